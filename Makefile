@@ -1,0 +1,71 @@
+# One target per CI job. `make demo` and `make test` set up all they need, on a machine with Python 3.11 or newer.
+
+PYTHON ?= $(shell command -v python3.11 || command -v python3)
+BIN := .venv/bin
+READY := .venv/.ready
+# Old enough that a trainer image with any protobuf since 6.31 can load what it generates.
+PROTOC_VERSION := 1.74.0
+PROTOC := .tools/protoc
+STUBS := proto/mooring_api/v1
+WORKERS ?= 2
+
+.PHONY: setup demo test test-quick test-slow lint format proto proto-check docs bench clean
+
+setup: $(READY)
+
+# torch first and by itself, so that nothing else chooses its build.
+$(READY): pyproject.toml constraints.txt
+	$(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt torch
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev]'
+	touch $@
+
+demo: setup
+	$(BIN)/mooring demo
+
+test: test-quick test-slow
+
+test-quick: setup
+	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal -m "not slow"
+
+test-slow: setup
+	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal -m slow
+
+lint: setup proto-check
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+format: setup
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+$(PROTOC): Makefile
+	$(PYTHON) -m venv $@
+	$@/bin/python -m pip install --quiet grpcio-tools==$(PROTOC_VERSION) setuptools
+	touch $@
+
+proto: $(PROTOC)
+	$(PROTOC)/bin/python -m grpc_tools.protoc -Iproto \
+		--python_out=proto --pyi_out=proto --grpc_python_out=proto $(STUBS)/agent.proto
+
+# The generated code is committed; it must be what the .proto gives.
+proto-check: $(PROTOC)
+	rm -rf .tools/generated && mkdir -p .tools/generated
+	$(PROTOC)/bin/python -m grpc_tools.protoc -Iproto --python_out=.tools/generated \
+		--pyi_out=.tools/generated --grpc_python_out=.tools/generated $(STUBS)/agent.proto
+	@for file in agent_pb2.py agent_pb2.pyi agent_pb2_grpc.py; do \
+		diff -u $(STUBS)/$$file .tools/generated/mooring_api/v1/$$file || \
+		{ echo "error: $(STUBS)/$$file is stale; hint: make proto"; exit 1; }; \
+	done
+
+# The pages that are made from the code; tests compare them.
+docs: setup
+	$(BIN)/python -m mooring_agent.settings_page > docs/settings.md
+
+bench: setup
+	$(BIN)/python -m benchmarks.memory
+
+clean:
+	rm -rf .venv .tools build dist
