@@ -1,0 +1,51 @@
+"""Every environment variable, annotation key, path and port that two parts of Mooring must agree on, once.
+
+Owns names only. Knows nothing of what is done with them.
+"""
+
+from typing import Final
+
+ERROR_DOMAIN: Final = "mooring.dev"
+
+# Environment, read by the client and set by the injection or by `mooring run`.
+ENV_VOLUME: Final = "MOORING_VOLUME"
+"""Directory shared by trainer and agent; every checkpoint lies below it."""
+ENV_CHECKPOINT_DIRECTORY: Final = "MOORING_CHECKPOINT_DIRECTORY"
+"""Where the trainer writes checkpoints and restore puts them. Default: <volume>/checkpoints."""
+ENV_SOCKET: Final = "MOORING_SOCKET"
+"""Unix socket of the agent. Default: <volume>/.mooring/agent.sock."""
+ENV_ATTEMPT: Final = "MOORING_ATTEMPT"
+"""One start of the run: unique to that start, the same on all its pods. Used for the resume pin."""
+ENV_DESTINATION: Final = "MOORING_DESTINATION"
+"""Where checkpoints go: s3://bucket/prefix or file:///path."""
+
+# Below the volume.
+STATE_DIRECTORY: Final = ".mooring"
+"""Mooring's own folder in the volume; also the reserved folder name in a bucket."""
+CHECKPOINT_DIRECTORY: Final = "checkpoints"
+SOCKET: Final = "agent.sock"
+JOURNAL: Final = "journal.sqlite3"
+OWNING_DESTINATION: Final = "destination"
+"""Whose volume this is: a text file with the one destination that everything on it belongs to."""
+RESERVE: Final = "reserve"
+"""Room that is given up when the volume is full."""
+STAGED_DIRECTORY: Final = "staged"
+INCOMING_DIRECTORY: Final = "incoming"
+"""Half-restored checkpoints; anything found here at start is garbage."""
+RECORDS_DIRECTORY: Final = "records"
+"""One JSON file per local checkpoint that is complete: <name>.json, see mooring.records."""
+RANKS_DIRECTORY: Final = "ranks"
+"""Liveness locks: one file per local rank, held with fcntl.lockf while that process lives."""
+DOORBELL: Final = "doorbell"
+"""A small mapped file by which the agent asks trainers to save, see `mooring_api.doorbell`."""
+
+# Below <destination prefix>/.mooring/
+COMMITS_DIRECTORY: Final = "commits"
+RESUME_DIRECTORY: Final = "resume"
+PROBE_DIRECTORY: Final = "probe"
+
+# sun_path is 108 bytes with its terminator.
+SOCKET_PATH_LIMIT_BYTES: Final = 107
+
+JUST_IN_TIME_EXIT_CODE: Final = 143
+"""128 + SIGTERM: never 0, or a Kubernetes Job would count the index as done."""

@@ -1,0 +1,305 @@
+from google.protobuf.internal import containers as _containers
+from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
+from google.protobuf import descriptor as _descriptor
+from google.protobuf import message as _message
+from collections.abc import Iterable as _Iterable, Mapping as _Mapping
+from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
+
+DESCRIPTOR: _descriptor.FileDescriptor
+
+class ErrorReason(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    ERROR_REASON_UNSPECIFIED: _ClassVar[ErrorReason]
+    ERROR_REASON_PATH_OUTSIDE_VOLUME: _ClassVar[ErrorReason]
+    ERROR_REASON_PATH_MISSING: _ClassVar[ErrorReason]
+    ERROR_REASON_CHECKPOINT_EMPTY: _ClassVar[ErrorReason]
+    ERROR_REASON_BAD_NAME: _ClassVar[ErrorReason]
+    ERROR_REASON_CONTRADICTION: _ClassVar[ErrorReason]
+    ERROR_REASON_BAD_REQUEST: _ClassVar[ErrorReason]
+    ERROR_REASON_UNKNOWN_SAVE: _ClassVar[ErrorReason]
+    ERROR_REASON_CHECKPOINT_FAILED: _ClassVar[ErrorReason]
+    ERROR_REASON_VOLUME_UNUSABLE: _ClassVar[ErrorReason]
+    ERROR_REASON_SHUTTING_DOWN: _ClassVar[ErrorReason]
+
+class Kind(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    KIND_UNSPECIFIED: _ClassVar[Kind]
+    KIND_PERIODIC: _ClassVar[Kind]
+    KIND_JUST_IN_TIME: _ClassVar[Kind]
+    KIND_FINAL: _ClassVar[Kind]
+
+class Phase(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    PHASE_UNSPECIFIED: _ClassVar[Phase]
+    PHASE_ANNOUNCED: _ClassVar[Phase]
+    PHASE_STAGED: _ClassVar[Phase]
+    PHASE_UPLOADING: _ClassVar[Phase]
+    PHASE_SEALED: _ClassVar[Phase]
+    PHASE_COMMITTED: _ClassVar[Phase]
+    PHASE_RELEASED: _ClassVar[Phase]
+    PHASE_SHED: _ClassVar[Phase]
+    PHASE_FAILED: _ClassVar[Phase]
+ERROR_REASON_UNSPECIFIED: ErrorReason
+ERROR_REASON_PATH_OUTSIDE_VOLUME: ErrorReason
+ERROR_REASON_PATH_MISSING: ErrorReason
+ERROR_REASON_CHECKPOINT_EMPTY: ErrorReason
+ERROR_REASON_BAD_NAME: ErrorReason
+ERROR_REASON_CONTRADICTION: ErrorReason
+ERROR_REASON_BAD_REQUEST: ErrorReason
+ERROR_REASON_UNKNOWN_SAVE: ErrorReason
+ERROR_REASON_CHECKPOINT_FAILED: ErrorReason
+ERROR_REASON_VOLUME_UNUSABLE: ErrorReason
+ERROR_REASON_SHUTTING_DOWN: ErrorReason
+KIND_UNSPECIFIED: Kind
+KIND_PERIODIC: Kind
+KIND_JUST_IN_TIME: Kind
+KIND_FINAL: Kind
+PHASE_UNSPECIFIED: Phase
+PHASE_ANNOUNCED: Phase
+PHASE_STAGED: Phase
+PHASE_UPLOADING: Phase
+PHASE_SEALED: Phase
+PHASE_COMMITTED: Phase
+PHASE_RELEASED: Phase
+PHASE_SHED: Phase
+PHASE_FAILED: Phase
+
+class RegisterRequest(_message.Message):
+    __slots__ = ("local_rank", "rank", "world_size", "pid", "holds_liveness_lock", "client")
+    LOCAL_RANK_FIELD_NUMBER: _ClassVar[int]
+    RANK_FIELD_NUMBER: _ClassVar[int]
+    WORLD_SIZE_FIELD_NUMBER: _ClassVar[int]
+    PID_FIELD_NUMBER: _ClassVar[int]
+    HOLDS_LIVENESS_LOCK_FIELD_NUMBER: _ClassVar[int]
+    CLIENT_FIELD_NUMBER: _ClassVar[int]
+    local_rank: int
+    rank: int
+    world_size: int
+    pid: int
+    holds_liveness_lock: bool
+    client: str
+    def __init__(self, local_rank: _Optional[int] = ..., rank: _Optional[int] = ..., world_size: _Optional[int] = ..., pid: _Optional[int] = ..., holds_liveness_lock: bool = ..., client: _Optional[str] = ...) -> None: ...
+
+class RegisterResponse(_message.Message):
+    __slots__ = ("agent_version", "volume", "newest_committed", "terminating")
+    AGENT_VERSION_FIELD_NUMBER: _ClassVar[int]
+    VOLUME_FIELD_NUMBER: _ClassVar[int]
+    NEWEST_COMMITTED_FIELD_NUMBER: _ClassVar[int]
+    TERMINATING_FIELD_NUMBER: _ClassVar[int]
+    agent_version: str
+    volume: str
+    newest_committed: Checkpoint
+    terminating: bool
+    def __init__(self, agent_version: _Optional[str] = ..., volume: _Optional[str] = ..., newest_committed: _Optional[_Union[Checkpoint, _Mapping]] = ..., terminating: bool = ...) -> None: ...
+
+class BeginSaveRequest(_message.Message):
+    __slots__ = ("step", "kind", "attempt", "size_bytes")
+    STEP_FIELD_NUMBER: _ClassVar[int]
+    KIND_FIELD_NUMBER: _ClassVar[int]
+    ATTEMPT_FIELD_NUMBER: _ClassVar[int]
+    SIZE_BYTES_FIELD_NUMBER: _ClassVar[int]
+    step: int
+    kind: Kind
+    attempt: str
+    size_bytes: int
+    def __init__(self, step: _Optional[int] = ..., kind: _Optional[_Union[Kind, str]] = ..., attempt: _Optional[str] = ..., size_bytes: _Optional[int] = ...) -> None: ...
+
+class BeginSaveResponse(_message.Message):
+    __slots__ = ("admitted", "reason", "save", "budget_bytes")
+    ADMITTED_FIELD_NUMBER: _ClassVar[int]
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    SAVE_FIELD_NUMBER: _ClassVar[int]
+    BUDGET_BYTES_FIELD_NUMBER: _ClassVar[int]
+    admitted: bool
+    reason: str
+    save: str
+    budget_bytes: int
+    def __init__(self, admitted: bool = ..., reason: _Optional[str] = ..., save: _Optional[str] = ..., budget_bytes: _Optional[int] = ...) -> None: ...
+
+class AnnounceCheckpointRequest(_message.Message):
+    __slots__ = ("path", "step", "name", "kind", "save", "rank", "world_size", "local_world_size", "files", "attempt")
+    PATH_FIELD_NUMBER: _ClassVar[int]
+    STEP_FIELD_NUMBER: _ClassVar[int]
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    KIND_FIELD_NUMBER: _ClassVar[int]
+    SAVE_FIELD_NUMBER: _ClassVar[int]
+    RANK_FIELD_NUMBER: _ClassVar[int]
+    WORLD_SIZE_FIELD_NUMBER: _ClassVar[int]
+    LOCAL_WORLD_SIZE_FIELD_NUMBER: _ClassVar[int]
+    FILES_FIELD_NUMBER: _ClassVar[int]
+    ATTEMPT_FIELD_NUMBER: _ClassVar[int]
+    path: str
+    step: int
+    name: str
+    kind: Kind
+    save: str
+    rank: int
+    world_size: int
+    local_world_size: int
+    files: _containers.RepeatedScalarFieldContainer[str]
+    attempt: str
+    def __init__(self, path: _Optional[str] = ..., step: _Optional[int] = ..., name: _Optional[str] = ..., kind: _Optional[_Union[Kind, str]] = ..., save: _Optional[str] = ..., rank: _Optional[int] = ..., world_size: _Optional[int] = ..., local_world_size: _Optional[int] = ..., files: _Optional[_Iterable[str]] = ..., attempt: _Optional[str] = ...) -> None: ...
+
+class AnnounceCheckpointResponse(_message.Message):
+    __slots__ = ("save", "phase", "size_bytes", "file_count")
+    SAVE_FIELD_NUMBER: _ClassVar[int]
+    PHASE_FIELD_NUMBER: _ClassVar[int]
+    SIZE_BYTES_FIELD_NUMBER: _ClassVar[int]
+    FILE_COUNT_FIELD_NUMBER: _ClassVar[int]
+    save: str
+    phase: Phase
+    size_bytes: int
+    file_count: int
+    def __init__(self, save: _Optional[str] = ..., phase: _Optional[_Union[Phase, str]] = ..., size_bytes: _Optional[int] = ..., file_count: _Optional[int] = ...) -> None: ...
+
+class AbortSaveRequest(_message.Message):
+    __slots__ = ("save",)
+    SAVE_FIELD_NUMBER: _ClassVar[int]
+    save: str
+    def __init__(self, save: _Optional[str] = ...) -> None: ...
+
+class AbortSaveResponse(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class RequestSaveRequest(_message.Message):
+    __slots__ = ("reason",)
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    reason: str
+    def __init__(self, reason: _Optional[str] = ...) -> None: ...
+
+class RequestSaveResponse(_message.Message):
+    __slots__ = ("ranks",)
+    RANKS_FIELD_NUMBER: _ClassVar[int]
+    ranks: int
+    def __init__(self, ranks: _Optional[int] = ...) -> None: ...
+
+class NotifyTerminationRequest(_message.Message):
+    __slots__ = ("grace_seconds", "source", "trainers_gone")
+    GRACE_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    SOURCE_FIELD_NUMBER: _ClassVar[int]
+    TRAINERS_GONE_FIELD_NUMBER: _ClassVar[int]
+    grace_seconds: float
+    source: str
+    trainers_gone: bool
+    def __init__(self, grace_seconds: _Optional[float] = ..., source: _Optional[str] = ..., trainers_gone: bool = ...) -> None: ...
+
+class NotifyTerminationResponse(_message.Message):
+    __slots__ = ("deadline",)
+    DEADLINE_FIELD_NUMBER: _ClassVar[int]
+    deadline: float
+    def __init__(self, deadline: _Optional[float] = ...) -> None: ...
+
+class GetStatusRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class WatchStatusRequest(_message.Message):
+    __slots__ = ("interval_ms",)
+    INTERVAL_MS_FIELD_NUMBER: _ClassVar[int]
+    interval_ms: int
+    def __init__(self, interval_ms: _Optional[int] = ...) -> None: ...
+
+class Checkpoint(_message.Message):
+    __slots__ = ("name", "save", "step", "kind", "phase", "world_size", "size_bytes", "durable_bytes", "file_count", "announced_at", "committed_at", "reason")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    SAVE_FIELD_NUMBER: _ClassVar[int]
+    STEP_FIELD_NUMBER: _ClassVar[int]
+    KIND_FIELD_NUMBER: _ClassVar[int]
+    PHASE_FIELD_NUMBER: _ClassVar[int]
+    WORLD_SIZE_FIELD_NUMBER: _ClassVar[int]
+    SIZE_BYTES_FIELD_NUMBER: _ClassVar[int]
+    DURABLE_BYTES_FIELD_NUMBER: _ClassVar[int]
+    FILE_COUNT_FIELD_NUMBER: _ClassVar[int]
+    ANNOUNCED_AT_FIELD_NUMBER: _ClassVar[int]
+    COMMITTED_AT_FIELD_NUMBER: _ClassVar[int]
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    save: str
+    step: int
+    kind: Kind
+    phase: Phase
+    world_size: int
+    size_bytes: int
+    durable_bytes: int
+    file_count: int
+    announced_at: float
+    committed_at: float
+    reason: str
+    def __init__(self, name: _Optional[str] = ..., save: _Optional[str] = ..., step: _Optional[int] = ..., kind: _Optional[_Union[Kind, str]] = ..., phase: _Optional[_Union[Phase, str]] = ..., world_size: _Optional[int] = ..., size_bytes: _Optional[int] = ..., durable_bytes: _Optional[int] = ..., file_count: _Optional[int] = ..., announced_at: _Optional[float] = ..., committed_at: _Optional[float] = ..., reason: _Optional[str] = ...) -> None: ...
+
+class Status(_message.Message):
+    __slots__ = ("agent_version", "destination", "live_ranks", "checkpoints", "newest_committed", "recovery_point_age_seconds", "backlog_bytes", "goodput_bytes_per_second", "drain_seconds", "budget_bytes", "terminating", "deadline", "storage_error", "at")
+    AGENT_VERSION_FIELD_NUMBER: _ClassVar[int]
+    DESTINATION_FIELD_NUMBER: _ClassVar[int]
+    LIVE_RANKS_FIELD_NUMBER: _ClassVar[int]
+    CHECKPOINTS_FIELD_NUMBER: _ClassVar[int]
+    NEWEST_COMMITTED_FIELD_NUMBER: _ClassVar[int]
+    RECOVERY_POINT_AGE_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    BACKLOG_BYTES_FIELD_NUMBER: _ClassVar[int]
+    GOODPUT_BYTES_PER_SECOND_FIELD_NUMBER: _ClassVar[int]
+    DRAIN_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    BUDGET_BYTES_FIELD_NUMBER: _ClassVar[int]
+    TERMINATING_FIELD_NUMBER: _ClassVar[int]
+    DEADLINE_FIELD_NUMBER: _ClassVar[int]
+    STORAGE_ERROR_FIELD_NUMBER: _ClassVar[int]
+    AT_FIELD_NUMBER: _ClassVar[int]
+    agent_version: str
+    destination: str
+    live_ranks: int
+    checkpoints: _containers.RepeatedCompositeFieldContainer[Checkpoint]
+    newest_committed: Checkpoint
+    recovery_point_age_seconds: float
+    backlog_bytes: int
+    goodput_bytes_per_second: float
+    drain_seconds: float
+    budget_bytes: int
+    terminating: bool
+    deadline: float
+    storage_error: str
+    at: float
+    def __init__(self, agent_version: _Optional[str] = ..., destination: _Optional[str] = ..., live_ranks: _Optional[int] = ..., checkpoints: _Optional[_Iterable[_Union[Checkpoint, _Mapping]]] = ..., newest_committed: _Optional[_Union[Checkpoint, _Mapping]] = ..., recovery_point_age_seconds: _Optional[float] = ..., backlog_bytes: _Optional[int] = ..., goodput_bytes_per_second: _Optional[float] = ..., drain_seconds: _Optional[float] = ..., budget_bytes: _Optional[int] = ..., terminating: bool = ..., deadline: _Optional[float] = ..., storage_error: _Optional[str] = ..., at: _Optional[float] = ...) -> None: ...
+
+class WaitCommittedRequest(_message.Message):
+    __slots__ = ("save",)
+    SAVE_FIELD_NUMBER: _ClassVar[int]
+    save: str
+    def __init__(self, save: _Optional[str] = ...) -> None: ...
+
+class WaitCommittedResponse(_message.Message):
+    __slots__ = ("checkpoint",)
+    CHECKPOINT_FIELD_NUMBER: _ClassVar[int]
+    checkpoint: Checkpoint
+    def __init__(self, checkpoint: _Optional[_Union[Checkpoint, _Mapping]] = ...) -> None: ...
+
+class ListCheckpointsRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class ListCheckpointsResponse(_message.Message):
+    __slots__ = ("checkpoints",)
+    CHECKPOINTS_FIELD_NUMBER: _ClassVar[int]
+    checkpoints: _containers.RepeatedCompositeFieldContainer[Checkpoint]
+    def __init__(self, checkpoints: _Optional[_Iterable[_Union[Checkpoint, _Mapping]]] = ...) -> None: ...
+
+class AttachRequest(_message.Message):
+    __slots__ = ("local_rank", "rank", "world_size", "client")
+    LOCAL_RANK_FIELD_NUMBER: _ClassVar[int]
+    RANK_FIELD_NUMBER: _ClassVar[int]
+    WORLD_SIZE_FIELD_NUMBER: _ClassVar[int]
+    CLIENT_FIELD_NUMBER: _ClassVar[int]
+    local_rank: int
+    rank: int
+    world_size: int
+    client: str
+    def __init__(self, local_rank: _Optional[int] = ..., rank: _Optional[int] = ..., world_size: _Optional[int] = ..., client: _Optional[str] = ...) -> None: ...
+
+class DoorbellRequest(_message.Message):
+    __slots__ = ("terminating", "deadline", "ring")
+    TERMINATING_FIELD_NUMBER: _ClassVar[int]
+    DEADLINE_FIELD_NUMBER: _ClassVar[int]
+    RING_FIELD_NUMBER: _ClassVar[int]
+    terminating: bool
+    deadline: float
+    ring: int
+    def __init__(self, terminating: bool = ..., deadline: _Optional[float] = ..., ring: _Optional[int] = ...) -> None: ...
