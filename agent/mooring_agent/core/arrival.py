@@ -1,0 +1,95 @@
+"""A checkpoint arrives: a rank announces its part, then its files are pinned and become the queue of what to send.
+
+Owns the making of `Checkpoint`, `Share` and `FileProgress`. Whether an announcement may enter is `admission.py`'s.
+"""
+
+from collections.abc import Iterator, Mapping
+
+from mooring_agent.core import upload_queue
+from mooring_agent.core.commands import Command, Record
+from mooring_agent.core.errors import ErrorKind
+from mooring_agent.core.events import Announced, Failed, Staged
+from mooring_agent.core.lifecycle import Trigger
+from mooring_agent.core.model import Fingerprint, Phase, StagedFile
+from mooring_agent.core.part_plan import part_size_for, plan
+from mooring_agent.core.state import Checkpoint, FileProgress, Share, State
+
+
+def announced(state: State, event: Announced) -> None:
+    save = event.info.save
+    checkpoint = state.checkpoints.get(save)
+    if checkpoint is None or checkpoint.phase is Phase.FAILED:
+        # A save that failed to be staged may be announced again once its trainer has mended it.
+        checkpoint = Checkpoint(info=event.info, sequence=state.next_sequence, announced_at=event.at)
+        state.checkpoints.pop(save, None)
+        state.checkpoints[save] = checkpoint
+        state.next_sequence += 1
+    else:
+        checkpoint.move(Trigger.RANK_ANNOUNCED)
+    checkpoint.shares[event.rank] = Share(
+        rank=event.rank,
+        source=event.source,
+        requested_files=event.files,
+        announced_at=event.at,
+        local_world_size=max(1, event.local_world_size),
+        signature=event.signature,
+    )
+    state.begun.pop(save, None)
+
+
+def staged(state: State, checkpoint: Checkpoint, event: Staged) -> Iterator[Command]:
+    lead = checkpoint.shares[event.work.rank]
+    if lead.staged:
+        return
+    yield from _fail_rewritten(state, checkpoint, event)
+    lead.staged = True
+    preferred_bytes = state.settings.transfer.part_size_bytes
+    for file in event.files:
+        part_size_bytes = part_size_for(file.size_bytes, preferred_bytes)
+        progress = FileProgress(
+            file=file, part_size_bytes=part_size_bytes, parts=plan(file.size_bytes, part_size_bytes)
+        )
+        lead.files[file.path] = progress
+        if not file.private:
+            lead.shared_inodes[file.fingerprint.inode] = file.path
+        checkpoint.size_bytes += file.size_bytes
+        upload_queue.enqueue(checkpoint, lead.rank, progress)
+    lead.unstored_count = len(lead.files)
+    checkpoint.file_count += len(lead.files)
+    if not lead.requested_files and lead.local_world_size > 1:
+        # The directory that the ranks share went to the first of them; the others contribute nothing more.
+        for share in checkpoint.shares.values():
+            share.staged |= not share.requested_files and share.source == lead.source
+    state.recent_sizes_bytes.append(checkpoint.size_bytes)
+    checkpoint.move(Trigger.RANK_STAGED)
+
+
+def _fail_rewritten(state: State, checkpoint: Checkpoint, event: Staged) -> Iterator[Command]:
+    """An inode of an older pin has come back with other content: its trainer rewrites files in place."""
+    fingerprints = {file.fingerprint.inode: file.fingerprint for file in event.files if not file.private}
+    directory = checkpoint.shares[event.work.rank].source.rpartition("/")[0]
+    for other in state.unfinished():
+        file = _rewritten_file(other, fingerprints) if other is not checkpoint else None
+        if file is None:
+            continue
+        state.rewritten_directories.add(directory)
+        if state.live:
+            yield Record(
+                event=Failed(
+                    at=state.now,
+                    save=other.info.save,
+                    kind=ErrorKind.FILE_CHANGED,
+                    reason=f"{file.path} was rewritten in place by the save of step {checkpoint.info.step}",
+                    hint="save every checkpoint into a new directory; from now on this one is copied, not linked",
+                )
+            )
+
+
+def _rewritten_file(checkpoint: Checkpoint, fingerprints: Mapping[int, Fingerprint]) -> StagedFile | None:
+    """A file of a checkpoint whose inode has other content now. What is stored is safe from the trainer."""
+    for share in checkpoint.shares.values():
+        for inode in sorted(fingerprints.keys() & share.shared_inodes.keys()):
+            progress = share.files[share.shared_inodes[inode]]
+            if not progress.stored and progress.file.fingerprint != fingerprints[inode]:
+                return progress.file
+    return None

@@ -1,0 +1,188 @@
+"""Everything the core may ask the runtime to do. Each command with a `work` ends in exactly one event that names it."""
+
+from dataclasses import dataclass
+
+from mooring_agent.core.events import Failed, Shed
+from mooring_agent.core.model import RankManifest, Region, SaveInfo, StagedFile
+from mooring_agent.core.work import WorkId
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stage:
+    """Pin a rank's files. Ends in Staged."""
+
+    work: WorkId
+    info: SaveInfo
+    source: str
+    files: tuple[str, ...]
+    private: bool
+    announced_at: float
+    local_world_size: int
+    signature: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KnownFile:
+    """What the journal knows of a file that is not yet durable; `upload_id` empty: none was begun."""
+
+    rank: int
+    file: StagedFile
+    upload_id: str
+    part_size_bytes: int
+    parts: tuple[tuple[int, str, int], ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reconcile:
+    """Find out what the store has of a save, and abort uploads of our files that we do not know. Ends in Reconciled.
+
+    Other agents may be uploading their share of the same save: what is not for a file in `staged` is theirs.
+    """
+
+    work: WorkId
+    info: SaveInfo
+    staged: tuple[tuple[int, tuple[StagedFile, ...]], ...]
+    unfinished: tuple[KnownFile, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CreateUpload:
+    """Begin a multipart upload. Ends in UploadCreated."""
+
+    work: WorkId
+    key: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SendPart:
+    """Send one part. Ends in PartStored."""
+
+    work: WorkId
+    key: str
+    upload_id: str
+    region: Region
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PutFile:
+    """Send a file whole. Ends in FileStored."""
+
+    work: WorkId
+    key: str
+    region: Region
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CompleteUpload:
+    """Make the object of its parts; on an error look whether it exists already. Ends in FileStored."""
+
+    work: WorkId
+    key: str
+    upload_id: str
+    etags: tuple[str, ...]
+    size_bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WriteManifest:
+    """Ends in ManifestStored."""
+
+    work: WorkId
+    manifest: RankManifest
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Commit:
+    """List the save, compare, and write the marker if every rank's manifest is there and `may_write_marker`.
+
+    Ends in Committed, CommitWaits or ObjectsLost. `sweep_uploads`: abort multipart uploads left over, once committed.
+    """
+
+    work: WorkId
+    info: SaveInfo
+    manifests: tuple[RankManifest, ...]
+    may_write_marker: bool
+    sweep_uploads: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Release:
+    """Drop a save's pins: room on the volume, whatever the store does. Ends in Released."""
+
+    work: WorkId
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Abandon:
+    """Abort the multipart uploads, as (key, id), of a save that is given up. Ends in Abandoned.
+
+    `sweep_keys`: an answer was lost, so abort every multipart upload for these keys, whatever its id.
+    """
+
+    work: WorkId
+    info: SaveInfo
+    uploads: tuple[tuple[str, str], ...]
+    sweep_keys: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prune:
+    """Apply the retention settings to the bucket. Ends in Pruned."""
+
+    work: WorkId
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CancelWork:
+    """Stop a transfer; it ends in WorkCancelled unless it had ended before."""
+
+    work: WorkId
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Record:
+    """A decision of the core: journal the event and step it before anything else happens."""
+
+    event: Shed | Failed
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RingDoorbell:
+    """Ask the trainers to save. `deadline` is unix seconds, 0 when they shall go on afterwards."""
+
+    terminating: bool
+    deadline: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LiftBandwidthCap:
+    """From now on every byte per second counts."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RestoreBandwidthCap:
+    """The pod was spared: uploads are as fast as they were allowed to be before."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Exit:
+    """End the agent. `lost` has one line per checkpoint that is not durable and where it still lies."""
+
+    code: int
+    lost: tuple[str, ...]
+
+
+WorkCommand = (
+    Stage
+    | Reconcile
+    | CreateUpload
+    | SendPart
+    | PutFile
+    | CompleteUpload
+    | WriteManifest
+    | Commit
+    | Release
+    | Abandon
+    | Prune
+)
+Command = WorkCommand | CancelWork | Record | RingDoorbell | LiftBandwidthCap | RestoreBandwidthCap | Exit

@@ -1,0 +1,138 @@
+"""What fits in the remaining grace, whom to wait for, and when to leave.
+
+The deadline is the earliest anybody told us. Kubelet gives at least two seconds after our own SIGTERM, even when the
+trainer used up all the grace (kuberuntime_container.go), so the deadline never lies before that.
+"""
+
+from typing import Final
+
+from mooring_agent.core.commands import Exit
+from mooring_agent.core.model import Kind, Phase
+from mooring_agent.core.state import Checkpoint, State
+from mooring_agent.core.work import TRANSFERS
+
+EXIT_NOT_DURABLE: Final = 75
+"""EX_TEMPFAIL: the newest checkpoint is not in the bucket, but lies on the volume."""
+
+_FLOOR_AFTER_SIGTERM_SECONDS: Final = 2.0
+# Time to write the last line and die by ourselves rather than by SIGKILL.
+_EXIT_MARGIN_SECONDS: Final = 0.6
+_LAPSES_AFTER_SECONDS: Final = 60.0
+
+
+def deadline(state: State) -> float | None:
+    """Unix seconds at which SIGKILL comes; None: nobody said."""
+    termination = state.termination
+    if termination.deadline is None or termination.stop_requested_at is None:
+        return termination.deadline
+    return max(termination.deadline, termination.stop_requested_at + _FLOOR_AFTER_SIGTERM_SECONDS)
+
+
+def needed_seconds(state: State, checkpoint: Checkpoint) -> float:
+    """How long a checkpoint still takes at the measured rate; 0 while nothing was measured."""
+    rate = state.goodput.bytes_per_second
+    return checkpoint.remaining_bytes / rate if rate > 0 else 0.0
+
+
+def worth_sending(state: State, checkpoint: Checkpoint) -> bool:
+    """Whether an older checkpoint fits before the deadline without touching the newest one's commit reserve."""
+    until = deadline(state)
+    if not state.termination.noticed or until is None:
+        return True
+    reserve = state.settings.termination.commit_reserve_seconds
+    return state.now + needed_seconds(state, checkpoint) + reserve <= until
+
+
+def waiting_for_save(state: State) -> bool:
+    """A local rank lives that has not yet announced its just-in-time (or final) save.
+
+    Locks count local ranks and announcements global ones, so who is who is unknown: who died is taken to have
+    announced. Taken wrongly, that costs a wait until the last rank is gone or the newest needs the time.
+    """
+    alive_count = len(state.alive_ranks)
+    if state.termination.trainers_gone or not alive_count:
+        return False
+    newest = state.newest()
+    last_saves = len(newest.shares) if newest and newest.info.kind in (Kind.JUST_IN_TIME, Kind.FINAL) else 0
+    owing = max(state.termination.most_alive, alive_count)
+    return owing > max(last_saves, owing - alive_count)
+
+
+def lapses_at(state: State) -> float | None:
+    """When a notice is void: its deadline is long past, and nobody has stopped us. A maintenance can spare a pod."""
+    termination = state.termination
+    if termination.deadline is None or termination.stop_requested_at is not None:
+        return None
+    return termination.deadline + _LAPSES_AFTER_SECONDS
+
+
+def _wait_until(state: State) -> float | None:
+    """When waiting for a save must end, so that the newest staged checkpoint still gets out."""
+    until = deadline(state)
+    if until is None:
+        return None
+    newest = state.newest()
+    needed = needed_seconds(state, newest) if newest and not newest.ended else 0.0
+    return until - needed - state.settings.termination.commit_reserve_seconds
+
+
+def exit_verdict(state: State) -> Exit | None:
+    """Leave now, and with what; None: not yet."""
+    termination = state.termination
+    if termination.stop_requested_at is None or termination.exiting:
+        return None
+    until = deadline(state)
+    if until is not None and state.now >= until - _EXIT_MARGIN_SECONDS:
+        return _exit(state)
+    wait_until = _wait_until(state)
+    if waiting_for_save(state) and (wait_until is None or state.now < wait_until):
+        return None
+    newest = state.newest()
+    is_open = any(_worth_staying(state, checkpoint, newest) for checkpoint in state.unfinished())
+    # Pins and old objects are cleaned up too, when there is time; they are not worth a deadline. What is on the wire of
+    # a checkpoint that will not fit holds nobody.
+    is_tidying = any(work.operation not in TRANSFERS for work in state.in_flight)
+    return None if is_open or is_tidying else _exit(state)
+
+
+def _worth_staying(state: State, checkpoint: Checkpoint, newest: Checkpoint | None) -> bool:
+    """Whether we can still do something for an unfinished checkpoint."""
+    trainers_gone = state.termination.trainers_gone or not state.alive_ranks
+    if trainers_gone and len(checkpoint.shares) < checkpoint.expected_local_ranks:
+        # A local rank died before it announced: no time makes this one complete.
+        return False
+    if checkpoint is newest:
+        return True
+    if checkpoint.phase is Phase.SEALED and checkpoint.waits_for_ranks:
+        # Our share is stored; the agent that seals last writes the marker.
+        return False
+    return worth_sending(state, checkpoint)
+
+
+def next_wake(state: State) -> float | None:
+    """The next moment at which the verdict may change by time alone; unix seconds."""
+    termination = state.termination
+    until = deadline(state)
+    if termination.stop_requested_at is None or termination.exiting or until is None:
+        return None
+    moments = [until - _EXIT_MARGIN_SECONDS]
+    wait_until = _wait_until(state)
+    if wait_until is not None and waiting_for_save(state):
+        moments.append(wait_until)
+    reserve = state.settings.termination.commit_reserve_seconds
+    moments += [until - reserve - needed_seconds(state, checkpoint) for checkpoint in state.unfinished()]
+    return min([moment for moment in moments if moment > state.now], default=None)
+
+
+def _exit(state: State) -> Exit:
+    newest = max(state.checkpoints.values(), key=lambda checkpoint: checkpoint.sequence, default=None)
+    lost = tuple(
+        f"{checkpoint.info.name} (step {checkpoint.info.step}, {checkpoint.info.kind}) is {checkpoint.phase}, "
+        f"{checkpoint.durable_bytes} of {checkpoint.size_bytes} bytes durable"
+        + (f" ({checkpoint.reason})" if checkpoint.reason else "")
+        + f"; its files lie under {state.settings.volume}"
+        for checkpoint in sorted(state.checkpoints.values(), key=lambda checkpoint: -checkpoint.sequence)
+        if not checkpoint.durable and checkpoint.phase is not Phase.SHED
+    )
+    durable = newest is None or newest.durable
+    return Exit(code=0 if durable else EXIT_NOT_DURABLE, lost=lost)

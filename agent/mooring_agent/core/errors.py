@@ -1,0 +1,103 @@
+"""The agent's one error tree: every error has a kind, a hint that says what the user can do, and whether to retry.
+
+Adapters turn third-party exceptions into these, chained with `from`; the core decides by `kind` alone.
+"""
+
+from enum import StrEnum
+from typing import Final
+
+
+class ErrorKind(StrEnum):
+    """What went wrong, as far as anybody needs to tell cases apart."""
+
+    # Storage, passing.
+    THROTTLED = "throttled"
+    UNREACHABLE = "unreachable"
+    TIMED_OUT = "timed-out"
+    STORE_FAILED = "store-failed"
+    CORRUPTED_IN_TRANSIT = "corrupted-in-transit"
+    UPLOAD_LOST = "upload-lost"
+    # Storage, needs a person; it may be mended while we run, so the newest checkpoint goes on trying.
+    ACCESS_DENIED = "access-denied"
+    BUCKET_MISSING = "bucket-missing"
+    CLOCK_SKEWED = "clock-skewed"
+    STORE_FULL = "store-full"
+    REQUEST_REFUSED = "request-refused"
+    # Storage, an answer rather than a fault.
+    NOT_FOUND = "not-found"
+    ALREADY_EXISTS = "already-exists"
+    # What is stored is not what was written.
+    CHECKPOINT_CORRUPT = "checkpoint-corrupt"
+    NO_CHECKPOINT = "no-checkpoint"
+    # The local volume.
+    FILE_CHANGED = "file-changed"
+    FILE_MISSING = "file-missing"
+    DISK_FULL = "disk-full"
+    VOLUME_UNUSABLE = "volume-unusable"
+    # The caller.
+    PATH_OUTSIDE_VOLUME = "path-outside-volume"
+    CHECKPOINT_EMPTY = "checkpoint-empty"
+    BAD_NAME = "bad-name"
+    CONTRADICTION = "contradiction"
+    BAD_REQUEST = "bad-request"
+    BAD_CONFIGURATION = "bad-configuration"
+    UNKNOWN_SAVE = "unknown-save"
+    CHECKPOINT_FAILED = "checkpoint-failed"
+    SHUTTING_DOWN = "shutting-down"
+
+
+RETRYABLE: Final = frozenset(
+    {
+        ErrorKind.THROTTLED,
+        ErrorKind.UNREACHABLE,
+        ErrorKind.TIMED_OUT,
+        ErrorKind.STORE_FAILED,
+        ErrorKind.CORRUPTED_IN_TRANSIT,
+        ErrorKind.UPLOAD_LOST,
+        ErrorKind.ACCESS_DENIED,
+        ErrorKind.BUCKET_MISSING,
+        ErrorKind.CLOCK_SKEWED,
+        ErrorKind.STORE_FULL,
+        ErrorKind.REQUEST_REFUSED,
+        ErrorKind.BAD_CONFIGURATION,
+    }
+)
+"""Kinds for which trying again later can help an upload: a full bucket, a wrong key or an unreadable file with
+certificates may be mended meanwhile."""
+
+PASSING: Final = frozenset(
+    {
+        ErrorKind.THROTTLED,
+        ErrorKind.UNREACHABLE,
+        ErrorKind.TIMED_OUT,
+        ErrorKind.STORE_FAILED,
+        ErrorKind.CORRUPTED_IN_TRANSIT,
+    }
+)
+"""Kinds that a person waiting at a terminal (restore, `mooring ls`) should see retried for them."""
+
+
+class MooringError(Exception):
+    """An error with a kind and a hint. `str(error)` is one line that names what failed."""
+
+    def __init__(self, kind: ErrorKind, message: str, *, hint: str = "") -> None:
+        super().__init__(message)
+        self.kind = kind
+        self.hint = hint
+
+    @property
+    def retryable(self) -> bool:
+        """Whether trying the same thing later can help."""
+        return self.kind in RETRYABLE
+
+
+class StoreError(MooringError):
+    """An object store refused, failed, or answered something we cannot use."""
+
+
+class VolumeError(MooringError):
+    """The shared volume or a file on it is not as it must be."""
+
+
+class RequestError(MooringError):
+    """A caller asked for something that cannot be done; nothing was changed."""

@@ -1,0 +1,142 @@
+"""The values everything else speaks of: checkpoints, their files and parts. See docs for the words.
+
+Owns shapes only. Sizes and offsets are bytes, times are unix seconds, checksums are CRC64NVME as unsigned integers.
+"""
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+
+class Kind(StrEnum):
+    """Why a checkpoint was saved."""
+
+    PERIODIC = "periodic"
+    JUST_IN_TIME = "just-in-time"
+    FINAL = "final"
+
+
+class Phase(StrEnum):
+    """Life of one checkpoint on one agent; the moves between them are the rows of `lifecycle.TRANSITIONS`."""
+
+    ANNOUNCED = "announced"
+    STAGED = "staged"
+    UPLOADING = "uploading"
+    SEALED = "sealed"
+    COMMITTED = "committed"
+    RELEASED = "released"
+    SHED = "shed"
+    FAILED = "failed"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SaveInfo:
+    """One save of one checkpoint, as all its ranks know it. `save` alone identifies it; no key is ever shared."""
+
+    save: str
+    name: str
+    step: int
+    kind: Kind
+    world_size: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fingerprint:
+    """What a file was when it was staged; a different one later means it was rewritten under us."""
+
+    size_bytes: int
+    mtime_ns: int
+    inode: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StagedFile:
+    """A pinned file. `path` is relative to the checkpoint, with `/`; `pin` is where its bytes are, below the volume.
+
+    `private` says that the inode is ours alone (copied or reflinked), so nobody can rewrite it in place.
+    """
+
+    path: str
+    pin: str
+    fingerprint: Fingerprint
+    private: bool
+
+    @property
+    def size_bytes(self) -> int:
+        return self.fingerprint.size_bytes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Part:
+    """One piece of a file. `number` counts from 1, as in S3; a file sent whole is its part 1."""
+
+    number: int
+    offset_bytes: int
+    size_bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Region:
+    """Bytes of a pinned file to send: where they are, and what the file must still be. `path` is absolute."""
+
+    path: str
+    offset_bytes: int
+    size_bytes: int
+    fingerprint: Fingerprint
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FileEntry:
+    """A file in a rank manifest: `checksums[i]` covers bytes [i, i + 1) x `part_size_bytes`, the last part is shorter.
+
+    An empty file has no checksums.
+    """
+
+    path: str
+    size_bytes: int
+    part_size_bytes: int
+    checksums: tuple[int, ...]
+
+    def parts(self) -> tuple[Part, ...]:
+        """The pieces that `checksums` cover, in order."""
+        return tuple(
+            Part(
+                number=index + 1,
+                offset_bytes=index * self.part_size_bytes,
+                size_bytes=min(self.part_size_bytes, self.size_bytes - index * self.part_size_bytes),
+            )
+            for index in range(len(self.checksums))
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankManifest:
+    """What one rank contributed to a save. `saved_at` is when it was announced, unix seconds."""
+
+    info: SaveInfo
+    rank: int
+    saved_at: float
+    files: tuple[FileEntry, ...]
+
+    @property
+    def size_bytes(self) -> int:
+        return sum(file.size_bytes for file in self.files)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ManifestReference:
+    """A rank manifest as the commit marker names it; the checksum covers the manifest's JSON."""
+
+    rank: int
+    size_bytes: int
+    checksum: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CommitMarker:
+    """The last object of a save; its presence alone means restorable. A pure function of the rank manifests."""
+
+    info: SaveInfo
+    saved_at: float
+    size_bytes: int
+    file_count: int
+    manifests: tuple[ManifestReference, ...]

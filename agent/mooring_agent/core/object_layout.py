@@ -1,0 +1,90 @@
+"""Where things are below a destination's prefix. Keys are relative to it; `<save>` makes each of them unique.
+
+<name>/<save>/<files as the trainer named them>
+<name>/<save>/.mooring/rank-00003.json            rank manifest
+.mooring/commits/<step, 12 digits>.<save>.json    commit marker
+.mooring/resume/<attempt>.json                    the pin: what this attempt resumes from
+"""
+
+import re
+from typing import Final
+
+from mooring_agent.core.errors import ErrorKind, RequestError
+from mooring_agent.core.model import SaveInfo
+from mooring_api.names import COMMITS_DIRECTORY, PROBE_DIRECTORY, RESUME_DIRECTORY, STATE_DIRECTORY
+
+_TOKEN: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._=+-]{0,127}")
+_KEY_LIMIT_BYTES: Final = 1024
+_LONGEST_PREFIX_BYTES: Final = 256
+
+COMMITS_PREFIX: Final = f"{STATE_DIRECTORY}/{COMMITS_DIRECTORY}/"
+RESUME_PREFIX: Final = f"{STATE_DIRECTORY}/{RESUME_DIRECTORY}/"
+PROBE_PREFIX: Final = f"{STATE_DIRECTORY}/{PROBE_DIRECTORY}/"
+
+
+def check_token(value: str, what: str) -> str:
+    """`value` if it can be one component of a key (name, save id, attempt); else a RequestError."""
+    if not _TOKEN.fullmatch(value):
+        raise RequestError(
+            ErrorKind.BAD_NAME,
+            f"{what} {value!r} cannot be part of an object key",
+            hint="use 1 to 128 letters, digits and . _ = + - and start with a letter or a digit",
+        )
+    return value
+
+
+def check_file_path(path: str) -> str:
+    """`path` (relative, with `/`) if it can be stored as it is; else a RequestError."""
+    try:
+        encoded = path.encode()
+    except UnicodeEncodeError as error:
+        raise RequestError(
+            ErrorKind.BAD_NAME,
+            f"file name {path.encode(errors='surrogateescape')!r} is not UTF-8",
+            hint="object keys are UTF-8: rename the file",
+        ) from error
+    if any(ord(character) < 0x20 or ord(character) == 0x7F for character in path):
+        raise RequestError(ErrorKind.BAD_NAME, f"file name {path!r} has a control character", hint="rename the file")
+    parts = path.split("/")
+    if parts[0] == STATE_DIRECTORY:
+        raise RequestError(
+            ErrorKind.BAD_NAME, f"{path!r} lies in the reserved folder {STATE_DIRECTORY}", hint="rename the folder"
+        )
+    if not all(parts) or "." in parts or ".." in parts:
+        raise RequestError(ErrorKind.BAD_NAME, f"{path!r} is not a plain relative path", hint="use names like a/b.pt")
+    if len(encoded) > _KEY_LIMIT_BYTES - 2 * 128 - 2 - _LONGEST_PREFIX_BYTES:
+        raise RequestError(
+            ErrorKind.BAD_NAME, f"{path[:60]!r}… is too long", hint="S3 keys end at 1,024 bytes: shorten the path"
+        )
+    return path
+
+
+def save_prefix(info: SaveInfo) -> str:
+    """Everything of one save lies below this, and nothing else does."""
+    return f"{info.name}/{info.save}/"
+
+
+def file_key(info: SaveInfo, path: str) -> str:
+    return save_prefix(info) + path
+
+
+def manifests_prefix(info: SaveInfo) -> str:
+    return f"{save_prefix(info)}{STATE_DIRECTORY}/"
+
+
+def manifest_key(info: SaveInfo, rank: int) -> str:
+    return f"{manifests_prefix(info)}rank-{rank:05d}.json"
+
+
+def marker_key(info: SaveInfo) -> str:
+    return f"{COMMITS_PREFIX}{info.step:012d}.{info.save}.json"
+
+
+def parse_marker_key(key: str) -> tuple[int, str] | None:
+    """(step, save) of a marker's key; None for a key that is no marker's."""
+    match = re.fullmatch(re.escape(COMMITS_PREFIX) + r"(\d{12,})\.(.+)\.json", key)
+    return (int(match[1]), match[2]) if match else None
+
+
+def pin_key(attempt: str) -> str:
+    return f"{RESUME_PREFIX}{attempt}.json"

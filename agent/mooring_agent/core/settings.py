@@ -1,0 +1,108 @@
+"""Every setting of the agent as frozen values with their defaults; `config.py` reads them from the world, once.
+
+The text beside a field is its help in the CLI and in docs/settings.md.
+"""
+
+from dataclasses import dataclass, field
+from typing import Annotated, Final
+
+MIB: Final = 1024 * 1024
+GIB: Final = 1024 * MIB
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StoreSettings:
+    """How to reach the destination. Credentials are never here: they come from the AWS chain."""
+
+    destination: Annotated[str, "Where checkpoints go: s3://bucket/prefix or file:///path."]
+    endpoint_url: Annotated[str, "S3 endpoint for stores that are not AWS; empty: AWS, or AWS_ENDPOINT_URL."] = ""
+    region: Annotated[str, "S3 region; empty: from the AWS chain, else us-east-1."] = ""
+    addressing: Annotated[
+        str, "auto, path or virtual: how the bucket is put into the URL. auto is path for a custom endpoint."
+    ] = "auto"
+    ca_bundle: Annotated[str, "PEM file with the CA that signed the endpoint's certificate."] = ""
+    verify_tls: Annotated[
+        bool, "Off: accept any certificate. Anyone on the way can then read and change checkpoints."
+    ] = True
+    storage_class: Annotated[
+        str, "S3 storage class for checkpoint files, e.g. STANDARD_IA; empty: the bucket's default."
+    ] = ""
+    server_side_encryption: Annotated[str, "AES256 or aws:kms; empty: the bucket's default."] = ""
+    kms_key_id: Annotated[str, "Key for aws:kms; empty: the account's default key."] = ""
+    tags: Annotated[
+        tuple[tuple[str, str], ...],
+        "Object tags as key=value, separated by commas; in a flag or a variable %2C is a comma, %3D a =, %25 a %.",
+    ] = ()
+    connect_timeout_seconds: Annotated[float, "How long to wait for a connection to the store."] = 10.0
+    read_timeout_seconds: Annotated[float, "How long the store may be silent during a request."] = 60.0
+    max_connections: Annotated[int, "Connections to the store at the same time."] = 16
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TransferSettings:
+    """How bytes move."""
+
+    part_size_bytes: Annotated[
+        int, "Size of one part of a multipart upload; grown for files that would need more than 10,000."
+    ] = 32 * MIB
+    max_concurrency: Annotated[
+        int, "Parts on the wire at the same time; lowered by itself when the store says SlowDown."
+    ] = 8
+    bandwidth_bytes_per_second: Annotated[int, "Cap on uploads; 0: none. Lifted while draining."] = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DiskSettings:
+    """When the volume counts as nearly full."""
+
+    size_limit_bytes: Annotated[int, "sizeLimit of the emptyDir, which the filesystem does not show; 0: none."] = 0
+    eviction_threshold_percent: Annotated[
+        float, "Free share of the node's filesystem at which kubelet evicts; applies to disk-backed volumes."
+    ] = 10.0
+    peak_factor: Annotated[float, "How many times its final size a save needs while it is being written."] = 1.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RetentionSettings:
+    """Which committed checkpoints stay in the bucket. The newest valid one always does."""
+
+    keep_last: Annotated[int, "Keep this many newest committed checkpoints; 0: keep all."] = 0
+    keep_every_steps: Annotated[int, "Besides, keep those whose step is a multiple of this; 0: none."] = 0
+    orphan_age_seconds: Annotated[float, "Saves that never committed are removed once they are older than this."] = (
+        24 * 3600.0
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TerminationSettings:
+    """How the agent ends."""
+
+    grace_seconds: Annotated[
+        float, "Seconds between the termination notice and SIGKILL: the pod's terminationGracePeriodSeconds."
+    ] = 30.0
+    commit_reserve_seconds: Annotated[
+        float, "Time kept for manifests, listing and marker of the newest checkpoint; no older upload may use it."
+    ] = 2.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Settings:
+    """Everything the agent is told."""
+
+    volume: Annotated[str, "Directory shared with the trainer; every announced path lies below it."]
+    checkpoint_directory: Annotated[str, "Where the trainer saves and restore puts checkpoints; below the volume."]
+    socket: Annotated[str, "Unix socket to serve the API on."]
+    store: StoreSettings
+    transfer: TransferSettings = field(default_factory=TransferSettings)
+    disk: DiskSettings = field(default_factory=DiskSettings)
+    retention: RetentionSettings = field(default_factory=RetentionSettings)
+    termination: TerminationSettings = field(default_factory=TerminationSettings)
+    attempt: Annotated[str, "One start of the run, the same on all its pods; empty: no resume pin."] = ""
+    node_rank: Annotated[
+        int, "Index of this pod in the job; 0 chooses what to resume from where the store has no conditional writes."
+    ] = 0
+    watch: Annotated[
+        bool, "Find checkpoints of programs that never call the agent, by watching the checkpoint directory."
+    ] = True
+    http_address: Annotated[str, "host:port for /metrics, /healthz and /readyz; empty: none."] = ""
+    log_format: Annotated[str, "json or console."] = "json"

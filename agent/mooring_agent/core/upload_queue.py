@@ -1,0 +1,163 @@
+"""Which transfer next: latest first, just-in-time above all, preemptive between parts.
+
+Pure latest-first starves itself: a trainer that saves faster than the store takes would push every upload aside
+before it finishes, and nothing would ever commit. So a save that pushed an unfinished one aside keeps the wire until
+its files are stored; only a just-in-time or final save goes before it. The newest waits for at most one older
+checkpoint, and for none once the pod is known to end. What the first cannot use of the window goes to the next, unless
+it is a just-in-time save with a deadline.
+"""
+
+from collections import deque
+from collections.abc import Iterator
+
+from mooring_agent.core import drain
+from mooring_agent.core.commands import CancelWork, Command, CompleteUpload, CreateUpload, PutFile, SendPart
+from mooring_agent.core.lifecycle import Trigger
+from mooring_agent.core.model import Kind, Phase, Region
+from mooring_agent.core.object_layout import file_key
+from mooring_agent.core.state import Checkpoint, FileProgress, State
+from mooring_agent.core.work import CANCELLABLE, TRANSFERS, Operation, WorkId
+
+_PREEMPTING_KINDS = frozenset({Kind.JUST_IN_TIME, Kind.FINAL})
+
+
+def choose_leader(state: State) -> None:
+    """Who has the wire now: the newest, unless the present one pushed another aside and is not sealed yet."""
+    newest, leader = state.newest_sending(), _leader(state)
+    if newest is None or leader is None:
+        state.leader, state.leader_preempted = newest.info.save if newest else "", False
+    elif newest is not leader and (newest.info.kind in _PREEMPTING_KINDS or not state.leader_preempted):
+        state.leader = newest.info.save
+        state.leader_preempted = leader.phase is Phase.UPLOADING
+
+
+def order(state: State) -> Iterator[Checkpoint]:
+    """Checkpoints with something to send, the most important first. At the end of a pod no older one is protected."""
+    leader = None if state.termination.noticed else _leader(state)
+    leader_waits = leader is not None
+    for checkpoint in reversed(state.sending):
+        if leader is not None and leader_waits and leader.urgency[0] == checkpoint.urgency[0]:
+            leader_waits = False
+            yield leader
+        if checkpoint is not leader:
+            yield checkpoint
+
+
+def _leader(state: State) -> Checkpoint | None:
+    leader = state.checkpoints.get(state.leader)
+    return leader if leader is not None and leader.sends else None
+
+
+def enqueue(checkpoint: Checkpoint, rank: int, progress: FileProgress) -> None:
+    """Put what a file still needs into the queue of its checkpoint."""
+    save, path = checkpoint.info.save, progress.file.path
+    if progress.stored:
+        return
+    if progress.whole:
+        checkpoint.pending.append(WorkId(Operation.PUT_FILE, save, rank, path))
+    elif not progress.upload_id:
+        checkpoint.pending.append(WorkId(Operation.CREATE_UPLOAD, save, rank, path))
+    else:
+        missing = [part.number for part in progress.parts if part.number not in progress.etags]
+        # A begun file goes on before the next one is begun: fewer multipart uploads are open at a time.
+        for number in reversed(missing):
+            checkpoint.pending.appendleft(WorkId(Operation.SEND_PART, save, rank, path, number, progress.upload_id))
+        if not missing:
+            checkpoint.pending.appendleft(WorkId(Operation.COMPLETE_UPLOAD, save, rank, path, 0, progress.upload_id))
+
+
+def requeue(state: State, checkpoint: Checkpoint) -> None:
+    """What has waited long enough for its retry is ready again."""
+    for work in [work for work, due in checkpoint.delayed.items() if due <= state.now and work.operation in TRANSFERS]:
+        del checkpoint.delayed[work]
+        checkpoint.pending.appendleft(work)
+
+
+def withdraw(checkpoint: Checkpoint, lost: WorkId) -> None:
+    """Take everything of a lost multipart upload out of the queue."""
+    checkpoint.pending = deque(work for work in checkpoint.pending if work.upload != lost.upload)
+    for work in [work for work in checkpoint.delayed if work.upload == lost.upload]:
+        del checkpoint.delayed[work]
+
+
+def make_room(state: State) -> Iterator[Command]:
+    """Take other transfers off the wire when a just-in-time save needs it whose deadline runs."""
+    first = next(iter(order(state)), None)
+    if first is None or not _has_the_wire_alone(state, first):
+        return
+    for work in sorted(state.in_flight - state.cancelling):
+        if work.operation in CANCELLABLE and work.save != first.info.save:
+            state.cancelling.add(work)
+            yield CancelWork(work=work)
+
+
+def next_transfers(state: State) -> Iterator[Command]:
+    """Fill the window."""
+    choose_leader(state)
+    # What still hangs on the wire since the store went away keeps nobody from asking whether it is back.
+    limit = state.settings.transfer.max_concurrency if state.trouble.away else int(state.window)
+    first: Checkpoint | None = None
+    for checkpoint in order(state):
+        if state.transfer_count >= limit:
+            return
+        if first is None:
+            first = checkpoint
+        elif _has_the_wire_alone(state, first) or not drain.worth_sending(state, checkpoint):
+            continue
+        while state.transfer_count < limit and (work := _next_of(state, checkpoint)) is not None:
+            state.launch(work)
+            checkpoint.move(Trigger.TRANSFER_BEGAN)
+            yield _command(state, checkpoint, work)
+
+
+def _next_of(state: State, checkpoint: Checkpoint) -> WorkId | None:
+    """Take the next transfer of a checkpoint out of its queue."""
+    if not state.trouble.away:
+        return checkpoint.pending.popleft() if checkpoint.pending else None
+    if state.now < state.trouble.next_at:
+        return None
+    work = next((work for work in checkpoint.pending if state.trouble.lets_out(work, state.now)), None)
+    if work is not None:
+        checkpoint.pending.remove(work)
+    return work
+
+
+def _has_the_wire_alone(state: State, first: Checkpoint) -> bool:
+    """A just-in-time save whose deadline runs shares no bandwidth, unless all it has left waits for a retry."""
+    if not state.termination.noticed or first.info.kind is not Kind.JUST_IN_TIME:
+        return False
+    return bool(first.pending) or any(
+        work.save == first.info.save and work.operation in TRANSFERS for work in state.in_flight
+    )
+
+
+def _command(state: State, checkpoint: Checkpoint, work: WorkId) -> Command:
+    progress = checkpoint.shares[work.rank].files[work.path]
+    key = file_key(checkpoint.info, work.path)
+    match work.operation:
+        case Operation.CREATE_UPLOAD:
+            return CreateUpload(work=work, key=key)
+        case Operation.SEND_PART:
+            part = progress.parts[work.number - 1]
+            region = _region(state, progress, part.offset_bytes, part.size_bytes)
+            return SendPart(work=work, key=key, upload_id=work.upload, region=region)
+        case Operation.COMPLETE_UPLOAD:
+            return CompleteUpload(
+                work=work,
+                key=key,
+                upload_id=work.upload,
+                etags=tuple(progress.etags[part.number] for part in progress.parts),
+                size_bytes=progress.file.size_bytes,
+            )
+        case _:
+            assert work.operation is Operation.PUT_FILE, work
+            return PutFile(work=work, key=key, region=_region(state, progress, 0, progress.file.size_bytes))
+
+
+def _region(state: State, progress: FileProgress, offset_bytes: int, size_bytes: int) -> Region:
+    return Region(
+        path=f"{state.settings.volume}/{progress.file.pin}",
+        offset_bytes=offset_bytes,
+        size_bytes=size_bytes,
+        fingerprint=progress.file.fingerprint,
+    )

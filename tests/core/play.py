@@ -1,0 +1,208 @@
+"""Plays events to the reducer as a world in which everything works, so that a test says only what is special in it."""
+
+from collections.abc import Callable
+from zlib import crc32
+
+from mooring_agent.core import planner
+from mooring_agent.core.commands import (
+    Abandon,
+    CancelWork,
+    Command,
+    Commit,
+    CompleteUpload,
+    CreateUpload,
+    Exit,
+    PutFile,
+    Reconcile,
+    Release,
+    SendPart,
+    Stage,
+    WriteManifest,
+)
+from mooring_agent.core.errors import ErrorKind
+from mooring_agent.core.events import (
+    Abandoned,
+    Announced,
+    Committed,
+    DurableEvent,
+    Event,
+    FileStored,
+    ManifestStored,
+    PartStored,
+    Reconciled,
+    Released,
+    Staged,
+    Started,
+    Ticked,
+    UploadCreated,
+    WorkCancelled,
+    WorkFailed,
+)
+from mooring_agent.core.model import Fingerprint, Kind, Phase, SaveInfo, StagedFile
+from mooring_agent.core.part_plan import MIN_PART_BYTES
+from mooring_agent.core.reducer import advance
+from mooring_agent.core.settings import DiskSettings, Settings, StoreSettings, TransferSettings
+from mooring_agent.core.state import State
+from mooring_agent.core.work import Operation, WorkId
+
+PART_BYTES = MIN_PART_BYTES
+
+
+def settings(*, max_concurrency: int = 2) -> Settings:
+    return Settings(
+        volume="/volume",
+        checkpoint_directory="/volume/checkpoints",
+        socket="/volume/agent.sock",
+        store=StoreSettings(destination="file:///bucket"),
+        transfer=TransferSettings(part_size_bytes=PART_BYTES, max_concurrency=max_concurrency),
+        disk=DiskSettings(eviction_threshold_percent=0.0),
+    )
+
+
+def staged_file(path: str, size_bytes: int, *, inode: int = 1, mtime_ns: int = 1) -> StagedFile:
+    fingerprint = Fingerprint(size_bytes=size_bytes, mtime_ns=mtime_ns, inode=inode)
+    return StagedFile(path=path, pin=f".mooring/staged/{path}", fingerprint=fingerprint, private=False)
+
+
+class Play:
+    """`in_flight` are the commands that nobody has answered yet, `journal` what was made durable."""
+
+    def __init__(self, *, max_concurrency: int = 2) -> None:
+        self.state = State(settings=settings(max_concurrency=max_concurrency))
+        self.now = 100.0
+        self.journal: list[DurableEvent] = []
+        self.in_flight: dict[WorkId, Command] = {}
+        self.exit: Exit | None = None
+        self._sizes: dict[tuple[str, int], tuple[int, ...]] = {}
+        self._steps: dict[str, int] = {}
+        self.feed(Started(at=self.now, fresh=True))
+
+    def feed(self, event: Event) -> tuple[Command, ...]:
+        """The commands that follow; they are in flight from now on."""
+        ready = advance(self.state, event)
+        self.journal += ready.durable
+        for command in ready.commands:
+            if isinstance(command, Exit):
+                self.exit = command
+            elif hasattr(command, "work") and not isinstance(command, CancelWork):
+                assert command.work not in self.in_flight
+                self.in_flight[command.work] = command
+        return ready.commands
+
+    def announce(
+        self,
+        save: str,
+        sizes: tuple[int, ...] = (PART_BYTES,),
+        *,
+        kind: Kind = Kind.PERIODIC,
+        rank: int = 0,
+        world_size: int = 1,
+        local_world_size: int = 1,
+    ) -> tuple[Command, ...]:
+        """A rank announces files of these sizes, and they are staged at once."""
+        self.announce_only(save, sizes, kind=kind, rank=rank, world_size=world_size, local_world_size=local_world_size)
+        return self.answer(WorkId(Operation.STAGE, save, rank))
+
+    def announce_only(
+        self,
+        save: str,
+        sizes: tuple[int, ...] = (PART_BYTES,),
+        *,
+        kind: Kind = Kind.PERIODIC,
+        rank: int = 0,
+        world_size: int = 1,
+        local_world_size: int = 1,
+    ) -> None:
+        """The announcement alone: its files are being staged."""
+        step = self._steps.setdefault(save, len(self._steps) + 1)
+        self._sizes[save, rank] = sizes
+        files = tuple(f"r{rank}-{index}" for index in range(len(sizes)))
+        info = SaveInfo(save=save, name=f"checkpoint-{step}", step=step, kind=kind, world_size=world_size)
+        self.feed(
+            Announced(
+                at=self.now,
+                info=info,
+                rank=rank,
+                source=f"/volume/checkpoints/checkpoint-{step}",
+                files=files or ("none",),
+                local_world_size=local_world_size,
+            )
+        )
+
+    def tick(self) -> tuple[Command, ...]:
+        return self.feed(Ticked(at=self.now))
+
+    def wait_until(self, holds: Callable[[], bool], *, limit: int = 100) -> None:
+        """Time passes, from one moment at which the core wants to be woken to the next."""
+        for _ in range(limit):
+            if holds():
+                return
+            wake_at = planner.next_wake(self.state)
+            assert wake_at is not None, "nobody would wake it"
+            self.now = wake_at
+            self.tick()
+        raise AssertionError("it never comes")
+
+    def answer(self, work: WorkId) -> tuple[Command, ...]:
+        """The command succeeds."""
+        return self.feed(self._success(self.in_flight.pop(work)))
+
+    def fail(self, work: WorkId, kind: ErrorKind = ErrorKind.TIMED_OUT) -> tuple[Command, ...]:
+        del self.in_flight[work]
+        return self.feed(WorkFailed(at=self.now, work=work, kind=kind, message=f"{kind}", hint="", jitter=0.0))
+
+    def cancel(self, work: WorkId) -> tuple[Command, ...]:
+        del self.in_flight[work]
+        return self.feed(WorkCancelled(at=self.now, work=work))
+
+    def finish(self, save: str | None = None, *, seconds_each: float = 0.0, limit: int = 1_000) -> None:
+        """Answer everything (of one save) until nothing is asked any more."""
+        for _ in range(limit):
+            waiting = [work for work in self.in_flight if save is None or work.save == save]
+            if not waiting:
+                return
+            self.now += seconds_each
+            self.answer(waiting[0])
+        raise AssertionError("it never ends")
+
+    def transfers(self) -> list[str]:
+        """Saves that have the wire, one entry per transfer."""
+        sending = (SendPart, PutFile, CreateUpload, CompleteUpload)
+        return [work.save for work, command in self.in_flight.items() if isinstance(command, sending)]
+
+    def phase(self, save: str) -> Phase:
+        return self.state.checkpoints[save].phase
+
+    def _success(self, command: Command) -> Event:
+        at = self.now
+        match command:
+            case Stage():
+                sizes = self._sizes[command.work.save, command.work.rank]
+                files = tuple(
+                    staged_file(path, size, inode=crc32(f"{command.work.save}/{path}".encode()))
+                    for path, size in zip(command.files, sizes, strict=False)
+                )
+                return Staged(at=at, work=command.work, files=files)
+            case Reconcile():
+                return Reconciled(at=at, work=command.work, uploads=(), files=())
+            case CreateUpload():
+                return UploadCreated(at=at, work=command.work, upload_id=f"upload of {command.key}")
+            case SendPart():
+                return PartStored(
+                    at=at, work=command.work, etag="etag", checksum=7, size_bytes=command.region.size_bytes
+                )
+            case PutFile():
+                size_bytes = command.region.size_bytes
+                return FileStored(at=at, work=command.work, checksum=7 if size_bytes else None, size_bytes=size_bytes)
+            case CompleteUpload():
+                return FileStored(at=at, work=command.work, checksum=None, size_bytes=0)
+            case WriteManifest():
+                return ManifestStored(at=at, work=command.work)
+            case Commit():
+                return Committed(at=at, work=command.work)
+            case Abandon():
+                return Abandoned(at=at, work=command.work)
+            case Release():
+                return Released(at=at, work=command.work)
+            case _:
+                raise AssertionError(command)

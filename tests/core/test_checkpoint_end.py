@@ -1,0 +1,269 @@
+"""How a checkpoint is committed, released, and what is cleaned up after one that is not."""
+
+import pytest
+from tests.core.play import PART_BYTES, Play, staged_file
+
+from mooring_agent.core import planner
+from mooring_agent.core.commands import Abandon, Commit
+from mooring_agent.core.errors import ErrorKind
+from mooring_agent.core.events import (
+    CommitWaits,
+    DiskRead,
+    ObjectsLost,
+    PartStored,
+    Reconciled,
+    Staged,
+    Started,
+    TerminationNoticed,
+)
+from mooring_agent.core.model import Kind, Phase
+from mooring_agent.core.work import Operation, WorkId
+
+_COMMIT = WorkId(Operation.COMMIT, "save")
+_CREATE = WorkId(Operation.CREATE_UPLOAD, "save", 0, "r0-0")
+
+
+def _until(play: Play, work: WorkId) -> None:
+    while work not in play.in_flight:
+        play.answer(next(iter(play.in_flight)))
+
+
+def _commit_waits(play: Play, *, missing_ranks: int) -> float:
+    """Seconds until the next look."""
+    del play.in_flight[_COMMIT]
+    play.feed(CommitWaits(at=play.now, work=_COMMIT, missing_ranks=missing_ranks))
+    wake = planner.next_wake(play.state)
+    assert wake is not None
+    return wake - play.now
+
+
+def _shed(play: Play) -> None:
+    """Give `save` up while it is the only one with something on the wire."""
+    play.announce("wire", (PART_BYTES,) * 3)
+    play.announce("newest", (PART_BYTES,) * 3)
+    play.feed(DiskRead(at=play.now, used_bytes=0, free_bytes=0, total_bytes=1))
+    assert play.phase("save") is Phase.SHED
+
+
+def _abandon(play: Play) -> Abandon:
+    command = play.in_flight[WorkId(Operation.ABANDON, "save")]
+    assert isinstance(command, Abandon)
+    return command
+
+
+def test_files_then_manifest_then_marker_then_release() -> None:
+    play = Play(max_concurrency=1)
+    play.announce("save", (PART_BYTES * 2, 0))
+    order = []
+    while play.in_flight:
+        (work,) = play.in_flight
+        order.append(work.operation.value)
+        play.answer(work)
+    assert order == [
+        "create-upload",
+        "send-part",
+        "send-part",
+        "complete-upload",
+        "put-file",
+        "write-manifest",
+        "commit",
+        "release",
+    ]
+
+
+def test_a_checkpoint_without_a_file_is_one_too() -> None:
+    play = Play()
+    play.announce("save", ())
+    play.finish()
+    assert play.phase("save") is Phase.RELEASED
+
+
+def test_looks_for_other_ranks_become_rarer_but_never_rarer_than_five_seconds() -> None:
+    play = Play()
+    play.announce("save", world_size=2)
+    delays = []
+    for _ in range(12):
+        _until(play, _COMMIT)
+        delays.append(_commit_waits(play, missing_ranks=1))
+        play.now += delays[-1]
+        play.tick()
+    assert delays == sorted(delays)
+    assert delays[0] < 0.5
+    assert delays[-1] == pytest.approx(5.0)
+
+
+def test_in_a_drain_they_stay_frequent() -> None:
+    play = Play()
+    play.announce("save", world_size=2)
+    play.feed(TerminationNoticed(at=play.now, deadline=play.now + 30, source="test"))
+    for _ in range(12):
+        _until(play, _COMMIT)
+        delay = _commit_waits(play, missing_ranks=1)
+        play.now += delay
+        play.tick()
+    assert delay == pytest.approx(0.5)
+
+
+def test_an_agent_without_rank_0_leaves_the_marker_to_the_one_with_it_for_five_seconds() -> None:
+    play = Play()
+    play.announce("save", rank=1, world_size=2)
+    began = play.now
+    while True:
+        _until(play, _COMMIT)
+        command = play.in_flight[_COMMIT]
+        assert isinstance(command, Commit)
+        if command.may_write_marker:
+            break
+        play.now += _commit_waits(play, missing_ranks=0)
+        play.tick()
+    assert 5.0 <= play.now - began <= 11.0
+
+
+def test_in_a_drain_every_agent_may_write_the_marker() -> None:
+    play = Play()
+    play.announce("save", rank=1, world_size=2)
+    play.feed(TerminationNoticed(at=play.now, deadline=play.now + 30, source="test"))
+    _until(play, _COMMIT)
+    command = play.in_flight[_COMMIT]
+    assert isinstance(command, Commit)
+    assert command.may_write_marker
+
+
+def test_an_object_that_the_store_lost_is_sent_again_and_nothing_else() -> None:
+    play = Play()
+    play.announce("save", (PART_BYTES, PART_BYTES * 2))
+    _until(play, _COMMIT)
+    del play.in_flight[_COMMIT]
+    play.feed(ObjectsLost(at=play.now, work=_COMMIT, files=((0, "r0-0"),), manifests=()))
+    assert list(play.in_flight) == [WorkId(Operation.PUT_FILE, "save", 0, "r0-0")]
+    play.finish()
+    assert play.phase("save") is Phase.RELEASED
+
+
+def test_an_upload_that_is_created_after_its_save_was_given_up_is_aborted() -> None:
+    play = Play(max_concurrency=1)
+    play.announce("save", (PART_BYTES * 3,))
+    _shed(play)
+    assert WorkId(Operation.RELEASE, "save") not in play.in_flight
+    play.answer(_CREATE)
+    assert [key for key, _ in _abandon(play).uploads] == ["checkpoint-1/save/r0-0"]
+    assert _abandon(play).sweep_keys == ()
+
+
+def test_pins_of_what_was_given_up_are_dropped_although_the_store_is_away() -> None:
+    play = Play(max_concurrency=1)
+    play.announce("save", (PART_BYTES * 3,))
+    play.answer(_CREATE)
+    _shed(play)
+    for work in [work for work in play.in_flight if work.operation is Operation.SEND_PART]:
+        play.cancel(work)
+    play.fail(WorkId(Operation.ABANDON, "save"), ErrorKind.UNREACHABLE)
+    play.answer(WorkId(Operation.RELEASE, "save"))
+    assert play.state.checkpoints["save"].pins_dropped
+    play.now += 60
+    play.tick()
+    play.answer(WorkId(Operation.ABANDON, "save"))
+    assert play.state.checkpoints["save"].settled
+
+
+def test_an_upload_that_may_have_been_created_is_looked_for() -> None:
+    play = Play(max_concurrency=1)
+    play.announce("save", (PART_BYTES * 3, 1))
+    _shed(play)
+    play.fail(_CREATE, ErrorKind.TIMED_OUT)
+    assert _abandon(play).uploads == ()
+    assert _abandon(play).sweep_keys == ("checkpoint-1/save/r0-0",)
+
+
+def test_after_a_restart_what_was_given_up_is_looked_for_too() -> None:
+    play = Play(max_concurrency=1)
+    play.announce("save", (PART_BYTES * 3,))
+    _shed(play)
+    play.in_flight.clear()
+    play.feed(Started(at=play.now, fresh=False))
+    assert _abandon(play).sweep_keys == ("checkpoint-1/save/r0-0",)
+
+
+def test_an_answer_that_was_lost_makes_the_commit_sweep() -> None:
+    play = Play(max_concurrency=1)
+    play.announce("save", (PART_BYTES * 3,))
+    play.fail(_CREATE, ErrorKind.TIMED_OUT)
+    play.now += 60
+    play.tick()
+    _until(play, _COMMIT)
+    command = play.in_flight[_COMMIT]
+    assert isinstance(command, Commit)
+    assert command.sweep_uploads
+
+
+def test_a_failed_save_stays_on_the_volume_until_a_newer_one_is_committed() -> None:
+    play = Play()
+    play.announce("save")
+    play.fail(WorkId(Operation.PUT_FILE, "save", 0, "r0-0"), ErrorKind.FILE_CHANGED)
+    assert play.phase("save") is Phase.FAILED
+    assert not play.in_flight
+    play.announce("next")
+    _until(play, WorkId(Operation.RELEASE, "save"))
+    assert play.phase("next") in (Phase.COMMITTED, Phase.RELEASED)
+
+
+def test_pins_that_are_made_after_their_save_failed_are_dropped() -> None:
+    play = Play()
+    play.announce("save", world_size=2, local_world_size=2)
+    # The second rank's pins are still being made when the first one's file turns out to be changed.
+    play.announce_only("save", rank=1, world_size=2, local_world_size=2)
+    play.fail(WorkId(Operation.PUT_FILE, "save", 0, "r0-0"), ErrorKind.FILE_CHANGED)
+    play.answer(WorkId(Operation.STAGE, "save", 1))
+    play.announce("next")
+    _until(play, WorkId(Operation.RELEASE, "save"))
+
+
+def test_after_a_restart_nothing_is_sent_before_the_store_was_asked() -> None:
+    play = Play(max_concurrency=1)
+    play.announce("save", (PART_BYTES * 3,))
+    play.answer(_CREATE)
+    play.in_flight.clear()
+    play.feed(Started(at=play.now, fresh=False))
+    assert list(play.in_flight) == [WorkId(Operation.RECONCILE, "save")]
+
+
+def test_what_the_store_does_not_confirm_is_sent_again() -> None:
+    play = Play(max_concurrency=1)
+    play.announce("save", (PART_BYTES * 3,))
+    play.answer(_CREATE)
+    part = next(iter(play.in_flight))
+    play.feed(PartStored(at=play.now, work=part, etag="etag", checksum=7, size_bytes=PART_BYTES))
+    play.in_flight.clear()
+    play.feed(Started(at=play.now, fresh=False))
+    play.in_flight.clear()
+    work = WorkId(Operation.RECONCILE, "save")
+    play.feed(Reconciled(at=play.now, work=work, uploads=(), files=()))
+    assert list(play.in_flight) == [_CREATE]
+    assert play.state.checkpoints["save"].durable_bytes == 0
+    play.finish()
+    assert play.phase("save") is Phase.RELEASED
+
+
+def test_a_file_rewritten_in_place_fails_the_older_save_that_still_needs_it() -> None:
+    play = Play(max_concurrency=1)
+    _two_saves_of_one_inode(play, stored=False)
+    assert play.phase("old") is Phase.FAILED
+    assert play.state.checkpoints["old"].error_kind is ErrorKind.FILE_CHANGED
+
+
+def test_a_file_rewritten_in_place_does_no_harm_once_it_is_stored() -> None:
+    play = Play(max_concurrency=1)
+    _two_saves_of_one_inode(play, stored=True)
+    play.finish()
+    assert play.phase("old") is Phase.RELEASED
+
+
+def _two_saves_of_one_inode(play: Play, *, stored: bool) -> None:
+    """The second save is the first one's file with other content."""
+    for save, mtime_ns in (("old", 1), ("new", 2)):
+        play.announce_only(save, kind=Kind.PERIODIC)
+        work = WorkId(Operation.STAGE, save, 0)
+        del play.in_flight[work]
+        play.feed(Staged(at=play.now, work=work, files=(staged_file("r0-0", 1, inode=5, mtime_ns=mtime_ns),)))
+        if stored and save == "old":
+            play.answer(WorkId(Operation.PUT_FILE, "old", 0, "r0-0"))

@@ -1,0 +1,67 @@
+"""What a listing says of a save."""
+
+from dataclasses import replace
+
+from mooring_agent.core.commit import judge_listing, missing_files
+from mooring_agent.core.manifest import encode_manifest
+from mooring_agent.core.model import FileEntry, Kind, RankManifest, SaveInfo
+from mooring_agent.core.object_layout import file_key, manifest_key
+
+_INFO = SaveInfo(save="save", name="checkpoint-1", step=1, kind=Kind.PERIODIC, world_size=2)
+
+
+def _manifest(rank: int) -> RankManifest:
+    file = FileEntry(path=f"rank-{rank}.bin", size_bytes=10, part_size_bytes=100, checksums=(7,))
+    return RankManifest(info=_INFO, rank=rank, saved_at=1.0, files=(file,))
+
+
+def _listing(*manifests: RankManifest) -> dict[str, int]:
+    sizes = {manifest_key(_INFO, manifest.rank): len(encode_manifest(manifest)) for manifest in manifests}
+    return sizes | {file_key(_INFO, file.path): file.size_bytes for manifest in manifests for file in manifest.files}
+
+
+def test_a_listing_with_everything_of_every_rank_is_complete() -> None:
+    assert judge_listing(_INFO, [_manifest(0)], _listing(_manifest(0), _manifest(1))).complete
+
+
+def test_a_rank_without_manifest_is_missing() -> None:
+    verdict = judge_listing(_INFO, [_manifest(0)], _listing(_manifest(0)))
+    assert verdict.missing_ranks == (1,)
+    assert not verdict.complete
+
+
+def test_a_file_of_ours_that_is_not_listed_is_lost() -> None:
+    sizes = _listing(_manifest(0), _manifest(1))
+    del sizes[file_key(_INFO, "rank-0.bin")]
+    assert judge_listing(_INFO, [_manifest(0)], sizes).lost_files == ((0, "rank-0.bin"),)
+
+
+def test_a_file_of_ours_with_another_size_is_lost() -> None:
+    sizes = _listing(_manifest(0), _manifest(1)) | {file_key(_INFO, "rank-0.bin"): 9}
+    assert judge_listing(_INFO, [_manifest(0)], sizes).lost_files == ((0, "rank-0.bin"),)
+
+
+def test_a_manifest_of_ours_that_is_not_listed_or_has_another_size_is_lost() -> None:
+    sizes = _listing(_manifest(0), _manifest(1))
+    sizes[manifest_key(_INFO, 0)] += 1
+    assert judge_listing(_INFO, [_manifest(0)], sizes).lost_manifests == (0,)
+    del sizes[manifest_key(_INFO, 0)]
+    assert judge_listing(_INFO, [_manifest(0)], sizes).lost_manifests == (0,)
+
+
+def test_files_of_other_agents_are_not_ours_to_judge() -> None:
+    sizes = _listing(_manifest(0), _manifest(1))
+    del sizes[file_key(_INFO, "rank-1.bin")]
+    assert judge_listing(_INFO, [_manifest(0)], sizes).complete
+    assert missing_files(_manifest(1), sizes) == ["rank-1.bin"]
+
+
+def test_objects_that_nobody_named_change_nothing() -> None:
+    sizes = _listing(_manifest(0), _manifest(1)) | {file_key(_INFO, "stray"): 1}
+    assert judge_listing(_INFO, [_manifest(0)], sizes).complete
+
+
+def test_a_manifest_of_another_save_is_not_counted() -> None:
+    other = replace(_INFO, save="other")
+    sizes = _listing(_manifest(0)) | {manifest_key(other, 1): 1}
+    assert judge_listing(_INFO, [_manifest(0)], sizes).missing_ranks == (1,)

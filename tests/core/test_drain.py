@@ -1,0 +1,313 @@
+"""Leaving: whom to wait for, what still fits, and what the last line says. News may come in any order, and twice."""
+
+from itertools import permutations
+
+import pytest
+from tests.core.play import PART_BYTES, Play
+
+from mooring_agent.core import drain, planner
+from mooring_agent.core.commands import Exit, LiftBandwidthCap, RestoreBandwidthCap, RingDoorbell
+from mooring_agent.core.errors import ErrorKind
+from mooring_agent.core.events import CommitWaits, DiskRead, RanksSeen, Started, StopRequested, TerminationNoticed
+from mooring_agent.core.model import Kind, Phase
+from mooring_agent.core.work import Operation, WorkId
+
+_GRACE_SECONDS = 30.0
+_NEWS = ("notice", "save", "death", "sigterm")
+
+
+def _notice(play: Play, *, grace_seconds: float | None = _GRACE_SECONDS) -> tuple[object, ...]:
+    deadline = None if grace_seconds is None else play.now + grace_seconds
+    return play.feed(TerminationNoticed(at=play.now, deadline=deadline, source="test"))
+
+
+def _stop(play: Play, *, trainers_gone: bool = False) -> None:
+    play.feed(StopRequested(at=play.now, trainers_gone=trainers_gone))
+
+
+def _alive(play: Play, *local_ranks: int) -> None:
+    play.feed(RanksSeen(at=play.now, alive=frozenset(local_ranks)))
+
+
+def _tell(play: Play, news: str) -> None:
+    match news:
+        case "notice":
+            _notice(play)
+        case "save":
+            play.announce("last", (PART_BYTES,) * 2, kind=Kind.JUST_IN_TIME)
+        case "death":
+            _alive(play)
+        case "sigterm":
+            _stop(play)
+
+
+def _orders() -> list[tuple[str, ...]]:
+    """A dead trainer announces nothing, and kubelet's SIGTERM to a sidecar may come at any moment."""
+    return [order for order in permutations(_NEWS) if order.index("save") < order.index("death")]
+
+
+@pytest.mark.parametrize("order", _orders(), ids="-".join)
+def test_with_time_enough_the_last_save_gets_out_whatever_the_order_of_the_news(order: tuple[str, ...]) -> None:
+    play = Play()
+    _alive(play, 0)
+    play.announce("before", (PART_BYTES,) * 4)
+    for news in order:
+        _tell(play, news)
+        play.now += 0.5
+    play.finish(seconds_each=0.2)
+    assert play.phase("last") is Phase.RELEASED
+    assert play.exit == Exit(code=0, lost=())
+
+
+@pytest.mark.parametrize("order", _orders(), ids="-".join)
+def test_with_too_little_time_the_agent_leaves_before_the_deadline_and_says_what_is_lost(
+    order: tuple[str, ...],
+) -> None:
+    play = Play()
+    _alive(play, 0)
+    for news in order:
+        _tell(play, news)
+        play.now += 0.5
+    until = drain.deadline(play.state)
+    assert until is not None
+    while play.exit is None and (wake := planner.next_wake(play.state)) is not None:
+        play.now = wake
+        play.tick()
+    assert play.exit is not None
+    assert play.now < until
+    assert play.exit.code == drain.EXIT_NOT_DURABLE
+    assert [line.split(" is ")[0] for line in play.exit.lost] == ["checkpoint-1 (step 1, just-in-time)"]
+
+
+def test_with_nothing_to_send_the_agent_leaves_at_once() -> None:
+    play = Play()
+    play.announce("save")
+    play.finish()
+    _stop(play)
+    assert play.exit == Exit(code=0, lost=())
+
+
+def test_a_stop_without_a_save_to_show_is_a_good_end() -> None:
+    play = Play()
+    _stop(play)
+    assert play.exit == Exit(code=0, lost=())
+
+
+def test_without_a_deadline_the_agent_stays_until_everything_is_committed() -> None:
+    play = Play()
+    play.announce("old", (PART_BYTES,) * 3)
+    play.announce("new", (PART_BYTES,) * 3)
+    _stop(play, trainers_gone=True)
+    assert play.exit is None
+    assert planner.next_wake(play.state) is None
+    play.finish()
+    assert play.exit == Exit(code=0, lost=())
+
+
+def test_a_live_rank_is_waited_for_until_it_has_announced_its_last_save() -> None:
+    play = Play()
+    _alive(play, 0, 1)
+    _notice(play)
+    _stop(play)
+    play.announce("last", kind=Kind.JUST_IN_TIME, world_size=2, local_world_size=2)
+    play.finish()
+    assert play.exit is None
+    play.announce("last", kind=Kind.JUST_IN_TIME, rank=1, world_size=2, local_world_size=2)
+    play.finish()
+    assert play.exit == Exit(code=0, lost=())
+
+
+def test_a_rank_that_announced_and_left_does_not_stand_for_one_that_did_not() -> None:
+    play = Play()
+    _alive(play, 0, 1)
+    _notice(play)
+    _stop(play)
+    play.announce("last", kind=Kind.JUST_IN_TIME, world_size=2, local_world_size=2)
+    _alive(play, 1)
+    play.finish()
+    assert drain.waiting_for_save(play.state)
+    play.announce("last", kind=Kind.JUST_IN_TIME, rank=1, world_size=2, local_world_size=2)
+    play.finish()
+    assert not drain.waiting_for_save(play.state)
+
+
+def test_waiting_for_a_save_ends_while_the_newest_can_still_get_out() -> None:
+    play = Play(max_concurrency=1)
+    _alive(play, 0)
+    play.announce("measured", (PART_BYTES,) * 4)
+    # One part a second.
+    play.finish(seconds_each=1.0)
+    _notice(play)
+    _stop(play)
+    assert drain.waiting_for_save(play.state)
+    wake = planner.next_wake(play.state)
+    assert wake is not None
+    assert wake == pytest.approx(play.now + _GRACE_SECONDS - 2.0)
+    play.now = wake
+    play.tick()
+    assert play.exit == Exit(code=0, lost=())
+
+
+def test_a_save_that_a_dead_local_rank_left_incomplete_is_not_waited_for() -> None:
+    play = Play()
+    play.announce("older")
+    play.finish()
+    play.announce("broken", world_size=2, local_world_size=2)
+    play.finish()
+    _stop(play, trainers_gone=True)
+    assert play.exit is not None
+    assert play.exit.code == drain.EXIT_NOT_DURABLE
+    assert play.exit.lost[0].startswith("checkpoint-2 ")
+
+
+def test_an_older_save_that_only_other_agents_can_complete_keeps_nobody_here() -> None:
+    play = Play()
+    play.announce("older", world_size=2)
+    _until_committing(play, "older")
+    del play.in_flight[WorkId(Operation.COMMIT, "older")]
+    play.feed(CommitWaits(at=play.now, work=WorkId(Operation.COMMIT, "older"), missing_ranks=1))
+    play.announce("newest")
+    play.finish()
+    _stop(play, trainers_gone=True)
+    assert play.exit is not None
+    assert play.exit.code == 0
+    assert play.exit.lost[0].startswith("checkpoint-1 ")
+
+
+def test_an_older_checkpoint_is_sent_only_if_it_fits_before_the_commit_reserve() -> None:
+    play = Play(max_concurrency=1)
+    play.announce("measured", (PART_BYTES,) * 4)
+    play.finish(seconds_each=1.0)
+    play.announce("fits", (PART_BYTES,) * 3)
+    play.announce("too-large", (PART_BYTES,) * 60)
+    play.announce("newest", (PART_BYTES,) * 3)
+    _notice(play)
+    _stop(play, trainers_gone=True)
+    assert not drain.worth_sending(play.state, play.state.checkpoints["too-large"])
+    assert drain.worth_sending(play.state, play.state.checkpoints["fits"])
+
+
+def test_what_is_on_the_wire_and_will_not_fit_keeps_nobody_here() -> None:
+    play = Play(max_concurrency=1)
+    play.announce("measured", (PART_BYTES,) * 4)
+    play.finish(seconds_each=1.0)
+    play.announce("too-large", (PART_BYTES,) * 60)
+    play.announce("newest", kind=Kind.JUST_IN_TIME)
+    _notice(play)
+    _stop(play, trainers_gone=True)
+    play.cancel(WorkId(Operation.PUT_FILE, "too-large", 0, "r0-0"))
+    while play.exit is None:
+        play.answer(next(work for work in play.in_flight if work.save == "newest"))
+    assert play.transfers() == ["too-large"]
+    assert play.exit.code == 0
+    assert len(play.exit.lost) == 1
+
+
+def test_the_earliest_deadline_counts_and_the_doorbell_rings_when_it_moves() -> None:
+    play = Play()
+    first = _notice(play, grace_seconds=100)
+    later = _notice(play, grace_seconds=200)
+    earlier = _notice(play, grace_seconds=20)
+    assert [type(command) for command in first] == [LiftBandwidthCap, RingDoorbell]
+    assert later == ()
+    assert earlier == (RingDoorbell(terminating=True, deadline=play.now + 20),)
+
+
+def test_a_sigterm_leaves_two_seconds_even_when_the_trainer_used_up_the_grace() -> None:
+    play = Play()
+    play.announce("save")
+    _notice(play, grace_seconds=10)
+    play.now += 10
+    _stop(play)
+    _stop(play)
+    assert drain.deadline(play.state) == play.now + 2
+
+
+def test_a_second_sigterm_gives_no_more_time() -> None:
+    play = Play()
+    play.announce("save")
+    _notice(play, grace_seconds=1)
+    play.now += 1
+    _stop(play)
+    until = drain.deadline(play.state)
+    play.now += 1
+    _stop(play)
+    assert drain.deadline(play.state) == until
+
+
+def test_a_notice_that_ends_nothing_is_void_a_minute_after_its_deadline() -> None:
+    play = Play()
+    _notice(play, grace_seconds=10)
+    wake = planner.next_wake(play.state)
+    assert wake == play.now + 70
+    play.now = wake
+    play.tick()
+    assert not play.state.termination.noticed
+
+
+def test_a_notice_hurries_what_waits_for_its_retry() -> None:
+    play = Play(max_concurrency=1)
+    play.announce("save")
+    work = WorkId(Operation.PUT_FILE, "save", 0, "r0-0")
+    for _ in range(8):
+        play.fail(work)
+        play.wait_until(lambda: work in play.in_flight)
+    play.fail(work)
+    assert not play.in_flight
+    _notice(play)
+    assert play.transfers() == ["save"]
+
+
+def test_a_restart_in_the_middle_of_a_drain_goes_on_with_it() -> None:
+    play = Play()
+    _notice(play)
+    play.now += 1
+    commands = play.feed(Started(at=play.now, fresh=False))
+    assert [type(command) for command in commands] == [LiftBandwidthCap, RingDoorbell]
+
+
+def test_a_new_pod_owes_nothing_to_the_notice_of_the_old_one() -> None:
+    play = Play()
+    _notice(play)
+    assert play.feed(Started(at=play.now, fresh=True)) == ()
+    assert not play.state.termination.noticed
+
+
+def test_exit_names_a_failed_save_with_its_reason() -> None:
+    play = Play()
+    play.announce("save")
+    play.fail(WorkId(Operation.PUT_FILE, "save", 0, "r0-0"), ErrorKind.FILE_CHANGED)
+    _stop(play, trainers_gone=True)
+    assert play.exit is not None
+    assert play.exit.code == drain.EXIT_NOT_DURABLE
+    assert "(file-changed)" in play.exit.lost[0]
+
+
+def test_what_was_shed_is_not_called_lost() -> None:
+    play = Play(max_concurrency=1)
+    play.announce("old", (PART_BYTES,) * 3)
+    play.announce("new", (PART_BYTES,) * 3)
+    play.feed(DiskRead(at=play.now, used_bytes=0, free_bytes=0, total_bytes=1))
+    for work in [work for work in play.in_flight if work.save == "old" and work.operation is not Operation.RELEASE]:
+        play.cancel(work)
+    play.finish()
+    _stop(play, trainers_gone=True)
+    assert play.phase("old") is Phase.SHED
+    assert play.exit == Exit(code=0, lost=())
+
+
+def _until_committing(play: Play, save: str) -> None:
+    while WorkId(Operation.COMMIT, save) not in play.in_flight:
+        play.answer(next(work for work in play.in_flight if work.save == save))
+
+
+def test_a_pod_that_was_spared_gets_its_bandwidth_cap_back_once() -> None:
+    play = Play()
+    assert LiftBandwidthCap() in _notice(play)
+    play.now += _GRACE_SECONDS + 60
+    assert RestoreBandwidthCap() in play.tick()
+    assert not play.state.termination.noticed
+    play.now += 60
+    assert RestoreBandwidthCap() not in play.tick()
+    # And with the next notice everything counts again.
+    assert LiftBandwidthCap() in _notice(play)

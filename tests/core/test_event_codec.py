@@ -1,0 +1,51 @@
+"""Durable events to journal records and back, whatever they hold."""
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from mooring_agent.core.event_codec import UnknownRecordError, decode_event, encode_event
+from mooring_agent.core.events import DURABLE, DurableEvent, Exited
+from mooring_agent.core.work import WorkId
+
+_UNSIGNED_64_BITS = 2**64 - 1
+
+st.register_type_strategy(float, st.floats(allow_nan=False, allow_infinity=False))
+st.register_type_strategy(int, st.integers(0, _UNSIGNED_64_BITS))
+
+
+@pytest.mark.parametrize("kind", DURABLE, ids=lambda kind: kind.__name__)
+def test_every_durable_event_comes_back_as_it_was(kind: type[DurableEvent]) -> None:
+    @settings(max_examples=40, deadline=None)
+    @given(event=st.from_type(kind))
+    def comes_back(event: DurableEvent) -> None:
+        again = decode_event(encode_event(event))
+        assert again == event
+        assert type(getattr(again, "work", WorkId)) is type(getattr(event, "work", WorkId))
+
+    comes_back()
+
+
+def test_a_record_is_one_line_of_json_with_the_event_s_name() -> None:
+    assert encode_event(Exited(at=1.5)) == b'{"event":"Exited","body":{"at":1.5}}'
+
+
+@pytest.mark.parametrize(
+    "record",
+    [
+        b"",
+        b"not json",
+        b'{"event":"Invented","body":{}}',
+        b'{"event":"Exited","body":{"at":"soon"}}',
+        b'{"event":"Exited","body":{}}',
+        b'{"event":"Ticked","body":{"at":1.0}}',
+        b"\xff\xfe",
+    ],
+)
+def test_a_record_of_another_version_is_told_from_one_of_ours(record: bytes) -> None:
+    with pytest.raises(UnknownRecordError):
+        decode_event(record)
+
+
+def test_a_field_that_a_later_version_added_does_no_harm() -> None:
+    assert decode_event(b'{"event":"Exited","body":{"at":1.5,"mood":"good"}}') == Exited(at=1.5)

@@ -1,0 +1,114 @@
+"""Rank manifests and commit markers as JSON: one value, one encoding, and nothing half understood."""
+
+import json
+from itertools import permutations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mooring_agent.core.errors import ErrorKind, StoreError
+from mooring_agent.core.manifest import commit_marker, decode_manifest, decode_marker, encode_manifest, encode_marker
+from mooring_agent.core.model import FileEntry, Kind, ManifestReference, RankManifest, SaveInfo
+
+_checksums = st.integers(0, 2**64 - 1)
+
+
+@st.composite
+def _files(draw: st.DrawFn) -> FileEntry:
+    part_size_bytes = draw(st.integers(1, 1 << 40))
+    count = draw(st.integers(0, 5))
+    last = draw(st.integers(1, part_size_bytes))
+    return FileEntry(
+        path=draw(st.text(min_size=1)),
+        size_bytes=(count - 1) * part_size_bytes + last if count else 0,
+        part_size_bytes=part_size_bytes,
+        checksums=tuple(draw(_checksums) for _ in range(count)),
+    )
+
+
+def _info(world_size: int = 2) -> SaveInfo:
+    return SaveInfo(save="save", name="checkpoint-1", step=1, kind=Kind.FINAL, world_size=world_size)
+
+
+@given(files=st.lists(_files()), saved_at=st.floats(0, 1e11), rank=st.integers(0, 10_000))
+def test_a_manifest_comes_back_as_it_was(files: list[FileEntry], saved_at: float, rank: int) -> None:
+    manifest = RankManifest(info=_info(), rank=rank, saved_at=saved_at, files=tuple(files))
+    assert decode_manifest(encode_manifest(manifest), "key") == manifest
+
+
+def _manifests() -> list[RankManifest]:
+    return [
+        RankManifest(
+            info=_info(3),
+            rank=rank,
+            saved_at=10.0 - rank,
+            files=(FileEntry(path=f"r{rank}", size_bytes=5 + rank, part_size_bytes=8, checksums=(rank,)),),
+        )
+        for rank in range(3)
+    ]
+
+
+def _references() -> dict[int, ManifestReference]:
+    return {rank: ManifestReference(rank=rank, size_bytes=100 + rank, checksum=2**64 - 1 - rank) for rank in range(3)}
+
+
+def test_two_committers_write_the_same_marker_whatever_order_they_read_in() -> None:
+    bodies = {
+        encode_marker(commit_marker(order, dict(references)))
+        for order in permutations(_manifests())
+        for references in permutations(_references().items())
+    }
+    assert len(bodies) == 1
+
+
+def test_a_marker_sums_up_its_manifests_and_comes_back_as_it_was() -> None:
+    marker = commit_marker(_manifests(), _references())
+    assert (marker.size_bytes, marker.file_count, marker.saved_at) == (18, 3, 10.0)
+    assert decode_marker(encode_marker(marker), "key") == marker
+
+
+def test_a_marker_without_a_rank_is_a_bug() -> None:
+    with pytest.raises(AssertionError):
+        commit_marker(_manifests()[:2], _references())
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"format": 2},
+        {"checksum": "md5"},
+        {"kind": "unheard-of"},
+        {"files": [{"path": "a", "size": 9, "part_size": 8, "checksums": ["07"]}]},
+        {"files": [{"path": "a", "size": 9, "part_size": 0, "checksums": ["07"]}]},
+        {"files": [{"path": "a", "size": 9}]},
+        {"files": None},
+        {"world_size": "many"},
+    ],
+)
+def test_a_manifest_that_is_not_understood_to_the_last_byte_is_corrupt(change: dict[str, object]) -> None:
+    value = json.loads(encode_manifest(_manifests()[0])) | change
+    with pytest.raises(StoreError, match="the-key") as refused:
+        decode_manifest(json.dumps(value).encode(), "the-key")
+    assert refused.value.kind is ErrorKind.CHECKPOINT_CORRUPT
+
+
+@pytest.mark.parametrize("body", [b"", b"[]", b"{", b"\xff", b"null", b"{}"])
+def test_a_torn_or_foreign_object_is_corrupt(body: bytes) -> None:
+    for decode in (decode_manifest, decode_marker):
+        with pytest.raises(StoreError, match="the-key"):
+            decode(body, "the-key")
+
+
+@given(cut=st.integers(0, 200))
+def test_a_marker_that_was_cut_off_is_corrupt(cut: int) -> None:
+    whole = encode_marker(commit_marker(_manifests(), _references()))
+    with pytest.raises(StoreError):
+        decode_marker(whole[: min(cut, len(whole) - 2)], "key")
+
+
+def test_a_marker_that_does_not_name_every_rank_once_is_corrupt() -> None:
+    value = json.loads(encode_marker(commit_marker(_manifests(), _references())))
+    value["manifests"].append(value["manifests"][0])
+    with pytest.raises(StoreError):
+        decode_marker(json.dumps(value).encode(), "key")

@@ -1,0 +1,93 @@
+"""Where things are in a bucket, and which names may be there."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mooring_agent.core.errors import ErrorKind, RequestError
+from mooring_agent.core.model import Kind, SaveInfo
+from mooring_agent.core.object_layout import (
+    COMMITS_PREFIX,
+    check_file_path,
+    check_token,
+    file_key,
+    manifest_key,
+    manifests_prefix,
+    marker_key,
+    parse_marker_key,
+    pin_key,
+    save_prefix,
+)
+
+_tokens = st.from_regex(r"[A-Za-z0-9][A-Za-z0-9._=+-]{0,127}", fullmatch=True)
+
+
+def _info(save: str = "a1-000001", step: int = 1200) -> SaveInfo:
+    return SaveInfo(save=save, name="checkpoint-1200", step=step, kind=Kind.PERIODIC, world_size=4)
+
+
+def test_the_layout_is_the_one_in_the_docs() -> None:
+    info = _info()
+    assert file_key(info, "model/shard-0.bin") == "checkpoint-1200/a1-000001/model/shard-0.bin"
+    assert manifest_key(info, 3) == "checkpoint-1200/a1-000001/.mooring/rank-00003.json"
+    assert marker_key(info) == ".mooring/commits/000000001200.a1-000001.json"
+    assert pin_key("attempt-7") == ".mooring/resume/attempt-7.json"
+
+
+def test_everything_of_a_save_but_its_marker_lies_below_its_prefix() -> None:
+    info = _info()
+    assert file_key(info, "a").startswith(save_prefix(info))
+    assert manifest_key(info, 0).startswith(manifests_prefix(info))
+    assert manifests_prefix(info).startswith(save_prefix(info))
+    assert marker_key(info).startswith(COMMITS_PREFIX)
+
+
+@given(save=_tokens, step=st.integers(0, 10**15))
+def test_a_marker_s_key_tells_step_and_save(save: str, step: int) -> None:
+    assert parse_marker_key(marker_key(_info(save, step))) == (step, save)
+
+
+@given(steps=st.lists(st.integers(0, 10**12 - 1), min_size=2))
+def test_markers_are_listed_in_the_order_of_their_steps(steps: list[int]) -> None:
+    keys = sorted(marker_key(_info(step=step)) for step in steps)
+    assert [found[0] for key in keys if (found := parse_marker_key(key))] == sorted(steps)
+
+
+@pytest.mark.parametrize(
+    "key", ["", ".mooring/commits/", ".mooring/commits/12.a.json", "checkpoint/save/file", "x.json"]
+)
+def test_what_is_no_marker_s_key_is_none(key: str) -> None:
+    assert parse_marker_key(key) is None
+
+
+@given(first=_tokens, second=_tokens, path=st.sampled_from(["a", "b/c"]))
+def test_no_key_belongs_to_two_saves(first: str, second: str, path: str) -> None:
+    if first != second:
+        assert file_key(_info(first), path) != file_key(_info(second), path)
+
+
+@given(value=_tokens)
+def test_plain_names_are_taken_as_they_are(value: str) -> None:
+    assert check_token(value, "save id") == value
+
+
+@pytest.mark.parametrize("value", ["", ".", "..", "a/b", "-a", "a b", "ä", "a" * 129, "a\n", ".mooring"])
+def test_what_cannot_be_part_of_a_key_is_refused(value: str) -> None:
+    with pytest.raises(RequestError) as refused:
+        check_token(value, "save id")
+    assert refused.value.kind is ErrorKind.BAD_NAME
+
+
+@pytest.mark.parametrize("path", ["a", "a/b/c.bin", "…/模型.pt", ".hidden", "a..b", "with space"])
+def test_file_names_are_kept_as_the_trainer_gave_them(path: str) -> None:
+    assert check_file_path(path) == path
+
+
+@pytest.mark.parametrize(
+    "path",
+    ["", "/a", "a/", "a//b", "./a", "a/../b", "..", ".mooring/rank-00000.json", "a\x00b", "a\nb", "\udcff", "a" * 600],
+)
+def test_a_file_name_that_could_leave_its_save_or_the_store_is_refused(path: str) -> None:
+    with pytest.raises(RequestError) as refused:
+        check_file_path(path)
+    assert refused.value.kind is ErrorKind.BAD_NAME

@@ -1,0 +1,96 @@
+"""What a restart finds in the store is taken up, with all that the journal knows of it."""
+
+from mooring_agent.core import planner
+from mooring_agent.core.commands import CreateUpload, Reconcile, Stage, WriteManifest
+from mooring_agent.core.errors import ErrorKind
+from mooring_agent.core.events import (
+    Announced,
+    Event,
+    FileStored,
+    FoundFile,
+    PartStored,
+    Reconciled,
+    Staged,
+    Started,
+    UploadCreated,
+    WorkFailed,
+)
+from mooring_agent.core.model import Fingerprint, Kind, SaveInfo, StagedFile
+from mooring_agent.core.reducer import Ready, advance
+from mooring_agent.core.settings import MIB, Settings, StoreSettings, TransferSettings
+from mooring_agent.core.state import State
+from mooring_agent.core.work import Operation, WorkId
+
+INFO = SaveInfo(save="a-000001", name="checkpoint-1", step=1, kind=Kind.PERIODIC, world_size=1)
+FILE = StagedFile(
+    path="model.bin",
+    pin=".mooring/staged/model.bin",
+    fingerprint=Fingerprint(size_bytes=16 * MIB, mtime_ns=1, inode=1),
+    private=False,
+)
+
+
+def new_state() -> State:
+    settings = Settings(
+        volume="/volume",
+        checkpoint_directory="/volume/checkpoints",
+        socket="/volume/socket",
+        store=StoreSettings(destination="s3://bucket/run"),
+        transfer=TransferSettings(part_size_bytes=8 * MIB),
+    )
+    return State(settings=settings)
+
+
+def work(operation: Operation, number: int = 0, upload: str = "") -> WorkId:
+    return WorkId(operation, INFO.save, 0, FILE.path, number, upload)
+
+
+def restart_after(*replayed: Event) -> tuple[State, Ready]:
+    state = new_state()
+    source = "/volume/checkpoints/checkpoint-1"
+    announced = Announced(at=1.0, info=INFO, rank=0, source=source, files=(), local_world_size=1)
+    staged = Staged(at=1.0, work=WorkId(Operation.STAGE, INFO.save, 0), files=(FILE,))
+    for event in (announced, staged, *replayed):
+        advance(state, event)
+    return state, advance(state, Started(at=2.0, fresh=False))
+
+
+def part_stored(number: int) -> PartStored:
+    sent = work(Operation.SEND_PART, number, "upload-1")
+    return PartStored(at=1.0, work=sent, etag=f"etag-{number}", checksum=100 + number, size_bytes=8 * MIB)
+
+
+def test_a_file_that_was_completed_while_the_agent_died_keeps_the_checksums_of_its_parts() -> None:
+    created = UploadCreated(at=1.0, work=work(Operation.CREATE_UPLOAD), upload_id="upload-1")
+    state, ready = restart_after(created, part_stored(1), part_stored(2))
+    (reconcile,) = [command for command in ready.commands if isinstance(command, Reconcile)]
+    found = FoundFile(rank=0, path=FILE.path, checksum=None)
+    ready = advance(state, Reconciled(at=3.0, work=reconcile.work, uploads=(), files=(found,)))
+    (write,) = [command for command in ready.commands if isinstance(command, WriteManifest)]
+    assert write.manifest.files[0].checksums == (101, 102)
+    assert state.checkpoints[INFO.save].durable_bytes == FILE.fingerprint.size_bytes
+
+
+def test_a_file_stored_before_the_restart_is_not_asked_for_again() -> None:
+    created = UploadCreated(at=1.0, work=work(Operation.CREATE_UPLOAD), upload_id="upload-1")
+    complete = work(Operation.COMPLETE_UPLOAD, 0, "upload-1")
+    stored = FileStored(at=1.0, work=complete, checksum=None, size_bytes=0)
+    _, ready = restart_after(created, part_stored(1), part_stored(2), stored)
+    (reconcile,) = [command for command in ready.commands if isinstance(command, Reconcile)]
+    assert reconcile.unfinished == ()
+
+
+def test_a_clock_that_was_ahead_before_the_restart_delays_nothing_after_it() -> None:
+    state = new_state()
+    source = "/volume/checkpoints/checkpoint-1"
+    advance(state, Announced(at=9_000.0, info=INFO, rank=0, source=source, files=(), local_world_size=1))
+    ready = advance(state, Started(at=100.0, fresh=False))
+    (stage,) = [command for command in ready.commands if isinstance(command, Stage)]
+    staged = advance(state, Staged(at=101.0, work=stage.work, files=(FILE,)))
+    (create,) = staged.commands
+    assert isinstance(create, CreateUpload)
+    kind = ErrorKind.TIMED_OUT
+    advance(state, WorkFailed(at=102.0, work=create.work, kind=kind, message="", hint="", jitter=0.0))
+    wake_at = planner.next_wake(state)
+    assert wake_at is not None
+    assert 102.0 < wake_at < 103.0

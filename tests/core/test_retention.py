@@ -1,0 +1,190 @@
+"""What may be deleted: whatever is listed, valid, pinned or live, the last good checkpoint stays."""
+
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mooring_agent.core.restore_choice import CommittedSave, newest_first
+from mooring_agent.core.retention import PrunePlan, StoredSave, may_abort_upload, plan_prune
+from mooring_agent.core.settings import RetentionSettings
+
+NOW = 1_000_000.0
+DAY = 24 * 3600.0
+
+
+def committed(step: int, save: str = "", modified_at: float = NOW - 3 * DAY) -> CommittedSave:
+    save = save or f"aaaaaaaa-{step:06d}"
+    return CommittedSave(key=f".mooring/commits/{step:012d}.{save}.json", step=step, save=save, modified_at=modified_at)
+
+
+def stored(step: int, save: str = "", modified_at: float = NOW - 5 * DAY, *, manifest: bool = True) -> StoredSave:
+    name, save = f"checkpoint-{step}", save or f"aaaaaaaa-{step:06d}"
+    keys = [f"{name}/{save}/model.pt"] + [f"{name}/{save}/.mooring/rank-00000.json"] * manifest
+    return StoredSave(name=name, save=save, keys=tuple(keys), size_bytes=10, modified_at=modified_at)
+
+
+def plan(
+    found: list[CommittedSave],
+    data: list[StoredSave] | None = None,
+    *,
+    keep_last: int = 1,
+    every: int = 0,
+    **changes: Any,
+) -> PrunePlan:
+    values: dict[str, Any] = {
+        "validated": [one.save for one in found],
+        "protected": (),
+        "live": (),
+        "known": (),
+        "now": NOW,
+    }
+    return plan_prune(
+        found,
+        [stored(one.step, one.save) for one in found] if data is None else data,
+        RetentionSettings(keep_last=keep_last, keep_every_steps=every),
+        **(values | changes),
+    )
+
+
+def deleted(result: PrunePlan) -> set[str]:
+    return {one.save for one in result.deletions}
+
+
+def ids(*steps: int) -> set[str]:
+    return {f"aaaaaaaa-{step:06d}" for step in steps}
+
+
+def test_all_but_the_newest_go() -> None:
+    assert deleted(plan([committed(step) for step in range(1, 6)], keep_last=2)) == ids(1, 2, 3)
+
+
+def test_nothing_committed_goes_by_default() -> None:
+    assert deleted(plan([committed(1), committed(2)], keep_last=0)) == set()
+
+
+def test_multiples_of_a_step_stay() -> None:
+    assert deleted(plan([committed(step) for step in (10, 15, 20, 25, 30)], every=10)) == ids(15, 25)
+
+
+def test_the_one_being_resumed_from_stays() -> None:
+    found = [committed(step) for step in (1, 2, 3)]
+    assert deleted(plan(found, protected=ids(1))) == ids(2)
+
+
+def test_damaged_newer_ones_do_not_count() -> None:
+    found = [committed(step) for step in (1, 2, 3)]
+    assert deleted(plan(found, validated=ids(1, 2))) == ids(1)
+    assert deleted(plan(found, validated=ids(1))) == set()
+
+
+def test_the_marker_goes_before_the_files_and_these_before_the_manifests() -> None:
+    (deletion,) = plan([committed(1), committed(2)]).deletions
+    assert [wave[0].split("/")[-1] for wave in deletion.waves] == [
+        "000000000001.aaaaaaaa-000001.json",
+        "model.pt",
+        "rank-00000.json",
+    ]
+
+
+def test_a_marker_whose_data_is_gone_can_go() -> None:
+    (deletion,) = plan([committed(1), committed(2)], data=[]).deletions
+    assert deletion.waves == ((committed(1).key,),)
+
+
+def test_the_oldest_goes_first() -> None:
+    found = [committed(step) for step in (3, 1, 2, 4)]
+    assert [one.save for one in plan(found).deletions] == sorted(ids(1, 2, 3))
+
+
+def test_an_empty_listing_refuses() -> None:
+    result = plan([], [stored(1)])
+    assert (result.deletions, result.refused) == ((), "the destination has no committed checkpoint")
+
+
+def test_a_listing_that_lacks_what_is_known_refuses() -> None:
+    result = plan([committed(1), committed(2)], known=ids(2, 3))
+    assert not result.deletions
+    assert "aaaaaaaa-000003" in result.refused
+
+
+ORPHAN = stored(9, "bbbbbbbb-000009")
+
+
+def test_an_old_save_that_never_committed_goes() -> None:
+    assert deleted(plan([committed(10)], [ORPHAN], keep_last=0)) == {ORPHAN.save}
+
+
+@pytest.mark.parametrize(
+    ("orphan", "changes"),
+    [
+        (stored(9, "bbbbbbbb-000009", NOW - DAY / 2), {}),
+        (stored(9, "bbbbbbbb-000009", NOW - 2 * DAY), {}),
+        (ORPHAN, {"live": {"bbbbbbbb-000009"}}),
+        (ORPHAN, {"live": {"bbbbbbbb"}}),
+        (ORPHAN, {"protected": {"bbbbbbbb-000009"}}),
+        (stored(9, "photos", manifest=False), {}),
+        (stored(9, "shard-000001", manifest=False), {}),
+    ],
+    ids=["young", "younger than the newest commit", "live", "live attempt", "pinned", "foreign", "foreign too"],
+)
+def test_a_save_that_never_committed_stays_when_it_is(orphan: StoredSave, changes: dict[str, Any]) -> None:
+    assert deleted(plan([committed(10)], [orphan], keep_last=0, **changes)) == set()
+
+
+@pytest.mark.parametrize(
+    "save", ["0123abcd-c000001", "0123abcd-4567cdef", "0123abcd-e89b-12d3-a456-426614174000-c000123"]
+)
+def test_a_killed_upload_without_a_manifest_is_known_by_its_generated_id(save: str) -> None:
+    assert deleted(plan([committed(10)], [stored(9, save, manifest=False)])) == {save}
+
+
+def test_only_old_uploads_of_ours_that_nobody_continues_are_aborted() -> None:
+    settings = RetentionSettings()
+    assert may_abort_upload("0123abcd-c000001", NOW - 2 * DAY, settings, (), NOW)
+    assert not may_abort_upload("0123abcd-c000001", NOW - DAY / 2, settings, (), NOW)
+    assert not may_abort_upload("0123abcd-c000001", NOW - 2 * DAY, settings, {"0123abcd"}, NOW)
+    assert not may_abort_upload("holiday", NOW - 2 * DAY, settings, (), NOW)
+
+
+steps = st.lists(st.integers(0, 30), unique=True, min_size=1, max_size=12)
+
+
+@given(steps, st.data(), st.integers(0, 5), st.integers(0, 7))
+def test_whatever_is_listed_the_promises_hold(
+    found: list[int], data: st.DataObject, keep_last: int, every: int
+) -> None:
+    all_committed = [committed(step) for step in found]
+    some = st.sets(st.sampled_from([one.save for one in all_committed]))
+    validated, protected = data.draw(some), data.draw(some)
+    orphans = [stored(step, f"cccccccc-{step:06d}", NOW - data.draw(st.floats(0, 9)) * DAY) for step in (1, 2)]
+    result = plan(
+        all_committed,
+        [stored(one.step, one.save) for one in all_committed] + orphans,
+        keep_last=keep_last,
+        every=every,
+        validated=validated,
+        protected=protected,
+    )
+    gone = deleted(result)
+    newest = newest_first(all_committed)
+    assert newest[0].save not in gone
+    assert not gone & protected
+    assert not validated or validated - gone
+    for index, one in enumerate(newest):
+        if one.save in gone:
+            assert keep_last
+            assert sum(newer.save in validated for newer in newest[:index]) >= keep_last
+            assert not every or one.step % every
+    # Everything is accounted for, exactly once.
+    assert sorted([*gone, *(save for save, _ in result.kept)]) == sorted(
+        [one.save for one in all_committed] + [one.save for one in orphans]
+    )
+
+
+@given(steps, st.integers(1, 4))
+def test_pruning_twice_changes_nothing_more(found: list[int], keep_last: int) -> None:
+    first = plan([committed(step) for step in found], keep_last=keep_last)
+    left = [committed(step) for step in found if f"aaaaaaaa-{step:06d}" not in deleted(first)]
+    assert plan(left, keep_last=keep_last).deletions == ()

@@ -1,0 +1,22 @@
+"""A journal in memory. What was appended survives `close`, as on disk: hand the same fake to the next agent."""
+
+from collections.abc import Iterable, Sequence
+
+
+class FakeJournal:
+    """`ports.Journal` without a disk."""
+
+    def __init__(self) -> None:
+        self._records: list[bytes] = []
+
+    def append(self, records: Sequence[bytes]) -> None:
+        self._records.extend(records)
+
+    def replay(self) -> Iterable[bytes]:
+        return list(self._records)
+
+    def rewrite(self, records: Sequence[bytes]) -> None:
+        self._records = list(records)
+
+    def close(self) -> None:
+        """Nothing is held open."""

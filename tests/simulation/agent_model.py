@@ -1,0 +1,522 @@
+"""One agent process: the real reducer with a journal, a volume and commands that take time, fail, and outlive a crash.
+
+Owns what the runtime owns in production: journal first, then commands, each ending in one event. A crash can come at
+any boundary: before the journal is written, after it, between two commands. What was in flight may land later.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from tests.simulation.invariants import AgentChecks
+from tests.simulation.scenario import PlannedAgent, PlannedAnnouncement
+from tests.simulation.store_model import ViolationError, checksum_of, content_of, etag_of
+
+from mooring_agent.core import admission, drain, planner
+from mooring_agent.core.commands import (
+    Abandon,
+    CancelWork,
+    Command,
+    Commit,
+    CompleteUpload,
+    CreateUpload,
+    Exit,
+    KnownFile,
+    LiftBandwidthCap,
+    Prune,
+    PutFile,
+    Reconcile,
+    Record,
+    Release,
+    RestoreBandwidthCap,
+    RingDoorbell,
+    SendPart,
+    Stage,
+    WorkCommand,
+    WriteManifest,
+)
+from mooring_agent.core.commit import ListingVerdict, judge_listing, missing_files
+from mooring_agent.core.errors import ErrorKind, RequestError
+from mooring_agent.core.event_codec import decode_event, encode_event
+from mooring_agent.core.events import (
+    Abandoned,
+    Announced,
+    Committed,
+    CommitWaits,
+    DurableEvent,
+    Event,
+    Exited,
+    FileStored,
+    FoundFile,
+    FoundUpload,
+    ManifestStored,
+    ObjectsLost,
+    PartStored,
+    RanksSeen,
+    Reconciled,
+    Released,
+    Staged,
+    Started,
+    StopRequested,
+    Ticked,
+    UploadCreated,
+    WorkCancelled,
+    WorkFailed,
+)
+from mooring_agent.core.model import Fingerprint, StagedFile
+from mooring_agent.core.object_layout import file_key, marker_key
+from mooring_agent.core.part_plan import plan
+from mooring_agent.core.reducer import advance
+from mooring_agent.core.state import State
+from mooring_agent.core.work import Operation, WorkId
+
+if TYPE_CHECKING:
+    from tests.simulation.life import Life
+
+_BYTES_PER_SECOND = 8e6
+
+
+@dataclass(slots=True)
+class _Running:
+    """A command under way. `seen`: what a Commit found when it looked; `body`: the marker it is about to write."""
+
+    command: WorkCommand
+    fails: ErrorKind | None
+    takes_effect: bool
+    seen: ListingVerdict | None = None
+    body: bytes | None = None
+
+
+class AgentModel:
+    """`life` is the world: clock, store, randomness, faults."""
+
+    def __init__(self, life: "Life", index: int, planned: PlannedAgent) -> None:
+        self.life = life
+        self.index = index
+        self.planned = planned
+        self.journal: list[DurableEvent] = []
+        self.state = State(settings=planned.settings)
+        self.checks = AgentChecks(index)
+        self.alive = set(range(len(planned.ranks)))
+        self.running = False
+        self.exit: Exit | None = None
+        self.stop_requested = False
+        self.starts = 0
+        self._pins: dict[str, dict[int, tuple[StagedFile, ...]]] = {}
+        self._in_flight: dict[WorkId, _Running] = {}
+        self._announced: dict[tuple[str, int], PlannedAnnouncement] = {}
+        self._steps = 0
+        self._wake_at: float | None = None
+
+    # --- the process -------------------------------------------------------------------------------------------
+
+    def start(self, *, fresh: bool) -> None:
+        """Replay, through the codec, and go on."""
+        assert not self.running
+        self.state = self.replayed()
+        self.starts += 1
+        self.checks.forget_order()
+        self.running, self.exit, self.stop_requested, self._wake_at = True, None, False, None
+        self.deliver(Started(at=self.life.now, fresh=fresh))
+        self.deliver(RanksSeen(at=self.life.now, alive=frozenset(self.alive)))
+
+    def replayed(self) -> State:
+        state = State(settings=self.planned.settings)
+        for event in self.journal:
+            advance(state, decode_event(encode_event(event)))
+        return state
+
+    def deliver(self, event: Event) -> bool:
+        """Engine and dispatcher in one. False: the process died of it, or was not there."""
+        if not self.running:
+            return False
+        self.life.note(self.index, event)
+        ready = advance(self.state, event)
+        if ready.durable:
+            if self._crashes():
+                return False
+            self.journal.extend(ready.durable)
+            self.checks.journaled(self.state, ready.durable)
+        self.checks.commands(self.state, ready.commands)
+        self.checks.nothing_overlooked(self.state)
+        if isinstance(event, StopRequested):
+            self.stop_requested = True
+        for command in ready.commands:
+            if self._crashes():
+                return False
+            self._perform(command)
+        self._check_end()
+        self._plan_wake()
+        return self.running
+
+    def announce(self, planned: PlannedAnnouncement) -> bool | None:
+        """As the API does: refused (False), acknowledged (True), or nobody answered (None)."""
+        if not self.running:
+            return None
+        event = Announced(
+            at=self.life.now,
+            info=planned.info,
+            rank=planned.rank,
+            source=f"/volume/checkpoints/{planned.info.name}",
+            files=() if planned.shared else tuple(file.path for file in planned.files),
+            local_world_size=planned.local_world_size,
+        )
+        try:
+            admission.check(self.state, event)
+        except RequestError:
+            return False
+        self._announced[planned.info.save, planned.rank] = planned
+        if admission.known(self.state, event) is not None:
+            self.checks.acknowledged(planned)
+            return True
+        before = len(self.journal)
+        self.deliver(event)
+        if self.running or event in self.journal[before:]:
+            self.checks.acknowledged(planned)
+            return True
+        return None
+
+    def kill(self) -> None:
+        """Gone at once; what was on its way may still arrive."""
+        self.running = False
+        for running in self._in_flight.values():
+            self._maybe_land_late(running)
+        self._in_flight.clear()
+
+    @property
+    def idle(self) -> bool:
+        return not self._in_flight
+
+    def committing(self, save: str) -> bool:
+        return WorkId(Operation.COMMIT, save) in self._in_flight
+
+    def _crashes(self) -> bool:
+        self._steps += 1
+        if not self.life.stormy or self._steps not in self.planned.crash_steps:
+            return False
+        self.kill()
+        self.life.after(self.life.random.uniform(0.05, 4.0), self._restart)
+        return True
+
+    def _restart(self) -> None:
+        if not self.running and not self.life.ending:
+            self.start(fresh=False)
+
+    def _plan_wake(self) -> None:
+        wake_at = planner.next_wake(self.state) if self.running else None
+        if wake_at is not None and wake_at != self._wake_at:
+            self._wake_at = wake_at
+            self.life.after(wake_at - self.life.now, self._wake, wake_at)
+
+    def _wake(self, wake_at: float) -> None:
+        if self._wake_at == wake_at:
+            self._wake_at = None
+            self.deliver(Ticked(at=wake_at))
+
+    def _check_end(self) -> None:
+        until = drain.deadline(self.state)
+        if self.stop_requested and not self.exit and until is not None and self.life.now >= until:
+            raise ViolationError(f"agent {self.index} was still there at its deadline {until}")
+
+    # --- commands ----------------------------------------------------------------------------------------------
+
+    def _perform(self, command: Command) -> None:
+        match command:
+            case RingDoorbell() | LiftBandwidthCap() | RestoreBandwidthCap():
+                pass
+            case Record():
+                raise ViolationError("a decision came out as a command")
+            case Exit():
+                self._exit(command)
+            case CancelWork():
+                self._cancel(command.work)
+            case _:
+                self._begin(command)
+
+    def _begin(self, command: WorkCommand) -> None:
+        if command.work in self._in_flight:
+            raise ViolationError(f"{command.work} is in flight twice")
+        if isinstance(command, SendPart | PutFile | Reconcile) and command.work.save not in self._pins:
+            raise ViolationError(f"{command.work} needs pins that were dropped")
+        running = _Running(command, *self._fate(command))
+        self._in_flight[command.work] = running
+        seconds = self._duration_seconds(command)
+        if isinstance(command, Commit):
+            self.life.after(seconds / 2, self._look, running)
+        self.life.after(seconds, self._finish, running)
+
+    def _fate(self, command: WorkCommand) -> tuple[ErrorKind | None, bool]:
+        """(how it fails, whether it takes effect)."""
+        life, faults = self.life, self.life.scenario.faults
+        changed = command.work.save in faults.changed_saves
+        if changed and isinstance(command, SendPart | PutFile | Reconcile):
+            self.checks.broken.add(command.work.save)
+            return ErrorKind.FILE_CHANGED, False
+        if not life.stormy:
+            return None, True
+        draw = life.random.random()
+        if isinstance(command, Stage):
+            if draw < faults.refused:
+                self.checks.broken.add(command.work.save)
+                return ErrorKind.DISK_FULL, False
+            return None, True
+        kind = life.random.choice((ErrorKind.THROTTLED, ErrorKind.TIMED_OUT, ErrorKind.STORE_FAILED))
+        if draw < faults.fail_before:
+            return kind, False
+        if draw < faults.fail_before + faults.fail_after:
+            return kind, True
+        return None, True
+
+    def _duration_seconds(self, command: WorkCommand) -> float:
+        latency_seconds = self.life.random.choice((0.02, 0.1, 0.1, 0.5))
+        if isinstance(command, SendPart | PutFile):
+            return latency_seconds + command.region.size_bytes / _BYTES_PER_SECOND
+        return latency_seconds
+
+    def _cancel(self, work: WorkId) -> None:
+        running = self._in_flight.get(work)
+        if running is None or self.life.random.random() < self.life.scenario.faults.cancel_race:
+            return
+        self._maybe_land_late(running)
+        self._in_flight[work] = cancelled = _Running(running.command, None, takes_effect=False)
+        self.life.after(0.01, self._end, cancelled, WorkCancelled(at=self.life.now, work=work))
+
+    def _exit(self, command: Exit) -> None:
+        if self.exit is not None:
+            raise ViolationError("Exit was asked for twice")
+        if not self.stop_requested:
+            raise ViolationError("Exit was asked for although nobody stopped the agent")
+        until = drain.deadline(self.state)
+        if until is not None and self.life.now >= until:
+            raise ViolationError("Exit came after SIGKILL")
+        self.exit = command
+        self.checks.exit(self.state, command, self.life.store)
+        self.life.after(0.05, self._leave)
+
+    def _leave(self) -> None:
+        if self.running and self.exit is not None:
+            self.journal.append(Exited(at=self.life.now))
+            self.kill()
+            self.life.left(self)
+
+    def _end(self, running: _Running, event: Event) -> None:
+        work = running.command.work
+        if self._in_flight.get(work) is running:
+            del self._in_flight[work]
+            self.deliver(event)
+
+    def _finish(self, running: _Running) -> None:
+        work = running.command.work
+        if self._in_flight.get(work) is not running:
+            return
+        fails = running.fails
+        if self.life.outage and not isinstance(running.command, Stage):
+            fails, running.takes_effect = ErrorKind.UNREACHABLE, False
+        event: Event | None = None
+        if running.takes_effect:
+            event = self._effect(running)
+        else:
+            self._maybe_land_late(running)
+        if fails is not None:
+            event = self._failed(work, fails)
+        assert event is not None
+        self._end(running, event)
+
+    def _failed(self, work: WorkId, kind: ErrorKind) -> WorkFailed:
+        jitter = self.life.random.random()
+        return WorkFailed(at=self.life.now, work=work, kind=kind, message=f"injected {kind}", hint="", jitter=jitter)
+
+    def _maybe_land_late(self, running: _Running) -> None:
+        command, random = running.command, self.life.random
+        if isinstance(command, Stage | Reconcile | Release | Abandon | Prune):
+            return
+        if self.life.stormy and random.random() < self.life.scenario.faults.land_late:
+            self.life.late_writes[command.work.save] = self.life.late_writes.get(command.work.save, 0) + 1
+            self.life.after(random.uniform(0.1, 20.0), self._land, running)
+
+    def _land(self, running: _Running) -> None:
+        """A write whose sender is gone or has given it up arrives all the same."""
+        command, store = running.command, self.life.store
+        self.life.late_writes[command.work.save] -= 1
+        match command:
+            case CreateUpload():
+                store.create_upload(command.key, landed_late=True)
+            case Commit():
+                if running.body is not None:
+                    store.put_marker(command.info, running.body)
+            case _:
+                self._effect(running)
+
+    # --- what commands do --------------------------------------------------------------------------------------
+
+    def _look(self, running: _Running) -> None:
+        """First half of a Commit: list, compare, and make the marker's body."""
+        command = running.command
+        assert isinstance(command, Commit)
+        if self._in_flight.get(command.work) is not running:
+            return
+        store, info = self.life.store, command.info
+        sizes = store.sizes(info)
+        running.seen = judge_listing(info, command.manifests, sizes)
+        if not running.seen.complete:
+            return
+        unlisted = sum(bool(missing_files(manifest, sizes)) for manifest in store.manifests(info).values())
+        if unlisted:
+            running.seen = ListingVerdict(lost_files=(), lost_manifests=(), missing_ranks=tuple(range(unlisted)))
+        elif command.may_write_marker or marker_key(info) in store.objects:
+            running.body = store.marker_body(info)
+
+    def _effect(self, running: _Running) -> Event:
+        life, store, now = self.life, self.life.store, self.life.now
+        command = running.command
+        work = command.work
+        content = content_of(work.save, work.path, work.number)
+        match command:
+            case Stage():
+                return self._stage(command)
+            case Reconcile():
+                return self._reconcile(command)
+            case CreateUpload():
+                self.checks.sending_file(work)
+                return UploadCreated(at=now, work=work, upload_id=store.create_upload(command.key, landed_late=False))
+            case SendPart():
+                size_bytes = command.region.size_bytes
+                if not store.put_part(command.upload_id, work.number, content, size_bytes):
+                    return self._failed(work, ErrorKind.UPLOAD_LOST)
+                return PartStored(
+                    at=now, work=work, etag=etag_of(content), checksum=checksum_of(content), size_bytes=size_bytes
+                )
+            case PutFile():
+                size_bytes = command.region.size_bytes
+                store.put(command.key, content, size_bytes)
+                checksum = checksum_of(content_of(work.save, work.path, 1)) if size_bytes else None
+                return FileStored(at=now, work=work, checksum=checksum, size_bytes=size_bytes)
+            case CompleteUpload():
+                whole = content_of(work.save, work.path)
+                done = store.complete_upload(command.upload_id, command.etags, whole, command.size_bytes)
+                if not done and command.key not in store.objects:
+                    return self._failed(work, ErrorKind.UPLOAD_LOST)
+                return FileStored(at=now, work=work, checksum=None, size_bytes=0)
+            case WriteManifest():
+                store.put_manifest(command.manifest)
+                return ManifestStored(at=now, work=work)
+            case Commit():
+                return self._commit(command, running)
+            case Abandon():
+                for _, upload_id in command.uploads:
+                    store.abort_upload(upload_id)
+                self._sweep(frozenset(command.sweep_keys), keep=frozenset())
+                if command.sweep_keys:
+                    life.swept[self.index, work.save] = store.upload_count
+                return Abandoned(at=now, work=work)
+            case Release():
+                self._pins.pop(work.save, None)
+                return Released(at=now, work=work)
+            case Prune():
+                raise ViolationError("prune was asked for although everything is to be kept")
+
+    def _stage(self, command: Stage) -> Staged:
+        save, rank = command.work.save, command.work.rank
+        planned = self._announced[save, rank]
+        files = planned.files
+        if planned.shared:
+            # The directory holds what all ranks of the pod wrote.
+            files = tuple(
+                file
+                for (other, _), announced in sorted(self._announced.items())
+                if other == save
+                for file in announced.files
+            )
+        pinned = self._pins.setdefault(save, {})
+        if rank not in pinned:
+            pinned[rank] = tuple(
+                StagedFile(
+                    path=file.path,
+                    pin=f".mooring/staged/{save}/{file.path}",
+                    fingerprint=Fingerprint(
+                        size_bytes=file.size_bytes, mtime_ns=1, inode=checksum_of(f"{save}{file.path}")
+                    ),
+                    private=False,
+                )
+                for file in files
+            )
+        return Staged(at=self.life.now, work=command.work, files=pinned[rank])
+
+    def _commit(self, command: Commit, running: _Running) -> Event:
+        now, work, seen = self.life.now, command.work, running.seen
+        assert seen is not None
+        if seen.lost_files or seen.lost_manifests:
+            return ObjectsLost(at=now, work=work, files=seen.lost_files, manifests=seen.lost_manifests)
+        if seen.missing_ranks or running.body is None:
+            return CommitWaits(at=now, work=work, missing_ranks=len(seen.missing_ranks))
+        store = self.life.store
+        store.put_marker(command.info, running.body)
+        if command.sweep_uploads:
+            keys = frozenset(upload.key for upload in store.uploads.values() if f"/{work.save}/" in upload.key)
+            self._sweep(keys, keep=frozenset())
+            for index in range(len(self.life.agents)):
+                self.life.swept[index, work.save] = store.upload_count
+        return Committed(at=now, work=work)
+
+    def _reconcile(self, command: Reconcile) -> Reconciled:
+        store = self.life.store
+        ours = frozenset(file_key(command.info, file.path) for _, files in command.staged for file in files)
+        self._sweep(ours, keep=frozenset(known.upload_id for known in command.unfinished))
+        uploads: list[FoundUpload] = []
+        files: list[FoundFile] = []
+        for known in command.unfinished:
+            parts = plan(known.file.size_bytes, known.part_size_bytes)
+            if self._is_stored(command, known, len(parts)):
+                whole = len(parts) == 1
+                checksum = checksum_of(content_of(command.info.save, known.file.path, 1)) if whole else None
+                files.append(FoundFile(rank=known.rank, path=known.file.path, checksum=checksum))
+            elif known.upload_id in store.uploads:
+                uploads.append(self._found_upload(command, known))
+        return Reconciled(at=self.life.now, work=command.work, uploads=tuple(uploads), files=tuple(files))
+
+    def _is_stored(self, command: Reconcile, known: KnownFile, part_count: int) -> bool:
+        if file_key(command.info, known.file.path) not in self.life.store.objects:
+            return False
+        if part_count > 1:
+            return len(known.parts) == part_count
+        # A single PUT is recognised by its ETag only where the store makes that the MD5.
+        return part_count == 0 or self.life.etag_is_digest
+
+    def _found_upload(self, command: Reconcile, known: KnownFile) -> FoundUpload:
+        journaled = {number for number, _, _ in known.parts}
+        held = self.life.store.uploads[known.upload_id].parts
+        parts = tuple(
+            (number, etag, checksum_of(content_of(command.info.save, known.file.path, number)))
+            for number, (etag, _) in sorted(held.items())
+            if number in journaled or self.life.etag_is_digest
+        )
+        return FoundUpload(rank=known.rank, path=known.file.path, upload_id=known.upload_id, parts=parts)
+
+    def _sweep(self, keys: frozenset[str], *, keep: frozenset[str]) -> None:
+        uploads = self.life.store.uploads
+        for upload_id in [found for found, upload in uploads.items() if upload.key in keys and found not in keep]:
+            self.life.store.abort_upload(upload_id)
+
+    # --- what is left at the end -------------------------------------------------------------------------------
+
+    def pinned(self) -> Iterable[str]:
+        return self._pins
+
+    def acknowledged_ranks(self, save: str) -> set[int]:
+        return {planned.rank for planned in self.checks.acked.get(save, {}).values()}
+
+    def durable_view(self, state: State) -> Any:
+        """What must be the same after a replay."""
+        return {
+            save: (
+                "open" if not checkpoint.ended else checkpoint.phase,
+                checkpoint.sequence,
+                checkpoint.reason,
+                checkpoint.pins_dropped,
+                {
+                    rank: (share.staged, share.manifest_stored, share.unstored_count, share.source)
+                    for rank, share in checkpoint.shares.items()
+                },
+            )
+            for save, checkpoint in state.checkpoints.items()
+        }

@@ -1,0 +1,154 @@
+"""What no life may show, as far as one agent can see it; the rest is in the store model and in `life.py`."""
+
+from collections.abc import Iterable
+
+from tests.simulation.scenario import PlannedAnnouncement
+from tests.simulation.store_model import StoreModel, ViolationError
+
+from mooring_agent.core.commands import Command, CompleteUpload, CreateUpload, Exit, PutFile, Record, SendPart
+from mooring_agent.core.disk_pressure import budget_bytes
+from mooring_agent.core.errors import ErrorKind
+from mooring_agent.core.events import (
+    DurableEvent,
+    Failed,
+    FileStored,
+    ObjectsLost,
+    PartStored,
+    Reconciled,
+    Shed,
+)
+from mooring_agent.core.model import Kind, Phase
+from mooring_agent.core.object_layout import marker_key
+from mooring_agent.core.planner import follow_up
+from mooring_agent.core.state import Checkpoint, State
+from mooring_agent.core.work import WorkId
+
+_Transfer = CreateUpload | SendPart | PutFile | CompleteUpload
+
+
+class AgentChecks:
+    """Looks at every turn of one agent, across its crashes."""
+
+    def __init__(self, index: int) -> None:
+        self.acked: dict[str, dict[int, PlannedAnnouncement]] = {}
+        # Saves that were made to fail in a way that no retry mends.
+        self.broken: set[str] = set()
+        self._index = index
+        self._stored_parts: set[WorkId] = set()
+        self._stored_files: set[tuple[str, str]] = set()
+        # Newest save -> older ones that had the wire while it waited.
+        self._went_before: dict[str, set[str]] = {}
+
+    def acknowledged(self, planned: PlannedAnnouncement) -> None:
+        self.acked.setdefault(planned.info.save, {})[planned.rank] = planned
+
+    def sending_file(self, work: WorkId) -> None:
+        if (work.save, work.path) in self._stored_files:
+            raise ViolationError(f"{work.path} of {work.save} is stored and was sent again")
+
+    def journaled(self, state: State, events: Iterable[DurableEvent]) -> None:
+        for event in events:
+            match event:
+                case PartStored():
+                    self._stored_parts.add(event.work)
+                case FileStored():
+                    self._stored_files.add((event.work.save, event.work.path))
+                case Reconciled():
+                    self._stored_files.update((event.work.save, file.path) for file in event.files)
+                case ObjectsLost():
+                    self._stored_files.difference_update((event.work.save, path) for _, path in event.files)
+                case Shed():
+                    self._shed(state, event)
+                case Failed():
+                    if event.save not in self.broken:
+                        raise ViolationError(f"{event.save} failed without a cause: {event.reason}")
+                    if event.kind is ErrorKind.DISK_FULL:
+                        # Its ranks were told: what is announced after this is another try.
+                        self.acked.pop(event.save, None)
+                case _:
+                    pass
+
+    def _shed(self, state: State, event: Shed) -> None:
+        checkpoint = state.checkpoints[event.save]
+        newer = [other for other in state.checkpoints.values() if other.sequence > checkpoint.sequence]
+        if checkpoint.info.kind is Kind.JUST_IN_TIME:
+            raise ViolationError(f"{event.save} was shed though it is just-in-time")
+        if not any(other.phase is not Phase.FAILED for other in newer):
+            raise ViolationError(f"{event.save} was shed though it is the newest")
+        given_up_elsewhere = checkpoint.waits_for_ranks or len(checkpoint.shares) < checkpoint.expected_local_ranks
+        under_pressure = budget_bytes(state) == 0
+        if not under_pressure and not (given_up_elsewhere and any(other.durable for other in newer)):
+            raise ViolationError(f"{event.save} was shed without need")
+
+    def commands(self, state: State, commands: Iterable[Command]) -> None:
+        for command in commands:
+            if isinstance(command, SendPart) and command.work in self._stored_parts:
+                raise ViolationError(f"{command.work} is stored and was sent again")
+            if isinstance(command, PutFile | CreateUpload):
+                self.sending_file(command.work)
+            if isinstance(command, _Transfer):
+                self._wire(state, command.work)
+
+    def _wire(self, state: State, work: WorkId) -> None:
+        """While the newest has something to send, at most one older save goes before it, and none in a drain."""
+        newest = max(
+            (checkpoint for checkpoint in state.checkpoints.values() if _can_send(checkpoint)),
+            key=lambda checkpoint: checkpoint.sequence,
+            default=None,
+        )
+        sent = state.checkpoints[work.save]
+        if newest is None or not newest.pending or sent.sequence >= newest.sequence or sent.ended:
+            return
+        if sent.info.kind is Kind.JUST_IN_TIME:
+            return
+        if state.trouble.away and not (newest.info.kind is Kind.JUST_IN_TIME and state.termination.noticed):
+            # A single request asks whether the store is back, and each has its turn.
+            return
+        before = self._went_before.setdefault(newest.info.save, set())
+        before.add(work.save)
+        if len(before) > 1 or newest.info.kind in (Kind.JUST_IN_TIME, Kind.FINAL) or state.termination.noticed:
+            raise ViolationError(f"{sorted(before)} had the wire while {newest.info.save} waited")
+
+    def nothing_overlooked(self, state: State) -> None:
+        """Looking at every checkpoint again finds nothing that looking at the changed ones has not."""
+        known = list(state.checkpoints.values())
+        listed = [
+            (state.unfinished(), [checkpoint for checkpoint in known if not checkpoint.ended]),
+            (state.sending, sorted((one for one in known if one.sends), key=lambda one: one.urgency)),
+            (sorted(state.ended(), key=lambda one: one.sequence), [one for one in known if one.ended]),
+        ]
+        for kept, found in listed:
+            if [checkpoint.info.save for checkpoint in kept] != [checkpoint.info.save for checkpoint in found]:
+                raise ViolationError(f"{found} are to be listed, and {list(kept)} are")
+        committed = [checkpoint for checkpoint in known if checkpoint.durable]
+        newest = max(committed, key=lambda one: (one.info.step, one.sequence), default=None)
+        if newest is not state.newest_committed():
+            raise ViolationError(f"{newest} is the newest that is committed")
+        state.touched.update(dict.fromkeys(state.checkpoints))
+        # What to give up is weighed with every event, so that may wait for the next.
+        overlooked = [command for command in follow_up(state) if not isinstance(command, Record)]
+        if overlooked:
+            raise ViolationError(f"overlooked: {overlooked}")
+
+    def forget_order(self) -> None:
+        """After a restart nobody knows who had the wire."""
+        self._went_before.clear()
+
+    def exit(self, state: State, command: Exit, store: StoreModel) -> None:
+        newest = max(state.checkpoints.values(), key=lambda checkpoint: checkpoint.sequence, default=None)
+        durable = newest is None or newest.durable
+        if (command.code == 0) != durable:
+            raise ViolationError(f"exit {command.code} though the newest is {newest.phase if newest else None}")
+        if newest is not None and durable and marker_key(newest.info) not in store.objects:
+            raise ViolationError(f"exit 0 though {newest.info.save} has no marker")
+        for save in self.acked:
+            checkpoint = state.checkpoints.get(save)
+            if checkpoint is None:
+                raise ViolationError(f"{save} was forgotten before the exit")
+            named = any(line.startswith(f"{checkpoint.info.name} ") for line in command.lost)
+            if named == (checkpoint.durable or checkpoint.phase is Phase.SHED):
+                raise ViolationError(f"{save} is {checkpoint.phase} and lost is {command.lost}")
+
+
+def _can_send(checkpoint: Checkpoint) -> bool:
+    return checkpoint.phase in (Phase.STAGED, Phase.UPLOADING) and checkpoint.reconciled

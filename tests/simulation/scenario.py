@@ -1,0 +1,172 @@
+"""What happens to a life from outside, drawn from its seed: pods, saves, notices, deaths, faults. No behaviour here."""
+
+from dataclasses import dataclass
+from random import Random
+
+from mooring_agent.core.model import Kind, SaveInfo
+from mooring_agent.core.part_plan import MIN_PART_BYTES
+from mooring_agent.core.settings import (
+    DiskSettings,
+    Settings,
+    StoreSettings,
+    TerminationSettings,
+    TransferSettings,
+)
+
+STORM_SECONDS = 60.0
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedFile:
+    path: str
+    size_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedAnnouncement:
+    """One rank's part of a save. `shared`: the ranks of the pod share a directory, the first one's files are all."""
+
+    at: float
+    agent: int
+    rank: int
+    info: SaveInfo
+    files: tuple[PlannedFile, ...]
+    shared: bool
+    local_world_size: int
+
+
+@dataclass(frozen=True, slots=True)
+class Termination:
+    """`graces`: seconds each notice gives, None: no limit."""
+
+    notices: tuple[tuple[float, float | None], ...]
+    stop_at: float | None
+    trainers_gone: bool
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedAgent:
+    ranks: tuple[int, ...]
+    settings: Settings
+    crash_steps: tuple[int, ...]
+    deaths: tuple[tuple[float, int], ...]
+    termination: Termination
+    pressure: tuple[tuple[float, bool], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Faults:
+    """Probabilities per command, and moments."""
+
+    fail_before: float
+    fail_after: float
+    land_late: float
+    cancel_race: float
+    refused: float
+    outages: tuple[tuple[float, float], ...]
+    uploads_forgotten_at: tuple[float, ...]
+    objects_lost_at: tuple[float, ...]
+    changed_saves: frozenset[str]
+
+
+@dataclass(frozen=True, slots=True)
+class Scenario:
+    agents: tuple[PlannedAgent, ...]
+    announcements: tuple[PlannedAnnouncement, ...]
+    faults: Faults
+
+
+def draw(random: Random) -> Scenario:
+    agent_count = random.choice((1, 1, 2))
+    per_agent = random.choice((1, 1, 2))
+    world_size = agent_count * per_agent
+    calm = random.random() < 0.15
+    ends = random.random() < 0.6
+    agents = tuple(
+        _agent(random, tuple(range(index * per_agent, (index + 1) * per_agent)), ends=ends, calm=calm)
+        for index in range(agent_count)
+    )
+    announcements: list[PlannedAnnouncement] = []
+    shared = per_agent > 1 and random.random() < 0.4
+    pace_seconds = random.choice((1.0, 3.0, 8.0))
+    at = random.uniform(0.1, 3.0)
+    count = random.randint(2, 5)
+    for number in range(count):
+        last = number == count - 1
+        kind = random.choice((Kind.JUST_IN_TIME, Kind.FINAL, Kind.PERIODIC)) if last else Kind.PERIODIC
+        if last and ends and kind is Kind.JUST_IN_TIME:
+            first_notice = min((at for agent in agents for at, _ in agent.termination.notices), default=at)
+            at = max(at, first_notice + random.uniform(0.1, 5.0))
+        info = SaveInfo(
+            save=f"s{number}", name=f"checkpoint-{number + 1}", step=number + 1, kind=kind, world_size=world_size
+        )
+        for index, agent in enumerate(agents):
+            declared = len(agent.ranks) if shared else random.choice((1, len(agent.ranks)))
+            for rank in agent.ranks:
+                files = _files(random, rank)
+                if not files and not shared:
+                    # A rank that lists its files and has none would mean: take the directory.
+                    files = (PlannedFile(f"r{rank}/only", 1),)
+                delay = random.choice((0.0, 0.2, random.uniform(0.0, 4.0)))
+                announcements.append(
+                    PlannedAnnouncement(at + delay, index, rank, info, files, shared and declared > 1, declared)
+                )
+        at += random.expovariate(1 / pace_seconds)
+    return Scenario(agents, tuple(announcements), _faults(random, calm, count))
+
+
+def _files(random: Random, rank: int) -> tuple[PlannedFile, ...]:
+    sizes = (0, 1, MIN_PART_BYTES, MIN_PART_BYTES + 1, 2 * MIN_PART_BYTES, 2 * MIN_PART_BYTES + 7, 3 * MIN_PART_BYTES)
+    return tuple(PlannedFile(f"r{rank}/f{index}", random.choice(sizes)) for index in range(random.randint(0, 3)))
+
+
+def _agent(random: Random, ranks: tuple[int, ...], *, ends: bool, calm: bool) -> PlannedAgent:
+    settings = Settings(
+        volume="/volume",
+        checkpoint_directory="/volume/checkpoints",
+        socket="/volume/agent.sock",
+        store=StoreSettings(destination="file:///bucket"),
+        transfer=TransferSettings(part_size_bytes=MIN_PART_BYTES, max_concurrency=random.choice((1, 2, 4))),
+        disk=DiskSettings(eviction_threshold_percent=0.0),
+        termination=TerminationSettings(),
+    )
+    crashes = () if calm else tuple(random.randint(1, 120) for _ in range(random.choice((0, 1, 1, 2, 4))))
+    deaths = tuple((random.uniform(1.0, STORM_SECONDS), rank) for rank in ranks if random.random() < 0.15)
+    pressure = tuple(
+        sorted((random.uniform(0.0, STORM_SECONDS), random.random() < 0.6) for _ in range(random.choice((0, 0, 1, 4))))
+    )
+    return PlannedAgent(ranks, settings, crashes, deaths, _termination(random, ends=ends), pressure)
+
+
+def _termination(random: Random, *, ends: bool) -> Termination:
+    notices = tuple(
+        (random.uniform(1.0, 40.0), random.choice((None, 3.0, 10.0, 30.0, 30.0)))
+        for _ in range(random.choice((0, 1, 1, 2)) if ends else 0)
+    )
+    stop_at = None
+    if ends and random.random() < 0.8:
+        first = min((at for at, _ in notices), default=random.uniform(1.0, 40.0))
+        stop_at = max(0.5, first + random.uniform(-1.0, 12.0))
+    return Termination(notices, stop_at, trainers_gone=random.random() < 0.5)
+
+
+def _faults(random: Random, calm: bool, save_count: int) -> Faults:
+    if calm:
+        return Faults(0.0, 0.0, 0.0, 0.5, 0.0, (), (), (), frozenset())
+    level = random.choice((0.02, 0.1, 0.3))
+    outages = tuple(
+        (start, start + random.uniform(0.5, 15.0))
+        for start in (random.uniform(0.0, 40.0) for _ in range(random.choice((0, 0, 1))))
+    )
+    changed = {f"s{random.randrange(save_count)}"} if random.random() < 0.1 else set()
+    return Faults(
+        fail_before=level,
+        fail_after=random.choice((0.0, level)),
+        land_late=random.choice((0.0, 0.3, 0.8)),
+        cancel_race=random.random(),
+        refused=random.choice((0.0, 0.0, 0.02)),
+        outages=outages,
+        uploads_forgotten_at=tuple(random.uniform(0.0, 30.0) for _ in range(random.choice((0, 0, 1, 2)))),
+        objects_lost_at=tuple(random.uniform(0.0, 30.0) for _ in range(random.choice((0, 0, 1, 2)))),
+        changed_saves=frozenset(changed),
+    )

@@ -1,0 +1,139 @@
+"""An object store as values: what is where, what lands late, what is forgotten. Knows nothing of agents or time.
+
+A file's content is the name of its bytes, so a key that is ever written with two contents is seen at once.
+"""
+
+from dataclasses import dataclass, field
+from zlib import crc32
+
+from mooring_agent.core.commit import missing_files
+from mooring_agent.core.manifest import commit_marker, encode_manifest, encode_marker
+from mooring_agent.core.model import ManifestReference, RankManifest, SaveInfo
+from mooring_agent.core.object_layout import file_key, manifest_key, marker_key, save_prefix
+
+
+class ViolationError(Exception):
+    """An invariant does not hold: of the core, or of the simulation."""
+
+
+@dataclass(frozen=True, slots=True)
+class StoredObject:
+    content: object
+    size_bytes: int
+
+
+@dataclass(slots=True)
+class Upload:
+    """A multipart upload. `landed_late`: its creation was nobody's any more when it took effect."""
+
+    key: str
+    landed_late: bool
+    parts: dict[int, tuple[str, int]] = field(default_factory=dict)
+
+
+def content_of(save: str, path: str, number: int = 0) -> str:
+    return f"{save}/{path}#{number}"
+
+
+def etag_of(content: str) -> str:
+    return f"etag-{content}"
+
+
+def checksum_of(content: str) -> int:
+    return crc32(content.encode())
+
+
+@dataclass(slots=True)
+class StoreModel:
+    objects: dict[str, StoredObject] = field(default_factory=dict)
+    uploads: dict[str, Upload] = field(default_factory=dict)
+    committed: dict[str, SaveInfo] = field(default_factory=dict)
+    _next_upload: int = 1
+
+    @property
+    def upload_count(self) -> int:
+        """Uploads begun so far, plus one: the number of the next."""
+        return self._next_upload
+
+    def put(self, key: str, content: object, size_bytes: int) -> None:
+        known = self.objects.get(key)
+        if known is not None and known.content != content:
+            raise ViolationError(f"{key} was written with other bytes than before")
+        self.objects[key] = StoredObject(content, size_bytes)
+
+    def create_upload(self, key: str, *, landed_late: bool) -> str:
+        upload_id = f"u{self._next_upload}"
+        self._next_upload += 1
+        self.uploads[upload_id] = Upload(key, landed_late)
+        return upload_id
+
+    def put_part(self, upload_id: str, number: int, content: str, size_bytes: int) -> bool:
+        """False: the upload is unknown."""
+        upload = self.uploads.get(upload_id)
+        if upload is None:
+            return False
+        upload.parts[number] = (etag_of(content), size_bytes)
+        return True
+
+    def complete_upload(self, upload_id: str, etags: tuple[str, ...], content: str, size_bytes: int) -> bool:
+        """False: the upload is unknown."""
+        upload = self.uploads.get(upload_id)
+        if upload is None:
+            return False
+        held = tuple(upload.parts[number][0] for number in sorted(upload.parts))
+        if held != etags:
+            raise ViolationError(f"{upload.key} was completed of {etags}, but holds {held}")
+        self.put(upload.key, content, size_bytes)
+        del self.uploads[upload_id]
+        return True
+
+    def abort_upload(self, upload_id: str) -> None:
+        self.uploads.pop(upload_id, None)
+
+    def sizes(self, info: SaveInfo) -> dict[str, int]:
+        prefix = save_prefix(info)
+        return {key: found.size_bytes for key, found in self.objects.items() if key.startswith(prefix)}
+
+    def put_manifest(self, manifest: RankManifest) -> None:
+        self.put(manifest_key(manifest.info, manifest.rank), manifest, len(encode_manifest(manifest)))
+
+    def manifests(self, info: SaveInfo) -> dict[int, RankManifest]:
+        found: dict[int, RankManifest] = {}
+        for rank in range(info.world_size):
+            stored = self.objects.get(manifest_key(info, rank))
+            if stored is not None:
+                assert isinstance(stored.content, RankManifest)
+                found[rank] = stored.content
+        return found
+
+    def marker_body(self, info: SaveInfo) -> bytes:
+        """As the committer makes it; every manifest must be there."""
+        manifests = self.manifests(info)
+        references = {}
+        for rank, manifest in manifests.items():
+            encoded = encode_manifest(manifest)
+            references[rank] = ManifestReference(rank=rank, size_bytes=len(encoded), checksum=crc32(encoded))
+        return encode_marker(commit_marker(list(manifests.values()), references))
+
+    def put_marker(self, info: SaveInfo, body: bytes) -> None:
+        self.put(marker_key(info), body, len(body))
+        self.committed[info.save] = info
+        self.check_committed(info)
+
+    def check_committed(self, info: SaveInfo) -> None:
+        """A marker implies every manifest and every file of every rank, with the content that manifests speak of."""
+        manifests = self.manifests(info)
+        if marker_key(info) not in self.objects:
+            raise ViolationError(f"the marker of {info.save} has disappeared")
+        if len(manifests) != info.world_size:
+            raise ViolationError(f"{info.save} is committed with manifests of ranks {sorted(manifests)} alone")
+        sizes = self.sizes(info)
+        for manifest in manifests.values():
+            if missing_files(manifest, sizes):
+                raise ViolationError(f"{info.save} is committed without {missing_files(manifest, sizes)}")
+            for file in manifest.files:
+                if self.objects[file_key(info, file.path)].content != content_of(info.save, file.path):
+                    raise ViolationError(f"{info.save} is committed with other bytes of {file.path}")
+                expected = tuple(checksum_of(content_of(info.save, file.path, part.number)) for part in file.parts())
+                if file.checksums != expected:
+                    raise ViolationError(f"{info.save} is committed with wrong checksums of {file.path}")

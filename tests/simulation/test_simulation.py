@@ -1,0 +1,224 @@
+"""Ten thousand lives, none of which may show a violation; and proof that the simulation would notice.
+
+A failing seed is printed. Replay it alone with `MOORING_SIM_SEED=4711 pytest tests/simulation`, or event by event with
+`python -m tests.simulation.life 4711` from the repository's root.
+"""
+
+import os
+import subprocess
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from tests.simulation.life import Life
+from tests.simulation.store_model import ViolationError
+
+from mooring_agent.core import disk_pressure, drain, planner, reducer, upload_queue
+from mooring_agent.core import state as state_module
+from mooring_agent.core.commands import Abandon, Command, Exit
+from mooring_agent.core.events import Announced, PartStored, Started
+from mooring_agent.core.state import Checkpoint, State
+
+_LIVES = 10_000
+_PER_BATCH = 500
+_ROOT = Path(__file__).parents[2]
+
+
+def _violation(seed: int) -> str:
+    """Empty for a life in which nothing went wrong; a crash of the core counts as a violation."""
+    try:
+        Life(seed).run()
+    except ViolationError as error:
+        return f"seed {seed}: {error}"
+    except Exception as error:
+        return f"seed {seed}: {type(error).__name__}: {error}"
+    return ""
+
+
+def _batches() -> list[range]:
+    if "MOORING_SIM_SEED" in os.environ:
+        seed = int(os.environ["MOORING_SIM_SEED"])
+        return [range(seed, seed + 1)]
+    return [range(first, first + _PER_BATCH) for first in range(0, _LIVES, _PER_BATCH)]
+
+
+@pytest.mark.parametrize("seeds", _batches(), ids=str)
+def test_no_storm_of_crashes_and_lost_answers_breaks_a_life(seeds: range) -> None:
+    violations = [violation for seed in seeds if (violation := _violation(seed))]
+    assert not violations, "\n".join(violations)
+
+
+def _digests(seeds: range) -> list[int]:
+    lives = [Life(seed) for seed in seeds]
+    for life in lives:
+        life.run()
+    return [life.digest for life in lives]
+
+
+def test_the_same_seed_gives_the_same_life_in_every_process() -> None:
+    program = "from tests.simulation.test_simulation import _digests; print(_digests(range(40)))"
+    answers = {
+        subprocess.run(
+            [sys.executable, "-c", program],
+            cwd=_ROOT,
+            env={**os.environ, "PYTHONHASHSEED": hash_seed},
+            capture_output=True,
+            text=True,
+            check=True,
+            timeout=60,
+        ).stdout
+        for hash_seed in ("1", "2")
+    }
+    assert answers == {f"{_digests(range(40))}\n"}
+
+
+def test_the_lives_are_as_eventful_as_they_should_be() -> None:
+    seen: Counter[str] = Counter()
+    for seed in range(300):
+        life = Life(seed)
+        life.run()
+        for agent in life.agents:
+            seen.update(checkpoint.phase.value for checkpoint in agent.state.checkpoints.values())
+            seen.update(type(event).__name__ for event in agent.journal)
+            seen["restart"] += agent.starts - 1
+            seen[f"exit {agent.exit.code}" if agent.exit else "no exit"] += 1
+    for wanted in ("released", "shed", "failed", "sealed", "ObjectsLost", "Reconciled", "restart", "exit 0", "exit 75"):
+        assert seen[wanted] >= 5, (wanted, seen)
+
+
+# --- the core with one idea missing --------------------------------------------------------------------------------
+
+Mutation = Callable[[pytest.MonkeyPatch], None]
+
+
+def _seal_when_the_first_rank_has(patch: pytest.MonkeyPatch) -> None:
+    def all_sealed(checkpoint: Checkpoint) -> bool:
+        return any(share.manifest_stored for share in checkpoint.shares.values())
+
+    patch.setattr(state_module.Checkpoint, "all_sealed", property(all_sealed))
+
+
+def _commit_without_looking_for_the_files(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr("mooring_agent.core.commit.missing_files", lambda manifest, sizes: [])
+    patch.setattr("tests.simulation.agent_model.missing_files", lambda manifest, sizes: [])
+
+
+def _go_on_without_asking_the_store(patch: pytest.MonkeyPatch) -> None:
+    started = reducer._started
+
+    def without(state: State, event: Started) -> Iterator[Command]:
+        yield from started(state, event)
+        for checkpoint in state.checkpoints.values():
+            checkpoint.reconciled = True
+
+    patch.setattr(reducer, "_started", without)
+
+
+def _oldest_first(patch: pytest.MonkeyPatch) -> None:
+    order = upload_queue.order
+    patch.setattr(upload_queue, "order", lambda state: reversed(list(order(state))))
+
+
+def _forget_announcements(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(reducer, "DURABLE", tuple(cls for cls in reducer.DURABLE if cls is not Announced))
+
+
+def _forget_parts(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(reducer, "DURABLE", tuple(cls for cls in reducer.DURABLE if cls is not PartStored))
+
+
+def _send_parts_again(patch: pytest.MonkeyPatch) -> None:
+    def missing(checkpoint: Checkpoint, rank: int, progress: state_module.FileProgress) -> None:
+        progress.etags = {}
+        enqueue(checkpoint, rank, progress)
+
+    enqueue = upload_queue.enqueue
+    patch.setattr(upload_queue, "enqueue", missing)
+
+
+def _shed_the_newest(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(
+        disk_pressure, "_may_be_shed", lambda _, checkpoint: not checkpoint.ended and bool(checkpoint.size_bytes)
+    )
+
+
+def _shed_too_much(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(disk_pressure, "budget_bytes", lambda state: None if state.disk is None else 0)
+
+
+def _leave_uploads_behind(patch: pytest.MonkeyPatch) -> None:
+    abandon = planner._abandon
+
+    def without(state: State, checkpoint: Checkpoint) -> Iterator[Command]:
+        for command in abandon(state, checkpoint):
+            yield replace(command, uploads=()) if isinstance(command, Abandon) else command
+
+    patch.setattr(planner, "_abandon", without)
+
+
+def _leave_lost_uploads_behind(patch: pytest.MonkeyPatch) -> None:
+    abandon = planner._abandon
+
+    def without(state: State, checkpoint: Checkpoint) -> Iterator[Command]:
+        for command in abandon(state, checkpoint):
+            yield replace(command, sweep_keys=()) if isinstance(command, Abandon) else command
+
+    patch.setattr(planner, "_abandon", without)
+
+
+def _stay_past_the_deadline(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(drain, "_EXIT_MARGIN_SECONDS", -1.0)
+
+
+def _say_that_all_is_well(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(drain, "_exit", lambda state: Exit(code=0, lost=()))
+
+
+def _launch_twice(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(state_module.State, "launch", lambda state, work: None)
+
+
+def _look_at_nothing_again(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(state_module.State, "advance_to", lambda state, now: setattr(state, "now", now))
+
+
+def _keep_failed_work_to_itself(patch: pytest.MonkeyPatch) -> None:
+    next_wake = planner.next_wake
+    patch.setattr(planner, "next_wake", lambda state: next_wake(state) if state.termination.noticed else None)
+
+
+@pytest.mark.parametrize(
+    ("mutation", "violation"),
+    [
+        (_seal_when_the_first_rank_has, "KeyError"),
+        (_commit_without_looking_for_the_files, "is committed without"),
+        (_go_on_without_asking_the_store, "settle"),
+        (_oldest_first, "had the wire"),
+        (_forget_announcements, "another story"),
+        (_forget_parts, "KeyError"),
+        (_send_parts_again, "sent again"),
+        (_shed_the_newest, "shed though it is"),
+        (_shed_too_much, "shed without need"),
+        (_leave_uploads_behind, "left over"),
+        (_leave_lost_uploads_behind, "left over"),
+        (_stay_past_the_deadline, "deadline"),
+        (_say_that_all_is_well, "exit 0"),
+        (_launch_twice, "overlooked"),
+        (_look_at_nothing_again, "overlooked"),
+        (_keep_failed_work_to_itself, "settle"),
+    ],
+    ids=lambda value: value.__name__.lstrip("_") if callable(value) else None,
+)
+def test_the_simulation_finds_what_goes_wrong_without_one_of_the_ideas(
+    mutation: Mutation, violation: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mutation(monkeypatch)
+    found = ""
+    for seed in range(1_000):
+        found = _violation(seed)
+        if found and violation in found:
+            return
+    pytest.fail(f"1,000 lives and no {violation or 'violation'}; last: {found}")
