@@ -1,0 +1,72 @@
+"""Checksums of bytes and of file regions.
+
+Owns which function computes what; callers decide which thread. CRC64NVME is what manifests carry; the others exist
+because some stores check only those. All functions block and release the GIL.
+"""
+
+import hashlib
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Final
+
+from awscrt import checksums
+
+from mooring_agent.adapters.region_file import RegionFile
+from mooring_agent.core.model import Region
+
+if TYPE_CHECKING:
+    from typing_extensions import Buffer
+
+CHUNK_BYTES: Final = 1024 * 1024
+
+
+def crc64nvme(data: "Buffer", previous: int = 0) -> int:
+    return int(checksums.crc64nvme(data, previous))
+
+
+def crc32c(data: "Buffer", previous: int = 0) -> int:
+    return int(checksums.crc32c(data, previous))
+
+
+def region_checksum(region: Region, chunk_bytes: int = CHUNK_BYTES) -> int:
+    """CRC64NVME of a region. FILE_CHANGED or FILE_MISSING if the file is not what was staged, before or after."""
+    return _fold(region, crc64nvme, chunk_bytes)
+
+
+def region_crc32c(region: Region, chunk_bytes: int = CHUNK_BYTES) -> int:
+    """CRC32C of a region, for stores that check only this one. Errors as `region_checksum`."""
+    return _fold(region, crc32c, chunk_bytes)
+
+
+def region_sha256(region: Region, chunk_bytes: int = CHUNK_BYTES) -> str:
+    """SHA-256 of a region as hexadecimal: the signature of a payload. Errors as `region_checksum`."""
+    digest = hashlib.sha256()
+    _read(region, digest.update, chunk_bytes)
+    return digest.hexdigest()
+
+
+def region_md5(region: Region, chunk_bytes: int = CHUNK_BYTES) -> str:
+    """MD5 of a region as hexadecimal: how most stores name a part, so that a part sent before a crash is recognised."""
+    digest = hashlib.md5(usedforsecurity=False)
+    _read(region, digest.update, chunk_bytes)
+    return digest.hexdigest()
+
+
+def _fold(region: Region, function: Callable[["Buffer", int], int], chunk_bytes: int) -> int:
+    value = 0
+
+    def update(data: memoryview) -> None:
+        nonlocal value
+        value = function(data, value)
+
+    _read(region, update, chunk_bytes)
+    return value
+
+
+def _read(region: Region, update: Callable[[memoryview], None], chunk_bytes: int) -> None:
+    buffer = memoryview(bytearray(min(chunk_bytes, region.size_bytes)))
+    with RegionFile(region) as file:
+        for position in range(0, region.size_bytes, chunk_bytes):
+            piece = buffer[: region.size_bytes - position]
+            file.read_into(position, piece)
+            update(piece)
+        file.check()

@@ -1,0 +1,88 @@
+"""Says early that something may have changed in a directory, so that a poll need not wait; misses a good deal.
+
+Events are hints only: a kernel queue overflows, mapped writes and replaced directories are silent. Truth is polled.
+"""
+
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Final
+
+import structlog
+from watchdog.events import (
+    DirCreatedEvent,
+    DirDeletedEvent,
+    DirMovedEvent,
+    FileClosedEvent,
+    FileCreatedEvent,
+    FileModifiedEvent,
+    FileMovedEvent,
+    FileSystemEvent,
+    FileSystemEventHandler,
+)
+from watchdog.observers import Observer
+from watchdog.observers.api import BaseObserver
+
+# Not what our own reading causes: opened, and closed without a write.
+_CHANGES: Final[list[type[FileSystemEvent]]] = [
+    DirCreatedEvent,
+    DirDeletedEvent,
+    DirMovedEvent,
+    FileClosedEvent,
+    FileCreatedEvent,
+    FileModifiedEvent,
+    FileMovedEvent,
+]
+_STOP_TIMEOUT_SECONDS: Final = 5.0
+
+_log: structlog.typing.FilteringBoundLogger = structlog.get_logger()
+
+
+class DirectoryHints(FileSystemEventHandler):
+    """Calls `notify`, from a thread of its own, when an entry of the directory changes."""
+
+    def __init__(self, directory: Path, notify: Callable[[], None]) -> None:
+        self._directory = directory
+        self._notify = notify
+        self._observer: BaseObserver | None = None
+        self._followed: tuple[int, int] | None = None
+        self._available = True
+        self._lock = threading.Lock()
+
+    def follow(self) -> None:
+        """Watch the directory that has this name now; cheap when it is the same one as before."""
+        try:
+            status = self._directory.stat()
+        except OSError:
+            return
+        identity = (status.st_dev, status.st_ino)
+        with self._lock:
+            if self._available and identity != self._followed:
+                self._detach()
+                self._attach(identity)
+
+    def close(self) -> None:
+        """Stop for good; a `follow` that runs meanwhile, or comes later, does nothing."""
+        with self._lock:
+            self._available = False
+            self._detach()
+
+    def on_any_event(self, event: FileSystemEvent) -> None:
+        self._notify()
+
+    def _attach(self, identity: tuple[int, int]) -> None:
+        observer = Observer()
+        try:
+            observer.schedule(self, str(self._directory), event_filter=_CHANGES)
+            observer.start()
+        except OSError as error:
+            self._available = False
+            _log.warning("directory_events_unavailable", directory=str(self._directory), reason=str(error))
+            return
+        self._observer, self._followed = observer, identity
+
+    def _detach(self) -> None:
+        observer, self._observer, self._followed = self._observer, None, None
+        if observer is not None:
+            observer.stop()
+            observer.join(_STOP_TIMEOUT_SECONDS)

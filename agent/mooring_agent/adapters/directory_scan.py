@@ -1,0 +1,155 @@
+"""The watched directory as values for `core.directory_rules`: names, sizes, times, what each format says of its end.
+
+Reads little of each file, once per content. Invariants: what vanishes meanwhile is simply not in the snapshot, which
+then differs from the last one; no link is followed out of a candidate, and a link is never a candidate itself.
+"""
+
+import json
+import os
+import stat
+import zipfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Final
+
+from mooring_agent.core.directory_rules import DirectorySnapshot, FileSnapshot, Proof, candidate
+
+_ZIP_SUFFIXES: Final = (".pt", ".pth", ".ckpt", ".bin")
+_ZIP_START: Final = b"PK\x03\x04"
+_JSON_LIMIT_BYTES: Final = 256 * 1024 * 1024
+_HEADER_LIMIT_BYTES: Final = 100_000_000
+
+_Key = tuple[str, int, int, int]
+
+
+class DirectoryScanner:
+    """Takes snapshots of one directory; remembers the proofs of files that did not change since the last scan."""
+
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
+        self._proofs: dict[_Key, Proof] = {}
+
+    def scan(self, seen_at: float) -> list[DirectorySnapshot]:
+        """Every candidate, by name; none if the directory is not there. Blocks. Raises OSError if it is unreadable."""
+        try:
+            names = sorted(path.name for path in self._directory.iterdir())
+        except (FileNotFoundError, NotADirectoryError):
+            names = []
+        known: dict[_Key, Proof] = {}
+        snapshots = [snapshot for name in names if (snapshot := self._look(name, seen_at, known))]
+        self._proofs = known
+        return snapshots
+
+    def look(self, name: str) -> DirectorySnapshot | None:
+        """One entry, if it is a candidate; `seen_at` is 0."""
+        return self._look(name, 0.0, {})
+
+    def _look(self, name: str, seen_at: float, known: dict[_Key, Proof]) -> DirectorySnapshot | None:
+        root = self._directory / name
+        try:
+            mode = root.lstat().st_mode
+        except OSError:
+            return None
+        is_folder = stat.S_ISDIR(mode)
+        if not (is_folder or stat.S_ISREG(mode)) or not candidate(name, single_file=not is_folder):
+            return None
+        folders: list[str] = []
+        files = tuple(self._files(root, is_folder, folders, known))
+        return DirectorySnapshot(
+            name=name, single_file=not is_folder, files=files, folders=tuple(folders), seen_at=seen_at
+        )
+
+    def _files(
+        self, root: Path, is_folder: bool, folders: list[str], known: dict[_Key, Proof]
+    ) -> Iterator[FileSnapshot]:
+        """The files below `root`, or `root` itself; adds to `folders` and `known`."""
+        paths = _walk(root, folders) if is_folder else iter([root.name])
+        for path in paths:
+            absolute = root / path if is_folder else root
+            try:
+                status = absolute.stat()
+                if not stat.S_ISREG(status.st_mode):
+                    continue
+                key = (str(absolute), status.st_size, status.st_mtime_ns, status.st_ino)
+                proof = self._proofs.get(key) or _prove(absolute, status.st_size)
+            except OSError:
+                # Gone, or not ours to read: in that case staging says so.
+                continue
+            known[key] = proof
+            yield FileSnapshot(
+                path=path,
+                size_bytes=status.st_size,
+                mtime_ns=status.st_mtime_ns,
+                inode=status.st_ino,
+                proof=proof,
+            )
+
+
+def _walk(root: Path, folders: list[str]) -> Iterator[str]:
+    waiting = [""]
+    while waiting:
+        prefix = waiting.pop()
+        try:
+            with os.scandir(root / prefix) as entries:
+                for entry in entries:
+                    name = prefix + entry.name
+                    if entry.is_dir(follow_symlinks=False):
+                        folders.append(name)
+                        waiting.append(f"{name}/")
+                    else:
+                        yield name
+        except OSError:
+            # As for files, above.
+            continue
+
+
+def _prove(path: Path, size_bytes: int) -> Proof:
+    """What the file's format says; OSError if it cannot be read."""
+    try:
+        return _prove_format(path, size_bytes)
+    except OSError:
+        raise
+    # Half-written bytes can trip a parser anywhere, and no file may blind the watch to the others.
+    except Exception:
+        return Proof.BROKEN
+
+
+def _prove_format(path: Path, size_bytes: int) -> Proof:
+    if path.name.endswith(".safetensors"):
+        return _prove_safetensors(path, size_bytes)
+    if path.name.endswith(_ZIP_SUFFIXES):
+        return _prove_zip(path, size_bytes)
+    if path.name == "trainer_state.json":
+        return _prove_json(path, size_bytes)
+    return Proof.NONE
+
+
+def _prove_zip(path: Path, size_bytes: int) -> Proof:
+    """torch.save writes a zip, whose directory is its end; an older pickle says nothing of its end."""
+    if size_bytes == 0:
+        return Proof.BROKEN
+    with path.open("rb") as file:
+        if file.read(len(_ZIP_START)) != _ZIP_START:
+            return Proof.NONE
+        with zipfile.ZipFile(file):
+            return Proof.WHOLE
+
+
+def _prove_safetensors(path: Path, size_bytes: int) -> Proof:
+    with path.open("rb") as file:
+        start = file.read(8)
+        if len(start) < 8:
+            return Proof.BROKEN
+        header_bytes = int.from_bytes(start, "little")
+        if header_bytes > min(_HEADER_LIMIT_BYTES, size_bytes):
+            return Proof.BROKEN
+        header = json.loads(file.read(header_bytes))
+        ends = [int(entry["data_offsets"][1]) for name, entry in header.items() if name != "__metadata__"]
+    return Proof.WHOLE if size_bytes == 8 + header_bytes + max(ends, default=0) else Proof.BROKEN
+
+
+def _prove_json(path: Path, size_bytes: int) -> Proof:
+    if size_bytes > _JSON_LIMIT_BYTES:
+        return Proof.NONE
+    json.loads(path.read_bytes())
+    return Proof.WHOLE

@@ -1,0 +1,32 @@
+"""Names and bytes that survive a power cut: the two steps that a plain write and rename leave out."""
+
+import os
+from pathlib import Path
+from typing import Final
+
+PARTIAL_SUFFIX: Final = ".partial"
+
+
+def partial_of(path: Path) -> Path:
+    """Where `write_durably` gathers the content of `path`; garbage when found after a crash."""
+    return path.with_name(path.name + PARTIAL_SUFFIX)
+
+
+def write_durably(path: Path, content: bytes) -> None:
+    """Replace `path` whole; a reader and a crash see the old file or the new one."""
+    partial = partial_of(path)
+    with partial.open("wb") as file:
+        file.write(content)
+        file.flush()
+        os.fsync(file.fileno())
+    partial.rename(path)
+    sync_folder(path.parent)
+
+
+def sync_folder(path: Path) -> None:
+    """Make the names in a folder durable: new, renamed and removed ones."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

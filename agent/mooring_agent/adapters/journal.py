@@ -1,0 +1,222 @@
+"""The agent's durable log in SQLite: what an answered call promised is here, after a SIGKILL and after a power cut.
+
+Owns one file (and SQLite's -wal beside it). Knows nothing of what the records mean. Invariants: a record is either
+whole or absent; the order of replay is the order of append; a file that cannot be trusted is set aside, never deleted.
+"""
+
+import os
+import sqlite3
+import threading
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Final, TypeVar
+
+import structlog
+
+from mooring_agent.adapters.durable_files import sync_folder
+from mooring_agent.adapters.reserve import Reserve
+from mooring_agent.adapters.volume_errors import volume_error
+from mooring_agent.core.errors import ErrorKind, VolumeError
+from mooring_agent.ports import Journal
+
+T = TypeVar("T")
+
+_SCHEMA_VERSION: Final = 1
+_HEADER: Final = b"SQLite format 3\0"
+_LOCK_TIMEOUT_SECONDS: Final = 5.0
+_DAMAGE: Final = frozenset({sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB})
+_PRIMARY_CODE: Final = 0xFF
+
+_log: structlog.typing.FilteringBoundLogger = structlog.get_logger()
+
+
+class SqliteJournal:
+    """`ports.Journal` in one SQLite file, opened at its first use. Safe to call from several threads."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._reserve = Reserve(path.parent)
+        self._connection: sqlite3.Connection | None = None
+        self._lock = threading.Lock()
+
+    def append(self, records: Sequence[bytes]) -> None:
+        def insert() -> None:
+            with self._transaction() as connection:
+                connection.executemany("INSERT INTO records (body) VALUES (?)", [(record,) for record in records])
+
+        self._with_room(insert)
+
+    def replay(self) -> Iterable[bytes]:
+        def select() -> Iterable[bytes]:
+            with self._transaction() as connection:
+                return [bytes(body) for (body,) in connection.execute("SELECT body FROM records ORDER BY id")]
+
+        return self._with_room(select)
+
+    def rewrite(self, records: Sequence[bytes]) -> None:
+        with self._transaction() as connection:
+            connection.execute("DELETE FROM records")
+            connection.executemany("INSERT INTO records (body) VALUES (?)", [(record,) for record in records])
+
+    def close(self) -> None:
+        with self._lock, _translated(self._path):
+            if self._connection is not None:
+                self._connection.close()
+                self._connection = None
+
+    def verify(self) -> bool:
+        """Whether the file is a sound journal; an absent one is. Reads all of it."""
+
+        def check() -> bool:
+            with self._transaction() as connection:
+                (finding,) = connection.execute("PRAGMA quick_check(1)").fetchone()
+                return bool(finding == "ok")
+
+        try:
+            return self._with_room(check)
+        except VolumeError as error:
+            if _is_damage(error.__cause__):
+                return False
+            raise
+
+    def _with_room(self, action: Callable[[], T]) -> T:
+        """Do it; on a full volume give up the reserve and do it once more."""
+        try:
+            return action()
+        except VolumeError as error:
+            if error.kind is ErrorKind.DISK_FULL and self._reserve.spend():
+                return action()
+            raise
+
+    @contextmanager
+    def _transaction(self) -> Iterator[sqlite3.Connection]:
+        with self._lock, _translated(self._path):
+            if self._connection is None:
+                self._connection = _connect(self._path)
+            connection = self._connection
+            connection.execute("BEGIN IMMEDIATE")
+            try:
+                yield connection
+                connection.execute("COMMIT")
+            except BaseException:
+                # A full disk makes SQLite roll back by itself.
+                if connection.in_transaction:
+                    connection.execute("ROLLBACK")
+                raise
+
+
+def open_journal(path: Path) -> tuple[Journal, bool]:
+    """The journal at `path`, and whether one was there that is damaged: it is set aside and a new one begun."""
+    journal = SqliteJournal(path)
+    if journal.verify():
+        return journal, False
+    journal.close()
+    aside = _set_aside(path)
+    _log.error("journal_damaged", path=str(path), kept_as=str(aside))
+    journal = SqliteJournal(path)
+    journal.append([])
+    return journal, True
+
+
+def _connect(path: Path) -> sqlite3.Connection:
+    created = not path.exists()
+    if created:
+        _create(path)
+    else:
+        _refuse_foreign(path)
+    connection = sqlite3.connect(path, timeout=_LOCK_TIMEOUT_SECONDS, isolation_level=None, check_same_thread=False)
+    try:
+        (version,) = connection.execute("PRAGMA user_version").fetchone()
+        (tables,) = connection.execute("SELECT count(*) FROM sqlite_schema").fetchone()
+        if version != _SCHEMA_VERSION and (version, tables) != (0, 0):
+            raise _ForeignDatabaseError(f"schema version {version} is not known here")
+        # Exclusive: a second agent is refused, and WAL needs no shared memory file, which on a full volume is a SIGBUS.
+        connection.execute("PRAGMA locking_mode=EXCLUSIVE")
+        connection.execute("PRAGMA journal_mode=WAL")
+        connection.execute("PRAGMA synchronous=FULL")
+        if version != _SCHEMA_VERSION:
+            connection.execute("BEGIN IMMEDIATE")
+            connection.execute("CREATE TABLE records (id INTEGER PRIMARY KEY, body BLOB NOT NULL)")
+            connection.execute(f"PRAGMA user_version={_SCHEMA_VERSION}")
+            connection.execute("COMMIT")
+        if created:
+            sync_folder(path.parent)
+    except BaseException:
+        connection.close()
+        raise
+    return connection
+
+
+def _refuse_foreign(path: Path) -> None:
+    """SQLite deletes the -wal of a file that is no database; we want to keep both as they are."""
+    with path.open("rb") as file:
+        header = file.read(len(_HEADER))
+    if header not in {b"", _HEADER}:
+        raise _ForeignDatabaseError("not an SQLite file")
+
+
+def _create(path: Path) -> None:
+    """An empty file that whoever may use the volume may use; SQLite gives its -wal the same mode."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    mode = path.parent.stat().st_mode & 0o660
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, mode)
+    try:
+        os.fchmod(descriptor, mode)
+    finally:
+        os.close(descriptor)
+
+
+def _set_aside(path: Path) -> Path:
+    taken = {entry.name for entry in path.parent.iterdir()}
+    number = next(number for number in range(1, len(taken) + 2) if f"{path.name}.damaged-{number}" not in taken)
+    aside = path.with_name(f"{path.name}.damaged-{number}")
+    try:
+        for suffix in ("", "-wal", "-shm"):
+            part = path.with_name(path.name + suffix)
+            if part.exists():
+                part.rename(aside.with_name(aside.name + suffix))
+        sync_folder(path.parent)
+    except OSError as error:
+        raise volume_error(error, f"cannot set aside the journal {path}") from error
+    return aside
+
+
+class _ForeignDatabaseError(sqlite3.DatabaseError):
+    """A file that is no journal of ours."""
+
+
+def _is_damage(error: BaseException | None) -> bool:
+    if isinstance(error, _ForeignDatabaseError):
+        return True
+    # The code is absent on errors that the sqlite3 module itself raises.
+    code = getattr(error, "sqlite_errorcode", None)
+    return isinstance(code, int) and code & _PRIMARY_CODE in _DAMAGE
+
+
+def _is_full(folder: Path) -> bool:
+    try:
+        found = os.statvfs(folder)
+    except OSError:
+        return False
+    return found.f_bavail == 0 or (found.f_files > 0 and found.f_favail == 0)
+
+
+@contextmanager
+def _translated(path: Path) -> Iterator[None]:
+    what = f"journal {path}"
+    try:
+        yield
+    except OSError as error:
+        raise volume_error(error, what) from error
+    except sqlite3.Error as error:
+        code = getattr(error, "sqlite_errorcode", 0) & _PRIMARY_CODE
+        # Opening a WAL on a full volume is an I/O error to SQLite.
+        if code == sqlite3.SQLITE_FULL or (code == sqlite3.SQLITE_IOERR and _is_full(path.parent)):
+            raise VolumeError(
+                ErrorKind.DISK_FULL, f"{what}: {error}", hint="free space on the volume, or raise its sizeLimit"
+            ) from error
+        hint = "the volume must be mounted read-write and be the agent's to write"
+        if code in {sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED}:
+            hint = "another agent serves this volume: end it first"
+        raise VolumeError(ErrorKind.VOLUME_UNUSABLE, f"{what}: {error}", hint=hint) from error

@@ -1,0 +1,261 @@
+"""Objects as files below a directory: the blocking half of `filesystem_store`.
+
+Owns the mapping of keys to files and how a file appears whole or not at all: written aside, fsynced, renamed, directory
+fsynced. Invariants: no reader ever sees half an object; no key leads out of the root; everything that is not an object
+lies in `.mooring/uploads/`, which listings hide. An ETag is the identity of the file that holds the object.
+Raises OSError, and StoreError where the world has a word of its own.
+"""
+
+import errno
+import json
+import os
+import secrets
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+from mooring_agent.adapters.durable_files import sync_folder, write_durably
+from mooring_agent.core.errors import ErrorKind, StoreError
+from mooring_agent.ports import ObjectInfo, PartInfo, UploadInfo
+from mooring_api.names import STATE_DIRECTORY
+
+_DATA: Final = "data"
+_DESCRIPTION: Final = "upload.json"
+_PART: Final = "part-{number:05d}"
+_PARTS: Final = "part-[0-9]*[0-9]"
+_ASIDE: Final = "put-"
+_LEFTOVER_AGE_SECONDS: Final = 24 * 3600.0
+_DIRECTORY_RACES: Final = 8
+"""How often a folder may vanish under us because a delete found it empty just then."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Part:
+    info: PartInfo
+    offset_bytes: int
+
+
+class ObjectDirectory:
+    """One destination's folder."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        self._uploads = root / STATE_DIRECTORY / "uploads"
+
+    def path(self, key: str) -> Path:
+        """Where an object lies; REQUEST_REFUSED for a key that would lead elsewhere."""
+        parts = key.split("/")
+        path = self.root.joinpath(*parts)
+        inside = (
+            all(parts)
+            and not {".", ".."} & set(parts)
+            and "\0" not in key
+            and self._uploads != path
+            and self._uploads not in path.parents
+        )
+        # A symbolic link below the root may point anywhere.
+        if not inside or not path.parent.resolve().is_relative_to(self.root.resolve()):
+            raise StoreError(ErrorKind.REQUEST_REFUSED, f"{key!r} would lead out of {self.root}")
+        return path
+
+    def write(self, key: str, body: bytes, *, if_absent: bool) -> str:
+        aside = self.new_aside()
+        try:
+            with opened(aside, os.O_WRONLY) as descriptor:
+                write_all(descriptor, body, 0)
+            return self.publish(aside, key, if_absent=if_absent)
+        finally:
+            aside.unlink(missing_ok=True)
+
+    def new_aside(self) -> Path:
+        """An empty file that is no object yet."""
+        self._uploads.mkdir(parents=True, exist_ok=True)
+        aside = self._uploads / f"{_ASIDE}{secrets.token_hex(16)}"
+        aside.touch(exist_ok=False)
+        return aside
+
+    def publish(self, aside: Path, key: str, *, if_absent: bool = False) -> str:
+        """Make the file the object, durably; returns its ETag."""
+        target = self.path(key)
+        with opened(aside, os.O_RDWR) as descriptor:
+            os.fsync(descriptor)
+            etag = _identity(os.fstat(descriptor))
+        for _ in range(_DIRECTORY_RACES):
+            target.parent.mkdir(parents=True, exist_ok=True)
+            try:
+                if if_absent:
+                    os.link(aside, target)
+                else:
+                    aside.replace(target)
+            except FileNotFoundError:
+                continue
+            except FileExistsError as error:
+                raise StoreError(ErrorKind.ALREADY_EXISTS, f"{target} exists already") from error
+            for folder in (target.parent, *target.parent.parents):
+                sync_folder(folder)
+                if folder == self.root:
+                    return etag
+        raise StoreError(ErrorKind.STORE_FAILED, f"{target.parent} is removed again and again")
+
+    def create_upload(self, key: str) -> str:
+        self.path(key)
+        upload_id = secrets.token_hex(16)
+        folder = self._uploads / upload_id
+        folder.mkdir(parents=True)
+        (folder / _DATA).touch()
+        write_durably(folder / _DESCRIPTION, json.dumps({"key": key}).encode())
+        sync_folder(self._uploads)
+        return upload_id
+
+    def upload_data(self, key: str, upload_id: str) -> Path:
+        """The file that will be the object; UPLOAD_LOST if the upload is over."""
+        folder = self._uploads / upload_id
+        try:
+            described = json.loads((folder / _DESCRIPTION).read_bytes())["key"]
+        except FileNotFoundError as error:
+            raise _upload_lost(key, upload_id) from error
+        if described != key or folder.parent != self._uploads:
+            raise _upload_lost(key, upload_id)
+        return folder / _DATA
+
+    def record_part(self, key: str, upload_id: str, number: int, offset_bytes: int, size_bytes: int, etag: str) -> None:
+        """The part's bytes are in place: make them durable, then say so."""
+        data = self.upload_data(key, upload_id)
+        with opened(data, os.O_RDWR) as descriptor:
+            os.fdatasync(descriptor)
+        body = json.dumps({"offset": offset_bytes, "size": size_bytes, "etag": etag}).encode()
+        write_durably(data.with_name(_PART.format(number=number)), body)
+
+    def parts(self, key: str, upload_id: str) -> Sequence[_Part]:
+        folder = self.upload_data(key, upload_id).parent
+        parts = []
+        for file in sorted(folder.glob(_PARTS)):
+            record = json.loads(file.read_bytes())
+            number = int(file.name.rpartition("-")[2])
+            info = PartInfo(number=number, size_bytes=record["size"], etag=record["etag"])
+            parts.append(_Part(info=info, offset_bytes=record["offset"]))
+        return parts
+
+    def complete_upload(self, key: str, upload_id: str, etags: Sequence[str]) -> str:
+        data = self.upload_data(key, upload_id)
+        parts = self.parts(key, upload_id)
+        if [part.info.etag for part in parts] != list(etags):
+            raise _upload_lost(key, upload_id)
+        end = 0
+        for part in parts:
+            if part.offset_bytes != end:
+                raise StoreError(ErrorKind.REQUEST_REFUSED, f"{key}: part {part.info.number} does not follow the last")
+            end += part.info.size_bytes
+        os.truncate(data, end)
+        etag = self.publish(data, key)
+        _forget(data.parent)
+        return etag
+
+    def abort_upload(self, key: str, upload_id: str) -> None:
+        with suppress(StoreError):
+            _forget(self.upload_data(key, upload_id).parent)
+
+    def uploads(self, prefix: str) -> Sequence[UploadInfo]:
+        uploads = []
+        for description in self._uploads.glob(f"*/{_DESCRIPTION}"):
+            with suppress(FileNotFoundError):
+                key = str(json.loads(description.read_bytes())["key"])
+                started_at = description.stat().st_mtime
+                if key.startswith(prefix):
+                    uploads.append(UploadInfo(key=key, upload_id=description.parent.name, started_at=started_at))
+        return sorted(uploads, key=lambda upload: (upload.key.encode(), upload.upload_id))
+
+    def head(self, key: str) -> ObjectInfo:
+        path = self.path(key)
+        if path.is_dir():
+            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(path))
+        return _info(key, path.stat())
+
+    def listing(self, prefix: str) -> Sequence[ObjectInfo]:
+        folder, _, _ = prefix.rpartition("/")
+        start = self.root.joinpath(*folder.split("/")) if folder else self.root
+        found = self._walk(start, f"{folder}/" if folder else "")
+        return [info for info in found if info.key.startswith(prefix)]
+
+    def delete(self, key: str) -> None:
+        """Remove the object and the folders that it leaves empty: a bucket has none either."""
+        path = self.path(key)
+        path.unlink(missing_ok=True)
+        for folder in path.parents:
+            if folder == self.root:
+                return
+            try:
+                folder.rmdir()
+            except OSError:
+                return
+
+    def remove_leftovers(self) -> None:
+        """What a crash left between writing aside and renaming, once it is old enough to be nobody's."""
+        limit = time.time() - _LEFTOVER_AGE_SECONDS
+        for aside in self._uploads.glob(f"{_ASIDE}*"):
+            with suppress(FileNotFoundError):
+                if aside.stat().st_mtime < limit:
+                    aside.unlink()
+
+    def _walk(self, folder: Path, prefix: str) -> Iterator[ObjectInfo]:
+        """In the order of keys: a folder sorts as its name with the slash that follows it."""
+        try:
+            with os.scandir(folder) as entries:
+                named = [(f"{entry.name}/" if entry.is_dir(follow_symlinks=False) else entry.name) for entry in entries]
+        except (FileNotFoundError, NotADirectoryError):
+            return
+        for name in sorted(named, key=os.fsencode):
+            path = folder / name
+            if path == self._uploads:
+                continue
+            if name.endswith("/"):
+                yield from self._walk(path, prefix + name)
+            else:
+                with suppress(FileNotFoundError):
+                    yield _info(prefix + name, path.stat(follow_symlinks=False))
+
+
+@contextmanager
+def opened(path: Path, flags: int) -> Iterator[int]:
+    descriptor = os.open(path, flags | os.O_CLOEXEC)
+    try:
+        yield descriptor
+    finally:
+        os.close(descriptor)
+
+
+def write_all(descriptor: int, data: bytes, position: int) -> None:
+    view = memoryview(data)
+    while view:
+        count = os.pwrite(descriptor, view, position)
+        position += count
+        view = view[count:]
+
+
+def identity(descriptor: int) -> str:
+    """The ETag of an open object."""
+    return _identity(os.fstat(descriptor))
+
+
+def _identity(status: os.stat_result) -> str:
+    return f"{status.st_ino:x}-{status.st_mtime_ns:x}-{status.st_size:x}"
+
+
+def _info(key: str, status: os.stat_result) -> ObjectInfo:
+    return ObjectInfo(key=key, size_bytes=status.st_size, etag=_identity(status), modified_at=status.st_mtime)
+
+
+def _forget(folder: Path) -> None:
+    # The description goes first: an upload without one is over, whatever else a crash leaves of it.
+    (folder / _DESCRIPTION).unlink(missing_ok=True)
+    for file in list(folder.iterdir()):
+        file.unlink(missing_ok=True)
+    with suppress(FileNotFoundError):
+        folder.rmdir()
+
+
+def _upload_lost(key: str, upload_id: str) -> StoreError:
+    return StoreError(ErrorKind.UPLOAD_LOST, f"there is no upload {upload_id} of {key}")

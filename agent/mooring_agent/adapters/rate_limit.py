@@ -1,0 +1,74 @@
+"""A cap on bytes per second that all uploads of a process share.
+
+Owns the token bucket. The rate may change at any time and reaches those who already wait: a drain lifts the cap.
+"""
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable
+from typing import Final
+
+BURST_SECONDS: Final = 0.1
+"""What may go out at once after a pause, in seconds of the rate: small, or a short measurement would see no cap."""
+SHORTEST_WAIT_SECONDS: Final = 0.001
+"""Below it a clock may not move at all, and waiting would be spinning."""
+
+
+async def _wait(changed: asyncio.Event, seconds: float) -> None:
+    try:
+        async with asyncio.timeout(seconds):
+            await changed.wait()
+    except TimeoutError:
+        pass
+
+
+class RateLimiter:
+    """First come, first served. A rate of 0 means no cap."""
+
+    def __init__(
+        self,
+        bytes_per_second: int = 0,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+        wait: Callable[[asyncio.Event, float], Awaitable[None]] = _wait,
+    ) -> None:
+        """`wait` returns when the event is set or the seconds of `clock` are over."""
+        self._rate = bytes_per_second
+        self._clock = clock
+        self._wait = wait
+        self._tokens = 0.0
+        self._filled_at = clock()
+        self._turn = asyncio.Lock()
+        self._changed = asyncio.Event()
+
+    @property
+    def bytes_per_second(self) -> int:
+        return self._rate
+
+    @property
+    def bytes_owed(self) -> float:
+        """How far the takes so far are ahead of the rate."""
+        return max(0.0, -self._tokens)
+
+    def set_rate(self, bytes_per_second: int) -> None:
+        self._refill()
+        self._rate = bytes_per_second
+        self._changed.set()
+
+    async def take(self, size_bytes: int) -> None:
+        """Return when `size_bytes` may be sent. A take larger than the burst is allowed and paid for by the next."""
+        if not self._rate:
+            return
+        async with self._turn:
+            while self._rate:
+                self._refill()
+                if self._tokens >= 0:
+                    self._tokens -= size_bytes
+                    return
+                self._changed.clear()
+                await self._wait(self._changed, max(SHORTEST_WAIT_SECONDS, -self._tokens / self._rate))
+
+    def _refill(self) -> None:
+        now = self._clock()
+        self._tokens = min(self._rate * BURST_SECONDS, self._tokens + (now - self._filled_at) * self._rate)
+        self._filled_at = now

@@ -1,0 +1,92 @@
+"""The bytes of a pinned file: opening, reading, and noticing that it is no longer the file that was staged.
+
+Owns a descriptor that worker threads read from while the event loop may cancel them: a lock keeps `close` from freeing
+a descriptor that a thread is still in. Knows nothing of stores. All methods block. They raise VolumeError only.
+"""
+
+import os
+import threading
+from types import TracebackType
+from typing import Self
+
+from mooring_agent.adapters.volume_errors import volume_error
+from mooring_agent.core.errors import ErrorKind, VolumeError
+from mooring_agent.core.model import Fingerprint, Region
+
+
+class RegionFile:
+    """A region's file, open and checked against its fingerprint."""
+
+    def __init__(self, region: Region) -> None:
+        """FILE_MISSING if it is gone, FILE_CHANGED if it is another file, VOLUME_UNUSABLE if it cannot be read."""
+        self._region = region
+        self._lock = threading.Lock()
+        try:
+            self._descriptor = os.open(region.path, os.O_RDONLY | os.O_CLOEXEC)
+        except OSError as error:
+            raise volume_error(error, f"open {region.path}") from error
+        try:
+            self.check()
+        except BaseException:
+            self.close()
+            raise
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def check(self) -> None:
+        """FILE_CHANGED unless the file still is what was staged."""
+        with self._lock:
+            status = os.fstat(self._open_descriptor())
+        found = Fingerprint(size_bytes=status.st_size, mtime_ns=status.st_mtime_ns, inode=status.st_ino)
+        if found != self._region.fingerprint:
+            raise file_changed(self._region.path, f"staged as {self._region.fingerprint}, now {found}")
+
+    def read(self, position: int, size_bytes: int) -> bytes:
+        """Bytes of the region from `position` on; fewer than asked is FILE_CHANGED."""
+        with self._lock:
+            try:
+                data = os.pread(self._open_descriptor(), size_bytes, self._region.offset_bytes + position)
+            except OSError as error:
+                raise volume_error(error, f"read {self._region.path}") from error
+        if len(data) < size_bytes:
+            raise self._too_short(position + len(data))
+        return data
+
+    def read_into(self, position: int, buffer: memoryview) -> None:
+        """Fill `buffer` with bytes of the region from `position` on; too few is FILE_CHANGED."""
+        with self._lock:
+            try:
+                count = os.preadv(self._open_descriptor(), [buffer], self._region.offset_bytes + position)
+            except OSError as error:
+                raise volume_error(error, f"read {self._region.path}") from error
+        if count < len(buffer):
+            raise self._too_short(position + count)
+
+    def close(self) -> None:
+        """Waits for a read in progress; idempotent."""
+        with self._lock:
+            if self._descriptor >= 0:
+                os.close(self._descriptor)
+                self._descriptor = -1
+
+    def _open_descriptor(self) -> int:
+        if self._descriptor < 0:
+            raise VolumeError(ErrorKind.VOLUME_UNUSABLE, f"{self._region.path} was closed while it was being read")
+        return self._descriptor
+
+    def _too_short(self, end: int) -> VolumeError:
+        return file_changed(self._region.path, f"it ends at byte {self._region.offset_bytes + end}")
+
+
+def file_changed(path: str, detail: str) -> VolumeError:
+    return VolumeError(
+        ErrorKind.FILE_CHANGED,
+        f"{path} was changed after it was announced: {detail}",
+        hint="write every checkpoint to new files: into a new directory, or under another name, then rename them",
+    )

@@ -1,0 +1,138 @@
+"""Makes the botocore client: credentials, endpoint, addressing, TLS, and how payloads are signed.
+
+Owns every setting of botocore; knows nothing of operations. Neither botocore nor aiohttp retries (the core decides);
+botocore never computes a checksum (ours are computed off the event loop) and never hashes a file's bytes.
+
+With awscrt installed botocore would sign with it and read bodies in 4 KiB pieces through Python callbacks. The usual
+switch is BOTO_DISABLE_CRT in the environment; choosing our own signer below has the same effect without that.
+"""
+
+import re
+import ssl
+from contextlib import AsyncExitStack
+from dataclasses import dataclass
+from typing import Any, Final
+
+import structlog
+from aiobotocore.config import AioConfig
+from aiobotocore.httpsession import AIOHTTPSession
+from aiobotocore.session import get_session
+from botocore.auth import AUTH_TYPE_MAPS, S3SigV4Auth
+from botocore.exceptions import BotoCoreError
+
+from mooring_agent.core.errors import ErrorKind, MooringError
+from mooring_agent.core.settings import StoreSettings
+
+logger = structlog.get_logger(__name__)
+
+_SIGNER: Final = "mooring-s3v4"
+_DEFAULT_REGION: Final = "us-east-1"
+_AWS_HOST: Final = re.compile(r"^https?://[^/]*\.amazonaws\.com(\.cn)?(:\d+)?(/|$)")
+
+
+class _DeclaredPayloadAuth(S3SigV4Auth):  # type: ignore[misc]
+    """Signature version 4, with the payload's hash taken from the body where the body brings it.
+
+    Other payloads are small and are signed by their SHA-256, over TLS too.
+    """
+
+    def payload(self, request: Any) -> str:
+        declared: str = getattr(request.body, "payload_signature", "")
+        return declared or str(super().payload(request))
+
+
+AUTH_TYPE_MAPS[_SIGNER] = _DeclaredPayloadAuth
+
+
+class _SingleAttemptSession(AIOHTTPSession):  # type: ignore[misc]
+    """aiohttp repeats a PUT whose connection broke, without a word: a conditional put would then refuse our own write.
+
+    There is no public switch; a test counts the requests.
+    """
+
+    async def _get_session(self, proxy_url: str | None) -> Any:
+        session = await super()._get_session(proxy_url)
+        session._retry_connection = False
+        return session
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Destination:
+    """s3://bucket/prefix, taken apart. `prefix` is empty or ends with a slash."""
+
+    bucket: str
+    prefix: str
+
+
+def parse_destination(url: str) -> Destination:
+    """BAD_CONFIGURATION if it names no bucket."""
+    bucket, _, prefix = url.removeprefix("s3://").partition("/")
+    prefix = prefix.strip("/")
+    if not url.startswith("s3://") or not bucket or "//" in prefix:
+        raise MooringError(
+            ErrorKind.BAD_CONFIGURATION, f"{url!r} is no S3 destination", hint="write it as s3://bucket/prefix"
+        )
+    return Destination(bucket=bucket, prefix=f"{prefix}/" if prefix else "")
+
+
+async def connect(settings: StoreSettings, stack: AsyncExitStack) -> Any:
+    """A client that `stack` closes. BAD_CONFIGURATION if the settings cannot work; no request is made."""
+    if not settings.verify_tls:
+        logger.warning("tls_not_verified", destination=settings.destination, endpoint=settings.endpoint_url)
+    elif settings.ca_bundle:
+        _check_ca_bundle(settings.ca_bundle)
+    addressing = settings.addressing
+    if addressing == "auto" and settings.endpoint_url:
+        addressing = "path"
+    try:
+        client = await stack.enter_async_context(_client(settings, addressing))
+        if addressing == "auto" and not _AWS_HOST.match(client.meta.endpoint_url):
+            # The endpoint came from AWS_ENDPOINT_URL or a profile, which only botocore can tell.
+            await client.close()
+            client = await stack.enter_async_context(_client(settings, "path"))
+    except (BotoCoreError, ValueError, OSError) as error:
+        raise MooringError(
+            ErrorKind.BAD_CONFIGURATION,
+            f"no S3 client for {settings.destination}: {error}",
+            hint="see the endpoint, the region, the CA bundle and AWS_PROFILE",
+        ) from error
+    client.meta.events.register("choose-signer.s3", _choose_signer)
+    return client
+
+
+def _check_ca_bundle(path: str) -> None:
+    """The HTTP library would look at it with the first request, and call what it finds a broken connection."""
+    try:
+        ssl.create_default_context(cafile=path)
+    except OSError as error:
+        raise MooringError(
+            ErrorKind.BAD_CONFIGURATION,
+            f"cannot use the CA bundle {path}: {error.strerror or error}",
+            hint="--ca-bundle names a PEM file with certificates that this process may read",
+        ) from error
+
+
+def _client(settings: StoreSettings, addressing: str) -> Any:
+    session = get_session()
+    region = settings.region or session.get_config_variable("region") or _DEFAULT_REGION
+    return session.create_client(
+        "s3",
+        region_name=region,
+        endpoint_url=settings.endpoint_url or None,
+        verify=(settings.ca_bundle or None) if settings.verify_tls else False,
+        config=AioConfig(
+            connect_timeout=settings.connect_timeout_seconds,
+            read_timeout=settings.read_timeout_seconds,
+            max_pool_connections=settings.max_connections,
+            http_session_cls=_SingleAttemptSession,
+            retries={"total_max_attempts": 1, "mode": "standard"},
+            request_checksum_calculation="when_required",
+            response_checksum_validation="when_required",
+            s3={"addressing_style": addressing},
+        ),
+    )
+
+
+def _choose_signer(signature_version: str, **_: object) -> str | None:
+    # Others (S3 Express, multi-region access points) keep the signer that only they understand.
+    return _SIGNER if signature_version in ("s3v4", "v4") else None

@@ -1,0 +1,192 @@
+"""What every exception of botocore, aiohttp and TLS means to us, in one table-tested function.
+
+Owns the tables. Invariants: every message names bucket, key and endpoint; none holds a secret (no headers, no URLs with
+credentials, only the code and the words of the store); a hint says what the user can do where there is anything to do.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Final
+from urllib.parse import urlsplit
+
+import aiohttp
+import botocore.exceptions
+import botocore.parsers
+
+from mooring_agent.core.errors import ErrorKind, StoreError
+
+_LONGEST_TEXT: Final = 300
+
+_CREDENTIALS_HINT: Final = (
+    "set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY from a Secret (annotation mooring.dev/credentials), or give the "
+    "pod's service account a workload identity (IRSA, EKS Pod Identity)"
+)
+_POLICY_HINT: Final = "the policy must allow s3:ListBucket, GetObject, PutObject, DeleteObject and AbortMultipartUpload"
+_CLOCK_HINT: Final = "set this machine's clock (NTP); stores refuse signatures that are more than 15 minutes off"
+_REGION_HINT: Final = "set the region of the bucket, e.g. AWS_REGION=eu-central-1"
+_NETWORK_HINT: Final = "see that the endpoint is right and that a network policy or proxy lets this pod reach it"
+
+_CODES: Final[Mapping[str, tuple[ErrorKind, str]]] = {
+    "AccessDenied": (ErrorKind.ACCESS_DENIED, _POLICY_HINT),
+    "AccountProblem": (ErrorKind.ACCESS_DENIED, "the account itself is refused: ask its owner"),
+    "AllAccessDisabled": (ErrorKind.ACCESS_DENIED, "the account itself is refused: ask its owner"),
+    "ExpiredToken": (ErrorKind.ACCESS_DENIED, "the session token has expired: renew the credentials"),
+    "ExpiredTokenException": (ErrorKind.ACCESS_DENIED, "the session token has expired: renew the credentials"),
+    "InvalidAccessKeyId": (ErrorKind.ACCESS_DENIED, "the access key id is not known to this endpoint"),
+    "InvalidToken": (ErrorKind.ACCESS_DENIED, "the session token does not belong to this access key"),
+    "SignatureDoesNotMatch": (ErrorKind.ACCESS_DENIED, "the secret access key is wrong for this access key id"),
+    "TokenRefreshRequired": (ErrorKind.ACCESS_DENIED, "the session token has expired: renew the credentials"),
+    "InvalidObjectState": (ErrorKind.REQUEST_REFUSED, "the object is archived: restore it to a readable class first"),
+    "NoSuchBucket": (ErrorKind.BUCKET_MISSING, "create the bucket, or correct the destination"),
+    "InvalidBucketName": (ErrorKind.BUCKET_MISSING, "correct the destination: that cannot be a bucket's name"),
+    "NoSuchKey": (ErrorKind.NOT_FOUND, ""),
+    "NoSuchUpload": (ErrorKind.UPLOAD_LOST, ""),
+    "InvalidPart": (ErrorKind.UPLOAD_LOST, ""),
+    "PreconditionFailed": (ErrorKind.ALREADY_EXISTS, ""),
+    "ConditionalRequestConflict": (ErrorKind.STORE_FAILED, ""),
+    "OperationAborted": (ErrorKind.STORE_FAILED, ""),
+    "RequestTimeTooSkewed": (ErrorKind.CLOCK_SKEWED, _CLOCK_HINT),
+    "RequestExpired": (ErrorKind.CLOCK_SKEWED, _CLOCK_HINT),
+    "SlowDown": (ErrorKind.THROTTLED, ""),
+    "SlowDownRead": (ErrorKind.THROTTLED, ""),
+    "SlowDownWrite": (ErrorKind.THROTTLED, ""),
+    "Throttling": (ErrorKind.THROTTLED, ""),
+    "ThrottlingException": (ErrorKind.THROTTLED, ""),
+    "TooManyRequests": (ErrorKind.THROTTLED, ""),
+    "TooManyRequestsException": (ErrorKind.THROTTLED, ""),
+    "RequestLimitExceeded": (ErrorKind.THROTTLED, ""),
+    "RequestTimeout": (ErrorKind.TIMED_OUT, ""),
+    "BadDigest": (ErrorKind.CORRUPTED_IN_TRANSIT, ""),
+    "IncompleteBody": (ErrorKind.CORRUPTED_IN_TRANSIT, ""),
+    "XAmzContentChecksumMismatch": (ErrorKind.CORRUPTED_IN_TRANSIT, ""),
+    "XAmzContentSHA256Mismatch": (ErrorKind.CORRUPTED_IN_TRANSIT, ""),
+    "InternalError": (ErrorKind.STORE_FAILED, ""),
+    "QuotaExceeded": (ErrorKind.STORE_FULL, "raise the quota, or keep fewer checkpoints"),
+    "InsufficientCapacity": (ErrorKind.STORE_FULL, "give the store more space, or keep fewer checkpoints"),
+    "XMinioStorageFull": (ErrorKind.STORE_FULL, "give the store more space, or keep fewer checkpoints"),
+    "EntityTooLarge": (ErrorKind.REQUEST_REFUSED, "the store takes no object or part of that size"),
+    "EntityTooSmall": (ErrorKind.REQUEST_REFUSED, "the store wants larger parts: raise the part size"),
+    "AuthorizationHeaderMalformed": (ErrorKind.REQUEST_REFUSED, _REGION_HINT),
+    "IllegalLocationConstraintException": (ErrorKind.REQUEST_REFUSED, _REGION_HINT),
+    "PermanentRedirect": (ErrorKind.REQUEST_REFUSED, _REGION_HINT),
+}
+"""Error codes of S3 and of what imitates it. A status decides for all others."""
+
+_STATUSES: Final[Mapping[int, tuple[ErrorKind, str]]] = {
+    301: (ErrorKind.REQUEST_REFUSED, _REGION_HINT),
+    307: (ErrorKind.STORE_FAILED, ""),
+    401: (ErrorKind.ACCESS_DENIED, _POLICY_HINT),
+    403: (ErrorKind.ACCESS_DENIED, _POLICY_HINT),
+    404: (ErrorKind.NOT_FOUND, ""),
+    408: (ErrorKind.TIMED_OUT, ""),
+    409: (ErrorKind.STORE_FAILED, ""),
+    412: (ErrorKind.ALREADY_EXISTS, ""),
+    429: (ErrorKind.THROTTLED, ""),
+    501: (ErrorKind.REQUEST_REFUSED, "this store does not know that operation"),
+    503: (ErrorKind.THROTTLED, ""),
+    504: (ErrorKind.TIMED_OUT, ""),
+    507: (ErrorKind.STORE_FULL, "give the store more space, or keep fewer checkpoints"),
+}
+
+FOREIGN: Final = (
+    botocore.exceptions.BotoCoreError,
+    botocore.exceptions.ClientError,
+    botocore.parsers.ResponseParserError,
+    aiohttp.ClientError,
+    OSError,
+    # An answer that lacks what every S3 sends.
+    KeyError,
+    ValueError,
+)
+"""What `translate` is for; anything else is a bug of ours and must stay visible."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Place:
+    """Where a request went, for messages. `key` is the whole key in the bucket."""
+
+    bucket: str
+    key: str
+    endpoint: str
+
+    def __str__(self) -> str:
+        parts = urlsplit(self.endpoint)
+        host = parts.netloc.rpartition("@")[2]  # an endpoint may carry a password; a message may not
+        return f"s3://{self.bucket}/{self.key} at {parts.scheme}://{host}"
+
+
+def translate(error: BaseException, operation: str, place: Place) -> StoreError:
+    """The StoreError that `error` means; raise it `from error`. `operation` is what we tried, e.g. PutObject."""
+    kind, hint, reason = _classify(error)
+    return StoreError(kind, f"{operation} {place}: {reason}", hint=hint)
+
+
+def _classify(error: BaseException) -> tuple[ErrorKind, str, str]:
+    exceptions = botocore.exceptions
+    match error:
+        case exceptions.ClientError():
+            return _classify_answer(error.response)
+        case (
+            exceptions.NoCredentialsError()
+            | exceptions.PartialCredentialsError()
+            | exceptions.CredentialRetrievalError()
+            | exceptions.TokenRetrievalError()
+            | exceptions.UnauthorizedSSOTokenError()
+            | exceptions.SSOTokenLoadError()
+        ):
+            return ErrorKind.ACCESS_DENIED, _CREDENTIALS_HINT, "no usable credentials were found"
+        case exceptions.ConnectTimeoutError() | exceptions.ReadTimeoutError() | TimeoutError():
+            return ErrorKind.TIMED_OUT, _NETWORK_HINT, "the store did not answer in time"
+        case exceptions.SSLError() | aiohttp.ClientSSLError():
+            hint = "give the CA that signed the endpoint's certificate as the CA bundle: --ca-bundle"
+            return ErrorKind.UNREACHABLE, hint, f"TLS failed: {_inner(error)}"
+        case exceptions.ProxyConnectionError():
+            return ErrorKind.UNREACHABLE, "see HTTP_PROXY, HTTPS_PROXY and NO_PROXY", "the proxy cannot be reached"
+        case (
+            exceptions.EndpointConnectionError()
+            | exceptions.ConnectionClosedError()
+            | exceptions.ConnectionError()
+            | exceptions.HTTPClientError()
+            | exceptions.IncompleteReadError()
+            | aiohttp.ClientError()
+            | OSError()
+        ):
+            return ErrorKind.UNREACHABLE, _NETWORK_HINT, f"the connection failed: {_inner(error)}"
+        case exceptions.ParamValidationError():
+            return ErrorKind.REQUEST_REFUSED, "correct the destination", _shorten(str(error))
+        case _:
+            # ResponseParserError and the like: something answered that is no S3, or a proxy spoke for it.
+            return ErrorKind.STORE_FAILED, _NETWORK_HINT, f"unusable answer: {_shorten(str(error))}"
+
+
+def _classify_answer(response: Mapping[str, Any]) -> tuple[ErrorKind, str, str]:
+    details = response.get("Error", {})
+    code = str(details.get("Code", ""))
+    status = int(response.get("ResponseMetadata", {}).get("HTTPStatusCode", 0))
+    text = _shorten(str(details.get("Message", "")))
+    reason = f"{status} {code}: {text}" if text and text != code else f"{status} {code}"
+    if code in _CODES:
+        kind, hint = _CODES[code]
+    elif code.startswith("KMS."):
+        kind, hint = (
+            ErrorKind.ACCESS_DENIED,
+            "see that the KMS key is enabled and that its policy admits this role",
+        )
+    elif status in _STATUSES:
+        kind, hint = _STATUSES[status]
+    elif status >= 500:
+        kind, hint = ErrorKind.STORE_FAILED, ""
+    else:
+        kind, hint = ErrorKind.REQUEST_REFUSED, ""
+    return kind, hint, reason
+
+
+def _inner(error: BaseException) -> str:
+    """What the network library said, without botocore's sentence, which holds the whole URL."""
+    cause = getattr(error, "kwargs", {}).get("error", error)
+    return _shorten(str(cause) or type(cause).__name__)
+
+
+def _shorten(text: str) -> str:
+    text = " ".join(text.split())
+    return text if len(text) <= _LONGEST_TEXT else f"{text[:_LONGEST_TEXT]}…"

@@ -1,0 +1,121 @@
+"""Tries out what a store really enforces, instead of believing its name.
+
+Owns the experiments and their remains. A store that ignores a checksum header, and one that refuses every such header,
+both count as not checking: the wrong one must be refused and the right one accepted, for whole objects and for parts.
+"""
+
+import secrets
+from collections.abc import Callable, Mapping
+from contextlib import AbstractAsyncContextManager
+from typing import Any, Final
+
+from mooring_agent.adapters.s3_integrity import CHECKSUM_ALGORITHMS, declare_bytes, declare_upload
+from mooring_agent.core.errors import ErrorKind, StoreError
+from mooring_agent.core.object_layout import PROBE_PREFIX
+from mooring_agent.ports import StoreCapabilities
+
+_BODY: Final = b"Mooring probes what this store enforces."
+_REFUSALS: Final = frozenset({ErrorKind.CORRUPTED_IN_TRANSIT, ErrorKind.REQUEST_REFUSED})
+
+_Request = Callable[[str, str], AbstractAsyncContextManager[object]]
+
+
+async def probe(
+    client: Any,
+    bucket: str,
+    prefix: str,
+    *,
+    write_arguments: Mapping[str, str],
+    fallback: str,
+    request: _Request,
+) -> StoreCapabilities:
+    """Raises StoreError if the store cannot be written at all. `fallback` is the integrity if it checks no checksum."""
+    experiment = _Experiment(client, bucket, prefix, write_arguments, request)
+    integrity = fallback
+    for candidate in CHECKSUM_ALGORITHMS:
+        if await experiment.object_is_checked(candidate) and await experiment.part_is_checked(candidate):
+            integrity = candidate
+            break
+    return StoreCapabilities(conditional_put=await experiment.condition_holds(), integrity=integrity)
+
+
+class _Experiment:
+    """Each method leaves nothing behind. Keys are unique: many agents may probe at the same time."""
+
+    def __init__(
+        self, client: Any, bucket: str, prefix: str, write_arguments: Mapping[str, str], request: _Request
+    ) -> None:
+        self._client = client
+        self._request = request
+        self._key = f"{PROBE_PREFIX}{secrets.token_hex(8)}"
+        self._target = {"Bucket": bucket, "Key": prefix + self._key}
+        self._write_arguments = write_arguments
+
+    async def object_is_checked(self, integrity: str) -> bool:
+        try:
+            if not await self._refuses_put(**declare_bytes(integrity, _BODY, flip=1)):
+                return False
+            return not await self._refuses_put(**declare_bytes(integrity, _BODY))
+        finally:
+            await self._delete()
+
+    async def part_is_checked(self, integrity: str) -> bool:
+        try:
+            async with self._request("CreateMultipartUpload", self._key):
+                answer = await self._client.create_multipart_upload(
+                    **self._target, **self._write_arguments, **declare_upload(integrity)
+                )
+        except StoreError as error:
+            if error.kind in _REFUSALS:
+                return False
+            raise
+        upload = answer["UploadId"]
+        try:
+            if not await self._refuses_part(upload, **declare_bytes(integrity, _BODY, flip=1)):
+                return False
+            return not await self._refuses_part(upload, **declare_bytes(integrity, _BODY))
+        finally:
+            async with self._request("AbortMultipartUpload", self._key):
+                await self._client.abort_multipart_upload(**self._target, UploadId=upload)
+
+    async def condition_holds(self) -> bool:
+        """The first conditional put must pass and the second must not. A store that knows none refuses the first."""
+        try:
+            if await self._refuses_put(IfNoneMatch="*"):
+                return False
+            try:
+                return await self._refuses_put(IfNoneMatch="*")
+            except StoreError as error:
+                if error.kind is ErrorKind.ALREADY_EXISTS:
+                    return True
+                raise
+        finally:
+            await self._delete()
+
+    async def _refuses_put(self, **arguments: str) -> bool:
+        try:
+            async with self._request("PutObject", self._key):
+                await self._client.put_object(**self._target, **self._write_arguments, **arguments, Body=_BODY)
+        except StoreError as error:
+            if error.kind in _REFUSALS:
+                return True
+            raise
+        return False
+
+    async def _refuses_part(self, upload: str, **arguments: str) -> bool:
+        try:
+            async with self._request("UploadPart", self._key):
+                await self._client.upload_part(**self._target, UploadId=upload, PartNumber=1, Body=_BODY, **arguments)
+        except StoreError as error:
+            if error.kind in _REFUSALS:
+                return True
+            raise
+        return False
+
+    async def _delete(self) -> None:
+        try:
+            async with self._request("DeleteObject", self._key):
+                await self._client.delete_object(**self._target)
+        except StoreError as error:
+            if error.kind is not ErrorKind.NOT_FOUND:
+                raise

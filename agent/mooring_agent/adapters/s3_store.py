@@ -1,0 +1,407 @@
+"""Objects in S3 and in what imitates it.
+
+Owns the operations of `ports.ObjectStore`; `s3_client` owns how to connect and sign, `s3_probe` what the store really
+enforces, `s3_integrity` how to make use of it, `s3_errors` what errors mean, `transfer` how bytes move. Invariants: no
+retry; no request outlives the store's time-outs; no request waits in the HTTP library's pool, where nothing bounds it;
+ETags are without quotes.
+"""
+
+import asyncio
+from collections.abc import AsyncIterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AsyncExitStack, asynccontextmanager
+from typing import Any, Final
+from urllib.parse import urlencode
+
+import structlog
+
+from mooring_agent.adapters.checksum import region_checksum
+from mooring_agent.adapters.rate_limit import RateLimiter
+from mooring_agent.adapters.region_file import RegionFile
+from mooring_agent.adapters.s3_client import connect, parse_destination
+from mooring_agent.adapters.s3_errors import FOREIGN, Place, translate
+from mooring_agent.adapters.s3_integrity import declare_region, declare_upload
+from mooring_agent.adapters.s3_probe import probe
+from mooring_agent.adapters.transfer import FileBody, Silence, download
+from mooring_agent.core.errors import ErrorKind, StoreError
+from mooring_agent.core.model import Region
+from mooring_agent.core.settings import StoreSettings
+from mooring_agent.ports import ObjectInfo, PartInfo, StoreCapabilities, UploadInfo
+
+logger = structlog.get_logger(__name__)
+
+_THREADS: Final = 4
+_GET_PIECE_BYTES: Final = 256 * 1024
+
+
+class S3Store:
+    """See `ports.ObjectStore`. Made by `open_s3_store`."""
+
+    def __init__(self, client: Any, settings: StoreSettings, limiter: RateLimiter, stack: AsyncExitStack) -> None:
+        """`stack` holds the client; `close` unwinds it."""
+        destination = parse_destination(settings.destination)
+        self._client = client
+        self._bucket = destination.bucket
+        self._prefix = destination.prefix
+        self._limiter = limiter
+        self._stack = stack
+        self._secure = str(client.meta.endpoint_url).startswith("https:")
+        self._silence_seconds = settings.connect_timeout_seconds + settings.read_timeout_seconds
+        self._slots = asyncio.Semaphore(settings.max_connections)
+        self._executor = ThreadPoolExecutor(_THREADS, thread_name_prefix="mooring-store")
+        self._write_arguments = _write_arguments(settings)
+        self._file_arguments = {"StorageClass": settings.storage_class} if settings.storage_class else {}
+        # Before the probe we assume nothing of the store and sign every payload.
+        self.capabilities = StoreCapabilities(conditional_put=False, integrity="sha256")
+
+    async def probe(self) -> StoreCapabilities:
+        self.capabilities = await probe(
+            self._client,
+            self._bucket,
+            self._prefix,
+            write_arguments=self._write_arguments,
+            fallback="none" if self._secure else "sha256",
+            request=self._request,
+        )
+        if self.capabilities.integrity == "none":
+            logger.warning(
+                "store_checks_no_upload",
+                bucket=self._bucket,
+                endpoint=self._client.meta.endpoint_url,
+                consequence="TLS alone protects uploads on the way; restore verifies every byte",
+            )
+        return self.capabilities
+
+    async def put(self, key: str, body: bytes, *, if_absent: bool = False) -> str:
+        condition = {"IfNoneMatch": "*"} if if_absent and self.capabilities.conditional_put else {}
+        async with self._request("PutObject", key):
+            answer = await self._client.put_object(
+                Bucket=self._bucket, Key=self._prefix + key, Body=body, **condition, **self._write_arguments
+            )
+            return _etag(answer)
+
+    async def put_region(self, key: str, region: Region, checksum: int) -> str:
+        if not region.size_bytes:
+            await self._run(region_checksum, region)
+            return await self.put(key, b"")
+        async with self._sending("PutObject", key, region, checksum) as (body, integrity):
+            answer = await self._client.put_object(
+                Bucket=self._bucket,
+                Key=self._prefix + key,
+                Body=body,
+                **integrity,
+                **self._write_arguments,
+                **self._file_arguments,
+            )
+            return _etag(answer)
+
+    async def create_upload(self, key: str) -> str:
+        async with self._request("CreateMultipartUpload", key):
+            answer = await self._client.create_multipart_upload(
+                Bucket=self._bucket,
+                Key=self._prefix + key,
+                **declare_upload(self.capabilities.integrity),
+                **self._write_arguments,
+                **self._file_arguments,
+            )
+            return str(answer["UploadId"])
+
+    async def put_part(self, key: str, upload_id: str, number: int, region: Region, checksum: int) -> str:
+        async with self._sending("UploadPart", key, region, checksum) as (body, integrity):
+            answer = await self._client.upload_part(
+                Bucket=self._bucket,
+                Key=self._prefix + key,
+                UploadId=upload_id,
+                PartNumber=number,
+                Body=body,
+                **integrity,
+            )
+            return _etag(answer)
+
+    async def list_parts(self, key: str, upload_id: str) -> Sequence[PartInfo]:
+        parts: list[PartInfo] = []
+        marker = 0
+        while True:
+            async with self._request("ListParts", key, missing=ErrorKind.UPLOAD_LOST):
+                answer = await self._client.list_parts(
+                    Bucket=self._bucket, Key=self._prefix + key, UploadId=upload_id, PartNumberMarker=marker
+                )
+            parts += [
+                PartInfo(number=part["PartNumber"], size_bytes=part["Size"], etag=_etag(part))
+                for part in answer.get("Parts", [])
+            ]
+            following = int(answer.get("NextPartNumberMarker", 0))
+            if not answer.get("IsTruncated"):
+                return parts
+            self._check_progress("ListParts", key, following > marker)
+            marker = following
+
+    async def complete_upload(self, key: str, upload_id: str, etags: Sequence[str]) -> str:
+        parts = [{"PartNumber": number, "ETag": f'"{etag}"'} for number, etag in enumerate(etags, start=1)]
+        try:
+            async with self._request("CompleteMultipartUpload", key, missing=ErrorKind.UPLOAD_LOST):
+                answer = await self._client.complete_multipart_upload(
+                    Bucket=self._bucket, Key=self._prefix + key, UploadId=upload_id, MultipartUpload={"Parts": parts}
+                )
+                return _etag(answer)
+        except StoreError as error:
+            if error.kind is ErrorKind.STORE_FAILED:
+                # Ceph answers 500 for an upload that was aborted, and would do so for ever.
+                await self._check_upload(key, upload_id)
+            raise
+
+    async def abort_upload(self, key: str, upload_id: str) -> None:
+        try:
+            async with self._request("AbortMultipartUpload", key, missing=ErrorKind.UPLOAD_LOST):
+                await self._client.abort_multipart_upload(
+                    Bucket=self._bucket, Key=self._prefix + key, UploadId=upload_id
+                )
+        except StoreError as error:
+            if error.kind is not ErrorKind.UPLOAD_LOST:
+                raise
+
+    async def list_uploads(self, prefix: str) -> AsyncIterator[UploadInfo]:
+        marker = ("", "")
+        while True:
+            try:
+                async with self._request("ListMultipartUploads", prefix):
+                    answer = await self._client.list_multipart_uploads(
+                        Bucket=self._bucket,
+                        Prefix=self._prefix + prefix,
+                        **({"KeyMarker": marker[0], "UploadIdMarker": marker[1]} if marker[0] else {}),
+                    )
+            except StoreError as error:
+                if error.kind is ErrorKind.UPLOAD_LOST:
+                    return  # rclone's way to say that there are none
+                raise
+            for upload in answer.get("Uploads", []):
+                yield UploadInfo(
+                    key=str(upload["Key"])[len(self._prefix) :],
+                    upload_id=upload["UploadId"],
+                    started_at=upload["Initiated"].timestamp(),
+                )
+            following = (answer.get("NextKeyMarker", ""), answer.get("NextUploadIdMarker", ""))
+            if not answer.get("IsTruncated"):
+                return
+            self._check_progress("ListMultipartUploads", prefix, following != marker)
+            marker = following
+
+    async def head(self, key: str) -> ObjectInfo:
+        try:
+            async with self._request("HeadObject", key):
+                answer = await self._client.head_object(Bucket=self._bucket, Key=self._prefix + key)
+        except StoreError as error:
+            if error.kind is ErrorKind.NOT_FOUND:
+                # The answer to a HEAD has no body to say whether the object or the whole bucket is missing.
+                await self._check_bucket()
+            raise
+        return ObjectInfo(
+            key=key,
+            size_bytes=answer["ContentLength"],
+            etag=_etag(answer),
+            modified_at=answer["LastModified"].timestamp(),
+        )
+
+    async def get(self, key: str, *, limit_bytes: int) -> bytes:
+        async with self._request("GetObject", key) as silence:
+            answer = await self._client.get_object(Bucket=self._bucket, Key=self._prefix + key)
+            async with answer["Body"] as body:
+                if answer["ContentLength"] > limit_bytes:
+                    raise StoreError(
+                        ErrorKind.REQUEST_REFUSED,
+                        f"{self._place(key)} has {answer['ContentLength']} bytes, more than {limit_bytes}",
+                        hint="it is not what Mooring wrote: see who else writes below the destination",
+                    )
+                pieces: list[bytes] = []
+                while piece := await body.read(_GET_PIECE_BYTES):
+                    silence.broken()
+                    pieces.append(piece)
+                return b"".join(pieces)
+
+    async def get_into(self, key: str, *, offset_bytes: int, size_bytes: int, etag: str, descriptor: int) -> int:
+        if not size_bytes:
+            self._check_etag(key, (await self.head(key)).etag, etag)
+            return 0
+        try:
+            async with self._request("GetObject", key) as silence:
+                answer = await self._client.get_object(
+                    Bucket=self._bucket,
+                    Key=self._prefix + key,
+                    Range=f"bytes={offset_bytes}-{offset_bytes + size_bytes - 1}",
+                    IfMatch=f'"{etag}"',
+                )
+                async with answer["Body"] as body:
+                    # Stores that ignore conditions or ranges answer 200 all the same.
+                    self._check_etag(key, _etag(answer), etag)
+                    if answer["ContentLength"] != size_bytes or not _begins_at(answer, offset_bytes):
+                        raise self._corrupt(key, f"bytes {offset_bytes} to {offset_bytes + size_bytes} are not there")
+                    return await download(
+                        body.raw_stream.content,
+                        descriptor,
+                        offset_bytes=offset_bytes,
+                        size_bytes=size_bytes,
+                        executor=self._executor,
+                        progress=silence.broken,
+                    )
+        except StoreError as error:
+            if error.kind is ErrorKind.ALREADY_EXISTS:  # 412: here the condition was the ETag
+                raise self._corrupt(key, f"its ETag is no longer {etag}") from error
+            if _status(error) == 416:
+                raise self._corrupt(key, f"it ends before byte {offset_bytes}") from error
+            raise
+
+    async def list(self, prefix: str) -> AsyncIterator[ObjectInfo]:
+        token = ""
+        while True:
+            async with self._request("ListObjectsV2", prefix):
+                answer = await self._client.list_objects_v2(
+                    Bucket=self._bucket,
+                    Prefix=self._prefix + prefix,
+                    **({"ContinuationToken": token} if token else {}),
+                )
+            for entry in answer.get("Contents", []):
+                yield ObjectInfo(
+                    key=str(entry["Key"])[len(self._prefix) :],
+                    size_bytes=entry["Size"],
+                    etag=_etag(entry),
+                    modified_at=entry["LastModified"].timestamp(),
+                )
+            following = str(answer.get("NextContinuationToken", ""))
+            if not answer.get("IsTruncated"):
+                return
+            self._check_progress("ListObjectsV2", prefix, following not in ("", token))
+            token = following
+
+    async def delete(self, key: str) -> None:
+        try:
+            async with self._request("DeleteObject", key):
+                await self._client.delete_object(Bucket=self._bucket, Key=self._prefix + key)
+        except StoreError as error:
+            if error.kind is not ErrorKind.NOT_FOUND:
+                raise
+
+    async def close(self) -> None:
+        await self._stack.aclose()
+        self._executor.shutdown(wait=False)
+
+    @asynccontextmanager
+    async def _request(
+        self, operation: str, key: str, *, missing: ErrorKind = ErrorKind.NOT_FOUND
+    ) -> AsyncIterator[Silence]:
+        """Everything about one request that is the same for all: a slot, the watch for silence, errors in our words.
+
+        `missing` is what a 404 means that does not say what is missing.
+        """
+        async with self._slots:
+            try:
+                async with Silence(self._silence_seconds) as silence:
+                    yield silence
+            except FOREIGN as error:
+                translated = translate(error, operation, self._place(key))
+                if translated.kind is ErrorKind.NOT_FOUND:
+                    translated.kind = missing
+                raise translated from error
+
+    @asynccontextmanager
+    async def _sending(
+        self, operation: str, key: str, region: Region, checksum: int
+    ) -> AsyncIterator[tuple[FileBody, dict[str, str]]]:
+        """A body for `region` and the arguments by which the store verifies it; what went wrong with the file wins."""
+        signature, integrity = await self._run(declare_region, self.capabilities.integrity, region, checksum)
+        file = await self._run(RegionFile, region)
+        try:
+            missing = ErrorKind.UPLOAD_LOST if operation == "UploadPart" else ErrorKind.NOT_FOUND
+            body: FileBody | None = None
+            try:
+                async with self._request(operation, key, missing=missing) as silence:
+                    body = FileBody(
+                        file,
+                        region,
+                        checksum,
+                        executor=self._executor,
+                        limiter=self._limiter,
+                        payload_signature=signature,
+                        silence=silence,
+                    )
+                    yield body, integrity
+                assert not body.failure, "the store accepted a body that was never sent whole"
+            except StoreError as error:
+                if body and body.failure:
+                    raise body.failure from error
+                raise
+        finally:
+            await asyncio.shield(self._run(file.close))
+
+    async def _run(self, function: Any, *arguments: Any) -> Any:
+        return await asyncio.get_running_loop().run_in_executor(self._executor, function, *arguments)
+
+    async def _check_bucket(self) -> None:
+        try:
+            async with self._request("HeadBucket", "", missing=ErrorKind.BUCKET_MISSING):
+                await self._client.head_bucket(Bucket=self._bucket)
+        except StoreError as error:
+            if error.kind is ErrorKind.BUCKET_MISSING:
+                raise
+
+    async def _check_upload(self, key: str, upload_id: str) -> None:
+        """UPLOAD_LOST if the store says so; other errors say nothing."""
+        try:
+            await self.list_parts(key, upload_id)
+        except StoreError as error:
+            if error.kind is ErrorKind.UPLOAD_LOST:
+                raise
+
+    def _place(self, key: str) -> Place:
+        return Place(bucket=self._bucket, key=self._prefix + key, endpoint=self._client.meta.endpoint_url)
+
+    def _check_etag(self, key: str, found: str, expected: str) -> None:
+        if found != expected:
+            raise self._corrupt(key, f"its ETag is {found} instead of {expected}")
+
+    def _check_progress(self, operation: str, key: str, progressed: bool) -> None:
+        if not progressed:
+            raise StoreError(
+                ErrorKind.STORE_FAILED,
+                f"{operation} {self._place(key)}: the store says that there is more but not where",
+            )
+
+    def _corrupt(self, key: str, reason: str) -> StoreError:
+        return StoreError(
+            ErrorKind.CHECKPOINT_CORRUPT,
+            f"{self._place(key)} is not what was written: {reason}",
+            hint="restore falls back to the next older checkpoint; `mooring verify` shows all that is damaged",
+        )
+
+
+async def open_s3_store(settings: StoreSettings, limiter: RateLimiter) -> S3Store:
+    """A store whose `close` the caller owes. BAD_CONFIGURATION if the settings cannot work."""
+    parse_destination(settings.destination)
+    async with AsyncExitStack() as stack:
+        client = await connect(settings, stack)
+        return S3Store(client, settings, limiter, stack.pop_all())
+    raise AssertionError("unreachable")
+
+
+def _write_arguments(settings: StoreSettings) -> dict[str, str]:
+    arguments: dict[str, str] = {}
+    if settings.server_side_encryption:
+        arguments["ServerSideEncryption"] = settings.server_side_encryption
+    if settings.kms_key_id:
+        arguments["SSEKMSKeyId"] = settings.kms_key_id
+    if settings.tags:
+        arguments["Tagging"] = urlencode(settings.tags)
+    return arguments
+
+
+def _etag(answer: Mapping[str, Any]) -> str:
+    return str(answer.get("ETag", "")).strip('"')
+
+
+def _begins_at(answer: Mapping[str, Any], offset_bytes: int) -> bool:
+    content_range = str(answer.get("ContentRange", "bytes 0-"))
+    return content_range.startswith(f"bytes {offset_bytes}-")
+
+
+def _status(error: StoreError) -> int:
+    response = getattr(error.__cause__, "response", {})
+    return int(response.get("ResponseMetadata", {}).get("HTTPStatusCode", 0))

@@ -1,0 +1,203 @@
+"""Finds complete checkpoints of programs that never call us, in the directory they write them to.
+
+Owns when to look and what was reported; `core.directory_rules` owns what counts as complete. Only direct entries of the
+directory are checkpoints. Invariants: a content is reported once; two scans are never closer than the busy interval;
+events only hasten a scan, so losing them costs at most the idle interval.
+"""
+
+import asyncio
+import contextlib
+import itertools
+import time
+from collections import deque
+from collections.abc import AsyncIterator, Iterable, Sequence
+from concurrent.futures import Executor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final, Self
+
+import structlog
+
+from mooring_agent.adapters.directory_hints import DirectoryHints
+from mooring_agent.adapters.directory_scan import DirectoryScanner
+from mooring_agent.core.directory_rules import LARGEST_STEP, DirectorySnapshot, Observation, has_successor, judge
+
+# What two looks find the same is not being written.
+_LOOKS_WITHOUT_WRITERS: Final = 2
+
+_log: structlog.typing.FilteringBoundLogger = structlog.get_logger()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FoundCheckpoint:
+    """A complete checkpoint: a directory or a single file. `signature` identifies its content, across restarts too."""
+
+    path: str
+    name: str
+    step: int
+    world_size: int
+    signature: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WatchPace:
+    """How often to look: `quiet_seconds` without a change make a checkpoint complete."""
+
+    quiet_seconds: float = 3.0
+    busy_interval_seconds: float = 1.0
+    idle_interval_seconds: float = 10.0
+
+
+class StagingWatch:
+    """An endless async iterator of `FoundCheckpoint`s, the oldest first; call `close` when done with it.
+
+    `world_size`: ranks that write Hugging Face checkpoints; 0: learn it. `newest_step`: the highest step known so far,
+    from which checkpoints without a number in their name are counted on. `known`: signatures not to report.
+    """
+
+    def __init__(
+        self,
+        directory: Path,
+        *,
+        executor: Executor,
+        world_size: int = 0,
+        newest_step: int = 0,
+        known: Iterable[str] = (),
+        pace: WatchPace | None = None,
+    ) -> None:
+        self._directory = directory
+        self._executor = executor
+        self._world_size = world_size
+        self._newest_step = newest_step
+        self._known = set(known)
+        self._pace = pace or WatchPace()
+        self._scanner = DirectoryScanner(directory)
+        self._looking = asyncio.Lock()
+        self._hint = asyncio.Event()
+        self._hints: DirectoryHints | None = None
+        self._observations: dict[str, Observation] = {}
+        self._reasons: dict[str, str] = {}
+        self._found: deque[FoundCheckpoint] = deque()
+        self._scanned_at: float | None = None
+        self._busy = True
+        self._unreadable = False
+
+    def __aiter__(self) -> Self:
+        return self
+
+    async def __anext__(self) -> FoundCheckpoint:
+        loop = asyncio.get_running_loop()
+        while not self._found:
+            await self._wait_for_a_reason_to_look()
+            self._hint.clear()
+            if self._hints is None:
+                self._hints = DirectoryHints(self._directory, lambda: _set_from_thread(loop, self._hint))
+            async with self._looking:
+                snapshots = await loop.run_in_executor(self._executor, self._scan, self._hints)
+                self._scanned_at = time.monotonic()
+                self._judge(snapshots)
+        return self._found.popleft()
+
+    async def last_looks(self, *, writers_gone: bool, limit_seconds: float) -> AsyncIterator[FoundCheckpoint]:
+        """What is complete at the end and was not reported yet.
+
+        `writers_gone`: nobody writes any more, so quiet is not waited for. Otherwise somebody may be about to write a
+        last one: ends when nothing has changed for the quiet time, at the latest after `limit_seconds`.
+        """
+        loop = asyncio.get_running_loop()
+        began = time.monotonic()
+        for look in itertools.count(1):
+            async with self._looking:
+                snapshots = await loop.run_in_executor(self._executor, self._scan, None)
+                self._judge(snapshots, writers_gone=writers_gone)
+            while self._found:
+                yield self._found.popleft()
+            passed_seconds = time.monotonic() - began
+            if writers_gone:
+                if look == _LOOKS_WITHOUT_WRITERS:
+                    return
+                continue
+            is_quiet = not self._busy and passed_seconds >= self._pace.quiet_seconds
+            if is_quiet or passed_seconds + self._pace.busy_interval_seconds > limit_seconds:
+                return
+            await asyncio.sleep(self._pace.busy_interval_seconds)
+
+    def add_known(self, signature: str) -> None:
+        """Do not report this content: it was announced."""
+        self._known.add(signature)
+
+    def close(self) -> None:
+        """Stop listening for events; blocks for a moment. Idempotent."""
+        if self._hints is not None:
+            self._hints.close()
+
+    async def _wait_for_a_reason_to_look(self) -> None:
+        if self._scanned_at is None:
+            return
+        if not self._busy:
+            try:
+                async with asyncio.timeout(self._pace.idle_interval_seconds):
+                    await self._hint.wait()
+            except TimeoutError:
+                return
+        rest = self._scanned_at + self._pace.busy_interval_seconds - time.monotonic()
+        await asyncio.sleep(max(0.0, rest))
+
+    def _scan(self, hints: DirectoryHints | None) -> Sequence[DirectorySnapshot]:
+        if hints is not None:
+            # Before the scan: what changes after it is a hint, what changed before it is seen.
+            hints.follow()
+        try:
+            snapshots = self._scanner.scan(time.monotonic())
+        except OSError as error:
+            if not self._unreadable:
+                _log.warning("watched_directory_unreadable", directory=str(self._directory), reason=str(error))
+            self._unreadable = True
+            return []
+        self._unreadable = False
+        return snapshots
+
+    def _judge(self, snapshots: Sequence[DirectorySnapshot], *, writers_gone: bool = False) -> None:
+        observations: dict[str, Observation] = {}
+        reasons: dict[str, str] = {}
+        self._busy = False
+        for snapshot in sorted(snapshots, key=lambda snapshot: (snapshot.newest_mtime_ns, snapshot.name)):
+            verdict = judge(
+                snapshot,
+                self._observations.get(snapshot.name),
+                quiet_seconds=0.0 if writers_gone else self._pace.quiet_seconds,
+                world_size=self._world_size,
+                superseded=writers_gone or has_successor(snapshot, snapshots),
+            )
+            observations[snapshot.name] = verdict.observation
+            self._busy = self._busy or not verdict.quiet
+            signature = verdict.observation.signature
+            if verdict.complete:
+                # The next checkpoint is written by as many ranks as this one.
+                self._world_size = self._world_size or verdict.rng_states
+                if signature not in self._known:
+                    self._known.add(signature)
+                    self._report(snapshot, verdict.name, verdict.step, signature)
+            elif verdict.quiet:
+                reasons[snapshot.name] = verdict.reason
+                if self._reasons.get(snapshot.name) != verdict.reason:
+                    _log.info("checkpoint_not_complete", path=str(self._directory / snapshot.name), why=verdict.reason)
+        self._observations, self._reasons = observations, reasons
+
+    def _report(self, snapshot: DirectorySnapshot, name: str, step: int | None, signature: str) -> None:
+        step = min(self._newest_step + 1, LARGEST_STEP) if step is None else step
+        self._newest_step = max(self._newest_step, step)
+        path = str(self._directory / snapshot.name)
+        self._found.append(FoundCheckpoint(path=path, name=name, step=step, world_size=1, signature=signature))
+
+
+def signature_of(path: Path) -> str | None:
+    """The signature under which a watch would report `path` now, to make it known; None if it never would."""
+    snapshot = DirectoryScanner(path.parent).look(path.name)
+    return snapshot.signature if snapshot else None
+
+
+def _set_from_thread(loop: asyncio.AbstractEventLoop, event: asyncio.Event) -> None:
+    # The loop may close between any check and the call.
+    with contextlib.suppress(RuntimeError):
+        loop.call_soon_threadsafe(event.set)

@@ -1,0 +1,49 @@
+"""Whose volume this is: the destination that its journal, its pins and its records belong to, written down once.
+
+A volume that outlives a run may meet another one, and neither may send or resume what the other saved. Invariant: what
+is written is never replaced.
+"""
+
+from pathlib import Path
+
+from mooring_agent.adapters.durable_files import write_durably
+from mooring_agent.adapters.volume_errors import volume_error
+from mooring_agent.core.errors import ErrorKind, MooringError
+from mooring_api.names import OWNING_DESTINATION, STATE_DIRECTORY
+
+
+def claim(volume: Path, destination: str) -> None:
+    """Make the volume this destination's, if it is nobody's yet.
+
+    Raises BAD_CONFIGURATION when it is another one's, and VolumeError when it cannot be read or written.
+    """
+    wanted = destination.rstrip("/")
+    owner = _owner(volume)
+    if owner is None:
+        _write(volume, wanted)
+    elif owner != wanted:
+        raise MooringError(
+            ErrorKind.BAD_CONFIGURATION,
+            f"the volume {volume} holds checkpoints of {owner}, and not of {wanted}",
+            hint=f"give another --volume, or the destination {owner}; "
+            "or remove the volume's content when nothing on it is needed any more",
+        )
+
+
+def _owner(volume: Path) -> str | None:
+    path = volume / STATE_DIRECTORY / OWNING_DESTINATION
+    try:
+        return path.read_text(errors="replace").strip()
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        raise volume_error(error, f"cannot read {path}") from error
+
+
+def _write(volume: Path, destination: str) -> None:
+    path = volume / STATE_DIRECTORY / OWNING_DESTINATION
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_durably(path, f"{destination}\n".encode())
+    except OSError as error:
+        raise volume_error(error, f"cannot write {path}") from error

@@ -1,0 +1,190 @@
+"""What the runtime needs of the outside world, as Protocols. Each has one real adapter per world and one fake.
+
+Contracts are in prose here and as one conformance suite in `tests/adapters`, run on the fake and on the real thing.
+"""
+
+from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from mooring_agent.core.model import Region, StagedFile
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ObjectInfo:
+    """An object as a listing or a HEAD shows it. `modified_at` is unix seconds by the store's clock."""
+
+    key: str
+    size_bytes: int
+    etag: str
+    modified_at: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UploadInfo:
+    """A multipart upload that is neither completed nor aborted."""
+
+    key: str
+    upload_id: str
+    started_at: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PartInfo:
+    """A part the store holds of a multipart upload."""
+
+    number: int
+    size_bytes: int
+    etag: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StoreCapabilities:
+    """What a probe found the store to really do.
+
+    `conditional_put`: `put(…, if_absent=True)` refuses when the key exists.
+    `integrity`: the cheapest check the store really enforces: crc64nvme, crc32c, sha256, or none.
+    """
+
+    conditional_put: bool
+    integrity: str
+
+
+class ObjectStore(Protocol):
+    """Objects below one destination's prefix. Keys are relative to it.
+
+    - Every method raises StoreError only; a missing key is NOT_FOUND, a missing bucket BUCKET_MISSING.
+    - Every call is bounded by the store's own time-outs and may be cancelled at any point.
+    - No method retries: retry policy is the core's (uploads) or `retrying_store`'s (people waiting).
+    - After an error the write may still land, now or later; repeating it with the same bytes is harmless.
+    - Reads and listings see every write that was acknowledged before they began.
+    """
+
+    capabilities: StoreCapabilities
+
+    async def probe(self) -> StoreCapabilities:
+        """Try out what the store enforces, below `.mooring/probe/`, clean up, and set `capabilities`."""
+
+    async def put(self, key: str, body: bytes, *, if_absent: bool = False) -> str:
+        """Write a small object whole; returns its ETag. With `if_absent` and a key that exists: ALREADY_EXISTS.
+
+        Where `capabilities.conditional_put` is false, `if_absent` is not sent and the object is simply written.
+        """
+
+    async def put_region(self, key: str, region: Region, checksum: int) -> str:
+        """Write a file's bytes as one object; returns its ETag. FILE_CHANGED if they are not what `checksum` covers."""
+
+    async def create_upload(self, key: str) -> str:
+        """Begin a multipart upload; returns its id."""
+
+    async def put_part(self, key: str, upload_id: str, number: int, region: Region, checksum: int) -> str:
+        """Send one part (number from 1); returns its ETag. UPLOAD_LOST if the store no longer knows the upload."""
+
+    async def list_parts(self, key: str, upload_id: str) -> Sequence[PartInfo]:
+        """Parts the store holds, by number. UPLOAD_LOST if it no longer knows the upload."""
+
+    async def complete_upload(self, key: str, upload_id: str, etags: Sequence[str]) -> str:
+        """Make the object of parts 1…n; returns its ETag. UPLOAD_LOST if it was completed or aborted before.
+
+        Some stores (rclone) show another ETag in `head` and `list`: compare those with each other, not with this one.
+        The parts are consecutive regions of one file.
+        """
+
+    async def abort_upload(self, key: str, upload_id: str) -> None:
+        """Forget a multipart upload and free its parts; one that is gone already is fine."""
+
+    def list_uploads(self, prefix: str) -> AsyncIterator[UploadInfo]:
+        """Multipart uploads in progress for keys that begin with `prefix`."""
+
+    async def head(self, key: str) -> ObjectInfo:
+        """What is stored under `key`."""
+
+    async def get(self, key: str, *, limit_bytes: int) -> bytes:
+        """A small object whole; REQUEST_REFUSED if it is larger than `limit_bytes`."""
+
+    async def get_into(self, key: str, *, offset_bytes: int, size_bytes: int, etag: str, descriptor: int) -> int:
+        """Read bytes of an object into the same offset of an open file; returns their CRC64NVME.
+
+        CHECKPOINT_CORRUPT if the object is shorter or its ETag is not `etag`; DISK_FULL as VolumeError.
+        """
+
+    def list(self, prefix: str) -> AsyncIterator[ObjectInfo]:
+        """Every object whose key begins with `prefix`, in the order of keys."""
+
+    async def delete(self, key: str) -> None:
+        """Remove an object; one that is gone already is fine."""
+
+    async def close(self) -> None:
+        """Release connections; idempotent."""
+
+
+class Journal(Protocol):
+    """The agent's durable log of opaque, ordered records; what was appended survives a SIGKILL and a power cut.
+
+    All methods block: call them off the event loop.
+    """
+
+    def append(self, records: Sequence[bytes]) -> None:
+        """Durable when it returns, all or none."""
+
+    def replay(self) -> Iterable[bytes]:
+        """All records, oldest first."""
+
+    def rewrite(self, records: Sequence[bytes]) -> None:
+        """Replace everything, atomically: compaction."""
+
+    def close(self) -> None: ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StageRequest:
+    """What to pin: `files` (relative to `source`) or, when empty, everything below it.
+
+    `private`: copy or reflink instead of hard links, because this trainer rewrites files in place.
+    `descriptor`: opaque JSON stored beside the links, so that a rescan can rebuild what the journal knew.
+    """
+
+    save: str
+    rank: int
+    source: str
+    files: tuple[str, ...]
+    private: bool
+    descriptor: Mapping[str, object]
+
+
+class StagingArea(Protocol):
+    """Pinned checkpoints below the volume.
+
+    All methods block: call them off the event loop. They raise VolumeError or RequestError.
+    """
+
+    def stage(self, request: StageRequest) -> tuple[StagedFile, ...]:
+        """Pin the files durably; all or nothing; idempotent for the same save and rank."""
+
+    def check(self, save: str, rank: int, files: Sequence[StagedFile]) -> None:
+        """FILE_MISSING or FILE_CHANGED if the pinned files are not what they were."""
+
+    def release(self, save: str) -> None:
+        """Drop every pin of a save; one that is gone already is fine."""
+
+    def scan(self) -> Iterable[tuple[Mapping[str, object], tuple[StagedFile, ...]]]:
+        """(descriptor, files) of everything staged: the way back when the journal is lost."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DiskReading:
+    """How full the volume is.
+
+    `used_bytes` as kubelet counts it: blocks x 512, hard links once. The other two are of its whole filesystem.
+    """
+
+    used_bytes: int
+    free_bytes: int
+    total_bytes: int
+
+
+class Clock(Protocol):
+    """Time, so that tests can own it."""
+
+    def now(self) -> float:
+        """Unix seconds; never goes back nor jumps, so it may differ from a wall clock that was set meanwhile."""

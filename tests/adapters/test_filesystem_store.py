@@ -1,0 +1,187 @@
+"""What is particular to a directory as the destination."""
+
+import asyncio
+import os
+import subprocess
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+from tests.regions import make_file, region_of
+
+from mooring_agent.adapters.checksum import region_checksum
+from mooring_agent.adapters.filesystem_store import parse_directory
+from mooring_agent.adapters.open_store import open_store
+from mooring_agent.core.errors import ErrorKind, MooringError, StoreError
+from mooring_agent.core.settings import MIB, StoreSettings
+from mooring_agent.ports import ObjectStore
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    return tmp_path / "destination"
+
+
+@pytest.fixture
+async def store(root: Path) -> AsyncIterator[ObjectStore]:
+    async with open_store(StoreSettings(destination=f"file://{root}")) as store:
+        await store.probe()
+        yield store
+
+
+async def fails(kind: ErrorKind, awaitable: object) -> None:
+    with pytest.raises(StoreError) as caught:
+        await awaitable  # type: ignore[misc]
+    assert caught.value.kind is kind, caught.value
+
+
+def files_below(root: Path) -> list[str]:
+    return [path.name for path in root.rglob("*") if path.is_file()]
+
+
+def sizes_of(root: Path, name: str) -> set[int]:
+    return {path.stat().st_size for path in root.glob(name)}
+
+
+@pytest.mark.parametrize(
+    "key",
+    ["../x", "a/../../x", "/etc/passwd", "a//b", "", "./a", "a/.", "a\0b", ".mooring/uploads", ".mooring/uploads/x"],
+)
+async def test_no_key_leads_out_of_the_root_or_among_the_uploads(store: ObjectStore, root: Path, key: str) -> None:
+    await fails(ErrorKind.REQUEST_REFUSED, store.put(key, b"x"))
+    await fails(ErrorKind.REQUEST_REFUSED, store.create_upload(key))
+    await fails(ErrorKind.REQUEST_REFUSED, store.get(key, limit_bytes=1))
+    assert sorted(path.name for path in root.parent.iterdir()) == ["destination"]
+
+
+async def test_a_symbolic_link_does_not_lead_out_of_the_root(store: ObjectStore, root: Path, tmp_path: Path) -> None:
+    (tmp_path / "outside").mkdir()
+    (root / "link").symlink_to(tmp_path / "outside")
+
+    await fails(ErrorKind.REQUEST_REFUSED, store.put("link/x", b"x"))
+
+
+async def test_only_objects_are_files_of_the_destination(store: ObjectStore, root: Path, tmp_path: Path) -> None:
+    region = region_of(make_file(tmp_path / "file", 100))
+    upload_id = await store.create_upload("run/big")
+    await store.put_part("run/big", upload_id, 1, region, region_checksum(region))
+    await store.put("run/small", b"x")
+
+    assert [info.key async for info in store.list("")] == ["run/small"]
+    await store.abort_upload("run/big", upload_id)
+    assert files_below(root) == ["small"]
+
+
+async def test_deleting_the_last_object_removes_the_folders_it_leaves_empty(store: ObjectStore, root: Path) -> None:
+    await store.put("a/b/c/d", b"x")
+    await store.put("a/e", b"x")
+
+    await store.delete("a/b/c/d")
+
+    assert [path.name for path in (root / "a").iterdir()] == ["e"]
+
+
+async def test_writers_and_removers_of_one_folder_do_not_break_each_other(store: ObjectStore) -> None:
+    async def write_and_remove(number: int) -> None:
+        for _ in range(20):
+            await store.put(f"a/b/{number}", b"x")
+            await store.delete(f"a/b/{number}")
+
+    await asyncio.gather(*(write_and_remove(number) for number in range(4)))
+
+    assert [info.key async for info in store.list("")] == []
+
+
+async def test_no_reader_ever_sees_half_an_object(store: ObjectStore, root: Path, tmp_path: Path) -> None:
+    region = region_of(make_file(tmp_path / "file", 16 * MIB))
+    writing = asyncio.create_task(store.put_region("a", region, region_checksum(region)))
+    sizes = set()
+    while not writing.done():
+        sizes.update(sizes_of(root, "a"))
+        await asyncio.sleep(0)
+    await writing
+
+    assert sizes <= {16 * MIB}
+
+
+async def test_one_of_many_conditional_writers_wins(store: ObjectStore) -> None:
+    results = await asyncio.gather(
+        *(store.put("a", str(number).encode(), if_absent=True) for number in range(8)), return_exceptions=True
+    )
+
+    winners = [number for number, result in enumerate(results) if isinstance(result, str)]
+    assert len(winners) == 1
+    assert await store.get("a", limit_bytes=1) == str(winners[0]).encode()
+
+
+async def test_a_file_in_the_way_of_a_folder_is_refused(store: ObjectStore) -> None:
+    await store.put("a", b"x")
+
+    await fails(ErrorKind.REQUEST_REFUSED, store.put("a/b", b"x"))
+
+
+async def test_a_name_that_is_too_long_is_refused(store: ObjectStore) -> None:
+    await fails(ErrorKind.REQUEST_REFUSED, store.put("x" * 300, b"x"))
+
+
+async def test_an_object_that_was_replaced_is_not_taken_for_the_old_one(store: ObjectStore, tmp_path: Path) -> None:
+    etag = await store.put("a", b"old")
+    await store.put("a", b"new")
+
+    with (tmp_path / "into").open("wb") as into:
+        await fails(
+            ErrorKind.CHECKPOINT_CORRUPT,
+            store.get_into("a", offset_bytes=0, size_bytes=3, etag=etag, descriptor=into.fileno()),
+        )
+
+
+async def test_leftovers_of_a_crash_are_swept_when_they_are_old(store: ObjectStore, root: Path) -> None:
+    uploads = root / ".mooring" / "uploads"
+    for name, age_seconds in (("put-old", 48 * 3600), ("put-new", 60)):
+        (uploads / name).write_bytes(b"x")
+        modified_at = (uploads / name).stat().st_mtime - age_seconds
+        os.utime(uploads / name, (modified_at, modified_at))
+
+    await store.probe()
+
+    assert [path.name for path in uploads.iterdir()] == ["put-new"]
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can mount a small filesystem")
+async def test_a_full_destination_is_named_as_such_and_keeps_nothing_half(tmp_path: Path) -> None:
+    mount = tmp_path / "small"
+    mount.mkdir()
+    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=2m", "none", str(mount)], check=False)  # noqa: ASYNC221
+    if mounted.returncode:
+        pytest.skip("this machine does not let root mount a tmpfs")
+    try:
+        region = region_of(make_file(tmp_path / "file", 4 * MIB))
+        async with open_store(StoreSettings(destination=f"file://{mount}")) as store:
+            await fails(ErrorKind.STORE_FULL, store.put_region("a", region, region_checksum(region)))
+            assert [info async for info in store.list("")] == []
+            subprocess.run(["mount", "-o", "remount,ro", str(mount)], check=True)  # noqa: ASYNC221
+            await fails(ErrorKind.ACCESS_DENIED, store.put("b", b"x"))
+    finally:
+        subprocess.run(["umount", "-l", str(mount)], check=True)  # noqa: ASYNC221
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
+async def test_a_destination_that_may_not_be_written_is_denied(tmp_path: Path) -> None:
+    os.chmod(tmp_path, 0o500)  # noqa: PTH101
+    async with open_store(StoreSettings(destination=f"file://{tmp_path}/x")) as store:
+        await fails(ErrorKind.ACCESS_DENIED, store.put("a", b"x"))
+
+
+def test_a_path_may_hold_escaped_characters() -> None:
+    assert parse_directory("file:///a%20b/c") == Path("/a b/c")
+
+
+@pytest.mark.parametrize(
+    "destination", ["file://relative/path", "file:", "s3://", "s3:///prefix", "s3://b/c//d", "gs://b/c", "/plain", ""]
+)
+async def test_a_destination_that_is_none_is_refused_with_a_way_out(destination: str) -> None:
+    with pytest.raises(MooringError) as caught:
+        await open_store(StoreSettings(destination=destination)).__aenter__()
+
+    assert caught.value.kind is ErrorKind.BAD_CONFIGURATION
+    assert "://" in caught.value.hint

@@ -1,0 +1,201 @@
+"""The journal's contract, on the fake and on SQLite; then what only a real file can suffer."""
+
+import os
+import signal
+import sqlite3
+import stat
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from tests.fakes.fake_journal import FakeJournal
+
+from mooring_agent.adapters.journal import SqliteJournal, open_journal
+from mooring_agent.core.errors import ErrorKind, VolumeError
+from mooring_agent.ports import Journal
+
+Reopen = Callable[[], Journal]
+
+
+@pytest.fixture(params=["fake", "sqlite"])
+def reopen(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Reopen]:
+    """Closes the journal and opens it again, as the next start of the agent does."""
+    fake = FakeJournal()
+    opened: list[Journal] = []
+
+    def open_again() -> Journal:
+        for journal in opened:
+            journal.close()
+        opened[:] = [fake if request.param == "fake" else SqliteJournal(tmp_path / "journal.sqlite3")]
+        return opened[0]
+
+    yield open_again
+    for journal in opened:
+        journal.close()
+
+
+def test_a_new_journal_is_empty(reopen: Reopen) -> None:
+    assert list(reopen().replay()) == []
+
+
+def test_records_come_back_whole_and_in_order(reopen: Reopen) -> None:
+    records = [b"", b"\0\xff", b"x" * 100_000, b"", b"last"]
+    journal = reopen()
+    journal.append(records[:2])
+    journal.append(records[2:])
+    assert list(journal.replay()) == records
+    assert list(reopen().replay()) == records
+
+
+def test_rewriting_replaces_everything_and_appending_goes_on_after_it(reopen: Reopen) -> None:
+    journal = reopen()
+    journal.append([b"old", b"older"])
+    journal.rewrite([b"compact"])
+    journal.append([b"new"])
+    assert list(reopen().replay()) == [b"compact", b"new"]
+
+
+def test_appending_nothing_changes_nothing(reopen: Reopen) -> None:
+    journal = reopen()
+    journal.append([])
+    assert list(journal.replay()) == []
+
+
+def test_closing_twice_is_harmless(reopen: Reopen) -> None:
+    journal = reopen()
+    journal.append([b"record"])
+    journal.close()
+    journal.close()
+
+
+def test_the_file_appears_at_the_first_use_with_the_permissions_of_its_folder(tmp_path: Path) -> None:
+    tmp_path.chmod(0o770)
+    journal = SqliteJournal(tmp_path / "journal.sqlite3")
+    assert list(tmp_path.iterdir()) == []
+    journal.append([b"record"])
+    assert {stat.S_IMODE(path.stat().st_mode) for path in tmp_path.iterdir()} == {0o660}
+    journal.close()
+
+
+def test_a_second_agent_on_the_same_journal_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("mooring_agent.adapters.journal._LOCK_TIMEOUT_SECONDS", 0.05)
+    first, second = SqliteJournal(tmp_path / "journal.sqlite3"), SqliteJournal(tmp_path / "journal.sqlite3")
+    first.append([b"record"])
+    with pytest.raises(VolumeError, match="locked") as caught:
+        second.append([b"other"])
+    assert caught.value.kind is ErrorKind.VOLUME_UNUSABLE
+    assert "another agent" in caught.value.hint
+    first.close()
+    second.append([b"other"])
+    assert list(second.replay()) == [b"record", b"other"]
+    second.close()
+
+
+def test_a_sound_journal_is_opened_as_it_is(tmp_path: Path) -> None:
+    journal, damaged = open_journal(tmp_path / "journal.sqlite3")
+    assert not damaged
+    journal.append([b"record"])
+    journal.close()
+    journal, damaged = open_journal(tmp_path / "journal.sqlite3")
+    assert not damaged
+    assert list(journal.replay()) == [b"record"]
+    journal.close()
+
+
+def _no_database(path: Path) -> None:
+    path.write_bytes(b"this is no database, and never was one" * 100)
+
+
+def _truncated(path: Path) -> None:
+    os.truncate(path, path.stat().st_size // 2)
+
+
+def _torn_page(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[4096 : 4096 + 2048] = os.urandom(2048)
+    path.write_bytes(content)
+
+
+def _another_schema(path: Path) -> None:
+    path.unlink()
+    database = sqlite3.connect(path)
+    database.execute("CREATE TABLE songs (name TEXT)")
+    database.close()
+
+
+@pytest.mark.parametrize("damage", [_no_database, _truncated, _torn_page, _another_schema])
+def test_a_damaged_journal_is_set_aside_and_a_new_one_begun(tmp_path: Path, damage: Callable[[Path], None]) -> None:
+    path = tmp_path / "journal.sqlite3"
+    for number in (1, 2):
+        journal = SqliteJournal(path)
+        journal.append([b"x" * 3000 for _ in range(20)])
+        journal.close()
+        damage(path)
+        kept = path.read_bytes()
+        fresh, damaged = open_journal(path)
+        assert damaged
+        assert list(fresh.replay()) == []
+        fresh.append([b"again"])
+        fresh.close()
+        assert (tmp_path / f"journal.sqlite3.damaged-{number}").read_bytes() == kept
+
+
+def test_a_damaged_journal_takes_its_write_ahead_log_with_it(tmp_path: Path) -> None:
+    path = tmp_path / "journal.sqlite3"
+    _no_database(path)
+    (tmp_path / "journal.sqlite3-wal").write_bytes(b"wal")
+    (tmp_path / "journal.sqlite3-shm").write_bytes(b"shm")
+    fresh, damaged = open_journal(path)
+    fresh.close()
+    assert damaged
+    assert {entry.name for entry in tmp_path.iterdir()} == {
+        "journal.sqlite3",
+        "journal.sqlite3.damaged-1",
+        "journal.sqlite3.damaged-1-wal",
+        "journal.sqlite3.damaged-1-shm",
+    }
+
+
+def test_an_unusable_folder_is_the_volumes_error(tmp_path: Path) -> None:
+    (tmp_path / "file").write_bytes(b"")
+    with pytest.raises(VolumeError):
+        SqliteJournal(tmp_path / "file" / "journal.sqlite3").append([b"record"])
+
+
+_WRITER = """
+import sys
+from pathlib import Path
+from mooring_agent.adapters.journal import SqliteJournal
+
+journal = SqliteJournal(Path(sys.argv[1]))
+number = len(list(journal.replay()))
+while True:
+    journal.append([b"%d" % number, b"%d" % (number + 1)])
+    number += 2
+    print(number, flush=True)
+"""
+
+
+def test_every_acknowledged_record_survives_sigkill(tmp_path: Path) -> None:
+    path = tmp_path / "journal.sqlite3"
+    acknowledged = 0
+    for round_number in range(12):
+        with subprocess.Popen([sys.executable, "-c", _WRITER, str(path)], stdout=subprocess.PIPE) as writer:
+            assert writer.stdout is not None
+            try:
+                for _ in range(1 + 7 * round_number % 23):
+                    acknowledged = int(writer.stdout.readline())
+            finally:
+                writer.send_signal(signal.SIGKILL)
+            # What it said before it died counts as well.
+            for line in writer.stdout:
+                acknowledged = int(line) if line.endswith(b"\n") else acknowledged
+        journal, damaged = open_journal(path)
+        records = [int(record) for record in journal.replay()]
+        journal.close()
+        assert not damaged
+        assert len(records) >= acknowledged
+        assert len(records) % 2 == 0
+        assert records == list(range(len(records)))

@@ -1,0 +1,105 @@
+"""Every foreign exception becomes one kind, with a message that names the place and never a secret."""
+
+import aiohttp
+import botocore.exceptions
+import botocore.parsers
+import pytest
+
+from mooring_agent.adapters.s3_errors import FOREIGN, Place, translate
+from mooring_agent.core.errors import ErrorKind
+
+PLACE = Place(bucket="bucket", key="run/key", endpoint="https://user:hunter2@store.example:9000")
+
+
+def answer(status: int, code: str, message: str = "") -> botocore.exceptions.ClientError:
+    response = {"Error": {"Code": code, "Message": message}, "ResponseMetadata": {"HTTPStatusCode": status}}
+    return botocore.exceptions.ClientError(response, "PutObject")
+
+
+@pytest.mark.parametrize(
+    ("error", "kind"),
+    [
+        (answer(403, "AccessDenied"), ErrorKind.ACCESS_DENIED),
+        (answer(403, "403"), ErrorKind.ACCESS_DENIED),
+        (answer(401, "401"), ErrorKind.ACCESS_DENIED),
+        (answer(403, "InvalidAccessKeyId"), ErrorKind.ACCESS_DENIED),
+        (answer(403, "SignatureDoesNotMatch"), ErrorKind.ACCESS_DENIED),
+        (answer(400, "ExpiredToken"), ErrorKind.ACCESS_DENIED),
+        (answer(400, "InvalidToken"), ErrorKind.ACCESS_DENIED),
+        (answer(400, "KMS.DisabledException"), ErrorKind.ACCESS_DENIED),
+        (answer(404, "NoSuchBucket"), ErrorKind.BUCKET_MISSING),
+        (answer(404, "NoSuchKey"), ErrorKind.NOT_FOUND),
+        (answer(404, "404"), ErrorKind.NOT_FOUND),
+        (answer(404, "NoSuchUpload"), ErrorKind.UPLOAD_LOST),
+        (answer(400, "InvalidPart"), ErrorKind.UPLOAD_LOST),
+        (answer(412, "PreconditionFailed"), ErrorKind.ALREADY_EXISTS),
+        (answer(412, "412"), ErrorKind.ALREADY_EXISTS),
+        (answer(409, "ConditionalRequestConflict"), ErrorKind.STORE_FAILED),
+        (answer(409, "OperationAborted"), ErrorKind.STORE_FAILED),
+        (answer(403, "RequestTimeTooSkewed"), ErrorKind.CLOCK_SKEWED),
+        (answer(503, "SlowDown"), ErrorKind.THROTTLED),
+        (answer(503, "503"), ErrorKind.THROTTLED),
+        (answer(429, "TooManyRequests"), ErrorKind.THROTTLED),
+        (answer(429, "whatever"), ErrorKind.THROTTLED),
+        (answer(400, "RequestTimeout"), ErrorKind.TIMED_OUT),
+        (answer(504, "504"), ErrorKind.TIMED_OUT),
+        (answer(500, "InternalError"), ErrorKind.STORE_FAILED),
+        (answer(502, "502"), ErrorKind.STORE_FAILED),
+        (answer(400, "BadDigest"), ErrorKind.CORRUPTED_IN_TRANSIT),
+        (answer(400, "XAmzContentSHA256Mismatch"), ErrorKind.CORRUPTED_IN_TRANSIT),
+        (answer(400, "XAmzContentChecksumMismatch"), ErrorKind.CORRUPTED_IN_TRANSIT),
+        (answer(507, "507"), ErrorKind.STORE_FULL),
+        (answer(403, "QuotaExceeded"), ErrorKind.STORE_FULL),
+        (answer(400, "EntityTooLarge"), ErrorKind.REQUEST_REFUSED),
+        (answer(400, "EntityTooSmall"), ErrorKind.REQUEST_REFUSED),
+        (answer(301, "PermanentRedirect"), ErrorKind.REQUEST_REFUSED),
+        (answer(501, "NotImplemented"), ErrorKind.REQUEST_REFUSED),
+        (answer(400, "SomethingNew"), ErrorKind.REQUEST_REFUSED),
+        (botocore.exceptions.NoCredentialsError(), ErrorKind.ACCESS_DENIED),
+        (
+            botocore.exceptions.PartialCredentialsError(provider="env", cred_var="AWS_SECRET_ACCESS_KEY"),
+            ErrorKind.ACCESS_DENIED,
+        ),
+        (
+            botocore.exceptions.CredentialRetrievalError(provider="web-identity", error_msg="no token"),
+            ErrorKind.ACCESS_DENIED,
+        ),
+        (botocore.exceptions.ConnectTimeoutError(endpoint_url="x"), ErrorKind.TIMED_OUT),
+        (botocore.exceptions.ReadTimeoutError(endpoint_url="x"), ErrorKind.TIMED_OUT),
+        (TimeoutError(), ErrorKind.TIMED_OUT),
+        (botocore.exceptions.EndpointConnectionError(endpoint_url="x", error="dns"), ErrorKind.UNREACHABLE),
+        (botocore.exceptions.ConnectionClosedError(endpoint_url="x"), ErrorKind.UNREACHABLE),
+        (botocore.exceptions.ProxyConnectionError(proxy_url="x"), ErrorKind.UNREACHABLE),
+        (botocore.exceptions.SSLError(endpoint_url="x", error="self-signed"), ErrorKind.UNREACHABLE),
+        (botocore.exceptions.HTTPClientError(error="odd"), ErrorKind.UNREACHABLE),
+        (botocore.exceptions.ResponseStreamingError(error="cut"), ErrorKind.UNREACHABLE),
+        (botocore.exceptions.IncompleteReadError(actual_bytes=1, expected_bytes=2), ErrorKind.UNREACHABLE),
+        (aiohttp.ClientPayloadError("cut"), ErrorKind.UNREACHABLE),
+        (ConnectionResetError(104, "reset"), ErrorKind.UNREACHABLE),
+        (botocore.exceptions.ParamValidationError(report="bad bucket"), ErrorKind.REQUEST_REFUSED),
+        (botocore.parsers.ResponseParserError("<html>"), ErrorKind.STORE_FAILED),
+        (KeyError("UploadId"), ErrorKind.STORE_FAILED),
+    ],
+    ids=lambda value: repr(value)[:60],
+)
+def test_an_exception_has_its_kind_and_names_the_place(error: Exception, kind: ErrorKind) -> None:
+    translated = translate(error, "PutObject", PLACE)
+
+    assert translated.kind is kind
+    assert isinstance(error, FOREIGN)
+    assert "s3://bucket/run/key" in str(translated)
+    assert "store.example:9000" in str(translated)
+    assert "hunter2" not in str(translated)
+    assert "\n" not in str(translated)
+
+
+def test_missing_credentials_name_all_the_ways_to_give_them() -> None:
+    hint = translate(botocore.exceptions.NoCredentialsError(), "PutObject", PLACE).hint
+
+    assert "AWS_ACCESS_KEY_ID" in hint
+    assert "Secret" in hint
+    assert "workload identity" in hint
+
+
+def test_a_long_answer_is_cut() -> None:
+    assert len(str(translate(answer(500, "InternalError", "x" * 10_000), "PutObject", PLACE))) < 500

@@ -1,0 +1,347 @@
+"""A real S3 server behind a proxy that breaks things, and one that is told the wrong things."""
+
+import asyncio
+import datetime
+from collections.abc import AsyncIterator, Awaitable, Iterator
+from pathlib import Path
+
+import botocore.auth
+import pytest
+from tests.regions import make_file, region_of
+from tests.servers.ceph import CephServer
+from tests.servers.fault_proxy import Fault, FaultProxy, Rule
+from tests.servers.process import free_port, wait_until
+from tests.servers.server import SECRET_KEY, Bucket
+
+from mooring_agent.adapters.checksum import region_checksum
+from mooring_agent.adapters.open_store import open_store
+from mooring_agent.core.errors import ErrorKind, StoreError
+from mooring_agent.core.model import Region
+from mooring_agent.core.settings import MIB
+from mooring_agent.ports import ObjectStore
+
+
+@pytest.fixture
+async def store(rclone_bucket: Bucket, fault_proxy: FaultProxy) -> AsyncIterator[ObjectStore]:
+    settings = rclone_bucket.settings(
+        endpoint_url=fault_proxy.endpoint_url, connect_timeout_seconds=0.5, read_timeout_seconds=0.5
+    )
+    async with open_store(settings) as store:
+        yield store
+
+
+@pytest.fixture
+def region(tmp_path: Path) -> Region:
+    return region_of(make_file(tmp_path / "file", 4 * MIB))
+
+
+@pytest.fixture
+def second_proxy(fault_proxy: FaultProxy) -> Iterator[FaultProxy]:
+    proxy = FaultProxy(fault_proxy.port)
+    proxy.start()
+    yield proxy
+    proxy.stop()
+
+
+async def fails(kind: ErrorKind, awaitable: Awaitable[object]) -> StoreError:
+    with pytest.raises(StoreError) as caught:
+        await awaitable
+    assert caught.value.kind is kind, caught.value
+    return caught.value
+
+
+@pytest.mark.parametrize("server", ["rclone", "ceph"])
+async def test_a_wrong_access_key_is_denied(
+    server: str, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bucket: Bucket = request.getfixturevalue(f"{server}_bucket")
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "nobody-knows-this")
+    async with open_store(bucket.settings()) as store:
+        error = await fails(ErrorKind.ACCESS_DENIED, store.put("a", b"x"))
+
+    assert bucket.name in str(error)
+    assert "access key id" in error.hint
+
+
+@pytest.mark.parametrize("server", ["rclone", "ceph"])
+async def test_a_wrong_secret_is_denied_and_no_secret_is_told(
+    server: str, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bucket: Bucket = request.getfixturevalue(f"{server}_bucket")
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "wrong-secret-value")
+    async with open_store(bucket.settings()) as store:
+        error = await fails(ErrorKind.ACCESS_DENIED, store.put("a", b"x"))
+
+    assert "wrong-secret-value" not in f"{error} {error.hint}"
+    assert SECRET_KEY not in f"{error} {error.hint}"
+    assert "secret access key is wrong" in error.hint
+
+
+async def test_no_credentials_at_all_are_denied_with_a_way_out(
+    rclone_bucket: Bucket, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("AWS_ACCESS_KEY_ID")
+    monkeypatch.delenv("AWS_SECRET_ACCESS_KEY")
+    async with open_store(rclone_bucket.settings()) as store:
+        error = await fails(ErrorKind.ACCESS_DENIED, store.put("a", b"x"))
+
+    assert "AWS_ACCESS_KEY_ID" in error.hint
+
+
+@pytest.mark.parametrize("server", ["rclone", "moto", "ceph"])
+async def test_a_missing_bucket_is_missing_for_every_operation(server: str, request: pytest.FixtureRequest) -> None:
+    bucket: Bucket = request.getfixturevalue(f"{server}_bucket")
+    settings = bucket.settings(destination="s3://there-is-no-such-bucket/run")
+    async with open_store(settings) as store:
+        for operation in (store.put("a", b"x"), store.head("a"), store.get("a", limit_bytes=1), _first(store)):
+            await fails(ErrorKind.BUCKET_MISSING, operation)
+
+
+async def test_a_dead_endpoint_is_unreachable(rclone_bucket: Bucket) -> None:
+    async with open_store(rclone_bucket.settings(endpoint_url=f"http://127.0.0.1:{free_port()}")) as store:
+        await fails(ErrorKind.UNREACHABLE, store.put("a", b"x"))
+
+
+async def test_an_unknown_host_is_unreachable(rclone_bucket: Bucket) -> None:
+    async with open_store(rclone_bucket.settings(endpoint_url="http://store.invalid")) as store:
+        await fails(ErrorKind.UNREACHABLE, store.put("a", b"x"))
+
+
+async def test_an_unknown_certificate_authority_is_named(rclone_tls_bucket: Bucket) -> None:
+    async with open_store(rclone_tls_bucket.settings(ca_bundle="")) as store:
+        error = await fails(ErrorKind.UNREACHABLE, store.put("a", b"x"))
+
+    assert "CA bundle" in error.hint
+
+
+async def test_an_unverified_certificate_is_accepted_when_asked_for(rclone_tls_bucket: Bucket) -> None:
+    async with open_store(rclone_tls_bucket.settings(ca_bundle="", verify_tls=False)) as store:
+        await store.put("a", b"x")
+
+
+async def test_a_skewed_clock_has_its_own_kind(ceph_bucket: Bucket, monkeypatch: pytest.MonkeyPatch) -> None:
+    def an_hour_late(remove_tzinfo: bool = True) -> datetime.datetime:
+        now = datetime.datetime.now(datetime.UTC) - datetime.timedelta(hours=1)
+        return now.replace(tzinfo=None) if remove_tzinfo else now
+
+    monkeypatch.setattr(botocore.auth, "get_current_datetime", an_hour_late)
+    async with open_store(ceph_bucket.settings()) as store:
+        error = await fails(ErrorKind.CLOCK_SKEWED, store.put("a", b"x"))
+
+    assert "clock" in error.hint
+
+
+@pytest.mark.parametrize(
+    ("status", "code", "kind"),
+    [
+        (503, "SlowDown", ErrorKind.THROTTLED),
+        (429, "TooManyRequests", ErrorKind.THROTTLED),
+        (500, "InternalError", ErrorKind.STORE_FAILED),
+        (400, "BadDigest", ErrorKind.CORRUPTED_IN_TRANSIT),
+        (200, "InternalError", ErrorKind.STORE_FAILED),
+    ],
+)
+async def test_an_error_of_the_store_is_told_once_and_not_retried(
+    store: ObjectStore, fault_proxy: FaultProxy, region: Region, status: int, code: str, kind: ErrorKind
+) -> None:
+    upload_id = await store.create_upload("big")
+    etag = await store.put_part("big", upload_id, 1, region, region_checksum(region))
+    body = f"<Error><Code>{code}</Code><Message>no</Message></Error>".encode()
+    fault_proxy.add(Rule(name="no", fault=Fault.STATUS, method="POST", times=-1, status=status, body=body))
+
+    await fails(kind, store.complete_upload("big", upload_id, [etag]))
+
+    assert fault_proxy.hits("no") == 1
+
+
+@pytest.mark.parametrize("fault", [Fault.RESET_REQUEST, Fault.LOSE_ANSWER])
+async def test_a_cut_upload_is_unreachable(
+    store: ObjectStore, fault_proxy: FaultProxy, region: Region, fault: Fault
+) -> None:
+    fault_proxy.add(Rule(name="cut", fault=fault, method="PUT", after_bytes=MIB))
+
+    await fails(ErrorKind.UNREACHABLE, store.put_region("a", region, region_checksum(region)))
+
+    assert [request.rule for request in fault_proxy.log] == ["cut"]
+
+
+async def test_a_lost_answer_may_hide_a_success(store: ObjectStore, fault_proxy: FaultProxy) -> None:
+    fault_proxy.add(Rule(name="lost", fault=Fault.LOSE_ANSWER, method="PUT"))
+
+    await fails(ErrorKind.UNREACHABLE, store.put("a", b"x"))
+
+    assert await store.get("a", limit_bytes=1) == b"x"
+
+
+async def test_a_duplicated_request_changes_nothing(
+    store: ObjectStore, fault_proxy: FaultProxy, region: Region
+) -> None:
+    fault_proxy.add(Rule(name="twice", fault=Fault.DUPLICATE, method="PUT"))
+
+    await store.put_region("a", region, region_checksum(region))
+
+    assert (await store.head("a")).size_bytes == region.size_bytes
+
+
+@pytest.mark.parametrize("fault", [Fault.RESET_RESPONSE, Fault.END_RESPONSE])
+async def test_a_cut_download_is_unreachable(
+    store: ObjectStore, fault_proxy: FaultProxy, region: Region, fault: Fault, tmp_path: Path
+) -> None:
+    await store.put_region("a", region, region_checksum(region))
+    etag = (await store.head("a")).etag
+    fault_proxy.add(Rule(name="cut", fault=fault, method="GET", after_bytes=2 * MIB, times=2))
+
+    with (tmp_path / "into").open("wb") as into:
+        await fails(
+            ErrorKind.UNREACHABLE,
+            store.get_into("a", offset_bytes=0, size_bytes=region.size_bytes, etag=etag, descriptor=into.fileno()),
+        )
+    await fails(ErrorKind.UNREACHABLE, store.get("a", limit_bytes=8 * MIB))
+
+
+async def test_a_flipped_bit_shows_in_the_checksum_of_a_download(
+    store: ObjectStore, fault_proxy: FaultProxy, region: Region, tmp_path: Path
+) -> None:
+    await store.put_region("a", region, region_checksum(region))
+    etag = (await store.head("a")).etag
+    fault_proxy.add(Rule(name="flip", fault=Fault.FLIP_RESPONSE, method="GET", after_bytes=3 * MIB + 1))
+
+    with (tmp_path / "into").open("wb") as into:
+        checksum = await store.get_into(
+            "a", offset_bytes=0, size_bytes=region.size_bytes, etag=etag, descriptor=into.fileno()
+        )
+
+    assert checksum != region_checksum(region)
+
+
+async def test_a_stalled_upload_ends_in_a_bounded_time(
+    store: ObjectStore, fault_proxy: FaultProxy, region: Region
+) -> None:
+    fault_proxy.add(Rule(name="stall", fault=Fault.BLACKHOLE, method="PUT", after_bytes=100_000, times=2))
+
+    async with asyncio.timeout(10):
+        await fails(ErrorKind.TIMED_OUT, store.put_region("a", region, region_checksum(region)))
+        await fails(ErrorKind.TIMED_OUT, store.put("a", b"x" * 200_000))
+
+
+async def test_an_outage_is_unreachable_and_then_over(store: ObjectStore, fault_proxy: FaultProxy) -> None:
+    await store.put("a", b"x")
+    fault_proxy.outage(True)
+    await fails(ErrorKind.UNREACHABLE, store.head("a"))
+    fault_proxy.outage(False)
+
+    assert (await store.head("a")).size_bytes == 1
+
+
+async def test_a_slow_store_that_goes_on_is_waited_for(
+    rclone_bucket: Bucket, fault_proxy: FaultProxy, tmp_path: Path
+) -> None:
+    region = region_of(make_file(tmp_path / "file", 12 * MIB))
+    settings = rclone_bucket.settings(
+        endpoint_url=fault_proxy.endpoint_url, connect_timeout_seconds=0.5, read_timeout_seconds=1.5
+    )
+    fault_proxy.throttle(4 * MIB)  # three seconds in all: longer than any time-out, but never silent for so long
+    async with open_store(settings) as store:
+        await store.put_region("a", region, region_checksum(region))
+
+        assert (await store.head("a")).size_bytes == region.size_bytes
+
+
+async def test_a_cancelled_upload_leaves_no_descriptor_open(
+    store: ObjectStore, fault_proxy: FaultProxy, region: Region
+) -> None:
+    fault_proxy.add(Rule(name="stall", fault=Fault.BLACKHOLE, method="PUT", after_bytes=100_000))
+    sending = asyncio.create_task(store.put_region("a", region, region_checksum(region)))
+    await asyncio.to_thread(wait_until, lambda: fault_proxy.hits("stall") > 0, "the proxy stalls", 5)
+
+    sending.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await sending
+
+    assert Path(region.path) not in _open_files()
+
+
+async def test_a_bit_flipped_on_the_way_is_refused_by_a_store_that_checks_the_signed_payload(
+    ceph_bucket: Bucket, ceph_server: CephServer, region: Region
+) -> None:
+    proxy = FaultProxy(ceph_server.port)
+    proxy.start()
+    try:
+        async with open_store(ceph_bucket.settings(endpoint_url=proxy.endpoint_url)) as store:
+            assert (await store.probe()).integrity == "sha256"
+            proxy.add(Rule(name="flip", fault=Fault.FLIP_REQUEST, method="PUT", after_bytes=MIB))
+            await fails(ErrorKind.CORRUPTED_IN_TRANSIT, store.put_region("a", region, region_checksum(region)))
+            await fails(ErrorKind.NOT_FOUND, store.head("a"))
+    finally:
+        proxy.stop()
+
+
+async def test_a_store_that_checks_crc64nvme_gets_unsigned_payloads_and_refuses_a_flipped_bit(
+    rclone_bucket: Bucket, fault_proxy: FaultProxy, second_proxy: FaultProxy, region: Region
+) -> None:
+    fault_proxy.add(Rule(name="check", fault=Fault.CHECK_CRC64NVME, method="PUT", times=-1))
+    async with open_store(rclone_bucket.settings(endpoint_url=second_proxy.endpoint_url)) as store:
+        assert (await store.probe()).integrity == "crc64nvme"
+        upload_id = await store.create_upload("big")
+        await store.put_part("big", upload_id, 1, region, region_checksum(region))
+
+        sent = [request for request in second_proxy.log if "partNumber" in request.query][-1]
+        assert sent.headers["x-amz-content-sha256"] == "UNSIGNED-PAYLOAD"
+        assert sent.body_bytes == region.size_bytes
+        assert "x-amz-checksum-crc64nvme" in sent.headers["authorization"]
+
+        second_proxy.add(Rule(name="flip", fault=Fault.FLIP_REQUEST, target="partNumber=2", after_bytes=5))
+        await fails(
+            ErrorKind.CORRUPTED_IN_TRANSIT,
+            store.put_part("big", upload_id, 2, region, region_checksum(region)),
+        )
+        assert [part.number for part in await store.list_parts("big", upload_id)] == [1]
+
+
+async def test_a_store_that_refuses_every_checksum_counts_as_not_checking(
+    store: ObjectStore, fault_proxy: FaultProxy
+) -> None:
+    body = b"<Error><Code>NotImplemented</Code></Error>"
+    for method in ("PUT", "POST"):
+        fault_proxy.add(Rule(name="no", fault=Fault.STATUS, method=method, times=2, status=501, body=body))
+
+    assert (await store.probe()).integrity == "sha256"
+
+
+async def test_a_probe_that_is_denied_says_so(rclone_bucket: Bucket, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "wrong")
+    async with open_store(rclone_bucket.settings()) as store:
+        await fails(ErrorKind.ACCESS_DENIED, store.probe())
+
+
+async def test_settings_of_objects_reach_the_store(
+    rclone_bucket: Bucket, fault_proxy: FaultProxy, region: Region
+) -> None:
+    settings = rclone_bucket.settings(
+        endpoint_url=fault_proxy.endpoint_url,
+        storage_class="STANDARD_IA",
+        server_side_encryption="aws:kms",
+        kms_key_id="key-1",
+        tags=(("team", "a b"), ("run", "1")),
+    )
+    async with open_store(settings) as store:
+        await store.put("small", b"x")
+        await store.put_region("large", region, region_checksum(region))
+        await store.create_upload("parts")
+
+    small, large, parts = (request.headers for request in fault_proxy.log)
+    for headers in (small, large, parts):
+        assert headers["x-amz-server-side-encryption"] == "aws:kms"
+        assert headers["x-amz-server-side-encryption-aws-kms-key-id"] == "key-1"
+        assert headers["x-amz-tagging"] == "team=a+b&run=1"
+    assert "x-amz-storage-class" not in small
+    assert large["x-amz-storage-class"] == parts["x-amz-storage-class"] == "STANDARD_IA"
+
+
+def _open_files() -> list[Path]:
+    return [link.resolve() for link in Path("/proc/self/fd").iterdir()]
+
+
+async def _first(store: ObjectStore) -> None:
+    async for _ in store.list(""):
+        return

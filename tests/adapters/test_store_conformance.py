@@ -1,0 +1,302 @@
+"""One contract, every store: the fake, the filesystem, and real S3 servers from the weakest to Ceph."""
+
+import os
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack
+from pathlib import Path
+
+import pytest
+from tests.fakes.fake_store import FakeStore
+from tests.regions import make_file, parts_of, region_of
+
+from mooring_agent.adapters.checksum import crc64nvme, region_checksum, region_md5
+from mooring_agent.adapters.open_store import open_store
+from mooring_agent.core.errors import ErrorKind, StoreError, VolumeError
+from mooring_agent.core.object_layout import PROBE_PREFIX
+from mooring_agent.core.settings import MIB, StoreSettings
+from mooring_agent.ports import ObjectStore
+
+S3_SERVERS = ["rclone", "rclone_tls", "moto", "ceph"]
+NAMES_PARTS_BY_MD5 = ["fake", *S3_SERVERS]
+PART_BYTES = 5 * MIB
+
+
+@pytest.fixture(params=["fake", "filesystem", *S3_SERVERS])
+def kind(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+@pytest.fixture
+async def store(kind: str, request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator[ObjectStore]:
+    async with AsyncExitStack() as stack:
+        store: ObjectStore
+        if kind == "fake":
+            store = FakeStore()
+            stack.push_async_callback(store.close)
+        else:
+            if kind == "filesystem":
+                settings = StoreSettings(destination=f"file://{tmp_path}/destination")
+            else:
+                settings = request.getfixturevalue(f"{kind}_bucket").settings()
+            store = await stack.enter_async_context(open_store(settings))
+        await store.probe()
+        yield store
+
+
+async def keys(store: ObjectStore, prefix: str = "") -> list[str]:
+    return [info.key async for info in store.list(prefix)]
+
+
+async def upload(store: ObjectStore, key: str, file: Path) -> str:
+    upload_id = await store.create_upload(key)
+    etags = [
+        await store.put_part(key, upload_id, number, region, checksum)
+        for number, (region, checksum) in enumerate(parts_of(file, PART_BYTES), start=1)
+    ]
+    return await store.complete_upload(key, upload_id, etags)
+
+
+async def fails(kind: ErrorKind, awaitable: object) -> StoreError:
+    with pytest.raises(StoreError) as caught:
+        await awaitable  # type: ignore[misc]
+    assert caught.value.kind is kind, caught.value
+    return caught.value
+
+
+async def test_a_small_object_comes_back_as_it_was_put(store: ObjectStore) -> None:
+    etag = await store.put("a/b.json", b"hello")
+
+    assert await store.get("a/b.json", limit_bytes=5) == b"hello"
+    info = await store.head("a/b.json")
+    assert (info.key, info.size_bytes, info.etag) == ("a/b.json", 5, etag)
+    assert '"' not in etag
+
+
+async def test_an_empty_object_is_an_object(store: ObjectStore) -> None:
+    await store.put("empty", b"")
+
+    assert await store.get("empty", limit_bytes=10) == b""
+    assert await keys(store) == ["empty"]
+
+
+async def test_a_repeated_put_of_the_same_bytes_is_harmless(store: ObjectStore) -> None:
+    await store.put("a", b"same")
+    await store.put("a", b"same")
+
+    assert await store.get("a", limit_bytes=10) == b"same"
+
+
+async def test_an_object_larger_than_the_limit_is_not_read(store: ObjectStore) -> None:
+    await store.put("a", b"123456")
+
+    await fails(ErrorKind.REQUEST_REFUSED, store.get("a", limit_bytes=5))
+
+
+async def test_a_key_that_does_not_exist_is_not_found(store: ObjectStore, tmp_path: Path) -> None:
+    await store.put("a", b"")
+
+    await fails(ErrorKind.NOT_FOUND, store.head("b/c"))
+    await fails(ErrorKind.NOT_FOUND, store.get("b/c", limit_bytes=1))
+    with (tmp_path / "into").open("wb") as file:
+        await fails(
+            ErrorKind.NOT_FOUND,
+            store.get_into("b/c", offset_bytes=0, size_bytes=1, etag="x", descriptor=file.fileno()),
+        )
+
+
+async def test_a_conditional_put_refuses_an_existing_key_where_the_probe_says_so(store: ObjectStore, kind: str) -> None:
+    if kind in ("fake", "filesystem", "moto", "ceph"):
+        assert store.capabilities.conditional_put
+    await store.put("a", b"1", if_absent=True)
+
+    if store.capabilities.conditional_put:
+        await fails(ErrorKind.ALREADY_EXISTS, store.put("a", b"2", if_absent=True))
+        assert await store.get("a", limit_bytes=9) == b"1"
+    else:
+        await store.put("a", b"2", if_absent=True)
+        assert await store.get("a", limit_bytes=9) == b"2"
+
+
+async def test_a_probe_leaves_nothing_behind(store: ObjectStore) -> None:
+    await store.probe()
+
+    assert await keys(store, PROBE_PREFIX) == []
+    assert [upload async for upload in store.list_uploads("")] == []
+
+
+async def test_a_listing_is_by_prefix_and_in_the_order_of_keys(store: ObjectStore) -> None:
+    names = ["b/2", "b/10", "b-x", "a", "b/é", "b/c/d", "c/with space+plus%41&<x>"]
+    for name in names:
+        await store.put(name, b"x")
+
+    assert await keys(store) == sorted(names, key=str.encode)
+    assert await keys(store, "b/") == ["b/10", "b/2", "b/c/d", "b/é"]
+    assert await keys(store, "b") == ["b-x", "b/10", "b/2", "b/c/d", "b/é"]
+    assert await keys(store, "nothing/") == []
+
+
+async def test_a_deleted_object_is_gone_and_deleting_it_again_is_fine(store: ObjectStore) -> None:
+    await store.put("a/b", b"x")
+    await store.put("a/c", b"x")
+
+    await store.delete("a/b")
+    await store.delete("a/b")
+
+    assert await keys(store) == ["a/c"]
+
+
+async def test_a_region_becomes_an_object(store: ObjectStore, tmp_path: Path) -> None:
+    file = make_file(tmp_path / "file", 3 * MIB)
+    region = region_of(file, MIB, 2 * MIB - 7)
+
+    etag = await store.put_region("x", region, region_checksum(region))
+
+    assert await store.get("x", limit_bytes=2 * MIB) == file.read_bytes()[MIB : 3 * MIB - 7]
+    assert (await store.head("x")).etag == etag
+
+
+async def test_an_empty_region_becomes_an_empty_object(store: ObjectStore, tmp_path: Path) -> None:
+    region = region_of(make_file(tmp_path / "file", 0))
+
+    await store.put_region("x", region, region_checksum(region))
+
+    assert (await store.head("x")).size_bytes == 0
+
+
+async def test_parts_become_one_object(store: ObjectStore, tmp_path: Path) -> None:
+    file = make_file(tmp_path / "file", 2 * PART_BYTES + 12345)
+
+    await upload(store, "big", file)
+
+    info = await store.head("big")
+    assert info.size_bytes == file.stat().st_size
+    target = tmp_path / "target"
+    with target.open("wb") as into:
+        checksum = 0
+        for offset in (PART_BYTES, 0, 2 * PART_BYTES):
+            size = min(PART_BYTES, info.size_bytes - offset)
+            checksum = await store.get_into(
+                "big", offset_bytes=offset, size_bytes=size, etag=info.etag, descriptor=into.fileno()
+            )
+    assert target.read_bytes() == file.read_bytes()
+    assert checksum == crc64nvme(file.read_bytes()[2 * PART_BYTES :])
+    assert [upload async for upload in store.list_uploads("")] == []
+
+
+async def test_parts_may_come_in_any_order_and_again(store: ObjectStore, tmp_path: Path) -> None:
+    file = make_file(tmp_path / "file", 2 * PART_BYTES + 1)
+    parts = parts_of(file, PART_BYTES)
+    upload_id = await store.create_upload("big")
+
+    etags = {number: await store.put_part("big", upload_id, number, *parts[number - 1]) for number in (3, 1, 2, 1)}
+    await store.complete_upload("big", upload_id, [etags[1], etags[2], etags[3]])
+
+    assert await store.get("big", limit_bytes=3 * PART_BYTES) == file.read_bytes()
+
+
+async def test_an_upload_and_its_parts_are_listed_until_it_ends(store: ObjectStore, tmp_path: Path, kind: str) -> None:
+    file = make_file(tmp_path / "file", 2 * PART_BYTES)
+    parts = parts_of(file, PART_BYTES)
+    upload_id = await store.create_upload("runs/big")
+    assert await store.list_parts("runs/big", upload_id) == []
+    etags = [await store.put_part("runs/big", upload_id, number, *parts[number - 1]) for number in (1, 2)]
+
+    listed = await store.list_parts("runs/big", upload_id)
+
+    assert [(part.number, part.size_bytes, part.etag) for part in listed] == [
+        (1, PART_BYTES, etags[0]),
+        (2, PART_BYTES, etags[1]),
+    ]
+    if kind in NAMES_PARTS_BY_MD5:
+        assert etags[0] == region_md5(parts[0][0])
+    uploads = [upload async for upload in store.list_uploads("runs/")]
+    assert [(upload.key, upload.upload_id) for upload in uploads] == [("runs/big", upload_id)]
+    assert [upload async for upload in store.list_uploads("other/")] == []
+    assert await keys(store) == []
+    await store.abort_upload("runs/big", upload_id)
+    assert [upload async for upload in store.list_uploads("")] == []
+
+
+async def test_an_aborted_upload_is_lost_and_aborting_it_again_is_fine(
+    store: ObjectStore, tmp_path: Path, kind: str
+) -> None:
+    region = region_of(make_file(tmp_path / "file", 100))
+    upload_id = await store.create_upload("big")
+    etag = await store.put_part("big", upload_id, 1, region, region_checksum(region))
+
+    await store.abort_upload("big", upload_id)
+    await store.abort_upload("big", upload_id)
+
+    if kind != "moto":  # moto itself fails here, with 500
+        await fails(ErrorKind.UPLOAD_LOST, store.put_part("big", upload_id, 2, region, region_checksum(region)))
+    await fails(ErrorKind.UPLOAD_LOST, store.list_parts("big", upload_id))
+    await fails(ErrorKind.UPLOAD_LOST, store.complete_upload("big", upload_id, [etag]))
+    await fails(ErrorKind.NOT_FOUND, store.head("big"))
+
+
+async def test_an_upload_completed_twice_leaves_the_object_whole(store: ObjectStore, tmp_path: Path) -> None:
+    region = region_of(make_file(tmp_path / "file", 1000))
+    upload_id = await store.create_upload("big")
+    etag = await store.put_part("big", upload_id, 1, region, region_checksum(region))
+    await store.complete_upload("big", upload_id, [etag])
+
+    kinds = []
+    try:
+        await store.complete_upload("big", upload_id, [etag])
+    except StoreError as error:
+        kinds.append(error.kind)
+
+    assert kinds in ([], [ErrorKind.UPLOAD_LOST])
+    assert (await store.head("big")).size_bytes == 1000
+
+
+async def test_a_file_that_is_not_what_the_checksum_covers_is_never_stored(store: ObjectStore, tmp_path: Path) -> None:
+    region = region_of(make_file(tmp_path / "file", 2 * MIB))
+    upload_id = await store.create_upload("big")
+
+    for send in (
+        store.put_region("small", region, region_checksum(region) ^ 1),
+        store.put_part("big", upload_id, 1, region, region_checksum(region) ^ 1),
+    ):
+        with pytest.raises(VolumeError) as caught:
+            await send
+        assert caught.value.kind is ErrorKind.FILE_CHANGED
+
+    assert await keys(store) == []
+    assert await store.list_parts("big", upload_id) == []
+    await store.abort_upload("big", upload_id)
+
+
+async def test_a_file_that_is_gone_is_missing(store: ObjectStore, tmp_path: Path) -> None:
+    region = region_of(make_file(tmp_path / "file", 10))
+    (tmp_path / "file").unlink()
+
+    with pytest.raises(VolumeError) as caught:
+        await store.put_region("x", region, 0)
+    assert caught.value.kind is ErrorKind.FILE_MISSING
+
+
+async def test_a_range_beyond_the_object_or_of_another_object_is_corrupt(store: ObjectStore, tmp_path: Path) -> None:
+    etag = await store.put("a", b"0123456789")
+    with (tmp_path / "into").open("wb") as into:
+        for offset, size, expected in ((5, 6, etag), (20, 1, etag), (0, 10, "0" * 32)):
+            await fails(
+                ErrorKind.CHECKPOINT_CORRUPT,
+                store.get_into("a", offset_bytes=offset, size_bytes=size, etag=expected, descriptor=into.fileno()),
+            )
+
+
+async def test_a_full_local_disk_is_named_as_such(store: ObjectStore) -> None:
+    etag = await store.put("a", b"0123456789")
+    full = os.open("/dev/full", os.O_WRONLY)
+    try:
+        with pytest.raises(VolumeError) as caught:
+            await store.get_into("a", offset_bytes=0, size_bytes=10, etag=etag, descriptor=full)
+    finally:
+        os.close(full)
+    assert caught.value.kind is ErrorKind.DISK_FULL
+
+
+async def test_closing_twice_is_fine(store: ObjectStore) -> None:
+    await store.close()
+    await store.close()

@@ -1,0 +1,209 @@
+"""How a file's bytes leave and arrive: verified, bounded in memory, over HTTP and TLS, on either event loop."""
+
+import asyncio
+import hashlib
+import os
+import tracemalloc
+from collections.abc import AsyncIterator, Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+import uvloop
+from tests.regions import make_file, region_of
+from tests.servers.server import Bucket
+
+from mooring_agent.adapters.checksum import crc64nvme, region_checksum, region_crc32c, region_md5, region_sha256
+from mooring_agent.adapters.open_store import open_store
+from mooring_agent.adapters.rate_limit import RateLimiter
+from mooring_agent.adapters.region_file import RegionFile
+from mooring_agent.adapters.transfer import PIECE_BYTES, FileBody
+from mooring_agent.core.errors import ErrorKind, VolumeError
+from mooring_agent.core.model import Region
+from mooring_agent.core.settings import MIB, StoreSettings
+
+
+@pytest.fixture
+def executor() -> Iterator[ThreadPoolExecutor]:
+    with ThreadPoolExecutor(2) as executor:
+        yield executor
+
+
+def body_of(region: Region, executor: ThreadPoolExecutor, limiter: RateLimiter | None = None) -> FileBody:
+    checksum = region_checksum(region)
+    return FileBody(RegionFile(region), region, checksum, executor=executor, limiter=limiter or RateLimiter())
+
+
+def truncate(path: Path) -> None:
+    os.truncate(path, PIECE_BYTES)
+
+
+def rewrite(path: Path) -> None:
+    with path.open("r+b") as file:
+        file.seek(-10, os.SEEK_END)
+        file.write(b"0123456789")
+
+
+def touch(path: Path) -> None:
+    os.utime(path, ns=(0, 0))
+
+
+@pytest.mark.parametrize("change", [truncate, rewrite, touch])
+async def test_a_file_that_changes_while_it_is_sent_never_gives_its_last_piece(
+    change: Callable[[Path], None], tmp_path: Path, executor: ThreadPoolExecutor
+) -> None:
+    path = make_file(tmp_path / "file", 3 * PIECE_BYTES)
+    body = body_of(region_of(path), executor)
+    pieces = body.pieces()
+    received = [await anext(pieces)]
+    change(path)
+
+    with pytest.raises(VolumeError) as caught:
+        await _gather(pieces, received)
+
+    assert caught.value.kind is ErrorKind.FILE_CHANGED
+    assert body.failure is caught.value
+    assert sum(map(len, received)) < 3 * PIECE_BYTES
+
+
+async def test_a_file_that_is_renamed_over_or_unlinked_is_still_sent_whole(
+    tmp_path: Path, executor: ThreadPoolExecutor
+) -> None:
+    path = make_file(tmp_path / "file", 3 * PIECE_BYTES)
+    content = path.read_bytes()
+    body = body_of(region_of(path), executor)
+    pieces = body.pieces()
+    received = await anext(pieces)
+    make_file(tmp_path / "new", 100).replace(path)
+
+    received += b"".join([piece async for piece in pieces])
+
+    assert received == content
+
+
+@pytest.mark.parametrize("change", [truncate, rewrite])
+@pytest.mark.parametrize("server", ["rclone", "rclone_tls", "ceph"])
+async def test_a_file_that_changes_on_its_way_to_a_store_is_not_stored(
+    server: str, change: Callable[[Path], None], request: pytest.FixtureRequest, tmp_path: Path
+) -> None:
+    bucket: Bucket = request.getfixturevalue(f"{server}_bucket")
+    path = make_file(tmp_path / "file", 8 * MIB)
+    region = region_of(path)
+    checksum = region_checksum(region)
+    limiter = RateLimiter(1)
+    async with open_store(bucket.settings(), limiter=limiter) as store:
+        sending = asyncio.create_task(store.put_region("a", region, checksum))
+        async with asyncio.timeout(10):
+            await _until_limited(limiter)
+        change(path)
+        limiter.set_rate(0)
+
+        with pytest.raises(VolumeError) as caught:
+            await sending
+
+        assert caught.value.kind is ErrorKind.FILE_CHANGED
+        assert [info.key async for info in store.list("") if "rclone_temp" not in info.key] == []
+
+
+async def _gather(pieces: AsyncIterator[bytes], into: list[bytes]) -> None:
+    async for piece in pieces:
+        into.append(piece)
+
+
+async def _until_limited(limiter: RateLimiter) -> None:
+    """Until the first piece is paid for: the request is under way and the second piece waits."""
+    while limiter.bytes_owed == 0:  # noqa: ASYNC110 - a limiter tells nobody
+        await asyncio.sleep(0.005)
+
+
+@pytest.mark.parametrize("server", ["rclone", "rclone_tls"])
+async def test_memory_does_not_grow_with_the_size_of_a_part(
+    server: str, request: pytest.FixtureRequest, tmp_path: Path
+) -> None:
+    bucket: Bucket = request.getfixturevalue(f"{server}_bucket")
+    region = region_of(make_file(tmp_path / "file", 48 * MIB))
+    checksum = region_checksum(region)
+    async with open_store(bucket.settings()) as store:
+        await store.put("warm", b"up")
+        tracemalloc.start()
+        try:
+            await store.put_region("a", region, checksum)
+            etag = (await store.head("a")).etag
+            with (tmp_path / "into").open("wb") as into:
+                received = await store.get_into(
+                    "a", offset_bytes=0, size_bytes=region.size_bytes, etag=etag, descriptor=into.fileno()
+                )
+            _, peak_bytes = tracemalloc.get_traced_memory()
+        finally:
+            tracemalloc.stop()
+
+    assert received == checksum
+    assert peak_bytes < 10 * MIB
+
+
+@pytest.mark.parametrize("server", ["rclone", "rclone_tls"])
+def test_uvloop_sends_and_receives_the_same_bytes(server: str, request: pytest.FixtureRequest, tmp_path: Path) -> None:
+    bucket: Bucket = request.getfixturevalue(f"{server}_bucket")
+    path = make_file(tmp_path / "file", 20 * MIB + 3)
+
+    async def there_and_back() -> None:
+        region = region_of(path)
+        async with open_store(bucket.settings()) as store:
+            await store.put_region("a", region, region_checksum(region))
+            etag = (await store.head("a")).etag
+            descriptor = os.open(tmp_path / "into", os.O_WRONLY | os.O_CREAT)
+            try:
+                await store.get_into(
+                    "a", offset_bytes=0, size_bytes=region.size_bytes, etag=etag, descriptor=descriptor
+                )
+            finally:
+                os.close(descriptor)
+
+    uvloop.run(there_and_back())
+
+    assert (tmp_path / "into").read_bytes() == path.read_bytes()
+
+
+def test_checksums_of_a_region_cover_exactly_its_bytes(tmp_path: Path) -> None:
+    path = make_file(tmp_path / "file", 10_000)
+    region = region_of(path, 1_000, 5_000)
+    content = path.read_bytes()[1_000:6_000]
+
+    assert region_checksum(region, chunk_bytes=777) == crc64nvme(content)
+    assert crc64nvme(content[100:], crc64nvme(content[:100])) == crc64nvme(content)
+    assert region_md5(region, chunk_bytes=777) == hashlib.md5(content).hexdigest()
+    assert region_sha256(region) == hashlib.sha256(content).hexdigest()
+    assert 0 <= region_crc32c(region) < 2**32
+
+
+def test_crc64nvme_is_the_published_one() -> None:
+    assert crc64nvme(b"123456789") == 0xAE8B14860A799888
+
+
+@pytest.mark.parametrize(
+    ("change", "kind"),
+    [(truncate, ErrorKind.FILE_CHANGED), (touch, ErrorKind.FILE_CHANGED), (Path.unlink, ErrorKind.FILE_MISSING)],
+)
+def test_the_checksum_of_another_file_than_was_staged_is_refused(
+    change: Callable[[Path], None], kind: ErrorKind, tmp_path: Path
+) -> None:
+    path = make_file(tmp_path / "file", 3 * PIECE_BYTES)
+    region = region_of(path)
+    change(path)
+
+    with pytest.raises(VolumeError) as caught:
+        region_checksum(region)
+
+    assert caught.value.kind is kind
+
+
+async def test_uploads_keep_to_the_cap(tmp_path: Path) -> None:
+    region = region_of(make_file(tmp_path / "file", 8 * MIB))
+    settings = StoreSettings(destination=f"file://{tmp_path}/destination")
+    async with open_store(settings, limiter=RateLimiter(8 * MIB)) as store:
+        start = asyncio.get_running_loop().time()
+        await store.put_region("a", region, region_checksum(region))
+        await store.put_region("b", region, region_checksum(region))
+        seconds = asyncio.get_running_loop().time() - start
+
+    assert 1.8 <= seconds <= 2.5

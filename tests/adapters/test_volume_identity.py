@@ -1,0 +1,33 @@
+"""A volume belongs to one destination, from the first that claimed it on."""
+
+from pathlib import Path
+
+import pytest
+
+from mooring_agent.adapters.volume_identity import claim
+from mooring_agent.core.errors import ErrorKind, MooringError, VolumeError
+
+
+def test_the_first_to_claim_a_volume_keeps_it(tmp_path: Path) -> None:
+    volume = tmp_path / "volume"
+    claim(volume, "s3://bucket/one")
+    claim(volume, "s3://bucket/one")
+    with pytest.raises(MooringError) as caught:
+        claim(volume, "s3://bucket/two")
+    assert caught.value.kind is ErrorKind.BAD_CONFIGURATION
+    assert "s3://bucket/one" in str(caught.value)
+    assert "s3://bucket/two" in str(caught.value)
+    assert "another --volume" in caught.value.hint
+    claim(volume, "s3://bucket/one")
+
+
+def test_a_slash_at_the_end_makes_no_other_destination(tmp_path: Path) -> None:
+    claim(tmp_path, "s3://bucket/one/")
+    claim(tmp_path, "s3://bucket/one")
+    claim(tmp_path, "s3://bucket/one//")
+
+
+def test_a_volume_that_cannot_be_claimed_is_the_volumes_error(tmp_path: Path) -> None:
+    (tmp_path / "volume").write_text("a file")
+    with pytest.raises(VolumeError):
+        claim(tmp_path / "volume", "s3://bucket/one")

@@ -1,0 +1,3 @@
+"""Fixtures that tests of several areas share."""
+
+pytest_plugins = ["tests.servers.fixtures"]

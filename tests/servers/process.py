@@ -1,0 +1,80 @@
+"""A server as a child process: started on a free port, waited for, stopped by its own pid, gone when we are."""
+
+import ctypes
+import os
+import signal
+import socket
+import subprocess
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+_PR_SET_PDEATHSIG = 1
+_libc = ctypes.CDLL(None)
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def accepts(port: int) -> bool:
+    with socket.socket() as probe:
+        probe.settimeout(1)
+        return probe.connect_ex(("127.0.0.1", port)) == 0
+
+
+def wait_until(condition: Callable[[], bool], what: str, timeout_seconds: float = 30.0) -> None:
+    """Return as soon as `condition` holds; TimeoutError names `what` did not come."""
+    deadline = time.monotonic() + timeout_seconds
+    while not condition():
+        if time.monotonic() > deadline:
+            raise TimeoutError(f"{what} within {timeout_seconds:g} s")
+        time.sleep(0.02)
+
+
+class Daemon:
+    """One child process; its output goes to `log`."""
+
+    def __init__(self, command: Sequence[str], log: Path, environment: Mapping[str, str] | None = None) -> None:
+        self.log = log
+        with log.open("ab") as output:
+            self._process = subprocess.Popen(
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                env={**os.environ, **(environment or {})},
+                preexec_fn=_die_with_parent,
+            )
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    def running(self) -> bool:
+        return self._process.poll() is None
+
+    def wait_for_port(self, port: int, timeout_seconds: float = 30.0) -> None:
+        """RuntimeError with the log if the process ends before it listens."""
+
+        def settled() -> bool:
+            return not self.running() or accepts(port)
+
+        wait_until(settled, f"{self.log.name} listens on {port}", timeout_seconds)
+        if not self.running():
+            raise RuntimeError(f"{self.log.name} ended: {self.log.read_text(errors='replace')[-2000:]}")
+
+    def stop(self, signal_number: int = signal.SIGTERM) -> None:
+        if self.running():
+            self._process.send_signal(signal_number)
+            try:
+                self._process.wait(5)
+            except subprocess.TimeoutExpired:
+                self._process.kill()
+        self._process.wait(10)
+
+
+def _die_with_parent() -> None:
+    _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
