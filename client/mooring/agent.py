@@ -1,0 +1,111 @@
+"""The agent as a Checkpointer sees it: every method returns, whatever the agent does.
+
+Owns what is said of an agent that is away: one warning when it goes, one line when it is back. Must not know where
+checkpoints lie. With no socket there is no agent, and gRPC is never imported.
+"""
+
+import logging
+from importlib.metadata import version
+from pathlib import Path
+from typing import TYPE_CHECKING, Final
+
+from mooring.errors import AgentError, ErrorKind
+from mooring.records import Kind
+
+if TYPE_CHECKING:
+    from mooring.channel import Admission, Channel
+
+_log: Final = logging.getLogger("mooring")
+
+
+class Agent:
+    """The agent beside this process, or nobody."""
+
+    def __init__(self, socket: Path | None, *, attempt: str, holds_liveness_lock: bool) -> None:
+        self._attempt = attempt
+        self._holds_liveness_lock = holds_liveness_lock
+        self._client = f"mooring-python/{version('mooring')}"
+        self._channel: Channel | None = None
+        self._registered = False
+        self._missed = False
+        self.terminating = False
+        """The agent knew of a termination notice when it last got to know us."""
+        if socket is None:
+            _log.warning("no agent: checkpoints stay on the local disk; see `mooring run`")
+        else:
+            # A broken installation must show here and not in a training step.
+            from mooring import channel
+
+            self._channel = channel.Channel(socket)
+            self._register(self._channel)
+
+    def begin_save(self, *, step: int, kind: Kind) -> "Admission | None":
+        """None when the agent is away."""
+        if self._channel is None:
+            return None
+        try:
+            self._ensure_registered(self._channel)
+            answer = self._channel.begin_save(step=step, kind=kind, attempt=self._attempt)
+        except AgentError as error:
+            self._failed(error)
+            return None
+        self._answered()
+        return answer
+
+    def announce(self, *, path: Path, step: int, kind: Kind, save: str, urgent: bool) -> bool:
+        """Whether the checkpoint is the agent's concern from now on; `urgent` tries an agent that just hung, too."""
+        if self._channel is None:
+            return False
+        try:
+            self._channel.announce(path=path, step=step, kind=kind, save=save, urgent=urgent)
+        except AgentError as error:
+            self._failed(error)
+            return False
+        self._answered()
+        return True
+
+    def abort_save(self, save: str) -> None:
+        if self._channel is None:
+            return
+        try:
+            self._channel.abort_save(save)
+        except AgentError as error:
+            self._failed(error)
+
+    def notify_termination(self, source: str) -> bool:
+        """Whether the agent knows now."""
+        if self._channel is None:
+            return False
+        try:
+            self._channel.notify_termination(source)
+        except AgentError as error:
+            self._failed(error)
+            return False
+        self._answered()
+        return True
+
+    def _register(self, channel: "Channel") -> None:
+        try:
+            self._ensure_registered(channel)
+        except AgentError as error:
+            self._failed(error)
+
+    def _ensure_registered(self, channel: "Channel") -> None:
+        if not self._registered:
+            self.terminating |= channel.register(holds_liveness_lock=self._holds_liveness_lock, client=self._client)
+            self._registered = True
+
+    def _failed(self, error: AgentError) -> None:
+        if error.kind is ErrorKind.AGENT_REFUSED:
+            _log.warning("the agent refused: error=%s", error)
+            return
+        # It may be another one when it is back.
+        self._registered = False
+        if not self._missed:
+            self._missed = True
+            _log.warning("agent away, checkpoints stay on the local disk: error=%s hint=%s", error, error.hint)
+
+    def _answered(self) -> None:
+        if self._missed:
+            self._missed = False
+            _log.info("agent back")

@@ -1,0 +1,120 @@
+"""Calls to the agent over its unix socket: open a channel, call with a deadline, close.
+
+Owns deadlines and the back-off from an agent that does not answer. Nothing stays open between two calls, so that the
+trainer may fork at any moment: gRPC's threads and descriptors are gone with the channel. What gRPC does not survive is
+a call in a process that was forked while those threads were ending; only the process that made the channel may call.
+"""
+
+import os
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, Final
+from urllib.parse import quote
+
+import grpc
+
+from mooring.errors import AgentError, ErrorKind
+from mooring.records import Kind
+from mooring_api.v1 import agent_pb2, agent_pb2_grpc
+
+CALL_SECONDS: Final = 1.0
+ANNOUNCE_SECONDS: Final = 5.0
+BACK_OFF_SECONDS: Final = 30.0
+"""How long an agent that did not answer is left alone, so that not every save pays its deadline."""
+
+_OPTIONS: Final = (("grpc.enable_http_proxy", 0), ("grpc.use_local_subchannel_pool", 1))
+_WIRE_KINDS: Final[Mapping[Kind, agent_pb2.Kind]] = MappingProxyType(
+    {
+        Kind.PERIODIC: agent_pb2.KIND_PERIODIC,
+        Kind.JUST_IN_TIME: agent_pb2.KIND_JUST_IN_TIME,
+        Kind.FINAL: agent_pb2.KIND_FINAL,
+    }
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Admission:
+    """The agent's answer to a save about to begin; `save` is its id, empty when it was not admitted."""
+
+    admitted: bool
+    reason: str
+    save: str
+
+
+class Channel:
+    """One agent. Every method raises AgentError only, after its deadline at the latest."""
+
+    def __init__(self, socket: Path) -> None:
+        self._socket = socket
+        self._process_id = os.getpid()
+        self._silent_until = 0.0
+
+    def register(self, *, holds_liveness_lock: bool, client: str) -> bool:
+        """Make this process known; whether a termination notice was given already."""
+        request = agent_pb2.RegisterRequest(
+            local_rank=0,
+            rank=0,
+            world_size=1,
+            pid=os.getpid(),
+            holds_liveness_lock=holds_liveness_lock,
+            client=client,
+        )
+        return bool(self._call("Register", request).terminating)
+
+    def begin_save(self, *, step: int, kind: Kind, attempt: str) -> Admission:
+        request = agent_pb2.BeginSaveRequest(step=step, kind=_WIRE_KINDS[kind], attempt=attempt)
+        response = self._call("BeginSave", request)
+        return Admission(admitted=response.admitted, reason=response.reason, save=response.save)
+
+    def announce(self, *, path: Path, step: int, kind: Kind, save: str, urgent: bool) -> None:
+        """`urgent`: try it even while the agent is left alone."""
+        request = agent_pb2.AnnounceCheckpointRequest(
+            path=str(path), step=step, name=path.name, kind=_WIRE_KINDS[kind], save=save, rank=0, world_size=1
+        )
+        self._call("AnnounceCheckpoint", request, deadline_seconds=ANNOUNCE_SECONDS, urgent=urgent)
+
+    def abort_save(self, save: str) -> None:
+        self._call("AbortSave", agent_pb2.AbortSaveRequest(save=save))
+
+    def notify_termination(self, source: str) -> None:
+        """The agent takes its own configured grace period."""
+        self._call("NotifyTermination", agent_pb2.NotifyTerminationRequest(grace_seconds=0, source=source))
+
+    def _call(self, method: str, request: Any, *, deadline_seconds: float = CALL_SECONDS, urgent: bool = False) -> Any:
+        if os.getpid() != self._process_id:
+            raise AgentError(ErrorKind.AGENT_AWAY, "a forked process does not speak to the agent")
+        if time.monotonic() < self._silent_until and not urgent:
+            raise AgentError(
+                ErrorKind.AGENT_SILENT, f"{method} not called: the agent did not answer lately", hint="see its log"
+            )
+        try:
+            self._socket.stat()
+        except OSError as error:
+            raise AgentError(
+                ErrorKind.AGENT_AWAY, f"no socket at {self._socket}: {error.strerror}", hint="start the agent"
+            ) from error
+        try:
+            address = f"unix:{quote(str(self._socket))}"
+            with grpc.insecure_channel(address, options=_OPTIONS) as channel:
+                stub = agent_pb2_grpc.AgentStub(channel)  # type: ignore[no-untyped-call]
+                response = getattr(stub, method)(request, timeout=deadline_seconds)
+        except grpc.RpcError as error:
+            raise self._classified(method, error, deadline_seconds) from error
+        self._silent_until = 0.0
+        return response
+
+    def _classified(self, method: str, error: grpc.RpcError, deadline_seconds: float) -> AgentError:
+        code, details = error.code(), error.details()
+        match code:
+            case grpc.StatusCode.DEADLINE_EXCEEDED:
+                self._silent_until = time.monotonic() + BACK_OFF_SECONDS
+                return AgentError(
+                    ErrorKind.AGENT_SILENT, f"{method} had no answer in {deadline_seconds:g} s", hint="see its log"
+                )
+            case grpc.StatusCode.UNAVAILABLE:
+                return AgentError(ErrorKind.AGENT_AWAY, f"{method}: {details}", hint="see whether the agent runs")
+            case _:
+                return AgentError(ErrorKind.AGENT_REFUSED, f"{method}: {code.name}: {details}")

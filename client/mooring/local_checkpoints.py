@@ -1,0 +1,149 @@
+"""The checkpoint directory: how a checkpoint gets its name there, which one to resume from, which ones to delete.
+
+Owns every name in that directory that begins with a dot and every record. Must not know the agent. Invariants: what is
+called `checkpoint-<step>` is complete and on disk; nothing without a record is ever deleted, except the checkpoint
+whose name a new one takes; a crash at any point leaves the newest complete checkpoint to be found by `newest`.
+
+.saving-<name>-<nonce>      being written; garbage once its process is gone
+.replaced-<name>-<nonce>    had the name that a new one is just taking; goes back if that never happened
+.removing-<name>-<nonce>    being deleted; garbage
+"""
+
+import logging
+import os
+import shutil
+from pathlib import Path
+from typing import Final
+
+from mooring.records import (
+    Record,
+    RecordedFile,
+    damage,
+    read_records,
+    remove_record,
+    sync_directory,
+    write_record,
+)
+
+_log: Final = logging.getLogger("mooring")
+_SAVING: Final = ".saving-"
+_REPLACED: Final = ".replaced-"
+_REMOVING: Final = ".removing-"
+
+
+class LocalCheckpoints:
+    """The complete checkpoints of one run on this volume. `nonce` keeps two processes' temporary names apart."""
+
+    def __init__(self, directory: Path, records_directory: Path, nonce: str) -> None:
+        self._directory = directory
+        self._records = records_directory
+        self._nonce = nonce
+
+    def path(self, name: str) -> Path:
+        return self._directory / name
+
+    def clean_up(self) -> None:
+        """Put right what a killed process left; only when no such process can be alive. Raises OSError."""
+        if not self._directory.is_dir():
+            return
+        for path in sorted(self._directory.iterdir()):
+            if path.name.startswith((_SAVING, _REMOVING)):
+                _delete(path)
+            elif path.name.startswith(_REPLACED):
+                final = self.path(path.name.removeprefix(_REPLACED).rpartition("-")[0])
+                if final.exists():
+                    _delete(path)
+                else:
+                    path.rename(final)
+
+    def newest(self) -> Record | None:
+        """The newest whole checkpoint; forgets those that are gone, passes over those that are damaged."""
+        for record in read_records(self._records):
+            checkpoint = self.path(record.name)
+            if not checkpoint.is_dir():
+                self._forget(record.name)
+            elif (reason := damage(record, checkpoint)) is not None:
+                _log.warning("checkpoint skipped: name=%s reason=%s", record.name, reason)
+            else:
+                return record
+        return None
+
+    def begin(self, name: str) -> Path:
+        """An empty directory to write a checkpoint into. Raises OSError."""
+        temporary = self._temporary(_SAVING, name)
+        _delete(temporary)
+        temporary.mkdir(parents=True)
+        return temporary
+
+    def abandon(self, name: str) -> None:
+        """Remove what `begin` made and was not published."""
+        _delete(self._temporary(_SAVING, name))
+
+    def publish(self, name: str) -> tuple[RecordedFile, ...]:
+        """Make what was written durable and give it its name; its files. Raises OSError, with the name untouched."""
+        temporary, final = self._temporary(_SAVING, name), self.path(name)
+        files = _sync_tree(temporary)
+        if not files:
+            raise FileNotFoundError(f"nothing was saved in {temporary}")
+        aside = self._temporary(_REPLACED, name)
+        if final.exists():
+            final.rename(aside)
+        try:
+            temporary.rename(final)
+        except OSError:
+            if aside.exists():
+                aside.rename(final)
+            raise
+        sync_directory(self._directory)
+        _delete(aside)
+        return files
+
+    def record(self, record: Record) -> None:
+        """From now on the checkpoint may be resumed from, and rotated. Raises OSError."""
+        write_record(self._records, record)
+
+    def rotate(self, newest: Record, keep: int) -> None:
+        """Of the whole checkpoints up to `newest`, keep that one and the `keep - 1` before it. Raises OSError."""
+        older = [record for record in read_records(self._records) if record.order < newest.order]
+        whole = [record for record in older if damage(record, self.path(record.name)) is None]
+        for record in whole[keep - 1 :]:
+            removing = self._temporary(_REMOVING, record.name)
+            self.path(record.name).rename(removing)
+            remove_record(self._records, record.name)
+            _delete(removing)
+
+    def _temporary(self, prefix: str, name: str) -> Path:
+        return self._directory / f"{prefix}{name}-{self._nonce}"
+
+    def _forget(self, name: str) -> None:
+        try:
+            remove_record(self._records, name)
+        except OSError as error:
+            _log.warning("record not removed: name=%s error=%s", name, error)
+
+
+def _delete(path: Path) -> None:
+    # What cannot be deleted now is garbage by its name, and the next start tries again.
+    shutil.rmtree(path, ignore_errors=True)
+
+
+def _sync_tree(root: Path) -> tuple[RecordedFile, ...]:
+    files: list[RecordedFile] = []
+    for parent, _, names in os.walk(root, topdown=False, onerror=_raise):
+        for name in sorted(names):
+            path = Path(parent, name)
+            if not path.is_file() or path.is_symlink():
+                continue
+            descriptor = os.open(path, os.O_RDONLY)
+            try:
+                os.fsync(descriptor)
+                size_bytes = os.fstat(descriptor).st_size
+            finally:
+                os.close(descriptor)
+            files.append(RecordedFile(path=path.relative_to(root).as_posix(), size_bytes=size_bytes))
+        sync_directory(Path(parent))
+    return tuple(files)
+
+
+def _raise(error: OSError) -> None:
+    raise error

@@ -1,0 +1,142 @@
+"""Records: one small JSON file per local checkpoint that is complete, `<volume>/.mooring/records/<name>.json`.
+
+Owns the format, which `mooring restore` writes too. A record appears only after its checkpoint has its final name, and
+it lists every file with its size, so that a checkpoint cut short by a crash or a deletion is told from a whole one.
+Records lie outside the checkpoints because frameworks order their checkpoint directories by modification time.
+"""
+
+import json
+import logging
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from pathlib import Path
+from typing import Any, Final
+
+_log: Final = logging.getLogger("mooring")
+_SUFFIX: Final = ".json"
+
+
+class Kind(StrEnum):
+    """Why a checkpoint was saved."""
+
+    PERIODIC = "periodic"
+    JUST_IN_TIME = "just-in-time"
+    FINAL = "final"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RecordedFile:
+    """A file of a checkpoint; `path` is relative to it, with `/`."""
+
+    path: str
+    size_bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Record:
+    """A complete local checkpoint. `saved_at` is unix seconds; `committed` that it came from the destination."""
+
+    name: str
+    step: int
+    save: str
+    kind: Kind
+    world_size: int
+    saved_at: float
+    files: tuple[RecordedFile, ...]
+    committed: bool = False
+
+    @property
+    def order(self) -> tuple[int, float]:
+        """Greater is newer: the step decides, then the time."""
+        return self.step, self.saved_at
+
+
+def write_record(directory: Path, record: Record) -> None:
+    """Durable when it returns; replaces the record of that name. Raises OSError."""
+    directory.mkdir(parents=True, exist_ok=True)
+    path = directory / f"{record.name}{_SUFFIX}"
+    temporary = directory / f".{record.name}.{record.save}.tmp"
+    try:
+        with temporary.open("wb") as file:
+            file.write(_encode(record))
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.replace(path)
+    except OSError:
+        temporary.unlink(missing_ok=True)
+        raise
+    sync_directory(directory)
+
+
+def read_records(directory: Path) -> Sequence[Record]:
+    """Every readable record, the newest first; an unreadable one is logged and left alone."""
+    found: list[Record] = []
+    for path in directory.glob(f"*{_SUFFIX}"):
+        try:
+            found.append(_decode(path))
+        except FileNotFoundError:
+            continue
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            _log.warning("record skipped: path=%s error=%r", path, error)
+    return sorted(found, key=lambda record: record.order, reverse=True)
+
+
+def remove_record(directory: Path, name: str) -> None:
+    """One that is gone already is fine. Raises OSError."""
+    (directory / f"{name}{_SUFFIX}").unlink(missing_ok=True)
+
+
+def damage(record: Record, checkpoint: Path) -> str | None:
+    """Why the directory is not what was recorded, in words; None if it is."""
+    for file in record.files:
+        try:
+            size_bytes = (checkpoint / file.path).stat().st_size
+        except OSError as error:
+            return f"{file.path}: {error.strerror}"
+        if size_bytes != file.size_bytes:
+            return f"{file.path} has {size_bytes} bytes instead of {file.size_bytes}"
+    return None
+
+
+def sync_directory(directory: Path) -> None:
+    """Make what was created, renamed or removed in a directory survive a power cut. Raises OSError."""
+    descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _encode(record: Record) -> bytes:
+    value: dict[str, Any] = {
+        "name": record.name,
+        "step": record.step,
+        "save": record.save,
+        "kind": record.kind.value,
+        "world_size": record.world_size,
+        "saved_at": record.saved_at,
+        "files": [{"path": file.path, "size": file.size_bytes} for file in record.files],
+    }
+    if record.committed:
+        value["committed"] = True
+    return json.dumps(value, ensure_ascii=False).encode() + b"\n"
+
+
+def _decode(path: Path) -> Record:
+    value = json.loads(path.read_bytes())
+    record = Record(
+        name=str(value["name"]),
+        step=int(value["step"]),
+        save=str(value["save"]),
+        kind=Kind(value["kind"]),
+        world_size=int(value["world_size"]),
+        saved_at=float(value["saved_at"]),
+        files=tuple(RecordedFile(path=str(file["path"]), size_bytes=int(file["size"])) for file in value["files"]),
+        committed=bool(value.get("committed", False)),
+    )
+    # The name becomes a path that rotation may delete.
+    if f"{record.name}{_SUFFIX}" != path.name:
+        raise ValueError(f"it is about {record.name!r}")
+    return record

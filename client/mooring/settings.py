@@ -1,0 +1,76 @@
+"""Where the trainer finds its volume, its checkpoints and its agent: arguments first, then the environment.
+
+Owns the client's only look at the environment. Without any of it, everything lies below one local directory and there
+is no agent.
+"""
+
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+from mooring.errors import ErrorKind, UsageError
+from mooring_api import names
+
+_log: Final = logging.getLogger("mooring")
+LOCAL_DIRECTORY: Final = "checkpoints"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Settings:
+    """Absolute paths. `socket` is None when nobody said that there is an agent."""
+
+    volume: Path
+    checkpoint_directory: Path
+    socket: Path | None
+
+    @property
+    def state_directory(self) -> Path:
+        """Mooring's own folder in the volume."""
+        return self.volume / names.STATE_DIRECTORY
+
+
+def read_settings(
+    environment: Mapping[str, str],
+    *,
+    directory: str | Path | None = None,
+    volume: str | Path | None = None,
+    socket: str | Path | None = None,
+) -> Settings:
+    """Raises UsageError for a job of several processes, which would overwrite each other's checkpoints."""
+    _refuse_several_processes(environment)
+    volume = volume or environment.get(names.ENV_VOLUME)
+    directory = directory or environment.get(names.ENV_CHECKPOINT_DIRECTORY)
+    socket = socket or environment.get(names.ENV_SOCKET)
+    if not volume:
+        # Nothing is written outside the one directory that the user knows of.
+        local = _announceable(Path(directory or LOCAL_DIRECTORY).absolute())
+        return Settings(volume=local, checkpoint_directory=local, socket=Path(socket).absolute() if socket else None)
+    root = Path(volume).absolute()
+    checkpoint_directory = Path(directory).absolute() if directory else root / names.CHECKPOINT_DIRECTORY
+    if not checkpoint_directory.is_relative_to(root):
+        _log.warning("the agent takes only what lies in its volume: directory=%s volume=%s", checkpoint_directory, root)
+    return Settings(
+        volume=root,
+        checkpoint_directory=_announceable(checkpoint_directory),
+        socket=Path(socket).absolute() if socket else root / names.STATE_DIRECTORY / names.SOCKET,
+    )
+
+
+def _announceable(path: Path) -> Path:
+    try:
+        str(path).encode()
+    except UnicodeEncodeError as error:
+        raise UsageError(ErrorKind.BAD_ARGUMENT, f"{str(path)!r} is not UTF-8", hint="rename the directory") from error
+    return path
+
+
+def _refuse_several_processes(environment: Mapping[str, str]) -> None:
+    world_size = environment.get("WORLD_SIZE", "1")
+    if world_size.isdecimal() and int(world_size) > 1:
+        raise UsageError(
+            ErrorKind.UNSUPPORTED,
+            f"Checkpointer saves for one process, and WORLD_SIZE is {world_size}",
+            hint="announce each rank's part with the agent's AnnounceCheckpoint call, or run one process",
+        )

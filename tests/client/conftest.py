@@ -1,0 +1,102 @@
+"""What the client's tests share: an agent that can be scripted, and processes that end with the test."""
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from tests.client.agent_server import AgentServer, serving
+
+from mooring import Checkpointer
+from mooring_api import names
+
+ENVIRONMENT = (
+    names.ENV_VOLUME,
+    names.ENV_CHECKPOINT_DIRECTORY,
+    names.ENV_SOCKET,
+    names.ENV_ATTEMPT,
+    "WORLD_SIZE",
+)
+WAIT_SECONDS = 30.0
+TRAINER = Path(__file__).with_name("trainer.py")
+
+
+@pytest.fixture(autouse=True)
+def _no_mooring_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ENVIRONMENT:
+        monkeypatch.delenv(name, raising=False)
+
+
+@pytest.fixture
+def volume(tmp_path: Path) -> Path:
+    return tmp_path / "v"
+
+
+@pytest.fixture
+def agent(volume: Path) -> Iterator[AgentServer]:
+    with serving(volume / names.STATE_DIRECTORY / names.SOCKET, AgentServer()) as server:
+        yield server
+
+
+@pytest.fixture
+def make_checkpointer(volume: Path) -> Iterator[Callable[..., Checkpointer]]:
+    before = signal.getsignal(signal.SIGTERM)
+    made: list[Checkpointer] = []
+
+    def make(**arguments: object) -> Checkpointer:
+        made.append(Checkpointer(**{"volume": volume, **arguments}))  # type: ignore[arg-type]
+        return made[-1]
+
+    yield make
+    for checkpointer in reversed(made):
+        checkpointer._gate.close()
+    assert signal.getsignal(signal.SIGTERM) == before
+
+
+class Trainer:
+    """A real training process, one step per `step()`."""
+
+    def __init__(self, volume: Path, **environment: str) -> None:
+        self.process = subprocess.Popen(
+            [sys.executable, str(TRAINER)],
+            env={**os.environ, names.ENV_VOLUME: str(volume), "STEPS": "1000", "EVERY": "10", **environment},
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+
+    def step(self) -> None:
+        assert self.process.stdin is not None
+        self.process.stdin.write("\n")
+        self.process.stdin.flush()
+
+    def line(self) -> str:
+        assert self.process.stdout is not None
+        return self.process.stdout.readline().strip()
+
+    def end(self) -> tuple[int, str]:
+        """(exit code, standard error) once it has left by itself."""
+        _, errors = self.process.communicate(timeout=WAIT_SECONDS)
+        return self.process.returncode, errors
+
+    def kill(self) -> None:
+        self.process.kill()
+        self.process.communicate(timeout=WAIT_SECONDS)
+
+
+@pytest.fixture
+def start_trainer(volume: Path) -> Iterator[Callable[..., Trainer]]:
+    started: list[Trainer] = []
+
+    def start(**environment: str) -> Trainer:
+        started.append(Trainer(volume, **environment))
+        return started[-1]
+
+    yield start
+    for trainer in started:
+        if trainer.process.poll() is None:
+            trainer.kill()

@@ -1,0 +1,374 @@
+"""A Checkpointer beside a real gRPC server on a unix socket that answers, refuses, hangs or dies."""
+
+import logging
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import grpc
+import pytest
+from tests.client import agent_server
+from tests.client.agent_server import AgentServer, serving
+
+from mooring import Checkpointer
+from mooring.channel import ANNOUNCE_SECONDS, CALL_SECONDS
+from mooring_api import doorbell, names
+from mooring_api.v1 import agent_pb2
+
+Make = Callable[..., Checkpointer]
+
+
+def save(checkpointer: Checkpointer, step: int, kind: str | None = None) -> None:
+    with checkpointer.save(step, kind) as path:
+        (path / "state").write_text(f"state of {step}")
+
+
+def local(volume: Path) -> list[str]:
+    return sorted(path.name for path in (volume / "checkpoints").iterdir())
+
+
+def warnings(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [record.message for record in caplog.records if record.levelno >= logging.WARNING]
+
+
+def ring(volume: Path, number: int, *, terminating: bool, seconds_left: float = 30.0) -> None:
+    path = volume / names.STATE_DIRECTORY / names.DOORBELL
+    path.parent.mkdir(parents=True, exist_ok=True)
+    deadline_unix = time.time() + seconds_left if terminating else 0.0
+    content = doorbell.encode(doorbell.Ring(ring=number, deadline_unix=deadline_unix, terminating=terminating))
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o660)
+    os.pwrite(descriptor, content, 0)
+    os.close(descriptor)
+
+
+def test_the_agent_learns_of_the_process_and_of_every_checkpoint(
+    agent: AgentServer, make_checkpointer: Make, volume: Path
+) -> None:
+    checkpointer = make_checkpointer()
+    assert checkpointer.should_save(100)
+    save(checkpointer, 100)
+    (register,) = agent.requests("Register")
+    assert register.holds_liveness_lock
+    assert register.pid == os.getpid()
+    assert register.client.startswith("mooring-python/")
+    (begin,) = agent.requests("BeginSave")
+    (announce,) = agent.requests("AnnounceCheckpoint")
+    assert announce.path == str(volume / "checkpoints" / "checkpoint-100")
+    assert (announce.step, announce.name, announce.world_size) == (100, "checkpoint-100", 1)
+    assert announce.kind == agent_pb2.KIND_PERIODIC
+    assert announce.save == f"{begin.attempt}-000001"
+
+
+def test_steps_without_a_save_never_call_the_agent(agent: AgentServer, make_checkpointer: Make) -> None:
+    checkpointer = make_checkpointer()
+    assert not any(checkpointer.should_save(step) for step in range(1, 100))
+    assert [method for method, _ in agent.calls] == ["Register"]
+
+
+def test_one_local_checkpoint_stays_once_the_newer_one_is_announced(
+    agent: AgentServer, make_checkpointer: Make, volume: Path
+) -> None:
+    checkpointer = make_checkpointer()
+    for step in (1, 2, 3):
+        save(checkpointer, step)
+    assert local(volume) == ["checkpoint-3"]
+
+
+def test_the_checkpoint_resumed_from_stays_until_a_newer_one_is_complete(
+    agent: AgentServer, make_checkpointer: Make, volume: Path
+) -> None:
+    save(make_checkpointer(), 1)
+    checkpointer = make_checkpointer()
+    assert checkpointer.resume() == volume / "checkpoints" / "checkpoint-1"
+    with pytest.raises(RuntimeError), checkpointer.save(2):
+        raise RuntimeError
+    assert local(volume) == ["checkpoint-1"]
+    save(checkpointer, 2)
+    assert local(volume) == ["checkpoint-2"]
+
+
+def test_a_save_that_is_not_admitted_is_skipped_with_a_line(
+    agent: AgentServer, make_checkpointer: Make, caplog: pytest.LogCaptureFixture
+) -> None:
+    checkpointer = make_checkpointer()
+    agent.admitted = False
+    assert not checkpointer.should_save(100)
+    assert warnings(caplog) == ["save not admitted: step=100 reason=no room"]
+    agent.admitted = True
+    assert checkpointer.should_save(200)
+
+
+def test_a_save_the_user_insists_on_is_made_though_it_was_not_admitted(
+    agent: AgentServer, make_checkpointer: Make, volume: Path
+) -> None:
+    checkpointer = make_checkpointer()
+    agent.admitted = False
+    save(checkpointer, 5, "final")
+    (announce,) = agent.requests("AnnounceCheckpoint")
+    assert announce.kind == agent_pb2.KIND_FINAL
+    assert announce.save
+    assert local(volume) == ["checkpoint-5"]
+
+
+def test_a_save_that_failed_or_was_never_made_is_taken_back(agent: AgentServer, make_checkpointer: Make) -> None:
+    checkpointer = make_checkpointer()
+    with pytest.raises(RuntimeError), checkpointer.save(1):
+        raise RuntimeError
+    assert checkpointer.should_save(100)
+    assert checkpointer.should_save(200)
+    checkpointer.finish()
+    attempt = agent.requests("BeginSave")[0].attempt
+    assert [request.save for request in agent.requests("AbortSave")] == [f"{attempt}-00000{n}" for n in (1, 2, 3)]
+
+
+def test_no_save_id_is_ever_used_twice_when_the_agent_comes_and_goes(make_checkpointer: Make, volume: Path) -> None:
+    path = volume / names.STATE_DIRECTORY / names.SOCKET
+    checkpointer = make_checkpointer()
+    seen = []
+    save(checkpointer, 1)
+    for step in (2, 4):
+        with serving(path, AgentServer()) as agent:
+            save(checkpointer, step)
+            seen += [request.save for request in agent.requests("AnnounceCheckpoint")]
+            agent.refuse_with = grpc.StatusCode.INTERNAL
+            save(checkpointer, step + 1)
+            seen += [request.save for request in agent.requests("AnnounceCheckpoint")[1:]]
+    assert len(seen) == 4
+    own = [name for name in seen if "-c" in name]
+    assert len(own) == len(set(own)) == 2
+
+
+def test_an_agent_that_refuses_costs_a_line_and_no_training(
+    agent: AgentServer, make_checkpointer: Make, volume: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    checkpointer = make_checkpointer()
+    agent.refuse_with = grpc.StatusCode.FAILED_PRECONDITION
+    for step in (1, 2, 3):
+        save(checkpointer, step)
+    assert local(volume) == ["checkpoint-2", "checkpoint-3"]
+    assert any("AnnounceCheckpoint: FAILED_PRECONDITION: not like this" in line for line in warnings(caplog))
+
+
+def test_an_absent_agent_is_said_once_and_costs_no_time(
+    make_checkpointer: Make, volume: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    checkpointer = make_checkpointer()
+    began = time.monotonic()
+    for step in range(1, 6):
+        assert checkpointer.should_save(step, every=1)
+        save(checkpointer, step)
+    assert time.monotonic() - began < CALL_SECONDS
+    assert local(volume) == ["checkpoint-4", "checkpoint-5"]
+    assert len(warnings(caplog)) == 1
+    assert "agent away" in warnings(caplog)[0]
+
+
+def test_an_agent_that_comes_later_gets_to_know_the_process_and_the_last_checkpoint(
+    make_checkpointer: Make, volume: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    checkpointer = make_checkpointer()
+    save(checkpointer, 1)
+    with serving(volume / names.STATE_DIRECTORY / names.SOCKET, AgentServer()) as agent:
+        save(checkpointer, 2)
+        assert [method for method, _ in agent.calls] == ["Register", "BeginSave", "AnnounceCheckpoint"]
+    assert "agent back" in caplog.messages
+
+
+def test_a_checkpoint_that_was_not_announced_is_announced_at_the_end(make_checkpointer: Make, volume: Path) -> None:
+    checkpointer = make_checkpointer()
+    save(checkpointer, 1, "final")
+    with serving(volume / names.STATE_DIRECTORY / names.SOCKET, AgentServer()) as agent:
+        checkpointer.finish()
+        (announce,) = agent.requests("AnnounceCheckpoint")
+    assert announce.step == 1
+
+
+def test_an_agent_that_hangs_is_paid_for_once(
+    agent: AgentServer, make_checkpointer: Make, volume: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    checkpointer = make_checkpointer()
+    agent.answering.clear()
+    began = time.monotonic()
+    for step in range(1, 6):
+        assert checkpointer.should_save(step, every=1)
+        save(checkpointer, step)
+    assert CALL_SECONDS * 0.9 < time.monotonic() - began < CALL_SECONDS + 2.0
+    assert len(warnings(caplog)) == 1
+    assert local(volume) == ["checkpoint-4", "checkpoint-5"]
+
+
+def test_a_just_in_time_announcement_is_tried_on_an_agent_that_hung(
+    agent: AgentServer, make_checkpointer: Make, volume: Path
+) -> None:
+    checkpointer = make_checkpointer()
+    agent.answering.clear()
+    assert checkpointer.should_save(1, every=1)
+    save(checkpointer, 1)
+    agent.answering.set()
+    checkpointer._gate.notice()
+    assert checkpointer.should_save(2)
+    save(checkpointer, 2)
+    (announce,) = agent.requests("AnnounceCheckpoint")
+    assert (announce.step, announce.kind) == (2, agent_pb2.KIND_JUST_IN_TIME)
+    assert checkpointer.stopping
+
+
+@pytest.fixture
+def deaf_socket(volume: Path) -> Iterator[Path]:
+    """A socket that accepts connections and says nothing."""
+    path = volume / names.STATE_DIRECTORY / names.SOCKET
+    path.parent.mkdir(parents=True)
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(str(path))
+        listener.listen(8)
+        yield path
+
+
+def test_a_socket_that_never_speaks_delays_by_one_deadline(deaf_socket: Path, make_checkpointer: Make) -> None:
+    began = time.monotonic()
+    checkpointer = make_checkpointer()
+    save(checkpointer, 1)
+    save(checkpointer, 2)
+    assert time.monotonic() - began < CALL_SECONDS + 2.0
+
+
+def test_the_whole_just_in_time_save_beside_a_deaf_agent_is_bounded(deaf_socket: Path, make_checkpointer: Make) -> None:
+    began = time.monotonic()
+    checkpointer = make_checkpointer()
+    os.kill(os.getpid(), signal.SIGTERM)
+    assert checkpointer.should_save(1)
+    save(checkpointer, 1)
+    with pytest.raises(SystemExit) as left:
+        checkpointer.finish()
+    assert left.value.code == 143
+    assert time.monotonic() - began < CALL_SECONDS + ANNOUNCE_SECONDS + 2.0
+
+
+@pytest.mark.parametrize("method", ["Register", "BeginSave", "AnnounceCheckpoint"])
+def test_an_agent_that_dies_in_a_call_costs_the_announcement_alone(
+    make_checkpointer: Make, volume: Path, caplog: pytest.LogCaptureFixture, method: str
+) -> None:
+    path = volume / names.STATE_DIRECTORY / names.SOCKET
+    process = subprocess.Popen(
+        [sys.executable, agent_server.__file__, str(path), method], stdout=subprocess.PIPE, text=True
+    )
+    try:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "serving\n"
+        checkpointer = make_checkpointer()
+        assert checkpointer.should_save(1, every=1)
+        save(checkpointer, 1)
+        assert process.wait(20) == 1
+    finally:
+        process.kill()
+        process.communicate(timeout=20)
+    assert local(volume) == ["checkpoint-1"]
+    assert len(warnings(caplog)) == 1
+
+
+def test_an_operators_ring_brings_one_save_at_the_next_step_and_training_goes_on(
+    agent: AgentServer, make_checkpointer: Make, volume: Path
+) -> None:
+    ring(volume, 1, terminating=False)
+    checkpointer = make_checkpointer()
+    assert not checkpointer.should_save(1)
+    ring(volume, 2, terminating=False)
+    assert checkpointer.should_save(2)
+    save(checkpointer, 2)
+    assert not checkpointer.should_save(3)
+    assert not checkpointer.stopping
+    (announce,) = agent.requests("AnnounceCheckpoint")
+    assert announce.kind == agent_pb2.KIND_PERIODIC
+
+
+def test_a_terminating_ring_brings_a_just_in_time_save_and_the_exit(
+    agent: AgentServer, make_checkpointer: Make, volume: Path
+) -> None:
+    ring(volume, 0, terminating=False)
+    checkpointer = make_checkpointer()
+    ring(volume, 1, terminating=True)
+    assert checkpointer.should_save(1)
+    assert not checkpointer.stopping
+    save(checkpointer, 1)
+    assert checkpointer.stopping
+    assert not checkpointer.should_save(100)
+    (announce,) = agent.requests("AnnounceCheckpoint")
+    assert announce.kind == agent_pb2.KIND_JUST_IN_TIME
+    assert not agent.requests("NotifyTermination")
+    with pytest.raises(SystemExit) as left:
+        checkpointer.finish()
+    assert left.value.code == names.JUST_IN_TIME_EXIT_CODE
+
+
+def test_a_notice_during_a_periodic_save_makes_it_the_just_in_time_one(
+    agent: AgentServer, make_checkpointer: Make
+) -> None:
+    checkpointer = make_checkpointer()
+    assert checkpointer.should_save(100)
+    with checkpointer.save(100) as path:
+        (path / "state").write_text("x")
+        os.kill(os.getpid(), signal.SIGTERM)
+    (announce,) = agent.requests("AnnounceCheckpoint")
+    assert announce.kind == agent_pb2.KIND_JUST_IN_TIME
+    assert checkpointer.stopping
+
+
+def test_a_final_save_under_a_notice_is_a_finished_run(agent: AgentServer, make_checkpointer: Make) -> None:
+    checkpointer = make_checkpointer()
+    os.kill(os.getpid(), signal.SIGTERM)
+    save(checkpointer, 9, "final")
+    checkpointer.finish()
+    (announce,) = agent.requests("AnnounceCheckpoint")
+    assert announce.kind == agent_pb2.KIND_FINAL
+
+
+def test_a_final_save_after_the_just_in_time_one_does_not_make_the_run_a_finished_one(
+    agent: AgentServer, make_checkpointer: Make
+) -> None:
+    checkpointer = make_checkpointer()
+    os.kill(os.getpid(), signal.SIGTERM)
+    assert checkpointer.should_save(5)
+    save(checkpointer, 5)
+    assert checkpointer.stopping
+    save(checkpointer, 6, "final")
+    assert checkpointer.stopping
+    with pytest.raises(SystemExit) as left:
+        checkpointer.finish()
+    assert left.value.code == names.JUST_IN_TIME_EXIT_CODE
+
+
+def test_a_notice_that_an_absent_agent_missed_is_told_to_the_next_one(
+    make_checkpointer: Make, volume: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = volume / names.STATE_DIRECTORY / names.SOCKET
+    with serving(path, AgentServer()):
+        checkpointer = make_checkpointer()
+    os.kill(os.getpid(), signal.SIGTERM)
+    assert checkpointer.should_save(1)
+    save(checkpointer, 1)
+    assert len(warnings(caplog)) == 1
+    with serving(path, AgentServer()) as back, pytest.raises(SystemExit):
+        checkpointer.finish()
+    assert [method for method, _ in back.calls] == ["NotifyTermination", "AnnounceCheckpoint"]
+
+
+def test_the_agent_is_told_once_of_our_own_sigterm(agent: AgentServer, make_checkpointer: Make) -> None:
+    checkpointer = make_checkpointer()
+    os.kill(os.getpid(), signal.SIGTERM)
+    os.kill(os.getpid(), signal.SIGTERM)
+    assert checkpointer.should_save(1)
+    save(checkpointer, 1)
+    (notice,) = agent.requests("NotifyTermination")
+    assert (notice.source, notice.grace_seconds) == ("client-sigterm", 0.0)
+    assert [method for method, _ in agent.calls] == ["Register", "NotifyTermination", "BeginSave", "AnnounceCheckpoint"]
+
+
+def test_an_agent_that_is_terminating_already_stops_the_first_step(agent: AgentServer, make_checkpointer: Make) -> None:
+    agent.terminating = True
+    assert make_checkpointer().should_save(1)

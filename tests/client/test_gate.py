@@ -1,0 +1,200 @@
+"""The gate of one process: SIGTERM, the doorbell, and what a step costs."""
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+import mooring.gate
+from mooring.gate import Ask, SingleProcessGate
+from mooring_api import doorbell
+
+Make = Callable[[], SingleProcessGate]
+
+
+@pytest.fixture
+def bell(tmp_path: Path) -> Path:
+    return tmp_path / "doorbell"
+
+
+@pytest.fixture
+def make(bell: Path) -> Iterator[Make]:
+    made: list[SingleProcessGate] = []
+
+    def new() -> SingleProcessGate:
+        made.append(SingleProcessGate(bell))
+        return made[-1]
+
+    yield new
+    for gate in reversed(made):
+        gate.close()
+
+
+@pytest.fixture
+def look_always(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(mooring.gate, "_DOORBELL_LOOK_SECONDS", 0.0)
+
+
+def ring(bell: Path, number: int, *, deadline_unix: float = 0.0) -> None:
+    terminating = deadline_unix > 0
+    content = doorbell.encode(doorbell.Ring(ring=number, deadline_unix=deadline_unix, terminating=terminating))
+    descriptor = os.open(bell, os.O_RDWR | os.O_CREAT, 0o660)
+    os.pwrite(descriptor, content, 0)
+    os.close(descriptor)
+
+
+def test_nothing_is_asked_of_a_quiet_process(make: Make) -> None:
+    gate = make()
+    assert [gate.at(step) for step in (1, 2, 3)] == [Ask.NOTHING] * 3
+
+
+def test_sigterm_asks_to_stop_and_stays_asked(make: Make) -> None:
+    gate = make()
+    os.kill(os.getpid(), signal.SIGTERM)
+    assert [gate.at(step) for step in (1, 2)] == [Ask.STOP] * 2
+    assert gate.signalled
+
+
+def test_an_earlier_handler_is_called_and_put_back(make: Make) -> None:
+    called: list[int] = []
+
+    def earlier(signal_number: int, _: object) -> None:
+        called.append(signal_number)
+
+    before = signal.signal(signal.SIGTERM, earlier)
+    try:
+        gate = make()
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert gate.at(1) is Ask.STOP
+        assert called == [signal.SIGTERM]
+        gate.close()
+        assert signal.getsignal(signal.SIGTERM) == earlier
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def test_an_earlier_handler_that_exits_does_not_end_the_process_before_the_save(make: Make) -> None:
+    def earlier(*_: object) -> None:
+        raise SystemExit(0)
+
+    before = signal.signal(signal.SIGTERM, earlier)
+    try:
+        gate = make()
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert gate.at(1) is Ask.STOP
+    finally:
+        gate.close()
+        signal.signal(signal.SIGTERM, before)
+
+
+def test_a_handler_installed_later_is_left_in_place(make: Make) -> None:
+    def later(*_: object) -> None: ...
+
+    gate = make()
+    before = signal.signal(signal.SIGTERM, later)
+    gate.close()
+    assert signal.getsignal(signal.SIGTERM) is later
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    assert callable(before)
+
+
+def test_outside_the_main_thread_the_doorbell_alone_is_watched(
+    make: Make, bell: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    ring(bell, 0)
+    before = signal.getsignal(signal.SIGTERM)
+    gates: list[SingleProcessGate] = []
+    thread = threading.Thread(target=lambda: gates.append(make()))
+    thread.start()
+    thread.join(10)
+    assert signal.getsignal(signal.SIGTERM) == before
+    assert "SIGTERM is not watched" in caplog.text
+    ring(bell, 1, deadline_unix=time.time() + 30)
+    assert gates[0].at(1) is Ask.STOP
+
+
+def test_a_forked_worker_dies_of_sigterm(make: Make) -> None:
+    make()
+    process_id = os.fork()
+    if process_id == 0:
+        os.kill(os.getpid(), signal.SIGTERM)
+        os._exit(0)
+    _, status = os.waitpid(process_id, 0)
+    assert os.WIFSIGNALED(status)
+    assert os.WTERMSIG(status) == signal.SIGTERM
+
+
+def test_an_operators_ring_asks_for_one_save(make: Make, bell: Path) -> None:
+    ring(bell, 0)
+    gate = make()
+    ring(bell, 1)
+    assert [gate.at(step) for step in (1, 1, 2)] == [Ask.SAVE, Ask.SAVE, Ask.NOTHING]
+
+
+def test_a_notice_outweighs_an_operators_ring(make: Make, bell: Path) -> None:
+    ring(bell, 0)
+    gate = make()
+    ring(bell, 1)
+    assert gate.at(1) is Ask.SAVE
+    ring(bell, 2, deadline_unix=time.time() + 30)
+    assert [gate.at(step) for step in (1, 2)] == [Ask.STOP] * 2
+    assert not gate.signalled
+
+
+@pytest.mark.parametrize(("seconds_left", "asked"), [(30.0, Ask.STOP), (-1.0, Ask.NOTHING)])
+def test_a_notice_from_before_the_start_counts_until_its_deadline(
+    make: Make, bell: Path, seconds_left: float, asked: Ask
+) -> None:
+    ring(bell, 3, deadline_unix=time.time() + seconds_left)
+    assert make().at(1) is asked
+
+
+def test_an_operators_ring_from_before_the_start_does_not_count(make: Make, bell: Path) -> None:
+    ring(bell, 3)
+    assert make().at(1) is Ask.NOTHING
+
+
+@pytest.mark.usefixtures("look_always")
+def test_a_doorbell_made_after_the_start_is_found(make: Make, bell: Path) -> None:
+    gate = make()
+    assert gate.at(1) is Ask.NOTHING
+    ring(bell, 1)
+    assert gate.at(2) is Ask.SAVE
+
+
+@pytest.mark.usefixtures("look_always")
+def test_a_doorbell_made_anew_by_another_agent_is_found(make: Make, bell: Path) -> None:
+    ring(bell, 5)
+    gate = make()
+    fresh = bell.with_name("fresh")
+    ring(fresh, 0)
+    fresh.replace(bell)
+    assert gate.at(1) is Ask.NOTHING
+    ring(bell, 1)
+    assert gate.at(2) is Ask.SAVE
+
+
+@pytest.mark.usefixtures("look_always")
+@pytest.mark.parametrize("content", [b"", b"MRNG", b"\xff" * 64])
+def test_a_file_that_is_no_doorbell_asks_for_nothing(make: Make, bell: Path, content: bytes) -> None:
+    bell.write_bytes(content)
+    assert make().at(1) is Ask.NOTHING
+
+
+def test_a_step_costs_microseconds(make: Make, bell: Path) -> None:
+    ring(bell, 0)
+    gate = make()
+    steps = 20_000
+    fastest = float("inf")
+    for _ in range(5):
+        began = time.perf_counter()
+        for step in range(steps):
+            gate.at(step)
+        fastest = min(fastest, time.perf_counter() - began)
+    microseconds = fastest / steps * 1e6
+    print(f"gate: {microseconds:.2f} µs per step")
+    assert microseconds < 20

@@ -1,0 +1,258 @@
+"""Real training processes: signalled, killed, forking, out of disk."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from tests.client.agent_server import AgentServer
+from tests.client.conftest import Trainer
+
+from mooring_api import names
+
+Start = Callable[..., Trainer]
+ROOT = Path(__file__).parents[2]
+WAIT_SECONDS = 90.0
+
+
+def run(*command: str, directory: Path, **environment: str) -> "subprocess.CompletedProcess[str]":
+    return subprocess.run(
+        [sys.executable, *command],
+        cwd=directory,
+        env={**os.environ, **environment},
+        capture_output=True,
+        text=True,
+        timeout=WAIT_SECONDS,
+    )
+
+
+def test_sigterm_saves_at_that_very_step_and_leaves_with_143(start_trainer: Start, volume: Path) -> None:
+    trainer = start_trainer()
+    assert trainer.line() == "begin 0"
+    for step in (1, 2, 3):
+        trainer.step()
+        assert trainer.line() == f"step {step}"
+    trainer.process.send_signal(signal.SIGTERM)
+    trainer.step()
+    assert trainer.line() == "step 4"
+    code, errors = trainer.end()
+    assert code == names.JUST_IN_TIME_EXIT_CODE
+    assert "Traceback" not in errors
+    record = json.loads((volume / ".mooring/records/checkpoint-4.json").read_text())
+    assert (record["step"], record["kind"]) == (4, "just-in-time")
+
+    again = start_trainer()
+    assert again.line() == "begin 4"
+
+
+def test_the_agent_hears_of_sigterm_and_of_the_just_in_time_checkpoint(
+    start_trainer: Start, agent: AgentServer
+) -> None:
+    trainer = start_trainer()
+    assert trainer.line() == "begin 0"
+    trainer.process.send_signal(signal.SIGTERM)
+    trainer.step()
+    code, _ = trainer.end()
+    assert code == names.JUST_IN_TIME_EXIT_CODE
+    assert [method for method, _ in agent.calls] == ["Register", "NotifyTermination", "BeginSave", "AnnounceCheckpoint"]
+
+
+def test_a_process_killed_while_it_saves_leaves_no_half_checkpoint(start_trainer: Start, volume: Path) -> None:
+    first = start_trainer(EVERY="1")
+    assert first.line() == "begin 0"
+    first.step()
+    assert first.line() == "step 1"
+    first.kill()
+    second = start_trainer(EVERY="1", HANG_IN_SAVE="1")
+    assert second.line() == "begin 1"
+    second.step()
+    assert second.line() == "saving"
+    second.kill()
+    left = sorted(path.name for path in (volume / "checkpoints").iterdir())
+    assert len(left) == 2
+    assert left[0].startswith(".saving-checkpoint-2-")
+    assert left[1] == "checkpoint-1"
+
+    third = start_trainer()
+    assert third.line() == "begin 1"
+    assert [path.name for path in (volume / "checkpoints").iterdir()] == ["checkpoint-1"]
+
+
+def test_a_second_live_process_leaves_the_firsts_unfinished_save_alone(start_trainer: Start, volume: Path) -> None:
+    first = start_trainer(EVERY="1", HANG_IN_SAVE="1")
+    assert first.line() == "begin 0"
+    first.step()
+    assert first.line() == "saving"
+    second = start_trainer()
+    assert second.line() == "begin 0"
+    first.step()
+    assert first.line() == "step 1"
+    assert (volume / "checkpoints" / "checkpoint-1" / "state").read_text() == "1"
+
+
+FORKING = """
+import torch
+import mooring
+
+class Numbers(torch.utils.data.Dataset):
+    def __len__(self): return 64
+    def __getitem__(self, index): return index
+
+def loader():
+    return torch.utils.data.DataLoader(
+        Numbers(), batch_size=8, num_workers=2, multiprocessing_context="fork", persistent_workers=True, timeout=60
+    )
+
+if __name__ == "__main__":
+    before = loader()
+    early = iter(before)                       # forked before any call
+    checkpointer = mooring.Checkpointer()
+    total, step = 0, 0
+    for epoch in range(4):
+        for batch in early if epoch == 0 else loader():      # and again after calls
+            total += int(batch.sum())
+            step += 1
+            if checkpointer.should_save(step, every=2):
+                with checkpointer.save(step) as directory:
+                    torch.save({"step": step}, directory / "state.pt")
+    checkpointer.finish()
+    print("total", total, "steps", step)
+"""
+
+
+def test_data_loaders_with_forked_workers_live_beside_the_calls(
+    tmp_path: Path, volume: Path, agent: AgentServer
+) -> None:
+    script = tmp_path / "forking.py"
+    script.write_text(FORKING)
+    ended = run(str(script), directory=tmp_path, **{names.ENV_VOLUME: str(volume)})
+    assert ended.stderr == ""
+    assert (ended.returncode, ended.stdout) == (0, f"total {4 * sum(range(64))} steps 32\n")
+    assert len(agent.requests("AnnounceCheckpoint")) == 16
+
+
+FORK_AFTER_EVERY_CALL = """
+import os, sys
+from pathlib import Path
+from mooring.channel import Channel
+from mooring.errors import AgentError
+channel = Channel(Path(sys.argv[1]))
+for step in range(50):
+    channel.begin_save(step=step, kind="periodic", attempt="a")
+    process_id = os.fork()
+    if process_id == 0:
+        try:
+            channel.begin_save(step=step, kind="periodic", attempt="a")
+        except AgentError:
+            # As multiprocessing ends its forks, DataLoader workers among them. Through the interpreter's own end,
+            # with gRPC loaded by the parent, a child was seen to hang twice on a busy machine.
+            os._exit(0)
+        os._exit(3)
+    assert os.waitstatus_to_exitcode(os.waitpid(process_id, 0)[1]) == 0
+print(len(os.listdir("/proc/self/fd")))
+"""
+
+
+def test_a_fork_right_after_a_call_neither_hangs_nor_calls(tmp_path: Path, volume: Path, agent: AgentServer) -> None:
+    socket = volume / names.STATE_DIRECTORY / names.SOCKET
+    ended = run("-c", FORK_AFTER_EVERY_CALL, str(socket), directory=tmp_path)
+    assert ended.returncode == 0, ended.stderr
+    assert ended.stderr == ""
+    assert len(agent.requests("BeginSave")) == 50
+    assert int(ended.stdout) < 20
+
+
+LOADED = """
+import sys
+import mooring
+with mooring.Checkpointer().save(1) as directory:
+    (directory / "state").write_text("x")
+print([name for name in ("grpc", "torch", "mooring_agent", "aiobotocore", "google.protobuf") if name in sys.modules])
+"""
+
+
+def test_alone_it_loads_neither_torch_nor_grpc_nor_the_agent(tmp_path: Path) -> None:
+    environment = dict.fromkeys((names.ENV_VOLUME, names.ENV_SOCKET), "")
+    assert run("-c", LOADED, directory=tmp_path, **environment).stdout == "[]\n"
+
+
+def test_beside_an_agent_it_loads_neither_torch_nor_the_agents_packages(
+    tmp_path: Path, volume: Path, agent: AgentServer
+) -> None:
+    ended = run("-c", LOADED, directory=tmp_path, **{names.ENV_VOLUME: str(volume)})
+    assert ended.stdout == "['grpc', 'google.protobuf']\n"
+
+
+@pytest.fixture
+def small_volume(tmp_path: Path) -> Iterator[Path]:
+    """A volume of 1 MiB that really fills up."""
+    path = tmp_path / "small"
+    path.mkdir()
+    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(path)], capture_output=True)
+    if mounted.returncode != 0:
+        pytest.skip("mounting a small tmpfs needs root")
+    yield path
+    subprocess.run(["umount", "-l", str(path)], check=True)
+
+
+FULL = """
+import errno, mooring
+checkpointer = mooring.Checkpointer()
+with checkpointer.save(1) as directory:
+    (directory / "state").write_text("1")
+try:
+    with checkpointer.save(2) as directory:
+        (directory / "state").write_bytes(bytes(2_000_000))
+except OSError as error:
+    print("own write failed:", errno.errorcode[error.errno])
+blocks = checkpointer.resume().parent.parent / "blocks"
+with checkpointer.save(3) as directory:
+    (directory / "state").write_text("3")
+    with open(blocks, "wb", buffering=0) as file:
+        try:
+            while True:
+                file.write(bytes(4096))
+        except OSError:
+            pass
+print("training goes on")
+blocks.unlink()
+with checkpointer.save(4) as directory:
+    (directory / "state").write_text("4")
+checkpointer.finish()
+print(mooring.Checkpointer().resume().name)
+"""
+
+
+def test_a_full_volume_raises_in_the_users_own_write_and_nowhere_else(tmp_path: Path, small_volume: Path) -> None:
+    ended = run("-c", FULL, directory=tmp_path, **{names.ENV_VOLUME: str(small_volume)})
+    assert ended.stdout.splitlines() == ["own write failed: ENOSPC", "training goes on", "checkpoint-4"], ended.stderr
+    assert ended.returncode == 0
+    assert not [path.name for path in (small_volume / "checkpoints").iterdir() if path.name.startswith(".")]
+
+
+def test_the_example_stopped_and_started_again_ends_bit_identical(tmp_path: Path) -> None:
+    example = str(ROOT / "examples" / "torch_loop.py")
+    whole = tmp_path / "whole"
+    stopped = tmp_path / "stopped"
+    whole.mkdir()
+    stopped.mkdir()
+    expected = run(example, directory=whole).stdout.splitlines()[-1]
+    assert expected.startswith("done step=1000 weights=")
+
+    process = subprocess.Popen(
+        [sys.executable, example], cwd=stopped, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    assert process.stdout is not None
+    assert process.stdout.readline() == "begin step=0\n"
+    assert process.stdout.readline().startswith("step=100 ")
+    process.send_signal(signal.SIGTERM)
+    _, errors = process.communicate(timeout=WAIT_SECONDS)
+    assert process.returncode == names.JUST_IN_TIME_EXIT_CODE, errors
+
+    rest = run(example, directory=stopped).stdout.splitlines()
+    assert rest[0] != "begin step=0"
+    assert rest[-1] == expected
