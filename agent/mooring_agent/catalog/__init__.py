@@ -1,0 +1,23 @@
+"""What a destination holds: reading, checking and pruning it through the ObjectStore port.
+
+Knows nothing of local disks, of the agent's state or of how the store is reached. Give it a store that retries for
+people waiting: nothing here does, except that bytes which arrive wrong are fetched once more.
+"""
+
+from mooring_agent.catalog.deep_check import check
+from mooring_agent.catalog.fetching import fetch_part
+from mooring_agent.catalog.pruning import PruneReport, prune
+from mooring_agent.catalog.reading import CommittedCheckpoint, Problem, StoredFile, list_committed, load, read_marker
+
+__all__ = [
+    "CommittedCheckpoint",
+    "Problem",
+    "PruneReport",
+    "StoredFile",
+    "check",
+    "fetch_part",
+    "list_committed",
+    "load",
+    "prune",
+    "read_marker",
+]

@@ -1,0 +1,68 @@
+"""`mooring verify`: every problem of a committed checkpoint, down to its last byte if asked.
+
+Keeps nothing of what it reads: the bytes are checked on their way into the null device.
+"""
+
+import os
+from collections.abc import Callable
+
+from mooring_agent.catalog.fan_out import for_each
+from mooring_agent.catalog.fetching import fetch_part
+from mooring_agent.catalog.reading import DAMAGE, CommittedCheckpoint, Problem, StoredFile, examine
+from mooring_agent.core.errors import StoreError
+from mooring_agent.core.model import Part
+from mooring_agent.core.restore_choice import CommittedSave
+from mooring_agent.ports import ObjectStore
+
+
+async def check(
+    store: ObjectStore,
+    committed: CommittedSave,
+    *,
+    deep: bool,
+    concurrency: int = 8,
+    on_progress: Callable[[int, int], None] = lambda done_bytes, total_bytes: None,
+) -> tuple[Problem, ...]:
+    """All that is wrong with a checkpoint; empty if it can be restored. `deep` downloads and verifies every byte."""
+    examination = await examine(store, committed)
+    if examination.checkpoint is None or not deep:
+        return tuple(examination.problems)
+    return await _check_bytes(store, examination.checkpoint, concurrency, on_progress)
+
+
+async def _check_bytes(
+    store: ObjectStore,
+    checkpoint: CommittedCheckpoint,
+    concurrency: int,
+    on_progress: Callable[[int, int], None],
+) -> tuple[Problem, ...]:
+    problems: list[Problem] = []
+    done_bytes = 0
+    on_progress(0, checkpoint.size_bytes)
+    sink = os.open(os.devnull, os.O_WRONLY)
+
+    async def check_part(piece: tuple[StoredFile, Part]) -> None:
+        nonlocal done_bytes
+        file, part = piece
+        problem = await _check_part(store, file, part, sink)
+        if problem:
+            problems.append(problem)
+        done_bytes += part.size_bytes
+        on_progress(done_bytes, checkpoint.size_bytes)
+
+    pieces = [(file, part) for file in checkpoint.files for part in file.entry.parts()]
+    try:
+        await for_each(pieces, check_part, at_once=concurrency)
+    finally:
+        os.close(sink)
+    return tuple(sorted(problems, key=str))
+
+
+async def _check_part(store: ObjectStore, file: StoredFile, part: Part, sink: int) -> Problem | None:
+    try:
+        await fetch_part(store, file, part, sink)
+    except StoreError as error:
+        if error.kind not in DAMAGE:
+            raise
+        return Problem(key=file.key, what=str(error).removeprefix(f"{file.key} "))
+    return None

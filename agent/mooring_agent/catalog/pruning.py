@@ -1,0 +1,147 @@
+"""Pruning a destination: reads what `core.retention` has to know, and carries out its verdict.
+
+Invariants: nothing is deleted unless two listings agree on what is committed and enough newer checkpoints were checked
+just now; a save that is committed while we look is neither judged nor touched; what a pin of this day names stays.
+"""
+
+from collections import defaultdict
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+from mooring_agent.catalog.fan_out import for_each
+from mooring_agent.catalog.reading import committed_save, examine, list_committed
+from mooring_agent.core.object_layout import COMMITS_PREFIX, RESUME_PREFIX
+from mooring_agent.core.restore_choice import CommittedSave
+from mooring_agent.core.resume_pin import decode_pin
+from mooring_agent.core.retention import Deletion, PrunePlan, StoredSave, may_abort_upload, plan_prune
+from mooring_agent.core.settings import RetentionSettings
+from mooring_agent.ports import ObjectInfo, ObjectStore, UploadInfo
+from mooring_api.names import STATE_DIRECTORY
+
+_DELETES_AT_ONCE: Final = 8
+_PIN_LIMIT_BYTES: Final = 64 * 1024
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PruneReport:
+    """What was, or with `dry_run` would be, deleted and aborted. `plan.refused` says why nothing was."""
+
+    plan: PrunePlan
+    aborted_uploads: tuple[str, ...]
+    dry_run: bool
+
+    @property
+    def freed_bytes(self) -> int:
+        return sum(deletion.size_bytes for deletion in self.plan.deletions)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Listing:
+    """The whole destination, sorted into what pruning tells apart; foreign objects are left out."""
+
+    committed: frozenset[str]
+    stored: tuple[StoredSave, ...]
+    pins: tuple[ObjectInfo, ...]
+
+
+async def prune(
+    store: ObjectStore,
+    settings: RetentionSettings,
+    *,
+    now: float,
+    resumed_from: str = "",
+    live: Collection[str] = (),
+    known: Collection[str] = (),
+    dry_run: bool = False,
+) -> PruneReport:
+    """Delete what `settings` no longer wants; `core.retention.plan_prune` explains the other arguments."""
+    committed = await list_committed(store)
+    validated = await _validated(store, committed, settings.keep_last)
+    listing = await _list_all(store)
+    judged = {one.save for one in committed}
+    late = listing.committed - judged
+    protected = {resumed_from, *await _pinned(store, listing.pins, now - settings.orphan_age_seconds)} - {""}
+    plan = plan_prune(
+        tuple(one for one in committed if one.save in listing.committed),
+        tuple(one for one in listing.stored if one.save not in late),
+        settings,
+        validated=validated,
+        protected=protected,
+        live=live,
+        known={*known, *judged},
+        now=now,
+    )
+    uploads: tuple[UploadInfo, ...] = ()
+    if not plan.refused:
+        uploads = tuple(
+            [
+                one
+                async for one in store.list_uploads("")
+                if may_abort_upload(_save_of(one.key), one.started_at, settings, live, now)
+            ]
+        )
+    if not dry_run:
+        for deletion in plan.deletions:
+            await _delete(store, deletion)
+        for upload in uploads:
+            await store.abort_upload(upload.key, upload.upload_id)
+    return PruneReport(plan=plan, aborted_uploads=tuple(one.key for one in uploads), dry_run=dry_run)
+
+
+async def _validated(store: ObjectStore, committed: Sequence[CommittedSave], enough: int) -> set[str]:
+    """The newest saves that can be restored as far as sizes and manifests tell; no more than `enough` of them."""
+    validated: set[str] = set()
+    for one in committed:
+        if len(validated) >= enough:
+            break
+        if (await examine(store, one)).checkpoint is not None:
+            validated.add(one.save)
+    return validated
+
+
+async def _list_all(store: ObjectStore) -> _Listing:
+    committed: set[str] = set()
+    pins: list[ObjectInfo] = []
+    saves: dict[tuple[str, str], list[ObjectInfo]] = defaultdict(list)
+    async for one in store.list(""):
+        if one.key.startswith(COMMITS_PREFIX):
+            marker = committed_save(one)
+            committed |= {marker.save} if marker else set()
+        elif one.key.startswith(RESUME_PREFIX):
+            pins.append(one)
+        elif not one.key.startswith(f"{STATE_DIRECTORY}/") and one.key.count("/") >= 2:
+            name, save, _ = one.key.split("/", 2)
+            saves[name, save].append(one)
+    stored = tuple(
+        StoredSave(
+            name=name,
+            save=save,
+            keys=tuple(one.key for one in objects),
+            size_bytes=sum(one.size_bytes for one in objects),
+            modified_at=max(one.modified_at for one in objects),
+        )
+        for (name, save), objects in saves.items()
+    )
+    return _Listing(committed=frozenset(committed), stored=stored, pins=tuple(pins))
+
+
+async def _pinned(store: ObjectStore, pins: Sequence[ObjectInfo], since: float) -> set[str]:
+    """Saves that an attempt which began lately resumes from."""
+    return {
+        decode_pin(await store.get(one.key, limit_bytes=_PIN_LIMIT_BYTES), one.key).save
+        for one in pins
+        if one.modified_at >= since
+    }
+
+
+async def _delete(store: ObjectStore, deletion: Deletion) -> None:
+    if not deletion.committed and deletion.save in {one.save for one in await list_committed(store)}:
+        return
+    for wave in deletion.waves:
+        await for_each(wave, store.delete, at_once=_DELETES_AT_ONCE)
+
+
+def _save_of(key: str) -> str:
+    parts = key.split("/", 2)
+    return parts[1] if len(parts) == 3 else ""

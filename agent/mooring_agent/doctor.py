@@ -1,0 +1,270 @@
+"""Examines a destination and says in plain words what is right and what is wrong with it.
+
+Owns the questions; asks them of a real store, below `.mooring/probe/`, and removes what it wrote. Invariants: every
+operation is bounded; a failed question never hides the next ones, unless the store cannot be reached at all.
+"""
+
+import asyncio
+import os
+import secrets
+import tempfile
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
+from dataclasses import dataclass
+from enum import StrEnum
+from pathlib import Path
+from typing import Final, TypeVar
+
+from mooring_agent.adapters.checksum import region_checksum
+from mooring_agent.adapters.open_store import open_store
+from mooring_agent.core.errors import ErrorKind, MooringError, StoreError
+from mooring_agent.core.model import Fingerprint, Region
+from mooring_agent.core.object_layout import PROBE_PREFIX
+from mooring_agent.core.settings import MIB, StoreSettings
+from mooring_agent.ports import ObjectStore
+
+_Result = TypeVar("_Result")
+
+OPERATION_SECONDS: Final = 60.0
+_PART_BYTES: Final = 8 * MIB
+_PARTS: Final = 4
+_MOST_SKEW_SECONDS: Final = 300.0
+"""Stores refuse signatures at 15 minutes; ages of objects are compared with our clock long before that."""
+_SLOW_BYTES_PER_SECOND: Final = 10 * MIB
+_UNREACHED: Final = frozenset(
+    {ErrorKind.UNREACHABLE, ErrorKind.TIMED_OUT, ErrorKind.BUCKET_MISSING, ErrorKind.BAD_CONFIGURATION}
+)
+
+
+class Verdict(StrEnum):
+    OK = "ok"
+    WARN = "warn"
+    FAIL = "fail"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Finding:
+    """One question and its answer; `hint` is what the user can do about it."""
+
+    name: str
+    verdict: Verdict
+    detail: str
+    hint: str = ""
+
+
+async def examine(settings: StoreSettings) -> AsyncIterator[Finding]:
+    """Findings as they come. Nothing is raised for what is wrong with the destination: that is a finding."""
+    try:
+        async with open_store(settings) as store:
+            async for finding in _examine(store, settings):
+                yield finding
+    except MooringError as error:
+        yield _failed("settings", error)
+
+
+async def _examine(store: ObjectStore, settings: StoreSettings) -> AsyncIterator[Finding]:
+    key = f"{PROBE_PREFIX}doctor-{secrets.token_hex(8)}"
+    try:
+        await _bounded(_first_key(store))
+    except MooringError as error:
+        if error.kind in _UNREACHED:
+            yield _failed("reachable", error)
+            return
+        yield Finding(name="reachable", verdict=Verdict.OK, detail=f"{settings.destination} answers")
+        yield _failed("list", error)
+    else:
+        yield Finding(name="reachable", verdict=Verdict.OK, detail=f"{settings.destination} answers")
+        yield Finding(name="list", verdict=Verdict.OK, detail="objects can be listed")
+    written = await _try("put", "objects can be written", store.put(key, b"Mooring was here."))
+    yield written
+    if written.verdict is Verdict.FAIL:
+        return
+    yield await _try("get", "objects can be read", store.get(key, limit_bytes=1024))
+    yield await _examine_clock(store, key)
+    yield await _try("delete", "objects can be deleted", store.delete(key))
+    async for finding in _examine_guarantees(store):
+        yield finding
+    async for finding in _examine_transfer(store, key):
+        yield finding
+
+
+async def _examine_clock(store: ObjectStore, key: str) -> Finding:
+    try:
+        skew_seconds = (await _bounded(store.head(key))).modified_at - time.time()
+    except MooringError as error:
+        return _failed("clock", error)
+    if abs(skew_seconds) <= _MOST_SKEW_SECONDS:
+        return Finding(
+            name="clock", verdict=Verdict.OK, detail=f"the store's clock is within {_MOST_SKEW_SECONDS:.0f} s of ours"
+        )
+    return Finding(
+        name="clock",
+        verdict=Verdict.WARN,
+        detail=f"the store's clock differs from ours by {skew_seconds:+.0f} s",
+        hint="set this machine's clock (NTP); stores refuse signatures that are more than 15 minutes off",
+    )
+
+
+async def _examine_guarantees(store: ObjectStore) -> AsyncIterator[Finding]:
+    try:
+        capabilities = await _bounded(store.probe())
+    except MooringError as error:
+        yield _failed("probe", error)
+        return
+    if capabilities.conditional_put:
+        yield Finding(name="conditional writes", verdict=Verdict.OK, detail="the store honours If-None-Match")
+    else:
+        yield Finding(
+            name="conditional writes",
+            verdict=Verdict.WARN,
+            detail="the store ignores If-None-Match; Mooring does without it: pod 0 then chooses what to resume",
+        )
+    match capabilities.integrity:
+        case "none":
+            yield Finding(
+                name="integrity",
+                verdict=Verdict.WARN,
+                detail="the store checks no checksum: TLS alone protects uploads, restore verifies every byte",
+            )
+        case "sha256":
+            yield Finding(
+                name="integrity",
+                verdict=Verdict.WARN,
+                detail="the store checks neither CRC64NVME nor CRC32C: uploads are signed by SHA-256, at more CPU",
+            )
+        case checksum:
+            yield Finding(
+                name="integrity", verdict=Verdict.OK, detail=f"the store refuses bytes whose {checksum} is wrong"
+            )
+
+
+async def _examine_transfer(store: ObjectStore, key: str) -> AsyncIterator[Finding]:
+    """Multipart, and how fast bytes go up and come back."""
+    with tempfile.TemporaryDirectory(prefix="mooring-doctor-") as directory:
+        source, target = Path(directory, "up"), Path(directory, "down")
+        parts = await asyncio.to_thread(_make_parts, source)
+        try:
+            seconds = await _timed(lambda: _upload(store, key, parts))
+        except MooringError as error:
+            yield _failed("multipart", error)
+            return
+        yield Finding(name="multipart", verdict=Verdict.OK, detail="objects can be written in parts")
+        yield _speed("upload", seconds)
+        try:
+            seconds = await _timed(lambda: _download(store, key, parts, target))
+            yield _speed("download", seconds)
+        except MooringError as error:
+            yield _failed("download", error)
+        finally:
+            removed = await _try("clean up", "nothing was left behind", store.delete(key))
+        if removed.verdict is Verdict.FAIL:
+            yield removed
+
+
+def _make_parts(source: Path) -> list[tuple[Region, int]]:
+    source.write_bytes(os.urandom(_PARTS * _PART_BYTES))
+    status = source.stat()
+    fingerprint = Fingerprint(size_bytes=status.st_size, mtime_ns=status.st_mtime_ns, inode=status.st_ino)
+    regions = [
+        Region(path=str(source), offset_bytes=offset, size_bytes=_PART_BYTES, fingerprint=fingerprint)
+        for offset in range(0, _PARTS * _PART_BYTES, _PART_BYTES)
+    ]
+    return [(region, region_checksum(region)) for region in regions]
+
+
+async def _upload(store: ObjectStore, key: str, parts: list[tuple[Region, int]]) -> None:
+    upload_id = await store.create_upload(key)
+    try:
+        async with asyncio.TaskGroup() as group:
+            sending = [
+                group.create_task(store.put_part(key, upload_id, number, region, checksum))
+                for number, (region, checksum) in enumerate(parts, start=1)
+            ]
+        await store.complete_upload(key, upload_id, [task.result() for task in sending])
+    except BaseException:
+        await store.abort_upload(key, upload_id)
+        raise
+
+
+async def _download(store: ObjectStore, key: str, parts: list[tuple[Region, int]], target: Path) -> None:
+    etag = (await store.head(key)).etag
+    descriptor = os.open(target, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        os.posix_fallocate(descriptor, 0, _PARTS * _PART_BYTES)
+        async with asyncio.TaskGroup() as group:
+            receiving = [
+                group.create_task(
+                    store.get_into(
+                        key,
+                        offset_bytes=region.offset_bytes,
+                        size_bytes=region.size_bytes,
+                        etag=etag,
+                        descriptor=descriptor,
+                    )
+                )
+                for region, _ in parts
+            ]
+        if [task.result() for task in receiving] != [checksum for _, checksum in parts]:
+            raise StoreError(
+                ErrorKind.CORRUPTED_IN_TRANSIT,
+                "the bytes that came back are not those that were sent",
+                hint="something between here and the store changes bytes: a proxy, a network card, memory",
+            )
+    finally:
+        os.close(descriptor)
+
+
+async def _timed(call: Callable[[], Awaitable[None]]) -> float:
+    """Seconds it took; the first error of a group as itself."""
+    start = time.monotonic()
+    try:
+        await _bounded(call())
+    except* MooringError as group:
+        raise _first_error(group) from group
+    return time.monotonic() - start
+
+
+def _first_error(group: BaseExceptionGroup[MooringError]) -> MooringError:
+    error: BaseException = group
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    assert isinstance(error, MooringError)
+    return error
+
+
+def _speed(name: str, seconds: float) -> Finding:
+    rate = _PARTS * _PART_BYTES / seconds
+    detail = f"{rate / MIB:.0f} MiB/s ({_PARTS * _PART_BYTES // MIB} MiB in {seconds:.1f} s)"
+    if rate >= _SLOW_BYTES_PER_SECOND:
+        return Finding(name=name, verdict=Verdict.OK, detail=detail)
+    return Finding(
+        name=name,
+        verdict=Verdict.WARN,
+        detail=detail,
+        hint="at this speed a large checkpoint does not fit into a grace period: use a nearer endpoint or a longer one",
+    )
+
+
+async def _try(name: str, success: str, operation: Awaitable[object]) -> Finding:
+    try:
+        await _bounded(operation)
+    except MooringError as error:
+        return _failed(name, error)
+    return Finding(name=name, verdict=Verdict.OK, detail=success)
+
+
+async def _bounded(operation: Awaitable[_Result]) -> _Result:
+    try:
+        async with asyncio.timeout(OPERATION_SECONDS):
+            return await operation
+    except TimeoutError as error:
+        raise StoreError(ErrorKind.TIMED_OUT, f"no end after {OPERATION_SECONDS:.0f} s") from error
+
+
+async def _first_key(store: ObjectStore) -> None:
+    async for _ in store.list(PROBE_PREFIX):
+        return
+
+
+def _failed(name: str, error: MooringError) -> Finding:
+    return Finding(name=name, verdict=Verdict.FAIL, detail=str(error), hint=error.hint)

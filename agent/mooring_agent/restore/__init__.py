@@ -1,0 +1,8 @@
+"""The way back: the newest checkpoint that can be restored, from the destination to the volume, before training starts.
+
+Knows nothing of how the store is reached; give it one that retries for people waiting.
+"""
+
+from mooring_agent.restore.init_step import Restored, restore
+
+__all__ = ["Restored", "restore"]

@@ -1,0 +1,79 @@
+"""All pods of an attempt resume from the same checkpoint: the first one's choice, written down as the pin.
+
+Where `put(if_absent)` works any pod may decide and the store picks the first; elsewhere only node 0 writes and the
+others wait for it. Nobody proposes a checkpoint before it has all of it, verified: a pin on sizes alone could name one
+that no pod can read, and every later start of the attempt would obey it and fail. The price is small, because pods that
+start together download the same checkpoint anyway; one that sees another choice downloads again, once.
+"""
+
+import asyncio
+from typing import Final
+
+from mooring_agent.core.errors import PASSING, ErrorKind, StoreError
+from mooring_agent.core.object_layout import pin_key
+from mooring_agent.core.resume_pin import Pin, decode_pin, encode_pin
+from mooring_agent.core.retry import retry_delay_seconds
+from mooring_agent.ports import ObjectStore
+
+_PIN_LIMIT_BYTES: Final = 64 * 1024
+_WRITES: Final = 5
+_POLL_SECONDS: Final = 1.0
+
+
+async def read_pin(store: ObjectStore, attempt: str) -> Pin | None:
+    """What the attempt resumes from; None while nobody has decided."""
+    key = pin_key(attempt)
+    try:
+        return decode_pin(await store.get(key, limit_bytes=_PIN_LIMIT_BYTES), key)
+    except StoreError as error:
+        if error.kind is ErrorKind.NOT_FOUND:
+            return None
+        raise
+
+
+async def agree(store: ObjectStore, wish: Pin, *, node_rank: int, timeout_seconds: float) -> Pin:
+    """The pin that is in force, be it `wish` or another pod's. StoreError(TIMED_OUT) if node 0 never decides."""
+    capabilities = await store.probe()
+    if capabilities.conditional_put or node_rank == 0:
+        return await _decide(store, wish)
+    return await _wait(store, wish.attempt, timeout_seconds)
+
+
+async def _decide(store: ObjectStore, wish: Pin) -> Pin:
+    doubt: StoreError | None = None
+    for attempt in range(1, _WRITES + 1):
+        pin = await read_pin(store, wish.attempt)
+        if pin is not None:
+            return pin
+        try:
+            await store.put(pin_key(wish.attempt), encode_pin(wish), if_absent=True)
+        except StoreError as error:
+            # Refused or in doubt, the readback above says who was first.
+            if error.kind is not ErrorKind.ALREADY_EXISTS and error.kind not in PASSING:
+                raise
+            doubt = error
+            await asyncio.sleep(retry_delay_seconds(error.kind, attempt, 1.0) or 0.0)
+    pin = await read_pin(store, wish.attempt)
+    if pin is not None:
+        return pin
+    raise StoreError(
+        doubt.kind if doubt else ErrorKind.STORE_FAILED,
+        f"the resume pin {pin_key(wish.attempt)} cannot be written: {doubt or 'it does not show after it was written'}",
+        hint="restore needs permission to write below .mooring/resume/ when it is given an attempt",
+    ) from doubt
+
+
+async def _wait(store: ObjectStore, attempt: str, timeout_seconds: float) -> Pin:
+    try:
+        async with asyncio.timeout(timeout_seconds):
+            while True:
+                pin = await read_pin(store, attempt)
+                if pin is not None:
+                    return pin
+                await asyncio.sleep(_POLL_SECONDS)
+    except TimeoutError as error:
+        raise StoreError(
+            ErrorKind.TIMED_OUT,
+            f"node 0 has not decided within {timeout_seconds:g} s what attempt {attempt} resumes from",
+            hint="see the log of restore on the pod with node rank 0; all pods of a start need the same attempt",
+        ) from error

@@ -1,0 +1,150 @@
+"""The bytes of a checkpoint into a folder of the volume, each part verified as it lands.
+
+Owns room, order and parallelism. Invariants: room for everything is made before the first byte is asked for; a file
+never has more than two writers (more only fight over its lock); when `download` returns, every file and every folder is
+on disk; after a failure the folder holds garbage, and to remove it is the caller's.
+"""
+
+import asyncio
+import os
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Executor
+from pathlib import Path
+from typing import Final
+
+from mooring_agent.adapters.disk import VolumeMeter
+from mooring_agent.adapters.durable_files import sync_folder
+from mooring_agent.adapters.volume_errors import volume_error
+from mooring_agent.catalog import CommittedCheckpoint, StoredFile, fetch_part
+from mooring_agent.catalog.fan_out import for_each
+from mooring_agent.core.errors import ErrorKind, VolumeError
+from mooring_agent.core.model import Part
+from mooring_agent.ports import ObjectStore
+
+_WRITERS_PER_FILE: Final = 2
+_BLOCK_BYTES: Final = 4096
+_GIB: Final = 1024**3
+
+
+async def download(
+    store: ObjectStore,
+    checkpoint: CommittedCheckpoint,
+    folder: Path,
+    *,
+    volume: Path,
+    size_limit_bytes: int,
+    disk: Executor,
+    concurrency: int,
+    on_progress: Callable[[int, int], None],
+) -> None:
+    """Fetch every file; `disk` has one thread.
+
+    StoreError, or VolumeError: DISK_FULL says how much is needed and how much is free.
+    """
+    loop = asyncio.get_running_loop()
+    await loop.run_in_executor(disk, _check_room, checkpoint, volume, size_limit_bytes)
+    await loop.run_in_executor(disk, _make_room, checkpoint, folder)
+    done_bytes = 0
+    on_progress(0, checkpoint.size_bytes)
+
+    async def fill(file: _IncomingFile) -> None:
+        nonlocal done_bytes
+        descriptor = file.open()
+        for part in file.waiting:
+            await fetch_part(store, file.stored, part, descriptor)
+            done_bytes += part.size_bytes
+            on_progress(done_bytes, checkpoint.size_bytes)
+        file.writers -= 1
+        if not file.writers:
+            await loop.run_in_executor(disk, file.finish)
+
+    # The largest first, so that no long file is left to the end.
+    ordered = sorted(checkpoint.files, key=lambda stored: stored.entry.size_bytes, reverse=True)
+    files = [_IncomingFile(stored, folder / stored.entry.path) for stored in ordered]
+    try:
+        await for_each([file for file in files for _ in range(file.writers)], fill, at_once=concurrency)
+    finally:
+        # On the disk's one thread, so that no descriptor is closed under a `finish` that outlived its cancelled writer.
+        await asyncio.shield(loop.run_in_executor(disk, _close, files))
+    await loop.run_in_executor(disk, _sync_folders, folder)
+
+
+class _IncomingFile:
+    """A file that up to two writers fill from one queue of parts."""
+
+    def __init__(self, stored: StoredFile, path: Path) -> None:
+        parts = stored.entry.parts()
+        self.stored = stored
+        self.waiting: Iterator[Part] = iter(parts)
+        self.writers = max(1, min(_WRITERS_PER_FILE, len(parts)))
+        self._path = path
+        self._descriptor = -1
+
+    def open(self) -> int:
+        """The descriptor to write to; opened by the first writer only, so that few are open at a time."""
+        if self._descriptor < 0:
+            try:
+                self._descriptor = os.open(self._path, os.O_WRONLY | os.O_CLOEXEC)
+            except OSError as error:
+                raise volume_error(error, f"opening {self._path}") from error
+        return self._descriptor
+
+    def finish(self) -> None:
+        """Put the bytes on disk. Blocks."""
+        try:
+            os.fsync(self._descriptor)
+        except OSError as error:
+            raise volume_error(error, f"writing {self._path}") from error
+        self.close()
+
+    def close(self) -> None:
+        """Idempotent; on the same thread as `finish`."""
+        if self._descriptor >= 0:
+            os.close(self._descriptor)
+            self._descriptor = -1
+
+
+def _close(files: Iterable[_IncomingFile]) -> None:
+    for file in files:
+        file.close()
+
+
+def _check_room(checkpoint: CommittedCheckpoint, volume: Path, size_limit_bytes: int) -> None:
+    reading = VolumeMeter(volume).measure()
+    needed_bytes = sum(-(-file.entry.size_bytes // _BLOCK_BYTES) * _BLOCK_BYTES for file in checkpoint.files)
+    free_bytes = reading.free_bytes
+    if size_limit_bytes:
+        free_bytes = min(free_bytes, max(0, size_limit_bytes - reading.used_bytes))
+    if needed_bytes > free_bytes:
+        raise VolumeError(
+            ErrorKind.DISK_FULL,
+            f"{checkpoint.marker.info.name} needs {needed_bytes:,} bytes ({needed_bytes / _GIB:.1f} GiB), "
+            f"{volume} has {free_bytes:,} ({free_bytes / _GIB:.1f} GiB) free",
+            hint="make the volume larger, or remove local checkpoints that are no longer needed",
+        )
+
+
+def _make_room(checkpoint: CommittedCheckpoint, folder: Path) -> None:
+    """Create every file at its full size."""
+    try:
+        folder.mkdir()
+        for file in checkpoint.files:
+            path = folder / file.entry.path
+            path.parent.mkdir(parents=True, exist_ok=True)
+            descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+            try:
+                if file.entry.size_bytes:
+                    os.posix_fallocate(descriptor, 0, file.entry.size_bytes)
+            finally:
+                os.close(descriptor)
+    except OSError as error:
+        raise volume_error(error, f"making room for {checkpoint.marker.info.name} in {folder.parent}") from error
+
+
+def _sync_folders(folder: Path) -> None:
+    try:
+        for path, _, _ in os.walk(folder):
+            sync_folder(Path(path))
+        sync_folder(folder.parent)
+    except OSError as error:
+        raise volume_error(error, f"writing {folder}") from error

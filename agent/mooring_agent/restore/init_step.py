@@ -1,0 +1,180 @@
+"""`mooring restore`: what runs before the trainer does.
+
+Invariants: nothing appears under a checkpoint's name before every byte of it is verified and on disk; damage to one
+checkpoint leads to the next older one and is said, trouble with the store or the disk leads to an error; "nothing to
+resume from" is an answer only when the destination was read and has no commit marker, or when the pin says it.
+"""
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from concurrent.futures import Executor, ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import TypeVar, assert_never
+
+import structlog
+
+from mooring_agent.catalog import CommittedCheckpoint, list_committed, load
+from mooring_agent.catalog.reading import DAMAGE
+from mooring_agent.core.errors import ErrorKind, StoreError
+from mooring_agent.core.object_layout import check_token
+from mooring_agent.core.restore_choice import CommittedSave, GiveUp, StartFresh, Take, choose
+from mooring_agent.core.resume_pin import Pin
+from mooring_agent.ports import ObjectStore
+from mooring_agent.restore.agreement import agree, read_pin
+from mooring_agent.restore.download import download
+from mooring_agent.restore.local_copy import LocalCopies
+
+_log: structlog.typing.FilteringBoundLogger = structlog.get_logger()
+_Result = TypeVar("_Result")
+
+Progress = Callable[[str, int, int], None]
+"""Called with the checkpoint's name, its bytes that are here, and its bytes in all."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Restored:
+    """A checkpoint in its place. `passed_over` says why newer ones were not taken."""
+
+    path: Path
+    name: str
+    step: int
+    save: str
+    size_bytes: int
+    downloaded: bool
+    passed_over: tuple[str, ...]
+
+
+async def restore(
+    store: ObjectStore,
+    *,
+    checkpoint_directory: Path,
+    volume: Path,
+    attempt: str = "",
+    node_rank: int = 0,
+    concurrency: int = 8,
+    size_limit_bytes: int = 0,
+    pin_timeout_seconds: float = 1800.0,
+    on_progress: Progress = lambda name, done_bytes, total_bytes: None,
+) -> Restored | None:
+    """Put the newest restorable checkpoint into `checkpoint_directory`; None when the run starts from nothing.
+
+    With an `attempt`, all its pods get the same one. `size_limit_bytes` is the emptyDir's; 0: none. Raises StoreError,
+    VolumeError or RequestError, and then nothing has changed but Mooring's own folder; CHECKPOINT_CORRUPT when there
+    are checkpoints and none can be restored.
+    """
+    if attempt:
+        check_token(attempt, "attempt")
+    with ThreadPoolExecutor(max_workers=1, thread_name_prefix="mooring-restore-disk") as disk:
+        step = _InitStep(
+            store,
+            LocalCopies(volume, checkpoint_directory),
+            partial(download, volume=volume, size_limit_bytes=size_limit_bytes, disk=disk, concurrency=concurrency),
+            disk,
+            on_progress,
+        )
+        return await step.run(attempt, node_rank, pin_timeout_seconds)
+
+
+class _InitStep:
+    """One restore. `_failures` says of each save that was tried what is wrong with it."""
+
+    def __init__(
+        self,
+        store: ObjectStore,
+        local: LocalCopies,
+        fetch: Callable[..., Awaitable[None]],
+        disk: Executor,
+        on_progress: Progress,
+    ) -> None:
+        self._store = store
+        self._local = local
+        self._fetch = fetch
+        self._disk = disk
+        self._on_progress = on_progress
+        self._failures: dict[str, str] = {}
+
+    async def run(self, attempt: str, node_rank: int, pin_timeout_seconds: float) -> Restored | None:
+        await self._on_disk(self._local.prepare)
+        pin = await read_pin(self._store, attempt) if attempt else None
+        while True:  # ends: a second round has the pin, and the pin does not change
+            checkpoint, downloaded = await self._gather(pin)
+            try:
+                if attempt and pin is None:
+                    pin = await agree(
+                        self._store,
+                        _pin_for(attempt, checkpoint),
+                        node_rank=node_rank,
+                        timeout_seconds=pin_timeout_seconds,
+                    )
+                    if pin != _pin_for(attempt, checkpoint):
+                        _log.info("restore_follows_pin", attempt=attempt, step=pin.step, save=pin.save)
+                        continue
+                return await self._install(checkpoint, downloaded) if checkpoint else None
+            finally:
+                if checkpoint:
+                    await self._on_disk(partial(self._local.discard, checkpoint))
+
+    async def _gather(self, pin: Pin | None) -> tuple[CommittedCheckpoint | None, bool]:
+        """The checkpoint to resume from, whole and verified on this disk, and whether it had to be fetched."""
+        committed = await list_committed(self._store)
+        while True:  # ends: every round adds a failure, and `choose` gives up when all have failed
+            choice = choose(committed, pin=pin, failures=self._failures)
+            match choice:
+                case StartFresh():
+                    _log.info("restore_starts_fresh", because=choice.because)
+                    return None, False
+                case GiveUp():
+                    raise StoreError(ErrorKind.CHECKPOINT_CORRUPT, choice.because, hint=choice.hint)
+                case Take(committed=candidate):
+                    _log.info("restore_tries", step=candidate.step, save=candidate.save, because=choice.because)
+                    try:
+                        return await self._gather_one(candidate)
+                    except StoreError as error:
+                        if error.kind not in DAMAGE:
+                            raise
+                        self._failures[candidate.save] = str(error)
+                        _log.warning("restore_passes_over", step=candidate.step, save=candidate.save, reason=str(error))
+                case _:
+                    assert_never(choice)
+
+    async def _gather_one(self, candidate: CommittedSave) -> tuple[CommittedCheckpoint, bool]:
+        checkpoint = await load(self._store, candidate)
+        if await self._on_disk(partial(self._local.holds, checkpoint)):
+            return checkpoint, False
+        try:
+            await self._fetch(
+                self._store,
+                checkpoint,
+                self._local.incoming(checkpoint),
+                on_progress=partial(self._on_progress, checkpoint.marker.info.name),
+            )
+        except BaseException:
+            await self._on_disk(partial(self._local.discard, checkpoint))
+            raise
+        return checkpoint, True
+
+    async def _install(self, checkpoint: CommittedCheckpoint, downloaded: bool) -> Restored:
+        await self._on_disk(partial(self._local.install if downloaded else self._local.record, checkpoint))
+        info = checkpoint.marker.info
+        _log.info("restored", step=info.step, save=info.save, downloaded=downloaded, size_bytes=checkpoint.size_bytes)
+        return Restored(
+            path=self._local.place(checkpoint),
+            name=info.name,
+            step=info.step,
+            save=info.save,
+            size_bytes=checkpoint.size_bytes,
+            downloaded=downloaded,
+            passed_over=tuple(self._failures.values()),
+        )
+
+    async def _on_disk(self, work: Callable[[], _Result]) -> _Result:
+        return await asyncio.get_running_loop().run_in_executor(self._disk, work)
+
+
+def _pin_for(attempt: str, checkpoint: CommittedCheckpoint | None) -> Pin:
+    if checkpoint is None:
+        return Pin(attempt=attempt)
+    committed = checkpoint.committed
+    return Pin(attempt=attempt, step=committed.step, save=committed.save, marker=committed.key)

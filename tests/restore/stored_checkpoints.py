@@ -1,0 +1,110 @@
+"""Writes committed checkpoints into any store, as the agent does, and damages them."""
+
+import random
+from collections.abc import Mapping, Sequence
+
+from mooring_agent.adapters.checksum import crc64nvme
+from mooring_agent.core.manifest import commit_marker, encode_manifest, encode_marker
+from mooring_agent.core.model import FileEntry, Kind, ManifestReference, RankManifest, SaveInfo
+from mooring_agent.core.object_layout import file_key, manifest_key, marker_key
+from mooring_agent.ports import ObjectStore
+
+PART_BYTES = 64 * 1024
+
+
+def rank_files(step: int, rank: int = 0) -> dict[str, bytes]:
+    """Files as a trainer leaves them: several parts, one part, a folder, an empty file; other bytes at each step."""
+    generator = random.Random(f"{step}/{rank}")
+    return {
+        f"model-{rank}.safetensors": generator.randbytes(5 * PART_BYTES + 77),
+        f"optimizer/state-{rank}.pt": generator.randbytes(PART_BYTES),
+        f"rng_state_{rank}.pth": generator.randbytes(100),
+        f"empty-{rank}": b"",
+    }
+
+
+def all_files(step: int, ranks: int = 1) -> dict[str, bytes]:
+    return {path: body for rank in range(ranks) for path, body in rank_files(step, rank).items()}
+
+
+async def store_checkpoint(
+    store: ObjectStore,
+    step: int,
+    *,
+    save: str = "",
+    saved_at: float = 1000.0,
+    ranks: Sequence[Mapping[str, bytes]] = (),
+    world_size: int = 1,
+    committed: bool = True,
+) -> SaveInfo:
+    """Files, rank manifests and, if `committed`, the marker. `ranks` are the files of each rank."""
+    ranks = ranks or [rank_files(step, rank) for rank in range(world_size)]
+    info = SaveInfo(
+        save=save or f"0123abcd-{step:06d}",
+        name=f"checkpoint-{step}",
+        step=step,
+        kind=Kind.PERIODIC,
+        world_size=len(ranks),
+    )
+    manifests, references = [], {}
+    for rank, files in enumerate(ranks):
+        for path, body in files.items():
+            await store.put(file_key(info, path), body)
+        entries = tuple(_entry(path, body) for path, body in files.items())
+        manifest = RankManifest(info=info, rank=rank, saved_at=saved_at, files=entries)
+        encoded = encode_manifest(manifest)
+        await store.put(manifest_key(info, rank), encoded)
+        manifests.append(manifest)
+        references[rank] = ManifestReference(rank=rank, size_bytes=len(encoded), checksum=crc64nvme(encoded))
+    if committed:
+        await store.put(marker_key(info), encode_marker(commit_marker(manifests, references)))
+    return info
+
+
+def _entry(path: str, body: bytes) -> FileEntry:
+    pieces = [body[at : at + PART_BYTES] for at in range(0, len(body), PART_BYTES)]
+    return FileEntry(
+        path=path,
+        size_bytes=len(body),
+        part_size_bytes=PART_BYTES,
+        checksums=tuple(crc64nvme(piece) for piece in pieces),
+    )
+
+
+async def flip_byte(store: ObjectStore, key: str, position: int) -> None:
+    body = bytearray(await store.get(key, limit_bytes=1 << 30))
+    body[position] ^= 1
+    await store.put(key, bytes(body))
+
+
+async def truncate(store: ObjectStore, key: str) -> None:
+    await store.put(key, (await store.get(key, limit_bytes=1 << 30))[:-1])
+
+
+DAMAGE = {
+    "a flipped byte": lambda store, info: flip_byte(store, file_key(info, "model-0.safetensors"), 3 * PART_BYTES + 5),
+    "a truncated object": lambda store, info: truncate(store, file_key(info, "model-0.safetensors")),
+    "a missing file": lambda store, info: store.delete(file_key(info, "rng_state_0.pth")),
+    "a missing empty file": lambda store, info: store.delete(file_key(info, "empty-0")),
+    "a missing manifest": lambda store, info: store.delete(manifest_key(info, 0)),
+    "a changed manifest": lambda store, info: flip_byte(store, manifest_key(info, 0), 40),
+    "a truncated manifest": lambda store, info: truncate(store, manifest_key(info, 0)),
+    "a garbage marker": lambda store, info: store.put(marker_key(info), b"\x00garbage"),
+    "an empty marker": lambda store, info: store.put(marker_key(info), b""),
+    "an extra rank": lambda store, info: store.put(manifest_key(info, 1), b"{}"),
+}
+"""What can be wrong with a checkpoint of one rank -> how to make it so."""
+
+DAMAGED_OBJECT = {
+    "a flipped byte": "model-0.safetensors",
+    "a truncated object": "model-0.safetensors",
+    "a missing file": "rng_state_0.pth",
+    "a missing empty file": "empty-0",
+    "a missing manifest": "rank-00000.json",
+    "a changed manifest": "rank-00000.json",
+    "a truncated manifest": "rank-00000.json",
+    "a garbage marker": ".mooring/commits/",
+    "an empty marker": ".mooring/commits/",
+    "an extra rank": "rank-00001.json",
+}
+"""What can be wrong -> what a message about it has to name."""

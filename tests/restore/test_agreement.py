@@ -1,0 +1,204 @@
+"""All pods of an attempt resume from the same checkpoint, whatever is committed or breaks meanwhile."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+from tests.fakes.fake_store import FakeStore
+from tests.restore.stored_checkpoints import DAMAGE, all_files, flip_byte, store_checkpoint
+
+from mooring_agent.core.errors import ErrorKind, StoreError
+from mooring_agent.core.object_layout import file_key, marker_key, pin_key
+from mooring_agent.core.resume_pin import Pin, decode_pin, encode_pin
+from mooring_agent.ports import ObjectInfo, ObjectStore
+from mooring_agent.restore import Restored, restore
+
+
+async def pod(
+    store: ObjectStore, folder: Path, node_rank: int, *, attempt: str = "job-1", pin_timeout_seconds: float = 20.0
+) -> Restored | None:
+    volume = folder / f"pod-{node_rank}"
+    return await restore(
+        store,
+        checkpoint_directory=volume / "checkpoints",
+        volume=volume,
+        attempt=attempt,
+        node_rank=node_rank,
+        pin_timeout_seconds=pin_timeout_seconds,
+    )
+
+
+async def pinned(store: ObjectStore, attempt: str = "job-1") -> Pin:
+    return decode_pin(await store.get(pin_key(attempt), limit_bytes=10_000), pin_key(attempt))
+
+
+@pytest.fixture(params=[True, False], ids=["conditional puts", "no conditional puts"])
+async def any_store(request: pytest.FixtureRequest) -> AsyncIterator[FakeStore]:
+    store = FakeStore(conditional_put=request.param)
+    yield store
+    await store.close()
+
+
+def step_of(restored: Restored | None) -> int | None:
+    return restored.step if restored else None
+
+
+async def test_the_first_choice_is_written_down_and_later_pods_follow_it(any_store: FakeStore, tmp_path: Path) -> None:
+    info = await store_checkpoint(any_store, 100)
+    assert step_of(await pod(any_store, tmp_path, 0)) == 100
+    assert await pinned(any_store) == Pin(attempt="job-1", step=100, save=info.save, marker=marker_key(info))
+    await store_checkpoint(any_store, 200)
+    assert step_of(await pod(any_store, tmp_path, 1)) == 100
+
+
+async def test_a_new_attempt_chooses_anew(any_store: FakeStore, tmp_path: Path) -> None:
+    await store_checkpoint(any_store, 100)
+    await pod(any_store, tmp_path, 0)
+    await store_checkpoint(any_store, 200)
+    assert step_of(await pod(any_store, tmp_path, 0, attempt="job-2")) == 200
+
+
+async def test_a_fresh_start_is_a_choice_that_others_follow(any_store: FakeStore, tmp_path: Path) -> None:
+    assert await pod(any_store, tmp_path, 0) is None
+    assert (await pinned(any_store)).fresh_start
+    await store_checkpoint(any_store, 100)
+    assert await pod(any_store, tmp_path, 1) is None
+
+
+@pytest.mark.parametrize("what", ["a flipped byte", "a missing manifest"])
+async def test_pods_that_start_together_fall_back_to_the_same_checkpoint(
+    what: str, any_store: FakeStore, tmp_path: Path
+) -> None:
+    await store_checkpoint(any_store, 100)
+    await DAMAGE[what](any_store, await store_checkpoint(any_store, 200))
+    async with asyncio.timeout(30):
+        restored = await asyncio.gather(*(pod(any_store, tmp_path, rank) for rank in range(4)))
+    assert [step_of(one) for one in restored] == [100] * 4
+
+
+async def test_a_pod_that_chose_otherwise_drops_its_choice_and_fetches_the_pinned_one(
+    store: FakeStore, tmp_path: Path
+) -> None:
+    await store_checkpoint(store, 100)
+    racing = _CommitsWhileListing(store)
+    assert step_of(await pod(racing, tmp_path, 1)) == 100
+    checkpoints = tmp_path / "pod-1" / "checkpoints"
+    assert {path.name for path in checkpoints.iterdir()} == {"checkpoint-100"}
+    assert not list((tmp_path / "pod-1" / ".mooring" / "incoming").iterdir())
+
+
+class _CommitsWhileListing(FakeStore):
+    """Another pod pins the old checkpoint and a straggler commits a newer one, after this pod has looked for a pin."""
+
+    def __init__(self, store: FakeStore) -> None:
+        super().__init__()
+        self.objects = store.objects
+        self._raced = False
+
+    async def list(self, prefix: str) -> AsyncIterator[ObjectInfo]:
+        if not self._raced:
+            self._raced = True
+            key = next(key for key in self.objects if key.startswith(".mooring/commits/"))
+            pin = Pin(attempt="job-1", step=100, save="0123abcd-000100", marker=key)
+            await self.put(pin_key("job-1"), encode_pin(pin))
+            await store_checkpoint(self, 200)
+        async for one in super().list(prefix):
+            yield one
+
+
+async def test_a_lost_answer_to_the_pin_is_settled_by_reading_it_back(store: FakeStore, tmp_path: Path) -> None:
+    await store_checkpoint(store, 100)
+    store.fail("put", ErrorKind.TIMED_OUT, after_acting=True)
+    assert step_of(await pod(store, tmp_path, 0)) == 100
+    assert (await pinned(store)).step == 100
+
+
+async def test_a_pin_that_cannot_be_written_is_an_error(store: FakeStore, tmp_path: Path) -> None:
+    await store_checkpoint(store, 100)
+    store.fail("put", ErrorKind.ACCESS_DENIED)
+    with pytest.raises(StoreError) as caught:
+        await pod(store, tmp_path, 0)
+    assert caught.value.kind is ErrorKind.ACCESS_DENIED
+    assert not list((tmp_path / "pod-0" / "checkpoints").iterdir())
+
+
+async def test_without_conditional_puts_the_others_wait_for_node_0(tmp_path: Path) -> None:
+    async with asyncio.timeout(30):
+        store = _SaysWhenWaiting()
+        await store_checkpoint(store, 100)
+        follower = asyncio.create_task(pod(store, tmp_path, 1))
+        await store.waiting.wait()
+        assert not follower.done()
+        await store_checkpoint(store, 200)
+        await pod(store, tmp_path, 0)
+        assert step_of(await follower) == 200
+    await store.close()
+
+
+class _SaysWhenWaiting(FakeStore):
+    """`waiting` is set when a pod asks for a pin, after it has its checkpoint."""
+
+    def __init__(self) -> None:
+        super().__init__(conditional_put=False)
+        self.waiting = asyncio.Event()
+
+    async def get(self, key: str, *, limit_bytes: int) -> bytes:
+        if key == pin_key("job-1") and any(method == "probe" for method, _ in self.calls):
+            self.waiting.set()
+        return await super().get(key, limit_bytes=limit_bytes)
+
+
+async def test_a_node_0_that_never_decides_ends_the_wait_with_a_hint(tmp_path: Path) -> None:
+    store = FakeStore(conditional_put=False)
+    await store_checkpoint(store, 100)
+    with pytest.raises(StoreError, match="node 0 has not decided within") as caught:
+        await pod(store, tmp_path, 1, pin_timeout_seconds=0.1)
+    assert caught.value.kind is ErrorKind.TIMED_OUT
+    assert "node rank 0" in caught.value.hint
+    assert not list((tmp_path / "pod-1" / "checkpoints").iterdir())
+    await store.close()
+
+
+async def test_a_follower_never_takes_another_checkpoint_than_the_pinned_one_even_if_that_is_damaged(
+    any_store: FakeStore, tmp_path: Path
+) -> None:
+    await store_checkpoint(any_store, 50)
+    info = await store_checkpoint(any_store, 100)
+    await pod(any_store, tmp_path, 0)
+    await flip_byte(any_store, file_key(info, "model-0.safetensors"), 5)
+    with pytest.raises(StoreError, match=r"step 100 .* job-1 resumes from, .*model-0\.safetensors") as caught:
+        await pod(any_store, tmp_path, 1)
+    assert "new attempt" in caught.value.hint
+    assert not list((tmp_path / "pod-1" / "checkpoints").iterdir())
+
+
+async def test_a_pinned_checkpoint_that_is_gone_is_an_error(any_store: FakeStore, tmp_path: Path) -> None:
+    await store_checkpoint(any_store, 50)
+    info = await store_checkpoint(any_store, 100)
+    await pod(any_store, tmp_path, 0)
+    await any_store.delete(marker_key(info))
+    with pytest.raises(StoreError, match="no longer at the destination"):
+        await pod(any_store, tmp_path, 1)
+
+
+async def test_a_pin_that_cannot_be_read_is_an_error_and_not_overruled(any_store: FakeStore, tmp_path: Path) -> None:
+    await store_checkpoint(any_store, 100)
+    await any_store.put(pin_key("job-1"), b"{")
+    with pytest.raises(StoreError, match=r"\.mooring/resume/job-1\.json"):
+        await pod(any_store, tmp_path, 0)
+
+
+async def test_pods_agree_on_real_stores(real_store: ObjectStore, tmp_path: Path) -> None:
+    await store_checkpoint(real_store, 100)
+    async with asyncio.timeout(60):
+        restored = await asyncio.gather(*(pod(real_store, tmp_path, rank) for rank in range(2)))
+    assert [step_of(one) for one in restored] == [100, 100]
+    assert (await pinned(real_store)).step == 100
+    files = (tmp_path / "pod-1" / "checkpoints" / "checkpoint-100").rglob("*")
+    assert {path.name for path in files if path.is_file()} == {Path(path).name for path in all_files(100)}
+
+
+def test_a_pin_survives_its_encoding() -> None:
+    for pin in (Pin(attempt="a"), Pin(attempt="a", step=3, save="s", marker=".mooring/commits/000000000003.s.json")):
+        assert decode_pin(encode_pin(pin), "key") == pin

@@ -1,0 +1,81 @@
+"""The init step against real servers with a network between that breaks."""
+
+import asyncio
+from pathlib import Path
+
+import pytest
+from tests.restore.stored_checkpoints import all_files, store_checkpoint
+from tests.servers.fault_proxy import Fault, FaultProxy, Rule
+from tests.servers.server import Bucket
+
+from mooring_agent.adapters.open_store import open_store
+from mooring_agent.adapters.retrying_store import Patience, RetryingStore
+from mooring_agent.core.errors import ErrorKind, StoreError
+from mooring_agent.core.settings import StoreSettings
+from mooring_agent.restore import Restored, restore
+
+PATIENCE = Patience(attempts=4, first_wait_seconds=0.05)
+
+
+async def run(settings: StoreSettings, volume: Path, *, attempt: str = "", node_rank: int = 0) -> Restored | None:
+    async with open_store(settings) as store:
+        return await restore(
+            RetryingStore(store, PATIENCE),
+            checkpoint_directory=volume / "checkpoints",
+            volume=volume,
+            attempt=attempt,
+            node_rank=node_rank,
+        )
+
+
+async def fill(settings: StoreSettings, *steps: int) -> None:
+    async with open_store(settings) as store:
+        for step in steps:
+            await store_checkpoint(store, step)
+
+
+def content(folder: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+async def test_cut_connections_refusals_and_flipped_bits_on_the_way_cost_nothing_but_a_second_request(
+    rclone_bucket: Bucket, fault_proxy: FaultProxy, volume: Path
+) -> None:
+    await fill(rclone_bucket.settings(), 100, 200)
+    for rule in (
+        Rule(name="reset", fault=Fault.RESET_RESPONSE, method="GET", target="model-0", after_bytes=20_000),
+        Rule(name="end", fault=Fault.END_RESPONSE, method="GET", target="model-0", after_bytes=30_000),
+        Rule(name="flip", fault=Fault.FLIP_RESPONSE, method="GET", target="model-0", after_bytes=40_000),
+        Rule(name="busy", fault=Fault.STATUS, method="GET", target="optimizer", status=503),
+        Rule(name="listing", fault=Fault.STATUS, method="GET", target="list-type", status=500),
+    ):
+        fault_proxy.add(rule)
+    restored = await run(rclone_bucket.settings(endpoint_url=fault_proxy.endpoint_url), volume)
+    assert restored is not None
+    assert (restored.step, restored.passed_over) == (200, ())
+    assert content(restored.path) == all_files(200)
+    assert [fault_proxy.hits(name) for name in ("reset", "end", "flip", "busy", "listing")] == [1] * 5
+
+
+async def test_a_store_that_goes_away_midway_is_an_error_and_nothing_is_half_made(
+    rclone_bucket: Bucket, fault_proxy: FaultProxy, volume: Path
+) -> None:
+    await fill(rclone_bucket.settings(), 100, 200)
+    fault_proxy.add(Rule(name="gone", fault=Fault.RESET_RESPONSE, method="GET", target="model-0", times=-1))
+    with pytest.raises(StoreError) as caught:
+        await run(rclone_bucket.settings(endpoint_url=fault_proxy.endpoint_url), volume)
+    assert caught.value.kind is ErrorKind.UNREACHABLE
+    assert not list((volume / "checkpoints").iterdir())
+    assert not list((volume / ".mooring" / "incoming").iterdir())
+
+
+async def test_pods_that_start_together_agree_on_ceph(ceph_bucket: Bucket, tmp_path: Path) -> None:
+    await fill(ceph_bucket.settings(), 100, 200)
+    async with asyncio.timeout(60):
+        restored = await asyncio.gather(
+            *(
+                run(ceph_bucket.settings(), tmp_path / f"pod-{rank}", attempt="job-1", node_rank=rank)
+                for rank in range(1, 4)
+            )
+        )
+    assert [one.step if one else None for one in restored] == [200] * 3
