@@ -1,0 +1,41 @@
+"""`mooring agent`: the sidecar's own command."""
+
+import os
+from typing import Any
+
+import click
+import structlog
+
+from mooring_agent.cli.reporting import errors_reported
+from mooring_agent.cli.setting_options import setting_options, settings_from
+from mooring_agent.config import unknown_variables
+
+log = structlog.get_logger("mooring.agent")
+
+
+@click.command()
+@setting_options
+@click.option("--fresh", is_flag=True, help="The pod is new: forget an earlier termination notice.")
+@click.option("--parent-pid", type=int, default=None, hidden=True, help="End when this process is gone.")
+def agent(fresh: bool, parent_pid: int | None, **options: Any) -> None:
+    """Run the agent beside a trainer, as a sidecar container does.
+
+    It ends when it is terminated and what fits into the grace period is durable.
+    """
+    with errors_reported():
+        settings = settings_from(options)
+        # Imported here: the other commands shall not wait for the whole agent to load.
+        import uvloop
+
+        from mooring_agent.runtime.supervisor import run_agent
+        from mooring_agent.runtime.telemetry import configure_logs
+
+        configure_logs(settings.log_format)
+        for line in unknown_variables(os.environ):
+            log.warning(
+                "settings.unknown_variable", problem=line, hint="every setting is described in docs/settings.md"
+            )
+        code = uvloop.run(run_agent(settings, fresh=fresh, parent_pid=parent_pid))
+    # Not through the interpreter's end: it would join threads that still hash a file, and SIGKILL may be near.
+    # Every line we said was flushed as it was said.
+    os._exit(code)

@@ -1,0 +1,157 @@
+"""Commands for whoever watches or steers a running agent: status, save, terminating."""
+
+import json
+import time
+from typing import Any, Final
+
+import click
+from google.protobuf.message import Message
+from rich.console import Console, Group
+from rich.live import Live
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+from mooring_agent.cli.agent_call import CALL_TIMEOUT_SECONDS, agent_stub, find_socket, socket_option
+from mooring_agent.cli.reporting import errors_reported
+from mooring_agent.cli.wording import age, amount
+from mooring_api.v1 import agent_pb2
+
+_BAR_WIDTH: Final = 10
+
+
+@click.command()
+@socket_option
+@click.option("--follow", "-f", is_flag=True, help="Stay and show every change, until interrupted.")
+@click.option("--json", "as_json", is_flag=True, help="Print the status as JSON; one line each with --follow.")
+def status(socket: str | None, follow: bool, as_json: bool) -> None:
+    """Show what the agent knows and does.
+
+    The recovery point, the backlog, and how far each checkpoint is.
+    """
+    with errors_reported(), agent_stub(find_socket(socket)) as stub:
+        if not follow:
+            _show(stub.GetStatus(agent_pb2.GetStatusRequest(), timeout=CALL_TIMEOUT_SECONDS), as_json)
+            return
+        updates = stub.WatchStatus(agent_pb2.WatchStatusRequest())
+        try:
+            if as_json:
+                for update in updates:
+                    _show(update, as_json)
+                return
+            with Live(Text("waiting for the agent"), refresh_per_second=4) as live:
+                for update in updates:
+                    live.update(_picture(update))
+        except KeyboardInterrupt:
+            return
+
+
+@click.command()
+@socket_option
+@click.option("--reason", default="mooring save", help="Who asks and why, for the log.")
+@click.option("--json", "as_json", is_flag=True, help="Print the answer as JSON.")
+def save(socket: str | None, reason: str, as_json: bool) -> None:
+    """Ask the running trainers to save now, and to go on.
+
+    They save at their next step. Exits with 1 when nobody trains.
+    """
+    with errors_reported(), agent_stub(find_socket(socket)) as stub:
+        answer = stub.RequestSave(agent_pb2.RequestSaveRequest(reason=reason), timeout=CALL_TIMEOUT_SECONDS)
+    if as_json:
+        click.echo(json.dumps({"ranks": answer.ranks}))
+    elif answer.ranks:
+        click.echo(f"asked {answer.ranks} local rank{'s' if answer.ranks > 1 else ''} to save")
+    else:
+        click.echo("nobody trains here that could be asked: no live rank is known", err=True)
+    if not answer.ranks:
+        raise SystemExit(1)
+
+
+@click.command()
+@socket_option
+@click.option("--grace-seconds", type=float, default=0.0, help="Until SIGKILL, from now; 0: as configured.")
+@click.option("--source", default="preStop", help="Who says so, for the log.")
+def terminating(socket: str | None, grace_seconds: float, source: str) -> None:
+    """Tell the agent that the pod is ending: a preStop hook.
+
+    Returns at once; the agent goes on by itself.
+    """
+    with errors_reported(), agent_stub(find_socket(socket)) as stub:
+        stub.NotifyTermination(
+            agent_pb2.NotifyTerminationRequest(grace_seconds=grace_seconds, source=source),
+            timeout=CALL_TIMEOUT_SECONDS,
+        )
+
+
+def _show(update: agent_pb2.Status, as_json: bool) -> None:
+    if as_json:
+        click.echo(json.dumps(_values(update)))
+    else:
+        Console().print(_picture(update))
+
+
+def _values(message: Message) -> dict[str, Any]:
+    """For programs: numbers as numbers and closed sets by our words, neither of which protobuf's own JSON has."""
+    return {
+        field.name: _value(field, getattr(message, field.name))
+        for field in message.DESCRIPTOR.fields
+        if not field.has_presence or message.HasField(field.name)
+    }
+
+
+def _value(field: Any, value: Any) -> Any:
+    if field.message_type is not None:
+        return [_values(one) for one in value] if field.is_repeated else _values(value)
+    return _word(field.enum_type.values_by_number[value].name) if field.enum_type is not None else value
+
+
+def _word(name: str) -> str:
+    """`KIND_JUST_IN_TIME` as `just-in-time`."""
+    return name.partition("_")[2].lower().replace("_", "-")
+
+
+def _picture(update: agent_pb2.Status) -> Group:
+    ranks = "1 live rank" if update.live_ranks == 1 else f"{update.live_ranks} live ranks"
+    lines = [Text(f"agent {update.agent_version} to {update.destination}, {ranks}")]
+    if update.HasField("newest_committed"):
+        newest = update.newest_committed
+        lines.append(
+            Text(f"recovery point: step {newest.step} ({newest.name}), {age(update.recovery_point_age_seconds)} old")
+        )
+    else:
+        lines.append(Text("recovery point: none yet, a crash now would cost everything", style="yellow"))
+    rate = f"{amount(update.goodput_bytes_per_second)}/s" if update.goodput_bytes_per_second else "not measured yet"
+    drain = age(update.drain_seconds) if update.drain_seconds >= 0 else "unknown"
+    lines.append(Text(f"backlog: {amount(update.backlog_bytes)}, upload rate {rate}, drain in {drain}"))
+    if update.terminating:
+        left = f"{max(0.0, update.deadline - time.time()):.0f} s left" if update.deadline else "no time limit"
+        lines.append(Text(f"terminating: {left}", style="bold red"))
+    if update.storage_error:
+        lines.append(Text(f"storage: {update.storage_error}", style="red"))
+    return Group(*lines, _table(update)) if update.checkpoints else Group(*lines)
+
+
+def _table(update: agent_pb2.Status) -> Table:
+    table = Table(box=None, pad_edge=False)
+    for column in ("step", "checkpoint", "kind", "phase", "size", "durable", ""):
+        # A narrow terminal breaks names and reasons; nothing of them is left out.
+        breaks = column in ("checkpoint", "")
+        table.add_column(
+            column,
+            justify="right" if column in ("step", "size") else "left",
+            overflow="fold",
+            no_wrap=not breaks,
+        )
+    for checkpoint in update.checkpoints:
+        size = max(1, checkpoint.size_bytes)
+        done = checkpoint.durable_bytes if checkpoint.size_bytes else size
+        table.add_row(
+            str(checkpoint.step),
+            checkpoint.name,
+            _word(agent_pb2.Kind.Name(checkpoint.kind)),
+            _word(agent_pb2.Phase.Name(checkpoint.phase)),
+            amount(checkpoint.size_bytes),
+            ProgressBar(total=size, completed=done, width=_BAR_WIDTH),
+            checkpoint.reason,
+        )
+    return table

@@ -1,0 +1,389 @@
+"""What an operator, or an init container, does with a destination: ls, verify, prune, restore.
+
+Owns arguments and wording. Results go to stdout, as a table or with `--json`; progress and errors go to stderr.
+Exit codes: 0 fine, 1 a problem was found or the work failed, 2 wrong usage.
+"""
+
+import asyncio
+import json
+import sys
+import time
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
+from contextlib import asynccontextmanager, contextmanager
+from dataclasses import asdict
+from datetime import UTC, datetime
+from functools import partial
+from pathlib import Path
+from typing import Any, Final
+
+import click
+from rich.console import Console
+from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+from rich.table import Column, Table
+
+from mooring_agent import catalog
+from mooring_agent import restore as restoring
+from mooring_agent.adapters import volume_identity
+from mooring_agent.adapters.open_store import open_store
+from mooring_agent.adapters.retrying_store import RetryingStore
+from mooring_agent.catalog.fan_out import for_each
+from mooring_agent.catalog.reading import DAMAGE
+from mooring_agent.cli.reporting import errors_reported
+from mooring_agent.cli.store_options import store_options
+from mooring_agent.cli.wording import amount
+from mooring_agent.config import parse_bytes
+from mooring_agent.core.errors import ErrorKind, StoreError
+from mooring_agent.core.model import CommitMarker
+from mooring_agent.core.restore_choice import CommittedSave
+from mooring_agent.core.settings import RetentionSettings, StoreSettings, TransferSettings
+from mooring_agent.ports import ObjectStore
+from mooring_agent.runtime.telemetry import configure_logs
+from mooring_api.names import CHECKPOINT_DIRECTORY, ENV_ATTEMPT, ENV_CHECKPOINT_DIRECTORY, ENV_VOLUME
+
+_MARKERS_AT_ONCE: Final = 8
+_PIPED_WIDTH: Final = 1000
+_NAME_WIDTH: Final = len("checkpoint-123456")
+_SAVE_WIDTH: Final = 9
+"""An id breaks behind the hyphen in its middle."""
+
+_as_json = click.option("--json", "as_json", is_flag=True, help="Print the result as JSON.")
+
+
+@click.command()
+@store_options
+@_as_json
+def ls(store_settings: StoreSettings, as_json: bool) -> None:
+    """List the committed checkpoints at DEST, newest first."""
+    rows = _run(_ls(store_settings))
+    if as_json:
+        _print_json({"destination": store_settings.destination, "checkpoints": rows})
+    else:
+        # A narrow terminal breaks names and ids; nothing of them is left out.
+        table = Table(
+            Column("STEP", justify="right", no_wrap=True),
+            Column("NAME", overflow="fold", min_width=_NAME_WIDTH),
+            Column("KIND", no_wrap=True),
+            Column("RANKS", justify="right", no_wrap=True),
+            Column("SIZE", justify="right", no_wrap=True),
+            Column("SAVED (UTC)", no_wrap=True),
+            Column("SAVE", overflow="fold", min_width=_SAVE_WIDTH),
+        )
+        for row in rows:
+            table.add_row(
+                str(row["step"]),
+                row.get("name", ""),
+                row.get("kind", ""),
+                str(row.get("world_size", "")),
+                amount(row["size_bytes"]) if "size_bytes" in row else "",
+                _moment(row["saved_at"]) if "saved_at" in row else "damaged",
+                row["save"],
+            )
+        _print_table(table, empty="no committed checkpoint")
+        for row in rows:
+            if row["problem"]:
+                click.echo(f"step {row['step']}: {row['problem']}")
+    _exit_with_problem(any(row["problem"] for row in rows))
+
+
+@click.command()
+@store_options
+@click.option("--step", type=click.IntRange(min=0), help="Verify this step instead of the newest.")
+@click.option("--all", "everything", is_flag=True, help="Verify every committed checkpoint.")
+@_as_json
+def verify(store_settings: StoreSettings, step: int | None, everything: bool, as_json: bool) -> None:
+    """Read back checkpoints at DEST and name what is damaged.
+
+    Every byte is compared with the checksum of what was written.
+    """
+    if everything and step is not None:
+        raise click.UsageError("give --step or --all, not both")
+    found = _run(_verify(store_settings, step, everything))
+    if as_json:
+        checkpoints = [
+            {
+                "step": committed.step,
+                "save": committed.save,
+                "problems": [{"object": problem.key, "problem": problem.what} for problem in problems],
+            }
+            for committed, problems in found
+        ]
+        _print_json({"destination": store_settings.destination, "checkpoints": checkpoints})
+    else:
+        for committed, problems in found:
+            verdict = f"{len(problems)} problems" if problems else "every byte is as it was written"
+            click.echo(f"step {committed.step} (save {committed.save}): {verdict}")
+            for problem in problems:
+                click.echo(f"  {problem}")
+    _exit_with_problem(any(problems for _, problems in found))
+
+
+@click.command()
+@store_options
+@click.option("--dry-run", is_flag=True, help="Only say what would be deleted.")
+@click.option("--yes", is_flag=True, help="Delete.")
+@click.option(
+    "--keep-last",
+    type=click.IntRange(min=0),
+    default=0,
+    envvar="MOORING_KEEP_LAST",
+    help="Keep this many newest committed checkpoints; 0: all.",
+)
+@click.option(
+    "--keep-every",
+    type=click.IntRange(min=0),
+    default=0,
+    envvar="MOORING_KEEP_EVERY_STEPS",
+    help="Besides, keep those whose step is a multiple of this; 0: none.",
+)
+@_as_json
+def prune(
+    store_settings: StoreSettings, dry_run: bool, yes: bool, keep_last: int, keep_every: int, as_json: bool
+) -> None:
+    """Delete checkpoints at DEST that are no longer wanted.
+
+    And saves that never committed. A checkpoint goes only when --keep-last newer ones are complete; the newest always
+    stays.
+    """
+    if dry_run == yes:
+        raise click.UsageError("give --dry-run to look, or --yes to delete")
+    if keep_every and not keep_last:
+        raise click.UsageError("--keep-every needs --keep-last: without it all checkpoints are kept")
+    retention = RetentionSettings(keep_last=keep_last, keep_every_steps=keep_every)
+    report = _run(_prune(store_settings, retention, dry_run))
+    plan = report.plan
+    if as_json:
+        _print_json(
+            {
+                "destination": store_settings.destination,
+                "dry_run": dry_run,
+                "refused": plan.refused,
+                "deleted": [
+                    {
+                        "save": one.save,
+                        "committed": one.committed,
+                        "size_bytes": one.size_bytes,
+                        "reason": one.reason,
+                        "objects": [key for wave in one.waves for key in wave],
+                    }
+                    for one in plan.deletions
+                ],
+                "kept": [{"save": save, "reason": reason} for save, reason in plan.kept],
+                "aborted_uploads": list(report.aborted_uploads),
+            }
+        )
+    elif plan.refused:
+        click.echo(f"error: nothing was deleted: {plan.refused}", err=True)
+    else:
+        table = Table("SAVE", "", "SIZE", "WHY")
+        for one in plan.deletions:
+            table.add_row(one.save, "would go" if dry_run else "deleted", amount(one.size_bytes), one.reason)
+        for save, reason in plan.kept:
+            table.add_row(save, "stays", "", reason)
+        _print_table(table, empty="nothing is there")
+        verb = "would be deleted" if dry_run else "deleted"
+        click.echo(
+            f"{len(plan.deletions)} saves {verb}, {amount(report.freed_bytes)}; "
+            f"{len(report.aborted_uploads)} unfinished uploads {verb.replace('deleted', 'aborted')}"
+        )
+    _exit_with_problem(bool(plan.refused))
+
+
+@click.command()
+@store_options
+@click.option(
+    "--volume",
+    type=click.Path(file_okay=False, path_type=Path),
+    envvar=ENV_VOLUME,
+    required=True,
+    help="Directory shared with the trainer.",
+)
+@click.option(
+    "--directory",
+    type=click.Path(file_okay=False, path_type=Path),
+    envvar=ENV_CHECKPOINT_DIRECTORY,
+    help="Where to put the checkpoint; below the volume. Default: <volume>/checkpoints.",
+)
+@click.option("--attempt", default="", envvar=ENV_ATTEMPT, help="This start of the run, the same on all its pods.")
+@click.option(
+    "--node-rank",
+    type=click.IntRange(min=0),
+    default=0,
+    envvar="MOORING_NODE_RANK",
+    help="Index of this pod in the job; 0 decides where the store cannot.",
+)
+@click.option(
+    "--size-limit-bytes",
+    default="0",
+    envvar="MOORING_SIZE_LIMIT_BYTES",
+    callback=lambda context, parameter, value: _bytes(value),
+    help="sizeLimit of the emptyDir, as 10GiB or in bytes; 0: none.",
+)
+@_as_json
+def restore(
+    store_settings: StoreSettings,
+    volume: Path,
+    directory: Path | None,
+    attempt: str,
+    node_rank: int,
+    size_limit_bytes: int,
+    as_json: bool,
+) -> None:
+    """Fetch the newest checkpoint at DEST that is intact.
+
+    A damaged one is passed over, and said. With nothing at DEST the run starts from nothing, and that is no error.
+    """
+    volume = volume.absolute()
+    place = directory.absolute() if directory else volume / CHECKPOINT_DIRECTORY
+    restored = _run(_restore(store_settings, volume, place, attempt, node_rank, size_limit_bytes))
+    if as_json:
+        value = {**asdict(restored), "path": str(restored.path)} if restored else None
+        _print_json({"destination": store_settings.destination, "restored": value})
+        return
+    if restored is None:
+        click.echo(f"nothing to restore from {store_settings.destination}: the run starts from step 0")
+        return
+    for reason in restored.passed_over:
+        click.echo(f"warning: passed over: {reason}", err=True)
+    how = "restored to" if restored.downloaded else "is here already:"
+    click.echo(f"{restored.name} (step {restored.step}, {amount(restored.size_bytes)}) {how} {restored.path}")
+
+
+async def _ls(settings: StoreSettings) -> list[dict[str, Any]]:
+    async with _opened(settings) as store:
+        committed = await catalog.list_committed(store)
+        answers: dict[str, CommitMarker | str] = {}
+
+        async def read(one: CommittedSave) -> None:
+            try:
+                answers[one.save] = await catalog.read_marker(store, one)
+            except StoreError as error:
+                if error.kind not in DAMAGE:
+                    raise
+                answers[one.save] = str(error)
+
+        await for_each(committed, read, at_once=_MARKERS_AT_ONCE)
+        return [_row(one, answers[one.save]) for one in committed]
+
+
+def _row(committed: CommittedSave, answer: CommitMarker | str) -> dict[str, Any]:
+    row: dict[str, Any] = {"step": committed.step, "save": committed.save}
+    if isinstance(answer, str):
+        return {**row, "problem": answer}
+    return {
+        **row,
+        "name": answer.info.name,
+        "kind": answer.info.kind.value,
+        "world_size": answer.info.world_size,
+        "file_count": answer.file_count,
+        "size_bytes": answer.size_bytes,
+        "saved_at": answer.saved_at,
+        "problem": "",
+    }
+
+
+async def _verify(
+    settings: StoreSettings, step: int | None, everything: bool
+) -> list[tuple[CommittedSave, Sequence[catalog.Problem]]]:
+    async with _opened(settings) as store:
+        committed = await catalog.list_committed(store)
+        if step is not None:
+            committed = tuple(one for one in committed if one.step == step)
+        if not committed:
+            what = "no committed checkpoint" if step is None else f"no committed checkpoint of step {step}"
+            raise StoreError(
+                ErrorKind.NO_CHECKPOINT, f"{settings.destination} has {what}", hint="`mooring ls` shows what there is"
+            )
+        found: list[tuple[CommittedSave, Sequence[catalog.Problem]]] = []
+        for one in committed if everything or step is not None else committed[:1]:
+            with _progress() as advance:
+                problems = await catalog.check(
+                    store,
+                    one,
+                    deep=True,
+                    concurrency=TransferSettings().max_concurrency,
+                    on_progress=partial(advance, f"step {one.step}"),
+                )
+            found.append((one, problems))
+        return found
+
+
+async def _prune(settings: StoreSettings, retention: RetentionSettings, dry_run: bool) -> catalog.PruneReport:
+    async with _opened(settings) as store:
+        return await catalog.prune(store, retention, now=time.time(), dry_run=dry_run)
+
+
+async def _restore(
+    settings: StoreSettings, volume: Path, directory: Path, attempt: str, node_rank: int, size_limit_bytes: int
+) -> restoring.Restored | None:
+    async with _opened(settings) as store:
+        # A destination that does not answer, mistyped perhaps, must not own the volume.
+        await catalog.list_committed(store)
+        await asyncio.to_thread(volume_identity.claim, volume, settings.destination)
+        with _progress() as advance:
+            return await restoring.restore(
+                store,
+                checkpoint_directory=directory,
+                volume=volume,
+                attempt=attempt,
+                node_rank=node_rank,
+                concurrency=TransferSettings().max_concurrency,
+                size_limit_bytes=size_limit_bytes,
+                on_progress=advance,
+            )
+
+
+@asynccontextmanager
+async def _opened(settings: StoreSettings) -> AsyncIterator[ObjectStore]:
+    """The store, patient: somebody waits for the answer."""
+    async with open_store(settings) as store:
+        yield RetryingStore(store)
+
+
+def _run(work: Coroutine[Any, Any, Any]) -> Any:
+    configure_logs("console" if sys.stderr.isatty() else "json")
+    with errors_reported():
+        return asyncio.run(work)
+
+
+@contextmanager
+def _progress() -> Iterator[Callable[[str, int, int], None]]:
+    """A bar on stderr while somebody looks."""
+    console = Console(stderr=True)
+    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
+    with Progress(
+        *columns, TimeRemainingColumn(), console=console, transient=True, disable=not console.is_terminal
+    ) as progress:
+        task = progress.add_task("", total=None)
+        yield lambda what, done, total: progress.update(task, description=what, completed=done, total=total)
+
+
+def _bytes(text: str) -> int:
+    try:
+        return parse_bytes(text)
+    except ValueError as error:
+        raise click.BadParameter(str(error)) from error
+
+
+def _print_json(value: object) -> None:
+    click.echo(json.dumps(value, indent=2))
+
+
+def _print_table(table: Table, *, empty: str) -> None:
+    if not table.row_count:
+        click.echo(empty)
+        return
+    table.box, table.pad_edge, table.collapse_padding = None, False, True
+    console = Console()
+    if not console.is_terminal:
+        # Piped into another program, a row stays one line.
+        console = Console(width=_PIPED_WIDTH)
+    console.print(table)
+
+
+def _moment(unix_seconds: float) -> str:
+    return datetime.fromtimestamp(unix_seconds, UTC).strftime("%Y-%m-%d %H:%M")
+
+
+def _exit_with_problem(problem: bool) -> None:
+    if problem:
+        raise SystemExit(1)

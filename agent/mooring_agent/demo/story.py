@@ -1,0 +1,293 @@
+"""The demo's story and its claims: train, get preempted, lose the disk, resume, and compare every bit.
+
+Owns what is claimed and how each claim is checked from outside: by exit codes, by the bucket, by what the program
+printed. Must not know torch or the trainer's side; the program is a child like any other.
+"""
+
+import importlib.util
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+from mooring_agent.core.errors import ErrorKind, MooringError
+from mooring_agent.demo.processes import child, find_rclone, s3_server
+from mooring_agent.demo.timeline import Timeline
+from mooring_agent.demo.training import LogLine, Trained, read_along, read_log
+from mooring_api.names import JUST_IN_TIME_EXIT_CODE
+
+_STEPS: Final = 100
+_SAVE_EVERY: Final = 20
+_INTERRUPT_AFTER_STEP: Final = 46
+"""Far from the periodic saves before and after it."""
+_BUCKET: Final = "mooring-demo"
+_DESTINATION: Final = f"s3://{_BUCKET}/runs/first"
+_LIMIT_SECONDS: Final = 240.0
+_PACKAGES: Final = ("mooring", "mooring_agent", "mooring_api")
+
+
+class ClaimError(Exception):
+    """Something that Mooring promises did not happen."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Stage:
+    """Where it plays."""
+
+    folder: Path
+    timeline: Timeline
+    environment: dict[str, str]
+
+    @property
+    def volume(self) -> Path:
+        return self.folder / "volume"
+
+    @property
+    def text(self) -> Path:
+        return self.folder / "text.txt"
+
+    def log(self, name: str) -> Path:
+        return self.folder / f"{name}.log"
+
+
+def run_demo(*, keep: bool) -> int:
+    """0 when every claim held. Its folder goes away then, unless `keep`. Raises MooringError if it cannot begin."""
+    _check_extras()
+    timeline = Timeline()
+    folder = Path(tempfile.mkdtemp(prefix="mooring-demo-"))
+    timeline.plain("A training job is preempted and loses its disk. Is anything of its work lost?", style="bold")
+    try:
+        with timeline.going_on():
+            claims = _play(folder, timeline)
+    except ClaimError as failure:
+        timeline.plain(f"\nThis did not hold: {failure}", style="bold red")
+        timeline.plain(f"What was written and logged is in {folder}")
+        return 1
+    except BaseException:
+        timeline.plain(f"\nThe demo was cut short. What was written and logged is in {folder}")
+        raise
+    timeline.heading("What held")
+    for claim in claims:
+        timeline.plain(f"  ✓ {claim}", style="green")
+    if keep:
+        timeline.plain(f"\nKept: bucket, logs and checkpoints in {folder}")
+    else:
+        shutil.rmtree(folder, ignore_errors=True)
+    return 0
+
+
+def _check_extras() -> None:
+    missing = [name for name in ("torch", "numpy") if importlib.util.find_spec(name) is None]
+    if find_rclone() is None:
+        missing.append("rclone")
+    if missing:
+        raise MooringError(
+            ErrorKind.BAD_CONFIGURATION,
+            f"the demo trains a real model and serves a real bucket, and needs {' and '.join(missing)}",
+            hint="pip install 'mooring[demo]'",
+        )
+
+
+def _play(folder: Path, timeline: Timeline) -> list[str]:
+    """The claims, in words."""
+    bucket = folder / "bucket"
+    (bucket / _BUCKET).mkdir(parents=True)
+    keys = ("demo", "demo-secret")
+    server = s3_server(
+        bucket, log=folder / "s3-server.log", access_key=keys[0], secret_key=keys[1], limit_seconds=_LIMIT_SECONDS
+    )
+    with server as url:
+        stage = _Stage(folder=folder, timeline=timeline, environment=_environment(folder, url, *keys))
+        timeline.say(f"an S3 server runs on {url.removeprefix('http://')} (rclone serve s3)")
+        characters = _write_text(stage.text)
+        timeline.heading("What should come out")
+        undisturbed = _train_undisturbed(stage, characters)
+        timeline.heading("The same training under `mooring run`, and a preemption")
+        interrupted = _train_until_preempted(stage)
+        timeline.heading("A new machine")
+        resumed = _train_on(stage, interrupted.last_step)
+        verified = _verify(stage)
+        timeline.say(f"`mooring verify`: read {verified} checkpoints back, every byte is as it was written")
+        identical = _compare(undisturbed, interrupted, resumed)
+    step = interrupted.last_step
+    return [
+        f"the just-in-time save is of step {step}, the very step at which the run stopped",
+        "it was committed in the bucket before `mooring run` ended",
+        f"`mooring run` gave the program's exit code, {JUST_IN_TIME_EXIT_CODE}: terminated, not done",
+        f"with nothing but the bucket left, training went on from step {step}",
+        f"all {identical} losses and the final weights are bit-identical to the undisturbed run's",
+        f"all {verified} checkpoints in the bucket are intact",
+    ]
+
+
+def _environment(folder: Path, url: str, access_key: str, secret_key: str) -> dict[str, str]:
+    """Nothing of the user's own settings and accounts takes part."""
+    inherited = {name: value for name, value in os.environ.items() if not name.startswith(("AWS_", "MOORING_"))}
+    return {
+        **inherited,
+        # torch leaves a cache behind.
+        "TMPDIR": str(folder),
+        "AWS_ACCESS_KEY_ID": access_key,
+        "AWS_SECRET_ACCESS_KEY": secret_key,
+        "AWS_CONFIG_FILE": os.devnull,
+        "AWS_SHARED_CREDENTIALS_FILE": os.devnull,
+        "AWS_EC2_METADATA_DISABLED": "true",
+        "MOORING_S3_ENDPOINT_URL": url,
+    }
+
+
+def _write_text(path: Path) -> int:
+    """The source text of the installed packages, frozen in one file: all runs learn the same, also while it is edited.
+
+    The number of characters.
+    """
+    texts = []
+    for name in _PACKAGES:
+        found = importlib.util.find_spec(name)
+        assert found is not None
+        for place in found.submodule_search_locations or ():
+            texts += [source.read_text() for source in sorted(Path(place).rglob("*.py"))]
+    path.write_text("\n".join(texts))
+    return sum(map(len, texts))
+
+
+def _train_undisturbed(stage: _Stage, characters: int) -> Trained:
+    stage.timeline.say(f"{_STEPS} steps of a small transformer on {characters:,} characters of source text")
+    stage.timeline.say("without Mooring, and nobody disturbs it")
+    program = child(
+        [*_trainer(stage), "--plain"],
+        log=stage.log("undisturbed"),
+        environment=stage.environment,
+        limit_seconds=_LIMIT_SECONDS,
+    )
+    with program as running:
+        trained = read_along(running, _shower(stage.timeline))
+    _claim(trained.exit_code == 0 and len(trained.losses) == _STEPS, "the undisturbed training runs to its end")
+    stage.timeline.say(f"loss {trained.loss(1):.4f} → {trained.loss(_STEPS):.4f}; noted every bit of every loss")
+    return trained
+
+
+def _train_until_preempted(stage: _Stage) -> Trained:
+    stage.timeline.say(f"saves every {_SAVE_EVERY} steps; the agent beside it uploads each save")
+    show = _shower(stage.timeline)
+    with _mooring_run(stage, "preempted") as running:
+
+        def on_step(step: int, loss: float) -> None:
+            show(step, loss)
+            if step == _INTERRUPT_AFTER_STEP:
+                stage.timeline.say(f"step {step}: SIGTERM, as when a machine is taken away", style="yellow")
+                running.terminate()
+
+        trained = read_along(running, on_step)
+    _claim(bool(trained.losses), f"the training begins ({stage.log('preempted')} says why not)")
+    # Nothing of Mooring runs any more: what is in the bucket now was there before it ended.
+    committed = _mooring(stage, "ls", _DESTINATION)["checkpoints"]
+    lines = read_log(stage.log("preempted"))
+    step = trained.last_step
+    _claim(
+        any(row["kind"] == "just-in-time" and row["step"] == step for row in committed),
+        f"the just-in-time save of step {step}, the last one trained, is committed when `mooring run` ends",
+    )
+    _tell_preemption(stage.timeline, lines, step)
+    stage.timeline.say(f"`mooring run` has drained and ended with exit code {trained.exit_code}", at=lines[-1].at)
+    _claim(
+        trained.exit_code == JUST_IN_TIME_EXIT_CODE,
+        f"`mooring run` exits with {JUST_IN_TIME_EXIT_CODE} (it was {trained.exit_code})",
+    )
+    return trained
+
+
+def _tell_preemption(timeline: Timeline, lines: list[LogLine], step: int) -> None:
+    noticed = _logged(lines, "run.signal")
+    announced = _logged(lines, "checkpoint.announced", step=step)
+    committed = _logged(lines, "checkpoint.committed", step=step)
+    since = f"{step % _SAVE_EVERY} steps after the last periodic save"
+    timeline.say(f"step {step}: saved just in time, {since}", style="bold", at=announced.at)
+    size = f"{committed.fields['size_bytes'] / 2**20:.1f} MiB"
+    waited = f"{committed.at - noticed.at:.1f} s after the signal"
+    timeline.say(f"its {size} are committed in the bucket, {waited}", style="bold", at=committed.at)
+
+
+def _logged(lines: list[LogLine], event: str, **fields: object) -> LogLine:
+    for line in lines:
+        if line.event == event and fields.items() <= line.fields.items():
+            return line
+    raise ClaimError(f"Mooring's log tells of {event} {fields or ''}")
+
+
+def _train_on(stage: _Stage, step: int) -> Trained:
+    shutil.rmtree(stage.volume)
+    stage.timeline.say("the local disk is gone: deleted the volume with all it held", style="yellow")
+    with _mooring_run(stage, "resumed") as running:
+        trained = read_along(running, _shower(stage.timeline))
+    _claim(trained.begun == step, f"training goes on from step {step} (it went on from {trained.begun})")
+    restored = _logged(read_log(stage.log("resumed")), "restored")
+    stage.timeline.say(f"restored checkpoint-{restored.fields['step']} from the bucket", style="bold", at=restored.at)
+    _claim(trained.exit_code == 0, f"the resumed training ends with exit code 0 (it was {trained.exit_code})")
+    stage.timeline.say(f"finished: step {trained.last_step}, loss {trained.loss(trained.last_step):.4f}")
+    return trained
+
+
+def _compare(undisturbed: Trained, interrupted: Trained, resumed: Trained) -> int:
+    """How many losses were compared."""
+    _claim(not interrupted.losses.keys() & resumed.losses.keys(), "no step is trained twice")
+    together = interrupted.losses | resumed.losses
+    for step, loss in undisturbed.losses.items():
+        found = together.get(step, "no loss")
+        _claim(found == loss, f"step {step} has the same loss to the last bit ({found} instead of {loss})")
+    _claim(together.keys() == undisturbed.losses.keys(), f"{_STEPS} steps are trained (it was {len(together)})")
+    _claim(
+        bool(resumed.weights) and resumed.weights == undisturbed.weights,
+        f"the final weights are the same to the last bit (SHA-256 {resumed.weights} instead of {undisturbed.weights})",
+    )
+    return len(together)
+
+
+def _verify(stage: _Stage) -> int:
+    """How many checkpoints are intact."""
+    checkpoints = _mooring(stage, "verify", _DESTINATION, "--all")["checkpoints"]
+    for checkpoint in checkpoints:
+        _claim(not checkpoint["problems"], f"step {checkpoint['step']} is intact ({checkpoint['problems']})")
+    return len(checkpoints)
+
+
+def _trainer(stage: _Stage) -> list[str]:
+    return [sys.executable, "-m", "mooring.demo_train", "--text", str(stage.text), "--steps", str(_STEPS)]
+
+
+def _mooring_run(stage: _Stage, name: str) -> Any:
+    command = [sys.executable, "-m", "mooring_agent", "run", "--to", _DESTINATION, "--volume", str(stage.volume)]
+    command += ["--log-format", "json", "--", *_trainer(stage), "--save-every", str(_SAVE_EVERY)]
+    return child(command, log=stage.log(name), environment=stage.environment, limit_seconds=_LIMIT_SECONDS)
+
+
+def _mooring(stage: _Stage, *arguments: str) -> Any:
+    """A command's answer, whatever its exit code says of what it found."""
+    with stage.log(arguments[0]).open("ab") as log:
+        done = subprocess.run(  # noqa: S603 - our own program
+            [sys.executable, "-m", "mooring_agent", *arguments, "--json"],
+            stdout=subprocess.PIPE,
+            stderr=log,
+            env=stage.environment,
+            timeout=_LIMIT_SECONDS,
+            check=False,
+        )
+    try:
+        return json.loads(done.stdout)
+    except ValueError:
+        raise ClaimError(f"`mooring {arguments[0]}` answers (exit code {done.returncode})") from None
+
+
+def _shower(timeline: Timeline) -> Callable[[int, float], None]:
+    return lambda step, loss: timeline.now(f"step {step} of {_STEPS}, loss {loss:.4f}")
+
+
+def _claim(held: bool, claim: str) -> None:
+    if not held:
+        raise ClaimError(claim)

@@ -1,0 +1,127 @@
+"""One announcement from the wire to its staged files: names what the caller left out, and waits for the pins."""
+
+import asyncio
+import contextlib
+import hashlib
+import os
+import secrets
+from concurrent.futures import Executor
+from pathlib import Path, PurePosixPath
+
+from mooring_agent.adapters.source_walk import check_source, resolve_source
+from mooring_agent.core import admission
+from mooring_agent.core.errors import ErrorKind, MooringError, RequestError
+from mooring_agent.core.events import Announced
+from mooring_agent.core.model import Phase, SaveInfo
+from mooring_agent.core.state import Checkpoint, State
+from mooring_agent.ports import Clock
+from mooring_agent.runtime import status
+from mooring_agent.runtime.engine import Engine
+from mooring_api.v1 import agent_pb2
+
+
+class Announcements:
+    """For the gRPC server and the directory watch alike."""
+
+    def __init__(self, *, engine: Engine, clock: Clock, executor: Executor, volume: Path) -> None:
+        self._engine = engine
+        self._clock = clock
+        self._volume = volume.resolve()
+        self._executor = executor
+
+    async def announce(self, request: agent_pb2.AnnounceCheckpointRequest) -> Checkpoint:
+        """Returns once the files are staged (or wait for other local ranks); raises why they cannot be."""
+        event = await self.enter(request)
+        await self._engine.until(lambda state: _settled(state, event))
+        return _outcome(self._engine.state, event)
+
+    async def enter(self, request: agent_pb2.AnnounceCheckpointRequest) -> Announced:
+        """Returns once the announcement is durable, before its files are staged; raises why it is refused."""
+        source = _absolute(request.path)
+        world_size = max(1, request.world_size)
+        signature = ""
+        save = request.save
+        if not save:
+            signature = await asyncio.get_running_loop().run_in_executor(
+                self._executor, content_signature, self._volume, source
+            )
+            save = self._make_save(request, source, signature, world_size)
+        event = Announced(
+            at=self._clock.now(),
+            info=SaveInfo(
+                save=save,
+                name=request.name or PurePosixPath(source).name,
+                step=request.step,
+                kind=status.kind_from_wire(request.kind),
+                world_size=world_size,
+            ),
+            rank=request.rank,
+            source=source,
+            files=tuple(request.files),
+            local_world_size=max(1, request.local_world_size),
+            signature=signature,
+        )
+
+        def is_news(state: State) -> bool:
+            admission.check(state, event)
+            return admission.known(state, event) is None
+
+        await self._engine.submit(event, is_news)
+        return event
+
+    def _make_save(
+        self, request: agent_pb2.AnnounceCheckpointRequest, source: str, signature: str, world_size: int
+    ) -> str:
+        if world_size > 1:
+            raise RequestError(
+                ErrorKind.BAD_REQUEST,
+                "several ranks write this checkpoint and the announcement has no save id",
+                hint="pass a `save` that is unique to this save and the same on all its ranks",
+            )
+        known = admission.same_content(self._engine.state, source=source, rank=request.rank, signature=signature)
+        return known.info.save if known else f"{request.attempt or secrets.token_hex(4)}-{secrets.token_hex(4)}"
+
+
+def content_signature(volume: Path, source: str) -> str:
+    """Changes whenever a file below `source` is added, removed, replaced or rewritten. Reads no file.
+
+    Raises RequestError or VolumeError when `source` is no place in the volume; looks at nothing then.
+    """
+    root = resolve_source(volume, source)
+    digest = hashlib.blake2b(digest_size=16)
+    # What cannot be listed, or goes while we look, staging will name.
+    for folder, folders, files in os.walk(root):
+        folders.sort()
+        for path in (Path(folder, name) for name in (*folders, *sorted(files))):
+            _add(digest, path)
+    _add(digest, root)
+    return digest.hexdigest()
+
+
+def _add(digest: "hashlib.blake2b", path: Path) -> None:
+    with contextlib.suppress(OSError):
+        found = path.lstat()
+        digest.update(os.fsencode(path))
+        digest.update(f"\0{found.st_ino} {found.st_size} {found.st_mtime_ns}\n".encode())
+
+
+def _absolute(path: str) -> str:
+    check_source(path)
+    return path.rstrip("/") or "/"
+
+
+def _settled(state: State, event: Announced) -> bool:
+    checkpoint = state.checkpoints.get(event.info.save)
+    if checkpoint is None or checkpoint.ended:
+        return True
+    share = checkpoint.shares[event.rank]
+    return share.staged or (not share.requested_files and len(checkpoint.shares) < share.local_world_size)
+
+
+def _outcome(state: State, event: Announced) -> Checkpoint:
+    checkpoint = state.checkpoints.get(event.info.save)
+    if checkpoint is None:
+        raise RequestError(ErrorKind.UNKNOWN_SAVE, f"save {event.info.save} is over and forgotten", hint="")
+    if checkpoint.phase is Phase.FAILED:
+        raise MooringError(checkpoint.error_kind or ErrorKind.VOLUME_UNUSABLE, checkpoint.reason, hint=checkpoint.hint)
+    return checkpoint

@@ -1,0 +1,130 @@
+"""Writes rank manifests and commit markers, and settles every doubt by reading back. Verdicts: core.commit."""
+
+from collections.abc import Mapping
+
+import structlog
+
+from mooring_agent.adapters.checksum import crc64nvme
+from mooring_agent.core.commands import Commit, WriteManifest
+from mooring_agent.core.commit import judge_listing, missing_files
+from mooring_agent.core.errors import ErrorKind, StoreError
+from mooring_agent.core.events import Committed, CommitWaits, ManifestStored, ObjectsLost
+from mooring_agent.core.manifest import commit_marker, decode_manifest, encode_manifest, encode_marker
+from mooring_agent.core.model import ManifestReference, RankManifest
+from mooring_agent.core.object_layout import manifest_key, marker_key, save_prefix
+from mooring_agent.ports import Clock, ObjectStore
+
+MANIFEST_LIMIT_BYTES = 256 * 1024 * 1024
+_MARKER_LIMIT_BYTES = 64 * 1024 * 1024
+
+log = structlog.get_logger("mooring.committer")
+
+
+async def write_manifest(store: ObjectStore, clock: Clock, command: WriteManifest) -> ManifestStored:
+    manifest = command.manifest
+    await store.put(manifest_key(manifest.info, manifest.rank), encode_manifest(manifest))
+    return ManifestStored(at=clock.now(), work=command.work)
+
+
+async def commit(store: ObjectStore, clock: Clock, command: Commit) -> Committed | CommitWaits | ObjectsLost:
+    """One try to commit: ends in the marker read back, or in what is still missing."""
+    sizes = {info.key: info.size_bytes async for info in store.list(save_prefix(command.info))}
+    verdict = judge_listing(command.info, command.manifests, sizes)
+    if verdict.lost_files or verdict.lost_manifests:
+        return ObjectsLost(
+            at=clock.now(), work=command.work, files=verdict.lost_files, manifests=verdict.lost_manifests
+        )
+    if verdict.missing_ranks:
+        return CommitWaits(at=clock.now(), work=command.work, missing_ranks=len(verdict.missing_ranks))
+    key = marker_key(command.info)
+    found = await _read(store, key)
+    if found is None and not command.may_write_marker:
+        return CommitWaits(at=clock.now(), work=command.work, missing_ranks=0)
+    manifests = await _all_manifests(store, command)
+    unlisted = sum(bool(missing_files(manifest, sizes)) for manifest in manifests.values())
+    if unlisted:
+        # Another agent's files: it will find them missing by itself and send them again.
+        return CommitWaits(at=clock.now(), work=command.work, missing_ranks=unlisted)
+    body = _marker_body(manifests)
+    if found is None:
+        found = await _write_and_read_back(store, key, body)
+    if found != body:
+        raise StoreError(
+            ErrorKind.CHECKPOINT_CORRUPT,
+            f"{key} holds another marker than the manifests of save {command.info.save} give",
+            hint="two jobs write to the same destination with the same save ids; give each run its own prefix",
+        )
+    if command.sweep_uploads:
+        # Every rank is sealed, so whatever is still open below this save is nobody's.
+        await sweep_uploads(store, save_prefix(command.info), of=None, keep=frozenset())
+    return Committed(at=clock.now(), work=command.work)
+
+
+async def sweep_uploads(
+    store: ObjectStore, prefix: str, *, of: frozenset[str] | None, keep: frozenset[tuple[str, str]]
+) -> None:
+    """Abort multipart uploads below `prefix`: those for the keys in `of` (None: all), but not those in `keep`.
+
+    `keep` has (key, upload id). Other agents upload their ranks' files below the same prefix.
+    """
+    try:
+        found = [upload async for upload in store.list_uploads(prefix)]
+    except StoreError as error:
+        if error.kind is not ErrorKind.REQUEST_REFUSED:
+            raise
+        # A store that cannot list them leaves us nothing to sweep by.
+        log.warning("uploads.not_listable", error=str(error))
+        return
+    for upload in found:
+        if (of is None or upload.key in of) and (upload.key, upload.upload_id) not in keep:
+            log.info("uploads.orphan_aborted", key=upload.key)
+            await store.abort_upload(upload.key, upload.upload_id)
+
+
+async def _write_and_read_back(store: ObjectStore, key: str, body: bytes) -> bytes:
+    ambiguous: StoreError | None = None
+    try:
+        await store.put(key, body, if_absent=True)
+    except StoreError as error:
+        # Whatever it was, it may have landed: 412 and 409 are also what a lost answer to our own write looks like.
+        ambiguous = error
+    found = await _read(store, key)
+    if found is None:
+        raise ambiguous or StoreError(
+            ErrorKind.STORE_FAILED, f"{key} was written and cannot be read", hint="the store broke read-after-write"
+        )
+    return found
+
+
+async def _read(store: ObjectStore, key: str) -> bytes | None:
+    try:
+        return await store.get(key, limit_bytes=_MARKER_LIMIT_BYTES)
+    except StoreError as error:
+        if error.kind is ErrorKind.NOT_FOUND:
+            return None
+        raise
+
+
+async def _all_manifests(store: ObjectStore, command: Commit) -> Mapping[int, RankManifest]:
+    manifests = {manifest.rank: manifest for manifest in command.manifests}
+    for rank in range(command.info.world_size):
+        if rank in manifests:
+            continue
+        key = manifest_key(command.info, rank)
+        manifest = decode_manifest(await store.get(key, limit_bytes=MANIFEST_LIMIT_BYTES), key)
+        if manifest.info != command.info or manifest.rank != rank:
+            raise StoreError(
+                ErrorKind.CHECKPOINT_CORRUPT,
+                f"{key} speaks of {manifest.info}, we of {command.info}",
+                hint="all ranks of one save must give the same name, step, kind and world size",
+            )
+        manifests[rank] = manifest
+    return manifests
+
+
+def _marker_body(manifests: Mapping[int, RankManifest]) -> bytes:
+    references = {}
+    for rank, manifest in manifests.items():
+        encoded = encode_manifest(manifest)
+        references[rank] = ManifestReference(rank=rank, size_bytes=len(encoded), checksum=crc64nvme(encoded))
+    return encode_marker(commit_marker(list(manifests.values()), references))

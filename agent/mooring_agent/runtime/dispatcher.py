@@ -1,0 +1,190 @@
+"""Runs the core's commands as tasks; each ends in exactly one event, whatever happens to it.
+
+Owns which task does which work. Knows nothing of why: that is the core's.
+"""
+
+import asyncio
+import random
+from collections.abc import Awaitable, Callable
+from concurrent.futures import Executor
+from typing import assert_never
+
+import structlog
+
+from mooring_agent.core.commands import (
+    Abandon,
+    CancelWork,
+    Command,
+    Commit,
+    CompleteUpload,
+    CreateUpload,
+    Exit,
+    LiftBandwidthCap,
+    Prune,
+    PutFile,
+    Reconcile,
+    Record,
+    Release,
+    RestoreBandwidthCap,
+    RingDoorbell,
+    SendPart,
+    Stage,
+    WorkCommand,
+    WriteManifest,
+)
+from mooring_agent.core.errors import ErrorKind, MooringError
+from mooring_agent.core.events import Abandoned, Event, Released, WorkCancelled, WorkFailed
+from mooring_agent.core.object_layout import save_prefix
+from mooring_agent.core.work import WorkId
+from mooring_agent.ports import Clock, ObjectStore, StagingArea
+from mooring_agent.runtime import committer, heap, transfers
+from mooring_agent.runtime.failure_log import FailureLog
+from mooring_agent.runtime.lazy_store import LazyStore
+from mooring_agent.runtime.pruner import Pruner
+from mooring_agent.runtime.reconciler import Reconciler
+from mooring_agent.runtime.staging import stage
+
+log = structlog.get_logger("mooring.dispatcher")
+
+
+class Dispatcher:
+    """Give it a TaskGroup to work in, then commands. `post` gets the events; the callbacks are the agent's own."""
+
+    def __init__(
+        self,
+        *,
+        store: LazyStore,
+        staging: StagingArea,
+        reconciler: Reconciler,
+        pruner: Pruner,
+        clock: Clock,
+        executor: Executor,
+        post: Callable[[Event], None],
+        on_ring: Callable[[RingDoorbell], None],
+        on_lift_cap: Callable[[], None],
+        on_restore_cap: Callable[[], None],
+        on_exit: Callable[[Exit], None],
+    ) -> None:
+        self._store = store
+        self._staging = staging
+        self._reconciler = reconciler
+        self._pruner = pruner
+        self._clock = clock
+        self._executor = executor
+        self._post = post
+        self._on_ring = on_ring
+        self._on_lift_cap = on_lift_cap
+        self._on_restore_cap = on_restore_cap
+        self._on_exit = on_exit
+        self._failures = FailureLog()
+        self._tasks: dict[WorkId, asyncio.Task[None]] = {}
+
+    def dispatch(self, tasks: asyncio.TaskGroup, command: Command) -> None:
+        """Begin a command; never blocks and never raises what the world did."""
+        match command:
+            case CancelWork():
+                task = self._tasks.get(command.work)
+                if task is not None:
+                    task.cancel()
+            case RingDoorbell():
+                self._on_ring(command)
+            case LiftBandwidthCap():
+                self._on_lift_cap()
+            case RestoreBandwidthCap():
+                self._on_restore_cap()
+            case Exit():
+                self._on_exit(command)
+            case Record():
+                raise AssertionError("decisions are applied by the core, before commands come out")
+            case _:
+                self._begin(tasks, command)
+
+    def _begin(self, tasks: asyncio.TaskGroup, command: WorkCommand) -> None:
+        work = command.work
+
+        def ended(task: asyncio.Task[None]) -> None:
+            # Cancelled before its first step: `_run` never saw it, and the core would wait for its end for ever.
+            if task.cancelled():
+                del self._tasks[work]
+                self._post(WorkCancelled(at=self._clock.now(), work=work))
+
+        self._tasks[work] = tasks.create_task(self._run(command), name=str(work))
+        self._tasks[work].add_done_callback(ended)
+
+    def cancel_all(self) -> None:
+        """The agent ends: whatever is on the wire goes on after the next start."""
+        for task in list(self._tasks.values()):
+            task.cancel()
+
+    async def _run(self, command: WorkCommand) -> None:
+        work = command.work
+        event: Event
+        try:
+            event = await self._perform(command)
+        except asyncio.CancelledError:
+            # Cancelled by the core it is an outcome like others; cancelled by our own end nobody listens any more.
+            event = WorkCancelled(at=self._clock.now(), work=work)
+        except MooringError as error:
+            self._failures.failed(work, error)
+            event = self._failure(work, error.kind, str(error), error.hint)
+        except Exception as error:
+            # Our own bug must not take the other checkpoints down; it is retried like a store that failed.
+            log.exception("work.crashed", operation=work.operation.value, save=work.save)
+            hint = "please report this with the log"
+            event = self._failure(work, ErrorKind.STORE_FAILED, f"{type(error).__name__}: {error}", hint)
+        del self._tasks[work]
+        self._post(event)
+
+    def _failure(self, work: WorkId, kind: ErrorKind, message: str, hint: str) -> WorkFailed:
+        jitter = random.random()  # noqa: S311 - spreads retries, guards nothing
+        return WorkFailed(at=self._clock.now(), work=work, kind=kind, message=message, hint=hint, jitter=jitter)
+
+    async def _perform(self, command: WorkCommand) -> Event:
+        match command:
+            case Stage():
+                return await stage(self._staging, self._clock, self._executor, command)
+            case Release():
+                return await self._release(command)
+            case Abandon():
+                return await self._abandon(command)
+            case Reconcile():
+                return await self._with_store(lambda store: self._reconciler.reconcile(store, command))
+            case CreateUpload():
+                return await self._with_store(lambda store: transfers.create_upload(store, self._clock, command))
+            case SendPart():
+                return await self._with_store(
+                    lambda store: transfers.send_part(store, self._clock, self._executor, command)
+                )
+            case PutFile():
+                return await self._with_store(
+                    lambda store: transfers.put_file(store, self._clock, self._executor, command)
+                )
+            case CompleteUpload():
+                return await self._with_store(lambda store: transfers.complete_upload(store, self._clock, command))
+            case WriteManifest():
+                return await self._with_store(lambda store: committer.write_manifest(store, self._clock, command))
+            case Commit():
+                return await self._with_store(lambda store: committer.commit(store, self._clock, command))
+            case Prune():
+                return await self._with_store(lambda store: self._pruner.prune(store, command))
+            case _:
+                assert_never(command)
+
+    async def _with_store(self, use: Callable[[ObjectStore], Awaitable[Event]]) -> Event:
+        return await use(await self._store.get())
+
+    async def _abandon(self, command: Abandon) -> Abandoned:
+        store = await self._store.get()
+        for key, upload_id in command.uploads:
+            await store.abort_upload(key, upload_id)
+        if command.sweep_keys:
+            ours = frozenset(command.sweep_keys)
+            await committer.sweep_uploads(store, save_prefix(command.info), of=ours, keep=frozenset())
+        return Abandoned(at=self._clock.now(), work=command.work)
+
+    async def _release(self, command: Release) -> Released:
+        loop = asyncio.get_running_loop()
+        await loop.run_in_executor(self._executor, self._staging.release, command.work.save)
+        # The end of a checkpoint's work: what it took of memory is free now, but still ours.
+        await loop.run_in_executor(self._executor, heap.give_back)
+        return Released(at=self._clock.now(), work=command.work)

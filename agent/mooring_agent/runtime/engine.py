@@ -1,0 +1,182 @@
+"""Feeds events to the core one at a time, makes what must survive durable, then lets the effects out.
+
+Owns the state: nothing else changes it. Events that arrive together share one journal transaction. If the journal
+cannot be written (a full or read-only volume) the agent goes on from memory: everything but an announcement can be
+found out again from the store and from the staged directories, so only announcements are refused.
+"""
+
+import asyncio
+from collections.abc import Callable, Sequence
+from concurrent.futures import Executor
+from dataclasses import dataclass, field
+from typing import Final
+
+import structlog
+
+from mooring_agent.core import planner
+from mooring_agent.core.commands import Command
+from mooring_agent.core.errors import MooringError
+from mooring_agent.core.event_codec import encode_event
+from mooring_agent.core.events import Announced, DurableEvent, Event, Ticked
+from mooring_agent.core.reducer import advance
+from mooring_agent.core.state import State
+from mooring_agent.ports import Clock, Journal
+from mooring_agent.runtime.journaling import compact
+from mooring_agent.runtime.narration import narrate
+
+_QUEUE_LIMIT: Final = 100_000
+_BATCH_LIMIT: Final = 256
+# A record is some 300 bytes and a checkpoint of 10,000 files makes 20,000 of them; the volume is not ours to fill.
+_RECORDS_BEFORE_COMPACTION: Final = 50_000
+
+log = structlog.get_logger("mooring.engine")
+
+Guard = Callable[[State], bool]
+"""Called in the engine's turn, before the event: False skips it as known already, RequestError refuses it."""
+
+
+@dataclass(slots=True)
+class _Item:
+    event: Event
+    guard: Guard | None = None
+    done: "asyncio.Future[None] | None" = None
+
+
+@dataclass(slots=True)
+class _Turn:
+    """What one batch of events has to be made durable and let out."""
+
+    records: list[bytes] = field(default_factory=list)
+    commands: list[Command] = field(default_factory=list)
+    # Whether the caller's promise depends on the journal.
+    waiting: "list[tuple[asyncio.Future[None], bool]]" = field(default_factory=list)
+
+
+class Engine:
+    """The agent's heart. `executor` is the journal's own: one thread, so its calls keep their order."""
+
+    def __init__(self, *, state: State, journal: Journal, clock: Clock, executor: Executor) -> None:
+        self.state = state
+        self._journal = journal
+        self._clock = clock
+        self._executor = executor
+        self._queue: asyncio.Queue[_Item] = asyncio.Queue(_QUEUE_LIMIT)
+        self._changed = asyncio.Condition()
+        self._unjournaled: list[bytes] = []
+        self._records_since_compaction = 0
+        self._compact_after_records = _RECORDS_BEFORE_COMPACTION
+        self.revision = 0
+
+    def post(self, event: Event) -> None:
+        """Something has happened; returns at once."""
+        self._queue.put_nowait(_Item(event))
+
+    async def submit(self, event: Event, guard: Guard | None = None) -> None:
+        """Something has happened; returns when it is durable and applied.
+
+        Raises what `guard` raises, and VolumeError when an announcement cannot be journaled: it alone is a promise.
+        """
+        done = asyncio.get_running_loop().create_future()
+        await self._queue.put(_Item(event, guard, done))
+        await done
+
+    async def until(self, holds: Callable[[State], bool]) -> None:
+        """Wait for a condition of the state; the caller sets the time-out."""
+        async with self._changed:
+            await self._changed.wait_for(lambda: holds(self.state))
+
+    async def next_change(self, seen_revision: int) -> int:
+        """Wait until the state has changed since `seen_revision`; returns the revision now."""
+        async with self._changed:
+            await self._changed.wait_for(lambda: self.revision != seen_revision)
+        return self.revision
+
+    async def run(self, dispatch: Callable[[Command], None]) -> None:
+        """Turn after turn, until cancelled."""
+        while True:
+            turn = _Turn()
+            for item in await self._next_items():
+                self._apply(item, turn)
+            failure = await self._append(turn.records)
+            for command in turn.commands:
+                dispatch(command)
+            for done, durable in turn.waiting:
+                _resolve(done, failure if durable else None)
+            self.revision += 1
+            async with self._changed:
+                self._changed.notify_all()
+
+    async def close(self, last: DurableEvent) -> None:
+        """Journal a last event, and what could not be journaled before; nothing is dispatched any more."""
+        advance(self.state, last)
+        await self._append([encode_event(last)])
+
+    def _apply(self, item: _Item, turn: _Turn) -> None:
+        try:
+            wanted = item.guard is None or item.guard(self.state)
+        except MooringError as error:
+            _resolve(item.done, error)
+            return
+        if wanted:
+            ready = advance(self.state, item.event)
+            turn.records += [encode_event(event) for event in ready.durable]
+            for event in ready.durable:
+                narrate(self.state, event)
+            turn.commands += ready.commands
+        if item.done is not None:
+            turn.waiting.append((item.done, wanted and isinstance(item.event, Announced)))
+
+    async def _next_items(self) -> Sequence[_Item]:
+        """All that has arrived, or a tick when it is time for one."""
+        wake_at = planner.next_wake(self.state)
+        timeout_seconds = None if wake_at is None else max(0.0, wake_at - self._clock.now())
+        try:
+            async with asyncio.timeout(timeout_seconds):
+                items = [await self._queue.get()]
+        except TimeoutError:
+            return [_Item(Ticked(at=max(self._clock.now(), wake_at or 0.0)))]
+        while len(items) < _BATCH_LIMIT and not self._queue.empty():
+            items.append(self._queue.get_nowait())
+        return items
+
+    async def _append(self, records: Sequence[bytes]) -> MooringError | None:
+        """Journal what is due; on failure keep it for the next turn and say why."""
+        pending = [*self._unjournaled, *records]
+        if not pending:
+            return None
+        loop = asyncio.get_running_loop()
+        try:
+            await loop.run_in_executor(self._executor, self._journal.append, pending)
+        except MooringError as error:
+            if not self._unjournaled:
+                log.error("journal.unwritable", error=str(error), hint=error.hint)
+            self._unjournaled = pending
+            return error
+        if self._unjournaled:
+            log.info("journal.writable_again", records=len(pending))
+        self._unjournaled = []
+        self._records_since_compaction += len(pending)
+        if self._records_since_compaction >= self._compact_after_records:
+            await self._compact()
+        return None
+
+    async def _compact(self) -> None:
+        """Shorten the journal; that it cannot be shortened now is no reason to stop."""
+        loop = asyncio.get_running_loop()
+        kept = 0
+        try:
+            kept = await loop.run_in_executor(self._executor, compact, self.state, self._journal)
+        except MooringError as error:
+            log.warning("journal.not_compacted", error=str(error), hint=error.hint)
+        self._records_since_compaction = 0
+        # What is still needed does not become less by looking at it again.
+        self._compact_after_records = max(_RECORDS_BEFORE_COMPACTION, 2 * kept)
+
+
+def _resolve(done: "asyncio.Future[None] | None", error: MooringError | None) -> None:
+    if done is None or done.done():
+        return
+    if error is None:
+        done.set_result(None)
+    else:
+        done.set_exception(error)

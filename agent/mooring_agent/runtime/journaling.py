@@ -1,0 +1,86 @@
+"""From the journal to a state and back: replay at the start, compaction so that it stays short."""
+
+from collections.abc import Iterable, Sequence
+
+import structlog
+
+from mooring_agent.core.event_codec import UnknownRecordError, decode_event, encode_event
+from mooring_agent.core.events import (
+    Announced,
+    Committed,
+    DurableEvent,
+    Exited,
+    Released,
+    Staged,
+    TerminationNoticed,
+    save_of,
+)
+from mooring_agent.core.reducer import step
+from mooring_agent.core.settings import Settings
+from mooring_agent.core.state import State
+from mooring_agent.ports import Journal, StagingArea
+from mooring_agent.runtime.staging import rescan
+
+# Of a checkpoint that is over, this is what status, idempotent announcements and retention still need.
+_ENDED_NEEDS = (Announced, Staged, Committed, Released)
+
+log = structlog.get_logger("mooring.journal")
+
+
+def recover(settings: Settings, journal: Journal, staging: StagingArea) -> State:
+    """The state as the journal and the staged directories tell it; the journal is compacted on the way.
+
+    Blocks. Raises VolumeError when the volume cannot be used at all.
+    """
+    state = State(settings=settings)
+    events = list(_readable(journal))
+    for event in events:
+        step(state, event)
+    found = list(rescan(staging, state))
+    for event in found:
+        step(state, event)
+    if found:
+        journal.append([encode_event(event) for event in found])
+    kept = compact(state, journal)
+    log.info("journal.replayed", events=len(events), kept=kept, found=len(found))
+    return state
+
+
+def compact(state: State, journal: Journal) -> int:
+    """Drop the records that `state` no longer needs; how many are left. Blocks; `state` must not change meanwhile."""
+    events = list(_readable(journal))
+    notices_from = _after_last_exit(events)
+    kept = [
+        event
+        for position, event in enumerate(events)
+        if _is_needed(state, event, is_current_life=position >= notices_from)
+    ]
+    if len(kept) < len(events):
+        journal.rewrite([encode_event(event) for event in kept])
+    return len(kept)
+
+
+def _after_last_exit(events: Sequence[DurableEvent]) -> int:
+    """Where the records of this life begin: an orderly exit has used up the notices before it."""
+    return max((position + 1 for position, event in enumerate(events) if isinstance(event, Exited)), default=0)
+
+
+def _readable(journal: Journal) -> Iterable[DurableEvent]:
+    for record in journal.replay():
+        try:
+            yield decode_event(record)
+        except UnknownRecordError as error:
+            # Another version's record: what it said is found out again from the volume and the store.
+            log.warning("journal.unknown_record", error=str(error))
+
+
+def _is_needed(state: State, event: DurableEvent, *, is_current_life: bool) -> bool:
+    save = save_of(event)
+    if save is None:
+        return is_current_life and isinstance(event, TerminationNoticed) and state.termination.noticed
+    checkpoint = state.checkpoints.get(save)
+    if checkpoint is None:
+        return False
+    if checkpoint.settled:
+        return checkpoint is state.newest_committed() and isinstance(event, _ENDED_NEEDS)
+    return True

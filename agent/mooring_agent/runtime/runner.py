@@ -1,0 +1,140 @@
+"""`mooring run`: a program and its agent together, without Kubernetes.
+
+Restores first, then runs the program beside its agent, passes signals on, and waits for the drain. Signals are heard
+from the first moment: before the program runs they end the run, while it runs they are the program's, and afterwards
+they hurry the drain. The agent has a session of its own, so that a Ctrl-C in a terminal reaches the program alone.
+"""
+
+import asyncio
+import contextlib
+import signal
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Final
+
+import structlog
+
+from mooring_agent.core.errors import ErrorKind, MooringError
+from mooring_agent.core.settings import Settings
+from mooring_agent.runtime.agent_keeper import AgentKeeper, Notify
+from mooring_agent.runtime.exit_codes import exit_code
+
+_RESTORE_END_SECONDS: Final = 10.0
+_MOORING: Final = (sys.executable, "-m", "mooring_agent")
+
+log = structlog.get_logger("mooring.run")
+
+
+class Runner:
+    """One run, made in its event loop.
+
+    `environment` carries the settings to the children; `notify` and `answers` talk to the agent.
+    """
+
+    def __init__(
+        self,
+        settings: Settings,
+        command: Sequence[str],
+        *,
+        environment: Mapping[str, str],
+        notify: Notify,
+        answers: Callable[[], bool],
+    ) -> None:
+        self._command = command
+        self._environment = dict(environment)
+        self._agent = AgentKeeper(
+            (*_MOORING, "agent"),
+            environment=self._environment,
+            grace_seconds=settings.termination.grace_seconds,
+            notify=notify,
+            answers=answers,
+        )
+        self._program: asyncio.subprocess.Process | None = None
+        self._interrupted: asyncio.Future[signal.Signals] = asyncio.get_running_loop().create_future()
+
+    async def run(self, *, restore: bool) -> int:
+        """The exit code: the program's own, or 75 when it succeeded and its newest checkpoint is not durable."""
+        self._listen()
+        if restore:
+            code = await self._restore()
+            if code:
+                return code
+        if not await self._start_agent():
+            return exit_code(-self._interrupted.result())
+        code = await self._run_program()
+        agent_code = await self._agent.drain()
+        if agent_code and not code:
+            log.error("run.not_durable", agent_code=agent_code)
+        return code or agent_code
+
+    def _listen(self) -> None:
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+            # Ignored by whoever started us, as nohup does: so it is meant, for the program too.
+            if signal.getsignal(number) is not signal.SIG_IGN:
+                loop.add_signal_handler(number, self._take, number)
+
+    def _take(self, number: signal.Signals) -> None:
+        """A signal to this run. What it is for comes first: the log may go to somebody who is gone."""
+        if self._program is None:
+            if not self._interrupted.done():
+                self._interrupted.set_result(number)
+        elif self._program.returncode is None:
+            # In a terminal the program has got its Ctrl-C already.
+            if number is not signal.SIGINT or not sys.stdin.isatty():
+                with contextlib.suppress(ProcessLookupError):
+                    self._program.send_signal(number)
+            if number is not signal.SIGINT:
+                self._agent.notice(f"runner {number.name}")
+        else:
+            # Nobody trains any more; hurry the agent.
+            self._agent.notice(f"runner {number.name}")
+        log.info("run.signal", signal=number.name)
+
+    async def _restore(self) -> int:
+        # Our stdout is the program's alone: somebody may read it.
+        process = await asyncio.create_subprocess_exec(*_MOORING, "restore", stdout=sys.stderr, env=self._environment)
+        ended = asyncio.create_task(process.wait())
+        if not await self._interrupted_before(ended):
+            return exit_code(ended.result())
+        number = self._interrupted.result()
+        if process.returncode is None:
+            process.send_signal(number)
+            await asyncio.wait({ended}, timeout=_RESTORE_END_SECONDS)
+        if process.returncode is None:
+            process.kill()
+        await ended
+        return exit_code(-number)
+
+    async def _start_agent(self) -> bool:
+        """False when a signal ended the run first. Raises MooringError."""
+        if self._interrupted.done():
+            return False
+        starting = asyncio.create_task(self._agent.start())
+        if await self._interrupted_before(starting):
+            await self._agent.end()
+            await asyncio.gather(starting, return_exceptions=True)
+            return False
+        await starting
+        return True
+
+    async def _interrupted_before(self, task: asyncio.Task[Any]) -> bool:
+        """Waits for the end of the task or for a signal, whichever comes first."""
+        either: set[asyncio.Future[Any]] = {task, self._interrupted}
+        await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
+        return self._interrupted.done()
+
+    async def _run_program(self) -> int:
+        try:
+            self._program = await asyncio.create_subprocess_exec(*self._command, env=self._environment)
+        except OSError as error:
+            await self._agent.end()
+            raise MooringError(
+                ErrorKind.BAD_CONFIGURATION,
+                f"cannot start {self._command[0]!r}: {error.strerror}",
+                hint="give the program after --, as in: mooring run --to DEST -- python train.py",
+            ) from error
+        if self._interrupted.done():
+            # It came while the program was being started.
+            self._take(self._interrupted.result())
+        return exit_code(await self._program.wait())

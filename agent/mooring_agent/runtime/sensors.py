@@ -1,0 +1,176 @@
+"""What the agent finds out by itself: live ranks, room on the volume, its own signals, checkpoints nobody announced."""
+
+import asyncio
+import os
+from collections.abc import Callable
+from concurrent.futures import Executor
+from pathlib import Path
+from typing import Final, TypeVar
+
+import structlog
+
+from mooring_agent.adapters.disk import VolumeMeter
+from mooring_agent.adapters.reserve import RESERVE_BYTES, Reserve
+from mooring_agent.core import disk_pressure, drain
+from mooring_agent.core.disk_pressure import Admission
+from mooring_agent.core.errors import MooringError
+from mooring_agent.core.events import DiskRead, RanksSeen, StopRequested, TerminationNoticed
+from mooring_agent.core.model import Kind
+from mooring_agent.core.settings import Settings
+from mooring_agent.ports import Clock
+from mooring_agent.runtime.engine import Engine
+from mooring_agent.runtime.presence import Presence
+from mooring_agent.runtime.watching import Watching
+from mooring_api.names import STATE_DIRECTORY
+
+_CALM_SECONDS: Final = 1.0
+_ENDING_SECONDS: Final = 0.1
+_DISK_BUSY_SECONDS: Final = 1.0
+_DISK_IDLE_SECONDS: Final = 10.0
+# After something was shed, its pins are dropped within moments; a save that waits for the room waits no longer.
+_ADMISSION_WAIT_SECONDS: Final = 0.5
+_ROOM_TO_KEEP_A_RESERVE: Final = 4
+# For the upload of what the last looks find.
+_DRAIN_SECONDS: Final = 1.0
+
+T = TypeVar("T")
+
+log = structlog.get_logger("mooring.sensors")
+
+
+class Sensors:
+    """Everything here ends in an event."""
+
+    def __init__(
+        self,
+        *,
+        engine: Engine,
+        clock: Clock,
+        presence: Presence,
+        executor: Executor,
+        settings: Settings,
+        watching: Watching | None,
+    ) -> None:
+        self._engine = engine
+        self._clock = clock
+        self._presence = presence
+        self._executor = executor
+        self._settings = settings
+        self._watching = watching
+        self._reserve = Reserve(Path(settings.volume) / STATE_DIRECTORY)
+        self._meter = VolumeMeter(Path(settings.volume))
+        self._look = asyncio.Event()
+        self._clients_seen = False
+
+    async def watch_ranks(self, parent_pid: int | None) -> None:
+        """Forever: who is alive. `parent_pid`: the runner whose end is our end too."""
+        while True:
+            self._look.clear()
+            await self.look_at_ranks()
+            if parent_pid is not None and parent_pid != os.getppid():
+                log.warning("runner.gone")
+                parent_pid = None
+                await self.stop("runner gone")
+            ending = self._engine.state.termination.noticed
+            try:
+                async with asyncio.timeout(_ENDING_SECONDS if ending else _CALM_SECONDS):
+                    await self._look.wait()
+            except TimeoutError:
+                continue
+
+    async def watch_disk(self) -> None:
+        """Forever: how full the volume is; seldom while nothing is going on."""
+        while True:
+            await self.look_at_disk()
+            busy = any(True for _ in self._engine.state.unfinished())
+            seen = self._engine.revision
+            try:
+                async with asyncio.timeout(_DISK_BUSY_SECONDS if busy else _DISK_IDLE_SECONDS):
+                    await self._engine.next_change(seen)
+                    await asyncio.sleep(_DISK_BUSY_SECONDS)
+            except TimeoutError:
+                continue
+
+    def look_soon(self) -> None:
+        self._look.set()
+
+    async def look_at_ranks(self) -> None:
+        try:
+            alive = await self._run(self._presence.alive)
+        except MooringError as error:
+            log.warning("ranks.unknown", error=str(error), hint=error.hint)
+            return
+        self._clients_seen = self._clients_seen or bool(alive)
+        if alive != self._engine.state.alive_ranks:
+            log.info("ranks.alive", local_ranks=sorted(alive))
+            await self._engine.submit(RanksSeen(at=self._clock.now(), alive=alive))
+
+    async def look_at_disk(self) -> None:
+        try:
+            reading = await self._run(self._meter.measure)
+        except MooringError as error:
+            log.warning("disk.unreadable", error=str(error), hint=error.hint)
+            return
+        if reading.free_bytes > _ROOM_TO_KEEP_A_RESERVE * RESERVE_BYTES:
+            await self._run(self._reserve.keep)
+        await self._engine.submit(
+            DiskRead(
+                at=self._clock.now(),
+                used_bytes=reading.used_bytes,
+                free_bytes=reading.free_bytes,
+                total_bytes=reading.total_bytes,
+            )
+        )
+
+    async def admit(self, kind: Kind, size_bytes: int) -> Admission:
+        """Whether a save may begin, by the disk as it is now; gives what was just shed a moment to go."""
+        await self.look_at_disk()
+        verdict = disk_pressure.admit(self._engine.state, kind, size_bytes)
+        if verdict.admitted:
+            return verdict
+        try:
+            async with asyncio.timeout(_ADMISSION_WAIT_SECONDS):
+                await self._engine.until(lambda state: not disk_pressure.awaiting_release(state))
+        except TimeoutError:
+            pass
+        await self.look_at_disk()
+        return disk_pressure.admit(self._engine.state, kind, size_bytes)
+
+    async def notice_termination(self, source: str, grace_seconds: float = 0.0) -> None:
+        """`grace_seconds` 0: as configured."""
+        now = self._clock.now()
+        deadline = now + (grace_seconds or self._settings.termination.grace_seconds)
+        log.warning("termination.noticed", source=source, deadline=deadline)
+        await self._engine.submit(TerminationNoticed(at=now, deadline=deadline, source=source))
+
+    async def stop(self, source: str) -> None:
+        """Our own SIGTERM: the pod is ending, and so are we once the drain is done."""
+        await self.look_at_ranks()
+        await self.notice_termination(source)
+        await self._request_stop(trainers_gone=False)
+
+    async def stop_without_trainers(self) -> None:
+        """The runner has waited for the trainers' end: drain and leave."""
+        await self._request_stop(trainers_gone=True)
+
+    async def _request_stop(self, *, trainers_gone: bool) -> None:
+        if self._watching is not None:
+            await self._watching.last_looks(
+                writers_gone=trainers_gone or self._clients_are_gone, limit_seconds=self._seconds_to_look_around()
+            )
+        await self._engine.submit(StopRequested(at=self._clock.now(), trainers_gone=trainers_gone))
+
+    @property
+    def _clients_are_gone(self) -> bool:
+        return self._clients_seen and not self._engine.state.alive_ranks
+
+    def _seconds_to_look_around(self) -> float:
+        """For how long a program that never calls us may still be writing; one that does says when it has saved."""
+        state = self._engine.state
+        deadline = drain.deadline(state)
+        if self._clients_seen or deadline is None:
+            return 0.0
+        return deadline - self._clock.now() - state.settings.termination.commit_reserve_seconds - _DRAIN_SECONDS
+
+    async def _run(self, function: Callable[..., T], *arguments: object) -> T:
+        return await asyncio.get_running_loop().run_in_executor(self._executor, function, *arguments)

@@ -1,0 +1,55 @@
+"""The transfers of one file: begin, send, complete. A region's checksum is computed before it is sent."""
+
+import asyncio
+from concurrent.futures import Executor
+
+from mooring_agent.adapters.checksum import region_checksum
+from mooring_agent.core.commands import CompleteUpload, CreateUpload, PutFile, SendPart
+from mooring_agent.core.errors import ErrorKind, StoreError
+from mooring_agent.core.events import FileStored, PartStored, UploadCreated
+from mooring_agent.ports import Clock, ObjectStore
+
+
+async def create_upload(store: ObjectStore, clock: Clock, command: CreateUpload) -> UploadCreated:
+    upload_id = await store.create_upload(command.key)
+    return UploadCreated(at=clock.now(), work=command.work, upload_id=upload_id)
+
+
+async def send_part(store: ObjectStore, clock: Clock, executor: Executor, command: SendPart) -> PartStored:
+    loop = asyncio.get_running_loop()
+    checksum = await loop.run_in_executor(executor, region_checksum, command.region)
+    etag = await store.put_part(command.key, command.upload_id, command.work.number, command.region, checksum)
+    return PartStored(
+        at=clock.now(), work=command.work, etag=etag, checksum=checksum, size_bytes=command.region.size_bytes
+    )
+
+
+async def put_file(store: ObjectStore, clock: Clock, executor: Executor, command: PutFile) -> FileStored:
+    loop = asyncio.get_running_loop()
+    checksum = await loop.run_in_executor(executor, region_checksum, command.region)
+    await store.put_region(command.key, command.region, checksum)
+    size_bytes = command.region.size_bytes
+    return FileStored(
+        at=clock.now(), work=command.work, checksum=checksum if size_bytes else None, size_bytes=size_bytes
+    )
+
+
+async def complete_upload(store: ObjectStore, clock: Clock, command: CompleteUpload) -> FileStored:
+    """Complete, or find that it was complete: the key is ours alone, so an object of our size is our object."""
+    try:
+        await store.complete_upload(command.key, command.upload_id, command.etags)
+    except StoreError as error:
+        if not await _is_stored(store, command):
+            raise error
+    # The parts were counted one by one; completing them adds no bytes.
+    return FileStored(at=clock.now(), work=command.work, checksum=None, size_bytes=0)
+
+
+async def _is_stored(store: ObjectStore, command: CompleteUpload) -> bool:
+    try:
+        info = await store.head(command.key)
+    except StoreError as error:
+        if error.kind is ErrorKind.NOT_FOUND:
+            return False
+        raise
+    return info.size_bytes == command.size_bytes

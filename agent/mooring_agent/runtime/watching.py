@@ -1,0 +1,90 @@
+"""Announces what the directory watch found, for programs that never call us.
+
+Leaves alone what Mooring knows by other ways: announced by its client, brought by restore, or committed before this
+agent started.
+"""
+
+import asyncio
+import os
+from concurrent.futures import Executor
+from pathlib import Path
+
+import structlog
+
+from mooring_agent.adapters.staging_watch import FoundCheckpoint, StagingWatch
+from mooring_agent.core.errors import MooringError
+from mooring_agent.core.settings import Settings
+from mooring_agent.core.state import State
+from mooring_agent.runtime.announcements import Announcements
+from mooring_agent.runtime.engine import Engine
+from mooring_api.names import RECORDS_DIRECTORY, STATE_DIRECTORY
+from mooring_api.v1 import agent_pb2
+
+log = structlog.get_logger("mooring.watch")
+
+
+class Watching:
+    """One watch over the checkpoint directory: `run` for as long as the agent lives, `last_looks` when it ends."""
+
+    def __init__(self, *, announcements: Announcements, engine: Engine, settings: Settings, executor: Executor) -> None:
+        self._announcements = announcements
+        self._engine = engine
+        self._executor = executor
+        newest = engine.state.newest_committed()
+        self._committed_step = newest.info.step if newest else -1
+        self._records = Path(settings.volume) / STATE_DIRECTORY / RECORDS_DIRECTORY
+        self._watch = StagingWatch(
+            Path(settings.checkpoint_directory), executor=executor, newest_step=max(0, self._committed_step)
+        )
+        self._announcing = asyncio.Lock()
+
+    async def run(self) -> None:
+        """Forever, until cancelled."""
+        try:
+            async for found in self._watch:
+                async with self._announcing:
+                    await self._announce(found)
+        finally:
+            await asyncio.get_running_loop().run_in_executor(self._executor, self._watch.close)
+
+    async def last_looks(self, *, writers_gone: bool, limit_seconds: float) -> None:
+        """Announce what the training program leaves complete, see `StagingWatch.last_looks`. Never raises."""
+        try:
+            async for found in self._watch.last_looks(writers_gone=writers_gone, limit_seconds=limit_seconds):
+                async with self._announcing:
+                    await self._announce(found)
+        except Exception:
+            # The agent must be able to end whatever lies in that directory.
+            log.exception("watch.failed", hint="announce the last checkpoint with a call: it was not looked for")
+        async with self._announcing:
+            # What `run` has found meanwhile is announced now, too.
+            return
+
+    async def _announce(self, found: FoundCheckpoint) -> None:
+        """Never raises: what one checkpoint is like must not keep the others from being found."""
+        try:
+            recorded = (self._records / f"{found.name}.json").exists()
+            if recorded or _is_known(self._engine.state, found, self._committed_step):
+                return
+            log.info("watch.found", path=found.path, step=found.step)
+            request = agent_pb2.AnnounceCheckpointRequest(
+                path=found.path, step=found.step, name=found.name, world_size=found.world_size
+            )
+            await self._announcements.enter(request)
+        except MooringError as error:
+            log.error("watch.refused", path=found.path, error=str(error), hint=error.hint)
+        except UnicodeEncodeError as error:
+            log.error("watch.refused", path=found.path, error=str(error), hint="the API is UTF-8: rename the file")
+        except Exception:
+            log.exception("watch.refused", path=found.path, hint="this is a bug of the agent: please report it")
+
+
+def _is_known(state: State, found: FoundCheckpoint, committed_step: int) -> bool:
+    """Announced by a client (then it has no signature), or older than what was committed before we started."""
+    if found.step <= committed_step:
+        return True
+    return any(
+        os.path.normpath(share.source) == found.path and not share.signature
+        for checkpoint in state.checkpoints.values()
+        for share in checkpoint.shares.values()
+    )

@@ -1,0 +1,167 @@
+"""status, save, terminating and doctor against a real agent and a real store, and what every command says of itself."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.harness.agent_process import AgentProcess, wait_until, write_checkpoint
+from tests.servers.server import Bucket
+
+from mooring.liveness import hold_liveness_lock
+from mooring_agent.cli import cli
+
+LONG_NAME = "llama-42-sft-epoch-3-step-24000-global"
+
+
+def mooring(*arguments: object, columns: int = 100, **environment: str) -> subprocess.CompletedProcess[str]:
+    environment = {"MOORING_SOCKET": "", "MOORING_VOLUME": "", "COLUMNS": str(columns), **environment}
+    return subprocess.run(
+        [sys.executable, "-m", "mooring_agent", *map(str, arguments)],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        env={**os.environ, **environment},
+    )
+
+
+@pytest.fixture
+def agent(rclone_bucket: Bucket, tmp_path: Path) -> Iterator[AgentProcess]:
+    destination, endpoint_url = rclone_bucket.destination, rclone_bucket.endpoint_url
+    with AgentProcess(tmp_path / "v", destination, endpoint_url=endpoint_url) as running:
+        yield running
+
+
+def status_of(agent: AgentProcess) -> Any:
+    return json.loads(mooring("status", "--json", MOORING_VOLUME=str(agent.volume)).stdout)
+
+
+def commit(agent: AgentProcess, name: str, step: int) -> None:
+    announced = agent.announce(write_checkpoint(agent.checkpoints / name, {"model.safetensors": 3_000_000}), step)
+    agent.wait_committed(announced.save)
+
+
+def test_status_before_the_first_checkpoint_says_what_a_crash_would_cost(agent: AgentProcess) -> None:
+    shown = mooring("status", "--socket", agent.socket)
+    assert (shown.returncode, shown.stderr) == (0, "")
+    assert shown.stdout.splitlines() == [
+        f"agent 0.1.0 to {agent.destination}, 0 live ranks",
+        "recovery point: none yet, a crash now would cost everything",
+        "backlog: 0 B, upload rate not measured yet, drain in 0.0 s",
+    ]
+
+
+@pytest.mark.parametrize("columns", [80, 100])
+def test_status_shows_names_whole_at_any_width(agent: AgentProcess, columns: int) -> None:
+    commit(agent, LONG_NAME, 24000)
+    shown = mooring("status", "--socket", agent.socket, columns=columns).stdout
+    assert f"recovery point: step 24000 ({LONG_NAME})" in shown
+    row = shown.partition("durable")[2]
+    assert "…" not in row
+    assert all(piece in row for piece in ("24000", LONG_NAME[:24], LONG_NAME[-6:], "periodic", "2.9 MiB"))
+    assert max(map(len, shown.splitlines()[3:])) <= columns
+
+
+def test_ls_in_a_terminal_of_80_columns_keeps_ordinary_names_on_one_line(
+    agent: AgentProcess, rclone_bucket: Bucket
+) -> None:
+    commit(agent, LONG_NAME, 24000)
+    commit(agent, "checkpoint-123456", 123456)
+    in_a_terminal = {"FORCE_COLOR": "1", "TERM": "xterm"}
+    options = ("--endpoint-url", rclone_bucket.endpoint_url)
+    shown = mooring("ls", rclone_bucket.destination, *options, columns=80, **in_a_terminal)
+    lines = re.sub(r"\x1b\[[0-9;]*m", "", shown.stdout).splitlines()
+    assert lines[0].split() == ["STEP", "NAME", "KIND", "RANKS", "SIZE", "SAVED", "(UTC)", "SAVE"]
+    assert lines[1].split()[:4] == ["123456", "checkpoint-123456", "periodic", "1"]
+    assert "…" not in shown.stdout
+    assert max(map(len, lines)) <= 80
+
+
+def test_status_as_json_has_numbers_as_numbers_and_our_words(agent: AgentProcess) -> None:
+    empty = status_of(agent)
+    assert "newest_committed" not in empty
+    assert (empty["checkpoints"], empty["live_ranks"], empty["terminating"]) == ([], 0, False)
+    commit(agent, "checkpoint-12", 12)
+    newest = status_of(agent)["newest_committed"]
+    assert (newest["step"], newest["kind"], newest["durable_bytes"]) == (12, "periodic", 3_000_000)
+
+
+def test_status_follows_every_change_until_the_agent_ends(agent: AgentProcess) -> None:
+    command = [sys.executable, "-m", "mooring_agent", "status", "--follow", "--json", "--socket", str(agent.socket)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as following:
+        assert following.stdout is not None
+        assert json.loads(following.stdout.readline())["checkpoints"] == []
+        commit(agent, "checkpoint-12", 12)
+        # It ends with the agent, at the latest when the test is over.
+        seen = next(line for line in following.stdout if "newest_committed" in line)
+        agent.terminate()
+        _, complaint = following.communicate(timeout=30)
+    assert json.loads(seen)["newest_committed"]["step"] == 12
+    assert following.returncode == 1
+    assert complaint.startswith("error: no agent answers on ")
+
+
+def test_without_an_agent_every_command_says_where_it_looked(tmp_path: Path) -> None:
+    for command in ("status", "save", "terminating"):
+        unknown = mooring(command)
+        assert unknown.returncode == 1
+        assert unknown.stderr.splitlines()[0] == "error: no agent to talk to: neither a socket nor a volume is known"
+        absent = mooring(command, MOORING_VOLUME=str(tmp_path))
+        assert absent.returncode == 1
+        assert absent.stderr.splitlines() == [
+            f"error: no agent answers on {tmp_path}/.mooring/agent.sock",
+            "hint: is the sidecar, or `mooring run`, running? --socket names another",
+        ]
+
+
+@pytest.mark.parametrize("arguments", [(), ("--json",)], ids=["text", "json"])
+def test_save_fails_when_nobody_trains(agent: AgentProcess, arguments: tuple[str, ...]) -> None:
+    assert mooring("save", "--socket", agent.socket, *arguments).returncode == 1
+
+
+def test_save_asks_every_live_rank(agent: AgentProcess) -> None:
+    assert hold_liveness_lock(agent.volume / ".mooring" / "ranks" / "0")
+    wait_until(lambda: agent.status().live_ranks == 1, 10.0, "the agent sees this process")
+    asked = mooring("save", "--socket", agent.socket, "--reason", "before maintenance")
+    assert (asked.returncode, asked.stdout) == (0, "asked 1 local rank to save\n")
+    assert json.loads(mooring("save", "--socket", agent.socket, "--json").stdout) == {"ranks": 1}
+    assert "1 live rank\n" in mooring("status", "--socket", agent.socket).stdout
+    assert [line["terminating"] for line in agent.log("doorbell.rung")] == [False, False]
+
+
+def test_terminating_returns_at_once_and_the_status_counts_down(agent: AgentProcess) -> None:
+    told = mooring("terminating", "--socket", agent.socket, "--grace-seconds", 600, "--source", "preStop")
+    assert (told.returncode, told.stdout, told.stderr) == (0, "", "")
+    assert status_of(agent)["terminating"] is True
+    assert "terminating: 59" in mooring("status", "--socket", agent.socket).stdout
+
+
+def test_doctor_gives_every_finding_and_fails_for_a_destination_that_is_none(rclone_bucket: Bucket) -> None:
+    options = ("--endpoint-url", rclone_bucket.endpoint_url)
+    fit = mooring("doctor", rclone_bucket.destination, *options)
+    assert fit.returncode == 0, fit.stderr
+    assert "ok    put: objects can be written" in fit.stdout.splitlines()
+    # What is long goes on below itself, not below the verdict.
+    assert {line[:6] for line in fit.stdout.splitlines()} == {"ok    ", "warn  ", "      "}
+    unfit = mooring("doctor", "s3://no-such-bucket-here/run", *options, "--json")
+    assert unfit.returncode == 1
+    assert [finding["verdict"] for finding in json.loads(unfit.stdout)][-1] == "fail"
+
+
+def test_the_overview_fits_a_narrow_terminal() -> None:
+    shown = mooring("--help", columns=80).stdout
+    assert shown.startswith("Usage: mooring [OPTIONS] COMMAND")
+    assert "..." not in shown.partition("Commands:")[2]
+
+
+@pytest.mark.parametrize("command", sorted(cli.commands))
+def test_every_command_explains_itself(command: str) -> None:
+    shown = mooring(command, "--help", columns=80)
+    assert (shown.returncode, shown.stderr) == (0, "")
+    assert shown.stdout.startswith(f"Usage: mooring {command} ")
+    assert max(map(len, shown.stdout.splitlines())) <= 80

@@ -1,0 +1,206 @@
+"""ls, verify, prune and restore as an operator or an init container runs them: real processes, real stores."""
+
+import asyncio
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.restore.stored_checkpoints import PART_BYTES, all_files, flip_byte, store_checkpoint
+from tests.servers.server import Bucket
+
+from mooring_agent.adapters.open_store import open_store
+from mooring_agent.core.model import SaveInfo
+from mooring_agent.core.object_layout import file_key, marker_key
+from mooring_agent.core.settings import StoreSettings
+
+
+def mooring(*arguments: object, **environment: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "mooring_agent", *map(str, arguments)],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        env={**os.environ, **environment},
+    )
+
+
+def fill(settings: StoreSettings, *steps: int, flip: int = -1) -> list[SaveInfo]:
+    """Checkpoints at a destination; a byte of step `flip` is then changed."""
+
+    async def write() -> list[SaveInfo]:
+        async with open_store(settings) as store:
+            infos = [await store_checkpoint(store, step) for step in steps]
+            for info in infos:
+                if info.step == flip:
+                    await flip_byte(store, file_key(info, "model-0.safetensors"), 2 * PART_BYTES)
+            return infos
+
+    return asyncio.run(write())
+
+
+@pytest.fixture
+def bucket(tmp_path: Path) -> StoreSettings:
+    (tmp_path / "bucket").mkdir()
+    return StoreSettings(destination=f"file://{tmp_path}/bucket")
+
+
+def answer(completed: subprocess.CompletedProcess[str]) -> Any:
+    return json.loads(completed.stdout)
+
+
+def test_ls_shows_the_newest_first_as_a_table_and_as_json(bucket: StoreSettings) -> None:
+    fill(bucket, 100, 200)
+    table = mooring("ls", bucket.destination)
+    assert (table.returncode, table.stderr) == (0, "")
+    lines = table.stdout.splitlines()
+    assert ["checkpoint-200" in lines[1], "checkpoint-100" in lines[2]] == [True, True]
+    listed = answer(mooring("ls", bucket.destination, "--json"))
+    assert [row["step"] for row in listed["checkpoints"]] == [200, 100]
+    assert listed["checkpoints"][0]["file_count"] == 4
+
+
+def test_ls_of_an_empty_destination_is_no_error(bucket: StoreSettings) -> None:
+    completed = mooring("ls", bucket.destination)
+    assert (completed.returncode, completed.stdout) == (0, "no committed checkpoint\n")
+
+
+def test_ls_says_which_marker_is_damaged(bucket: StoreSettings) -> None:
+    (info,) = fill(bucket, 100)
+    path = Path(bucket.destination.removeprefix("file://")) / marker_key(info)
+    path.write_bytes(b"garbage")
+    completed = mooring("ls", bucket.destination)
+    assert completed.returncode == 1
+    assert marker_key(info) in completed.stdout
+
+
+def test_verify_reads_every_byte_and_names_the_object_with_the_flipped_one(bucket: StoreSettings) -> None:
+    fill(bucket, 100, 200, 300, flip=200)
+    assert mooring("verify", bucket.destination).returncode == 0
+    damaged = mooring("verify", bucket.destination, "--step", 200)
+    assert damaged.returncode == 1
+    assert "checkpoint-200/0123abcd-000200/model-0.safetensors" in damaged.stdout
+    assert f"bytes {2 * PART_BYTES} to {3 * PART_BYTES}" in damaged.stdout
+    everything = mooring("verify", bucket.destination, "--all", "--json")
+    assert everything.returncode == 1
+    found = {row["step"]: [one["object"] for one in row["problems"]] for row in answer(everything)["checkpoints"]}
+    assert found == {300: [], 200: ["checkpoint-200/0123abcd-000200/model-0.safetensors"], 100: []}
+
+
+def test_verify_of_a_step_that_is_not_there_is_an_error_with_a_hint(bucket: StoreSettings) -> None:
+    fill(bucket, 100)
+    completed = mooring("verify", bucket.destination, "--step", 7)
+    assert completed.returncode == 1
+    assert completed.stderr.splitlines() == [
+        f"error: {bucket.destination} has no committed checkpoint of step 7",
+        "hint: `mooring ls` shows what there is",
+    ]
+
+
+def test_prune_shows_first_and_deletes_only_when_told_so(bucket: StoreSettings) -> None:
+    fill(bucket, 100, 200, 300)
+    command = ("prune", bucket.destination, "--keep-last", 2, "--json")
+    shown = answer(mooring(*command, "--dry-run"))
+    assert [one["save"] for one in shown["deleted"]] == ["0123abcd-000100"]
+    assert len(answer(mooring("ls", bucket.destination, "--json"))["checkpoints"]) == 3
+    assert mooring(*command, "--yes").returncode == 0
+    assert [row["step"] for row in answer(mooring("ls", bucket.destination, "--json"))["checkpoints"]] == [300, 200]
+    assert not list(Path(bucket.destination.removeprefix("file://")).rglob("*checkpoint-100*/**/*.pt"))
+
+
+def test_prune_of_nothing_refuses(bucket: StoreSettings) -> None:
+    completed = mooring("prune", bucket.destination, "--keep-last", 1, "--yes")
+    assert completed.returncode == 1
+    assert "no committed checkpoint" in completed.stderr
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("prune", "file:///x"),
+        ("prune", "file:///x", "--yes", "--dry-run"),
+        ("prune", "file:///x", "--yes", "--keep-every", 5),
+        ("verify", "file:///x", "--all", "--step", 1),
+        ("restore", "file:///x"),
+        ("restore", "file:///x", "--volume", "/x", "--size-limit-bytes", "much"),
+        ("ls",),
+        ("ls", "file:///x", "--addressing", "none"),
+        ("ls", "--no-such-option"),
+    ],
+    ids=lambda arguments: " ".join(map(str, arguments)),
+)
+def test_wrong_usage_exits_with_2(arguments: tuple[object, ...]) -> None:
+    assert mooring(*arguments, MOORING_VOLUME="", MOORING_DESTINATION="").returncode == 2
+
+
+def test_restore_reads_its_settings_from_the_environment(moto_bucket: Bucket, tmp_path: Path) -> None:
+    fill(moto_bucket.settings(), 100, 200, flip=200)
+    completed = mooring(
+        "restore",
+        "--json",
+        MOORING_DESTINATION=moto_bucket.destination,
+        MOORING_S3_ENDPOINT_URL=moto_bucket.endpoint_url,
+        MOORING_VOLUME=str(tmp_path / "volume"),
+        MOORING_ATTEMPT="job-1",
+    )
+    assert completed.returncode == 0, completed.stderr
+    restored = answer(completed)["restored"]
+    assert restored["step"] == 100
+    assert "model-0.safetensors" in restored["passed_over"][0]
+    place = tmp_path / "volume" / "checkpoints" / "checkpoint-100"
+    assert restored["path"] == str(place)
+    assert {str(path.relative_to(place)) for path in place.rglob("*") if path.is_file()} == set(all_files(100))
+
+
+def test_restore_from_an_empty_destination_says_that_the_run_starts_from_nothing(
+    bucket: StoreSettings, tmp_path: Path
+) -> None:
+    completed = mooring("restore", bucket.destination, "--volume", tmp_path / "volume")
+    assert completed.returncode == 0
+    assert "starts from step 0" in completed.stdout
+
+
+@pytest.mark.parametrize(
+    ("changes", "environment", "message"),
+    [
+        ({}, {"AWS_SECRET_ACCESS_KEY": "wrong"}, "error:"),
+        ({"destination": "s3://no-such-bucket-here/run"}, {}, "no-such-bucket-here"),
+        ({"endpoint_url": "http://127.0.0.1:9"}, {}, "127.0.0.1:9"),
+    ],
+    ids=["wrong secret", "missing bucket", "unreachable"],
+)
+def test_restore_never_takes_trouble_with_the_store_for_a_fresh_start(
+    changes: dict[str, str], environment: dict[str, str], message: str, rclone_bucket: Bucket, tmp_path: Path
+) -> None:
+    fill(rclone_bucket.settings(), 100)
+    settings = rclone_bucket.settings(**changes)
+    volume = tmp_path / "volume"
+    completed = mooring(
+        "restore",
+        settings.destination,
+        *("--endpoint-url", settings.endpoint_url, "--volume", volume),
+        **environment,
+    )
+    assert completed.returncode == 1, completed.stdout
+    errors = [line for line in completed.stderr.splitlines() if line.startswith(("error:", "hint:"))]
+    assert message in errors[0]
+    assert errors[1].startswith("hint: ")
+    assert "Traceback" not in completed.stderr
+    # Not even claimed: the right destination is still welcome.
+    assert not volume.exists()
+
+
+def test_restore_refuses_a_volume_that_holds_another_runs_checkpoints(bucket: StoreSettings, tmp_path: Path) -> None:
+    fill(bucket, 100)
+    volume, other = tmp_path / "volume", f"file://{tmp_path}/other"
+    (tmp_path / "other").mkdir()
+    assert mooring("restore", bucket.destination, "--volume", volume).returncode == 0
+    assert mooring("restore", f"{bucket.destination}/", "--volume", volume).returncode == 0
+    refused = mooring("restore", other, "--volume", volume)
+    assert refused.returncode == 1
+    errors = [line for line in refused.stderr.splitlines() if line.startswith(("error:", "hint:"))]
+    assert errors[0] == f"error: the volume {volume} holds checkpoints of {bucket.destination}, and not of {other}"
+    assert errors[1].startswith("hint: give another --volume")

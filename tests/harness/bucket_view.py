@@ -1,0 +1,64 @@
+"""What a bucket really holds, seen with boto3's eyes and through our own command line, as an operator would look."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+from tests.servers.server import Bucket
+
+# Bounds a hang and judges no speed: ten thousand files take a minute on a busy machine.
+_COMMAND_SECONDS = 240.0
+
+
+class BucketView:
+    """Looks past every proxy, straight at the server of `bucket`."""
+
+    def __init__(self, bucket: Bucket) -> None:
+        self._bucket = bucket
+        self._client = bucket.client()
+
+    def keys(self, prefix: str = "") -> list[str]:
+        """Keys below the destination, without its prefix."""
+        pages = self._client.get_paginator("list_objects_v2").paginate(
+            Bucket=self._bucket.name, Prefix=f"{self._bucket.prefix}/{prefix}"
+        )
+        found = [item["Key"] for page in pages for item in page.get("Contents", [])]
+        return [key.removeprefix(f"{self._bucket.prefix}/") for key in found]
+
+    def markers(self) -> list[str]:
+        """Keys of the commit markers, oldest step first."""
+        return sorted(self.keys(".mooring/commits/"))
+
+    def read(self, key: str) -> bytes:
+        answer = self._client.get_object(Bucket=self._bucket.name, Key=f"{self._bucket.prefix}/{key}")
+        body: bytes = answer["Body"].read()
+        return body
+
+    def delete(self, key: str) -> None:
+        self._client.delete_object(Bucket=self._bucket.name, Key=f"{self._bucket.prefix}/{key}")
+
+    def uploads(self) -> list[str]:
+        """Keys of multipart uploads that are neither completed nor aborted."""
+        answer = self._client.list_multipart_uploads(Bucket=self._bucket.name)
+        return [upload["Key"] for upload in answer.get("Uploads", [])]
+
+    def verify(self) -> list[dict[str, Any]]:
+        """`mooring verify --all`: one row per committed checkpoint, every byte read back."""
+        answer = json.loads(self._mooring("verify", "--all", "--json"))
+        checkpoints: list[dict[str, Any]] = answer["checkpoints"]
+        return checkpoints
+
+    def restore(self, volume: Path) -> Path:
+        """`mooring restore` into a volume; where the checkpoint lies then."""
+        answer = json.loads(self._mooring("restore", "--volume", str(volume), "--json"))
+        return Path(answer["restored"]["path"])
+
+    def _mooring(self, command: str, *arguments: str) -> str:
+        """Its standard output; AssertionError with its standard error if it fails."""
+        line = [sys.executable, "-m", "mooring_agent", command, self._bucket.destination]
+        line += [f"--endpoint-url={self._bucket.endpoint_url}", *arguments]
+        result = subprocess.run(line, capture_output=True, text=True, timeout=_COMMAND_SECONDS, check=False)
+        assert not result.returncode, result.stdout + result.stderr
+        return result.stdout

@@ -1,0 +1,168 @@
+"""The wire API of a real agent, call by call, as a client in any language would use it."""
+
+import threading
+from pathlib import Path
+
+import grpc
+import pytest
+from tests.harness.agent_process import AgentProcess, wait_until, write_checkpoint
+
+from mooring_agent.core.manifest import decode_manifest, decode_marker
+from mooring_api.v1 import agent_pb2
+
+
+def _destination(tmp_path: Path) -> tuple[Path, str]:
+    folder = tmp_path / "destination"
+    return folder, f"file://{folder}"
+
+
+def test_the_least_a_client_needs_is_one_call(tmp_path: Path) -> None:
+    folder, destination = _destination(tmp_path)
+    with AgentProcess(tmp_path / "volume", destination) as agent:
+        path = write_checkpoint(agent.checkpoints / "checkpoint-7", {"model.bin": 100_000, "sub/extra.txt": 3})
+        answer = agent.announce(path, 7)
+        # The upload may have begun by the time it answers.
+        assert answer.phase in (agent_pb2.PHASE_STAGED, agent_pb2.PHASE_UPLOADING)
+        assert (answer.file_count, answer.size_bytes) == (2, 100_003)
+        committed = agent.wait_committed(answer.save)
+        assert (committed.name, committed.step, committed.world_size) == ("checkpoint-7", 7, 1)
+        assert (folder / "checkpoint-7" / answer.save / "model.bin").read_bytes() == (path / "model.bin").read_bytes()
+
+
+def test_the_trainer_may_delete_its_copy_as_soon_as_the_announcement_returns(tmp_path: Path) -> None:
+    folder, destination = _destination(tmp_path)
+    with AgentProcess(tmp_path / "volume", destination) as agent:
+        path = write_checkpoint(agent.checkpoints / "checkpoint-1", {"model.bin": 5_000_000})
+        content = (path / "model.bin").read_bytes()
+        answer = agent.announce(path, 1)
+        (path / "model.bin").unlink()
+        path.rmdir()
+        agent.wait_committed(answer.save)
+        assert (folder / "checkpoint-1" / answer.save / "model.bin").read_bytes() == content
+        wait_until(lambda: not any((agent.volume / ".mooring/staged").iterdir()), 5.0, "the pins are dropped")
+
+
+def test_ranks_that_share_a_directory_are_staged_when_the_last_has_announced(tmp_path: Path) -> None:
+    folder, destination = _destination(tmp_path)
+    with AgentProcess(tmp_path / "volume", destination) as agent:
+        path = write_checkpoint(agent.checkpoints / "checkpoint-5", {"rank1.pt": 10})
+        fields = {"save": "attempt-1", "world_size": 2, "local_world_size": 2}
+        first = agent.announce(path, 5, rank=1, **fields)
+        assert first.phase == agent_pb2.PHASE_ANNOUNCED
+        # Rank 0 is still writing while rank 1 has announced.
+        (path / "rank0.pt").write_bytes(b"late")
+        agent.announce(path, 5, rank=0, **fields)
+        agent.wait_committed("attempt-1")
+        marker_path = next((folder / ".mooring/commits").iterdir())
+        marker = decode_marker(marker_path.read_bytes(), "marker")
+        assert (marker.info.world_size, marker.file_count) == (2, 2)
+
+
+def test_a_checkpoint_is_committed_only_when_every_agent_has_sealed_its_ranks(tmp_path: Path) -> None:
+    folder, destination = _destination(tmp_path)
+    with AgentProcess(tmp_path / "pod0", destination) as first, AgentProcess(tmp_path / "pod1", destination) as second:
+        fields = {"save": "attempt-1", "world_size": 2}
+        first.announce(write_checkpoint(first.checkpoints / "checkpoint-3", {"rank0.pt": 1000}), 3, rank=0, **fields)
+        wait_until(
+            lambda: first.status().checkpoints[0].phase == agent_pb2.PHASE_SEALED, 10.0, "rank 0 is sealed alone"
+        )
+        assert not (folder / ".mooring/commits").exists()
+        second.announce(write_checkpoint(second.checkpoints / "checkpoint-3", {"rank1.pt": 2000}), 3, rank=1, **fields)
+        for agent in (first, second):
+            assert agent.wait_committed("attempt-1").world_size == 2
+        assert len(list((folder / ".mooring/commits").iterdir())) == 1
+        manifest_path = folder / "checkpoint-3/attempt-1/.mooring/rank-00001.json"
+        manifest = decode_manifest(manifest_path.read_bytes(), "manifest")
+        assert [file.path for file in manifest.files] == ["rank1.pt"]
+
+
+def test_an_agent_without_rank_0_commits_when_the_one_that_has_it_is_gone(tmp_path: Path) -> None:
+    folder, destination = _destination(tmp_path)
+    fields = {"save": "attempt-1", "world_size": 2}
+    with AgentProcess(tmp_path / "pod0", destination) as first:
+        first.announce(write_checkpoint(first.checkpoints / "checkpoint-3", {"rank0.pt": 1000}), 3, rank=0, **fields)
+        manifest = folder / "checkpoint-3/attempt-1/.mooring/rank-00000.json"
+        wait_until(manifest.exists, 10.0, "rank 0 is sealed")
+        first.kill()
+    with AgentProcess(tmp_path / "pod1", destination) as second:
+        second.announce(write_checkpoint(second.checkpoints / "checkpoint-3", {"rank1.pt": 2000}), 3, rank=1, **fields)
+        assert second.wait_committed("attempt-1", 20.0).step == 3
+
+
+def test_an_attached_client_counts_as_alive_and_hears_the_doorbell(tmp_path: Path) -> None:
+    _, destination = _destination(tmp_path)
+    with AgentProcess(tmp_path / "volume", destination) as agent, agent.stub() as stub:
+        rings: list[agent_pb2.DoorbellRequest] = []
+        stream = stub.Attach(agent_pb2.AttachRequest(local_rank=0, world_size=1, client="test"))
+
+        def listen() -> None:
+            try:
+                rings.extend(stream)
+            except grpc.RpcError:
+                return
+
+        listener = threading.Thread(target=listen)
+        listener.start()
+        try:
+            wait_until(lambda: agent.status().live_ranks == 1, 5.0, "the attached rank counts")
+            assert stub.RequestSave(agent_pb2.RequestSaveRequest(reason="test"), timeout=5).ranks == 1
+            agent.notify_termination(grace_seconds=60)
+            wait_until(lambda: len(rings) == 2, 5.0, "both rings arrive")
+        finally:
+            stream.cancel()
+            listener.join(5)
+        assert [ring.terminating for ring in rings] == [False, True]
+        assert rings[0].deadline == 0
+        assert rings[1].deadline == agent.status().deadline
+        wait_until(lambda: agent.status().live_ranks == 0, 5.0, "a closed stream is a dead rank")
+
+
+def test_watching_the_status_shows_the_change_and_not_the_silence(tmp_path: Path) -> None:
+    _, destination = _destination(tmp_path)
+    with AgentProcess(tmp_path / "volume", destination) as agent, agent.stub() as stub:
+        updates = stub.WatchStatus(agent_pb2.WatchStatusRequest(interval_ms=10), timeout=20)
+        assert not next(updates).checkpoints
+        answer = agent.announce(write_checkpoint(agent.checkpoints / "checkpoint-1", {"a": 10}), 1)
+        seen = next(update for update in updates if update.HasField("newest_committed"))
+        assert seen.newest_committed.save == answer.save
+        assert seen.recovery_point_age_seconds >= 0
+        updates.cancel()
+
+
+def test_status_counts_what_is_staged_and_what_is_durable(tmp_path: Path) -> None:
+    with AgentProcess(tmp_path / "volume", "s3://bucket/run", endpoint_url="http://127.0.0.1:9") as agent:
+        agent.announce(write_checkpoint(agent.checkpoints / "checkpoint-2", {"a": 1_000_000}), 2)
+        status = agent.status()
+        assert status.backlog_bytes == 1_000_000
+        assert status.recovery_point_age_seconds == -1
+        assert status.drain_seconds == -1
+        wait_until(lambda: bool(agent.status().storage_error), 10.0, "the store's error is shown")
+        listed = agent.status().checkpoints
+        assert [(one.step, one.durable_bytes, one.size_bytes) for one in listed] == [(2, 0, 1_000_000)]
+
+
+def test_a_save_is_begun_with_an_id_that_the_announcement_uses(tmp_path: Path) -> None:
+    _, destination = _destination(tmp_path)
+    with AgentProcess(tmp_path / "volume", destination) as agent, agent.stub() as stub:
+        begun = stub.BeginSave(agent_pb2.BeginSaveRequest(step=4, attempt="job1"), timeout=5)
+        assert begun.admitted
+        assert begun.save.startswith("job1-")
+        path = write_checkpoint(agent.checkpoints / "checkpoint-4", {"a": 10})
+        assert agent.announce(path, 4, save=begun.save).save == begun.save
+        taken_back = stub.BeginSave(agent_pb2.BeginSaveRequest(step=5, attempt="job1"), timeout=5)
+        assert taken_back.save != begun.save
+        stub.AbortSave(agent_pb2.AbortSaveRequest(save=taken_back.save), timeout=5)
+
+
+def test_registering_tells_a_trainer_what_is_going_on(tmp_path: Path) -> None:
+    _, destination = _destination(tmp_path)
+    with AgentProcess(tmp_path / "volume", destination) as agent, agent.stub() as stub:
+        answer = agent.announce(write_checkpoint(agent.checkpoints / "checkpoint-9", {"a": 10}), 9)
+        agent.wait_committed(answer.save)
+        agent.notify_termination(grace_seconds=60)
+        told = stub.Register(agent_pb2.RegisterRequest(local_rank=0, rank=0, world_size=1), timeout=5)
+        assert told.volume == str(agent.volume)
+        assert told.newest_committed.step == 9
+        assert told.terminating
+        with pytest.raises(grpc.RpcError, match="rank 3 does not exist"):
+            stub.Register(agent_pb2.RegisterRequest(rank=3, world_size=2), timeout=5)

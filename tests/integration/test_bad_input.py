@@ -1,0 +1,402 @@
+"""Everything a user can get wrong: each is a clear error with a hint, nothing is lost, and the agent stays up."""
+
+import contextlib
+import math
+import os
+import shutil
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+from google.rpc import error_details_pb2
+from grpc_status import rpc_status
+from tests.harness.agent_process import AgentProcess, tree, wait_until, write_checkpoint
+from tests.harness.bucket_view import BucketView
+from tests.harness.small_volume import mounted, remount
+from tests.servers.fault_proxy import FaultProxy
+from tests.servers.rclone import RcloneServer
+from tests.servers.server import Bucket
+
+from mooring_api.names import ERROR_DOMAIN, JOURNAL, STATE_DIRECTORY
+from mooring_api.v1 import agent_pb2
+
+MIB = 1024 * 1024
+SIZES = {"model.safetensors": 300_000, "config.json": 200}
+
+
+@pytest.fixture
+def agent(tmp_path: Path, rclone_bucket: Bucket) -> Iterator[AgentProcess]:
+    with make_agent(tmp_path / "volume", rclone_bucket) as agent:
+        yield agent
+
+
+def make_agent(volume: Path, bucket: Bucket, **settings: Any) -> AgentProcess:
+    return AgentProcess(volume, bucket.destination, **{"endpoint_url": bucket.endpoint_url, "watch": False, **settings})
+
+
+def good_checkpoint(agent: AgentProcess, step: int = 7) -> Path:
+    return write_checkpoint(agent.checkpoints / f"checkpoint-{step}", SIZES, seed=step)
+
+
+def refusal(call: Callable[[], object]) -> tuple[str, str, str]:
+    """gRPC code, reason and hint of a call that must fail, as any client can decode them."""
+    with pytest.raises(grpc.RpcError) as caught:
+        call()
+    error: Any = caught.value
+    status = rpc_status.from_call(error)
+    assert status is not None, f"no google.rpc.Status: {error}"
+    info = error_details_pb2.ErrorInfo()
+    assert status.details[0].Unpack(info)
+    assert info.domain == ERROR_DOMAIN
+    assert info.metadata["hint"] in error.details()
+    return error.code().name, info.reason, info.metadata["hint"]
+
+
+def outside(agent: AgentProcess) -> dict[str, Any]:
+    return {"path": write_checkpoint(agent.volume.parent / "outside" / "checkpoint-1", SIZES)}
+
+
+def link_that_leaves(agent: AgentProcess) -> dict[str, Any]:
+    directory = good_checkpoint(agent, 1)
+    (directory / "more.bin").symlink_to(write_checkpoint(agent.volume.parent / "outside", SIZES) / "config.json")
+    return {"path": directory}
+
+
+def missing(agent: AgentProcess) -> dict[str, Any]:
+    return {"path": agent.checkpoints / "checkpoint-1"}
+
+
+def empty(agent: AgentProcess) -> dict[str, Any]:
+    return {"path": write_checkpoint(agent.checkpoints / "checkpoint-1", {})}
+
+
+def name_not_utf8(agent: AgentProcess) -> dict[str, Any]:
+    directory = good_checkpoint(agent, 1)
+    Path(os.fsdecode(os.fsencode(directory) + b"/caf\xe9.bin")).write_bytes(b"x")
+    return {"path": directory}
+
+
+def announcing(**fields: Any) -> Callable[[AgentProcess], dict[str, Any]]:
+    """A sound checkpoint with fields that make no sense."""
+    return lambda agent: {"path": good_checkpoint(agent, 1), **fields}
+
+
+BAD_ANNOUNCEMENTS = {
+    "outside the volume": (outside, "INVALID_ARGUMENT", "PATH_OUTSIDE_VOLUME"),
+    "a link out of the volume": (link_that_leaves, "INVALID_ARGUMENT", "PATH_OUTSIDE_VOLUME"),
+    "nothing there": (missing, "NOT_FOUND", "PATH_MISSING"),
+    "an empty directory": (empty, "INVALID_ARGUMENT", "CHECKPOINT_EMPTY"),
+    "a name that is not UTF-8": (name_not_utf8, "INVALID_ARGUMENT", "BAD_NAME"),
+    "a relative path": (lambda _: {"path": "checkpoints/checkpoint-1"}, "INVALID_ARGUMENT", "BAD_REQUEST"),
+    "a path with a zero byte": (lambda agent: {"path": f"{agent.volume}/a\0b"}, "INVALID_ARGUMENT", "BAD_REQUEST"),
+    "the same with a save id": (
+        lambda agent: {"path": f"{agent.volume}/a\0b", "save": "s"},
+        "INVALID_ARGUMENT",
+        "BAD_REQUEST",
+    ),
+    "a path too long to exist": (
+        lambda agent: {"path": f"{agent.volume}/{'long' * 100}"},
+        "UNAVAILABLE",
+        "VOLUME_UNUSABLE",
+    ),
+    "everything there is": (lambda _: {"path": "/"}, "INVALID_ARGUMENT", "PATH_OUTSIDE_VOLUME"),
+    "no path": (lambda _: {"path": ""}, "INVALID_ARGUMENT", "BAD_REQUEST"),
+    "a rank that is not in the world": (announcing(rank=2, world_size=2, save="s"), "INVALID_ARGUMENT", "BAD_REQUEST"),
+    "several ranks without a save id": (announcing(world_size=2), "INVALID_ARGUMENT", "BAD_REQUEST"),
+    "a bad save id": (announcing(save="a/b"), "INVALID_ARGUMENT", "BAD_NAME"),
+    "a bad name": (announcing(name="../escape"), "INVALID_ARGUMENT", "BAD_NAME"),
+    "a bad file": (announcing(files=["../config.json"]), "INVALID_ARGUMENT", "BAD_NAME"),
+    "a file that is not there": (announcing(files=["nothing.bin"]), "NOT_FOUND", "PATH_MISSING"),
+}
+
+
+@pytest.mark.parametrize("case", BAD_ANNOUNCEMENTS)
+def test_a_bad_announcement_is_refused_with_a_reason_and_a_hint(agent: AgentProcess, case: str) -> None:
+    make, code, reason = BAD_ANNOUNCEMENTS[case]
+    fields = make(agent)
+    found_code, found_reason, hint = refusal(lambda: agent.announce(step=1, **fields))
+    assert (found_code, found_reason) == (code, reason)
+    assert hint
+    save = agent.announce(good_checkpoint(agent), 7).save
+    assert agent.wait_committed(save).step == 7
+
+
+def test_no_other_call_fails_without_a_reason_and_a_hint(agent: AgentProcess) -> None:
+    with agent.stub() as stub:
+        calls = (
+            lambda: stub.Register(agent_pb2.RegisterRequest(rank=2, world_size=2), timeout=5),
+            lambda: stub.BeginSave(agent_pb2.BeginSaveRequest(attempt="a/b"), timeout=5),
+            lambda: stub.NotifyTermination(agent_pb2.NotifyTerminationRequest(grace_seconds=-1), timeout=5),
+            lambda: stub.NotifyTermination(agent_pb2.NotifyTerminationRequest(grace_seconds=math.inf), timeout=5),
+            lambda: stub.WaitCommitted(agent_pb2.WaitCommittedRequest(save="unknown"), timeout=5),
+        )
+        refusals = [refusal(call) for call in calls]
+    assert [(code, reason) for code, reason, _ in refusals] == [
+        ("INVALID_ARGUMENT", "BAD_REQUEST"),
+        ("INVALID_ARGUMENT", "BAD_NAME"),
+        ("INVALID_ARGUMENT", "BAD_REQUEST"),
+        ("INVALID_ARGUMENT", "BAD_REQUEST"),
+        ("NOT_FOUND", "UNKNOWN_SAVE"),
+    ]
+    assert all(hint for _, _, hint in refusals)
+
+
+def test_an_announcement_that_was_refused_is_welcome_once_it_is_mended(agent: AgentProcess) -> None:
+    path = agent.checkpoints / "checkpoint-1"
+    fields = {"save": "attempt-1", "name": "checkpoint-1"}
+    assert refusal(lambda: agent.announce(path, 1, **fields))[1] == "PATH_MISSING"
+    path.mkdir()
+    assert refusal(lambda: agent.announce(path, 1, **fields))[1] == "CHECKPOINT_EMPTY"
+    (path / "model.safetensors").write_bytes(b"weights")
+    assert agent.announce(path, 1, **fields).save == "attempt-1"
+    assert agent.wait_committed("attempt-1").phase in (agent_pb2.PHASE_COMMITTED, agent_pb2.PHASE_RELEASED)
+
+
+def test_ranks_that_disagree_about_their_world_are_told_so(agent: AgentProcess) -> None:
+    fields = {"save": "attempt-1", "local_world_size": 2}
+    directory = good_checkpoint(agent, 1)
+    agent.announce(directory, 1, rank=0, world_size=2, **fields)
+    code, reason, hint = refusal(lambda: agent.announce(directory, 1, rank=1, world_size=3, **fields))
+    assert (code, reason) == ("FAILED_PRECONDITION", "CONTRADICTION")
+    assert "world size" in hint
+    agent.announce(directory, 1, rank=1, world_size=2, **fields)
+    assert agent.wait_committed("attempt-1").world_size == 2
+
+
+def test_the_same_announcement_twice_is_one_checkpoint_with_one_answer(agent: AgentProcess) -> None:
+    directory = good_checkpoint(agent)
+    with ThreadPoolExecutor(4) as threads:
+        answers = list(threads.map(lambda _: agent.announce(directory, 7, save="attempt-7"), range(4)))
+    answers.append(agent.announce(directory, 7, save="attempt-7"))
+    assert {(answer.save, answer.size_bytes, answer.file_count) for answer in answers} == {("attempt-7", 300_200, 2)}
+    agent.wait_committed("attempt-7")
+    assert len(agent.status().checkpoints) == 1
+    assert len(agent.log("checkpoint.announced")) == 1
+
+
+def test_the_same_announcement_twice_without_a_save_id_is_one_checkpoint_too(agent: AgentProcess) -> None:
+    directory = good_checkpoint(agent)
+    save = agent.announce(directory, 7).save
+    assert agent.announce(directory, 7).save == save
+    agent.wait_committed(save)
+    assert agent.announce(directory, 7).save == save
+    assert len(agent.status().checkpoints) == 1
+
+
+def test_waiting_for_a_save_that_nobody_knows_is_refused(agent: AgentProcess) -> None:
+    code, reason, hint = refusal(lambda: agent.wait_committed("never-heard-of"))
+    assert (code, reason) == ("NOT_FOUND", "UNKNOWN_SAVE")
+    assert "ListCheckpoints" in hint
+    assert refusal(lambda: agent.wait_committed(""))[1] == "UNKNOWN_SAVE"
+
+
+def test_a_rank_that_is_not_in_the_world_cannot_register(agent: AgentProcess) -> None:
+    with agent.stub() as stub:
+        request = agent_pb2.RegisterRequest(rank=4, world_size=4)
+        code, reason, _ = refusal(lambda: stub.Register(request, timeout=5.0))
+    assert (code, reason) == ("INVALID_ARGUMENT", "BAD_REQUEST")
+
+
+def rewrite(path: Path) -> None:
+    with path.open("r+b") as file:
+        file.seek(path.stat().st_size // 2)
+        file.write(b"other bytes")
+
+
+def truncate(path: Path) -> None:
+    os.truncate(path, path.stat().st_size // 2)
+
+
+@pytest.mark.parametrize("change", [rewrite, truncate])
+def test_a_file_that_changes_while_it_is_sent_fails_its_checkpoint_alone(
+    tmp_path: Path, rclone_bucket: Bucket, fault_proxy: FaultProxy, change: Callable[[Path], None]
+) -> None:
+    fault_proxy.throttle(8 * MIB)
+    agent = make_agent(tmp_path / "volume", rclone_bucket, endpoint_url=fault_proxy.endpoint_url)
+    with agent:
+        directory = write_checkpoint(agent.checkpoints / "checkpoint-1", {"model.safetensors": 40 * MIB})
+        save = agent.announce(directory, 1).save
+        wait_until(lambda: agent.status().checkpoints[0].phase == agent_pb2.PHASE_UPLOADING, 10, "it is being sent")
+        change(directory / "model.safetensors")
+        code, reason, hint = refusal(lambda: agent.wait_committed(save))
+        assert (code, reason) == ("ABORTED", "CHECKPOINT_FAILED")
+        assert "new files" in hint
+        assert agent.status().checkpoints[0].reason
+
+        fault_proxy.throttle(0)
+        good = good_checkpoint(agent)
+        original = tree(good)
+        agent.wait_committed(agent.announce(good, 7).save)
+    view = BucketView(rclone_bucket)
+    assert [row["step"] for row in view.verify()] == [7]
+    assert tree(view.restore(tmp_path / "other")) == original
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+def test_ten_thousand_files_simply_work(agent: AgentProcess, rclone_bucket: Bucket, tmp_path: Path) -> None:
+    sizes = {f"shard-{number % 100:02d}/{number:05d}.bin": number % 700 for number in range(10_000)}
+    directory = write_checkpoint(agent.checkpoints / "checkpoint-1", sizes)
+    began = time.monotonic()
+    answer = agent.announce(directory, 1)
+    staged = time.monotonic()
+    assert answer.file_count == 10_000
+    agent.wait_committed(answer.save, 240)
+    print(f"10,000 files: staged in {staged - began:.1f} s, committed {time.monotonic() - staged:.1f} s later")
+    assert tree(BucketView(rclone_bucket).restore(tmp_path / "other")) == tree(directory)
+
+
+def storage_trouble(agent: AgentProcess, kind: str) -> str:
+    """Wait for it in the status and in the log; its hint."""
+    wait_until(lambda: agent.status().storage_error != "", 20, "the status says what is wrong with the storage")
+    line = next(line for line in agent.log("work.failed") if line["kind"] == kind)
+    assert line["error"]
+    hint: str = line["hint"]
+    assert hint
+    return hint
+
+
+def test_a_bucket_that_is_not_there_is_named_and_its_making_mends_it(tmp_path: Path, rclone_bucket: Bucket) -> None:
+    name = f"{rclone_bucket.name}-absent"
+    agent = AgentProcess(tmp_path / "volume", f"s3://{name}/runs/one", endpoint_url=rclone_bucket.endpoint_url)
+    with agent:
+        save = agent.announce(good_checkpoint(agent), 7).save
+        assert "bucket" in storage_trouble(agent, "bucket-missing")
+        assert name in agent.status().storage_error
+        rclone_bucket.client().create_bucket(Bucket=name)
+        agent.wait_committed(save)
+        assert agent.status().storage_error == ""
+
+
+@pytest.mark.parametrize("bucket_name", ["rclone_bucket", "ceph_bucket"])
+def test_a_wrong_secret_key_is_named_and_nothing_is_lost(
+    tmp_path: Path, bucket_name: str, request: pytest.FixtureRequest
+) -> None:
+    bucket: Bucket = request.getfixturevalue(bucket_name)
+    wrong = AgentProcess(
+        tmp_path / "volume",
+        bucket.destination,
+        environment={"AWS_SECRET_ACCESS_KEY": "not-the-secret"},
+        endpoint_url=bucket.endpoint_url,
+    )
+    with wrong:
+        save = wrong.announce(good_checkpoint(wrong), 7).save
+        assert "key" in storage_trouble(wrong, "access-denied")
+        assert "not-the-secret" not in wrong.log_text()
+    with make_agent(tmp_path / "volume", bucket) as mended:
+        mended.wait_committed(save)
+
+
+def test_an_endpoint_that_nobody_serves_is_named_and_waited_for(tmp_path: Path, s3_environment: None) -> None:
+    server = RcloneServer(tmp_path / "data")
+    agent = AgentProcess(tmp_path / "volume", "s3://later/run", endpoint_url=server.endpoint_url)
+    with agent:
+        save = agent.announce(good_checkpoint(agent), 7).save
+        storage_trouble(agent, "unreachable")
+        assert server.endpoint_url in agent.status().storage_error
+        (tmp_path / "data" / "later").mkdir(parents=True)
+        server.start()
+        try:
+            agent.wait_committed(save)
+        finally:
+            server.stop()
+
+
+def test_a_read_only_volume_is_a_clear_error_at_the_start(tmp_path: Path, rclone_bucket: Bucket) -> None:
+    with mounted(tmp_path / "volume", 32 * MIB) as volume:
+        agent = make_agent(volume, rclone_bucket)
+        agent.checkpoints.mkdir()
+        remount(volume, "ro")
+        assert agent.start_refused() == 1
+        error, hint = agent.log_text().splitlines()[-2:]
+        assert error == f"error: cannot write to the volume {volume}: Read-only file system"
+        assert hint.startswith("hint: mount the volume read-write")
+        remount(volume, "rw")
+        with agent:
+            agent.wait_committed(agent.announce(good_checkpoint(agent), 7).save)
+
+
+def test_a_full_volume_refuses_an_announcement_and_takes_it_once_there_is_room(
+    tmp_path: Path, rclone_bucket: Bucket
+) -> None:
+    with mounted(tmp_path / "volume", 32 * MIB) as volume, make_agent(volume, rclone_bucket) as agent:
+        directory = good_checkpoint(agent)
+        filler = volume / "filler"
+        # Without what is set aside for a last save, see test_full_volume.
+        (volume / ".mooring" / "reserve").unlink()
+        fill(filler)
+        code, reason, hint = refusal(lambda: agent.announce(directory, 7))
+        assert (code, reason) == ("RESOURCE_EXHAUSTED", "VOLUME_UNUSABLE")
+        assert "sizeLimit" in hint
+        filler.unlink()
+        agent.wait_committed(agent.announce(directory, 7).save)
+        assert [row["problems"] for row in BucketView(rclone_bucket).verify()] == [[]]
+
+
+def test_an_agent_cannot_start_on_a_full_volume_and_says_why(tmp_path: Path, rclone_bucket: Bucket) -> None:
+    with mounted(tmp_path / "volume", 8 * MIB) as volume:
+        agent = make_agent(volume, rclone_bucket)
+        agent.checkpoints.mkdir()
+        filler = volume / "filler"
+        fill(filler)
+        assert agent.start_refused() == 1
+        error, hint = agent.log_text().splitlines()[-2:]
+        assert error.startswith("error: ")
+        assert "room" in hint or "space" in hint
+        filler.unlink()
+        with agent:
+            agent.wait_committed(agent.announce(good_checkpoint(agent), 7).save)
+
+
+def fill(path: Path) -> None:
+    """Take all the room there is, to the last byte."""
+    with path.open("wb", buffering=0) as file:
+        for block_bytes in (MIB, 4096, 1):
+            with contextlib.suppress(OSError):
+                while True:
+                    file.write(bytes(block_bytes))
+
+
+def test_a_second_agent_on_a_volume_is_refused_and_the_first_goes_on(
+    agent: AgentProcess, rclone_bucket: Bucket
+) -> None:
+    second = make_agent(agent.volume, rclone_bucket)
+    assert second.start_refused() == 1
+    error, hint = second.log_text().splitlines()[-2:]
+    assert error.startswith("error: ")
+    assert hint == "hint: another agent serves this volume: end it first"
+    agent.wait_committed(agent.announce(good_checkpoint(agent), 7).save)
+
+
+def test_a_damaged_journal_is_set_aside_and_the_announced_checkpoint_commits(
+    tmp_path: Path, rclone_bucket: Bucket, fault_proxy: FaultProxy
+) -> None:
+    fault_proxy.outage(True)
+    with make_agent(tmp_path / "volume", rclone_bucket, endpoint_url=fault_proxy.endpoint_url) as agent:
+        directory = good_checkpoint(agent)
+        original = tree(directory)
+        save = agent.announce(directory, 7).save
+        agent.kill()
+        # The trainer may rotate what was announced.
+        shutil.rmtree(directory)
+        journal = agent.volume / STATE_DIRECTORY / JOURNAL
+        journal.write_bytes(b"no journal at all" * 1000)
+        fault_proxy.outage(False)
+        agent.start()
+        assert agent.log("journal.damaged")
+        assert [path.name for path in journal.parent.glob("*.damaged-1")] == [f"{JOURNAL}.damaged-1"]
+        agent.wait_committed(save)
+    assert tree(BucketView(rclone_bucket).restore(tmp_path / "other")) == original
+
+
+def test_wrong_settings_are_all_named_with_a_hint(tmp_path: Path) -> None:
+    agent = AgentProcess(tmp_path / "volume", "ftp://bucket/run", grace_seconds="soon")
+    assert agent.start_refused() == 2
+    lines = agent.log_text().splitlines()
+    assert lines[-1] == "hint: every setting is described in docs/settings.md"
+    assert "error: --grace-seconds: 'soon' is not a number" in lines
+    assert "error: destination 'ftp://bucket/run' is neither s3://bucket/prefix nor file:///absolute/path" in lines

@@ -1,0 +1,116 @@
+"""One byte in the bucket is wrong: verify names the object, restore passes the checkpoint over and says why."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from tests.harness.agent_process import AgentProcess, tree, write_checkpoint
+from tests.harness.bucket_view import BucketView
+from tests.servers.server import Bucket
+
+MIB = 1024 * 1024
+SIZES = {"model.safetensors": 11 * MIB, "optimizer.pt": 2 * MIB, "config.json": 300}
+COMMAND_SECONDS = 60.0
+BUCKETS = ("rclone_bucket", "moto_bucket")
+
+
+def mooring(bucket: Bucket, command: str, *arguments: str) -> "subprocess.CompletedProcess[str]":
+    line = [sys.executable, "-m", "mooring_agent", command, bucket.destination]
+    line += [f"--endpoint-url={bucket.endpoint_url}", *arguments]
+    return subprocess.run(line, capture_output=True, text=True, timeout=COMMAND_SECONDS, check=False)
+
+
+def flip_one_byte(bucket: Bucket, key: str, position: int) -> None:
+    """Behind everybody's back, as a bad disk would: same size, same name."""
+    client = bucket.client()
+    place = {"Bucket": bucket.name, "Key": f"{bucket.prefix}/{key}"}
+    content = bytearray(client.get_object(**place)["Body"].read())
+    content[position] ^= 1
+    client.put_object(**place, Body=bytes(content))
+
+
+@pytest.fixture(params=BUCKETS)
+def bucket(request: pytest.FixtureRequest) -> Bucket:
+    found: Bucket = request.getfixturevalue(request.param)
+    return found
+
+
+@pytest.fixture
+def originals(bucket: Bucket, tmp_path: Path) -> dict[int, dict[str, bytes]]:
+    """Steps 10 and 20, committed by a real agent; what they hold."""
+    found = {}
+    agent = AgentProcess(
+        tmp_path / "volume", bucket.destination, endpoint_url=bucket.endpoint_url, part_size_bytes="5MiB", watch=False
+    )
+    with agent:
+        for step in (10, 20):
+            source = write_checkpoint(agent.checkpoints / f"checkpoint-{step}", SIZES, seed=step)
+            found[step] = tree(source)
+            agent.wait_committed(agent.announce(source, step).save)
+    return found
+
+
+def only_key(view: BucketView, prefix: str, name: str) -> str:
+    (key,) = [key for key in view.keys(prefix) if key.endswith(name)]
+    return key
+
+
+@pytest.mark.parametrize(
+    ("name", "position"),
+    [("/model.safetensors", 7 * MIB + 3), ("/config.json", 0), ("/rank-00000.json", 40)],
+    ids=["a large file", "a small file", "a manifest"],
+)
+def test_a_wrong_byte_is_named_and_the_older_checkpoint_is_restored(
+    bucket: Bucket, originals: dict[int, dict[str, bytes]], tmp_path: Path, name: str, position: int
+) -> None:
+    key = only_key(BucketView(bucket), "checkpoint-20/", name)
+    flip_one_byte(bucket, key, position)
+
+    verified = mooring(bucket, "verify")
+    assert verified.returncode == 1, verified.stderr
+    assert key in verified.stdout
+    everything = mooring(bucket, "verify", "--all", "--json")
+    assert everything.returncode == 1
+    newest, older = json.loads(everything.stdout)["checkpoints"]
+    assert (newest["step"], older["step"]) == (20, 10)
+    assert {problem["object"] for problem in newest["problems"]} == {key}
+    assert older["problems"] == []
+
+    restored = mooring(bucket, "restore", f"--volume={tmp_path}/other")
+    assert restored.returncode == 0, restored.stderr
+    (warning,) = [line for line in restored.stderr.splitlines() if line.startswith("warning: passed over: ")]
+    assert key in warning
+    assert restored.stdout.startswith("checkpoint-10 (step 10, ")
+    assert [path.name for path in (tmp_path / "other/checkpoints").iterdir()] == ["checkpoint-10"]
+    assert tree(tmp_path / "other/checkpoints/checkpoint-10") == originals[10]
+
+
+def test_a_wrong_byte_in_a_marker_is_named_and_the_older_checkpoint_is_restored(
+    bucket: Bucket, originals: dict[int, dict[str, bytes]], tmp_path: Path
+) -> None:
+    (key,) = [marker for marker in BucketView(bucket).markers() if "/000000000020." in marker]
+    flip_one_byte(bucket, key, 20)
+    verified = mooring(bucket, "verify")
+    assert verified.returncode == 1
+    assert key in verified.stdout
+    restored = mooring(bucket, "restore", f"--volume={tmp_path}/other")
+    assert restored.returncode == 0, restored.stderr
+    assert key in restored.stderr
+    assert tree(tmp_path / "other/checkpoints/checkpoint-10") == originals[10]
+
+
+def test_with_every_checkpoint_damaged_restore_fails_and_names_them_all(
+    bucket: Bucket, originals: dict[int, dict[str, bytes]], tmp_path: Path
+) -> None:
+    keys = [only_key(BucketView(bucket), f"checkpoint-{step}/", "/optimizer.pt") for step in originals]
+    for key in keys:
+        flip_one_byte(bucket, key, MIB)
+    restored = mooring(bucket, "restore", f"--volume={tmp_path}/other")
+    assert restored.returncode == 1, restored.stdout
+    assert restored.stderr.splitlines()[-2].startswith("error: ")
+    assert restored.stderr.splitlines()[-1].startswith("hint: ")
+    for key in keys:
+        assert key in restored.stderr
+    assert list((tmp_path / "other/checkpoints").iterdir()) == []

@@ -1,0 +1,159 @@
+"""The agent dies by SIGKILL again and again, and nothing is lost, left over or sent twice."""
+
+import random
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from urllib.parse import parse_qs
+
+import pytest
+from tests.harness.agent_process import AgentProcess, tree, wait_until, write_checkpoint
+from tests.harness.bucket_view import BucketView
+from tests.servers.fault_proxy import FaultProxy, Request
+from tests.servers.server import Bucket
+
+MIB = 1024 * 1024
+KILLS = 50
+PART_BYTES = 8 * MIB
+SIZES = {
+    "model-00001.safetensors": 31 * MIB,
+    "model-00002.safetensors": 21 * MIB,
+    "model-00003.safetensors": 17 * MIB,
+    "model-00004.safetensors": 9 * MIB,
+    "optimizer-0.pt": 20 * MIB + 1,
+    "optimizer-1.pt": 15 * MIB,
+    "exactly-one-part.bin": PART_BYTES,
+    "nested/scheduler.pt": 7 * MIB - 4096 - 1,
+    "config.json": 4096,
+    "empty": 0,
+}
+BYTES_PER_SECOND = 32 * MIB
+LONGEST_BLIND_LIFE_BYTES = 8 * MIB
+LONGEST_WAIT_BYTES = 24 * MIB
+LIFE_SECONDS = 20.0
+
+
+def is_create(request: Request) -> bool:
+    return request.method == "POST" and request.query.startswith("uploads")
+
+
+def is_complete(request: Request) -> bool:
+    return request.method == "POST" and "uploadId=" in request.query
+
+
+def is_list_parts(request: Request) -> bool:
+    return request.method == "GET" and "uploadId=" in request.query
+
+
+def is_manifest(request: Request) -> bool:
+    return request.method == "PUT" and "/.mooring/rank-" in request.path
+
+
+def is_marker(request: Request) -> bool:
+    return request.method == "PUT" and "/.mooring/commits/" in request.path
+
+
+MOMENTS = (is_create, is_complete, is_list_parts, is_manifest, is_marker)
+
+
+class Lives:
+    """Chooses, from a seed, the moment at which each life of the agent ends."""
+
+    def __init__(self, agent: AgentProcess, proxy: FaultProxy, seed: int) -> None:
+        self._agent = agent
+        self._proxy = proxy
+        self._random = random.Random(seed)
+
+    def end_one(self) -> str:
+        """Wait for a moment by chance and kill; says which it was in the end."""
+        choice = self._random.random()
+        if choice < 0.1:
+            started = len(self._agent.log("journal.replayed"))
+            self._kill_when(lambda: len(self._agent.log("journal.replayed")) >= started)
+            return "while it starts"
+        moment = self._random.choice(MOMENTS) if choice < 0.5 else None
+        # Bytes rather than seconds, so that a slow machine sees the same deaths.
+        life_bytes = LONGEST_WAIT_BYTES if moment else self._random.randrange(LONGEST_BLIND_LIFE_BYTES)
+        limit_bytes = self._sent_bytes() + life_bytes
+        seen = self._count(moment)
+        self._kill_when(lambda: self._count(moment) > seen or self._sent_bytes() > limit_bytes)
+        return moment.__name__ if moment and self._count(moment) > seen else "between bytes"
+
+    def end_at(self, moment: Callable[[Request], bool]) -> str:
+        """Kill as soon as such a request is seen."""
+        seen = self._count(moment)
+        self._kill_when(lambda: self._count(moment) > seen)
+        return moment.__name__
+
+    def _kill_when(self, holds: Callable[[], bool]) -> None:
+        wait_until(lambda: holds() or self._agent.process.poll() is not None, LIFE_SECONDS, "the moment to die")
+        assert self._agent.process.poll() is None, self._agent.log_text()[-2000:]
+        self._agent.kill()
+        # What the kernel still held has arrived or is gone: from here on the store does not change.
+        wait_until(lambda: not self._proxy.open_connections, LIFE_SECONDS, "the dead agent's requests are over")
+
+    def _sent_bytes(self) -> int:
+        return sum(request.body_bytes for request in self._proxy.log)
+
+    def _count(self, moment: Callable[[Request], bool] | None) -> int:
+        return sum(map(moment, self._proxy.log)) if moment else 0
+
+
+def is_probe(request: Request) -> bool:
+    return "/.mooring/probe/" in request.path
+
+
+def sent_twice(log: list[Request]) -> list[tuple[str, ...]]:
+    """Parts, files sent whole, and markers that the store accepted more than once; manifests may come again."""
+    accepted = Counter(
+        (request.path, *parse_qs(request.query).get("uploadId", []), *parse_qs(request.query).get("partNumber", []))
+        for request in log
+        if request.method == "PUT" and request.status == 200 and not is_manifest(request) and not is_probe(request)
+    )
+    return [what for what, count in accepted.items() if count > 1]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_fifty_kills_lose_nothing_leave_nothing_and_send_no_finished_part_twice(
+    rclone_bucket: Bucket, fault_proxy: FaultProxy, tmp_path: Path
+) -> None:
+    view = BucketView(rclone_bucket)
+    fault_proxy.throttle(BYTES_PER_SECOND)
+    agent = AgentProcess(
+        tmp_path / "volume",
+        rclone_bucket.destination,
+        endpoint_url=fault_proxy.endpoint_url,
+        part_size_bytes=PART_BYTES,
+        max_concurrency=2,
+    )
+    originals = {}
+    deaths: Counter[str] = Counter()
+    with agent:
+        for step in (100, 200, 300):
+            source = write_checkpoint(agent.checkpoints / f"checkpoint-{step}", SIZES, seed=step)
+            originals[step] = tree(source)
+            agent.announce(source, step)
+        lives = Lives(agent, fault_proxy, seed=4)
+        for _ in range(KILLS):
+            deaths[lives.end_one()] += 1
+            assert len(view.markers()) < 3, f"everything was committed after {deaths.total()} kills only"
+            agent.start(wait=False)
+        # Chance seldom meets the last steps of a commit.
+        for moment in (is_complete, is_manifest, is_marker):
+            deaths[lives.end_at(moment)] += 1
+            agent.start(wait=False)
+        fault_proxy.throttle(0)
+        staged = agent.volume / ".mooring" / "staged"
+        wait_until(lambda: len(view.markers()) == 3 and not any(staged.iterdir()), 60, "all is committed and released")
+        assert len(deaths) == len(MOMENTS) + 2, f"some kind of moment never came: {deaths}"
+
+    assert sent_twice(fault_proxy.log) == []
+    assert view.uploads() == []
+    assert [row["problems"] for row in view.verify()] == [[], [], []]
+    # Newest first: once its marker is gone, the next older one is what restore finds.
+    for step, marker in zip((300, 200, 100), reversed(view.markers()), strict=True):
+        restored = view.restore(tmp_path / f"other-{step}")
+        assert restored.name == f"checkpoint-{step}"
+        assert tree(restored) == originals[step]
+        view.delete(marker)

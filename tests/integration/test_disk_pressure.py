@@ -1,0 +1,198 @@
+"""A trainer that saves faster than the store takes, on a small volume: the last save always has room."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Self
+
+import pytest
+from tests.harness.agent_process import AgentProcess, wait_until
+from tests.harness.bucket_view import BucketView
+from tests.harness.small_volume import mounted
+from tests.servers.fault_proxy import FaultProxy
+from tests.servers.server import Bucket
+
+from mooring_api import names
+
+MIB = 1024 * 1024
+VOLUME_BYTES = 512 * MIB
+CHECKPOINT_BYTES = 100 * MIB
+STORE_BYTES_PER_SECOND = 16 * MIB
+GRACE_SECONDS = 40.0
+
+TRAINER = """
+import json, logging, sys, time
+import mooring
+logging.basicConfig(level=logging.INFO, format="%(message)s")
+size_bytes = int(sys.argv[1])
+piece = bytes(range(256)) * 4096
+
+def say(**what):
+    print(json.dumps(what), flush=True)
+
+checkpointer = mooring.Checkpointer()
+checkpointer.resume()
+step = 0
+while not checkpointer.stopping:
+    step += 1
+    begun = time.monotonic()
+    if checkpointer.should_save(step, every=1):
+        try:
+            with checkpointer.save(step) as directory, (directory / "model.bin").open("wb") as file:
+                for number in range(size_bytes // len(piece)):
+                    if number == 50:
+                        say(event="half", step=step)
+                    file.write(piece)
+            say(event="saved", step=step, stopping=checkpointer.stopping)
+        except OSError as error:
+            say(event="failed", step=step, error=str(error))
+    else:
+        say(event="skipped", step=step)
+    while time.monotonic() - begun < 1.0 and not checkpointer.stopping:
+        time.sleep(0.02)
+        if checkpointer.should_save(step, every=0):
+            break
+checkpointer.finish()
+"""
+
+
+class Trainer:
+    """A real training process with the real client; `events` is what it has said so far."""
+
+    def __init__(self, agent: AgentProcess) -> None:
+        self.events: list[dict[str, Any]] = []
+        self.log: list[str] = []
+        environment = {
+            **os.environ,
+            names.ENV_VOLUME: str(agent.volume),
+            names.ENV_CHECKPOINT_DIRECTORY: str(agent.checkpoints),
+            names.ENV_SOCKET: str(agent.socket),
+        }
+        command = [sys.executable, "-c", TRAINER, str(CHECKPOINT_BYTES)]
+        self._process = subprocess.Popen(
+            command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        )
+        self._readers = [threading.Thread(target=read) for read in (self._read_events, self._read_log)]
+        for reader in self._readers:
+            reader.start()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._process.kill()
+        self._process.wait(10)
+        for reader in self._readers:
+            reader.join(10)
+        for pipe in (self._process.stdout, self._process.stderr):
+            if pipe is not None:
+                pipe.close()
+
+    def terminate(self) -> None:
+        self._process.send_signal(signal.SIGTERM)
+
+    def wait(self, timeout_seconds: float) -> int:
+        code = self._process.wait(timeout_seconds)
+        for reader in self._readers:
+            reader.join(timeout_seconds)
+        return code
+
+    def steps(self, event: str) -> list[int]:
+        return [line["step"] for line in list(self.events) if line["event"] == event]
+
+    def _read_events(self) -> None:
+        for line in self._process.stdout or ():
+            self.events.append(json.loads(line))
+
+    def _read_log(self) -> None:
+        self.log.extend(self._process.stderr or ())
+
+
+@pytest.fixture
+def agent(tmp_path: Path, rclone_bucket: Bucket, fault_proxy: FaultProxy) -> Iterator[AgentProcess]:
+    fault_proxy.throttle(STORE_BYTES_PER_SECOND)
+    with (
+        mounted(tmp_path / "volume", VOLUME_BYTES) as volume,
+        AgentProcess(
+            volume,
+            rclone_bucket.destination,
+            endpoint_url=fault_proxy.endpoint_url,
+            part_size_bytes="8MiB",
+            grace_seconds=GRACE_SECONDS,
+        ) as agent,
+    ):
+        yield agent
+
+
+def shed_although_newest(agent: AgentProcess) -> list[int]:
+    """Steps that were given up while nothing newer was there."""
+    step_of = {line["save"]: line["step"] for line in agent.log("checkpoint.announced")}
+    newest, wrong = -1, []
+    for line in (json.loads(text) for text in agent.log_text().splitlines() if text.startswith("{")):
+        if line["event"] == "checkpoint.staged":
+            newest = max(newest, step_of[line["save"]])
+        if line["event"] == "checkpoint.shed" and line["step"] >= newest:
+            wrong.append(line["step"])
+    return wrong
+
+
+def last_save(trainer: Trainer) -> int:
+    (step,) = [line["step"] for line in trainer.events if line["event"] == "saved" and line["stopping"]]
+    return int(step)
+
+
+def train(agent: AgentProcess, *, steps: int, end_when: str) -> Trainer:
+    """Train for some steps, then let the pod end at the next event `end_when`; the trainer is gone, all is drained."""
+    with Trainer(agent) as trainer:
+        wait_until(lambda: bool(trainer.events), 20, "the trainer has begun")
+        wait_until(lambda: max(line["step"] for line in list(trainer.events)) >= steps, 90, "it has trained")
+        seen = len(trainer.steps(end_when))
+        wait_until(lambda: len(trainer.steps(end_when)) > seen, 60, "the moment to end it")
+        trainer.terminate()
+        assert trainer.wait(20) == names.JUST_IN_TIME_EXIT_CODE, trainer.log
+    agent.terminate()
+    assert agent.wait(GRACE_SECONDS) == 0, agent.log_text()
+    return trainer
+
+
+def check_that_nothing_was_lost(agent: AgentProcess, trainer: Trainer, bucket: Bucket) -> None:
+    """The last save is whole in the bucket; the volume was never full; no newest checkpoint was given up."""
+    assert trainer.steps("failed") == [], "the volume was full"
+    step = last_save(trainer)
+    assert step == max(trainer.steps("saved"))
+    (announced,) = [line for line in agent.log("checkpoint.announced") if line["step"] == step]
+    assert announced["kind"] == "just-in-time"
+    assert shed_although_newest(agent) == []
+    rows = BucketView(bucket).verify()
+    assert rows[0]["step"] == step
+    assert all(row["problems"] == [] for row in rows)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("moment", ["saved", "half"], ids=["between two saves", "in the middle of a save"])
+def test_the_last_save_always_has_room_and_superseded_ones_make_it(
+    agent: AgentProcess, rclone_bucket: Bucket, moment: str
+) -> None:
+    trainer = train(agent, steps=22, end_when=moment)
+    check_that_nothing_was_lost(agent, trainer, rclone_bucket)
+    assert agent.log("checkpoint.shed"), "the volume was never short of room"
+    # Recovery points came all the while, not only at the end.
+    assert min(line["step"] for line in agent.log("checkpoint.committed")) < 10
+
+
+@pytest.mark.slow
+def test_a_save_that_would_not_fit_is_skipped_and_the_log_says_why(agent: AgentProcess, rclone_bucket: Bucket) -> None:
+    with (agent.volume / "somebody-elses").open("wb") as file:
+        file.write(bytes(130 * MIB))
+    trainer = train(agent, steps=10, end_when="skipped")
+    check_that_nothing_was_lost(agent, trainer, rclone_bucket)
+    for step in trainer.steps("skipped"):
+        (line,) = [line for line in trainer.log if line.startswith(f"save not admitted: step={step} ")]
+        assert "bytes may still be written to the volume" in line
+    assert trainer.steps("saved")[0] == 1
+    assert len(trainer.steps("saved")) >= 3, "it saved again whenever there was room"

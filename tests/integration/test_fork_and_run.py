@@ -1,0 +1,127 @@
+"""`mooring run` as a user meets it: a real program with the real client, a real store, real signals."""
+
+import shutil
+import signal
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from tests.harness.agent_process import wait_until
+from tests.harness.bucket_view import BucketView
+from tests.harness.run_process import RunProcess
+from tests.servers.process import free_port
+from tests.servers.server import Bucket
+
+JUST_IN_TIME = 143
+NOT_DURABLE = 75
+
+
+def wait_for_another_marker(view: BucketView) -> None:
+    before = len(view.markers())
+    wait_until(lambda: len(view.markers()) > before, 30, "another checkpoint is committed")
+
+
+def test_a_stopped_run_saves_at_that_very_step_and_a_new_machine_resumes_there(
+    rclone_bucket: Bucket, tmp_path: Path
+) -> None:
+    volume = tmp_path / "volume"
+    options = {"endpoint_url": rclone_bucket.endpoint_url, "grace_seconds": 20}
+    with RunProcess(volume, rclone_bucket.destination, **options) as run:
+        run.wait_steps(5)
+        run.signal(signal.SIGTERM)
+        assert run.wait() == JUST_IN_TIME, run.output()
+        last_step = run.steps()[-1][0]
+    assert "begin 0\n" in run.output()
+    assert "just-in-time" in run.output()
+    (marker,) = BucketView(rclone_bucket).markers()
+    assert int(Path(marker).name.split(".")[0]) == last_step
+
+    # The machine is gone, and its disk with it.
+    shutil.rmtree(volume)
+    more = {"STEPS": last_step + 3}
+    with RunProcess(volume, rclone_bucket.destination, trainer=more, **options) as again:
+        assert again.wait() == 0, again.output()
+    assert f"begin {last_step}\n" in again.output()
+    assert [step for step, _ in again.steps()][-3:] == [last_step + 1, last_step + 2, last_step + 3]
+    assert len(BucketView(rclone_bucket).markers()) == 2
+
+
+def test_training_never_notices_that_its_agent_was_killed_and_came_back(rclone_bucket: Bucket, tmp_path: Path) -> None:
+    view = BucketView(rclone_bucket)
+    options = {"endpoint_url": rclone_bucket.endpoint_url}
+    trainer = {"EVERY": 10, "SAVE_BYTES": 1_000_000}
+    with RunProcess(tmp_path / "volume", rclone_bucket.destination, trainer=trainer, **options) as run:
+        run.wait_steps(12)
+        for _ in range(2):
+            run.kill_agent()
+            wait_for_another_marker(view)
+        run.signal(signal.SIGTERM)
+        assert run.wait() == JUST_IN_TIME, run.output()
+        steps = run.steps()
+    assert [step for step, _ in steps] == list(range(1, len(steps) + 1))
+    # An agent that is away costs a refused connection; only one killed in the middle of a call may cost a call's limit.
+    assert max(seconds for _, seconds in steps) < 5.0
+    assert len(run.log("run.agent_died")) == 2
+    rows = view.verify()
+    assert [row["problems"] for row in rows] == [[]] * len(rows)
+    assert rows[0]["step"] == steps[-1][0]
+
+
+@pytest.mark.parametrize(("code", "expected"), [("0", 0), ("7", 7)])
+def test_the_exit_code_is_the_programs_own(tmp_path: Path, code: str, expected: int) -> None:
+    trainer = {"STEPS": 3, "EXIT_CODE": code}
+    with RunProcess(tmp_path / "volume", f"file://{tmp_path}/store", trainer=trainer) as run:
+        assert run.wait() == expected, run.output()
+    assert "done 3\n" in run.output()
+
+
+def test_a_program_that_dies_of_a_signal_ends_the_run_as_a_shell_would_say_it(tmp_path: Path) -> None:
+    command = (sys.executable, "-c", "import os, signal; os.kill(os.getpid(), signal.SIGKILL)")
+    with RunProcess(tmp_path / "volume", f"file://{tmp_path}/store", command=command) as run:
+        assert run.wait() == 128 + signal.SIGKILL, run.output()
+
+
+def test_a_run_that_succeeds_but_cannot_store_its_result_says_so_when_it_is_told_to_end(tmp_path: Path) -> None:
+    grace_seconds = 4.0
+    options = {"endpoint_url": f"http://127.0.0.1:{free_port()}", "grace_seconds": grace_seconds}
+    trainer = {"STEPS": 3}
+    with RunProcess(tmp_path / "volume", "s3://bucket/run", trainer=trainer, restore=False, **options) as run:
+        run.wait_program_ended()
+        wait_until(lambda: bool(run.log("work.failed")), 30, "the drain meets the absent store")
+        # With time left the drain goes on: the store may come back.
+        assert run.process.poll() is None
+        told_at = time.monotonic()
+        run.signal(signal.SIGTERM)
+        assert run.wait() == NOT_DURABLE, run.output()
+        assert time.monotonic() - told_at < grace_seconds + 2.0
+    assert "not durable: checkpoint-3 (step 3, final)" in run.output()
+
+
+def test_a_second_sigterm_changes_nothing_but_the_first_is_honoured(rclone_bucket: Bucket, tmp_path: Path) -> None:
+    options = {"endpoint_url": rclone_bucket.endpoint_url, "grace_seconds": 20}
+    with RunProcess(tmp_path / "volume", rclone_bucket.destination, **options) as run:
+        run.wait_steps(3)
+        run.signal(signal.SIGTERM)
+        wait_until(lambda: bool(run.log("run.signal")), 10, "the first SIGTERM is taken")
+        run.signal(signal.SIGTERM)
+        assert run.wait() == JUST_IN_TIME, run.output()
+        last_step = run.steps()[-1][0]
+    (marker,) = BucketView(rclone_bucket).markers()
+    assert int(Path(marker).name.split(".")[0]) == last_step
+
+
+def test_a_program_that_does_not_exist_is_an_error_with_a_hint(tmp_path: Path) -> None:
+    with RunProcess(tmp_path / "volume", f"file://{tmp_path}/store", command=("no-such-program",)) as run:
+        assert run.wait() == 1, run.output()
+    assert "error: cannot start 'no-such-program': No such file or directory\nhint: " in run.output()
+
+
+def test_no_process_of_a_run_outlives_it(tmp_path: Path) -> None:
+    with RunProcess(tmp_path / "volume", f"file://{tmp_path}/store") as run:
+        run.wait_steps(2)
+        children = list(run.children())
+        assert len(children) == 2
+        run.signal(signal.SIGTERM)
+        assert run.wait() == JUST_IN_TIME, run.output()
+    assert not [pid for pid in children if Path(f"/proc/{pid}").exists()]

@@ -1,0 +1,51 @@
+"""A volume without a byte left: the agent stays, takes the last save, drains, and can be started again."""
+
+import os
+from pathlib import Path
+
+from tests.harness.agent_process import AgentProcess, wait_until, write_checkpoint
+from tests.harness.small_volume import mounted
+
+_MIB = 1 << 20
+_NOWHERE = {"endpoint_url": "http://127.0.0.1:9", "eviction_threshold_percent": "0"}
+
+
+def _fill(volume: Path) -> None:
+    """Until a single byte more is refused."""
+    with (volume / "filler").open("wb", buffering=0) as file:
+        for piece in (_MIB, 4096, 1):
+            try:
+                while file.write(os.urandom(piece)):
+                    pass
+            except OSError:
+                continue
+
+
+def test_a_full_volume_stops_neither_the_agent_nor_the_last_save(tmp_path: Path) -> None:
+    with (
+        mounted(tmp_path / "volume", 64 * _MIB) as volume,
+        AgentProcess(volume, "s3://bucket/run", grace_seconds="4", **_NOWHERE) as agent,
+    ):
+        for step in (1, 2, 3):
+            agent.announce(write_checkpoint(agent.checkpoints / f"checkpoint-{step}", {"a": 5 * _MIB}), step)
+        last = write_checkpoint(agent.checkpoints / "checkpoint-4", {"a": _MIB})
+        _fill(volume)
+        wait_until(lambda: agent.status().budget_bytes == 0, 15.0, "the agent sees that nothing is left")
+        answer = agent.announce(last, 4, kind=2)
+        assert answer.size_bytes == _MIB
+        agent.terminate()
+        assert agent.wait(8) == 75
+        assert "checkpoint-4 (step 4, just-in-time)" in agent.log_text()
+
+
+def test_an_agent_that_was_killed_starts_again_on_a_full_volume(tmp_path: Path) -> None:
+    with (
+        mounted(tmp_path / "volume", 64 * _MIB) as volume,
+        AgentProcess(volume, f"file://{tmp_path / 'destination'}") as agent,
+    ):
+        agent.kill()
+        path = write_checkpoint(agent.checkpoints / "checkpoint-1", {"a": 5 * _MIB})
+        _fill(volume)
+        agent.start()
+        committed = agent.wait_committed(agent.announce(path, 1).save)
+        assert committed.step == 1

@@ -1,0 +1,97 @@
+"""The newest checkpoint is the first to be safe, whatever is already on its way."""
+
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from tests.harness.agent_process import AgentProcess, tree, wait_until, write_checkpoint
+from tests.harness.bucket_view import BucketView
+from tests.servers.fault_proxy import FaultProxy, Request
+from tests.servers.server import Bucket
+
+from mooring_api.v1 import agent_pb2
+
+MIB = 1024 * 1024
+BYTES_PER_SECOND = 12 * MIB
+PART_BYTES = 5 * MIB
+CONCURRENCY = 4
+OLD_BYTES = 128 * MIB
+NEW_BYTES = 96 * MIB
+WINDOW_SECONDS = CONCURRENCY * PART_BYTES / BYTES_PER_SECOND
+NEW_SECONDS = 1.15 * NEW_BYTES / BYTES_PER_SECOND
+
+
+@pytest.fixture
+def agent(rclone_bucket: Bucket, fault_proxy: FaultProxy, tmp_path: Path) -> Iterator[AgentProcess]:
+    """Its store takes exactly so many bytes per second."""
+    fault_proxy.throttle(BYTES_PER_SECOND)
+    agent = AgentProcess(
+        tmp_path / "volume",
+        rclone_bucket.destination,
+        endpoint_url=fault_proxy.endpoint_url,
+        part_size_bytes=PART_BYTES,
+        max_concurrency=CONCURRENCY,
+        grace_seconds=60,
+    )
+    with agent:
+        yield agent
+
+
+def announce_old(agent: AgentProcess) -> str:
+    """An older save of which 30 % are stored."""
+    path = write_checkpoint(agent.checkpoints / "checkpoint-1", {"model.bin": OLD_BYTES}, seed=1)
+    save = agent.announce(path, 1).save
+    wait_until(lambda: durable_bytes(agent, save) >= 0.3 * OLD_BYTES, 30, "30 % of the older one are stored")
+    return save
+
+
+def durable_bytes(agent: AgentProcess, save: str) -> int:
+    (size_bytes,) = [one.durable_bytes for one in agent.status().checkpoints if one.save == save]
+    return size_bytes
+
+
+def parts_sent(proxy: FaultProxy, save: str) -> list[Request]:
+    return [one for one in proxy.log if one.method == "PUT" and f"/{save}/model.bin" in one.path]
+
+
+def test_a_newer_checkpoint_is_committed_first_and_in_its_own_time(
+    agent: AgentProcess, fault_proxy: FaultProxy, rclone_bucket: Bucket, tmp_path: Path
+) -> None:
+    new_path = write_checkpoint(agent.checkpoints / "checkpoint-2", {"model.bin": NEW_BYTES}, seed=2)
+    old = announce_old(agent)
+    announced_at = time.monotonic()
+    new = agent.announce(new_path, 2).save
+    agent.wait_committed(new, 60)
+    seconds = time.monotonic() - announced_at
+    view = BucketView(rclone_bucket)
+    assert [Path(marker).name.split(".")[1] for marker in view.markers()] == [new]
+    assert seconds <= NEW_SECONDS + WINDOW_SECONDS
+    fault_proxy.throttle(0)
+    agent.wait_committed(old, 60)
+    assert [row["problems"] for row in view.verify()] == [[], []]
+    assert tree(view.restore(tmp_path / "other")) == tree(new_path)
+
+
+def test_a_just_in_time_checkpoint_takes_the_older_ones_parts_off_the_wire(
+    agent: AgentProcess, fault_proxy: FaultProxy, rclone_bucket: Bucket
+) -> None:
+    new_path = write_checkpoint(agent.checkpoints / "checkpoint-2", {"model.bin": NEW_BYTES}, seed=2)
+    old = announce_old(agent)
+    agent.notify_termination()
+    announced_at = time.monotonic()
+    new = agent.announce(new_path, 2, kind=agent_pb2.KIND_JUST_IN_TIME).save
+    wait_until(lambda: bool(parts_sent(fault_proxy, new)), 10, "its first part is on the wire")
+    taken_off = [part for part in parts_sent(fault_proxy, old) if not part.status]
+    agent.wait_committed(new, 60)
+    seconds = time.monotonic() - announced_at
+    assert seconds <= NEW_SECONDS + WINDOW_SECONDS
+    assert taken_off
+    assert {part.status for part in taken_off} == {0}, "an older part was let through"
+    first, last = parts_sent(fault_proxy, new)[0], parts_sent(fault_proxy, new)[-1]
+    between = fault_proxy.log[fault_proxy.log.index(first) : fault_proxy.log.index(last)]
+    assert not [request for request in between if f"/{old}/" in request.path]
+    fault_proxy.throttle(0)
+    # There is time left, so the older one follows: its parts are sent again.
+    agent.wait_committed(old, 60)
+    assert [row["problems"] for row in BucketView(rclone_bucket).verify()] == [[], []]

@@ -1,0 +1,182 @@
+"""The store is away, slow to take, cuts connections or loses its answers: everything commits, once and whole."""
+
+import signal
+import statistics
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from tests.harness.agent_process import AgentProcess, tree, wait_until, write_checkpoint
+from tests.harness.bucket_view import BucketView
+from tests.harness.run_process import RunProcess
+from tests.servers.fault_proxy import Fault, FaultProxy, Request, Rule
+from tests.servers.server import Bucket
+
+MIB = 1024 * 1024
+PART_BYTES = 5 * MIB
+SIZES = {"model.bin": 17 * MIB, "optimizer.bin": 11 * MIB, "small.bin": 3 * MIB, "config.json": 300}
+PARTS = 4 + 3
+SLOW_DOWN = b"<Error><Code>SlowDown</Code><Message>Please reduce your request rate.</Message></Error>"
+OUTAGE_SECONDS = 60.0
+JUST_IN_TIME = 143
+
+
+@pytest.fixture(params=["rclone", "moto", "ceph"])
+def bucket(request: pytest.FixtureRequest) -> Bucket:
+    """On a store that ignores conditions, and on two that honour them."""
+    found: Bucket = request.getfixturevalue(f"{request.param}_bucket")
+    return found
+
+
+@pytest.fixture
+def proxy(bucket: Bucket) -> Iterator[FaultProxy]:
+    proxy = FaultProxy(int(bucket.endpoint_url.rpartition(":")[2]), seed=7)
+    proxy.start()
+    try:
+        yield proxy
+    finally:
+        proxy.stop()
+
+
+def start_agent(volume: Path, bucket: Bucket, proxy: FaultProxy) -> AgentProcess:
+    return AgentProcess(
+        volume, bucket.destination, endpoint_url=proxy.endpoint_url, part_size_bytes=PART_BYTES, max_concurrency=4
+    )
+
+
+def commit_three(agent: AgentProcess) -> dict[int, dict[str, bytes]]:
+    """Announce three checkpoints and wait for all; what they hold, by step."""
+    originals, saves = {}, []
+    for step in (1, 2, 3):
+        path = write_checkpoint(agent.checkpoints / f"checkpoint-{step}", SIZES, seed=step)
+        originals[step] = tree(path)
+        saves.append(agent.announce(path, step).save)
+    for save in saves:
+        agent.wait_committed(save, 90)
+    return originals
+
+
+def check_whole(bucket: Bucket, originals: dict[int, dict[str, bytes]], other_volume: Path) -> None:
+    """One marker per save, every byte as it was, nothing left over."""
+    view = BucketView(bucket)
+    assert [int(Path(marker).name.split(".")[0]) for marker in view.markers()] == sorted(originals)
+    assert [row["problems"] for row in view.verify()] == [[]] * len(originals)
+    assert tree(view.restore(other_volume)) == originals[max(originals)]
+    assert view.uploads() == []
+
+
+def marker_writes(proxy: FaultProxy) -> list[Request]:
+    return [one for one in proxy.log if one.method == "PUT" and "/.mooring/commits/" in one.path]
+
+
+def part_writes(proxy: FaultProxy) -> list[Request]:
+    return [one for one in proxy.log if one.method == "PUT" and "partNumber=" in one.query]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(240)
+def test_training_does_not_notice_a_minute_without_the_store(
+    rclone_bucket: Bucket, fault_proxy: FaultProxy, tmp_path: Path
+) -> None:
+    view = BucketView(rclone_bucket)
+    every = 100
+    trainer = {"EVERY": every, "SAVE_BYTES": 2 * MIB}
+    options = {"endpoint_url": fault_proxy.endpoint_url, "grace_seconds": 30}
+    with RunProcess(tmp_path / "volume", rclone_bucket.destination, trainer=trainer, **options) as run:
+        wait_until(lambda: bool(view.markers()), 60, "a checkpoint is committed")
+        fault_proxy.outage(True)
+        ends_at = time.monotonic() + OUTAGE_SECONDS
+        steps_before = len(run.steps())
+        wait_until(lambda: time.monotonic() >= ends_at, OUTAGE_SECONDS + 1, "the outage is over")
+        steps_in_outage = run.steps()[steps_before:]
+        committed_before = len(view.markers())
+        fault_proxy.outage(False)
+        newest = steps_in_outage[-1][0] // every * every
+        wait_until(lambda: any(f"{newest:012d}." in marker for marker in view.markers()), 30, "the newest is committed")
+        run.signal(signal.SIGTERM)
+        assert run.wait(60) == JUST_IN_TIME, run.output()[-2000:]
+        last_step = run.steps()[-1][0]
+    assert newest > committed_before * every, "nothing was saved while the store was away"
+    seconds = [taken for _, taken in steps_in_outage]
+    assert max(seconds) < 2.0
+    assert statistics.median(seconds) < 0.1
+    # All that was saved meanwhile is there, oldest included, and each once.
+    assert [int(Path(marker).name.split(".")[0]) for marker in view.markers()] == [
+        *range(every, last_step, every),
+        last_step,
+    ]
+    assert [row["problems"] for row in view.verify()] == [[]] * len(view.markers())
+
+
+def test_a_store_that_answers_slow_down_to_a_third_of_all_requests_gets_everything(
+    rclone_bucket: Bucket, fault_proxy: FaultProxy, tmp_path: Path
+) -> None:
+    fault_proxy.add(Rule(name="slow down", fault=Fault.STATUS, status=503, body=SLOW_DOWN, times=-1, probability=0.3))
+    with start_agent(tmp_path / "volume", rclone_bucket, fault_proxy) as agent:
+        originals = commit_three(agent)
+    assert fault_proxy.hits("slow down") > 10
+    fault_proxy.clear()
+    check_whole(rclone_bucket, originals, tmp_path / "other")
+
+
+def test_connections_cut_in_the_middle_of_parts_cost_only_those_parts(
+    rclone_bucket: Bucket, fault_proxy: FaultProxy, tmp_path: Path
+) -> None:
+    cuts = 6
+    for name, fault, after_bytes in (
+        ("request cut", Fault.RESET_REQUEST, 2 * MIB),
+        ("answer cut", Fault.RESET_RESPONSE, 0),
+    ):
+        fault_proxy.add(
+            Rule(name=name, fault=fault, method="PUT", target="partNumber=", times=cuts, after_bytes=after_bytes)
+        )
+    with start_agent(tmp_path / "volume", rclone_bucket, fault_proxy) as agent:
+        originals = commit_three(agent)
+    assert fault_proxy.hits("request cut") == cuts
+    assert len(part_writes(fault_proxy)) <= 3 * PARTS + fault_proxy.hits("request cut") + fault_proxy.hits("answer cut")
+    check_whole(rclone_bucket, originals, tmp_path / "other")
+
+
+def test_lost_answers_are_settled_by_reading_back_and_nothing_is_sent_or_committed_twice(
+    bucket: Bucket, proxy: FaultProxy, tmp_path: Path
+) -> None:
+    for name, method, target in (
+        ("create", "POST", "?uploads"),
+        ("complete", "POST", "?uploadId="),
+        ("marker", "PUT", "/.mooring/commits/"),
+    ):
+        proxy.add(Rule(name=name, fault=Fault.LOSE_ANSWER, method=method, target=target, times=2))
+    with start_agent(tmp_path / "volume", bucket, proxy) as agent:
+        originals = commit_three(agent)
+    assert [proxy.hits(name) for name in ("create", "complete", "marker")] == [2, 2, 2]
+    assert len(marker_writes(proxy)) == len(originals)
+    assert len(part_writes(proxy)) == PARTS * len(originals)
+    check_whole(bucket, originals, tmp_path / "other")
+
+
+def test_requests_that_arrive_twice_commit_once(bucket: Bucket, proxy: FaultProxy, tmp_path: Path) -> None:
+    for name, method, target in (("complete", "POST", "?uploadId="), ("marker", "PUT", "/.mooring/commits/")):
+        proxy.add(Rule(name=name, fault=Fault.DUPLICATE, method=method, target=target, times=3))
+    with start_agent(tmp_path / "volume", bucket, proxy) as agent:
+        originals = commit_three(agent)
+    assert [proxy.hits(name) for name in ("complete", "marker")] == [3, 3]
+    check_whole(bucket, originals, tmp_path / "other")
+
+
+def test_an_outage_with_hundreds_of_files_is_no_storm_and_ends_soon(
+    rclone_bucket: Bucket, fault_proxy: FaultProxy, tmp_path: Path
+) -> None:
+    fault_proxy.add(Rule(name="down", fault=Fault.STATUS, status=500, body=b"", times=-1))
+    with start_agent(tmp_path / "volume", rclone_bucket, fault_proxy) as agent:
+        path = write_checkpoint(agent.checkpoints / "checkpoint-1", {f"f{n}": 100 for n in range(300)}, seed=1)
+        save = agent.announce(path, 1).save
+        wait_until(lambda: fault_proxy.hits("down") > 8, 30, "the store was asked and failed")
+        requests_before, ends_at = fault_proxy.hits("down"), time.monotonic() + 10
+        wait_until(lambda: time.monotonic() >= ends_at, 11, "ten seconds of outage")
+        requests = fault_proxy.hits("down") - requests_before
+        fault_proxy.clear()
+        agent.wait_committed(save, 40)
+        lines = agent.log("work.failed")
+    assert requests < 60
+    assert len(lines) < 20

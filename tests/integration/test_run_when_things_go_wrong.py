@@ -1,0 +1,226 @@
+"""`mooring run` when the agent dies at a bad moment, when signals come early, and when nobody reads what it says."""
+
+import os
+import signal
+import socket
+import sqlite3
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
+from pathlib import Path
+
+import pytest
+from tests.harness.agent_process import wait_until
+from tests.harness.bucket_view import BucketView
+from tests.harness.run_process import TRAINER, RunProcess
+from tests.servers.process import free_port
+from tests.servers.server import Bucket
+
+JUST_IN_TIME = 143
+NOT_DURABLE = 75
+
+
+@pytest.fixture
+def silent_store() -> Iterator[str]:
+    """The URL of a store that takes connections and never answers."""
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        listener.listen(64)
+        yield f"http://127.0.0.1:{listener.getsockname()[1]}"
+
+
+@contextmanager
+def journal_held(volume: Path) -> Iterator[None]:
+    """While somebody else holds the journal, an agent is starting."""
+    state_directory = volume / ".mooring"
+    state_directory.mkdir(parents=True, exist_ok=True)
+    with closing(sqlite3.connect(state_directory / "journal.sqlite3", isolation_level=None)) as connection:
+        connection.execute("PRAGMA journal_mode=WAL")
+        connection.execute("BEGIN EXCLUSIVE")
+        yield
+
+
+def ends_of(run: RunProcess) -> list[dict[str, object]]:
+    return run.log("run.agent_died")
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
+def test_a_signal_during_the_restore_ends_the_run_before_the_program(
+    silent_store: str, tmp_path: Path, number: signal.Signals
+) -> None:
+    with RunProcess(tmp_path / "volume", "s3://bucket/run", endpoint_url=silent_store) as run:
+        wait_until(lambda: any(" restore " in line for line in run.children().values()), 20, "the restore runs")
+        run.signal(number)
+        assert run.wait() == 128 + number, run.output()
+    assert "begin" not in run.output()
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_while_the_agent_starts_ends_the_run_before_the_program(
+    tmp_path: Path, number: signal.Signals
+) -> None:
+    volume = tmp_path / "volume"
+    options = {"restore": False, "grace_seconds": 3}
+    with journal_held(volume), RunProcess(volume, f"file://{tmp_path}/store", **options) as run:
+        wait_until(lambda: run.agent_pid() is not None, 20, "the agent starts")
+        agent_pid = run.agent_pid()
+        run.signal(number)
+        assert run.wait() == 128 + number, run.output()
+        assert not Path(f"/proc/{agent_pid}").exists()
+    assert "begin" not in run.output()
+
+
+def test_an_agent_that_dies_while_it_drains_is_started_again_and_finishes(
+    rclone_bucket: Bucket, tmp_path: Path
+) -> None:
+    options = {"endpoint_url": rclone_bucket.endpoint_url, "bandwidth_bytes_per_second": 1_000_000}
+    trainer = {"STEPS": 3, "SAVE_BYTES": 4_000_000}
+    volume = tmp_path / "volume"
+    with RunProcess(volume, rclone_bucket.destination, trainer=trainer, **options) as run:
+        run.wait_program_ended()
+        for _ in range(2):
+            run.kill_agent()
+        assert run.wait() == 0, run.output()
+    assert len(ends_of(run)) == 2
+    assert len(BucketView(rclone_bucket).markers()) == 1
+
+
+KILL_THE_AGENT_AT_THE_END = f"""
+import atexit, os, runpy, signal
+from pathlib import Path
+
+def kill_agent():
+    children = Path(f"/proc/{{os.getppid()}}/task/{{os.getppid()}}/children").read_text().split()
+    for pid in children:
+        if b"agent" in Path(f"/proc/{{pid}}/cmdline").read_bytes().split(b"\\0"):
+            os.kill(int(pid), signal.SIGKILL)
+
+atexit.register(kill_agent)
+runpy.run_path({str(TRAINER)!r}, run_name="__main__")
+"""
+
+
+@pytest.mark.parametrize("code", [0, 7])
+def test_a_program_that_ends_without_an_agent_keeps_its_code_and_its_checkpoint_is_stored(
+    rclone_bucket: Bucket, tmp_path: Path, code: int
+) -> None:
+    options = {"endpoint_url": rclone_bucket.endpoint_url, "bandwidth_bytes_per_second": 1_000_000}
+    trainer = {"STEPS": 3, "SAVE_BYTES": 3_000_000, "EXIT_CODE": code}
+    command = (sys.executable, "-c", KILL_THE_AGENT_AT_THE_END)
+    volume = tmp_path / "volume"
+    with RunProcess(volume, rclone_bucket.destination, trainer=trainer, command=command, **options) as run:
+        assert run.wait() == code, run.output()
+    assert len(ends_of(run)) == 1
+    assert len(BucketView(rclone_bucket).markers()) == 1
+
+
+BREAK_THE_VOLUME = """
+import os, signal, sys
+from pathlib import Path
+state_directory = Path(os.environ["MOORING_VOLUME"]) / ".mooring"
+state_directory.rename(state_directory.with_name("away"))
+state_directory.write_text("no directory")
+runner = os.getppid()
+for pid in Path(f"/proc/{runner}/task/{runner}/children").read_text().split():
+    if b"agent" in Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\\0"):
+        os.kill(int(pid), signal.SIGKILL)
+sys.exit(int(os.environ["EXIT_CODE"]))
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("code", "expected"), [(0, NOT_DURABLE), (7, 7)])
+def test_an_agent_that_never_comes_back_is_given_up_and_the_programs_failure_still_counts(
+    tmp_path: Path, code: int, expected: int
+) -> None:
+    command = (sys.executable, "-c", BREAK_THE_VOLUME)
+    with RunProcess(
+        tmp_path / "volume", f"file://{tmp_path}/store", command=command, trainer={"EXIT_CODE": code}
+    ) as run:
+        assert run.wait(240) == expected, run.output()
+    assert len(run.log("run.agent_given_up")) == 1
+
+
+WAITS_FOR_A_FILE = """
+import os, signal, sys, time
+from pathlib import Path
+signal.signal(signal.SIGTERM, lambda *_: print("told", flush=True))
+print("ready", flush=True)
+deadline = time.monotonic() + 60
+while not Path(os.environ["MAY_END"]).exists() and time.monotonic() < deadline:
+    time.sleep(0.02)
+"""
+
+
+def test_a_notice_that_came_while_the_agent_was_away_reaches_the_next_one(tmp_path: Path) -> None:
+    volume, may_end = tmp_path / "volume", tmp_path / "may-end"
+    command = (sys.executable, "-c", WAITS_FOR_A_FILE)
+    trainer = {"MAY_END": may_end}
+    with RunProcess(volume, f"file://{tmp_path}/store", command=command, trainer=trainer) as run:
+        wait_until(lambda: "ready\n" in run.output(), 30, "the program runs")
+        agent_pid = run.agent_pid()
+        assert agent_pid is not None
+        os.kill(agent_pid, signal.SIGKILL)
+        wait_until(lambda: bool(ends_of(run)), 10, "the agent is away")
+        run.signal(signal.SIGTERM)
+        # The program does not wait for an agent to come back.
+        wait_until(lambda: "told\n" in run.output(), 10, "the program is told")
+        assert run.agent_pid() in (None, agent_pid)
+        wait_until(lambda: bool(run.log("termination.noticed")), 20, "the next agent is told")
+        may_end.touch()
+        assert run.wait() == 0, run.output()
+    assert {line["source"] for line in run.log("termination.noticed")} == {"runner SIGTERM"}
+
+
+def test_a_run_under_nohup_outlives_its_terminal(tmp_path: Path) -> None:
+    with RunProcess(tmp_path / "volume", f"file://{tmp_path}/store", prefix=("nohup",)) as run:
+        run.wait_steps(2)
+        run.signal(signal.SIGHUP)
+        run.wait_steps(5)
+        assert not run.log("run.signal")
+        run.signal(signal.SIGTERM)
+        assert run.wait() == JUST_IN_TIME, run.output()
+
+
+def test_a_run_whose_stderr_nobody_reads_any_more_still_saves_just_in_time(
+    rclone_bucket: Bucket, tmp_path: Path
+) -> None:
+    step_log = tmp_path / "steps.log"
+    environment = {"STEPS": "100000", "EVERY": "0", "SAVE_BYTES": "100000", "STEP_SECONDS": "0.02"}
+    command = [sys.executable, "-m", "mooring_agent", "run", "--to", rclone_bucket.destination]
+    command += ["--volume", str(tmp_path / "volume"), "--endpoint-url", rclone_bucket.endpoint_url]
+    reading, writing = os.pipe()
+    try:
+        process = subprocess.Popen(
+            [*command, "--", sys.executable, str(TRAINER)],
+            env={**os.environ, **environment, "STEP_LOG": str(step_log)},
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=writing,
+        )
+    finally:
+        os.close(writing)
+    try:
+        wait_until(lambda: step_log.exists() and len(step_log.read_text().splitlines()) > 3, 30, "training")
+        os.close(reading)
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(30) == JUST_IN_TIME
+    finally:
+        process.kill()
+        process.wait(10)
+    assert len(BucketView(rclone_bucket).markers()) == 1
+
+
+def test_a_drain_is_hurried_by_a_signal_that_came_while_its_agent_was_away(tmp_path: Path) -> None:
+    options = {"endpoint_url": f"http://127.0.0.1:{free_port()}", "grace_seconds": 3.0}
+    trainer = {"STEPS": 3}
+    with RunProcess(tmp_path / "volume", "s3://bucket/run", trainer=trainer, restore=False, **options) as run:
+        run.wait_program_ended()
+        agent_pid = run.agent_pid()
+        assert agent_pid is not None
+        os.kill(agent_pid, signal.SIGKILL)
+        wait_until(lambda: bool(ends_of(run)), 10, "the agent is away")
+        run.signal(signal.SIGTERM)
+        assert run.wait(20) == NOT_DURABLE, run.output()
+    assert "not durable: checkpoint-3 (step 3, final)" in run.output()

@@ -1,0 +1,229 @@
+"""The pod ends: what the agent gets out, in which order, what it says of the rest, and when it leaves."""
+
+import itertools
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import grpc
+import pytest
+from tests.harness.agent_process import AgentProcess, wait_until, write_checkpoint
+from tests.harness.bucket_view import BucketView
+from tests.harness.trainer_process import TrainerProcess
+from tests.servers.fault_proxy import FaultProxy
+from tests.servers.server import Bucket
+
+from mooring_api.v1 import agent_pb2
+
+MIB = 1024 * 1024
+GRACE_SECONDS = 30.0
+PERIODIC, JUST_IN_TIME = agent_pb2.KIND_PERIODIC, agent_pb2.KIND_JUST_IN_TIME
+NOT_DURABLE = 75
+
+EVENTS = ("notice", "announce", "death", "sigterm")
+# Who is dead announces nothing.
+ORDERS = [order for order in itertools.permutations(EVENTS) if order.index("announce") < order.index("death")]
+
+
+class Pod:
+    """A trainer, its agent, and a store behind a proxy."""
+
+    def __init__(self, volume: Path, bucket: Bucket, proxy: FaultProxy, **settings: object) -> None:
+        self.proxy = proxy
+        self.agent = AgentProcess(
+            volume,
+            bucket.destination,
+            endpoint_url=proxy.endpoint_url,
+            watch=False,
+            **{"part_size_bytes": "5MiB", "grace_seconds": GRACE_SECONDS, **settings},
+        )
+        self.view = BucketView(bucket)
+
+    def save(self, step: int, size_bytes: int, kind: agent_pb2.Kind = PERIODIC, **fields: object) -> str:
+        directory = self.agent.checkpoints / f"checkpoint-{step}"
+        if not directory.exists():
+            write_checkpoint(directory, {"model.safetensors": size_bytes}, seed=step)
+        return self.agent.announce(directory, step, kind=kind, **fields).save
+
+    def warm_up(self) -> None:
+        """Commit something, so that the agent knows the store and its speed."""
+        self.agent.wait_committed(self.save(1, 2 * MIB))
+
+    def committed_steps(self) -> list[int]:
+        """In the order of their commits."""
+        return [line["step"] for line in self.agent.log("checkpoint.committed")]
+
+    def not_durable(self) -> list[str]:
+        """What the agent said on leaving, one line per checkpoint."""
+        return [line for line in self.agent.log_text().splitlines() if line.startswith("mooring: not durable: ")]
+
+    def stored_steps(self) -> list[int]:
+        """Steps with a commit marker, straight from the server."""
+        return [int(key.rpartition("/")[2].partition(".")[0]) for key in self.view.markers()]
+
+
+@pytest.fixture
+def pod(tmp_path: Path, rclone_bucket: Bucket, fault_proxy: FaultProxy) -> Pod:
+    return Pod(tmp_path / "volume", rclone_bucket, fault_proxy)
+
+
+def seconds_until_the_end(agent: AgentProcess, limit_seconds: float) -> tuple[int, float]:
+    """Exit code, and how long it took from now."""
+    began = time.monotonic()
+    return agent.wait(limit_seconds), time.monotonic() - began
+
+
+@pytest.mark.parametrize("order", ORDERS, ids="-".join)
+def test_with_time_enough_the_last_save_and_then_the_backlog_are_committed(pod: Pod, order: tuple[str, ...]) -> None:
+    pod.proxy.throttle(8 * MIB)
+    with pod.agent as agent, TrainerProcess(agent.volume) as trainer:
+        pod.warm_up()
+        wait_until(lambda: agent.status().live_ranks == 1, 5, "the agent sees the trainer")
+        for step in (10, 20):
+            pod.save(step, 5 * MIB)
+        actions: dict[str, Callable[[], object]] = {
+            "notice": lambda: agent.notify_termination(source="preStop"),
+            "announce": lambda: pod.save(30, MIB, JUST_IN_TIME),
+            "death": trainer.die,
+            "sigterm": agent.terminate,
+        }
+        for name in order:
+            actions[name]()
+        code, seconds = seconds_until_the_end(agent, GRACE_SECONDS)
+    assert code == 0, agent.log_text()
+    assert seconds < GRACE_SECONDS / 2
+    assert pod.committed_steps()[:2] == [1, 30]
+    assert pod.stored_steps() == [1, 10, 20, 30]
+    assert pod.not_durable() == []
+
+
+def test_with_too_little_time_the_newest_goes_first_and_the_rest_is_named(pod: Pod) -> None:
+    pod.proxy.throttle(4 * MIB)
+    with pod.agent as agent, TrainerProcess(agent.volume) as trainer:
+        pod.warm_up()
+        for step in (10, 20):
+            pod.save(step, 30 * MIB)
+        agent.notify_termination(grace_seconds=7)
+        pod.save(30, 8 * MIB, JUST_IN_TIME)
+        trainer.die()
+        agent.terminate()
+        code, seconds = seconds_until_the_end(agent, 9)
+    assert code == 0, agent.log_text()
+    # Nothing more would fit, so it does not stay for its deadline.
+    assert seconds < 6
+    assert pod.stored_steps() == [1, 30]
+    lines = pod.not_durable()
+    assert [line.split()[3] for line in lines] == ["checkpoint-20", "checkpoint-10"]
+    assert all(line.endswith(f"its files lie under {agent.volume}") for line in lines)
+    for step in (10, 20):
+        assert (agent.checkpoints / f"checkpoint-{step}" / "model.safetensors").stat().st_size == 30 * MIB
+
+
+def test_when_not_even_the_newest_fits_the_exit_code_and_a_line_for_each_say_so(pod: Pod) -> None:
+    pod.proxy.throttle(4 * MIB)
+    with pod.agent as agent, TrainerProcess(agent.volume) as trainer:
+        pod.warm_up()
+        pod.save(10, 20 * MIB)
+        pod.save(20, 40 * MIB, JUST_IN_TIME)
+        agent.notify_termination(grace_seconds=4)
+        trainer.die()
+        agent.terminate()
+        code, seconds = seconds_until_the_end(agent, 6)
+        assert code == NOT_DURABLE, agent.log_text()
+        assert seconds < 4
+        assert [line.split()[3] for line in pod.not_durable()] == ["checkpoint-20", "checkpoint-10"]
+        assert pod.stored_steps() == [1]
+
+        # What lay on the volume goes out with the next start of the pod.
+        pod.proxy.throttle(0)
+        agent.start()
+        wait_until(lambda: pod.stored_steps() == [1, 10, 20], 20, "what was left is committed")
+
+
+def test_a_trainer_that_dies_without_saving_is_not_waited_for(pod: Pod) -> None:
+    with pod.agent as agent, TrainerProcess(agent.volume) as trainer:
+        pod.warm_up()
+        pod.save(10, 2 * MIB)
+        agent.notify_termination()
+        agent.terminate()
+        wait_until(lambda: pod.stored_steps() == [1, 10], 10, "the backlog is committed")
+        assert agent.process.poll() is None, "it left a living trainer that owes its last save"
+        trainer.die()
+        code, seconds = seconds_until_the_end(agent, GRACE_SECONDS)
+    assert code == 0, agent.log_text()
+    assert seconds < 3
+
+
+def test_a_trainer_that_never_saves_is_waited_for_until_the_grace_ends(pod: Pod) -> None:
+    with pod.agent as agent, TrainerProcess(agent.volume):
+        pod.warm_up()
+        agent.notify_termination(grace_seconds=4)
+        agent.terminate()
+        code, seconds = seconds_until_the_end(agent, 6)
+    assert code == 0, agent.log_text()
+    # The reserve for the commit is not waited away.
+    assert 1 < seconds < 4
+
+
+def test_a_trainer_that_lives_on_after_its_last_save_does_not_hold_the_agent_up(pod: Pod) -> None:
+    with pod.agent as agent, TrainerProcess(agent.volume):
+        pod.warm_up()
+        agent.notify_termination()
+        pod.save(20, 2 * MIB, JUST_IN_TIME)
+        agent.terminate()
+        code, seconds = seconds_until_the_end(agent, GRACE_SECONDS)
+    assert code == 0, agent.log_text()
+    assert seconds < 5
+    assert pod.stored_steps() == [1, 20]
+
+
+def test_every_local_rank_is_waited_for(pod: Pod) -> None:
+    with pod.agent as agent, TrainerProcess(agent.volume), TrainerProcess(agent.volume, local_rank=1):
+        pod.warm_up()
+        agent.notify_termination()
+        agent.terminate()
+        shared = {"save": "attempt-20", "world_size": 2, "local_world_size": 2}
+        pod.save(20, 2 * MIB, JUST_IN_TIME, rank=0, **shared)
+        assert agent.status().checkpoints[0].phase == agent_pb2.PHASE_ANNOUNCED
+        pod.save(20, 2 * MIB, JUST_IN_TIME, rank=1, **shared)
+        code, seconds = seconds_until_the_end(agent, GRACE_SECONDS)
+    assert code == 0, agent.log_text()
+    assert seconds < 5
+    assert pod.stored_steps() == [1, 20]
+
+
+def test_an_agent_that_crashes_while_it_ends_goes_on_ending_after_its_restart(pod: Pod) -> None:
+    pod.proxy.throttle(8 * MIB)
+    with pod.agent as agent, TrainerProcess(agent.volume) as trainer:
+        pod.warm_up()
+        pod.save(10, 20 * MIB)
+        agent.notify_termination()
+        deadline = agent.status().deadline
+        pod.save(20, 30 * MIB, JUST_IN_TIME)
+        agent.terminate()
+        wait_until(lambda: agent.status().checkpoints[0].durable_bytes > 0, 10, "a part of the last save is stored")
+        agent.kill()
+        assert pod.stored_steps() == [1]
+
+        agent.start()
+        status = agent.status()
+        assert status.terminating
+        assert status.deadline == pytest.approx(deadline)
+        trainer.die()
+        agent.terminate()
+        code = agent.wait(GRACE_SECONDS)
+    assert code == 0, agent.log_text()
+    assert pod.stored_steps() == [1, 10, 20]
+    steps = pod.committed_steps()
+    assert steps.index(20) < steps.index(10)
+
+
+def test_an_agent_that_is_leaving_refuses_new_announcements_clearly_or_is_gone(pod: Pod) -> None:
+    with pod.agent as agent:
+        pod.warm_up()
+        agent.notify_termination()
+        agent.terminate()
+        assert agent.wait(GRACE_SECONDS) == 0
+        with pytest.raises(grpc.RpcError) as refusal:
+            pod.save(20, MIB)
+    assert refusal.value.code() is grpc.StatusCode.UNAVAILABLE

@@ -1,0 +1,143 @@
+"""The keeper of an agent beside small programs in its place: which end counts, and who is told what."""
+
+import asyncio
+import os
+import signal
+import sys
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import pytest
+
+from mooring_agent.core.errors import ErrorKind, MooringError
+from mooring_agent.runtime.agent_keeper import AgentKeeper, Deaths
+
+# Writes down its pid; ends with the code that somebody gives it, and in order when it is terminated.
+AGENT = """
+import os, signal, sys, time
+from pathlib import Path
+signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
+folder = Path(sys.argv[1])
+(folder / "pid.new").write_text(str(os.getpid()))
+(folder / "pid.new").rename(folder / "pid")
+deadline = time.monotonic() + 60
+while time.monotonic() < deadline:
+    if (folder / "leave").exists():
+        sys.exit(int((folder / "leave").read_text()))
+    time.sleep(0.01)
+"""
+WAIT_SECONDS = 20.0
+
+
+class Stage:
+    """What the keeper sees of the agent, and what it tells it."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.deaf = False
+        self.told: list[tuple[float, str, bool]] = []
+        self.keeper = AgentKeeper(
+            (sys.executable, "-c", AGENT, str(folder)),
+            environment=os.environ,
+            grace_seconds=10.0,
+            notify=self._notify,
+            answers=lambda: self.pid() is not None,
+        )
+
+    def pid(self) -> int | None:
+        path = self.folder / "pid"
+        return int(path.read_text()) if path.exists() else None
+
+    def leave(self, code: int) -> None:
+        (self.folder / "leave.new").write_text(str(code))
+        (self.folder / "leave.new").rename(self.folder / "leave")
+
+    async def die(self) -> None:
+        """SIGKILL, and wait until the next one answers."""
+        pid = self.pid()
+        assert pid is not None
+        (self.folder / "pid").unlink()
+        os.kill(pid, signal.SIGKILL)
+        await self.until(lambda: self.pid() is not None)
+
+    async def until(self, holds: Callable[[], bool]) -> None:
+        async with asyncio.timeout(WAIT_SECONDS):
+            while not holds():  # noqa: ASYNC110 - other processes and threads change it
+                await asyncio.sleep(0.01)
+
+    def _notify(self, grace_seconds: float, source: str, trainers_gone: bool) -> None:
+        if self.deaf:
+            raise MooringError(ErrorKind.UNREACHABLE, "it does not listen")
+        self.told.append((grace_seconds, source, trainers_gone))
+
+
+@asynccontextmanager
+async def serving(folder: Path) -> AsyncIterator[Stage]:
+    stage = Stage(folder)
+    await stage.keeper.start()
+    try:
+        yield stage
+    finally:
+        stage.leave(0)
+        await stage.keeper.end()
+
+
+async def test_an_agent_that_cannot_start_is_an_error(tmp_path: Path) -> None:
+    stage = Stage(tmp_path / "absent")
+    with pytest.raises(MooringError, match="the agent ended at its start with code 1"):
+        await stage.keeper.start()
+
+
+async def test_a_drain_ends_with_the_orderly_end_of_an_agent_that_was_told(tmp_path: Path) -> None:
+    async with serving(tmp_path) as stage:
+        draining = asyncio.create_task(stage.keeper.drain())
+        await stage.until(lambda: bool(stage.told))
+        await stage.die()
+        # The wish that it leaves died with the first.
+        await stage.until(lambda: len(stage.told) == 2)
+        assert not draining.done()
+        stage.leave(0)
+        assert await asyncio.wait_for(draining, WAIT_SECONDS) == 0
+        assert stage.told == [(0.0, "program ended", True)] * 2
+
+
+async def test_an_orderly_end_before_the_program_ended_is_not_the_end(tmp_path: Path) -> None:
+    async with serving(tmp_path) as stage:
+        first = stage.pid()
+        stage.leave(0)
+        (tmp_path / "pid").unlink()
+        await stage.until(lambda: not Path(f"/proc/{first}").exists())
+        (tmp_path / "leave").unlink()
+        draining = asyncio.create_task(stage.keeper.drain())
+        await stage.until(lambda: bool(stage.told))
+        assert stage.pid() != first
+        stage.leave(75)
+        assert await asyncio.wait_for(draining, WAIT_SECONDS) == 75
+
+
+async def test_a_notice_keeps_its_deadline_while_nobody_listens(tmp_path: Path) -> None:
+    async with serving(tmp_path) as stage:
+        stage.deaf = True
+        stage.keeper.notice("runner SIGTERM")
+        await stage.die()
+        assert not stage.told
+        stage.deaf = False
+        await stage.until(lambda: bool(stage.told))
+        ((grace_seconds, source, trainers_gone),) = stage.told
+        assert (source, trainers_gone) == ("runner SIGTERM", False)
+        assert 0.1 <= grace_seconds < 10.0
+
+
+async def test_an_agent_that_does_not_listen_at_the_end_is_terminated(tmp_path: Path) -> None:
+    async with serving(tmp_path) as stage:
+        stage.deaf = True
+        draining = asyncio.create_task(stage.keeper.drain())
+        assert await asyncio.wait_for(draining, WAIT_SECONDS) == 0
+
+
+def test_pauses_grow_with_deaths_in_a_row_and_a_healthy_minute_begins_a_new_row() -> None:
+    deaths = Deaths()
+    assert [deaths.add(1.0) for _ in range(8)] == [0.5, 1, 2, 4, 8, 16, 30, 30]
+    assert deaths.add(61.0) == 0.5
+    assert deaths.count == 1

@@ -1,0 +1,210 @@
+"""Settings come from flags, the environment and a file, once; whatever is wrong with them is said at once."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mooring_agent.cli.setting_options import environment_of
+from mooring_agent.config import ConfigurationError, load_settings, parse_bytes, setting_fields, unknown_variables
+from mooring_agent.core.settings import GIB, MIB, Settings
+from mooring_agent.settings_page import settings_page
+
+ROOT = Path(__file__).parents[2]
+LEAST = {"volume": "/volume", "destination": "s3://bucket/run"}
+
+
+def load(*, environment: dict[str, str] | None = None, file: Path | None = None, **flags: Any) -> Settings:
+    return load_settings(flags=LEAST | flags, environment=environment or {}, file=file)
+
+
+def problems(**arguments: Any) -> list[str]:
+    with pytest.raises(ConfigurationError) as caught:
+        load(**arguments)
+    assert caught.value.hint == "every setting is described in docs/settings.md"
+    return caught.value.problems
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    return tmp_path / "mooring.toml"
+
+
+def test_a_flag_beats_the_environment_and_the_environment_beats_the_file(file: Path) -> None:
+    file.write_text("[transfer]\nmax_concurrency = 3\n[termination]\ngrace_seconds = 33\n[store]\nregion = 'three'\n")
+    environment = {"MOORING_MAX_CONCURRENCY": "2", "MOORING_GRACE_SECONDS": "22"}
+    settings = load(max_concurrency="1", environment=environment, file=file)
+    assert settings.transfer.max_concurrency == 1
+    assert settings.termination.grace_seconds == 22
+    assert settings.store.region == "three"
+
+
+def test_the_defaults_of_a_command_lose_against_whatever_somebody_said(file: Path) -> None:
+    file.write_text('volume = "/from-file"\nlog_format = "json"\n[disk]\neviction_threshold_percent = 7\n')
+    defaults = {"volume": "/default", "log_format": "console", "eviction_threshold_percent": 0.0}
+    flags = {"destination": "s3://bucket/run"}
+    silent = load_settings(flags=flags, environment={}, defaults=defaults)
+    assert (silent.volume, silent.log_format, silent.disk.eviction_threshold_percent) == ("/default", "console", 0.0)
+    said = load_settings(flags=flags, environment={}, file=file, defaults=defaults)
+    assert (said.volume, said.log_format, said.disk.eviction_threshold_percent) == ("/from-file", "json", 7.0)
+
+
+def test_an_empty_variable_counts_as_not_set() -> None:
+    assert load(environment={"MOORING_GRACE_SECONDS": ""}).termination.grace_seconds == 30
+
+
+def test_paths_follow_from_the_volume_unless_they_are_given() -> None:
+    settings = load()
+    assert settings.checkpoint_directory == "/volume/checkpoints"
+    assert settings.socket == "/volume/.mooring/agent.sock"
+    given = load(checkpoint_directory="/volume/runs/", socket="/run/agent.sock")
+    assert (given.checkpoint_directory, given.socket) == ("/volume/runs", "/run/agent.sock")
+
+
+def test_a_relative_volume_is_meant_from_here() -> None:
+    assert load(volume="here").volume == str(Path.cwd() / "here")
+
+
+@pytest.mark.parametrize(
+    ("text", "size_bytes"),
+    [("0", 0), ("1000", 1000), ("64MiB", 64 * MIB), ("5 GB", 5 * 10**9), ("1.5gib", 3 * GIB // 2), ("2KB", 2000)],
+)
+def test_sizes_have_units(text: str, size_bytes: int) -> None:
+    assert parse_bytes(text) == size_bytes
+    assert load(size_limit_bytes=text).disk.size_limit_bytes == size_bytes
+
+
+@pytest.mark.parametrize("text", ["", "MiB", "-1", "5 apples", "1e9", "5 MiB free"])
+def test_what_is_no_size_is_refused_with_the_ways_to_write_one(text: str, file: Path) -> None:
+    file.write_text(f'[disk]\nsize_limit_bytes = "{text}"\n')
+    (problem,) = problems(file=file)
+    assert problem == (
+        f"disk.size_limit_bytes in {file}: {text!r} is not a size; "
+        "write bytes, or a number with KiB, MiB, GiB, TiB, KB, MB or GB"
+    )
+
+
+def test_all_mistakes_are_reported_at_once(file: Path) -> None:
+    file.write_text("[transfer]\nmax_concurency = 3\n[retention]\nkeep_every_steps = 100\n")
+    found = problems(
+        volume=None,
+        destination="gs://bucket",
+        grace_seconds="soon",
+        watch="perhaps",
+        environment={"MOORING_S3_ADDRESSING": "sideways", "MOORING_S3_TAGS": "team", "MOORING_PEAK_FACTOR": "-1"},
+        file=file,
+    )
+    assert sorted(found) == sorted(
+        [
+            "MOORING_S3_ADDRESSING: 'sideways' is none of auto, path, virtual",
+            "MOORING_S3_TAGS: 'team' is not key=value",
+            "MOORING_PEAK_FACTOR: -1 must be 0 or more",
+            "--grace-seconds: 'soon' is not a number",
+            "--watch: 'perhaps' is neither true nor false",
+            f"{file} has an unknown setting transfer.max_concurency; did you mean transfer.max_concurrency?",
+            "volume is not set: give --volume or MOORING_VOLUME",
+            "destination 'gs://bucket' is neither s3://bucket/prefix nor file:///absolute/path",
+            "keep_every_steps needs keep_last: with keep_last 0 everything is kept",
+        ]
+    )
+
+
+def test_a_setting_like_no_other_is_unknown_without_a_guess(file: Path) -> None:
+    file.write_text("[kitchen]\nsink = 1\n")
+    assert problems(file=file) == [f"{file} has an unknown setting kitchen.sink"]
+
+
+@pytest.mark.parametrize("content", ["this is = = no TOML", None])
+def test_a_file_that_cannot_be_read_is_named(content: str | None, file: Path) -> None:
+    if content is not None:
+        file.write_text(content)
+    (problem,) = problems(file=file)
+    assert problem.startswith(f"cannot read the settings file {file}: ")
+
+
+@pytest.mark.parametrize("number", ["nan", "inf", "-3"])
+def test_a_number_must_make_sense(number: str) -> None:
+    assert len(problems(grace_seconds=number)) == 1
+
+
+def test_a_directory_outside_the_volume_is_refused() -> None:
+    assert problems(checkpoint_directory="/elsewhere") == [
+        "checkpoint_directory /elsewhere must lie below the volume /volume"
+    ]
+
+
+def test_a_socket_path_that_the_kernel_would_refuse_is_refused_before() -> None:
+    (problem,) = problems(volume=f"/{'long/' * 30}")
+    assert problem.endswith("is longer than 107 bytes: give --socket")
+
+
+def test_tags_come_as_text_and_as_a_table(file: Path) -> None:
+    file.write_text('[store.tags]\nteam = "vision"\n')
+    assert load(file=file).store.tags == (("team", "vision"),)
+    assert load(tags="team=vision, cost=low").store.tags == (("team", "vision"), ("cost", "low"))
+
+
+def test_every_setting_survives_the_way_to_a_child_process(file: Path) -> None:
+    tags = {"team, or group": "vision=best", " padded ": "100%25", "url": "s3://a/b?c=d&e", "unicode": "größe"}
+    lines = "\n".join(f'"{key}" = "{value}"' for key, value in tags.items())
+    file.write_text(f"watch = false\n[disk]\npeak_factor = 1.25\n[store.tags]\n{lines}\n")
+    settings = load(file=file, log_format="console", part_size_bytes="64MiB")
+    assert settings.store.tags == tuple(tags.items())
+    assert load_settings(flags={}, environment=environment_of(settings)) == settings
+
+
+def test_flags_and_variables_are_unique() -> None:
+    settings = list(setting_fields())
+    assert len({setting.flag for setting in settings}) == len(settings)
+    assert len({setting.environment for setting in settings}) == len(settings)
+
+
+def test_the_page_of_settings_is_what_the_settings_say() -> None:
+    """If this fails: python -m mooring_agent.settings_page > docs/settings.md"""
+    assert (ROOT / "docs/settings.md").read_text() == settings_page()
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"part_size_bytes": "0"}, "part_size_bytes 0 is less than the 5MiB that S3 wants"),
+        ({"part_size_bytes": "4MiB"}, "part_size_bytes 4194304 is less than the 5MiB that S3 wants"),
+        ({"part_size_bytes": "0", "destination": "file:///store"}, "part_size_bytes must be 1 or more"),
+        ({"eviction_threshold_percent": "100"}, "eviction_threshold_percent must be less than 100"),
+        ({"peak_factor": "0"}, "peak_factor must be 1 or more"),
+        ({"read_timeout_seconds": "0"}, "read_timeout_seconds must be more than 0"),
+        ({"grace_seconds": "2"}, "commit_reserve_seconds 2 leaves nothing of grace_seconds 2"),
+        ({"commit_reserve_seconds": "30"}, "commit_reserve_seconds 30 leaves nothing of grace_seconds 30"),
+        ({"attempt": "job/1"}, "attempt 'job/1' cannot be part of an object key: use 1 to 128"),
+        ({"http_address": "9090"}, "http_address '9090' is not host:port"),
+        ({"http_address": "localhost:http"}, "http_address 'localhost:http' is not host:port"),
+        ({"http_address": ":70000"}, "http_address ':70000' is not host:port"),
+    ],
+)
+def test_what_can_never_work_is_refused_at_the_start(given: dict[str, str], said: str) -> None:
+    (problem,) = problems(**given)
+    assert problem.startswith(said)
+
+
+@pytest.mark.parametrize("address", [":9090", "0.0.0.0:9090", "[::1]:9090", "localhost:1"])
+def test_an_address_may_have_any_host_or_none(address: str) -> None:
+    assert load(http_address=address).http_address == address
+
+
+def test_a_file_store_takes_parts_of_any_size() -> None:
+    assert load(destination="file:///store", part_size_bytes="1").transfer.part_size_bytes == 1
+
+
+def test_a_mistyped_variable_is_named_with_what_was_meant() -> None:
+    environment = {"MOORING_DESTINATON": "s3://bucket/run", "MOORING_SINK": "1", "MOORING_VOLUME": "/volume"}
+    said = [
+        "the variable MOORING_DESTINATON is no setting; did you mean MOORING_DESTINATION?",
+        "the variable MOORING_SINK is no setting",
+    ]
+    assert list(unknown_variables(environment)) == said
+    assert problems(destination=None, environment=environment)[1:] == said
+
+
+def test_the_variables_of_kubernetes_services_are_nobodys_mistake() -> None:
+    names = ("SERVICE_HOST", "SERVICE_PORT", "PORT", "PORT_443_TCP", "PORT_443_TCP_ADDR", "WEBHOOK_SERVICE_PORT_HTTPS")
+    assert list(unknown_variables({f"MOORING_{name}": "10.0.0.1" for name in names})) == []

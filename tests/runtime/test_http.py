@@ -1,0 +1,103 @@
+"""What other programs ask the agent: Prometheus, kubelet's probes, gRPC health and reflection."""
+
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+
+import grpc
+import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
+from prometheus_client.parser import text_string_to_metric_families
+from tests.harness.agent_process import AgentProcess, write_checkpoint
+from tests.servers.process import free_port
+
+CALL_SECONDS = 5.0
+SERVICE = "mooring.v1.Agent"
+
+
+@pytest.fixture
+def address() -> str:
+    return f"127.0.0.1:{free_port()}"
+
+
+@pytest.fixture
+def agent(tmp_path: Path, address: str) -> Iterator[AgentProcess]:
+    destination = f"file://{tmp_path}/bucket"
+    with AgentProcess(tmp_path / "volume", destination, http_address=address, grace_seconds=77) as agent:
+        yield agent
+
+
+def get(address: str, path: str) -> tuple[int, str]:
+    with urllib.request.urlopen(f"http://{address}{path}", timeout=CALL_SECONDS) as answer:
+        return answer.status, answer.read().decode()
+
+
+def metrics(address: str) -> dict[tuple[str, ...], float]:
+    """By name, then label values."""
+    _, text = get(address, "/metrics")
+    return {
+        (sample.name, *sample.labels.values()): sample.value
+        for family in text_string_to_metric_families(text)
+        for sample in family.samples
+    }
+
+
+def test_metrics_tell_what_a_crash_would_cost_before_and_after_a_commit(agent: AgentProcess, address: str) -> None:
+    before = metrics(address)
+    assert before["mooring_recovery_point_age_seconds",] == -1
+    assert before["mooring_recovery_point_step",] == -1
+    assert before["mooring_checkpoints_total", "committed"] == 0
+    assert before["mooring_grace_seconds",] == 77
+
+    source = write_checkpoint(agent.checkpoints / "checkpoint-12", {"model.safetensors": 3_000_000})
+    agent.wait_committed(agent.announce(source, 12).save)
+
+    after = metrics(address)
+    assert 0 <= after["mooring_recovery_point_age_seconds",] < 60
+    assert after["mooring_recovery_point_step",] == 12
+    assert after["mooring_backlog_bytes",] == 0
+    assert after["mooring_stored_bytes_total",] == 3_000_000
+    assert after["mooring_checkpoints_total", "committed"] == 1
+    assert after["mooring_checkpoints_total", "failed"] == 0
+    assert after["mooring_terminating",] == 0
+
+
+def test_metrics_count_what_failed_and_why(agent: AgentProcess, address: str) -> None:
+    with pytest.raises(grpc.RpcError):
+        agent.announce(agent.checkpoints / "nothing-here", 1, save="attempt-1")
+    after = metrics(address)
+    assert after["mooring_checkpoints_total", "failed"] == 1
+    assert after["mooring_work_failures_total", "file-missing"] == 1
+
+
+def test_the_probes_answer_while_the_agent_serves(agent: AgentProcess, address: str) -> None:
+    assert get(address, "/healthz") == (200, "ok\n")
+    assert get(address, "/readyz") == (200, "ok\n")
+    with pytest.raises(urllib.error.HTTPError, match="404"):
+        get(address, "/elsewhere")
+
+
+def test_an_address_in_use_is_a_clear_error(agent: AgentProcess, address: str, tmp_path: Path) -> None:
+    other = AgentProcess(tmp_path / "other", f"file://{tmp_path}/bucket", http_address=address)
+    assert other.start_refused() == 1
+    assert f"error: cannot serve /metrics on '{address}'" in other.log_text()
+    assert "hint: give --http-address as host:port with a free port" in other.log_text()
+
+
+@pytest.mark.parametrize("service", ["", SERVICE])
+def test_standard_grpc_health_answers_on_the_socket(agent: AgentProcess, service: str) -> None:
+    with grpc.insecure_channel(f"unix:{agent.socket}") as channel:
+        stub = health_pb2_grpc.HealthStub(channel)
+        answer = stub.Check(health_pb2.HealthCheckRequest(service=service), timeout=CALL_SECONDS)
+    assert answer.status == health_pb2.HealthCheckResponse.SERVING
+
+
+def test_standard_grpc_reflection_names_the_services(agent: AgentProcess) -> None:
+    request = reflection_pb2.ServerReflectionRequest(list_services="")
+    with grpc.insecure_channel(f"unix:{agent.socket}") as channel:
+        stub = reflection_pb2_grpc.ServerReflectionStub(channel)
+        answer = next(stub.ServerReflectionInfo(iter([request]), timeout=CALL_SECONDS))
+    names = {service.name for service in answer.list_services_response.service}
+    assert {SERVICE, "grpc.health.v1.Health"} <= names

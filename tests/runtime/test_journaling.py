@@ -1,0 +1,84 @@
+"""Replay and compaction of the journal: what a restart still knows."""
+
+from collections.abc import Iterable, Mapping, Sequence
+
+from tests.core.play import PART_BYTES, Play, settings
+from tests.fakes.fake_journal import FakeJournal
+
+from mooring_agent.core.event_codec import encode_event
+from mooring_agent.core.events import Exited, TerminationNoticed
+from mooring_agent.core.model import Phase, StagedFile
+from mooring_agent.core.work import Operation, WorkId
+from mooring_agent.ports import StageRequest
+from mooring_agent.runtime.journaling import compact, recover
+
+
+class _NothingStaged:
+    """A staging area whose volume has nothing that the journal does not know."""
+
+    def stage(self, request: StageRequest) -> tuple[StagedFile, ...]:
+        raise AssertionError("nothing is staged while recovering")
+
+    def check(self, save: str, rank: int, files: Sequence[StagedFile]) -> None: ...
+
+    def release(self, save: str) -> None: ...
+
+    def scan(self) -> Iterable[tuple[Mapping[str, object], tuple[StagedFile, ...]]]:
+        return []
+
+
+def _journal_of(play: Play) -> FakeJournal:
+    journal = FakeJournal()
+    journal.append([encode_event(event) for event in play.journal])
+    return journal
+
+
+def test_a_restart_knows_what_is_unfinished_down_to_the_part() -> None:
+    play = Play()
+    play.announce("one", (3 * PART_BYTES,))
+    play.answer(WorkId(Operation.CREATE_UPLOAD, "one", 0, "r0-0"))
+    play.answer(next(work for work in play.in_flight if work.number == 2))
+    state = recover(settings(), _journal_of(play), _NothingStaged())
+    progress = state.checkpoints["one"].shares[0].files["r0-0"]
+    assert set(progress.etags) == {2}
+    assert progress.upload_id == play.state.checkpoints["one"].shares[0].files["r0-0"].upload_id
+
+
+def test_compaction_keeps_the_unfinished_and_the_newest_committed_and_nothing_else() -> None:
+    play = Play()
+    for number in range(30):
+        play.announce(f"save-{number}", (2 * PART_BYTES, 10))
+        play.finish()
+    play.announce("open", (2 * PART_BYTES,))
+    journal = _journal_of(play)
+    before = len(list(journal.replay()))
+    kept = compact(play.state, journal)
+    assert kept < before / 10
+    state = recover(settings(), journal, _NothingStaged())
+    assert {save: checkpoint.phase for save, checkpoint in state.checkpoints.items()} == {
+        "save-29": Phase.RELEASED,
+        "open": Phase.STAGED,
+    }
+    assert state.newest_committed() is state.checkpoints["save-29"]
+    assert compact(state, journal) == kept
+
+
+def test_a_notice_outlives_a_crash_and_an_orderly_exit_uses_it_up() -> None:
+    play = Play()
+    play.feed(TerminationNoticed(at=play.now, deadline=play.now + 30, source="preStop"))
+    assert recover(settings(), _journal_of(play), _NothingStaged()).termination.noticed
+    play.feed(Exited(at=play.now + 1))
+    journal = _journal_of(play)
+    assert not recover(settings(), journal, _NothingStaged()).termination.noticed
+    assert not list(journal.replay())
+
+
+def test_an_old_notice_does_not_shorten_a_new_one_after_compaction() -> None:
+    play = Play()
+    play.feed(TerminationNoticed(at=play.now, deadline=play.now + 5, source="old"))
+    play.feed(Exited(at=play.now + 10))
+    play.feed(TerminationNoticed(at=play.now + 20, deadline=play.now + 60, source="new"))
+    journal = _journal_of(play)
+    recover(settings(), journal, _NothingStaged())
+    state = recover(settings(), journal, _NothingStaged())
+    assert (state.termination.source, state.termination.deadline) == ("new", play.now + 60)
