@@ -101,12 +101,27 @@ def test_a_save_that_waits_for_a_rank_protects_nothing() -> None:
     assert [play.phase(save) for save in ("first", "third", "fourth")] == [Phase.RELEASED] * 3
 
 
-def test_what_the_first_cannot_use_of_the_window_goes_to_the_next() -> None:
+def test_the_last_parts_of_the_first_share_the_wire_with_nobody() -> None:
     play = Play(max_concurrency=4)
     play.announce("old", (PART_BYTES,) * 8)
     play.announce("new", (PART_BYTES * 2,))
-    _send(play, 1)
-    assert sorted(set(play.transfers())) == ["new", "old"]
+    _send(play, 4)
+    # The multipart upload of the new one is begun, then its two parts are on the wire, then it is completed.
+    for expected in (["new"], ["new", "new"], ["new"], ["new"]):
+        assert play.transfers() == expected
+        play.answer(next(work for work in play.in_flight if work.save == "new"))
+    assert set(play.transfers()) == {"old"}
+
+
+def test_what_waits_for_its_retry_leaves_the_wire_to_the_next() -> None:
+    play = Play(max_concurrency=4)
+    play.announce("old", (PART_BYTES,) * 8)
+    play.announce("new", (PART_BYTES,))
+    _send(play, 4)
+    assert play.transfers() == ["new"]
+    (work,) = play.in_flight
+    play.fail(work, ErrorKind.TIMED_OUT)
+    assert play.transfers() == ["old"] * 4
 
 
 def test_a_just_in_time_save_in_a_drain_takes_the_whole_wire_at_once() -> None:

@@ -21,6 +21,8 @@ _CHUNK_BYTES: Final = 64 * 1024
 _HEAD_LIMIT_BYTES: Final = 256 * 1024
 _RECEIVE_BUFFER_BYTES: Final = 128 * 1024
 _START_SECONDS: Final = 10.0
+_CATCH_UP_SECONDS: Final = 0.5
+"""A throttled store that was not given a processor for so long makes up for it, so that its rate is what was asked."""
 
 
 class Fault(StrEnum):
@@ -212,8 +214,8 @@ class FaultProxy:
         """Write within the shared limit."""
         if self._bytes_per_second:
             now = asyncio.get_running_loop().time()
-            self._free_at = max(now, self._free_at) + len(data) / self._bytes_per_second
-            await asyncio.sleep(self._free_at - now)
+            self._free_at = max(now - _CATCH_UP_SECONDS, self._free_at) + len(data) / self._bytes_per_second
+            await asyncio.sleep(max(0.0, self._free_at - now))
         writer.write(data)
         await writer.drain()
 

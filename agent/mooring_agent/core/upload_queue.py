@@ -3,8 +3,8 @@
 Pure latest-first starves itself: a trainer that saves faster than the store takes would push every upload aside
 before it finishes, and nothing would ever commit. So a save that pushed an unfinished one aside keeps the wire until
 its files are stored; only a just-in-time or final save goes before it. The newest waits for at most one older
-checkpoint, and for none once the pod is known to end. What the first cannot use of the window goes to the next, unless
-it is a just-in-time save with a deadline.
+checkpoint, and for none once the pod is known to end. Until its files are stored the first shares the wire with
+nobody, also where it cannot use the whole window; a just-in-time save with a deadline takes it from the others at once.
 """
 
 from collections import deque
@@ -83,7 +83,7 @@ def withdraw(checkpoint: Checkpoint, lost: WorkId) -> None:
 def make_room(state: State) -> Iterator[Command]:
     """Take other transfers off the wire when a just-in-time save needs it whose deadline runs."""
     first = next(iter(order(state)), None)
-    if first is None or not _has_the_wire_alone(state, first):
+    if first is None or first.info.kind is not Kind.JUST_IN_TIME or not _has_files_to_store(state, first):
         return
     for work in sorted(state.in_flight - state.cancelling):
         if work.operation in CANCELLABLE and work.save != first.info.save:
@@ -98,12 +98,11 @@ def next_transfers(state: State) -> Iterator[Command]:
     limit = state.settings.transfer.max_concurrency if state.trouble.away else int(state.window)
     first: Checkpoint | None = None
     for checkpoint in order(state):
-        if state.transfer_count >= limit:
+        if state.transfer_count >= limit or (first is not None and _has_the_wire_alone(state, first)):
             return
-        if first is None:
-            first = checkpoint
-        elif _has_the_wire_alone(state, first) or not drain.worth_sending(state, checkpoint):
+        if first is not None and not drain.worth_sending(state, checkpoint):
             continue
+        first = first or checkpoint
         while state.transfer_count < limit and (work := _next_of(state, checkpoint)) is not None:
             state.launch(work)
             checkpoint.move(Trigger.TRANSFER_BEGAN)
@@ -123,11 +122,15 @@ def _next_of(state: State, checkpoint: Checkpoint) -> WorkId | None:
 
 
 def _has_the_wire_alone(state: State, first: Checkpoint) -> bool:
-    """A just-in-time save whose deadline runs shares no bandwidth, unless all it has left waits for a retry."""
-    if not state.termination.noticed or first.info.kind is not Kind.JUST_IN_TIME:
-        return False
-    return bool(first.pending) or any(
-        work.save == first.info.save and work.operation in TRANSFERS for work in state.in_flight
+    """Nothing else is begun. While the store is away there is no wire to share, and everybody may ask for it."""
+    urgent = state.termination.noticed and first.info.kind is Kind.JUST_IN_TIME
+    return (urgent or not state.trouble.away) and _has_files_to_store(state, first)
+
+
+def _has_files_to_store(state: State, checkpoint: Checkpoint) -> bool:
+    """Ready or on the wire; what waits for its retry leaves the wire to others."""
+    return bool(checkpoint.pending) or any(
+        work.save == checkpoint.info.save and work.operation in TRANSFERS for work in state.in_flight
     )
 
 
