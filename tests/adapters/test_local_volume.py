@@ -16,9 +16,9 @@ from pathlib import Path
 import pytest
 
 from mooring_agent.adapters.clock import SystemClock
-from mooring_agent.adapters.disk import VolumeMeter
 from mooring_agent.adapters.doorbell import Doorbell
 from mooring_agent.adapters.liveness import RankLocks
+from mooring_agent.adapters.volume.disk import VolumeMeter
 from mooring_agent.core.errors import ErrorKind, VolumeError
 from mooring_api.doorbell import Ring, decode
 
@@ -68,7 +68,7 @@ _ORDINARY_USER = """
 import json, os, sys
 from pathlib import Path
 import structlog
-from mooring_agent.adapters.disk import VolumeMeter
+from mooring_agent.adapters.volume.disk import VolumeMeter
 if os.geteuid() == 0:
     os.setgroups([])
     os.setresgid(65534, 65534, 65534)

@@ -5,7 +5,7 @@ import botocore.exceptions
 import botocore.parsers
 import pytest
 
-from mooring_agent.adapters.s3_errors import FOREIGN, Place, translate
+from mooring_agent.adapters.s3.errors import FOREIGN, Place, translate
 from mooring_agent.core.errors import ErrorKind
 
 PLACE = Place(bucket="bucket", key="run/key", endpoint="https://user:hunter2@store.example:9000")

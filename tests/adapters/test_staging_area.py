@@ -15,8 +15,8 @@ from time import monotonic
 import pytest
 from structlog.testing import capture_logs
 
-from mooring_agent.adapters import pinning
-from mooring_agent.adapters.staging_area import LocalStagingArea
+from mooring_agent.adapters.volume import pinning
+from mooring_agent.adapters.volume.staging_area import LocalStagingArea
 from mooring_agent.core.errors import ErrorKind, MooringError, RequestError, VolumeError
 from mooring_agent.core.model import StagedFile
 from mooring_agent.ports import StageRequest
@@ -454,7 +454,7 @@ def test_a_trainer_that_keeps_replacing_a_file_never_yields_a_mix(
 _STAGER = """
 import sys
 from pathlib import Path
-from mooring_agent.adapters.staging_area import LocalStagingArea
+from mooring_agent.adapters.volume.staging_area import LocalStagingArea
 from mooring_agent.ports import StageRequest
 
 volume, source = Path(sys.argv[1]), sys.argv[2]

@@ -13,9 +13,9 @@ import torch
 import torch.distributed.checkpoint as dcp
 from structlog.testing import capture_logs
 
-from mooring_agent.adapters import directory_hints
-from mooring_agent.adapters.directory_scan import DirectoryScanner
-from mooring_agent.adapters.staging_watch import FoundCheckpoint, StagingWatch, WatchPace, signature_of
+from mooring_agent.adapters.volume import directory_hints
+from mooring_agent.adapters.volume.directory_scan import DirectoryScanner
+from mooring_agent.adapters.volume.staging_watch import FoundCheckpoint, StagingWatch, WatchPace, signature_of
 from mooring_agent.core.directory_rules import Proof
 
 PACE = WatchPace(quiet_seconds=0.15, busy_interval_seconds=0.03, idle_interval_seconds=0.3)
@@ -311,7 +311,7 @@ def test_an_unchanged_file_is_proven_once(tmp_path: Path, monkeypatch: pytest.Mo
     def fail(*_arguments: object) -> Proof:
         raise AssertionError("read again")
 
-    monkeypatch.setattr("mooring_agent.adapters.directory_scan._prove", fail)
+    monkeypatch.setattr("mooring_agent.adapters.volume.directory_scan._prove", fail)
     (second,) = scanner.scan(1.0)
     assert first.files == second.files
     assert first.files[0].proof is Proof.WHOLE

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from mooring_agent.adapters.volume_identity import claim
+from mooring_agent.adapters.volume.identity import claim
 from mooring_agent.core.errors import ErrorKind, MooringError, VolumeError
 
 

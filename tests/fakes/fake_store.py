@@ -16,7 +16,7 @@ from mooring_agent.adapters.checksum import crc64nvme
 from mooring_agent.adapters.rate_limit import RateLimiter
 from mooring_agent.adapters.region_file import RegionFile
 from mooring_agent.adapters.transfer import FileBody
-from mooring_agent.adapters.volume_errors import volume_error
+from mooring_agent.adapters.volume.errors import volume_error
 from mooring_agent.core.errors import ErrorKind, StoreError
 from mooring_agent.core.model import Region
 from mooring_agent.ports import ObjectInfo, PartInfo, StoreCapabilities, UploadInfo

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from mooring_agent.adapters.clock import SystemClock
 from mooring_agent.adapters.rate_limit import RateLimiter
-from mooring_agent.adapters.staging_area import LocalStagingArea
+from mooring_agent.adapters.volume.staging_area import LocalStagingArea
 from mooring_agent.core.commands import CancelWork, CreateUpload, PutFile
 from mooring_agent.core.errors import ErrorKind
 from mooring_agent.core.events import Event, WorkCancelled, WorkFailed

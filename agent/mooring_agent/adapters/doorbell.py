@@ -8,8 +8,8 @@ import os
 from pathlib import Path
 from typing import Final
 
-from mooring_agent.adapters.durable_files import partial_of
-from mooring_agent.adapters.volume_errors import volume_error
+from mooring_agent.adapters.volume.durable_files import partial_of
+from mooring_agent.adapters.volume.errors import volume_error
 from mooring_api.doorbell import RING_OFFSET, SIZE_BYTES, Ring, decode, encode
 
 _MODE: Final = 0o660

@@ -19,7 +19,7 @@ from mooring_agent.adapters.object_directory import ObjectDirectory, identity, o
 from mooring_agent.adapters.rate_limit import RateLimiter
 from mooring_agent.adapters.region_file import RegionFile
 from mooring_agent.adapters.transfer import FileBody
-from mooring_agent.adapters.volume_errors import volume_error
+from mooring_agent.adapters.volume.errors import volume_error
 from mooring_agent.core.errors import ErrorKind, MooringError, StoreError
 from mooring_agent.core.model import Region
 from mooring_agent.core.object_layout import PROBE_PREFIX

@@ -10,7 +10,7 @@ import struct
 from pathlib import Path
 from typing import Final
 
-from mooring_agent.adapters.volume_errors import volume_error
+from mooring_agent.adapters.volume.errors import volume_error
 from mooring_api.names import RANKS_DIRECTORY, STATE_DIRECTORY
 
 # struct flock of 64-bit Linux: type, whence, start, length, pid; the last field pads it to the kernel's size.

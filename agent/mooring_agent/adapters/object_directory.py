@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from mooring_agent.adapters.durable_files import sync_folder, write_durably
+from mooring_agent.adapters.volume.durable_files import sync_folder, write_durably
 from mooring_agent.core.errors import ErrorKind, StoreError
 from mooring_agent.ports import ObjectInfo, PartInfo, UploadInfo
 from mooring_api.names import STATE_DIRECTORY

@@ -21,7 +21,7 @@ async def open_store(settings: StoreSettings, *, limiter: RateLimiter | None = N
     match settings.destination.partition("://")[0]:
         case "s3":
             # Imported here: botocore takes a third of a second and 40 MB that a file:/// destination need not pay.
-            from mooring_agent.adapters.s3_store import open_s3_store
+            from mooring_agent.adapters.s3.store import open_s3_store
 
             store = await open_s3_store(settings, limiter)
         case "file":

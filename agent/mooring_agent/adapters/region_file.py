@@ -9,7 +9,7 @@ import threading
 from types import TracebackType
 from typing import Self
 
-from mooring_agent.adapters.volume_errors import volume_error
+from mooring_agent.adapters.volume.errors import volume_error
 from mooring_agent.core.errors import ErrorKind, VolumeError
 from mooring_agent.core.model import Fingerprint, Region
 

@@ -23,7 +23,7 @@ from aiohttp.payload import Payload, payload_type
 from mooring_agent.adapters.checksum import crc64nvme
 from mooring_agent.adapters.rate_limit import RateLimiter
 from mooring_agent.adapters.region_file import RegionFile, file_changed
-from mooring_agent.adapters.volume_errors import volume_error
+from mooring_agent.adapters.volume.errors import volume_error
 from mooring_agent.core.errors import MooringError
 from mooring_agent.core.model import Region
 

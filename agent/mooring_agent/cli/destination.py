@@ -23,9 +23,9 @@ from rich.table import Column, Table
 
 from mooring_agent import catalog
 from mooring_agent import restore as restoring
-from mooring_agent.adapters import volume_identity
 from mooring_agent.adapters.open_store import open_store
 from mooring_agent.adapters.retrying_store import RetryingStore
+from mooring_agent.adapters.volume import identity
 from mooring_agent.catalog.fan_out import for_each
 from mooring_agent.catalog.reading import DAMAGE
 from mooring_agent.cli.reporting import errors_reported
@@ -318,7 +318,7 @@ async def _restore(
     async with _opened(settings) as store:
         # A destination that does not answer, mistyped perhaps, must not own the volume.
         await catalog.list_committed(store)
-        await asyncio.to_thread(volume_identity.claim, volume, settings.destination)
+        await asyncio.to_thread(identity.claim, volume, settings.destination)
         with _progress() as advance:
             return await restoring.restore(
                 store,

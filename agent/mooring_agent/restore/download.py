@@ -12,9 +12,9 @@ from concurrent.futures import Executor
 from pathlib import Path
 from typing import Final
 
-from mooring_agent.adapters.disk import VolumeMeter
-from mooring_agent.adapters.durable_files import sync_folder
-from mooring_agent.adapters.volume_errors import volume_error
+from mooring_agent.adapters.volume.disk import VolumeMeter
+from mooring_agent.adapters.volume.durable_files import sync_folder
+from mooring_agent.adapters.volume.errors import volume_error
 from mooring_agent.catalog import CommittedCheckpoint, StoredFile, fetch_part
 from mooring_agent.catalog.fan_out import for_each
 from mooring_agent.core.errors import ErrorKind, VolumeError

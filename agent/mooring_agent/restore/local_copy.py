@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any, Final
 
 from mooring_agent.adapters.checksum import region_checksum
-from mooring_agent.adapters.durable_files import sync_folder, write_durably
-from mooring_agent.adapters.volume_errors import volume_error
+from mooring_agent.adapters.volume.durable_files import sync_folder, write_durably
+from mooring_agent.adapters.volume.errors import volume_error
 from mooring_agent.catalog import CommittedCheckpoint, StoredFile
 from mooring_agent.core.errors import ErrorKind, VolumeError
 from mooring_agent.core.model import Fingerprint, Region

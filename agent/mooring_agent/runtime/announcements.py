@@ -8,7 +8,7 @@ import secrets
 from concurrent.futures import Executor
 from pathlib import Path, PurePosixPath
 
-from mooring_agent.adapters.source_walk import check_source, resolve_source
+from mooring_agent.adapters.volume.source_walk import check_source, resolve_source
 from mooring_agent.core import admission
 from mooring_agent.core.errors import ErrorKind, MooringError, RequestError
 from mooring_agent.core.events import Announced

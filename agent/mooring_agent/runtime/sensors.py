@@ -9,8 +9,8 @@ from typing import Final, TypeVar
 
 import structlog
 
-from mooring_agent.adapters.disk import VolumeMeter
-from mooring_agent.adapters.reserve import RESERVE_BYTES, Reserve
+from mooring_agent.adapters.volume.disk import VolumeMeter
+from mooring_agent.adapters.volume.reserve import RESERVE_BYTES, Reserve
 from mooring_agent.core import disk_pressure, drain
 from mooring_agent.core.disk_pressure import Admission
 from mooring_agent.core.errors import MooringError

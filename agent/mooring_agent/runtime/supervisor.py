@@ -16,14 +16,14 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
 from mooring_agent import __version__
-from mooring_agent.adapters import volume_identity
 from mooring_agent.adapters.clock import SystemClock
 from mooring_agent.adapters.doorbell import Doorbell
 from mooring_agent.adapters.journal import open_journal
 from mooring_agent.adapters.liveness import RankLocks
 from mooring_agent.adapters.rate_limit import RateLimiter
-from mooring_agent.adapters.reserve import Reserve
-from mooring_agent.adapters.staging_area import LocalStagingArea
+from mooring_agent.adapters.volume import identity
+from mooring_agent.adapters.volume.reserve import Reserve
+from mooring_agent.adapters.volume.staging_area import LocalStagingArea
 from mooring_agent.core.commands import Command, Exit, RingDoorbell
 from mooring_agent.core.errors import ErrorKind, MooringError, VolumeError
 from mooring_agent.core.events import Exited, Started
@@ -67,7 +67,7 @@ async def run_agent(settings: Settings, *, fresh: bool = False, parent_pid: int 
     clock = SystemClock()
     volume = Path(settings.volume)
     state_directory = _make_state_directory(volume)
-    volume_identity.claim(volume, settings.store.destination)
+    identity.claim(volume, settings.store.destination)
     async with contextlib.AsyncExitStack() as stack:
         # First of all: as PID 1 of a container we would not even hear a SIGTERM for which nobody listens.
         signals = stack.enter_context(_signals())

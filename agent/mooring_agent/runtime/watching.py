@@ -11,7 +11,7 @@ from pathlib import Path
 
 import structlog
 
-from mooring_agent.adapters.staging_watch import FoundCheckpoint, StagingWatch
+from mooring_agent.adapters.volume.staging_watch import FoundCheckpoint, StagingWatch
 from mooring_agent.core.errors import MooringError
 from mooring_agent.core.settings import Settings
 from mooring_agent.core.state import State

@@ -1,7 +1,7 @@
 """Objects in S3 and in what imitates it.
 
-Owns the operations of `ports.ObjectStore`; `s3_client` owns how to connect and sign, `s3_probe` what the store really
-enforces, `s3_integrity` how to make use of it, `s3_errors` what errors mean, `transfer` how bytes move. Invariants: no
+Owns the operations of `ports.ObjectStore`; `client` owns how to connect and sign, `probe` what the store really
+enforces, `integrity` how to make use of it, `errors` what errors mean, `transfer` how bytes move. Invariants: no
 retry; no request outlives the store's time-outs; no request waits in the HTTP library's pool, where nothing bounds it;
 ETags are without quotes.
 """
@@ -18,10 +18,10 @@ import structlog
 from mooring_agent.adapters.checksum import region_checksum
 from mooring_agent.adapters.rate_limit import RateLimiter
 from mooring_agent.adapters.region_file import RegionFile
-from mooring_agent.adapters.s3_client import connect, parse_destination
-from mooring_agent.adapters.s3_errors import FOREIGN, Place, translate
-from mooring_agent.adapters.s3_integrity import declare_region, declare_upload
-from mooring_agent.adapters.s3_probe import probe
+from mooring_agent.adapters.s3.client import connect, parse_destination
+from mooring_agent.adapters.s3.errors import FOREIGN, Place, translate
+from mooring_agent.adapters.s3.integrity import declare_region, declare_upload
+from mooring_agent.adapters.s3.probe import probe
 from mooring_agent.adapters.transfer import FileBody, Silence, download
 from mooring_agent.core.errors import ErrorKind, StoreError
 from mooring_agent.core.model import Region

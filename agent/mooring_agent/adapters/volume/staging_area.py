@@ -20,11 +20,11 @@ from typing import Any, Final
 
 import structlog
 
-from mooring_agent.adapters.durable_files import PARTIAL_SUFFIX, partial_of, sync_folder, write_durably
-from mooring_agent.adapters.pinning import Pinner
-from mooring_agent.adapters.reserve import Reserve
-from mooring_agent.adapters.source_walk import resolve_sources
-from mooring_agent.adapters.volume_errors import volume_error
+from mooring_agent.adapters.volume.durable_files import PARTIAL_SUFFIX, partial_of, sync_folder, write_durably
+from mooring_agent.adapters.volume.errors import volume_error
+from mooring_agent.adapters.volume.pinning import Pinner
+from mooring_agent.adapters.volume.reserve import Reserve
+from mooring_agent.adapters.volume.source_walk import resolve_sources
 from mooring_agent.core.errors import ErrorKind, VolumeError
 from mooring_agent.core.model import Fingerprint, StagedFile
 from mooring_agent.core.object_layout import check_token

@@ -14,7 +14,7 @@ from typing import Final
 
 import structlog
 
-from mooring_agent.adapters.volume_errors import volume_error
+from mooring_agent.adapters.volume.errors import volume_error
 from mooring_agent.core.errors import ErrorKind, RequestError, VolumeError
 
 _FICLONE: Final = 0x40049409

@@ -6,8 +6,8 @@ is written is never replaced.
 
 from pathlib import Path
 
-from mooring_agent.adapters.durable_files import write_durably
-from mooring_agent.adapters.volume_errors import volume_error
+from mooring_agent.adapters.volume.durable_files import write_durably
+from mooring_agent.adapters.volume.errors import volume_error
 from mooring_agent.core.errors import ErrorKind, MooringError
 from mooring_api.names import OWNING_DESTINATION, STATE_DIRECTORY
 

@@ -13,7 +13,7 @@ from typing import Final
 
 import structlog
 
-from mooring_agent.adapters.volume_errors import volume_error
+from mooring_agent.adapters.volume.errors import volume_error
 from mooring_agent.ports import DiskReading
 
 _BLOCK_BYTES: Final = 512

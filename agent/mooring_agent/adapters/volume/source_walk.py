@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Final
 
-from mooring_agent.adapters.volume_errors import volume_error
+from mooring_agent.adapters.volume.errors import volume_error
 from mooring_agent.core.errors import ErrorKind, MooringError, RequestError, VolumeError
 from mooring_agent.core.object_layout import check_file_path
 from mooring_api.names import STATE_DIRECTORY

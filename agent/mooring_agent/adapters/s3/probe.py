@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from contextlib import AbstractAsyncContextManager
 from typing import Any, Final
 
-from mooring_agent.adapters.s3_integrity import CHECKSUM_ALGORITHMS, declare_bytes, declare_upload
+from mooring_agent.adapters.s3.integrity import CHECKSUM_ALGORITHMS, declare_bytes, declare_upload
 from mooring_agent.core.errors import ErrorKind, StoreError
 from mooring_agent.core.object_layout import PROBE_PREFIX
 from mooring_agent.ports import StoreCapabilities

@@ -18,8 +18,8 @@ from typing import Final, Self
 
 import structlog
 
-from mooring_agent.adapters.directory_hints import DirectoryHints
-from mooring_agent.adapters.directory_scan import DirectoryScanner
+from mooring_agent.adapters.volume.directory_hints import DirectoryHints
+from mooring_agent.adapters.volume.directory_scan import DirectoryScanner
 from mooring_agent.core.directory_rules import LARGEST_STEP, DirectorySnapshot, Observation, has_successor, judge
 
 # What two looks find the same is not being written.
