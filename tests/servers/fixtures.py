@@ -94,8 +94,8 @@ def fault_proxy(rclone_server: RcloneServer) -> Iterator[FaultProxy]:
 
 
 def _serving(server: _Server) -> Iterator[_Server]:
-    server.start()
     try:
+        server.start()
         yield server
     finally:
         server.stop()

@@ -2,6 +2,7 @@
 
 import ctypes
 import os
+import random
 import signal
 import socket
 import subprocess
@@ -11,12 +12,26 @@ from pathlib import Path
 
 _PR_SET_PDEATHSIG = 1
 _libc = ctypes.CDLL(None)
+# Below Linux's ephemeral ports: no outgoing connection takes one between our choice and the server's bind.
+_PORTS = range(20_000, 32_000)
+_claims: list[socket.socket] = []
 
 
 def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+    """A port of loopback that no other test process on this machine gets while this one lives."""
+    for port in random.sample(_PORTS, 100):
+        # An abstract unix socket: its name belongs to one process at a time, and goes with it.
+        claim = socket.socket(socket.AF_UNIX)
+        with socket.socket() as probe:
+            try:
+                claim.bind(f"\0mooring-test-port-{port}")
+                probe.bind(("127.0.0.1", port))
+            except OSError:
+                claim.close()
+                continue
+        _claims.append(claim)
+        return port
+    raise RuntimeError("no free port on loopback")
 
 
 def accepts(port: int) -> bool:
