@@ -1,12 +1,16 @@
 """A store that was away for a day leaves a thousand checkpoints: an event costs no more than with a few."""
 
+from collections.abc import Iterator
 from time import perf_counter
 
 import pytest
 from tests.core.play import PART_BYTES, Play
 
 from mooring_agent.core import planner
+from mooring_agent.core.commands import Command
+from mooring_agent.core.events import Committed
 from mooring_agent.core.model import Phase
+from mooring_agent.core.state import Checkpoint, State
 from mooring_agent.core.work import Operation
 
 _EVENTS = 100
@@ -39,11 +43,12 @@ def test_an_event_looks_at_the_checkpoint_it_is_about_and_no_other(monkeypatch: 
     play = _with_backlog(300)
     looked_at = []
     checkpoint_work = planner._checkpoint_work
-    monkeypatch.setattr(
-        planner,
-        "_checkpoint_work",
-        lambda state, checkpoint: looked_at.append(checkpoint.info.save) or checkpoint_work(state, checkpoint),
-    )
+
+    def watched(state: State, checkpoint: Checkpoint) -> Iterator[Command]:
+        looked_at.append(checkpoint.info.save)
+        return checkpoint_work(state, checkpoint)
+
+    monkeypatch.setattr(planner, "_checkpoint_work", watched)
     work = next(iter(play.in_flight))
     play.answer(work)
     play.tick()
@@ -54,7 +59,7 @@ def test_a_backlog_is_worked_off_to_its_last_checkpoint() -> None:
     play = _with_backlog(200)
     play.finish(limit=5_000)
     assert {checkpoint.phase for checkpoint in play.state.checkpoints.values()} == {Phase.RELEASED}
-    committed = [event.work.save for event in play.journal if type(event).__name__ == "Committed"]
+    committed = [event.work.save for event in play.journal if isinstance(event, Committed)]
     assert sorted(committed) == sorted(f"s{number}" for number in range(200))
 
 

@@ -7,7 +7,7 @@ from tests.core.play import PART_BYTES, Play
 
 from mooring_agent.core.commands import CancelWork, CreateUpload
 from mooring_agent.core.errors import ErrorKind
-from mooring_agent.core.events import TerminationNoticed
+from mooring_agent.core.events import PartStored, TerminationNoticed
 from mooring_agent.core.model import Kind, Phase
 from mooring_agent.core.work import Operation, WorkId
 
@@ -37,7 +37,7 @@ def test_what_was_pushed_aside_goes_on_where_it_was() -> None:
     play.announce("new", (PART_BYTES,) * 5)
     play.finish()
     assert play.phase("old") is Phase.RELEASED
-    parts = [event.work for event in play.journal if type(event).__name__ == "PartStored"]
+    parts = [event.work for event in play.journal if isinstance(event, PartStored)]
     assert len(parts) == len(set(parts)) == 10
 
 

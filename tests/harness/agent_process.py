@@ -115,18 +115,21 @@ class AgentProcess:
 
     def status(self) -> agent_pb2.Status:
         with self.stub() as stub:
-            return stub.GetStatus(agent_pb2.GetStatusRequest(), timeout=5.0)
+            status: agent_pb2.Status = stub.GetStatus(agent_pb2.GetStatusRequest(), timeout=5.0)
+        return status
 
     def announce(self, path: Path | str, step: int, **fields: Any) -> agent_pb2.AnnounceCheckpointResponse:
         """Raises grpc.RpcError when refused."""
         request = agent_pb2.AnnounceCheckpointRequest(path=str(path), step=step, **fields)
         with self.stub() as stub:
-            return stub.AnnounceCheckpoint(request, timeout=30.0)
+            response: agent_pb2.AnnounceCheckpointResponse = stub.AnnounceCheckpoint(request, timeout=30.0)
+        return response
 
     def wait_committed(self, save: str, timeout_seconds: float = 30.0) -> agent_pb2.Checkpoint:
         with self.stub() as stub:
             request = agent_pb2.WaitCommittedRequest(save=save)
-            return stub.WaitCommitted(request, timeout=timeout_seconds).checkpoint
+            response: agent_pb2.WaitCommittedResponse = stub.WaitCommitted(request, timeout=timeout_seconds)
+        return response.checkpoint
 
     def notify_termination(self, *, grace_seconds: float = 0.0, source: str = "test") -> None:
         request = agent_pb2.NotifyTerminationRequest(grace_seconds=grace_seconds, source=source)

@@ -3,6 +3,7 @@
 import os
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from tests.harness.agent_process import AgentProcess, write_checkpoint
@@ -27,7 +28,7 @@ def test_an_agent_whose_log_nobody_reads_any_more_commits_and_drains(
 
 def test_the_last_words_about_what_is_not_durable_cost_nobody_the_exit_code(tmp_path: Path) -> None:
     reader, writer = os.pipe()
-    settings = {"endpoint_url": "http://127.0.0.1:9", "grace_seconds": 3, "watch": False}
+    settings: dict[str, Any] = {"endpoint_url": "http://127.0.0.1:9", "grace_seconds": 3, "watch": False}
     agent = AgentProcess(tmp_path / "volume", "s3://bucket/run", **settings)
     try:
         agent.start(stderr=writer)

@@ -5,6 +5,7 @@ import signal
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 from tests.harness.agent_process import wait_until
@@ -26,7 +27,7 @@ def test_a_stopped_run_saves_at_that_very_step_and_a_new_machine_resumes_there(
     rclone_bucket: Bucket, tmp_path: Path
 ) -> None:
     volume = tmp_path / "volume"
-    options = {"endpoint_url": rclone_bucket.endpoint_url, "grace_seconds": 20}
+    options: dict[str, Any] = {"endpoint_url": rclone_bucket.endpoint_url, "grace_seconds": 20}
     with RunProcess(volume, rclone_bucket.destination, **options) as run:
         run.wait_steps(5)
         run.signal(signal.SIGTERM)
@@ -49,7 +50,7 @@ def test_a_stopped_run_saves_at_that_very_step_and_a_new_machine_resumes_there(
 
 def test_training_never_notices_that_its_agent_was_killed_and_came_back(rclone_bucket: Bucket, tmp_path: Path) -> None:
     view = BucketView(rclone_bucket)
-    options = {"endpoint_url": rclone_bucket.endpoint_url}
+    options: dict[str, Any] = {"endpoint_url": rclone_bucket.endpoint_url}
     trainer = {"EVERY": 10, "SAVE_BYTES": 1_000_000}
     with RunProcess(tmp_path / "volume", rclone_bucket.destination, trainer=trainer, **options) as run:
         run.wait_steps(12)
@@ -84,7 +85,7 @@ def test_a_program_that_dies_of_a_signal_ends_the_run_as_a_shell_would_say_it(tm
 
 def test_a_run_that_succeeds_but_cannot_store_its_result_says_so_when_it_is_told_to_end(tmp_path: Path) -> None:
     grace_seconds = 4.0
-    options = {"endpoint_url": f"http://127.0.0.1:{free_port()}", "grace_seconds": grace_seconds}
+    options: dict[str, Any] = {"endpoint_url": f"http://127.0.0.1:{free_port()}", "grace_seconds": grace_seconds}
     trainer = {"STEPS": 3}
     with RunProcess(tmp_path / "volume", "s3://bucket/run", trainer=trainer, restore=False, **options) as run:
         run.wait_program_ended()
@@ -99,7 +100,7 @@ def test_a_run_that_succeeds_but_cannot_store_its_result_says_so_when_it_is_told
 
 
 def test_a_second_sigterm_changes_nothing_but_the_first_is_honoured(rclone_bucket: Bucket, tmp_path: Path) -> None:
-    options = {"endpoint_url": rclone_bucket.endpoint_url, "grace_seconds": 20}
+    options: dict[str, Any] = {"endpoint_url": rclone_bucket.endpoint_url, "grace_seconds": 20}
     with RunProcess(tmp_path / "volume", rclone_bucket.destination, **options) as run:
         run.wait_steps(3)
         run.signal(signal.SIGTERM)

@@ -2,12 +2,13 @@
 
 import os
 from pathlib import Path
+from typing import Any
 
 from tests.harness.agent_process import AgentProcess, wait_until, write_checkpoint
 from tests.harness.small_volume import mounted
 
 _MIB = 1 << 20
-_NOWHERE = {"endpoint_url": "http://127.0.0.1:9", "eviction_threshold_percent": "0"}
+_NOWHERE: dict[str, Any] = {"endpoint_url": "http://127.0.0.1:9", "eviction_threshold_percent": "0"}
 
 
 def _fill(volume: Path) -> None:

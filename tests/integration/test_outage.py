@@ -5,6 +5,7 @@ import statistics
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from tests.harness.agent_process import AgentProcess, tree, wait_until, write_checkpoint
@@ -82,7 +83,7 @@ def test_training_does_not_notice_a_minute_without_the_store(
     view = BucketView(rclone_bucket)
     every = 100
     trainer = {"EVERY": every, "SAVE_BYTES": 2 * MIB}
-    options = {"endpoint_url": fault_proxy.endpoint_url, "grace_seconds": 30}
+    options: dict[str, Any] = {"endpoint_url": fault_proxy.endpoint_url, "grace_seconds": 30}
     with RunProcess(tmp_path / "volume", rclone_bucket.destination, trainer=trainer, **options) as run:
         wait_until(lambda: bool(view.markers()), 60, "a checkpoint is committed")
         fault_proxy.outage(True)

@@ -1,6 +1,7 @@
 """The agent's own pruning, by real processes: what goes, what stays, and that it goes on pruning."""
 
 from pathlib import Path
+from typing import Any
 
 from tests.harness.agent_process import AgentProcess, wait_until, write_checkpoint
 
@@ -11,7 +12,7 @@ def _steps(folder: Path) -> list[int]:
 
 def test_every_commit_prunes_down_to_keep_last_and_keep_every(tmp_path: Path) -> None:
     folder = tmp_path / "destination"
-    settings = {"keep_last": 2, "keep_every_steps": 40}
+    settings: dict[str, Any] = {"keep_last": 2, "keep_every_steps": 40}
     with AgentProcess(tmp_path / "volume", f"file://{folder}", **settings) as agent:
         for step in range(10, 101, 10):
             path = write_checkpoint(agent.checkpoints / f"checkpoint-{step}", {"model.bin": 1000})

@@ -9,6 +9,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 from tests.harness.agent_process import wait_until
@@ -61,7 +62,7 @@ def test_a_signal_while_the_agent_starts_ends_the_run_before_the_program(
     tmp_path: Path, number: signal.Signals
 ) -> None:
     volume = tmp_path / "volume"
-    options = {"restore": False, "grace_seconds": 3}
+    options: dict[str, Any] = {"restore": False, "grace_seconds": 3}
     with journal_held(volume), RunProcess(volume, f"file://{tmp_path}/store", **options) as run:
         wait_until(lambda: run.agent_pid() is not None, 20, "the agent starts")
         agent_pid = run.agent_pid()
@@ -74,7 +75,7 @@ def test_a_signal_while_the_agent_starts_ends_the_run_before_the_program(
 def test_an_agent_that_dies_while_it_drains_is_started_again_and_finishes(
     rclone_bucket: Bucket, tmp_path: Path
 ) -> None:
-    options = {"endpoint_url": rclone_bucket.endpoint_url, "bandwidth_bytes_per_second": 1_000_000}
+    options: dict[str, Any] = {"endpoint_url": rclone_bucket.endpoint_url, "bandwidth_bytes_per_second": 1_000_000}
     trainer = {"STEPS": 3, "SAVE_BYTES": 4_000_000}
     volume = tmp_path / "volume"
     with RunProcess(volume, rclone_bucket.destination, trainer=trainer, **options) as run:
@@ -105,7 +106,7 @@ runpy.run_path({str(TRAINER)!r}, run_name="__main__")
 def test_a_program_that_ends_without_an_agent_keeps_its_code_and_its_checkpoint_is_stored(
     rclone_bucket: Bucket, tmp_path: Path, code: int
 ) -> None:
-    options = {"endpoint_url": rclone_bucket.endpoint_url, "bandwidth_bytes_per_second": 1_000_000}
+    options: dict[str, Any] = {"endpoint_url": rclone_bucket.endpoint_url, "bandwidth_bytes_per_second": 1_000_000}
     trainer = {"STEPS": 3, "SAVE_BYTES": 3_000_000, "EXIT_CODE": code}
     command = (sys.executable, "-c", KILL_THE_AGENT_AT_THE_END)
     volume = tmp_path / "volume"
@@ -213,7 +214,7 @@ def test_a_run_whose_stderr_nobody_reads_any_more_still_saves_just_in_time(
 
 
 def test_a_drain_is_hurried_by_a_signal_that_came_while_its_agent_was_away(tmp_path: Path) -> None:
-    options = {"endpoint_url": f"http://127.0.0.1:{free_port()}", "grace_seconds": 3.0}
+    options: dict[str, Any] = {"endpoint_url": f"http://127.0.0.1:{free_port()}", "grace_seconds": 3.0}
     trainer = {"STEPS": 3}
     with RunProcess(tmp_path / "volume", "s3://bucket/run", trainer=trainer, restore=False, **options) as run:
         run.wait_program_ended()

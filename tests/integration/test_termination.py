@@ -4,6 +4,7 @@ import itertools
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import grpc
 import pytest
@@ -28,7 +29,7 @@ ORDERS = [order for order in itertools.permutations(EVENTS) if order.index("anno
 class Pod:
     """A trainer, its agent, and a store behind a proxy."""
 
-    def __init__(self, volume: Path, bucket: Bucket, proxy: FaultProxy, **settings: object) -> None:
+    def __init__(self, volume: Path, bucket: Bucket, proxy: FaultProxy, **settings: Any) -> None:
         self.proxy = proxy
         self.agent = AgentProcess(
             volume,

@@ -4,6 +4,7 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 from tests.harness.agent_process import AgentProcess, tree, wait_until, write_checkpoint
 from tests.servers.server import Bucket
@@ -14,7 +15,7 @@ SIZES = {"model.safetensors": 12 * MIB, "config.json": 300}
 COMMAND_SECONDS = 60.0
 
 
-def make_agent(volume: Path, bucket: Bucket, **settings: object) -> AgentProcess:
+def make_agent(volume: Path, bucket: Bucket, **settings: Any) -> AgentProcess:
     return AgentProcess(
         volume, bucket.destination, endpoint_url=bucket.endpoint_url, part_size_bytes="5MiB", watch=False, **settings
     )

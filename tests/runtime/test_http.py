@@ -4,6 +4,7 @@ import urllib.error
 import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import grpc
 import pytest
@@ -89,7 +90,7 @@ def test_an_address_in_use_is_a_clear_error(agent: AgentProcess, address: str, t
 @pytest.mark.parametrize("service", ["", SERVICE])
 def test_standard_grpc_health_answers_on_the_socket(agent: AgentProcess, service: str) -> None:
     with grpc.insecure_channel(f"unix:{agent.socket}") as channel:
-        stub = health_pb2_grpc.HealthStub(channel)
+        stub: Any = health_pb2_grpc.HealthStub(channel)
         answer = stub.Check(health_pb2.HealthCheckRequest(service=service), timeout=CALL_SECONDS)
     assert answer.status == health_pb2.HealthCheckResponse.SERVING
 
@@ -97,7 +98,7 @@ def test_standard_grpc_health_answers_on_the_socket(agent: AgentProcess, service
 def test_standard_grpc_reflection_names_the_services(agent: AgentProcess) -> None:
     request = reflection_pb2.ServerReflectionRequest(list_services="")
     with grpc.insecure_channel(f"unix:{agent.socket}") as channel:
-        stub = reflection_pb2_grpc.ServerReflectionStub(channel)
+        stub: Any = reflection_pb2_grpc.ServerReflectionStub(channel)
         answer = next(stub.ServerReflectionInfo(iter([request]), timeout=CALL_SECONDS))
     names = {service.name for service in answer.list_services_response.service}
     assert {SERVICE, "grpc.health.v1.Health"} <= names
