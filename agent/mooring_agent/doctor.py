@@ -219,16 +219,15 @@ async def _timed(call: Callable[[], Awaitable[None]]) -> float:
     start = time.monotonic()
     try:
         await _bounded(call())
-    except* MooringError as group:
+    except ExceptionGroup as group:
         raise _first_error(group) from group
     return time.monotonic() - start
 
 
-def _first_error(group: BaseExceptionGroup[MooringError]) -> MooringError:
-    error: BaseException = group
-    while isinstance(error, BaseExceptionGroup):
+def _first_error(group: ExceptionGroup[Exception]) -> Exception:
+    error: Exception = group
+    while isinstance(error, ExceptionGroup):
         error = error.exceptions[0]
-    assert isinstance(error, MooringError)
     return error
 
 

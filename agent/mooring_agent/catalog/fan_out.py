@@ -19,6 +19,7 @@ async def for_each(items: Iterable[_Item], work: Callable[[_Item], Awaitable[Non
         async with asyncio.TaskGroup() as group:
             for _ in range(at_once):
                 group.create_task(take())
-    except* Exception as failed:
+    except ExceptionGroup as failed:
+        # Not `except*`: until Python 3.11.4 what is raised there comes out as a group again.
         first = failed.exceptions[0]
         raise first from first.__cause__
