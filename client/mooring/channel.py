@@ -1,11 +1,14 @@
 """Calls to the agent over its unix socket: open a channel, call with a deadline, close.
 
 Owns deadlines and the back-off from an agent that does not answer. Nothing stays open between two calls, so that the
-trainer may fork at any moment: gRPC's threads and descriptors are gone with the channel. What gRPC does not survive is
-a call in a process that was forked while those threads were ending; only the process that made the channel may call.
+trainer may fork at any moment. gRPC's own fork handlers would take that away: they wait for its threads, which may be
+ending just then and wait in turn, and the trainer hangs in fork() for ever. So they are switched off; they are for
+children that call, and here only the process that made the channel may call.
 """
 
+import logging
 import os
+import sys
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -13,6 +16,16 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Final
 from urllib.parse import quote
+
+from mooring_api import names
+
+# gRPC reads it once, when it is loaded.
+if "grpc" in sys.modules and names.ENV_GRPC_FORK_HANDLERS not in os.environ:
+    logging.getLogger("mooring").warning(
+        "gRPC was imported before mooring, and a fork may hang; start the program with %s=0",
+        names.ENV_GRPC_FORK_HANDLERS,
+    )
+os.environ.setdefault(names.ENV_GRPC_FORK_HANDLERS, "0")
 
 import grpc
 

@@ -18,6 +18,8 @@ ENV_ATTEMPT: Final = "MOORING_ATTEMPT"
 """One start of the run: unique to that start, the same on all its pods. Used for the resume pin."""
 ENV_DESTINATION: Final = "MOORING_DESTINATION"
 """Where checkpoints go: s3://bucket/prefix or file:///path."""
+ENV_GRPC_FORK_HANDLERS: Final = "GRPC_ENABLE_FORK_SUPPORT"
+"""gRPC's own. Set to 0 in trainers: with its handlers a fork just after a call may hang, see `mooring.channel`."""
 
 # Below the volume.
 STATE_DIRECTORY: Final = ".mooring"

@@ -80,6 +80,8 @@ def test_with_time_enough_the_last_save_and_then_the_backlog_are_committed(pod: 
     with pod.agent as agent, TrainerProcess(agent.volume) as trainer:
         pod.warm_up()
         wait_until(lambda: agent.status().live_ranks == 1, 5, "the agent sees the trainer")
+        # Nothing of the backlog is stored before the last save is announced.
+        pod.proxy.throttle(MIB)
         for step in (10, 20):
             pod.save(step, 5 * MIB)
         actions: dict[str, Callable[[], object]] = {
@@ -90,6 +92,7 @@ def test_with_time_enough_the_last_save_and_then_the_backlog_are_committed(pod: 
         }
         for name in order:
             actions[name]()
+        pod.proxy.throttle(8 * MIB)
         code, seconds = seconds_until_the_end(agent, GRACE_SECONDS)
     assert code == 0, agent.log_text()
     assert seconds < GRACE_SECONDS / 2
@@ -152,7 +155,7 @@ def test_a_trainer_that_dies_without_saving_is_not_waited_for(pod: Pod) -> None:
         trainer.die()
         code, seconds = seconds_until_the_end(agent, GRACE_SECONDS)
     assert code == 0, agent.log_text()
-    assert seconds < 3
+    assert seconds < GRACE_SECONDS / 3
 
 
 def test_a_trainer_that_never_saves_is_waited_for_until_the_grace_ends(pod: Pod) -> None:
@@ -174,7 +177,7 @@ def test_a_trainer_that_lives_on_after_its_last_save_does_not_hold_the_agent_up(
         agent.terminate()
         code, seconds = seconds_until_the_end(agent, GRACE_SECONDS)
     assert code == 0, agent.log_text()
-    assert seconds < 5
+    assert seconds < GRACE_SECONDS / 3
     assert pod.stored_steps() == [1, 20]
 
 
@@ -189,7 +192,7 @@ def test_every_local_rank_is_waited_for(pod: Pod) -> None:
         pod.save(20, 2 * MIB, JUST_IN_TIME, rank=1, **shared)
         code, seconds = seconds_until_the_end(agent, GRACE_SECONDS)
     assert code == 0, agent.log_text()
-    assert seconds < 5
+    assert seconds < GRACE_SECONDS / 3
     assert pod.stored_steps() == [1, 20]
 
 

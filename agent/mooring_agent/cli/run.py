@@ -11,6 +11,7 @@ from mooring_agent.cli.agent_call import CALL_TIMEOUT_SECONDS, agent_stub
 from mooring_agent.cli.reporting import errors_reported
 from mooring_agent.cli.setting_options import environment_of, setting_options, settings_from
 from mooring_agent.core.errors import MooringError
+from mooring_api import names
 from mooring_api.v1 import agent_pb2
 
 _DEFAULTS = {
@@ -56,6 +57,7 @@ def run(wants_restore: bool, command: tuple[str, ...], **options: Any) -> None:
 
         environment = {
             "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": str(int(settings.termination.grace_seconds)),
+            names.ENV_GRPC_FORK_HANDLERS: "0",
             **os.environ,
             **environment_of(settings),
         }
