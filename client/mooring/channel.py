@@ -15,7 +15,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Final
-from urllib.parse import quote
 
 from mooring_api import names
 
@@ -31,6 +30,7 @@ import grpc
 
 from mooring.errors import AgentError, ErrorKind
 from mooring.records import Kind
+from mooring_api.socket_address import socket_address
 from mooring_api.v1 import agent_pb2, agent_pb2_grpc
 
 CALL_SECONDS: Final = 1.0
@@ -110,8 +110,7 @@ class Channel:
                 ErrorKind.AGENT_AWAY, f"no socket at {self._socket}: {error.strerror}", hint="start the agent"
             ) from error
         try:
-            address = f"unix:{quote(str(self._socket))}"
-            with grpc.insecure_channel(address, options=_OPTIONS) as channel:
+            with grpc.insecure_channel(socket_address(self._socket), options=_OPTIONS) as channel:
                 stub = agent_pb2_grpc.AgentStub(channel)  # type: ignore[no-untyped-call]
                 response = getattr(stub, method)(request, timeout=deadline_seconds)
         except grpc.RpcError as error:

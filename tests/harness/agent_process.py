@@ -17,6 +17,7 @@ from typing import Any, Self
 
 import grpc
 
+from mooring_api.socket_address import socket_address
 from mooring_api.v1 import agent_pb2, agent_pb2_grpc
 
 _START_SECONDS = 20.0
@@ -110,7 +111,7 @@ class AgentProcess:
 
     @contextmanager
     def stub(self) -> Iterator[Any]:
-        with grpc.insecure_channel(f"unix:{self.socket}") as channel:
+        with grpc.insecure_channel(socket_address(self.socket)) as channel:
             yield agent_pb2_grpc.AgentStub(channel)
 
     def status(self) -> agent_pb2.Status:

@@ -9,8 +9,10 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 
 import pytest
+from structlog.testing import capture_logs
 
 from mooring_agent.core.errors import ErrorKind, MooringError
+from mooring_agent.runtime import agent_keeper
 from mooring_agent.runtime.agent_keeper import AgentKeeper, Deaths
 
 # Writes down its pid; ends with the code that somebody gives it, and in order when it is terminated.
@@ -87,6 +89,28 @@ async def test_an_agent_that_cannot_start_is_an_error(tmp_path: Path) -> None:
     stage = Stage(tmp_path / "absent")
     with pytest.raises(MooringError, match="the agent ended at its start with code 1"):
         await stage.keeper.start()
+
+
+async def test_an_agent_that_does_not_answer_is_said_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(agent_keeper, "_SAY_AFTER_SECONDS", 0.1)
+    polls = 0
+
+    def answers_late() -> bool:
+        nonlocal polls
+        polls += 1
+        return polls > 10
+
+    keeper = AgentKeeper(
+        (sys.executable, "-c", AGENT, str(tmp_path)),
+        environment=os.environ,
+        grace_seconds=10.0,
+        notify=lambda grace_seconds, source, trainers_gone: None,
+        answers=answers_late,
+    )
+    with capture_logs() as logs:
+        await keeper.start()
+    await keeper.end()
+    assert [line["event"] for line in logs] == ["run.agent_not_answering"]
 
 
 async def test_a_drain_ends_with_the_orderly_end_of_an_agent_that_was_told(tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ import grpc
 
 from mooring_agent.core.errors import ErrorKind, MooringError
 from mooring_api.names import ENV_SOCKET, ENV_VOLUME, SOCKET, STATE_DIRECTORY
+from mooring_api.socket_address import socket_address
 from mooring_api.v1 import agent_pb2_grpc
 
 CALL_TIMEOUT_SECONDS = 10.0
@@ -36,7 +37,7 @@ def find_socket(given: str | None) -> str:
 def agent_stub(socket: str) -> Iterator[Any]:
     """A stub for `mooring.v1.Agent`; gRPC's errors come out as MooringErrors."""
     try:
-        with grpc.insecure_channel(f"unix:{socket}") as channel:
+        with grpc.insecure_channel(socket_address(socket)) as channel:
             yield agent_pb2_grpc.AgentStub(channel)  # type: ignore[no-untyped-call]
     except grpc.RpcError as error:
         code = error.code()

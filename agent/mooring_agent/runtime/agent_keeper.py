@@ -20,6 +20,8 @@ from mooring_agent.runtime.exit_codes import exit_code
 
 # A long journal is replayed before the first answer. Only an agent that hangs takes this long.
 _ANSWER_SECONDS: Final = 600.0
+# Silence of a program that was started long ago looks like a hang.
+_SAY_AFTER_SECONDS: Final = 5.0
 _POLL_SECONDS: Final = 0.05
 _HEALTHY_SECONDS: Final = 60.0
 _SHORTEST_PAUSE_SECONDS: Final = 0.5
@@ -183,12 +185,18 @@ class AgentKeeper:
 
     async def _talk(self, process: asyncio.subprocess.Process) -> None:
         """Wait until it answers, then tell it what there is to tell, for as long as it lives."""
-        give_up_at = asyncio.get_running_loop().time() + _ANSWER_SECONDS
+        loop = asyncio.get_running_loop()
+        began = loop.time()
+        has_said = False
         while not await asyncio.to_thread(self._answers):
-            if asyncio.get_running_loop().time() >= give_up_at:
+            silent_seconds = loop.time() - began
+            if silent_seconds >= _ANSWER_SECONDS:
                 log.error("run.agent_silent", seconds=_ANSWER_SECONDS)
                 process.kill()
                 return
+            if silent_seconds >= _SAY_AFTER_SECONDS and not has_said:
+                has_said = True
+                log.warning("run.agent_not_answering", seconds=round(silent_seconds), patience_seconds=_ANSWER_SECONDS)
             await asyncio.sleep(_POLL_SECONDS)
         self._served.set()
         failures = 0

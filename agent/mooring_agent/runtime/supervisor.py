@@ -45,6 +45,7 @@ from mooring_agent.runtime.telemetry import say
 from mooring_agent.runtime.watching import Watching
 from mooring_api import doorbell
 from mooring_api.names import DOORBELL, JOURNAL, STATE_DIRECTORY
+from mooring_api.socket_address import socket_address
 from mooring_api.v1 import agent_pb2, agent_pb2_grpc
 
 # Hashing, pinning, reconciling; apart from them what must never wait: locks, disk, announcements, the journal.
@@ -225,7 +226,7 @@ async def _serve_grpc(service: AgentService, socket: Path) -> AsyncIterator[None
     reflection.enable_server_reflection([name, health.SERVICE_NAME, reflection.SERVICE_NAME], server)
     try:
         _make_way(socket)
-        server.add_insecure_port(f"unix:{socket}")
+        server.add_insecure_port(socket_address(socket))
         await server.start()
         _share(socket)
     except (OSError, RuntimeError) as error:
