@@ -36,6 +36,8 @@ INCOMING_DIRECTORY: Final = "incoming"
 """Half-restored checkpoints; anything found here at start is garbage."""
 RECORDS_DIRECTORY: Final = "records"
 """One JSON file per local checkpoint that is complete: <name>.json, see mooring.records."""
+RESUMED: Final = "resumed.json"
+"""The record of the checkpoint that the last restore on this volume chose: what is being resumed from."""
 RANKS_DIRECTORY: Final = "ranks"
 """Liveness locks: one file per local rank, held with fcntl.lockf while that process lives."""
 DOORBELL: Final = "doorbell"
@@ -44,6 +46,7 @@ DOORBELL: Final = "doorbell"
 # Below <destination prefix>/.mooring/
 COMMITS_DIRECTORY: Final = "commits"
 RESUME_DIRECTORY: Final = "resume"
+DAMAGED_DIRECTORY: Final = "damaged"
 PROBE_DIRECTORY: Final = "probe"
 
 # sun_path is 108 bytes with its terminator.

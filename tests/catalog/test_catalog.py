@@ -2,6 +2,7 @@
 
 from collections.abc import AsyncIterator
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 from tests.fakes.fake_store import FakeStore
@@ -15,12 +16,14 @@ from tests.restore.stored_checkpoints import (
     truncate,
 )
 
+from mooring_agent.adapters.records import resumed_from
 from mooring_agent.catalog import check, list_committed, load, prune
 from mooring_agent.core.errors import ErrorKind, StoreError
 from mooring_agent.core.object_layout import file_key, manifest_key, marker_key, pin_key
 from mooring_agent.core.resume_pin import Pin, encode_pin
 from mooring_agent.core.settings import RetentionSettings
 from mooring_agent.ports import ObjectInfo
+from mooring_agent.restore import restore
 
 DAY = 24 * 3600.0
 
@@ -165,13 +168,57 @@ async def test_each_marker_goes_before_its_data(store: FakeStore) -> None:
         assert own[-1] == manifest_key(info, 0)
 
 
-@pytest.mark.parametrize("what", [what for what in DAMAGE if what != "a flipped byte"])
-async def test_a_damaged_newest_does_not_cost_the_older_good_one(what: str, store: FakeStore) -> None:
+@pytest.mark.parametrize("what", DAMAGE)
+async def test_a_damaged_newest_that_restore_passed_over_does_not_cost_the_older_good_one(
+    what: str, store: FakeStore, tmp_path: Path
+) -> None:
     await store_checkpoint(store, 1)
     await store_checkpoint(store, 2)
-    await DAMAGE[what](store, await store_checkpoint(store, 3))
+    damaged = await store_checkpoint(store, 3)
+    await DAMAGE[what](store, damaged)
+    assert (await resume(store, tmp_path)) == 2
     await prune(store, RetentionSettings(keep_last=1), now=store.now)
     assert [one.step for one in await list_committed(store)] == [3, 2]
+    store.now += 1
+    await store_checkpoint(store, 4)
+    await prune(store, RetentionSettings(keep_last=1), now=store.now)
+    assert await steps_left(store) == [4]
+    assert not [key for key in store.objects if damaged.save in key]
+
+
+async def test_what_a_run_commits_after_it_fell_back_stays_though_the_damaged_one_has_a_higher_step(
+    store: FakeStore, tmp_path: Path
+) -> None:
+    await store_checkpoint(store, 900)
+    await flip_byte(store, file_key(await store_checkpoint(store, 1000), "model-0.safetensors"), 100)
+    # Its rights are to read only: nothing in the bucket says what it found.
+    store.fail("put", ErrorKind.ACCESS_DENIED)
+    assert (await resume(store, tmp_path / "first")) == 900
+    store.now += 100
+    again = await store_checkpoint(store, 950)
+    for resumed in (resumed_from(tmp_path / "first"), ""):
+        await prune(store, RetentionSettings(keep_last=1), now=store.now, resumed_from=resumed, known=[again.save])
+    assert [one.step for one in await list_committed(store)] == [1000, 950]
+    assert (await resume(store, tmp_path / "second")) == 950
+
+
+async def test_the_record_of_what_was_resumed_from_is_that_of_the_last_restore(
+    store: FakeStore, tmp_path: Path
+) -> None:
+    older, newer = [await store_checkpoint(store, step) for step in (1, 2)]
+    assert resumed_from(tmp_path) == ""
+    await resume(store, tmp_path)
+    assert resumed_from(tmp_path) == newer.save
+    await truncate(store, file_key(newer, "model-0.safetensors"))
+    await resume(store, tmp_path)
+    assert resumed_from(tmp_path) == older.save
+
+
+async def resume(store: FakeStore, volume: Path) -> int:
+    """The step that a restore on this volume ends at."""
+    restored = await restore(store, checkpoint_directory=volume / "checkpoints", volume=volume)
+    assert restored is not None
+    return restored.step
 
 
 async def test_what_is_resumed_from_and_what_a_recent_pin_names_stay(store: FakeStore) -> None:

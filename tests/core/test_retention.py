@@ -79,6 +79,13 @@ def test_damaged_newer_ones_do_not_count() -> None:
     assert deleted(plan(found, validated=ids(1))) == set()
 
 
+def test_what_was_committed_last_stays_and_what_it_passed_over_is_no_reason_to_delete() -> None:
+    found = [committed(900), committed(1000, modified_at=NOW - 2 * DAY), committed(950, modified_at=NOW - DAY)]
+    assert deleted(plan(found)) == ids(900)
+    assert deleted(plan(found, keep_last=2)) == set()
+    assert deleted(plan([*found, committed(1050, modified_at=NOW)])) == ids(900, 950, 1000)
+
+
 def test_the_marker_goes_before_the_files_and_these_before_the_manifests() -> None:
     (deletion,) = plan([committed(1), committed(2)]).deletions
     assert [wave[0].split("/")[-1] for wave in deletion.waves] == [
@@ -155,7 +162,7 @@ steps = st.lists(st.integers(0, 30), unique=True, min_size=1, max_size=12)
 def test_whatever_is_listed_the_promises_hold(
     found: list[int], data: st.DataObject, keep_last: int, every: int
 ) -> None:
-    all_committed = [committed(step) for step in found]
+    all_committed = [committed(step, modified_at=NOW - data.draw(st.integers(0, 9)) * DAY) for step in found]
     some = st.sets(st.sampled_from([one.save for one in all_committed]))
     validated, protected = data.draw(some), data.draw(some)
     orphans = [stored(step, f"cccccccc-{step:06d}", NOW - data.draw(st.floats(0, 9)) * DAY) for step in (1, 2)]
@@ -170,12 +177,14 @@ def test_whatever_is_listed_the_promises_hold(
     gone = deleted(result)
     newest = newest_first(all_committed)
     assert newest[0].save not in gone
+    assert max(newest, key=lambda one: one.modified_at).save not in gone
     assert not gone & protected
     assert not validated or validated - gone
     for index, one in enumerate(newest):
         if one.save in gone:
             assert keep_last
-            assert sum(newer.save in validated for newer in newest[:index]) >= keep_last
+            newer = [other for other in newest[:index] if other.save in validated]
+            assert sum(other.modified_at >= one.modified_at for other in newer) >= keep_last
             assert not every or one.step % every
     # Everything is accounted for, exactly once.
     assert sorted([*gone, *(save for save, _ in result.kept)]) == sorted(

@@ -1,20 +1,21 @@
 """Pruning a destination: reads what `core.retention` has to know, and carries out its verdict.
 
 Invariants: nothing is deleted unless two listings agree on what is committed and enough newer checkpoints were checked
-just now; a save that is committed while we look is neither judged nor touched; what a pin of this day names stays.
+just now; a save that is committed while we look is neither judged nor touched; what a pin of this day names stays;
+nothing is deleted because of a save that restore noted as damaged.
 """
 
 from collections import defaultdict
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Final
 
 from mooring_agent.catalog.fan_out import for_each
 from mooring_agent.catalog.reading import committed_save, examine, list_committed
-from mooring_agent.core.object_layout import COMMITS_PREFIX, RESUME_PREFIX
+from mooring_agent.core.object_layout import COMMITS_PREFIX, DAMAGED_PREFIX, RESUME_PREFIX, damage_key
 from mooring_agent.core.restore_choice import CommittedSave
 from mooring_agent.core.resume_pin import decode_pin
-from mooring_agent.core.retention import Deletion, PrunePlan, StoredSave, may_abort_upload, plan_prune
+from mooring_agent.core.retention import Deletion, PrunePlan, StoredSave, may_abort_upload, passed_over, plan_prune
 from mooring_agent.core.settings import RetentionSettings
 from mooring_agent.ports import ObjectInfo, ObjectStore, UploadInfo
 from mooring_api.names import STATE_DIRECTORY
@@ -43,6 +44,7 @@ class _Listing:
     committed: frozenset[str]
     stored: tuple[StoredSave, ...]
     pins: tuple[ObjectInfo, ...]
+    damaged: frozenset[str]
 
 
 async def prune(
@@ -57,9 +59,12 @@ async def prune(
 ) -> PruneReport:
     """Delete what `settings` no longer wants; `core.retention.plan_prune` explains the other arguments."""
     committed = await list_committed(store)
-    validated = await _validated(store, committed, settings.keep_last)
-    listing = await _list_all(store)
     judged = {one.save for one in committed}
+    listing = await _list_all(store)
+    suspects = listing.damaged | passed_over(committed)
+    validated = await _validated(
+        store, [one for one in committed if one.save not in suspects], enough=settings.keep_last
+    )
     late = listing.committed - judged
     protected = {resumed_from, *await _pinned(store, listing.pins, now - settings.orphan_age_seconds)} - {""}
     plan = plan_prune(
@@ -84,12 +89,14 @@ async def prune(
     if not dry_run:
         for deletion in plan.deletions:
             await _delete(store, deletion)
+            if deletion.save in listing.damaged:
+                await store.delete(damage_key(deletion.save))
         for upload in uploads:
             await store.abort_upload(upload.key, upload.upload_id)
     return PruneReport(plan=plan, aborted_uploads=tuple(one.key for one in uploads), dry_run=dry_run)
 
 
-async def _validated(store: ObjectStore, committed: Sequence[CommittedSave], enough: int) -> set[str]:
+async def _validated(store: ObjectStore, committed: Iterable[CommittedSave], *, enough: int) -> set[str]:
     """The newest saves that can be restored as far as sizes and manifests tell; no more than `enough` of them."""
     validated: set[str] = set()
     for one in committed:
@@ -103,6 +110,7 @@ async def _validated(store: ObjectStore, committed: Sequence[CommittedSave], eno
 async def _list_all(store: ObjectStore) -> _Listing:
     committed: set[str] = set()
     pins: list[ObjectInfo] = []
+    damaged: set[str] = set()
     saves: dict[tuple[str, str], list[ObjectInfo]] = defaultdict(list)
     async for one in store.list(""):
         if one.key.startswith(COMMITS_PREFIX):
@@ -110,6 +118,8 @@ async def _list_all(store: ObjectStore) -> _Listing:
             committed |= {marker.save} if marker else set()
         elif one.key.startswith(RESUME_PREFIX):
             pins.append(one)
+        elif one.key.startswith(DAMAGED_PREFIX):
+            damaged.add(one.key.removeprefix(DAMAGED_PREFIX))
         elif not one.key.startswith(f"{STATE_DIRECTORY}/") and one.key.count("/") >= 2:
             name, save, _ = one.key.split("/", 2)
             saves[name, save].append(one)
@@ -123,7 +133,7 @@ async def _list_all(store: ObjectStore) -> _Listing:
         )
         for (name, save), objects in saves.items()
     )
-    return _Listing(committed=frozenset(committed), stored=stored, pins=tuple(pins))
+    return _Listing(committed=frozenset(committed), stored=stored, pins=tuple(pins), damaged=frozenset(damaged))
 
 
 async def _pinned(store: ObjectStore, pins: Sequence[ObjectInfo], since: float) -> set[str]:

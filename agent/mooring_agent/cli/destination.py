@@ -141,8 +141,9 @@ def prune(
 ) -> None:
     """Delete checkpoints at DEST that are no longer wanted.
 
-    And saves that never committed. A checkpoint goes only when --keep-last newer ones are complete; the newest always
-    stays.
+    And saves that never committed. A checkpoint goes only when --keep-last newer ones are complete; the newest and the
+    one committed last always stay. One that restore found damaged, or that was committed before an older one, is no
+    reason to delete another.
     """
     if dry_run == yes:
         raise click.UsageError("give --dry-run to look, or --yes to delete")

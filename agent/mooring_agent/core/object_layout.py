@@ -4,6 +4,7 @@
 <name>/<save>/.mooring/rank-00003.json            rank manifest
 .mooring/commits/<step, 12 digits>.<save>.json    commit marker
 .mooring/resume/<attempt>.json                    the pin: what this attempt resumes from
+.mooring/damaged/<save>                           what restore found wrong with a save: prune does not rely on it
 """
 
 import re
@@ -11,7 +12,7 @@ from typing import Final
 
 from mooring_agent.core.errors import ErrorKind, RequestError
 from mooring_agent.core.model import SaveInfo
-from mooring_api.names import COMMITS_DIRECTORY, PROBE_DIRECTORY, RESUME_DIRECTORY, STATE_DIRECTORY
+from mooring_api.names import COMMITS_DIRECTORY, DAMAGED_DIRECTORY, PROBE_DIRECTORY, RESUME_DIRECTORY, STATE_DIRECTORY
 
 _TOKEN: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._=+-]{0,127}")
 _KEY_LIMIT_BYTES: Final = 1024
@@ -19,6 +20,7 @@ _LONGEST_PREFIX_BYTES: Final = 256
 
 COMMITS_PREFIX: Final = f"{STATE_DIRECTORY}/{COMMITS_DIRECTORY}/"
 RESUME_PREFIX: Final = f"{STATE_DIRECTORY}/{RESUME_DIRECTORY}/"
+DAMAGED_PREFIX: Final = f"{STATE_DIRECTORY}/{DAMAGED_DIRECTORY}/"
 PROBE_PREFIX: Final = f"{STATE_DIRECTORY}/{PROBE_DIRECTORY}/"
 
 
@@ -88,3 +90,7 @@ def parse_marker_key(key: str) -> tuple[int, str] | None:
 
 def pin_key(attempt: str) -> str:
     return f"{RESUME_PREFIX}{attempt}.json"
+
+
+def damage_key(save: str) -> str:
+    return f"{DAMAGED_PREFIX}{save}"

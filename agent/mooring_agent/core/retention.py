@@ -1,12 +1,13 @@
 """What may be deleted, and never the last good one.
 
 Owns the verdict over a whole listing; deletes nothing itself. Invariants: a committed save goes only when `keep_last`
-newer ones were validated, so the newest and the only valid one always stay; its marker goes before its data, so no
-reader ever sees a marker whose data is going; what carries no proof of being a save of ours is left alone.
+newer ones justify it, each of them validated and none passed over, so the newest by step, the one committed last and
+the only valid one always stay; its marker goes before its data, so no reader ever sees a marker whose data is going;
+what carries no proof of being a save of ours is left alone.
 """
 
 import re
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -55,6 +56,21 @@ def is_live(save: str, live: Collection[str]) -> bool:
     return save in live or save.rpartition("-")[0] in live
 
 
+def passed_over(committed: Iterable[CommittedSave]) -> set[str]:
+    """Saves that are newer than one which was committed after them.
+
+    So a run went on from an older one, perhaps because these cannot be restored, though their sizes are right. They may
+    be kept, but nothing is deleted because of them: what is committed last has only such saves before it, and stays.
+    """
+    found: set[str] = set()
+    last_commit_at = 0.0
+    for one in reversed(newest_first(committed)):
+        if one.modified_at < last_commit_at:
+            found.add(one.save)
+        last_commit_at = max(last_commit_at, one.modified_at)
+    return found
+
+
 def plan_prune(
     committed: Sequence[CommittedSave],
     stored: Sequence[StoredSave],
@@ -68,7 +84,8 @@ def plan_prune(
 ) -> PrunePlan:
     """The verdict over one listing. All collections hold save ids; `live` may hold attempts too.
 
-    `validated`: marker, manifests and sizes were checked and agree. `protected`: being resumed from.
+    `validated`: marker, manifests and sizes were checked and agree, and no restore found it damaged. `protected`: being
+    resumed from.
     `known`: known to be committed from elsewhere; if the listing lacks one, the listing is not to be trusted.
     """
     listed = {one.save for one in committed}
@@ -80,6 +97,7 @@ def plan_prune(
     data = {one.save: one for one in stored}
     deletions: list[Deletion] = []
     kept: list[tuple[str, str]] = []
+    justifying = set(validated) - passed_over(committed)
     newer_validated = 0
     for one in newest_first(committed):
         reason = _why_keep(one, settings, newer_validated, protected, live)
@@ -87,7 +105,7 @@ def plan_prune(
             kept.append((one.save, reason))
         else:
             deletions.append(_deletion(one.key, one.save, data.get(one.save), f"{settings.keep_last} newer are valid"))
-        newer_validated += one.save in validated
+        newer_validated += one.save in justifying
     newest_commit_at = max(one.modified_at for one in committed)
     for orphan in stored:
         if orphan.save in listed:

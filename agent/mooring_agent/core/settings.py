@@ -64,7 +64,7 @@ class DiskSettings:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RetentionSettings:
-    """Which committed checkpoints stay in the bucket. The newest valid one always does."""
+    """Which committed checkpoints stay in the bucket. The newest valid one and the last committed always do."""
 
     keep_last: Annotated[int, "Keep this many newest committed checkpoints; 0: keep all."] = 0
     keep_every_steps: Annotated[int, "Besides, keep those whose step is a multiple of this; 0: none."] = 0

@@ -1,8 +1,9 @@
 """`mooring restore`: what runs before the trainer does.
 
 Invariants: nothing appears under a checkpoint's name before every byte of it is verified and on disk; damage to one
-checkpoint leads to the next older one and is said, trouble with the store or the disk leads to an error; "nothing to
-resume from" is an answer only when the destination was read and has no commit marker, or when the pin says it.
+checkpoint leads to the next older one, is said, and is noted for prune; trouble with the store or the disk leads to an
+error; "nothing to resume from" is an answer only when the destination was read and has no commit marker, or when the
+pin says it.
 """
 
 import asyncio
@@ -18,7 +19,7 @@ import structlog
 from mooring_agent.catalog import CommittedCheckpoint, list_committed, load
 from mooring_agent.catalog.reading import DAMAGE
 from mooring_agent.core.errors import ErrorKind, StoreError
-from mooring_agent.core.object_layout import check_token
+from mooring_agent.core.object_layout import check_token, damage_key
 from mooring_agent.core.restore_choice import CommittedSave, GiveUp, StartFresh, Take, choose
 from mooring_agent.core.resume_pin import Pin
 from mooring_agent.ports import ObjectStore
@@ -136,8 +137,16 @@ class _InitStep:
                             raise
                         self._failures[candidate.save] = str(error)
                         _log.warning("restore_passes_over", step=candidate.step, save=candidate.save, reason=str(error))
+                        await self._note_damage(candidate.save, str(error))
                 case _:
                     assert_never(choice)
+
+    async def _note_damage(self, save: str, reason: str) -> None:
+        """So that prune deletes nothing because of it. Restore does without the right to write."""
+        try:
+            await self._store.put(damage_key(save), f"{reason}\n".encode())
+        except StoreError as error:
+            _log.warning("restore_cannot_note_damage", save=save, error=str(error))
 
     async def _gather_one(self, candidate: CommittedSave) -> tuple[CommittedCheckpoint, bool]:
         checkpoint = await load(self._store, candidate)

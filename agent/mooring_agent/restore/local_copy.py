@@ -1,8 +1,9 @@
 """Checkpoints that are whole on the local volume: their records, and putting one in its place.
 
-Owns `<volume>/.mooring/records/` and the way from `incoming/` to the checkpoint directory. Invariants: a record is
-written after its checkpoint is whole and in place, and removed before that place changes; a folder of that name which
-another save left is moved aside first and removed last. All functions block. They raise VolumeError only.
+Owns `<volume>/.mooring/records/`, the record of what was resumed from, and the way from `incoming/` to the checkpoint
+directory. Invariants: a record is written after its checkpoint is whole and in place, and removed before that place
+changes; a folder of that name which another save left is moved aside first and removed last. All functions block. They
+raise VolumeError only.
 """
 
 import json
@@ -16,7 +17,7 @@ from mooring_agent.adapters.volume.errors import volume_error
 from mooring_agent.catalog import CommittedCheckpoint, StoredFile
 from mooring_agent.core.errors import ErrorKind, VolumeError
 from mooring_agent.core.model import Fingerprint, Region
-from mooring_api.names import INCOMING_DIRECTORY, RECORDS_DIRECTORY, STATE_DIRECTORY
+from mooring_api.names import INCOMING_DIRECTORY, RECORDS_DIRECTORY, RESUMED, STATE_DIRECTORY
 
 _REPLACED_SUFFIX: Final = ".replaced"
 
@@ -28,6 +29,7 @@ class LocalCopies:
         self._checkpoints = checkpoint_directory
         self._incoming = volume / STATE_DIRECTORY / INCOMING_DIRECTORY
         self._records = volume / STATE_DIRECTORY / RECORDS_DIRECTORY
+        self._resumed = volume / STATE_DIRECTORY / RESUMED
 
     def prepare(self) -> None:
         """Make the folders, and remove what an earlier restore left half-made."""
@@ -89,7 +91,10 @@ class LocalCopies:
             raise volume_error(error, f"putting {place} in its place") from error
 
     def record(self, checkpoint: CommittedCheckpoint) -> None:
-        """Say that the checkpoint in place is whole and committed; the client reads this."""
+        """Say that the checkpoint in place is whole and committed, and what this volume resumes from.
+
+        The client reads the former, the agent the latter.
+        """
         info = checkpoint.marker.info
         record = {
             "name": info.name,
@@ -101,8 +106,11 @@ class LocalCopies:
             "committed": True,
             "files": [{"path": file.entry.path, "size": file.entry.size_bytes} for file in checkpoint.files],
         }
+        encoded = json.dumps(record, sort_keys=True).encode() + b"\n"
         try:
-            write_durably(self._record_path(checkpoint), json.dumps(record, sort_keys=True).encode() + b"\n")
+            # First: what is trained from must not be pruned.
+            write_durably(self._resumed, encoded)
+            write_durably(self._record_path(checkpoint), encoded)
         except OSError as error:
             raise volume_error(error, f"writing {self._record_path(checkpoint)}") from error
 
