@@ -12,9 +12,12 @@ from tests.regions import make_file, region_of
 from mooring_agent.adapters.checksum import region_checksum
 from mooring_agent.adapters.filesystem_store import parse_directory
 from mooring_agent.adapters.open_store import open_store
+from mooring_agent.adapters.rate_limit import RateLimiter
 from mooring_agent.core.errors import ErrorKind, MooringError, StoreError
 from mooring_agent.core.settings import MIB, StoreSettings
 from mooring_agent.ports import ObjectStore
+
+WAIT_SECONDS = 20.0
 
 
 @pytest.fixture
@@ -145,6 +148,36 @@ async def test_leftovers_of_a_crash_are_swept_when_they_are_old(store: ObjectSto
     await store.probe()
 
     assert [path.name for path in uploads.iterdir()] == ["put-new"]
+
+
+async def test_a_cancelled_upload_ends_although_all_threads_hang_in_a_dead_mount(root: Path, tmp_path: Path) -> None:
+    region = region_of(make_file(tmp_path / "file", 4 * MIB))
+    async with open_store(StoreSettings(destination=f"file://{root}"), limiter=RateLimiter(1000)) as store:
+        uploading = asyncio.create_task(store.put_region("a", region, region_checksum(region)))
+        async with asyncio.timeout(WAIT_SECONDS):
+            while sizes_of(root, ".mooring/uploads/put-*") in (set(), {0}):  # noqa: ASYNC110 - threads change it
+                await asyncio.sleep(0.01)
+        # Whoever opens a pipe to read waits until somebody opens it to write.
+        os.mkfifo(root / "dead")
+        with (tmp_path / "into").open("wb") as into:
+            reading = [
+                asyncio.create_task(
+                    store.get_into("dead", offset_bytes=0, size_bytes=1, etag="", descriptor=into.fileno())
+                )
+                for _ in range(8)
+            ]
+            await asyncio.sleep(0)
+            uploading.cancel()
+            await asyncio.wait({uploading}, timeout=WAIT_SECONDS)
+            ended = uploading.done()
+            writer = os.open(root / "dead", os.O_RDWR)
+            await asyncio.wait(reading)
+            os.close(writer)
+            # When the mount is back it tidies up all the same.
+            async with asyncio.timeout(WAIT_SECONDS):
+                while files_below(root):  # noqa: ASYNC110 - threads change it
+                    await asyncio.sleep(0.01)
+    assert ended
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can mount a small filesystem")

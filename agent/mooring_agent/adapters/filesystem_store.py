@@ -76,7 +76,8 @@ class FilesystemStore:
             await self._copy(key, aside, region, checksum, 0)
             return await self._run(key, partial(self._objects.publish, aside, key))
         finally:
-            await asyncio.shield(self._run(key, partial(aside.unlink, missing_ok=True)))
+            # Not waited for: a cancelled put must end although all threads hang in a dead mount.
+            self._executor.submit(aside.unlink, missing_ok=True)
 
     async def create_upload(self, key: str) -> str:
         return await self._run(key, partial(self._objects.create_upload, key))
@@ -154,7 +155,8 @@ class FilesystemStore:
                 await self._run(key, partial(_write_piece, target, piece, position))
                 position += len(piece)
         finally:
-            await asyncio.shield(loop.run_in_executor(self._executor, file.close))
+            # Not waited for, as above.
+            self._executor.submit(file.close)
 
     async def _run(self, key: str, function: Callable[[], _Result]) -> _Result:
         """In a thread, bounded, with errors in our words. A thread that hangs in a dead mount is left behind."""

@@ -5,6 +5,7 @@ import contextlib
 import errno
 import os
 import signal
+import threading
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -28,6 +29,7 @@ from mooring_agent.core.commands import Command, Exit, RingDoorbell
 from mooring_agent.core.errors import ErrorKind, MooringError, VolumeError
 from mooring_agent.core.events import Exited, Started
 from mooring_agent.core.settings import Settings
+from mooring_agent.ports import Clock
 from mooring_agent.runtime import heap
 from mooring_agent.runtime.announcements import Announcements
 from mooring_agent.runtime.dispatcher import Dispatcher
@@ -54,6 +56,7 @@ _SENSES: Final = 2
 _PAUSE_AFTER_FAILURE_SECONDS: Final = 1.0
 _SOCKET_MODE: Final = 0o660
 _STOP_SERVING_SECONDS: Final = 0.2
+_CLOSING_SECONDS: Final = 2.0
 
 log = structlog.get_logger("mooring.agent")
 
@@ -130,31 +133,34 @@ async def run_agent(settings: Settings, *, fresh: bool = False, parent_pid: int 
         ]
         if watching is not None:
             forever.append(watching.run)
-        exit_command = await _live(engine, dispatcher, forever, leaving)
-        # Said before anything is closed: closing takes time, and SIGKILL may be near.
-        _say_goodbye(exit_command)
-        await engine.close(Exited(at=clock.now()))
-    return exit_command.code
+        return await _live(engine, dispatcher, clock, forever, leaving)
 
 
 async def _live(
     engine: Engine,
     dispatcher: Dispatcher,
+    clock: Clock,
     forever: Sequence[Callable[[], Coroutine[None, None, None]]],
     leaving: "asyncio.Future[Exit]",
-) -> Exit:
-    """Everything that runs for as long as the agent does; ends with the core's Exit."""
+) -> int:
+    """Everything that runs for as long as the agent does; ends with the exit code of the core's Exit."""
     async with asyncio.TaskGroup() as tasks:
 
         def dispatch(command: Command) -> None:
             dispatcher.dispatch(tasks, command)
 
-        running = [tasks.create_task(engine.run(dispatch)), *(tasks.create_task(_kept_going(one)) for one in forever)]
+        deciding = tasks.create_task(engine.run(dispatch))
+        senses = [tasks.create_task(_kept_going(one)) for one in forever]
         exit_command = await leaving
-        for task in running:
+        _bound_the_closing(exit_command.code)
+        # Said before anything is ended or closed: that takes time, and SIGKILL may be near.
+        _say_goodbye(exit_command)
+        for task in (deciding, *senses):
             task.cancel()
         dispatcher.cancel_all()
-    return exit_command
+        await asyncio.wait({deciding})
+        await engine.close(Exited(at=clock.now()))
+    return exit_command.code
 
 
 async def _kept_going(work: Callable[[], Coroutine[None, None, None]]) -> None:
@@ -268,6 +274,13 @@ def _signals() -> Iterator["asyncio.Queue[str]"]:
     finally:
         for number in wanted:
             loop.remove_signal_handler(number)
+
+
+def _bound_the_closing(code: int) -> None:
+    """The process ends although something hangs: a thread in a dead mount, say, or whoever reads our log."""
+    last_resort = threading.Timer(_CLOSING_SECONDS, os._exit, (code,))
+    last_resort.daemon = True
+    last_resort.start()
 
 
 def _say_goodbye(command: Exit) -> None:
