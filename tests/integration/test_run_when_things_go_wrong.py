@@ -154,6 +154,118 @@ while not Path(os.environ["MAY_END"]).exists() and time.monotonic() < deadline:
 """
 
 
+SAYS_WHAT_IT_IS_SENT = """
+import os, signal, time
+from pathlib import Path
+NUMBERS = (signal.SIGINT, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2)
+for number in NUMBERS:
+    signal.signal(number, lambda number, frame: print("got", signal.Signals(number).name, flush=True))
+print("ready", flush=True)
+deadline = time.monotonic() + 60
+while not Path(os.environ["MAY_END"]).exists() and time.monotonic() < deadline:
+    time.sleep(0.02)
+"""
+IN_A_TERMINAL = """
+import os, sys
+if sys.argv[1] == "in the foreground":
+    os.setsid()
+    os.open(sys.argv[2], os.O_RDWR)
+else:
+    os.dup2(os.open(sys.argv[2], os.O_RDWR | os.O_NOCTTY), 0)
+os.execvp(sys.argv[3], sys.argv[3:])
+"""
+
+
+@contextmanager
+def run_that_says_what_it_is_sent(tmp_path: Path, *prefix: str) -> Iterator[RunProcess]:
+    """Once its program is ready; it must end well."""
+    may_end = tmp_path / "may-end"
+    command = (sys.executable, "-c", SAYS_WHAT_IT_IS_SENT)
+    options: dict[str, Any] = {"command": command, "trainer": {"MAY_END": may_end}, "prefix": prefix}
+    with RunProcess(tmp_path / "volume", f"file://{tmp_path}/store", **options) as run:
+        wait_until(lambda: "ready\n" in run.output(), 30, "the program runs")
+        yield run
+        may_end.touch()
+        assert run.wait() == 0, run.output()
+
+
+def send(run: RunProcess, number: signal.Signals) -> None:
+    """To the runner; until the program has got it."""
+    run.signal(number)
+    wait_until(lambda: f"got {number.name}\n" in run.output(), 10, f"the program gets {number.name}")
+
+
+def test_a_signal_whose_meaning_is_the_programs_own_reaches_it_and_nobody_else(tmp_path: Path) -> None:
+    with run_that_says_what_it_is_sent(tmp_path) as run:
+        agent_pid = run.agent_pid()
+        assert agent_pid is not None
+        for number in (signal.SIGUSR1, signal.SIGUSR2):
+            # As Slurm does it: to every process of the job.
+            os.kill(agent_pid, number)
+            send(run, number)
+        send(run, signal.SIGQUIT)
+    assert not ends_of(run)
+    assert not run.log("termination.noticed")
+
+
+def test_a_program_that_dies_of_a_passed_on_signal_ends_the_run_with_its_code(tmp_path: Path) -> None:
+    with RunProcess(tmp_path / "volume", f"file://{tmp_path}/store") as run:
+        run.wait_steps(2)
+        children = list(run.children())
+        run.signal(signal.SIGUSR1)
+        assert run.wait() == 128 + signal.SIGUSR1, run.output()
+    assert not [pid for pid in children if Path(f"/proc/{pid}").exists()]
+
+
+@pytest.fixture
+def terminal() -> Iterator[tuple[int, str]]:
+    """The keyboard's end of a terminal, and the path of the other one."""
+    keyboard, other_end = os.openpty()
+    try:
+        yield keyboard, os.ttyname(other_end)
+    finally:
+        os.close(keyboard)
+        os.close(other_end)
+
+
+def test_ctrl_c_in_a_terminal_reaches_the_program_once_although_its_stdin_is_elsewhere(
+    tmp_path: Path, terminal: tuple[int, str]
+) -> None:
+    keyboard, path = terminal
+    with run_that_says_what_it_is_sent(tmp_path, sys.executable, "-c", IN_A_TERMINAL, "in the foreground", path) as run:
+        os.write(keyboard, b"\x03")
+        wait_until(lambda: bool(run.log("run.signal")), 10, "the runner has got it too")
+        send(run, signal.SIGUSR1)
+    assert run.output().count("got SIGINT\n") == 1
+
+
+def test_a_sigint_to_a_run_in_the_background_reaches_the_program(tmp_path: Path, terminal: tuple[int, str]) -> None:
+    prefix = (sys.executable, "-c", IN_A_TERMINAL, "in the background", terminal[1])
+    with run_that_says_what_it_is_sent(tmp_path, *prefix) as run:
+        send(run, signal.SIGINT)
+
+
+def runs(pid: int) -> bool:
+    """A process that ended and was adopted by somebody who does not wait for it has no command line any more."""
+    try:
+        return bool(Path(f"/proc/{pid}/cmdline").read_bytes())
+    except OSError:
+        return False
+
+
+def test_a_runner_that_was_killed_leaves_no_training_behind_and_no_step_unsaved(
+    rclone_bucket: Bucket, tmp_path: Path
+) -> None:
+    options: dict[str, Any] = {"endpoint_url": rclone_bucket.endpoint_url, "grace_seconds": 20}
+    with RunProcess(tmp_path / "volume", rclone_bucket.destination, **options) as run:
+        run.wait_steps(3)
+        children = list(run.children())
+        run.process.kill()
+        wait_until(lambda: not any(map(runs, children)), 60, "its children end")
+    (marker,) = BucketView(rclone_bucket).markers()
+    assert int(Path(marker).name.split(".")[0]) == run.steps()[-1][0]
+
+
 def test_a_notice_that_came_while_the_agent_was_away_reaches_the_next_one(tmp_path: Path) -> None:
     volume, may_end = tmp_path / "volume", tmp_path / "may-end"
     command = (sys.executable, "-c", WAITS_FOR_A_FILE)

@@ -1,6 +1,7 @@
 """`mooring agent`: the sidecar's own command."""
 
 import os
+import signal
 from typing import Any
 
 import click
@@ -22,6 +23,9 @@ def agent(fresh: bool, parent_pid: int | None, **options: Any) -> None:
 
     It ends when it is terminated and what fits into the grace period is durable.
     """
+    # Slurm sends them to every process of a job, and means the trainer.
+    for number in (signal.SIGUSR1, signal.SIGUSR2):
+        signal.signal(number, signal.SIG_IGN)
     with errors_reported():
         settings = settings_from(options)
         # Imported here: the other commands shall not wait for the whole agent to load.

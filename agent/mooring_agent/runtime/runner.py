@@ -2,11 +2,13 @@
 
 Restores first, then runs the program beside its agent, passes signals on, and waits for the drain. Signals are heard
 from the first moment: before the program runs they end the run, while it runs they are the program's, and afterwards
-they hurry the drain. The agent has a session of its own, so that a Ctrl-C in a terminal reaches the program alone.
+those that mean an end hurry the drain. The agent has a session of its own, so that a Ctrl-C in a terminal reaches the
+program alone. When this runner is killed, the agent notices and has the trainers save and leave.
 """
 
 import asyncio
 import contextlib
+import os
 import signal
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -20,6 +22,12 @@ from mooring_agent.runtime.agent_keeper import AgentKeeper, Notify
 from mooring_agent.runtime.exit_codes import exit_code
 
 _RESTORE_END_SECONDS: Final = 10.0
+_NOTICES: Final = frozenset({signal.SIGTERM, signal.SIGHUP})
+"""The machine is going away; the agent hears it at once."""
+_TYPED: Final = frozenset({signal.SIGINT, signal.SIGQUIT})
+"""From a keyboard, mostly: the program may well go on."""
+_PROGRAMS_OWN: Final = frozenset({signal.SIGUSR1, signal.SIGUSR2})
+"""They mean what the program makes of them, such as `sbatch --signal=USR1@90`; without a handler it dies of them."""
 _MOORING: Final = (sys.executable, "-m", "mooring_agent")
 
 log = structlog.get_logger("mooring.run")
@@ -69,7 +77,7 @@ class Runner:
 
     def _listen(self) -> None:
         loop = asyncio.get_running_loop()
-        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+        for number in _NOTICES | _TYPED | _PROGRAMS_OWN:
             # Ignored by whoever started us, as nohup does: so it is meant, for the program too.
             if signal.getsignal(number) is not signal.SIG_IGN:
                 loop.add_signal_handler(number, self._take, number)
@@ -80,13 +88,12 @@ class Runner:
             if not self._interrupted.done():
                 self._interrupted.set_result(number)
         elif self._program.returncode is None:
-            # In a terminal the program has got its Ctrl-C already.
-            if number is not signal.SIGINT or not sys.stdin.isatty():
+            if number not in _TYPED or not _hears_the_terminal(self._program.pid):
                 with contextlib.suppress(ProcessLookupError):
                     self._program.send_signal(number)
-            if number is not signal.SIGINT:
+            if number in _NOTICES:
                 self._agent.notice(f"runner {number.name}")
-        else:
+        elif number not in _PROGRAMS_OWN:
             # Nobody trains any more; hurry the agent.
             self._agent.notice(f"runner {number.name}")
         log.info("run.signal", signal=number.name)
@@ -138,3 +145,17 @@ class Runner:
             # It came while the program was being started.
             self._take(self._interrupted.result())
         return exit_code(await self._program.wait())
+
+
+def _hears_the_terminal(pid: int) -> bool:
+    """Whether the terminal sends what is typed, Ctrl-C or Ctrl-\\, to that process and to us alike."""
+    try:
+        terminal = os.open("/dev/tty", os.O_RDONLY | os.O_NOCTTY | os.O_CLOEXEC)
+    except OSError:
+        return False
+    try:
+        return os.tcgetpgrp(terminal) == os.getpgrp() == os.getpgid(pid)
+    except OSError:
+        return False
+    finally:
+        os.close(terminal)
