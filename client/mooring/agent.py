@@ -5,6 +5,7 @@ checkpoints lie. With no socket there is no agent, and gRPC is never imported.
 """
 
 import logging
+import time
 from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
@@ -16,6 +17,8 @@ if TYPE_CHECKING:
     from mooring.channel import Admission, Channel
 
 _log: Final = logging.getLogger("mooring")
+RETRY_SECONDS: Final = 30.0
+"""How long an agent that went away is not looked for between two saves."""
 
 
 class Agent:
@@ -28,6 +31,7 @@ class Agent:
         self._channel: Channel | None = None
         self._registered = False
         self._missed = False
+        self._look_at = 0.0
         self.terminating = False
         """The agent knew of a termination notice when it last got to know us."""
         if socket is None:
@@ -38,6 +42,18 @@ class Agent:
 
             self._channel = channel.Channel(socket)
             self._register(self._channel)
+
+    @property
+    def away(self) -> bool:
+        """It did not answer when it was last spoken to."""
+        return self._missed
+
+    def is_back(self) -> bool:
+        """Whether an agent that was away answers again; asks it now and then only, and for a second at most."""
+        if self._channel is None or not self._missed or time.monotonic() < self._look_at:
+            return False
+        self._register(self._channel)
+        return not self._missed
 
     def begin_save(self, *, step: int, kind: Kind) -> "Admission | None":
         """None when the agent is away."""
@@ -89,6 +105,8 @@ class Agent:
             self._ensure_registered(channel)
         except AgentError as error:
             self._failed(error)
+            return
+        self._answered()
 
     def _ensure_registered(self, channel: "Channel") -> None:
         if not self._registered:
@@ -101,6 +119,7 @@ class Agent:
             return
         # It may be another one when it is back.
         self._registered = False
+        self._look_at = time.monotonic() + RETRY_SECONDS
         if not self._missed:
             self._missed = True
             _log.warning("agent away, checkpoints stay on the local disk: error=%s hint=%s", error, error.hint)

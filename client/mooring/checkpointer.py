@@ -12,7 +12,7 @@ import secrets
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final
 
@@ -98,6 +98,8 @@ class Checkpointer:
         if self._stopping or step < 0:
             return False
         ask = self._gate.at(step)
+        if self._unannounced is not None and ask is not Ask.STOP and self._agent.is_back():
+            self._announce(self._unannounced, urgent=False)
         if ask is Ask.NOTHING and (every < 1 or step < 1 or step % every or step == self._last_step):
             return False
         return self._admit(int(step), _kind_for(ask))
@@ -165,7 +167,11 @@ class Checkpointer:
         # Not of the agent's form: it counts by itself, and no id may come twice.
         own = _Begun(step=step, save=f"{self._nonce}-c{self._counter:06d}", admitted_by_agent=False)
         self._tell_notice()
+        was_away = self._agent.away
         admission = self._agent.begin_save(step=step, kind=kind)
+        if admission is not None and was_away and self._unannounced is not None and kind is not Kind.JUST_IN_TIME:
+            # The agent is back, and has time for it while the next one is written.
+            self._announce(self._unannounced, urgent=False)
         if admission is None:
             self._begun = own
         elif admission.admitted:
@@ -229,6 +235,12 @@ class Checkpointer:
             path=self._local.path(record.name), step=record.step, kind=record.kind, save=record.save, urgent=urgent
         )
         self._unannounced = None if announced else record
+        if announced:
+            try:
+                self._local.record(replace(record, announced=True))
+            except OSError as error:
+                # Its record still asks for an agent, and the agent knows it already.
+                _log.debug("announcement not recorded: name=%s error=%s", record.name, error)
         return announced
 
     def _tell_notice(self) -> None:

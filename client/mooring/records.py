@@ -36,7 +36,11 @@ class RecordedFile:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Record:
-    """A complete local checkpoint. `saved_at` is unix seconds; `committed` that it came from the destination."""
+    """A complete local checkpoint. `saved_at` is unix seconds.
+
+    `committed`: it came from the destination. `announced`: an agent has it. With neither, an agent that was away takes
+    it up by this record.
+    """
 
     name: str
     step: int
@@ -46,6 +50,7 @@ class Record:
     saved_at: float
     files: tuple[RecordedFile, ...]
     committed: bool = False
+    announced: bool = False
 
     @property
     def order(self) -> tuple[int, float]:
@@ -121,6 +126,8 @@ def _encode(record: Record) -> bytes:
     }
     if record.committed:
         value["committed"] = True
+    if record.announced:
+        value["announced"] = True
     return json.dumps(value, ensure_ascii=False).encode() + b"\n"
 
 
@@ -135,6 +142,7 @@ def _decode(path: Path) -> Record:
         saved_at=float(value["saved_at"]),
         files=tuple(RecordedFile(path=str(file["path"]), size_bytes=int(file["size"])) for file in value["files"]),
         committed=bool(value.get("committed", False)),
+        announced=bool(value.get("announced", False)),
     )
     # The name becomes a path that rotation may delete.
     if f"{record.name}{_SUFFIX}" != path.name:

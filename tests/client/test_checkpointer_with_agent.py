@@ -15,8 +15,11 @@ import pytest
 from tests.client import agent_server
 from tests.client.agent_server import AgentServer, serving
 
+import mooring.agent
 from mooring import Checkpointer
+from mooring.agent import RETRY_SECONDS
 from mooring.channel import ANNOUNCE_SECONDS, CALL_SECONDS
+from mooring.records import read_records
 from mooring_api import doorbell, names
 from mooring_api.v1 import agent_pb2
 
@@ -134,13 +137,12 @@ def test_no_save_id_is_ever_used_twice_when_the_agent_comes_and_goes(make_checkp
     for step in (2, 4):
         with serving(path, AgentServer()) as agent:
             save(checkpointer, step)
-            seen += [request.save for request in agent.requests("AnnounceCheckpoint")]
             agent.refuse_with = grpc.StatusCode.INTERNAL
             save(checkpointer, step + 1)
-            seen += [request.save for request in agent.requests("AnnounceCheckpoint")[1:]]
-    assert len(seen) == 4
+            seen += [request.save for request in agent.requests("AnnounceCheckpoint")]
+    assert len(seen) == 5
     own = [name for name in seen if "-c" in name]
-    assert len(own) == len(set(own)) == 2
+    assert len(own) == len(set(own)) == 3
 
 
 def test_an_agent_that_refuses_costs_a_line_and_no_training(
@@ -176,8 +178,68 @@ def test_an_agent_that_comes_later_gets_to_know_the_process_and_the_last_checkpo
     save(checkpointer, 1)
     with serving(volume / names.STATE_DIRECTORY / names.SOCKET, AgentServer()) as agent:
         save(checkpointer, 2)
-        assert [method for method, _ in agent.calls] == ["Register", "BeginSave", "AnnounceCheckpoint"]
+        assert [method for method, _ in agent.calls] == ["Register", "BeginSave", *["AnnounceCheckpoint"] * 2]
+        assert [request.step for request in agent.requests("AnnounceCheckpoint")] == [1, 2]
     assert "agent back" in caplog.messages
+
+
+def test_a_checkpoint_that_was_not_announced_is_announced_at_a_step_when_the_agent_is_back(
+    make_checkpointer: Make, volume: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    checkpointer = make_checkpointer()
+    monkeypatch.setattr(mooring.agent, "RETRY_SECONDS", 0.0)
+    save(checkpointer, 1)
+    save(checkpointer, 2)
+    with serving(volume / names.STATE_DIRECTORY / names.SOCKET, AgentServer()) as agent:
+        assert not any(checkpointer.should_save(step, every=100) for step in range(3, 9))
+        assert [method for method, _ in agent.calls] == ["Register", "AnnounceCheckpoint"]
+        (announce,) = agent.requests("AnnounceCheckpoint")
+        checkpointer.finish()
+        assert len(agent.calls) == 2
+    assert announce.step == 2
+    assert [record.announced for record in read_records(volume / ".mooring/records")] == [True, False]
+
+
+def test_steps_wait_for_an_agent_that_hangs_once_in_a_back_off_period(
+    agent: AgentServer, make_checkpointer: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = 1000.0
+    monkeypatch.setattr(time, "monotonic", lambda: now)
+    checkpointer = make_checkpointer()
+    agent.answering.clear()
+    save(checkpointer, 1)
+    agent.calls.clear()
+    for period in range(1, 3):
+        now += RETRY_SECONDS
+        assert not any(checkpointer.should_save(100 * period + step, every=10_000) for step in range(50))
+        assert [method for method, _ in agent.calls] == ["Register"] * period
+    agent.answering.set()
+    now += RETRY_SECONDS
+    assert not checkpointer.should_save(9000, every=10_000)
+    assert [method for method, _ in agent.calls[2:]] == ["Register", "AnnounceCheckpoint"]
+
+
+def test_what_the_agent_refused_is_not_announced_at_steps_or_beside_later_saves(
+    agent: AgentServer, make_checkpointer: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(mooring.agent, "RETRY_SECONDS", 0.0)
+    checkpointer = make_checkpointer()
+    agent.refuse_with = grpc.StatusCode.INVALID_ARGUMENT
+    save(checkpointer, 1)
+    agent.refuse_with = None
+    assert not checkpointer.should_save(2, every=100)
+    save(checkpointer, 3)
+    assert [request.step for request in agent.requests("AnnounceCheckpoint")] == [1, 3]
+
+
+def test_a_just_in_time_save_waits_for_nothing_older(make_checkpointer: Make, volume: Path) -> None:
+    checkpointer = make_checkpointer()
+    save(checkpointer, 1)
+    with serving(volume / names.STATE_DIRECTORY / names.SOCKET, AgentServer()) as agent:
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert checkpointer.should_save(2)
+        save(checkpointer, 2)
+        assert [request.step for request in agent.requests("AnnounceCheckpoint")] == [2]
 
 
 def test_a_checkpoint_that_was_not_announced_is_announced_at_the_end(make_checkpointer: Make, volume: Path) -> None:

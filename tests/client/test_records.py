@@ -8,7 +8,7 @@ import pytest
 from mooring.records import Kind, Record, RecordedFile, read_records, remove_record, write_record
 
 
-def record(step: int, *, saved_at: float = 1.0, committed: bool = False) -> Record:
+def record(step: int, *, saved_at: float = 1.0, committed: bool = False, announced: bool = False) -> Record:
     return Record(
         name=f"checkpoint-{step}",
         step=step,
@@ -18,13 +18,14 @@ def record(step: int, *, saved_at: float = 1.0, committed: bool = False) -> Reco
         saved_at=saved_at,
         files=(RecordedFile(path="deep/ä.pt", size_bytes=3),),
         committed=committed,
+        announced=announced,
     )
 
 
-@pytest.mark.parametrize("committed", [False, True])
-def test_a_record_reads_back_as_it_was_written(tmp_path: Path, committed: bool) -> None:
-    write_record(tmp_path / "records", record(5, committed=committed))
-    assert read_records(tmp_path / "records") == [record(5, committed=committed)]
+@pytest.mark.parametrize("fields", [{}, {"committed": True}, {"announced": True}])
+def test_a_record_reads_back_as_it_was_written(tmp_path: Path, fields: dict[str, bool]) -> None:
+    write_record(tmp_path / "records", record(5, **fields))
+    assert read_records(tmp_path / "records") == [record(5, **fields)]
     assert [path.name for path in (tmp_path / "records").iterdir()] == ["checkpoint-5.json"]
 
 

@@ -20,6 +20,7 @@ from mooring_agent.core.settings import Settings
 from mooring_agent.ports import Clock
 from mooring_agent.runtime.engine import Engine
 from mooring_agent.runtime.presence import Presence
+from mooring_agent.runtime.rescue import Rescue
 from mooring_agent.runtime.watching import Watching
 from mooring_api.names import STATE_DIRECTORY
 
@@ -50,6 +51,7 @@ class Sensors:
         executor: Executor,
         settings: Settings,
         watching: Watching | None,
+        rescue: Rescue,
     ) -> None:
         self._engine = engine
         self._clock = clock
@@ -57,6 +59,7 @@ class Sensors:
         self._executor = executor
         self._settings = settings
         self._watching = watching
+        self._rescue = rescue
         self._reserve = Reserve(Path(settings.volume) / STATE_DIRECTORY)
         self._meter = VolumeMeter(Path(settings.volume))
         self._look = asyncio.Event()
@@ -64,6 +67,7 @@ class Sensors:
 
     async def watch_ranks(self, parent_pid: int | None) -> None:
         """Forever: who is alive. `parent_pid`: the runner whose end is our end too."""
+        await self._rescue.look()
         while True:
             self._look.clear()
             await self.look_at_ranks()
@@ -103,6 +107,9 @@ class Sensors:
         self._clients_seen = self._clients_seen or bool(alive)
         if alive != self._engine.state.alive_ranks:
             log.info("ranks.alive", local_ranks=sorted(alive))
+            if not alive:
+                # Before the core learns that nobody will announce any more, and finds that nothing is left to do.
+                await self._rescue.look()
             await self._engine.submit(RanksSeen(at=self._clock.now(), alive=alive))
 
     async def look_at_disk(self) -> None:
@@ -158,6 +165,7 @@ class Sensors:
             await self._watching.last_looks(
                 writers_gone=trainers_gone or self._clients_are_gone, limit_seconds=self._seconds_to_look_around()
             )
+        await self._rescue.look()
         await self._engine.submit(StopRequested(at=self._clock.now(), trainers_gone=trainers_gone))
 
     @property

@@ -42,6 +42,7 @@ from mooring_agent.runtime.lazy_store import LazyStore
 from mooring_agent.runtime.presence import Presence
 from mooring_agent.runtime.pruner import Pruner
 from mooring_agent.runtime.reconciler import Reconciler
+from mooring_agent.runtime.rescue import Rescue
 from mooring_agent.runtime.sensors import Sensors
 from mooring_agent.runtime.telemetry import say
 from mooring_agent.runtime.watching import Watching
@@ -104,7 +105,13 @@ async def run_agent(settings: Settings, *, fresh: bool = False, parent_pid: int 
             else None
         )
         sensors = Sensors(
-            engine=engine, clock=clock, presence=presence, executor=senses, settings=settings, watching=watching
+            engine=engine,
+            clock=clock,
+            presence=presence,
+            executor=senses,
+            settings=settings,
+            watching=watching,
+            rescue=Rescue(announcements=announcements, engine=engine, settings=settings, executor=senses),
         )
         leaving = asyncio.get_running_loop().create_future()
         dispatcher = Dispatcher(

@@ -1,0 +1,61 @@
+"""Checkpoints whose client met no agent to announce them to, by its records (`mooring.records` has the format)."""
+
+import json
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from mooring_agent.core.model import Kind
+from mooring_api.names import RECORDS_DIRECTORY, STATE_DIRECTORY
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RecordedCheckpoint:
+    """What a record says. `handed_over`: the checkpoint came from the destination, or an agent had it."""
+
+    path: Path
+    sizes_bytes: tuple[tuple[str, int], ...]
+    step: int
+    save: str
+    kind: Kind
+    saved_at: float
+    handed_over: bool
+
+
+def unannounced(volume: Path, checkpoint_directory: Path, *, known: Collection[str]) -> Sequence[RecordedCheckpoint]:
+    """What was saved after the last checkpoint that an agent had, the oldest first; `known` are save ids.
+
+    A record is written when its checkpoint is complete and on disk, so it needs no other proof than the sizes. What is
+    older was superseded. Blocks.
+    """
+    found: list[RecordedCheckpoint] = []
+    for path in (volume / STATE_DIRECTORY / RECORDS_DIRECTORY).glob("*.json"):
+        try:
+            found.append(_read(path, checkpoint_directory))
+        except (OSError, ValueError, KeyError, TypeError):
+            # A record that cannot be read says nothing; restore and the client each report it.
+            continue
+    found.sort(key=lambda one: (one.saved_at, one.step))
+    last = max((position for position, one in enumerate(found) if one.handed_over or one.save in known), default=-1)
+    return [one for one in found[last + 1 :] if _is_whole(one)]
+
+
+def _read(path: Path, checkpoint_directory: Path) -> RecordedCheckpoint:
+    """Raises OSError, ValueError, KeyError or TypeError."""
+    record = json.loads(path.read_bytes())
+    return RecordedCheckpoint(
+        path=checkpoint_directory / path.stem,
+        sizes_bytes=tuple((str(file["path"]), int(file["size"])) for file in record["files"]),
+        step=int(record["step"]),
+        save=str(record["save"]),
+        kind=Kind(record["kind"]),
+        saved_at=float(record["saved_at"]),
+        handed_over=bool(record.get("committed") or record.get("announced")),
+    )
+
+
+def _is_whole(recorded: RecordedCheckpoint) -> bool:
+    try:
+        return all((recorded.path / path).stat().st_size == size for path, size in recorded.sizes_bytes)
+    except OSError:
+        return False

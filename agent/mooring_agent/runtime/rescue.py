@@ -1,0 +1,60 @@
+"""Announces what a client has saved and could not announce, because the agent was away and the client now may be.
+
+Must not know when to look: that is the sensors'. A client that still tries announces the same save id, so that the two
+never make two checkpoints of one.
+"""
+
+import asyncio
+from concurrent.futures import Executor
+from pathlib import Path
+
+import structlog
+
+from mooring_agent.adapters.unannounced import RecordedCheckpoint, unannounced
+from mooring_agent.core.errors import MooringError
+from mooring_agent.core.settings import Settings
+from mooring_agent.runtime import status
+from mooring_agent.runtime.announcements import Announcements
+from mooring_agent.runtime.engine import Engine
+from mooring_api.v1 import agent_pb2
+
+log = structlog.get_logger("mooring.rescue")
+
+
+class Rescue:
+    """Of the checkpoints in the checkpoint directory that have a client's record."""
+
+    def __init__(self, *, announcements: Announcements, engine: Engine, settings: Settings, executor: Executor) -> None:
+        self._announcements = announcements
+        self._engine = engine
+        self._executor = executor
+        self._volume = Path(settings.volume)
+        self._directory = Path(settings.checkpoint_directory)
+
+    async def look(self) -> None:
+        """Announce what an agent should have and has not. Never raises: whoever calls it has other work to do."""
+        try:
+            known = set(self._engine.state.checkpoints)
+            found = await asyncio.get_running_loop().run_in_executor(
+                self._executor, lambda: unannounced(self._volume, self._directory, known=known)
+            )
+            # The newest comes last, as if its client had announced them: it gets the wire first.
+            for recorded in found:
+                await self._announce(recorded)
+        except Exception:
+            log.exception("rescue.failed", hint="this is a bug of the agent: please report it")
+
+    async def _announce(self, recorded: RecordedCheckpoint) -> None:
+        log.info("rescue.found", path=str(recorded.path), step=recorded.step, save=recorded.save)
+        request = agent_pb2.AnnounceCheckpointRequest(
+            path=str(recorded.path),
+            name=recorded.path.name,
+            step=recorded.step,
+            kind=status.kind_to_wire(recorded.kind),
+            save=recorded.save,
+            world_size=1,
+        )
+        try:
+            await self._announcements.enter(request)
+        except MooringError as error:
+            log.error("rescue.refused", path=str(recorded.path), error=str(error), hint=error.hint)

@@ -1,0 +1,66 @@
+"""Which of a client's checkpoints no agent has, by the records that the real client writes."""
+
+from pathlib import Path
+
+import pytest
+
+from mooring.records import Kind, Record, RecordedFile, write_record
+from mooring_agent.adapters.unannounced import unannounced
+from mooring_api.names import CHECKPOINT_DIRECTORY, RECORDS_DIRECTORY, STATE_DIRECTORY
+
+
+def keep(
+    volume: Path, step: int, *, saved_at: float, size_bytes: int = 3, announced: bool = False, committed: bool = False
+) -> None:
+    """A checkpoint with its record, whole if `size_bytes` is 3."""
+    folder = volume / CHECKPOINT_DIRECTORY / f"checkpoint-{step}"
+    folder.mkdir(parents=True)
+    (folder / "state").write_bytes(bytes(3))
+    record = Record(
+        name=folder.name,
+        step=step,
+        save=f"a-{step}",
+        kind=Kind.PERIODIC,
+        world_size=1,
+        saved_at=saved_at,
+        files=(RecordedFile(path="state", size_bytes=size_bytes),),
+        announced=announced,
+        committed=committed,
+    )
+    write_record(volume / STATE_DIRECTORY / RECORDS_DIRECTORY, record)
+
+
+def steps(volume: Path, *known: str) -> list[int]:
+    return [one.step for one in unannounced(volume, volume / CHECKPOINT_DIRECTORY, known=known)]
+
+
+def test_what_was_saved_since_an_agent_had_one_comes_with_the_newest_last(tmp_path: Path) -> None:
+    keep(tmp_path, 100, saved_at=1.0)
+    keep(tmp_path, 200, saved_at=2.0, announced=True)
+    keep(tmp_path, 400, saved_at=4.0)
+    keep(tmp_path, 300, saved_at=3.0)
+    assert steps(tmp_path) == [300, 400]
+    assert steps(tmp_path, "a-300") == [400]
+    assert steps(tmp_path, "a-400") == []
+
+
+@pytest.mark.parametrize("fields", [{"committed": True}, {"announced": True}])
+def test_what_was_restored_or_announced_is_not_among_them(tmp_path: Path, fields: dict[str, bool]) -> None:
+    keep(tmp_path, 100, saved_at=1.0, **fields)
+    assert steps(tmp_path) == []
+
+
+def test_a_run_that_went_back_to_an_earlier_step_counts_by_time(tmp_path: Path) -> None:
+    keep(tmp_path, 500, saved_at=1.0, announced=True)
+    keep(tmp_path, 150, saved_at=2.0)
+    assert steps(tmp_path) == [150]
+
+
+def test_what_is_damaged_gone_or_unreadable_is_left_out(tmp_path: Path) -> None:
+    keep(tmp_path, 100, saved_at=1.0)
+    keep(tmp_path, 200, saved_at=2.0, size_bytes=4)
+    keep(tmp_path, 300, saved_at=3.0)
+    (tmp_path / CHECKPOINT_DIRECTORY / "checkpoint-300" / "state").unlink()
+    for name, content in (("checkpoint-7.json", "{"), ("checkpoint-8.json", "[]"), ("checkpoint-9.json", "{}")):
+        (tmp_path / STATE_DIRECTORY / RECORDS_DIRECTORY / name).write_text(content)
+    assert steps(tmp_path) == [100]

@@ -1,0 +1,157 @@
+"""What is saved while the agent is away reaches the store all the same, whatever becomes of the training program."""
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from tests.harness.agent_process import AgentProcess, wait_until
+from tests.harness.run_process import RunProcess
+
+from mooring_api import names
+
+# One step for every line on its standard input; it never calls `finish`.
+PROGRAM = """
+import sys
+import mooring
+checkpointer = mooring.Checkpointer()
+checkpointer.resume()
+print("ready", flush=True)
+for line in sys.stdin:
+    if checkpointer.should_save(int(line), every=100):
+        with checkpointer.save(int(line)) as directory:
+            (directory / "state").write_text(line)
+    print("done", flush=True)
+"""
+
+
+class Program:
+    """A training program with the real client, at the other end of two pipes."""
+
+    def __init__(self, process: "subprocess.Popen[str]") -> None:
+        self._process = process
+        self._expect("ready\n")
+
+    def step(self, number: int) -> None:
+        assert self._process.stdin is not None
+        self._process.stdin.write(f"{number}\n")
+        self._process.stdin.flush()
+        self._expect("done\n")
+
+    def kill(self) -> None:
+        self._process.kill()
+        self._process.wait(10)
+
+    def _expect(self, line: str) -> None:
+        assert self._process.stdout is not None
+        assert self._process.stdout.readline() == line
+
+
+@contextmanager
+def program(volume: Path) -> Iterator[Program]:
+    environment = {**os.environ, names.ENV_VOLUME: str(volume)}
+    command = [sys.executable, "-c", PROGRAM]
+    with subprocess.Popen(
+        command, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as process:
+        try:
+            yield Program(process)
+        finally:
+            process.kill()
+
+
+def committed(agent: AgentProcess) -> list[str]:
+    return [line["name"] for line in agent.log("checkpoint.committed")]
+
+
+def test_what_was_saved_while_the_agent_was_away_is_committed_when_it_is_back(tmp_path: Path) -> None:
+    volume = tmp_path / "volume"
+    with AgentProcess(volume, f"file://{tmp_path}/store") as agent, program(volume) as training:
+        agent.kill()
+        training.step(100)
+        training.step(200)
+        agent.start()
+        wait_until(lambda: "checkpoint-200" in committed(agent), 30, "the newest is committed")
+        # Nobody ended, and nobody saved again.
+        training.step(201)
+        assert len(agent.log("checkpoint.announced")) == 2
+
+
+def test_an_agent_that_does_not_watch_takes_up_what_was_saved_without_it_too(tmp_path: Path) -> None:
+    volume = tmp_path / "volume"
+    with AgentProcess(volume, f"file://{tmp_path}/store", watch=False) as agent:
+        agent.kill()
+        with program(volume) as training:
+            training.step(100)
+        agent.start()
+        wait_until(lambda: committed(agent) == ["checkpoint-100"], 30, "it is committed")
+
+
+def test_a_program_killed_before_it_could_announce_has_its_checkpoint_committed(tmp_path: Path) -> None:
+    volume = tmp_path / "volume"
+    with AgentProcess(volume, f"file://{tmp_path}/store") as agent:
+        with program(volume) as training:
+            wait_until(lambda: bool(agent.log("ranks.alive")), 20, "the agent knows the program")
+            # The agent lives and cannot be reached.
+            agent.socket.rename(agent.socket.with_name("hidden"))
+            training.step(100)
+            training.kill()
+        wait_until(lambda: committed(agent) == ["checkpoint-100"], 30, "it is committed")
+        agent.terminate()
+        assert agent.wait(20) == 0
+
+
+def test_what_an_agent_had_is_not_taken_up_by_the_next_one(tmp_path: Path) -> None:
+    volume = tmp_path / "volume"
+    with AgentProcess(volume, f"file://{tmp_path}/store") as agent:
+        with program(volume) as training:
+            training.step(100)
+            training.step(200)
+            wait_until(lambda: "checkpoint-200" in committed(agent), 30, "it is committed")
+        agent.kill()
+        # Not even one that has forgotten everything.
+        (volume / ".mooring/journal.sqlite3").unlink()
+        agent.start()
+        with program(volume):
+            pass
+        agent.terminate()
+        assert agent.wait(20) == 0
+        assert agent.log("rescue.found") == []
+
+
+KILLS_THE_AGENT = """
+import os, signal
+from pathlib import Path
+import mooring
+checkpointer = mooring.Checkpointer()
+runner = os.getppid()
+for pid in Path(f"/proc/{runner}/task/{runner}/children").read_text().split():
+    if b"agent" in Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\\0"):
+        os.kill(int(pid), signal.SIGKILL)
+with checkpointer.save(100) as directory:
+    (directory / "state").write_text("100")
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_a_run_whose_agent_and_then_program_are_killed_stores_what_was_saved_between(tmp_path: Path) -> None:
+    store = tmp_path / "store"
+    command = (sys.executable, "-c", KILLS_THE_AGENT)
+    with RunProcess(tmp_path / "volume", f"file://{store}", command=command) as run:
+        assert run.wait() == 137, run.output()
+    assert [line["name"] for line in run.log("checkpoint.committed")] == ["checkpoint-100"]
+    with RunProcess(tmp_path / "another", f"file://{store}", command=(sys.executable, "-c", RESUMES)) as run:
+        assert run.wait() == 0, run.output()
+    assert "resumes 100\n" in run.output()
+    assert run.log("checkpoint.announced") == []
+
+
+RESUMES = """
+import mooring
+checkpointer = mooring.Checkpointer()
+path = checkpointer.resume()
+print("resumes", (path / "state").read_text(), flush=True)
+checkpointer.finish()
+"""
