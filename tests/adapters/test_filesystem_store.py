@@ -198,6 +198,24 @@ async def test_a_full_destination_is_named_as_such_and_keeps_nothing_half(tmp_pa
         subprocess.run(["umount", "-l", str(mount)], check=True)  # noqa: ASYNC221
 
 
+async def test_a_destination_that_went_away_fails_writes_until_it_is_back(tmp_path: Path) -> None:
+    region = region_of(make_file(tmp_path / "file", 10))
+    (tmp_path / "mount").mkdir()
+    descriptor = os.open(tmp_path / "mount", os.O_RDONLY)
+    (tmp_path / "mount").rmdir()  # nothing can be made in it any more: ENOENT, as below a mount that went away
+    try:
+        async with open_store(StoreSettings(destination=f"file:///proc/self/fd/{descriptor}/run")) as store:
+            for write in (
+                store.probe(),
+                store.put("a", b"x"),
+                store.put_region("a", region, region_checksum(region)),
+                store.create_upload("a"),
+            ):
+                await fails(ErrorKind.STORE_FAILED, write)
+    finally:
+        os.close(descriptor)
+
+
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
 async def test_a_destination_that_may_not_be_written_is_denied(tmp_path: Path) -> None:
     os.chmod(tmp_path, 0o500)  # noqa: PTH101

@@ -28,8 +28,8 @@ def answer(status: int, code: str, message: str = "") -> botocore.exceptions.Cli
         (answer(400, "InvalidToken"), ErrorKind.ACCESS_DENIED),
         (answer(400, "KMS.DisabledException"), ErrorKind.ACCESS_DENIED),
         (answer(404, "NoSuchBucket"), ErrorKind.BUCKET_MISSING),
-        (answer(404, "NoSuchKey"), ErrorKind.NOT_FOUND),
-        (answer(404, "404"), ErrorKind.NOT_FOUND),
+        (answer(404, "404"), ErrorKind.STORE_FAILED),
+        (answer(404, ""), ErrorKind.STORE_FAILED),
         (answer(404, "NoSuchUpload"), ErrorKind.UPLOAD_LOST),
         (answer(400, "InvalidPart"), ErrorKind.UPLOAD_LOST),
         (answer(412, "PreconditionFailed"), ErrorKind.ALREADY_EXISTS),
@@ -91,6 +91,21 @@ def test_an_exception_has_its_kind_and_names_the_place(error: Exception, kind: E
     assert "store.example:9000" in str(translated)
     assert "hunter2" not in str(translated)
     assert "\n" not in str(translated)
+
+
+@pytest.mark.parametrize(
+    ("operation", "kind"),
+    [
+        ("HeadObject", ErrorKind.NOT_FOUND),
+        ("GetObject", ErrorKind.NOT_FOUND),
+        ("UploadPart", ErrorKind.UPLOAD_LOST),
+        ("PutObject", ErrorKind.STORE_FAILED),
+        ("CreateMultipartUpload", ErrorKind.STORE_FAILED),
+        ("ListObjectsV2", ErrorKind.STORE_FAILED),
+    ],
+)
+def test_only_what_was_there_before_can_be_missing(operation: str, kind: ErrorKind) -> None:
+    assert translate(answer(404, "NoSuchKey"), operation, PLACE).kind is kind
 
 
 def test_missing_credentials_name_all_the_ways_to_give_them() -> None:

@@ -2,7 +2,8 @@
 
 import asyncio
 import datetime
-from collections.abc import AsyncIterator, Awaitable, Iterator
+import tempfile
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from pathlib import Path
 
 import botocore.auth
@@ -20,6 +21,11 @@ from mooring_agent.core.model import Region
 from mooring_agent.core.settings import MIB
 from mooring_agent.ports import ObjectStore
 
+NGINX_NOT_FOUND = (
+    b"<html>\r\n<head><title>404 Not Found</title></head>\r\n<body>\r\n"
+    b"<center><h1>404 Not Found</h1></center>\r\n<hr><center>nginx</center>\r\n</body>\r\n</html>\r\n"
+)
+
 
 @pytest.fixture
 async def store(rclone_bucket: Bucket, fault_proxy: FaultProxy) -> AsyncIterator[ObjectStore]:
@@ -27,6 +33,12 @@ async def store(rclone_bucket: Bucket, fault_proxy: FaultProxy) -> AsyncIterator
         endpoint_url=fault_proxy.endpoint_url, connect_timeout_seconds=0.5, read_timeout_seconds=0.5
     )
     async with open_store(settings) as store:
+        yield store
+
+
+@pytest.fixture
+async def patient_store(rclone_bucket: Bucket, fault_proxy: FaultProxy) -> AsyncIterator[ObjectStore]:
+    async with open_store(rclone_bucket.settings(endpoint_url=fault_proxy.endpoint_url)) as store:
         yield store
 
 
@@ -154,6 +166,69 @@ async def test_an_error_of_the_store_is_told_once_and_not_retried(
     assert fault_proxy.hits("no") == 1
 
 
+_OPERATIONS: dict[str, Callable[[ObjectStore, Region, str, str], Awaitable[object]]] = {
+    "put": lambda store, region, upload, etag: store.put("b", b"x"),
+    "put a region": lambda store, region, upload, etag: store.put_region("b", region, region_checksum(region)),
+    "create an upload": lambda store, region, upload, etag: store.create_upload("b"),
+    "put a part": lambda store, region, upload, etag: store.put_part("up", upload, 2, region, region_checksum(region)),
+    "list parts": lambda store, region, upload, etag: store.list_parts("up", upload),
+    "abort": lambda store, region, upload, etag: store.abort_upload("up", upload),
+    "list uploads": lambda store, region, upload, etag: _first_upload(store),
+    "get": lambda store, region, upload, etag: store.get("a", limit_bytes=9),
+    "get into": lambda store, region, upload, etag: _get_into(store, "a", 1, etag),
+    "list": lambda store, region, upload, etag: _first(store),
+    "delete": lambda store, region, upload, etag: store.delete("a"),
+    "probe": lambda store, region, upload, etag: store.probe(),
+}
+"""How to call each operation with an object `a` of one byte with that ETag, and an upload of `up` in progress."""
+
+
+@pytest.mark.parametrize("body", [NGINX_NOT_FOUND, b"404 page not found", b""], ids=["nginx", "traefik", "empty"])
+@pytest.mark.parametrize("operation", _OPERATIONS)
+async def test_a_404_of_a_gateway_is_a_failure_that_passes(
+    patient_store: ObjectStore, fault_proxy: FaultProxy, region: Region, operation: str, body: bytes
+) -> None:
+    await patient_store.put("a", b"x")
+    etag = (await patient_store.head("a")).etag
+    upload_id = await patient_store.create_upload("up")
+    call = _OPERATIONS[operation]
+    fault_proxy.add(Rule(name="gateway", fault=Fault.STATUS, status=404, body=body))
+
+    error = await fails(ErrorKind.STORE_FAILED, call(patient_store, region, upload_id, etag))
+
+    assert "gateway" in error.hint
+    assert (await patient_store.head("a")).etag == etag
+    assert await patient_store.list_parts("up", upload_id) == []
+    await call(patient_store, region, upload_id, etag)
+
+
+async def test_a_404_of_a_gateway_to_the_last_request_of_an_upload_leaves_the_upload_as_it_was(
+    patient_store: ObjectStore, fault_proxy: FaultProxy, region: Region
+) -> None:
+    upload_id = await patient_store.create_upload("up")
+    etag = await patient_store.put_part("up", upload_id, 1, region, region_checksum(region))
+    fault_proxy.add(Rule(name="gateway", fault=Fault.STATUS, status=404, body=NGINX_NOT_FOUND))
+
+    await fails(ErrorKind.STORE_FAILED, patient_store.complete_upload("up", upload_id, [etag]))
+    await patient_store.complete_upload("up", upload_id, [etag])
+
+    assert (await patient_store.head("up")).size_bytes == region.size_bytes
+
+
+async def test_a_404_to_a_head_is_believed_only_when_the_store_itself_says_what_is_missing(
+    patient_store: ObjectStore, fault_proxy: FaultProxy
+) -> None:
+    await patient_store.put("a", b"x")
+    await patient_store.put("empty", b"")
+    fault_proxy.add(Rule(name="head", fault=Fault.STATUS, method="HEAD", status=404, times=-1))
+
+    assert (await patient_store.head("a")).size_bytes == 1
+    assert (await patient_store.head("empty")).size_bytes == 0
+    await fails(ErrorKind.NOT_FOUND, patient_store.head("b"))
+    fault_proxy.add(Rule(name="all", fault=Fault.STATUS, status=404, body=NGINX_NOT_FOUND, times=-1))
+    await fails(ErrorKind.STORE_FAILED, patient_store.head("b"))
+
+
 @pytest.mark.parametrize("fault", [Fault.RESET_REQUEST, Fault.LOSE_ANSWER])
 async def test_a_cut_upload_is_unreachable(
     store: ObjectStore, fault_proxy: FaultProxy, region: Region, fault: Fault
@@ -214,12 +289,14 @@ async def test_a_flipped_bit_shows_in_the_checksum_of_a_download(
     assert checksum != region_checksum(region)
 
 
-async def test_a_stalled_upload_ends_in_a_bounded_time(
+async def test_a_stalled_request_ends_in_a_bounded_time(
     store: ObjectStore, fault_proxy: FaultProxy, region: Region
 ) -> None:
     fault_proxy.add(Rule(name="stall", fault=Fault.BLACKHOLE, method="PUT", after_bytes=100_000, times=2))
+    fault_proxy.add(Rule(name="stall", fault=Fault.BLACKHOLE, method="HEAD"))
 
     async with asyncio.timeout(10):
+        await fails(ErrorKind.TIMED_OUT, store.head("a"))
         await fails(ErrorKind.TIMED_OUT, store.put_region("a", region, region_checksum(region)))
         await fails(ErrorKind.TIMED_OUT, store.put("a", b"x" * 200_000))
 
@@ -338,10 +415,20 @@ async def test_settings_of_objects_reach_the_store(
     assert large["x-amz-storage-class"] == parts["x-amz-storage-class"] == "STANDARD_IA"
 
 
+async def _get_into(store: ObjectStore, key: str, size_bytes: int, etag: str) -> None:
+    with tempfile.TemporaryFile() as into:
+        await store.get_into(key, offset_bytes=0, size_bytes=size_bytes, etag=etag, descriptor=into.fileno())
+
+
 def _open_files() -> list[Path]:
     return [link.resolve() for link in Path("/proc/self/fd").iterdir()]
 
 
 async def _first(store: ObjectStore) -> None:
     async for _ in store.list(""):
+        return
+
+
+async def _first_upload(store: ObjectStore) -> None:
+    async for _ in store.list_uploads(""):
         return

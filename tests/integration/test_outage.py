@@ -121,6 +121,30 @@ def test_a_store_that_answers_slow_down_to_a_third_of_all_requests_gets_everythi
     check_whole(rclone_bucket, originals, tmp_path / "other")
 
 
+def test_a_gateway_that_answers_404_now_and_then_fails_no_checkpoint(
+    rclone_bucket: Bucket, fault_proxy: FaultProxy, tmp_path: Path
+) -> None:
+    page = b"<html><head><title>404 Not Found</title></head><body><center>nginx</center></body></html>"
+    kinds = {
+        "create": ("POST", "?uploads"),
+        "part": ("PUT", "partNumber="),
+        "complete": ("POST", "?uploadId="),
+        "whole": ("PUT", "small.bin"),
+        "manifest": ("PUT", "rank-00000.json"),
+        "marker": ("PUT", "/.mooring/commits/"),
+    }
+    with start_agent(tmp_path / "volume", rclone_bucket, fault_proxy) as agent:
+        for name, (method, target) in kinds.items():
+            fault_proxy.add(
+                Rule(name=name, fault=Fault.STATUS, method=method, target=target, status=404, body=page, times=2)
+            )
+        originals = commit_three(agent)
+        agent.terminate()
+        assert agent.wait(60) == 0
+    assert {name: fault_proxy.hits(name) for name in kinds} == dict.fromkeys(kinds, 2)
+    check_whole(rclone_bucket, originals, tmp_path / "other")
+
+
 def test_connections_cut_in_the_middle_of_parts_cost_only_those_parts(
     rclone_bucket: Bucket, fault_proxy: FaultProxy, tmp_path: Path
 ) -> None:

@@ -1,6 +1,7 @@
 """The init step against real servers with a network between that breaks."""
 
 import asyncio
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,7 @@ from mooring_agent.core.errors import ErrorKind, StoreError
 from mooring_agent.core.settings import StoreSettings
 from mooring_agent.restore import Restored, restore
 
+NOT_FOUND_PAGE = b"<html><head><title>404 Not Found</title></head><body><center>nginx</center></body></html>"
 PATIENCE = Patience(attempts=4, first_wait_seconds=0.05)
 
 
@@ -55,6 +57,27 @@ async def test_cut_connections_refusals_and_flipped_bits_on_the_way_cost_nothing
     assert (restored.step, restored.passed_over) == (200, ())
     assert content(restored.path) == all_files(200)
     assert [fault_proxy.hits(name) for name in ("reset", "end", "flip", "busy", "listing")] == [1] * 5
+
+
+@pytest.mark.parametrize("target", ["list-type=2", "200.0123abcd", "rank-00000.json", "model-0", "resume/job-1"])
+async def test_a_404_that_a_gateway_gives_never_makes_it_take_an_older_checkpoint(
+    rclone_bucket: Bucket, fault_proxy: FaultProxy, volume: Path, target: str
+) -> None:
+    await fill(rclone_bucket.settings(), 100, 200)
+    gateway = Rule(name="gateway", fault=Fault.STATUS, target=target, status=404, body=NOT_FOUND_PAGE, times=-1)
+    fault_proxy.add(gateway)
+    settings = rclone_bucket.settings(endpoint_url=fault_proxy.endpoint_url)
+
+    with pytest.raises(StoreError) as caught:
+        await run(settings, volume, attempt="job-1")
+    assert caught.value.kind is ErrorKind.STORE_FAILED
+    fault_proxy.clear()
+    fault_proxy.add(replace(gateway, times=2))
+    restored = await run(settings, volume, attempt="job-1")
+
+    assert restored is not None
+    assert (restored.step, restored.passed_over) == (200, ())
+    assert fault_proxy.hits("gateway") >= PATIENCE.attempts + 2
 
 
 async def test_a_store_that_goes_away_midway_is_an_error_and_nothing_is_half_made(

@@ -30,7 +30,6 @@ _Result = TypeVar("_Result")
 
 _THREADS: Final = 4
 _ERRNOS: Final = {
-    errno.ENOENT: (ErrorKind.NOT_FOUND, ""),
     errno.ENOSPC: (ErrorKind.STORE_FULL, "free space at the destination, or keep fewer checkpoints"),
     errno.EDQUOT: (ErrorKind.STORE_FULL, "raise the quota at the destination, or keep fewer checkpoints"),
     errno.EACCES: (ErrorKind.ACCESS_DENIED, "the agent's user must be allowed to write the destination"),
@@ -88,7 +87,7 @@ class FilesystemStore:
         try:
             await self._copy(key, data, region, checksum, region.offset_bytes)
         except StoreError as error:
-            if error.kind is ErrorKind.NOT_FOUND:
+            if error.kind is ErrorKind.STORE_FAILED:
                 # Completed or aborted while we were copying: that error is the better word.
                 await self._run(key, partial(self._objects.upload_data, key, upload_id))
             raise
@@ -112,7 +111,7 @@ class FilesystemStore:
             yield upload
 
     async def head(self, key: str) -> ObjectInfo:
-        return await self._run(key, partial(self._objects.head, key))
+        return await self._run(key, partial(self._objects.head, key), missing=ErrorKind.NOT_FOUND)
 
     async def get(self, key: str, *, limit_bytes: int) -> bytes:
         info = await self.head(key)
@@ -122,7 +121,7 @@ class FilesystemStore:
                 f"{self._objects.path(key)} has {info.size_bytes} bytes, more than {limit_bytes}",
                 hint="it is not what Mooring wrote: see who else writes below the destination",
             )
-        return await self._run(key, self._objects.path(key).read_bytes)
+        return await self._run(key, self._objects.path(key).read_bytes, missing=ErrorKind.NOT_FOUND)
 
     async def get_into(self, key: str, *, offset_bytes: int, size_bytes: int, etag: str, descriptor: int) -> int:
         checksum = 0
@@ -130,9 +129,10 @@ class FilesystemStore:
             size = min(CHUNK_BYTES, offset_bytes + size_bytes - position)
             # A duplicate: after a cancellation the caller may close its own while the thread still writes.
             read = partial(_copy_piece, self._objects.path(key), etag, position, size, os.dup(descriptor))
-            checksum = crc64nvme(await self._run(key, read), checksum)
+            checksum = crc64nvme(await self._run(key, read, missing=ErrorKind.NOT_FOUND), checksum)
         if not size_bytes:
-            await self._run(key, partial(_check_identity, self._objects.path(key), etag))
+            check = partial(_check_identity, self._objects.path(key), etag)
+            await self._run(key, check, missing=ErrorKind.NOT_FOUND)
         return checksum
 
     async def list(self, prefix: str) -> AsyncIterator[ObjectInfo]:
@@ -158,8 +158,13 @@ class FilesystemStore:
             # Not waited for, as above.
             self._executor.submit(file.close)
 
-    async def _run(self, key: str, function: Callable[[], _Result]) -> _Result:
-        """In a thread, bounded, with errors in our words. A thread that hangs in a dead mount is left behind."""
+    async def _run(
+        self, key: str, function: Callable[[], _Result], *, missing: ErrorKind = ErrorKind.STORE_FAILED
+    ) -> _Result:
+        """In a thread, bounded, with errors in our words. A thread that hangs in a dead mount is left behind.
+
+        `missing` is what ENOENT means: to a write, that the folder or its mount went away.
+        """
         place = f"{self._objects.root}/{key}"
         try:
             async with asyncio.timeout(self._timeout_seconds):
@@ -168,6 +173,8 @@ class FilesystemStore:
             raise StoreError(ErrorKind.TIMED_OUT, f"{place}: the filesystem did not answer in time") from error
         except OSError as error:
             kind, hint = _ERRNOS.get(error.errno or 0, (ErrorKind.STORE_FAILED, ""))
+            if error.errno == errno.ENOENT:
+                kind = missing
             raise StoreError(kind, f"{place}: {error.strerror or error}", hint=hint) from error
 
 

@@ -24,6 +24,7 @@ _CREDENTIALS_HINT: Final = (
 _POLICY_HINT: Final = "the policy must allow s3:ListBucket, GetObject, PutObject, DeleteObject and AbortMultipartUpload"
 _CLOCK_HINT: Final = "set this machine's clock (NTP); stores refuse signatures that are more than 15 minutes off"
 _REGION_HINT: Final = "set the region of the bucket, e.g. AWS_REGION=eu-central-1"
+_GATEWAY_HINT: Final = "not the store's own word: see the endpoint, and what answers in its place (ingress, gateway)"
 _NETWORK_HINT: Final = "see that the endpoint is right and that a network policy or proxy lets this pod reach it"
 
 _CODES: Final[Mapping[str, tuple[ErrorKind, str]]] = {
@@ -77,7 +78,8 @@ _STATUSES: Final[Mapping[int, tuple[ErrorKind, str]]] = {
     307: (ErrorKind.STORE_FAILED, ""),
     401: (ErrorKind.ACCESS_DENIED, _POLICY_HINT),
     403: (ErrorKind.ACCESS_DENIED, _POLICY_HINT),
-    404: (ErrorKind.NOT_FOUND, ""),
+    # Whether an object is missing only S3's own codes say; this is a gateway that does not know the store just now.
+    404: (ErrorKind.STORE_FAILED, _GATEWAY_HINT),
     408: (ErrorKind.TIMED_OUT, ""),
     409: (ErrorKind.STORE_FAILED, ""),
     412: (ErrorKind.ALREADY_EXISTS, ""),
@@ -87,6 +89,17 @@ _STATUSES: Final[Mapping[int, tuple[ErrorKind, str]]] = {
     504: (ErrorKind.TIMED_OUT, ""),
     507: (ErrorKind.STORE_FULL, "give the store more space, or keep fewer checkpoints"),
 }
+
+_NO_SUCH_KEY: Final[Mapping[str, ErrorKind]] = {
+    "HeadObject": ErrorKind.NOT_FOUND,
+    "GetObject": ErrorKind.NOT_FOUND,
+    "DeleteObject": ErrorKind.NOT_FOUND,
+    "UploadPart": ErrorKind.UPLOAD_LOST,
+    "ListParts": ErrorKind.UPLOAD_LOST,
+    "CompleteMultipartUpload": ErrorKind.UPLOAD_LOST,
+    "AbortMultipartUpload": ErrorKind.UPLOAD_LOST,
+}
+"""What NoSuchKey means where something must be there already; elsewhere nothing can be missing but the store."""
 
 FOREIGN: Final = (
     botocore.exceptions.BotoCoreError,
@@ -118,6 +131,8 @@ class Place:
 def translate(error: BaseException, operation: str, place: Place) -> StoreError:
     """The StoreError that `error` means; raise it `from error`. `operation` is what we tried, e.g. PutObject."""
     kind, hint, reason = _classify(error)
+    if kind is ErrorKind.NOT_FOUND:
+        kind = _NO_SUCH_KEY.get(operation, ErrorKind.STORE_FAILED)
     return StoreError(kind, f"{operation} {place}: {reason}", hint=hint)
 
 

@@ -122,7 +122,7 @@ class S3Store:
         parts: list[PartInfo] = []
         marker = 0
         while True:
-            async with self._request("ListParts", key, missing=ErrorKind.UPLOAD_LOST):
+            async with self._request("ListParts", key):
                 answer = await self._client.list_parts(
                     Bucket=self._bucket, Key=self._prefix + key, UploadId=upload_id, PartNumberMarker=marker
                 )
@@ -139,7 +139,7 @@ class S3Store:
     async def complete_upload(self, key: str, upload_id: str, etags: Sequence[str]) -> str:
         parts = [{"PartNumber": number, "ETag": f'"{etag}"'} for number, etag in enumerate(etags, start=1)]
         try:
-            async with self._request("CompleteMultipartUpload", key, missing=ErrorKind.UPLOAD_LOST):
+            async with self._request("CompleteMultipartUpload", key):
                 answer = await self._client.complete_multipart_upload(
                     Bucket=self._bucket, Key=self._prefix + key, UploadId=upload_id, MultipartUpload={"Parts": parts}
                 )
@@ -152,7 +152,7 @@ class S3Store:
 
     async def abort_upload(self, key: str, upload_id: str) -> None:
         try:
-            async with self._request("AbortMultipartUpload", key, missing=ErrorKind.UPLOAD_LOST):
+            async with self._request("AbortMultipartUpload", key):
                 await self._client.abort_multipart_upload(
                     Bucket=self._bucket, Key=self._prefix + key, UploadId=upload_id
                 )
@@ -191,10 +191,13 @@ class S3Store:
             async with self._request("HeadObject", key):
                 answer = await self._client.head_object(Bucket=self._bucket, Key=self._prefix + key)
         except StoreError as error:
-            if error.kind is ErrorKind.NOT_FOUND:
-                # The answer to a HEAD has no body to say whether the object or the whole bucket is missing.
-                await self._check_bucket()
-            raise
+            if _status(error) != 404:
+                raise
+            # An answer to HEAD has no body to say what is missing, or whether the store said so at all; one to GET has.
+            async with self._request("GetObject", key):
+                answer = await self._client.get_object(Bucket=self._bucket, Key=self._prefix + key)
+                async with answer["Body"]:
+                    pass
         return ObjectInfo(
             key=key,
             size_bytes=answer["ContentLength"],
@@ -285,22 +288,14 @@ class S3Store:
         self._executor.shutdown(wait=False)
 
     @asynccontextmanager
-    async def _request(
-        self, operation: str, key: str, *, missing: ErrorKind = ErrorKind.NOT_FOUND
-    ) -> AsyncIterator[Silence]:
-        """Everything about one request that is the same for all: a slot, the watch for silence, errors in our words.
-
-        `missing` is what a 404 means that does not say what is missing.
-        """
+    async def _request(self, operation: str, key: str) -> AsyncIterator[Silence]:
+        """Everything about one request that is the same for all: a slot, the watch for silence, errors in our words."""
         async with self._slots:
             try:
                 async with Silence(self._silence_seconds) as silence:
                     yield silence
             except FOREIGN as error:
-                translated = translate(error, operation, self._place(key))
-                if translated.kind is ErrorKind.NOT_FOUND:
-                    translated.kind = missing
-                raise translated from error
+                raise translate(error, operation, self._place(key)) from error
 
     @asynccontextmanager
     async def _sending(
@@ -310,10 +305,9 @@ class S3Store:
         signature, integrity = await self._run(declare_region, self.capabilities.integrity, region, checksum)
         file = await self._run(RegionFile, region)
         try:
-            missing = ErrorKind.UPLOAD_LOST if operation == "UploadPart" else ErrorKind.NOT_FOUND
             body: FileBody | None = None
             try:
-                async with self._request(operation, key, missing=missing) as silence:
+                async with self._request(operation, key) as silence:
                     body = FileBody(
                         file,
                         region,
@@ -334,14 +328,6 @@ class S3Store:
 
     async def _run(self, function: Any, *arguments: Any) -> Any:
         return await asyncio.get_running_loop().run_in_executor(self._executor, function, *arguments)
-
-    async def _check_bucket(self) -> None:
-        try:
-            async with self._request("HeadBucket", "", missing=ErrorKind.BUCKET_MISSING):
-                await self._client.head_bucket(Bucket=self._bucket)
-        except StoreError as error:
-            if error.kind is ErrorKind.BUCKET_MISSING:
-                raise
 
     async def _check_upload(self, key: str, upload_id: str) -> None:
         """UPLOAD_LOST if the store says so; other errors say nothing."""
@@ -403,5 +389,5 @@ def _begins_at(answer: Mapping[str, Any], offset_bytes: int) -> bool:
 
 
 def _status(error: StoreError) -> int:
-    response = getattr(error.__cause__, "response", {})
+    response = getattr(error.__cause__, "response", None) or {}
     return int(response.get("ResponseMetadata", {}).get("HTTPStatusCode", 0))
