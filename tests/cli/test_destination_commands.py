@@ -204,3 +204,26 @@ def test_restore_refuses_a_volume_that_holds_another_runs_checkpoints(bucket: St
     errors = [line for line in refused.stderr.splitlines() if line.startswith(("error:", "hint:"))]
     assert errors[0] == f"error: the volume {volume} holds checkpoints of {bucket.destination}, and not of {other}"
     assert errors[1].startswith("hint: give another --volume")
+
+
+@pytest.mark.parametrize("volume", ["/proc/no-such-volume", "file", "file/below"])
+def test_a_run_says_that_its_volume_cannot_be_made(bucket: StoreSettings, tmp_path: Path, volume: str) -> None:
+    (tmp_path / "file").touch()
+    refused = mooring("run", "--to", bucket.destination, "--volume", tmp_path / volume, "--", "true")
+    assert refused.returncode == 1
+    error, hint = refused.stderr.splitlines()
+    assert error.startswith(f"error: cannot make {tmp_path / volume}")
+    assert hint == "hint: give a --volume that is a directory, or where one can be made"
+
+
+@pytest.mark.parametrize("volume", ["/proc/no-such-volume", "file/below"])
+def test_a_restore_does_not_take_a_volume_that_cannot_be_made_for_a_missing_file(
+    bucket: StoreSettings, tmp_path: Path, volume: str
+) -> None:
+    (tmp_path / "file").touch()
+    refused = mooring("restore", bucket.destination, "--volume", tmp_path / volume)
+    assert refused.returncode == 1
+    errors = [line for line in refused.stderr.splitlines() if line.startswith(("error:", "hint:"))]
+    assert errors[0].startswith("error: cannot ")
+    assert str(tmp_path / volume) in errors[0]
+    assert errors[1] == "hint: give a --volume that is a directory, or where one can be made"

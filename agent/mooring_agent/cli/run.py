@@ -7,6 +7,7 @@ from typing import Any
 
 import click
 
+from mooring_agent.adapters.volume.errors import folder_error
 from mooring_agent.cli.agent_call import CALL_TIMEOUT_SECONDS, agent_stub
 from mooring_agent.cli.reporting import errors_reported
 from mooring_agent.cli.setting_options import environment_of, setting_options, settings_from
@@ -38,7 +39,7 @@ def run(wants_restore: bool, command: tuple[str, ...], **options: Any) -> None:
         from mooring_agent.runtime.telemetry import configure_logs
 
         configure_logs(settings.log_format)
-        Path(settings.checkpoint_directory).mkdir(parents=True, exist_ok=True)
+        _make_directory(Path(settings.checkpoint_directory))
 
         def notify(grace_seconds: float, source: str, trainers_gone: bool) -> None:
             with agent_stub(settings.socket) as stub:
@@ -68,3 +69,11 @@ def run(wants_restore: bool, command: tuple[str, ...], **options: Any) -> None:
 
         code = asyncio.run(whole_run())
     raise SystemExit(code)
+
+
+def _make_directory(directory: Path) -> None:
+    """The program may look for it before anybody writes there."""
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise folder_error(error, f"cannot make {directory}") from error

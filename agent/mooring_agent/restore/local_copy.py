@@ -13,7 +13,7 @@ from typing import Any, Final
 
 from mooring_agent.adapters.checksum import region_checksum
 from mooring_agent.adapters.volume.durable_files import sync_folder, write_durably
-from mooring_agent.adapters.volume.errors import volume_error
+from mooring_agent.adapters.volume.errors import folder_error, volume_error
 from mooring_agent.catalog import CommittedCheckpoint, StoredFile
 from mooring_agent.core.errors import ErrorKind, VolumeError
 from mooring_agent.core.model import Fingerprint, Region
@@ -45,7 +45,7 @@ class LocalCopies:
                     hint="let the checkpoint directory lie in the shared volume: a restore ends with one rename",
                 )
         except OSError as error:
-            raise volume_error(error, f"preparing {self._incoming}") from error
+            raise folder_error(error, f"preparing {self._incoming}") from error
 
     def incoming(self, checkpoint: CommittedCheckpoint) -> Path:
         """Where a checkpoint is gathered."""

@@ -1,4 +1,4 @@
-"""How an OSError on the shared volume becomes a VolumeError: one table for every adapter that touches the volume."""
+"""How an OSError on the shared volume becomes a VolumeError: one table for everything that touches the volume."""
 
 import errno
 
@@ -6,10 +6,22 @@ from mooring_agent.core.errors import ErrorKind, VolumeError
 
 _FULL = frozenset({errno.ENOSPC, errno.EDQUOT})
 _GONE = frozenset({errno.ENOENT, errno.ENOTDIR, errno.ESTALE})
+_NO_FOLDER = _GONE | {errno.EEXIST}
 
 
 def volume_error(error: OSError, what: str) -> VolumeError:
     """The VolumeError for `error`; `what` says what was being done, with the path."""
+    if error.errno in _GONE:
+        return VolumeError(
+            ErrorKind.FILE_MISSING,
+            f"{what}: {error.strerror or error}",
+            hint="announce a checkpoint after its last file is written and closed",
+        )
+    return folder_error(error, what)
+
+
+def folder_error(error: OSError, what: str) -> VolumeError:
+    """The same for a folder that we make ourselves: where it cannot be, the volume is wrong and no file is missing."""
     message = f"{what}: {error.strerror or error}"
     if error.errno in _FULL:
         return VolumeError(
@@ -17,9 +29,9 @@ def volume_error(error: OSError, what: str) -> VolumeError:
             message,
             hint="make room: raise the emptyDir's sizeLimit, or keep fewer checkpoints on disk",
         )
-    if error.errno in _GONE:
+    if error.errno in _NO_FOLDER:
         return VolumeError(
-            ErrorKind.FILE_MISSING, message, hint="announce a checkpoint after its last file is written and closed"
+            ErrorKind.VOLUME_UNUSABLE, message, hint="give a --volume that is a directory, or where one can be made"
         )
     return VolumeError(
         ErrorKind.VOLUME_UNUSABLE,

@@ -7,7 +7,7 @@ is written is never replaced.
 from pathlib import Path
 
 from mooring_agent.adapters.volume.durable_files import write_durably
-from mooring_agent.adapters.volume.errors import volume_error
+from mooring_agent.adapters.volume.errors import folder_error
 from mooring_agent.core.errors import ErrorKind, MooringError
 from mooring_api.names import OWNING_DESTINATION, STATE_DIRECTORY
 
@@ -37,7 +37,7 @@ def _owner(volume: Path) -> str | None:
     except FileNotFoundError:
         return None
     except OSError as error:
-        raise volume_error(error, f"cannot read {path}") from error
+        raise folder_error(error, f"cannot read {path}") from error
 
 
 def _write(volume: Path, destination: str) -> None:
@@ -46,4 +46,4 @@ def _write(volume: Path, destination: str) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         write_durably(path, f"{destination}\n".encode())
     except OSError as error:
-        raise volume_error(error, f"cannot write {path}") from error
+        raise folder_error(error, f"cannot write {path}") from error
