@@ -505,6 +505,40 @@ def test_ten_thousand_files_are_staged_in_a_few_seconds(volume: Path, area: Loca
     area.release("save-1")
 
 
+@pytest.mark.parametrize("other", ["state.pt", "state.pt/0"], ids=["another file", "a folder"])
+def test_a_rank_with_other_bytes_under_the_same_path_is_refused_and_leaves_nothing(
+    other: str, volume: Path, area: LocalStagingArea
+) -> None:
+    for rank, name in enumerate(("state.pt", other)):
+        path = volume / "checkpoints" / f"rank-{rank}" / name
+        path.parent.mkdir(parents=True)
+        path.write_bytes(b"%d" % rank)
+    first = area.stage(_request(volume / "checkpoints" / "rank-0", rank=0))
+    second = _request(volume / "checkpoints" / "rank-1", rank=1)
+    for _ in range(2):
+        refused = _refusal(area, second)
+        assert refused.kind is ErrorKind.CONTRADICTION
+        assert "ranks 0 and 1" in str(refused)
+    assert _staged_names(volume) == [
+        "save-1",
+        "save-1/rank-00000",
+        "save-1/rank-00000.json",
+        f"save-1/rank-00000/{first[0].path}",
+    ]
+
+
+def test_ranks_may_bring_the_same_bytes_under_the_same_path(volume: Path, area: LocalStagingArea) -> None:
+    for rank in (0, 1):
+        folder = volume / "checkpoints" / f"rank-{rank}"
+        folder.mkdir(parents=True)
+        (folder / "config.json").write_bytes(b"{}")
+        (folder / f"rank-{rank}.pt").write_bytes(b"%d" % rank)
+        area.stage(_request(folder, rank=rank))
+    # The very same file, too.
+    area.stage(_request(volume / "checkpoints" / "rank-0", "config.json", rank=2))
+    assert len(list(area.scan())) == 3
+
+
 def test_the_descriptor_is_plain_json(volume: Path, area: LocalStagingArea, checkpoint: Path) -> None:
     area.stage(_request(checkpoint))
     value = json.loads((volume / ".mooring" / "staged" / "save-1" / "rank-00003.json").read_bytes())

@@ -2,7 +2,9 @@
 
 from dataclasses import replace
 
-from mooring_agent.core.commit import judge_listing, missing_files
+import pytest
+
+from mooring_agent.core.commit import contradiction, judge_listing, missing_files
 from mooring_agent.core.manifest import encode_manifest
 from mooring_agent.core.model import FileEntry, Kind, RankManifest, SaveInfo
 from mooring_agent.core.object_layout import file_key, manifest_key
@@ -65,3 +67,25 @@ def test_a_manifest_of_another_save_is_not_counted() -> None:
     other = replace(_INFO, save="other")
     sizes = _listing(_manifest(0)) | {manifest_key(other, 1): 1}
     assert judge_listing(_INFO, [_manifest(0)], sizes).missing_ranks == (1,)
+
+
+def _files(rank: int, *files: FileEntry) -> RankManifest:
+    return replace(_manifest(rank), files=files)
+
+
+_ENTRY = FileEntry(path="a/state.pt", size_bytes=10, part_size_bytes=100, checksums=(7,))
+
+
+@pytest.mark.parametrize(
+    ("other", "reason"),
+    [
+        (replace(_ENTRY, checksums=(8,)), "ranks 0 and 1 have different bytes for a/state.pt"),
+        (replace(_ENTRY, size_bytes=11), "ranks 0 and 1 have different bytes for a/state.pt"),
+        (replace(_ENTRY, path="a"), "a is a file of rank 1 and a folder of rank 0"),
+        (replace(_ENTRY, path="a/state.pt/b"), "a/state.pt is a file of rank 0 and a folder of rank 1"),
+        (_ENTRY, ""),
+        (replace(_ENTRY, path="b/state.pt"), ""),
+    ],
+)
+def test_ranks_that_cannot_be_put_into_one_folder_are_a_contradiction(other: FileEntry, reason: str) -> None:
+    assert contradiction([_files(0, _ENTRY), _files(1, other)]) == reason

@@ -76,6 +76,31 @@ def test_a_checkpoint_is_committed_only_when_every_agent_has_sealed_its_ranks(tm
         assert [file.path for file in manifest.files] == ["rank1.pt"]
 
 
+def test_ranks_that_write_one_file_name_with_different_bytes_are_told_so(tmp_path: Path) -> None:
+    folder, destination = _destination(tmp_path)
+    with AgentProcess(tmp_path / "volume", destination, watch=False) as agent:
+        paths = [write_checkpoint(agent.checkpoints / f"rank-{rank}", {"state.pt": 1000}, seed=rank) for rank in (0, 1)]
+        fields = {"save": "attempt-1", "name": "checkpoint-3", "world_size": 2}
+        agent.announce(paths[0], 3, rank=0, **fields)
+        with pytest.raises(grpc.RpcError, match=r"ranks 0 and 1 .* for state\.pt .*different file names"):
+            agent.announce(paths[1], 3, rank=1, **fields)
+        assert agent.status().checkpoints[0].phase == agent_pb2.PHASE_FAILED
+        assert not (folder / ".mooring/commits").exists()
+
+
+def test_no_marker_is_written_when_the_ranks_of_two_agents_contradict_each_other(tmp_path: Path) -> None:
+    folder, destination = _destination(tmp_path)
+    fields = {"save": "attempt-1", "world_size": 2}
+    with AgentProcess(tmp_path / "pod0", destination) as first, AgentProcess(tmp_path / "pod1", destination) as second:
+        for rank, agent in enumerate((first, second)):
+            path = write_checkpoint(agent.checkpoints / "checkpoint-3", {"state.pt": 1000}, seed=rank)
+            agent.announce(path, 3, rank=rank, **fields)
+        for agent in (first, second):
+            with pytest.raises(grpc.RpcError, match=r"ranks 0 and 1 have different bytes for state\.pt"):
+                agent.wait_committed("attempt-1")
+        assert not (folder / ".mooring/commits").exists()
+
+
 def test_an_agent_without_rank_0_commits_when_the_one_that_has_it_is_gone(tmp_path: Path) -> None:
     folder, destination = _destination(tmp_path)
     fields = {"save": "attempt-1", "world_size": 2}

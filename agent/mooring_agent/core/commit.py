@@ -1,17 +1,21 @@
 """The commit protocol's verdicts: what a listing says of a save, and whose marker it is that we read back.
 
 Write order: files, then rank manifests, then (once every rank's manifest of this save exists and the listing shows
-every file at its size) the marker, then its readback. The marker's body is a pure function of the manifests, so two
-committers write the same bytes and a lost answer is settled by reading. docs/design/0001 has the whole argument.
+every file at its size, and no two ranks claim one name for different bytes) the marker, then its readback. The marker's
+body is a pure function of the manifests, so two committers write the same bytes and a lost answer is settled by
+reading. docs/design/0001 has the whole argument.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Final
 
 from mooring_agent.core.manifest import encode_manifest
-from mooring_agent.core.model import RankManifest, SaveInfo
+from mooring_agent.core.model import FileEntry, RankManifest, SaveInfo
 from mooring_agent.core.object_layout import file_key, manifest_key
+
+DIFFERENT_FILES_HINT: Final = "ranks must write different file names, or announce the same directory"
 
 WAIT_FOR_OTHER_COMMITTER_SECONDS: Final = 5.0
 """Rank 0's agent writes the marker at once; the others step in after this, should it have died."""
@@ -44,6 +48,21 @@ def judge_listing(info: SaveInfo, ours: Sequence[RankManifest], sizes: Mapping[s
             rank for rank in range(info.world_size) if rank not in our_ranks and manifest_key(info, rank) not in sizes
         ),
     )
+
+
+def contradiction(manifests: Iterable[RankManifest]) -> str:
+    """Why no reader could put these ranks' files into one folder; empty if one can. The same entry twice is fine."""
+    found: dict[str, tuple[int, FileEntry]] = {}
+    for manifest in manifests:
+        for file in manifest.files:
+            rank, entry = found.setdefault(file.path, (manifest.rank, file))
+            if entry != file:
+                return f"ranks {rank} and {manifest.rank} have different bytes for {file.path}"
+    for path, (rank, _) in found.items():
+        for folder in accumulate(path.split("/")[:-1], "{}/{}".format):
+            if folder in found:
+                return f"{folder} is a file of rank {found[folder][0]} and a folder of rank {rank}"
+    return ""
 
 
 def missing_files(manifest: RankManifest, sizes: Mapping[str, int]) -> list[str]:

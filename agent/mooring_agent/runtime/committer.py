@@ -6,7 +6,7 @@ import structlog
 
 from mooring_agent.adapters.checksum import crc64nvme
 from mooring_agent.core.commands import Commit, WriteManifest
-from mooring_agent.core.commit import judge_listing, missing_files
+from mooring_agent.core.commit import DIFFERENT_FILES_HINT, contradiction, judge_listing, missing_files
 from mooring_agent.core.errors import ErrorKind, StoreError
 from mooring_agent.core.events import Committed, CommitWaits, ManifestStored, ObjectsLost
 from mooring_agent.core.manifest import commit_marker, decode_manifest, encode_manifest, encode_marker
@@ -45,6 +45,9 @@ async def commit(store: ObjectStore, clock: Clock, command: Commit) -> Committed
     if unlisted:
         # Another agent's files: it will find them missing by itself and send them again.
         return CommitWaits(at=clock.now(), work=command.work, missing_ranks=unlisted)
+    reason = contradiction(manifests[rank] for rank in sorted(manifests))
+    if reason:
+        raise StoreError(ErrorKind.CONTRADICTION, f"save {command.info.save}: {reason}", hint=DIFFERENT_FILES_HINT)
     body = _marker_body(manifests)
     if found is None:
         found = await _write_and_read_back(store, key, body)

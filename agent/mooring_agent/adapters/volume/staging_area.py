@@ -5,11 +5,13 @@
 
 Owns that folder alone. Knows nothing of uploads or of what is in a descriptor. Invariants: nothing outside the volume
 and nothing of `.mooring` is ever pinned; files and names are on disk before the descriptor is; a stage that fails
-leaves nothing behind, one that is killed leaves a folder without a descriptor, which `scan` removes. Empty folders are
-not part of a checkpoint. The same save and rank are staged by one thread at a time.
+leaves nothing behind, one that is killed leaves a folder without a descriptor, which `scan` removes; two ranks never
+stage different bytes under one path of a save. Empty folders are not part of a checkpoint. The same save and rank are
+staged by one thread at a time.
 """
 
 import errno
+import filecmp
 import json
 import os
 import shutil
@@ -25,7 +27,8 @@ from mooring_agent.adapters.volume.errors import volume_error
 from mooring_agent.adapters.volume.pinning import Pinner
 from mooring_agent.adapters.volume.reserve import Reserve
 from mooring_agent.adapters.volume.source_walk import resolve_sources
-from mooring_agent.core.errors import ErrorKind, VolumeError
+from mooring_agent.core.commit import DIFFERENT_FILES_HINT
+from mooring_agent.core.errors import ErrorKind, RequestError, VolumeError
 from mooring_agent.core.model import Fingerprint, StagedFile
 from mooring_agent.core.object_layout import check_token
 from mooring_agent.ports import StageRequest
@@ -49,12 +52,14 @@ class LocalStagingArea:
 
     def stage(self, request: StageRequest) -> tuple[StagedFile, ...]:
         try:
-            return self._stage(request)
+            files = self._stage(request)
         except VolumeError as error:
             # Pins are links: a few blocks are enough for them, and this may be the last save of all.
-            if error.kind is ErrorKind.DISK_FULL and self._reserve.spend():
-                return self._stage(request)
-            raise
+            if error.kind is not ErrorKind.DISK_FULL or not self._reserve.spend():
+                raise
+            files = self._stage(request)
+        self._refuse_other_bytes(request, files)
+        return files
 
     def _stage(self, request: StageRequest) -> tuple[StagedFile, ...]:
         folder = self._save_folder(request.save) / f"rank-{request.rank:05d}"
@@ -97,6 +102,28 @@ class LocalStagingArea:
             self._undo(folder)
             raise
         return files
+
+    def _refuse_other_bytes(self, request: StageRequest, files: Sequence[StagedFile]) -> None:
+        """No other rank of the save has another file under a path of these: both would go to the same key.
+
+        After our descriptor is there: of two ranks that are staged at once, one at least sees the other's.
+        """
+        folder = self._save_folder(request.save) / f"rank-{request.rank:05d}"
+        try:
+            for descriptor in sorted(folder.parent.glob("rank-*.json")):
+                other = descriptor.with_suffix("")
+                for file in files if other != folder else ():
+                    if _differ(folder / file.path, other / file.path):
+                        _descriptor_of(folder).unlink()
+                        self._undo(folder)
+                        raise RequestError(
+                            ErrorKind.CONTRADICTION,
+                            f"ranks {int(other.name.removeprefix('rank-'))} and {request.rank} of save {request.save} "
+                            f"have different bytes for {file.path}",
+                            hint=DIFFERENT_FILES_HINT,
+                        )
+        except OSError as error:
+            raise volume_error(error, f"cannot compare the ranks of save {request.save}") from error
 
     def check(self, save: str, rank: int, files: Sequence[StagedFile]) -> None:
         for file in files:
@@ -222,6 +249,16 @@ def _sync_file(path: Path) -> Fingerprint:
         return _fingerprint(os.fstat(descriptor))
     finally:
         os.close(descriptor)
+
+
+def _differ(pin: Path, other: Path) -> bool:
+    """Whether they cannot both be in one folder. Reads only what has one size and not the same inode."""
+    try:
+        return not other.samefile(pin) and not filecmp.cmp(pin, other, shallow=False)
+    except FileNotFoundError:
+        return False
+    except NotADirectoryError:
+        return True
 
 
 def _fingerprint(status: os.stat_result) -> Fingerprint:
