@@ -35,16 +35,16 @@ WAIT_SECONDS = 20.0
 class Stage:
     """What the keeper sees of the agent, and what it tells it."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, *, grace_seconds: float = 10.0) -> None:
         self.folder = folder
         self.deaf = False
         self.told: list[tuple[float, str, bool]] = []
         self.keeper = AgentKeeper(
             (sys.executable, "-c", AGENT, str(folder)),
             environment=os.environ,
-            grace_seconds=10.0,
+            grace_seconds=grace_seconds,
             notify=self._notify,
-            answers=lambda: self.pid() is not None,
+            answers=self._answers,
         )
 
     def pid(self) -> int | None:
@@ -68,15 +68,27 @@ class Stage:
             while not holds():  # noqa: ASYNC110 - other processes and threads change it
                 await asyncio.sleep(0.01)
 
+    def _answers(self) -> bool:
+        pid = self.pid()
+        return pid is not None and is_running(pid)
+
     def _notify(self, grace_seconds: float, source: str, trainers_gone: bool) -> None:
-        if self.deaf:
+        if self.deaf or not self._answers():
             raise MooringError(ErrorKind.UNREACHABLE, "it does not listen")
         self.told.append((grace_seconds, source, trainers_gone))
 
 
+def is_running(pid: int) -> bool:
+    """It exists, and nobody has stopped it."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] in "RSD"
+    except FileNotFoundError:
+        return False
+
+
 @asynccontextmanager
-async def serving(folder: Path) -> AsyncIterator[Stage]:
-    stage = Stage(folder)
+async def serving(folder: Path, *, grace_seconds: float = 10.0) -> AsyncIterator[Stage]:
+    stage = Stage(folder, grace_seconds=grace_seconds)
     await stage.keeper.start()
     try:
         yield stage
@@ -158,6 +170,27 @@ async def test_an_agent_that_does_not_listen_at_the_end_is_terminated(tmp_path: 
         stage.deaf = True
         draining = asyncio.create_task(stage.keeper.drain())
         assert await asyncio.wait_for(draining, WAIT_SECONDS) == 0
+
+
+@pytest.mark.parametrize("told_before", [False, True])
+async def test_an_agent_that_hangs_while_draining_is_replaced_by_one_that_drains(
+    tmp_path: Path, told_before: bool
+) -> None:
+    async with serving(tmp_path, grace_seconds=0.5) as stage:
+        first = stage.pid()
+        assert first is not None
+        if not told_before:
+            os.kill(first, signal.SIGSTOP)
+        # Nor does a notice that it does not hear stand in the way.
+        stage.keeper.notice("runner SIGTERM")
+        draining = asyncio.create_task(stage.keeper.drain())
+        if told_before:
+            await stage.until(lambda: len(stage.told) == 2)
+            os.kill(first, signal.SIGSTOP)
+        await stage.until(lambda: stage.told.count((0.0, "program ended", True)) == 1 + told_before)
+        assert not is_running(first)
+        stage.leave(75)
+        assert await asyncio.wait_for(draining, WAIT_SECONDS) == 75
 
 
 def test_pauses_grow_with_deaths_in_a_row_and_a_healthy_minute_begins_a_new_row() -> None:

@@ -6,6 +6,7 @@ task forks, waits and forks again, and it is never cancelled, so there is no age
 """
 
 import asyncio
+import contextlib
 import os
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
@@ -29,6 +30,7 @@ _LONGEST_PAUSE_SECONDS: Final = 30.0
 _DEATHS_WHILE_DRAINING: Final = 7
 _TELL_TRIES: Final = 3
 _TELL_PAUSE_SECONDS: Final = 0.5
+_LISTEN_SECONDS: Final = 1.0
 _LEAST_GRACE_SECONDS: Final = 0.1
 _END_MARGIN_SECONDS: Final = 5.0
 _ORDERLY: Final = frozenset({0, EXIT_NOT_DURABLE})
@@ -200,19 +202,39 @@ class AgentKeeper:
             await asyncio.sleep(_POLL_SECONDS)
         self._served.set()
         failures = 0
+        silent_since: float | None = None
         while True:
-            await self._news.wait()
-            if await self._tell(self._untold[0]):
-                failures = 0
-                self._told()
+            await self._wait_for_news()
+            message = self._untold[0] if self._untold else None
+            if await (self._tell(message) if message else asyncio.to_thread(self._answers)):
+                failures, silent_since = 0, None
+                if message:
+                    self._told(message)
                 continue
-            failures += 1
-            if failures >= _TELL_TRIES and self._untold[0].trainers_gone:
-                # It lives and does not listen: this, it hears.
-                failures = 0
+            now = loop.time()
+            silent_since = silent_since or now
+            failures += 1 if message else 0
+            ending = next((message for message in self._untold if message.trainers_gone), None)
+            if ending and failures >= _TELL_TRIES:
+                # It lives and does not listen: this, it hears, and has its grace from now on.
+                failures, silent_since = 0, now
                 self._terminate()
-                self._told()
+                self._told(ending)
+            silent_seconds = now - silent_since
+            if self._draining.is_set() and silent_seconds >= self._grace_seconds + _END_MARGIN_SECONDS:
+                log.error("run.agent_hangs", seconds=round(silent_seconds))
+                process.kill()
+                return
             await asyncio.sleep(_TELL_PAUSE_SECONDS)
+
+    async def _wait_for_news(self) -> None:
+        """Until there is something to tell. While draining only for a moment: nobody else sees that the agent hangs."""
+        if not self._draining.is_set():
+            await self._news.wait()
+            return
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(_LISTEN_SECONDS):
+                await self._news.wait()
 
     async def _tell(self, message: _Message) -> bool:
         left_seconds = message.deadline - asyncio.get_running_loop().time()
@@ -234,8 +256,8 @@ class AgentKeeper:
         self._untold.append(message)
         self._news.set()
 
-    def _told(self) -> None:
-        self._untold.popleft()
+    def _told(self, message: _Message) -> None:
+        self._untold.remove(message)
         if not self._untold:
             self._news.clear()
 
