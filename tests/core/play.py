@@ -65,7 +65,10 @@ def staged_file(path: str, size_bytes: int, *, inode: int = 1, mtime_ns: int = 1
 
 
 class Play:
-    """`in_flight` are the commands that nobody has answered yet, `journal` what was made durable."""
+    """`in_flight` are the commands that nobody has answered yet, `journal` what was made durable.
+
+    `steps`: of a save; else they are counted.
+    """
 
     def __init__(self, *, max_concurrency: int = 2) -> None:
         self.state = State(settings=settings(max_concurrency=max_concurrency))
@@ -74,7 +77,7 @@ class Play:
         self.in_flight: dict[WorkId, Command] = {}
         self.exit: Exit | None = None
         self._sizes: dict[tuple[str, int], tuple[int, ...]] = {}
-        self._steps: dict[str, int] = {}
+        self.steps: dict[str, int] = {}
         self.feed(Started(at=self.now, fresh=True))
 
     def feed(self, event: Event) -> tuple[Command, ...]:
@@ -114,7 +117,7 @@ class Play:
         local_world_size: int = 1,
     ) -> None:
         """The announcement alone: its files are being staged."""
-        step = self._steps.setdefault(save, len(self._steps) + 1)
+        step = self.steps.setdefault(save, len(self.steps) + 1)
         self._sizes[save, rank] = sizes
         files = tuple(f"r{rank}-{index}" for index in range(len(sizes)))
         info = SaveInfo(save=save, name=f"checkpoint-{step}", step=step, kind=kind, world_size=world_size)

@@ -1,7 +1,7 @@
 """A store that was away for a day leaves a thousand checkpoints: an event costs no more than with a few."""
 
 from collections.abc import Iterator
-from time import perf_counter
+from time import process_time
 
 import pytest
 from tests.core.play import PART_BYTES, Play
@@ -28,10 +28,10 @@ def _seconds_per_event(play: Play) -> float:
     taken = []
     for _ in range(_EVENTS):
         work = next(work for work in play.in_flight if work.operation is not Operation.STAGE)
-        begun = perf_counter()
+        begun = process_time()
         play.answer(work)
         planner.next_wake(play.state)
-        taken.append(perf_counter() - begun)
+        taken.append(process_time() - begun)
     return sorted(taken)[_EVENTS // 2]
 
 
@@ -68,8 +68,8 @@ def test_staging_is_linear_in_files() -> None:
         play = Play()
         play.announce_only("save", (1,) * files)
         (stage,) = play.in_flight
-        begun = perf_counter()
+        begun = process_time()
         play.answer(stage)
-        return perf_counter() - begun
+        return process_time() - begun
 
     assert min(seconds(10_000) for _ in range(3)) < 30 * min(seconds(1_000) for _ in range(3))

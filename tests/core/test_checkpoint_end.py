@@ -251,6 +251,19 @@ def test_a_file_rewritten_in_place_fails_the_older_save_that_still_needs_it() ->
     assert play.state.checkpoints["old"].error_kind is ErrorKind.FILE_CHANGED
 
 
+def test_pins_of_a_failed_save_go_when_what_came_after_it_is_committed_also_at_a_lower_step() -> None:
+    play = Play()
+    play.steps.update(failed=1000, earlier=900)
+    play.announce("failed")
+    (work,) = play.in_flight
+    play.fail(work, ErrorKind.FILE_CHANGED)
+    assert not play.state.checkpoints["failed"].pins_dropped
+    # The run fell back to an earlier checkpoint and goes on from there.
+    play.announce("earlier")
+    play.finish()
+    assert play.state.checkpoints["failed"].pins_dropped
+
+
 def test_a_file_rewritten_in_place_does_no_harm_once_it_is_stored() -> None:
     play = Play(max_concurrency=1)
     _two_saves_of_one_inode(play, stored=True)
@@ -264,6 +277,7 @@ def _two_saves_of_one_inode(play: Play, *, stored: bool) -> None:
         play.announce_only(save, kind=Kind.PERIODIC)
         work = WorkId(Operation.STAGE, save, 0)
         del play.in_flight[work]
-        play.feed(Staged(at=play.now, work=work, files=(staged_file("r0-0", 1, inode=5, mtime_ns=mtime_ns),)))
+        file = staged_file("r0-0", 1, inode=5, mtime_ns=mtime_ns)
+        play.feed(Staged(at=play.now, work=work, files=(file,), part_size_bytes=PART_BYTES))
         if stored and save == "old":
             play.answer(WorkId(Operation.PUT_FILE, "old", 0, "r0-0"))

@@ -6,7 +6,7 @@ import pytest
 from tests.core.play import PART_BYTES, Play
 
 from mooring_agent.core import drain, planner
-from mooring_agent.core.commands import Exit, LiftBandwidthCap, RestoreBandwidthCap, RingDoorbell
+from mooring_agent.core.commands import Exit, LiftBandwidthCap, RingDoorbell, TakeBackNotice
 from mooring_agent.core.errors import ErrorKind
 from mooring_agent.core.events import CommitWaits, DiskRead, RanksSeen, Started, StopRequested, TerminationNoticed
 from mooring_agent.core.model import Kind, Phase
@@ -187,7 +187,7 @@ def test_an_older_checkpoint_is_sent_only_if_it_fits_before_the_commit_reserve()
     assert drain.worth_sending(play.state, play.state.checkpoints["fits"])
 
 
-def test_what_is_on_the_wire_and_will_not_fit_keeps_nobody_here() -> None:
+def test_what_will_not_fit_is_not_begun_again_beside_the_newest_ones_commit() -> None:
     play = Play(max_concurrency=1)
     play.announce("measured", (PART_BYTES,) * 4)
     play.finish(seconds_each=1.0)
@@ -197,8 +197,8 @@ def test_what_is_on_the_wire_and_will_not_fit_keeps_nobody_here() -> None:
     _stop(play, trainers_gone=True)
     play.cancel(WorkId(Operation.PUT_FILE, "too-large", 0, "r0-0"))
     while play.exit is None:
+        assert set(play.transfers()) <= {"newest"}
         play.answer(next(work for work in play.in_flight if work.save == "newest"))
-    assert play.transfers() == ["too-large"]
     assert play.exit.code == 0
     assert len(play.exit.lost) == 1
 
@@ -305,9 +305,27 @@ def test_a_pod_that_was_spared_gets_its_bandwidth_cap_back_once() -> None:
     play = Play()
     assert LiftBandwidthCap() in _notice(play)
     play.now += _GRACE_SECONDS + 60
-    assert RestoreBandwidthCap() in play.tick()
+    assert TakeBackNotice() in play.tick()
     assert not play.state.termination.noticed
     play.now += 60
-    assert RestoreBandwidthCap() not in play.tick()
+    assert TakeBackNotice() not in play.tick()
     # And with the next notice everything counts again.
     assert LiftBandwidthCap() in _notice(play)
+
+
+def test_the_last_save_of_an_end_that_did_not_come_is_not_that_of_the_next() -> None:
+    play = Play()
+    _alive(play, 0)
+    _notice(play)
+    play.announce("spared", kind=Kind.JUST_IN_TIME)
+    play.finish()
+    _alive(play)
+    play.now += _GRACE_SECONDS + 60
+    play.tick()
+    _alive(play, 0)
+    _notice(play)
+    _stop(play)
+    assert play.exit is None, "a living trainer owes its save"
+    play.announce("last", kind=Kind.JUST_IN_TIME)
+    play.finish()
+    assert play.exit == Exit(code=0, lost=())

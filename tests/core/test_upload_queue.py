@@ -106,11 +106,12 @@ def test_the_last_parts_of_the_first_share_the_wire_with_nobody() -> None:
     play.announce("old", (PART_BYTES,) * 8)
     play.announce("new", (PART_BYTES * 2,))
     _send(play, 4)
-    # The multipart upload of the new one is begun, then its two parts are on the wire, then it is completed.
-    for expected in (["new"], ["new", "new"], ["new"], ["new"]):
+    # The multipart upload of the new one is begun, then its two parts are on the wire.
+    for expected in (["new"], ["new", "new"], ["new"]):
         assert play.transfers() == expected
         play.answer(next(work for work in play.in_flight if work.save == "new"))
-    assert set(play.transfers()) == {"old"}
+    # Completing it sends no bytes.
+    assert play.transfers() == ["new", "old", "old", "old"]
 
 
 def test_what_waits_for_its_retry_leaves_the_wire_to_the_next() -> None:
@@ -122,6 +123,43 @@ def test_what_waits_for_its_retry_leaves_the_wire_to_the_next() -> None:
     (work,) = play.in_flight
     play.fail(work, ErrorKind.TIMED_OUT)
     assert play.transfers() == ["old"] * 4
+
+
+def test_what_has_failed_once_keeps_nobody_off_the_wire_when_it_is_sent_again() -> None:
+    play = Play(max_concurrency=2)
+    play.announce("old", (PART_BYTES,) * 8)
+    play.announce("new", (PART_BYTES,))
+    _send(play, 2)
+    (work,) = play.in_flight
+    play.fail(work, ErrorKind.TIMED_OUT)
+    play.wait_until(lambda: not play.state.checkpoints["new"].delayed)
+    _send(play, 1)
+    assert sorted(play.transfers()) == ["new", "old"]
+
+
+def test_the_newest_does_not_wait_for_the_last_part_of_a_protected_older_one() -> None:
+    play = Play(max_concurrency=4)
+    play.announce("first", (PART_BYTES,) * 8)
+    play.announce("protected", (PART_BYTES,) * 2)
+    _send(play, 4)
+    play.announce("newest", (PART_BYTES,) * 8)
+    assert play.state.leader == "protected"
+    _send(play, 1)
+    assert sorted(play.transfers()) == ["newest", "newest", "newest", "protected"]
+
+
+def test_what_hung_when_the_store_went_away_takes_no_place_once_it_is_back() -> None:
+    play = Play(max_concurrency=8)
+    play.announce("save", (PART_BYTES,) * 40)
+    for work in list(play.in_flight)[:2]:
+        play.fail(work, ErrorKind.UNREACHABLE)
+    hanging = set(play.in_flight)
+    play.wait_until(lambda: bool(set(play.in_flight) - hanging))
+    for _ in range(4):
+        # The store is back, and six requests from before still hang.
+        play.answer(next(work for work in play.in_flight if work not in hanging))
+        assert set(play.in_flight) - hanging
+    assert len(play.in_flight) == 8
 
 
 def test_a_just_in_time_save_in_a_drain_takes_the_whole_wire_at_once() -> None:

@@ -39,7 +39,7 @@ async def _events_of(tmp_path: Path, *commands: PutFile | CreateUpload | CancelW
             post=events.append,
             on_ring=lambda _: None,
             on_lift_cap=lambda: None,
-            on_restore_cap=lambda: None,
+            on_spared=lambda: None,
             on_exit=lambda _: None,
         )
         async with asyncio.TaskGroup() as tasks:

@@ -28,10 +28,10 @@ from mooring_agent.core.commands import (
     Reconcile,
     Record,
     Release,
-    RestoreBandwidthCap,
     RingDoorbell,
     SendPart,
     Stage,
+    TakeBackNotice,
     WorkCommand,
     WriteManifest,
 )
@@ -222,7 +222,7 @@ class AgentModel:
 
     def _perform(self, command: Command) -> None:
         match command:
-            case RingDoorbell() | LiftBandwidthCap() | RestoreBandwidthCap():
+            case RingDoorbell() | LiftBandwidthCap() | TakeBackNotice():
                 pass
             case Record():
                 raise ViolationError("a decision came out as a command")

@@ -7,6 +7,7 @@ from tests.simulation.store_model import StoreModel, ViolationError
 
 from mooring_agent.core.commands import Command, CompleteUpload, CreateUpload, Exit, PutFile, Record, SendPart
 from mooring_agent.core.disk_pressure import budget_bytes
+from mooring_agent.core.drain import worth_sending
 from mooring_agent.core.errors import ErrorKind
 from mooring_agent.core.events import (
     DurableEvent,
@@ -92,7 +93,11 @@ class AgentChecks:
     def _wire(self, state: State, work: WorkId) -> None:
         """While the newest has something to send, at most one older save goes before it, and none in a drain."""
         newest = max(
-            (checkpoint for checkpoint in state.checkpoints.values() if _can_send(checkpoint)),
+            (
+                checkpoint
+                for checkpoint in state.checkpoints.values()
+                if _can_send(checkpoint) and (checkpoint is state.newest() or worth_sending(state, checkpoint))
+            ),
             key=lambda checkpoint: checkpoint.sequence,
             default=None,
         )

@@ -160,8 +160,8 @@ class LiftBandwidthCap:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RestoreBandwidthCap:
-    """The pod was spared: uploads are as fast as they were allowed to be before."""
+class TakeBackNotice:
+    """The pod was spared: trainers that start now train, and uploads are as fast as they were allowed to be before."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -185,4 +185,4 @@ WorkCommand = (
     | Abandon
     | Prune
 )
-Command = WorkCommand | CancelWork | Record | RingDoorbell | LiftBandwidthCap | RestoreBandwidthCap | Exit
+Command = WorkCommand | CancelWork | Record | RingDoorbell | LiftBandwidthCap | TakeBackNotice | Exit

@@ -110,7 +110,7 @@ def _may_be_shed(state: State, checkpoint: Checkpoint) -> bool:
         return False
     if checkpoint.phase is Phase.SEALED:
         # Nothing is left to send: only ranks elsewhere can complete it, and may have given it up.
-        committed = state.newest_committed()
+        committed = state.last_announced_committed()
         return checkpoint.waits_for_ranks and committed is not None and committed.sequence > checkpoint.sequence
     return checkpoint.phase in (Phase.STAGED, Phase.UPLOADING) and checkpoint.info.save != state.leader
 

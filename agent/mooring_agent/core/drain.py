@@ -53,7 +53,12 @@ def waiting_for_save(state: State) -> bool:
     if state.termination.trainers_gone or not alive_count:
         return False
     newest = state.newest()
-    last_saves = len(newest.shares) if newest and newest.info.kind in (Kind.JUST_IN_TIME, Kind.FINAL) else 0
+    is_last = (
+        newest is not None
+        and newest.info.kind in (Kind.JUST_IN_TIME, Kind.FINAL)
+        and newest.sequence >= state.termination.first_sequence
+    )
+    last_saves = len(newest.shares) if newest is not None and is_last else 0
     owing = max(state.termination.most_alive, alive_count)
     return owing > max(last_saves, owing - alive_count)
 

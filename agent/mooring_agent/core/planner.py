@@ -46,12 +46,11 @@ def follow_up(state: State) -> Iterator[Command]:
     yield from _work(state)
     if state.trouble.next_round(state.now):
         yield from _work(state)
-    if state.prune_due and not state.termination.noticed and not state.trouble.away:
+    work = WorkId(Operation.PRUNE, "")
+    if state.prune_due and work not in state.in_flight and not state.termination.noticed and not state.trouble.away:
         state.prune_due = False
-        work = WorkId(Operation.PRUNE, "")
-        if work not in state.in_flight:
-            state.launch(work)
-            yield Prune(work=work)
+        state.launch(work)
+        yield Prune(work=work)
     _forget(state)
     verdict = drain.exit_verdict(state)
     if verdict:
@@ -201,7 +200,7 @@ def _release(state: State, checkpoint: Checkpoint) -> Iterator[Command]:
             state.cancelling.add(work)
             yield CancelWork(work=work)
     if checkpoint.phase is Phase.FAILED and any(share.staged for share in checkpoint.shares.values()):
-        newest = state.newest_committed()
+        newest = state.last_announced_committed()
         if newest is None or newest.sequence < checkpoint.sequence:
             return
     work = WorkId(Operation.RELEASE, save)
@@ -236,7 +235,7 @@ def _abandoned(state: State) -> Iterator[Checkpoint]:
 
     Should another agent seal it yet, it writes the marker: a share that we sealed stays in the bucket.
     """
-    newest = state.newest_committed()
+    newest = state.last_announced_committed()
     if newest is None or state.now - newest.committed_at < _INCOMPLETE_KEPT_SECONDS:
         return
     for checkpoint in state.unfinished():

@@ -122,7 +122,7 @@ def _apply(state: State, event: Event) -> Iterator[Command]:
         case TerminationNoticed():
             yield from termination_noticed(state, event)
         case Exited():
-            state.termination = Termination()
+            state.termination = Termination(first_sequence=state.next_sequence)
         case StopRequested():
             if state.termination.stop_requested_at is None:
                 state.termination.stop_requested_at = state.now

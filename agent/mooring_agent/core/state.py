@@ -169,6 +169,8 @@ class Termination:
     noticed: bool = False
     deadline: float | None = None
     source: str = ""
+    # Only a save from here on is the last one of this end: a pod that was spared may end again.
+    first_sequence: int = 0
     # Most local ranks that were alive at a time since the notice: each of them owes a last save.
     most_alive: int = 0
     stop_requested_at: float | None = None
@@ -193,6 +195,8 @@ class State:
     in_flight: set[WorkId] = field(default_factory=set)
     cancelling: set[WorkId] = field(default_factory=set)
     transfer_count: int = 0
+    # Transfers that were on the wire when the store went away, and have not ended.
+    hanging: set[WorkId] = field(default_factory=set)
     # Parts on the wire at most, as adapted to SlowDown; at least 1.
     window: float = 1.0
     window_cut_at: float = 0.0
@@ -222,6 +226,7 @@ class State:
     _unfinished: dict[str, Checkpoint] = field(default_factory=dict)
     _ended: dict[str, Checkpoint] = field(default_factory=dict)
     _newest_committed: Checkpoint | None = None
+    _last_announced_committed: Checkpoint | None = None
 
     def newest(self) -> Checkpoint | None:
         """The newest announced that has not failed, whatever became of it."""
@@ -231,6 +236,10 @@ class State:
     def newest_committed(self) -> Checkpoint | None:
         """By step, then by announcement: what a crash now would resume from."""
         return self._newest_committed
+
+    def last_announced_committed(self) -> Checkpoint | None:
+        """It supersedes what was announced before it; a run that fell back to an earlier step commits lower ones."""
+        return self._last_announced_committed
 
     def unfinished(self) -> Iterable[Checkpoint]:
         """What still has to become durable, oldest first."""
@@ -261,6 +270,9 @@ class State:
         rank = (checkpoint.info.step, checkpoint.sequence)
         if checkpoint.durable and (newest is None or rank > (newest.info.step, newest.sequence)):
             self._newest_committed = checkpoint
+        last = self._last_announced_committed
+        if checkpoint.durable and (last is None or checkpoint.sequence > last.sequence):
+            self._last_announced_committed = checkpoint
         position = bisect_left(self.sending, checkpoint.urgency, key=_urgency)
         is_listed = position < len(self.sending) and self.sending[position] is checkpoint
         if checkpoint.sends and not is_listed:
@@ -296,6 +308,7 @@ class State:
             return False
         self.in_flight.discard(work)
         self.cancelling.discard(work)
+        self.hanging.discard(work)
         self.transfer_count -= work.operation in TRANSFERS
         return True
 

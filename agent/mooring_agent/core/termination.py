@@ -6,7 +6,7 @@ Owns `State.termination`. When to leave is `drain.py`'s.
 from collections.abc import Iterator
 
 from mooring_agent.core import drain
-from mooring_agent.core.commands import Command, LiftBandwidthCap, RestoreBandwidthCap, RingDoorbell
+from mooring_agent.core.commands import Command, LiftBandwidthCap, RingDoorbell, TakeBackNotice
 from mooring_agent.core.events import TerminationNoticed
 from mooring_agent.core.outcome import hurry
 from mooring_agent.core.state import State, Termination
@@ -16,9 +16,9 @@ def lapse(state: State) -> Iterator[Command]:
     """A notice that nobody followed up is void, and the pod goes on as before it."""
     lapses_at = drain.lapses_at(state)
     if lapses_at is not None and lapses_at <= state.now:
-        state.termination = Termination()
+        state.termination = Termination(first_sequence=state.next_sequence)
         if state.live:
-            yield RestoreBandwidthCap()
+            yield TakeBackNotice()
 
 
 def termination_noticed(state: State, event: TerminationNoticed) -> Iterator[Command]:

@@ -3,8 +3,8 @@
 Pure latest-first starves itself: a trainer that saves faster than the store takes would push every upload aside
 before it finishes, and nothing would ever commit. So a save that pushed an unfinished one aside keeps the wire until
 its files are stored; only a just-in-time or final save goes before it. The newest waits for at most one older
-checkpoint, and for none once the pod is known to end. Until its files are stored the first shares the wire with
-nobody, also where it cannot use the whole window; a just-in-time save with a deadline takes it from the others at once.
+checkpoint, and for none once the pod is known to end. Until its bytes are sent the newest shares the wire with nobody,
+also where it cannot use the whole window; a just-in-time save with a deadline takes it from the others at once.
 """
 
 from collections import deque
@@ -18,6 +18,8 @@ from mooring_agent.core.object_layout import file_key
 from mooring_agent.core.state import Checkpoint, FileProgress, State
 from mooring_agent.core.work import CANCELLABLE, TRANSFERS, Operation, WorkId
 
+# Completing an upload sends no bytes, and may take minutes.
+_BEFORE_THE_LAST_BYTE = TRANSFERS - {Operation.COMPLETE_UPLOAD}
 _PREEMPTING_KINDS = frozenset({Kind.JUST_IN_TIME, Kind.FINAL})
 
 
@@ -83,7 +85,7 @@ def withdraw(checkpoint: Checkpoint, lost: WorkId) -> None:
 def make_room(state: State) -> Iterator[Command]:
     """Take other transfers off the wire when a just-in-time save needs it whose deadline runs."""
     first = next(iter(order(state)), None)
-    if first is None or first.info.kind is not Kind.JUST_IN_TIME or not _has_files_to_store(state, first):
+    if first is None or not _is_last_save(state, first) or not _has_files_to_store(state, first):
         return
     for work in sorted(state.in_flight - state.cancelling):
         if work.operation in CANCELLABLE and work.save != first.info.save:
@@ -94,13 +96,15 @@ def make_room(state: State) -> Iterator[Command]:
 def next_transfers(state: State) -> Iterator[Command]:
     """Fill the window."""
     choose_leader(state)
-    # What still hangs on the wire since the store went away keeps nobody from asking whether it is back.
-    limit = state.settings.transfer.max_concurrency if state.trouble.away else int(state.window)
-    first: Checkpoint | None = None
+    limit = state.settings.transfer.max_concurrency
+    if not state.trouble.away:
+        # What hangs on the wire since the store went away takes no place from what is sent now that it is back.
+        limit = min(limit, int(state.window) + len(state.hanging))
+    first, newest = None, state.newest()
     for checkpoint in order(state):
         if state.transfer_count >= limit or (first is not None and _has_the_wire_alone(state, first)):
             return
-        if first is not None and not drain.worth_sending(state, checkpoint):
+        if checkpoint is not newest and not drain.worth_sending(state, checkpoint):
             continue
         first = first or checkpoint
         while state.transfer_count < limit and (work := _next_of(state, checkpoint)) is not None:
@@ -123,8 +127,20 @@ def _next_of(state: State, checkpoint: Checkpoint) -> WorkId | None:
 
 def _has_the_wire_alone(state: State, first: Checkpoint) -> bool:
     """Nothing else is begun. While the store is away there is no wire to share, and everybody may ask for it."""
-    urgent = state.termination.noticed and first.info.kind is Kind.JUST_IN_TIME
-    return (urgent or not state.trouble.away) and _has_files_to_store(state, first)
+    if _is_last_save(state, first):
+        return _has_files_to_store(state, first)
+    if state.trouble.away or first is not state.newest_sending():
+        return False
+    # What has failed before may fail for ever, and is no reason to send nothing else.
+    return any(
+        work.save == first.info.save and work.operation in _BEFORE_THE_LAST_BYTE and work not in first.attempts
+        for work in state.in_flight
+    )
+
+
+def _is_last_save(state: State, checkpoint: Checkpoint) -> bool:
+    """A just-in-time save whose deadline runs."""
+    return state.termination.noticed and checkpoint.info.kind is Kind.JUST_IN_TIME
 
 
 def _has_files_to_store(state: State, checkpoint: Checkpoint) -> bool:

@@ -25,10 +25,10 @@ from mooring_agent.core.commands import (
     Reconcile,
     Record,
     Release,
-    RestoreBandwidthCap,
     RingDoorbell,
     SendPart,
     Stage,
+    TakeBackNotice,
     WorkCommand,
     WriteManifest,
 )
@@ -62,7 +62,7 @@ class Dispatcher:
         post: Callable[[Event], None],
         on_ring: Callable[[RingDoorbell], None],
         on_lift_cap: Callable[[], None],
-        on_restore_cap: Callable[[], None],
+        on_spared: Callable[[], None],
         on_exit: Callable[[Exit], None],
     ) -> None:
         self._store = store
@@ -74,7 +74,7 @@ class Dispatcher:
         self._post = post
         self._on_ring = on_ring
         self._on_lift_cap = on_lift_cap
-        self._on_restore_cap = on_restore_cap
+        self._on_spared = on_spared
         self._on_exit = on_exit
         self._failures = FailureLog()
         self._tasks: dict[WorkId, asyncio.Task[None]] = {}
@@ -90,8 +90,8 @@ class Dispatcher:
                 self._on_ring(command)
             case LiftBandwidthCap():
                 self._on_lift_cap()
-            case RestoreBandwidthCap():
-                self._on_restore_cap()
+            case TakeBackNotice():
+                self._on_spared()
             case Exit():
                 self._on_exit(command)
             case Record():

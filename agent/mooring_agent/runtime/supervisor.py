@@ -124,7 +124,7 @@ async def run_agent(settings: Settings, *, fresh: bool = False, parent_pid: int 
             post=engine.post,
             on_ring=_bell_ringer(bell, presence),
             on_lift_cap=lambda: limiter.set_rate(0),
-            on_restore_cap=lambda: limiter.set_rate(settings.transfer.bandwidth_bytes_per_second),
+            on_spared=_as_before(bell, limiter, settings),
             on_exit=leaving.set_result,
         )
         service = AgentService(
@@ -226,6 +226,19 @@ def _bell_ringer(bell: Doorbell, presence: Presence) -> Callable[[RingDoorbell],
         presence.ring(doorbell.Ring(ring=number, deadline_unix=command.deadline, terminating=command.terminating))
 
     return ring
+
+
+def _as_before(bell: Doorbell, limiter: RateLimiter, settings: Settings) -> Callable[[], None]:
+    """What a termination notice has changed, when the pod is spared."""
+
+    def go_on() -> None:
+        limiter.set_rate(settings.transfer.bandwidth_bytes_per_second)
+        try:
+            bell.forget_termination()
+        except MooringError as error:
+            log.error("doorbell.unwritable", error=str(error), hint=error.hint)
+
+    return go_on
 
 
 @contextlib.asynccontextmanager
