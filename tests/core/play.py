@@ -185,7 +185,7 @@ class Play:
                     staged_file(path, size, inode=crc32(f"{command.work.save}/{path}".encode()))
                     for path, size in zip(command.files, sizes, strict=False)
                 )
-                return Staged(at=at, work=command.work, files=files)
+                return Staged(at=at, work=command.work, files=files, part_size_bytes=command.part_size_bytes)
             case Reconcile():
                 return Reconciled(at=at, work=command.work, uploads=(), files=())
             case CreateUpload():

@@ -43,7 +43,7 @@ def announce(state: State, save: str, step: int, kind: Kind, parts: int) -> list
     return run(
         state,
         Announced(at=1.0, info=info, rank=0, source=source, files=(), local_world_size=1),
-        Staged(at=1.0, work=WorkId(Operation.STAGE, save, 0), files=(file,)),
+        Staged(at=1.0, work=WorkId(Operation.STAGE, save, 0), files=(file,), part_size_bytes=PART_BYTES),
     )
 
 

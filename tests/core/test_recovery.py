@@ -1,5 +1,7 @@
 """What a restart finds in the store is taken up, with all that the journal knows of it."""
 
+import pytest
+
 from mooring_agent.core import planner
 from mooring_agent.core.commands import CreateUpload, Reconcile, Stage, WriteManifest
 from mooring_agent.core.errors import ErrorKind
@@ -30,13 +32,13 @@ FILE = StagedFile(
 )
 
 
-def new_state() -> State:
+def new_state(part_size_bytes: int = 8 * MIB) -> State:
     settings = Settings(
         volume="/volume",
         checkpoint_directory="/volume/checkpoints",
         socket="/volume/socket",
         store=StoreSettings(destination="s3://bucket/run"),
-        transfer=TransferSettings(part_size_bytes=8 * MIB),
+        transfer=TransferSettings(part_size_bytes=part_size_bytes),
     )
     return State(settings=settings)
 
@@ -45,11 +47,13 @@ def work(operation: Operation, number: int = 0, upload: str = "") -> WorkId:
     return WorkId(operation, INFO.save, 0, FILE.path, number, upload)
 
 
-def restart_after(*replayed: Event) -> tuple[State, Ready]:
-    state = new_state()
+def restart_after(*replayed: Event, part_size_bytes: int = 8 * MIB) -> tuple[State, Ready]:
+    """The setting is `part_size_bytes` now, and was 8 MiB before."""
+    state = new_state(part_size_bytes)
     source = "/volume/checkpoints/checkpoint-1"
     announced = Announced(at=1.0, info=INFO, rank=0, source=source, files=(), local_world_size=1)
-    staged = Staged(at=1.0, work=WorkId(Operation.STAGE, INFO.save, 0), files=(FILE,))
+    stage = WorkId(Operation.STAGE, INFO.save, 0)
+    staged = Staged(at=1.0, work=stage, files=(FILE,), part_size_bytes=8 * MIB)
     for event in (announced, staged, *replayed):
         advance(state, event)
     return state, advance(state, Started(at=2.0, fresh=False))
@@ -71,6 +75,34 @@ def test_a_file_that_was_completed_while_the_agent_died_keeps_the_checksums_of_i
     assert state.checkpoints[INFO.save].durable_bytes == FILE.fingerprint.size_bytes
 
 
+@pytest.mark.parametrize("part_size_bytes", [5 * MIB, 16 * MIB])
+def test_what_was_staged_before_a_change_of_the_part_size_keeps_its_parts(part_size_bytes: int) -> None:
+    created = UploadCreated(at=1.0, work=work(Operation.CREATE_UPLOAD), upload_id="upload-1")
+    _, ready = restart_after(created, part_stored(1), part_size_bytes=part_size_bytes)
+    (reconcile,) = [command for command in ready.commands if isinstance(command, Reconcile)]
+    assert [(known.part_size_bytes, known.parts) for known in reconcile.unfinished] == [
+        (8 * MIB, ((1, "etag-1", 101),))
+    ]
+
+    complete = FileStored(
+        at=1.0, work=work(Operation.COMPLETE_UPLOAD, 0, "upload-1"), checksum=None, size_bytes=16 * MIB
+    )
+    state, ready = restart_after(created, part_stored(1), part_stored(2), complete, part_size_bytes=part_size_bytes)
+    (reconcile,) = [command for command in ready.commands if isinstance(command, Reconcile)]
+    ready = advance(state, Reconciled(at=3.0, work=reconcile.work, uploads=(), files=()))
+    (write,) = [command for command in ready.commands if isinstance(command, WriteManifest)]
+    assert (write.manifest.files[0].part_size_bytes, write.manifest.files[0].checksums) == (8 * MIB, (101, 102))
+
+
+def test_what_is_staged_after_a_change_of_the_part_size_has_the_new_one() -> None:
+    state = new_state(16 * MIB)
+    source = "/volume/checkpoints/checkpoint-1"
+    advance(state, Started(at=1.0, fresh=False))
+    ready = advance(state, Announced(at=1.0, info=INFO, rank=0, source=source, files=(), local_world_size=1))
+    (stage,) = [command for command in ready.commands if isinstance(command, Stage)]
+    assert stage.part_size_bytes == 16 * MIB
+
+
 def test_a_file_stored_before_the_restart_is_not_asked_for_again() -> None:
     created = UploadCreated(at=1.0, work=work(Operation.CREATE_UPLOAD), upload_id="upload-1")
     complete = work(Operation.COMPLETE_UPLOAD, 0, "upload-1")
@@ -86,7 +118,7 @@ def test_a_clock_that_was_ahead_before_the_restart_delays_nothing_after_it() -> 
     advance(state, Announced(at=9_000.0, info=INFO, rank=0, source=source, files=(), local_world_size=1))
     ready = advance(state, Started(at=100.0, fresh=False))
     (stage,) = [command for command in ready.commands if isinstance(command, Stage)]
-    staged = advance(state, Staged(at=101.0, work=stage.work, files=(FILE,)))
+    staged = advance(state, Staged(at=101.0, work=stage.work, files=(FILE,), part_size_bytes=8 * MIB))
     (create,) = staged.commands
     assert isinstance(create, CreateUpload)
     kind = ErrorKind.TIMED_OUT

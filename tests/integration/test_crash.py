@@ -157,3 +157,35 @@ def test_fifty_kills_lose_nothing_leave_nothing_and_send_no_finished_part_twice(
         assert restored.name == f"checkpoint-{step}"
         assert tree(restored) == originals[step]
         view.delete(marker)
+
+
+@pytest.mark.parametrize("part_size_bytes", [5 * MIB, 16 * MIB])
+def test_an_upload_that_a_kill_cut_short_goes_on_in_its_parts_after_a_change_of_the_setting(
+    rclone_bucket: Bucket, fault_proxy: FaultProxy, tmp_path: Path, part_size_bytes: int
+) -> None:
+    view = BucketView(rclone_bucket)
+
+    def agent(part_size_bytes: int) -> AgentProcess:
+        return AgentProcess(
+            tmp_path / "volume",
+            rclone_bucket.destination,
+            endpoint_url=fault_proxy.endpoint_url,
+            part_size_bytes=part_size_bytes,
+            max_concurrency=2,
+        )
+
+    fault_proxy.throttle(BYTES_PER_SECOND)
+    with agent(PART_BYTES) as before:
+        source = write_checkpoint(before.checkpoints / "checkpoint-100", {"model.bin": 40 * MIB}, seed=1)
+        original = tree(source)
+        before.announce(source, 100)
+        wait_until(lambda: before.status().checkpoints[0].durable_bytes >= 2 * PART_BYTES, 30, "some parts are stored")
+        before.kill()
+    fault_proxy.throttle(0)
+    with agent(part_size_bytes):
+        wait_until(lambda: len(view.markers()) == 1, 60, "it is committed")
+
+    assert sent_twice(fault_proxy.log) == []
+    assert view.uploads() == []
+    assert [row["problems"] for row in view.verify()] == [[]]
+    assert tree(view.restore(tmp_path / "other")) == original

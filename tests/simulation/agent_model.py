@@ -5,7 +5,7 @@ any boundary: before the journal is written, after it, between two commands. Wha
 """
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from tests.simulation.invariants import AgentChecks
@@ -67,6 +67,7 @@ from mooring_agent.core.model import Fingerprint, StagedFile
 from mooring_agent.core.object_layout import file_key, marker_key
 from mooring_agent.core.part_plan import plan
 from mooring_agent.core.reducer import advance
+from mooring_agent.core.settings import Settings
 from mooring_agent.core.state import State
 from mooring_agent.core.work import Operation, WorkId
 
@@ -95,13 +96,13 @@ class AgentModel:
         self.index = index
         self.planned = planned
         self.journal: list[DurableEvent] = []
-        self.state = State(settings=planned.settings)
+        self.starts = 0
+        self.state = State(settings=self._settings())
         self.checks = AgentChecks(index)
         self.alive = set(range(len(planned.ranks)))
         self.running = False
         self.exit: Exit | None = None
         self.stop_requested = False
-        self.starts = 0
         self._pins: dict[str, dict[int, tuple[StagedFile, ...]]] = {}
         self._in_flight: dict[WorkId, _Running] = {}
         self._announced: dict[tuple[str, int], PlannedAnnouncement] = {}
@@ -121,10 +122,17 @@ class AgentModel:
         self.deliver(RanksSeen(at=self.life.now, alive=frozenset(self.alive)))
 
     def replayed(self) -> State:
-        state = State(settings=self.planned.settings)
+        state = State(settings=self._settings())
         for event in self.journal:
             advance(state, decode_event(encode_event(event)))
         return state
+
+    def _settings(self) -> Settings:
+        """Of the start that is on, or comes next."""
+        part_sizes_bytes = self.planned.part_sizes_bytes
+        part_size_bytes = part_sizes_bytes[self.starts % len(part_sizes_bytes)]
+        settings = self.planned.settings
+        return replace(settings, transfer=replace(settings.transfer, part_size_bytes=part_size_bytes))
 
     def deliver(self, event: Event) -> bool:
         """Engine and dispatcher in one. False: the process died of it, or was not there."""
@@ -440,7 +448,7 @@ class AgentModel:
                 )
                 for file in files
             )
-        return Staged(at=self.life.now, work=command.work, files=pinned[rank])
+        return Staged(at=self.life.now, work=command.work, files=pinned[rank], part_size_bytes=command.part_size_bytes)
 
     def _commit(self, command: Commit, running: _Running) -> Event:
         now, work, seen = self.life.now, command.work, running.seen

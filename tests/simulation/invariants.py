@@ -82,6 +82,9 @@ class AgentChecks:
             raise ViolationError(f"{event.save} was shed without need")
 
     def commands(self, state: State, commands: Iterable[Command]) -> None:
+        for save in [save for save in self._went_before if not state.checkpoints[save].sends]:
+            # Its wait is over; a rank that announces later begins another.
+            del self._went_before[save]
         for command in commands:
             if isinstance(command, SendPart) and command.work in self._stored_parts:
                 raise ViolationError(f"{command.work} is stored and was sent again")

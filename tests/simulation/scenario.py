@@ -46,8 +46,11 @@ class Termination:
 
 @dataclass(frozen=True, slots=True)
 class PlannedAgent:
+    """`part_sizes_bytes`: what its starts are given in turn, as when an operator changes the setting."""
+
     ranks: tuple[int, ...]
     settings: Settings
+    part_sizes_bytes: tuple[int, ...]
     crash_steps: tuple[int, ...]
     deaths: tuple[tuple[float, int], ...]
     termination: Termination
@@ -126,16 +129,17 @@ def _agent(random: Random, ranks: tuple[int, ...], *, ends: bool, calm: bool) ->
         checkpoint_directory="/volume/checkpoints",
         socket="/volume/agent.sock",
         store=StoreSettings(destination="file:///bucket"),
-        transfer=TransferSettings(part_size_bytes=MIN_PART_BYTES, max_concurrency=random.choice((1, 2, 4))),
+        transfer=TransferSettings(max_concurrency=random.choice((1, 2, 4))),
         disk=DiskSettings(eviction_threshold_percent=0.0),
         termination=TerminationSettings(),
     )
+    part_sizes_bytes = tuple(random.choice((1, 1, 2)) * MIN_PART_BYTES for _ in range(5))
     crashes = () if calm else tuple(random.randint(1, 120) for _ in range(random.choice((0, 1, 1, 2, 4))))
     deaths = tuple((random.uniform(1.0, STORM_SECONDS), rank) for rank in ranks if random.random() < 0.15)
     pressure = tuple(
         sorted((random.uniform(0.0, STORM_SECONDS), random.random() < 0.6) for _ in range(random.choice((0, 0, 1, 4))))
     )
-    return PlannedAgent(ranks, settings, crashes, deaths, _termination(random, ends=ends), pressure)
+    return PlannedAgent(ranks, settings, part_sizes_bytes, crashes, deaths, _termination(random, ends=ends), pressure)
 
 
 def _termination(random: Random, *, ends: bool) -> Termination:

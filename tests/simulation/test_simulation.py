@@ -19,7 +19,7 @@ from tests.simulation.store_model import ViolationError
 from mooring_agent.core import disk_pressure, drain, planner, reducer, upload_queue
 from mooring_agent.core import state as state_module
 from mooring_agent.core.commands import Abandon, Command, Exit
-from mooring_agent.core.events import Announced, PartStored, Started
+from mooring_agent.core.events import Announced, PartStored, Staged, Started
 from mooring_agent.core.state import Checkpoint, State
 
 _LIVES = 10_000
@@ -117,6 +117,16 @@ def _go_on_without_asking_the_store(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(reducer, "_started", without)
 
 
+def _plan_by_the_setting_of_today(patch: pytest.MonkeyPatch) -> None:
+    staged = reducer.staged
+
+    def planned_anew(state: State, checkpoint: Checkpoint, event: Staged) -> Iterator[Command]:
+        part_size_bytes = state.settings.transfer.part_size_bytes
+        return staged(state, checkpoint, replace(event, part_size_bytes=part_size_bytes))
+
+    patch.setattr(reducer, "staged", planned_anew)
+
+
 def _oldest_first(patch: pytest.MonkeyPatch) -> None:
     order = upload_queue.order
     patch.setattr(upload_queue, "order", lambda state: reversed(list(order(state))))
@@ -196,6 +206,7 @@ def _keep_failed_work_to_itself(patch: pytest.MonkeyPatch) -> None:
         (_seal_when_the_first_rank_has, "KeyError"),
         (_commit_without_looking_for_the_files, "is committed without"),
         (_go_on_without_asking_the_store, "settle"),
+        (_plan_by_the_setting_of_today, "IndexError"),
         (_oldest_first, "had the wire"),
         (_forget_announcements, "another story"),
         (_forget_parts, "KeyError"),

@@ -43,9 +43,8 @@ def staged(state: State, checkpoint: Checkpoint, event: Staged) -> Iterator[Comm
         return
     yield from _fail_rewritten(state, checkpoint, event)
     lead.staged = True
-    preferred_bytes = state.settings.transfer.part_size_bytes
     for file in event.files:
-        part_size_bytes = part_size_for(file.size_bytes, preferred_bytes)
+        part_size_bytes = part_size_for(file.size_bytes, event.part_size_bytes)
         progress = FileProgress(
             file=file, part_size_bytes=part_size_bytes, parts=plan(file.size_bytes, part_size_bytes)
         )

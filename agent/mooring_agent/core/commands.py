@@ -16,6 +16,7 @@ class Stage:
     source: str
     files: tuple[str, ...]
     private: bool
+    part_size_bytes: int
     announced_at: float
     local_world_size: int
     signature: str

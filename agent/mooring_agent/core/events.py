@@ -38,11 +38,15 @@ class Announced:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Staged:
-    """A rank's files are pinned; the trainer may delete its own."""
+    """A rank's files are pinned; the trainer may delete its own.
+
+    `part_size_bytes` is what was preferred at the time: what follows is told in parts of it, whatever is set later.
+    """
 
     at: float
     work: WorkId
     files: tuple[StagedFile, ...]
+    part_size_bytes: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,7 +1,8 @@
 """File -> parts within S3's limits.
 
 Owns the arithmetic only. A file no larger than one part is sent whole, by a single PUT: its plan has one part (none
-when it is empty, which is still one PUT).
+when it is empty, which is still one PUT). Invariant: the same arguments give the same plan in every version, for
+journals tell of parts by their numbers alone.
 """
 
 from typing import Final

@@ -108,6 +108,7 @@ def _checkpoint_work(state: State, checkpoint: Checkpoint) -> Iterator[Command]:
                 source=share.source,
                 files=share.requested_files,
                 private=share.source.rpartition("/")[0] in state.rewritten_directories,
+                part_size_bytes=state.settings.transfer.part_size_bytes,
                 announced_at=share.announced_at,
                 local_world_size=share.local_world_size,
                 signature=share.signature,

@@ -14,6 +14,7 @@ from mooring_agent.core.work import Operation, WorkId
 from mooring_agent.ports import Clock, StageRequest, StagingArea
 
 _ANNOUNCEMENT = "announcement"
+_PART_SIZE = "part_size_bytes"
 
 log = structlog.get_logger("mooring.staging")
 
@@ -35,10 +36,10 @@ async def stage(staging: StagingArea, clock: Clock, executor: Executor, command:
         source=command.source,
         files=command.files,
         private=command.private,
-        descriptor={_ANNOUNCEMENT: encode_event(announcement).decode()},
+        descriptor={_ANNOUNCEMENT: encode_event(announcement).decode(), _PART_SIZE: command.part_size_bytes},
     )
     files = await asyncio.get_running_loop().run_in_executor(executor, staging.stage, request)
-    return Staged(at=clock.now(), work=command.work, files=files)
+    return Staged(at=clock.now(), work=command.work, files=files, part_size_bytes=command.part_size_bytes)
 
 
 def rescan(staging: StagingArea, state: State) -> Iterator[DurableEvent]:
@@ -59,4 +60,6 @@ def rescan(staging: StagingArea, state: State) -> Iterator[DurableEvent]:
             yield announcement
         if share is None or not share.staged:
             work = WorkId(Operation.STAGE, announcement.info.save, announcement.rank)
-            yield Staged(at=announcement.at, work=work, files=files)
+            told = descriptor.get(_PART_SIZE)
+            part_size_bytes = told if isinstance(told, int) else state.settings.transfer.part_size_bytes
+            yield Staged(at=announcement.at, work=work, files=files, part_size_bytes=part_size_bytes)
