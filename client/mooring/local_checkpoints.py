@@ -2,15 +2,17 @@
 
 Owns every name in that directory that begins with a dot and every record. Must not know the agent. Invariants: what is
 called `checkpoint-<step>` is complete and on disk; nothing without a record is ever deleted, except the checkpoint
-whose name a new one takes; a crash at any point leaves the newest complete checkpoint to be found by `newest`.
+whose name a new one takes, and that new one when it was never recorded; a crash at any point leaves the newest complete
+checkpoint to be found by `newest`.
 
 .saving-<name>-<nonce>      being written; garbage once its process is gone
-.replaced-<name>-<nonce>    had the name that a new one is just taking; goes back if that never happened
+.replaced-<name>-<save>     had the name that a new one is taking; goes back as long as the record is of its save
 .removing-<name>-<nonce>    being deleted; garbage
 """
 
 import logging
 import os
+import re
 import shutil
 from pathlib import Path
 from typing import Final
@@ -29,6 +31,7 @@ _log: Final = logging.getLogger("mooring")
 _SAVING: Final = ".saving-"
 _REPLACED: Final = ".replaced-"
 _REMOVING: Final = ".removing-"
+_REPLACED_NAME: Final = re.compile(r"\.replaced-(?P<name>checkpoint-\d+)-(?P<save>.+)")
 
 
 class LocalCheckpoints:
@@ -38,6 +41,7 @@ class LocalCheckpoints:
         self._directory = directory
         self._records = records_directory
         self._nonce = nonce
+        self._replaced: dict[str, Path] = {}
 
     def path(self, name: str) -> Path:
         return self._directory / name
@@ -49,12 +53,8 @@ class LocalCheckpoints:
         for path in sorted(self._directory.iterdir()):
             if path.name.startswith((_SAVING, _REMOVING)):
                 _delete(path)
-            elif path.name.startswith(_REPLACED):
-                final = self.path(path.name.removeprefix(_REPLACED).rpartition("-")[0])
-                if final.exists():
-                    _delete(path)
-                else:
-                    path.rename(final)
+            elif (replaced := _REPLACED_NAME.fullmatch(path.name)) is not None:
+                self._settle(path, replaced["name"], replaced["save"])
 
     def newest(self) -> Record | None:
         """The newest whole checkpoint; forgets those that are gone, passes over those that are damaged."""
@@ -85,22 +85,25 @@ class LocalCheckpoints:
         files = _sync_tree(temporary)
         if not files:
             raise FileNotFoundError(f"nothing was saved in {temporary}")
-        aside = self._temporary(_REPLACED, name)
+        aside: Path | None = None
         if final.exists():
-            final.rename(aside)
+            aside = self._replaced[name] = self._set_aside(name)
         try:
             temporary.rename(final)
         except OSError:
-            if aside.exists():
+            if aside is not None:
                 aside.rename(final)
             raise
         sync_directory(self._directory)
-        _delete(aside)
         return files
 
     def record(self, record: Record) -> None:
         """From now on the checkpoint may be resumed from, and rotated. Raises OSError."""
         write_record(self._records, record)
+        # Until now it was the one to resume from.
+        replaced = self._replaced.pop(record.name, None)
+        if replaced is not None:
+            _delete(replaced)
 
     def rotate(self, newest: Record, keep: int) -> None:
         """Of the whole checkpoints up to `newest`, keep that one and the `keep - 1` before it. Raises OSError."""
@@ -111,6 +114,36 @@ class LocalCheckpoints:
             self.path(record.name).rename(removing)
             remove_record(self._records, record.name)
             _delete(removing)
+
+    def _set_aside(self, name: str) -> Path:
+        """Free a name; where that which had it lies now."""
+        aside = self._directory / f"{_REPLACED}{name}-{self._recorded_save(name) or self._nonce}"
+        if aside.exists():
+            # A save whose record failed has the name; what was recorded lies aside since then.
+            self._remove(name)
+        else:
+            self.path(name).rename(aside)
+        return aside
+
+    def _settle(self, aside: Path, name: str, save: str) -> None:
+        """A process was killed while a new checkpoint took a name: the record says which of the two has it."""
+        final = self.path(name)
+        if not final.exists():
+            aside.rename(final)
+        elif self._recorded_save(name) == save:
+            self._remove(name)
+            aside.rename(final)
+        else:
+            _delete(aside)
+
+    def _recorded_save(self, name: str) -> str:
+        return next((record.save for record in read_records(self._records) if record.name == name), "")
+
+    def _remove(self, name: str) -> None:
+        """Delete a checkpoint, of which nothing half-deleted ever has its name."""
+        removing = self._temporary(_REMOVING, name)
+        self.path(name).rename(removing)
+        _delete(removing)
 
     def _temporary(self, prefix: str, name: str) -> Path:
         return self._directory / f"{prefix}{name}-{self._nonce}"

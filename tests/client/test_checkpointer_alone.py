@@ -212,6 +212,22 @@ def test_a_record_that_cannot_be_written_stops_the_rotation_alone(
     assert "not recorded" in caplog.text
 
 
+def test_a_step_saved_again_without_a_record_leaves_the_recorded_one_to_resume_from(
+    make: Make, directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    checkpointer = make()
+    save(checkpointer, 1)
+    with monkeypatch.context() as patch:
+        patch.setattr(mooring.local_checkpoints, "write_record", _no_space)
+        for content in ("unrecorded", "unrecorded too"):
+            with checkpointer.save(1) as path:
+                (path / "state").write_text(content)
+    resumed = make().resume()
+    assert resumed == directory / "checkpoint-1"
+    assert (resumed / "state").read_text() == "state of 1"
+    assert visible(directory) == ["checkpoint-1"]
+
+
 def test_a_save_of_nothing_is_no_checkpoint(make: Make, directory: Path, caplog: pytest.LogCaptureFixture) -> None:
     with make().save(1):
         pass

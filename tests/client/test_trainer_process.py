@@ -16,6 +16,7 @@ from mooring_api import names
 
 Start = Callable[..., Trainer]
 ROOT = Path(__file__).parents[2]
+KILLED_REPLACEMENT = Path(__file__).with_name("killed_replacement.py")
 WAIT_SECONDS = 90.0
 
 
@@ -80,6 +81,22 @@ def test_a_process_killed_while_it_saves_leaves_no_half_checkpoint(start_trainer
     third = start_trainer()
     assert third.line() == "begin 1"
     assert [path.name for path in (volume / "checkpoints").iterdir()] == ["checkpoint-1"]
+
+
+@pytest.mark.parametrize("sizes", [("10", "10"), ("10", "20")])
+def test_a_process_killed_anywhere_while_it_saves_a_step_again_leaves_one_of_the_two(
+    tmp_path: Path, sizes: tuple[str, str]
+) -> None:
+    ended = run(str(KILLED_REPLACEMENT), str(tmp_path / "out"), *sizes, directory=tmp_path)
+    assert ended.returncode == 0, ended.stderr
+    rows = [line.split() for line in ended.stdout.splitlines()]
+    contents = [content for _, content, _, _ in rows]
+    assert set(contents) == {"old", "new"}
+    # The new one from the moment on at which it is recorded.
+    assert contents == sorted(contents, reverse=True)
+    assert [row[2:] for row in rows] == [["True", "1"]] * len(rows)
+    assert [operation for operation, *_ in rows].count("os.rename") == 3
+    assert rows[-1][0] == "none"
 
 
 def test_a_second_live_process_leaves_the_firsts_unfinished_save_alone(start_trainer: Start, volume: Path) -> None:

@@ -1,0 +1,74 @@
+"""Saves a step twice and is killed before each of its file operations in turn; says what is resumed from after each.
+
+`killed_replacement.py <directory> <size of the first> <size of the second>`. One line for each kill: `<file operation>
+<content that is resumed from> <whether its record is of the save that wrote it> <number of entries>`; a kill before
+nothing ends it, with `none`.
+"""
+
+import itertools
+import json
+import os
+import shutil
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+from mooring import Checkpointer
+
+# Those of them that change the disk.
+OPERATIONS = ("os.rename", "os.remove", "os.rmdir", "os.mkdir", "shutil.rmtree", "open")
+DIRECTORY = Path(sys.argv[1])
+SIZES = {"old": int(sys.argv[2]), "new": int(sys.argv[3])}
+
+
+def in_a_process_of_its_own(work: Callable[..., None], *arguments: object) -> int:
+    process_id = os.fork()
+    if process_id == 0:
+        work(*arguments)
+        os._exit(0)
+    return os.waitstatus_to_exitcode(os.waitpid(process_id, 0)[1])
+
+
+def save(content: str) -> None:
+    with Checkpointer(DIRECTORY).save(5) as path:
+        (path / "state").write_text(content.ljust(SIZES[content]))
+
+
+def replace(kill_before: int) -> None:
+    operations = itertools.count()
+    # Not of what is done while it starts, nor of its own writing.
+    checkpointer = Checkpointer(DIRECTORY)
+    with checkpointer.save(5) as path:
+        (path / "state").write_text("new".ljust(SIZES["new"]))
+
+        def kill(event: str, arguments: tuple[object, ...]) -> None:
+            if event in OPERATIONS and next(operations) == kill_before:
+                print(event, end=" ", flush=True)
+                os._exit(9)
+
+        sys.addaudithook(kill)
+
+
+def resume(save_of_old: str) -> None:
+    path = Checkpointer(DIRECTORY).resume()
+    content = (path / "state").read_text().strip() if path else "nothing"
+    record = json.loads((DIRECTORY / ".mooring/records/checkpoint-5.json").read_text())
+    entries = len([entry for entry in DIRECTORY.iterdir() if entry.name != ".mooring"])
+    print(content, (record["save"] == save_of_old) == (content == "old"), entries, flush=True)
+
+
+def main() -> None:
+    for kill_before in itertools.count():
+        shutil.rmtree(DIRECTORY, ignore_errors=True)
+        in_a_process_of_its_own(save, "old")
+        save_of_old = json.loads((DIRECTORY / ".mooring/records/checkpoint-5.json").read_text())["save"]
+        killed = in_a_process_of_its_own(replace, kill_before)
+        if not killed:
+            print("none", end=" ", flush=True)
+        in_a_process_of_its_own(resume, save_of_old)
+        if not killed:
+            return
+
+
+if __name__ == "__main__":
+    main()
