@@ -2,7 +2,7 @@
 
 A setting `transfer.part_size_bytes` is `--part-size-bytes`, `MOORING_PART_SIZE_BYTES`, and `part_size_bytes` in the
 table `[transfer]` of the file; those of the store that only S3 knows are `MOORING_S3_…`. Flags beat the environment,
-the environment beats the file.
+the environment beats the file, and the file beats what others' variables say.
 """
 
 import difflib
@@ -36,6 +36,8 @@ _SERVICE_VARIABLE: Final = re.compile(
 )
 # All begin alike.
 _SIMILAR_VARIABLES: Final = 0.85
+# botocore reads the first alone; every other SDK of AWS reads the second, which is what EKS and Lambda set.
+_FOREIGN_VARIABLES: Final = {"store.region": ("AWS_DEFAULT_REGION", "AWS_REGION")}
 _STORE_WIDE: Final = frozenset({"destination"})
 
 
@@ -61,6 +63,11 @@ class SettingField:
     def environment(self) -> str:
         infix = "S3_" if self.section == "store" and self.name not in _STORE_WIDE else ""
         return f"MOORING_{infix}{self.name.upper()}"
+
+    @property
+    def foreign_variables(self) -> tuple[str, ...]:
+        """Variables that are not ours and count where nobody said anything to Mooring itself."""
+        return _FOREIGN_VARIABLES.get(self.key, ())
 
 
 class ConfigurationError(MooringError):
@@ -104,6 +111,7 @@ def load_settings(
             (setting.flag, flags.get(setting.name)),
             (setting.environment, environment.get(setting.environment) or None),
             (f"{setting.key} in {file}", from_file.pop(setting.key, None)),
+            *((name, environment.get(name) or None) for name in setting.foreign_variables),
             (f"the default of {setting.key}", defaults.get(setting.name)),
         )
         for origin, raw in sources:

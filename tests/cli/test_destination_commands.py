@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 from tests.restore.stored_checkpoints import PART_BYTES, all_files, flip_byte, store_checkpoint
+from tests.servers.fault_proxy import FaultProxy
 from tests.servers.server import Bucket
 
 from mooring_agent.adapters.open_store import open_store
@@ -61,6 +62,19 @@ def test_ls_shows_the_newest_first_as_a_table_and_as_json(bucket: StoreSettings)
     listed = answer(mooring("ls", bucket.destination, "--json"))
     assert [row["step"] for row in listed["checkpoints"]] == [200, 100]
     assert listed["checkpoints"][0]["file_count"] == 4
+
+
+def test_a_command_signs_for_the_region_that_the_variables_of_aws_name(
+    rclone_bucket: Bucket, fault_proxy: FaultProxy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for variable, region in (
+        ("AWS_REGION", "eu-west-1"),
+        ("AWS_DEFAULT_REGION", "eu-north-1"),
+        ("MOORING_S3_REGION", "eu-south-1"),
+    ):
+        monkeypatch.setenv(variable, region)
+        assert mooring("ls", rclone_bucket.destination, "--endpoint-url", fault_proxy.endpoint_url).returncode == 0
+        assert f"/{region}/s3/" in fault_proxy.log[-1].headers["authorization"]
 
 
 def test_ls_of_an_empty_destination_is_no_error(bucket: StoreSettings) -> None:

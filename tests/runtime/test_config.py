@@ -49,6 +49,16 @@ def test_the_defaults_of_a_command_lose_against_whatever_somebody_said(file: Pat
     assert (said.volume, said.log_format, said.disk.eviction_threshold_percent) == ("/from-file", "json", 7.0)
 
 
+def test_the_region_comes_from_the_variables_of_aws_where_nothing_else_says_it(file: Path) -> None:
+    file.write_text("[store]\nregion = 'from-file'\n")
+    aws = {"AWS_REGION": "eu-west-1"}
+    assert load(environment=aws).store.region == "eu-west-1"
+    assert load(environment={**aws, "AWS_DEFAULT_REGION": ""}).store.region == "eu-west-1"
+    assert load(environment={**aws, "AWS_DEFAULT_REGION": "eu-north-1"}).store.region == "eu-north-1"
+    assert load(environment=aws, file=file).store.region == "from-file"
+    assert load(environment={**aws, "MOORING_S3_REGION": "eu-south-1"}, file=file).store.region == "eu-south-1"
+
+
 def test_an_empty_variable_counts_as_not_set() -> None:
     assert load(environment={"MOORING_GRACE_SECONDS": ""}).termination.grace_seconds == 30
 

@@ -40,6 +40,6 @@ def _option(setting: SettingField) -> Callable[[Callable[..., None]], Callable[.
         type=value_type,
         default=setting.default,
         show_default=setting.name == "addressing",
-        envvar=setting.environment,
+        envvar=[setting.environment, *setting.foreign_variables],
         help=setting.help,
     )

@@ -16,7 +16,7 @@ class StoreSettings:
 
     destination: Annotated[str, "Where checkpoints go: s3://bucket/prefix or file:///path."]
     endpoint_url: Annotated[str, "S3 endpoint for stores that are not AWS; empty: AWS, or AWS_ENDPOINT_URL."] = ""
-    region: Annotated[str, "S3 region; empty: from the AWS chain, else us-east-1."] = ""
+    region: Annotated[str, "S3 region; empty: AWS_DEFAULT_REGION, AWS_REGION or the AWS profile, else us-east-1."] = ""
     addressing: Annotated[
         str, "auto, path or virtual: how the bucket is put into the URL. auto is path for a custom endpoint."
     ] = "auto"
