@@ -223,12 +223,25 @@ async def test_a_destination_that_may_not_be_written_is_denied(tmp_path: Path) -
         await fails(ErrorKind.ACCESS_DENIED, store.put("a", b"x"))
 
 
-def test_a_path_may_hold_escaped_characters() -> None:
-    assert parse_directory("file:///a%20b/c") == Path("/a b/c")
+@pytest.mark.parametrize("path", ["/h/exp#3/out", "/h/exp?3/out", "/h/100%/out", "/h/exp%233/out", "/h/a b;c"])
+def test_a_path_is_taken_as_it_is_written(path: str) -> None:
+    assert parse_directory(f"file://{path}") == Path(path)
 
 
 @pytest.mark.parametrize(
-    "destination", ["file://relative/path", "file:", "s3://", "s3:///prefix", "s3://b/c//d", "gs://b/c", "/plain", ""]
+    "destination",
+    [
+        "file://relative/path",
+        "file://localhost/a",
+        "file:///a\0b",
+        "file:",
+        "s3://",
+        "s3:///prefix",
+        "s3://b/c//d",
+        "gs://b/c",
+        "/plain",
+        "",
+    ],
 )
 async def test_a_destination_that_is_none_is_refused_with_a_way_out(destination: str) -> None:
     with pytest.raises(MooringError) as caught:

@@ -3,6 +3,7 @@
 import os
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -133,6 +134,24 @@ async def test_a_listing_is_by_prefix_and_in_the_order_of_keys(store: ObjectStor
     assert await keys(store, "b/") == ["b/10", "b/2", "b/c/d", "b/é"]
     assert await keys(store, "b") == ["b-x", "b/10", "b/2", "b/c/d", "b/é"]
     assert await keys(store, "nothing/") == []
+
+
+@pytest.mark.parametrize("kind", ["filesystem", *S3_SERVERS])
+async def test_a_destination_means_every_letter_of_it(
+    kind: str, request: pytest.FixtureRequest, tmp_path: Path
+) -> None:
+    if kind == "filesystem":
+        settings = StoreSettings(destination=f"file://{tmp_path}/destination")
+    else:
+        settings = request.getfixturevalue(f"{kind}_bucket").settings()
+    names = ["exp#3/out", "exp#4/out", "exp?3/out", "exp%233/out", "exp"]
+    for name in names:
+        async with open_store(replace(settings, destination=f"{settings.destination}/{name}")) as store:
+            await store.put("a", name.encode())
+
+    async with open_store(settings) as store:
+        assert await keys(store) == sorted(f"{name}/a" for name in names)
+        assert [await store.get(f"{name}/a", limit_bytes=99) for name in names] == [name.encode() for name in names]
 
 
 async def test_a_deleted_object_is_gone_and_deleting_it_again_is_fine(store: ObjectStore) -> None:

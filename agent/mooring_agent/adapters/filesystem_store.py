@@ -12,7 +12,6 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from typing import Final, TypeVar
-from urllib.parse import unquote, urlsplit
 
 from mooring_agent.adapters.checksum import CHUNK_BYTES, crc64nvme
 from mooring_agent.adapters.object_directory import ObjectDirectory, identity, opened, write_all
@@ -179,10 +178,12 @@ class FilesystemStore:
 
 
 def parse_directory(url: str) -> Path:
-    """The folder of file:///path; BAD_CONFIGURATION if it is no absolute path on this machine."""
-    parts = urlsplit(url)
-    path = Path(unquote(parts.path))
-    if parts.scheme != "file" or parts.netloc not in ("", "localhost") or not path.is_absolute() or "\0" in str(path):
+    """The folder of file:///path; BAD_CONFIGURATION if it is no absolute path on this machine.
+
+    People type it, so the path is what stands there, as a prefix of s3:// is: `#`, `?` and `%` are letters like others.
+    """
+    path = Path(url.removeprefix("file://"))
+    if not url.startswith("file:///") or "\0" in url:
         raise MooringError(
             ErrorKind.BAD_CONFIGURATION, f"{url!r} is no directory", hint="write it as file:///absolute/path"
         )
