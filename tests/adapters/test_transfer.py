@@ -1,12 +1,15 @@
 """How a file's bytes leave and arrive: verified, bounded in memory, over HTTP and TLS, on either event loop."""
 
 import asyncio
+import contextlib
 import hashlib
 import os
+import threading
 import tracemalloc
 from collections.abc import AsyncIterator, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 import uvloop
@@ -22,6 +25,8 @@ from mooring_agent.core.errors import ErrorKind, VolumeError
 from mooring_agent.core.model import Region
 from mooring_agent.core.settings import MIB, StoreSettings
 
+WAIT_SECONDS = 20.0
+
 
 @pytest.fixture
 def executor() -> Iterator[ThreadPoolExecutor]:
@@ -31,7 +36,9 @@ def executor() -> Iterator[ThreadPoolExecutor]:
 
 def body_of(region: Region, executor: ThreadPoolExecutor, limiter: RateLimiter | None = None) -> FileBody:
     checksum = region_checksum(region)
-    return FileBody(RegionFile(region), region, checksum, executor=executor, limiter=limiter or RateLimiter())
+    file = RegionFile(region)
+    file.open()
+    return FileBody(file, region, checksum, executor=executor, limiter=limiter or RateLimiter())
 
 
 def truncate(path: Path) -> None:
@@ -103,6 +110,83 @@ async def test_a_file_that_changes_on_its_way_to_a_store_is_not_stored(
 
         assert caught.value.kind is ErrorKind.FILE_CHANGED
         assert [info.key async for info in store.list("") if "rclone_temp" not in info.key] == []
+
+
+@pytest.mark.parametrize(("server", "opened_before"), [("filesystem", 0), ("rclone", 1)])
+async def test_an_upload_that_is_cancelled_while_its_file_is_being_opened_leaves_it_closed(
+    server: str,
+    opened_before: int,
+    request: pytest.FixtureRequest,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """What is open keeps its blocks on a volume after it was deleted. For S3 the file is hashed before it is sent."""
+    settings = StoreSettings(destination=f"file://{tmp_path}/destination")
+    if server != "filesystem":
+        settings = request.getfixturevalue(f"{server}_bucket").settings()
+    path = make_file(tmp_path / "file", 100)
+    region = region_of(path)
+    checksum = region_checksum(region)
+    opening, go_on, opened = threading.Event(), threading.Event(), threading.Event()
+    opens = iter(range(100))
+    really_open = os.open
+
+    def slow_open(name: str, *arguments: int, **options: Any) -> int:
+        if name == str(path) and next(opens) == opened_before:
+            opening.set()
+            assert go_on.wait(WAIT_SECONDS)
+            descriptor = really_open(name, *arguments, **options)
+            opened.set()
+            return descriptor
+        return really_open(name, *arguments, **options)
+
+    monkeypatch.setattr(os, "open", slow_open)
+    async with open_store(settings) as store:
+        sending = asyncio.create_task(store.put_region("a", region, checksum))
+        assert await asyncio.to_thread(opening.wait, WAIT_SECONDS)
+        sending.cancel()
+        await asyncio.sleep(0)
+        go_on.set()
+        await asyncio.wait({sending}, timeout=WAIT_SECONDS)
+        assert sending.cancelled()
+        assert await asyncio.to_thread(opened.wait, WAIT_SECONDS)
+        await until_open(path, 0)
+
+
+async def test_reads_that_are_cancelled_in_the_queue_leave_no_descriptor(tmp_path: Path) -> None:
+    async with open_store(StoreSettings(destination=f"file://{tmp_path}/destination")) as store:
+        await store.put("a", b"x")  # makes the folder
+        # Whoever opens a pipe to read waits until somebody opens it to write.
+        os.mkfifo(tmp_path / "destination" / "dead")
+        into = tmp_path / "into"
+        with into.open("wb") as file:
+            reading = [
+                asyncio.create_task(
+                    store.get_into("dead", offset_bytes=0, size_bytes=1, etag="", descriptor=file.fileno())
+                )
+                for _ in range(16)
+            ]
+            await asyncio.sleep(0)
+            for task in reading:
+                task.cancel()
+            await asyncio.wait(reading, timeout=WAIT_SECONDS)
+            with (tmp_path / "destination" / "dead").open("r+b", buffering=0):
+                await until_open(into, 1)
+
+
+async def until_open(path: Path, count: int) -> None:
+    async with asyncio.timeout(WAIT_SECONDS):
+        while descriptors_of(path) != count:  # noqa: ASYNC110 - a thread that closes tells nobody
+            await asyncio.sleep(0.005)
+
+
+def descriptors_of(path: Path) -> int:
+    """How often this process has the file open."""
+    count = 0
+    for link in Path("/proc/self/fd").iterdir():
+        with contextlib.suppress(FileNotFoundError):
+            count += link.readlink() == path
+    return count
 
 
 async def _gather(pieces: AsyncIterator[bytes], into: list[bytes]) -> None:

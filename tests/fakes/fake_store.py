@@ -170,9 +170,9 @@ class FakeStore:
         return _etag(body)
 
     async def _read(self, region: Region, checksum: int) -> bytes:
-        loop = asyncio.get_running_loop()
-        file = await loop.run_in_executor(self._executor, RegionFile, region)
+        file = RegionFile(region)
         try:
+            await asyncio.get_running_loop().run_in_executor(self._executor, file.open)
             body = FileBody(file, region, checksum, executor=self._executor, limiter=RateLimiter())
             return b"".join([piece async for piece in body.pieces()])
         finally:

@@ -13,12 +13,11 @@ from functools import partial
 from pathlib import Path
 from typing import Final, TypeVar
 
-from mooring_agent.adapters.checksum import CHUNK_BYTES, crc64nvme
+from mooring_agent.adapters.checksum import CHUNK_BYTES
 from mooring_agent.adapters.object_directory import ObjectDirectory, identity, opened, write_all
 from mooring_agent.adapters.rate_limit import RateLimiter
 from mooring_agent.adapters.region_file import RegionFile
-from mooring_agent.adapters.transfer import FileBody
-from mooring_agent.adapters.volume.errors import volume_error
+from mooring_agent.adapters.transfer import FileBody, Sink
 from mooring_agent.core.errors import ErrorKind, MooringError, StoreError
 from mooring_agent.core.model import Region
 from mooring_agent.core.object_layout import PROBE_PREFIX
@@ -123,16 +122,21 @@ class FilesystemStore:
         return await self._run(key, self._objects.path(key).read_bytes, missing=ErrorKind.NOT_FOUND)
 
     async def get_into(self, key: str, *, offset_bytes: int, size_bytes: int, etag: str, descriptor: int) -> int:
-        checksum = 0
-        for position in range(offset_bytes, offset_bytes + size_bytes, CHUNK_BYTES):
-            size = min(CHUNK_BYTES, offset_bytes + size_bytes - position)
-            # A duplicate: after a cancellation the caller may close its own while the thread still writes.
-            read = partial(_copy_piece, self._objects.path(key), etag, position, size, os.dup(descriptor))
-            checksum = crc64nvme(await self._run(key, read, missing=ErrorKind.NOT_FOUND), checksum)
+        path = self._objects.path(key)
         if not size_bytes:
-            check = partial(_check_identity, self._objects.path(key), etag)
-            await self._run(key, check, missing=ErrorKind.NOT_FOUND)
-        return checksum
+            await self._run(key, partial(_check_identity, path, etag), missing=ErrorKind.NOT_FOUND)
+            return 0
+        sink = Sink(descriptor, offset_bytes)
+        try:
+            for position in range(offset_bytes, offset_bytes + size_bytes, CHUNK_BYTES):
+                size = min(CHUNK_BYTES, offset_bytes + size_bytes - position)
+                await self._run(
+                    key, partial(_copy_piece, path, etag, position, size, sink), missing=ErrorKind.NOT_FOUND
+                )
+            return sink.checksum
+        finally:
+            # Not waited for, as above.
+            self._executor.submit(sink.close)
 
     async def list(self, prefix: str) -> AsyncIterator[ObjectInfo]:
         for info in await self._run(prefix, partial(self._objects.listing, prefix)):
@@ -146,9 +150,9 @@ class FilesystemStore:
 
     async def _copy(self, key: str, target: Path, region: Region, checksum: int, position: int) -> None:
         """Write a region into `target`, verified. The last piece is written only if all before it were right."""
-        loop = asyncio.get_running_loop()
-        file = await loop.run_in_executor(self._executor, RegionFile, region)
+        file = RegionFile(region)
         try:
+            await asyncio.get_running_loop().run_in_executor(self._executor, file.open)
             body = FileBody(file, region, checksum, executor=self._executor, limiter=self._limiter)
             async for piece in body.pieces():
                 await self._run(key, partial(_write_piece, target, piece, position))
@@ -210,20 +214,13 @@ def _write_piece(target: Path, data: bytes, position: int) -> None:
         write_all(descriptor, data, position)
 
 
-def _copy_piece(path: Path, etag: str, position: int, size_bytes: int, target: int) -> bytes:
-    try:
-        with opened(path, os.O_RDONLY) as source:
-            _check(path, identity(source), etag)
-            data = os.pread(source, size_bytes, position)
-        if len(data) < size_bytes:
-            raise _corrupt(path, f"it ends at byte {position + len(data)}")
-        try:
-            write_all(target, data, position)
-        except OSError as error:
-            raise volume_error(error, "write the file being restored") from error
-        return data
-    finally:
-        os.close(target)
+def _copy_piece(path: Path, etag: str, position: int, size_bytes: int, sink: Sink) -> None:
+    with opened(path, os.O_RDONLY) as source:
+        _check(path, identity(source), etag)
+        data = os.pread(source, size_bytes, position)
+    if len(data) < size_bytes:
+        raise _corrupt(path, f"it ends at byte {position + len(data)}")
+    sink.write([data])
 
 
 def _check_identity(path: Path, etag: str) -> None:

@@ -1,7 +1,8 @@
 """The bytes of a pinned file: opening, reading, and noticing that it is no longer the file that was staged.
 
-Owns a descriptor that worker threads read from while the event loop may cancel them: a lock keeps `close` from freeing
-a descriptor that a thread is still in. Knows nothing of stores. All methods block. They raise VolumeError only.
+Owns a descriptor that worker threads open and read from while the event loop may cancel them: a lock keeps `close` from
+freeing a descriptor that a thread is still in, and nothing opens the file after `close`. Knows nothing of stores. All
+methods block. They raise VolumeError only.
 """
 
 import os
@@ -15,29 +16,38 @@ from mooring_agent.core.model import Fingerprint, Region
 
 
 class RegionFile:
-    """A region's file, open and checked against its fingerprint."""
+    """A region's file; once open, checked against its fingerprint."""
 
     def __init__(self, region: Region) -> None:
-        """FILE_MISSING if it is gone, FILE_CHANGED if it is another file, VOLUME_UNUSABLE if it cannot be read."""
+        """Opens nothing yet: whoever is cancelled while a thread opens the file must have it already, to close it."""
         self._region = region
         self._lock = threading.Lock()
+        self._descriptor = -1
+        self._closed = False
+
+    def __enter__(self) -> Self:
         try:
-            self._descriptor = os.open(region.path, os.O_RDONLY | os.O_CLOEXEC)
-        except OSError as error:
-            raise volume_error(error, f"open {region.path}") from error
-        try:
-            self.check()
+            self.open()
         except BaseException:
             self.close()
             raise
-
-    def __enter__(self) -> Self:
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+    def open(self) -> None:
+        """FILE_MISSING if it is gone, FILE_CHANGED if it is another file, VOLUME_UNUSABLE if it cannot be read."""
+        with self._lock:
+            if self._closed:
+                raise self._closed_meanwhile()
+            try:
+                self._descriptor = os.open(self._region.path, os.O_RDONLY | os.O_CLOEXEC)
+            except OSError as error:
+                raise volume_error(error, f"open {self._region.path}") from error
+        self.check()
 
     def check(self) -> None:
         """FILE_CHANGED unless the file still is what was staged."""
@@ -69,16 +79,20 @@ class RegionFile:
             raise self._too_short(position + count)
 
     def close(self) -> None:
-        """Waits for a read in progress; idempotent."""
+        """Waits for an opening or a read in progress; idempotent."""
         with self._lock:
+            self._closed = True
             if self._descriptor >= 0:
                 os.close(self._descriptor)
                 self._descriptor = -1
 
     def _open_descriptor(self) -> int:
         if self._descriptor < 0:
-            raise VolumeError(ErrorKind.VOLUME_UNUSABLE, f"{self._region.path} was closed while it was being read")
+            raise self._closed_meanwhile()
         return self._descriptor
+
+    def _closed_meanwhile(self) -> VolumeError:
+        return VolumeError(ErrorKind.VOLUME_UNUSABLE, f"{self._region.path} was closed while it was being read")
 
     def _too_short(self, end: int) -> VolumeError:
         return file_changed(self._region.path, f"it ends at byte {self._region.offset_bytes + end}")

@@ -177,8 +177,8 @@ def _forget_unsent_on_close(transport: asyncio.WriteTransport) -> None:
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
 
 
-class _Sink:
-    """Writes batches of an answer to a file, in order, from worker threads.
+class Sink:
+    """Writes batches of an object's bytes to a file, in order, from worker threads.
 
     It owns a duplicate of the descriptor: a cancelled caller may close its own while a thread still writes.
     """
@@ -205,6 +205,7 @@ class _Sink:
                 self.checksum = crc64nvme(data, self.checksum)
 
     def close(self) -> None:
+        """Waits for a write in progress; later ones do nothing."""
         with self._lock:
             os.close(self._descriptor)
             self._descriptor = -1
@@ -225,7 +226,7 @@ async def download(
     while the next arrives, never two: parallel writes to one file only fight over its lock.
     """
     loop = asyncio.get_running_loop()
-    sink = _Sink(descriptor, offset_bytes)
+    sink = Sink(descriptor, offset_bytes)
     writing: asyncio.Future[None] | None = None
     try:
         received = 0

@@ -303,8 +303,9 @@ class S3Store:
     ) -> AsyncIterator[tuple[FileBody, dict[str, str]]]:
         """A body for `region` and the arguments by which the store verifies it; what went wrong with the file wins."""
         signature, integrity = await self._run(declare_region, self.capabilities.integrity, region, checksum)
-        file = await self._run(RegionFile, region)
+        file = RegionFile(region)
         try:
+            await self._run(file.open)
             body: FileBody | None = None
             try:
                 async with self._request(operation, key) as silence:
