@@ -128,7 +128,8 @@ def _encode(record: Record) -> bytes:
         value["committed"] = True
     if record.announced:
         value["announced"] = True
-    return json.dumps(value, ensure_ascii=False).encode() + b"\n"
+    # In ASCII, which has an escape for a file name that is not UTF-8.
+    return json.dumps(value).encode() + b"\n"
 
 
 def _decode(path: Path) -> Record:

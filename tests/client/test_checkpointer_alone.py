@@ -228,6 +228,14 @@ def test_a_step_saved_again_without_a_record_leaves_the_recorded_one_to_resume_f
     assert visible(directory) == ["checkpoint-1"]
 
 
+def test_a_file_whose_name_is_not_utf_8_ends_no_training_and_is_resumed_from(make: Make, directory: Path) -> None:
+    with make().save(1) as path:
+        Path(os.fsdecode(os.fsencode(path) + b"/caf\xe9.pt")).write_text("x")
+    resumed = make().resume()
+    assert resumed == directory / "checkpoint-1"
+    assert os.listdir(os.fsencode(resumed)) == [b"caf\xe9.pt"]
+
+
 def test_a_save_of_nothing_is_no_checkpoint(make: Make, directory: Path, caplog: pytest.LogCaptureFixture) -> None:
     with make().save(1):
         pass

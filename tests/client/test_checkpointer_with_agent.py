@@ -156,6 +156,19 @@ def test_an_agent_that_refuses_costs_a_line_and_no_training(
     assert any("AnnounceCheckpoint: FAILED_PRECONDITION: not like this" in line for line in warnings(caplog))
 
 
+def test_a_file_name_that_the_agent_refuses_costs_one_line_with_the_reason(
+    agent: AgentServer, make_checkpointer: Make, volume: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    checkpointer = make_checkpointer()
+    assert checkpointer.should_save(1, every=1)
+    # As the agent answers to such a name.
+    agent.refuse_with = grpc.StatusCode.INVALID_ARGUMENT
+    with checkpointer.save(1) as path:
+        Path(os.fsdecode(os.fsencode(path) + b"/caf\xe9.pt")).write_text("x")
+    assert warnings(caplog) == ["the agent refused: error=AnnounceCheckpoint: INVALID_ARGUMENT: not like this"]
+    assert checkpointer.resume() == volume / "checkpoints" / "checkpoint-1"
+
+
 def test_an_absent_agent_is_said_once_and_costs_no_time(
     make_checkpointer: Make, volume: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
