@@ -21,6 +21,9 @@ ENV_DESTINATION: Final = "MOORING_DESTINATION"
 ENV_GRPC_FORK_HANDLERS: Final = "GRPC_ENABLE_FORK_SUPPORT"
 """gRPC's own. Set to 0 in trainers: with its handlers a fork just after a call may hang, see `mooring.channel`."""
 
+RUN_VOLUME: Final = "mooring"
+"""The volume of `mooring run` and `mooring restore` where nobody names one: below the working directory."""
+
 # Below the volume.
 STATE_DIRECTORY: Final = ".mooring"
 """Mooring's own folder in the volume; also the reserved folder name in a bucket."""

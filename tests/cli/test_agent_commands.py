@@ -19,13 +19,16 @@ from mooring_agent.cli import cli
 LONG_NAME = "llama-42-sft-epoch-3-step-24000-global"
 
 
-def mooring(*arguments: object, columns: int = 100, **environment: str) -> subprocess.CompletedProcess[str]:
+def mooring(
+    *arguments: object, columns: int = 100, directory: Path | None = None, **environment: str
+) -> subprocess.CompletedProcess[str]:
     environment = {"MOORING_SOCKET": "", "MOORING_VOLUME": "", "COLUMNS": str(columns), **environment}
     return subprocess.run(
         [sys.executable, "-m", "mooring_agent", *map(str, arguments)],
         capture_output=True,
         text=True,
         timeout=60,
+        cwd=directory,
         env={**os.environ, **environment},
     )
 
@@ -72,7 +75,7 @@ def test_ls_in_a_terminal_of_80_columns_keeps_ordinary_names_on_one_line(
 ) -> None:
     commit(agent, LONG_NAME, 24000)
     commit(agent, "checkpoint-123456", 123456)
-    in_a_terminal = {"FORCE_COLOR": "1", "TERM": "xterm"}
+    in_a_terminal: dict[str, Any] = {"FORCE_COLOR": "1", "TERM": "xterm"}
     options = ("--endpoint-url", rclone_bucket.endpoint_url)
     shown = mooring("ls", rclone_bucket.destination, *options, columns=80, **in_a_terminal)
     lines = re.sub(r"\x1b\[[0-9;]*m", "", shown.stdout).splitlines()
@@ -108,15 +111,29 @@ def test_status_follows_every_change_until_the_agent_ends(agent: AgentProcess) -
 
 def test_without_an_agent_every_command_says_where_it_looked(tmp_path: Path) -> None:
     for command in ("status", "save", "terminating"):
-        unknown = mooring(command)
+        unknown = mooring(command, directory=tmp_path)
         assert unknown.returncode == 1
         assert unknown.stderr.splitlines()[0] == "error: no agent to talk to: neither a socket nor a volume is known"
         absent = mooring(command, MOORING_VOLUME=str(tmp_path))
         assert absent.returncode == 1
         assert absent.stderr.splitlines() == [
             f"error: no agent answers on {tmp_path}/.mooring/agent.sock",
-            "hint: is the sidecar, or `mooring run`, running? --socket names another",
+            "hint: is the sidecar, or `mooring run`, running? --volume or --socket names another",
         ]
+
+
+def test_the_agent_of_a_run_is_found_from_its_directory_and_by_its_volume(
+    rclone_bucket: Bucket, tmp_path: Path
+) -> None:
+    volume = tmp_path / "mooring"
+    with AgentProcess(volume, rclone_bucket.destination, endpoint_url=rclone_bucket.endpoint_url) as agent:
+        for command in ("status", "terminating"):
+            here = mooring(command, directory=tmp_path)
+            there = mooring(command, "--volume", volume, directory=volume, MOORING_SOCKET="/no/such.sock")
+            assert (here.returncode, here.stderr) == (0, "")
+            assert (there.returncode, there.stderr) == (0, "")
+        assert mooring("save", directory=tmp_path).stderr.startswith("nobody trains here")
+        assert agent.log("termination.noticed")
 
 
 @pytest.mark.parametrize("arguments", [(), ("--json",)], ids=["text", "json"])

@@ -19,12 +19,13 @@ from mooring_agent.core.object_layout import file_key, marker_key
 from mooring_agent.core.settings import StoreSettings
 
 
-def mooring(*arguments: object, **environment: str) -> subprocess.CompletedProcess[str]:
+def mooring(*arguments: object, directory: Path | None = None, **environment: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [sys.executable, "-m", "mooring_agent", *map(str, arguments)],
         capture_output=True,
         text=True,
         timeout=60,
+        cwd=directory,
         env={**os.environ, **environment},
     )
 
@@ -138,7 +139,6 @@ def test_prune_of_nothing_refuses(bucket: StoreSettings) -> None:
         ("prune", "file:///x", "--yes", "--dry-run"),
         ("prune", "file:///x", "--yes", "--keep-every", 5),
         ("verify", "file:///x", "--all", "--step", 1),
-        ("restore", "file:///x"),
         ("restore", "file:///x", "--volume", "/x", "--size-limit-bytes", "much"),
         ("ls",),
         ("ls", "file:///x", "--addressing", "none"),
@@ -169,6 +169,12 @@ def test_restore_reads_its_settings_from_the_environment(moto_bucket: Bucket, tm
     assert {str(path.relative_to(place)) for path in place.rglob("*") if path.is_file()} == set(all_files(100))
 
 
+def test_restore_takes_the_volume_that_a_run_started_there_would_take(bucket: StoreSettings, tmp_path: Path) -> None:
+    fill(bucket, 100)
+    completed = mooring("restore", bucket.destination, "--json", directory=tmp_path, MOORING_VOLUME="")
+    assert answer(completed)["restored"]["path"] == str(tmp_path / "mooring" / "checkpoints" / "checkpoint-100")
+
+
 def test_restore_from_an_empty_destination_says_that_the_run_starts_from_nothing(
     bucket: StoreSettings, tmp_path: Path
 ) -> None:
@@ -187,7 +193,7 @@ def test_restore_from_an_empty_destination_says_that_the_run_starts_from_nothing
     ids=["wrong secret", "missing bucket", "unreachable"],
 )
 def test_restore_never_takes_trouble_with_the_store_for_a_fresh_start(
-    changes: dict[str, str], environment: dict[str, str], message: str, rclone_bucket: Bucket, tmp_path: Path
+    changes: dict[str, str], environment: dict[str, Any], message: str, rclone_bucket: Bucket, tmp_path: Path
 ) -> None:
     fill(rclone_bucket.settings(), 100)
     settings = rclone_bucket.settings(**changes)

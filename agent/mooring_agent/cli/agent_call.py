@@ -1,36 +1,60 @@
-"""One call to a running agent from the command line."""
+"""One call to a running agent from the command line: which agent, and how its refusals are said."""
 
+import functools
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import click
 import grpc
 
+from mooring_agent.cli.reporting import errors_reported
 from mooring_agent.core.errors import ErrorKind, MooringError
-from mooring_api.names import ENV_SOCKET, ENV_VOLUME, SOCKET, STATE_DIRECTORY
+from mooring_api.names import ENV_SOCKET, ENV_VOLUME, RUN_VOLUME, SOCKET, STATE_DIRECTORY
 from mooring_api.socket_address import socket_address
 from mooring_api.v1 import agent_pb2_grpc
 
 CALL_TIMEOUT_SECONDS = 10.0
 
-socket_option = click.option(
-    "--socket", metavar="PATH", help=f"The agent's unix socket.  [env: {ENV_SOCKET}, or below {ENV_VOLUME}]"
-)
+
+def agent_options(command: Callable[..., None]) -> Callable[..., None]:
+    """Adds --volume and --socket; the command gets the path of the agent's socket as `socket`."""
+
+    @functools.wraps(command)
+    def wrapper(*, socket: str | None, volume: str | None, **values: Any) -> None:
+        with errors_reported():
+            found = _find_socket(socket, volume)
+        command(socket=found, **values)
+
+    decorated: Callable[..., None] = wrapper
+    decorated = click.option("--socket", metavar="PATH", help=f"The agent's unix socket.  [env: {ENV_SOCKET}]")(
+        decorated
+    )
+    return click.option(
+        "--volume",
+        metavar="PATH",
+        help=f"The agent's volume.  [default: ./{RUN_VOLUME} where `mooring run` was used; env: {ENV_VOLUME}]",
+    )(decorated)
 
 
-def find_socket(given: str | None) -> str:
-    """The socket from the flag or the environment. Raises MooringError."""
-    volume = os.environ.get(ENV_VOLUME)
-    found = given or os.environ.get(ENV_SOCKET) or (f"{volume}/{STATE_DIRECTORY}/{SOCKET}" if volume else "")
-    if not found:
-        raise MooringError(
-            ErrorKind.BAD_CONFIGURATION,
-            "no agent to talk to: neither a socket nor a volume is known",
-            hint=f"give --socket, or set {ENV_SOCKET} or {ENV_VOLUME} as in the trainer's container",
-        )
-    return found
+def _find_socket(socket: str | None, volume: str | None) -> str:
+    """From the flags, else from the environment, else below the working directory. Raises MooringError."""
+    if not socket and not volume:
+        socket, volume = os.environ.get(ENV_SOCKET), os.environ.get(ENV_VOLUME)
+        if not volume and Path(RUN_VOLUME, STATE_DIRECTORY).is_dir():
+            volume = RUN_VOLUME
+    if socket:
+        return socket
+    if volume:
+        return str(Path(volume).absolute() / STATE_DIRECTORY / SOCKET)
+    raise MooringError(
+        ErrorKind.BAD_CONFIGURATION,
+        "no agent to talk to: neither a socket nor a volume is known",
+        hint=f"give --volume or --socket, call from where `mooring run` was started, "
+        f"or set {ENV_VOLUME} or {ENV_SOCKET} as in the trainer's container",
+    )
 
 
 @contextmanager
@@ -45,6 +69,6 @@ def agent_stub(socket: str) -> Iterator[Any]:
             raise MooringError(
                 ErrorKind.UNREACHABLE,
                 f"no agent answers on {socket}",
-                hint="is the sidecar, or `mooring run`, running? --socket names another",
+                hint="is the sidecar, or `mooring run`, running? --volume or --socket names another",
             ) from error
         raise MooringError(ErrorKind.BAD_REQUEST, f"the agent refused: {error.details()}") from error

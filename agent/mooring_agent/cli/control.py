@@ -12,7 +12,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from mooring_agent.cli.agent_call import CALL_TIMEOUT_SECONDS, agent_stub, find_socket, socket_option
+from mooring_agent.cli.agent_call import CALL_TIMEOUT_SECONDS, agent_options, agent_stub
 from mooring_agent.cli.reporting import errors_reported
 from mooring_agent.cli.wording import age, amount
 from mooring_api.v1 import agent_pb2
@@ -21,15 +21,15 @@ _BAR_WIDTH: Final = 10
 
 
 @click.command()
-@socket_option
+@agent_options
 @click.option("--follow", "-f", is_flag=True, help="Stay and show every change, until interrupted.")
 @click.option("--json", "as_json", is_flag=True, help="Print the status as JSON; one line each with --follow.")
-def status(socket: str | None, follow: bool, as_json: bool) -> None:
+def status(socket: str, follow: bool, as_json: bool) -> None:
     """Show what the agent knows and does.
 
     The recovery point, the backlog, and how far each checkpoint is.
     """
-    with errors_reported(), agent_stub(find_socket(socket)) as stub:
+    with errors_reported(), agent_stub(socket) as stub:
         if not follow:
             _show(stub.GetStatus(agent_pb2.GetStatusRequest(), timeout=CALL_TIMEOUT_SECONDS), as_json)
             return
@@ -47,15 +47,15 @@ def status(socket: str | None, follow: bool, as_json: bool) -> None:
 
 
 @click.command()
-@socket_option
+@agent_options
 @click.option("--reason", default="mooring save", help="Who asks and why, for the log.")
 @click.option("--json", "as_json", is_flag=True, help="Print the answer as JSON.")
-def save(socket: str | None, reason: str, as_json: bool) -> None:
+def save(socket: str, reason: str, as_json: bool) -> None:
     """Ask the running trainers to save now, and to go on.
 
     They save at their next step. Exits with 1 when nobody trains.
     """
-    with errors_reported(), agent_stub(find_socket(socket)) as stub:
+    with errors_reported(), agent_stub(socket) as stub:
         answer = stub.RequestSave(agent_pb2.RequestSaveRequest(reason=reason), timeout=CALL_TIMEOUT_SECONDS)
     if as_json:
         click.echo(json.dumps({"ranks": answer.ranks}))
@@ -68,15 +68,15 @@ def save(socket: str | None, reason: str, as_json: bool) -> None:
 
 
 @click.command()
-@socket_option
+@agent_options
 @click.option("--grace-seconds", type=float, default=0.0, help="Until SIGKILL, from now; 0: as configured.")
 @click.option("--source", default="preStop", help="Who says so, for the log.")
-def terminating(socket: str | None, grace_seconds: float, source: str) -> None:
+def terminating(socket: str, grace_seconds: float, source: str) -> None:
     """Tell the agent that the pod is ending: a preStop hook.
 
     Returns at once; the agent goes on by itself.
     """
-    with errors_reported(), agent_stub(find_socket(socket)) as stub:
+    with errors_reported(), agent_stub(socket) as stub:
         stub.NotifyTermination(
             agent_pb2.NotifyTerminationRequest(grace_seconds=grace_seconds, source=source),
             timeout=CALL_TIMEOUT_SECONDS,

@@ -38,7 +38,7 @@ from mooring_agent.core.restore_choice import CommittedSave
 from mooring_agent.core.settings import RetentionSettings, StoreSettings, TransferSettings
 from mooring_agent.ports import ObjectStore
 from mooring_agent.runtime.telemetry import configure_logs
-from mooring_api.names import CHECKPOINT_DIRECTORY, ENV_ATTEMPT, ENV_CHECKPOINT_DIRECTORY, ENV_VOLUME
+from mooring_api.names import CHECKPOINT_DIRECTORY, ENV_ATTEMPT, ENV_CHECKPOINT_DIRECTORY, ENV_VOLUME, RUN_VOLUME
 
 _MARKERS_AT_ONCE: Final = 8
 _PIPED_WIDTH: Final = 1000
@@ -195,8 +195,8 @@ def prune(
     "--volume",
     type=click.Path(file_okay=False, path_type=Path),
     envvar=ENV_VOLUME,
-    required=True,
-    help="Directory shared with the trainer.",
+    default=RUN_VOLUME,
+    help=f"Directory shared with the trainer. Default: ./{RUN_VOLUME}, as for `mooring run`.",
 )
 @click.option(
     "--directory",

@@ -16,7 +16,7 @@ from mooring_api import names
 from mooring_api.v1 import agent_pb2
 
 _DEFAULTS = {
-    "volume": "mooring",
+    "volume": names.RUN_VOLUME,
     "log_format": "console",
     # Nobody evicts here: a laptop's disk that is 95 % full may be filled further.
     "eviction_threshold_percent": 0.0,
