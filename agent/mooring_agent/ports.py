@@ -133,6 +133,9 @@ class Journal(Protocol):
     def rewrite(self, records: Sequence[bytes]) -> None:
         """Replace everything, atomically: compaction."""
 
+    def set_aside(self) -> None:
+        """Begin anew; what was there cannot be trusted, and is kept under another name."""
+
     def close(self) -> None: ...
 
 

@@ -8,6 +8,7 @@ class FakeJournal:
 
     def __init__(self) -> None:
         self._records: list[bytes] = []
+        self.aside: list[list[bytes]] = []
 
     def append(self, records: Sequence[bytes]) -> None:
         self._records.extend(records)
@@ -17,6 +18,10 @@ class FakeJournal:
 
     def rewrite(self, records: Sequence[bytes]) -> None:
         self._records = list(records)
+
+    def set_aside(self) -> None:
+        self.aside.append(self._records)
+        self._records = []
 
     def close(self) -> None:
         """Nothing is held open."""

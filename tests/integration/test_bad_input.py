@@ -21,6 +21,7 @@ from tests.servers.fault_proxy import FaultProxy
 from tests.servers.rclone import RcloneServer
 from tests.servers.server import Bucket
 
+from mooring_agent.adapters.journal import SqliteJournal
 from mooring_api.names import ERROR_DOMAIN, JOURNAL, STATE_DIRECTORY
 from mooring_api.v1 import agent_pb2
 
@@ -391,6 +392,27 @@ def test_a_damaged_journal_is_set_aside_and_the_announced_checkpoint_commits(
         assert [path.name for path in journal.parent.glob("*.damaged-1")] == [f"{JOURNAL}.damaged-1"]
         agent.wait_committed(save)
     assert tree(BucketView(rclone_bucket).restore(tmp_path / "other")) == original
+
+
+def test_a_journal_of_a_later_version_is_set_aside_and_the_announced_checkpoint_commits(
+    tmp_path: Path, rclone_bucket: Bucket, fault_proxy: FaultProxy
+) -> None:
+    fault_proxy.outage(True)
+    with make_agent(tmp_path / "volume", rclone_bucket, endpoint_url=fault_proxy.endpoint_url) as agent:
+        directory = good_checkpoint(agent)
+        original = tree(directory)
+        save = agent.announce(directory, 7).save
+        agent.kill()
+        journal = SqliteJournal(agent.volume / STATE_DIRECTORY / JOURNAL)
+        records = list(journal.replay())
+        journal.rewrite([record.replace(b'"Staged"', b'"StagedAnew"') for record in records])
+        journal.close()
+        fault_proxy.outage(False)
+        agent.start()
+        assert agent.log("journal.unreadable")
+        agent.wait_committed(save)
+    assert tree(BucketView(rclone_bucket).restore(tmp_path / "other")) == original
+    assert (agent.volume / STATE_DIRECTORY / f"{JOURNAL}.damaged-1").exists()
 
 
 def test_wrong_settings_are_all_named_with_a_hint(tmp_path: Path) -> None:

@@ -1,16 +1,25 @@
 """Replay and compaction of the journal: what a restart still knows."""
 
+import asyncio
 from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
+import pytest
+from structlog.testing import capture_logs
 from tests.core.play import PART_BYTES, Play, settings
 from tests.fakes.fake_journal import FakeJournal
 
+from mooring_agent.adapters.clock import SystemClock
+from mooring_agent.adapters.volume.staging_area import LocalStagingArea
+from mooring_agent.core.commands import Stage
 from mooring_agent.core.event_codec import encode_event
-from mooring_agent.core.events import Exited, TerminationNoticed
-from mooring_agent.core.model import Phase, StagedFile
+from mooring_agent.core.events import Announced, DurableEvent, Exited, Staged, TerminationNoticed
+from mooring_agent.core.model import Kind, Phase, SaveInfo, StagedFile
 from mooring_agent.core.work import Operation, WorkId
 from mooring_agent.ports import StageRequest
 from mooring_agent.runtime.journaling import compact, recover
+from mooring_agent.runtime.staging import stage
 
 
 class _NothingStaged:
@@ -82,3 +91,64 @@ def test_an_old_notice_does_not_shorten_a_new_one_after_compaction() -> None:
     recover(settings(), journal, _NothingStaged())
     state = recover(settings(), journal, _NothingStaged())
     assert (state.termination.source, state.termination.deadline) == ("new", play.now + 60)
+
+
+def _staged_on(volume: Path, save: str, step: int, announced_at: float = 1.0) -> list[DurableEvent]:
+    """What the journal says of a save that is staged there."""
+    source = volume / "checkpoints" / f"checkpoint-{step}"
+    source.mkdir(parents=True)
+    (source / "model.bin").write_bytes(b"x" * step)
+    info = SaveInfo(save=save, name=source.name, step=step, kind=Kind.PERIODIC, world_size=1)
+    announced = Announced(at=announced_at, info=info, rank=0, source=str(source), files=(), local_world_size=1)
+    command = Stage(
+        work=WorkId(Operation.STAGE, save, 0),
+        info=info,
+        source=str(source),
+        files=(),
+        private=False,
+        part_size_bytes=2 * PART_BYTES,
+        announced_at=announced_at,
+        local_world_size=1,
+        signature="",
+    )
+    with ThreadPoolExecutor(1) as executor:
+        staged = asyncio.run(stage(LocalStagingArea(volume), SystemClock(), executor, command))
+    return [announced, staged]
+
+
+_RECORD_OF_ANOTHER_VERSION = b'{"event":"Invented","body":{}}'
+
+
+@pytest.mark.parametrize("lost", [Announced, Staged])
+def test_a_journal_with_a_record_that_cannot_be_read_is_set_aside_and_the_volume_rescanned(
+    tmp_path: Path, lost: type[DurableEvent]
+) -> None:
+    events = _staged_on(tmp_path, "save-1", step=1)
+    journal = FakeJournal()
+    journal.append([_RECORD_OF_ANOTHER_VERSION if isinstance(event, lost) else encode_event(event) for event in events])
+    with capture_logs() as logs:
+        state = recover(settings(), journal, LocalStagingArea(tmp_path))
+    assert state.checkpoints["save-1"].phase is Phase.STAGED
+    assert _RECORD_OF_ANOTHER_VERSION in journal.aside[0]
+    assert [entry["log_level"] for entry in logs if entry["event"] == "journal.unreadable"] == ["error"]
+    again = recover(settings(), journal, _NothingStaged())
+    assert list(again.checkpoints) == ["save-1"]
+    assert len(journal.aside) == 1
+
+
+def test_a_journal_that_does_not_replay_is_set_aside_and_the_volume_rescanned(tmp_path: Path) -> None:
+    play = Play()
+    play.announce("save-0", (10,))
+    play.answer(WorkId(Operation.PUT_FILE, "save-0", 0, "r0-0"))
+    journal = FakeJournal()
+    journal.append([encode_event(event) for event in play.journal if not isinstance(event, Staged)])
+    journal.append([encode_event(event) for event in _staged_on(tmp_path, "save-1", step=1)])
+    state = recover(settings(), journal, LocalStagingArea(tmp_path))
+    assert list(state.checkpoints) == ["save-1"]
+    assert len(journal.aside) == 1
+
+
+def test_what_is_found_again_on_the_volume_keeps_the_part_size_it_was_staged_with(tmp_path: Path) -> None:
+    _staged_on(tmp_path, "save-1", step=1)
+    state = recover(settings(), FakeJournal(), LocalStagingArea(tmp_path))
+    assert state.checkpoints["save-1"].shares[0].files["model.bin"].part_size_bytes == 2 * PART_BYTES

@@ -59,6 +59,13 @@ class SqliteJournal:
             connection.execute("DELETE FROM records")
             connection.executemany("INSERT INTO records (body) VALUES (?)", [(record,) for record in records])
 
+    def set_aside(self) -> None:
+        self.close()
+        aside = _move_away(self._path)
+        _log.error("journal_set_aside", path=str(self._path), kept_as=str(aside))
+        # Makes the file.
+        self.append([])
+
     def close(self) -> None:
         with self._lock, _translated(self._path):
             if self._connection is not None:
@@ -111,11 +118,7 @@ def open_journal(path: Path) -> tuple[Journal, bool]:
     journal = SqliteJournal(path)
     if journal.verify():
         return journal, False
-    journal.close()
-    aside = _set_aside(path)
-    _log.error("journal_damaged", path=str(path), kept_as=str(aside))
-    journal = SqliteJournal(path)
-    journal.append([])
+    journal.set_aside()
     return journal, True
 
 
@@ -167,7 +170,7 @@ def _create(path: Path) -> None:
         os.close(descriptor)
 
 
-def _set_aside(path: Path) -> Path:
+def _move_away(path: Path) -> Path:
     taken = {entry.name for entry in path.parent.iterdir()}
     number = next(number for number in range(1, len(taken) + 2) if f"{path.name}.damaged-{number}" not in taken)
     aside = path.with_name(f"{path.name}.damaged-{number}")

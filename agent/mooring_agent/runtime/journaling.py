@@ -1,10 +1,10 @@
 """From the journal to a state and back: replay at the start, compaction so that it stays short."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 import structlog
 
-from mooring_agent.core.event_codec import UnknownRecordError, decode_event, encode_event
+from mooring_agent.core.event_codec import decode_event, encode_event
 from mooring_agent.core.events import (
     Announced,
     Committed,
@@ -30,25 +30,29 @@ log = structlog.get_logger("mooring.journal")
 def recover(settings: Settings, journal: Journal, staging: StagingArea) -> State:
     """The state as the journal and the staged directories tell it; the journal is compacted on the way.
 
-    Blocks. Raises VolumeError when the volume cannot be used at all.
+    A journal of which anything cannot be read or replayed, as of a later version, is set aside: what is pinned
+    describes itself, and half a story would not replay. Blocks. Raises VolumeError when the volume cannot be used.
     """
-    state = State(settings=settings)
-    events = list(_readable(journal))
-    for event in events:
-        step(state, event)
+    records = list(journal.replay())
+    try:
+        state = _replay(settings, records)
+    except Exception:
+        log.exception("journal.unreadable", action="set aside; the staged directories are rescanned")
+        journal.set_aside()
+        state = State(settings=settings)
     found = list(rescan(staging, state))
     for event in found:
         step(state, event)
     if found:
         journal.append([encode_event(event) for event in found])
     kept = compact(state, journal)
-    log.info("journal.replayed", events=len(events), kept=kept, found=len(found))
+    log.info("journal.replayed", records=len(records), kept=kept, found=len(found))
     return state
 
 
 def compact(state: State, journal: Journal) -> int:
     """Drop the records that `state` no longer needs; how many are left. Blocks; `state` must not change meanwhile."""
-    events = list(_readable(journal))
+    events = [decode_event(record) for record in journal.replay()]
     notices_from = _after_last_exit(events)
     kept = [
         event
@@ -65,13 +69,11 @@ def _after_last_exit(events: Sequence[DurableEvent]) -> int:
     return max((position + 1 for position, event in enumerate(events) if isinstance(event, Exited)), default=0)
 
 
-def _readable(journal: Journal) -> Iterable[DurableEvent]:
-    for record in journal.replay():
-        try:
-            yield decode_event(record)
-        except UnknownRecordError as error:
-            # Another version's record: what it said is found out again from the volume and the store.
-            log.warning("journal.unknown_record", error=str(error))
+def _replay(settings: Settings, records: Sequence[bytes]) -> State:
+    state = State(settings=settings)
+    for record in records:
+        step(state, decode_event(record))
+    return state
 
 
 def _is_needed(state: State, event: DurableEvent, *, is_current_life: bool) -> bool:
