@@ -17,8 +17,8 @@ from typing import Any, Final, get_args, get_origin, get_type_hints
 from urllib.parse import quote, unquote
 
 from mooring_agent.core.errors import ErrorKind, MooringError
-from mooring_agent.core.object_layout import check_token
-from mooring_agent.core.settings import MIB, Settings, TerminationSettings, TransferSettings
+from mooring_agent.core.object_layout import LONGEST_PREFIX_BYTES, check_token
+from mooring_agent.core.settings import GIB, MIB, Settings, TerminationSettings, TransferSettings
 from mooring_api.names import (
     CHECKPOINT_DIRECTORY,
     SOCKET,
@@ -31,6 +31,7 @@ _TRUE: Final = frozenset({"1", "true", "yes", "on"})
 _FALSE: Final = frozenset({"0", "false", "no", "off"})
 _CHOICES: Final = {"addressing": ("auto", "path", "virtual"), "log_format": ("json", "console")}
 _S3_PART_LEAST_BYTES: Final = 5 * MIB
+_S3_PART_MOST_BYTES: Final = 5 * GIB
 _SERVICE_VARIABLE: Final = re.compile(
     r"MOORING(_\w+)?_(SERVICE_HOST|SERVICE_PORT(_\w+)?|PORT(_\d+_(TCP|UDP|SCTP)(_\w+)?)?)"
 )
@@ -238,7 +239,7 @@ def _check(values: Mapping[str, Any], problems: list[str]) -> None:
         problems.append("kms_key_id needs server_side_encryption aws:kms")
     if values.get("retention.keep_every_steps") and not values.get("retention.keep_last"):
         problems.append("keep_every_steps needs keep_last: with keep_last 0 everything is kept")
-    problems += _impossible_numbers(values)
+    problems += _impossible_sizes(values)
     if values.get("attempt"):
         try:
             check_token(values["attempt"], "attempt")
@@ -249,11 +250,21 @@ def _check(values: Mapping[str, Any], problems: list[str]) -> None:
         problems.append(f"http_address {address!r} is not host:port with a port from 1 to 65535, as 0.0.0.0:9090")
 
 
-def _impossible_numbers(values: Mapping[str, Any]) -> Iterator[str]:
-    """Numbers that are sound by themselves and can never work."""
+def _impossible_sizes(values: Mapping[str, Any]) -> Iterator[str]:
+    """Numbers and lengths that are sound by themselves and can never work."""
+    destination = values.get("store.destination", "")
+    to_s3 = destination.startswith("s3://")
+    prefix_bytes = len(destination.removeprefix("s3://").partition("/")[2].strip("/").encode())
+    if to_s3 and prefix_bytes >= LONGEST_PREFIX_BYTES:
+        yield (
+            f"the prefix in destination {destination[:60]!r}… has {prefix_bytes} bytes: give one of less than "
+            f"{LONGEST_PREFIX_BYTES}, for a checkpoint's files need the rest of the 1,024 that S3 allows a key"
+        )
     part_size_bytes = values.get("transfer.part_size_bytes", TransferSettings().part_size_bytes)
-    if values.get("store.destination", "").startswith("s3://") and part_size_bytes < _S3_PART_LEAST_BYTES:
+    if to_s3 and part_size_bytes < _S3_PART_LEAST_BYTES:
         yield f"part_size_bytes {part_size_bytes} is less than the 5MiB that S3 wants of a part: give 5MiB or more"
+    elif to_s3 and part_size_bytes > _S3_PART_MOST_BYTES:
+        yield f"part_size_bytes {part_size_bytes} is more than the 5GiB that S3 takes in one request: give 5GiB or less"
     elif part_size_bytes < 1:
         yield "part_size_bytes must be 1 or more"
     if values.get("disk.eviction_threshold_percent", 0.0) >= 100:

@@ -179,6 +179,11 @@ def test_the_page_of_settings_is_what_the_settings_say() -> None:
     [
         ({"part_size_bytes": "0"}, "part_size_bytes 0 is less than the 5MiB that S3 wants"),
         ({"part_size_bytes": "4MiB"}, "part_size_bytes 4194304 is less than the 5MiB that S3 wants"),
+        ({"part_size_bytes": "6GiB"}, "part_size_bytes 6442450944 is more than the 5GiB that S3 takes"),
+        (
+            {"destination": f"s3://bucket/{'ü' * 128}/"},
+            f"the prefix in destination 's3://bucket/{'ü' * 48}'… has 256 bytes: give one of less than 256",
+        ),
         ({"part_size_bytes": "0", "destination": "file:///store"}, "part_size_bytes must be 1 or more"),
         ({"eviction_threshold_percent": "100"}, "eviction_threshold_percent must be less than 100"),
         ({"peak_factor": "0"}, "peak_factor must be 1 or more"),
@@ -201,8 +206,15 @@ def test_an_address_may_have_any_host_or_none(address: str) -> None:
     assert load(http_address=address).http_address == address
 
 
-def test_a_file_store_takes_parts_of_any_size() -> None:
-    assert load(destination="file:///store", part_size_bytes="1").transfer.part_size_bytes == 1
+def test_a_file_store_takes_parts_of_any_size_and_a_folder_of_any_depth() -> None:
+    deep = f"file:///{'store/' * 100}"
+    assert load(destination=deep, part_size_bytes="1").transfer.part_size_bytes == 1
+    assert load(destination=deep, part_size_bytes="6GiB").transfer.part_size_bytes == 6 * GIB
+
+
+def test_the_longest_prefix_and_the_largest_part_are_taken() -> None:
+    settings = load(destination=f"s3://bucket/{'x' * 255}/", part_size_bytes="5GiB")
+    assert settings.transfer.part_size_bytes == 5 * GIB
 
 
 def test_a_mistyped_variable_is_named_with_what_was_meant() -> None:

@@ -16,7 +16,8 @@ from mooring_api.names import COMMITS_DIRECTORY, DAMAGED_DIRECTORY, PROBE_DIRECT
 
 _TOKEN: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._=+-]{0,127}")
 _KEY_LIMIT_BYTES: Final = 1024
-_LONGEST_PREFIX_BYTES: Final = 256
+LONGEST_PREFIX_BYTES: Final = 256
+"""What a destination may add in front of every key, its last slash included; the settings are checked for it."""
 
 COMMITS_PREFIX: Final = f"{STATE_DIRECTORY}/{COMMITS_DIRECTORY}/"
 RESUME_PREFIX: Final = f"{STATE_DIRECTORY}/{RESUME_DIRECTORY}/"
@@ -54,7 +55,7 @@ def check_file_path(path: str) -> str:
         )
     if not all(parts) or "." in parts or ".." in parts:
         raise RequestError(ErrorKind.BAD_NAME, f"{path!r} is not a plain relative path", hint="use names like a/b.pt")
-    if len(encoded) > _KEY_LIMIT_BYTES - 2 * 128 - 2 - _LONGEST_PREFIX_BYTES:
+    if len(encoded) > _KEY_LIMIT_BYTES - 2 * 128 - 2 - LONGEST_PREFIX_BYTES:
         raise RequestError(
             ErrorKind.BAD_NAME, f"{path[:60]!r}… is too long", hint="S3 keys end at 1,024 bytes: shorten the path"
         )
