@@ -335,6 +335,9 @@ def test_a_volume_whose_kernel_cannot_copy_ranges_is_copied_all_the_same(
         (errno.ENOSPC, ErrorKind.DISK_FULL),
         (errno.EROFS, ErrorKind.VOLUME_UNUSABLE),
         (errno.EACCES, ErrorKind.VOLUME_UNUSABLE),
+        (errno.ESTALE, ErrorKind.VOLUME_UNUSABLE),
+        (errno.EMFILE, ErrorKind.VOLUME_UNUSABLE),
+        (errno.ENOENT, ErrorKind.FILE_MISSING),
     ],
 )
 def test_a_stage_that_fails_midway_leaves_nothing(

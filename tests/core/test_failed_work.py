@@ -1,12 +1,16 @@
 """What follows when a piece of work has failed for good."""
 
+import pytest
+from tests.core.play import Play
+
 from mooring_agent.core.commands import Command, Release, Stage
 from mooring_agent.core.errors import ErrorKind
 from mooring_agent.core.events import Announced, Event, Failed, Started, WorkFailed
-from mooring_agent.core.model import Kind, SaveInfo
+from mooring_agent.core.model import Kind, Phase, SaveInfo
 from mooring_agent.core.reducer import Ready, advance
 from mooring_agent.core.settings import Settings, StoreSettings
 from mooring_agent.core.state import State
+from mooring_agent.core.work import Operation, WorkId
 
 INFO = SaveInfo(save="save-1", name="checkpoint-1", step=1, kind=Kind.PERIODIC, world_size=1)
 ANNOUNCED = Announced(
@@ -42,3 +46,30 @@ def test_work_that_cannot_succeed_is_not_tried_once_more_beside_its_failure() ->
     ready = after(state, failed)
     assert [type(event) for event in ready.durable] == [Failed]
     assert kinds(ready.commands) == [Release]
+
+
+@pytest.mark.parametrize("kind", [ErrorKind.VOLUME_UNUSABLE, ErrorKind.ALREADY_EXISTS])
+@pytest.mark.parametrize("operation", [Operation.PUT_FILE, Operation.WRITE_MANIFEST, Operation.COMMIT])
+def test_what_fails_after_staging_for_a_reason_that_may_pass_is_tried_until_it_succeeds(
+    operation: Operation, kind: ErrorKind
+) -> None:
+    play = Play()
+    play.announce("save")
+    failures = 0
+    while play.phase("save") is not Phase.RELEASED:
+        if not play.in_flight:
+            play.wait_until(lambda: bool(play.in_flight))
+        work = next(iter(play.in_flight))
+        if work.operation is operation and failures < 50:
+            failures += 1
+            play.fail(work, kind)
+        else:
+            play.answer(work)
+    assert failures == 50
+
+
+def test_a_volume_that_cannot_be_staged_on_is_answered_to_whoever_announced() -> None:
+    play = Play()
+    play.announce_only("save")
+    play.fail(WorkId(Operation.STAGE, "save", 0), ErrorKind.VOLUME_UNUSABLE)
+    assert play.phase("save") is Phase.FAILED

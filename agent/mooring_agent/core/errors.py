@@ -60,10 +60,13 @@ RETRYABLE: Final = frozenset(
         ErrorKind.STORE_FULL,
         ErrorKind.REQUEST_REFUSED,
         ErrorKind.BAD_CONFIGURATION,
+        ErrorKind.ALREADY_EXISTS,
+        ErrorKind.VOLUME_UNUSABLE,
     }
 )
 """Kinds for which trying again later can help an upload: a full bucket, a wrong key or an unreadable file with
-certificates may be mended meanwhile."""
+certificates may be mended meanwhile. What exists already and cannot be read back is being removed by somebody. A volume
+that does not answer may do so later; only a pin that is gone or changed (FILE_MISSING, FILE_CHANGED) is lost."""
 
 PASSING: Final = frozenset(
     {

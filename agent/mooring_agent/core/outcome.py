@@ -63,7 +63,9 @@ def work_failed(state: State, checkpoint: Checkpoint, event: WorkFailed) -> Iter
         return
     attempt = checkpoint.attempts.get(work, 0) + 1
     delay_seconds = retry_delay_seconds(event.kind, attempt, event.jitter)
-    if delay_seconds is None:
+    # Whoever announced waits for the answer and may announce again; nothing is pinned yet that would be lost.
+    is_refusal = work.operation is Operation.STAGE and event.kind is ErrorKind.VOLUME_UNUSABLE
+    if delay_seconds is None or is_refusal:
         yield Record(event=Failed(at=state.now, save=work.save, kind=event.kind, reason=event.message, hint=event.hint))
         return
     state.storage_error = event.message

@@ -15,7 +15,7 @@ from mooring_agent.core.object_layout import manifest_key, marker_key, save_pref
 from mooring_agent.ports import Clock, ObjectStore
 
 MANIFEST_LIMIT_BYTES = 256 * 1024 * 1024
-_MARKER_LIMIT_BYTES = 64 * 1024 * 1024
+MARKER_LIMIT_BYTES = 64 * 1024 * 1024
 
 log = structlog.get_logger("mooring.committer")
 
@@ -37,13 +37,14 @@ async def commit(store: ObjectStore, clock: Clock, command: Commit) -> Committed
     if verdict.missing_ranks:
         return CommitWaits(at=clock.now(), work=command.work, missing_ranks=len(verdict.missing_ranks))
     key = marker_key(command.info)
-    found = await _read(store, key)
+    found = await read_if_there(store, key, limit_bytes=MARKER_LIMIT_BYTES)
     if found is None and not command.may_write_marker:
         return CommitWaits(at=clock.now(), work=command.work, missing_ranks=0)
     manifests = await _all_manifests(store, command)
-    unlisted = sum(bool(missing_files(manifest, sizes)) for manifest in manifests.values())
+    unlisted = command.info.world_size - len(manifests)
+    unlisted += sum(bool(missing_files(manifest, sizes)) for manifest in manifests.values())
     if unlisted:
-        # Another agent's files: it will find them missing by itself and send them again.
+        # Another agent's files, or its manifest: it will find them missing by itself and send them again.
         return CommitWaits(at=clock.now(), work=command.work, missing_ranks=unlisted)
     reason = contradiction(manifests[rank] for rank in sorted(manifests))
     if reason:
@@ -91,7 +92,7 @@ async def _write_and_read_back(store: ObjectStore, key: str, body: bytes) -> byt
     except StoreError as error:
         # Whatever it was, it may have landed: 412 and 409 are also what a lost answer to our own write looks like.
         ambiguous = error
-    found = await _read(store, key)
+    found = await read_if_there(store, key, limit_bytes=MARKER_LIMIT_BYTES)
     if found is None:
         raise ambiguous or StoreError(
             ErrorKind.STORE_FAILED, f"{key} was written and cannot be read", hint="the store broke read-after-write"
@@ -99,9 +100,10 @@ async def _write_and_read_back(store: ObjectStore, key: str, body: bytes) -> byt
     return found
 
 
-async def _read(store: ObjectStore, key: str) -> bytes | None:
+async def read_if_there(store: ObjectStore, key: str, *, limit_bytes: int) -> bytes | None:
+    """An object's bytes; None when there is no such object."""
     try:
-        return await store.get(key, limit_bytes=_MARKER_LIMIT_BYTES)
+        return await store.get(key, limit_bytes=limit_bytes)
     except StoreError as error:
         if error.kind is ErrorKind.NOT_FOUND:
             return None
@@ -109,12 +111,16 @@ async def _read(store: ObjectStore, key: str) -> bytes | None:
 
 
 async def _all_manifests(store: ObjectStore, command: Commit) -> Mapping[int, RankManifest]:
+    """By rank; without those that were removed since they were listed."""
     manifests = {manifest.rank: manifest for manifest in command.manifests}
     for rank in range(command.info.world_size):
         if rank in manifests:
             continue
         key = manifest_key(command.info, rank)
-        manifest = decode_manifest(await store.get(key, limit_bytes=MANIFEST_LIMIT_BYTES), key)
+        body = await read_if_there(store, key, limit_bytes=MANIFEST_LIMIT_BYTES)
+        if body is None:
+            continue
+        manifest = decode_manifest(body, key)
         if manifest.info != command.info or manifest.rank != rank:
             raise StoreError(
                 ErrorKind.CHECKPOINT_CORRUPT,

@@ -5,7 +5,7 @@ import errno
 from mooring_agent.core.errors import ErrorKind, VolumeError
 
 _FULL = frozenset({errno.ENOSPC, errno.EDQUOT})
-_GONE = frozenset({errno.ENOENT, errno.ENOTDIR, errno.ESTALE})
+_GONE = frozenset({errno.ENOENT, errno.ENOTDIR})
 _NO_FOLDER = _GONE | {errno.EEXIST}
 
 
