@@ -152,3 +152,21 @@ def test_what_is_found_again_on_the_volume_keeps_the_part_size_it_was_staged_wit
     _staged_on(tmp_path, "save-1", step=1)
     state = recover(settings(), FakeJournal(), LocalStagingArea(tmp_path))
     assert state.checkpoints["save-1"].shares[0].files["model.bin"].part_size_bytes == 2 * PART_BYTES
+
+
+def test_after_a_damaged_journal_the_newest_is_the_one_that_was_announced_last(tmp_path: Path) -> None:
+    # Save ids sort otherwise. The clock may be too coarse to tell two saves apart: then the step does.
+    for save, step, announced_at in (
+        ("b", 100, 1.0),
+        ("d", 200, 2.0),
+        ("a", 300, 3.0),
+        ("c", 150, 4.0),
+        ("0", 250, 4.0),
+    ):
+        _staged_on(tmp_path, save, step, announced_at)
+    state = recover(settings(), FakeJournal(), LocalStagingArea(tmp_path))
+    by_age = sorted(state.checkpoints.values(), key=lambda checkpoint: checkpoint.sequence)
+    assert [checkpoint.info.save for checkpoint in by_age] == ["b", "d", "a", "c", "0"]
+    newest = state.newest()
+    assert newest is not None
+    assert newest.info.save == "0"

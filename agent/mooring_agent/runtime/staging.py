@@ -9,6 +9,7 @@ import structlog
 from mooring_agent.core.commands import Stage
 from mooring_agent.core.event_codec import UnknownRecordError, decode_event, encode_event
 from mooring_agent.core.events import Announced, DurableEvent, Staged
+from mooring_agent.core.model import StagedFile
 from mooring_agent.core.state import State
 from mooring_agent.core.work import Operation, WorkId
 from mooring_agent.ports import Clock, StageRequest, StagingArea
@@ -43,7 +44,24 @@ async def stage(staging: StagingArea, clock: Clock, executor: Executor, command:
 
 
 def rescan(staging: StagingArea, state: State) -> Iterator[DurableEvent]:
-    """The events behind pins that `state` knows nothing of; after a damaged journal."""
+    """The events behind pins that `state` knows nothing of; after a damaged journal.
+
+    In the order in which they were announced, for that says which checkpoint is the newest.
+    """
+    for announcement, part_size_bytes, files in sorted(_described(staging), key=lambda found: _order(found[0])):
+        checkpoint = state.checkpoints.get(announcement.info.save)
+        share = checkpoint.shares.get(announcement.rank) if checkpoint else None
+        if share is None:
+            log.info("staging.found_again", save=announcement.info.save, rank=announcement.rank)
+            yield announcement
+        if share is None or not share.staged:
+            work = WorkId(Operation.STAGE, announcement.info.save, announcement.rank)
+            preferred_bytes = part_size_bytes or state.settings.transfer.part_size_bytes
+            yield Staged(at=announcement.at, work=work, files=files, part_size_bytes=preferred_bytes)
+
+
+def _described(staging: StagingArea) -> Iterator[tuple[Announced, int | None, tuple[StagedFile, ...]]]:
+    """Announcement, part size where it is told, and files of everything that is staged."""
     for descriptor, files in staging.scan():
         try:
             announcement = decode_event(str(descriptor.get(_ANNOUNCEMENT, "")).encode())
@@ -53,13 +71,9 @@ def rescan(staging: StagingArea, state: State) -> Iterator[DurableEvent]:
         if not isinstance(announcement, Announced):
             log.warning("staging.unknown_descriptor", error=f"{type(announcement).__name__} is no announcement")
             continue
-        checkpoint = state.checkpoints.get(announcement.info.save)
-        share = checkpoint.shares.get(announcement.rank) if checkpoint else None
-        if share is None:
-            log.info("staging.found_again", save=announcement.info.save, rank=announcement.rank)
-            yield announcement
-        if share is None or not share.staged:
-            work = WorkId(Operation.STAGE, announcement.info.save, announcement.rank)
-            told = descriptor.get(_PART_SIZE)
-            part_size_bytes = told if isinstance(told, int) else state.settings.transfer.part_size_bytes
-            yield Staged(at=announcement.at, work=work, files=files, part_size_bytes=part_size_bytes)
+        part_size_bytes = descriptor.get(_PART_SIZE)
+        yield announcement, part_size_bytes if isinstance(part_size_bytes, int) else None, files
+
+
+def _order(announcement: Announced) -> tuple[float, int, int]:
+    return announcement.at, announcement.info.step, announcement.rank
