@@ -162,7 +162,7 @@ def _convert(setting: SettingField, origin: str, raw: Any, values: dict[str, Any
 def _value(setting: SettingField, raw: Any) -> Any:
     if get_origin(setting.value_type) is tuple:
         return _tags(raw)
-    text = str(raw).strip()
+    text = _text(raw).strip()
     if setting.value_type is bool:
         if text.lower() not in _TRUE | _FALSE:
             raise ValueError(f"{text!r} is neither true nor false")
@@ -183,6 +183,13 @@ def _value(setting: SettingField, raw: Any) -> Any:
     return text
 
 
+def _text(raw: Any) -> str:
+    """One value as the file writes it: a true there is no True."""
+    if isinstance(raw, list | dict):
+        raise ValueError("one value is wanted, not a list or a table")
+    return str(raw).lower() if isinstance(raw, bool) else str(raw)
+
+
 def parse_bytes(text: str) -> int:
     """`64MiB`, `5 GB` or plain bytes. Raises ValueError."""
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([A-Za-z]*)", text)
@@ -198,7 +205,9 @@ def text_of_tags(tags: Iterable[tuple[str, str]]) -> str:
 
 def _tags(raw: Any) -> tuple[tuple[str, str], ...]:
     if isinstance(raw, dict):
-        return tuple((str(key), str(value)) for key, value in raw.items())
+        return tuple((key, _text(value)) for key, value in raw.items())
+    if isinstance(raw, list):
+        raise ValueError("tags are a table, or one text of key=value separated by commas")
     pairs = []
     for item in filter(None, str(raw).split(",")):
         key, separator, value = item.partition("=")

@@ -108,12 +108,15 @@ def test_only_what_was_there_before_can_be_missing(operation: str, kind: ErrorKi
     assert translate(answer(404, "NoSuchKey"), operation, PLACE).kind is kind
 
 
-def test_missing_credentials_name_all_the_ways_to_give_them() -> None:
+def test_missing_credentials_name_all_the_ways_to_give_them_those_of_a_laptop_first() -> None:
     hint = translate(botocore.exceptions.NoCredentialsError(), "PutObject", PLACE).hint
 
-    assert "AWS_ACCESS_KEY_ID" in hint
-    assert "Secret" in hint
-    assert "workload identity" in hint
+    laptop = ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_PROFILE", "~/.aws/credentials")
+    pod = ("Secret", "workload identity")
+    places = [hint.find(way) for way in (*laptop, *pod)]
+    assert -1 not in places
+    assert places == sorted(places)
+    assert "annotation" not in hint
 
 
 def test_a_long_answer_is_cut() -> None:

@@ -132,6 +132,33 @@ def test_a_file_that_cannot_be_read_is_named(content: str | None, file: Path) ->
     assert problem.startswith(f"cannot read the settings file {file}: ")
 
 
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        ("max_concurrency = true", "max_concurrency in {file}: 'true' is not a number"),
+        ("part_size_bytes = false", "part_size_bytes in {file}: 'false' is not a size; write bytes"),
+        ("max_concurrency = [4]", "max_concurrency in {file}: one value is wanted, not a list or a table"),
+        ("part_size_bytes.a = 1", "part_size_bytes in {file}: one value is wanted, not a list or a table"),
+    ],
+)
+def test_a_value_of_the_wrong_sort_is_told_as_the_file_has_it(line: str, said: str, file: Path) -> None:
+    file.write_text(f"[transfer]\n{line}\n")
+    (problem,) = problems(file=file)
+    assert problem.startswith(f"transfer.{said.format(file=file)}")
+
+
+def test_tags_in_a_list_are_no_tags(file: Path) -> None:
+    file.write_text('[store]\ntags = ["team=vision"]\n')
+    assert problems(file=file) == [
+        f"store.tags in {file}: tags are a table, or one text of key=value separated by commas"
+    ]
+
+
+def test_a_tag_may_be_true(file: Path) -> None:
+    file.write_text("[store.tags]\nkeep = true\n")
+    assert load(file=file).store.tags == (("keep", "true"),)
+
+
 @pytest.mark.parametrize("number", ["nan", "inf", "-3"])
 def test_a_number_must_make_sense(number: str) -> None:
     assert len(problems(grace_seconds=number)) == 1

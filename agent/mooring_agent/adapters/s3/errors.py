@@ -18,8 +18,8 @@ from mooring_agent.core.errors import ErrorKind, StoreError
 _LONGEST_TEXT: Final = 300
 
 _CREDENTIALS_HINT: Final = (
-    "set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY from a Secret (annotation mooring.dev/credentials), or give the "
-    "pod's service account a workload identity (IRSA, EKS Pod Identity)"
+    "set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or AWS_PROFILE, or write ~/.aws/credentials; in a pod, set "
+    "the two from a Secret, or give its service account a workload identity (IRSA, EKS Pod Identity)"
 )
 _POLICY_HINT: Final = "the policy must allow s3:ListBucket, GetObject, PutObject, DeleteObject and AbortMultipartUpload"
 _CLOCK_HINT: Final = "set this machine's clock (NTP); stores refuse signatures that are more than 15 minutes off"
