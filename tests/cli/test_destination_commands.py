@@ -247,3 +247,17 @@ def test_a_restore_does_not_take_a_volume_that_cannot_be_made_for_a_missing_file
     assert errors[0].startswith("error: cannot ")
     assert str(tmp_path / volume) in errors[0]
     assert errors[1] == "hint: give a --volume that is a directory, or where one can be made"
+
+
+@pytest.mark.parametrize(("log_format", "begins"), [("json", "{"), ("console", "2")])
+def test_a_run_logs_in_one_format_from_its_restore_to_its_end(
+    bucket: StoreSettings, tmp_path: Path, log_format: str, begins: str
+) -> None:
+    fill(bucket, 100)
+    command = ("run", "--to", bucket.destination, "--volume", tmp_path / "volume", "--log-format", log_format)
+    completed = mooring(*command, "--", "true")
+    assert completed.returncode == 0
+    lines = completed.stderr.splitlines()
+    for event in ("restore_tries", "agent.serving", "agent.exiting"):
+        (line,) = [line for line in lines if event in line]
+        assert line.startswith(begins)

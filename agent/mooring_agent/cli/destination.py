@@ -204,6 +204,12 @@ def prune(
     envvar=ENV_CHECKPOINT_DIRECTORY,
     help="Where to put the checkpoint; below the volume. Default: <volume>/checkpoints.",
 )
+@click.option(
+    "--log-format",
+    type=click.Choice(["json", "console"]),
+    envvar="MOORING_LOG_FORMAT",
+    help="Default: console in a terminal, else json.",
+)
 @click.option("--attempt", default="", envvar=ENV_ATTEMPT, help="This start of the run, the same on all its pods.")
 @click.option(
     "--node-rank",
@@ -224,6 +230,7 @@ def restore(
     store_settings: StoreSettings,
     volume: Path,
     directory: Path | None,
+    log_format: str | None,
     attempt: str,
     node_rank: int,
     size_limit_bytes: int,
@@ -235,7 +242,7 @@ def restore(
     """
     volume = volume.absolute()
     place = directory.absolute() if directory else volume / CHECKPOINT_DIRECTORY
-    restored = _run(_restore(store_settings, volume, place, attempt, node_rank, size_limit_bytes))
+    restored = _run(_restore(store_settings, volume, place, attempt, node_rank, size_limit_bytes), log_format)
     if as_json:
         value = {**asdict(restored), "path": str(restored.path)} if restored else None
         _print_json({"destination": store_settings.destination, "restored": value})
@@ -340,8 +347,8 @@ async def _opened(settings: StoreSettings) -> AsyncIterator[ObjectStore]:
         yield RetryingStore(store)
 
 
-def _run(work: Coroutine[Any, Any, Any]) -> Any:
-    configure_logs("console" if sys.stderr.isatty() else "json")
+def _run(work: Coroutine[Any, Any, Any], log_format: str | None = None) -> Any:
+    configure_logs(log_format or ("console" if sys.stderr.isatty() else "json"))
     with errors_reported():
         return asyncio.run(work)
 
