@@ -292,6 +292,24 @@ async def test_what_is_kept_back_is_said_once(tmp_path: Path, open_watch: Open) 
     assert [line["why"] for line in lines if line["path"].endswith("notes")] == ["weights.pt is cut short"]
 
 
+async def test_nothing_is_said_of_what_somebody_announces(tmp_path: Path, open_watch: Open) -> None:
+    for name in ("announced-1", "other-2"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "state").write_text("of no known layout")
+    asked: list[tuple[str, int | None]] = []
+
+    def spoken_for(path: str, step: int | None) -> bool:
+        asked.append((path, step))
+        return path.endswith("announced-1")
+
+    watch = open_watch(spoken_for=spoken_for)
+    with capture_logs() as logs:
+        await _nothing_until_canary(watch, tmp_path)
+    said = [entry["path"] for entry in logs if entry["event"] == "checkpoint_not_complete"]
+    assert said == [str(tmp_path / "other-2")]
+    assert sorted(asked) == [(str(tmp_path / "announced-1"), 1), (str(tmp_path / "other-2"), 2)]
+
+
 def test_links_are_no_candidates_and_are_not_followed_out(tmp_path: Path) -> None:
     directory = tmp_path / "checkpoints"
     (directory / "checkpoint-1").mkdir(parents=True)

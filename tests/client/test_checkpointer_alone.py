@@ -233,7 +233,7 @@ def test_a_file_whose_name_is_not_utf_8_ends_no_training_and_is_resumed_from(mak
         Path(os.fsdecode(os.fsencode(path) + b"/caf\xe9.pt")).write_text("x")
     resumed = make().resume()
     assert resumed == directory / "checkpoint-1"
-    assert os.listdir(os.fsencode(resumed)) == [b"caf\xe9.pt"]
+    assert [os.fsencode(path.name) for path in resumed.iterdir()] == [b"caf\xe9.pt"]
 
 
 def test_a_save_of_nothing_is_no_checkpoint(make: Make, directory: Path, caplog: pytest.LogCaptureFixture) -> None:

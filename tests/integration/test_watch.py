@@ -13,6 +13,8 @@ from tests.harness.agent_process import AgentProcess, tree, wait_until, write_ch
 from tests.harness.bucket_view import BucketView
 from tests.servers.server import Bucket
 
+from mooring_api.names import ENV_VOLUME
+
 RUN_SECONDS = 60.0
 
 PROGRAM = """
@@ -109,6 +111,35 @@ def test_what_a_client_has_announced_is_not_announced_again(rclone_bucket: Bucke
     assert tree(BucketView(rclone_bucket).restore(tmp_path / "other")) == original
 
 
+def test_the_log_asks_nobody_to_announce_what_was_announced(tmp_path: Path) -> None:
+    store = f"file://{tmp_path}/store"
+    with AgentProcess(tmp_path / "volume", store) as agent:
+        environment = {**os.environ, ENV_VOLUME: str(agent.volume)}
+        subprocess.run([sys.executable, "-c", CLIENT], env=environment, check=True, timeout=RUN_SECONDS)
+        source = write_checkpoint(agent.checkpoints / "by-call-20", {"state": 100})
+        agent.wait_committed(agent.announce(source, 20, save="attempt-20").save)
+        # Later than those, and of a layout that shows nothing either: once it is named, they were looked at.
+        write_checkpoint(agent.checkpoints / "unknown-30", {"state": 100})
+        wait_until(lambda: bool(_not_complete(agent)), 30, "the unknown one is named")
+        agent.kill()
+        agent.start()
+        wait_until(lambda: len(_not_complete(agent)) > 1, 30, "it is named by the next agent")
+        assert _not_complete(agent) == ["unknown-30"] * 2
+
+
+CLIENT = """
+import mooring
+checkpointer = mooring.Checkpointer()
+with checkpointer.save(10) as directory:
+    (directory / "state").write_text("10")
+"""
+
+
+def _not_complete(agent: AgentProcess) -> list[str]:
+    """Names in the checkpoint directory that the log calls incomplete."""
+    return [Path(line["path"]).name for line in agent.log("checkpoint_not_complete")]
+
+
 def test_a_file_cut_short_is_not_committed_even_at_the_end(rclone_bucket: Bucket, tmp_path: Path) -> None:
     program = (
         "import os, torch; from pathlib import Path;"
@@ -147,10 +178,10 @@ def test_no_name_in_the_watched_directory_ends_the_agent_or_hides_another(tmp_pa
 LATE_PROGRAM = """
 import os, signal, sys
 from pathlib import Path
+signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])  # before there are threads, one of which would die of it
 import torch
 torch.save({"weights": torch.ones(100_000)}, sys.argv[1] + ".whole")
 content = Path(sys.argv[1] + ".whole").read_bytes()
-signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])
 print("ready", flush=True)
 signal.sigwait([signal.SIGTERM])
 with open(sys.argv[1], "wb") as file:

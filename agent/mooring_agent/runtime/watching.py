@@ -14,7 +14,6 @@ import structlog
 from mooring_agent.adapters.volume.staging_watch import FoundCheckpoint, StagingWatch
 from mooring_agent.core.errors import MooringError
 from mooring_agent.core.settings import Settings
-from mooring_agent.core.state import State
 from mooring_agent.runtime.announcements import Announcements
 from mooring_agent.runtime.engine import Engine
 from mooring_api.names import RECORDS_DIRECTORY, STATE_DIRECTORY
@@ -34,7 +33,10 @@ class Watching:
         self._committed_step = newest.info.step if newest else -1
         self._records = Path(settings.volume) / STATE_DIRECTORY / RECORDS_DIRECTORY
         self._watch = StagingWatch(
-            Path(settings.checkpoint_directory), executor=executor, newest_step=max(0, self._committed_step)
+            Path(settings.checkpoint_directory),
+            executor=executor,
+            newest_step=max(0, self._committed_step),
+            spoken_for=self._is_spoken_for,
         )
         self._announcing = asyncio.Lock()
 
@@ -63,8 +65,10 @@ class Watching:
     async def _announce(self, found: FoundCheckpoint) -> None:
         """Never raises: what one checkpoint is like must not keep the others from being found."""
         try:
-            recorded = (self._records / f"{found.name}.json").exists()
-            if recorded or _is_known(self._engine.state, found, self._committed_step):
+            if self._is_recorded(found.name) or self._is_old(found.step):
+                return
+            if any(not signature for signature in self._signatures(found.path)):
+                # Its program announces it; what we have announced ourselves may have other content now.
                 return
             log.info("watch.found", path=found.path, step=found.step)
             request = agent_pb2.AnnounceCheckpointRequest(
@@ -78,13 +82,22 @@ class Watching:
         except Exception:
             log.exception("watch.refused", path=found.path, hint="this is a bug of the agent: please report it")
 
+    def _is_spoken_for(self, path: str, step: int | None) -> bool:
+        return self._is_recorded(Path(path).name) or self._is_old(step) or bool(self._signatures(path))
 
-def _is_known(state: State, found: FoundCheckpoint, committed_step: int) -> bool:
-    """Announced by a client (then it has no signature), or older than what was committed before we started."""
-    if found.step <= committed_step:
-        return True
-    return any(
-        os.path.normpath(share.source) == found.path and not share.signature
-        for checkpoint in state.checkpoints.values()
-        for share in checkpoint.shares.values()
-    )
+    def _is_recorded(self, name: str) -> bool:
+        """By a client, or by restore."""
+        return (self._records / f"{name}.json").exists()
+
+    def _is_old(self, step: int | None) -> bool:
+        """No later than what was committed before we started."""
+        return step is not None and step <= self._committed_step
+
+    def _signatures(self, path: str) -> list[str]:
+        """Of all announcements of a path that are known; a client's has none."""
+        return [
+            share.signature
+            for checkpoint in self._engine.state.checkpoints.values()
+            for share in checkpoint.shares.values()
+            if os.path.normpath(share.source) == path
+        ]

@@ -10,7 +10,7 @@ import contextlib
 import itertools
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Iterable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass
 from pathlib import Path
@@ -53,6 +53,7 @@ class StagingWatch:
 
     `world_size`: ranks that write Hugging Face checkpoints; 0: learn it. `newest_step`: the highest step known so far,
     from which checkpoints without a number in their name are counted on. `known`: signatures not to report.
+    `spoken_for`: whether somebody announces a path (of that step), so that the log need not ask for it.
     """
 
     def __init__(
@@ -63,6 +64,7 @@ class StagingWatch:
         world_size: int = 0,
         newest_step: int = 0,
         known: Iterable[str] = (),
+        spoken_for: Callable[[str, int | None], bool] = lambda path, step: False,
         pace: WatchPace | None = None,
     ) -> None:
         self._directory = directory
@@ -70,6 +72,7 @@ class StagingWatch:
         self._world_size = world_size
         self._newest_step = newest_step
         self._known = set(known)
+        self._spoken_for = spoken_for
         self._pace = pace or WatchPace()
         self._scanner = DirectoryScanner(directory)
         self._looking = asyncio.Lock()
@@ -180,8 +183,10 @@ class StagingWatch:
                     self._report(snapshot, verdict.name, verdict.step, signature)
             elif verdict.quiet:
                 reasons[snapshot.name] = verdict.reason
-                if self._reasons.get(snapshot.name) != verdict.reason:
-                    _log.info("checkpoint_not_complete", path=str(self._directory / snapshot.name), why=verdict.reason)
+                path = str(self._directory / snapshot.name)
+                is_news = self._reasons.get(snapshot.name) != verdict.reason
+                if is_news and not self._spoken_for(path, verdict.step):
+                    _log.info("checkpoint_not_complete", path=path, why=verdict.reason)
         self._observations, self._reasons = observations, reasons
 
     def _report(self, snapshot: DirectorySnapshot, name: str, step: int | None, signature: str) -> None:
