@@ -215,6 +215,16 @@ async def test_a_404_of_a_gateway_to_the_last_request_of_an_upload_leaves_the_up
     assert (await patient_store.head("up")).size_bytes == region.size_bytes
 
 
+async def test_a_page_instead_of_a_listing_is_no_empty_listing(
+    patient_store: ObjectStore, fault_proxy: FaultProxy
+) -> None:
+    await patient_store.put("a", b"x")
+    page = b"<html><body>Please sign in.</body></html>"
+    fault_proxy.add(Rule(name="page", fault=Fault.STATUS, method="GET", status=200, body=page))
+
+    await fails(ErrorKind.STORE_FAILED, _first(patient_store))
+
+
 async def test_a_404_to_a_head_is_believed_only_when_the_store_itself_says_what_is_missing(
     patient_store: ObjectStore, fault_proxy: FaultProxy
 ) -> None:

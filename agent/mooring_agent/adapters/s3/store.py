@@ -262,6 +262,8 @@ class S3Store:
                     Prefix=self._prefix + prefix,
                     **({"ContinuationToken": token} if token else {}),
                 )
+                # Every S3 says it; without, a page of somebody else would read as a listing of nothing.
+                truncated = answer["IsTruncated"]
             for entry in answer.get("Contents", []):
                 yield ObjectInfo(
                     key=str(entry["Key"])[len(self._prefix) :],
@@ -270,7 +272,7 @@ class S3Store:
                     modified_at=entry["LastModified"].timestamp(),
                 )
             following = str(answer.get("NextContinuationToken", ""))
-            if not answer.get("IsTruncated"):
+            if not truncated:
                 return
             self._check_progress("ListObjectsV2", prefix, following not in ("", token))
             token = following
