@@ -284,10 +284,14 @@ def test_the_checksum_of_another_file_than_was_staged_is_refused(
 async def test_uploads_keep_to_the_cap(tmp_path: Path) -> None:
     region = region_of(make_file(tmp_path / "file", 8 * MIB))
     settings = StoreSettings(destination=f"file://{tmp_path}/destination")
-    async with open_store(settings, limiter=RateLimiter(8 * MIB)) as store:
-        start = asyncio.get_running_loop().time()
+    now = 0.0
+
+    async def wait(_: asyncio.Event, seconds: float) -> None:
+        nonlocal now
+        now += seconds
+
+    async with open_store(settings, limiter=RateLimiter(8 * MIB, clock=lambda: now, wait=wait)) as store:
         await store.put_region("a", region, region_checksum(region))
         await store.put_region("b", region, region_checksum(region))
-        seconds = asyncio.get_running_loop().time() - start
 
-    assert 1.8 <= seconds <= 2.5
+    assert now == pytest.approx(2.0, abs=0.1)

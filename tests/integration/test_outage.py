@@ -88,9 +88,9 @@ def test_training_does_not_notice_a_minute_without_the_store(
         wait_until(lambda: bool(view.markers()), 60, "a checkpoint is committed")
         fault_proxy.outage(True)
         ends_at = time.monotonic() + OUTAGE_SECONDS
-        steps_before = len(run.steps())
+        steps_before = run.steps()
         wait_until(lambda: time.monotonic() >= ends_at, OUTAGE_SECONDS + 1, "the outage is over")
-        steps_in_outage = run.steps()[steps_before:]
+        steps_in_outage = run.steps()[len(steps_before) :]
         committed_before = len(view.markers())
         fault_proxy.outage(False)
         newest = steps_in_outage[-1][0] // every * every
@@ -99,9 +99,10 @@ def test_training_does_not_notice_a_minute_without_the_store(
         assert run.wait(60) == JUST_IN_TIME, run.output()[-2000:]
         last_step = run.steps()[-1][0]
     assert newest > committed_before * every, "nothing was saved while the store was away"
-    seconds = [taken for _, taken in steps_in_outage]
-    assert max(seconds) < 2.0
-    assert statistics.median(seconds) < 0.1
+    seconds, usual = ([taken for _, taken in steps] for steps in (steps_in_outage, steps_before))
+    # Whoever waited for the store would wait for its end.
+    assert max(seconds) < OUTAGE_SECONDS / 6
+    assert statistics.median(seconds) < 5 * statistics.median(usual)
     # All that was saved meanwhile is there, oldest included, and each once.
     assert [int(Path(marker).name.split(".")[0]) for marker in view.markers()] == [
         *range(every, last_step, every),
