@@ -5,7 +5,7 @@ from pathlib import Path
 
 import grpc
 import pytest
-from tests.harness.agent_process import AgentProcess, wait_until, write_checkpoint
+from tests.harness.agent_process import AgentProcess, tree, wait_until, write_checkpoint
 
 from mooring_agent.core.manifest import decode_manifest, decode_marker
 from mooring_api.v1 import agent_pb2
@@ -99,6 +99,24 @@ def test_no_marker_is_written_when_the_ranks_of_two_agents_contradict_each_other
             with pytest.raises(grpc.RpcError, match=r"ranks 0 and 1 have different bytes for state\.pt"):
                 agent.wait_committed("attempt-1")
         assert not (folder / ".mooring/commits").exists()
+
+
+@pytest.mark.parametrize("volume", ["volume", "another"], ids=["long forgotten", "on a new volume"])
+def test_an_id_of_a_committed_save_that_is_used_again_touches_nothing(volume: str, tmp_path: Path) -> None:
+    folder, destination = _destination(tmp_path)
+    count = 12 if volume == "volume" else 1
+    with AgentProcess(tmp_path / "volume", destination, watch=False) as agent:
+        for step in range(count):
+            path = write_checkpoint(agent.checkpoints / f"checkpoint-{step}", {"model.bin": 1000})
+            agent.announce(path, step, save=f"run-{step}")
+            agent.wait_committed(f"run-{step}")
+    before = tree(folder)
+    with AgentProcess(tmp_path / volume, destination, watch=False) as agent:
+        path = write_checkpoint(agent.checkpoints / "again" / "checkpoint-0", {"model.bin": 1000}, seed=1)
+        agent.announce(path, 0, save="run-0")
+        with pytest.raises(grpc.RpcError, match="run-0 is committed already"):
+            agent.wait_committed("run-0")
+    assert tree(folder) == before
 
 
 def test_an_agent_without_rank_0_commits_when_the_one_that_has_it_is_gone(tmp_path: Path) -> None:

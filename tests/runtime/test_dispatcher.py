@@ -15,6 +15,7 @@ from mooring_agent.core.settings import Settings, StoreSettings
 from mooring_agent.core.state import State
 from mooring_agent.core.work import Operation, WorkId
 from mooring_agent.runtime.dispatcher import Dispatcher
+from mooring_agent.runtime.first_look import FirstLook
 from mooring_agent.runtime.lazy_store import LazyStore
 from mooring_agent.runtime.pruner import Pruner
 from mooring_agent.runtime.reconciler import Reconciler
@@ -34,6 +35,7 @@ async def _events_of(tmp_path: Path, *commands: PutFile | CreateUpload | CancelW
             staging=staging,
             reconciler=Reconciler(staging=staging, clock=clock, executor=executor, volume=tmp_path),
             pruner=Pruner(state=lambda: state, clock=clock, volume=tmp_path),
+            first_look=FirstLook(lambda: state),
             clock=clock,
             executor=executor,
             post=events.append,

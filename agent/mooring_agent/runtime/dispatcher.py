@@ -39,6 +39,7 @@ from mooring_agent.core.work import WorkId
 from mooring_agent.ports import Clock, ObjectStore, StagingArea
 from mooring_agent.runtime import committer, heap, transfers
 from mooring_agent.runtime.failure_log import FailureLog
+from mooring_agent.runtime.first_look import FirstLook
 from mooring_agent.runtime.lazy_store import LazyStore
 from mooring_agent.runtime.pruner import Pruner
 from mooring_agent.runtime.reconciler import Reconciler
@@ -57,6 +58,7 @@ class Dispatcher:
         staging: StagingArea,
         reconciler: Reconciler,
         pruner: Pruner,
+        first_look: FirstLook,
         clock: Clock,
         executor: Executor,
         post: Callable[[Event], None],
@@ -69,6 +71,7 @@ class Dispatcher:
         self._staging = staging
         self._reconciler = reconciler
         self._pruner = pruner
+        self._first_look = first_look
         self._clock = clock
         self._executor = executor
         self._post = post
@@ -150,19 +153,24 @@ class Dispatcher:
             case Reconcile():
                 return await self._with_store(lambda store: self._reconciler.reconcile(store, command))
             case CreateUpload():
-                return await self._with_store(lambda store: transfers.create_upload(store, self._clock, command))
+                return await self._with_store(
+                    lambda store: transfers.create_upload(store, self._clock, command), new=command.work.save
+                )
             case SendPart():
                 return await self._with_store(
                     lambda store: transfers.send_part(store, self._clock, self._executor, command)
                 )
             case PutFile():
                 return await self._with_store(
-                    lambda store: transfers.put_file(store, self._clock, self._executor, command)
+                    lambda store: transfers.put_file(store, self._clock, self._executor, command),
+                    new=command.work.save,
                 )
             case CompleteUpload():
                 return await self._with_store(lambda store: transfers.complete_upload(store, self._clock, command))
             case WriteManifest():
-                return await self._with_store(lambda store: committer.write_manifest(store, self._clock, command))
+                return await self._with_store(
+                    lambda store: committer.write_manifest(store, self._clock, command), new=command.work.save
+                )
             case Commit():
                 return await self._with_store(lambda store: committer.commit(store, self._clock, command))
             case Prune():
@@ -170,8 +178,12 @@ class Dispatcher:
             case _:
                 assert_never(command)
 
-    async def _with_store(self, use: Callable[[ObjectStore], Awaitable[Event]]) -> Event:
-        return await use(await self._store.get())
+    async def _with_store(self, use: Callable[[ObjectStore], Awaitable[Event]], *, new: str = "") -> Event:
+        """`new`: the save of which this may be the first byte."""
+        store = await self._store.get()
+        if new:
+            await self._first_look.require_new(store, new)
+        return await use(store)
 
     async def _abandon(self, command: Abandon) -> Abandoned:
         store = await self._store.get()
@@ -185,6 +197,7 @@ class Dispatcher:
     async def _release(self, command: Release) -> Released:
         loop = asyncio.get_running_loop()
         await loop.run_in_executor(self._executor, self._staging.release, command.work.save)
+        self._first_look.forget(command.work.save)
         # The end of a checkpoint's work: what it took of memory is free now, but still ours.
         await loop.run_in_executor(self._executor, heap.give_back)
         return Released(at=self._clock.now(), work=command.work)

@@ -34,6 +34,7 @@ from mooring_agent.runtime import heap
 from mooring_agent.runtime.announcements import Announcements
 from mooring_agent.runtime.dispatcher import Dispatcher
 from mooring_agent.runtime.engine import Engine
+from mooring_agent.runtime.first_look import FirstLook
 from mooring_agent.runtime.grpc_errors import ErrorsAnswered
 from mooring_agent.runtime.grpc_server import AgentService
 from mooring_agent.runtime.http_server import serve_http
@@ -119,6 +120,7 @@ async def run_agent(settings: Settings, *, fresh: bool = False, parent_pid: int 
             staging=staging,
             reconciler=Reconciler(staging=staging, clock=clock, executor=executor, volume=volume),
             pruner=Pruner(state=lambda: state, clock=clock, volume=volume),
+            first_look=FirstLook(lambda: state),
             clock=clock,
             executor=executor,
             post=engine.post,
