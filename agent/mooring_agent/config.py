@@ -18,7 +18,7 @@ from urllib.parse import quote, unquote
 
 from mooring_agent.core.errors import ErrorKind, MooringError
 from mooring_agent.core.object_layout import LONGEST_PREFIX_BYTES, check_token
-from mooring_agent.core.settings import GIB, MIB, Settings, TerminationSettings, TransferSettings
+from mooring_agent.core.settings import GIB, MIB, Settings, StoreSettings, TerminationSettings, TransferSettings
 from mooring_api.names import (
     CHECKPOINT_DIRECTORY,
     SOCKET,
@@ -128,6 +128,19 @@ def load_settings(
     settings = _build(Settings, "", values)
     assert isinstance(settings, Settings)
     return settings
+
+
+def load_store_settings(*, flags: Mapping[str, Any], environment: Mapping[str, str]) -> StoreSettings:
+    """For commands that talk to a destination and are no agent: what else is set is neither read nor checked.
+
+    Raises ConfigurationError.
+    """
+    names = {
+        name for one in setting_fields(StoreSettings, "store") for name in (one.environment, *one.foreign_variables)
+    }
+    heard = {name: value for name, value in environment.items() if name in names}
+    # All that must be said besides; nobody looks at it here.
+    return load_settings(flags={**flags, "volume": "/volume"}, environment=heard).store
 
 
 def _read_file(path: Path, problems: list[str]) -> dict[str, Any]:

@@ -140,7 +140,10 @@ def test_prune_of_nothing_refuses(bucket: StoreSettings) -> None:
         ("prune", "file:///x", "--yes", "--keep-every", 5),
         ("verify", "file:///x", "--all", "--step", 1),
         ("restore", "file:///x", "--volume", "/x", "--size-limit-bytes", "much"),
+        ("restore", "file:///x", "--volume", "/x", "--directory", "/y"),
+        ("restore", "file:///x", "--volume", "/x", "--max-concurrency", 0),
         ("ls",),
+        ("ls", "x"),
         ("ls", "file:///x", "--addressing", "none"),
         ("ls", "--no-such-option"),
     ],
@@ -148,6 +151,19 @@ def test_prune_of_nothing_refuses(bucket: StoreSettings) -> None:
 )
 def test_wrong_usage_exits_with_2(arguments: tuple[object, ...]) -> None:
     assert mooring(*arguments, MOORING_VOLUME="", MOORING_DESTINATION="").returncode == 2
+
+
+@pytest.mark.parametrize("command", ["ls", "verify", "restore", "doctor"])
+def test_every_setting_of_the_store_is_read_and_its_mistakes_are_said(bucket: StoreSettings, command: str) -> None:
+    wrong: dict[str, Any] = {"MOORING_S3_CONNECT_TIMEOUT_SECONDS": "abc", "MOORING_S3_KMS_KEY_ID": "key"}
+    refused = mooring(command, bucket.destination, "--addressing", "none", MOORING_GRACE_SECONDS="abc", **wrong)
+    assert refused.returncode == 2
+    assert refused.stderr.splitlines() == [
+        "error: --addressing: 'none' is none of auto, path, virtual",
+        "error: MOORING_S3_CONNECT_TIMEOUT_SECONDS: 'abc' is not a number",
+        "error: kms_key_id needs server_side_encryption aws:kms",
+        "hint: every setting is described in docs/settings.md",
+    ]
 
 
 def test_restore_reads_its_settings_from_the_environment(moto_bucket: Bucket, tmp_path: Path) -> None:

@@ -6,7 +6,14 @@ from typing import Any
 import pytest
 
 from mooring_agent.cli.setting_options import environment_of
-from mooring_agent.config import ConfigurationError, load_settings, parse_bytes, setting_fields, unknown_variables
+from mooring_agent.config import (
+    ConfigurationError,
+    load_settings,
+    load_store_settings,
+    parse_bytes,
+    setting_fields,
+    unknown_variables,
+)
 from mooring_agent.core.settings import GIB, MIB, Settings
 from mooring_agent.settings_page import settings_page
 
@@ -188,6 +195,12 @@ def test_every_setting_survives_the_way_to_a_child_process(file: Path) -> None:
     settings = load(file=file, log_format="console", part_size_bytes="64MiB")
     assert settings.store.tags == tuple(tags.items())
     assert load_settings(flags={}, environment=environment_of(settings)) == settings
+
+
+def test_the_restore_step_of_a_run_reaches_the_store_as_the_run_does() -> None:
+    settings = load(region="here", read_timeout_seconds="3", max_connections="5", tags="team=a%2Cb", verify_tls=False)
+    environment = environment_of(settings)
+    assert load_store_settings(flags={"destination": "s3://bucket/run"}, environment=environment) == settings.store
 
 
 def test_flags_and_variables_are_unique() -> None:

@@ -219,6 +219,13 @@ def prune(
     help="Index of this pod in the job; 0 decides where the store cannot.",
 )
 @click.option(
+    "--max-concurrency",
+    type=click.IntRange(min=1),
+    default=TransferSettings().max_concurrency,
+    envvar="MOORING_MAX_CONCURRENCY",
+    help="Parts on the wire at the same time.",
+)
+@click.option(
     "--size-limit-bytes",
     default="0",
     envvar="MOORING_SIZE_LIMIT_BYTES",
@@ -233,6 +240,7 @@ def restore(
     log_format: str | None,
     attempt: str,
     node_rank: int,
+    max_concurrency: int,
     size_limit_bytes: int,
     as_json: bool,
 ) -> None:
@@ -242,7 +250,11 @@ def restore(
     """
     volume = volume.absolute()
     place = directory.absolute() if directory else volume / CHECKPOINT_DIRECTORY
-    restored = _run(_restore(store_settings, volume, place, attempt, node_rank, size_limit_bytes), log_format)
+    if not place.is_relative_to(volume):
+        raise click.UsageError(f"--directory {place} must lie below the volume {volume}")
+    restored = _run(
+        _restore(store_settings, volume, place, attempt, node_rank, max_concurrency, size_limit_bytes), log_format
+    )
     if as_json:
         value = {**asdict(restored), "path": str(restored.path)} if restored else None
         _print_json({"destination": store_settings.destination, "restored": value})
@@ -321,7 +333,13 @@ async def _prune(settings: StoreSettings, retention: RetentionSettings, dry_run:
 
 
 async def _restore(
-    settings: StoreSettings, volume: Path, directory: Path, attempt: str, node_rank: int, size_limit_bytes: int
+    settings: StoreSettings,
+    volume: Path,
+    directory: Path,
+    attempt: str,
+    node_rank: int,
+    max_concurrency: int,
+    size_limit_bytes: int,
 ) -> restoring.Restored | None:
     async with _opened(settings) as store:
         # A destination that does not answer, mistyped perhaps, must not own the volume.
@@ -334,7 +352,7 @@ async def _restore(
                 volume=volume,
                 attempt=attempt,
                 node_rank=node_rank,
-                concurrency=TransferSettings().max_concurrency,
+                concurrency=max_concurrency,
                 size_limit_bytes=size_limit_bytes,
                 on_progress=advance,
             )

@@ -17,7 +17,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 def setting_options(command: F) -> F:
     """Adds one option per setting, and --config FILE; the command hands its keyword arguments to `settings_from`."""
     for setting in reversed(list(setting_fields())):
-        command = _option(setting)(command)
+        command = setting_option(setting)(command)
     return click.option(
         "--config",
         type=click.Path(path_type=Path, dir_okay=False),
@@ -42,7 +42,8 @@ def environment_of(settings: Settings) -> dict[str, str]:
     return environment
 
 
-def _option(setting: SettingField) -> Callable[[F], F]:
+def setting_option(setting: SettingField) -> Callable[[F], F]:
+    """The option of one setting; None where it is not given."""
     names = [setting.flag]
     if setting.value_type is bool:
         names = [f"{setting.flag}/--no-{setting.flag.removeprefix('--')}"]
