@@ -46,6 +46,7 @@ async def test_a_healthy_store_passes_every_question_and_is_left_clean(
 
 
 async def test_a_directory_can_be_examined_too(tmp_path: Path) -> None:
+    (tmp_path / "destination").mkdir()
     found = await findings(StoreSettings(destination=f"file://{tmp_path}/destination"))
 
     assert set(found) == ALL

@@ -121,6 +121,24 @@ async def test_a_file_in_the_way_of_a_folder_is_refused(store: ObjectStore) -> N
     await store.put("a", b"x")
 
     await fails(ErrorKind.REQUEST_REFUSED, store.put("a/b", b"x"))
+    # A listing that called it empty would hide what belongs there.
+    await fails(ErrorKind.REQUEST_REFUSED, anext(aiter(store.list("a/"))))
+
+
+async def test_nothing_is_missing_at_a_destination_that_is_away_but_the_destination(
+    store: ObjectStore, root: Path, tmp_path: Path
+) -> None:
+    etag = await store.put("a", b"x")
+    os.rename(root, tmp_path / "away")  # noqa: PTH104
+
+    with (tmp_path / "into").open("wb") as into:
+        for read in (
+            store.head("a"),
+            store.get("a", limit_bytes=1),
+            store.get_into("a", offset_bytes=0, size_bytes=1, etag=etag, descriptor=into.fileno()),
+            anext(aiter(store.list(""))),
+        ):
+            await fails(ErrorKind.BUCKET_MISSING, read)
 
 
 async def test_a_name_that_is_too_long_is_refused(store: ObjectStore) -> None:

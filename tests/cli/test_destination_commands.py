@@ -200,6 +200,54 @@ def test_restore_from_an_empty_destination_says_that_the_run_starts_from_nothing
 
 
 @pytest.mark.parametrize(
+    "command",
+    [("ls",), ("verify",), ("prune", "--keep-last", "1", "--yes"), ("doctor",)],
+    ids=lambda command: str(command[0]),
+)
+@pytest.mark.parametrize("missing", ["mount/run", "file/run", "file"])
+def test_a_folder_that_is_not_there_is_not_an_empty_destination(
+    command: tuple[str, ...], missing: str, tmp_path: Path
+) -> None:
+    (tmp_path / "file").touch()
+    completed = mooring(*command, f"file://{tmp_path}/{missing}")
+    assert completed.returncode == 1
+    said = completed.stdout + completed.stderr
+    assert f"{tmp_path}/{missing}" in said
+    assert "no committed checkpoint" not in said
+    assert "answers" not in said
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["file"]
+
+
+def test_a_first_restore_makes_the_folder_and_says_so(tmp_path: Path) -> None:
+    destination = f"file://{tmp_path}/new/run"
+    for is_first in (True, False):
+        completed = mooring("restore", destination, "--volume", tmp_path / "volume")
+        assert completed.returncode == 0, completed.stderr
+        assert "starts from step 0" in completed.stdout
+        assert (f"warning: {destination} was not there" in completed.stderr) == is_first
+
+
+def test_restore_does_not_start_anew_because_a_mount_is_away(tmp_path: Path) -> None:
+    mount, volume = tmp_path / "mount", tmp_path / "volume"
+    destination = f"file://{mount}/run"
+    mount.mkdir()
+    assert mooring("restore", destination, "--volume", volume).returncode == 0
+    fill(StoreSettings(destination=destination), 100)
+    mount.rename(tmp_path / "away")
+    mount.mkdir()
+
+    completed = mooring("restore", destination, "--volume", volume)
+    assert (completed.returncode, completed.stdout) == (1, "")
+    assert f"there is no folder {mount}/run, and the volume {volume} was used with it before" in completed.stderr
+    assert "hint: mount it again" in completed.stderr
+    assert list(mount.iterdir()) == []
+
+    mount.rmdir()
+    (tmp_path / "away").rename(mount)
+    assert "checkpoint-100 (step 100" in mooring("restore", destination, "--volume", volume).stdout
+
+
+@pytest.mark.parametrize(
     ("changes", "environment", "message"),
     [
         ({}, {"AWS_SECRET_ACCESS_KEY": "wrong"}, "error:"),

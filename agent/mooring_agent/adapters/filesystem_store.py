@@ -109,7 +109,7 @@ class FilesystemStore:
             yield upload
 
     async def head(self, key: str) -> ObjectInfo:
-        return await self._run(key, partial(self._objects.head, key), missing=ErrorKind.NOT_FOUND)
+        return await self._read(key, partial(self._objects.head, key))
 
     async def get(self, key: str, *, limit_bytes: int) -> bytes:
         info = await self.head(key)
@@ -119,20 +119,18 @@ class FilesystemStore:
                 f"{self._objects.path(key)} has {info.size_bytes} bytes, more than {limit_bytes}",
                 hint="it is not what Mooring wrote: see who else writes below the destination",
             )
-        return await self._run(key, self._objects.path(key).read_bytes, missing=ErrorKind.NOT_FOUND)
+        return await self._read(key, self._objects.path(key).read_bytes)
 
     async def get_into(self, key: str, *, offset_bytes: int, size_bytes: int, etag: str, descriptor: int) -> int:
         path = self._objects.path(key)
         if not size_bytes:
-            await self._run(key, partial(_check_identity, path, etag), missing=ErrorKind.NOT_FOUND)
+            await self._read(key, partial(_check_identity, path, etag))
             return 0
         sink = Sink(descriptor, offset_bytes)
         try:
             for position in range(offset_bytes, offset_bytes + size_bytes, CHUNK_BYTES):
                 size = min(CHUNK_BYTES, offset_bytes + size_bytes - position)
-                await self._run(
-                    key, partial(_copy_piece, path, etag, position, size, sink), missing=ErrorKind.NOT_FOUND
-                )
+                await self._read(key, partial(_copy_piece, path, etag, position, size, sink))
             return sink.checksum
         finally:
             # Not waited for, as above.
@@ -161,12 +159,14 @@ class FilesystemStore:
             # Not waited for, as above.
             self._executor.submit(file.close)
 
-    async def _run(
-        self, key: str, function: Callable[[], _Result], *, missing: ErrorKind = ErrorKind.STORE_FAILED
-    ) -> _Result:
+    async def _read(self, key: str, function: Callable[[], _Result]) -> _Result:
+        """As `_run`, for what ends with ENOENT when there is no such object."""
+        return await self._run(key, partial(self._objects.find, function))
+
+    async def _run(self, key: str, function: Callable[[], _Result]) -> _Result:
         """In a thread, bounded, with errors in our words. A thread that hangs in a dead mount is left behind.
 
-        `missing` is what ENOENT means: to a write, that the folder or its mount went away.
+        To a write ENOENT means that the folder or its mount went away, and STORE_FAILED.
         """
         place = f"{self._objects.root}/{key}"
         try:
@@ -176,8 +176,6 @@ class FilesystemStore:
             raise StoreError(ErrorKind.TIMED_OUT, f"{place}: the filesystem did not answer in time") from error
         except OSError as error:
             kind, hint = _ERRNOS.get(error.errno or 0, (ErrorKind.STORE_FAILED, ""))
-            if error.errno == errno.ENOENT:
-                kind = missing
             raise StoreError(kind, f"{place}: {error.strerror or error}", hint=hint) from error
 
 

@@ -11,16 +11,18 @@ import json
 import os
 import secrets
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final
+from typing import Final, TypeVar
 
 from mooring_agent.adapters.volume.durable_files import sync_folder, write_durably
 from mooring_agent.core.errors import ErrorKind, StoreError
 from mooring_agent.ports import ObjectInfo, PartInfo, UploadInfo
 from mooring_api.names import STATE_DIRECTORY
+
+_Result = TypeVar("_Result")
 
 _DATA: Final = "data"
 _DESCRIPTION: Final = "upload.json"
@@ -180,6 +182,14 @@ class ObjectDirectory:
         found = self._walk(start, f"{folder}/" if folder else "")
         return [info for info in found if info.key.startswith(prefix)]
 
+    def find(self, read: Callable[[], _Result]) -> _Result:
+        """What `read` returns; NOT_FOUND if there is no such object, BUCKET_MISSING if the root is not there either."""
+        try:
+            return read()
+        except FileNotFoundError as error:
+            self._check_root()
+            raise StoreError(ErrorKind.NOT_FOUND, f"{error.filename}: {error.strerror}") from error
+
     def delete(self, key: str) -> None:
         """Remove the object and the folders that it leaves empty: a bucket has none either."""
         path = self.path(key)
@@ -200,12 +210,24 @@ class ObjectDirectory:
                 if aside.stat().st_mtime < limit:
                     aside.unlink()
 
+    def _check_root(self) -> None:
+        """BUCKET_MISSING unless there is a folder: what lies below a mount that is away is not gone."""
+        if not self.root.is_dir():
+            raise StoreError(
+                ErrorKind.BUCKET_MISSING,
+                f"there is no folder {self.root}",
+                hint="see that it is written right and mounted; a new one is made by its first run, or by mkdir",
+            )
+
     def _walk(self, folder: Path, prefix: str) -> Iterator[ObjectInfo]:
         """In the order of keys: a folder sorts as its name with the slash that follows it."""
         try:
             with os.scandir(folder) as entries:
                 named = [(f"{entry.name}/" if entry.is_dir(follow_symlinks=False) else entry.name) for entry in entries]
-        except (FileNotFoundError, NotADirectoryError):
+        except (FileNotFoundError, NotADirectoryError) as error:
+            self._check_root()
+            if isinstance(error, NotADirectoryError):
+                raise
             return
         for name in sorted(named, key=os.fsencode):
             path = folder / name

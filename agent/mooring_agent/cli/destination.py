@@ -343,7 +343,7 @@ async def _restore(
 ) -> restoring.Restored | None:
     async with _opened(settings) as store:
         # A destination that does not answer, mistyped perhaps, must not own the volume.
-        await catalog.list_committed(store)
+        await _find(store, settings.destination, volume)
         await asyncio.to_thread(identity.claim, volume, settings.destination)
         with _progress() as advance:
             return await restoring.restore(
@@ -356,6 +356,23 @@ async def _restore(
                 size_limit_bytes=size_limit_bytes,
                 on_progress=advance,
             )
+
+
+async def _find(store: ObjectStore, destination: str, volume: Path) -> None:
+    """Make sure that the destination answers. A new folder is made here; one that was there before must be there."""
+    try:
+        await catalog.list_committed(store)
+    except StoreError as error:
+        if error.kind is not ErrorKind.BUCKET_MISSING:
+            raise
+        if await asyncio.to_thread(identity.owner_of, volume) is not None:
+            raise StoreError(
+                error.kind,
+                f"{error}, and the volume {volume} was used with it before",
+                hint="mount it again; make it yourself if it is known to hold no checkpoint",
+            ) from error
+        await store.probe()  # makes no bucket: of one that is missing it says so again
+        click.echo(f"warning: {destination} was not there and is new", err=True)
 
 
 @asynccontextmanager

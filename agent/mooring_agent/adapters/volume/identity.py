@@ -18,7 +18,7 @@ def claim(volume: Path, destination: str) -> None:
     Raises BAD_CONFIGURATION when it is another one's, and VolumeError when it cannot be read or written.
     """
     wanted = destination.rstrip("/")
-    owner = _owner(volume)
+    owner = owner_of(volume)
     if owner is None:
         _write(volume, wanted)
     elif owner != wanted:
@@ -30,7 +30,8 @@ def claim(volume: Path, destination: str) -> None:
         )
 
 
-def _owner(volume: Path) -> str | None:
+def owner_of(volume: Path) -> str | None:
+    """The destination that the volume belongs to; None if it is nobody's yet. VolumeError when it cannot be read."""
     path = volume / STATE_DIRECTORY / OWNING_DESTINATION
     try:
         return path.read_text(errors="replace").strip()
