@@ -203,6 +203,18 @@ def test_what_will_not_fit_is_not_begun_again_beside_the_newest_ones_commit() ->
     assert len(play.exit.lost) == 1
 
 
+def test_a_just_in_time_save_that_will_not_fit_takes_nothing_off_the_wire() -> None:
+    play = Play(max_concurrency=1)
+    play.announce("measured", (PART_BYTES,) * 4)
+    play.finish(seconds_each=1.0)
+    _notice(play)
+    play.announce("too-large", (PART_BYTES,) * 60, kind=Kind.JUST_IN_TIME)
+    play.announce("newest", (PART_BYTES,) * 2)
+    play.answer(WorkId(Operation.PUT_FILE, "too-large", 0, "r0-0"))
+    assert play.transfers() == ["newest"]
+    assert play.tick() == ()
+
+
 def test_the_earliest_deadline_counts_and_the_doorbell_rings_when_it_moves() -> None:
     play = Play()
     first = _notice(play, grace_seconds=100)

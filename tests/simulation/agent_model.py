@@ -75,6 +75,7 @@ if TYPE_CHECKING:
     from tests.simulation.life import Life
 
 _BYTES_PER_SECOND = 8e6
+_TIMEOUT_SECONDS = 20.0
 
 
 @dataclass(slots=True)
@@ -147,6 +148,7 @@ class AgentModel:
             self.checks.journaled(self.state, ready.durable)
         self.checks.commands(self.state, ready.commands)
         self.checks.nothing_overlooked(self.state)
+        self.checks.newest_is_sent(self.state)
         if isinstance(event, StopRequested):
             self.stop_requested = True
         for command in ready.commands:
@@ -246,9 +248,12 @@ class AgentModel:
             raise ViolationError(f"{command.work} is in flight twice")
         if isinstance(command, SendPart | PutFile | Reconcile) and command.work.save not in self._pins:
             raise ViolationError(f"{command.work} needs pins that were dropped")
+        faults = self.life.scenario.faults
         running = _Running(command, *self._fate(command))
         self._in_flight[command.work] = running
         seconds = self._duration_seconds(command)
+        if self.life.stormy and not isinstance(command, Stage) and self.life.random.random() < faults.hang:
+            running.fails, seconds = running.fails or ErrorKind.TIMED_OUT, _TIMEOUT_SECONDS
         if isinstance(command, Commit):
             self.life.after(seconds / 2, self._look, running)
         self.life.after(seconds, self._finish, running)

@@ -95,15 +95,7 @@ class AgentChecks:
 
     def _wire(self, state: State, work: WorkId) -> None:
         """While the newest has something to send, at most one older save goes before it, and none in a drain."""
-        newest = max(
-            (
-                checkpoint
-                for checkpoint in state.checkpoints.values()
-                if _can_send(checkpoint) and (checkpoint is state.newest() or worth_sending(state, checkpoint))
-            ),
-            key=lambda checkpoint: checkpoint.sequence,
-            default=None,
-        )
+        newest = _newest_to_send(state)
         sent = state.checkpoints[work.save]
         if newest is None or not newest.pending or sent.sequence >= newest.sequence or sent.ended:
             return
@@ -116,6 +108,15 @@ class AgentChecks:
         before.add(work.save)
         if len(before) > 1 or newest.info.kind in (Kind.JUST_IN_TIME, Kind.FINAL) or state.termination.noticed:
             raise ViolationError(f"{sorted(before)} had the wire while {newest.info.save} waited")
+
+    def newest_is_sent(self, state: State) -> None:
+        """Whatever hangs: while it has something ready, no place on the wire is free."""
+        newest = _newest_to_send(state)
+        if newest is None or not newest.pending or state.trouble.away or state.termination.exiting:
+            return
+        has_last_save = state.termination.noticed and any(one.info.kind is Kind.JUST_IN_TIME for one in state.sending)
+        if not has_last_save and state.transfer_count < int(state.window):
+            raise ViolationError(f"{newest.info.save} waits and a place is free: {sorted(state.in_flight)}")
 
     def nothing_overlooked(self, state: State) -> None:
         """Looking at every checkpoint again finds nothing that looking at the changed ones has not."""
@@ -156,6 +157,18 @@ class AgentChecks:
             named = any(line.startswith(f"{checkpoint.info.name} ") for line in command.lost)
             if named == (checkpoint.durable or checkpoint.phase is Phase.SHED):
                 raise ViolationError(f"{save} is {checkpoint.phase} and lost is {command.lost}")
+
+
+def _newest_to_send(state: State) -> Checkpoint | None:
+    return max(
+        (
+            checkpoint
+            for checkpoint in state.checkpoints.values()
+            if _can_send(checkpoint) and (checkpoint is state.newest() or worth_sending(state, checkpoint))
+        ),
+        key=lambda checkpoint: checkpoint.sequence,
+        default=None,
+    )
 
 
 def _can_send(checkpoint: Checkpoint) -> bool:

@@ -59,8 +59,9 @@ class PlannedAgent:
 
 @dataclass(frozen=True, slots=True)
 class Faults:
-    """Probabilities per command, and moments."""
+    """Probabilities per command, and moments. `hang`: no answer until the time-out."""
 
+    hang: float
     fail_before: float
     fail_after: float
     land_late: float
@@ -156,7 +157,7 @@ def _termination(random: Random, *, ends: bool) -> Termination:
 
 def _faults(random: Random, calm: bool, save_count: int) -> Faults:
     if calm:
-        return Faults(0.0, 0.0, 0.0, 0.5, 0.0, (), (), (), frozenset())
+        return Faults(0.0, 0.0, 0.0, 0.0, 0.5, 0.0, (), (), (), frozenset())
     level = random.choice((0.02, 0.1, 0.3))
     outages = tuple(
         (start, start + random.uniform(0.5, 15.0))
@@ -164,6 +165,7 @@ def _faults(random: Random, calm: bool, save_count: int) -> Faults:
     )
     changed = {f"s{random.randrange(save_count)}"} if random.random() < 0.1 else set()
     return Faults(
+        hang=random.choice((0.0, 0.02, 0.1)),
         fail_before=level,
         fail_after=random.choice((0.0, level)),
         land_late=random.choice((0.0, 0.3, 0.8)),

@@ -132,6 +132,10 @@ def _oldest_first(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(upload_queue, "order", lambda state: reversed(list(order(state))))
 
 
+def _wait_for_the_leader(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(upload_queue, "_has_the_wire_alone", upload_queue._has_files_to_store)
+
+
 def _forget_announcements(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(reducer, "DURABLE", tuple(cls for cls in reducer.DURABLE if cls is not Announced))
 
@@ -208,6 +212,7 @@ def _keep_failed_work_to_itself(patch: pytest.MonkeyPatch) -> None:
         (_go_on_without_asking_the_store, "settle"),
         (_plan_by_the_setting_of_today, "IndexError"),
         (_oldest_first, "had the wire"),
+        (_wait_for_the_leader, "a place is free"),
         (_forget_announcements, "another story"),
         (_forget_parts, "KeyError"),
         (_send_parts_again, "sent again"),

@@ -84,7 +84,7 @@ def withdraw(checkpoint: Checkpoint, lost: WorkId) -> None:
 
 def make_room(state: State) -> Iterator[Command]:
     """Take other transfers off the wire when a just-in-time save needs it whose deadline runs."""
-    first = next(iter(order(state)), None)
+    first = next(_worth_the_wire(state), None)
     if first is None or not _is_last_save(state, first) or not _has_files_to_store(state, first):
         return
     for work in sorted(state.in_flight - state.cancelling):
@@ -100,17 +100,21 @@ def next_transfers(state: State) -> Iterator[Command]:
     if not state.trouble.away:
         # What hangs on the wire since the store went away takes no place from what is sent now that it is back.
         limit = min(limit, int(state.window) + len(state.hanging))
-    first, newest = None, state.newest()
-    for checkpoint in order(state):
+    first: Checkpoint | None = None
+    for checkpoint in _worth_the_wire(state):
         if state.transfer_count >= limit or (first is not None and _has_the_wire_alone(state, first)):
             return
-        if checkpoint is not newest and not drain.worth_sending(state, checkpoint):
-            continue
         first = first or checkpoint
         while state.transfer_count < limit and (work := _next_of(state, checkpoint)) is not None:
             state.launch(work)
             checkpoint.move(Trigger.TRANSFER_BEGAN)
             yield _command(state, checkpoint, work)
+
+
+def _worth_the_wire(state: State) -> Iterator[Checkpoint]:
+    """In order, without the older ones that would not be stored before the end."""
+    newest = state.newest()
+    return (one for one in order(state) if one is newest or drain.worth_sending(state, one))
 
 
 def _next_of(state: State, checkpoint: Checkpoint) -> WorkId | None:
