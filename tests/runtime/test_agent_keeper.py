@@ -63,6 +63,13 @@ class Stage:
         os.kill(pid, signal.SIGKILL)
         await self.until(lambda: self.pid() is not None)
 
+    async def stop(self) -> None:
+        """SIGSTOP: it is there and does nothing any more."""
+        pid = self.pid()
+        assert pid is not None
+        os.kill(pid, signal.SIGSTOP)
+        await self.until(lambda: not is_running(pid))
+
     async def until(self, holds: Callable[[], bool]) -> None:
         async with asyncio.timeout(WAIT_SECONDS):
             while not holds():  # noqa: ASYNC110 - other processes and threads change it
@@ -178,17 +185,16 @@ async def test_an_agent_that_hangs_while_draining_is_replaced_by_one_that_drains
 ) -> None:
     async with serving(tmp_path, grace_seconds=0.5) as stage:
         first = stage.pid()
-        assert first is not None
         if not told_before:
-            os.kill(first, signal.SIGSTOP)
+            await stage.stop()
         # Nor does a notice that it does not hear stand in the way.
         stage.keeper.notice("runner SIGTERM")
         draining = asyncio.create_task(stage.keeper.drain())
         if told_before:
             await stage.until(lambda: len(stage.told) == 2)
-            os.kill(first, signal.SIGSTOP)
+            await stage.stop()
         await stage.until(lambda: stage.told.count((0.0, "program ended", True)) == 1 + told_before)
-        assert not is_running(first)
+        assert stage.pid() != first
         stage.leave(75)
         assert await asyncio.wait_for(draining, WAIT_SECONDS) == 75
 
