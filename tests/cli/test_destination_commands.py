@@ -218,6 +218,34 @@ def test_a_folder_that_is_not_there_is_not_an_empty_destination(
     assert sorted(path.name for path in tmp_path.iterdir()) == ["file"]
 
 
+@pytest.mark.parametrize("name", ["ls", "restore"])
+def test_a_command_ends_although_a_thread_hangs_in_a_dead_mount(
+    name: str, bucket: StoreSettings, tmp_path: Path
+) -> None:
+    (info,) = fill(bucket, 100)
+    marker = tmp_path / "bucket" / marker_key(info)
+    marker.unlink()
+    # Whoever opens a pipe to read waits until somebody opens it to write; the patience is cut short.
+    os.mkfifo(marker)
+    program = (
+        "from mooring_agent.__main__ import main\n"
+        "from mooring_agent.adapters import filesystem_store, retrying_store\n"
+        "opened = filesystem_store.FilesystemStore.__init__\n"
+        "def impatient(store, *arguments):\n"
+        "    opened(store, *arguments)\n"
+        "    store._timeout_seconds = 0.5\n"
+        "filesystem_store.FilesystemStore.__init__ = impatient\n"
+        "retrying_store.Patience.__init__.__kwdefaults__.update(attempts=1)\n"
+        "main()\n"
+    )
+    command = [name, bucket.destination, *(["--volume", str(tmp_path / "volume")] if name == "restore" else [])]
+    completed = subprocess.run(
+        [sys.executable, "-c", program, *command], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert completed.returncode == 1
+    assert "did not answer in time" in completed.stderr
+
+
 def test_a_first_restore_makes_the_folder_and_says_so(tmp_path: Path) -> None:
     destination = f"file://{tmp_path}/new/run"
     for is_first in (True, False):
