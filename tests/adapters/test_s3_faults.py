@@ -225,6 +225,19 @@ async def test_a_page_instead_of_a_listing_is_no_empty_listing(
     await fails(ErrorKind.STORE_FAILED, _first(patient_store))
 
 
+async def test_a_page_in_answer_to_a_write_is_no_success(
+    patient_store: ObjectStore, fault_proxy: FaultProxy, tmp_path: Path
+) -> None:
+    region = region_of(make_file(tmp_path / "file", 1000))
+    upload = await patient_store.create_upload("up")
+    page = b"<html><body>Please sign in.</body></html>"
+    fault_proxy.add(Rule(name="page", fault=Fault.STATUS, method="PUT", status=200, body=page, times=-1))
+
+    await fails(ErrorKind.STORE_FAILED, patient_store.put("a", b"x"))
+    await fails(ErrorKind.STORE_FAILED, patient_store.put_region("a", region, region_checksum(region)))
+    await fails(ErrorKind.STORE_FAILED, patient_store.put_part("up", upload, 1, region, region_checksum(region)))
+
+
 async def test_a_404_to_a_head_is_believed_only_when_the_store_itself_says_what_is_missing(
     patient_store: ObjectStore, fault_proxy: FaultProxy
 ) -> None:

@@ -78,7 +78,7 @@ class S3Store:
             answer = await self._client.put_object(
                 Bucket=self._bucket, Key=self._prefix + key, Body=body, **condition, **self._write_arguments
             )
-            return _etag(answer)
+            return _written(answer)
 
     async def put_region(self, key: str, region: Region, checksum: int) -> str:
         if not region.size_bytes:
@@ -93,7 +93,7 @@ class S3Store:
                 **self._write_arguments,
                 **self._file_arguments,
             )
-            return _etag(answer)
+            return _written(answer)
 
     async def create_upload(self, key: str) -> str:
         async with self._request("CreateMultipartUpload", key):
@@ -116,7 +116,7 @@ class S3Store:
                 Body=body,
                 **integrity,
             )
-            return _etag(answer)
+            return _written(answer)
 
     async def list_parts(self, key: str, upload_id: str) -> Sequence[PartInfo]:
         parts: list[PartInfo] = []
@@ -143,7 +143,7 @@ class S3Store:
                 answer = await self._client.complete_multipart_upload(
                     Bucket=self._bucket, Key=self._prefix + key, UploadId=upload_id, MultipartUpload={"Parts": parts}
                 )
-                return _etag(answer)
+                return _written(answer)
         except StoreError as error:
             if error.kind is ErrorKind.STORE_FAILED:
                 # Ceph answers 500 for an upload that was aborted, and would do so for ever.
@@ -380,6 +380,11 @@ def _write_arguments(settings: StoreSettings) -> dict[str, str]:
     if settings.tags:
         arguments["Tagging"] = urlencode(settings.tags)
     return arguments
+
+
+def _written(answer: Mapping[str, Any]) -> str:
+    """ETag of what a write has made. Raises KeyError: a page of somebody else has none."""
+    return str(answer["ETag"]).strip('"')
 
 
 def _etag(answer: Mapping[str, Any]) -> str:
