@@ -184,7 +184,8 @@ def test_a_fork_right_after_a_call_neither_hangs_nor_calls(tmp_path: Path, volum
     assert int(ended.stdout) < 20
 
 
-def test_a_program_that_loaded_grpc_first_is_told_what_to_set(tmp_path: Path) -> None:
+def test_a_program_that_loaded_grpc_first_is_told_what_to_set(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(names.ENV_GRPC_FORK_HANDLERS, raising=False)
     told = run("-c", "import grpc, mooring.channel", directory=tmp_path)
     assert "GRPC_ENABLE_FORK_SUPPORT=0" in told.stderr
     told = run("-c", "import grpc, mooring.channel", directory=tmp_path, GRPC_ENABLE_FORK_SUPPORT="0")

@@ -5,8 +5,6 @@ import re
 import shutil
 import subprocess
 import sys
-import tempfile
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -14,13 +12,6 @@ import pytest
 from mooring_agent.core.errors import MooringError
 from mooring_agent.demo import run_demo, story
 from mooring_agent.demo.training import Trained
-
-
-@pytest.fixture
-def short_directory() -> Iterator[Path]:
-    """pytest's own directories are too deep for a unix socket."""
-    with tempfile.TemporaryDirectory(prefix="demo-") as directory:
-        yield Path(directory)
 
 
 @pytest.mark.slow

@@ -48,13 +48,15 @@ def test_a_stopped_run_saves_at_that_very_step_and_a_new_machine_resumes_there(
     assert len(BucketView(rclone_bucket).markers()) == 2
 
 
-def test_a_run_works_in_a_directory_whose_name_has_what_is_special_in_a_url(tmp_path: Path) -> None:
-    volume = tmp_path / "exp #3?x%41 ünï"
-    with RunProcess(volume, f"file://{tmp_path}/store", trainer={"STEPS": 20, "EVERY": 10}) as run:
+def test_a_run_works_in_a_directory_whose_name_has_what_is_special_in_a_url(
+    short_directory: Path,
+) -> None:
+    volume = short_directory / "exp #3?x%41 ünï"
+    with RunProcess(volume, f"file://{short_directory}/store", trainer={"STEPS": 20, "EVERY": 10}) as run:
         assert run.wait() == 0, run.output()
     assert not run.log("run.agent_died")
     assert "mooring: " not in run.output(), "the trainer reached its agent"
-    assert len(list((tmp_path / "store" / ".mooring" / "commits").iterdir())) == 2
+    assert len(list((short_directory / "store" / ".mooring" / "commits").iterdir())) == 2
 
 
 def test_training_never_notices_that_its_agent_was_killed_and_came_back(rclone_bucket: Bucket, tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import sys
 
 import click
 from rich.console import Console
@@ -13,6 +14,7 @@ from mooring_agent.cli.store_options import store_options
 from mooring_agent.core.settings import StoreSettings
 
 _MARKS = {"ok": "[green]ok  [/]", "warn": "[yellow]warn[/]", "fail": "[red]FAIL[/]"}
+_WIDE = 10_000
 
 
 @click.command()
@@ -31,7 +33,8 @@ def doctor(store_settings: StoreSettings, as_json: bool) -> None:
 async def _examine(store_settings: StoreSettings, as_json: bool) -> bool:
     from mooring_agent.doctor import examine
 
-    console = Console(highlight=False)
+    # In a file or a pipe a path stays in one piece.
+    console = Console(highlight=False, width=None if sys.stdout.isatty() else _WIDE)
     findings = []
     async for finding in examine(store_settings):
         findings.append(finding)
