@@ -151,6 +151,19 @@ def test_the_newest_and_the_one_on_the_wire_are_never_given_up() -> None:
     }
 
 
+def test_what_is_sent_to_its_last_byte_and_not_yet_sealed_is_never_given_up() -> None:
+    play = Play(max_concurrency=2)
+    play.announce("old", (PART_BYTES,))
+    play.announce("new", (PART_BYTES,) * 8)
+    play.answer(WorkId(Operation.PUT_FILE, "old", 0, "r0-0"))
+    assert WorkId(Operation.WRITE_MANIFEST, "old", 0) in play.in_flight
+    assert play.state.leader == "new"
+    _read(play, free_bytes=0)
+    assert play.phase("old") is Phase.UPLOADING
+    play.finish("old")
+    assert play.phase("old") is Phase.RELEASED
+
+
 def test_what_is_only_announced_supersedes_nothing() -> None:
     play = Play(max_concurrency=1)
     _three_waiting(play)
