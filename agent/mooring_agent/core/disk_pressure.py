@@ -75,7 +75,7 @@ def admit(state: State, kind: Kind, size_bytes: int) -> Admission:
 
 
 def to_shed(state: State) -> list[Checkpoint]:
-    """Superseded checkpoints to give up now, the oldest first; never the newest nor the one on the wire.
+    """Superseded checkpoints to give up now, the oldest first; never the newest, the one on the wire, or one all sent.
 
     Room that is coming, or came since the last reading, counts: else one shortage would be paid for with everything.
     """
