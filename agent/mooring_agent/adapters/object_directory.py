@@ -30,7 +30,7 @@ _PART: Final = "part-{number:05d}"
 _PARTS: Final = "part-[0-9]*[0-9]"
 _ASIDE: Final = "put-"
 _LEFTOVER_AGE_SECONDS: Final = 24 * 3600.0
-_DIRECTORY_RACES: Final = 8
+_DIRECTORY_RACES: Final = 64
 """How often a folder may vanish under us because a delete found it empty just then."""
 
 
@@ -86,7 +86,13 @@ class ObjectDirectory:
             os.fsync(descriptor)
             etag = _identity(os.fstat(descriptor))
         for _ in range(_DIRECTORY_RACES):
-            target.parent.mkdir(parents=True, exist_ok=True)
+            try:
+                target.parent.mkdir(parents=True, exist_ok=True)
+            except (FileExistsError, FileNotFoundError):
+                # mkdir, too, may find a folder there and then, asking whether it is one, nothing.
+                if target.parent.is_file():
+                    raise
+                continue
             try:
                 if if_absent:
                     os.link(aside, target)
