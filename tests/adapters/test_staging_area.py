@@ -530,6 +530,23 @@ def test_a_rank_with_other_bytes_under_the_same_path_is_refused_and_leaves_nothi
     ]
 
 
+def test_a_rank_is_staged_although_another_ones_failed_stage_removes_the_folder_of_the_save(
+    volume: Path, area: LocalStagingArea, checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save_folder = volume / ".mooring" / "staged" / "save-1"
+    mkdir = os.mkdir
+    removals = iter(range(1))
+
+    def mkdir_beside_another_rank(path: Path, *arguments: int) -> None:
+        mkdir(path, *arguments)
+        if path == save_folder and next(removals, None) is not None:
+            save_folder.rmdir()
+
+    monkeypatch.setattr(os, "mkdir", mkdir_beside_another_rank)
+    assert len(area.stage(_request(checkpoint))) == 3
+    assert next(removals, None) is None
+
+
 def test_ranks_may_bring_the_same_bytes_under_the_same_path(volume: Path, area: LocalStagingArea) -> None:
     for rank in (0, 1):
         folder = volume / "checkpoints" / f"rank-{rank}"
