@@ -20,7 +20,10 @@ import grpc
 from mooring_api.socket_address import socket_address
 from mooring_api.v1 import agent_pb2, agent_pb2_grpc
 
-_START_SECONDS = 20.0
+# They bound a hang and judge no speed: on a busy machine a start takes many seconds, and a call that is journaled some.
+_START_SECONDS = 60.0
+_CALL_SECONDS = 30.0
+_END_SECONDS = 60.0
 _POLL_SECONDS = 0.01
 
 
@@ -100,7 +103,7 @@ class AgentProcess:
     def kill(self) -> None:
         """SIGKILL, and wait for the end."""
         self.process.kill()
-        self.process.wait(10)
+        self.process.wait(_END_SECONDS)
 
     def terminate(self) -> None:
         self.process.send_signal(signal.SIGTERM)
@@ -116,17 +119,17 @@ class AgentProcess:
 
     def status(self) -> agent_pb2.Status:
         with self.stub() as stub:
-            status: agent_pb2.Status = stub.GetStatus(agent_pb2.GetStatusRequest(), timeout=5.0)
+            status: agent_pb2.Status = stub.GetStatus(agent_pb2.GetStatusRequest(), timeout=_CALL_SECONDS)
         return status
 
     def announce(self, path: Path | str, step: int, **fields: Any) -> agent_pb2.AnnounceCheckpointResponse:
         """Raises grpc.RpcError when refused."""
         request = agent_pb2.AnnounceCheckpointRequest(path=str(path), step=step, **fields)
         with self.stub() as stub:
-            response: agent_pb2.AnnounceCheckpointResponse = stub.AnnounceCheckpoint(request, timeout=30.0)
+            response: agent_pb2.AnnounceCheckpointResponse = stub.AnnounceCheckpoint(request, timeout=_CALL_SECONDS)
         return response
 
-    def wait_committed(self, save: str, timeout_seconds: float = 30.0) -> agent_pb2.Checkpoint:
+    def wait_committed(self, save: str, timeout_seconds: float = 60.0) -> agent_pb2.Checkpoint:
         with self.stub() as stub:
             request = agent_pb2.WaitCommittedRequest(save=save)
             response: agent_pb2.WaitCommittedResponse = stub.WaitCommitted(request, timeout=timeout_seconds)
@@ -135,21 +138,26 @@ class AgentProcess:
     def notify_termination(self, *, grace_seconds: float = 0.0, source: str = "test") -> None:
         request = agent_pb2.NotifyTerminationRequest(grace_seconds=grace_seconds, source=source)
         with self.stub() as stub:
-            stub.NotifyTermination(request, timeout=5.0)
+            stub.NotifyTermination(request, timeout=_CALL_SECONDS)
 
     def log_text(self) -> str:
         return self._log_path.read_text(errors="replace") if self._log_path.exists() else ""
 
     def log(self, event: str) -> list[dict[str, Any]]:
         """The log lines of one event, in order."""
-        lines = [json.loads(line) for line in self.log_text().splitlines() if line.startswith("{")]
-        return [line for line in lines if line["event"] == event]
+        return [line for line in json_lines(self.log_text()) if line["event"] == event]
 
     def memory_bytes(self, field: str) -> int:
         """`VmRSS`, `RssAnon`, `VmHWM` … of /proc/<pid>/status."""
         text = Path(f"/proc/{self.process.pid}/status").read_text()
         line = next(line for line in text.splitlines() if line.startswith(f"{field}:"))
         return int(line.split()[1]) * 1024
+
+
+def json_lines(text: str) -> list[dict[str, Any]]:
+    """The log lines in a file that may still be written: a reader can see a write half done, so only whole lines."""
+    lines = text.splitlines(keepends=True)
+    return [json.loads(line) for line in lines if line.startswith("{") and line.endswith("\n")]
 
 
 def _flag(name: str, value: object) -> str:

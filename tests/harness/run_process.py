@@ -1,6 +1,5 @@
 """`mooring run` with the trainer of `tests/integration` as a process, for tests: signal it, kill its agent, read it."""
 
-import json
 import os
 import signal
 import subprocess
@@ -9,11 +8,12 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Self
 
-from tests.harness.agent_process import wait_until
+from tests.harness.agent_process import json_lines, wait_until
 
 TRAINER = Path(__file__).parents[1] / "integration" / "trainer.py"
-_START_SECONDS = 30.0
-_END_SECONDS = 30.0
+# They bound a hang and judge no speed: four processes start one after the other before the first step.
+_START_SECONDS = 90.0
+_END_SECONDS = 90.0
 
 
 class RunProcess:
@@ -121,5 +121,4 @@ class RunProcess:
 
     def log(self, event: str) -> list[dict[str, Any]]:
         """The log lines of one event, of runner and agent, in order."""
-        lines = [json.loads(line) for line in self.output().splitlines() if line.startswith("{")]
-        return [line for line in lines if line["event"] == event]
+        return [line for line in json_lines(self.output()) if line["event"] == event]

@@ -39,7 +39,7 @@ def test_the_trainer_may_delete_its_copy_as_soon_as_the_announcement_returns(tmp
         path.rmdir()
         agent.wait_committed(answer.save)
         assert (folder / "checkpoint-1" / answer.save / "model.bin").read_bytes() == content
-        wait_until(lambda: not any((agent.volume / ".mooring/staged").iterdir()), 5.0, "the pins are dropped")
+        wait_until(lambda: not any((agent.volume / ".mooring/staged").iterdir()), 30.0, "the pins are dropped")
 
 
 def test_ranks_that_share_a_directory_are_staged_when_the_last_has_announced(tmp_path: Path) -> None:
@@ -64,7 +64,7 @@ def test_a_checkpoint_is_committed_only_when_every_agent_has_sealed_its_ranks(tm
         fields = {"save": "attempt-1", "world_size": 2}
         first.announce(write_checkpoint(first.checkpoints / "checkpoint-3", {"rank0.pt": 1000}), 3, rank=0, **fields)
         wait_until(
-            lambda: first.status().checkpoints[0].phase == agent_pb2.PHASE_SEALED, 10.0, "rank 0 is sealed alone"
+            lambda: first.status().checkpoints[0].phase == agent_pb2.PHASE_SEALED, 30.0, "rank 0 is sealed alone"
         )
         assert not (folder / ".mooring/commits").exists()
         second.announce(write_checkpoint(second.checkpoints / "checkpoint-3", {"rank1.pt": 2000}), 3, rank=1, **fields)
@@ -125,11 +125,11 @@ def test_an_agent_without_rank_0_commits_when_the_one_that_has_it_is_gone(tmp_pa
     with AgentProcess(tmp_path / "pod0", destination) as first:
         first.announce(write_checkpoint(first.checkpoints / "checkpoint-3", {"rank0.pt": 1000}), 3, rank=0, **fields)
         manifest = folder / "checkpoint-3/attempt-1/.mooring/rank-00000.json"
-        wait_until(manifest.exists, 10.0, "rank 0 is sealed")
+        wait_until(manifest.exists, 30.0, "rank 0 is sealed")
         first.kill()
     with AgentProcess(tmp_path / "pod1", destination) as second:
         second.announce(write_checkpoint(second.checkpoints / "checkpoint-3", {"rank1.pt": 2000}), 3, rank=1, **fields)
-        assert second.wait_committed("attempt-1", 20.0).step == 3
+        assert second.wait_committed("attempt-1").step == 3
 
 
 def test_an_attached_client_counts_as_alive_and_hears_the_doorbell(tmp_path: Path) -> None:
@@ -147,23 +147,23 @@ def test_an_attached_client_counts_as_alive_and_hears_the_doorbell(tmp_path: Pat
         listener = threading.Thread(target=listen)
         listener.start()
         try:
-            wait_until(lambda: agent.status().live_ranks == 1, 5.0, "the attached rank counts")
-            assert stub.RequestSave(agent_pb2.RequestSaveRequest(reason="test"), timeout=5).ranks == 1
+            wait_until(lambda: agent.status().live_ranks == 1, 30.0, "the attached rank counts")
+            assert stub.RequestSave(agent_pb2.RequestSaveRequest(reason="test"), timeout=30).ranks == 1
             agent.notify_termination(grace_seconds=60)
-            wait_until(lambda: len(rings) == 2, 5.0, "both rings arrive")
+            wait_until(lambda: len(rings) == 2, 30.0, "both rings arrive")
         finally:
             stream.cancel()
-            listener.join(5)
+            listener.join(30)
         assert [ring.terminating for ring in rings] == [False, True]
         assert rings[0].deadline == 0
         assert rings[1].deadline == agent.status().deadline
-        wait_until(lambda: agent.status().live_ranks == 0, 5.0, "a closed stream is a dead rank")
+        wait_until(lambda: agent.status().live_ranks == 0, 30.0, "a closed stream is a dead rank")
 
 
 def test_watching_the_status_shows_the_change_and_not_the_silence(tmp_path: Path) -> None:
     _, destination = _destination(tmp_path)
     with AgentProcess(tmp_path / "volume", destination) as agent, agent.stub() as stub:
-        updates = stub.WatchStatus(agent_pb2.WatchStatusRequest(interval_ms=10), timeout=20)
+        updates = stub.WatchStatus(agent_pb2.WatchStatusRequest(interval_ms=10), timeout=60)
         assert not next(updates).checkpoints
         answer = agent.announce(write_checkpoint(agent.checkpoints / "checkpoint-1", {"a": 10}), 1)
         seen = next(update for update in updates if update.HasField("newest_committed"))
@@ -179,7 +179,7 @@ def test_status_counts_what_is_staged_and_what_is_durable(tmp_path: Path) -> Non
         assert status.backlog_bytes == 1_000_000
         assert status.recovery_point_age_seconds == -1
         assert status.drain_seconds == -1
-        wait_until(lambda: bool(agent.status().storage_error), 10.0, "the store's error is shown")
+        wait_until(lambda: bool(agent.status().storage_error), 30.0, "the store's error is shown")
         listed = agent.status().checkpoints
         assert [(one.step, one.durable_bytes, one.size_bytes) for one in listed] == [(2, 0, 1_000_000)]
 
@@ -187,14 +187,14 @@ def test_status_counts_what_is_staged_and_what_is_durable(tmp_path: Path) -> Non
 def test_a_save_is_begun_with_an_id_that_the_announcement_uses(tmp_path: Path) -> None:
     _, destination = _destination(tmp_path)
     with AgentProcess(tmp_path / "volume", destination) as agent, agent.stub() as stub:
-        begun = stub.BeginSave(agent_pb2.BeginSaveRequest(step=4, attempt="job1"), timeout=5)
+        begun = stub.BeginSave(agent_pb2.BeginSaveRequest(step=4, attempt="job1"), timeout=30)
         assert begun.admitted
         assert begun.save.startswith("job1-")
         path = write_checkpoint(agent.checkpoints / "checkpoint-4", {"a": 10})
         assert agent.announce(path, 4, save=begun.save).save == begun.save
-        taken_back = stub.BeginSave(agent_pb2.BeginSaveRequest(step=5, attempt="job1"), timeout=5)
+        taken_back = stub.BeginSave(agent_pb2.BeginSaveRequest(step=5, attempt="job1"), timeout=30)
         assert taken_back.save != begun.save
-        stub.AbortSave(agent_pb2.AbortSaveRequest(save=taken_back.save), timeout=5)
+        stub.AbortSave(agent_pb2.AbortSaveRequest(save=taken_back.save), timeout=30)
 
 
 def test_registering_tells_a_trainer_what_is_going_on(tmp_path: Path) -> None:
@@ -203,9 +203,9 @@ def test_registering_tells_a_trainer_what_is_going_on(tmp_path: Path) -> None:
         answer = agent.announce(write_checkpoint(agent.checkpoints / "checkpoint-9", {"a": 10}), 9)
         agent.wait_committed(answer.save)
         agent.notify_termination(grace_seconds=60)
-        told = stub.Register(agent_pb2.RegisterRequest(local_rank=0, rank=0, world_size=1), timeout=5)
+        told = stub.Register(agent_pb2.RegisterRequest(local_rank=0, rank=0, world_size=1), timeout=30)
         assert told.volume == str(agent.volume)
         assert told.newest_committed.step == 9
         assert told.terminating
         with pytest.raises(grpc.RpcError, match="rank 3 does not exist"):
-            stub.Register(agent_pb2.RegisterRequest(rank=3, world_size=2), timeout=5)
+            stub.Register(agent_pb2.RegisterRequest(rank=3, world_size=2), timeout=30)

@@ -182,6 +182,7 @@ def test_an_upload_that_a_kill_cut_short_goes_on_in_its_parts_after_a_change_of_
         wait_until(lambda: before.status().checkpoints[0].durable_bytes >= 2 * PART_BYTES, 30, "some parts are stored")
         before.kill()
     fault_proxy.throttle(0)
+    wait_until(lambda: not fault_proxy.open_connections, LIFE_SECONDS, "the dead agent's requests are over")
     with agent(part_size_bytes):
         wait_until(lambda: len(view.markers()) == 1, 60, "it is committed")
 

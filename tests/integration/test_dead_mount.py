@@ -21,7 +21,7 @@ def test_an_agent_whose_destination_hangs_names_what_is_not_durable_and_leaves_i
     )
     with agent:
         agent.announce(write_checkpoint(agent.checkpoints / "checkpoint-7", {"model": 60 * MIB}), 7)
-        wait_until(lambda: any(store.glob(".mooring/uploads/*/data")), 20, "the upload has begun")
+        wait_until(lambda: any(store.glob(".mooring/uploads/*/data")), 30, "the upload has begun")
         (data,) = store.glob(".mooring/uploads/*/data")
         # Whoever opens a pipe to write waits until somebody opens it to read: as in a mount that is dead.
         os.mkfifo(tmp_path / "dead")

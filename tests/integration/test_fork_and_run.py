@@ -2,8 +2,9 @@
 
 import shutil
 import signal
+import statistics
 import sys
-import time
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import pytest
 from tests.harness.agent_process import wait_until
 from tests.harness.bucket_view import BucketView
 from tests.harness.run_process import RunProcess
+from tests.servers.fault_proxy import FaultProxy
 from tests.servers.process import free_port
 from tests.servers.server import Bucket
 
@@ -22,14 +24,19 @@ NOT_DURABLE = 75
 
 def wait_for_another_marker(view: BucketView) -> None:
     before = len(view.markers())
-    wait_until(lambda: len(view.markers()) > before, 30, "another checkpoint is committed")
+    wait_until(lambda: len(view.markers()) > before, 60, "another checkpoint is committed")
+
+
+def logged_at(run: RunProcess, event: str) -> float:
+    """When it last happened by the clock of the process that says so, unix seconds."""
+    return datetime.fromisoformat(run.log(event)[-1]["timestamp"]).timestamp()
 
 
 def test_a_stopped_run_saves_at_that_very_step_and_a_new_machine_resumes_there(
     rclone_bucket: Bucket, tmp_path: Path
 ) -> None:
     volume = tmp_path / "volume"
-    options: dict[str, Any] = {"endpoint_url": rclone_bucket.endpoint_url, "grace_seconds": 20}
+    options: dict[str, Any] = {"endpoint_url": rclone_bucket.endpoint_url, "grace_seconds": 60}
     with RunProcess(volume, rclone_bucket.destination, **options) as run:
         run.wait_steps(5)
         run.signal(signal.SIGTERM)
@@ -75,7 +82,9 @@ def test_training_never_notices_that_its_agent_was_killed_and_came_back(rclone_b
         steps = run.steps()
     assert [step for step, _ in steps] == list(range(1, len(steps) + 1))
     # An agent that is away costs a refused connection; only one killed in the middle of a call may cost its limit.
-    assert max(seconds for _, seconds in steps) < ANNOUNCE_SECONDS + 3 * CALL_SECONDS
+    # What a save costs by itself is the disk's.
+    saving_seconds = statistics.median(seconds for step, seconds in steps if not step % 10)
+    assert max(seconds for _, seconds in steps) < ANNOUNCE_SECONDS + 3 * CALL_SECONDS + 3 * saving_seconds
     assert len(run.log("run.agent_died")) == 2
     rows = view.verify()
     assert [row["problems"] for row in rows] == [[]] * len(rows)
@@ -105,20 +114,26 @@ def test_a_run_that_succeeds_but_cannot_store_its_result_says_so_when_it_is_told
         wait_until(lambda: bool(run.log("work.failed")), 30, "the drain meets the absent store")
         # With time left the drain goes on: the store may come back.
         assert run.process.poll() is None
-        told_at = time.monotonic()
         run.signal(signal.SIGTERM)
         assert run.wait() == NOT_DURABLE, run.output()
-        assert time.monotonic() - told_at < grace_seconds + 2.0
+    # The notice's own deadline, and no second grace after it.
+    assert logged_at(run, "agent.exiting") - logged_at(run, "termination.noticed") < 2 * grace_seconds
     assert "not durable: checkpoint-3 (step 3, final)" in run.output()
 
 
-def test_a_second_sigterm_changes_nothing_but_the_first_is_honoured(rclone_bucket: Bucket, tmp_path: Path) -> None:
-    options: dict[str, Any] = {"endpoint_url": rclone_bucket.endpoint_url, "grace_seconds": 20}
+def test_a_second_sigterm_changes_nothing_but_the_first_is_honoured(
+    rclone_bucket: Bucket, fault_proxy: FaultProxy, tmp_path: Path
+) -> None:
+    options: dict[str, Any] = {"endpoint_url": fault_proxy.endpoint_url, "grace_seconds": 60}
     with RunProcess(tmp_path / "volume", rclone_bucket.destination, **options) as run:
         run.wait_steps(3)
+        # The drain cannot end before the second is taken, however late we send it.
+        fault_proxy.outage(True)
         run.signal(signal.SIGTERM)
-        wait_until(lambda: bool(run.log("run.signal")), 10, "the first SIGTERM is taken")
+        wait_until(lambda: len(run.log("run.signal")) == 1, 30, "the first SIGTERM is taken")
         run.signal(signal.SIGTERM)
+        wait_until(lambda: len(run.log("run.signal")) == 2, 30, "the second SIGTERM is taken")
+        fault_proxy.outage(False)
         assert run.wait() == JUST_IN_TIME, run.output()
         last_step = run.steps()[-1][0]
     (marker,) = BucketView(rclone_bucket).markers()
