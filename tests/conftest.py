@@ -1,11 +1,17 @@
 """Fixtures that tests of several areas share."""
 
+import os
 import signal
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+
+from mooring_api import names
+
+# Before anything loads gRPC: beside its fork handlers a fork right after a call may hang, in this process too.
+os.environ.setdefault(names.ENV_GRPC_FORK_HANDLERS, "0")
 
 pytest_plugins = ["tests.servers.fixtures"]
 

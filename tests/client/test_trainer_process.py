@@ -141,6 +141,13 @@ if __name__ == "__main__":
 """
 
 
+@pytest.fixture
+def _no_fork_handlers_set(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a user's shell has it: the trainer must see to it itself."""
+    monkeypatch.delenv(names.ENV_GRPC_FORK_HANDLERS)
+
+
+@pytest.mark.usefixtures("_no_fork_handlers_set")
 def test_data_loaders_with_forked_workers_live_beside_the_calls(
     tmp_path: Path, volume: Path, agent: AgentServer
 ) -> None:
@@ -173,6 +180,7 @@ print(len(os.listdir("/proc/self/fd")))
 """
 
 
+@pytest.mark.usefixtures("_no_fork_handlers_set")
 def test_a_fork_right_after_a_call_neither_hangs_nor_calls(tmp_path: Path, volume: Path, agent: AgentServer) -> None:
     socket = volume / names.STATE_DIRECTORY / names.SOCKET
     # Python 3.12 and newer warn of every fork beside threads, and gRPC keeps some.
@@ -184,8 +192,8 @@ def test_a_fork_right_after_a_call_neither_hangs_nor_calls(tmp_path: Path, volum
     assert int(ended.stdout) < 20
 
 
-def test_a_program_that_loaded_grpc_first_is_told_what_to_set(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv(names.ENV_GRPC_FORK_HANDLERS, raising=False)
+@pytest.mark.usefixtures("_no_fork_handlers_set")
+def test_a_program_that_loaded_grpc_first_is_told_what_to_set(tmp_path: Path) -> None:
     told = run("-c", "import grpc, mooring.channel", directory=tmp_path)
     assert "GRPC_ENABLE_FORK_SUPPORT=0" in told.stderr
     told = run("-c", "import grpc, mooring.channel", directory=tmp_path, GRPC_ENABLE_FORK_SUPPORT="0")
