@@ -1,6 +1,5 @@
 """The newest checkpoint is the first to be safe, whatever is already on its way."""
 
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -12,7 +11,7 @@ from tests.servers.server import Bucket
 
 from mooring_api.v1 import agent_pb2
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
 MIB = 1024 * 1024
 BYTES_PER_SECOND = 8 * MIB
@@ -20,13 +19,11 @@ PART_BYTES = 5 * MIB
 CONCURRENCY = 4
 OLD_BYTES = 128 * MIB
 NEW_BYTES = 96 * MIB
-WINDOW_SECONDS = CONCURRENCY * PART_BYTES / BYTES_PER_SECOND
-NEW_SECONDS = 1.15 * NEW_BYTES / BYTES_PER_SECOND
 
 
 @pytest.fixture
 def agent(rclone_bucket: Bucket, fault_proxy: FaultProxy, tmp_path: Path) -> Iterator[AgentProcess]:
-    """Its store takes exactly so many bytes per second."""
+    """Its store takes exactly so many bytes per second, whoever they belong to: what one save gets, the other lacks."""
     fault_proxy.throttle(BYTES_PER_SECOND)
     agent = AgentProcess(
         tmp_path / "volume",
@@ -34,7 +31,7 @@ def agent(rclone_bucket: Bucket, fault_proxy: FaultProxy, tmp_path: Path) -> Ite
         endpoint_url=fault_proxy.endpoint_url,
         part_size_bytes=PART_BYTES,
         max_concurrency=CONCURRENCY,
-        grace_seconds=60,
+        grace_seconds=120,
     )
     with agent:
         yield agent
@@ -44,7 +41,7 @@ def announce_old(agent: AgentProcess) -> str:
     """An older save of which 30 % are stored."""
     path = write_checkpoint(agent.checkpoints / "checkpoint-1", {"model.bin": OLD_BYTES}, seed=1)
     save = agent.announce(path, 1).save
-    wait_until(lambda: durable_bytes(agent, save) >= 0.3 * OLD_BYTES, 30, "30 % of the older one are stored")
+    wait_until(lambda: durable_bytes(agent, save) >= 0.3 * OLD_BYTES, 60, "30 % of the older one are stored")
     return save
 
 
@@ -57,12 +54,12 @@ def parts_sent(proxy: FaultProxy, save: str) -> list[Request]:
     return [one for one in proxy.log if one.method == "PUT" and f"/{save}/model.bin" in one.path]
 
 
-def begun_meanwhile(proxy: FaultProxy, new: str, old: str) -> list[Request]:
-    """Requests for the older one that came between the first part of the newer one and its completion."""
+def begun_meanwhile(proxy: FaultProxy, new: str, old: str, *, since: int | None = None) -> list[Request]:
+    """Requests for the older one that came between the first part of the newer one, or `since`, and its completion."""
     of_the_new = [one for one in proxy.log if f"/{new}/model.bin" in one.path and one.method in ("PUT", "POST")]
-    begin, end = proxy.log.index(of_the_new[0]), proxy.log.index(of_the_new[-1])
+    begin = proxy.log.index(parts_sent(proxy, new)[0]) if since is None else since
     assert of_the_new[-1].method == "POST"
-    return [one for one in proxy.log[begin:end] if f"/{old}/" in one.path]
+    return [one for one in proxy.log[begin : proxy.log.index(of_the_new[-1])] if f"/{old}/" in one.path]
 
 
 def test_a_newer_checkpoint_is_committed_first_and_in_its_own_time(
@@ -70,16 +67,16 @@ def test_a_newer_checkpoint_is_committed_first_and_in_its_own_time(
 ) -> None:
     new_path = write_checkpoint(agent.checkpoints / "checkpoint-2", {"model.bin": NEW_BYTES}, seed=2)
     old = announce_old(agent)
-    announced_at = time.monotonic()
     new = agent.announce(new_path, 2).save
-    agent.wait_committed(new, 60)
-    seconds = time.monotonic() - announced_at
+    announced = len(fault_proxy.log)
+    agent.wait_committed(new)
     view = BucketView(rclone_bucket)
     assert [Path(marker).name.split(".")[1] for marker in view.markers()] == [new]
-    assert seconds <= NEW_SECONDS + WINDOW_SECONDS
+    # All that shares the wire with it is what had its place there already; side by side, it would be all the rest.
+    assert len(begun_meanwhile(fault_proxy, new, old, since=announced)) <= CONCURRENCY
     assert not begun_meanwhile(fault_proxy, new, old)
     fault_proxy.throttle(0)
-    agent.wait_committed(old, 60)
+    agent.wait_committed(old)
     assert [row["problems"] for row in view.verify()] == [[], []]
     assert tree(view.restore(tmp_path / "other")) == tree(new_path)
 
@@ -89,18 +86,20 @@ def test_a_just_in_time_checkpoint_takes_the_older_ones_parts_off_the_wire(
 ) -> None:
     new_path = write_checkpoint(agent.checkpoints / "checkpoint-2", {"model.bin": NEW_BYTES}, seed=2)
     old = announce_old(agent)
+    # So slow that no part gets to its end by itself meanwhile.
+    fault_proxy.throttle(MIB)
     agent.notify_termination()
-    announced_at = time.monotonic()
     new = agent.announce(new_path, 2, kind=agent_pb2.KIND_JUST_IN_TIME).save
-    wait_until(lambda: bool(parts_sent(fault_proxy, new)), 10, "its first part is on the wire")
-    taken_off = [part for part in parts_sent(fault_proxy, old) if not part.status]
-    agent.wait_committed(new, 60)
-    seconds = time.monotonic() - announced_at
-    assert seconds <= NEW_SECONDS + WINDOW_SECONDS
+    wait_until(lambda: bool(parts_sent(fault_proxy, new)), 60, "its first part is on the wire")
+    # The last bytes of one that is nearly through may be in the proxy's buffers.
+    on_the_wire = [part for part in parts_sent(fault_proxy, old) if not part.status]
+    taken_off = [part for part in on_the_wire if part.body_bytes < PART_BYTES - MIB]
+    fault_proxy.throttle(BYTES_PER_SECOND)
+    agent.wait_committed(new)
     assert taken_off
     assert {part.status for part in taken_off} == {0}, "an older part was let through"
     assert not begun_meanwhile(fault_proxy, new, old)
     fault_proxy.throttle(0)
     # There is time left, so the older one follows: its parts are sent again.
-    agent.wait_committed(old, 60)
+    agent.wait_committed(old)
     assert [row["problems"] for row in BucketView(rclone_bucket).verify()] == [[], []]
