@@ -1,10 +1,11 @@
 """A volume belongs to one destination, from the first that claimed it on."""
 
+import os
 from pathlib import Path
 
 import pytest
 
-from mooring_agent.adapters.volume.identity import claim
+from mooring_agent.adapters.volume.identity import claim, owner_of
 from mooring_agent.core.errors import ErrorKind, MooringError, VolumeError
 
 
@@ -19,6 +20,28 @@ def test_the_first_to_claim_a_volume_keeps_it(tmp_path: Path) -> None:
     assert "s3://bucket/two" in str(caught.value)
     assert "another --volume" in caught.value.hint
     claim(volume, "s3://bucket/one")
+
+
+@pytest.mark.parametrize("other", ["s3://bucket/one", "s3://bucket/two"])
+def test_of_two_that_claim_a_volume_at_once_the_first_keeps_it(
+    other: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fsync = os.fsync
+
+    def fsync_late(descriptor: int) -> None:
+        monkeypatch.undo()
+        claim(tmp_path, other)
+        fsync(descriptor)
+
+    monkeypatch.setattr(os, "fsync", fsync_late)
+    if other == "s3://bucket/one":
+        claim(tmp_path, "s3://bucket/one")
+    else:
+        with pytest.raises(MooringError, match=other) as caught:
+            claim(tmp_path, "s3://bucket/one")
+        assert caught.value.kind is ErrorKind.BAD_CONFIGURATION
+    assert owner_of(tmp_path) == other
+    assert [path.name for path in (tmp_path / ".mooring").iterdir()] == ["destination"]
 
 
 def test_a_slash_at_the_end_makes_no_other_destination(tmp_path: Path) -> None:

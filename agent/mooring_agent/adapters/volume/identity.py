@@ -4,9 +4,10 @@ A volume that outlives a run may meet another one, and neither may send or resum
 is written is never replaced.
 """
 
+import secrets
 from pathlib import Path
 
-from mooring_agent.adapters.volume.durable_files import write_durably
+from mooring_agent.adapters.volume.durable_files import sync_folder, write_durably
 from mooring_agent.adapters.volume.errors import folder_error
 from mooring_agent.core.errors import ErrorKind, MooringError
 from mooring_api.names import OWNING_DESTINATION, STATE_DIRECTORY
@@ -21,7 +22,9 @@ def claim(volume: Path, destination: str) -> None:
     owner = owner_of(volume)
     if owner is None:
         _write(volume, wanted)
-    elif owner != wanted:
+        # Of two that claim it at once, a restore and an agent perhaps, the first keeps it.
+        owner = owner_of(volume)
+    if owner != wanted:
         raise MooringError(
             ErrorKind.BAD_CONFIGURATION,
             f"the volume {volume} holds checkpoints of {owner}, and not of {wanted}",
@@ -45,6 +48,16 @@ def _write(volume: Path, destination: str) -> None:
     path = volume / STATE_DIRECTORY / OWNING_DESTINATION
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        write_durably(path, f"{destination}\n".encode())
+        aside = path.with_name(f"{path.name}-{secrets.token_hex(8)}")
+        write_durably(aside, f"{destination}\n".encode())
+        try:
+            path.hardlink_to(aside)
+        except FileExistsError:
+            pass  # somebody else was first
+        except OSError:
+            aside.rename(path)  # a filesystem without hard links: the last keeps it
+        finally:
+            aside.unlink(missing_ok=True)
+        sync_folder(path.parent)
     except OSError as error:
         raise folder_error(error, f"cannot write {path}") from error
