@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from tests.client.agent_server import AgentServer, serving
 
-from mooring import Checkpointer
+from mooring import Checkpointer, channel
 from mooring_api import names
 
 ENVIRONMENT = (
@@ -20,14 +20,28 @@ ENVIRONMENT = (
     names.ENV_ATTEMPT,
     "WORLD_SIZE",
 )
-WAIT_SECONDS = 30.0
+WAIT_SECONDS = 60.0
 TRAINER = Path(__file__).with_name("trainer.py")
+
+
+def set_deadlines(monkeypatch: pytest.MonkeyPatch, call_seconds: float, announce_seconds: float) -> None:
+    """Of calls to the agent."""
+    defaults = channel.Channel._call.__kwdefaults__
+    assert defaults is not None
+    monkeypatch.setitem(defaults, "deadline_seconds", call_seconds)
+    monkeypatch.setattr(channel, "ANNOUNCE_SECONDS", announce_seconds)
 
 
 @pytest.fixture(autouse=True)
 def _no_mooring_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ENVIRONMENT:
         monkeypatch.delenv(name, raising=False)
+
+
+@pytest.fixture(autouse=True)
+def _an_answer_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An agent that answers is never away, however slow the machine; who tests one that hangs sets its deadlines."""
+    set_deadlines(monkeypatch, WAIT_SECONDS, WAIT_SECONDS)
 
 
 @pytest.fixture

@@ -114,6 +114,10 @@ def test_a_second_live_process_leaves_the_firsts_unfinished_save_alone(start_tra
 FORKING = """
 import torch
 import mooring
+from mooring import channel
+
+# An agent that answers is not away, however slow the machine.
+channel.ANNOUNCE_SECONDS = channel.Channel._call.__kwdefaults__["deadline_seconds"] = 60.0
 
 class Numbers(torch.utils.data.Dataset):
     def __len__(self): return 64
@@ -164,6 +168,7 @@ import os, sys
 from pathlib import Path
 from mooring.channel import Channel
 from mooring.errors import AgentError
+Channel._call.__kwdefaults__["deadline_seconds"] = 60.0
 channel = Channel(Path(sys.argv[1]))
 for step in range(200):
     channel.begin_save(step=step, kind="periodic", attempt="a")
@@ -268,6 +273,18 @@ def test_a_full_volume_raises_in_the_users_own_write_and_nowhere_else(tmp_path: 
     assert not [path.name for path in (small_volume / "checkpoints").iterdir() if path.name.startswith(".")]
 
 
+# Runs a program that waits for a line, once it has printed that it is at step 100.
+HELD = """
+import builtins, runpy, sys
+def print_and_wait(*values, **options):
+    tell(*values, **options)
+    if values[0].startswith("step=100 "):
+        sys.stdin.readline()
+tell, builtins.print = print, print_and_wait
+runpy.run_path(sys.argv[1], run_name="__main__")
+"""
+
+
 def test_the_example_stopped_and_started_again_ends_bit_identical(tmp_path: Path) -> None:
     example = str(ROOT / "examples" / "torch_loop.py")
     whole = tmp_path / "whole"
@@ -278,13 +295,18 @@ def test_the_example_stopped_and_started_again_ends_bit_identical(tmp_path: Path
     assert expected.startswith("done step=1000 weights=")
 
     process = subprocess.Popen(
-        [sys.executable, example], cwd=stopped, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        [sys.executable, "-c", HELD, example],
+        cwd=stopped,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
     )
     assert process.stdout is not None
     assert process.stdout.readline() == "begin step=0\n"
     assert process.stdout.readline().startswith("step=100 ")
     process.send_signal(signal.SIGTERM)
-    _, errors = process.communicate(timeout=WAIT_SECONDS)
+    _, errors = process.communicate("\n", timeout=WAIT_SECONDS)
     assert process.returncode == names.JUST_IN_TIME_EXIT_CODE, errors
 
     rest = run(example, directory=stopped).stdout.splitlines()

@@ -8,6 +8,11 @@ import os
 import sys
 
 import mooring
+from mooring import channel
+
+# On a slow machine an agent that answers is not away.
+channel.ANNOUNCE_SECONDS = 60.0  # type: ignore[misc]
+channel.Channel._call.__kwdefaults__["deadline_seconds"] = 60.0  # type: ignore[index]
 
 
 def main() -> None:
