@@ -42,6 +42,8 @@ def test_used_bytes_are_what_du_says(tmp_path: Path) -> None:
 
 
 def test_files_that_vanish_during_the_walk_are_no_error(tmp_path: Path) -> None:
+    # On some filesystems a folder has no blocks of its own.
+    (tmp_path / "kept").write_bytes(b"x")
     stop = threading.Event()
 
     def churn() -> None:
@@ -90,7 +92,7 @@ def test_a_folder_that_is_not_ours_to_read_is_left_out_and_said_once() -> None:
         (volume / "lost+found" / "data").write_bytes(os.urandom(900_000))
         (volume / "lost+found").chmod(0o000)
         line = [sys.executable, "-c", _ORDINARY_USER, name]
-        found = json.loads(subprocess.run(line, check=True, capture_output=True, timeout=30).stdout)
+        found = json.loads(subprocess.run(line, check=True, capture_output=True).stdout)
         (volume / "lost+found").chmod(0o700)
     assert found["folders"] == [f"{volume}/lost+found"]
     assert all(300_000 <= used_bytes < 400_000 for used_bytes in found["used_bytes"])
@@ -215,4 +217,6 @@ def test_a_doorbell_that_cannot_be_rung_is_the_volumes_error(tmp_path: Path) -> 
 
 
 def test_the_clock_is_the_wall_clock() -> None:
-    assert abs(SystemClock().now() - time.time()) < 5
+    before = time.time()
+    now = SystemClock().now()
+    assert before - 1 < now < time.time() + 1
