@@ -29,7 +29,7 @@ while time.monotonic() < deadline:
         sys.exit(int((folder / "leave").read_text()))
     time.sleep(0.01)
 """
-WAIT_SECONDS = 20.0
+WAIT_SECONDS = 60.0
 
 
 class Stage:
@@ -48,8 +48,11 @@ class Stage:
         )
 
     def pid(self) -> int | None:
-        path = self.folder / "pid"
-        return int(path.read_text()) if path.exists() else None
+        # The keeper asks in a thread of its own, while `die` takes it away.
+        try:
+            return int((self.folder / "pid").read_text())
+        except FileNotFoundError:
+            return None
 
     def leave(self, code: int) -> None:
         (self.folder / "leave.new").write_text(str(code))
@@ -89,7 +92,8 @@ def is_running(pid: int) -> bool:
     """It exists, and nobody has stopped it."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] in "RSD"
-    except FileNotFoundError:
+    except (FileNotFoundError, ProcessLookupError):
+        # Before it was opened, or before it was read.
         return False
 
 

@@ -14,7 +14,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from tests.harness.agent_process import AgentProcess, write_checkpoint
 from tests.servers.process import free_port
 
-CALL_SECONDS = 5.0
+CALL_SECONDS = 30.0
 SERVICE = "mooring.v1.Agent"
 
 
