@@ -1,6 +1,7 @@
 """What is pinned outlives the trainer's copy, is what was announced, and never comes from outside the volume."""
 
 import errno
+import itertools
 import json
 import os
 import signal
@@ -10,7 +11,7 @@ import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
-from time import monotonic
+from time import monotonic, process_time
 
 import pytest
 from structlog.testing import capture_logs
@@ -495,16 +496,28 @@ def test_a_stage_that_is_killed_is_either_whole_or_removed_by_the_next_scan(volu
         area.release("killed")
 
 
-def test_ten_thousand_files_are_staged_in_seconds_not_minutes(volume: Path, area: LocalStagingArea) -> None:
+def test_ten_thousand_files_are_staged_in_seconds_not_minutes(
+    volume: Path, area: LocalStagingArea, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By what no busy machine or slow disk changes: our own work, and that fsyncs do not wait for each other."""
     folder = volume / "checkpoints" / "many"
     for shard in range(10):
         (folder / str(shard)).mkdir(parents=True)
         for number in range(1000):
             (folder / str(shard) / f"{number}.pt").write_bytes(b"x")
-    started = monotonic()
+    fsync, fsyncs, together = os.fsync, itertools.count(), threading.Barrier(2)
+
+    def fsync_beside_another(descriptor: int) -> None:
+        if next(fsyncs) < together.parties:
+            together.wait(60)
+        fsync(descriptor)
+
+    monkeypatch.setattr(os, "fsync", fsync_beside_another)
+    started = process_time()
     files = area.stage(_request(folder))
     assert len(files) == 10_000
-    assert monotonic() - started < 30
+    assert process_time() - started < 30
+    monkeypatch.undo()
     area.release("save-1")
 
 

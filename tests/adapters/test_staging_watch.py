@@ -19,7 +19,7 @@ from mooring_agent.adapters.volume.staging_watch import FoundCheckpoint, Staging
 from mooring_agent.core.directory_rules import Proof
 
 PACE = WatchPace(quiet_seconds=0.15, busy_interval_seconds=0.03, idle_interval_seconds=0.3)
-BOUND_SECONDS = 20.0
+BOUND_SECONDS = 60.0
 
 Open = Callable[..., StagingWatch]
 

@@ -25,7 +25,7 @@ from mooring_agent.core.errors import ErrorKind, VolumeError
 from mooring_agent.core.model import Region
 from mooring_agent.core.settings import MIB, StoreSettings
 
-WAIT_SECONDS = 20.0
+WAIT_SECONDS = 60.0
 
 
 @pytest.fixture
@@ -100,7 +100,7 @@ async def test_a_file_that_changes_on_its_way_to_a_store_is_not_stored(
     limiter = RateLimiter(1)
     async with open_store(bucket.settings(), limiter=limiter) as store:
         sending = asyncio.create_task(store.put_region("a", region, checksum))
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(WAIT_SECONDS):
             await _until_limited(limiter)
         change(path)
         limiter.set_rate(0)
