@@ -122,11 +122,13 @@ class AgentProcess:
             status: agent_pb2.Status = stub.GetStatus(agent_pb2.GetStatusRequest(), timeout=_CALL_SECONDS)
         return status
 
-    def announce(self, path: Path | str, step: int, **fields: Any) -> agent_pb2.AnnounceCheckpointResponse:
+    def announce(
+        self, path: Path | str, step: int, *, timeout_seconds: float = _CALL_SECONDS, **fields: Any
+    ) -> agent_pb2.AnnounceCheckpointResponse:
         """Raises grpc.RpcError when refused."""
         request = agent_pb2.AnnounceCheckpointRequest(path=str(path), step=step, **fields)
         with self.stub() as stub:
-            response: agent_pb2.AnnounceCheckpointResponse = stub.AnnounceCheckpoint(request, timeout=_CALL_SECONDS)
+            response: agent_pb2.AnnounceCheckpointResponse = stub.AnnounceCheckpoint(request, timeout=timeout_seconds)
         return response
 
     def wait_committed(self, save: str, timeout_seconds: float = 60.0) -> agent_pb2.Checkpoint:

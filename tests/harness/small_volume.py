@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-_COMMAND_SECONDS = 20
+_COMMAND_SECONDS = 60
 
 
 @contextmanager

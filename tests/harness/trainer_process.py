@@ -38,7 +38,7 @@ class TrainerProcess:
         """SIGKILL, and wait for the end. Idempotent."""
         assert self._process is not None
         self._process.kill()
-        self._process.wait(10)
+        self._process.wait(60)
         for pipe in (self._process.stdin, self._process.stdout):
             if pipe is not None:
                 pipe.close()

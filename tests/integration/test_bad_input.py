@@ -239,12 +239,13 @@ def test_a_file_that_changes_while_it_is_sent_fails_its_checkpoint_alone(
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(400)
+@pytest.mark.timeout(600)
 def test_ten_thousand_files_simply_work(agent: AgentProcess, rclone_bucket: Bucket, tmp_path: Path) -> None:
     sizes = {f"shard-{number % 100:02d}/{number:05d}.bin": number % 700 for number in range(10_000)}
     directory = write_checkpoint(agent.checkpoints / "checkpoint-1", sizes)
     began = time.monotonic()
-    answer = agent.announce(directory, 1)
+    # Ten thousand files are made durable first.
+    answer = agent.announce(directory, 1, timeout_seconds=240)
     staged = time.monotonic()
     assert answer.file_count == 10_000
     agent.wait_committed(answer.save, 240)

@@ -12,7 +12,7 @@ from tests.servers.server import Bucket
 
 MIB = 1024 * 1024
 SIZES = {"model.safetensors": 11 * MIB, "optimizer.pt": 2 * MIB, "config.json": 300}
-COMMAND_SECONDS = 60.0
+COMMAND_SECONDS = 90.0
 BUCKETS = ("rclone_bucket", "moto_bucket")
 
 

@@ -27,10 +27,11 @@ SIZES = {
     "config.json": 4096,
     "empty": 0,
 }
-BYTES_PER_SECOND = 32 * MIB
+# So slow that what is sent while a busy machine comes late to a kill, fifty times, leaves enough for all of them.
+BYTES_PER_SECOND = 8 * MIB
 LONGEST_BLIND_LIFE_BYTES = 8 * MIB
 LONGEST_WAIT_BYTES = 24 * MIB
-LIFE_SECONDS = 20.0
+LIFE_SECONDS = 60.0
 
 
 def is_create(request: Request) -> bool:
@@ -114,7 +115,7 @@ def sent_twice(log: list[Request]) -> list[tuple[str, ...]]:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(600)
 def test_fifty_kills_lose_nothing_leave_nothing_and_send_no_finished_part_twice(
     rclone_bucket: Bucket, fault_proxy: FaultProxy, tmp_path: Path
 ) -> None:
@@ -145,7 +146,7 @@ def test_fifty_kills_lose_nothing_leave_nothing_and_send_no_finished_part_twice(
             agent.start(wait=False)
         fault_proxy.throttle(0)
         staged = agent.volume / ".mooring" / "staged"
-        wait_until(lambda: len(view.markers()) == 3 and not any(staged.iterdir()), 60, "all is committed and released")
+        wait_until(lambda: len(view.markers()) == 3 and not any(staged.iterdir()), 120, "all is committed and released")
         assert len(deaths) == len(MOMENTS) + 2, f"some kind of moment never came: {deaths}"
 
     assert sent_twice(fault_proxy.log) == []
@@ -179,12 +180,12 @@ def test_an_upload_that_a_kill_cut_short_goes_on_in_its_parts_after_a_change_of_
         source = write_checkpoint(before.checkpoints / "checkpoint-100", {"model.bin": 40 * MIB}, seed=1)
         original = tree(source)
         before.announce(source, 100)
-        wait_until(lambda: before.status().checkpoints[0].durable_bytes >= 2 * PART_BYTES, 30, "some parts are stored")
+        wait_until(lambda: before.status().checkpoints[0].durable_bytes >= 2 * PART_BYTES, 60, "some parts are stored")
         before.kill()
     fault_proxy.throttle(0)
     wait_until(lambda: not fault_proxy.open_connections, LIFE_SECONDS, "the dead agent's requests are over")
     with agent(part_size_bytes):
-        wait_until(lambda: len(view.markers()) == 1, 60, "it is committed")
+        wait_until(lambda: len(view.markers()) == 1, 90, "it is committed")
 
     assert sent_twice(fault_proxy.log) == []
     assert view.uploads() == []

@@ -91,7 +91,7 @@ class Trainer:
 
     def __exit__(self, *_: object) -> None:
         self._process.kill()
-        self._process.wait(10)
+        self._process.wait(60)
         for reader in self._readers:
             reader.join(10)
         for pipe in (self._process.stdout, self._process.stderr):
