@@ -23,6 +23,7 @@ from mooring_api.v1 import agent_pb2, agent_pb2_grpc
 # They bound a hang and judge no speed: on a busy machine a start takes many seconds, and a call that is journaled some.
 _START_SECONDS = 60.0
 _CALL_SECONDS = 30.0
+_STAGE_SECONDS = 240.0  # ten thousand files are made durable one by one
 _END_SECONDS = 60.0
 _POLL_SECONDS = 0.01
 
@@ -122,13 +123,11 @@ class AgentProcess:
             status: agent_pb2.Status = stub.GetStatus(agent_pb2.GetStatusRequest(), timeout=_CALL_SECONDS)
         return status
 
-    def announce(
-        self, path: Path | str, step: int, *, timeout_seconds: float = _CALL_SECONDS, **fields: Any
-    ) -> agent_pb2.AnnounceCheckpointResponse:
+    def announce(self, path: Path | str, step: int, **fields: Any) -> agent_pb2.AnnounceCheckpointResponse:
         """Raises grpc.RpcError when refused."""
         request = agent_pb2.AnnounceCheckpointRequest(path=str(path), step=step, **fields)
         with self.stub() as stub:
-            response: agent_pb2.AnnounceCheckpointResponse = stub.AnnounceCheckpoint(request, timeout=timeout_seconds)
+            response: agent_pb2.AnnounceCheckpointResponse = stub.AnnounceCheckpoint(request, timeout=_STAGE_SECONDS)
         return response
 
     def wait_committed(self, save: str, timeout_seconds: float = 60.0) -> agent_pb2.Checkpoint:
