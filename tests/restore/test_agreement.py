@@ -14,9 +14,16 @@ from mooring_agent.core.resume_pin import Pin, decode_pin, encode_pin
 from mooring_agent.ports import ObjectInfo, ObjectStore
 from mooring_agent.restore import Restored, restore
 
+WAIT_SECONDS = 100.0
+
 
 async def pod(
-    store: ObjectStore, folder: Path, node_rank: int, *, attempt: str = "job-1", pin_timeout_seconds: float = 20.0
+    store: ObjectStore,
+    folder: Path,
+    node_rank: int,
+    *,
+    attempt: str = "job-1",
+    pin_timeout_seconds: float = WAIT_SECONDS,
 ) -> Restored | None:
     volume = folder / f"pod-{node_rank}"
     return await restore(
@@ -72,7 +79,7 @@ async def test_pods_that_start_together_fall_back_to_the_same_checkpoint(
 ) -> None:
     await store_checkpoint(any_store, 100)
     await DAMAGE[what](any_store, await store_checkpoint(any_store, 200))
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(WAIT_SECONDS):
         restored = await asyncio.gather(*(pod(any_store, tmp_path, rank) for rank in range(4)))
     assert [step_of(one) for one in restored] == [100] * 4
 
@@ -124,7 +131,7 @@ async def test_a_pin_that_cannot_be_written_is_an_error(store: FakeStore, tmp_pa
 
 
 async def test_without_conditional_puts_the_others_wait_for_node_0(tmp_path: Path) -> None:
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(WAIT_SECONDS):
         store = _SaysWhenWaiting()
         await store_checkpoint(store, 100)
         follower = asyncio.create_task(pod(store, tmp_path, 1))
@@ -191,7 +198,7 @@ async def test_a_pin_that_cannot_be_read_is_an_error_and_not_overruled(any_store
 
 async def test_pods_agree_on_real_stores(real_store: ObjectStore, tmp_path: Path) -> None:
     await store_checkpoint(real_store, 100)
-    async with asyncio.timeout(60):
+    async with asyncio.timeout(WAIT_SECONDS):
         restored = await asyncio.gather(*(pod(real_store, tmp_path, rank) for rank in range(2)))
     assert [step_of(one) for one in restored] == [100, 100]
     assert (await pinned(real_store)).step == 100

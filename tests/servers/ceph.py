@@ -97,7 +97,7 @@ class CephServer:
         self._run("ceph", "osd", "crush", "add", "osd.0", "1.0", "root=default", "host=one")
         self._run("ceph-osd", "-i", "0", "--mkfs", "--osd-uuid", osd)
         self._daemon("ceph-osd", "-i", "0")
-        self._daemon("radosgw", "-n", "client.rgw").wait_for_port(self.port, 60)
+        self._daemon("radosgw", "-n", "client.rgw").wait_for_port(self.port)
         keys = ("--access-key", ACCESS_KEY, "--secret-key", SECRET_KEY)
         self._run("radosgw-admin", "user", "create", "--uid", "test", "--display-name", "test", *keys)
         wait_until(lambda: all(daemon.running() for daemon in self._daemons), "Ceph runs")

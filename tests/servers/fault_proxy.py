@@ -235,7 +235,8 @@ class _Connection:
     def close(self) -> None:
         self._writer.close()
         if self._upstream:
-            self._upstream[1].close()
+            # What the server has not read of a broken request, a mere close would wait for, at the end of the loop too.
+            self._upstream[1].transport.abort()
 
     async def exchange(self) -> None:
         """One request and its answer. _BrokenError when the connection cannot go on."""

@@ -11,7 +11,8 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 _PR_SET_PDEATHSIG = 1
-_libc = ctypes.CDLL(None)
+# Looked up here: in a child that was forked while a thread loaded a library, the lookup would wait for that thread.
+_prctl = ctypes.CDLL(None).prctl
 # Below Linux's ephemeral ports: no outgoing connection takes one between our choice and the server's bind.
 _PORTS = range(20_000, 32_000)
 _claims: list[socket.socket] = []
@@ -40,7 +41,7 @@ def accepts(port: int) -> bool:
         return probe.connect_ex(("127.0.0.1", port)) == 0
 
 
-def wait_until(condition: Callable[[], bool], what: str, timeout_seconds: float = 30.0) -> None:
+def wait_until(condition: Callable[[], bool], what: str, timeout_seconds: float = 60.0) -> None:
     """Return as soon as `condition` holds; TimeoutError names `what` did not come."""
     deadline = time.monotonic() + timeout_seconds
     while not condition():
@@ -71,7 +72,7 @@ class Daemon:
     def running(self) -> bool:
         return self._process.poll() is None
 
-    def wait_for_port(self, port: int, timeout_seconds: float = 30.0) -> None:
+    def wait_for_port(self, port: int, timeout_seconds: float = 60.0) -> None:
         """RuntimeError with the log if the process ends before it listens."""
 
         def settled() -> bool:
@@ -88,8 +89,8 @@ class Daemon:
                 self._process.wait(5)
             except subprocess.TimeoutExpired:
                 self._process.kill()
-        self._process.wait(10)
+        self._process.wait(60)
 
 
 def _die_with_parent() -> None:
-    _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)

@@ -51,8 +51,8 @@ class Bucket:
             "destination": self.destination,
             "endpoint_url": self.endpoint_url,
             "ca_bundle": str(self.ca_bundle or ""),
-            "connect_timeout_seconds": 3.0,
-            "read_timeout_seconds": 10.0,
+            "connect_timeout_seconds": 10.0,
+            "read_timeout_seconds": 30.0,
         }
         return StoreSettings(**(values | changes))
 
