@@ -191,10 +191,11 @@ def test_a_step_costs_microseconds(make: Make, bell: Path) -> None:
     steps = 20_000
     fastest = float("inf")
     for _ in range(5):
-        began = time.perf_counter()
+        # Of this thread's own time: others may have the processor meanwhile.
+        began = time.thread_time()
         for step in range(steps):
             gate.at(step)
-        fastest = min(fastest, time.perf_counter() - began)
+        fastest = min(fastest, time.thread_time() - began)
     microseconds = fastest / steps * 1e6
     print(f"gate: {microseconds:.2f} µs per step")
     assert microseconds < 20
