@@ -89,7 +89,7 @@ def test_whoever_commits_last_no_key_is_shared_and_both_checkpoints_are_whole(
     for name in NAMES:
         attempts[name].announce()
     free.agent.wait_committed(free.save)
-    wait_until(lambda: held.proxy.hits("dead") > 0, 20, "the other one is held up")
+    wait_until(lambda: held.proxy.hits("dead") > 0, 60, "the other one is held up")
     view = BucketView(bucket)
     assert [marker.split(".")[-2] for marker in view.markers()] == [free.save]
     held.proxy.clear()
@@ -117,7 +117,7 @@ def test_after_a_restart_with_the_same_volume_the_late_commit_changes_nothing(
     held, free = attempts[last], attempts[first]
     held.proxy.add(Rule(name="dead", fault=Fault.BLACKHOLE, method="PUT", target="/.mooring/commits/", times=-1))
     held.announce()
-    wait_until(lambda: held.proxy.hits("dead") > 0, 20, "its marker is on the way")
+    wait_until(lambda: held.proxy.hits("dead") > 0, 60, "its marker is on the way")
     held.agent.kill()
     free.announce()
     free.agent.wait_committed(free.save)
@@ -134,9 +134,10 @@ def test_conditional_writes_are_used_where_the_store_has_them_and_not_missed_whe
     attempt = attempts["new"]
     attempt.announce()
     attempt.agent.wait_committed(attempt.save)
-    (marker,) = [
+    # More than one where the store took longer than the second that it is given.
+    markers = [
         one for one in attempt.proxy.log if one.method == "PUT" and f"/.mooring/commits/{STEP:012d}." in one.path
     ]
     has_conditions = request.node.callspec.params["bucket"] == "with conditional writes"
     assert attempt.agent.log("store.probed")[0]["conditional_put"] is has_conditions
-    assert ("if-none-match" in marker.headers) is has_conditions
+    assert {"if-none-match" in marker.headers for marker in markers} == {has_conditions}
