@@ -4,6 +4,8 @@ import asyncio
 import os
 import signal
 import sys
+import threading
+import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -13,7 +15,7 @@ from structlog.testing import capture_logs
 
 from mooring_agent.core.errors import ErrorKind, MooringError
 from mooring_agent.runtime import agent_keeper
-from mooring_agent.runtime.agent_keeper import AgentKeeper, Deaths
+from mooring_agent.runtime.agent_keeper import AgentKeeper, Deaths, Notify
 
 # Writes down its pid; ends with the code that somebody gives it, and in order when it is terminated.
 AGENT = """
@@ -35,7 +37,7 @@ WAIT_SECONDS = 60.0
 class Stage:
     """What the keeper sees of the agent, and what it tells it."""
 
-    def __init__(self, folder: Path, *, grace_seconds: float = 10.0) -> None:
+    def __init__(self, folder: Path, *, grace_seconds: float = 10.0, notify: Notify | None = None) -> None:
         self.folder = folder
         self.deaf = False
         self.told: list[tuple[float, str, bool]] = []
@@ -43,7 +45,7 @@ class Stage:
             (sys.executable, "-c", AGENT, str(folder)),
             environment=os.environ,
             grace_seconds=grace_seconds,
-            notify=self._notify,
+            notify=notify or self._notify,
             answers=self._answers,
         )
 
@@ -134,6 +136,30 @@ async def test_an_agent_that_does_not_answer_is_said_once(tmp_path: Path, monkey
         await keeper.start()
     await keeper.end()
     assert [line["event"] for line in logs] == ["run.agent_not_answering"]
+
+
+async def test_an_agent_whose_answer_is_seen_after_its_end_was_told(tmp_path: Path) -> None:
+    def leave_and_answer(grace_seconds: float, source: str, trainers_gone: bool) -> None:
+        pid = stage.pid()
+        stage.leave(0)
+        deadline = time.monotonic() + WAIT_SECONDS
+        while Path(f"/proc/{pid}").exists():
+            assert time.monotonic() < deadline, "it does not leave"
+            time.sleep(0.01)
+        # Its end is known by now, or will be as soon as the loop has a turn.
+        seen.set()
+        may_answer.wait(WAIT_SECONDS)
+
+    seen, may_answer = threading.Event(), threading.Event()
+    stage = Stage(tmp_path, notify=leave_and_answer)
+    with capture_logs() as logs:
+        await stage.keeper.start()
+        draining = asyncio.create_task(stage.keeper.drain())
+        await stage.until(seen.is_set)
+        await stage.until(lambda: stage.keeper._process is None or stage.keeper._process.returncode is not None)
+        may_answer.set()
+        assert await draining == 0
+    assert logs == []
 
 
 async def test_a_drain_ends_with_the_orderly_end_of_an_agent_that_was_told(tmp_path: Path) -> None:

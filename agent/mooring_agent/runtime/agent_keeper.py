@@ -89,6 +89,7 @@ class AgentKeeper:
         self._ending = False
         self._untold: deque[_Message] = deque()
         self._news = asyncio.Event()
+        self._telling = asyncio.Lock()
 
     async def start(self) -> None:
         """Returns when the agent answers, or after `end`. Raises MooringError when it does not start."""
@@ -179,7 +180,10 @@ class AgentKeeper:
             self._terminate()
         talking = asyncio.create_task(self._talk(process), name="talk to agent")
         try:
-            return exit_code(await process.wait())
+            code = exit_code(await process.wait())
+            async with self._telling:
+                # What it was told just now, it may have left for: its answer counts, also when we see it after its end.
+                return code
         finally:
             self._process = None
             talking.cancel()
@@ -208,8 +212,6 @@ class AgentKeeper:
             message = self._untold[0] if self._untold else None
             if await (self._tell(message) if message else asyncio.to_thread(self._answers)):
                 failures, silent_since = 0, None
-                if message:
-                    self._told(message)
                 continue
             now = loop.time()
             silent_since = silent_since or now
@@ -240,11 +242,13 @@ class AgentKeeper:
         left_seconds = message.deadline - asyncio.get_running_loop().time()
         # 0 would mean: as configured.
         grace_seconds = 0.0 if message.trainers_gone else max(left_seconds, _LEAST_GRACE_SECONDS)
-        try:
-            await asyncio.to_thread(self._notify, grace_seconds, message.source, message.trainers_gone)
-        except MooringError as error:
-            log.warning("run.agent_unreachable", error=str(error))
-            return False
+        async with self._telling:
+            try:
+                await asyncio.to_thread(self._notify, grace_seconds, message.source, message.trainers_gone)
+            except MooringError as error:
+                log.warning("run.agent_unreachable", error=str(error))
+                return False
+            self._told(message)
         return True
 
     def _say_program_ended(self) -> None:
