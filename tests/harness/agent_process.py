@@ -52,7 +52,9 @@ class AgentProcess:
         self.destination = destination
         self.checkpoints = volume / "checkpoints"
         self.socket = volume / ".mooring" / "agent.sock"
-        self._environment = {**os.environ, **(environment or {})}
+        # How full the disk under the tests is decides nothing, unless a test sets it.
+        roomy = {"MOORING_EVICTION_THRESHOLD_PERCENT": "0"}
+        self._environment = {**os.environ, **roomy, **(environment or {})}
         self._arguments = [_flag(name.replace("_", "-"), value) for name, value in settings.items()]
         self._fresh = fresh
         self._log_path = volume.parent / f"{volume.name}.agent.log"
