@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, TypeVar
 
+from mooring_agent.adapters.folders import make_folder
 from mooring_agent.adapters.volume.durable_files import sync_folder, write_durably
 from mooring_agent.core.errors import ErrorKind, StoreError
 from mooring_agent.ports import ObjectInfo, PartInfo, UploadInfo
@@ -86,13 +87,7 @@ class ObjectDirectory:
             os.fsync(descriptor)
             etag = _identity(os.fstat(descriptor))
         for _ in range(_DIRECTORY_RACES):
-            try:
-                target.parent.mkdir(parents=True, exist_ok=True)
-            except (FileExistsError, FileNotFoundError):
-                # mkdir, too, may find a folder there and then, asking whether it is one, nothing.
-                if target.parent.is_file():
-                    raise
-                continue
+            make_folder(target.parent)
             try:
                 if if_absent:
                     os.link(aside, target)

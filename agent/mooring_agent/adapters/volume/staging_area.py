@@ -10,7 +10,6 @@ stage different bytes under one path of a save. Empty folders are not part of a 
 staged by one thread at a time.
 """
 
-import contextlib
 import errno
 import filecmp
 import json
@@ -23,6 +22,7 @@ from typing import Any, Final
 
 import structlog
 
+from mooring_agent.adapters.folders import make_folder
 from mooring_agent.adapters.volume.durable_files import PARTIAL_SUFFIX, partial_of, sync_folder, write_durably
 from mooring_agent.adapters.volume.errors import volume_error
 from mooring_agent.adapters.volume.pinning import Pinner
@@ -38,8 +38,6 @@ from mooring_api.names import STAGED_DIRECTORY, STATE_DIRECTORY
 _FORMAT_VERSION: Final = 1
 # A filesystem commits its own journal once for all that wait together: this many wait.
 _SYNC_THREADS: Final = 16
-# How often the folder of a save may go under us because another rank, whose stage failed, found it empty just then.
-_FOLDER_RACES: Final = 64
 
 _log: structlog.typing.FilteringBoundLogger = structlog.get_logger()
 
@@ -188,7 +186,8 @@ class LocalStagingArea:
             parts = leaf.split("/")
             needed.update(folder.joinpath(*parts[:depth]) for depth in range(1, len(parts) + 1))
         for needed_folder in sorted(needed):
-            _make_folder(needed_folder)
+            # Another rank of the save, whose stage failed, may find its folder empty just then.
+            make_folder(needed_folder)
         return [*needed, folder.parent, self._root, self._root.parent, self._volume]
 
     def _undo(self, folder: Path) -> None:
@@ -266,14 +265,6 @@ def _differ(pin: Path, other: Path) -> bool:
 
 def _fingerprint(status: os.stat_result) -> Fingerprint:
     return Fingerprint(size_bytes=status.st_size, mtime_ns=status.st_mtime_ns, inode=status.st_ino)
-
-
-def _make_folder(folder: Path) -> None:
-    for _ in range(_FOLDER_RACES):
-        with contextlib.suppress(FileExistsError, FileNotFoundError):
-            folder.mkdir(parents=True, exist_ok=True)
-            return
-    folder.mkdir(parents=True, exist_ok=True)
 
 
 def _remove_tree(folder: Path) -> None:
