@@ -380,8 +380,21 @@ def test_a_second_agent_on_a_volume_is_refused_and_the_first_goes_on(
     agent.wait_committed(agent.announce(good_checkpoint(agent), 7).save)
 
 
-def test_a_damaged_journal_is_set_aside_and_the_announced_checkpoint_commits(
-    tmp_path: Path, rclone_bucket: Bucket, fault_proxy: FaultProxy
+def overwrite(journal: Path) -> None:
+    journal.write_bytes(b"no journal at all" * 1000)
+
+
+def write_as_a_later_version(journal: Path) -> None:
+    opened = SqliteJournal(journal)
+    opened.rewrite([record.replace(b'"Staged"', b'"StagedAnew"') for record in list(opened.replay())])
+    opened.close()
+
+
+@pytest.mark.parametrize(
+    ("spoil", "event"), [(overwrite, "journal.damaged"), (write_as_a_later_version, "journal.unreadable")]
+)
+def test_a_journal_that_cannot_be_read_is_set_aside_and_the_announced_checkpoint_commits(
+    tmp_path: Path, rclone_bucket: Bucket, fault_proxy: FaultProxy, spoil: Callable[[Path], None], event: str
 ) -> None:
     fault_proxy.outage(True)
     with make_agent(tmp_path / "volume", rclone_bucket, endpoint_url=fault_proxy.endpoint_url) as agent:
@@ -392,34 +405,13 @@ def test_a_damaged_journal_is_set_aside_and_the_announced_checkpoint_commits(
         # The trainer may rotate what was announced.
         shutil.rmtree(directory)
         journal = agent.volume / STATE_DIRECTORY / JOURNAL
-        journal.write_bytes(b"no journal at all" * 1000)
+        spoil(journal)
         fault_proxy.outage(False)
         agent.start()
-        assert agent.log("journal.damaged")
+        assert agent.log(event)
         assert [path.name for path in journal.parent.glob("*.damaged-1")] == [f"{JOURNAL}.damaged-1"]
         agent.wait_committed(save)
     assert tree(BucketView(rclone_bucket).restore(tmp_path / "other")) == original
-
-
-def test_a_journal_of_a_later_version_is_set_aside_and_the_announced_checkpoint_commits(
-    tmp_path: Path, rclone_bucket: Bucket, fault_proxy: FaultProxy
-) -> None:
-    fault_proxy.outage(True)
-    with make_agent(tmp_path / "volume", rclone_bucket, endpoint_url=fault_proxy.endpoint_url) as agent:
-        directory = good_checkpoint(agent)
-        original = tree(directory)
-        save = agent.announce(directory, 7).save
-        agent.kill()
-        journal = SqliteJournal(agent.volume / STATE_DIRECTORY / JOURNAL)
-        records = list(journal.replay())
-        journal.rewrite([record.replace(b'"Staged"', b'"StagedAnew"') for record in records])
-        journal.close()
-        fault_proxy.outage(False)
-        agent.start()
-        assert agent.log("journal.unreadable")
-        agent.wait_committed(save)
-    assert tree(BucketView(rclone_bucket).restore(tmp_path / "other")) == original
-    assert (agent.volume / STATE_DIRECTORY / f"{JOURNAL}.damaged-1").exists()
 
 
 def test_wrong_settings_are_all_named_with_a_hint(tmp_path: Path) -> None:
