@@ -9,8 +9,9 @@ from mooring_agent import __version__
 from mooring_agent.cli.agent import agent
 from mooring_agent.cli.control import save, status, terminating
 from mooring_agent.cli.demo import demo
-from mooring_agent.cli.destination import ls, prune, restore, verify
+from mooring_agent.cli.destination import ls, prune, verify
 from mooring_agent.cli.doctor import doctor
+from mooring_agent.cli.restore import restore
 from mooring_agent.cli.run import run
 
 

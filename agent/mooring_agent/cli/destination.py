@@ -1,44 +1,25 @@
-"""What an operator, or an init container, does with a destination: ls, verify, prune, restore.
+"""What an operator does with a destination: ls, verify, prune. Owns arguments and wording."""
 
-Owns arguments and wording. Results go to stdout, as a table or with `--json`; progress and errors go to stderr.
-Exit codes: 0 fine, 1 a problem was found or the work failed, 2 wrong usage.
-"""
-
-import asyncio
-import json
-import sys
 import time
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
-from contextlib import asynccontextmanager, contextmanager
-from dataclasses import asdict
+from collections.abc import Sequence
 from datetime import UTC, datetime
 from functools import partial
-from pathlib import Path
 from typing import Any, Final
 
 import click
 from rich.console import Console
-from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 from rich.table import Column, Table
 
 from mooring_agent import catalog
-from mooring_agent import restore as restoring
-from mooring_agent.adapters.open_store import open_store
-from mooring_agent.adapters.retrying_store import RetryingStore
-from mooring_agent.adapters.volume import identity
 from mooring_agent.catalog.fan_out import for_each
 from mooring_agent.catalog.reading import DAMAGE
-from mooring_agent.cli.reporting import errors_reported
 from mooring_agent.cli.store_options import store_options
+from mooring_agent.cli.store_work import as_json_option, opened, print_json, progress_bar, run_work
 from mooring_agent.cli.wording import amount
-from mooring_agent.config import parse_bytes
 from mooring_agent.core.errors import ErrorKind, StoreError
 from mooring_agent.core.model import CommitMarker
 from mooring_agent.core.restore_choice import CommittedSave
 from mooring_agent.core.settings import RetentionSettings, StoreSettings, TransferSettings
-from mooring_agent.ports import ObjectStore
-from mooring_agent.runtime.telemetry import configure_logs
-from mooring_api.names import CHECKPOINT_DIRECTORY, ENV_ATTEMPT, ENV_CHECKPOINT_DIRECTORY, ENV_VOLUME, RUN_VOLUME
 
 _MARKERS_AT_ONCE: Final = 8
 _PIPED_WIDTH: Final = 1000
@@ -46,17 +27,15 @@ _NAME_WIDTH: Final = len("checkpoint-123456")
 _SAVE_WIDTH: Final = 9
 """An id breaks behind the hyphen in its middle."""
 
-_as_json = click.option("--json", "as_json", is_flag=True, help="Print the result as JSON.")
-
 
 @click.command()
 @store_options
-@_as_json
+@as_json_option
 def ls(store_settings: StoreSettings, as_json: bool) -> None:
     """List the committed checkpoints at DEST, newest first."""
-    rows = _run(_ls(store_settings))
+    rows = run_work(_ls(store_settings))
     if as_json:
-        _print_json({"destination": store_settings.destination, "checkpoints": rows})
+        print_json({"destination": store_settings.destination, "checkpoints": rows})
     else:
         # A narrow terminal breaks names and ids; nothing of them is left out.
         table = Table(
@@ -89,7 +68,7 @@ def ls(store_settings: StoreSettings, as_json: bool) -> None:
 @store_options
 @click.option("--step", type=click.IntRange(min=0), help="Verify this step instead of the newest.")
 @click.option("--all", "everything", is_flag=True, help="Verify every committed checkpoint.")
-@_as_json
+@as_json_option
 def verify(store_settings: StoreSettings, step: int | None, everything: bool, as_json: bool) -> None:
     """Read back checkpoints at DEST and name what is damaged.
 
@@ -97,7 +76,7 @@ def verify(store_settings: StoreSettings, step: int | None, everything: bool, as
     """
     if everything and step is not None:
         raise click.UsageError("give --step or --all, not both")
-    found = _run(_verify(store_settings, step, everything))
+    found = run_work(_verify(store_settings, step, everything))
     if as_json:
         checkpoints = [
             {
@@ -107,7 +86,7 @@ def verify(store_settings: StoreSettings, step: int | None, everything: bool, as
             }
             for committed, problems in found
         ]
-        _print_json({"destination": store_settings.destination, "checkpoints": checkpoints})
+        print_json({"destination": store_settings.destination, "checkpoints": checkpoints})
     else:
         for committed, problems in found:
             verdict = f"{len(problems)} problems" if problems else "every byte is as it was written"
@@ -135,7 +114,7 @@ def verify(store_settings: StoreSettings, step: int | None, everything: bool, as
     envvar="MOORING_KEEP_EVERY_STEPS",
     help="Besides, keep those whose step is a multiple of this; 0: none.",
 )
-@_as_json
+@as_json_option
 def prune(
     store_settings: StoreSettings, dry_run: bool, yes: bool, keep_last: int, keep_every: int, as_json: bool
 ) -> None:
@@ -150,10 +129,10 @@ def prune(
     if keep_every and not keep_last:
         raise click.UsageError("--keep-every needs --keep-last: without it all checkpoints are kept")
     retention = RetentionSettings(keep_last=keep_last, keep_every_steps=keep_every)
-    report = _run(_prune(store_settings, retention, dry_run))
+    report = run_work(_prune(store_settings, retention, dry_run))
     plan = report.plan
     if as_json:
-        _print_json(
+        print_json(
             {
                 "destination": store_settings.destination,
                 "dry_run": dry_run,
@@ -189,87 +168,8 @@ def prune(
     _exit_with_problem(bool(plan.refused))
 
 
-@click.command()
-@store_options
-@click.option(
-    "--volume",
-    type=click.Path(file_okay=False, path_type=Path),
-    envvar=ENV_VOLUME,
-    default=RUN_VOLUME,
-    help=f"Directory shared with the trainer. Default: ./{RUN_VOLUME}, as for `mooring run`.",
-)
-@click.option(
-    "--directory",
-    type=click.Path(file_okay=False, path_type=Path),
-    envvar=ENV_CHECKPOINT_DIRECTORY,
-    help="Where to put the checkpoint; below the volume. Default: <volume>/checkpoints.",
-)
-@click.option(
-    "--log-format",
-    type=click.Choice(["json", "console"]),
-    envvar="MOORING_LOG_FORMAT",
-    help="Default: console in a terminal, else json.",
-)
-@click.option("--attempt", default="", envvar=ENV_ATTEMPT, help="This start of the run, the same on all its pods.")
-@click.option(
-    "--node-rank",
-    type=click.IntRange(min=0),
-    default=0,
-    envvar="MOORING_NODE_RANK",
-    help="Index of this pod in the job; 0 decides where the store cannot.",
-)
-@click.option(
-    "--max-concurrency",
-    type=click.IntRange(min=1),
-    default=TransferSettings().max_concurrency,
-    envvar="MOORING_MAX_CONCURRENCY",
-    help="Parts on the wire at the same time.",
-)
-@click.option(
-    "--size-limit-bytes",
-    default="0",
-    envvar="MOORING_SIZE_LIMIT_BYTES",
-    callback=lambda context, parameter, value: _bytes(value),
-    help="sizeLimit of the emptyDir, as 10GiB or in bytes; 0: none.",
-)
-@_as_json
-def restore(
-    store_settings: StoreSettings,
-    volume: Path,
-    directory: Path | None,
-    log_format: str | None,
-    attempt: str,
-    node_rank: int,
-    max_concurrency: int,
-    size_limit_bytes: int,
-    as_json: bool,
-) -> None:
-    """Fetch the newest checkpoint at DEST that is intact.
-
-    A damaged one is passed over, and said. With nothing at DEST the run starts from nothing, and that is no error.
-    """
-    volume = volume.absolute()
-    place = directory.absolute() if directory else volume / CHECKPOINT_DIRECTORY
-    if not place.is_relative_to(volume):
-        raise click.UsageError(f"--directory {place} must lie below the volume {volume}")
-    restored = _run(
-        _restore(store_settings, volume, place, attempt, node_rank, max_concurrency, size_limit_bytes), log_format
-    )
-    if as_json:
-        value = {**asdict(restored), "path": str(restored.path)} if restored else None
-        _print_json({"destination": store_settings.destination, "restored": value})
-        return
-    if restored is None:
-        click.echo(f"nothing to restore from {store_settings.destination}: the run starts from step 0")
-        return
-    for reason in restored.passed_over:
-        click.echo(f"warning: passed over: {reason}", err=True)
-    how = "restored to" if restored.downloaded else "is here already:"
-    click.echo(f"{restored.name} (step {restored.step}, {amount(restored.size_bytes)}) {how} {restored.path}")
-
-
 async def _ls(settings: StoreSettings) -> list[dict[str, Any]]:
-    async with _opened(settings) as store:
+    async with opened(settings) as store:
         committed = await catalog.list_committed(store)
         answers: dict[str, CommitMarker | str] = {}
 
@@ -304,7 +204,7 @@ def _row(committed: CommittedSave, answer: CommitMarker | str) -> dict[str, Any]
 async def _verify(
     settings: StoreSettings, step: int | None, everything: bool
 ) -> list[tuple[CommittedSave, Sequence[catalog.Problem]]]:
-    async with _opened(settings) as store:
+    async with opened(settings) as store:
         committed = await catalog.list_committed(store)
         if step is not None:
             committed = tuple(one for one in committed if one.step == step)
@@ -315,7 +215,7 @@ async def _verify(
             )
         found: list[tuple[CommittedSave, Sequence[catalog.Problem]]] = []
         for one in committed if everything or step is not None else committed[:1]:
-            with _progress() as advance:
+            with progress_bar() as advance:
                 problems = await catalog.check(
                     store,
                     one,
@@ -328,87 +228,8 @@ async def _verify(
 
 
 async def _prune(settings: StoreSettings, retention: RetentionSettings, dry_run: bool) -> catalog.PruneReport:
-    async with _opened(settings) as store:
+    async with opened(settings) as store:
         return await catalog.prune(store, retention, now=time.time(), dry_run=dry_run)
-
-
-async def _restore(
-    settings: StoreSettings,
-    volume: Path,
-    directory: Path,
-    attempt: str,
-    node_rank: int,
-    max_concurrency: int,
-    size_limit_bytes: int,
-) -> restoring.Restored | None:
-    async with _opened(settings) as store:
-        # A destination that does not answer, mistyped perhaps, must not own the volume.
-        await _find(store, settings.destination, volume)
-        await asyncio.to_thread(identity.claim, volume, settings.destination)
-        with _progress() as advance:
-            return await restoring.restore(
-                store,
-                checkpoint_directory=directory,
-                volume=volume,
-                attempt=attempt,
-                node_rank=node_rank,
-                concurrency=max_concurrency,
-                size_limit_bytes=size_limit_bytes,
-                on_progress=advance,
-            )
-
-
-async def _find(store: ObjectStore, destination: str, volume: Path) -> None:
-    """Make sure that the destination answers. A new folder is made here; one that was there before must be there."""
-    try:
-        await catalog.list_committed(store)
-    except StoreError as error:
-        if error.kind is not ErrorKind.BUCKET_MISSING:
-            raise
-        if await asyncio.to_thread(identity.owner_of, volume) is not None:
-            raise StoreError(
-                error.kind,
-                f"{error}, and the volume {volume} was used with it before",
-                hint="mount it again; make it yourself if it is known to hold no checkpoint",
-            ) from error
-        await store.probe()  # makes no bucket: of one that is missing it says so again
-        click.echo(f"warning: {destination} was not there and is new", err=True)
-
-
-@asynccontextmanager
-async def _opened(settings: StoreSettings) -> AsyncIterator[ObjectStore]:
-    """The store, patient: somebody waits for the answer."""
-    async with open_store(settings) as store:
-        yield RetryingStore(store)
-
-
-def _run(work: Coroutine[Any, Any, Any], log_format: str | None = None) -> Any:
-    configure_logs(log_format or ("console" if sys.stderr.isatty() else "json"))
-    with errors_reported():
-        return asyncio.run(work)
-
-
-@contextmanager
-def _progress() -> Iterator[Callable[[str, int, int], None]]:
-    """A bar on stderr while somebody looks."""
-    console = Console(stderr=True)
-    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
-    with Progress(
-        *columns, TimeRemainingColumn(), console=console, transient=True, disable=not console.is_terminal
-    ) as progress:
-        task = progress.add_task("", total=None)
-        yield lambda what, done, total: progress.update(task, description=what, completed=done, total=total)
-
-
-def _bytes(text: str) -> int:
-    try:
-        return parse_bytes(text)
-    except ValueError as error:
-        raise click.BadParameter(str(error)) from error
-
-
-def _print_json(value: object) -> None:
-    click.echo(json.dumps(value, indent=2))
 
 
 def _print_table(table: Table, *, empty: str) -> None:

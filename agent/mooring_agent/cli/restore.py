@@ -1,0 +1,148 @@
+"""`mooring restore`: what an init container, or a person, runs before the program."""
+
+import asyncio
+from dataclasses import asdict
+from pathlib import Path
+
+import click
+
+from mooring_agent import catalog
+from mooring_agent import restore as restoring
+from mooring_agent.adapters.volume import identity
+from mooring_agent.cli.store_options import store_options
+from mooring_agent.cli.store_work import as_json_option, opened, print_json, progress_bar, run_work
+from mooring_agent.cli.wording import amount
+from mooring_agent.config import parse_bytes
+from mooring_agent.core.errors import ErrorKind, StoreError
+from mooring_agent.core.settings import StoreSettings, TransferSettings
+from mooring_agent.ports import ObjectStore
+from mooring_api.names import CHECKPOINT_DIRECTORY, ENV_ATTEMPT, ENV_CHECKPOINT_DIRECTORY, ENV_VOLUME, RUN_VOLUME
+
+
+@click.command()
+@store_options
+@click.option(
+    "--volume",
+    type=click.Path(file_okay=False, path_type=Path),
+    envvar=ENV_VOLUME,
+    default=RUN_VOLUME,
+    help=f"Directory shared with the trainer. Default: ./{RUN_VOLUME}, as for `mooring run`.",
+)
+@click.option(
+    "--directory",
+    type=click.Path(file_okay=False, path_type=Path),
+    envvar=ENV_CHECKPOINT_DIRECTORY,
+    help="Where to put the checkpoint; below the volume. Default: <volume>/checkpoints.",
+)
+@click.option(
+    "--log-format",
+    type=click.Choice(["json", "console"]),
+    envvar="MOORING_LOG_FORMAT",
+    help="Default: console in a terminal, else json.",
+)
+@click.option("--attempt", default="", envvar=ENV_ATTEMPT, help="This start of the run, the same on all its pods.")
+@click.option(
+    "--node-rank",
+    type=click.IntRange(min=0),
+    default=0,
+    envvar="MOORING_NODE_RANK",
+    help="Index of this pod in the job; 0 decides where the store cannot.",
+)
+@click.option(
+    "--max-concurrency",
+    type=click.IntRange(min=1),
+    default=TransferSettings().max_concurrency,
+    envvar="MOORING_MAX_CONCURRENCY",
+    help="Parts on the wire at the same time.",
+)
+@click.option(
+    "--size-limit-bytes",
+    default="0",
+    envvar="MOORING_SIZE_LIMIT_BYTES",
+    callback=lambda context, parameter, value: _bytes(value),
+    help="sizeLimit of the emptyDir, as 10GiB or in bytes; 0: none.",
+)
+@as_json_option
+def restore(
+    store_settings: StoreSettings,
+    volume: Path,
+    directory: Path | None,
+    log_format: str | None,
+    attempt: str,
+    node_rank: int,
+    max_concurrency: int,
+    size_limit_bytes: int,
+    as_json: bool,
+) -> None:
+    """Fetch the newest checkpoint at DEST that is intact.
+
+    A damaged one is passed over, and said. With nothing at DEST the run starts from nothing, and that is no error.
+    """
+    volume = volume.absolute()
+    place = directory.absolute() if directory else volume / CHECKPOINT_DIRECTORY
+    if not place.is_relative_to(volume):
+        raise click.UsageError(f"--directory {place} must lie below the volume {volume}")
+    restored = run_work(
+        _restore(store_settings, volume, place, attempt, node_rank, max_concurrency, size_limit_bytes), log_format
+    )
+    if as_json:
+        value = {**asdict(restored), "path": str(restored.path)} if restored else None
+        print_json({"destination": store_settings.destination, "restored": value})
+        return
+    if restored is None:
+        click.echo(f"nothing to restore from {store_settings.destination}: the run starts from step 0")
+        return
+    for reason in restored.passed_over:
+        click.echo(f"warning: passed over: {reason}", err=True)
+    how = "restored to" if restored.downloaded else "is here already:"
+    click.echo(f"{restored.name} (step {restored.step}, {amount(restored.size_bytes)}) {how} {restored.path}")
+
+
+async def _restore(
+    settings: StoreSettings,
+    volume: Path,
+    directory: Path,
+    attempt: str,
+    node_rank: int,
+    max_concurrency: int,
+    size_limit_bytes: int,
+) -> restoring.Restored | None:
+    async with opened(settings) as store:
+        # A destination that does not answer, mistyped perhaps, must not own the volume.
+        await _find(store, settings.destination, volume)
+        await asyncio.to_thread(identity.claim, volume, settings.destination)
+        with progress_bar() as advance:
+            return await restoring.restore(
+                store,
+                checkpoint_directory=directory,
+                volume=volume,
+                attempt=attempt,
+                node_rank=node_rank,
+                concurrency=max_concurrency,
+                size_limit_bytes=size_limit_bytes,
+                on_progress=advance,
+            )
+
+
+async def _find(store: ObjectStore, destination: str, volume: Path) -> None:
+    """Make sure that the destination answers. A new folder is made here; one that was there before must be there."""
+    try:
+        await catalog.list_committed(store)
+    except StoreError as error:
+        if error.kind is not ErrorKind.BUCKET_MISSING:
+            raise
+        if await asyncio.to_thread(identity.owner_of, volume) is not None:
+            raise StoreError(
+                error.kind,
+                f"{error}, and the volume {volume} was used with it before",
+                hint="mount it again; make it yourself if it is known to hold no checkpoint",
+            ) from error
+        await store.probe()  # makes no bucket: of one that is missing it says so again
+        click.echo(f"warning: {destination} was not there and is new", err=True)
+
+
+def _bytes(text: str) -> int:
+    try:
+        return parse_bytes(text)
+    except ValueError as error:
+        raise click.BadParameter(str(error)) from error

@@ -1,0 +1,53 @@
+"""One piece of work on a destination from the command line: a patient store, progress, and how results are printed.
+
+Results go to stdout, as text or with `--json`; progress, logs and errors go to stderr.
+"""
+
+import asyncio
+import json
+import sys
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
+from contextlib import asynccontextmanager, contextmanager
+from typing import Any
+
+import click
+from rich.console import Console
+from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+
+from mooring_agent.adapters.open_store import open_store
+from mooring_agent.adapters.retrying_store import RetryingStore
+from mooring_agent.cli.reporting import errors_reported
+from mooring_agent.core.settings import StoreSettings
+from mooring_agent.ports import ObjectStore
+from mooring_agent.runtime.telemetry import configure_logs
+
+as_json_option = click.option("--json", "as_json", is_flag=True, help="Print the result as JSON.")
+
+
+@asynccontextmanager
+async def opened(settings: StoreSettings) -> AsyncIterator[ObjectStore]:
+    """The store, patient: somebody waits for the answer."""
+    async with open_store(settings) as store:
+        yield RetryingStore(store)
+
+
+def run_work(work: Coroutine[Any, Any, Any], log_format: str | None = None) -> Any:
+    configure_logs(log_format or ("console" if sys.stderr.isatty() else "json"))
+    with errors_reported():
+        return asyncio.run(work)
+
+
+@contextmanager
+def progress_bar() -> Iterator[Callable[[str, int, int], None]]:
+    """A bar on stderr while somebody looks."""
+    console = Console(stderr=True)
+    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
+    with Progress(
+        *columns, TimeRemainingColumn(), console=console, transient=True, disable=not console.is_terminal
+    ) as progress:
+        task = progress.add_task("", total=None)
+        yield lambda what, done, total: progress.update(task, description=what, completed=done, total=total)
+
+
+def print_json(value: object) -> None:
+    click.echo(json.dumps(value, indent=2))
