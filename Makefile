@@ -3,6 +3,7 @@
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
 BIN := .venv/bin
 READY := .venv/.ready
+FRAMEWORKS := .venv/.frameworks
 # Old enough that a trainer image with any protobuf since 6.31 can load what it generates.
 PROTOC_VERSION := 1.74.0
 PROTOC := .tools/protoc
@@ -20,15 +21,20 @@ $(READY): pyproject.toml constraints.txt
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev]'
 	touch $@
 
+# The trainers that the tests run; a gigabyte that nobody else needs.
+$(FRAMEWORKS): $(READY)
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev,frameworks]'
+	touch $@
+
 demo: setup
 	$(BIN)/mooring demo
 
 test: test-quick test-slow
 
-test-quick: setup
+test-quick: $(FRAMEWORKS)
 	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal -m "not slow"
 
-test-slow: setup
+test-slow: $(FRAMEWORKS)
 	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal -m slow
 
 lint: setup proto-check
