@@ -103,6 +103,15 @@ def test_a_save_of_a_later_step_ends_the_earlier_ones_of_its_attempt_alone() -> 
     assert set(play.state.begun) == {"another's", "second"}
 
 
+def test_a_save_that_is_announced_holds_no_room_in_reserve_whichever_comes_first() -> None:
+    play = Play()
+    _begin(play, "asked before", step=1)
+    play.announce("asked before", (1,))
+    play.announce("asked after", (1,))
+    _begin(play, "asked after", step=1)
+    assert not play.state.begun
+
+
 def test_the_forecast_is_the_largest_of_the_last_three() -> None:
     play = Play()
     for number, size in enumerate((9, 3, 2, 4)):

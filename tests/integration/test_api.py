@@ -197,6 +197,36 @@ def test_a_save_is_begun_with_an_id_that_the_announcement_uses(tmp_path: Path) -
         stub.AbortSave(agent_pb2.AbortSaveRequest(save=taken_back.save), timeout=30)
 
 
+def test_the_id_that_ranks_have_agreed_on_is_kept_asked_for_twice_and_announced_or_taken_back(tmp_path: Path) -> None:
+    _, destination = _destination(tmp_path)
+    size_bytes = 50_000_000
+    # Room for two saves, and not for three.
+    settings = {"size_limit_bytes": 2 * size_bytes + size_bytes // 2}
+    with AgentProcess(tmp_path / "volume", destination, **settings) as agent, agent.stub() as stub:
+
+        def begin(save: str, step: int) -> bool:
+            request = agent_pb2.BeginSaveRequest(step=step, save=save, size_bytes=size_bytes)
+            answer: agent_pb2.BeginSaveResponse = stub.BeginSave(request, timeout=30)
+            assert answer.save == (save if answer.admitted else "")
+            return answer.admitted
+
+        assert begin("ours-1", 1)
+        # The answer may have been lost: room is kept for it once.
+        assert begin("ours-1", 1)
+        assert not begin("ours-2", 2)
+        stub.AbortSave(agent_pb2.AbortSaveRequest(save="ours-1"), timeout=30)
+        assert begin("ours-2", 2)
+        path = write_checkpoint(agent.checkpoints / "checkpoint-2", {"a": 10})
+        ranks = {"world_size": 2, "local_world_size": 2}
+        agent.announce(path, 2, save="ours-2", rank=1, **ranks)
+        assert begin("ours-3", 3)
+        agent.announce(path, 2, save="ours-2", rank=0, **ranks)
+        agent.wait_committed("ours-2")
+        with pytest.raises(grpc.RpcError) as refusal:
+            begin("no/token", 4)
+    assert refusal.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+
+
 def test_registering_tells_a_trainer_what_is_going_on(tmp_path: Path) -> None:
     _, destination = _destination(tmp_path)
     with AgentProcess(tmp_path / "volume", destination) as agent, agent.stub() as stub:

@@ -37,12 +37,17 @@ def budget_bytes(state: State) -> int | None:
 
 
 def reserve(state: State, begun: SaveBegun) -> None:
-    """Keep room for a save that was given leave. A trainer that begins a later step writes no earlier one any more."""
+    """Keep room for a save that was given leave. A trainer that begins a later step writes no earlier one any more.
+
+    Nothing is kept for what was announced already, should the caller have been slow and gone on without an answer.
+    """
     for save in [
         save for save, other in state.begun.items() if other.attempt == begun.attempt and other.step < begun.step
     ]:
         del state.begun[save]
-    state.begun[begun.save] = begun
+    announced = state.checkpoints.get(begun.save)
+    if announced is None or announced.phase is Phase.FAILED:
+        state.begun[begun.save] = begun
 
 
 def drop_overdue(state: State) -> None:

@@ -60,12 +60,17 @@ class AgentService(agent_pb2_grpc.AgentServicer):
     async def BeginSave(self, request: agent_pb2.BeginSaveRequest, context: Any) -> agent_pb2.BeginSaveResponse:
         kind = status.kind_from_wire(request.kind)
         attempt = check_token(request.attempt, "attempt") if request.attempt else secrets.token_hex(4)
-        verdict = await self._sensors.admit(kind, request.size_bytes)
+        save = check_token(request.save, "save id") if request.save else f"{attempt}-{secrets.token_hex(4)}"
         state = self._engine.state
+        if save in state.begun:
+            # The answer was lost: what was given leave must not stand in its own way.
+            return agent_pb2.BeginSaveResponse(
+                admitted=True, save=save, budget_bytes=disk_pressure.budget_bytes(state) or 0
+            )
+        verdict = await self._sensors.admit(kind, request.size_bytes)
         budget_bytes = disk_pressure.budget_bytes(state) or 0
         if not verdict.admitted:
             return agent_pb2.BeginSaveResponse(admitted=False, reason=verdict.reason, budget_bytes=budget_bytes)
-        save = f"{attempt}-{secrets.token_hex(4)}"
         size_bytes = request.size_bytes or disk_pressure.forecast_bytes(state)
         begun = SaveBegun(at=self._clock.now(), save=save, attempt=attempt, step=request.step, size_bytes=size_bytes)
         try:

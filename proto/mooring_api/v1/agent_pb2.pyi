@@ -93,16 +93,18 @@ class RegisterResponse(_message.Message):
     def __init__(self, agent_version: _Optional[str] = ..., volume: _Optional[str] = ..., newest_committed: _Optional[_Union[Checkpoint, _Mapping]] = ..., terminating: bool = ...) -> None: ...
 
 class BeginSaveRequest(_message.Message):
-    __slots__ = ("step", "kind", "attempt", "size_bytes")
+    __slots__ = ("step", "kind", "attempt", "size_bytes", "save")
     STEP_FIELD_NUMBER: _ClassVar[int]
     KIND_FIELD_NUMBER: _ClassVar[int]
     ATTEMPT_FIELD_NUMBER: _ClassVar[int]
     SIZE_BYTES_FIELD_NUMBER: _ClassVar[int]
+    SAVE_FIELD_NUMBER: _ClassVar[int]
     step: int
     kind: Kind
     attempt: str
     size_bytes: int
-    def __init__(self, step: _Optional[int] = ..., kind: _Optional[_Union[Kind, str]] = ..., attempt: _Optional[str] = ..., size_bytes: _Optional[int] = ...) -> None: ...
+    save: str
+    def __init__(self, step: _Optional[int] = ..., kind: _Optional[_Union[Kind, str]] = ..., attempt: _Optional[str] = ..., size_bytes: _Optional[int] = ..., save: _Optional[str] = ...) -> None: ...
 
 class BeginSaveResponse(_message.Message):
     __slots__ = ("admitted", "reason", "save", "budget_bytes")
