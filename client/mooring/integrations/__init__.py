@@ -1,0 +1,1 @@
+"""One module for each training framework; each imports its framework only once somebody uses it."""
