@@ -64,10 +64,15 @@ def staged_file(path: str, size_bytes: int, *, inode: int = 1, mtime_ns: int = 1
     return StagedFile(path=path, pin=f".mooring/staged/{path}", fingerprint=fingerprint, private=False)
 
 
+def files_of(command: Stage) -> tuple[str, ...]:
+    """What is pinned by it: a directory that ranks share holds one file."""
+    return command.announcements[0].files or ("shared",)
+
+
 class Play:
     """`in_flight` are the commands that nobody has answered yet, `journal` what was made durable.
 
-    `steps`: of a save; else they are counted.
+    `steps`: of a save; else they are counted. `sizes`: of what a save and a rank of it pin.
     """
 
     def __init__(self, *, max_concurrency: int = 2) -> None:
@@ -76,7 +81,7 @@ class Play:
         self.journal: list[DurableEvent] = []
         self.in_flight: dict[WorkId, Command] = {}
         self.exit: Exit | None = None
-        self._sizes: dict[tuple[str, int], tuple[int, ...]] = {}
+        self.sizes: dict[tuple[str, int], tuple[int, ...]] = {}
         self.steps: dict[str, int] = {}
         self.feed(Started(at=self.now, fresh=True))
 
@@ -118,7 +123,7 @@ class Play:
     ) -> None:
         """The announcement alone: its files are being staged."""
         step = self.steps.setdefault(save, len(self.steps) + 1)
-        self._sizes[save, rank] = sizes
+        self.sizes[save, rank] = sizes
         files = tuple(f"r{rank}-{index}" for index in range(len(sizes)))
         info = SaveInfo(save=save, name=f"checkpoint-{step}", step=step, kind=kind, world_size=world_size)
         self.feed(
@@ -180,10 +185,10 @@ class Play:
         at = self.now
         match command:
             case Stage():
-                sizes = self._sizes[command.work.save, command.work.rank]
+                sizes = self.sizes[command.work.save, command.work.rank]
                 files = tuple(
                     staged_file(path, size, inode=crc32(f"{command.work.save}/{path}".encode()))
-                    for path, size in zip(command.files, sizes, strict=False)
+                    for path, size in zip(files_of(command), sizes, strict=False)
                 )
                 return Staged(at=at, work=command.work, files=files, part_size_bytes=command.part_size_bytes)
             case Reconcile():

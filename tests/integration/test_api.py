@@ -201,8 +201,11 @@ def test_the_id_that_ranks_have_agreed_on_is_kept_asked_for_twice_and_announced_
     _, destination = _destination(tmp_path)
     size_bytes = 50_000_000
     # Room for two saves, and not for three.
-    settings = {"size_limit_bytes": 2 * size_bytes + size_bytes // 2}
-    with AgentProcess(tmp_path / "volume", destination, **settings) as agent, agent.stub() as stub:
+    limit_bytes = 2 * size_bytes + size_bytes // 2
+    with (
+        AgentProcess(tmp_path / "volume", destination, size_limit_bytes=limit_bytes) as agent,
+        agent.stub() as stub,
+    ):
 
         def begin(save: str, step: int) -> bool:
             request = agent_pb2.BeginSaveRequest(step=step, save=save, size_bytes=size_bytes)

@@ -14,7 +14,7 @@ from mooring_agent.adapters.clock import SystemClock
 from mooring_agent.adapters.volume.staging_area import LocalStagingArea
 from mooring_agent.core.commands import Stage
 from mooring_agent.core.event_codec import encode_event
-from mooring_agent.core.events import Announced, DurableEvent, Exited, Staged, TerminationNoticed
+from mooring_agent.core.events import Announced, DurableEvent, Exited, RankRegistered, Staged, TerminationNoticed
 from mooring_agent.core.model import Kind, Phase, SaveInfo, StagedFile
 from mooring_agent.core.work import Operation, WorkId
 from mooring_agent.ports import StageRequest
@@ -100,20 +100,19 @@ def _staged_on(volume: Path, save: str, step: int, announced_at: float = 1.0) ->
     (source / "model.bin").write_bytes(b"x" * step)
     info = SaveInfo(save=save, name=source.name, step=step, kind=Kind.PERIODIC, world_size=1)
     announced = Announced(at=announced_at, info=info, rank=0, source=str(source), files=(), local_world_size=1)
+    return [announced, _stage_on(volume, (announced,))]
+
+
+def _stage_on(volume: Path, announcements: tuple[Announced, ...]) -> Staged:
+    first = announcements[0]
     command = Stage(
-        work=WorkId(Operation.STAGE, save, 0),
-        info=info,
-        source=str(source),
-        files=(),
+        work=WorkId(Operation.STAGE, first.info.save, first.rank),
+        announcements=announcements,
         private=False,
         part_size_bytes=2 * PART_BYTES,
-        announced_at=announced_at,
-        local_world_size=1,
-        signature="",
     )
     with ThreadPoolExecutor(1) as executor:
-        staged = asyncio.run(stage(LocalStagingArea(volume), SystemClock(), executor, command))
-    return [announced, staged]
+        return asyncio.run(stage(LocalStagingArea(volume), SystemClock(), executor, command))
 
 
 _RECORD_OF_ANOTHER_VERSION = b'{"event":"Invented","body":{}}'
@@ -134,6 +133,42 @@ def test_a_journal_with_a_record_that_cannot_be_read_is_set_aside_and_the_volume
     again = recover(settings(), journal, _NothingStaged())
     assert list(again.checkpoints) == ["save-1"]
     assert len(journal.aside) == 1
+
+
+@pytest.mark.parametrize("journaled", [0, 1, 2])
+def test_a_directory_that_ranks_share_is_found_again_with_all_of_them(tmp_path: Path, journaled: int) -> None:
+    source = tmp_path / "checkpoints" / "checkpoint-1"
+    source.mkdir(parents=True)
+    (source / "model.bin").write_bytes(b"x")
+    info = SaveInfo(save="save-1", name=source.name, step=1, kind=Kind.PERIODIC, world_size=4)
+    announcements = tuple(
+        Announced(at=3.0 - rank, info=info, rank=rank, source=str(source), files=(), local_world_size=2)
+        for rank in (0, 1)
+    )
+    _stage_on(tmp_path, announcements)
+    journal = FakeJournal()
+    # In the order in which they came.
+    journal.append([encode_event(event) for event in announcements[::-1][:journaled]])
+    (checkpoint,) = recover(settings(), journal, LocalStagingArea(tmp_path)).checkpoints.values()
+    assert checkpoint.info == info
+    assert checkpoint.phase is Phase.STAGED
+    assert {rank: (share.staged, list(share.files)) for rank, share in sorted(checkpoint.shares.items())} == {
+        0: (True, ["model.bin"]),
+        1: (True, []),
+    }
+    assert [share.announced_at for _, share in sorted(checkpoint.shares.items())] == [3.0, 2.0]
+
+
+def test_which_rank_is_which_outlives_compaction_and_not_an_orderly_end() -> None:
+    play = Play()
+    for local_rank, rank in ((0, 2), (1, 3), (0, 4), (0, 2)):
+        play.feed(RankRegistered(at=play.now, local_rank=local_rank, rank=rank))
+    journal = _journal_of(play)
+    recover(settings(), journal, _NothingStaged())
+    assert recover(settings(), journal, _NothingStaged()).ranks == {0: 2, 1: 3}
+    journal.append([encode_event(Exited(at=play.now))])
+    recover(settings(), journal, _NothingStaged())
+    assert recover(settings(), journal, _NothingStaged()).ranks == {}
 
 
 def test_a_journal_that_does_not_replay_is_set_aside_and_the_volume_rescanned(tmp_path: Path) -> None:

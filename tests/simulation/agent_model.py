@@ -520,7 +520,7 @@ class AgentModel:
 
     def durable_view(self, state: State) -> Any:
         """What must be the same after a replay."""
-        return {
+        return dict(state.ranks), {
             save: (
                 "open" if not checkpoint.ended else checkpoint.phase,
                 checkpoint.sequence,

@@ -7,7 +7,7 @@ from tests.simulation.store_model import StoreModel, ViolationError
 
 from mooring_agent.core.commands import Command, CompleteUpload, CreateUpload, Exit, PutFile, Record, SendPart
 from mooring_agent.core.disk_pressure import budget_bytes
-from mooring_agent.core.drain import worth_sending
+from mooring_agent.core.drain import newest_possible, worth_sending
 from mooring_agent.core.errors import ErrorKind
 from mooring_agent.core.events import (
     DurableEvent,
@@ -164,7 +164,7 @@ def _newest_to_send(state: State) -> Checkpoint | None:
         (
             checkpoint
             for checkpoint in state.checkpoints.values()
-            if _can_send(checkpoint) and (checkpoint is state.newest() or worth_sending(state, checkpoint))
+            if _can_send(checkpoint) and (checkpoint is newest_possible(state) or worth_sending(state, checkpoint))
         ),
         key=lambda checkpoint: checkpoint.sequence,
         default=None,

@@ -20,6 +20,7 @@ from tests.simulation.store_model import StoreModel, ViolationError
 from mooring_agent.core.events import (
     DiskRead,
     Event,
+    RankRegistered,
     RanksSeen,
     StopRequested,
     TerminationNoticed,
@@ -96,6 +97,8 @@ class Life:
         for agent in self.agents:
             planned = agent.planned
             self.after(0.0, self._boot, agent)
+            for at, local_rank in planned.registering:
+                self.after(at, self._register, agent, local_rank)
             for at, rank in planned.deaths:
                 self.after(at, self._die, agent, planned.ranks.index(rank))
             for at, is_tight in planned.pressure:
@@ -116,6 +119,10 @@ class Life:
 
     def _boot(self, agent: AgentModel) -> None:
         agent.start(fresh=True)
+
+    def _register(self, agent: AgentModel, local_rank: int) -> None:
+        rank = agent.planned.ranks[local_rank]
+        agent.deliver(RankRegistered(at=self.now, local_rank=local_rank, rank=rank))
 
     def _die(self, agent: AgentModel, local_rank: int) -> None:
         agent.alive.discard(local_rank)

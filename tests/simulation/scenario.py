@@ -46,9 +46,13 @@ class Termination:
 
 @dataclass(frozen=True, slots=True)
 class PlannedAgent:
-    """`part_sizes_bytes`: what its starts are given in turn, as when an operator changes the setting."""
+    """`part_sizes_bytes`: what its starts are given in turn, as when an operator changes the setting.
+
+    `registering`: local ranks that say which rank they are, and when.
+    """
 
     ranks: tuple[int, ...]
+    registering: tuple[tuple[float, int], ...]
     settings: Settings
     part_sizes_bytes: tuple[int, ...]
     crash_steps: tuple[int, ...]
@@ -140,7 +144,17 @@ def _agent(random: Random, ranks: tuple[int, ...], *, ends: bool, calm: bool) ->
     pressure = tuple(
         sorted((random.uniform(0.0, STORM_SECONDS), random.random() < 0.6) for _ in range(random.choice((0, 0, 1, 4))))
     )
-    return PlannedAgent(ranks, settings, part_sizes_bytes, crashes, deaths, _termination(random, ends=ends), pressure)
+    registering = tuple((random.uniform(0.0, 3.0), local) for local in range(len(ranks)) if random.random() < 0.8)
+    return PlannedAgent(
+        ranks,
+        registering,
+        settings,
+        part_sizes_bytes,
+        crashes,
+        deaths,
+        _termination(random, ends=ends),
+        pressure,
+    )
 
 
 def _termination(random: Random, *, ends: bool) -> Termination:

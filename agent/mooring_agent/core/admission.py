@@ -71,6 +71,20 @@ def check(state: State, event: Announced) -> None:
             hint="all ranks of one save must give the same name, step, kind and world size",
         )
     share = checkpoint.shares.get(event.rank)
+    other = next((one for one in checkpoint.shares.values() if not (one.requested_files or event.files)), None)
+    if other is not None and other.local_world_size != max(1, event.local_world_size):
+        raise RequestError(
+            ErrorKind.CONTRADICTION,
+            f"rank {event.rank} announces save {info.save} as one of {event.local_world_size} ranks here, "
+            f"and rank {other.rank} as one of {other.local_world_size}",
+            hint="local_world_size counts the ranks that announce this save to this agent without listing files",
+        )
+    if share is None and other is not None and _sharing_count(checkpoint) >= other.local_world_size > 1:
+        raise RequestError(
+            ErrorKind.CONTRADICTION,
+            f"save {info.save} has all its {other.local_world_size} ranks here, without rank {event.rank}",
+            hint="local_world_size counts the ranks that announce this save to this agent without listing files",
+        )
     if share is not None and share.source != event.source:
         raise RequestError(
             ErrorKind.CONTRADICTION,
@@ -83,6 +97,10 @@ def check(state: State, event: Announced) -> None:
             f"save {info.save} is {checkpoint.phase} already, without rank {event.rank}",
             hint="announce every rank of a save with the same world_size and a local_world_size that counts them",
         )
+
+
+def _sharing_count(checkpoint: Checkpoint) -> int:
+    return sum(not share.requested_files for share in checkpoint.shares.values())
 
 
 def _describe(info: object) -> str:

@@ -2,24 +2,22 @@
 
 from dataclasses import dataclass
 
-from mooring_agent.core.events import Failed, Shed
+from mooring_agent.core.events import Announced, Failed, Shed
 from mooring_agent.core.model import RankManifest, Region, SaveInfo, StagedFile
 from mooring_agent.core.work import WorkId
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stage:
-    """Pin a rank's files. Ends in Staged."""
+    """Pin the files of the first announcement's rank. Ends in Staged.
+
+    The other announcements are those of the ranks that share its directory, and have no files of their own.
+    """
 
     work: WorkId
-    info: SaveInfo
-    source: str
-    files: tuple[str, ...]
+    announcements: tuple[Announced, ...]
     private: bool
     part_size_bytes: int
-    announced_at: float
-    local_world_size: int
-    signature: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -4,6 +4,7 @@ The deadline is the earliest anybody told us. Kubelet gives at least two seconds
 trainer used up all the grace (kuberuntime_container.go), so the deadline never lies before that.
 """
 
+from collections.abc import Iterator
 from typing import Final
 
 from mooring_agent.core.commands import Exit
@@ -46,21 +47,54 @@ def worth_sending(state: State, checkpoint: Checkpoint) -> bool:
 def waiting_for_save(state: State) -> bool:
     """A local rank lives that has not yet announced its just-in-time (or final) save.
 
-    Locks count local ranks and announcements global ones, so who is who is unknown: who died is taken to have
-    announced. Taken wrongly, that costs a wait until the last rank is gone or the newest needs the time.
+    While one lives that has not said which rank it is, they are counted: who died is taken to have announced. Taken
+    wrongly, that costs a wait until the last rank is gone or the newest needs the time.
     """
     alive_count = len(state.alive_ranks)
     if state.termination.trainers_gone or not alive_count:
         return False
-    newest = state.newest()
-    is_last = (
-        newest is not None
-        and newest.info.kind in (Kind.JUST_IN_TIME, Kind.FINAL)
-        and newest.sequence >= state.termination.first_sequence
-    )
-    last_saves = len(newest.shares) if newest is not None and is_last else 0
+    last_saves = list(_last_saves(state))
+    announced = {rank for checkpoint in last_saves for rank in checkpoint.shares}
+    if state.alive_ranks <= state.ranks.keys():
+        # Where one rank writes for all, the others have nothing to announce.
+        writers = max((checkpoint.info.world_size for checkpoint in last_saves), default=None)
+        owing_ranks = {state.ranks[local_rank] for local_rank in state.alive_ranks} - announced
+        return any(writers is None or rank < writers for rank in owing_ranks)
     owing = max(state.termination.most_alive, alive_count)
-    return owing > max(last_saves, owing - alive_count)
+    return owing > max(len(announced), owing - alive_count)
+
+
+def newest_possible(state: State) -> Checkpoint | None:
+    """The newest that may become durable: nobody who lives can complete one whose ranks died before they announced."""
+    over = (Phase.FAILED, Phase.SHED)
+    return next(
+        (
+            checkpoint
+            for checkpoint in reversed(state.checkpoints.values())
+            if checkpoint.phase not in over and _can_be_complete(state, checkpoint)
+        ),
+        None,
+    )
+
+
+def _can_be_complete(state: State, checkpoint: Checkpoint) -> bool:
+    """Whether enough local ranks live that have not announced it; those who do not say which rank they are may be."""
+    missing = checkpoint.expected_local_ranks - len(checkpoint.shares)
+    if missing <= 0:
+        return True
+    may_come = {local_rank for local_rank in state.alive_ranks if state.ranks.get(local_rank) not in checkpoint.shares}
+    return not state.termination.trainers_gone and len(may_come) >= missing
+
+
+def _last_saves(state: State) -> Iterator[Checkpoint]:
+    """Of this end, in the order of announcement. Saves that were written meanwhile may be announced after them."""
+    newest = state.newest()
+    for checkpoint in state.checkpoints.values():
+        if checkpoint.sequence < state.termination.first_sequence or checkpoint.phase in (Phase.FAILED, Phase.SHED):
+            continue
+        # A run that goes on after a final save owes another one.
+        if checkpoint.info.kind is Kind.JUST_IN_TIME or (checkpoint is newest and checkpoint.info.kind is Kind.FINAL):
+            yield checkpoint
 
 
 def lapses_at(state: State) -> float | None:
@@ -76,7 +110,7 @@ def _wait_until(state: State) -> float | None:
     until = deadline(state)
     if until is None:
         return None
-    newest = state.newest()
+    newest = newest_possible(state)
     needed = needed_seconds(state, newest) if newest and not newest.ended else 0.0
     return until - needed - state.settings.termination.commit_reserve_seconds
 
@@ -92,7 +126,7 @@ def exit_verdict(state: State) -> Exit | None:
     wait_until = _wait_until(state)
     if waiting_for_save(state) and (wait_until is None or state.now < wait_until):
         return None
-    newest = state.newest()
+    newest = newest_possible(state)
     is_open = any(_worth_staying(state, checkpoint, newest) for checkpoint in state.unfinished())
     # Pins and old objects are cleaned up too, when there is time; they are not worth a deadline. What is on the wire of
     # a checkpoint that will not fit holds nobody.
@@ -102,9 +136,7 @@ def exit_verdict(state: State) -> Exit | None:
 
 def _worth_staying(state: State, checkpoint: Checkpoint, newest: Checkpoint | None) -> bool:
     """Whether we can still do something for an unfinished checkpoint."""
-    trainers_gone = state.termination.trainers_gone or not state.alive_ranks
-    if trainers_gone and len(checkpoint.shares) < checkpoint.expected_local_ranks:
-        # A local rank died before it announced: no time makes this one complete.
+    if not _can_be_complete(state, checkpoint):
         return False
     if checkpoint is newest:
         return True

@@ -181,8 +181,17 @@ class TerminationNoticed:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class RankRegistered:
+    """A training process has said which of the job's ranks it is: whoever announces as `rank` is that local rank."""
+
+    at: float
+    local_rank: int
+    rank: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Exited:
-    """The agent ended in an orderly way; its termination notice is used up."""
+    """The agent ended in an orderly way; its termination notice is used up, and its trainers are gone."""
 
     at: float
 
@@ -284,6 +293,7 @@ DurableEvent = (
     | Shed
     | Failed
     | TerminationNoticed
+    | RankRegistered
     | Exited
 )
 Event = (
@@ -317,6 +327,7 @@ DURABLE: Final[tuple[type[DurableEvent], ...]] = (
     Shed,
     Failed,
     TerminationNoticed,
+    RankRegistered,
     Exited,
 )
 
@@ -328,7 +339,7 @@ def save_of(event: DurableEvent) -> str | None:
             return event.info.save
         case Shed() | Failed():
             return event.save
-        case TerminationNoticed() | Exited():
+        case TerminationNoticed() | RankRegistered() | Exited():
             return None
         case _:
             return event.work.save

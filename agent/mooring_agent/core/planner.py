@@ -21,7 +21,7 @@ from mooring_agent.core.commands import (
     Stage,
     WriteManifest,
 )
-from mooring_agent.core.events import Shed
+from mooring_agent.core.events import Announced, Shed
 from mooring_agent.core.model import Phase
 from mooring_agent.core.object_layout import file_key
 from mooring_agent.core.state import Checkpoint, Share, State
@@ -104,14 +104,9 @@ def _checkpoint_work(state: State, checkpoint: Checkpoint) -> Iterator[Command]:
         if _take(state, checkpoint, work):
             yield Stage(
                 work=work,
-                info=checkpoint.info,
-                source=share.source,
-                files=share.requested_files,
+                announcements=tuple(_announcement(checkpoint, one) for one in _staged_with(checkpoint, share)),
                 private=share.source.rpartition("/")[0] in state.rewritten_directories,
                 part_size_bytes=state.settings.transfer.part_size_bytes,
-                announced_at=share.announced_at,
-                local_world_size=share.local_world_size,
-                signature=share.signature,
             )
     if not checkpoint.reconciled:
         work = WorkId(Operation.RECONCILE, save)
@@ -156,9 +151,28 @@ def _ready_to_stage(checkpoint: Checkpoint) -> Iterator[Share]:
             yield share
             continue
         together = [other for other in checkpoint.shares.values() if not other.requested_files]
-        sharing = [other.rank for other in together if other.source == share.source]
-        if len(together) >= share.local_world_size and share.rank == min(sharing):
+        if len(together) >= share.local_world_size and share is _staged_with(checkpoint, share)[0]:
             yield share
+
+
+def _staged_with(checkpoint: Checkpoint, share: Share) -> list[Share]:
+    """Those whose files are pinned by one piece of work, the first of which does it: of a shared directory, all ranks."""
+    if share.requested_files or share.local_world_size <= 1:
+        return [share]
+    sharing = (one for one in checkpoint.shares.values() if not one.requested_files and one.source == share.source)
+    return sorted(sharing, key=lambda one: one.rank)
+
+
+def _announcement(checkpoint: Checkpoint, share: Share) -> Announced:
+    return Announced(
+        at=share.announced_at,
+        info=checkpoint.info,
+        rank=share.rank,
+        source=share.source,
+        files=share.requested_files,
+        local_world_size=share.local_world_size,
+        signature=share.signature,
+    )
 
 
 def _may_write_marker(state: State, checkpoint: Checkpoint) -> bool:

@@ -40,6 +40,7 @@ from mooring_agent.core.events import (
     ObjectsLost,
     PartStored,
     Pruned,
+    RankRegistered,
     RanksSeen,
     Reconciled,
     Released,
@@ -121,8 +122,11 @@ def _apply(state: State, event: Event) -> Iterator[Command]:
                 state.file(checkpoint)
         case TerminationNoticed():
             yield from termination_noticed(state, event)
+        case RankRegistered():
+            state.ranks[event.local_rank] = event.rank
         case Exited():
             state.termination = Termination(first_sequence=state.next_sequence)
+            state.ranks.clear()
         case StopRequested():
             if state.termination.stop_requested_at is None:
                 state.termination.stop_requested_at = state.now

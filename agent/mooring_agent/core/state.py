@@ -208,7 +208,9 @@ class State:
     leader: str = ""
     leader_preempted: bool = False
     termination: Termination = field(default_factory=Termination)
+    # Local ranks that are alive; and which rank of the job each local rank is, of those that have said so.
     alive_ranks: frozenset[int] = frozenset()
+    ranks: dict[int, int] = field(default_factory=dict)
     disk: DiskRead | None = None
     # Pins dropped since that reading: room that it does not show.
     freed_bytes: int = 0

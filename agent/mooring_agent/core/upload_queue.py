@@ -113,7 +113,7 @@ def next_transfers(state: State) -> Iterator[Command]:
 
 def _worth_the_wire(state: State) -> Iterator[Checkpoint]:
     """In order, without the older ones that would not be stored before the end."""
-    newest = state.newest()
+    newest = drain.newest_possible(state)
     return (one for one in order(state) if one is newest or drain.worth_sending(state, one))
 
 

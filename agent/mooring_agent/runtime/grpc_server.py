@@ -13,7 +13,7 @@ from typing import Any
 from mooring_agent import __version__
 from mooring_agent.core import disk_pressure, drain
 from mooring_agent.core.errors import ErrorKind, RequestError
-from mooring_agent.core.events import SaveAborted, SaveBegun, SaveRequested
+from mooring_agent.core.events import RankRegistered, SaveAborted, SaveBegun, SaveRequested
 from mooring_agent.core.object_layout import check_token
 from mooring_agent.core.state import Checkpoint
 from mooring_agent.ports import Clock
@@ -40,13 +40,7 @@ class AgentService(agent_pb2_grpc.AgentServicer):
         self._sensors = sensors
 
     async def Register(self, request: agent_pb2.RegisterRequest, context: Any) -> agent_pb2.RegisterResponse:
-        world_size = max(1, request.world_size)
-        if request.rank >= world_size:
-            raise RequestError(
-                ErrorKind.BAD_REQUEST,
-                f"rank {request.rank} does not exist in a world of {world_size}",
-                hint="ranks count from 0 to world_size - 1",
-            )
+        await self._register(request)
         await self._sensors.look_at_ranks()
         state = self._engine.state
         newest = state.newest_committed()
@@ -148,6 +142,7 @@ class AgentService(agent_pb2_grpc.AgentServicer):
         return agent_pb2.ListCheckpointsResponse(checkpoints=status.describe_all(self._engine.state))
 
     async def Attach(self, request: agent_pb2.AttachRequest, context: Any) -> AsyncIterator[agent_pb2.DoorbellRequest]:
+        await self._register(request)
         with self._presence.attached(request.local_rank) as rings:
             await self._sensors.look_at_ranks()
             try:
@@ -155,6 +150,18 @@ class AgentService(agent_pb2_grpc.AgentServicer):
                     yield await rings.get()
             finally:
                 self._sensors.look_soon()
+
+    async def _register(self, request: agent_pb2.RegisterRequest | agent_pb2.AttachRequest) -> None:
+        """Learn which rank a local rank is."""
+        world_size = max(1, request.world_size)
+        if request.rank >= world_size:
+            raise RequestError(
+                ErrorKind.BAD_REQUEST,
+                f"rank {request.rank} does not exist in a world of {world_size}",
+                hint="ranks count from 0 to world_size - 1",
+            )
+        registered = RankRegistered(at=self._clock.now(), local_rank=request.local_rank, rank=request.rank)
+        await self._engine.submit(registered, lambda state: state.ranks.get(registered.local_rank) != registered.rank)
 
     def _find(self, save: str) -> Checkpoint:
         state = self._engine.state

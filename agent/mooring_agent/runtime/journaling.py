@@ -10,6 +10,7 @@ from mooring_agent.core.events import (
     Committed,
     DurableEvent,
     Exited,
+    RankRegistered,
     Released,
     Staged,
     TerminationNoticed,
@@ -79,6 +80,8 @@ def _replay(settings: Settings, records: Sequence[bytes]) -> State:
 def _is_needed(state: State, event: DurableEvent, *, is_current_life: bool) -> bool:
     save = save_of(event)
     if save is None:
+        if isinstance(event, RankRegistered):
+            return is_current_life and state.ranks.get(event.local_rank) == event.rank
         return is_current_life and isinstance(event, TerminationNoticed) and state.termination.noticed
     checkpoint = state.checkpoints.get(save)
     if checkpoint is None:

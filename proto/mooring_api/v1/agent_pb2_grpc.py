@@ -95,8 +95,9 @@ class AgentServicer(object):
     """Missing associated documentation comment in .proto file."""
 
     def Register(self, request, context):
-        """Makes a training process known: from now on the agent waits for its just-in-time save when the pod ends.
-        Idempotent for the same (local_rank, pid); a new pid replaces the old one.
+        """Makes a training process known: which rank of the job a local rank is. While that local rank lives, by its lock or
+        an Attach stream, the agent waits for the just-in-time save of its rank when the pod ends. Idempotent; the last
+        call of a local rank counts.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

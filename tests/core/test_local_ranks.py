@@ -1,0 +1,129 @@
+"""Ranks of one pod that write one checkpoint into one directory: it is theirs together, however they announce it."""
+
+from itertools import permutations
+
+import pytest
+from tests.core.play import Play
+
+from mooring_agent.core import admission
+from mooring_agent.core.commands import Commit, Stage, WriteManifest
+from mooring_agent.core.errors import ErrorKind, RequestError
+from mooring_agent.core.event_codec import decode_event, encode_event
+from mooring_agent.core.events import Announced, Started
+from mooring_agent.core.model import Kind, Phase, SaveInfo
+from mooring_agent.core.reducer import advance
+from mooring_agent.core.state import State
+from mooring_agent.core.work import Operation, WorkId
+
+_RANKS = (4, 5, 6)
+_INFO = SaveInfo(save="save", name="checkpoint-1", step=1, kind=Kind.PERIODIC, world_size=12)
+
+
+def _announced(rank: int, *, local_world_size: int = len(_RANKS), at: float = 100.0) -> Announced:
+    return Announced(
+        at=at,
+        info=_INFO,
+        rank=rank,
+        source="/volume/checkpoints/checkpoint-1",
+        files=(),
+        local_world_size=local_world_size,
+    )
+
+
+def _announce(play: Play, rank: int) -> None:
+    """As the API does: what is known is no news."""
+    event = _announced(rank, at=play.now)
+    admission.check(play.state, event)
+    if admission.known(play.state, event) is None:
+        play.feed(event)
+
+
+@pytest.mark.parametrize("order", list(permutations(_RANKS)))
+def test_in_whatever_order_and_how_often_they_announce_the_directory_is_pinned_once_for_all(
+    order: tuple[int, ...],
+) -> None:
+    play = Play()
+    play.sizes["save", min(_RANKS)] = (10,)
+    for rank in order:
+        assert not play.in_flight
+        play.now += 1
+        _announce(play, rank)
+        _announce(play, rank)
+    _announce(play, order[0])
+    (command,) = play.in_flight.values()
+    assert isinstance(command, Stage)
+    assert command.work == WorkId(Operation.STAGE, "save", min(_RANKS))
+    assert [announcement.rank for announcement in command.announcements] == sorted(_RANKS)
+    announced_at = {announcement.rank: announcement.at for announcement in command.announcements}
+    assert sorted(announced_at, key=announced_at.__getitem__) == list(order)
+    play.answer(command.work)
+    play.answer(WorkId(Operation.PUT_FILE, "save", min(_RANKS), "shared"))
+    manifests = {work.rank: one.manifest for work, one in play.in_flight.items() if isinstance(one, WriteManifest)}
+    assert {rank: len(manifest.files) for rank, manifest in manifests.items()} == {4: 1, 5: 0, 6: 0}
+    for rank in _RANKS:
+        assert not any(isinstance(one, Commit) for one in play.in_flight.values())
+        play.answer(WorkId(Operation.WRITE_MANIFEST, "save", rank))
+    (commit,) = play.in_flight.values()
+    assert isinstance(commit, Commit)
+    assert {manifest.rank for manifest in commit.manifests} == set(_RANKS)
+
+
+@pytest.mark.parametrize("events_kept", range(1, 9))
+def test_after_a_crash_at_any_moment_they_need_announce_only_what_was_not_acknowledged(events_kept: int) -> None:
+    before = Play()
+    before.sizes["save", min(_RANKS)] = (10,)
+    for rank in _RANKS:
+        _announce(before, rank)
+    before.finish()
+    assert before.phase("save") is Phase.RELEASED
+    play = Play()
+    play.sizes = before.sizes
+    play.state = State(settings=before.state.settings)
+    for event in before.journal[:events_kept]:
+        advance(play.state, decode_event(encode_event(event)))
+    play.feed(Started(at=play.now, fresh=False))
+    for rank in _RANKS:
+        # Who was told that it is durable asks no more, and who was not asks again.
+        if rank not in play.state.checkpoints["save"].shares:
+            _announce(play, rank)
+    play.finish()
+    assert play.phase("save") is Phase.RELEASED
+
+
+def test_while_one_is_missing_nothing_is_pinned_sent_or_committed_and_the_next_save_supersedes_it() -> None:
+    play = Play()
+    for rank in _RANKS[:-1]:
+        _announce(play, rank)
+    assert not play.in_flight
+    play.announce("next")
+    play.finish()
+    assert play.phase("next") is Phase.RELEASED
+    assert play.phase("save") is Phase.ANNOUNCED
+    # Some time later, with whatever happens next.
+    play.now += 600
+    play.tick()
+    play.finish()
+    assert play.phase("save") is Phase.SHED
+    assert "ranks that it needs never came" in play.state.checkpoints["save"].reason
+    # The one that comes after all is told so, and it is no error.
+    event = _announced(_RANKS[-1])
+    admission.check(play.state, event)
+    assert admission.known(play.state, event) is play.state.checkpoints["save"]
+
+
+def test_ranks_that_count_themselves_differently_are_refused() -> None:
+    play = Play()
+    _announce(play, 4)
+    for event in (_announced(5, local_world_size=2), _announced(5, local_world_size=1)):
+        with pytest.raises(RequestError) as refused:
+            admission.check(play.state, event)
+        assert refused.value.kind is ErrorKind.CONTRADICTION
+
+
+def test_one_more_rank_than_were_said_to_come_is_refused() -> None:
+    play = Play()
+    for rank in _RANKS:
+        _announce(play, rank)
+    with pytest.raises(RequestError) as refused:
+        admission.check(play.state, _announced(7))
+    assert refused.value.kind is ErrorKind.CONTRADICTION
