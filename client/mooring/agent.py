@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from mooring.errors import AgentError, ErrorKind
+from mooring.rank_store import Ranks
 from mooring.records import Kind
 
 if TYPE_CHECKING:
@@ -24,14 +25,15 @@ RETRY_SECONDS: Final = 30.0
 class Agent:
     """The agent beside this process, or nobody."""
 
-    def __init__(self, socket: Path | None, *, attempt: str, holds_liveness_lock: bool) -> None:
-        self._attempt = attempt
+    def __init__(self, socket: Path | None, *, ranks: Ranks, holds_liveness_lock: bool) -> None:
         self._holds_liveness_lock = holds_liveness_lock
         self._client = f"mooring-python/{version('mooring')}"
         self._channel: Channel | None = None
         self._registered = False
         self._missed = False
         self._look_at = 0.0
+        self.newest_committed_step: int | None = None
+        """Of the newest checkpoint that the agent knew to be committed when it last got to know us."""
         self.terminating = False
         """The agent knew of a termination notice when it last got to know us."""
         if socket is None:
@@ -40,7 +42,7 @@ class Agent:
             # A broken installation must show here and not in a training step.
             from mooring import channel
 
-            self._channel = channel.Channel(socket)
+            self._channel = channel.Channel(socket, ranks)
             self._register(self._channel)
 
     @property
@@ -55,25 +57,25 @@ class Agent:
         self._register(self._channel)
         return not self._missed
 
-    def begin_save(self, *, step: int, kind: Kind) -> "Admission | None":
+    def begin_save(self, *, step: int, kind: Kind, save: str) -> "Admission | None":
         """None when the agent is away."""
         if self._channel is None:
             return None
         try:
             self._ensure_registered(self._channel)
-            answer = self._channel.begin_save(step=step, kind=kind, attempt=self._attempt)
+            answer = self._channel.begin_save(step=step, kind=kind, save=save)
         except AgentError as error:
             self._failed(error)
             return None
         self._answered()
         return answer
 
-    def announce(self, *, path: Path, step: int, kind: Kind, save: str, urgent: bool) -> bool:
+    def announce(self, *, path: Path, step: int, kind: Kind, save: str, ranks: Ranks, urgent: bool) -> bool:
         """Whether the checkpoint is the agent's concern from now on; `urgent` tries an agent that just hung, too."""
         if self._channel is None:
             return False
         try:
-            self._channel.announce(path=path, step=step, kind=kind, save=save, urgent=urgent)
+            self._channel.announce(path=path, step=step, kind=kind, save=save, ranks=ranks, urgent=urgent)
         except AgentError as error:
             self._failed(error)
             return False
@@ -110,7 +112,9 @@ class Agent:
 
     def _ensure_registered(self, channel: "Channel") -> None:
         if not self._registered:
-            self.terminating |= channel.register(holds_liveness_lock=self._holds_liveness_lock, client=self._client)
+            welcome = channel.register(holds_liveness_lock=self._holds_liveness_lock, client=self._client)
+            self.terminating |= welcome.terminating
+            self.newest_committed_step = welcome.newest_committed_step
             self._registered = True
 
     def _failed(self, error: AgentError) -> None:

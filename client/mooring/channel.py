@@ -29,6 +29,7 @@ os.environ.setdefault(names.ENV_GRPC_FORK_HANDLERS, "0")
 import grpc
 
 from mooring.errors import AgentError, ErrorKind
+from mooring.rank_store import Ranks
 from mooring.records import Kind
 from mooring_api.socket_address import socket_address
 from mooring_api.v1 import agent_pb2, agent_pb2_grpc
@@ -50,42 +51,59 @@ _WIRE_KINDS: Final[Mapping[Kind, agent_pb2.Kind]] = MappingProxyType(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Admission:
-    """The agent's answer to a save about to begin; `save` is its id, empty when it was not admitted."""
+    """The agent's answer to a save about to begin."""
 
     admitted: bool
     reason: str
-    save: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Welcome:
+    """What the agent tells a process that makes itself known."""
+
+    terminating: bool
+    newest_committed_step: int | None
 
 
 class Channel:
     """One agent. Every method raises AgentError only, after its deadline at the latest."""
 
-    def __init__(self, socket: Path) -> None:
+    def __init__(self, socket: Path, ranks: Ranks) -> None:
         self._socket = socket
+        self._ranks = ranks
         self._process_id = os.getpid()
         self._silent_until = 0.0
 
-    def register(self, *, holds_liveness_lock: bool, client: str) -> bool:
-        """Make this process known; whether a termination notice was given already."""
+    def register(self, *, holds_liveness_lock: bool, client: str) -> Welcome:
+        """Make this process known."""
         request = agent_pb2.RegisterRequest(
-            local_rank=0,
-            rank=0,
-            world_size=1,
+            local_rank=self._ranks.local_rank,
+            rank=self._ranks.rank,
+            world_size=self._ranks.world_size,
             pid=os.getpid(),
             holds_liveness_lock=holds_liveness_lock,
             client=client,
         )
-        return bool(self._call("Register", request).terminating)
+        response = self._call("Register", request)
+        newest = response.newest_committed.step if response.HasField("newest_committed") else None
+        return Welcome(terminating=response.terminating, newest_committed_step=newest)
 
-    def begin_save(self, *, step: int, kind: Kind, attempt: str) -> Admission:
-        request = agent_pb2.BeginSaveRequest(step=step, kind=_WIRE_KINDS[kind], attempt=attempt)
+    def begin_save(self, *, step: int, kind: Kind, save: str) -> Admission:
+        request = agent_pb2.BeginSaveRequest(step=step, kind=_WIRE_KINDS[kind], save=save)
         response = self._call("BeginSave", request)
-        return Admission(admitted=response.admitted, reason=response.reason, save=response.save)
+        return Admission(admitted=response.admitted, reason=response.reason)
 
-    def announce(self, *, path: Path, step: int, kind: Kind, save: str, urgent: bool) -> None:
-        """`urgent`: try it even while the agent is left alone."""
+    def announce(self, *, path: Path, step: int, kind: Kind, save: str, ranks: Ranks, urgent: bool) -> None:
+        """`ranks`: who writes this checkpoint. `urgent`: try it even while the agent is left alone."""
         request = agent_pb2.AnnounceCheckpointRequest(
-            path=str(path), step=step, name=path.name, kind=_WIRE_KINDS[kind], save=save, rank=0, world_size=1
+            path=str(path),
+            step=step,
+            name=path.name,
+            kind=_WIRE_KINDS[kind],
+            save=save,
+            rank=ranks.rank,
+            world_size=ranks.world_size,
+            local_world_size=ranks.local_world_size,
         )
         self._call("AnnounceCheckpoint", request, deadline_seconds=ANNOUNCE_SECONDS, urgent=urgent)
 

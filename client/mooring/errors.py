@@ -46,3 +46,7 @@ class VolumeError(MooringError):
 
 class UsageError(MooringError):
     """An argument or a way of running that makes no sense here; nothing was changed."""
+
+
+class StoreLostError(RuntimeError):
+    """The store of the process group does not answer."""

@@ -11,19 +11,19 @@ checkpoint to be found by `newest`.
 """
 
 import logging
-import os
 import re
 import shutil
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Final
 
+from mooring.durable import sync_directory, sync_tree
 from mooring.records import (
     Record,
     RecordedFile,
     damage,
     read_records,
     remove_record,
-    sync_directory,
     write_record,
 )
 
@@ -56,17 +56,24 @@ class LocalCheckpoints:
             elif (replaced := _REPLACED_NAME.fullmatch(path.name)) is not None:
                 self._settle(path, replaced["name"], replaced["save"])
 
-    def newest(self) -> Record | None:
-        """The newest whole checkpoint; forgets those that are gone, passes over those that are damaged."""
+    def being_saved(self, name: str) -> Path:
+        """The directory that `begin` makes; the ranks of a pod share it."""
+        return self._temporary(_SAVING, name)
+
+    def whole(self) -> Sequence[Record]:
+        """The whole checkpoints, the newest first; forgets those that are gone, passes over those that are damaged."""
+        found: list[Record] = []
         for record in read_records(self._records):
             checkpoint = self.path(record.name)
+            if record.directory is not None:
+                continue
             if not checkpoint.is_dir():
                 self._forget(record.name)
-            elif (reason := damage(record, checkpoint)) is not None:
-                _log.warning("checkpoint skipped: name=%s reason=%s", record.name, reason)
+            elif (reason := damage(record, checkpoint)) is None:
+                found.append(record)
             else:
-                return record
-        return None
+                _log.warning("checkpoint skipped: name=%s reason=%s", record.name, reason)
+        return found
 
     def begin(self, name: str) -> Path:
         """An empty directory to write a checkpoint into. Raises OSError."""
@@ -82,7 +89,7 @@ class LocalCheckpoints:
     def publish(self, name: str) -> tuple[RecordedFile, ...]:
         """Make what was written durable and give it its name; its files. Raises OSError, with the name untouched."""
         temporary, final = self._temporary(_SAVING, name), self.path(name)
-        files = _sync_tree(temporary)
+        files = tuple(RecordedFile(path=path, size_bytes=size_bytes) for path, size_bytes in sync_tree(temporary))
         if not files:
             raise FileNotFoundError(f"nothing was saved in {temporary}")
         aside: Path | None = None
@@ -105,11 +112,15 @@ class LocalCheckpoints:
         if replaced is not None:
             _delete(replaced)
 
-    def rotate(self, newest: Record, keep: int) -> None:
+    def rotate(self, newest: Record, keep: int, *, keep_restored: bool) -> None:
         """Of the whole checkpoints up to `newest`, keep that one and the `keep - 1` before it. Raises OSError."""
-        older = [record for record in read_records(self._records) if record.order < newest.order]
+        older = [
+            record for record in read_records(self._records) if record.order < newest.order and record.directory is None
+        ]
         whole = [record for record in older if damage(record, self.path(record.name)) is None]
         for record in whole[keep - 1 :]:
+            if keep_restored and record.committed:
+                continue
             removing = self._temporary(_REMOVING, record.name)
             self.path(record.name).rename(removing)
             remove_record(self._records, record.name)
@@ -158,25 +169,3 @@ class LocalCheckpoints:
 def _delete(path: Path) -> None:
     # What cannot be deleted now is garbage by its name, and the next start tries again.
     shutil.rmtree(path, ignore_errors=True)
-
-
-def _sync_tree(root: Path) -> tuple[RecordedFile, ...]:
-    files: list[RecordedFile] = []
-    for parent, _, names in os.walk(root, topdown=False, onerror=_raise):
-        for name in sorted(names):
-            path = Path(parent, name)
-            if not path.is_file() or path.is_symlink():
-                continue
-            descriptor = os.open(path, os.O_RDONLY)
-            try:
-                os.fsync(descriptor)
-                size_bytes = os.fstat(descriptor).st_size
-            finally:
-                os.close(descriptor)
-            files.append(RecordedFile(path=path.relative_to(root).as_posix(), size_bytes=size_bytes))
-        sync_directory(Path(parent))
-    return tuple(files)
-
-
-def _raise(error: OSError) -> None:
-    raise error

@@ -14,6 +14,8 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Any, Final
 
+from mooring.durable import sync_directory
+
 _log: Final = logging.getLogger("mooring")
 _SUFFIX: Final = ".json"
 
@@ -28,7 +30,7 @@ class Kind(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RecordedFile:
-    """A file of a checkpoint; `path` is relative to it, with `/`."""
+    """A file of a checkpoint; `path` is relative to it, with `/`; empty when the checkpoint is that file."""
 
     path: str
     size_bytes: int
@@ -39,7 +41,8 @@ class Record:
     """A complete local checkpoint. `saved_at` is unix seconds.
 
     `committed`: it came from the destination. `announced`: an agent has it. With neither, an agent that was away takes
-    it up by this record.
+    it up by this record. `directory`: where a framework wrote it, relative to the volume; None when it lies in the
+    checkpoint directory and is ours to delete.
     """
 
     name: str
@@ -51,6 +54,7 @@ class Record:
     files: tuple[RecordedFile, ...]
     committed: bool = False
     announced: bool = False
+    directory: str | None = None
 
     @property
     def order(self) -> tuple[int, float]:
@@ -105,15 +109,6 @@ def damage(record: Record, checkpoint: Path) -> str | None:
     return None
 
 
-def sync_directory(directory: Path) -> None:
-    """Make what was created, renamed or removed in a directory survive a power cut. Raises OSError."""
-    descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
 def _encode(record: Record) -> bytes:
     value: dict[str, Any] = {
         "name": record.name,
@@ -128,12 +123,15 @@ def _encode(record: Record) -> bytes:
         value["committed"] = True
     if record.announced:
         value["announced"] = True
+    if record.directory is not None:
+        value["directory"] = record.directory
     # In ASCII, which has an escape for a file name that is not UTF-8.
     return json.dumps(value).encode() + b"\n"
 
 
 def _decode(path: Path) -> Record:
     value = json.loads(path.read_bytes())
+    directory = value.get("directory") if isinstance(value, dict) else None
     record = Record(
         name=str(value["name"]),
         step=int(value["step"]),
@@ -144,6 +142,7 @@ def _decode(path: Path) -> Record:
         files=tuple(RecordedFile(path=str(file["path"]), size_bytes=int(file["size"])) for file in value["files"]),
         committed=bool(value.get("committed", False)),
         announced=bool(value.get("announced", False)),
+        directory=None if directory is None else str(directory),
     )
     # The name becomes a path that rotation may delete.
     if f"{record.name}{_SUFFIX}" != path.name:

@@ -6,11 +6,12 @@ is no agent.
 
 import logging
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
 
 from mooring.errors import ErrorKind, UsageError
+from mooring.rank_store import Ranks
 from mooring_api import names
 
 _log: Final = logging.getLogger("mooring")
@@ -19,11 +20,12 @@ LOCAL_DIRECTORY: Final = "checkpoints"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Settings:
-    """Absolute paths. `socket` is None when nobody said that there is an agent."""
+    """Absolute paths. `socket` is None when nobody said that there is an agent. `ranks`: as the launcher says."""
 
     volume: Path
     checkpoint_directory: Path
     socket: Path | None
+    ranks: Ranks = field(default_factory=Ranks)
 
     @property
     def state_directory(self) -> Path:
@@ -38,20 +40,28 @@ def read_settings(
     volume: str | Path | None = None,
     socket: str | Path | None = None,
 ) -> Settings:
-    """Raises UsageError for a job of several processes, which would overwrite each other's checkpoints."""
-    _refuse_several_processes(environment)
+    """Raises UsageError."""
+    ranks = Ranks(
+        rank=_number(environment, "RANK", 0),
+        world_size=_number(environment, "WORLD_SIZE", 1),
+        local_rank=_number(environment, "LOCAL_RANK", 0),
+        local_world_size=_number(environment, "LOCAL_WORLD_SIZE", 1),
+    )
     volume = volume or environment.get(names.ENV_VOLUME)
     directory = directory or environment.get(names.ENV_CHECKPOINT_DIRECTORY)
     socket = socket or environment.get(names.ENV_SOCKET)
     if not volume:
         # Nothing is written outside the one directory that the user knows of.
         local = _announceable(Path(directory or LOCAL_DIRECTORY).absolute())
-        return Settings(volume=local, checkpoint_directory=local, socket=Path(socket).absolute() if socket else None)
+        return Settings(
+            ranks=ranks, volume=local, checkpoint_directory=local, socket=Path(socket).absolute() if socket else None
+        )
     root = Path(volume).absolute()
     checkpoint_directory = Path(directory).absolute() if directory else root / names.CHECKPOINT_DIRECTORY
     if not checkpoint_directory.is_relative_to(root):
         _log.warning("the agent takes only what lies in its volume: directory=%s volume=%s", checkpoint_directory, root)
     return Settings(
+        ranks=ranks,
         volume=root,
         checkpoint_directory=_announceable(checkpoint_directory),
         socket=Path(socket).absolute() if socket else root / names.STATE_DIRECTORY / names.SOCKET,
@@ -66,11 +76,6 @@ def _announceable(path: Path) -> Path:
     return path
 
 
-def _refuse_several_processes(environment: Mapping[str, str]) -> None:
-    world_size = environment.get("WORLD_SIZE", "1")
-    if world_size.isdecimal() and int(world_size) > 1:
-        raise UsageError(
-            ErrorKind.UNSUPPORTED,
-            f"Checkpointer saves for one process, and WORLD_SIZE is {world_size}",
-            hint="announce each rank's part with the agent's AnnounceCheckpoint call, or run one process",
-        )
+def _number(environment: Mapping[str, str], name: str, default: int) -> int:
+    value = environment.get(name, "")
+    return int(value) if value.isdecimal() else default

@@ -30,7 +30,6 @@ class AgentServer(agent_pb2_grpc.AgentServicer):
         self.die_in = ""
         self.answering = threading.Event()
         self.answering.set()
-        self._counter = 0
 
     def requests(self, method: str) -> list[Any]:
         return [request for called, request in self.calls if called == method]
@@ -51,8 +50,7 @@ class AgentServer(agent_pb2_grpc.AgentServicer):
         self._take("BeginSave", request, context)
         if not self.admitted:
             return agent_pb2.BeginSaveResponse(admitted=False, reason="no room")
-        self._counter += 1
-        return agent_pb2.BeginSaveResponse(admitted=True, save=f"{request.attempt}-{self._counter:06d}")
+        return agent_pb2.BeginSaveResponse(admitted=True, save=request.save)
 
     def AnnounceCheckpoint(self, request: Any, context: grpc.ServicerContext) -> Any:  # noqa: N802
         self._take("AnnounceCheckpoint", request, context)

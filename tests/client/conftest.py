@@ -66,7 +66,7 @@ def make_checkpointer(volume: Path) -> Iterator[Callable[..., Checkpointer]]:
 
     yield make
     for checkpointer in reversed(made):
-        checkpointer._gate.close()
+        checkpointer.close()
     assert signal.getsignal(signal.SIGTERM) == before
 
 

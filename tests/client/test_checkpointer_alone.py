@@ -280,10 +280,19 @@ def test_arguments_that_make_no_sense_are_refused_before_anything_is_written(
     assert visible(directory) == []
 
 
-def test_several_processes_are_refused_at_the_start(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rank_above_0_without_a_process_group_is_told_what_to_do(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RANK", "1")
     monkeypatch.setenv("WORLD_SIZE", "2")
-    with pytest.raises(UsageError, match="WORLD_SIZE is 2"):
-        make()
+    with pytest.raises(UsageError, match="rank 1 would save alone") as raised:
+        make().resume()
+    assert "alone=True" in raised.value.hint
+
+
+def test_one_process_may_save_for_all(make: Make, directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    save(make(alone=True), 1)
+    assert visible(directory) == ["checkpoint-1"]
 
 
 def test_keeping_no_checkpoint_is_refused(make: Make) -> None:

@@ -9,8 +9,9 @@ from pathlib import Path
 
 import pytest
 
-import mooring.gate
+import mooring.gate.bell
 from mooring.gate import Ask, SingleProcessGate
+from mooring.gate.sigterm import Sigterm
 from mooring_api import doorbell
 
 Make = Callable[[], SingleProcessGate]
@@ -23,20 +24,22 @@ def bell(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def make(bell: Path) -> Iterator[Make]:
-    made: list[SingleProcessGate] = []
+    made: list[tuple[SingleProcessGate, Sigterm]] = []
 
     def new() -> SingleProcessGate:
-        made.append(SingleProcessGate(bell))
-        return made[-1]
+        sigterm = Sigterm()
+        made.append((SingleProcessGate(bell, sigterm), sigterm))
+        return made[-1][0]
 
     yield new
-    for gate in reversed(made):
+    for gate, sigterm in reversed(made):
         gate.close()
+        sigterm.close()
 
 
 @pytest.fixture
 def look_always(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(mooring.gate, "_DOORBELL_LOOK_SECONDS", 0.0)
+    monkeypatch.setattr(mooring.gate.bell, "_LOOK_SECONDS", 0.0)
 
 
 def ring(bell: Path, number: int, *, deadline_unix: float = 0.0) -> None:
@@ -56,7 +59,6 @@ def test_sigterm_asks_to_stop_and_stays_asked(make: Make) -> None:
     gate = make()
     os.kill(os.getpid(), signal.SIGTERM)
     assert [gate.at(step) for step in (1, 2)] == [Ask.STOP] * 2
-    assert gate.signalled
 
 
 def test_an_earlier_handler_is_called_and_put_back(make: Make) -> None:
@@ -71,7 +73,7 @@ def test_an_earlier_handler_is_called_and_put_back(make: Make) -> None:
         os.kill(os.getpid(), signal.SIGTERM)
         assert gate.at(1) is Ask.STOP
         assert called == [signal.SIGTERM]
-        gate.close()
+        gate._sigterm.close()
         assert signal.getsignal(signal.SIGTERM) == earlier
     finally:
         signal.signal(signal.SIGTERM, before)
@@ -87,7 +89,7 @@ def test_an_earlier_handler_that_exits_does_not_end_the_process_before_the_save(
         os.kill(os.getpid(), signal.SIGTERM)
         assert gate.at(1) is Ask.STOP
     finally:
-        gate.close()
+        gate._sigterm.close()
         signal.signal(signal.SIGTERM, before)
 
 
@@ -96,7 +98,7 @@ def test_a_handler_installed_later_is_left_in_place(make: Make) -> None:
 
     gate = make()
     before = signal.signal(signal.SIGTERM, later)
-    gate.close()
+    gate._sigterm.close()
     assert signal.getsignal(signal.SIGTERM) is later
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     assert callable(before)
@@ -142,7 +144,6 @@ def test_a_notice_outweighs_an_operators_ring(make: Make, bell: Path) -> None:
     assert gate.at(1) is Ask.SAVE
     ring(bell, 2, deadline_unix=time.time() + 30)
     assert [gate.at(step) for step in (1, 2)] == [Ask.STOP] * 2
-    assert not gate.signalled
 
 
 @pytest.mark.parametrize(("seconds_left", "asked"), [(30.0, Ask.STOP), (-1.0, Ask.NOTHING)])

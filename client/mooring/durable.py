@@ -1,0 +1,44 @@
+"""Making files survive a power cut."""
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+
+def sync_directory(directory: Path) -> None:
+    """Make what was created, renamed or removed in a directory survive. Raises OSError."""
+    descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def sync_tree(root: Path) -> Iterator[tuple[str, int]]:
+    """Make every file below `root` survive, or `root` if it is a file: relative paths, with `/`, and sizes in bytes.
+
+    Raises OSError.
+    """
+    if root.is_file():
+        yield "", _sync_file(root)
+        sync_directory(root.parent)
+        return
+    for parent, _, names in os.walk(root, topdown=False, onerror=_raise):
+        for name in sorted(names):
+            path = Path(parent, name)
+            if path.is_file() and not path.is_symlink():
+                yield path.relative_to(root).as_posix(), _sync_file(path)
+        sync_directory(Path(parent))
+
+
+def _sync_file(path: Path) -> int:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+        return os.fstat(descriptor).st_size
+    finally:
+        os.close(descriptor)
+
+
+def _raise(error: OSError) -> None:
+    raise error

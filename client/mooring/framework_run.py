@@ -1,0 +1,253 @@
+"""A run whose checkpoints a framework writes: when it should save and stop, and what becomes of what it wrote.
+
+Owns the way from a framework's checkpoint directory (or file) to the agent, and the one run of this process. Must not
+know any framework, and never writes into a checkpoint: Hugging Face rotates by modification time. Raises SystemExit by
+`leave`, and else nothing.
+"""
+
+import logging
+import os
+import threading
+import time
+from concurrent.futures import Future
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Final, NoReturn
+
+from mooring.durable import sync_tree
+from mooring.errors import MooringError
+from mooring.gate import Ask
+from mooring.leaving import leave
+from mooring.records import Kind, Record, RecordedFile, damage, read_records, remove_record, write_record
+from mooring.session import Begun, Session
+from mooring.settings import read_settings
+
+_log: Final = logging.getLogger("mooring")
+
+
+class FrameworkRun:
+    """Every rank has one and calls the same methods in the same order. `current` gives the one of this process."""
+
+    _current: "FrameworkRun | None" = None
+
+    def __init__(self) -> None:
+        """Raises UsageError or VolumeError."""
+        self._session = Session(read_settings(os.environ))
+        self._begun: Begun | None = None
+        self._stop_asked = False
+        self._given_up = False
+        self._warned_of: set[Path] = set()
+        self._outstanding: list[threading.Thread] = []
+
+    @classmethod
+    def current(cls) -> "FrameworkRun":
+        """Made at the first call, and again after `close`. Raises UsageError or VolumeError when it is made."""
+        if cls._current is None:
+            cls._current = cls()
+        return cls._current
+
+    @property
+    def stopping(self) -> bool:
+        """The pod is ending and the just-in-time checkpoint was announced: leave."""
+        return self._session.stopping
+
+    @property
+    def checkpoint_directory(self) -> Path:
+        """Where to write a checkpoint for which the program names no place."""
+        return self._session.settings.checkpoint_directory
+
+    def hold_sigterm(self) -> None:
+        """Take SIGTERM back from a framework that took it meanwhile."""
+        self._session.hold_sigterm()
+
+    def ask(self, step: int, tick: int = 0) -> Ask:
+        """What is asked after `step` optimizer steps and `tick` batches of an evaluation: the same on all ranks.
+
+        Positions must grow, and be the same on all ranks. STOP is answered until the just-in-time checkpoint is
+        announced, NOTHING from then on.
+        """
+        if self._session.stopping or self._given_up:
+            return Ask.NOTHING
+        try:
+            ask = self._session.ask(step, tick)
+        except MooringError as error:
+            self._give_up(error)
+            return Ask.NOTHING
+        self._stop_asked |= ask is Ask.STOP
+        return ask
+
+    def admits(self, step: int) -> bool:
+        """Whether the agents have room for the periodic checkpoint that is due at `step`."""
+        if self._given_up:
+            return True
+        try:
+            if self._begun is not None:
+                self._session.abort(self._begun)
+            self._begun = self._session.admit(step, self._kind(None))
+        except MooringError as error:
+            self._give_up(error)
+            return True
+        return self._begun is not None
+
+    def protects(self, path: Path) -> bool:
+        """Whether an agent can take what lies there; says once per place that it cannot."""
+        if self._given_up:
+            return False
+        volume = self._session.settings.volume
+        if path.resolve().is_relative_to(volume.resolve()):
+            return True
+        place = path.parent
+        if place not in self._warned_of:
+            self._warned_of.add(place)
+            _log.warning(
+                "not protected, it lies outside the volume: path=%s volume=%s hint=write checkpoints to %s",
+                path,
+                volume,
+                self.checkpoint_directory,
+            )
+        return False
+
+    def announce(self, path: Path, step: int, kind: Kind | None = None) -> bool:
+        """This rank's part of the checkpoint `path` is written; waits until all are. Whether the agents know of it.
+
+        `kind`: None for just-in-time when that was asked, else periodic.
+        """
+        begun = self._begin(path, step, kind)
+        return begun is not None and self._announce(path, begun)
+
+    def announce_when(self, future: "Future[Any]", path: Path, step: int, kind: Kind | None = None) -> None:
+        """The same when `future` is done, by another thread; nothing when it fails."""
+        begun = self._begin(path, step, kind)
+        if begun is None:
+            return
+
+        def finish() -> None:
+            failure = future.exception()
+            if failure is not None:
+                _log.warning("checkpoint not announced, it could not be written: path=%s error=%s", path, failure)
+            self._announce(path, begun, written=failure is None)
+
+        thread = threading.Thread(target=finish, name="mooring-announce", daemon=True)
+        self._outstanding = [one for one in self._outstanding if one.is_alive()] + [thread]
+        thread.start()
+
+    def newest(self) -> Path | None:
+        """The checkpoint to resume from, the same on all ranks; None to begin afresh."""
+        try:
+            chosen = self._session.choose(self._whole())
+        except MooringError as error:
+            # To train from the start over what was saved is the one thing worse than to stop.
+            raise SystemExit(f"mooring: {error}; {error.hint}") from error
+        if chosen is None:
+            return None
+        _log.info("resuming: name=%s step=%d", chosen.name, chosen.step)
+        return self._place(chosen)
+
+    def leave(self) -> NoReturn:
+        """After a just-in-time save: wait for what is still being written, part from the other ranks, exit with 143."""
+        self._session.stopping = True
+        self._shut()
+        leave()
+
+    def close(self) -> None:
+        """Training ended by itself: wait for what is still being written, and give SIGTERM back; idempotent."""
+        self._shut()
+
+    def _shut(self) -> None:
+        for thread in self._outstanding:
+            thread.join()
+        if self._begun is not None:
+            self._session.abort(self._begun)
+            self._begun = None
+        self._session.close()
+        if FrameworkRun._current is self:
+            FrameworkRun._current = None
+
+    def _begin(self, path: Path, step: int, kind: Kind | None) -> Begun | None:
+        """The save that a checkpoint belongs to; None when it cannot be announced."""
+        begun, self._begun = self._begun, None
+        try:
+            if not self.protects(path):
+                if begun is not None:
+                    self._session.abort(begun)
+                return None
+            if begun is not None and begun.step != step:
+                self._session.abort(begun)
+                begun = None
+            if begun is None:
+                begun = self._session.begin(step, self._kind(kind))
+        except MooringError as error:
+            self._give_up(error)
+            return None
+        return replace(begun, kind=self._kind(kind))
+
+    def _announce(self, path: Path, begun: Begun, *, written: bool = True) -> bool:
+        team = self._session.team
+        if not team.job.agree(f"{begun.save}/written", written):
+            self._session.abort(begun)
+            return False
+        record = Record(
+            name=path.name,
+            step=begun.step,
+            save=begun.save,
+            kind=begun.kind,
+            world_size=team.job.ranks.world_size,
+            saved_at=time.time(),
+            files=(),
+            directory=self._directory(path),
+        )
+        recorded: Record | None = record
+        if team.leads_pod:
+            recorded = self._record(path, record)
+        if not team.job.agree(f"{begun.save}/recorded", recorded is not None) or recorded is None:
+            self._session.abort(begun)
+            return False
+        if begun.kind is Kind.JUST_IN_TIME:
+            self._session.stopping = True
+        announced = team.job.agree(f"{begun.save}/announced", self._session.announce(recorded, path))
+        _log.info("saved: name=%s kind=%s save=%s announced=%s", path.name, begun.kind, begun.save, announced)
+        return announced
+
+    def _record(self, path: Path, record: Record) -> Record | None:
+        """Make the checkpoint durable and record it; forget those that the framework has deleted."""
+        try:
+            files = tuple(RecordedFile(path=name, size_bytes=size_bytes) for name, size_bytes in sync_tree(path))
+            record = replace(record, files=files)
+            write_record(self._session.records, record)
+            for older in read_records(self._session.records):
+                if not self._place(older).exists():
+                    remove_record(self._session.records, older.name)
+        except OSError as error:
+            _log.warning("checkpoint not recorded: path=%s error=%s", path, error)
+            return None
+        return record
+
+    def _whole(self) -> list[Record]:
+        found: list[Record] = []
+        for record in read_records(self._session.records):
+            place = self._place(record)
+            if not place.exists():
+                continue
+            if (reason := damage(record, place)) is None:
+                found.append(record)
+            else:
+                _log.warning("checkpoint skipped: name=%s reason=%s", record.name, reason)
+        return found
+
+    def _place(self, record: Record) -> Path:
+        if record.directory is None:
+            return self.checkpoint_directory / record.name
+        return self._session.settings.volume / record.directory / record.name
+
+    def _directory(self, path: Path) -> str:
+        return path.resolve().parent.relative_to(self._session.settings.volume.resolve()).as_posix()
+
+    def _kind(self, kind: Kind | None) -> Kind:
+        if self._stop_asked:
+            return Kind.JUST_IN_TIME
+        return kind or Kind.PERIODIC
+
+    def _give_up(self, error: MooringError) -> None:
+        self._given_up = True
+        _log.warning("not protected: error=%s hint=%s", error, error.hint)
+        self._session.close()

@@ -1,0 +1,123 @@
+"""One save of a Checkpointer, from its empty directory to the announced checkpoint.
+
+Owns the order: written by all ranks, made durable, renamed, recorded, announced, rotated. Between two of these all
+ranks agree that each of them is so far; if one is not, none goes on. It may be completed in another thread than it was
+begun in.
+"""
+
+import logging
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Final
+
+from mooring.errors import ErrorKind, VolumeError
+from mooring.records import Kind, Record, RecordedFile
+from mooring.session import Begun, Session
+
+_log: Final = logging.getLogger("mooring")
+_KEEP_UNANNOUNCED: Final = 2
+"""Complete checkpoints kept while nobody else has them."""
+
+
+class Saving:
+    """Write into `directory`, then either `complete` or `abandon`. Raises VolumeError on all ranks if one has none."""
+
+    def __init__(self, session: Session, begun: Begun, *, keep_local: int) -> None:
+        self._session = session
+        self._team = session.team
+        self._begun = begun
+        self._keep_local = keep_local
+        self._name = f"checkpoint-{begun.step}"
+        self._make_directory()
+        self.directory: Path = self._team.local.being_saved(self._name)
+
+    @property
+    def step(self) -> int:
+        return self._begun.step
+
+    def complete(self, kind: Callable[[], Kind] | None = None) -> bool:
+        """This rank's part is written; whether the checkpoint exists, which it does when all parts are.
+
+        `kind` is asked when all are written: a notice may have come meanwhile.
+        """
+        team = self._team
+        if not team.job.agree(f"{self._begun.save}/written"):
+            _log.warning("checkpoint given up, another rank failed: name=%s", self._name)
+            self._give_up()
+            return False
+        chosen = self._begun.kind if kind is None else kind()
+        if chosen is Kind.JUST_IN_TIME:
+            # For good: a final save after it makes the run no more complete than it was.
+            self._session.stopping = True
+        files = self._publish() if team.leads_pod else ()
+        if not team.job.agree(f"{self._begun.save}/published", files is not None) or files is None:
+            self._give_up()
+            return False
+        record = Record(
+            name=self._name,
+            step=self._begun.step,
+            save=self._begun.save,
+            kind=chosen,
+            world_size=team.job.ranks.world_size,
+            saved_at=time.time(),
+            files=files,
+        )
+        announced = self._keep(record)
+        _log.info("saved: name=%s kind=%s save=%s announced=%s", record.name, record.kind, record.save, announced)
+        return True
+
+    def abandon(self) -> None:
+        """This rank cannot write its part: nothing of the checkpoint stays, on any rank."""
+        self._team.job.agree(f"{self._begun.save}/written", ok=False)
+        self._give_up()
+
+    def _make_directory(self) -> None:
+        """One for all ranks of the pod."""
+        failure: OSError | None = None
+        try:
+            if self._team.leads_pod:
+                self._team.local.begin(self._name)
+        except OSError as error:
+            failure = error
+        if not self._team.job.agree(f"{self._begun.save}/begun", failure is None):
+            self._give_up()
+            raise VolumeError(
+                ErrorKind.VOLUME_UNUSABLE,
+                f"cannot save {self._name}: {failure or 'another rank cannot'}",
+                hint="see whether the volume is full",
+            ) from failure
+
+    def _give_up(self) -> None:
+        if self._team.leads_pod:
+            self._team.local.abandon(self._name)
+        self._session.abort(self._begun)
+
+    def _publish(self) -> tuple[RecordedFile, ...] | None:
+        try:
+            return self._team.local.publish(self._name)
+        except OSError as error:
+            _log.warning("checkpoint lost: name=%s error=%s", self._name, error)
+            return None
+
+    def _keep(self, record: Record) -> bool:
+        """Record, announce and rotate; whether all ranks announced it. If it is not recorded nothing is rotated."""
+        local = self._team.local
+        recorded = self._team.leads_pod and self._record(record)
+        announced = self._session.announce(record, local.path(record.name))
+        announced = self._team.job.agree(f"{record.save}/announced", announced)
+        if recorded:
+            keep = self._keep_local if announced else max(self._keep_local, _KEEP_UNANNOUNCED)
+            try:
+                local.rotate(record, keep, keep_restored=not self._session.holds_whole_job)
+            except OSError as error:
+                _log.warning("older checkpoint not removed: error=%s", error)
+        return announced
+
+    def _record(self, record: Record) -> bool:
+        try:
+            self._team.local.record(record)
+        except OSError as error:
+            _log.warning("checkpoint not recorded, it cannot be resumed from: name=%s error=%s", record.name, error)
+            return False
+        return True

@@ -1,0 +1,207 @@
+"""A trainer's dealings with its agent and with the other ranks, whoever writes the checkpoints.
+
+Owns the place of this process in the job, the termination notice, what the agent was asked and told, and the way out.
+Must not know how a checkpoint is written or what it is called. Past its constructor it raises UsageError when the ranks
+cannot save together, and VolumeError when they have nothing in common to resume from.
+"""
+
+import logging
+import secrets
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Final
+
+from mooring.agent import Agent
+from mooring.errors import ErrorKind, VolumeError
+from mooring.gate import Ask
+from mooring.gate.sigterm import Sigterm
+from mooring.leaving import leave
+from mooring.liveness import hold_liveness_lock
+from mooring.local_checkpoints import LocalCheckpoints
+from mooring.records import Kind, Record, write_record
+from mooring.settings import Settings
+from mooring.team import Team, join
+from mooring_api import names
+
+_log: Final = logging.getLogger("mooring")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Begun:
+    """A save that was given an id, the same on all ranks; `admitted_by_agent` when the agent keeps room for it."""
+
+    step: int
+    save: str
+    kind: Kind
+    admitted_by_agent: bool = False
+
+
+class Session:
+    """`stopping`: the just-in-time save is made. Raises VolumeError. SIGTERM belongs to it until `close`."""
+
+    def __init__(self, settings: Settings, *, alone: bool = False) -> None:
+        self.settings = settings
+        self.records = settings.state_directory / names.RECORDS_DIRECTORY
+        self.stopping = False
+        self._alone = alone
+        self._counter = 0
+        self._team: Team | None = None
+        self._agent_knows_notice = False
+        self._unannounced: tuple[Record, Path] | None = None
+        # An asynchronous save is announced by another thread.
+        self._announcing = threading.Lock()
+        lives = self._prepare()
+        self._sigterm = Sigterm()
+        self.agent = Agent(settings.socket, ranks=settings.ranks, holds_liveness_lock=lives)
+
+    @property
+    def team(self) -> Team:
+        """Who saves together; decided at the first look."""
+        if self._team is None:
+            self._team = join(self.settings, self._sigterm, alone=self._alone)
+            if self.agent.terminating:
+                self._team.gate.notice()
+        return self._team
+
+    def ask(self, step: int, tick: int = 0) -> Ask:
+        """What is asked of all ranks at this position; meanwhile an agent that is back learns what it missed."""
+        ask = (self._team or self.team).gate.at(step, tick)
+        if self._unannounced is not None and ask is not Ask.STOP and self.agent.is_back():
+            self.announce_missed()
+        return ask
+
+    def next_number(self) -> int:
+        """Tells one thing that the ranks do together from another."""
+        self._counter += 1
+        return self._counter
+
+    def begin(self, step: int, kind: Kind) -> Begun:
+        """A save that nobody was asked about."""
+        return Begun(step=step, save=f"{self.team.nonce}-c{self.next_number():06d}", kind=kind)
+
+    def admit(self, step: int, kind: Kind) -> Begun | None:
+        """Ask the agents of all pods for room; None when one has none. A just-in-time save is never refused."""
+        begun = self.begin(step, kind)
+        self.tell_notice()
+        team = self.team
+        if not team.leads_pod:
+            return begun if kind is Kind.JUST_IN_TIME or team.job.agree(f"{begun.save}/admitted") else None
+        was_away = self.agent.away
+        admission = self.agent.begin_save(step=step, kind=kind, save=begun.save)
+        if admission is not None and was_away and kind is not Kind.JUST_IN_TIME:
+            # The agent is back, and has time for it while the next one is written.
+            self.announce_missed()
+        refused = admission is not None and not admission.admitted
+        if admission is not None and refused:
+            _log.warning("save not admitted: step=%d reason=%s", step, admission.reason)
+        begun = replace(begun, admitted_by_agent=admission is not None and not refused)
+        if kind is Kind.JUST_IN_TIME or team.job.agree(f"{begun.save}/admitted", not refused):
+            return begun
+        self.abort(begun)
+        return None
+
+    def abort(self, begun: Begun) -> None:
+        """A save that will not be announced."""
+        if begun.admitted_by_agent:
+            self.agent.abort_save(begun.save)
+
+    def announce(self, record: Record, path: Path) -> bool:
+        """Tell the agent of what all ranks have written and this pod's first rank has recorded; whether it knows."""
+        self.tell_notice()
+        with self._announcing:
+            # After a just-in-time save there will be no other.
+            return self._announce(record, path, urgent=record.kind is Kind.JUST_IN_TIME)
+
+    def announce_missed(self) -> None:
+        """Tell the agent of the newest checkpoint, if it was away then."""
+        with self._announcing:
+            if self._unannounced is not None:
+                self._announce(*self._unannounced, urgent=False)
+
+    @property
+    def holds_whole_job(self) -> bool:
+        """Every rank is in this pod, so that what is saved here is whole here."""
+        ranks = self.team.job.ranks
+        return ranks.local_world_size == ranks.world_size
+
+    def choose(self, records: Sequence[Record]) -> Record | None:
+        """The newest of these whole local checkpoints that all ranks have.
+
+        Of several pods each wrote its part alone: there only what was restored is whole. Raises VolumeError when pods
+        have checkpoints, but none in common: to begin afresh then would lose them.
+        """
+        usable = {(one.step, one.save): one for one in records if one.committed or self.holds_whole_job}
+        number = self.next_number()
+        job = self.team.job
+        chosen = job.choose_newest(f"resume/{number}", list(usable))
+        if chosen is None:
+            if not job.agree(f"resume/{number}/afresh", ok=not records):
+                raise VolumeError(
+                    ErrorKind.VOLUME_UNUSABLE,
+                    "the pods of this job have checkpoints, but none that is whole in all of them",
+                    hint="run `mooring restore` in every pod before training, or empty the volumes to begin afresh",
+                )
+            return None
+        committed_step = self.agent.newest_committed_step
+        if committed_step is not None and committed_step > chosen[0]:
+            _log.warning("a newer checkpoint is committed: step=%d hint=run `mooring restore` first", committed_step)
+        return usable[chosen]
+
+    def tell_notice(self) -> None:
+        """Once, and again at the next call when the agent was away."""
+        if self._sigterm.received and not self._agent_knows_notice:
+            self._agent_knows_notice = self.agent.notify_termination("client-sigterm")
+
+    def hold_sigterm(self) -> None:
+        """Take SIGTERM back from a framework that took it meanwhile."""
+        self._sigterm.take_again()
+
+    def close(self) -> None:
+        """Training is over: tell what is untold and let go of SIGTERM; idempotent."""
+        self.tell_notice()
+        self.announce_missed()
+        if self.stopping:
+            self.team.job.part()
+        if self._team is not None:
+            self._team.gate.close()
+        self._sigterm.close()
+
+    def leave(self) -> None:
+        """Close, and after a just-in-time save go: raises SystemExit(143)."""
+        self.close()
+        if self.stopping:
+            leave()
+
+    def _announce(self, record: Record, path: Path, *, urgent: bool) -> bool:
+        announced = self.agent.announce(
+            path=path, step=record.step, kind=record.kind, save=record.save, ranks=self.team.job.ranks, urgent=urgent
+        )
+        self._unannounced = None if announced else (record, path)
+        if announced and self.team.leads_pod:
+            try:
+                write_record(self.records, replace(record, announced=True))
+            except OSError as error:
+                # Its record still asks for an agent, and the agent knows it already.
+                _log.debug("announcement not recorded: name=%s error=%s", record.name, error)
+        return announced
+
+    def _prepare(self) -> bool:
+        """Whether this process has its liveness lock. Raises VolumeError."""
+        settings = self.settings
+        try:
+            settings.checkpoint_directory.mkdir(parents=True, exist_ok=True)
+            lock = settings.state_directory / names.RANKS_DIRECTORY / str(settings.ranks.local_rank)
+            lives = hold_liveness_lock(lock)
+            if lives and settings.ranks.local_rank == 0:
+                LocalCheckpoints(settings.checkpoint_directory, self.records, secrets.token_hex(4)).clean_up()
+        except OSError as error:
+            raise VolumeError(
+                ErrorKind.VOLUME_UNUSABLE,
+                f"{settings.volume} cannot be written: {error}",
+                hint="give a directory that this user may write, see Checkpointer(directory=…)",
+            ) from error
+        if not lives:
+            _log.warning("another process of this run is alive: volume=%s", settings.volume)
+        return lives

@@ -1,0 +1,75 @@
+"""Who saves together: this process alone, or the ranks of torch.distributed's process group.
+
+Owns the choice between the two, which is made once, when the first thing is asked that all ranks must answer alike: a
+Checkpointer may be made before the process group is.
+"""
+
+import itertools
+import secrets
+from dataclasses import dataclass
+from typing import Final
+
+from mooring.errors import ErrorKind, StoreLostError, UsageError
+from mooring.gate import Gate, RanksGate, SingleProcessGate
+from mooring.gate.sigterm import Sigterm
+from mooring.job import Job, LoneProcess, RanksJob
+from mooring.local_checkpoints import LocalCheckpoints
+from mooring.rank_store import job_ranks, open_rank_store
+from mooring.settings import Settings
+from mooring_api import names
+
+_numbers: Final = itertools.count()
+"""Tells the teams of one process apart; all ranks make them in the same order."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Team:
+    """`nonce` is of this start of the job, the same on all ranks; so are the numbers of what they do together."""
+
+    job: Job
+    gate: Gate
+    local: LocalCheckpoints
+    nonce: str
+
+    @property
+    def leads_pod(self) -> bool:
+        """Names, records and rotation of a directory that several ranks share are one rank's business."""
+        return self.job.ranks.local_rank == 0
+
+
+def join(settings: Settings, sigterm: Sigterm, *, alone: bool) -> Team:
+    """`alone`: this process writes for all, whatever ranks there are. Raises UsageError."""
+    nonce = secrets.token_hex(4)
+    bell = settings.state_directory / names.DOORBELL
+    ranks = None if alone else job_ranks()
+    if ranks is None or ranks.world_size == 1:
+        if not alone:
+            _refuse_lone_follower(settings)
+        return _team(settings, LoneProcess(), SingleProcessGate(bell, sigterm), nonce)
+    number = next(_numbers)
+    try:
+        job = RanksJob(open_rank_store(ranks, f"{number}/job"), nonce)
+        gate = RanksGate(bell, sigterm, open_rank_store(ranks, f"{number}/gate"))
+    except StoreLostError as error:
+        raise UsageError(
+            ErrorKind.UNSUPPORTED,
+            f"the ranks cannot agree on what to save: {error}",
+            hint="make a Checkpointer on every rank, after init_process_group or before it",
+        ) from error
+    return _team(settings, job, gate, job.nonce)
+
+
+def _team(settings: Settings, job: Job, gate: Gate, nonce: str) -> Team:
+    records = settings.state_directory / names.RECORDS_DIRECTORY
+    local = LocalCheckpoints(settings.checkpoint_directory, records, nonce)
+    return Team(job=job, gate=gate, local=local, nonce=nonce)
+
+
+def _refuse_lone_follower(settings: Settings) -> None:
+    if settings.ranks.rank > 0:
+        raise UsageError(
+            ErrorKind.UNSUPPORTED,
+            f"rank {settings.ranks.rank} would save alone: torch.distributed has no process group",
+            hint="call init_process_group before the first resume, should_save or save; or let rank 0 save for all, "
+            "with Checkpointer(alone=True) there and none elsewhere",
+        )
