@@ -1,0 +1,84 @@
+"""Which module of which framework calls which integration when it is imported, where no code may be changed.
+
+Owns the table, and the decision where it does not apply. Runs at the start of every interpreter, before `mooring` is
+imported: so `mooring` is imported by the first framework only, and when that fails everything is off.
+"""
+
+import sys
+
+# Loaded by sitecustomize before this: so this does not import the package.
+from mooring.autoload.post_import import after_import, forget_all, reason, warn
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+    from importlib.machinery import ModuleSpec
+    from types import ModuleType
+
+_INTEGRATIONS = (
+    ("transformers.trainer", "hugging_face", "transformers.Trainer is"),
+    ("lightning.pytorch.trainer.trainer", "lightning", "lightning.Trainer is"),
+    ("pytorch_lightning.trainer.trainer", "lightning", "pytorch_lightning.Trainer is"),
+    ("accelerate.accelerator", "accelerate", "accelerate.Accelerator is"),
+    ("deepspeed.runtime.engine", "deepspeed", "DeepSpeedEngine is"),
+    ("torch.distributed.checkpoint.state_dict_saver", "dcp", "torch.distributed.checkpoint is"),
+    ("torch.utils.data._utils.worker", "worker_processes", "DataLoader workers are"),
+    ("torch.distributed.checkpoint._async_process_executor", "worker_processes", "the checkpoint writer process is"),
+)
+_PACKAGES = ("mooring", "mooring_api")
+
+
+def begin(packages_folder: str) -> None:
+    """Wait for the frameworks. `packages_folder` holds `mooring`, for interpreters that have none of their own."""
+    sys.meta_path.append(_Packages(packages_folder))
+    if not _serves_multiprocessing():
+        for module, integration, what in _INTEGRATIONS:
+            after_import(module, what, _caller(integration))
+
+
+class _Packages:
+    """Finds Mooring's own packages in a folder, after everybody else, and nothing else that lies there."""
+
+    def __init__(self, folder: str) -> None:
+        self._folder = folder
+
+    def find_spec(
+        self, name: str, path: "Sequence[str] | None" = None, target: "ModuleType | None" = None
+    ) -> "ModuleSpec | None":
+        if name not in _PACKAGES:
+            return None
+        from importlib.machinery import PathFinder
+
+        return PathFinder.find_spec(name, [self._folder])
+
+
+def _serves_multiprocessing() -> bool:
+    """Whether this interpreter is a spawned child, a fork server or a resource tracker of another program.
+
+    Such a child imports the program's main module, and with it the frameworks, before it knows that it is one.
+    """
+    arguments = getattr(sys, "orig_argv", ())
+    return any(argument.startswith("from multiprocess") for argument in arguments)
+
+
+def _is_child_of_multiprocessing() -> bool:
+    """Whether this process was forked as somebody's worker, after the hooks were made."""
+    process = sys.modules.get("multiprocessing.process")
+    return process is not None and process.parent_process() is not None
+
+
+def _caller(integration: str) -> "Callable[[ModuleType], None]":
+    def call(module: "ModuleType") -> None:
+        if _is_child_of_multiprocessing():
+            return
+        try:
+            import mooring  # noqa: F401
+        except Exception as error:
+            forget_all()
+            warn(f"autoload is off, the package mooring cannot be imported: {reason(error)}")
+            return
+        from importlib import import_module
+
+        import_module(f"mooring.integrations.{integration}").autoload(module)
+
+    return call
