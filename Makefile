@@ -4,13 +4,14 @@ PYTHON ?= $(shell command -v python3.11 || command -v python3)
 BIN := .venv/bin
 READY := .venv/.ready
 FRAMEWORKS := .venv/.frameworks
+NODE_MODULES := examples/node/node_modules/.package-lock.json
 # Old enough that a trainer image with any protobuf since 6.31 can load what it generates.
 PROTOC_VERSION := 1.74.0
 PROTOC := .tools/protoc
 STUBS := proto/mooring_api/v1
 WORKERS ?= 2
 
-.PHONY: setup demo test test-quick test-slow lint format proto proto-check docs bench clean
+.PHONY: setup node demo test test-quick test-slow test-trainers soak lint format proto proto-check docs bench clean
 
 setup: $(READY)
 
@@ -26,16 +27,29 @@ $(FRAMEWORKS): $(READY)
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev,frameworks]'
 	touch $@
 
+# For the example in Node.js: where there is no npm, its tests say that they skip.
+node: $(if $(shell command -v npm),$(NODE_MODULES))
+
+$(NODE_MODULES): examples/node/package-lock.json
+	npm ci --prefix examples/node
+
 demo: setup
 	$(BIN)/mooring demo
 
-test: test-quick test-slow
+test: test-quick test-slow test-trainers
 
-test-quick: $(FRAMEWORKS)
-	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal -m "not slow"
+test-quick: $(FRAMEWORKS) node
+	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal -m "not slow and not trainers"
 
-test-slow: $(FRAMEWORKS)
-	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal -m slow
+test-slow: $(FRAMEWORKS) node
+	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal -m "slow and not trainers"
+
+test-trainers: $(FRAMEWORKS)
+	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal -m trainers
+
+# Every trainer, every notice, every moment, many times over: hours, for people. ARGUMENTS="--times 3 --trainer ddp"
+soak: $(FRAMEWORKS)
+	$(BIN)/python -m tests.trainers.soak $(ARGUMENTS)
 
 lint: setup proto-check
 	$(BIN)/ruff check .
@@ -74,4 +88,4 @@ bench: setup
 	$(BIN)/python -m benchmarks.memory
 
 clean:
-	rm -rf .venv .tools build dist
+	rm -rf .venv .tools build dist examples/node/node_modules
