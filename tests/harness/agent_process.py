@@ -132,6 +132,11 @@ class AgentProcess:
             response: agent_pb2.AnnounceCheckpointResponse = stub.AnnounceCheckpoint(request, timeout=_STAGE_SECONDS)
         return response
 
+    def register(self, *, local_rank: int, rank: int, world_size: int) -> None:
+        with self.stub() as stub:
+            request = agent_pb2.RegisterRequest(local_rank=local_rank, rank=rank, world_size=world_size)
+            stub.Register(request, timeout=_CALL_SECONDS)
+
     def wait_committed(self, save: str, timeout_seconds: float = 60.0) -> agent_pb2.Checkpoint:
         with self.stub() as stub:
             request = agent_pb2.WaitCommittedRequest(save=save)

@@ -156,7 +156,7 @@ def _ready_to_stage(checkpoint: Checkpoint) -> Iterator[Share]:
 
 
 def _staged_with(checkpoint: Checkpoint, share: Share) -> list[Share]:
-    """Those whose files are pinned by one piece of work, the first of which does it: of a shared directory, all ranks."""
+    """Those whose files are pinned by one piece of work, which is the first one's: of a shared directory all ranks."""
     if share.requested_files or share.local_world_size <= 1:
         return [share]
     sharing = (one for one in checkpoint.shares.values() if not one.requested_files and one.source == share.source)
