@@ -1,0 +1,206 @@
+"""A real training job under a test's control: torchrun, ranks, DataLoader workers and the pace they keep.
+
+Nothing waits without a bound, and nothing that the job started is there when its context is left.
+"""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Final, Self
+
+from tests.harness.agent_process import wait_until
+from tests.servers.process import free_port
+
+from mooring import autoload
+from mooring_api import names
+
+PACED: Final = Path(__file__).with_name("paced.py")
+# They bound a hang and judge no speed: two ranks import a framework each, on a machine that others load.
+START_SECONDS: Final = 150.0
+END_SECONDS: Final = 100.0
+_MARK: Final = "PACE_DIRECTORY"
+_FAST_SECONDS: Final = 0.03
+SLOW_SECONDS: Final = 0.5
+"""A step after the notice: long against what the ranks need to agree, also on a busy machine."""
+_LOSS: Final = re.compile(r"^step=(\d+) loss=(\S+)$", re.MULTILINE)
+
+
+class Job:
+    """`begin` is the step that it resumes at. `launcher`: torchrun's arguments, by default for one node of `ranks`."""
+
+    def __init__(
+        self,
+        program: Path,
+        arguments: Sequence[str] = (),
+        *,
+        volume: Path,
+        folder: Path,
+        begin: int = 0,
+        ranks: int = 2,
+        launcher: Sequence[str] | None = None,
+        zero_code: bool = False,
+        environment: Mapping[str, str] | None = None,
+    ) -> None:
+        folder.mkdir(parents=True)
+        self.ranks = ranks
+        self._folder = folder
+        self._output = folder / "output.log"
+        self._command = [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={ranks}"]
+        self._command += launcher if launcher is not None else one_node()
+        self._command += [str(PACED), str(program), *arguments]
+        self._environment = {
+            **os.environ,
+            names.ENV_VOLUME: str(volume),
+            names.ENV_CHECKPOINT_DIRECTORY: str(volume / names.CHECKPOINT_DIRECTORY),
+            _MARK: str(folder),
+            "PACE_BEGIN": str(begin),
+            "GLOO_SOCKET_IFNAME": "lo",
+            "HF_HUB_OFFLINE": "1",
+            "OMP_NUM_THREADS": "1",
+            "PYTHONUNBUFFERED": "1",
+            # As the injection sets it from the grace period.
+            "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": str(int(END_SECONDS)),
+            **(environment or {}),
+        }
+        if zero_code:
+            self._environment["PACE_WITHOUT_MOORING"] = "1"
+            self._environment["PYTHONPATH"] = str(autoload.path())
+        self._process: subprocess.Popen[bytes] | None = None
+        self.order()
+
+    def __enter__(self) -> Self:
+        with self._output.open("wb") as output:
+            self._process = subprocess.Popen(
+                self._command, env=self._environment, stdin=subprocess.DEVNULL, stdout=output, stderr=output
+            )
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.kill()
+
+    @property
+    def process(self) -> "subprocess.Popen[bytes]":
+        assert self._process is not None, "not started"
+        return self._process
+
+    def order(self, *, hold: str = "", at_step: int = 0, step_seconds: float = _FAST_SECONDS) -> None:
+        """What every rank does from now on: go on, or wait at a place of `paced.py` after `at_step` steps."""
+        orders = self._folder / "orders.json"
+        written = orders.with_suffix(".tmp")
+        written.write_text(json.dumps({"hold": hold, "at_step": at_step, "step_seconds": step_seconds}))
+        written.replace(orders)
+
+    def wait_held(self, place: str, *, ranks: int | None = None) -> None:
+        """Until so many ranks, or all, are held there."""
+        count = self.ranks if ranks is None else ranks
+        self.wait_for(lambda: self._held().count(place) >= count, f"{count} ranks are held: {place}")
+
+    def wait_steps(self, step: int) -> None:
+        """Until all ranks have done that step."""
+        self.wait_for(lambda: all(done >= step for done in self.last_steps()), f"all ranks did step {step}")
+
+    def wait_for(self, holds: Callable[[], bool], what: str) -> None:
+        """While the job runs."""
+
+        def settled() -> bool:
+            assert self.process.poll() is None, f"it ended with {self.process.returncode}:\n{self.output()}"
+            return holds()
+
+        try:
+            wait_until(settled, START_SECONDS, what)
+        except AssertionError as error:
+            raise AssertionError(f"{error}; at steps {self.last_steps()}\n{self.output()}") from error
+
+    def last_steps(self, restart: int | None = None) -> list[int]:
+        """The last step that each rank has done, in this restart or the newest; -1 before its first."""
+        return [self._progress(rank, restart)[1] for rank in self._present_ranks()] or [-1]
+
+    def pid(self, rank: int) -> int:
+        return self._progress(rank, None)[0]
+
+    def restarts(self) -> int:
+        """How often all its ranks were started again."""
+        return max((int(path.suffixes[0][1:]) for path in self._folder.glob("rank-*.log")), default=0)
+
+    def signal(self, rank: int | None, number: signal.Signals = signal.SIGTERM) -> None:
+        """To one rank alone; None: to torchrun, which passes SIGTERM on to all of them."""
+        os.kill(self.process.pid if rank is None else self.pid(rank), number)
+
+    def wait(self, timeout_seconds: float = END_SECONDS) -> int:
+        """Its exit code, once nothing of it is left."""
+        try:
+            code = self.process.wait(timeout_seconds)
+            wait_until(lambda: not self.processes(), timeout_seconds, "nothing of the job is left")
+        except (subprocess.TimeoutExpired, AssertionError) as error:
+            raise AssertionError(f"{error}; at steps {self.last_steps()}\n{self.output()}") from error
+        return code
+
+    def processes(self) -> dict[int, str]:
+        """pid -> command line of everything that runs in its name: ranks, DataLoader workers, writers."""
+        mark = f"{_MARK}={self._folder}".encode()
+        found = {}
+        for entry in Path("/proc").iterdir():
+            if not entry.name.isdecimal() or int(entry.name) == os.getpid():
+                continue
+            try:
+                if mark in (entry / "environ").read_bytes().split(b"\0"):
+                    found[int(entry.name)] = (entry / "cmdline").read_bytes().replace(b"\0", b" ").decode()
+            except OSError:
+                continue  # it is gone, or somebody else's
+        return found
+
+    def kill(self) -> None:
+        """SIGKILL to everything of it, and wait for the end; idempotent."""
+
+        def gone() -> bool:
+            left = self.processes()
+            for pid in left:
+                try:
+                    os.kill(pid, signal.SIGKILL)
+                except ProcessLookupError:
+                    continue
+            return not left and self.process.poll() is not None
+
+        wait_until(gone, END_SECONDS, "what the job started is gone")
+
+    def output(self) -> str:
+        return self._output.read_text(errors="replace")
+
+    def losses(self) -> dict[int, str]:
+        """step -> loss, as rank 0 printed them."""
+        return {int(step): loss for step, loss in _LOSS.findall(self.output())}
+
+    def warnings(self, text: str) -> list[str]:
+        """The lines of its output that contain it."""
+        return [line for line in self.output().splitlines() if text in line]
+
+    def _held(self) -> list[str]:
+        """Where each rank that is held is."""
+        found = []
+        for path in self._folder.glob("held-*"):
+            try:
+                found.append(path.read_text())
+            except FileNotFoundError:
+                continue  # it goes on just now
+        return found
+
+    def _present_ranks(self) -> list[int]:
+        return sorted({int(path.name.removeprefix("rank-").split(".")[0]) for path in self._folder.glob("rank-*.log")})
+
+    def _progress(self, rank: int, restart: int | None) -> tuple[int, int]:
+        """(pid, last step)."""
+        number = self.restarts() if restart is None else restart
+        path = self._folder / f"rank-{rank}.{number}.log"
+        lines = path.read_text().splitlines(keepends=True) if path.exists() else []
+        words = [line.split() for line in lines if line.endswith("\n")]
+        pid = int(words[0][1]) if words else 0
+        return pid, int(words[-1][0]) if len(words) > 1 else -1
+
+
+def one_node() -> list[str]:
+    return ["--master-addr=127.0.0.1", f"--master-port={free_port()}"]

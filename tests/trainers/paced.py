@@ -1,0 +1,136 @@
+"""Runs a trainer's own file as __main__, at the pace a test dictates, and tells the test how far each rank is.
+
+    torchrun … tests/trainers/paced.py examples/x.py <its arguments>
+
+The test writes `orders.json` into PACE_DIRECTORY (see `tests.trainers.job.Job.order`); each rank answers with
+`rank-<rank>.<restart>.log`, its pid, then a line `<step> <monotonic seconds>` per optimizer step, and
+with `held-<rank>` while it is held. Where a rank can be held:
+
+    backward    after the first backward pass behind `step`: in the midst of an accumulation, or in the warm-up
+    step        when the optimizer's step is done, before the framework or the loop hears of it
+    evaluation  when the model is told to evaluate
+    save        when the first folder or file of a checkpoint is being made, by whatever thread
+
+Everything is hooked from outside: neither the program nor its framework knows. PACE_WITHOUT_MOORING removes the lines
+with the word mooring from the program first: that is how it trains with zero code.
+"""
+
+import json
+import os
+import runpy
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import torch
+from torch.optim.optimizer import register_optimizer_step_post_hook
+
+_HOLD_SECONDS = 240.0  # a test that died holds nobody for ever
+_POLL_SECONDS = 0.005
+
+
+class Pace:
+    """One rank's. Steps are counted from PACE_BEGIN, where the program resumes."""
+
+    def __init__(self, folder: Path) -> None:
+        rank, restart = os.environ.get("RANK", "0"), os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+        self._orders_path = folder / "orders.json"
+        self._held_path = folder / f"held-{rank}"
+        self._checkpoints = os.environ["MOORING_CHECKPOINT_DIRECTORY"] + os.sep
+        self._progress = (folder / f"rank-{rank}.{restart}.log").open("w", buffering=1)
+        self._progress.write(f"pid {os.getpid()}\n")
+        self._pid = os.getpid()
+        self._step = int(os.environ.get("PACE_BEGIN", "0"))
+        self._busy = threading.local()
+
+    def stepped(self) -> None:
+        self._step += 1
+        self._progress.write(f"{self._step} {time.monotonic()}\n")
+        time.sleep(self._orders()["step_seconds"])
+        self.at("step")
+
+    def audited(self, event: str, arguments: tuple[Any, ...]) -> None:
+        """Python tells of every file that is about to be made."""
+        path = None
+        if event == "os.mkdir" or (event == "open" and set(arguments[1] or "") & set("wax+")):
+            path = arguments[0]
+        elif event == "os.rename":
+            path = arguments[1]
+        if isinstance(path, str | Path) and str(path).startswith(self._checkpoints):
+            self.at("save")
+
+    def at(self, place: str) -> None:
+        """Stay here for as long as the orders say so."""
+        if getattr(self._busy, "here", False) or os.getpid() != self._pid:
+            return
+        self._busy.here = True
+        try:
+            give_up_at = time.monotonic() + _HOLD_SECONDS
+            while self._is_held(place) and time.monotonic() < give_up_at:
+                self._held_path.write_text(place)
+                time.sleep(_POLL_SECONDS)
+            self._held_path.unlink(missing_ok=True)
+        finally:
+            self._busy.here = False
+
+    def _is_held(self, place: str) -> bool:
+        orders = self._orders()
+        return bool(orders["hold"] == place and self._step >= orders["at_step"])
+
+    def _orders(self) -> dict[str, Any]:
+        orders: dict[str, Any] = json.loads(self._orders_path.read_text())
+        return orders
+
+
+def _install(pace: Pace) -> None:
+    def stepped(optimizer: object, arguments: object, keywords: object) -> None:
+        # torch makes the state of a fresh optimizer by a step that is none, before it loads one.
+        if "_init_optim_state" not in _callers():
+            pace.stepped()
+
+    register_optimizer_step_post_hook(stepped)
+    backward, evaluate = torch.Tensor.backward, torch.nn.Module.eval
+
+    def backward_and_tell(tensor: torch.Tensor, *arguments: Any, **keywords: Any) -> None:
+        backward(tensor, *arguments, **keywords)
+        pace.at("backward")
+
+    def evaluate_and_tell(module: torch.nn.Module) -> torch.nn.Module:
+        pace.at("evaluation")
+        return evaluate(module)
+
+    torch.Tensor.backward = backward_and_tell  # type: ignore[assignment]
+    torch.nn.Module.eval = evaluate_and_tell  # type: ignore[assignment,method-assign]
+    sys.addaudithook(pace.audited)
+
+
+def _callers() -> Iterator[str]:
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        yield frame.f_code.co_name
+        frame = frame.f_back
+
+
+def _without_mooring(program: Path, folder: Path) -> Path:
+    lines = program.read_text().splitlines(keepends=True)
+    copy = folder / f"{program.stem}.{os.environ.get('RANK', '0')}.py"
+    copy.write_text("".join(line for line in lines if "mooring" not in line))
+    return copy
+
+
+def main() -> None:
+    folder = Path(os.environ["PACE_DIRECTORY"])
+    program = Path(sys.argv[1])
+    _install(Pace(folder))
+    if "PACE_WITHOUT_MOORING" in os.environ:
+        program = _without_mooring(program, folder)
+    sys.argv = [str(program), *sys.argv[2:]]
+    runpy.run_path(str(program), run_name="__main__")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,42 @@
+"""Every trainer, stopped in every way: nothing is lost, and where training is deterministic not a bit differs.
+
+One job for each trainer and notice, and the moments spread over them, so that the matrix fits into a few minutes:
+
+| notice             | moment                                                         | besides                       |
+|--------------------|----------------------------------------------------------------|-------------------------------|
+| SIGTERM to torchrun| the warm-up, before the optimizer's first step                 |                               |
+| SIGTERM to rank 0  | a periodic save (fsdp2: it is written in the background)       |                               |
+| SIGTERM to rank 1  | between a backward pass and its optimizer step (accumulation)  | twice in a row; zero code     |
+| the doorbell alone | an evaluation where the trainer has one, else between steps    |                               |
+
+A trainer's four jobs are one training run: each begins on an empty volume from what the one before it left in the
+bucket, a fifth trains to the end, and the whole is compared with one uninterrupted run. `make soak` runs every notice
+at every moment, many times (see soak.py).
+"""
+
+from pathlib import Path
+
+import pytest
+from tests.servers.server import Bucket
+from tests.trainers.chain import Chain
+from tests.trainers.tensors import digests
+from tests.trainers.trainers import STEPS, TRAINERS, Trainer
+
+pytestmark = [pytest.mark.trainers, pytest.mark.timeout(900)]
+
+
+@pytest.mark.parametrize("trainer", TRAINERS, ids=lambda trainer: trainer.name)
+def test_a_run_that_is_stopped_in_every_way_loses_nothing(
+    trainer: Trainer, rclone_bucket: Bucket, tmp_path: Path
+) -> None:
+    chain = Chain(trainer, rclone_bucket, tmp_path)
+    undisturbed = chain.train_undisturbed()
+    expected = digests(chain.newest_checkpoint())
+    for stop in trainer.stops:
+        chain.stop(stop)
+    chain.finish()
+    assert chain.step == STEPS
+    assert list(chain.losses) == list(range(1, STEPS + 1)), "every step was trained once"
+    if trainer.identical:
+        assert chain.losses == undisturbed
+        assert digests(chain.newest_checkpoint()) == expected
