@@ -1,0 +1,179 @@
+"""The whole state of a training, into a directory and out of it: what a resumed run needs to end bit-identical.
+
+Owns what belongs to that state and how it lies in a checkpoint of `torch.distributed.checkpoint` (DCP):
+
+model, optimizer    as DCP stores them: each rank its shards, to be loaded by any number of ranks
+shared              one item, the same on all ranks: step, epoch, scheduler, scaler, and how many ranks there were
+ranks.<rank>        one item for each rank: its random generators and its place in the data
+
+Owns the iterator over the data too, because the order decides: the sampler learns its epoch, then the iterator is made,
+which draws a seed from the generators, and only then the generators go on where they were. Must not know who decides
+when to save, and where. Every rank calls the same.
+"""
+
+import io
+from collections.abc import Iterator
+from itertools import islice
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+
+from mooring.errors import ErrorKind, UsageError
+from mooring.torch_loop import rng
+from mooring.torch_loop.storage import Storage
+
+_RANKS: Final = "ranks"
+_SHARED: Final = "shared"
+
+
+class TrainingState:
+    """`model` and `optimizer` as they are trained: plain, in DDP, or sharded by `fully_shard`.
+
+    `loader` is any DataLoader. One with a `state_dict`, as torchdata's StatefulDataLoader has, goes on at its place at
+    once; from any other the batches of the unfinished epoch that were had already are taken again and dropped. `step`
+    counts optimizer steps and is the program's to raise; `epoch` is raised by `batches`.
+    """
+
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        optimizer: torch.optim.Optimizer,
+        *,
+        scheduler: Any = None,
+        scaler: Any = None,
+        loader: Any = None,
+    ) -> None:
+        self.step = 0
+        self.epoch = 0
+        self.storage = Storage()
+        self._model = model
+        self._optimizer = optimizer
+        self._scheduler = scheduler
+        self._scaler = scaler
+        self._loader = loader
+        self._batch = 0
+        self._epoch_began_with: dict[str, Any] | None = None
+        self._restored: dict[str, Any] | None = None
+
+    def save(self, directory: Path) -> None:
+        """Write it into an empty directory, which the ranks share. Collective, over a process group of its own."""
+        self.storage.save(self.capture(), directory)
+
+    def restore(self, directory: Path) -> None:
+        """Take over what `save` wrote, with as many ranks or another number of them. Collective.
+
+        The generators go on where they were when `batches` has made its iterator, or at once if there is no loader.
+        Raises UsageError when it is not the state of this training.
+        """
+        rank = str(self.storage.rank)
+        has_own = f"{_RANKS}.{rank}" in self.storage.items(directory)
+        state = {**self._model_and_optimizer(), _SHARED: b"", _RANKS: {rank: b""} if has_own else {}}
+        self.storage.load(state, directory)
+        set_state_dict(
+            self._model, self._optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"]
+        )
+        shared = _decode(state[_SHARED])
+        if shared["optimizer_untouched"]:
+            self._optimizer.state.clear()
+        self._take_shared(shared)
+        self._take_own(_decode(state[_RANKS][rank]) if has_own else None, ranks_then=shared["world_size"])
+
+    def batches(self, epochs: int | None = None) -> Iterator[Any]:
+        """The batches that are left until `epochs` epochs are done; for ever without it.
+
+        Tells the sampler each epoch. Raises UsageError when there is no loader.
+        """
+        if self._loader is None:
+            raise UsageError(ErrorKind.BAD_ARGUMENT, "there are no batches", hint="give a loader")
+        while epochs is None or self.epoch < epochs:
+            for batch in self._begin_epoch():
+                self._batch += 1
+                yield batch
+            self.epoch += 1
+            self._batch = 0
+
+    def capture(self) -> dict[str, Any]:
+        """It as DCP takes it. Tensors are the live ones: they change with the next step."""
+        shared = {
+            "step": self.step,
+            "epoch": self.epoch,
+            "batch": self._batch,
+            "world_size": self.storage.world_size,
+            "scheduler": None if self._scheduler is None else self._scheduler.state_dict(),
+            "scaler": None if self._scaler is None else self._scaler.state_dict(),
+        }
+        own = {
+            "generators": rng.capture(),
+            "epoch_began_with": self._epoch_began_with if self._batch else None,
+            "loader": self._loader.state_dict() if self._batch and hasattr(self._loader, "state_dict") else None,
+        }
+        untouched = not self._optimizer.state
+        state = self._model_and_optimizer()
+        if untouched:
+            self._optimizer.state.clear()
+        shared["optimizer_untouched"] = untouched
+        return {**state, _SHARED: _encode(shared), _RANKS: {str(self.storage.rank): _encode(own)}}
+
+    def _model_and_optimizer(self) -> dict[str, Any]:
+        """Takes a step of an optimizer that took none, for its state to exist: the caller undoes it."""
+        model, optimizer = get_state_dict(self._model, self._optimizer)
+        return {"model": model, "optimizer": optimizer}
+
+    def _take_shared(self, shared: dict[str, Any]) -> None:
+        self.step, self.epoch, self._batch = shared["step"], shared["epoch"], shared["batch"]
+        for part, name in ((self._scheduler, "scheduler"), (self._scaler, "scaler")):
+            if part is not None and shared[name] is not None:
+                part.load_state_dict(shared[name])
+
+    def _take_own(self, own: dict[str, Any] | None, *, ranks_then: int) -> None:
+        if own is None:
+            rng.seed_anew(self.step, self.storage.rank)
+        if ranks_then != self.storage.world_size:
+            # Each rank had its share of as many batches, and has a share of another size now. Rounded down: a few may
+            # come twice, and none is left out.
+            self._batch = self._batch * ranks_then // self.storage.world_size
+            own = None if own is None else {**own, "loader": None}
+        if own is not None and self._loader is None:
+            rng.apply(own["generators"])
+            own = None
+        self._restored = own
+
+    def _begin_epoch(self) -> Iterator[Any]:
+        for name in ("sampler", "batch_sampler"):
+            set_epoch = getattr(getattr(self._loader, name, None), "set_epoch", None)
+            if set_epoch is not None:
+                set_epoch(self.epoch)
+        restored, self._restored = self._restored, None
+        if restored is None:
+            return self._make_iterator(skip=self._batch)
+        began_with = restored["epoch_began_with"]
+        # What the iterator draws is drawn again: its workers' seed, and a random sampler's order.
+        rng.apply(restored["generators"] if began_with is None else began_with)
+        if restored["loader"] is not None:
+            self._loader.load_state_dict(restored["loader"])
+        iterator = self._make_iterator(skip=0 if restored["loader"] is not None else self._batch)
+        if began_with is not None:
+            rng.apply(restored["generators"])
+        return iterator
+
+    def _make_iterator(self, *, skip: int) -> Iterator[Any]:
+        self._epoch_began_with = rng.capture()
+        iterator: Iterator[Any] = iter(self._loader)
+        for _ in islice(iterator, skip):
+            pass
+        return iterator
+
+
+def _encode(value: dict[str, Any]) -> bytes:
+    # As bytes it is one item, whatever a scheduler or a loader keeps, and nothing of it changes once it is captured.
+    buffer = io.BytesIO()
+    torch.save(value, buffer)
+    return buffer.getvalue()
+
+
+def _decode(encoded: bytes) -> dict[str, Any]:
+    # Like DCP's own items: a loader's state may hold any object.
+    value: dict[str, Any] = torch.load(io.BytesIO(encoded), map_location="cpu", weights_only=False)
+    return value

@@ -1,0 +1,84 @@
+"""A state dict, into a directory and out of it, by `torch.distributed.checkpoint` (DCP).
+
+Owns the process group that DCP's collectives go over: gloo, of our own, used by one thread at a time. The program's
+groups are for its collectives, and one of ours between two of them, from another thread, would deadlock both. Without a
+process group it is one process's business; what one wrote so, several can load, and the other way round.
+"""
+
+import warnings
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.planner import SavePlanner
+
+from mooring.errors import ErrorKind, UsageError, VolumeError
+
+
+class Storage:
+    """All ranks make the same calls, from the main thread where nothing else is said."""
+
+    def __init__(self) -> None:
+        self._group: dist.ProcessGroup | None = None
+
+    @property
+    def rank(self) -> int:
+        return dist.get_rank() if _is_distributed() else 0
+
+    @property
+    def world_size(self) -> int:
+        return dist.get_world_size() if _is_distributed() else 1
+
+    def options(self) -> dict[str, Any]:
+        """How DCP is to be called. Collective at the first call, which makes the group."""
+        if not _is_distributed():
+            # It warns that one process saves alone, which is what was meant.
+            warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
+            return {"no_dist": True}
+        if self._group is None:
+            self._group = dist.new_group(backend="gloo")
+        return {"process_group": self._group}
+
+    def save(self, state: dict[str, Any], directory: Path, *, planner: SavePlanner | None = None) -> None:
+        """Raises VolumeError, on all ranks when one cannot write. Also from another thread, after `options`."""
+        try:
+            dcp.save(state, storage_writer=dcp.FileSystemWriter(directory), planner=planner, **self.options())
+        except CheckpointException as error:
+            raise VolumeError(
+                ErrorKind.VOLUME_UNUSABLE, f"not written: {reason(error)}", hint="see whether the volume is full"
+            ) from error
+
+    def load(self, state: dict[str, Any], directory: Path) -> None:
+        """Into the tensors of `state`, and in the place of its other values. Raises UsageError on all ranks."""
+        try:
+            dcp.load(state, storage_reader=dcp.FileSystemReader(directory), **self.options())
+        except CheckpointException as error:
+            raise _not_ours(directory, reason(error)) from error
+
+    def items(self, directory: Path) -> set[str]:
+        """What there is to load. Raises UsageError."""
+        try:
+            return set(dcp.FileSystemReader(directory).read_metadata().state_dict_metadata)
+        except OSError as error:
+            raise _not_ours(directory, str(error)) from error
+
+
+def reason(error: BaseException) -> str:
+    """In a line. DCP's own exception, which is no Exception, has a traceback of each rank in its text."""
+    if isinstance(error, CheckpointException):
+        return "; ".join(f"rank {rank}: {failure[0]!r}" for rank, failure in error.failures.items())
+    return repr(error)
+
+
+def _is_distributed() -> bool:
+    return dist.is_available() and dist.is_initialized()
+
+
+def _not_ours(directory: Path, why: str) -> UsageError:
+    return UsageError(
+        ErrorKind.BAD_ARGUMENT,
+        f"{directory} does not hold the state of this training: {why}",
+        hint="resume with the model, optimizer and loader that it was saved with, or begin in an empty directory",
+    )
