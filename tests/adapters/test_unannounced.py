@@ -5,15 +5,22 @@ from pathlib import Path
 import pytest
 
 from mooring.records import Kind, Record, RecordedFile, write_record
-from mooring_agent.adapters.unannounced import unannounced
+from mooring_agent.adapters.unannounced import speaks_for, unannounced
 from mooring_api.names import CHECKPOINT_DIRECTORY, RECORDS_DIRECTORY, STATE_DIRECTORY
 
 
 def keep(
-    volume: Path, step: int, *, saved_at: float, size_bytes: int = 3, announced: bool = False, committed: bool = False
+    volume: Path,
+    step: int,
+    *,
+    saved_at: float,
+    size_bytes: int = 3,
+    announced: bool = False,
+    committed: bool = False,
+    directory: str | None = None,
 ) -> None:
     """A checkpoint with its record, whole if `size_bytes` is 3."""
-    folder = volume / CHECKPOINT_DIRECTORY / f"checkpoint-{step}"
+    folder = volume / (directory or CHECKPOINT_DIRECTORY) / f"checkpoint-{step}"
     folder.mkdir(parents=True)
     (folder / "state").write_bytes(bytes(3))
     record = Record(
@@ -26,6 +33,7 @@ def keep(
         files=(RecordedFile(path="state", size_bytes=size_bytes),),
         announced=announced,
         committed=committed,
+        directory=directory,
     )
     write_record(volume / STATE_DIRECTORY / RECORDS_DIRECTORY, record)
 
@@ -44,9 +52,9 @@ def test_what_was_saved_since_an_agent_had_one_comes_with_the_newest_last(tmp_pa
     assert steps(tmp_path, "a-400") == []
 
 
-@pytest.mark.parametrize("fields", [{"committed": True}, {"announced": True}])
-def test_what_was_restored_or_announced_is_not_among_them(tmp_path: Path, fields: dict[str, bool]) -> None:
-    keep(tmp_path, 100, saved_at=1.0, **fields)
+@pytest.mark.parametrize(("committed", "announced"), [(True, False), (False, True)])
+def test_what_was_restored_or_announced_is_not_among_them(tmp_path: Path, committed: bool, announced: bool) -> None:
+    keep(tmp_path, 100, saved_at=1.0, committed=committed, announced=announced)
     assert steps(tmp_path) == []
 
 
@@ -64,3 +72,41 @@ def test_what_is_damaged_gone_or_unreadable_is_left_out(tmp_path: Path) -> None:
     for name, content in (("checkpoint-7.json", "{"), ("checkpoint-8.json", "[]"), ("checkpoint-9.json", "{}")):
         (tmp_path / STATE_DIRECTORY / RECORDS_DIRECTORY / name).write_text(content)
     assert steps(tmp_path) == [100]
+
+
+def test_what_a_framework_wrote_elsewhere_is_found_where_it_lies(tmp_path: Path) -> None:
+    keep(tmp_path, 100, saved_at=1.0)
+    keep(tmp_path, 200, saved_at=2.0, directory="outputs/run 1")
+    keep(tmp_path, 300, saved_at=3.0, directory=".")
+    found = unannounced(tmp_path, tmp_path / CHECKPOINT_DIRECTORY, known=())
+    folders = [CHECKPOINT_DIRECTORY, "outputs/run 1", "."]
+    places = [tmp_path / folder / f"checkpoint-{100 * number}" for number, folder in enumerate(folders, start=1)]
+    assert [one.path for one in found] == places
+
+
+def test_a_checkpoint_that_is_one_file_is_whole_when_that_file_is(tmp_path: Path) -> None:
+    (tmp_path / "step=7.ckpt").write_bytes(bytes(3))
+    record = Record(
+        name="step=7.ckpt",
+        step=7,
+        save="a-7",
+        kind=Kind.PERIODIC,
+        world_size=1,
+        saved_at=1.0,
+        files=(RecordedFile(path="", size_bytes=3),),
+        directory=".",
+    )
+    write_record(tmp_path / STATE_DIRECTORY / RECORDS_DIRECTORY, record)
+    assert steps(tmp_path) == [7]
+    (tmp_path / "step=7.ckpt").write_bytes(bytes(2))
+    assert steps(tmp_path) == []
+
+
+def test_a_record_speaks_for_the_path_it_is_about_and_for_no_other_of_that_name(tmp_path: Path) -> None:
+    watched = tmp_path / CHECKPOINT_DIRECTORY
+    keep(tmp_path, 100, saved_at=1.0)
+    keep(tmp_path, 200, saved_at=2.0, directory="outputs")
+    keep(tmp_path, 300, saved_at=3.0, directory=CHECKPOINT_DIRECTORY)
+    (tmp_path / STATE_DIRECTORY / RECORDS_DIRECTORY / "checkpoint-400.json").write_text("{")
+    spoken_for = [speaks_for(tmp_path, watched / f"checkpoint-{step}", watched) for step in (100, 200, 300, 400, 500)]
+    assert spoken_for == [True, False, True, True, False]

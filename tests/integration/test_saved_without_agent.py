@@ -7,10 +7,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from tests.harness.agent_process import AgentProcess, wait_until
+from tests.harness.agent_process import AgentProcess, wait_until, write_checkpoint
 from tests.harness.run_process import RunProcess
 
+from mooring.records import Kind, Record, RecordedFile, write_record
 from mooring_api import names
+from mooring_api.v1 import agent_pb2
 
 # One step for every line on its standard input; it never calls `finish`.
 PROGRAM = """
@@ -158,3 +160,41 @@ path = checkpointer.resume()
 print("resumes", (path / "state").read_text(), flush=True)
 checkpointer.finish()
 """
+
+
+def test_what_two_ranks_wrote_to_a_folder_of_their_own_is_committed_for_both_when_the_agent_is_back(
+    tmp_path: Path,
+) -> None:
+    volume = tmp_path / "volume"
+    with AgentProcess(volume, f"file://{tmp_path}/store") as agent:
+        for rank in (0, 1):
+            agent.register(local_rank=rank, rank=rank, world_size=2)
+        agent.kill()
+        sizes = {"rank0.pt": 1000, "rank1.pt": 2000}
+        write_checkpoint(volume / "outputs" / "checkpoint-100", sizes)
+        record = Record(
+            name="checkpoint-100",
+            step=100,
+            save="a-c000100",
+            kind=Kind.JUST_IN_TIME,
+            world_size=2,
+            saved_at=1.0,
+            files=tuple(RecordedFile(path=path, size_bytes=size_bytes) for path, size_bytes in sizes.items()),
+            directory="outputs",
+        )
+        write_record(volume / names.STATE_DIRECTORY / names.RECORDS_DIRECTORY, record)
+        agent.start()
+        wait_until(lambda: committed(agent) == ["checkpoint-100"], 60, "it is committed")
+        assert agent.wait_committed("a-c000100").world_size == 2
+        assert [line["ranks"] for line in agent.log("rescue.found")] == [[0, 1]]
+        # A rank that still tries is told that it is done.
+        for rank in (0, 1):
+            agent.announce(
+                volume / "outputs/checkpoint-100",
+                100,
+                save="a-c000100",
+                kind=agent_pb2.KIND_JUST_IN_TIME,
+                rank=rank,
+                world_size=2,
+                local_world_size=2,
+            )

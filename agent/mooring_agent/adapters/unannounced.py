@@ -4,9 +4,12 @@ import json
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Final
 
 from mooring_agent.core.model import Kind
 from mooring_api.names import RECORDS_DIRECTORY, STATE_DIRECTORY
+
+_SUFFIX: Final = ".json"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -18,6 +21,7 @@ class RecordedCheckpoint:
     step: int
     save: str
     kind: Kind
+    world_size: int
     saved_at: float
     handed_over: bool
 
@@ -29,9 +33,9 @@ def unannounced(volume: Path, checkpoint_directory: Path, *, known: Collection[s
     older was superseded. Blocks.
     """
     found: list[RecordedCheckpoint] = []
-    for path in (volume / STATE_DIRECTORY / RECORDS_DIRECTORY).glob("*.json"):
+    for path in (volume / STATE_DIRECTORY / RECORDS_DIRECTORY).glob(f"*{_SUFFIX}"):
         try:
-            found.append(_read(path, checkpoint_directory))
+            found.append(_read(path, volume, checkpoint_directory))
         except (OSError, ValueError, KeyError, TypeError):
             # A record that cannot be read says nothing; restore and the client each report it.
             continue
@@ -40,15 +44,32 @@ def unannounced(volume: Path, checkpoint_directory: Path, *, known: Collection[s
     return [one for one in found[last + 1 :] if _is_whole(one)]
 
 
-def _read(path: Path, checkpoint_directory: Path) -> RecordedCheckpoint:
+def speaks_for(volume: Path, checkpoint: Path, checkpoint_directory: Path) -> bool:
+    """Whether a record is about that very path: a client announces it, or restore has brought it. Blocks."""
+    record = volume / STATE_DIRECTORY / RECORDS_DIRECTORY / f"{checkpoint.name}{_SUFFIX}"
+    try:
+        return _read(record, volume, checkpoint_directory).path.resolve() == checkpoint.resolve()
+    except FileNotFoundError:
+        return False
+    except (OSError, ValueError, KeyError, TypeError):
+        # Whoever wrote it means to speak for something of that name.
+        return True
+
+
+def _read(path: Path, volume: Path, checkpoint_directory: Path) -> RecordedCheckpoint:
     """Raises OSError, ValueError, KeyError or TypeError."""
     record = json.loads(path.read_bytes())
+    if not isinstance(record, dict):
+        raise TypeError("a record is a JSON object")
+    # Where a framework wrote it, relative to the volume.
+    directory = record.get("directory")
     return RecordedCheckpoint(
-        path=checkpoint_directory / path.stem,
+        path=(checkpoint_directory if directory is None else volume / str(directory)) / path.name.removesuffix(_SUFFIX),
         sizes_bytes=tuple((str(file["path"]), int(file["size"])) for file in record["files"]),
         step=int(record["step"]),
         save=str(record["save"]),
         kind=Kind(record["kind"]),
+        world_size=int(record["world_size"]),
         saved_at=float(record["saved_at"]),
         handed_over=bool(record.get("committed") or record.get("announced")),
     )

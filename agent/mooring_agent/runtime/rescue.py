@@ -5,6 +5,7 @@ never make two checkpoints of one.
 """
 
 import asyncio
+from collections.abc import Sequence
 from concurrent.futures import Executor
 from pathlib import Path
 
@@ -45,16 +46,26 @@ class Rescue:
             log.exception("rescue.failed", hint="this is a bug of the agent: please report it")
 
     async def _announce(self, recorded: RecordedCheckpoint) -> None:
-        log.info("rescue.found", path=str(recorded.path), step=recorded.step, save=recorded.save)
-        request = agent_pb2.AnnounceCheckpointRequest(
-            path=str(recorded.path),
-            name=recorded.path.name,
-            step=recorded.step,
-            kind=status.kind_to_wire(recorded.kind),
-            save=recorded.save,
-            world_size=1,
-        )
-        try:
-            await self._announcements.enter(request)
-        except MooringError as error:
-            log.error("rescue.refused", path=str(recorded.path), error=str(error), hint=error.hint)
+        ranks = self._local_ranks(recorded.world_size)
+        log.info("rescue.found", path=str(recorded.path), step=recorded.step, save=recorded.save, ranks=ranks)
+        for rank in ranks:
+            request = agent_pb2.AnnounceCheckpointRequest(
+                path=str(recorded.path),
+                name=recorded.path.name,
+                step=recorded.step,
+                kind=status.kind_to_wire(recorded.kind),
+                save=recorded.save,
+                rank=rank,
+                world_size=recorded.world_size,
+                local_world_size=len(ranks),
+            )
+            try:
+                await self._announcements.enter(request)
+            except MooringError as error:
+                log.error("rescue.refused", path=str(recorded.path), rank=rank, error=str(error), hint=error.hint)
+
+    def _local_ranks(self, world_size: int) -> Sequence[int]:
+        """Whose files a recorded checkpoint has; none of several ranks that never said who they are."""
+        if world_size == 1:
+            return [0]
+        return sorted(rank for rank in set(self._engine.state.ranks.values()) if rank < world_size)

@@ -11,12 +11,12 @@ from pathlib import Path
 
 import structlog
 
+from mooring_agent.adapters.unannounced import speaks_for
 from mooring_agent.adapters.volume.staging_watch import FoundCheckpoint, StagingWatch
 from mooring_agent.core.errors import MooringError
 from mooring_agent.core.settings import Settings
 from mooring_agent.runtime.announcements import Announcements
 from mooring_agent.runtime.engine import Engine
-from mooring_api.names import RECORDS_DIRECTORY, STATE_DIRECTORY
 from mooring_api.v1 import agent_pb2
 
 log = structlog.get_logger("mooring.watch")
@@ -31,9 +31,9 @@ class Watching:
         self._executor = executor
         newest = engine.state.newest_committed()
         self._committed_step = newest.info.step if newest else -1
-        self._records = Path(settings.volume) / STATE_DIRECTORY / RECORDS_DIRECTORY
+        self._volume, self._directory = Path(settings.volume), Path(settings.checkpoint_directory)
         self._watch = StagingWatch(
-            Path(settings.checkpoint_directory),
+            self._directory,
             executor=executor,
             newest_step=max(0, self._committed_step),
             spoken_for=self._is_spoken_for,
@@ -65,7 +65,7 @@ class Watching:
     async def _announce(self, found: FoundCheckpoint) -> None:
         """Never raises: what one checkpoint is like must not keep the others from being found."""
         try:
-            if self._is_recorded(found.name) or self._is_old(found.step):
+            if self._is_recorded(found.path) or self._is_old(found.step):
                 return
             if any(not signature for signature in self._signatures(found.path)):
                 # Its program announces it; what we have announced ourselves may have other content now.
@@ -83,11 +83,11 @@ class Watching:
             log.exception("watch.refused", path=found.path, hint="this is a bug of the agent: please report it")
 
     def _is_spoken_for(self, path: str, step: int | None) -> bool:
-        return self._is_recorded(Path(path).name) or self._is_old(step) or bool(self._signatures(path))
+        return self._is_recorded(path) or self._is_old(step) or bool(self._signatures(path))
 
-    def _is_recorded(self, name: str) -> bool:
+    def _is_recorded(self, path: str) -> bool:
         """By a client, or by restore."""
-        return (self._records / f"{name}.json").exists()
+        return speaks_for(self._volume, Path(path), self._directory)
 
     def _is_old(self, step: int | None) -> bool:
         """No later than what was committed before we started."""
