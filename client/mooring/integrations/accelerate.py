@@ -1,0 +1,296 @@
+"""Hugging Face Accelerate: what `save_state` wrote is announced, `load_state()` resumes, a notice ends the loop.
+
+The loop is the program's own, so a notice is obeyed where everything that belongs to a step is done, also the program's
+scheduler and counters: when it asks for the next batch, enters `accumulate` or, having neither, is about to step again.
+Owns the count of steps, which Accelerate has not. Imports nothing of Accelerate before a program did.
+"""
+
+import functools
+import logging
+import os
+import re
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any, Final
+
+from mooring.autoload.post_import import reason, warn
+from mooring.errors import MooringError
+from mooring.framework_run import FrameworkRun
+from mooring.gate import Ask
+from mooring.integrations import worker_processes
+from mooring.integrations.guarded_save import guarded_save
+from mooring.integrations.next_name import next_name
+from mooring.integrations.ownership import Owner, claim, owns
+from mooring.records import read_records
+from mooring.settings import read_settings
+from mooring_api import names
+
+_log: Final = logging.getLogger("mooring")
+_MARK: Final = "_mooring_loop"
+_AUTOMATIC_NAME: Final = re.compile(r"checkpoint_(\d+)")
+_training: "_Loop | None" = None
+"""The loop of the Accelerator that last prepared an optimizer; a process has one at a time."""
+
+
+def install(accelerator: Any) -> None:
+    """Protect what this Accelerator trains. Idempotent. Raises AttributeError for one that is not as we know it."""
+    if getattr(accelerator, _MARK, None) is None:
+        loop = _Loop(accelerator)
+        _hook_classes()
+        worker_processes.install()
+        loop.attach()
+        claim(Owner.ACCELERATE)
+
+
+def autoload(module: ModuleType) -> None:
+    """Protect every Accelerator that is made from now on."""
+    make = module.Accelerator.__init__
+
+    @functools.wraps(make)
+    def make_protected(self: Any, *arguments: Any, **named: Any) -> None:
+        make(self, *arguments, **named)
+        try:
+            install(self)
+        except Exception as error:
+            warn(f"accelerate.Accelerator is not protected: {reason(error)}")
+
+    module.Accelerator.__init__ = make_protected
+
+
+class _Loop:
+    """The training loop around one Accelerator."""
+
+    def __init__(self, accelerator: Any) -> None:
+        self._accelerator = accelerator
+        self._save_state = accelerator.save_state
+        self._load_state = accelerator.load_state
+        self._accumulate = accelerator.accumulate
+        self._prepare = accelerator.prepare
+        self._end_training = accelerator.end_training
+        self._project = accelerator.project_configuration
+        self._run: FrameworkRun | None = None
+        self._over = False
+        self._counted = 0
+        # The optimizers that made the current step: one that comes again begins the next.
+        self._stepped: set[int] = set()
+        self._trained_in: list[bool] | None = None
+        self._asked_step: int | None = None
+        # What the program, or a resume, has left on the disk: the last place, its step, and how it was saved.
+        self._place: Path | None = None
+        self._place_step = -1
+        self._arguments: dict[str, Any] = {}
+
+    def attach(self) -> None:
+        accelerator = self._accelerator
+        accelerator.save_state = self.save_state
+        accelerator.load_state = self.load_state
+        accelerator.accumulate = self.accumulate
+        accelerator.prepare = self.prepare
+        accelerator.end_training = self.end_training
+        setattr(accelerator, _MARK, self)
+        self._begin()
+
+    @property
+    def step(self) -> int:
+        """Optimizer steps that are done, the same on all ranks."""
+        engine = self._deepspeed_engine
+        return self._counted if engine is None else int(engine.global_steps)
+
+    def prepare(self, *arguments: Any, **named: Any) -> Any:
+        prepared = self._prepare(*arguments, **named)
+        self._begin()
+        return prepared
+
+    def accumulate(self, *models: Any) -> Any:
+        self.between_steps()
+        return self._accumulate(*models)
+
+    def save_state(self, output_dir: Any = None, *arguments: Any, **named: Any) -> Any:
+        run = self._acting_run()
+        place = self._next_automatic() if self._project.automatic_checkpoint_naming else output_dir
+        if run is None or place is None:
+            return self._save_state(output_dir, *arguments, **named)
+        path, step = Path(place).absolute(), self.step
+        result = guarded_save(run, path, step, lambda: self._save_state(output_dir, *arguments, **named))
+        self._place, self._place_step, self._arguments = path, step, named
+        return result
+
+    def load_state(self, input_dir: Any = None, *arguments: Any, **named: Any) -> Any:
+        run = self._acting_run()
+        newest = run.newest() if run is not None and input_dir is None else None
+        result = self._load_state(input_dir if newest is None else str(newest), *arguments, **named)
+        if run is not None:
+            self._loaded(newest or (None if input_dir is None else Path(input_dir).expanduser()))
+        return result
+
+    def end_training(self) -> Any:
+        """Accelerate ends the process group here, with which the ranks agree."""
+        if self._run is not None:
+            self._run.close()
+        self._over = True
+        return self._end_training()
+
+    def about_to_step(self, optimizer: object) -> None:
+        """For a loop that shows nothing else of itself."""
+        if id(optimizer) in self._stepped:
+            self.between_steps()
+
+    def stepped(self, optimizer: object) -> None:
+        if not any(one is optimizer for one in self._accelerator._optimizers):
+            return
+        if id(optimizer) in self._stepped:
+            self._stepped.clear()
+        if not self._stepped:
+            self._counted += 1
+            self._trained_in = self._modes()
+        self._stepped.add(id(optimizer))
+
+    def between_steps(self) -> None:
+        """Everything of the last step is done: ask, once for each step, and do what is asked."""
+        step = self.step
+        if step == self._asked_step or not self._trains():
+            return
+        run = self._acting_run()
+        if run is None:
+            return
+        self._asked_step = step
+        self._stepped.clear()
+        ask = run.ask(step)
+        if ask is Ask.NOTHING:
+            return
+        if self._place_step != step:
+            self._save_now(run, step)
+        if ask is Ask.STOP:
+            run.leave()
+
+    @property
+    def _deepspeed_engine(self) -> Any:
+        wrapped = getattr(self._accelerator, "deepspeed_engine_wrapped", None)
+        return None if wrapped is None else wrapped.engine
+
+    def _begin(self) -> None:
+        """Training is what takes SIGTERM, and an Accelerator with an optimizer trains."""
+        global _training
+        if self._run is not None or self._over or not self._accelerator._optimizers:
+            return
+        try:
+            self._run = FrameworkRun.current()
+        except MooringError as error:
+            self._over = True
+            _log.warning("Accelerate is not protected: error=%s hint=%s", error, error.hint)
+            return
+        if _training is not None and owns(Owner.ACCELERATE):
+            _log.warning("an earlier Accelerator is no longer protected: the one that prepared an optimizer last is")
+        _training = self
+
+    def _acting_run(self) -> FrameworkRun | None:
+        """None where others save, resume and stop, or nobody does."""
+        acts = _training is self and not self._over and owns(Owner.ACCELERATE)
+        return self._run if acts else None
+
+    def _save_now(self, run: FrameworkRun, step: int) -> None:
+        place = None
+        if not self._project.automatic_checkpoint_naming:
+            name = next_name(
+                None if self._place is None else self._place.name,
+                self._place_step,
+                step,
+                default=f"checkpoint-{step}",
+            )
+            place = str((run.checkpoint_directory if self._place is None else self._place.parent) / name)
+        try:
+            self._accelerator.save_state(place, **self._arguments)
+        except Exception as error:
+            _log.warning("checkpoint lost: step=%d error=%s", step, reason(error))
+
+    def _next_automatic(self) -> Path:
+        return self._automatic_directory / f"checkpoint_{self._accelerator.save_iteration}"
+
+    @property
+    def _automatic_directory(self) -> Path:
+        return Path(self._accelerator.project_dir, "checkpoints")
+
+    def _loaded(self, path: Path | None) -> None:
+        self._asked_step = None
+        self._stepped.clear()
+        step = None if path is None else _recorded_step(path.resolve())
+        self._counted = step or 0
+        if path is None or step is None:
+            return
+        self._place_step = self.step
+        if self._project.automatic_checkpoint_naming:
+            self._number_on(path)
+        else:
+            self._place = path
+
+    def _number_on(self, path: Path) -> None:
+        """Accelerate counts its checkpoints from 0 again, and refuses to write where there is one."""
+        taken = [path.name]
+        if self._automatic_directory.is_dir():
+            taken += [one.name for one in self._automatic_directory.iterdir()]
+        numbers = [int(found[1]) for name in taken if (found := _AUTOMATIC_NAME.fullmatch(name))]
+        self._project.iteration = max([self._project.iteration, *(number + 1 for number in numbers)])
+
+    def _modes(self) -> list[bool]:
+        return [model.training for model in self._accelerator._models]
+
+    def _trains(self) -> bool:
+        """Whether this is the training loop, and not an evaluation or another thread that reads ahead."""
+        if threading.current_thread() is not threading.main_thread():
+            return False
+        modes = self._modes()
+        return modes == self._trained_in if self._trained_in is not None else any(modes) or not modes
+
+
+def _recorded_step(path: Path) -> int | None:
+    """The step of a checkpoint that was saved, or restored, under Mooring."""
+    settings = read_settings(os.environ)
+    for record in read_records(settings.state_directory / names.RECORDS_DIRECTORY):
+        parent = settings.checkpoint_directory if record.directory is None else settings.volume / record.directory
+        if record.name == path.name and parent.resolve() == path.parent:
+            return record.step
+    return None
+
+
+def _hook_classes() -> None:
+    """Optimizers and batches of whatever Accelerator; a `for` loop looks these up in the class alone."""
+    optimizer = sys.modules["accelerate.optimizer"].AcceleratedOptimizer
+    loaders = sys.modules["accelerate.data_loader"]
+    if not hasattr(optimizer.step, _MARK):
+        optimizer.step = _marked(_telling_step(optimizer.step))
+    for loader in (loaders.DataLoaderShard, loaders.DataLoaderDispatcher):
+        if not hasattr(loader.__iter__, _MARK):
+            loader.__iter__ = _marked(_telling_iterator(loader.__iter__))
+
+
+def _telling_step(step: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(step)
+    def step_and_tell(self: Any, *arguments: Any, **named: Any) -> Any:
+        loop = _training
+        if loop is None or not self.gradient_state.sync_gradients:
+            return step(self, *arguments, **named)
+        loop.about_to_step(self)
+        result = step(self, *arguments, **named)
+        loop.stepped(self)
+        return result
+
+    return step_and_tell
+
+
+def _telling_iterator(iterate: Callable[..., Iterator[Any]]) -> Callable[..., Iterator[Any]]:
+    @functools.wraps(iterate)
+    def iterate_and_tell(self: Any) -> Iterator[Any]:
+        for batch in iterate(self):
+            yield batch
+            if _training is not None:
+                _training.between_steps()
+
+    return iterate_and_tell
+
+
+def _marked(function: Callable[..., Any]) -> Callable[..., Any]:
+    setattr(function, _MARK, True)
+    return function

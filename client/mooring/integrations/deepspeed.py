@@ -1,0 +1,190 @@
+"""DeepSpeed: what `save_checkpoint` wrote is announced, `load_checkpoint` resumes, a notice ends the loop in time.
+
+The loop is the program's own, so a notice is obeyed where everything that belongs to a step is done: before the first
+forward pass of the next one. What the program keeps in `client_state` nobody else knows: a just-in-time checkpoint has
+the object that was passed last, as it is by then, or what was loaded. Imports nothing of DeepSpeed by itself.
+"""
+
+import functools
+import logging
+from pathlib import Path
+from types import ModuleType
+from typing import Any, Final
+
+from mooring.autoload.post_import import reason, warn
+from mooring.errors import MooringError
+from mooring.framework_run import FrameworkRun
+from mooring.gate import Ask
+from mooring.integrations import worker_processes
+from mooring.integrations.guarded_save import guarded_save
+from mooring.integrations.next_name import next_name
+from mooring.integrations.ownership import Owner, claim, owns
+
+_log: Final = logging.getLogger("mooring")
+_MARK: Final = "_mooring_training"
+_current: "_Training | None" = None
+"""That of the engine with an optimizer that was made last; a process has one at a time."""
+
+
+def install(engine: Any) -> None:
+    """Protect what this engine trains. Idempotent. Raises AttributeError for one that is not as we know it."""
+    global _current
+    if engine.optimizer is None or _MARK in vars(engine):
+        return
+    training = _Training(engine)
+    try:
+        # From here on SIGTERM is a notice.
+        training.run = FrameworkRun.current()
+    except MooringError as error:
+        _log.warning("DeepSpeed is not protected: error=%s hint=%s", error, error.hint)
+        return
+    worker_processes.install()
+    training.attach()
+    claim(Owner.DEEPSPEED)
+    if _current is not None and owns(Owner.DEEPSPEED):
+        _log.warning("an earlier DeepSpeedEngine is no longer protected: the one that was made last is")
+    _current = training
+
+
+def autoload(module: ModuleType) -> None:
+    """Protect every engine that is made from now on."""
+    make = module.DeepSpeedEngine.__init__
+
+    @functools.wraps(make)
+    def make_protected(self: Any, *arguments: Any, **named: Any) -> None:
+        make(self, *arguments, **named)
+        try:
+            install(self)
+        except Exception as error:
+            warn(f"DeepSpeedEngine is not protected: {reason(error)}")
+
+    module.DeepSpeedEngine.__init__ = make_protected
+
+
+class _Training:
+    """The training loop around one engine."""
+
+    run: FrameworkRun
+
+    def __init__(self, engine: Any) -> None:
+        self._engine = engine
+        self._save = engine.save_checkpoint
+        self._load = engine.load_checkpoint
+        self._train_batch = getattr(engine, "train_batch", None)
+        self._background = engine.checkpoint_engine.is_decoupled()
+        self._warned = False
+        self._asked_step: int | None = None
+        # What the program, or a resume, has left on the disk: the last place and its step.
+        self._place: Path | None = None
+        self._place_step = -1
+        self._client_state: dict[str, Any] = {}
+        self._client_step: int | None = None
+
+    def attach(self) -> None:
+        engine = self._engine
+        engine.save_checkpoint = self.save_checkpoint
+        engine.load_checkpoint = self.load_checkpoint
+        if self._train_batch is not None:
+            # A pipeline has no forward pass of its own.
+            engine.train_batch = self.train_batch
+        engine.register_forward_pre_hook(self._before_forward)
+        setattr(engine, _MARK, self)
+
+    @property
+    def step(self) -> int:
+        return int(self._engine.global_steps)
+
+    def save_checkpoint(
+        self, save_dir: Any, tag: Any = None, client_state: Any = None, *arguments: Any, **named: Any
+    ) -> Any:
+        step = self.step
+        tag = f"global_step{step}" if tag is None else str(tag)
+        client_state = {} if client_state is None else client_state
+        write = functools.partial(self._save, save_dir, tag, client_state, *arguments, **named)
+        if not self._acts or not self._announceable:
+            return write()
+        path = Path(save_dir, tag).absolute()
+        result = guarded_save(self.run, path, step, write)
+        self._place, self._place_step = path, step
+        self._client_state, self._client_step = client_state, step
+        return result
+
+    def load_checkpoint(self, load_dir: Any, tag: Any = None, *arguments: Any, **named: Any) -> Any:
+        """A load of the weights alone begins a training and continues none."""
+        resumes = self._acts and tag is None and not named.get("load_module_only") and not self._universal
+        newest = self.run.newest() if resumes else None
+        if newest is not None:
+            load_dir, tag = str(newest.parent), newest.name
+        path, client_state = self._load(load_dir, tag, *arguments, **named)
+        self._asked_step = None
+        if newest is not None:
+            self._place, self._place_step = newest, self.step
+        if path is not None:
+            self._client_state, self._client_step = client_state, self.step
+        return path, client_state
+
+    def train_batch(self, *arguments: Any, **named: Any) -> Any:
+        assert self._train_batch is not None
+        self.between_steps()
+        return self._train_batch(*arguments, **named)
+
+    def between_steps(self) -> None:
+        """Everything of the last step is done: ask, once for each step, and do what is asked."""
+        step = self.step
+        if step == self._asked_step or not self._acts:
+            return
+        self._asked_step = step
+        ask = self.run.ask(step)
+        if ask is Ask.NOTHING:
+            return
+        if self._place_step != step:
+            self._save_now(step)
+        if ask is Ask.STOP:
+            self.run.leave()
+
+    def _before_forward(self, engine: Any, inputs: object) -> None:
+        if engine.training:
+            self.between_steps()
+
+    @property
+    def _acts(self) -> bool:
+        """Not where others save, resume and stop."""
+        return _current is self and owns(Owner.DEEPSPEED)
+
+    @property
+    def _universal(self) -> bool:
+        return bool(self._engine.load_universal_checkpoint())
+
+    @property
+    def _announceable(self) -> bool:
+        if self._background and not self._warned:
+            self._warned = True
+            _log.warning("DeepSpeed's checkpoints are not protected: its checkpoint engine writes in the background")
+        return not self._background
+
+    def _save_now(self, step: int) -> None:
+        default = f"global_step{step}"
+        directory, tag = self.run.checkpoint_directory, default
+        if self._place is not None:
+            directory = self._place.parent
+            tag = next_name(self._place.name, self._place_step, step, default=default)
+        client_state, passed_at = self._programs_client_state(), self._client_step
+        if client_state and passed_at != step:
+            _log.warning("the client_state in it is the one of an earlier step: step=%d passed_at=%s", step, passed_at)
+        try:
+            self._engine.save_checkpoint(str(directory), tag, client_state)
+        except Exception as error:
+            _log.warning("checkpoint lost: step=%d error=%s", step, reason(error))
+
+    def _programs_client_state(self) -> dict[str, Any]:
+        """What was loaded has some of the engine's own state beside it, which must not replace what that is now."""
+        engine = self._engine
+        try:
+            own = engine._common_checkpoint_state({}, engine.zero_optimization(), save_frozen_param=False)
+        except Exception as error:
+            _log.warning("the client_state is left out: step=%d error=%s", self.step, reason(error))
+            return {}
+        own = {*own, "frozen_param_shapes", "frozen_param_fragments", "num_experts"}
+        if not any(key in own for key in self._client_state):
+            return self._client_state
+        return {key: value for key, value in self._client_state.items() if key not in own}
