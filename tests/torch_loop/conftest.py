@@ -1,0 +1,33 @@
+"""What these tests share: Checkpointers that end with the test, and no settings from outside."""
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from mooring import Checkpointer
+from mooring_api import names
+
+
+@pytest.fixture(autouse=True)
+def _no_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in (names.ENV_VOLUME, names.ENV_CHECKPOINT_DIRECTORY, names.ENV_SOCKET, "RANK", "WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+
+
+@pytest.fixture
+def directory(tmp_path: Path) -> Path:
+    return tmp_path / "checkpoints"
+
+
+@pytest.fixture
+def make_checkpointer(directory: Path) -> Iterator[Callable[[], Checkpointer]]:
+    made: list[Checkpointer] = []
+
+    def make() -> Checkpointer:
+        made.append(Checkpointer(directory, keep_local=10))
+        return made[-1]
+
+    yield make
+    for checkpointer in reversed(made):
+        checkpointer.close()

@@ -1,0 +1,151 @@
+"""Saves that are written while training goes on: what they contain, and what becomes of one that fails."""
+
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from tests.torch_loop.small import Small, make_loader, resumed
+
+from mooring import Checkpointer
+from mooring.torch_loop.saver import Saver
+from mooring.torch_loop.storage import Storage
+
+Make = Callable[[], Checkpointer]
+WAIT_SECONDS = 60.0
+
+
+class HeldStorage(Storage):
+    """Writes nothing before `release` is set, and says what was written."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.release = threading.Event()
+        self.order: list[str] = []
+
+    def save(self, state: dict[str, Any], directory: Path, **options: Any) -> None:
+        assert self.release.wait(WAIT_SECONDS)
+        super().save(state, directory, **options)
+        self.order.append("written")
+
+
+class Told(Saver):
+    """Says when it copies."""
+
+    def __init__(self, storage: HeldStorage) -> None:
+        super().__init__(storage)
+        self._held = storage
+
+    def _copy(self, state: dict[str, Any]) -> dict[str, Any]:
+        self._held.order.append("copied")
+        return super()._copy(state)
+
+
+def trained(steps: int) -> Small:
+    small = Small(make_loader("plain", workers=0, augments=True))
+    small.train(steps)
+    return small
+
+
+def test_what_is_trained_while_a_save_is_written_is_not_in_it(make_checkpointer: Make, directory: Path) -> None:
+    checkpointer, small, storage = make_checkpointer(), trained(3), HeldStorage()
+    saver = Saver(storage)
+    saver.save(checkpointer.begin(3), small.state.capture)
+    at_3 = small.everything()
+    small.train(6)
+    storage.release.set()
+    saver.close()
+    assert small.everything() != at_3
+    rest = resumed(directory / "checkpoint-3", make_loader("plain", workers=0, augments=True))
+    assert rest.everything() == at_3
+    assert rest.train(6) == trained(6).losses[3:]
+
+
+def test_the_copy_is_not_made_anew_before_the_last_save_is_written(make_checkpointer: Make, directory: Path) -> None:
+    checkpointer, small, storage = make_checkpointer(), trained(3), HeldStorage()
+    saver = Told(storage)
+    saver.save(checkpointer.begin(3), small.state.capture)
+    at_3 = small.everything()
+    small.train(4)
+    at_4 = small.everything()
+    with pytest.raises(AssertionError, match="in use"):
+        saver.save(checkpointer.begin(4), small.state.capture)
+    waiting = threading.Thread(target=saver.wait)
+    waiting.start()
+    assert storage.order == ["copied"]
+    storage.release.set()
+    waiting.join(WAIT_SECONDS)
+    saver.save(checkpointer.begin(4), small.state.capture)
+    saver.close()
+    assert storage.order == ["copied", "written", "copied", "written"]
+    assert resumed(directory / "checkpoint-3").everything() == at_3
+    assert resumed(directory / "checkpoint-4").everything() == at_4
+
+
+def test_a_second_copy_takes_no_new_memory(make_checkpointer: Make) -> None:
+    checkpointer, small, storage = make_checkpointer(), trained(2), HeldStorage()
+    storage.release.set()
+    written: list[list[int]] = []
+
+    class Seen(Saver):
+        def _copy(self, state: dict[str, Any]) -> dict[str, Any]:
+            copied = super()._copy(state)
+            optimizer = copied["optimizer"]["state"]
+            written.append([values["exp_avg"].data_ptr() for values in optimizer.values()])
+            return copied
+
+    saver = Seen(storage)
+    saver.warm_up(small.state.capture)
+    for step in (3, 4):
+        saver.wait()
+        small.train(step)
+        saver.save(checkpointer.begin(step), small.state.capture)
+    saver.close()
+    assert written[0] == written[1] == written[2]
+
+
+def test_it_does_not_write_into_shared_memory() -> None:
+    assert not Saver(Storage())._stager._config.use_shared_memory
+
+
+def test_a_save_that_cannot_be_written_costs_a_warning(
+    make_checkpointer: Make, directory: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    checkpointer, small = make_checkpointer(), trained(3)
+    saver = Saver(small.state.storage)
+    with monkeypatch.context() as failing:
+        failing.setattr(dcp.FileSystemWriter, "write_data", full)
+        saver.save(checkpointer.begin(3), small.state.capture)
+        saver.wait()
+    assert saver.saved_step is None
+    assert [path.name for path in directory.iterdir()] == [".mooring"]
+    warnings = [record.message for record in caplog.records if record.name == "mooring" and "step=3" in record.message]
+    assert len(warnings) == 1
+    assert "given up, training goes on" in warnings[0]
+    assert "No space left" in warnings[0]
+    small.train(4)
+    saver.save(checkpointer.begin(4), small.state.capture)
+    saver.close()
+    assert saver.saved_step == 4
+    assert resumed(directory / "checkpoint-4").everything() == small.everything()
+
+
+@pytest.mark.parametrize("how", ["save", "save_now"])
+def test_a_state_that_cannot_be_had_costs_a_warning(
+    how: str, make_checkpointer: Make, directory: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    def capture() -> dict[str, Any]:
+        raise MemoryError("no room for it")
+
+    saver = Saver(Storage())
+    getattr(saver, how)(make_checkpointer().begin(1), capture)
+    saver.close()
+    assert "no room for it" in caplog.text
+    assert [path.name for path in directory.iterdir()] == [".mooring"]
+
+
+def full(*_: object) -> torch.futures.Future[list[object]]:
+    raise OSError(28, "No space left on device")
