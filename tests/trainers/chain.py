@@ -37,7 +37,7 @@ class Chain:
         self.volume = folder
 
     @contextmanager
-    def pod(self, *, zero_code: bool = False) -> Iterator[tuple[AgentProcess, Job]]:
+    def pod(self, *, autoload: bool = False) -> Iterator[tuple[AgentProcess, Job]]:
         """A fresh volume with what the bucket has, an agent, and a job that is about to be trained."""
         self._pods += 1
         self.volume = self._folder / f"volume-{self._pods}"
@@ -49,12 +49,12 @@ class Chain:
             endpoint_url=self._bucket.endpoint_url,
             grace_seconds=GRACE_SECONDS,
         )
-        with agent, self._job(self.volume, self._folder / f"pod-{self._pods}", zero_code=zero_code) as job:
+        with agent, self._job(self.volume, self._folder / f"pod-{self._pods}", autoload=autoload) as job:
             yield agent, job
 
     def stop(self, stop: Stop) -> None:
         """Train on from the newest checkpoint until told to end; then that is at another step."""
-        with self.pod(zero_code=stop.zero_code) as (agent, job):
+        with self.pod(autoload=stop.autoload) as (agent, job):
             held = 1 if stop.moment is Moment.SAVE else job.ranks
             job.order(hold=stop.moment, at_step=self.step + stop.after)
             job.wait_held(stop.moment, ranks=held)
@@ -106,9 +106,17 @@ class Chain:
         assert len(shares) == self.trainer.writers, shares
         return int(marker["step"])
 
-    def _job(self, volume: Path, folder: Path, *, zero_code: bool = False) -> Job:
+    def _job(self, volume: Path, folder: Path, *, autoload: bool = False) -> Job:
         arguments = ["--steps", str(STEPS), *self.trainer.arguments]
-        return Job(self.trainer.program, arguments, volume=volume, folder=folder, begin=self.step, zero_code=zero_code)
+        return Job(
+            self.trainer.program,
+            arguments,
+            volume=volume,
+            folder=folder,
+            begin=self.step,
+            autoload=autoload,
+            without_mooring=autoload and self.trainer.zero_code,
+        )
 
 
 def _deliver(notice: Notice, agent: AgentProcess, job: Job) -> None:

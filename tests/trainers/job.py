@@ -16,7 +16,7 @@ from typing import Final, Self
 from tests.harness.agent_process import wait_until
 from tests.servers.process import free_port
 
-from mooring import autoload
+from mooring.autoload import path as autoload_path
 from mooring_api import names
 
 PACED: Final = Path(__file__).with_name("paced.py")
@@ -43,7 +43,8 @@ class Job:
         begin: int = 0,
         ranks: int = 2,
         launcher: Sequence[str] | None = None,
-        zero_code: bool = False,
+        autoload: bool = False,
+        without_mooring: bool = False,
         environment: Mapping[str, str] | None = None,
     ) -> None:
         folder.mkdir(parents=True)
@@ -67,9 +68,11 @@ class Job:
             "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": str(int(END_SECONDS)),
             **(environment or {}),
         }
-        if zero_code:
+        if autoload:
+            found = [str(autoload_path()), *filter(None, [os.environ.get("PYTHONPATH")])]
+            self._environment["PYTHONPATH"] = os.pathsep.join(found)
+        if without_mooring:
             self._environment["PACE_WITHOUT_MOORING"] = "1"
-            self._environment["PYTHONPATH"] = str(autoload.path())
         self._process: subprocess.Popen[bytes] | None = None
         self.order()
 

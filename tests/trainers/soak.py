@@ -50,8 +50,7 @@ def combinations(trainer: Trainer) -> Iterator[Stop]:
         # torchrun itself is not told twice: it would leave its ranks alone.
         if notice is not Notice.LAUNCHER:
             yield Stop(notice=notice, moment=Moment.STEP, after=_AFTER, twice=True)
-        if trainer.zero_code:
-            yield Stop(notice=notice, moment=Moment.STEP, after=_AFTER, zero_code=True)
+        yield Stop(notice=notice, moment=Moment.STEP, after=_AFTER, autoload=True)
 
 
 def _repeat(trainer: Trainer, stop: Stop, server: RcloneServer, folder: Path, times: int) -> int:

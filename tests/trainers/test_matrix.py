@@ -6,7 +6,7 @@ One job for each trainer and notice, and the moments spread over them, so that t
 |--------------------|----------------------------------------------------------------|-------------------------------|
 | SIGTERM to torchrun| the warm-up, before the optimizer's first step                 |                               |
 | SIGTERM to rank 0  | a periodic save (fsdp2: it is written in the background)       |                               |
-| SIGTERM to rank 1  | between a backward pass and its optimizer step (accumulation)  | twice in a row; zero code     |
+| SIGTERM to rank 1  | between a backward pass and its optimizer step (accumulation)  | twice in a row; under autoload|
 | the doorbell alone | an evaluation where the trainer has one, else between steps    |                               |
 
 A trainer's four jobs are one training run: each begins on an empty volume from what the one before it left in the

@@ -33,23 +33,26 @@ class Moment(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stop:
-    """`after`: optimizer steps of this attempt before it. `twice`: once more during the just-in-time save."""
+    """`after`: optimizer steps of this attempt before it. `twice`: once more during the just-in-time save.
+
+    `autoload`: with zero code; a trainer that has its own calls keeps them, and autoload must do nothing.
+    """
 
     notice: Notice
     moment: Moment
     after: int
     twice: bool = False
-    zero_code: bool = False
+    autoload: bool = False
 
     def __str__(self) -> str:
-        return f"{self.notice}, {self.moment}" + ", twice" * self.twice + ", zero code" * self.zero_code
+        return f"{self.notice}, {self.moment}" + ", twice" * self.twice + ", autoload" * self.autoload
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trainer:
     """`identical`: losses and the last checkpoint are those of an uninterrupted run, bit by bit.
 
-    `writers`: ranks that have a share in a checkpoint.
+    `zero_code`: it needs no line of Mooring under autoload. `writers`: ranks that have a share in a checkpoint.
     """
 
     name: str
@@ -71,7 +74,7 @@ class Trainer:
         stops = (
             Stop(notice=Notice.LAUNCHER, moment=Moment.BACKWARD, after=0),
             Stop(notice=Notice.RANK_0, moment=Moment.SAVE, after=1),
-            Stop(notice=Notice.RANK_1, moment=Moment.BACKWARD, after=2, twice=True, zero_code=self.zero_code),
+            Stop(notice=Notice.RANK_1, moment=Moment.BACKWARD, after=2, twice=True, autoload=True),
             Stop(notice=Notice.DOORBELL, moment=evaluating, after=2),
         )
         return tuple(stop for stop in stops if stop.notice in self.notices)

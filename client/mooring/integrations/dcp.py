@@ -1,0 +1,146 @@
+"""torch.distributed.checkpoint by itself, with zero code: what a loop saves with it goes to the agent.
+
+Periodic saves only. What the state of such a loop is and how it would resume, only the program knows: for just-in-time
+saves it makes a mooring.Checkpointer. So SIGTERM stays what it was. Announced is what all ranks save from their main
+threads, to a path whose name has a number in it: the last one is the step (`step-1200`), as for the directory watch,
+which takes what this passes over. Owns the two functions that it wraps.
+"""
+
+import atexit
+import functools
+import logging
+import re
+import signal
+import sys
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from types import ModuleType
+from typing import Any, Final
+
+from mooring.autoload.post_import import reason, warn
+from mooring.framework_run import FrameworkRun
+from mooring.integrations.ownership import Owner, owns
+
+_log: Final = logging.getLogger("mooring")
+SAVING: Final = ".saving-"
+"""How a directory begins that a Checkpointer is saving into, see `mooring.local_checkpoints`."""
+_PACKAGE: Final = "torch.distributed.checkpoint"
+_Save = Callable[..., Any]
+_Tell = Callable[[FrameworkRun, Any, Path, int], object]
+"""With what `save` or `async_save` returned, the path and the step."""
+
+
+def autoload(module: ModuleType) -> None:
+    """Wrap the functions of `torch.distributed.checkpoint.state_dict_saver`; idempotent."""
+    if not hasattr(module.save, "__mooring__"):
+        _replace(module, "save", lambda run, metadata, path, step: run.announce(path, step))
+        _replace(module, "async_save", _announce_when_written)
+
+
+def _announce_when_written(run: FrameworkRun, answer: Any, path: Path, step: int) -> None:
+    # A stager of its own makes it answer with two futures.
+    run.announce_when(getattr(answer, "upload_completion", answer), path, step)
+
+
+def _replace(module: ModuleType, name: str, tell: _Tell) -> None:
+    original: _Save = getattr(module, name)
+
+    @functools.wraps(original)
+    def save(*arguments: Any, **keywords: Any) -> Any:
+        answer = original(*arguments, **keywords)
+        _tell_safely(tell, answer, arguments, keywords)
+        return answer
+
+    save.__mooring__ = True  # type: ignore[attr-defined]
+    setattr(module, name, save)
+    package = sys.modules.get(_PACKAGE)
+    if getattr(package, name, None) is original:
+        setattr(package, name, save)
+
+
+def _tell_safely(tell: _Tell, answer: Any, arguments: tuple[Any, ...], keywords: Mapping[str, Any]) -> None:
+    # Another thread than the main one saves in another order on each rank; `async_save` itself uses one.
+    if _state.given_up or not owns(Owner.DCP) or threading.current_thread() is not threading.main_thread():
+        return
+    try:
+        path = _path(arguments, keywords)
+        if path is None or not _saved_by_all(keywords):
+            return
+        step = _step(path.name)
+        if step is None:
+            _say_once(f"a save to {path} is not announced: its name has no number to take for the step")
+            return
+        tell(_run(), answer, path, step)
+    except Exception as error:
+        _state.given_up = True
+        warn(f"{_PACKAGE} is not protected: {reason(error)}")
+
+
+def _path(arguments: tuple[Any, ...], keywords: Mapping[str, Any]) -> Path | None:
+    """Where it saved to; None when that is no path, or one that a Checkpointer gave and will announce itself."""
+    place = keywords.get("checkpoint_id")
+    if place is None:
+        writer = arguments[1] if len(arguments) > 1 else keywords.get("storage_writer")
+        place = getattr(writer, "path", None)
+    if place is None or "://" in str(place):
+        return None
+    path = Path(place).absolute()
+    return None if any(part.startswith(SAVING) for part in path.parts) else path
+
+
+def _saved_by_all(keywords: Mapping[str, Any]) -> bool:
+    """Whether every rank took part, so that every rank is here now."""
+    distributed: Any = sys.modules["torch.distributed"]
+    if not distributed.is_initialized() or distributed.get_world_size() == 1:
+        return True
+    whole = distributed.get_world_size() == distributed.get_world_size(keywords.get("process_group"))
+    if keywords.get("no_dist") or not whole:
+        _say_once("a save in which not all ranks take part is not announced")
+        return False
+    return True
+
+
+def _step(name: str) -> int | None:
+    numbers = re.findall(r"\d+", name)
+    return int(numbers[-1]) if numbers else None
+
+
+def _run() -> FrameworkRun:
+    with _sigterm_kept():
+        run = FrameworkRun.current()
+    if not _state.closes_at_exit:
+        # What is still being written is announced then, and no thread is left inside the store's C++.
+        atexit.register(run.close)
+        _state.closes_at_exit = True
+    return run
+
+
+@contextmanager
+def _sigterm_kept() -> Iterator[None]:
+    """A run takes SIGTERM, to save once more; here nobody would, and the program would not end when it is told to."""
+    before = signal.getsignal(signal.SIGTERM)
+    try:
+        yield
+    finally:
+        if signal.getsignal(signal.SIGTERM) != before:
+            signal.signal(signal.SIGTERM, before)
+
+
+class _State:
+    """What was said and given up in this process."""
+
+    def __init__(self) -> None:
+        self.given_up = False
+        self.closes_at_exit = False
+        self.said: set[str] = set()
+
+
+_state: Final = _State()
+
+
+def _say_once(what: str) -> None:
+    if what not in _state.said:
+        _state.said.add(what)
+        _log.warning("%s", what)
