@@ -1,0 +1,126 @@
+"""One rank of a small job: `trainer.py <scenario>`. It takes a step for every line on its standard input.
+
+Every step ends in a collective, as real ones do, so that ranks are at most one step apart. Prints what it does.
+"""
+
+import logging
+import os
+import sys
+from collections.abc import Callable
+from concurrent.futures import Future
+from pathlib import Path
+
+import torch
+import torch.distributed as distributed
+
+import mooring
+from mooring.framework_run import FrameworkRun
+from mooring.gate import Ask
+
+RANK = int(os.environ["RANK"])
+
+
+def say(text: str) -> None:
+    print(text, flush=True)
+
+
+def steps(begin: int = 0) -> int:
+    """The number of the next step, once the test lets it begin."""
+    assert sys.stdin.readline(), "the test has gone"
+    distributed.all_reduce(torch.ones(1))
+    return begin + 1
+
+
+def checkpointer() -> None:
+    """A plain loop in which every rank writes a file."""
+    saver = mooring.Checkpointer()
+    path = saver.resume()
+    step = int((path / f"rank-{RANK}").read_text()) if path else 0
+    say(f"begin {step}")
+    while not saver.stopping and step < int(os.environ.get("STEPS", "1000")):
+        step = steps(step)
+        if saver.should_save(step, every=int(os.environ.get("EVERY", "0"))):
+            with saver.save(step) as directory:
+                if os.environ.get("FAIL_RANK") == str(RANK):
+                    raise SystemExit("this rank cannot write")
+                (directory / f"rank-{RANK}").write_text(str(step))
+            say(f"saved {step}")
+        say(f"step {step}")
+    saver.finish()
+    say("done")
+
+
+def rank_0_alone() -> None:
+    """As Horovod's users save: rank 0 writes, and no other rank has anything of ours."""
+    saver = mooring.Checkpointer(alone=True) if RANK == 0 else None
+    step = 0
+    while step < 3:
+        step = steps(step)
+        if saver is not None and saver.should_save(step, every=1):
+            with saver.save(step) as directory:
+                (directory / "model").write_text(str(step))
+        say(f"step {step}")
+    if saver is not None:
+        saver.finish()
+    say("done")
+
+
+def framework() -> None:
+    """A framework that writes its own directories; an evaluation of three batches follows every second step."""
+    run = FrameworkRun.current()
+    newest = run.newest()
+    step = int((newest / f"rank-{RANK}").read_text()) if newest else 0
+    say(f"begin {step}")
+    output = Path(os.environ["OUTPUT"])
+
+    def save(step: int) -> None:
+        directory = output / f"out-{step}"
+        directory.mkdir(parents=True, exist_ok=True)
+        (directory / f"rank-{RANK}").write_text(str(step))
+        say(f"announced {step} {run.announce(directory, step)}")
+
+    def obey(ask: Ask, step: int) -> None:
+        if ask is not Ask.NOTHING:
+            save(step)
+        if ask is Ask.STOP:
+            assert run.stopping
+            run.leave()
+
+    while step < int(os.environ.get("STEPS", "1000")):
+        step = steps(step)
+        obey(run.ask(step), step)
+        for tick in range(1, 4) if step % 2 == 0 else ():
+            steps()
+            say(f"tick {step} {tick}")
+            obey(run.ask(step, tick), step)
+        say(f"step {step}")
+    run.close()
+    say("done")
+
+
+def asynchronous_framework() -> None:
+    """The checkpoint is announced when its future is done, and leaving waits for it."""
+    run = FrameworkRun.current()
+    directory = Path(os.environ["OUTPUT"]) / "out-1"
+    directory.mkdir(parents=True, exist_ok=True)
+    done: Future[None] = Future()
+    run.announce_when(done, directory, 1)
+    steps()
+    (directory / f"rank-{RANK}").write_text("1")
+    if os.environ.get("FAIL_RANK") == str(RANK):
+        done.set_exception(OSError("no space"))
+    else:
+        done.set_result(None)
+    run.close()
+    say("done")
+
+
+SCENARIOS: dict[str, Callable[[], None]] = {
+    scenario.__name__: scenario for scenario in (checkpointer, rank_0_alone, framework, asynchronous_framework)
+}
+
+if __name__ == "__main__":
+    logging.basicConfig(level=logging.INFO, format="%(levelname)s %(message)s", stream=sys.stderr)
+    distributed.init_process_group("gloo")
+    SCENARIOS[sys.argv[1]]()
+    distributed.destroy_process_group()

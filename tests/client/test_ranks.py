@@ -1,0 +1,232 @@
+"""Several ranks with real processes and torch's real store: one step for all, one checkpoint of all, one way out."""
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+from tests.client.agent_server import AgentServer, serving
+from tests.client.ranks.job import Rank, job, notify
+
+from mooring_api import doorbell, names
+from mooring_api.v1 import agent_pb2
+
+ENOUGH_STEPS = 200
+
+
+@pytest.fixture
+def volume(tmp_path: Path) -> Path:
+    return tmp_path / "v"
+
+
+def begin(ranks: list[Rank], steps: int) -> None:
+    for rank in ranks:
+        rank.wait_for("begin")
+        rank.go(steps)
+    for rank in ranks:
+        rank.wait_for(f"step {steps}")
+
+
+def record_of(volume: Path, name: str) -> dict[str, object]:
+    record: dict[str, object] = json.loads((volume / ".mooring/records" / f"{name}.json").read_text())
+    return record
+
+
+def saved_steps(ranks: list[Rank], word: str = "saved") -> set[tuple[str, ...]]:
+    return {tuple(line for line in rank.rest() if line.startswith(word)) for rank in ranks}
+
+
+@pytest.mark.parametrize("noticed", [0, 1])
+def test_a_notice_to_one_rank_makes_all_save_at_the_same_step_and_leave(
+    tmp_path: Path, volume: Path, noticed: int
+) -> None:
+    with job("checkpointer", tmp_path, [volume], local_world_size=2) as ranks:
+        begin(ranks, 5)
+        notify(ranks[noticed])
+        for rank in ranks:
+            rank.go(ENOUGH_STEPS)
+        ((saved,),) = saved_steps(ranks)
+        assert [rank.exit_code() for rank in ranks] == [names.JUST_IN_TIME_EXIT_CODE] * 2
+    step = int(saved.split()[1])
+    record = record_of(volume, f"checkpoint-{step}")
+    assert (record["kind"], record["world_size"]) == ("just-in-time", 2)
+    assert [file["path"] for file in record["files"]] == ["rank-0", "rank-1"]  # type: ignore[attr-defined]
+
+    with job("checkpointer", tmp_path, [volume], local_world_size=2, STEPS=str(step + 1)) as ranks:
+        for rank in ranks:
+            assert rank.wait_for("begin") == [f"begin {step}"]
+            rank.go()
+        assert {tuple(rank.rest()) for rank in ranks} == {(f"step {step + 1}", "done")}
+        assert [rank.exit_code() for rank in ranks] == [0, 0]
+
+
+def test_a_rank_in_a_collective_while_the_other_is_noticed_still_saves_with_it(tmp_path: Path, volume: Path) -> None:
+    with job("checkpointer", tmp_path, [volume], local_world_size=2) as ranks:
+        begin(ranks, 3)
+        ranks[1].go()  # It waits for rank 0 in C++ now, or soon.
+        notify(ranks[1])
+        ranks[0].go(ENOUGH_STEPS)
+        ranks[1].go(ENOUGH_STEPS)
+        ((saved,),) = saved_steps(ranks)
+        assert int(saved.split()[1]) >= 4
+        assert [rank.exit_code() for rank in ranks] == [names.JUST_IN_TIME_EXIT_CODE] * 2
+
+
+def test_a_notice_before_the_first_step_is_remembered(tmp_path: Path, volume: Path) -> None:
+    with job("checkpointer", tmp_path, [volume], local_world_size=2) as ranks:
+        for rank in ranks:
+            rank.wait_for("begin")
+        notify(ranks[1])
+        for rank in ranks:
+            rank.go(ENOUGH_STEPS)
+        ((saved,),) = saved_steps(ranks)
+        assert int(saved.split()[1]) >= 1
+        assert [rank.exit_code() for rank in ranks] == [names.JUST_IN_TIME_EXIT_CODE] * 2
+
+
+def test_an_operators_ring_saves_once_and_training_goes_on(tmp_path: Path, volume: Path) -> None:
+    bell = volume / names.STATE_DIRECTORY / names.DOORBELL
+    bell.parent.mkdir(parents=True)
+    bell.write_bytes(doorbell.encode(doorbell.Ring(ring=0, deadline_unix=0.0, terminating=False)))
+    with job("checkpointer", tmp_path, [volume], local_world_size=2, STEPS=str(ENOUGH_STEPS)) as ranks:
+        begin(ranks, 3)
+        descriptor = os.open(bell, os.O_RDWR)
+        os.pwrite(descriptor, doorbell.encode(doorbell.Ring(ring=1, deadline_unix=0.0, terminating=False)), 0)
+        os.close(descriptor)
+        for rank in ranks:
+            rank.go()
+        # Each gate sees it by itself; all see it before the training thread may pass the step that is decided on.
+        seen = []
+        for step in range(4, ENOUGH_STEPS + 1):
+            lines = {tuple(rank.wait_for(f"step {step}")) for rank in ranks}
+            assert len(lines) == 1, "the ranks saved at different steps"
+            seen += [line for line in lines.pop() if line.startswith("saved")]
+            for rank in ranks:
+                rank.go()
+        assert len(set(seen)) == 1, seen
+        assert [rank.rest() for rank in ranks] == [["done"]] * 2
+
+
+def test_a_save_that_one_rank_cannot_write_leaves_nothing(tmp_path: Path, volume: Path) -> None:
+    with job("checkpointer", tmp_path, [volume], local_world_size=2, EVERY="2", FAIL_RANK="1") as ranks:
+        for rank in ranks:
+            rank.wait_for("begin")
+            rank.go(2)
+        assert ranks[1].exit_code() == 1
+        ranks[0].wait_for("step 2")
+        assert not list((volume / "checkpoints").iterdir())
+        assert "another rank failed" in ranks[0].log_text()
+
+
+def test_periodic_saves_are_of_all_ranks_and_every_agent_learns_of_its_own(tmp_path: Path) -> None:
+    pods = [tmp_path / "a", tmp_path / "b"]
+    sockets = [pod / names.STATE_DIRECTORY / names.SOCKET for pod in pods]
+    with (
+        serving(sockets[0], AgentServer()) as first,
+        serving(sockets[1], AgentServer()) as second,
+        job("checkpointer", tmp_path, pods, local_world_size=2, EVERY="2", STEPS="4") as ranks,
+    ):
+        for rank in ranks:
+            rank.go(4)
+        assert {tuple(rank.rest()) for rank in ranks} == {
+            ("begin 0", "step 1", "saved 2", "step 2", "step 3", "saved 4", "step 4", "done")
+        }
+        announced = [agent.requests("AnnounceCheckpoint") for agent in (first, second)]
+        assert [sorted((one.step, one.rank) for one in of_one) for of_one in announced] == [
+            [(2, 0), (2, 1), (4, 0), (4, 1)],
+            [(2, 2), (2, 3), (4, 2), (4, 3)],
+        ]
+        both = [*announced[0], *announced[1]]
+        assert {(one.world_size, one.local_world_size) for one in both} == {(4, 2)}
+        assert len({one.save for one in both}) == 2
+        # Of each pod one rank asks for room.
+        assert [len(agent.requests("BeginSave")) for agent in (first, second)] == [2, 2]
+        assert {one.save for agent in (first, second) for one in agent.requests("BeginSave")} == {
+            one.save for one in both
+        }
+
+
+def test_no_pod_saves_when_one_has_no_room(tmp_path: Path) -> None:
+    pods = [tmp_path / "a", tmp_path / "b"]
+    sockets = [pod / names.STATE_DIRECTORY / names.SOCKET for pod in pods]
+    full = AgentServer()
+    full.admitted = False
+    with (
+        serving(sockets[0], AgentServer()) as roomy,
+        serving(sockets[1], full),
+        job("checkpointer", tmp_path, pods, local_world_size=1, EVERY="1", STEPS="2") as ranks,
+    ):
+        for rank in ranks:
+            rank.go(2)
+        assert {tuple(rank.rest()) for rank in ranks} == {("begin 0", "step 1", "step 2", "done")}
+        assert [one.save for one in roomy.requests("AbortSave")] == [one.save for one in roomy.requests("BeginSave")]
+
+
+def test_pods_that_hold_only_their_own_parts_do_not_begin_afresh(tmp_path: Path) -> None:
+    pods = [tmp_path / "a", tmp_path / "b"]
+    with job("checkpointer", tmp_path, pods, local_world_size=1, EVERY="1", STEPS="1") as ranks:
+        for rank in ranks:
+            rank.go()
+        assert [rank.exit_code() for rank in ranks] == [0, 0]
+    with job("checkpointer", tmp_path, pods, local_world_size=1) as ranks:
+        assert [rank.exit_code() for rank in ranks] == [1, 1]
+        assert all(
+            "run `mooring restore`" in rank.log_text() or "none that is whole" in rank.log_text() for rank in ranks
+        )
+
+
+def test_rank_0_may_save_for_all(tmp_path: Path, volume: Path) -> None:
+    with job("rank_0_alone", tmp_path, [volume], local_world_size=2) as ranks:
+        for rank in ranks:
+            rank.go(3)
+        assert [rank.exit_code() for rank in ranks] == [0, 0]
+    assert record_of(volume, "checkpoint-3")["world_size"] == 1
+
+
+@pytest.mark.parametrize("noticed_in", ["step 3", "tick 4 2"])
+def test_a_frameworks_checkpoint_is_announced_by_all_ranks_and_resumed_from(
+    tmp_path: Path, volume: Path, noticed_in: str
+) -> None:
+    socket = volume / names.STATE_DIRECTORY / names.SOCKET
+    with serving(socket, AgentServer()) as agent:
+        with job("framework", tmp_path, [volume], local_world_size=2) as ranks:
+            for rank in ranks:
+                rank.go(6 if noticed_in == "step 3" else 9)
+            for rank in ranks:
+                rank.wait_for(noticed_in)
+            notify(ranks[1])
+            for rank in ranks:
+                rank.go(ENOUGH_STEPS)
+            ((announced,),) = saved_steps(ranks, "announced")
+            assert [rank.exit_code() for rank in ranks] == [names.JUST_IN_TIME_EXIT_CODE] * 2
+        _, step, answer = announced.split()
+        assert answer == "True"
+        requests = agent.requests("AnnounceCheckpoint")
+        assert sorted(one.rank for one in requests) == [0, 1]
+        assert {(one.path, one.kind) for one in requests} == {
+            (str(volume / f"out/out-{step}"), agent_pb2.KIND_JUST_IN_TIME)
+        }
+        with job("framework", tmp_path, [volume], local_world_size=2, STEPS=step) as ranks:
+            assert {tuple(rank.rest()) for rank in ranks} == {(f"begin {step}", "done")}
+
+
+def test_what_a_framework_writes_outside_the_volume_is_said_once(tmp_path: Path, volume: Path) -> None:
+    with job("framework", tmp_path, [volume], local_world_size=1, OUTPUT=str(tmp_path / "elsewhere")) as (rank,):
+        rank.wait_for("begin")
+        notify(rank)
+        rank.go(ENOUGH_STEPS)
+        assert rank.wait_for("announced")[-1].endswith("False")
+        assert rank.log_text().count("outside the volume") == 1
+
+
+@pytest.mark.parametrize("fails", ["", "1"])
+def test_an_asynchronous_checkpoint_is_announced_when_all_ranks_have_written(
+    tmp_path: Path, volume: Path, fails: str
+) -> None:
+    socket = volume / names.STATE_DIRECTORY / names.SOCKET
+    with serving(socket, AgentServer()) as agent:
+        with job("asynchronous_framework", tmp_path, [volume], local_world_size=2, FAIL_RANK=fails) as ranks:
+            for rank in ranks:
+                rank.go()
+            assert [rank.exit_code() for rank in ranks] == [0, 0]
+        assert len(agent.requests("AnnounceCheckpoint")) == (0 if fails else 2)
