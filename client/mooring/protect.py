@@ -1,0 +1,49 @@
+"""`mooring.protect(x)`: the one line of code for a framework's trainer.
+
+Owns the table of what it takes. Knows classes by their names alone, so that no framework is imported to ask.
+"""
+
+from importlib import import_module
+from typing import Final, TypeVar
+
+from mooring.autoload.post_import import reason, warn
+from mooring.errors import ErrorKind, UsageError
+
+T = TypeVar("T")
+
+_INTEGRATIONS: Final = {
+    ("transformers.trainer", "Trainer"): "hugging_face",
+    ("lightning.pytorch.trainer.trainer", "Trainer"): "lightning",
+    ("pytorch_lightning.trainer.trainer", "Trainer"): "lightning",
+    ("accelerate.accelerator", "Accelerator"): "accelerate",
+    ("deepspeed.runtime.engine", "DeepSpeedEngine"): "deepspeed",
+}
+"""(module, name) of a class -> the integration for it and for what derives from it."""
+_TAKEN: Final = (
+    "a transformers Trainer (TRL's too), a Lightning Trainer, an Accelerate Accelerator or a DeepSpeedEngine; "
+    "a plain loop makes a mooring.Checkpointer"
+)
+
+
+def protect(x: T) -> T:
+    """Save, stop just in time and resume in what `x` trains; returns `x`. Idempotent per object.
+
+    Raises UsageError for what is not a framework's trainer. What goes wrong inside a framework costs the protection,
+    with one warning, and never the training.
+    """
+    integration = next(
+        (
+            _INTEGRATIONS[cls.__module__, cls.__qualname__]
+            for cls in type(x).__mro__
+            if (cls.__module__, cls.__qualname__) in _INTEGRATIONS
+        ),
+        None,
+    )
+    if integration is None:
+        kind = f"{type(x).__module__}.{type(x).__qualname__}"
+        raise UsageError(ErrorKind.BAD_ARGUMENT, f"nothing in Mooring protects a {kind}", hint=f"give it {_TAKEN}")
+    try:
+        import_module(f"mooring.integrations.{integration}").install(x)
+    except Exception as error:
+        warn(f"{type(x).__qualname__} is not protected: {reason(error)}")
+    return x
