@@ -1,0 +1,75 @@
+"""Hugging Face's Trainer and what derives from it, such as the trainers of TRL.
+
+Owns where a Trainer is wrapped: its class once, for `train`, which subclasses override and call in turn; and each
+object for the two methods around a step. What happens there is in `protection`. The first training of a process is
+protected, and no other: a run is one training, and what a second one saved is nothing that the first could resume from.
+"""
+
+import functools
+from collections.abc import Callable
+from types import ModuleType
+from typing import Any
+
+from mooring.autoload.post_import import reason, warn
+from mooring.integrations.ownership import Owner, claim
+
+_PROTECTION = "_mooring_protection"
+_NEEDED = ("_maybe_log_save_evaluate", "_save_checkpoint", "_evaluate", "_determine_best_metric", "_get_output_dir")
+
+
+def install(trainer: Any) -> None:
+    """Protect what this Trainer trains; idempotent. Raises when it is of a version that is too different."""
+    if _PROTECTION in vars(trainer):
+        return
+    from transformers.trainer import Trainer
+
+    # They import torch and transformers, of which autoload is called in the middle.
+    from mooring.integrations.hugging_face.callback import Callback
+    from mooring.integrations.hugging_face.protection import Protection
+
+    missing = [name for name in _NEEDED if not hasattr(trainer, name)]
+    if missing:
+        raise RuntimeError(f"this version of transformers has no {', '.join(missing)}")
+    _wrap_train(Trainer)
+    protection = Protection(trainer)
+    _wrap(trainer, "_maybe_log_save_evaluate", protection.after_step)
+    if hasattr(trainer, "_run_epoch"):
+        _wrap(trainer, "_run_epoch", protection.epoch)
+    trainer.add_callback(Callback(protection))
+    setattr(trainer, _PROTECTION, protection)
+    claim(Owner.TRAINER)
+
+
+def autoload(module: ModuleType) -> None:
+    """Protect every Trainer that is made from now on. `module` is transformers.trainer."""
+    made = module.Trainer.__init__
+
+    @functools.wraps(made)
+    def init(trainer: Any, *arguments: Any, **keywords: Any) -> None:
+        made(trainer, *arguments, **keywords)
+        try:
+            install(trainer)
+        except Exception as error:
+            warn(f"{type(trainer).__qualname__} is not protected: {reason(error)}")
+
+    module.Trainer.__init__ = init
+
+
+def _wrap_train(trainer_class: Any) -> None:
+    plain = trainer_class.train
+    if hasattr(plain, _PROTECTION):
+        return
+
+    @functools.wraps(plain)
+    def train(trainer: Any, *arguments: Any, **keywords: Any) -> Any:
+        protection = vars(trainer).get(_PROTECTION)
+        if protection is None:
+            return plain(trainer, *arguments, **keywords)
+        return protection.train(functools.partial(plain, trainer), *arguments, **keywords)
+
+    setattr(train, _PROTECTION, True)
+    trainer_class.train = train
+
+
+def _wrap(trainer: Any, name: str, ours: Callable[..., None]) -> None:
+    setattr(trainer, name, functools.partial(ours, getattr(trainer, name)))

@@ -1,0 +1,26 @@
+"""The Trainer's events that its protection needs. Imports transformers: import it only where a Trainer is."""
+
+from typing import Any
+
+from transformers.trainer_callback import TrainerCallback
+
+from mooring.integrations.hugging_face.protection import Protection
+
+
+class Callback(TrainerCallback):  # type: ignore[misc]  # transformers may not be installed where mypy is
+    """Passes them on."""
+
+    def __init__(self, protection: Protection) -> None:
+        self._protection = protection
+
+    def on_train_begin(self, *_: Any, **__: Any) -> None:
+        self._protection.begun()
+
+    def on_step_begin(self, *_: Any, **__: Any) -> None:
+        self._protection.before_step()
+
+    def on_prediction_step(self, *_: Any, **__: Any) -> None:
+        self._protection.evaluated_batch()
+
+    def on_save(self, *_: Any, **__: Any) -> None:
+        self._protection.saved()

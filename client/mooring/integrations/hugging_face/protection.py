@@ -1,0 +1,224 @@
+"""What becomes of one Trainer: it resumes, its checkpoints are announced, and it stops just in time.
+
+Owns the order in which a Trainer's step ends: log, evaluate, save. A just-in-time save comes before the evaluation that
+is due, for which there may be no time, and that is then made up for when training is resumed: only so are the random
+generators, the learning rate and the choice of the best model those of an uninterrupted run. That it is due is said
+where the Trainer itself says so, in the TrainerControl of trainer_state.json. Must not know what else is saved.
+"""
+
+import logging
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Final
+
+from mooring.autoload.post_import import reason, warn
+from mooring.errors import MooringError
+from mooring.framework_run import FrameworkRun
+from mooring.gate import Ask
+from mooring.integrations.hugging_face.own_just_in_time import remove_own_just_in_time
+from mooring.integrations.hugging_face.random_states import RandomStates
+from mooring.integrations.ownership import Owner, owns
+from mooring.records import Kind
+
+_log: Final = logging.getLogger("mooring")
+
+
+class _EvaluationLeftError(Exception):
+    """The way out of an evaluation, to whoever began it."""
+
+
+class Protection:
+    """Of one Trainer. It does nothing but while `train` runs, and then only in the first training of this process."""
+
+    _trained = False
+
+    def __init__(self, trainer: Any) -> None:
+        self._trainer = trainer
+        self._run: FrameworkRun | None = None
+        self._resumed: Path | None = None
+        self._position = (-1, 0)
+        self._saved_step = -1
+        self._save_asked = False
+        self._evaluation_owed = False
+        self._random_states: RandomStates | None = None
+        """Those before the evaluation that training is at."""
+
+    def train(
+        self, train: Callable[..., Any], /, resume_from_checkpoint: Any = None, *arguments: Any, **keywords: Any
+    ) -> Any:
+        """In place of Trainer.train. Where the user says what to resume from, that is what happens."""
+        run = self._begin()
+        if run is None:
+            return train(resume_from_checkpoint, *arguments, **keywords)
+        self._run = run
+        try:
+            if resume_from_checkpoint is None or resume_from_checkpoint is True:
+                resume_from_checkpoint = run.newest() or resume_from_checkpoint
+            if resume_from_checkpoint and resume_from_checkpoint is not True:
+                self._resumed = Path(resume_from_checkpoint)
+                resume_from_checkpoint = str(resume_from_checkpoint)
+            return train(resume_from_checkpoint, *arguments, **keywords)
+        finally:
+            self._run = None
+            if not run.stopping:
+                run.close()
+
+    def begun(self) -> None:
+        """Before the first step, with the state that training resumes from."""
+        if self._run is None or self._resumed is None:
+            return
+        self._saved_step = self._step
+        control = (self._trainer.state.stateful_callbacks or {}).get("TrainerControl", {})
+        due = control.get("args", {}).get("should_evaluate", False)
+        self._evaluation_owed = due and _evaluation_strategy(self._trainer.args) != "no"
+        if self._is_last:
+            self.before_step()
+
+    def before_step(self) -> None:
+        """The random generators are restored by now."""
+        if self._run is None or not self._evaluation_owed:
+            return
+        self._evaluation_owed = False
+        try:
+            self._evaluating(self._make_up_for_evaluation)
+        except _EvaluationLeftError:
+            # The checkpoint that training resumed from is still the newest, and says what is owed.
+            self._leave(self._run)
+
+    def epoch(self, epoch: Callable[..., None], /, *arguments: Any, **keywords: Any) -> None:
+        """In place of Trainer._run_epoch, which would train one step more when it resumes where training ended."""
+        if self._run is not None and self._is_last:
+            self._trainer.control.should_training_stop = True
+        else:
+            epoch(*arguments, **keywords)
+
+    def after_step(self, log_evaluate_save: Callable[..., None], /, *arguments: Any, **keywords: Any) -> None:
+        """In place of Trainer._maybe_log_save_evaluate, which comes after each step and each epoch."""
+        run, control = self._run, self._trainer.control
+        if run is None or not owns(Owner.TRAINER):
+            log_evaluate_save(*arguments, **keywords)
+            return
+        if self._asks(run) is Ask.STOP:
+            evaluation_due = control.should_evaluate or self._evaluation_follows()
+            control.should_evaluate = control.should_save = False
+            log_evaluate_save(*arguments, **keywords)
+            self._stop(run, evaluation_due=evaluation_due)
+        if control.should_save and not self._is_last and not run.admits(self._step):
+            control.should_save = False
+        if control.should_evaluate:
+            try:
+                self._evaluating(log_evaluate_save, *arguments, **keywords)
+            except _EvaluationLeftError:
+                self._stop(run, evaluation_due=True)
+        else:
+            log_evaluate_save(*arguments, **keywords)
+        if self._save_asked:
+            self._save_asked = False
+            self._save()
+
+    def evaluated_batch(self) -> None:
+        """In an evaluation, and training stops there: raises what ends the evaluation. Other evaluations are let be."""
+        if self._run is not None and self._random_states is not None and self._asks(self._run) is Ask.STOP:
+            # What the evaluation drew is drawn again when it is made up for.
+            self._random_states.restore()
+            raise _EvaluationLeftError
+
+    def saved(self) -> None:
+        """This rank has written its files."""
+        if self._run is None or not owns(Owner.TRAINER):
+            return
+        self._saved_step = self._step
+        checkpoint = Path(self._trainer._get_output_dir(None)) / f"checkpoint-{self._step}"
+        self._run.announce(checkpoint, self._step, Kind.FINAL if self._is_last else None)
+
+    def _begin(self) -> FrameworkRun | None:
+        """None when this training is not protected."""
+        trainer = self._trainer
+        if self._run is not None or not owns(Owner.TRAINER):
+            return None
+        if Protection._trained or getattr(trainer, "hp_search_backend", None) is not None:
+            warn("this training is not protected: a run is one training, and this is one of several")
+            return None
+        Protection._trained = True
+        try:
+            remove_own_just_in_time(trainer.callback_handler)
+            run = FrameworkRun.current()
+        except (MooringError, AttributeError) as error:
+            warn(f"{type(trainer).__qualname__} is not protected: {reason(error)}")
+            return None
+        if not run.protects(Path(trainer.args.output_dir) / "checkpoint-*"):
+            run.close()
+            return None
+        run.hold_sigterm()
+        return run
+
+    @property
+    def _step(self) -> int:
+        step: int = self._trainer.state.global_step
+        return step
+
+    @property
+    def _is_last(self) -> bool:
+        return bool(self._step >= self._trainer.state.max_steps)
+
+    def _asks(self, run: FrameworkRun) -> Ask:
+        """At a position of its own: an epoch's end and each batch of an evaluation are further ticks of their step."""
+        step, tick = self._position
+        self._position = (step, tick + 1) if step == self._step else (self._step, 0)
+        ask = run.ask(*self._position)
+        self._save_asked |= ask is Ask.SAVE
+        return ask
+
+    def _evaluating(self, evaluate: Callable[..., None], /, *arguments: Any, **keywords: Any) -> None:
+        self._random_states = RandomStates()
+        try:
+            evaluate(*arguments, **keywords)
+        finally:
+            self._random_states = None
+
+    def _make_up_for_evaluation(self) -> None:
+        trainer = self._trainer
+        metrics = trainer._evaluate(None, None)
+        if trainer._determine_best_metric(metrics=metrics, trial=None) and trainer.state.best_global_step == self._step:
+            trainer.state.best_model_checkpoint = str(self._resumed)
+
+    def _evaluation_follows(self) -> bool:
+        """Whether the epoch that ends with this step is evaluated then."""
+        arguments, epoch = self._trainer.args, self._trainer.state.epoch
+        ends = self._is_last or float(epoch).is_integer()
+        return bool(ends and _evaluation_strategy(arguments) == "epoch" and arguments.eval_delay <= epoch)
+
+    def _stop(self, run: FrameworkRun, *, evaluation_due: bool) -> None:
+        state = self._trainer.state
+        self._trainer.control.should_evaluate = evaluation_due
+        if evaluation_due:
+            # Of several data sets the first ones may be evaluated; they will be again.
+            state.log_history = [entry for entry in state.log_history if not _is_evaluation(entry, self._step)]
+        self._save()
+        self._leave(run)
+
+    def _save(self) -> None:
+        """A step that is saved already is not written again over what an agent may be uploading."""
+        trainer = self._trainer
+        if self._saved_step != self._step:
+            trainer._save_checkpoint(trainer.model, None)
+            trainer.control = trainer.callback_handler.on_save(trainer.args, trainer.state, trainer.control)
+
+    def _leave(self, run: FrameworkRun) -> None:
+        # Not by should_training_stop: the end of a training loads the best model, and may delete what was just saved.
+        trainer = self._trainer
+        try:
+            trainer.callback_handler.on_train_end(trainer.args, trainer.state, trainer.control)
+        except Exception as error:
+            _log.warning("a callback failed at the end of training: error=%s", reason(error))
+        run.leave()
+
+
+def _evaluation_strategy(arguments: Any) -> str:
+    strategy = getattr(arguments, "eval_strategy", "no")
+    return str(getattr(strategy, "value", strategy))
+
+
+def _is_evaluation(entry: dict[str, Any], step: int) -> bool:
+    """Whether this entry of the log is what an evaluation after that step found."""
+    return entry.get("step") == step and any(key.startswith("eval_") for key in entry)
