@@ -1,10 +1,17 @@
 """Mooring inside the trainer: keeps a training job's checkpoints safe when its pod is not."""
 
-from importlib.metadata import version
-
 from mooring.checkpointer import Checkpointer
 from mooring.errors import AgentError, ErrorKind, MooringError, UsageError, VolumeError
+from mooring.protect import protect
 from mooring.records import Kind
 
-__all__ = ["AgentError", "Checkpointer", "ErrorKind", "Kind", "MooringError", "UsageError", "VolumeError"]
-__version__ = version("mooring")
+__all__ = ["AgentError", "Checkpointer", "ErrorKind", "Kind", "MooringError", "UsageError", "VolumeError", "protect"]
+
+
+def __getattr__(name: str) -> str:
+    # Asked for only then: an injected client lies in a volume and is not installed, so that nobody knows its version.
+    if name == "__version__":
+        from importlib.metadata import version
+
+        return version("mooring")
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -10,6 +10,7 @@ import click
 from mooring_agent.adapters.volume.errors import folder_error
 from mooring_agent.cli.agent_call import CALL_TIMEOUT_SECONDS, agent_stub
 from mooring_agent.cli.reporting import errors_reported
+from mooring_agent.cli.run_autoload import with_autoload
 from mooring_agent.cli.setting_options import environment_of, setting_options, settings_from
 from mooring_agent.core.errors import MooringError
 from mooring_api import names
@@ -26,8 +27,11 @@ _DEFAULTS = {
 @click.command(context_settings={"ignore_unknown_options": False})
 @setting_options
 @click.option("--restore/--no-restore", "wants_restore", default=True, help="Fetch the newest checkpoint first.")
+@click.option(
+    "--autoload", "wants_autoload", is_flag=True, help="Protect a Python program's framework, see docs/autoload.md."
+)
 @click.argument("command", nargs=-1, required=True, metavar="-- CMD…")
-def run(wants_restore: bool, command: tuple[str, ...], **options: Any) -> None:
+def run(wants_restore: bool, wants_autoload: bool, command: tuple[str, ...], **options: Any) -> None:
     """Run a program with an agent beside it.
 
     Restores first, then trains, saves just in time when it is told to end, and drains. Exits with the program's code;
@@ -62,6 +66,8 @@ def run(wants_restore: bool, command: tuple[str, ...], **options: Any) -> None:
             **os.environ,
             **environment_of(settings),
         }
+        if wants_autoload:
+            environment = with_autoload(environment)
 
         async def whole_run() -> int:
             runner = Runner(settings, command, environment=environment, notify=notify, answers=answers)

@@ -1,0 +1,78 @@
+"""Where autoload comes from: `mooring run --autoload`, and a volume that brings the client to another interpreter."""
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import google
+import grpc
+import pytest
+
+import mooring
+import mooring_api
+from mooring import autoload
+
+_TIMEOUT_SECONDS = 100.0
+
+
+def run(tmp_path: Path, *options: str, **environment: str) -> "subprocess.CompletedProcess[str]":
+    code = "import os, sys; print(repr(os.environ.get('PYTHONPATH')), 'mooring.autoload.zero_code' in sys.modules)"
+    command = [sys.executable, "-m", "mooring_agent", "run", "--to", f"file://{tmp_path}/bucket", *options]
+    (tmp_path / "bucket").mkdir(exist_ok=True)
+    variables = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    return subprocess.run(
+        [*command, "--volume", str(tmp_path / "volume"), "--", sys.executable, "-c", code],
+        env=variables | environment,
+        capture_output=True,
+        text=True,
+        timeout=_TIMEOUT_SECONDS,
+        check=False,
+    )
+
+
+@pytest.mark.parametrize(
+    ("users", "expected"), [({}, ""), ({"PYTHONPATH": "/theirs:/more"}, ":/theirs:/more"), ({"PYTHONPATH": ""}, "")]
+)
+def test_a_run_with_autoload_puts_its_folder_before_the_users(
+    tmp_path: Path, users: dict[str, str], expected: str
+) -> None:
+    got = run(tmp_path, "--autoload", **users)
+    assert got.stdout == f"{str(autoload.path()) + expected!r} True\n", got.stderr
+    assert got.returncode == 0
+
+
+def test_a_run_without_it_leaves_the_path_alone(tmp_path: Path) -> None:
+    assert run(tmp_path, PYTHONPATH="/theirs").stdout == "'/theirs' False\n"
+
+
+def test_a_volume_brings_the_client_to_an_interpreter_that_has_none(tmp_path: Path) -> None:
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(tmp_path / "bare")], check=True, timeout=100)
+    injected, needed, frameworks = tmp_path / "injected", tmp_path / "needed", tmp_path / "frameworks"
+    shutil.copytree(Path(mooring.__path__[0]), injected / "mooring")
+    shutil.copytree(Path(mooring_api.__path__[0]), injected / "mooring_api")
+    shutil.copy(autoload.path() / "sitecustomize.py", injected)
+    needed.mkdir()
+    packages = [Path(grpc.__path__[0]), Path(google.__path__[0])]
+    for package in [*packages, *packages[0].parent.glob("typing_extensions.py")]:
+        (needed / package.name).symlink_to(package)
+    worker = frameworks / "torch" / "utils" / "data" / "_utils" / "worker.py"
+    worker.parent.mkdir(parents=True)
+    worker.write_text("def _worker_loop(): pass\n")
+    code = """if True:
+        import torch.utils.data._utils.worker as worker
+        import mooring
+        print(worker._worker_loop.__module__, mooring.__file__)
+    """
+    python = str(tmp_path / "bare" / "bin" / "python")
+    got = subprocess.run(
+        [python, "-c", code],
+        env={"PYTHONPATH": f"{injected}:{needed}:{frameworks}"},
+        capture_output=True,
+        text=True,
+        timeout=_TIMEOUT_SECONDS,
+        check=False,
+    )
+    expected = f"mooring.integrations.worker_processes {injected / 'mooring' / '__init__.py'}\n"
+    assert (got.stdout, got.stderr) == (expected, "")
