@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from mooring.integrations import ownership
 from mooring_api import names
 
 # Before anything loads gRPC: beside its fork handlers a fork right after a call may hang, in this process too.
@@ -28,3 +29,9 @@ def short_directory() -> Iterator[Path]:
     """pytest's own directories are too deep for a unix socket."""
     with tempfile.TemporaryDirectory(prefix="short-") as directory:
         yield Path(directory)
+
+
+@pytest.fixture(autouse=True)
+def _nobody_trains_yet(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A trainer made in pytest's own process claims that process for good."""
+    monkeypatch.setattr(ownership, "_outermost", None)

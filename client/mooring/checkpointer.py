@@ -16,6 +16,7 @@ from typing import Final
 
 from mooring.errors import ErrorKind, UsageError
 from mooring.gate import Ask
+from mooring.integrations.ownership import Owner, claim
 from mooring.records import Kind
 from mooring.saving import Saving
 from mooring.session import Begun, Session
@@ -49,6 +50,7 @@ class Checkpointer:
         self._begun: Begun | None = None
         self._last_step: int | None = None
         self._session = Session(settings, alone=alone)
+        claim(Owner.CHECKPOINTER)
 
     @property
     def stopping(self) -> bool:

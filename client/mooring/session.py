@@ -17,6 +17,7 @@ from mooring.agent import Agent
 from mooring.errors import ErrorKind, VolumeError
 from mooring.gate import Ask
 from mooring.gate.sigterm import Sigterm
+from mooring.integrations import worker_processes
 from mooring.leaving import leave
 from mooring.liveness import hold_liveness_lock
 from mooring.local_checkpoints import LocalCheckpoints
@@ -53,6 +54,7 @@ class Session:
         # An asynchronous save is announced by another thread.
         self._announcing = threading.Lock()
         lives = self._prepare()
+        worker_processes.install()
         self._sigterm = Sigterm()
         self.agent = Agent(settings.socket, ranks=settings.ranks, holds_liveness_lock=lives)
 
