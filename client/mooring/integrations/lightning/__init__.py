@@ -1,0 +1,61 @@
+"""Lightning: a Trainer whose checkpoints are announced, that saves and leaves in time, and that resumes by itself.
+
+Owns where a Trainer is wrapped: one callback, and its `fit`. What happens there is in `protection`. The first `fit` of
+a process is protected, and no other: a run is one training, which must not resume from what a later one saved.
+"""
+
+import functools
+import inspect
+from types import ModuleType
+from typing import Any, Final
+
+from mooring.autoload.post_import import reason, warn
+from mooring.integrations.lightning.protection import Protection, make_protection
+from mooring.integrations.ownership import Owner, claim
+
+_MODULE: Final = ".trainer.trainer"
+"""Behind the package's name: where both packages have their Trainer."""
+
+_begun = False
+"""This process has begun the training that it protects."""
+
+
+def install(trainer: Any) -> None:
+    """Protect the training of a `lightning.pytorch.Trainer` or a `pytorch_lightning.Trainer`; idempotent."""
+    if any(isinstance(callback, Protection) for callback in trainer.callbacks):
+        return
+    package = next(cls.__module__ for cls in type(trainer).__mro__ if cls.__module__.endswith(_MODULE))
+    protection = make_protection(package.removesuffix(_MODULE))
+    # Not a closure: a strategy that spawns its ranks sends them the Trainer.
+    trainer.fit = functools.update_wrapper(functools.partial(_fit, protection, trainer.fit), trainer.fit)
+    trainer.callbacks.append(protection)
+
+
+def autoload(module: ModuleType) -> None:
+    """Protect every Trainer that is made from now on. `module` is that of the class."""
+    made = module.Trainer.__init__
+
+    @functools.wraps(made)
+    def init(trainer: Any, *arguments: Any, **keywords: Any) -> None:
+        made(trainer, *arguments, **keywords)
+        try:
+            install(trainer)
+        except Exception as error:
+            warn(f"{type(trainer).__qualname__} is not protected: {reason(error)}")
+
+    module.Trainer.__init__ = init
+
+
+def _fit(protection: Protection, fit: Any, *arguments: Any, **keywords: Any) -> Any:
+    global _begun
+    callbacks = fit.__self__.callbacks
+    # A Tuner's trial is no training.
+    if _begun or any(getattr(callback, "_early_exit", False) for callback in callbacks):
+        return fit(*arguments, **keywords)
+    _begun = True
+    claim(Owner.TRAINER)
+    protection.arm(resumes=inspect.signature(fit).bind(*arguments, **keywords).arguments.get("ckpt_path") is None)
+    try:
+        return fit(*arguments, **keywords)
+    finally:
+        protection.end()

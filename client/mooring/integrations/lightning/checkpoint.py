@@ -1,0 +1,73 @@
+"""What is in a Lightning checkpoint, when it is written, and which one is the last.
+
+Owns what the integration knows of Lightning's loops and of its checkpoint's format; nothing of saving and leaving.
+"""
+
+from concurrent.futures import Future
+from typing import Any, Final
+
+from mooring.records import Kind
+
+_BEGUN: Final = {"ready": 1, "started": 1, "processed": 0, "completed": 0}
+"""The progress of an evaluation in its first batch."""
+
+
+def owe_what_follows(trainer: Any, checkpoint: dict[str, Any]) -> None:
+    """Have a resumed training do what is due after the batch at whose end this is saved.
+
+    A validation, from its first batch also when it is under way: Lightning would skip it. The end of an epoch, if the
+    loader knows that it is there: Lightning would count one epoch too many, without a batch.
+    """
+    loops = checkpoint["loops"]["fit_loop"]
+    batches, validated = loops["epoch_loop.batch_progress"], loops["epoch_loop.val_loop.batch_progress"]
+    fit_loop = trainer.fit_loop
+    owes_validation = is_validating(trainer)
+    if batches["total"]["completed"] < batches["total"]["processed"]:
+        owes_validation = fit_loop.epoch_loop._should_check_val_fx(fit_loop._data_fetcher)
+        if owes_validation or (batches["is_last_batch"] and "combined_loader" in loops["state_dict"]):
+            for progress in (batches["total"], batches["current"]):
+                progress["completed"] = progress["processed"]
+    if owes_validation:
+        validated |= {"total": dict(_BEGUN), "current": dict(_BEGUN), "is_last_batch": False}
+
+
+def tell_samplers_epoch(trainer: Any) -> None:
+    """Tell the samplers which epoch they shuffle for."""
+    fit_loop = trainer.fit_loop
+    for loader in fit_loop._combined_loader.flattened:
+        for owner in (loader, getattr(loader, "batch_sampler", None)):
+            set_epoch = getattr(getattr(owner, "sampler", None), "set_epoch", None)
+            if callable(set_epoch):
+                set_epoch(fit_loop.epoch_progress.current.processed)
+
+
+def kind(trainer: Any) -> Kind | None:
+    """Final when the training has reached what it was to reach."""
+    steps_done = 0 < trainer.max_steps <= trainer.global_step
+    epochs = trainer.fit_loop.epoch_progress.current.processed
+    return Kind.FINAL if steps_done or 0 < (trainer.max_epochs or 0) <= epochs else None
+
+
+def written(trainer: Any) -> "Future[Any] | None":
+    """Done when the checkpoint that was just saved is on disk; None when it is already."""
+    plugin = trainer.strategy.checkpoint_io
+    if not any(cls.__name__ == "AsyncCheckpointIO" for cls in type(plugin).__mro__):
+        return None
+    if plugin._executor is not None:
+        # Its one thread comes to this after the write.
+        future: Future[Any] = plugin._executor.submit(int)
+        return future
+    elsewhere: Future[Any] = Future()
+    elsewhere.set_result(None)
+    return elsewhere
+
+
+def is_accumulating(trainer: Any) -> bool:
+    """Whether there are gradients that no optimizer step has used."""
+    return bool(trainer.fit_loop._should_accumulate())
+
+
+def is_validating(trainer: Any) -> bool:
+    """Whether a hook at the end of a validation's batch asks."""
+    progress = trainer.fit_loop.epoch_loop.val_loop.batch_progress.total
+    return bool(trainer.validating and progress.completed < progress.processed)

@@ -1,0 +1,258 @@
+"""The callback that protects one training, and what it puts in front of a few of the Trainer's methods meanwhile.
+
+Owns when a Lightning training saves, leaves and resumes. Must not know what is in a checkpoint. All ranks pass the same
+places here, so that they ask at the same positions.
+"""
+
+import functools
+import inspect
+import os
+import shutil
+from collections.abc import Callable
+from importlib import import_module
+from pathlib import Path
+from typing import Any, Final
+
+from mooring.autoload.post_import import reason, warn
+from mooring.errors import MooringError
+from mooring.framework_run import FrameworkRun
+from mooring.gate import Ask
+from mooring.integrations.lightning import checkpoint as contents
+from mooring.integrations.lightning import random_states
+from mooring.integrations.ownership import Owner, owns
+from mooring_api import names
+
+_OWN: Final = "mooring-step="
+"""How the names of our own checkpoints begin: no ModelCheckpoint makes such a name."""
+
+
+_KEY: Final = "mooring_random_states"
+"""In a checkpoint."""
+
+
+class Protection:
+    """The callback but for its base class, which is Lightning's. It can be pickled until its training begins."""
+
+    def __init__(self, package: str) -> None:
+        self._package = package
+        self._armed = False
+        self._resumes = False
+        self._run: FrameworkRun | None = None
+        self._undo: list[Callable[[], object]] = []
+        self._training = False
+        self._just_in_time = True
+        self._position = (-1, 0)
+        self._steps_done = -1
+        self._stop_asked = False
+        self._leaving = False
+        self._announced_step = -1
+        self._random_states: dict[str, Any] | None = None
+        """Those to train on with."""
+        self._before_validation: dict[str, Any] = {}
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return make_protection, (self._package,), self.__dict__
+
+    def arm(self, *, resumes: bool) -> None:
+        """The next fit is to be protected. `resumes`: the program does not say where to begin."""
+        self._armed, self._resumes = True, resumes
+
+    def end(self) -> None:
+        """The fit is over, one way or another. Raises SystemExit after a just-in-time save."""
+        self._armed = self._training = False
+        while self._undo:
+            self._undo.pop()()
+        run, self._run = self._run, None
+        if run is not None and self._leaving:
+            run.leave()
+        elif run is not None:
+            run.close()
+
+    # Lightning's hooks, in the order of a training.
+
+    def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
+        # By now the process group is there, and this is the process that trains.
+        if stage != "fit" or not self._armed:
+            return
+        # Behind the ModelCheckpoints: what one of them has just saved we need not save again.
+        trainer.callbacks = [callback for callback in trainer.callbacks if callback is not self] + [self]
+        try:
+            self._begin(trainer)
+        except (AttributeError, TypeError, MooringError) as error:
+            warn(f"{type(trainer).__qualname__} is not protected: {reason(error)}")
+
+    def on_train_start(self, trainer: Any, *_: Any) -> None:
+        # Not earlier: a LearningRateFinder tries, and saves, before it.
+        self._training = self._run is not None
+        self._steps_done = trainer.global_step
+        if self._training and self._random_states is not None:
+            # The loaders' iterators are made, which have drawn from them.
+            random_states.restore(self._random_states)
+
+    def on_train_epoch_start(self, *_: Any) -> None:
+        self._leave_in_time()
+
+    def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
+        self._leave_in_time()
+        if trainer.global_step > self._steps_done:
+            self._steps_done = trainer.global_step
+            self._visit(trainer)
+
+    def on_validation_batch_end(self, trainer: Any, *_: Any, **__: Any) -> None:
+        # Gradients that are half accumulated are in no checkpoint.
+        if self._training and not contents.is_accumulating(trainer):
+            self._visit(trainer)
+
+    def on_validation_end(self, *_: Any) -> None:
+        self._leave_in_time()
+
+    def on_train_end(self, *_: Any) -> None:
+        self._leave_in_time()
+
+    def on_save_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]) -> None:
+        # On its way out by an exception a rank may be alone here.
+        if not self._training or trainer.interrupted:
+            return
+        contents.owe_what_follows(trainer, checkpoint)
+        # A validation that is under way will be run anew.
+        own = self._before_validation if contents.is_validating(trainer) else random_states.capture()
+        checkpoint[_KEY] = random_states.gather(own)
+
+    def on_load_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]) -> None:
+        states = checkpoint.get(_KEY, ())
+        if len(states) == trainer.world_size:
+            self._random_states = states[trainer.global_rank]
+
+    def _begin(self, trainer: Any) -> None:
+        _complete_environment(trainer)
+        methods = [
+            (trainer, "save_checkpoint", self._save_checkpoint),
+            (trainer._checkpoint_connector, "resume_start", self._resume_start),
+            (trainer.fit_loop.epoch_loop.val_loop, "run", self._validate),
+            (trainer.fit_loop, "_load_combined_loader_states", self._load_loaders),
+        ]
+        self._just_in_time = not _requeues(trainer)
+        if self._just_in_time:
+            methods.append((trainer._signal_connector, "register_signal_handlers", self._register_signal_handlers))
+        else:
+            warn(f"{type(trainer).__qualname__} is not saved just in time: SLURM's auto-requeue has the signals")
+        originals = [getattr(owner, name) for owner, name, _ in methods]
+        self._run = FrameworkRun.current()
+        for (owner, name, ours), original in zip(methods, originals, strict=True):
+            setattr(owner, name, functools.update_wrapper(functools.partial(ours, trainer, original), original))
+            self._undo.append(functools.partial(vars(owner).pop, name, None))
+
+    def _resume_start(self, _: Any, resume: Callable[..., None], *arguments: Any, **keywords: Any) -> None:
+        call = inspect.signature(resume).bind(*arguments, **keywords)
+        if (
+            self._run is not None
+            and self._resumes
+            and owns(Owner.TRAINER)
+            and not call.arguments.get("checkpoint_path")
+            and (newest := self._run.newest()) is not None
+        ):
+            call.arguments["checkpoint_path"] = str(newest)
+        resume(*call.args, **call.kwargs)
+
+    def _load_loaders(self, trainer: Any, load: Callable[[], None]) -> None:
+        load()
+        # Before the first iterator is made, not after it as Lightning does.
+        contents.tell_samplers_epoch(trainer)
+
+    def _validate(self, _: Any, run: Callable[[], Any]) -> Any:
+        self._before_validation = random_states.capture()
+        return run()
+
+    def _register_signal_handlers(self, _: Any, register: Callable[[], None]) -> None:
+        register()
+        # Lightning's handler broadcasts from within, and hangs when one rank alone is signalled.
+        if self._run is not None:
+            self._run.hold_sigterm()
+
+    def _save_checkpoint(self, trainer: Any, save: Callable[..., None], *arguments: Any, **keywords: Any) -> None:
+        save(*arguments, **keywords)
+        # It ended in a barrier: the checkpoint is complete, or in the hands of an AsyncCheckpointIO.
+        call = inspect.signature(save).bind(*arguments, **keywords).arguments
+        path = str(call["filepath"])
+        if not self._training or self._leaving or call.get("weights_only") or "://" in path or not owns(Owner.TRAINER):
+            return
+        if not contents.is_accumulating(trainer):
+            # A notice that came while this was written needs no second save.
+            self._ask(trainer)
+        self._announce(trainer, Path(path).absolute())
+        self._leaving = self._stop_asked
+
+    def _visit(self, trainer: Any) -> None:
+        """A place where the state can be saved and left."""
+        if not self._training or self._ask(trainer) is Ask.NOTHING:
+            return
+        trainer.save_checkpoint(self._own_directory(trainer) / f"{_OWN}{trainer.global_step}.ckpt")
+        self._leaving = self._stop_asked
+        self._leave_in_time()
+
+    def _leave_in_time(self) -> None:
+        if self._training and self._leaving:
+            # Lightning tears down and passes it on; `end` parts from the other ranks.
+            raise SystemExit(names.JUST_IN_TIME_EXIT_CODE)
+
+    def _ask(self, trainer: Any) -> Ask:
+        if self._run is None or not self._just_in_time or not owns(Owner.TRAINER):
+            return Ask.NOTHING
+        step, tick = self._position
+        self._position = (step, tick + 1) if step == trainer.global_step else (trainer.global_step, 0)
+        ask = self._run.ask(*self._position)
+        self._stop_asked |= ask is Ask.STOP
+        return ask
+
+    def _announce(self, trainer: Any, path: Path) -> None:
+        step = trainer.global_step
+        if self._run is None or (step == self._announced_step and not self._stop_asked):
+            # A second copy of the same state, as `last.ckpt` is one.
+            return
+        self._announced_step = step
+        kind, written = contents.kind(trainer), contents.written(trainer)
+        if written is not None:
+            self._run.announce_when(written, path, step, kind)
+        elif self._run.announce(path, step, kind) and path.name.startswith(_OWN) and trainer.local_rank == 0:
+            _remove_others(path)
+
+    def _own_directory(self, trainer: Any) -> Path:
+        """Where the program's own checkpoints are, if an agent can take them there."""
+        assert self._run is not None
+        directory = getattr(trainer.checkpoint_callback, "dirpath", None)
+        if directory and "://" not in str(directory) and self._run.protects(Path(directory, _OWN).absolute()):
+            return Path(directory).absolute()
+        return self._run.checkpoint_directory
+
+
+def make_protection(package: str) -> Protection:
+    """A callback of `lightning.pytorch` or `pytorch_lightning`."""
+    base = import_module(package).Callback
+    made: Protection = type("MooringProtection", (Protection, base), {})(package)
+    return made
+
+
+def _complete_environment(trainer: Any) -> None:
+    """What torchrun tells of a rank, and Lightning's own launcher does not.
+
+    Not LOCAL_RANK, by which Lightning knows whether it is to launch: it is there in the ranks that it launched.
+    """
+    os.environ.setdefault("WORLD_SIZE", str(trainer.world_size))
+    os.environ.setdefault("LOCAL_WORLD_SIZE", str(trainer.num_devices))
+    if trainer.global_rank > 0:
+        os.environ.setdefault("RANK", str(trainer.global_rank))
+
+
+def _requeues(trainer: Any) -> bool:
+    environment = trainer._accelerator_connector.cluster_environment
+    is_slurm = any(cls.__name__ == "SLURMEnvironment" for cls in type(environment).__mro__)
+    return is_slurm and bool(environment.auto_requeue)
+
+
+def _remove_others(path: Path) -> None:
+    """Of our own checkpoints only the newest has a reader, and nobody else removes the others."""
+    for other in path.parent.glob(f"{_OWN}*.ckpt"):
+        if other != path and other.is_dir():
+            shutil.rmtree(other, ignore_errors=True)
+        elif other != path:
+            other.unlink(missing_ok=True)

@@ -1,0 +1,77 @@
+"""A Lightning Trainer that survives its pod: Mooring saves it in time, and it resumes where it was.
+
+    torchrun --nproc-per-node 2 examples/lightning_trainer.py --steps 200
+
+StatefulDataLoader is what lets Lightning resume in the midst of an epoch; with torch's DataLoader it would begin the
+epoch's data anew.
+"""
+
+import argparse
+import os
+
+import lightning.pytorch as lightning
+import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
+from torch.utils.data import TensorDataset
+from torchdata.stateful_dataloader import StatefulDataLoader
+
+import mooring
+
+
+class Regression(lightning.LightningModule):  # type: ignore[misc]
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = torch.nn.Sequential(
+            torch.nn.Linear(16, 64), torch.nn.ReLU(), torch.nn.Dropout(0.1), torch.nn.Linear(64, 1)
+        )
+
+    def training_step(self, batch: list[torch.Tensor], batch_index: int) -> torch.Tensor:
+        inputs, targets = batch
+        loss = torch.nn.functional.mse_loss(self.layers(inputs), targets)
+        if self.trainer.is_global_zero:
+            print(f"step={self.global_step + 1} loss={loss.item()!r}", flush=True)
+        return loss
+
+    def validation_step(self, batch: list[torch.Tensor], batch_index: int) -> None:
+        inputs, targets = batch
+        self.log("val_loss", torch.nn.functional.mse_loss(self.layers(inputs), targets), sync_dist=True)
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(self.parameters(), lr=1e-3)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--steps", type=int, default=200)
+    parser.add_argument("--save-every", type=int, default=20)
+    parser.add_argument("--accumulation", type=int, default=2)
+    arguments = parser.parse_args()
+
+    lightning.seed_everything(0, verbose=False)
+    inputs = torch.randn(1280, 16)
+    data = TensorDataset(inputs, inputs.square().sum(dim=1, keepdim=True))
+    directory = os.environ.get("MOORING_CHECKPOINT_DIRECTORY", "checkpoints")
+    trainer = lightning.Trainer(
+        strategy="ddp",
+        accelerator="cpu",
+        devices=int(os.environ.get("LOCAL_WORLD_SIZE", "1")),
+        max_steps=arguments.steps,
+        accumulate_grad_batches=arguments.accumulation,
+        val_check_interval=arguments.save_every * arguments.accumulation,
+        check_val_every_n_epoch=None,
+        limit_val_batches=4,
+        callbacks=[ModelCheckpoint(directory, every_n_train_steps=arguments.save_every)],
+        logger=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    mooring.protect(trainer)
+    trainer.fit(
+        Regression(),
+        StatefulDataLoader(data, batch_size=16, shuffle=True, num_workers=2),
+        StatefulDataLoader(data, batch_size=16, num_workers=2),
+    )
+
+
+if __name__ == "__main__":
+    main()
