@@ -205,3 +205,26 @@ def test_nothing_of_torch_is_imported_for_it() -> None:
 def test_a_worker_finds_its_entry_by_name() -> None:
     for entry in (worker_processes.loader_worker, worker_processes.checkpoint_writer):
         assert getattr(sys.modules[entry.__module__], entry.__qualname__) is entry
+
+
+def test_other_children_of_the_fork_server_obey_sigterm_and_it_goes_with_the_program() -> None:
+    code = """if True:
+        import multiprocessing, multiprocessing.forkserver, os, signal, time
+        from mooring.integrations import fork_server
+        fork_server.keep_alive()
+        fork_server.keep_alive()
+        context = multiprocessing.get_context("forkserver")
+        children = [context.Process(target=time.sleep, args=(3600,)) for _ in range(2)]
+        children[0].start()
+        server = multiprocessing.forkserver._forkserver._forkserver_pid
+        os.kill(server, signal.SIGTERM)
+        children[1].start()
+        for child in children:
+            child.terminate()
+            child.join()
+        print(server, *(child.exitcode for child in children))
+    """
+    got = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=_TIMEOUT_SECONDS)
+    server, *codes = map(int, got.stdout.split())
+    assert (codes, got.stderr) == ([-signal.SIGTERM] * 2, "")
+    wait_gone([server])

@@ -1,0 +1,60 @@
+"""The names by which autoload and `mooring.protect` know the real frameworks, as they are installed here."""
+
+import os
+import subprocess
+import sys
+from importlib.util import find_spec
+
+import pytest
+
+from mooring import autoload
+
+_TIMEOUT_SECONDS = 110.0
+CLASSES = {
+    "transformers.trainer": ("Trainer", "hugging_face"),
+    "lightning.pytorch.trainer.trainer": ("Trainer", "lightning"),
+    "pytorch_lightning.trainer.trainer": ("Trainer", "lightning"),
+    "accelerate.accelerator": ("Accelerator", "accelerate"),
+    "deepspeed.runtime.engine": ("DeepSpeedEngine", "deepspeed"),
+}
+
+
+def imported(code: str) -> "subprocess.CompletedProcess[str]":
+    return subprocess.run(
+        [sys.executable, "-c", code],
+        env={**os.environ, "PYTHONPATH": str(autoload.path())},
+        capture_output=True,
+        text=True,
+        timeout=_TIMEOUT_SECONDS,
+        check=False,
+    )
+
+
+@pytest.mark.parametrize("module", CLASSES)
+def test_a_real_framework_is_hooked_and_its_trainer_known_without_a_warning(module: str) -> None:
+    if find_spec(module.partition(".")[0]) is None:
+        pytest.skip(f"{module.partition('.')[0]} is not installed")
+    name, integration = CLASSES[module]
+    code = f"""if True:
+        import sys
+        from {module} import {name}
+        from mooring.protect import _INTEGRATIONS
+        print("hooked", "mooring.integrations.{integration}" in sys.modules)
+        print("known", _INTEGRATIONS.get(({name}.__module__, {name}.__qualname__)))
+    """
+    got = imported(code)
+    assert got.stdout.splitlines()[-2:] == ["hooked True", f"known {integration}"], got.stderr
+    assert "mooring:" not in got.stderr
+
+
+def test_the_real_torch_is_hooked_without_a_warning() -> None:
+    code = """if True:
+        import sys, torch.utils.data, torch.distributed.checkpoint as dcp
+        print(torch.utils.data._utils.worker._worker_loop.__module__)
+        writer = sys.modules["torch.distributed.checkpoint._async_process_executor"]._AsyncCheckpointProcess
+        print(writer._checkpointing_subprocess.__module__)
+        print("mooring.integrations.dcp" in sys.modules)
+    """
+    got = imported(code)
+    assert got.stdout.split() == ["mooring.integrations.worker_processes"] * 2 + ["True"], got.stderr
+    assert "mooring:" not in got.stderr
