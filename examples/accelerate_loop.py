@@ -19,17 +19,18 @@ OUTPUT = Path(os.environ.get("MOORING_CHECKPOINT_DIRECTORY", "checkpoints"))
 
 
 class Progress:
-    """How far the loop is: optimizer steps, and epochs that are complete."""
+    """How far the loop is: optimizer steps, whole epochs, and batches of the one that is begun."""
 
     def __init__(self) -> None:
         self.step = 0
         self.epoch = 0
+        self.batch = 0
 
     def state_dict(self) -> dict[str, int]:
-        return {"step": self.step, "epoch": self.epoch}
+        return {"step": self.step, "epoch": self.epoch, "batch": self.batch}
 
     def load_state_dict(self, state: dict[str, int]) -> None:
-        self.step, self.epoch = state["step"], state["epoch"]
+        self.step, self.epoch, self.batch = state["step"], state["epoch"], state["batch"]
 
 
 def main() -> None:
@@ -41,8 +42,8 @@ def main() -> None:
     accelerator = Accelerator(
         cpu=not torch.cuda.is_available(),
         gradient_accumulation_steps=2,
-        # The order of the data follows from the epoch, and the place in the epoch is saved with the rest.
-        dataloader_config=DataLoaderConfiguration(use_seedable_sampler=True, data_seed=0, use_stateful_dataloader=True),
+        # The order of the data follows from the epoch alone.
+        dataloader_config=DataLoaderConfiguration(use_seedable_sampler=True, data_seed=0),
         project_config=ProjectConfiguration(project_dir=str(OUTPUT), automatic_checkpoint_naming=True, total_limit=3),
     )
     mooring.protect(accelerator)
@@ -69,17 +70,20 @@ def main() -> None:
 
     while progress.step < arguments.steps:
         loader.set_epoch(progress.epoch)
-        for batch, target in loader:
+        batches = accelerator.skip_first_batches(loader, progress.batch) if progress.batch else loader
+        for batch, target in batches:
             with accelerator.accumulate(model):
                 loss = torch.nn.functional.mse_loss(model(batch), target)
                 accelerator.backward(loss)
                 optimizer.step()
                 scheduler.step()
                 optimizer.zero_grad()
+            progress.batch += 1
+            if batches.end_of_dataloader:
+                progress.epoch, progress.batch = progress.epoch + 1, 0
             if not accelerator.sync_gradients:
                 continue
             progress.step += 1
-            progress.epoch += loader.end_of_dataloader
             accelerator.print(f"step={progress.step} loss={loss.item()!r}", flush=True)
             if progress.step % arguments.save_every == 0 or progress.step == arguments.steps:
                 accelerator.save_state()
