@@ -16,7 +16,7 @@ from structlog.testing import capture_logs
 from mooring_agent.adapters.volume import directory_hints
 from mooring_agent.adapters.volume.directory_scan import DirectoryScanner
 from mooring_agent.adapters.volume.staging_watch import FoundCheckpoint, StagingWatch, WatchPace, signature_of
-from mooring_agent.core.directory_rules import Proof
+from mooring_agent.core.directory_snapshot import Proof
 
 PACE = WatchPace(quiet_seconds=0.15, busy_interval_seconds=0.03, idle_interval_seconds=0.3)
 BOUND_SECONDS = 60.0
@@ -175,19 +175,32 @@ async def test_hugging_face_of_two_ranks_waits_for_the_slower_one(tmp_path: Path
     assert (await _next(watch)).path == str(folder)
 
 
-async def test_an_untold_world_size_is_learned_from_the_first_checkpoint_that_was_left(
-    tmp_path: Path, open_watch: Open
+@pytest.mark.parametrize("rotated", [False, True])
+async def test_an_untold_world_size_is_learned_from_two_checkpoints_that_show_the_same(
+    tmp_path: Path, open_watch: Open, rotated: bool
 ) -> None:
     watch = open_watch()
-    first, second = tmp_path / "checkpoint-100", tmp_path / "checkpoint-200"
-    _write_hugging_face(first, ranks=2)
-    _save(first / "rng_state_1.pth")
+    folders = [tmp_path / f"checkpoint-{step}" for step in (100, 200, 300, 400)]
+    # The job was killed before its last rank had written.
+    _write_hugging_face(folders[0], ranks=3)
+    _save(folders[0] / "rng_state_1.pth")
     await _nothing_until_canary(watch, tmp_path)
-    _write_hugging_face(second, ranks=2)
-    assert (await _next(watch)).path == str(first)
+    for folder in folders[1:3]:
+        _write_hugging_face(folder, ranks=3)
+        await _nothing_until_canary(watch, tmp_path)
+        if folder is folders[2] and rotated:
+            shutil.rmtree(folders[1])
+        _save(folder / "rng_state_1.pth")
+        _save(folder / "rng_state_2.pth")
+        if folder is folders[1]:
+            await _nothing_until_canary(watch, tmp_path)
+    for folder in folders[2:3] if rotated else folders[1:3]:
+        assert (await _next(watch)).path == str(folder)
+    _write_hugging_face(folders[3], ranks=3)
+    _save(folders[3] / "rng_state_1.pth")
     await _nothing_until_canary(watch, tmp_path)
-    _save(second / "rng_state_1.pth")
-    assert (await _next(watch)).path == str(second)
+    _save(folders[3] / "rng_state_2.pth")
+    assert (await _next(watch)).path == str(folders[3])
 
 
 async def test_orbax_is_found_when_it_takes_its_final_name(tmp_path: Path, open_watch: Open) -> None:
@@ -342,10 +355,25 @@ async def test_the_last_look_reports_what_is_complete_at_once_and_nothing_twice(
     watch = open_watch(pace=WatchPace(quiet_seconds=600.0))
     _save(tmp_path / "step_20.pt")
     _truncated(tmp_path / "step_20.pt", 100)
-    _write_hugging_face(tmp_path / "checkpoint-30", ranks=2)
-    (tmp_path / "checkpoint-30" / "rng_state_1.pth").write_bytes(b"state")
+    _write_hugging_face(tmp_path / "checkpoint-30", ranks=1)
     assert await _last_names(watch, writers_gone=True) == ["checkpoint-30", "step_10"]
     assert await _last_names(watch, writers_gone=True) == []
+
+
+async def test_the_last_look_takes_what_several_ranks_left_when_it_is_known_how_many_they_are(
+    tmp_path: Path, open_watch: Open
+) -> None:
+    def write(step: int) -> None:
+        _write_hugging_face(tmp_path / f"checkpoint-{step}", ranks=2)
+        _save(tmp_path / f"checkpoint-{step}" / "rng_state_1.pth")
+
+    write(10)
+    # It may be one of three ranks, of which the last was killed.
+    assert await _last_names(open_watch(), writers_gone=True) == []
+    assert await _last_names(open_watch(world_size=2), writers_gone=True) == ["checkpoint-10"]
+    assert await _last_names(open_watch(world_size=3), writers_gone=True) == []
+    write(20)
+    assert await _last_names(open_watch(), writers_gone=True) == ["checkpoint-10", "checkpoint-20"]
 
 
 async def _last_names(watch: StagingWatch, *, writers_gone: bool, limit_seconds: float = 0.0) -> list[str]:

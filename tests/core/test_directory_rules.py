@@ -4,18 +4,8 @@ from dataclasses import replace
 
 import pytest
 
-from mooring_agent.core.directory_rules import (
-    DirectorySnapshot,
-    FileSnapshot,
-    Observation,
-    Proof,
-    Verdict,
-    candidate,
-    checkpoint_name,
-    has_successor,
-    judge,
-    step_of,
-)
+from mooring_agent.core.directory_rules import Observation, Verdict, candidate, checkpoint_name, judge, step_of
+from mooring_agent.core.directory_snapshot import DirectorySnapshot, FileSnapshot, Proof
 
 QUIET_SECONDS = 3.0
 
@@ -32,16 +22,14 @@ def _single(name: str, proof: Proof) -> DirectorySnapshot:
     return DirectorySnapshot(name=name, single_file=True, files=(_file(name, proof),), folders=(), seen_at=0.0)
 
 
-def _look(
-    snapshot: DirectorySnapshot, previous: Observation | None, *, world_size: int = 0, superseded: bool = False
-) -> Verdict:
-    return judge(snapshot, previous, quiet_seconds=QUIET_SECONDS, world_size=world_size, superseded=superseded)
+def _look(snapshot: DirectorySnapshot, previous: Observation | None, *, world_size: int = 0) -> Verdict:
+    return judge(snapshot, previous, quiet_seconds=QUIET_SECONDS, world_size=world_size)
 
 
-def _judge_when_quiet(snapshot: DirectorySnapshot, *, world_size: int = 0, superseded: bool = False) -> Verdict:
-    first = _look(snapshot, None, world_size=world_size, superseded=superseded)
+def _judge_when_quiet(snapshot: DirectorySnapshot, *, world_size: int = 0) -> Verdict:
+    first = _look(snapshot, None, world_size=world_size)
     later = replace(snapshot, seen_at=snapshot.seen_at + QUIET_SECONDS)
-    return _look(later, first.observation, world_size=world_size, superseded=superseded)
+    return _look(later, first.observation, world_size=world_size)
 
 
 HUGGING_FACE = (
@@ -112,24 +100,88 @@ def test_hugging_face_waits_for_the_rng_state_of_every_rank() -> None:
     assert "rng_state_3.pth" in _judge_when_quiet(_directory(*HUGGING_FACE, *rngs[:3]), world_size=4).reason
     verdict = _judge_when_quiet(_directory(*HUGGING_FACE, *rngs), world_size=4)
     assert verdict.complete
-    assert verdict.rng_states == 4
+    assert verdict.ranks == 4
 
 
-def test_an_unknown_world_size_waits_until_a_later_save_has_begun() -> None:
+def test_what_is_numbered_by_rank_is_not_complete_while_nobody_knows_how_many_there_are() -> None:
     rngs = [_file(f"rng_state_{rank}.pth", Proof.WHOLE) for rank in range(2)]
-    snapshot = _directory(*HUGGING_FACE, *rngs)
-    assert "WORLD_SIZE" in _judge_when_quiet(snapshot).reason
-    assert _judge_when_quiet(snapshot, superseded=True).complete
-    assert not _judge_when_quiet(_directory(*HUGGING_FACE, rngs[0]), superseded=True).complete
+    for files in ((*HUGGING_FACE, *rngs), ACCELERATE, _deepspeed(2)):
+        verdict = _judge_when_quiet(_directory(*files))
+        assert "announce it" in verdict.reason
+        assert verdict.ranks == 2
 
 
-def test_a_successor_has_a_higher_step_of_the_same_series_and_was_written_later() -> None:
-    this = _directory(_file("a", mtime_ns=5), name="checkpoint-60")
-    assert has_successor(this, [_directory(_file("a", mtime_ns=6), name="checkpoint-70")])
-    assert not has_successor(this, [_directory(_file("a", mtime_ns=4), name="checkpoint-100")])
-    assert not has_successor(this, [_directory(_file("a", mtime_ns=6), name="checkpoint-50")])
-    assert not has_successor(this, [_directory(_file("a", mtime_ns=6), name="other-70")])
-    assert not has_successor(this, [this])
+def test_a_series_is_what_differs_in_its_numbers_alone() -> None:
+    names = ["checkpoint-60", "checkpoint-700", "other-60", "checkpoint_60"]
+    series = [_look(_directory(name=name), None).series for name in names]
+    assert series[0] == series[1]
+    assert len(set(series)) == 3
+
+
+ACCELERATE = (
+    _file("model.safetensors", Proof.WHOLE),
+    _file("optimizer.bin", Proof.WHOLE),
+    _file("scheduler.bin", Proof.WHOLE),
+    _file("random_states_0.pkl", Proof.WHOLE),
+    _file("random_states_1.pkl", Proof.WHOLE),
+)
+
+
+def test_accelerate_is_complete_when_every_rank_has_written_its_random_states() -> None:
+    assert _judge_when_quiet(_directory(*ACCELERATE), world_size=2).complete
+    for absent in (3, 4):
+        files = ACCELERATE[:absent] + ACCELERATE[absent + 1 :]
+        assert f"random_states_{absent - 3}" in _judge_when_quiet(_directory(*files), world_size=2).reason
+    assert not _judge_when_quiet(_directory(*ACCELERATE[:3]), world_size=2).complete
+    cut = (_file("optimizer.bin", Proof.BROKEN), *ACCELERATE)
+    assert "optimizer.bin" in _judge_when_quiet(_directory(*cut), world_size=2).reason
+    # Sharded by FSDP, its states are DCP folders.
+    sharded = (*ACCELERATE[3:], _file("pytorch_model_fsdp_0/__0_0.distcp", mtime_ns=2))
+    assert ".metadata" in _judge_when_quiet(_directory(*sharded), world_size=2).reason
+    metadata = _file("pytorch_model_fsdp_0/.metadata", mtime_ns=3)
+    assert _judge_when_quiet(_directory(*sharded, metadata), world_size=2).complete
+
+
+def _deepspeed(ranks: int, *, folder: str = "", model_ranks: int = 1) -> tuple[FileSnapshot, ...]:
+    return tuple(
+        _file(f"{folder}{prefix}zero_pp_rank_{data}_mp_rank_{model:02d}_{what}_states.pt", Proof.WHOLE)
+        for what, prefix in (("model", ""), ("optim", "bf16_"))
+        for data in range(ranks)
+        for model in range(model_ranks)
+    )
+
+
+def test_deepspeed_is_complete_when_every_rank_has_written_its_optimizer_state() -> None:
+    files = _deepspeed(2)
+    assert _judge_when_quiet(_directory(*files, name="global_step8"), world_size=2).complete
+    for absent in (2, 3):
+        some = files[:absent] + files[absent + 1 :]
+        assert "1 of 2" in _judge_when_quiet(_directory(*some), world_size=2).reason
+    # ZeRO 1 and 2 have the model once.
+    model = _file("mp_rank_00_model_states.pt", Proof.WHOLE)
+    assert _judge_when_quiet(_directory(model, *files[2:]), world_size=2).complete
+    assert not _judge_when_quiet(_directory(model), world_size=1).complete
+    cut = (*files[:3], _file(files[3].path, Proof.BROKEN))
+    assert "cut short" in _judge_when_quiet(_directory(*cut), world_size=2).reason
+    # Experts have optimizer states of their own, which say nothing of the ranks.
+    expert = _file("expp_rank_0_mp_rank_00_optim_states.pt", Proof.WHOLE)
+    assert not _judge_when_quiet(_directory(*files[:3], expert), world_size=2).complete
+
+
+def test_deepspeed_with_model_parallel_ranks_needs_every_pair_of_them() -> None:
+    files = _deepspeed(2, model_ranks=2)
+    assert _judge_when_quiet(_directory(*files), world_size=4).complete
+    assert not _judge_when_quiet(_directory(*files[:-1]), world_size=4).complete
+    stray = _file("bf16_zero_pp_rank_2_mp_rank_00_optim_states.pt", Proof.WHOLE)
+    assert not _judge_when_quiet(_directory(*files[:-1], stray), world_size=4).complete
+
+
+def test_deepspeed_inside_another_frameworks_checkpoint_does_not_speak_for_it() -> None:
+    inner = _deepspeed(2, folder="global_step8/")
+    assert not _judge_when_quiet(_directory(*inner, _file("latest")), world_size=2).complete
+    rngs = tuple(_file(f"rng_state_{rank}.pth", Proof.WHOLE) for rank in range(2))
+    assert _judge_when_quiet(_directory(*inner, *HUGGING_FACE, *rngs), world_size=2).complete
+    assert _judge_when_quiet(_directory(*inner, *ACCELERATE[3:]), world_size=2).complete
 
 
 def test_a_checkpoint_that_is_rewritten_waits_for_every_rank_again() -> None:

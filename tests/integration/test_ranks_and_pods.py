@@ -5,6 +5,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from itertools import permutations
 from pathlib import Path
+from typing import Any
 from urllib.parse import urlsplit
 
 import grpc
@@ -75,7 +76,7 @@ def make_pods(rclone_bucket: Bucket, tmp_path: Path) -> Iterator[MakePods]:
     assert port is not None
     with ExitStack() as stack:
 
-        def make(*ranks_of_pods: tuple[int, ...], **settings: object) -> list[Pod]:
+        def make(*ranks_of_pods: tuple[int, ...], **settings: Any) -> list[Pod]:
             pods = []
             for index, ranks in enumerate(ranks_of_pods):
                 proxy = FaultProxy(port)

@@ -104,5 +104,8 @@ class Settings:
     watch: Annotated[
         bool, "Find checkpoints of programs that never call the agent, by watching the checkpoint directory."
     ] = True
+    world_size: Annotated[
+        int, "Ranks that write together what the watch finds; 0: as many as two checkpoints in it show alike."
+    ] = 0
     http_address: Annotated[str, "host:port for /metrics, /healthz and /readyz; empty: none."] = ""
     log_format: Annotated[str, "json or console."] = "json"

@@ -35,6 +35,7 @@ class Watching:
         self._watch = StagingWatch(
             self._directory,
             executor=executor,
+            world_size=settings.world_size,
             newest_step=max(0, self._committed_step),
             spoken_for=self._is_spoken_for,
         )

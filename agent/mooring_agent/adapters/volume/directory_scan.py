@@ -12,9 +12,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Final
 
-from mooring_agent.core.directory_rules import DirectorySnapshot, FileSnapshot, Proof, candidate
+from mooring_agent.core.directory_rules import candidate
+from mooring_agent.core.directory_snapshot import DirectorySnapshot, FileSnapshot, Proof
 
-_ZIP_SUFFIXES: Final = (".pt", ".pth", ".ckpt", ".bin")
+_ZIP_SUFFIXES: Final = (".pt", ".pth", ".ckpt", ".bin", ".pkl")
 _ZIP_START: Final = b"PK\x03\x04"
 _JSON_LIMIT_BYTES: Final = 256 * 1024 * 1024
 _HEADER_LIMIT_BYTES: Final = 100_000_000

@@ -20,8 +20,11 @@ import structlog
 
 from mooring_agent.adapters.volume.directory_hints import DirectoryHints
 from mooring_agent.adapters.volume.directory_scan import DirectoryScanner
-from mooring_agent.core.directory_rules import LARGEST_STEP, DirectorySnapshot, Observation, has_successor, judge
+from mooring_agent.core.directory_rules import LARGEST_STEP, Observation, Verdict, judge
+from mooring_agent.core.directory_snapshot import DirectorySnapshot
 
+# Also of those that have been rotated away, when the next one is done.
+_SHOWN_KEPT: Final = 8
 # What two looks find the same is not being written.
 _LOOKS_WITHOUT_WRITERS: Final = 2
 
@@ -51,7 +54,7 @@ class WatchPace:
 class StagingWatch:
     """An endless async iterator of `FoundCheckpoint`s, the oldest first; call `close` when done with it.
 
-    `world_size`: ranks that write Hugging Face checkpoints; 0: learn it. `newest_step`: the highest step known so far,
+    `world_size`: ranks that write checkpoints together; 0: learn it. `newest_step`: the highest step known so far,
     from which checkpoints without a number in their name are counted on. `known`: signatures not to report.
     `spoken_for`: whether somebody announces a path (of that step), so that the log need not ask for it.
     """
@@ -70,6 +73,8 @@ class StagingWatch:
         self._directory = directory
         self._executor = executor
         self._world_size = world_size
+        # How many ranks the candidates of each series showed when they were last quiet, by name.
+        self._shown: dict[str, dict[str, int]] = {}
         self._newest_step = newest_step
         self._known = set(known)
         self._spoken_for = spoken_for
@@ -164,20 +169,15 @@ class StagingWatch:
         observations: dict[str, Observation] = {}
         reasons: dict[str, str] = {}
         self._busy = False
-        for snapshot in sorted(snapshots, key=lambda snapshot: (snapshot.newest_mtime_ns, snapshot.name)):
-            verdict = judge(
-                snapshot,
-                self._observations.get(snapshot.name),
-                quiet_seconds=0.0 if writers_gone else self._pace.quiet_seconds,
-                world_size=self._world_size,
-                superseded=writers_gone or has_successor(snapshot, snapshots),
-            )
+        in_order = sorted(snapshots, key=lambda snapshot: (snapshot.newest_mtime_ns, snapshot.name))
+        verdicts = self._verdicts(in_order, writers_gone=writers_gone)
+        if not self._world_size and self._learn_world_size(in_order, verdicts):
+            verdicts = self._verdicts(in_order, writers_gone=writers_gone)
+        for snapshot, verdict in zip(in_order, verdicts, strict=True):
             observations[snapshot.name] = verdict.observation
             self._busy = self._busy or not verdict.quiet
             signature = verdict.observation.signature
             if verdict.complete:
-                # The next checkpoint is written by as many ranks as this one.
-                self._world_size = self._world_size or verdict.rng_states
                 if signature not in self._known:
                     self._known.add(signature)
                     self._report(snapshot, verdict.name, verdict.step, signature)
@@ -188,6 +188,31 @@ class StagingWatch:
                 if is_news and not self._spoken_for(path, verdict.step):
                     _log.info("checkpoint_not_complete", path=path, why=verdict.reason)
         self._observations, self._reasons = observations, reasons
+
+    def _verdicts(self, snapshots: Sequence[DirectorySnapshot], *, writers_gone: bool) -> list[Verdict]:
+        return [
+            judge(
+                snapshot,
+                self._observations.get(snapshot.name),
+                quiet_seconds=0.0 if writers_gone else self._pace.quiet_seconds,
+                world_size=self._world_size,
+            )
+            for snapshot in snapshots
+        ]
+
+    def _learn_world_size(self, snapshots: Sequence[DirectorySnapshot], verdicts: Sequence[Verdict]) -> bool:
+        """Whether two checkpoints of a series show the same number of ranks: one alone may be that of a killed job."""
+        for snapshot, verdict in zip(snapshots, verdicts, strict=True):
+            if not verdict.quiet or not verdict.ranks:
+                continue
+            shown = self._shown.setdefault(verdict.series, {})
+            shown.pop(snapshot.name, None)
+            if verdict.ranks in shown.values():
+                self._world_size = verdict.ranks
+            shown[snapshot.name] = verdict.ranks
+            if len(shown) > _SHOWN_KEPT:
+                del shown[next(iter(shown))]
+        return self._world_size > 0
 
     def _report(self, snapshot: DirectorySnapshot, name: str, step: int | None, signature: str) -> None:
         step = min(self._newest_step + 1, LARGEST_STEP) if step is None else step
