@@ -17,9 +17,9 @@ import pytest
 from tests.client.agent_server import AgentServer, serving
 
 import mooring.gate.bell
+from mooring import protect
 from mooring.integrations import hugging_face, ownership
 from mooring.integrations.hugging_face import protection
-from mooring.protect import protect
 from mooring.records import read_records, write_record
 from mooring_api import doorbell, names
 from mooring_api.v1 import agent_pb2
