@@ -19,14 +19,15 @@ _TIMEOUT_SECONDS = 100.0
 
 
 class Program:
-    """The leader of its process group, as a rank is under torchrun."""
+    """The leader of its process group, as a rank is under torchrun; with `ranks`, torchrun itself."""
 
-    def __init__(self, *arguments: str, autoloaded: bool = False) -> None:
+    def __init__(self, *arguments: str, autoloaded: bool = False, ranks: int = 0) -> None:
         environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
         if autoloaded:
             environment["PYTHONPATH"] = str(autoload.path())
+        launcher = ["-m", "torch.distributed.run", f"--nproc-per-node={ranks}"] if ranks else []
         self.process = subprocess.Popen(
-            [sys.executable, str(PROGRAM), *arguments],
+            [sys.executable, *launcher, str(PROGRAM), *arguments],
             env=environment,
             start_new_session=True,
             stdout=subprocess.PIPE,
@@ -40,8 +41,9 @@ class Program:
         assert self.process.stdout is not None
         for line in self.process.stdout:
             if line.startswith("children "):
-                self.children = [int(word) for word in line.split()[1:]]
-                return self.children
+                pids = [int(word) for word in line.split()[1:]]
+                self.children += pids
+                return pids
         raise AssertionError(self.process.communicate(timeout=_TIMEOUT_SECONDS)[1])
 
     def signal_group(self, number: signal.Signals) -> None:
@@ -54,14 +56,15 @@ class Program:
 
 
 @contextmanager
-def program(*arguments: str, autoloaded: bool = False) -> Iterator[Program]:
-    started = Program(*arguments, autoloaded=autoloaded)
+def program(*arguments: str, autoloaded: bool = False, ranks: int = 0) -> Iterator[Program]:
+    started = Program(*arguments, autoloaded=autoloaded, ranks=ranks)
     try:
         yield started
     finally:
         if started.process.poll() is None:
-            started.signal_group(signal.SIGKILL)
-        started.process.communicate()
+            # torchrun's ranks have groups of their own, which it ends within 30 seconds of its own SIGTERM.
+            started.signal_group(signal.SIGTERM if ranks else signal.SIGKILL)
+        started.process.communicate(timeout=_TIMEOUT_SECONDS)
         for pid in started.children:
             if lives(pid):
                 os.kill(pid, signal.SIGKILL)
@@ -97,6 +100,15 @@ def test_with_autoload_they_do_so_with_no_code_at_all(method: str) -> None:
         started.wait_children()
         started.signal_group(signal.SIGTERM)
         assert started.end() == (0, ["stopping", "done"], "")
+
+
+def test_under_torchrun_the_workers_of_all_ranks_deliver_after_its_sigterm() -> None:
+    with program("load", autoloaded=True, ranks=2) as started:
+        workers = started.wait_children() + started.wait_children()
+        started.process.send_signal(signal.SIGTERM)
+        _, lines, errors = started.end()
+        assert sorted(lines) == ["done", "done", "stopping", "stopping"], errors
+        wait_gone(workers)
 
 
 def test_without_it_the_groups_sigterm_takes_the_workers_away() -> None:
