@@ -109,8 +109,9 @@ class Saver:
                 self._storage.save({}, saving.directory, planner=_NothingToSave(state))
             else:
                 self._storage.save(state, saving.directory)
-        except Exception as error:
-            _log.warning("checkpoint given up, training goes on: step=%d error=%s", saving.step, error)
+        except VolumeError as error:
+            line = "checkpoint given up, training goes on: step=%d error=%s hint=%s"
+            _log.warning(line, saving.step, error, error.hint)
             saving.abandon()
             return
         if saving.complete():

@@ -45,27 +45,27 @@ class Storage:
         """Raises VolumeError, on all ranks when one cannot write. Also from another thread, after `options`."""
         try:
             dcp.save(state, storage_writer=dcp.FileSystemWriter(directory), planner=planner, **self.options())
-        except CheckpointException as error:
-            raise VolumeError(
-                ErrorKind.VOLUME_UNUSABLE, f"not written: {reason(error)}", hint="see whether the volume is full"
-            ) from error
+        except (Exception, CheckpointException) as error:
+            # What torch says of a full disk is often something else.
+            hint = "see whether the volume of that rank is full"
+            raise VolumeError(ErrorKind.VOLUME_UNUSABLE, f"not written: {_reason(error)}", hint=hint) from error
 
     def load(self, state: dict[str, Any], directory: Path) -> None:
         """Into the tensors of `state`, and in the place of its other values. Raises UsageError on all ranks."""
         try:
             dcp.load(state, storage_reader=dcp.FileSystemReader(directory), **self.options())
         except CheckpointException as error:
-            raise _not_ours(directory, reason(error)) from error
+            raise _not_ours(directory, _reason(error)) from error
 
     def items(self, directory: Path) -> set[str]:
         """What there is to load. Raises UsageError."""
         try:
             return set(dcp.FileSystemReader(directory).read_metadata().state_dict_metadata)
-        except OSError as error:
-            raise _not_ours(directory, str(error)) from error
+        except Exception as error:
+            raise _not_ours(directory, repr(error)) from error
 
 
-def reason(error: BaseException) -> str:
+def _reason(error: BaseException) -> str:
     """In a line. DCP's own exception, which is no Exception, has a traceback of each rank in its text."""
     if isinstance(error, CheckpointException):
         return "; ".join(f"rank {rank}: {failure[0]!r}" for rank, failure in error.failures.items())

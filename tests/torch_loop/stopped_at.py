@@ -1,0 +1,37 @@
+"""Runs an example's own file; one rank gets SIGTERM at its first backward pass behind an optimizer step.
+
+torchrun … tests/torch_loop/stopped_at.py <step> <rank> examples/x.py <its arguments>
+"""
+
+import os
+import runpy
+import signal
+import sys
+from typing import Any
+
+import torch
+from torch.optim.optimizer import register_optimizer_step_post_hook
+
+
+def main() -> None:
+    step, rank, program = int(sys.argv[1]), sys.argv[2], sys.argv[3]
+    steps_left = [step]
+    backward = torch.Tensor.backward
+
+    def stepped(*_: object) -> None:
+        steps_left[0] -= 1
+
+    def backward_and_stop(tensor: torch.Tensor, *arguments: Any, **keywords: Any) -> None:
+        backward(tensor, *arguments, **keywords)
+        if steps_left[0] == 0 and os.environ["RANK"] == rank:
+            steps_left[0] -= 1
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    register_optimizer_step_post_hook(stepped)
+    torch.Tensor.backward = backward_and_stop  # type: ignore[assignment]
+    sys.argv = sys.argv[3:]
+    runpy.run_path(program, run_name="__main__")
+
+
+if __name__ == "__main__":
+    main()

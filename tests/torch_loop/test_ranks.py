@@ -1,0 +1,72 @@
+"""Several ranks: the examples, stopped and started again, and what another number of ranks takes over."""
+
+import re
+import sys
+from pathlib import Path
+
+import pytest
+from tests.torch_loop.torchrun import ROOT, run, torchrun
+
+from mooring.records import Kind, read_records
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+
+STOPPED = Path(__file__).with_name("stopped_at.py")
+RESHARD = Path(__file__).with_name("reshard.py")
+FAILING = Path(__file__).with_name("failing_rank.py")
+STEPS = 20
+STOP_AFTER = 13
+"""In the second epoch of `ddp`, and between two saves."""
+
+
+@pytest.mark.parametrize("name", ["ddp", "fsdp2"])
+def test_an_example_that_is_stopped_and_started_again_ends_bit_identical(name: str, tmp_path: Path) -> None:
+    program = ROOT / "examples" / f"{name}.py"
+    arguments = ("--steps", str(STEPS), "--save-every", "5")
+    whole = torchrun(program, *arguments, directory=tmp_path / "whole")
+    assert whole.code == 0, whole.output
+    assert len(whole.lines("step=")) == STEPS
+    for workers in ("0", "2"):
+        directory = tmp_path / workers
+        more = (*arguments, "--workers", workers)
+        stopped = torchrun(STOPPED, str(STOP_AFTER), "1", str(program), *more, directory=directory)
+        assert stopped.code == 1, stopped.output
+        newest = read_records(directory / ".mooring" / "records")[0]
+        assert newest.kind is Kind.JUST_IN_TIME, stopped.output
+        assert STOP_AFTER < newest.step <= STOP_AFTER + 2
+        # torchrun sends the second a SIGTERM as soon as the first has left; nobody is killed.
+        assert set(re.findall(r"exitcode +: (-?\d+)", stopped.output)) <= {"143", "-15"}, stopped.output
+        rest = torchrun(program, *more, directory=directory)
+        assert rest.code == 0, rest.output
+        assert sorted(stopped.lines("step=") + rest.lines("step=")) == whole.lines("step=")
+        assert rest.lines("done") == whole.lines("done")
+
+
+@pytest.mark.parametrize("kind", ["ddp", "fsdp2"])
+def test_another_number_of_ranks_takes_over_weights_optimizer_and_place_in_the_data(kind: str, tmp_path: Path) -> None:
+    by_two, by_one = str(tmp_path / "by-two"), str(tmp_path / "by-one")
+    two = torchrun(RESHARD, kind, "-", "3", by_two, directory=tmp_path)
+    assert two.code == 0, two.output
+    one = run([sys.executable, str(RESHARD), kind, by_two, "4", by_one], directory=tmp_path)
+    assert one.code == 0, one.output
+    assert one.lines("begins with") == two.lines("ends with")
+    again = torchrun(RESHARD, kind, by_one, "100", "-", directory=tmp_path)
+    assert again.code == 0, again.output
+    assert again.lines("begins with") == one.lines("ends with")
+    # Every sample of the epoch was trained, and none twice.
+    batches = [line for job in (two, one, again) for line in job.lines("batch")]
+    assert sorted(int(sample) for batch in batches for sample in batch.split()) == list(range(64))
+    # Each of the two draws its own numbers, though rank 1 has none to go on with.
+    assert len(set(again.lines("draws"))) == 2
+
+
+def test_a_rank_that_cannot_save_costs_that_checkpoint_and_holds_nobody_up(tmp_path: Path) -> None:
+    ended = torchrun(FAILING, directory=tmp_path)
+    assert ended.code == 0, ended.output
+    assert ended.lines("done") == ["0 6", "1 6"]
+    assert [record.step for record in read_records(tmp_path / ".mooring" / "records")] == [6]
+    assert sorted(path.name for path in tmp_path.glob("*checkpoint-*")) == ["checkpoint-6"]
+    for step, reason in ((2, "volume of that rank is full"), (4, "no room for a copy")):
+        said = ended.lines(f"checkpoint given up, training goes on: step={step}")
+        assert len(said) == 2
+        assert all(reason in line and "rank 1" in line for line in said), said
