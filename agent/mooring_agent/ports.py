@@ -143,7 +143,8 @@ class Journal(Protocol):
 class StageRequest:
     """What to pin: `files` (relative to `source`) or, when empty, everything below it.
 
-    `private`: copy or reflink instead of hard links, because this trainer rewrites files in place.
+    `private`: copy or reflink instead of hard links, because this trainer rewrites files in place; and so for a file
+    with one of `rewritten_inodes`. `signature`: what `content_signature` must still say, if it is not empty.
     `descriptor`: opaque JSON stored beside the links, so that a rescan can rebuild what the journal knew.
     """
 
@@ -153,6 +154,8 @@ class StageRequest:
     files: tuple[str, ...]
     private: bool
     descriptor: Mapping[str, object]
+    rewritten_inodes: frozenset[int] = frozenset()
+    signature: str = ""
 
 
 class StagingArea(Protocol):

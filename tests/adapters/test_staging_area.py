@@ -10,6 +10,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from time import monotonic, process_time
 
@@ -17,6 +18,7 @@ import pytest
 from structlog.testing import capture_logs
 
 from mooring_agent.adapters.volume import pinning
+from mooring_agent.adapters.volume.content_signature import content_signature
 from mooring_agent.adapters.volume.staging_area import LocalStagingArea
 from mooring_agent.core.errors import ErrorKind, MooringError, RequestError, VolumeError
 from mooring_agent.core.model import StagedFile
@@ -101,6 +103,47 @@ def test_a_private_stage_is_not_touched_by_rewriting_in_place(
     assert _contents(volume, files)["model/weights.pt"] == b"weights" * 1000
     assert all(file.private for file in files)
     area.check("save-1", 3, files)
+
+
+def test_only_a_file_that_was_rewritten_in_place_is_copied(
+    volume: Path, area: LocalStagingArea, checkpoint: Path
+) -> None:
+    inode = (checkpoint / "model" / "weights.pt").stat().st_ino
+    files = area.stage(replace(_request(checkpoint), rewritten_inodes=frozenset({inode})))
+    assert {file.path: file.private for file in files} == {
+        "empty": False,
+        "model/weights.pt": True,
+        "state.json": False,
+    }
+    with (checkpoint / "model" / "weights.pt").open("r+b") as weights:
+        weights.write(b"REWRITTEN")
+    assert _contents(volume, files)["model/weights.pt"] == b"weights" * 1000
+    area.check("save-1", 3, files)
+
+
+def test_what_is_not_the_content_that_was_meant_is_refused_and_leaves_nothing(
+    volume: Path, area: LocalStagingArea, checkpoint: Path
+) -> None:
+    signature = content_signature(volume, str(checkpoint))
+    assert area.stage(replace(_request(checkpoint, save="meant"), signature=signature))
+    (checkpoint / "state.json").write_bytes(b"{1")
+    error = _refusal(area, replace(_request(checkpoint), signature=signature))
+    assert error.kind is ErrorKind.FILE_CHANGED
+    assert not any(name.startswith("save-1") for name in _staged_names(volume))
+
+
+def test_a_write_right_after_staging_is_never_in_the_same_tick_of_the_clock(
+    area: LocalStagingArea, checkpoint: Path
+) -> None:
+    weights = checkpoint / "model" / "weights.pt"
+    content = weights.read_bytes()
+    for number in range(20):
+        weights.write_bytes(content)
+        files = area.stage(_request(checkpoint, save=f"save-{number}"))
+        with weights.open("r+b") as file:
+            file.write(b"REWRITTEN")
+        with pytest.raises(VolumeError):
+            area.check(f"save-{number}", 3, files)
 
 
 def test_rewriting_in_place_is_found_out(volume: Path, area: LocalStagingArea, checkpoint: Path) -> None:

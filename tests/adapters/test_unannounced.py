@@ -1,5 +1,6 @@
 """Which of a client's checkpoints no agent has, by the records that the real client writes."""
 
+import os
 from pathlib import Path
 
 import pytest
@@ -23,6 +24,7 @@ def keep(
     folder = volume / (directory or CHECKPOINT_DIRECTORY) / f"checkpoint-{step}"
     folder.mkdir(parents=True)
     (folder / "state").write_bytes(bytes(3))
+    os.utime(folder / "state", (saved_at, saved_at))
     record = Record(
         name=folder.name,
         step=step,
@@ -85,7 +87,9 @@ def test_what_a_framework_wrote_elsewhere_is_found_where_it_lies(tmp_path: Path)
 
 
 def test_a_checkpoint_that_is_one_file_is_whole_when_that_file_is(tmp_path: Path) -> None:
-    (tmp_path / "step=7.ckpt").write_bytes(bytes(3))
+    checkpoint = tmp_path / "step=7.ckpt"
+    checkpoint.write_bytes(bytes(3))
+    os.utime(checkpoint, (1.0, 1.0))
     record = Record(
         name="step=7.ckpt",
         step=7,
@@ -98,8 +102,17 @@ def test_a_checkpoint_that_is_one_file_is_whole_when_that_file_is(tmp_path: Path
     )
     write_record(tmp_path / STATE_DIRECTORY / RECORDS_DIRECTORY, record)
     assert steps(tmp_path) == [7]
-    (tmp_path / "step=7.ckpt").write_bytes(bytes(2))
+    checkpoint.write_bytes(bytes(2))
+    os.utime(checkpoint, (1.0, 1.0))
     assert steps(tmp_path) == []
+
+
+def test_what_was_written_to_after_it_was_recorded_is_left_out(tmp_path: Path) -> None:
+    keep(tmp_path, 100, saved_at=1.0)
+    keep(tmp_path, 200, saved_at=2.0)
+    # The next save has begun in the same place, and its program was killed.
+    (tmp_path / CHECKPOINT_DIRECTORY / "checkpoint-200" / "state").write_bytes(bytes(3))
+    assert steps(tmp_path) == [100]
 
 
 def test_a_record_speaks_for_the_path_it_is_about_and_for_no_other_of_that_name(tmp_path: Path) -> None:

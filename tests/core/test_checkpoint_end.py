@@ -1,10 +1,12 @@
 """How a checkpoint is committed, released, and what is cleaned up after one that is not."""
 
+from dataclasses import replace
+
 import pytest
 from tests.core.play import PART_BYTES, Play, staged_file
 
 from mooring_agent.core import planner
-from mooring_agent.core.commands import Abandon, Commit
+from mooring_agent.core.commands import Abandon, Commit, Stage
 from mooring_agent.core.errors import ErrorKind
 from mooring_agent.core.events import (
     CommitWaits,
@@ -269,6 +271,49 @@ def test_a_file_rewritten_in_place_does_no_harm_once_it_is_stored() -> None:
     _two_saves_of_one_inode(play, stored=True)
     play.finish()
     assert play.phase("old") is Phase.RELEASED
+
+
+def _stage_of(play: Play, save: str) -> Stage:
+    command = play.in_flight[WorkId(Operation.STAGE, save, 0)]
+    assert isinstance(command, Stage)
+    return command
+
+
+def test_after_a_file_was_found_changed_its_trainers_next_saves_are_copied() -> None:
+    play = Play()
+    play.announce("failed")
+    play.fail(WorkId(Operation.PUT_FILE, "failed", 0, "r0-0"), ErrorKind.FILE_CHANGED)
+    play.announce_only("next")
+    assert _stage_of(play, "next").private
+    # Also after a restart.
+    play.in_flight.clear()
+    play.feed(Started(at=play.now, fresh=False))
+    assert _stage_of(play, "next").private
+
+
+def test_a_file_that_was_pinned_from_the_same_path_before_is_copied_and_so_is_all_that_follows() -> None:
+    play = Play()
+    play.steps.update(first=7, second=7, third=7)
+    play.announce("first")
+    play.finish()
+    play.announce_only("second")
+    stage = _stage_of(play, "second")
+    (linked,) = play.state.checkpoints["first"].shares[0].shared_inodes
+    assert (stage.private, stage.rewritten_inodes) == (False, frozenset({linked}))
+    del play.in_flight[stage.work]
+    copied = replace(staged_file("r0-0", 1, inode=77), private=True)
+    play.feed(Staged(at=play.now, work=stage.work, files=(copied,), part_size_bytes=PART_BYTES))
+    play.announce_only("third")
+    assert _stage_of(play, "third").private
+
+
+def test_what_comes_from_another_path_is_linked() -> None:
+    play = Play()
+    play.announce("first")
+    play.finish()
+    play.announce_only("second")
+    stage = _stage_of(play, "second")
+    assert (stage.private, stage.rewritten_inodes) == (False, frozenset())
 
 
 def _two_saves_of_one_inode(play: Play, *, stored: bool) -> None:

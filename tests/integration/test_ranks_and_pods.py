@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from itertools import permutations
 from pathlib import Path
 from typing import Any
@@ -99,6 +100,10 @@ def is_manifest_of(rank: int) -> Callable[[Request], bool]:
     return lambda request: request.method == "PUT" and f"/.mooring/rank-{rank:05d}" in request.path
 
 
+def seen(pod: Pod, happens: Callable[[Request], bool]) -> bool:
+    return any(map(happens, pod.proxy.log))
+
+
 MOMENTS: dict[str, Callable[[Request], bool]] = {
     "an upload begins": lambda request: request.method == "POST" and request.query.startswith("uploads"),
     "a part is sent": lambda request: request.method == "PUT" and "partNumber=2" in request.query,
@@ -138,9 +143,9 @@ def test_a_directory_of_two_ranks_survives_the_agents_death_at_every_step_of_its
         for path in directory.iterdir():
             path.unlink()
         directory.rmdir()
-        wait_until(lambda happens=happens: any(map(happens, pod.proxy.log)), 60, moment)
+        wait_until(partial(seen, pod, happens), 60, moment)
         die_and_restart()
-        wait_until(lambda step=step: len(view.markers()) == step, 60, f"step {step} is committed")
+        pod.agent.wait_committed(save_of(step))
         pod.proxy.log.clear()
         assert tree(view.restore(tmp_path / f"restored-{step}")) == original, moment
         wait_until(lambda: not any((pod.agent.volume / STATE_DIRECTORY / "staged").iterdir()), 60, "no pin is left")

@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -178,7 +179,7 @@ def test_what_two_ranks_wrote_to_a_folder_of_their_own_is_committed_for_both_whe
             save="a-c000100",
             kind=Kind.JUST_IN_TIME,
             world_size=2,
-            saved_at=1.0,
+            saved_at=time.time(),
             files=tuple(RecordedFile(path=path, size_bytes=size_bytes) for path, size_bytes in sizes.items()),
             directory="outputs",
         )

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from mooring_agent.adapters.volume.content_signature import content_signature
 from mooring_agent.core.errors import ErrorKind, MooringError
-from mooring_agent.runtime.announcements import content_signature
 
 
 def test_it_changes_when_a_file_is_added_rewritten_or_removed(tmp_path: Path) -> None:

@@ -109,6 +109,7 @@ def _stage_on(volume: Path, announcements: tuple[Announced, ...]) -> Staged:
         work=WorkId(Operation.STAGE, first.info.save, first.rank),
         announcements=announcements,
         private=False,
+        rewritten_inodes=frozenset(),
         part_size_bytes=2 * PART_BYTES,
     )
     with ThreadPoolExecutor(1) as executor:

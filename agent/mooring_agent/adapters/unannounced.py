@@ -10,6 +10,8 @@ from mooring_agent.core.model import Kind
 from mooring_api.names import RECORDS_DIRECTORY, STATE_DIRECTORY
 
 _SUFFIX: Final = ".json"
+# Between the clock that stamps files and the client's.
+_CLOCK_DIFFERENCE_SECONDS: Final = 1.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,7 +78,10 @@ def _read(path: Path, volume: Path, checkpoint_directory: Path) -> RecordedCheck
 
 
 def _is_whole(recorded: RecordedCheckpoint) -> bool:
+    """Whether every file has its size, and was not written to since: a framework may use the same path again."""
     try:
-        return all((recorded.path / path).stat().st_size == size for path, size in recorded.sizes_bytes)
+        found = [((recorded.path / path).stat(), size_bytes) for path, size_bytes in recorded.sizes_bytes]
     except OSError:
         return False
+    latest = recorded.saved_at + _CLOCK_DIFFERENCE_SECONDS
+    return all(status.st_size == size_bytes and status.st_mtime <= latest for status, size_bytes in found)

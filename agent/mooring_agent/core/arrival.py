@@ -53,6 +53,9 @@ def staged(state: State, checkpoint: Checkpoint, event: Staged) -> Iterator[Comm
             lead.shared_inodes[file.fingerprint.inode] = file.path
         checkpoint.size_bytes += file.size_bytes
         upload_queue.enqueue(checkpoint, lead.rank, progress)
+    if any(file.private for file in event.files):
+        # It is rewritten in place, or cannot be linked at all.
+        state.rewritten_directories.add(lead.source.rpartition("/")[0])
     lead.unstored_count = len(lead.files)
     checkpoint.file_count += len(lead.files)
     if not lead.requested_files and lead.local_world_size > 1:

@@ -11,12 +11,14 @@ from mooring_agent.core.work import WorkId
 class Stage:
     """Pin the files of the first announcement's rank. Ends in Staged.
 
-    The other announcements are those of the ranks that share its directory, and have no files of their own.
+    The other announcements are those of the ranks that share its directory, and have no files of their own. `private`
+    and `rewritten_inodes` as in ports.StageRequest.
     """
 
     work: WorkId
     announcements: tuple[Announced, ...]
     private: bool
+    rewritten_inodes: frozenset[int]
     part_size_bytes: int
 
 

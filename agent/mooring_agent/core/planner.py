@@ -106,6 +106,7 @@ def _checkpoint_work(state: State, checkpoint: Checkpoint) -> Iterator[Command]:
                 work=work,
                 announcements=tuple(_announcement(checkpoint, one) for one in _staged_with(checkpoint, share)),
                 private=share.source.rpartition("/")[0] in state.rewritten_directories,
+                rewritten_inodes=_inodes_pinned_there_before(state, checkpoint, share.source),
                 part_size_bytes=state.settings.transfer.part_size_bytes,
             )
     if not checkpoint.reconciled:
@@ -161,6 +162,15 @@ def _staged_with(checkpoint: Checkpoint, share: Share) -> list[Share]:
         return [share]
     sharing = (one for one in checkpoint.shares.values() if not one.requested_files and one.source == share.source)
     return sorted(sharing, key=lambda one: one.rank)
+
+
+def _inodes_pinned_there_before(state: State, checkpoint: Checkpoint, source: str) -> frozenset[int]:
+    """Of the last checkpoint from this very path: a file that has one of them still was rewritten in place."""
+    for other in reversed(state.checkpoints.values()):
+        shares = [share for share in other.shares.values() if share.staged and share.source == source]
+        if shares and other is not checkpoint:
+            return frozenset(inode for share in shares for inode in share.shared_inodes)
+    return frozenset()
 
 
 def _announcement(checkpoint: Checkpoint, share: Share) -> Announced:

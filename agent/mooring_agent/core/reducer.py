@@ -24,6 +24,7 @@ from mooring_agent.core.checkpoint_progress import (
     take_up_found,
 )
 from mooring_agent.core.commands import Command, LiftBandwidthCap, Record, RingDoorbell
+from mooring_agent.core.errors import ErrorKind
 from mooring_agent.core.events import (
     DURABLE,
     Abandoned,
@@ -260,6 +261,10 @@ def _given_up(state: State, event: Shed | Failed) -> None:
     else:
         checkpoint.move(Trigger.BROKEN)
         checkpoint.error_kind, checkpoint.hint = event.kind, event.hint
+        if event.kind is ErrorKind.FILE_CHANGED:
+            # Its trainer will do that again.
+            staged = (share for share in checkpoint.shares.values() if share.staged)
+            state.rewritten_directories.update(share.source.rpartition("/")[0] for share in staged)
     state.outcomes[checkpoint.phase] = state.outcomes.get(checkpoint.phase, 0) + 1
     stop_sending(checkpoint)
 

@@ -1,14 +1,12 @@
 """One announcement from the wire to its staged files: names what the caller left out, and waits for the pins."""
 
 import asyncio
-import contextlib
-import hashlib
-import os
 import secrets
 from concurrent.futures import Executor
 from pathlib import Path, PurePosixPath
 
-from mooring_agent.adapters.volume.source_walk import check_source, resolve_source
+from mooring_agent.adapters.volume.content_signature import content_signature
+from mooring_agent.adapters.volume.source_walk import check_source
 from mooring_agent.core import admission
 from mooring_agent.core.errors import ErrorKind, MooringError, RequestError
 from mooring_agent.core.events import Announced
@@ -35,16 +33,19 @@ class Announcements:
         await self._engine.until(lambda state: _settled(state, event))
         return _outcome(self._engine.state, event)
 
-    async def enter(self, request: agent_pb2.AnnounceCheckpointRequest) -> Announced:
-        """Returns once the announcement is durable, before its files are staged; raises why it is refused."""
+    async def enter(self, request: agent_pb2.AnnounceCheckpointRequest, *, signature: str = "") -> Announced:
+        """Returns once the announcement is durable, before its files are staged; raises why it is refused.
+
+        `signature`: of the content that the caller has looked at and means, with which alone it is staged.
+        """
         source = _absolute(request.path)
         world_size = max(1, request.world_size)
-        signature = ""
         save = request.save
-        if not save:
+        if not save and not signature:
             signature = await asyncio.get_running_loop().run_in_executor(
                 self._executor, content_signature, self._volume, source
             )
+        if not save:
             save = self._make_save(request, source, signature, world_size)
         event = Announced(
             at=self._clock.now(),
@@ -80,29 +81,6 @@ class Announcements:
             )
         known = admission.same_content(self._engine.state, source=source, rank=request.rank, signature=signature)
         return known.info.save if known else f"{request.attempt or secrets.token_hex(4)}-{secrets.token_hex(4)}"
-
-
-def content_signature(volume: Path, source: str) -> str:
-    """Changes whenever a file below `source` is added, removed, replaced or rewritten. Reads no file.
-
-    Raises RequestError or VolumeError when `source` is no place in the volume; looks at nothing then.
-    """
-    root = resolve_source(volume, source)
-    digest = hashlib.blake2b(digest_size=16)
-    # What cannot be listed, or goes while we look, staging will name.
-    for folder, folders, files in os.walk(root):
-        folders.sort()
-        for path in (Path(folder, name) for name in (*folders, *sorted(files))):
-            _add(digest, path)
-    _add(digest, root)
-    return digest.hexdigest()
-
-
-def _add(digest: "hashlib.blake2b", path: Path) -> None:
-    with contextlib.suppress(OSError):
-        found = path.lstat()
-        digest.update(os.fsencode(path))
-        digest.update(f"\0{found.st_ino} {found.st_size} {found.st_mtime_ns}\n".encode())
 
 
 def _absolute(path: str) -> str:

@@ -29,6 +29,8 @@ async def stage(staging: StagingArea, clock: Clock, executor: Executor, command:
         source=announced.source,
         files=announced.files,
         private=command.private,
+        rewritten_inodes=command.rewritten_inodes,
+        signature=announced.signature,
         descriptor={
             _ANNOUNCEMENTS: [encode_event(announcement).decode() for announcement in command.announcements],
             _PART_SIZE: command.part_size_bytes,

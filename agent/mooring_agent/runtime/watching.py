@@ -6,18 +6,23 @@ agent started.
 
 import asyncio
 import os
+from collections.abc import Callable
 from concurrent.futures import Executor
 from pathlib import Path
+from typing import TypeVar
 
 import structlog
 
 from mooring_agent.adapters.unannounced import speaks_for
-from mooring_agent.adapters.volume.staging_watch import FoundCheckpoint, StagingWatch
+from mooring_agent.adapters.volume.content_signature import content_signature
+from mooring_agent.adapters.volume.staging_watch import FoundCheckpoint, StagingWatch, signature_of
 from mooring_agent.core.errors import MooringError
 from mooring_agent.core.settings import Settings
 from mooring_agent.runtime.announcements import Announcements
 from mooring_agent.runtime.engine import Engine
 from mooring_api.v1 import agent_pb2
+
+T = TypeVar("T")
 
 log = structlog.get_logger("mooring.watch")
 
@@ -71,17 +76,24 @@ class Watching:
             if any(not signature for signature in self._signatures(found.path)):
                 # Its program announces it; what we have announced ourselves may have other content now.
                 return
+            signature = await self._run(content_signature, self._volume.resolve(), found.path)
+            if await self._run(signature_of, Path(found.path)) != found.signature:
+                # It is being written again, and will be found again.
+                return
             log.info("watch.found", path=found.path, step=found.step)
             request = agent_pb2.AnnounceCheckpointRequest(
                 path=found.path, step=found.step, name=found.name, world_size=found.world_size
             )
-            await self._announcements.enter(request)
+            await self._announcements.enter(request, signature=signature)
         except MooringError as error:
             log.error("watch.refused", path=found.path, error=str(error), hint=error.hint)
         except UnicodeEncodeError as error:
             log.error("watch.refused", path=found.path, error=str(error), hint="the API is UTF-8: rename the file")
         except Exception:
             log.exception("watch.refused", path=found.path, hint="this is a bug of the agent: please report it")
+
+    async def _run(self, function: Callable[..., T], *arguments: object) -> T:
+        return await asyncio.get_running_loop().run_in_executor(self._executor, function, *arguments)
 
     def _is_spoken_for(self, path: str, step: int | None) -> bool:
         return self._is_recorded(path) or self._is_old(step) or bool(self._signatures(path))

@@ -6,8 +6,8 @@
 Owns that folder alone. Knows nothing of uploads or of what is in a descriptor. Invariants: nothing outside the volume
 and nothing of `.mooring` is ever pinned; files and names are on disk before the descriptor is; a stage that fails
 leaves nothing behind, one that is killed leaves a folder without a descriptor, which `scan` removes; two ranks never
-stage different bytes under one path of a save. Empty folders are not part of a checkpoint. The same save and rank are
-staged by one thread at a time.
+stage different bytes under one path of a save; what is written to a pinned file later shows in its fingerprint. Empty
+folders are not part of a checkpoint. The same save and rank are staged by one thread at a time.
 """
 
 import errno
@@ -15,6 +15,7 @@ import filecmp
 import json
 import os
 import shutil
+import time
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -23,6 +24,7 @@ from typing import Any, Final
 import structlog
 
 from mooring_agent.adapters.folders import make_folder
+from mooring_agent.adapters.volume.content_signature import content_signature
 from mooring_agent.adapters.volume.durable_files import PARTIAL_SUFFIX, partial_of, sync_folder, write_durably
 from mooring_agent.adapters.volume.errors import volume_error
 from mooring_agent.adapters.volume.pinning import Pinner
@@ -36,6 +38,8 @@ from mooring_agent.ports import StageRequest
 from mooring_api.names import STAGED_DIRECTORY, STATE_DIRECTORY
 
 _FORMAT_VERSION: Final = 1
+# The longest that a kernel is built with is 10 ms.
+_TICK_SECONDS: Final = 0.02
 # A filesystem commits its own journal once for all that wait together: this many wait.
 _SYNC_THREADS: Final = 16
 
@@ -77,7 +81,7 @@ class LocalStagingArea:
             _remove_tree(folder)
             folders = self._make_folders(folder, sources)
             private = {
-                path: self._pinner.pin(source, folder / path, private=request.private)
+                path: self._pinner.pin(source, folder / path, private=_is_rewritten(request, source))
                 for path, source in sources.items()
             }
             with ThreadPoolExecutor(_SYNC_THREADS, "stage") as threads:
@@ -95,6 +99,13 @@ class LocalStagingArea:
                 )
                 for path in sorted(private)
             )
+            _let_a_tick_pass(files)
+            if request.signature and content_signature(self._volume, request.source) != request.signature:
+                raise VolumeError(
+                    ErrorKind.FILE_CHANGED,
+                    f"{request.source} was written to while it was being staged",
+                    hint="announce a checkpoint after its last file is written, and do not write to it again",
+                )
             write_durably(descriptor, _encode(request, files))
         except OSError as error:
             self._undo(folder)
@@ -217,6 +228,19 @@ class LocalStagingArea:
             )
             for file in value["files"]
         )
+
+
+def _is_rewritten(request: StageRequest, source: Path) -> bool:
+    """Whether its trainer will write to that very inode again."""
+    return request.private or (bool(request.rewritten_inodes) and source.stat().st_ino in request.rewritten_inodes)
+
+
+def _let_a_tick_pass(files: Sequence[StagedFile]) -> None:
+    """Kernels stamp files by a clock that ticks: what is written from here on must not look like what was pinned."""
+    newest_ns = max((file.fingerprint.mtime_ns for file in files if not file.private), default=0)
+    age_seconds = (time.time_ns() - newest_ns) / 1e9
+    if 0 <= age_seconds < _TICK_SECONDS:
+        time.sleep(_TICK_SECONDS - age_seconds)
 
 
 def _encode(request: StageRequest, files: Sequence[StagedFile]) -> bytes:

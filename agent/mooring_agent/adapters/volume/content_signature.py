@@ -1,0 +1,31 @@
+"""What is below a path now, as one value: two that are equal are the same files with the same content."""
+
+import contextlib
+import hashlib
+import os
+from pathlib import Path
+
+from mooring_agent.adapters.volume.source_walk import resolve_source
+
+
+def content_signature(volume: Path, source: str) -> str:
+    """Changes whenever a file below `source` is added, removed, replaced or rewritten. Reads no file.
+
+    Raises RequestError or VolumeError when `source` is no place in the volume; looks at nothing then.
+    """
+    root = resolve_source(volume, source)
+    digest = hashlib.blake2b(digest_size=16)
+    # What cannot be listed, or goes while we look, staging will name.
+    for folder, folders, files in os.walk(root):
+        folders.sort()
+        for path in (Path(folder, name) for name in (*folders, *sorted(files))):
+            _add(digest, path)
+    _add(digest, root)
+    return digest.hexdigest()
+
+
+def _add(digest: "hashlib.blake2b", path: Path) -> None:
+    with contextlib.suppress(OSError):
+        found = path.lstat()
+        digest.update(os.fsencode(path))
+        digest.update(f"\0{found.st_ino} {found.st_size} {found.st_mtime_ns}\n".encode())
