@@ -23,6 +23,7 @@ _INTEGRATIONS = (
     ("deepspeed.runtime.engine", "deepspeed", "DeepSpeedEngine is"),
     ("torch.distributed.checkpoint.state_dict_saver", "dcp", "torch.distributed.checkpoint is"),
     ("torch.utils.data._utils.worker", "worker_processes", "DataLoader workers are"),
+    ("torchdata.stateful_dataloader.stateful_dataloader", "worker_processes", "StatefulDataLoader workers are"),
     ("torch.distributed.checkpoint._async_process_executor", "worker_processes", "the checkpoint writer process is"),
 )
 _PACKAGES = ("mooring", "mooring_api")

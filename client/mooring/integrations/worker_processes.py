@@ -4,8 +4,8 @@ The just-in-time save needs them: the batch that the DataLoader's workers are ma
 asynchronous torch.distributed.checkpoint. So each of them makes a process group of its own. What a signal to the group
 did before still holds: a worker dies with its parent, at once, and obeys the SIGTERM of its loader.
 
-Owns what is put before the two entry functions of torch. Never imports torch itself in a trainer. Not covered: a
-spawned DataLoader worker while it is still importing.
+Owns what is put before the entry functions of torch and torchdata. Never imports torch itself in a trainer. Not
+covered: a spawned DataLoader worker while it is still importing.
 """
 
 import contextlib
@@ -26,6 +26,7 @@ from mooring.autoload.post_import import after_import
 from mooring.integrations import fork_server
 
 _LOADER: Final = "torch.utils.data._utils.worker"
+_STATEFUL_LOADER: Final = "torchdata.stateful_dataloader.stateful_dataloader"
 _WRITER: Final = "torch.distributed.checkpoint._async_process_executor"
 _entries: Final[dict[str, Callable[..., Any]]] = {}
 """Module name -> torch's own entry function, where ours took its place; a forked worker inherits it."""
@@ -39,16 +40,18 @@ def install() -> None:
         return
     _installed = True
     after_import(_LOADER, "DataLoader workers are", autoload)
+    after_import(_STATEFUL_LOADER, "StatefulDataLoader workers are", autoload)
     after_import(_WRITER, "the checkpoint writer process is", autoload)
 
 
 def autoload(module: ModuleType) -> None:
-    """Put ours before the entry of that module, one of the two."""
+    """Put ours before the entry of that module, one of those above."""
     if module.__name__ in _entries:
         return
     _entries[module.__name__] = _entry(module)
-    if module.__name__ == _LOADER:
-        module._worker_loop = loader_worker  # type: ignore[attr-defined]
+    if module.__name__ in (_LOADER, _STATEFUL_LOADER):
+        entry = loader_worker if module.__name__ == _LOADER else stateful_loader_worker
+        module._worker_loop = entry  # type: ignore[attr-defined]
         fork_server.keep_alive()
     else:
         process = module._AsyncCheckpointProcess
@@ -59,6 +62,11 @@ def autoload(module: ModuleType) -> None:
 def loader_worker(*arguments: Any) -> object:
     """A DataLoader worker's life. Found by this name in a spawned worker."""
     return _live(_LOADER, arguments)
+
+
+def stateful_loader_worker(*arguments: Any) -> object:
+    """The same for torchdata's, which has a loop of its own."""
+    return _live(_STATEFUL_LOADER, arguments)
 
 
 def checkpoint_writer(*arguments: Any) -> object:
@@ -76,7 +84,7 @@ def _live(name: str, arguments: tuple[Any, ...]) -> object:
 
 
 def _entry(module: ModuleType) -> Callable[..., Any]:
-    if module.__name__ == _LOADER:
+    if module.__name__ in (_LOADER, _STATEFUL_LOADER):
         return module._worker_loop  # type: ignore[no-any-return]
     return module._AsyncCheckpointProcess._checkpointing_subprocess  # type: ignore[no-any-return]
 
