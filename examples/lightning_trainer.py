@@ -2,8 +2,8 @@
 
     torchrun --nproc-per-node 2 examples/lightning_trainer.py --steps 200
 
-StatefulDataLoader is what lets Lightning resume in the midst of an epoch; with torch's DataLoader it would begin the
-epoch's data anew.
+The result is bit-identical, in the midst of an epoch too. For that the loader is torchdata's StatefulDataLoader, with
+torch's DataLoader Lightning would begin the epoch's data anew, and the order follows from the sampler's seed and epoch.
 """
 
 import argparse
@@ -12,15 +12,16 @@ import os
 import lightning.pytorch as lightning
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
-from torch.utils.data import TensorDataset
+from torch.utils.data import Dataset, DistributedSampler, TensorDataset
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 import mooring
 
 
 class Regression(lightning.LightningModule):  # type: ignore[misc]
-    def __init__(self) -> None:
+    def __init__(self, data: Dataset[tuple[torch.Tensor, ...]]) -> None:
         super().__init__()
+        self.data = data
         self.layers = torch.nn.Sequential(
             torch.nn.Linear(16, 64), torch.nn.ReLU(), torch.nn.Dropout(0.1), torch.nn.Linear(64, 1)
         )
@@ -35,6 +36,14 @@ class Regression(lightning.LightningModule):  # type: ignore[misc]
     def validation_step(self, batch: list[torch.Tensor], batch_index: int) -> None:
         inputs, targets = batch
         self.log("val_loss", torch.nn.functional.mse_loss(self.layers(inputs), targets), sync_dist=True)
+
+    def train_dataloader(self) -> StatefulDataLoader:
+        return StatefulDataLoader(
+            self.data, batch_size=16, sampler=DistributedSampler(self.data, seed=0), num_workers=2
+        )
+
+    def val_dataloader(self) -> StatefulDataLoader:
+        return StatefulDataLoader(self.data, batch_size=16, num_workers=2)
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return torch.optim.AdamW(self.parameters(), lr=1e-3)
@@ -66,11 +75,7 @@ def main() -> None:
         enable_model_summary=False,
     )
     mooring.protect(trainer)
-    trainer.fit(
-        Regression(),
-        StatefulDataLoader(data, batch_size=16, shuffle=True, num_workers=2),
-        StatefulDataLoader(data, batch_size=16, num_workers=2),
-    )
+    trainer.fit(Regression(data))
 
 
 if __name__ == "__main__":

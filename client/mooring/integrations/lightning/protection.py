@@ -46,6 +46,7 @@ class Protection:
         self._stop_asked = False
         self._leaving = False
         self._announced_step = -1
+        self._resumed_name = ""
         self._random_states: dict[str, Any] | None = None
         """Those to train on with."""
         self._before_validation: dict[str, Any] = {}
@@ -144,14 +145,14 @@ class Protection:
 
     def _resume_start(self, _: Any, resume: Callable[..., None], *arguments: Any, **keywords: Any) -> None:
         call = inspect.signature(resume).bind(*arguments, **keywords)
-        if (
-            self._run is not None
-            and self._resumes
-            and owns(Owner.TRAINER)
-            and not call.arguments.get("checkpoint_path")
-            and (newest := self._run.newest()) is not None
-        ):
-            call.arguments["checkpoint_path"] = str(newest)
+        chosen = call.arguments.get("checkpoint_path")
+        if not chosen and self._run is not None and self._resumes and owns(Owner.TRAINER):
+            chosen = self._run.newest()
+            if chosen is not None and (chosen / chosen.name).is_file():
+                # A checkpoint that is one file comes back from the destination in a folder of its name.
+                chosen /= chosen.name
+        call.arguments["checkpoint_path"] = chosen and str(chosen)
+        self._resumed_name = Path(chosen or "").name
         resume(*call.args, **call.kwargs)
 
     def _load_loaders(self, trainer: Any, load: Callable[[], None]) -> None:
@@ -186,7 +187,11 @@ class Protection:
         """A place where the state can be saved and left."""
         if not self._training or self._ask(trainer) is Ask.NOTHING:
             return
-        trainer.save_checkpoint(self._own_directory(trainer) / f"{_OWN}{trainer.global_step}.ckpt")
+        name = f"{_OWN}{trainer.global_step}.ckpt"
+        if name == self._resumed_name:
+            # Stopped again before the next step: what it resumed from is not to be written over.
+            name = f"{_OWN}{trainer.global_step}-v1.ckpt"
+        trainer.save_checkpoint(self._own_directory(trainer) / name)
         self._leaving = self._stop_asked
         self._leave_in_time()
 
