@@ -3,6 +3,8 @@
 Nothing waits without a bound, and nothing that the job started is there when its context is left.
 """
 
+import contextlib
+import functools
 import json
 import os
 import re
@@ -23,6 +25,7 @@ PACED: Final = Path(__file__).with_name("paced.py")
 # They bound a hang and judge no speed: two ranks import a framework each, on a machine that others load.
 START_SECONDS: Final = 150.0
 END_SECONDS: Final = 100.0
+_STACK_SECONDS: Final = 5.0
 _MARK: Final = "PACE_DIRECTORY"
 _FAST_SECONDS: Final = 0.03
 SLOW_SECONDS: Final = 0.5
@@ -98,10 +101,14 @@ class Job:
         written.write_text(json.dumps({"hold": hold, "at_step": at_step, "step_seconds": step_seconds}))
         written.replace(orders)
 
-    def wait_held(self, place: str, *, ranks: int | None = None) -> None:
-        """Until so many ranks, or all, are held there."""
+    def wait_held(self, place: str, *, ranks: int | None = None, step: int = 0) -> None:
+        """Until so many ranks, or all, are held there, after `step` or a later one."""
         count = self.ranks if ranks is None else ranks
-        self.wait_for(lambda: self._held().count(place) >= count, f"{count} ranks are held: {place}")
+
+        def held() -> bool:
+            return sum(where == place and at >= step for where, at in self._held()) >= count
+
+        self.wait_for(held, f"{count} ranks are held: {place}")
 
     def wait_steps(self, step: int) -> None:
         """Until all ranks have done that step."""
@@ -117,7 +124,7 @@ class Job:
         try:
             wait_until(settled, START_SECONDS, what)
         except AssertionError as error:
-            raise AssertionError(f"{error}; at steps {self.last_steps()}\n{self.output()}") from error
+            raise self._stuck(error) from error
 
     def last_steps(self, restart: int | None = None) -> list[int]:
         """The last step that each rank has done, in this restart or the newest; -1 before its first."""
@@ -140,8 +147,22 @@ class Job:
             code = self.process.wait(timeout_seconds)
             wait_until(lambda: not self.processes(), timeout_seconds, "nothing of the job is left")
         except (subprocess.TimeoutExpired, AssertionError) as error:
-            raise AssertionError(f"{error}; at steps {self.last_steps()}\n{self.output()}") from error
+            raise self._stuck(error) from error
         return code
+
+    def _stuck(self, error: Exception) -> AssertionError:
+        """With the stacks of the ranks that are there."""
+        there = self.processes()
+        for pid in (self.pid(rank) for rank in self._present_ranks()):
+            if pid in there:
+                said = len(self.output())
+                os.kill(pid, signal.SIGUSR2)
+                with contextlib.suppress(AssertionError):
+                    wait_until(functools.partial(self._said_more, said), _STACK_SECONDS, "it says where it is")
+        return AssertionError(f"{error}; at steps {self.last_steps()}\n{self.output()}")
+
+    def _said_more(self, than: int) -> bool:
+        return len(self.output()) > than
 
     def processes(self) -> dict[int, str]:
         """pid -> command line of everything that runs in its name: ranks, DataLoader workers, writers."""
@@ -182,14 +203,15 @@ class Job:
         """The lines of its output that contain it."""
         return [line for line in self.output().splitlines() if text in line]
 
-    def _held(self) -> list[str]:
-        """Where each rank that is held is."""
+    def _held(self) -> list[tuple[str, int]]:
+        """Where each rank that is held is: the place, and the steps it has done."""
         found = []
         for path in self._folder.glob("held-*"):
             try:
-                found.append(path.read_text())
-            except FileNotFoundError:
-                continue  # it goes on just now
+                place, step = path.read_text().split()
+            except (FileNotFoundError, ValueError):
+                continue  # it goes on just now, or comes
+            found.append((place, int(step)))
         return found
 
     def _present_ranks(self) -> list[int]:

@@ -15,9 +15,11 @@ Everything is hooked from outside: neither the program nor its framework knows. 
 with the word mooring from the program first: that is how it trains with zero code.
 """
 
+import faulthandler
 import json
 import os
 import runpy
+import signal
 import sys
 import threading
 import time
@@ -71,7 +73,7 @@ class Pace:
         try:
             give_up_at = time.monotonic() + _HOLD_SECONDS
             while self._is_held(place) and time.monotonic() < give_up_at:
-                self._held_path.write_text(place)
+                self._held_path.write_text(f"{place} {self._step}")
                 time.sleep(_POLL_SECONDS)
             self._held_path.unlink(missing_ok=True)
         finally:
@@ -125,6 +127,8 @@ def _without_mooring(program: Path, folder: Path) -> Path:
 def main() -> None:
     folder = Path(os.environ["PACE_DIRECTORY"])
     program = Path(sys.argv[1])
+    # A rank that hangs says where, when the test asks.
+    faulthandler.register(signal.SIGUSR2, all_threads=True)
     _install(Pace(folder))
     if "PACE_WITHOUT_MOORING" in os.environ:
         program = _without_mooring(program, folder)

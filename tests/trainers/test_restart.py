@@ -1,0 +1,53 @@
+"""torchrun starts all ranks again when one dies; they resume from the volume, and can still agree on a last step."""
+
+import signal
+from pathlib import Path
+
+import pytest
+from tests.harness.agent_process import AgentProcess
+from tests.harness.bucket_view import BucketView
+from tests.servers.server import Bucket
+from tests.trainers.job import END_SECONDS, SLOW_SECONDS, Job
+from tests.trainers.trainers import EXAMPLES, Moment
+
+pytestmark = [pytest.mark.trainers, pytest.mark.timeout(600)]
+
+
+def test_ranks_that_were_started_again_resume_and_save_just_in_time_at_one_step(
+    rclone_bucket: Bucket, tmp_path: Path
+) -> None:
+    volume = tmp_path / "volume"
+    agent = AgentProcess(volume, rclone_bucket.destination, endpoint_url=rclone_bucket.endpoint_url)
+    launcher = ["--standalone", "--local-addr=127.0.0.1", "--max-restarts=1"]
+    # A new store for each restart: in the one that torchrun keeps, gloo finds the addresses of the dead.
+    environment = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+    arguments = ("--steps", "40", "--save-every", "5")
+    job = Job(
+        EXAMPLES / "ddp.py",
+        arguments,
+        volume=volume,
+        folder=tmp_path / "job",
+        launcher=launcher,
+        environment=environment,
+    )
+    with agent, job:
+        job.order(hold=Moment.STEP, at_step=7)
+        job.wait_held(Moment.STEP)
+        agent.wait_committed(agent.status().checkpoints[0].save)
+        job.signal(1, signal.SIGKILL)
+        # The new ranks count their steps from the one that they resume at; the old one saves no more.
+        job.order(hold=Moment.SAVE, at_step=5)
+        job.wait_for(lambda: job.restarts() == 1, "torchrun starts them again")
+        job.wait_held(Moment.SAVE, ranks=1)
+        job.order(hold=Moment.SAVE, at_step=5, step_seconds=SLOW_SECONDS)
+        noticed = 5 + max(job.last_steps())
+        job.signal(0)
+        job.order(step_seconds=SLOW_SECONDS)
+        assert job.wait() != 0
+        stopped = {5 + step for step in job.last_steps()}
+        agent.terminate()
+        assert agent.wait(END_SECONDS) == 0, agent.log_text()
+    (step,) = stopped
+    assert noticed <= step <= noticed + 2
+    marker = BucketView(rclone_bucket).markers()[-1]
+    assert int(marker.rpartition("/")[2].partition(".")[0]) == step, job.output()
