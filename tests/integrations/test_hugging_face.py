@@ -247,6 +247,32 @@ def test_a_stop_while_an_evaluation_is_made_up_for_leaves_it_owed(
     assert logged(train(make(volume / "checkpoints", **EVALUATING))) == logged(undisturbed(**EVALUATING))
 
 
+def fail() -> None:
+    raise OSError("no space left on device")
+
+
+def test_a_periodic_save_that_fails_is_the_programs_and_the_agent_keeps_no_room(
+    agent: AgentServer, volume: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trainer = make(volume / "checkpoints")
+    monkeypatch.setattr(trainer, "_save_rng_state", lambda _: fail())
+    with pytest.raises(OSError, match="no space left"):
+        train(trainer)
+    assert not announced(agent)
+    assert len(agent.requests("AbortSave")) == 1
+
+
+def test_a_just_in_time_save_that_fails_costs_only_itself(
+    agent: AgentServer, volume: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trainer = make(volume / "checkpoints", At("on_step_end", 6, terminate))
+    write = trainer._save_rng_state
+    monkeypatch.setattr(trainer, "_save_rng_state", lambda to: fail() if "checkpoint-6" in to else write(to))
+    stop(trainer)
+    assert announced(agent) == [(4, PERIODIC)]
+    assert train(make(volume / "checkpoints")).state.global_step == STEPS
+
+
 def test_the_callbacks_of_others_hear_of_the_end(volume: Path) -> None:
     heard: list[int] = []
     stop(

@@ -1,7 +1,7 @@
 """Hugging Face's Trainer and what derives from it, such as the trainers of TRL.
 
 Owns where a Trainer is wrapped: its class once, for `train`, which subclasses override and call in turn; and each
-object for the two methods around a step. What happens there is in `protection`. The first training of a process is
+object for the methods around a step. What happens there is in `protection`. The first training of a process is
 protected, and no other: a run is one training, and what a second one saved is nothing that the first could resume from.
 """
 
@@ -33,6 +33,7 @@ def install(trainer: Any) -> None:
     _wrap_train(Trainer)
     protection = Protection(trainer)
     _wrap(trainer, "_maybe_log_save_evaluate", protection.after_step)
+    _wrap(trainer, "_save_checkpoint", protection.save)
     if hasattr(trainer, "_run_epoch"):
         _wrap(trainer, "_run_epoch", protection.epoch)
     trainer.add_callback(Callback(protection))

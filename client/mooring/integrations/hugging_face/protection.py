@@ -8,6 +8,7 @@ where the Trainer itself says so, in the TrainerControl of trainer_state.json. M
 
 import logging
 from collections.abc import Callable
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, Final
 
@@ -123,13 +124,23 @@ class Protection:
             self._random_states.restore()
             raise _EvaluationLeftError
 
+    def save(self, save: Callable[..., None], /, *arguments: Any, **keywords: Any) -> None:
+        """In place of Trainer._save_checkpoint. When it fails on one rank, the others wait for it no longer."""
+        try:
+            save(*arguments, **keywords)
+        except BaseException as error:
+            if self._run is not None and owns(Owner.TRAINER):
+                failed: Future[None] = Future()
+                failed.set_exception(error)
+                self._run.announce_when(failed, self._checkpoint, self._step)
+            raise
+
     def saved(self) -> None:
-        """This rank has written its files."""
+        """This rank has written its files, and so have the callbacks of others that add some."""
         if self._run is None or not owns(Owner.TRAINER):
             return
         self._saved_step = self._step
-        checkpoint = Path(self._trainer._get_output_dir(None)) / f"checkpoint-{self._step}"
-        self._run.announce(checkpoint, self._step, Kind.FINAL if self._is_last else None)
+        self._run.announce(self._checkpoint, self._step, Kind.FINAL if self._is_last else None)
 
     def _begin(self) -> FrameworkRun | None:
         """None when this training is not protected."""
@@ -156,6 +167,10 @@ class Protection:
     def _step(self) -> int:
         step: int = self._trainer.state.global_step
         return step
+
+    @property
+    def _checkpoint(self) -> Path:
+        return Path(self._trainer._get_output_dir(None)) / f"checkpoint-{self._step}"
 
     @property
     def _is_last(self) -> bool:
@@ -194,7 +209,11 @@ class Protection:
         if evaluation_due:
             # Of several data sets the first ones may be evaluated; they will be again.
             state.log_history = [entry for entry in state.log_history if not _is_evaluation(entry, self._step)]
-        self._save()
+        try:
+            self._save()
+        except Exception as error:
+            # As good as the Trainer can: all ranks leave, and the checkpoint before this one is there.
+            _log.warning("checkpoint lost: step=%d error=%s", self._step, reason(error))
         self._leave(run)
 
     def _save(self) -> None:
