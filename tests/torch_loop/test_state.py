@@ -131,6 +131,29 @@ def test_a_save_before_the_first_step_leaves_the_training_as_it_is(tmp_path: Pat
     assert again.everything() == whole.everything()
 
 
+@pytest.mark.parametrize("steps", [0, 3])
+def test_an_optimizer_without_a_state_costs_a_save_nothing(
+    steps: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def stateless() -> tuple[torch.nn.Linear, torch.optim.SGD]:
+        model = torch.nn.Linear(4, 4)
+        return model, torch.optim.SGD(model.parameters(), lr=0.5)
+
+    model, optimizer = stateless()
+    for _ in range(steps):
+        model(torch.randn(2, 4)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    with monkeypatch.context() as watched:
+        watched.setattr(optimizer, "step", lambda **_: pytest.fail("a save took a step"))
+        TrainingState(model, optimizer).save(tmp_path)
+    assert all(parameter.grad is None for parameter in model.parameters())
+    other, other_optimizer = stateless()
+    TrainingState(other, other_optimizer).restore(tmp_path)
+    assert torch.equal(other.weight, model.weight)
+    assert all(parameter.grad is None for parameter in other.parameters())
+
+
 def test_what_changes_after_it_was_captured_is_not_in_the_ranks_own_part(tmp_path: Path) -> None:
     small = Small(make_loader("stateful", workers=0, augments=True))
     small.train(3)

@@ -7,8 +7,8 @@ own. `dcp.async_save` is those two and no more; they are apart here so that a ra
 and no other rank waits for it. What the stager leaves to its user:
 
 - It copies over what is still being written, and tears that checkpoint. So the next copy waits for the last save.
-- Its first copy pays for the memory's pages, several times what the others cost. `warm_up` makes one in the background,
-  that nobody reads, right after the first step.
+- Its first copy pays for the memory's pages, several times what the others cost, and it keeps every other thread out of
+  Python meanwhile, in the background too. So `warm_up` makes that memory itself, in the background.
 - Shared memory is for a writer in another process. Ours is a thread, and in a pod /dev/shm has 64 MiB unless told
   otherwise: what does not fit there ends the process by SIGBUS. So the memory is our own, pinned where there is a GPU.
 - It can copy from a GPU while the next step computes. What a forward pass changes, such as the statistics of a batch
@@ -25,6 +25,8 @@ import torch
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.planner import SavePlan
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
+from torch.distributed.tensor import DTensor
+from torch.utils._pytree import tree_leaves
 
 from mooring.errors import ErrorKind, VolumeError
 from mooring.saving import Saving
@@ -59,10 +61,11 @@ class Saver:
         state = _attempt(capture)
         if isinstance(state, Exception):
             return
-        self._start(lambda: _attempt(lambda: self._copy(state)))
-        if torch.cuda.is_available() and self._busy is not None:
+        if torch.cuda.is_available():
             # Pinning memory in one thread breaks a CUDA graph that another one captures.
-            self._busy.join()
+            _attempt(lambda: self._copy(state))
+        else:
+            self._start(lambda: _attempt(lambda: self._make_memory(state)))
 
     def save(self, saving: Saving, capture: Callable[[], dict[str, Any]]) -> None:
         """Copy what `capture` gives, and complete `saving` when the copy is written. Not before `wait`."""
@@ -98,6 +101,18 @@ class Saver:
         """Wait, and free the copy."""
         self.wait()
         self._stager.close()
+
+    def _make_memory(self, state: dict[str, Any]) -> dict[str, Any]:
+        """Where the stager looks for the memory of a tensor, which it makes itself if there is none."""
+        memory: Any = self._stager._state_dict_stager._cached_storage_mapping
+        for leaf in tree_leaves(state):
+            if isinstance(leaf, torch.Tensor):
+                storage = (leaf.to_local() if isinstance(leaf, DTensor) else leaf).untyped_storage()
+                if storage not in memory:
+                    pages = torch.UntypedStorage(storage.size())  # type: ignore[no-untyped-call]
+                    torch.empty(0, dtype=torch.uint8).set_(pages).zero_()
+                    memory[storage] = pages
+        return state
 
     def _copy(self, state: dict[str, Any]) -> dict[str, Any]:
         copied: Any = self._stager.stage(state)

@@ -13,6 +13,7 @@ when to save, and where. Every rank calls the same.
 
 import io
 from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from itertools import islice
 from pathlib import Path
 from typing import Any, Final
@@ -67,16 +68,16 @@ class TrainingState:
         The generators go on where they were when `batches` has made its iterator, or at once if there is no loader.
         Raises UsageError when it is not the state of this training.
         """
-        rank = str(self.storage.rank)
-        has_own = f"{_RANKS}.{rank}" in self.storage.items(directory)
-        state = {**self._model_and_optimizer(), _SHARED: b"", _RANKS: {rank: b""} if has_own else {}}
-        self.storage.load(state, directory)
-        set_state_dict(
-            self._model, self._optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"]
-        )
+        rank, stored = str(self.storage.rank), self.storage.items(directory)
+        has_own = f"{_RANKS}.{rank}" in stored
+        has_moments = any(item.startswith("optimizer.state.") for item in stored)
+        with nullcontext() if has_moments else _untouched(self._optimizer):
+            state = {**self._model_and_optimizer(), _SHARED: b"", _RANKS: {rank: b""} if has_own else {}}
+            self.storage.load(state, directory)
+            set_state_dict(
+                self._model, self._optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"]
+            )
         shared = _decode(state[_SHARED])
-        if shared["optimizer_untouched"]:
-            self._optimizer.state.clear()
         self._take_shared(shared)
         self._take_own(_decode(state[_RANKS][rank]) if has_own else None, ranks_then=shared["world_size"])
 
@@ -109,15 +110,11 @@ class TrainingState:
             "epoch_began_with": self._epoch_began_with if self._batch else None,
             "loader": self._loader.state_dict() if self._batch and hasattr(self._loader, "state_dict") else None,
         }
-        untouched = not self._optimizer.state
-        state = self._model_and_optimizer()
-        if untouched:
-            self._optimizer.state.clear()
-        shared["optimizer_untouched"] = untouched
+        with _untouched(self._optimizer):
+            state = self._model_and_optimizer()
         return {**state, _SHARED: _encode(shared), _RANKS: {str(self.storage.rank): _encode(own)}}
 
     def _model_and_optimizer(self) -> dict[str, Any]:
-        """Takes a step of an optimizer that took none, for its state to exist: the caller undoes it."""
         model, optimizer = get_state_dict(self._model, self._optimizer)
         return {"model": model, "optimizer": optimizer}
 
@@ -164,6 +161,25 @@ class TrainingState:
         for _ in islice(iterator, skip):
             pass
         return iterator
+
+
+@contextmanager
+def _untouched(optimizer: torch.optim.Optimizer) -> Iterator[None]:
+    """torch makes the state of an optimizer that has none by a step of zero gradients; not in here.
+
+    That step counts, where training has yet to begin, and its gradients take as much memory as the model, at every save
+    with an optimizer that never has a state. It is not taken when a parameter has a gradient.
+    """
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    if optimizer.state or any(parameter.grad is not None for parameter in parameters):
+        yield
+        return
+    smallest = min(parameters, key=torch.Tensor.numel)
+    smallest.grad = torch.zeros_like(smallest)
+    try:
+        yield
+    finally:
+        smallest.grad = None
 
 
 def _encode(value: dict[str, Any]) -> bytes:
