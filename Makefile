@@ -85,7 +85,9 @@ docs: setup
 	$(BIN)/python -m mooring_agent.settings_page > docs/settings.md
 
 bench: setup
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev,bench]'
 	$(BIN)/python -m benchmarks.memory
+	$(BIN)/python -m benchmarks.async_save
 
 clean:
 	rm -rf .venv .tools build dist examples/node/node_modules
