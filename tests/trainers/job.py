@@ -5,6 +5,7 @@ Nothing waits without a bound, and nothing that the job started is there when it
 
 import contextlib
 import functools
+import itertools
 import json
 import os
 import re
@@ -129,6 +130,14 @@ class Job:
     def last_steps(self, restart: int | None = None) -> list[int]:
         """The last step that each rank has done, in this restart or the newest; -1 before its first."""
         return [self._progress(rank, restart)[1] for rank in self._present_ranks()] or [-1]
+
+    def longest_step_seconds(self) -> float:
+        """Between the ends of two steps of one rank; what hinders training is in there."""
+        times = [
+            [float(line.split()[1]) for line in path.read_text().splitlines()[1:]]
+            for path in self._folder.glob("rank-*.log")
+        ]
+        return max(after - before for one in times for before, after in itertools.pairwise(one))
 
     def pid(self, rank: int) -> int:
         return self._progress(rank, None)[0]
