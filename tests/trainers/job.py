@@ -35,7 +35,11 @@ _LOSS: Final = re.compile(r"^step=(\d+) loss=(\S+)$", re.MULTILINE)
 
 
 class Job:
-    """`begin` is the step that it resumes at. `launcher`: torchrun's arguments, by default for one node of `ranks`."""
+    """`begin` is the step that it resumes at. `launcher`: torchrun's arguments, by default for one node of `ranks`.
+
+    `patient`: it waits longer for its agent than Mooring's client does, which takes a minute of a busy machine for an
+    agent that is away.
+    """
 
     def __init__(
         self,
@@ -49,6 +53,7 @@ class Job:
         launcher: Sequence[str] | None = None,
         autoload: bool = False,
         without_mooring: bool = False,
+        patient: bool = True,
         environment: Mapping[str, str] | None = None,
     ) -> None:
         folder.mkdir(parents=True)
@@ -75,6 +80,8 @@ class Job:
         if autoload:
             found = [str(autoload_path()), *filter(None, [os.environ.get("PYTHONPATH")])]
             self._environment["PYTHONPATH"] = os.pathsep.join(found)
+        if patient:
+            self._environment["PACE_PATIENT"] = "1"
         if without_mooring:
             self._environment["PACE_WITHOUT_MOORING"] = "1"
         self._process: subprocess.Popen[bytes] | None = None

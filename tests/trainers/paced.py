@@ -33,6 +33,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 _HOLD_SECONDS = 240.0  # a test that died holds nobody for ever
 _POLL_SECONDS = 0.005
+_ANSWER_SECONDS = 60.0
 
 
 class Pace:
@@ -117,6 +118,14 @@ def _callers() -> Iterator[str]:
         frame = frame.f_back
 
 
+def _be_patient() -> None:
+    """On a slow machine an agent that answers is not away."""
+    from mooring import channel
+
+    channel.ANNOUNCE_SECONDS = _ANSWER_SECONDS  # type: ignore[misc]
+    channel.Channel._call.__kwdefaults__["deadline_seconds"] = _ANSWER_SECONDS  # type: ignore[index]
+
+
 def _without_mooring(program: Path, folder: Path) -> Path:
     lines = program.read_text().splitlines(keepends=True)
     copy = folder / f"{program.stem}.{os.environ.get('RANK', '0')}.py"
@@ -130,6 +139,8 @@ def main() -> None:
     # A rank that hangs says where, when the test asks.
     faulthandler.register(signal.SIGUSR2, all_threads=True)
     _install(Pace(folder))
+    if "PACE_PATIENT" in os.environ:
+        _be_patient()
     if "PACE_WITHOUT_MOORING" in os.environ:
         program = _without_mooring(program, folder)
     sys.argv = [str(program), *sys.argv[2:]]

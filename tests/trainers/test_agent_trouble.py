@@ -29,7 +29,7 @@ PROGRAMS = pytest.mark.parametrize("program", ["ddp", "hugging_face"])
 
 
 def job(program: str, volume: Path, folder: Path) -> Job:
-    return Job(EXAMPLES / f"{program}.py", ARGUMENTS, volume=volume, folder=folder / "job", ranks=1)
+    return Job(EXAMPLES / f"{program}.py", ARGUMENTS, volume=volume, folder=folder / "job", ranks=1, patient=False)
 
 
 def assert_trained_to_the_end(job: Job) -> None:
