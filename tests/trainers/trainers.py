@@ -50,7 +50,7 @@ class Stop:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trainer:
-    """`identical`: losses and the last checkpoint are those of an uninterrupted run, bit by bit.
+    """`same_losses`, `same_tensors`: they are those of an uninterrupted run, bit by bit; the tensors of the last save.
 
     `zero_code`: it needs no line of Mooring under autoload. `writers`: ranks that have a share in a checkpoint.
     """
@@ -59,7 +59,8 @@ class Trainer:
     arguments: tuple[str, ...] = ("--save-every", "5")
     zero_code: bool = True
     evaluates: bool = False
-    identical: bool = True
+    same_losses: bool = True
+    same_tensors: bool = True
     notices: tuple[Notice, ...] = tuple(Notice)
     writers: int = 2
 
@@ -88,9 +89,10 @@ TRAINERS: Final = (
     Trainer(name="fsdp2", zero_code=False),
     Trainer(name="hugging_face", evaluates=True),
     Trainer(name="trl_sft"),
-    Trainer(name="lightning_trainer", evaluates=True, identical=False),
-    Trainer(name="accelerate_loop", identical=False),
-    Trainer(name="deepspeed_zero3", identical=False),
+    Trainer(name="lightning_trainer", evaluates=True),
+    Trainer(name="accelerate_loop"),
+    # What ZeRO pads a rank's share with is whatever was in memory.
+    Trainer(name="deepspeed_zero3", same_tensors=False),
     # Rank 1 has no Checkpointer: a notice to it alone is heard by nobody.
     Trainer(
         name="horovod_style",

@@ -1,0 +1,170 @@
+"""One job in two pods: two agents, two volumes, two torchruns, one bucket. Only what both have stored counts."""
+
+import secrets
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+from tests.harness.agent_process import AgentProcess, wait_until
+from tests.harness.bucket_view import BucketView
+from tests.servers.fault_proxy import Fault, FaultProxy, Rule
+from tests.servers.process import free_port
+from tests.servers.server import Bucket
+from tests.trainers.job import END_SECONDS, SLOW_SECONDS, Job
+from tests.trainers.trainers import EXAMPLES, Moment
+
+from mooring_api import names
+from mooring_api.v1 import agent_pb2
+
+pytestmark = [pytest.mark.trainers, pytest.mark.timeout(900)]
+PROGRAM = EXAMPLES / "ddp.py"
+STEPS, SAVE_EVERY = 14, 5
+ARGUMENTS = ("--steps", str(STEPS), "--save-every", str(SAVE_EVERY))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pod:
+    """One rank of the job, and the agent beside it."""
+
+    agent: AgentProcess
+    job: Job
+
+    def phase(self, step: int) -> "agent_pb2.Phase | None":
+        """Of the checkpoint of that step, as this pod's agent sees it."""
+        found = [one.phase for one in self.agent.status().checkpoints if one.step == step]
+        return found[0] if found else None
+
+    def kill(self) -> None:
+        self.agent.kill()
+        self.job.kill()
+
+    def end(self) -> None:
+        """The job has ended; so does the agent."""
+        self.agent.terminate()
+        self.agent.wait(END_SECONDS)
+
+
+class Pods:
+    """Starts the two of an attempt; the second one's line to the bucket can be cut."""
+
+    def __init__(self, bucket: Bucket, proxy: FaultProxy, folder: Path) -> None:
+        self.view = BucketView(bucket)
+        self._bucket = bucket
+        self._proxy = proxy
+        self._folder = folder
+        self._attempts = 0
+
+    @contextmanager
+    def attempt(self, *, begin: int) -> Iterator[tuple[Pod, Pod]]:
+        """Each with a fresh volume, on which `begin` was restored; 0: nothing."""
+        self._attempts += 1
+        folder = self._folder / f"attempt-{self._attempts}"
+        rendezvous = [
+            "--nnodes=2",
+            "--rdzv-backend=c10d",
+            f"--rdzv-endpoint=127.0.0.1:{free_port()}",
+            f"--rdzv-id={secrets.token_hex(4)}",
+            "--local-addr=127.0.0.1",
+        ]
+        with (
+            self._pod(folder / "a", self._bucket.endpoint_url, rendezvous, begin) as first,
+            self._pod(folder / "b", self._proxy.endpoint_url, rendezvous, begin) as second,
+        ):
+            yield first, second
+
+    @contextmanager
+    def _pod(self, folder: Path, endpoint_url: str, rendezvous: list[str], begin: int) -> Iterator[Pod]:
+        volume = folder / "volume"
+        folder.mkdir(parents=True)
+        if begin:
+            assert self.view.restore(volume).name == f"checkpoint-{begin}"
+        agent = AgentProcess(
+            volume,
+            self._bucket.destination,
+            endpoint_url=endpoint_url,
+            grace_seconds=END_SECONDS,
+            # A line that is cut is given up soon.
+            connect_timeout_seconds=1,
+            read_timeout_seconds=1,
+        )
+        job = Job(PROGRAM, ARGUMENTS, volume=volume, folder=folder / "job", begin=begin, ranks=1, launcher=rendezvous)
+        with agent, job:
+            yield Pod(agent=agent, job=job)
+
+    def committed_steps(self) -> list[int]:
+        return [int(key.rpartition("/")[2].partition(".")[0]) for key in self.view.markers()]
+
+
+def test_a_checkpoint_counts_when_both_pods_have_stored_it_and_a_pod_that_dies_before_costs_only_that_one(
+    rclone_bucket: Bucket, fault_proxy: FaultProxy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with Job(PROGRAM, ARGUMENTS, volume=tmp_path / "undisturbed", folder=tmp_path / "undisturbed-job") as job:
+        assert job.wait() == 0, job.output()
+        undisturbed = job.losses()
+
+    pods = Pods(rclone_bucket, fault_proxy, tmp_path)
+    losses: dict[int, str] = {}
+    with pods.attempt(begin=0) as (first, second):
+        _cut(fault_proxy, 5)
+        _train_to(6, first, second)
+        _wait_sealed(first, 5)
+        assert pods.committed_steps() == []
+        fault_proxy.clear()
+        wait_until(lambda: pods.committed_steps() == [5], END_SECONDS, "both have stored it")
+
+        _cut(fault_proxy, 10)
+        _train_to(11, first, second)
+        _wait_sealed(first, 10)
+        second.kill()
+        first.job.order()
+        assert first.job.wait() != 0
+        first.end()
+        losses |= {step: loss for pod in (first, second) for step, loss in pod.job.losses().items() if step <= 5}
+    assert pods.committed_steps() == [5]
+
+    fault_proxy.clear()
+    monkeypatch.setenv(names.ENV_ATTEMPT, "attempt-2")
+    with pods.attempt(begin=5) as (first, second):
+        _train_to(7, first, second)
+        for pod in (first, second):
+            pod.job.order(hold=Moment.STEP, at_step=7, step_seconds=SLOW_SECONDS)
+        second.agent.notify_termination(source="preStop")
+        for pod in (first, second):
+            pod.job.order(step_seconds=SLOW_SECONDS)
+        for pod in (first, second):
+            assert pod.job.wait() != 0, pod.job.output()
+        last = {*first.job.last_steps(), *second.job.last_steps()}
+        for pod in (first, second):
+            pod.end()
+            losses |= pod.job.losses()
+    (stopped,) = last
+    assert 7 <= stopped <= 9
+    assert pods.committed_steps() == [5, stopped]
+
+    monkeypatch.setenv(names.ENV_ATTEMPT, "attempt-3")
+    with pods.attempt(begin=stopped) as (first, second):
+        for pod in (first, second):
+            assert pod.job.wait() == 0, pod.job.output()
+        for pod in (first, second):
+            pod.end()
+            losses |= pod.job.losses()
+    assert pods.committed_steps()[-1] == STEPS
+    assert losses == undisturbed
+
+
+def _cut(proxy: FaultProxy, step: int) -> None:
+    """Nothing of the second pod's share of that checkpoint arrives."""
+    proxy.add(Rule(name=f"step {step}", fault=Fault.BLACKHOLE, method="PUT", target=f"/checkpoint-{step}/", times=-1))
+
+
+def _train_to(step: int, *pods: Pod) -> None:
+    for pod in pods:
+        pod.job.order(hold=Moment.STEP, at_step=step)
+    for pod in pods:
+        pod.job.wait_held(Moment.STEP, step=step)
+
+
+def _wait_sealed(pod: Pod, step: int) -> None:
+    wait_until(lambda: pod.phase(step) == agent_pb2.PHASE_SEALED, END_SECONDS, f"step {step} is sealed")
