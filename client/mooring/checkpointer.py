@@ -17,6 +17,7 @@ from typing import Final
 from mooring.errors import ErrorKind, UsageError
 from mooring.gate import Ask
 from mooring.integrations.ownership import Owner, claim
+from mooring.job import WRITE_SECONDS
 from mooring.records import Kind
 from mooring.saving import Saving
 from mooring.session import Begun, Session
@@ -127,7 +128,8 @@ class Checkpointer:
         if self._begun is not None and self._begun.step == step:
             return True
         self._forget_begun()
-        self._begun = self._session.admit(step, kind)
+        # One rank may have evaluated for long, and by the contract they all come here.
+        self._begun = self._session.admit(step, kind, seconds=WRITE_SECONDS)
         return self._begun is not None
 
     def _forget_begun(self) -> None:

@@ -9,7 +9,7 @@ import logging
 import os
 import threading
 import time
-from concurrent.futures import Future
+from concurrent.futures import CancelledError, Future
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final, NoReturn
@@ -17,6 +17,7 @@ from typing import Any, Final, NoReturn
 from mooring.durable import sync_tree
 from mooring.errors import MooringError
 from mooring.gate import Ask
+from mooring.job import WRITE_SECONDS
 from mooring.leaving import leave
 from mooring.records import Kind, Record, RecordedFile, damage, read_records, remove_record, write_record
 from mooring.session import Begun, Session
@@ -122,7 +123,10 @@ class FrameworkRun:
             return
 
         def finish() -> None:
-            failure = future.exception()
+            try:
+                failure = future.exception()
+            except CancelledError as cancelled:
+                failure = cancelled
             if failure is not None:
                 _log.warning("checkpoint not announced, it could not be written: path=%s error=%s", path, failure)
             self._announce(path, begun, written=failure is None)
@@ -130,6 +134,14 @@ class FrameworkRun:
         thread = threading.Thread(target=finish, name="mooring-announce", daemon=True)
         self._outstanding = [one for one in self._outstanding if one.is_alive()] + [thread]
         thread.start()
+
+    def same(self, step: int, value: object) -> bool:
+        """Whether this value is the same on all ranks: how many batches an evaluation after `step` has, for example."""
+        try:
+            return self._session.team.job.same(f"same/{step}/{self._session.next_number()}", str(value))
+        except MooringError as error:
+            self._give_up(error)
+            return False
 
     def newest(self) -> Path | None:
         """The checkpoint to resume from, the same on all ranks; None to begin afresh."""
@@ -155,7 +167,7 @@ class FrameworkRun:
 
     def _shut(self) -> None:
         for thread in self._outstanding:
-            thread.join()
+            thread.join(WRITE_SECONDS)
         if self._begun is not None:
             self._session.abort(self._begun)
             self._begun = None
@@ -179,11 +191,11 @@ class FrameworkRun:
         except MooringError as error:
             self._give_up(error)
             return None
-        return replace(begun, kind=self._kind(kind))
+        return replace(begun, kind=self._kind(kind)) if begun.together else None
 
     def _announce(self, path: Path, begun: Begun, *, written: bool = True) -> bool:
         team = self._session.team
-        if not team.job.agree(f"{begun.save}/written", written):
+        if not team.job.agree(begun.key("written"), written, seconds=WRITE_SECONDS):
             self._session.abort(begun)
             return False
         record = Record(
@@ -199,12 +211,12 @@ class FrameworkRun:
         recorded: Record | None = record
         if team.leads_pod:
             recorded = self._record(path, record)
-        if not team.job.agree(f"{begun.save}/recorded", recorded is not None) or recorded is None:
+        if not team.job.agree(begun.key("recorded"), recorded is not None, seconds=WRITE_SECONDS) or recorded is None:
             self._session.abort(begun)
             return False
         if begun.kind is Kind.JUST_IN_TIME:
             self._session.stopping = True
-        announced = team.job.agree(f"{begun.save}/announced", self._session.announce(recorded, path))
+        announced = team.job.agree(begun.key("announced"), self._session.announce(recorded, path)) or False
         _log.info("saved: name=%s kind=%s save=%s announced=%s", path.name, begun.kind, begun.save, announced)
         return announced
 

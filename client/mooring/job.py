@@ -1,8 +1,9 @@
 """The job as one of its ranks sees it: what all must agree on around a save, and how they part.
 
 Owns the keys of these agreements in the process group's store. Must not know what a save is. Every method returns: an
-agreement that fails is one not to save, never an exception in training. Each rank asks the store a few times, however
-many ranks there are.
+agreement that fails is one not to save, never an exception in training. Whatever the answer, it is the same on all
+ranks that can ask: a rank that has waited for too long settles that, and the others read it. Each rank asks the store
+a few times, however many ranks there are.
 """
 
 import json
@@ -16,9 +17,12 @@ from mooring.rank_store import Ranks, RankStore
 _Result = TypeVar("_Result")
 
 _log: Final = logging.getLogger("mooring")
-_AGREE_SECONDS: Final = 600.0
-"""A rank may write for long after another is done; one that is gone ends training anyway."""
+PATIENCE_SECONDS: Final = 300.0
+"""For ranks that come to the same question at about the same time; one may have evaluated by itself before."""
+WRITE_SECONDS: Final = 1800.0
+"""For what one rank may write long after another is done."""
 _PART_SECONDS: Final = 2.0
+_ANSWERS: Final = {"yes": True, "no": False, "late": None}
 
 
 class Job(Protocol):
@@ -26,8 +30,11 @@ class Job(Protocol):
 
     ranks: Ranks
 
-    def agree(self, key: str, ok: bool = True) -> bool:
-        """Whether all ranks say so."""
+    def agree(self, key: str, ok: bool = True, *, seconds: float = PATIENCE_SECONDS) -> bool | None:
+        """Whether all ranks say so; None when some have not asked in time, or the store is lost."""
+
+    def same(self, key: str, value: str) -> bool:
+        """Whether all ranks bring the same value."""
 
     def choose_newest(self, key: str, candidates: Sequence[tuple[int, str]]) -> tuple[int, str] | None:
         """The greatest of those that every rank has: (step, save)."""
@@ -41,8 +48,11 @@ class LoneProcess:
 
     ranks = Ranks()
 
-    def agree(self, key: str, ok: bool = True) -> bool:
+    def agree(self, key: str, ok: bool = True, *, seconds: float = PATIENCE_SECONDS) -> bool | None:
         return ok
+
+    def same(self, key: str, value: str) -> bool:
+        return True
 
     def choose_newest(self, key: str, candidates: Sequence[tuple[int, str]]) -> tuple[int, str] | None:
         return max(candidates, default=None)
@@ -52,22 +62,18 @@ class LoneProcess:
 
 
 class RanksJob:
-    """A job of several ranks. Raises StoreLostError when it is made."""
+    """A job of several ranks, whose store holds nothing of earlier starts."""
 
-    def __init__(self, store: RankStore, own_nonce: str) -> None:
+    def __init__(self, store: RankStore) -> None:
         self.ranks = store.ranks
         self._store = store
         self._lost = False
-        if self.ranks.rank == 0:
-            store.publish("nonce", own_nonce)
-        nonce = store.wait_for("nonce", _AGREE_SECONDS)
-        if nonce is None:
-            raise StoreLostError(f"rank 0 did not answer within {_AGREE_SECONDS:.0f} s")
-        self.nonce = nonce
-        """Of this start of the job, the same on all ranks."""
 
-    def agree(self, key: str, ok: bool = True) -> bool:
-        return self._ask(key, lambda: self._agree(key, ok)) or False
+    def agree(self, key: str, ok: bool = True, *, seconds: float = PATIENCE_SECONDS) -> bool | None:
+        return self._ask(key, lambda: self._agree(key, ok, seconds))
+
+    def same(self, key: str, value: str) -> bool:
+        return bool(self._ask(key, lambda: self._agree(key, self._store.settle(f"{key}/value", value) == value)))
 
     def choose_newest(self, key: str, candidates: Sequence[tuple[int, str]]) -> tuple[int, str] | None:
         return self._ask(key, lambda: self._choose_newest(key, candidates))
@@ -75,21 +81,25 @@ class RanksJob:
     def part(self) -> None:
         self._ask("part", self._part)
 
-    def _agree(self, key: str, ok: bool) -> bool | None:
+    def _agree(self, key: str, ok: bool, seconds: float = PATIENCE_SECONDS) -> bool | None:
+        answer = f"{key}/answer"
         if not ok:
-            self._store.publish(f"{key}/no", str(self.ranks.rank))
+            return _ANSWERS[self._store.settle(answer, "no")]
         if self._store.count(f"{key}/count") == self.ranks.world_size:
-            self._store.publish(f"{key}/result", "yes" if self._store.read(f"{key}/no") is None else "no")
-        result = self._store.wait_for(f"{key}/result", _AGREE_SECONDS)
-        return None if result is None else result == "yes"
+            return _ANSWERS[self._store.settle(answer, "yes")]
+        stands = self._store.wait_for(answer, seconds) or self._store.settle(answer, "late")
+        if stands == "late":
+            _log.warning("not all ranks came to the same point: about=%s seconds=%.0f", key, seconds)
+        return _ANSWERS[stands]
 
     def _choose_newest(self, key: str, candidates: Sequence[tuple[int, str]]) -> tuple[int, str] | None:
         self._store.publish(f"{key}/has/{self.ranks.rank}", json.dumps(list(candidates)))
         if self.ranks.rank == 0:
-            answers = self._store.of_all(f"{key}/has", _AGREE_SECONDS) or ["[]"]
+            answers = self._store.of_all(f"{key}/has", PATIENCE_SECONDS) or ["[]"]
             common = set.intersection(*({(step, save) for step, save in json.loads(answer)} for answer in answers))
-            self._store.publish(f"{key}/result", json.dumps(max(common, default=None)))
-        chosen = json.loads(self._store.wait_for(f"{key}/result", 2 * _AGREE_SECONDS) or "null")
+            self._store.settle(f"{key}/newest", json.dumps(max(common, default=None)))
+        self._store.wait([f"{key}/newest"], 2 * PATIENCE_SECONDS)
+        chosen = json.loads(self._store.settle(f"{key}/newest", "null"))
         return None if chosen is None else (chosen[0], chosen[1])
 
     def _part(self) -> bool | None:

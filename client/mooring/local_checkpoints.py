@@ -104,6 +104,13 @@ class LocalCheckpoints:
         sync_directory(self._directory)
         return files
 
+    def take_back(self, name: str) -> None:
+        """Undo `publish`, for a checkpoint that was not recorded. Raises OSError."""
+        self._remove(name)
+        aside = self._replaced.pop(name, None)
+        if aside is not None:
+            aside.rename(self.path(name))
+
     def record(self, record: Record) -> None:
         """From now on the checkpoint may be resumed from, and rotated. Raises OSError."""
         write_record(self._records, record)

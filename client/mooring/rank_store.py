@@ -1,21 +1,24 @@
-"""How the ranks of a job tell each other things: a few keys in the process group's own store, over own connections.
+"""How the ranks of a job tell each other things: a few keys in the process group's own store, over an own connection.
 
 Never a collective: one of ours between two of the trainer's would deadlock it. Never the trainer's connection either:
-a blocking call there holds up all others. Raises StoreLostError when the store does not answer: it lives with the first
-node.
+a call that waits there holds up all others; ours never wait inside the store, so that threads can share one. Raises
+StoreLostError when the store does not answer: it lives with the first node.
 """
 
-import os
 import sys
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any, Final, Protocol
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Final, Protocol, TypeVar
 
 from mooring.errors import StoreLostError
 
+_Result = TypeVar("_Result")
+
 _FIRST_SLEEP_SECONDS: Final = 0.001
-_LONGEST_SLEEP_SECONDS: Final = 0.02
+_SHORTEST_LOOK_SECONDS: Final = 0.02
+_LOOKS_PER_SECOND: Final = 2000
+"""How often all ranks together may look into the one store."""
 
 
 class KeyStore(Protocol):
@@ -25,95 +28,107 @@ class KeyStore(Protocol):
     def get(self, key: str, /) -> bytes: ...
     def check(self, keys: list[str], /) -> bool: ...
     def add(self, key: str, amount: int, /) -> int: ...
+    def compare_set(self, key: str, expected: str, desired: str, /) -> bytes: ...
     def multi_get(self, keys: list[str], /) -> list[bytes]: ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ranks:
-    """This process among all of the job, and among those of its pod."""
+    """This process among all of the job, and among those that share its volume: its pod.
+
+    `leads_pod`: names, records and rotation in the volume are this rank's business.
+    """
 
     rank: int = 0
     world_size: int = 1
     local_rank: int = 0
     local_world_size: int = 1
+    leads_pod: bool = True
 
 
 class RankStore:
-    """A connection of its own for each user: a thread that waits in one does not hold up another thread."""
+    """Keys below one prefix. Values once settled stay; everything else may be published anew."""
 
-    def __init__(self, store: KeyStore, ranks: Ranks) -> None:
+    def __init__(self, store: KeyStore, ranks: Ranks, prefix: str = "") -> None:
         self.ranks = ranks
+        self.look_seconds: Final = max(_SHORTEST_LOOK_SECONDS, ranks.world_size / _LOOKS_PER_SECOND)
         self._store = store
+        self._prefix = prefix
+
+    def below(self, prefix: str, ranks: Ranks) -> "RankStore":
+        """The same connection, for keys of their own."""
+        return RankStore(self._store, ranks, f"{self._prefix}{prefix}/")
 
     def publish(self, key: str, value: str) -> None:
-        try:
-            self._store.set(key, value)
-        except RuntimeError as error:
-            raise StoreLostError(error) from error
+        _answered(lambda: self._store.set(self._key(key), value))
+
+    def settle(self, key: str, value: str) -> str:
+        """Publish it unless somebody has; what stands, the same for all."""
+        return _answered(lambda: self._store.compare_set(self._key(key), "", value)).decode()
 
     def read(self, key: str) -> str | None:
         """None if nobody has published it."""
-        try:
-            return self._store.get(key).decode() if self._store.check([key]) else None
-        except RuntimeError as error:
-            raise StoreLostError(error) from error
+        name = self._key(key)
+        return _answered(lambda: self._store.get(name).decode() if self._store.check([name]) else None)
 
-    def wait(self, keys: Sequence[str], seconds: float) -> bool:
-        """Whether all were published in time. It asks again and again: the store's own wait writes to stderr."""
+    def wait(self, keys: Sequence[str], seconds: float, *, until: Callable[[], bool] | None = None) -> bool:
+        """Whether all were published in time, or before `until` came true.
+
+        It asks again and again: the store's own wait writes to stderr each time it times out.
+        """
+        names = [self._key(key) for key in keys]
         give_up_at = time.monotonic() + seconds
         sleep_seconds = _FIRST_SLEEP_SECONDS
-        try:
-            while not self._store.check(list(keys)):
-                if time.monotonic() >= give_up_at:
-                    return False
-                time.sleep(sleep_seconds)
-                sleep_seconds = min(2 * sleep_seconds, _LONGEST_SLEEP_SECONDS)
-        except RuntimeError as error:
-            raise StoreLostError(error) from error
+        while not _answered(lambda: self._store.check(names)):
+            if time.monotonic() >= give_up_at or (until is not None and until()):
+                return False
+            time.sleep(sleep_seconds)
+            sleep_seconds = min(2 * sleep_seconds, self.look_seconds)
         return True
 
-    def wait_for(self, key: str, seconds: float) -> str | None:
+    def wait_for(self, key: str, seconds: float, *, until: Callable[[], bool] | None = None) -> str | None:
         """The value, or None when nobody published it in time."""
-        return self.read(key) if self.wait([key], seconds) else None
+        return self.read(key) if self.wait([key], seconds, until=until) else None
 
     def count(self, key: str) -> int:
         """One more; how many there are by now."""
-        try:
-            return self._store.add(key, 1)
-        except RuntimeError as error:
-            raise StoreLostError(error) from error
+        return _answered(lambda: self._store.add(self._key(key), 1))
 
-    def of_all(self, key: str, seconds: float) -> list[str] | None:
+    def of_all(self, key: str, seconds: float, *, until: Callable[[], bool] | None = None) -> list[str] | None:
         """What each rank published under `<key>/<rank>`; None when some did not in time. For one rank to read."""
         keys = [f"{key}/{rank}" for rank in range(self.ranks.world_size)]
-        try:
-            return [value.decode() for value in self._store.multi_get(keys)] if self.wait(keys, seconds) else None
-        except RuntimeError as error:
-            raise StoreLostError(error) from error
+        if not self.wait(keys, seconds, until=until):
+            return None
+        names = [self._key(key) for key in keys]
+        return [value.decode() for value in _answered(lambda: self._store.multi_get(names))]
+
+    def _key(self, key: str) -> str:
+        return f"{self._prefix}{key}"
 
 
-def job_ranks() -> Ranks | None:
-    """This process's place in the initialised process group of torch.distributed; None if there is none (yet)."""
+def job_ranks(launched: Ranks) -> Ranks | None:
+    """This process's place in the process group of torch.distributed; None if none is initialised (yet)."""
     distributed = _distributed()
     if distributed is None:
         return None
-    return Ranks(
-        rank=distributed.get_rank(),
-        world_size=distributed.get_world_size(),
-        local_rank=_number("LOCAL_RANK", 0),
-        local_world_size=_number("LOCAL_WORLD_SIZE", 1),
-    )
+    return replace(launched, rank=distributed.get_rank(), world_size=distributed.get_world_size())
 
 
-def open_rank_store(ranks: Ranks, purpose: str) -> RankStore:
-    """A new connection. Restarts of a job have keys of their own: torchelastic keeps its store."""
+def open_rank_store(ranks: Ranks, prefix: str) -> RankStore:
+    """A new connection."""
     distributed = _distributed()
     assert distributed is not None
-    restart = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     try:
         store = distributed.distributed_c10d._get_default_store().clone()
-        return RankStore(distributed.PrefixStore(f"mooring/{restart}/{purpose}", store), ranks)
     except (RuntimeError, ValueError) as error:
+        raise StoreLostError(error) from error
+    return RankStore(store, ranks, f"{prefix}/")
+
+
+def _answered(question: Callable[[], _Result]) -> _Result:
+    try:
+        return question()
+    except RuntimeError as error:
         raise StoreLostError(error) from error
 
 
@@ -123,8 +138,3 @@ def _distributed() -> Any:
     if distributed is None or not distributed.is_available() or not distributed.is_initialized():
         return None
     return distributed
-
-
-def _number(name: str, default: int) -> int:
-    value = os.environ.get(name, "")
-    return int(value) if value.isdecimal() else default

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Final
 
 from mooring.errors import ErrorKind, VolumeError
+from mooring.job import WRITE_SECONDS
 from mooring.records import Kind, Record, RecordedFile
 from mooring.session import Begun, Session
 
@@ -42,18 +43,19 @@ class Saving:
         `kind` is asked when all are written: a notice may have come meanwhile.
         """
         team = self._team
-        if not team.job.agree(f"{self._begun.save}/written"):
+        if not team.job.agree(self._begun.key("written"), seconds=WRITE_SECONDS):
             _log.warning("checkpoint given up, another rank failed: name=%s", self._name)
             self._give_up()
             return False
         chosen = self._begun.kind if kind is None else kind()
+        files = self._publish() if team.leads_pod else ()
+        published = team.job.agree(self._begun.key("published"), files is not None, seconds=WRITE_SECONDS)
+        if not published or files is None:
+            self._take_back(published=files is not None)
+            return False
         if chosen is Kind.JUST_IN_TIME:
             # For good: a final save after it makes the run no more complete than it was.
             self._session.stopping = True
-        files = self._publish() if team.leads_pod else ()
-        if not team.job.agree(f"{self._begun.save}/published", files is not None) or files is None:
-            self._give_up()
-            return False
         record = Record(
             name=self._name,
             step=self._begun.step,
@@ -69,7 +71,7 @@ class Saving:
 
     def abandon(self) -> None:
         """This rank cannot write its part: nothing of the checkpoint stays, on any rank."""
-        self._team.job.agree(f"{self._begun.save}/written", ok=False)
+        self._team.job.agree(self._begun.key("written"), ok=False)
         self._give_up()
 
     def _make_directory(self) -> None:
@@ -80,13 +82,22 @@ class Saving:
                 self._team.local.begin(self._name)
         except OSError as error:
             failure = error
-        if not self._team.job.agree(f"{self._begun.save}/begun", failure is None):
+        if not self._team.job.agree(self._begun.key("begun"), failure is None):
             self._give_up()
             raise VolumeError(
                 ErrorKind.VOLUME_UNUSABLE,
                 f"cannot save {self._name}: {failure or 'another rank cannot'}",
                 hint="see whether the volume is full",
             ) from failure
+
+    def _take_back(self, *, published: bool) -> None:
+        """Another pod could not publish its part: this pod's has a name already, and nobody would ever delete it."""
+        if published and self._team.leads_pod:
+            try:
+                self._team.local.take_back(self._name)
+            except OSError as error:
+                _log.warning("checkpoint not removed: name=%s error=%s", self._name, error)
+        self._give_up()
 
     def _give_up(self) -> None:
         if self._team.leads_pod:
@@ -105,7 +116,7 @@ class Saving:
         local = self._team.local
         recorded = self._team.leads_pod and self._record(record)
         announced = self._session.announce(record, local.path(record.name))
-        announced = self._team.job.agree(f"{record.save}/announced", announced)
+        announced = self._team.job.agree(self._begun.key("announced"), announced) or False
         if recorded:
             keep = self._keep_local if announced else max(self._keep_local, _KEEP_UNANNOUNCED)
             try:

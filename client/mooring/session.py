@@ -6,7 +6,6 @@ cannot save together, and VolumeError when they have nothing in common to resume
 """
 
 import logging
-import secrets
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -18,9 +17,9 @@ from mooring.errors import ErrorKind, VolumeError
 from mooring.gate import Ask
 from mooring.gate.sigterm import Sigterm
 from mooring.integrations import worker_processes
+from mooring.job import PATIENCE_SECONDS
 from mooring.leaving import leave
 from mooring.liveness import hold_liveness_lock
-from mooring.local_checkpoints import LocalCheckpoints
 from mooring.records import Kind, Record, write_record
 from mooring.settings import Settings
 from mooring.team import Team, join
@@ -31,12 +30,21 @@ _log: Final = logging.getLogger("mooring")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Begun:
-    """A save that was given an id, the same on all ranks; `admitted_by_agent` when the agent keeps room for it."""
+    """A save that was given an id, the same on all ranks.
+
+    `admitted_by_agent`: the agent keeps room for it. `together`: all ranks came to it; if not, it is no use to announce
+    what some of them write.
+    """
 
     step: int
     save: str
     kind: Kind
     admitted_by_agent: bool = False
+    together: bool = True
+
+    def key(self, about: str) -> str:
+        """What the ranks agree on, in this save of this step alone: some may have taken another for the same."""
+        return f"{self.save}/{self.step}/{about}"
 
 
 class Session:
@@ -53,18 +61,27 @@ class Session:
         self._unannounced: tuple[Record, Path] | None = None
         # An asynchronous save is announced by another thread.
         self._announcing = threading.Lock()
-        lives = self._prepare()
+        self._lives = self._hold_lock()
         worker_processes.install()
+        self.agent = Agent(settings.socket, ranks=settings.ranks, holds_liveness_lock=self._lives)
+        # Last: whoever fails before leaves the signal to whom it belongs.
         self._sigterm = Sigterm()
-        self.agent = Agent(settings.socket, ranks=settings.ranks, holds_liveness_lock=lives)
 
     @property
     def team(self) -> Team:
-        """Who saves together; decided at the first look."""
+        """Who saves together; decided at the first look, for which all ranks wait. Raises UsageError, VolumeError."""
         if self._team is None:
-            self._team = join(self.settings, self._sigterm, alone=self._alone)
+            try:
+                team = join(self.settings, self._sigterm, alone=self._alone)
+                if team.leads_pod and self._lives:
+                    team.local.clean_up()
+            except OSError as error:
+                raise self._unusable(error) from error
+            # Nobody looks for checkpoints where another rank still puts them right.
+            team.job.agree("ready")
+            self._team = team
             if self.agent.terminating:
-                self._team.gate.notice()
+                team.gate.notice()
         return self._team
 
     def ask(self, step: int, tick: int = 0) -> Ask:
@@ -83,13 +100,13 @@ class Session:
         """A save that nobody was asked about."""
         return Begun(step=step, save=f"{self.team.nonce}-c{self.next_number():06d}", kind=kind)
 
-    def admit(self, step: int, kind: Kind) -> Begun | None:
+    def admit(self, step: int, kind: Kind, *, seconds: float = PATIENCE_SECONDS) -> Begun | None:
         """Ask the agents of all pods for room; None when one has none. A just-in-time save is never refused."""
         begun = self.begin(step, kind)
         self.tell_notice()
         team = self.team
         if not team.leads_pod:
-            return begun if kind is Kind.JUST_IN_TIME or team.job.agree(f"{begun.save}/admitted") else None
+            return self._agreed(begun, seconds)
         was_away = self.agent.away
         admission = self.agent.begin_save(step=step, kind=kind, save=begun.save)
         if admission is not None and was_away and kind is not Kind.JUST_IN_TIME:
@@ -99,10 +116,16 @@ class Session:
         if admission is not None and refused:
             _log.warning("save not admitted: step=%d reason=%s", step, admission.reason)
         begun = replace(begun, admitted_by_agent=admission is not None and not refused)
-        if kind is Kind.JUST_IN_TIME or team.job.agree(f"{begun.save}/admitted", not refused):
+        return self._agreed(begun, seconds, refused=refused)
+
+    def _agreed(self, begun: Begun, seconds: float, *, refused: bool = False) -> Begun | None:
+        if begun.kind is Kind.JUST_IN_TIME:
+            return begun
+        admitted = self.team.job.agree(begun.key("admitted"), not refused, seconds=seconds)
+        if admitted:
             return begun
         self.abort(begun)
-        return None
+        return None if admitted is False else replace(begun, admitted_by_agent=False, together=False)
 
     def abort(self, begun: Begun) -> None:
         """A save that will not be announced."""
@@ -189,21 +212,23 @@ class Session:
                 _log.debug("announcement not recorded: name=%s error=%s", record.name, error)
         return announced
 
-    def _prepare(self) -> bool:
+    def _hold_lock(self) -> bool:
         """Whether this process has its liveness lock. Raises VolumeError."""
         settings = self.settings
         try:
             settings.checkpoint_directory.mkdir(parents=True, exist_ok=True)
-            lock = settings.state_directory / names.RANKS_DIRECTORY / str(settings.ranks.local_rank)
-            lives = hold_liveness_lock(lock)
-            if lives and settings.ranks.local_rank == 0:
-                LocalCheckpoints(settings.checkpoint_directory, self.records, secrets.token_hex(4)).clean_up()
+            lives = hold_liveness_lock(
+                settings.state_directory / names.RANKS_DIRECTORY / str(settings.ranks.local_rank)
+            )
         except OSError as error:
-            raise VolumeError(
-                ErrorKind.VOLUME_UNUSABLE,
-                f"{settings.volume} cannot be written: {error}",
-                hint="give a directory that this user may write, see Checkpointer(directory=…)",
-            ) from error
+            raise self._unusable(error) from error
         if not lives:
             _log.warning("another process of this run is alive: volume=%s", settings.volume)
         return lives
+
+    def _unusable(self, error: OSError) -> VolumeError:
+        return VolumeError(
+            ErrorKind.VOLUME_UNUSABLE,
+            f"{self.settings.volume} cannot be written: {error}",
+            hint="give a directory that this user may write, see Checkpointer(directory=…)",
+        )

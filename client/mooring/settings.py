@@ -41,11 +41,12 @@ def read_settings(
     socket: str | Path | None = None,
 ) -> Settings:
     """Raises UsageError."""
+    rank = _number(environment, ("RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK"), 0)
     ranks = Ranks(
-        rank=_number(environment, "RANK", 0),
-        world_size=_number(environment, "WORLD_SIZE", 1),
-        local_rank=_number(environment, "LOCAL_RANK", 0),
-        local_world_size=_number(environment, "LOCAL_WORLD_SIZE", 1),
+        rank=rank,
+        world_size=_number(environment, ("WORLD_SIZE", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE"), 1),
+        # Some number that no other process of this pod has will do.
+        local_rank=_number(environment, ("LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID"), rank),
     )
     volume = volume or environment.get(names.ENV_VOLUME)
     directory = directory or environment.get(names.ENV_CHECKPOINT_DIRECTORY)
@@ -76,6 +77,7 @@ def _announceable(path: Path) -> Path:
     return path
 
 
-def _number(environment: Mapping[str, str], name: str, default: int) -> int:
-    value = environment.get(name, "")
-    return int(value) if value.isdecimal() else default
+def _number(environment: Mapping[str, str], spellings: tuple[str, ...], default: int) -> int:
+    """By the first launcher that says it: torchrun's and DeepSpeed's, Open MPI's, MPICH's."""
+    values = (environment.get(name, "") for name in spellings)
+    return next((int(value) for value in values if value.isdecimal()), default)

@@ -5,8 +5,10 @@ Checkpointer may be made before the process group is.
 """
 
 import itertools
+import os
 import secrets
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Final
 
 from mooring.errors import ErrorKind, StoreLostError, UsageError
@@ -14,6 +16,7 @@ from mooring.gate import Gate, RanksGate, SingleProcessGate
 from mooring.gate.sigterm import Sigterm
 from mooring.job import Job, LoneProcess, RanksJob
 from mooring.local_checkpoints import LocalCheckpoints
+from mooring.meeting import meet
 from mooring.rank_store import job_ranks, open_rank_store
 from mooring.settings import Settings
 from mooring_api import names
@@ -34,35 +37,55 @@ class Team:
     @property
     def leads_pod(self) -> bool:
         """Names, records and rotation of a directory that several ranks share are one rank's business."""
-        return self.job.ranks.local_rank == 0
+        return self.job.ranks.leads_pod
 
 
 def join(settings: Settings, sigterm: Sigterm, *, alone: bool) -> Team:
-    """`alone`: this process writes for all, whatever ranks there are. Raises UsageError."""
-    nonce = secrets.token_hex(4)
+    """`alone`: this process writes for all, whatever ranks there are. Raises UsageError, OSError."""
     bell = settings.state_directory / names.DOORBELL
-    ranks = None if alone else job_ranks()
+    ranks = None if alone else job_ranks(settings.ranks)
     if ranks is None or ranks.world_size == 1:
         if not alone:
             _refuse_lone_follower(settings)
-        return _team(settings, LoneProcess(), SingleProcessGate(bell, sigterm), nonce)
-    number = next(_numbers)
+        return _team(settings, LoneProcess(), SingleProcessGate(bell, sigterm), secrets.token_hex(4))
     try:
-        job = RanksJob(open_rank_store(ranks, f"{number}/job"), nonce)
-        gate = RanksGate(bell, sigterm, open_rank_store(ranks, f"{number}/gate"))
+        store = open_rank_store(ranks, f"mooring/{next(_numbers)}")
+        met = meet(store, _volume_identity(settings.state_directory))
+        store = store.below(met.nonce, met.ranks)
     except StoreLostError as error:
         raise UsageError(
             ErrorKind.UNSUPPORTED,
             f"the ranks cannot agree on what to save: {error}",
-            hint="make a Checkpointer on every rank, after init_process_group or before it",
+            hint="use Mooring alike on every rank, or let rank 0 save for all, with Checkpointer(alone=True) there "
+            "and none elsewhere",
         ) from error
-    return _team(settings, job, gate, job.nonce)
+    gate = RanksGate(bell, sigterm, store.below("gate", met.ranks))
+    return _team(settings, RanksJob(store.below("job", met.ranks)), gate, met.nonce)
 
 
 def _team(settings: Settings, job: Job, gate: Gate, nonce: str) -> Team:
     records = settings.state_directory / names.RECORDS_DIRECTORY
     local = LocalCheckpoints(settings.checkpoint_directory, records, nonce)
     return Team(job=job, gate=gate, local=local, nonce=nonce)
+
+
+def _volume_identity(state_directory: Path) -> str:
+    """The same for all processes that see this volume, wherever it is mounted. Raises OSError."""
+    path = state_directory / names.VOLUME_IDENTITY
+    if not path.exists():
+        own = path.with_name(f".{names.VOLUME_IDENTITY}.{secrets.token_hex(8)}")
+        own.write_text(own.name)
+        try:
+            # It appears whole, and the first one stays.
+            os.link(own, path)
+        except FileExistsError:
+            pass
+        except OSError:
+            # No hard links here; two that come at once may then be taken for two pods.
+            own.replace(path)
+        finally:
+            own.unlink(missing_ok=True)
+    return path.read_text()
 
 
 def _refuse_lone_follower(settings: Settings) -> None:

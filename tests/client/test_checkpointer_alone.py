@@ -164,7 +164,7 @@ def test_leftovers_of_a_killed_process_are_removed_at_the_next_start(make: Make,
     for name in (".saving-checkpoint-6-0badf00d", ".removing-checkpoint-4-0badf00d", ".replaced-checkpoint-5-0badf00d"):
         (directory / name).mkdir()
         (directory / name / "state").write_text("x")
-    make()
+    make().resume()
     assert visible(directory) == ["checkpoint-5"]
 
 

@@ -1,41 +1,72 @@
 """The gate of several ranks: one position for all, whoever had the notice. Ranks are threads on torch's own store."""
 
+import os
 import random
+import resource
+import signal
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 
+import numpy
 import pytest
 import torch.distributed as distributed
+from tests.harness.agent_process import wait_until
 
 import mooring.gate.ranks
 from mooring.gate import Ask, RanksGate
 from mooring.gate.sigterm import Sigterm
 from mooring.rank_store import Ranks, RankStore
+from mooring_api import doorbell
 
 WAIT_SECONDS = 30.0
 
 
+def ring(path: Path, number: int) -> None:
+    content = doorbell.encode(doorbell.Ring(ring=number, deadline_unix=0.0, terminating=False))
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o660)
+    os.pwrite(descriptor, content, 0)
+    os.close(descriptor)
+
+
+class Gates(list[RanksGate]):
+    """The gates of those ranks that came."""
+
+    def __init__(self, tmp_path: Path, world_size: int, bell: str) -> None:
+        super().__init__()
+        self._bells = tmp_path
+        self._bell = bell
+        self._world_size = world_size
+        self._shared = distributed.HashStore()
+        self._sigterms: list[Sigterm] = []
+
+    def come(self, rank: int) -> None:
+        self._sigterms.append(Sigterm())
+        store = RankStore(self._shared, Ranks(rank=rank, world_size=self._world_size))
+        self.append(RanksGate(self._bells / self._bell.format(rank), self._sigterms[-1], store))
+
+    def close(self) -> None:
+        for gate in reversed(self):
+            gate.close()
+        for sigterm in reversed(self._sigterms):
+            sigterm.close()
+
+
 @contextmanager
-def gates(tmp_path: Path, world_size: int, *, absent: frozenset[int] = frozenset()) -> Iterator[list[RanksGate]]:
-    shared = distributed.HashStore()
-    sigterms = [Sigterm() for _ in range(world_size)]
-    made = [
-        RanksGate(
-            tmp_path / f"doorbell-{rank}", sigterms[rank], RankStore(shared, Ranks(rank=rank, world_size=world_size))
-        )
-        for rank in range(world_size)
-        if rank not in absent
-    ]
+def gates(
+    tmp_path: Path, world_size: int, *, absent: frozenset[int] = frozenset(), bell: str = "doorbell-{}"
+) -> Iterator[Gates]:
+    made = Gates(tmp_path, world_size, bell)
     try:
+        for rank in range(world_size):
+            if rank not in absent:
+                made.come(rank)
         yield made
     finally:
-        for gate in reversed(made):
-            gate.close()
-        for sigterm in reversed(sigterms):
-            sigterm.close()
+        made.close()
 
 
 def train(gate: RanksGate, *, until: int, before: Callable[[int], None] = lambda step: None) -> list[tuple[int, Ask]]:
@@ -92,13 +123,101 @@ def test_a_notice_on_any_rank_stops_all_at_the_same_step(tmp_path: Path, seed: i
     assert step >= notice_step
 
 
-def test_a_round_without_all_ranks_is_called_off_and_training_goes_on(
+def test_rounds_without_all_ranks_are_off_and_the_first_with_all_stops_them(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(mooring.gate.ranks, "_LEADER_WAIT_SECONDS", 0.1)
+    monkeypatch.setattr(mooring.gate.ranks, "_LEADER_WAIT_SECONDS", 0.05)
     with gates(tmp_path, 3, absent=frozenset({2})) as made:
         made[1].notice()
-        for gate in made:
-            gate._thread.join(WAIT_SECONDS)
+        wait_until(lambda: caplog.text.count("did not agree") >= 8, WAIT_SECONDS, "rounds are tried and called off")
+        assert run_all([partial(train, gate, until=3) for gate in made[:2]]) == [[], []]
+        made.come(2)
+        results = run_all([partial(train, gate, until=1_000_000) for gate in made])
+    assert len({tuple(result) for result in results}) == 1, results
+    assert results[0][-1][1] is Ask.STOP
+
+
+def test_a_save_that_cannot_be_agreed_on_is_given_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(mooring.gate.ranks, "_LEADER_WAIT_SECONDS", 0.05)
+    ring(tmp_path / "doorbell-1", 0)
+    with gates(tmp_path, 3, absent=frozenset({2})) as made:
+        ring(tmp_path / "doorbell-1", 1)
+        wait_until(lambda: caplog.text.count("did not agree") == 6, WAIT_SECONDS, "three tries on two ranks")
         assert run_all([partial(train, gate, until=100) for gate in made]) == [[], []]
-    assert caplog.text.count("did not agree") == 2
+    assert caplog.text.count("did not agree") == 6
+
+
+def test_a_ring_in_a_file_that_only_some_have_found_yet_saves_once(tmp_path: Path) -> None:
+    with gates(tmp_path, 2, bell="shared") as made:
+        # Each looks for the file once a second, and at another moment.
+        made[1]._bell._look_at += 0.7
+        ring(tmp_path / "shared", 1)
+        barrier = threading.Barrier(2)
+        enough: list[bool] = []
+        enough_at = time.monotonic() + 3.0
+
+        def rank(index: int) -> list[tuple[int, Ask]]:
+            asked: list[tuple[int, Ask]] = []
+            for step in range(1, 1_000_000):
+                ask = made[index].at(step)
+                if ask is not Ask.NOTHING:
+                    asked.append((step, ask))
+                if index == 0:
+                    enough.append(time.monotonic() > enough_at)
+                barrier.wait(WAIT_SECONDS)
+                if enough[step - 1]:
+                    break
+            return asked
+
+        first, second = run_all([partial(rank, index) for index in range(2)])
+    assert first == second
+    assert [ask for _, ask in first] == [Ask.SAVE]
+
+
+def test_a_rank_that_has_ended_its_training_holds_up_nobody(tmp_path: Path) -> None:
+    with gates(tmp_path, 2) as made:
+        made[1].close()
+        made[0].notice()
+        assert train(made[0], until=1000) == []
+        made[0].close()
+        assert not made[0]._thread.is_alive()
+
+
+def test_a_step_may_be_a_number_of_numpy(tmp_path: Path) -> None:
+    with gates(tmp_path, 2) as made:
+        made[0].notice()
+
+        def rank(gate: RanksGate) -> list[tuple[int, Ask]]:
+            asked: list[tuple[int, Ask]] = []
+            for step in range(1, 1_000_000):
+                ask = gate.at(numpy.int64(step))  # type: ignore[arg-type]
+                if ask is Ask.STOP:
+                    asked.append((step, ask))
+                    break
+            return asked
+
+        first, second = run_all([partial(rank, gate) for gate in made])
+    assert first == second != []
+
+
+def test_more_files_than_select_can_wait_for_are_no_trouble() -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (min(4096, hard), hard))
+    null = os.open(os.devnull, os.O_RDONLY)
+    many = [null]
+    try:
+        while many[-1] < 1100:
+            many.append(os.dup(null))
+        sigterm = Sigterm()
+        sigterm.watch_from_thread()
+        sigterm.wake()
+        assert sigterm.wait(WAIT_SECONDS) is False
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert sigterm.wait(WAIT_SECONDS) is True
+        sigterm.close()
+    finally:
+        for descriptor in many:
+            os.close(descriptor)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))

@@ -31,6 +31,10 @@ class Bell:
         self._seen = self._map[_RING]
         return ring.terminating and ring.deadline_unix > time.time()
 
+    def look(self) -> None:
+        """See at the next question whether there is another file, however long ago that was looked at."""
+        self._look_at = 0.0
+
     def new_ring(self) -> doorbell.Ring | None:
         if time.monotonic() >= self._look_at:
             self._open()

@@ -1,12 +1,13 @@
 """The gate of a job with several ranks: a notice that reached one of them stops all at the same position.
 
 The protocol, in rounds (keys of round n begin with `<n>/`):
-1. whoever has a notice publishes `request`;
+1. whoever has a notice publishes `save` or `stop`;
 2. every rank's gate thread sees it, and promises: the training thread will not pass the next position undecided;
    it publishes the position that the training thread is at, as `promise/<rank>`;
-3. rank 0's publishes `decision`: the greatest promise and what is asked, or that the round is off;
+3. rank 0's settles `decision`: the greatest promise and what is asked, or that the round is off;
 4. all ranks act at the first position after it. All pass the same positions, so that this is the same for all.
-A step costs a lock and a compare: all waiting is done by the thread, on a store connection of its own.
+A step costs a lock and a compare: all waiting is done by the thread. Who waits in vain settles that the round is off,
+and obeys what stands: no rank ever decides for itself alone.
 """
 
 import atexit
@@ -27,15 +28,15 @@ _log: Final = logging.getLogger("mooring")
 _NOT_BEGUN: Final[Position] = (-1, 0)
 _LEADER_WAIT_SECONDS: Final = 10.0
 _FOLLOWER_WAIT_SECONDS: Final = 30.0
-"""Longer than the leader's: that a round is off is for the leader to say."""
-_TRIES: Final = 3
-_LOOKS_PER_SECOND: Final = 2000
-"""How often all ranks together may look into the one store."""
-_SHORTEST_LOOK_SECONDS: Final = 0.02
+"""Longer than the leader's, who knows more."""
+_SAVE_TRIES: Final = 3
+"""For a save that an operator asked for; a notice is tried as long as the process lives."""
 _JOIN_SECONDS: Final = 5.0
+_CLOSED: Final = "closed"
+"""Key: some rank's training is over, so that no round can come to an end any more."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Decision:
     """Act at the first position after `after`. `ask` is NOTHING when the round is off."""
 
@@ -49,7 +50,10 @@ class Decision:
     def decode(text: str) -> "Decision":
         value = json.loads(text)
         step, tick = value["after"]
-        return Decision(Ask(value["ask"]), (step, tick))
+        return Decision(ask=Ask(value["ask"]), after=(step, tick))
+
+
+_OFF: Final = Decision(ask=Ask.NOTHING)
 
 
 class RanksGate:
@@ -57,12 +61,11 @@ class RanksGate:
 
     def __init__(self, doorbell_path: Path, sigterm: Sigterm, store: RankStore) -> None:
         self._store = store
-        self._look_seconds = max(_SHORTEST_LOOK_SECONDS, store.ranks.world_size / _LOOKS_PER_SECOND)
         self._bell = Bell(doorbell_path)
         self._sigterm = sigterm
         sigterm.watch_from_thread()
         self._stop_wanted = self._bell.rung_before_start()
-        self._save_wanted = False
+        self._saves_wanted = 0
         # Shared by the training thread and ours.
         self._changed = threading.Condition()
         self._position = _NOT_BEGUN
@@ -77,15 +80,16 @@ class RanksGate:
         atexit.register(self.close)
 
     def at(self, step: int, tick: int = 0) -> Ask:
-        position = (step, tick)
+        # A step may come as a NumPy or a torch number.
+        position = (int(step), int(tick))
         with self._changed:
             if self._stopped:
                 return Ask.STOP
             if self._promise is None or position <= self._promise:
                 self._position = position
                 return Ask.SAVE if position == self._acted else Ask.NOTHING
-            if not self._changed.wait_for(self._is_decided, _FOLLOWER_WAIT_SECONDS + _JOIN_SECONDS):
-                self._decision = Decision(Ask.NOTHING)
+            while not self._is_decided() and self._thread.is_alive():
+                self._changed.wait(_JOIN_SECONDS)
             self._position = position
             return self._act(position)
 
@@ -120,27 +124,27 @@ class RanksGate:
         return decision.ask
 
     def _run(self) -> None:
-        aborted = 0
         number = 0
         try:
-            while not self._closing.is_set() and not self._stopped and aborted < _TRIES:
-                decision = self._round(number)
+            while not self._stopped and self._requested(number):
+                self._round(number)
                 number += 1
-                aborted = aborted + 1 if decision is not None and decision.ask is Ask.NOTHING else 0
+            if self._closing.is_set():
+                self._store.publish(_CLOSED, "")
         except StoreLostError as error:
-            _log.warning("the ranks can no longer agree on a step to save at: error=%s", error)
+            if not self._closing.is_set():
+                _log.warning("the ranks can no longer agree on a step to save at: error=%s", error)
+        except Exception:
+            # Nobody else would hear of it, and then no notice does anything.
+            _log.exception("the gate failed, no just-in-time save will be made")
         finally:
             with self._changed:
                 if self._decision is None:
                     self._promise = None
                 self._changed.notify_all()
-        if aborted >= _TRIES:
-            _log.warning("the ranks did not agree on a step to save at: tries=%d", aborted)
 
-    def _round(self, number: int) -> Decision | None:
-        """From the first notice on any rank until the training thread has acted on it; None when the gate closes."""
-        if not self._requested(f"{number}/request"):
-            return None
+    def _round(self, number: int) -> None:
+        """From the first notice on any rank until the training thread has acted on it, or the gate closes."""
         with self._changed:
             self._decision = None
             self._promise = promise = self._position
@@ -153,39 +157,56 @@ class RanksGate:
                 self._decision = decision
             self._changed.notify_all()
             self._changed.wait_for(lambda: self._promise is None or self._closing.is_set())
-        return decision
+        if decision.ask is Ask.SAVE:
+            self._saves_wanted = 0
+        elif decision.ask is Ask.NOTHING:
+            _log.warning("the ranks did not agree on a step to save at: try=%d", number + 1)
 
-    def _requested(self, key: str) -> bool:
+    def _requested(self, number: int) -> bool:
         """Wait for a notice on any rank; False when the gate closes."""
+        if number and self._is_over():
+            return False
+        keys = {Ask.STOP: f"{number}/stop", Ask.SAVE: f"{number}/save"}
         while not self._closing.is_set():
             ask = self._look()
             if ask is not Ask.NOTHING:
-                self._store.publish(key, ask)
-            if ask is not Ask.NOTHING or self._store.read(key) is not None:
-                # A wish to stop is there until it is fulfilled, also when this round comes to save only or to nothing.
-                self._save_wanted = False
+                self._store.publish(keys[ask], "")
+            if ask is not Ask.NOTHING or any(self._store.read(key) is not None for key in keys.values()):
+                # What was rung up to now on this pod is met by this round; it may ring in a file that we have not seen.
+                self._bell.look()
+                self._look()
+                self._saves_wanted = max(0, self._saves_wanted - 1)
                 return True
-            self._sigterm.wait(self._look_seconds)
+            self._sigterm.wait(self._store.look_seconds)
         return False
 
     def _look(self) -> Ask:
         """What was asked of this rank."""
         ring = self._bell.new_ring()
         self._stop_wanted |= self._sigterm.received or (ring is not None and ring.terminating)
-        self._save_wanted |= ring is not None
+        if ring is not None:
+            self._saves_wanted = _SAVE_TRIES
         if self._stop_wanted:
             return Ask.STOP
-        return Ask.SAVE if self._save_wanted else Ask.NOTHING
+        return Ask.SAVE if self._saves_wanted else Ask.NOTHING
 
     def _decide(self, number: int) -> Decision:
+        key = f"{number}/decision"
+        seconds = _FOLLOWER_WAIT_SECONDS
+        decision = _OFF
         if self._store.ranks.rank == 0:
-            self._store.publish(f"{number}/decision", self._count(number).encode())
-        text = self._store.wait_for(f"{number}/decision", _FOLLOWER_WAIT_SECONDS)
-        return Decision(Ask.NOTHING) if text is None else Decision.decode(text)
+            decision = self._count(number)
+            seconds = 0.0
+        self._store.wait([key], seconds, until=self._is_over)
+        return Decision.decode(self._store.settle(key, decision.encode()))
 
     def _count(self, number: int) -> Decision:
-        promises = self._store.of_all(f"{number}/promise", _LEADER_WAIT_SECONDS)
+        promises = self._store.of_all(f"{number}/promise", _LEADER_WAIT_SECONDS, until=self._is_over)
         if promises is None:
-            return Decision(Ask.NOTHING)
+            return _OFF
         step, tick = max(json.loads(promise) for promise in promises)
-        return Decision(Ask(self._store.read(f"{number}/request") or Ask.STOP), (step, tick))
+        ask = Ask.SAVE if self._store.read(f"{number}/stop") is None else Ask.STOP
+        return Decision(ask=ask, after=(step, tick))
+
+    def _is_over(self) -> bool:
+        return self._closing.is_set() or self._store.read(_CLOSED) is not None

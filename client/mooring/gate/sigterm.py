@@ -59,7 +59,10 @@ class Sigterm:
         """Sleep until SIGTERM or `wake` or for `seconds`; whether SIGTERM was received by now. In the other thread."""
         reader = self._wake_reader
         assert reader is not None, "watch_from_thread comes first"
-        if select.select([reader], [], [], seconds)[0] and signal.SIGTERM in reader.recv(256):
+        # Not select: a trainer may have more than its 1,024 files open.
+        poll = select.poll()
+        poll.register(reader, select.POLLIN)
+        if poll.poll(seconds * 1000) and signal.SIGTERM in reader.recv(256):
             self.received = True
         return self.received
 

@@ -48,9 +48,11 @@ def autoload(module: ModuleType) -> None:
 
 def _fit(protection: Protection, fit: Any, *arguments: Any, **keywords: Any) -> Any:
     global _begun
-    callbacks = fit.__self__.callbacks
-    # A Tuner's trial is no training.
-    if _begun or any(getattr(callback, "_early_exit", False) for callback in callbacks):
+    if any(getattr(callback, "_early_exit", False) for callback in fit.__self__.callbacks):
+        # A Tuner's trial is no training.
+        return fit(*arguments, **keywords)
+    if _begun:
+        warn("this training is not protected: a run is one training, and this process has had its own")
         return fit(*arguments, **keywords)
     _begun = True
     claim(Owner.TRAINER)

@@ -48,18 +48,22 @@ def kind(trainer: Any) -> Kind | None:
     return Kind.FINAL if steps_done or 0 < (trainer.max_epochs or 0) <= epochs else None
 
 
-def written(trainer: Any) -> "Future[Any] | None":
-    """Done when the checkpoint that was just saved is on disk; None when it is already."""
+def written(trainer: Any, failure: OSError | None) -> "Future[Any] | None":
+    """Done when the checkpoint that was just saved is on disk; None when it is already. `failure`: it will never be."""
+    future: Future[Any] = Future()
+    if failure is not None:
+        future.set_exception(failure)
+        return future
     plugin = trainer.strategy.checkpoint_io
     if not any(cls.__name__ == "AsyncCheckpointIO" for cls in type(plugin).__mro__):
         return None
     if plugin._executor is not None:
         # Its one thread comes to this after the write.
-        future: Future[Any] = plugin._executor.submit(int)
-        return future
-    elsewhere: Future[Any] = Future()
-    elsewhere.set_result(None)
-    return elsewhere
+        future = plugin._executor.submit(int)
+    else:
+        # Another rank writes.
+        future.set_result(None)
+    return future
 
 
 def is_accumulating(trainer: Any) -> bool:

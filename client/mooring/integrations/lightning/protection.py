@@ -45,6 +45,7 @@ class Protection:
         self._steps_done = -1
         self._stop_asked = False
         self._leaving = False
+        self._visiting = False
         self._announced_step = -1
         self._resumed_name = ""
         self._random_states: dict[str, Any] | None = None
@@ -171,8 +172,16 @@ class Protection:
             self._run.hold_sigterm()
 
     def _save_checkpoint(self, trainer: Any, save: Callable[..., None], *arguments: Any, **keywords: Any) -> None:
-        save(*arguments, **keywords)
-        # It ended in a barrier: the checkpoint is complete, or in the hands of an AsyncCheckpointIO.
+        failure: OSError | None = None
+        try:
+            save(*arguments, **keywords)
+        except OSError as error:
+            if not self._visiting:
+                raise
+            # The program did not ask for this save, and goes on without it.
+            failure = error
+            trainer.strategy.barrier()
+        # `save` ends in a barrier: the checkpoint is complete, or in the hands of an AsyncCheckpointIO.
         call = inspect.signature(save).bind(*arguments, **keywords).arguments
         path = str(call["filepath"])
         if not self._training or self._leaving or call.get("weights_only") or "://" in path or not owns(Owner.TRAINER):
@@ -180,7 +189,7 @@ class Protection:
         if not contents.is_accumulating(trainer):
             # A notice that came while this was written needs no second save.
             self._ask(trainer)
-        self._announce(trainer, Path(path).absolute())
+        self._announce(trainer, Path(path).absolute(), failure)
         self._leaving = self._stop_asked
 
     def _visit(self, trainer: Any) -> None:
@@ -191,8 +200,9 @@ class Protection:
         if name == self._resumed_name:
             # Stopped again before the next step: what it resumed from is not to be written over.
             name = f"{_OWN}{trainer.global_step}-v1.ckpt"
+        self._visiting = True
         trainer.save_checkpoint(self._own_directory(trainer) / name)
-        self._leaving = self._stop_asked
+        self._visiting = False
         self._leave_in_time()
 
     def _leave_in_time(self) -> None:
@@ -209,13 +219,13 @@ class Protection:
         self._stop_asked |= ask is Ask.STOP
         return ask
 
-    def _announce(self, trainer: Any, path: Path) -> None:
+    def _announce(self, trainer: Any, path: Path, failure: OSError | None) -> None:
         step = trainer.global_step
         if self._run is None or (step == self._announced_step and not self._stop_asked):
             # A second copy of the same state, as `last.ckpt` is one.
             return
         self._announced_step = step
-        kind, written = contents.kind(trainer), contents.written(trainer)
+        kind, written = contents.kind(trainer), contents.written(trainer, failure)
         if written is not None:
             self._run.announce_when(written, path, step, kind)
         elif self._run.announce(path, step, kind) and path.name.startswith(_OWN) and trainer.local_rank == 0:

@@ -1,0 +1,90 @@
+"""How ranks find each other where earlier starts left their traces. Ranks are threads on torch's own store."""
+
+import json
+import threading
+from collections.abc import Sequence
+
+import pytest
+import torch.distributed as distributed
+
+from mooring.errors import StoreLostError
+from mooring.job import RanksJob
+from mooring.meeting import Met, meet
+from mooring.rank_store import KeyStore, Ranks, RankStore
+
+WAIT_SECONDS = 30.0
+
+
+def start(store: KeyStore, volumes: Sequence[str]) -> list[Met]:
+    """All ranks of one start of the job, on those volumes."""
+    met: dict[int, Met] = {}
+
+    def rank(number: int) -> None:
+        met[number] = meet(RankStore(store, Ranks(rank=number, world_size=len(volumes))), volumes[number])
+
+    threads = [threading.Thread(target=rank, args=(number,), daemon=True) for number in range(len(volumes))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(WAIT_SECONDS)
+        assert not thread.is_alive(), "a rank hangs"
+    return [met[number] for number in range(len(volumes))]
+
+
+def test_ranks_learn_one_nonce_and_who_shares_their_volume() -> None:
+    met = start(distributed.HashStore(), ["a", "b", "a", "b", "c"])
+    assert len({one.nonce for one in met}) == 1
+    assert [one.ranks.local_world_size for one in met] == [2, 2, 2, 2, 1]
+    assert [one.ranks.leads_pod for one in met] == [True, True, False, False, True]
+
+
+def test_a_restart_in_the_same_store_meets_under_another_nonce() -> None:
+    store = distributed.HashStore()
+    nonces = [start(store, ["a", "a"])[1].nonce for _ in range(20)]
+    assert len(set(nonces)) == 20
+
+
+def test_nobody_takes_an_earlier_starts_hello_for_a_rank_that_has_come() -> None:
+    store = distributed.HashStore()
+    start(store, ["a", "a"])
+    with pytest.raises(StoreLostError, match="not all 2 ranks"):
+        meet(RankStore(store, Ranks(rank=0, world_size=2)), "a", seconds=0.2)
+    with pytest.raises(StoreLostError, match="not all 2 ranks"):
+        meet(RankStore(store, Ranks(rank=1, world_size=2)), "a", seconds=0.2)
+    assert len({one.nonce for one in start(store, ["a", "a"])}) == 1
+
+
+def jobs(world_size: int) -> list[RanksJob]:
+    store = distributed.HashStore()
+    return [RanksJob(RankStore(store, Ranks(rank=rank, world_size=world_size))) for rank in range(world_size)]
+
+
+def test_a_rank_that_waited_too_long_and_the_one_that_came_later_have_the_same_answer() -> None:
+    early, late = jobs(2)
+    assert early.agree("question", seconds=0.05) is None
+    assert late.agree("question", seconds=WAIT_SECONDS) is None
+    assert late.agree("another", ok=False) is False
+    assert early.agree("another", seconds=WAIT_SECONDS) is False
+
+
+def test_who_says_no_need_not_wait_for_the_others() -> None:
+    assert jobs(2)[0].agree("question", ok=False, seconds=WAIT_SECONDS * 100) is False
+
+
+def test_values_are_compared() -> None:
+    answers: list[bool] = []
+    first, second = jobs(2)
+
+    def ask(job: RanksJob, key: str, value: str) -> None:
+        answers.append(job.same(key, value))
+
+    for values in (("8", "8"), ("8", "10")):
+        threads = [
+            threading.Thread(target=ask, args=(job, json.dumps(values), value), daemon=True)
+            for job, value in zip((first, second), values, strict=True)
+        ]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(WAIT_SECONDS)
+    assert answers == [True, True, False, False]
