@@ -50,7 +50,7 @@ def main() -> None:
     torch.manual_seed(0)
     inputs = torch.randn(400, 16)
     dataset = TensorDataset(inputs, inputs.square().sum(dim=1, keepdim=True))
-    model = torch.nn.Sequential(torch.nn.Linear(16, 64), torch.nn.ReLU(), torch.nn.Linear(64, 1))
+    model = torch.nn.Sequential(torch.nn.Linear(16, 64), torch.nn.ReLU(), torch.nn.Linear(64, 1, bias=False))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     engine, _, _, _ = deepspeed.initialize(model=model, optimizer=optimizer, config=CONFIG)
     mooring.protect(engine)

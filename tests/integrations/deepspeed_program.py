@@ -1,0 +1,68 @@
+"""A small ZeRO-3 training in one process that keeps its count of steps in `client_state`; it tells itself to end.
+
+`told_at`: after how many micro-batches of this start the process sends itself SIGTERM.
+"""
+
+import argparse
+import os
+import signal
+from pathlib import Path
+
+import deepspeed
+import torch
+
+import mooring
+
+CONFIG = {
+    "train_micro_batch_size_per_gpu": 2,
+    "gradient_accumulation_steps": 2,
+    "zero_optimization": {"stage": 3},
+    "zero_allow_untested_optimizer": True,
+}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--steps", type=int, default=4)
+    parser.add_argument("--save-every", type=int, default=2)
+    parser.add_argument("--output", type=Path, default=Path(os.environ["MOORING_CHECKPOINT_DIRECTORY"]))
+    parser.add_argument("--load", type=Path)
+    parser.add_argument("--tag")
+    parser.add_argument("--weights-only", action="store_true")
+    parser.add_argument("--told-at", type=int)
+    arguments = parser.parse_args()
+
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    torch.manual_seed(0)
+    model = torch.nn.Linear(4, 1)
+    optimizer = torch.optim.AdamW(model.parameters())
+    engine, _, _, _ = deepspeed.initialize(model=model, optimizer=optimizer, config=CONFIG)
+    mooring.protect(mooring.protect(engine))
+    state = {"mine": 0}
+    if arguments.load is not None:
+        path, loaded = engine.load_checkpoint(
+            str(arguments.load), tag=arguments.tag, load_module_only=arguments.weights_only
+        )
+        print(f"loaded={None if path is None else Path(path).parent.name}", flush=True)
+        if loaded is not None:
+            state["mine"] = loaded["mine"]
+    print(f"begin step={engine.global_steps} mine={state['mine']}", flush=True)
+    batches = 0
+    while engine.global_steps < arguments.steps:
+        if batches == arguments.told_at:
+            os.kill(os.getpid(), signal.SIGTERM)
+        batches += 1
+        engine.backward(engine(torch.ones(2, 4)).square().mean())
+        ends_step = engine.is_gradient_accumulation_boundary()
+        engine.step()
+        if not ends_step:
+            continue
+        state["mine"] += 1
+        print(f"step={engine.global_steps}", flush=True)
+        if engine.global_steps % arguments.save_every == 0:
+            engine.save_checkpoint(str(arguments.output), tag=f"at-{engine.global_steps}", client_state=state)
+    print("done", flush=True)
+
+
+if __name__ == "__main__":
+    main()

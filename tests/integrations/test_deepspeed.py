@@ -1,0 +1,59 @@
+"""One process with DeepSpeed: which step is saved at a notice, what its `client_state` is, and what is resumed.
+
+Real runs of the real library; the ranks of `examples/deepspeed_zero3.py` are stopped in tests/trainers.
+"""
+
+from pathlib import Path
+
+import pytest
+from tests.integrations.one_process import OneProcess
+
+from mooring_api.names import JUST_IN_TIME_EXIT_CODE
+
+pytest.importorskip("deepspeed")
+pytestmark = pytest.mark.timeout(600)
+PROGRAM = Path(__file__).with_name("deepspeed_program.py")
+
+
+@pytest.fixture
+def trainer(tmp_path: Path) -> OneProcess:
+    return OneProcess(program=PROGRAM, volume=tmp_path / "volume")
+
+
+def test_a_notice_in_an_accumulation_is_obeyed_at_its_end_with_the_client_state_as_it_is_then(
+    trainer: OneProcess, tmp_path: Path
+) -> None:
+    mine = trainer.checkpoints / "mine"
+    stopped = trainer.run("--output", mine, "--told-at", "5")
+    assert stopped.code == JUST_IN_TIME_EXIT_CODE, stopped.errors
+    assert stopped.lines[-1] == "step=3"
+    assert trainer.records() == [("at-2", 2, "periodic"), ("at-3", 3, "just-in-time")]
+    assert (mine / "at-3").is_dir(), "beside the program's own, by its names"
+
+    (mine / "latest").write_text("at-2")
+    resumed = trainer.run(
+        "--output", mine, "--load", tmp_path / "nothing-there", "--told-at", "0", "--save-every", "100"
+    )
+    # Told before its first step, and it is saved already.
+    assert resumed.lines == ["loaded=at-3", "begin step=3 mine=3"]
+    assert resumed.code == JUST_IN_TIME_EXIT_CODE, resumed.errors
+
+    chosen = trainer.run("--output", mine, "--load", mine, "--tag", "at-2", "--steps", "2")
+    assert chosen.lines[:2] == ["loaded=at-2", "begin step=2 mine=2"], "a tag that the program names wins"
+
+
+def test_before_the_programs_own_first_save_its_client_state_is_the_one_it_loaded(
+    trainer: OneProcess, tmp_path: Path
+) -> None:
+    assert trainer.run("--steps", "2").code == 0
+    stopped = trainer.run("--load", trainer.checkpoints, "--told-at", "1", "--save-every", "100")
+    assert stopped.code == JUST_IN_TIME_EXIT_CODE, stopped.errors
+    assert "client_state in it is the one of an earlier step" in stopped.errors
+    assert trainer.records()[-1] == ("at-3", 3, "just-in-time")
+
+    resumed = trainer.run("--load", trainer.checkpoints, "--steps", "4")
+    assert resumed.code == 0, resumed.errors
+    assert resumed.lines[:2] == ["loaded=at-3", "begin step=3 mine=2"]
+
+    begun = trainer.run("--load", tmp_path, "--weights-only", "--steps", "0")
+    assert "loaded=None" in begun.lines, "weights alone begin a training, with what the program says"
