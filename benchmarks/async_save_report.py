@@ -36,7 +36,8 @@ class Way:
 
     @property
     def steady(self) -> float:
-        return statistics.median(self.stalls[1:])
+        """What the way itself takes: what disturbs a round makes it longer only."""
+        return min(self.stalls[1:])
 
     @property
     def rate(self) -> float | None:
@@ -67,13 +68,14 @@ def report(ways: list[Way], costs: dict[str, float], *, warm_up_seconds: float, 
         "Made by `make bench` (`benchmarks/async_save.py`); do not edit.",
         "",
         f"1 GiB of fp32, {os.cpu_count()} cores ({platform.machine()}), no GPU, torch {torch.__version__}.",
-        f"{rounds} rounds, in each of which every way saves once, in this order.",
+        f"{rounds} rounds, in each of which every way saves once, in this order. At the end of them the machine had "
+        f"{os.getloadavg()[2]:.1f} processes to run (1 is this one's).",
         "",
         "| way to save | stall, first (s) | stall, later (s) | later, x torch.save | training meanwhile |",
         "|---|---|---|---|---|",
         *rows,
         "",
-        "Stall: how long the call holds up the training thread; later: the median of all rounds but the first.",
+        "Stall: how long the call holds up the training thread; later: the least of all rounds but the first.",
         "Training meanwhile: the speed of small steps while the checkpoint is written, against that without a save.",
         "torch.save and safetensors leave their data to the kernel; the others have it on disk when they are done.",
         "",
