@@ -96,18 +96,20 @@ def _install(pace: Pace) -> None:
             pace.stepped()
 
     register_optimizer_step_post_hook(stepped)
-    backward, evaluate = torch.Tensor.backward, torch.nn.Module.eval
+    backward, train = torch.Tensor.backward, torch.nn.Module.train
 
     def backward_and_tell(tensor: torch.Tensor, *arguments: Any, **keywords: Any) -> None:
         backward(tensor, *arguments, **keywords)
         pace.at("backward")
 
-    def evaluate_and_tell(module: torch.nn.Module) -> torch.nn.Module:
-        pace.at("evaluation")
-        return evaluate(module)
+    # Not `eval`, which some models override; all come by here.
+    def train_and_tell(module: torch.nn.Module, mode: bool = True) -> torch.nn.Module:
+        if not mode:
+            pace.at("evaluation")
+        return train(module, mode)
 
     torch.Tensor.backward = backward_and_tell  # type: ignore[assignment]
-    torch.nn.Module.eval = evaluate_and_tell  # type: ignore[assignment,method-assign]
+    torch.nn.Module.train = train_and_tell  # type: ignore[assignment,method-assign]
     sys.addaudithook(pace.audited)
 
 
