@@ -172,9 +172,9 @@ class _Loop:
         return None if wrapped is None else wrapped.engine
 
     def _begin(self) -> None:
-        """Training is what takes SIGTERM, and an Accelerator with an optimizer trains."""
+        """Training is what takes SIGTERM, and an Accelerator with an optimizer trains, unless another speaks for it."""
         global _training
-        if self._run is not None or self._over or not self._accelerator._optimizers:
+        if self._run is not None or self._over or not self._accelerator._optimizers or not owns(Owner.ACCELERATE):
             return
         try:
             self._run = FrameworkRun.current()
