@@ -8,6 +8,7 @@ torch's DataLoader Lightning would begin the epoch's data anew, and the order fo
 
 import argparse
 import os
+from pathlib import Path
 
 import lightning.pytorch as lightning
 import torch
@@ -16,6 +17,8 @@ from torch.utils.data import Dataset, DistributedSampler, TensorDataset
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 import mooring
+
+DIRECTORY = Path(os.environ.get("MOORING_CHECKPOINT_DIRECTORY", "checkpoints"))
 
 
 class Regression(lightning.LightningModule):  # type: ignore[misc]
@@ -45,6 +48,10 @@ class Regression(lightning.LightningModule):  # type: ignore[misc]
     def val_dataloader(self) -> StatefulDataLoader:
         return StatefulDataLoader(self.data, batch_size=16, num_workers=2)
 
+    def on_train_end(self) -> None:
+        # What was trained since the last periodic checkpoint is worth keeping too.
+        self.trainer.save_checkpoint(DIRECTORY / "final.ckpt")
+
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return torch.optim.AdamW(self.parameters(), lr=1e-3)
 
@@ -59,7 +66,6 @@ def main() -> None:
     lightning.seed_everything(0, verbose=False)
     inputs = torch.randn(1280, 16)
     data = TensorDataset(inputs, inputs.square().sum(dim=1, keepdim=True))
-    directory = os.environ.get("MOORING_CHECKPOINT_DIRECTORY", "checkpoints")
     trainer = lightning.Trainer(
         strategy="ddp",
         accelerator="cpu",
@@ -69,7 +75,7 @@ def main() -> None:
         val_check_interval=arguments.save_every * arguments.accumulation,
         check_val_every_n_epoch=None,
         limit_val_batches=4,
-        callbacks=[ModelCheckpoint(directory, every_n_train_steps=arguments.save_every)],
+        callbacks=[ModelCheckpoint(DIRECTORY, every_n_train_steps=arguments.save_every)],
         logger=False,
         enable_progress_bar=False,
         enable_model_summary=False,
