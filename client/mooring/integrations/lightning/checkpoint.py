@@ -12,6 +12,24 @@ _BEGUN: Final = {"ready": 1, "started": 1, "processed": 0, "completed": 0}
 """The progress of an evaluation in its first batch."""
 
 
+def look_for_what_is_used(trainer: Any) -> None:
+    """Raises AttributeError or KeyError in a version whose loops are too different, before anything depends on them."""
+    fit_loop = trainer.fit_loop
+    for owner, name in (
+        (fit_loop, "_data_fetcher"),
+        (fit_loop, "_combined_loader"),
+        (fit_loop, "_should_accumulate"),
+        (fit_loop.epoch_loop, "_should_check_val_fx"),
+        (fit_loop.epoch_progress.current, "processed"),
+    ):
+        getattr(owner, name)
+    state = fit_loop.state_dict()
+    for progress in ("epoch_loop.batch_progress", "epoch_loop.val_loop.batch_progress"):
+        for part in ("total", "current"):
+            _ = {name: state[progress][part][name] for name in _BEGUN}
+    _ = state["state_dict"], state["epoch_loop.batch_progress"]["is_last_batch"]
+
+
 def owe_what_follows(trainer: Any, checkpoint: dict[str, Any]) -> None:
     """Have a resumed training do what is due after the batch at whose end this is saved.
 

@@ -80,7 +80,7 @@ class Protection:
         trainer.callbacks = [callback for callback in trainer.callbacks if callback is not self] + [self]
         try:
             self._begin(trainer)
-        except (AttributeError, TypeError, MooringError) as error:
+        except (AttributeError, KeyError, TypeError, MooringError) as error:
             warn(f"{type(trainer).__qualname__} is not protected: {reason(error)}")
 
     def on_train_start(self, trainer: Any, *_: Any) -> None:
@@ -139,6 +139,7 @@ class Protection:
         else:
             warn(f"{type(trainer).__qualname__} is not saved just in time: SLURM's auto-requeue has the signals")
         originals = [getattr(owner, name) for owner, name, _ in methods]
+        contents.look_for_what_is_used(trainer)
         self._run = FrameworkRun.current()
         for (owner, name, ours), original in zip(methods, originals, strict=True):
             setattr(owner, name, functools.update_wrapper(functools.partial(ours, trainer, original), original))
