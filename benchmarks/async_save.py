@@ -3,8 +3,8 @@
     python -m benchmarks.async_save
 
 Every way to save gets the same state in turn, so that what else the machine does meets all of them alike. Writes
-benchmarks/ASYNC_SAVE.md and the plot beside it, and exits 1 if a goal is missed. Needs 8 GiB of memory and 3 GiB of free
-disk below the temporary directory.
+benchmarks/ASYNC_SAVE.md and the plot beside it, and exits 1 if a goal is missed. Needs 8 GiB of memory and 3 GiB of
+free disk below the temporary directory.
 """
 
 import os
