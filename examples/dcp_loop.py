@@ -39,7 +39,7 @@ def main() -> None:
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     step = resume(model, optimizer)
 
-    writing = None
+    writing: Any = None
     while step < arguments.steps:
         # What a rank sees at a step follows from the two alone.
         generator = torch.Generator().manual_seed(step * distributed.get_world_size() + rank)

@@ -55,9 +55,10 @@ def main() -> None:
         loss = torch.nn.functional.mse_loss(model(inputs), inputs.square().sum(dim=1, keepdim=True))
         optimizer.zero_grad()
         loss.backward()
-        for parameter in model.parameters():
-            distributed.all_reduce(parameter.grad)
-            parameter.grad /= distributed.get_world_size()
+        gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+        for gradient in gradients:
+            distributed.all_reduce(gradient)
+            gradient /= distributed.get_world_size()
         optimizer.step()
         step += 1
         if rank == 0:

@@ -5,6 +5,7 @@ know any framework, and never writes into a checkpoint: Hugging Face rotates by 
 `leave`, and else nothing.
 """
 
+import atexit
 import logging
 import os
 import threading
@@ -17,7 +18,7 @@ from typing import Any, Final, NoReturn
 from mooring.durable import sync_tree
 from mooring.errors import MooringError
 from mooring.gate import Ask
-from mooring.job import WRITE_SECONDS
+from mooring.job import PATIENCE_SECONDS, WRITE_SECONDS
 from mooring.leaving import leave
 from mooring.records import Kind, Record, RecordedFile, damage, read_records, remove_record, write_record
 from mooring.session import Begun, Session
@@ -132,6 +133,8 @@ class FrameworkRun:
             self._announce(path, begun, written=failure is None)
 
         thread = threading.Thread(target=finish, name="mooring-announce", daemon=True)
+        # In the store's C++ when the interpreter ends it would abort the process.
+        atexit.register(self.close)
         self._outstanding = [one for one in self._outstanding if one.is_alive()] + [thread]
         thread.start()
 
@@ -167,11 +170,12 @@ class FrameworkRun:
 
     def _shut(self) -> None:
         for thread in self._outstanding:
-            thread.join(WRITE_SECONDS)
+            thread.join(PATIENCE_SECONDS)
         if self._begun is not None:
             self._session.abort(self._begun)
             self._begun = None
         self._session.close()
+        atexit.unregister(self.close)
         if FrameworkRun._current is self:
             FrameworkRun._current = None
 

@@ -136,14 +136,14 @@ class Session:
         """Tell the agent of what all ranks have written and this pod's first rank has recorded; whether it knows."""
         self.tell_notice()
         with self._announcing:
-            # After a just-in-time save there will be no other.
-            return self._announce(record, path, urgent=record.kind is Kind.JUST_IN_TIME)
+            # After a just-in-time or a final save there will be no other.
+            return self._announce(record, path, urgent=record.kind is not Kind.PERIODIC)
 
-    def announce_missed(self) -> None:
-        """Tell the agent of the newest checkpoint, if it was away then."""
+    def announce_missed(self, *, urgent: bool = False) -> None:
+        """Tell the agent of the newest checkpoint, if it was away then; `urgent` tries one that just hung, too."""
         with self._announcing:
             if self._unannounced is not None:
-                self._announce(*self._unannounced, urgent=False)
+                self._announce(*self._unannounced, urgent=urgent)
 
     @property
     def holds_whole_job(self) -> bool:
@@ -186,7 +186,7 @@ class Session:
     def close(self) -> None:
         """Training is over: tell what is untold and let go of SIGTERM; idempotent."""
         self.tell_notice()
-        self.announce_missed()
+        self.announce_missed(urgent=True)
         if self.stopping:
             self.team.job.part()
         if self._team is not None:

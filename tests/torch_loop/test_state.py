@@ -6,8 +6,9 @@ import pytest
 import torch
 from tests.torch_loop.small import EPOCH, Small, make_loader, resumed
 
-from mooring import UsageError
-from mooring.torch_loop import TrainingState, rng
+from mooring import UsageError, random_generators
+from mooring.torch_loop import TrainingState
+from mooring.torch_loop.state import _seed_anew
 
 pytestmark = pytest.mark.filterwarnings("ignore:'set_vital' is deprecated:UserWarning")
 
@@ -174,16 +175,16 @@ def test_what_is_not_the_state_of_this_training_is_refused_in_a_sentence(damage:
 
 
 def test_numpy_that_was_not_imported_then_keeps_its_own_seed() -> None:
-    states = rng.capture()
+    states = random_generators.capture()
     del states["numpy"]
-    rng.apply(states)
-    assert set(rng.capture()) >= {"python", "torch", "numpy"}
+    random_generators.restore(states)
+    assert set(random_generators.capture()) >= {"python", "torch", "numpy"}
 
 
 def test_generators_seeded_anew_depend_on_the_numbers_alone() -> None:
     drawn = []
     for parts in ((5, 1), (5, 1), (5, 2)):
-        rng.seed_anew(*parts)
+        _seed_anew(*parts)
         drawn.append(torch.rand(4))
     assert torch.equal(drawn[0], drawn[1])
     assert not torch.equal(drawn[0], drawn[2])

@@ -11,7 +11,10 @@ which draws a seed from the generators, and only then the generators go on where
 when to save, and where. Every rank calls the same.
 """
 
+import hashlib
 import io
+import random
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from itertools import islice
@@ -21,8 +24,8 @@ from typing import Any, Final
 import torch
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
+from mooring import random_generators
 from mooring.errors import ErrorKind, UsageError
-from mooring.torch_loop import rng
 from mooring.torch_loop.storage import Storage
 
 _RANKS: Final = "ranks"
@@ -106,7 +109,7 @@ class TrainingState:
             "scaler": None if self._scaler is None else self._scaler.state_dict(),
         }
         own = {
-            "generators": rng.capture(),
+            "generators": random_generators.capture(),
             "epoch_began_with": self._epoch_began_with if self._batch else None,
             "loader": self._loader.state_dict() if self._batch and hasattr(self._loader, "state_dict") else None,
         }
@@ -126,14 +129,14 @@ class TrainingState:
 
     def _take_own(self, own: dict[str, Any] | None, *, ranks_then: int) -> None:
         if own is None:
-            rng.seed_anew(self.step, self.storage.rank)
+            _seed_anew(self.step, self.storage.rank)
         if ranks_then != self.storage.world_size:
             # Each rank had its share of as many batches, and has a share of another size now. Rounded down: a few may
             # come twice, and none is left out.
             self._batch = self._batch * ranks_then // self.storage.world_size
             own = None if own is None else {**own, "loader": None}
         if own is not None and self._loader is None:
-            rng.apply(own["generators"])
+            random_generators.restore(own["generators"])
             own = None
         self._restored = own
 
@@ -147,16 +150,16 @@ class TrainingState:
             return self._make_iterator(skip=self._batch)
         began_with = restored["epoch_began_with"]
         # What the iterator draws is drawn again: its workers' seed, and a random sampler's order.
-        rng.apply(restored["generators"] if began_with is None else began_with)
+        random_generators.restore(restored["generators"] if began_with is None else began_with)
         if restored["loader"] is not None:
             self._loader.load_state_dict(restored["loader"])
         iterator = self._make_iterator(skip=0 if restored["loader"] is not None else self._batch)
         if began_with is not None:
-            rng.apply(restored["generators"])
+            random_generators.restore(restored["generators"])
         return iterator
 
     def _make_iterator(self, *, skip: int) -> Iterator[Any]:
-        self._epoch_began_with = rng.capture()
+        self._epoch_began_with = random_generators.capture()
         iterator: Iterator[Any] = iter(self._loader)
         for _ in islice(iterator, skip):
             pass
@@ -193,3 +196,13 @@ def _decode(encoded: bytes) -> dict[str, Any]:
     # Like DCP's own items: a loader's state may hold any object.
     value: dict[str, Any] = torch.load(io.BytesIO(encoded), map_location="cpu", weights_only=False)
     return value
+
+
+def _seed_anew(*parts: int) -> None:
+    """Seed the generators from these numbers, for a rank that has nothing to go on from."""
+    seed = int.from_bytes(hashlib.sha256(repr(parts).encode()).digest()[:4])
+    random.seed(seed)
+    torch.manual_seed(seed)
+    numpy = sys.modules.get("numpy")
+    if numpy is not None:
+        numpy.random.seed(seed)

@@ -12,12 +12,12 @@ from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, Final
 
+from mooring import random_generators
 from mooring.autoload.post_import import reason, warn
 from mooring.errors import MooringError
 from mooring.framework_run import FrameworkRun
 from mooring.gate import Ask
 from mooring.integrations.hugging_face.own_just_in_time import remove_own_just_in_time
-from mooring.integrations.hugging_face.random_states import RandomStates
 from mooring.integrations.ownership import Owner, owns
 from mooring.records import Kind
 
@@ -41,7 +41,7 @@ class Protection:
         self._saved_step = -1
         self._save_asked = False
         self._evaluation_owed = False
-        self._random_states: RandomStates | None = None
+        self._random_states: dict[str, Any] | None = None
         """Those before the evaluation that training is at."""
 
     def train(
@@ -121,7 +121,7 @@ class Protection:
         """In an evaluation, and training stops there: raises what ends the evaluation. Other evaluations are let be."""
         if self._run is not None and self._random_states is not None and self._asks(self._run) is Ask.STOP:
             # What the evaluation drew is drawn again when it is made up for.
-            self._random_states.restore()
+            random_generators.restore(self._random_states)
             raise _EvaluationLeftError
 
     def save(self, save: Callable[..., None], /, *arguments: Any, **keywords: Any) -> None:
@@ -185,7 +185,7 @@ class Protection:
         return ask
 
     def _evaluating(self, evaluate: Callable[..., None], /, *arguments: Any, **keywords: Any) -> None:
-        self._random_states = RandomStates()
+        self._random_states = random_generators.capture()
         try:
             evaluate(*arguments, **keywords)
         finally:

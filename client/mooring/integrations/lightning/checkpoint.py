@@ -49,6 +49,17 @@ def owe_what_follows(trainer: Any, checkpoint: dict[str, Any]) -> None:
         validated |= {"total": dict(_BEGUN), "current": dict(_BEGUN), "is_last_batch": False}
 
 
+def gather(own: dict[str, Any]) -> list[dict[str, Any]]:
+    """Those of all ranks, by rank; all call it at the same place, as they do Lightning's own collectives there."""
+    from torch import distributed
+
+    if not distributed.is_available() or not distributed.is_initialized():
+        return [own]
+    states = [own] * distributed.get_world_size()
+    distributed.all_gather_object(states, own)
+    return states
+
+
 def tell_samplers_epoch(trainer: Any) -> None:
     """Tell the samplers which epoch they shuffle for."""
     fit_loop = trainer.fit_loop

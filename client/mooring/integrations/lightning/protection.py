@@ -13,12 +13,12 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any, Final
 
+from mooring import random_generators
 from mooring.autoload.post_import import reason, warn
 from mooring.errors import MooringError
 from mooring.framework_run import FrameworkRun
 from mooring.gate import Ask
 from mooring.integrations.lightning import checkpoint as contents
-from mooring.integrations.lightning import random_states
 from mooring.integrations.ownership import Owner, owns
 from mooring_api import names
 
@@ -51,6 +51,7 @@ class Protection:
         self._random_states: dict[str, Any] | None = None
         """Those to train on with."""
         self._before_validation: dict[str, Any] = {}
+        self._validates_evenly = False
 
     def __reduce__(self) -> tuple[Any, ...]:
         return make_protection, (self._package,), self.__dict__
@@ -89,7 +90,7 @@ class Protection:
         self._steps_done = trainer.global_step
         if self._training and self._random_states is not None:
             # The loaders' iterators are made, which have drawn from them.
-            random_states.restore(self._random_states)
+            random_generators.restore(self._random_states)
 
     def on_train_epoch_start(self, *_: Any) -> None:
         self._leave_in_time()
@@ -102,7 +103,7 @@ class Protection:
 
     def on_validation_batch_end(self, trainer: Any, *_: Any, **__: Any) -> None:
         # Gradients that are half accumulated are in no checkpoint.
-        if self._training and not contents.is_accumulating(trainer):
+        if self._training and self._validates_evenly and not contents.is_accumulating(trainer):
             self._visit(trainer)
 
     def on_validation_end(self, *_: Any) -> None:
@@ -117,8 +118,8 @@ class Protection:
             return
         contents.owe_what_follows(trainer, checkpoint)
         # A validation that is under way will be run anew.
-        own = self._before_validation if contents.is_validating(trainer) else random_states.capture()
-        checkpoint[_KEY] = random_states.gather(own)
+        own = self._before_validation if contents.is_validating(trainer) else random_generators.capture()
+        checkpoint[_KEY] = contents.gather(own)
 
     def on_load_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]) -> None:
         states = checkpoint.get(_KEY, ())
@@ -162,8 +163,12 @@ class Protection:
         # Before the first iterator is made, not after it as Lightning does.
         contents.tell_samplers_epoch(trainer)
 
-    def _validate(self, _: Any, run: Callable[[], Any]) -> Any:
-        self._before_validation = random_states.capture()
+    def _validate(self, trainer: Any, run: Callable[[], Any]) -> Any:
+        self._before_validation = random_generators.capture()
+        if self._training and self._run is not None and owns(Owner.TRAINER):
+            # Where ranks validate different numbers of batches, they are at different positions in them.
+            trainer.fit_loop.epoch_loop.val_loop.setup_data()
+            self._validates_evenly = self._run.same(trainer.global_step, trainer.num_val_batches)
         return run()
 
     def _register_signal_handlers(self, _: Any, register: Callable[[], None]) -> None:
