@@ -16,12 +16,13 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, Final
 
-from mooring.autoload.post_import import reason, warn
+from mooring.autoload.post_import import reason
 from mooring.errors import MooringError
 from mooring.framework_run import FrameworkRun
 from mooring.gate import Ask
 from mooring.integrations import worker_processes
 from mooring.integrations.guarded_save import guarded_save
+from mooring.integrations.new_objects import protect_new
 from mooring.integrations.next_name import next_name
 from mooring.integrations.ownership import Owner, claim, owns
 from mooring.records import read_records
@@ -47,17 +48,7 @@ def install(accelerator: Any) -> None:
 
 def autoload(module: ModuleType) -> None:
     """Protect every Accelerator that is made from now on."""
-    make = module.Accelerator.__init__
-
-    @functools.wraps(make)
-    def make_protected(self: Any, *arguments: Any, **named: Any) -> None:
-        make(self, *arguments, **named)
-        try:
-            install(self)
-        except Exception as error:
-            warn(f"accelerate.Accelerator is not protected: {reason(error)}")
-
-    module.Accelerator.__init__ = make_protected
+    protect_new(module.Accelerator, install)
 
 
 class _Loop:

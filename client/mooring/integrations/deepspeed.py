@@ -11,12 +11,13 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, Final
 
-from mooring.autoload.post_import import reason, warn
+from mooring.autoload.post_import import reason
 from mooring.errors import MooringError
 from mooring.framework_run import FrameworkRun
 from mooring.gate import Ask
 from mooring.integrations import worker_processes
 from mooring.integrations.guarded_save import guarded_save
+from mooring.integrations.new_objects import protect_new
 from mooring.integrations.next_name import next_name
 from mooring.integrations.ownership import Owner, claim, owns
 
@@ -48,17 +49,7 @@ def install(engine: Any) -> None:
 
 def autoload(module: ModuleType) -> None:
     """Protect every engine that is made from now on."""
-    make = module.DeepSpeedEngine.__init__
-
-    @functools.wraps(make)
-    def make_protected(self: Any, *arguments: Any, **named: Any) -> None:
-        make(self, *arguments, **named)
-        try:
-            install(self)
-        except Exception as error:
-            warn(f"DeepSpeedEngine is not protected: {reason(error)}")
-
-    module.DeepSpeedEngine.__init__ = make_protected
+    protect_new(module.DeepSpeedEngine, install)
 
 
 class _Training:

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
-from mooring.autoload.post_import import reason, warn
+from mooring.integrations.new_objects import protect_new
 from mooring.integrations.ownership import Owner, claim
 
 _PROTECTION = "_mooring_protection"
@@ -43,17 +43,7 @@ def install(trainer: Any) -> None:
 
 def autoload(module: ModuleType) -> None:
     """Protect every Trainer that is made from now on. `module` is transformers.trainer."""
-    made = module.Trainer.__init__
-
-    @functools.wraps(made)
-    def init(trainer: Any, *arguments: Any, **keywords: Any) -> None:
-        made(trainer, *arguments, **keywords)
-        try:
-            install(trainer)
-        except Exception as error:
-            warn(f"{type(trainer).__qualname__} is not protected: {reason(error)}")
-
-    module.Trainer.__init__ = init
+    protect_new(module.Trainer, install)
 
 
 def _wrap_train(trainer_class: Any) -> None:

@@ -9,8 +9,9 @@ import inspect
 from types import ModuleType
 from typing import Any, Final
 
-from mooring.autoload.post_import import reason, warn
+from mooring.autoload.post_import import warn
 from mooring.integrations.lightning.protection import Protection, make_protection
+from mooring.integrations.new_objects import protect_new
 from mooring.integrations.ownership import Owner, claim
 
 _MODULE: Final = ".trainer.trainer"
@@ -33,17 +34,7 @@ def install(trainer: Any) -> None:
 
 def autoload(module: ModuleType) -> None:
     """Protect every Trainer that is made from now on. `module` is that of the class."""
-    made = module.Trainer.__init__
-
-    @functools.wraps(made)
-    def init(trainer: Any, *arguments: Any, **keywords: Any) -> None:
-        made(trainer, *arguments, **keywords)
-        try:
-            install(trainer)
-        except Exception as error:
-            warn(f"{type(trainer).__qualname__} is not protected: {reason(error)}")
-
-    module.Trainer.__init__ = init
+    protect_new(module.Trainer, install)
 
 
 def _fit(protection: Protection, fit: Any, *arguments: Any, **keywords: Any) -> Any:
