@@ -3,13 +3,16 @@
 import errno
 import logging
 import os
+import signal
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 import mooring.local_checkpoints
+import mooring.session
 from mooring import Checkpointer, Kind, UsageError, VolumeError
+from mooring.local_checkpoints import LocalCheckpoints
 from mooring.records import read_records
 
 Make = Callable[..., Checkpointer]
@@ -180,6 +183,43 @@ def test_a_failing_fsync_costs_the_checkpoint_and_not_the_training(
     assert "checkpoint lost: name=checkpoint-2" in caplog.text
     save(checkpointer, 3)
     assert visible(directory) == ["checkpoint-1", "checkpoint-3"]
+
+
+def test_a_just_in_time_save_that_is_lost_is_tried_again_at_the_next_step(
+    make: Make, directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    checkpointer = make()
+    os.kill(os.getpid(), signal.SIGTERM)
+    assert checkpointer.should_save(1)
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fsync", _no_space)
+        save(checkpointer, 1)
+    assert not checkpointer.stopping
+    assert checkpointer.should_save(2)
+    save(checkpointer, 2)
+    assert checkpointer.stopping
+    assert visible(directory) == ["checkpoint-2"]
+
+
+def test_whoever_cannot_have_a_checkpointer_keeps_sigterm(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(*_: object, **__: object) -> None:
+        raise ImportError("grpc was built for another Python")
+
+    before = signal.getsignal(signal.SIGTERM)
+    monkeypatch.setattr(mooring.session, "Agent", broken)
+    with pytest.raises(ImportError):
+        make()
+    assert signal.getsignal(signal.SIGTERM) == before
+
+
+def test_a_published_checkpoint_that_is_taken_back_gives_its_name_to_the_one_before(directory: Path) -> None:
+    local = LocalCheckpoints(directory, directory / ".mooring/records", "nonce")
+    for content in ("first", "second"):
+        (local.begin("checkpoint-1") / "state").write_text(content)
+        local.publish("checkpoint-1")
+    local.take_back("checkpoint-1")
+    assert (directory / "checkpoint-1" / "state").read_text() == "first"
+    assert visible(directory) == ["checkpoint-1"]
 
 
 def test_a_rename_that_fails_leaves_the_earlier_checkpoint_of_that_name(

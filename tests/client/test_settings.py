@@ -47,3 +47,18 @@ def test_a_directory_outside_the_volume_is_said(caplog: pytest.LogCaptureFixture
 def test_a_directory_that_cannot_be_announced_is_refused() -> None:
     with pytest.raises(UsageError, match="not UTF-8"):
         read_settings({}, directory="/\udcff")
+
+
+@pytest.mark.parametrize(
+    ("environment", "place"),
+    [
+        ({"RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1"}, (5, 8, 1)),  # torchrun, DeepSpeed
+        ({"OMPI_COMM_WORLD_RANK": "5", "OMPI_COMM_WORLD_SIZE": "8", "OMPI_COMM_WORLD_LOCAL_RANK": "1"}, (5, 8, 1)),
+        ({"PMI_RANK": "5", "PMI_SIZE": "8", "MPI_LOCALRANKID": "1"}, (5, 8, 1)),  # MPICH
+        ({"RANK": "5", "WORLD_SIZE": "8"}, (5, 8, 5)),  # some number that nobody else in the pod has
+        ({}, (0, 1, 0)),
+    ],
+)
+def test_a_ranks_place_is_what_its_launcher_says(environment: dict[str, str], place: tuple[int, int, int]) -> None:
+    ranks = read_settings(environment).ranks
+    assert (ranks.rank, ranks.world_size, ranks.local_rank) == place
