@@ -39,10 +39,10 @@ def _least(ask: Callable[[int], object], batches: int) -> float:
     least = float("inf")
     for _ in range(batches):
         batch = list(itertools.islice(steps, CALLS))
-        began_at = time.perf_counter()
+        began_at = time.thread_time()
         for step in batch:
             ask(step)
-        least = min(least, (time.perf_counter() - began_at) / CALLS)
+        least = min(least, (time.thread_time() - began_at) / CALLS)
     return least
 
 

@@ -132,6 +132,14 @@ def test_what_is_not_the_content_that_was_meant_is_refused_and_leaves_nothing(
     assert not any(name.startswith("save-1") for name in _staged_names(volume))
 
 
+def test_of_files_that_are_named_one_by_one_others_may_change(
+    volume: Path, area: LocalStagingArea, checkpoint: Path
+) -> None:
+    signature = content_signature(volume, str(checkpoint))
+    (checkpoint / "train.log").write_bytes(b"a line more")
+    assert area.stage(replace(_request(checkpoint), files=("model/weights.pt",), signature=signature))
+
+
 def test_a_write_right_after_staging_is_never_in_the_same_tick_of_the_clock(
     area: LocalStagingArea, checkpoint: Path
 ) -> None:

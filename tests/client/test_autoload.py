@@ -26,6 +26,7 @@ HOOKED = (
     "torch.distributed.checkpoint.state_dict_saver",
     "torch.utils.data._utils.worker",
     "torch.distributed.checkpoint._async_process_executor",
+    "torchdata.stateful_dataloader.stateful_dataloader",
 )
 _TIMEOUT_SECONDS = 100.0
 

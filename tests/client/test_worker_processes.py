@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 from tests.harness.agent_process import wait_until
+from tests.servers.process import free_port
 
 from mooring import autoload
 from mooring.integrations import worker_processes
@@ -25,7 +26,10 @@ class Program:
         environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
         if autoloaded:
             environment["PYTHONPATH"] = str(autoload.path())
-        launcher = ["-m", "torch.distributed.run", f"--nproc-per-node={ranks}"] if ranks else []
+        launcher: list[str] = []
+        if ranks:
+            launcher = ["-m", "torch.distributed.run", f"--nproc-per-node={ranks}", "--master-addr=127.0.0.1"]
+            launcher.append(f"--master-port={free_port()}")
         self.process = subprocess.Popen(
             [sys.executable, *launcher, str(PROGRAM), *arguments],
             env=environment,

@@ -7,6 +7,7 @@ import os
 import runpy
 import signal
 import sys
+import time
 from typing import Any
 
 import torch
@@ -26,6 +27,8 @@ def main() -> None:
         if steps_left[0] == 0 and os.environ["RANK"] == rank:
             steps_left[0] -= 1
             os.kill(os.getpid(), signal.SIGTERM)
+            # A step is a few milliseconds here; real ones leave the gate's thread the time it needs.
+            time.sleep(1)
 
     register_optimizer_step_post_hook(stepped)
     torch.Tensor.backward = backward_and_stop  # type: ignore[assignment]

@@ -129,8 +129,13 @@ class Saver:
             _log.warning(line, saving.step, error, error.hint)
             saving.abandon()
             return
-        if saving.complete():
-            self.saved_step = saving.step
+        try:
+            if saving.complete():
+                self.saved_step = saving.step
+        except Exception:
+            # In a thread nobody else would hear of it.
+            _log.exception("checkpoint given up, training goes on: step=%d", saving.step)
+            saving.abandon()
 
     def _start(self, work: Callable[[], object]) -> None:
         # Not a daemon: torch's C++ in a thread that the interpreter's end cuts off would abort the process.

@@ -4,13 +4,14 @@ import contextlib
 import os
 import queue
 import signal
-import socket
 import subprocess
 import sys
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+
+from tests.servers.process import free_port
 
 # Bounds a hang and judges no speed: torch alone takes seconds to import on a busy machine.
 WAIT_SECONDS = 90.0
@@ -90,7 +91,7 @@ def job(
 ) -> Iterator[list[Rank]]:
     """A job of `len(volumes)` pods with so many ranks each."""
     world_size = len(volumes) * local_world_size
-    port = _free_port()
+    port = free_port()
     ranks: list[Rank] = []
     try:
         for rank in range(world_size):
@@ -104,6 +105,7 @@ def job(
                 "MASTER_PORT": str(port),
                 "MOORING_VOLUME": str(volume),
                 "OUTPUT": str(volume / "out"),
+                "GLOO_SOCKET_IFNAME": "lo",
             }
             ranks.append(Rank(scenario, {**place, **environment}, directory / f"rank-{rank}.log"))
         yield ranks
@@ -114,10 +116,3 @@ def job(
 
 def notify(rank: Rank) -> None:
     rank.process.send_signal(signal.SIGTERM)
-
-
-def _free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        port: int = listener.getsockname()[1]
-        return port

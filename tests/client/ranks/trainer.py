@@ -14,10 +14,15 @@ import torch
 import torch.distributed as distributed
 
 import mooring
+from mooring import channel
 from mooring.framework_run import FrameworkRun
 from mooring.gate import Ask
 
 RANK = int(os.environ["RANK"])
+
+# On a slow machine an agent that answers is not away.
+channel.ANNOUNCE_SECONDS = 60.0  # type: ignore[misc]
+channel.Channel._call.__kwdefaults__["deadline_seconds"] = 60.0  # type: ignore[index]
 
 
 def say(text: str) -> None:
