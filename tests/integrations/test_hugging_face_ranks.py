@@ -7,7 +7,7 @@ import signal
 from pathlib import Path
 
 import pytest
-from tests.trainers.job import Job
+from tests.trainers.job import SLOW_SECONDS, Job
 from tests.trainers.tensors import digests
 
 from mooring.records import Kind, read_records
@@ -32,7 +32,7 @@ def test_an_evaluation_that_a_stop_came_before_is_made_up_for_on_all_ranks(tmp_p
         stopped.wait_held("step")
         stopped.signal(1, signal.SIGTERM)
         # Until its thread has told the other rank: what counts is that both stop at one step.
-        stopped.order(step_seconds=0.5)
+        stopped.order(step_seconds=SLOW_SECONDS)
         assert stopped.wait() != 0
     records = read_records(volume / names.STATE_DIRECTORY / names.RECORDS_DIRECTORY)
     assert records[0].kind is Kind.JUST_IN_TIME, stopped.output()

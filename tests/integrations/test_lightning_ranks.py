@@ -8,7 +8,7 @@ import signal
 from pathlib import Path
 
 import pytest
-from tests.trainers.job import Job
+from tests.trainers.job import SLOW_SECONDS, Job
 from tests.trainers.tensors import digests
 
 from mooring.records import Kind, read_records
@@ -32,7 +32,7 @@ def test_a_notice_in_the_sanity_check_is_remembered_until_the_first_step(tmp_pat
         stopped.wait_held("evaluation")
         stopped.signal(1, signal.SIGTERM)
         # Time for its thread to tell the other rank.
-        stopped.order(step_seconds=0.5)
+        stopped.order(step_seconds=SLOW_SECONDS)
         assert stopped.wait() != 0
     (record,) = read_records(volume / names.STATE_DIRECTORY / names.RECORDS_DIRECTORY)
     assert record.kind is Kind.JUST_IN_TIME, stopped.output()

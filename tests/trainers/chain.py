@@ -48,6 +48,8 @@ class Chain:
             self._bucket.destination,
             endpoint_url=self._bucket.endpoint_url,
             grace_seconds=GRACE_SECONDS,
+            # On a slow disk it may announce once more what a framework is still writing.
+            watch=False,
         )
         with agent, self._job(self.volume, self._folder / f"pod-{self._pods}", autoload=autoload) as job:
             yield agent, job
@@ -60,6 +62,8 @@ class Chain:
             job.wait_held(stop.moment, ranks=held)
             # Whoever is not held, since it saves in the background, has time to hear of the notice within two steps.
             job.order(hold=stop.moment, at_step=self.step + stop.after, step_seconds=SLOW_SECONDS)
+            # A step that was in flight was none of the slow ones.
+            job.wait_still()
             noticed = max(*job.last_steps(), self.step)
             _deliver(stop.notice, agent, job)
             if stop.twice:

@@ -12,6 +12,7 @@ import re
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Final, Self
@@ -27,9 +28,10 @@ PACED: Final = Path(__file__).with_name("paced.py")
 START_SECONDS: Final = 150.0
 END_SECONDS: Final = 100.0
 _STACK_SECONDS: Final = 5.0
+_STILL_SECONDS: Final = 0.3
 _MARK: Final = "PACE_DIRECTORY"
 _FAST_SECONDS: Final = 0.03
-SLOW_SECONDS: Final = 0.5
+SLOW_SECONDS: Final = 1.5
 """A step after the notice: long against what the ranks need to agree, also on a busy machine."""
 _LOSS: Final = re.compile(r"^step=(\d+) loss=(\S+)$", re.MULTILINE)
 
@@ -61,6 +63,7 @@ class Job:
         self._folder = folder
         self._output = folder / "output.log"
         self._command = [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={ranks}"]
+        self._command.append(f"--log-dir={folder / 'torchrun'}")
         self._command += launcher if launcher is not None else one_node()
         self._command += [str(PACED), str(program), *arguments]
         self._environment = {
@@ -122,6 +125,19 @@ class Job:
         """Until all ranks have done that step."""
         self.wait_for(lambda: all(done >= step for done in self.last_steps()), f"all ranks did step {step}")
 
+    def wait_still(self) -> None:
+        """Until no rank has ended a step for a moment, less than a slow one takes."""
+        seen, since = self.last_steps(), time.monotonic()
+
+        def still() -> bool:
+            nonlocal seen, since
+            now = self.last_steps()
+            if now != seen:
+                seen, since = now, time.monotonic()
+            return time.monotonic() - since >= _STILL_SECONDS
+
+        self.wait_for(still, "a step in flight is done")
+
     def wait_for(self, holds: Callable[[], bool], what: str) -> None:
         """While the job runs."""
 
@@ -157,7 +173,7 @@ class Job:
         """To one rank alone; None: to torchrun, which passes SIGTERM on to all of them."""
         os.kill(self.process.pid if rank is None else self.pid(rank), number)
 
-    def wait(self, timeout_seconds: float = END_SECONDS) -> int:
+    def wait(self, timeout_seconds: float = START_SECONDS + END_SECONDS) -> int:
         """Its exit code, once nothing of it is left."""
         try:
             code = self.process.wait(timeout_seconds)

@@ -3,7 +3,7 @@
 from pathlib import Path
 
 import pytest
-from tests.harness.agent_process import AgentProcess
+from tests.harness.agent_process import AgentProcess, wait_until
 from tests.harness.bucket_view import BucketView
 from tests.servers.server import Bucket
 from tests.trainers.job import END_SECONDS, Job
@@ -34,6 +34,7 @@ def test_every_save_of_a_bare_loop_is_committed_and_it_resumes_from_the_bucket(
         with Job(program, [*ARGUMENTS, *how], volume=volume, folder=tmp_path / "first", autoload=True) as job:
             job.order(hold=Moment.STEP, at_step=12)
             job.wait_held(Moment.STEP)
+            wait_until(lambda: steps(view) == [5, 10], END_SECONDS, "both are committed")
             # Nobody could save once more, so it ends as it would without us.
             job.signal(0)
             assert job.wait() != 0

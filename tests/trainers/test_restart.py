@@ -4,7 +4,7 @@ import signal
 from pathlib import Path
 
 import pytest
-from tests.harness.agent_process import AgentProcess
+from tests.harness.agent_process import AgentProcess, wait_until
 from tests.harness.bucket_view import BucketView
 from tests.servers.server import Bucket
 from tests.trainers.job import END_SECONDS, SLOW_SECONDS, Job
@@ -33,6 +33,7 @@ def test_ranks_that_were_started_again_resume_and_save_just_in_time_at_one_step(
     with agent, job:
         job.order(hold=Moment.STEP, at_step=7)
         job.wait_held(Moment.STEP)
+        wait_until(lambda: bool(agent.status().checkpoints), END_SECONDS, "the agent knows of the save")
         agent.wait_committed(agent.status().checkpoints[0].save)
         job.signal(1, signal.SIGKILL)
         # The new ranks count their steps from the one that they resume at; the old one saves no more.

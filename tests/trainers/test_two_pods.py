@@ -120,7 +120,7 @@ def test_a_checkpoint_counts_when_both_pods_have_stored_it_and_a_pod_that_dies_b
         second.kill()
         first.job.order()
         assert first.job.wait() != 0
-        first.end()
+        first.agent.kill()
         losses |= {step: loss for pod in (first, second) for step, loss in pod.job.losses().items() if step <= 5}
     assert pods.committed_steps() == [5]
 
