@@ -139,11 +139,11 @@ class Session:
             # After a just-in-time or a final save there will be no other.
             return self._announce(record, path, urgent=record.kind is not Kind.PERIODIC)
 
-    def announce_missed(self, *, urgent: bool = False) -> None:
-        """Tell the agent of the newest checkpoint, if it was away then; `urgent` tries one that just hung, too."""
+    def announce_missed(self) -> None:
+        """Tell the agent of the newest checkpoint, if it was away then."""
         with self._announcing:
             if self._unannounced is not None:
-                self._announce(*self._unannounced, urgent=urgent)
+                self._announce(*self._unannounced, urgent=False)
 
     @property
     def holds_whole_job(self) -> bool:
@@ -186,7 +186,7 @@ class Session:
     def close(self) -> None:
         """Training is over: tell what is untold and let go of SIGTERM; idempotent."""
         self.tell_notice()
-        self.announce_missed(urgent=True)
+        self.announce_missed()
         if self.stopping:
             self.team.job.part()
         if self._team is not None:

@@ -21,9 +21,10 @@ def keep_alive() -> None:
 
 
 def _hear_sigterm() -> None:
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
 
 
 if any(argument.startswith("from multiprocessing.forkserver ") for argument in sys.orig_argv):
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    # Blocked and not ignored: what a child is sent before it hears is kept for it.
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
     os.register_at_fork(after_in_child=_hear_sigterm)
