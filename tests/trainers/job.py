@@ -33,7 +33,8 @@ _MARK: Final = "PACE_DIRECTORY"
 _FAST_SECONDS: Final = 0.03
 SLOW_SECONDS: Final = 1.5
 """A step after the notice: long against what the ranks need to agree, also on a busy machine."""
-_LOSS: Final = re.compile(r"^step=(\d+) loss=(\S+)$", re.MULTILINE)
+# Not by the line: Python's print is two writes, and what torch writes to stderr may come before the line's end.
+_LOSS: Final = re.compile(r"step=(\d+) loss=(-?\d+(?:\.\d+)?(?:e[-+]?\d+)?|nan|inf)")
 
 
 class Job:
