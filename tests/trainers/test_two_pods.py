@@ -98,13 +98,15 @@ class Pods:
 
 
 def test_a_checkpoint_counts_when_both_pods_have_stored_it_and_a_pod_that_dies_before_costs_only_that_one(
-    rclone_bucket: Bucket, fault_proxy: FaultProxy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    rclone_bucket: Bucket, fault_proxy: FaultProxy, short_directory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with Job(PROGRAM, ARGUMENTS, volume=tmp_path / "undisturbed", folder=tmp_path / "undisturbed-job") as job:
+    with Job(
+        PROGRAM, ARGUMENTS, volume=short_directory / "undisturbed", folder=short_directory / "undisturbed-job"
+    ) as job:
         assert job.wait() == 0, job.output()
         undisturbed = job.losses()
 
-    pods = Pods(rclone_bucket, fault_proxy, tmp_path)
+    pods = Pods(rclone_bucket, fault_proxy, short_directory)
     losses: dict[int, str] = {}
     with pods.attempt(begin=0) as (first, second):
         _cut(fault_proxy, 5)
