@@ -1,6 +1,8 @@
 """`make soak`: every trainer, every notice, every moment, many times; a line for each combination. For people, not CI.
 
 python -m tests.trainers.soak --times 20 --trainer ddp --trainer fsdp2
+
+`--matrix`: only the stops that the matrix makes once, each trainer and notice at one moment.
 """
 
 import argparse
@@ -25,6 +27,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description="Stop every trainer in every way, many times.")
     parser.add_argument("--times", type=int, default=20)
     parser.add_argument("--trainer", action="append", choices=[trainer.name for trainer in TRAINERS])
+    parser.add_argument("--matrix", action="store_true")
     arguments = parser.parse_args()
     os.environ.update(ENVIRONMENT, GRPC_ENABLE_FORK_SUPPORT="0")
     failures = 0
@@ -34,7 +37,7 @@ def main() -> int:
         try:
             for trainer in TRAINERS:
                 if arguments.trainer is None or trainer.name in arguments.trainer:
-                    for stop in combinations(trainer):
+                    for stop in trainer.stops if arguments.matrix else combinations(trainer):
                         failures += _repeat(trainer, stop, server, Path(folder), arguments.times)
         finally:
             server.stop()
