@@ -10,6 +10,7 @@ checkpoint to be found by `newest`.
 .removing-<name>-<nonce>    being deleted; garbage
 """
 
+import contextlib
 import logging
 import re
 import shutil
@@ -67,7 +68,7 @@ class LocalCheckpoints:
             checkpoint = self.path(record.name)
             if record.directory is not None:
                 continue
-            if not checkpoint.is_dir():
+            if not checkpoint.exists():
                 self._forget(record.name)
             elif (reason := damage(record, checkpoint)) is None:
                 found.append(record)
@@ -175,4 +176,8 @@ class LocalCheckpoints:
 
 def _delete(path: Path) -> None:
     # What cannot be deleted now is garbage by its name, and the next start tries again.
-    shutil.rmtree(path, ignore_errors=True)
+    if path.is_dir():
+        shutil.rmtree(path, ignore_errors=True)
+    else:
+        with contextlib.suppress(OSError):
+            path.unlink()

@@ -89,6 +89,19 @@ def test_a_single_file_goes_by_its_own_name(volume: Path, area: LocalStagingArea
     assert _contents(volume, files) == {"weights.pt": b"weights" * 1000}
 
 
+def test_it_is_known_of_a_file_whether_it_was_announced_itself_also_when_the_journal_is_lost(
+    volume: Path, area: LocalStagingArea, checkpoint: Path
+) -> None:
+    (volume / "last.ckpt").mkdir()
+    (volume / "last.ckpt" / "last.ckpt").write_bytes(b"in a folder of its name")
+    (volume / "link.ckpt").symlink_to(checkpoint / "model" / "weights.pt")
+    area.stage(_request(volume / "last.ckpt", save="folder"))
+    area.stage(_request(volume / "last.ckpt" / "last.ckpt", save="file"))
+    area.stage(_request(volume / "link.ckpt", save="link"))
+    found = {files[0].pin.split("/")[2]: files[0].announced for _, files in LocalStagingArea(volume).scan()}
+    assert found == {"folder": False, "file": True, "link": True}
+
+
 def test_only_the_named_files_are_pinned(volume: Path, area: LocalStagingArea, checkpoint: Path) -> None:
     files = area.stage(_request(checkpoint, "state.json", "model/weights.pt", "state.json"))
     assert [file.path for file in files] == ["model/weights.pt", "state.json"]

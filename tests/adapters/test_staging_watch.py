@@ -68,7 +68,7 @@ def _truncated(path: Path, size_bytes: int) -> None:
 async def test_torch_save_files_are_found_with_name_and_step(tmp_path: Path, open_watch: Open) -> None:
     _save(tmp_path / "step_20.pt")
     found = await _next(open_watch())
-    assert (found.path, found.name, found.step, found.world_size) == (str(tmp_path / "step_20.pt"), "step_20", 20, 1)
+    assert (found.path, found.name, found.step, found.world_size) == (str(tmp_path / "step_20.pt"), "step_20.pt", 20, 1)
     assert found.signature == signature_of(tmp_path / "step_20.pt")
 
 
@@ -79,7 +79,7 @@ async def test_a_file_overwritten_in_place_is_found_again_and_its_step_counted(
     for step in (42, 43, 44):
         _save(tmp_path / "latest.pt", step)
         found = await _next(watch)
-        assert (found.name, found.step) == ("latest", step)
+        assert (found.name, found.step) == ("latest.pt", step)
 
 
 @pytest.mark.parametrize("suffix", ["pt", "safetensors"])
@@ -356,7 +356,7 @@ async def test_the_last_look_reports_what_is_complete_at_once_and_nothing_twice(
     _save(tmp_path / "step_20.pt")
     _truncated(tmp_path / "step_20.pt", 100)
     _write_hugging_face(tmp_path / "checkpoint-30", ranks=1)
-    assert await _last_names(watch, writers_gone=True) == ["checkpoint-30", "step_10"]
+    assert await _last_names(watch, writers_gone=True) == ["checkpoint-30", "step_10.pt"]
     assert await _last_names(watch, writers_gone=True) == []
 
 
@@ -384,7 +384,7 @@ async def _last_names(watch: StagingWatch, *, writers_gone: bool, limit_seconds:
 
 async def test_the_last_looks_wait_for_quiet_while_somebody_may_be_writing(tmp_path: Path, open_watch: Open) -> None:
     _save(tmp_path / "step_10.pt")
-    assert await _last_names(open_watch(), writers_gone=False, limit_seconds=BOUND_SECONDS) == ["step_10"]
+    assert await _last_names(open_watch(), writers_gone=False, limit_seconds=BOUND_SECONDS) == ["step_10.pt"]
 
 
 async def test_the_last_looks_end_in_time_and_without_what_was_not_quiet(tmp_path: Path, open_watch: Open) -> None:
@@ -400,7 +400,7 @@ async def test_a_file_that_trips_its_parser_is_broken_and_hides_no_other(tmp_pat
     (tmp_path / "checkpoint-1").mkdir()
     (tmp_path / "checkpoint-1" / "trainer_state.json").write_bytes(deep)
     _save(tmp_path / "step_2.pt")
-    assert (await _next(open_watch())).name == "step_2"
+    assert (await _next(open_watch())).name == "step_2.pt"
 
 
 async def test_a_number_too_large_for_a_step_is_none(tmp_path: Path, open_watch: Open) -> None:

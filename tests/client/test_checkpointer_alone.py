@@ -13,7 +13,7 @@ import mooring.local_checkpoints
 import mooring.session
 from mooring import Checkpointer, Kind, UsageError, VolumeError
 from mooring.local_checkpoints import LocalCheckpoints
-from mooring.records import read_records
+from mooring.records import Record, RecordedFile, read_records, write_record
 
 Make = Callable[..., Checkpointer]
 
@@ -127,6 +127,28 @@ def test_two_complete_checkpoints_stay_while_nobody_else_has_them(make: Make, di
     for step in (1, 2, 3, 4):
         save(checkpointer, step)
     assert visible(directory) == ["checkpoint-3", "checkpoint-4"]
+
+
+def test_a_checkpoint_that_restore_brought_as_a_file_is_resumed_from_and_rotated(make: Make, directory: Path) -> None:
+    restored = directory / "model-5.pt"
+    directory.mkdir()
+    restored.write_bytes(b"12345")
+    record = Record(
+        name=restored.name,
+        step=5,
+        save="save-5",
+        kind=Kind.PERIODIC,
+        world_size=1,
+        saved_at=1.0,
+        files=(RecordedFile(path="", size_bytes=5),),
+        committed=True,
+    )
+    write_record(directory / ".mooring" / "records", record)
+    checkpointer = make(keep_local=1)
+    assert checkpointer.resume() == restored
+    for step in (6, 7):
+        save(checkpointer, step)
+    assert visible(directory) == ["checkpoint-6", "checkpoint-7"]
 
 
 def test_what_has_no_record_is_never_rotated(make: Make, directory: Path) -> None:

@@ -214,13 +214,14 @@ def test_orbax_is_complete_once_no_temporary_name_is_left() -> None:
     ("entry", "name", "step"),
     [
         ("checkpoint-1200", "checkpoint-1200", 1200),
-        ("epoch=3-step=1200.ckpt", "epoch=3-step=1200", 1200),
-        ("model.pt", "model", None),
-        ("step 7 (best).pt", "step-7--best-", 7),
+        ("epoch=3-step=1200.ckpt", "epoch=3-step=1200.ckpt", 1200),
+        ("model.pt", "model.pt", None),
+        ("step 7 (best).pt", "step-7--best-.pt", 7),
         ("___", "checkpoint", None),
-        ("modèle.safetensors", "mod-le", None),
+        ("modèle.safetensors", "mod-le.safetensors", None),
         ("7", "7", 7),
         ("x" * 300, "x" * 128, None),
+        ("x" * 200 + ".ckpt", "x" * 123 + ".ckpt", None),
     ],
 )
 def test_names_and_steps_come_from_the_entry(entry: str, name: str, step: int | None) -> None:

@@ -1,6 +1,7 @@
 """Rank manifests and commit markers as JSON: one value, one encoding, and nothing half understood."""
 
 import json
+from dataclasses import replace
 from itertools import permutations
 
 import pytest
@@ -35,6 +36,26 @@ def _info(world_size: int = 2) -> SaveInfo:
 def test_a_manifest_comes_back_as_it_was(files: list[FileEntry], saved_at: float, rank: int) -> None:
     manifest = RankManifest(info=_info(), rank=rank, saved_at=saved_at, files=tuple(files))
     assert decode_manifest(encode_manifest(manifest), "key") == manifest
+
+
+def _entry(path: str) -> FileEntry:
+    return FileEntry(path=path, size_bytes=0, part_size_bytes=8, checksums=())
+
+
+def test_a_manifest_says_that_its_file_is_the_checkpoint_and_one_that_says_nothing_means_a_folder() -> None:
+    folder = RankManifest(info=_info(), rank=0, saved_at=1.0, files=(_entry("last.ckpt"),))
+    file = replace(folder, single_file=True)
+    assert b"single_file" not in encode_manifest(folder)
+    assert decode_manifest(encode_manifest(folder), "key") == folder
+    assert decode_manifest(encode_manifest(file), "key") == file
+
+
+@pytest.mark.parametrize("paths", [(), ("a", "b")])
+def test_a_single_file_that_is_none_or_several_is_corrupt(paths: tuple[str, ...]) -> None:
+    files = tuple(_entry(path) for path in paths)
+    manifest = RankManifest(info=_info(), rank=0, saved_at=1.0, files=files, single_file=True)
+    with pytest.raises(StoreError, match="single file"):
+        decode_manifest(encode_manifest(manifest), "the-key")
 
 
 def _manifests() -> list[RankManifest]:

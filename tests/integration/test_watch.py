@@ -64,7 +64,7 @@ def test_a_program_that_saves_and_ends_at_once_has_every_checkpoint_committed_on
     result = subprocess.run(line, capture_output=True, text=True, timeout=RUN_SECONDS, check=False)
     assert result.returncode == 0, result.stderr
     view = BucketView(rclone_bucket)
-    expected = ["model-10", "model-20", "sharded-10", "sharded-20"]
+    expected = ["model-10.pt", "model-20.pt", "sharded-10", "sharded-20"]
     assert names(view) == expected
     assert announced(result.stderr) == dict.fromkeys(expected, 1)
     assert all(row["problems"] == [] for row in view.verify())
@@ -75,12 +75,12 @@ def test_what_was_restored_or_committed_before_is_not_announced_again(rclone_buc
     subprocess.run(first, capture_output=True, timeout=RUN_SECONDS, check=True)
     view = BucketView(rclone_bucket)
     before = names(view)
-    assert before == ["model-10", "sharded-10"]
+    assert before == ["model-10.pt", "sharded-10"]
     for volume, step in (("volume", 30), ("another", 40)):
         again = run_line(rclone_bucket, tmp_path / volume, str(step), "end")
         result = subprocess.run(again, capture_output=True, text=True, timeout=RUN_SECONDS, check=False)
         assert result.returncode == 0, result.stderr
-        new = [f"model-{step}", f"sharded-{step}"]
+        new = [f"model-{step}.pt", f"sharded-{step}"]
         assert announced(result.stderr) == dict.fromkeys(new, 1)
         before = sorted([*before, *new])
         assert names(view) == before
@@ -91,7 +91,7 @@ def test_a_checkpoint_is_committed_while_its_program_goes_on(rclone_bucket: Buck
     with subprocess.Popen(line, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL) as process:
         try:
             assert process.stdout is not None
-            wait_until(lambda: names(BucketView(rclone_bucket)) == ["model-10", "sharded-10"], 120, "both committed")
+            wait_until(lambda: names(BucketView(rclone_bucket)) == ["model-10.pt", "sharded-10"], 120, "both committed")
             assert process.poll() is None
             process.send_signal(signal.SIGTERM)
             assert process.wait(90) == 128 + signal.SIGTERM
@@ -210,4 +210,4 @@ def test_what_the_program_saves_when_both_are_told_to_end_is_committed_too(tmp_p
                 assert agent.wait(60) == 0
             finally:
                 program.kill()
-        assert [line["name"] for line in agent.log("checkpoint.committed")] == ["model-20"]
+        assert [line["name"] for line in agent.log("checkpoint.committed")] == ["model-20.pt"]

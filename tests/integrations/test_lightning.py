@@ -7,7 +7,6 @@ tests/trainers.
 import copy
 import os
 import pickle
-import shutil
 import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -303,18 +302,6 @@ def test_stopped_twice_in_one_validation_it_still_runs_all_of_it(
         assert len(list(output.glob("mooring-*"))) == 1
     assert announced(agent)[1:] == [(5, JUST_IN_TIME)] * 3
     assert computed + fit(make(output), plateau=True).computed == undisturbed().computed
-
-
-def test_what_restore_fetched_as_a_folder_is_resumed_from(agent: AgentServer, volume: Path) -> None:
-    stop(make(volume / "checkpoints", At("on_train_batch_end", 3, terminate)))
-    saved = volume / "checkpoints" / "mooring-step=3.ckpt"
-    shutil.move(saved, volume / "fetched")
-    saved.mkdir()
-    shutil.move(volume / "fetched", saved / saved.name)
-    records = volume / names.STATE_DIRECTORY / names.RECORDS_DIRECTORY
-    record = records / f"{saved.name}.json"
-    record.write_text(record.read_text().replace('"path": ""', f'"path": "{saved.name}"'))
-    assert steps(fit(make(volume / "checkpoints", max_steps=5))) == [4, 5]
 
 
 def test_the_program_may_say_where_to_begin(agent: AgentServer, volume: Path) -> None:

@@ -36,12 +36,17 @@ async def store_checkpoint(
     ranks: Sequence[Mapping[str, bytes]] = (),
     world_size: int = 1,
     committed: bool = True,
+    name: str = "",
+    single_file: bool = False,
 ) -> SaveInfo:
-    """Files, rank manifests and, if `committed`, the marker. `ranks` are the files of each rank."""
+    """Files, rank manifests and, if `committed`, the marker. `ranks` are the files of each rank.
+
+    `single_file`: whoever has a file announced that file itself.
+    """
     ranks = ranks or [rank_files(step, rank) for rank in range(world_size)]
     info = SaveInfo(
         save=save or f"0123abcd-{step:06d}",
-        name=f"checkpoint-{step}",
+        name=name or f"checkpoint-{step}",
         step=step,
         kind=Kind.PERIODIC,
         world_size=len(ranks),
@@ -51,7 +56,9 @@ async def store_checkpoint(
         for path, body in files.items():
             await store.put(file_key(info, path), body)
         entries = tuple(_entry(path, body) for path, body in files.items())
-        manifest = RankManifest(info=info, rank=rank, saved_at=saved_at, files=entries)
+        manifest = RankManifest(
+            info=info, rank=rank, saved_at=saved_at, files=entries, single_file=single_file and bool(entries)
+        )
         encoded = encode_manifest(manifest)
         await store.put(manifest_key(info, rank), encoded)
         manifests.append(manifest)

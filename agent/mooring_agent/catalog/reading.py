@@ -56,7 +56,10 @@ class StoredFile:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CommittedCheckpoint:
-    """A checkpoint whose marker, rank manifests and listing agree. `files` has each path once."""
+    """A checkpoint whose marker, rank manifests and listing agree. `files` has each path once.
+
+    What is put on a disk is a folder of them; `single_file`: that file itself.
+    """
 
     committed: CommittedSave
     marker: CommitMarker
@@ -67,6 +70,11 @@ class CommittedCheckpoint:
     def size_bytes(self) -> int:
         """Bytes on a local disk."""
         return sum(file.entry.size_bytes for file in self.files)
+
+    @property
+    def single_file(self) -> bool:
+        """All ranks that brought something announced this one file; ranks with a file of their own make a folder."""
+        return len(self.files) == 1 and all(one.single_file for one in self.manifests if one.files)
 
 
 @dataclass(slots=True, kw_only=True)

@@ -93,9 +93,11 @@ def candidate(name: str, *, single_file: bool) -> bool:
 
 
 def checkpoint_name(entry: str) -> str:
-    """A name fit for object keys; without a file's suffix, so that a restore never takes the trainer's file name."""
-    name = re.sub(r"[^A-Za-z0-9._=+-]", "-", _without_suffix(entry)).lstrip("._=+-")
-    return name[:_NAME_LIMIT] or "checkpoint"
+    """The entry's name, made fit for object keys; it keeps the suffix by which programs and the watch know a file."""
+    stem = _without_suffix(entry)
+    suffix = entry.removeprefix(stem)
+    name = re.sub(r"[^A-Za-z0-9._=+-]", "-", stem).lstrip("._=+-") or "checkpoint"
+    return name[: _NAME_LIMIT - len(suffix)] + suffix
 
 
 def step_of(entry: str) -> int | None:

@@ -32,6 +32,7 @@ def encode_manifest(manifest: RankManifest) -> bytes:
                 }
                 for file in manifest.files
             ],
+            **({"single_file": True} if manifest.single_file else {}),
         }
     )
 
@@ -53,7 +54,10 @@ def decode_manifest(body: bytes, key: str) -> RankManifest:
                 )
                 for file in value["files"]
             ),
+            single_file=bool(value.get("single_file", False)),
         )
+        if manifest.single_file and len(manifest.files) != 1:
+            raise ValueError(f"{len(manifest.files)} files are not the single file that it speaks of")
         for file in manifest.files:
             if len(file.checksums) != -(-file.size_bytes // file.part_size_bytes):
                 raise ValueError(f"{file.path}: {len(file.checksums)} checksums do not cover {file.size_bytes} bytes")

@@ -52,13 +52,15 @@ class Fingerprint:
 class StagedFile:
     """A pinned file. `path` is relative to the checkpoint, with `/`; `pin` is where its bytes are, below the volume.
 
-    `private` says that the inode is ours alone (copied or reflinked), so nobody can rewrite it in place.
+    `private` says that the inode is ours alone (copied or reflinked), so nobody can rewrite it in place. `announced`:
+    the checkpoint is this file itself, not a directory that holds it.
     """
 
     path: str
     pin: str
     fingerprint: Fingerprint
     private: bool
+    announced: bool = False
 
     @property
     def size_bytes(self) -> int:
@@ -110,12 +112,16 @@ class FileEntry:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankManifest:
-    """What one rank contributed to a save. `saved_at` is when it was announced, unix seconds."""
+    """What one rank contributed to a save. `saved_at` is when it was announced, unix seconds.
+
+    `single_file`: its one file is what was announced, not a directory that holds it.
+    """
 
     info: SaveInfo
     rank: int
     saved_at: float
     files: tuple[FileEntry, ...]
+    single_file: bool = False
 
     @property
     def size_bytes(self) -> int:

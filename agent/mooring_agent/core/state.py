@@ -159,6 +159,7 @@ class Checkpoint:
             rank=rank,
             saved_at=share.announced_at,
             files=tuple(share.files[path].entry() for path in sorted(share.files)),
+            single_file=any(progress.file.announced for progress in share.files.values()),
         )
 
 

@@ -2,12 +2,13 @@
 
 Owns `<volume>/.mooring/records/`, the record of what was resumed from, and the way from `incoming/` to the checkpoint
 directory. Invariants: a record is written after its checkpoint is whole and in place, and removed before that place
-changes; a folder of that name which another save left is moved aside first and removed last. All functions block. They
+changes; what another save left under that name is moved aside first and removed last. All functions block. They
 raise VolumeError only.
 """
 
 import json
 import shutil
+import stat
 from pathlib import Path
 from typing import Any, Final
 
@@ -71,7 +72,8 @@ class LocalCopies:
         if not record or record.get("save") != checkpoint.marker.info.save:
             return False
         try:
-            return all(_is_intact(self.place(checkpoint) / file.entry.path, file) for file in checkpoint.files)
+            place = self.place(checkpoint)
+            return all(_is_intact(place / _path_in(checkpoint, file), file) for file in checkpoint.files)
         except (OSError, VolumeError):
             return False
 
@@ -83,7 +85,8 @@ class LocalCopies:
             self._record_path(checkpoint).unlink(missing_ok=True)
             if place.exists() or place.is_symlink():
                 place.rename(replaced)
-            self.incoming(checkpoint).rename(place)
+            gathered = self.incoming(checkpoint)
+            (gathered / checkpoint.files[0].entry.path if checkpoint.single_file else gathered).rename(place)
             sync_folder(place.parent)
             self.record(checkpoint)
             _remove(replaced)
@@ -104,7 +107,7 @@ class LocalCopies:
             "world_size": info.world_size,
             "saved_at": checkpoint.marker.saved_at,
             "committed": True,
-            "files": [{"path": file.entry.path, "size": file.entry.size_bytes} for file in checkpoint.files],
+            "files": [{"path": _path_in(checkpoint, file), "size": file.entry.size_bytes} for file in checkpoint.files],
         }
         encoded = json.dumps(record, sort_keys=True).encode() + b"\n"
         try:
@@ -125,9 +128,14 @@ class LocalCopies:
         return record if isinstance(record, dict) else {}
 
 
+def _path_in(checkpoint: CommittedCheckpoint, file: StoredFile) -> str:
+    """Below the checkpoint's place; empty where that is the file itself."""
+    return "" if checkpoint.single_file else file.entry.path
+
+
 def _is_intact(path: Path, file: StoredFile) -> bool:
     status = path.stat()
-    if status.st_size != file.entry.size_bytes:
+    if not stat.S_ISREG(status.st_mode) or status.st_size != file.entry.size_bytes:
         return False
     fingerprint = Fingerprint(size_bytes=status.st_size, mtime_ns=status.st_mtime_ns, inode=status.st_ino)
     return all(

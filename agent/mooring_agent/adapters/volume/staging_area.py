@@ -29,7 +29,7 @@ from mooring_agent.adapters.volume.durable_files import PARTIAL_SUFFIX, partial_
 from mooring_agent.adapters.volume.errors import volume_error
 from mooring_agent.adapters.volume.pinning import Pinner
 from mooring_agent.adapters.volume.reserve import Reserve
-from mooring_agent.adapters.volume.source_walk import resolve_sources
+from mooring_agent.adapters.volume.source_walk import resolve_source, resolve_sources
 from mooring_agent.core.commit import DIFFERENT_FILES_HINT
 from mooring_agent.core.errors import ErrorKind, RequestError, VolumeError
 from mooring_agent.core.model import Fingerprint, StagedFile
@@ -76,6 +76,7 @@ class LocalStagingArea:
                 _log.warning("staged_descriptor_unreadable", path=str(descriptor), reason=str(error))
                 descriptor.unlink(missing_ok=True)
         sources = resolve_sources(self._volume, request.source, request.files)
+        announced = resolve_source(self._volume, request.source)
         try:
             # What a killed stage left; without a descriptor it is nobody's.
             _remove_tree(folder)
@@ -96,6 +97,7 @@ class LocalStagingArea:
                     pin=(folder / path).relative_to(self._volume).as_posix(),
                     fingerprint=fingerprints[path],
                     private=private[path],
+                    announced=sources[path] == announced,
                 )
                 for path in sorted(private)
             )
@@ -230,6 +232,7 @@ class LocalStagingArea:
                     size_bytes=int(file["size"]), mtime_ns=int(file["mtime_ns"]), inode=int(file["inode"])
                 ),
                 private=bool(file["private"]),
+                announced=bool(file["announced"]),
             )
             for file in value["files"]
         )
@@ -260,6 +263,7 @@ def _encode(request: StageRequest, files: Sequence[StagedFile]) -> bytes:
                     "mtime_ns": file.fingerprint.mtime_ns,
                     "inode": file.fingerprint.inode,
                     "private": file.private,
+                    "announced": file.announced,
                 }
                 for file in files
             ],

@@ -151,9 +151,6 @@ class Protection:
         chosen = call.arguments.get("checkpoint_path")
         if not chosen and self._run is not None and self._resumes and owns(Owner.TRAINER):
             chosen = self._run.newest()
-            if chosen is not None and (chosen / chosen.name).is_file():
-                # A checkpoint that is one file comes back from the destination in a folder of its name.
-                chosen /= chosen.name
         call.arguments["checkpoint_path"] = chosen and str(chosen)
         self._resumed_name = Path(chosen or "").name
         resume(*call.args, **call.kwargs)
