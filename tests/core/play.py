@@ -72,7 +72,7 @@ def files_of(command: Stage) -> tuple[str, ...]:
 class Play:
     """`in_flight` are the commands that nobody has answered yet, `journal` what was made durable.
 
-    `steps`: of a save; else they are counted. `sizes`: of what a save and a rank of it pin.
+    `steps`, `sources`: of a save; else they are counted. `sizes`: of what a save and a rank of it pin.
     """
 
     def __init__(self, *, max_concurrency: int = 2) -> None:
@@ -83,6 +83,7 @@ class Play:
         self.exit: Exit | None = None
         self.sizes: dict[tuple[str, int], tuple[int, ...]] = {}
         self.steps: dict[str, int] = {}
+        self.sources: dict[str, str] = {}
         self.feed(Started(at=self.now, fresh=True))
 
     def feed(self, event: Event) -> tuple[Command, ...]:
@@ -131,7 +132,7 @@ class Play:
                 at=self.now,
                 info=info,
                 rank=rank,
-                source=f"/volume/checkpoints/checkpoint-{step}",
+                source=self.sources.get(save, f"/volume/checkpoints/checkpoint-{step}"),
                 files=files or ("none",),
                 local_world_size=local_world_size,
             )

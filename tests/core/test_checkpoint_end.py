@@ -305,6 +305,31 @@ def test_a_file_that_was_pinned_from_the_same_path_before_is_copied_and_so_is_al
     play.feed(Staged(at=play.now, work=stage.work, files=(copied,), part_size_bytes=PART_BYTES))
     play.announce_only("third")
     assert _stage_of(play, "third").private
+    play.announce_only("beside it")
+    assert not _stage_of(play, "beside it").private
+
+
+def test_a_file_that_could_not_be_linked_is_not_taken_for_one_that_is_rewritten() -> None:
+    play = Play()
+    play.steps.update(first=7, again=7)
+    play.announce_only("first")
+    stage = _stage_of(play, "first")
+    del play.in_flight[stage.work]
+    copied = replace(staged_file("r0-0", 1, inode=77), private=True)
+    play.feed(Staged(at=play.now, work=stage.work, files=(copied,), part_size_bytes=PART_BYTES))
+    play.announce_only("again")
+    assert not _stage_of(play, "again").private
+
+
+def test_what_a_trainer_changed_says_nothing_of_what_others_write_beside_it() -> None:
+    play = Play()
+    play.sources.update(last="/volume/checkpoints/last.ckpt", again="/volume/checkpoints/last.ckpt")
+    play.announce("last")
+    play.fail(WorkId(Operation.PUT_FILE, "last", 0, "r0-0"), ErrorKind.FILE_CHANGED)
+    play.announce_only("periodic")
+    assert not _stage_of(play, "periodic").private
+    play.announce_only("again")
+    assert _stage_of(play, "again").private
 
 
 def test_what_comes_from_another_path_is_linked() -> None:

@@ -30,6 +30,8 @@ MIB = 1024 * 1024
 _FLOATS = 400_000
 # All of a save of some megabytes takes seconds; the first file of it less.
 _BYTES_PER_SECOND = MIB
+# What is written: a file, or a folder, always the same one.
+_FILE = "last.pt"
 
 
 def _state(generation: int) -> dict[str, torch.Tensor]:
@@ -106,7 +108,7 @@ class Bytes:
 def _content(path: Path) -> dict[str, bytes]:
     if path.is_dir():
         return tree(path)
-    return {path.name: hashlib.sha256(path.read_bytes()).digest()}
+    return {_FILE: hashlib.sha256(path.read_bytes()).digest()}
 
 
 def outcome(agent: AgentProcess, save: str) -> agent_pb2.Checkpoint:
@@ -140,7 +142,7 @@ def test_what_is_overwritten_during_its_upload_is_never_committed_as_a_mix(
     )
     known = Bytes(rclone_bucket)
     with agent:
-        source = agent.checkpoints / "last.pt"
+        source = agent.checkpoints / _FILE
         # An earlier one, which must be there whatever comes.
         before = agent.checkpoints / "before.pt"
         torch_save(before, 9)
@@ -163,7 +165,7 @@ def test_what_is_overwritten_during_its_upload_is_never_committed_as_a_mix(
     for step in ends.keys() - set(failed):
         assert known.stored(saves[step], step) == known.announced[saves[step]], f"step {step} is another one"
     assert [row["problems"] for row in known.view.verify()] == [[]] * (len(ends) - len(failed))
-    assert tree(known.view.restore(tmp_path / "restored")) == known.announced[saves[4]]
+    assert _content(known.view.restore(tmp_path / "restored")) == known.announced[saves[4]]
 
 
 def _has_found(agent: AgentProcess, known: int) -> bool:
@@ -188,7 +190,7 @@ def test_the_one_before_remains_when_an_overwritten_one_was_the_last(
     )
     known = Bytes(rclone_bucket)
     with agent:
-        source = agent.checkpoints / "last.pt"
+        source = agent.checkpoints / _FILE
         single_file(source, 1)
         agent.wait_committed(known.announce(agent, source, 1))
         shutil.move(source, agent.checkpoints / "first.pt")
@@ -204,7 +206,7 @@ def test_the_one_before_remains_when_an_overwritten_one_was_the_last(
             agent.wait_committed(save)
         assert "changed after it was announced" in str(failure.value.details())
         assert outcome(agent, save).phase == agent_pb2.PHASE_FAILED
-    assert tree(known.view.restore(tmp_path / "restored")) == known.announced["attempt-1"]
+    assert _content(known.view.restore(tmp_path / "restored")) == known.announced["attempt-1"]
 
 
 def test_a_watched_checkpoint_that_is_being_overwritten_is_committed_as_one_or_the_other(

@@ -53,9 +53,10 @@ def staged(state: State, checkpoint: Checkpoint, event: Staged) -> Iterator[Comm
             lead.shared_inodes[file.fingerprint.inode] = file.path
         checkpoint.size_bytes += file.size_bytes
         upload_queue.enqueue(checkpoint, lead.rank, progress)
-    if any(file.private for file in event.files):
-        # It is rewritten in place, or cannot be linked at all.
-        state.rewritten_directories.add(lead.source.rpartition("/")[0])
+    if any(file.private for file in event.files) and _came_before(state, checkpoint, lead.source):
+        # Pinned from there before, and rewritten in place since. What lies beside it was not seen to be; and where
+        # nothing can be linked, a first copy says nothing.
+        state.rewritten_paths.add(lead.source)
     lead.unstored_count = len(lead.files)
     checkpoint.file_count += len(lead.files)
     if not lead.requested_files and lead.local_world_size > 1:
@@ -66,15 +67,20 @@ def staged(state: State, checkpoint: Checkpoint, event: Staged) -> Iterator[Comm
     checkpoint.move(Trigger.RANK_STAGED)
 
 
+def _came_before(state: State, checkpoint: Checkpoint, source: str) -> bool:
+    others = (other for other in state.checkpoints.values() if other is not checkpoint)
+    return any(share.staged and share.source == source for other in others for share in other.shares.values())
+
+
 def _fail_rewritten(state: State, checkpoint: Checkpoint, event: Staged) -> Iterator[Command]:
     """An inode of an older pin has come back with other content: its trainer rewrites files in place."""
     fingerprints = {file.fingerprint.inode: file.fingerprint for file in event.files if not file.private}
-    directory = checkpoint.shares[event.work.rank].source.rpartition("/")[0]
+    source = checkpoint.shares[event.work.rank].source
     for other in state.unfinished():
         file = _rewritten_file(other, fingerprints) if other is not checkpoint else None
         if file is None:
             continue
-        state.rewritten_directories.add(directory)
+        state.rewritten_paths.add(source)
         if state.live:
             yield Record(
                 event=Failed(

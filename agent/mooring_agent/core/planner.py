@@ -105,7 +105,7 @@ def _checkpoint_work(state: State, checkpoint: Checkpoint) -> Iterator[Command]:
             yield Stage(
                 work=work,
                 announcements=tuple(_announcement(checkpoint, one) for one in _staged_with(checkpoint, share)),
-                private=share.source.rpartition("/")[0] in state.rewritten_directories,
+                private=state.rewrites(share.source),
                 rewritten_inodes=_inodes_pinned_there_before(state, checkpoint, share.source),
                 part_size_bytes=state.settings.transfer.part_size_bytes,
             )

@@ -62,7 +62,7 @@ from mooring_agent.core.goodput import Goodput
 from mooring_agent.core.lifecycle import Trigger
 from mooring_agent.core.model import Phase
 from mooring_agent.core.outcome import commit_waits, judge_store, widen, work_failed
-from mooring_agent.core.state import Checkpoint, State, Termination
+from mooring_agent.core.state import Checkpoint, State, Termination, path_pattern
 from mooring_agent.core.store_trouble import StoreTrouble
 from mooring_agent.core.termination import lapse, termination_noticed
 from mooring_agent.core.work import TRANSFERS, Operation
@@ -262,9 +262,9 @@ def _given_up(state: State, event: Shed | Failed) -> None:
         checkpoint.move(Trigger.BROKEN)
         checkpoint.error_kind, checkpoint.hint = event.kind, event.hint
         if event.kind is ErrorKind.FILE_CHANGED:
-            # Its trainer will do that again.
+            # Its trainer will do that again, to the next one too.
             staged = (share for share in checkpoint.shares.values() if share.staged)
-            state.rewritten_directories.update(share.source.rpartition("/")[0] for share in staged)
+            state.rewritten_paths.update(path_pattern(share.source) for share in staged)
     state.outcomes[checkpoint.phase] = state.outcomes.get(checkpoint.phase, 0) + 1
     stop_sending(checkpoint)
 

@@ -8,6 +8,7 @@ Nor does an event look at every checkpoint: a store that is away for a day can l
 a checkpoint files it (`State.file`): that keeps the lists it belongs to, and has it looked at once.
 """
 
+import re
 from bisect import bisect_left
 from collections import deque
 from collections.abc import Iterable
@@ -219,8 +220,8 @@ class State:
     begun: dict[str, SaveBegun] = field(default_factory=dict)
     recent_sizes_bytes: deque[int] = field(default_factory=lambda: deque(maxlen=3))
     storage_error: str = ""
-    # Directories whose trainer rewrites files in place: their checkpoints are copied, not linked.
-    rewritten_directories: set[str] = field(default_factory=set)
+    # Where a trainer rewrites files in place, and patterns of such paths: what comes from there is copied, not linked.
+    rewritten_paths: set[str] = field(default_factory=set)
     prune_due: bool = False
     # Counted since the start, for metrics.
     outcomes: dict[Phase, int] = field(default_factory=dict)
@@ -230,6 +231,10 @@ class State:
     _ended: dict[str, Checkpoint] = field(default_factory=dict)
     _newest_committed: Checkpoint | None = None
     _last_announced_committed: Checkpoint | None = None
+
+    def rewrites(self, source: str) -> bool:
+        """Whether the trainer is known to write to the files of checkpoints from that path again."""
+        return not self.rewritten_paths.isdisjoint((source, path_pattern(source)))
 
     def newest(self) -> Checkpoint | None:
         """The newest announced that has not failed, whatever became of it."""
@@ -314,6 +319,11 @@ class State:
         self.hanging.discard(work)
         self.transfer_count -= work.operation in TRANSFERS
         return True
+
+
+def path_pattern(source: str) -> str:
+    """The same for the paths of a series, which differ in their numbers alone."""
+    return re.sub(r"[0-9]+", "#", source)
 
 
 def _urgency(checkpoint: Checkpoint) -> tuple[bool, int]:
