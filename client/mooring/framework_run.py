@@ -11,6 +11,7 @@ import os
 import threading
 import time
 from concurrent.futures import CancelledError, Future
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final, NoReturn
@@ -109,19 +110,29 @@ class FrameworkRun:
             )
         return False
 
+    def claimed(self, path: Path) -> AbstractContextManager[None]:
+        """Around the writing of what will be announced: the agent's watch might take it for complete before it is."""
+        return self._session.claimed(path)
+
     def announce(self, path: Path, step: int, kind: Kind | None = None) -> bool:
         """This rank's part of the checkpoint `path` is written; waits until all are. Whether the agents know of it.
 
         `kind`: None for just-in-time when that was asked, else periodic.
         """
         begun = self._begin(path, step, kind)
-        return begun is not None and self._announce(path, begun)
+        if begun is None:
+            return False
+        with self.claimed(path):
+            return self._announce(path, begun)
 
     def announce_when(self, future: "Future[Any]", path: Path, step: int, kind: Kind | None = None) -> None:
         """The same when `future` is done, by another thread; nothing when it fails."""
         begun = self._begin(path, step, kind)
         if begun is None:
             return
+
+        claim = ExitStack()
+        claim.enter_context(self.claimed(path))
 
         def finish() -> None:
             try:
@@ -130,7 +141,8 @@ class FrameworkRun:
                 failure = cancelled
             if failure is not None:
                 _log.warning("checkpoint not announced, it could not be written: path=%s error=%s", path, failure)
-            self._announce(path, begun, written=failure is None)
+            with claim:
+                self._announce(path, begun, written=failure is None)
 
         thread = threading.Thread(target=finish, name="mooring-announce", daemon=True)
         # In the store's C++ when the interpreter ends it would abort the process.

@@ -1,16 +1,27 @@
 """The POSIX lock that tells the agent this process lives; the kernel drops it the moment the process dies.
 
+The locked file says which checkpoints this process is about to announce: a JSON list of paths relative to the volume.
+The agent's directory watch leaves these alone. No claim outlives its process, or waits for an agent to be there.
+
 Owns the lock files' descriptors. Invariant: a descriptor, once open, is never closed and its file never opened again
 in this process, because closing any descriptor of a file drops all POSIX locks the process has on it. Forked workers
 inherit the descriptor but not the lock, and their exit leaves it alone.
 """
 
 import fcntl
+import json
+import logging
 import os
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Final
 
+_log: Final = logging.getLogger("mooring")
 _descriptors: Final[dict[Path, int]] = {}
+_claims: Final[dict[Path, list[str]]] = {}
+_saying: Final = threading.Lock()
 
 
 def hold_liveness_lock(path: Path) -> bool:
@@ -23,4 +34,33 @@ def hold_liveness_lock(path: Path) -> bool:
         fcntl.lockf(_descriptors[path], fcntl.LOCK_EX | fcntl.LOCK_NB)
     except (BlockingIOError, PermissionError):
         return False
+    with _saying:
+        # What the process that had it before us said is void.
+        _say(path)
     return True
+
+
+@contextmanager
+def claimed(path: Path, checkpoint: str) -> Iterator[None]:
+    """Inside, the holder of the lock `path` is about to announce that checkpoint. May end in another thread."""
+    path = path.resolve()
+    with _saying:
+        _claims.setdefault(path, []).append(checkpoint)
+        _say(path)
+    try:
+        yield
+    finally:
+        with _saying:
+            _claims[path].remove(checkpoint)
+            _say(path)
+
+
+def _say(path: Path) -> None:
+    claims = _claims.get(path)
+    content = json.dumps(claims).encode() if claims else b""
+    try:
+        # In this order a reader never sees part of the list for the whole: what is left of a longer one breaks it.
+        os.pwrite(_descriptors[path], content, 0)
+        os.ftruncate(_descriptors[path], len(content))
+    except OSError as error:
+        _log.debug("claims not written: path=%s error=%s", path, error)

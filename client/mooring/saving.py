@@ -42,6 +42,16 @@ class Saving:
 
         `kind` is asked when all are written: a notice may have come meanwhile.
         """
+        # Another pod may be long in making its part durable, after ours has its name.
+        with self._session.claimed(self._team.local.path(self._name)):
+            return self._complete(kind)
+
+    def abandon(self) -> None:
+        """This rank cannot write its part: nothing of the checkpoint stays, on any rank."""
+        self._team.job.agree(self._begun.key("written"), ok=False)
+        self._give_up()
+
+    def _complete(self, kind: Callable[[], Kind] | None) -> bool:
         team = self._team
         if not team.job.agree(self._begun.key("written"), seconds=WRITE_SECONDS):
             _log.warning("checkpoint given up, another rank failed: name=%s", self._name)
@@ -68,11 +78,6 @@ class Saving:
         announced = self._keep(record)
         _log.info("saved: name=%s kind=%s save=%s announced=%s", record.name, record.kind, record.save, announced)
         return True
-
-    def abandon(self) -> None:
-        """This rank cannot write its part: nothing of the checkpoint stays, on any rank."""
-        self._team.job.agree(self._begun.key("written"), ok=False)
-        self._give_up()
 
     def _make_directory(self) -> None:
         """One for all ranks of the pod."""

@@ -7,7 +7,8 @@ cannot save together, and VolumeError when they have nothing in common to resume
 
 import logging
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final
@@ -19,7 +20,7 @@ from mooring.gate.sigterm import Sigterm
 from mooring.integrations import worker_processes
 from mooring.job import PATIENCE_SECONDS
 from mooring.leaving import leave
-from mooring.liveness import hold_liveness_lock
+from mooring.liveness import claimed, hold_liveness_lock
 from mooring.records import Kind, Record, write_record
 from mooring.settings import Settings
 from mooring.team import Team, join
@@ -61,6 +62,7 @@ class Session:
         self._unannounced: tuple[Record, Path] | None = None
         # An asynchronous save is announced by another thread.
         self._announcing = threading.Lock()
+        self._lock = settings.state_directory / names.RANKS_DIRECTORY / str(settings.ranks.local_rank)
         self._lives = self._hold_lock()
         worker_processes.install()
         self.agent = Agent(settings.socket, ranks=settings.ranks, holds_liveness_lock=self._lives)
@@ -131,6 +133,16 @@ class Session:
         """A save that will not be announced."""
         if begun.admitted_by_agent:
             self.agent.abort_save(begun.save)
+
+    @contextmanager
+    def claimed(self, path: Path) -> Iterator[None]:
+        """Inside, this process is about to announce `path`: the agent's directory watch is not to do it meanwhile."""
+        path, volume = path.resolve(), self.settings.volume.resolve()
+        if not self._lives or not path.is_relative_to(volume):
+            yield
+            return
+        with claimed(self._lock, path.relative_to(volume).as_posix()):
+            yield
 
     def announce(self, record: Record, path: Path) -> bool:
         """Tell the agent of what all ranks have written and this pod's first rank has recorded; whether it knows."""
@@ -217,9 +229,7 @@ class Session:
         settings = self.settings
         try:
             settings.checkpoint_directory.mkdir(parents=True, exist_ok=True)
-            lives = hold_liveness_lock(
-                settings.state_directory / names.RANKS_DIRECTORY / str(settings.ranks.local_rank)
-            )
+            lives = hold_liveness_lock(self._lock)
         except OSError as error:
             raise self._unusable(error) from error
         if not lives:

@@ -44,7 +44,7 @@ RECORDS_DIRECTORY: Final = "records"
 RESUMED: Final = "resumed.json"
 """The record of the checkpoint that the last restore on this volume chose: what is being resumed from."""
 RANKS_DIRECTORY: Final = "ranks"
-"""Liveness locks: one file per local rank, held with fcntl.lockf while that process lives."""
+"""Liveness locks: one file per local rank, held with fcntl.lockf while that process lives, see mooring.liveness."""
 DOORBELL: Final = "doorbell"
 """A small mapped file by which the agent asks trainers to save, see `mooring_api.doorbell`."""
 

@@ -6,8 +6,13 @@ import sys
 from pathlib import Path
 
 import pytest
+from tests.harness.claims import claims
 
-from mooring.liveness import hold_liveness_lock
+from mooring.framework_run import FrameworkRun
+from mooring.integrations.guarded_save import guarded_save
+from mooring.liveness import claimed, hold_liveness_lock
+from mooring_agent.adapters.liveness import RankLocks
+from mooring_api import names
 
 PROBE = """
 import fcntl, sys
@@ -21,15 +26,20 @@ with open(sys.argv[1], "r+b") as file:
 HOLDER = """
 import sys
 from pathlib import Path
-from mooring.liveness import hold_liveness_lock
+from mooring.liveness import claimed, hold_liveness_lock
 print(hold_liveness_lock(Path(sys.argv[1])), flush=True)
+if len(sys.argv) > 2:
+    with claimed(Path(sys.argv[1]), sys.argv[2]):
+        print("claimed", flush=True)
+        sys.stdin.readline()
+    print("free", flush=True)
 sys.stdin.read()
 """
 
 
 @pytest.fixture
 def path(tmp_path: Path) -> Path:
-    return tmp_path / "ranks" / "0"
+    return tmp_path / names.STATE_DIRECTORY / names.RANKS_DIRECTORY / "0"
 
 
 def seen_by_another_process(path: Path) -> str:
@@ -38,9 +48,9 @@ def seen_by_another_process(path: Path) -> str:
     ).stdout.strip()
 
 
-def start_holder(path: Path) -> "subprocess.Popen[str]":
+def start_holder(path: Path, *claim: str) -> "subprocess.Popen[str]":
     return subprocess.Popen(
-        [sys.executable, "-c", HOLDER, str(path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        [sys.executable, "-c", HOLDER, str(path), *claim], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     )
 
 
@@ -72,3 +82,64 @@ def test_the_lock_of_a_live_process_is_not_taken_and_falls_with_its_death(path: 
     finally:
         holder.kill()
         holder.communicate(timeout=30)
+
+
+@pytest.mark.parametrize("killed", [False, True])
+def test_a_claim_is_seen_until_it_ends_or_its_process_does(path: Path, tmp_path: Path, killed: bool) -> None:
+    locks, name = RankLocks(tmp_path), "a \n\u00e4"
+    holder = start_holder(path, f"checkpoints/{name}")
+    try:
+        assert holder.stdout is not None
+        assert holder.stdin is not None
+        assert [holder.stdout.readline() for _ in range(2)] == ["True\n", "claimed\n"]
+        assert locks.claim(tmp_path / "checkpoints" / name)
+        assert not locks.claim(tmp_path / "checkpoints" / "b")
+        if killed:
+            holder.kill()
+            holder.wait(30)
+        else:
+            holder.stdin.write("\n")
+            holder.stdin.flush()
+            assert holder.stdout.readline() == "free\n"
+        assert not locks.claim(tmp_path / "checkpoints" / name)
+    finally:
+        holder.kill()
+        holder.communicate(timeout=30)
+    # Who has the lock next has claimed nothing.
+    assert hold_liveness_lock(path)
+    assert claims(tmp_path) == []
+
+
+def test_claims_of_several_checkpoints_end_one_by_one(path: Path, tmp_path: Path) -> None:
+    assert hold_liveness_lock(path)
+    with claimed(path, "a"), claimed(path, "b"):
+        with claimed(path, "a"):
+            assert hold_liveness_lock(path)
+            assert claims(tmp_path) == ["a", "b", "a"]
+        assert sorted(claims(tmp_path)) == ["a", "b"]
+    assert claims(tmp_path) == []
+
+
+def test_what_a_live_process_says_half_is_a_claim_to_anything(path: Path, tmp_path: Path) -> None:
+    holder = start_holder(path)
+    try:
+        assert holder.stdout is not None
+        assert holder.stdout.readline() == "True\n"
+        path.write_text('["checkpoints/a"')
+        assert RankLocks(tmp_path).claim(tmp_path / "checkpoints" / "b")
+    finally:
+        holder.kill()
+        holder.communicate(timeout=30)
+
+
+def test_what_a_framework_writes_is_claimed_before_its_first_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(names.ENV_VOLUME, str(tmp_path))
+    run = FrameworkRun.current()
+    try:
+        seen = guarded_save(run, tmp_path / "out" / "checkpoint-1", 1, lambda: claims(tmp_path))
+    finally:
+        run.close()
+    assert seen == ["out/checkpoint-1"]
+    assert claims(tmp_path) == []

@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 from tests.client.agent_server import AgentServer, serving
+from tests.harness.claims import claims
 
 import mooring.gate.bell
 from mooring import protect
@@ -169,6 +170,22 @@ def weights(trainer: Any) -> list[Any]:
 
 def announced(agent: AgentServer) -> list[tuple[int, int]]:
     return [(request.step, request.kind) for request in agent.requests("AnnounceCheckpoint")]
+
+
+def test_a_checkpoint_is_claimed_from_its_first_file_until_it_is_announced(agent: AgentServer, volume: Path) -> None:
+    seen: list[list[str]] = []
+    trainer = make(volume / "checkpoints", At("on_save", 4, lambda: seen.append(claims(volume))), max_steps=8)
+    save = trainer.save_model
+
+    def save_model(*arguments: Any, **keywords: Any) -> None:
+        seen.append(claims(volume))
+        save(*arguments, **keywords)
+
+    trainer.save_model = save_model
+    train(trainer)
+    # In the order of what came: the model is the first of its files, and the callbacks of others come at the end.
+    assert seen == [["checkpoints/checkpoint-4"]] * 2 + [["checkpoints/checkpoint-8"]]
+    assert claims(volume) == []
 
 
 def test_every_checkpoint_is_recorded_and_announced_and_the_last_one_is_final(agent: AgentServer, volume: Path) -> None:

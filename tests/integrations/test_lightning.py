@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 from tests.client.agent_server import AgentServer, serving
+from tests.harness.claims import claims
 
 import mooring.gate.bell
 from mooring import protect
@@ -212,6 +213,13 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Model
         return trained[key]
 
     return train_once
+
+
+def test_a_checkpoint_is_claimed_while_it_is_written(agent: AgentServer, volume: Path) -> None:
+    seen: list[list[str]] = []
+    fit(make(volume / "checkpoints", At("on_save_checkpoint", 4, lambda: seen.append(claims(volume))), max_steps=4))
+    assert seen == [["checkpoints/epoch=0-step=4.ckpt"]]
+    assert claims(volume) == []
 
 
 def test_every_checkpoint_is_recorded_and_announced_and_the_last_one_is_final(agent: AgentServer, volume: Path) -> None:

@@ -1,16 +1,20 @@
 """Whether a training process lives, by the POSIX record lock it holds in the volume: the kernel drops it when it dies.
 
+And what it is about to announce: the locked file says so, and with its lock a process loses its claims.
+
 Only asks (F_GETLK), never takes a lock, so it cannot get in a trainer's way. A forked child does not inherit the lock.
 Invariant: a lock that this very process holds is not seen; trainers are other processes.
 """
 
 import fcntl
+import json
 import os
 import struct
 from pathlib import Path
 from typing import Final
 
 from mooring_agent.adapters.volume.errors import volume_error
+from mooring_agent.core.errors import MooringError
 from mooring_api.names import RANKS_DIRECTORY, STATE_DIRECTORY
 
 # struct flock of 64-bit Linux: type, whence, start, length, pid; the last field pads it to the kernel's size.
@@ -22,6 +26,7 @@ class RankLocks:
     """The liveness locks of one volume. Each question costs three system calls."""
 
     def __init__(self, volume: Path) -> None:
+        self._volume = volume
         self._folder = volume / STATE_DIRECTORY / RANKS_DIRECTORY
 
     def held(self, local_rank: int) -> bool:
@@ -51,3 +56,20 @@ class RankLocks:
             raise volume_error(error, f"cannot list {self._folder}") from error
         ranks = (int(name) for name in names if name.isascii() and name.isdigit())
         return frozenset(rank for rank in ranks if self.held(rank))
+
+    def claim(self, checkpoint: Path) -> bool:
+        """Whether a live process is about to announce what is at that path. Never raises."""
+        try:
+            return any(self._claims(rank, checkpoint) for rank in self.live_ranks())
+        except MooringError:
+            # To store it twice is better than never.
+            return False
+
+    def _claims(self, rank: int, checkpoint: Path) -> bool:
+        try:
+            content = (self._folder / str(rank)).read_bytes()
+            claims = json.loads(content) if content else []
+            return any((self._volume / claim).resolve() == checkpoint.resolve() for claim in claims)
+        except (OSError, ValueError, TypeError):
+            # It is being written just now, and says something at the next look.
+            return True

@@ -1,7 +1,7 @@
 """Announces what the directory watch found, for programs that never call us.
 
-Leaves alone what Mooring knows by other ways: announced by its client, brought by restore, or committed before this
-agent started.
+Leaves alone what Mooring knows by other ways: claimed by a live client or announced by it, brought by restore, or
+committed before this agent started.
 """
 
 import asyncio
@@ -13,6 +13,7 @@ from typing import TypeVar
 
 import structlog
 
+from mooring_agent.adapters.liveness import RankLocks
 from mooring_agent.adapters.unannounced import speaks_for
 from mooring_agent.adapters.volume.content_signature import content_signature
 from mooring_agent.adapters.volume.staging_watch import FoundCheckpoint, StagingWatch, signature_of
@@ -37,12 +38,14 @@ class Watching:
         newest = engine.state.newest_committed()
         self._committed_step = newest.info.step if newest else -1
         self._volume, self._directory = Path(settings.volume), Path(settings.checkpoint_directory)
+        self._locks = RankLocks(self._volume)
         self._watch = StagingWatch(
             self._directory,
             executor=executor,
             world_size=settings.world_size,
             newest_step=max(0, self._committed_step),
             spoken_for=self._is_spoken_for,
+            claimed=self._locks.claim,
         )
         self._announcing = asyncio.Lock()
 
@@ -96,7 +99,8 @@ class Watching:
         return await asyncio.get_running_loop().run_in_executor(self._executor, function, *arguments)
 
     def _is_spoken_for(self, path: str, step: int | None) -> bool:
-        return self._is_recorded(path) or self._is_old(step) or bool(self._signatures(path))
+        known = self._is_recorded(path) or self._is_old(step) or bool(self._signatures(path))
+        return known or self._locks.claim(Path(path))
 
     def _is_recorded(self, path: str) -> bool:
         """By a client, or by restore."""

@@ -17,6 +17,8 @@ import mooring
 from mooring import channel
 from mooring.framework_run import FrameworkRun
 from mooring.gate import Ask
+from mooring.local_checkpoints import LocalCheckpoints
+from mooring.records import RecordedFile
 
 RANK = int(os.environ["RANK"])
 
@@ -120,8 +122,55 @@ def asynchronous_framework() -> None:
     say("done")
 
 
+def write_dcp(directory: Path) -> None:
+    """What shows its end, and the directory watch would find."""
+    (directory / "__0_0.distcp").write_text("1")
+    (directory / ".metadata").write_text("1")
+
+
+def framework_with_a_slow_rank() -> None:
+    """Rank 1 has its part when the test says so."""
+    run = FrameworkRun.current()
+    assert run.newest() is None
+    directory = Path(os.environ["MOORING_VOLUME"]) / "checkpoints" / "checkpoint-1"
+    if RANK == 0:
+        directory.mkdir(parents=True)
+        write_dcp(directory)
+        say("written")
+    else:
+        sys.stdin.readline()
+    say(f"announced {run.announce(directory, 1)}")
+    run.close()
+
+
+def checkpointer_with_a_slow_pod() -> None:
+    """Rank 1 has made its part durable when the test says so."""
+    saver = mooring.Checkpointer()
+    assert saver.resume() is None
+    if RANK == 1:
+        publish = LocalCheckpoints.publish
+
+        def publish_at_last(self: LocalCheckpoints, name: str) -> tuple[RecordedFile, ...]:
+            sys.stdin.readline()
+            return publish(self, name)
+
+        LocalCheckpoints.publish = publish_at_last  # type: ignore[method-assign]
+    with saver.save(1) as directory:
+        write_dcp(directory)
+    saver.finish()
+    say("done")
+
+
 SCENARIOS: dict[str, Callable[[], None]] = {
-    scenario.__name__: scenario for scenario in (checkpointer, rank_0_alone, framework, asynchronous_framework)
+    scenario.__name__: scenario
+    for scenario in (
+        checkpointer,
+        rank_0_alone,
+        framework,
+        asynchronous_framework,
+        framework_with_a_slow_rank,
+        checkpointer_with_a_slow_pod,
+    )
 }
 
 if __name__ == "__main__":

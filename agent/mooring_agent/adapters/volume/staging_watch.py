@@ -20,11 +20,10 @@ import structlog
 
 from mooring_agent.adapters.volume.directory_hints import DirectoryHints
 from mooring_agent.adapters.volume.directory_scan import DirectoryScanner
+from mooring_agent.core.checkpoint_layouts import UNKNOWN_WORLD
 from mooring_agent.core.directory_rules import LARGEST_STEP, Observation, Verdict, judge
 from mooring_agent.core.directory_snapshot import DirectorySnapshot
 
-# Also of those that have been rotated away, when the next one is done.
-_SHOWN_KEPT: Final = 8
 # What two looks find the same is not being written.
 _LOOKS_WITHOUT_WRITERS: Final = 2
 
@@ -54,9 +53,10 @@ class WatchPace:
 class StagingWatch:
     """An endless async iterator of `FoundCheckpoint`s, the oldest first; call `close` when done with it.
 
-    `world_size`: ranks that write checkpoints together; 0: learn it. `newest_step`: the highest step known so far,
+    `world_size`: ranks that write checkpoints together; 0: not known. `newest_step`: the highest step known so far,
     from which checkpoints without a number in their name are counted on. `known`: signatures not to report.
-    `spoken_for`: whether somebody announces a path (of that step), so that the log need not ask for it.
+    `spoken_for`: whether somebody announces a path (of that step), so that the log need not ask for it. `claimed`:
+    whether a path is in somebody's hands, and what is there is not to be reported as long as it is.
     """
 
     def __init__(
@@ -68,16 +68,16 @@ class StagingWatch:
         newest_step: int = 0,
         known: Iterable[str] = (),
         spoken_for: Callable[[str, int | None], bool] = lambda path, step: False,
+        claimed: Callable[[Path], bool] = lambda path: False,
         pace: WatchPace | None = None,
     ) -> None:
         self._directory = directory
         self._executor = executor
         self._world_size = world_size
-        # How many ranks the candidates of each series showed when they were last quiet, by name.
-        self._shown: dict[str, dict[str, int]] = {}
         self._newest_step = newest_step
         self._known = set(known)
         self._spoken_for = spoken_for
+        self._claimed = claimed
         self._pace = pace or WatchPace()
         self._scanner = DirectoryScanner(directory)
         self._looking = asyncio.Lock()
@@ -170,15 +170,13 @@ class StagingWatch:
         reasons: dict[str, str] = {}
         self._busy = False
         in_order = sorted(snapshots, key=lambda snapshot: (snapshot.newest_mtime_ns, snapshot.name))
-        verdicts = self._verdicts(in_order, writers_gone=writers_gone)
-        if not self._world_size and self._learn_world_size(in_order, verdicts):
-            verdicts = self._verdicts(in_order, writers_gone=writers_gone)
-        for snapshot, verdict in zip(in_order, verdicts, strict=True):
+        for snapshot in in_order:
+            verdict = self._verdict(snapshot, writers_gone=writers_gone)
             observations[snapshot.name] = verdict.observation
             self._busy = self._busy or not verdict.quiet
             signature = verdict.observation.signature
             if verdict.complete:
-                if signature not in self._known:
+                if signature not in self._known and not self._claimed(self._directory / snapshot.name):
                     self._known.add(signature)
                     self._report(snapshot, verdict.name, verdict.step, signature)
             elif verdict.quiet:
@@ -186,33 +184,18 @@ class StagingWatch:
                 path = str(self._directory / snapshot.name)
                 is_news = self._reasons.get(snapshot.name) != verdict.reason
                 if is_news and not self._spoken_for(path, verdict.step):
-                    _log.info("checkpoint_not_complete", path=path, why=verdict.reason)
+                    # That will not pass by itself.
+                    log = _log.warning if verdict.reason == UNKNOWN_WORLD else _log.info
+                    log("checkpoint_not_complete", path=path, why=verdict.reason)
         self._observations, self._reasons = observations, reasons
 
-    def _verdicts(self, snapshots: Sequence[DirectorySnapshot], *, writers_gone: bool) -> list[Verdict]:
-        return [
-            judge(
-                snapshot,
-                self._observations.get(snapshot.name),
-                quiet_seconds=0.0 if writers_gone else self._pace.quiet_seconds,
-                world_size=self._world_size,
-            )
-            for snapshot in snapshots
-        ]
-
-    def _learn_world_size(self, snapshots: Sequence[DirectorySnapshot], verdicts: Sequence[Verdict]) -> bool:
-        """Whether two checkpoints of a series show the same number of ranks: one alone may be that of a killed job."""
-        for snapshot, verdict in zip(snapshots, verdicts, strict=True):
-            if not verdict.quiet or not verdict.ranks:
-                continue
-            shown = self._shown.setdefault(verdict.series, {})
-            shown.pop(snapshot.name, None)
-            if verdict.ranks in shown.values():
-                self._world_size = verdict.ranks
-            shown[snapshot.name] = verdict.ranks
-            if len(shown) > _SHOWN_KEPT:
-                del shown[next(iter(shown))]
-        return self._world_size > 0
+    def _verdict(self, snapshot: DirectorySnapshot, *, writers_gone: bool) -> Verdict:
+        return judge(
+            snapshot,
+            self._observations.get(snapshot.name),
+            quiet_seconds=0.0 if writers_gone else self._pace.quiet_seconds,
+            world_size=self._world_size,
+        )
 
     def _report(self, snapshot: DirectorySnapshot, name: str, step: int | None, signature: str) -> None:
         step = min(self._newest_step + 1, LARGEST_STEP) if step is None else step

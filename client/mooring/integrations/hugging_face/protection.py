@@ -9,6 +9,7 @@ where the Trainer itself says so, in the TrainerControl of trainer_state.json. M
 import logging
 from collections.abc import Callable
 from concurrent.futures import Future
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, Final
 
@@ -41,6 +42,8 @@ class Protection:
         self._saved_step = -1
         self._save_asked = False
         self._evaluation_owed = False
+        self._claim = ExitStack()
+        """Of the checkpoint that is being written, by the Trainer and then by the callbacks of others."""
         self._random_states: dict[str, Any] | None = None
         """Those before the evaluation that training is at."""
 
@@ -61,6 +64,7 @@ class Protection:
             return train(resume_from_checkpoint, *arguments, **keywords)
         finally:
             self._run = None
+            self._claim.close()
             if not run.stopping:
                 run.close()
 
@@ -126,13 +130,17 @@ class Protection:
 
     def save(self, save: Callable[..., None], /, *arguments: Any, **keywords: Any) -> None:
         """In place of Trainer._save_checkpoint. When it fails on one rank, the others wait for it no longer."""
+        if self._run is None or not owns(Owner.TRAINER):
+            save(*arguments, **keywords)
+            return
+        self._claim.enter_context(self._run.claimed(self._checkpoint))
         try:
             save(*arguments, **keywords)
         except BaseException as error:
-            if self._run is not None and owns(Owner.TRAINER):
-                failed: Future[None] = Future()
-                failed.set_exception(error)
-                self._run.announce_when(failed, self._checkpoint, self._step)
+            self._claim.close()
+            failed: Future[None] = Future()
+            failed.set_exception(error)
+            self._run.announce_when(failed, self._checkpoint, self._step)
             raise
 
     def saved(self) -> None:
@@ -140,7 +148,8 @@ class Protection:
         if self._run is None or not owns(Owner.TRAINER):
             return
         self._saved_step = self._step
-        self._run.announce(self._checkpoint, self._step, Kind.FINAL if self._is_last else None)
+        with self._claim:
+            self._run.announce(self._checkpoint, self._step, Kind.FINAL if self._is_last else None)
 
     def _begin(self) -> FrameworkRun | None:
         """None when this training is not protected."""

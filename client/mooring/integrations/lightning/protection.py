@@ -175,9 +175,19 @@ class Protection:
             self._run.hold_sigterm()
 
     def _save_checkpoint(self, trainer: Any, save: Callable[..., None], *arguments: Any, **keywords: Any) -> None:
+        call = inspect.signature(save).bind(*arguments, **keywords).arguments
+        path = str(call["filepath"])
+        ours = self._training and not self._leaving and not call.get("weights_only") and "://" not in path
+        if not ours or self._run is None or not owns(Owner.TRAINER):
+            save(*arguments, **keywords)
+            return
+        with self._run.claimed(Path(path).absolute()):
+            self._save_ours(trainer, functools.partial(save, *arguments, **keywords), Path(path).absolute())
+
+    def _save_ours(self, trainer: Any, save: Callable[[], None], path: Path) -> None:
         failure: OSError | None = None
         try:
-            save(*arguments, **keywords)
+            save()
         except OSError as error:
             if not self._visiting:
                 raise
@@ -185,14 +195,10 @@ class Protection:
             failure = error
             trainer.strategy.barrier()
         # `save` ends in a barrier: the checkpoint is complete, or in the hands of an AsyncCheckpointIO.
-        call = inspect.signature(save).bind(*arguments, **keywords).arguments
-        path = str(call["filepath"])
-        if not self._training or self._leaving or call.get("weights_only") or "://" in path or not owns(Owner.TRAINER):
-            return
         if not contents.is_accumulating(trainer):
             # A notice that came while this was written needs no second save.
             self._ask(trainer)
-        self._announce(trainer, Path(path).absolute(), failure)
+        self._announce(trainer, path, failure)
         self._leaving = self._stop_asked
 
     def _visit(self, trainer: Any) -> None:
