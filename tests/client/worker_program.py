@@ -32,8 +32,6 @@ if ARGUMENTS.install == "before-torch":
     worker_processes.install()
 
 import torch  # noqa: E402
-import torch.distributed  # noqa: E402
-import torch.distributed.checkpoint as dcp  # noqa: E402
 from torch.utils.data import DataLoader, Dataset  # noqa: E402
 
 if ARGUMENTS.install == "after-torch":
@@ -69,13 +67,18 @@ class Numbers(Dataset[int]):
         return index
 
 
-class PatientWriter(dcp.FileSystemWriter):
-    """Writes nothing before the file `go` exists."""
+# Nobody else imports it, which takes as long as the rest of torch.
+if ARGUMENTS.work == "write":
+    import torch.distributed
+    import torch.distributed.checkpoint as dcp
 
-    def write_data(self, *arguments: Any, **named: Any) -> Any:
-        (self.checkpoint_id.parent / "writing").write_text(str(os.getpid()))  # type: ignore[union-attr]
-        wait_for((self.checkpoint_id.parent / "go").exists)  # type: ignore[union-attr]
-        return super().write_data(*arguments, **named)
+    class PatientWriter(dcp.FileSystemWriter):
+        """Writes nothing before the file `go` exists."""
+
+        def write_data(self, *arguments: Any, **named: Any) -> Any:
+            (self.checkpoint_id.parent / "writing").write_text(str(os.getpid()))  # type: ignore[union-attr]
+            wait_for((self.checkpoint_id.parent / "go").exists)  # type: ignore[union-attr]
+            return super().write_data(*arguments, **named)
 
 
 def load(method: str, busy: bool) -> None:
