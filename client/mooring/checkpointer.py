@@ -116,10 +116,12 @@ class Checkpointer:
     def finish(self) -> None:
         """The end of training: let go of SIGTERM. After a just-in-time save it leaves, with SystemExit(143)."""
         self._forget_begun()
-        self._session.leave()
+        if self._session.stopping:
+            self._session.leave()
+        self._session.close()
 
     def close(self) -> None:
-        """Let go of SIGTERM, and stay; idempotent."""
+        """Let go of SIGTERM, and stay; idempotent. After `finish` has left it does nothing."""
         self._forget_begun()
         self._session.close()
 

@@ -20,7 +20,6 @@ from mooring.durable import sync_tree
 from mooring.errors import MooringError
 from mooring.gate import Ask
 from mooring.job import PATIENCE_SECONDS, WRITE_SECONDS
-from mooring.leaving import leave
 from mooring.records import Kind, Record, RecordedFile, damage, read_records, remove_record, write_record
 from mooring.session import Begun, Session
 from mooring.settings import read_settings
@@ -172,13 +171,13 @@ class FrameworkRun:
 
     def leave(self) -> NoReturn:
         """After a just-in-time save: wait for what is still being written, part from the other ranks, exit with 143."""
-        self._session.stopping = True
         self._shut()
-        leave()
+        self._session.leave()
 
     def close(self) -> None:
         """Training ended by itself: wait for what is still being written, and give SIGTERM back; idempotent."""
         self._shut()
+        self._session.close()
 
     def _shut(self) -> None:
         for thread in self._outstanding:
@@ -186,7 +185,6 @@ class FrameworkRun:
         if self._begun is not None:
             self._session.abort(self._begun)
             self._begun = None
-        self._session.close()
         atexit.unregister(self.close)
         if FrameworkRun._current is self:
             FrameworkRun._current = None

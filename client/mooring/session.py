@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Final
+from typing import Final, NoReturn
 
 from mooring.agent import Agent
 from mooring.errors import ErrorKind, VolumeError
@@ -49,13 +49,17 @@ class Begun:
 
 
 class Session:
-    """`stopping`: the just-in-time save is made. Raises VolumeError. SIGTERM belongs to it until `close`."""
+    """`stopping`: the just-in-time save is made. Raises VolumeError.
+
+    SIGTERM belongs to it until `close`, and after `leave` as long as the process lives.
+    """
 
     def __init__(self, settings: Settings, *, alone: bool = False) -> None:
         self.settings = settings
         self.records = settings.state_directory / names.RECORDS_DIRECTORY
         self.stopping = False
         self._alone = alone
+        self._left = False
         self._counter = 0
         self._team: Team | None = None
         self._agent_knows_notice = False
@@ -196,20 +200,27 @@ class Session:
         self._sigterm.take_again()
 
     def close(self) -> None:
-        """Training is over: tell what is untold and let go of SIGTERM; idempotent."""
+        """Training is over: tell what is untold and let go of SIGTERM; idempotent, and nothing on the way out."""
+        if not self._left:
+            self._end()
+            self._sigterm.close()
+
+    def leave(self) -> NoReturn:
+        """After a just-in-time save: the same, but that SIGTERM does nothing from now on. Raises SystemExit(143)."""
+        if not self._left:
+            self.stopping = True
+            self._end()
+            self._left = True
+            self._sigterm.hold()
+        leave()
+
+    def _end(self) -> None:
         self.tell_notice()
         self.announce_missed()
         if self.stopping:
             self.team.job.part()
         if self._team is not None:
             self._team.gate.close()
-        self._sigterm.close()
-
-    def leave(self) -> None:
-        """Close, and after a just-in-time save go: raises SystemExit(143)."""
-        self.close()
-        if self.stopping:
-            leave()
 
     def _announce(self, record: Record, path: Path, *, urgent: bool) -> bool:
         announced = self.agent.announce(

@@ -67,6 +67,9 @@ def make_checkpointer(volume: Path) -> Iterator[Callable[..., Checkpointer]]:
     yield make
     for checkpointer in reversed(made):
         checkpointer.close()
+        if checkpointer._session._sigterm.held:
+            # It has left, in a process that stays.
+            checkpointer._session._sigterm.close()
     assert signal.getsignal(signal.SIGTERM) == before
 
 

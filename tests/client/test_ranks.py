@@ -2,16 +2,19 @@
 
 import json
 import os
+import re
 from pathlib import Path
 
 import pytest
 from tests.client.agent_server import AgentServer, serving
 from tests.client.ranks.job import Rank, job, notify
+from tests.torch_loop.torchrun import torchrun
 
 from mooring_api import doorbell, names
 from mooring_api.v1 import agent_pb2
 
 ENOUGH_STEPS = 900
+LINGERING = Path(__file__).with_name("ranks") / "lingering.py"
 
 # A line of a rank may take as long as torch to import, and some tests start two jobs.
 pytestmark = pytest.mark.timeout(400)
@@ -184,6 +187,13 @@ def test_rank_0_may_save_for_all(tmp_path: Path, volume: Path) -> None:
             rank.go(3)
         assert [rank.exit_code() for rank in ranks] == [0, 0]
     assert record_of(volume, "checkpoint-3")["world_size"] == 1
+
+
+@pytest.mark.parametrize("saver", ["checkpointer", "framework"])
+def test_a_rank_that_torchrun_signals_on_its_way_out_ends_with_the_same_code(tmp_path: Path, saver: str) -> None:
+    ended = torchrun(LINGERING, saver, directory=tmp_path)
+    assert ended.lines("started") == ["-15"], ended.output
+    assert re.findall(r"exitcode +: (-?\d+)", ended.output) == [str(names.JUST_IN_TIME_EXIT_CODE)] * 2, ended.output
 
 
 @pytest.mark.parametrize("noticed_in", ["step 3", "tick 4 2"])

@@ -50,6 +50,59 @@ def test_sigterm_saves_at_that_very_step_and_leaves_with_143(start_trainer: Star
     assert again.line() == "begin 4"
 
 
+LEAVING = """
+import atexit, os, signal, subprocess, sys
+import mooring
+from mooring.framework_run import FrameworkRun
+
+class TheVeryEnd:
+    # The interpreter has no handlers any more when it comes to what __main__ holds.
+    def __del__(self, kill=os.kill, process=os.getpid(), number=signal.SIGTERM):
+        kill(process, number)
+
+def sigterm():
+    os.kill(os.getpid(), signal.SIGTERM)
+
+def at_exit():
+    sigterm()
+    forked = os.fork()
+    if not forked:
+        sigterm()
+        os._exit(0)
+    print("forked", -os.WTERMSIG(os.waitpid(forked, 0)[1]))
+    print("started", subprocess.run(["sh", "-c", "kill -TERM $$"]).returncode, flush=True)
+
+the_very_end = TheVeryEnd()
+if sys.argv[1] == "checkpointer":
+    saver = mooring.Checkpointer()
+    leave = saver.finish
+    sigterm()
+    assert saver.should_save(1)
+    with saver.save(1) as directory:
+        (directory / "state").touch()
+else:
+    saver = FrameworkRun.current()
+    leave = saver.leave
+atexit.register(at_exit)
+# As a framework does that gives back what it found.
+signal.signal(signal.SIGTERM, lambda *_: sys.exit("by a framework's handler"))
+try:
+    leave()
+finally:
+    sigterm()
+    saver.close()
+    sigterm()
+"""
+
+
+@pytest.mark.parametrize("saver", ["checkpointer", "framework"])
+def test_on_the_way_out_a_further_sigterm_changes_nothing_and_children_obey_it(tmp_path: Path, saver: str) -> None:
+    ended = run("-c", LEAVING, saver, directory=tmp_path)
+    assert ended.returncode == names.JUST_IN_TIME_EXIT_CODE, ended.stderr
+    assert ended.stdout.splitlines() == ["forked -15", "started -15"], ended.stderr
+    assert "Traceback" not in ended.stderr
+
+
 def test_the_agent_hears_of_sigterm_and_of_the_just_in_time_checkpoint(
     start_trainer: Start, agent: AgentServer
 ) -> None:

@@ -1,10 +1,29 @@
 """What the tests of the integrations share."""
 
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import pytest
 from tests.client.conftest import WAIT_SECONDS, set_deadlines
+
+from mooring.gate.sigterm import Sigterm
+from mooring_api import names
 
 
 @pytest.fixture(autouse=True)
 def _an_answer_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     """An agent that answers is never away, however slow the machine."""
     set_deadlines(monkeypatch, WAIT_SECONDS, WAIT_SECONDS)
+
+
+@contextmanager
+def leaving() -> Iterator[None]:
+    """What is done inside leaves after a just-in-time save: its process would end, and this one stays."""
+    with pytest.raises(SystemExit) as left:
+        yield
+    assert left.value.code == names.JUST_IN_TIME_EXIT_CODE
+    sigterm = getattr(signal.getsignal(signal.SIGTERM), "__self__", None)
+    assert isinstance(sigterm, Sigterm)
+    assert sigterm.held, "a further SIGTERM would end it in another way"
+    sigterm.close()

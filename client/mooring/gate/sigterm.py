@@ -1,9 +1,11 @@
 """SIGTERM as a source of a termination notice.
 
 A Python signal handler does not run while the main thread is inside C++ (a collective may keep it there for seconds),
-so the C level's wake-up descriptor tells the gate's thread too. Owns the process's SIGTERM handler until `close`.
+so the C level's wake-up descriptor tells the gate's thread too. Owns the process's SIGTERM handler until `close`, or to
+the end of the process.
 """
 
+import atexit
 import functools
 import logging
 import os
@@ -23,6 +25,8 @@ class Sigterm:
 
     def __init__(self) -> None:
         self.received = False
+        self.held = False
+        """Nobody wants to hear of it any more."""
         self._previous: Any = None
         self._installed = False
         self._wake_reader: socket.socket | None = None
@@ -75,12 +79,22 @@ class Sigterm:
                 # Full or closed: it does not sleep then.
                 return
 
+    def hold(self) -> None:
+        """Let SIGTERM do nothing, until the process is gone: the first rank's exit makes torchrun signal the others."""
+        if threading.current_thread() is threading.main_thread():
+            self._sleep_no_more()
+            self.held = True
+            # A framework's handler, too, would end this process in another way.
+            self.take_again()
+
     def close(self) -> None:
         """Give SIGTERM back; idempotent. Somebody who took it after us keeps it."""
         if threading.current_thread() is threading.main_thread():
             self._restore()
 
     def _handle(self, signal_number: int, frame: FrameType | None) -> None:
+        if self.held:
+            return
         self.received = True
         self.wake()
         if callable(self._previous):
@@ -91,16 +105,20 @@ class Sigterm:
                 return
 
     def _restore(self) -> None:
-        if self._wake_writer is not None and self._wake_reader is not None:
-            current = signal.set_wakeup_fd(-1)
-            if current not in (-1, self._wake_writer.fileno()):
-                signal.set_wakeup_fd(current)
-            self._wake_reader.close()
-            self._wake_writer.close()
-            self._wake_reader = self._wake_writer = None
+        self._sleep_no_more()
         if self._installed and signal.getsignal(signal.SIGTERM) == self._handle:
             signal.signal(signal.SIGTERM, signal.SIG_DFL if self._previous is None else self._previous)
         self._installed = False
+
+    def _sleep_no_more(self) -> None:
+        if self._wake_writer is None or self._wake_reader is None:
+            return
+        current = signal.set_wakeup_fd(-1)
+        if current not in (-1, self._wake_writer.fileno()):
+            signal.set_wakeup_fd(current)
+        self._wake_reader.close()
+        self._wake_writer.close()
+        self._wake_reader = self._wake_writer = None
 
 
 def _restore_in_child(reference: "weakref.ref[Sigterm]") -> None:
@@ -108,3 +126,12 @@ def _restore_in_child(reference: "weakref.ref[Sigterm]") -> None:
     if sigterm is not None:
         # Also the descriptor: a byte that the child's signals write there would tell the parent of a SIGTERM.
         sigterm._restore()
+
+
+@atexit.register
+def _hold_to_the_end() -> None:
+    # The interpreter's end resets a handler that is a Python function, and torch's own end takes long after that. What
+    # is ignored stays so, also in a program that is started now: so this is registered early, to be called late.
+    sigterm = getattr(signal.getsignal(signal.SIGTERM), "__self__", None)
+    if isinstance(sigterm, Sigterm) and sigterm.held:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
