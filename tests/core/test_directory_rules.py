@@ -98,24 +98,33 @@ def test_hugging_face_of_one_rank_needs_state_and_rng() -> None:
 def test_hugging_face_waits_for_the_rng_state_of_every_rank() -> None:
     rngs = [_file(f"rng_state_{rank}.pth", Proof.WHOLE) for rank in range(4)]
     assert "rng_state_3.pth" in _judge_when_quiet(_directory(*HUGGING_FACE, *rngs[:3]), world_size=4).reason
-    verdict = _judge_when_quiet(_directory(*HUGGING_FACE, *rngs), world_size=4)
-    assert verdict.complete
-    assert verdict.ranks == 4
+    assert _judge_when_quiet(_directory(*HUGGING_FACE, *rngs), world_size=4).complete
 
 
 def test_what_is_numbered_by_rank_is_not_complete_while_nobody_knows_how_many_there_are() -> None:
     rngs = [_file(f"rng_state_{rank}.pth", Proof.WHOLE) for rank in range(2)]
     for files in ((*HUGGING_FACE, *rngs), ACCELERATE, _deepspeed(2)):
         verdict = _judge_when_quiet(_directory(*files))
+        assert "set world_size" in verdict.reason
         assert "announce it" in verdict.reason
-        assert verdict.ranks == 2
 
 
-def test_a_series_is_what_differs_in_its_numbers_alone() -> None:
-    names = ["checkpoint-60", "checkpoint-700", "other-60", "checkpoint_60"]
-    series = [_look(_directory(name=name), None).series for name in names]
-    assert series[0] == series[1]
-    assert len(set(series)) == 3
+def test_what_is_of_more_ranks_than_was_said_is_not_complete() -> None:
+    rngs = [_file(f"rng_state_{rank}.pth", Proof.WHOLE) for rank in range(3)]
+    third = _file("random_states_2.pkl", Proof.WHOLE)
+    for files in ((*HUGGING_FACE, *rngs), (*ACCELERATE, third), _deepspeed(3)):
+        reason = _judge_when_quiet(_directory(*files), world_size=2).reason
+        assert reason.startswith("it is of 3 ranks, and world_size says 2")
+
+
+def test_deepspeed_of_one_pod_is_not_complete_whichever_it_is() -> None:
+    """Each pod has the states of its ranks alone."""
+    of_four = _deepspeed(4)
+    first, second = (*of_four[0:2], *of_four[4:6]), (*of_four[2:4], *of_four[6:8])
+    assert "2 of 4 ranks" in _judge_when_quiet(_directory(*first), world_size=4).reason
+    assert "2 of 4 ranks" in _judge_when_quiet(_directory(*second), world_size=4).reason
+    assert "of 4 ranks" in _judge_when_quiet(_directory(*second), world_size=2).reason
+    assert _judge_when_quiet(_directory(*of_four), world_size=4).complete
 
 
 ACCELERATE = (

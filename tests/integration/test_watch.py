@@ -173,8 +173,8 @@ def test_no_name_in_the_watched_directory_ends_the_agent_or_hides_another(tmp_pa
         assert not agent.log("sense.failed")
         assert len(agent.log("watch.refused")) == 1
     assert sorted(path.name for path in store.iterdir() if path.name != ".mooring") == [
-        "ckpt-18446744073709551616",
-        "ckpt-7",
+        "ckpt-18446744073709551616.pt",
+        "ckpt-7.pt",
     ]
 
 

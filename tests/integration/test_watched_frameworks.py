@@ -192,16 +192,26 @@ def write_deepspeed(folder: Path, ranks: int, *, of: int = 2) -> None:
 
 
 def test_deepspeed(rclone_bucket: Bucket, tmp_path: Path) -> None:
-    with watching(rclone_bucket, tmp_path) as agent:
+    with watching(rclone_bucket, tmp_path, world_size=2) as agent:
         write_deepspeed(agent.checkpoints / "global_step10", 2)
-        # It may be one of three ranks, of which one was killed.
-        expect_never(agent, "global_step10", "how many ranks")
         write_deepspeed(agent.checkpoints / "global_step20", 1)
-        wait_until(lambda: bool(said_incomplete(agent, "global_step20")), _COMMIT_SECONDS, "it was judged")
+        expect_never(agent, "global_step20", "1 of 2 ranks")
         write_deepspeed(agent.checkpoints / "global_step20", 2)
-        # Two alike.
         expect(agent, "global_step10", "global_step20")
-        original = tree(agent.checkpoints / "global_step20")
-        write_deepspeed(agent.checkpoints / "global_step30", 1)
-        expect_never(agent, "global_step30", "1 of 2 ranks")
-        restores(rclone_bucket, tmp_path, original)
+        restores(rclone_bucket, tmp_path, tree(agent.checkpoints / "global_step20"))
+
+
+def test_one_pods_part_of_a_checkpoint_is_never_committed(rclone_bucket: Bucket, tmp_path: Path) -> None:
+    """Each pod has a volume of its own, and what it shows is the same each time: two ranks, of four."""
+    with watching(rclone_bucket, tmp_path) as agent:
+        for step in (10, 20):
+            write_deepspeed(agent.checkpoints / f"global_step{step}", 2)
+            folder = agent.checkpoints / f"checkpoint-{step}"
+            folder.mkdir()
+            for rank in range(2):
+                torch.save({}, folder / f"random_states_{rank}.pkl")
+        for name in ("global_step10", "global_step20", "checkpoint-10", "checkpoint-20"):
+            expect_never(agent, name, "set world_size")
+        # It has looked at all of them again.
+        torch.save({}, agent.checkpoints / "model-30.pt")
+        expect(agent, "model-30.pt")

@@ -1,7 +1,8 @@
 """What a framework's checkpoint directory must hold before it is whole, by the names and proofs of its files.
 
 Owns the rules of each layout. Knows nothing of time: that nothing moves any more is `directory_rules`' affair.
-Invariant: a layout that does not show its end is never complete.
+Invariants: a layout that does not show its end is never complete; nor is one of numbered ranks as long as nobody has
+said how many they are, for those that this volume shows may be one pod's.
 
 Orbax           `N.orbax-checkpoint-tmp` was renamed to `N`
 DCP             `.metadata` is no older than any `.distcp` beside it
@@ -22,13 +23,14 @@ _ORBAX_TEMPORARY: Final = ".orbax-checkpoint-tmp"
 _ORBAX_FILES: Final = frozenset({"_CHECKPOINT_METADATA", "_METADATA", "manifest.ocdbt"})
 _DCP_METADATA: Final = ".metadata"
 _TRAINER_STATE: Final = "trainer_state.json"
-_HUGGING_FACE_RANK: Final = re.compile(r"rng_state(_\d+)?\.pth")
-_ACCELERATE_RANK: Final = re.compile(r"random_states_\d+\.pkl")
+_HUGGING_FACE_RANK: Final = re.compile(r"rng_state(?:_(\d+))?\.pth")
+_ACCELERATE_RANK: Final = re.compile(r"random_states_(\d+)\.pkl")
 _DEEPSPEED_RANK: Final = re.compile(r"(?:[a-z0-9]+_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_optim_states\.pt")
 _DEEPSPEED_MODEL: Final = re.compile(r"[^/]*_model_states\.pt")
 _RANK_FILES: Final = (_HUGGING_FACE_RANK, _ACCELERATE_RANK, _DEEPSPEED_RANK)
-_UNKNOWN_WORLD: Final = (
-    "it is not known how many ranks write it, and no second one shows the same number: set world_size, or announce it"
+UNKNOWN_WORLD: Final = (
+    "it is not known how many ranks write it, and these may be one pod's: set world_size to all of the job's, "
+    "or announce it"
 )
 
 
@@ -64,7 +66,7 @@ def missing(snapshot: DirectorySnapshot, world_size: int) -> str:
     if _TRAINER_STATE in paths or _any_is(_HUGGING_FACE_RANK, paths):
         return _missing_in_hugging_face(snapshot, paths, world_size)
     if _any_is(_ACCELERATE_RANK, paths):
-        return _missing_rank(paths, "random_states_{}.pkl", world_size)
+        return _missing_rank(paths, _ACCELERATE_RANK, "random_states_{}.pkl", world_size)
     if _any_is(_DEEPSPEED_RANK, paths) or _any_is(_DEEPSPEED_MODEL, paths):
         return _missing_in_deepspeed(paths, world_size)
     if "" in folders or any(path.rpartition("/")[2] in _ORBAX_FILES for path in paths):
@@ -91,9 +93,9 @@ def _missing_in_hugging_face(snapshot: DirectorySnapshot, paths: Collection[str]
     # So it is called by one process, and numbered by several.
     if "rng_state.pth" in paths and "rng_state_0.pth" not in paths:
         return ""
-    if world_size == 1:
+    if world_size == 1 or (world_size == 0 and not _any_is(_HUGGING_FACE_RANK, paths)):
         return "rng_state.pth is not written yet"
-    return _missing_rank(paths, "rng_state_{}.pth", world_size)
+    return _missing_rank(paths, _HUGGING_FACE_RANK, "rng_state_{}.pth", world_size)
 
 
 def _missing_in_deepspeed(paths: Collection[str], world_size: int) -> str:
@@ -102,20 +104,28 @@ def _missing_in_deepspeed(paths: Collection[str], world_size: int) -> str:
     if not places:
         return "no ZeRO optimizer state is written yet; without ZeRO its layout does not show its end: announce it"
     if world_size == 0:
-        return _UNKNOWN_WORLD
+        return UNKNOWN_WORLD
+    shown = (1 + max(data for data, _ in places)) * (1 + max(model for _, model in places))
+    if shown > world_size:
+        return _too_many(shown, world_size)
     if len(places) < world_size:
         return f"{len(places)} of {world_size} ranks have written their optimizer states"
-    data_ranks, model_ranks = {data for data, _ in places}, {model for _, model in places}
-    whole = len(places) == len(data_ranks) * len(model_ranks)
-    return "" if whole else "some ranks have not written their optimizer states"
+    return ""
 
 
-def _missing_rank(paths: Collection[str], name: str, world_size: int) -> str:
+def _missing_rank(paths: Collection[str], pattern: re.Pattern[str], name: str, world_size: int) -> str:
     if world_size == 0:
-        return _UNKNOWN_WORLD
+        return UNKNOWN_WORLD
+    shown = max((1 + int(found[1]) for path in paths if (found := pattern.fullmatch(path)) and found[1]), default=0)
+    if shown > world_size:
+        return _too_many(shown, world_size)
     wanted = (name.format(rank) for rank in range(world_size))
     absent = next((path for path in wanted if path not in paths), "")
     return f"{absent} is not written yet" if absent else ""
+
+
+def _too_many(shown: int, world_size: int) -> str:
+    return f"it is of {shown} ranks, and world_size says {world_size}: set it to all of the job's, or announce it"
 
 
 def _any_is(pattern: re.Pattern[str], paths: Collection[str]) -> bool:

@@ -33,19 +33,13 @@ class Observation:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Verdict:
-    """`reason` says why a candidate is not complete; `step` is None when its name has no number.
-
-    `ranks` is how many ranks the checkpoint shows, 0 where its layout does not show them. `series`: candidates of one
-    series differ in the numbers in their names alone.
-    """
+    """`reason` says why a candidate is not complete; `step` is None when its name has no number."""
 
     complete: bool
     quiet: bool
     name: str
     step: int | None
-    series: str
     reason: str
-    ranks: int
     observation: Observation
 
 
@@ -73,9 +67,7 @@ def judge(
         quiet=quiet,
         name=checkpoint_name(snapshot.name),
         step=step_of(snapshot.name),
-        series=re.sub(r"[0-9]+", "#", _without_suffix(snapshot.name)),
         reason=reason,
-        ranks=len(of_ranks),
         observation=Observation(
             signature=signature,
             unchanged_since=since,

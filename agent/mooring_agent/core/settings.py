@@ -105,7 +105,7 @@ class Settings:
         bool, "Find checkpoints of programs that never call the agent, by watching the checkpoint directory."
     ] = True
     world_size: Annotated[
-        int, "Ranks that write together what the watch finds; 0: as many as two checkpoints in it show alike."
+        int, "Ranks that write together what the watch finds; 0: unknown, and what numbers its ranks is left alone."
     ] = 0
     http_address: Annotated[str, "host:port for /metrics, /healthz and /readyz; empty: none."] = ""
     log_format: Annotated[str, "json or console."] = "json"
