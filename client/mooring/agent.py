@@ -79,7 +79,8 @@ class Agent:
         except AgentError as error:
             self._failed(error)
             return False
-        self._answered()
+        # It may be another agent than before, and a rank that leads no pod speaks to it here alone.
+        self._register(self._channel)
         return True
 
     def abort_save(self, save: str) -> None:

@@ -2,7 +2,7 @@
 
 Owns the way from a framework's checkpoint directory (or file) to the agent, and the one run of this process. Must not
 know any framework, and never writes into a checkpoint: Hugging Face rotates by modification time. Raises SystemExit by
-`leave`, and else nothing.
+`leave` and `newest`, and else nothing.
 """
 
 import atexit
@@ -158,7 +158,7 @@ class FrameworkRun:
             return False
 
     def newest(self) -> Path | None:
-        """The checkpoint to resume from, the same on all ranks; None to begin afresh."""
+        """The checkpoint to resume from, the same on all ranks; None to begin afresh. Leaves a pod that is ending."""
         try:
             chosen = self._session.choose(self._whole())
         except MooringError as error:
@@ -221,6 +221,7 @@ class FrameworkRun:
             saved_at=time.time(),
             files=(),
             directory=self._directory(path),
+            ranks=team.job.ranks.pod,
         )
         recorded: Record | None = record
         if team.leads_pod:

@@ -47,8 +47,7 @@ def meet(store: RankStore, volume: str, *, seconds: float = MEET_SECONDS) -> Met
                 nonce = answer["nonce"]
                 store.publish(f"heard/{store.ranks.rank}", nonce)
             if store.read("met") == nonce:
-                ranks = replace(store.ranks, local_world_size=answer["local_world_size"], leads_pod=answer["leads_pod"])
-                return Met(nonce=nonce, ranks=ranks)
+                return Met(nonce=nonce, ranks=replace(store.ranks, pod=tuple(answer["pod"])))
         time.sleep(store.look_seconds)
     raise StoreLostError(f"not all {store.ranks.world_size} ranks came within {seconds:.0f} s")
 
@@ -75,13 +74,7 @@ class _Host:
             self._store.publish("met", self._nonce)
 
     def _answers(self, hellos: Sequence[tuple[str, str]]) -> Sequence[dict[str, Any]]:
-        volumes = [volume for _, volume in hellos]
-        return [
-            {
-                "word": word,
-                "nonce": self._nonce,
-                "local_world_size": volumes.count(volume),
-                "leads_pod": volumes.index(volume) == rank,
-            }
-            for rank, (word, volume) in enumerate(hellos)
-        ]
+        pods: dict[str, list[int]] = {}
+        for rank, (_, volume) in enumerate(hellos):
+            pods.setdefault(volume, []).append(rank)
+        return [{"word": word, "nonce": self._nonce, "pod": pods[volume]} for word, volume in hellos]

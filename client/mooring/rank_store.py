@@ -34,16 +34,24 @@ class KeyStore(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ranks:
-    """This process among all of the job, and among those that share its volume: its pod.
+    """This process among all of the job, and among those that share its volume.
 
-    `leads_pod`: names, records and rotation in the volume are this rank's business.
+    `pod`: the ranks that do, itself among them, in order; empty when it is alone.
     """
 
     rank: int = 0
     world_size: int = 1
     local_rank: int = 0
-    local_world_size: int = 1
-    leads_pod: bool = True
+    pod: tuple[int, ...] = ()
+
+    @property
+    def local_world_size(self) -> int:
+        return len(self.pod) or 1
+
+    @property
+    def leads_pod(self) -> bool:
+        """Names, records and rotation in the volume are this rank's business."""
+        return not self.pod or self.rank == self.pod[0]
 
 
 class RankStore:

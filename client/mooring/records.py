@@ -42,7 +42,8 @@ class Record:
 
     `committed`: it came from the destination. `announced`: an agent has it. With neither, an agent that was away takes
     it up by this record. `directory`: where a framework wrote it, relative to the volume; None when it lies in the
-    checkpoint directory and is ours to delete.
+    checkpoint directory and is ours to delete. `ranks`: whose parts are in it, which are all of this pod; empty where
+    nobody says, as in older records and those of what was restored.
     """
 
     name: str
@@ -55,6 +56,7 @@ class Record:
     committed: bool = False
     announced: bool = False
     directory: str | None = None
+    ranks: tuple[int, ...] = ()
 
     @property
     def order(self) -> tuple[int, float]:
@@ -98,7 +100,11 @@ def remove_record(directory: Path, name: str) -> None:
 
 
 def damage(record: Record, checkpoint: Path) -> str | None:
-    """Why the directory is not what was recorded, in words; None if it is."""
+    """Why the directory is not what was recorded, in words; None if it is.
+
+    By the sizes alone. The agent, which only uploads by a record, looks at the times too; here one that is newer for an
+    innocent reason, as of a volume that was copied or a file that a framework touched, would cost the resume.
+    """
     for file in record.files:
         try:
             size_bytes = (checkpoint / file.path).stat().st_size
@@ -125,6 +131,8 @@ def _encode(record: Record) -> bytes:
         value["announced"] = True
     if record.directory is not None:
         value["directory"] = record.directory
+    if record.ranks:
+        value["ranks"] = list(record.ranks)
     # In ASCII, which has an escape for a file name that is not UTF-8.
     return json.dumps(value).encode() + b"\n"
 
@@ -143,6 +151,7 @@ def _decode(path: Path) -> Record:
         committed=bool(value.get("committed", False)),
         announced=bool(value.get("announced", False)),
         directory=None if directory is None else str(directory),
+        ranks=tuple(int(rank) for rank in value.get("ranks", ())),
     )
     # The name becomes a path that rotation may delete.
     if f"{record.name}{_SUFFIX}" != path.name:

@@ -74,6 +74,7 @@ class Saving:
             world_size=team.job.ranks.world_size,
             saved_at=time.time(),
             files=files,
+            ranks=team.job.ranks.pod,
         )
         announced = self._keep(record)
         _log.info("saved: name=%s kind=%s save=%s announced=%s", record.name, record.kind, record.save, announced)

@@ -1,9 +1,11 @@
 """Which of a client's checkpoints no agent has, by the records that the real client writes."""
 
 import os
+import time
 from pathlib import Path
 
 import pytest
+from structlog.testing import capture_logs
 
 from mooring.records import Kind, Record, RecordedFile, write_record
 from mooring_agent.adapters.unannounced import speaks_for, unannounced
@@ -19,12 +21,12 @@ def keep(
     announced: bool = False,
     committed: bool = False,
     directory: str | None = None,
+    ranks: tuple[int, ...] = (),
 ) -> None:
-    """A checkpoint with its record, whole if `size_bytes` is 3."""
+    """A checkpoint with its record, whole if `size_bytes` is 3. `saved_at` is by another clock than the volume's."""
     folder = volume / (directory or CHECKPOINT_DIRECTORY) / f"checkpoint-{step}"
     folder.mkdir(parents=True)
     (folder / "state").write_bytes(bytes(3))
-    os.utime(folder / "state", (saved_at, saved_at))
     record = Record(
         name=folder.name,
         step=step,
@@ -36,6 +38,7 @@ def keep(
         announced=announced,
         committed=committed,
         directory=directory,
+        ranks=ranks,
     )
     write_record(volume / STATE_DIRECTORY / RECORDS_DIRECTORY, record)
 
@@ -89,7 +92,6 @@ def test_what_a_framework_wrote_elsewhere_is_found_where_it_lies(tmp_path: Path)
 def test_a_checkpoint_that_is_one_file_is_whole_when_that_file_is(tmp_path: Path) -> None:
     checkpoint = tmp_path / "step=7.ckpt"
     checkpoint.write_bytes(bytes(3))
-    os.utime(checkpoint, (1.0, 1.0))
     record = Record(
         name="step=7.ckpt",
         step=7,
@@ -103,16 +105,36 @@ def test_a_checkpoint_that_is_one_file_is_whole_when_that_file_is(tmp_path: Path
     write_record(tmp_path / STATE_DIRECTORY / RECORDS_DIRECTORY, record)
     assert steps(tmp_path) == [7]
     checkpoint.write_bytes(bytes(2))
-    os.utime(checkpoint, (1.0, 1.0))
     assert steps(tmp_path) == []
 
 
-def test_what_was_written_to_after_it_was_recorded_is_left_out(tmp_path: Path) -> None:
-    keep(tmp_path, 100, saved_at=1.0)
-    keep(tmp_path, 200, saved_at=2.0)
-    # The next save has begun in the same place, and its program was killed.
-    (tmp_path / CHECKPOINT_DIRECTORY / "checkpoint-200" / "state").write_bytes(bytes(3))
+@pytest.mark.parametrize("hours", [-5, 5])
+def test_a_client_whose_clock_is_not_the_volumes_has_its_checkpoint_found(tmp_path: Path, hours: int) -> None:
+    keep(tmp_path, 100, saved_at=time.time() + 3600 * hours)
     assert steps(tmp_path) == [100]
+
+
+def test_what_was_written_to_after_it_was_recorded_is_left_out_with_the_reason(tmp_path: Path) -> None:
+    keep(tmp_path, 100, saved_at=1.0)
+    # By the client's clock it is older than that.
+    keep(tmp_path, 200, saved_at=time.time() + 3600)
+    # The next save has begun in the same place, and its program was killed.
+    state = tmp_path / CHECKPOINT_DIRECTORY / "checkpoint-200" / "state"
+    recorded = (tmp_path / STATE_DIRECTORY / RECORDS_DIRECTORY / "checkpoint-200.json").stat()
+    os.utime(state, ns=(recorded.st_mtime_ns + 1, recorded.st_mtime_ns + 1))
+    with capture_logs() as log:
+        assert steps(tmp_path) == [100]
+    (dropped,) = log
+    assert (dropped["event"], dropped["log_level"]) == ("rescue.dropped", "warning")
+    assert dropped["path"] == str(state.parent)
+    assert dropped["reason"] == "state was written to after it was recorded"
+
+
+def test_a_record_says_whose_parts_it_has_or_nothing(tmp_path: Path) -> None:
+    keep(tmp_path, 100, saved_at=1.0, ranks=(2, 3))
+    keep(tmp_path, 200, saved_at=2.0)
+    found = unannounced(tmp_path, tmp_path / CHECKPOINT_DIRECTORY, known=())
+    assert [one.ranks for one in found] == [(2, 3), ()]
 
 
 def test_a_record_speaks_for_the_path_it_is_about_and_for_no_other_of_that_name(tmp_path: Path) -> None:

@@ -21,7 +21,8 @@ from mooring import Checkpointer, channel
 from mooring.agent import RETRY_SECONDS
 from mooring.channel import ANNOUNCE_SECONDS, CALL_SECONDS
 from mooring.errors import AgentError
-from mooring.records import read_records
+from mooring.rank_store import Ranks
+from mooring.records import Kind, read_records
 from mooring_api import doorbell, names
 from mooring_api.v1 import agent_pb2
 
@@ -223,6 +224,18 @@ def test_an_agent_that_comes_later_gets_to_know_the_process_and_the_last_checkpo
         assert [method for method, _ in agent.calls] == ["Register", "BeginSave", *["AnnounceCheckpoint"] * 2]
         assert [request.step for request in agent.requests("AnnounceCheckpoint")] == [1, 2]
     assert "agent back" in caplog.messages
+
+
+def test_a_rank_that_only_announces_makes_itself_known_to_an_agent_that_came_back(volume: Path) -> None:
+    socket, ranks = volume / names.STATE_DIRECTORY / names.SOCKET, Ranks(rank=1, world_size=2, pod=(0, 1))
+    client = mooring.agent.Agent(socket, ranks=ranks, holds_liveness_lock=True)
+    with serving(socket, AgentServer()) as agent:
+        for step in (1, 2):
+            assert client.announce(
+                path=volume / "a", step=step, kind=Kind.PERIODIC, save=str(step), ranks=ranks, urgent=False
+            )
+        assert sorted(method for method, _ in agent.calls) == ["AnnounceCheckpoint"] * 2 + ["Register"]
+        assert [(one.rank, one.world_size) for one in agent.requests("Register")] == [(1, 2)]
 
 
 def test_a_checkpoint_that_was_not_announced_is_announced_at_a_step_when_the_agent_is_back(
@@ -479,7 +492,7 @@ def test_a_notice_that_an_absent_agent_missed_is_told_to_the_next_one(
     assert len(warnings(caplog)) == 1
     with serving(path, AgentServer()) as back, pytest.raises(SystemExit):
         checkpointer.finish()
-    assert [method for method, _ in back.calls] == ["NotifyTermination", "AnnounceCheckpoint"]
+    assert [method for method, _ in back.calls] == ["NotifyTermination", "AnnounceCheckpoint", "Register"]
 
 
 def test_the_agent_is_told_once_of_our_own_sigterm(agent: AgentServer, make_checkpointer: Make) -> None:
@@ -491,6 +504,28 @@ def test_the_agent_is_told_once_of_our_own_sigterm(agent: AgentServer, make_chec
     (notice,) = agent.requests("NotifyTermination")
     assert (notice.source, notice.grace_seconds) == ("client-sigterm", 0.0)
     assert [method for method, _ in agent.calls] == ["Register", "NotifyTermination", "BeginSave", "AnnounceCheckpoint"]
+
+
+def test_started_in_a_pod_that_ends_it_leaves_before_the_first_step(
+    agent: AgentServer, make_checkpointer: Make
+) -> None:
+    agent.terminating = True
+    checkpointer = make_checkpointer()
+    with pytest.raises(SystemExit) as left:
+        checkpointer.resume()
+    assert left.value.code == names.JUST_IN_TIME_EXIT_CODE
+    assert [method for method, _ in agent.calls] == ["Register"]
+
+
+def test_what_was_trained_is_saved_though_it_resumes_again_in_a_pod_that_ends(
+    agent: AgentServer, make_checkpointer: Make
+) -> None:
+    checkpointer = make_checkpointer()
+    save(checkpointer, 1)
+    assert not checkpointer.should_save(2)
+    os.kill(os.getpid(), signal.SIGTERM)
+    assert checkpointer.resume() is not None
+    assert checkpointer.should_save(2)
 
 
 def test_an_agent_that_is_terminating_already_stops_the_first_step(agent: AgentServer, make_checkpointer: Make) -> None:

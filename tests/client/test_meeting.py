@@ -34,6 +34,7 @@ def start(store: KeyStore, volumes: Sequence[str]) -> list[Met]:
 def test_ranks_learn_one_nonce_and_who_shares_their_volume() -> None:
     met = start(distributed.HashStore(), ["a", "b", "a", "b", "c"])
     assert len({one.nonce for one in met}) == 1
+    assert [one.ranks.pod for one in met] == [(0, 2), (1, 3), (0, 2), (1, 3), (4,)]
     assert [one.ranks.local_world_size for one in met] == [2, 2, 2, 2, 1]
     assert [one.ranks.leads_pod for one in met] == [True, True, False, False, True]
 

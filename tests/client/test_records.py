@@ -2,13 +2,21 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from mooring.records import Kind, Record, RecordedFile, read_records, remove_record, write_record
 
 
-def record(step: int, *, saved_at: float = 1.0, committed: bool = False, announced: bool = False) -> Record:
+def record(
+    step: int,
+    *,
+    saved_at: float = 1.0,
+    committed: bool = False,
+    announced: bool = False,
+    ranks: tuple[int, ...] = (),
+) -> Record:
     return Record(
         name=f"checkpoint-{step}",
         step=step,
@@ -19,11 +27,12 @@ def record(step: int, *, saved_at: float = 1.0, committed: bool = False, announc
         files=(RecordedFile(path="deep/ä.pt", size_bytes=3),),
         committed=committed,
         announced=announced,
+        ranks=ranks,
     )
 
 
-@pytest.mark.parametrize("fields", [{}, {"committed": True}, {"announced": True}])
-def test_a_record_reads_back_as_it_was_written(tmp_path: Path, fields: dict[str, bool]) -> None:
+@pytest.mark.parametrize("fields", [{}, {"committed": True}, {"announced": True}, {"ranks": (2, 3)}])
+def test_a_record_reads_back_as_it_was_written(tmp_path: Path, fields: dict[str, Any]) -> None:
     write_record(tmp_path / "records", record(5, **fields))
     assert read_records(tmp_path / "records") == [record(5, **fields)]
     assert [path.name for path in (tmp_path / "records").iterdir()] == ["checkpoint-5.json"]

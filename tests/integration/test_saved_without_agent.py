@@ -8,6 +8,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import pytest
+from tests.client.ranks.job import job
 from tests.harness.agent_process import AgentProcess, wait_until, write_checkpoint
 from tests.harness.run_process import RunProcess
 
@@ -161,6 +163,29 @@ path = checkpointer.resume()
 print("resumes", (path / "state").read_text(), flush=True)
 checkpointer.finish()
 """
+
+
+@pytest.mark.timeout(400)
+def test_what_the_ranks_of_two_pods_saved_without_any_agent_is_committed_once_both_have_one(tmp_path: Path) -> None:
+    pods = [tmp_path / "a", tmp_path / "b"]
+    first, second = (AgentProcess(pod, f"file://{tmp_path}/store") for pod in pods)
+    with first:
+        # Of an attempt in which this pod had all ranks.
+        for number in range(4):
+            first.register(local_rank=number, rank=number, world_size=4)
+        first.kill()
+        with job("checkpointer", tmp_path, pods, local_world_size=2, EVERY="1", STEPS="1") as ranks:
+            for rank in ranks:
+                rank.go()
+            for rank in ranks:
+                rank.wait_for("done")
+        first.start()
+        wait_until(lambda: bool(first.log("checkpoint.staged")), 60, "the first pod's part is staged")
+        assert committed(first) == []
+        with second:
+            wait_until(lambda: committed(first) + committed(second) != [], 60, "it is committed")
+            assert [line["ranks"] for line in first.log("rescue.found")] == [[0, 1]]
+            assert [line["ranks"] for line in second.log("rescue.found")] == [[2, 3]]
 
 
 def test_what_two_ranks_wrote_to_a_folder_of_their_own_is_committed_for_both_when_the_agent_is_back(

@@ -1,22 +1,29 @@
 """Checkpoints whose client met no agent to announce them to, by its records (`mooring.records` has the format)."""
 
 import json
+import os
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
+import structlog
+
 from mooring_agent.core.model import Kind
 from mooring_api.names import RECORDS_DIRECTORY, STATE_DIRECTORY
 
 _SUFFIX: Final = ".json"
-# Between the clock that stamps files and the client's.
-_CLOCK_DIFFERENCE_SECONDS: Final = 1.0
+
+log = structlog.get_logger("mooring.rescue")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RecordedCheckpoint:
-    """What a record says. `handed_over`: the checkpoint came from the destination, or an agent had it."""
+    """What a record says. `handed_over`: the checkpoint came from the destination, or an agent had it.
+
+    `recorded_ns`: when it was written, by the clock that stamps the checkpoint's files too. `ranks`: whose parts are
+    here; empty where nobody says.
+    """
 
     path: Path
     sizes_bytes: tuple[tuple[str, int], ...]
@@ -25,7 +32,9 @@ class RecordedCheckpoint:
     kind: Kind
     world_size: int
     saved_at: float
+    recorded_ns: int
     handed_over: bool
+    ranks: tuple[int, ...]
 
 
 def unannounced(volume: Path, checkpoint_directory: Path, *, known: Collection[str]) -> Sequence[RecordedCheckpoint]:
@@ -60,7 +69,9 @@ def speaks_for(volume: Path, checkpoint: Path, checkpoint_directory: Path) -> bo
 
 def _read(path: Path, volume: Path, checkpoint_directory: Path) -> RecordedCheckpoint:
     """Raises OSError, ValueError, KeyError or TypeError."""
-    record = json.loads(path.read_bytes())
+    with path.open("rb") as file:
+        recorded_ns = os.fstat(file.fileno()).st_mtime_ns
+        record = json.load(file)
     if not isinstance(record, dict):
         raise TypeError("a record is a JSON object")
     # Where a framework wrote it, relative to the volume.
@@ -73,15 +84,33 @@ def _read(path: Path, volume: Path, checkpoint_directory: Path) -> RecordedCheck
         kind=Kind(record["kind"]),
         world_size=int(record["world_size"]),
         saved_at=float(record["saved_at"]),
+        recorded_ns=recorded_ns,
         handed_over=bool(record.get("committed") or record.get("announced")),
+        ranks=tuple(int(rank) for rank in record.get("ranks", ())),
     )
 
 
 def _is_whole(recorded: RecordedCheckpoint) -> bool:
-    """Whether every file has its size, and was not written to since: a framework may use the same path again."""
+    damage = next((reason for file in recorded.sizes_bytes if (reason := _damage(recorded, *file))), None)
+    if damage is not None:
+        log.warning(
+            "rescue.dropped",
+            path=str(recorded.path),
+            step=recorded.step,
+            reason=damage,
+            hint="no agent had it, and it is not what was saved any more: an older one stays the newest committed",
+        )
+    return damage is None
+
+
+def _damage(recorded: RecordedCheckpoint, file: str, size_bytes: int) -> str | None:
+    """Why a file is not what was recorded: another size, or written since, as a framework may use a path again."""
     try:
-        found = [((recorded.path / path).stat(), size_bytes) for path, size_bytes in recorded.sizes_bytes]
-    except OSError:
-        return False
-    latest = recorded.saved_at + _CLOCK_DIFFERENCE_SECONDS
-    return all(status.st_size == size_bytes and status.st_mtime <= latest for status, size_bytes in found)
+        status = (recorded.path / file).stat()
+    except OSError as error:
+        return f"{file}: {error.strerror}"
+    if status.st_size != size_bytes:
+        return f"{file} has {status.st_size} bytes instead of {size_bytes}"
+    if status.st_mtime_ns > recorded.recorded_ns:
+        return f"{file} was written to after it was recorded"
+    return None

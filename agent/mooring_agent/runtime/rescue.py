@@ -46,7 +46,7 @@ class Rescue:
             log.exception("rescue.failed", hint="this is a bug of the agent: please report it")
 
     async def _announce(self, recorded: RecordedCheckpoint) -> None:
-        ranks = self._local_ranks(recorded.world_size)
+        ranks = recorded.ranks or self._known_ranks(recorded.world_size)
         log.info("rescue.found", path=str(recorded.path), step=recorded.step, save=recorded.save, ranks=ranks)
         for rank in ranks:
             request = agent_pb2.AnnounceCheckpointRequest(
@@ -64,8 +64,8 @@ class Rescue:
             except MooringError as error:
                 log.error("rescue.refused", path=str(recorded.path), rank=rank, error=str(error), hint=error.hint)
 
-    def _local_ranks(self, world_size: int) -> Sequence[int]:
-        """Whose files a recorded checkpoint has; none of several ranks that never said who they are."""
+    def _known_ranks(self, world_size: int) -> Sequence[int]:
+        """Whose files a checkpoint has, by who came to us; none of several ranks that never said who they are."""
         if world_size == 1:
             return [0]
         return sorted(rank for rank in set(self._engine.state.ranks.values()) if rank < world_size)
