@@ -50,6 +50,8 @@ class OneProcess:
             "MASTER_PORT": str(free_port()),
             "GLOO_SOCKET_IFNAME": "lo",
             "OMP_NUM_THREADS": "1",
+            # DeepSpeed alone would load the whole compiler, seconds of it, and nobody compiles.
+            "TORCHDYNAMO_DISABLE": "1",
         }
         done = subprocess.run(
             [sys.executable, str(self.program), *map(str, arguments)],

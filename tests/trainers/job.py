@@ -77,6 +77,8 @@ class Job:
             "HF_HUB_OFFLINE": "1",
             "OMP_NUM_THREADS": "1",
             "PYTHONUNBUFFERED": "1",
+            # DeepSpeed alone would load the whole compiler, seconds of it, and nobody compiles.
+            "TORCHDYNAMO_DISABLE": "1",
             # As the injection sets it from the grace period.
             "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": str(int(END_SECONDS)),
             **(environment or {}),
