@@ -115,15 +115,16 @@ BAD_ANNOUNCEMENTS = {
 }
 
 
-@pytest.mark.parametrize("case", BAD_ANNOUNCEMENTS)
-def test_a_bad_announcement_is_refused_with_a_reason_and_a_hint(agent: AgentProcess, case: str) -> None:
-    make, code, reason = BAD_ANNOUNCEMENTS[case]
-    fields = make(agent)
-    found_code, found_reason, hint = refusal(lambda: agent.announce(step=1, **fields))
-    assert (found_code, found_reason) == (code, reason)
-    assert hint
-    save = agent.announce(good_checkpoint(agent), 7).save
-    assert agent.wait_committed(save).step == 7
+def test_a_bad_announcement_is_refused_with_a_reason_and_a_hint_and_the_next_is_served(agent: AgentProcess) -> None:
+    for step, (case, (make, code, reason)) in enumerate(BAD_ANNOUNCEMENTS.items(), start=7):
+        fields = make(agent)
+        found_code, found_reason, hint = refusal(lambda fields=fields: agent.announce(step=1, **fields))  # type: ignore[misc]
+        assert (found_code, found_reason) == (code, reason), case
+        assert hint, case
+        save = agent.announce(good_checkpoint(agent, step), step).save
+        assert agent.wait_committed(save).step == step, case
+        for used in (agent.checkpoints / "checkpoint-1", agent.volume.parent / "outside"):
+            shutil.rmtree(used, ignore_errors=True)
 
 
 def test_no_other_call_fails_without_a_reason_and_a_hint(agent: AgentProcess) -> None:
