@@ -9,7 +9,10 @@ NODE_MODULES := examples/node/node_modules/.package-lock.json
 PROTOC_VERSION := 1.74.0
 PROTOC := .tools/protoc
 STUBS := proto/mooring_api/v1
-WORKERS ?= 2
+# More than two cores: tests wait for servers, agents and ranks half of their time.
+WORKERS ?= 4
+# A thousand processes of the tests would each compile our modules anew.
+unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: setup node demo test test-quick test-slow test-trainers soak lint format proto proto-check docs bench clean
 
