@@ -61,8 +61,11 @@ class Checkpointer:
     def resume(self) -> Path | None:
         """The newest complete checkpoint to continue from, the same on all ranks; None to begin afresh.
 
-        Raises VolumeError when the pods of the job have checkpoints, but none in common.
+        Raises VolumeError when the pods of the job have checkpoints, but none in common, and SystemExit(143) when
+        the pod is known to end and no step was done yet.
         """
+        if self._session.ends_untrained():
+            self._session.leave()
         local = self._session.team.local
         newest = self._session.choose(local.whole())
         if newest is None:

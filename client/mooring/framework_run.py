@@ -160,6 +160,8 @@ class FrameworkRun:
     def newest(self) -> Path | None:
         """The checkpoint to resume from, the same on all ranks; None to begin afresh. Leaves a pod that is ending."""
         try:
+            if self._session.ends_untrained():
+                self.leave()
             chosen = self._session.choose(self._whole())
         except MooringError as error:
             # To train from the start over what was saved is the one thing worse than to stop.

@@ -59,6 +59,7 @@ class Session:
         self.records = settings.state_directory / names.RECORDS_DIRECTORY
         self.stopping = False
         self._alone = alone
+        self._asked = False
         self._left = False
         self._counter = 0
         self._team: Team | None = None
@@ -93,6 +94,7 @@ class Session:
     def ask(self, step: int, tick: int = 0) -> Ask:
         """What is asked of all ranks at this position; meanwhile an agent that is back learns what it missed."""
         ask = (self._team or self.team).gate.at(step, tick)
+        self._asked = True
         if self._unannounced is not None and ask is not Ask.STOP and self.agent.is_back():
             self.announce_missed()
         return ask
@@ -190,6 +192,20 @@ class Session:
             _log.warning("a newer checkpoint is committed: step=%d hint=run `mooring restore` first", committed_step)
         return usable[chosen]
 
+    def ends_untrained(self) -> bool:
+        """Whether a rank knows that its pod is ending, and no step was done yet: then leave, all ranks.
+
+        A launcher starts ranks again that left after a just-in-time save. They have nothing to lose, and another such
+        save would hold up the upload of the last one.
+        """
+        if self._asked or self._alone:
+            # Ranks without a session would wait for this one.
+            return False
+        ends = self.team.job.agree(f"stays/{self.next_number()}", ok=not self.team.gate.noticed) is False
+        if ends:
+            _log.warning("the pod is ending: leaving before the first step")
+        return ends
+
     def tell_notice(self) -> None:
         """Once, and again at the next call when the agent was away."""
         if self._sigterm.received and not self._agent_knows_notice:
@@ -211,7 +227,8 @@ class Session:
             self.stopping = True
             self._end()
             self._left = True
-            self._sigterm.hold()
+        # Also from a framework that has put back what it found, on its way out.
+        self._sigterm.hold()
         leave()
 
     def _end(self) -> None:

@@ -90,6 +90,20 @@ def test_a_notice_before_the_first_step_is_remembered(tmp_path: Path, volume: Pa
         assert [rank.exit_code() for rank in ranks] == [names.JUST_IN_TIME_EXIT_CODE] * 2
 
 
+@pytest.mark.parametrize("scenario", ["checkpointer", "framework"])
+def test_ranks_that_are_started_again_in_a_pod_that_ends_all_leave_before_the_first_step(
+    tmp_path: Path, scenario: str
+) -> None:
+    volumes = [tmp_path / "a", tmp_path / "b"]
+    ending = AgentServer()
+    ending.terminating = True
+    # The other pod knows nothing of it.
+    socket = volumes[1] / names.STATE_DIRECTORY / names.SOCKET
+    with serving(socket, ending), job(scenario, tmp_path, volumes, local_world_size=1) as ranks:
+        assert [rank.rest() for rank in ranks] == [[], []]
+        assert [rank.exit_code() for rank in ranks] == [names.JUST_IN_TIME_EXIT_CODE] * 2
+
+
 def test_an_operators_ring_saves_once_and_training_goes_on(tmp_path: Path, volume: Path) -> None:
     bell = volume / names.STATE_DIRECTORY / names.DOORBELL
     bell.parent.mkdir(parents=True)

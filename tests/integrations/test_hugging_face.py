@@ -250,6 +250,14 @@ def test_stopped_at_any_moment_it_resumes_there_and_nothing_differs(
     assert resumed.state.best_global_step == expected.state.best_global_step
 
 
+def test_started_in_a_pod_that_ends_it_leaves_before_the_first_step(agent: AgentServer, volume: Path) -> None:
+    agent.terminating = True
+    steps: list[int] = []
+    stop(make(volume / "checkpoints", At("on_step_end", 1, lambda: steps.append(1))))
+    assert steps == []
+    assert announced(agent) == []
+
+
 def test_a_second_notice_in_the_just_in_time_save_changes_nothing(agent: AgentServer, volume: Path) -> None:
     stop(make(volume / "checkpoints", At("on_step_end", 3, terminate), At("on_save", 3, terminate)))
     assert announced(agent) == [(3, JUST_IN_TIME)]

@@ -1,5 +1,6 @@
 """torchrun starts all ranks again when one dies; they resume from the volume, and can still agree on a last step."""
 
+import re
 import signal
 from pathlib import Path
 
@@ -7,8 +8,12 @@ import pytest
 from tests.harness.agent_process import AgentProcess, wait_until
 from tests.harness.bucket_view import BucketView
 from tests.servers.server import Bucket
+from tests.trainers.chain import GRACE_SECONDS
 from tests.trainers.job import END_SECONDS, SLOW_SECONDS, Job
 from tests.trainers.trainers import EXAMPLES, Moment
+
+# A new store for each restart: in the one that torchrun keeps, gloo finds the addresses of the dead.
+NEW_STORE = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
 
 pytestmark = [pytest.mark.trainers, pytest.mark.timeout(600)]
 
@@ -19,8 +24,6 @@ def test_ranks_that_were_started_again_resume_and_save_just_in_time_at_one_step(
     volume = tmp_path / "volume"
     agent = AgentProcess(volume, rclone_bucket.destination, endpoint_url=rclone_bucket.endpoint_url)
     launcher = ["--standalone", "--local-addr=127.0.0.1", "--max-restarts=1"]
-    # A new store for each restart: in the one that torchrun keeps, gloo finds the addresses of the dead.
-    environment = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
     arguments = ("--steps", "40", "--save-every", "5")
     job = Job(
         EXAMPLES / "ddp.py",
@@ -28,7 +31,7 @@ def test_ranks_that_were_started_again_resume_and_save_just_in_time_at_one_step(
         volume=volume,
         folder=tmp_path / "job",
         launcher=launcher,
-        environment=environment,
+        environment=NEW_STORE,
     )
     with agent, job:
         job.order(hold=Moment.STEP, at_step=7)
@@ -50,5 +53,37 @@ def test_ranks_that_were_started_again_resume_and_save_just_in_time_at_one_step(
         assert agent.wait(END_SECONDS) == 0, agent.log_text()
     (step,) = stopped
     assert noticed <= step <= noticed + 2
+    marker = BucketView(rclone_bucket).markers()[-1]
+    assert int(marker.rpartition("/")[2].partition(".")[0]) == step, job.output()
+
+
+def test_ranks_that_torchrun_starts_again_after_the_just_in_time_save_leave_before_the_first_step(
+    rclone_bucket: Bucket, tmp_path: Path
+) -> None:
+    volume = tmp_path / "volume"
+    agent = AgentProcess(
+        volume, rclone_bucket.destination, endpoint_url=rclone_bucket.endpoint_url, grace_seconds=GRACE_SECONDS
+    )
+    job = Job(
+        EXAMPLES / "ddp.py",
+        ("--steps", "40", "--save-every", "5"),
+        volume=volume,
+        folder=tmp_path / "job",
+        launcher=["--standalone", "--local-addr=127.0.0.1", "--max-restarts=2"],
+        environment=NEW_STORE,
+    )
+    with agent, job:
+        job.order(hold=Moment.STEP, at_step=7)
+        job.wait_held(Moment.STEP)
+        agent.notify_termination(source="preStop")
+        job.order(step_seconds=SLOW_SECONDS)
+        assert job.wait() != 0
+        agent.terminate()
+        assert agent.wait(END_SECONDS) == 0, agent.log_text()
+    assert job.restarts() == 2
+    assert [job.last_steps(restart) for restart in (1, 2)] == [[-1, -1]] * 2, job.output()
+    (step,) = set(job.last_steps(restart=0))
+    assert 7 <= step <= 9
+    assert re.findall(r"exitcode +: (-?\d+)", job.output()) == ["143", "143"], job.output()
     marker = BucketView(rclone_bucket).markers()[-1]
     assert int(marker.rpartition("/")[2].partition(".")[0]) == step, job.output()

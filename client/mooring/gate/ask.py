@@ -22,6 +22,10 @@ class Gate(Protocol):
     def at(self, step: int, tick: int = 0) -> Ask:
         """What is asked of this process after `step` optimizer steps: the same on all ranks."""
 
+    @property
+    def noticed(self) -> bool:
+        """A termination notice has reached this process; the other ranks may not know of it yet."""
+
     def notice(self) -> None:
         """Take a termination notice that came some other way."""
 

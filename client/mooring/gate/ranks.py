@@ -93,6 +93,10 @@ class RanksGate:
             self._position = position
             return self._act(position)
 
+    @property
+    def noticed(self) -> bool:
+        return self._stop_wanted or self._sigterm.received
+
     def notice(self) -> None:
         self._stop_wanted = True
         self._sigterm.wake()

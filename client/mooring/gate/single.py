@@ -25,12 +25,16 @@ class SingleProcessGate:
         if ring is not None:
             self._stop |= ring.terminating
             self._save_asked |= not ring.terminating
-        if self._stop or self._sigterm.received:
+        if self.noticed:
             return Ask.STOP
         if self._save_asked:
             self._save_asked = False
             self._save_at = (step, tick)
         return Ask.SAVE if (step, tick) == self._save_at else Ask.NOTHING
+
+    @property
+    def noticed(self) -> bool:
+        return self._stop or self._sigterm.received
 
     def notice(self) -> None:
         self._stop = True

@@ -66,7 +66,7 @@ class Protection:
         while self._undo:
             self._undo.pop()()
         run, self._run = self._run, None
-        if run is not None and self._leaving:
+        if run is not None and (self._leaving or run.stopping):
             run.leave()
         elif run is not None:
             run.close()
