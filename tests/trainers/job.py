@@ -31,8 +31,8 @@ _STACK_SECONDS: Final = 5.0
 _STILL_SECONDS: Final = 0.3
 _MARK: Final = "PACE_DIRECTORY"
 _FAST_SECONDS: Final = 0.03
-SLOW_SECONDS: Final = 1.5
-"""A step after the notice: long against what the ranks need to agree, also on a busy machine."""
+SLOW_SECONDS: Final = 3.0
+"""A step after the notice at the longest: it is over when the ranks have agreed, as it is in real trainings."""
 # Not by the line: Python's print is two writes, and what torch writes to stderr may come before the line's end.
 _LOSS: Final = re.compile(r"step=(\d+) loss=(-?\d+(?:\.\d+)?(?:e[-+]?\d+)?|nan|inf)")
 

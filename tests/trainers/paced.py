@@ -11,6 +11,8 @@ with `held-<rank>` while it is held. Where a rank can be held:
     evaluation  when the model is told to evaluate
     save        when the first folder or file of a checkpoint is being made, by whatever thread
 
+The file `heard` says that the ranks have agreed on what follows from a notice; a slow step is over with that.
+
 Everything is hooked from outside: neither the program nor its framework knows. PACE_WITHOUT_MOORING removes the lines
 with the word mooring from the program first: that is how it trains with zero code.
 """
@@ -32,6 +34,9 @@ from typing import Any
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
+from mooring.gate import Ask, RanksGate
+from mooring.gate.ranks import Decision
+
 _HOLD_SECONDS = 240.0  # a test that died holds nobody for ever
 _POLL_SECONDS = 0.005
 _ANSWER_SECONDS = 60.0
@@ -44,6 +49,7 @@ class Pace:
         rank, restart = os.environ.get("RANK", "0"), os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
         self._orders_path = folder / "orders.json"
         self._held_path = folder / f"held-{rank}"
+        self._heard_path = folder / "heard"
         self._checkpoints = os.environ["MOORING_CHECKPOINT_DIRECTORY"] + os.sep
         self._progress = (folder / f"rank-{rank}.{restart}.log").open("w", buffering=1)
         self._progress.write(f"pid {os.getpid()}\n")
@@ -54,8 +60,13 @@ class Pace:
     def stepped(self) -> None:
         self._step += 1
         self._progress.write(f"{self._step} {time.monotonic()}\n")
-        time.sleep(self._orders()["step_seconds"])
+        ends_at = time.monotonic() + self._orders()["step_seconds"]
+        while time.monotonic() < ends_at and not self._heard_path.exists():
+            time.sleep(_POLL_SECONDS)
         self.at("step")
+
+    def heard(self) -> None:
+        self._heard_path.touch()
 
     def audited(self, event: str, arguments: tuple[Any, ...]) -> None:
         """Python tells of every file that is about to be made."""
@@ -109,6 +120,15 @@ def _install(pace: Pace) -> None:
             pace.at("evaluation")
         return train(module, mode)
 
+    decide = RanksGate._decide
+
+    def decide_and_tell(gate: RanksGate, number: int) -> Decision:
+        decision = decide(gate, number)
+        if decision.ask is Ask.STOP:
+            pace.heard()
+        return decision
+
+    RanksGate._decide = decide_and_tell  # type: ignore[assignment,method-assign]
     torch.Tensor.backward = backward_and_tell  # type: ignore[assignment]
     torch.nn.Module.train = train_and_tell  # type: ignore[assignment,method-assign]
     sys.addaudithook(pace.audited)
