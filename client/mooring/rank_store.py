@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Final, Protocol, TypeVar
 
-from mooring.errors import StoreLostError
+from mooring.errors import ErrorKind, StoreLostError, UsageError
 
 _Result = TypeVar("_Result")
 
@@ -123,11 +123,18 @@ def job_ranks(launched: Ranks) -> Ranks | None:
 
 
 def open_rank_store(ranks: Ranks, prefix: str) -> RankStore:
-    """A new connection."""
+    """A new connection. Raises UsageError."""
     distributed = _distributed()
     assert distributed is not None
     try:
         store = distributed.distributed_c10d._get_default_store().clone()
+    except AttributeError as error:
+        raise UsageError(
+            ErrorKind.UNSUPPORTED,
+            "the ranks cannot agree on what to save: this torch cannot clone its store",
+            hint="install torch 2.8 or newer, or let rank 0 save for all, with Checkpointer(alone=True) there and none "
+            "elsewhere",
+        ) from error
     except (RuntimeError, ValueError) as error:
         raise StoreLostError(error) from error
     return RankStore(store, ranks, f"{prefix}/")

@@ -24,13 +24,21 @@ from typing import Any, Final
 import torch
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.planner import SavePlan
-from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves
 
-from mooring.errors import ErrorKind, VolumeError
+from mooring.errors import ErrorKind, UsageError, VolumeError
 from mooring.saving import Saving
 from mooring.torch_loop.storage import Storage
+
+try:
+    from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
+except ImportError as error:
+    raise UsageError(
+        ErrorKind.UNSUPPORTED,
+        f"torch {torch.__version__} is too old for mooring.torch_loop",
+        hint="install torch 2.9 or newer, or save with mooring.Checkpointer",
+    ) from error
 
 _log: Final = logging.getLogger("mooring")
 _PATIENCE_SECONDS: Final = 3600.0
