@@ -1,6 +1,8 @@
-"""Trains some steps with sharded or replicated weights and says what it has: run by one number of ranks, then another.
+"""Trains some steps with replicated, then sharded weights and says what it has: by one number of ranks, then another.
 
-torchrun … tests/torch_loop/reshard.py <kind> <checkpoint to begin with, or -> <steps> <checkpoint to end with, or ->
+torchrun … tests/torch_loop/reshard.py <folder to begin with, or -> <steps> <folder to end with, or ->
+
+A folder holds a checkpoint of each kind; every line begins with the kind.
 """
 
 import hashlib
@@ -24,11 +26,17 @@ BATCH = 4
 
 
 def main() -> None:
-    kind, begin, steps, end = sys.argv[1], sys.argv[2], int(sys.argv[3]), sys.argv[4]
-    rank, world_size = 0, 1
+    begin, steps, end = sys.argv[1], int(sys.argv[2]), sys.argv[3]
     if "RANK" in os.environ:
         dist.init_process_group("gloo")
-        rank, world_size = dist.get_rank(), dist.get_world_size()
+    for kind in ("ddp", "fsdp2"):
+        train(kind, begin, steps, end)
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def train(kind: str, begin: str, steps: int, end: str) -> None:
+    rank, world_size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
     torch.manual_seed(rank if begin == "-" else 99)
     # An odd number of rows: the shards are not of one size.
     model: torch.nn.Module = torch.nn.Sequential(torch.nn.Linear(1, 7), torch.nn.Dropout(0.1), torch.nn.Linear(7, 1))
@@ -45,21 +53,19 @@ def main() -> None:
     loader = StatefulDataLoader(samples, batch_size=BATCH, sampler=sampler)
     state = TrainingState(model, optimizer, scheduler=scheduler, loader=loader)
     if begin != "-":
-        state.restore(Path(begin))
-        tell("begins with", model, optimizer, scheduler, state)
+        state.restore(Path(begin, kind))
+        tell(f"{kind} begins with", model, optimizer, scheduler, state)
     for number, batch in zip(range(1, steps + 1), state.batches(epochs=1), strict=False):
-        say("batch", *batch.int().tolist())
+        say(kind, "batch", *batch.int().tolist())
         model(batch[:, None] / SAMPLES).square().mean().backward()
         optimizer.step()
         scheduler.step()
         optimizer.zero_grad()
         state.step += 1
         if number == steps and end != "-":
-            state.save(Path(end))
-    say("draws", torch.rand(1).item())
-    tell("ends with", model, optimizer, scheduler, state)
-    if dist.is_initialized():
-        dist.destroy_process_group()
+            state.save(Path(end, kind))
+    say(kind, "draws", torch.rand(1).item())
+    tell(f"{kind} ends with", model, optimizer, scheduler, state)
 
 
 def say(*words: object) -> None:
