@@ -20,6 +20,7 @@ from mooring.durable import sync_tree
 from mooring.errors import MooringError
 from mooring.gate import Ask
 from mooring.job import PATIENCE_SECONDS, WRITE_SECONDS
+from mooring.rank_store import Ranks
 from mooring.records import Kind, Record, RecordedFile, damage, read_records, remove_record, write_record
 from mooring.session import Begun, Session
 from mooring.settings import read_settings
@@ -214,28 +215,51 @@ class FrameworkRun:
         if not team.job.agree(begun.key("written"), written, seconds=WRITE_SECONDS):
             self._session.abort(begun)
             return False
+        ranks = self._writers(path, begun)
+        if ranks is None:
+            self._session.abort(begun)
+            return False
         record = Record(
             name=path.name,
             step=begun.step,
             save=begun.save,
             kind=begun.kind,
-            world_size=team.job.ranks.world_size,
+            world_size=ranks.world_size,
             saved_at=time.time(),
             files=(),
             directory=self._directory(path),
-            ranks=team.job.ranks.pod,
+            ranks=ranks.pod,
         )
         recorded: Record | None = record
-        if team.leads_pod:
+        brings = path.exists()
+        if team.leads_pod and brings:
             recorded = self._record(path, record)
         if not team.job.agree(begun.key("recorded"), recorded is not None, seconds=WRITE_SECONDS) or recorded is None:
             self._session.abort(begun)
             return False
         if begun.kind is Kind.JUST_IN_TIME:
             self._session.stopping = True
-        announced = team.job.agree(begun.key("announced"), self._session.announce(recorded, path)) or False
+        if not brings:
+            self._session.abort(begun)
+        told = not brings or self._session.announce(recorded, path)
+        announced = team.job.agree(begun.key("announced"), told) or False
         _log.info("saved: name=%s kind=%s save=%s announced=%s", path.name, begun.kind, begun.save, announced)
         return announced
+
+    def _writers(self, path: Path, begun: Begun) -> Ranks | None:
+        """This rank among those whose pods have a part of the checkpoint; None when that is no whole one.
+
+        All pods have one, or it is one file of rank 0, as Lightning writes it: on its pod's volume, and whole there.
+        """
+        job = self._session.team.job
+        if job.agree(begun.key("here"), path.exists()):
+            return job.ranks
+        pod = job.ranks.pod
+        alone = path.is_file() and pod == tuple(range(len(pod))) if 0 in pod else not path.exists()
+        if job.agree(begun.key("alone"), alone):
+            return replace(job.ranks, world_size=len(pod))
+        _log.warning("checkpoint not announced, a pod has no part of it: path=%s", path)
+        return None
 
     def _record(self, path: Path, record: Record) -> Record | None:
         """Make the checkpoint durable and record it; forget those that the framework has deleted."""

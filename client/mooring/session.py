@@ -240,8 +240,10 @@ class Session:
             self._team.gate.close()
 
     def _announce(self, record: Record, path: Path, *, urgent: bool) -> bool:
+        # Of those that write it: one pod may hold all of a checkpoint.
+        ranks = replace(self.team.job.ranks, world_size=record.world_size)
         announced = self.agent.announce(
-            path=path, step=record.step, kind=record.kind, save=record.save, ranks=self.team.job.ranks, urgent=urgent
+            path=path, step=record.step, kind=record.kind, save=record.save, ranks=ranks, urgent=urgent
         )
         self._unannounced = None if announced else (record, path)
         if announced and self.team.leads_pod:

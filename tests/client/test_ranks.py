@@ -166,6 +166,35 @@ def test_periodic_saves_are_of_all_ranks_and_every_agent_learns_of_its_own(tmp_p
         }
 
 
+def test_one_file_of_rank_0_is_whole_though_the_other_pod_has_nothing_of_it(tmp_path: Path) -> None:
+    pods = [tmp_path / "a", tmp_path / "b"]
+    sockets = [pod / names.STATE_DIRECTORY / names.SOCKET for pod in pods]
+    with (
+        serving(sockets[0], AgentServer()) as first,
+        serving(sockets[1], AgentServer()) as second,
+        job("framework_of_one_file", tmp_path, pods, local_world_size=2) as ranks,
+    ):
+        assert [rank.rest() for rank in ranks] == [["announced True"]] * 4
+        announced = first.requests("AnnounceCheckpoint")
+        assert sorted((one.rank, one.world_size, one.local_world_size) for one in announced) == [(0, 2, 2), (1, 2, 2)]
+        assert second.requests("AnnounceCheckpoint") == []
+    record = json.loads((pods[0] / ".mooring/records/epoch=0-step=1.ckpt.json").read_text())
+    assert (record["world_size"], record["ranks"]) == (2, [0, 1])
+    assert not list((pods[1] / ".mooring/records").glob("*"))
+
+
+def test_a_folder_of_which_one_pod_has_nothing_is_announced_by_nobody(tmp_path: Path) -> None:
+    pods = [tmp_path / "a", tmp_path / "b"]
+    socket = pods[0] / names.STATE_DIRECTORY / names.SOCKET
+    with (
+        serving(socket, AgentServer()) as agent,
+        job("framework_with_a_missing_part", tmp_path, pods, local_world_size=1) as ranks,
+    ):
+        assert [rank.rest() for rank in ranks] == [["announced False"]] * 2
+        assert agent.requests("AnnounceCheckpoint") == []
+        assert "a pod has no part of it" in ranks[1].log_text()
+
+
 def test_no_pod_saves_when_one_has_no_room(tmp_path: Path) -> None:
     pods = [tmp_path / "a", tmp_path / "b"]
     sockets = [pod / names.STATE_DIRECTORY / names.SOCKET for pod in pods]

@@ -143,6 +143,30 @@ def framework_with_a_slow_rank() -> None:
     run.close()
 
 
+def framework_of_one_file() -> None:
+    """Rank 0 writes the one file, as Lightning does, whose folder is there in all pods."""
+    run = FrameworkRun.current()
+    path = Path(os.environ["OUTPUT"]) / "epoch=0-step=1.ckpt"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    if RANK == 0:
+        path.write_text("all")
+    distributed.barrier()
+    say(f"announced {run.announce(path, 1)}")
+    run.close()
+
+
+def framework_with_a_missing_part() -> None:
+    """A folder of which a pod has nothing is no whole checkpoint."""
+    run = FrameworkRun.current()
+    directory = Path(os.environ["OUTPUT"]) / "out-1"
+    if RANK == 0:
+        directory.mkdir(parents=True)
+        (directory / "rank-0").write_text("1")
+    distributed.barrier()
+    say(f"announced {run.announce(directory, 1)}")
+    run.close()
+
+
 def checkpointer_with_a_slow_pod() -> None:
     """Rank 1 has made its part durable when the test says so."""
     saver = mooring.Checkpointer()
@@ -169,6 +193,8 @@ SCENARIOS: dict[str, Callable[[], None]] = {
         framework,
         asynchronous_framework,
         framework_with_a_slow_rank,
+        framework_of_one_file,
+        framework_with_a_missing_part,
         checkpointer_with_a_slow_pod,
     )
 }
