@@ -47,8 +47,10 @@ class Saving:
             return self._complete(kind)
 
     def abandon(self) -> None:
-        """This rank cannot write its part: nothing of the checkpoint stays, on any rank."""
-        self._team.job.agree(self._begun.key("written"), ok=False)
+        """This rank cannot go on: nothing of the checkpoint stays, on any rank that has not published it."""
+        # Also what comes after: the error may have come out of `complete`, and the others wait there.
+        for so_far in ("written", "published"):
+            self._team.job.agree(self._begun.key(so_far), ok=False)
         self._give_up()
 
     def _complete(self, kind: Callable[[], Kind] | None) -> bool:

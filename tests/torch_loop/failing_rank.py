@@ -1,4 +1,6 @@
-"""Two ranks save at steps 2, 4 and 6: rank 1 cannot write the first, and cannot copy its state for the second.
+"""Two ranks save at steps 2, 4, 6 and 8: rank 1 cannot write the first, and cannot copy its state for the second.
+
+When all have written the third, rank 0 fails in a way that nobody thought of.
 
 torchrun … tests/torch_loop/failing_rank.py
 """
@@ -11,6 +13,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from mooring import Checkpointer
+from mooring.local_checkpoints import LocalCheckpoints
 from mooring.torch_loop import TorchLoop, TrainingState
 
 
@@ -28,10 +31,18 @@ def main() -> None:
             raise MemoryError("no room for a copy")
         return capture(state)
 
+    publish = LocalCheckpoints.publish
+
+    def publish_or_fail(local: LocalCheckpoints, name: str) -> object:
+        if name == "checkpoint-6":
+            raise ValueError("nobody thought of this")
+        return publish(local, name)
+
     TrainingState.capture = capture_or_fail  # type: ignore[method-assign,assignment]
+    LocalCheckpoints.publish = publish_or_fail  # type: ignore[method-assign,assignment]
     loop = TorchLoop(model, optimizer, checkpointer=Checkpointer(keep_local=10))
     _, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    for step in range(1, 7):
+    for step in range(1, 9):
         model(torch.randn(4, 512)).square().mean().backward()
         optimizer.step()
         optimizer.zero_grad()

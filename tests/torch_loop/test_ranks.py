@@ -14,6 +14,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 STOPPED = Path(__file__).with_name("stopped_at.py")
 RESHARD = Path(__file__).with_name("reshard.py")
 FAILING = Path(__file__).with_name("failing_rank.py")
+STUCK = Path(__file__).with_name("stuck_rank.py")
 STEPS = 20
 STOP_AFTER = 13
 """In the second epoch of `ddp`, and between two saves."""
@@ -62,10 +63,20 @@ def test_another_number_of_ranks_takes_over_weights_optimizer_and_place_in_the_d
 def test_a_rank_that_cannot_save_costs_that_checkpoint_and_holds_nobody_up(tmp_path: Path) -> None:
     ended = torchrun(FAILING, directory=tmp_path)
     assert ended.code == 0, ended.output
-    assert ended.lines("done") == ["0 6", "1 6"]
-    assert [record.step for record in read_records(tmp_path / ".mooring" / "records")] == [6]
-    assert sorted(path.name for path in tmp_path.glob("*checkpoint-*")) == ["checkpoint-6"]
+    assert ended.lines("done") == ["0 8", "1 8"]
+    assert [record.step for record in read_records(tmp_path / ".mooring" / "records")] == [8]
+    assert sorted(path.name for path in tmp_path.glob("*checkpoint-*")) == ["checkpoint-8"]
+    assert len(ended.lines("checkpoint given up, training goes on: step=6")) == 1
+    assert ended.lines("ValueError: nobody") == ["thought of this"]
     for step, reason in ((2, "volume of that rank is full"), (4, "no room for a copy")):
         said = ended.lines(f"checkpoint given up, training goes on: step={step}")
         assert len(said) == 2
         assert all(reason in line and "rank 1" in line for line in said), said
+
+
+def test_a_rank_whose_volume_hangs_costs_the_others_a_bounded_wait(tmp_path: Path) -> None:
+    ended = torchrun(STUCK, directory=tmp_path)
+    assert ended.code == 0, ended.output
+    assert ended.lines("done") == ["0 4", "1 4"]
+    assert "the last checkpoint is still being written" in ended.output
+    assert not read_records(tmp_path / ".mooring" / "records")

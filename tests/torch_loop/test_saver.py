@@ -13,6 +13,7 @@ from tests.torch_loop.small import Small, make_loader, resumed
 from torch.distributed.fsdp import fully_shard
 
 from mooring import Checkpointer
+from mooring.saving import Saving
 from mooring.torch_loop import TrainingState
 from mooring.torch_loop.saver import Saver
 from mooring.torch_loop.storage import Storage
@@ -137,6 +138,32 @@ def test_a_save_that_cannot_be_written_costs_a_warning(
     saver.close()
     assert saver.saved_step == 4
     assert resumed(directory / "checkpoint-4").everything() == small.everything()
+
+
+@pytest.mark.parametrize("how", ["save", "save_now"])
+def test_an_error_that_nobody_thought_of_costs_a_warning(
+    how: str,
+    make_checkpointer: Make,
+    directory: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    def fail(*_: object) -> bool:
+        raise ValueError("not this one")
+
+    checkpointer, small = make_checkpointer(), trained(3)
+    saver = Saver(small.state.storage)
+    with monkeypatch.context() as failing:
+        failing.setattr(Saving, "complete", fail)
+        getattr(saver, how)(checkpointer.begin(3), small.state.capture)
+        saver.wait()
+    assert saver.saved_step is None
+    assert [path.name for path in directory.iterdir()] == [".mooring"]
+    assert "given up, training goes on: step=3" in caplog.text
+    assert "not this one" in caplog.text
+    saver.save(checkpointer.begin(4), small.state.capture)
+    saver.close()
+    assert saver.saved_step == 4
 
 
 @pytest.mark.parametrize("how", ["save", "save_now"])
