@@ -1,7 +1,6 @@
 """One process of Lightning's Trainer: what is saved and resumed, and what becomes of a notice at any moment.
 
-The real Trainer on real files; SIGTERM is a real one, and an agent answers. Several ranks: test_lightning_ranks.py and
-tests/trainers.
+The real Trainer on real files; SIGTERM is a real one, and an agent answers. Several ranks: tests/trainers.
 """
 
 import copy

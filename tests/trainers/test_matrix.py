@@ -9,9 +9,11 @@ One job for each trainer and notice, and the moments spread over them, so that t
 | SIGTERM to rank 1  | between a backward pass and its optimizer step (accumulation)  | twice in a row; under autoload|
 | the doorbell alone | an evaluation where the trainer has one, else between steps    |                               |
 
-A trainer's four jobs are one training run: each begins on an empty volume from what the one before it left in the
-bucket, a fifth trains to the end, and the whole is compared with one uninterrupted run. `make soak` runs every notice
-at every moment, many times (see soak.py).
+Lightning tries its validation before a run's first step, and rank 1 alone is told then too.
+
+A trainer's jobs are one training run: each begins on an empty volume from what the one before it left in the bucket,
+the last one trains to the end, and the whole is compared with one uninterrupted run. `make soak` runs every notice at
+every moment, many times (see soak.py).
 """
 
 from pathlib import Path

@@ -52,6 +52,7 @@ class Stop:
 class Trainer:
     """`same_losses`, `same_tensors`: they are those of an uninterrupted run, bit by bit; the tensors of the last save.
 
+    `evaluates_first`: once more before the first step of a run, where one rank alone is told and must not forget it.
     `zero_code`: it needs no line of Mooring under autoload. `writers`: ranks that have a share in a checkpoint.
     """
 
@@ -59,6 +60,7 @@ class Trainer:
     arguments: tuple[str, ...] = ("--save-every", "5")
     zero_code: bool = True
     evaluates: bool = False
+    evaluates_first: bool = False
     same_losses: bool = True
     same_tensors: bool = True
     notices: tuple[Notice, ...] = tuple(Notice)
@@ -71,8 +73,10 @@ class Trainer:
     @property
     def stops(self) -> tuple[Stop, ...]:
         """One for each notice; the attempt that one of them ends begins where the one before it was stopped."""
+        first = Stop(notice=Notice.RANK_1, moment=Moment.EVALUATION, after=0)
         evaluating = Moment.EVALUATION if self.evaluates else Moment.STEP
         stops = (
+            *((first,) if self.evaluates_first else ()),
             Stop(notice=Notice.LAUNCHER, moment=Moment.BACKWARD, after=0),
             Stop(notice=Notice.RANK_0, moment=Moment.SAVE, after=1),
             Stop(notice=Notice.RANK_1, moment=Moment.BACKWARD, after=2, twice=True, autoload=True),
@@ -89,7 +93,7 @@ TRAINERS: Final = (
     Trainer(name="fsdp2", zero_code=False),
     Trainer(name="hugging_face", evaluates=True),
     Trainer(name="trl_sft"),
-    Trainer(name="lightning_trainer", evaluates=True),
+    Trainer(name="lightning_trainer", evaluates=True, evaluates_first=True),
     Trainer(name="accelerate_loop"),
     # What ZeRO pads a rank's share with is whatever was in memory.
     Trainer(name="deepspeed_zero3", same_tensors=False),
