@@ -48,8 +48,6 @@ class Chain:
             self._bucket.destination,
             endpoint_url=self._bucket.endpoint_url,
             grace_seconds=GRACE_SECONDS,
-            # On a slow disk it may announce once more what a framework is still writing.
-            watch=False,
         )
         with agent, self._job(self.volume, self._folder / f"pod-{self._pods}", autoload=autoload) as job:
             yield agent, job
@@ -74,6 +72,7 @@ class Chain:
             assert job.wait() != 0, job.output()
             agent.terminate()
             assert agent.wait(END_SECONDS) == 0, agent.log_text()
+            assert agent.log("watch.found") == [], "the trainer announces what it saves, however long that takes"
             self.losses |= job.losses()
             stopped = job.last_steps()
             assert len(set(stopped)) == 1, f"the ranks trained to different steps: {stopped}\n{job.output()}"
@@ -87,6 +86,7 @@ class Chain:
             assert job.wait() == 0, job.output()
             agent.terminate()
             assert agent.wait(END_SECONDS) == 0, agent.log_text()
+            assert agent.log("watch.found") == [], "the trainer announces what it saves, however long that takes"
             self.losses |= job.losses()
             self.step = self._newest()
 
