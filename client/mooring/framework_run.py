@@ -10,6 +10,7 @@ import logging
 import os
 import threading
 import time
+from collections.abc import Sequence
 from concurrent.futures import CancelledError, Future
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import replace
@@ -157,6 +158,19 @@ class FrameworkRun:
         except MooringError as error:
             self._give_up(error)
             return False
+
+    def gather(self, step: int, value: str) -> Sequence[str] | None:
+        """What all ranks bring, by rank, for rank 0 alone; None elsewhere, and when some do not come.
+
+        Not by a collective: a rank whose volume failed is not protected, and would have no part in it.
+        """
+        if self._given_up:
+            return None
+        try:
+            return self._session.team.job.gather(f"gather/{step}/{self._session.next_number()}", value)
+        except MooringError as error:
+            self._give_up(error)
+            return None
 
     def newest(self) -> Path | None:
         """The checkpoint to resume from, the same on all ranks; None to begin afresh. Leaves a pod that is ending."""

@@ -36,6 +36,9 @@ class Job(Protocol):
     def same(self, key: str, value: str) -> bool:
         """Whether all ranks bring the same value."""
 
+    def gather(self, key: str, value: str) -> Sequence[str] | None:
+        """What all ranks bring, by rank, for rank 0 alone; None elsewhere, and when some have not come in time."""
+
     def choose_newest(self, key: str, candidates: Sequence[tuple[int, str]]) -> tuple[int, str] | None:
         """The greatest of those that every rank has: (step, save)."""
 
@@ -53,6 +56,9 @@ class LoneProcess:
 
     def same(self, key: str, value: str) -> bool:
         return True
+
+    def gather(self, key: str, value: str) -> Sequence[str] | None:
+        return [value]
 
     def choose_newest(self, key: str, candidates: Sequence[tuple[int, str]]) -> tuple[int, str] | None:
         return max(candidates, default=None)
@@ -75,6 +81,9 @@ class RanksJob:
     def same(self, key: str, value: str) -> bool:
         return bool(self._ask(key, lambda: self._agree(key, self._store.settle(f"{key}/value", value) == value)))
 
+    def gather(self, key: str, value: str) -> Sequence[str] | None:
+        return self._ask(key, lambda: self._gather(key, value))
+
     def choose_newest(self, key: str, candidates: Sequence[tuple[int, str]]) -> tuple[int, str] | None:
         return self._ask(key, lambda: self._choose_newest(key, candidates))
 
@@ -91,6 +100,14 @@ class RanksJob:
         if stands == "late":
             _log.warning("not all ranks came to the same point: about=%s seconds=%.0f", key, seconds)
         return _ANSWERS[stands]
+
+    def _gather(self, key: str, value: str) -> Sequence[str] | None:
+        self._store.publish(f"{key}/{self.ranks.rank}", value)
+        if self.ranks.rank > 0:
+            return None
+        values = self._store.of_all(key, PATIENCE_SECONDS)
+        self._store.forget_all(key)
+        return values
 
     def _choose_newest(self, key: str, candidates: Sequence[tuple[int, str]]) -> tuple[int, str] | None:
         self._store.publish(f"{key}/has/{self.ranks.rank}", json.dumps(list(candidates)))

@@ -9,6 +9,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, Final, Protocol, TypeVar
 
 from mooring.errors import ErrorKind, StoreLostError, UsageError
@@ -30,6 +31,7 @@ class KeyStore(Protocol):
     def add(self, key: str, amount: int, /) -> int: ...
     def compare_set(self, key: str, expected: str, desired: str, /) -> bytes: ...
     def multi_get(self, keys: list[str], /) -> list[bytes]: ...
+    def delete_key(self, key: str, /) -> bool: ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -109,6 +111,11 @@ class RankStore:
             return None
         names = [self._key(key) for key in keys]
         return [value.decode() for value in _answered(lambda: self._store.multi_get(names))]
+
+    def forget_all(self, key: str) -> None:
+        """What each rank published under `<key>/<rank>`: the store is in the first rank's memory."""
+        for rank in range(self.ranks.world_size):
+            _answered(partial(self._store.delete_key, self._key(f"{key}/{rank}")))
 
     def _key(self, key: str) -> str:
         return f"{self._prefix}{key}"

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import pytest
 import torch.distributed as distributed
 
+from mooring import job
 from mooring.errors import StoreLostError
 from mooring.job import RanksJob
 from mooring.meeting import Met, meet
@@ -76,16 +77,30 @@ def test_values_are_compared() -> None:
     answers: list[bool] = []
     first, second = jobs(2)
 
-    def ask(job: RanksJob, key: str, value: str) -> None:
-        answers.append(job.same(key, value))
+    def ask(one: RanksJob, key: str, value: str) -> None:
+        answers.append(one.same(key, value))
 
     for values in (("8", "8"), ("8", "10")):
         threads = [
-            threading.Thread(target=ask, args=(job, json.dumps(values), value), daemon=True)
-            for job, value in zip((first, second), values, strict=True)
+            threading.Thread(target=ask, args=(one, json.dumps(values), value), daemon=True)
+            for one, value in zip((first, second), values, strict=True)
         ]
         for thread in threads:
             thread.start()
         for thread in threads:
             thread.join(WAIT_SECONDS)
     assert answers == [True, True, False, False]
+
+
+def test_what_all_bring_comes_to_the_first_rank_and_is_not_kept_in_the_store() -> None:
+    store = distributed.HashStore()
+    first, second = (RanksJob(RankStore(store, Ranks(rank=rank, world_size=2))) for rank in (0, 1))
+    before = store.num_keys()
+    assert second.gather("states", "b") is None
+    assert first.gather("states", "a") == ["a", "b"]
+    assert store.num_keys() == before
+
+
+def test_what_not_all_bring_is_waited_for_in_vain_and_no_longer(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(job, "PATIENCE_SECONDS", 0.05)
+    assert jobs(2)[0].gather("states", "a") is None

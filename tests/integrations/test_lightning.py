@@ -15,6 +15,7 @@ import pytest
 from tests.client.agent_server import AgentServer, serving
 from tests.harness.claims import claims
 from tests.integrations.conftest import leaving
+from tests.torch_loop.torchrun import torchrun
 
 import mooring.gate.bell
 from mooring import protect
@@ -36,6 +37,7 @@ pytestmark = [
     pytest.mark.timeout(300),
 ]
 
+UNLIKE_RANKS = Path(__file__).with_name("lightning_unlike_ranks.py")
 STEPS, EPOCH = 24, 10
 BY_EPOCH = {"val_check_interval": 1.0, "check_val_every_n_epoch": 1}
 PERIODIC, JUST_IN_TIME, FINAL = agent_pb2.KIND_PERIODIC, agent_pb2.KIND_JUST_IN_TIME, agent_pb2.KIND_FINAL
@@ -290,6 +292,14 @@ def test_stopped_at_any_moment_it_resumes_there_and_nothing_differs(
     expected = undisturbed(**arguments)
     assert stopped.computed + resumed.computed == expected.computed
     assert weights(resumed) == weights(expected)
+
+
+def test_a_rank_that_alone_is_not_protected_holds_nobody_up(tmp_path: Path) -> None:
+    ended = torchrun(UNLIKE_RANKS, str(tmp_path / "v"), directory=tmp_path / "v")
+    assert ended.code == 0, ended.output
+    assert ended.lines("done") == ["0 3", "1 3"]
+    assert {path.name for path in (tmp_path / "v").glob("*.ckpt")} == {f"step={step}.ckpt" for step in (1, 2, 3)}
+    assert ended.output.count("is not protected") == 1
 
 
 def test_started_in_a_pod_that_ends_it_leaves_before_the_first_step(agent: AgentServer, volume: Path) -> None:

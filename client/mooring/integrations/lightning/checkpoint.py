@@ -3,13 +3,18 @@
 Owns what the integration knows of Lightning's loops and of its checkpoint's format; nothing of saving and leaving.
 """
 
+import base64
+import io
 from concurrent.futures import Future
 from typing import Any, Final
 
+from mooring.framework_run import FrameworkRun
 from mooring.records import Kind
 
 _BEGUN: Final = {"ready": 1, "started": 1, "processed": 0, "completed": 0}
 """The progress of an evaluation in its first batch."""
+_RANDOM_STATES: Final = "mooring_random_states"
+"""In a checkpoint."""
 
 
 def look_for_what_is_used(trainer: Any) -> None:
@@ -49,15 +54,37 @@ def owe_what_follows(trainer: Any, checkpoint: dict[str, Any]) -> None:
         validated |= {"total": dict(_BEGUN), "current": dict(_BEGUN), "is_last_batch": False}
 
 
-def gather(own: dict[str, Any]) -> list[dict[str, Any]]:
-    """Those of all ranks, by rank; all call it at the same place, as they do Lightning's own collectives there."""
-    from torch import distributed
+def keep_random_states(trainer: Any, run: FrameworkRun, checkpoint: dict[str, Any], own: dict[str, Any]) -> None:
+    """Those of all ranks, in what rank 0 writes; where others write too, each has its own."""
+    states = {trainer.global_rank: own}
+    gathered = run.gather(trainer.global_step, _encode(own))
+    if gathered is not None:
+        states |= {rank: _decode(state) for rank, state in enumerate(gathered)}
+    checkpoint[_RANDOM_STATES] = {"world_size": trainer.world_size, "states": states}
 
-    if not distributed.is_available() or not distributed.is_initialized():
-        return [own]
-    states = [own] * distributed.get_world_size()
-    distributed.all_gather_object(states, own)
-    return states
+
+def random_states(trainer: Any, checkpoint: dict[str, Any]) -> dict[str, Any] | None:
+    """This rank's; None when they are not those of as many ranks."""
+    kept = checkpoint.get(_RANDOM_STATES)
+    if kept is None or kept["world_size"] != trainer.world_size:
+        return None
+    state: dict[str, Any] | None = kept["states"].get(trainer.global_rank)
+    return state
+
+
+def _encode(state: dict[str, Any]) -> str:
+    import torch
+
+    buffer = io.BytesIO()
+    torch.save(state, buffer)
+    return base64.b64encode(buffer.getvalue()).decode()
+
+
+def _decode(text: str) -> dict[str, Any]:
+    import torch
+
+    state: dict[str, Any] = torch.load(io.BytesIO(base64.b64decode(text)), map_location="cpu", weights_only=True)
+    return state
 
 
 def tell_samplers_epoch(trainer: Any) -> None:

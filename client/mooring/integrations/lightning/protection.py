@@ -26,10 +26,6 @@ _OWN: Final = "mooring-step="
 """How the names of our own checkpoints begin: no ModelCheckpoint makes such a name."""
 
 
-_KEY: Final = "mooring_random_states"
-"""In a checkpoint."""
-
-
 class Protection:
     """The callback but for its base class, which is Lightning's. It can be pickled until its training begins."""
 
@@ -114,17 +110,15 @@ class Protection:
 
     def on_save_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]) -> None:
         # On its way out by an exception a rank may be alone here.
-        if not self._training or trainer.interrupted:
+        if not self._training or self._run is None or trainer.interrupted:
             return
         contents.owe_what_follows(trainer, checkpoint)
         # A validation that is under way will be run anew.
         own = self._before_validation if contents.is_validating(trainer) else random_generators.capture()
-        checkpoint[_KEY] = contents.gather(own)
+        contents.keep_random_states(trainer, self._run, checkpoint, own)
 
     def on_load_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]) -> None:
-        states = checkpoint.get(_KEY, ())
-        if len(states) == trainer.world_size:
-            self._random_states = states[trainer.global_rank]
+        self._random_states = contents.random_states(trainer, checkpoint)
 
     def _begin(self, trainer: Any) -> None:
         _complete_environment(trainer)
