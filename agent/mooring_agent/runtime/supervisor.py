@@ -46,6 +46,7 @@ from mooring_agent.runtime.reconciler import Reconciler
 from mooring_agent.runtime.rescue import Rescue
 from mooring_agent.runtime.sensors import Sensors
 from mooring_agent.runtime.telemetry import say
+from mooring_agent.runtime.trainer_watch import trainer_watch
 from mooring_agent.runtime.watching import Watching
 from mooring_api import doorbell
 from mooring_api.names import DOORBELL, JOURNAL, STATE_DIRECTORY
@@ -142,6 +143,9 @@ async def run_agent(settings: Settings, *, fresh: bool = False, parent_pid: int 
         ]
         if watching is not None:
             forever.append(watching.run)
+        trainers = trainer_watch(engine=engine, sensors=sensors, executor=senses, settings=settings)
+        if trainers is not None:
+            forever.append(trainers.watch)
         return await _live(engine, dispatcher, clock, forever, leaving)
 
 
