@@ -71,6 +71,7 @@ SOCKET_VOLUME: Final = "mooring-socket"
 DESTINATION_VOLUME: Final = "mooring-destination"
 AUTOLOAD_VOLUME: Final = "mooring-autoload"
 CA_BUNDLE_VOLUME: Final = "mooring-ca"
+CREDENTIALS_VOLUME: Final = "mooring-credentials"
 
 POD_VOLUME_PATH: Final = "/mooring"
 """Where the checkpoint volume is mounted in a pod that says nothing else."""
@@ -79,6 +80,8 @@ POD_DESTINATION_PATH: Final = "/mooring-destination"
 """Where the claim of a pvc:// destination is mounted, in the agent and in restore only."""
 POD_AUTOLOAD_PATH: Final = "/mooring-autoload"
 POD_CA_PATH: Final = "/mooring-ca"
+POD_CREDENTIALS_PATH: Final = "/mooring-credentials"
+"""Where the Secret with the store's credentials is mounted, in the agent and in restore only: one file per key."""
 POD_METRICS_PORT: Final = 9400
 
 # sun_path is 108 bytes with its terminator.

@@ -1,0 +1,68 @@
+"""Which container of a pod trains, and what it says of itself. Owns no change of it."""
+
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any, Final
+
+from mooring_agent.core.findings import Findings
+from mooring_agent.core.pod_shape import present
+from mooring_api.names import AGENT_CONTAINER, ANNOTATION_PREFIX, RESTORE_CONTAINER
+
+Container = Mapping[str, Any]
+
+OURS: Final = frozenset({RESTORE_CONTAINER, AGENT_CONTAINER})
+USUAL_NAMES: Final = ("node", "trainer", "pytorch")
+"""What Kubeflow Trainer and its PyTorchJob call theirs, and what people do."""
+
+
+def find_trainer(spec: Mapping[str, Any], wanted: str, findings: Findings) -> Container | None:
+    """The container that trains: the one that is `wanted`, else the only one, else the one with a usual name."""
+    containers = {container.get("name") or "": container for container in others(spec, "containers")}
+    listed = ", ".join(containers)
+    if wanted:
+        if wanted not in containers:
+            findings.problems.append(
+                f"{ANNOTATION_PREFIX}container: the pod has no container {wanted}: name one of {listed}"
+            )
+        return containers.get(wanted)
+    if len(containers) == 1:
+        return next(iter(containers.values()))
+    usual = [container for name, container in containers.items() if name in USUAL_NAMES]
+    if len(usual) == 1:
+        return usual[0]
+    findings.problems.append(
+        f"which container trains? {listed or 'none'}: name it in the annotation {ANNOTATION_PREFIX}container"
+    )
+    return None
+
+
+def others(spec: Mapping[str, Any], key: str) -> Iterator[Container]:
+    """The containers at `key` that are not ours, in their order."""
+    return (container for container in present(spec, key, []) if container.get("name") not in OURS)
+
+
+def variable(container: Container, name: str) -> Mapping[str, Any] | None:
+    """The entry of `env` that counts: the last of that name."""
+    found = [entry for entry in present(container, "env", []) if entry.get("name") == name]
+    return found[-1] if found else None
+
+
+def value_of(container: Container, name: str) -> str | None:
+    """The text of a variable where the pod itself has it; None where there is none, or another object has it."""
+    entry = variable(container, name)
+    return None if entry is None or entry.get("valueFrom") else present(entry, "value", "")
+
+
+def mount_above(mounts: Iterable[Mapping[str, Any]], path: str) -> Mapping[str, Any] | None:
+    """The mount on which `path` lies: of all at it or above it, the nearest."""
+    above = [mount for mount in mounts if is_at_or_below(path, present(mount, "mountPath", ""))]
+    return max(above, key=lambda mount: len(plain(mount["mountPath"])), default=None)
+
+
+def is_at_or_below(path: str, folder: str) -> bool:
+    """Both absolute. Nothing counts as below the root: it is the image's."""
+    return bool(plain(folder)) and f"{plain(path)}/".startswith(f"{plain(folder)}/")
+
+
+def plain(path: str) -> str:
+    """Without what means nothing in a path, the last slash too; empty for the root."""
+    return "".join(f"/{part}" for part in path.split("/") if part not in ("", "."))
