@@ -52,7 +52,7 @@ class Neighbourhood:
 
     @property
     def shared(self) -> bool:
-        """Whether other containers' processes can be seen here. In a process namespace of our own we would be its first."""
+        """Whether other containers' processes can be seen here: in a namespace of our own we would be process 1."""
         return os.getpid() != _PAUSE_PID
 
     def look(self) -> Neighbours:
