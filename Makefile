@@ -83,6 +83,7 @@ proto-check: $(PROTOC)
 # The pages that are made from the code; tests compare them.
 docs: setup
 	$(BIN)/python -m mooring_agent.settings_page > docs/settings.md
+	$(BIN)/python -m mooring_agent.annotations_page > docs/annotations.md
 
 bench: setup
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev,bench]'

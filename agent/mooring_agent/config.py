@@ -9,8 +9,9 @@ import difflib
 import math
 import re
 import tomllib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import MISSING, dataclass, fields, is_dataclass
+from operator import attrgetter
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Final, get_args, get_origin, get_type_hints
@@ -101,15 +102,16 @@ def load_settings(
     environment: Mapping[str, str],
     file: Path | None = None,
     defaults: Mapping[str, Any] = MappingProxyType({}),
+    flag_name: Callable[[SettingField], str] = attrgetter("flag"),
 ) -> Settings:
-    """`flags` by setting name; None there means not given. `defaults`, by name, of this command instead of the
-    settings' own. Raises ConfigurationError."""
+    """`flags` by setting name; None there means not given; `flag_name` is what they are called in a problem.
+    `defaults`, by name, of this command instead of the settings' own. Raises ConfigurationError."""
     problems: list[str] = []
     from_file = _read_file(file, problems) if file else {}
     values: dict[str, Any] = {}
     for setting in setting_fields():
         sources = (
-            (setting.flag, flags.get(setting.name)),
+            (flag_name(setting), flags.get(setting.name)),
             (setting.environment, environment.get(setting.environment) or None),
             (f"{setting.key} in {file}", from_file.pop(setting.key, None)),
             *((name, environment.get(name) or None) for name in setting.foreign_variables),
