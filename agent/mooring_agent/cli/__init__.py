@@ -7,7 +7,7 @@ import click
 
 from mooring_agent import __version__
 from mooring_agent.cli.agent import agent
-from mooring_agent.cli.control import save, status, terminating
+from mooring_agent.cli.control import ready, save, status, terminating
 from mooring_agent.cli.demo import demo
 from mooring_agent.cli.destination import ls, prune, verify
 from mooring_agent.cli.doctor import doctor
@@ -21,5 +21,5 @@ def cli() -> None:
     """Keeps a training job's work safe when its pod is not."""
 
 
-for command in (run, agent, restore, ls, status, save, terminating, verify, prune, doctor, demo):
+for command in (run, agent, restore, ls, status, save, ready, terminating, verify, prune, doctor, demo):
     cli.add_command(command)
