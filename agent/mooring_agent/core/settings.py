@@ -12,7 +12,7 @@ GIB: Final = 1024 * MIB
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoreSettings:
-    """How to reach the destination. Credentials are never here: they come from the AWS chain."""
+    """How to reach the destination. Credentials are never here: they come from the AWS chain, or from files."""
 
     destination: Annotated[str, "Where checkpoints go: s3://bucket/prefix or file:///path."]
     endpoint_url: Annotated[str, "S3 endpoint for stores that are not AWS; empty: AWS, or AWS_ENDPOINT_URL."] = ""
@@ -21,6 +21,11 @@ class StoreSettings:
         str, "auto, path or virtual: how the bucket is put into the URL. auto is path for a custom endpoint."
     ] = "auto"
     ca_bundle: Annotated[str, "PEM file with the CA that signed the endpoint's certificate."] = ""
+    credentials_directory: Annotated[
+        str,
+        "Directory with one file per key, as Kubernetes mounts a Secret: AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, "
+        "or plain spellings, and endpoint and region where these are not given; empty: the AWS chain.",
+    ] = ""
     verify_tls: Annotated[
         bool, "Off: accept any certificate. Anyone on the way can then read and change checkpoints."
     ] = True
