@@ -30,6 +30,8 @@ _LOG_TAIL = 1000
 _WITH_US = ("setpriv", "--pdeathsig=KILL")
 _OWN_MOUNTS = ("unshare", "--mount", "--propagation=private")
 _OWN_PROCESSES = ("--pid", "--fork", "--kill-child")
+# Runs the first process of a new namespace and ends as it did; `unshare --fork` hides by which signal that was.
+_FIRST_PROCESS = 'exec 3>&2 2>/dev/null; sh -euc "$1" 2>&3 3>&-; exit $?'
 # It buries those whose parents are gone, as process 1 must.
 _PAUSE = """
 import os, signal
@@ -67,12 +69,12 @@ class NamespaceView:
         ready = start.root.with_suffix(".ready")
         ready.unlink(missing_ok=True)
         start.root.mkdir(parents=True, exist_ok=True)
-        script = ["sh", "-euc", "\n".join(_script(start, ready))]
+        script = "\n".join(_script(start, ready))
         if self._pause is None:
-            command = [*_WITH_US, *_OWN_MOUNTS, *_OWN_PROCESSES, *script]
+            command = [*_WITH_US, *_OWN_MOUNTS, "unshare", "--pid", "sh", "-c", _FIRST_PROCESS, "sh", script]
         else:
             enter = ["nsenter", f"--pid=/proc/{self._pause.pid}/ns/pid", "--"]
-            command = [*_WITH_US, *enter, *_WITH_US, *_OWN_MOUNTS, *script]
+            command = [*_WITH_US, *enter, *_WITH_US, *_OWN_MOUNTS, "sh", "-euc", script]
         with start.log.open("ab") as log:
             waiter = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
         _wait_for(ready.exists, waiter, start)
@@ -137,7 +139,7 @@ def _script(start: Start, ready: Path) -> Iterator[str]:
     root = shlex.quote(str(start.root))
     yield f"mount -t tmpfs -o mode=0755 tmpfs {root}"
     yield f"cd {root}"
-    yield "mkdir proc dev run var root tmp && chmod 1777 tmp && chmod 0700 root"
+    yield "mkdir proc dev run var root tmp && chmod 1777 tmp"
     yield "mount -t proc proc proc"
     yield "mount -t tmpfs -o mode=0755 tmpfs dev && mkdir dev/shm && ln -s /proc/self/fd dev/fd"
     yield "mount -t tmpfs -o mode=1777,size=64m tmpfs dev/shm"

@@ -1,6 +1,7 @@
 """A node of a simulated cluster: where pods run, with the images and the objects that they name."""
 
 import copy
+import itertools
 import secrets
 import uuid
 from collections.abc import Mapping
@@ -44,11 +45,12 @@ class Node:
     ) -> None:
         self.namespaces = not missing_namespaces() if namespaces is None else namespaces
         self._directory = directory
-        self._images = images
+        self.images = images
         self._objects = objects or Objects()
         self._claims = claims or {}
         self._back_off = (back_off_seconds, longest_back_off_seconds)
         self._pods: list[Pod] = []
+        self._numbers = itertools.count()
 
     def __enter__(self) -> Self:
         return self
@@ -69,14 +71,15 @@ class Node:
         """Take a pod on, as it came out of admission. Raises UnsupportedError, ContainerConfigError."""
         pod = _named(manifest)
         spec = pod["spec"]
-        directory = self._directory / str(len(self._pods))
+        found = list(containers_of(pod))
+        directory = self._directory / str(next(self._numbers))
         directory.mkdir(parents=True)
         volumes = Volumes(spec, directory / "v", objects=self._objects, claims=self._claims)
         timeline = Timeline()
         policy = RestartPolicy(spec.get("restartPolicy", "Always"))
         containers = [
             Container(container, role, policy, self._start(pod, container, volumes, directory), timeline)
-            for container, role in containers_of(pod)
+            for container, role in found
         ]
         made = Pod(
             name=pod["metadata"]["name"],
@@ -102,7 +105,7 @@ class Node:
         return MappedView()
 
     def _start(self, pod: Mapping[str, Any], container: Mapping[str, Any], volumes: Volumes, directory: Path) -> Start:
-        image = self._images[container["image"]]
+        image = self.images[container["image"]]
         environment = environment_of(container, pod, self._objects)
         name = container["name"]
         return Start(

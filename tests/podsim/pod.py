@@ -264,9 +264,10 @@ class Pod:
 
     def _finish(self) -> None:
         phase = phase_of(list(self._containers.values()), self._policy, is_terminal=True)
-        self._final = Phase.FAILED if self.reason else phase
-        self.timeline.note(What.ENDED, detail=f"{self._final} {self.reason}".rstrip())
+        phase = Phase.FAILED if self.reason else phase
         self._volumes.wipe()
+        self.timeline.note(What.ENDED, detail=f"{phase} {self.reason}".rstrip())
+        self._final = phase
 
     # Other threads.
 

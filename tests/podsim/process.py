@@ -24,7 +24,7 @@ class ContainerProcess:
         self, waiter: "subprocess.Popen[bytes]", pid: int | None, members: Callable[[], Iterable[int]]
     ) -> None:
         self._waiter = waiter
-        self._members = members
+        self.members = members
         self.pid = pid
         self._pidfd: int | None = None
         if pid is not None:
@@ -62,7 +62,7 @@ class ContainerProcess:
     def _bury(self) -> None:
         # Whoever forks while it is being killed is found the next time.
         for _ in range(_SWEEPS):
-            left = list(self._members())
+            left = list(self.members())
             for pid in left:
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
