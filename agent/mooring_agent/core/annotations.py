@@ -7,6 +7,7 @@ the settings' own parser, so the webhook refuses what the agent would refuse.
 import difflib
 import re
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from typing import Any, Final, TypeVar
 
 from mooring_agent.config import ConfigurationError, load_settings
@@ -59,16 +60,26 @@ def read_annotations(annotations: Mapping[str, str], defaults: InjectionDefaults
     return Refusal(problems=tuple(reader.problems)) if reader.problems else injection
 
 
+def default_problems(defaults: InjectionDefaults) -> tuple[str, ...]:
+    """What is wrong with the admin's own decisions: to be said when the webhook starts, not in every user's pod."""
+    least = {ANNOTATION_INJECT: "true", f"{ANNOTATION_PREFIX}destination": "s3://bucket"}
+    sizes = {f"{ANNOTATION_PREFIX}cpu": defaults.cpu, f"{ANNOTATION_PREFIX}memory": defaults.memory}
+    problems = [f"{key} is not for everybody" for key in sorted(least.keys() & defaults.annotations.keys())]
+    asked = read_annotations({**least, **sizes, **defaults.annotations}, replace(defaults, annotations={}))
+    return (*problems, *(asked.problems if isinstance(asked, Refusal) else ()))
+
+
 class _Reader:
     """Takes values one after the other and keeps what is wrong with them."""
 
     def __init__(self, texts: Mapping[str, str]) -> None:
         self.texts = texts
-        self.problems: list[str] = []
+        self.unreadable = {key for key, text in texts.items() if not _is_text(text)}
+        self.problems = [f"{key}: the value is no plain text of one line" for key in sorted(self.unreadable)]
 
     def take(self, name: str, read: Callable[[str], _Value], otherwise: _Value) -> _Value:
         key = ANNOTATION_PREFIX + name
-        if key not in self.texts:
+        if key not in self.texts or key in self.unreadable:
             return otherwise
         try:
             return read(self.texts[key].strip())
@@ -115,7 +126,8 @@ def _read(reader: _Reader, defaults: InjectionDefaults) -> Injection:
 
 def _settings(reader: _Reader, destination: str, grace_seconds: int) -> Mapping[str, str]:
     """The agent's settings by environment variable, as they were written, once its own parser likes them."""
-    said = {key: setting for key, setting in settings_annotations() if key in reader.texts}
+    readable = reader.texts.keys() - reader.unreadable
+    said = {key: setting for key, setting in settings_annotations() if key in readable}
     flags: dict[str, Any] = {setting.name: reader.texts[key] for key, setting in said.items()}
     # What was wrong with these has been said.
     flags |= {
@@ -131,12 +143,23 @@ def _settings(reader: _Reader, destination: str, grace_seconds: int) -> Mapping[
 
 
 def _unknown(ours: Mapping[str, str]) -> Iterator[str]:
-    known = known_keys()
+    known = {key.removeprefix(ANNOTATION_PREFIX): key for key in known_keys()}
     for key in ours:
-        if key not in known:
-            near = difflib.get_close_matches(key, known, 1)
-            hint = f"did you mean {near[0]}?" if near else "see docs/annotations.md"
+        name = key.removeprefix(ANNOTATION_PREFIX)
+        if name not in known:
+            # Compared without what is the same in all of them.
+            near = difflib.get_close_matches(name, known, 1)
+            hint = f"did you mean {known[near[0]]}?" if near else "see docs/annotations.md"
             yield f"there is no annotation {key}: {hint}"
+
+
+def _is_text(text: str) -> bool:
+    """JSON can escape half a character, of which nothing can be made."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return not any(ord(character) < 0x20 for character in text.strip())
 
 
 def _boolean(text: str) -> bool:
@@ -146,13 +169,13 @@ def _boolean(text: str) -> bool:
 
 
 def _destination(text: str) -> tuple[str, Claim | None]:
-    if re.match(r"s3://[^/]", text):
+    if re.fullmatch(r"s3://[^/\s]+(/[^/\s]+)*/?", text):
         return text, None
     if text.startswith("pvc://"):
         name, _, path = text.removeprefix("pvc://").partition("/")
         parts = [part for part in path.split("/") if part]
         if ".." in parts or "." in parts:
-            raise ValueError(f"{text!r} leads out of the claim: write the path without dots")
+            raise ValueError(f"{text!r} may lead out of the claim: write the path without . and ..")
         place = "/".join((names.POD_DESTINATION_PATH, *parts))
         return f"file://{place}", Claim(name=_object_name(name), path="/".join(parts))
     raise ValueError(f"{text!r} is no destination: write s3://bucket/prefix or pvc://claim/path")
@@ -165,11 +188,12 @@ def _object_name(text: str) -> str:
 
 
 def _ca_bundle(text: str) -> CaBundle:
-    *kind, name, key = ["", *text.split("/")][-3:] if text.count("/") <= 2 else ("", "", "", "")
-    source = kind[0] if kind and kind[0] else CaSource.CONFIG_MAP
-    if source not in set(CaSource) or not _KEY.fullmatch(key):
+    parts = text.split("/")
+    if len(parts) == 2:
+        parts.insert(0, CaSource.CONFIG_MAP)
+    if len(parts) != 3 or parts[0] not in set(CaSource) or not parts[1] or not _KEY.fullmatch(parts[2]):
         raise ValueError(f"{text!r} names no bundle: write configmap/name/key, secret/name/key, or name/key")
-    return CaBundle(source=CaSource(source), name=_object_name(name), key=key)
+    return CaBundle(source=CaSource(parts[0]), name=_object_name(parts[1]), key=parts[2])
 
 
 def _container(text: str) -> str:

@@ -80,6 +80,8 @@ def _shared(
         "image": plan.image,
         "imagePullPolicy": plan.image_pull_policy,
         "args": args,
+        # `kubectl describe pod` then says why restore failed.
+        "terminationMessagePolicy": "FallbackToLogsOnError",
         "env": [dict(variable) for variable in variables],
         "volumeMounts": [dict(mount) for mount in mounts],
         "securityContext": dict(plan.security_context),

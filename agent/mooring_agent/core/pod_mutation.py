@@ -49,6 +49,11 @@ def _changed(pod: Pod, injection: Injection, defaults: InjectionDefaults, findin
     place = trainer and find_place(spec, trainer, injection, findings)
     if not trainer or not place:
         return None
+    if injection.temporary_files and place.directory == place.mount_path:
+        findings.problems.append(
+            f"{names.ANNOTATION_PREFIX}temporary-files would put them among the checkpoints: "
+            f"choose a {names.ANNOTATION_PREFIX}checkpoint-directory below a volume's mount, or none"
+        )
     findings.warnings += _doubtful(metadata, spec, place)
     attempt = attempt_entry(metadata, trainer, injection, findings)
     said_seconds: int = present(spec, "terminationGracePeriodSeconds", _KUBERNETES_GRACE_SECONDS)

@@ -65,7 +65,10 @@ def _user(said: Mapping[str, Any], injection: Injection, openshift: bool, findin
         return None
     hint = f"name the user of its image in the annotation {_ANNOTATION}, or in securityContext.runAsUser"
     if said.get("runAsNonRoot"):
-        findings.warnings.append(f"as whom the trainer runs is unknown, so checkpoints may have to be copied: {hint}")
+        findings.warnings.append(f"as whom the trainer runs is unknown, and others cannot reach its agent: {hint}")
         return None
-    findings.warnings.append(f"as whom the trainer runs is unknown, so the agent runs as a powerless root: {hint}")
+    # Most images that say nothing run as root.
+    findings.warnings.append(
+        f"as whom the trainer runs is unknown; unless it is root it cannot reach its agent: {hint}"
+    )
     return 0
