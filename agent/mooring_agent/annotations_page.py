@@ -38,7 +38,7 @@ def _tables() -> Iterator[str]:
     yield "\n## The agent's settings\n"
     yield "More about them in [settings](settings.md). The others are set by the injection itself.\n"
     yield _HEADING
-    for key, setting in settings_annotations():
+    for key, setting in settings_annotations().items():
         yield f"| `{key}` | {_default(setting)} | {setting.help} |"
     yield "\n## Written by Mooring\n"
     yield "| annotation | meaning |\n|---|---|"

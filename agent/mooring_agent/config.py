@@ -11,6 +11,7 @@ import re
 import tomllib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import MISSING, dataclass, fields, is_dataclass
+from functools import cache
 from operator import attrgetter
 from pathlib import Path
 from types import MappingProxyType
@@ -82,14 +83,19 @@ class ConfigurationError(MooringError):
         self.problems = problems
 
 
-def setting_fields(cls: type = Settings, section: str = "") -> Iterator[SettingField]:
-    """Every setting, in the order of docs/settings.md."""
+@cache
+def setting_fields(cls: type = Settings, section: str = "") -> tuple[SettingField, ...]:
+    """Every setting, in the order of docs/settings.md. Kept: the webhook looks at them for every pod."""
+    return tuple(_fields_of(cls, section))
+
+
+def _fields_of(cls: type, section: str) -> Iterator[SettingField]:
     hints = get_type_hints(cls, include_extras=True)
     for field in fields(cls):
         hint = hints[field.name]
         if is_dataclass(hint):
             assert isinstance(hint, type)
-            yield from setting_fields(hint, field.name)
+            yield from _fields_of(hint, field.name)
             continue
         value_type, text = get_args(hint)[:2]
         default = None if field.default is MISSING else field.default

@@ -140,6 +140,7 @@ def test_a_destination_is_a_bucket_or_a_claim(text: str, destination: str, claim
         ("tags", "team", "'team' is not key=value"),
         ("container", "a\nb", "the value is no plain text of one line"),
         ("region", "\ud800", "the value is no plain text of one line"),
+        ("region", "a" * 5000, "the value is no plain text of one line and at most 4,096 letters"),
     ],
 )
 def test_a_value_that_cannot_be_is_refused_with_what_to_write(name: str, text: str, problem: str) -> None:
@@ -166,6 +167,13 @@ def test_settings_that_cannot_be_together_are_refused_as_the_agent_would() -> No
 )
 def test_an_unknown_annotation_is_refused_with_the_nearest_right_name(name: str, hint: str) -> None:
     assert problems(DEFAULTS, **{name: "x"}) == (f"there is no annotation mooring.dev/{name}: {hint}",)
+
+
+def test_a_flood_of_annotations_is_answered_with_a_few_words() -> None:
+    """All that users send goes through one webhook: nobody may keep it from the others."""
+    found = read_annotations(LEAST | {f"mooring.dev/x{number}": "1" for number in range(20_000)}, DEFAULTS)
+    assert isinstance(found, Refusal)
+    assert len(found.problems) == 10
 
 
 def test_a_destination_that_is_missing_is_said() -> None:

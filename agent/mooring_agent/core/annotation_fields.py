@@ -3,8 +3,9 @@
 The agent's settings are annotations by themselves, but for those that the injection alone can know.
 """
 
-from collections.abc import Iterator
+from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cache
 from typing import Final
 
 from mooring_agent.config import SettingField, setting_fields
@@ -135,11 +136,11 @@ WRITTEN_BY_US: Final = (
 )
 
 
-def settings_annotations() -> Iterator[tuple[str, SettingField]]:
+@cache
+def settings_annotations() -> Mapping[str, SettingField]:
     """The agent's settings that may be annotations, by key, in the order of docs/settings.md."""
-    for setting in setting_fields():
-        if setting.key not in _SET_BY_THE_INJECTION:
-            yield annotation_of(setting), setting
+    allowed = (setting for setting in setting_fields() if setting.key not in _SET_BY_THE_INJECTION)
+    return {annotation_of(setting): setting for setting in allowed}
 
 
 def annotation_of(setting: SettingField) -> str:
@@ -148,4 +149,4 @@ def annotation_of(setting: SettingField) -> str:
 
 def known_keys() -> list[str]:
     """All that a user may write."""
-    return [*(field.key for field in OWN), *(key for key, _ in settings_annotations())]
+    return [*(field.key for field in OWN), *settings_annotations()]

@@ -27,6 +27,9 @@ _OBJECT_NAME: Final = re.compile(r"[a-z0-9]([-a-z0-9]{0,251}[a-z0-9])?(\.[a-z0-9
 _KEY: Final = re.compile(r"[-._a-zA-Z0-9]{1,253}")
 _LEAST_MEMORY: Final = "64Mi"
 _MOST_SECONDS: Final = 7 * 24 * 3600
+_MOST_UNKNOWN: Final = 10
+_LONGEST_NAME: Final = 63
+_LONGEST_TEXT: Final = 4096
 _MOST_USER: Final = 2**31 - 1
 _NOT_OURS: Final = (
     "/dev",
@@ -75,7 +78,10 @@ class _Reader:
     def __init__(self, texts: Mapping[str, str]) -> None:
         self.texts = texts
         self.unreadable = {key for key, text in texts.items() if not _is_text(text)}
-        self.problems = [f"{key}: the value is no plain text of one line" for key in sorted(self.unreadable)]
+        self.problems = [
+            f"{key}: the value is no plain text of one line and at most {_LONGEST_TEXT:,} letters"
+            for key in sorted(self.unreadable)
+        ]
 
     def take(self, name: str, read: Callable[[str], _Value], otherwise: _Value) -> _Value:
         key = ANNOTATION_PREFIX + name
@@ -127,7 +133,7 @@ def _read(reader: _Reader, defaults: InjectionDefaults) -> Injection:
 def _settings(reader: _Reader, destination: str, grace_seconds: int) -> Mapping[str, str]:
     """The agent's settings by environment variable, as they were written, once its own parser likes them."""
     readable = reader.texts.keys() - reader.unreadable
-    said = {key: setting for key, setting in settings_annotations() if key in readable}
+    said = {key: setting for key, setting in settings_annotations().items() if key in readable}
     flags: dict[str, Any] = {setting.name: reader.texts[key] for key, setting in said.items()}
     # What was wrong with these has been said.
     flags |= {
@@ -144,17 +150,18 @@ def _settings(reader: _Reader, destination: str, grace_seconds: int) -> Mapping[
 
 def _unknown(ours: Mapping[str, str]) -> Iterator[str]:
     known = {key.removeprefix(ANNOTATION_PREFIX): key for key in known_keys()}
-    for key in ours:
-        name = key.removeprefix(ANNOTATION_PREFIX)
-        if name not in known:
-            # Compared without what is the same in all of them.
-            near = difflib.get_close_matches(name, known, 1)
-            hint = f"did you mean {known[near[0]]}?" if near else "see docs/annotations.md"
-            yield f"there is no annotation {key}: {hint}"
+    unknown = [name for key in ours if (name := key.removeprefix(ANNOTATION_PREFIX)) not in known]
+    # Compared without what is the same in all of them; and few, for a stranger may send many, and long ones.
+    for name in unknown[:_MOST_UNKNOWN]:
+        near = difflib.get_close_matches(name[:_LONGEST_NAME], known, 1)
+        hint = f"did you mean {known[near[0]]}?" if near else "see docs/annotations.md"
+        yield f"there is no annotation {ANNOTATION_PREFIX}{name[:_LONGEST_NAME]}: {hint}"
 
 
 def _is_text(text: str) -> bool:
-    """JSON can escape half a character, of which nothing can be made."""
+    """JSON can escape half a character, of which nothing can be made; and what is too long would fill every message."""
+    if len(text) > _LONGEST_TEXT:
+        return False
     try:
         text.encode()
     except UnicodeEncodeError:

@@ -10,6 +10,7 @@ from mooring_api.names import AGENT_CONTAINER, ANNOTATION_PREFIX, RESTORE_CONTAI
 Container = Mapping[str, Any]
 
 OURS: Final = frozenset({RESTORE_CONTAINER, AGENT_CONTAINER})
+_LISTED: Final = 20
 USUAL_NAMES: Final = ("node", "trainer", "pytorch")
 """What Kubeflow Trainer and its PyTorchJob call theirs, and what people do."""
 
@@ -17,7 +18,7 @@ USUAL_NAMES: Final = ("node", "trainer", "pytorch")
 def find_trainer(spec: Mapping[str, Any], wanted: str, findings: Findings) -> Container | None:
     """The container that trains: the one that is `wanted`, else the only one, else the one with a usual name."""
     containers = {container.get("name") or "": container for container in others(spec, "containers")}
-    listed = ", ".join(containers)
+    listed = ", ".join([*containers][:_LISTED])
     if wanted:
         if wanted not in containers:
             findings.problems.append(
