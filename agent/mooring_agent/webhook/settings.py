@@ -1,9 +1,10 @@
 """What the webhook is told, once, by its command line or its environment."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
 
+from mooring_agent.core.certificate_plan import Lives
 from mooring_agent.core.injection import FailurePolicy, InjectionDefaults
 
 MOST_BODY_BYTES: Final = 3 * 1024 * 1024
@@ -11,8 +12,26 @@ MOST_BODY_BYTES: Final = 3 * 1024 * 1024
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Pace:
+    """How often a webhook that makes its own certificates looks at its cluster, and what it waits for.
+
+    It looks every `look_seconds`, and after `retry_seconds` while it begins or after a conflict. A lease that nobody
+    renews for `lease_seconds` is free. No call lasts longer than twice `call_seconds`. Within `begin_seconds` there
+    must be a certificate, which also covers the lease of somebody who died; `publish_seconds` of it may pass until API
+    servers trust it, which at an installation is when Helm has made the last object.
+    """
+
+    look_seconds: float = 10.0
+    retry_seconds: float = 1.0
+    lease_seconds: float = 30.0
+    call_seconds: float = 5.0
+    begin_seconds: float = 90.0
+    publish_seconds: float = 30.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class SelfManaged:
-    """The Kubernetes objects of a webhook that makes its own certificates."""
+    """The Kubernetes objects of a webhook that makes its own certificates. Only tests change `lives` and `pace`."""
 
     namespace: str
     service: str
@@ -21,6 +40,8 @@ class SelfManaged:
     lease: str
     configuration: str
     """Name of the MutatingWebhookConfiguration that gets the caBundle."""
+    lives: Lives = field(default_factory=Lives)
+    pace: Pace = field(default_factory=Pace)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
