@@ -44,7 +44,7 @@ class Image:
 def python_image(**changes: Any) -> Image:
     """This Python with everything it can import; `python` and `mooring` are programs of it."""
     places = {Path(sys.prefix), Path(sys.base_prefix), *(Path(place).absolute() for place in sys.path if place)}
-    environment = {"PATH": os.defpath, "PYTHONDONTWRITEBYTECODE": "1"}
+    environment = {"PATH": os.defpath, "HOME": "/tmp", "PYTHONDONTWRITEBYTECODE": "1"}
     if "PYTHONPATH" in os.environ:
         environment["PYTHONPATH"] = os.environ["PYTHONPATH"]
     image = Image(

@@ -7,7 +7,7 @@ from tests.podsim.container import Role
 from tests.podsim.errors import UnsupportedError
 
 _POD = {
-    *("containers", "initContainers", "restartPolicy", "securityContext", "serviceAccountName"),
+    *("containers", "hostNetwork", "initContainers", "restartPolicy", "securityContext", "serviceAccountName"),
     *("shareProcessNamespace", "terminationGracePeriodSeconds", "volumes"),
 }
 # Read by the scheduler, the API server or the runtime, before or beside what is played here.

@@ -113,7 +113,7 @@ class NamespaceView:
 
 def _start_pause() -> ContainerProcess:
     command = [*_WITH_US, "unshare", *_OWN_PROCESSES, sys.executable, "-c", _PAUSE]
-    waiter = subprocess.Popen(command, stdin=subprocess.DEVNULL)
+    waiter = subprocess.Popen(command, stdin=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     deadline = time.monotonic() + _START_SECONDS
     while (pid := only_child(waiter.pid)) is None:
         assert waiter.poll() is None, f"the pause process ended with {waiter.returncode}"

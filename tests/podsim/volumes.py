@@ -64,7 +64,7 @@ class Volumes:
         return Mount(source=source, target=mount["mountPath"].rstrip("/") or "/", read_only=read_only)
 
     def _make(self, volume: Mapping[str, Any], objects: Objects, claims: Mapping[str, Path], group: int | None) -> Path:
-        place = self._directory / volume["name"]
+        place: Path = self._directory / volume["name"]
         match volume:
             case {"persistentVolumeClaim": {"claimName": str(claim)}}:
                 if claim not in claims:

@@ -143,7 +143,7 @@ async def run_agent(settings: Settings, *, fresh: bool = False, parent_pid: int 
         ]
         if watching is not None:
             forever.append(watching.run)
-        trainers = trainer_watch(engine=engine, sensors=sensors, executor=senses, settings=settings)
+        trainers = trainer_watch(settings, state=lambda: state, leave=sensors.stop_without_trainers, executor=senses)
         if trainers is not None:
             forever.append(trainers.watch)
         return await _live(engine, dispatcher, clock, forever, leaving)

@@ -7,7 +7,7 @@ decision; who is there is for `adapters.neighbours` to see.
 """
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from concurrent.futures import Executor
 from pathlib import Path
 from typing import Final
@@ -19,8 +19,6 @@ from mooring_agent.core.errors import MooringError
 from mooring_agent.core.model import Kind
 from mooring_agent.core.settings import Settings
 from mooring_agent.core.state import State
-from mooring_agent.runtime.engine import Engine
-from mooring_agent.runtime.sensors import Sensors
 
 _LOOK_SECONDS: Final = 1.0
 _AFTER_FINAL_SAVE_SECONDS: Final = 5.0
@@ -31,28 +29,33 @@ log = structlog.get_logger("mooring.trainer_watch")
 
 
 class TrainerWatch:
-    """`look` blocks. `unseen_seconds`: how long to wait for a trainer of whom there is no sign yet."""
+    """`look` blocks and raises MooringError; `leave` is called once.
+
+    `gone_seconds`: how long after the trainer's last sign of life. `unseen_seconds`: how long to wait for its first.
+    """
 
     def __init__(
         self,
         *,
-        engine: Engine,
-        sensors: Sensors,
-        executor: Executor,
-        settings: Settings,
+        state: Callable[[], State],
         look: Callable[[], Neighbours],
-        look_seconds: float = _LOOK_SECONDS,
+        leave: Callable[[], Awaitable[None]],
+        executor: Executor,
+        gone_seconds: float,
+        after_final_seconds: float = _AFTER_FINAL_SAVE_SECONDS,
         unseen_seconds: float = _UNSEEN_SECONDS,
+        look_seconds: float = _LOOK_SECONDS,
     ) -> None:
-        self._engine = engine
-        self._sensors = sensors
-        self._executor = executor
-        self._settings = settings
+        self._state = state
         self._look = look
+        self._leave = leave
+        self._executor = executor
+        self._gone_seconds = gone_seconds
+        self._after_final_seconds = min(after_final_seconds, gone_seconds)
+        self._unseen_seconds = max(unseen_seconds, gone_seconds)
         self._look_seconds = look_seconds
-        self._unseen_seconds = unseen_seconds
         self._seen = False
-        self._told = False
+        self._left = False
 
     async def watch(self) -> None:
         """Forever, also when it has asked us to leave: the drain may take a while."""
@@ -62,14 +65,14 @@ class TrainerWatch:
             if await self._somebody_is_there():
                 alone_since = loop.time()
             alone_seconds = loop.time() - alone_since
-            if not self._told and alone_seconds >= self._patience_seconds():
-                self._told = True
+            if not self._left and alone_seconds >= self._patience_seconds():
+                self._left = True
                 log.info("trainer.gone", alone_seconds=round(alone_seconds, 1), seen=self._seen)
-                await self._sensors.stop_without_trainers()
+                await self._leave()
             await asyncio.sleep(self._look_seconds)
 
     async def _somebody_is_there(self) -> bool:
-        if self._engine.state.alive_ranks:
+        if self._state().alive_ranks:
             # Its lock says it already.
             self._seen = True
             return True
@@ -78,25 +81,24 @@ class TrainerWatch:
         except MooringError as error:
             log.warning("neighbours.unknown", error=str(error), hint=error.hint)
             return True
-        self._seen = self._seen or found.trainer or bool(self._engine.state.checkpoints)
-        # Whoever has not shown itself yet may be the trainer in a sandbox that tells little of its mounts.
+        self._seen = self._seen or found.trainer or bool(self._state().checkpoints)
+        # Whoever has not shown itself yet may be the trainer, in a sandbox that tells little of its mounts.
         return found.trainer if self._seen else found.anybody
 
     def _patience_seconds(self) -> float:
         if not self._seen:
-            return max(self._unseen_seconds, self._configured_seconds)
-        if _ended_by_itself(self._engine.state):
-            return min(_AFTER_FINAL_SAVE_SECONDS, self._configured_seconds)
-        return self._configured_seconds
-
-    @property
-    def _configured_seconds(self) -> float:
-        return self._settings.termination.exit_after_trainer_seconds
+            return self._unseen_seconds
+        newest = self._state().newest()
+        ended_by_itself = newest is not None and newest.info.kind is Kind.FINAL
+        return self._after_final_seconds if ended_by_itself else self._gone_seconds
 
 
-def trainer_watch(*, engine: Engine, sensors: Sensors, executor: Executor, settings: Settings) -> TrainerWatch | None:
+def trainer_watch(
+    settings: Settings, *, state: Callable[[], State], leave: Callable[[], Awaitable[None]], executor: Executor
+) -> TrainerWatch | None:
     """None where it is not asked for, and where nobody can be seen: to leave a living trainer would be worse."""
-    if not settings.termination.exit_after_trainer_seconds:
+    gone_seconds = settings.termination.exit_after_trainer_seconds
+    if not gone_seconds:
         return None
     neighbourhood = Neighbourhood(Path(settings.volume))
     if not neighbourhood.shared:
@@ -107,9 +109,4 @@ def trainer_watch(*, engine: Engine, sensors: Sensors, executor: Executor, setti
             hint="set shareProcessNamespace: true in the pod, or make the agent a native sidecar",
         )
         return None
-    return TrainerWatch(engine=engine, sensors=sensors, executor=executor, settings=settings, look=neighbourhood.look)
-
-
-def _ended_by_itself(state: State) -> bool:
-    newest = state.newest()
-    return newest is not None and newest.info.kind is Kind.FINAL
+    return TrainerWatch(state=state, look=neighbourhood.look, leave=leave, executor=executor, gone_seconds=gone_seconds)
