@@ -90,6 +90,8 @@ class TestTheSecondTurn:
         for one in [*once["spec"]["initContainers"], *once["spec"]["containers"]]:
             one["env"].append(proxy)
             one["imagePullPolicy"] = "Always"
+            one["stdin"] = False
+            one.setdefault("resources", {}).setdefault("limits", {})["example.com/network"] = "1"
         outcome = mutate(once, ASKED, DEFAULTS)
         assert isinstance(outcome, Mutation)
         # Ours say how their image is pulled; the user's container is the user's.
@@ -97,7 +99,10 @@ class TestTheSecondTurn:
             "/spec/initContainers/0/imagePullPolicy",
             "/spec/initContainers/1/imagePullPolicy",
         }
-        assert all(proxy in container(mutated(once), name)["env"] for name in OURS)
+        for ours in (container(mutated(once), name) for name in OURS):
+            assert proxy in ours["env"]
+            assert ours["stdin"] is False
+            assert ours["resources"]["limits"] == {"cpu": "500m", "memory": "256Mi", "example.com/network": "1"}
 
     def test_what_is_not_ours_to_say_is_not_taken_back(self) -> None:
         once = mutated(pod())

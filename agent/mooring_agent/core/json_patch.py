@@ -5,7 +5,6 @@ agree, so what is put between them is one `add`, and what changes in one of them
 grows with the lists' lengths, not with their product: a webhook compares what strangers send.
 """
 
-from collections import Counter
 from collections.abc import Iterator
 from typing import Any, Final
 
@@ -41,19 +40,17 @@ def _of_objects(before: dict[str, Any], after: dict[str, Any], path: str) -> Ite
 
 def _of_lists(before: list[Any], after: list[Any], path: str) -> Iterator[Operation]:
     """Goes through both at once; what stands in another order is removed and added again."""
-    coming = Counter(map(_identity, after))
+    kept = set(map(_identity, after))
     at = 0
     for index, value in enumerate(after):
-        identity = _identity(value)
-        while at < len(before) and not coming[_identity(before[at])]:
+        while at < len(before) and _identity(before[at]) not in kept:
             yield {"op": "remove", "path": f"{path}/{index}"}
             at += 1
-        if at < len(before) and _identity(before[at]) == identity:
+        if at < len(before) and _identity(before[at]) == _identity(value):
             yield from difference(before[at], value, f"{path}/{index}")
             at += 1
         else:
             yield {"op": "add", "path": f"{path}/{index}", "value": value}
-        coming[identity] -= 1
     for _ in before[at:]:
         yield {"op": "remove", "path": f"{path}/{len(after)}"}
 
