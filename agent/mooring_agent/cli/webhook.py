@@ -8,6 +8,8 @@ from typing import Any, Final
 import click
 
 from mooring_agent.cli.reporting import errors_reported
+from mooring_agent.core.annotations import default_problems
+from mooring_agent.core.errors import ErrorKind, MooringError
 from mooring_agent.core.injection import FailurePolicy, InjectionDefaults
 from mooring_agent.webhook.settings import SelfManaged, WebhookSettings
 from mooring_api.names import ANNOTATION_PREFIX
@@ -132,18 +134,25 @@ def _settings(options: dict[str, Any]) -> WebhookSettings:
     if options["self_managed"] and not options["namespace"]:
         raise click.UsageError("--self-managed needs --namespace, or POD_NAMESPACE")
     managed = ("namespace", "service", "secret", "lease", "configuration")
+    defaults = InjectionDefaults(
+        image=options["image"],
+        image_pull_policy=options["image_pull_policy"],
+        native_sidecars=options["kubernetes_version"] >= _FIRST_WITH_NATIVE_SIDECARS,
+        openshift=options["openshift"],
+        grace_seconds=options["grace_seconds"],
+        cpu=options["cpu"],
+        memory=options["memory"],
+        annotations=MappingProxyType(options["annotations"]),
+    )
+    if problems := default_problems(defaults):
+        raise MooringError(
+            ErrorKind.BAD_CONFIGURATION,
+            f"no pod could be injected with these defaults: {'; '.join(problems)}",
+            hint="what may be given to every pod is described in docs/annotations.md",
+        )
     return WebhookSettings(
         certificates=options["certificates"],
-        defaults=InjectionDefaults(
-            image=options["image"],
-            image_pull_policy=options["image_pull_policy"],
-            native_sidecars=options["kubernetes_version"] >= _FIRST_WITH_NATIVE_SIDECARS,
-            openshift=options["openshift"],
-            grace_seconds=options["grace_seconds"],
-            cpu=options["cpu"],
-            memory=options["memory"],
-            annotations=MappingProxyType(options["annotations"]),
-        ),
+        defaults=defaults,
         failure_policy=FailurePolicy(options["failure_policy"]),
         listen=options["listen"],
         http_listen=options["http_listen"],
