@@ -89,20 +89,27 @@ class TestTheSecondTurn:
         proxy = {"name": "HTTPS_PROXY", "value": "http://proxy:3128"}
         for one in [*once["spec"]["initContainers"], *once["spec"]["containers"]]:
             one["env"].append(proxy)
-            one["imagePullPolicy"] = "Always"
             one["stdin"] = False
-            one.setdefault("resources", {}).setdefault("limits", {})["example.com/network"] = "1"
-        outcome = mutate(once, ASKED, DEFAULTS)
-        assert isinstance(outcome, Mutation)
-        # Ours say how their image is pulled; the user's container is the user's.
-        assert {operation["path"] for operation in outcome.patch} == {
-            "/spec/initContainers/0/imagePullPolicy",
-            "/spec/initContainers/1/imagePullPolicy",
-        }
-        for ours in (container(mutated(once), name) for name in OURS):
-            assert proxy in ours["env"]
-            assert ours["stdin"] is False
-            assert ours["resources"]["limits"] == {"cpu": "500m", "memory": "256Mi", "example.com/network": "1"}
+            one.setdefault("securityContext", {})["procMount"] = "Default"
+        assert mutated(once) == once
+
+    def test_an_image_from_a_mirror_and_a_size_by_the_clusters_policy_are_not_taken_back(self) -> None:
+        once = mutated(pod())
+        sized = {"requests": {"cpu": "1", "memory": "2Gi"}, "limits": {"cpu": "1", "memory": "2Gi"}}
+        for one in once["spec"]["initContainers"]:
+            one |= {"image": "mirror.example.com/mooring:1", "imagePullPolicy": "Always", "resources": sized}
+        assert mutated(once) == once
+
+    def test_a_pod_of_an_older_mooring_gets_this_ones_image(self) -> None:
+        """Its template was copied from a pod that lived then."""
+        old = mutated(pod(), defaults=InjectionDefaults(image="example.com/mooring:0"))
+        assert container(mutated(old), "mooring-agent")["image"] == IMAGE
+
+    def test_resources_that_were_taken_away_come_back(self) -> None:
+        once = mutated(pod())
+        for one in once["spec"]["initContainers"]:
+            one["resources"] = {}
+        assert container(mutated(once), "mooring-agent")["resources"]["limits"]["memory"] == "256Mi"
 
     def test_what_is_not_ours_to_say_is_not_taken_back(self) -> None:
         once = mutated(pod())
@@ -117,6 +124,56 @@ class TestTheSecondTurn:
         assert_ours_are_last(regular, native=False)
         assert variables(regular, "mooring-agent")["MOORING_DESTINATION"] == "s3://bucket/other"
         assert "startupProbe" not in container(regular, "mooring-agent")
+
+
+class TestTheTrainer:
+    """Which container it is, where the annotation does not say it."""
+
+    @pytest.mark.parametrize(
+        ("containers", "chosen"),
+        [
+            (["main"], "main"),
+            (["main", "istio-proxy"], "main"),
+            (["linkerd-proxy", "main"], "main"),
+            (["main", "pytorch"], "pytorch"),
+            (["logs", "main"], "main"),
+            (["trainer", "main"], "trainer"),
+        ],
+    )
+    def test_it_is_the_only_one_or_has_a_usual_name_or_is_kubectls(self, containers: list[str], chosen: str) -> None:
+        before = pod(containers=[{"name": name, "image": "example.com/image:1"} for name in containers])
+        before["metadata"]["annotations"] = {"kubectl.kubernetes.io/default-container": "main"}
+        after = mutated(before)
+        assert [name for name in containers if "MOORING_VOLUME" in variables(after, name)] == [chosen]
+
+    @pytest.mark.parametrize("containers", [["main", "logs"], ["node", "trainer"]])
+    def test_otherwise_nobody_guesses(self, containers: list[str]) -> None:
+        before = pod(containers=[{"name": name, "image": "example.com/image:1"} for name in containers])
+        (problem,) = problems(before)
+        assert problem.startswith(f"which container trains? {', '.join(containers)}: name it")
+
+    def test_a_mesh_that_starts_after_restore_is_said(self) -> None:
+        proxy = {"name": "istio-proxy", "image": "istio"}
+        outcome = mutate(pod(containers=[trainer(), proxy]), ASKED, DEFAULTS)
+        assert isinstance(outcome, Mutation)
+        (warning,) = outcome.warnings
+        assert "istio-proxy starts after restore, which then has no network" in warning
+
+    @pytest.mark.parametrize(
+        ("fields", "seconds"),
+        [
+            ({}, "5"),
+            ({"restartPolicy": "OnFailure"}, "330"),
+            ({"restartPolicy": "Always"}, None),
+            ({"restartPolicy": "Never", "restartPolicyRules": [{"action": "Restart"}]}, "330"),
+        ],
+    )
+    def test_a_regular_sidecar_waits_as_long_as_the_trainer_itself_may_come_back(
+        self, fields: dict[str, Any], seconds: str | None
+    ) -> None:
+        asked = Injection(destination="s3://bucket/run", run_as_user=1000, sidecar=Sidecar.REGULAR)
+        told = variables(mutated(pod(containers=[trainer(**fields)]), asked), "mooring-agent")
+        assert told.get("MOORING_EXIT_AFTER_TRAINER_SECONDS") == seconds
 
 
 class TestVariables:

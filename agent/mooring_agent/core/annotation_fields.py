@@ -70,7 +70,7 @@ OWN: Final = (
     ),
     AnnotationField(
         name="container",
-        default="the only one, else `node`, `trainer` or `pytorch`",
+        default="the only one, else `node`, `trainer` or `pytorch`, else the one that kubectl takes",
         help="Name of the container that trains.",
     ),
     AnnotationField(

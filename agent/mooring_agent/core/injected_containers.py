@@ -34,7 +34,7 @@ class Plan:
     """The volume may have been another pod's before: a notice found on it is not this pod's."""
     serves_metrics: bool
     restart_policy: str
-    """The pod's."""
+    """The trainer's."""
 
 
 def restore_container(plan: Plan) -> dict[str, Any]:

@@ -7,17 +7,18 @@ everything gets an empty patch, and one from which another webhook took somethin
 
 import hashlib
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any, Final
 
 from mooring_agent import __version__
-from mooring_agent.core import job_place, pod_volumes
-from mooring_agent.core.checkpoint_place import CheckpointPlace, ephemeral_limit, find_place
+from mooring_agent.core import pod_volumes
+from mooring_agent.core.checkpoint_place import CheckpointPlace, find_place
 from mooring_agent.core.ensure import ensured
 from mooring_agent.core.findings import Findings
 from mooring_agent.core.injected_containers import POD_SOCKET, Plan, agent_container, restore_container
 from mooring_agent.core.injection import Injection, InjectionDefaults, Mutation, Pod, Refusal, Sidecar
 from mooring_agent.core.json_patch import difference
+from mooring_agent.core.pod_fitness import doubtful, impossible, unfit, watches_processes
 from mooring_agent.core.pod_plan import attempt_entry, plan_of
 from mooring_agent.core.pod_shape import present, shape_problems
 from mooring_agent.core.trainer_changes import changed_trainer, trainer_variables
@@ -43,18 +44,14 @@ def mutate(pod: Pod, injection: Injection, defaults: InjectionDefaults) -> Mutat
 def _changed(pod: Pod, injection: Injection, defaults: InjectionDefaults, findings: Findings) -> dict[str, Any] | None:
     """The pod with everything; None where `findings` say why not."""
     metadata, spec = present(pod, "metadata", {}), pod["spec"]
-    injected = names.ANNOTATION_INJECTED in present(metadata, "annotations", {})
-    findings.problems += _impossible(spec, injection, injected=injected)
-    trainer = find_trainer(spec, injection.container, findings)
+    injected = present(metadata, "annotations", {}).get(names.ANNOTATION_INJECTED)
+    findings.problems += impossible(spec, injection, injected=injected is not None)
+    trainer = find_trainer(metadata, spec, injection.container, findings)
     place = trainer and find_place(spec, trainer, injection, findings)
     if not trainer or not place:
         return None
-    if injection.temporary_files and place.directory == place.mount_path:
-        findings.problems.append(
-            f"{names.ANNOTATION_PREFIX}temporary-files would put them among the checkpoints: "
-            f"choose a {names.ANNOTATION_PREFIX}checkpoint-directory below a volume's mount, or none"
-        )
-    findings.warnings += _doubtful(metadata, spec, place)
+    findings.problems += unfit(place, injection)
+    findings.warnings += doubtful(metadata, spec, place)
     attempt = attempt_entry(metadata, trainer, injection, findings)
     said_seconds: int = present(spec, "terminationGracePeriodSeconds", _KUBERNETES_GRACE_SECONDS)
     grace_seconds = max(said_seconds, injection.grace_seconds)
@@ -68,10 +65,42 @@ def _changed(pod: Pod, injection: Injection, defaults: InjectionDefaults, findin
         grace_seconds=grace_seconds,
         findings=findings,
     )
+    new_trainer = _new_trainer(
+        trainer,
+        place,
+        injection,
+        attempt=attempt,
+        grace_seconds=grace_seconds,
+        injected=injected is not None,
+        findings=findings,
+    )
+    made = _made(plan)
+    new_spec = {
+        **spec,
+        **_containers(spec, trainer, new_trainer, plan, as_before=injected == made),
+        "volumes": pod_volumes.with_volumes(spec, injection, place),
+        "terminationGracePeriodSeconds": grace_seconds,
+    }
+    if watches_processes(spec, injection):
+        new_spec["shareProcessNamespace"] = True
+    annotations = {**present(metadata, "annotations", {}), names.ANNOTATION_INJECTED: made}
+    return {**pod, "metadata": {**metadata, "annotations": annotations}, "spec": new_spec}
+
+
+def _new_trainer(
+    trainer: Container,
+    place: CheckpointPlace,
+    injection: Injection,
+    *,
+    attempt: Mapping[str, Any] | None,
+    grace_seconds: int,
+    injected: bool,
+    findings: Findings,
+) -> dict[str, Any]:
     mounts = [place.mount, pod_volumes.SOCKET_MOUNT]
     if injection.autoload:
         mounts.append({**pod_volumes.AUTOLOAD_MOUNT, "readOnly": True})
-    new_trainer = changed_trainer(
+    return changed_trainer(
         trainer,
         variables=trainer_variables(
             place,
@@ -85,21 +114,16 @@ def _changed(pod: Pod, injection: Injection, defaults: InjectionDefaults, findin
         injected=injected,
         findings=findings,
     )
-    new_spec = {
-        **spec,
-        **_containers(spec, trainer, new_trainer, plan),
-        "volumes": pod_volumes.with_volumes(spec, injection, place),
-        "terminationGracePeriodSeconds": grace_seconds,
-    }
-    if _watches_processes(spec, injection):
-        new_spec["shareProcessNamespace"] = True
-    annotations = {**present(metadata, "annotations", {}), names.ANNOTATION_INJECTED: _injected(plan)}
-    return {**pod, "metadata": {**metadata, "annotations": annotations}, "spec": new_spec}
 
 
-def _containers(spec: Mapping[str, Any], trainer: Container, new_trainer: dict[str, Any], plan: Plan) -> dict[str, Any]:
+def _containers(
+    spec: Mapping[str, Any], trainer: Container, new_trainer: dict[str, Any], plan: Plan, *, as_before: bool
+) -> dict[str, Any]:
     """Both lists. Ours are last: restore needs what the user's and others' init containers made, and a native sidecar
-    is ended in reverse order, so that the agent still has the network that another one gives it."""
+    is ended in reverse order, so that the agent still has the network that another one gives it.
+
+    `as_before`: what is there was made from the same plan, and what is different now somebody else wanted so.
+    """
     lists = {
         "initContainers": [restore_container(plan)],
         "containers": [],
@@ -110,52 +134,12 @@ def _containers(spec: Mapping[str, Any], trainer: Container, new_trainer: dict[s
     for key, wanted in lists.items():
         there = {one["name"]: one for one in present(spec, key, []) if one.get("name") in OURS}
         users = [new_trainer if one is trainer else one for one in others(spec, key)]
-        changed[key] = [*users, *(ensured(there.get(one["name"], {}), one) for one in wanted)]
+        ours = (ensured(there.get(one["name"], {}), one, as_before=as_before) for one in wanted)
+        changed[key] = [*users, *ours]
     return changed
 
 
-def _injected(plan: Plan) -> str:
+def _made(plan: Plan) -> str:
     """The version that injected, and a hash of what: whoever looks at a pod sees whether two were made alike."""
     made = json.dumps([restore_container(plan), agent_container(plan)], sort_keys=True)
     return f"{__version__} {hashlib.sha256(made.encode()).hexdigest()[:_HASH_LENGTH]}"
-
-
-def _watches_processes(spec: Mapping[str, Any], injection: Injection) -> bool:
-    """A regular sidecar ends when it sees no process of the trainer; a pod that never ends needs none to end."""
-    return injection.sidecar is Sidecar.REGULAR and present(spec, "restartPolicy", "Always") != "Always"
-
-
-def _impossible(spec: Mapping[str, Any], injection: Injection, *, injected: bool) -> Iterator[str]:
-    """What forbids the injection whatever else the pod is."""
-    of_node = present(spec, "nodeSelector", {})
-    if present(spec, "os", {}).get("name") == "windows" or of_node.get("kubernetes.io/os") == "windows":
-        yield f"Mooring runs on Linux alone: remove {names.ANNOTATION_INJECT} from this Windows pod"
-    if _watches_processes(spec, injection):
-        if spec.get("hostPID"):
-            yield "a regular sidecar cannot tell who is the trainer with hostPID: use the native one, or no hostPID"
-        elif spec.get("shareProcessNamespace") is False:
-            yield "a regular sidecar must see the trainer's processes: remove shareProcessNamespace: false"
-    if injected:
-        return
-    all_names = (
-        (one.get("name"), kind, ours)
-        for kind, ours in (("initContainers", OURS), ("containers", OURS), ("volumes", pod_volumes.OURS))
-        for one in present(spec, kind, [])
-    )
-    for name, kind, ours in all_names:
-        if name in ours:
-            yield f"the pod has {name} in its {kind} already, which is Mooring's name: give yours another"
-
-
-def _doubtful(metadata: Mapping[str, Any], spec: Mapping[str, Any], place: CheckpointPlace) -> Iterator[str]:
-    """What works, and may not be what the user means."""
-    if place.outlives_pod and job_place.is_one_of_many(metadata):
-        yield (
-            f"checkpoints lie on the volume {place.volume}: pods that run at the same time must not share it; "
-            "give each its own, or leave it to Mooring's emptyDir"
-        )
-    if place.on_node_disk and ephemeral_limit(spec) and not place.outlives_pod:
-        yield (
-            "checkpoints count against the ephemeral-storage limit of the pod's containers, "
-            f"{place.limit_bytes} bytes: beyond it the pod is evicted"
-        )

@@ -67,7 +67,7 @@ def plan_of(
         autoload=injection.autoload,
         old_volume=place.outlives_pod,
         serves_metrics=_may_serve_metrics(spec, findings),
-        restart_policy=present(spec, "restartPolicy", "Always"),
+        restart_policy=_restart_policy(spec, trainer),
     )
 
 
@@ -85,6 +85,16 @@ def attempt_entry(
         return entry
     text = said or job_place.attempt(metadata)
     return {"name": names.ENV_ATTEMPT, "value": text} if text else None
+
+
+def _restart_policy(spec: Mapping[str, Any], trainer: Container) -> str:
+    """The trainer's: from Kubernetes 1.35 on a container may have its own, and rules by which it comes back.
+
+    Where the pod's is Always, kubelet would start again whoever leaves.
+    """
+    of_pod: str = present(spec, "restartPolicy", "Always")
+    policy: str = of_pod if of_pod == "Always" else present(trainer, "restartPolicy", of_pod)
+    return "OnFailure" if policy == "Never" and trainer.get("restartPolicyRules") else policy
 
 
 def _credential_texts(injection: Injection) -> dict[str, str]:

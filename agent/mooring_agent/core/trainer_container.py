@@ -10,30 +10,43 @@ from mooring_api.names import AGENT_CONTAINER, ANNOTATION_PREFIX, RESTORE_CONTAI
 Container = Mapping[str, Any]
 
 OURS: Final = frozenset({RESTORE_CONTAINER, AGENT_CONTAINER})
+MESH_PROXIES: Final = frozenset({"istio-proxy", "linkerd-proxy"})
+"""What a mesh's webhook, which may run before ours, adds to a pod."""
+_DEFAULT_CONTAINER: Final = "kubectl.kubernetes.io/default-container"
 _LISTED: Final = 20
 USUAL_NAMES: Final = ("node", "trainer", "pytorch")
 """What Kubeflow Trainer and its PyTorchJob call theirs, and what people do."""
 
 
-def find_trainer(spec: Mapping[str, Any], wanted: str, findings: Findings) -> Container | None:
-    """The container that trains: the one that is `wanted`, else the only one, else the one with a usual name."""
+def find_trainer(
+    metadata: Mapping[str, Any], spec: Mapping[str, Any], wanted: str, findings: Findings
+) -> Container | None:
+    """The container that trains: the one that is `wanted`, else the only one, else the one with a usual name, else the
+    one that kubectl takes. None: `findings` say why."""
     containers = {container.get("name") or "": container for container in others(spec, "containers")}
-    listed = ", ".join([*containers][:_LISTED])
     if wanted:
         if wanted not in containers:
             findings.problems.append(
-                f"{ANNOTATION_PREFIX}container: the pod has no container {wanted}: name one of {listed}"
+                f"{ANNOTATION_PREFIX}container: the pod has no container {wanted}: name one of {_listed(containers)}"
             )
         return containers.get(wanted)
-    if len(containers) == 1:
-        return next(iter(containers.values()))
-    usual = [container for name, container in containers.items() if name in USUAL_NAMES]
-    if len(usual) == 1:
-        return usual[0]
+    candidates = [name for name in containers if name not in MESH_PROXIES]
+    chosen = present(metadata, "annotations", {}).get(_DEFAULT_CONTAINER)
+    for found in (
+        candidates,
+        [name for name in candidates if name in USUAL_NAMES],
+        [name for name in candidates if name == chosen],
+    ):
+        if len(found) == 1:
+            return containers[found[0]]
     findings.problems.append(
-        f"which container trains? {listed or 'none'}: name it in the annotation {ANNOTATION_PREFIX}container"
+        f"which container trains? {_listed(containers)}: name it in the annotation {ANNOTATION_PREFIX}container"
     )
     return None
+
+
+def _listed(containers: Iterable[str]) -> str:
+    return ", ".join([*containers][:_LISTED]) or "none"
 
 
 def others(spec: Mapping[str, Any], key: str) -> Iterator[Container]:
