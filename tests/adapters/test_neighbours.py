@@ -57,8 +57,13 @@ def test_what_else_runs_in_our_own_container_is_nobody(proc: Proc) -> None:
 
 
 def test_the_sandboxs_own_process_is_nobody(proc: Proc) -> None:
-    proc.add(1, TRAINERS)
+    proc.add(1, SOMEBODYS)
     assert proc.look() == NOBODY
+
+
+def test_where_the_trainer_itself_is_process_1_it_is_seen(proc: Proc) -> None:
+    proc.add(1, TRAINERS)
+    assert proc.look().trainer
 
 
 def test_a_process_that_is_gone_or_dead_is_nobody(proc: Proc) -> None:

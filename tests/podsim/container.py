@@ -87,8 +87,8 @@ class Container:
         return self.last is not None and self.restart_policy.restarts(self.last.exit_code)
 
     @property
-    def grace_hook(self) -> Mapping[str, Any] | None:
-        """Its preStop handler."""
+    def pre_stop(self) -> Mapping[str, Any] | None:
+        """Its handler, if it has one."""
         hook: Mapping[str, Any] | None = self.spec.get("lifecycle", {}).get("preStop")
         return hook
 
@@ -156,7 +156,7 @@ class Container:
 
 
 def back_off_seconds(restarts: int, first: float, longest: float) -> float:
-    """How long kubelet waits before it starts a container again that has been restarted so often already.
+    """How long after its end kubelet starts a container again that has been started again so often already.
 
     The first time at once, then twice as long each time; 10 s to 300 s on a real node [k/k
     pkg/kubelet/kuberuntime/kuberuntime_manager.go, doBackOff; web concepts/workloads/pods/pod-lifecycle].

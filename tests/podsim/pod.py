@@ -182,8 +182,8 @@ class Pod:
 
     def _tick(self) -> None:
         for container in self._containers.values():
-            if container.reap() and container.name in self._probes:
-                self._probes.pop(container.name).set()
+            if container.reap():
+                self._has_ended(container)
         if self._final is not None:
             return
         while self._requests:
@@ -220,16 +220,19 @@ class Pod:
         if container.running or time.monotonic() < container.may_start_at:
             return
         assert self._view is not None
-        pause_seconds = back_off_seconds(container.start_count + 1, *self._back_off)
         try:
             process = self._view.start(container.start_with)
         except OSError as error:
             container.not_begun(str(error))
+            self._has_ended(container)
         else:
             container.begun(process)
             self._probe(container)
-        # The first restart comes at once.
-        container.may_start_at = 0.0 if container.start_count == 1 else time.monotonic() + pause_seconds
+
+    def _has_ended(self, container: Container) -> None:
+        if container.name in self._probes:
+            self._probes.pop(container.name).set()
+        container.may_start_at = time.monotonic() + back_off_seconds(container.start_count - 1, *self._back_off)
 
     def _probe(self, container: Container) -> None:
         if "startupProbe" not in container.spec:
@@ -275,7 +278,7 @@ class Pod:
         kill_container(container, grace_seconds, order, self._run_hook, self.timeline)
 
     def _run_hook(self, container: Container, seconds: float) -> None:
-        hook = container.grace_hook
+        hook = container.pre_stop
         assert hook is not None
         self._run(container, hook["exec"]["command"], seconds)
 

@@ -61,7 +61,7 @@ def kill_container(
 ) -> None:
     """Blocks until it has ended. The hook's time and the waiting count, in whole seconds rounded down."""
     remaining = grace_seconds
-    if container.grace_hook is not None and remaining > 0:
+    if container.pre_stop is not None and remaining > 0:
         timeline.note(What.PRE_STOP, container.name)
         began = time.monotonic()
         run_hook(container, remaining)

@@ -1,7 +1,7 @@
 """The demo's trainer as a Job's pod: what a user writes, put through the injection, and run on a simulated node."""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +28,7 @@ START_SECONDS = 180.0
 END_SECONDS = 180.0
 
 _TEXT = "It is a truth universally acknowledged, that a single checkpoint in possession of a good fortune. " * 40
-_RESTRICTED = {
+RESTRICTED = {
     "runAsUser": 1234,
     "runAsGroup": 1234,
     "runAsNonRoot": True,
@@ -69,16 +69,22 @@ class DemoJob:
         save_every: int = 0,
         grace_seconds: int = 120,
         restart_policy: str = "Never",
+        command: Sequence[str] = (),
+        security_context: Mapping[str, Any] = RESTRICTED,
         annotations: Mapping[str, str] | None = None,
+        shares_processes: bool | None = None,
     ) -> "DemoPod":
-        """One pod of the Job, as after its admission."""
-        command = ["python", "-m", "mooring.demo_train", "--text", "/text/words"]
+        """One pod of the Job, as after its admission.
+
+        `command`: another program than the demo's. `shares_processes`: what somebody made of it after the injection.
+        """
+        demo = ["python", "-m", "mooring.demo_train", "--text", "/text/words"]
         trainer = {
             "name": TRAINER,
             "image": "trainer",
-            "command": [*command, "--steps", str(steps), "--save-every", str(save_every)],
+            "command": list(command) or [*demo, "--steps", str(steps), "--save-every", str(save_every)],
             "volumeMounts": [{"name": "text", "mountPath": "/text"}],
-            "securityContext": _RESTRICTED,
+            "securityContext": dict(security_context),
         }
         said = {**self._annotations, "mooring.dev/grace-seconds": str(grace_seconds), **(annotations or {})}
         pod = {
@@ -94,7 +100,10 @@ class DemoJob:
                 "containers": [trainer],
             },
         }
-        return DemoPod(self.node.run(injected(pod)))
+        changed = injected(pod)
+        if shares_processes is not None:
+            changed["spec"]["shareProcessNamespace"] = shares_processes
+        return DemoPod(self.node.run(changed))
 
     def stored_steps(self) -> list[int]:
         """Steps with a commit marker, straight from the server."""

@@ -5,7 +5,7 @@ from tests.podsim.phase import Phase
 from tests.podsim.timeline import What
 from tests.simulated_pods.demo_job import AGENT, END_SECONDS, TRAINER, DemoJob
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
 # Far less than the 330 s for which a regular sidecar waits for a trainer that may come back.
 SOON_SECONDS = 60.0

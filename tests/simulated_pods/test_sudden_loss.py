@@ -8,7 +8,7 @@ from tests.simulated_pods.demo_job import AGENT, END_SECONDS, START_SECONDS, TRA
 
 from mooring_agent.core.injection import Sidecar
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
 MIB = 2**20
 
@@ -103,12 +103,11 @@ def test_a_replacement_that_starts_while_the_old_pod_still_drains_spoils_nothing
     assert job.start().wait_begun() == max(stopped_at, own)
 
 
+@pytest.mark.parametrize("job", [Sidecar.REGULAR], indirect=True, ids=str)
 def test_a_regular_agent_that_dies_in_a_pod_that_never_restarts_is_missed_and_the_older_step_is_resumed(
     job: DemoJob,
 ) -> None:
-    if job.sidecar is Sidecar.NATIVE:
-        pytest.skip("a native sidecar is started again whatever the policy")
-    first = job.start(restart_policy="Never", steps=1_000_000)
+    first = job.start(restart_policy="Never")
     first.wait_begun()
     durable = first.save_now()
     job.wait_stored(durable, first)

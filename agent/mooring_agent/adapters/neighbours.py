@@ -16,7 +16,7 @@ from mooring_agent.core.errors import ErrorKind, VolumeError
 # Of a line in mountinfo: id, parent id, device, directory of that device, mount point.
 _ID, _DEVICE, _DIRECTORY, _POINT = 0, 2, 3, 4
 _FIELDS: Final = 5
-# The sandbox's own process, which runs as long as the pod.
+# The sandbox's own process, as a rule, which runs as long as the pod and mounts nothing.
 _PAUSE_PID: Final = 1
 
 
@@ -74,21 +74,21 @@ class Neighbourhood:
             pids = [int(entry.name) for entry in self._proc.iterdir() if entry.name.isdigit()]
         except OSError as error:
             raise _unreadable(self._proc) from error
-        return [pid for pid in pids if pid not in (_PAUSE_PID, os.getpid())]
+        return [pid for pid in pids if pid != os.getpid()]
 
     def _look_at(self, pid: int) -> Neighbours:
         try:
             mounts = _mounts(self._proc / str(pid))
         except PermissionError:
             # A security module hides it. It may be the trainer, which is worse to leave than nobody is to wait for.
-            return Neighbours(trainer=True, anybody=True)
+            return Neighbours(trainer=pid != _PAUSE_PID, anybody=pid != _PAUSE_PID)
         except OSError:
             # Gone, or dead and not yet buried.
             return Neighbours(trainer=False, anybody=False)
         theirs = [mount for mount in mounts if mount[_ID] not in self._our_mounts]
         wanted = self._volume[_DEVICE], self._volume[_DIRECTORY]
         trainer = any((mount[_DEVICE], mount[_DIRECTORY]) == wanted for mount in theirs)
-        return Neighbours(trainer=trainer, anybody=bool(theirs))
+        return Neighbours(trainer=trainer, anybody=trainer or (bool(theirs) and pid != _PAUSE_PID))
 
 
 def _unreadable(proc: Path) -> VolumeError:
