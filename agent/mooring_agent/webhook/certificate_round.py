@@ -75,7 +75,7 @@ class CertificateRound:
         if read is not None:
             secret, kept = read
             if leads:
-                kept = await self._told(self._renew(secret, kept, configuration)) or kept
+                kept = await self._told(self._renew(secret, kept)) or kept
                 if configuration is not None and kept.authorities:
                     configuration = await self._told(self._publish(kept, configuration)) or configuration
         return Look(
@@ -133,12 +133,10 @@ class CertificateRound:
         secret = await self._objects.read(Kind.SECRET)
         return secret, read_secret(secret)
 
-    async def _renew(self, secret: Object | None, kept: Kept, configuration: Object | None) -> Kept:
+    async def _renew(self, secret: Object | None, kept: Kept) -> Kept:
         """What the Secret holds then."""
         now = self._now()
-        # What we cannot see published may have been taken away.
-        publication = self._publication if configuration is not None else Publication()
-        due = plan(now, kept.held, publication, self._names, self._lives)
+        due = plan(now, kept.held, self._publication, self._names, self._lives)
         if not due.changes(kept.held):
             return kept
         after = kept.after(due, self._names, now, self._lives)
