@@ -84,6 +84,7 @@ proto-check: $(PROTOC)
 docs: setup
 	$(BIN)/python -m mooring_agent.settings_page > docs/settings.md
 	$(BIN)/python -m mooring_agent.annotations_page > docs/annotations.md
+	$(BIN)/python -m tests.chart.values_table
 
 bench: setup
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev,bench]'

@@ -104,7 +104,7 @@ _SPECS: Final = {
 
 def is_custom(found: dict[str, Any]) -> bool:
     """Whether it is one of these kinds, rather than of Kubernetes' own."""
-    return found["apiVersion"].startswith(("cert-manager.io/", "monitoring.coreos.com/"))
+    return str(found["apiVersion"]).startswith(("cert-manager.io/", "monitoring.coreos.com/"))
 
 
 def validate(found: dict[str, Any]) -> None:

@@ -40,7 +40,7 @@ def helm(*arguments: str, values: Values | None = None) -> str:
         capture_output=True,
         text=True,
         timeout=_SECONDS,
-        env={name: "/nowhere" for name in ("HOME", "HELM_CACHE_HOME", "HELM_CONFIG_HOME", "HELM_DATA_HOME")},
+        env=dict.fromkeys(("HOME", "HELM_CACHE_HOME", "HELM_CONFIG_HOME", "HELM_DATA_HOME"), "/nowhere"),
     )
     if done.returncode:
         raise HelmError(done.stdout + done.stderr)

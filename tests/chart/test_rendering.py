@@ -3,7 +3,6 @@
 import functools
 import json
 import re
-from collections.abc import Iterator
 from typing import Any
 
 import kubernetes_validate
@@ -41,11 +40,10 @@ def rendered() -> dict[str, Object]:
 
 
 @pytest.fixture
-def _schemas_read_once(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def _schemas_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """The package reads two files, one of a megabyte, for every object."""
     read = kubernetes_validate.utils.schema_contents
     monkeypatch.setattr(kubernetes_validate.utils, "schema_contents", functools.cache(read))
-    yield
 
 
 @pytest.mark.parametrize("values", MATRIX.values(), ids=MATRIX)

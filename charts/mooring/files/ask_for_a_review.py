@@ -14,7 +14,12 @@ POD = {
     "kind": "Pod",
     "metadata": {
         "name": "helm-test",
-        "annotations": {"mooring.dev/inject": "true", "mooring.dev/destination": "s3://bucket/helm-test"},
+        "annotations": {
+            "mooring.dev/inject": "true",
+            "mooring.dev/destination": "s3://bucket/helm-test",
+            # Values may name another one for all pods.
+            "mooring.dev/container": "trainer",
+        },
     },
     "spec": {"containers": [{"name": "trainer", "image": "trainer"}]},
 }
