@@ -211,8 +211,83 @@ class TestVariables:
         assert all(attempt in container(after, name)["env"] for name in ("train", *OURS))
 
 
+def is_guaranteed(of: Any) -> bool:
+    """As Kubernetes finds it out: CPU and memory of every container, and requests that are limits."""
+    spec = of["spec"]
+    everybody = [*spec.get("initContainers", []), *spec["containers"]]
+    resources = [one.get("resources", {}) for one in everybody]
+    return all(
+        found.get("limits", {}).get(name) and found.get("requests", found["limits"]).get(name) == found["limits"][name]
+        for found in resources
+        for name in ("cpu", "memory")
+    )
+
+
+class TestSecurity:
+    """Of our containers."""
+
+    def test_a_pod_that_pod_security_restricted_lets_in_stays_one(self) -> None:
+        """https://kubernetes.io/docs/concepts/security/pod-security-standards/#restricted"""
+        strict = {"allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"]}}
+        of_pod = {"runAsNonRoot": True, "seccompProfile": {"type": "RuntimeDefault"}}
+        asked = Injection(destination="pvc://claim/run", credentials="s3", autoload=True)
+        after = mutated(pod(containers=[trainer(securityContext=strict)], securityContext=of_pod), asked)
+        for one in [*after["spec"]["initContainers"], *after["spec"]["containers"]]:
+            said = of_pod | one["securityContext"]
+            assert said["allowPrivilegeEscalation"] is False
+            assert said["capabilities"] == {"drop": ["ALL"]}
+            assert said["runAsNonRoot"] is True
+            assert said.get("runAsUser") != 0
+            assert said["seccompProfile"]["type"] == "RuntimeDefault"
+            assert not {"hostPort"} & {key for port in one.get("ports", []) for key in port}
+        allowed = {
+            "configMap",
+            "csi",
+            "downwardAPI",
+            "emptyDir",
+            "ephemeral",
+            "persistentVolumeClaim",
+            "projected",
+            "secret",
+        }
+        assert all((volume.keys() - {"name"}) <= allowed for volume in after["spec"]["volumes"])
+
+    @pytest.mark.parametrize(
+        ("of_container", "of_pod", "annotation", "openshift", "user"),
+        [
+            ({"runAsUser": 1}, {"runAsUser": 2}, None, False, 1),
+            ({}, {"runAsUser": 2}, None, False, 2),
+            ({"runAsUser": None}, {"runAsUser": 2}, None, False, 2),
+            ({}, {}, 3, False, 3),
+            ({}, {}, 3, True, 3),
+            ({}, {}, None, True, None),
+            ({}, {}, None, False, 0),
+            ({"runAsNonRoot": True}, {}, None, False, None),
+            ({"runAsUser": 0}, {}, None, False, 0),
+        ],
+    )
+    def test_our_user_is_the_trainers_as_far_as_anybody_says_it(
+        self, of_container: Any, of_pod: Any, annotation: int | None, openshift: bool, user: int | None
+    ) -> None:
+        asked = Injection(destination="s3://bucket/run", run_as_user=annotation)
+        before = pod(containers=[trainer(securityContext=of_container)], securityContext=of_pod)
+        after = mutated(before, asked, InjectionDefaults(image=IMAGE, openshift=openshift))
+        contexts = [container(after, name)["securityContext"] for name in OURS]
+        assert [context.get("runAsUser") for context in contexts] == [user, user]
+        non_root = bool(user) or bool(of_container.get("runAsNonRoot"))
+        assert [context.get("runAsNonRoot", False) for context in contexts] == [non_root, non_root]
+
+
 class TestResources:
     """Of ours, and what they do to the pod's."""
+
+    def test_a_guaranteed_pod_stays_guaranteed(self) -> None:
+        """With exclusive cores, which a pod of another class loses."""
+        whole = {"requests": {"cpu": "8", "memory": "64Gi"}, "limits": {"cpu": "8", "memory": "64Gi"}}
+        for sidecar in Sidecar:
+            asked = Injection(destination="s3://bucket/run", run_as_user=1000, sidecar=sidecar)
+            after = mutated(pod(containers=[trainer(resources=whole)]), asked)
+            assert is_guaranteed(after)
 
     def test_requests_are_limits_so_a_guaranteed_pod_stays_guaranteed(self) -> None:
         for name in OURS:
