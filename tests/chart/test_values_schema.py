@@ -1,6 +1,5 @@
 """Values that make no sense are refused before anything is installed, and what people do with charts is not."""
 
-import functools
 import re
 from pathlib import Path
 from typing import Any
@@ -8,6 +7,7 @@ from typing import Any
 import pytest
 import yaml
 from tests.chart.rendering import CHART, HelmError, arguments_of, render, template, webhook_pod, with_image
+from tests.chart.values_table import values
 
 from mooring_agent.core.annotation_fields import OWN, settings_annotations
 
@@ -62,11 +62,28 @@ NONSENSE = {
 """A path into the values, and what stands there."""
 
 
+def at(path: list[str], value: Any) -> dict[str, Any]:
+    """Values that have it there, and nothing else."""
+    for key in reversed(path):
+        value = {key: value}
+    return dict(value)
+
+
 @pytest.mark.parametrize("case", NONSENSE.values(), ids=NONSENSE)
 def test_nonsense_is_refused_and_named(case: tuple[Any, ...]) -> None:
     *path, value = case
     with pytest.raises(HelmError, match=rf"(?s)don't meet the specifications of the schema.*{re.escape(path[-1])}"):
-        render(functools.reduce(lambda inner, key: {key: inner}, reversed(path), value))
+        render(at(path, value))
+
+
+SECTIONS = sorted({"", *(value.path.rpartition(".")[0] for value in values()), "monitoring"})
+
+
+@pytest.mark.parametrize("section", SECTIONS)
+def test_a_key_that_there_is_not_is_refused_wherever_it_stands(section: str) -> None:
+    path = [*filter(None, section.split(".")), "nowhere"]
+    with pytest.raises(HelmError, match="Additional property nowhere is not allowed"):
+        render(at(path, 1))
 
 
 def test_every_value_is_in_the_schema() -> None:
