@@ -101,8 +101,8 @@ def test_what_has_begun_is_answered_before_the_pod_is_killed() -> None:
     for values in MATRIX.values():
         objects = render(values)
         grace_seconds = webhook_pod(objects)["spec"]["terminationGracePeriodSeconds"]
-        # Each of two ports is given its time to finish.
-        assert grace_seconds > settings_of(objects).lame_duck_seconds + 2 * _FINISH_SECONDS
+        # Each of two ports is given its time to finish, and the lease is given back.
+        assert grace_seconds > settings_of(objects).lame_duck_seconds + 2 * _FINISH_SECONDS + Pace().call_seconds
 
 
 def test_probes_ask_the_port_without_tls_and_grant_the_time_that_first_certificates_take() -> None:
