@@ -85,11 +85,13 @@ docs: setup
 	$(BIN)/python -m mooring_agent.settings_page > docs/settings.md
 	$(BIN)/python -m mooring_agent.annotations_page > docs/annotations.md
 	$(BIN)/python -m tests.chart.values_table
+	$(BIN)/python -m tests.chart.annotation_names
 
 bench: setup
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev,bench]'
 	$(BIN)/python -m benchmarks.memory
 	$(BIN)/python -m benchmarks.async_save
+	$(BIN)/python -m benchmarks.webhook
 
 clean:
 	rm -rf .venv .tools build dist examples/node/node_modules
