@@ -23,7 +23,7 @@ def _objects() -> dict[str, dict[str, Any]]:
     return {one["kind"]: one for one in parsed if "kind" in one}
 
 
-def _templates(value: object) -> Iterator[dict[str, Any]]:
+def _templates(value: Any) -> Iterator[dict[str, Any]]:
     """Whatever has pod annotations of ours."""
     match value:
         case {"metadata": {"annotations": dict()}}:
