@@ -1,5 +1,6 @@
 """The chart as Helm renders it: by the real helm, which comes as a Python package."""
 
+import copy
 import functools
 import importlib.metadata
 import json
@@ -59,9 +60,18 @@ def template(values: Values, *arguments: str, release: str = "mooring", chart: P
 
 
 def render(values: Values | None = None, *arguments: str, release: str = "mooring") -> list[Object]:
-    """All objects."""
-    text = template(with_image(values or {}), *arguments, release=release)
-    return [one for one in yaml.safe_load_all(text) if one is not None]
+    """All objects. What was asked for before is not rendered again."""
+    return copy.deepcopy(_rendered(json.dumps(with_image(values or {})), arguments, release))
+
+
+@functools.cache
+def _rendered(values: str, arguments: tuple[str, ...], release: str) -> list[Object]:
+    return objects_in(template(json.loads(values), *arguments, release=release))
+
+
+def objects_in(text: str) -> list[Object]:
+    """A template that is switched off leaves an empty document."""
+    return [one for one in yaml.load_all(text, yaml.CSafeLoader) if one is not None]
 
 
 def of_kind(objects: list[Object], kind: str, name: str | None = None) -> Object:

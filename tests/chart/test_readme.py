@@ -6,8 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-import yaml
-from tests.chart.rendering import CHART, NAMESPACE, of_kind, template, with_image
+from tests.chart.rendering import CHART, NAMESPACE, objects_in, of_kind, template, with_image
 from tests.chart.values_matrix import MATRIX
 from tests.chart.values_table import README, page, values
 
@@ -41,7 +40,7 @@ def notes(tmp_path: Path) -> Callable[[str], str]:
     (chart / "templates" / "notes.yaml").write_text(f"kind: Notes\nmetadata: {{name: notes}}\ntext: {text}\n")
 
     def noted(case: str) -> str:
-        objects = [one for one in yaml.safe_load_all(template(with_image(MATRIX[case]), chart=chart)) if one]
+        objects = objects_in(template(with_image(MATRIX[case]), chart=chart))
         return str(of_kind(objects, "Notes")["text"])
 
     return noted

@@ -1,19 +1,15 @@
 """Values that make no sense are refused before anything is installed, and what people do with charts is not."""
 
+import json
 import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
-from tests.chart.rendering import CHART, HelmError, arguments_of, render, template, webhook_pod, with_image
+from tests.chart.annotation_names import SCHEMA, for_every_pod, schema
+from tests.chart.rendering import CHART, HelmError, arguments_of, objects_in, render, template, webhook_pod, with_image
 from tests.chart.values_table import values
-
-from mooring_agent.core.annotation_fields import OWN, settings_annotations
-
-OF_ONE_RUN = {"inject", "destination", "attempt"}
-WITH_A_VALUE_OF_THEIR_OWN = {"grace-seconds", "cpu", "memory"}
-
 
 NONSENSE = {
     "no webhook at all": ("replicas", 0),
@@ -92,10 +88,9 @@ def test_every_value_is_in_the_schema() -> None:
 
 
 def test_annotations_for_all_pods_are_those_that_can_be_for_all() -> None:
-    schema = yaml.safe_load((CHART / "values.schema.json").read_text())
-    allowed = schema["properties"]["injection"]["properties"]["annotations"]["propertyNames"]["enum"]
-    own = [field.key for field in OWN if field.name not in OF_ONE_RUN | WITH_A_VALUE_OF_THEIR_OWN]
-    assert allowed == [*own, *settings_annotations()]
+    assert SCHEMA.read_text() == schema(), "hint: make docs"
+    allowed = json.loads(schema())["properties"]["injection"]["properties"]["annotations"]["propertyNames"]["enum"]
+    assert allowed == for_every_pod()
 
 
 def test_a_limit_can_be_taken_away() -> None:
@@ -111,6 +106,6 @@ def test_the_chart_can_be_a_part_of_another_with_a_condition_and_globals(tmp_pat
     (tmp_path / "charts").mkdir()
     (tmp_path / "charts" / "mooring").symlink_to(CHART)
     values = {"global": {"domain": "a.example"}, "mooring": {"enabled": True, **with_image({"replicas": 3})}}
-    objects = [one for one in yaml.safe_load_all(template(values, chart=tmp_path, release="platform")) if one]
+    objects = objects_in(template(values, chart=tmp_path, release="platform"))
     assert "--configuration=platform-mooring" in arguments_of(objects)
     assert "Deployment" not in template({"mooring": {"enabled": False}}, chart=tmp_path, release="platform")
