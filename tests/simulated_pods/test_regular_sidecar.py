@@ -1,7 +1,6 @@
 """How an agent that is a regular container comes to its end: by what it sees of the other containers' processes."""
 
 import pytest
-from tests.podsim.namespaces import missing_namespaces
 from tests.podsim.phase import Phase
 from tests.podsim.timeline import What
 from tests.simulated_pods.demo_job import AGENT, END_SECONDS, RESTORE, START_SECONDS, TRAINER, DemoJob
@@ -12,7 +11,6 @@ pytestmark = [
     pytest.mark.slow,
     pytest.mark.timeout(900),
     pytest.mark.parametrize("job", [Sidecar.REGULAR], indirect=True, ids=str),
-    pytest.mark.skipif(bool(missing_namespaces()), reason=f"containers see each other here: {missing_namespaces()}"),
 ]
 
 ROOT: dict[str, object] = {}
