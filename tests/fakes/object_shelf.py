@@ -1,7 +1,6 @@
 """As much of an API server's storage as the webhook's certificates need: versions, conflicts, strategic merge patches.
 
-What a real one refuses is refused here too: a patch of an older version (409), a MicroTime without its six digits, a
-kubernetes.io/tls Secret without its entries.
+What a real one refuses is refused here too: a patch of an older version (409), a MicroTime without its six digits.
 """
 
 import copy
@@ -91,12 +90,6 @@ def _check(resource: str, content: Document) -> None:
                 raise RefusedError(400, "BadRequest", f"{field} {spec[field]!r} is no MicroTime")
         if spec.get("leaseDurationSeconds", 1) <= 0:
             raise RefusedError(422, "Invalid", "spec.leaseDurationSeconds: must be greater than 0")
-    if (
-        resource == "secrets"
-        and content.get("type") == "kubernetes.io/tls"
-        and not {"tls.crt", "tls.key"} <= (content.get("data") or {}).keys()
-    ):
-        raise RefusedError(422, "Invalid", "data: tls.crt and tls.key are required")
     if resource == "mutatingwebhookconfigurations":
         for webhook in content["webhooks"]:
             if "rules" not in webhook:

@@ -20,9 +20,12 @@ _END_SECONDS: Final = 60.0
 
 
 class WebhookProcess:
-    """`folder` gets the certificates and the log. `launcher`: a command that runs the webhook's, such as taskset."""
+    """`folder` gets the certificates and the log. `launcher`: a command that runs the webhook's, such as taskset.
+    `module`: what is run in the place of the program itself."""
 
-    def __init__(self, folder: Path, *arguments: str, launcher: Sequence[str] = ()) -> None:
+    def __init__(
+        self, folder: Path, *arguments: str, launcher: Sequence[str] = (), module: str = "mooring_agent"
+    ) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         self.port, self.http_port = free_port(), free_port()
         self.certificates = folder / "certificates"
@@ -32,7 +35,7 @@ class WebhookProcess:
         self._log_path = folder / "webhook.log"
         self._command = [
             *launcher,
-            *(sys.executable, "-m", "mooring_agent", "webhook"),
+            *(sys.executable, "-m", module, "webhook"),
             f"--image={IMAGE}",
             f"--certificates={self.certificates}",
             f"--listen=127.0.0.1:{self.port}",
@@ -58,7 +61,10 @@ class WebhookProcess:
         with self._log_path.open("ab") as log:
             self._process = subprocess.Popen(self._command, stdout=log, stderr=log)
         if wait:
-            wait_until(self._serves, _START_SECONDS, "the webhook serves")
+            self.wait_serving()
+
+    def wait_serving(self) -> None:
+        wait_until(self._serves, _START_SECONDS, "the webhook serves")
 
     @property
     def process(self) -> "subprocess.Popen[bytes]":

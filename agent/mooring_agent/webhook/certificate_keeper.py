@@ -2,22 +2,23 @@
 
 What the ServiceAccount must be allowed, and nothing more (names as in `SelfManaged`):
 
-| where | API group | resource | names | verbs |
+| where | API group | resource | name | verbs |
 |---|---|---|---|---|
-| Role in the webhook's namespace | "" | secrets | any: RBAC cannot name what is yet to be created | create |
-| the same | "" | secrets | `secret` | get, patch |
-| the same | coordination.k8s.io | leases | any, as above | create |
+| Role in the webhook's namespace | "" | secrets | `secret` | get, patch |
 | the same | coordination.k8s.io | leases | `lease` | get, patch |
 | ClusterRole | admissionregistration.k8s.io | mutatingwebhookconfigurations | `configuration` | get, patch |
 
-No list, no watch, no update, no delete. The chart must neither render the Secret and the Lease nor set `caBundle`: both
-are written by the webhook alone, and every `clientConfig.caBundle` of the named configuration is ours. The folder for
-the certificates must be writable (an emptyDir, best with medium Memory). Until there is a certificate, no port is open:
-probes must grant `Pace.begin_seconds`.
+So the chart makes the three, the Secret and the Lease empty, and sets no `caBundle`: who may create Secrets may create
+one with the token of any service account of the namespace. Every `clientConfig.caBundle` of the configuration is ours.
+The folder for the certificates must be writable (an emptyDir, best with medium Memory). Until there is a certificate,
+no port is open: probes must grant `Pace.begin_seconds`.
+
+A Secret that is emptied has everything made anew at once, for a key that somebody knows.
 """
 
 import asyncio
 import contextlib
+import math
 import secrets
 import socket
 import time
@@ -71,15 +72,16 @@ async def kept_certificates(managed: SelfManaged, folder: Path) -> AsyncIterator
         finally:
             keeping.cancel()
             await asyncio.wait([keeping])
-            await _give_back(round_)
+            await _give_back(round_, pace.call_seconds)
     finally:
         executor.shutdown(wait=False, cancel_futures=True)
 
 
-async def _give_back(round_: CertificateRound) -> None:
+async def _give_back(round_: CertificateRound, seconds: float) -> None:
     try:
-        await round_.give_back()
-    except MooringError as error:
+        async with asyncio.timeout(seconds):
+            await round_.give_back()
+    except (MooringError, TimeoutError) as error:
         log.info("lease.kept", error=str(error))  # it runs out by itself
 
 
@@ -90,7 +92,7 @@ class _Keeper:
         self._round = round_
         self._folder = folder
         self._pace = pace
-        self._told: dict[str, float] = {}
+        self._told: dict[tuple[ErrorKind, str], float] = {}
 
     async def begin(self) -> None:
         """Until there is something to serve with, and, if that comes soon, API servers trust it."""
@@ -137,13 +139,13 @@ class _Keeper:
         return look
 
     def _tell(self, problems: Iterable[MooringError]) -> None:
-        """Each once, and again after a while; and when all are over."""
+        """Each that needs something else done once, and again after a while; and when all are over."""
         now = time.monotonic()
-        texts = {str(one): one for one in problems if one.kind is not ErrorKind.ALREADY_EXISTS}
-        for text, problem in texts.items():
-            if now - self._told.get(text, -_REMIND_SECONDS) >= _REMIND_SECONDS:
-                log.error("certificates.problem", error=text, kind=problem.kind.value, hint=problem.hint)
-                self._told[text] = now
-        if self._told and not texts:
+        different = {(one.kind, one.hint): one for one in problems if one.kind is not ErrorKind.ALREADY_EXISTS}
+        for key, problem in different.items():
+            if now - self._told.get(key, -math.inf) >= _REMIND_SECONDS:
+                log.error("certificates.problem", error=str(problem), kind=problem.kind.value, hint=problem.hint)
+                self._told[key] = now
+        if self._told and not different:
             log.info("certificates.well")
-        self._told = {text: at for text, at in self._told.items() if text in texts}
+        self._told = {key: at for key, at in self._told.items() if key in different}

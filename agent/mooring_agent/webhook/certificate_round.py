@@ -18,7 +18,7 @@ from typing import Final, TypeVar
 import structlog
 
 from mooring_agent.core.certificate_plan import Lives, Publication, plan
-from mooring_agent.core.errors import ErrorKind, MooringError
+from mooring_agent.core.errors import MooringError
 from mooring_agent.core.lease_turn import LeaseRecord, Sighting, Turn, turn
 from mooring_agent.webhook.certificate_secret import Kept, ca_bundles, published_in, read_secret
 from mooring_agent.webhook.kubernetes_objects import Kind, Object, Objects
@@ -71,9 +71,9 @@ class CertificateRound:
         leads = await self._told(self._take_turn()) or False
         configuration = await self._told(self._configuration())
         kept = None
-        read = await self._told(self._read_secret())
-        if read is not None:
-            secret, kept = read
+        secret = await self._told(self._objects.read(Kind.SECRET))
+        if secret is not None:
+            kept = read_secret(secret)
             if leads:
                 kept = await self._told(self._renew(secret, kept)) or kept
                 if configuration is not None and kept.authorities:
@@ -87,7 +87,7 @@ class CertificateRound:
     async def give_back(self) -> None:
         """The lease, so that nobody has to wait until it runs out. Raises MooringError."""
         lease = await self._objects.read(Kind.LEASE)
-        if lease is not None and _record(lease, self._lease_seconds).holder == self._identity:
+        if _record(lease, self._lease_seconds).holder == self._identity:
             await self._objects.patch(Kind.LEASE, {"spec": {"holderIdentity": None}}, lease)
 
     async def _told(self, step: Awaitable[_T]) -> _T | None:
@@ -99,8 +99,6 @@ class CertificateRound:
 
     async def _take_turn(self) -> bool:
         lease = await self._objects.read(Kind.LEASE)
-        if lease is None:
-            lease = await self._objects.create(Kind.LEASE, {"spec": {}})
         record = _record(lease, self._lease_seconds)
         what, self._sighting = turn(record, self._sighting, self._identity, self._monotonic())
         if what is Turn.WAIT:
@@ -120,30 +118,17 @@ class CertificateRound:
 
     async def _configuration(self) -> Object:
         configuration = await self._objects.read(Kind.CONFIGURATION)
-        if configuration is None:
-            raise MooringError(
-                ErrorKind.NOT_FOUND,
-                "the MutatingWebhookConfiguration is not there",
-                hint="see whether all of the chart is installed, and whether --configuration names it",
-            )
         self._publication = self._publication.seen(published_in(configuration), self._now())
         return configuration
 
-    async def _read_secret(self) -> tuple[Object | None, Kept]:
-        secret = await self._objects.read(Kind.SECRET)
-        return secret, read_secret(secret)
-
-    async def _renew(self, secret: Object | None, kept: Kept) -> Kept:
+    async def _renew(self, secret: Object, kept: Kept) -> Kept:
         """What the Secret holds then."""
         now = self._now()
         due = plan(now, kept.held, self._publication, self._names, self._lives)
         if not due.changes(kept.held):
             return kept
         after = kept.after(due, self._names, now, self._lives)
-        if secret is None:
-            await self._objects.create(Kind.SECRET, {"type": "kubernetes.io/tls", "data": after.data()})
-        else:
-            await self._objects.patch(Kind.SECRET, {"data": after.data()}, secret)
+        await self._objects.patch(Kind.SECRET, {"data": after.data()}, secret)
         log.info(
             "certificates.renewed",
             new_authority=due.make_authority,

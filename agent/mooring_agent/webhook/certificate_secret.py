@@ -1,7 +1,7 @@
 """What the Secret holds: the CAs with their keys, and the pair that every replica serves with.
 
-Owns its four entries. `tls.crt` and `tls.key` are the leaf's, as in any Secret of type kubernetes.io/tls, so that what
-watches such Secrets understands this one; `ca.crt` is all CAs, the newest first, as published; `ca.key` their keys.
+Owns its four entries. `tls.crt` and `tls.key` are the leaf's, named as in every such Secret, so that what watches the
+dates of certificates understands this one; `ca.crt` is all CAs, the newest first, as published; `ca.key` their keys.
 What cannot be read counts as not there: everything can be made again.
 """
 
@@ -84,9 +84,9 @@ class Kept:
         return {name: base64.b64encode(entry).decode() for name, entry in entries.items()}
 
 
-def read_secret(secret: Mapping[str, Any] | None) -> Kept:
+def read_secret(secret: Mapping[str, Any]) -> Kept:
     """What there is, and can be used."""
-    data = (secret or {}).get("data") or {}
+    data = secret.get("data") or {}
     authority_keys = _keys(_decoded(data.get(_AUTHORITY_KEYS)))
     leaf_keys = _keys(_decoded(data.get(_LEAF_KEY)))
     authorities = [_with_key(one, authority_keys) for one in read_bundle(_decoded(data.get(_AUTHORITIES)))]

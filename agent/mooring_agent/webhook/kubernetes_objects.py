@@ -35,11 +35,8 @@ class Kind(StrEnum):
 class Objects(Protocol):
     """What the keeper needs of a cluster. All raise MooringError; ALREADY_EXISTS: somebody else was faster."""
 
-    async def read(self, kind: Kind) -> Object | None:
-        """None where there is none."""
-
-    async def create(self, kind: Kind, content: Object) -> Object:
-        """`content` is the object without its name."""
+    async def read(self, kind: Kind) -> Object:
+        """As it is now."""
 
     async def patch(self, kind: Kind, content: Object, read: Object) -> Object:
         """Change the object as it was `read`, if it still is so."""
@@ -58,16 +55,8 @@ class KubernetesObjects:
         """Nothing is sent yet. Raises MooringError where no cluster is known."""
         self._calls = await asyncio.get_running_loop().run_in_executor(self._executor, _calls, self._managed)
 
-    async def read(self, kind: Kind) -> Object | None:
-        try:
-            return await self._call("get", kind)
-        except MooringError as error:
-            if error.kind is ErrorKind.NOT_FOUND:
-                return None
-            raise
-
-    async def create(self, kind: Kind, content: Object) -> Object:
-        return await self._call("create", kind, {**content, "metadata": {"name": self._name(kind)}})
+    async def read(self, kind: Kind) -> Object:
+        return await self._call("get", kind)
 
     async def patch(self, kind: Kind, content: Object, read: Object) -> Object:
         version = {"resourceVersion": read["metadata"]["resourceVersion"]}
@@ -90,11 +79,7 @@ class KubernetesObjects:
             async with asyncio.timeout(2 * self._call_seconds):
                 return await asyncio.get_running_loop().run_in_executor(self._executor, partial(call, what, verb))
         except TimeoutError as error:
-            raise MooringError(
-                ErrorKind.TIMED_OUT,
-                f"the API server did not answer in time: {verb} {what}",
-                hint="it is asked again; see whether the API server is well",
-            ) from error
+            raise _late(verb, what) from error
 
 
 def _calls(managed: SelfManaged) -> dict[tuple[str, Kind], Callable[..., Any]]:
@@ -120,10 +105,8 @@ def _calls(managed: SelfManaged) -> dict[tuple[str, Kind], Callable[..., Any]]:
     namespace = managed.namespace
     return {
         ("get", Kind.SECRET): partial(core.read_namespaced_secret, managed.secret, namespace),
-        ("create", Kind.SECRET): partial(core.create_namespaced_secret, namespace),
         ("patch", Kind.SECRET): partial(core.patch_namespaced_secret, managed.secret, namespace),
         ("get", Kind.LEASE): partial(coordination.read_namespaced_lease, managed.lease, namespace),
-        ("create", Kind.LEASE): partial(coordination.create_namespaced_lease, namespace),
         ("patch", Kind.LEASE): partial(coordination.patch_namespaced_lease, managed.lease, namespace),
         ("get", Kind.CONFIGURATION): partial(admission.read_mutating_webhook_configuration, managed.configuration),
         ("patch", Kind.CONFIGURATION): partial(admission.patch_mutating_webhook_configuration, managed.configuration),
@@ -134,6 +117,7 @@ def _answer(call: Callable[..., Any], body: Object | None, call_seconds: float, 
     """The answer as it came: the package's own types drop what they do not know."""
     from kubernetes.client import ApiException
     from urllib3.exceptions import HTTPError
+    from urllib3.exceptions import TimeoutError as LateError
 
     written = {} if body is None else {"body": body, "field_manager": _FIELD_MANAGER}
     try:
@@ -141,6 +125,8 @@ def _answer(call: Callable[..., Any], body: Object | None, call_seconds: float, 
         found: Object = json.loads(answer.data)
     except ApiException as error:
         raise _refused(error.status or 0, _message(error.body) or str(error.reason), what, verb) from error
+    except LateError as error:
+        raise _late(verb, what) from error
     except (HTTPError, OSError) as error:
         raise MooringError(
             ErrorKind.UNREACHABLE,
@@ -154,6 +140,14 @@ def _answer(call: Callable[..., Any], body: Object | None, call_seconds: float, 
             hint="see what KUBERNETES_SERVICE_HOST or the kubeconfig points to",
         ) from error
     return found
+
+
+def _late(verb: str, what: str) -> MooringError:
+    return MooringError(
+        ErrorKind.TIMED_OUT,
+        f"the API server did not answer in time: {verb} {what}",
+        hint="it is asked again; see whether the API server is well, and whether a NetworkPolicy lets us reach it",
+    )
 
 
 def _message(body: object) -> str:
@@ -174,7 +168,7 @@ def _refused(status: int, message: str, what: str, verb: str) -> MooringError:
             kind = ErrorKind.ACCESS_DENIED
             hint = f"the ServiceAccount needs the rule: {verb} {what}; the chart's Role and ClusterRole have it"
         case 404:
-            kind, hint = ErrorKind.NOT_FOUND, "it is made by the chart: see whether all of it is installed"
+            kind, hint = ErrorKind.NOT_FOUND, "the chart makes it: `helm upgrade` puts it back"
         case 409:
             kind, hint = ErrorKind.ALREADY_EXISTS, "somebody else was faster; it is looked at again"
         case 429:
