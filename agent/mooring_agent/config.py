@@ -31,7 +31,11 @@ from mooring_api.names import (
 _UNITS: Final = {"": 1, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40, "KB": 10**3, "MB": 10**6, "GB": 10**9}
 _TRUE: Final = frozenset({"1", "true", "yes", "on"})
 _FALSE: Final = frozenset({"0", "false", "no", "off"})
-_CHOICES: Final = {"addressing": ("auto", "path", "virtual"), "log_format": ("json", "console")}
+_CHOICES: Final = {
+    "addressing": ("auto", "path", "virtual"),
+    "log_format": ("json", "console"),
+    "notices": ("off", "auto", "aws", "gcp", "azure"),
+}
 _S3_PART_LEAST_BYTES: Final = 5 * MIB
 _S3_PART_MOST_BYTES: Final = 5 * GIB
 _SERVICE_VARIABLE: Final = re.compile(
@@ -40,7 +44,11 @@ _SERVICE_VARIABLE: Final = re.compile(
 # All begin alike.
 _SIMILAR_VARIABLES: Final = 0.85
 # botocore reads the first alone; every other SDK of AWS reads the second, which is what EKS and Lambda set.
-_FOREIGN_VARIABLES: Final = {"store.region": ("AWS_DEFAULT_REGION", "AWS_REGION")}
+# Whoever moves a metadata service says so to every program by the cloud's own variable.
+_FOREIGN_VARIABLES: Final = {
+    "store.region": ("AWS_DEFAULT_REGION", "AWS_REGION"),
+    "termination.notices_endpoint": ("AWS_EC2_METADATA_SERVICE_ENDPOINT", "GCE_METADATA_HOST"),
+}
 _STORE_WIDE: Final = frozenset({"destination"})
 
 

@@ -93,6 +93,15 @@ class TerminationSettings:
         "For a sidecar that is a regular container: leave when no other container's process has had the volume for so "
         "long, or just ended after a final save. Needs shareProcessNamespace in the pod; 0: stay.",
     ] = 0.0
+    notices: Annotated[
+        str,
+        "off, auto, aws, gcp or azure: listen to the cloud's metadata service for the end of a spot machine and for "
+        "maintenance, and have the trainers save and leave. auto finds out which cloud it is, and is quiet elsewhere.",
+    ] = "off"
+    notices_endpoint: Annotated[
+        str,
+        "URL of the metadata service; empty: AWS_EC2_METADATA_SERVICE_ENDPOINT, GCE_METADATA_HOST, or the clouds' own.",
+    ] = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -40,6 +40,7 @@ from mooring_agent.runtime.grpc_server import AgentService
 from mooring_agent.runtime.http_server import serve_http
 from mooring_agent.runtime.journaling import recover
 from mooring_agent.runtime.lazy_store import LazyStore
+from mooring_agent.runtime.notice_watch import notice_watch
 from mooring_agent.runtime.presence import Presence
 from mooring_agent.runtime.pruner import Pruner
 from mooring_agent.runtime.reconciler import Reconciler
@@ -146,6 +147,9 @@ async def run_agent(settings: Settings, *, fresh: bool = False, parent_pid: int 
         trainers = trainer_watch(settings, state=lambda: state, leave=sensors.stop_without_trainers, executor=senses)
         if trainers is not None:
             forever.append(trainers.watch)
+        notices = notice_watch(settings.termination, clock=clock, notify=sensors.notice_termination)
+        if notices is not None:
+            forever.append(notices.watch)
         return await _live(engine, dispatcher, clock, forever, leaving)
 
 
