@@ -122,6 +122,7 @@ class _Known:
                 self._published.append((time.monotonic(), bundle))
 
 
+@pytest.mark.slow
 def test_a_rotation_of_the_authority_under_load_drops_no_review(api: FakeApiServer, tmp_path: Path) -> None:
     old = install_old(api)
     allowed = api.allowed
@@ -218,3 +219,12 @@ def test_one_that_starts_again_while_the_api_server_is_away_serves_with_what_it_
     kept = read_secret(api.shelf.get("secrets", MANAGED.secret))
     assert kept.leaf is not None
     assert kept.leaf.certificate == before
+
+
+def test_one_that_is_told_to_end_before_it_could_begin_ends_at_once(api: FakeApiServer, tmp_path: Path) -> None:
+    api.mood = Mood.BROKEN
+    pace = {**PACE, "begin_seconds": 3600}
+    with SelfManagedWebhook(tmp_path / "replica", api, pace=pace, awaited=False) as replica:
+        wait_until(lambda: "certificates.problem" in replica.log_text(), _SECONDS, "it waits")
+        replica.terminate()
+        assert replica.wait() == 0

@@ -64,17 +64,24 @@ async def kept_certificates(managed: SelfManaged, folder: Path) -> AsyncIterator
             now=lambda: datetime.now(UTC),
             monotonic=time.monotonic,
         )
-        keeper = _Keeper(round_, folder, pace)
-        await keeper.begin()
-        keeping = asyncio.create_task(keeper.keep())
         try:
-            yield
+            async with _keeping(_Keeper(round_, folder, pace)):
+                yield
         finally:
-            keeping.cancel()
-            await asyncio.wait([keeping])
             await _give_back(round_, pace.call_seconds)
     finally:
         executor.shutdown(wait=False, cancel_futures=True)
+
+
+@contextlib.asynccontextmanager
+async def _keeping(keeper: "_Keeper") -> AsyncIterator[None]:
+    await keeper.begin()
+    keeping = asyncio.create_task(keeper.keep())
+    try:
+        yield
+    finally:
+        keeping.cancel()
+        await asyncio.wait([keeping])
 
 
 async def _give_back(round_: CertificateRound, seconds: float) -> None:

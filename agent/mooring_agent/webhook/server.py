@@ -5,6 +5,7 @@ import contextlib
 import signal
 import ssl
 from collections.abc import AsyncIterator
+from contextlib import AbstractAsyncContextManager
 from typing import Final
 
 import structlog
@@ -36,7 +37,8 @@ async def serve_webhook(settings: WebhookSettings) -> None:
             # Imported here: `kubernetes` takes long, and who has cert-manager needs none of it.
             from mooring_agent.webhook.certificate_keeper import kept_certificates
 
-            await stack.enter_async_context(kept_certificates(settings.self_managed, settings.certificates))
+            if not await _entered(stack, kept_certificates(settings.self_managed, settings.certificates), leaving):
+                return
         await asyncio.to_thread(certificate.load)
         metrics = Metrics(certificate.seconds_left)
         loading = asyncio.create_task(certificate.keep_loading())
@@ -50,6 +52,24 @@ async def serve_webhook(settings: WebhookSettings) -> None:
         log.info("webhook.leaving", lame_duck_seconds=settings.lame_duck_seconds)
         # The Service still sends us reviews until everybody has heard that we are not ready.
         await asyncio.sleep(settings.lame_duck_seconds)
+
+
+async def _entered(
+    stack: contextlib.AsyncExitStack, context: AbstractAsyncContextManager[None], leaving: asyncio.Event
+) -> bool:
+    """False if we are told to end while it is still being entered."""
+    entering = asyncio.create_task(stack.enter_async_context(context))
+    told = asyncio.create_task(leaving.wait())
+    try:
+        await asyncio.wait([entering, told], return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        told.cancel()
+        entering.cancel()  # nothing, where it is done
+        await asyncio.wait([entering])
+    if entering.cancelled():
+        return False
+    entering.result()
+    return True
 
 
 @contextlib.asynccontextmanager
