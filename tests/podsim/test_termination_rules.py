@@ -50,7 +50,15 @@ def test_a_trainer_that_uses_up_its_grace_leaves_the_sidecar_two_seconds(node: N
     assert 2 <= line.seconds_between((What.SIGTERM, "agent"), (What.SIGKILL, "agent")) < 2 + LATE_SECONDS
 
 
-def test_the_time_of_the_hook_is_deducted_and_two_seconds_remain_of_nothing(node: Node) -> None:
+def test_the_time_of_the_hook_is_deducted(node: Node) -> None:
+    slow = container("trainer", DEAF, lifecycle=pre_stop("sleep 2"))
+    made = started(node, pod(slow, terminationGracePeriodSeconds=4), "trainer")
+    made.delete()
+    made.wait_ended(END_SECONDS)
+    assert 4 <= made.timeline.seconds_between(What.DELETED, (What.SIGKILL, "trainer")) < 4 + LATE_SECONDS
+
+
+def test_after_a_hook_that_takes_all_the_time_there_is_two_seconds_remain(node: Node) -> None:
     slow = container("trainer", DEAF, lifecycle=pre_stop("sleep 30"))
     made = started(node, pod(slow, terminationGracePeriodSeconds=2), "trainer")
     made.delete()
