@@ -11,7 +11,7 @@ PROTOC := .tools/protoc
 STUBS := proto/mooring_api/v1
 WORKERS ?= 2
 
-.PHONY: setup node demo test test-quick test-slow test-trainers soak lint format proto proto-check docs bench clean
+.PHONY: setup node demo test test-quick test-slow test-trainers test-containers soak lint format proto proto-check docs bench clean
 
 setup: $(READY)
 
@@ -39,13 +39,17 @@ demo: setup
 test: test-quick test-slow test-trainers
 
 test-quick: $(FRAMEWORKS) node
-	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal -m "not slow and not trainers"
+	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal -m "not slow and not trainers and not containers"
 
 test-slow: $(FRAMEWORKS) node
-	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal -m "slow and not trainers"
+	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal -m "slow and not trainers and not containers"
 
 test-trainers: $(FRAMEWORKS)
 	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal -m trainers
+
+# The image built for real, and pods of it; one at a time, they share what was built. Says what is missing where it skips.
+test-containers: $(READY)
+	$(BIN)/python -m pytest -rsP -m containers tests/containers
 
 # Every trainer, every notice, every moment, many times over: hours, for people. ARGUMENTS="--times 3 --trainer ddp"
 soak: $(FRAMEWORKS)
