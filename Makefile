@@ -14,7 +14,7 @@ WORKERS ?= 4
 # A thousand processes of the tests would each compile our modules anew.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: setup node demo test test-quick test-slow test-trainers soak lint format proto proto-check docs bench clean
+.PHONY: setup node demo test test-quick test-slow test-trainers test-containers soak lint format proto proto-check docs bench clean
 
 setup: $(READY)
 
@@ -42,13 +42,17 @@ demo: setup
 test: test-quick test-slow test-trainers
 
 test-quick: $(FRAMEWORKS) node
-	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal -m "not slow and not trainers"
+	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal -m "not slow and not trainers and not containers"
 
 test-slow: $(FRAMEWORKS) node
-	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal -m "slow and not trainers"
+	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal -m "slow and not trainers and not containers"
 
 test-trainers: $(FRAMEWORKS)
 	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal -m trainers
+
+# The image built for real, and pods of it; one at a time, they share what was built. Says what is missing where it skips.
+test-containers: $(READY)
+	$(BIN)/python -m pytest -rsP -m containers tests/containers
 
 # Every trainer, every notice, every moment, many times over: hours, for people. ARGUMENTS="--times 3 --trainer ddp"
 soak: $(FRAMEWORKS)
@@ -86,11 +90,15 @@ proto-check: $(PROTOC)
 # The pages that are made from the code; tests compare them.
 docs: setup
 	$(BIN)/python -m mooring_agent.settings_page > docs/settings.md
+	$(BIN)/python -m mooring_agent.annotations_page > docs/annotations.md
+	$(BIN)/python -m tests.chart.values_table
+	$(BIN)/python -m tests.chart.annotation_names
 
 bench: setup
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev,bench]'
 	$(BIN)/python -m benchmarks.memory
 	$(BIN)/python -m benchmarks.async_save
+	$(BIN)/python -m benchmarks.webhook
 
 clean:
 	rm -rf .venv .tools build dist examples/node/node_modules

@@ -9,8 +9,10 @@ import difflib
 import math
 import re
 import tomllib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import MISSING, dataclass, fields, is_dataclass
+from functools import cache
+from operator import attrgetter
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Final, get_args, get_origin, get_type_hints
@@ -29,7 +31,11 @@ from mooring_api.names import (
 _UNITS: Final = {"": 1, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40, "KB": 10**3, "MB": 10**6, "GB": 10**9}
 _TRUE: Final = frozenset({"1", "true", "yes", "on"})
 _FALSE: Final = frozenset({"0", "false", "no", "off"})
-_CHOICES: Final = {"addressing": ("auto", "path", "virtual"), "log_format": ("json", "console")}
+_CHOICES: Final = {
+    "addressing": ("auto", "path", "virtual"),
+    "log_format": ("json", "console"),
+    "notices": ("off", "auto", "aws", "gcp", "azure"),
+}
 _S3_PART_LEAST_BYTES: Final = 5 * MIB
 _S3_PART_MOST_BYTES: Final = 5 * GIB
 _SERVICE_VARIABLE: Final = re.compile(
@@ -38,7 +44,11 @@ _SERVICE_VARIABLE: Final = re.compile(
 # All begin alike.
 _SIMILAR_VARIABLES: Final = 0.85
 # botocore reads the first alone; every other SDK of AWS reads the second, which is what EKS and Lambda set.
-_FOREIGN_VARIABLES: Final = {"store.region": ("AWS_DEFAULT_REGION", "AWS_REGION")}
+# Whoever moves a metadata service says so to every program by the cloud's own variable.
+_FOREIGN_VARIABLES: Final = {
+    "store.region": ("AWS_DEFAULT_REGION", "AWS_REGION"),
+    "termination.notices_endpoint": ("AWS_EC2_METADATA_SERVICE_ENDPOINT", "GCE_METADATA_HOST"),
+}
 _STORE_WIDE: Final = frozenset({"destination"})
 
 
@@ -81,14 +91,19 @@ class ConfigurationError(MooringError):
         self.problems = problems
 
 
-def setting_fields(cls: type = Settings, section: str = "") -> Iterator[SettingField]:
-    """Every setting, in the order of docs/settings.md."""
+@cache
+def setting_fields(cls: type = Settings, section: str = "") -> tuple[SettingField, ...]:
+    """Every setting, in the order of docs/settings.md. Kept: the webhook looks at them for every pod."""
+    return tuple(_fields_of(cls, section))
+
+
+def _fields_of(cls: type, section: str) -> Iterator[SettingField]:
     hints = get_type_hints(cls, include_extras=True)
     for field in fields(cls):
         hint = hints[field.name]
         if is_dataclass(hint):
             assert isinstance(hint, type)
-            yield from setting_fields(hint, field.name)
+            yield from _fields_of(hint, field.name)
             continue
         value_type, text = get_args(hint)[:2]
         default = None if field.default is MISSING else field.default
@@ -101,15 +116,16 @@ def load_settings(
     environment: Mapping[str, str],
     file: Path | None = None,
     defaults: Mapping[str, Any] = MappingProxyType({}),
+    flag_name: Callable[[SettingField], str] = attrgetter("flag"),
 ) -> Settings:
-    """`flags` by setting name; None there means not given. `defaults`, by name, of this command instead of the
-    settings' own. Raises ConfigurationError."""
+    """`flags` by setting name; None there means not given; `flag_name` is what they are called in a problem.
+    `defaults`, by name, of this command instead of the settings' own. Raises ConfigurationError."""
     problems: list[str] = []
     from_file = _read_file(file, problems) if file else {}
     values: dict[str, Any] = {}
     for setting in setting_fields():
         sources = (
-            (setting.flag, flags.get(setting.name)),
+            (flag_name(setting), flags.get(setting.name)),
             (setting.environment, environment.get(setting.environment) or None),
             (f"{setting.key} in {file}", from_file.pop(setting.key, None)),
             *((name, environment.get(name) or None) for name in setting.foreign_variables),

@@ -194,3 +194,37 @@ class Clock(Protocol):
 
     def now(self) -> float:
         """Unix seconds; never goes back nor jumps, so it may differ from a wall clock that was set meanwhile."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Notice:
+    """A cloud is about to take this machine away.
+
+    `key` is the same as long as it means the same end. `deadline` is unix seconds: nothing ends before it.
+    """
+
+    key: str
+    deadline: float
+    source: str
+
+
+class Notices(Protocol):
+    """What one cloud says of the end of the machine we are on.
+
+    - `look` raises NoticesError only; every call is bounded and may be cancelled at any point.
+    - A notice stands in every `look` until it is over or taken back, and there is none for other machines.
+    - What does not end the machine, a live migration for one, is no notice.
+    """
+
+    cloud: str
+    pause_seconds: float
+    """To be waited between two looks: at least a second, or what the cloud asks for."""
+
+    async def answers(self) -> bool:
+        """Whether this is the cloud we are in."""
+
+    async def look(self) -> Sequence[Notice]:
+        """All notices that stand. The first look answers at once; a later one may wait for news, a minute or so."""
+
+    async def close(self) -> None:
+        """Release connections; idempotent."""

@@ -54,6 +54,36 @@ RESUME_DIRECTORY: Final = "resume"
 DAMAGED_DIRECTORY: Final = "damaged"
 PROBE_DIRECTORY: Final = "probe"
 
+# Annotations of a pod, and what the injection makes of them. docs/annotations.md says what each means.
+ANNOTATION_PREFIX: Final = "mooring.dev/"
+ANNOTATION_INJECT: Final = "mooring.dev/inject"
+ANNOTATION_INJECTED: Final = "mooring.dev/injected"
+"""Written by the webhook: the version that injected, and a hash of what was asked for."""
+ANNOTATION_SKIPPED: Final = "mooring.dev/skipped"
+"""Written by the webhook: why a pod that asked for the injection goes without it."""
+ANNOTATION_LAST_COMMITTED: Final = "mooring.dev/last-committed"
+"""Written by the agent where it may: the newest committed checkpoint."""
+
+RESTORE_CONTAINER: Final = "mooring-restore"
+AGENT_CONTAINER: Final = "mooring-agent"
+CHECKPOINT_VOLUME: Final = "mooring-checkpoints"
+SOCKET_VOLUME: Final = "mooring-socket"
+DESTINATION_VOLUME: Final = "mooring-destination"
+AUTOLOAD_VOLUME: Final = "mooring-autoload"
+CA_BUNDLE_VOLUME: Final = "mooring-ca"
+CREDENTIALS_VOLUME: Final = "mooring-credentials"
+
+POD_VOLUME_PATH: Final = "/mooring"
+"""Where the checkpoint volume is mounted in a pod that says nothing else."""
+POD_SOCKET_DIRECTORY: Final = "/run/mooring"
+POD_DESTINATION_PATH: Final = "/mooring-destination"
+"""Where the claim of a pvc:// destination is mounted, in the agent and in restore only."""
+POD_AUTOLOAD_PATH: Final = "/mooring-autoload"
+POD_CA_PATH: Final = "/mooring-ca"
+POD_CREDENTIALS_PATH: Final = "/mooring-credentials"
+"""Where the Secret with the store's credentials is mounted, in the agent and in restore only: one file per key."""
+POD_METRICS_PORT: Final = 9400
+
 # sun_path is 108 bytes with its terminator.
 SOCKET_PATH_LIMIT_BYTES: Final = 107
 

@@ -50,6 +50,15 @@ def commit(agent: AgentProcess, name: str, step: int) -> None:
     agent.wait_committed(announced.save)
 
 
+def test_ready_says_by_its_exit_code_whether_an_agent_answers(agent: AgentProcess) -> None:
+    shown = mooring("ready", "--socket", agent.socket)
+    assert (shown.returncode, shown.stdout, shown.stderr) == (0, "", "")
+    agent.kill()
+    shown = mooring("ready", "--socket", agent.socket)
+    assert (shown.returncode, shown.stdout) == (1, "")
+    assert "no agent answers" in shown.stderr
+
+
 def test_status_before_the_first_checkpoint_says_what_a_crash_would_cost(agent: AgentProcess) -> None:
     shown = mooring("status", "--socket", agent.socket)
     assert (shown.returncode, shown.stderr) == (0, "")

@@ -1,7 +1,6 @@
 """Where autoload comes from: `mooring run --autoload`, and a volume that brings the client to another interpreter."""
 
 import os
-import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -10,8 +9,6 @@ import google
 import grpc
 import pytest
 
-import mooring
-import mooring_api
 from mooring import autoload
 
 _TIMEOUT_SECONDS = 100.0
@@ -50,9 +47,9 @@ def test_a_run_without_it_leaves_the_path_alone(tmp_path: Path) -> None:
 def test_a_volume_brings_the_client_to_an_interpreter_that_has_none(tmp_path: Path) -> None:
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(tmp_path / "bare")], check=True, timeout=100)
     injected, needed, frameworks = tmp_path / "injected", tmp_path / "needed", tmp_path / "frameworks"
-    shutil.copytree(Path(mooring.__path__[0]), injected / "mooring")
-    shutil.copytree(Path(mooring_api.__path__[0]), injected / "mooring_api")
-    shutil.copy(autoload.path() / "sitecustomize.py", injected)
+    (tmp_path / "bucket").mkdir()
+    restore = ["restore", f"file://{tmp_path}/bucket", "--volume", tmp_path / "volume", "--autoload-to", injected]
+    subprocess.run([sys.executable, "-m", "mooring_agent", *map(str, restore)], check=True, timeout=_TIMEOUT_SECONDS)
     needed.mkdir()
     packages = [Path(grpc.__path__[0]), Path(google.__path__[0])]
     for package in [*packages, *packages[0].parent.glob("typing_extensions.py")]:

@@ -1,30 +1,47 @@
-"""docs/metrics.md and the collector tell the same."""
+"""docs/metrics.md and what the agent and the webhook expose tell the same."""
 
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
+from prometheus_client import Metric
+
 from mooring_agent.config import load_settings
+from mooring_agent.core.admission_review import Outcome
 from mooring_agent.core.errors import ErrorKind
 from mooring_agent.core.state import State
 from mooring_agent.runtime.telemetry import StateCollector
+from mooring_agent.webhook.metrics import Metrics
 
 PAGE = Path(__file__).parents[2] / "docs" / "metrics.md"
 
 
-def collected() -> list[tuple[str, str, str, str]]:
-    """Name as it is exposed, type, labels and meaning."""
+def agents() -> Iterable[Metric]:
     settings = load_settings(
         flags={"volume": "/volume", "destination": "file:///destination"}, environment={}, file=None
     )
     state = State(settings=settings, failures={ErrorKind.THROTTLED: 1})
-    rows = []
-    for family in StateCollector(lambda: state, lambda: 0.0).collect():
-        (name,) = {sample.name for sample in family.samples}
-        labels = sorted({label for sample in family.samples for label in sample.labels})
-        rows.append((f"`{name}`", family.type, ", ".join(f"`{label}`" for label in labels), family.documentation))
-    return rows
+    return StateCollector(lambda: state, lambda: 0.0).collect()
 
 
-def test_the_page_of_metrics_is_what_the_collector_gives() -> None:
+def webhooks() -> Iterable[Metric]:
+    return Metrics(lambda: 0.0).registry.collect()
+
+
+def rows(families: Iterable[Metric]) -> Iterator[tuple[str, str, str, str]]:
+    """Name as it is asked for, type, labels and meaning."""
+    for family in families:
+        name = f"{family.name}_total" if family.type == "counter" else family.name
+        # Of a histogram's buckets.
+        labels = sorted({label for sample in family.samples for label in sample.labels} - {"le"})
+        yield f"`{name}`", family.type, ", ".join(f"`{label}`" for label in labels), family.documentation
+
+
+def test_the_page_of_metrics_is_what_is_exposed() -> None:
     lines = [line for line in PAGE.read_text().splitlines() if line.startswith("| `mooring_")]
     written = [tuple(cell.strip() for cell in line.strip("|").split("|")) for line in lines]
-    assert written == collected()
+    assert written == [*rows(agents()), *rows(webhooks())]
+
+
+def test_the_page_of_metrics_has_all_that_may_become_of_a_review() -> None:
+    text = PAGE.read_text()
+    assert [outcome for outcome in Outcome if f"`{outcome}`" not in text] == []

@@ -7,12 +7,13 @@ import click
 
 from mooring_agent import __version__
 from mooring_agent.cli.agent import agent
-from mooring_agent.cli.control import save, status, terminating
+from mooring_agent.cli.control import ready, save, status, terminating
 from mooring_agent.cli.demo import demo
 from mooring_agent.cli.destination import ls, prune, verify
 from mooring_agent.cli.doctor import doctor
 from mooring_agent.cli.restore import restore
 from mooring_agent.cli.run import run
+from mooring_agent.cli.webhook import webhook
 
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110})
@@ -21,5 +22,5 @@ def cli() -> None:
     """Keeps a training job's work safe when its pod is not."""
 
 
-for command in (run, agent, restore, ls, status, save, terminating, verify, prune, doctor, demo):
+for command in (run, agent, restore, ls, status, save, ready, terminating, verify, prune, doctor, demo, webhook):
     cli.add_command(command)

@@ -1,6 +1,7 @@
-"""Commands for whoever watches or steers a running agent: status, save, terminating."""
+"""Commands for whoever watches or steers a running agent: status, save, ready, terminating."""
 
 import json
+import socket as socketlib
 import time
 from typing import Any, Final
 
@@ -15,6 +16,7 @@ from rich.text import Text
 from mooring_agent.cli.agent_call import CALL_TIMEOUT_SECONDS, agent_options, agent_stub
 from mooring_agent.cli.reporting import errors_reported
 from mooring_agent.cli.wording import age, amount
+from mooring_agent.core.errors import ErrorKind, MooringError
 from mooring_api.v1 import agent_pb2
 
 _BAR_WIDTH: Final = 10
@@ -81,6 +83,26 @@ def terminating(socket: str, grace_seconds: float, source: str) -> None:
             agent_pb2.NotifyTerminationRequest(grace_seconds=grace_seconds, source=source),
             timeout=CALL_TIMEOUT_SECONDS,
         )
+
+
+@click.command()
+@agent_options
+def ready(socket: str) -> None:
+    """Exit with 0 when an agent answers on its socket: a startup probe.
+
+    The destination is not asked. Nothing is printed then.
+    """
+    with errors_reported():
+        try:
+            with socketlib.socket(socketlib.AF_UNIX) as connection:
+                connection.settimeout(CALL_TIMEOUT_SECONDS)
+                connection.connect(socket)
+        except OSError as error:
+            raise MooringError(
+                ErrorKind.UNREACHABLE,
+                f"no agent answers on {socket}: {error.strerror or error}",
+                hint="it may be starting still; --volume or --socket names another",
+            ) from error
 
 
 def _show(update: agent_pb2.Status, as_json: bool) -> None:

@@ -9,6 +9,8 @@ import click
 from mooring_agent import catalog
 from mooring_agent import restore as restoring
 from mooring_agent.adapters.volume import identity
+from mooring_agent.cli.reporting import errors_reported
+from mooring_agent.cli.run_autoload import copy_autoload
 from mooring_agent.cli.store_options import store_options
 from mooring_agent.cli.store_work import as_json_option, opened, print_json, progress_bar, run_work
 from mooring_agent.cli.wording import amount
@@ -62,6 +64,11 @@ from mooring_api.names import CHECKPOINT_DIRECTORY, ENV_ATTEMPT, ENV_CHECKPOINT_
     callback=lambda context, parameter, value: _bytes(value),
     help="sizeLimit of the emptyDir, as 10GiB or in bytes; 0: none.",
 )
+@click.option(
+    "--autoload-to",
+    type=click.Path(file_okay=False, path_type=Path),
+    help="First copy there what a trainer's PYTHONPATH needs for autoload.",
+)
 @as_json_option
 def restore(
     store_settings: StoreSettings,
@@ -72,12 +79,16 @@ def restore(
     node_rank: int,
     max_concurrency: int,
     size_limit_bytes: int,
+    autoload_to: Path | None,
     as_json: bool,
 ) -> None:
     """Fetch the newest checkpoint at DEST that is intact.
 
     A damaged one is passed over, and said. With nothing at DEST the run starts from nothing, and that is no error.
     """
+    if autoload_to:
+        with errors_reported():
+            copy_autoload(autoload_to)
     volume = volume.absolute()
     place = directory.absolute() if directory else volume / CHECKPOINT_DIRECTORY
     if not place.is_relative_to(volume):

@@ -104,3 +104,7 @@ class VolumeError(MooringError):
 
 class RequestError(MooringError):
     """A caller asked for something that cannot be done; nothing was changed."""
+
+
+class NoticesError(MooringError):
+    """A cloud's metadata service did not say what it was asked."""

@@ -12,7 +12,7 @@ GIB: Final = 1024 * MIB
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoreSettings:
-    """How to reach the destination. Credentials are never here: they come from the AWS chain."""
+    """How to reach the destination. Credentials are never here: they come from the AWS chain, or from files."""
 
     destination: Annotated[str, "Where checkpoints go: s3://bucket/prefix or file:///path."]
     endpoint_url: Annotated[str, "S3 endpoint for stores that are not AWS; empty: AWS, or AWS_ENDPOINT_URL."] = ""
@@ -21,6 +21,11 @@ class StoreSettings:
         str, "auto, path or virtual: how the bucket is put into the URL. auto is path for a custom endpoint."
     ] = "auto"
     ca_bundle: Annotated[str, "PEM file with the CA that signed the endpoint's certificate."] = ""
+    credentials_directory: Annotated[
+        str,
+        "Directory with one file per key, as Kubernetes mounts a Secret: AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, "
+        "or plain spellings, and endpoint and region where these are not given; empty: the AWS chain.",
+    ] = ""
     verify_tls: Annotated[
         bool, "Off: accept any certificate. Anyone on the way can then read and change checkpoints."
     ] = True
@@ -83,6 +88,20 @@ class TerminationSettings:
     commit_reserve_seconds: Annotated[
         float, "Time kept for manifests, listing and marker of the newest checkpoint; no older upload may use it."
     ] = 2.0
+    exit_after_trainer_seconds: Annotated[
+        float,
+        "For a sidecar that is a regular container: leave when no other container's process has had the volume for so "
+        "long, or just ended after a final save. Needs shareProcessNamespace in the pod; 0: stay.",
+    ] = 0.0
+    notices: Annotated[
+        str,
+        "off, auto, aws, gcp or azure: listen to the cloud's metadata service for the end of a spot machine and for "
+        "maintenance, and have the trainers save and leave. auto finds out which cloud it is, and is quiet elsewhere.",
+    ] = "off"
+    notices_endpoint: Annotated[
+        str,
+        "URL of the metadata service; empty: AWS_EC2_METADATA_SERVICE_ENDPOINT, GCE_METADATA_HOST, or the clouds' own.",
+    ] = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -40,12 +40,14 @@ from mooring_agent.runtime.grpc_server import AgentService
 from mooring_agent.runtime.http_server import serve_http
 from mooring_agent.runtime.journaling import recover
 from mooring_agent.runtime.lazy_store import LazyStore
+from mooring_agent.runtime.notice_watch import notice_watch
 from mooring_agent.runtime.presence import Presence
 from mooring_agent.runtime.pruner import Pruner
 from mooring_agent.runtime.reconciler import Reconciler
 from mooring_agent.runtime.rescue import Rescue
 from mooring_agent.runtime.sensors import Sensors
 from mooring_agent.runtime.telemetry import say
+from mooring_agent.runtime.trainer_watch import trainer_watch
 from mooring_agent.runtime.watching import Watching
 from mooring_api import doorbell
 from mooring_api.names import DOORBELL, JOURNAL, STATE_DIRECTORY
@@ -142,6 +144,12 @@ async def run_agent(settings: Settings, *, fresh: bool = False, parent_pid: int 
         ]
         if watching is not None:
             forever.append(watching.run)
+        trainers = trainer_watch(settings, state=lambda: state, leave=sensors.stop_without_trainers, executor=senses)
+        if trainers is not None:
+            forever.append(trainers.watch)
+        notices = notice_watch(settings.termination, clock=clock, notify=sensors.notice_termination)
+        if notices is not None:
+            forever.append(notices.watch)
         return await _live(engine, dispatcher, clock, forever, leaving)
 
 

@@ -10,7 +10,7 @@ switch is BOTO_DISABLE_CRT in the environment; choosing our own signer below has
 import re
 import ssl
 from contextlib import AsyncExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Final
 
 import structlog
@@ -20,6 +20,7 @@ from aiobotocore.session import get_session
 from botocore.auth import AUTH_TYPE_MAPS, S3SigV4Auth
 from botocore.exceptions import BotoCoreError
 
+from mooring_agent.adapters.s3.secret_directory import SecretKeys, read_secret
 from mooring_agent.core.errors import ErrorKind, MooringError
 from mooring_agent.core.settings import StoreSettings
 
@@ -81,15 +82,19 @@ async def connect(settings: StoreSettings, stack: AsyncExitStack) -> Any:
         logger.warning("tls_not_verified", destination=settings.destination, endpoint=settings.endpoint_url)
     elif settings.ca_bundle:
         _check_ca_bundle(settings.ca_bundle)
+    keys = read_secret(settings.credentials_directory) if settings.credentials_directory else SecretKeys()
+    settings = replace(
+        settings, endpoint_url=settings.endpoint_url or keys.endpoint_url, region=settings.region or keys.region
+    )
     addressing = settings.addressing
     if addressing == "auto" and settings.endpoint_url:
         addressing = "path"
     try:
-        client = await stack.enter_async_context(_client(settings, addressing))
+        client = await stack.enter_async_context(_client(settings, keys, addressing))
         if addressing == "auto" and not _AWS_HOST.match(client.meta.endpoint_url):
             # The endpoint came from AWS_ENDPOINT_URL or a profile, which only botocore can tell.
             await client.close()
-            client = await stack.enter_async_context(_client(settings, "path"))
+            client = await stack.enter_async_context(_client(settings, keys, "path"))
     except (BotoCoreError, ValueError, OSError) as error:
         raise MooringError(
             ErrorKind.BAD_CONFIGURATION,
@@ -112,13 +117,17 @@ def _check_ca_bundle(path: str) -> None:
         ) from error
 
 
-def _client(settings: StoreSettings, addressing: str) -> Any:
+def _client(settings: StoreSettings, keys: SecretKeys, addressing: str) -> Any:
     session = get_session()
     region = settings.region or session.get_config_variable("region") or _DEFAULT_REGION
     return session.create_client(
         "s3",
         region_name=region,
         endpoint_url=settings.endpoint_url or None,
+        # None: whatever the AWS chain finds.
+        aws_access_key_id=keys.access_key or None,
+        aws_secret_access_key=keys.secret_key or None,
+        aws_session_token=keys.session_token or None,
         verify=(settings.ca_bundle or None) if settings.verify_tls else False,
         config=AioConfig(
             connect_timeout=settings.connect_timeout_seconds,

@@ -1,0 +1,107 @@
+"""HTTP to a machine's own metadata service: never through a proxy, never redirected, bounded in time and in size.
+
+Owns the connection and what can go wrong with it; what is asked is the clouds' modules' business.
+"""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from email.utils import parsedate_to_datetime
+from typing import Any, Final
+
+import aiohttp
+
+from mooring_agent.core.errors import ErrorKind, NoticesError
+
+LINK_LOCAL_URL: Final = "http://169.254.169.254"
+# It is the next hop or nothing at all.
+ANSWER_SECONDS: Final = 2.0
+_CONNECT_SECONDS: Final = 1.0
+_ANSWER_LIMIT_BYTES: Final = 256 * 1024
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Answer:
+    status: int
+    headers: Mapping[str, str]
+    text: str
+
+    def json(self) -> Any:
+        """Raises NoticesError."""
+        try:
+            return json.loads(self.text)
+        except ValueError as error:
+            raise not_understood(self.text) from error
+
+
+class MetadataService:
+    """`url` empty: the address that all clouds share. A host without scheme is HTTP, as GCE_METADATA_HOST has it."""
+
+    def __init__(self, url: str = "") -> None:
+        self.url = (url if "://" in url else f"http://{url}").rstrip("/") if url else LINK_LOCAL_URL
+        self._session: aiohttp.ClientSession | None = None
+
+    async def ask(
+        self,
+        path: str,
+        *,
+        method: str = "GET",
+        headers: Mapping[str, str] | None = None,
+        query: Mapping[str, str] | None = None,
+        answer_seconds: float = ANSWER_SECONDS,
+    ) -> Answer:
+        """Whatever the status. Raises NoticesError (UNREACHABLE) where nothing answers in time."""
+        if self._session is None:
+            self._session = aiohttp.ClientSession(trust_env=False)
+        timeout = aiohttp.ClientTimeout(total=answer_seconds, sock_connect=_CONNECT_SECONDS)
+        try:
+            async with self._session.request(
+                method, self.url + path, headers=headers, params=query, timeout=timeout, allow_redirects=False
+            ) as response:
+                text = await _text(response)
+        except (aiohttp.ClientError, TimeoutError, OSError, ValueError) as error:
+            raise NoticesError(
+                ErrorKind.UNREACHABLE,
+                f"the metadata service {self.url}{path} does not answer: {str(error) or type(error).__name__}",
+                hint="allow the pod to reach its machine's metadata service, or set notices to off",
+            ) from error
+        return Answer(status=response.status, headers=response.headers, text=text)
+
+    def refusal(self, path: str, answer: Answer, *, hint: str = "") -> NoticesError:
+        """The error for a status that has no other meaning."""
+        kind = ErrorKind.ACCESS_DENIED if answer.status in (401, 403) else ErrorKind.UNREACHABLE
+        return NoticesError(
+            kind,
+            f"the metadata service {self.url}{path} answers {answer.status}",
+            hint=hint or "if this machine has no such service, set notices to off",
+        )
+
+    async def close(self) -> None:
+        if self._session is not None:
+            await self._session.close()
+            self._session = None
+
+
+def not_understood(text: str) -> NoticesError:
+    return NoticesError(
+        ErrorKind.BAD_REQUEST,
+        f"the metadata service answers what nobody understands: {text[:80]!r}",
+        hint="something else may answer in its place; notices_endpoint says where it is",
+    )
+
+
+def unix_seconds(date: object) -> float:
+    """Of a date as in HTTP, with or without its weekday. Raises NoticesError."""
+    try:
+        return parsedate_to_datetime(str(date)).timestamp()
+    except ValueError as error:
+        raise not_understood(str(date)) from error
+
+
+async def _text(response: aiohttp.ClientResponse) -> str:
+    body = bytearray()
+    async for piece in response.content.iter_any():
+        body += piece
+        if len(body) > _ANSWER_LIMIT_BYTES:
+            raise ValueError(f"more than {_ANSWER_LIMIT_BYTES} bytes")
+    return body.decode(errors="replace")

@@ -1,0 +1,162 @@
+"""`mooring webhook`: the admission webhook's own command, which the chart runs."""
+
+import re
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, Final
+
+import click
+
+from mooring_agent.cli.reporting import errors_reported
+from mooring_agent.core.annotations import default_problems
+from mooring_agent.core.errors import ErrorKind, MooringError
+from mooring_agent.core.injection import FailurePolicy, InjectionDefaults
+from mooring_agent.webhook.settings import SelfManaged, WebhookSettings
+from mooring_api.names import ANNOTATION_PREFIX
+
+_FIRST_WITH_NATIVE_SIDECARS: Final = (1, 29)
+_DEFAULTS: Final = InjectionDefaults(image="")
+_SETTINGS: Final = WebhookSettings(certificates=Path("/certificates"), defaults=_DEFAULTS)
+
+
+def _address(_: click.Context, __: click.Parameter, value: str) -> tuple[str, int]:
+    host, colon, port = value.rpartition(":")
+    if not colon or not port.isdecimal() or not 0 <= int(port) <= 65535:
+        raise click.BadParameter(f"{value!r} is no host:port, as in :8443 or 127.0.0.1:8443")
+    return host.strip("[]"), int(port)
+
+
+def _version(_: click.Context, __: click.Parameter, value: str) -> tuple[int, int]:
+    match = re.match(r"v?(\d+)\.(\d+)", value)
+    if match is None:
+        raise click.BadParameter(f"{value!r} is no version of Kubernetes, as in 1.33")
+    return int(match[1]), int(match[2])
+
+
+def _annotations(_: click.Context, __: click.Parameter, values: tuple[str, ...]) -> dict[str, str]:
+    found = {}
+    for value in values:
+        name, equals, text = value.partition("=")
+        if not equals or not name:
+            raise click.BadParameter(f"{value!r} is no name=value, as in endpoint-url=https://minio.example")
+        found[name if name.startswith(ANNOTATION_PREFIX) else ANNOTATION_PREFIX + name] = text
+    return found
+
+
+@click.command()
+@click.option("--image", required=True, envvar="MOORING_IMAGE", help="Image of the containers that are injected.")
+@click.option(
+    "--image-pull-policy",
+    type=click.Choice(["IfNotPresent", "Always", "Never"]),
+    default="IfNotPresent",
+    show_default=True,
+    help="Theirs.",
+)
+@click.option(
+    "--kubernetes-version",
+    default="1.33",
+    show_default=True,
+    callback=_version,
+    help="Of the cluster: below 1.29 the agent is injected as a regular container.",
+)
+@click.option("--openshift", is_flag=True, help="A pod's user comes from its security context constraints.")
+@click.option(
+    "--failure-policy",
+    type=click.Choice([policy.value for policy in FailurePolicy]),
+    default=FailurePolicy.FAIL.value,
+    show_default=True,
+    help="What becomes of a pod that asks for the injection and cannot have it.",
+)
+@click.option(
+    "--grace-seconds",
+    type=click.IntRange(min=1),
+    default=_DEFAULTS.grace_seconds,
+    show_default=True,
+    help="Least terminationGracePeriodSeconds of a pod, unless it says how much it needs.",
+)
+@click.option("--cpu", default=_DEFAULTS.cpu, show_default=True, help="Of the agent, request and limit.")
+@click.option("--memory", default=_DEFAULTS.memory, show_default=True, help="Of the agent, request and limit.")
+@click.option(
+    "--default-annotation",
+    "annotations",
+    multiple=True,
+    callback=_annotations,
+    help="name=value for every pod that does not have it. Repeatable.",
+)
+@click.option(
+    "--certificates",
+    type=click.Path(file_okay=False, path_type=Path),
+    default=_SETTINGS.certificates,
+    show_default=True,
+    help="Folder with tls.crt and tls.key; read again when they change.",
+)
+@click.option("--listen", default=":8443", show_default=True, callback=_address, help="host:port of HTTPS.")
+@click.option("--http-listen", default=":8080", show_default=True, callback=_address, help="Of probes and metrics.")
+@click.option(
+    "--read-seconds",
+    type=click.FloatRange(min=0, min_open=True),
+    default=_SETTINGS.read_seconds,
+    show_default=True,
+    help="How long a review may take to arrive.",
+)
+@click.option(
+    "--lame-duck-seconds",
+    type=click.FloatRange(min=0),
+    default=_SETTINGS.lame_duck_seconds,
+    show_default=True,
+    help="How long it still answers after SIGTERM, while others hear that it leaves.",
+)
+@click.option("--self-managed", is_flag=True, help="Make and renew the certificates ourselves, in a Secret.")
+@click.option("--namespace", default="", envvar="POD_NAMESPACE", help="With --self-managed: of the webhook.")
+@click.option("--service", default="mooring-webhook", show_default=True, help="Its Service.")
+@click.option("--secret", default="mooring-webhook-certificates", show_default=True, help="Where they are kept.")
+@click.option("--lease", default="mooring-webhook", show_default=True, help="Whose holder renews them.")
+@click.option("--configuration", default="mooring", show_default=True, help="The MutatingWebhookConfiguration.")
+@click.option("--log-format", type=click.Choice(["json", "console"]), default="json", show_default=True)
+def webhook(**options: Any) -> None:
+    """Serve the admission webhook that injects Mooring into pods.
+
+    The chart runs it; docs/kubernetes.md says how to install that.
+    """
+    with errors_reported():
+        settings = _settings(options)
+        # Imported here: the other commands shall not wait for a web server to load.
+        import uvloop
+
+        from mooring_agent.runtime.telemetry import configure_logs
+        from mooring_agent.webhook.server import serve_webhook
+
+        configure_logs(options["log_format"])
+        uvloop.run(serve_webhook(settings))
+
+
+def _settings(options: dict[str, Any]) -> WebhookSettings:
+    if options["self_managed"] and not options["namespace"]:
+        raise click.UsageError("--self-managed needs --namespace, or POD_NAMESPACE")
+    managed = ("namespace", "service", "secret", "lease", "configuration")
+    defaults = InjectionDefaults(
+        image=options["image"],
+        image_pull_policy=options["image_pull_policy"],
+        native_sidecars=options["kubernetes_version"] >= _FIRST_WITH_NATIVE_SIDECARS,
+        openshift=options["openshift"],
+        grace_seconds=options["grace_seconds"],
+        cpu=options["cpu"],
+        memory=options["memory"],
+        annotations=MappingProxyType(options["annotations"]),
+    )
+    if problems := default_problems(defaults):
+        raise MooringError(
+            ErrorKind.BAD_CONFIGURATION,
+            f"no pod could be injected with these defaults: {'; '.join(problems)}",
+            hint="what may be given to every pod is described in docs/annotations.md",
+        )
+    return WebhookSettings(
+        certificates=options["certificates"],
+        defaults=defaults,
+        failure_policy=FailurePolicy(options["failure_policy"]),
+        listen=options["listen"],
+        http_listen=options["http_listen"],
+        read_seconds=options["read_seconds"],
+        lame_duck_seconds=options["lame_duck_seconds"],
+        self_managed=SelfManaged(**{name: options[name] for name in managed}) if options["self_managed"] else None,
+    )

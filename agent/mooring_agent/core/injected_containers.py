@@ -1,0 +1,91 @@
+"""The two containers that the injection adds: restore before the trainer, and the agent beside it.
+
+Owns their manifests; where things are and what was asked for comes in a `Plan`.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+from mooring_agent.core.injection import Sidecar
+from mooring_api import names
+
+POD_SOCKET: Final = f"{names.POD_SOCKET_DIRECTORY}/{names.SOCKET}"
+_NEVER_SECONDS: Final = 5
+_ON_FAILURE_SECONDS: Final = 330
+"""Kubelet waits up to 300 s before it starts a failed container again."""
+_EXIT_AFTER_TRAINER: Final = {"Never": _NEVER_SECONDS, "OnFailure": _ON_FAILURE_SECONDS}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """What both containers are made from. `variables` and `mounts` are those of both."""
+
+    image: str
+    image_pull_policy: str
+    sidecar: Sidecar
+    variables: Sequence[Mapping[str, Any]]
+    mounts: Sequence[Mapping[str, Any]]
+    resources: Mapping[str, Any]
+    security_context: Mapping[str, Any]
+    autoload: bool
+    """Restore puts the files there that the trainer's Python loads."""
+    old_volume: bool
+    """The volume may have been another pod's before: a notice found on it is not this pod's."""
+    serves_metrics: bool
+    restart_policy: str
+    """The trainer's."""
+
+
+def restore_container(plan: Plan) -> dict[str, Any]:
+    """An ordinary init container: the trainer starts when it has ended well."""
+    args, mounts = ["restore"], [*plan.mounts]
+    if plan.autoload:
+        args += ["--autoload-to", names.POD_AUTOLOAD_PATH]
+        mounts.append({"name": names.AUTOLOAD_VOLUME, "mountPath": names.POD_AUTOLOAD_PATH})
+    return {"name": names.RESTORE_CONTAINER, **_shared(plan, args, plan.variables, mounts)}
+
+
+def agent_container(plan: Plan) -> dict[str, Any]:
+    """With a native sidecar, for the end of `initContainers`; else for the end of `containers`."""
+    args, variables = ["agent"], [*plan.variables]
+    if plan.old_volume:
+        args.append("--fresh")
+    if plan.serves_metrics:
+        variables.append({"name": "MOORING_HTTP_ADDRESS", "value": f"0.0.0.0:{names.POD_METRICS_PORT}"})
+    seconds = _EXIT_AFTER_TRAINER.get(plan.restart_policy)
+    if plan.sidecar is Sidecar.REGULAR and seconds is not None:
+        variables.append({"name": "MOORING_EXIT_AFTER_TRAINER_SECONDS", "value": str(seconds)})
+    container = {"name": names.AGENT_CONTAINER, **_shared(plan, args, variables, plan.mounts)}
+    if plan.serves_metrics:
+        container["ports"] = [{"name": "mooring-metrics", "containerPort": names.POD_METRICS_PORT, "protocol": "TCP"}]
+    # Kubernetes ends a native sidecar after the trainer; this is the first the agent hears of the end.
+    container["lifecycle"] = {"preStop": {"exec": {"command": ["mooring", "terminating"]}}}
+    if plan.sidecar is Sidecar.NATIVE:
+        container["restartPolicy"] = "Always"
+        # The trainer starts when the agent answers on its socket. The store is not asked.
+        container["startupProbe"] = {
+            "exec": {"command": ["mooring", "ready"]},
+            "periodSeconds": 2,
+            "timeoutSeconds": 10,
+            "failureThreshold": 150,
+        }
+    return container
+
+
+def _shared(
+    plan: Plan, args: list[str], variables: Sequence[Mapping[str, Any]], mounts: Sequence[Mapping[str, Any]]
+) -> dict[str, Any]:
+    shared: dict[str, Any] = {
+        "image": plan.image,
+        "imagePullPolicy": plan.image_pull_policy,
+        "args": args,
+        # `kubectl describe pod` then says why restore failed.
+        "terminationMessagePolicy": "FallbackToLogsOnError",
+        "env": [dict(variable) for variable in variables],
+        "volumeMounts": [dict(mount) for mount in mounts],
+        "securityContext": dict(plan.security_context),
+    }
+    if plan.resources:
+        shared["resources"] = plan.resources
+    return shared

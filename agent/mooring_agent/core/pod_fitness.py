@@ -1,0 +1,70 @@
+"""What of a pod forbids the injection, and what its author may not have meant.
+
+Owns the rules that need no change to be planned; others are found where the change is made.
+"""
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from mooring_agent.core import job_place, pod_volumes
+from mooring_agent.core.checkpoint_place import CheckpointPlace, ephemeral_limit
+from mooring_agent.core.injection import Injection, Sidecar
+from mooring_agent.core.pod_shape import present
+from mooring_agent.core.trainer_container import MESH_PROXIES, OURS, others
+from mooring_api.names import ANNOTATION_INJECT, ANNOTATION_PREFIX
+
+
+def watches_processes(spec: Mapping[str, Any], injection: Injection) -> bool:
+    """A regular sidecar ends when it sees no process of the trainer; a pod that never ends needs none to end."""
+    return injection.sidecar is Sidecar.REGULAR and present(spec, "restartPolicy", "Always") != "Always"
+
+
+def impossible(spec: Mapping[str, Any], injection: Injection, *, injected: bool) -> Iterator[str]:
+    """What forbids it whatever else the pod is. `injected`: it was injected before, so our names in it are ours."""
+    of_node = present(spec, "nodeSelector", {})
+    if present(spec, "os", {}).get("name") == "windows" or of_node.get("kubernetes.io/os") == "windows":
+        yield f"Mooring runs on Linux alone: remove {ANNOTATION_INJECT} from this Windows pod"
+    if watches_processes(spec, injection):
+        if spec.get("hostPID"):
+            yield "a regular sidecar cannot tell who is the trainer with hostPID: use the native one, or no hostPID"
+        elif spec.get("shareProcessNamespace") is False:
+            yield "a regular sidecar must see the trainer's processes: remove shareProcessNamespace: false"
+    if injected:
+        return
+    all_names = (
+        (one.get("name"), kind, ours)
+        for kind, ours in (("initContainers", OURS), ("containers", OURS), ("volumes", pod_volumes.OURS))
+        for one in present(spec, kind, [])
+    )
+    for name, kind, ours in all_names:
+        if name in ours:
+            yield f"the pod has {name} in its {kind} already, which is Mooring's name: give yours another"
+
+
+def unfit(place: CheckpointPlace, injection: Injection) -> Iterator[str]:
+    """What cannot be in this place."""
+    if injection.temporary_files and place.directory == place.mount_path:
+        yield (
+            f"{ANNOTATION_PREFIX}temporary-files would put them among the checkpoints: "
+            f"choose a {ANNOTATION_PREFIX}checkpoint-directory below a volume's mount, or none"
+        )
+
+
+def doubtful(metadata: Mapping[str, Any], spec: Mapping[str, Any], place: CheckpointPlace) -> Iterator[str]:
+    """What works, and may not be what the user means."""
+    if place.outlives_pod and job_place.is_one_of_many(metadata):
+        yield (
+            f"checkpoints lie on the volume {place.volume}: pods that run at the same time must not share it; "
+            "give each its own, or leave it to Mooring's emptyDir"
+        )
+    if place.on_node_disk and ephemeral_limit(spec) and not place.outlives_pod:
+        yield (
+            "checkpoints count against the ephemeral-storage limit of the pod's containers, "
+            f"{place.limit_bytes} bytes: beyond it the pod is evicted"
+        )
+    for proxy in others(spec, "containers"):
+        if proxy.get("name") in MESH_PROXIES:
+            yield (
+                f"{proxy['name']} starts after restore, which then has no network: make it a native sidecar, "
+                "or let the destination bypass it"
+            )

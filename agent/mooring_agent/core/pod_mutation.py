@@ -1,0 +1,145 @@
+"""From a pod and what its annotations ask for to a JSON Patch, or to all reasons why it cannot be.
+
+Owns the order of things in a pod and the rule that nothing the user wrote is lost or changed: only
+terminationGracePeriodSeconds is raised. Every step makes sure of something rather than adds it, so a pod that has
+everything gets an empty patch, and one from which another webhook took something gets it back.
+"""
+
+import hashlib
+import json
+from collections.abc import Mapping
+from typing import Any, Final
+
+from mooring_agent import __version__
+from mooring_agent.core import pod_volumes
+from mooring_agent.core.checkpoint_place import CheckpointPlace, find_place
+from mooring_agent.core.ensure import ensured
+from mooring_agent.core.findings import Findings
+from mooring_agent.core.injected_containers import POD_SOCKET, Plan, agent_container, restore_container
+from mooring_agent.core.injection import Injection, InjectionDefaults, Mutation, Pod, Refusal, Sidecar
+from mooring_agent.core.json_patch import difference
+from mooring_agent.core.pod_fitness import doubtful, impossible, unfit, watches_processes
+from mooring_agent.core.pod_plan import attempt_entry, plan_of
+from mooring_agent.core.pod_shape import present, shape_problems
+from mooring_agent.core.trainer_changes import changed_trainer, trainer_variables
+from mooring_agent.core.trainer_container import OURS, Container, find_trainer, others
+from mooring_api import names
+
+_KUBERNETES_GRACE_SECONDS: Final = 30
+_HASH_LENGTH: Final = 12
+
+
+def mutate(pod: Pod, injection: Injection, defaults: InjectionDefaults) -> Mutation | Refusal:
+    """`pod` as JSON, of any shape. The patch is the whole difference and applies to `pod`."""
+    problems = shape_problems(pod)
+    if problems:
+        return Refusal(problems=problems)
+    findings = Findings()
+    changed = _changed(pod, injection, defaults, findings)
+    if findings.problems or changed is None:
+        return Refusal(problems=tuple(findings.problems))
+    return Mutation(patch=tuple(difference(pod, changed)), warnings=tuple(findings.warnings))
+
+
+def _changed(pod: Pod, injection: Injection, defaults: InjectionDefaults, findings: Findings) -> dict[str, Any] | None:
+    """The pod with everything; None where `findings` say why not."""
+    metadata, spec = present(pod, "metadata", {}), pod["spec"]
+    injected = present(metadata, "annotations", {}).get(names.ANNOTATION_INJECTED)
+    findings.problems += impossible(spec, injection, injected=injected is not None)
+    trainer = find_trainer(metadata, spec, injection.container, findings)
+    place = trainer and find_place(spec, trainer, injection, findings)
+    if not trainer or not place:
+        return None
+    findings.problems += unfit(place, injection)
+    findings.warnings += doubtful(metadata, spec, place)
+    attempt = attempt_entry(metadata, trainer, injection, findings)
+    said_seconds: int = present(spec, "terminationGracePeriodSeconds", _KUBERNETES_GRACE_SECONDS)
+    grace_seconds = max(said_seconds, injection.grace_seconds)
+    plan = plan_of(
+        pod,
+        trainer,
+        place,
+        injection,
+        defaults,
+        attempt=attempt,
+        grace_seconds=grace_seconds,
+        findings=findings,
+    )
+    new_trainer = _new_trainer(
+        trainer,
+        place,
+        injection,
+        attempt=attempt,
+        grace_seconds=grace_seconds,
+        injected=injected is not None,
+        findings=findings,
+    )
+    made = _made(plan)
+    new_spec = {
+        **spec,
+        **_containers(spec, trainer, new_trainer, plan, as_before=injected == made),
+        "volumes": pod_volumes.with_volumes(spec, injection, place),
+        "terminationGracePeriodSeconds": grace_seconds,
+    }
+    if watches_processes(spec, injection):
+        new_spec["shareProcessNamespace"] = True
+    annotations = {**present(metadata, "annotations", {}), names.ANNOTATION_INJECTED: made}
+    return {**pod, "metadata": {**metadata, "annotations": annotations}, "spec": new_spec}
+
+
+def _new_trainer(
+    trainer: Container,
+    place: CheckpointPlace,
+    injection: Injection,
+    *,
+    attempt: Mapping[str, Any] | None,
+    grace_seconds: int,
+    injected: bool,
+    findings: Findings,
+) -> dict[str, Any]:
+    mounts = [place.mount, pod_volumes.SOCKET_MOUNT]
+    if injection.autoload:
+        mounts.append({**pod_volumes.AUTOLOAD_MOUNT, "readOnly": True})
+    return changed_trainer(
+        trainer,
+        variables=trainer_variables(
+            place,
+            socket=POD_SOCKET,
+            attempt=attempt,
+            grace_seconds=grace_seconds,
+            temporary_files=injection.temporary_files,
+        ),
+        mounts=mounts,
+        python_path=names.POD_AUTOLOAD_PATH if injection.autoload else "",
+        injected=injected,
+        findings=findings,
+    )
+
+
+def _containers(
+    spec: Mapping[str, Any], trainer: Container, new_trainer: dict[str, Any], plan: Plan, *, as_before: bool
+) -> dict[str, Any]:
+    """Both lists. Ours are last: restore needs what the user's and others' init containers made, and a native sidecar
+    is ended in reverse order, so that the agent still has the network that another one gives it.
+
+    `as_before`: what is there was made from the same plan, and what is different now somebody else wanted so.
+    """
+    lists = {
+        "initContainers": [restore_container(plan)],
+        "containers": [],
+    }
+    where = "initContainers" if plan.sidecar is Sidecar.NATIVE else "containers"
+    lists[where].append(agent_container(plan))
+    changed = {}
+    for key, wanted in lists.items():
+        there = {one["name"]: one for one in present(spec, key, []) if one.get("name") in OURS}
+        users = [new_trainer if one is trainer else one for one in others(spec, key)]
+        ours = (ensured(there.get(one["name"], {}), one, as_before=as_before) for one in wanted)
+        changed[key] = [*users, *ours]
+    return changed
+
+
+def _made(plan: Plan) -> str:
+    """The version that injected, and a hash of what: whoever looks at a pod sees whether two were made alike."""
+    made = json.dumps([restore_container(plan), agent_container(plan)], sort_keys=True)
+    return f"{__version__} {hashlib.sha256(made.encode()).hexdigest()[:_HASH_LENGTH]}"

@@ -1,0 +1,154 @@
+"""What restore and agent are told and given in one pod: variables, mounts, resources, user.
+
+Owns where each of their variables comes from; how a container is written down is `injected_containers`'s.
+"""
+
+from collections.abc import Mapping
+from typing import Any, Final
+
+from mooring_agent.core import job_place
+from mooring_agent.core.checkpoint_place import CheckpointPlace, ephemeral_limit
+from mooring_agent.core.findings import Findings
+from mooring_agent.core.injected_containers import POD_SOCKET, Plan
+from mooring_agent.core.injection import Injection, InjectionDefaults
+from mooring_agent.core.pod_shape import present
+from mooring_agent.core.pod_user import security_context
+from mooring_agent.core.pod_volumes import CA_PATH, SOCKET_MOUNT, store_mounts
+from mooring_agent.core.trainer_container import Container, others, variable
+from mooring_agent.core.workload_identity import identity_mounts, identity_variables
+from mooring_api import names
+
+_EPHEMERAL_STORAGE: Final = "128Mi"
+"""For logs: our containers write nothing else outside of volumes."""
+_EVICTION_THRESHOLD: Final = "MOORING_EVICTION_THRESHOLD_PERCENT"
+
+
+def plan_of(
+    pod: Mapping[str, Any],
+    trainer: Container,
+    place: CheckpointPlace,
+    injection: Injection,
+    defaults: InjectionDefaults,
+    *,
+    attempt: Mapping[str, Any] | None,
+    grace_seconds: int,
+    findings: Findings,
+) -> Plan:
+    """`attempt` is an entry of `env`, the trainer's too."""
+    metadata, spec = present(pod, "metadata", {}), pod["spec"]
+    texts = {
+        names.ENV_DESTINATION: injection.destination,
+        **_credential_texts(injection),
+        names.ENV_VOLUME: place.mount_path,
+        names.ENV_CHECKPOINT_DIRECTORY: place.directory,
+        names.ENV_SOCKET: POD_SOCKET,
+        "MOORING_GRACE_SECONDS": str(grace_seconds),
+        **_place_texts(metadata, place),
+        **injection.settings,
+    }
+    has_identity = not injection.claim and not injection.credentials
+    return Plan(
+        image=defaults.image,
+        image_pull_policy=defaults.image_pull_policy,
+        sidecar=injection.sidecar,
+        variables=[
+            *(identity_variables(trainer) if has_identity else []),
+            *({"name": name, "value": text} for name, text in texts.items()),
+            *([attempt] if attempt else []),
+        ],
+        mounts=[
+            place.mount,
+            SOCKET_MOUNT,
+            *store_mounts(injection),
+            *(identity_mounts(trainer) if has_identity else []),
+        ],
+        resources=_resources(spec, injection, defaults, findings),
+        security_context=security_context(spec, trainer, injection, openshift=defaults.openshift, findings=findings),
+        autoload=injection.autoload,
+        old_volume=place.outlives_pod,
+        serves_metrics=_may_serve_metrics(spec, findings),
+        restart_policy=_restart_policy(spec, trainer),
+    )
+
+
+def attempt_entry(
+    metadata: Mapping[str, Any], trainer: Container, injection: Injection, findings: Findings
+) -> Mapping[str, Any] | None:
+    """By the annotation, else as the trainer has it already, else by the job's labels."""
+    said = injection.attempt
+    if not said and (entry := variable(trainer, names.ENV_ATTEMPT)):
+        if "$(" in present(entry, "value", ""):
+            findings.problems.append(
+                f"the trainer's {names.ENV_ATTEMPT} refers to another variable, which the agent does not have: "
+                f"use the annotation {names.ANNOTATION_PREFIX}attempt"
+            )
+        return entry
+    text = said or job_place.attempt(metadata)
+    return {"name": names.ENV_ATTEMPT, "value": text} if text else None
+
+
+def _restart_policy(spec: Mapping[str, Any], trainer: Container) -> str:
+    """The trainer's: from Kubernetes 1.35 on a container may have its own, and rules by which it comes back.
+
+    Where the pod's is Always, kubelet would start again whoever leaves.
+    """
+    of_pod: str = present(spec, "restartPolicy", "Always")
+    policy: str = of_pod if of_pod == "Always" else present(trainer, "restartPolicy", of_pod)
+    return "OnFailure" if policy == "Never" and trainer.get("restartPolicyRules") else policy
+
+
+def _credential_texts(injection: Injection) -> dict[str, str]:
+    if injection.claim:
+        return {}
+    texts = {}
+    if injection.credentials:
+        texts["MOORING_S3_CREDENTIALS_DIRECTORY"] = names.POD_CREDENTIALS_PATH
+    if injection.ca_bundle:
+        texts["MOORING_S3_CA_BUNDLE"] = CA_PATH
+    return texts
+
+
+def _place_texts(metadata: Mapping[str, Any], place: CheckpointPlace) -> dict[str, str]:
+    texts = {}
+    rank = job_place.node_rank(metadata)
+    if rank is not None:
+        texts["MOORING_NODE_RANK"] = str(rank)
+    if place.limit_bytes:
+        texts["MOORING_SIZE_LIMIT_BYTES"] = str(place.limit_bytes)
+    if not place.on_node_disk:
+        # Kubelet's threshold is for the node's own disk.
+        texts[_EVICTION_THRESHOLD] = "0"
+    return texts
+
+
+def _resources(
+    spec: Mapping[str, Any], injection: Injection, defaults: InjectionDefaults, findings: Findings
+) -> dict[str, Any]:
+    """Requests and limits are the same, so a pod that is Guaranteed stays so and a quota is content."""
+    wanted = {"cpu": injection.cpu or defaults.cpu, "memory": injection.memory or defaults.memory}
+    of_pod = present(spec, "resources", {})
+    shared = [name for name in wanted if any(name in present(of_pod, key, {}) for key in ("requests", "limits"))]
+    if shared:
+        findings.warnings.append(
+            f"the pod's own resources say its {' and '.join(shared)}: the agent takes its share of that, "
+            "without a request or limit of its own"
+        )
+    amounts = {name: amount for name, amount in wanted.items() if name not in shared}
+    if ephemeral_limit(spec):
+        # None where nobody has one: it would be the whole pod's, checkpoints included.
+        amounts["ephemeral-storage"] = _EPHEMERAL_STORAGE
+    return {"requests": amounts, "limits": dict(amounts)} if amounts else {}
+
+
+def _may_serve_metrics(spec: Mapping[str, Any], findings: Findings) -> bool:
+    if spec.get("hostNetwork"):
+        findings.warnings.append("with hostNetwork the agent serves no metrics: its port would be the node's")
+        return False
+    containers = [*others(spec, "containers"), *others(spec, "initContainers")]
+    ports = (port.get("containerPort") for one in containers for port in present(one, "ports", []))
+    if names.POD_METRICS_PORT in ports:
+        findings.warnings.append(
+            f"the agent serves no metrics: another container of the pod has port {names.POD_METRICS_PORT}"
+        )
+        return False
+    return True

@@ -1,0 +1,74 @@
+"""As whom our containers run: as the trainer, with less power than any.
+
+Another user could not hard-link the trainer's files nor remove them. Everything Pod Security "restricted" wants is
+there whenever the trainer has it.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+from mooring_agent.core.findings import Findings
+from mooring_agent.core.injection import Injection
+from mooring_agent.core.pod_shape import present
+from mooring_agent.core.trainer_container import Container
+from mooring_api.names import ANNOTATION_PREFIX
+
+_ANNOTATION = f"{ANNOTATION_PREFIX}run-as-user"
+
+
+def security_context(
+    spec: Mapping[str, Any], trainer: Container, injection: Injection, *, openshift: bool, findings: Findings
+) -> dict[str, Any]:
+    """The securityContext of restore and agent."""
+    # What a container says replaces what the pod says, one by one.
+    own, of_pod = (present(holder, "securityContext", {}) for holder in (trainer, spec))
+    said = {**of_pod, **{key: value for key, value in own.items() if value is not None}}
+    user = _user(said, injection, openshift, findings)
+    context: dict[str, Any] = {
+        "allowPrivilegeEscalation": False,
+        "capabilities": {"drop": ["ALL"]},
+        "readOnlyRootFilesystem": True,
+        "seccompProfile": {"type": "RuntimeDefault"},
+    }
+    if user is not None:
+        context["runAsUser"] = user
+    if said.get("runAsGroup") is not None:
+        context["runAsGroup"] = said["runAsGroup"]
+    if said.get("runAsNonRoot") or user:
+        context["runAsNonRoot"] = True
+    elif user == 0 and of_pod.get("runAsNonRoot"):
+        # The trainer's container says otherwise than its pod, and so must ours.
+        context["runAsNonRoot"] = False
+    if own.get("seLinuxOptions"):
+        # Another label than the trainer's could not open its files.
+        context["seLinuxOptions"] = own["seLinuxOptions"]
+    return context
+
+
+def _user(said: Mapping[str, Any], injection: Injection, openshift: bool, findings: Findings) -> int | None:
+    """None: whoever the image or the cluster chooses."""
+    user, wanted = said.get("runAsUser"), injection.run_as_user
+    if user is not None:
+        if wanted not in (None, user):
+            findings.problems.append(
+                f"{_ANNOTATION} is {wanted}, and the trainer runs as {user}: they must be the same user; "
+                "remove the annotation"
+            )
+        return int(user)
+    if wanted is not None:
+        if wanted == 0 and said.get("runAsNonRoot"):
+            findings.problems.append(
+                f"{_ANNOTATION} is 0, and the trainer has runAsNonRoot: name the user of its image"
+            )
+        return wanted
+    if openshift:
+        return None
+    hint = f"name the user of its image in the annotation {_ANNOTATION}, or in securityContext.runAsUser"
+    if said.get("runAsNonRoot"):
+        findings.warnings.append(f"as whom the trainer runs is unknown, and others cannot reach its agent: {hint}")
+        return None
+    # Most images that say nothing run as root.
+    findings.warnings.append(
+        f"as whom the trainer runs is unknown; unless it is root it cannot reach its agent: {hint}"
+    )
+    return 0

@@ -1,0 +1,71 @@
+"""The volumes that the injection adds to a pod, and where our own containers have them."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, Final
+
+from mooring_agent.core.checkpoint_place import CheckpointPlace
+from mooring_agent.core.injection import CaBundle, CaSource, Injection
+from mooring_agent.core.pod_shape import present
+from mooring_api import names
+
+_SOCKET_LIMIT: Final = "1Mi"
+_AUTOLOAD_LIMIT: Final = "16Mi"
+_CA_FILE: Final = "ca.crt"
+CA_PATH: Final = f"{names.POD_CA_PATH}/{_CA_FILE}"
+SOCKET_MOUNT: Final[Mapping[str, Any]] = {"name": names.SOCKET_VOLUME, "mountPath": names.POD_SOCKET_DIRECTORY}
+AUTOLOAD_MOUNT: Final[Mapping[str, Any]] = {"name": names.AUTOLOAD_VOLUME, "mountPath": names.POD_AUTOLOAD_PATH}
+OURS: Final = frozenset(
+    {
+        names.CHECKPOINT_VOLUME,
+        names.SOCKET_VOLUME,
+        names.AUTOLOAD_VOLUME,
+        names.DESTINATION_VOLUME,
+        names.CREDENTIALS_VOLUME,
+        names.CA_BUNDLE_VOLUME,
+    }
+)
+
+
+def with_volumes(spec: Mapping[str, Any], injection: Injection, place: CheckpointPlace) -> list[Any]:
+    """The pod's volumes with ours behind them; one of ours that is there is as it must be."""
+    wanted = {volume["name"]: volume for volume in _volumes(injection, place)}
+    there = present(spec, "volumes", [])
+    kept = [wanted.pop(volume.get("name") or "", volume) for volume in there]
+    return [*kept, *wanted.values()]
+
+
+def store_mounts(injection: Injection) -> Sequence[Mapping[str, Any]]:
+    """What restore and agent mount to reach the destination, and the trainer does not."""
+    if injection.claim:
+        return [{"name": names.DESTINATION_VOLUME, "mountPath": names.POD_DESTINATION_PATH}]
+    mounts = []
+    if injection.credentials:
+        mounts.append({"name": names.CREDENTIALS_VOLUME, "mountPath": names.POD_CREDENTIALS_PATH, "readOnly": True})
+    if injection.ca_bundle:
+        mounts.append({"name": names.CA_BUNDLE_VOLUME, "mountPath": names.POD_CA_PATH, "readOnly": True})
+    return mounts
+
+
+def _volumes(injection: Injection, place: CheckpointPlace) -> Iterator[dict[str, Any]]:
+    if place.added:
+        yield dict(place.added)
+    yield {"name": names.SOCKET_VOLUME, "emptyDir": {"medium": "Memory", "sizeLimit": _SOCKET_LIMIT}}
+    if injection.autoload:
+        yield {"name": names.AUTOLOAD_VOLUME, "emptyDir": {"sizeLimit": _AUTOLOAD_LIMIT}}
+    if injection.claim:
+        yield {
+            "name": names.DESTINATION_VOLUME,
+            "persistentVolumeClaim": {"claimName": injection.claim.name},
+        }
+        return
+    if injection.credentials:
+        yield {"name": names.CREDENTIALS_VOLUME, "secret": {"secretName": injection.credentials}}
+    if injection.ca_bundle:
+        yield {"name": names.CA_BUNDLE_VOLUME, **_ca_source(injection.ca_bundle)}
+
+
+def _ca_source(bundle: CaBundle) -> dict[str, Any]:
+    items = [{"key": bundle.key, "path": _CA_FILE}]
+    if bundle.source is CaSource.SECRET:
+        return {"secret": {"secretName": bundle.name, "items": items}}
+    return {"configMap": {"name": bundle.name, "items": items}}

@@ -1,0 +1,1 @@
+"""The mutating admission webhook: HTTPS around `core.admission_review`, and the certificates it needs."""

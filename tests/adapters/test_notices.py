@@ -1,0 +1,301 @@
+"""What each cloud says of the end of a machine, over its own protocol; and which cloud it is."""
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Callable, Sequence
+from typing import Protocol
+
+import pytest
+from tests.fakes.fake_notices import FakeNotices
+from tests.servers.metadata_servers import AwsServer, AzureServer, GcpServer, MetadataServer
+from tests.servers.process import free_port
+
+from mooring_agent.adapters.notices.aws import AwsNotices
+from mooring_agent.adapters.notices.azure import AzureNotices
+from mooring_agent.adapters.notices.clouds import clouds, the_one_that_answers
+from mooring_agent.adapters.notices.gcp import GcpNotices
+from mooring_agent.adapters.notices.metadata_service import MetadataService
+from mooring_agent.core.errors import ErrorKind, NoticesError
+from mooring_agent.ports import Notice, Notices
+
+# They bound a hang and judge no speed.
+LIMIT_SECONDS = 60.0
+SERVERS: dict[str, Callable[[], MetadataServer]] = {"aws": AwsServer, "gcp": GcpServer, "azure": AzureServer}
+
+
+class World(Protocol):
+    """What happens to a machine; the servers and the fake have it alike."""
+
+    def announce(self, seconds: float, now: float) -> float: ...
+    def maintain(self, seconds: float, now: float) -> float: ...
+    def spare(self) -> None: ...
+    def take_back(self) -> None: ...
+
+
+class FakeWorld:
+    def __init__(self, notices: FakeNotices) -> None:
+        self._notices = notices
+
+    def announce(self, seconds: float, now: float) -> float:
+        self._notices.standing.append(Notice(key=f"spot {now}", deadline=now + seconds, source="fake spot"))
+        return now + seconds
+
+    maintain = announce
+
+    def spare(self) -> None:
+        pass
+
+    def take_back(self) -> None:
+        self._notices.standing.clear()
+
+
+@pytest.fixture(params=["fake", *SERVERS])
+async def told(request: pytest.FixtureRequest) -> AsyncIterator[tuple[World, Notices]]:
+    if request.param == "fake":
+        fake = FakeNotices()
+        yield FakeWorld(fake), fake
+        return
+    with SERVERS[request.param]() as server:
+        notices = only(request.param, server.url)
+        yield server, notices
+        await notices.close()
+
+
+def only(cloud: str, url: str) -> Notices:
+    (found,) = clouds(cloud, url, time.time)
+    return found
+
+
+async def look(notices: Notices) -> Sequence[Notice]:
+    async with asyncio.timeout(LIMIT_SECONDS):
+        return await notices.look()
+
+
+async def test_a_machine_that_stays_has_no_notice_and_says_so_at_once(told: tuple[World, Notices]) -> None:
+    _, notices = told
+    assert await notices.answers()
+    assert list(await look(notices)) == []
+
+
+async def test_the_end_of_a_spot_machine_is_told_with_its_deadline_for_as_long_as_it_stands(
+    told: tuple[World, Notices],
+) -> None:
+    world, notices = told
+    deadline = world.announce(90, time.time())
+    (first,) = await look(notices)
+    assert first.deadline == pytest.approx(deadline, abs=10)
+    assert notices.cloud in first.source
+
+
+async def test_a_notice_comes_to_whoever_has_looked_before_and_keeps_its_key(told: tuple[World, Notices]) -> None:
+    world, notices = told
+    assert list(await look(notices)) == []
+    world.announce(90, time.time())
+    (first,) = await look(notices)
+    world.maintain(90, time.time())
+    again = await look(notices)
+    assert first in again
+
+
+async def test_a_maintenance_that_ends_the_machine_is_a_notice_too(told: tuple[World, Notices]) -> None:
+    world, notices = told
+    deadline = world.maintain(600, time.time())
+    (notice,) = await look(notices)
+    assert notice.deadline == pytest.approx(deadline, abs=10)
+
+
+async def test_what_is_taken_back_stands_no_longer(told: tuple[World, Notices]) -> None:
+    world, notices = told
+    world.maintain(600, time.time())
+    assert len(await look(notices)) == 1
+    world.take_back()
+    assert list(await look(notices)) == []
+
+
+async def test_what_does_not_end_this_machine_is_no_notice(told: tuple[World, Notices]) -> None:
+    world, notices = told
+    world.spare()
+    assert list(await look(notices)) == []
+
+
+async def test_nobody_is_polled_faster_than_once_a_second(told: tuple[World, Notices]) -> None:
+    _, notices = told
+    assert notices.pause_seconds >= (5 if notices.cloud == "aws" else 1)
+
+
+@pytest.mark.parametrize("cloud", SERVERS)
+@pytest.mark.parametrize("status", [403, 429, 500, 503])
+async def test_an_error_of_the_service_is_an_error_with_a_hint_and_passes(cloud: str, status: int) -> None:
+    with SERVERS[cloud]() as server:
+        notices = only(cloud, server.url)
+        server.fault = status
+        assert not await notices.answers()
+        with pytest.raises(NoticesError, match=str(status)) as refusal:
+            await look(notices)
+        assert refusal.value.hint
+        server.fault = None
+        assert list(await look(notices)) == []
+        await notices.close()
+
+
+@pytest.mark.parametrize("cloud", SERVERS)
+async def test_where_nothing_listens_that_is_said_in_moments(cloud: str) -> None:
+    notices = only(cloud, f"http://127.0.0.1:{free_port()}")
+    assert not await notices.answers()
+    with pytest.raises(NoticesError) as refusal:
+        await look(notices)
+    assert refusal.value.kind is ErrorKind.UNREACHABLE
+    await notices.close()
+
+
+@pytest.mark.parametrize("cloud", SERVERS)
+async def test_no_proxy_is_asked_for_an_address_of_the_machine_itself(
+    cloud: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("http_proxy", "HTTP_PROXY", "all_proxy"):
+        monkeypatch.setenv(name, f"http://127.0.0.1:{free_port()}")
+    monkeypatch.delenv("no_proxy", raising=False)
+    monkeypatch.delenv("NO_PROXY", raising=False)
+    with SERVERS[cloud]() as server:
+        notices = only(cloud, server.url)
+        assert list(await look(notices)) == []
+        await notices.close()
+
+
+@pytest.mark.parametrize("cloud", SERVERS)
+async def test_auto_finds_the_cloud_that_answers(cloud: str) -> None:
+    with SERVERS[cloud]() as server:
+        found = await the_one_that_answers(clouds("auto", server.url, time.time))
+        assert found is not None
+        assert found.cloud == cloud
+        await found.close()
+
+
+async def test_auto_finds_nobody_elsewhere() -> None:
+    nowhere = f"http://127.0.0.1:{free_port()}"
+    assert await the_one_that_answers(clouds("auto", nowhere, time.time)) is None
+
+
+async def test_a_token_of_aws_is_used_until_it_has_expired_and_then_renewed() -> None:
+    with AwsServer() as server:
+        notices = AwsNotices(MetadataService(server.url))
+        for _ in range(3):
+            await look(notices)
+        assert len(server.times_asked("/token")) == 1
+        server.expire_tokens()
+        assert list(await look(notices)) == []
+        assert len(server.times_asked("/token")) == 2
+        await notices.close()
+
+
+async def test_a_pod_beyond_the_hop_limit_of_aws_is_told_how_to_mend_it() -> None:
+    with AwsServer(hop_limit_reached=True) as server:
+        notices = AwsNotices(MetadataService(server.url))
+        assert await notices.answers()
+        with pytest.raises(NoticesError) as refusal:
+            await look(notices)
+        assert "HttpPutResponseHopLimit" in refusal.value.hint
+        await notices.close()
+
+
+async def test_version_1_of_aws_is_enough_where_the_token_is_lost_on_the_way() -> None:
+    with AwsServer(hop_limit_reached=True, tokens_required=False) as server:
+        notices = AwsNotices(MetadataService(server.url))
+        server.announce(90, time.time())
+        assert len(await look(notices)) == 1
+        await look(notices)
+        # It takes its time to find out, so not at every look.
+        assert len(server.times_asked("/token")) == 1
+        await notices.close()
+
+
+async def test_a_metadata_service_of_aws_that_is_switched_off_is_said_to_be() -> None:
+    with AwsServer() as server:
+        server.disabled = True
+        notices = AwsNotices(MetadataService(server.url))
+        assert not await notices.answers()
+        with pytest.raises(NoticesError) as refusal:
+            await look(notices)
+        assert refusal.value.kind is ErrorKind.ACCESS_DENIED
+        await notices.close()
+
+
+@pytest.mark.parametrize(
+    "spot",
+    [[], "soon", {"action": "terminate"}, {"action": "terminate", "time": "soon"}, {"action": "stop", "time": 3}],
+)
+async def test_what_nobody_understands_is_an_error_and_not_the_end(spot: object) -> None:
+    with AwsServer() as server:
+        server.spot = spot
+        notices = AwsNotices(MetadataService(server.url))
+        with pytest.raises(NoticesError, match="nobody understands"):
+            await look(notices)
+        await notices.close()
+
+
+async def test_gcp_is_waited_for_rather_than_polled() -> None:
+    with GcpServer() as server:
+        notices = GcpNotices(MetadataService(server.url), time.time)
+        assert list(await look(notices)) == []
+        waiting = asyncio.create_task(look(notices))
+        await _until(lambda: len(server.times_asked("preempted")) == 2)
+        assert not waiting.done()
+        server.announce(30, time.time())
+        assert len(await waiting) == 1
+        assert len(server.times_asked("preempted")) == 2
+        await notices.close()
+
+
+async def test_one_key_that_gcps_server_does_not_know_hides_not_the_other() -> None:
+    with GcpServer() as server:
+        del server.values["maintenance-event"]
+        notices = GcpNotices(MetadataService(server.url), time.time)
+        assert list(await look(notices)) == []
+        server.announce(30, time.time())
+        assert len(await look(notices)) == 1
+        assert len(server.times_asked("maintenance-event")) == 1
+        await notices.close()
+
+
+async def test_a_metadata_server_that_knows_none_of_the_keys_is_an_error() -> None:
+    with GcpServer() as server:
+        server.values.clear()
+        notices = GcpNotices(MetadataService(server.url), time.time)
+        with pytest.raises(NoticesError) as refusal:
+            await look(notices)
+        assert refusal.value.kind is ErrorKind.NOT_FOUND
+        await notices.close()
+
+
+async def test_an_event_of_azure_that_has_begun_is_due_now() -> None:
+    with AzureServer() as server:
+        notices = AzureNotices(MetadataService(server.url), time.time)
+        server.maintain(600, time.time())
+        (scheduled,) = await look(notices)
+        server.begin()
+        (begun,) = await look(notices)
+        assert begun.key == scheduled.key
+        assert begun.deadline < scheduled.deadline
+        await notices.close()
+
+
+async def test_a_machine_of_azure_is_known_whatever_the_case_of_its_name() -> None:
+    with AzureServer() as server:
+        notices = AzureNotices(MetadataService(server.url), time.time)
+        await look(notices)
+        server.name = server.name.upper()
+        server.announce(30, time.time())
+        assert len(await look(notices)) == 1
+        await notices.close()
+
+
+def test_an_address_without_scheme_is_taken_as_gces_variable_has_it() -> None:
+    assert MetadataService("metadata.google.internal").url == "http://metadata.google.internal"
+    assert MetadataService("http://127.0.0.1:1338/").url == "http://127.0.0.1:1338"
+    assert MetadataService().url == "http://169.254.169.254"
+
+
+async def _until(holds: Callable[[], bool]) -> None:
+    async with asyncio.timeout(LIMIT_SECONDS):
+        while not holds():  # noqa: ASYNC110 - another thread makes it true
+            await asyncio.sleep(0.001)

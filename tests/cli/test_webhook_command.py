@@ -1,0 +1,22 @@
+"""What an admin is told when the webhook starts, rather than every user when a pod does."""
+
+import subprocess
+import sys
+
+
+def test_defaults_with_which_no_pod_could_be_injected_are_refused_at_once() -> None:
+    options = ["--default-annotation", "keep-lasts=2", "--default-annotation", "part-size-bytes=1", "--memory", "1Mi"]
+    done = subprocess.run(
+        [sys.executable, "-m", "mooring_agent", "webhook", "--image", "example.com/mooring:1", *options],
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert done.returncode == 1
+    assert done.stderr.splitlines() == [
+        "error: no pod could be injected with these defaults: "
+        "there is no annotation mooring.dev/keep-lasts: did you mean mooring.dev/keep-last?; "
+        "mooring.dev/memory: '1Mi' is less than the 64Mi that the agent needs: write it as 256Mi; "
+        "part_size_bytes 1 is less than the 5MiB that S3 wants of a part: give 5MiB or more",
+        "hint: what may be given to every pod is described in docs/annotations.md",
+    ]

@@ -1,0 +1,53 @@
+"""buildah and podman with a storage of their own: what a test makes here is nobody else's, and is gone with it.
+
+They build and run inside another container too, as CI's machines often are: without systemd, overlay mounts and cgroup
+limits that only crun knows.
+"""
+
+import functools
+import os
+import shutil
+import subprocess
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Final
+
+PACKAGES: Final = ("debootstrap", "buildah", "podman", "conmon", "runc")
+_COMMAND_SECONDS: Final = 240.0  # the storage copies the whole image for each container
+_POLITE: Final = ("nice",)
+
+
+@functools.cache
+def missing_tools() -> str:
+    """Why there are no containers here; empty text where there are."""
+    if os.geteuid() != 0:
+        return "only root can build images and run containers of any user"
+    absent = [name for name in PACKAGES if not shutil.which(name)]
+    return f"not installed: apt install {' '.join(absent)}" if absent else ""
+
+
+class Engine:
+    """`directory` must be short: conmon's unix sockets are in it."""
+
+    def __init__(self, directory: Path) -> None:
+        self._storage = [f"--root={directory}/root", f"--runroot={directory}/run", "--storage-driver=vfs"]
+
+    def buildah(self, *arguments: str, timeout_seconds: float = _COMMAND_SECONDS) -> str:
+        """Its standard output; AssertionError with all it said if it fails."""
+        return _output(["buildah", *self._storage, *arguments], timeout_seconds)
+
+    def podman(self, *arguments: str, timeout_seconds: float = _COMMAND_SECONDS) -> str:
+        """The same."""
+        return _output(self.podman_command(*arguments), timeout_seconds)
+
+    def podman_command(self, *arguments: str) -> list[str]:
+        own = ["--runtime=runc", "--cgroup-manager=cgroupfs", "--events-backend=none"]
+        return ["podman", *self._storage, *own, *arguments]
+
+
+def _output(command: Sequence[str], timeout_seconds: float) -> str:
+    result = subprocess.run(
+        [*_POLITE, *command], capture_output=True, text=True, timeout=timeout_seconds, check=False, stdin=subprocess.DEVNULL
+    )
+    assert not result.returncode, f"{' '.join(command)}: {result.stdout[-4000:]}{result.stderr[-4000:]}"
+    return result.stdout

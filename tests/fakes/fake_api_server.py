@@ -1,0 +1,146 @@
+"""An API server over HTTP with the objects that the webhook's certificates need, in a thread of the test.
+
+What may be done is what `allowed` says, as RBAC does; `mood` is how it answers: well, not at all, or with an error of
+its own. `asked` lists what was asked of it, in order.
+"""
+
+import asyncio
+import json
+import threading
+from collections.abc import Callable
+from enum import StrEnum
+from pathlib import Path
+from typing import Any, Final, NamedTuple, Self
+
+import yaml
+from aiohttp import web
+from tests.fakes.object_shelf import ObjectShelf, RefusedError
+
+TOKEN: Final = "a-service-accounts-token"
+_SECONDS: Final = 30.0
+_VERBS: Final = {"GET": "get", "PATCH": "patch"}
+
+
+class Mood(StrEnum):
+    """How it is today."""
+
+    WELL = "well"
+    DEAF = "deaf"
+    """Takes the request and never answers."""
+    BROKEN = "broken"
+    """500, as while etcd is away."""
+
+
+class Asked(NamedTuple):
+    """One request, and its answer's status."""
+
+    verb: str
+    resource: str
+    name: str
+    status: int
+    manager: str
+
+
+class FakeApiServer:
+    """While the context is open it serves at `url`."""
+
+    def __init__(self, *, namespace: str = "mooring") -> None:
+        self.shelf = ObjectShelf()
+        self.asked: list[Asked] = []
+        self.mood = Mood.WELL
+        self.allowed: Callable[[str, str, str], bool] = lambda _verb, _resource, _name: True
+        self.url = ""
+        self._namespace = namespace
+        self._ends = asyncio.Event()
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
+        self._runner: web.AppRunner | None = None
+
+    def __enter__(self) -> Self:
+        self._thread.start()
+        asyncio.run_coroutine_threadsafe(self._serve(), self._loop).result(_SECONDS)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        asyncio.run_coroutine_threadsafe(self._end(), self._loop).result(_SECONDS)
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join(_SECONDS)
+        self._loop.close()
+
+    def kubeconfig(self, path: Path) -> Path:
+        """As somebody outside of the cluster has it."""
+        name = "fake"
+        content = {
+            "apiVersion": "v1",
+            "kind": "Config",
+            "current-context": name,
+            "clusters": [{"name": name, "cluster": {"server": self.url}}],
+            "users": [{"name": name, "user": {"token": TOKEN}}],
+            "contexts": [{"name": name, "context": {"cluster": name, "user": name}}],
+        }
+        path.write_text(yaml.safe_dump(content))
+        return path
+
+    async def _serve(self) -> None:
+        application = web.Application()
+        namespaced = f"/{{version:v1}}/namespaces/{self._namespace}/{{resource}}"
+        for prefix in (f"/api{namespaced}", f"/apis/{{group}}{namespaced}", "/apis/{group}/{version:v1}/{resource}"):
+            application.add_routes(
+                [web.route("*", prefix, self._answer), web.route("*", prefix + "/{name}", self._answer)]
+            )
+        self._runner = web.AppRunner(application, access_log=None)
+        await self._runner.setup()
+        site = web.TCPSite(self._runner, "127.0.0.1", 0)
+        await site.start()
+        host, port = self._runner.addresses[0][:2]
+        self.url = f"http://{host}:{port}"
+
+    async def _end(self) -> None:
+        assert self._runner is not None
+        self._ends.set()
+        await self._runner.cleanup()
+
+    async def _answer(self, request: web.Request) -> web.Response:
+        verb = _VERBS.get(request.method, request.method)
+        resource, name = request.match_info["resource"], request.match_info["name"]
+        body = await request.json() if request.can_read_body else None
+        match self.mood:
+            case Mood.DEAF:
+                await self._ends.wait()
+            case Mood.BROKEN:
+                return _status(500, "InternalError", "etcdserver: leader changed")
+            case Mood.WELL:
+                pass
+        try:
+            answer = web.json_response(self._done(request, verb, resource, name, body))
+        except RefusedError as error:
+            answer = _status(error.status, error.reason, str(error))
+        manager = request.query.get("fieldManager", "")
+        self.asked.append(Asked(verb, resource, name, answer.status, manager))
+        return answer
+
+    def _done(self, request: web.Request, verb: str, resource: str, name: str, body: Any) -> dict[str, Any]:
+        if request.headers.get("Authorization") != f"Bearer {TOKEN}":
+            raise RefusedError(401, "Unauthorized", "Unauthorized")
+        if not self.allowed(verb, resource, name):
+            message = f'{resource} "{name}" is forbidden: User "mooring" cannot {verb} resource "{resource}"'
+            raise RefusedError(403, "Forbidden", message)
+        match verb:
+            case "get":
+                return self.shelf.get(resource, name)
+            case "patch" if request.content_type == "application/strategic-merge-patch+json":
+                return self.shelf.patch(resource, name, body)
+            case _:
+                raise RefusedError(415, "UnsupportedMediaType", f"{verb} {request.content_type}")
+
+
+def _status(code: int, reason: str, message: str) -> web.Response:
+    body = {
+        "kind": "Status",
+        "apiVersion": "v1",
+        "status": "Failure",
+        "reason": reason,
+        "message": message,
+        "code": code,
+    }
+    return web.Response(status=code, text=json.dumps(body), content_type="application/json")

@@ -1,0 +1,37 @@
+"""`mooring webhook` whose replicas look often and trust a new CA soon, for tests: nothing a user could ask for.
+
+MOORING_TEST_PACE='{"look_seconds": 0.2}' python -m tests.harness.hasty_webhook webhook …
+"""
+
+import json
+import os
+from dataclasses import replace
+from datetime import timedelta
+from typing import Final
+
+from mooring_agent.__main__ import main
+from mooring_agent.webhook import server, serving_certificate
+from mooring_agent.webhook.settings import WebhookSettings
+
+PACE_VARIABLE: Final = "MOORING_TEST_PACE"
+SETTLE_SECONDS: Final = 8.0
+"""How long a new CA has to be seen published."""
+
+_serve = server.serve_webhook
+
+
+async def _serve_hastily(settings: WebhookSettings) -> None:
+    managed = settings.self_managed
+    assert managed is not None
+    managed = replace(
+        managed,
+        lives=replace(managed.lives, settle=timedelta(seconds=SETTLE_SECONDS)),
+        pace=replace(managed.pace, **json.loads(os.environ[PACE_VARIABLE])),
+    )
+    await _serve(replace(settings, self_managed=managed))
+
+
+if __name__ == "__main__":
+    server.serve_webhook = _serve_hastily
+    serving_certificate._LOOK_SECONDS = 0.2  # type: ignore[misc]
+    main()

@@ -1,0 +1,67 @@
+"""Real webhooks that manage their own certificates, beside a fake API server, and reviews as API servers send them."""
+
+import http.client
+import json
+import socket
+import ssl
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Self
+
+from cryptography import x509
+from tests.fakes.fake_api_server import FakeApiServer
+from tests.harness.hasty_webhook import PACE_VARIABLE
+from tests.harness.installed_chart import MANAGED, SERVICE
+from tests.harness.webhook_process import WebhookProcess
+
+_SECONDS = 30.0
+
+
+class SelfManagedWebhook(WebhookProcess):
+    """One replica. `pace` as in `settings.Pace`; a new CA is trusted soon. Started on entry, perhaps not `awaited`."""
+
+    def __init__(self, folder: Path, api: FakeApiServer, *, pace: Mapping[str, float], awaited: bool = True) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        kubeconfig = api.kubeconfig(folder / "kubeconfig")
+        names = {name: getattr(MANAGED, name) for name in ("namespace", "service", "secret", "lease", "configuration")}
+        environment = (f"KUBECONFIG={kubeconfig}", f"{PACE_VARIABLE}={json.dumps(dict(pace))}")
+        super().__init__(
+            folder,
+            "--self-managed",
+            "--lame-duck-seconds=0",
+            *(f"--{name}={value}" for name, value in names.items()),
+            launcher=("env", "--unset=KUBERNETES_SERVICE_HOST", *environment),
+            module="tests.harness.hasty_webhook",
+        )
+        self._awaited = awaited
+
+    def __enter__(self) -> Self:
+        self.start(wait=self._awaited)
+        return self
+
+    def served(self) -> x509.Certificate:
+        """What it serves with now."""
+        return x509.load_pem_x509_certificate(
+            ssl.get_server_certificate(("127.0.0.1", self.port), timeout=_SECONDS).encode()
+        )
+
+
+class Reviewer(http.client.HTTPSConnection):
+    """An API server's connection to one webhook: by the Service's name, trusting one bundle."""
+
+    def __init__(self, webhook: WebhookProcess, bundle: bytes) -> None:
+        self._trusting = ssl.create_default_context(cadata=bundle.decode())
+        super().__init__("127.0.0.1", webhook.port, timeout=_SECONDS, context=self._trusting)
+
+    def connect(self) -> None:
+        plain = socket.create_connection((self.host, self.port), timeout=_SECONDS)
+        self.sock = self._trusting.wrap_socket(plain, server_hostname=SERVICE)
+
+    def ask(self, review: Mapping[str, Any]) -> dict[str, Any]:
+        """The response in the answer."""
+        self.request("POST", "/mutate", json.dumps(review), {"Content-Type": "application/json"})
+        answer = self.getresponse()
+        body = answer.read()
+        assert answer.status == 200, body
+        response: dict[str, Any] = json.loads(body)["response"]
+        return response

@@ -1,0 +1,242 @@
+"""What each annotation may say, and what a user is told of one that says something else."""
+
+from pathlib import Path
+
+import pytest
+
+from mooring_agent.annotations_page import annotations_page
+from mooring_agent.core.annotations import default_problems, read_annotations
+from mooring_agent.core.injection import (
+    CaBundle,
+    CaSource,
+    Claim,
+    Injection,
+    InjectionDefaults,
+    Refusal,
+    Sidecar,
+    Skip,
+)
+
+ROOT = Path(__file__).parents[2]
+DEFAULTS = InjectionDefaults(image="example.com/mooring:1")
+LEAST = {"mooring.dev/inject": "true", "mooring.dev/destination": "s3://bucket/run"}
+
+
+def said(texts: dict[str, str]) -> dict[str, str]:
+    return LEAST | {f"mooring.dev/{name.replace('_', '-')}": text for name, text in texts.items()}
+
+
+def injection(defaults: InjectionDefaults = DEFAULTS, /, **texts: str) -> Injection:
+    found = read_annotations(said(texts), defaults)
+    assert isinstance(found, Injection), found
+    return found
+
+
+def problems(defaults: InjectionDefaults = DEFAULTS, /, **texts: str) -> tuple[str, ...]:
+    found = read_annotations(said(texts), defaults)
+    assert isinstance(found, Refusal), found
+    return found.problems
+
+
+def test_the_page_of_annotations_is_what_the_tables_give() -> None:
+    """If this fails: python -m mooring_agent.annotations_page > docs/annotations.md"""
+    assert (ROOT / "docs/annotations.md").read_text() == annotations_page()
+
+
+def test_the_least_is_a_destination_and_everything_else_has_a_default() -> None:
+    assert injection() == Injection(destination="s3://bucket/run", grace_seconds=120, sidecar=Sidecar.NATIVE)
+
+
+def test_what_a_user_says_is_read() -> None:
+    found = injection(
+        credentials="my-secret",
+        ca_bundle="trusted/ca.pem",
+        container="main",
+        checkpoint_directory="/out//checkpoints/",
+        size_limit="500Gi",
+        medium="Memory",
+        grace_seconds=" 300 ",
+        sidecar="regular",
+        autoload="True",
+        cpu="2",
+        memory="1Gi",
+        run_as_user="1000",
+        attempt="one",
+        keep_last="3",
+        bandwidth_bytes_per_second=" 200MB ",
+        watch="false",
+    )
+    assert found == Injection(
+        destination="s3://bucket/run",
+        credentials="my-secret",
+        ca_bundle=CaBundle(source=CaSource.CONFIG_MAP, name="trusted", key="ca.pem"),
+        container="main",
+        checkpoint_directory="/out/checkpoints",
+        size_limit="500Gi",
+        in_memory=True,
+        grace_seconds=300,
+        sidecar=Sidecar.REGULAR,
+        autoload=True,
+        cpu="2",
+        memory="1Gi",
+        run_as_user=1000,
+        attempt="one",
+        settings={
+            "MOORING_BANDWIDTH_BYTES_PER_SECOND": "200MB",
+            "MOORING_KEEP_LAST": "3",
+            "MOORING_WATCH": "false",
+        },
+    )
+
+
+@pytest.mark.parametrize(
+    ("text", "destination", "claim"),
+    [
+        ("s3://bucket", "s3://bucket", None),
+        ("s3://bucket/a/b/", "s3://bucket/a/b/", None),
+        ("pvc://claim", "file:///mooring-destination", Claim(name="claim")),
+        ("pvc://claim/", "file:///mooring-destination", Claim(name="claim")),
+        ("pvc://claim/a//b/", "file:///mooring-destination/a/b", Claim(name="claim", path="a/b")),
+    ],
+)
+def test_a_destination_is_a_bucket_or_a_claim(text: str, destination: str, claim: Claim | None) -> None:
+    found = injection(destination=text)
+    assert (found.destination, found.claim) == (destination, claim)
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "problem"),
+    [
+        ("destination", "bucket/run", "'bucket/run' is no destination: write s3://bucket/prefix or pvc://claim/path"),
+        ("destination", "s3://bucket//run", "'s3://bucket//run' is no destination"),
+        ("destination", "s3://my bucket", "'s3://my bucket' is no destination"),
+        ("destination", "pvc://claim/../other", "may lead out of the claim"),
+        ("destination", "pvc:///path", "'' is no object's name"),
+        ("destination", "", "'' is no destination"),
+        ("credentials", "My_Secret", "'My_Secret' is no object's name: use small letters, digits, - and ."),
+        ("ca-bundle", "name", "names no bundle: write configmap/name/key, secret/name/key, or name/key"),
+        ("ca-bundle", "file/a/b", "names no bundle"),
+        ("ca-bundle", "a/b/c/d", "names no bundle"),
+        ("container", "", "the name is empty"),
+        ("checkpoint-directory", "out", "'out' is no directory in the trainer: write an absolute path"),
+        ("checkpoint-directory", "/", "'/' is no directory in the trainer"),
+        ("checkpoint-directory", "/out/../etc", "is no directory in the trainer"),
+        ("checkpoint-directory", "/run", "'/run' collides with /run/mooring: choose another directory"),
+        ("checkpoint-directory", "/proc/self", "collides with /proc"),
+        ("size-limit", "-1Gi", "'-1Gi' is less than a byte: write it as 500Gi"),
+        ("size-limit", "500 GB", "'500 GB' is no quantity; write it as 500m, 2, 256Mi or 10Gi"),
+        ("medium", "ssd", "'ssd' is neither memory nor disk"),
+        ("grace-seconds", "2m", "'2m' is no number of seconds from 1 to 604800"),
+        ("grace-seconds", "0", "'0' is no number of seconds"),
+        ("sidecar", "init", "'init' is neither native nor regular"),
+        ("autoload", "yes", "'yes' is neither true nor false"),
+        ("cpu", "0", "'0' is not more than nothing"),
+        ("memory", "256", "'256' is less than the 64Mi that the agent needs: write it as 256Mi"),
+        ("run-as-user", "root", "'root' is no numeric user id, as 1000"),
+        ("run-as-user", "4294967296", "is no numeric user id"),
+        ("attempt", "a/b", "attempt 'a/b' cannot be part of an object key"),
+        ("keep-last", "all", "'all' is not a number"),
+        ("addressing", "dns", "'dns' is none of auto, path, virtual"),
+        ("tags", "team", "'team' is not key=value"),
+        ("container", "a\nb", "the value is no plain text of one line"),
+        ("region", "\ud800", "the value is no plain text of one line"),
+        ("region", "a" * 5000, "the value is no plain text of one line and at most 4,096 letters"),
+    ],
+)
+def test_a_value_that_cannot_be_is_refused_with_what_to_write(name: str, text: str, problem: str) -> None:
+    (found,) = problems(DEFAULTS, **{name: text})
+    assert found.startswith(f"mooring.dev/{name}: ")
+    assert problem in found
+
+
+def test_settings_that_cannot_be_together_are_refused_as_the_agent_would() -> None:
+    assert problems(keep_every_steps="10") == ("keep_every_steps needs keep_last: with keep_last 0 everything is kept",)
+    (reserve,) = problems(commit_reserve_seconds="120")
+    assert "leaves nothing of grace_seconds 120" in reserve
+
+
+@pytest.mark.parametrize(
+    ("name", "hint"),
+    [
+        ("destinaton", "did you mean mooring.dev/destination?"),
+        ("keep-lasts", "did you mean mooring.dev/keep-last?"),
+        ("Inject", "did you mean mooring.dev/inject?"),
+        ("volume", "see docs/annotations.md"),
+        ("qqq", "see docs/annotations.md"),
+    ],
+)
+def test_an_unknown_annotation_is_refused_with_the_nearest_right_name(name: str, hint: str) -> None:
+    assert problems(DEFAULTS, **{name: "x"}) == (f"there is no annotation mooring.dev/{name}: {hint}",)
+
+
+def test_a_flood_of_annotations_is_answered_with_a_few_words() -> None:
+    """All that users send goes through one webhook: nobody may keep it from the others."""
+    found = read_annotations(LEAST | {f"mooring.dev/x{number}": "1" for number in range(20_000)}, DEFAULTS)
+    assert isinstance(found, Refusal)
+    assert len(found.problems) == 10
+
+
+def test_a_destination_that_is_missing_is_said() -> None:
+    found = read_annotations({"mooring.dev/inject": "true"}, DEFAULTS)
+    assert isinstance(found, Refusal)
+    assert found.problems == (
+        "mooring.dev/destination is missing: say where checkpoints go, as s3://bucket/prefix or pvc://claim/path",
+    )
+
+
+@pytest.mark.parametrize(
+    ("annotations", "reason", "warning"),
+    [
+        ({}, "the pod has no annotation mooring.dev/inject", False),
+        (
+            {"example.com/x": "1", "mooring.dev/injected": "0.1.0 abc"},
+            "the pod has no annotation mooring.dev/inject",
+            False,
+        ),
+        ({"mooring.dev/inject": "false", "mooring.dev/zzz": "1"}, "mooring.dev/inject is false", False),
+        (
+            {"mooring.dev/keep-last": "3"},
+            'the pod has mooring.dev/keep-last, and nothing is injected without mooring.dev/inject: "true"',
+            True,
+        ),
+        (
+            LEAST | {"kubernetes.io/config.mirror": "x"},
+            "the pod is a static one of its node, which nobody can change",
+            True,
+        ),
+    ],
+)
+def test_a_pod_that_does_not_ask_is_skipped_with_the_reason(
+    annotations: dict[str, str], reason: str, warning: bool
+) -> None:
+    assert read_annotations(annotations, DEFAULTS) == Skip(reason=reason, warning=warning)
+
+
+def test_what_mooring_wrote_itself_is_no_mistake() -> None:
+    assert injection(injected="0.0.9 abc", skipped="was", last_committed="checkpoint-7") == injection()
+
+
+def test_the_admins_annotations_count_where_the_pod_has_none() -> None:
+    admins = {"mooring.dev/keep-last": "2", "mooring.dev/region": "eu-west-1", "mooring.dev/grace-seconds": "600"}
+    defaults = InjectionDefaults(image="i", annotations=admins)
+    found = injection(defaults, keep_last="5")
+    assert found.settings == {"MOORING_S3_REGION": "eu-west-1", "MOORING_KEEP_LAST": "5"}
+    assert found.grace_seconds == 600
+
+
+def test_a_cluster_without_native_sidecars_gets_regular_ones_and_refuses_what_it_has_not() -> None:
+    old = InjectionDefaults(image="i", native_sidecars=False)
+    assert injection(old).sidecar is Sidecar.REGULAR
+    (problem,) = problems(old, sidecar="native")
+    assert "came with Kubernetes 1.29" in problem
+
+
+def test_the_admins_own_mistakes_are_found_before_any_pod_comes() -> None:
+    assert default_problems(DEFAULTS) == ()
+    wrong = {"mooring.dev/keep-lasts": "2", "mooring.dev/part-size-bytes": "1", "mooring.dev/inject": "true"}
+    assert default_problems(InjectionDefaults(image="i", memory="1", annotations=wrong)) == (
+        "mooring.dev/inject is not for everybody",
+        "there is no annotation mooring.dev/keep-lasts: did you mean mooring.dev/keep-last?",
+        "mooring.dev/memory: '1' is less than the 64Mi that the agent needs: write it as 256Mi",
+        "part_size_bytes 1 is less than the 5MiB that S3 wants of a part: give 5MiB or more",
+    )

@@ -1,0 +1,58 @@
+"""Every pod in `golden/`: the outcome is what its file says, and what a cluster would take."""
+
+import copy
+from typing import Any
+
+import jsonpatch
+import kubernetes_validate
+import pytest
+from tests.injection import golden_pods as golden
+from tests.injection.promises import assert_nothing_of_the_users_is_lost
+
+from mooring_agent.core.injection import Mutation
+
+CASES = list(golden.cases())
+MUTATIONS = [(case, outcome) for case in CASES if isinstance(outcome := case.outcome(), Mutation)]
+
+
+def mutated(case: golden.Case, outcome: Mutation) -> Any:
+    return jsonpatch.apply_patch(copy.deepcopy(case.pod), list(outcome.patch))
+
+
+def name_of(value: object) -> str | None:
+    return value.path.stem if isinstance(value, golden.Case) else ""
+
+
+@pytest.mark.parametrize("case", CASES, ids=name_of)
+def test_a_pods_outcome_is_what_its_file_says(case: golden.Case) -> None:
+    """After a change that is meant: python -m tests.injection.golden, and look at every line that changed."""
+    assert case.why
+    assert golden.described(case.outcome()) == case.made
+
+
+@pytest.mark.parametrize("version", golden.KUBERNETES)
+def test_kubernetes_takes_every_pod_before_and_after(version: str) -> None:
+    """As one list: the schemas are read once then. What only later versions know is left out."""
+    pods = [mutated(case, outcome) for case, outcome in MUTATIONS if version in case.versions(outcome)]
+    # Restricted by nothing of ours, so what a version refuses here our files have wrong.
+    if version >= golden.FIRST_WITH_NATIVE_SIDECARS:
+        pods += [case.pod for case in CASES if version >= case.first_version]
+    assert len(pods) >= 3
+    kubernetes_validate.validate({"apiVersion": "v1", "kind": "PodList", "items": pods}, version, strict=True)
+
+
+@pytest.mark.parametrize(("case", "outcome"), MUTATIONS, ids=name_of)
+def test_a_mutated_pod_has_everything_of_the_users_and_needs_nothing_more(case: golden.Case, outcome: Mutation) -> None:
+    pod = mutated(case, outcome)
+    assert_nothing_of_the_users_is_lost(case.pod, pod)
+    again = golden.inject(pod, case.defaults)
+    assert isinstance(again, Mutation)
+    assert again.patch == ()
+    assert set(again.warnings) <= set(outcome.warnings)
+
+
+def test_there_are_pods_enough_of_every_kind() -> None:
+    kinds = [next(iter(golden.described(case.outcome()))) for case in CASES]
+    assert kinds.count("warnings") >= 25
+    assert kinds.count("refused") >= 10
+    assert kinds.count("skipped") >= 3

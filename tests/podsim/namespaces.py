@@ -1,0 +1,205 @@
+"""Containers with namespaces of their own, for root: mounts as a container has them, and its own process numbers.
+
+A container's root is an empty tmpfs with the system's directories and the image's in it, read-only, and its volumes
+mounted whole. Its first process is process 1, which hears no signal that it has no handler for and whose end ends all
+others; with shareProcessNamespace all containers are in the namespace of a pause process [web
+tasks/configure-pod-container/share-process-namespace]. The network is this machine's, and nothing limits memory.
+"""
+
+import functools
+import os
+import shlex
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
+
+from tests.podsim.identity import Identity
+from tests.podsim.process import ContainerProcess, Execution, only_child, processes_where
+from tests.podsim.view import Start
+
+_SYSTEM = ("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/etc", "/opt", "/sys")
+_DEVICES = ("null", "zero", "full", "random", "urandom")
+_PROGRAMS = ("unshare", "nsenter", "setpriv", "chroot", "env", "mount")
+_START_SECONDS = 60.0
+_POLL_SECONDS = 0.002
+_LOG_TAIL = 1000
+# Should the thread that started it be gone, the process goes too.
+_WITH_US = ("setpriv", "--pdeathsig=KILL")
+_OWN_MOUNTS = ("unshare", "--mount", "--propagation=private")
+_OWN_PROCESSES = ("--pid", "--fork", "--kill-child")
+# Runs the first process of a new namespace and ends as it did; `unshare --fork` hides by which signal that was.
+_FIRST_PROCESS = 'exec 3>&2 2>/dev/null; sh -euc "$1" 2>&3 3>&-; exit $?'
+# It buries those whose parents are gone, as process 1 must.
+_PAUSE = """
+import os, signal
+signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGCHLD})
+while True:
+    try:
+        while os.waitpid(-1, os.WNOHANG)[0]:
+            pass
+    except ChildProcessError:
+        pass
+    signal.sigwait({signal.SIGCHLD})
+"""
+
+
+@functools.cache
+def missing_namespaces() -> str:
+    """Why there are none here; empty text where there are."""
+    if os.geteuid() != 0:
+        return "only root can give containers namespaces of their own"
+    absent = [name for name in _PROGRAMS if not shutil.which(name)]
+    if absent:
+        return f"not installed: {', '.join(absent)}"
+    trial = [*_OWN_MOUNTS, *_OWN_PROCESSES, "--mount-proc", "true"]
+    result = subprocess.run(trial, capture_output=True, text=True, timeout=_START_SECONDS, check=False)
+    return f"this machine gives root no namespaces: {result.stderr.strip()}" if result.returncode else ""
+
+
+class NamespaceView:
+    """The view of one pod."""
+
+    def __init__(self, *, shares_processes: bool) -> None:
+        self._pause = _start_pause() if shares_processes else None
+
+    def start(self, start: Start) -> ContainerProcess:
+        ready = start.root.with_suffix(".ready")
+        ready.unlink(missing_ok=True)
+        start.root.mkdir(parents=True, exist_ok=True)
+        script = "\n".join(_script(start, ready))
+        if self._pause is None:
+            command = [*_WITH_US, *_OWN_MOUNTS, "unshare", "--pid", "sh", "-c", _FIRST_PROCESS, "sh", script]
+        else:
+            enter = ["nsenter", f"--pid=/proc/{self._pause.pid}/ns/pid", "--"]
+            command = [*_WITH_US, *enter, *_WITH_US, *_OWN_MOUNTS, "sh", "-euc", script]
+        with start.log.open("ab") as log:
+            waiter = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
+        _wait_for(ready.exists, waiter, start)
+        pid = only_child(waiter.pid)
+        return ContainerProcess(waiter, pid, members=self._members_of(pid))
+
+    def execute(self, start: Start, process: ContainerProcess, words: Sequence[str]) -> Execution:
+        enter = ["nsenter", "--mount", "--pid", "--root", f"--target={process.pid}", "--"]
+        with start.log.open("ab") as log:
+            return Execution(
+                subprocess.Popen(
+                    [*enter, *_as_container(start, words)],
+                    stdin=subprocess.DEVNULL,
+                    stdout=subprocess.PIPE,
+                    stderr=log,
+                )
+            )
+
+    def close(self) -> None:
+        if self._pause is not None:
+            self._pause.kill()
+
+    def _members_of(self, pid: int | None) -> Callable[[], Iterable[int]]:
+        """A runtime kills all of a container by its cgroup; we know them by their mounts.
+
+        In a process namespace of its own they end with the first.
+        """
+        if self._pause is None or pid is None:
+            return list
+        try:
+            namespace = Path(f"/proc/{pid}/ns/mnt").readlink()
+        except OSError:
+            return list
+        return lambda: processes_where(lambda folder: (folder / "ns/mnt").readlink() == namespace)
+
+
+def _start_pause() -> ContainerProcess:
+    command = [*_WITH_US, "unshare", *_OWN_PROCESSES, sys.executable, "-c", _PAUSE]
+    waiter = subprocess.Popen(command, stdin=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    deadline = time.monotonic() + _START_SECONDS
+    while (pid := only_child(waiter.pid)) is None:
+        assert waiter.poll() is None, f"the pause process ended with {waiter.returncode}"
+        assert time.monotonic() < deadline, "the pause process does not start"
+        time.sleep(_POLL_SECONDS)
+    return ContainerProcess(waiter, pid, members=list)
+
+
+def _wait_for(ready: Callable[[], bool], waiter: "subprocess.Popen[bytes]", start: Start) -> None:
+    deadline = time.monotonic() + _START_SECONDS
+    while not ready():
+        if waiter.poll() is not None or time.monotonic() > deadline:
+            waiter.kill()
+            waiter.wait(_START_SECONDS)
+            if ready():
+                return
+            raise OSError(f"container {start.name} was not made: {start.log.read_text(errors='replace')[-_LOG_TAIL:]}")
+        time.sleep(_POLL_SECONDS)
+
+
+def _script(start: Start, ready: Path) -> Iterator[str]:
+    """Lines of shell that make the container's root, say so by the file `ready`, and become its program."""
+    root = shlex.quote(str(start.root))
+    yield f"mount -t tmpfs -o mode=0755 tmpfs {root}"
+    yield f"cd {root}"
+    yield "mkdir proc dev run var root tmp && chmod 1777 tmp"
+    yield "mount -t proc proc proc"
+    yield "mount -t tmpfs -o mode=0755 tmpfs dev && mkdir dev/shm && ln -s /proc/self/fd dev/fd"
+    yield "mount -t tmpfs -o mode=1777,size=64m tmpfs dev/shm"
+    for device in _DEVICES:
+        yield f": > dev/{device} && mount --bind /dev/{device} dev/{device}"
+    for place in _contents(start.image.paths):
+        if place.is_symlink():
+            yield f"ln -s {shlex.quote(str(place.readlink()))} {_inside(place)}"
+        else:
+            yield _bind(place, str(place), read_only=True)
+    for mount in start.mounts:
+        yield _bind(mount.source, mount.target, read_only=mount.read_only)
+    if start.identity.read_only_root:
+        yield f"mount -o remount,bind,ro {root}"
+    yield f": > {shlex.quote(str(ready))}"
+    yield f"exec chroot {root} {shlex.join(_as_container(start, start.words))}"
+
+
+def _contents(paths: Sequence[Path]) -> list[Path]:
+    """The system's directories and the image's, without those that lie in another of them."""
+    system = [Path(name) for name in _SYSTEM if Path(name).exists()]
+    kept = list(system)
+    for path in sorted(paths):
+        if not any(path.is_relative_to(other) for other in kept if not other.is_symlink()):
+            kept.append(path)
+    return kept
+
+
+def _bind(source: Path, target: str, *, read_only: bool) -> str:
+    inside = _inside(Path(target))
+    options = " -o ro" if read_only else ""
+    return f"mkdir -p {inside} && mount --bind{options} {shlex.quote(str(source))} {inside}"
+
+
+def _inside(target: Path) -> str:
+    return shlex.quote(str(target).lstrip("/"))
+
+
+def _as_container(start: Start, words: Sequence[str]) -> list[str]:
+    """A command line that runs `words` as this container's user with this container's environment and nothing else."""
+    environment = {**start.image.environment, **start.environment}
+    return [
+        *_as(start.identity),
+        "env",
+        "-i",
+        f"--chdir={start.working_directory or '/'}",
+        *(f"{name}={value}" for name, value in environment.items()),
+        *start.image.here(words),
+    ]
+
+
+def _as(identity: Identity) -> list[str]:
+    groups = ",".join(map(str, identity.other_groups))
+    return [
+        "setpriv",
+        f"--reuid={identity.user}",
+        f"--regid={identity.group}",
+        f"--groups={groups}" if groups else "--clear-groups",
+        "--inh-caps=-all",
+        "--bounding-set=" + ",".join(["-all", *(f"+{name}" for name in identity.capabilities)]),
+        *([] if identity.may_gain_privileges else ["--no-new-privs"]),
+        "--pdeathsig=KILL",
+    ]

@@ -1,0 +1,160 @@
+"""A cloud's notice becomes the pod's once and in time; a service that fails or is absent troubles nobody."""
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from dataclasses import replace
+
+import pytest
+from structlog.testing import capture_logs
+from tests.fakes.fake_notices import FakeNotices
+
+from mooring_agent.core.settings import TerminationSettings
+from mooring_agent.ports import Notice
+from mooring_agent.runtime.notice_watch import NoticeWatch, notice_watch
+
+NOW = 1_000_000.0
+# It bounds a hang and judges no speed.
+LIMIT_SECONDS = 60.0
+SOON = Notice(key="spot", deadline=NOW + 120, source="fake spot")
+
+
+class StillClock:
+    def __init__(self) -> None:
+        self.at = NOW
+
+    def now(self) -> float:
+        return self.at
+
+
+class Listener:
+    """What the watch hears, and what it passes on."""
+
+    def __init__(self, *clouds: FakeNotices) -> None:
+        self.clouds = list(clouds)
+        self.clock = StillClock()
+        self.noticed: list[tuple[str, float]] = []
+        self.searches = 0
+
+    async def notify(self, source: str, seconds: float) -> None:
+        self.noticed.append((source, seconds))
+
+    def candidates(self) -> list[FakeNotices]:
+        self.searches += 1
+        return self.clouds
+
+    @asynccontextmanager
+    async def listening(self, *, named: bool = True) -> AsyncIterator[None]:
+        watch = NoticeWatch(
+            candidates=self.candidates,
+            named=named,
+            clock=self.clock,
+            notify=self.notify,
+            search_pauses_seconds=(0.0, 0.0, 0.0),
+        )
+        task = asyncio.create_task(watch.watch())
+        try:
+            yield
+        finally:
+            task.cancel()
+            await asyncio.wait({task})
+
+    async def look_again(self) -> None:
+        seen = self.clouds[0].looks
+        await until(lambda: self.clouds[0].looks >= seen + 2)
+
+
+async def until(holds: Callable[[], bool]) -> None:
+    async with asyncio.timeout(LIMIT_SECONDS):
+        while not holds():  # noqa: ASYNC110 - it yields, and nobody would tell
+            await asyncio.sleep(0)
+
+
+@pytest.fixture
+async def cloud() -> FakeNotices:
+    return FakeNotices(pause_seconds=0.001)
+
+
+async def test_a_notice_is_passed_on_once_with_the_time_that_is_left(cloud: FakeNotices) -> None:
+    listener = Listener(cloud)
+    async with listener.listening():
+        cloud.standing.append(SOON)
+        await until(lambda: bool(listener.noticed))
+        await listener.look_again()
+    assert listener.noticed == [("fake spot", 120.0)]
+    assert cloud.closed
+
+
+async def test_what_is_far_ahead_is_held_back_until_it_is_near(cloud: FakeNotices) -> None:
+    listener = Listener(cloud)
+    cloud.standing.append(replace(SOON, deadline=NOW + 3600))
+    async with listener.listening():
+        await listener.look_again()
+        assert listener.noticed == []
+        listener.clock.at = NOW + 3500
+        await until(lambda: bool(listener.noticed))
+    assert listener.noticed == [("fake spot", 100.0)]
+
+
+async def test_what_is_far_ahead_and_taken_back_was_never_a_notice(cloud: FakeNotices) -> None:
+    listener = Listener(cloud)
+    cloud.standing.append(replace(SOON, deadline=NOW + 3600))
+    async with listener.listening():
+        await listener.look_again()
+        cloud.standing.clear()
+        listener.clock.at = NOW + 3600
+        await listener.look_again()
+    assert listener.noticed == []
+
+
+async def test_what_should_have_ended_already_leaves_a_moment_for_a_save(cloud: FakeNotices) -> None:
+    listener = Listener(cloud)
+    cloud.standing.append(replace(SOON, deadline=NOW - 10))
+    async with listener.listening():
+        await until(lambda: bool(listener.noticed))
+    assert listener.noticed[0][1] > 2
+
+
+async def test_a_service_that_fails_is_said_once_and_heard_again(cloud: FakeNotices) -> None:
+    listener = Listener(cloud)
+    cloud.silent = True
+    with capture_logs() as logs:
+        async with listener.listening():
+            await listener.look_again()
+            await listener.look_again()
+            cloud.silent = False
+            cloud.standing.append(SOON)
+            await until(lambda: bool(listener.noticed))
+    events = [line["event"] for line in logs]
+    assert events.count("notices.unheard") == 1
+    assert events.count("notices.heard_again") == 1
+
+
+async def test_auto_listens_to_whoever_answers_and_closes_the_others(cloud: FakeNotices) -> None:
+    other = FakeNotices()
+    other.silent = True
+    listener = Listener(cloud, other)
+    cloud.standing.append(SOON)
+    async with listener.listening(named=False):
+        await until(lambda: bool(listener.noticed))
+        assert other.closed
+        assert not cloud.closed
+
+
+async def test_where_no_cloud_answers_it_is_looked_for_a_few_times_and_quietly(cloud: FakeNotices) -> None:
+    cloud.silent = True
+    listener = Listener(cloud)
+    with capture_logs() as logs:
+        async with listener.listening(named=False):
+            await until(lambda: bool(logs))
+    assert listener.searches == 3
+    assert [(line["event"], line["log_level"]) for line in logs] == [("notices.no_cloud", "info")]
+
+
+@pytest.mark.parametrize(
+    ("wanted", "listens"), [("off", False), ("auto", True), ("aws", True), ("gcp", True), ("azure", True)]
+)
+def test_nobody_listens_who_was_not_asked_to(wanted: str, listens: bool) -> None:
+    listener = Listener()
+    watch = notice_watch(TerminationSettings(notices=wanted), clock=listener.clock, notify=listener.notify)
+    assert (watch is not None) == listens

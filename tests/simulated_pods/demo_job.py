@@ -1,0 +1,188 @@
+"""The demo's trainer as a Job's pod: what a user writes, put through the injection, and run on a simulated node."""
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import jsonpatch
+from tests.harness.agent_process import json_lines
+from tests.harness.bucket_view import BucketView
+from tests.podsim.environment import Objects
+from tests.podsim.images import mooring_image, python_image
+from tests.podsim.node import Node
+from tests.podsim.pod import Pod
+from tests.servers.fault_proxy import FaultProxy
+from tests.servers.server import ACCESS_KEY, SECRET_KEY, Bucket
+
+from mooring_agent.core.annotations import read_annotations
+from mooring_agent.core.injection import Injection, InjectionDefaults, Mutation, Sidecar
+from mooring_agent.core.pod_mutation import mutate
+from mooring_api.names import AGENT_CONTAINER, RESTORE_CONTAINER
+
+TRAINER = "trainer"
+AGENT, RESTORE = AGENT_CONTAINER, RESTORE_CONTAINER
+FOREVER_STEPS = 1_000_000
+# They bound a hang and judge no speed: restore, agent and torch start one after the other.
+START_SECONDS = 180.0
+END_SECONDS = 180.0
+
+_TEXT = "It is a truth universally acknowledged, that a single checkpoint in possession of a good fortune. " * 40
+RESTRICTED = {
+    "runAsUser": 1234,
+    "runAsGroup": 1234,
+    "runAsNonRoot": True,
+    "allowPrivilegeEscalation": False,
+    "capabilities": {"drop": ["ALL"]},
+    "seccompProfile": {"type": "RuntimeDefault"},
+}
+
+
+class DemoJob:
+    """A Job whose pods all save to `bucket`, through `proxy`, and run on a node in `directory`."""
+
+    def __init__(self, directory: Path, bucket: Bucket, proxy: FaultProxy, sidecar: Sidecar) -> None:
+        self.proxy = proxy
+        self.sidecar = sidecar
+        self.view = BucketView(bucket)
+        self.node = Node(
+            directory,
+            images={"mooring": mooring_image(), "trainer": python_image()},
+            objects=Objects(
+                secrets={"s3": {"AWS_ACCESS_KEY_ID": ACCESS_KEY, "AWS_SECRET_ACCESS_KEY": SECRET_KEY}},
+                config_maps={"text": {"words": _TEXT}},
+            ),
+        )
+        self._annotations = {
+            "mooring.dev/inject": "true",
+            "mooring.dev/destination": bucket.destination,
+            "mooring.dev/credentials": "s3",
+            "mooring.dev/endpoint-url": proxy.endpoint_url,
+            "mooring.dev/part-size-bytes": "5MiB",
+            "mooring.dev/sidecar": sidecar.value,
+        }
+
+    def start(
+        self,
+        *,
+        steps: int = FOREVER_STEPS,
+        save_every: int = 0,
+        grace_seconds: int = 120,
+        restart_policy: str = "Never",
+        command: Sequence[str] = (),
+        security_context: Mapping[str, Any] = RESTRICTED,
+        annotations: Mapping[str, str] | None = None,
+        shares_processes: bool | None = None,
+    ) -> "DemoPod":
+        """One pod of the Job, as after its admission.
+
+        `command`: another program than the demo's. `shares_processes`: what somebody made of it after the injection.
+        """
+        demo = ["python", "-m", "mooring.demo_train", "--text", "/text/words"]
+        trainer = {
+            "name": TRAINER,
+            "image": "trainer",
+            "command": list(command) or [*demo, "--steps", str(steps), "--save-every", str(save_every)],
+            "volumeMounts": [{"name": "text", "mountPath": "/text"}],
+            "securityContext": dict(security_context),
+        }
+        said = {**self._annotations, "mooring.dev/grace-seconds": str(grace_seconds), **(annotations or {})}
+        pod = {
+            "apiVersion": "v1",
+            "kind": "Pod",
+            "metadata": {"generateName": "demo-", "annotations": said},
+            "spec": {
+                "restartPolicy": restart_policy,
+                "terminationGracePeriodSeconds": grace_seconds,
+                # The simulator's pods have this machine's network, and no port of their own.
+                "hostNetwork": True,
+                "volumes": [{"name": "text", "configMap": {"name": "text"}}],
+                "containers": [trainer],
+            },
+        }
+        changed = injected(pod)
+        if shares_processes is not None:
+            changed["spec"]["shareProcessNamespace"] = shares_processes
+        return DemoPod(self.node.run(changed))
+
+    def stored_steps(self) -> list[int]:
+        """Steps with a commit marker, straight from the server."""
+        return [int(key.rpartition("/")[2].partition(".")[0]) for key in self.view.markers()]
+
+    def wait_stored(self, step: int, pod: "DemoPod") -> None:
+        pod.pod.wait(lambda: step in self.stored_steps(), END_SECONDS, f"step {step} is durable")
+
+    def stored_kinds(self) -> dict[int, str]:
+        """Of each committed step."""
+        markers = [json.loads(self.view.read(key)) for key in self.view.markers()]
+        return {marker["step"]: marker["kind"] for marker in markers}
+
+
+class DemoPod:
+    """One pod of the Job, and what its trainer printed."""
+
+    def __init__(self, pod: Pod) -> None:
+        self.pod = pod
+
+    def said(self) -> list[dict[str, Any]]:
+        return _json_lines(self.pod.log(TRAINER))
+
+    def begun(self) -> list[int]:
+        """At which step each start of the trainer began; 0 is afresh."""
+        return [line["begun"] for line in self.said() if "begun" in line]
+
+    def steps(self) -> list[int]:
+        """Every step it has trained, in order, over all starts."""
+        return [line["step"] for line in self.said() if "step" in line]
+
+    def wait_begun(self, times: int = 1) -> int:
+        """The step at which the trainer began the last time."""
+        self.pod.wait(lambda: len(self.begun()) >= times, START_SECONDS, f"the trainer begins for the {times}. time")
+        return self.begun()[-1]
+
+    def wait_step(self, step: int) -> None:
+        self.pod.wait(lambda: max(self.steps(), default=0) >= step, START_SECONDS, f"step {step} is trained")
+
+    def save_now(self) -> int:
+        """Have the trainer save at its next step, and return that step once the agent has pinned it."""
+        before = self.staged_steps()
+        code, output = self.pod.execute(AGENT, ["mooring", "save"], START_SECONDS)
+        assert code == 0, output
+        self.pod.wait(lambda: len(self.staged_steps()) > len(before), START_SECONDS, "the save is pinned")
+        return self.staged_steps()[-1]
+
+    def staged_steps(self) -> list[int]:
+        """What the agent has taken into its keeping, in order; the trainer may lose its own copy since."""
+        steps = {line["save"]: line["step"] for line in self.agent_log("checkpoint.announced")}
+        return [steps[line["save"]] for line in self.agent_log("checkpoint.staged")]
+
+    def agent_log(self, event: str) -> list[dict[str, Any]]:
+        return [line for line in json_lines(self.pod.log(AGENT)) if line["event"] == event]
+
+    def agent_status(self) -> dict[str, Any]:
+        """`mooring status --json` in the agent's container, as an operator would ask."""
+        code, output = self.pod.execute(AGENT, ["mooring", "status", "--json"], START_SECONDS)
+        assert code == 0, output
+        status: dict[str, Any] = json.loads(output)
+        return status
+
+    def not_durable(self) -> list[str]:
+        """What the agent said on leaving, one line per checkpoint."""
+        return [line for line in self.pod.log(AGENT).splitlines() if line.startswith("mooring: not durable: ")]
+
+
+def injected(pod: dict[str, Any]) -> dict[str, Any]:
+    """As the webhook changes it."""
+    defaults = InjectionDefaults(image="mooring")
+    injection = read_annotations(pod["metadata"]["annotations"], defaults)
+    assert isinstance(injection, Injection), injection
+    mutation = mutate(pod, injection, defaults)
+    assert isinstance(mutation, Mutation), mutation
+    changed: dict[str, Any] = jsonpatch.apply_patch(pod, list(mutation.patch))
+    return changed
+
+
+def _json_lines(text: str) -> list[dict[str, Any]]:
+    """What the program printed, among what else comes to its log; its last line may be half written."""
+    lines = text.splitlines(keepends=True)
+    return [json.loads(line) for line in lines if line.startswith("{") and line.endswith("}\n")]

@@ -1,0 +1,167 @@
+"""The certificates that we make, verified by OpenSSL: in real handshakes, and by its command line at its strictest."""
+
+import shutil
+import ssl
+import subprocess
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+
+import pytest
+
+from mooring_agent.core.certificate_plan import Lives, Publication, plan
+from mooring_agent.webhook.authority import Pair, make_authority, make_leaf
+from mooring_agent.webhook.certificate_files import put_pair, serves_until
+from mooring_agent.webhook.certificate_secret import Kept, read_secret
+
+NOW = datetime.now(UTC)
+LIVES = Lives()
+SERVICE = "mooring-webhook.mooring.svc"
+NAMES = frozenset({SERVICE, f"{SERVICE}.cluster.local"})
+
+
+def shake_hands(folder: Path, leaf: Pair, bundle: bytes, name: str) -> None:
+    """Both sides in memory, the client as strict as it can be."""
+    put_pair(folder, leaf)
+    serving = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    serving.load_cert_chain(folder / "tls.crt", folder / "tls.key")
+    trusting = ssl.create_default_context(cadata=bundle.decode())
+    trusting.verify_flags |= ssl.VERIFY_X509_STRICT
+    there, back = ssl.MemoryBIO(), ssl.MemoryBIO()
+    client = trusting.wrap_bio(back, there, server_hostname=name)
+    server = serving.wrap_bio(there, back, server_side=True)
+    for _ in range(3):
+        for side in (client, server):
+            try:
+                side.do_handshake()
+            except ssl.SSLWantReadError:
+                continue
+    assert client.version() == "TLSv1.3"
+
+
+@pytest.mark.parametrize("name", sorted(NAMES))
+def test_a_leaf_is_verified_by_its_authority_for_each_of_its_names(tmp_path: Path, name: str) -> None:
+    authority = make_authority(NOW, LIVES)
+    shake_hands(tmp_path, make_leaf(authority, NAMES, NOW, LIVES), authority.certificate_pem, name)
+
+
+def test_for_another_name_it_is_not(tmp_path: Path) -> None:
+    authority = make_authority(NOW, LIVES)
+    leaf = make_leaf(authority, NAMES, NOW, LIVES)
+    with pytest.raises(ssl.SSLCertVerificationError, match="mismatch"):
+        shake_hands(tmp_path, leaf, authority.certificate_pem, "mooring-webhook.other.svc")
+
+
+@pytest.mark.parametrize("newest_first", [True, False])
+def test_a_bundle_of_two_verifies_leaves_of_both(tmp_path: Path, newest_first: bool) -> None:
+    authorities = [make_authority(NOW, LIVES) for _ in range(2)]
+    assert authorities[0].certificate.subject != authorities[1].certificate.subject, "OpenSSL finds a CA by its name"
+    pems = [one.certificate_pem for one in authorities]
+    bundle = b"".join(reversed(pems) if newest_first else pems)
+    for authority in authorities:
+        shake_hands(tmp_path, make_leaf(authority, NAMES, NOW, LIVES), bundle, SERVICE)
+
+
+def test_an_authority_does_not_verify_anothers_leaf(tmp_path: Path) -> None:
+    authority, other = make_authority(NOW, LIVES), make_authority(NOW, LIVES)
+    with pytest.raises(ssl.SSLCertVerificationError):
+        shake_hands(tmp_path, make_leaf(authority, NAMES, NOW, LIVES), other.certificate_pem, SERVICE)
+
+
+def test_names_as_long_as_kubernetes_allows_fit(tmp_path: Path) -> None:
+    name = f"{'s' * 63}.{'n' * 63}.svc"
+    authority = make_authority(NOW, LIVES)
+    shake_hands(tmp_path, make_leaf(authority, {name}, NOW, LIVES), authority.certificate_pem, name)
+
+
+def test_a_leaf_ends_with_its_authority_and_begins_no_earlier() -> None:
+    authority = make_authority(NOW - timedelta(days=360), LIVES)
+    leaf = make_leaf(authority, NAMES, NOW, LIVES)
+    assert leaf.certificate.not_valid_after_utc == authority.certificate.not_valid_after_utc
+    young = make_authority(NOW, LIVES)
+    leaf = make_leaf(young, NAMES, NOW, LIVES)
+    assert leaf.certificate.not_valid_before_utc == young.certificate.not_valid_before_utc
+    assert leaf.certificate.not_valid_before_utc <= NOW - timedelta(minutes=59), "clocks may differ"
+
+
+@pytest.mark.skipif(shutil.which("openssl") is None, reason="there is no openssl on this machine")
+def test_openssl_at_its_strictest_takes_them(tmp_path: Path) -> None:
+    authority = make_authority(NOW, LIVES)
+    leaf = make_leaf(authority, NAMES, NOW, LIVES)
+    (tmp_path / "ca.crt").write_bytes(authority.certificate_pem)
+    (tmp_path / "tls.crt").write_bytes(leaf.certificate_pem)
+    command = ["openssl", "verify", "-x509_strict", "-purpose", "sslserver", "-verify_hostname", SERVICE]
+    done = subprocess.run(
+        [*command, "-CAfile", tmp_path / "ca.crt", tmp_path / "tls.crt"], capture_output=True, text=True, timeout=60
+    )
+    assert done.returncode == 0, done.stderr
+    command = ["openssl", "verify", "-x509_strict", "-CAfile", str(tmp_path / "ca.crt")]
+    sub_authority = make_leaf(Pair(certificate=leaf.certificate, key=leaf.key), NAMES, NOW, LIVES)
+    (tmp_path / "sub.crt").write_bytes(sub_authority.certificate_pem)
+    done = subprocess.run(
+        [*command, "-untrusted", tmp_path / "tls.crt", tmp_path / "sub.crt"],
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert done.returncode != 0, "a leaf must sign nothing"
+
+
+def kept() -> Kept:
+    first = Kept().after(plan(NOW, Kept().held, Publication(), NAMES, LIVES), NAMES, NOW, LIVES)
+    old = make_authority(NOW - timedelta(days=300), LIVES)
+    return Kept(authorities=(*first.authorities, old), leaf=first.leaf)
+
+
+def test_what_is_written_to_the_secret_is_read_again() -> None:
+    written = kept()
+    assert written.leaf is not None
+    found = read_secret({"data": written.data()})
+    assert found.held == written.held
+    assert found.bundle == written.bundle
+    assert found.leaf is not None
+    assert found.leaf.key_pem == written.leaf.key_pem
+    assert [one.key_pem for one in found.authorities] == [one.key_pem for one in written.authorities]
+
+
+@pytest.mark.parametrize("entry", ["tls.crt", "tls.key", "ca.crt", "ca.key"])
+@pytest.mark.parametrize("text", [None, "", "%%%", "Z2FyYmFnZQ==", 7])
+def test_a_secret_with_an_entry_that_is_none_is_made_whole_again(entry: str, text: object) -> None:
+    data: dict[str, object] = {**kept().data(), entry: text}
+    if text is None:
+        del data[entry]
+    found = read_secret({"data": data})
+    due = plan(NOW, found.held, Publication(), NAMES, LIVES)
+    whole = read_secret({"data": found.after(due, NAMES, NOW, LIVES).data()})
+    assert not plan(NOW, whole.held, Publication(), NAMES, LIVES).changes(whole.held)
+    assert whole.leaf is not None
+    assert whole.held.leaf is not None
+    assert whole.held.leaf.authority
+
+
+def test_a_certificate_that_is_no_authority_is_not_taken_for_one() -> None:
+    data = kept().data()
+    found = read_secret({"data": {**data, "ca.crt": data["tls.crt"], "ca.key": data["tls.key"]}})
+    assert found.authorities == ()
+
+
+def test_files_change_together_and_only_their_owner_may_read_them(tmp_path: Path) -> None:
+    folder = tmp_path / "certificates"
+    assert serves_until(folder) is None
+    authority = make_authority(NOW, LIVES)
+    leaves = [make_leaf(authority, NAMES, NOW + timedelta(days=number), LIVES) for number in range(3)]
+    for leaf in leaves:
+        assert put_pair(folder, leaf)
+        assert not put_pair(folder, leaf), "it is there"
+        assert (folder / "tls.crt").read_bytes() == leaf.certificate_pem
+        assert (folder / "tls.key").read_bytes() == leaf.key_pem
+        assert (folder / "tls.key").stat().st_mode & 0o777 == 0o600
+        assert serves_until(folder) == leaf.certificate.not_valid_after_utc
+    assert sorted(path.name for path in folder.iterdir())[0] == "..data"
+    assert len(list(folder.iterdir())) == 4, "two names, their link, and one pair"
+
+
+def test_files_that_were_put_there_by_somebody_else_are_replaced(tmp_path: Path) -> None:
+    (tmp_path / "tls.crt").write_bytes(b"theirs")
+    leaf = make_leaf(make_authority(NOW, LIVES), NAMES, NOW, LIVES)
+    assert put_pair(tmp_path, leaf)
+    assert (tmp_path / "tls.crt").read_bytes() == leaf.certificate_pem

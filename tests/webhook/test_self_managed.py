@@ -1,0 +1,230 @@
+"""Real replicas that make their own certificates: they race, rotate under load, die, and start with no API server."""
+
+import math
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+from typing import Self
+
+import pytest
+from cryptography import x509
+from tests.fakes.fake_api_server import FakeApiServer, Mood
+from tests.harness.agent_process import wait_until
+from tests.harness.installed_chart import MANAGED, SERVICE, configuration_of, installed_chart, published, withdraw
+from tests.harness.self_managed_webhook import Reviewer, SelfManagedWebhook
+from tests.harness.webhook_process import review_of, training_pod
+
+from mooring_agent.core.certificate_plan import Lives
+from mooring_agent.webhook.authority import Pair, make_authority, make_leaf
+from mooring_agent.webhook.certificate_secret import Kept, read_bundle, read_secret
+
+_SECONDS = 90.0
+_LAG_SECONDS = 4.0
+"""API servers hear of a change in their configuration some time after it, up to `SETTLE_SECONDS`."""
+PACE = {"look_seconds": 0.5, "retry_seconds": 0.2}
+REVIEW = review_of(training_pod())
+
+
+@pytest.fixture
+def api() -> Iterator[FakeApiServer]:
+    with installed_chart() as api:
+        yield api
+
+
+def two_replicas(folder: Path, api: FakeApiServer, stack: ExitStack, **pace: float) -> list[SelfManagedWebhook]:
+    """Started at the same time."""
+    replicas = [
+        stack.enter_context(SelfManagedWebhook(folder / str(number), api, pace={**PACE, **pace}, awaited=False))
+        for number in range(2)
+    ]
+    for replica in replicas:
+        replica.wait_serving()
+    return replicas
+
+
+def holder_first(replicas: list[SelfManagedWebhook]) -> list[SelfManagedWebhook]:
+    return sorted(replicas, key=lambda replica: "lease.taken" not in replica.log_text())
+
+
+def ask(replica: SelfManagedWebhook, bundle: bytes) -> None:
+    """By a new connection, verified."""
+    reviewer = Reviewer(replica, bundle)
+    try:
+        assert reviewer.ask(REVIEW)["allowed"]
+    finally:
+        reviewer.close()
+
+
+def test_of_two_that_begin_at_once_one_writes_and_both_are_verified_by_what_is_published(
+    api: FakeApiServer, tmp_path: Path
+) -> None:
+    with ExitStack() as stack:
+        replicas = two_replicas(tmp_path, api, stack)
+        for replica in replicas:
+            ask(replica, published(api))
+        assert replicas[0].served() == replicas[1].served()
+        written = [one.resource for one in api.asked if one.verb == "patch" and one.status == 200]
+        assert written.count("secrets") == 1
+        assert written.count("mutatingwebhookconfigurations") == 1
+        assert [one for one in api.asked if one.status not in (200, 409)] == []
+        assert ["lease.taken" in one.log_text() for one in holder_first(replicas)] == [True, False]
+        keys = [(replica.certificates / "tls.key").read_bytes() for replica in replicas]
+        assert keys[0] == keys[1]
+        for replica in replicas:
+            assert keys[0].decode().splitlines()[1] not in replica.log_text()
+
+
+def install_old(api: FakeApiServer) -> Pair:
+    """A CA past two thirds of its life, published, with a leaf that is served. Returns the CA."""
+    lives = Lives()
+    now = datetime.now(UTC)
+    authority = make_authority(now - timedelta(days=250), lives)
+    kept = Kept(authorities=(authority,), leaf=make_leaf(authority, {SERVICE, f"{SERVICE}.cluster.local"}, now, lives))
+    api.shelf.patch("secrets", MANAGED.secret, {"data": kept.data()})
+    names = [webhook["name"] for webhook in configuration_of(api)["webhooks"]]
+    bundle = kept.data()["ca.crt"]
+    api.shelf.patch(
+        "mutatingwebhookconfigurations",
+        MANAGED.configuration,
+        {"webhooks": [{"name": name, "clientConfig": {"caBundle": bundle}} for name in names]},
+    )
+    return authority
+
+
+class _Known:
+    """What an API server trusts that hears of changes late."""
+
+    def __init__(self, api: FakeApiServer) -> None:
+        self._api = api
+        self._published = [(-math.inf, published(api))]
+        self._ends = threading.Event()
+        self._watching = threading.Thread(target=self._watch)
+
+    def __enter__(self) -> Self:
+        self._watching.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._ends.set()
+        self._watching.join(_SECONDS)
+
+    def bundle(self) -> bytes:
+        known_at = time.monotonic() - _LAG_SECONDS
+        return [bundle for at, bundle in tuple(self._published) if at <= known_at][-1]
+
+    def _watch(self) -> None:
+        while not self._ends.wait(0.01):
+            bundle = published(self._api)
+            if bundle != self._published[-1][1]:
+                self._published.append((time.monotonic(), bundle))
+
+
+@pytest.mark.slow
+def test_a_rotation_of_the_authority_under_load_drops_no_review(api: FakeApiServer, tmp_path: Path) -> None:
+    old = install_old(api)
+    allowed = api.allowed
+    api.allowed = lambda *asked: asked[:2] != ("patch", "secrets") and allowed(*asked)
+    with ExitStack() as stack:
+        replicas = two_replicas(tmp_path, api, stack)
+        assert {replica.served().issuer for replica in replicas} == {old.certificate.subject}
+        known = stack.enter_context(_Known(api))
+        ends = threading.Event()
+        failures: list[BaseException] = []
+        answered = [0] * 4
+
+        def load(number: int, asking: Callable[[], None]) -> None:
+            try:
+                while not ends.is_set():
+                    asking()
+                    answered[number] += 1
+            except BaseException as error:
+                failures.append(error)
+
+        def new_connection(replica: SelfManagedWebhook) -> Callable[[], None]:
+            return lambda: ask(replica, known.bundle())
+
+        def kept_connection(replica: SelfManagedWebhook) -> Callable[[], None]:
+            reviewer = Reviewer(replica, known.bundle())
+            stack.callback(reviewer.close)
+
+            def asking() -> None:
+                assert reviewer.ask(REVIEW)["allowed"]
+
+            return asking
+
+        askings = [make(replica) for replica in replicas for make in (new_connection, kept_connection)]
+        threads = [threading.Thread(target=load, args=(number, one)) for number, one in enumerate(askings)]
+        for thread in threads:
+            thread.start()
+        try:
+            wait_until(lambda: bool(failures) or all(answered), _SECONDS, "all are answered")
+            api.allowed = allowed
+            wait_until(
+                lambda: bool(failures) or old.certificate.subject not in {one.served().issuer for one in replicas},
+                _SECONDS,
+                "both serve a leaf of the new CA",
+            )
+            so_far = list(answered)
+            wait_until(
+                lambda: bool(failures) or all(now > then for now, then in zip(answered, so_far, strict=True)),
+                _SECONDS,
+                "all go on",
+            )
+        finally:
+            ends.set()
+            for thread in threads:
+                thread.join(_SECONDS)
+        assert not failures
+        both = read_bundle(published(api))
+        assert old.certificate in both, "a replica that is cut off may still serve its leaf"
+        assert len(both) == 2
+
+
+def test_when_the_holder_of_the_lease_is_killed_another_takes_over(api: FakeApiServer, tmp_path: Path) -> None:
+    with ExitStack() as stack:
+        holder, other = holder_first(two_replicas(tmp_path, api, stack, lease_seconds=2))
+        holder.process.kill()
+        holder.wait()
+        withdraw(api)
+        wait_until(lambda: bool(published(api)), _SECONDS, "published again")
+        assert "lease.taken" in other.log_text()
+        ask(other, published(api))
+
+
+def test_a_holder_that_ends_leaves_the_lease_to_another_at_once(api: FakeApiServer, tmp_path: Path) -> None:
+    with ExitStack() as stack:
+        holder, other = holder_first(two_replicas(tmp_path, api, stack, lease_seconds=3600))
+        holder.terminate()
+        assert holder.wait() == 0
+        wait_until(lambda: "lease.taken" in other.log_text(), _SECONDS, "the other has it")
+
+
+def test_one_that_starts_again_while_the_api_server_is_away_serves_with_what_it_has(
+    api: FakeApiServer, tmp_path: Path
+) -> None:
+    with SelfManagedWebhook(tmp_path / "replica", api, pace=PACE) as replica:
+        before: x509.Certificate = replica.served()
+        replica.process.kill()
+        replica.wait()
+        api.mood = Mood.BROKEN
+        replica.start()
+        assert replica.served() == before
+        ask(replica, published(api))
+        wait_until(lambda: "etcdserver: leader changed" in replica.log_text(), _SECONDS, "it says what is wrong")
+        api.mood = Mood.WELL
+        wait_until(lambda: "certificates.well" in replica.log_text(), _SECONDS, "and when it is over")
+    kept = read_secret(api.shelf.get("secrets", MANAGED.secret))
+    assert kept.leaf is not None
+    assert kept.leaf.certificate == before
+
+
+def test_one_that_is_told_to_end_before_it_could_begin_ends_at_once(api: FakeApiServer, tmp_path: Path) -> None:
+    api.mood = Mood.BROKEN
+    pace = {**PACE, "begin_seconds": 3600}
+    with SelfManagedWebhook(tmp_path / "replica", api, pace=pace, awaited=False) as replica:
+        wait_until(lambda: "certificates.problem" in replica.log_text(), _SECONDS, "it waits")
+        replica.terminate()
+        assert replica.wait() == 0
