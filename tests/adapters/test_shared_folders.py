@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from mooring_agent.adapters.volume.shared_folders import make_shared_folders
+from mooring_agent.adapters.volume.shared_folders import make_shared_folders, share_tree
 
 SHARED = (".mooring", ".mooring/records", ".mooring/ranks", "runs", "runs/checkpoints")
 
@@ -46,6 +46,19 @@ def test_a_folder_that_was_there_is_left_as_it_is_and_the_volume_too(tmp_path: P
     make_shared_folders(tmp_path, tmp_path)
     assert stat.S_IMODE((tmp_path / ".mooring").stat().st_mode) == 0o700
     assert stat.S_IMODE(tmp_path.stat().st_mode) == 0o777
+
+
+@pytest.mark.parametrize(("of_volume", "of_folders"), [(0o777, 0o777), (0o775, 0o775), (0o755, 0o755)], ids=oct)
+def test_what_was_restored_may_be_removed_by_whoever_may_write_the_volume(
+    tmp_path: Path, of_volume: int, of_folders: int
+) -> None:
+    tmp_path.chmod(of_volume)
+    restored = tmp_path / "checkpoints" / "checkpoint-4"
+    (restored / "nested").mkdir(parents=True)
+    (restored / "nested" / "model.bin").touch()
+    share_tree(restored, tmp_path)
+    assert {stat.S_IMODE(folder.stat().st_mode) for folder in (restored, restored / "nested")} == {of_folders}
+    assert stat.S_IMODE((restored / "nested" / "model.bin").stat().st_mode) == 0o644
 
 
 def test_what_cannot_be_made_is_left_to_whoever_needs_it(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""A pod by hand: restore, agent and trainer as containers that share a volume and a socket, as the injection makes them.
+"""A pod by hand: restore, agent and trainer, containers that share a volume and a socket as the injection makes them.
 
 The trainer is `tests/integration/trainer.py`: the real client, without torch, in the same image.
 """

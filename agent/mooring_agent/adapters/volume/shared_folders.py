@@ -1,10 +1,11 @@
 """The folders that trainer and agent both write into: whoever may write the volume may write them.
 
 Whoever comes first makes them, and the usual umask would keep a trainer of another user out, though kubelet made the
-volume for every user of the pod. Nothing is opened wider than the volume itself, and no folder that was there is changed.
+volume for every user of the pod. Nothing is opened wider than the volume itself, and no folder of others is changed.
 """
 
 import contextlib
+import os
 import stat
 from pathlib import Path
 from typing import Final
@@ -29,11 +30,23 @@ def make_shared_folders(volume: Path, checkpoint_directory: Path) -> None:
             _make(folder, mode)
 
 
+def share_tree(tree: Path, volume: Path) -> None:
+    """What we made for the trainer to remove one day: a folder's content goes only by whoever may write it. Blocks."""
+    with contextlib.suppress(OSError):
+        mode = volume.stat().st_mode
+        for folder, _, _ in os.walk(tree):
+            _share(Path(folder), mode)
+
+
 def _make(folder: Path, mode: int) -> None:
     try:
         folder.mkdir()
     except FileExistsError:
         return
-    # After the umask. Where nobody else may write, or everybody keeps their own (the sticky bit), nothing is shared.
+    _share(folder, mode)
+
+
+def _share(folder: Path, mode: int) -> None:
+    """After the umask. Where nobody else may write, or everybody keeps their own (the sticky bit), nothing is shared."""
     if mode & _OTHERS_WRITE and not mode & stat.S_ISVTX:
         folder.chmod(stat.S_IMODE(folder.stat().st_mode) | (mode & _SHARED_BITS))
