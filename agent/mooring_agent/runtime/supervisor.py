@@ -92,7 +92,7 @@ async def run_agent(settings: Settings, *, fresh: bool = False, parent_pid: int 
             log.error("journal.damaged", action="set aside; the staged directories are rescanned")
         staging = LocalStagingArea(volume)
         state = recover(settings, journal, staging)
-        news = await _cluster_news(stack, settings.cluster, clock, senses)
+        news = _cluster_news(stack, settings.cluster, clock, senses)
         engine = Engine(
             state=state,
             journal=journal,
@@ -195,7 +195,7 @@ async def _live(
     return exit_command.code
 
 
-async def _cluster_news(
+def _cluster_news(
     stack: contextlib.AsyncExitStack, settings: ClusterSettings, clock: Clock, executor: Executor
 ) -> "ClusterNews | None":
     """None where nobody asked for it, or there is no cluster to tell."""
