@@ -47,6 +47,6 @@ def _make(folder: Path, mode: int) -> None:
 
 
 def _share(folder: Path, mode: int) -> None:
-    """After the umask. Where nobody else may write, or everybody keeps their own (the sticky bit), nothing is shared."""
+    """After the umask. Where nobody else may write, or all keep their own (the sticky bit), nothing is shared."""
     if mode & _OTHERS_WRITE and not mode & stat.S_ISVTX:
         folder.chmod(stat.S_IMODE(folder.stat().st_mode) | (mode & _SHARED_BITS))
