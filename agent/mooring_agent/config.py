@@ -48,6 +48,11 @@ _SIMILAR_VARIABLES: Final = 0.85
 _FOREIGN_VARIABLES: Final = {
     "store.region": ("AWS_DEFAULT_REGION", "AWS_REGION"),
     "termination.notices_endpoint": ("AWS_EC2_METADATA_SERVICE_ENDPOINT", "GCE_METADATA_HOST"),
+    "cluster.pod_name": ("POD_NAME",),
+    "cluster.pod_namespace": ("POD_NAMESPACE",),
+    "cluster.pod_uid": ("POD_UID",),
+    "cluster.kubernetes_host": ("KUBERNETES_SERVICE_HOST",),
+    "cluster.kubernetes_port": ("KUBERNETES_SERVICE_PORT",),
 }
 _STORE_WIDE: Final = frozenset({"destination"})
 

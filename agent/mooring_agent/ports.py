@@ -5,6 +5,7 @@ Contracts are in prose here and as one conformance suite in `tests/adapters`, ru
 
 from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from enum import StrEnum
 from typing import Protocol
 
 from mooring_agent.core.model import Region, StagedFile
@@ -225,6 +226,39 @@ class Notices(Protocol):
 
     async def look(self) -> Sequence[Notice]:
         """All notices that stand. The first look answers at once; a later one may wait for news, a minute or so."""
+
+    async def close(self) -> None:
+        """Release connections; idempotent."""
+
+
+class EventType(StrEnum):
+    """As Kubernetes has them."""
+
+    NORMAL = "Normal"
+    WARNING = "Warning"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PodEvent:
+    """One line of `kubectl describe pod`. `reason` is one word in CamelCase; `at` is unix seconds."""
+
+    event_type: EventType
+    reason: str
+    message: str
+    at: float
+
+
+class Cluster(Protocol):
+    """The pod we run in, as Kubernetes shows it to people.
+
+    Both raise ClusterError only; ACCESS_DENIED: the service account may not. Calls are bounded and may be cancelled.
+    """
+
+    async def tell(self, event: PodEvent) -> None:
+        """Add an Event to the pod's."""
+
+    async def annotate(self, key: str, value: str) -> None:
+        """Set one annotation of the pod; what else it has stays."""
 
     async def close(self) -> None:
         """Release connections; idempotent."""

@@ -47,7 +47,12 @@ class Engine:
 
 def _output(command: Sequence[str], timeout_seconds: float) -> str:
     result = subprocess.run(
-        [*_POLITE, *command], capture_output=True, text=True, timeout=timeout_seconds, check=False, stdin=subprocess.DEVNULL
+        [*_POLITE, *command],
+        capture_output=True,
+        text=True,
+        timeout=timeout_seconds,
+        check=False,
+        stdin=subprocess.DEVNULL,
     )
     assert not result.returncode, f"{' '.join(command)}: {result.stdout[-4000:]}{result.stderr[-4000:]}"
     return result.stdout

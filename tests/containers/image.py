@@ -71,7 +71,9 @@ def _wheelhouse(cache: Path) -> Path:
     stamp, content = wheels / "fetched", "\n".join([*wanted, (ROOT / "constraints.txt").read_text()])
     if not stamp.exists() or stamp.read_text() != content:
         shutil.rmtree(wheels, ignore_errors=True)
-        fits = [f"--platform=manylinux_2_{minor}_{platform.machine()}" for minor in range(_GLIBC_MINOR_OF_RELEASE, 16, -1)]
+        fits = [
+            f"--platform=manylinux_2_{minor}_{platform.machine()}" for minor in range(_GLIBC_MINOR_OF_RELEASE, 16, -1)
+        ]
         command = [sys.executable, "-m", "pip", "download", "--quiet", "--only-binary=:all:", *fits]
         command += [f"--python-version={_PYTHON_OF_RELEASE}", "--implementation=cp", f"--dest={wheels}"]
         _fetch([*command, f"--constraint={ROOT / 'constraints.txt'}", *wanted])
@@ -81,7 +83,12 @@ def _wheelhouse(cache: Path) -> Path:
 
 def _fetch(command: list[str]) -> None:
     result = subprocess.run(
-        ["nice", *command], capture_output=True, text=True, timeout=_FETCH_SECONDS, check=False, stdin=subprocess.DEVNULL
+        ["nice", *command],
+        capture_output=True,
+        text=True,
+        timeout=_FETCH_SECONDS,
+        check=False,
+        stdin=subprocess.DEVNULL,
     )
     if result.returncode:
         raise NoNetworkError(f"{command[0]} failed: {result.stdout[-500:]}{result.stderr[-500:]}")

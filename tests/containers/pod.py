@@ -1,4 +1,4 @@
-"""A pod by hand: restore, agent and trainer as containers that share a volume and a socket, as the injection makes them.
+"""A pod by hand: restore, agent and trainer, containers that share a volume and a socket as the injection makes them.
 
 The trainer is `tests/integration/trainer.py`: the real client, without torch, in the same image.
 """
@@ -36,7 +36,7 @@ class Pod:
             **ENVIRONMENT,
             **_PATHS,
             "MOORING_DESTINATION": bucket.destination,
-            "MOORING_ENDPOINT_URL": endpoint_url or bucket.endpoint_url,
+            "MOORING_S3_ENDPOINT_URL": endpoint_url or bucket.endpoint_url,
             "MOORING_EVICTION_THRESHOLD_PERCENT": "0",
             "MOORING_PART_SIZE_BYTES": "5MiB",
             "MOORING_GRACE_SECONDS": str(GRACE_SECONDS),

@@ -1,13 +1,40 @@
 """The image itself: what runs in it, as whom, and what is not in it."""
 
+import http.client
 import json
+import ssl
+from pathlib import Path
+from typing import Any
 
 import pytest
-from tests.containers.container import run
+from tests.containers.container import Container, run
 from tests.containers.engine import Engine
 from tests.containers.image import BASE, IMAGE
+from tests.servers.process import accepts, free_port, wait_until
+from tests.servers.tls import make_certificate
 
 pytestmark = [pytest.mark.containers, pytest.mark.timeout(2400)]
+
+REVIEW: dict[str, Any] = {
+    "apiVersion": "admission.k8s.io/v1",
+    "kind": "AdmissionReview",
+    "request": {
+        "uid": "one",
+        "operation": "CREATE",
+        "kind": {"group": "", "version": "v1", "kind": "Pod"},
+        "resource": {"group": "", "version": "v1", "resource": "pods"},
+        "namespace": "training",
+        "object": {
+            "apiVersion": "v1",
+            "kind": "Pod",
+            "metadata": {
+                "generateName": "train-",
+                "annotations": {"mooring.dev/inject": "true", "mooring.dev/destination": "s3://bucket/runs/one"},
+            },
+            "spec": {"containers": [{"name": "trainer", "image": "trainer:1"}]},
+        },
+    },
+}
 
 # In megabytes on top of the base, as a registry's user sees it unpacked. Python itself is some 40 of them.
 LARGEST_ADDED_MEGABYTES = 350
@@ -21,8 +48,34 @@ def test_every_part_of_mooring_starts_from_the_one_image(engine: Engine) -> None
         assert f"Usage: mooring {part}" in said
 
 
+def test_the_webhook_reviews_from_a_read_only_root_and_leaves_when_it_is_told(engine: Engine, tmp_path: Path) -> None:
+    made = make_certificate(tmp_path / "made")
+    certificates = tmp_path / "certificates"
+    certificates.mkdir()
+    for file, name in ((made.certificate, "tls.crt"), (made.key, "tls.key")):
+        (certificates / name).write_bytes(file.read_bytes())
+    port, http_port = free_port(), free_port()
+    arguments = [f"--image={IMAGE}", "--certificates=/certificates"]
+    arguments += [f"--listen=127.0.0.1:{port}", f"--http-listen=127.0.0.1:{http_port}"]
+    with Container(engine, "webhook", *arguments, mounts={certificates: "/certificates"}) as webhook:
+        wait_until(lambda: accepts(port) or not webhook.state()["Running"], "the webhook listens")
+        assert webhook.state()["Running"], webhook.said()
+        connection = http.client.HTTPSConnection(
+            "127.0.0.1", port, timeout=60, context=ssl.create_default_context(cafile=made.certificate)
+        )
+        connection.request("POST", "/mutate", json.dumps(REVIEW), {"Content-Type": "application/json"})
+        answer = json.load(connection.getresponse())
+        connection.close()
+        assert answer["response"]["uid"] == REVIEW["request"]["uid"]
+        assert answer["response"]["allowed"] is True
+        assert answer["response"]["patch"]
+        webhook.signal("TERM")
+        assert webhook.wait() == 0, webhook.said()
+
+
 def test_it_runs_as_a_numbered_user_that_is_not_root_and_as_any_other_on_a_read_only_root(engine: Engine) -> None:
-    look = "id -u; for file in /opt/mooring/x /tmp/x /x; do touch $file 2>/dev/null && echo written; done; mooring --version"
+    write = "for file in /opt/mooring/x /tmp/x /x; do touch $file 2>/dev/null && echo written; done"
+    look = f"id -u; {write}; mooring --version"
     assert run(engine, look, entrypoint=["sh", "-c"]).split()[0] == "65532"
     # As OpenShift does: a user that no image knows, in root's group.
     for user in ("1000730000:0", "0:0"):

@@ -1,8 +1,7 @@
 """Trainer and agent as two real containers: users, memory, signals, and a store across the network."""
 
-import os
+import signal
 import subprocess
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -11,6 +10,7 @@ from tests.containers.engine import Engine
 from tests.containers.pod import Pod
 from tests.harness.agent_process import tree, wait_until
 from tests.harness.bucket_view import BucketView
+from tests.integration.test_crash import sent_twice
 from tests.servers.fault_proxy import FaultProxy
 from tests.servers.server import Bucket
 
@@ -18,10 +18,10 @@ pytestmark = [pytest.mark.containers, pytest.mark.timeout(2400)]
 
 MIB = 1024 * 1024
 WAIT_SECONDS = 180.0
-USER = "1000:1000"
+USER, OTHER_USER, FOREIGN_USER = "1000:1000", "2000:1000", "2000:2000"
 MEMORY_BYTES = 256 * MIB
-# More than the agent's limit: the kernel kills the one it is told to, which is the agent.
-EATER = "import os; open('/proc/self/oom_score_adj'); eaten = bytearray(os.urandom(1 << 20)) * 1024"
+# Four times the agent's limit, by a process beside it.
+EAT = f"eaten = bytearray(b'x') * {4 * MEMORY_BYTES}"
 
 
 @pytest.fixture
@@ -47,10 +47,6 @@ def committed(agent: Container) -> list[int]:
     return [line["step"] for line in agent.log("checkpoint.committed")]
 
 
-def link_refusals(agent: Container) -> int:
-    return len(agent.log("hard_link_refused"))
-
-
 def test_trainer_and_agent_of_one_user_link_and_another_pod_restores_every_byte(
     engine: Engine, pod: Pod, rclone_bucket: Bucket, tmp_path: Path
 ) -> None:
@@ -60,10 +56,10 @@ def test_trainer_and_agent_of_one_user_link_and_another_pod_restores_every_byte(
             assert trainer.wait() == 0, trainer.said()
             assert "done 4" in trainer.said()
         wait_until(lambda: 4 in committed(agent), WAIT_SECONDS, "the final step is committed")
-        assert link_refusals(agent) == 0
+        assert agent.log("hard_link_refused") == []
         agent.signal("TERM")
         assert agent.wait() == 0, agent.said()
-    assert [row["problems"] for row in BucketView(rclone_bucket).verify()][-1] == []
+    assert BucketView(rclone_bucket).verify()[-1]["problems"] == []
 
     other = Pod(engine, tmp_path / "other", rclone_bucket)
     with other.restore(USER) as restore:
@@ -75,18 +71,105 @@ def test_trainer_and_agent_of_one_user_link_and_another_pod_restores_every_byte(
         assert "begin 4" in trainer.said()
 
 
-@pytest.mark.parametrize("trainers_user", ["2000:1000", "2000:2000"], ids=["same-group", "stranger"])
-def test_an_agent_of_another_user_copies_and_says_so(
-    pod: Pod, rclone_bucket: Bucket, trainers_user: str
+def test_an_agent_of_another_user_in_the_trainers_group_copies_and_says_so(
+    engine: Engine, pod: Pod, rclone_bucket: Bucket, tmp_path: Path
 ) -> None:
-    with pod.restore(USER) as restore:
-        assert restore.wait() == 0, restore.said()
     with pod.agent(USER) as agent:
         ready(agent)
-        with pod.trainer(trainers_user, steps=4, every=2, save_bytes=11 * MIB) as trainer:
+        with pod.trainer(OTHER_USER, steps=4, every=2, save_bytes=11 * MIB) as trainer:
             assert trainer.wait() == 0, trainer.said()
             assert "done 4" in trainer.said()
         wait_until(lambda: 4 in committed(agent), WAIT_SECONDS, "the final step is committed")
-        assert link_refusals(agent) == 1, agent.said()
-        assert agent.log("hard_link_refused")[0]["fallback"] == "reflink"
-    assert [row["problems"] for row in BucketView(rclone_bucket).verify()][-1] == []
+        (refusal,) = agent.log("hard_link_refused")
+        assert refusal["fallback"] == "reflink"
+        assert all(staged["copied"] == staged["files"] for staged in agent.log("checkpoint.staged"))
+    assert BucketView(rclone_bucket).verify()[-1]["problems"] == []
+
+    # What restore brings is the agent's user's, and still the trainer's to remove when it has saved something newer.
+    other = Pod(engine, tmp_path / "other", rclone_bucket)
+    with other.restore(USER) as restore:
+        assert restore.wait() == 0, restore.said()
+    with other.trainer(OTHER_USER, steps=5, every=0, save_bytes=1) as trainer:
+        assert trainer.wait() == 0, trainer.said()
+        assert "begin 4" in trainer.said()
+    assert [path.name for path in (other.volume / "checkpoints").iterdir()] == ["checkpoint-5"]
+
+
+def test_beside_an_agent_of_a_foreign_user_and_group_training_goes_on_and_the_agent_says_what_it_needs(
+    pod: Pod, rclone_bucket: Bucket
+) -> None:
+    with pod.agent(USER) as agent:
+        ready(agent)
+        with pod.trainer(FOREIGN_USER, steps=4, every=2, save_bytes=MIB) as trainer:
+            assert trainer.wait() == 0, trainer.said()
+            assert "done 4" in trainer.said()
+        wait_until(lambda: bool(agent.log("ranks.unknown")), WAIT_SECONDS, "the agent says what is wrong")
+        assert "the agent needs the trainer's UID or GID" in agent.log("ranks.unknown")[0]["hint"]
+    assert BucketView(rclone_bucket).markers() == []
+
+
+def test_an_agent_that_the_kernel_kills_for_its_memory_goes_on_in_the_same_upload(
+    engine: Engine, tmp_path: Path, rclone_bucket: Bucket, fault_proxy: FaultProxy
+) -> None:
+    view = BucketView(rclone_bucket)
+    pod = Pod(engine, tmp_path / "pod", rclone_bucket, endpoint_url=fault_proxy.endpoint_url)
+    fault_proxy.throttle(2 * MIB)
+    limits = (f"--memory={MEMORY_BYTES}", f"--memory-swap={MEMORY_BYTES}")
+    with pod.agent(USER, *limits) as agent:
+        ready(agent)
+        with pod.trainer(USER, steps=1, every=0, save_bytes=60 * MIB) as trainer:
+            assert trainer.wait() == 0, trainer.said()
+        wait_until(lambda: parts_stored(fault_proxy) >= 2, WAIT_SECONDS, "some parts are stored")
+        # Of two processes in a cgroup without memory the kernel takes the one with the higher score.
+        Path(f"/proc/{agent.state()['Pid']}/oom_score_adj").write_text("1000")
+        before = memory_kills()
+        subprocess.run(agent.call_command("python", "-c", EAT), capture_output=True, timeout=WAIT_SECONDS, check=False)
+        assert agent.wait() == 128 + signal.SIGKILL, agent.said()
+        assert memory_kills() > before
+        assert view.markers() == [], "it was committed before the kill"
+
+        fault_proxy.throttle(0)
+        agent.start()
+        wait_until(lambda: committed(agent) == [1], WAIT_SECONDS, "the restarted agent commits it")
+    assert sent_twice(fault_proxy.log) == []
+    assert view.uploads() == []
+    assert [row["problems"] for row in view.verify()] == [[]]
+
+
+def test_a_trainer_that_is_terminated_saves_just_in_time_and_the_next_pod_goes_on_there(
+    engine: Engine, pod: Pod, rclone_bucket: Bucket, tmp_path: Path
+) -> None:
+    with pod.agent(USER) as agent:
+        ready(agent)
+        with pod.trainer(USER, steps=1_000_000, every=0, save_bytes=11 * MIB, step_seconds=0.05) as trainer:
+            trainer.wait_said("begin 0")
+            # As kubelet ends a pod: SIGTERM and the sidecar's preStop at once, its SIGTERM after the trainer's end.
+            trainer.signal("TERM")
+            agent.call("mooring", "terminating")
+            assert trainer.wait() == 128 + signal.SIGTERM, trainer.said()
+        agent.signal("TERM")
+        assert agent.wait() == 0, agent.said()
+        (saved,) = agent.log("checkpoint.committed")
+        (announced,) = agent.log("checkpoint.announced")
+    assert announced["kind"] == "just-in-time"
+    (stored,) = BucketView(rclone_bucket).verify()
+    assert stored["problems"] == []
+    assert stored["step"] == saved["step"]
+
+    other = Pod(engine, tmp_path / "other", rclone_bucket)
+    with other.restore(USER) as restore:
+        assert restore.wait() == 0, restore.said()
+    with other.trainer(USER, steps=saved["step"] + 1, every=0, save_bytes=1) as trainer:
+        assert trainer.wait() == 0, trainer.said()
+        assert f"begin {saved['step']}" in trainer.said()
+
+
+def parts_stored(proxy: FaultProxy) -> int:
+    stored = (request for request in proxy.log if request.method == "PUT" and request.status == 200)
+    return sum("partNumber=" in request.query for request in stored)
+
+
+def memory_kills() -> int:
+    """Of this machine so far; what podman says of them is wrong on some."""
+    counters = dict(line.split() for line in Path("/proc/vmstat").read_text().splitlines())
+    return int(counters["oom_kill"])

@@ -6,6 +6,7 @@ its own. `asked` lists what was asked of it, in order.
 
 import asyncio
 import json
+import ssl
 import threading
 from collections.abc import Callable
 from enum import StrEnum
@@ -15,10 +16,11 @@ from typing import Any, Final, NamedTuple, Self
 import yaml
 from aiohttp import web
 from tests.fakes.object_shelf import ObjectShelf, RefusedError
+from tests.servers.tls import Certificate
 
 TOKEN: Final = "a-service-accounts-token"
 _SECONDS: Final = 30.0
-_VERBS: Final = {"GET": "get", "PATCH": "patch"}
+_VERBS: Final = {"GET": "get", "POST": "create", "PATCH": "patch"}
 
 
 class Mood(StrEnum):
@@ -32,7 +34,7 @@ class Mood(StrEnum):
 
 
 class Asked(NamedTuple):
-    """One request, and its answer's status."""
+    """One request, and its answer's status. `name` is empty for a creation, where RBAC cannot see it."""
 
     verb: str
     resource: str
@@ -42,15 +44,16 @@ class Asked(NamedTuple):
 
 
 class FakeApiServer:
-    """While the context is open it serves at `url`."""
+    """While the context is open it serves at `url`; over TLS, as pods see it, with a `certificate`."""
 
-    def __init__(self, *, namespace: str = "mooring") -> None:
+    def __init__(self, *, namespace: str = "mooring", certificate: Certificate | None = None) -> None:
         self.shelf = ObjectShelf()
         self.asked: list[Asked] = []
         self.mood = Mood.WELL
         self.allowed: Callable[[str, str, str], bool] = lambda _verb, _resource, _name: True
         self.url = ""
         self._namespace = namespace
+        self._certificate = certificate
         self._ends = asyncio.Event()
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
@@ -81,6 +84,15 @@ class FakeApiServer:
         path.write_text(yaml.safe_dump(content))
         return path
 
+    def service_account(self, directory: Path) -> Path:
+        """As kubelet mounts it into a pod."""
+        assert self._certificate is not None
+        directory.mkdir(parents=True, exist_ok=True)
+        (directory / "token").write_text(TOKEN)
+        (directory / "namespace").write_text(self._namespace)
+        (directory / "ca.crt").write_bytes(self._certificate.certificate.read_bytes())
+        return directory
+
     async def _serve(self) -> None:
         application = web.Application()
         namespaced = f"/{{version:v1}}/namespaces/{self._namespace}/{{resource}}"
@@ -90,10 +102,14 @@ class FakeApiServer:
             )
         self._runner = web.AppRunner(application, access_log=None)
         await self._runner.setup()
-        site = web.TCPSite(self._runner, "127.0.0.1", 0)
+        context = None
+        if self._certificate is not None:
+            context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+            context.load_cert_chain(self._certificate.certificate, self._certificate.key)
+        site = web.TCPSite(self._runner, "127.0.0.1", 0, ssl_context=context)
         await site.start()
         host, port = self._runner.addresses[0][:2]
-        self.url = f"http://{host}:{port}"
+        self.url = f"{'http' if context is None else 'https'}://{host}:{port}"
 
     async def _end(self) -> None:
         assert self._runner is not None
@@ -102,7 +118,7 @@ class FakeApiServer:
 
     async def _answer(self, request: web.Request) -> web.Response:
         verb = _VERBS.get(request.method, request.method)
-        resource, name = request.match_info["resource"], request.match_info["name"]
+        resource, name = request.match_info["resource"], request.match_info.get("name", "")
         body = await request.json() if request.can_read_body else None
         match self.mood:
             case Mood.DEAF:
@@ -128,6 +144,8 @@ class FakeApiServer:
         match verb:
             case "get":
                 return self.shelf.get(resource, name)
+            case "create" if not name:
+                return self.shelf.create(resource, body)
             case "patch" if request.content_type == "application/strategic-merge-patch+json":
                 return self.shelf.patch(resource, name, body)
             case _:

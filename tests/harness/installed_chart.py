@@ -6,11 +6,15 @@ It has the chart's three objects, and gives the webhook the rights that the char
 import base64
 from collections.abc import Iterator
 from contextlib import contextmanager
+from datetime import UTC, datetime
 from typing import Any, Final
 
 from tests.chart.rendering import NAMESPACE, of_kind, render
 from tests.fakes.fake_api_server import FakeApiServer
 
+from mooring_agent.core.certificate_plan import Lives
+from mooring_agent.webhook.authority import make_authority, make_leaf
+from mooring_agent.webhook.certificate_secret import Kept
 from mooring_agent.webhook.settings import SelfManaged
 
 MANAGED: Final = SelfManaged(
@@ -41,6 +45,20 @@ def installed_chart() -> Iterator[FakeApiServer]:
         yield api
 
 
+def kept_when_due() -> Kept:
+    """A CA past two thirds of its life, with a young leaf: what a rotation begins with."""
+    now, lives = datetime.now(UTC), Lives()
+    authority = make_authority(now - lives.authority * 0.7, lives)
+    names = {SERVICE, f"{SERVICE}.cluster.local"}
+    return Kept(authorities=(authority,), leaf=make_leaf(authority, names, now, lives))
+
+
+def bundle_patch(configuration: dict[str, Any], bundle: str | None) -> dict[str, Any]:
+    """That publishes it, in base64, or with None takes away what is published."""
+    webhooks = [{"name": one["name"], "clientConfig": {"caBundle": bundle}} for one in configuration["webhooks"]]
+    return {"webhooks": webhooks}
+
+
 def published(api: FakeApiServer) -> bytes:
     """The bundle that API servers trust the webhook by."""
     (webhook,) = configuration_of(api)["webhooks"]
@@ -53,5 +71,9 @@ def configuration_of(api: FakeApiServer) -> dict[str, Any]:
 
 def withdraw(api: FakeApiServer) -> None:
     """The bundle, as somebody does who applies the chart's manifest over everything."""
-    webhooks = [{"name": one["name"], "clientConfig": {"caBundle": None}} for one in configuration_of(api)["webhooks"]]
-    api.shelf.patch("mutatingwebhookconfigurations", MANAGED.configuration, {"webhooks": webhooks})
+    publish(api, None)
+
+
+def publish(api: FakeApiServer, bundle: str | None) -> None:
+    patch = bundle_patch(configuration_of(api), bundle)
+    api.shelf.patch("mutatingwebhookconfigurations", MANAGED.configuration, patch)

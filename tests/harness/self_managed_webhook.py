@@ -8,7 +8,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Self
 
-from cryptography import x509
 from tests.fakes.fake_api_server import FakeApiServer
 from tests.harness.hasty_webhook import PACE_VARIABLE
 from tests.harness.installed_chart import MANAGED, SERVICE
@@ -38,12 +37,6 @@ class SelfManagedWebhook(WebhookProcess):
     def __enter__(self) -> Self:
         self.start(wait=self._awaited)
         return self
-
-    def served(self) -> x509.Certificate:
-        """What it serves with now."""
-        return x509.load_pem_x509_certificate(
-            ssl.get_server_certificate(("127.0.0.1", self.port), timeout=_SECONDS).encode()
-        )
 
 
 class Reviewer(http.client.HTTPSConnection):

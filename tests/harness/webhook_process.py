@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Final, Self
 
+from cryptography import x509
 from tests.harness.agent_process import wait_until
 from tests.servers.process import free_port
 from tests.servers.tls import make_certificate
@@ -113,6 +114,10 @@ class WebhookProcess:
             return answer.status, answer.read().decode()
         finally:
             connection.close()
+
+    def served(self) -> x509.Certificate:
+        """What it serves with now, whoever trusts it."""
+        return x509.load_pem_x509_certificate(ssl.get_server_certificate(("127.0.0.1", self.port), timeout=30).encode())
 
     def _serves(self) -> bool:
         assert self.process.poll() is None, f"it ended with {self.process.returncode}:\n{self.log_text()}"

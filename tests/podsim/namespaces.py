@@ -13,11 +13,11 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from tests.podsim.identity import Identity
-from tests.podsim.process import ContainerProcess, Execution, only_child, processes_where
+from tests.podsim.process import ContainerProcess, Execution, only_child
 from tests.podsim.view import Start
 
 _SYSTEM = ("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/etc", "/opt", "/sys")
@@ -79,7 +79,9 @@ class NamespaceView:
             waiter = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
         _wait_for(ready.exists, waiter, start)
         pid = only_child(waiter.pid)
-        return ContainerProcess(waiter, pid, members=self._members_of(pid))
+        # In a process namespace of its own they end with the first.
+        shares = None if self._pause is None or pid is None else _mounts_of(pid)
+        return ContainerProcess(waiter, pid, shares)
 
     def execute(self, start: Start, process: ContainerProcess, words: Sequence[str]) -> Execution:
         enter = ["nsenter", "--mount", "--pid", "--root", f"--target={process.pid}", "--"]
@@ -97,18 +99,32 @@ class NamespaceView:
         if self._pause is not None:
             self._pause.kill()
 
-    def _members_of(self, pid: int | None) -> Callable[[], Iterable[int]]:
-        """A runtime kills all of a container by its cgroup; we know them by their mounts.
 
-        In a process namespace of its own they end with the first.
-        """
-        if self._pause is None or pid is None:
-            return list
-        try:
-            namespace = Path(f"/proc/{pid}/ns/mnt").readlink()
-        except OSError:
-            return list
-        return lambda: processes_where(lambda folder: (folder / "ns/mnt").readlink() == namespace)
+class _SharedMounts:
+    """A runtime knows a container's processes by their cgroup; we know them by their mount namespace.
+
+    It is held open: the number of one that is gone is given to the next.
+    """
+
+    def __init__(self, descriptor: int) -> None:
+        self._descriptor: int | None = descriptor
+        self._number = os.fstat(descriptor).st_ino
+
+    def holds(self, folder: Path) -> bool:
+        return self._descriptor is not None and (folder / "ns/mnt").stat().st_ino == self._number
+
+    def close(self) -> None:
+        if self._descriptor is not None:
+            descriptor, self._descriptor = self._descriptor, None
+            os.close(descriptor)
+
+
+def _mounts_of(pid: int) -> _SharedMounts | None:
+    """None when it has ended already."""
+    try:
+        return _SharedMounts(os.open(f"/proc/{pid}/ns/mnt", os.O_RDONLY | os.O_CLOEXEC))
+    except OSError:
+        return None
 
 
 def _start_pause() -> ContainerProcess:
@@ -119,7 +135,7 @@ def _start_pause() -> ContainerProcess:
         assert waiter.poll() is None, f"the pause process ended with {waiter.returncode}"
         assert time.monotonic() < deadline, "the pause process does not start"
         time.sleep(_POLL_SECONDS)
-    return ContainerProcess(waiter, pid, members=list)
+    return ContainerProcess(waiter, pid, None)
 
 
 def _wait_for(ready: Callable[[], bool], waiter: "subprocess.Popen[bytes]", start: Start) -> None:
@@ -130,7 +146,8 @@ def _wait_for(ready: Callable[[], bool], waiter: "subprocess.Popen[bytes]", star
             waiter.wait(_START_SECONDS)
             if ready():
                 return
-            raise OSError(f"container {start.name} was not made: {start.log.read_text(errors='replace')[-_LOG_TAIL:]}")
+            said = start.log.read_text(errors="replace")[-_LOG_TAIL:]
+            raise OSError(f"container {start.name} was not made ({waiter.returncode}): {said}")
         time.sleep(_POLL_SECONDS)
 
 

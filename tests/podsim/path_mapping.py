@@ -13,7 +13,7 @@ import subprocess
 from collections.abc import Sequence
 from pathlib import Path
 
-from tests.podsim.process import ContainerProcess, Execution, processes_where
+from tests.podsim.process import ContainerProcess, Execution
 from tests.podsim.view import Start
 from tests.podsim.volumes import Mount
 
@@ -40,7 +40,7 @@ class MappedView:
                 cwd=self._directory(start),
                 start_new_session=True,
             )
-        return ContainerProcess(process, process.pid, members=lambda: _marked(mark))
+        return ContainerProcess(process, process.pid, _Marked(mark))
 
     def execute(self, start: Start, process: ContainerProcess, words: Sequence[str]) -> Execution:
         with start.log.open("ab") as log:
@@ -81,6 +81,14 @@ def rewrite(text: str, mounts: Sequence[Mount]) -> str:
     return re.sub(rf"(?:(?<![\w./-])|(?<=://))({targets})(?![\w.-])", lambda match: places[match[1]], text)
 
 
-def _marked(mark: str) -> list[int]:
-    wanted = os.fsencode(f"{_MARK}={mark}")
-    return processes_where(lambda folder: wanted in (folder / "environ").read_bytes().split(b"\0"))
+class _Marked:
+    """Whoever has inherited the variable; its value is nobody else's."""
+
+    def __init__(self, mark: str) -> None:
+        self._wanted = os.fsencode(f"{_MARK}={mark}")
+
+    def holds(self, folder: Path) -> bool:
+        return self._wanted in (folder / "environ").read_bytes().split(b"\0")
+
+    def close(self) -> None:
+        """Nothing is held."""

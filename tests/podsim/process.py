@@ -5,12 +5,22 @@ import os
 import signal
 import subprocess
 import time
-from collections.abc import Callable, Iterable
 from pathlib import Path
+from typing import Protocol
 
 _SETTLE_SECONDS = 10.0
 _POLL_SECONDS = 0.005
 _SWEEPS = 20
+
+
+class Membership(Protocol):
+    """What all of a container's processes have in common, and no other process of this machine has until `close`."""
+
+    def holds(self, folder: Path) -> bool:
+        """Of the process with this folder in /proc. Raises OSError where that cannot be read."""
+
+    def close(self) -> None:
+        """Idempotent; holds of nobody from now on."""
 
 
 class ContainerProcess:
@@ -20,11 +30,10 @@ class ContainerProcess:
     one thread for its end; signalled by any.
     """
 
-    def __init__(
-        self, waiter: "subprocess.Popen[bytes]", pid: int | None, members: Callable[[], Iterable[int]]
-    ) -> None:
+    def __init__(self, waiter: "subprocess.Popen[bytes]", pid: int | None, membership: Membership | None) -> None:
+        """`membership` None: the kernel itself ends them all with the first."""
         self._waiter = waiter
-        self.members = members
+        self._membership = membership
         self.pid = pid
         self._pidfd: int | None = None
         if pid is not None:
@@ -59,16 +68,21 @@ class ContainerProcess:
             self._waiter.wait(_SETTLE_SECONDS)
         self._bury()
 
+    def members(self) -> list[int]:
+        """Those that are alive, as far as they must be looked for."""
+        return members_by(self._membership) if self._membership is not None else []
+
     def _bury(self) -> None:
-        # Whoever forks while it is being killed is found the next time.
-        for _ in range(_SWEEPS):
-            left = list(self.members())
-            for pid in left:
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(pid, signal.SIGKILL)
-            if not left:
-                break
-            time.sleep(_POLL_SECONDS)
+        if self._membership is not None:
+            # Whoever forks while it is being killed is found the next time.
+            for _ in range(_SWEEPS):
+                left = members_by(self._membership)
+                for pid in left:
+                    _kill_member(pid, self._membership)
+                if not left:
+                    break
+                time.sleep(_POLL_SECONDS)
+            self._membership.close()
         if self._pidfd is not None:
             pidfd, self._pidfd = self._pidfd, None
             os.close(pidfd)
@@ -110,12 +124,23 @@ def only_child(pid: int) -> int | None:
     return int(children[0]) if children else None
 
 
-def processes_where(holds: Callable[[Path], bool]) -> list[int]:
-    """Processes whose folder in /proc satisfies `holds`; those that go meanwhile or hide do not."""
+def members_by(membership: Membership) -> list[int]:
+    """Processes of this machine that are members; those that go meanwhile or hide are none."""
     found = []
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit() and int(entry.name) != os.getpid():
             with contextlib.suppress(OSError):
-                if holds(entry):
+                if membership.holds(entry):
                     found.append(int(entry.name))
     return found
+
+
+def _kill_member(pid: int, membership: Membership) -> None:
+    """The number may be somebody else's by now: a pidfd holds on to one process while it is looked at again."""
+    with contextlib.suppress(OSError):
+        pidfd = os.pidfd_open(pid)
+        try:
+            if membership.holds(Path(f"/proc/{pid}")):
+                signal.pidfd_send_signal(pidfd, signal.SIGKILL)
+        finally:
+            os.close(pidfd)

@@ -147,4 +147,4 @@ def test_at_the_end_of_its_context_nothing_of_a_pod_is_left(node: Node) -> None:
     for process in processes:
         assert process is not None
         assert process.exit_code() == 137
-        assert list(process.members()) == []
+        assert process.members() == []

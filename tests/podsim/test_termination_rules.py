@@ -164,4 +164,4 @@ def test_a_mapped_container_leaves_no_process_behind_either(short_directory: obj
     process = made.container("trainer").process
     assert process is not None
     made.wait_ended(END_SECONDS)
-    assert list(process.members()) == []
+    assert process.members() == []

@@ -5,7 +5,6 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
-from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Self
 
@@ -13,13 +12,12 @@ import pytest
 from cryptography import x509
 from tests.fakes.fake_api_server import FakeApiServer, Mood
 from tests.harness.agent_process import wait_until
-from tests.harness.installed_chart import MANAGED, SERVICE, configuration_of, installed_chart, published, withdraw
+from tests.harness.installed_chart import MANAGED, installed_chart, kept_when_due, publish, published, withdraw
 from tests.harness.self_managed_webhook import Reviewer, SelfManagedWebhook
 from tests.harness.webhook_process import review_of, training_pod
 
-from mooring_agent.core.certificate_plan import Lives
-from mooring_agent.webhook.authority import Pair, make_authority, make_leaf
-from mooring_agent.webhook.certificate_secret import Kept, read_bundle, read_secret
+from mooring_agent.webhook.authority import Pair
+from mooring_agent.webhook.certificate_secret import read_bundle, read_secret
 
 _SECONDS = 90.0
 _LAG_SECONDS = 4.0
@@ -78,20 +76,11 @@ def test_of_two_that_begin_at_once_one_writes_and_both_are_verified_by_what_is_p
 
 
 def install_old(api: FakeApiServer) -> Pair:
-    """A CA past two thirds of its life, published, with a leaf that is served. Returns the CA."""
-    lives = Lives()
-    now = datetime.now(UTC)
-    authority = make_authority(now - timedelta(days=250), lives)
-    kept = Kept(authorities=(authority,), leaf=make_leaf(authority, {SERVICE, f"{SERVICE}.cluster.local"}, now, lives))
+    """A CA that is due, published, with a leaf that is served. Returns the CA."""
+    kept = kept_when_due()
     api.shelf.patch("secrets", MANAGED.secret, {"data": kept.data()})
-    names = [webhook["name"] for webhook in configuration_of(api)["webhooks"]]
-    bundle = kept.data()["ca.crt"]
-    api.shelf.patch(
-        "mutatingwebhookconfigurations",
-        MANAGED.configuration,
-        {"webhooks": [{"name": name, "clientConfig": {"caBundle": bundle}} for name in names]},
-    )
-    return authority
+    publish(api, kept.data()["ca.crt"])
+    return kept.authorities[0]
 
 
 class _Known:

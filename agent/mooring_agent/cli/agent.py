@@ -2,11 +2,13 @@
 
 import os
 import signal
+from pathlib import Path
 from typing import Any
 
 import click
 import structlog
 
+from mooring_agent.adapters.volume.shared_folders import make_shared_folders
 from mooring_agent.cli.reporting import errors_reported
 from mooring_agent.cli.setting_options import setting_options, settings_from
 from mooring_agent.config import unknown_variables
@@ -39,6 +41,7 @@ def agent(fresh: bool, parent_pid: int | None, **options: Any) -> None:
             log.warning(
                 "settings.unknown_variable", problem=line, hint="every setting is described in docs/settings.md"
             )
+        make_shared_folders(Path(settings.volume), Path(settings.checkpoint_directory))
         code = uvloop.run(run_agent(settings, fresh=fresh, parent_pid=parent_pid))
     # Not through the interpreter's end: it would join threads that still hash a file, and SIGKILL may be near.
     # Every line we said was flushed as it was said.

@@ -9,6 +9,7 @@ import click
 from mooring_agent import catalog
 from mooring_agent import restore as restoring
 from mooring_agent.adapters.volume import identity
+from mooring_agent.adapters.volume.shared_folders import make_shared_folders
 from mooring_agent.cli.reporting import errors_reported
 from mooring_agent.cli.run_autoload import copy_autoload
 from mooring_agent.cli.store_options import store_options
@@ -121,6 +122,7 @@ async def _restore(
     async with opened(settings) as store:
         # A destination that does not answer, mistyped perhaps, must not own the volume.
         await _find(store, settings.destination, volume)
+        await asyncio.to_thread(make_shared_folders, volume, directory)
         await asyncio.to_thread(identity.claim, volume, settings.destination)
         with progress_bar() as advance:
             return await restoring.restore(

@@ -26,6 +26,12 @@ _SET_BY_THE_INJECTION: Final = frozenset(
         "disk.size_limit_bytes",
         "termination.grace_seconds",
         "termination.exit_after_trainer_seconds",
+        "cluster.pod_name",
+        "cluster.pod_namespace",
+        "cluster.pod_uid",
+        "cluster.kubernetes_host",
+        "cluster.kubernetes_port",
+        "cluster.service_account_directory",
     }
 )
 

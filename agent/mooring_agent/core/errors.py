@@ -108,3 +108,7 @@ class RequestError(MooringError):
 
 class NoticesError(MooringError):
     """A cloud's metadata service did not say what it was asked."""
+
+
+class ClusterError(MooringError):
+    """Kubernetes did not take what it was told."""

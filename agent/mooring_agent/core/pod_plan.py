@@ -20,6 +20,12 @@ from mooring_api import names
 
 _EPHEMERAL_STORAGE: Final = "128Mi"
 """For logs: our containers write nothing else outside of volumes."""
+_CLUSTER_EVENTS: Final = "MOORING_CLUSTER_EVENTS"
+_FROM_THE_POD: Final = {
+    "MOORING_POD_NAME": "metadata.name",
+    "MOORING_POD_NAMESPACE": "metadata.namespace",
+    "MOORING_POD_UID": "metadata.uid",
+}
 _EVICTION_THRESHOLD: Final = "MOORING_EVICTION_THRESHOLD_PERCENT"
 
 
@@ -55,6 +61,7 @@ def plan_of(
             *(identity_variables(trainer) if has_identity else []),
             *({"name": name, "value": text} for name, text in texts.items()),
             *([attempt] if attempt else []),
+            *_own_name(spec, injection, findings),
         ],
         mounts=[
             place.mount,
@@ -95,6 +102,20 @@ def _restart_policy(spec: Mapping[str, Any], trainer: Container) -> str:
     of_pod: str = present(spec, "restartPolicy", "Always")
     policy: str = of_pod if of_pod == "Always" else present(trainer, "restartPolicy", of_pod)
     return "OnFailure" if policy == "Never" and trainer.get("restartPolicyRules") else policy
+
+
+def _own_name(spec: Mapping[str, Any], injection: Injection, findings: Findings) -> list[dict[str, Any]]:
+    """Entries of `env` by which the agent finds its own pod, where it shall tell Kubernetes of checkpoints."""
+    if _CLUSTER_EVENTS not in injection.settings:
+        return []
+    if spec.get("automountServiceAccountToken") is False:
+        findings.warnings.append(
+            "the agent tells Kubernetes nothing: automountServiceAccountToken is false, and it has no token"
+        )
+    return [
+        {"name": name, "valueFrom": {"fieldRef": {"apiVersion": "v1", "fieldPath": path}}}
+        for name, path in _FROM_THE_POD.items()
+    ]
 
 
 def _credential_texts(injection: Injection) -> dict[str, str]:

@@ -105,6 +105,26 @@ class TerminationSettings:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ClusterSettings:
+    """How Kubernetes is told of checkpoints. All but the first is known to a pod that the injection made."""
+
+    cluster_events: Annotated[
+        bool,
+        "Tell Kubernetes: Events on the pod (saved just in time, lost, storage errors), and the newest committed "
+        "checkpoint in its annotation mooring.dev/last-committed. The pod's service account must be allowed to create "
+        "events and to patch pods; what it may not is left out.",
+    ] = False
+    pod_name: Annotated[str, "The pod's name; empty: POD_NAME."] = ""
+    pod_namespace: Annotated[str, "The pod's namespace; empty: POD_NAMESPACE, or the service account's."] = ""
+    pod_uid: Annotated[str, "The pod's uid; empty: POD_UID. kubectl describe shows Events by it."] = ""
+    kubernetes_host: Annotated[str, "The API server; empty: KUBERNETES_SERVICE_HOST."] = ""
+    kubernetes_port: Annotated[int, "The API server's port, else KUBERNETES_SERVICE_PORT."] = 443
+    service_account_directory: Annotated[str, "Where the service account's token, ca.crt and namespace are."] = (
+        "/var/run/secrets/kubernetes.io/serviceaccount"
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Settings:
     """Everything the agent is told."""
 
@@ -116,6 +136,7 @@ class Settings:
     disk: DiskSettings = field(default_factory=DiskSettings)
     retention: RetentionSettings = field(default_factory=RetentionSettings)
     termination: TerminationSettings = field(default_factory=TerminationSettings)
+    cluster: ClusterSettings = field(default_factory=ClusterSettings)
     attempt: Annotated[str, "One start of the run, the same on all its pods; empty: no resume pin."] = ""
     node_rank: Annotated[
         int, "Index of this pod in the job; 0 chooses what to resume from where the store has no conditional writes."

@@ -15,6 +15,7 @@ from typing import Final
 from mooring_agent.adapters.volume.disk import VolumeMeter
 from mooring_agent.adapters.volume.durable_files import sync_folder
 from mooring_agent.adapters.volume.errors import volume_error
+from mooring_agent.adapters.volume.shared_folders import share_tree
 from mooring_agent.catalog import CommittedCheckpoint, StoredFile, fetch_part
 from mooring_agent.catalog.fan_out import for_each
 from mooring_agent.core.errors import ErrorKind, VolumeError
@@ -44,6 +45,7 @@ async def download(
     loop = asyncio.get_running_loop()
     await loop.run_in_executor(disk, _check_room, checkpoint, volume, size_limit_bytes)
     await loop.run_in_executor(disk, _make_room, checkpoint, folder)
+    await loop.run_in_executor(disk, share_tree, folder, volume)
     done_bytes = 0
     on_progress(0, checkpoint.size_bytes)
 

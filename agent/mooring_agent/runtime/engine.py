@@ -17,7 +17,7 @@ from mooring_agent.core import planner
 from mooring_agent.core.commands import Command
 from mooring_agent.core.errors import MooringError
 from mooring_agent.core.event_codec import encode_event
-from mooring_agent.core.events import Announced, DurableEvent, Event, Ticked
+from mooring_agent.core.events import DURABLE, Announced, DurableEvent, Event, Ticked
 from mooring_agent.core.reducer import advance
 from mooring_agent.core.state import State
 from mooring_agent.ports import Clock, Journal
@@ -33,6 +33,13 @@ log = structlog.get_logger("mooring.engine")
 
 Guard = Callable[[State], bool]
 """Called in the engine's turn, before the event: False skips it as known already, RequestError refuses it."""
+
+Listener = Callable[[State, Event], None]
+"""Called in the engine's turn, after the event and after every decision that followed from it; returns at once."""
+
+
+def nobody_listens(_state: State, _event: Event) -> None:
+    pass
 
 
 @dataclass(slots=True)
@@ -55,11 +62,20 @@ class _Turn:
 class Engine:
     """The agent's heart. `executor` is the journal's own: one thread, so its calls keep their order."""
 
-    def __init__(self, *, state: State, journal: Journal, clock: Clock, executor: Executor) -> None:
+    def __init__(
+        self,
+        *,
+        state: State,
+        journal: Journal,
+        clock: Clock,
+        executor: Executor,
+        listen: Listener = nobody_listens,
+    ) -> None:
         self.state = state
         self._journal = journal
         self._clock = clock
         self._executor = executor
+        self._listen = listen
         self._queue: asyncio.Queue[_Item] = asyncio.Queue(_QUEUE_LIMIT)
         self._changed = asyncio.Condition()
         self._unjournaled: list[bytes] = []
@@ -122,6 +138,9 @@ class Engine:
             turn.records += [encode_event(event) for event in ready.durable]
             for event in ready.durable:
                 narrate(self.state, event)
+                self._listen(self.state, event)
+            if not isinstance(item.event, DURABLE):
+                self._listen(self.state, item.event)
             turn.commands += ready.commands
         if item.done is not None:
             turn.waiting.append((item.done, wanted and isinstance(item.event, Announced)))

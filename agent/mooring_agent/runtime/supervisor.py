@@ -7,9 +7,9 @@ import os
 import signal
 import threading
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Executor, ThreadPoolExecutor
 from pathlib import Path
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 import grpc
 import structlog
@@ -28,12 +28,12 @@ from mooring_agent.adapters.volume.staging_area import LocalStagingArea
 from mooring_agent.core.commands import Command, Exit, RingDoorbell
 from mooring_agent.core.errors import ErrorKind, MooringError, VolumeError
 from mooring_agent.core.events import Exited, Started
-from mooring_agent.core.settings import Settings
+from mooring_agent.core.settings import ClusterSettings, Settings
 from mooring_agent.ports import Clock
 from mooring_agent.runtime import heap
 from mooring_agent.runtime.announcements import Announcements
 from mooring_agent.runtime.dispatcher import Dispatcher
-from mooring_agent.runtime.engine import Engine
+from mooring_agent.runtime.engine import Engine, nobody_listens
 from mooring_agent.runtime.first_look import FirstLook
 from mooring_agent.runtime.grpc_errors import ErrorsAnswered
 from mooring_agent.runtime.grpc_server import AgentService
@@ -53,6 +53,9 @@ from mooring_api import doorbell
 from mooring_api.names import DOORBELL, JOURNAL, STATE_DIRECTORY
 from mooring_api.socket_address import socket_address
 from mooring_api.v1 import agent_pb2, agent_pb2_grpc
+
+if TYPE_CHECKING:
+    from mooring_agent.runtime.cluster_news import ClusterNews
 
 # Hashing, pinning, reconciling; apart from them what must never wait: locks, disk, announcements, the journal.
 _WORKERS: Final = 8
@@ -89,7 +92,14 @@ async def run_agent(settings: Settings, *, fresh: bool = False, parent_pid: int 
             log.error("journal.damaged", action="set aside; the staged directories are rescanned")
         staging = LocalStagingArea(volume)
         state = recover(settings, journal, staging)
-        engine = Engine(state=state, journal=journal, clock=clock, executor=journaling)
+        news = _cluster_news(stack, settings.cluster, clock, senses)
+        engine = Engine(
+            state=state,
+            journal=journal,
+            clock=clock,
+            executor=journaling,
+            listen=nobody_listens if news is None else news.hear,
+        )
         bell = Doorbell(state_directory / DOORBELL)
         if fresh or _is_past(state.termination.deadline, clock.now()):
             # Journaled too: the next start must not find an old notice beside a new one.
@@ -150,7 +160,9 @@ async def run_agent(settings: Settings, *, fresh: bool = False, parent_pid: int 
         notices = notice_watch(settings.termination, clock=clock, notify=sensors.notice_termination)
         if notices is not None:
             forever.append(notices.watch)
-        return await _live(engine, dispatcher, clock, forever, leaving)
+        if news is not None:
+            forever.append(news.tell)
+        return await _live(engine, dispatcher, clock, forever, leaving, news)
 
 
 async def _live(
@@ -159,6 +171,7 @@ async def _live(
     clock: Clock,
     forever: Sequence[Callable[[], Coroutine[None, None, None]]],
     leaving: "asyncio.Future[Exit]",
+    news: "ClusterNews | None",
 ) -> int:
     """Everything that runs for as long as the agent does; ends with the exit code of the core's Exit."""
     async with asyncio.TaskGroup() as tasks:
@@ -177,7 +190,31 @@ async def _live(
         dispatcher.cancel_all()
         await asyncio.wait({deciding})
         await engine.close(Exited(at=clock.now()))
+        if news is not None:
+            await news.last_words(exit_command.lost)
     return exit_command.code
+
+
+def _cluster_news(
+    stack: contextlib.AsyncExitStack, settings: ClusterSettings, clock: Clock, executor: Executor
+) -> "ClusterNews | None":
+    """None where nobody asked for it, or there is no cluster to tell."""
+    if not settings.cluster_events:
+        return None
+    if not settings.kubernetes_host or not settings.pod_name:
+        log.error(
+            "cluster.unknown",
+            problem="cluster_events is set, and the API server or the pod's own name is not known",
+            hint="set POD_NAME, POD_NAMESPACE and POD_UID by the downward API, or cluster_events to false",
+        )
+        return None
+    # Imported here: most agents tell nobody.
+    from mooring_agent.adapters.cluster import KubernetesCluster
+    from mooring_agent.runtime.cluster_news import ClusterNews
+
+    cluster = KubernetesCluster(settings, executor)
+    stack.push_async_callback(cluster.close)
+    return ClusterNews(cluster=cluster, clock=clock)
 
 
 async def _kept_going(work: Callable[[], Coroutine[None, None, None]]) -> None:

@@ -1,0 +1,69 @@
+"""The folders of the volume that trainer and agent both write into, when they are different users."""
+
+import os
+import stat
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from mooring_agent.adapters.volume.shared_folders import make_shared_folders, share_tree
+
+SHARED = (".mooring", ".mooring/records", ".mooring/ranks", "runs", "runs/checkpoints")
+
+
+@pytest.fixture(autouse=True)
+def _usual_umask() -> Iterator[None]:
+    before = os.umask(0o022)
+    yield
+    os.umask(before)
+
+
+def modes(volume: Path) -> set[int]:
+    return {stat.S_IMODE((volume / name).stat().st_mode) for name in SHARED}
+
+
+@pytest.mark.parametrize(
+    ("of_volume", "of_folders"),
+    [
+        (0o777, 0o777),  # an emptyDir
+        (0o775, 0o775),  # a claim with fsGroup
+        (0o755, 0o755),
+        (0o700, 0o755),  # what the umask says, as ever: nobody gets through the volume
+        (0o1777, 0o755),  # like /tmp: everybody's own
+    ],
+    ids=oct,
+)
+def test_whoever_may_write_the_volume_may_write_its_folders(tmp_path: Path, of_volume: int, of_folders: int) -> None:
+    tmp_path.chmod(of_volume)
+    make_shared_folders(tmp_path, tmp_path / "runs" / "checkpoints")
+    assert modes(tmp_path) == {of_folders}
+
+
+def test_a_folder_that_was_there_is_left_as_it_is_and_the_volume_too(tmp_path: Path) -> None:
+    tmp_path.chmod(0o777)
+    (tmp_path / ".mooring").mkdir(mode=0o700)
+    make_shared_folders(tmp_path, tmp_path)
+    assert stat.S_IMODE((tmp_path / ".mooring").stat().st_mode) == 0o700
+    assert stat.S_IMODE(tmp_path.stat().st_mode) == 0o777
+
+
+@pytest.mark.parametrize(("of_volume", "of_folders"), [(0o777, 0o777), (0o775, 0o775), (0o755, 0o755)], ids=oct)
+def test_what_was_restored_may_be_removed_by_whoever_may_write_the_volume(
+    tmp_path: Path, of_volume: int, of_folders: int
+) -> None:
+    tmp_path.chmod(of_volume)
+    restored = tmp_path / "checkpoints" / "checkpoint-4"
+    (restored / "nested").mkdir(parents=True)
+    (restored / "nested" / "model.bin").touch()
+    share_tree(restored, tmp_path)
+    assert {stat.S_IMODE(folder.stat().st_mode) for folder in (restored, restored / "nested")} == {of_folders}
+    assert stat.S_IMODE((restored / "nested" / "model.bin").stat().st_mode) == 0o644
+
+
+def test_what_cannot_be_made_is_left_to_whoever_needs_it(tmp_path: Path) -> None:
+    make_shared_folders(tmp_path / "missing", tmp_path / "missing" / "checkpoints")
+    assert not (tmp_path / "missing").exists()
+    (tmp_path / ".mooring").touch()
+    make_shared_folders(tmp_path, tmp_path / "checkpoints")
+    assert (tmp_path / ".mooring").is_file()

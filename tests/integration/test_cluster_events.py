@@ -1,0 +1,108 @@
+"""What a real agent tells an API server of its checkpoints, and that it works as well where nobody listens."""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+import pytest
+from tests.fakes.fake_api_server import FakeApiServer, Mood
+from tests.fakes.object_shelf import RefusedError
+from tests.harness.agent_process import AgentProcess, wait_until, write_checkpoint
+from tests.servers.server import Bucket
+from tests.servers.tls import Certificate
+
+from mooring_api.v1 import agent_pb2
+
+KEY = "mooring.dev/last-committed"
+# It bounds a hang and judges no speed.
+LIMIT_SECONDS = 60.0
+
+
+@pytest.fixture
+def server(certificate: Certificate) -> Iterator[FakeApiServer]:
+    with FakeApiServer(namespace="ml", certificate=certificate) as server:
+        server.shelf.create("pods", {"metadata": {"name": "trainer-0"}})
+        yield server
+
+
+@pytest.fixture
+def agent(tmp_path: Path, rclone_bucket: Bucket, server: FakeApiServer) -> Iterator[AgentProcess]:
+    address = urlsplit(server.url)
+    # As kubelet and the downward API give them.
+    environment = {
+        "POD_NAME": "trainer-0",
+        "POD_NAMESPACE": "ml",
+        "POD_UID": "a-uid",
+        "KUBERNETES_SERVICE_HOST": str(address.hostname),
+        "KUBERNETES_SERVICE_PORT": str(address.port),
+    }
+    agent = AgentProcess(
+        tmp_path / "volume",
+        rclone_bucket.destination,
+        environment=environment,
+        endpoint_url=rclone_bucket.endpoint_url,
+        watch=False,
+        cluster_events=True,
+        service_account_directory=server.service_account(tmp_path / "account"),
+    )
+    with agent:
+        yield agent
+
+
+def save(agent: AgentProcess, step: int, kind: agent_pb2.Kind) -> None:
+    directory = write_checkpoint(agent.checkpoints / f"checkpoint-{step}", {"model.safetensors": 1000})
+    agent.wait_committed(agent.announce(directory, step, kind=kind).save)
+
+
+def annotations(server: FakeApiServer) -> dict[str, Any]:
+    found: dict[str, Any] = server.shelf.get("pods", "trainer-0")["metadata"].get("annotations", {})
+    return found
+
+
+def asked(server: FakeApiServer) -> list[tuple[str, str, int]]:
+    return [(one.verb, one.resource, one.status) for one in server.asked]
+
+
+def test_a_just_in_time_save_is_an_event_and_the_pods_annotation(agent: AgentProcess, server: FakeApiServer) -> None:
+    save(agent, 10, agent_pb2.KIND_JUST_IN_TIME)
+    wait_until(lambda: KEY in annotations(server), LIMIT_SECONDS, "the pod is annotated")
+    assert json.loads(annotations(server)[KEY])["step"] == 10
+    assert asked(server) == [("create", "events", 200), ("patch", "pods", 200)]
+
+
+def test_what_was_not_told_yet_is_told_at_the_end(agent: AgentProcess, server: FakeApiServer) -> None:
+    save(agent, 10, agent_pb2.KIND_PERIODIC)
+    wait_until(lambda: KEY in annotations(server), LIMIT_SECONDS, "the pod is annotated")
+    # Within the half minute in which the annotation stays as it is.
+    save(agent, 20, agent_pb2.KIND_PERIODIC)
+    agent.terminate()
+    assert agent.wait(LIMIT_SECONDS) == 0
+    assert json.loads(annotations(server)[KEY])["step"] == 20
+
+
+def test_without_the_right_it_is_said_once_and_checkpoints_are_committed(
+    agent: AgentProcess, server: FakeApiServer
+) -> None:
+    server.allowed = lambda _verb, _resource, _name: False
+    for step in (10, 20, 30):
+        save(agent, step, agent_pb2.KIND_JUST_IN_TIME)
+    wait_until(lambda: len(agent.log("cluster.forbidden")) == 2, LIMIT_SECONDS, "both are left out")
+    agent.terminate()
+    assert agent.wait(LIMIT_SECONDS) == 0
+    assert [status for _, _, status in asked(server)] == [403, 403]
+    with pytest.raises(RefusedError):
+        server.shelf.get("events", "any")
+
+
+@pytest.mark.parametrize("mood", [Mood.DEAF, Mood.BROKEN])
+def test_an_api_server_in_trouble_holds_up_neither_commits_nor_the_end(
+    agent: AgentProcess, server: FakeApiServer, mood: Mood
+) -> None:
+    server.mood = mood
+    for step in (10, 20, 30):
+        save(agent, step, agent_pb2.KIND_JUST_IN_TIME)
+    agent.terminate()
+    assert agent.wait(LIMIT_SECONDS) == 0
+    assert len(agent.log("checkpoint.committed")) == 3

@@ -1,0 +1,193 @@
+"""What Kubernetes is told of checkpoints: little, in order, and never in anybody's way."""
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+
+import pytest
+from structlog.testing import capture_logs
+from tests.core.play import Play
+from tests.fakes.fake_cluster import FakeCluster
+
+from mooring_agent.core.errors import ErrorKind
+from mooring_agent.core.events import Committed, Failed, WorkFailed
+from mooring_agent.core.model import Kind
+from mooring_agent.core.work import Operation, WorkId
+from mooring_agent.runtime.cluster_news import LAST_COMMITTED, ClusterNews
+
+LONG_SECONDS = 3600.0
+# It bounds a hang and judges no speed.
+LIMIT_SECONDS = 60.0
+
+
+class StillClock:
+    def now(self) -> float:
+        return 0.0
+
+
+class Pod:
+    def __init__(self) -> None:
+        self.play = Play()
+        self.cluster = FakeCluster()
+
+    def news(self, *, between_annotations_seconds: float = LONG_SECONDS) -> ClusterNews:
+        return ClusterNews(
+            cluster=self.cluster,
+            clock=StillClock(),
+            between_annotations_seconds=between_annotations_seconds,
+            shortest_pause_seconds=0.001,
+        )
+
+    def announce(self, save: str, step: int, kind: Kind = Kind.PERIODIC) -> None:
+        self.play.steps[save] = step
+        self.play.announce(save, kind=kind)
+
+    def commit(self, news: ClusterNews, save: str, step: int, kind: Kind = Kind.PERIODIC) -> None:
+        self.announce(save, step, kind)
+        work = WorkId(operation=Operation.COMMIT, save=save)
+        news.hear(self.play.state, Committed(at=0.0, work=work))
+
+    def lose(self, news: ClusterNews, save: str) -> None:
+        event = Failed(at=0.0, save=save, kind=ErrorKind.FILE_CHANGED, reason="its files changed", hint="leave them")
+        news.hear(self.play.state, event)
+
+    def reasons(self) -> list[str]:
+        return [event.reason for event in self.cluster.events]
+
+
+@asynccontextmanager
+async def telling(news: ClusterNews) -> AsyncIterator[None]:
+    task = asyncio.create_task(news.tell())
+    try:
+        yield
+    finally:
+        task.cancel()
+        await asyncio.wait({task})
+
+
+async def until(holds: Callable[[], bool]) -> None:
+    async with asyncio.timeout(LIMIT_SECONDS):
+        while not holds():  # noqa: ASYNC110 - the other task makes it true
+            await asyncio.sleep(0)
+
+
+@pytest.fixture
+async def pod() -> Pod:
+    return Pod()
+
+
+async def test_a_just_in_time_save_is_an_event_and_every_commit_the_annotation(pod: Pod) -> None:
+    news = pod.news()
+    async with telling(news):
+        pod.commit(news, "a", 10, Kind.JUST_IN_TIME)
+        await until(lambda: bool(pod.cluster.annotations))
+    assert pod.reasons() == ["CheckpointCommitted"]
+    said = json.loads(pod.cluster.annotations[LAST_COMMITTED])
+    assert said["step"] == 10
+    assert set(said) == {"name", "step", "at"}
+
+
+async def test_a_periodic_save_is_no_event(pod: Pod) -> None:
+    news = pod.news()
+    async with telling(news):
+        pod.commit(news, "a", 10)
+        await until(lambda: bool(pod.cluster.annotations))
+    assert pod.reasons() == []
+
+
+async def test_the_annotation_changes_seldom_and_the_newest_wins(pod: Pod) -> None:
+    news = pod.news(between_annotations_seconds=0.2)
+    async with telling(news):
+        pod.commit(news, "a", 10)
+        await until(lambda: len(pod.cluster.annotated) == 1)
+        for step in (20, 30, 40):
+            pod.commit(news, str(step), step)
+        await until(lambda: len(pod.cluster.annotated) == 2)
+    assert [json.loads(one)["step"] for one in pod.cluster.annotated] == [10, 40]
+
+
+async def test_a_checkpoint_that_is_lost_is_a_warning_with_its_reason(pod: Pod) -> None:
+    news = pod.news()
+    pod.announce("a", 10)
+    async with telling(news):
+        pod.lose(news, "a")
+        await until(lambda: bool(pod.cluster.events))
+    (event,) = pod.cluster.events
+    assert event.reason == "CheckpointLost"
+    assert "its files changed" in event.message
+    assert "leave them" in event.message
+
+
+async def test_a_store_in_trouble_is_one_warning_however_many_requests_fail(pod: Pod) -> None:
+    news = pod.news()
+    pod.announce("a", 10)
+    async with telling(news):
+        for number in range(1, 20):
+            work = WorkId(operation=Operation.SEND_PART, save="a", number=number)
+            pod.play.state.trouble.failed(work, ErrorKind.ACCESS_DENIED, 0.5, 0.0, ending=False)
+            failed = WorkFailed(
+                at=0.0, work=work, kind=ErrorKind.ACCESS_DENIED, message="denied", hint="a key", jitter=0.5
+            )
+            news.hear(pod.play.state, failed)
+        await until(lambda: bool(pod.cluster.events))
+    assert pod.reasons() == ["StorageError"]
+
+
+async def test_one_request_that_fails_is_no_news(pod: Pod) -> None:
+    news = pod.news()
+    work = WorkId(operation=Operation.SEND_PART, save="a", number=1)
+    pod.play.state.trouble.failed(work, ErrorKind.TIMED_OUT, 0.5, 0.0, ending=False)
+    news.hear(
+        pod.play.state,
+        WorkFailed(at=0.0, work=work, kind=ErrorKind.TIMED_OUT, message="late", hint="", jitter=0.5),
+    )
+    await news.last_words([])
+    assert pod.reasons() == []
+
+
+async def test_what_the_account_may_not_is_said_once_and_the_other_goes_on(pod: Pod) -> None:
+    news = pod.news(between_annotations_seconds=0.0)
+    pod.cluster.forbidden = {"events"}
+    with capture_logs() as logs:
+        async with telling(news):
+            for step in (10, 20, 30):
+                pod.commit(news, str(step), step, Kind.JUST_IN_TIME)
+                await until(lambda: LAST_COMMITTED in pod.cluster.annotations)
+                pod.cluster.annotations.clear()
+    assert [line["event"] for line in logs] == ["cluster.forbidden"]
+    assert len(pod.cluster.annotated) == 3
+
+
+async def test_while_the_cluster_is_away_the_oldest_news_is_dropped_and_the_rest_comes_later(pod: Pod) -> None:
+    news = pod.news()
+    pod.cluster.problem = ErrorKind.UNREACHABLE
+    with capture_logs() as logs:
+        async with telling(news):
+            for number in range(100):
+                pod.announce(str(number), number)
+                pod.lose(news, str(number))
+            await until(lambda: pod.cluster.calls >= 3)
+            pod.cluster.problem = None
+            await until(lambda: len(pod.cluster.events) == 32)
+    assert "99" in pod.cluster.events[-1].message
+    assert [line["event"] for line in logs] == ["cluster.unreachable"]
+
+
+async def test_the_last_words_say_what_is_lost_and_what_was_not_told_yet(pod: Pod) -> None:
+    news = pod.news()
+    pod.commit(news, "a", 10)
+    await news.last_words(["checkpoint-20 (step 20) is staged"])
+    assert pod.reasons() == ["CheckpointLost"]
+    assert "checkpoint-20" in pod.cluster.events[0].message
+    assert json.loads(pod.cluster.annotations[LAST_COMMITTED])["step"] == 10
+
+
+async def test_the_last_words_do_not_wait_for_a_cluster_that_does_not_answer(pod: Pod) -> None:
+    class Deaf(FakeCluster):
+        async def tell(self, _event: object) -> None:
+            await asyncio.Event().wait()
+
+    news = ClusterNews(cluster=Deaf(), clock=StillClock())
+    async with asyncio.timeout(LIMIT_SECONDS):
+        await news.last_words(["checkpoint-20"])
