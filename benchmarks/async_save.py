@@ -34,7 +34,7 @@ from mooring.torch_loop import TorchLoop
 TENSORS: Final = 16
 TENSOR_SIDE: Final = 4096
 """16 tensors of 64 MiB."""
-ROUNDS: Final = 5
+ROUNDS: Final = 8
 
 
 class Big(torch.nn.Module):

@@ -35,9 +35,13 @@ class Way:
     rates: list[float] = field(default_factory=list)
 
     @property
+    def later(self) -> list[float]:
+        """Without the first, which makes memory and processes."""
+        return self.stalls[1:]
+
+    @property
     def steady(self) -> float:
-        """What the way itself takes: what disturbs a round makes it longer only."""
-        return min(self.stalls[1:])
+        return statistics.median(self.later)
 
     @property
     def rate(self) -> float | None:
@@ -59,7 +63,8 @@ def report(ways: list[Way], costs: dict[str, float], *, warm_up_seconds: float, 
         ),
     ]
     rows = [
-        f"| {way.name} | {way.stalls[0]:.3f} | {way.steady:.3f} | {way.steady / unit:.3f} | {_percent(way.rate)} |"
+        f"| {way.name} | {way.stalls[0]:.3f} | {way.steady:.3f} | {min(way.later):.3f} to {max(way.later):.3f} "
+        f"| {way.steady / unit:.3f} | {_percent(way.rate)} |"
         for way in ways
     ]
     lines = [
@@ -71,11 +76,12 @@ def report(ways: list[Way], costs: dict[str, float], *, warm_up_seconds: float, 
         f"{rounds} rounds, in each of which every way saves once, in this order. At the end of them the machine had "
         f"{os.getloadavg()[2]:.1f} processes to run (1 is this one's).",
         "",
-        "| way to save | stall, first (s) | stall, later (s) | later, x torch.save | training meanwhile |",
-        "|---|---|---|---|---|",
+        "| way to save | stall, first (s) | stall, later (s) | its spread (s) | later, x torch.save "
+        "| training meanwhile |",
+        "|---|---|---|---|---|---|",
         *rows,
         "",
-        "Stall: how long the call holds up the training thread; later: the least of all rounds but the first.",
+        "Stall: how long the call holds up the training thread; later: the median of all rounds but the first.",
         "Training meanwhile: the speed of small steps while the checkpoint is written, against that without a save.",
         "torch.save and safetensors leave their data to the kernel; the others have it on disk when they are done.",
         "",
@@ -103,10 +109,14 @@ def plot(ways: list[Way]) -> None:
     figure, axes = pyplot.subplots(figsize=(9, 4), layout="constrained")
     names = [way.name for way in reversed(ways)]
     places = range(len(names))
+    steady = [way.steady for way in reversed(ways)]
+    spread = [
+        [way.steady - min(way.later) for way in reversed(ways)],
+        [max(way.later) - way.steady for way in reversed(ways)],
+    ]
     axes.barh([place + 0.2 for place in places], [way.stalls[0] for way in reversed(ways)], 0.38, label="first")
-    axes.barh([place - 0.2 for place in places], [way.steady for way in reversed(ways)], 0.38, label="later")
+    axes.barh([place - 0.2 for place in places], steady, 0.38, xerr=spread, label="later: median, least and most")
     axes.set_yticks(list(places), names)
-    axes.set_xscale("log")
     axes.set_xlabel("seconds that training waits for a checkpoint of 1 GiB")
     axes.legend()
     figure.savefig(PLOT, dpi=110)

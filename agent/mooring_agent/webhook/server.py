@@ -43,10 +43,11 @@ async def serve_webhook(settings: WebhookSettings) -> None:
         metrics = Metrics(certificate.seconds_left)
         loading = asyncio.create_task(certificate.keep_loading())
         stack.callback(loading.cancel)
+        await stack.enter_async_context(_serving(reviewing(settings, metrics), settings.listen, certificate.context))
+        # Who answers that it is ready takes reviews already.
         await stack.enter_async_context(
             _serving(probing(metrics, lambda: not leaving.is_set()), settings.http_listen, None)
         )
-        await stack.enter_async_context(_serving(reviewing(settings, metrics), settings.listen, certificate.context))
         log.info("webhook.serving", version=__version__, listen=settings.listen, failure_policy=settings.failure_policy)
         await leaving.wait()
         log.info("webhook.leaving", lame_duck_seconds=settings.lame_duck_seconds)
