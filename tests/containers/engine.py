@@ -30,29 +30,31 @@ class Engine:
     """`directory` must be short: conmon's unix sockets are in it."""
 
     def __init__(self, directory: Path) -> None:
+        self._directory = directory
         self._storage = [f"--root={directory}/root", f"--runroot={directory}/run", "--storage-driver=vfs"]
 
     def buildah(self, *arguments: str, timeout_seconds: float = _COMMAND_SECONDS) -> str:
         """Its standard output; AssertionError with all it said if it fails."""
-        return _output(["buildah", *self._storage, *arguments], timeout_seconds)
+        return self._output(["buildah", *self._storage, *arguments], timeout_seconds)
 
     def podman(self, *arguments: str, timeout_seconds: float = _COMMAND_SECONDS) -> str:
         """The same."""
-        return _output(self.podman_command(*arguments), timeout_seconds)
+        return self._output(self.podman_command(*arguments), timeout_seconds)
 
     def podman_command(self, *arguments: str) -> list[str]:
         own = ["--runtime=runc", "--cgroup-manager=cgroupfs", "--events-backend=none"]
         return ["podman", *self._storage, *own, *arguments]
 
-
-def _output(command: Sequence[str], timeout_seconds: float) -> str:
-    result = subprocess.run(
-        [*_POLITE, *command],
-        capture_output=True,
-        text=True,
-        timeout=timeout_seconds,
-        check=False,
-        stdin=subprocess.DEVNULL,
-    )
-    assert not result.returncode, f"{' '.join(command)}: {result.stdout[-4000:]}{result.stderr[-4000:]}"
-    return result.stdout
+    def _output(self, command: Sequence[str], timeout_seconds: float) -> str:
+        result = subprocess.run(
+            [*_POLITE, *command],
+            capture_output=True,
+            text=True,
+            timeout=timeout_seconds,
+            check=False,
+            stdin=subprocess.DEVNULL,
+            # conmon writes a file `oom` where it was started.
+            cwd=self._directory,
+        )
+        assert not result.returncode, f"{' '.join(command)}: {result.stdout[-4000:]}{result.stderr[-4000:]}"
+        return result.stdout

@@ -89,9 +89,11 @@ def test_an_agent_of_another_user_in_the_trainers_group_copies_and_says_so(
     other = Pod(engine, tmp_path / "other", rclone_bucket)
     with other.restore(USER) as restore:
         assert restore.wait() == 0, restore.said()
-    with other.trainer(OTHER_USER, steps=5, every=0, save_bytes=1) as trainer:
-        assert trainer.wait() == 0, trainer.said()
-        assert "begin 4" in trainer.said()
+    with other.agent(USER) as agent:
+        ready(agent)
+        with other.trainer(OTHER_USER, steps=5, every=0, save_bytes=1) as trainer:
+            assert trainer.wait() == 0, trainer.said()
+            assert "begin 4" in trainer.said()
     assert [path.name for path in (other.volume / "checkpoints").iterdir()] == ["checkpoint-5"]
 
 
