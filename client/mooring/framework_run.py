@@ -153,6 +153,8 @@ class FrameworkRun:
 
     def same(self, step: int, value: object) -> bool:
         """Whether this value is the same on all ranks: how many batches an evaluation after `step` has, for example."""
+        if self._given_up:
+            return False
         try:
             return self._session.team.job.same(f"same/{step}/{self._session.next_number()}", str(value))
         except MooringError as error:
@@ -229,10 +231,11 @@ class FrameworkRun:
         if not team.job.agree(begun.key("written"), written, seconds=WRITE_SECONDS):
             self._session.abort(begun)
             return False
-        ranks = self._writers(path, begun)
-        if ranks is None:
+        writers = self._writers(path, begun)
+        if writers is None:
             self._session.abort(begun)
             return False
+        ranks, brings = writers
         record = Record(
             name=path.name,
             step=begun.step,
@@ -245,7 +248,6 @@ class FrameworkRun:
             ranks=ranks.pod,
         )
         recorded: Record | None = record
-        brings = path.exists()
         if team.leads_pod and brings:
             recorded = self._record(path, record)
         if not team.job.agree(begun.key("recorded"), recorded is not None, seconds=WRITE_SECONDS) or recorded is None:
@@ -260,18 +262,23 @@ class FrameworkRun:
         _log.info("saved: name=%s kind=%s save=%s announced=%s", path.name, begun.kind, begun.save, announced)
         return announced
 
-    def _writers(self, path: Path, begun: Begun) -> Ranks | None:
-        """This rank among those whose pods have a part of the checkpoint; None when that is no whole one.
+    def _writers(self, path: Path, begun: Begun) -> tuple[Ranks, bool] | None:
+        """This rank among those that write it, and whether its pod brings a part; None when it is not whole.
 
-        All pods have one, or it is one file of rank 0, as Lightning writes it: on its pod's volume, and whole there.
+        All pods bring one; or it is one file of rank 0, as Lightning writes it, and whole in that pod, whatever an
+        earlier restore left under its name elsewhere.
         """
         job = self._session.team.job
-        if job.agree(begun.key("here"), path.exists()):
-            return job.ranks
+        if self._session.holds_whole_job:
+            return job.ranks, True
         pod = job.ranks.pod
-        alone = path.is_file() and pod == tuple(range(len(pod))) if 0 in pod else not path.exists()
+        is_first = 0 in pod
+        # Not by Path, which raises when the volume fails.
+        alone = os.path.isfile(path) and pod == tuple(range(len(pod))) if is_first else not os.path.isdir(path)  # noqa: PTH112, PTH113
         if job.agree(begun.key("alone"), alone):
-            return replace(job.ranks, world_size=len(pod))
+            return replace(job.ranks, world_size=len(pod)), is_first
+        if job.agree(begun.key("here"), os.path.exists(path)):  # noqa: PTH110
+            return job.ranks, True
         _log.warning("checkpoint not announced, a pod has no part of it: path=%s", path)
         return None
 

@@ -12,6 +12,7 @@ checkpoint to be found by `newest`.
 
 import contextlib
 import logging
+import os
 import re
 import shutil
 from collections.abc import Sequence
@@ -176,7 +177,7 @@ class LocalCheckpoints:
 
 def _delete(path: Path) -> None:
     # What cannot be deleted now is garbage by its name, and the next start tries again.
-    if path.is_dir():
+    if os.path.isdir(path):  # noqa: PTH112 - Path's raises when the volume fails
         shutil.rmtree(path, ignore_errors=True)
     else:
         with contextlib.suppress(OSError):

@@ -13,7 +13,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from structlog.testing import capture_logs
 
-from mooring_agent.adapters.volume import directory_hints
+from mooring_agent.adapters.volume import directory_hints, directory_scan
 from mooring_agent.adapters.volume.directory_scan import DirectoryScanner
 from mooring_agent.adapters.volume.staging_watch import FoundCheckpoint, StagingWatch, WatchPace, signature_of
 from mooring_agent.core.directory_snapshot import Proof
@@ -129,6 +129,23 @@ async def test_a_distributed_checkpoint_is_found_when_its_metadata_is_there(tmp_
     os.utime(data, ns=(stamp, stamp))
     await _nothing_until_canary(watch, tmp_path)
     dcp.save({"weights": torch.zeros(1000)}, checkpoint_id=tmp_path / "step-5", no_dist=True)
+    assert (await _next(watch)).path == str(tmp_path / "step-5")
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
+async def test_a_distributed_checkpoint_of_which_a_part_lies_elsewhere_is_left_alone(
+    tmp_path: Path, open_watch: Open, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # As where the metadata is larger than what is read at a time.
+    monkeypatch.setattr(directory_scan, "_READ_BYTES", 16)
+    dcp.save({"weights": torch.ones(1000)}, checkpoint_id=tmp_path / "step-5", no_dist=True)
+    part = tmp_path / "step-5" / "__0_0.distcp"
+    kept = part.read_bytes()
+    part.rename(part.with_name("__1_0.distcp"))
+    watch = open_watch()
+    await _nothing_until_canary(watch, tmp_path)
+    part.write_bytes(kept)
+    (tmp_path / "step-5" / ".metadata").touch()
     assert (await _next(watch)).path == str(tmp_path / "step-5")
 
 

@@ -207,6 +207,19 @@ def test_a_failing_fsync_costs_the_checkpoint_and_not_the_training(
     assert visible(directory) == ["checkpoint-1", "checkpoint-3"]
 
 
+def test_a_volume_that_does_not_even_say_what_is_on_it_costs_the_checkpoint_and_not_the_training(
+    make: Make, directory: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    checkpointer = make()
+    save(checkpointer, 1)
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fsync", _no_space)
+        # Path.is_dir raises all but a few errors, as EIO of a dead mount.
+        patch.setattr(Path, "is_dir", _no_space)
+        save(checkpointer, 2)
+    assert "checkpoint lost: name=checkpoint-2" in caplog.text
+
+
 def test_a_just_in_time_save_that_is_lost_is_tried_again_at_the_next_step(
     make: Make, directory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

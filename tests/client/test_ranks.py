@@ -166,8 +166,12 @@ def test_periodic_saves_are_of_all_ranks_and_every_agent_learns_of_its_own(tmp_p
         }
 
 
-def test_one_file_of_rank_0_is_whole_though_the_other_pod_has_nothing_of_it(tmp_path: Path) -> None:
+@pytest.mark.parametrize("left", ["nothing", "what an earlier restore brought"])
+def test_one_file_of_rank_0_is_whole_whatever_the_other_pod_has_under_its_name(tmp_path: Path, left: str) -> None:
     pods = [tmp_path / "a", tmp_path / "b"]
+    if left != "nothing":
+        (pods[1] / "out").mkdir(parents=True)
+        (pods[1] / "out/epoch=0-step=1.ckpt").write_text(left)
     sockets = [pod / names.STATE_DIRECTORY / names.SOCKET for pod in pods]
     with (
         serving(sockets[0], AgentServer()) as first,
@@ -181,6 +185,17 @@ def test_one_file_of_rank_0_is_whole_though_the_other_pod_has_nothing_of_it(tmp_
     record = json.loads((pods[0] / ".mooring/records/epoch=0-step=1.ckpt.json").read_text())
     assert (record["world_size"], record["ranks"]) == (2, [0, 1])
     assert not list((pods[1] / ".mooring/records").glob("*"))
+
+
+def test_what_is_not_there_is_never_taken_for_saved(tmp_path: Path, volume: Path) -> None:
+    socket = volume / names.STATE_DIRECTORY / names.SOCKET
+    with (
+        serving(socket, AgentServer()) as agent,
+        job("framework_that_wrote_nothing", tmp_path, [volume], local_world_size=1) as (rank,),
+    ):
+        assert rank.rest() == ["announced False False"]
+        assert agent.requests("AnnounceCheckpoint") == []
+        assert "checkpoint not recorded" in rank.log_text()
 
 
 def test_a_folder_of_which_one_pod_has_nothing_is_announced_by_nobody(tmp_path: Path) -> None:

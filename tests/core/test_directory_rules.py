@@ -71,6 +71,14 @@ def test_dcp_is_complete_when_its_metadata_is_no_older_than_its_data() -> None:
     assert _judge_when_quiet(_directory(*data, _file(".metadata", mtime_ns=7))).complete
 
 
+def test_dcp_is_not_complete_without_a_file_that_its_metadata_names_as_that_of_another_pod() -> None:
+    named = replace(_file("model/.metadata"), names=frozenset({"__0_0.distcp", "__1_0.distcp"}))
+    verdict = _judge_when_quiet(_directory(_file("model/__0_0.distcp"), named, *HUGGING_FACE))
+    assert verdict.reason == "model/__1_0.distcp, which model/.metadata names, is not here"
+    both = (_file("__0_0.distcp"), _file("__1_0.distcp"), replace(named, path=".metadata"))
+    assert _judge_when_quiet(_directory(*both)).complete
+
+
 def test_every_dcp_folder_inside_a_checkpoint_counts() -> None:
     files = (
         *HUGGING_FACE,

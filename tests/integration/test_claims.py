@@ -70,3 +70,19 @@ def test_a_pods_part_is_announced_once_however_long_another_pod_takes_for_its_ow
         ranks[1].go()
         ranks[0].wait_for("done")
         assert announced(agent, "checkpoint-1") == [(0, 2)]
+
+
+def test_a_pods_part_is_never_taken_for_a_checkpoint_though_all_ranks_were_killed_before_they_could_announce_it(
+    tmp_path: Path,
+) -> None:
+    first, second = tmp_path / "a", tmp_path / "b"
+    with (
+        AgentProcess(first, f"file://{tmp_path}/store") as agent,
+        job("checkpointer_with_a_slow_pod", tmp_path, [first, second], local_world_size=1) as ranks,
+    ):
+        wait_until((agent.checkpoints / "checkpoint-1").exists, FOUND_SECONDS, "the first pod has its part")
+        for rank in ranks:
+            rank.process.kill()
+        wait_until(lambda: bool(agent.log("checkpoint_not_complete")), FOUND_SECONDS, "the watch has looked at it")
+        assert announced(agent, "checkpoint-1") == []
+        assert "__1_0.distcp" in agent.log("checkpoint_not_complete")[0]["why"]

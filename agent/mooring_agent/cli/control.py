@@ -88,7 +88,7 @@ def terminating(socket: str, grace_seconds: float, source: str) -> None:
 @click.command()
 @agent_options
 def ready(socket: str) -> None:
-    """Exit with 0 when an agent answers on its socket: a startup probe.
+    """Exit with 0 when an agent answers: a startup probe.
 
     The destination is not asked. Nothing is printed then.
     """

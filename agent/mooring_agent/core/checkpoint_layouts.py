@@ -5,7 +5,7 @@ Invariants: a layout that does not show its end is never complete; nor is one of
 said how many they are, for those that this volume shows may be one pod's.
 
 Orbax           `N.orbax-checkpoint-tmp` was renamed to `N`
-DCP             `.metadata` is no older than any `.distcp` beside it
+DCP             `.metadata` is no older than any `.distcp` beside it, and all that it names are there
 Hugging Face    trainer_state.json parses and every rank's RNG state is there
 Accelerate      every rank's random states are there: each rank writes them last
 DeepSpeed       every rank's ZeRO optimizer state is there: each rank writes it last; `latest` is written too early
@@ -83,7 +83,13 @@ def _missing_in_dcp(snapshot: DirectorySnapshot, folder: str) -> str:
     newer = next(
         (file.path for file in here if file.path.endswith(".distcp") and file.mtime_ns > metadata.mtime_ns), ""
     )
-    return f"{newer} is newer than {metadata.path}" if newer else ""
+    if newer:
+        return f"{newer} is newer than {metadata.path}"
+    # Those of other pods are on volumes of their own.
+    absent = min(
+        (folder + name for name in metadata.names if folder + name not in {file.path for file in here}), default=""
+    )
+    return f"{absent}, which {metadata.path} names, is not here" if absent else ""
 
 
 def _missing_in_hugging_face(snapshot: DirectorySnapshot, paths: Collection[str], world_size: int) -> str:

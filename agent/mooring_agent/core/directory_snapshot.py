@@ -15,13 +15,17 @@ class Proof(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FileSnapshot:
-    """One file as it was seen; `path` is relative to the candidate, with `/`."""
+    """One file as it was seen; `path` is relative to the candidate, with `/`.
+
+    `names`: files beside it that it says belong to it, which DCP's metadata does.
+    """
 
     path: str
     size_bytes: int
     mtime_ns: int
     inode: int
     proof: Proof
+    names: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

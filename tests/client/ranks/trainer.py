@@ -18,7 +18,7 @@ from mooring import channel
 from mooring.framework_run import FrameworkRun
 from mooring.gate import Ask
 from mooring.local_checkpoints import LocalCheckpoints
-from mooring.records import RecordedFile
+from mooring.records import Kind, RecordedFile
 
 RANK = int(os.environ["RANK"])
 
@@ -122,10 +122,11 @@ def asynchronous_framework() -> None:
     say("done")
 
 
-def write_dcp(directory: Path) -> None:
-    """What shows its end, and the directory watch would find."""
-    (directory / "__0_0.distcp").write_text("1")
-    (directory / ".metadata").write_text("1")
+def write_dcp(directory: Path, *ranks: int) -> None:
+    """This rank's part of what `ranks` write, which the directory watch would find."""
+    (directory / f"__{RANK}_0.distcp").write_text("1")
+    if RANK == 0:
+        (directory / ".metadata").write_text(" ".join(f"__{rank}_0.distcp" for rank in ranks))
 
 
 def framework_with_a_slow_rank() -> None:
@@ -135,7 +136,7 @@ def framework_with_a_slow_rank() -> None:
     directory = Path(os.environ["MOORING_VOLUME"]) / "checkpoints" / "checkpoint-1"
     if RANK == 0:
         directory.mkdir(parents=True)
-        write_dcp(directory)
+        write_dcp(directory, 0)
         say("written")
     else:
         sys.stdin.readline()
@@ -144,7 +145,7 @@ def framework_with_a_slow_rank() -> None:
 
 
 def framework_of_one_file() -> None:
-    """Rank 0 writes the one file, as Lightning does, whose folder is there in all pods."""
+    """Rank 0 writes the one file, as Lightning does, whose folder is there in all pods, and perhaps an older one."""
     run = FrameworkRun.current()
     path = Path(os.environ["OUTPUT"]) / "epoch=0-step=1.ckpt"
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -167,6 +168,13 @@ def framework_with_a_missing_part() -> None:
     run.close()
 
 
+def framework_that_wrote_nothing() -> None:
+    """Its callbacks have moved the checkpoint away, say."""
+    run = FrameworkRun.current()
+    say(f"announced {run.announce(Path(os.environ['OUTPUT']) / 'out-1', 1, Kind.FINAL)} {run.stopping}")
+    run.close()
+
+
 def checkpointer_with_a_slow_pod() -> None:
     """Rank 1 has made its part durable when the test says so."""
     saver = mooring.Checkpointer()
@@ -180,7 +188,7 @@ def checkpointer_with_a_slow_pod() -> None:
 
         LocalCheckpoints.publish = publish_at_last  # type: ignore[method-assign]
     with saver.save(1) as directory:
-        write_dcp(directory)
+        write_dcp(directory, 0, 1)
     saver.finish()
     say("done")
 
@@ -195,6 +203,7 @@ SCENARIOS: dict[str, Callable[[], None]] = {
         framework_with_a_slow_rank,
         framework_of_one_file,
         framework_with_a_missing_part,
+        framework_that_wrote_nothing,
         checkpointer_with_a_slow_pod,
     )
 }

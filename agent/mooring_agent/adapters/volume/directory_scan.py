@@ -6,6 +6,7 @@ then differs from the last one; no link is followed out of a candidate, and a li
 
 import json
 import os
+import re
 import stat
 import zipfile
 from collections.abc import Iterator
@@ -19,16 +20,24 @@ _ZIP_SUFFIXES: Final = (".pt", ".pth", ".ckpt", ".bin", ".pkl")
 _ZIP_START: Final = b"PK\x03\x04"
 _JSON_LIMIT_BYTES: Final = 256 * 1024 * 1024
 _HEADER_LIMIT_BYTES: Final = 100_000_000
+_READ_BYTES: Final = 1024 * 1024
+
+# In a pickle, which is not ours to load: the names of files stand in it as they are.
+_DCP_FILE: Final = re.compile(rb"__\d+_\d+\.distcp")
+_DCP_METADATA: Final = ".metadata"
+_DCP_NAME_BYTES: Final = 64
+"""Longer than any of them."""
 
 _Key = tuple[str, int, int, int]
+_Said = tuple[Proof, frozenset[str]]
 
 
 class DirectoryScanner:
-    """Takes snapshots of one directory; remembers the proofs of files that did not change since the last scan."""
+    """Takes snapshots of one directory; remembers what files said that did not change since the last scan."""
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
-        self._proofs: dict[_Key, Proof] = {}
+        self._said: dict[_Key, _Said] = {}
 
     def scan(self, seen_at: float) -> list[DirectorySnapshot]:
         """Every candidate, by name; none if the directory is not there. Blocks. Raises OSError if it is unreadable."""
@@ -36,16 +45,16 @@ class DirectoryScanner:
             names = sorted(path.name for path in self._directory.iterdir())
         except (FileNotFoundError, NotADirectoryError):
             names = []
-        known: dict[_Key, Proof] = {}
+        known: dict[_Key, _Said] = {}
         snapshots = [snapshot for name in names if (snapshot := self._look(name, seen_at, known))]
-        self._proofs = known
+        self._said = known
         return snapshots
 
     def look(self, name: str) -> DirectorySnapshot | None:
         """One entry, if it is a candidate; `seen_at` is 0."""
         return self._look(name, 0.0, {})
 
-    def _look(self, name: str, seen_at: float, known: dict[_Key, Proof]) -> DirectorySnapshot | None:
+    def _look(self, name: str, seen_at: float, known: dict[_Key, _Said]) -> DirectorySnapshot | None:
         root = self._directory / name
         try:
             mode = root.lstat().st_mode
@@ -61,7 +70,7 @@ class DirectoryScanner:
         )
 
     def _files(
-        self, root: Path, is_folder: bool, folders: list[str], known: dict[_Key, Proof]
+        self, root: Path, is_folder: bool, folders: list[str], known: dict[_Key, _Said]
     ) -> Iterator[FileSnapshot]:
         """The files below `root`, or `root` itself; adds to `folders` and `known`."""
         paths = _walk(root, folders) if is_folder else iter([root.name])
@@ -72,17 +81,19 @@ class DirectoryScanner:
                 if not stat.S_ISREG(status.st_mode):
                     continue
                 key = (str(absolute), status.st_size, status.st_mtime_ns, status.st_ino)
-                proof = self._proofs.get(key) or _prove(absolute, status.st_size)
+                said = self._said.get(key) or (_prove(absolute, status.st_size), _names(absolute))
             except OSError:
                 # Gone, or not ours to read: in that case staging says so.
                 continue
-            known[key] = proof
+            known[key] = said
+            proof, names = said
             yield FileSnapshot(
                 path=path,
                 size_bytes=status.st_size,
                 mtime_ns=status.st_mtime_ns,
                 inode=status.st_ino,
                 proof=proof,
+                names=names,
             )
 
 
@@ -102,6 +113,21 @@ def _walk(root: Path, folders: list[str]) -> Iterator[str]:
         except OSError:
             # As for files, above.
             continue
+
+
+def _names(path: Path) -> frozenset[str]:
+    """The files that DCP's metadata names; OSError if it cannot be read."""
+    if path.name != _DCP_METADATA:
+        return frozenset()
+    found: set[bytes] = set()
+    with path.open("rb") as file:
+        rest = b""
+        # It may be larger than we are.
+        while read := file.read(_READ_BYTES):
+            text = rest + read
+            found.update(_DCP_FILE.findall(text))
+            rest = text[-_DCP_NAME_BYTES:]
+    return frozenset(name.decode() for name in found)
 
 
 def _prove(path: Path, size_bytes: int) -> Proof:
