@@ -14,10 +14,13 @@ from tests.servers.server import ACCESS_KEY, SECRET_KEY
 
 _PROGRAMS = ("ceph", "ceph-authtool", "ceph-mon", "ceph-osd", "monmaptool", "radosgw", "radosgw-admin")
 _COMMAND_SECONDS = 60
+_TRIES = 10
+_NOT_ASKED = "problem getting command descriptions"
+"""A busy monitor turned the program away before it could ask for anything."""
 _CONFIGURATION = """
 [global]
 fsid = {fsid}
-mon host = 127.0.0.1:{monitor_port}
+mon host = [v1:127.0.0.1:{monitor_port}]
 auth cluster required = none
 auth service required = none
 auth client required = none
@@ -115,8 +118,12 @@ class CephServer:
 
     def _run(self, program: str, *arguments: str) -> None:
         options = [] if program in ("ceph-authtool", "monmaptool") else ["-c", f"{self._directory}/ceph.conf"]
-        result = subprocess.run(
-            [program, *options, *arguments], capture_output=True, text=True, timeout=_COMMAND_SECONDS, check=False
-        )
-        if result.returncode:
-            raise RuntimeError(f"{program} {' '.join(arguments)}: {result.stderr[-2000:]}")
+        for _ in range(_TRIES):
+            result = subprocess.run(
+                [program, *options, *arguments], capture_output=True, text=True, timeout=_COMMAND_SECONDS, check=False
+            )
+            if result.returncode == 0:
+                return
+            if _NOT_ASKED not in result.stderr:
+                break
+        raise RuntimeError(f"{program} {' '.join(arguments)}: {result.stderr[-2000:]}")
