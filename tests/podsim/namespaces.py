@@ -22,7 +22,7 @@ from tests.podsim.view import Start
 
 _SYSTEM = ("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/etc", "/opt", "/sys")
 _DEVICES = ("null", "zero", "full", "random", "urandom")
-_PROGRAMS = ("unshare", "nsenter", "setpriv", "chroot", "env", "mount")
+_PROGRAMS = ("unshare", "nsenter", "setpriv", "setsid", "chroot", "env", "mount")
 _START_SECONDS = 60.0
 _POLL_SECONDS = 0.002
 _LOG_TAIL = 1000
@@ -201,6 +201,7 @@ def _as_container(start: Start, words: Sequence[str]) -> list[str]:
     environment = {**start.image.environment, **start.environment}
     return [
         *_as(start.identity),
+        "setsid",
         "env",
         "-i",
         f"--chdir={start.working_directory or '/'}",
