@@ -22,7 +22,7 @@ from tests.podsim.view import Start
 
 _SYSTEM = ("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/etc", "/opt", "/sys")
 _DEVICES = ("null", "zero", "full", "random", "urandom")
-_PROGRAMS = ("unshare", "nsenter", "setpriv", "chroot", "env", "mount")
+_PROGRAMS = ("unshare", "nsenter", "setpriv", "setsid", "chroot", "env", "mount")
 _START_SECONDS = 60.0
 _POLL_SECONDS = 0.002
 _LOG_TAIL = 1000
@@ -76,7 +76,7 @@ class NamespaceView:
             enter = ["nsenter", f"--pid=/proc/{self._pause.pid}/ns/pid", "--"]
             command = [*_WITH_US, *enter, *_WITH_US, *_OWN_MOUNTS, "sh", "-euc", script]
         with start.log.open("ab") as log:
-            waiter = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
+            waiter = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True)
         _wait_for(ready.exists, waiter, start)
         pid = only_child(waiter.pid)
         # In a process namespace of its own they end with the first.
@@ -92,6 +92,7 @@ class NamespaceView:
                     stdin=subprocess.DEVNULL,
                     stdout=subprocess.PIPE,
                     stderr=log,
+                    start_new_session=True,
                 )
             )
 
@@ -129,7 +130,7 @@ def _mounts_of(pid: int) -> _SharedMounts | None:
 
 def _start_pause() -> ContainerProcess:
     command = [*_WITH_US, "unshare", *_OWN_PROCESSES, sys.executable, "-c", _PAUSE]
-    waiter = subprocess.Popen(command, stdin=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    waiter = subprocess.Popen(command, stdin=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True)
     deadline = time.monotonic() + _START_SECONDS
     while (pid := only_child(waiter.pid)) is None:
         assert waiter.poll() is None, f"the pause process ended with {waiter.returncode}"
@@ -200,6 +201,7 @@ def _as_container(start: Start, words: Sequence[str]) -> list[str]:
     environment = {**start.image.environment, **start.environment}
     return [
         *_as(start.identity),
+        "setsid",
         "env",
         "-i",
         f"--chdir={start.working_directory or '/'}",

@@ -52,6 +52,7 @@ class MappedView:
                     stderr=log,
                     env=self._environment(start),
                     cwd=self._directory(start),
+                    start_new_session=True,
                 )
             )
 

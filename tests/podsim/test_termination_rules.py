@@ -165,3 +165,8 @@ def test_a_mapped_container_leaves_no_process_behind_either(short_directory: obj
     assert process is not None
     made.wait_ended(END_SECONDS)
     assert process.members() == []
+
+
+def test_who_signals_his_own_process_group_reaches_nobody_outside_his_container(node: Node) -> None:
+    made = node.run(pod(container("trainer", 'trap "" TERM; kill 0; exit 0'), container("other", "sleep 1; exit 0")))
+    assert made.wait_ended(END_SECONDS) is Phase.SUCCEEDED

@@ -31,7 +31,10 @@ class Start:
 
 
 class View(Protocol):
-    """One pod's view. One thread starts its containers, and lives as long as the pod: with it they would end."""
+    """One pod's view. One thread starts its containers, and lives as long as the pod: with it they would end.
+
+    Each container has a session of its own: who signals his process group reaches nobody outside.
+    """
 
     def start(self, start: Start) -> ContainerProcess:
         """Returns once nothing but the program's own start is left to do. Raises OSError where that fails."""
