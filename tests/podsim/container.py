@@ -14,6 +14,8 @@ from tests.podsim.view import Start
 
 SIGKILLED = 137
 _CANNOT_START = 128
+# Nothing survives it; a busy machine is slow to say so.
+_AFTER_SIGKILL_SECONDS = 30.0
 
 
 class Role(StrEnum):
@@ -120,9 +122,13 @@ class Container:
         self._end(Ending(exit_code=code, reason=reason), "")
         return True
 
-    def terminate(self) -> None:
-        self._timeline.note(What.SIGTERM, self.name)
+    def stop(self, grace_seconds: int) -> None:
+        """SIGTERM, and SIGKILL when it runs on for so long; blocks until it has ended."""
+        self._timeline.note(What.SIGTERM, self.name, f"{grace_seconds} s")
         self.send(signal.SIGTERM)
+        if not self.wait_ended(grace_seconds):
+            self.kill("")
+            self.wait_ended(_AFTER_SIGKILL_SECONDS)
 
     def send(self, number: signal.Signals) -> None:
         process = self.process

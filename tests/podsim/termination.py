@@ -19,9 +19,6 @@ EVICTION_GRACE_SECONDS = 1
 eviction_manager.go, immediateEvictionGracePeriodSeconds]; with the minimum above it makes about 2 s for the trainer and
 3 s for a native sidecar, as was seen on a real node."""
 
-# Nothing survives it; a busy machine is slow to say so.
-_AFTER_SIGKILL_SECONDS = 30.0
-
 RunHook = Callable[[Container, float], None]
 """Runs a container's preStop handler, at most so many seconds."""
 
@@ -69,8 +66,5 @@ def kill_container(
     if remaining > 0:
         remaining -= math.floor(order.wait_for_turn(container.name, remaining))
     if container.running:
-        container.terminate()
-        if not container.wait_ended(max(remaining, MINIMUM_GRACE_SECONDS)):
-            container.kill("")
-            container.wait_ended(_AFTER_SIGKILL_SECONDS)
+        container.stop(max(remaining, MINIMUM_GRACE_SECONDS))
     order.is_over(container.name)

@@ -14,6 +14,7 @@ class What(StrEnum):
     PROBE_FAILED = "probe failed"
     PRE_STOP = "preStop"
     SIGTERM = "SIGTERM"
+    """The detail says after how many seconds SIGKILL follows."""
     SIGKILL = "SIGKILL"
     EXITED = "exited"
     DELETED = "deleted"
@@ -44,6 +45,10 @@ class Timeline:
 
     def all(self, what: What, container: str = "") -> list[Moment]:
         return [one for one in list(self.moments) if one.what is what and one.container == container]
+
+    def seconds_left(self, container: str) -> int:
+        """What a container was given between SIGTERM and SIGKILL."""
+        return int(self.all(What.SIGTERM, container)[0].detail.split()[0])
 
     def at(self, what: What, container: str = "") -> float:
         """When it happened first. AssertionError when it did not."""

@@ -49,8 +49,8 @@ def test_with_too_little_time_the_older_step_stays_what_is_resumed_and_what_is_l
 
 
 def test_from_an_eviction_nothing_is_lost_but_what_was_never_durable(job: DemoJob) -> None:
-    # The pod's own grace period is what the agent believes in; kubelet gives it a tenth of that.
-    first = job.start(grace_seconds=30)
+    # The pod's own grace period is what the agent believes in; kubelet gives it a twentieth of that.
+    first = job.start(grace_seconds=60)
     first.wait_begun()
     durable = first.save_now()
     job.wait_stored(durable, first)
@@ -58,7 +58,7 @@ def test_from_an_eviction_nothing_is_lost_but_what_was_never_durable(job: DemoJo
     first.pod.evict()
     assert first.pod.wait_ended(END_SECONDS) is Phase.FAILED
     assert first.pod.reason == "Evicted"
-    assert first.pod.timeline.seconds_between(What.EVICTED, What.ENDED) < 30 / 2
+    assert first.pod.timeline.seconds_between(What.EVICTED, What.ENDED) < 60 / 2
     assert job.stored_steps() == [durable]
     job.proxy.throttle(0)
     assert job.start().wait_begun() == durable
