@@ -18,7 +18,7 @@ from types import MappingProxyType
 from typing import Any, Final, get_args, get_origin, get_type_hints
 from urllib.parse import quote, unquote
 
-from mooring_agent.core.errors import ErrorKind, MooringError
+from mooring_agent.core.errors import ConfigurationError, MooringError
 from mooring_agent.core.object_layout import LONGEST_PREFIX_BYTES, check_token
 from mooring_agent.core.settings import GIB, MIB, Settings, StoreSettings, TerminationSettings, TransferSettings
 from mooring_api.names import (
@@ -84,16 +84,6 @@ class SettingField:
     def foreign_variables(self) -> tuple[str, ...]:
         """Variables that are not ours and count where nobody said anything to Mooring itself."""
         return _FOREIGN_VARIABLES.get(self.key, ())
-
-
-class ConfigurationError(MooringError):
-    """All that is wrong with the settings, one line per mistake in `problems`."""
-
-    def __init__(self, problems: list[str]) -> None:
-        super().__init__(
-            ErrorKind.BAD_CONFIGURATION, "; ".join(problems), hint="every setting is described in docs/settings.md"
-        )
-        self.problems = problems
 
 
 @cache

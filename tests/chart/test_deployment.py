@@ -6,8 +6,7 @@ import pytest
 from tests.chart.rendering import NAMESPACE, Object, arguments_of, of_kind, render, webhook_pod
 from tests.chart.values_matrix import MATRIX
 
-from mooring_agent.cli import cli
-from mooring_agent.cli.webhook import _settings
+from mooring_agent.cli.webhook import _settings, webhook
 from mooring_agent.webhook.server import _FINISH_SECONDS
 from mooring_agent.webhook.settings import Pace, WebhookSettings
 
@@ -17,7 +16,8 @@ WITH_DEFAULTS_OF_THE_PROGRAM = {"log_format"}
 def settings_of(objects: list[Object]) -> WebhookSettings:
     """As the real command line understands the flags. Raises what an admin would be told."""
     command, *flags = arguments_of(objects)
-    return _settings(cli.commands[command].make_context(command, flags).params)
+    assert command == webhook.name
+    return _settings(webhook.make_context(command, flags).params)
 
 
 def container_of(pod: Object) -> Object:
@@ -46,7 +46,7 @@ def test_every_flag_of_the_webhook_is_the_charts_to_set() -> None:
     passed = set()
     for values in MATRIX.values():
         passed |= {flag.split("=")[0] for flag in arguments_of(render(values))[1:]}
-    options = {option.name: set(option.opts) for option in cli.commands["webhook"].params}
+    options = {option.name: set(option.opts) for option in webhook.params}
     assert {name for name, flags in options.items() if not flags & passed} == WITH_DEFAULTS_OF_THE_PROGRAM
 
 

@@ -6,8 +6,7 @@ import pytest
 from tests.chart.rendering import NAMESPACE, Object, arguments_of, of_kind, render, webhook_pod
 from tests.chart.values_matrix import MATRIX
 
-from mooring_agent.cli import cli
-from mooring_agent.cli.webhook import _settings
+from mooring_agent.cli.webhook import _settings, webhook
 from mooring_agent.webhook.settings import SelfManaged
 
 SELF_MANAGED = {case: values for case, values in MATRIX.items() if not values.get("certManager", {}).get("enabled")}
@@ -17,7 +16,8 @@ CERT_MANAGER = {case: values for case, values in MATRIX.items() if case not in S
 def managed_by(objects: list[Object]) -> SelfManaged | None:
     """As the webhook understands its flags."""
     command, *flags = arguments_of(objects)
-    return _settings(cli.commands[command].make_context(command, flags).params).self_managed
+    assert command == webhook.name
+    return _settings(webhook.make_context(command, flags).params).self_managed
 
 
 @pytest.mark.parametrize("values", SELF_MANAGED.values(), ids=SELF_MANAGED)

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import click
 import pytest
 from tests.harness.agent_process import AgentProcess, wait_until, write_checkpoint
 from tests.servers.server import Bucket
@@ -57,6 +58,14 @@ def test_ready_says_by_its_exit_code_whether_an_agent_answers(agent: AgentProces
     shown = mooring("ready", "--socket", agent.socket)
     assert (shown.returncode, shown.stdout) == (1, "")
     assert "no agent answers" in shown.stderr
+
+
+def test_a_probe_loads_nothing_that_takes_long(tmp_path: Path) -> None:
+    command = [sys.executable, "-X", "importtime", "-m", "mooring_agent", "ready", "--socket", str(tmp_path / "no")]
+    said = subprocess.run(command, capture_output=True, text=True).stderr
+    loaded = set(re.findall(r"\| +(\w+)$", said, re.MULTILINE))
+    assert "click" in loaded
+    assert loaded.isdisjoint({"grpc", "google", "rich", "structlog", "aiohttp", "asyncio"})
 
 
 def test_status_before_the_first_checkpoint_says_what_a_crash_would_cost(agent: AgentProcess) -> None:
@@ -190,7 +199,7 @@ def test_the_overview_fits_a_narrow_terminal() -> None:
     assert "..." not in shown.partition("Commands:")[2]
 
 
-@pytest.mark.parametrize("command", sorted(cli.commands))
+@pytest.mark.parametrize("command", sorted(cli.list_commands(click.Context(cli))))
 def test_every_command_explains_itself(command: str) -> None:
     shown = mooring(command, "--help", columns=80)
     assert (shown.returncode, shown.stderr) == (0, "")

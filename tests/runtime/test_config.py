@@ -7,13 +7,13 @@ import pytest
 
 from mooring_agent.cli.setting_options import environment_of
 from mooring_agent.config import (
-    ConfigurationError,
     load_settings,
     load_store_settings,
     parse_bytes,
     setting_fields,
     unknown_variables,
 )
+from mooring_agent.core.errors import ConfigurationError
 from mooring_agent.core.settings import GIB, MIB, Settings
 from mooring_agent.settings_page import settings_page
 

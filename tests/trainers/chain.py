@@ -74,7 +74,8 @@ class Chain:
             assert agent.wait(END_SECONDS) == 0, agent.log_text()
             assert agent.log("watch.found") == [], "the trainer announces what it saves, however long that takes"
             self.losses |= job.losses()
-            stopped = job.last_steps()
+            # Who resumes at the end of an epoch evaluates first, and may be told before its first step.
+            stopped = [max(step, self.step) for step in job.last_steps()]
             assert len(set(stopped)) == 1, f"the ranks trained to different steps: {stopped}\n{job.output()}"
             self.step = self._newest()
             assert noticed <= self.step <= noticed + STEPS_AFTER_NOTICE, job.output()

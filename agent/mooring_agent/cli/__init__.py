@@ -1,26 +1,52 @@
-"""The command line. Each module has the commands of one audience; this one only gathers them.
+"""The command line. Each module has the commands of one audience; this one only finds them.
 
 Exit codes: 0 fine, 1 a problem was found or the work failed, 2 wrong usage; `mooring run` gives the program's own.
 """
 
+from collections.abc import Mapping
+from importlib import import_module
+from types import MappingProxyType
+from typing import Final
+
 import click
 
 from mooring_agent import __version__
-from mooring_agent.cli.agent import agent
-from mooring_agent.cli.control import ready, save, status, terminating
-from mooring_agent.cli.demo import demo
-from mooring_agent.cli.destination import ls, prune, verify
-from mooring_agent.cli.doctor import doctor
-from mooring_agent.cli.restore import restore
-from mooring_agent.cli.run import run
-from mooring_agent.cli.webhook import webhook
+
+_MODULES: Final[Mapping[str, str]] = MappingProxyType(
+    {
+        "run": "run",
+        "agent": "agent",
+        "restore": "restore",
+        "ls": "destination",
+        "status": "control",
+        "save": "control",
+        "ready": "hooks",
+        "terminating": "hooks",
+        "verify": "destination",
+        "prune": "destination",
+        "doctor": "doctor",
+        "demo": "demo",
+        "webhook": "webhook",
+    }
+)
+"""The module of each command, in the order in which people meet them."""
 
 
-@click.group(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110})
+class _Commands(click.Group):
+    """Imports a command when it is asked for: a probe or a hook shall not wait for the whole agent to load."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return list(_MODULES)
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        if cmd_name not in _MODULES:
+            return None
+        command = getattr(import_module(f"{__name__}.{_MODULES[cmd_name]}"), cmd_name)
+        assert isinstance(command, click.Command)
+        return command
+
+
+@click.group(cls=_Commands, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110})
 @click.version_option(__version__, prog_name="mooring")
 def cli() -> None:
     """Keeps a training job's work safe when its pod is not."""
-
-
-for command in (run, agent, restore, ls, status, save, ready, terminating, verify, prune, doctor, demo, webhook):
-    cli.add_command(command)

@@ -1,60 +1,16 @@
-"""One call to a running agent from the command line: which agent, and how its refusals are said."""
+"""One call to a running agent from the command line, and how its refusals are said."""
 
-import functools
-import os
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
-import click
 import grpc
 
-from mooring_agent.cli.reporting import errors_reported
 from mooring_agent.core.errors import ErrorKind, MooringError
-from mooring_api.names import ENV_SOCKET, ENV_VOLUME, RUN_VOLUME, SOCKET, STATE_DIRECTORY
 from mooring_api.socket_address import socket_address
 from mooring_api.v1 import agent_pb2_grpc
 
 CALL_TIMEOUT_SECONDS = 10.0
-
-
-def agent_options(command: Callable[..., None]) -> Callable[..., None]:
-    """Adds --volume and --socket; the command gets the path of the agent's socket as `socket`."""
-
-    @functools.wraps(command)
-    def wrapper(*, socket: str | None, volume: str | None, **values: Any) -> None:
-        with errors_reported():
-            found = _find_socket(socket, volume)
-        command(socket=found, **values)
-
-    decorated: Callable[..., None] = wrapper
-    decorated = click.option("--socket", metavar="PATH", help=f"The agent's unix socket.  [env: {ENV_SOCKET}]")(
-        decorated
-    )
-    return click.option(
-        "--volume",
-        metavar="PATH",
-        help=f"The agent's volume.  [default: ./{RUN_VOLUME} where `mooring run` was used; env: {ENV_VOLUME}]",
-    )(decorated)
-
-
-def _find_socket(socket: str | None, volume: str | None) -> str:
-    """From the flags, else from the environment, else below the working directory. Raises MooringError."""
-    if not socket and not volume:
-        socket, volume = os.environ.get(ENV_SOCKET), os.environ.get(ENV_VOLUME)
-        if not volume and Path(RUN_VOLUME, STATE_DIRECTORY).is_dir():
-            volume = RUN_VOLUME
-    if socket:
-        return socket
-    if volume:
-        return str(Path(volume).absolute() / STATE_DIRECTORY / SOCKET)
-    raise MooringError(
-        ErrorKind.BAD_CONFIGURATION,
-        "no agent to talk to: neither a socket nor a volume is known",
-        hint=f"give --volume or --socket, call from where `mooring run` was started, "
-        f"or set {ENV_VOLUME} or {ENV_SOCKET} as in the trainer's container",
-    )
 
 
 @contextmanager

@@ -1,7 +1,6 @@
-"""Commands for whoever watches or steers a running agent: status, save, ready, terminating."""
+"""Commands for whoever watches or steers a running agent: status and save."""
 
 import json
-import socket as socketlib
 import time
 from typing import Any, Final
 
@@ -13,10 +12,10 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from mooring_agent.cli.agent_call import CALL_TIMEOUT_SECONDS, agent_options, agent_stub
+from mooring_agent.cli.agent_call import CALL_TIMEOUT_SECONDS, agent_stub
+from mooring_agent.cli.agent_options import agent_options
 from mooring_agent.cli.reporting import errors_reported
 from mooring_agent.cli.wording import age, amount
-from mooring_agent.core.errors import ErrorKind, MooringError
 from mooring_api.v1 import agent_pb2
 
 _BAR_WIDTH: Final = 10
@@ -67,42 +66,6 @@ def save(socket: str, reason: str, as_json: bool) -> None:
         click.echo("nobody trains here that could be asked: no live rank is known", err=True)
     if not answer.ranks:
         raise SystemExit(1)
-
-
-@click.command()
-@agent_options
-@click.option("--grace-seconds", type=float, default=0.0, help="Until SIGKILL, from now; 0: as configured.")
-@click.option("--source", default="preStop", help="Who says so, for the log.")
-def terminating(socket: str, grace_seconds: float, source: str) -> None:
-    """Tell the agent that the pod is ending: a preStop hook.
-
-    Returns at once; the agent goes on by itself.
-    """
-    with errors_reported(), agent_stub(socket) as stub:
-        stub.NotifyTermination(
-            agent_pb2.NotifyTerminationRequest(grace_seconds=grace_seconds, source=source),
-            timeout=CALL_TIMEOUT_SECONDS,
-        )
-
-
-@click.command()
-@agent_options
-def ready(socket: str) -> None:
-    """Exit with 0 when an agent answers: a startup probe.
-
-    The destination is not asked. Nothing is printed then.
-    """
-    with errors_reported():
-        try:
-            with socketlib.socket(socketlib.AF_UNIX) as connection:
-                connection.settimeout(CALL_TIMEOUT_SECONDS)
-                connection.connect(socket)
-        except OSError as error:
-            raise MooringError(
-                ErrorKind.UNREACHABLE,
-                f"no agent answers on {socket}: {error.strerror or error}",
-                hint="it may be starting still; --volume or --socket names another",
-            ) from error
 
 
 def _show(update: agent_pb2.Status, as_json: bool) -> None:

@@ -5,8 +5,7 @@ from contextlib import contextmanager
 
 import click
 
-from mooring_agent.config import ConfigurationError
-from mooring_agent.core.errors import MooringError
+from mooring_agent.core.errors import ConfigurationError, MooringError
 
 
 @contextmanager

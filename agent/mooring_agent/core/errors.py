@@ -112,3 +112,13 @@ class NoticesError(MooringError):
 
 class ClusterError(MooringError):
     """Kubernetes did not take what it was told."""
+
+
+class ConfigurationError(MooringError):
+    """All that is wrong with the settings, one line per mistake in `problems`."""
+
+    def __init__(self, problems: list[str]) -> None:
+        super().__init__(
+            ErrorKind.BAD_CONFIGURATION, "; ".join(problems), hint="every setting is described in docs/settings.md"
+        )
+        self.problems = problems

@@ -1,0 +1,55 @@
+"""What Kubernetes itself runs in a sidecar: ready, its startup probe, and terminating, its preStop hook.
+
+Each is a process of its own, where a fraction of a core is all there is and an eviction may leave two seconds.
+So nothing is imported here that takes long, and gRPC only for the call.
+"""
+
+import socket as socketlib
+from typing import Final
+
+import click
+
+from mooring_agent.cli.agent_options import agent_options
+from mooring_agent.cli.reporting import errors_reported
+from mooring_agent.core.errors import ErrorKind, MooringError
+
+_CONNECT_SECONDS: Final = 10.0
+
+
+@click.command()
+@agent_options
+@click.option("--grace-seconds", type=float, default=0.0, help="Until SIGKILL, from now; 0: as configured.")
+@click.option("--source", default="preStop", help="Who says so, for the log.")
+def terminating(socket: str, grace_seconds: float, source: str) -> None:
+    """Tell the agent that the pod is ending: a preStop hook.
+
+    Returns at once; the agent goes on by itself.
+    """
+    from mooring_agent.cli.agent_call import CALL_TIMEOUT_SECONDS, agent_stub
+    from mooring_api.v1 import agent_pb2
+
+    with errors_reported(), agent_stub(socket) as stub:
+        stub.NotifyTermination(
+            agent_pb2.NotifyTerminationRequest(grace_seconds=grace_seconds, source=source),
+            timeout=CALL_TIMEOUT_SECONDS,
+        )
+
+
+@click.command()
+@agent_options
+def ready(socket: str) -> None:
+    """Exit with 0 when an agent answers: a startup probe.
+
+    The destination is not asked. Nothing is printed then.
+    """
+    with errors_reported():
+        try:
+            with socketlib.socket(socketlib.AF_UNIX) as connection:
+                connection.settimeout(_CONNECT_SECONDS)
+                connection.connect(socket)
+        except OSError as error:
+            raise MooringError(
+                ErrorKind.UNREACHABLE,
+                f"no agent answers on {socket}: {error.strerror or error}",
+                hint="it may be starting still; --volume or --socket names another",
+            ) from error
