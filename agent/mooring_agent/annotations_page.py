@@ -4,12 +4,12 @@ from collections.abc import Iterator
 from typing import Final
 
 from mooring_agent.config import SettingField
-from mooring_agent.core.annotation_fields import OWN, WRITTEN_BY_US, settings_annotations
+from mooring_agent.core.injection.annotation_fields import OWN, WRITTEN_BY_US, settings_annotations
 
 _INTRODUCTION: Final = """\
 # Annotations
 
-<!-- Made by `python -m mooring_agent.annotations_page` from core/annotation_fields.py and core/settings.py. -->
+<!-- Made by `python -m mooring_agent.annotations_page` from annotation_fields.py and settings.py in core/. -->
 
 What a pod asks Mooring for. They stand in the metadata of the pod itself: in the template of a Job or of anything else
 that makes pods, not in the Job's own. Values are texts, so numbers and `true` want quotation marks. All mistakes in a

@@ -14,7 +14,7 @@ from tests.harness.webhook_process import training_pod
 
 from mooring_agent.core.annotations import read_annotations
 from mooring_agent.core.errors import PASSING, RETRYABLE, ErrorKind
-from mooring_agent.core.injection import Injection, InjectionDefaults, Mutation
+from mooring_agent.core.injection.spec import Injection, InjectionDefaults, Mutation
 from mooring_agent.core.pod_mutation import mutate
 from mooring_api import names
 

@@ -18,7 +18,7 @@ from tests.harness.installed_chart import bundle_patch, kept_when_due
 from tests.harness.webhook_process import training_pod
 from tests.injection import golden_pods
 
-from mooring_agent.core.injection import Mutation
+from mooring_agent.core.injection.spec import Mutation
 from mooring_agent.webhook.certificate_secret import read_bundle, read_secret
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]

@@ -13,7 +13,7 @@ import yaml
 
 from mooring_agent import __version__
 from mooring_agent.core.annotations import read_annotations
-from mooring_agent.core.injection import Injection, InjectionDefaults, Mutation, Refusal, Skip
+from mooring_agent.core.injection.spec import Injection, InjectionDefaults, Mutation, Refusal, Skip
 from mooring_agent.core.pod_mutation import mutate
 
 FOLDER: Final = Path(__file__).parent / "golden"

@@ -9,7 +9,7 @@ import pytest
 
 from mooring_agent.core import admission_review
 from mooring_agent.core.admission_review import Answer, Outcome, answer
-from mooring_agent.core.injection import FailurePolicy, InjectionDefaults
+from mooring_agent.core.injection.spec import FailurePolicy, InjectionDefaults
 
 DEFAULTS = InjectionDefaults(image="example.com/mooring:1")
 

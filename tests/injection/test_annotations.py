@@ -6,7 +6,7 @@ import pytest
 
 from mooring_agent.annotations_page import annotations_page
 from mooring_agent.core.annotations import default_problems, read_annotations
-from mooring_agent.core.injection import (
+from mooring_agent.core.injection.spec import (
     CaBundle,
     CaSource,
     Claim,

@@ -8,9 +8,9 @@ import pytest
 from tests.injection.golden_pods import IMAGE
 from tests.injection.promises import OURS, assert_nothing_of_the_users_is_lost, assert_ours_are_last
 
-from mooring_agent.core.injection import Injection, InjectionDefaults, Mutation, Refusal, Sidecar
+from mooring_agent.core.injection.quantity import parse_quantity
+from mooring_agent.core.injection.spec import Injection, InjectionDefaults, Mutation, Refusal, Sidecar
 from mooring_agent.core.pod_mutation import mutate
-from mooring_agent.core.quantity import parse_quantity
 
 DEFAULTS = InjectionDefaults(image=IMAGE)
 ASKED = Injection(destination="s3://bucket/run", run_as_user=1000)

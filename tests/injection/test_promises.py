@@ -16,8 +16,8 @@ from tests.injection.promises import (
 )
 
 from mooring_agent.core.admission_review import Outcome, answer
-from mooring_agent.core.injection import FailurePolicy, Injection, InjectionDefaults, Mutation, Refusal, Skip
-from mooring_agent.core.json_patch import difference
+from mooring_agent.core.injection.json_patch import difference
+from mooring_agent.core.injection.spec import FailurePolicy, Injection, InjectionDefaults, Mutation, Refusal, Skip
 from mooring_agent.core.pod_mutation import mutate
 
 DEFAULTS = st.builds(InjectionDefaults, image=st.just(IMAGE), openshift=st.booleans())

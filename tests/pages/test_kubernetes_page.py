@@ -9,7 +9,7 @@ import pytest
 import yaml
 
 from mooring_agent.core.annotations import read_annotations
-from mooring_agent.core.injection import Injection, InjectionDefaults, Mutation
+from mooring_agent.core.injection.spec import Injection, InjectionDefaults, Mutation
 from mooring_agent.core.pod_mutation import mutate
 from mooring_api import names
 

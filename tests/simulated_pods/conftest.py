@@ -9,7 +9,7 @@ from tests.servers.fault_proxy import FaultProxy
 from tests.servers.server import Bucket
 from tests.simulated_pods.demo_job import DemoJob
 
-from mooring_agent.core.injection import Sidecar
+from mooring_agent.core.injection.spec import Sidecar
 
 
 @pytest.fixture(params=list(Sidecar), ids=str)

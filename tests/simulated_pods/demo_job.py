@@ -16,7 +16,7 @@ from tests.servers.fault_proxy import FaultProxy
 from tests.servers.server import ACCESS_KEY, SECRET_KEY, Bucket
 
 from mooring_agent.core.annotations import read_annotations
-from mooring_agent.core.injection import Injection, InjectionDefaults, Mutation, Sidecar
+from mooring_agent.core.injection.spec import Injection, InjectionDefaults, Mutation, Sidecar
 from mooring_agent.core.pod_mutation import mutate
 from mooring_api.names import AGENT_CONTAINER, RESTORE_CONTAINER
 

@@ -5,7 +5,7 @@ from tests.podsim.phase import Phase
 from tests.podsim.timeline import What
 from tests.simulated_pods.demo_job import AGENT, END_SECONDS, RESTORE, START_SECONDS, TRAINER, DemoJob
 
-from mooring_agent.core.injection import Sidecar
+from mooring_agent.core.injection.spec import Sidecar
 
 pytestmark = [
     pytest.mark.slow,

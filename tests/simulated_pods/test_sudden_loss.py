@@ -6,7 +6,7 @@ from tests.podsim.timeline import What
 from tests.servers.fault_proxy import Fault, Rule
 from tests.simulated_pods.demo_job import AGENT, END_SECONDS, START_SECONDS, TRAINER, DemoJob, DemoPod
 
-from mooring_agent.core.injection import Sidecar
+from mooring_agent.core.injection.spec import Sidecar
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 

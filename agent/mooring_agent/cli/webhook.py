@@ -10,7 +10,7 @@ import click
 from mooring_agent.cli.reporting import errors_reported
 from mooring_agent.core.annotations import default_problems
 from mooring_agent.core.errors import ErrorKind, MooringError
-from mooring_agent.core.injection import FailurePolicy, InjectionDefaults
+from mooring_agent.core.injection.spec import FailurePolicy, InjectionDefaults
 from mooring_agent.webhook.settings import SelfManaged, WebhookSettings
 from mooring_api.names import ANNOTATION_PREFIX
 

@@ -13,16 +13,16 @@ from enum import StrEnum
 from typing import Any, Final, assert_never
 
 from mooring_agent.core.annotations import read_annotations
-from mooring_agent.core.injection import (
+from mooring_agent.core.injection.json_patch import difference
+from mooring_agent.core.injection.pod_shape import present, shape_problems
+from mooring_agent.core.injection.spec import (
     FailurePolicy,
     InjectionDefaults,
     Mutation,
     Refusal,
     Skip,
 )
-from mooring_agent.core.json_patch import difference
 from mooring_agent.core.pod_mutation import mutate
-from mooring_agent.core.pod_shape import present, shape_problems
 from mooring_api.names import ANNOTATION_SKIPPED
 
 _UNPROCESSABLE: Final = 422

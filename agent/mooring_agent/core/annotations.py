@@ -10,10 +10,15 @@ from dataclasses import replace
 from typing import Any, Final, TypeVar
 
 from mooring_agent.config import load_settings
-from mooring_agent.core import annotation_values as values
-from mooring_agent.core.annotation_fields import WRITTEN_BY_US, annotation_of, known_keys, settings_annotations
 from mooring_agent.core.errors import ConfigurationError
-from mooring_agent.core.injection import Claim, Injection, InjectionDefaults, Refusal, Sidecar, Skip
+from mooring_agent.core.injection import annotation_values as values
+from mooring_agent.core.injection.annotation_fields import (
+    WRITTEN_BY_US,
+    annotation_of,
+    known_keys,
+    settings_annotations,
+)
+from mooring_agent.core.injection.spec import Claim, Injection, InjectionDefaults, Refusal, Sidecar, Skip
 from mooring_api import names
 from mooring_api.names import ANNOTATION_INJECT, ANNOTATION_PREFIX
 

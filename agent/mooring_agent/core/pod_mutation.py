@@ -11,18 +11,18 @@ from collections.abc import Mapping
 from typing import Any, Final
 
 from mooring_agent import __version__
-from mooring_agent.core import pod_volumes
-from mooring_agent.core.checkpoint_place import CheckpointPlace, find_place
 from mooring_agent.core.ensure import ensured
-from mooring_agent.core.findings import Findings
-from mooring_agent.core.injected_containers import POD_SOCKET, Plan, agent_container, restore_container
-from mooring_agent.core.injection import Injection, InjectionDefaults, Mutation, Pod, Refusal, Sidecar
-from mooring_agent.core.json_patch import difference
-from mooring_agent.core.pod_fitness import doubtful, impossible, unfit, watches_processes
-from mooring_agent.core.pod_plan import attempt_entry, plan_of
-from mooring_agent.core.pod_shape import present, shape_problems
-from mooring_agent.core.trainer_changes import changed_trainer, trainer_variables
-from mooring_agent.core.trainer_container import OURS, Container, find_trainer, others
+from mooring_agent.core.injection import pod_volumes
+from mooring_agent.core.injection.checkpoint_place import CheckpointPlace, find_place
+from mooring_agent.core.injection.findings import Findings
+from mooring_agent.core.injection.injected_containers import POD_SOCKET, Plan, agent_container, restore_container
+from mooring_agent.core.injection.json_patch import difference
+from mooring_agent.core.injection.pod_fitness import doubtful, impossible, unfit, watches_processes
+from mooring_agent.core.injection.pod_plan import attempt_entry, plan_of
+from mooring_agent.core.injection.pod_shape import present, shape_problems
+from mooring_agent.core.injection.spec import Injection, InjectionDefaults, Mutation, Pod, Refusal, Sidecar
+from mooring_agent.core.injection.trainer_changes import changed_trainer, trainer_variables
+from mooring_agent.core.injection.trainer_container import OURS, Container, find_trainer, others
 from mooring_api import names
 
 _KUBERNETES_GRACE_SECONDS: Final = 30

@@ -6,16 +6,16 @@ Owns where each of their variables comes from; how a container is written down i
 from collections.abc import Mapping
 from typing import Any, Final
 
-from mooring_agent.core import job_place
-from mooring_agent.core.checkpoint_place import CheckpointPlace, ephemeral_limit
-from mooring_agent.core.findings import Findings
-from mooring_agent.core.injected_containers import POD_SOCKET, Plan
-from mooring_agent.core.injection import Injection, InjectionDefaults
-from mooring_agent.core.pod_shape import present
-from mooring_agent.core.pod_user import security_context
-from mooring_agent.core.pod_volumes import CA_PATH, SOCKET_MOUNT, store_mounts
-from mooring_agent.core.trainer_container import Container, others, variable
-from mooring_agent.core.workload_identity import identity_mounts, identity_variables
+from mooring_agent.core.injection import job_place
+from mooring_agent.core.injection.checkpoint_place import CheckpointPlace, ephemeral_limit
+from mooring_agent.core.injection.findings import Findings
+from mooring_agent.core.injection.injected_containers import POD_SOCKET, Plan
+from mooring_agent.core.injection.pod_shape import present
+from mooring_agent.core.injection.pod_user import security_context
+from mooring_agent.core.injection.pod_volumes import CA_PATH, SOCKET_MOUNT, store_mounts
+from mooring_agent.core.injection.spec import Injection, InjectionDefaults
+from mooring_agent.core.injection.trainer_container import Container, others, variable
+from mooring_agent.core.injection.workload_identity import identity_mounts, identity_variables
 from mooring_api import names
 
 _EPHEMERAL_STORAGE: Final = "128Mi"

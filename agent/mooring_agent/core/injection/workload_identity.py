@@ -7,8 +7,8 @@ a role and a token, and the mount on which the token lies. Nothing of it is a se
 from collections.abc import Mapping
 from typing import Any, Final
 
-from mooring_agent.core.pod_shape import present
-from mooring_agent.core.trainer_container import Container, mount_above, variable
+from mooring_agent.core.injection.pod_shape import present
+from mooring_agent.core.injection.trainer_container import Container, mount_above, variable
 
 _TOKEN_FILES: Final = ("AWS_WEB_IDENTITY_TOKEN_FILE", "AWS_CONTAINER_AUTHORIZATION_TOKEN_FILE")
 _VARIABLES: Final = (

@@ -10,7 +10,7 @@ from enum import StrEnum
 from types import MappingProxyType
 from typing import Any
 
-from mooring_agent.core.json_patch import Operation
+from mooring_agent.core.injection.json_patch import Operation
 
 Pod = Mapping[str, Any]
 """A pod as JSON, as the AdmissionReview has it: a name may be missing, of a generated one there is the beginning."""

@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from typing import Any, Final
 
 from mooring_agent.core.errors import MooringError
+from mooring_agent.core.injection.pod_shape import present
 from mooring_agent.core.object_layout import check_token
-from mooring_agent.core.pod_shape import present
 
 _COMPLETION_INDEX: Final = "batch.kubernetes.io/job-completion-index"
 _JOBSET: Final = "jobset.sigs.k8s.io/"

@@ -3,9 +3,9 @@
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Final
 
-from mooring_agent.core.checkpoint_place import CheckpointPlace
-from mooring_agent.core.injection import CaBundle, CaSource, Injection
-from mooring_agent.core.pod_shape import present
+from mooring_agent.core.injection.checkpoint_place import CheckpointPlace
+from mooring_agent.core.injection.pod_shape import present
+from mooring_agent.core.injection.spec import CaBundle, CaSource, Injection
 from mooring_api import names
 
 _SOCKET_LIMIT: Final = "1Mi"

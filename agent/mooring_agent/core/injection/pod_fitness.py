@@ -6,11 +6,11 @@ Owns the rules that need no change to be planned; others are found where the cha
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from mooring_agent.core import job_place, pod_volumes
-from mooring_agent.core.checkpoint_place import CheckpointPlace, ephemeral_limit
-from mooring_agent.core.injection import Injection, Sidecar
-from mooring_agent.core.pod_shape import present
-from mooring_agent.core.trainer_container import MESH_PROXIES, OURS, others
+from mooring_agent.core.injection import job_place, pod_volumes
+from mooring_agent.core.injection.checkpoint_place import CheckpointPlace, ephemeral_limit
+from mooring_agent.core.injection.pod_shape import present
+from mooring_agent.core.injection.spec import Injection, Sidecar
+from mooring_agent.core.injection.trainer_container import MESH_PROXIES, OURS, others
 from mooring_api.names import ANNOTATION_INJECT, ANNOTATION_PREFIX
 
 

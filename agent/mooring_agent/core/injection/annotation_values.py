@@ -7,10 +7,10 @@ import re
 from typing import Final
 
 from mooring_agent.core.errors import MooringError
-from mooring_agent.core.injection import CaBundle, CaSource, Claim, Sidecar
+from mooring_agent.core.injection.quantity import parse_quantity
+from mooring_agent.core.injection.spec import CaBundle, CaSource, Claim, Sidecar
+from mooring_agent.core.injection.trainer_container import is_at_or_below, plain
 from mooring_agent.core.object_layout import check_token
-from mooring_agent.core.quantity import parse_quantity
-from mooring_agent.core.trainer_container import is_at_or_below, plain
 from mooring_api import names
 
 _OBJECT_NAME: Final = re.compile(r"[a-z0-9]([-a-z0-9]{0,251}[a-z0-9])?(\.[a-z0-9]([-a-z0-9]{0,251}[a-z0-9])?){0,20}")

@@ -7,10 +7,10 @@ there whenever the trainer has it.
 from collections.abc import Mapping
 from typing import Any
 
-from mooring_agent.core.findings import Findings
-from mooring_agent.core.injection import Injection
-from mooring_agent.core.pod_shape import present
-from mooring_agent.core.trainer_container import Container
+from mooring_agent.core.injection.findings import Findings
+from mooring_agent.core.injection.pod_shape import present
+from mooring_agent.core.injection.spec import Injection
+from mooring_agent.core.injection.trainer_container import Container
 from mooring_api.names import ANNOTATION_PREFIX
 
 _ANNOTATION = f"{ANNOTATION_PREFIX}run-as-user"

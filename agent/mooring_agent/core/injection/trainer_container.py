@@ -3,8 +3,8 @@
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, Final
 
-from mooring_agent.core.findings import Findings
-from mooring_agent.core.pod_shape import present
+from mooring_agent.core.injection.findings import Findings
+from mooring_agent.core.injection.pod_shape import present
 from mooring_api.names import AGENT_CONTAINER, ANNOTATION_PREFIX, RESTORE_CONTAINER
 
 Container = Mapping[str, Any]

@@ -9,11 +9,11 @@ from dataclasses import dataclass
 from decimal import Decimal
 from typing import Any, Final
 
-from mooring_agent.core.findings import Findings
-from mooring_agent.core.injection import Injection
-from mooring_agent.core.pod_shape import present
-from mooring_agent.core.quantity import parse_quantity
-from mooring_agent.core.trainer_container import Container, is_at_or_below, mount_above, others, plain
+from mooring_agent.core.injection.findings import Findings
+from mooring_agent.core.injection.pod_shape import present
+from mooring_agent.core.injection.quantity import parse_quantity
+from mooring_agent.core.injection.spec import Injection
+from mooring_agent.core.injection.trainer_container import Container, is_at_or_below, mount_above, others, plain
 from mooring_api.names import ANNOTATION_PREFIX, CHECKPOINT_DIRECTORY, CHECKPOINT_VOLUME, POD_VOLUME_PATH
 
 _READ_ONLY_KINDS: Final = ("configMap", "secret", "downwardAPI", "projected", "image")

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
-from mooring_agent.core.injection import Sidecar
+from mooring_agent.core.injection.spec import Sidecar
 from mooring_api import names
 
 POD_SOCKET: Final = f"{names.POD_SOCKET_DIRECTORY}/{names.SOCKET}"
