@@ -78,5 +78,8 @@ MATRIX: Final[dict[str, dict[str, Any]]] = {
             "metricsFrom": [{"namespaceSelector": {"matchLabels": {"kubernetes.io/metadata.name": "monitoring"}}}],
         },
     },
+    "events of some trainers": {
+        "clusterEvents": {"enabled": True, "serviceAccounts": {"research": ["trainer", "eval"], "vision": ["trainer"]}}
+    },
     "one replica, no network policy": {"replicas": 1, "networkPolicy": {"enabled": False}},
 }

@@ -37,7 +37,7 @@ def _templates(value: Any) -> Iterator[dict[str, Any]]:
 
 
 def test_it_has_an_example_for_every_kind_of_job_that_it_names() -> None:
-    assert set(_objects()) == _KINDS | {"Role"}
+    assert set(_objects()) == _KINDS | {"RoleBinding"}
 
 
 @pytest.mark.parametrize("kind", sorted(_KINDS))

@@ -13,6 +13,11 @@
 {{ include "mooring.name" . }}-webhook
 {{- end }}
 
+{{/* What docs and people's own RoleBindings refer to. */}}
+{{- define "mooring.cluster-events" -}}
+{{ include "mooring.name" . }}-cluster-events
+{{- end }}
+
 {{/* Of the webhook that makes its own certificates. Another one than cert-manager's, so that a change between the two
 deletes no Secret that is in use. */}}
 {{- define "mooring.self-managed-secret" -}}
