@@ -3,8 +3,8 @@
 from collections.abc import Iterator
 from typing import Final
 
-from mooring_agent.config import SettingField
 from mooring_agent.core.injection.annotation_fields import OWN, WRITTEN_BY_US, settings_annotations
+from mooring_agent.core.setting_fields import SettingField
 
 _INTRODUCTION: Final = """\
 # Annotations

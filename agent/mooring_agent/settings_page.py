@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from itertools import groupby
 from typing import Final
 
-from mooring_agent.config import SettingField, setting_fields
+from mooring_agent.core.setting_fields import SettingField, setting_fields
 
 _INTRODUCTION: Final = """\
 # Settings

@@ -6,14 +6,10 @@ from typing import Any
 import pytest
 
 from mooring_agent.cli.setting_options import environment_of
-from mooring_agent.config import (
-    load_settings,
-    load_store_settings,
-    parse_bytes,
-    setting_fields,
-    unknown_variables,
-)
+from mooring_agent.config import load_settings, load_store_settings, unknown_variables
 from mooring_agent.core.errors import ConfigurationError
+from mooring_agent.core.setting_fields import setting_fields
+from mooring_agent.core.setting_values import parse_bytes
 from mooring_agent.core.settings import GIB, MIB, Settings
 from mooring_agent.settings_page import settings_page
 
@@ -80,6 +76,13 @@ def test_paths_follow_from_the_volume_unless_they_are_given() -> None:
 
 def test_a_relative_volume_is_meant_from_here() -> None:
     assert load(volume="here").volume == str(Path.cwd() / "here")
+    assert load(volume="here", checkpoint_directory="here/runs").checkpoint_directory == str(Path.cwd() / "here/runs")
+
+
+def test_a_path_loses_what_says_nothing_and_keeps_its_way_up() -> None:
+    settings = load(volume="/a//b/./", checkpoint_directory="/a/b/c/../d/")
+    assert (settings.volume, settings.checkpoint_directory) == ("/a/b", "/a/b/c/../d")
+    assert settings.socket == "/a/b/.mooring/agent.sock"
 
 
 @pytest.mark.parametrize(

@@ -15,8 +15,8 @@ from mooring_agent.cli.run_autoload import copy_autoload
 from mooring_agent.cli.store_options import store_options
 from mooring_agent.cli.store_work import as_json_option, opened, print_json, progress_bar, run_work
 from mooring_agent.cli.wording import amount
-from mooring_agent.config import parse_bytes
 from mooring_agent.core.errors import ErrorKind, StoreError
+from mooring_agent.core.setting_values import parse_bytes
 from mooring_agent.core.settings import StoreSettings, TransferSettings
 from mooring_agent.ports import ObjectStore
 from mooring_api.names import CHECKPOINT_DIRECTORY, ENV_ATTEMPT, ENV_CHECKPOINT_DIRECTORY, ENV_VOLUME, RUN_VOLUME

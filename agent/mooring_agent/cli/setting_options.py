@@ -1,4 +1,4 @@
-"""Every setting as an option of a command, made from the settings' own table (`config.setting_fields`)."""
+"""Every setting as an option of a command, made from the settings' own table (`core.setting_fields`)."""
 
 import os
 from collections.abc import Callable, Mapping
@@ -8,7 +8,9 @@ from typing import Any, TypeVar
 
 import click
 
-from mooring_agent.config import SettingField, load_settings, setting_fields, text_of_tags
+from mooring_agent.config import load_settings
+from mooring_agent.core.setting_fields import SettingField, setting_fields
+from mooring_agent.core.setting_values import text_of_tags
 from mooring_agent.core.settings import Settings
 
 F = TypeVar("F", bound=Callable[..., Any])

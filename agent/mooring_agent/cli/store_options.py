@@ -9,7 +9,8 @@ import click
 
 from mooring_agent.cli.reporting import errors_reported
 from mooring_agent.cli.setting_options import setting_option
-from mooring_agent.config import load_store_settings, setting_fields
+from mooring_agent.config import load_store_settings
+from mooring_agent.core.setting_fields import setting_fields
 from mooring_agent.core.settings import StoreSettings
 from mooring_api.names import ENV_DESTINATION
 

@@ -9,8 +9,6 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any, Final, TypeVar
 
-from mooring_agent.config import load_settings
-from mooring_agent.core.errors import ConfigurationError
 from mooring_agent.core.injection import annotation_values as values
 from mooring_agent.core.injection.annotation_fields import (
     WRITTEN_BY_US,
@@ -19,6 +17,9 @@ from mooring_agent.core.injection.annotation_fields import (
     settings_annotations,
 )
 from mooring_agent.core.injection.spec import Claim, Injection, InjectionDefaults, Refusal, Sidecar, Skip
+from mooring_agent.core.setting_checks import setting_problems
+from mooring_agent.core.setting_fields import setting_fields
+from mooring_agent.core.setting_values import Said, read_values, with_paths
 from mooring_api import names
 from mooring_api.names import ANNOTATION_INJECT, ANNOTATION_PREFIX
 
@@ -118,20 +119,22 @@ def _read(reader: _Reader, defaults: InjectionDefaults) -> Injection:
 
 
 def _settings(reader: _Reader, destination: str, grace_seconds: int) -> Mapping[str, str]:
-    """The agent's settings by environment variable, as they were written, once its own parser likes them."""
+    """The agent's settings by environment variable, as they were written, once its own parser and checks like them."""
     readable = reader.texts.keys() - reader.unreadable
     said = {key: setting for key, setting in settings_annotations().items() if key in readable}
-    flags: dict[str, Any] = {setting.name: reader.texts[key] for key, setting in said.items()}
+    raw: dict[str, Any] = {setting.name: reader.texts[key] for key, setting in said.items()}
     # What was wrong with these has been said.
-    flags |= {
+    raw |= {
         "volume": names.POD_VOLUME_PATH,
         "destination": destination or "s3://bucket",
         "grace_seconds": grace_seconds,
     }
-    try:
-        load_settings(flags=flags, environment={}, flag_name=annotation_of)
-    except ConfigurationError as error:
-        reader.problems += error.problems
+    found, problems = read_values(
+        Said(setting=setting, origin=annotation_of(setting), raw=raw[setting.name])
+        for setting in setting_fields()
+        if setting.name in raw
+    )
+    reader.problems += [*problems, *setting_problems(with_paths(found))]
     return {setting.environment: reader.texts[key].strip() for key, setting in said.items()}
 
 

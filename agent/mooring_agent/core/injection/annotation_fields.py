@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Final
 
-from mooring_agent.config import SettingField, setting_fields
+from mooring_agent.core.setting_fields import SettingField, setting_fields
 from mooring_api import names
 from mooring_api.names import ANNOTATION_PREFIX
 
