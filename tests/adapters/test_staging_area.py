@@ -8,6 +8,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 from collections.abc import Callable
 from dataclasses import replace
@@ -521,6 +522,7 @@ def test_a_trainer_that_keeps_replacing_a_file_never_yields_a_mix(
 
 _STAGER = """
 import sys
+import tempfile
 from pathlib import Path
 from mooring_agent.adapters.volume.staging_area import LocalStagingArea
 from mooring_agent.ports import StageRequest
@@ -641,3 +643,39 @@ def test_the_descriptor_is_plain_json(volume: Path, area: LocalStagingArea, chec
     value = json.loads((volume / ".mooring" / "staged" / "save-1" / "rank-00003.json").read_bytes())
     assert value["descriptor"] == {"step": 1, "name": "täst"}
     assert [file["path"] for file in value["files"]] == ["empty", "model/weights.pt", "state.json"]
+
+
+_AS_ONE_USER = """
+import os, sys
+from pathlib import Path
+from mooring_agent.adapters.volume.pinning import Pinner
+
+volume, group = Path(sys.argv[1]), int(sys.argv[2])
+os.setgroups([])
+os.setresgid(group, group, group)
+os.setresuid(1000, 1000, 1000)
+os.umask(0o077)
+if group:
+    (volume / "checkpoint").mkdir()
+    (volume / "checkpoint" / "weights").write_bytes(b"weights")
+else:
+    (volume / "staged").mkdir()
+    print(Pinner(volume).pin(volume / "checkpoint" / "weights", volume / "staged" / "0", private=False))
+    (volume / "checkpoint" / "weights").unlink()
+    (volume / "checkpoint").rmdir()
+    print((volume / "staged" / "0").read_bytes().decode())
+"""
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can be a user of two groups")
+def test_a_trainer_of_the_same_user_and_another_group_has_its_files_linked_and_removed() -> None:
+    """As in a pod that names runAsUser alone: each image's /etc/passwd says which group that user has, else it is 0."""
+    # Not below tmp_path, into which only its owner may look.
+    with tempfile.TemporaryDirectory() as name:
+        volume = Path(name).resolve()
+        volume.chmod(0o777)
+        said = [
+            subprocess.run([sys.executable, "-c", _AS_ONE_USER, volume, group], check=True, capture_output=True).stdout
+            for group in ("1000", "0")
+        ]
+    assert said[1].decode().splitlines() == ["False", "weights"]

@@ -32,6 +32,9 @@ def security_context(
     }
     if user is not None:
         context["runAsUser"] = user
+    # Where the trainer names no group, ours is 0 and the trainer's what its image has for that user, which nobody here
+    # knows. It need not be the same: one user owns what either of them makes, under whatever umask, and fsGroup and
+    # supplementalGroups are the pod's.
     if said.get("runAsGroup") is not None:
         context["runAsGroup"] = said["runAsGroup"]
     if said.get("runAsNonRoot") or user:
