@@ -198,6 +198,21 @@ def test_what_is_not_there_is_never_taken_for_saved(tmp_path: Path, volume: Path
         assert "checkpoint not recorded" in rank.log_text()
 
 
+def test_a_rank_that_the_others_left_alone_waits_for_them_once_and_trains_on(tmp_path: Path, volume: Path) -> None:
+    with job("framework_that_rank_1_does_without", tmp_path, [volume], local_world_size=2) as ranks:
+        for rank in ranks:
+            rank.go()
+        assert ranks[0].rest() == ["nothing False None True nothing", "done"]
+        assert ranks[1].rest() == ["done"]
+        assert ranks[0].log_text().count("not protected") == 1, ranks[0].log_text()
+
+
+def test_no_thread_of_ours_is_left_in_the_store_when_the_interpreter_ends(tmp_path: Path, volume: Path) -> None:
+    with job("program_that_closes_nothing", tmp_path, [volume], local_world_size=2) as ranks:
+        assert [rank.rest() for rank in ranks] == [["gates 1", "gates 0"]] * 2
+        assert [rank.exit_code() for rank in ranks] == [3, 3]
+
+
 def test_a_folder_of_which_one_pod_has_nothing_is_announced_by_nobody(tmp_path: Path) -> None:
     pods = [tmp_path / "a", tmp_path / "b"]
     socket = pods[0] / names.STATE_DIRECTORY / names.SOCKET

@@ -3,9 +3,11 @@
 Every step ends in a collective, as real ones do, so that ranks are at most one step apart. Prints what it does.
 """
 
+import atexit
 import logging
 import os
 import sys
+import threading
 from collections.abc import Callable
 from concurrent.futures import Future
 from pathlib import Path
@@ -14,7 +16,7 @@ import torch
 import torch.distributed as distributed
 
 import mooring
-from mooring import channel
+from mooring import channel, meeting
 from mooring.framework_run import FrameworkRun
 from mooring.gate import Ask
 from mooring.local_checkpoints import LocalCheckpoints
@@ -175,6 +177,32 @@ def framework_that_wrote_nothing() -> None:
     run.close()
 
 
+def framework_that_rank_1_does_without() -> None:
+    """Rank 0 waits for it a moment at the first question, and goes on like it."""
+    if RANK == 0:
+        meeting.meet.__kwdefaults__["seconds"] = 0.5  # type: ignore[index]
+        run = FrameworkRun.current()
+        asked = run.ask(1)
+        say(f"{asked} {run.same(1, 'batches')} {run.gather(1, 'state')} {run.admits(2)} {run.ask(2)}")
+        run.close()
+    steps()
+    say("done")
+
+
+def program_that_closes_nothing() -> None:
+    """It just ends, as one does by an exception of its own."""
+
+    def tell() -> None:
+        say(f"gates {[thread.name for thread in threading.enumerate()].count('mooring-gate')}")
+
+    # What is registered first comes last, after all that is made below.
+    atexit.register(tell)
+    saver = mooring.Checkpointer()
+    assert saver.resume() is None
+    tell()
+    raise SystemExit(3)
+
+
 def checkpointer_with_a_slow_pod() -> None:
     """Rank 1 has made its part durable when the test says so."""
     saver = mooring.Checkpointer()
@@ -204,6 +232,8 @@ SCENARIOS: dict[str, Callable[[], None]] = {
         framework_of_one_file,
         framework_with_a_missing_part,
         framework_that_wrote_nothing,
+        framework_that_rank_1_does_without,
+        program_that_closes_nothing,
         checkpointer_with_a_slow_pod,
     )
 }
