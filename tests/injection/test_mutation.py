@@ -1,6 +1,8 @@
 """What the files in `golden/` do not show: the second turn of a webhook, and single rules at their edges."""
 
 import copy
+import re
+from pathlib import Path
 from typing import Any
 
 import jsonpatch
@@ -12,6 +14,7 @@ from mooring_agent.core.injection.quantity import parse_quantity
 from mooring_agent.core.injection.spec import Injection, InjectionDefaults, Mutation, Refusal, Sidecar
 from mooring_agent.core.pod_mutation import mutate
 
+ROOT = Path(__file__).parents[2]
 DEFAULTS = InjectionDefaults(image=IMAGE)
 ASKED = Injection(destination="s3://bucket/run", run_as_user=1000)
 
@@ -325,6 +328,29 @@ class TestPlaces:
         asked = Injection(destination="s3://bucket/run", checkpoint_directory="/out")
         (problem,) = problems(pod(containers=[trainer(volumeMounts=[mount])], volumes=[{"name": "v", kind: {}}]), asked)
         assert f"a {kind}, to which nobody can write" in problem
+
+    @pytest.mark.parametrize("path", ["/opt", "/opt/mooring/lib", "/usr", "/usr/local", "/etc", "/lib"])
+    def test_a_volume_that_would_hide_our_own_program_is_refused(self, path: str) -> None:
+        """It has the same path in agent and restore, which could not even start."""
+        asked = Injection(destination="s3://bucket/run", checkpoint_directory=f"{path}/checkpoints")
+        mount = {"name": "v", "mountPath": path}
+        before = pod(containers=[trainer(volumeMounts=[mount])], volumes=[{"name": "v", "emptyDir": {}}])
+        (problem,) = problems(before, asked)
+        assert f"the volume v at {path} would hide " in problem
+        (problem,) = problems(pod(), Injection(destination="s3://bucket/run", checkpoint_directory=path))
+        assert f"the volume mooring-checkpoints at {path} would hide " in problem
+
+    @pytest.mark.parametrize("path", ["/opt/ml/checkpoints", "/usr/src/app/out", "/optional", "/home"])
+    def test_beside_our_own_program_there_is_room(self, path: str) -> None:
+        asked = Injection(destination="s3://bucket/run", checkpoint_directory=path, run_as_user=1000)
+        assert variables(mutated(pod(), asked), "train")["MOORING_VOLUME"] == path
+
+    def test_our_image_is_where_volumes_must_not_be(self) -> None:
+        text = (ROOT / "Dockerfile.agent").read_text()
+        folders = re.findall(r"^COPY --from=build \S+ (/\S+)$", text, re.MULTILINE)
+        assert folders
+        for folder in folders:
+            problems(pod(), Injection(destination="s3://bucket/run", checkpoint_directory=folder))
 
     def test_a_mount_without_its_volume_is_said(self) -> None:
         mount = {"name": "v", "mountPath": "/mooring"}

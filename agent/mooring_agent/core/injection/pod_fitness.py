@@ -4,14 +4,30 @@ Owns the rules that need no change to be planned; others are found where the cha
 """
 
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import Any, Final
 
 from mooring_agent.core.injection import job_place, pod_volumes
 from mooring_agent.core.injection.checkpoint_place import CheckpointPlace, ephemeral_limit
 from mooring_agent.core.injection.pod_shape import present
 from mooring_agent.core.injection.spec import Injection, Sidecar
-from mooring_agent.core.injection.trainer_container import MESH_PROXIES, OURS, others
+from mooring_agent.core.injection.trainer_container import MESH_PROXIES, OURS, is_at_or_below, others
 from mooring_api.names import ANNOTATION_INJECT, ANNOTATION_PREFIX
+
+_IN_OUR_IMAGE: Final = (
+    "/bin",
+    "/etc",
+    "/lib",
+    "/lib64",
+    "/opt/mooring",
+    "/sbin",
+    "/usr/bin",
+    "/usr/lib",
+    "/usr/lib64",
+    "/usr/local/bin",
+    "/usr/local/lib",
+    "/usr/sbin",
+)
+"""What restore and agent start from, see Dockerfile.agent. The trainer's image may have nothing there."""
 
 
 def watches_processes(spec: Mapping[str, Any], injection: Injection) -> bool:
@@ -43,11 +59,21 @@ def impossible(spec: Mapping[str, Any], injection: Injection, *, injected: bool)
 
 def unfit(place: CheckpointPlace, injection: Injection) -> Iterator[str]:
     """What cannot be in this place."""
+    hidden = next((path for path in _IN_OUR_IMAGE if _overlap(path, place.mount_path)), None)
+    if hidden:
+        yield (
+            f"the volume {place.volume} at {place.mount_path} would hide {hidden} of Mooring's own image, in which it "
+            f"has the same path: mount it elsewhere, or choose another {ANNOTATION_PREFIX}checkpoint-directory"
+        )
     if injection.temporary_files and place.directory == place.mount_path:
         yield (
             f"{ANNOTATION_PREFIX}temporary-files would put them among the checkpoints: "
             f"choose a {ANNOTATION_PREFIX}checkpoint-directory below a volume's mount, or none"
         )
+
+
+def _overlap(one: str, other: str) -> bool:
+    return is_at_or_below(one, other) or is_at_or_below(other, one)
 
 
 def doubtful(metadata: Mapping[str, Any], spec: Mapping[str, Any], place: CheckpointPlace) -> Iterator[str]:
