@@ -22,10 +22,15 @@ _END_SECONDS: Final = 60.0
 
 class WebhookProcess:
     """`folder` gets the certificates and the log. `launcher`: a command that runs the webhook's, such as taskset.
-    `module`: what is run in the place of the program itself."""
+    `module`: what is run in the place of the program itself. `host`: where it listens; empty: on all addresses."""
 
     def __init__(
-        self, folder: Path, *arguments: str, launcher: Sequence[str] = (), module: str = "mooring_agent"
+        self,
+        folder: Path,
+        *arguments: str,
+        launcher: Sequence[str] = (),
+        module: str = "mooring_agent",
+        host: str = "127.0.0.1",
     ) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         self.port, self.http_port = free_port(), free_port()
@@ -39,8 +44,8 @@ class WebhookProcess:
             *(sys.executable, "-m", module, "webhook"),
             f"--image={IMAGE}",
             f"--certificates={self.certificates}",
-            f"--listen=127.0.0.1:{self.port}",
-            f"--http-listen=127.0.0.1:{self.http_port}",
+            f"--listen={host}:{self.port}",
+            f"--http-listen={host}:{self.http_port}",
             *arguments,
         ]
         self._process: subprocess.Popen[bytes] | None = None

@@ -12,7 +12,12 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from prometheus_client.parser import text_string_to_metric_families
 from tests.harness.agent_process import AgentProcess, write_checkpoint
+from tests.servers.loopback import needs_ipv6
 from tests.servers.process import free_port
+
+from mooring_agent.core.injection.spec import Injection, InjectionDefaults, Mutation
+from mooring_agent.core.pod_mutation import mutate
+from mooring_api.names import POD_METRICS_PORT
 
 CALL_SECONDS = 30.0
 SERVICE = "mooring.v1.Agent"
@@ -78,6 +83,22 @@ def test_the_probes_answer_while_the_agent_serves(agent: AgentProcess, address: 
     assert get(address, "/readyz") == (200, "ok\n")
     with pytest.raises(urllib.error.HTTPError, match="404"):
         get(address, "/elsewhere")
+
+
+@needs_ipv6
+def test_where_an_injected_pods_agent_listens_ipv4_and_ipv6_reach_it(tmp_path: Path) -> None:
+    """As a cluster may have IPv6 alone, or both."""
+    injection = Injection(destination="s3://bucket/run", run_as_user=1000)
+    pod = {"metadata": {}, "spec": {"containers": [{"name": "train", "image": "example.com/train:1"}]}}
+    mutation = mutate(pod, injection, InjectionDefaults(image="example.com/mooring:1"))
+    assert isinstance(mutation, Mutation)
+    containers = [one for step in mutation.patch if step["path"] == "/spec/initContainers" for one in step["value"]]
+    variables = {one["name"]: one["value"] for one in containers[-1]["env"]}
+    port = free_port()
+    injected = variables["MOORING_HTTP_ADDRESS"].replace(str(POD_METRICS_PORT), str(port))
+    with AgentProcess(tmp_path / "volume", f"file://{tmp_path}/bucket", http_address=injected):
+        assert get(f"127.0.0.1:{port}", "/healthz") == (200, "ok\n")
+        assert get(f"[::1]:{port}", "/healthz") == (200, "ok\n")
 
 
 def test_an_address_in_use_is_a_clear_error(agent: AgentProcess, address: str, tmp_path: Path) -> None:

@@ -14,6 +14,7 @@ import jsonpatch
 import pytest
 from tests.harness.agent_process import wait_until
 from tests.harness.webhook_process import IMAGE, WebhookProcess, review_of, training_pod
+from tests.servers.loopback import needs_ipv6
 
 _SECONDS = 60.0
 _MIB = 1024 * 1024
@@ -190,6 +191,15 @@ def test_told_to_end_it_is_not_ready_and_still_answers_and_ends_with_0(tmp_path:
         assert ask(kept, review_of(training_pod()))["allowed"]
         assert ask(webhook.connect(), review_of(training_pod()))["allowed"]
         assert webhook.wait() == 0
+
+
+@needs_ipv6
+def test_as_the_chart_starts_it_it_is_reached_over_ipv4_and_over_ipv6(tmp_path: Path) -> None:
+    """A cluster, and so kubelet's probes and the API server's calls, may have IPv6 alone."""
+    with WebhookProcess(tmp_path, host="") as webhook:
+        for host in ("127.0.0.1", "::1"):
+            for port in (webhook.port, webhook.http_port):
+                socket.create_connection((host, port), _SECONDS).close()
 
 
 def test_metrics_say_what_became_of_the_reviews(webhook: WebhookProcess) -> None:

@@ -147,5 +147,7 @@ class Settings:
     world_size: Annotated[
         int, "Ranks that write together what the watch finds; 0: unknown, and what numbers its ranks is left alone."
     ] = 0
-    http_address: Annotated[str, "host:port for /metrics, /healthz and /readyz; empty: none."] = ""
+    http_address: Annotated[
+        str, "host:port for /metrics, /healthz and /readyz; without a host: all addresses; empty: none."
+    ] = ""
     log_format: Annotated[str, "json or console."] = "json"

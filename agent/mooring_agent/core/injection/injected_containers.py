@@ -27,6 +27,7 @@ class Plan:
     variables: Sequence[Mapping[str, Any]]
     mounts: Sequence[Mapping[str, Any]]
     resources: Mapping[str, Any]
+    restore_resources: Mapping[str, Any]
     security_context: Mapping[str, Any]
     autoload: bool
     """Restore puts the files there that the trainer's Python loads."""
@@ -43,7 +44,7 @@ def restore_container(plan: Plan) -> dict[str, Any]:
     if plan.autoload:
         args += ["--autoload-to", names.POD_AUTOLOAD_PATH]
         mounts.append({"name": names.AUTOLOAD_VOLUME, "mountPath": names.POD_AUTOLOAD_PATH})
-    return {"name": names.RESTORE_CONTAINER, **_shared(plan, args, plan.variables, mounts)}
+    return {"name": names.RESTORE_CONTAINER, **_shared(plan, args, plan.variables, mounts, plan.restore_resources)}
 
 
 def agent_container(plan: Plan) -> dict[str, Any]:
@@ -52,11 +53,12 @@ def agent_container(plan: Plan) -> dict[str, Any]:
     if plan.old_volume:
         args.append("--fresh")
     if plan.serves_metrics:
-        variables.append({"name": "MOORING_HTTP_ADDRESS", "value": f"0.0.0.0:{names.POD_METRICS_PORT}"})
+        # Without a host: every address of the pod, which may have IPv6 ones alone.
+        variables.append({"name": "MOORING_HTTP_ADDRESS", "value": f":{names.POD_METRICS_PORT}"})
     seconds = _EXIT_AFTER_TRAINER.get(plan.restart_policy)
     if plan.sidecar is Sidecar.REGULAR and seconds is not None:
         variables.append({"name": "MOORING_EXIT_AFTER_TRAINER_SECONDS", "value": str(seconds)})
-    container = {"name": names.AGENT_CONTAINER, **_shared(plan, args, variables, plan.mounts)}
+    container = {"name": names.AGENT_CONTAINER, **_shared(plan, args, variables, plan.mounts, plan.resources)}
     if plan.serves_metrics:
         container["ports"] = [{"name": "mooring-metrics", "containerPort": names.POD_METRICS_PORT, "protocol": "TCP"}]
     # Kubernetes ends a native sidecar after the trainer; this is the first the agent hears of the end.
@@ -74,7 +76,11 @@ def agent_container(plan: Plan) -> dict[str, Any]:
 
 
 def _shared(
-    plan: Plan, args: list[str], variables: Sequence[Mapping[str, Any]], mounts: Sequence[Mapping[str, Any]]
+    plan: Plan,
+    args: list[str],
+    variables: Sequence[Mapping[str, Any]],
+    mounts: Sequence[Mapping[str, Any]],
+    resources: Mapping[str, Any],
 ) -> dict[str, Any]:
     shared: dict[str, Any] = {
         "image": plan.image,
@@ -86,6 +92,6 @@ def _shared(
         "volumeMounts": [dict(mount) for mount in mounts],
         "securityContext": dict(plan.security_context),
     }
-    if plan.resources:
-        shared["resources"] = plan.resources
+    if resources:
+        shared["resources"] = resources
     return shared
