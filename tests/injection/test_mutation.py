@@ -318,6 +318,37 @@ class TestResources:
         assert "MOORING_SIZE_LIMIT_BYTES" not in told
         assert told["MOORING_EVICTION_THRESHOLD_PERCENT"] == "0"
 
+    @pytest.mark.parametrize(
+        ("trainers", "requests", "limits"),
+        [
+            ({"limits": {"memory": "64Gi"}}, "64Gi", "64Gi"),
+            ({"requests": {"memory": "8Gi"}, "limits": {"memory": "64Gi"}}, "8Gi", "64Gi"),
+            ({"requests": {"memory": "8Gi"}}, "8Gi", None),
+            ({}, "256Mi", None),
+            ({"limits": {"memory": "128Mi"}}, "256Mi", "256Mi"),
+        ],
+    )
+    def test_what_restore_writes_into_memory_may_be_as_much_as_the_trainers(
+        self, trainers: dict[str, Any], requests: str, limits: str | None
+    ) -> None:
+        """The kernel counts it as restore's own, and would kill it for a checkpoint beyond its limit."""
+        asked = Injection(destination="s3://bucket/run", run_as_user=1000, in_memory=True)
+        after = mutated(pod(containers=[trainer(resources=trainers)]), asked)
+        found = container(after, "mooring-restore")["resources"]
+        assert (found["requests"]["memory"], found["limits"].get("memory")) == (requests, limits)
+        assert found["requests"]["cpu"] == found["limits"]["cpu"] == "500m"
+        assert container(after, "mooring-agent")["resources"]["limits"]["memory"] == "256Mi"
+        on_disk = mutated(pod(containers=[trainer(resources=trainers)]))
+        assert container(on_disk, "mooring-restore")["resources"]["limits"]["memory"] == "256Mi"
+
+    def test_a_guaranteed_pod_stays_guaranteed_with_its_checkpoints_in_a_memory_of_its_own(self) -> None:
+        whole = {"limits": {"cpu": "8", "memory": "64Gi"}}
+        mount = {"name": "v", "mountPath": "/mooring"}
+        containers = [trainer(resources=whole, volumeMounts=[mount])]
+        after = mutated(pod(containers=containers, volumes=[{"name": "v", "emptyDir": {"medium": "Memory"}}]))
+        assert is_guaranteed(after)
+        assert container(after, "mooring-restore")["resources"]["limits"]["memory"] == "64Gi"
+
 
 class TestPlaces:
     """Where checkpoints lie."""

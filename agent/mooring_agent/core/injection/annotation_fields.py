@@ -89,7 +89,8 @@ OWN: Final = (
     AnnotationField(
         name="medium",
         default="`disk`",
-        help="`memory` for an emptyDir in memory. It counts against the memory limits of the pod.",
+        help="`memory` for an emptyDir in memory. It counts against the memory limits of the pod, and restore then has "
+        "the trainer's.",
     ),
     AnnotationField(
         name="grace-seconds",

@@ -11,7 +11,7 @@ from typing import Any, Final
 
 from mooring_agent.core.injection.findings import Findings
 from mooring_agent.core.injection.pod_shape import present
-from mooring_agent.core.injection.quantity import parse_quantity
+from mooring_agent.core.injection.quantity import quantity_or_nothing
 from mooring_agent.core.injection.spec import Injection
 from mooring_agent.core.injection.trainer_container import Container, is_at_or_below, mount_above, others, plain
 from mooring_api.names import ANNOTATION_PREFIX, CHECKPOINT_DIRECTORY, CHECKPOINT_VOLUME, POD_VOLUME_PATH
@@ -32,6 +32,8 @@ class CheckpointPlace:
     on_node_disk: bool = True
     """Kubelet evicts when the node's own disk fills up, and only this volume is on it."""
     outlives_pod: bool = False
+    in_memory: bool = False
+    """What a container writes there counts as memory of its own."""
 
     @property
     def mount(self) -> dict[str, Any]:
@@ -67,6 +69,7 @@ def find_place(
         limit_bytes=_limit_bytes(empty_dir, spec) if empty_dir is not None else 0,
         on_node_disk=_is_on_disk(empty_dir) if empty_dir is not None else "hostPath" in volume,
         outlives_pod=not temporary,
+        in_memory=empty_dir is not None and not _is_on_disk(empty_dir),
     )
 
 
@@ -90,6 +93,7 @@ def _own_place(
         added={"name": CHECKPOINT_VOLUME, "emptyDir": empty_dir},
         limit_bytes=_limit_bytes(empty_dir, spec),
         on_node_disk=_is_on_disk(empty_dir),
+        in_memory=not _is_on_disk(empty_dir),
     )
 
 
@@ -118,7 +122,7 @@ def _limit_bytes(empty_dir: Mapping[str, Any], spec: Mapping[str, Any]) -> int:
     Kubelet adds up the ephemeral-storage limits of the containers that have one, and everything in an emptyDir on disk
     counts against the sum.
     """
-    limits = [_number(empty_dir.get("sizeLimit"))]
+    limits = [quantity_or_nothing(empty_dir.get("sizeLimit"))]
     if _is_on_disk(empty_dir):
         limits.append(ephemeral_limit(spec))
     return int(min((limit for limit in limits if limit > 0), default=Decimal(0)))
@@ -127,17 +131,9 @@ def _limit_bytes(empty_dir: Mapping[str, Any], spec: Mapping[str, Any]) -> int:
 def ephemeral_limit(spec: Mapping[str, Any]) -> Decimal:
     """Bytes of ephemeral storage that the user's containers may use together; 0: as many as there are."""
     limits = (_limits(container).get("ephemeral-storage") for container in others(spec, "containers"))
-    return sum(map(_number, limits), Decimal(0))
+    return sum(map(quantity_or_nothing, limits), Decimal(0))
 
 
 def _limits(container: Container) -> Mapping[str, Any]:
     limits: Mapping[str, Any] = present(present(container, "resources", {}), "limits", {})
     return limits
-
-
-def _number(quantity: object) -> Decimal:
-    """0 for none, and for what the API server will refuse."""
-    try:
-        return parse_quantity(quantity)
-    except ValueError:
-        return Decimal(0)

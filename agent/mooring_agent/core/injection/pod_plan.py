@@ -13,6 +13,7 @@ from mooring_agent.core.injection.injected_containers import POD_SOCKET, Plan
 from mooring_agent.core.injection.pod_shape import present
 from mooring_agent.core.injection.pod_user import security_context
 from mooring_agent.core.injection.pod_volumes import CA_PATH, SOCKET_MOUNT, store_mounts
+from mooring_agent.core.injection.quantity import quantity_or_nothing
 from mooring_agent.core.injection.spec import Injection, InjectionDefaults
 from mooring_agent.core.injection.trainer_container import Container, others, variable
 from mooring_agent.core.injection.workload_identity import identity_mounts, identity_variables
@@ -52,6 +53,7 @@ def plan_of(
         **_place_texts(metadata, place),
         **injection.settings,
     }
+    resources = _resources(spec, injection, defaults, findings)
     has_identity = not injection.claim and not injection.credentials
     return Plan(
         image=defaults.image,
@@ -69,7 +71,8 @@ def plan_of(
             *store_mounts(injection),
             *(identity_mounts(trainer) if has_identity else []),
         ],
-        resources=_resources(spec, injection, defaults, findings),
+        resources=resources,
+        restore_resources=_with_the_trainers_memory(resources, trainer) if place.in_memory else resources,
         security_context=security_context(spec, trainer, injection, openshift=defaults.openshift, findings=findings),
         autoload=injection.autoload,
         old_volume=place.outlives_pod,
@@ -159,6 +162,25 @@ def _resources(
         # None where nobody has one: it would be the whole pod's, checkpoints included.
         amounts["ephemeral-storage"] = _EPHEMERAL_STORAGE
     return {"requests": amounts, "limits": dict(amounts)} if amounts else {}
+
+
+def _with_the_trainers_memory(resources: Mapping[str, Any], trainer: Container) -> Mapping[str, Any]:
+    """Of restore, which brings a checkpoint into memory that is its own until it ends, and ends before the trainer
+    begins: so the pod as a whole needs no more than it does anyway."""
+    if "memory" not in resources.get("limits", {}):
+        return resources
+    of_trainer = present(trainer, "resources", {})
+    limit = present(of_trainer, "limits", {}).get("memory")
+    request = present(of_trainer, "requests", {}).get("memory", limit)
+    changed = {}
+    for key, amount in (("requests", request), ("limits", limit)):
+        amounts = dict(resources[key])
+        if quantity_or_nothing(amount) > quantity_or_nothing(amounts["memory"]):
+            amounts["memory"] = amount
+        elif key == "limits" and amount is None:
+            del amounts["memory"]
+        changed[key] = amounts
+    return changed
 
 
 def _may_serve_metrics(spec: Mapping[str, Any], findings: Findings) -> bool:

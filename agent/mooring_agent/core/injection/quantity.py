@@ -24,3 +24,11 @@ def parse_quantity(value: object) -> Decimal:
         raise ValueError(f"{value!r} is no quantity; write it as 500m, 2, 256Mi or 10Gi")
     number = Decimal(match[1])
     return number.scaleb(int(match[2])) if match[2] else number * _SUFFIXES[match[3] or ""]
+
+
+def quantity_or_nothing(value: object) -> Decimal:
+    """0 for nothing, and for what the API server will refuse."""
+    try:
+        return parse_quantity(value)
+    except ValueError:
+        return Decimal(0)
