@@ -311,6 +311,42 @@ class TestResources:
         after = mutated(pod(containers=[limited, logs]), sized)
         assert variables(after, "mooring-agent")["MOORING_SIZE_LIMIT_BYTES"] == str(50 * 10**9)
 
+    @pytest.mark.parametrize(
+        ("starting", "own", "limit"),
+        [
+            ([("sidecar", "2G")], "", 2),
+            ([("once", "2G")], "", 2),
+            ([("sidecar", "2G")], "10G", 12),
+            ([("once", "2G")], "10G", 10),
+            ([("once", "20G")], "10G", 20),
+            ([("sidecar", "2G"), ("once", "20G"), ("sidecar", "1G")], "10G", 22),
+            ([("once", "")], "", None),
+        ],
+    )
+    def test_kubelet_counts_the_limits_of_init_containers_too(
+        self, starting: list[tuple[str, str]], own: str, limit: int | None
+    ) -> None:
+        """AggregateContainerLimits in k/k staging/src/k8s.io/component-helpers/resource/helpers.go: of a proxy's 2 GB
+        alone a trainer's checkpoints would be evicted."""
+
+        def limited(amount: str) -> dict[str, Any]:
+            return {"resources": {"limits": {"ephemeral-storage": amount}}} if amount else {}
+
+        before = pod(
+            containers=[trainer(**limited(own))],
+            initContainers=[
+                {"name": f"i{at}", **limited(amount), **({"restartPolicy": "Always"} if kind == "sidecar" else {})}
+                for at, (kind, amount) in enumerate(starting)
+            ],
+        )
+        outcome = mutate(before, ASKED, DEFAULTS)
+        assert isinstance(outcome, Mutation)
+        after = mutated(before)
+        told = variables(after, "mooring-agent").get("MOORING_SIZE_LIMIT_BYTES")
+        assert told == (None if limit is None else str(limit * 10**9))
+        assert any("ephemeral-storage limit" in warning for warning in outcome.warnings) == (limit is not None)
+        assert mutated(after) == after
+
     def test_an_emptydir_in_memory_is_no_ephemeral_storage(self) -> None:
         limited = trainer(resources={"limits": {"ephemeral-storage": "100G"}})
         asked = Injection(destination="s3://bucket/run", run_as_user=1000, in_memory=True)

@@ -119,8 +119,7 @@ def _is_on_disk(empty_dir: Mapping[str, Any]) -> bool:
 def _limit_bytes(empty_dir: Mapping[str, Any], spec: Mapping[str, Any]) -> int:
     """What kubelet evicts the pod at: the emptyDir's own limit, or what all containers' limits allow together.
 
-    Kubelet adds up the ephemeral-storage limits of the containers that have one, and everything in an emptyDir on disk
-    counts against the sum.
+    Everything in an emptyDir on disk counts against the sum of these.
     """
     limits = [quantity_or_nothing(empty_dir.get("sizeLimit"))]
     if _is_on_disk(empty_dir):
@@ -129,11 +128,19 @@ def _limit_bytes(empty_dir: Mapping[str, Any], spec: Mapping[str, Any]) -> int:
 
 
 def ephemeral_limit(spec: Mapping[str, Any]) -> Decimal:
-    """Bytes of ephemeral storage that the user's containers may use together; 0: as many as there are."""
-    limits = (_limits(container).get("ephemeral-storage") for container in others(spec, "containers"))
-    return sum(map(quantity_or_nothing, limits), Decimal(0))
+    """Bytes of ephemeral storage that the user's containers may use together, as kubelet adds them up; 0: as many as
+    there are. A limit of one alone is one of the whole pod, also if that one is an init container."""
+    together = sum(map(_own_limit, others(spec, "containers")), Decimal(0))
+    sidecars, at_start = Decimal(0), Decimal(0)
+    for container in others(spec, "initContainers"):
+        own = _own_limit(container)
+        if container.get("restartPolicy") == "Always":
+            sidecars += own
+            own = Decimal(0)
+        at_start = max(at_start, sidecars + own)
+    return max(together + sidecars, at_start)
 
 
-def _limits(container: Container) -> Mapping[str, Any]:
+def _own_limit(container: Container) -> Decimal:
     limits: Mapping[str, Any] = present(present(container, "resources", {}), "limits", {})
-    return limits
+    return quantity_or_nothing(limits.get("ephemeral-storage"))
