@@ -8,7 +8,12 @@ from typing import Any
 import jsonpatch
 import pytest
 from tests.injection.golden_pods import IMAGE
-from tests.injection.promises import OURS, assert_nothing_of_the_users_is_lost, assert_ours_are_last
+from tests.injection.promises import (
+    OURS,
+    assert_a_cluster_takes_it,
+    assert_nothing_of_the_users_is_lost,
+    assert_ours_are_last,
+)
 
 from mooring_agent.core.injection.quantity import parse_quantity
 from mooring_agent.core.injection.spec import Injection, InjectionDefaults, Mutation, Refusal, Sidecar
@@ -86,6 +91,14 @@ class TestTheSecondTurn:
         for name in OURS:
             assert variables(twice, name)["AWS_ROLE_ARN"] == "arn"
             assert token in container(twice, name)["volumeMounts"]
+
+    def test_a_token_on_the_checkpoints_own_volume_is_mounted_once(self) -> None:
+        """The API server takes no container with two mounts at one path."""
+        mount = {"name": "v", "mountPath": "/data"}
+        token = {"name": "AWS_WEB_IDENTITY_TOKEN_FILE", "value": "/data/token"}
+        before = pod(containers=[trainer(volumeMounts=[mount], env=[token])], volumes=[{"name": "v", "emptyDir": {}}])
+        asked = Injection(destination="s3://bucket/run", run_as_user=1000, checkpoint_directory="/data/out")
+        assert_a_cluster_takes_it(mutated(before, asked))
 
     def test_what_another_webhook_gave_to_all_containers_stays_with_ours(self) -> None:
         once = mutated(pod())
@@ -418,6 +431,14 @@ class TestPlaces:
         assert folders
         for folder in folders:
             problems(pod(), Injection(destination="s3://bucket/run", checkpoint_directory=folder))
+
+    @pytest.mark.parametrize("kind", ["persistentVolumeClaim", "nfs", "csi", "cephfs"])
+    def test_a_volume_that_is_read_only_itself_is_refused(self, kind: str) -> None:
+        mount = {"name": "v", "mountPath": "/out"}
+        asked = Injection(destination="s3://bucket/run", checkpoint_directory="/out")
+        volume = {"name": "v", kind: {"readOnly": True}}
+        (problem,) = problems(pod(containers=[trainer(volumeMounts=[mount])], volumes=[volume]), asked)
+        assert "which is read-only at /out: mount it writable" in problem
 
     def test_a_mount_without_its_volume_is_said(self) -> None:
         mount = {"name": "v", "mountPath": "/mooring"}

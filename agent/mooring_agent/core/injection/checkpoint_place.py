@@ -105,7 +105,8 @@ def _unfit(mount: Mapping[str, Any], volume: Mapping[str, Any] | None) -> str:
         return f"which the pod does not have: add it to spec.volumes, {elsewhere}"
     if mount.get("subPath") or mount.get("subPathExpr"):
         return f"of which {path} is a subPath, and hard links end there: mount the volume whole, {elsewhere}"
-    if mount.get("readOnly") or present(volume, "persistentVolumeClaim", {}).get("readOnly"):
+    # A claim, NFS, CSI and others each say it in their own place, by the same name.
+    if mount.get("readOnly") or any(isinstance(kind, dict) and kind.get("readOnly") for kind in volume.values()):
         return f"which is read-only at {path}: mount it writable, {elsewhere}"
     if kinds := [kind for kind in _READ_ONLY_KINDS if kind in volume]:
         return f"a {kinds[0]}, to which nobody can write: choose another {_DIRECTORY_ANNOTATION}"

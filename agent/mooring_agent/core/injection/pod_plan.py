@@ -3,7 +3,7 @@
 Owns where each of their variables comes from; how a container is written down is `injected_containers`'s.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 from mooring_agent.core.injection import job_place
@@ -15,7 +15,7 @@ from mooring_agent.core.injection.pod_user import security_context
 from mooring_agent.core.injection.pod_volumes import CA_PATH, SOCKET_MOUNT, store_mounts
 from mooring_agent.core.injection.quantity import quantity_or_nothing
 from mooring_agent.core.injection.spec import Injection, InjectionDefaults
-from mooring_agent.core.injection.trainer_container import Container, others, variable
+from mooring_agent.core.injection.trainer_container import Container, others, plain, variable
 from mooring_agent.core.injection.workload_identity import identity_mounts, identity_variables
 from mooring_api import names
 
@@ -69,7 +69,7 @@ def plan_of(
             place.mount,
             SOCKET_MOUNT,
             *store_mounts(injection),
-            *(identity_mounts(trainer) if has_identity else []),
+            *(_beside(place, identity_mounts(trainer)) if has_identity else []),
         ],
         resources=resources,
         restore_resources=_with_the_trainers_memory(resources, trainer) if place.in_memory else resources,
@@ -79,6 +79,11 @@ def plan_of(
         serves_metrics=_may_serve_metrics(spec, findings),
         restart_policy=_restart_policy(spec, trainer),
     )
+
+
+def _beside(place: CheckpointPlace, mounts: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """Those that are not the checkpoints' own: a path may be mounted once."""
+    return [mount for mount in mounts if plain(mount["mountPath"]) != place.mount_path]
 
 
 def attempt_entry(
