@@ -221,6 +221,14 @@ class TestVariables:
         before = pod(containers=[trainer(env=[{"name": "PYTHONPATH", "value": ""}])])
         assert variables(mutated(before, asked), "train")["PYTHONPATH"] == "/mooring-autoload"
 
+    def test_a_python_path_that_may_come_with_others_is_asked_for(self) -> None:
+        """What `env` says counts more than what `envFrom` brings, which nobody sees before the pod runs."""
+        asked = Injection(destination="s3://bucket/run", run_as_user=1000, autoload=True)
+        outcome = mutate(pod(containers=[trainer(envFrom=[{"configMapRef": {"name": "c"}}])]), asked, DEFAULTS)
+        assert isinstance(outcome, Mutation)
+        (warning,) = outcome.warnings
+        assert "if the trainer's image or envFrom has one of its own" in warning
+
     def test_an_attempt_of_the_users_own_is_the_agents_too(self) -> None:
         attempt = {"name": "MOORING_ATTEMPT", "valueFrom": {"fieldRef": {"fieldPath": "metadata.labels['start']"}}}
         after = mutated(pod(containers=[trainer(env=[attempt])]))

@@ -99,8 +99,9 @@ def _python_path(
     """The variable if there is none; else the user's gets the folder before what it has."""
     found = variable(trainer, "PYTHONPATH")
     if found is None:
+        where = "image or envFrom has" if present(trainer, "envFrom", []) else "image has"
         findings.warnings.append(
-            "autoload sets PYTHONPATH: if the trainer's image has one of its own, write that into the pod's env, "
+            f"autoload sets PYTHONPATH: if the trainer's {where} one of its own, write that into the pod's env, "
             "and it is kept"
         )
         return [{"name": "PYTHONPATH", "value": folder}]
