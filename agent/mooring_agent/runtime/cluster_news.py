@@ -7,7 +7,9 @@ slowly; of too much news the oldest is dropped. What the service account may not
 import asyncio
 import json
 from collections import deque
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from concurrent.futures import Executor
+from contextlib import asynccontextmanager
 from datetime import UTC, datetime
 from typing import Final, ParamSpec
 
@@ -16,6 +18,7 @@ import structlog
 from mooring_agent.core.errors import ClusterError, ErrorKind
 from mooring_agent.core.events import Committed, Event, Failed, WorkFailed
 from mooring_agent.core.model import Kind
+from mooring_agent.core.settings import ClusterSettings
 from mooring_agent.core.state import State
 from mooring_agent.ports import Clock, Cluster, EventType, PodEvent
 from mooring_api.names import ANNOTATION_PREFIX
@@ -160,3 +163,29 @@ class ClusterNews:
         if str(error) != self._last_problem:
             self._last_problem = str(error)
             log.warning("cluster.unreachable", error=str(error), hint=error.hint)
+
+
+@asynccontextmanager
+async def cluster_news(
+    settings: ClusterSettings, *, clock: Clock, executor: Executor
+) -> AsyncIterator[ClusterNews | None]:
+    """None where nobody asked for it, or there is no cluster to tell."""
+    if not settings.cluster_events:
+        yield None
+        return
+    if not settings.kubernetes_host or not settings.pod_name:
+        log.error(
+            "cluster.unknown",
+            problem="cluster_events is set, and the API server or the pod's own name is not known",
+            hint="set POD_NAME, POD_NAMESPACE and POD_UID by the downward API, or cluster_events to false",
+        )
+        yield None
+        return
+    # Imported here: most agents tell nobody.
+    from mooring_agent.adapters.cluster import KubernetesCluster
+
+    cluster = KubernetesCluster(settings, executor)
+    try:
+        yield ClusterNews(cluster=cluster, clock=clock)
+    finally:
+        await cluster.close()
