@@ -1,6 +1,7 @@
 """A small ZeRO-3 training in one process that keeps its count of steps in `client_state`; it tells itself to end.
 
-`told_at`: after how many micro-batches of this start the process sends itself SIGTERM.
+`told_at`: after how many micro-batches of this start the process sends itself SIGTERM. `evaluate_at`: after which step
+it evaluates, and sends it in there.
 """
 
 import argparse
@@ -21,6 +22,17 @@ CONFIG = {
 }
 
 
+def evaluate(engine: deepspeed.DeepSpeedEngine) -> None:
+    engine.eval()
+    with torch.no_grad():
+        for batch in range(3):
+            engine(torch.ones(2, 4))
+            if batch == 0:
+                os.kill(os.getpid(), signal.SIGTERM)
+    engine.train()
+    print("evaluated", flush=True)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--steps", type=int, default=4)
@@ -30,6 +42,8 @@ def main() -> None:
     parser.add_argument("--tag")
     parser.add_argument("--weights-only", action="store_true")
     parser.add_argument("--told-at", type=int)
+    parser.add_argument("--evaluate-at", type=int)
+    parser.add_argument("--eval-mode", action="store_true", help="train in it, as one does without dropout")
     arguments = parser.parse_args()
 
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
@@ -38,6 +52,7 @@ def main() -> None:
     optimizer = torch.optim.AdamW(model.parameters())
     engine, _, _, _ = deepspeed.initialize(model=model, optimizer=optimizer, config=CONFIG)
     mooring.protect(mooring.protect(engine))
+    engine.train(not arguments.eval_mode)
     state = {"mine": 0}
     if arguments.load is not None:
         path, loaded = engine.load_checkpoint(
@@ -61,6 +76,8 @@ def main() -> None:
         print(f"step={engine.global_steps}", flush=True)
         if engine.global_steps % arguments.save_every == 0:
             engine.save_checkpoint(str(arguments.output), tag=f"at-{engine.global_steps}", client_state=state)
+        if engine.global_steps == arguments.evaluate_at:
+            evaluate(engine)
     print("done", flush=True)
 
 

@@ -83,3 +83,18 @@ def test_under_a_trainer_that_owns_the_run_nothing_is_announced_or_asked(trainer
 def test_after_the_training_sigterm_ends_the_program_as_without_mooring(trainer: OneProcess) -> None:
     ended = trainer.run("--told-at", '["6", "end"]')
     assert ended.code == -15, ended.errors
+
+
+def test_with_deepspeed_inside_it_an_evaluation_ends_before_a_notice_is_obeyed_and_the_engine_goes_on_there(
+    tmp_path: Path,
+) -> None:
+    pytest.importorskip("deepspeed")
+    trainer = OneProcess(program=PROGRAM.with_name("accelerate_deepspeed_program.py"), volume=tmp_path / "volume")
+    stopped = trainer.run("--evaluate-at", "2")
+    assert stopped.code == JUST_IN_TIME_EXIT_CODE, stopped.errors
+    assert stopped.lines == ["begin step=0", "step=1", "step=2", "evaluated"]
+    assert trainer.records() == [("checkpoint_0", 2, "just-in-time")]
+    resumed = trainer.run("--load")
+    assert resumed.code == 0, resumed.errors
+    assert resumed.lines == ["begin step=2", "step=3", "step=4", "done"]
+    assert trainer.records()[1:] == [("checkpoint_1", 4, "periodic")]

@@ -42,6 +42,19 @@ def test_a_notice_in_an_accumulation_is_obeyed_at_its_end_with_the_client_state_
     assert chosen.lines[:2] == ["loaded=at-2", "begin step=2 mine=2"], "a tag that the program names wins"
 
 
+def test_an_evaluation_ends_before_a_notice_is_obeyed(trainer: OneProcess) -> None:
+    stopped = trainer.run("--evaluate-at", "1")
+    assert stopped.code == JUST_IN_TIME_EXIT_CODE, stopped.errors
+    assert stopped.lines == ["begin step=0 mine=0", "step=1", "evaluated"]
+    assert trainer.records() == [("global_step1", 1, "just-in-time")]
+
+
+def test_training_in_the_mode_of_evaluation_is_training(trainer: OneProcess) -> None:
+    stopped = trainer.run("--eval-mode", "--told-at", "2")
+    assert stopped.code == JUST_IN_TIME_EXIT_CODE, stopped.errors
+    assert trainer.records() == [("global_step1", 1, "just-in-time")]
+
+
 def test_before_the_programs_own_first_save_its_client_state_is_the_one_it_loaded(
     trainer: OneProcess, tmp_path: Path
 ) -> None:

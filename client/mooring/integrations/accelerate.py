@@ -226,7 +226,10 @@ class _Loop:
         self._project.iteration = max([self._project.iteration, *(number + 1 for number in numbers)])
 
     def _modes(self) -> list[bool]:
-        return [model.training for model in self._accelerator._models]
+        # DeepSpeed's `eval` is that of its module, and its own flag never changes.
+        engine = self._deepspeed_engine
+        models = self._accelerator._models
+        return [model.module.training if model is engine else model.training for model in models]
 
     def _trains(self) -> bool:
         """Whether this is the training loop, and not an evaluation or another thread that reads ahead."""

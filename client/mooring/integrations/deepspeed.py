@@ -65,6 +65,7 @@ class _Training:
         self._background = engine.checkpoint_engine.is_decoupled()
         self._warned = False
         self._asked_step: int | None = None
+        self._has_training_mode = False
         # What the program, or a resume, has left on the disk: the last place and its step.
         self._place: Path | None = None
         self._place_step = -1
@@ -134,7 +135,9 @@ class _Training:
             self.run.leave()
 
     def _before_forward(self, engine: Any, inputs: object) -> None:
-        if engine.training:
+        # Its `eval` is that of its module, and its own flag never changes. Some train in that mode all along.
+        self._has_training_mode |= engine.module.training
+        if engine.module.training or not self._has_training_mode:
             self.between_steps()
 
     @property
