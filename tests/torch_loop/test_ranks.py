@@ -60,6 +60,17 @@ def test_another_number_of_ranks_takes_over_weights_optimizer_and_place_in_the_d
         assert len(set(again.lines(f"{kind} draws"))) == 2
 
 
+def test_a_run_goes_on_with_another_number_of_ranks_from_the_step_that_the_last_one_saved(tmp_path: Path) -> None:
+    program = ROOT / "examples" / "fsdp2.py"
+    for ranks, begin, end in ((2, 0, 5), (1, 5, 8), (2, 8, 11)):
+        ended = torchrun(program, "--steps", str(end), "--workers", "0", directory=tmp_path, ranks=ranks)
+        assert ended.code == 0, ended.output
+        steps = [int(line.split()[0]) for line in ended.lines("step=")]
+        assert sorted(steps) == list(range(begin + 1, end + 1)), ended.output
+        newest = read_records(tmp_path / ".mooring" / "records")[0]
+        assert (newest.step, newest.world_size) == (end, ranks)
+
+
 def test_a_rank_that_cannot_save_costs_that_checkpoint_and_holds_nobody_up(tmp_path: Path) -> None:
     ended = torchrun(FAILING, directory=tmp_path)
     assert ended.code == 0, ended.output
