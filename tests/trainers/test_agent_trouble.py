@@ -85,6 +85,9 @@ def test_a_full_disk_costs_the_checkpoints_and_not_the_training(tmp_path: Path) 
         training.order()
         assert_trained_to_the_end(training)
         assert not list((volume / names.CHECKPOINT_DIRECTORY).glob(f"checkpoint-{STEPS}")), training.output()
+        lost = [line.split("step=")[1].split()[0] for line in training.warnings("checkpoint given up")]
+        # One for each save, of which the last step's is tried once more at the end.
+        assert lost == ["8", "12", "12"], training.output()
 
 
 @contextlib.contextmanager
