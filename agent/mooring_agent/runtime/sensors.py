@@ -64,6 +64,7 @@ class Sensors:
         self._meter = VolumeMeter(Path(settings.volume))
         self._look = asyncio.Event()
         self._clients_seen = False
+        self._unknown = ""
 
     async def watch_ranks(self, parent_pid: int | None) -> None:
         """Forever: who is alive. `parent_pid`: the runner whose end is our end too."""
@@ -102,8 +103,14 @@ class Sensors:
         try:
             alive = await self._run(self._presence.alive)
         except MooringError as error:
-            log.warning("ranks.unknown", error=str(error), hint=error.hint)
+            # It is looked at every second, and a foreign trainer stays one.
+            if str(error) != self._unknown:
+                self._unknown = str(error)
+                log.warning("ranks.unknown", error=str(error), hint=error.hint)
             return
+        if self._unknown:
+            self._unknown = ""
+            log.info("ranks.known_again")
         self._clients_seen = self._clients_seen or bool(alive)
         if alive != self._engine.state.alive_ranks:
             log.info("ranks.alive", local_ranks=sorted(alive))

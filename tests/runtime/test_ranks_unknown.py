@@ -1,0 +1,56 @@
+"""Ranks that cannot be looked at, as those of a foreign user: told once, and again when the trouble is another one."""
+
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+from structlog.testing import capture_logs
+
+from mooring_agent.core.errors import ErrorKind, VolumeError
+from mooring_agent.runtime.sensors import Sensors
+
+
+class _Presence:
+    """`trouble`: why nobody can be looked at; empty: nobody is there."""
+
+    trouble = ""
+
+    def alive(self) -> frozenset[int]:
+        if self.trouble:
+            raise VolumeError(ErrorKind.ACCESS_DENIED, self.trouble, hint="the same user")
+        return frozenset()
+
+
+@pytest.fixture
+def executor() -> Iterator[ThreadPoolExecutor]:
+    with ThreadPoolExecutor(1) as executor:
+        yield executor
+
+
+async def test_a_trouble_that_lasts_is_told_once_and_again_when_it_changes(
+    tmp_path: Path, executor: ThreadPoolExecutor
+) -> None:
+    presence = _Presence()
+    sensors = Sensors(
+        engine=cast(Any, SimpleNamespace(state=SimpleNamespace(alive_ranks=frozenset()))),
+        clock=cast(Any, None),
+        presence=cast(Any, presence),
+        executor=executor,
+        settings=cast(Any, SimpleNamespace(volume=str(tmp_path))),
+        watching=None,
+        rescue=cast(Any, None),
+    )
+    with capture_logs() as lines:
+        for trouble in ("rank 0 is foreign", "rank 0 is foreign", "rank 1 is foreign", "", "", "rank 1 is foreign"):
+            presence.trouble = trouble
+            await sensors.look_at_ranks()
+    told = [(line["event"], line.get("error")) for line in lines]
+    assert told == [
+        ("ranks.unknown", "rank 0 is foreign"),
+        ("ranks.unknown", "rank 1 is foreign"),
+        ("ranks.known_again", None),
+        ("ranks.unknown", "rank 1 is foreign"),
+    ]
