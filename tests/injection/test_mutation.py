@@ -141,6 +141,15 @@ class TestTheSecondTurn:
         assert variables(regular, "mooring-agent")["MOORING_DESTINATION"] == "s3://bucket/other"
         assert "startupProbe" not in container(regular, "mooring-agent")
 
+    def test_who_writes_our_annotation_by_hand_loses_nothing(self) -> None:
+        """By that alone a volume of our name would be taken for ours, and be made anew."""
+        claim = {"name": "mooring-socket", "persistentVolumeClaim": {"claimName": "precious"}}
+        before = pod(volumes=[claim], containers=[trainer(env=[{"name": "MOORING_VOLUME", "value": "/theirs"}])])
+        before["metadata"]["annotations"] = {"mooring.dev/injected": ""}
+        found = problems(before)
+        assert any("the pod has mooring-socket in its volumes already" in problem for problem in found)
+        assert any("the trainer sets MOORING_VOLUME '/theirs'" in problem for problem in found)
+
 
 class TestTheTrainer:
     """Which container it is, where the annotation does not say it."""
@@ -559,6 +568,11 @@ class TestShape:
     )
     def test_what_is_no_pod_is_refused_with_the_place(self, value: Any, problem: str) -> None:
         assert problems(value)[0] == problem
+
+    @pytest.mark.parametrize("containers", [[{}], [{}, {}]])
+    def test_a_container_that_says_nothing_is_left_to_the_api_server(self, containers: list[Any]) -> None:
+        """It refuses one without a name, with its own words; ours would have been none."""
+        assert isinstance(mutate(pod(containers=containers), ASKED, DEFAULTS), Mutation)
 
     def test_null_is_the_same_as_nothing(self) -> None:
         before = pod(volumes=None, initContainers=None, terminationGracePeriodSeconds=None, securityContext=None)

@@ -44,11 +44,13 @@ def mutate(pod: Pod, injection: Injection, defaults: InjectionDefaults) -> Mutat
 def _changed(pod: Pod, injection: Injection, defaults: InjectionDefaults, findings: Findings) -> dict[str, Any] | None:
     """The pod with everything; None where `findings` say why not."""
     metadata, spec = present(pod, "metadata", {}), pod["spec"]
-    injected = present(metadata, "annotations", {}).get(names.ANNOTATION_INJECTED)
-    findings.problems += impossible(spec, injection, injected=injected is not None)
+    made_before = present(metadata, "annotations", {}).get(names.ANNOTATION_INJECTED)
+    # The annotation alone says nothing: anybody can write it, and what bears our names would then be taken for ours.
+    injected = made_before is not None and _has_ours(spec)
+    findings.problems += impossible(spec, injection, injected=injected)
     trainer = find_trainer(metadata, spec, injection.container, findings)
-    place = trainer and find_place(spec, trainer, injection, findings)
-    if not trainer or not place:
+    place = None if trainer is None else find_place(spec, trainer, injection, findings)
+    if trainer is None or place is None:
         return None
     findings.problems += unfit(place, injection)
     findings.warnings += doubtful(metadata, spec, place)
@@ -71,13 +73,13 @@ def _changed(pod: Pod, injection: Injection, defaults: InjectionDefaults, findin
         injection,
         attempt=attempt,
         grace_seconds=grace_seconds,
-        injected=injected is not None,
+        injected=injected,
         findings=findings,
     )
     made = _made(plan)
     new_spec = {
         **spec,
-        **_containers(spec, trainer, new_trainer, plan, as_before=injected == made),
+        **_containers(spec, trainer, new_trainer, plan, as_before=made_before == made),
         "volumes": pod_volumes.with_volumes(spec, injection, place),
         "terminationGracePeriodSeconds": grace_seconds,
     }
@@ -137,6 +139,10 @@ def _containers(
         ours = (ensured(there.get(one["name"], {}), one, as_before=as_before) for one in wanted)
         changed[key] = [*users, *ours]
     return changed
+
+
+def _has_ours(spec: Mapping[str, Any]) -> bool:
+    return any(one.get("name") in OURS for key in ("initContainers", "containers") for one in present(spec, key, []))
 
 
 def _made(plan: Plan) -> str:
