@@ -1,9 +1,10 @@
 """One job in two pods: two agents, two volumes, two torchruns, one bucket. Only what both have stored counts."""
 
 import secrets
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -129,20 +130,10 @@ def test_a_checkpoint_counts_when_both_pods_have_stored_it_and_a_pod_that_dies_b
     fault_proxy.clear()
     monkeypatch.setenv(names.ENV_ATTEMPT, "attempt-2")
     with pods.attempt(begin=5) as (first, second):
-        _train_to(7, first, second)
-        for pod in (first, second):
-            pod.job.order(hold=Moment.STEP, at_step=7, step_seconds=SLOW_SECONDS)
-        second.agent.notify_termination(source="preStop")
-        for pod in (first, second):
-            pod.job.order(step_seconds=SLOW_SECONDS)
-        for pod in (first, second):
-            assert pod.job.wait() != 0, pod.job.output()
-        last = {*first.job.last_steps(), *second.job.last_steps()}
+        stopped = _stop(7, partial(second.agent.notify_termination, source="preStop"), first, second)
         for pod in (first, second):
             pod.end()
             losses |= pod.job.losses()
-    (stopped,) = last
-    assert 7 <= stopped <= 9
     assert pods.committed_steps() == [5, stopped]
 
     monkeypatch.setenv(names.ENV_ATTEMPT, "attempt-3")
@@ -154,6 +145,35 @@ def test_a_checkpoint_counts_when_both_pods_have_stored_it_and_a_pod_that_dies_b
             losses |= pod.job.losses()
     assert pods.committed_steps()[-1] == STEPS
     assert losses == undisturbed
+
+
+def test_a_notice_to_the_launcher_that_has_the_jobs_store_makes_both_pods_save_one_step(
+    rclone_bucket: Bucket, fault_proxy: FaultProxy, short_directory: Path
+) -> None:
+    pods = Pods(rclone_bucket, fault_proxy, short_directory)
+    with pods.attempt(begin=0) as (first, second):
+        _train_to(6, first, second)
+        # The store of the job lives in the launcher of the pod with rank 0, which prints the losses.
+        (holder,) = (pod for pod in (first, second) if pod.job.losses())
+        stopped = _stop(6, partial(holder.job.signal, None), first, second)
+        for pod in (first, second):
+            pod.end()
+    assert pods.committed_steps()[-1:] == [stopped]
+
+
+def _stop(at_step: int, notify: Callable[[], object], *pods: Pod) -> int:
+    """The step that all ranks saved, within two of the notice, when they leave."""
+    _train_to(at_step, *pods)
+    for pod in pods:
+        pod.job.order(hold=Moment.STEP, at_step=at_step, step_seconds=SLOW_SECONDS)
+    notify()
+    for pod in pods:
+        pod.job.order(step_seconds=SLOW_SECONDS)
+    for pod in pods:
+        assert pod.job.wait() != 0, pod.job.output()
+    (stopped,) = {step for pod in pods for step in pod.job.last_steps()}
+    assert at_step <= stopped <= at_step + 2
+    return stopped
 
 
 def _cut(proxy: FaultProxy, step: int) -> None:
