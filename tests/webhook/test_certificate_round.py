@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 from cryptography import x509
 from cryptography.x509.verification import PolicyBuilder, Store, VerificationError
+from structlog.testing import capture_logs
 from tests.fakes.object_shelf import ObjectShelf, RefusedError
 
 from mooring_agent.core.certificate_plan import Lives
@@ -279,6 +280,15 @@ def test_only_the_holder_of_the_lease_writes_and_another_takes_over_when_it_is_g
     lease = world.shelf.get(Kind.LEASE, "l")["spec"]
     assert lease["holderIdentity"] != holder
     assert lease["leaseTransitions"] == 2
+
+
+def test_of_two_that_find_the_lease_free_the_one_that_got_it_alone_says_so() -> None:
+    world = _World()
+    looking = [_Replica(world), _Replica(world)]
+    with capture_logs() as lines:
+        while looking:
+            looking = [replica for replica in looking if replica.step() is None]
+    assert [line["event"] for line in lines].count("lease.taken") == 1
 
 
 def wipe(world: _World) -> None:

@@ -35,14 +35,17 @@ def configure_logs(log_format: str) -> None:
             renderer,
         ],
         wrapper_class=structlog.make_filtering_bound_logger(logging.INFO),
-        logger_factory=structlog.PrintLoggerFactory(file=_stderr()),
+        # The program of a run writes there too: a line and its end in one write, or another's comes in between.
+        logger_factory=structlog.WriteLoggerFactory(file=_stderr()),
         cache_logger_on_first_use=False,
     )
 
 
 def say(line: str) -> None:
     """A line for people, on stderr."""
-    print(line, file=_stderr(), flush=True)
+    stderr = _stderr()
+    stderr.write(f"{line}\n")
+    stderr.flush()
 
 
 class _UnheardStderr(io.TextIOBase):

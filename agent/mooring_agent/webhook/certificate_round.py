@@ -112,8 +112,9 @@ class CertificateRound:
         if what is Turn.TAKE:
             transitions = (lease.get("spec") or {}).get("leaseTransitions") or 0
             spec |= {"acquireTime": renewed, "leaseTransitions": transitions + 1}
-            log.info("lease.taken", before=record.holder)
         await self._objects.patch(Kind.LEASE, {"spec": spec}, lease)
+        if what is Turn.TAKE:
+            log.info("lease.taken", before=record.holder)
         return True
 
     async def _configuration(self) -> Object:

@@ -1,0 +1,34 @@
+"""Lines on a stderr that others write to as well, as the program of a run does."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+_LOG = """
+import structlog
+from mooring_agent.runtime.telemetry import configure_logs
+configure_logs({log_format!r})
+structlog.get_logger().info("agent.serving", volume="/volume")
+"""
+_SAY = """
+from mooring_agent.runtime.telemetry import say
+say("mooring: not durable: step 7")
+"""
+
+
+@pytest.mark.parametrize(
+    "program",
+    [_LOG.format(log_format="json"), _LOG.format(log_format="console"), _SAY],
+    ids=["json", "console", "for people"],
+)
+def test_a_line_and_its_end_are_one_write(program: str) -> None:
+    # A pipe of packets keeps each write apart.
+    reader, writer = os.pipe2(os.O_DIRECT)
+    with os.fdopen(reader, "rb", buffering=0) as written:
+        with os.fdopen(writer, "wb") as stderr:
+            subprocess.run([sys.executable, "-c", program], stderr=stderr, check=True, timeout=60)
+        line = written.read(4096)
+        assert line.endswith(b"\n")
+        assert written.read(4096) == b""
