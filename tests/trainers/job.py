@@ -186,12 +186,12 @@ class Job:
         return code
 
     def _stuck(self, error: Exception) -> AssertionError:
-        """With the stacks of the ranks that are there."""
-        there = self.processes()
-        for pid in (self.pid(rank) for rank in self._present_ranks()):
-            if pid in there:
+        """With the stacks of the ranks that are there, and of the workers that they have forked."""
+        for pid, command in self.processes().items():
+            if str(PACED) in command and "torch.distributed.run" not in command:
                 said = len(self.output())
-                os.kill(pid, signal.SIGUSR2)
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGUSR2)
                 with contextlib.suppress(AssertionError):
                     wait_until(functools.partial(self._said_more, said), _STACK_SECONDS, "it says where it is")
         return AssertionError(f"{error}; at steps {self.last_steps()}\n{self.output()}")
