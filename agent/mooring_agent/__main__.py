@@ -4,17 +4,22 @@ import contextlib
 import os
 import sys
 import threading
+from typing import Final
+
+_HINT: Final = (
+    "the command line needs the agent's packages: pip install 'mooring[agent]', or 'mooring[webhook]' for the webhook"
+)
 
 
 def main() -> None:
     try:
         from mooring_agent.cli import cli
-    except ImportError as error:
-        print(f"error: {error}", file=sys.stderr)  # noqa: T201 - nothing else can be imported
-        print("hint: the command line needs the agent's packages: pip install 'mooring[agent]'", file=sys.stderr)  # noqa: T201
-        sys.exit(2)
-    try:
+
         cli(prog_name="mooring")
+    except ImportError as error:
+        # Also of one command: click alone is in many a trainer's image. Nothing of ours may be there to say it with.
+        sys.stderr.write(f"error: {error}\nhint: {_HINT}\n")
+        sys.exit(2)
     except SystemExit as leaving:
         _end_beside_store_threads(leaving)
         raise
