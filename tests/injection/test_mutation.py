@@ -1,11 +1,8 @@
 """What the files in `golden/` do not show: the second turn of a webhook, and single rules at their edges."""
 
 import copy
-import re
-from pathlib import Path
 from typing import Any
 
-import jsonpatch
 import pytest
 from tests.injection.golden_pods import IMAGE
 from tests.injection.promises import (
@@ -14,52 +11,20 @@ from tests.injection.promises import (
     assert_nothing_of_the_users_is_lost,
     assert_ours_are_last,
 )
+from tests.injection.small_pods import (
+    ASKED,
+    DEFAULTS,
+    container,
+    mutated,
+    pod,
+    problems,
+    trainer,
+    variables,
+    without_nulls,
+)
 
-from mooring_agent.core.injection.quantity import parse_quantity
-from mooring_agent.core.injection.spec import Injection, InjectionDefaults, Mutation, Refusal, Sidecar
+from mooring_agent.core.injection.spec import Injection, InjectionDefaults, Mutation, Sidecar
 from mooring_agent.core.pod_mutation import mutate
-
-ROOT = Path(__file__).parents[2]
-DEFAULTS = InjectionDefaults(image=IMAGE)
-ASKED = Injection(destination="s3://bucket/run", run_as_user=1000)
-
-
-def pod(**spec: Any) -> dict[str, Any]:
-    containers = [{"name": "train", "image": "example.com/train:1"}]
-    return {
-        "metadata": {"generateName": "train-"},
-        "spec": {"restartPolicy": "Never", "containers": containers, **spec},
-    }
-
-
-def trainer(**fields: Any) -> dict[str, Any]:
-    return {"name": "train", "image": "example.com/train:1", **fields}
-
-
-def mutated(before: dict[str, Any], asked: Injection = ASKED, defaults: InjectionDefaults = DEFAULTS) -> Any:
-    outcome = mutate(before, asked, defaults)
-    assert isinstance(outcome, Mutation), outcome
-    return jsonpatch.apply_patch(copy.deepcopy(before), copy.deepcopy(list(outcome.patch)))
-
-
-def problems(before: Any, asked: Injection = ASKED) -> tuple[str, ...]:
-    outcome = mutate(before, asked, DEFAULTS)
-    assert isinstance(outcome, Refusal), outcome
-    return outcome.problems
-
-
-def _without_nulls(values: dict[str, Any]) -> dict[str, Any]:
-    return {key: value for key, value in values.items() if value is not None}
-
-
-def container(of: Any, name: str) -> Any:
-    spec = of["spec"]
-    (found,) = [one for one in [*spec["initContainers"], *spec["containers"]] if one["name"] == name]
-    return found
-
-
-def variables(of: Any, name: str) -> dict[str, str]:
-    return {entry["name"]: entry.get("value") for entry in container(of, name).get("env", [])}
 
 
 class TestTheSecondTurn:
@@ -244,306 +209,6 @@ class TestVariables:
         assert all(attempt in container(after, name)["env"] for name in ("train", *OURS))
 
 
-def is_guaranteed(of: Any) -> bool:
-    """As Kubernetes finds it out: CPU and memory of every container, and requests that are limits."""
-    spec = of["spec"]
-    everybody = [*spec.get("initContainers", []), *spec["containers"]]
-    resources = [one.get("resources", {}) for one in everybody]
-    return all(
-        found.get("limits", {}).get(name) and found.get("requests", found["limits"]).get(name) == found["limits"][name]
-        for found in resources
-        for name in ("cpu", "memory")
-    )
-
-
-class TestSecurity:
-    """Of our containers."""
-
-    def test_a_pod_that_pod_security_restricted_lets_in_stays_one(self) -> None:
-        """https://kubernetes.io/docs/concepts/security/pod-security-standards/#restricted"""
-        strict = {"allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"]}}
-        of_pod = {"runAsNonRoot": True, "seccompProfile": {"type": "RuntimeDefault"}}
-        asked = Injection(destination="pvc://claim/run", credentials="s3", autoload=True)
-        after = mutated(pod(containers=[trainer(securityContext=strict)], securityContext=of_pod), asked)
-        for one in [*after["spec"]["initContainers"], *after["spec"]["containers"]]:
-            said = of_pod | one["securityContext"]
-            assert said["allowPrivilegeEscalation"] is False
-            assert said["capabilities"] == {"drop": ["ALL"]}
-            assert said["runAsNonRoot"] is True
-            assert said.get("runAsUser") != 0
-            assert said["seccompProfile"]["type"] == "RuntimeDefault"
-            assert not {"hostPort"} & {key for port in one.get("ports", []) for key in port}
-        allowed = {
-            "configMap",
-            "csi",
-            "downwardAPI",
-            "emptyDir",
-            "ephemeral",
-            "persistentVolumeClaim",
-            "projected",
-            "secret",
-        }
-        assert all((volume.keys() - {"name"}) <= allowed for volume in after["spec"]["volumes"])
-
-    @pytest.mark.parametrize(
-        ("of_container", "of_pod", "annotation", "openshift", "user"),
-        [
-            ({"runAsUser": 1}, {"runAsUser": 2}, None, False, 1),
-            ({}, {"runAsUser": 2}, None, False, 2),
-            ({"runAsUser": None}, {"runAsUser": 2}, None, False, 2),
-            ({}, {}, 3, False, 3),
-            ({}, {}, 3, True, 3),
-            ({}, {}, None, True, None),
-            ({}, {}, None, False, 0),
-            ({"runAsNonRoot": True}, {}, None, False, None),
-            ({"runAsUser": 0}, {}, None, False, 0),
-        ],
-    )
-    def test_our_user_is_the_trainers_as_far_as_anybody_says_it(
-        self, of_container: Any, of_pod: Any, annotation: int | None, openshift: bool, user: int | None
-    ) -> None:
-        asked = Injection(destination="s3://bucket/run", run_as_user=annotation)
-        before = pod(containers=[trainer(securityContext=of_container)], securityContext=of_pod)
-        after = mutated(before, asked, InjectionDefaults(image=IMAGE, openshift=openshift))
-        contexts = [container(after, name)["securityContext"] for name in OURS]
-        assert [context.get("runAsUser") for context in contexts] == [user, user]
-        non_root = bool(user) or bool(of_container.get("runAsNonRoot"))
-        assert [context.get("runAsNonRoot", False) for context in contexts] == [non_root, non_root]
-
-
-class TestResources:
-    """Of ours, and what they do to the pod's."""
-
-    def test_a_guaranteed_pod_stays_guaranteed(self) -> None:
-        """With exclusive cores, which a pod of another class loses."""
-        whole = {"requests": {"cpu": "8", "memory": "64Gi"}, "limits": {"cpu": "8", "memory": "64Gi"}}
-        for sidecar in Sidecar:
-            asked = Injection(destination="s3://bucket/run", run_as_user=1000, sidecar=sidecar)
-            after = mutated(pod(containers=[trainer(resources=whole)]), asked)
-            assert is_guaranteed(after)
-
-    def test_requests_are_limits_so_a_guaranteed_pod_stays_guaranteed(self) -> None:
-        for name in OURS:
-            resources = container(mutated(pod()), name)["resources"]
-            assert resources["requests"] == resources["limits"] == {"cpu": "500m", "memory": "256Mi"}
-
-    def test_only_what_the_pod_itself_says_is_left_out(self) -> None:
-        after = mutated(pod(resources={"limits": {"memory": "64Gi"}}))
-        assert container(after, "mooring-agent")["resources"]["limits"] == {"cpu": "500m"}
-
-    def test_the_smaller_of_both_limits_is_what_the_agent_must_know(self) -> None:
-        limited = trainer(resources={"limits": {"ephemeral-storage": "100G"}})
-        logs = {"name": "logs", "resources": {"limits": {"ephemeral-storage": "1G"}}}
-        asked = Injection(destination="s3://bucket/run", run_as_user=1000, container="train")
-        after = mutated(pod(containers=[limited, logs]), asked)
-        assert variables(after, "mooring-agent")["MOORING_SIZE_LIMIT_BYTES"] == str(101 * 10**9)
-        sized = Injection(destination="s3://bucket/run", run_as_user=1000, container="train", size_limit="50G")
-        after = mutated(pod(containers=[limited, logs]), sized)
-        assert variables(after, "mooring-agent")["MOORING_SIZE_LIMIT_BYTES"] == str(50 * 10**9)
-
-    @pytest.mark.parametrize(
-        ("starting", "own", "limit"),
-        [
-            ([("sidecar", "2G")], "", 2),
-            ([("once", "2G")], "", 2),
-            ([("sidecar", "2G")], "10G", 12),
-            ([("once", "2G")], "10G", 10),
-            ([("once", "20G")], "10G", 20),
-            ([("sidecar", "2G"), ("once", "20G"), ("sidecar", "1G")], "10G", 22),
-            ([("once", "")], "", None),
-        ],
-    )
-    def test_kubelet_counts_the_limits_of_init_containers_too(
-        self, starting: list[tuple[str, str]], own: str, limit: int | None
-    ) -> None:
-        """AggregateContainerLimits in k/k staging/src/k8s.io/component-helpers/resource/helpers.go: of a proxy's 2 GB
-        alone a trainer's checkpoints would be evicted."""
-
-        def limited(amount: str) -> dict[str, Any]:
-            return {"resources": {"limits": {"ephemeral-storage": amount}}} if amount else {}
-
-        before = pod(
-            containers=[trainer(**limited(own))],
-            initContainers=[
-                {"name": f"i{at}", **limited(amount), **({"restartPolicy": "Always"} if kind == "sidecar" else {})}
-                for at, (kind, amount) in enumerate(starting)
-            ],
-        )
-        outcome = mutate(before, ASKED, DEFAULTS)
-        assert isinstance(outcome, Mutation)
-        after = mutated(before)
-        told = variables(after, "mooring-agent").get("MOORING_SIZE_LIMIT_BYTES")
-        assert told == (None if limit is None else str(limit * 10**9))
-        assert any("ephemeral-storage limit" in warning for warning in outcome.warnings) == (limit is not None)
-        assert mutated(after) == after
-
-    def test_an_emptydir_in_memory_is_no_ephemeral_storage(self) -> None:
-        limited = trainer(resources={"limits": {"ephemeral-storage": "100G"}})
-        asked = Injection(destination="s3://bucket/run", run_as_user=1000, in_memory=True)
-        told = variables(mutated(pod(containers=[limited]), asked), "mooring-agent")
-        assert "MOORING_SIZE_LIMIT_BYTES" not in told
-        assert told["MOORING_EVICTION_THRESHOLD_PERCENT"] == "0"
-
-    @pytest.mark.parametrize(
-        ("trainers", "requests", "limits"),
-        [
-            ({"limits": {"memory": "64Gi"}}, "64Gi", "64Gi"),
-            ({"requests": {"memory": "8Gi"}, "limits": {"memory": "64Gi"}}, "8Gi", "64Gi"),
-            ({"requests": {"memory": "8Gi"}}, "8Gi", None),
-            ({}, "256Mi", None),
-            ({"limits": {"memory": "128Mi"}}, "256Mi", "256Mi"),
-        ],
-    )
-    def test_what_restore_writes_into_memory_may_be_as_much_as_the_trainers(
-        self, trainers: dict[str, Any], requests: str, limits: str | None
-    ) -> None:
-        """The kernel counts it as restore's own, and would kill it for a checkpoint beyond its limit."""
-        asked = Injection(destination="s3://bucket/run", run_as_user=1000, in_memory=True)
-        after = mutated(pod(containers=[trainer(resources=trainers)]), asked)
-        found = container(after, "mooring-restore")["resources"]
-        assert (found["requests"]["memory"], found["limits"].get("memory")) == (requests, limits)
-        assert found["requests"]["cpu"] == found["limits"]["cpu"] == "500m"
-        assert container(after, "mooring-agent")["resources"]["limits"]["memory"] == "256Mi"
-        on_disk = mutated(pod(containers=[trainer(resources=trainers)]))
-        assert container(on_disk, "mooring-restore")["resources"]["limits"]["memory"] == "256Mi"
-
-    def test_a_guaranteed_pod_stays_guaranteed_with_its_checkpoints_in_a_memory_of_its_own(self) -> None:
-        whole = {"limits": {"cpu": "8", "memory": "64Gi"}}
-        mount = {"name": "v", "mountPath": "/mooring"}
-        containers = [trainer(resources=whole, volumeMounts=[mount])]
-        after = mutated(pod(containers=containers, volumes=[{"name": "v", "emptyDir": {"medium": "Memory"}}]))
-        assert is_guaranteed(after)
-        assert container(after, "mooring-restore")["resources"]["limits"]["memory"] == "64Gi"
-
-
-class TestPlaces:
-    """Where checkpoints lie."""
-
-    @pytest.mark.parametrize("kind", ["configMap", "secret", "projected", "downwardAPI", "image"])
-    def test_a_volume_that_nobody_can_write_is_refused(self, kind: str) -> None:
-        mount = {"name": "v", "mountPath": "/out"}
-        asked = Injection(destination="s3://bucket/run", checkpoint_directory="/out")
-        (problem,) = problems(pod(containers=[trainer(volumeMounts=[mount])], volumes=[{"name": "v", kind: {}}]), asked)
-        assert f"a {kind}, to which nobody can write" in problem
-
-    @pytest.mark.parametrize("path", ["/opt", "/opt/mooring/lib", "/usr", "/usr/local", "/etc", "/lib"])
-    def test_a_volume_that_would_hide_our_own_program_is_refused(self, path: str) -> None:
-        """It has the same path in agent and restore, which could not even start."""
-        asked = Injection(destination="s3://bucket/run", checkpoint_directory=f"{path}/checkpoints")
-        mount = {"name": "v", "mountPath": path}
-        before = pod(containers=[trainer(volumeMounts=[mount])], volumes=[{"name": "v", "emptyDir": {}}])
-        (problem,) = problems(before, asked)
-        assert f"the volume v at {path} would hide " in problem
-        (problem,) = problems(pod(), Injection(destination="s3://bucket/run", checkpoint_directory=path))
-        assert f"the volume mooring-checkpoints at {path} would hide " in problem
-
-    @pytest.mark.parametrize("path", ["/opt/ml/checkpoints", "/usr/src/app/out", "/optional", "/home"])
-    def test_beside_our_own_program_there_is_room(self, path: str) -> None:
-        asked = Injection(destination="s3://bucket/run", checkpoint_directory=path, run_as_user=1000)
-        assert variables(mutated(pod(), asked), "train")["MOORING_VOLUME"] == path
-
-    def test_our_image_is_where_volumes_must_not_be(self) -> None:
-        text = (ROOT / "Dockerfile.agent").read_text()
-        folders = re.findall(r"^COPY --from=build \S+ (/\S+)$", text, re.MULTILINE)
-        assert folders
-        for folder in folders:
-            problems(pod(), Injection(destination="s3://bucket/run", checkpoint_directory=folder))
-
-    @pytest.mark.parametrize("kind", ["persistentVolumeClaim", "nfs", "csi", "cephfs"])
-    def test_a_volume_that_is_read_only_itself_is_refused(self, kind: str) -> None:
-        mount = {"name": "v", "mountPath": "/out"}
-        asked = Injection(destination="s3://bucket/run", checkpoint_directory="/out")
-        volume = {"name": "v", kind: {"readOnly": True}}
-        (problem,) = problems(pod(containers=[trainer(volumeMounts=[mount])], volumes=[volume]), asked)
-        assert "which is read-only at /out: mount it writable" in problem
-
-    def test_a_mount_without_its_volume_is_said(self) -> None:
-        mount = {"name": "v", "mountPath": "/mooring"}
-        (problem,) = problems(pod(containers=[trainer(volumeMounts=[mount])]))
-        assert "the volume v, which the pod does not have: add it to spec.volumes" in problem
-
-    def test_a_folder_whose_name_begins_alike_is_another_folder(self) -> None:
-        mount = {"name": "v", "mountPath": "/out"}
-        asked = Injection(destination="s3://bucket/run", checkpoint_directory="/output", run_as_user=1000)
-        before = pod(containers=[trainer(volumeMounts=[mount])], volumes=[{"name": "v", "emptyDir": {}}])
-        assert variables(mutated(before, asked), "train")["MOORING_VOLUME"] == "/output"
-
-    @pytest.mark.parametrize(
-        ("volume", "forgets"),
-        [
-            ({"emptyDir": {}}, False),
-            ({"ephemeral": {}}, False),
-            ({"persistentVolumeClaim": {"claimName": "c"}}, True),
-            ({"nfs": {"server": "s", "path": "/"}}, True),
-        ],
-    )
-    def test_only_on_a_volume_that_outlives_pods_an_old_notice_is_forgotten(
-        self, volume: dict[str, Any], forgets: bool
-    ) -> None:
-        mount = {"name": "v", "mountPath": "/mooring"}
-        after = mutated(pod(containers=[trainer(volumeMounts=[mount])], volumes=[{"name": "v", **volume}]))
-        assert container(after, "mooring-agent")["args"] == (["agent", "--fresh"] if forgets else ["agent"])
-
-
-class TestJobs:
-    """Which pod of a job this is."""
-
-    @pytest.mark.parametrize(
-        ("labels", "annotations", "rank"),
-        [
-            ({}, {}, None),
-            ({}, {"batch.kubernetes.io/job-completion-index": "4"}, "4"),
-            ({"jobset.sigs.k8s.io/job-index": "2", "jobset.sigs.k8s.io/job-global-index": "5"}, {}, "2"),
-            ({"jobset.sigs.k8s.io/job-index": "1"}, {"batch.kubernetes.io/job-completion-index": "0"}, "1"),
-            ({"jobset.sigs.k8s.io/job-index": "0"}, {"batch.kubernetes.io/job-completion-index": "0"}, "0"),
-            ({"training.kubeflow.org/replica-type": "master", "training.kubeflow.org/replica-index": "0"}, {}, "0"),
-            ({"training.kubeflow.org/replica-type": "worker", "training.kubeflow.org/replica-index": "0"}, {}, "1"),
-            (
-                {
-                    "training.kubeflow.org/replica-type": "worker",
-                    "training.kubeflow.org/replica-index": "0",
-                    "training.kubeflow.org/job-role": "master",
-                },
-                {},
-                "0",
-            ),
-            (
-                {
-                    "training.kubeflow.org/replica-type": "worker",
-                    "training.kubeflow.org/replica-index": "3",
-                    "training.kubeflow.org/operator-name": "mpi-operator",
-                },
-                {},
-                "3",
-            ),
-            ({"leaderworkerset.sigs.k8s.io/worker-index": "2", "apps.kubernetes.io/pod-index": "9"}, {}, "2"),
-            ({"apps.kubernetes.io/pod-index": "9"}, {}, "9"),
-            ({"jobset.sigs.k8s.io/job-index": "two"}, {}, None),
-        ],
-    )
-    def test_a_pods_node_is_what_its_job_says(
-        self, labels: dict[str, str], annotations: dict[str, str], rank: str | None
-    ) -> None:
-        before = pod()
-        before["metadata"] |= {"labels": labels, "annotations": annotations}
-        assert variables(mutated(before), "mooring-agent").get("MOORING_NODE_RANK") == rank
-
-    @pytest.mark.parametrize(
-        ("labels", "attempt"),
-        [
-            ({"jobset-uid": "a-b", "restart-attempt": "2"}, "a-b-2"),
-            ({"jobset-name": "llama", "restart-attempt": "2"}, None),
-            ({"jobset-uid": "a-b"}, None),
-            ({"jobset-uid": "a/b", "restart-attempt": "2"}, None),
-        ],
-    )
-    def test_an_attempt_needs_what_is_unique_to_it(self, labels: dict[str, str], attempt: str | None) -> None:
-        before = pod()
-        before["metadata"]["labels"] = {f"jobset.sigs.k8s.io/{key}": text for key, text in labels.items()}
-        after = mutated(before)
-        assert {variables(after, name).get("MOORING_ATTEMPT") for name in ("train", *OURS)} == {attempt}
-
-
 class TestShape:
     """The API server sends pods; this is for everybody else."""
 
@@ -579,29 +244,5 @@ class TestShape:
         before["metadata"]["annotations"] = None
         before["spec"]["containers"] = [trainer(env=None, volumeMounts=None, resources=None, securityContext=None)]
         with_nulls, without = mutated(before), mutated(pod())
-        with_nulls["spec"]["containers"] = [_without_nulls(one) for one in with_nulls["spec"]["containers"]]
-        assert _without_nulls(with_nulls["spec"]) == without["spec"]
-
-
-@pytest.mark.parametrize(
-    ("text", "number"),
-    [
-        ("500m", 0.5),
-        ("2", 2),
-        ("1.5", 1.5),
-        (".5", 0.5),
-        ("1Gi", 2**30),
-        ("10G", 10**10),
-        ("1e3", 1000),
-        (2, 2),
-        ("100n", 1e-7),
-    ],
-)
-def test_a_quantity_is_what_kubernetes_makes_of_it(text: object, number: float) -> None:
-    assert float(parse_quantity(text)) == pytest.approx(number)
-
-
-@pytest.mark.parametrize("text", ["", "1GB", "Gi", "1 Gi", "1e999999999", "0x10", "1.2.3", True, None, [], "9" * 1000])
-def test_what_is_no_quantity_is_refused_at_once(text: object) -> None:
-    with pytest.raises(ValueError, match="is no quantity"):
-        parse_quantity(text)
+        with_nulls["spec"]["containers"] = [without_nulls(one) for one in with_nulls["spec"]["containers"]]
+        assert without_nulls(with_nulls["spec"]) == without["spec"]

@@ -72,4 +72,4 @@ def mermaid() -> str:
 
 
 if __name__ == "__main__":
-    print(mermaid(), end="")  # noqa: T201
+    print(mermaid(), end="")  # noqa: T201 - the diagram goes to whoever asked for it

@@ -1,0 +1,185 @@
+"""Rights and resources of the containers that the injection adds."""
+
+from typing import Any
+
+import pytest
+from tests.injection.golden_pods import IMAGE
+from tests.injection.promises import (
+    OURS,
+)
+from tests.injection.small_pods import ASKED, DEFAULTS, container, mutated, pod, trainer, variables
+
+from mooring_agent.core.injection.spec import Injection, InjectionDefaults, Mutation, Sidecar
+from mooring_agent.core.pod_mutation import mutate
+
+
+def is_guaranteed(of: Any) -> bool:
+    """As Kubernetes finds it out: CPU and memory of every container, and requests that are limits."""
+    spec = of["spec"]
+    everybody = [*spec.get("initContainers", []), *spec["containers"]]
+    resources = [one.get("resources", {}) for one in everybody]
+    return all(
+        found.get("limits", {}).get(name) and found.get("requests", found["limits"]).get(name) == found["limits"][name]
+        for found in resources
+        for name in ("cpu", "memory")
+    )
+
+
+class TestSecurity:
+    """Of our containers."""
+
+    def test_a_pod_that_pod_security_restricted_lets_in_stays_one(self) -> None:
+        """https://kubernetes.io/docs/concepts/security/pod-security-standards/#restricted"""
+        strict = {"allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"]}}
+        of_pod = {"runAsNonRoot": True, "seccompProfile": {"type": "RuntimeDefault"}}
+        asked = Injection(destination="pvc://claim/run", credentials="s3", autoload=True)
+        after = mutated(pod(containers=[trainer(securityContext=strict)], securityContext=of_pod), asked)
+        for one in [*after["spec"]["initContainers"], *after["spec"]["containers"]]:
+            said = of_pod | one["securityContext"]
+            assert said["allowPrivilegeEscalation"] is False
+            assert said["capabilities"] == {"drop": ["ALL"]}
+            assert said["runAsNonRoot"] is True
+            assert said.get("runAsUser") != 0
+            assert said["seccompProfile"]["type"] == "RuntimeDefault"
+            assert not {"hostPort"} & {key for port in one.get("ports", []) for key in port}
+        allowed = {
+            "configMap",
+            "csi",
+            "downwardAPI",
+            "emptyDir",
+            "ephemeral",
+            "persistentVolumeClaim",
+            "projected",
+            "secret",
+        }
+        assert all((volume.keys() - {"name"}) <= allowed for volume in after["spec"]["volumes"])
+
+    @pytest.mark.parametrize(
+        ("of_container", "of_pod", "annotation", "openshift", "user"),
+        [
+            ({"runAsUser": 1}, {"runAsUser": 2}, None, False, 1),
+            ({}, {"runAsUser": 2}, None, False, 2),
+            ({"runAsUser": None}, {"runAsUser": 2}, None, False, 2),
+            ({}, {}, 3, False, 3),
+            ({}, {}, 3, True, 3),
+            ({}, {}, None, True, None),
+            ({}, {}, None, False, 0),
+            ({"runAsNonRoot": True}, {}, None, False, None),
+            ({"runAsUser": 0}, {}, None, False, 0),
+        ],
+    )
+    def test_our_user_is_the_trainers_as_far_as_anybody_says_it(
+        self, of_container: Any, of_pod: Any, annotation: int | None, openshift: bool, user: int | None
+    ) -> None:
+        asked = Injection(destination="s3://bucket/run", run_as_user=annotation)
+        before = pod(containers=[trainer(securityContext=of_container)], securityContext=of_pod)
+        after = mutated(before, asked, InjectionDefaults(image=IMAGE, openshift=openshift))
+        contexts = [container(after, name)["securityContext"] for name in OURS]
+        assert [context.get("runAsUser") for context in contexts] == [user, user]
+        non_root = bool(user) or bool(of_container.get("runAsNonRoot"))
+        assert [context.get("runAsNonRoot", False) for context in contexts] == [non_root, non_root]
+
+
+class TestResources:
+    """Of ours, and what they do to the pod's."""
+
+    def test_a_guaranteed_pod_stays_guaranteed(self) -> None:
+        """With exclusive cores, which a pod of another class loses."""
+        whole = {"requests": {"cpu": "8", "memory": "64Gi"}, "limits": {"cpu": "8", "memory": "64Gi"}}
+        for sidecar in Sidecar:
+            asked = Injection(destination="s3://bucket/run", run_as_user=1000, sidecar=sidecar)
+            after = mutated(pod(containers=[trainer(resources=whole)]), asked)
+            assert is_guaranteed(after)
+
+    def test_requests_are_limits_so_a_guaranteed_pod_stays_guaranteed(self) -> None:
+        for name in OURS:
+            resources = container(mutated(pod()), name)["resources"]
+            assert resources["requests"] == resources["limits"] == {"cpu": "500m", "memory": "256Mi"}
+
+    def test_only_what_the_pod_itself_says_is_left_out(self) -> None:
+        after = mutated(pod(resources={"limits": {"memory": "64Gi"}}))
+        assert container(after, "mooring-agent")["resources"]["limits"] == {"cpu": "500m"}
+
+    def test_the_smaller_of_both_limits_is_what_the_agent_must_know(self) -> None:
+        limited = trainer(resources={"limits": {"ephemeral-storage": "100G"}})
+        logs = {"name": "logs", "resources": {"limits": {"ephemeral-storage": "1G"}}}
+        asked = Injection(destination="s3://bucket/run", run_as_user=1000, container="train")
+        after = mutated(pod(containers=[limited, logs]), asked)
+        assert variables(after, "mooring-agent")["MOORING_SIZE_LIMIT_BYTES"] == str(101 * 10**9)
+        sized = Injection(destination="s3://bucket/run", run_as_user=1000, container="train", size_limit="50G")
+        after = mutated(pod(containers=[limited, logs]), sized)
+        assert variables(after, "mooring-agent")["MOORING_SIZE_LIMIT_BYTES"] == str(50 * 10**9)
+
+    @pytest.mark.parametrize(
+        ("starting", "own", "limit"),
+        [
+            ([("sidecar", "2G")], "", 2),
+            ([("once", "2G")], "", 2),
+            ([("sidecar", "2G")], "10G", 12),
+            ([("once", "2G")], "10G", 10),
+            ([("once", "20G")], "10G", 20),
+            ([("sidecar", "2G"), ("once", "20G"), ("sidecar", "1G")], "10G", 22),
+            ([("once", "")], "", None),
+        ],
+    )
+    def test_kubelet_counts_the_limits_of_init_containers_too(
+        self, starting: list[tuple[str, str]], own: str, limit: int | None
+    ) -> None:
+        """AggregateContainerLimits in k/k staging/src/k8s.io/component-helpers/resource/helpers.go: of a proxy's 2 GB
+        alone a trainer's checkpoints would be evicted."""
+
+        def limited(amount: str) -> dict[str, Any]:
+            return {"resources": {"limits": {"ephemeral-storage": amount}}} if amount else {}
+
+        before = pod(
+            containers=[trainer(**limited(own))],
+            initContainers=[
+                {"name": f"i{at}", **limited(amount), **({"restartPolicy": "Always"} if kind == "sidecar" else {})}
+                for at, (kind, amount) in enumerate(starting)
+            ],
+        )
+        outcome = mutate(before, ASKED, DEFAULTS)
+        assert isinstance(outcome, Mutation)
+        after = mutated(before)
+        told = variables(after, "mooring-agent").get("MOORING_SIZE_LIMIT_BYTES")
+        assert told == (None if limit is None else str(limit * 10**9))
+        assert any("ephemeral-storage limit" in warning for warning in outcome.warnings) == (limit is not None)
+        assert mutated(after) == after
+
+    def test_an_emptydir_in_memory_is_no_ephemeral_storage(self) -> None:
+        limited = trainer(resources={"limits": {"ephemeral-storage": "100G"}})
+        asked = Injection(destination="s3://bucket/run", run_as_user=1000, in_memory=True)
+        told = variables(mutated(pod(containers=[limited]), asked), "mooring-agent")
+        assert "MOORING_SIZE_LIMIT_BYTES" not in told
+        assert told["MOORING_EVICTION_THRESHOLD_PERCENT"] == "0"
+
+    @pytest.mark.parametrize(
+        ("trainers", "requests", "limits"),
+        [
+            ({"limits": {"memory": "64Gi"}}, "64Gi", "64Gi"),
+            ({"requests": {"memory": "8Gi"}, "limits": {"memory": "64Gi"}}, "8Gi", "64Gi"),
+            ({"requests": {"memory": "8Gi"}}, "8Gi", None),
+            ({}, "256Mi", None),
+            ({"limits": {"memory": "128Mi"}}, "256Mi", "256Mi"),
+        ],
+    )
+    def test_what_restore_writes_into_memory_may_be_as_much_as_the_trainers(
+        self, trainers: dict[str, Any], requests: str, limits: str | None
+    ) -> None:
+        """The kernel counts it as restore's own, and would kill it for a checkpoint beyond its limit."""
+        asked = Injection(destination="s3://bucket/run", run_as_user=1000, in_memory=True)
+        after = mutated(pod(containers=[trainer(resources=trainers)]), asked)
+        found = container(after, "mooring-restore")["resources"]
+        assert (found["requests"]["memory"], found["limits"].get("memory")) == (requests, limits)
+        assert found["requests"]["cpu"] == found["limits"]["cpu"] == "500m"
+        assert container(after, "mooring-agent")["resources"]["limits"]["memory"] == "256Mi"
+        on_disk = mutated(pod(containers=[trainer(resources=trainers)]))
+        assert container(on_disk, "mooring-restore")["resources"]["limits"]["memory"] == "256Mi"
+
+    def test_a_guaranteed_pod_stays_guaranteed_with_its_checkpoints_in_a_memory_of_its_own(self) -> None:
+        whole = {"limits": {"cpu": "8", "memory": "64Gi"}}
+        mount = {"name": "v", "mountPath": "/mooring"}
+        containers = [trainer(resources=whole, volumeMounts=[mount])]
+        after = mutated(pod(containers=containers, volumes=[{"name": "v", "emptyDir": {"medium": "Memory"}}]))
+        assert is_guaranteed(after)
+        assert container(after, "mooring-restore")["resources"]["limits"]["memory"] == "64Gi"

@@ -1,0 +1,150 @@
+"""Where the checkpoints lie in a pod, and which place the pod has in its job."""
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.injection.promises import (
+    OURS,
+)
+from tests.injection.small_pods import (
+    container,
+    mutated,
+    pod,
+    problems,
+    trainer,
+    variables,
+)
+
+from mooring_agent.core.injection.spec import Injection
+
+ROOT = Path(__file__).parents[2]
+
+
+class TestPlaces:
+    """Where checkpoints lie."""
+
+    @pytest.mark.parametrize("kind", ["configMap", "secret", "projected", "downwardAPI", "image"])
+    def test_a_volume_that_nobody_can_write_is_refused(self, kind: str) -> None:
+        mount = {"name": "v", "mountPath": "/out"}
+        asked = Injection(destination="s3://bucket/run", checkpoint_directory="/out")
+        (problem,) = problems(pod(containers=[trainer(volumeMounts=[mount])], volumes=[{"name": "v", kind: {}}]), asked)
+        assert f"a {kind}, to which nobody can write" in problem
+
+    @pytest.mark.parametrize("path", ["/opt", "/opt/mooring/lib", "/usr", "/usr/local", "/etc", "/lib"])
+    def test_a_volume_that_would_hide_our_own_program_is_refused(self, path: str) -> None:
+        """It has the same path in agent and restore, which could not even start."""
+        asked = Injection(destination="s3://bucket/run", checkpoint_directory=f"{path}/checkpoints")
+        mount = {"name": "v", "mountPath": path}
+        before = pod(containers=[trainer(volumeMounts=[mount])], volumes=[{"name": "v", "emptyDir": {}}])
+        (problem,) = problems(before, asked)
+        assert f"the volume v at {path} would hide " in problem
+        (problem,) = problems(pod(), Injection(destination="s3://bucket/run", checkpoint_directory=path))
+        assert f"the volume mooring-checkpoints at {path} would hide " in problem
+
+    @pytest.mark.parametrize("path", ["/opt/ml/checkpoints", "/usr/src/app/out", "/optional", "/home"])
+    def test_beside_our_own_program_there_is_room(self, path: str) -> None:
+        asked = Injection(destination="s3://bucket/run", checkpoint_directory=path, run_as_user=1000)
+        assert variables(mutated(pod(), asked), "train")["MOORING_VOLUME"] == path
+
+    def test_our_image_is_where_volumes_must_not_be(self) -> None:
+        text = (ROOT / "Dockerfile.agent").read_text()
+        folders = re.findall(r"^COPY --from=build \S+ (/\S+)$", text, re.MULTILINE)
+        assert folders
+        for folder in folders:
+            problems(pod(), Injection(destination="s3://bucket/run", checkpoint_directory=folder))
+
+    @pytest.mark.parametrize("kind", ["persistentVolumeClaim", "nfs", "csi", "cephfs"])
+    def test_a_volume_that_is_read_only_itself_is_refused(self, kind: str) -> None:
+        mount = {"name": "v", "mountPath": "/out"}
+        asked = Injection(destination="s3://bucket/run", checkpoint_directory="/out")
+        volume = {"name": "v", kind: {"readOnly": True}}
+        (problem,) = problems(pod(containers=[trainer(volumeMounts=[mount])], volumes=[volume]), asked)
+        assert "which is read-only at /out: mount it writable" in problem
+
+    def test_a_mount_without_its_volume_is_said(self) -> None:
+        mount = {"name": "v", "mountPath": "/mooring"}
+        (problem,) = problems(pod(containers=[trainer(volumeMounts=[mount])]))
+        assert "the volume v, which the pod does not have: add it to spec.volumes" in problem
+
+    def test_a_folder_whose_name_begins_alike_is_another_folder(self) -> None:
+        mount = {"name": "v", "mountPath": "/out"}
+        asked = Injection(destination="s3://bucket/run", checkpoint_directory="/output", run_as_user=1000)
+        before = pod(containers=[trainer(volumeMounts=[mount])], volumes=[{"name": "v", "emptyDir": {}}])
+        assert variables(mutated(before, asked), "train")["MOORING_VOLUME"] == "/output"
+
+    @pytest.mark.parametrize(
+        ("volume", "forgets"),
+        [
+            ({"emptyDir": {}}, False),
+            ({"ephemeral": {}}, False),
+            ({"persistentVolumeClaim": {"claimName": "c"}}, True),
+            ({"nfs": {"server": "s", "path": "/"}}, True),
+        ],
+    )
+    def test_only_on_a_volume_that_outlives_pods_an_old_notice_is_forgotten(
+        self, volume: dict[str, Any], forgets: bool
+    ) -> None:
+        mount = {"name": "v", "mountPath": "/mooring"}
+        after = mutated(pod(containers=[trainer(volumeMounts=[mount])], volumes=[{"name": "v", **volume}]))
+        assert container(after, "mooring-agent")["args"] == (["agent", "--fresh"] if forgets else ["agent"])
+
+
+class TestJobs:
+    """Which pod of a job this is."""
+
+    @pytest.mark.parametrize(
+        ("labels", "annotations", "rank"),
+        [
+            ({}, {}, None),
+            ({}, {"batch.kubernetes.io/job-completion-index": "4"}, "4"),
+            ({"jobset.sigs.k8s.io/job-index": "2", "jobset.sigs.k8s.io/job-global-index": "5"}, {}, "2"),
+            ({"jobset.sigs.k8s.io/job-index": "1"}, {"batch.kubernetes.io/job-completion-index": "0"}, "1"),
+            ({"jobset.sigs.k8s.io/job-index": "0"}, {"batch.kubernetes.io/job-completion-index": "0"}, "0"),
+            ({"training.kubeflow.org/replica-type": "master", "training.kubeflow.org/replica-index": "0"}, {}, "0"),
+            ({"training.kubeflow.org/replica-type": "worker", "training.kubeflow.org/replica-index": "0"}, {}, "1"),
+            (
+                {
+                    "training.kubeflow.org/replica-type": "worker",
+                    "training.kubeflow.org/replica-index": "0",
+                    "training.kubeflow.org/job-role": "master",
+                },
+                {},
+                "0",
+            ),
+            (
+                {
+                    "training.kubeflow.org/replica-type": "worker",
+                    "training.kubeflow.org/replica-index": "3",
+                    "training.kubeflow.org/operator-name": "mpi-operator",
+                },
+                {},
+                "3",
+            ),
+            ({"leaderworkerset.sigs.k8s.io/worker-index": "2", "apps.kubernetes.io/pod-index": "9"}, {}, "2"),
+            ({"apps.kubernetes.io/pod-index": "9"}, {}, "9"),
+            ({"jobset.sigs.k8s.io/job-index": "two"}, {}, None),
+        ],
+    )
+    def test_a_pods_node_is_what_its_job_says(
+        self, labels: dict[str, str], annotations: dict[str, str], rank: str | None
+    ) -> None:
+        before = pod()
+        before["metadata"] |= {"labels": labels, "annotations": annotations}
+        assert variables(mutated(before), "mooring-agent").get("MOORING_NODE_RANK") == rank
+
+    @pytest.mark.parametrize(
+        ("labels", "attempt"),
+        [
+            ({"jobset-uid": "a-b", "restart-attempt": "2"}, "a-b-2"),
+            ({"jobset-name": "llama", "restart-attempt": "2"}, None),
+            ({"jobset-uid": "a-b"}, None),
+            ({"jobset-uid": "a/b", "restart-attempt": "2"}, None),
+        ],
+    )
+    def test_an_attempt_needs_what_is_unique_to_it(self, labels: dict[str, str], attempt: str | None) -> None:
+        before = pod()
+        before["metadata"]["labels"] = {f"jobset.sigs.k8s.io/{key}": text for key, text in labels.items()}
+        after = mutated(before)
+        assert {variables(after, name).get("MOORING_ATTEMPT") for name in ("train", *OURS)} == {attempt}
