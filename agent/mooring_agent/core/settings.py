@@ -48,7 +48,9 @@ class TransferSettings:
     """How bytes move."""
 
     part_size_bytes: Annotated[
-        int, "Size of one part of a multipart upload; grown for files that would need more than 10,000."
+        int,
+        "Size of one part of a multipart upload; grown for files that would need more than 10,000, and down to 8 MiB "
+        "where the store is slow.",
     ] = 32 * MIB
     max_concurrency: Annotated[
         int, "Parts on the wire at the same time; lowered by itself when the store says SlowDown."
