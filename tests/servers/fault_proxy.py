@@ -104,6 +104,8 @@ class FaultProxy:
         self.endpoint_url = ""
         self.port = 0
         self.log: list[Request] = []
+        self.received_bytes = 0
+        """Of all clients, heads and bodies."""
         self._server_port = server_port
         self._generator = random.Random(seed)
         self._rules: list[Rule] = []
@@ -241,6 +243,7 @@ class _Connection:
     async def exchange(self) -> None:
         """One request and its answer. _BrokenError when the connection cannot go on."""
         head = await self._reader.readuntil(b"\r\n\r\n")
+        self._proxy.received_bytes += len(head)
         request, size = _parse_request(head)
         rule = self._proxy.choose(request)
         if request.headers.get("expect", "").lower() == "100-continue":
@@ -269,6 +272,7 @@ class _Connection:
             if not data:
                 writer.transport.abort()
                 raise _BrokenError
+            self._proxy.received_bytes += len(data)
             if rule:
                 end = request.body_bytes + len(data)
                 if fault is Fault.FLIP_REQUEST:
@@ -363,6 +367,7 @@ class _Connection:
 
     async def _read_body(self, request: Request, size: int) -> bytes:
         body = await self._reader.readexactly(size)
+        self._proxy.received_bytes += size
         request.body_bytes = size
         return body
 
