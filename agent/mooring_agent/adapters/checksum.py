@@ -8,8 +8,6 @@ import hashlib
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Final
 
-from awscrt import checksums
-
 from mooring_agent.adapters.region_file import RegionFile
 from mooring_agent.core.model import Region
 
@@ -19,11 +17,16 @@ if TYPE_CHECKING:
 CHUNK_BYTES: Final = 1024 * 1024
 
 
+# awscrt is imported where it is used: most of an agent's life is idle, and would hold 5 MB for it.
 def crc64nvme(data: "Buffer", previous: int = 0) -> int:
+    from awscrt import checksums
+
     return int(checksums.crc64nvme(data, previous))
 
 
 def crc32c(data: "Buffer", previous: int = 0) -> int:
+    from awscrt import checksums
+
     return int(checksums.crc32c(data, previous))
 
 
