@@ -153,3 +153,15 @@ class Settings:
         str, "host:port for /metrics, /healthz and /readyz; without a host: all addresses; empty: none."
     ] = ""
     log_format: Annotated[str, "json or console."] = "json"
+    nice: Annotated[
+        int,
+        "0 to 19, added to the niceness that the agent is started with: how far the trainer goes first where both want "
+        "the CPU. Counts where they share a cgroup, as under mooring run; between a pod's containers CPU requests "
+        "decide. It holds in the drain too, since only root can take it back.",
+    ] = 0
+    io_priority: Annotated[
+        str,
+        "Of the agent's reads and writes: inherit, best effort from 0 (first) to 7 (last), or idle, when nobody else "
+        "wants the disk. Counts where the disk's scheduler knows priorities, as BFQ does, which otherwise go by nice. "
+        "It holds in the drain too.",
+    ] = "inherit"
