@@ -20,7 +20,8 @@ from mooring_agent.adapters.checksum import crc64nvme, region_checksum, region_c
 from mooring_agent.adapters.open_store import open_store
 from mooring_agent.adapters.rate_limit import RateLimiter
 from mooring_agent.adapters.region_file import RegionFile
-from mooring_agent.adapters.transfer import PIECE_BYTES, FileBody
+from mooring_agent.adapters.transfer.body import PIECE_BYTES, FileBody
+from mooring_agent.adapters.transfer.buffers import BufferPool
 from mooring_agent.core.errors import ErrorKind, VolumeError
 from mooring_agent.core.model import Region
 from mooring_agent.core.settings import MIB, StoreSettings
@@ -38,7 +39,14 @@ def body_of(region: Region, executor: ThreadPoolExecutor, limiter: RateLimiter |
     checksum = region_checksum(region)
     file = RegionFile(region)
     file.open()
-    return FileBody(file, region, checksum, executor=executor, limiter=limiter or RateLimiter())
+    return FileBody(
+        file,
+        region,
+        checksum,
+        buffers=BufferPool(PIECE_BYTES),
+        executor=executor,
+        limiter=limiter or RateLimiter(),
+    )
 
 
 def truncate(path: Path) -> None:
@@ -62,7 +70,7 @@ async def test_a_file_that_changes_while_it_is_sent_never_gives_its_last_piece(
     path = make_file(tmp_path / "file", 3 * PIECE_BYTES)
     body = body_of(region_of(path), executor)
     pieces = body.pieces()
-    received = [await anext(pieces)]
+    received = [bytes(await anext(pieces))]
     change(path)
 
     with pytest.raises(VolumeError) as caught:
@@ -80,10 +88,10 @@ async def test_a_file_that_is_renamed_over_or_unlinked_is_still_sent_whole(
     content = path.read_bytes()
     body = body_of(region_of(path), executor)
     pieces = body.pieces()
-    received = await anext(pieces)
+    received = bytes(await anext(pieces))
     make_file(tmp_path / "new", 100).replace(path)
 
-    received += b"".join([piece async for piece in pieces])
+    received += b"".join([bytes(piece) async for piece in pieces])
 
     assert received == content
 
@@ -189,9 +197,9 @@ def descriptors_of(path: Path) -> int:
     return count
 
 
-async def _gather(pieces: AsyncIterator[bytes], into: list[bytes]) -> None:
+async def _gather(pieces: AsyncIterator[memoryview], into: list[bytes]) -> None:
     async for piece in pieces:
-        into.append(piece)
+        into.append(bytes(piece))
 
 
 async def _until_limited(limiter: RateLimiter) -> None:

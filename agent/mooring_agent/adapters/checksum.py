@@ -5,6 +5,7 @@ because some stores check only those. All functions block and release the GIL.
 """
 
 import hashlib
+import threading
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Final
 
@@ -15,6 +16,10 @@ if TYPE_CHECKING:
     from typing_extensions import Buffer
 
 CHUNK_BYTES: Final = 1024 * 1024
+"""Small enough that a core's cache still holds what was read when it is summed up, large enough that the threads which
+do so seldom wait for the interpreter's lock."""
+
+_scratch = threading.local()
 
 
 # awscrt is imported where it is used: most of an agent's life is idle, and would hold 5 MB for it.
@@ -66,10 +71,18 @@ def _fold(region: Region, function: Callable[["Buffer", int], int], chunk_bytes:
 
 
 def _read(region: Region, update: Callable[[memoryview], None], chunk_bytes: int) -> None:
-    buffer = memoryview(bytearray(min(chunk_bytes, region.size_bytes)))
+    buffer = _buffer(chunk_bytes)
     with RegionFile(region) as file:
         for position in range(0, region.size_bytes, chunk_bytes):
-            piece = buffer[: region.size_bytes - position]
+            piece = buffer[: min(chunk_bytes, region.size_bytes - position)]
             file.read_into(position, piece)
             update(piece)
         file.check()
+
+
+def _buffer(size_bytes: int) -> memoryview:
+    """This thread's own, used again: a new one of this size costs as much as copying into it."""
+    buffer: memoryview | None = getattr(_scratch, "buffer", None)
+    if buffer is None or len(buffer) < size_bytes:
+        buffer = _scratch.buffer = memoryview(bytearray(size_bytes))
+    return buffer

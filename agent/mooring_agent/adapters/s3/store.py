@@ -14,15 +14,20 @@ from typing import Any, Final
 from urllib.parse import urlencode
 
 import structlog
+from aiohttp.payload import PAYLOAD_REGISTRY
 
 from mooring_agent.adapters.checksum import region_checksum
 from mooring_agent.adapters.rate_limit import RateLimiter
 from mooring_agent.adapters.region_file import RegionFile
 from mooring_agent.adapters.s3.client import connect, parse_destination
 from mooring_agent.adapters.s3.errors import FOREIGN, Place, translate
-from mooring_agent.adapters.s3.integrity import declare_region, declare_upload
+from mooring_agent.adapters.s3.integrity import CHECKSUM_ALGORITHMS, declare_region, declare_upload
 from mooring_agent.adapters.s3.probe import probe
-from mooring_agent.adapters.transfer import FileBody, Silence, download
+from mooring_agent.adapters.transfer.body import PIECE_BYTES, FileBody
+from mooring_agent.adapters.transfer.buffers import BufferPool
+from mooring_agent.adapters.transfer.receiving import download
+from mooring_agent.adapters.transfer.sending import FilePayload
+from mooring_agent.adapters.transfer.silence import Silence
 from mooring_agent.core.errors import ErrorKind, StoreError
 from mooring_agent.core.model import Region
 from mooring_agent.core.settings import StoreSettings
@@ -30,7 +35,10 @@ from mooring_agent.ports import ObjectInfo, PartInfo, StoreCapabilities, UploadI
 
 logger = structlog.get_logger(__name__)
 
+PAYLOAD_REGISTRY.register(FilePayload, FileBody)
+
 _THREADS: Final = 4
+_WRITE_BYTES: Final = 2 * 1024 * 1024
 _GET_PIECE_BYTES: Final = 256 * 1024
 
 
@@ -49,6 +57,8 @@ class S3Store:
         self._silence_seconds = settings.connect_timeout_seconds + settings.read_timeout_seconds
         self._slots = asyncio.Semaphore(settings.max_connections)
         self._executor = ThreadPoolExecutor(_THREADS, thread_name_prefix="mooring-store")
+        self._outgoing = BufferPool(PIECE_BYTES)
+        self._incoming = BufferPool(_WRITE_BYTES)
         self._write_arguments = _write_arguments(settings)
         self._file_arguments = {"StorageClass": settings.storage_class} if settings.storage_class else {}
         # Before the probe we assume nothing of the store and sign every payload.
@@ -239,10 +249,11 @@ class S3Store:
                     if answer["ContentLength"] != size_bytes or not _begins_at(answer, offset_bytes):
                         raise self._corrupt(key, f"bytes {offset_bytes} to {offset_bytes + size_bytes} are not there")
                     return await download(
-                        body.raw_stream.content,
+                        body.raw_stream,
                         descriptor,
                         offset_bytes=offset_bytes,
                         size_bytes=size_bytes,
+                        buffers=self._incoming,
                         executor=self._executor,
                         progress=silence.broken,
                     )
@@ -315,10 +326,12 @@ class S3Store:
                         file,
                         region,
                         checksum,
+                        buffers=self._outgoing,
                         executor=self._executor,
                         limiter=self._limiter,
                         payload_signature=signature,
                         silence=silence,
+                        store_verifies=self.capabilities.integrity in CHECKSUM_ALGORITHMS,
                     )
                     yield body, integrity
                 assert not body.failure, "the store accepted a body that was never sent whole"
