@@ -9,6 +9,7 @@
  *
  * It verifies CRC64NVME of bodies up to 64 KiB, which is what a client's probe sends, and believes it of larger ones:
  * to compute it would cost the client nothing and the server the core that the client shares with it.
+ * /__rate/N limits what is received to N bytes per second, of all connections together; 0, the beginning: no limit.
  * /__stats answers what was counted since /__stats/reset, and which checks came with the bodies. */
 #define _GNU_SOURCE
 #include <arpa/inet.h>
@@ -55,6 +56,28 @@ static long now_ns(void) {
     struct timespec now;
     clock_gettime(CLOCK_MONOTONIC, &now);
     return now.tv_sec * 1000000000L + now.tv_nsec;
+}
+
+/* ---- a store of limited rate ---- */
+
+#define THROTTLED_BYTES (128 * KIB)
+/* A server that was not given a processor for so long makes up for it, so that its rate is what was asked. */
+#define CATCH_UP_NS 50000000L
+
+static long bytes_per_second, free_at_ns;
+
+/* Return when so many bytes, and all that came before them, could have been received at the rate. */
+static void pay(ssize_t count) {
+    static pthread_mutex_t turn = PTHREAD_MUTEX_INITIALIZER;
+    if (!bytes_per_second) return;
+    pthread_mutex_lock(&turn);
+    long now = now_ns();
+    if (free_at_ns < now - CATCH_UP_NS) free_at_ns = now - CATCH_UP_NS;
+    free_at_ns += count * 1000000000L / bytes_per_second;
+    long wait = free_at_ns - now;
+    pthread_mutex_unlock(&turn);
+    struct timespec pause = {wait / 1000000000L, wait % 1000000000L};
+    if (wait > 0) nanosleep(&pause, NULL);
 }
 
 /* ---- text that grows ---- */
@@ -463,7 +486,8 @@ static int take_bytes(struct connection *connection, long size, int file, char *
             if (count > size) count = size;
             connection->begin += (size_t)count;
         } else if (file < 0 && !whole && !connection->ssl) {
-            count = recv(connection->socket, NULL, (size_t)size, MSG_TRUNC);
+            long most = bytes_per_second && size > THROTTLED_BYTES ? THROTTLED_BYTES : size;
+            count = recv(connection->socket, NULL, (size_t)most, MSG_TRUNC);
             if (count < 0 && errno == EINTR) continue;
             if (count > 0) COUNT(bytes_in, count);
         } else {
@@ -471,6 +495,7 @@ static int take_bytes(struct connection *connection, long size, int file, char *
             count = receive(connection, data, size < PIECE_BYTES ? (size_t)size : PIECE_BYTES);
         }
         if (count <= 0) return -1;
+        pay(count);
         if (whole) whole = (char *)mempcpy(whole, data, (size_t)count);
         if (file >= 0 && write(file, data, (size_t)count) != count) return -1;
         size -= count;
@@ -674,6 +699,10 @@ static int serve(struct connection *connection) {
     struct request request;
     if (read_request(connection, &request)) return -1;
     if (!strncmp(request.key, "__stats", 7)) return stats(connection, &request);
+    if (!strncmp(request.key, "__rate/", 7)) {
+        bytes_per_second = atol(request.key + 7);
+        return stats(connection, &request);
+    }
     long none = 0;
     if (!counted.first_request_ns)
         __atomic_compare_exchange_n(&counted.first_request_ns, &none, now_ns(), 0, __ATOMIC_RELAXED, __ATOMIC_RELAXED);
@@ -720,6 +749,9 @@ static void *attend(void *argument) {
     connection->piece = malloc(PIECE_BYTES);
     int one = 1;
     setsockopt(arrival.socket, IPPROTO_TCP, TCP_NODELAY, &one, sizeof one);
+    /* What waits in our buffers would be neither stored nor taken back by whoever sent it. */
+    int small = THROTTLED_BYTES;
+    if (bytes_per_second) setsockopt(arrival.socket, SOL_SOCKET, SO_RCVBUF, &small, sizeof small);
     int ready = 1;
     if (arrival.secure) {
         connection->ssl = SSL_new(tls);

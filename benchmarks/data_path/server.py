@@ -70,6 +70,10 @@ class Server:
     def counts(self) -> Counts:
         return Counts(**self._ask("__stats"))
 
+    def limit(self, bytes_per_second: int) -> None:
+        """What it receives of all connections together, of those that are opened from now on; 0: no limit."""
+        self._ask(f"__rate/{bytes_per_second}")
+
     def sizes(self, prefix: str) -> dict[str, int]:
         """Bytes of the objects in bucket bench below `prefix`, by key."""
         found: dict[str, int] = {}
