@@ -9,7 +9,7 @@ import threading
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Final
 
-from mooring_agent.adapters.region_file import RegionFile
+from mooring_agent.adapters.region_file import RegionFile, file_changed
 from mooring_agent.core.model import Region
 
 if TYPE_CHECKING:
@@ -38,6 +38,20 @@ def crc32c(data: "Buffer", previous: int = 0) -> int:
 def region_checksum(region: Region, chunk_bytes: int = CHUNK_BYTES) -> int:
     """CRC64NVME of a region. FILE_CHANGED or FILE_MISSING if the file is not what was staged, before or after."""
     return _fold(region, crc64nvme, chunk_bytes)
+
+
+def check_region(region: Region, checksum: int) -> None:
+    """FILE_CHANGED unless the region's CRC64NVME still is `checksum`. Errors as `region_checksum`."""
+    require_checksum(region, region_checksum(region), checksum)
+
+
+def require_checksum(region: Region, found: int, expected: int) -> None:
+    """FILE_CHANGED unless both are the same."""
+    if found != expected:
+        end = region.offset_bytes + region.size_bytes
+        raise file_changed(
+            region.path, f"bytes {region.offset_bytes} to {end} have checksum {found:016x} instead of {expected:016x}"
+        )
 
 
 def region_crc32c(region: Region, chunk_bytes: int = CHUNK_BYTES) -> int:

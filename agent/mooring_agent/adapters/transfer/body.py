@@ -15,9 +15,9 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from concurrent.futures import Executor
 from typing import Final, NoReturn
 
-from mooring_agent.adapters.checksum import crc64nvme
+from mooring_agent.adapters.checksum import crc64nvme, require_checksum
 from mooring_agent.adapters.rate_limit import RateLimiter
-from mooring_agent.adapters.region_file import RegionFile, file_changed
+from mooring_agent.adapters.region_file import RegionFile
 from mooring_agent.adapters.transfer.buffers import BufferPool
 from mooring_agent.adapters.transfer.silence import Silence
 from mooring_agent.core.errors import MooringError
@@ -79,61 +79,71 @@ class FileBody:
         assert (position, whence) == (0, os.SEEK_SET)
         return 0
 
-    async def pieces(self) -> AsyncIterator[memoryview]:
-        """The region's bytes in order; VolumeError instead of the last piece if they are not what was announced.
+    async def pieces(self, start: int = 0) -> AsyncIterator[memoryview]:
+        """The region's bytes from `start` on, in order; VolumeError instead of the last piece if the file changed.
 
-        A piece is overwritten by the next one: whoever asks for that one must be done with it.
+        With all bytes read here, it did if their checksum is not what was announced. A piece is overwritten by the next
+        one: whoever asks for that one must be done with it.
         """
         buffer = self._buffers.take()
         size_bytes = self._region.size_bytes
-        position = checksum = 0
+        position, checksum = start, 0
         try:
             while position < size_bytes:
                 piece = buffer[: size_bytes - position]
                 await self._read(position, piece)
-                checksum = crc64nvme(piece, checksum)
+                if not start:
+                    checksum = crc64nvme(piece, checksum)
                 position += len(piece)
                 if position == size_bytes:
-                    await self._check(checksum)
+                    await asyncio.get_running_loop().run_in_executor(self._executor, self._file.check)
+                    if not start:
+                        require_checksum(self._region, checksum, self._checksum)
                 await self._wait_for_turn(len(piece))
                 yield piece
-                self.moved()
+                self._moved()
         except MooringError as error:
             self.failure = error
             raise
         # Not in a `finally`: what was cancelled may have a thread that still reads into it.
         self._buffers.give_back(buffer)
 
-    async def send(self, connection: socket.socket, writable: Callable[[], Awaitable[None]]) -> None:
-        """Have the kernel send it all to a socket that does not block. Only where the store verifies.
+    async def send(self, connection: socket.socket, writable: Callable[[], Awaitable[None]]) -> int:
+        """Have the kernel send all but the last piece to a socket that does not block; returns how many bytes that is.
 
-        VolumeError before the last bytes if the file is not the one that was staged; OSError if the connection broke.
-        `connection` is closed before this returns, but never while a thread uses it.
+        VolumeError if the file ends early; OSError if the connection broke. `connection` may be closed at once: threads
+        use a duplicate. The last piece is the caller's: an answer may come before a thread has said that it is done.
         """
         assert self.store_verifies
-        loop = asyncio.get_running_loop()
-        outlet = _Outlet(self._file, self._region, connection)
+        end = max(0, self._region.size_bytes - PIECE_BYTES)
+        outlet = _Outlet(self._file, connection)
         position = 0
         try:
-            while position < self._region.size_bytes:
-                size_bytes = self._region.size_bytes - position
-                if self._limiter.bytes_per_second:
-                    size_bytes = min(size_bytes, PIECE_BYTES)
-                    await self._wait_for_turn(size_bytes)
-                end = position + size_bytes
-                while position < end:
-                    sent = await loop.run_in_executor(self._executor, outlet.send, position, end)
-                    self.moved()
-                    position += sent
-                    if position < end:
-                        await writable()
+            while position < end:
+                extent = min(end - position, PIECE_BYTES) if self._limiter.bytes_per_second else end - position
+                await self._wait_for_turn(extent)
+                position += await self._send_extent(outlet, position, extent, writable)
         except MooringError as error:
             self.failure = error
             raise
         finally:
             self._executor.submit(outlet.close)
+        return position
 
-    def moved(self) -> None:
+    async def _send_extent(
+        self, outlet: "_Outlet", position: int, size_bytes: int, writable: Callable[[], Awaitable[None]]
+    ) -> int:
+        sent = 0
+        while sent < size_bytes:
+            sent += await asyncio.get_running_loop().run_in_executor(
+                self._executor, outlet.send, position + sent, size_bytes - sent
+            )
+            self._moved()
+            if sent < size_bytes:
+                await writable()
+        return size_bytes
+
+    def _moved(self) -> None:
         """Something left."""
         if self._silence:
             self._silence.broken()
@@ -146,49 +156,36 @@ class FileBody:
                 self._executor, self._file.read_into, position + count, piece[count:]
             )
 
-    async def _check(self, checksum: int) -> None:
-        await asyncio.get_running_loop().run_in_executor(self._executor, self._file.check)
-        if checksum != self._checksum:
-            region = self._region
-            raise file_changed(
-                region.path,
-                f"bytes {region.offset_bytes} to {region.offset_bytes + region.size_bytes} have "
-                f"checksum {checksum:016x} instead of {self._checksum:016x}",
-            )
-
     async def _wait_for_turn(self, size_bytes: int) -> None:
         if not self._limiter.bytes_per_second:
             return
         if self._silence:
             self._silence.allowed()
         await self._limiter.take(size_bytes)
-        self.moved()
+        self._moved()
 
 
 class _Outlet:
-    """A region's file and the socket that it goes to, for worker threads."""
+    """A file and the socket that it goes to, for worker threads; the socket is a duplicate of its own."""
 
-    def __init__(self, file: RegionFile, region: Region, connection: socket.socket) -> None:
+    def __init__(self, file: RegionFile, connection: socket.socket) -> None:
         self._file = file
-        self._size_bytes = region.size_bytes
-        self._connection = connection
+        self._connection = connection.dup()
         self._lock = threading.Lock()
 
-    def send(self, position: int, end: int) -> int:
-        """Send from `position` up to `end`, or until the socket is full; how many bytes."""
-        start = position
+    def send(self, position: int, size_bytes: int) -> int:
+        """Send until that much is sent, or the socket is full; how many bytes."""
+        sent = 0
         with self._lock:
-            while position < end:
-                size_bytes = min(end - position, _EXTENT_BYTES)
-                if position + size_bytes == self._size_bytes:
-                    self._file.check()
-                sent = self._file.send(position, size_bytes, self._connection.fileno())
-                if not sent:
+            while sent < size_bytes:
+                extent = min(size_bytes - sent, _EXTENT_BYTES)
+                count = self._file.send(position + sent, extent, self._connection.fileno())
+                if not count:
                     break
-                position += sent
-        return position - start
+                sent += count
+        return sent
 
     def close(self) -> None:
-        """Waits for a `send` in progress; later ones fail."""
+        """Waits for a `send` in progress."""
         with self._lock:
             self._connection.close()

@@ -9,6 +9,7 @@ import asyncio
 import os
 import socket
 import struct
+from collections.abc import AsyncIterator
 from functools import partial
 from typing import Final, NoReturn
 
@@ -19,7 +20,6 @@ from aiohttp.payload import Payload
 from mooring_agent.adapters.transfer.body import FileBody
 
 _TURN_PIECES: Final = 4
-"""Then others have their turn on the event loop, although the kernel would take more."""
 
 
 class FilePayload(Payload):
@@ -63,18 +63,24 @@ async def _send_plain(body: FileBody, writer: StreamWriter, transport: asyncio.W
     await writer.drain()
     transport.set_write_buffer_limits()
     # A descriptor of our own: the transport's is closed with it, and its number may soon be another file's.
-    connection = socket.socket(fileno=os.dup(transport.get_extra_info("socket").fileno()))
-    connection.setblocking(False)
-    if body.store_verifies:
-        await body.send(connection, partial(_until_writable, connection))
-        return
-    with connection:
-        turn = 0
-        async for piece in body.pieces():
+    with socket.socket(fileno=os.dup(transport.get_extra_info("socket").fileno())) as connection:
+        connection.setblocking(False)
+        start = await body.send(connection, partial(_until_writable, connection)) if body.store_verifies else 0
+        async for piece in _in_turns(body.pieces(start)):
             await _send_all(connection, piece)
-            turn += 1
-            if turn % _TURN_PIECES == 0:
-                await asyncio.sleep(0)
+
+
+async def _in_turns(pieces: AsyncIterator[memoryview]) -> AsyncIterator[memoryview]:
+    """Between some of them others have their turn on the event loop, although the kernel would take more.
+
+    Never after the last: an answer that comes before aiohttp knows that the body is sent costs the connection.
+    """
+    count = 0
+    async for piece in pieces:
+        count += 1
+        if count % _TURN_PIECES == 0:
+            await asyncio.sleep(0)
+        yield piece
 
 
 async def _send_all(connection: socket.socket, piece: memoryview) -> None:
@@ -98,13 +104,9 @@ async def _until_writable(connection: socket.socket) -> None:
 async def _send_encrypted(body: FileBody, writer: StreamWriter, transport: asyncio.WriteTransport) -> None:
     # `drain` waits until nothing is left. With a limit of 0 asyncio's TLS would pause an empty buffer, for ever.
     transport.set_write_buffer_limits(high=1, low=0)
-    turn = 0
-    async for piece in body.pieces():
+    async for piece in _in_turns(body.pieces()):
         await writer.write(piece, drain=False)
         await writer.drain()
-        turn += 1
-        if turn % _TURN_PIECES == 0:
-            await asyncio.sleep(0)
     transport.set_write_buffer_limits()
 
 
