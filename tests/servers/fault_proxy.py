@@ -225,12 +225,16 @@ class FaultProxy:
 
     async def pass_on(self, writer: asyncio.StreamWriter, data: bytes) -> None:
         """Write within the shared limit."""
-        if self._bytes_per_second:
-            now = asyncio.get_running_loop().time()
-            self._free_at = max(now - _CATCH_UP_SECONDS, self._free_at) + len(data) / self._bytes_per_second
-            await asyncio.sleep(max(0.0, self._free_at - now))
+        await self.keep_to_limit(len(data))
         writer.write(data)
         await writer.drain()
+
+    async def keep_to_limit(self, size: int) -> None:
+        """Wait until so many bytes may pass."""
+        if self._bytes_per_second:
+            now = asyncio.get_running_loop().time()
+            self._free_at = max(now - _CATCH_UP_SECONDS, self._free_at) + size / self._bytes_per_second
+            await asyncio.sleep(max(0.0, self._free_at - now))
 
 
 class _Connection:
@@ -377,10 +381,13 @@ class _Connection:
         return await self._forward_response(request, None)
 
     async def _read_body(self, request: Request, size: int) -> bytes:
-        body = await self._reader.readexactly(size)
+        body = bytearray()
+        while len(body) < size:
+            body += await self._reader.readexactly(min(size - len(body), _CHUNK_BYTES))
+            request.body_bytes = len(body)
+            await self._proxy.keep_to_limit(min(size, _CHUNK_BYTES))
         self._proxy.received_bytes += size
-        request.body_bytes = size
-        return body
+        return bytes(body)
 
     async def _answer(self, request: Request, status: int, body: bytes) -> None:
         request.status = status
