@@ -154,7 +154,7 @@ class FilePayload(Payload):
     async def write_with_length(self, writer: AbstractStreamWriter, content_length: int | None) -> None:
         assert content_length in (None, len(self._value))
         if writer.transport:
-            _forget_unsent_on_close(writer.transport)
+            forget_unsent_on_close(writer.transport)
         try:
             async for piece in self._value.pieces():
                 await writer.write(piece)
@@ -167,7 +167,7 @@ class FilePayload(Payload):
             raise
 
 
-def _forget_unsent_on_close(transport: asyncio.WriteTransport) -> None:
+def forget_unsent_on_close(transport: asyncio.WriteTransport) -> None:
     """Let a close reset the connection: of an upload that is cancelled, the kernel still holds megabytes.
 
     On a slow line they would take seconds that belong to the just-in-time save for whose sake it was cancelled.

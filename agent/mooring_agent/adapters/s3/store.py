@@ -15,12 +15,13 @@ from urllib.parse import urlencode
 
 import structlog
 
+from mooring_agent.adapters.bytes_body import BytesBody
 from mooring_agent.adapters.checksum import region_checksum
 from mooring_agent.adapters.rate_limit import RateLimiter
 from mooring_agent.adapters.region_file import RegionFile
 from mooring_agent.adapters.s3.client import connect, parse_destination
 from mooring_agent.adapters.s3.errors import FOREIGN, Place, translate
-from mooring_agent.adapters.s3.integrity import declare_region, declare_upload
+from mooring_agent.adapters.s3.integrity import declare_body, declare_region, declare_upload
 from mooring_agent.adapters.s3.probe import probe
 from mooring_agent.adapters.transfer import FileBody, Silence, download
 from mooring_agent.core.errors import ErrorKind, StoreError
@@ -89,6 +90,19 @@ class S3Store:
                 Bucket=self._bucket,
                 Key=self._prefix + key,
                 Body=body,
+                **integrity,
+                **self._write_arguments,
+                **self._file_arguments,
+            )
+            return _written(answer)
+
+    async def put_bytes(self, key: str, body: bytearray, checksum: int) -> str:
+        signature, integrity = await self._run(declare_body, self.capabilities.integrity, body, checksum)
+        async with self._request("PutObject", key) as silence:
+            answer = await self._client.put_object(
+                Bucket=self._bucket,
+                Key=self._prefix + key,
+                Body=BytesBody(body, payload_signature=signature, limiter=self._limiter, silence=silence),
                 **integrity,
                 **self._write_arguments,
                 **self._file_arguments,
