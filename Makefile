@@ -99,6 +99,7 @@ bench: setup
 	$(BIN)/python -m benchmarks.memory
 	$(BIN)/python -m benchmarks.async_save
 	$(BIN)/python -m benchmarks.webhook
+	$(BIN)/python -m benchmarks.just_in_time
 
 clean:
 	rm -rf .venv .tools build dist examples/node/node_modules

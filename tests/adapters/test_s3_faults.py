@@ -5,21 +5,29 @@ import contextlib
 import datetime
 import tempfile
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import asynccontextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import botocore.auth
 import pytest
+from tests.harness.plain_transfer import PlainTransfer
 from tests.regions import make_file, region_of
 from tests.servers.ceph import CephServer
 from tests.servers.fault_proxy import Fault, FaultProxy, Rule
 from tests.servers.process import free_port, wait_until
+from tests.servers.rclone import RcloneServer
 from tests.servers.server import SECRET_KEY, Bucket
+from tests.servers.tls import Certificate
 
 from mooring_agent.adapters.checksum import crc64nvme, region_checksum
 from mooring_agent.adapters.open_store import open_store
+from mooring_agent.adapters.rate_limit import RateLimiter
+from mooring_agent.adapters.s3.store import open_s3_store
+from mooring_agent.adapters.transfer.direct import DirectTransfer
 from mooring_agent.core.errors import ErrorKind, StoreError
 from mooring_agent.core.model import Region
-from mooring_agent.core.settings import MIB
+from mooring_agent.core.settings import MIB, StoreSettings
 from mooring_agent.ports import ObjectStore
 
 WAIT_SECONDS = 60.0
@@ -30,19 +38,51 @@ NGINX_NOT_FOUND = (
 )
 
 
+@pytest.fixture(params=["pieces", "kernel", "tls", "plain"])
+def way(request: pytest.FixtureRequest) -> str:
+    """How bytes move: summed up again as they leave, by the kernel, encrypted, or as plain bytes, the reference."""
+    return str(request.param)
+
+
 @pytest.fixture
-async def store(rclone_bucket: Bucket, fault_proxy: FaultProxy) -> AsyncIterator[ObjectStore]:
-    async with open_store(rclone_bucket.settings(endpoint_url=fault_proxy.endpoint_url)) as store:
+def fault_proxy(
+    request: pytest.FixtureRequest, rclone_server: RcloneServer, certificate: Certificate
+) -> Iterator[FaultProxy]:
+    tls = "way" in request.fixturenames and request.getfixturevalue("way") == "tls"
+    proxy = FaultProxy(rclone_server.port, certificate=certificate if tls else None)
+    proxy.start()
+    yield proxy
+    proxy.stop()
+
+
+@asynccontextmanager
+async def open_way(way: str, settings: StoreSettings) -> AsyncIterator[ObjectStore]:
+    store = await open_s3_store(settings, RateLimiter(), PlainTransfer if way == "plain" else DirectTransfer)
+    if way == "kernel":
+        # As after a probe of a store that checks; whether this one does is of no matter to what breaks here.
+        store.capabilities = replace(store.capabilities, integrity="crc64nvme")
+    try:
+        yield store
+    finally:
+        await store.close()
+
+
+@pytest.fixture
+def proxied(rclone_bucket: Bucket, fault_proxy: FaultProxy, certificate: Certificate) -> Bucket:
+    ca_bundle = certificate.certificate if fault_proxy.endpoint_url.startswith("https") else None
+    return replace(rclone_bucket, endpoint_url=fault_proxy.endpoint_url, ca_bundle=ca_bundle)
+
+
+@pytest.fixture
+async def store(way: str, proxied: Bucket) -> AsyncIterator[ObjectStore]:
+    async with open_way(way, proxied.settings()) as store:
         yield store
 
 
 @pytest.fixture
-async def impatient_store(rclone_bucket: Bucket, fault_proxy: FaultProxy) -> AsyncIterator[ObjectStore]:
+async def impatient_store(way: str, proxied: Bucket) -> AsyncIterator[ObjectStore]:
     """Only for what never answers: a busy machine takes longer than this over what does."""
-    settings = rclone_bucket.settings(
-        endpoint_url=fault_proxy.endpoint_url, connect_timeout_seconds=0.5, read_timeout_seconds=0.5
-    )
-    async with open_store(settings) as store:
+    async with open_way(way, proxied.settings(connect_timeout_seconds=0.5, read_timeout_seconds=0.5)) as store:
         yield store
 
 
@@ -435,13 +475,13 @@ async def test_bytes_that_a_server_does_not_read_time_out(
 
 
 async def test_a_store_that_refuses_every_checksum_counts_as_not_checking(
-    store: ObjectStore, fault_proxy: FaultProxy
+    store: ObjectStore, fault_proxy: FaultProxy, way: str
 ) -> None:
     body = b"<Error><Code>NotImplemented</Code></Error>"
     for method in ("PUT", "POST"):
         fault_proxy.add(Rule(name="no", fault=Fault.STATUS, method=method, times=2, status=501, body=body))
 
-    assert (await store.probe()).integrity == "sha256"
+    assert (await store.probe()).integrity == ("none" if way == "tls" else "sha256")
 
 
 async def test_a_probe_that_is_denied_says_so(rclone_bucket: Bucket, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,21 +9,28 @@ from pathlib import Path
 
 import pytest
 from tests.fakes.fake_store import FakeStore
+from tests.harness.plain_transfer import PlainTransfer
 from tests.regions import make_file, parts_of, region_of
 
 from mooring_agent.adapters.checksum import crc64nvme, region_checksum, region_md5
 from mooring_agent.adapters.open_store import open_store
+from mooring_agent.adapters.rate_limit import RateLimiter
+from mooring_agent.adapters.s3.store import open_s3_store
+from mooring_agent.adapters.transfer.direct import DirectTransfer
 from mooring_agent.core.errors import ErrorKind, StoreError, VolumeError
 from mooring_agent.core.object_layout import PROBE_PREFIX
 from mooring_agent.core.settings import MIB, StoreSettings
 from mooring_agent.ports import ObjectStore
 
-S3_SERVERS = ["rclone", "rclone_tls", "moto", "ceph"]
-NAMES_PARTS_BY_MD5 = ["fake", *S3_SERVERS]
+S3_SERVERS = ["rclone", "rclone_tls", "moto", "ceph", "verifying"]
+PLAIN = "plain bodies on "
+"""The reference for how bytes move, on the strictest server and over TLS."""
+S3_KINDS = [*S3_SERVERS, f"{PLAIN}ceph", f"{PLAIN}rclone_tls"]
+NAMES_PARTS_BY_MD5 = ["fake", *S3_KINDS]
 PART_BYTES = 5 * MIB
 
 
-@pytest.fixture(params=["fake", "filesystem", *S3_SERVERS])
+@pytest.fixture(params=["fake", "filesystem", *S3_KINDS])
 def kind(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
@@ -38,9 +45,12 @@ async def store(kind: str, request: pytest.FixtureRequest, tmp_path: Path) -> As
         else:
             if kind == "filesystem":
                 settings = StoreSettings(destination=f"file://{tmp_path}/destination")
+                store = await stack.enter_async_context(open_store(settings))
             else:
-                settings = request.getfixturevalue(f"{kind}_bucket").settings()
-            store = await stack.enter_async_context(open_store(settings))
+                settings = request.getfixturevalue(f"{kind.removeprefix(PLAIN)}_bucket").settings()
+                way = PlainTransfer if kind.startswith(PLAIN) else DirectTransfer
+                store = await open_s3_store(settings, RateLimiter(), way)
+                stack.push_async_callback(store.close)
         await store.probe()
         yield store
 

@@ -1,5 +1,6 @@
 """Leaving: whom to wait for, what still fits, and what the last line says. News may come in any order, and twice."""
 
+from dataclasses import replace
 from itertools import permutations
 
 import pytest
@@ -194,6 +195,24 @@ def test_an_older_checkpoint_is_sent_only_if_it_fits_before_the_commit_reserve()
     _stop(play, trainers_gone=True)
     assert not drain.worth_sending(play.state, play.state.checkpoints["too-large"])
     assert drain.worth_sending(play.state, play.state.checkpoints["fits"])
+
+
+@pytest.mark.parametrize("cap", [PART_BYTES, 0])
+def test_what_fits_is_not_judged_by_a_cap_that_the_notice_has_lifted(cap: int) -> None:
+    play = Play(max_concurrency=1)
+    settings = play.state.settings
+    play.state.settings = replace(settings, transfer=replace(settings.transfer, bandwidth_bytes_per_second=cap))
+    play.announce("measured", (PART_BYTES,) * 4)
+    play.finish(seconds_each=1.0)
+    play.announce("older", (PART_BYTES,) * 60)
+    play.announce("newest")
+    _notice(play)
+    older = play.state.checkpoints["older"]
+    assert drain.worth_sending(play.state, older) is (cap > 0)
+    # The store, without the cap, is no faster.
+    play.now += 1.0
+    play.answer(WorkId(Operation.PUT_FILE, "older", 0, "r0-0"))
+    assert not drain.worth_sending(play.state, older)
 
 
 def test_what_will_not_fit_is_not_begun_again_beside_the_newest_ones_commit() -> None:

@@ -1,10 +1,15 @@
-"""File -> parts, within every limit that S3 has."""
+"""File -> parts, within every limit that S3 has and as large as the wire bears."""
+
+from dataclasses import replace
 
 from hypothesis import given
 from hypothesis import strategies as st
+from tests.core.play import Play
 
-from mooring_agent.core.part_plan import MAX_PARTS, MIN_PART_BYTES, part_size_for, plan
-from mooring_agent.core.settings import GIB, MIB
+from mooring_agent.core.commands import Stage
+from mooring_agent.core.part_plan import MAX_PARTS, MIN_PART_BYTES, part_size_for, plan, preferred_part_size
+from mooring_agent.core.settings import GIB, MIB, TransferSettings
+from mooring_agent.core.work import Operation, WorkId
 
 _LARGEST_PART_BYTES = 5 * GIB
 _LARGEST_OBJECT_BYTES = int(48.8 * 1024 * GIB)
@@ -48,3 +53,42 @@ def test_an_empty_file_has_no_parts() -> None:
 def test_the_largest_object_takes_all_the_parts_there_are() -> None:
     size_bytes = _LARGEST_OBJECT_BYTES
     assert len(plan(size_bytes, part_size_for(size_bytes, 32 * MIB))) <= MAX_PARTS
+
+
+@given(configured_bytes=st.integers(1, GIB), bytes_per_second=st.floats(0, 1e12), window=st.integers(1, 64))
+def test_a_window_of_parts_lands_within_five_seconds_where_parts_of_8_mib_allow_it(
+    configured_bytes: int, bytes_per_second: float, window: int
+) -> None:
+    size_bytes = preferred_part_size(configured_bytes, bytes_per_second, window)
+    assert min(configured_bytes, 8 * MIB) <= size_bytes <= configured_bytes
+    if bytes_per_second:
+        assert size_bytes < 16 * MIB or size_bytes * window <= 5 * bytes_per_second
+        # No smaller than that asks for.
+        assert size_bytes == configured_bytes or 2 * (size_bytes + 1) * window > 5 * bytes_per_second
+
+
+@given(configured_bytes=st.integers(1, GIB), window=st.integers(1, 64))
+def test_while_nothing_was_measured_parts_have_the_configured_size(configured_bytes: int, window: int) -> None:
+    assert preferred_part_size(configured_bytes, 0.0, window) == configured_bytes
+
+
+def test_a_slow_wire_gets_smaller_parts_from_the_next_checkpoint_on() -> None:
+    play = Play(max_concurrency=2)
+    play.state.settings = replace(
+        play.state.settings, transfer=TransferSettings(part_size_bytes=32 * MIB, max_concurrency=2)
+    )
+
+    def store(save: str, *, seconds_each: float) -> int:
+        """The part size with which it is staged, and keeps while it is stored."""
+        play.announce_only(save, (512 * MIB,))
+        stage = play.in_flight[WorkId(Operation.STAGE, save, 0)]
+        assert isinstance(stage, Stage)
+        play.finish(save, seconds_each=seconds_each)
+        files = play.state.checkpoints[save].shares[0].files
+        assert [progress.part_size_bytes for progress in files.values()] == [stage.part_size_bytes]
+        return stage.part_size_bytes
+
+    assert store("first", seconds_each=4.0) == 32 * MIB  # 8 MiB per second: a window takes eight
+    assert store("second", seconds_each=20.0) == 16 * MIB
+    assert store("third", seconds_each=0.3) == 8 * MIB
+    assert store("fourth", seconds_each=0.3) == 32 * MIB

@@ -6,7 +6,6 @@ Region bytes go through the real FileBody, so that a changed file is found here 
 
 import asyncio
 import hashlib
-import os
 from collections.abc import AsyncIterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -15,8 +14,9 @@ from itertools import count
 from mooring_agent.adapters.checksum import crc64nvme
 from mooring_agent.adapters.rate_limit import RateLimiter
 from mooring_agent.adapters.region_file import RegionFile
-from mooring_agent.adapters.transfer import FileBody
-from mooring_agent.adapters.volume.errors import volume_error
+from mooring_agent.adapters.transfer.body import PIECE_BYTES, FileBody
+from mooring_agent.adapters.transfer.buffers import BufferPool
+from mooring_agent.adapters.transfer.sink import Sink
 from mooring_agent.core.errors import ErrorKind, StoreError
 from mooring_agent.core.model import Region
 from mooring_agent.ports import ObjectInfo, PartInfo, StoreCapabilities, UploadInfo
@@ -137,10 +137,11 @@ class FakeStore:
         body = stored.body[offset_bytes : offset_bytes + size_bytes]
         if stored.etag != etag or len(body) != size_bytes:
             raise StoreError(ErrorKind.CHECKPOINT_CORRUPT, f"{key} is not what was written")
+        sink = Sink(descriptor, offset_bytes)
         try:
-            os.pwrite(descriptor, body, offset_bytes)
-        except OSError as error:
-            raise volume_error(error, "write the file being restored") from error
+            sink.write(memoryview(body))
+        finally:
+            sink.close()
         return crc64nvme(body)
 
     async def list(self, prefix: str) -> AsyncIterator[ObjectInfo]:
@@ -178,8 +179,15 @@ class FakeStore:
         file = RegionFile(region)
         try:
             await asyncio.get_running_loop().run_in_executor(self._executor, file.open)
-            body = FileBody(file, region, checksum, executor=self._executor, limiter=RateLimiter())
-            return b"".join([piece async for piece in body.pieces()])
+            body = FileBody(
+                file,
+                region,
+                checksum,
+                buffers=BufferPool(PIECE_BYTES),
+                executor=self._executor,
+                limiter=RateLimiter(),
+            )
+            return b"".join([bytes(piece) async for piece in body.pieces()])
         finally:
             file.close()
 

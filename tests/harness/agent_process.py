@@ -46,8 +46,10 @@ class AgentProcess:
         *,
         environment: Mapping[str, str] | None = None,
         fresh: bool = False,
+        module: str = "mooring_agent",
         **settings: object,
     ) -> None:
+        """`module`: what python runs, the command line or a test's variant of it."""
         self.volume = volume
         self.destination = destination
         self.checkpoints = volume / "checkpoints"
@@ -57,6 +59,7 @@ class AgentProcess:
         self._environment = {**os.environ, **roomy, **(environment or {})}
         self._arguments = [_flag(name.replace("_", "-"), value) for name, value in settings.items()]
         self._fresh = fresh
+        self._module = module
         self._log_path = volume.parent / f"{volume.name}.agent.log"
         self._process: subprocess.Popen[bytes] | None = None
 
@@ -72,7 +75,7 @@ class AgentProcess:
         """Start, or start again after an end; with `wait` return once it answers. `stderr`: instead of the log."""
         assert self._process is None or self._process.poll() is not None, "it is running"
         self.checkpoints.mkdir(parents=True, exist_ok=True)
-        command = [sys.executable, "-m", "mooring_agent", "agent", f"--volume={self.volume}"]
+        command = [sys.executable, "-m", self._module, "agent", f"--volume={self.volume}"]
         command += [f"--destination={self.destination}", *self._arguments, *(["--fresh"] if self._fresh else [])]
         with self._log_path.open("ab") as log:
             self._process = subprocess.Popen(command, env=self._environment, stdout=log, stderr=stderr or log)

@@ -1,5 +1,6 @@
 """What other programs ask the agent: Prometheus, kubelet's probes, gRPC health and reflection."""
 
+import socket
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
@@ -83,6 +84,47 @@ def test_the_probes_answer_while_the_agent_serves(agent: AgentProcess, address: 
     assert get(address, "/readyz") == (200, "ok\n")
     with pytest.raises(urllib.error.HTTPError, match="404"):
         get(address, "/elsewhere")
+
+
+def exchange(address: str, request: bytes) -> bytes:
+    """All that comes back until the agent closes the connection."""
+    host, _, port = address.partition(":")
+    with socket.create_connection((host, int(port)), CALL_SECONDS) as connection:
+        connection.sendall(request)
+        return b"".join(iter(lambda: connection.recv(4096), b""))
+
+
+@pytest.mark.parametrize(
+    ("request_bytes", "status"),
+    [
+        (b"GET /healthz HTTP/1.0\r\n\r\n", b"200"),
+        (b"GET /healthz?verbose HTTP/1.1\r\nHost: here\r\n\r\n", b"200"),
+        (b"HEAD /healthz HTTP/1.1\r\nHost: here\r\n\r\n", b"405"),
+        (b"POST /metrics HTTP/1.1\r\nHost: here\r\nContent-Length: 2\r\n\r\nhi", b"405"),
+        (b"\x16\x03\x01 what a TLS client says first\r\n\r\n", b"400"),
+        (b"GET /healthz HTTP/1.1\r\nHost: here\r\nLong: " + 20_000 * b"x", b"431"),
+    ],
+)
+def test_whatever_is_asked_has_one_answer_and_then_the_connection_ends(
+    agent: AgentProcess, address: str, request_bytes: bytes, status: bytes
+) -> None:
+    answer = exchange(address, request_bytes)
+    assert answer.startswith(b"HTTP/1.1 " + status)
+    assert get(address, "/healthz") == (200, "ok\n")
+
+
+def test_who_connects_and_asks_nothing_keeps_nobody_waiting(agent: AgentProcess, address: str) -> None:
+    host, _, port = address.partition(":")
+    silent = [socket.create_connection((host, int(port)), CALL_SECONDS) for _ in range(50)]
+    try:
+        assert get(address, "/readyz") == (200, "ok\n")
+        for connection in silent:
+            assert connection.recv(1) == b"", "the agent ends it"
+    finally:
+        for connection in silent:
+            connection.close()
+    agent.terminate()
+    assert agent.wait(CALL_SECONDS) == 0
 
 
 @needs_ipv6

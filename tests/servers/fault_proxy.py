@@ -1,13 +1,15 @@
 """A proxy that breaks HTTP at will, between a client of ours and a real server.
 
 It runs in a thread with its own event loop, so that synchronous tests and agents in other processes can use it. Rules
-are named and hit in the order they were added; every request is logged, whether a rule hit it or not. Plain HTTP only.
+are named and hit in the order they were added; every request is logged, whether a rule hit it or not. Its clients may
+come over TLS; to the server it speaks plain HTTP.
 """
 
 import asyncio
 import base64
 import random
 import socket
+import ssl
 import struct
 import threading
 from collections.abc import Callable
@@ -16,6 +18,7 @@ from enum import StrEnum
 from typing import Final
 
 from awscrt import checksums
+from tests.servers.tls import Certificate
 
 _CHUNK_BYTES: Final = 64 * 1024
 _HEAD_LIMIT_BYTES: Final = 256 * 1024
@@ -100,11 +103,16 @@ class _BrokenError(Exception):
 class FaultProxy:
     """Listens on a free port of loopback and forwards to `server_port`."""
 
-    def __init__(self, server_port: int, *, seed: int = 0) -> None:
+    def __init__(self, server_port: int, *, certificate: Certificate | None = None, seed: int = 0) -> None:
         self.endpoint_url = ""
         self.port = 0
         self.log: list[Request] = []
+        self.connections = 0
+        """How many clients have ever connected."""
+        self.received_bytes = 0
+        """Of all clients, heads and bodies."""
         self._server_port = server_port
+        self._certificate = certificate
         self._generator = random.Random(seed)
         self._rules: list[Rule] = []
         self._down = False
@@ -179,9 +187,13 @@ class FaultProxy:
         # Loopback would else take whole parts into the kernel, where no throttle and no reset reaches them.
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, _RECEIVE_BUFFER_BYTES)
         listener.bind(("127.0.0.1", 0))
-        server = await asyncio.start_server(self._connected, sock=listener, limit=_HEAD_LIMIT_BYTES)
+        tls = None
+        if self._certificate:
+            tls = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+            tls.load_cert_chain(self._certificate.certificate, self._certificate.key)
+        server = await asyncio.start_server(self._connected, sock=listener, limit=_HEAD_LIMIT_BYTES, ssl=tls)
         self.port = server.sockets[0].getsockname()[1]
-        self.endpoint_url = f"http://127.0.0.1:{self.port}"
+        self.endpoint_url = f"{'https' if tls else 'http'}://127.0.0.1:{self.port}"
         self._ready.set()
         await self._stopping.wait()
         server.close()
@@ -189,6 +201,7 @@ class FaultProxy:
             writer.transport.abort()
 
     async def _connected(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self.connections += 1
         connection = _Connection(self, self._server_port, reader, writer)
         self._writers.add(writer)
         try:
@@ -212,12 +225,16 @@ class FaultProxy:
 
     async def pass_on(self, writer: asyncio.StreamWriter, data: bytes) -> None:
         """Write within the shared limit."""
-        if self._bytes_per_second:
-            now = asyncio.get_running_loop().time()
-            self._free_at = max(now - _CATCH_UP_SECONDS, self._free_at) + len(data) / self._bytes_per_second
-            await asyncio.sleep(max(0.0, self._free_at - now))
+        await self.keep_to_limit(len(data))
         writer.write(data)
         await writer.drain()
+
+    async def keep_to_limit(self, size: int) -> None:
+        """Wait until so many bytes may pass."""
+        if self._bytes_per_second:
+            now = asyncio.get_running_loop().time()
+            self._free_at = max(now - _CATCH_UP_SECONDS, self._free_at) + size / self._bytes_per_second
+            await asyncio.sleep(max(0.0, self._free_at - now))
 
 
 class _Connection:
@@ -241,6 +258,7 @@ class _Connection:
     async def exchange(self) -> None:
         """One request and its answer. _BrokenError when the connection cannot go on."""
         head = await self._reader.readuntil(b"\r\n\r\n")
+        self._proxy.received_bytes += len(head)
         request, size = _parse_request(head)
         rule = self._proxy.choose(request)
         if request.headers.get("expect", "").lower() == "100-continue":
@@ -269,6 +287,7 @@ class _Connection:
             if not data:
                 writer.transport.abort()
                 raise _BrokenError
+            self._proxy.received_bytes += len(data)
             if rule:
                 end = request.body_bytes + len(data)
                 if fault is Fault.FLIP_REQUEST:
@@ -362,9 +381,13 @@ class _Connection:
         return await self._forward_response(request, None)
 
     async def _read_body(self, request: Request, size: int) -> bytes:
-        body = await self._reader.readexactly(size)
-        request.body_bytes = size
-        return body
+        body = bytearray()
+        while len(body) < size:
+            body += await self._reader.readexactly(min(size - len(body), _CHUNK_BYTES))
+            request.body_bytes = len(body)
+            await self._proxy.keep_to_limit(min(size, _CHUNK_BYTES))
+        self._proxy.received_bytes += size
+        return bytes(body)
 
     async def _answer(self, request: Request, status: int, body: bytes) -> None:
         request.status = status

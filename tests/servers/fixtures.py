@@ -3,12 +3,13 @@
 import shutil
 import tempfile
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Protocol, TypeVar
 
 import pytest
 from tests.servers.ceph import CephServer, missing_programs
-from tests.servers.fault_proxy import FaultProxy
+from tests.servers.fault_proxy import Fault, FaultProxy, Rule
 from tests.servers.moto import MotoServer
 from tests.servers.rclone import RcloneServer
 from tests.servers.server import ENVIRONMENT, Bucket, make_bucket
@@ -91,6 +92,13 @@ def fault_proxy(rclone_server: RcloneServer) -> Iterator[FaultProxy]:
     """Breaks HTTP on the way to rclone; use `bucket.settings(endpoint_url=fault_proxy.endpoint_url)`."""
     proxy = FaultProxy(rclone_server.port)
     yield from _serving(proxy)
+
+
+@pytest.fixture
+def verifying_bucket(rclone_bucket: Bucket, fault_proxy: FaultProxy) -> Bucket:
+    """On rclone, behind a proxy that refuses what has not the CRC64NVME it came with."""
+    fault_proxy.add(Rule(name="check", fault=Fault.CHECK_CRC64NVME, method="PUT", times=-1))
+    return replace(rclone_bucket, endpoint_url=fault_proxy.endpoint_url)
 
 
 def _serving(server: _Server) -> Iterator[_Server]:

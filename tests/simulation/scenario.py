@@ -146,7 +146,7 @@ def _agent(random: Random, ranks: tuple[int, ...], *, ends: bool, calm: bool) ->
         disk=DiskSettings(eviction_threshold_percent=0.0),
         termination=TerminationSettings(),
     )
-    part_sizes_bytes = tuple(random.choice((1, 1, 2)) * MIN_PART_BYTES for _ in range(5))
+    part_sizes_bytes = tuple(random.choice((1, 1, 2, 4)) * MIN_PART_BYTES for _ in range(5))
     crashes = () if calm else tuple(random.randint(1, 120) for _ in range(random.choice((0, 1, 1, 2, 4))))
     deaths = tuple((random.uniform(1.0, STORM_SECONDS), rank) for rank in ranks if random.random() < 0.15)
     pressure = tuple(

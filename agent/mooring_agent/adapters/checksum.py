@@ -5,31 +5,53 @@ because some stores check only those. All functions block and release the GIL.
 """
 
 import hashlib
+import threading
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Final
 
-from awscrt import checksums
-
-from mooring_agent.adapters.region_file import RegionFile
+from mooring_agent.adapters.region_file import RegionFile, file_changed
 from mooring_agent.core.model import Region
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer
 
 CHUNK_BYTES: Final = 1024 * 1024
+"""Small enough that a core's cache still holds what was read when it is summed up, large enough that the threads which
+do so seldom wait for the interpreter's lock."""
+
+_scratch = threading.local()
 
 
+# awscrt is imported where it is used: most of an agent's life is idle, and would hold 5 MB for it.
 def crc64nvme(data: "Buffer", previous: int = 0) -> int:
+    from awscrt import checksums
+
     return int(checksums.crc64nvme(data, previous))
 
 
 def crc32c(data: "Buffer", previous: int = 0) -> int:
+    from awscrt import checksums
+
     return int(checksums.crc32c(data, previous))
 
 
 def region_checksum(region: Region, chunk_bytes: int = CHUNK_BYTES) -> int:
     """CRC64NVME of a region. FILE_CHANGED or FILE_MISSING if the file is not what was staged, before or after."""
     return _fold(region, crc64nvme, chunk_bytes)
+
+
+def check_region(region: Region, checksum: int) -> None:
+    """FILE_CHANGED unless the region's CRC64NVME still is `checksum`. Errors as `region_checksum`."""
+    require_checksum(region, region_checksum(region), checksum)
+
+
+def require_checksum(region: Region, found: int, expected: int) -> None:
+    """FILE_CHANGED unless both are the same."""
+    if found != expected:
+        end = region.offset_bytes + region.size_bytes
+        raise file_changed(
+            region.path, f"bytes {region.offset_bytes} to {end} have checksum {found:016x} instead of {expected:016x}"
+        )
 
 
 def region_crc32c(region: Region, chunk_bytes: int = CHUNK_BYTES) -> int:
@@ -63,10 +85,18 @@ def _fold(region: Region, function: Callable[["Buffer", int], int], chunk_bytes:
 
 
 def _read(region: Region, update: Callable[[memoryview], None], chunk_bytes: int) -> None:
-    buffer = memoryview(bytearray(min(chunk_bytes, region.size_bytes)))
+    buffer = _buffer(chunk_bytes)
     with RegionFile(region) as file:
         for position in range(0, region.size_bytes, chunk_bytes):
-            piece = buffer[: region.size_bytes - position]
+            piece = buffer[: min(chunk_bytes, region.size_bytes - position)]
             file.read_into(position, piece)
             update(piece)
         file.check()
+
+
+def _buffer(size_bytes: int) -> memoryview:
+    """This thread's own, used again: a new one of this size costs as much as copying into it."""
+    buffer: memoryview | None = getattr(_scratch, "buffer", None)
+    if buffer is None or len(buffer) < size_bytes:
+        buffer = _scratch.buffer = memoryview(bytearray(size_bytes))
+    return buffer

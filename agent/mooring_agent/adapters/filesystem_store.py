@@ -13,11 +13,13 @@ from functools import partial
 from pathlib import Path
 from typing import Final, TypeVar
 
-from mooring_agent.adapters.checksum import CHUNK_BYTES
+from mooring_agent.adapters.checksum import CHUNK_BYTES, crc64nvme
 from mooring_agent.adapters.object_directory import ObjectDirectory, identity, opened, write_all
 from mooring_agent.adapters.rate_limit import RateLimiter
 from mooring_agent.adapters.region_file import RegionFile
-from mooring_agent.adapters.transfer import FileBody, Sink
+from mooring_agent.adapters.transfer.body import PIECE_BYTES, FileBody
+from mooring_agent.adapters.transfer.buffers import BufferPool
+from mooring_agent.adapters.transfer.sink import Sink
 from mooring_agent.core.errors import ErrorKind, MooringError, StoreError
 from mooring_agent.core.model import Region
 from mooring_agent.core.object_layout import PROBE_PREFIX
@@ -54,6 +56,8 @@ class FilesystemStore:
         self._limiter = limiter
         self._timeout_seconds = settings.read_timeout_seconds
         self._executor = ThreadPoolExecutor(_THREADS, thread_name_prefix="mooring-store")
+        self._outgoing = BufferPool(PIECE_BYTES)
+        self._incoming = BufferPool(CHUNK_BYTES)
         # Bytes are checked as they are copied; what the filesystem does with them then is its own promise.
         self.capabilities = StoreCapabilities(conditional_put=False, integrity="crc64nvme")
 
@@ -131,11 +135,15 @@ class FilesystemStore:
             await self._read(key, partial(_check_identity, path, etag))
             return 0
         sink = Sink(descriptor, offset_bytes)
+        buffer = self._incoming.take()
+        checksum = 0
         try:
-            for position in range(offset_bytes, offset_bytes + size_bytes, CHUNK_BYTES):
-                size = min(CHUNK_BYTES, offset_bytes + size_bytes - position)
-                await self._read(key, partial(_copy_piece, path, etag, position, size, sink))
-            return sink.checksum
+            for position in range(offset_bytes, offset_bytes + size_bytes, len(buffer)):
+                piece = buffer[: offset_bytes + size_bytes - position]
+                checksum = await self._read(key, partial(_copy_piece, path, etag, position, piece, sink, checksum))
+            # Only now: a thread that was left behind in a dead mount may write into it for ever.
+            self._incoming.give_back(buffer)
+            return checksum
         finally:
             # Not waited for, as above.
             self._executor.submit(sink.close)
@@ -155,7 +163,9 @@ class FilesystemStore:
         file = RegionFile(region)
         try:
             await asyncio.get_running_loop().run_in_executor(self._executor, file.open)
-            body = FileBody(file, region, checksum, executor=self._executor, limiter=self._limiter)
+            body = FileBody(
+                file, region, checksum, buffers=self._outgoing, executor=self._executor, limiter=self._limiter
+            )
             async for piece in body.pieces():
                 await self._run(key, partial(_write_piece, target, piece, position))
                 position += len(piece)
@@ -211,18 +221,20 @@ def _links_refuse(objects: ObjectDirectory, key: str) -> bool:
     return False
 
 
-def _write_piece(target: Path, data: bytes, position: int) -> None:
+def _write_piece(target: Path, data: memoryview, position: int) -> None:
     with opened(target, os.O_WRONLY) as descriptor:
         write_all(descriptor, data, position)
 
 
-def _copy_piece(path: Path, etag: str, position: int, size_bytes: int, sink: Sink) -> None:
+def _copy_piece(path: Path, etag: str, position: int, piece: memoryview, sink: Sink, checksum: int) -> int:
+    """Fill `piece` and write it on; returns the CRC64NVME so far."""
     with opened(path, os.O_RDONLY) as source:
         _check(path, identity(source), etag)
-        data = os.pread(source, size_bytes, position)
-    if len(data) < size_bytes:
-        raise _corrupt(path, f"it ends at byte {position + len(data)}")
-    sink.write([data])
+        count = os.preadv(source, [piece], position)
+    if count < len(piece):
+        raise _corrupt(path, f"it ends at byte {position + count}")
+    sink.write(piece)
+    return crc64nvme(piece, checksum)
 
 
 def _check_identity(path: Path, etag: str) -> None:

@@ -250,7 +250,7 @@ def opened(path: Path, flags: int) -> Iterator[int]:
         os.close(descriptor)
 
 
-def write_all(descriptor: int, data: bytes | bytearray, position: int) -> None:
+def write_all(descriptor: int, data: bytes | bytearray | memoryview, position: int) -> None:
     view = memoryview(data)
     while view:
         count = os.pwrite(descriptor, view, position)

@@ -6,7 +6,6 @@ Owns that choice only. Opening makes no request: whoever needs to know what the 
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
-from mooring_agent.adapters.filesystem_store import FilesystemStore
 from mooring_agent.adapters.rate_limit import RateLimiter
 from mooring_agent.core.errors import ErrorKind, MooringError
 from mooring_agent.core.settings import StoreSettings
@@ -20,11 +19,14 @@ async def open_store(settings: StoreSettings, *, limiter: RateLimiter | None = N
     store: ObjectStore
     match settings.destination.partition("://")[0]:
         case "s3":
-            # Imported here: botocore takes a third of a second and 40 MB that a file:/// destination need not pay.
+            # Both are imported here: an idle agent opens neither and a file:/// one no S3, which with botocore is a
+            # third of a second and 30 MB.
             from mooring_agent.adapters.s3.store import open_s3_store
 
             store = await open_s3_store(settings, limiter)
         case "file":
+            from mooring_agent.adapters.filesystem_store import FilesystemStore
+
             store = FilesystemStore(settings, limiter)
         case _:
             raise MooringError(

@@ -1,6 +1,7 @@
 """A cap on bytes per second that all uploads of a process share.
 
 Owns the token bucket. The rate may change at any time and reaches those who already wait: a drain lifts the cap.
+Counted are the bytes of files. The requests around them are not: for files of 100 kB these are one byte in a hundred.
 """
 
 import asyncio

@@ -57,16 +57,19 @@ class RegionFile:
         if found != self._region.fingerprint:
             raise file_changed(self._region.path, f"staged as {self._region.fingerprint}, now {found}")
 
-    def read(self, position: int, size_bytes: int) -> bytes:
-        """Bytes of the region from `position` on; fewer than asked is FILE_CHANGED."""
-        with self._lock:
-            try:
-                data = os.pread(self._open_descriptor(), size_bytes, self._region.offset_bytes + position)
-            except OSError as error:
-                raise volume_error(error, f"read {self._region.path}") from error
-        if len(data) < size_bytes:
-            raise self._too_short(position + len(data))
-        return data
+    def read_cached(self, position: int, buffer: memoryview) -> int:
+        """Fill `buffer` from `position` on as far as the pages are in memory; returns how many bytes. Never blocks.
+
+        0 also where the filesystem cannot tell. What is missing, `read_into` reads.
+        """
+        if not self._lock.acquire(blocking=False):
+            return 0
+        try:
+            return os.preadv(self._open_descriptor(), [buffer], self._region.offset_bytes + position, os.RWF_NOWAIT)
+        except OSError:
+            return 0  # whatever it is, a read that waits will say it better
+        finally:
+            self._lock.release()
 
     def read_into(self, position: int, buffer: memoryview) -> None:
         """Fill `buffer` with bytes of the region from `position` on; too few is FILE_CHANGED."""
@@ -78,6 +81,25 @@ class RegionFile:
         if count < len(buffer):
             raise self._too_short(position + count)
 
+    def send(self, position: int, size_bytes: int, connection: int) -> int:
+        """Have the kernel send bytes of the region to a non-blocking socket; how many it took, 0 when it is full.
+
+        Too few in the file is FILE_CHANGED; OSError if the connection broke.
+        """
+        with self._lock:
+            try:
+                count = os.sendfile(
+                    connection, self._open_descriptor(), self._region.offset_bytes + position, size_bytes
+                )
+            except BlockingIOError:
+                return 0
+            except OSError as error:
+                self._blame_file(position, error)
+                raise
+        if not count:
+            raise self._too_short(position)
+        return count
+
     def close(self) -> None:
         """Waits for an opening or a read in progress; idempotent."""
         with self._lock:
@@ -85,6 +107,13 @@ class RegionFile:
             if self._descriptor >= 0:
                 os.close(self._descriptor)
                 self._descriptor = -1
+
+    def _blame_file(self, position: int, error: OSError) -> None:
+        """VOLUME_UNUSABLE if it is the file that cannot be read there: sendfile says only that one end failed."""
+        try:
+            os.pread(self._open_descriptor(), 1, self._region.offset_bytes + position)
+        except OSError as reason:
+            raise volume_error(reason, f"read {self._region.path}") from error
 
     def _open_descriptor(self) -> int:
         if self._descriptor < 0:

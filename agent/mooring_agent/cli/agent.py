@@ -6,14 +6,12 @@ from pathlib import Path
 from typing import Any
 
 import click
-import structlog
 
 from mooring_agent.adapters.volume.shared_folders import make_shared_folders
+from mooring_agent.cli.plain_logs import load_structlog_alone
 from mooring_agent.cli.reporting import errors_reported
 from mooring_agent.cli.setting_options import setting_options, settings_from
 from mooring_agent.config import unknown_variables
-
-log = structlog.get_logger("mooring.agent")
 
 
 @click.command()
@@ -30,18 +28,23 @@ def agent(fresh: bool, parent_pid: int | None, **options: Any) -> None:
         signal.signal(number, signal.SIG_IGN)
     with errors_reported():
         settings = settings_from(options)
+        load_structlog_alone()
         # Imported here: the other commands shall not wait for the whole agent to load.
+        import structlog
         import uvloop
 
+        from mooring_agent.runtime.priority import give_way
         from mooring_agent.runtime.supervisor import run_agent
         from mooring_agent.runtime.telemetry import configure_logs
 
         configure_logs(settings.log_format)
+        log = structlog.get_logger("mooring.agent")
         for line in unknown_variables(os.environ):
             log.warning(
                 "settings.unknown_variable", problem=line, hint="every setting is described in docs/settings.md"
             )
         make_shared_folders(Path(settings.volume), Path(settings.checkpoint_directory))
+        give_way(nice=settings.nice, io_priority=settings.io_priority)
         code = uvloop.run(run_agent(settings, fresh=fresh, parent_pid=parent_pid))
     # Not through the interpreter's end: it would join threads that still hash a file, and SIGKILL may be near.
     # Every line we said was flushed as it was said.

@@ -31,6 +31,10 @@ class Goodput:
             self._usual_wait_seconds = max(self._waiting_seconds, self._usual_wait_seconds * faded)
             self._waiting_seconds = 0.0
 
+    def forget(self) -> None:
+        """What was measured holds no longer."""
+        self._bytes = self._seconds = self._waiting_seconds = self._usual_wait_seconds = 0.0
+
     @property
     def bytes_per_second(self) -> float:
         """0 while nothing was measured."""

@@ -1,6 +1,11 @@
 """What the end of one request says of the next: when it is tried again, how wide the window is, if the store is there.
 
 Changes the queue of the checkpoint it belongs to, and what all share of the wire. Decides nothing of other checkpoints.
+
+The window is as wide as configured, and only SlowDown or a store that is away narrows it. Goodput does not: that a
+narrower one would do says only that something else is the limit (the line, the disk, the cap), and its connections cost
+little; a wider one would break the bounds on memory and connections that the configuration promises. On a slow line
+the parts become smaller instead (`part_plan.py`).
 """
 
 from collections.abc import Iterator

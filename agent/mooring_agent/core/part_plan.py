@@ -1,8 +1,15 @@
-"""File -> parts within S3's limits.
+"""File -> parts within S3's limits, and the size of a part that suits the wire.
 
 Owns the arithmetic only. A file no larger than one part is sent whole, by a single PUT: its plan has one part (none
 when it is empty, which is still one PUT). Invariant: the same arguments give the same plan in every version, for
 journals tell of parts by their numbers alone.
+
+The size that suits the wire is chosen when a checkpoint is staged, recorded with its pins, and fixed from then on. A
+slow wire gets smaller parts: what is in flight delays the checkpoint that takes the wire next, and is lost when a
+request breaks or a just-in-time save pushes it off. A fast one gets the configured size and no more: from 32 to 64 MiB
+a byte costs hardly less CPU, while a file needs eight parts to use eight connections. Measured is what all connections
+bring together, and small files bring little: what follows them alone may get smaller parts than the wire could bear,
+which costs some CPU until its own parts are measured.
 """
 
 from typing import Final
@@ -12,6 +19,23 @@ from mooring_agent.core.model import Part
 MIN_PART_BYTES: Final = 5 * 1024 * 1024
 MAX_PARTS: Final = 10_000
 _GRANULE_BYTES: Final = 1024 * 1024
+# Below it the requests themselves begin to count.
+_LEAST_PREFERRED_BYTES: Final = 8 * 1024 * 1024
+_LONGEST_WINDOW_SECONDS: Final = 5.0
+
+
+def preferred_part_size(configured_bytes: int, bytes_per_second: float, window: int) -> int:
+    """The configured size, halved until a window of parts lands within five seconds, but never below 8 MiB.
+
+    `bytes_per_second` is the goodput of the whole window; 0: nothing was measured.
+    """
+    size_bytes = configured_bytes
+    while (
+        size_bytes // 2 >= _LEAST_PREFERRED_BYTES
+        and 0 < bytes_per_second * _LONGEST_WINDOW_SECONDS < size_bytes * window
+    ):
+        size_bytes //= 2
+    return size_bytes
 
 
 def part_size_for(size_bytes: int, preferred_bytes: int) -> int:

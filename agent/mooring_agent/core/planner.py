@@ -25,6 +25,7 @@ from mooring_agent.core.events import Announced, Shed
 from mooring_agent.core.model import Phase
 from mooring_agent.core.object_layout import file_key
 from mooring_agent.core.pack_plan import PACK_BYTES
+from mooring_agent.core.part_plan import preferred_part_size
 from mooring_agent.core.state import Checkpoint, Share, State
 from mooring_agent.core.work import CANCELLABLE, TRANSFERS, Operation, WorkId
 
@@ -108,7 +109,9 @@ def _checkpoint_work(state: State, checkpoint: Checkpoint) -> Iterator[Command]:
                 announcements=tuple(_announcement(checkpoint, one) for one in _staged_with(checkpoint, share)),
                 private=state.rewrites(share.source),
                 rewritten_inodes=_inodes_pinned_there_before(state, checkpoint, share.source),
-                part_size_bytes=state.settings.transfer.part_size_bytes,
+                part_size_bytes=preferred_part_size(
+                    state.settings.transfer.part_size_bytes, state.goodput.bytes_per_second, int(state.window)
+                ),
                 pack_size_bytes=PACK_BYTES,
             )
     if not checkpoint.reconciled:

@@ -18,6 +18,7 @@ _TRUE: Final = frozenset({"1", "true", "yes", "on"})
 _FALSE: Final = frozenset({"0", "false", "no", "off"})
 _CHOICES: Final = {
     "addressing": ("auto", "path", "virtual"),
+    "io_priority": ("inherit", *map(str, range(8)), "idle"),
     "log_format": ("json", "console"),
     "notices": ("off", "auto", "aws", "gcp", "azure"),
 }

@@ -48,7 +48,9 @@ class TransferSettings:
     """How bytes move."""
 
     part_size_bytes: Annotated[
-        int, "Size of one part of a multipart upload; grown for files that would need more than 10,000."
+        int,
+        "Size of one part of a multipart upload; grown for files that would need more than 10,000, and down to 8 MiB "
+        "where the store is slow.",
     ] = 32 * MIB
     max_concurrency: Annotated[
         int, "Parts on the wire at the same time; lowered by itself when the store says SlowDown."
@@ -151,3 +153,15 @@ class Settings:
         str, "host:port for /metrics, /healthz and /readyz; without a host: all addresses; empty: none."
     ] = ""
     log_format: Annotated[str, "json or console."] = "json"
+    nice: Annotated[
+        int,
+        "0 to 19, added to the niceness that the agent is started with: how far the trainer goes first where both want "
+        "the CPU. Counts where they share a cgroup, as under mooring run; between a pod's containers CPU requests "
+        "decide. It holds in the drain too, since only root can take it back.",
+    ] = 0
+    io_priority: Annotated[
+        str,
+        "Of the agent's reads and writes: inherit, best effort from 0 (first) to 7 (last), or idle, when nobody else "
+        "wants the disk. Counts where the disk's scheduler knows priorities, as BFQ does, which otherwise go by nice. "
+        "It holds in the drain too.",
+    ] = "inherit"

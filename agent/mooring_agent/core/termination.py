@@ -31,6 +31,9 @@ def termination_noticed(state: State, event: TerminationNoticed) -> Iterator[Com
         termination.noticed, termination.source = True, event.source
         termination.most_alive = len(state.alive_ranks)
         hurry(state)
+        if state.settings.transfer.bandwidth_bytes_per_second:
+            # It was the cap's, and by it nothing would fit before the deadline that now does.
+            state.goodput.forget()
         yield LiftBandwidthCap()
     if first or earlier:
         yield RingDoorbell(terminating=True, deadline=drain.deadline(state) or 0.0)

@@ -7,6 +7,7 @@ is the caller's.
 """
 
 import asyncio
+import errno
 import os
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Executor
@@ -25,6 +26,8 @@ from mooring_agent.ports import ObjectStore
 from mooring_agent.restore.packs import fetch_packs
 
 _WRITERS_PER_FILE: Final = 2
+_DIRECT_FROM_BYTES: Final = 8 * 1024**2
+"""From here on a file is written past the page cache; the many small ones the kernel may gather."""
 _BLOCK_BYTES: Final = 4096
 _GIB: Final = 1024**3
 
@@ -96,7 +99,7 @@ class _IncomingFile:
         """The descriptor to write to; opened by the first writer only, so that few are open at a time."""
         if self._descriptor < 0:
             try:
-                self._descriptor = os.open(self._path, os.O_WRONLY | os.O_CLOEXEC)
+                self._descriptor = _open_to_write(self._path, self.stored.entry.size_bytes)
             except OSError as error:
                 raise volume_error(error, f"opening {self._path}") from error
         return self._descriptor
@@ -114,6 +117,17 @@ class _IncomingFile:
         if self._descriptor >= 0:
             os.close(self._descriptor)
             self._descriptor = -1
+
+
+def _open_to_write(path: Path, size_bytes: int) -> int:
+    if size_bytes >= _DIRECT_FROM_BYTES:
+        try:
+            return os.open(path, os.O_WRONLY | os.O_CLOEXEC | os.O_DIRECT)
+        except OSError as error:
+            if error.errno != errno.EINVAL:
+                raise
+            # A filesystem that keeps all its files in memory, or does not know how to do without.
+    return os.open(path, os.O_WRONLY | os.O_CLOEXEC)
 
 
 def _close(files: Iterable[_IncomingFile]) -> None:

@@ -10,7 +10,6 @@ from typing import Final
 
 import structlog
 
-from mooring_agent.adapters.notices.clouds import clouds, the_one_that_answers
 from mooring_agent.core.errors import NoticesError
 from mooring_agent.core.settings import TerminationSettings
 from mooring_agent.ports import Clock, Notice, Notices
@@ -69,6 +68,8 @@ class NoticeWatch:
             await notices.close()
 
     async def _search(self) -> Notices | None:
+        from mooring_agent.adapters.notices.clouds import the_one_that_answers
+
         for pause_seconds in self._search_pauses_seconds:
             await asyncio.sleep(pause_seconds)
             found = await the_one_that_answers(self._candidates())
@@ -109,6 +110,9 @@ def notice_watch(settings: TerminationSettings, *, clock: Clock, notify: Notify)
     """None where nobody wants to listen."""
     if settings.notices == "off":
         return None
+    # Imported here, and above: aiohttp is ten megabytes that an agent which does not listen need not hold.
+    from mooring_agent.adapters.notices.clouds import clouds
+
     return NoticeWatch(
         candidates=lambda: clouds(settings.notices, settings.notices_endpoint, clock.now),
         named=settings.notices != "auto",

@@ -9,6 +9,7 @@ from typing import Final, TypeVar
 
 import structlog
 
+from mooring_agent.adapters.liveness import RankLocks
 from mooring_agent.adapters.volume.disk import VolumeMeter
 from mooring_agent.adapters.volume.reserve import RESERVE_BYTES, Reserve
 from mooring_agent.core import disk_pressure, drain
@@ -20,11 +21,13 @@ from mooring_agent.core.settings import Settings
 from mooring_agent.ports import Clock
 from mooring_agent.runtime.engine import Engine
 from mooring_agent.runtime.presence import Presence
+from mooring_agent.runtime.rank_hints import rank_hints
 from mooring_agent.runtime.rescue import Rescue
 from mooring_agent.runtime.watching import Watching
 from mooring_api.names import STATE_DIRECTORY
 
-_CALM_SECONDS: Final = 1.0
+# Between hints, which come within a second.
+_CALM_SECONDS: Final = 10.0
 _ENDING_SECONDS: Final = 0.1
 _DISK_BUSY_SECONDS: Final = 1.0
 _DISK_IDLE_SECONDS: Final = 10.0
@@ -69,19 +72,20 @@ class Sensors:
     async def watch_ranks(self, parent_pid: int | None) -> None:
         """Forever: who is alive. `parent_pid`: the runner whose end is our end too."""
         await self._rescue.look()
-        while True:
-            self._look.clear()
-            await self.look_at_ranks()
-            if parent_pid is not None and parent_pid != os.getppid():
-                log.warning("runner.gone")
-                parent_pid = None
-                await self.stop("runner gone")
-            ending = self._engine.state.termination.noticed
-            try:
-                async with asyncio.timeout(_ENDING_SECONDS if ending else _CALM_SECONDS):
-                    await self._look.wait()
-            except TimeoutError:
-                continue
+        with rank_hints(RankLocks(Path(self._settings.volume)), self._look):
+            while True:
+                self._look.clear()
+                await self.look_at_ranks()
+                if parent_pid is not None and parent_pid != os.getppid():
+                    log.warning("runner.gone")
+                    parent_pid = None
+                    await self.stop("runner gone")
+                ending = self._engine.state.termination.noticed
+                try:
+                    async with asyncio.timeout(_ENDING_SECONDS if ending else _CALM_SECONDS):
+                        await self._look.wait()
+                except TimeoutError:
+                    continue
 
     async def watch_disk(self) -> None:
         """Forever: how full the volume is; seldom while nothing is going on."""
@@ -156,6 +160,8 @@ class Sensors:
         deadline = now + (grace_seconds or self._settings.termination.grace_seconds)
         log.warning("termination.noticed", source=source, deadline=deadline)
         await self._engine.submit(TerminationNoticed(at=now, deadline=deadline, source=source))
+        # From now on every tenth of a second counts.
+        self.look_soon()
 
     async def stop(self, source: str) -> None:
         """Our own SIGTERM: the pod is ending, and so are we once the drain is done."""

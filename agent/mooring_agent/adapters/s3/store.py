@@ -7,7 +7,7 @@ ETags are without quotes.
 """
 
 import asyncio
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AsyncExitStack, asynccontextmanager
 from typing import Any, Final
@@ -15,15 +15,15 @@ from urllib.parse import urlencode
 
 import structlog
 
-from mooring_agent.adapters.bytes_body import BytesBody
-from mooring_agent.adapters.checksum import region_checksum
+from mooring_agent.adapters.checksum import check_region, region_checksum
 from mooring_agent.adapters.rate_limit import RateLimiter
 from mooring_agent.adapters.region_file import RegionFile
 from mooring_agent.adapters.s3.client import connect, parse_destination
 from mooring_agent.adapters.s3.errors import FOREIGN, Place, translate
-from mooring_agent.adapters.s3.integrity import declare_body, declare_region, declare_upload
+from mooring_agent.adapters.s3.integrity import CHECKSUM_ALGORITHMS, declare_body, declare_region, declare_upload
 from mooring_agent.adapters.s3.probe import probe
-from mooring_agent.adapters.transfer import FileBody, Silence, download
+from mooring_agent.adapters.transfer.direct import Body, DirectTransfer, Transfer
+from mooring_agent.adapters.transfer.silence import Silence
 from mooring_agent.core.errors import ErrorKind, StoreError
 from mooring_agent.core.model import Region
 from mooring_agent.core.settings import StoreSettings
@@ -38,18 +38,25 @@ _GET_PIECE_BYTES: Final = 256 * 1024
 class S3Store:
     """See `ports.ObjectStore`. Made by `open_s3_store`."""
 
-    def __init__(self, client: Any, settings: StoreSettings, limiter: RateLimiter, stack: AsyncExitStack) -> None:
+    def __init__(
+        self,
+        client: Any,
+        settings: StoreSettings,
+        limiter: RateLimiter,
+        stack: AsyncExitStack,
+        make_transfer: Callable[[ThreadPoolExecutor, RateLimiter], Transfer] = DirectTransfer,
+    ) -> None:
         """`stack` holds the client; `close` unwinds it."""
         destination = parse_destination(settings.destination)
         self._client = client
         self._bucket = destination.bucket
         self._prefix = destination.prefix
-        self._limiter = limiter
         self._stack = stack
         self._secure = str(client.meta.endpoint_url).startswith("https:")
         self._silence_seconds = settings.connect_timeout_seconds + settings.read_timeout_seconds
         self._slots = asyncio.Semaphore(settings.max_connections)
         self._executor = ThreadPoolExecutor(_THREADS, thread_name_prefix="mooring-store")
+        self._transfer = make_transfer(self._executor, limiter)
         self._write_arguments = _write_arguments(settings)
         self._file_arguments = {"StorageClass": settings.storage_class} if settings.storage_class else {}
         # Before the probe we assume nothing of the store and sign every payload.
@@ -102,7 +109,7 @@ class S3Store:
             answer = await self._client.put_object(
                 Bucket=self._bucket,
                 Key=self._prefix + key,
-                Body=BytesBody(body, payload_signature=signature, limiter=self._limiter, silence=silence),
+                Body=self._transfer.bytes_body(body, payload_signature=signature, silence=silence),
                 **integrity,
                 **self._write_arguments,
                 **self._file_arguments,
@@ -252,12 +259,11 @@ class S3Store:
                     self._check_etag(key, _etag(answer), etag)
                     if answer["ContentLength"] != size_bytes or not _begins_at(answer, offset_bytes):
                         raise self._corrupt(key, f"bytes {offset_bytes} to {offset_bytes + size_bytes} are not there")
-                    return await download(
-                        body.raw_stream.content,
+                    return await self._transfer.receive(
+                        body.raw_stream,
                         descriptor,
                         offset_bytes=offset_bytes,
                         size_bytes=size_bytes,
-                        executor=self._executor,
                         progress=silence.broken,
                     )
         except StoreError as error:
@@ -316,29 +322,30 @@ class S3Store:
     @asynccontextmanager
     async def _sending(
         self, operation: str, key: str, region: Region, checksum: int
-    ) -> AsyncIterator[tuple[FileBody, dict[str, str]]]:
+    ) -> AsyncIterator[tuple[Body, dict[str, str]]]:
         """A body for `region` and the arguments by which the store verifies it; what went wrong with the file wins."""
         signature, integrity = await self._run(declare_region, self.capabilities.integrity, region, checksum)
         file = RegionFile(region)
         try:
             await self._run(file.open)
-            body: FileBody | None = None
+            body: Body | None = None
             try:
                 async with self._request(operation, key) as silence:
-                    body = FileBody(
+                    body = self._transfer.body(
                         file,
                         region,
                         checksum,
-                        executor=self._executor,
-                        limiter=self._limiter,
                         payload_signature=signature,
                         silence=silence,
+                        store_verifies=self.capabilities.integrity in CHECKSUM_ALGORITHMS,
                     )
                     yield body, integrity
                 assert not body.failure, "the store accepted a body that was never sent whole"
             except StoreError as error:
                 if body and body.failure:
                     raise body.failure from error
+                if error.kind is ErrorKind.CORRUPTED_IN_TRANSIT:
+                    await self._run(check_region, region, checksum)
                 raise
         finally:
             await asyncio.shield(self._run(file.close))
@@ -376,12 +383,16 @@ class S3Store:
         )
 
 
-async def open_s3_store(settings: StoreSettings, limiter: RateLimiter) -> S3Store:
+async def open_s3_store(
+    settings: StoreSettings,
+    limiter: RateLimiter,
+    make_transfer: Callable[[ThreadPoolExecutor, RateLimiter], Transfer] = DirectTransfer,
+) -> S3Store:
     """A store whose `close` the caller owes. BAD_CONFIGURATION if the settings cannot work."""
     parse_destination(settings.destination)
     async with AsyncExitStack() as stack:
         client = await connect(settings, stack)
-        return S3Store(client, settings, limiter, stack.pop_all())
+        return S3Store(client, settings, limiter, stack.pop_all(), make_transfer)
     raise AssertionError("unreachable")
 
 

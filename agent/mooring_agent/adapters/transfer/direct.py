@@ -1,0 +1,84 @@
+"""The way that bytes take between the files of a volume and a store's connections.
+
+One for each store: it owns the threads that do what would block, and the buffers.
+"""
+
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, Final, Protocol
+
+import aiohttp
+from aiohttp.payload import PAYLOAD_REGISTRY
+
+from mooring_agent.adapters.rate_limit import RateLimiter
+from mooring_agent.adapters.region_file import RegionFile
+from mooring_agent.adapters.transfer.body import PIECE_BYTES, FileBody
+from mooring_agent.adapters.transfer.buffers import BufferPool
+from mooring_agent.adapters.transfer.bytes_body import BytesBody
+from mooring_agent.adapters.transfer.receiving import download
+from mooring_agent.adapters.transfer.sending import FilePayload
+from mooring_agent.adapters.transfer.silence import Silence
+from mooring_agent.core.errors import MooringError
+from mooring_agent.core.model import Region
+
+_INCOMING_BYTES: Final = 2 * 1024 * 1024
+
+PAYLOAD_REGISTRY.register(FilePayload, (FileBody, BytesBody))
+
+
+class Body(Protocol):
+    """What aiobotocore is given to send. `failure` is why it could not be sent, where that is not the connection."""
+
+    failure: MooringError | None
+    payload_signature: str
+
+
+class Transfer(Protocol):
+    """How an S3 store moves the bytes of files. The tests have another, of plain bodies, to compare with."""
+
+    def body(
+        self,
+        file: RegionFile,
+        region: Region,
+        checksum: int,
+        *,
+        payload_signature: str,
+        silence: Silence,
+        store_verifies: bool,
+    ) -> Body:
+        """The body of an upload; the arguments are those of FileBody."""
+
+    def bytes_body(self, data: bytearray, *, payload_signature: str, silence: Silence) -> Body:
+        """The body of an upload; the arguments are those of BytesBody."""
+
+    async def receive(
+        self,
+        response: aiohttp.ClientResponse,
+        descriptor: int,
+        *,
+        offset_bytes: int,
+        size_bytes: int,
+        progress: Callable[[], None],
+    ) -> int:
+        """As `receiving.download`."""
+
+
+class DirectTransfer:
+    """See Transfer."""
+
+    def __init__(self, executor: ThreadPoolExecutor, limiter: RateLimiter) -> None:
+        self._executor = executor
+        self._limiter = limiter
+        self._outgoing = BufferPool(PIECE_BYTES)
+        self._incoming = BufferPool(_INCOMING_BYTES)
+
+    def body(self, file: RegionFile, region: Region, checksum: int, **options: Any) -> FileBody:
+        return FileBody(
+            file, region, checksum, buffers=self._outgoing, executor=self._executor, limiter=self._limiter, **options
+        )
+
+    def bytes_body(self, data: bytearray, *, payload_signature: str, silence: Silence) -> BytesBody:
+        return BytesBody(data, limiter=self._limiter, payload_signature=payload_signature, silence=silence)
+
+    async def receive(self, response: aiohttp.ClientResponse, descriptor: int, **options: Any) -> int:
+        return await download(response, descriptor, buffers=self._incoming, executor=self._executor, **options)

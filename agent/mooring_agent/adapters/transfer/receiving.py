@@ -1,0 +1,196 @@
+"""How the body of an answer reaches a file: the connection fills our buffers, and worker threads empty them.
+
+aiohttp would make several objects of every piece and copy it twice. While a body of known length arrives, the transport
+talks to a protocol of ours instead, which is what asyncio's `set_protocol` and `BufferedProtocol` are for; afterwards
+aiohttp has its connection back and may use it again. Over TLS it is the same.
+
+Invariants: two buffers per body, whatever its size; one is written while the next arrives, never two: parallel writes
+to one file only fight over its lock.
+"""
+
+import asyncio
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import Executor
+from typing import Final
+
+import aiohttp
+from aiohttp.client_proto import ResponseHandler
+
+from mooring_agent.adapters.checksum import crc64nvme
+from mooring_agent.adapters.transfer.buffers import BufferPool
+from mooring_agent.adapters.transfer.sink import Sink
+
+_BUFFERS: Final = 2
+
+
+async def download(
+    response: aiohttp.ClientResponse,
+    descriptor: int,
+    *,
+    offset_bytes: int,
+    size_bytes: int,
+    buffers: BufferPool,
+    executor: Executor,
+    progress: Callable[[], None],
+) -> int:
+    """Write exactly `size_bytes` of an answer's body at `offset_bytes`; returns their CRC64NVME.
+
+    `response` has just begun and says that its body has `size_bytes`. aiohttp's ClientError if it ends early or brings
+    more; VolumeError if the disk refuses; after either the connection is closed.
+    """
+    loop = asyncio.get_running_loop()
+    sink = Sink(descriptor, offset_bytes)
+    receiver = _Receiver(response, size_bytes, buffers, progress)
+    try:
+        receiver.begin()
+        written = 0
+        while written < size_bytes:
+            piece = await receiver.piece()
+            await loop.run_in_executor(executor, sink.write, piece)
+            written += len(piece)
+            receiver.written()
+            progress()
+        receiver.end()
+        return receiver.checksum
+    except BaseException:
+        receiver.abort()
+        raise
+    finally:
+        await asyncio.shield(loop.run_in_executor(executor, sink.close))
+
+
+class _Receiver(asyncio.BufferedProtocol):
+    """Takes the body off the connection. `piece` and `written` alternate."""
+
+    def __init__(
+        self, response: aiohttp.ClientResponse, size_bytes: int, buffers: BufferPool, progress: Callable[[], None]
+    ) -> None:
+        self.checksum = 0
+        self._stream = response.content
+        self._missing = size_bytes
+        self._size_bytes = size_bytes
+        self._buffers = buffers
+        self._progress = progress
+        self._taken: list[memoryview] = []
+        self._idle: deque[memoryview] = deque()
+        self._full: deque[tuple[memoryview, int]] = deque()
+        self._current: memoryview | None = None
+        self._filled = 0
+        self._changed = asyncio.Event()
+        self._lost: BaseException | None = None
+        connection = response.connection
+        # A short body may have arrived whole, with its connection given back already.
+        self._handler: ResponseHandler | None = connection.protocol if connection else None
+        self._transport: asyncio.Transport | None = connection.transport if connection else None
+
+    def begin(self) -> None:
+        """Take over the connection, and first what aiohttp has read of the body already."""
+        while data := self._stream.read_nowait():
+            self._take(data)
+        if self._stream.is_eof() and self._missing:
+            raise self._cut_off()
+        if not self._missing:
+            return
+        if self._handler is None or self._transport is None:
+            raise self._cut_off()
+        # aiohttp's own clock stops with it, and its parser never sees the body.
+        self._handler.pause_reading()
+        self._transport.set_protocol(self)
+        if self._current is not None or self._next_buffer():
+            self._transport.resume_reading()
+
+    async def piece(self) -> memoryview:
+        """The next full buffer, or the last one. ClientPayloadError if the connection was lost."""
+        while not self._full:
+            if self._lost:
+                raise self._lost
+            self._changed.clear()
+            await self._changed.wait()
+        buffer, size = self._full[0]
+        return buffer[:size]
+
+    def written(self) -> None:
+        """The piece is on its way to the disk: its buffer may be filled again."""
+        self._idle.append(self._full.popleft()[0])
+        if self._current is None and self._missing and self._transport is not None and self._next_buffer():
+            self._transport.resume_reading()
+
+    def end(self) -> None:
+        """All is written: the connection may serve another request."""
+        if not self._stream.is_eof():
+            self._stream.feed_eof()
+        for buffer in self._taken:
+            self._buffers.give_back(buffer)
+
+    def abort(self) -> None:
+        """The connection is of no use any more; nor are the buffers, which a thread may still read."""
+        if self._transport is not None and self._handler is not None:
+            self._transport.set_protocol(self._handler)
+            self._transport.abort()
+
+    def get_buffer(self, sizehint: int) -> memoryview:
+        assert self._current is not None, "reading was paused"
+        return self._current[self._filled : self._filled + self._missing]
+
+    def buffer_updated(self, nbytes: int) -> None:
+        self._progress()
+        self._advance(nbytes)
+        if not self._missing:
+            self._give_back_connection()
+        elif self._current is None and not self._next_buffer():
+            assert self._transport is not None
+            self._transport.pause_reading()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._lost = self._cut_off()
+        self._changed.set()
+        if self._handler is not None:
+            self._handler.connection_lost(exc)
+        self._transport = None
+
+    def _take(self, data: bytes) -> None:
+        while data:
+            if len(data) > self._missing:
+                raise aiohttp.ClientPayloadError(f"more than {self._size_bytes} bytes arrived")
+            if self._current is None and not self._next_buffer():
+                raise aiohttp.ClientPayloadError("more arrived at once than aiohttp keeps")
+            assert self._current is not None
+            room = self._current[self._filled :]
+            count = min(len(room), len(data))
+            room[:count] = data[:count]
+            data = data[count:]
+            self._advance(count)
+
+    def _advance(self, count: int) -> None:
+        assert self._current is not None
+        # Here and not in the thread that writes: a core's cache still holds what has just arrived.
+        self.checksum = crc64nvme(self._current[self._filled : self._filled + count], self.checksum)
+        self._filled += count
+        self._missing -= count
+        if self._filled == len(self._current) or not self._missing:
+            self._full.append((self._current, self._filled))
+            self._current = None
+            self._changed.set()
+
+    def _next_buffer(self) -> bool:
+        """Whether there is one to fill."""
+        if not self._idle and len(self._taken) < _BUFFERS:
+            buffer = self._buffers.take()
+            self._taken.append(buffer)
+            self._idle.append(buffer)
+        if not self._idle:
+            return False
+        self._current, self._filled = self._idle.popleft(), 0
+        return True
+
+    def _give_back_connection(self) -> None:
+        assert self._transport is not None
+        assert self._handler is not None
+        self._transport.pause_reading()
+        self._transport.set_protocol(self._handler)
+
+    def _cut_off(self) -> aiohttp.ClientPayloadError:
+        return aiohttp.ClientPayloadError(
+            f"{self._size_bytes - self._missing} bytes arrived instead of {self._size_bytes}"
+        )

@@ -1,0 +1,123 @@
+"""How aiohttp sends a FileBody or a BytesBody: from our memory into the socket, with no object of the interpreter.
+
+aiobotocore and aiohttp keep signing, connections, headers, 100-continue, answers and errors. Without TLS the bytes go
+to the connection's socket directly: a transport copies what the kernel does not take at once. With TLS they go through
+the transport, whose engine has encrypted (so: copied) them when nothing is left in its write buffer.
+"""
+
+import asyncio
+import os
+import socket
+import struct
+from collections.abc import AsyncIterator
+from functools import partial
+from typing import Final, NoReturn
+
+from aiohttp.abc import AbstractStreamWriter
+from aiohttp.http_writer import StreamWriter
+from aiohttp.payload import Payload
+
+from mooring_agent.adapters.transfer.body import FileBody
+from mooring_agent.adapters.transfer.bytes_body import BytesBody
+
+_TURN_PIECES: Final = 4
+
+
+class FilePayload(Payload):
+    """Writes a FileBody or a BytesBody to a connection."""
+
+    _value: FileBody | BytesBody
+    _autoclose = True
+
+    def __init__(self, value: FileBody | BytesBody, *arguments: object, **options: object) -> None:
+        super().__init__(value, *arguments, **options)  # type: ignore[arg-type]
+        self._size = len(value)
+
+    def decode(self, encoding: str = "utf-8", errors: str = "strict") -> NoReturn:
+        raise AssertionError("a region never becomes a string")
+
+    async def write(self, writer: AbstractStreamWriter) -> None:
+        await self.write_with_length(writer, None)
+
+    async def write_with_length(self, writer: AbstractStreamWriter, content_length: int | None) -> None:
+        assert content_length in (None, len(self._value))
+        assert isinstance(writer, StreamWriter)
+        transport = writer.transport
+        if transport is None:
+            raise ConnectionResetError("the store closed the connection before the body was sent")
+        try:
+            _forget_unsent_on_close(transport)
+            if transport.get_extra_info("sslcontext"):
+                await _send_encrypted(self._value, writer, transport)
+            else:
+                await _send_plain(self._value, writer, transport)
+        except BaseException:
+            # A mere close would first try to send what is buffered, and wait for a peer that may not read.
+            transport.abort()
+            raise
+
+
+async def _send_plain(body: FileBody | BytesBody, writer: StreamWriter, transport: asyncio.WriteTransport) -> None:
+    # The headers are on their way, and nothing of the transport's is left that our bytes could overtake.
+    transport.set_write_buffer_limits(high=0)
+    writer.send_headers()
+    await writer.drain()
+    transport.set_write_buffer_limits()
+    # A descriptor of our own: the transport's is closed with it, and its number may soon be another file's.
+    with socket.socket(fileno=os.dup(transport.get_extra_info("socket").fileno())) as connection:
+        connection.setblocking(False)
+        start = 0
+        if isinstance(body, FileBody) and body.store_verifies:
+            start = await body.send(connection, partial(_until_writable, connection))
+        async for piece in _in_turns(body.pieces(start)):
+            await _send_all(connection, piece)
+
+
+async def _in_turns(pieces: AsyncIterator[memoryview]) -> AsyncIterator[memoryview]:
+    """Between some of them others have their turn on the event loop, although the kernel would take more.
+
+    Never after the last: an answer that comes before aiohttp knows that the body is sent costs the connection.
+    """
+    count = 0
+    async for piece in pieces:
+        count += 1
+        if count % _TURN_PIECES == 0:
+            await asyncio.sleep(0)
+        yield piece
+
+
+async def _send_all(connection: socket.socket, piece: memoryview) -> None:
+    while piece:
+        try:
+            piece = piece[connection.send(piece) :]
+        except BlockingIOError:
+            await _until_writable(connection)
+
+
+async def _until_writable(connection: socket.socket) -> None:
+    loop = asyncio.get_running_loop()
+    writable = asyncio.Event()
+    loop.add_writer(connection, writable.set)
+    try:
+        await writable.wait()
+    finally:
+        loop.remove_writer(connection)
+
+
+async def _send_encrypted(body: FileBody | BytesBody, writer: StreamWriter, transport: asyncio.WriteTransport) -> None:
+    # `drain` waits until nothing is left. With a limit of 0 asyncio's TLS would pause an empty buffer, for ever.
+    transport.set_write_buffer_limits(high=1, low=0)
+    async for piece in _in_turns(body.pieces()):
+        await writer.write(piece, drain=False)
+        await writer.drain()
+    transport.set_write_buffer_limits()
+
+
+def _forget_unsent_on_close(transport: asyncio.WriteTransport) -> None:
+    """Let a close reset the connection: of an upload that is cancelled, the kernel still holds megabytes.
+
+    On a slow line they would take seconds that belong to the just-in-time save for whose sake it was cancelled.
+    """
+    connection = transport.get_extra_info("socket")
+    if connection is not None:
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))

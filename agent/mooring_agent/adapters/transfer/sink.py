@@ -1,0 +1,80 @@
+"""Where an object's bytes go: a file that has its full size already.
+
+A descriptor that was opened with O_DIRECT is written past the page cache: a checkpoint's worth of pages would push out
+what the node needs, and copying into them costs as much as receiving. What is no whole block, the end of a file, and
+all that the filesystem will not take so after all, goes through the cache.
+"""
+
+import errno
+import fcntl
+import os
+import threading
+from typing import Final
+
+from mooring_agent.adapters.volume.errors import volume_error
+
+BLOCK_BYTES: Final = 4096
+"""The largest logical block there is; addresses, offsets and lengths of O_DIRECT are multiples of it."""
+
+
+class Sink:
+    """Writes an object's bytes to a file, in order, from worker threads.
+
+    It owns a duplicate of the descriptor: a cancelled caller may close its own while a thread still writes.
+    """
+
+    def __init__(self, descriptor: int, offset_bytes: int) -> None:
+        self._lock = threading.Lock()
+        self._descriptor = os.dup(descriptor)
+        self._direct = bool(fcntl.fcntl(descriptor, fcntl.F_GETFL) & os.O_DIRECT)
+        self._cached = -1 if self._direct else self._descriptor
+        self._offset = offset_bytes
+
+    def write(self, data: memoryview) -> None:
+        """VolumeError if the disk refuses. `data` begins on a page. Blocks; after `close` it does nothing."""
+        with self._lock:
+            if self._descriptor < 0:
+                return
+            try:
+                if self._direct:
+                    data = self._write_blocks(data)
+                if data:
+                    self._write_cached(data)
+            except OSError as error:
+                raise volume_error(error, "write the file being restored") from error
+
+    def close(self) -> None:
+        """Waits for a write in progress; idempotent."""
+        with self._lock:
+            for descriptor in {self._descriptor, self._cached} - {-1}:
+                os.close(descriptor)
+            self._descriptor = self._cached = -1
+
+    def _write_blocks(self, data: memoryview) -> memoryview:
+        """What is left of `data` for the cache."""
+        if self._offset % BLOCK_BYTES:
+            return data
+        end = len(data) // BLOCK_BYTES * BLOCK_BYTES
+        try:
+            written = _write_all(self._descriptor, data[:end], self._offset)
+        except OSError as error:
+            if error.errno != errno.EINVAL:
+                raise
+            self._direct = False
+            return data
+        self._offset += written
+        return data[written:]
+
+    def _write_cached(self, data: memoryview) -> None:
+        if self._cached < 0:
+            # The same file without O_DIRECT: that flag belongs to the description that a duplicate shares.
+            self._cached = os.open(f"/proc/self/fd/{self._descriptor}", os.O_WRONLY | os.O_CLOEXEC)
+        self._offset += _write_all(self._cached, data, self._offset)
+
+
+def _write_all(descriptor: int, data: memoryview, offset: int) -> int:
+    """How many bytes: all."""
+    written = 0
+    while written < len(data):
+        written += os.pwrite(descriptor, data[written:], offset + written)
+    return written

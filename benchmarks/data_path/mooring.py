@@ -1,0 +1,99 @@
+"""Mooring's own: a running agent that is announced a checkpoint, and the whole command `mooring restore`.
+
+An agent runs before the checkpoint is there, so its clock starts with the announcement and ends when the checkpoint is
+committed: manifests, listing, marker and its readback are in it. It has committed a small checkpoint before, since the
+modules that it loads with its first one are start-up, which is taken off every other tool too.
+"""
+
+import os
+import sys
+import sysconfig
+import time
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Final
+
+from benchmarks.data_path.process import Measurement, Watch, measure, process_cpu_ns
+from benchmarks.data_path.tools import TIMEOUT_SECONDS, Job, plain_environment
+from tests.harness.agent_process import AgentProcess, write_checkpoint
+
+import mooring_agent
+
+KEPT: Final = "s3://keep/restored"
+"""Where the server keeps what it gets: a checkpoint with the sources' bytes, to restore."""
+_HOUSEKEEPING_SECONDS: Final = 0.3
+
+
+class Mooring:
+    name: Final = "mooring"
+    version: Final = mooring_agent.__version__
+
+    def can(self, *, upload: bool, secure: bool) -> bool:
+        return True
+
+    def run(self, job: Job) -> Measurement:
+        return self._upload(job, f"s3://bench/{job.prefix}") if job.upload else self._restore(job)
+
+    def prepare(self, job: Job) -> None:
+        """Upload what will be restored."""
+        self._upload(job, KEPT)
+
+    def _upload(self, job: Job, destination: str) -> Measurement:
+        started = time.monotonic()
+        with _agent(job, destination) as agent:
+            start_seconds = time.monotonic() - started
+            start_cpu_ns = process_cpu_ns(agent.process.pid)
+            small = write_checkpoint(agent.checkpoints / "checkpoint-1", {"small.bin": 1 << 20})
+            agent.wait_committed(agent.announce(small, 1).save, TIMEOUT_SECONDS)
+            folder = agent.checkpoints / "checkpoint-2"
+            link_all(job.sources.iterdir(), folder)
+            job.server.reset()
+            watch = Watch(agent.process.pid)
+            watch.start()
+            began, cpu_ns = time.monotonic(), process_cpu_ns(agent.process.pid)
+            agent.wait_committed(agent.announce(folder, 2).save, TIMEOUT_SECONDS)
+            wall_seconds = time.monotonic() - began
+            time.sleep(_HOUSEKEEPING_SECONDS)  # it lets go of its copies after that; it is the checkpoint's cost
+            cpu_ns = process_cpu_ns(agent.process.pid) - cpu_ns
+            watch.stop()
+            return Measurement(
+                wall_seconds=wall_seconds,
+                cpu_seconds=cpu_ns / 1e9,
+                start_wall_seconds=start_seconds,
+                start_cpu_seconds=start_cpu_ns / 1e9,
+                peak_rss_bytes=watch.peak_rss_bytes,
+                peak_anonymous_bytes=watch.peak_anonymous_bytes,
+                counts=job.server.counts(),
+            )
+
+    def _restore(self, job: Job) -> Measurement:
+        volume = job.work / "volume"
+        volume.mkdir()
+        command = [sys.executable, str(Path(sysconfig.get_path("scripts")) / "mooring"), "restore", KEPT]
+        command += [f"--endpoint-url={job.endpoint_url}", f"--volume={volume}", f"--ca-bundle={job.server.ca_bundle}"]
+        measurement = measure(
+            command,
+            server=job.server,
+            environment=plain_environment(job),
+            log=job.work / "log",
+            timeout_seconds=TIMEOUT_SECONDS,
+            written_to=volume,
+        )
+        (volume / "checkpoints" / "checkpoint-2").rename(job.destination)
+        return measurement
+
+
+def _agent(job: Job, destination: str) -> AgentProcess:
+    return AgentProcess(
+        job.work / "volume",
+        destination,
+        environment=plain_environment(job),
+        endpoint_url=job.endpoint_url,
+        ca_bundle=job.server.ca_bundle,
+    )
+
+
+def link_all(paths: Iterable[Path], folder: Path) -> None:
+    folder.mkdir(parents=True)
+    for path in paths:
+        os.link(path, folder / path.name)
