@@ -39,7 +39,9 @@ async def _check_bytes(
 ) -> tuple[Problem, ...]:
     problems: list[Problem] = []
     done_bytes = 0
-    on_progress(0, checkpoint.size_bytes)
+    # Once: it is a sum over all files.
+    total_bytes = checkpoint.size_bytes
+    on_progress(0, total_bytes)
     sink = os.open(os.devnull, os.O_WRONLY)
 
     async def check_one(key: str, size_bytes: int, fetch: Awaitable[object]) -> None:
@@ -48,7 +50,7 @@ async def _check_bytes(
         if problem:
             problems.append(problem)
         done_bytes += size_bytes
-        on_progress(done_bytes, checkpoint.size_bytes)
+        on_progress(done_bytes, total_bytes)
 
     async def check_part(piece: tuple[StoredFile, Part]) -> None:
         file, part = piece

@@ -52,7 +52,9 @@ async def download(
     await loop.run_in_executor(disk, _make_room, checkpoint, folder)
     await loop.run_in_executor(disk, share_tree, folder, volume)
     done_bytes = 0
-    on_progress(0, checkpoint.size_bytes)
+    # Once: it is a sum over all files.
+    total_bytes = checkpoint.size_bytes
+    on_progress(0, total_bytes)
 
     async def fill(file: _IncomingFile) -> None:
         nonlocal done_bytes
@@ -60,7 +62,7 @@ async def download(
         for part in file.waiting:
             await fetch_part(store, file.stored, part, descriptor)
             done_bytes += part.size_bytes
-            on_progress(done_bytes, checkpoint.size_bytes)
+            on_progress(done_bytes, total_bytes)
         file.writers -= 1
         if not file.writers:
             await loop.run_in_executor(disk, file.finish)
@@ -68,7 +70,7 @@ async def download(
     def packed_files_are_there(size_bytes: int) -> None:
         nonlocal done_bytes
         done_bytes += size_bytes
-        on_progress(done_bytes, checkpoint.size_bytes)
+        on_progress(done_bytes, total_bytes)
 
     # The largest first, so that no long file is left to the end.
     alone = [stored for stored in checkpoint.files if not stored.entry.place]
