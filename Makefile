@@ -97,9 +97,11 @@ docs: setup
 bench: setup
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev,bench]'
 	$(BIN)/python -m benchmarks.memory
+	$(BIN)/python -m benchmarks.idle
 	$(BIN)/python -m benchmarks.async_save
 	$(BIN)/python -m benchmarks.webhook
 	$(BIN)/python -m benchmarks.just_in_time
+	$(BIN)/python -m benchmarks.data_path --output benchmarks
 
 clean:
 	rm -rf .venv .tools build dist examples/node/node_modules

@@ -1,4 +1,4 @@
-"""What the agent costs in memory: idle, while it uploads 4 GiB, and idle again.
+"""What the agent costs in memory while it uploads 4 GiB, and once that is done; before it, see `benchmarks.idle`.
 
     python -m benchmarks.memory
 
@@ -156,7 +156,6 @@ def measure(directory: Path, endpoint_url: str) -> tuple[list[tuple[str, int, in
     ) as agent:
         sizes = {f"shard-{number}.bin": FILE_BYTES for number in range(FILES)}
         source = write_checkpoint(agent.checkpoints / "checkpoint-1", sizes)
-        rows.append(("idle before", *settled(agent)))
         began = time.monotonic()
         agent.announce(source, 1)
         peak_anonymous = peak_resident = 0

@@ -1,45 +1,98 @@
-"""`python -m benchmarks.data_path`: see `--help`, and CONTRIBUTING."""
+"""Mooring's data path beside its peers: CPU, throughput and memory of the same transfers, in one run.
+
+Prints the tables; with --output it writes RESULTS.md and plots into that folder. Exits 1 if a goal is missed.
+"""
 
 import argparse
-import os
 import sys
+import tempfile
+from pathlib import Path
 
-from benchmarks.data_path.comparison import MODES, Result, compare, measured, only, source_sizes
+from benchmarks.data_path import series, small_files
+from benchmarks.data_path.comparison import MODES, Result, compare, only, source_sizes
+from benchmarks.data_path.goals import comparison_goals
+from benchmarks.data_path.memory import measure_memory
 from benchmarks.data_path.mooring import Mooring
+from benchmarks.data_path.plots import plot_comparison, plot_series
+from benchmarks.data_path.report import Report, heading
 from benchmarks.data_path.tools import Tool, limits, peers
 from benchmarks.data_path.workplace import open_workplace
+
+SECTIONS = ("comparison", "small-files", "number", "size", "memory")
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.data_path", description=__doc__)
-    parser.add_argument("--only", default="", help="tools, by the beginning of their names: mooring,limits,s5cmd")
-    parser.add_argument("--mode", action="append", choices=MODES, help="may be repeated; without it all")
-    parser.add_argument("--size", type=float, default=2.0, help="GiB in four files")
+    parser.add_argument("--section", action="append", choices=SECTIONS, help="may be repeated; without it all")
+    parser.add_argument("--only", default="", help="in the comparison: tools by the beginning of their names")
+    parser.add_argument("--mode", action="append", choices=MODES, help="in the comparison; may be repeated")
+    parser.add_argument("--size", type=float, default=2.0, help="GiB of the comparison, in four files")
     parser.add_argument("--rounds", type=int, default=5)
-    arguments = parser.parse_args()
+    parser.add_argument("--quick", action="store_true", help="a smoke test: one round of everything, small")
+    parser.add_argument("--output", type=Path, help="folder for RESULTS.md and the plots")
+    options = parser.parse_args()
+    if options.quick:
+        options.size, options.rounds = 0.125, 1
+    elif options.only or options.mode:
+        options.section = options.section or ["comparison"]
+    sections = options.section or SECTIONS
+    report = Report()
+    with tempfile.TemporaryDirectory(prefix="mooring-plots-") as unwanted:
+        plots = options.output or Path(unwanted)
+        plots.mkdir(parents=True, exist_ok=True)
+        if "comparison" in sections:
+            _comparison(report, options, plots)
+        if "small-files" in sections:
+            _small_files(report, files=200 if options.quick else small_files.FILES)
+        if "number" in sections:
+            found = series.by_number(1, _say, (1, 10) if options.quick else series.NUMBERS)
+            report.series("512 MiB, by the number of files", "files", found)
+            plot_series("files that hold 512 MiB", found, plots / "data-path-number.png")
+        if "size" in sections:
+            found = series.by_size(1, _say, (64, 128) if options.quick else series.SIZES_MIB)
+            report.series("Four files, by their size", "MiB", found)
+            plot_series("MiB in four files", found, plots / "data-path-size.png")
+        if "memory" in sections:
+            _memory(report, gibibytes=0.5 if options.quick else 8.0)
+        text = report.text(heading(rounds=options.rounds, gibibytes=options.size))
+        print(text)
+        if options.output:
+            (options.output / "RESULTS.md").write_text(text)
+    return 0 if all(goal.met for goal in report.goals) and not report.failures else 1
+
+
+def _comparison(report: Report, options: argparse.Namespace, plots: Path) -> None:
     results: dict[str, list[Result]] = {}
-    with open_workplace(source_sizes(arguments.size)) as place:
+    with open_workplace(source_sizes(options.size)) as place:
         mooring = Mooring()
-        tools: list[Tool] = [mooring, *limits(place.programs.limits), *peers()]
-        modes = arguments.mode or list(MODES)
-        chosen = only(tools, arguments.only)
-        if mooring in chosen and any(mode.startswith("download") for mode in modes):
+        tools: list[Tool] = only([mooring, *limits(place.programs.limits), *peers()], options.only)
+        modes = options.mode or list(MODES)
+        if mooring in tools and any(mode.startswith("download") for mode in modes):
             with place.job(upload=True, secure=False) as job:
                 mooring.prepare(job)
         for mode in modes:
-            results[mode] = compare(place, chosen, mode=mode, rounds=arguments.rounds, say=_say)
+            results[mode] = compare(place, tools, mode=mode, rounds=options.rounds, say=_say)
+            report.comparison(mode, results[mode])
+            plot_comparison(mode, results[mode], plots / f"data-path-{mode}.png")
+            report.lines += ["", f"![{mode}](data-path-{mode}.png)"]
+    report.goals += comparison_goals(results)
+
+
+def _small_files(report: Report, *, files: int) -> None:
+    rounds = 3
+    results = small_files.small_files(rounds, _say, files)
     for mode, rows in results.items():
-        print(f"\n{mode}, {os.cpu_count()} CPUs, load {os.getloadavg()[0]:.1f}")
-        print(f"{'':28}{'GB/s':>7}{'CPU s/GB':>10}{'min':>7}{'max':>7}{'anon MiB':>10}{'RSS MiB':>9}"
-              f"{'start CPU s':>12}{'requests':>10}  check")  # fmt: skip
-        for row in measured(rows):
-            last = row.measurements[-1]
-            print(
-                f"{row.tool:28}{row.rate:7.2f}{row.cost:10.3f}{min(row.costs):7.3f}{max(row.costs):7.3f}"
-                f"{last.peak_anonymous_bytes >> 20:10}{last.peak_rss_bytes >> 20:9}{last.start_cpu_seconds:12.3f}"
-                f"{last.counts.requests:10}  {row.check}"
-            )
-    return 1 if any(row.failure for rows in results.values() for row in rows) else 0
+        title = f"{files:,} files of {small_files.FILE_BYTES >> 10} KiB, {mode}"
+        report.comparison(title, rows, files=files)
+    report.goals += small_files.goals(results)
+
+
+def _memory(report: Report, *, gibibytes: float) -> None:
+    with open_workplace(source_sizes(gibibytes)) as place:
+        rows, goals = measure_memory(place, _say)
+    title = f"Memory of Mooring for {gibibytes:g} GiB"
+    report.section(title, "| transfer | anonymous MiB, peak | RSS MiB, peak |", "|---|---|---|", *rows)
+    report.goals += goals
 
 
 def _say(text: str) -> None:

@@ -17,6 +17,9 @@ MODES: Final[Mapping[str, tuple[bool, bool]]] = {
     "download-tls": (False, True),
 }
 """(upload, secure) by name."""
+MOORING: Final = "mooring"
+LIMITS: Final = "limits"
+"""How the names of all C limits begin."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -62,8 +65,12 @@ def compare(
     mode: str,
     rounds: int,
     say: Callable[[str], None],
+    hopeless_after: int = 2,
 ) -> list[Result]:
-    """A tool that fails is measured no more, and its failure is kept."""
+    """A tool that fails is measured no more, and its failure is kept.
+
+    Nor is a peer that after so many rounds is hopeless, see there: most of the hours would be its.
+    """
     upload, secure = MODES[mode]
     sizes = {path.name: path.stat().st_size for path in workplace.sources.iterdir()}
     size_bytes = sum(sizes.values())
@@ -74,7 +81,7 @@ def compare(
         start = number % max(1, len(able))
         for tool in [*able[start:], *able[:start]]:
             result = results[tool.name]
-            if result.failure:
+            if result.failure or (number >= hopeless_after and _is_hopeless(result, list(results.values()))):
                 continue
             try:
                 with workplace.job(upload=upload, secure=secure) as job:
@@ -89,12 +96,26 @@ def compare(
     return list(results.values())
 
 
+def _is_hopeless(result: Result, results: Sequence[Result]) -> bool:
+    """Less than half as fast as the fastest peer and more than twice as expensive as the cheapest: never the best."""
+    rivals = [row for row in measured(results) if is_peer(row.tool)]
+    return (
+        result in rivals
+        and result.rate < max(row.rate for row in rivals) / 2
+        and result.cost > min(row.cost for row in rivals) * 2
+    )
+
+
+def is_peer(tool: str) -> bool:
+    return tool != MOORING and not tool.startswith(LIMITS)
+
+
 def _check(job: Job, tool: Tool, *, compare_bytes: bool) -> None:
     """What was downloaded is what was asked for. (Uploads: the server knows sizes; it keeps no bytes.)"""
     if job.upload:
         sizes = job.server.sizes(f"{job.prefix}/")
         expected = {path.name: path.stat().st_size for path in job.sources.iterdir()}
-        if not tool.name.startswith("limits"):
+        if not tool.name.startswith(LIMITS):
             assert _holds(sizes, expected), f"{tool.name} stored {sizes}"
         return
     for path in job.sources.iterdir():

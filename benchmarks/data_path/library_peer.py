@@ -17,6 +17,7 @@ from typing import Any, Final
 
 BUCKET: Final = "bench"
 REGION: Final = "us-east-1"
+_FEW_FILES: Final = 4
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,12 +65,15 @@ def boto3(order: Order) -> None:
         "s3", endpoint_url=order.endpoint_url, verify=order.ca_bundle, config=config, region_name=REGION
     )
     names = _names(client.list_objects_v2, order)
-    for name in names:
+
+    def move(name: str) -> None:
         path = str(order.folder / name)
         if order.upload:
             client.upload_file(path, BUCKET, order.key(name), Config=transfer, ExtraArgs=extra)
         else:
             client.download_file(BUCKET, order.key(name), path, Config=transfer)
+
+    _for_each(move, names, order)
 
 
 def _names(list_objects: Callable[..., Any], order: Order) -> list[str]:
@@ -103,7 +107,7 @@ def obstore(order: Order) -> None:
     found = [meta for page in obstore.list(store, order.prefix) for meta in page]
     sizes = {meta["path"].rpartition("/")[2]: meta["size"] for meta in found}
     names = sorted(path.name for path in order.folder.iterdir()) if order.upload else sorted(sizes)
-    at_once = 4 if len(names) <= 4 else order.connections
+    at_once = _FEW_FILES if len(names) <= _FEW_FILES else order.connections
     options: dict[str, Any] = {}
     if order.tuned:
         options = {"chunk_size": order.part_bytes, "max_concurrency": max(1, order.connections // at_once)}
@@ -196,7 +200,8 @@ def s3torchconnector(order: Order) -> None:
         region=REGION, endpoint=order.endpoint_url, s3client_config=S3ClientConfig(force_path_style=True, **options)
     )
     names = sorted(path.name for path in order.folder.iterdir()) if order.upload else _given_names(order)
-    for name in names:
+
+    def move(name: str) -> None:
         uri = f"s3://{BUCKET}/{order.key(name)}"
         if order.upload:
             with checkpoint.writer(uri) as writer, (order.folder / name).open("rb") as file:
@@ -204,6 +209,14 @@ def s3torchconnector(order: Order) -> None:
         else:
             with checkpoint.reader(uri) as reader, (order.folder / name).open("wb") as file:
                 shutil.copyfileobj(reader, file, 1 << 20)
+
+    _for_each(move, names, order)
+
+
+def _for_each(move: Callable[[str], None], names: list[str], order: Order) -> None:
+    """A few large files one by one, since the library has threads for their parts; many small ones side by side."""
+    with ThreadPoolExecutor(order.connections if len(names) > _FEW_FILES else 1) as threads:
+        list(threads.map(move, names))
 
 
 WAYS: Final[dict[str, Callable[[Order], None]]] = {

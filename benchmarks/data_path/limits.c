@@ -4,7 +4,8 @@
  *
  * Files of SOURCE are put to the server of server.c in parts, or fetched from there to preallocated files in DESTINATION.
  * One thread and one connection for each of CONNECTIONS; they take the next part from one counter. No checksum, no
- * signature, no retry: whatever goes wrong ends the program. */
+ * signature, no retry: whatever goes wrong ends the program. With O_DIRECT what is fetched goes past the page cache, but
+ * for the end of a file that fills no block. */
 #define _GNU_SOURCE
 #include <arpa/inet.h>
 #include <fcntl.h>
@@ -22,16 +23,18 @@
 #define BUFFER_BYTES (1L << 20)
 #define MOST_FILES 20000
 
-enum mode { SENDFILE, PREAD_SEND, PREAD_SSL, RECV, SSL_RECV, MODES };
-static const char *const mode_names[MODES] = {"sendfile", "pread+send", "pread+SSL_write", "recv+pwrite",
-                                              "SSL_read+pwrite"};
+#define BLOCK_BYTES 4096
+
+enum mode { SENDFILE, PREAD_SEND, PREAD_SSL, RECV, SSL_RECV, RECV_DIRECT, SSL_RECV_DIRECT, MODES };
+static const char *const mode_names[MODES] = {
+    "sendfile", "pread+send", "pread+SSL_write", "recv+pwrite", "SSL_read+pwrite", "recv+O_DIRECT", "SSL_read+O_DIRECT"};
 static enum mode mode;
 static int port, file_count;
 static long part_bytes, longest;
 static struct {
     const char *name;
     long size;
-    int source, destination;
+    int source, destination, direct;
     pthread_mutex_t writing; /* the kernel's own lock of a file would spin */
 } files[MOST_FILES];
 
@@ -129,7 +132,9 @@ static void download(struct line line, int file, long offset, long size, char *b
         long filled = extra, wanted = size < BUFFER_BYTES ? size : BUFFER_BYTES;
         while (filled < wanted) filled += receive(line, buffer + filled, wanted - filled);
         pthread_mutex_lock(&files[file].writing);
-        expect(pwrite(files[file].destination, buffer, (size_t)filled, offset) == filled, "pwrite");
+        int whole_blocks = mode >= RECV_DIRECT && filled % BLOCK_BYTES == 0;
+        int target = whole_blocks ? files[file].direct : files[file].destination;
+        expect(pwrite(target, buffer, (size_t)filled, offset) == filled, "pwrite");
         pthread_mutex_unlock(&files[file].writing);
         offset += filled;
         size -= filled;
@@ -149,7 +154,7 @@ static void *work(void *context) {
         SSL_set_fd(line.ssl, line.socket);
         expect(SSL_connect(line.ssl) > 0, "SSL_connect");
     }
-    char *buffer = malloc(BUFFER_BYTES);
+    char *buffer = aligned_alloc(BLOCK_BYTES, BUFFER_BYTES);
     int file;
     long offset, size;
     while (take_part(&file, &offset, &size)) {
@@ -175,6 +180,8 @@ static void open_file(const char *name, const char *source, const char *destinat
         descriptor = open(path, O_WRONLY | O_CREAT | O_EXCL, 0644);
         expect(descriptor >= 0 && !posix_fallocate(descriptor, 0, status.st_size), path);
         files[file_count].destination = descriptor;
+        files[file_count].direct = mode >= RECV_DIRECT ? open(path, O_WRONLY | O_DIRECT) : -1;
+        expect(mode < RECV_DIRECT || files[file_count].direct >= 0, "O_DIRECT");
     }
     pthread_mutex_init(&files[file_count++].writing, NULL);
 }
@@ -191,7 +198,7 @@ int main(int count, char **arguments) {
     part_bytes = atol(arguments[4]);
     for (int i = 7; i < count; i++) open_file(arguments[i], arguments[5], arguments[6]);
     SSL_CTX *context = NULL;
-    if (mode == PREAD_SSL || mode == SSL_RECV) {
+    if (mode == PREAD_SSL || mode == SSL_RECV || mode == SSL_RECV_DIRECT) {
         context = SSL_CTX_new(TLS_client_method());
         SSL_CTX_set_read_ahead(context, 1);
         SSL_CTX_set_default_read_buffer_len(context, 128 << 10);

@@ -10,9 +10,11 @@ import sys
 import sysconfig
 import time
 from collections.abc import Iterable
+from contextlib import ExitStack, nullcontext
 from pathlib import Path
 from typing import Final
 
+from benchmarks.data_path.control_group import ControlGroup
 from benchmarks.data_path.process import Measurement, Watch, measure, process_cpu_ns
 from benchmarks.data_path.tools import TIMEOUT_SECONDS, Job, plain_environment
 from tests.harness.agent_process import AgentProcess, write_checkpoint
@@ -28,6 +30,10 @@ class Mooring:
     name: Final = "mooring"
     version: Final = mooring_agent.__version__
 
+    def __init__(self, group: ControlGroup | None = None) -> None:
+        """In a `group` the agent, or the restore, has to do with its memory."""
+        self._group = group
+
     def can(self, *, upload: bool, secure: bool) -> bool:
         return True
 
@@ -40,7 +46,11 @@ class Mooring:
 
     def _upload(self, job: Job, destination: str) -> Measurement:
         started = time.monotonic()
-        with _agent(job, destination) as agent:
+        agent = _agent(job, destination)
+        with self._group.inside() if self._group else nullcontext():
+            agent.start()
+        with ExitStack() as stack:
+            stack.push(agent)
             start_seconds = time.monotonic() - started
             start_cpu_ns = process_cpu_ns(agent.process.pid)
             small = write_checkpoint(agent.checkpoints / "checkpoint-1", {"small.bin": 1 << 20})
@@ -72,7 +82,7 @@ class Mooring:
         command = [sys.executable, str(Path(sysconfig.get_path("scripts")) / "mooring"), "restore", KEPT]
         command += [f"--endpoint-url={job.endpoint_url}", f"--volume={volume}", f"--ca-bundle={job.server.ca_bundle}"]
         measurement = measure(
-            command,
+            self._group.wrap(command) if self._group else command,
             server=job.server,
             environment=plain_environment(job),
             log=job.work / "log",

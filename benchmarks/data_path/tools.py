@@ -102,7 +102,9 @@ def limits(program: Path) -> list[Command]:
         "pread+send": (True, False),
         "pread+SSL_write": (True, True),
         "recv+pwrite": (False, False),
+        "recv+O_DIRECT": (False, False),
         "SSL_read+pwrite": (False, True),
+        "SSL_read+O_DIRECT": (False, True),
     }
 
     def arguments(way: str) -> Callable[[Job], Sequence[str]]:

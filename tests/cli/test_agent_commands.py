@@ -199,15 +199,23 @@ def test_the_overview_fits_a_narrow_terminal() -> None:
     assert "..." not in shown.partition("Commands:")[2]
 
 
-@pytest.mark.parametrize("missing", ["click", "rich", "aiohttp"])
-def test_where_the_agents_packages_are_missing_it_says_what_to_install(missing: str) -> None:
+@pytest.mark.parametrize(
+    ("missing", "arguments"),
+    [
+        ("click", ["ls", "file:///nowhere"]),
+        ("click", ["--help"]),
+        ("rich", ["status"]),
+        ("rich", ["--help"]),
+        ("aiohttp", ["ls", "s3://bucket/run"]),
+    ],
+)
+def test_where_the_agents_packages_are_missing_it_says_what_to_install(missing: str, arguments: list[str]) -> None:
     """All of them, or, in many a trainer's image, all but click."""
     program = f"import sys; sys.modules[{missing!r}] = None; from mooring_agent.__main__ import main; main()"
-    for arguments in (["status"] if missing == "rich" else ["ls", "file:///nowhere"], ["--help"]):
-        said = subprocess.run([sys.executable, "-c", program, *arguments], capture_output=True, text=True, timeout=60)
-        assert said.returncode == 2
-        assert [line.split(":")[0] for line in said.stderr.splitlines()] == ["error", "hint"], said.stderr
-        assert "pip install 'mooring[agent]'" in said.stderr
+    said = subprocess.run([sys.executable, "-c", program, *arguments], capture_output=True, text=True, timeout=60)
+    assert said.returncode == 2
+    assert [line.split(":")[0] for line in said.stderr.splitlines()] == ["error", "hint"], said.stderr
+    assert "pip install 'mooring[agent]'" in said.stderr
 
 
 @pytest.mark.parametrize("command", sorted(cli.list_commands(click.Context(cli))))

@@ -62,3 +62,15 @@ def test_a_clock_that_goes_back_is_no_time() -> None:
     goodput.note(11.0, was_busy=True, stored_bytes=100)
     goodput.note(5.0, was_busy=True, stored_bytes=0)
     assert goodput.bytes_per_second == pytest.approx(100)
+
+
+def test_a_few_small_files_say_nothing_of_the_wire() -> None:
+    goodput = Goodput()
+    goodput.note(0.0, was_busy=False, stored_bytes=0)
+    goodput.note(0.5, was_busy=True, stored_bytes=1000)
+    assert goodput.bytes_per_second == pytest.approx(2000)
+    assert goodput.wire_bytes_per_second == 0
+
+    for second in range(1, 5):
+        goodput.note(0.5 + second, was_busy=True, stored_bytes=2000)
+    assert goodput.wire_bytes_per_second == pytest.approx(2000, rel=0.05)

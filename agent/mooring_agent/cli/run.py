@@ -9,6 +9,7 @@ import click
 
 from mooring_agent.adapters.volume.errors import folder_error
 from mooring_agent.cli.agent_call import CALL_TIMEOUT_SECONDS, agent_stub
+from mooring_agent.cli.plain_logs import load_structlog_alone
 from mooring_agent.cli.reporting import errors_reported
 from mooring_agent.cli.run_autoload import with_autoload
 from mooring_agent.cli.setting_options import environment_of, setting_options, settings_from
@@ -39,6 +40,7 @@ def run(wants_restore: bool, wants_autoload: bool, command: tuple[str, ...], **o
     """
     with errors_reported():
         settings = settings_from(options, defaults=_DEFAULTS)
+        load_structlog_alone()
         from mooring_agent.runtime.runner import Runner
         from mooring_agent.runtime.telemetry import configure_logs
 

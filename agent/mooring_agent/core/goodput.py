@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Final
 
 _HALF_LIFE_SECONDS: Final = 10.0
+_TELLING_SECONDS: Final = 2.0
 
 
 @dataclass(slots=True)
@@ -41,6 +42,11 @@ class Goodput:
         overdue_seconds = max(0.0, self._waiting_seconds - 2 * self._usual_wait_seconds)
         size_bytes, seconds = self._after(overdue_seconds)
         return size_bytes / seconds if seconds > 0 else 0.0
+
+    @property
+    def wire_bytes_per_second(self) -> float:
+        """The same once it says something of the wire, else 0: a few small files tell how long requests take."""
+        return self.bytes_per_second if self._seconds >= _TELLING_SECONDS else 0.0
 
     def _after(self, elapsed_seconds: float) -> tuple[float, float]:
         """Bytes and seconds after more busy time in which nothing landed."""

@@ -8,8 +8,8 @@ The size that suits the wire is chosen when a checkpoint is staged, recorded wit
 slow wire gets smaller parts: what is in flight delays the checkpoint that takes the wire next, and is lost when a
 request breaks or a just-in-time save pushes it off. A fast one gets the configured size and no more: from 32 to 64 MiB
 a byte costs hardly less CPU, while a file needs eight parts to use eight connections. Measured is what all connections
-bring together, and small files bring little: what follows them alone may get smaller parts than the wire could bear,
-which costs some CPU until its own parts are measured.
+bring together for two seconds at least; many small files bring little in that time, and what follows them alone may get
+smaller parts than the wire could bear, which costs some CPU until its own parts are measured.
 """
 
 from typing import Final

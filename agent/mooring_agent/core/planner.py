@@ -110,7 +110,7 @@ def _checkpoint_work(state: State, checkpoint: Checkpoint) -> Iterator[Command]:
                 private=state.rewrites(share.source),
                 rewritten_inodes=_inodes_pinned_there_before(state, checkpoint, share.source),
                 part_size_bytes=preferred_part_size(
-                    state.settings.transfer.part_size_bytes, state.goodput.bytes_per_second, int(state.window)
+                    state.settings.transfer.part_size_bytes, state.goodput.wire_bytes_per_second, int(state.window)
                 ),
                 pack_size_bytes=PACK_BYTES,
             )

@@ -27,6 +27,8 @@ from mooring_agent.core.settings import StoreSettings
 logger = structlog.get_logger(__name__)
 
 _SIGNER: Final = "mooring-s3v4"
+# The store, and where credentials come from: of a service account, of a person who signed in.
+_SERVICES: Final = frozenset({"s3", "sts", "portal.sso", "oidc"})
 _DEFAULT_REGION: Final = "us-east-1"
 _AWS_HOST: Final = re.compile(r"^https?://[^/]*\.amazonaws\.com(\.cn)?(:\d+)?(/|$)")
 
@@ -119,6 +121,7 @@ def _check_ca_bundle(path: str) -> None:
 
 def _client(settings: StoreSettings, keys: SecretKeys, addressing: str) -> Any:
     session = get_session()
+    forget_other_services(session)
     region = settings.region or session.get_config_variable("region") or _DEFAULT_REGION
     return session.create_client(
         "s3",
@@ -140,6 +143,13 @@ def _client(settings: StoreSettings, keys: SecretKeys, addressing: str) -> Any:
             s3={"addressing_style": addressing},
         ),
     )
+
+
+def forget_other_services(session: Any) -> None:
+    """botocore keeps where every service of AWS is, for 7 MB; it goes by rules for those that are not in its list."""
+    for partition in session.get_component("data_loader").load_data("endpoints")["partitions"]:
+        for service in partition["services"].keys() - _SERVICES:
+            del partition["services"][service]
 
 
 def _choose_signer(signature_version: str, **_: object) -> str | None:

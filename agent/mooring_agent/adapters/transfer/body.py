@@ -26,6 +26,7 @@ from mooring_agent.core.model import Region
 PIECE_BYTES: Final = 256 * 1024
 """It stays in a core's cache between the copy from the page cache, the checksum and the copy into the socket."""
 
+_TURN_BYTES: Final = 4 * PIECE_BYTES
 _EXTENT_BYTES: Final = 4 * 1024 * 1024
 """What the kernel is asked to send at once: a thread needs the interpreter's lock between two."""
 
@@ -82,8 +83,9 @@ class FileBody:
     async def pieces(self, start: int = 0) -> AsyncIterator[memoryview]:
         """The region's bytes from `start` on, in order; VolumeError instead of the last piece if the file changed.
 
-        With all bytes read here, it did if their checksum is not what was announced. A piece is overwritten by the next
-        one: whoever asks for that one must be done with it.
+        Unless the store looks itself, it did if the checksum of its bytes is not what was announced. A piece is
+        overwritten by the next one: whoever asks for that one must be done with it. Before some of them others have
+        their turn on the event loop.
         """
         buffer = self._buffers.take()
         size_bytes = self._region.size_bytes
@@ -92,14 +94,17 @@ class FileBody:
             while position < size_bytes:
                 piece = buffer[: size_bytes - position]
                 await self._read(position, piece)
-                if not start:
+                if not self.store_verifies:
                     checksum = crc64nvme(piece, checksum)
                 position += len(piece)
                 if position == size_bytes:
                     await asyncio.get_running_loop().run_in_executor(self._executor, self._file.check)
-                    if not start:
+                    if not self.store_verifies:
                         require_checksum(self._region, checksum, self._checksum)
-                await self._wait_for_turn(len(piece))
+                elif position % _TURN_BYTES == 0:
+                    await asyncio.sleep(0)
+                if self._limiter.bytes_per_second:
+                    await self._wait_for_turn(len(piece))
                 yield piece
                 self._moved()
         except MooringError as error:
@@ -121,7 +126,8 @@ class FileBody:
         try:
             while position < end:
                 extent = min(end - position, PIECE_BYTES) if self._limiter.bytes_per_second else end - position
-                await self._wait_for_turn(extent)
+                if self._limiter.bytes_per_second:
+                    await self._wait_for_turn(extent)
                 position += await self._send_extent(outlet, position, extent, writable)
         except MooringError as error:
             self.failure = error
@@ -157,8 +163,6 @@ class FileBody:
             )
 
     async def _wait_for_turn(self, size_bytes: int) -> None:
-        if not self._limiter.bytes_per_second:
-            return
         if self._silence:
             self._silence.allowed()
         await self._limiter.take(size_bytes)

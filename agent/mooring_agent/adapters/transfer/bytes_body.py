@@ -3,14 +3,17 @@
 Like `body.FileBody`, which is for regions of files.
 """
 
+import asyncio
 import os
 from collections.abc import AsyncIterator
-from typing import NoReturn
+from typing import Final, NoReturn
 
 from mooring_agent.adapters.rate_limit import RateLimiter
 from mooring_agent.adapters.transfer.body import PIECE_BYTES
 from mooring_agent.adapters.transfer.silence import Silence
 from mooring_agent.core.errors import MooringError
+
+_TURN_BYTES: Final = 4 * PIECE_BYTES
 
 
 class BytesBody:
@@ -42,9 +45,12 @@ class BytesBody:
         return 0
 
     async def pieces(self, start: int = 0) -> AsyncIterator[memoryview]:
-        """All bytes from `start` on, in order."""
+        """All bytes from `start` on, in order. Before some, but not the last, others have their turn on the loop."""
         for position in range(start, len(self._data), PIECE_BYTES):
             piece = self._data[position : position + PIECE_BYTES]
+            end = position + len(piece)
+            if end % _TURN_BYTES == 0 and end < len(self._data):
+                await asyncio.sleep(0)
             if self._limiter.bytes_per_second:
                 self._silence.allowed()
                 await self._limiter.take(len(piece))

@@ -9,9 +9,8 @@ import asyncio
 import os
 import socket
 import struct
-from collections.abc import AsyncIterator
 from functools import partial
-from typing import Final, NoReturn
+from typing import NoReturn
 
 from aiohttp.abc import AbstractStreamWriter
 from aiohttp.http_writer import StreamWriter
@@ -19,8 +18,6 @@ from aiohttp.payload import Payload
 
 from mooring_agent.adapters.transfer.body import FileBody
 from mooring_agent.adapters.transfer.bytes_body import BytesBody
-
-_TURN_PIECES: Final = 4
 
 
 class FilePayload(Payload):
@@ -69,21 +66,8 @@ async def _send_plain(body: FileBody | BytesBody, writer: StreamWriter, transpor
         start = 0
         if isinstance(body, FileBody) and body.store_verifies:
             start = await body.send(connection, partial(_until_writable, connection))
-        async for piece in _in_turns(body.pieces(start)):
+        async for piece in body.pieces(start):
             await _send_all(connection, piece)
-
-
-async def _in_turns(pieces: AsyncIterator[memoryview]) -> AsyncIterator[memoryview]:
-    """Between some of them others have their turn on the event loop, although the kernel would take more.
-
-    Never after the last: an answer that comes before aiohttp knows that the body is sent costs the connection.
-    """
-    count = 0
-    async for piece in pieces:
-        count += 1
-        if count % _TURN_PIECES == 0:
-            await asyncio.sleep(0)
-        yield piece
 
 
 async def _send_all(connection: socket.socket, piece: memoryview) -> None:
@@ -107,7 +91,7 @@ async def _until_writable(connection: socket.socket) -> None:
 async def _send_encrypted(body: FileBody | BytesBody, writer: StreamWriter, transport: asyncio.WriteTransport) -> None:
     # `drain` waits until nothing is left. With a limit of 0 asyncio's TLS would pause an empty buffer, for ever.
     transport.set_write_buffer_limits(high=1, low=0)
-    async for piece in _in_turns(body.pieces()):
+    async for piece in body.pieces():
         await writer.write(piece, drain=False)
         await writer.drain()
     transport.set_write_buffer_limits()

@@ -1,0 +1,56 @@
+"""Mooring's memory while it moves 8 GiB: as it likes, and in a control group that allows it 192 MiB."""
+
+from collections.abc import Callable
+from typing import Final
+
+from benchmarks.data_path.control_group import NoControlGroup, control_group
+from benchmarks.data_path.goals import Goal
+from benchmarks.data_path.mooring import Mooring
+from benchmarks.data_path.process import ToolError
+from benchmarks.data_path.workplace import Workplace
+
+ANONYMOUS_GOAL_MIB: Final = 110
+LIMIT_BYTES: Final = 192 << 20
+
+
+def measure_memory(workplace: Workplace, say: Callable[[str], None]) -> tuple[list[str], list[Goal]]:
+    """Rows of a table, and the goals."""
+    rows, goals = [], []
+    mooring = Mooring()
+    with workplace.job(upload=True, secure=False) as job:
+        mooring.prepare(job)
+    for limited in (False, True):
+        for upload in (True, False):
+            what = f"{'upload' if upload else 'restore'}{', 192 MiB control group' if limited else ''}"
+            try:
+                anonymous, resident = _measure(workplace, upload=upload, limited=limited)
+            except NoControlGroup as reason:
+                rows.append(f"| {what} | not measured: {reason} | |")
+                continue
+            except (ToolError, AssertionError) as failure:
+                say(f"{what}: {failure}")
+                rows.append(f"| {what} | did not complete | |")
+                goals.append(Goal(figure=what, bound="completes", found="did not", met=False))
+                continue
+            say(f"{what}: {anonymous} MiB anonymous, {resident} MiB resident")
+            rows.append(f"| {what} | {anonymous} | {resident} |")
+            goals.append(
+                Goal(
+                    figure=f"peak anonymous memory, {what}",
+                    bound=f"≤ {ANONYMOUS_GOAL_MIB} MiB",
+                    found=f"{anonymous} MiB",
+                    met=anonymous <= ANONYMOUS_GOAL_MIB,
+                )
+            )
+    return rows, goals
+
+
+def _measure(workplace: Workplace, *, upload: bool, limited: bool) -> tuple[int, int]:
+    """(anonymous, resident) MiB at most."""
+    with workplace.job(upload=upload, secure=False) as job:
+        if limited:
+            with control_group(LIMIT_BYTES) as group:
+                measurement = Mooring(group).run(job)
+        else:
+            measurement = Mooring().run(job)
+    return measurement.peak_anonymous_bytes >> 20, measurement.peak_rss_bytes >> 20
