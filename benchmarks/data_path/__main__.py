@@ -4,6 +4,7 @@ Prints the tables; with --output it writes RESULTS.md and plots into that folder
 """
 
 import argparse
+import signal
 import sys
 import tempfile
 from pathlib import Path
@@ -31,6 +32,8 @@ def main() -> int:
     parser.add_argument("--quick", action="store_true", help="a smoke test: one round of everything, small")
     parser.add_argument("--output", type=Path, help="folder for RESULTS.md and the plots")
     options = parser.parse_args()
+    # A with statement cleans up after an exception, not after a signal.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     if options.quick:
         options.size, options.rounds = 0.125, 1
     elif options.only or options.mode:

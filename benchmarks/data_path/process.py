@@ -112,6 +112,10 @@ def measure(
     killer.start()
     try:
         _, status, usage = os.wait4(process.pid, 0)
+    except BaseException:  # we are told to end
+        process.kill()
+        process.wait()
+        raise
     finally:
         killer.cancel()
         watch.stop()

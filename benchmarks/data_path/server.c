@@ -2,7 +2,8 @@
  *
  *     server ROOT SPOOL [CERTIFICATE KEY]
  *
- * Listens on two free ports of loopback, http and (with a certificate) TLS, and prints them. One thread per connection.
+ * Listens on two free ports of loopback, http and (with a certificate) TLS, and prints them; ends when its input does.
+ * One thread per connection.
  * Bodies of uploads are discarded where they arrive (MSG_TRUNC), except in the bucket "keep" and below ".mooring/" (but
  * for packs, which are files' bytes like others): those become files in SPOOL, to be read back. The files in ROOT are
  * the objects bench/src/<name>.
@@ -847,13 +848,16 @@ int main(int count, char **arguments) {
     add_sources(arguments[1]);
     int port, secure_port = 0;
     struct door plain = {.listener = listen_on_loopback(&port)}, secure = {.secure = 1};
+    pthread_t thread;
+    pthread_create(&thread, NULL, accept_all, &plain);
     if (count == 5) {
         prepare_tls(arguments[3], arguments[4]);
         secure.listener = listen_on_loopback(&secure_port);
-        pthread_t thread;
         pthread_create(&thread, NULL, accept_all, &secure);
     }
     printf("%d %d\n", port, secure_port);
     fflush(stdout);
-    accept_all(&plain);
+    char nothing;
+    while (read(0, &nothing, 1) > 0) {} /* until whoever started it is gone */
+    return 0;
 }

@@ -47,7 +47,7 @@ class Server:
 
     def __enter__(self) -> Self:
         self._spool.mkdir()
-        self._process = subprocess.Popen(self._command, stdout=subprocess.PIPE, text=True)
+        self._process = subprocess.Popen(self._command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
         assert self._process.stdout is not None
         plain, secure = self._process.stdout.readline().split()
         self._ports = (int(plain), int(secure))

