@@ -75,6 +75,9 @@ class ObjectStore(Protocol):
     async def put_region(self, key: str, region: Region, checksum: int) -> str:
         """Write a file's bytes as one object; returns its ETag. FILE_CHANGED if they are not what `checksum` covers."""
 
+    async def put_bytes(self, key: str, body: bytearray, checksum: int) -> str:
+        """As `put_region`, for bytes in memory, which stay as they are and have this CRC64NVME; returns the ETag."""
+
     async def create_upload(self, key: str) -> str:
         """Begin a multipart upload; returns its id."""
 

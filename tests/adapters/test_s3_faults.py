@@ -20,7 +20,7 @@ from tests.servers.rclone import RcloneServer
 from tests.servers.server import SECRET_KEY, Bucket
 from tests.servers.tls import Certificate
 
-from mooring_agent.adapters.checksum import region_checksum
+from mooring_agent.adapters.checksum import crc64nvme, region_checksum
 from mooring_agent.adapters.open_store import open_store
 from mooring_agent.adapters.rate_limit import RateLimiter
 from mooring_agent.adapters.s3.store import open_s3_store
@@ -215,6 +215,7 @@ async def test_an_error_of_the_store_is_told_once_and_not_retried(
 _OPERATIONS: dict[str, Callable[[ObjectStore, Region, str, str], Awaitable[object]]] = {
     "put": lambda store, region, upload, etag: store.put("b", b"x"),
     "put a region": lambda store, region, upload, etag: store.put_region("b", region, region_checksum(region)),
+    "put bytes": lambda store, region, upload, etag: store.put_bytes("b", bytearray(b"x"), crc64nvme(b"x")),
     "create an upload": lambda store, region, upload, etag: store.create_upload("b"),
     "put a part": lambda store, region, upload, etag: store.put_part("up", upload, 2, region, region_checksum(region)),
     "list parts": lambda store, region, upload, etag: store.list_parts("up", upload),
@@ -416,6 +417,10 @@ async def test_a_bit_flipped_on_the_way_is_refused_by_a_store_that_checks_the_si
             proxy.add(Rule(name="flip", fault=Fault.FLIP_REQUEST, method="PUT", after_bytes=MIB))
             await fails(ErrorKind.CORRUPTED_IN_TRANSIT, store.put_region("a", region, region_checksum(region)))
             await fails(ErrorKind.NOT_FOUND, store.head("a"))
+            proxy.add(Rule(name="flip", fault=Fault.FLIP_REQUEST, method="PUT", after_bytes=MIB))
+            body = bytearray(2 * MIB)
+            await fails(ErrorKind.CORRUPTED_IN_TRANSIT, store.put_bytes("a", body, crc64nvme(body)))
+            await fails(ErrorKind.NOT_FOUND, store.head("a"))
     finally:
         proxy.stop()
 
@@ -440,6 +445,33 @@ async def test_a_store_that_checks_crc64nvme_gets_unsigned_payloads_and_refuses_
             store.put_part("big", upload_id, 2, region, region_checksum(region)),
         )
         assert [part.number for part in await store.list_parts("big", upload_id)] == [1]
+
+
+async def test_bytes_in_memory_are_declared_like_those_of_a_file(
+    rclone_bucket: Bucket, fault_proxy: FaultProxy, second_proxy: FaultProxy
+) -> None:
+    body = bytearray(range(256)) * 8192
+    fault_proxy.add(Rule(name="check", fault=Fault.CHECK_CRC64NVME, method="PUT", times=-1))
+    async with open_store(rclone_bucket.settings(endpoint_url=second_proxy.endpoint_url)) as store:
+        assert (await store.probe()).integrity == "crc64nvme"
+        await store.put_bytes("a", body, crc64nvme(body))
+
+        sent = [request for request in second_proxy.log if request.path.endswith("/a")][-1]
+        assert sent.headers["x-amz-content-sha256"] == "UNSIGNED-PAYLOAD"
+        assert "x-amz-checksum-crc64nvme" in sent.headers["authorization"]
+        assert sent.body_bytes == len(body)
+
+        second_proxy.add(Rule(name="flip", fault=Fault.FLIP_REQUEST, target="/b", after_bytes=5))
+        await fails(ErrorKind.CORRUPTED_IN_TRANSIT, store.put_bytes("b", body, crc64nvme(body)))
+        await fails(ErrorKind.NOT_FOUND, store.head("b"))
+
+
+async def test_bytes_that_a_server_does_not_read_time_out(
+    impatient_store: ObjectStore, fault_proxy: FaultProxy
+) -> None:
+    body = bytearray(8 * MIB)
+    fault_proxy.add(Rule(name="stall", fault=Fault.BLACKHOLE, method="PUT", after_bytes=100_000))
+    await fails(ErrorKind.TIMED_OUT, impatient_store.put_bytes("a", body, crc64nvme(body)))
 
 
 async def test_a_store_that_refuses_every_checksum_counts_as_not_checking(

@@ -1,6 +1,7 @@
 """One contract, every store: the fake, the filesystem, and real S3 servers from the weakest to Ceph."""
 
 import os
+import random
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack
 from dataclasses import replace
@@ -181,6 +182,16 @@ async def test_a_region_becomes_an_object(store: ObjectStore, tmp_path: Path) ->
     etag = await store.put_region("x", region, region_checksum(region))
 
     assert await store.get("x", limit_bytes=2 * MIB) == file.read_bytes()[MIB : 3 * MIB - 7]
+    assert (await store.head("x")).etag == etag
+
+
+async def test_bytes_in_memory_become_an_object_and_again_the_same(store: ObjectStore) -> None:
+    body = bytearray(random.Random(1).randbytes(3 * MIB + 7))
+
+    for _ in range(2):
+        etag = await store.put_bytes("x", body, crc64nvme(body))
+
+    assert await store.get("x", limit_bytes=4 * MIB) == body
     assert (await store.head("x")).etag == etag
 
 

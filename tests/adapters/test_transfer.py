@@ -402,3 +402,23 @@ async def test_uploads_keep_to_the_cap(tmp_path: Path) -> None:
         await store.put_region("b", region, region_checksum(region))
 
     assert now == pytest.approx(2.0, abs=0.1)
+
+
+@pytest.mark.parametrize("server", ["filesystem", "rclone"])
+async def test_bytes_in_memory_keep_to_the_cap_too(server: str, request: pytest.FixtureRequest, tmp_path: Path) -> None:
+    settings = StoreSettings(destination=f"file://{tmp_path}/destination")
+    if server != "filesystem":
+        settings = request.getfixturevalue(f"{server}_bucket").settings()
+    body = bytearray(4 * MIB)
+    now = 0.0
+
+    async def wait(_: asyncio.Event, seconds: float) -> None:
+        nonlocal now
+        now += seconds
+
+    async with open_store(settings, limiter=RateLimiter(MIB, clock=lambda: now, wait=wait)) as store:
+        for key in ("a", "b", "c"):
+            await store.put_bytes(key, body, crc64nvme(body))
+
+    # What the last put has taken is paid for by the next.
+    assert 7.5 <= now <= 12.1

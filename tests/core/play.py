@@ -13,6 +13,7 @@ from mooring_agent.core.commands import (
     CreateUpload,
     Exit,
     PutFile,
+    PutPack,
     Reconcile,
     Release,
     SendPart,
@@ -28,6 +29,7 @@ from mooring_agent.core.events import (
     Event,
     FileStored,
     ManifestStored,
+    PackStored,
     PartStored,
     Reconciled,
     Released,
@@ -176,7 +178,7 @@ class Play:
 
     def transfers(self) -> list[str]:
         """Saves that have the wire, one entry per transfer."""
-        sending = (SendPart, PutFile, CreateUpload, CompleteUpload)
+        sending = (SendPart, PutFile, PutPack, CreateUpload, CompleteUpload)
         return [work.save for work, command in self.in_flight.items() if isinstance(command, sending)]
 
     def phase(self, save: str) -> Phase:
@@ -191,7 +193,13 @@ class Play:
                     staged_file(path, size, inode=crc32(f"{command.work.save}/{path}".encode()))
                     for path, size in zip(files_of(command), sizes, strict=False)
                 )
-                return Staged(at=at, work=command.work, files=files, part_size_bytes=command.part_size_bytes)
+                return Staged(
+                    at=at,
+                    work=command.work,
+                    files=files,
+                    part_size_bytes=command.part_size_bytes,
+                    pack_size_bytes=command.pack_size_bytes,
+                )
             case Reconcile():
                 return Reconciled(at=at, work=command.work, uploads=(), files=())
             case CreateUpload():
@@ -203,6 +211,10 @@ class Play:
             case PutFile():
                 size_bytes = command.region.size_bytes
                 return FileStored(at=at, work=command.work, checksum=7 if size_bytes else None, size_bytes=size_bytes)
+            case PutPack():
+                files = command.pack.files
+                size_bytes = sum(file.size_bytes for file in files)
+                return PackStored(at=at, work=command.work, checksums=tuple(range(len(files))), size_bytes=size_bytes)
             case CompleteUpload():
                 return FileStored(at=at, work=command.work, checksum=None, size_bytes=0)
             case WriteManifest():

@@ -4,10 +4,10 @@ from dataclasses import replace
 
 import pytest
 
-from mooring_agent.core.commit import contradiction, judge_listing, missing_files
+from mooring_agent.core.commit import contradiction, is_listed, judge_listing, missing_files
 from mooring_agent.core.manifest import encode_manifest
-from mooring_agent.core.model import FileEntry, Kind, RankManifest, SaveInfo
-from mooring_agent.core.object_layout import file_key, manifest_key
+from mooring_agent.core.model import FileEntry, Kind, PackPlace, RankManifest, SaveInfo
+from mooring_agent.core.object_layout import file_key, manifest_key, pack_key
 
 _INFO = SaveInfo(save="save", name="checkpoint-1", step=1, kind=Kind.PERIODIC, world_size=2)
 
@@ -58,6 +58,20 @@ def test_files_of_other_agents_are_not_ours_to_judge() -> None:
     assert missing_files(_manifest(1), sizes) == ["rank-1.bin"]
 
 
+def test_a_pack_that_is_missing_or_of_another_size_is_lost_and_its_files_are_asked_for_by_it_alone() -> None:
+    place = PackPlace(number=1, offset_bytes=512)
+    packed = replace(_manifest(0), files=(replace(_ENTRY, place=place),), pack_sizes_bytes=(1024, 2048))
+    sizes = _listing(_manifest(1)) | {manifest_key(_INFO, 0): len(encode_manifest(packed))}
+    sizes |= {pack_key(_INFO, 0, 0): 1024, pack_key(_INFO, 0, 1): 2048}
+    assert judge_listing(_INFO, [packed], sizes).complete
+    assert is_listed(packed, sizes)
+    for broken in (sizes | {pack_key(_INFO, 0, 1): 2047}, {k: v for k, v in sizes.items() if "00001.tar" not in k}):
+        verdict = judge_listing(_INFO, [packed], broken)
+        assert verdict.lost_packs == ((0, 1),)
+        assert (verdict.lost_files, verdict.lost_manifests) == ((), ())
+        assert not is_listed(packed, broken)
+
+
 def test_objects_that_nobody_named_change_nothing() -> None:
     sizes = _listing(_manifest(0), _manifest(1)) | {file_key(_INFO, "stray"): 1}
     assert judge_listing(_INFO, [_manifest(0)], sizes).complete
@@ -84,6 +98,7 @@ _ENTRY = FileEntry(path="a/state.pt", size_bytes=10, part_size_bytes=100, checks
         (replace(_ENTRY, path="a"), "a is a file of rank 1 and a folder of rank 0"),
         (replace(_ENTRY, path="a/state.pt/b"), "a/state.pt is a file of rank 0 and a folder of rank 1"),
         (_ENTRY, ""),
+        (replace(_ENTRY, place=PackPlace(number=0, offset_bytes=512)), ""),
         (replace(_ENTRY, path="b/state.pt"), ""),
     ],
 )

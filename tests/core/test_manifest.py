@@ -10,13 +10,14 @@ from hypothesis import strategies as st
 
 from mooring_agent.core.errors import ErrorKind, StoreError
 from mooring_agent.core.manifest import commit_marker, decode_manifest, decode_marker, encode_manifest, encode_marker
-from mooring_agent.core.model import FileEntry, Kind, ManifestReference, RankManifest, SaveInfo
+from mooring_agent.core.model import FileEntry, Kind, ManifestReference, PackPlace, RankManifest, SaveInfo
+from mooring_agent.core.pack_plan import LARGEST_PACK_BYTES
 
 _checksums = st.integers(0, 2**64 - 1)
 
 
 @st.composite
-def _files(draw: st.DrawFn) -> FileEntry:
+def _alone(draw: st.DrawFn) -> FileEntry:
     part_size_bytes = draw(st.integers(1, 1 << 40))
     count = draw(st.integers(0, 5))
     last = draw(st.integers(1, part_size_bytes))
@@ -32,10 +33,77 @@ def _info(world_size: int = 2) -> SaveInfo:
     return SaveInfo(save="save", name="checkpoint-1", step=1, kind=Kind.FINAL, world_size=world_size)
 
 
-@given(files=st.lists(_files()), saved_at=st.floats(0, 1e11), rank=st.integers(0, 10_000))
+@st.composite
+def _packed(draw: st.DrawFn, pack_sizes_bytes: tuple[int, ...]) -> FileEntry:
+    number = draw(st.integers(0, len(pack_sizes_bytes) - 1))
+    offset_bytes = draw(st.integers(0, pack_sizes_bytes[number]))
+    size_bytes = draw(st.integers(0, pack_sizes_bytes[number] - offset_bytes))
+    return FileEntry(
+        path=draw(st.text(min_size=1)),
+        size_bytes=size_bytes,
+        part_size_bytes=LARGEST_PACK_BYTES,
+        checksums=(draw(_checksums),) if size_bytes else (),
+        place=PackPlace(number=number, offset_bytes=offset_bytes),
+    )
+
+
+@given(files=st.lists(_alone()), saved_at=st.floats(0, 1e11), rank=st.integers(0, 10_000))
 def test_a_manifest_comes_back_as_it_was(files: list[FileEntry], saved_at: float, rank: int) -> None:
     manifest = RankManifest(info=_info(), rank=rank, saved_at=saved_at, files=tuple(files))
     assert decode_manifest(encode_manifest(manifest), "key") == manifest
+
+
+@given(data=st.data(), sizes=st.lists(st.integers(0, LARGEST_PACK_BYTES), min_size=1).map(tuple))
+def test_a_manifest_with_packs_comes_back_as_it_was(data: st.DataObject, sizes: tuple[int, ...]) -> None:
+    files = tuple(data.draw(st.lists(_alone() | _packed(sizes))))
+    manifest = RankManifest(info=_info(), rank=1, saved_at=1.0, files=files, pack_sizes_bytes=sizes)
+    assert decode_manifest(encode_manifest(manifest), "key") == manifest
+
+
+def _with_a_pack() -> RankManifest:
+    place = PackPlace(number=0, offset_bytes=512)
+    file = FileEntry(path="a", size_bytes=10, part_size_bytes=100, checksums=(7,), place=place)
+    return RankManifest(info=_info(), rank=0, saved_at=1.0, files=(file,), pack_sizes_bytes=(2048,))
+
+
+def test_only_a_manifest_with_packs_is_of_the_format_that_older_versions_refuse() -> None:
+    packed = json.loads(encode_manifest(_with_a_pack()))
+    assert packed["format"] == 2
+    assert packed["packs"] == [{"size": 2048}]
+    assert packed["files"] == [
+        {"path": "a", "size": 10, "part_size": 100, "checksums": [f"{7:016x}"], "pack": 0, "offset": 512}
+    ]
+    alone = json.loads(encode_manifest(_manifests()[0]))
+    assert alone["format"] == 1
+    assert set(alone) == {"format", "save", "name", "step", "kind", "world_size"} | {
+        "rank",
+        "saved_at",
+        "checksum",
+        "files",
+    }
+    assert set(alone["files"][0]) == {"path", "size", "part_size", "checksums"}
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"format": 1},
+        {"format": 3},
+        {"packs": []},
+        {"packs": [{"size": 521}]},
+        {"packs": [{"size": LARGEST_PACK_BYTES + 1}]},
+        {"packs": [{}]},
+        {"files": [{"path": "a", "size": 0, "part_size": 8, "checksums": [], "pack": 1, "offset": 0}]},
+        {"files": [{"path": "a", "size": 0, "part_size": 8, "checksums": [], "pack": -1, "offset": 0}]},
+        {"files": [{"path": "a", "size": 0, "part_size": 8, "checksums": [], "pack": 0, "offset": -1}]},
+        {"files": [{"path": "a", "size": 0, "part_size": 8, "checksums": [], "pack": 0}]},
+    ],
+)
+def test_a_manifest_whose_files_do_not_lie_in_its_packs_is_corrupt(change: dict[str, object]) -> None:
+    value = json.loads(encode_manifest(_with_a_pack())) | change
+    with pytest.raises(StoreError, match="the-key") as refused:
+        decode_manifest(json.dumps(value).encode(), "the-key")
+    assert refused.value.kind is ErrorKind.CHECKPOINT_CORRUPT
 
 
 def _entry(path: str) -> FileEntry:

@@ -76,6 +76,11 @@ class FakeStore:
         lost = self._called("put_region", key)
         return self._store(key, await self._read(region, checksum), lost)
 
+    async def put_bytes(self, key: str, body: bytearray, checksum: int) -> str:
+        lost = self._called("put_bytes", key)
+        assert crc64nvme(body) == checksum
+        return self._store(key, bytes(body), lost)
+
     async def create_upload(self, key: str) -> str:
         lost = self._called("create_upload", key)
         upload_id = f"upload-{next(self._ids)}"

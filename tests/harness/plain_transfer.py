@@ -45,6 +45,11 @@ class PlainTransfer:
         body.payload_signature = payload_signature
         return body
 
+    def bytes_body(self, data: bytearray, *, payload_signature: str, **_: object) -> PlainBody:
+        body = PlainBody(data)
+        body.payload_signature = payload_signature
+        return body
+
     async def receive(
         self,
         response: aiohttp.ClientResponse,

@@ -1,12 +1,15 @@
 """Writes committed checkpoints into any store, as the agent does, and damages them."""
 
 import random
+import tarfile
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from io import BytesIO
 
 from mooring_agent.adapters.checksum import crc64nvme
 from mooring_agent.core.manifest import commit_marker, encode_manifest, encode_marker
-from mooring_agent.core.model import FileEntry, Kind, ManifestReference, RankManifest, SaveInfo
-from mooring_agent.core.object_layout import file_key, manifest_key, marker_key
+from mooring_agent.core.model import FileEntry, Kind, ManifestReference, PackPlace, RankManifest, SaveInfo
+from mooring_agent.core.object_layout import file_key, manifest_key, marker_key, pack_key
 from mooring_agent.ports import ObjectStore
 
 PART_BYTES = 64 * 1024
@@ -76,6 +79,49 @@ def _entry(path: str, body: bytes) -> FileEntry:
         part_size_bytes=PART_BYTES,
         checksums=tuple(crc64nvme(piece) for piece in pieces),
     )
+
+
+_FILES_PER_PACK = 40
+
+
+async def store_packed_checkpoint(
+    store: ObjectStore, step: int, *, alone: Mapping[str, bytes], packed: Mapping[str, bytes]
+) -> SaveInfo:
+    """One rank's, committed: files that are objects, and files in packs made by the standard library."""
+    info = SaveInfo(save=f"0123abcd-{step:06d}", name=f"checkpoint-{step}", step=step, kind=Kind.PERIODIC, world_size=1)
+    for path, body in alone.items():
+        await store.put(file_key(info, path), body)
+    entries = [_entry(path, body) for path, body in alone.items()]
+    sizes = []
+    for number, paths in enumerate(_in_batches(sorted(packed))):
+        archive, offsets = _archive({path: packed[path] for path in paths})
+        await store.put(pack_key(info, 0, number), archive)
+        sizes.append(len(archive))
+        entries += [
+            replace(_entry(path, packed[path]), place=PackPlace(number=number, offset_bytes=offsets[path]))
+            for path in paths
+        ]
+    manifest = RankManifest(info=info, rank=0, saved_at=1000.0, files=tuple(entries), pack_sizes_bytes=tuple(sizes))
+    encoded = encode_manifest(manifest)
+    await store.put(manifest_key(info, 0), encoded)
+    reference = ManifestReference(rank=0, size_bytes=len(encoded), checksum=crc64nvme(encoded))
+    await store.put(marker_key(info), encode_marker(commit_marker([manifest], {0: reference})))
+    return info
+
+
+def _in_batches(paths: Sequence[str]) -> list[Sequence[str]]:
+    return [paths[at : at + _FILES_PER_PACK] for at in range(0, len(paths), _FILES_PER_PACK)]
+
+
+def _archive(files: Mapping[str, bytes]) -> tuple[bytes, dict[str, int]]:
+    stream = BytesIO()
+    with tarfile.open(fileobj=stream, mode="w") as archive:
+        for path, body in files.items():
+            entry = tarfile.TarInfo(path)
+            entry.size = len(body)
+            archive.addfile(entry, BytesIO(body))
+    with tarfile.open(fileobj=BytesIO(stream.getvalue())) as archive:
+        return stream.getvalue(), {member.name: member.offset_data for member in archive}
 
 
 async def flip_byte(store: ObjectStore, key: str, position: int) -> None:

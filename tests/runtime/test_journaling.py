@@ -1,6 +1,7 @@
 """Replay and compaction of the journal: what a restart still knows."""
 
 import asyncio
+import json
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -16,6 +17,7 @@ from mooring_agent.core.commands import Stage
 from mooring_agent.core.event_codec import encode_event
 from mooring_agent.core.events import Announced, DurableEvent, Exited, RankRegistered, Staged, TerminationNoticed
 from mooring_agent.core.model import Kind, Phase, SaveInfo, StagedFile
+from mooring_agent.core.pack_plan import PACK_BYTES
 from mooring_agent.core.work import Operation, WorkId
 from mooring_agent.ports import StageRequest
 from mooring_agent.runtime.journaling import compact, recover
@@ -103,7 +105,7 @@ def _staged_on(volume: Path, save: str, step: int, announced_at: float = 1.0) ->
     return [announced, _stage_on(volume, (announced,))]
 
 
-def _stage_on(volume: Path, announcements: tuple[Announced, ...]) -> Staged:
+def _stage_on(volume: Path, announcements: tuple[Announced, ...], pack_size_bytes: int = 0) -> Staged:
     first = announcements[0]
     command = Stage(
         work=WorkId(Operation.STAGE, first.info.save, first.rank),
@@ -111,6 +113,7 @@ def _stage_on(volume: Path, announcements: tuple[Announced, ...]) -> Staged:
         private=False,
         rewritten_inodes=frozenset(),
         part_size_bytes=2 * PART_BYTES,
+        pack_size_bytes=pack_size_bytes,
     )
     with ThreadPoolExecutor(1) as executor:
         return asyncio.run(stage(LocalStagingArea(volume), SystemClock(), executor, command))
@@ -188,6 +191,34 @@ def test_what_is_found_again_on_the_volume_keeps_the_part_size_it_was_staged_wit
     _staged_on(tmp_path, "save-1", step=1)
     state = recover(settings(), FakeJournal(), LocalStagingArea(tmp_path))
     assert state.checkpoints["save-1"].shares[0].files["model.bin"].part_size_bytes == 2 * PART_BYTES
+
+
+@pytest.mark.parametrize(("pack_size_bytes", "packs"), [(0, 0), (16 * 1024, 5), (8 * 1024, 10)])
+def test_what_is_found_again_on_the_volume_is_packed_as_it_was_when_it_was_staged(
+    tmp_path: Path, pack_size_bytes: int, packs: int
+) -> None:
+    source = tmp_path / "checkpoints" / "checkpoint-1"
+    source.mkdir(parents=True)
+    for number in range(70):
+        (source / f"{number}").write_bytes(b"x")
+    info = SaveInfo(save="save-1", name=source.name, step=1, kind=Kind.PERIODIC, world_size=1)
+    announced = Announced(at=1.0, info=info, rank=0, source=str(source), files=(), local_world_size=1)
+    _stage_on(tmp_path, (announced,), pack_size_bytes)
+    state = recover(settings(), FakeJournal(), LocalStagingArea(tmp_path))
+    assert len(state.checkpoints["save-1"].shares[0].packs) == packs
+
+
+def test_what_an_older_version_staged_is_found_again_and_not_packed(tmp_path: Path) -> None:
+    play = Play()
+    play.announce("save-1", (10,) * 100)
+    journal = FakeJournal()
+    records = [json.loads(encode_event(event)) for event in play.journal]
+    for record in records:
+        assert record["body"].pop("pack_size_bytes", PACK_BYTES) == PACK_BYTES
+    journal.append([json.dumps(record).encode() for record in records])
+    share = recover(settings(), journal, _NothingStaged()).checkpoints["save-1"].shares[0]
+    assert len(share.files) == share.unstored_count == 100
+    assert share.packs == []
 
 
 def test_after_a_damaged_journal_the_newest_is_the_one_that_was_announced_last(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from tests.simulation.invariants import AgentChecks
 from tests.simulation.scenario import PlannedAgent, PlannedAnnouncement
-from tests.simulation.store_model import ViolationError, checksum_of, content_of, etag_of
+from tests.simulation.store_model import ViolationError, checksum_of, content_of, etag_of, pack_content
 
 from mooring_agent.core import admission, drain, planner
 from mooring_agent.core.commands import (
@@ -25,6 +25,7 @@ from mooring_agent.core.commands import (
     LiftBandwidthCap,
     Prune,
     PutFile,
+    PutPack,
     Reconcile,
     Record,
     Release,
@@ -35,7 +36,7 @@ from mooring_agent.core.commands import (
     WorkCommand,
     WriteManifest,
 )
-from mooring_agent.core.commit import ListingVerdict, judge_listing, missing_files
+from mooring_agent.core.commit import ListingVerdict, judge_listing, missing_files, missing_packs
 from mooring_agent.core.errors import ErrorKind, RequestError
 from mooring_agent.core.event_codec import decode_event, encode_event
 from mooring_agent.core.events import (
@@ -51,6 +52,7 @@ from mooring_agent.core.events import (
     FoundUpload,
     ManifestStored,
     ObjectsLost,
+    PackStored,
     PartStored,
     RanksSeen,
     Reconciled,
@@ -246,7 +248,7 @@ class AgentModel:
     def _begin(self, command: WorkCommand) -> None:
         if command.work in self._in_flight:
             raise ViolationError(f"{command.work} is in flight twice")
-        if isinstance(command, SendPart | PutFile | Reconcile) and command.work.save not in self._pins:
+        if isinstance(command, SendPart | PutFile | PutPack | Reconcile) and command.work.save not in self._pins:
             raise ViolationError(f"{command.work} needs pins that were dropped")
         faults = self.life.scenario.faults
         running = _Running(command, *self._fate(command))
@@ -262,7 +264,7 @@ class AgentModel:
         """(how it fails, whether it takes effect)."""
         life, faults = self.life, self.life.scenario.faults
         changed = command.work.save in faults.changed_saves
-        if changed and isinstance(command, SendPart | PutFile | Reconcile):
+        if changed and isinstance(command, SendPart | PutFile | PutPack | Reconcile):
             self.checks.broken.add(command.work.save)
             return ErrorKind.FILE_CHANGED, False
         if not life.stormy:
@@ -284,6 +286,8 @@ class AgentModel:
         latency_seconds = self.life.random.choice((0.02, 0.1, 0.1, 0.5))
         if isinstance(command, SendPart | PutFile):
             return latency_seconds + command.region.size_bytes / _BYTES_PER_SECOND
+        if isinstance(command, PutPack):
+            return latency_seconds + command.pack.size_bytes / _BYTES_PER_SECOND
         return latency_seconds
 
     def _cancel(self, work: WorkId) -> None:
@@ -373,9 +377,14 @@ class AgentModel:
         running.seen = judge_listing(info, command.manifests, sizes)
         if not running.seen.complete:
             return
-        unlisted = sum(bool(missing_files(manifest, sizes)) for manifest in store.manifests(info).values())
+        unlisted = sum(
+            bool(missing_files(manifest, sizes) or missing_packs(manifest, sizes))
+            for manifest in store.manifests(info).values()
+        )
         if unlisted:
-            running.seen = ListingVerdict(lost_files=(), lost_manifests=(), missing_ranks=tuple(range(unlisted)))
+            running.seen = ListingVerdict(
+                lost_files=(), lost_packs=(), lost_manifests=(), missing_ranks=tuple(range(unlisted))
+            )
         elif command.may_write_marker or marker_key(info) in store.objects:
             running.body = store.marker_body(info)
 
@@ -404,6 +413,12 @@ class AgentModel:
                 store.put(command.key, content, size_bytes)
                 checksum = checksum_of(content_of(work.save, work.path, 1)) if size_bytes else None
                 return FileStored(at=now, work=work, checksum=checksum, size_bytes=size_bytes)
+            case PutPack():
+                pack = command.pack
+                store.put(command.key, pack_content(work.save, pack), pack.size_bytes)
+                checksums = tuple(checksum_of(content_of(work.save, file.path, 1)) for file in pack.files)
+                size_bytes = sum(file.size_bytes for file in pack.files)
+                return PackStored(at=now, work=work, checksums=checksums, size_bytes=size_bytes)
             case CompleteUpload():
                 whole = content_of(work.save, work.path)
                 done = store.complete_upload(command.upload_id, command.etags, whole, command.size_bytes)
@@ -453,13 +468,25 @@ class AgentModel:
                 )
                 for file in files
             )
-        return Staged(at=self.life.now, work=command.work, files=pinned[rank], part_size_bytes=command.part_size_bytes)
+        return Staged(
+            at=self.life.now,
+            work=command.work,
+            files=pinned[rank],
+            part_size_bytes=command.part_size_bytes,
+            pack_size_bytes=self.planned.pack_size_bytes,
+        )
 
     def _commit(self, command: Commit, running: _Running) -> Event:
         now, work, seen = self.life.now, command.work, running.seen
         assert seen is not None
-        if seen.lost_files or seen.lost_manifests:
-            return ObjectsLost(at=now, work=work, files=seen.lost_files, manifests=seen.lost_manifests)
+        if seen.lost_files or seen.lost_packs or seen.lost_manifests:
+            return ObjectsLost(
+                at=now,
+                work=work,
+                files=seen.lost_files,
+                manifests=seen.lost_manifests,
+                packs=seen.lost_packs,
+            )
         if seen.missing_ranks or running.body is None:
             return CommitWaits(at=now, work=work, missing_ranks=len(seen.missing_ranks))
         store = self.life.store

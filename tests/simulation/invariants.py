@@ -5,7 +5,7 @@ from collections.abc import Iterable
 from tests.simulation.scenario import PlannedAnnouncement
 from tests.simulation.store_model import StoreModel, ViolationError
 
-from mooring_agent.core.commands import Command, CompleteUpload, CreateUpload, Exit, PutFile, Record, SendPart
+from mooring_agent.core.commands import Command, CompleteUpload, CreateUpload, Exit, PutFile, PutPack, Record, SendPart
 from mooring_agent.core.disk_pressure import budget_bytes
 from mooring_agent.core.drain import newest_possible, worth_sending
 from mooring_agent.core.errors import ErrorKind
@@ -14,6 +14,7 @@ from mooring_agent.core.events import (
     Failed,
     FileStored,
     ObjectsLost,
+    PackStored,
     PartStored,
     Reconciled,
     Shed,
@@ -22,9 +23,9 @@ from mooring_agent.core.model import Kind, Phase
 from mooring_agent.core.object_layout import marker_key
 from mooring_agent.core.planner import follow_up
 from mooring_agent.core.state import Checkpoint, State
-from mooring_agent.core.work import WorkId
+from mooring_agent.core.work import Operation, WorkId
 
-_Transfer = CreateUpload | SendPart | PutFile | CompleteUpload
+_Transfer = CreateUpload | SendPart | PutFile | PutPack | CompleteUpload
 
 
 class AgentChecks:
@@ -36,6 +37,7 @@ class AgentChecks:
         self.broken: set[str] = set()
         self._index = index
         self._stored_parts: set[WorkId] = set()
+        self._stored_packs: set[WorkId] = set()
         self._stored_files: set[tuple[str, str]] = set()
         # Newest save -> older ones that had the wire while it waited.
         self._went_before: dict[str, set[str]] = {}
@@ -56,7 +58,12 @@ class AgentChecks:
                     self._stored_files.add((event.work.save, event.work.path))
                 case Reconciled():
                     self._stored_files.update((event.work.save, file.path) for file in event.files)
+                case PackStored():
+                    self._stored_packs.add(event.work)
                 case ObjectsLost():
+                    self._stored_packs -= {
+                        WorkId(Operation.PUT_PACK, event.work.save, rank, number=number) for rank, number in event.packs
+                    }
                     self._stored_files.difference_update((event.work.save, path) for _, path in event.files)
                 case Shed():
                     self._shed(state, event)
@@ -87,6 +94,8 @@ class AgentChecks:
             del self._went_before[save]
         for command in commands:
             if isinstance(command, SendPart) and command.work in self._stored_parts:
+                raise ViolationError(f"{command.work} is stored and was sent again")
+            if isinstance(command, PutPack) and command.work in self._stored_packs:
                 raise ViolationError(f"{command.work} is stored and was sent again")
             if isinstance(command, PutFile | CreateUpload):
                 self.sending_file(command.work)

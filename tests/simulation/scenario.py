@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from random import Random
 
 from mooring_agent.core.model import Kind, SaveInfo
+from mooring_agent.core.pack_plan import PACK_BYTES
 from mooring_agent.core.part_plan import MIN_PART_BYTES
 from mooring_agent.core.settings import (
     DiskSettings,
@@ -14,6 +15,7 @@ from mooring_agent.core.settings import (
 )
 
 STORM_SECONDS = 60.0
+_MANY_SMALL_FILES = 0.1
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +50,8 @@ class Termination:
 class PlannedAgent:
     """`part_sizes_bytes`: what its starts are given in turn, as when an operator changes the setting.
 
+    `pack_size_bytes`: 0 as with a journal that was begun by a version without packs.
+
     `registering`: local ranks that say which rank they are, and when.
     """
 
@@ -55,6 +59,7 @@ class PlannedAgent:
     registering: tuple[tuple[float, int], ...]
     settings: Settings
     part_sizes_bytes: tuple[int, ...]
+    pack_size_bytes: int
     crash_steps: tuple[int, ...]
     deaths: tuple[tuple[float, int], ...]
     termination: Termination
@@ -125,7 +130,10 @@ def draw(random: Random) -> Scenario:
 
 def _files(random: Random, rank: int) -> tuple[PlannedFile, ...]:
     sizes = (0, 1, MIN_PART_BYTES, MIN_PART_BYTES + 1, 2 * MIN_PART_BYTES, 2 * MIN_PART_BYTES + 7, 3 * MIN_PART_BYTES)
-    return tuple(PlannedFile(f"r{rank}/f{index}", random.choice(sizes)) for index in range(random.randint(0, 3)))
+    files = [PlannedFile(f"r{rank}/f{index}", random.choice(sizes)) for index in range(random.randint(0, 3))]
+    if random.random() < _MANY_SMALL_FILES:
+        files += [PlannedFile(f"r{rank}/small/{index}", random.choice((0, 1, 700))) for index in range(70)]
+    return tuple(files)
 
 
 def _agent(random: Random, ranks: tuple[int, ...], *, ends: bool, calm: bool) -> PlannedAgent:
@@ -150,6 +158,7 @@ def _agent(random: Random, ranks: tuple[int, ...], *, ends: bool, calm: bool) ->
         registering,
         settings,
         part_sizes_bytes,
+        random.choice((0, 16 * 1024, 16 * 1024, PACK_BYTES)),
         crashes,
         deaths,
         _termination(random, ends=ends),

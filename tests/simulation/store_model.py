@@ -6,10 +6,10 @@ A file's content is the name of its bytes, so a key that is ever written with tw
 from dataclasses import dataclass, field
 from zlib import crc32
 
-from mooring_agent.core.commit import missing_files
+from mooring_agent.core.commit import missing_files, missing_packs
 from mooring_agent.core.manifest import commit_marker, encode_manifest, encode_marker
-from mooring_agent.core.model import ManifestReference, RankManifest, SaveInfo
-from mooring_agent.core.object_layout import file_key, manifest_key, marker_key, save_prefix
+from mooring_agent.core.model import ManifestReference, Pack, RankManifest, SaveInfo
+from mooring_agent.core.object_layout import file_key, manifest_key, marker_key, pack_key, save_prefix
 
 
 class ViolationError(Exception):
@@ -33,6 +33,12 @@ class Upload:
 
 def content_of(save: str, path: str, number: int = 0) -> str:
     return f"{save}/{path}#{number}"
+
+
+def pack_content(save: str, pack: Pack) -> tuple[str, ...]:
+    """An archive's bytes say which files it has and where."""
+    placed = zip(pack.files, pack.offsets_bytes, strict=True)
+    return tuple(f"{content_of(save, file.path)} at {offset_bytes}" for file, offset_bytes in placed)
 
 
 def etag_of(content: str) -> str:
@@ -129,10 +135,16 @@ class StoreModel:
             raise ViolationError(f"{info.save} is committed with manifests of ranks {sorted(manifests)} alone")
         sizes = self.sizes(info)
         for manifest in manifests.values():
-            if missing_files(manifest, sizes):
-                raise ViolationError(f"{info.save} is committed without {missing_files(manifest, sizes)}")
+            missing = [*missing_files(manifest, sizes), *missing_packs(manifest, sizes)]
+            if missing:
+                raise ViolationError(f"{info.save} is committed without {missing}")
             for file in manifest.files:
-                if self.objects[file_key(info, file.path)].content != content_of(info.save, file.path):
+                if file.place:
+                    pack = self.objects[pack_key(info, manifest.rank, file.place.number)].content
+                    assert isinstance(pack, tuple)
+                    if f"{content_of(info.save, file.path)} at {file.place.offset_bytes}" not in pack:
+                        raise ViolationError(f"{info.save} is committed with a pack that lacks {file.path}")
+                elif self.objects[file_key(info, file.path)].content != content_of(info.save, file.path):
                     raise ViolationError(f"{info.save} is committed with other bytes of {file.path}")
                 expected = tuple(checksum_of(content_of(info.save, file.path, part.number)) for part in file.parts())
                 if file.checksums != expected:

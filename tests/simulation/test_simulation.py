@@ -19,7 +19,7 @@ from tests.simulation.store_model import ViolationError
 from mooring_agent.core import disk_pressure, drain, planner, reducer, upload_queue
 from mooring_agent.core import state as state_module
 from mooring_agent.core.commands import Abandon, Command, Exit
-from mooring_agent.core.events import Announced, PartStored, Staged, Started
+from mooring_agent.core.events import Announced, PackStored, PartStored, Staged, Started
 from mooring_agent.core.state import Checkpoint, State
 
 _LIVES = 10_000
@@ -85,7 +85,8 @@ def test_the_lives_are_as_eventful_as_they_should_be() -> None:
             seen.update(type(event).__name__ for event in agent.journal)
             seen["restart"] += agent.starts - 1
             seen[f"exit {agent.exit.code}" if agent.exit else "no exit"] += 1
-    for wanted in ("released", "shed", "failed", "sealed", "ObjectsLost", "Reconciled", "restart", "exit 0", "exit 75"):
+    phases = ("released", "shed", "failed", "sealed")
+    for wanted in (*phases, "ObjectsLost", "Reconciled", "PackStored", "restart", "exit 0", "exit 75"):
         assert seen[wanted] >= 5, (wanted, seen)
 
 
@@ -142,6 +143,25 @@ def _forget_announcements(patch: pytest.MonkeyPatch) -> None:
 
 def _forget_parts(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(reducer, "DURABLE", tuple(cls for cls in reducer.DURABLE if cls is not PartStored))
+
+
+def _forget_packs(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(reducer, "DURABLE", tuple(cls for cls in reducer.DURABLE if cls is not PackStored))
+
+
+def _commit_without_looking_for_the_packs(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr("mooring_agent.core.commit.missing_packs", lambda manifest, sizes: [])
+    patch.setattr("tests.simulation.agent_model.missing_packs", lambda manifest, sizes: [])
+
+
+def _put_another_pack_under_its_key(patch: pytest.MonkeyPatch) -> None:
+    """Planned anew after a restart, with another size than before."""
+    staged = reducer.staged
+
+    def planned_anew(state: State, checkpoint: Checkpoint, event: Staged) -> Iterator[Command]:
+        yield from staged(state, checkpoint, replace(event, pack_size_bytes=1024 * (8 if state.live else 16)))
+
+    patch.setattr(reducer, "staged", planned_anew)
 
 
 def _send_parts_again(patch: pytest.MonkeyPatch) -> None:
@@ -215,6 +235,9 @@ def _keep_failed_work_to_itself(patch: pytest.MonkeyPatch) -> None:
         (_wait_for_the_leader, "a place is free"),
         (_forget_announcements, "another story"),
         (_forget_parts, "KeyError"),
+        (_forget_packs, "another story"),
+        (_commit_without_looking_for_the_packs, "is committed without"),
+        (_put_another_pack_under_its_key, "with other bytes than before"),
         (_send_parts_again, "sent again"),
         (_shed_the_newest, "shed though it is"),
         (_shed_too_much, "shed without need"),

@@ -64,7 +64,7 @@ class ObjectDirectory:
             raise StoreError(ErrorKind.REQUEST_REFUSED, f"{key!r} would lead out of {self.root}")
         return path
 
-    def write(self, key: str, body: bytes, *, if_absent: bool) -> str:
+    def write(self, key: str, body: bytes | bytearray, *, if_absent: bool) -> str:
         aside = self.new_aside()
         try:
             with opened(aside, os.O_WRONLY) as descriptor:
@@ -250,7 +250,7 @@ def opened(path: Path, flags: int) -> Iterator[int]:
         os.close(descriptor)
 
 
-def write_all(descriptor: int, data: bytes | memoryview, position: int) -> None:
+def write_all(descriptor: int, data: bytes | bytearray | memoryview, position: int) -> None:
     view = memoryview(data)
     while view:
         count = os.pwrite(descriptor, view, position)

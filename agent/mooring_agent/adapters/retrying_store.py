@@ -66,6 +66,9 @@ class RetryingStore:
     async def put_region(self, key: str, region: Region, checksum: int) -> str:
         return await self._retry(lambda: self._store.put_region(key, region, checksum))
 
+    async def put_bytes(self, key: str, body: bytearray, checksum: int) -> str:
+        return await self._retry(lambda: self._store.put_bytes(key, body, checksum))
+
     async def create_upload(self, key: str) -> str:
         return await self._retry(lambda: self._store.create_upload(key))
 

@@ -4,10 +4,11 @@ Keeps nothing of what it reads: the bytes are checked on their way into the null
 """
 
 import os
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 
 from mooring_agent.catalog.fan_out import for_each
 from mooring_agent.catalog.fetching import fetch_part
+from mooring_agent.catalog.packs import PACKS_AT_ONCE, StoredPack, fetch_pack, packs_of
 from mooring_agent.catalog.reading import DAMAGE, CommittedCheckpoint, Problem, StoredFile, examine
 from mooring_agent.core.errors import StoreError
 from mooring_agent.core.model import Part
@@ -23,7 +24,7 @@ async def check(
     concurrency: int = 8,
     on_progress: Callable[[int, int], None] = lambda done_bytes, total_bytes: None,
 ) -> tuple[Problem, ...]:
-    """All that is wrong with a checkpoint; empty if it can be restored. `deep` downloads and verifies every byte."""
+    """All that is wrong with a checkpoint; empty if it can be restored. `deep` downloads and verifies every file."""
     examination = await examine(store, committed)
     if examination.checkpoint is None or not deep:
         return tuple(examination.problems)
@@ -38,31 +39,40 @@ async def _check_bytes(
 ) -> tuple[Problem, ...]:
     problems: list[Problem] = []
     done_bytes = 0
-    on_progress(0, checkpoint.size_bytes)
+    # Once: it is a sum over all files.
+    total_bytes = checkpoint.size_bytes
+    on_progress(0, total_bytes)
     sink = os.open(os.devnull, os.O_WRONLY)
 
-    async def check_part(piece: tuple[StoredFile, Part]) -> None:
+    async def check_one(key: str, size_bytes: int, fetch: Awaitable[object]) -> None:
         nonlocal done_bytes
-        file, part = piece
-        problem = await _check_part(store, file, part, sink)
+        problem = await _problem_of(key, fetch)
         if problem:
             problems.append(problem)
-        done_bytes += part.size_bytes
-        on_progress(done_bytes, checkpoint.size_bytes)
+        done_bytes += size_bytes
+        on_progress(done_bytes, total_bytes)
 
-    pieces = [(file, part) for file in checkpoint.files for part in file.entry.parts()]
+    async def check_part(piece: tuple[StoredFile, Part]) -> None:
+        file, part = piece
+        await check_one(file.key, part.size_bytes, fetch_part(store, file, part, sink))
+
+    async def check_pack(pack: StoredPack) -> None:
+        await check_one(pack.key, pack.content_bytes, fetch_pack(store, pack))
+
+    pieces = [(file, part) for file in checkpoint.files if not file.entry.place for part in file.entry.parts()]
     try:
         await for_each(pieces, check_part, at_once=concurrency)
+        await for_each(packs_of(checkpoint.files), check_pack, at_once=min(concurrency, PACKS_AT_ONCE))
     finally:
         os.close(sink)
     return tuple(sorted(problems, key=str))
 
 
-async def _check_part(store: ObjectStore, file: StoredFile, part: Part, sink: int) -> Problem | None:
+async def _problem_of(key: str, fetch: Awaitable[object]) -> Problem | None:
     try:
-        await fetch_part(store, file, part, sink)
+        await fetch
     except StoreError as error:
         if error.kind not in DAMAGE:
             raise
-        return Problem(key=file.key, what=str(error).removeprefix(f"{file.key} "))
+        return Problem(key=key, what=str(error).removeprefix(f"{key} "))
     return None

@@ -21,6 +21,7 @@ from mooring_agent.core.object_layout import (
     file_key,
     manifest_key,
     manifests_prefix,
+    pack_key,
     parse_marker_key,
     save_prefix,
 )
@@ -47,11 +48,15 @@ class Problem:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoredFile:
-    """A file of a checkpoint and the object that holds it. `etag` is the listing's: reads insist on it."""
+    """A file of a checkpoint and the object that holds it, or its pack.
+
+    `etag` is the listing's: reads insist on it. `object_bytes` is the object's size.
+    """
 
     entry: FileEntry
     key: str
     etag: str
+    object_bytes: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -134,8 +139,7 @@ async def examine(store: ObjectStore, committed: CommittedSave) -> Examination:
     objects = {one.key: one async for one in store.list(save_prefix(marker.info))}
     await _examine_manifests(store, marker, objects, examination)
     for manifest in examination.manifests:
-        for entry in manifest.files:
-            _examine_file(marker, entry, objects, examination)
+        _examine_files(manifest, objects, examination)
     _examine_paths(examination)
     if not examination.problems:
         _examine_totals(committed, marker, examination)
@@ -210,21 +214,37 @@ async def _read_manifest(
     return manifest
 
 
-def _examine_file(
-    marker: CommitMarker, entry: FileEntry, objects: dict[str, ObjectInfo], examination: Examination
-) -> None:
-    key = file_key(marker.info, entry.path)
+def _examine_files(manifest: RankManifest, objects: dict[str, ObjectInfo], examination: Examination) -> None:
+    info = manifest.info
+    packs = [
+        _listed(pack_key(info, manifest.rank, number), size_bytes, objects, examination)
+        for number, size_bytes in enumerate(manifest.pack_sizes_bytes)
+    ]
+    for entry in manifest.files:
+        if entry.place:
+            listed = packs[entry.place.number]
+        else:
+            listed = _listed(file_key(info, entry.path), entry.size_bytes, objects, examination)
+        if listed is None:
+            continue
+        found = StoredFile(entry=entry, key=listed.key, etag=listed.etag, object_bytes=listed.size_bytes)
+        known = examination.files.setdefault(entry.path, found)
+        if not known.entry.has_bytes_of(entry):
+            what = "is claimed by two ranks with different bytes"
+            examination.problems.append(Problem(key=file_key(info, entry.path), what=what))
+
+
+def _listed(key: str, size_bytes: int, objects: dict[str, ObjectInfo], examination: Examination) -> ObjectInfo | None:
+    """The object, if it is as its rank manifest says."""
     listed = objects.get(key)
     if listed is None:
         examination.problems.append(Problem(key=key, what="is missing"))
-        return
-    if listed.size_bytes != entry.size_bytes:
-        what = f"has {listed.size_bytes} bytes, its rank manifest says {entry.size_bytes}"
+        return None
+    if listed.size_bytes != size_bytes:
+        what = f"has {listed.size_bytes} bytes, its rank manifest says {size_bytes}"
         examination.problems.append(Problem(key=key, what=what))
-        return
-    known = examination.files.setdefault(entry.path, StoredFile(entry=entry, key=key, etag=listed.etag))
-    if known.entry != entry:
-        examination.problems.append(Problem(key=key, what="is claimed by two ranks with different bytes"))
+        return None
+    return listed
 
 
 def _examine_paths(examination: Examination) -> None:

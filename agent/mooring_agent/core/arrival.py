@@ -10,9 +10,10 @@ from mooring_agent.core.commands import Command, Record
 from mooring_agent.core.errors import ErrorKind
 from mooring_agent.core.events import Announced, Failed, Staged
 from mooring_agent.core.lifecycle import Trigger
-from mooring_agent.core.model import Fingerprint, Phase, StagedFile
+from mooring_agent.core.model import Fingerprint, PackPlace, Phase, StagedFile
+from mooring_agent.core.pack_plan import plan_packs
 from mooring_agent.core.part_plan import part_size_for, plan
-from mooring_agent.core.state import Checkpoint, FileProgress, Share, State
+from mooring_agent.core.state import Checkpoint, FileProgress, PackProgress, Share, State
 
 
 def announced(state: State, event: Announced) -> None:
@@ -43,16 +44,26 @@ def staged(state: State, checkpoint: Checkpoint, event: Staged) -> Iterator[Comm
         return
     yield from _fail_rewritten(state, checkpoint, event)
     lead.staged = True
+    packs = plan_packs(event.files, event.pack_size_bytes)
+    places = {
+        file.path: PackPlace(number=pack.number, offset_bytes=offset_bytes)
+        for pack in packs
+        for file, offset_bytes in zip(pack.files, pack.offsets_bytes, strict=True)
+    }
+    lead.packs = [PackProgress(pack) for pack in packs]
     for file in event.files:
         part_size_bytes = part_size_for(file.size_bytes, event.part_size_bytes)
         progress = FileProgress(
-            file=file, part_size_bytes=part_size_bytes, parts=plan(file.size_bytes, part_size_bytes)
+            file=file,
+            part_size_bytes=part_size_bytes,
+            parts=plan(file.size_bytes, part_size_bytes),
+            place=places.get(file.path),
         )
         lead.files[file.path] = progress
         if not file.private:
             lead.shared_inodes[file.fingerprint.inode] = file.path
         checkpoint.size_bytes += file.size_bytes
-        upload_queue.enqueue(checkpoint, lead.rank, progress)
+    upload_queue.enqueue_share(checkpoint, lead)
     if any(file.private for file in event.files) and _came_before(state, checkpoint, lead.source):
         # Pinned from there before, and rewritten in place since. What lies beside it was not seen to be; and where
         # nothing can be linked, a first copy says nothing.

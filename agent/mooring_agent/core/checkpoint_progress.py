@@ -30,6 +30,14 @@ def store_file(checkpoint: Checkpoint, rank: int, path: str, checksum: int | Non
     share.unstored_count -= 1
 
 
+def store_pack(checkpoint: Checkpoint, rank: int, number: int, checksums: tuple[int, ...]) -> None:
+    """A pack is stored, and so are its files."""
+    progress = checkpoint.shares[rank].packs[number]
+    progress.stored = True
+    for file, checksum in zip(progress.pack.files, checksums, strict=True):
+        store_file(checkpoint, rank, file.path, checksum if file.size_bytes else None)
+
+
 def take_up_found(checkpoint: Checkpoint, event: Reconciled) -> None:
     """Only what the store really has counts; the rest is sent again."""
     # Before the uploads are forgotten: a completed file's checksums are those of its parts.
@@ -47,8 +55,7 @@ def take_up_found(checkpoint: Checkpoint, event: Reconciled) -> None:
         checkpoint.durable_bytes += progress.durable_bytes
     checkpoint.pending.clear()
     for share in checkpoint.shares.values():
-        for progress in share.files.values():
-            upload_queue.enqueue(checkpoint, share.rank, progress)
+        upload_queue.enqueue_share(checkpoint, share)
     checkpoint.reconciled = True
 
 
@@ -63,6 +70,17 @@ def send_again(checkpoint: Checkpoint, event: ObjectsLost) -> None:
         checkpoint.shares[rank].unstored_count += 1
         checkpoint.shares[rank].manifest_stored = False
         upload_queue.enqueue(checkpoint, rank, progress)
+    for rank, number in event.packs:
+        share = checkpoint.shares[rank]
+        packed = share.packs[number]
+        packed.stored = False
+        for file in packed.pack.files:
+            progress = share.files[file.path]
+            checkpoint.durable_bytes -= progress.durable_bytes
+            progress.stored, progress.checksums = False, {}
+        share.unstored_count += len(packed.pack.files)
+        share.manifest_stored = False
+        upload_queue.enqueue_pack(checkpoint, rank, packed)
     for rank in event.manifests:
         checkpoint.shares[rank].manifest_stored = False
     checkpoint.move(Trigger.OBJECT_LOST)

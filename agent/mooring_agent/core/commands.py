@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from mooring_agent.core.events import Announced, Failed, Shed
-from mooring_agent.core.model import RankManifest, Region, SaveInfo, StagedFile
+from mooring_agent.core.model import Pack, RankManifest, Region, SaveInfo, StagedFile
 from mooring_agent.core.work import WorkId
 
 
@@ -20,6 +20,7 @@ class Stage:
     private: bool
     rewritten_inodes: frozenset[int]
     part_size_bytes: int
+    pack_size_bytes: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,6 +72,16 @@ class PutFile:
     work: WorkId
     key: str
     region: Region
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PutPack:
+    """Send many small files as one object. Their pins are below `volume`. Ends in PackStored."""
+
+    work: WorkId
+    key: str
+    pack: Pack
+    volume: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -179,6 +190,7 @@ WorkCommand = (
     | CreateUpload
     | SendPart
     | PutFile
+    | PutPack
     | CompleteUpload
     | WriteManifest
     | Commit

@@ -13,7 +13,7 @@ from typing import Final
 
 from mooring_agent.core.manifest import encode_manifest
 from mooring_agent.core.model import FileEntry, RankManifest, SaveInfo
-from mooring_agent.core.object_layout import file_key, manifest_key
+from mooring_agent.core.object_layout import file_key, manifest_key, pack_key
 
 DIFFERENT_FILES_HINT: Final = "ranks must write different file names, or announce the same directory"
 
@@ -26,12 +26,13 @@ class ListingVerdict:
     """What a listing of the save lacks of ours, and how many ranks have no manifest yet."""
 
     lost_files: tuple[tuple[int, str], ...]
+    lost_packs: tuple[tuple[int, int], ...]
     lost_manifests: tuple[int, ...]
     missing_ranks: tuple[int, ...]
 
     @property
     def complete(self) -> bool:
-        return not (self.lost_files or self.lost_manifests or self.missing_ranks)
+        return not (self.lost_files or self.lost_packs or self.lost_manifests or self.missing_ranks)
 
 
 def judge_listing(info: SaveInfo, ours: Sequence[RankManifest], sizes: Mapping[str, int]) -> ListingVerdict:
@@ -39,6 +40,7 @@ def judge_listing(info: SaveInfo, ours: Sequence[RankManifest], sizes: Mapping[s
     our_ranks = {manifest.rank for manifest in ours}
     return ListingVerdict(
         lost_files=tuple((manifest.rank, path) for manifest in ours for path in missing_files(manifest, sizes)),
+        lost_packs=tuple((manifest.rank, number) for manifest in ours for number in missing_packs(manifest, sizes)),
         lost_manifests=tuple(
             manifest.rank
             for manifest in ours
@@ -56,7 +58,7 @@ def contradiction(manifests: Iterable[RankManifest]) -> str:
     for manifest in manifests:
         for file in manifest.files:
             rank, entry = found.setdefault(file.path, (manifest.rank, file))
-            if entry != file:
+            if not entry.has_bytes_of(file):
                 return f"ranks {rank} and {manifest.rank} have different bytes for {file.path}"
     for path, (rank, _) in found.items():
         for folder in accumulate(path.split("/")[:-1], "{}/{}".format):
@@ -65,6 +67,24 @@ def contradiction(manifests: Iterable[RankManifest]) -> str:
     return ""
 
 
+def is_listed(manifest: RankManifest, sizes: Mapping[str, int]) -> bool:
+    """Whether all that a manifest speaks of is there."""
+    return not missing_files(manifest, sizes) and not missing_packs(manifest, sizes)
+
+
 def missing_files(manifest: RankManifest, sizes: Mapping[str, int]) -> list[str]:
-    """Files of a manifest that the listing lacks or shows with another size."""
-    return [file.path for file in manifest.files if sizes.get(file_key(manifest.info, file.path)) != file.size_bytes]
+    """Files of a manifest, of those that are objects, that the listing lacks or shows with another size."""
+    return [
+        file.path
+        for file in manifest.files
+        if file.place is None and sizes.get(file_key(manifest.info, file.path)) != file.size_bytes
+    ]
+
+
+def missing_packs(manifest: RankManifest, sizes: Mapping[str, int]) -> list[int]:
+    """As `missing_files`, for packs."""
+    return [
+        number
+        for number, size_bytes in enumerate(manifest.pack_sizes_bytes)
+        if sizes.get(pack_key(manifest.info, manifest.rank, number)) != size_bytes
+    ]

@@ -40,13 +40,15 @@ class Announced:
 class Staged:
     """A rank's files are pinned; the trainer may delete its own.
 
-    `part_size_bytes` is what was preferred at the time: what follows is told in parts of it, whatever is set later.
+    `part_size_bytes` is what was preferred at the time: what follows is told in parts of it, whatever is set later. So
+    is `pack_size_bytes`, in packs; 0, as in the journals of older versions: nothing is packed.
     """
 
     at: float
     work: WorkId
     files: tuple[StagedFile, ...]
     part_size_bytes: int
+    pack_size_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,6 +74,16 @@ class FileStored:
     at: float
     work: WorkId
     checksum: int | None
+    size_bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PackStored:
+    """A pack is durable: a checksum for each of its files, in order (an empty one's means nothing), and their bytes."""
+
+    at: float
+    work: WorkId
+    checksums: tuple[int, ...]
     size_bytes: int
 
 
@@ -112,12 +124,16 @@ class Reconciled:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ObjectsLost:
-    """Files of ours, as (rank, path), that the listing lacks or shows with another size; and ranks without manifest."""
+    """Files of ours, as (rank, path), that the listing lacks or shows with another size; and ranks without manifest.
+
+    So for packs, as (rank, number).
+    """
 
     at: float
     work: WorkId
     files: tuple[tuple[int, str], ...]
     manifests: tuple[int, ...]
+    packs: tuple[tuple[int, int], ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -284,6 +300,7 @@ DurableEvent = (
     | UploadCreated
     | PartStored
     | FileStored
+    | PackStored
     | ManifestStored
     | Reconciled
     | ObjectsLost
@@ -318,6 +335,7 @@ DURABLE: Final[tuple[type[DurableEvent], ...]] = (
     UploadCreated,
     PartStored,
     FileStored,
+    PackStored,
     ManifestStored,
     Reconciled,
     ObjectsLost,

@@ -9,16 +9,27 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 from mooring_agent.core.errors import ErrorKind, StoreError
-from mooring_agent.core.model import CommitMarker, FileEntry, Kind, ManifestReference, RankManifest, SaveInfo
+from mooring_agent.core.model import (
+    CommitMarker,
+    FileEntry,
+    Kind,
+    ManifestReference,
+    PackPlace,
+    RankManifest,
+    SaveInfo,
+)
+from mooring_agent.core.pack_plan import LARGEST_PACK_BYTES
 
 FORMAT_VERSION: Final = 1
+PACKED_FORMAT_VERSION: Final = 2
+"""Of rank manifests with packs alone, so that a version that knows none refuses these and reads all others."""
 CHECKSUM: Final = "crc64nvme"
 
 
 def encode_manifest(manifest: RankManifest) -> bytes:
     return _encode(
         {
-            "format": FORMAT_VERSION,
+            "format": PACKED_FORMAT_VERSION if manifest.pack_sizes_bytes else FORMAT_VERSION,
             **_encode_info(manifest.info),
             "rank": manifest.rank,
             "saved_at": manifest.saved_at,
@@ -29,9 +40,11 @@ def encode_manifest(manifest: RankManifest) -> bytes:
                     "size": file.size_bytes,
                     "part_size": file.part_size_bytes,
                     "checksums": [f"{checksum:016x}" for checksum in file.checksums],
+                    **({"pack": file.place.number, "offset": file.place.offset_bytes} if file.place else {}),
                 }
                 for file in manifest.files
             ],
+            **({"packs": [{"size": size} for size in manifest.pack_sizes_bytes]} if manifest.pack_sizes_bytes else {}),
             **({"single_file": True} if manifest.single_file else {}),
         }
     )
@@ -40,7 +53,7 @@ def encode_manifest(manifest: RankManifest) -> bytes:
 def decode_manifest(body: bytes, key: str) -> RankManifest:
     """Raises StoreError(CHECKPOINT_CORRUPT) that names `key`."""
     try:
-        value = _decode(body)
+        value = _decode(body, FORMAT_VERSION, PACKED_FORMAT_VERSION)
         manifest = RankManifest(
             info=_decode_info(value),
             rank=int(value["rank"]),
@@ -51,16 +64,21 @@ def decode_manifest(body: bytes, key: str) -> RankManifest:
                     size_bytes=int(file["size"]),
                     part_size_bytes=int(file["part_size"]),
                     checksums=tuple(int(checksum, 16) for checksum in file["checksums"]),
+                    place=_decode_place(file),
                 )
                 for file in value["files"]
             ),
             single_file=bool(value.get("single_file", False)),
+            pack_sizes_bytes=tuple(int(pack["size"]) for pack in value.get("packs", ())),
         )
         if manifest.single_file and len(manifest.files) != 1:
             raise ValueError(f"{len(manifest.files)} files are not the single file that it speaks of")
         for file in manifest.files:
             if len(file.checksums) != -(-file.size_bytes // file.part_size_bytes):
                 raise ValueError(f"{file.path}: {len(file.checksums)} checksums do not cover {file.size_bytes} bytes")
+        if (value["format"] == PACKED_FORMAT_VERSION) != bool(manifest.pack_sizes_bytes):
+            raise ValueError(f"format {value['format']} with {len(manifest.pack_sizes_bytes)} packs")
+        _check_packs(manifest)
     except (ValueError, KeyError, TypeError, ZeroDivisionError) as error:
         raise _corrupt(key, error) from error
     return manifest
@@ -100,7 +118,7 @@ def encode_marker(marker: CommitMarker) -> bytes:
 def decode_marker(body: bytes, key: str) -> CommitMarker:
     """Raises StoreError(CHECKPOINT_CORRUPT) that names `key`."""
     try:
-        value = _decode(body)
+        value = _decode(body, FORMAT_VERSION)
         marker = CommitMarker(
             info=_decode_info(value),
             saved_at=float(value["saved_at"]),
@@ -126,13 +144,28 @@ def _encode(value: Mapping[str, Any]) -> bytes:
     return json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=False).encode() + b"\n"
 
 
-def _decode(body: bytes) -> dict[str, Any]:
+def _decode(body: bytes, *formats: int) -> dict[str, Any]:
     value = json.loads(body)
     if not isinstance(value, dict):
         raise TypeError("not a JSON object")
-    if value.get("format") != FORMAT_VERSION or value.get("checksum") != CHECKSUM:
+    if value.get("format") not in formats or value.get("checksum") != CHECKSUM:
         raise ValueError(f"format {value.get('format')!r} with checksum {value.get('checksum')!r} is not known here")
     return value
+
+
+def _decode_place(file: Mapping[str, Any]) -> PackPlace | None:
+    return PackPlace(number=int(file["pack"]), offset_bytes=int(file["offset"])) if "pack" in file else None
+
+
+def _check_packs(manifest: RankManifest) -> None:
+    """Whoever reads takes a pack whole, and finds in it what the entries say."""
+    if any(size > LARGEST_PACK_BYTES for size in manifest.pack_sizes_bytes):
+        raise ValueError(f"a pack of more than {LARGEST_PACK_BYTES} bytes")
+    sizes = dict(enumerate(manifest.pack_sizes_bytes))
+    for file in manifest.files:
+        place = file.place
+        if place and not 0 <= place.offset_bytes <= sizes.get(place.number, -1) - file.size_bytes:
+            raise ValueError(f"{file.path} does not lie in pack {place.number}")
 
 
 def _encode_info(info: SaveInfo) -> dict[str, Any]:

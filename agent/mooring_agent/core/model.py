@@ -77,6 +77,19 @@ class Part:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Pack:
+    """Small files of one rank that are stored as one object, a tar archive of `size_bytes`.
+
+    `number` counts from 0 within the rank; the bytes of `files[i]` begin at `offsets_bytes[i]` of the archive.
+    """
+
+    number: int
+    files: tuple[StagedFile, ...]
+    offsets_bytes: tuple[int, ...]
+    size_bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Region:
     """Bytes of a pinned file to send: where they are, and what the file must still be. `path` is absolute."""
 
@@ -87,16 +100,34 @@ class Region:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class PackPlace:
+    """Where a packed file's bytes begin: in which pack of its rank, and at which of the archive's bytes."""
+
+    number: int
+    offset_bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class FileEntry:
     """A file in a rank manifest: `checksums[i]` covers bytes [i, i + 1) x `part_size_bytes`, the last part is shorter.
 
-    An empty file has no checksums.
+    An empty file has no checksums. Without a `place` the file is an object of its own.
     """
 
     path: str
     size_bytes: int
     part_size_bytes: int
     checksums: tuple[int, ...]
+    place: PackPlace | None = None
+
+    def has_bytes_of(self, other: "FileEntry") -> bool:
+        """Whether both are the same file, wherever its bytes are."""
+        return (self.path, self.size_bytes, self.part_size_bytes, self.checksums) == (
+            other.path,
+            other.size_bytes,
+            other.part_size_bytes,
+            other.checksums,
+        )
 
     def parts(self) -> tuple[Part, ...]:
         """The pieces that `checksums` cover, in order."""
@@ -114,7 +145,8 @@ class FileEntry:
 class RankManifest:
     """What one rank contributed to a save. `saved_at` is when it was announced, unix seconds.
 
-    `single_file`: its one file is what was announced, not a directory that holds it.
+    `single_file`: its one file is what was announced, not a directory that holds it. `pack_sizes_bytes[i]` is the size
+    of the object that is its pack `i`.
     """
 
     info: SaveInfo
@@ -122,6 +154,7 @@ class RankManifest:
     saved_at: float
     files: tuple[FileEntry, ...]
     single_file: bool = False
+    pack_sizes_bytes: tuple[int, ...] = ()
 
     @property
     def size_bytes(self) -> int:

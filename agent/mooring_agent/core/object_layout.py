@@ -2,6 +2,7 @@
 
 <name>/<save>/<files as the trainer named them>
 <name>/<save>/.mooring/rank-00003.json            rank manifest
+<name>/<save>/.mooring/pack-00003-00000.tar       many small files of one rank; its manifest says which and where
 .mooring/commits/<step, 12 digits>.<save>.json    commit marker
 .mooring/resume/<attempt>.json                    the pin: what this attempt resumes from
 .mooring/damaged/<save>                           what restore found wrong with a save: prune does not rely on it
@@ -72,11 +73,16 @@ def file_key(info: SaveInfo, path: str) -> str:
 
 
 def manifests_prefix(info: SaveInfo) -> str:
-    return f"{save_prefix(info)}{STATE_DIRECTORY}/"
+    """What lies below this is a rank manifest, and nothing else is."""
+    return f"{save_prefix(info)}{STATE_DIRECTORY}/rank-"
 
 
 def manifest_key(info: SaveInfo, rank: int) -> str:
-    return f"{manifests_prefix(info)}rank-{rank:05d}.json"
+    return f"{manifests_prefix(info)}{rank:05d}.json"
+
+
+def pack_key(info: SaveInfo, rank: int, number: int) -> str:
+    return f"{save_prefix(info)}{STATE_DIRECTORY}/pack-{rank:05d}-{number:05d}.tar"
 
 
 def marker_key(info: SaveInfo) -> str:

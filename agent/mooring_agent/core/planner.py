@@ -24,6 +24,7 @@ from mooring_agent.core.commands import (
 from mooring_agent.core.events import Announced, Shed
 from mooring_agent.core.model import Phase
 from mooring_agent.core.object_layout import file_key
+from mooring_agent.core.pack_plan import PACK_BYTES
 from mooring_agent.core.part_plan import preferred_part_size
 from mooring_agent.core.state import Checkpoint, Share, State
 from mooring_agent.core.work import CANCELLABLE, TRANSFERS, Operation, WorkId
@@ -111,6 +112,7 @@ def _checkpoint_work(state: State, checkpoint: Checkpoint) -> Iterator[Command]:
                 part_size_bytes=preferred_part_size(
                     state.settings.transfer.part_size_bytes, state.goodput.wire_bytes_per_second, int(state.window)
                 ),
+                pack_size_bytes=PACK_BYTES,
             )
     if not checkpoint.reconciled:
         work = WorkId(Operation.RECONCILE, save)
@@ -212,7 +214,7 @@ def _reconcile(checkpoint: Checkpoint, work: WorkId) -> Reconcile:
             )
             for share in staged
             for progress in share.files.values()
-            if not progress.stored
+            if not progress.stored and progress.place is None
         ),
     )
 

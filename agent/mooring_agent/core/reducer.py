@@ -21,6 +21,7 @@ from mooring_agent.core.checkpoint_progress import (
     send_again,
     stop_sending,
     store_file,
+    store_pack,
     take_up_found,
 )
 from mooring_agent.core.commands import Command, LiftBandwidthCap, Record, RingDoorbell
@@ -39,6 +40,7 @@ from mooring_agent.core.events import (
     FileStored,
     ManifestStored,
     ObjectsLost,
+    PackStored,
     PartStored,
     Pruned,
     RankRegistered,
@@ -100,7 +102,7 @@ def step(state: State, event: Event) -> list[Command]:
     state.advance_to(event.at if isinstance(event, Started) else max(state.now, event.at))
     disk_pressure.drop_overdue(state)
     commands = [*lapse(state), *_apply(state, event)]
-    stored_bytes = event.size_bytes if isinstance(event, PartStored | FileStored) else 0
+    stored_bytes = event.size_bytes if isinstance(event, PartStored | FileStored | PackStored) else 0
     state.stored_bytes += stored_bytes
     state.goodput.note(state.now, was_busy=was_busy, stored_bytes=stored_bytes)
     if not any(isinstance(command, Record) for command in commands):
@@ -167,6 +169,7 @@ def _work_ended(
     | UploadCreated
     | PartStored
     | FileStored
+    | PackStored
     | ManifestStored
     | Reconciled
     | ObjectsLost
@@ -221,6 +224,9 @@ def _work_ended(
             widen(state)
         case FileStored():
             store_file(checkpoint, event.work.rank, event.work.path, event.checksum)
+            widen(state)
+        case PackStored():
+            store_pack(checkpoint, event.work.rank, event.work.number, event.checksums)
             widen(state)
         case ManifestStored():
             checkpoint.shares[event.work.rank].manifest_stored = True

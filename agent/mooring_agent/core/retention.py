@@ -171,8 +171,8 @@ def _why_keep_orphan(
 
 def _deletion(marker_key: str, save: str, stored: StoredSave | None, reason: str) -> Deletion:
     keys = sorted(stored.keys) if stored else []
-    manifests = tuple(key for key in keys if f"/{STATE_DIRECTORY}/" in key)
-    files = tuple(key for key in keys if f"/{STATE_DIRECTORY}/" not in key)
+    manifests = tuple(key for key in keys if f"/{STATE_DIRECTORY}/rank-" in key)
+    files = tuple(key for key in keys if f"/{STATE_DIRECTORY}/rank-" not in key)
     # Manifests last: after an interruption they still prove whose the rest is.
     waves = ((marker_key,) if marker_key else (), files, manifests)
     return Deletion(

@@ -20,7 +20,7 @@ from mooring_agent.core.errors import ErrorKind
 from mooring_agent.core.events import DiskRead, SaveBegun
 from mooring_agent.core.goodput import Goodput
 from mooring_agent.core.lifecycle import Trigger
-from mooring_agent.core.model import FileEntry, Kind, Part, Phase, RankManifest, SaveInfo, StagedFile
+from mooring_agent.core.model import FileEntry, Kind, Pack, PackPlace, Part, Phase, RankManifest, SaveInfo, StagedFile
 from mooring_agent.core.settings import Settings
 from mooring_agent.core.store_trouble import StoreTrouble
 from mooring_agent.core.work import TRANSFERS, WorkId
@@ -37,6 +37,8 @@ class FileProgress:
     etags: dict[int, str] = field(default_factory=dict)
     checksums: dict[int, int] = field(default_factory=dict)
     stored: bool = False
+    # Of what is packed: it is sent with its pack.
+    place: PackPlace | None = None
 
     @property
     def whole(self) -> bool:
@@ -55,7 +57,16 @@ class FileProgress:
             size_bytes=self.file.size_bytes,
             part_size_bytes=self.part_size_bytes,
             checksums=tuple(self.checksums[part.number] for part in self.parts),
+            place=self.place,
         )
+
+
+@dataclass(slots=True)
+class PackProgress:
+    """A pack is stored, with all its files, or it is not."""
+
+    pack: Pack
+    stored: bool = False
 
 
 @dataclass(slots=True)
@@ -70,6 +81,7 @@ class Share:
     signature: str
     staged: bool = False
     files: dict[str, FileProgress] = field(default_factory=dict)
+    packs: list[PackProgress] = field(default_factory=list)
     # Of the files that share their inode with the trainer's: inode -> path.
     shared_inodes: dict[int, str] = field(default_factory=dict)
     unstored_count: int = 0
@@ -161,6 +173,7 @@ class Checkpoint:
             saved_at=share.announced_at,
             files=tuple(share.files[path].entry() for path in sorted(share.files)),
             single_file=any(progress.file.announced for progress in share.files.values()),
+            pack_sizes_bytes=tuple(progress.pack.size_bytes for progress in share.packs),
         )
 
 

@@ -11,11 +11,11 @@ from collections import deque
 from collections.abc import Iterator
 
 from mooring_agent.core import drain
-from mooring_agent.core.commands import CancelWork, Command, CompleteUpload, CreateUpload, PutFile, SendPart
+from mooring_agent.core.commands import CancelWork, Command, CompleteUpload, CreateUpload, PutFile, PutPack, SendPart
 from mooring_agent.core.lifecycle import Trigger
 from mooring_agent.core.model import Kind, Phase, Region
-from mooring_agent.core.object_layout import file_key
-from mooring_agent.core.state import Checkpoint, FileProgress, State
+from mooring_agent.core.object_layout import file_key, pack_key
+from mooring_agent.core.state import Checkpoint, FileProgress, PackProgress, Share, State
 from mooring_agent.core.work import CANCELLABLE, TRANSFERS, Operation, WorkId
 
 # Completing an upload sends no bytes, and may take minutes.
@@ -50,10 +50,24 @@ def _leader(state: State) -> Checkpoint | None:
     return leader if leader is not None and leader.sends else None
 
 
+def enqueue_share(checkpoint: Checkpoint, share: Share) -> None:
+    """Put all that a rank's files still need into the queue of its checkpoint."""
+    for progress in share.files.values():
+        enqueue(checkpoint, share.rank, progress)
+    for packed in share.packs:
+        enqueue_pack(checkpoint, share.rank, packed)
+
+
+def enqueue_pack(checkpoint: Checkpoint, rank: int, progress: PackProgress) -> None:
+    if not progress.stored:
+        save, number = checkpoint.info.save, progress.pack.number
+        checkpoint.pending.append(WorkId(Operation.PUT_PACK, save, rank, number=number))
+
+
 def enqueue(checkpoint: Checkpoint, rank: int, progress: FileProgress) -> None:
-    """Put what a file still needs into the queue of its checkpoint."""
+    """Put what a file still needs into the queue of its checkpoint; nothing if it goes with a pack."""
     save, path = checkpoint.info.save, progress.file.path
-    if progress.stored:
+    if progress.stored or progress.place is not None:
         return
     if progress.whole:
         checkpoint.pending.append(WorkId(Operation.PUT_FILE, save, rank, path))
@@ -155,6 +169,10 @@ def _has_files_to_store(state: State, checkpoint: Checkpoint) -> bool:
 
 
 def _command(state: State, checkpoint: Checkpoint, work: WorkId) -> Command:
+    if work.operation is Operation.PUT_PACK:
+        pack = checkpoint.shares[work.rank].packs[work.number].pack
+        key = pack_key(checkpoint.info, work.rank, pack.number)
+        return PutPack(work=work, key=key, pack=pack, volume=state.settings.volume)
     progress = checkpoint.shares[work.rank].files[work.path]
     key = file_key(checkpoint.info, work.path)
     match work.operation:

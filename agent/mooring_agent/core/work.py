@@ -15,6 +15,7 @@ class Operation(StrEnum):
     CREATE_UPLOAD = "create-upload"
     SEND_PART = "send-part"
     PUT_FILE = "put-file"
+    PUT_PACK = "put-pack"
     COMPLETE_UPLOAD = "complete-upload"
     WRITE_MANIFEST = "write-manifest"
     COMMIT = "commit"
@@ -23,10 +24,18 @@ class Operation(StrEnum):
     PRUNE = "prune"
 
 
-TRANSFERS = frozenset({Operation.CREATE_UPLOAD, Operation.SEND_PART, Operation.PUT_FILE, Operation.COMPLETE_UPLOAD})
+TRANSFERS = frozenset(
+    {
+        Operation.CREATE_UPLOAD,
+        Operation.SEND_PART,
+        Operation.PUT_FILE,
+        Operation.PUT_PACK,
+        Operation.COMPLETE_UPLOAD,
+    }
+)
 """Work that takes a place in the upload window."""
 
-CANCELLABLE = frozenset({Operation.SEND_PART, Operation.PUT_FILE})
+CANCELLABLE = frozenset({Operation.SEND_PART, Operation.PUT_FILE, Operation.PUT_PACK})
 """Transfers that may last. The others are short, and cancelling one would leave an upload that nobody knows."""
 
 STAYS_HERE: Final = frozenset({Operation.STAGE, Operation.RELEASE})
@@ -36,7 +45,8 @@ STAYS_HERE: Final = frozenset({Operation.STAGE, Operation.RELEASE})
 class WorkId(NamedTuple):
     """`rank` is -1 and the others empty where they mean nothing.
 
-    `number` and `upload` are the part's: a part of an upload that the store lost is other work than its successor.
+    `number` and `upload` are the part's: a part of an upload that the store lost is other work than its successor. Or
+    `number` is the pack's.
     """
 
     operation: Operation

@@ -1,8 +1,9 @@
 """The bytes of a checkpoint into a folder of the volume, each part verified as it lands.
 
-Owns room, order and parallelism. Invariants: room for everything is made before the first byte is asked for; a file
-never has more than two writers (more only fight over its lock); when `download` returns, every file and every folder is
-on disk; after a failure the folder holds garbage, and to remove it is the caller's.
+Owns room, order and parallelism. Invariants: there is room for everything before the first byte is asked for, and what
+is an object of its own has it already; a file never has more than two writers (more only fight over its lock); when
+`download` returns, every file and every folder is on disk; after a failure the folder holds garbage, and to remove it
+is the caller's.
 """
 
 import asyncio
@@ -17,11 +18,12 @@ from mooring_agent.adapters.volume.disk import VolumeMeter
 from mooring_agent.adapters.volume.durable_files import sync_folder
 from mooring_agent.adapters.volume.errors import volume_error
 from mooring_agent.adapters.volume.shared_folders import share_tree
-from mooring_agent.catalog import CommittedCheckpoint, StoredFile, fetch_part
+from mooring_agent.catalog import CommittedCheckpoint, StoredFile, fetch_part, packs_of
 from mooring_agent.catalog.fan_out import for_each
 from mooring_agent.core.errors import ErrorKind, VolumeError
 from mooring_agent.core.model import Part
 from mooring_agent.ports import ObjectStore
+from mooring_agent.restore.packs import fetch_packs
 
 _WRITERS_PER_FILE: Final = 2
 _DIRECT_FROM_BYTES: Final = 8 * 1024**2
@@ -50,7 +52,9 @@ async def download(
     await loop.run_in_executor(disk, _make_room, checkpoint, folder)
     await loop.run_in_executor(disk, share_tree, folder, volume)
     done_bytes = 0
-    on_progress(0, checkpoint.size_bytes)
+    # Once: it is a sum over all files.
+    total_bytes = checkpoint.size_bytes
+    on_progress(0, total_bytes)
 
     async def fill(file: _IncomingFile) -> None:
         nonlocal done_bytes
@@ -58,19 +62,27 @@ async def download(
         for part in file.waiting:
             await fetch_part(store, file.stored, part, descriptor)
             done_bytes += part.size_bytes
-            on_progress(done_bytes, checkpoint.size_bytes)
+            on_progress(done_bytes, total_bytes)
         file.writers -= 1
         if not file.writers:
             await loop.run_in_executor(disk, file.finish)
 
+    def packed_files_are_there(size_bytes: int) -> None:
+        nonlocal done_bytes
+        done_bytes += size_bytes
+        on_progress(done_bytes, total_bytes)
+
     # The largest first, so that no long file is left to the end.
-    ordered = sorted(checkpoint.files, key=lambda stored: stored.entry.size_bytes, reverse=True)
+    alone = [stored for stored in checkpoint.files if not stored.entry.place]
+    ordered = sorted(alone, key=lambda stored: stored.entry.size_bytes, reverse=True)
     files = [_IncomingFile(stored, folder / stored.entry.path) for stored in ordered]
     try:
         await for_each([file for file in files for _ in range(file.writers)], fill, at_once=concurrency)
     finally:
         # On the disk's one thread, so that no descriptor is closed under a `finish` that outlived its cancelled writer.
         await asyncio.shield(loop.run_in_executor(disk, _close, files))
+    packs = packs_of(checkpoint.files)
+    await fetch_packs(store, packs, folder, concurrency=concurrency, on_bytes=packed_files_are_there)
     await loop.run_in_executor(disk, _sync_folders, folder)
 
 
@@ -141,12 +153,14 @@ def _check_room(checkpoint: CommittedCheckpoint, volume: Path, size_limit_bytes:
 
 
 def _make_room(checkpoint: CommittedCheckpoint, folder: Path) -> None:
-    """Create every file at its full size."""
+    """Create every folder, and every file that is an object of its own at its full size."""
     try:
         folder.mkdir()
         for file in checkpoint.files:
             path = folder / file.entry.path
             path.parent.mkdir(parents=True, exist_ok=True)
+            if file.entry.place:
+                continue
             descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
             try:
                 if file.entry.size_bytes:

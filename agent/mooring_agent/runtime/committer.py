@@ -6,7 +6,7 @@ import structlog
 
 from mooring_agent.adapters.checksum import crc64nvme
 from mooring_agent.core.commands import Commit, WriteManifest
-from mooring_agent.core.commit import DIFFERENT_FILES_HINT, contradiction, judge_listing, missing_files
+from mooring_agent.core.commit import DIFFERENT_FILES_HINT, contradiction, is_listed, judge_listing
 from mooring_agent.core.errors import ErrorKind, StoreError
 from mooring_agent.core.events import Committed, CommitWaits, ManifestStored, ObjectsLost
 from mooring_agent.core.manifest import commit_marker, decode_manifest, encode_manifest, encode_marker
@@ -30,9 +30,13 @@ async def commit(store: ObjectStore, clock: Clock, command: Commit) -> Committed
     """One try to commit: ends in the marker read back, or in what is still missing."""
     sizes = {info.key: info.size_bytes async for info in store.list(save_prefix(command.info))}
     verdict = judge_listing(command.info, command.manifests, sizes)
-    if verdict.lost_files or verdict.lost_manifests:
+    if verdict.lost_files or verdict.lost_packs or verdict.lost_manifests:
         return ObjectsLost(
-            at=clock.now(), work=command.work, files=verdict.lost_files, manifests=verdict.lost_manifests
+            at=clock.now(),
+            work=command.work,
+            files=verdict.lost_files,
+            manifests=verdict.lost_manifests,
+            packs=verdict.lost_packs,
         )
     if verdict.missing_ranks:
         return CommitWaits(at=clock.now(), work=command.work, missing_ranks=len(verdict.missing_ranks))
@@ -42,7 +46,7 @@ async def commit(store: ObjectStore, clock: Clock, command: Commit) -> Committed
         return CommitWaits(at=clock.now(), work=command.work, missing_ranks=0)
     manifests = await _all_manifests(store, command)
     unlisted = command.info.world_size - len(manifests)
-    unlisted += sum(bool(missing_files(manifest, sizes)) for manifest in manifests.values())
+    unlisted += sum(not is_listed(manifest, sizes) for manifest in manifests.values())
     if unlisted:
         # Another agent's files, or its manifest: it will find them missing by itself and send them again.
         return CommitWaits(at=clock.now(), work=command.work, missing_ranks=unlisted)

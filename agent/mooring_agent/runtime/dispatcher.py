@@ -7,7 +7,7 @@ import asyncio
 import random
 from collections.abc import Awaitable, Callable
 from concurrent.futures import Executor
-from typing import assert_never
+from typing import Final, assert_never
 
 import structlog
 
@@ -22,6 +22,7 @@ from mooring_agent.core.commands import (
     LiftBandwidthCap,
     Prune,
     PutFile,
+    PutPack,
     Reconcile,
     Record,
     Release,
@@ -44,6 +45,8 @@ from mooring_agent.runtime.lazy_store import LazyStore
 from mooring_agent.runtime.pruner import Pruner
 from mooring_agent.runtime.reconciler import Reconciler
 from mooring_agent.runtime.staging import stage
+
+_PACKS_IN_MEMORY: Final = 4
 
 log = structlog.get_logger("mooring.dispatcher")
 
@@ -79,6 +82,7 @@ class Dispatcher:
         self._on_lift_cap = on_lift_cap
         self._on_spared = on_spared
         self._on_exit = on_exit
+        self._pack_room = asyncio.Semaphore(_PACKS_IN_MEMORY)
         self._failures = FailureLog()
         self._tasks: dict[WorkId, asyncio.Task[None]] = {}
 
@@ -163,6 +167,11 @@ class Dispatcher:
             case PutFile():
                 return await self._with_store(
                     lambda store: transfers.put_file(store, self._clock, self._executor, command),
+                    new=command.work.save,
+                )
+            case PutPack():
+                return await self._with_store(
+                    lambda store: transfers.put_pack(store, self._clock, self._executor, self._pack_room, command),
                     new=command.work.save,
                 )
             case CompleteUpload():

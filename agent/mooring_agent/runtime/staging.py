@@ -16,6 +16,7 @@ from mooring_agent.ports import Clock, StageRequest, StagingArea
 
 _ANNOUNCEMENTS = "announcements"
 _PART_SIZE = "part_size_bytes"
+_PACK_SIZE = "pack_size_bytes"
 
 log = structlog.get_logger("mooring.staging")
 
@@ -34,10 +35,17 @@ async def stage(staging: StagingArea, clock: Clock, executor: Executor, command:
         descriptor={
             _ANNOUNCEMENTS: [encode_event(announcement).decode() for announcement in command.announcements],
             _PART_SIZE: command.part_size_bytes,
+            _PACK_SIZE: command.pack_size_bytes,
         },
     )
     files = await asyncio.get_running_loop().run_in_executor(executor, staging.stage, request)
-    return Staged(at=clock.now(), work=command.work, files=files, part_size_bytes=command.part_size_bytes)
+    return Staged(
+        at=clock.now(),
+        work=command.work,
+        files=files,
+        part_size_bytes=command.part_size_bytes,
+        pack_size_bytes=command.pack_size_bytes,
+    )
 
 
 def rescan(staging: StagingArea, state: State) -> Iterator[DurableEvent]:
@@ -45,7 +53,7 @@ def rescan(staging: StagingArea, state: State) -> Iterator[DurableEvent]:
 
     In the order in which they were announced, for that says which checkpoint is the newest.
     """
-    for announcements, part_size_bytes, files in sorted(_described(staging), key=lambda found: _order(found[0])):
+    for announcements, descriptor, files in sorted(_described(staging), key=lambda found: _order(found[0])):
         first = announcements[0]
         checkpoint = state.checkpoints.get(first.info.save)
         shares = checkpoint.shares if checkpoint else {}
@@ -55,12 +63,19 @@ def rescan(staging: StagingArea, state: State) -> Iterator[DurableEvent]:
                 yield announcement
         if first.rank not in shares or not shares[first.rank].staged:
             work = WorkId(Operation.STAGE, first.info.save, first.rank)
-            preferred_bytes = part_size_bytes or state.settings.transfer.part_size_bytes
-            yield Staged(at=first.at, work=work, files=files, part_size_bytes=preferred_bytes)
+            yield Staged(
+                at=first.at,
+                work=work,
+                files=files,
+                part_size_bytes=_size_bytes(descriptor, _PART_SIZE) or state.settings.transfer.part_size_bytes,
+                pack_size_bytes=_size_bytes(descriptor, _PACK_SIZE),
+            )
 
 
-def _described(staging: StagingArea) -> Iterator[tuple[Sequence[Announced], int | None, tuple[StagedFile, ...]]]:
-    """Announcements, part size where it is told, and files of everything that is staged."""
+def _described(
+    staging: StagingArea,
+) -> Iterator[tuple[Sequence[Announced], Mapping[str, object], tuple[StagedFile, ...]]]:
+    """Announcements, what else is told of them, and files of everything that is staged."""
     for descriptor, files in staging.scan():
         try:
             announcements = [decode_event(record.encode()) for record in _records(descriptor)]
@@ -71,8 +86,13 @@ def _described(staging: StagingArea) -> Iterator[tuple[Sequence[Announced], int 
         if not announced or len(announced) < len(announcements):
             log.warning("staging.unknown_descriptor", error=f"{len(announced)} of {announcements} are announcements")
             continue
-        part_size_bytes = descriptor.get(_PART_SIZE)
-        yield announced, part_size_bytes if isinstance(part_size_bytes, int) else None, files
+        yield announced, descriptor, files
+
+
+def _size_bytes(descriptor: Mapping[str, object], name: str) -> int:
+    """0 where an older version told none."""
+    size_bytes = descriptor.get(name)
+    return size_bytes if isinstance(size_bytes, int) else 0
 
 
 def _records(descriptor: Mapping[str, object]) -> Iterator[str]:

@@ -1,12 +1,14 @@
-"""The transfers of one file: begin, send, complete. A region's checksum is computed before it is sent."""
+"""The transfers of files: begin, send, complete. A checksum is computed before its bytes are sent."""
 
 import asyncio
 from concurrent.futures import Executor
+from pathlib import Path
 
 from mooring_agent.adapters.checksum import region_checksum
-from mooring_agent.core.commands import CompleteUpload, CreateUpload, PutFile, SendPart
+from mooring_agent.adapters.pack import read_pack
+from mooring_agent.core.commands import CompleteUpload, CreateUpload, PutFile, PutPack, SendPart
 from mooring_agent.core.errors import ErrorKind, StoreError
-from mooring_agent.core.events import FileStored, PartStored, UploadCreated
+from mooring_agent.core.events import FileStored, PackStored, PartStored, UploadCreated
 from mooring_agent.ports import Clock, ObjectStore
 
 
@@ -32,6 +34,18 @@ async def put_file(store: ObjectStore, clock: Clock, executor: Executor, command
     return FileStored(
         at=clock.now(), work=command.work, checksum=checksum if size_bytes else None, size_bytes=size_bytes
     )
+
+
+async def put_pack(
+    store: ObjectStore, clock: Clock, executor: Executor, room: asyncio.Semaphore, command: PutPack
+) -> PackStored:
+    """`room` bounds how many packs are in memory at a time."""
+    async with room:
+        loop = asyncio.get_running_loop()
+        body = await loop.run_in_executor(executor, read_pack, command.pack, Path(command.volume))
+        await store.put_bytes(command.key, body.data, body.checksum)
+    size_bytes = sum(file.size_bytes for file in command.pack.files)
+    return PackStored(at=clock.now(), work=command.work, checksums=body.file_checksums, size_bytes=size_bytes)
 
 
 async def complete_upload(store: ObjectStore, clock: Clock, command: CompleteUpload) -> FileStored:

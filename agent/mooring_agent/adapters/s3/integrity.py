@@ -5,6 +5,7 @@ that the store checks, the payload itself need not be. Functions that read the f
 """
 
 import base64
+import hashlib
 from typing import Final
 
 from mooring_agent.adapters.checksum import crc32c, crc64nvme, region_crc32c, region_sha256
@@ -27,6 +28,20 @@ def declare_region(integrity: str, region: Region, checksum: int) -> tuple[str, 
         case _:
             assert integrity == "sha256", integrity
             return region_sha256(region), {}
+
+
+def declare_body(integrity: str, body: bytearray, checksum: int) -> tuple[str, dict[str, str]]:
+    """As `declare_region`, for bytes in memory."""
+    match integrity:
+        case "crc64nvme":
+            return UNSIGNED_PAYLOAD, {"ChecksumCRC64NVME": _encode(checksum, 8)}
+        case "crc32c":
+            return UNSIGNED_PAYLOAD, {"ChecksumCRC32C": _encode(crc32c(body), 4)}
+        case "none":
+            return UNSIGNED_PAYLOAD, {}
+        case _:
+            assert integrity == "sha256", integrity
+            return hashlib.sha256(body).hexdigest(), {}
 
 
 def declare_upload(integrity: str) -> dict[str, str]:

@@ -20,7 +20,7 @@ from mooring_agent.adapters.rate_limit import RateLimiter
 from mooring_agent.adapters.region_file import RegionFile
 from mooring_agent.adapters.s3.client import connect, parse_destination
 from mooring_agent.adapters.s3.errors import FOREIGN, Place, translate
-from mooring_agent.adapters.s3.integrity import CHECKSUM_ALGORITHMS, declare_region, declare_upload
+from mooring_agent.adapters.s3.integrity import CHECKSUM_ALGORITHMS, declare_body, declare_region, declare_upload
 from mooring_agent.adapters.s3.probe import probe
 from mooring_agent.adapters.transfer.direct import Body, DirectTransfer, Transfer
 from mooring_agent.adapters.transfer.silence import Silence
@@ -97,6 +97,19 @@ class S3Store:
                 Bucket=self._bucket,
                 Key=self._prefix + key,
                 Body=body,
+                **integrity,
+                **self._write_arguments,
+                **self._file_arguments,
+            )
+            return _written(answer)
+
+    async def put_bytes(self, key: str, body: bytearray, checksum: int) -> str:
+        signature, integrity = await self._run(declare_body, self.capabilities.integrity, body, checksum)
+        async with self._request("PutObject", key) as silence:
+            answer = await self._client.put_object(
+                Bucket=self._bucket,
+                Key=self._prefix + key,
+                Body=self._transfer.bytes_body(body, payload_signature=signature, silence=silence),
                 **integrity,
                 **self._write_arguments,
                 **self._file_arguments,

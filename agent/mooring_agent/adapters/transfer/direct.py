@@ -14,6 +14,7 @@ from mooring_agent.adapters.rate_limit import RateLimiter
 from mooring_agent.adapters.region_file import RegionFile
 from mooring_agent.adapters.transfer.body import PIECE_BYTES, FileBody
 from mooring_agent.adapters.transfer.buffers import BufferPool
+from mooring_agent.adapters.transfer.bytes_body import BytesBody
 from mooring_agent.adapters.transfer.receiving import download
 from mooring_agent.adapters.transfer.sending import FilePayload
 from mooring_agent.adapters.transfer.silence import Silence
@@ -22,7 +23,7 @@ from mooring_agent.core.model import Region
 
 _INCOMING_BYTES: Final = 2 * 1024 * 1024
 
-PAYLOAD_REGISTRY.register(FilePayload, FileBody)
+PAYLOAD_REGISTRY.register(FilePayload, (FileBody, BytesBody))
 
 
 class Body(Protocol):
@@ -46,6 +47,9 @@ class Transfer(Protocol):
         store_verifies: bool,
     ) -> Body:
         """The body of an upload; the arguments are those of FileBody."""
+
+    def bytes_body(self, data: bytearray, *, payload_signature: str, silence: Silence) -> Body:
+        """The body of an upload; the arguments are those of BytesBody."""
 
     async def receive(
         self,
@@ -72,6 +76,9 @@ class DirectTransfer:
         return FileBody(
             file, region, checksum, buffers=self._outgoing, executor=self._executor, limiter=self._limiter, **options
         )
+
+    def bytes_body(self, data: bytearray, *, payload_signature: str, silence: Silence) -> BytesBody:
+        return BytesBody(data, limiter=self._limiter, payload_signature=payload_signature, silence=silence)
 
     async def receive(self, response: aiohttp.ClientResponse, descriptor: int, **options: Any) -> int:
         return await download(response, descriptor, buffers=self._incoming, executor=self._executor, **options)

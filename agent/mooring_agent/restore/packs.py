@@ -1,0 +1,51 @@
+"""Packs of small files into a folder of the volume: fetched and verified whole, written by threads, on disk at once.
+
+Owns the small files' half of `download`. Invariants: a file is made after every byte of its pack was verified; when
+`fetch_packs` returns, every file is on disk, its folder's entry of it is not; when it fails, no thread writes any more.
+"""
+
+import asyncio
+import os
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+from mooring_agent.adapters.volume.errors import volume_error
+from mooring_agent.catalog import PACKS_AT_ONCE, StoredPack, fetch_pack
+from mooring_agent.catalog.fan_out import for_each
+from mooring_agent.ports import ObjectStore
+
+
+async def fetch_packs(
+    store: ObjectStore, packs: Sequence[StoredPack], folder: Path, *, concurrency: int, on_bytes: Callable[[int], None]
+) -> None:
+    """Make every file of `packs` below `folder`, whose subfolders are there. StoreError or VolumeError."""
+    loop = asyncio.get_running_loop()
+
+    async def fetch(pack: StoredPack) -> None:
+        body = await fetch_pack(store, pack)
+        await loop.run_in_executor(threads, _write, pack, body, folder)
+        on_bytes(pack.content_bytes)
+
+    # A filesystem commits its own journal once for all that wait together.
+    with ThreadPoolExecutor(PACKS_AT_ONCE, thread_name_prefix="mooring-restore-packs") as threads:
+        await for_each(packs, fetch, at_once=min(concurrency, PACKS_AT_ONCE))
+
+
+def _write(pack: StoredPack, body: bytes, folder: Path) -> None:
+    """All are written before the first is waited for: the disk has more to do at a time."""
+    descriptors: list[int] = []
+    try:
+        for file in pack.files:
+            path = folder / file.entry.path
+            descriptors.append(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666))
+            content = pack.content(body, file)
+            while content:
+                content = content[os.write(descriptors[-1], content) :]
+        for descriptor in descriptors:
+            os.fsync(descriptor)
+    except OSError as error:
+        raise volume_error(error, f"writing {folder / file.entry.path}") from error
+    finally:
+        for descriptor in descriptors:
+            os.close(descriptor)

@@ -1,0 +1,149 @@
+"""Checkpoints whose small files lie in packs: what is on the volume after a restore, and what is said of damage."""
+
+from pathlib import Path
+
+import pytest
+from tests.fakes.fake_store import FakeStore
+from tests.restore.stored_checkpoints import flip_byte, rank_files, store_packed_checkpoint, truncate
+
+from mooring_agent.catalog import check, list_committed, prune
+from mooring_agent.core.errors import VolumeError
+from mooring_agent.core.model import SaveInfo
+from mooring_agent.core.object_layout import manifest_key, marker_key, pack_key
+from mooring_agent.core.settings import RetentionSettings
+from mooring_agent.ports import ObjectStore
+from mooring_agent.restore import Restored, restore
+
+
+def small_files(step: int) -> dict[str, bytes]:
+    files = {f"shard-{index % 7}/{index}.bin": f"{step}/{index}".encode() * index for index in range(100)}
+    return files | {"empty": b""}
+
+
+def all_files(step: int) -> dict[str, bytes]:
+    return rank_files(step) | small_files(step)
+
+
+async def stored(store: ObjectStore, step: int) -> SaveInfo:
+    return await store_packed_checkpoint(store, step, alone=rank_files(step), packed=small_files(step))
+
+
+async def run(store: ObjectStore, volume: Path) -> Restored | None:
+    return await restore(store, checkpoint_directory=volume / "checkpoints", volume=volume)
+
+
+def content(folder: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+async def test_packed_files_and_others_are_restored_together(real_store: ObjectStore, volume: Path) -> None:
+    info = await stored(real_store, 100)
+    seen: list[tuple[int, int]] = []
+    restored = await restore(
+        real_store,
+        checkpoint_directory=volume / "checkpoints",
+        volume=volume,
+        on_progress=lambda _, done, total: seen.append((done, total)),
+    )
+    assert restored is not None
+    assert content(restored.path) == all_files(100)
+    size = sum(len(body) for body in all_files(100).values())
+    assert seen[0] == (0, size)
+    assert seen[-1] == (size, size)
+    assert restored.save == info.save
+
+
+async def test_many_files_take_as_many_requests_as_there_are_packs(store: FakeStore, volume: Path) -> None:
+    await store_packed_checkpoint(store, 1, alone={}, packed=small_files(1))
+    store.calls.clear()
+    await run(store, volume)
+    packs = [key for method, key in store.calls if method == "get" and key.endswith(".tar")]
+    assert len(packs) == len(set(packs)) == 3
+    assert not [key for method, key in store.calls if method == "get_into"]
+
+
+DAMAGE = {
+    "a flipped byte": lambda store, info: flip_byte(store, pack_key(info, 0, 1), 2000),
+    "a truncated pack": lambda store, info: truncate(store, pack_key(info, 0, 1)),
+    "a missing pack": lambda store, info: store.delete(pack_key(info, 0, 1)),
+}
+
+
+@pytest.mark.parametrize("what", DAMAGE)
+async def test_a_damaged_pack_leads_to_the_next_older_checkpoint_and_is_named(
+    what: str, store: FakeStore, volume: Path
+) -> None:
+    await stored(store, 100)
+    await DAMAGE[what](store, await stored(store, 200))
+    restored = await run(store, volume)
+    assert restored is not None
+    assert (restored.step, content(restored.path)) == (100, all_files(100))
+    (reason,) = restored.passed_over
+    assert "pack-00000-00001.tar" in reason
+    assert not list((volume / ".mooring" / "incoming").iterdir())
+    newest = (await list_committed(store))[0]
+    (problem,) = await check(store, newest, deep=True)
+    assert problem.key.endswith("pack-00000-00001.tar")
+
+
+async def test_a_damaged_file_in_a_pack_is_named_with_the_object_that_holds_it(store: FakeStore) -> None:
+    info = await stored(store, 1)
+    body = store.objects[pack_key(info, 0, 0)].body
+    await flip_byte(store, pack_key(info, 0, 0), body.index(b"1/50" * 5))
+    (committed,) = await list_committed(store)
+    assert await check(store, committed, deep=False) == ()
+    (problem,) = await check(store, committed, deep=True)
+    assert problem.key == pack_key(info, 0, 0)
+    assert "shard-1/50.bin" in problem.what
+
+
+async def test_a_byte_flipped_on_the_way_is_fetched_again(store: FakeStore, volume: Path) -> None:
+    flipping = _FlipsOnce(store)
+    await stored(flipping, 1)
+    restored = await run(flipping, volume)
+    assert restored is not None
+    assert (restored.passed_over, content(restored.path)) == ((), all_files(1))
+    assert flipping.flipped
+
+
+class _FlipsOnce(FakeStore):
+    def __init__(self, store: FakeStore) -> None:
+        super().__init__()
+        self.objects = store.objects
+        self.flipped = False
+
+    async def get(self, key: str, *, limit_bytes: int) -> bytes:
+        body = await super().get(key, limit_bytes=limit_bytes)
+        if key.endswith("pack-00000-00000.tar") and not self.flipped:
+            self.flipped = True
+            position = body.index(b"1/50" * 5)
+            return body[:position] + b"x" + body[position + 1 :]
+        return body
+
+
+async def test_a_pack_that_no_manifest_names_does_no_harm(store: FakeStore, volume: Path) -> None:
+    info = await stored(store, 1)
+    await store.put(pack_key(info, 0, 7), b"left by a try that another one replaced")
+    restored = await run(store, volume)
+    assert restored is not None
+    assert restored.passed_over == ()
+
+
+async def test_a_file_that_the_volume_refuses_is_an_error_that_names_it(store: FakeStore, volume: Path) -> None:
+    await store_packed_checkpoint(store, 1, alone={}, packed=small_files(1) | {"n" * 256: b"x"})
+    with pytest.raises(VolumeError, match="n" * 256):
+        await run(store, volume)
+    assert not list((volume / ".mooring" / "incoming").iterdir())
+
+
+async def test_a_pruned_save_loses_its_packs_before_its_manifests(store: FakeStore) -> None:
+    old = await stored(store, 1)
+    for step in (2, 3):
+        await stored(store, step)
+    store.calls.clear()
+    await prune(store, RetentionSettings(keep_last=1), now=store.now)
+    deleted = [key for method, key in store.calls if method == "delete" and old.save in key]
+    assert deleted[0] == marker_key(old)
+    assert deleted[-1] == manifest_key(old, 0)
+    assert pack_key(old, 0, 0) in deleted
+    assert not [key for key in store.objects if old.save in key]
