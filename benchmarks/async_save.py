@@ -21,13 +21,13 @@ from typing import Any, Final
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from benchmarks import step_cost
 from benchmarks.async_save_report import OURS, Way, plot, report
 from safetensors.torch import save_file
 from tests.servers.process import free_port
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 
+from benchmarks import step_cost
 from mooring import Checkpointer
 from mooring.torch_loop import TorchLoop
 

@@ -2,9 +2,11 @@
 
 import asyncio
 import contextlib
+import errno
 import hashlib
 import os
 import threading
+import time
 import tracemalloc
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -14,7 +16,7 @@ from typing import Any
 import pytest
 import uvloop
 from tests.regions import make_file, region_of
-from tests.servers.fault_proxy import FaultProxy
+from tests.servers.fault_proxy import Fault, FaultProxy, Rule
 from tests.servers.rclone import RcloneServer
 from tests.servers.server import Bucket
 from tests.servers.tls import Certificate
@@ -25,7 +27,7 @@ from mooring_agent.adapters.rate_limit import RateLimiter
 from mooring_agent.adapters.region_file import RegionFile
 from mooring_agent.adapters.transfer.body import PIECE_BYTES, FileBody
 from mooring_agent.adapters.transfer.buffers import BufferPool
-from mooring_agent.core.errors import ErrorKind, VolumeError
+from mooring_agent.core.errors import ErrorKind, StoreError, VolumeError
 from mooring_agent.core.model import Region
 from mooring_agent.core.settings import MIB, StoreSettings
 from mooring_agent.ports import StoreCapabilities
@@ -123,6 +125,83 @@ async def test_a_file_that_changes_on_its_way_to_a_store_is_not_stored(
 
         assert caught.value.kind is ErrorKind.FILE_CHANGED
         assert [info.key async for info in store.list("") if "rclone_temp" not in info.key] == []
+
+
+async def test_a_file_that_is_rewritten_in_secret_before_the_second_of_two_checksums_is_not_stored(
+    rclone_bucket: Bucket, tmp_path: Path
+) -> None:
+    """A store that checks only CRC32C is told it of bytes that the manifest's CRC64NVME covers, or of none."""
+    path = make_file(tmp_path / "file", MIB)
+    region = region_of(path)
+    checksum = region_checksum(region)
+    with path.open("r+b") as file:
+        file.write(b"secret")
+    os.utime(path, ns=(0, region.fingerprint.mtime_ns))
+    async with open_store(rclone_bucket.settings()) as store:
+        store.capabilities = StoreCapabilities(conditional_put=False, integrity="crc32c")
+
+        with pytest.raises(VolumeError) as caught:
+            await store.put_region("a", region, checksum)
+
+        assert caught.value.kind is ErrorKind.FILE_CHANGED
+        assert [info.key async for info in store.list("")] == []
+
+
+async def test_where_the_kernel_sends_no_such_file_its_bytes_arrive_all_the_same(
+    verifying_bucket: Bucket, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = make_file(tmp_path / "file", 20 * MIB + 3)
+    region = region_of(path)
+    really_send, calls = os.sendfile, iter(range(100))
+
+    def refuse_later(*arguments: int) -> int:
+        if next(calls) < 2:
+            return really_send(*arguments)
+        raise OSError(errno.EINVAL, "no splice here")
+
+    monkeypatch.setattr(os, "sendfile", refuse_later)
+    async with open_store(verifying_bucket.settings()) as store:
+        await store.probe()
+        assert store.capabilities.integrity == "crc64nvme"
+        await store.put_region("a", region, region_checksum(region))
+
+        assert (await store.get("a", limit_bytes=region.size_bytes)) == path.read_bytes()
+    assert next(calls) > 2
+
+
+@pytest.mark.parametrize("integrity", ["sha256", "crc64nvme"])
+async def test_an_answer_that_comes_before_the_body_is_not_believed(
+    integrity: str, rclone_bucket: Bucket, fault_proxy: FaultProxy, tmp_path: Path
+) -> None:
+    region = region_of(make_file(tmp_path / "file", 16 * MIB))
+    async with open_store(rclone_bucket.settings(endpoint_url=fault_proxy.endpoint_url)) as store:
+        store.capabilities = StoreCapabilities(conditional_put=False, integrity=integrity)
+        fault_proxy.add(Rule(name="early", fault=Fault.EARLY_SUCCESS, method="PUT"))
+
+        with pytest.raises(StoreError) as caught:
+            await store.put_region("a", region, region_checksum(region))
+
+        assert caught.value.kind is ErrorKind.STORE_FAILED
+        assert fault_proxy.hits("early") == 1
+
+
+async def test_a_disk_that_is_slower_than_the_wire_is_no_silence(
+    verifying_bucket: Bucket, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What the kernel sends of it at a time takes less than the store's time-out, all of it more."""
+    region = region_of(make_file(tmp_path / "file", 40 * MIB))
+    really_send = os.sendfile
+
+    def send_slowly(connection: int, file: int, offset: int, size: int) -> int:
+        time.sleep(0.1)
+        return really_send(connection, file, offset, min(size, MIB))
+
+    settings = verifying_bucket.settings(connect_timeout_seconds=0.5, read_timeout_seconds=2.0)
+    async with open_store(settings) as store:
+        await store.probe()
+        monkeypatch.setattr(os, "sendfile", send_slowly)
+
+        await store.put_region("a", region, region_checksum(region))
 
 
 @pytest.mark.parametrize("server", ["rclone", "rclone_tls", "verifying"])
@@ -364,7 +443,7 @@ def test_checksums_of_a_region_cover_exactly_its_bytes(tmp_path: Path) -> None:
     assert crc64nvme(content[100:], crc64nvme(content[:100])) == crc64nvme(content)
     assert region_md5(region, chunk_bytes=777) == hashlib.md5(content).hexdigest()
     assert region_sha256(region) == hashlib.sha256(content).hexdigest()
-    assert 0 <= region_crc32c(region) < 2**32
+    assert 0 <= region_crc32c(region, region_checksum(region)) < 2**32
 
 
 def test_crc64nvme_is_the_published_one() -> None:

@@ -25,6 +25,7 @@ class PlainBody(bytes):
     """Bytes, and what the signer wants to know."""
 
     failure: MooringError | None = None
+    sent_whole = True
     payload_signature: str = ""
 
 

@@ -50,6 +50,8 @@ class Fault(StrEnum):
     """`seconds` before the request goes on."""
     STATUS = "status"
     """An answer of ours; the server never sees the request."""
+    EARLY_SUCCESS = "early-success"
+    """A 200 before the body was read; the server never sees the request."""
     CHECK_CRC64NVME = "check-crc64nvme"
     """As a store that enforces x-amz-checksum-crc64nvme: 400 BadDigest if the body does not match."""
 
@@ -269,6 +271,10 @@ class _Connection:
         if rule and rule.fault is Fault.STATUS:
             await self._read_body(request, size)
             return await self._answer(request, rule.status, rule.body)
+        if rule and rule.fault is Fault.EARLY_SUCCESS:
+            await self._answer(request, 200, b"", extra='ETag: "early"\r\n')
+            await self._reader.read(-1)  # until the client gives up
+            raise _BrokenError
         if rule and rule.fault is Fault.CHECK_CRC64NVME:
             return await self._check(head, request, size)
         if not self._upstream:
@@ -389,9 +395,11 @@ class _Connection:
         self._proxy.received_bytes += size
         return bytes(body)
 
-    async def _answer(self, request: Request, status: int, body: bytes) -> None:
+    async def _answer(self, request: Request, status: int, body: bytes, *, extra: str = "") -> None:
         request.status = status
-        head = f"HTTP/1.1 {status} Canned\r\nContent-Type: application/xml\r\nContent-Length: {len(body)}\r\n\r\n"
+        head = (
+            f"HTTP/1.1 {status} Canned\r\nContent-Type: application/xml\r\n{extra}Content-Length: {len(body)}\r\n\r\n"
+        )
         self._writer.write(head.encode() + (b"" if request.method == "HEAD" else body))
         await self._writer.drain()
 

@@ -37,7 +37,14 @@ def crc32c(data: "Buffer", previous: int = 0) -> int:
 
 def region_checksum(region: Region, chunk_bytes: int = CHUNK_BYTES) -> int:
     """CRC64NVME of a region. FILE_CHANGED or FILE_MISSING if the file is not what was staged, before or after."""
-    return _fold(region, crc64nvme, chunk_bytes)
+    value = 0
+
+    def update(data: memoryview) -> None:
+        nonlocal value
+        value = crc64nvme(data, value)
+
+    _read(region, update, chunk_bytes)
+    return value
 
 
 def check_region(region: Region, checksum: int) -> None:
@@ -54,9 +61,20 @@ def require_checksum(region: Region, found: int, expected: int) -> None:
         )
 
 
-def region_crc32c(region: Region, chunk_bytes: int = CHUNK_BYTES) -> int:
-    """CRC32C of a region, for stores that check only this one. Errors as `region_checksum`."""
-    return _fold(region, crc32c, chunk_bytes)
+def region_crc32c(region: Region, checksum: int, chunk_bytes: int = CHUNK_BYTES) -> int:
+    """CRC32C of a region, for stores that check only this one, of the very bytes whose CRC64NVME is `checksum`.
+
+    Errors as `check_region`.
+    """
+    found = value = 0
+
+    def update(data: memoryview) -> None:
+        nonlocal found, value
+        found, value = crc64nvme(data, found), crc32c(data, value)
+
+    _read(region, update, chunk_bytes)
+    require_checksum(region, found, checksum)
+    return value
 
 
 def region_sha256(region: Region, chunk_bytes: int = CHUNK_BYTES) -> str:
@@ -71,17 +89,6 @@ def region_md5(region: Region, chunk_bytes: int = CHUNK_BYTES) -> str:
     digest = hashlib.md5(usedforsecurity=False)
     _read(region, digest.update, chunk_bytes)
     return digest.hexdigest()
-
-
-def _fold(region: Region, function: Callable[["Buffer", int], int], chunk_bytes: int) -> int:
-    value = 0
-
-    def update(data: memoryview) -> None:
-        nonlocal value
-        value = function(data, value)
-
-    _read(region, update, chunk_bytes)
-    return value
 
 
 def _read(region: Region, update: Callable[[memoryview], None], chunk_bytes: int) -> None:

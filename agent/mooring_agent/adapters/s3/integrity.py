@@ -22,7 +22,7 @@ def declare_region(integrity: str, region: Region, checksum: int) -> tuple[str, 
         case "crc64nvme":
             return UNSIGNED_PAYLOAD, {"ChecksumCRC64NVME": _encode(checksum, 8)}
         case "crc32c":
-            return UNSIGNED_PAYLOAD, {"ChecksumCRC32C": _encode(region_crc32c(region), 4)}
+            return UNSIGNED_PAYLOAD, {"ChecksumCRC32C": _encode(region_crc32c(region, checksum), 4)}
         case "none":
             return UNSIGNED_PAYLOAD, {}
         case _:

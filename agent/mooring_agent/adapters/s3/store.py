@@ -32,6 +32,8 @@ from mooring_agent.ports import ObjectInfo, PartInfo, StoreCapabilities, UploadI
 logger = structlog.get_logger(__name__)
 
 _THREADS: Final = 4
+_REFUSALS: Final = frozenset({ErrorKind.CORRUPTED_IN_TRANSIT, ErrorKind.REQUEST_REFUSED})
+"""How stores refuse a body that has not the checksum it was announced with."""
 _GET_PIECE_BYTES: Final = 256 * 1024
 
 
@@ -106,15 +108,17 @@ class S3Store:
     async def put_bytes(self, key: str, body: bytearray, checksum: int) -> str:
         signature, integrity = await self._run(declare_body, self.capabilities.integrity, body, checksum)
         async with self._request("PutObject", key) as silence:
+            sending = self._transfer.bytes_body(body, payload_signature=signature, silence=silence)
             answer = await self._client.put_object(
                 Bucket=self._bucket,
                 Key=self._prefix + key,
-                Body=self._transfer.bytes_body(body, payload_signature=signature, silence=silence),
+                Body=sending,
                 **integrity,
                 **self._write_arguments,
                 **self._file_arguments,
             )
-            return _written(answer)
+        self._check_sent(sending, "PutObject", key)
+        return _written(answer)
 
     async def create_upload(self, key: str) -> str:
         async with self._request("CreateMultipartUpload", key):
@@ -340,15 +344,23 @@ class S3Store:
                         store_verifies=self.capabilities.integrity in CHECKSUM_ALGORITHMS,
                     )
                     yield body, integrity
-                assert not body.failure, "the store accepted a body that was never sent whole"
+                if body.failure:
+                    raise body.failure
+                self._check_sent(body, operation, key)
             except StoreError as error:
                 if body and body.failure:
                     raise body.failure from error
-                if error.kind is ErrorKind.CORRUPTED_IN_TRANSIT:
+                if error.kind in _REFUSALS:
                     await self._run(check_region, region, checksum)
                 raise
         finally:
             await asyncio.shield(self._run(file.close))
+
+    def _check_sent(self, body: Body, operation: str, key: str) -> None:
+        if not body.sent_whole:
+            raise StoreError(
+                ErrorKind.STORE_FAILED, f"{operation} {self._place(key)}: answered before it had the whole body"
+            )
 
     async def _run(self, function: Any, *arguments: Any) -> Any:
         return await asyncio.get_running_loop().run_in_executor(self._executor, function, *arguments)

@@ -8,6 +8,7 @@ store completes a body that was not verified; the event loop never waits for a d
 """
 
 import asyncio
+import errno
 import os
 import socket
 import threading
@@ -27,15 +28,17 @@ PIECE_BYTES: Final = 256 * 1024
 """It stays in a core's cache between the copy from the page cache, the checksum and the copy into the socket."""
 
 _TURN_BYTES: Final = 4 * PIECE_BYTES
-_EXTENT_BYTES: Final = 4 * 1024 * 1024
-"""What the kernel is asked to send at once: a thread needs the interpreter's lock between two."""
+_BURST_BYTES: Final = 8 * 1024 * 1024
+"""What a thread has the kernel send before others have their turn, and before we say that something moved."""
+_NO_SENDFILE: Final = frozenset({errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP})
 
 
 class FileBody:
     """The body of an upload.
 
     To botocore it looks like a file; `payload_signature` is what the signer puts into x-amz-content-sha256 for it.
-    `failure` is why the region could not be sent: the HTTP library knows only that the connection broke.
+    `failure` is why the region could not be sent: the HTTP library knows only that the connection broke. `sent_whole`:
+    its last piece was handed out.
     """
 
     def __init__(
@@ -57,6 +60,7 @@ class FileBody:
         """
         self.payload_signature = payload_signature
         self.failure: MooringError | None = None
+        self.sent_whole = False
         self.store_verifies = store_verifies
         self._executor = executor
         self._silence = silence
@@ -101,6 +105,7 @@ class FileBody:
                     await asyncio.get_running_loop().run_in_executor(self._executor, self._file.check)
                     if not self.store_verifies:
                         require_checksum(self._region, checksum, self._checksum)
+                    self.sent_whole = True
                 elif position % _TURN_BYTES == 0:
                     await asyncio.sleep(0)
                 if self._limiter.bytes_per_second:
@@ -116,19 +121,23 @@ class FileBody:
     async def send(self, connection: socket.socket, writable: Callable[[], Awaitable[None]]) -> int:
         """Have the kernel send all but the last piece to a socket that does not block; returns how many bytes that is.
 
-        VolumeError if the file ends early; OSError if the connection broke. `connection` may be closed at once: threads
-        use a duplicate. The last piece is the caller's: an answer may come before a thread has said that it is done.
+        Fewer, and perhaps none, where it will not for this file. VolumeError if the file ends early; OSError if the
+        connection broke. `connection` may be closed at once: threads use a duplicate. The last piece is the caller's:
+        an answer may come before a thread has said that it is done.
         """
         assert self.store_verifies
-        end = max(0, self._region.size_bytes - PIECE_BYTES)
+        end = self._region.size_bytes - PIECE_BYTES
+        if end <= 0:
+            return 0
         outlet = _Outlet(self._file, connection)
         position = 0
         try:
-            while position < end:
-                extent = min(end - position, PIECE_BYTES) if self._limiter.bytes_per_second else end - position
-                if self._limiter.bytes_per_second:
-                    await self._wait_for_turn(extent)
-                position += await self._send_extent(outlet, position, extent, writable)
+            while position < end and not outlet.refused:
+                limited = self._limiter.bytes_per_second
+                size_bytes = min(end - position, PIECE_BYTES if limited else _BURST_BYTES)
+                if limited:
+                    await self._wait_for_turn(size_bytes)
+                position += await self._send_burst(outlet, position, size_bytes, writable)
         except MooringError as error:
             self.failure = error
             raise
@@ -136,18 +145,18 @@ class FileBody:
             self._executor.submit(outlet.close)
         return position
 
-    async def _send_extent(
+    async def _send_burst(
         self, outlet: "_Outlet", position: int, size_bytes: int, writable: Callable[[], Awaitable[None]]
     ) -> int:
         sent = 0
-        while sent < size_bytes:
+        while sent < size_bytes and not outlet.refused:
             sent += await asyncio.get_running_loop().run_in_executor(
                 self._executor, outlet.send, position + sent, size_bytes - sent
             )
             self._moved()
-            if sent < size_bytes:
+            if sent < size_bytes and not outlet.refused:
                 await writable()
-        return size_bytes
+        return sent
 
     def _moved(self) -> None:
         """Something left."""
@@ -173,6 +182,8 @@ class _Outlet:
     """A file and the socket that it goes to, for worker threads; the socket is a duplicate of its own."""
 
     def __init__(self, file: RegionFile, connection: socket.socket) -> None:
+        self.refused = False
+        """Some filesystems, and some sandboxes, have no sendfile."""
         self._file = file
         self._connection = connection.dup()
         self._lock = threading.Lock()
@@ -182,8 +193,13 @@ class _Outlet:
         sent = 0
         with self._lock:
             while sent < size_bytes:
-                extent = min(size_bytes - sent, _EXTENT_BYTES)
-                count = self._file.send(position + sent, extent, self._connection.fileno())
+                try:
+                    count = self._file.send(position + sent, size_bytes - sent, self._connection.fileno())
+                except OSError as error:
+                    self.refused = error.errno in _NO_SENDFILE
+                    if not self.refused:
+                        raise
+                    break
                 if not count:
                     break
                 sent += count

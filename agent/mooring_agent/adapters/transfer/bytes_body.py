@@ -23,6 +23,7 @@ class BytesBody:
     """
 
     failure: MooringError | None = None
+    sent_whole = False
 
     def __init__(self, data: bytearray, *, limiter: RateLimiter, payload_signature: str, silence: Silence) -> None:
         self.payload_signature = payload_signature
@@ -55,5 +56,6 @@ class BytesBody:
                 self._silence.allowed()
                 await self._limiter.take(len(piece))
                 self._silence.broken()
+            self.sent_whole = end == len(self._data)
             yield piece
             self._silence.broken()

@@ -30,6 +30,7 @@ class Body(Protocol):
     """What aiobotocore is given to send. `failure` is why it could not be sent, where that is not the connection."""
 
     failure: MooringError | None
+    sent_whole: bool
     payload_signature: str
 
 

@@ -24,8 +24,12 @@ class Sink:
     """
 
     def __init__(self, descriptor: int, offset_bytes: int) -> None:
+        """VolumeError if this process may open no more files."""
         self._lock = threading.Lock()
-        self._descriptor = os.dup(descriptor)
+        try:
+            self._descriptor = os.dup(descriptor)
+        except OSError as error:
+            raise volume_error(error, "write the file being restored") from error
         self._direct = bool(fcntl.fcntl(descriptor, fcntl.F_GETFL) & os.O_DIRECT)
         self._cached = -1 if self._direct else self._descriptor
         self._offset = offset_bytes
