@@ -105,11 +105,11 @@ class FileBody:
                     await asyncio.get_running_loop().run_in_executor(self._executor, self._file.check)
                     if not self.store_verifies:
                         require_checksum(self._region, checksum, self._checksum)
-                    self.sent_whole = True
                 elif position % _TURN_BYTES == 0:
                     await asyncio.sleep(0)
                 if self._limiter.bytes_per_second:
                     await self._wait_for_turn(len(piece))
+                self.sent_whole = position == size_bytes
                 yield piece
                 self._moved()
         except MooringError as error:
