@@ -1,6 +1,8 @@
 """The certificate that the webhook serves with, and its change while it serves.
 
-Owns the TLS context. A pair of files that does not fit together is left alone and said: the one before it still serves.
+Owns the TLS contexts: one that listens, and for each pair of files a new one that its connections are handed on to. To
+load a pair into a context that serves is two steps, and a connection that begins between them has a certificate without
+its key. A pair of files that does not fit together is left alone and said: the one before it still serves.
 """
 
 import asyncio
@@ -28,6 +30,8 @@ class ServingCertificate:
         self._folder = folder
         self._loaded: tuple[bytes, bytes] | None = None
         self.context = _context()
+        self.context.sni_callback = self._hand_on
+        self._serving: ssl.SSLContext | None = None
         self.expires_at: datetime | None = None
 
     def load(self) -> bool:
@@ -37,19 +41,18 @@ class ServingCertificate:
             found = (certificate.read_bytes(), key.read_bytes())
             if found == self._loaded:
                 return False
-            # First into one that nobody uses: half of a change must not take down what serves.
-            _context().load_cert_chain(certificate, key)
+            fresh = _context()
+            fresh.load_cert_chain(certificate, key)
             if found != (certificate.read_bytes(), key.read_bytes()):
                 return False  # it is changing just now; the next look takes it
             expires_at = x509.load_pem_x509_certificate(found[0]).not_valid_after_utc
-            self.context.load_cert_chain(certificate, key)
         except (OSError, ValueError) as error:
             raise MooringError(
                 ErrorKind.BAD_CONFIGURATION,
                 f"no certificate to serve with in {self._folder}: {error}",
                 hint=f"put {CERTIFICATE_FILE} and {KEY_FILE} there, in PEM, or use --self-managed",
             ) from error
-        self._loaded, self.expires_at = found, expires_at
+        self._serving, self._loaded, self.expires_at = fresh, found, expires_at
         log.info("certificate.loaded", expires_at=expires_at.isoformat())
         return True
 
@@ -61,6 +64,11 @@ class ServingCertificate:
                 await asyncio.to_thread(self.load)
             except MooringError as error:
                 log.error("certificate.unusable", error=str(error), hint=error.hint)
+
+    def _hand_on(self, connection: ssl.SSLSocket | ssl.SSLObject, _name: str | None, _listener: ssl.SSLContext) -> None:
+        """With each ClientHello, whether it names a server or not."""
+        if self._serving is not None:
+            connection.context = self._serving
 
     def seconds_left(self) -> float:
         """Until it expires; negative when it has."""
