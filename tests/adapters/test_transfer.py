@@ -189,14 +189,15 @@ async def test_a_disk_that_is_slower_than_the_wire_is_no_silence(
     verifying_bucket: Bucket, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What the kernel sends of it at a time takes less than the store's time-out, all of it more."""
-    region = region_of(make_file(tmp_path / "file", 40 * MIB))
+    region = region_of(make_file(tmp_path / "file", 80 * MIB))
     really_send = os.sendfile
 
     def send_slowly(connection: int, file: int, offset: int, size: int) -> int:
-        time.sleep(0.1)
+        time.sleep(0.125)
         return really_send(connection, file, offset, min(size, MIB))
 
-    settings = verifying_bucket.settings(connect_timeout_seconds=0.5, read_timeout_seconds=2.0)
+    # A burst takes a second, all of them ten: between both is room for a busy machine.
+    settings = verifying_bucket.settings(connect_timeout_seconds=2.0, read_timeout_seconds=6.0)
     async with open_store(settings) as store:
         await store.probe()
         monkeypatch.setattr(os, "sendfile", send_slowly)
