@@ -17,9 +17,10 @@ from mooring_agent.adapters.checksum import CHUNK_BYTES, crc64nvme
 from mooring_agent.adapters.object_directory import ObjectDirectory, identity, opened, write_all
 from mooring_agent.adapters.rate_limit import RateLimiter
 from mooring_agent.adapters.region_file import RegionFile
-from mooring_agent.adapters.transfer.body import PIECE_BYTES, FileBody
+from mooring_agent.adapters.transfer.body import FileBody
 from mooring_agent.adapters.transfer.buffers import BufferPool
 from mooring_agent.adapters.transfer.sink import Sink
+from mooring_agent.adapters.transfer.upload_body import PIECE_BYTES
 from mooring_agent.core.errors import ErrorKind, MooringError, StoreError
 from mooring_agent.core.model import Region
 from mooring_agent.core.object_layout import PROBE_PREFIX

@@ -6,6 +6,7 @@ that the store checks, the payload itself need not be. Functions that read the f
 
 import base64
 import hashlib
+from collections.abc import Callable
 from typing import Final
 
 from mooring_agent.adapters.checksum import crc32c, crc64nvme, region_crc32c, region_sha256
@@ -18,30 +19,29 @@ CHECKSUM_ALGORITHMS: Final = {"crc64nvme": "CRC64NVME", "crc32c": "CRC32C"}
 
 def declare_region(integrity: str, region: Region, checksum: int) -> tuple[str, dict[str, str]]:
     """(x-amz-content-sha256, arguments of the request) for a region whose CRC64NVME is `checksum`."""
-    match integrity:
-        case "crc64nvme":
-            return UNSIGNED_PAYLOAD, {"ChecksumCRC64NVME": _encode(checksum, 8)}
-        case "crc32c":
-            return UNSIGNED_PAYLOAD, {"ChecksumCRC32C": _encode(region_crc32c(region, checksum), 4)}
-        case "none":
-            return UNSIGNED_PAYLOAD, {}
-        case _:
-            assert integrity == "sha256", integrity
-            return region_sha256(region), {}
+    return _declare(
+        integrity, checksum, crc32c=lambda: region_crc32c(region, checksum), sha256=lambda: region_sha256(region)
+    )
 
 
 def declare_body(integrity: str, body: bytearray, checksum: int) -> tuple[str, dict[str, str]]:
     """As `declare_region`, for bytes in memory."""
+    return _declare(integrity, checksum, crc32c=lambda: crc32c(body), sha256=lambda: hashlib.sha256(body).hexdigest())
+
+
+def _declare(
+    integrity: str, checksum: int, *, crc32c: Callable[[], int], sha256: Callable[[], str]
+) -> tuple[str, dict[str, str]]:
     match integrity:
         case "crc64nvme":
             return UNSIGNED_PAYLOAD, {"ChecksumCRC64NVME": _encode(checksum, 8)}
         case "crc32c":
-            return UNSIGNED_PAYLOAD, {"ChecksumCRC32C": _encode(crc32c(body), 4)}
+            return UNSIGNED_PAYLOAD, {"ChecksumCRC32C": _encode(crc32c(), 4)}
         case "none":
             return UNSIGNED_PAYLOAD, {}
         case _:
             assert integrity == "sha256", integrity
-            return hashlib.sha256(body).hexdigest(), {}
+            return sha256(), {}
 
 
 def declare_upload(integrity: str) -> dict[str, str]:

@@ -9,37 +9,28 @@ store completes a body that was not verified; the event loop never waits for a d
 
 import asyncio
 import errno
-import os
 import socket
 import threading
 from collections.abc import AsyncIterator, Awaitable, Callable
 from concurrent.futures import Executor
-from typing import Final, NoReturn
+from typing import Final
 
 from mooring_agent.adapters.checksum import crc64nvme, require_checksum
 from mooring_agent.adapters.rate_limit import RateLimiter
 from mooring_agent.adapters.region_file import RegionFile
 from mooring_agent.adapters.transfer.buffers import BufferPool
 from mooring_agent.adapters.transfer.silence import Silence
+from mooring_agent.adapters.transfer.upload_body import PIECE_BYTES, TURN_BYTES, UploadBody
 from mooring_agent.core.errors import MooringError
 from mooring_agent.core.model import Region
 
-PIECE_BYTES: Final = 256 * 1024
-"""It stays in a core's cache between the copy from the page cache, the checksum and the copy into the socket."""
-
-_TURN_BYTES: Final = 4 * PIECE_BYTES
 _BURST_BYTES: Final = 8 * 1024 * 1024
 """What a thread has the kernel send before others have their turn, and before we say that something moved."""
 _NO_SENDFILE: Final = frozenset({errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP})
 
 
-class FileBody:
-    """The body of an upload.
-
-    To botocore it looks like a file; `payload_signature` is what the signer puts into x-amz-content-sha256 for it.
-    `failure` is why the region could not be sent: the HTTP library knows only that the connection broke. `sent_whole`:
-    its last piece was handed out.
-    """
+class FileBody(UploadBody):
+    """The body of an upload that is a region of a file."""
 
     def __init__(
         self,
@@ -58,38 +49,19 @@ class FileBody:
 
         `store_verifies`: it was seen to refuse a body that has not the checksum it was told.
         """
-        self.payload_signature = payload_signature
-        self.failure: MooringError | None = None
-        self.sent_whole = False
+        super().__init__(region.size_bytes, limiter=limiter, payload_signature=payload_signature, silence=silence)
         self.store_verifies = store_verifies
         self._executor = executor
-        self._silence = silence
         self._file = file
         self._region = region
         self._checksum = checksum
         self._buffers = buffers
-        self._limiter = limiter
-
-    def __len__(self) -> int:
-        return self._region.size_bytes
-
-    def read(self, size: int = -1) -> NoReturn:
-        raise AssertionError("a region is never read on the event loop")
-
-    def tell(self) -> int:
-        return 0
-
-    def seek(self, position: int, whence: int = os.SEEK_SET) -> int:
-        """Every sending starts at the first byte: there is nothing to rewind."""
-        assert (position, whence) == (0, os.SEEK_SET)
-        return 0
 
     async def pieces(self, start: int = 0) -> AsyncIterator[memoryview]:
         """The region's bytes from `start` on, in order; VolumeError instead of the last piece if the file changed.
 
         Unless the store looks itself, it did if the checksum of its bytes is not what was announced. A piece is
-        overwritten by the next one: whoever asks for that one must be done with it. Before some of them others have
-        their turn on the event loop.
+        overwritten by the next one: whoever asks for that one must be done with it.
         """
         buffer = self._buffers.take()
         size_bytes = self._region.size_bytes
@@ -105,10 +77,9 @@ class FileBody:
                     await asyncio.get_running_loop().run_in_executor(self._executor, self._file.check)
                     if not self.store_verifies:
                         require_checksum(self._region, checksum, self._checksum)
-                elif position % _TURN_BYTES == 0:
+                elif position % TURN_BYTES == 0:
                     await asyncio.sleep(0)
-                if self._limiter.bytes_per_second:
-                    await self._wait_for_turn(len(piece))
+                await self._wait_for_turn(len(piece))
                 self.sent_whole = position == size_bytes
                 yield piece
                 self._moved()
@@ -135,8 +106,7 @@ class FileBody:
             while position < end and not outlet.refused:
                 limited = self._limiter.bytes_per_second
                 size_bytes = min(end - position, PIECE_BYTES if limited else _BURST_BYTES)
-                if limited:
-                    await self._wait_for_turn(size_bytes)
+                await self._wait_for_turn(size_bytes)
                 position += await self._send_burst(outlet, position, size_bytes, writable)
         except MooringError as error:
             self.failure = error
@@ -158,11 +128,6 @@ class FileBody:
                 await writable()
         return sent
 
-    def _moved(self) -> None:
-        """Something left."""
-        if self._silence:
-            self._silence.broken()
-
     async def _read(self, position: int, piece: memoryview) -> None:
         # What the checksum pass brought into the page cache is copied here and now: a thread and back costs more.
         count = self._file.read_cached(position, piece)
@@ -170,12 +135,6 @@ class FileBody:
             await asyncio.get_running_loop().run_in_executor(
                 self._executor, self._file.read_into, position + count, piece[count:]
             )
-
-    async def _wait_for_turn(self, size_bytes: int) -> None:
-        if self._silence:
-            self._silence.allowed()
-        await self._limiter.take(size_bytes)
-        self._moved()
 
 
 class _Outlet:

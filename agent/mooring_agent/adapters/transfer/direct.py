@@ -12,18 +12,19 @@ from aiohttp.payload import PAYLOAD_REGISTRY
 
 from mooring_agent.adapters.rate_limit import RateLimiter
 from mooring_agent.adapters.region_file import RegionFile
-from mooring_agent.adapters.transfer.body import PIECE_BYTES, FileBody
+from mooring_agent.adapters.transfer.body import FileBody
 from mooring_agent.adapters.transfer.buffers import BufferPool
 from mooring_agent.adapters.transfer.bytes_body import BytesBody
 from mooring_agent.adapters.transfer.receiving import download
-from mooring_agent.adapters.transfer.sending import FilePayload
+from mooring_agent.adapters.transfer.sending import BodyPayload
 from mooring_agent.adapters.transfer.silence import Silence
+from mooring_agent.adapters.transfer.upload_body import PIECE_BYTES, UploadBody
 from mooring_agent.core.errors import MooringError
 from mooring_agent.core.model import Region
 
 _INCOMING_BYTES: Final = 2 * 1024 * 1024
 
-PAYLOAD_REGISTRY.register(FilePayload, (FileBody, BytesBody))
+PAYLOAD_REGISTRY.register(BodyPayload, UploadBody)
 
 
 class Body(Protocol):

@@ -124,8 +124,11 @@ class _Receiver(asyncio.BufferedProtocol):
             self._buffers.give_back(buffer)
 
     def abort(self) -> None:
-        """The connection is of no use any more; nor are the buffers, which a thread may still read."""
-        if self._transport is not None and self._handler is not None:
+        """The connection is of no use any more; nor are the buffers, which a thread may still read.
+
+        Unless aiohttp saw the end of a short body: then it is somebody else's already.
+        """
+        if self._transport is not None and self._handler is not None and not self._stream.is_eof():
             self._transport.set_protocol(self._handler)
             self._transport.abort()
 

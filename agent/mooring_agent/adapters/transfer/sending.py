@@ -1,4 +1,4 @@
-"""How aiohttp sends a FileBody or a BytesBody: from our memory into the socket, with no object of the interpreter.
+"""How aiohttp sends an UploadBody: from our memory into the socket, with no object of the interpreter.
 
 aiobotocore and aiohttp keep signing, connections, headers, 100-continue, answers and errors. Without TLS the bytes go
 to the connection's socket directly: a transport copies what the kernel does not take at once. With TLS they go through
@@ -17,16 +17,16 @@ from aiohttp.http_writer import StreamWriter
 from aiohttp.payload import Payload
 
 from mooring_agent.adapters.transfer.body import FileBody
-from mooring_agent.adapters.transfer.bytes_body import BytesBody
+from mooring_agent.adapters.transfer.upload_body import UploadBody
 
 
-class FilePayload(Payload):
-    """Writes a FileBody or a BytesBody to a connection."""
+class BodyPayload(Payload):
+    """Writes an UploadBody to a connection."""
 
-    _value: FileBody | BytesBody
+    _value: UploadBody
     _autoclose = True
 
-    def __init__(self, value: FileBody | BytesBody, *arguments: object, **options: object) -> None:
+    def __init__(self, value: UploadBody, *arguments: object, **options: object) -> None:
         super().__init__(value, *arguments, **options)  # type: ignore[arg-type]
         self._size = len(value)
 
@@ -54,7 +54,7 @@ class FilePayload(Payload):
             raise
 
 
-async def _send_plain(body: FileBody | BytesBody, writer: StreamWriter, transport: asyncio.WriteTransport) -> None:
+async def _send_plain(body: UploadBody, writer: StreamWriter, transport: asyncio.WriteTransport) -> None:
     # The headers are on their way, and nothing of the transport's is left that our bytes could overtake.
     transport.set_write_buffer_limits(high=0)
     writer.send_headers()
@@ -88,7 +88,7 @@ async def _until_writable(connection: socket.socket) -> None:
         loop.remove_writer(connection)
 
 
-async def _send_encrypted(body: FileBody | BytesBody, writer: StreamWriter, transport: asyncio.WriteTransport) -> None:
+async def _send_encrypted(body: UploadBody, writer: StreamWriter, transport: asyncio.WriteTransport) -> None:
     # `drain` waits until nothing is left. With a limit of 0 asyncio's TLS would pause an empty buffer, for ever.
     transport.set_write_buffer_limits(high=1, low=0)
     async for piece in body.pieces():
