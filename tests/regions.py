@@ -1,9 +1,11 @@
-"""Files with known bytes, and regions of them as the core would name them."""
+"""Files with known bytes, regions of them as the core would name them, and what a trainer does to them meanwhile."""
 
+import os
 import random
 from pathlib import Path
 
 from mooring_agent.adapters.checksum import region_checksum
+from mooring_agent.adapters.transfer.upload_body import PIECE_BYTES
 from mooring_agent.core.model import Fingerprint, Region
 
 
@@ -30,3 +32,17 @@ def parts_of(path: Path, part_size_bytes: int) -> list[tuple[Region, int]]:
         region_of(path, offset, min(part_size_bytes, size - offset)) for offset in range(0, size, part_size_bytes)
     ]
     return [(region, region_checksum(region)) for region in regions]
+
+
+def truncate(path: Path) -> None:
+    os.truncate(path, PIECE_BYTES)
+
+
+def rewrite(path: Path) -> None:
+    with path.open("r+b") as file:
+        file.seek(-10, os.SEEK_END)
+        file.write(b"0123456789")
+
+
+def touch(path: Path) -> None:
+    os.utime(path, ns=(0, 0))

@@ -1,7 +1,6 @@
 """A real S3 server behind a proxy that breaks things, and one that is told the wrong things."""
 
 import asyncio
-import contextlib
 import datetime
 import tempfile
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
@@ -11,6 +10,7 @@ from pathlib import Path
 
 import botocore.auth
 import pytest
+from tests.harness.open_files import open_files
 from tests.harness.plain_transfer import PlainTransfer
 from tests.regions import make_file, region_of
 from tests.servers.ceph import CephServer
@@ -403,7 +403,7 @@ async def test_a_cancelled_upload_leaves_no_descriptor_open(
     with pytest.raises(asyncio.CancelledError):
         await sending
 
-    assert Path(region.path) not in _open_files()
+    assert Path(region.path) not in open_files()
 
 
 async def test_a_bit_flipped_on_the_way_is_refused_by_a_store_that_checks_the_signed_payload(
@@ -517,14 +517,6 @@ async def test_settings_of_objects_reach_the_store(
 async def _get_into(store: ObjectStore, key: str, size_bytes: int, etag: str) -> None:
     with tempfile.TemporaryFile() as into:
         await store.get_into(key, offset_bytes=0, size_bytes=size_bytes, etag=etag, descriptor=into.fileno())
-
-
-def _open_files() -> list[Path]:
-    found = []
-    for link in Path("/proc/self/fd").iterdir():
-        with contextlib.suppress(FileNotFoundError):  # other threads close theirs meanwhile
-            found.append(link.readlink())
-    return found
 
 
 async def _first(store: ObjectStore) -> None:

@@ -1,27 +1,22 @@
-"""How a file's bytes leave and arrive: verified, bounded in memory, over HTTP and TLS, on either event loop."""
+"""How a file's bytes leave: verified, bounded by the cap, and closed behind whoever is cancelled."""
 
 import asyncio
-import contextlib
 import errno
-import hashlib
 import os
 import threading
 import time
-import tracemalloc
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
-import uvloop
-from tests.regions import make_file, region_of
+from tests.harness.open_files import until_open
+from tests.regions import make_file, region_of, rewrite, touch, truncate
 from tests.servers.fault_proxy import Fault, FaultProxy, Rule
-from tests.servers.rclone import RcloneServer
 from tests.servers.server import Bucket
-from tests.servers.tls import Certificate
 
-from mooring_agent.adapters.checksum import crc64nvme, region_checksum, region_crc32c, region_md5, region_sha256
+from mooring_agent.adapters.checksum import crc64nvme, region_checksum
 from mooring_agent.adapters.open_store import open_store
 from mooring_agent.adapters.rate_limit import RateLimiter
 from mooring_agent.adapters.region_file import RegionFile
@@ -54,20 +49,6 @@ def body_of(region: Region, executor: ThreadPoolExecutor, limiter: RateLimiter |
         executor=executor,
         limiter=limiter or RateLimiter(),
     )
-
-
-def truncate(path: Path) -> None:
-    os.truncate(path, PIECE_BYTES)
-
-
-def rewrite(path: Path) -> None:
-    with path.open("r+b") as file:
-        file.seek(-10, os.SEEK_END)
-        file.write(b"0123456789")
-
-
-def touch(path: Path) -> None:
-    os.utime(path, ns=(0, 0))
 
 
 @pytest.mark.parametrize("change", [truncate, rewrite, touch])
@@ -234,72 +215,6 @@ async def test_a_file_that_is_rewritten_in_secret_on_its_way_is_not_stored(
         assert [info.key async for info in store.list("") if "rclone_temp" not in info.key] == []
 
 
-@pytest.mark.parametrize("run", [asyncio.run, uvloop.run])
-@pytest.mark.parametrize("secure", [False, True])
-@pytest.mark.parametrize("integrity", ["sha256", "crc64nvme"])
-def test_a_connection_serves_one_part_after_another(
-    integrity: str,
-    secure: bool,
-    run: Callable[[Coroutine[Any, Any, None]], None],
-    rclone_bucket: Bucket,
-    rclone_server: RcloneServer,
-    certificate: Certificate,
-    tmp_path: Path,
-) -> None:
-    """A handshake for each part costs as much as sending a megabyte, and over TLS ten."""
-    region = region_of(make_file(tmp_path / "file", 3 * MIB + 5))
-    checksum = region_checksum(region)
-    proxy = FaultProxy(rclone_server.port, certificate=certificate if secure else None)
-    proxy.start()
-
-    async def there_and_back() -> None:
-        settings = rclone_bucket.settings(
-            endpoint_url=proxy.endpoint_url, ca_bundle=str(certificate.certificate) if secure else ""
-        )
-        async with open_store(settings) as store:
-            store.capabilities = StoreCapabilities(conditional_put=False, integrity=integrity)
-            for _ in range(10):
-                etag = await store.put_region("a", region, checksum)
-            with (tmp_path / "into").open("wb") as into:
-                for _ in range(10):
-                    assert checksum == await store.get_into(
-                        "a", offset_bytes=0, size_bytes=region.size_bytes, etag=etag, descriptor=into.fileno()
-                    )
-
-    try:
-        run(there_and_back())
-        assert proxy.connections == 1
-    finally:
-        proxy.stop()
-
-
-@pytest.mark.parametrize("size_bytes", [1, 4095, 4096, 2 * MIB, 4 * MIB + 1])
-@pytest.mark.parametrize("server", ["rclone", "rclone_tls", "filesystem"])
-async def test_what_is_written_past_the_page_cache_is_what_was_stored(
-    server: str, size_bytes: int, request: pytest.FixtureRequest, tmp_path: Path
-) -> None:
-    settings = StoreSettings(destination=f"file://{tmp_path}/destination")
-    if server != "filesystem":
-        settings = request.getfixturevalue(f"{server}_bucket").settings()
-    path = make_file(tmp_path / "file", size_bytes)
-    region = region_of(path)
-    async with open_store(settings) as store:
-        await store.put_region("a", region, region_checksum(region))
-        etag = (await store.head("a")).etag
-        try:
-            descriptor = os.open(tmp_path / "into", os.O_WRONLY | os.O_CREAT | os.O_DIRECT)
-        except OSError:
-            pytest.skip("this filesystem has no O_DIRECT")
-        try:
-            for offset in range(0, size_bytes, MIB):
-                size = min(MIB, size_bytes - offset)
-                await store.get_into("a", offset_bytes=offset, size_bytes=size, etag=etag, descriptor=descriptor)
-        finally:
-            os.close(descriptor)
-
-    assert (tmp_path / "into").read_bytes() == path.read_bytes()
-
-
 @pytest.mark.parametrize(("server", "opened_before"), [("filesystem", 0), ("rclone", 1)])
 async def test_an_upload_that_is_cancelled_while_its_file_is_being_opened_leaves_it_closed(
     server: str,
@@ -341,134 +256,6 @@ async def test_an_upload_that_is_cancelled_while_its_file_is_being_opened_leaves
         await until_open(path, 0)
 
 
-async def test_reads_that_are_cancelled_in_the_queue_leave_no_descriptor(tmp_path: Path) -> None:
-    async with open_store(StoreSettings(destination=f"file://{tmp_path}/destination")) as store:
-        await store.put("a", b"x")  # makes the folder
-        # Whoever opens a pipe to read waits until somebody opens it to write.
-        os.mkfifo(tmp_path / "destination" / "dead")
-        into = tmp_path / "into"
-        with into.open("wb") as file:
-            reading = [
-                asyncio.create_task(
-                    store.get_into("dead", offset_bytes=0, size_bytes=1, etag="", descriptor=file.fileno())
-                )
-                for _ in range(16)
-            ]
-            await asyncio.sleep(0)
-            for task in reading:
-                task.cancel()
-            await asyncio.wait(reading, timeout=WAIT_SECONDS)
-            with (tmp_path / "destination" / "dead").open("r+b", buffering=0):
-                await until_open(into, 1)
-
-
-async def until_open(path: Path, count: int) -> None:
-    async with asyncio.timeout(WAIT_SECONDS):
-        while descriptors_of(path) != count:  # noqa: ASYNC110 - a thread that closes tells nobody
-            await asyncio.sleep(0.005)
-
-
-def descriptors_of(path: Path) -> int:
-    """How often this process has the file open."""
-    count = 0
-    for link in Path("/proc/self/fd").iterdir():
-        with contextlib.suppress(FileNotFoundError):
-            count += link.readlink() == path
-    return count
-
-
-async def _gather(pieces: AsyncIterator[memoryview], into: list[bytes]) -> None:
-    async for piece in pieces:
-        into.append(bytes(piece))
-
-
-async def _until_limited(limiter: RateLimiter) -> None:
-    """Until the first piece is paid for: the request is under way and the second piece waits."""
-    while limiter.bytes_owed == 0:  # noqa: ASYNC110 - a limiter tells nobody
-        await asyncio.sleep(0.005)
-
-
-@pytest.mark.parametrize("server", ["rclone", "rclone_tls"])
-async def test_memory_does_not_grow_with_the_size_of_a_part(
-    server: str, request: pytest.FixtureRequest, tmp_path: Path
-) -> None:
-    bucket: Bucket = request.getfixturevalue(f"{server}_bucket")
-    region = region_of(make_file(tmp_path / "file", 48 * MIB))
-    checksum = region_checksum(region)
-    async with open_store(bucket.settings()) as store:
-        await store.put("warm", b"up")
-        tracemalloc.start()
-        try:
-            await store.put_region("a", region, checksum)
-            etag = (await store.head("a")).etag
-            with (tmp_path / "into").open("wb") as into:
-                received = await store.get_into(
-                    "a", offset_bytes=0, size_bytes=region.size_bytes, etag=etag, descriptor=into.fileno()
-                )
-            _, peak_bytes = tracemalloc.get_traced_memory()
-        finally:
-            tracemalloc.stop()
-
-    assert received == checksum
-    assert peak_bytes < 10 * MIB
-
-
-@pytest.mark.parametrize("server", ["rclone", "rclone_tls"])
-def test_uvloop_sends_and_receives_the_same_bytes(server: str, request: pytest.FixtureRequest, tmp_path: Path) -> None:
-    bucket: Bucket = request.getfixturevalue(f"{server}_bucket")
-    path = make_file(tmp_path / "file", 20 * MIB + 3)
-
-    async def there_and_back() -> None:
-        region = region_of(path)
-        async with open_store(bucket.settings()) as store:
-            await store.put_region("a", region, region_checksum(region))
-            etag = (await store.head("a")).etag
-            descriptor = os.open(tmp_path / "into", os.O_WRONLY | os.O_CREAT)
-            try:
-                await store.get_into(
-                    "a", offset_bytes=0, size_bytes=region.size_bytes, etag=etag, descriptor=descriptor
-                )
-            finally:
-                os.close(descriptor)
-
-    uvloop.run(there_and_back())
-
-    assert (tmp_path / "into").read_bytes() == path.read_bytes()
-
-
-def test_checksums_of_a_region_cover_exactly_its_bytes(tmp_path: Path) -> None:
-    path = make_file(tmp_path / "file", 10_000)
-    region = region_of(path, 1_000, 5_000)
-    content = path.read_bytes()[1_000:6_000]
-
-    assert region_checksum(region, chunk_bytes=777) == crc64nvme(content)
-    assert crc64nvme(content[100:], crc64nvme(content[:100])) == crc64nvme(content)
-    assert region_md5(region, chunk_bytes=777) == hashlib.md5(content).hexdigest()
-    assert region_sha256(region) == hashlib.sha256(content).hexdigest()
-    assert 0 <= region_crc32c(region, region_checksum(region)) < 2**32
-
-
-def test_crc64nvme_is_the_published_one() -> None:
-    assert crc64nvme(b"123456789") == 0xAE8B14860A799888
-
-
-@pytest.mark.parametrize(
-    ("change", "kind"),
-    [(truncate, ErrorKind.FILE_CHANGED), (touch, ErrorKind.FILE_CHANGED), (Path.unlink, ErrorKind.FILE_MISSING)],
-)
-def test_the_checksum_of_another_file_than_was_staged_is_refused(
-    change: Callable[[Path], None], kind: ErrorKind, tmp_path: Path
-) -> None:
-    path = make_file(tmp_path / "file", 3 * PIECE_BYTES)
-    region = region_of(path)
-    change(path)
-
-    with pytest.raises(VolumeError) as caught:
-        region_checksum(region)
-
-    assert caught.value.kind is kind
-
-
 async def test_uploads_keep_to_the_cap(tmp_path: Path) -> None:
     region = region_of(make_file(tmp_path / "file", 8 * MIB))
     settings = StoreSettings(destination=f"file://{tmp_path}/destination")
@@ -503,3 +290,14 @@ async def test_bytes_in_memory_keep_to_the_cap_too(server: str, request: pytest.
 
     # What the last put has taken is paid for by the next.
     assert 7.5 <= now <= 12.1
+
+
+async def _gather(pieces: AsyncIterator[memoryview], into: list[bytes]) -> None:
+    async for piece in pieces:
+        into.append(bytes(piece))
+
+
+async def _until_limited(limiter: RateLimiter) -> None:
+    """Until the first piece is paid for: the request is under way and the second piece waits."""
+    while limiter.bytes_owed == 0:  # noqa: ASYNC110 - a limiter tells nobody
+        await asyncio.sleep(0.005)

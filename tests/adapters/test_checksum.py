@@ -1,0 +1,45 @@
+"""What is summed up of a region, and of which file."""
+
+import hashlib
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from tests.regions import make_file, region_of, touch, truncate
+
+from mooring_agent.adapters.checksum import crc64nvme, region_checksum, region_crc32c, region_md5, region_sha256
+from mooring_agent.adapters.transfer.upload_body import PIECE_BYTES
+from mooring_agent.core.errors import ErrorKind, VolumeError
+
+
+def test_checksums_of_a_region_cover_exactly_its_bytes(tmp_path: Path) -> None:
+    path = make_file(tmp_path / "file", 10_000)
+    region = region_of(path, 1_000, 5_000)
+    content = path.read_bytes()[1_000:6_000]
+
+    assert region_checksum(region, chunk_bytes=777) == crc64nvme(content)
+    assert crc64nvme(content[100:], crc64nvme(content[:100])) == crc64nvme(content)
+    assert region_md5(region, chunk_bytes=777) == hashlib.md5(content).hexdigest()
+    assert region_sha256(region) == hashlib.sha256(content).hexdigest()
+    assert 0 <= region_crc32c(region, region_checksum(region)) < 2**32
+
+
+def test_crc64nvme_is_the_published_one() -> None:
+    assert crc64nvme(b"123456789") == 0xAE8B14860A799888
+
+
+@pytest.mark.parametrize(
+    ("change", "kind"),
+    [(truncate, ErrorKind.FILE_CHANGED), (touch, ErrorKind.FILE_CHANGED), (Path.unlink, ErrorKind.FILE_MISSING)],
+)
+def test_the_checksum_of_another_file_than_was_staged_is_refused(
+    change: Callable[[Path], None], kind: ErrorKind, tmp_path: Path
+) -> None:
+    path = make_file(tmp_path / "file", 3 * PIECE_BYTES)
+    region = region_of(path)
+    change(path)
+
+    with pytest.raises(VolumeError) as caught:
+        region_checksum(region)
+
+    assert caught.value.kind is kind
