@@ -373,10 +373,10 @@ def test_names_that_cannot_be_keys_are_refused(area: LocalStagingArea, checkpoin
 def test_a_refused_hard_link_falls_back_to_a_copy_and_says_so_once(
     volume: Path, area: LocalStagingArea, checkpoint: Path, monkeypatch: pytest.MonkeyPatch, code: int
 ) -> None:
-    def refuse(_self: Path, _source: Path) -> None:
+    def refuse(_source: str, _target: str) -> None:
         raise OSError(code, os.strerror(code))
 
-    monkeypatch.setattr(Path, "hardlink_to", refuse)
+    monkeypatch.setattr(os, "link", refuse)
     with capture_logs() as logs:
         files = area.stage(_request(checkpoint))
     assert all(file.private for file in files)
@@ -414,14 +414,14 @@ def test_a_stage_that_fails_midway_leaves_nothing(
     code: int,
     kind: ErrorKind,
 ) -> None:
-    hardlink_to = Path.hardlink_to
+    link = os.link
 
-    def fail_on_the_last(self: Path, source: Path) -> None:
-        if source.name == "state.json":
+    def fail_on_the_last(source: str, target: str) -> None:
+        if Path(source).name == "state.json":
             raise OSError(code, os.strerror(code))
-        hardlink_to(self, source)
+        link(source, target)
 
-    monkeypatch.setattr(Path, "hardlink_to", fail_on_the_last)
+    monkeypatch.setattr(os, "link", fail_on_the_last)
     assert _refusal(area, _request(checkpoint)).kind is kind
     assert _staged_names(volume) == []
     monkeypatch.undo()
@@ -440,19 +440,20 @@ def test_a_source_replaced_between_opening_and_linking_is_an_error_never_a_mix(
     secret = tmp_path / "outside"
     secret.mkdir()
     (secret / "weights.pt").write_bytes(b"secret")
-    hardlink_to = Path.hardlink_to
+    link = os.link
 
-    def replace_first(self: Path, source: Path) -> None:
-        if source.name == "weights.pt":
+    def replace_first(source: str, target: str) -> None:
+        file = Path(source)
+        if file.name == "weights.pt":
             if swap == "parent":
-                source.parent.rename(tmp_path / "moved")
-                source.parent.symlink_to(secret)
+                file.parent.rename(tmp_path / "moved")
+                file.parent.symlink_to(secret)
             else:
-                source.unlink()
-                source.symlink_to(secret / "weights.pt") if swap == "link" else source.write_bytes(b"other")
-        hardlink_to(self, source)
+                file.unlink()
+                file.symlink_to(secret / "weights.pt") if swap == "link" else file.write_bytes(b"other")
+        link(source, target)
 
-    monkeypatch.setattr(Path, "hardlink_to", replace_first)
+    monkeypatch.setattr(os, "link", replace_first)
     assert _refusal(area, _request(checkpoint)).kind is ErrorKind.FILE_CHANGED
     assert _staged_names(volume) == []
 
@@ -471,10 +472,11 @@ def test_a_folder_swapped_for_a_link_outside_after_the_scan_is_refused(
     (outside / "weights.pt").write_bytes(b"secret")
     pin = pinning.Pinner.pin
 
-    def swap_first(self: pinning.Pinner, source: Path, target: Path, *, private: bool) -> bool:
-        if source.name == "weights.pt":
-            source.parent.rename(tmp_path / "moved")
-            source.parent.symlink_to(outside)
+    def swap_first(self: pinning.Pinner, source: str, target: str, *, private: bool) -> bool:
+        folder, _, name = source.rpartition("/")
+        if name == "weights.pt":
+            Path(folder).rename(tmp_path / "moved")
+            Path(folder).symlink_to(outside)
         return pin(self, source, target, private=private)
 
     monkeypatch.setattr(pinning.Pinner, "pin", swap_first)
@@ -660,7 +662,7 @@ if group:
     (volume / "checkpoint" / "weights").write_bytes(b"weights")
 else:
     (volume / "staged").mkdir()
-    print(Pinner(volume).pin(volume / "checkpoint" / "weights", volume / "staged" / "0", private=False))
+    print(Pinner(volume).pin(f"{volume}/checkpoint/weights", f"{volume}/staged/0", private=False))
     (volume / "checkpoint" / "weights").unlink()
     (volume / "checkpoint").rmdir()
     print((volume / "staged" / "0").read_bytes().decode())

@@ -86,9 +86,7 @@ def _missing_in_dcp(snapshot: DirectorySnapshot, folder: str) -> str:
     if newer:
         return f"{newer} is newer than {metadata.path}"
     # Those of other pods are on volumes of their own.
-    absent = min(
-        (folder + name for name in metadata.names if folder + name not in {file.path for file in here}), default=""
-    )
+    absent = min({folder + name for name in metadata.names} - {file.path for file in here}, default="")
     return f"{absent}, which {metadata.path} names, is not here" if absent else ""
 
 

@@ -18,14 +18,13 @@ def content_signature(volume: Path, source: str) -> str:
     # What cannot be listed, or goes while we look, staging will name.
     for folder, folders, files in os.walk(root):
         folders.sort()
-        for path in (Path(folder, name) for name in (*folders, *sorted(files))):
-            _add(digest, path)
-    _add(digest, root)
+        for name in (*folders, *sorted(files)):
+            _add(digest, f"{folder}/{name}")
+    _add(digest, str(root))
     return digest.hexdigest()
 
 
-def _add(digest: "hashlib.blake2b", path: Path) -> None:
+def _add(digest: "hashlib.blake2b", path: str) -> None:
     with contextlib.suppress(OSError):
-        found = path.lstat()
-        digest.update(os.fsencode(path))
-        digest.update(f"\0{found.st_ino} {found.st_size} {found.st_mtime_ns}\n".encode())
+        found = os.lstat(path)
+        digest.update(b"%b\0%d %d %d\n" % (os.fsencode(path), found.st_ino, found.st_size, found.st_mtime_ns))

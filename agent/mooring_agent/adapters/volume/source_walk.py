@@ -2,7 +2,8 @@
 
 Reads names only, never content. Invariants: nothing is skipped in silence; what cannot be stored is a RequestError that
 names it; a link that stays inside the volume is followed, one that leaves it is refused. A name may move after it was
-resolved: `pinning` checks again what it opens.
+resolved: `pinning` checks again what it opens. Paths of files are strings, and what the folder's listing tells is not
+asked again: a checkpoint can have ten thousand.
 """
 
 import errno
@@ -48,7 +49,7 @@ def resolve_source(volume: Path, source: str) -> Path:
         raise volume_error(error, f"cannot read {source}") from error
 
 
-def resolve_sources(volume: Path, source: str, files: Sequence[str]) -> dict[str, Path]:
+def resolve_sources(volume: Path, source: str, files: Sequence[str]) -> dict[str, str]:
     """Path in the checkpoint -> resolved file, by path. `files` empty: everything below `source`.
 
     `volume` is resolved already. Raises RequestError, and VolumeError for what is missing or unreadable.
@@ -63,11 +64,11 @@ def resolve_sources(volume: Path, source: str, files: Sequence[str]) -> dict[str
                     f"{source} is one file, and {len(files)} files of it were announced",
                     hint="announce the directory that holds the files",
                 )
-            found = {announced.name: _regular(root, announced)}
+            found = {announced.name: _regular(str(root), str(announced))}
         elif files:
             found = {path: _named(volume, root, path) for path in dict.fromkeys(files)}
         else:
-            found = dict(_walk(volume, root, "", (root,)))
+            found = dict(_walk(volume, str(root), "", (str(root),)))
     except OSError as error:
         raise volume_error(error, f"cannot read {error.filename or source}") from error
     for path in found:
@@ -79,22 +80,27 @@ def resolve_sources(volume: Path, source: str, files: Sequence[str]) -> dict[str
     return dict(sorted(found.items()))
 
 
-def _named(volume: Path, root: Path, path: str) -> Path:
+def _named(volume: Path, root: Path, path: str) -> str:
     named = root / check_file_path(path)
-    return _regular(_resolve(volume, named), named)
+    return _regular(str(_resolve(volume, named)), str(named))
 
 
-def _walk(volume: Path, folder: Path, prefix: str, ancestors: tuple[Path, ...]) -> Iterator[tuple[str, Path]]:
+def _walk(volume: Path, folder: str, prefix: str, ancestors: tuple[str, ...]) -> Iterator[tuple[str, str]]:
+    """`folder` and its `ancestors` are resolved."""
+    own = str(volume / STATE_DIRECTORY)
     with os.scandir(folder) as entries:
         for entry in entries:
-            name, path = f"{prefix}{entry.name}", folder / entry.name
+            name, path = prefix + entry.name, entry.path
+            if entry.is_file(follow_symlinks=False):
+                yield name, path
+                continue
             if entry.is_symlink():
-                real = _resolve(volume, path)
-            elif path == volume / STATE_DIRECTORY:
+                real = str(_resolve(volume, Path(path)))
+            elif path == own:
                 raise _reserved(path)
             else:
                 real = path
-            if real.is_dir():
+            if stat.S_ISDIR(os.lstat(real).st_mode):
                 if real in ancestors:
                     raise RequestError(
                         ErrorKind.BAD_REQUEST,
@@ -120,7 +126,7 @@ def _resolve(volume: Path, path: Path) -> Path:
             hint="save into the shared volume, without links that leave it",
         )
     if real.is_relative_to(volume / STATE_DIRECTORY):
-        raise _reserved(real)
+        raise _reserved(str(real))
     return real
 
 
@@ -136,8 +142,8 @@ def _unresolved(path: Path, error: OSError | RuntimeError) -> MooringError:
     return volume_error(error, f"cannot read {path}")
 
 
-def _regular(real: Path, named: Path) -> Path:
-    mode = real.lstat().st_mode
+def _regular(real: str, named: str) -> str:
+    mode = os.lstat(real).st_mode
     if stat.S_ISREG(mode):
         return real
     kind = next((name for test, name in _KINDS if test(mode)), "no regular file")
@@ -146,7 +152,7 @@ def _regular(real: Path, named: Path) -> Path:
     )
 
 
-def _reserved(path: Path) -> RequestError:
+def _reserved(path: str) -> RequestError:
     return RequestError(
         ErrorKind.BAD_REQUEST,
         f"{path} is Mooring's own folder",

@@ -16,8 +16,9 @@ import json
 import os
 import shutil
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from itertools import chain
 from pathlib import Path
 from typing import Any, Final
 
@@ -42,6 +43,8 @@ _FORMAT_VERSION: Final = 1
 _TICK_SECONDS: Final = 0.02
 # A filesystem commits its own journal once for all that wait together: this many wait.
 _SYNC_THREADS: Final = 16
+# A turn of a thread costs as much as a file; many turns even out what is large and what is small.
+_SYNC_TURNS: Final = 16
 
 _log: structlog.typing.FilteringBoundLogger = structlog.get_logger()
 
@@ -76,30 +79,30 @@ class LocalStagingArea:
                 _log.warning("staged_descriptor_unreadable", path=str(descriptor), reason=str(error))
                 descriptor.unlink(missing_ok=True)
         sources = resolve_sources(self._volume, request.source, request.files)
-        announced = resolve_source(self._volume, request.source)
+        announced = str(resolve_source(self._volume, request.source))
         try:
             # What a killed stage left; without a descriptor it is nobody's.
             _remove_tree(folder)
             folders = self._make_folders(folder, sources)
-            private = {
-                path: self._pinner.pin(source, folder / path, private=_is_rewritten(request, source))
+            private = [
+                self._pinner.pin(source, f"{folder}/{path}", private=_is_rewritten(request, source))
                 for path, source in sources.items()
-            }
+            ]
             with ThreadPoolExecutor(_SYNC_THREADS, "stage") as threads:
-                fingerprints = dict(
-                    zip(private, threads.map(_sync_file, [folder / path for path in private]), strict=True)
-                )
+                synced = threads.map(_sync_files, _turns([f"{folder}/{path}" for path in sources]))
+                fingerprints = list(chain.from_iterable(synced))
                 for _ in threads.map(sync_folder, folders):
                     pass
+            pins = folder.relative_to(self._volume).as_posix()
             files = tuple(
                 StagedFile(
                     path=path,
-                    pin=(folder / path).relative_to(self._volume).as_posix(),
-                    fingerprint=fingerprints[path],
-                    private=private[path],
-                    announced=sources[path] == announced,
+                    pin=f"{pins}/{path}",
+                    fingerprint=fingerprint,
+                    private=is_private,
+                    announced=source == announced,
                 )
-                for path in sorted(private)
+                for (path, source), is_private, fingerprint in zip(sources.items(), private, fingerprints, strict=True)
             )
             _let_a_tick_pass(files)
             # Files that were named one by one are judged one by one: others in the folder may change.
@@ -196,7 +199,7 @@ class LocalStagingArea:
     def _save_folder(self, save: str) -> Path:
         return self._root / check_token(save, "save id")
 
-    def _make_folders(self, folder: Path, sources: Mapping[str, Path]) -> list[Path]:
+    def _make_folders(self, folder: Path, sources: Mapping[str, str]) -> list[Path]:
         """Make every folder the pins need; returns those whose entries must reach the disk."""
         leaves = {path.rpartition("/")[0] for path in sources}
         needed = {folder}
@@ -238,9 +241,9 @@ class LocalStagingArea:
         )
 
 
-def _is_rewritten(request: StageRequest, source: Path) -> bool:
+def _is_rewritten(request: StageRequest, source: str) -> bool:
     """Whether its trainer will write to that very inode again."""
-    return request.private or (bool(request.rewritten_inodes) and source.stat().st_ino in request.rewritten_inodes)
+    return request.private or (bool(request.rewritten_inodes) and os.lstat(source).st_ino in request.rewritten_inodes)
 
 
 def _let_a_tick_pass(files: Sequence[StagedFile]) -> None:
@@ -276,14 +279,23 @@ def _descriptor_of(folder: Path) -> Path:
     return folder.with_name(f"{folder.name}.json")
 
 
-def _sync_file(path: Path) -> Fingerprint:
-    """Make a pin durable; returns what it is, which is what was made durable."""
-    descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
-    try:
-        os.fsync(descriptor)
-        return _fingerprint(os.fstat(descriptor))
-    finally:
-        os.close(descriptor)
+def _turns(paths: Sequence[str]) -> Iterator[Sequence[str]]:
+    """All of them, in order, as many as one thread takes at a time."""
+    count = -(-len(paths) // (_SYNC_THREADS * _SYNC_TURNS))
+    return (paths[begin : begin + count] for begin in range(0, len(paths), count))
+
+
+def _sync_files(paths: Sequence[str]) -> list[Fingerprint]:
+    """Make pins durable; returns what they are, which is what was made durable."""
+    found = []
+    for path in paths:
+        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+        try:
+            os.fsync(descriptor)
+            found.append(_fingerprint(os.fstat(descriptor)))
+        finally:
+            os.close(descriptor)
+    return found
 
 
 def _differ(pin: Path, other: Path) -> bool:
