@@ -1,6 +1,7 @@
 """Packs as bytes: any tool unpacks them, and no file that was changed gets into one."""
 
 import os
+import shutil
 import subprocess
 import tarfile
 from collections.abc import Mapping
@@ -13,7 +14,7 @@ from mooring_agent.adapters.checksum import crc64nvme
 from mooring_agent.adapters.pack import read_pack
 from mooring_agent.core.errors import ErrorKind, VolumeError
 from mooring_agent.core.model import Fingerprint, Pack, StagedFile
-from mooring_agent.core.pack_plan import PACK_BYTES, plan_packs
+from mooring_agent.core.pack_plan import PACK_BYTES, padded, plan_packs
 
 _LONG = f"{'f' * 150}/{'n' * 100}"
 
@@ -36,6 +37,13 @@ def _staged(volume: Path, path: str) -> StagedFile:
     status = (volume / pin).stat()
     fingerprint = Fingerprint(size_bytes=status.st_size, mtime_ns=status.st_mtime_ns, inode=status.st_ino)
     return StagedFile(path=path, pin=pin, fingerprint=fingerprint, private=False)
+
+
+def _replace_by_a_copy(path: Path) -> None:
+    """Of the same size and time."""
+    copy = path.with_suffix(".copy")
+    shutil.copy2(path, copy)
+    copy.rename(path)
 
 
 def _pack(volume: Path) -> Pack:
@@ -87,14 +95,29 @@ def test_a_time_that_no_header_can_hold_is_no_reason_not_to_pack(tmp_path: Path,
         assert archive.getnames() == list(_content())
 
 
+@pytest.mark.parametrize("path", ["a", "é" * 50, "n" * 100, "f/" * 50 + "n", _LONG], ids=len)
+@pytest.mark.parametrize("size_bytes", [0, 1, 100 << 10])
+def test_a_header_is_byte_for_byte_the_one_that_pythons_tarfile_writes(
+    tmp_path: Path, path: str, size_bytes: int
+) -> None:
+    """Whatever version goes on after a crash writes the same bytes under the same key."""
+    (staged,) = _pinned(tmp_path, {path: b"x" * size_bytes})
+    pack = Pack(number=0, files=(staged,), offsets_bytes=(512,), size_bytes=512 + padded(size_bytes) + 1024)
+    entry = tarfile.TarInfo(path)
+    entry.size, entry.mode, entry.mtime = size_bytes, 0o644, staged.fingerprint.mtime_ns // 10**9
+    assert read_pack(pack, tmp_path).data[:512] == entry.tobuf(tarfile.USTAR_FORMAT, "utf-8", "strict")
+
+
 @pytest.mark.parametrize(
     ("spoil", "kind"),
     [
         (lambda path: path.write_bytes(b"other"), ErrorKind.FILE_CHANGED),
         (lambda path: path.write_bytes(path.read_bytes()[:-1]), ErrorKind.FILE_CHANGED),
+        (lambda path: path.write_bytes(path.read_bytes() + b"!"), ErrorKind.FILE_CHANGED),
+        (_replace_by_a_copy, ErrorKind.FILE_CHANGED),
         (lambda path: path.unlink(), ErrorKind.FILE_MISSING),
     ],
-    ids=["rewritten", "shrunk", "gone"],
+    ids=["rewritten", "shrunk", "grown", "another inode", "gone"],
 )
 def test_a_file_that_is_not_what_was_staged_gets_into_no_pack(spoil: object, kind: ErrorKind, tmp_path: Path) -> None:
     pack = _pack(tmp_path)
