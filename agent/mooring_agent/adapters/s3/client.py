@@ -21,6 +21,7 @@ from botocore.auth import AUTH_TYPE_MAPS, S3SigV4Auth
 from botocore.exceptions import BotoCoreError
 
 from mooring_agent.adapters.s3.secret_directory import SecretKeys, read_secret
+from mooring_agent.adapters.transfer.tls_connector import use_own_tls
 from mooring_agent.core.errors import ErrorKind, MooringError
 from mooring_agent.core.settings import StoreSettings
 
@@ -47,15 +48,17 @@ class _DeclaredPayloadAuth(S3SigV4Auth):  # type: ignore[misc]
 AUTH_TYPE_MAPS[_SIGNER] = _DeclaredPayloadAuth
 
 
-class _SingleAttemptSession(AIOHTTPSession):  # type: ignore[misc]
-    """aiohttp repeats a PUT whose connection broke, without a word: a conditional put would then refuse our own write.
+class _Session(AIOHTTPSession):  # type: ignore[misc]
+    """With TLS of our own, and one attempt.
 
+    aiohttp repeats a PUT whose connection broke, without a word: a conditional put would then refuse our own write.
     There is no public switch; a test counts the requests.
     """
 
     async def _get_session(self, proxy_url: str | None) -> Any:
         session = await super()._get_session(proxy_url)
         session._retry_connection = False
+        use_own_tls(session.connector)
         return session
 
 
@@ -136,7 +139,7 @@ def _client(settings: StoreSettings, keys: SecretKeys, addressing: str) -> Any:
             connect_timeout=settings.connect_timeout_seconds,
             read_timeout=settings.read_timeout_seconds,
             max_pool_connections=settings.max_connections,
-            http_session_cls=_SingleAttemptSession,
+            http_session_cls=_Session,
             retries={"total_max_attempts": 1, "mode": "standard"},
             request_checksum_calculation="when_required",
             response_checksum_validation="when_required",

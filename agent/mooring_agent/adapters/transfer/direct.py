@@ -18,7 +18,7 @@ from mooring_agent.adapters.transfer.bytes_body import BytesBody
 from mooring_agent.adapters.transfer.receiving import download
 from mooring_agent.adapters.transfer.sending import BodyPayload
 from mooring_agent.adapters.transfer.silence import Silence
-from mooring_agent.adapters.transfer.upload_body import PIECE_BYTES, UploadBody
+from mooring_agent.adapters.transfer.upload_body import BUFFER_BYTES, UploadBody
 from mooring_agent.core.errors import MooringError
 from mooring_agent.core.model import Region
 
@@ -71,7 +71,7 @@ class DirectTransfer:
     def __init__(self, executor: ThreadPoolExecutor, limiter: RateLimiter) -> None:
         self._executor = executor
         self._limiter = limiter
-        self._outgoing = BufferPool(PIECE_BYTES)
+        self._outgoing = BufferPool(BUFFER_BYTES)
         self._incoming = BufferPool(_INCOMING_BYTES)
 
     def body(self, file: RegionFile, region: Region, checksum: int, **options: Any) -> FileBody:

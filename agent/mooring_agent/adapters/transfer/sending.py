@@ -1,8 +1,9 @@
 """How aiohttp sends an UploadBody: from our memory into the socket, with no object of the interpreter.
 
 aiobotocore and aiohttp keep signing, connections, headers, 100-continue, answers and errors. Without TLS the bytes go
-to the connection's socket directly: a transport copies what the kernel does not take at once. With TLS they go through
-the transport, whose engine has encrypted (so: copied) them when nothing is left in its write buffer.
+to the connection's socket directly: a transport copies what the kernel does not take at once. With our own TLS a file
+goes through a thread that has the connection lent. What is left goes through the transport, which has encrypted (so:
+copied) it when nothing is left in its write buffer.
 """
 
 import asyncio
@@ -17,6 +18,7 @@ from aiohttp.http_writer import StreamWriter
 from aiohttp.payload import Payload
 
 from mooring_agent.adapters.transfer.body import FileBody
+from mooring_agent.adapters.transfer.tls_transport import TlsTransport
 from mooring_agent.adapters.transfer.upload_body import UploadBody
 
 
@@ -65,7 +67,7 @@ async def _send_plain(body: UploadBody, writer: StreamWriter, transport: asyncio
         connection.setblocking(False)
         start = 0
         if isinstance(body, FileBody) and body.store_verifies:
-            start = await body.send(connection, partial(_until_writable, connection))
+            start = await body.send_by_kernel(connection, partial(_until_writable, connection))
         async for piece in body.pieces(start):
             await _send_all(connection, piece)
 
@@ -91,7 +93,12 @@ async def _until_writable(connection: socket.socket) -> None:
 async def _send_encrypted(body: UploadBody, writer: StreamWriter, transport: asyncio.WriteTransport) -> None:
     # `drain` waits until nothing is left. With a limit of 0 asyncio's TLS would pause an empty buffer, for ever.
     transport.set_write_buffer_limits(high=1, low=0)
-    async for piece in body.pieces():
+    pieces = body.pieces()
+    if isinstance(body, FileBody) and isinstance(transport, TlsTransport):
+        writer.send_headers()
+        await writer.drain()
+        pieces = body.pieces(*await body.send_encrypted(transport))
+    async for piece in pieces:
         await writer.write(piece, drain=False)
         await writer.drain()
     transport.set_write_buffer_limits()

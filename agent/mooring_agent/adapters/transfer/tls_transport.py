@@ -1,0 +1,291 @@
+"""TLS over a socket of our own: OpenSSL reads and writes it itself, and a worker thread may do the bulk of it.
+
+The event loops' own TLS encrypts on the loop, and copies what it encrypted twice before it is sent. Here everything
+small happens on the loop; for a body the loop lends the connection to a thread (`lend`) and does not touch it until it
+is back. Looks like any other transport to aiohttp.
+
+Invariants: OpenSSL's object is used by one thread at a time; what OpenSSL has begun to send is offered to it again
+byte for byte, which it insists on; the socket is closed only when no thread has it.
+"""
+
+import asyncio
+import socket
+import ssl
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import Executor, Future
+from contextlib import suppress
+from typing import Any, Final
+
+import structlog
+
+_READ_BYTES: Final = 256 * 1024
+"""After so many others have their turn on the event loop."""
+_HIGH_WATER_BYTES: Final = 64 * 1024
+_WAIT: Final = (ssl.SSLWantReadError, ssl.SSLWantWriteError)
+
+log = structlog.get_logger("mooring.tls")
+
+
+async def open_tls_connection(
+    protocol: asyncio.BaseProtocol, connection: socket.socket, context: ssl.SSLContext, server_hostname: str
+) -> "TlsTransport":
+    """Shake hands over a connected socket, which is ours from now on. ssl.SSLError or OSError if that fails."""
+    encrypted = context.wrap_socket(connection, do_handshake_on_connect=False, server_hostname=server_hostname)
+    try:
+        while True:
+            try:
+                encrypted.do_handshake()
+                break
+            except ssl.SSLWantReadError:
+                await _until(encrypted, writable=False)
+            except ssl.SSLWantWriteError:
+                await _until(encrypted, writable=True)
+        return TlsTransport(encrypted, protocol)
+    except BaseException:
+        encrypted.close()
+        raise
+
+
+class TlsTransport(asyncio.Transport):
+    """One connection. For one event loop; not thread-safe but for the function that `lend` runs."""
+
+    def __init__(self, connection: ssl.SSLSocket, protocol: asyncio.BaseProtocol) -> None:
+        super().__init__(
+            {
+                "socket": connection,
+                "ssl_object": connection,
+                "sslcontext": connection.context,
+                "peername": connection.getpeername(),
+                "sockname": connection.getsockname(),
+            }
+        )
+        self._connection = connection
+        self._loop = asyncio.get_running_loop()
+        self._protocol: Any = protocol
+        self._unsent: deque[memoryview] = deque()
+        self._unsent_bytes = 0
+        self._room = asyncio.Event()
+        self._high, self._low = _HIGH_WATER_BYTES, _HIGH_WATER_BYTES // 4
+        self._writing_paused = False
+        self._reading = True
+        self._lent = False
+        self._closing = False
+        self._protocol.connection_made(self)
+        # What came with the handshake makes no socket readable any more.
+        self._loop.call_soon(self._resume)
+
+    async def lend(self, executor: Executor, function: Callable[..., int], *arguments: object) -> int:
+        """Run a function in a thread, which has the connection to itself meanwhile; nothing may be unsent.
+
+        ConnectionResetError if the connection is closed. Whoever is cancelled leaves the thread behind: the connection
+        is closed when it is done.
+        """
+        assert not self._unsent
+        assert not self._lent
+        if self._closing:
+            raise ConnectionResetError("the connection was closed before the body was sent")
+        work: Future[int] = executor.submit(function, *arguments)
+        self._lent = True
+        self._loop.remove_reader(self._connection)
+        work.add_done_callback(self._call_take_back)
+        return await asyncio.wrap_future(work)
+
+    async def writable(self) -> None:
+        """Wait until the socket takes more, or the connection is closed."""
+        self._room.clear()
+        if self._closing:
+            return
+        self._loop.add_writer(self._connection, self._room.set)
+        try:
+            await self._room.wait()
+        finally:
+            if not self._closing:
+                self._loop.remove_writer(self._connection)
+
+    def write(self, data: bytes | bytearray | memoryview) -> None:
+        assert not self._lent
+        if self._closing or not data:
+            return
+        self._unsent.append(memoryview(data))
+        self._unsent_bytes += len(data)
+        if len(self._unsent) == 1:
+            self._flush()
+            if self._unsent:
+                self._loop.add_writer(self._connection, self._flush)
+        if self._unsent:
+            # The caller's memory is the caller's again.
+            self._unsent[-1] = memoryview(bytes(self._unsent[-1]))
+        self._regulate()
+
+    def get_write_buffer_size(self) -> int:
+        return self._unsent_bytes
+
+    def get_write_buffer_limits(self) -> tuple[int, int]:
+        return self._low, self._high
+
+    def set_write_buffer_limits(self, high: int | None = None, low: int | None = None) -> None:
+        self._high = _HIGH_WATER_BYTES if high is None else high
+        self._low = self._high // 4 if low is None else low
+        self._regulate()
+
+    def can_write_eof(self) -> bool:
+        return False
+
+    def is_reading(self) -> bool:
+        return self._reading and not self._closing
+
+    def pause_reading(self) -> None:
+        self._reading = False
+        if not self._lent and not self._closing:
+            self._loop.remove_reader(self._connection)
+
+    def resume_reading(self) -> None:
+        if not self._reading:
+            self._reading = True
+            self._loop.call_soon(self._resume)
+
+    def get_protocol(self) -> asyncio.BaseProtocol:
+        protocol: asyncio.BaseProtocol = self._protocol
+        return protocol
+
+    def set_protocol(self, protocol: asyncio.BaseProtocol) -> None:
+        self._protocol = protocol
+
+    def is_closing(self) -> bool:
+        return self._closing
+
+    def close(self) -> None:
+        """Send what is unsent first. While a thread has the connection it is never whole anyway: that is `abort`."""
+        if not self._closing:
+            self._closing = True
+            self._room.set()
+            if not self._lent:
+                self._loop.remove_reader(self._connection)
+                if not self._unsent:
+                    self._say_goodbye()
+                    self._loop.call_soon(self._end, None)
+
+    def abort(self) -> None:
+        self._lose(None)
+
+    def _call_take_back(self, _: object) -> None:
+        with suppress(RuntimeError):  # the loop has ended, and everything with it
+            self._loop.call_soon_threadsafe(self._take_back)
+
+    def _take_back(self) -> None:
+        self._lent = False
+        if self._closing:
+            self._end(None)
+        else:
+            self._resume()
+
+    def _resume(self) -> None:
+        """Read what OpenSSL has already, or has come meanwhile; then wait for more."""
+        if self.is_reading() and not self._lent:
+            self._loop.add_reader(self._connection, self._read)
+            self._read()
+
+    def _read(self) -> None:
+        try:
+            if isinstance(self._protocol, asyncio.BufferedProtocol):
+                whole = self._fill(self._protocol)
+            else:
+                data = self._connection.recv(_READ_BYTES)
+                whole = bool(data)
+                if data:
+                    self._protocol.data_received(data)
+        except _WAIT:
+            return
+        except OSError as error:
+            self._lose(error)
+            return
+        if not whole:
+            self._protocol.eof_received()
+            self.close()
+        elif self._connection.pending():
+            # Of a record that was not taken whole; the socket knows nothing of it.
+            self._loop.call_soon(self._resume)
+
+    def _fill(self, protocol: asyncio.BufferedProtocol) -> bool:
+        """Whether there may be more; False at the end of the stream. SSLWantReadError if there was nothing."""
+        buffer = memoryview(protocol.get_buffer(-1))[:_READ_BYTES]
+        filled = 0
+        try:
+            while filled < len(buffer):
+                count = self._connection.recv_into(buffer[filled:])
+                if not count:
+                    return False
+                filled += count
+        except _WAIT:
+            if not filled:
+                raise
+        finally:
+            if filled:
+                protocol.buffer_updated(filled)
+        return True
+
+    def _flush(self) -> None:
+        try:
+            while self._unsent:
+                data = self._unsent[0]
+                count = self._connection.send(data)
+                self._unsent_bytes -= count
+                if count == len(data):
+                    self._unsent.popleft()
+                else:
+                    self._unsent[0] = data[count:]
+        except _WAIT:
+            pass
+        except OSError as error:
+            self._lose(error)
+            return
+        self._regulate()
+        if not self._unsent:
+            self._loop.remove_writer(self._connection)
+            if self._closing:
+                self._say_goodbye()
+                self._loop.call_soon(self._end, None)
+
+    def _regulate(self) -> None:
+        if self._closing:
+            return
+        if not self._writing_paused and self._unsent_bytes > self._high:
+            self._writing_paused = True
+            self._protocol.pause_writing()
+        elif self._writing_paused and self._unsent_bytes <= self._low:
+            self._writing_paused = False
+            self._protocol.resume_writing()
+
+    def _say_goodbye(self) -> None:
+        with suppress(OSError, ValueError):  # it says that the other side has not answered yet
+            self._connection.unwrap()
+
+    def _lose(self, error: Exception | None) -> None:
+        """Close without sending what is unsent."""
+        ending = self._closing and not self._unsent
+        self._closing = True
+        self._unsent.clear()
+        self._room.set()
+        if ending or self._lent:
+            return
+        self._loop.remove_reader(self._connection)
+        self._loop.remove_writer(self._connection)
+        self._loop.call_soon(self._end, error)
+
+    def _end(self, error: Exception | None) -> None:
+        try:
+            self._protocol.connection_lost(error)
+        finally:
+            self._connection.close()
+
+
+async def _until(connection: socket.socket, *, writable: bool) -> None:
+    loop = asyncio.get_running_loop()
+    ready = asyncio.Event()
+    watch, forget = (loop.add_writer, loop.remove_writer) if writable else (loop.add_reader, loop.remove_reader)
+    watch(connection, ready.set)
+    try:
+        await ready.wait()
+    finally:
+        forget(connection)

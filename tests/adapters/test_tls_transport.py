@@ -1,0 +1,431 @@
+"""TLS over a socket of our own, against a real OpenSSL at the other end, on both event loops and in both versions."""
+
+import asyncio
+import socket
+import ssl
+import threading
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import asynccontextmanager, suppress
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import uvloop
+from tests.regions import make_file, region_of
+from tests.servers.server import Bucket
+from tests.servers.tls import Certificate, make_certificate
+
+from mooring_agent.adapters.checksum import crc64nvme, region_checksum
+from mooring_agent.adapters.open_store import open_store
+from mooring_agent.adapters.region_file import RegionFile
+from mooring_agent.adapters.transfer.outlet import EncryptingOutlet
+from mooring_agent.adapters.transfer.tls_transport import TlsTransport, open_tls_connection
+from mooring_agent.core.settings import MIB
+
+WAIT_SECONDS = 60.0
+MORE_THAN_THE_KERNEL_HOLDS = 24 * MIB
+
+Run = Callable[[Coroutine[Any, Any, None]], None]
+on_both_loops = pytest.mark.parametrize("run", [asyncio.run, uvloop.run])
+
+
+class Peer(threading.Thread):
+    """The other end of one connection; `serve` has it in a thread of its own."""
+
+    def __init__(self, certificate: Certificate, serve: Callable[[ssl.SSLSocket], None]) -> None:
+        super().__init__(daemon=True)
+        self.context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        self.context.load_cert_chain(certificate.certificate, certificate.key)
+        self.error: Exception | None = None
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self._listener.settimeout(WAIT_SECONDS)
+        self._serve = serve
+        self.address = self._listener.getsockname()
+
+    def run(self) -> None:
+        try:
+            with self._listener, self._listener.accept()[0] as plain:
+                plain.settimeout(WAIT_SECONDS)
+                with self.context.wrap_socket(plain, server_side=True, suppress_ragged_eofs=False) as connection:
+                    self._serve(connection)
+        except Exception as error:
+            self.error = error
+
+
+class Recorder(asyncio.Protocol):
+    """What a transport says."""
+
+    def __init__(self) -> None:
+        self.received = bytearray()
+        self.changed = asyncio.Event()
+        self.lost: list[Exception | None] = []
+        self.pauses = self.resumes = 0
+
+    def data_received(self, data: bytes) -> None:
+        self.received += data
+        self.changed.set()
+
+    def pause_writing(self) -> None:
+        self.pauses += 1
+
+    def resume_writing(self) -> None:
+        self.resumes += 1
+        self.changed.set()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self.lost.append(exc)
+        self.changed.set()
+
+    async def until(self, holds: Callable[[], bool]) -> None:
+        async with asyncio.timeout(WAIT_SECONDS):
+            while not holds():
+                self.changed.clear()
+                await self.changed.wait()
+
+
+@asynccontextmanager
+async def connected(
+    certificate: Certificate,
+    serve: Callable[[ssl.SSLSocket], None],
+    protocol: asyncio.BaseProtocol | None = None,
+    version: ssl.TLSVersion = ssl.TLSVersion.TLSv1_3,
+) -> AsyncIterator[tuple[TlsTransport, Peer]]:
+    """A transport whose other end `serve` has. Afterwards it is aborted, and the peer has ended."""
+    peer = Peer(certificate, serve)
+    peer.context.maximum_version = version
+    peer.start()
+    context = ssl.create_default_context(cafile=str(certificate.certificate))
+    plain = await asyncio.to_thread(socket.create_connection, peer.address)
+    plain.setblocking(False)
+    async with asyncio.timeout(WAIT_SECONDS):
+        transport = await open_tls_connection(protocol or Recorder(), plain, context, "127.0.0.1")
+    try:
+        yield transport, peer
+    finally:
+        transport.abort()
+        await asyncio.to_thread(peer.join, WAIT_SECONDS)
+        assert not peer.is_alive()
+
+
+@pytest.fixture
+def executor() -> Iterator[ThreadPoolExecutor]:
+    with ThreadPoolExecutor(2) as executor:
+        yield executor
+
+
+@on_both_loops
+@pytest.mark.parametrize("version", [ssl.TLSVersion.TLSv1_2, ssl.TLSVersion.TLSv1_3])
+def test_more_than_the_kernel_holds_goes_there_and_comes_back(
+    version: ssl.TLSVersion, run: Run, certificate: Certificate
+) -> None:
+    sent = _bytes(MORE_THAN_THE_KERNEL_HOLDS)
+    full = threading.Event()
+
+    def echo(connection: ssl.SSLSocket) -> None:
+        assert full.wait(WAIT_SECONDS)
+        received = _receive(connection, len(sent))
+        connection.sendall(received)
+
+    async def there_and_back() -> None:
+        recorder = Recorder()
+        async with connected(certificate, echo, recorder, version) as (transport, _):
+            transport.write(sent[:10])
+            transport.write(memoryview(sent)[10:])
+            assert transport.get_write_buffer_size() > 0
+            assert recorder.pauses == 1
+            full.set()
+            await recorder.until(lambda: len(recorder.received) == len(sent))
+            assert transport.get_write_buffer_size() == 0
+            assert recorder.resumes == 1
+            assert recorder.received == sent
+
+    run(there_and_back())
+
+
+@on_both_loops
+def test_what_a_closed_transport_had_not_sent_yet_arrives_and_so_does_the_goodbye(
+    run: Run, certificate: Certificate
+) -> None:
+    sent = _bytes(MORE_THAN_THE_KERNEL_HOLDS)
+    closed = threading.Event()
+    received = bytearray()
+
+    def read_to_the_end(connection: ssl.SSLSocket) -> None:
+        assert closed.wait(WAIT_SECONDS)
+        while data := connection.recv(MIB):  # ssl.SSLEOFError without a goodbye
+            received.extend(data)
+
+    async def close() -> None:
+        recorder = Recorder()
+        async with connected(certificate, read_to_the_end, recorder) as (transport, peer):
+            transport.write(sent)
+            transport.close()
+            assert transport.is_closing()
+            assert recorder.lost == []
+            closed.set()
+            await recorder.until(lambda: bool(recorder.lost))
+            await asyncio.to_thread(peer.join, WAIT_SECONDS)
+            assert peer.error is None
+        assert recorder.lost == [None]
+
+    run(close())
+    assert received == sent
+
+
+@on_both_loops
+def test_an_aborted_transport_sends_no_more_and_wakes_who_waits_for_room(run: Run, certificate: Certificate) -> None:
+    over = threading.Event()
+
+    async def abort() -> None:
+        recorder = Recorder()
+        async with connected(certificate, lambda _: _expect(over.wait(WAIT_SECONDS)), recorder) as (transport, _):
+            transport.write(_bytes(MORE_THAN_THE_KERNEL_HOLDS))
+            waiting = asyncio.create_task(transport.writable())
+            await asyncio.sleep(0)
+            transport.abort()
+            transport.abort()
+            async with asyncio.timeout(WAIT_SECONDS):
+                await waiting
+            await recorder.until(lambda: bool(recorder.lost))
+            over.set()
+        assert recorder.lost == [None]
+
+    run(abort())
+
+
+@on_both_loops
+def test_a_peer_that_breaks_off_is_an_error_for_who_writes(run: Run, certificate: Certificate) -> None:
+    def break_off(connection: ssl.SSLSocket) -> None:
+        connection.recv(1)
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\1\0\0\0\0\0\0\0")
+
+    async def write() -> None:
+        recorder = Recorder()
+        async with connected(certificate, break_off, recorder) as (transport, _):
+            transport.write(_bytes(MORE_THAN_THE_KERNEL_HOLDS))
+            await recorder.until(lambda: bool(recorder.lost))
+            await transport.writable()
+            with pytest.raises(ConnectionResetError), ThreadPoolExecutor(1) as threads:
+                await transport.lend(threads, lambda: 0)
+        assert isinstance(recorder.lost[0], OSError)
+        assert len(recorder.lost) == 1
+
+    run(write())
+
+
+@on_both_loops
+def test_a_thread_sends_a_file_through_a_socket_that_fills_up(
+    run: Run, certificate: Certificate, tmp_path: Path, executor: ThreadPoolExecutor
+) -> None:
+    path = make_file(tmp_path / "file", MORE_THAN_THE_KERNEL_HOLDS)
+    full = threading.Event()
+    received = bytearray()
+
+    def receive(connection: ssl.SSLSocket) -> None:
+        # It speaks first: who has lent the connection hears it all the same.
+        connection.sendall(b"early")
+        assert full.wait(WAIT_SECONDS)
+        received.extend(_receive(connection, MORE_THAN_THE_KERNEL_HOLDS))
+
+    async def send() -> None:
+        recorder = Recorder()
+        async with connected(certificate, receive, recorder) as (transport, peer):
+            with RegionFile(region_of(path)) as file:
+                outlet = EncryptingOutlet(
+                    file, transport.get_extra_info("socket"), memoryview(bytearray(MIB)), sums_up=True
+                )
+                position = waits = 0
+                while position < MORE_THAN_THE_KERNEL_HOLDS:
+                    position += await transport.lend(
+                        executor, outlet.send, position, MORE_THAN_THE_KERNEL_HOLDS - position
+                    )
+                    if position < MORE_THAN_THE_KERNEL_HOLDS:
+                        waits += 1
+                        full.set()
+                        await transport.writable()
+            await asyncio.to_thread(peer.join, WAIT_SECONDS)
+            assert peer.error is None
+            assert waits
+            assert recorder.received == b"early"
+            assert outlet.checksum == crc64nvme(path.read_bytes())
+
+    run(send())
+    assert received == path.read_bytes()
+
+
+@on_both_loops
+def test_a_connection_is_not_closed_while_a_thread_has_it(
+    run: Run, certificate: Certificate, executor: ThreadPoolExecutor
+) -> None:
+    working, released = threading.Event(), threading.Event()
+    found: list[int] = []
+
+    def work(connection: ssl.SSLSocket) -> int:
+        working.set()
+        assert released.wait(WAIT_SECONDS)
+        found.append(connection.fileno())
+        return 0
+
+    async def cancel() -> None:
+        recorder = Recorder()
+        async with connected(certificate, lambda connection: _until_closed(connection), recorder) as (transport, _):
+            connection = transport.get_extra_info("socket")
+            lending = asyncio.create_task(transport.lend(executor, work, connection))
+            assert await asyncio.to_thread(working.wait, WAIT_SECONDS)
+            lending.cancel()
+            await asyncio.wait([lending])
+            transport.abort()
+            assert recorder.lost == []
+            released.set()
+            await recorder.until(lambda: bool(recorder.lost))
+            assert connection.fileno() == -1
+        assert recorder.lost == [None]
+
+    run(cancel())
+    assert found[0] >= 0
+
+
+class Filling(asyncio.BufferedProtocol):
+    """Has room for so much, then pauses."""
+
+    def __init__(self, size_bytes: int) -> None:
+        self.buffer = bytearray(size_bytes)
+        self.filled = 0
+        self.full = asyncio.Event()
+        self.lost = asyncio.Event()
+        self.transport: Any = None
+
+    def connection_made(self, transport: Any) -> None:
+        self.transport = transport
+
+    def get_buffer(self, sizehint: int) -> memoryview:
+        assert self.filled < len(self.buffer), "reading was paused"
+        return memoryview(self.buffer)[self.filled :]
+
+    def buffer_updated(self, nbytes: int) -> None:
+        self.filled += nbytes
+        if self.filled == len(self.buffer):
+            self.transport.pause_reading()
+            self.full.set()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self.lost.set()
+
+
+@on_both_loops
+def test_all_that_a_peer_sent_before_it_closed_arrives_however_late_there_is_room(
+    run: Run, certificate: Certificate
+) -> None:
+    sent = _bytes(3 * MIB + 777)
+
+    async def receive() -> None:
+        first, second = Filling(2 * MIB), Filling(2 * MIB)
+        async with connected(certificate, partial(_send_and_go, data=sent), first) as (transport, peer):
+            async with asyncio.timeout(WAIT_SECONDS):
+                await first.full.wait()
+            await asyncio.to_thread(peer.join, WAIT_SECONDS)
+            assert not transport.is_reading()
+            assert not first.lost.is_set()
+            transport.set_protocol(second)
+            transport.resume_reading()
+            async with asyncio.timeout(WAIT_SECONDS):
+                await second.lost.wait()
+        assert bytes(first.buffer) + bytes(second.buffer[: second.filled]) == sent
+
+    run(receive())
+
+
+@on_both_loops
+def test_a_handshake_with_a_stranger_fails_and_leaves_no_socket(
+    run: Run, certificate: Certificate, tmp_path: Path
+) -> None:
+    stranger = make_certificate(tmp_path / "stranger")
+
+    async def greet() -> None:
+        peer = Peer(stranger, lambda connection: None)
+        peer.start()
+        plain = await asyncio.to_thread(socket.create_connection, peer.address)
+        plain.setblocking(False)
+        context = ssl.create_default_context(cafile=str(certificate.certificate))
+        with pytest.raises(ssl.SSLCertVerificationError):
+            await open_tls_connection(Recorder(), plain, context, "127.0.0.1")
+        await asyncio.to_thread(peer.join, WAIT_SECONDS)
+        assert isinstance(peer.error, OSError)
+
+    run(greet())
+
+
+@on_both_loops
+def test_a_handshake_that_is_given_up_leaves_no_socket(run: Run, certificate: Certificate) -> None:
+    async def greet() -> None:
+        with socket.create_server(("127.0.0.1", 0)) as listener:
+            plain = await asyncio.to_thread(socket.create_connection, listener.getsockname())
+            plain.setblocking(False)
+            greeting = asyncio.create_task(
+                open_tls_connection(Recorder(), plain, ssl.create_default_context(), "127.0.0.1")
+            )
+            silent = (await asyncio.to_thread(listener.accept))[0]
+            with silent:
+                silent.settimeout(WAIT_SECONDS)
+                assert await asyncio.to_thread(silent.recv, 1)
+                greeting.cancel()
+                await asyncio.wait([greeting])
+                while await asyncio.to_thread(silent.recv, MIB):
+                    pass
+
+    run(greet())
+
+
+@on_both_loops
+def test_a_store_behind_tls_is_reached_by_it(
+    run: Run, rclone_tls_bucket: Bucket, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """aiohttp is told by what is no promise of its: if it stops listening, uploads cost twice as much."""
+    region = region_of(make_file(tmp_path / "file", 2 * MIB))
+    lent = []
+    really_lend = TlsTransport.lend
+
+    async def lend(self: TlsTransport, *arguments: Any) -> int:
+        lent.append(self)
+        return await really_lend(self, *arguments)
+
+    monkeypatch.setattr(TlsTransport, "lend", lend)
+
+    async def put() -> None:
+        async with open_store(rclone_tls_bucket.settings()) as store:
+            await store.put_region("a", region, region_checksum(region))
+
+    run(put())
+    assert lent
+
+
+def _bytes(size: int) -> bytes:
+    return bytes(range(251)) * (size // 251) + bytes(size % 251)
+
+
+def _receive(connection: ssl.SSLSocket, size: int) -> bytes:
+    received = bytearray()
+    while len(received) < size and (data := connection.recv(MIB)):
+        received.extend(data)
+    return bytes(received)
+
+
+def _send_and_go(connection: ssl.SSLSocket, data: bytes) -> None:
+    connection.sendall(data)
+    connection.setblocking(False)
+    with suppress(ssl.SSLWantReadError):  # it says goodbye and does not wait for ours
+        connection.unwrap()
+
+
+def _until_closed(connection: ssl.SSLSocket) -> None:
+    try:
+        while connection.recv(MIB):
+            pass
+    except OSError:
+        return
+
+
+def _expect(held: bool) -> None:
+    assert held
