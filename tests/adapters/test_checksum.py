@@ -1,6 +1,8 @@
 """What is summed up of a region, and of which file."""
 
+import errno
 import hashlib
+import os
 from collections.abc import Callable
 from pathlib import Path
 
@@ -43,3 +45,25 @@ def test_the_checksum_of_another_file_than_was_staged_is_refused(
         region_checksum(region)
 
     assert caught.value.kind is kind
+
+
+@pytest.mark.parametrize("look", [1, 2])
+def test_a_volume_that_is_taken_away_is_the_volumes_error(
+    look: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before the bytes are read, and after."""
+    region = region_of(make_file(tmp_path / "file", PIECE_BYTES))
+    really_look, looks = os.fstat, iter(range(1, 10))
+
+    def stale(descriptor: int) -> os.stat_result:
+        if next(looks) == look:
+            raise OSError(errno.ESTALE, os.strerror(errno.ESTALE))
+        return really_look(descriptor)
+
+    monkeypatch.setattr(os, "fstat", stale)
+
+    with pytest.raises(VolumeError) as caught:
+        region_checksum(region)
+
+    assert caught.value.kind is ErrorKind.VOLUME_UNUSABLE
+    assert region.path in str(caught.value)

@@ -20,6 +20,7 @@ from tests.servers.rclone import RcloneServer
 from tests.servers.server import SECRET_KEY, Bucket
 from tests.servers.tls import Certificate
 
+import mooring_agent
 from mooring_agent.adapters.checksum import crc64nvme, region_checksum
 from mooring_agent.adapters.open_store import open_store
 from mooring_agent.adapters.rate_limit import RateLimiter
@@ -423,6 +424,15 @@ async def test_a_bit_flipped_on_the_way_is_refused_by_a_store_that_checks_the_si
             await fails(ErrorKind.NOT_FOUND, store.head("a"))
     finally:
         proxy.stop()
+
+
+async def test_a_stores_log_says_who_asked(rclone_bucket: Bucket, fault_proxy: FaultProxy) -> None:
+    async with open_store(rclone_bucket.settings(endpoint_url=fault_proxy.endpoint_url)) as store:
+        await store.put("a", b"x")
+
+    assert [request.headers["user-agent"].split()[0] for request in fault_proxy.log] == [
+        f"mooring/{mooring_agent.__version__}"
+    ]
 
 
 async def test_a_store_that_checks_crc64nvme_gets_unsigned_payloads_and_refuses_a_flipped_bit(

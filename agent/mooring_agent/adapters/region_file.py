@@ -50,9 +50,12 @@ class RegionFile:
         self.check()
 
     def check(self) -> None:
-        """FILE_CHANGED unless the file still is what was staged."""
+        """FILE_CHANGED unless the file still is what was staged; VOLUME_UNUSABLE if nobody can tell."""
         with self._lock:
-            status = os.fstat(self._open_descriptor())
+            try:
+                status = os.fstat(self._open_descriptor())
+            except OSError as error:  # a volume that was taken away
+                raise volume_error(error, f"look at {self._region.path}") from error
         found = Fingerprint(size_bytes=status.st_size, mtime_ns=status.st_mtime_ns, inode=status.st_ino)
         if found != self._region.fingerprint:
             raise file_changed(self._region.path, f"staged as {self._region.fingerprint}, now {found}")

@@ -13,6 +13,7 @@ from contextlib import AsyncExitStack
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
+import aiobotocore
 import structlog
 from aiobotocore.config import AioConfig
 from aiobotocore.httpsession import AIOHTTPSession
@@ -20,6 +21,7 @@ from aiobotocore.session import get_session
 from botocore.auth import AUTH_TYPE_MAPS, S3SigV4Auth
 from botocore.exceptions import BotoCoreError
 
+import mooring_agent
 from mooring_agent.adapters.s3.secret_directory import SecretKeys, read_secret
 from mooring_agent.adapters.transfer.tls_connector import use_own_tls
 from mooring_agent.core.errors import ErrorKind, MooringError
@@ -140,6 +142,8 @@ def _client(settings: StoreSettings, keys: SecretKeys, addressing: str) -> Any:
             read_timeout=settings.read_timeout_seconds,
             max_pool_connections=settings.max_connections,
             http_session_cls=_Session,
+            # botocore's own is put together anew for every request, which costs a sixth of it.
+            user_agent=f"mooring/{mooring_agent.__version__} aiobotocore/{aiobotocore.__version__}",
             retries={"total_max_attempts": 1, "mode": "standard"},
             request_checksum_calculation="when_required",
             response_checksum_validation="when_required",

@@ -328,10 +328,9 @@ class S3Store:
         self, operation: str, key: str, region: Region, checksum: int
     ) -> AsyncIterator[tuple[Body, dict[str, str]]]:
         """A body for `region` and the arguments by which the store verifies it; what went wrong with the file wins."""
-        signature, integrity = await self._run(declare_region, self.capabilities.integrity, region, checksum)
         file = RegionFile(region)
         try:
-            await self._run(file.open)
+            signature, integrity = await self._run(self._open_declared, file, region, checksum)
             body: Body | None = None
             try:
                 async with self._request(operation, key) as silence:
@@ -355,6 +354,11 @@ class S3Store:
                 raise
         finally:
             await asyncio.shield(self._run(file.close))
+
+    def _open_declared(self, file: RegionFile, region: Region, checksum: int) -> tuple[str, dict[str, str]]:
+        declared = declare_region(self.capabilities.integrity, region, checksum)
+        file.open()
+        return declared
 
     def _check_sent(self, body: Body, operation: str, key: str) -> None:
         if not body.sent_whole:
