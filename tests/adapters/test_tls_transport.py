@@ -14,11 +14,9 @@ from typing import Any
 import pytest
 import uvloop
 from tests.regions import make_file, region_of
-from tests.servers.server import Bucket
 from tests.servers.tls import Certificate, make_certificate
 
-from mooring_agent.adapters.checksum import crc64nvme, region_checksum
-from mooring_agent.adapters.open_store import open_store
+from mooring_agent.adapters.checksum import crc64nvme
 from mooring_agent.adapters.region_file import RegionFile
 from mooring_agent.adapters.transfer.outlet import EncryptingOutlet
 from mooring_agent.adapters.transfer.tls_transport import TlsTransport, open_tls_connection
@@ -376,29 +374,6 @@ def test_a_handshake_that_is_given_up_leaves_no_socket(run: Run, certificate: Ce
                     pass
 
     run(greet())
-
-
-@on_both_loops
-def test_a_store_behind_tls_is_reached_by_it(
-    run: Run, rclone_tls_bucket: Bucket, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """aiohttp is told by what is no promise of its: if it stops listening, uploads cost twice as much."""
-    region = region_of(make_file(tmp_path / "file", 2 * MIB))
-    lent = []
-    really_lend = TlsTransport.lend
-
-    async def lend(self: TlsTransport, *arguments: Any) -> int:
-        lent.append(self)
-        return await really_lend(self, *arguments)
-
-    monkeypatch.setattr(TlsTransport, "lend", lend)
-
-    async def put() -> None:
-        async with open_store(rclone_tls_bucket.settings()) as store:
-            await store.put_region("a", region, region_checksum(region))
-
-    run(put())
-    assert lent
 
 
 def _bytes(size: int) -> bytes:
