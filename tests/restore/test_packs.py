@@ -1,18 +1,28 @@
 """Checkpoints whose small files lie in packs: what is on the volume after a restore, and what is said of damage."""
 
+import asyncio
+import errno
+import os
+import resource
+import threading
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from tests.fakes.fake_store import FakeStore
+from tests.restore import stored_checkpoints
 from tests.restore.stored_checkpoints import flip_byte, rank_files, store_packed_checkpoint, truncate
 
 from mooring_agent.catalog import check, list_committed, prune
-from mooring_agent.core.errors import VolumeError
+from mooring_agent.core.errors import ErrorKind, StoreError, VolumeError
 from mooring_agent.core.model import SaveInfo
 from mooring_agent.core.object_layout import manifest_key, marker_key, pack_key
 from mooring_agent.core.settings import RetentionSettings
 from mooring_agent.ports import ObjectStore
 from mooring_agent.restore import Restored, restore
+
+HANG_SECONDS = 20.0
+"""What a test waits for at most, and what hangs because of a fault."""
 
 
 def small_files(step: int) -> dict[str, bytes]:
@@ -147,3 +157,131 @@ async def test_a_pruned_save_loses_its_packs_before_its_manifests(store: FakeSto
     assert deleted[-1] == manifest_key(old, 0)
     assert pack_key(old, 0, 0) in deleted
     assert not [key for key in store.objects if old.save in key]
+
+
+class _Changing(FakeStore):
+    """Between the listing and the reading somebody else writes to one of the packs."""
+
+    def __init__(self, store: FakeStore, key: str) -> None:
+        super().__init__()
+        self.objects = store.objects
+        self._key = key
+
+    async def get(self, key: str, *, limit_bytes: int) -> bytes:
+        if key == self._key:
+            await self.put(key, self.objects[key].body + b"more")
+        return await super().get(key, limit_bytes=limit_bytes)
+
+
+async def test_a_pack_that_grew_after_it_was_listed_leads_to_the_next_older_checkpoint(
+    store: FakeStore, volume: Path
+) -> None:
+    await stored(store, 100)
+    key = pack_key(await stored(store, 200), 0, 1)
+    restored = await run(_Changing(store, key), volume)
+    assert restored is not None
+    assert (restored.step, content(restored.path)) == (100, all_files(100))
+    (reason,) = restored.passed_over
+    assert reason.startswith(f"{key} has ")
+
+
+async def test_a_store_that_refuses_to_give_a_pack_does_not_make_it_damaged(store: FakeStore, volume: Path) -> None:
+    info = await stored(store, 1)
+
+    class Refusing(_Changing):
+        async def get(self, key: str, *, limit_bytes: int) -> bytes:
+            if key == self._key:
+                raise StoreError(ErrorKind.REQUEST_REFUSED, "the object is archived")
+            return await super().get(key, limit_bytes=limit_bytes)
+
+    with pytest.raises(StoreError, match="archived"):
+        await run(Refusing(store, pack_key(info, 0, 0)), volume)
+
+
+@pytest.fixture
+def few_open_files() -> Iterator[None]:
+    """What a process may have open is far less than the files of a pack."""
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(
+        resource.RLIMIT_NOFILE, (max(int(path.name) for path in Path("/proc/self/fd").iterdir()) + 200, before[1])
+    )
+    yield
+    resource.setrlimit(resource.RLIMIT_NOFILE, before)
+
+
+@pytest.mark.usefixtures("few_open_files")
+async def test_packs_of_more_files_than_a_process_may_open_are_restored(
+    store: FakeStore, volume: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(stored_checkpoints, "_FILES_PER_PACK", 250)
+    files = {f"{index:04d}": f"{index}".encode() for index in range(1000)}
+    await store_packed_checkpoint(store, 1, alone={}, packed=files)
+    restored = await run(store, volume)
+    assert restored is not None
+    assert content(restored.path) == files
+
+
+async def test_every_packed_file_is_waited_for_once_it_is_written(
+    store: FakeStore, volume: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    info = await store_packed_checkpoint(store, 1, alone={}, packed=small_files(1))
+    really_sync, on_disk = os.fsync, dict[Path, bytes]()
+
+    def note(descriptor: int) -> None:
+        path = Path(f"/proc/self/fd/{descriptor}").readlink()
+        if path.is_file():
+            on_disk[path] = path.read_bytes()
+        really_sync(descriptor)
+
+    monkeypatch.setattr(os, "fsync", note)
+    await run(store, volume)
+    incoming = volume / ".mooring" / "incoming" / info.save
+    assert {path: on_disk.get(incoming / path) for path in small_files(1)} == small_files(1)
+
+
+async def test_an_error_of_the_disk_names_the_packed_file_whose_bytes_it_did_not_take(
+    store: FakeStore, volume: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await store_packed_checkpoint(store, 1, alone={}, packed=small_files(1))
+    really_sync = os.fsync
+
+    def refuse(descriptor: int) -> None:
+        if Path(f"/proc/self/fd/{descriptor}").readlink().name == "38.bin":
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        really_sync(descriptor)
+
+    monkeypatch.setattr(os, "fsync", refuse)
+    with pytest.raises(VolumeError, match=r"/shard-3/38\.bin: Input/output error"):
+        await run(store, volume)
+
+
+async def test_a_restore_that_is_cancelled_while_the_disk_hangs_waits_for_it_without_stopping_everything_else(
+    store: FakeStore, volume: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    info = await store_packed_checkpoint(store, 1, alone={}, packed=small_files(1))
+    began, released, seen = threading.Event(), threading.Event(), list[bool]()
+    really_sync = os.fsync
+
+    def hang(descriptor: int) -> None:
+        if Path(f"/proc/self/fd/{descriptor}").readlink().name == "empty":
+            began.set()
+            seen.append(released.wait(HANG_SECONDS))
+        really_sync(descriptor)
+
+    monkeypatch.setattr(os, "fsync", hang)
+    restoring = asyncio.create_task(run(store, volume))
+    assert await asyncio.to_thread(began.wait, HANG_SECONDS)
+    restoring.cancel()
+    for _ in range(100):
+        await asyncio.sleep(0)
+    restoring.cancel()  # nor does a second signal make it leave the thread behind
+    for _ in range(100):
+        await asyncio.sleep(0)
+    incoming = volume / ".mooring" / "incoming"
+    assert list(incoming.iterdir()) == [incoming / info.save]
+    assert not restoring.done()
+    released.set()
+    with pytest.raises(asyncio.CancelledError):
+        await restoring
+    assert seen == [True]
+    assert not list(incoming.iterdir())

@@ -49,14 +49,32 @@ def packs_of(files: Iterable[StoredFile]) -> tuple[StoredPack, ...]:
 async def fetch_pack(store: ObjectStore, pack: StoredPack) -> bytes:
     """The pack's bytes. StoreError(CHECKPOINT_CORRUPT) that names the object and its first damaged file otherwise."""
     for _ in range(_FETCHES):
-        body = await store.get(pack.key, limit_bytes=pack.size_bytes)
+        body = await _get(store, pack)
         damaged = [file.entry.path for file in pack.files if not _is_intact(pack.content(body, file), file)]
         if not damaged:
             return body
     more = f" (and {len(damaged) - 1} more)" if len(damaged) > 1 else ""
-    raise StoreError(
+    raise _corrupt(f"{pack.key} does not hold {damaged[0]} as it was written{more}")
+
+
+async def _get(store: ObjectStore, pack: StoredPack) -> bytes:
+    """All of the object, unless it is larger than it was when it was listed: that is damage too."""
+    try:
+        return await store.get(pack.key, limit_bytes=pack.size_bytes)
+    except StoreError as error:
+        if error.kind is not ErrorKind.REQUEST_REFUSED:
+            raise
+        # A store has other reasons to refuse, which say nothing of the object.
+        size_bytes = (await store.head(pack.key)).size_bytes
+        if size_bytes <= pack.size_bytes:
+            raise
+        raise _corrupt(f"{pack.key} has {size_bytes} bytes, its rank manifest says {pack.size_bytes}") from error
+
+
+def _corrupt(message: str) -> StoreError:
+    return StoreError(
         ErrorKind.CHECKPOINT_CORRUPT,
-        f"{pack.key} does not hold {damaged[0]} as it was written{more}",
+        message,
         hint="restore falls back to the next older checkpoint; `mooring verify` shows all that is damaged",
     )
 

@@ -50,7 +50,8 @@ class Problem:
 class StoredFile:
     """A file of a checkpoint and the object that holds it, or its pack.
 
-    `etag` is the listing's: reads insist on it. `object_bytes` is the object's size.
+    `etag` is the listing's: reads of a part insist on it; a pack is read whole, and judged by its files' checksums
+    alone. `object_bytes` is the object's size.
     """
 
     entry: FileEntry

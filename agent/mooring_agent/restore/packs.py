@@ -9,11 +9,15 @@ import os
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Final
 
 from mooring_agent.adapters.volume.errors import volume_error
-from mooring_agent.catalog import PACKS_AT_ONCE, StoredPack, fetch_pack
+from mooring_agent.catalog import PACKS_AT_ONCE, StoredFile, StoredPack, fetch_pack
 from mooring_agent.catalog.fan_out import for_each
 from mooring_agent.ports import ObjectStore
+
+_FILES_TOGETHER: Final = 32
+"""So many are open in each thread, of the 1024 that a process may usually have; more would not be on disk sooner."""
 
 
 async def fetch_packs(
@@ -24,7 +28,13 @@ async def fetch_packs(
 
     async def fetch(pack: StoredPack) -> None:
         body = await fetch_pack(store, pack)
-        await loop.run_in_executor(threads, _write, pack, body, folder)
+        writing = loop.run_in_executor(threads, _write, pack, body, folder)
+        try:
+            await asyncio.shield(writing)
+        except asyncio.CancelledError:
+            # Whoever cancels removes the folder, and not from under a thread; nor may ending the threads block, below.
+            await asyncio.gather(writing, return_exceptions=True)
+            raise
         on_bytes(pack.content_bytes)
 
     # A filesystem commits its own journal once for all that wait together.
@@ -33,19 +43,27 @@ async def fetch_packs(
 
 
 def _write(pack: StoredPack, body: bytes, folder: Path) -> None:
-    """All are written before the first is waited for: the disk has more to do at a time."""
-    descriptors: list[int] = []
+    for first in range(0, len(pack.files), _FILES_TOGETHER):
+        _write_together(pack, pack.files[first : first + _FILES_TOGETHER], body, folder)
+
+
+def _write_together(pack: StoredPack, files: Sequence[StoredFile], body: bytes, folder: Path) -> None:
+    """All are written before the first is waited for: the disk has more to do at a time.
+
+    Each is waited for before it is closed: what befell a closed file's bytes the kernel may have forgotten.
+    """
+    written: dict[str, int] = {}
     try:
-        for file in pack.files:
-            path = folder / file.entry.path
-            descriptors.append(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666))
+        for file in files:
+            path = f"{folder}/{file.entry.path}"
+            written[path] = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
             content = pack.content(body, file)
             while content:
-                content = content[os.write(descriptors[-1], content) :]
-        for descriptor in descriptors:
-            os.fsync(descriptor)
+                content = content[os.write(written[path], content) :]
+        for path in written:
+            os.fsync(written[path])
     except OSError as error:
-        raise volume_error(error, f"writing {folder / file.entry.path}") from error
+        raise volume_error(error, f"writing {path}") from error
     finally:
-        for descriptor in descriptors:
+        for descriptor in written.values():
             os.close(descriptor)
