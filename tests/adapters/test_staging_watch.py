@@ -4,8 +4,10 @@ import asyncio
 import json
 import os
 import shutil
+import time
 from collections.abc import AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -16,7 +18,7 @@ from structlog.testing import capture_logs
 from mooring_agent.adapters.volume import directory_hints, directory_scan
 from mooring_agent.adapters.volume.directory_scan import DirectoryScanner
 from mooring_agent.adapters.volume.staging_watch import FoundCheckpoint, StagingWatch, WatchPace, signature_of
-from mooring_agent.core.directory_snapshot import Proof
+from mooring_agent.core.directory_snapshot import DirectorySnapshot, Proof
 
 PACE = WatchPace(quiet_seconds=0.15, busy_interval_seconds=0.03, idle_interval_seconds=0.3)
 BOUND_SECONDS = 60.0
@@ -63,6 +65,26 @@ def _save(path: Path, value: int = 1) -> None:
 
 def _truncated(path: Path, size_bytes: int) -> None:
     os.truncate(path, size_bytes)
+
+
+async def test_a_scan_that_takes_long_is_followed_by_a_longer_rest(
+    tmp_path: Path, open_watch: Open, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Only the shortest time between two scans is judged, which a busy machine makes longer."""
+    scan, scans = DirectoryScanner.scan, list[tuple[float, float]]()
+
+    def scan_slowly(self: DirectoryScanner, seen_at: float) -> list[DirectorySnapshot]:
+        began = time.monotonic()
+        while time.monotonic() < began + PACE.busy_interval_seconds:
+            found = scan(self, seen_at)
+        scans.append((began, time.monotonic()))
+        return found
+
+    monkeypatch.setattr(DirectoryScanner, "scan", scan_slowly)
+    _save(tmp_path / "step_20.pt")
+    await _next(open_watch())
+    gaps = [began - ended for (_, ended), (began, _) in pairwise(scans)]
+    assert min(gaps) > 5 * PACE.busy_interval_seconds
 
 
 async def test_torch_save_files_are_found_with_name_and_step(tmp_path: Path, open_watch: Open) -> None:

@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import time
 from collections.abc import Callable
 from concurrent.futures import Executor
 from pathlib import Path
@@ -31,6 +32,8 @@ _CALM_SECONDS: Final = 10.0
 _ENDING_SECONDS: Final = 0.1
 _DISK_BUSY_SECONDS: Final = 1.0
 _DISK_IDLE_SECONDS: Final = 10.0
+# Walking ten thousand files every second would take a third off the speed at which they are sent meanwhile.
+_DISK_REST_PER_WALK: Final = 10.0
 # After something was shed, its pins are dropped within moments; a save that waits for the room waits no longer.
 _ADMISSION_WAIT_SECONDS: Final = 0.5
 _ROOM_TO_KEEP_A_RESERVE: Final = 4
@@ -88,15 +91,18 @@ class Sensors:
                     continue
 
     async def watch_disk(self) -> None:
-        """Forever: how full the volume is; seldom while nothing is going on."""
+        """Forever: how full the volume is; seldom while nothing is going on, or where looking takes long."""
         while True:
+            began = time.monotonic()
             await self.look_at_disk()
+            rest_seconds = min(_DISK_REST_PER_WALK * (time.monotonic() - began), _DISK_IDLE_SECONDS)
+            least_seconds = max(_DISK_BUSY_SECONDS, rest_seconds)
             busy = any(True for _ in self._engine.state.unfinished())
             seen = self._engine.revision
             try:
-                async with asyncio.timeout(_DISK_BUSY_SECONDS if busy else _DISK_IDLE_SECONDS):
+                async with asyncio.timeout(least_seconds if busy else _DISK_IDLE_SECONDS):
                     await self._engine.next_change(seen)
-                    await asyncio.sleep(_DISK_BUSY_SECONDS)
+                    await asyncio.sleep(least_seconds)
             except TimeoutError:
                 continue
 

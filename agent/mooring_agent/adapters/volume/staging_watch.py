@@ -1,8 +1,9 @@
 """Finds complete checkpoints of programs that never call us, in the directory they write them to.
 
 Owns when to look and what was reported; `core.directory_rules` owns what counts as complete. Only direct entries of the
-directory are checkpoints. Invariants: a content is reported once; two scans are never closer than the busy interval;
-events only hasten a scan, so losing them costs at most the idle interval.
+directory are checkpoints. Invariants: a content is reported once; two scans are never closer than the busy interval,
+nor, where a scan takes long, than ten times that, up to the idle interval; events only hasten a scan, so losing them
+costs at most the idle interval.
 """
 
 import asyncio
@@ -26,6 +27,8 @@ from mooring_agent.core.directory_snapshot import DirectorySnapshot
 
 # What two looks find the same is not being written.
 _LOOKS_WITHOUT_WRITERS: Final = 2
+# Ten thousand files were just written, and are being sent: looking at them all the time would slow that down.
+_REST_PER_SCAN: Final = 10.0
 
 _log: structlog.typing.FilteringBoundLogger = structlog.get_logger()
 
@@ -87,6 +90,7 @@ class StagingWatch:
         self._reasons: dict[str, str] = {}
         self._found: deque[FoundCheckpoint] = deque()
         self._scanned_at: float | None = None
+        self._scan_seconds = 0.0
         self._busy = True
         self._unreadable = False
 
@@ -101,8 +105,10 @@ class StagingWatch:
             if self._hints is None:
                 self._hints = DirectoryHints(self._directory, lambda: _set_from_thread(loop, self._hint))
             async with self._looking:
+                began = time.monotonic()
                 snapshots = await loop.run_in_executor(self._executor, self._scan, self._hints)
                 self._scanned_at = time.monotonic()
+                self._scan_seconds = self._scanned_at - began
                 self._judge(snapshots)
         return self._found.popleft()
 
@@ -148,8 +154,9 @@ class StagingWatch:
                     await self._hint.wait()
             except TimeoutError:
                 return
-        rest = self._scanned_at + self._pace.busy_interval_seconds - time.monotonic()
-        await asyncio.sleep(max(0.0, rest))
+        long_seconds = min(_REST_PER_SCAN * self._scan_seconds, self._pace.idle_interval_seconds)
+        rest_seconds = self._scanned_at + max(self._pace.busy_interval_seconds, long_seconds) - time.monotonic()
+        await asyncio.sleep(max(0.0, rest_seconds))
 
     def _scan(self, hints: DirectoryHints | None) -> Sequence[DirectorySnapshot]:
         if hints is not None:
