@@ -12,6 +12,7 @@ from tests.restore.stored_checkpoints import (
     PART_BYTES,
     all_files,
     flip_byte,
+    rank_files,
     store_checkpoint,
     truncate,
 )
@@ -63,6 +64,31 @@ async def test_a_loaded_checkpoint_has_every_file_of_every_rank(store: FakeStore
     assert [file.entry.path for file in checkpoint.files] == sorted(all_files(1, ranks=3))
     assert [manifest.rank for manifest in checkpoint.manifests] == [0, 1, 2]
     assert checkpoint.size_bytes == checkpoint.marker.size_bytes
+
+
+@pytest.mark.parametrize("part_size_bytes", [PART_BYTES // 3, 2 * PART_BYTES])
+async def test_a_file_of_two_ranks_may_be_cut_into_different_parts_and_is_there_once(
+    part_size_bytes: int, store: FakeStore
+) -> None:
+    files = rank_files(1)
+    await store_checkpoint(store, 1, ranks=[files, files], part_sizes_bytes={1: part_size_bytes})
+    (committed,) = await list_committed(store)
+    assert await check(store, committed, deep=True) == ()
+    checkpoint = await load(store, committed)
+    assert [file.entry.path for file in checkpoint.files] == sorted(files)
+
+
+@pytest.mark.parametrize("part_size_bytes", [PART_BYTES // 3, PART_BYTES, 2 * PART_BYTES])
+async def test_two_ranks_that_claim_one_path_for_different_bytes_are_a_problem_that_names_it(
+    part_size_bytes: int, store: FakeStore
+) -> None:
+    body = rank_files(1)["model-0.safetensors"]
+    ranks = [{"state.pt": body}, {"state.pt": body[:-1] + bytes([body[-1] ^ 1])}]
+    info = await store_checkpoint(store, 1, ranks=ranks, part_sizes_bytes={1: part_size_bytes})
+    (committed,) = await list_committed(store)
+    (problem,) = await check(store, committed, deep=False)
+    assert problem.key == file_key(info, "state.pt")
+    assert problem.what == "is claimed by two ranks with different bytes"
 
 
 @pytest.mark.parametrize("what", DAMAGE)

@@ -3,7 +3,10 @@
 from dataclasses import replace
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
+from mooring_agent.adapters.checksum import crc64nvme
 from mooring_agent.core.commit import contradiction, is_listed, judge_listing, missing_files
 from mooring_agent.core.manifest import encode_manifest
 from mooring_agent.core.model import FileEntry, Kind, PackPlace, RankManifest, SaveInfo
@@ -104,3 +107,37 @@ _ENTRY = FileEntry(path="a/state.pt", size_bytes=10, part_size_bytes=100, checks
 )
 def test_ranks_that_cannot_be_put_into_one_folder_are_a_contradiction(other: FileEntry, reason: str) -> None:
     assert contradiction([_files(0, _ENTRY), _files(1, other)]) == reason
+
+
+def _cut(body: bytes, part_size_bytes: int) -> FileEntry:
+    pieces = [body[at : at + part_size_bytes] for at in range(0, len(body), part_size_bytes)]
+    return FileEntry(
+        path="config.json",
+        size_bytes=len(body),
+        part_size_bytes=part_size_bytes,
+        checksums=tuple(map(crc64nvme, pieces)),
+    )
+
+
+_part_sizes_bytes = st.integers(1, 1200)
+
+
+@given(body=st.binary(max_size=1000), one=_part_sizes_bytes, other=_part_sizes_bytes)
+def test_ranks_may_cut_the_same_bytes_into_different_parts(body: bytes, one: int, other: int) -> None:
+    assert contradiction([_files(0, _cut(body, one)), _files(1, _cut(body, other))]) == ""
+
+
+@given(body=st.binary(min_size=1, max_size=1000), one=_part_sizes_bytes, other=_part_sizes_bytes, data=st.data())
+def test_one_different_bit_is_a_contradiction_whatever_the_parts(
+    body: bytes, one: int, other: int, data: st.DataObject
+) -> None:
+    bit = data.draw(st.integers(0, 8 * len(body) - 1))
+    flipped = bytearray(body)
+    flipped[bit // 8] ^= 1 << bit % 8
+    reason = contradiction([_files(0, _cut(body, one)), _files(1, _cut(bytes(flipped), other))])
+    assert reason == "ranks 0 and 1 have different bytes for config.json"
+
+
+def test_different_sizes_are_a_contradiction_even_where_the_checksums_are_equal() -> None:
+    one, other = (replace(_ENTRY, size_bytes=size, part_size_bytes=size, checksums=(7,)) for size in (10, 11))
+    assert contradiction([_files(0, one), _files(1, other)]) == "ranks 0 and 1 have different bytes for a/state.pt"

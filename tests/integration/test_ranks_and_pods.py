@@ -1,5 +1,7 @@
 """Ranks of one pod share a directory, and pods a bucket: a checkpoint is that of all ranks, or there is none."""
 
+import json
+import shutil
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -296,3 +298,54 @@ def test_when_one_pod_is_killed_before_it_sealed_both_restore_the_checkpoint_bef
         restored = pod.restore(view, tmp_path)
         assert restored.name == "checkpoint-1"
         assert tree(restored) == originals[0] | originals[1]
+
+
+def part_sizes(view: BucketView, path: str) -> list[int]:
+    """Of this file in the rank manifests of the second step's save, by rank."""
+    keys = sorted(view.keys(f"checkpoint-2/{save_of(2)}/.mooring/rank-"))
+    files = [file for key in keys for file in json.loads(view.read(key))["files"]]
+    return [file["part_size"] for file in files if file["path"] == path]
+
+
+def upload_slowly(pod: Pod) -> None:
+    """A save of its own that tells this pod that its wire is slow."""
+    pod.proxy.throttle(2 * MIB)
+    path = write_checkpoint(pod.agent.checkpoints / "checkpoint-1", {"model.bin": 8 * MIB})
+    pod.agent.wait_committed(pod.agent.announce(path, 1).save)
+    pod.proxy.throttle(0)
+
+
+def test_pods_whose_wires_suit_different_parts_may_bring_the_same_file(
+    make_pods: MakePods, rclone_bucket: Bucket, tmp_path: Path
+) -> None:
+    pods = make_pods((0,), (1,), part_size_bytes=16 * MIB)
+    view = BucketView(rclone_bucket)
+    upload_slowly(pods[0])
+    shared = write_checkpoint(tmp_path / "shared", {"config.json": 100, "tokenizer.bin": 20 * MIB})
+    originals: dict[str, bytes] = {}
+    for pod in pods:
+        originals |= tree(shutil.copytree(shared, pod.write(2), dirs_exist_ok=True))
+    for pod in pods:
+        pod.announce(2)
+    for pod in pods:
+        pod.agent.wait_committed(save_of(2))
+    assert part_sizes(view, "tokenizer.bin") == [8 * MIB, 16 * MIB]
+    assert [row["problems"] for row in view.verify()] == [[], []]
+    assert tree(pods[0].restore(view, tmp_path)) == originals
+
+
+def test_ranks_of_one_pod_that_are_staged_before_and_after_its_wire_got_slow_may_bring_the_same_file(
+    make_pods: MakePods, rclone_bucket: Bucket, tmp_path: Path
+) -> None:
+    (pod,) = make_pods((0, 1), part_size_bytes=16 * MIB)
+    view = BucketView(rclone_bucket)
+    path = write_checkpoint(pod.agent.checkpoints / "checkpoint-2", {"0.bin": 100, "1.bin": 100, "both.bin": 20 * MIB})
+    for rank in pod.ranks:
+        files = [f"{rank}.bin", "both.bin"]
+        pod.agent.announce(path, 2, save=save_of(2), rank=rank, world_size=2, files=files)
+        if rank == 0:
+            upload_slowly(pod)
+    pod.agent.wait_committed(save_of(2))
+    assert part_sizes(view, "both.bin") == [16 * MIB, 8 * MIB]
+    assert [row["problems"] for row in view.verify()] == [[], []]
+    assert tree(pod.restore(view, tmp_path)) == tree(path)

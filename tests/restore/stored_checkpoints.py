@@ -41,10 +41,11 @@ async def store_checkpoint(
     committed: bool = True,
     name: str = "",
     single_file: bool = False,
+    part_sizes_bytes: Mapping[int, int] | None = None,
 ) -> SaveInfo:
     """Files, rank manifests and, if `committed`, the marker. `ranks` are the files of each rank.
 
-    `single_file`: whoever has a file announced that file itself.
+    `single_file`: whoever has a file announced that file itself. `part_sizes_bytes`: by rank, if not `PART_BYTES`.
     """
     ranks = ranks or [rank_files(step, rank) for rank in range(world_size)]
     info = SaveInfo(
@@ -58,7 +59,8 @@ async def store_checkpoint(
     for rank, files in enumerate(ranks):
         for path, body in files.items():
             await store.put(file_key(info, path), body)
-        entries = tuple(_entry(path, body) for path, body in files.items())
+        part_size_bytes = (part_sizes_bytes or {}).get(rank, PART_BYTES)
+        entries = tuple(_entry(path, body, part_size_bytes) for path, body in files.items())
         manifest = RankManifest(
             info=info, rank=rank, saved_at=saved_at, files=entries, single_file=single_file and bool(entries)
         )
@@ -71,12 +73,12 @@ async def store_checkpoint(
     return info
 
 
-def _entry(path: str, body: bytes) -> FileEntry:
-    pieces = [body[at : at + PART_BYTES] for at in range(0, len(body), PART_BYTES)]
+def _entry(path: str, body: bytes, part_size_bytes: int = PART_BYTES) -> FileEntry:
+    pieces = [body[at : at + part_size_bytes] for at in range(0, len(body), part_size_bytes)]
     return FileEntry(
         path=path,
         size_bytes=len(body),
-        part_size_bytes=PART_BYTES,
+        part_size_bytes=part_size_bytes,
         checksums=tuple(crc64nvme(piece) for piece in pieces),
     )
 

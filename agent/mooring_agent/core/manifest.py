@@ -74,6 +74,7 @@ def decode_manifest(body: bytes, key: str) -> RankManifest:
         if manifest.single_file and len(manifest.files) != 1:
             raise ValueError(f"{len(manifest.files)} files are not the single file that it speaks of")
         for file in manifest.files:
+            _check_numbers(file)
             if len(file.checksums) != -(-file.size_bytes // file.part_size_bytes):
                 raise ValueError(f"{file.path}: {len(file.checksums)} checksums do not cover {file.size_bytes} bytes")
         if (value["format"] == PACKED_FORMAT_VERSION) != bool(manifest.pack_sizes_bytes):
@@ -155,6 +156,13 @@ def _decode(body: bytes, *formats: int) -> dict[str, Any]:
 
 def _decode_place(file: Mapping[str, Any]) -> PackPlace | None:
     return PackPlace(number=int(file["pack"]), offset_bytes=int(file["offset"])) if "pack" in file else None
+
+
+def _check_numbers(file: FileEntry) -> None:
+    """Whoever compares two ranks' files computes with them."""
+    numbers = (file.size_bytes, file.part_size_bytes, *file.checksums)
+    if min(numbers) < 0 or max(numbers) >= 1 << 64:
+        raise ValueError(f"{file.path}: a size or a checksum is no unsigned number of 64 bits")
 
 
 def _check_packs(manifest: RankManifest) -> None:

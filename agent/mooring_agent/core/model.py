@@ -6,6 +6,8 @@ Owns shapes only. Sizes and offsets are bytes, times are unix seconds, checksums
 from dataclasses import dataclass
 from enum import StrEnum
 
+from mooring_agent.core.crc64nvme import joined
+
 
 class Kind(StrEnum):
     """Why a checkpoint was saved."""
@@ -121,13 +123,12 @@ class FileEntry:
     place: PackPlace | None = None
 
     def has_bytes_of(self, other: "FileEntry") -> bool:
-        """Whether both are the same file, wherever its bytes are."""
-        return (self.path, self.size_bytes, self.part_size_bytes, self.checksums) == (
-            other.path,
-            other.size_bytes,
-            other.part_size_bytes,
-            other.checksums,
-        )
+        """Whether both are the same file, wherever its bytes are and whatever parts an agent sent it in."""
+        if (self.path, self.size_bytes) != (other.path, other.size_bytes):
+            return False
+        if self.part_size_bytes == other.part_size_bytes or len(self.checksums) == len(other.checksums) == 1:
+            return self.checksums == other.checksums
+        return self._whole_checksum() == other._whole_checksum()
 
     def parts(self) -> tuple[Part, ...]:
         """The pieces that `checksums` cover, in order."""
@@ -139,6 +140,9 @@ class FileEntry:
             )
             for index in range(len(self.checksums))
         )
+
+    def _whole_checksum(self) -> int:
+        return joined(zip(self.checksums, (part.size_bytes for part in self.parts()), strict=True))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

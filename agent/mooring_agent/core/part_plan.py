@@ -4,8 +4,10 @@ Owns the arithmetic only. A file no larger than one part is sent whole, by a sin
 when it is empty, which is still one PUT). Invariant: the same arguments give the same plan in every version, for
 journals tell of parts by their numbers alone.
 
-The size that suits the wire is chosen when a checkpoint is staged, recorded with its pins, and fixed from then on. A
-slow wire gets smaller parts: what is in flight delays the checkpoint that takes the wire next, and is lost when a
+The size that suits the wire is chosen when a checkpoint is staged, recorded with its pins, and fixed from then on. Two
+agents, or one for ranks that it stages one after the other, may choose differently for the same file.
+
+A slow wire gets smaller parts: what is in flight delays the checkpoint that takes the wire next, and is lost when a
 request breaks or a just-in-time save pushes it off. A fast one gets the configured size and no more: from 32 to 64 MiB
 a byte costs hardly less CPU, while a file needs eight parts to use eight connections. Measured is what all connections
 bring together for two seconds at least; many small files bring little in that time, and what follows them alone may get
