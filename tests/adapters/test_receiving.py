@@ -2,11 +2,16 @@
 
 import asyncio
 import os
+import ssl
+import threading
 import tracemalloc
-from collections.abc import Callable, Coroutine
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+import aiohttp
 import pytest
 import uvloop
 from tests.harness.open_files import until_open
@@ -16,12 +21,20 @@ from tests.servers.rclone import RcloneServer
 from tests.servers.server import Bucket
 from tests.servers.tls import Certificate
 
-from mooring_agent.adapters.checksum import region_checksum
+from mooring_agent.adapters.checksum import crc64nvme, region_checksum
 from mooring_agent.adapters.open_store import open_store
+from mooring_agent.adapters.transfer.buffers import BufferPool
+from mooring_agent.adapters.transfer.receiving import download
+from mooring_agent.adapters.transfer.silence import Silence
+from mooring_agent.adapters.transfer.tls_connector import use_own_tls
 from mooring_agent.core.settings import MIB, StoreSettings
 from mooring_agent.ports import StoreCapabilities
 
 WAIT_SECONDS = 60.0
+
+Run = Callable[[Coroutine[Any, Any, None]], None]
+on_both_loops = pytest.mark.parametrize("run", [asyncio.run, uvloop.run])
+over_both = pytest.mark.parametrize("secure", [False, True])
 
 
 @pytest.mark.parametrize("size_bytes", [1, 4095, 4096, 2 * MIB, 4 * MIB + 1])
@@ -120,13 +133,13 @@ async def test_memory_does_not_grow_with_the_size_of_a_part(
     assert peak_bytes < 10 * MIB
 
 
-@pytest.mark.parametrize("run", [asyncio.run, uvloop.run])
-@pytest.mark.parametrize("secure", [False, True])
+@on_both_loops
+@over_both
 @pytest.mark.parametrize("integrity", ["sha256", "crc64nvme"])
 def test_a_connection_serves_one_part_after_another(
     integrity: str,
     secure: bool,
-    run: Callable[[Coroutine[Any, Any, None]], None],
+    run: Run,
     rclone_bucket: Bucket,
     rclone_server: RcloneServer,
     certificate: Certificate,
@@ -157,3 +170,130 @@ def test_a_connection_serves_one_part_after_another(
         assert proxy.connections == 1
     finally:
         proxy.stop()
+
+
+class Scripted:
+    """A server of HTTP that says to each path what a test wants it to, and no more."""
+
+    def __init__(self, answers: Mapping[str, bytes]) -> None:
+        self.connections = 0
+        self.url = ""
+        self._answers = answers
+        self._serving: set[asyncio.Task[None] | None] = set()
+
+    @asynccontextmanager
+    async def asked(self, certificate: Certificate | None = None) -> AsyncIterator[aiohttp.ClientSession]:
+        """A client that connects as a store's does."""
+        offered = trusted = None
+        if certificate:
+            offered = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+            offered.load_cert_chain(certificate.certificate, certificate.key)
+            trusted = ssl.create_default_context(cafile=str(certificate.certificate))
+        server = await asyncio.start_server(self._serve, "127.0.0.1", 0, ssl=offered)
+        self.url = f"{'https' if certificate else 'http'}://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+        connector = aiohttp.TCPConnector(ssl=trusted or False)
+        async with asyncio.timeout(WAIT_SECONDS), server:
+            async with aiohttp.ClientSession(self.url, connector=connector) as client:
+                use_own_tls(connector)
+                yield client
+            await asyncio.gather(*filter(None, self._serving))
+
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self.connections += 1
+        self._serving.add(asyncio.current_task())
+        with suppress(asyncio.IncompleteReadError, OSError):
+            answer = b""
+            while b"Connection: close" not in answer:
+                answer = self._answers[(await reader.readuntil(b"\r\n\r\n")).split()[1].decode()]
+                writer.write(answer)
+                await writer.drain()
+        writer.close()
+
+
+def answer(body: bytes, *headers: bytes) -> bytes:
+    return b"\r\n".join([b"HTTP/1.1 200 OK", b"Content-Length: %d" % len(body), *headers, b"", body])
+
+
+async def received(client: aiohttp.ClientSession, into: Path, size_bytes: int, progress: Callable[[], None]) -> int:
+    with into.open("wb") as file, ThreadPoolExecutor(1) as executor:
+        async with client.get("/part") as response:
+            return await download(
+                response,
+                file.fileno(),
+                offset_bytes=0,
+                size_bytes=size_bytes,
+                buffers=BufferPool(MIB),
+                executor=executor,
+                progress=progress,
+            )
+
+
+@on_both_loops
+@over_both
+@pytest.mark.parametrize("more", [b"garbage", answer(b"wrong")], ids=["garbage", "an answer"])
+def test_what_comes_after_a_body_is_nobodys_answer(
+    more: bytes, secure: bool, run: Run, certificate: Certificate, tmp_path: Path
+) -> None:
+    body = os.urandom(3 * MIB + 5)
+    server = Scripted({"/part": answer(body) + more, "/next": answer(b"right")})
+
+    async def ask() -> None:
+        async with server.asked(certificate if secure else None) as client:
+            for count in range(1, 5):
+                assert await received(client, tmp_path / "into", len(body), lambda: None) == crc64nvme(body)
+                async with client.get("/next") as response:
+                    assert await response.read() == b"right"
+                assert server.connections == count + 1
+
+    run(ask())
+    assert (tmp_path / "into").read_bytes() == body
+
+
+@on_both_loops
+@over_both
+def test_a_server_that_closes_behind_a_body_has_sent_it_whole(
+    secure: bool, run: Run, certificate: Certificate, tmp_path: Path
+) -> None:
+    body = os.urandom(3 * MIB + 5)
+    server = Scripted({"/part": answer(body, b"Connection: close")})
+
+    async def ask() -> None:
+        async with server.asked(certificate if secure else None) as client:
+            for count in range(1, 5):
+                assert await received(client, tmp_path / "into", len(body), lambda: None) == crc64nvme(body)
+                assert server.connections == count
+
+    run(ask())
+    assert (tmp_path / "into").read_bytes() == body
+
+
+SILENCE_SECONDS = 0.5
+
+
+@pytest.mark.parametrize("size_bytes", [1000, MIB, 8 * MIB])
+async def test_a_disk_that_hangs_is_no_silence_of_the_store(
+    size_bytes: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whether the store has sent all, or may not send because both buffers are full."""
+    body = os.urandom(size_bytes)
+    goes_on = threading.Event()
+    really_write = os.pwrite
+
+    def hang(*arguments: Any) -> int:
+        assert goes_on.wait(WAIT_SECONDS)
+        return really_write(*arguments)
+
+    monkeypatch.setattr(os, "pwrite", hang)
+    async with Scripted({"/part": answer(body)}).asked() as client:
+        asyncio.get_running_loop().call_later(3 * SILENCE_SECONDS, goes_on.set)
+        async with Silence(SILENCE_SECONDS) as silence:
+            assert await received(client, tmp_path / "into", size_bytes, silence.broken) == crc64nvme(body)
+
+    assert (tmp_path / "into").read_bytes() == body
+
+
+async def test_a_store_that_is_silent_in_the_middle_of_a_body_is_told_from_a_disk_that_hangs(tmp_path: Path) -> None:
+    half = answer(os.urandom(8 * MIB))[: 4 * MIB]
+    with pytest.raises(TimeoutError):
+        async with Scripted({"/part": half}).asked() as client, Silence(SILENCE_SECONDS) as silence:
+            await received(client, tmp_path / "into", 8 * MIB, silence.broken)

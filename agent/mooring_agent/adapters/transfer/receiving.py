@@ -5,7 +5,8 @@ talks to a protocol of ours instead, which is what asyncio's `set_protocol` and 
 aiohttp has its connection back and may use it again. Over TLS it is the same.
 
 Invariants: two buffers per body, whatever its size; one is written while the next arrives, never two: parallel writes
-to one file only fight over its lock.
+to one file only fight over its lock; a connection that brought more than the body serves no other request. (What comes
+later still looks like the next answer, to anybody: whoever asks for something checks that it is what was meant.)
 """
 
 import asyncio
@@ -22,6 +23,8 @@ from mooring_agent.adapters.transfer.buffers import BufferPool
 from mooring_agent.adapters.transfer.sink import Sink
 
 _BUFFERS: Final = 2
+_DISK_LOOK_SECONDS: Final = 0.2
+"""Well below any time-out of a store."""
 
 
 async def download(
@@ -36,8 +39,9 @@ async def download(
 ) -> int:
     """Write exactly `size_bytes` of an answer's body at `offset_bytes`; returns their CRC64NVME.
 
-    `response` has just begun and says that its body has `size_bytes`. aiohttp's ClientError if it ends early or brings
-    more; VolumeError if the disk refuses; after either the connection is closed.
+    `response` has just begun and says that its body has `size_bytes`. `progress` is called when something moved, and
+    again and again while all that is waited for is the disk: that is no silence of the store. aiohttp's ClientError if
+    the body ends early; VolumeError if the disk refuses; after either the connection is closed.
     """
     loop = asyncio.get_running_loop()
     sink = Sink(descriptor, offset_bytes)
@@ -79,6 +83,9 @@ class _Receiver(asyncio.BufferedProtocol):
         self._filled = 0
         self._changed = asyncio.Event()
         self._lost: BaseException | None = None
+        self._surplus = memoryview(bytearray(1))
+        self._brought_more = False
+        self._disk_watch: asyncio.TimerHandle | None = None
         connection = response.connection
         # A short body may have arrived whole, with its connection given back already.
         self._handler: ResponseHandler | None = connection.protocol if connection else None
@@ -91,6 +98,7 @@ class _Receiver(asyncio.BufferedProtocol):
         if self._stream.is_eof() and self._missing:
             raise self._cut_off()
         if not self._missing:
+            self._wait_for_disk()
             return
         if self._handler is None or self._transport is None:
             raise self._cut_off()
@@ -99,6 +107,8 @@ class _Receiver(asyncio.BufferedProtocol):
         self._transport.set_protocol(self)
         if self._current is not None or self._next_buffer():
             self._transport.resume_reading()
+        else:
+            self._wait_for_disk()
 
     async def piece(self) -> memoryview:
         """The next full buffer, or the last one. ClientPayloadError if the connection was lost."""
@@ -114,11 +124,17 @@ class _Receiver(asyncio.BufferedProtocol):
         """The piece is on its way to the disk: its buffer may be filled again."""
         self._idle.append(self._full.popleft()[0])
         if self._current is None and self._missing and self._transport is not None and self._next_buffer():
+            self._stop_waiting()
             self._transport.resume_reading()
 
     def end(self) -> None:
-        """All is written: the connection may serve another request."""
+        """All is written: the connection may serve another request, unless it brought what would seem its answer."""
+        self._stop_waiting()
         if not self._stream.is_eof():
+            if self._transport is not None and self._handler is not None:
+                self._transport.set_protocol(self._handler)
+                if self._brought_more:
+                    self._handler.force_close()
             self._stream.feed_eof()
         for buffer in self._taken:
             self._buffers.give_back(buffer)
@@ -128,22 +144,30 @@ class _Receiver(asyncio.BufferedProtocol):
 
         Unless aiohttp saw the end of a short body: then it is somebody else's already.
         """
+        self._stop_waiting()
         if self._transport is not None and self._handler is not None and not self._stream.is_eof():
             self._transport.set_protocol(self._handler)
             self._transport.abort()
 
     def get_buffer(self, sizehint: int) -> memoryview:
+        if not self._missing:
+            return self._surplus
         assert self._current is not None, "reading was paused"
         return self._current[self._filled : self._filled + self._missing]
 
     def buffer_updated(self, nbytes: int) -> None:
+        if not self._missing:
+            self._brought_more = True
+            self._pause()
+            return
         self._progress()
         self._advance(nbytes)
         if not self._missing:
-            self._give_back_connection()
+            # Reading goes on: what comes now is too much.
+            self._wait_for_disk()
         elif self._current is None and not self._next_buffer():
-            assert self._transport is not None
-            self._transport.pause_reading()
+            self._pause()
+            self._wait_for_disk()
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._lost = self._cut_off()
@@ -187,11 +211,18 @@ class _Receiver(asyncio.BufferedProtocol):
         self._current, self._filled = self._idle.popleft(), 0
         return True
 
-    def _give_back_connection(self) -> None:
+    def _pause(self) -> None:
         assert self._transport is not None
-        assert self._handler is not None
         self._transport.pause_reading()
-        self._transport.set_protocol(self._handler)
+
+    def _wait_for_disk(self) -> None:
+        """The store owes us nothing now."""
+        self._progress()
+        self._disk_watch = asyncio.get_running_loop().call_later(_DISK_LOOK_SECONDS, self._wait_for_disk)
+
+    def _stop_waiting(self) -> None:
+        if self._disk_watch:
+            self._disk_watch.cancel()
 
     def _cut_off(self) -> aiohttp.ClientPayloadError:
         return aiohttp.ClientPayloadError(
