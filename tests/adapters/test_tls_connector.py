@@ -1,6 +1,7 @@
 """Which TLS a store's connections have: ours where aiohttp connects directly, the loop's own behind a proxy."""
 
 import asyncio
+import ssl
 from collections.abc import Callable, Coroutine
 from contextlib import suppress
 from pathlib import Path
@@ -10,6 +11,7 @@ import pytest
 import uvloop
 from tests.regions import make_file, region_of
 from tests.servers.server import Bucket
+from tests.servers.tls import Certificate
 
 from mooring_agent.adapters.checksum import region_checksum
 from mooring_agent.adapters.open_store import open_store
@@ -44,12 +46,22 @@ def test_a_store_behind_tls_is_reached_by_it(
 
 
 @on_both_loops
+@pytest.mark.parametrize("proxy_scheme", ["http", "https"])
 def test_through_a_proxy_the_loops_own_tls_does_the_same(
-    run: Run, rclone_tls_bucket: Bucket, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    proxy_scheme: str,
+    run: Run,
+    rclone_tls_bucket: Bucket,
+    certificate: Certificate,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     path = make_file(tmp_path / "file", 5 * MIB + 3)
     region, into = region_of(path), tmp_path / "into"
     asked: list[bytes] = []
+    context = None
+    if proxy_scheme == "https":
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        context.load_cert_chain(certificate.certificate, certificate.key)
 
     async def tunnel(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         asked.append((await reader.readuntil(b"\r\n\r\n")).split(b"\r\n")[0])
@@ -59,9 +71,9 @@ def test_through_a_proxy_the_loops_own_tls_does_the_same(
         await asyncio.gather(_pass_on(reader, far_writer), _pass_on(far_reader, writer))
 
     async def there_and_back() -> None:
-        async with await asyncio.start_server(tunnel, "127.0.0.1", 0) as proxy:
+        async with await asyncio.start_server(tunnel, "127.0.0.1", 0, ssl=context) as proxy:
             port = proxy.sockets[0].getsockname()[1]
-            monkeypatch.setenv("HTTPS_PROXY", f"http://127.0.0.1:{port}")
+            monkeypatch.setenv("HTTPS_PROXY", f"{proxy_scheme}://127.0.0.1:{port}")
             async with open_store(rclone_tls_bucket.settings()) as store:
                 await store.put_region("a", region, region_checksum(region))
                 etag = (await store.head("a")).etag

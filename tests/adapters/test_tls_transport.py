@@ -1,8 +1,10 @@
 """TLS over a socket of our own, against a real OpenSSL at the other end, on both event loops and in both versions."""
 
 import asyncio
+import os
 import socket
 import ssl
+import struct
 import threading
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -18,12 +20,15 @@ from tests.servers.tls import Certificate, make_certificate
 
 from mooring_agent.adapters.checksum import crc64nvme
 from mooring_agent.adapters.region_file import RegionFile
+from mooring_agent.adapters.transfer import tls_transport
 from mooring_agent.adapters.transfer.outlet import EncryptingOutlet
 from mooring_agent.adapters.transfer.tls_transport import TlsTransport, open_tls_connection
 from mooring_agent.core.settings import MIB
 
 WAIT_SECONDS = 60.0
 MORE_THAN_THE_KERNEL_HOLDS = 24 * MIB
+
+_RESET = struct.pack("ii", 1, 0)
 
 Run = Callable[[Coroutine[Any, Any, None]], None]
 on_both_loops = pytest.mark.parametrize("run", [asyncio.run, uvloop.run])
@@ -197,7 +202,7 @@ def test_an_aborted_transport_sends_no_more_and_wakes_who_waits_for_room(run: Ru
 def test_a_peer_that_breaks_off_is_an_error_for_who_writes(run: Run, certificate: Certificate) -> None:
     def break_off(connection: ssl.SSLSocket) -> None:
         connection.recv(1)
-        connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\1\0\0\0\0\0\0\0")
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _RESET)
 
     async def write() -> None:
         recorder = Recorder()
@@ -211,6 +216,79 @@ def test_a_peer_that_breaks_off_is_an_error_for_who_writes(run: Run, certificate
         assert len(recorder.lost) == 1
 
     run(write())
+
+
+@on_both_loops
+def test_a_reset_is_an_error_for_who_only_listens_too(run: Run, certificate: Certificate) -> None:
+    def break_off(connection: ssl.SSLSocket) -> None:
+        connection.recv(1)
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _RESET)
+
+    async def listen() -> None:
+        recorder = Recorder()
+        async with connected(certificate, break_off, recorder) as (transport, _):
+            transport.write(b"x")
+            await recorder.until(lambda: bool(recorder.lost))
+        assert isinstance(recorder.lost[0], ConnectionResetError)
+
+    run(listen())
+
+
+@on_both_loops
+def test_a_peer_that_leaves_while_somebody_waits_for_room_leaves_no_socket_and_no_watch(
+    run: Run, certificate: Certificate
+) -> None:
+    """A loop that still watched the closed one would take the next connection for it."""
+    leave = threading.Event()
+
+    def say_goodbye(connection: ssl.SSLSocket) -> None:
+        assert leave.wait(WAIT_SECONDS)
+        connection.setblocking(False)
+        with suppress(ssl.SSLWantReadError):
+            connection.unwrap()
+        assert over.wait(WAIT_SECONDS)
+
+    over = threading.Event()
+
+    async def wait_for_room() -> None:
+        recorder, second = Recorder(), Recorder()
+        async with connected(certificate, say_goodbye, recorder) as (transport, _):
+            connection = transport.get_extra_info("socket")
+            number = connection.fileno()
+            with ThreadPoolExecutor(1) as threads:
+                await transport.lend(threads, _fill_up, connection)
+            waiting = asyncio.create_task(transport.writable())
+            await asyncio.sleep(0)
+            leave.set()
+            async with asyncio.timeout(WAIT_SECONDS):
+                await waiting
+            await recorder.until(lambda: bool(recorder.lost))
+            assert connection.fileno() == -1
+            with pytest.raises(OSError, match="Bad file descriptor"):
+                os.fstat(number)
+            async with connected(certificate, lambda peer: peer.sendall(b"hello"), second):
+                await second.until(lambda: second.received == b"hello")
+            over.set()
+
+    run(wait_for_room())
+
+
+@on_both_loops
+def test_a_peer_that_takes_nothing_holds_a_closed_connection_only_so_long(
+    run: Run, certificate: Certificate, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tls_transport, "_CLOSE_SECONDS", 0.1)
+    over = threading.Event()
+
+    async def close() -> None:
+        recorder = Recorder()
+        async with connected(certificate, lambda _: _expect(over.wait(WAIT_SECONDS)), recorder) as (transport, _):
+            transport.write(_bytes(MORE_THAN_THE_KERNEL_HOLDS))
+            transport.close()
+            await recorder.until(lambda: bool(recorder.lost))
+            over.set()
+
+    run(close())
 
 
 @on_both_loops
@@ -356,6 +434,26 @@ def test_a_handshake_with_a_stranger_fails_and_leaves_no_socket(
 
 
 @on_both_loops
+def test_a_server_that_closes_in_the_handshake_is_a_broken_connection_and_no_wrong_certificate(run: Run) -> None:
+    async def greet() -> None:
+        with socket.create_server(("127.0.0.1", 0)) as listener:
+            plain = await asyncio.to_thread(socket.create_connection, listener.getsockname())
+            plain.setblocking(False)
+            greeting = asyncio.create_task(
+                open_tls_connection(Recorder(), plain, ssl.create_default_context(), "127.0.0.1")
+            )
+            closing = (await asyncio.to_thread(listener.accept))[0]
+            with closing:
+                closing.settimeout(WAIT_SECONDS)
+                while len(await asyncio.to_thread(closing.recv, MIB)) == MIB:
+                    pass
+            with pytest.raises(ConnectionResetError, match="during the TLS handshake"):
+                await greeting
+
+    run(greet())
+
+
+@on_both_loops
 def test_a_handshake_that_is_given_up_leaves_no_socket(run: Run, certificate: Certificate) -> None:
     async def greet() -> None:
         with socket.create_server(("127.0.0.1", 0)) as listener:
@@ -400,6 +498,14 @@ def _until_closed(connection: ssl.SSLSocket) -> None:
             pass
     except OSError:
         return
+
+
+def _fill_up(connection: ssl.SSLSocket) -> int:
+    piece = bytes(MIB)
+    with suppress(ssl.SSLWantWriteError):
+        while True:
+            connection.send(piece)
+    return 0
 
 
 def _expect(held: bool) -> None:

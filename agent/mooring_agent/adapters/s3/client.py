@@ -60,7 +60,8 @@ class _Session(AIOHTTPSession):  # type: ignore[misc]
     async def _get_session(self, proxy_url: str | None) -> Any:
         session = await super()._get_session(proxy_url)
         session._retry_connection = False
-        use_own_tls(session.connector)
+        if not (proxy_url or "").startswith("https:"):
+            use_own_tls(session.connector)
         return session
 
 

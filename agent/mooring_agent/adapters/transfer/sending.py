@@ -92,7 +92,7 @@ async def _until_writable(connection: socket.socket) -> None:
 
 async def _send_encrypted(body: UploadBody, writer: StreamWriter, transport: asyncio.WriteTransport) -> None:
     # `drain` waits until nothing is left. With a limit of 0 asyncio's TLS would pause an empty buffer, for ever.
-    transport.set_write_buffer_limits(high=1, low=0)
+    transport.set_write_buffer_limits(high=0 if isinstance(transport, TlsTransport) else 1, low=0)
     pieces = body.pieces()
     if isinstance(body, FileBody) and isinstance(transport, TlsTransport):
         writer.send_headers()

@@ -1,50 +1,57 @@
 """Makes an aiohttp connector open its TLS connections as `tls_transport` does.
 
-There is no public way to say so: a connector asks its event loop for connections, so it gets one that knows better.
-What aiohttp does around that (addresses, time-outs, errors) stays its own. Behind a proxy, where TLS begins on a
-connection that is there already, and in an aiohttp that asks otherwise, the loop's own TLS is used; a test sees to it
-that ours is, where it should be.
+There is no public way to say so: while it connects, a connector is shown an event loop that knows better. What aiohttp
+does around that (addresses, time-outs, errors) stays its own. Where TLS begins on a connection that is there already,
+behind a proxy, and in an aiohttp that asks otherwise, the loop's own TLS is used; a test sees to it that ours is, where
+it should be.
 """
 
-import asyncio
 import socket
 import ssl
-from collections.abc import Callable
+from functools import partial
 from typing import Any
 
-import aiohttp
+from mooring_agent.adapters.transfer.tls_transport import TlsTransport, open_tls_connection
 
-from mooring_agent.adapters.transfer.tls_transport import open_tls_connection
-
-
-def use_own_tls(connector: aiohttp.BaseConnector | None) -> None:
-    """Idempotent."""
-    loop = getattr(connector, "_loop", None)
-    if loop is not None and not isinstance(loop, _Loop):
-        connector._loop = _Loop(loop)  # type: ignore[union-attr]
+_CONNECT = "_wrap_create_connection"
 
 
-class _Loop:
-    """An event loop, but for how it connects."""
+def use_own_tls(connector: Any) -> None:
+    """Idempotent. Not for a connector whose proxy speaks TLS itself: the loops put TLS in TLS of their own only."""
+    if _CONNECT not in vars(connector):
+        setattr(connector, _CONNECT, partial(_connect, connector))
 
-    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
-        self._loop = loop
+
+async def _connect(connector: Any, *arguments: Any, **options: Any) -> Any:
+    loop = connector._loop
+    view = _But(connector, _loop=_But(loop, create_connection=partial(_create_connection, loop)))
+    return await getattr(type(connector), _CONNECT)(view, *arguments, **options)
+
+
+class _But:
+    """Another object, but for some of its attributes. Not a copy: a connector that is collected closes connections."""
+
+    def __init__(self, other: object, **attributes: object) -> None:
+        self._other = other
+        vars(self).update(attributes)
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self._loop, name)
+        return getattr(self._other, name)
 
-    async def create_connection(
-        self,
-        factory: Callable[[], asyncio.BaseProtocol],
-        *arguments: Any,
-        sock: socket.socket | None = None,
-        ssl: ssl.SSLContext | None = None,  # asyncio's name
-        server_hostname: str | None = None,
-        **options: Any,
-    ) -> tuple[asyncio.BaseTransport, asyncio.BaseProtocol]:
-        if sock is None or ssl is None or server_hostname is None:
-            return await self._loop.create_connection(
-                factory, *arguments, sock=sock, ssl=ssl, server_hostname=server_hostname, **options
-            )
-        protocol = factory()
-        return await open_tls_connection(protocol, sock, ssl, server_hostname), protocol
+
+async def _create_connection(
+    loop: Any,
+    factory: Any,
+    *arguments: Any,
+    sock: socket.socket | None = None,
+    ssl: ssl.SSLContext | None = None,
+    server_hostname: str | None = None,
+    **options: Any,
+) -> tuple[TlsTransport, Any]:
+    """As the loop's method of that name."""
+    if sock is None or ssl is None or server_hostname is None:
+        return await loop.create_connection(  # type: ignore[no-any-return]
+            factory, *arguments, sock=sock, ssl=ssl, server_hostname=server_hostname, **options
+        )
+    protocol = factory()
+    return await open_tls_connection(protocol, sock, ssl, server_hostname), protocol

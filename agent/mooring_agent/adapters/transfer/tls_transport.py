@@ -9,6 +9,8 @@ byte for byte, which it insists on; the socket is closed only when no thread has
 """
 
 import asyncio
+import errno
+import os
 import socket
 import ssl
 from collections import deque
@@ -17,14 +19,12 @@ from concurrent.futures import Executor, Future
 from contextlib import suppress
 from typing import Any, Final
 
-import structlog
-
-_READ_BYTES: Final = 256 * 1024
+_TURN_BYTES: Final = 256 * 1024
 """After so many others have their turn on the event loop."""
 _HIGH_WATER_BYTES: Final = 64 * 1024
+_CLOSE_SECONDS: Final = 30.0
+"""As long as the event loops' own TLS a closed connection may take to send what is left."""
 _WAIT: Final = (ssl.SSLWantReadError, ssl.SSLWantWriteError)
-
-log = structlog.get_logger("mooring.tls")
 
 
 async def open_tls_connection(
@@ -42,6 +42,11 @@ async def open_tls_connection(
             except ssl.SSLWantWriteError:
                 await _until(encrypted, writable=True)
         return TlsTransport(encrypted, protocol)
+    except ssl.SSLEOFError as error:
+        encrypted.close()
+        raise ConnectionResetError(
+            errno.ECONNRESET, "the server closed the connection during the TLS handshake"
+        ) from error
     except BaseException:
         encrypted.close()
         raise
@@ -56,7 +61,7 @@ class TlsTransport(asyncio.Transport):
                 "socket": connection,
                 "ssl_object": connection,
                 "sslcontext": connection.context,
-                "peername": connection.getpeername(),
+                "peername": _peer(connection),
                 "sockname": connection.getsockname(),
             }
         )
@@ -71,6 +76,7 @@ class TlsTransport(asyncio.Transport):
         self._reading = True
         self._lent = False
         self._closing = False
+        self._patience: asyncio.TimerHandle | None = None
         self._protocol.connection_made(self)
         # What came with the handshake makes no socket readable any more.
         self._loop.call_soon(self._resume)
@@ -162,7 +168,9 @@ class TlsTransport(asyncio.Transport):
             self._room.set()
             if not self._lent:
                 self._loop.remove_reader(self._connection)
-                if not self._unsent:
+                if self._unsent:
+                    self._patience = self._loop.call_later(_CLOSE_SECONDS, self.abort)
+                else:
                     self._say_goodbye()
                     self._loop.call_soon(self._end, None)
 
@@ -170,8 +178,10 @@ class TlsTransport(asyncio.Transport):
         self._lose(None)
 
     def _call_take_back(self, _: object) -> None:
-        with suppress(RuntimeError):  # the loop has ended, and everything with it
+        try:
             self._loop.call_soon_threadsafe(self._take_back)
+        except RuntimeError:  # the loop has ended, and nobody else will
+            self._connection.close()
 
     def _take_back(self) -> None:
         self._lent = False
@@ -187,35 +197,34 @@ class TlsTransport(asyncio.Transport):
             self._read()
 
     def _read(self) -> None:
+        taken = 0
         try:
-            if isinstance(self._protocol, asyncio.BufferedProtocol):
-                whole = self._fill(self._protocol)
-            else:
-                data = self._connection.recv(_READ_BYTES)
-                whole = bool(data)
-                if data:
-                    self._protocol.data_received(data)
+            while self.is_reading() and taken < _TURN_BYTES:
+                count = self._take()
+                if not count:
+                    self._hear_end()
+                taken += count
         except _WAIT:
             return
         except OSError as error:
             self._lose(error)
             return
-        if not whole:
-            self._protocol.eof_received()
-            self.close()
-        elif self._connection.pending():
-            # Of a record that was not taken whole; the socket knows nothing of it.
+        if self.is_reading():
+            # What OpenSSL holds makes no socket readable.
             self._loop.call_soon(self._resume)
 
-    def _fill(self, protocol: asyncio.BufferedProtocol) -> bool:
-        """Whether there may be more; False at the end of the stream. SSLWantReadError if there was nothing."""
-        buffer = memoryview(protocol.get_buffer(-1))[:_READ_BYTES]
+    def _take(self) -> int:
+        """How many bytes the protocol got, 0 at the end of the stream. SSLWantReadError if there are none yet."""
+        if not isinstance(self._protocol, asyncio.BufferedProtocol):
+            data = self._connection.recv(_TURN_BYTES)
+            if data:
+                self._protocol.data_received(data)
+            return len(data)
+        protocol = self._protocol
+        buffer = memoryview(protocol.get_buffer(-1))[:_TURN_BYTES]
         filled = 0
         try:
-            while filled < len(buffer):
-                count = self._connection.recv_into(buffer[filled:])
-                if not count:
-                    return False
+            while filled < len(buffer) and (count := self._connection.recv_into(buffer[filled:])):
                 filled += count
         except _WAIT:
             if not filled:
@@ -223,7 +232,15 @@ class TlsTransport(asyncio.Transport):
         finally:
             if filled:
                 protocol.buffer_updated(filled)
-        return True
+        return filled
+
+    def _hear_end(self) -> None:
+        # To Python's OpenSSL a reset is an end like any other; only the socket knows that there is no peer any more.
+        if _peer(self._connection) is None:
+            self._lose(ConnectionResetError(errno.ECONNRESET, os.strerror(errno.ECONNRESET)))
+            return
+        self._protocol.eof_received()
+        self.close()
 
     def _flush(self) -> None:
         try:
@@ -274,10 +291,23 @@ class TlsTransport(asyncio.Transport):
         self._loop.call_soon(self._end, error)
 
     def _end(self, error: Exception | None) -> None:
+        # A loop that still watches a closed descriptor takes the next socket of that number for it.
+        self._loop.remove_reader(self._connection)
+        self._loop.remove_writer(self._connection)
+        if self._patience:
+            self._patience.cancel()
         try:
             self._protocol.connection_lost(error)
         finally:
             self._connection.close()
+
+
+def _peer(connection: socket.socket) -> object:
+    """Its address; None if it has gone."""
+    try:
+        return connection.getpeername()
+    except OSError:
+        return None
 
 
 async def _until(connection: socket.socket, *, writable: bool) -> None:
