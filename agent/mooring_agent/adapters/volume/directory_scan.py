@@ -81,7 +81,10 @@ class DirectoryScanner:
                 if not stat.S_ISREG(status.st_mode):
                     continue
                 key = (absolute, status.st_size, status.st_mtime_ns, status.st_ino)
-                said = self._said.get(key) or (_prove(Path(absolute), status.st_size), _names(Path(absolute)))
+                said = self._said.get(key)
+                if said is None:
+                    file = Path(absolute)
+                    said = _prove(file, status.st_size), _names(file)
             except OSError:
                 # Gone, or not ours to read: in that case staging says so.
                 continue
