@@ -6,7 +6,6 @@ runs the command line with it, so that what holds of the direct way can be seen 
 """
 
 import os
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -16,6 +15,7 @@ from mooring_agent.adapters.checksum import crc64nvme, require_checksum
 from mooring_agent.adapters.rate_limit import RateLimiter
 from mooring_agent.adapters.region_file import RegionFile
 from mooring_agent.adapters.s3 import store
+from mooring_agent.adapters.transfer.silence import Silence
 from mooring_agent.adapters.volume.errors import volume_error
 from mooring_agent.core.errors import MooringError
 from mooring_agent.core.model import Region
@@ -58,11 +58,11 @@ class PlainTransfer:
         *,
         offset_bytes: int,
         size_bytes: int,
-        progress: Callable[[], None],
+        silence: Silence,
     ) -> int:
         pieces = []
         while piece := await response.content.readany():
-            progress()
+            silence.broken()
             pieces.append(piece)
         data = b"".join(pieces)
         if len(data) != size_bytes:

@@ -268,7 +268,7 @@ class S3Store:
                         descriptor,
                         offset_bytes=offset_bytes,
                         size_bytes=size_bytes,
-                        progress=silence.broken,
+                        silence=silence,
                     )
         except StoreError as error:
             if error.kind is ErrorKind.ALREADY_EXISTS:  # 412: here the condition was the ETag

@@ -3,7 +3,6 @@
 One for each store: it owns the threads that do what would block, and the buffers.
 """
 
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Final, Protocol
 
@@ -60,7 +59,7 @@ class Transfer(Protocol):
         *,
         offset_bytes: int,
         size_bytes: int,
-        progress: Callable[[], None],
+        silence: Silence,
     ) -> int:
         """As `receiving.download`."""
 

@@ -11,7 +11,6 @@ later still looks like the next answer, to anybody: whoever asks for something c
 
 import asyncio
 from collections import deque
-from collections.abc import Callable
 from concurrent.futures import Executor
 from typing import Final
 
@@ -20,11 +19,10 @@ from aiohttp.client_proto import ResponseHandler
 
 from mooring_agent.adapters.checksum import crc64nvme
 from mooring_agent.adapters.transfer.buffers import BufferPool
+from mooring_agent.adapters.transfer.silence import Silence
 from mooring_agent.adapters.transfer.sink import Sink
 
 _BUFFERS: Final = 2
-_DISK_LOOK_SECONDS: Final = 0.2
-"""Well below any time-out of a store."""
 
 
 async def download(
@@ -35,17 +33,17 @@ async def download(
     size_bytes: int,
     buffers: BufferPool,
     executor: Executor,
-    progress: Callable[[], None],
+    silence: Silence,
 ) -> int:
     """Write exactly `size_bytes` of an answer's body at `offset_bytes`; returns their CRC64NVME.
 
-    `response` has just begun and says that its body has `size_bytes`. `progress` is called when something moved, and
-    again and again while all that is waited for is the disk: that is no silence of the store. aiohttp's ClientError if
-    the body ends early; VolumeError if the disk refuses; after either the connection is closed.
+    `response` has just begun and says that its body has `size_bytes`. While all that is waited for is the disk,
+    `silence` is allowed. aiohttp's ClientError if the body ends early; VolumeError if the disk refuses; after either
+    the connection is closed.
     """
     loop = asyncio.get_running_loop()
     sink = Sink(descriptor, offset_bytes)
-    receiver = _Receiver(response, size_bytes, buffers, progress)
+    receiver = _Receiver(response, size_bytes, buffers, silence)
     try:
         receiver.begin()
         written = 0
@@ -54,7 +52,6 @@ async def download(
             await loop.run_in_executor(executor, sink.write, piece)
             written += len(piece)
             receiver.written()
-            progress()
         receiver.end()
         return receiver.checksum
     except BaseException:
@@ -68,14 +65,14 @@ class _Receiver(asyncio.BufferedProtocol):
     """Takes the body off the connection. `piece` and `written` alternate."""
 
     def __init__(
-        self, response: aiohttp.ClientResponse, size_bytes: int, buffers: BufferPool, progress: Callable[[], None]
+        self, response: aiohttp.ClientResponse, size_bytes: int, buffers: BufferPool, silence: Silence
     ) -> None:
         self.checksum = 0
         self._stream = response.content
         self._missing = size_bytes
         self._size_bytes = size_bytes
         self._buffers = buffers
-        self._progress = progress
+        self._silence = silence
         self._taken: list[memoryview] = []
         self._idle: deque[memoryview] = deque()
         self._full: deque[tuple[memoryview, int]] = deque()
@@ -85,7 +82,6 @@ class _Receiver(asyncio.BufferedProtocol):
         self._lost: BaseException | None = None
         self._surplus = memoryview(bytearray(1))
         self._brought_more = False
-        self._disk_watch: asyncio.TimerHandle | None = None
         connection = response.connection
         # A short body may have arrived whole, with its connection given back already.
         self._handler: ResponseHandler | None = connection.protocol if connection else None
@@ -98,7 +94,7 @@ class _Receiver(asyncio.BufferedProtocol):
         if self._stream.is_eof() and self._missing:
             raise self._cut_off()
         if not self._missing:
-            self._wait_for_disk()
+            self._moved()
             return
         if self._handler is None or self._transport is None:
             raise self._cut_off()
@@ -107,8 +103,7 @@ class _Receiver(asyncio.BufferedProtocol):
         self._transport.set_protocol(self)
         if self._current is not None or self._next_buffer():
             self._transport.resume_reading()
-        else:
-            self._wait_for_disk()
+        self._moved()
 
     async def piece(self) -> memoryview:
         """The next full buffer, or the last one. ClientPayloadError if the connection was lost."""
@@ -124,12 +119,11 @@ class _Receiver(asyncio.BufferedProtocol):
         """The piece is on its way to the disk: its buffer may be filled again."""
         self._idle.append(self._full.popleft()[0])
         if self._current is None and self._missing and self._transport is not None and self._next_buffer():
-            self._stop_waiting()
             self._transport.resume_reading()
+        self._moved()
 
     def end(self) -> None:
         """All is written: the connection may serve another request, unless it brought what would seem its answer."""
-        self._stop_waiting()
         if not self._stream.is_eof():
             if self._transport is not None and self._handler is not None:
                 self._transport.set_protocol(self._handler)
@@ -144,7 +138,6 @@ class _Receiver(asyncio.BufferedProtocol):
 
         Unless aiohttp saw the end of a short body: then it is somebody else's already.
         """
-        self._stop_waiting()
         if self._transport is not None and self._handler is not None and not self._stream.is_eof():
             self._transport.set_protocol(self._handler)
             self._transport.abort()
@@ -160,14 +153,11 @@ class _Receiver(asyncio.BufferedProtocol):
             self._brought_more = True
             self._pause()
             return
-        self._progress()
         self._advance(nbytes)
-        if not self._missing:
-            # Reading goes on: what comes now is too much.
-            self._wait_for_disk()
-        elif self._current is None and not self._next_buffer():
+        # With nothing missing reading goes on: what comes then is too much.
+        if self._missing and self._current is None and not self._next_buffer():
             self._pause()
-            self._wait_for_disk()
+        self._moved()
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._lost = self._cut_off()
@@ -215,14 +205,12 @@ class _Receiver(asyncio.BufferedProtocol):
         assert self._transport is not None
         self._transport.pause_reading()
 
-    def _wait_for_disk(self) -> None:
-        """The store owes us nothing now."""
-        self._progress()
-        self._disk_watch = asyncio.get_running_loop().call_later(_DISK_LOOK_SECONDS, self._wait_for_disk)
-
-    def _stop_waiting(self) -> None:
-        if self._disk_watch:
-            self._disk_watch.cancel()
+    def _moved(self) -> None:
+        """Without room, and with nothing missing, the store owes us nothing: it is the disk that is waited for."""
+        if self._missing and self._current is not None:
+            self._silence.broken()
+        else:
+            self._silence.allowed()
 
     def _cut_off(self) -> aiohttp.ClientPayloadError:
         return aiohttp.ClientPayloadError(
