@@ -22,7 +22,8 @@ from mooring_agent.adapters.checksum import crc64nvme
 from mooring_agent.adapters.region_file import RegionFile
 from mooring_agent.adapters.transfer import tls_transport
 from mooring_agent.adapters.transfer.outlet import EncryptingOutlet
-from mooring_agent.adapters.transfer.tls_transport import TlsTransport, open_tls_connection
+from mooring_agent.adapters.transfer.tls_handshake import open_tls_connection
+from mooring_agent.adapters.transfer.tls_transport import TlsTransport
 from mooring_agent.core.settings import MIB
 
 WAIT_SECONDS = 60.0

@@ -11,7 +11,8 @@ import ssl
 from functools import partial
 from typing import Any
 
-from mooring_agent.adapters.transfer.tls_transport import TlsTransport, open_tls_connection
+from mooring_agent.adapters.transfer.tls_handshake import open_tls_connection
+from mooring_agent.adapters.transfer.tls_transport import TlsTransport
 
 _CONNECT = "_wrap_create_connection"
 
