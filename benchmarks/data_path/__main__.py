@@ -28,7 +28,7 @@ def main() -> int:
     parser.add_argument("--only", default="", help="in the comparison: tools by the beginning of their names")
     parser.add_argument("--mode", action="append", choices=MODES, help="in the comparison; may be repeated")
     parser.add_argument("--size", type=float, default=2.0, help="GiB of the comparison, in four files")
-    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--rounds", type=int, default=5, help="of the comparison and of small files")
     parser.add_argument("--quick", action="store_true", help="a smoke test: one round of everything, small")
     parser.add_argument("--output", type=Path, help="folder for RESULTS.md and the plots")
     options = parser.parse_args()
@@ -46,7 +46,7 @@ def main() -> int:
         if "comparison" in sections:
             _comparison(report, options, plots)
         if "small-files" in sections:
-            _small_files(report, files=200 if options.quick else small_files.FILES)
+            _small_files(report, options.rounds, files=200 if options.quick else small_files.FILES)
         if "number" in sections:
             found = series.by_number(1, _say, (1, 10) if options.quick else series.NUMBERS)
             report.series("512 MiB, by the number of files", "files", found)
@@ -81,8 +81,7 @@ def _comparison(report: Report, options: argparse.Namespace, plots: Path) -> Non
     report.goals += comparison_goals(results)
 
 
-def _small_files(report: Report, *, files: int) -> None:
-    rounds = 3
+def _small_files(report: Report, rounds: int, *, files: int) -> None:
     results = small_files.small_files(rounds, _say, files)
     for mode, rows in results.items():
         title = f"{files:,} files of {small_files.FILE_BYTES >> 10} KiB, {mode}"

@@ -13,6 +13,7 @@ from benchmarks.data_path.comparison import Result, measured
 from benchmarks.data_path.goals import Goal
 
 _PROBE_BYTES: Final = 1 << 30
+_REASONS: Final = "../docs/design/0009-the-data-path.md#goals-that-are-missed"
 
 
 @dataclass(slots=True, kw_only=True)
@@ -58,6 +59,8 @@ class Report:
                 for goal in self.goals
             ),
         ]
+        if not all(goal.met for goal in self.goals):
+            goals += ["", f"Where the CPU goes, and why goals are missed: [the data path]({_REASONS})."]
         failures = ["", "Failed, and so missing above:", "", *(f"- {text}" for text in self.failures)]
         return "\n".join([*heading, "", *goals, *self.lines, *(failures if self.failures else [])]) + "\n"
 
