@@ -2,13 +2,12 @@
 
 import asyncio
 import ssl
-from collections.abc import Callable, Coroutine
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
-import uvloop
+from tests.harness.tls_peer import Run, on_both_loops
 from tests.regions import make_file, region_of
 from tests.servers.server import Bucket
 from tests.servers.tls import Certificate
@@ -17,9 +16,6 @@ from mooring_agent.adapters.checksum import region_checksum
 from mooring_agent.adapters.open_store import open_store
 from mooring_agent.adapters.transfer.tls_transport import TlsTransport
 from mooring_agent.core.settings import MIB
-
-Run = Callable[[Coroutine[Any, Any, None]], None]
-on_both_loops = pytest.mark.parametrize("run", [asyncio.run, uvloop.run])
 
 
 @on_both_loops

@@ -6,7 +6,7 @@ import socket
 import ssl
 import struct
 import threading
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager, suppress
 from functools import partial
@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import uvloop
+from tests.harness.tls_peer import WAIT_SECONDS, Peer, Recorder, Run, on_both_loops
 from tests.regions import make_file, region_of
-from tests.servers.tls import Certificate, make_certificate
+from tests.servers.tls import Certificate
 
 from mooring_agent.adapters.checksum import crc64nvme
 from mooring_agent.adapters.region_file import RegionFile
@@ -26,67 +26,7 @@ from mooring_agent.adapters.transfer.tls_handshake import open_tls_connection
 from mooring_agent.adapters.transfer.tls_transport import TlsTransport
 from mooring_agent.core.settings import MIB
 
-WAIT_SECONDS = 60.0
 MORE_THAN_THE_KERNEL_HOLDS = 24 * MIB
-
-_RESET = struct.pack("ii", 1, 0)
-
-Run = Callable[[Coroutine[Any, Any, None]], None]
-on_both_loops = pytest.mark.parametrize("run", [asyncio.run, uvloop.run])
-
-
-class Peer(threading.Thread):
-    """The other end of one connection; `serve` has it in a thread of its own."""
-
-    def __init__(self, certificate: Certificate, serve: Callable[[ssl.SSLSocket], None]) -> None:
-        super().__init__(daemon=True)
-        self.context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-        self.context.load_cert_chain(certificate.certificate, certificate.key)
-        self.error: Exception | None = None
-        self._listener = socket.create_server(("127.0.0.1", 0))
-        self._listener.settimeout(WAIT_SECONDS)
-        self._serve = serve
-        self.address = self._listener.getsockname()
-
-    def run(self) -> None:
-        try:
-            with self._listener, self._listener.accept()[0] as plain:
-                plain.settimeout(WAIT_SECONDS)
-                with self.context.wrap_socket(plain, server_side=True, suppress_ragged_eofs=False) as connection:
-                    self._serve(connection)
-        except Exception as error:
-            self.error = error
-
-
-class Recorder(asyncio.Protocol):
-    """What a transport says."""
-
-    def __init__(self) -> None:
-        self.received = bytearray()
-        self.changed = asyncio.Event()
-        self.lost: list[Exception | None] = []
-        self.pauses = self.resumes = 0
-
-    def data_received(self, data: bytes) -> None:
-        self.received += data
-        self.changed.set()
-
-    def pause_writing(self) -> None:
-        self.pauses += 1
-
-    def resume_writing(self) -> None:
-        self.resumes += 1
-        self.changed.set()
-
-    def connection_lost(self, exc: Exception | None) -> None:
-        self.lost.append(exc)
-        self.changed.set()
-
-    async def until(self, holds: Callable[[], bool]) -> None:
-        async with asyncio.timeout(WAIT_SECONDS):
-            while not holds():
-                self.changed.clear()
-                await self.changed.wait()
 
 
 @asynccontextmanager
@@ -201,13 +141,9 @@ def test_an_aborted_transport_sends_no_more_and_wakes_who_waits_for_room(run: Ru
 
 @on_both_loops
 def test_a_peer_that_breaks_off_is_an_error_for_who_writes(run: Run, certificate: Certificate) -> None:
-    def break_off(connection: ssl.SSLSocket) -> None:
-        connection.recv(1)
-        connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _RESET)
-
     async def write() -> None:
         recorder = Recorder()
-        async with connected(certificate, break_off, recorder) as (transport, _):
+        async with connected(certificate, _break_off, recorder) as (transport, _):
             transport.write(_bytes(MORE_THAN_THE_KERNEL_HOLDS))
             await recorder.until(lambda: bool(recorder.lost))
             await transport.writable()
@@ -221,13 +157,9 @@ def test_a_peer_that_breaks_off_is_an_error_for_who_writes(run: Run, certificate
 
 @on_both_loops
 def test_a_reset_is_an_error_for_who_only_listens_too(run: Run, certificate: Certificate) -> None:
-    def break_off(connection: ssl.SSLSocket) -> None:
-        connection.recv(1)
-        connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _RESET)
-
     async def listen() -> None:
         recorder = Recorder()
-        async with connected(certificate, break_off, recorder) as (transport, _):
+        async with connected(certificate, _break_off, recorder) as (transport, _):
             transport.write(b"x")
             await recorder.until(lambda: bool(recorder.lost))
         assert isinstance(recorder.lost[0], ConnectionResetError)
@@ -414,67 +346,6 @@ def test_all_that_a_peer_sent_before_it_closed_arrives_however_late_there_is_roo
     run(receive())
 
 
-@on_both_loops
-def test_a_handshake_with_a_stranger_fails_and_leaves_no_socket(
-    run: Run, certificate: Certificate, tmp_path: Path
-) -> None:
-    stranger = make_certificate(tmp_path / "stranger")
-
-    async def greet() -> None:
-        peer = Peer(stranger, lambda connection: None)
-        peer.start()
-        plain = await asyncio.to_thread(socket.create_connection, peer.address)
-        plain.setblocking(False)
-        context = ssl.create_default_context(cafile=str(certificate.certificate))
-        with pytest.raises(ssl.SSLCertVerificationError):
-            await open_tls_connection(Recorder(), plain, context, "127.0.0.1")
-        await asyncio.to_thread(peer.join, WAIT_SECONDS)
-        assert isinstance(peer.error, OSError)
-
-    run(greet())
-
-
-@on_both_loops
-def test_a_server_that_closes_in_the_handshake_is_a_broken_connection_and_no_wrong_certificate(run: Run) -> None:
-    async def greet() -> None:
-        with socket.create_server(("127.0.0.1", 0)) as listener:
-            plain = await asyncio.to_thread(socket.create_connection, listener.getsockname())
-            plain.setblocking(False)
-            greeting = asyncio.create_task(
-                open_tls_connection(Recorder(), plain, ssl.create_default_context(), "127.0.0.1")
-            )
-            closing = (await asyncio.to_thread(listener.accept))[0]
-            with closing:
-                closing.settimeout(WAIT_SECONDS)
-                while len(await asyncio.to_thread(closing.recv, MIB)) == MIB:
-                    pass
-            with pytest.raises(ConnectionResetError, match="during the TLS handshake"):
-                await greeting
-
-    run(greet())
-
-
-@on_both_loops
-def test_a_handshake_that_is_given_up_leaves_no_socket(run: Run, certificate: Certificate) -> None:
-    async def greet() -> None:
-        with socket.create_server(("127.0.0.1", 0)) as listener:
-            plain = await asyncio.to_thread(socket.create_connection, listener.getsockname())
-            plain.setblocking(False)
-            greeting = asyncio.create_task(
-                open_tls_connection(Recorder(), plain, ssl.create_default_context(), "127.0.0.1")
-            )
-            silent = (await asyncio.to_thread(listener.accept))[0]
-            with silent:
-                silent.settimeout(WAIT_SECONDS)
-                assert await asyncio.to_thread(silent.recv, 1)
-                greeting.cancel()
-                await asyncio.wait([greeting])
-                while await asyncio.to_thread(silent.recv, MIB):
-                    pass
-
-    run(greet())
-
-
 def _bytes(size: int) -> bytes:
     return bytes(range(251)) * (size // 251) + bytes(size % 251)
 
@@ -491,6 +362,11 @@ def _send_and_go(connection: ssl.SSLSocket, data: bytes) -> None:
     connection.setblocking(False)
     with suppress(ssl.SSLWantReadError):  # it says goodbye and does not wait for ours
         connection.unwrap()
+
+
+def _break_off(connection: ssl.SSLSocket) -> None:
+    connection.recv(1)
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
 
 
 def _until_closed(connection: ssl.SSLSocket) -> None:

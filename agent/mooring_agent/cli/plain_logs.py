@@ -14,6 +14,6 @@ def load_structlog_alone() -> None:
     # An import of what is None here fails as if it were not installed, and structlog is made for that.
     sys.modules["rich"] = None  # type: ignore[assignment]
     try:
-        import structlog  # noqa: F401
+        import structlog  # noqa: F401 - to have it loaded is all
     finally:
         del sys.modules["rich"]

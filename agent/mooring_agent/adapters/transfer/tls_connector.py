@@ -12,7 +12,6 @@ from functools import partial
 from typing import Any
 
 from mooring_agent.adapters.transfer.tls_handshake import open_tls_connection
-from mooring_agent.adapters.transfer.tls_transport import TlsTransport
 
 _CONNECT = "_wrap_create_connection"
 
@@ -48,10 +47,10 @@ async def _create_connection(
     ssl: ssl.SSLContext | None = None,
     server_hostname: str | None = None,
     **options: Any,
-) -> tuple[TlsTransport, Any]:
-    """As the loop's method of that name."""
+) -> Any:
+    """As the loop's method of that name: a transport and its protocol."""
     if sock is None or ssl is None or server_hostname is None:
-        return await loop.create_connection(  # type: ignore[no-any-return]
+        return await loop.create_connection(
             factory, *arguments, sock=sock, ssl=ssl, server_hostname=server_hostname, **options
         )
     protocol = factory()

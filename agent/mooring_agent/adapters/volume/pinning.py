@@ -67,7 +67,7 @@ class Pinner:
         try:
             if not stat.S_ISREG(os.fstat(descriptor).st_mode):
                 raise _changed(source)
-            real = os.readlink(f"/proc/self/fd/{descriptor}")  # noqa: PTH115 - as said above
+            real = os.readlink(f"/proc/self/fd/{descriptor}")  # noqa: PTH115 - paths are strings here, see above
             if not real.startswith(self._inside):
                 raise RequestError(
                     ErrorKind.PATH_OUTSIDE_VOLUME,
