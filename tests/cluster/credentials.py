@@ -19,7 +19,11 @@ _ADMINS: Final = "system:masters"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Credentials:
-    """PEM files. `serving` is its own CA, for 127.0.0.1; `clients` is the CA of the admin's certificate."""
+    """PEM files. `serving` is its own CA, for 127.0.0.1; `clients` is the CA of the admin's certificate.
+
+    `token_key` is in SEC 1 ("EC PRIVATE KEY"): kube-apiserver reads the public half of `--service-account-key-file`
+    by Go's `ParseECPrivateKey` alone, to which a PKCS#8 key is no key at all (client-go, util/keyutil).
+    """
 
     serving: Certificate
     clients: Path
@@ -77,4 +81,4 @@ def _name(user: str, group: str = "") -> x509.Name:
 
 
 def _pem(key: ec.EllipticCurvePrivateKey) -> bytes:
-    return key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption())
+    return key.private_bytes(Encoding.PEM, PrivateFormat.TraditionalOpenSSL, NoEncryption())

@@ -134,6 +134,14 @@ def kubeconfig(url: str, authority: Path, token: str) -> dict[str, Any]:
     }
 
 
+def without_classes(pod: Object) -> Object:
+    """A pod that names no class of a cluster that has none; `overhead` is its RuntimeClass's, and is refused alone."""
+    changed = copy.deepcopy(pod)
+    for of_a_class in ("priorityClassName", "runtimeClassName", "overhead"):
+        changed["spec"].pop(of_a_class, None)
+    return changed
+
+
 def _is_hook(one: Object) -> bool:
     return "helm.sh/hook" in one["metadata"].get("annotations", {})
 

@@ -1,5 +1,8 @@
 """What starts a control plane, as far as it can be seen where there is none: programs stand in for its own."""
 
+import re
+import shutil
+import subprocess
 import sys
 from pathlib import Path
 
@@ -16,7 +19,8 @@ from tests.cluster.control_plane import (
     find_assets,
 )
 from tests.cluster.credentials import make_credentials
-from tests.cluster.installation import changed_for_a_process, kubeconfig
+from tests.cluster.installation import changed_for_a_process, kubeconfig, without_classes
+from tests.injection import golden_pods
 from tests.servers.process import accepts
 
 ROOT = Path(__file__).parents[2]
@@ -78,6 +82,26 @@ def test_all_that_is_started_listens_on_loopback_alone(tmp_path: Path) -> None:
     files = [path for name, path in api_server.items() if name.endswith(("-file", "-key-file"))]
     assert len(files) == 5
     assert all(Path(path).is_file() for path in files)
+
+
+@pytest.mark.skipif(shutil.which("openssl") is None, reason="there is no openssl on this machine")
+def test_the_key_of_tokens_is_in_the_form_that_an_api_server_reads(tmp_path: Path) -> None:
+    """`ParseECPrivateKey` wants SEC 1's structure, whose first element is the integer 1; in PKCS#8 it is 0."""
+    key = make_credentials(tmp_path).token_key
+    assert key.read_text().startswith("-----BEGIN EC PRIVATE KEY-----\n")
+    parsed = subprocess.run(["openssl", "asn1parse", "-in", key], capture_output=True, text=True, timeout=60)
+    assert re.search(r"\n\s+\d+:d=1 .*INTEGER\s+:01\n.*OCTET STRING", parsed.stdout), parsed.stdout + parsed.stderr
+    checked = subprocess.run(["openssl", "ec", "-in", key, "-check", "-noout"], capture_output=True, timeout=60)
+    assert checked.returncode == 0, checked.stderr
+
+
+def test_a_golden_pod_is_sent_without_its_classes_and_what_they_alone_may_set() -> None:
+    """The API server refuses `overhead` of a pod whose RuntimeClass defines none."""
+    sent = {case.path.stem: (case.pod["spec"], without_classes(case.pod)["spec"]) for case in golden_pods.cases()}
+    assert any("overhead" in asked for asked, _ in sent.values()), "some golden pod has one"
+    for asked, changed in sent.values():
+        assert not changed.keys() & {"priorityClassName", "runtimeClassName", "overhead"}
+        assert asked.keys() - changed.keys() <= {"priorityClassName", "runtimeClassName", "overhead"}
 
 
 def flags_of(command: list[str]) -> dict[str, str]:

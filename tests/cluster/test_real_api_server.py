@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from tests.chart.rendering import NAMESPACE
 from tests.cluster.api import Api, ApiError, Object
-from tests.cluster.installation import Installation, InstalledWebhook
+from tests.cluster.installation import Installation, InstalledWebhook, without_classes
 from tests.harness.agent_process import wait_until
 from tests.harness.installed_chart import bundle_patch, kept_when_due
 from tests.harness.webhook_process import training_pod
@@ -168,10 +168,8 @@ def test_every_golden_pod_is_taken_as_it_is_injected(
     installation: Installation, namespace: str, webhook: InstalledWebhook, case: golden_pods.Case
 ) -> None:
     """By the decisions of an ordinary admin, whatever its file's are."""
-    asked = copy.deepcopy(case.pod)
+    asked = without_classes(case.pod)
     asked["metadata"]["namespace"] = namespace
-    for reference in ("priorityClassName", "runtimeClassName"):  # there is none
-        asked["spec"].pop(reference, None)
     assert "mooring-agent" in str(installation.api.create(asked, dry_run=True).object["spec"])
 
 
