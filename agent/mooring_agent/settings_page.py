@@ -17,6 +17,7 @@ Every setting of the agent and of `mooring run`. A flag beats the environment, t
 _DERIVED: Final = {
     "checkpoint_directory": "`checkpoints` below the volume",
     "socket": "`.mooring/agent.sock` below the volume",
+    "state_directory": "`.mooring/agent` below the volume",
 }
 
 

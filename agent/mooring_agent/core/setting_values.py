@@ -11,7 +11,7 @@ from typing import Any, Final, get_origin
 from urllib.parse import quote, unquote
 
 from mooring_agent.core.setting_fields import SettingField
-from mooring_api.names import CHECKPOINT_DIRECTORY, SOCKET, STATE_DIRECTORY
+from mooring_api.names import AGENT_STATE_DIRECTORY, CHECKPOINT_DIRECTORY, SOCKET, STATE_DIRECTORY
 
 _UNITS: Final = {"": 1, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40, "KB": 10**3, "MB": 10**6, "GB": 10**9}
 _TRUE: Final = frozenset({"1", "true", "yes", "on"})
@@ -53,6 +53,7 @@ def with_paths(values: Mapping[str, Any]) -> dict[str, Any]:
     return {
         "checkpoint_directory": f"{volume}/{CHECKPOINT_DIRECTORY}",
         "socket": f"{volume}/{STATE_DIRECTORY}/{SOCKET}",
+        "state_directory": f"{volume}/{STATE_DIRECTORY}/{AGENT_STATE_DIRECTORY}",
         **values,
     }
 

@@ -133,6 +133,13 @@ class Settings:
     volume: Annotated[str, "Directory shared with the trainer; every announced path lies below it."]
     checkpoint_directory: Annotated[str, "Where the trainer saves and restore puts checkpoints; below the volume."]
     socket: Annotated[str, "Unix socket to serve the API on."]
+    state_directory: Annotated[
+        str,
+        "Where the agent and restore keep what they believe: the journal, what is staged, what was resumed. Nobody "
+        "else may write there, so in a pod it is a volume of its own that the trainer does not mount. It must live as "
+        "long as the volume. By default it lies in the volume, which is enough where trainer and agent trust each "
+        "other, as under mooring run.",
+    ] = ""
     store: StoreSettings
     transfer: TransferSettings = field(default_factory=TransferSettings)
     disk: DiskSettings = field(default_factory=DiskSettings)

@@ -17,6 +17,7 @@ _SET_BY_THE_INJECTION: Final = frozenset(
         "volume",
         "checkpoint_directory",
         "socket",
+        "state_directory",
         "attempt",
         "node_rank",
         "http_address",
