@@ -113,7 +113,7 @@ class ObjectStore(Protocol):
         """
 
     def list(self, prefix: str) -> AsyncIterator[ObjectInfo]:
-        """Every object whose key begins with `prefix`, in the order of keys."""
+        """Every object whose key begins with `prefix`, once, in the store's own order."""
 
     async def delete(self, key: str) -> None:
         """Remove an object; one that is gone already is fine."""

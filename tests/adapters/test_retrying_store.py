@@ -20,17 +20,16 @@ class Sleeper:
 
 
 class BreakingListing(FakeStore):
-    """Its listing breaks off after two objects, as often as told."""
+    """Its listing breaks off after two objects, as often as told, and goes by folder, as SeaweedFS lists."""
 
     breaks = 2
 
     async def list(self, prefix: str) -> AsyncIterator[ObjectInfo]:
-        count = 0
-        async for info in super().list(prefix):
+        listed = [info async for info in super().list(prefix)]
+        for count, info in enumerate(sorted(listed, key=lambda info: info.key.split("/"))):
             if count == 2 and self.breaks:
                 self.breaks -= 1
                 raise StoreError(ErrorKind.UNREACHABLE, "the listing broke off")
-            count += 1
             yield info
 
 
@@ -78,6 +77,17 @@ async def test_a_listing_that_breaks_off_goes_on_without_repeating_itself() -> N
     store.breaks = 1
 
     assert [info.key async for info in retrying(store, sleeper).list("")] == list("abcde")
+
+
+@pytest.mark.parametrize("breaks", [0, 1])
+async def test_no_object_is_left_out_of_a_listing_in_another_order_than_that_of_keys(breaks: int) -> None:
+    store, sleeper = BreakingListing(), Sleeper()
+    store.breaks = breaks
+    names = ["a", "model/one", "model/two", "model.json", "z"]
+    for name in names:
+        await store.put(name, b"x")
+
+    assert [info.key async for info in retrying(store, sleeper).list("")] == names
 
 
 async def test_what_may_have_acted_is_not_tried_again() -> None:

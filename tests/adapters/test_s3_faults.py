@@ -107,7 +107,7 @@ async def fails(kind: ErrorKind, awaitable: Awaitable[object]) -> StoreError:
     return caught.value
 
 
-@pytest.mark.parametrize("server", ["rclone", "ceph"])
+@pytest.mark.parametrize("server", ["rclone", "seaweed", "ceph"])
 async def test_a_wrong_access_key_is_denied(
     server: str, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -120,7 +120,7 @@ async def test_a_wrong_access_key_is_denied(
     assert "access key id" in error.hint
 
 
-@pytest.mark.parametrize("server", ["rclone", "ceph"])
+@pytest.mark.parametrize("server", ["rclone", "seaweed", "ceph"])
 async def test_a_wrong_secret_is_denied_and_no_secret_is_told(
     server: str, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -145,7 +145,7 @@ async def test_no_credentials_at_all_are_denied_with_a_way_out(
     assert "AWS_ACCESS_KEY_ID" in error.hint
 
 
-@pytest.mark.parametrize("server", ["rclone", "moto", "ceph"])
+@pytest.mark.parametrize("server", ["rclone", "moto", "seaweed", "ceph"])
 async def test_a_missing_bucket_is_missing_for_every_operation(server: str, request: pytest.FixtureRequest) -> None:
     bucket: Bucket = request.getfixturevalue(f"{server}_bucket")
     settings = bucket.settings(destination="s3://there-is-no-such-bucket/run")

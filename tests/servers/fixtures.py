@@ -12,6 +12,7 @@ from tests.servers.ceph import CephServer, missing_programs
 from tests.servers.fault_proxy import Fault, FaultProxy, Rule
 from tests.servers.moto import MotoServer
 from tests.servers.rclone import RcloneServer
+from tests.servers.seaweedfs import SeaweedServer
 from tests.servers.server import ENVIRONMENT, Bucket, make_bucket
 from tests.servers.tls import Certificate, make_certificate
 
@@ -58,6 +59,13 @@ def ceph_server() -> Iterator[CephServer]:
         shutil.rmtree(directory, ignore_errors=True)
 
 
+@pytest.fixture(scope="session")
+def seaweed_server() -> Iterator[SeaweedServer]:
+    # pytest's own directories are too deep for its unix sockets too.
+    with tempfile.TemporaryDirectory(prefix="weed-") as directory:
+        yield from _serving(SeaweedServer(Path(directory)))
+
+
 @pytest.fixture
 def s3_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     """Credentials for these servers, in this process and its children."""
@@ -85,6 +93,11 @@ def moto_bucket(moto_server: MotoServer, s3_environment: None) -> Bucket:
 @pytest.fixture
 def ceph_bucket(ceph_server: CephServer, s3_environment: None) -> Bucket:
     return make_bucket(ceph_server)
+
+
+@pytest.fixture
+def seaweed_bucket(seaweed_server: SeaweedServer, s3_environment: None) -> Bucket:
+    return make_bucket(seaweed_server)
 
 
 @pytest.fixture

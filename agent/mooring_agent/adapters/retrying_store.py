@@ -112,14 +112,14 @@ class RetryingStore:
         )
 
     async def list(self, prefix: str) -> AsyncIterator[ObjectInfo]:
-        # A listing that broke off begins anew; what was handed out already is skipped, which the order of keys allows.
-        last = b""
+        # A listing that broke off begins anew, without what was handed out. Its order is no help: SeaweedFS has its own.
+        seen: set[str] = set()
         attempt = 1
         while True:
             try:
                 async for info in self._store.list(prefix):
-                    if not last or info.key.encode() > last:
-                        last = info.key.encode()
+                    if info.key not in seen:
+                        seen.add(info.key)
                         yield info
                 return
             except StoreError as error:
