@@ -2,8 +2,10 @@
 
 import contextlib
 import os
+import signal
 import sys
 import threading
+from types import FrameType
 from typing import Final
 
 _HINT: Final = (
@@ -12,6 +14,8 @@ _HINT: Final = (
 
 
 def main() -> None:
+    # Process 1 of a container never sees a signal that it has no handler for. Commands with more to do replace this one.
+    signal.signal(signal.SIGTERM, _leave_at_once)
     try:
         from mooring_agent.cli import cli
 
@@ -23,6 +27,11 @@ def main() -> None:
     except SystemExit as leaving:
         _end_beside_store_threads(leaving)
         raise
+
+
+def _leave_at_once(number: int, frame: FrameType | None) -> None:
+    """As after a SIGKILL, whatever hangs: the next start cleans up what was half-done, and joins no thread."""
+    os._exit(128 + number)
 
 
 def _end_beside_store_threads(leaving: SystemExit) -> None:

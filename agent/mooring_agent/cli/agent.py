@@ -26,6 +26,8 @@ def agent(fresh: bool, parent_pid: int | None, **options: Any) -> None:
     # Slurm sends them to every process of a job, and means the trainer.
     for number in (signal.SIGUSR1, signal.SIGUSR2):
         signal.signal(number, signal.SIG_IGN)
+    # It waits until the agent can drain: an earlier life may have left work that fits into the grace period.
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
     with errors_reported():
         settings = settings_from(options)
         load_structlog_alone()

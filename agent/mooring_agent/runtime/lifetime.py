@@ -33,12 +33,13 @@ Forever = Callable[[], Coroutine[None, None, None]]
 
 @contextmanager
 def signals_to_end() -> Iterator["asyncio.Queue[str]"]:
-    """Signals that ask us to end, by name, from now on; nobody has to be ready for them yet."""
+    """Signals that ask us to end, by name, from now on; one that was blocked until now is the first."""
     loop = asyncio.get_running_loop()
     queue: asyncio.Queue[str] = asyncio.Queue()
     wanted = (signal.SIGTERM, signal.SIGINT)
     for number in wanted:
         loop.add_signal_handler(number, queue.put_nowait, number.name)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, wanted)
     try:
         yield queue
     finally:
