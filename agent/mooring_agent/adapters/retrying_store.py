@@ -112,7 +112,7 @@ class RetryingStore:
         )
 
     async def list(self, prefix: str) -> AsyncIterator[ObjectInfo]:
-        # A listing that broke off begins anew, without what was handed out. Its order is no help: SeaweedFS has its own.
+        # A listing that broke off begins anew, less what was handed out. Its order is no help: SeaweedFS has its own.
         seen: set[str] = set()
         attempt = 1
         while True:
