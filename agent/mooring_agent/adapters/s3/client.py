@@ -16,14 +16,13 @@ from typing import Any, Final
 import aiobotocore
 import structlog
 from aiobotocore.config import AioConfig
-from aiobotocore.httpsession import AIOHTTPSession
 from aiobotocore.session import get_session
 from botocore.auth import AUTH_TYPE_MAPS, S3SigV4Auth
 from botocore.exceptions import BotoCoreError
 
 import mooring_agent
+from mooring_agent.adapters.s3.http_session import StoreSession, refuse_redirects
 from mooring_agent.adapters.s3.secret_directory import SecretKeys, read_secret
-from mooring_agent.adapters.transfer.tls_connector import use_own_tls
 from mooring_agent.core.errors import ErrorKind, MooringError
 from mooring_agent.core.settings import StoreSettings
 
@@ -48,21 +47,6 @@ class _DeclaredPayloadAuth(S3SigV4Auth):  # type: ignore[misc]
 
 
 AUTH_TYPE_MAPS[_SIGNER] = _DeclaredPayloadAuth
-
-
-class _Session(AIOHTTPSession):  # type: ignore[misc]
-    """With TLS of our own, and one attempt.
-
-    aiohttp repeats a PUT whose connection broke, without a word: a conditional put would then refuse our own write.
-    There is no public switch; a test counts the requests.
-    """
-
-    async def _get_session(self, proxy_url: str | None) -> Any:
-        session = await super()._get_session(proxy_url)
-        session._retry_connection = False
-        if not (proxy_url or "").startswith("https:"):
-            use_own_tls(session.connector)
-        return session
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -110,6 +94,7 @@ async def connect(settings: StoreSettings, stack: AsyncExitStack) -> Any:
             hint="see the endpoint, the region, the CA bundle and AWS_PROFILE",
         ) from error
     client.meta.events.register("choose-signer.s3", _choose_signer)
+    refuse_redirects(client)
     return client
 
 
@@ -142,7 +127,7 @@ def _client(settings: StoreSettings, keys: SecretKeys, addressing: str) -> Any:
             connect_timeout=settings.connect_timeout_seconds,
             read_timeout=settings.read_timeout_seconds,
             max_pool_connections=settings.max_connections,
-            http_session_cls=_Session,
+            http_session_cls=StoreSession,
             # botocore's own is put together anew for every request, which costs a sixth of it.
             user_agent=f"mooring/{mooring_agent.__version__} aiobotocore/{aiobotocore.__version__}",
             retries={"total_max_attempts": 1, "mode": "standard"},

@@ -4,6 +4,7 @@ Owns the tables. Invariants: every message names bucket, key and endpoint; none 
 credentials, only the code and the words of the store); a hint says what the user can do where there is anything to do.
 """
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Final
@@ -74,8 +75,6 @@ _CODES: Final[Mapping[str, tuple[ErrorKind, str]]] = {
 """Error codes of S3 and of what imitates it. A status decides for all others."""
 
 _STATUSES: Final[Mapping[int, tuple[ErrorKind, str]]] = {
-    301: (ErrorKind.REQUEST_REFUSED, _REGION_HINT),
-    307: (ErrorKind.STORE_FAILED, ""),
     401: (ErrorKind.ACCESS_DENIED, _POLICY_HINT),
     403: (ErrorKind.ACCESS_DENIED, _POLICY_HINT),
     # Whether an object is missing only S3's own codes say; this is a gateway that does not know the store just now.
@@ -89,6 +88,9 @@ _STATUSES: Final[Mapping[int, tuple[ErrorKind, str]]] = {
     504: (ErrorKind.TIMED_OUT, ""),
     507: (ErrorKind.STORE_FULL, "give the store more space, or keep fewer checkpoints"),
 }
+
+_PASSING_REDIRECTS: Final[Mapping[int, ErrorKind]] = dict.fromkeys((302, 303, 307), ErrorKind.STORE_FAILED)
+"""AWS answers so while a new bucket becomes known everywhere; the others stay."""
 
 _NO_SUCH_KEY: Final[Mapping[str, ErrorKind]] = {
     "HeadObject": ErrorKind.NOT_FOUND,
@@ -114,6 +116,16 @@ FOREIGN: Final = (
 """What `translate` is for; anything else is a bug of ours and must stay visible."""
 
 
+_REGION: Final = re.compile(r"[a-z0-9-]{1,40}")
+_HOST: Final = re.compile(r"[A-Za-z0-9.:\[\]-]{1,255}")
+_XML_CODE: Final = re.compile(rb"<Code>([A-Za-z0-9.]{1,64})</Code>")
+_XML_ENDPOINT: Final = re.compile(rb"<Endpoint>([A-Za-z0-9.:-]{1,255})</Endpoint>")
+
+
+class OversizedAnswerError(ValueError):
+    """An answer that no S3 gives, as it is longer."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Place:
     """Where a request went, for messages. `key` is the whole key in the bucket."""
@@ -136,8 +148,33 @@ def translate(error: BaseException, operation: str, place: Place) -> StoreError:
     return StoreError(kind, f"{operation} {place}: {reason}", hint=hint)
 
 
+def redirect_details(headers: Mapping[str, str], body: bytes) -> dict[str, str]:
+    """What a redirect asks for, as the details of botocore's ClientError. Nothing in it is taken as it came.
+
+    `Endpoint` has a scheme where the redirect said so; S3's own words name a host alone.
+    """
+    details = {}
+    if code := _XML_CODE.search(body):
+        details["Code"] = code[1].decode()
+    if _REGION.fullmatch(region := headers.get("x-amz-bucket-region", "")):
+        details["Region"] = region
+    try:
+        location = urlsplit(headers.get("location", ""))
+    except ValueError:
+        location = urlsplit("")
+    host = location.netloc.rpartition("@")[2]
+    if location.scheme in ("http", "https") and _HOST.fullmatch(host):
+        details["Endpoint"] = f"{location.scheme}://{host}"
+    elif endpoint := _XML_ENDPOINT.search(body):
+        details["Endpoint"] = endpoint[1].decode()
+    return details
+
+
 def _classify(error: BaseException) -> tuple[ErrorKind, str, str]:
     exceptions = botocore.exceptions
+    if isinstance(error, exceptions.HTTPClientError):
+        inner = error.kwargs.get("error")
+        error = inner if isinstance(inner, OversizedAnswerError) else error
     match error:
         case exceptions.ClientError():
             return _classify_answer(error.response)
@@ -179,7 +216,15 @@ def _classify_answer(response: Mapping[str, Any]) -> tuple[ErrorKind, str, str]:
     code = str(details.get("Code", ""))
     status = int(response.get("ResponseMetadata", {}).get("HTTPStatusCode", 0))
     text = _shorten(str(details.get("Message", "")))
-    reason = f"{status} {code}: {text}" if text and text != code else f"{status} {code}"
+    reason = f"{status} {code}: {text}" if text and text != code else f"{status} {code}".rstrip()
+    if 300 <= status < 400:
+        asked_for = ", ".join(f"{name.lower()} {details[name]}" for name in ("Region", "Endpoint") if name in details)
+        kind = _PASSING_REDIRECTS.get(status, ErrorKind.REQUEST_REFUSED)
+        return (
+            kind,
+            _redirect_hint(details),
+            f"{reason}: it redirects to {asked_for or 'another place'}, which is refused",
+        )
     if code in _CODES:
         kind, hint = _CODES[code]
     elif code.startswith("KMS."):
@@ -193,7 +238,27 @@ def _classify_answer(response: Mapping[str, Any]) -> tuple[ErrorKind, str, str]:
         kind, hint = ErrorKind.STORE_FAILED, ""
     else:
         kind, hint = ErrorKind.REQUEST_REFUSED, ""
+    if hint == _REGION_HINT or code == "400":  # the latter is all that a HEAD in the wrong region is answered
+        headers = response.get("ResponseMetadata", {}).get("HTTPHeaders", {})
+        region = str(details.get("Region") or headers.get("x-amz-bucket-region", ""))
+        hint = _region_hint(region) if _REGION.fullmatch(region) else hint
     return kind, hint, reason
+
+
+def _region_hint(region: str) -> str:
+    return f"the bucket is in region {region}: set AWS_REGION={region} or --region {region}"
+
+
+def _redirect_hint(details: Mapping[str, Any]) -> str:
+    endpoint = str(details.get("Endpoint", ""))
+    if region := details.get("Region"):
+        return _region_hint(region)
+    if "://" in endpoint:
+        return (
+            "a redirect is not followed, as it would take the credentials along: "
+            f"if that is your store, set --endpoint-url {endpoint}"
+        )
+    return _REGION_HINT if endpoint or details.get("Code") == "PermanentRedirect" else _GATEWAY_HINT
 
 
 def _inner(error: BaseException) -> str:
@@ -203,5 +268,5 @@ def _inner(error: BaseException) -> str:
 
 
 def _shorten(text: str) -> str:
-    text = " ".join(text.split())
+    text = "".join(letter if letter.isprintable() else "?" for letter in " ".join(text.split()))
     return text if len(text) <= _LONGEST_TEXT else f"{text[:_LONGEST_TEXT]}…"

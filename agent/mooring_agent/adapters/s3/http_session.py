@@ -1,0 +1,92 @@
+"""The HTTP session below botocore: no redirect is followed, no answer is read without a bound, nothing is sent twice.
+
+A redirect would carry the request's bytes and X-Amz-Security-Token to whatever host the answer names, over plain HTTP
+too. botocore makes sessions of its own for credentials (metadata services, STS, IAM Identity Center), which no setting
+of a client reaches; so the refusal is put into aiobotocore's class itself, once, when this module is imported.
+"""
+
+from functools import partial
+from typing import Any, Final
+
+import aiohttp
+from aiobotocore.httpsession import AIOHTTPSession
+from botocore.exceptions import ClientError
+
+from mooring_agent.adapters.s3.errors import OversizedAnswerError, redirect_details
+from mooring_agent.adapters.transfer.tls_connector import use_own_tls
+
+ANSWER_LIMIT_BYTES: Final = 4 * 1024 * 1024
+"""Of answers that are read whole: a page of 1,000 keys, each of 1,024 bytes that are all escaped, is smaller."""
+
+
+class _GuardedSession:
+    """An aiohttp session as aiobotocore uses it."""
+
+    def __init__(self, session: aiohttp.ClientSession) -> None:
+        self.session = session
+
+    async def request(self, method: str, **options: Any) -> aiohttp.ClientResponse:
+        response = await self.session.request(method, allow_redirects=False, **options)
+        # botocore reads listings and errors by this; the bodies of objects are read piece by piece, by us.
+        response.read = partial(_read_bounded, response)  # type: ignore[method-assign]
+        return response
+
+
+class StoreSession(AIOHTTPSession):  # type: ignore[misc]
+    """The store's own: with our TLS, and one attempt.
+
+    aiohttp repeats a PUT whose connection broke, without a word: a conditional put would then refuse our own write.
+    There is no public switch; a test counts the requests.
+    """
+
+    async def _get_session(self, proxy_url: str | None) -> _GuardedSession:
+        guarded: _GuardedSession = await super()._get_session(proxy_url)
+        guarded.session._retry_connection = False
+        if not (proxy_url or "").startswith("https:"):
+            use_own_tls(guarded.session.connector)
+        return guarded
+
+
+def refuse_redirects(client: Any) -> None:
+    """Make every redirect that the store answers a ClientError, and botocore look for no other region by itself."""
+    client.meta.events.register("before-call.s3", _stay_here)
+    client.meta.events.register("before-parse.s3", _refuse_redirect)
+
+
+def _stay_here(context: dict[str, Any], **_: object) -> None:
+    # botocore's redirector asks where the bucket is, and sends the request there: unless it has done so already.
+    context.setdefault("s3_redirect", {})["redirected"] = True
+
+
+def _refuse_redirect(response_dict: dict[str, Any], operation_model: Any, **_: object) -> None:
+    """Before the answer is parsed: a proxy's redirect is a page of HTML, and botocore takes a 300 for success."""
+    status = response_dict["status_code"]
+    if 300 <= status < 400:
+        headers = response_dict["headers"]
+        raise ClientError(
+            {
+                "Error": redirect_details(headers, response_dict["body"]),
+                "ResponseMetadata": {"HTTPStatusCode": status, "HTTPHeaders": dict(headers)},
+            },
+            operation_model.name,
+        )
+
+
+async def _read_bounded(response: aiohttp.ClientResponse) -> bytes:
+    body = bytearray()
+    async for piece in response.content.iter_any():
+        body += piece
+        if len(body) > ANSWER_LIMIT_BYTES:
+            response.close()
+            raise OversizedAnswerError(f"it has more than {ANSWER_LIMIT_BYTES} bytes")
+    return bytes(body)
+
+
+_make_session: Final = AIOHTTPSession._get_session
+
+
+async def _get_guarded_session(self: Any, proxy_url: str | None) -> _GuardedSession:
+    return _GuardedSession(await _make_session(self, proxy_url))
+
+
+AIOHTTPSession._get_session = _get_guarded_session
