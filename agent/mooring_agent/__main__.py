@@ -14,7 +14,7 @@ _HINT: Final = (
 
 
 def main() -> None:
-    # Process 1 of a container never sees a signal that it has no handler for. Commands with more to do replace this one.
+    # Process 1 of a container never sees a signal that it has no handler for. Some commands replace this one.
     signal.signal(signal.SIGTERM, _leave_at_once)
     try:
         from mooring_agent.cli import cli
