@@ -57,11 +57,6 @@ def test_values_for_all_injections_reach_the_webhook() -> None:
     assert told.annotations == values["injection"]["annotations"]
 
 
-def test_the_webhook_knows_the_version_of_its_cluster() -> None:
-    for version, has_native_sidecars in [("1.28.0", False), ("v1.29.0", True), ("v1.34.2-gke.1234", True)]:
-        assert settings_of(render({}, "--kube-version", version)).defaults.native_sidecars == has_native_sidecars
-
-
 def test_openshift_is_known_by_its_api_unless_values_say_otherwise() -> None:
     there = ("--api-versions", "security.openshift.io/v1")
     assert not settings_of(render({})).defaults.openshift

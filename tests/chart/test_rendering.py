@@ -26,7 +26,7 @@ from tests.chart.values_matrix import MATRIX
 
 import mooring_agent
 
-VERSIONS = [f"1.{minor}" for minor in range(28, 38)]
+VERSIONS = [f"1.{minor}" for minor in range(29, 38)]
 
 
 @functools.cache
@@ -73,11 +73,11 @@ def test_no_version_that_can_be_checked_is_left_out() -> None:
     assert kubernetes_validate.latest_version().startswith(f"{VERSIONS[-1]}.")
 
 
-def test_kubernetes_before_match_conditions_is_refused() -> None:
-    with pytest.raises(HelmError, match=r"requires kubeVersion: >=1\.28"):
-        render({}, "--kube-version", "1.27.9")
+def test_kubernetes_before_sidecars_is_refused() -> None:
+    with pytest.raises(HelmError, match=r"requires kubeVersion: >=1\.29"):
+        render({}, "--kube-version", "1.28.15")
     # As managed clusters call theirs.
-    assert render({}, "--kube-version", "v1.28.15-eks-1234567")
+    assert render({}, "--kube-version", "v1.29.15-eks-1234567")
 
 
 def test_rendered_twice_it_is_the_same() -> None:

@@ -19,8 +19,7 @@ from mooring_agent.core.pod_mutation import mutate
 FOLDER: Final = Path(__file__).parent / "golden"
 _MADE: Final = "--- # Made by `python -m tests.injection.golden`.\n"
 IMAGE: Final = "example.com/mooring:1"
-KUBERNETES: Final = tuple(f"1.{minor}" for minor in range(25, 38))
-FIRST_WITH_NATIVE_SIDECARS: Final = "1.29"
+KUBERNETES: Final = tuple(f"1.{minor}" for minor in range(29, 38))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,12 +36,10 @@ class Case:
     def outcome(self) -> Mutation | Refusal | Skip:
         return inject(self.pod, self.defaults)
 
-    def versions(self, outcome: Mutation) -> tuple[str, ...]:
-        """Those of Kubernetes that know what the mutated pod has."""
-        # A startupProbe of ours is a native sidecar's.
-        native = any("startupProbe" in str(operation) and "mooring" in str(operation) for operation in outcome.patch)
-        first = max(self.first_version, FIRST_WITH_NATIVE_SIDECARS) if native else self.first_version
-        return KUBERNETES[KUBERNETES.index(first) :]
+    @property
+    def versions(self) -> tuple[str, ...]:
+        """Those of Kubernetes that know what the pod has."""
+        return KUBERNETES[KUBERNETES.index(self.first_version) :]
 
 
 def inject(pod: dict[str, Any], defaults: InjectionDefaults) -> Mutation | Refusal | Skip:

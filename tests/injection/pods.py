@@ -124,7 +124,6 @@ _ANNOTATIONS: Final = _optional(
         PREFIX + "size-limit": st.just("200Gi"),
         PREFIX + "medium": st.sampled_from(["memory", "disk"]),
         PREFIX + "grace-seconds": st.sampled_from(["5", "60", "3600"]),
-        PREFIX + "sidecar": st.sampled_from(["native", "regular"]),
         PREFIX + "autoload": st.sampled_from(["true", "false"]),
         PREFIX + "temporary-files": st.sampled_from(["true", "false"]),
         PREFIX + "run-as-user": st.sampled_from(["0", "1000"]),
@@ -136,7 +135,7 @@ _ANNOTATIONS: Final = _optional(
 )
 _ODD: Final = st.dictionaries(
     st.one_of(
-        st.sampled_from(["inject", "destination", "grace-seconds", "size-limit", "container", "sidecar", "keep-last"]),
+        st.sampled_from(["inject", "destination", "grace-seconds", "size-limit", "container", "keep-last"]),
         st.sampled_from(["zzz", "", "credentials", "injected", "tags", "part-size-bytes", "run-as-user", "ca-bundle"]),
     ).map(lambda name: PREFIX + name),
     st.one_of(_TEXTS, st.sampled_from(["true", "1e999", "-1", "pvc://a/../b", "s3://", "//", "a=b,c", "9" * 40])),

@@ -75,14 +75,10 @@ def assert_a_cluster_takes_it(pod: Any) -> None:
     assert not (spec.get("hostPID") and spec.get("shareProcessNamespace"))
 
 
-def assert_ours_are_last(pod: Any, *, native: bool) -> None:
+def assert_ours_are_last(pod: Any) -> None:
     """Restore before the agent, both behind everybody else's."""
     starting = [container["name"] for container in pod["spec"]["initContainers"]]
     running = [container["name"] for container in pod["spec"]["containers"]]
-    if native:
-        assert starting[-2:] == list(OURS)
-        assert pod["spec"]["initContainers"][-1]["restartPolicy"] == "Always"
-        assert not set(OURS) & set(running)
-    else:
-        assert (starting[-1], running[-1]) == OURS
-        assert "restartPolicy" not in pod["spec"]["containers"][-1]
+    assert starting[-2:] == list(OURS)
+    assert pod["spec"]["initContainers"][-1]["restartPolicy"] == "Always"
+    assert not set(OURS) & set(running)

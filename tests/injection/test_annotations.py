@@ -13,7 +13,6 @@ from mooring_agent.core.injection.spec import (
     Injection,
     InjectionDefaults,
     Refusal,
-    Sidecar,
     Skip,
 )
 
@@ -44,7 +43,7 @@ def test_the_page_of_annotations_is_what_the_tables_give() -> None:
 
 
 def test_the_least_is_a_destination_and_everything_else_has_a_default() -> None:
-    assert injection() == Injection(destination="s3://bucket/run", grace_seconds=120, sidecar=Sidecar.NATIVE)
+    assert injection() == Injection(destination="s3://bucket/run", grace_seconds=120)
 
 
 def test_what_a_user_says_is_read() -> None:
@@ -56,7 +55,6 @@ def test_what_a_user_says_is_read() -> None:
         size_limit="500Gi",
         medium="Memory",
         grace_seconds=" 300 ",
-        sidecar="regular",
         autoload="True",
         cpu="2",
         memory="1Gi",
@@ -75,7 +73,6 @@ def test_what_a_user_says_is_read() -> None:
         size_limit="500Gi",
         in_memory=True,
         grace_seconds=300,
-        sidecar=Sidecar.REGULAR,
         autoload=True,
         cpu="2",
         memory="1Gi",
@@ -128,7 +125,6 @@ def test_a_destination_is_a_bucket_or_a_claim(text: str, destination: str, claim
         ("medium", "ssd", "'ssd' is neither memory nor disk"),
         ("grace-seconds", "2m", "'2m' is no number of seconds from 1 to 604800"),
         ("grace-seconds", "0", "'0' is no number of seconds"),
-        ("sidecar", "init", "'init' is neither native nor regular"),
         ("autoload", "yes", "'yes' is neither true nor false"),
         ("cpu", "0", "'0' is not more than nothing"),
         ("memory", "256", "'256' is less than the 64Mi that the agent needs: write it as 256Mi"),
@@ -222,13 +218,6 @@ def test_the_admins_annotations_count_where_the_pod_has_none() -> None:
     found = injection(defaults, keep_last="5")
     assert found.settings == {"MOORING_S3_REGION": "eu-west-1", "MOORING_KEEP_LAST": "5"}
     assert found.grace_seconds == 600
-
-
-def test_a_cluster_without_native_sidecars_gets_regular_ones_and_refuses_what_it_has_not() -> None:
-    old = InjectionDefaults(image="i", native_sidecars=False)
-    assert injection(old).sidecar is Sidecar.REGULAR
-    (problem,) = problems(old, sidecar="native")
-    assert "came with Kubernetes 1.29" in problem
 
 
 def test_the_admins_own_mistakes_are_found_before_any_pod_comes() -> None:

@@ -23,7 +23,7 @@ from tests.injection.small_pods import (
     without_nulls,
 )
 
-from mooring_agent.core.injection.spec import Injection, InjectionDefaults, Mutation, Sidecar
+from mooring_agent.core.injection.spec import Injection, InjectionDefaults, Mutation
 from mooring_agent.core.pod_mutation import mutate
 
 
@@ -43,7 +43,7 @@ class TestTheSecondTurn:
         """Its network must be there when restore starts, and still be there while the agent drains."""
         once = mutated(pod())
         once["spec"]["initContainers"].append({"name": "istio-proxy", "image": "istio", "restartPolicy": "Always"})
-        assert_ours_are_last(mutated(once), native=True)
+        assert_ours_are_last(mutated(once))
 
     def test_an_identity_that_came_later_reaches_our_containers_too(self) -> None:
         once = mutated(pod())
@@ -100,11 +100,9 @@ class TestTheSecondTurn:
         assert variables(twice, "mooring-agent")["MOORING_GRACE_SECONDS"] == "3600"
 
     def test_a_pod_that_was_copied_from_a_living_one_gets_what_its_annotations_say_now(self) -> None:
-        native = mutated(pod())
-        regular = mutated(native, Injection(destination="s3://bucket/other", sidecar=Sidecar.REGULAR, run_as_user=1000))
-        assert_ours_are_last(regular, native=False)
-        assert variables(regular, "mooring-agent")["MOORING_DESTINATION"] == "s3://bucket/other"
-        assert "startupProbe" not in container(regular, "mooring-agent")
+        copied = mutated(mutated(pod()), Injection(destination="s3://bucket/other", run_as_user=1000))
+        assert_ours_are_last(copied)
+        assert variables(copied, "mooring-agent")["MOORING_DESTINATION"] == "s3://bucket/other"
 
     def test_who_writes_our_annotation_by_hand_loses_nothing(self) -> None:
         """By that alone a volume of our name would be taken for ours, and be made anew."""
@@ -148,22 +146,6 @@ class TestTheTrainer:
         assert isinstance(outcome, Mutation)
         (warning,) = outcome.warnings
         assert "istio-proxy starts after restore, which then has no network" in warning
-
-    @pytest.mark.parametrize(
-        ("fields", "seconds"),
-        [
-            ({}, "5"),
-            ({"restartPolicy": "OnFailure"}, "330"),
-            ({"restartPolicy": "Always"}, None),
-            ({"restartPolicy": "Never", "restartPolicyRules": [{"action": "Restart"}]}, "330"),
-        ],
-    )
-    def test_a_regular_sidecar_waits_as_long_as_the_trainer_itself_may_come_back(
-        self, fields: dict[str, Any], seconds: str | None
-    ) -> None:
-        asked = Injection(destination="s3://bucket/run", run_as_user=1000, sidecar=Sidecar.REGULAR)
-        told = variables(mutated(pod(containers=[trainer(**fields)]), asked), "mooring-agent")
-        assert told.get("MOORING_EXIT_AFTER_TRAINER_SECONDS") == seconds
 
 
 class TestVariables:

@@ -9,7 +9,7 @@ from tests.injection.promises import (
 )
 from tests.injection.small_pods import ASKED, DEFAULTS, container, mutated, pod, trainer, variables
 
-from mooring_agent.core.injection.spec import Injection, InjectionDefaults, Mutation, Sidecar
+from mooring_agent.core.injection.spec import Injection, InjectionDefaults, Mutation
 from mooring_agent.core.pod_mutation import mutate
 
 
@@ -86,10 +86,7 @@ class TestResources:
     def test_a_guaranteed_pod_stays_guaranteed(self) -> None:
         """With exclusive cores, which a pod of another class loses."""
         whole = {"requests": {"cpu": "8", "memory": "64Gi"}, "limits": {"cpu": "8", "memory": "64Gi"}}
-        for sidecar in Sidecar:
-            asked = Injection(destination="s3://bucket/run", run_as_user=1000, sidecar=sidecar)
-            after = mutated(pod(containers=[trainer(resources=whole)]), asked)
-            assert is_guaranteed(after)
+        assert is_guaranteed(mutated(pod(containers=[trainer(resources=whole)])))
 
     def test_requests_are_limits_so_a_guaranteed_pod_stays_guaranteed(self) -> None:
         for name in OURS:

@@ -46,8 +46,7 @@ def test_a_mutated_pod_is_whole_and_needs_nothing_more(pod: dict[str, Any], defa
     mutated = applied(pod, outcome)
     assert_nothing_of_the_users_is_lost(pod, mutated)
     assert_a_cluster_takes_it(mutated)
-    native = pod["metadata"]["annotations"].get("mooring.dev/sidecar") != "regular"
-    assert_ours_are_last(mutated, native=native)
+    assert_ours_are_last(mutated)
     again = inject(mutated, defaults)
     assert isinstance(again, Mutation)
     assert again.patch == ()
@@ -65,7 +64,7 @@ def test_the_grace_period_never_shrinks_and_everybody_is_told_the_same(
     asked = int(pod["metadata"]["annotations"].get("mooring.dev/grace-seconds", defaults.grace_seconds))
     said = pod["spec"].get("terminationGracePeriodSeconds", 30)
     assert spec["terminationGracePeriodSeconds"] == max(said, asked)
-    agent = next(one for one in [*spec["initContainers"], *spec["containers"]] if one["name"] == "mooring-agent")
+    agent = next(one for one in spec["initContainers"] if one["name"] == "mooring-agent")
     told = {entry["name"]: entry.get("value") for entry in agent["env"]}
     assert told["MOORING_GRACE_SECONDS"] == str(max(said, asked))
 
@@ -135,8 +134,7 @@ def test_what_other_webhooks_took_comes_back_and_what_they_added_stays(
         return
     assert isinstance(again, Mutation)
     mended = applied(meddled, again)
-    native = pod["metadata"]["annotations"].get("mooring.dev/sidecar") != "regular"
-    assert_ours_are_last(mended, native=native)
+    assert_ours_are_last(mended)
     for container in [*mended["spec"]["initContainers"], *mended["spec"]["containers"]]:
         theirs = {"name": "THEIRS", "value": "1"}
         was = [

@@ -8,7 +8,7 @@ from tests.podsim.errors import UnsupportedError
 
 _POD = {
     *("containers", "hostNetwork", "initContainers", "restartPolicy", "securityContext", "serviceAccountName"),
-    *("shareProcessNamespace", "terminationGracePeriodSeconds", "volumes"),
+    *("terminationGracePeriodSeconds", "volumes"),
 }
 # Read by the scheduler, the API server or the runtime, before or beside what is played here.
 _POD_ELSEWHERE = {

@@ -2,8 +2,7 @@
 
 A container's root is an empty tmpfs with the system's directories and the image's in it, read-only, and its volumes
 mounted whole. Its first process is process 1, which hears no signal that it has no handler for and whose end ends all
-others; with shareProcessNamespace all containers are in the namespace of a pause process [web
-tasks/configure-pod-container/share-process-namespace]. The network is this machine's, and nothing limits memory.
+others. The network is this machine's, and nothing limits memory.
 """
 
 import functools
@@ -11,7 +10,6 @@ import os
 import shlex
 import shutil
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -32,18 +30,6 @@ _OWN_MOUNTS = ("unshare", "--mount", "--propagation=private")
 _OWN_PROCESSES = ("--pid", "--fork", "--kill-child")
 # Runs the first process of a new namespace and ends as it did; `unshare --fork` hides by which signal that was.
 _FIRST_PROCESS = 'exec 3>&2 2>/dev/null; sh -euc "$1" 2>&3 3>&-; exit $?'
-# It buries those whose parents are gone, as process 1 must.
-_PAUSE = """
-import os, signal
-signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGCHLD})
-while True:
-    try:
-        while os.waitpid(-1, os.WNOHANG)[0]:
-            pass
-    except ChildProcessError:
-        pass
-    signal.sigwait({signal.SIGCHLD})
-"""
 
 
 @functools.cache
@@ -62,26 +48,17 @@ def missing_namespaces() -> str:
 class NamespaceView:
     """The view of one pod."""
 
-    def __init__(self, *, shares_processes: bool) -> None:
-        self._pause = _start_pause() if shares_processes else None
-
     def start(self, start: Start) -> ContainerProcess:
         ready = start.root.with_suffix(".ready")
         ready.unlink(missing_ok=True)
         start.root.mkdir(parents=True, exist_ok=True)
         script = "\n".join(_script(start, ready))
-        if self._pause is None:
-            command = [*_WITH_US, *_OWN_MOUNTS, "unshare", "--pid", "sh", "-c", _FIRST_PROCESS, "sh", script]
-        else:
-            enter = ["nsenter", f"--pid=/proc/{self._pause.pid}/ns/pid", "--"]
-            command = [*_WITH_US, *enter, *_WITH_US, *_OWN_MOUNTS, "sh", "-euc", script]
+        command = [*_WITH_US, *_OWN_MOUNTS, "unshare", "--pid", "sh", "-c", _FIRST_PROCESS, "sh", script]
         with start.log.open("ab") as log:
             waiter = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True)
         _wait_for(ready.exists, waiter, start)
-        pid = only_child(waiter.pid)
-        # In a process namespace of its own they end with the first.
-        shares = None if self._pause is None or pid is None else _mounts_of(pid)
-        return ContainerProcess(waiter, pid, shares)
+        # In a process namespace of its own all of them end with the first.
+        return ContainerProcess(waiter, only_child(waiter.pid), None)
 
     def execute(self, start: Start, process: ContainerProcess, words: Sequence[str]) -> Execution:
         enter = ["nsenter", "--mount", "--pid", "--root", f"--target={process.pid}", "--"]
@@ -95,48 +72,6 @@ class NamespaceView:
                     start_new_session=True,
                 )
             )
-
-    def close(self) -> None:
-        if self._pause is not None:
-            self._pause.kill()
-
-
-class _SharedMounts:
-    """A runtime knows a container's processes by their cgroup; we know them by their mount namespace.
-
-    It is held open: the number of one that is gone is given to the next.
-    """
-
-    def __init__(self, descriptor: int) -> None:
-        self._descriptor: int | None = descriptor
-        self._number = os.fstat(descriptor).st_ino
-
-    def holds(self, folder: Path) -> bool:
-        return self._descriptor is not None and (folder / "ns/mnt").stat().st_ino == self._number
-
-    def close(self) -> None:
-        if self._descriptor is not None:
-            descriptor, self._descriptor = self._descriptor, None
-            os.close(descriptor)
-
-
-def _mounts_of(pid: int) -> _SharedMounts | None:
-    """None when it has ended already."""
-    try:
-        return _SharedMounts(os.open(f"/proc/{pid}/ns/mnt", os.O_RDONLY | os.O_CLOEXEC))
-    except OSError:
-        return None
-
-
-def _start_pause() -> ContainerProcess:
-    command = [*_WITH_US, "unshare", *_OWN_PROCESSES, sys.executable, "-c", _PAUSE]
-    waiter = subprocess.Popen(command, stdin=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True)
-    deadline = time.monotonic() + _START_SECONDS
-    while (pid := only_child(waiter.pid)) is None:
-        assert waiter.poll() is None, f"the pause process ended with {waiter.returncode}"
-        assert time.monotonic() < deadline, "the pause process does not start"
-        time.sleep(_POLL_SECONDS)
-    return ContainerProcess(waiter, pid, None)
 
 
 def _wait_for(ready: Callable[[], bool], waiter: "subprocess.Popen[bytes]", start: Start) -> None:

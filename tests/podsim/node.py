@@ -85,7 +85,7 @@ class Node:
             name=pod["metadata"]["name"],
             containers=containers,
             volumes=volumes,
-            make_view=lambda: self._view(spec),
+            make_view=self._view,
             spec=spec,
             timeline=timeline,
             back_off=self._back_off,
@@ -99,9 +99,9 @@ class Node:
             if not pod.ended:
                 pod.lose()
 
-    def _view(self, spec: Mapping[str, Any]) -> View:
+    def _view(self) -> View:
         if self.namespaces:
-            return NamespaceView(shares_processes=spec.get("shareProcessNamespace", False))
+            return NamespaceView()
         return MappedView()
 
     def _start(self, pod: Mapping[str, Any], container: Mapping[str, Any], volumes: Volumes, directory: Path) -> Start:

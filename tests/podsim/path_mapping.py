@@ -56,9 +56,6 @@ class MappedView:
                 )
             )
 
-    def close(self) -> None:
-        """Every container's end has ended all that it had."""
-
     def _words(self, start: Start, words: Sequence[str]) -> list[str]:
         return start.image.here([rewrite(word, start.mounts) for word in words])
 
@@ -90,6 +87,3 @@ class _Marked:
 
     def holds(self, folder: Path) -> bool:
         return self._wanted in (folder / "environ").read_bytes().split(b"\0")
-
-    def close(self) -> None:
-        """Nothing is held."""

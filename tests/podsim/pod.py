@@ -176,8 +176,6 @@ class Pod:
         for execution in self._executions:
             with contextlib.suppress(Exception):
                 execution.kill()
-        if self._view is not None:
-            self._view.close()
         self._volumes.wipe()
 
     def _tick(self) -> None:

@@ -14,13 +14,10 @@ _SWEEPS = 20
 
 
 class Membership(Protocol):
-    """What all of a container's processes have in common, and no other process of this machine has until `close`."""
+    """What all of a container's processes have in common, and no other process of this machine has."""
 
     def holds(self, folder: Path) -> bool:
         """Of the process with this folder in /proc. Raises OSError where that cannot be read."""
-
-    def close(self) -> None:
-        """Idempotent; holds of nobody from now on."""
 
 
 class ContainerProcess:
@@ -82,7 +79,6 @@ class ContainerProcess:
                 if not left:
                     break
                 time.sleep(_POLL_SECONDS)
-            self._membership.close()
         if self._pidfd is not None:
             pidfd, self._pidfd = self._pidfd, None
             os.close(pidfd)

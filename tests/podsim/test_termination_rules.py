@@ -1,6 +1,5 @@
 """The simulator ends pods as kubelet does. The seconds are those seen on a real 1.36 kubelet."""
 
-import pytest
 from tests.podsim.node import Node
 from tests.podsim.phase import Phase
 from tests.podsim.pod import Pod
@@ -154,11 +153,10 @@ def test_process_1_hears_no_signal_that_it_has_no_handler_for(real_node: Node) -
     assert made.container("trainer").endings[-1].exit_code == 137
 
 
-@pytest.mark.parametrize("shared", [False, True], ids=["own-processes", "shared-processes"])
-def test_with_its_first_process_all_of_a_container_ends(real_node: Node, shared: bool) -> None:
+def test_with_its_first_process_all_of_a_container_ends(real_node: Node) -> None:
     fork = container("trainer", f'(setsid sh -c "{FOREVER}" &) ; echo up; sleep 1')
     other = sidecar("agent", HEARS)
-    made = started(real_node, pod(fork, init=[other], shareProcessNamespace=shared), "agent")
+    made = started(real_node, pod(fork, init=[other]), "agent")
     made.wait(lambda: bool(made.container("trainer").endings), END_SECONDS, "the trainer's end")
     assert made.wait_ended(END_SECONDS) is Phase.SUCCEEDED
 

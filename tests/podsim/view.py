@@ -41,6 +41,3 @@ class View(Protocol):
 
     def execute(self, start: Start, process: ContainerProcess, words: Sequence[str]) -> Execution:
         """Run a command in a running container, as its user, with its environment."""
-
-    def close(self) -> None:
-        """After the containers' end: nothing of the pod is left."""

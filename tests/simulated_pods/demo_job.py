@@ -1,7 +1,7 @@
 """The demo's trainer as a Job's pod: what a user writes, put through the injection, and run on a simulated node."""
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,7 @@ from tests.servers.fault_proxy import FaultProxy
 from tests.servers.server import ACCESS_KEY, SECRET_KEY, Bucket
 
 from mooring_agent.core.annotations import read_annotations
-from mooring_agent.core.injection.spec import Injection, InjectionDefaults, Mutation, Sidecar
+from mooring_agent.core.injection.spec import Injection, InjectionDefaults, Mutation
 from mooring_agent.core.pod_mutation import mutate
 from mooring_api.names import AGENT_CONTAINER, RESTORE_CONTAINER
 
@@ -41,9 +41,8 @@ RESTRICTED = {
 class DemoJob:
     """A Job whose pods all save to `bucket`, through `proxy`, and run on a node in `directory`."""
 
-    def __init__(self, directory: Path, bucket: Bucket, proxy: FaultProxy, sidecar: Sidecar) -> None:
+    def __init__(self, directory: Path, bucket: Bucket, proxy: FaultProxy) -> None:
         self.proxy = proxy
-        self.sidecar = sidecar
         self.view = BucketView(bucket)
         self.node = Node(
             directory,
@@ -59,7 +58,6 @@ class DemoJob:
             "mooring.dev/credentials": "s3",
             "mooring.dev/endpoint-url": proxy.endpoint_url,
             "mooring.dev/part-size-bytes": "5MiB",
-            "mooring.dev/sidecar": sidecar.value,
         }
 
     def start(
@@ -70,23 +68,17 @@ class DemoJob:
         grace_seconds: int = 120,
         restart_policy: str = "Never",
         command: Sequence[str] = (),
-        security_context: Mapping[str, Any] = RESTRICTED,
-        annotations: Mapping[str, str] | None = None,
-        shares_processes: bool | None = None,
     ) -> "DemoPod":
-        """One pod of the Job, as after its admission.
-
-        `command`: another program than the demo's. `shares_processes`: what somebody made of it after the injection.
-        """
+        """One pod of the Job, as after its admission. `command`: another program than the demo's."""
         demo = ["python", "-m", "mooring.demo_train", "--text", "/text/words"]
         trainer = {
             "name": TRAINER,
             "image": "trainer",
             "command": list(command) or [*demo, "--steps", str(steps), "--save-every", str(save_every)],
             "volumeMounts": [{"name": "text", "mountPath": "/text"}],
-            "securityContext": dict(security_context),
+            "securityContext": RESTRICTED,
         }
-        said = {**self._annotations, "mooring.dev/grace-seconds": str(grace_seconds), **(annotations or {})}
+        said = {**self._annotations, "mooring.dev/grace-seconds": str(grace_seconds)}
         pod = {
             "apiVersion": "v1",
             "kind": "Pod",
@@ -100,10 +92,7 @@ class DemoJob:
                 "containers": [trainer],
             },
         }
-        changed = injected(pod)
-        if shares_processes is not None:
-            changed["spec"]["shareProcessNamespace"] = shares_processes
-        return DemoPod(self.node.run(changed))
+        return DemoPod(self.node.run(injected(pod)))
 
     def stored_steps(self) -> list[int]:
         """Steps with a commit marker, straight from the server."""

@@ -7,7 +7,7 @@ from tests.simulated_pods.demo_job import AGENT, END_SECONDS, TRAINER, DemoJob
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
-# Far less than the 330 s for which a regular sidecar waits for a trainer that may come back.
+# The agent leaves with the trainer, and waits for nothing.
 SOON_SECONDS = 60.0
 
 

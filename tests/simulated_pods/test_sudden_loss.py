@@ -2,11 +2,8 @@
 
 import pytest
 from tests.podsim.phase import Phase
-from tests.podsim.timeline import What
 from tests.servers.fault_proxy import Fault, Rule
 from tests.simulated_pods.demo_job import AGENT, END_SECONDS, START_SECONDS, TRAINER, DemoJob, DemoPod
-
-from mooring_agent.core.injection.spec import Sidecar
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
@@ -35,9 +32,8 @@ def first_parts_stored(job: DemoJob) -> int:
 
 
 def test_an_agent_that_runs_out_of_memory_goes_on_where_it_was_and_training_never_notices(job: DemoJob) -> None:
-    # A regular container is started again by the pod's policy, a native sidecar always.
-    policy = "Never" if job.sidecar is Sidecar.NATIVE else "OnFailure"
-    demo = job.start(restart_policy=policy)
+    # A sidecar is started again whatever the pod's policy.
+    demo = job.start(restart_policy="Never")
     demo.wait_begun()
     step = begin_upload(job, demo)
     stored = first_parts_stored(job)
@@ -101,24 +97,3 @@ def test_a_replacement_that_starts_while_the_old_pod_still_drains_spoils_nothing
     assert not any(row["problems"] for row in job.view.verify())
     job.node.lose()
     assert job.start().wait_begun() == max(stopped_at, own)
-
-
-@pytest.mark.parametrize("job", [Sidecar.REGULAR], indirect=True, ids=str)
-def test_a_regular_agent_that_dies_in_a_pod_that_never_restarts_is_missed_and_the_older_step_is_resumed(
-    job: DemoJob,
-) -> None:
-    first = job.start(restart_policy="Never")
-    first.wait_begun()
-    durable = first.save_now()
-    job.wait_stored(durable, first)
-    first.pod.out_of_memory(AGENT)
-    first.pod.wait(lambda: bool(first.pod.container(AGENT).endings), START_SECONDS, "the agent is dead")
-    seen = first.steps()[-1]
-    # Training goes on without it.
-    first.wait_step(seen + 3)
-    first.pod.delete()
-    assert first.pod.wait_ended(END_SECONDS) is Phase.FAILED
-    assert first.pod.container(AGENT).start_count == 1
-    assert first.pod.timeline.all(What.SIGTERM, TRAINER)
-    assert job.stored_steps() == [durable]
-    assert job.start().wait_begun() == durable

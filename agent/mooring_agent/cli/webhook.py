@@ -1,6 +1,5 @@
 """`mooring webhook`: the admission webhook's own command, which the chart runs."""
 
-import re
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Final
@@ -14,7 +13,6 @@ from mooring_agent.core.injection.spec import FailurePolicy, InjectionDefaults
 from mooring_agent.webhook.settings import SelfManaged, WebhookSettings
 from mooring_api.names import ANNOTATION_PREFIX
 
-_FIRST_WITH_NATIVE_SIDECARS: Final = (1, 29)
 _DEFAULTS: Final = InjectionDefaults(image="")
 _SETTINGS: Final = WebhookSettings(certificates=Path("/certificates"), defaults=_DEFAULTS)
 
@@ -24,13 +22,6 @@ def _address(_: click.Context, __: click.Parameter, value: str) -> tuple[str, in
     if not colon or not port.isdecimal() or not 0 <= int(port) <= 65535:
         raise click.BadParameter(f"{value!r} is no host:port, as in :8443 or 127.0.0.1:8443")
     return host.strip("[]"), int(port)
-
-
-def _version(_: click.Context, __: click.Parameter, value: str) -> tuple[int, int]:
-    match = re.match(r"v?(\d+)\.(\d+)", value)
-    if match is None:
-        raise click.BadParameter(f"{value!r} is no version of Kubernetes, as in 1.33")
-    return int(match[1]), int(match[2])
 
 
 def _annotations(_: click.Context, __: click.Parameter, values: tuple[str, ...]) -> dict[str, str]:
@@ -51,13 +42,6 @@ def _annotations(_: click.Context, __: click.Parameter, values: tuple[str, ...])
     default="IfNotPresent",
     show_default=True,
     help="Theirs.",
-)
-@click.option(
-    "--kubernetes-version",
-    default="1.33",
-    show_default=True,
-    callback=_version,
-    help="Of the cluster: below 1.29 the agent is injected as a regular container.",
 )
 @click.option("--openshift", is_flag=True, help="A pod's user comes from its security context constraints.")
 @click.option(
@@ -137,7 +121,6 @@ def _settings(options: dict[str, Any]) -> WebhookSettings:
     defaults = InjectionDefaults(
         image=options["image"],
         image_pull_policy=options["image_pull_policy"],
-        native_sidecars=options["kubernetes_version"] >= _FIRST_WITH_NATIVE_SIDECARS,
         openshift=options["openshift"],
         grace_seconds=options["grace_seconds"],
         cpu=options["cpu"],

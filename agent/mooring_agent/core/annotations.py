@@ -16,7 +16,7 @@ from mooring_agent.core.injection.annotation_fields import (
     known_keys,
     settings_annotations,
 )
-from mooring_agent.core.injection.spec import Claim, Injection, InjectionDefaults, Refusal, Sidecar, Skip
+from mooring_agent.core.injection.spec import Claim, Injection, InjectionDefaults, Refusal, Skip
 from mooring_agent.core.setting_checks import setting_problems
 from mooring_agent.core.setting_fields import setting_fields
 from mooring_agent.core.setting_values import Said, read_values, with_paths
@@ -90,8 +90,7 @@ def _read(reader: _Reader, defaults: InjectionDefaults) -> Injection:
     nowhere: tuple[str, Claim | None] = ("", None)
     destination, claim = reader.take("destination", values.destination, nowhere)
     grace_seconds = reader.take("grace-seconds", values.seconds, defaults.grace_seconds)
-    sidecar = Sidecar.NATIVE if defaults.native_sidecars else Sidecar.REGULAR
-    injection = Injection(
+    return Injection(
         destination=destination,
         claim=claim,
         credentials=reader.take("credentials", values.object_name, ""),
@@ -101,7 +100,6 @@ def _read(reader: _Reader, defaults: InjectionDefaults) -> Injection:
         size_limit=reader.take("size-limit", values.size, ""),
         in_memory=reader.take("medium", values.is_memory, False),
         grace_seconds=grace_seconds,
-        sidecar=reader.take("sidecar", values.sidecar, sidecar),
         autoload=reader.take("autoload", values.boolean, False),
         temporary_files=reader.take("temporary-files", values.boolean, False),
         cpu=reader.take("cpu", values.amount, ""),
@@ -110,12 +108,6 @@ def _read(reader: _Reader, defaults: InjectionDefaults) -> Injection:
         attempt=reader.take("attempt", values.attempt, ""),
         settings=_settings(reader, destination, grace_seconds),
     )
-    if injection.sidecar is Sidecar.NATIVE and not defaults.native_sidecars:
-        reader.problems.append(
-            f"{ANNOTATION_PREFIX}sidecar: this cluster has no native sidecars, which came with Kubernetes 1.29: "
-            "say regular, or leave it out"
-        )
-    return injection
 
 
 def _settings(reader: _Reader, destination: str, grace_seconds: int) -> Mapping[str, str]:

@@ -17,10 +17,10 @@ from mooring_agent.core.injection.checkpoint_place import CheckpointPlace, find_
 from mooring_agent.core.injection.findings import Findings
 from mooring_agent.core.injection.injected_containers import POD_SOCKET, Plan, agent_container, restore_container
 from mooring_agent.core.injection.json_patch import difference
-from mooring_agent.core.injection.pod_fitness import doubtful, impossible, unfit, watches_processes
+from mooring_agent.core.injection.pod_fitness import doubtful, impossible, unfit
 from mooring_agent.core.injection.pod_plan import attempt_entry, plan_of
 from mooring_agent.core.injection.pod_shape import present, shape_problems
-from mooring_agent.core.injection.spec import Injection, InjectionDefaults, Mutation, Pod, Refusal, Sidecar
+from mooring_agent.core.injection.spec import Injection, InjectionDefaults, Mutation, Pod, Refusal
 from mooring_agent.core.injection.trainer_changes import changed_trainer, trainer_variables
 from mooring_agent.core.injection.trainer_container import OURS, Container, find_trainer, others
 from mooring_api import names
@@ -83,8 +83,6 @@ def _changed(pod: Pod, injection: Injection, defaults: InjectionDefaults, findin
         "volumes": pod_volumes.with_volumes(spec, injection, place),
         "terminationGracePeriodSeconds": grace_seconds,
     }
-    if watches_processes(spec, injection):
-        new_spec["shareProcessNamespace"] = True
     annotations = {**present(metadata, "annotations", {}), names.ANNOTATION_INJECTED: made}
     return {**pod, "metadata": {**metadata, "annotations": annotations}, "spec": new_spec}
 
@@ -121,24 +119,20 @@ def _new_trainer(
 def _containers(
     spec: Mapping[str, Any], trainer: Container, new_trainer: dict[str, Any], plan: Plan, *, as_before: bool
 ) -> dict[str, Any]:
-    """Both lists. Ours are last: restore needs what the user's and others' init containers made, and a native sidecar
-    is ended in reverse order, so that the agent still has the network that another one gives it.
+    """Both lists. Ours are the last init containers: restore needs what the others made, and sidecars are ended in
+    reverse order, so that the agent still has the network that another one gives it.
 
     `as_before`: what is there was made from the same plan, and what is different now somebody else wanted so.
     """
-    lists = {
-        "initContainers": [restore_container(plan)],
-        "containers": [],
+    there = {one["name"]: one for one in present(spec, "initContainers", []) if one.get("name") in OURS}
+    ours = (
+        ensured(there.get(wanted["name"], {}), wanted, as_before=as_before)
+        for wanted in (restore_container(plan), agent_container(plan))
+    )
+    return {
+        "initContainers": [*others(spec, "initContainers"), *ours],
+        "containers": [new_trainer if one is trainer else one for one in others(spec, "containers")],
     }
-    where = "initContainers" if plan.sidecar is Sidecar.NATIVE else "containers"
-    lists[where].append(agent_container(plan))
-    changed = {}
-    for key, wanted in lists.items():
-        there = {one["name"]: one for one in present(spec, key, []) if one.get("name") in OURS}
-        users = [new_trainer if one is trainer else one for one in others(spec, key)]
-        ours = (ensured(there.get(one["name"], {}), one, as_before=as_before) for one in wanted)
-        changed[key] = [*users, *ours]
-    return changed
 
 
 def _has_ours(spec: Mapping[str, Any]) -> bool:

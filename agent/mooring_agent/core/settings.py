@@ -90,11 +90,6 @@ class TerminationSettings:
     commit_reserve_seconds: Annotated[
         float, "Time kept for manifests, listing and marker of the newest checkpoint; no older upload may use it."
     ] = 2.0
-    exit_after_trainer_seconds: Annotated[
-        float,
-        "For a sidecar that is a regular container: leave when no other container's process has had the volume for so "
-        "long, or just ended after a final save. Needs shareProcessNamespace in the pod; 0: stay.",
-    ] = 0.0
     notices: Annotated[
         str,
         "off, auto, aws, gcp or azure: listen to the cloud's metadata service for the end of a spot machine and for "

@@ -39,7 +39,6 @@ from mooring_agent.runtime.rescue import Rescue
 from mooring_agent.runtime.ringing import as_before, bell_ringer
 from mooring_agent.runtime.sensors import Sensors
 from mooring_agent.runtime.taken_volume import opened_journal, take_volume
-from mooring_agent.runtime.trainer_watch import trainer_watch
 from mooring_agent.runtime.watching import Watching
 from mooring_api.names import DOORBELL
 
@@ -131,9 +130,6 @@ async def run_agent(settings: Settings, *, fresh: bool = False, parent_pid: int 
         ]
         if watching is not None:
             forever.append(watching.run)
-        trainers = trainer_watch(settings, state=lambda: state, leave=sensors.stop_without_trainers, executor=senses)
-        if trainers is not None:
-            forever.append(trainers.watch)
         notices = notice_watch(settings.termination, clock=clock, notify=sensors.notice_termination)
         if notices is not None:
             forever.append(notices.watch)

@@ -26,7 +26,6 @@ _SET_BY_THE_INJECTION: Final = frozenset(
         "store.credentials_directory",
         "disk.size_limit_bytes",
         "termination.grace_seconds",
-        "termination.exit_after_trainer_seconds",
         "cluster.pod_name",
         "cluster.pod_namespace",
         "cluster.pod_uid",
@@ -98,13 +97,6 @@ OWN: Final = (
         default="the chart's",
         help="Seconds between the notice of the pod's end and SIGKILL. terminationGracePeriodSeconds is raised to it, "
         "and never lowered.",
-    ),
-    AnnotationField(
-        name="sidecar",
-        default="`native` from Kubernetes 1.29 on",
-        help="`native`: the agent is an init container that Kubernetes ends after the trainer. `regular`: an ordinary "
-        "container, which ends by itself when the trainer is gone; the pod's containers then see each other's "
-        "processes.",
     ),
     AnnotationField(
         name="autoload",

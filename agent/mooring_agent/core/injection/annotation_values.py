@@ -8,7 +8,7 @@ from typing import Final
 
 from mooring_agent.core.errors import MooringError
 from mooring_agent.core.injection.quantity import parse_quantity
-from mooring_agent.core.injection.spec import CaBundle, CaSource, Claim, Sidecar
+from mooring_agent.core.injection.spec import CaBundle, CaSource, Claim
 from mooring_agent.core.injection.trainer_container import is_at_or_below, plain
 from mooring_agent.core.object_layout import check_token
 from mooring_api import names
@@ -96,12 +96,6 @@ def seconds(text: str) -> int:
     if not re.fullmatch(r"[0-9]{1,9}", text) or not 1 <= int(text) <= _MOST_SECONDS:
         raise ValueError(f"{text!r} is no number of seconds from 1 to {_MOST_SECONDS}")
     return int(text)
-
-
-def sidecar(text: str) -> Sidecar:
-    if text.lower() not in set(Sidecar):
-        raise ValueError(f"{text!r} is neither {' nor '.join(Sidecar)}")
-    return Sidecar(text.lower())
 
 
 def amount(text: str) -> str:

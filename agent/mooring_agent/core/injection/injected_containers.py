@@ -7,14 +7,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
-from mooring_agent.core.injection.spec import Sidecar
 from mooring_api import names
 
 POD_SOCKET: Final = f"{names.POD_SOCKET_DIRECTORY}/{names.SOCKET}"
-_NEVER_SECONDS: Final = 5
-_ON_FAILURE_SECONDS: Final = 330
-"""Kubelet waits up to 300 s before it starts a failed container again."""
-_EXIT_AFTER_TRAINER: Final = {"Never": _NEVER_SECONDS, "OnFailure": _ON_FAILURE_SECONDS}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -23,7 +18,6 @@ class Plan:
 
     image: str
     image_pull_policy: str
-    sidecar: Sidecar
     variables: Sequence[Mapping[str, Any]]
     mounts: Sequence[Mapping[str, Any]]
     resources: Mapping[str, Any]
@@ -34,8 +28,6 @@ class Plan:
     old_volume: bool
     """The volume may have been another pod's before: a notice found on it is not this pod's."""
     serves_metrics: bool
-    restart_policy: str
-    """The trainer's."""
 
 
 def restore_container(plan: Plan) -> dict[str, Any]:
@@ -48,30 +40,26 @@ def restore_container(plan: Plan) -> dict[str, Any]:
 
 
 def agent_container(plan: Plan) -> dict[str, Any]:
-    """With a native sidecar, for the end of `initContainers`; else for the end of `containers`."""
+    """A sidecar: an init container that Kubernetes ends after the trainer. The last of them."""
     args, variables = ["agent"], [*plan.variables]
     if plan.old_volume:
         args.append("--fresh")
     if plan.serves_metrics:
         # Without a host: every address of the pod, which may have IPv6 ones alone.
         variables.append({"name": "MOORING_HTTP_ADDRESS", "value": f":{names.POD_METRICS_PORT}"})
-    seconds = _EXIT_AFTER_TRAINER.get(plan.restart_policy)
-    if plan.sidecar is Sidecar.REGULAR and seconds is not None:
-        variables.append({"name": "MOORING_EXIT_AFTER_TRAINER_SECONDS", "value": str(seconds)})
     container = {"name": names.AGENT_CONTAINER, **_shared(plan, args, variables, plan.mounts, plan.resources)}
     if plan.serves_metrics:
         container["ports"] = [{"name": "mooring-metrics", "containerPort": names.POD_METRICS_PORT, "protocol": "TCP"}]
-    # Kubernetes ends a native sidecar after the trainer; this is the first the agent hears of the end.
+    # SIGTERM comes to a sidecar after the trainer's end only; this is the first the agent hears of the pod's.
     container["lifecycle"] = {"preStop": {"exec": {"command": ["mooring", "terminating"]}}}
-    if plan.sidecar is Sidecar.NATIVE:
-        container["restartPolicy"] = "Always"
-        # The trainer starts when the agent answers on its socket. The store is not asked.
-        container["startupProbe"] = {
-            "exec": {"command": ["mooring", "ready"]},
-            "periodSeconds": 2,
-            "timeoutSeconds": 10,
-            "failureThreshold": 150,
-        }
+    container["restartPolicy"] = "Always"
+    # The trainer starts when the agent answers on its socket. The store is not asked.
+    container["startupProbe"] = {
+        "exec": {"command": ["mooring", "ready"]},
+        "periodSeconds": 2,
+        "timeoutSeconds": 10,
+        "failureThreshold": 150,
+    }
     return container
 
 

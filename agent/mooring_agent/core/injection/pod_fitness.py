@@ -9,7 +9,7 @@ from typing import Any, Final
 from mooring_agent.core.injection import job_place, pod_volumes
 from mooring_agent.core.injection.checkpoint_place import CheckpointPlace, ephemeral_limit
 from mooring_agent.core.injection.pod_shape import present
-from mooring_agent.core.injection.spec import Injection, Sidecar
+from mooring_agent.core.injection.spec import Injection
 from mooring_agent.core.injection.trainer_container import MESH_PROXIES, OURS, is_at_or_below, others
 from mooring_api.names import ANNOTATION_INJECT, ANNOTATION_PREFIX
 
@@ -28,11 +28,7 @@ _IN_OUR_IMAGE: Final = (
     "/usr/sbin",
 )
 """What restore and agent start from, see Dockerfile.agent. The trainer's image may have nothing there."""
-
-
-def watches_processes(spec: Mapping[str, Any], injection: Injection) -> bool:
-    """A regular sidecar ends when it sees no process of the trainer; a pod that never ends needs none to end."""
-    return injection.sidecar is Sidecar.REGULAR and present(spec, "restartPolicy", "Always") != "Always"
+_OPEN: Final = "or use a bucket with the pod's workload identity, which the trainer has too"
 
 
 def impossible(spec: Mapping[str, Any], injection: Injection, *, injected: bool) -> Iterator[str]:
@@ -40,11 +36,11 @@ def impossible(spec: Mapping[str, Any], injection: Injection, *, injected: bool)
     of_node = present(spec, "nodeSelector", {})
     if present(spec, "os", {}).get("name") == "windows" or of_node.get("kubernetes.io/os") == "windows":
         yield f"Mooring runs on Linux alone: remove {ANNOTATION_INJECT} from this Windows pod"
-    if watches_processes(spec, injection):
-        if spec.get("hostPID"):
-            yield "a regular sidecar cannot tell who is the trainer with hostPID: use the native one, or no hostPID"
-        elif spec.get("shareProcessNamespace") is False:
-            yield "a regular sidecar must see the trainer's processes: remove shareProcessNamespace: false"
+    shared = next((key for key in ("shareProcessNamespace", "hostPID") if spec.get(key)), None)
+    kept = _kept_from_the_trainer(injection)
+    if shared and kept:
+        # Of a process that it sees, a trainer of the same user reads every file below /proc/PID/root.
+        yield f"with {shared} the trainer could reach {kept} through the agent's processes: remove {shared}, {_OPEN}"
     if injected:
         return
     all_names = (
@@ -55,6 +51,13 @@ def impossible(spec: Mapping[str, Any], injection: Injection, *, injected: bool)
     for name, kind, ours in all_names:
         if name in ours:
             yield f"the pod has {name} in its {kind} already, which is Mooring's name: give yours another"
+
+
+def _kept_from_the_trainer(injection: Injection) -> str:
+    """What agent and restore mount and the trainer does not; empty where that is nothing."""
+    if injection.claim:
+        return f"the claim {injection.claim.name} of the destination"
+    return f"the Secret {injection.credentials}" if injection.credentials else ""
 
 
 def unfit(place: CheckpointPlace, injection: Injection) -> Iterator[str]:

@@ -58,7 +58,6 @@ def plan_of(
     return Plan(
         image=defaults.image,
         image_pull_policy=defaults.image_pull_policy,
-        sidecar=injection.sidecar,
         variables=[
             *(identity_variables(trainer) if has_identity else []),
             *({"name": name, "value": text} for name, text in texts.items()),
@@ -77,7 +76,6 @@ def plan_of(
         autoload=injection.autoload,
         old_volume=place.outlives_pod,
         serves_metrics=_may_serve_metrics(spec, findings),
-        restart_policy=_restart_policy(spec, trainer),
     )
 
 
@@ -100,16 +98,6 @@ def attempt_entry(
         return entry
     text = said or job_place.attempt(metadata)
     return {"name": names.ENV_ATTEMPT, "value": text} if text else None
-
-
-def _restart_policy(spec: Mapping[str, Any], trainer: Container) -> str:
-    """The trainer's: from Kubernetes 1.35 on a container may have its own, and rules by which it comes back.
-
-    Where the pod's is Always, kubelet would start again whoever leaves.
-    """
-    of_pod: str = present(spec, "restartPolicy", "Always")
-    policy: str = of_pod if of_pod == "Always" else present(trainer, "restartPolicy", of_pod)
-    return "OnFailure" if policy == "Never" and trainer.get("restartPolicyRules") else policy
 
 
 def _own_name(spec: Mapping[str, Any], injection: Injection, findings: Findings) -> list[dict[str, Any]]:

@@ -16,15 +16,6 @@ Pod = Mapping[str, Any]
 """A pod as JSON, as the AdmissionReview has it: a name may be missing, of a generated one there is the beginning."""
 
 
-class Sidecar(StrEnum):
-    """How the agent runs beside the trainer."""
-
-    NATIVE = "native"
-    """An init container with restartPolicy Always: Kubernetes ends it when the trainer is gone. From 1.29 on."""
-    REGULAR = "regular"
-    """An ordinary container, which ends by itself when the trainer is gone."""
-
-
 class FailurePolicy(StrEnum):
     """What becomes of a pod that asked for the injection and cannot have it. The values are Kubernetes' own."""
 
@@ -38,7 +29,6 @@ class InjectionDefaults:
 
     image: str
     image_pull_policy: str = "IfNotPresent"
-    native_sidecars: bool = True
     openshift: bool = False
     grace_seconds: int = 120
     cpu: str = "500m"
@@ -87,7 +77,6 @@ class Injection:
     size_limit: str = ""
     in_memory: bool = False
     grace_seconds: int = 120
-    sidecar: Sidecar = Sidecar.NATIVE
     autoload: bool = False
     temporary_files: bool = False
     cpu: str = ""
