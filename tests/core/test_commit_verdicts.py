@@ -10,7 +10,7 @@ from mooring_agent.adapters.checksum import crc64nvme
 from mooring_agent.core.commit import contradiction, is_listed, judge_listing, missing_files
 from mooring_agent.core.manifest import encode_manifest
 from mooring_agent.core.model import FileEntry, Kind, PackPlace, RankManifest, SaveInfo
-from mooring_agent.core.object_layout import file_key, manifest_key, pack_key
+from mooring_agent.core.object_layout import file_key, manifest_key, manifests_prefix, pack_key
 
 _INFO = SaveInfo(save="save", name="checkpoint-1", step=1, kind=Kind.PERIODIC, world_size=2)
 
@@ -31,7 +31,7 @@ def test_a_listing_with_everything_of_every_rank_is_complete() -> None:
 
 def test_a_rank_without_manifest_is_missing() -> None:
     verdict = judge_listing(_INFO, [_manifest(0)], _listing(_manifest(0)))
-    assert verdict.missing_ranks == (1,)
+    assert verdict.missing_ranks == 1
     assert not verdict.complete
 
 
@@ -83,7 +83,7 @@ def test_objects_that_nobody_named_change_nothing() -> None:
 def test_a_manifest_of_another_save_is_not_counted() -> None:
     other = replace(_INFO, save="other")
     sizes = _listing(_manifest(0)) | {manifest_key(other, 1): 1}
-    assert judge_listing(_INFO, [_manifest(0)], sizes).missing_ranks == (1,)
+    assert judge_listing(_INFO, [_manifest(0)], sizes).missing_ranks == 1
 
 
 def _files(rank: int, *files: FileEntry) -> RankManifest:
@@ -141,3 +141,12 @@ def test_one_different_bit_is_a_contradiction_whatever_the_parts(
 def test_different_sizes_are_a_contradiction_even_where_the_checksums_are_equal() -> None:
     one, other = (replace(_ENTRY, size_bytes=size, part_size_bytes=size, checksums=(7,)) for size in (10, 11))
     assert contradiction([_files(0, one), _files(1, other)]) == "ranks 0 and 1 have different bytes for a/state.pt"
+
+
+def test_what_a_listing_lacks_is_found_without_counting_to_the_world_size() -> None:
+    # Counting to it would take hours.
+    info = replace(_INFO, world_size=2**62)
+    ours = replace(_manifest(0), info=info)
+    sizes = _listing(ours) | {manifest_key(info, rank): 1 for rank in (1, 5, 70_000, 123_456)}
+    sizes |= {f"{manifests_prefix(info)}{odd}.json": 1 for odd in ("2", "00002x", "123456789012", "-0001")}
+    assert judge_listing(info, [ours], sizes).missing_ranks == 2**62 - 5

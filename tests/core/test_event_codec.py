@@ -5,13 +5,20 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mooring_agent.core.event_codec import UnknownRecordError, decode_event, encode_event
-from mooring_agent.core.events import DURABLE, DurableEvent, Exited
+from mooring_agent.core.events import DURABLE, Announced, DurableEvent, Exited, RankRegistered
+from mooring_agent.core.limits import LOCAL_RANKS
+from mooring_agent.core.model import Kind, SaveInfo
 from mooring_agent.core.work import WorkId
 
 _UNSIGNED_64_BITS = 2**64 - 1
 
 st.register_type_strategy(float, st.floats(allow_nan=False, allow_infinity=False))
 st.register_type_strategy(int, st.integers(0, _UNSIGNED_64_BITS))
+# Hypothesis does not know the limits of an annotated type.
+_within = st.integers(1, LOCAL_RANKS - 1)
+st.register_type_strategy(SaveInfo, st.builds(SaveInfo, step=_within, world_size=_within))
+st.register_type_strategy(Announced, st.builds(Announced, rank=_within, local_world_size=_within))
+st.register_type_strategy(RankRegistered, st.builds(RankRegistered, local_rank=_within, rank=_within))
 
 
 @pytest.mark.parametrize("kind", DURABLE, ids=lambda kind: kind.__name__)
@@ -49,3 +56,10 @@ def test_a_record_of_another_version_is_told_from_one_of_ours(record: bytes) -> 
 
 def test_a_field_that_a_later_version_added_does_no_harm() -> None:
     assert decode_event(b'{"event":"Exited","body":{"at":1.5,"mood":"good"}}') == Exited(at=1.5)
+
+
+def test_a_world_that_is_too_large_does_not_come_back_from_a_journal() -> None:
+    info = SaveInfo(save="save", name="checkpoint-1", step=1, kind=Kind.PERIODIC, world_size=2**32 - 1)
+    record = encode_event(Announced(at=1.0, info=info, rank=0, source="/volume/a", files=(), local_world_size=1))
+    with pytest.raises(UnknownRecordError, match="world_size"):
+        decode_event(record)

@@ -107,6 +107,19 @@ BAD_ANNOUNCEMENTS = {
     "everything there is": (lambda _: {"path": "/"}, "INVALID_ARGUMENT", "PATH_OUTSIDE_VOLUME"),
     "no path": (lambda _: {"path": ""}, "INVALID_ARGUMENT", "BAD_REQUEST"),
     "a rank that is not in the world": (announcing(rank=2, world_size=2, save="s"), "INVALID_ARGUMENT", "BAD_REQUEST"),
+    "a world of all the ranks that there can be": (
+        announcing(world_size=2**32 - 1, save="s"),
+        "INVALID_ARGUMENT",
+        "BAD_REQUEST",
+    ),
+    "more ranks here than one agent serves": (
+        announcing(world_size=5000, local_world_size=5000, save="s"),
+        "INVALID_ARGUMENT",
+        "BAD_REQUEST",
+    ),
+    "a step that no key has room for": (announcing(step=2**64 - 1), "INVALID_ARGUMENT", "BAD_REQUEST"),
+    "a name of a megabyte": (announcing(name="n" * 2**20), "INVALID_ARGUMENT", "BAD_REQUEST"),
+    "a million files": (announcing(files=["a"] * 1_000_000), "INVALID_ARGUMENT", "BAD_REQUEST"),
     "several ranks without a save id": (announcing(world_size=2), "INVALID_ARGUMENT", "BAD_REQUEST"),
     "a bad save id": (announcing(save="a/b"), "INVALID_ARGUMENT", "BAD_NAME"),
     "a bad name": (announcing(name="../escape"), "INVALID_ARGUMENT", "BAD_NAME"),
@@ -118,7 +131,7 @@ BAD_ANNOUNCEMENTS = {
 def test_a_bad_announcement_is_refused_with_a_reason_and_a_hint_and_the_next_is_served(agent: AgentProcess) -> None:
     for step, (case, (make, code, reason)) in enumerate(BAD_ANNOUNCEMENTS.items(), start=7):
         fields = make(agent)
-        found_code, found_reason, hint = refusal(lambda fields=fields: agent.announce(step=1, **fields))  # type: ignore[misc]
+        found_code, found_reason, hint = refusal(lambda fields=fields: agent.announce(**{"step": 1, **fields}))  # type: ignore[misc]
         assert (found_code, found_reason) == (code, reason), case
         assert hint, case
         save = agent.announce(good_checkpoint(agent, step), step).save

@@ -234,7 +234,7 @@ def test_the_page_of_settings_is_what_the_settings_say() -> None:
         ({"grace_seconds": "2"}, "commit_reserve_seconds 2 leaves nothing of grace_seconds 2"),
         ({"commit_reserve_seconds": "30"}, "commit_reserve_seconds 30 leaves nothing of grace_seconds 30"),
         ({"attempt": "job/1"}, "attempt 'job/1' cannot be part of an object key: use 1 to 128"),
-        ({"nice": "20"}, "nice 20 is more than 19: give 0, as the agent is started, to 19"),
+        ({"nice": "20"}, "--nice: 20 must be 19 or less"),
         ({"nice": "-5"}, "--nice: -5 must be 0 or more"),
         ({"io_priority": "8"}, "--io-priority: '8' is none of inherit, 0, 1, 2, 3, 4, 5, 6, 7, idle"),
         ({"io_priority": "realtime"}, "--io-priority: 'realtime' is none of inherit, 0, 1, 2, 3, 4, 5, 6, 7, idle"),

@@ -382,9 +382,7 @@ class AgentModel:
             for manifest in store.manifests(info).values()
         )
         if unlisted:
-            running.seen = ListingVerdict(
-                lost_files=(), lost_packs=(), lost_manifests=(), missing_ranks=tuple(range(unlisted))
-            )
+            running.seen = ListingVerdict(lost_files=(), lost_packs=(), lost_manifests=(), missing_ranks=unlisted)
         elif command.may_write_marker or marker_key(info) in store.objects:
             running.body = store.marker_body(info)
 
@@ -488,7 +486,7 @@ class AgentModel:
                 packs=seen.lost_packs,
             )
         if seen.missing_ranks or running.body is None:
-            return CommitWaits(at=now, work=work, missing_ranks=len(seen.missing_ranks))
+            return CommitWaits(at=now, work=work, missing_ranks=seen.missing_ranks)
         store = self.life.store
         store.put_marker(command.info, running.body)
         if command.sweep_uploads:

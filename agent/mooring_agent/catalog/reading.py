@@ -19,6 +19,7 @@ from mooring_agent.core.object_layout import (
     check_file_path,
     check_token,
     file_key,
+    is_manifest_of,
     manifest_key,
     manifests_prefix,
     pack_key,
@@ -183,9 +184,8 @@ async def _examine_manifests(
 
     await for_each(marker.manifests, read, at_once=_MANIFESTS_AT_ONCE)
     examination.manifests.sort(key=lambda manifest: manifest.rank)
-    expected = {manifest_key(marker.info, rank) for rank in range(marker.info.world_size)}
     for key in sorted(objects):
-        if key.startswith(manifests_prefix(marker.info)) and key not in expected:
+        if key.startswith(manifests_prefix(marker.info)) and not is_manifest_of(marker.info, key):
             what = f"is more than the {marker.info.world_size} rank manifests that the marker names"
             examination.problems.append(Problem(key=key, what=what))
 

@@ -2,6 +2,7 @@
 
 from mooring_agent.core.errors import ErrorKind, RequestError
 from mooring_agent.core.events import Announced
+from mooring_agent.core.limits import LOCAL_RANKS
 from mooring_agent.core.model import Phase
 from mooring_agent.core.object_layout import check_file_path, check_token
 from mooring_agent.core.state import Checkpoint, State
@@ -56,6 +57,12 @@ def check(state: State, event: Announced) -> None:
     checkpoint = state.checkpoints.get(info.save)
     if checkpoint is None:
         return
+    if len(checkpoint.shares) >= LOCAL_RANKS and event.rank not in checkpoint.shares:
+        raise RequestError(
+            ErrorKind.BAD_REQUEST,
+            f"save {info.save} has {LOCAL_RANKS} ranks here already",
+            hint="more ranks than that cannot share one agent: announce the directory once for all of them",
+        )
     if checkpoint.phase is Phase.FAILED:
         if any(share.staged for share in checkpoint.shares.values()):
             raise RequestError(

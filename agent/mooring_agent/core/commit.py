@@ -13,7 +13,7 @@ from typing import Final
 
 from mooring_agent.core.manifest import encode_manifest
 from mooring_agent.core.model import FileEntry, RankManifest, SaveInfo
-from mooring_agent.core.object_layout import file_key, manifest_key, pack_key
+from mooring_agent.core.object_layout import file_key, is_manifest_of, manifest_key, manifests_prefix, pack_key
 
 DIFFERENT_FILES_HINT: Final = "ranks must write different file names, or announce the same directory"
 
@@ -23,12 +23,12 @@ WAIT_FOR_OTHER_COMMITTER_SECONDS: Final = 5.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ListingVerdict:
-    """What a listing of the save lacks of ours, and how many ranks have no manifest yet."""
+    """What a listing of the save lacks of ours, and how many ranks have no manifest yet: `missing_ranks`."""
 
     lost_files: tuple[tuple[int, str], ...]
     lost_packs: tuple[tuple[int, int], ...]
     lost_manifests: tuple[int, ...]
-    missing_ranks: tuple[int, ...]
+    missing_ranks: int
 
     @property
     def complete(self) -> bool:
@@ -37,7 +37,8 @@ class ListingVerdict:
 
 def judge_listing(info: SaveInfo, ours: Sequence[RankManifest], sizes: Mapping[str, int]) -> ListingVerdict:
     """Compare `sizes` (key -> bytes) with what our ranks have stored; anything else of the save only counts ranks."""
-    our_ranks = {manifest.rank for manifest in ours}
+    manifests = {key for key in sizes if key.startswith(manifests_prefix(info))}
+    there = manifests | {manifest_key(info, manifest.rank) for manifest in ours}
     return ListingVerdict(
         lost_files=tuple((manifest.rank, path) for manifest in ours for path in missing_files(manifest, sizes)),
         lost_packs=tuple((manifest.rank, number) for manifest in ours for number in missing_packs(manifest, sizes)),
@@ -46,9 +47,8 @@ def judge_listing(info: SaveInfo, ours: Sequence[RankManifest], sizes: Mapping[s
             for manifest in ours
             if sizes.get(manifest_key(info, manifest.rank)) != len(encode_manifest(manifest))
         ),
-        missing_ranks=tuple(
-            rank for rank in range(info.world_size) if rank not in our_ranks and manifest_key(info, rank) not in sizes
-        ),
+        # Counted by what is there: whoever says how many ranks there are does not say how long this takes.
+        missing_ranks=info.world_size - sum(is_manifest_of(info, key) for key in there),
     )
 
 

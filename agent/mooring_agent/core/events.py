@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from mooring_agent.core.errors import ErrorKind
+from mooring_agent.core.limits import LocalRank, LocalRanks, Rank
 from mooring_agent.core.model import SaveInfo, StagedFile
 from mooring_agent.core.work import WorkId
 
@@ -29,10 +30,10 @@ class Announced:
 
     at: float
     info: SaveInfo
-    rank: int
+    rank: Rank
     source: str
     files: tuple[str, ...]
-    local_world_size: int
+    local_world_size: LocalRanks
     signature: str = ""
 
 
@@ -201,8 +202,8 @@ class RankRegistered:
     """A training process has said which of the job's ranks it is: whoever announces as `rank` is that local rank."""
 
     at: float
-    local_rank: int
-    rank: int
+    local_rank: LocalRank
+    rank: Rank
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

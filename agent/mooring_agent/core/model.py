@@ -1,12 +1,14 @@
 """The values everything else speaks of: checkpoints, their files and parts. See docs for the words.
 
-Owns shapes only. Sizes and offsets are bytes, times are unix seconds, checksums are CRC64NVME as unsigned integers.
+Owns shapes only; the types of `limits` are for those who decode them. Sizes and offsets are bytes, times are unix
+seconds, checksums are CRC64NVME as unsigned integers.
 """
 
 from dataclasses import dataclass
 from enum import StrEnum
 
 from mooring_agent.core.crc64nvme import joined
+from mooring_agent.core.limits import Step, WorldSize
 
 
 class Kind(StrEnum):
@@ -36,9 +38,9 @@ class SaveInfo:
 
     save: str
     name: str
-    step: int
+    step: Step
     kind: Kind
-    world_size: int
+    world_size: WorldSize
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

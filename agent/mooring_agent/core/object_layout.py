@@ -81,6 +81,13 @@ def manifest_key(info: SaveInfo, rank: int) -> str:
     return f"{manifests_prefix(info)}{rank:05d}.json"
 
 
+def is_manifest_of(info: SaveInfo, key: str) -> bool:
+    """Whether a key is that of one of the save's rank manifests."""
+    digits = key.removeprefix(manifests_prefix(info)).removesuffix(".json")
+    rank = int(digits) if re.fullmatch(r"[0-9]{5,10}", digits) else info.world_size
+    return rank < info.world_size and key == manifest_key(info, rank)
+
+
 def pack_key(info: SaveInfo, rank: int, number: int) -> str:
     return f"{save_prefix(info)}{STATE_DIRECTORY}/pack-{rank:05d}-{number:05d}.tar"
 

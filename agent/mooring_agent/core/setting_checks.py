@@ -14,7 +14,6 @@ from mooring_api.names import SOCKET_PATH_LIMIT_BYTES
 
 _S3_PART_LEAST_BYTES: Final = 5 * MIB
 _S3_PART_MOST_BYTES: Final = 5 * GIB
-_NICEST: Final = 19
 
 
 def setting_problems(values: Mapping[str, Any]) -> Iterator[str]:
@@ -45,8 +44,6 @@ def setting_problems(values: Mapping[str, Any]) -> Iterator[str]:
             check_token(values["attempt"], "attempt")
         except MooringError as error:
             yield f"{error}: {error.hint}"
-    if values.get("nice", 0) > _NICEST:
-        yield f"nice {values['nice']} is more than {_NICEST}: give 0, as the agent is started, to {_NICEST}, the last"
     address = values.get("http_address")
     if address and not _is_address(address):
         yield f"http_address {address!r} is not host:port with a port from 1 to 65535, as 0.0.0.0:9090"

@@ -7,13 +7,16 @@ import math
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from decimal import Decimal
 from typing import Any, Final, get_origin
 from urllib.parse import quote, unquote
 
+from mooring_agent.core.limits import largest_setting
 from mooring_agent.core.setting_fields import SettingField
 from mooring_api.names import AGENT_STATE_DIRECTORY, CHECKPOINT_DIRECTORY, SOCKET, STATE_DIRECTORY
 
 _UNITS: Final = {"": 1, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40, "KB": 10**3, "MB": 10**6, "GB": 10**9}
+_SHOWN_CHARACTERS: Final = 40
 _TRUE: Final = frozenset({"1", "true", "yes", "on"})
 _FALSE: Final = frozenset({"0", "false", "no", "off"})
 _CHOICES: Final = {
@@ -67,19 +70,27 @@ def _value(setting: SettingField, raw: Any) -> Any:
             raise ValueError(f"{text!r} is neither true nor false")
         return text.lower() in _TRUE
     if setting.value_type is int and ("_bytes" in setting.name):
-        return parse_bytes(text)
+        return _within_limit(setting, parse_bytes(text), text)
     if setting.value_type in (int, float):
         try:
             number = setting.value_type(text)
         except ValueError:
-            raise ValueError(f"{text!r} is not a number") from None
-        if not math.isfinite(number) or number < 0:
-            raise ValueError(f"{text} must be 0 or more")
-        return number
+            raise ValueError(f"{text[:_SHOWN_CHARACTERS]!r} is not a number") from None
+        # NaN is neither; and what has no bounds is no number here.
+        if not 0 <= number < math.inf:
+            raise ValueError(f"{text[:_SHOWN_CHARACTERS]} must be 0 or more")
+        return _within_limit(setting, number, text)
     choices = _CHOICES.get(setting.name)
     if choices and text not in choices:
         raise ValueError(f"{text!r} is none of {', '.join(choices)}")
     return text
+
+
+def _within_limit(setting: SettingField, number: float, text: str) -> float:
+    most = largest_setting(setting.name)
+    if number > most:
+        raise ValueError(f"{text[:_SHOWN_CHARACTERS]} must be {most} or less")
+    return number
 
 
 def _text(raw: Any) -> str:
@@ -91,10 +102,13 @@ def _text(raw: Any) -> str:
 
 def parse_bytes(text: str) -> int:
     """`64MiB`, `5 GB` or plain bytes. Raises ValueError."""
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([A-Za-z]*)", text)
+    match = re.fullmatch(r"([0-9]{1,25}(?:\.[0-9]{1,25})?)\s*([A-Za-z]*)", text)
     if not match or match[2].upper() not in _UNITS:
-        raise ValueError(f"{text!r} is not a size; write bytes, or a number with KiB, MiB, GiB, TiB, KB, MB or GB")
-    return int(float(match[1]) * _UNITS[match[2].upper()])
+        raise ValueError(
+            f"{text[:_SHOWN_CHARACTERS]!r} is not a size; "
+            "write bytes, or a number with KiB, MiB, GiB, TiB, KB, MB or GB"
+        )
+    return int(Decimal(match[1]) * _UNITS[match[2].upper()])
 
 
 def text_of_tags(tags: Iterable[tuple[str, str]]) -> str:

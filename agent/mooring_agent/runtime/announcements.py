@@ -15,6 +15,7 @@ from mooring_agent.core.state import Checkpoint, State
 from mooring_agent.ports import Clock
 from mooring_agent.runtime import status
 from mooring_agent.runtime.engine import Engine
+from mooring_agent.runtime.request_limits import check_request
 from mooring_api.v1 import agent_pb2
 
 
@@ -38,6 +39,8 @@ class Announcements:
 
         `signature`: of the content that the caller has looked at and means, with which alone it is staged.
         """
+        # Not every caller comes over the wire.
+        check_request(request)
         source = _absolute(request.path)
         world_size = max(1, request.world_size)
         save = request.save

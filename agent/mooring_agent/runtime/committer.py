@@ -39,7 +39,7 @@ async def commit(store: ObjectStore, clock: Clock, command: Commit) -> Committed
             packs=verdict.lost_packs,
         )
     if verdict.missing_ranks:
-        return CommitWaits(at=clock.now(), work=command.work, missing_ranks=len(verdict.missing_ranks))
+        return CommitWaits(at=clock.now(), work=command.work, missing_ranks=verdict.missing_ranks)
     key = marker_key(command.info)
     found = await read_if_there(store, key, limit_bytes=MARKER_LIMIT_BYTES)
     if found is None and not command.may_write_marker:

@@ -1,6 +1,7 @@
 """Errors as gRPC statuses: one table, with a google.rpc.ErrorInfo in every answer.
 
-Invariant: whatever a method raises is answered by such a status; the methods themselves only raise.
+Invariants: whatever a method raises is answered by such a status; the methods themselves only raise, and see no request
+that is beyond the limits.
 """
 
 import contextlib
@@ -13,6 +14,7 @@ from google.protobuf import any_pb2
 from google.rpc import error_details_pb2, status_pb2
 
 from mooring_agent.core.errors import ErrorKind, MooringError
+from mooring_agent.runtime.request_limits import check_request
 from mooring_api.names import ERROR_DOMAIN
 from mooring_api.v1 import agent_pb2
 
@@ -63,7 +65,7 @@ def status_of(error: Exception) -> status_pb2.Status:
 
 
 class ErrorsAnswered(grpc.aio.ServerInterceptor):
-    """Around every method of our own service: what it raises ends the call with `status_of` it."""
+    """Around every method of our own service: the request is checked, and what it raises ends the call."""
 
     async def intercept_service(
         self,
@@ -85,6 +87,7 @@ class ErrorsAnswered(grpc.aio.ServerInterceptor):
 def _answering(method: Callable[..., Awaitable[Any]]) -> Callable[..., Awaitable[Any]]:
     async def answer(request: Any, context: "ServicerContext[Any, Any]") -> Any:
         try:
+            check_request(request)
             return await method(request, context)
         except Exception as error:
             await _end(context, error)
@@ -96,6 +99,7 @@ def _streaming(method: Callable[..., AsyncGenerator[Any, None]]) -> Callable[...
     async def stream(request: Any, context: "ServicerContext[Any, Any]") -> AsyncGenerator[Any, None]:
         async with contextlib.aclosing(method(request, context)) as answers:
             try:
+                check_request(request)
                 async for answer in answers:
                     yield answer
             except Exception as error:

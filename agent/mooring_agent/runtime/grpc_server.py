@@ -1,11 +1,10 @@
 """The wire API: turns calls into events and the state into answers. Decides nothing.
 
 A call that changes something is answered only after its event is journaled and applied. What a method raises is
-answered by `grpc_errors`.
+answered by `grpc_errors`, which refuses what is beyond the limits before a method sees it.
 """
 
 import asyncio
-import math
 import secrets
 from collections.abc import AsyncIterator
 from typing import Any
@@ -98,18 +97,11 @@ class AgentService(agent_pb2_grpc.AgentServicer):
     async def NotifyTermination(
         self, request: agent_pb2.NotifyTerminationRequest, context: Any
     ) -> agent_pb2.NotifyTerminationResponse:
-        grace_seconds = request.grace_seconds
-        if grace_seconds < 0 or not math.isfinite(grace_seconds):
-            raise RequestError(
-                ErrorKind.BAD_REQUEST,
-                f"grace_seconds {grace_seconds} makes no sense",
-                hint="seconds until SIGKILL, or 0 for the configured grace period",
-            )
         await self._sensors.look_at_ranks()
         if request.trainers_gone:
             await self._sensors.stop_without_trainers()
         else:
-            await self._sensors.notice_termination(request.source or "api", grace_seconds)
+            await self._sensors.notice_termination(request.source or "api", request.grace_seconds)
         return agent_pb2.NotifyTerminationResponse(deadline=drain.deadline(self._engine.state) or 0.0)
 
     async def GetStatus(self, request: agent_pb2.GetStatusRequest, context: Any) -> agent_pb2.Status:

@@ -10,13 +10,13 @@ from mooring_agent.core.errors import MooringError
 from mooring_agent.core.injection.quantity import parse_quantity
 from mooring_agent.core.injection.spec import CaBundle, CaSource, Claim
 from mooring_agent.core.injection.trainer_container import is_at_or_below, plain
+from mooring_agent.core.limits import SECONDS
 from mooring_agent.core.object_layout import check_token
 from mooring_api import names
 
 _OBJECT_NAME: Final = re.compile(r"[a-z0-9]([-a-z0-9]{0,251}[a-z0-9])?(\.[a-z0-9]([-a-z0-9]{0,251}[a-z0-9])?){0,20}")
 _KEY: Final = re.compile(r"[-._a-zA-Z0-9]{1,253}")
 _LEAST_MEMORY: Final = "64Mi"
-_MOST_SECONDS: Final = 7 * 24 * 3600
 _MOST_USER: Final = 2**31 - 1
 _NOT_OURS: Final = (
     "/dev",
@@ -93,8 +93,8 @@ def is_memory(text: str) -> bool:
 
 
 def seconds(text: str) -> int:
-    if not re.fullmatch(r"[0-9]{1,9}", text) or not 1 <= int(text) <= _MOST_SECONDS:
-        raise ValueError(f"{text!r} is no number of seconds from 1 to {_MOST_SECONDS}")
+    if not re.fullmatch(r"[0-9]{1,9}", text) or not 1 <= int(text) <= SECONDS:
+        raise ValueError(f"{text!r} is no number of seconds from 1 to {SECONDS}")
     return int(text)
 
 

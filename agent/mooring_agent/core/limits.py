@@ -1,0 +1,100 @@
+"""How large anything from outside may be: one table for every door.
+
+The doors are gRPC requests, annotations, settings, and whatever is decoded: markers, manifests, pins, records, staged
+descriptors. A value beyond its limit is refused where it comes in, so that nothing behind the doors has to count, keep
+or compare more than is written here. The annotated types are for decoders, which refuse by themselves.
+"""
+
+from collections.abc import Mapping
+from typing import Annotated, Final
+
+from msgspec import Meta
+
+WORLD_SIZE: Final = 100_000
+"""Ranks of a job. A commit marker names each."""
+LOCAL_RANKS: Final = 1_024
+"""Ranks that share one agent. What the core does for an event may grow with these, never with the world size."""
+STEP: Final = 10**12 - 1
+"""A marker's key has twelve digits for it."""
+FILES_PER_RANK: Final = 100_000
+SAVE_BYTES: Final = 2**50
+"""Of one rank's files. Sums over all ranks of an agent stay within the 64 bits of the API."""
+NAME_CHARACTERS: Final = 128
+"""A checkpoint's name, a save id, an attempt."""
+PATH_BYTES: Final = 4_096
+TEXT_CHARACTERS: Final = 1_024
+"""Free text that is only shown to people."""
+SECONDS: Final = 7 * 24 * 3600
+"""A grace period."""
+UNIX_SECONDS: Final = 253_402_300_799
+"""The end of the year 9999, after which no calendar shows a date."""
+
+MARKER_BYTES: Final = 16 * 1024**2
+MANIFEST_BYTES: Final = 64 * 1024**2
+MANIFESTS_BYTES: Final = 256 * 1024**2
+"""All rank manifests of a save together: whoever restores has them in memory."""
+PIN_BYTES: Final = 64 * 1024
+RECORD_BYTES: Final = 64 * 1024**2
+"""A journal record, a staged descriptor, what restore notes on the volume."""
+
+Count = Annotated[int, Meta(ge=0, le=2**63 - 1)]
+WorldSize = Annotated[int, Meta(ge=1, le=WORLD_SIZE)]
+Rank = Annotated[int, Meta(ge=0, le=WORLD_SIZE - 1)]
+LocalRank = Annotated[int, Meta(ge=0, le=LOCAL_RANKS - 1)]
+LocalRanks = Annotated[int, Meta(ge=0, le=LOCAL_RANKS)]
+Step = Annotated[int, Meta(ge=0, le=STEP)]
+Moment = Annotated[float, Meta(ge=0, le=UNIX_SECONDS)]
+
+REQUEST_NUMBERS: Final[Mapping[str, int]] = {
+    "local_rank": LOCAL_RANKS - 1,
+    "rank": WORLD_SIZE - 1,
+    "world_size": WORLD_SIZE,
+    "local_world_size": LOCAL_RANKS,
+    "pid": 2**22,
+    "step": STEP,
+    "size_bytes": SAVE_BYTES,
+    "grace_seconds": SECONDS,
+    "interval_ms": 3_600_000,
+}
+"""The largest value of each number in the API's requests, by the field's name; the least is 0."""
+
+REQUEST_TEXTS: Final[Mapping[str, int]] = {
+    "client": TEXT_CHARACTERS,
+    "attempt": TEXT_CHARACTERS,
+    "save": TEXT_CHARACTERS,
+    "name": TEXT_CHARACTERS,
+    "path": PATH_BYTES,
+    "files": PATH_BYTES,
+    "reason": TEXT_CHARACTERS,
+    "source": TEXT_CHARACTERS,
+}
+"""The longest of each text, by the field's name. What names an object has a rule of its own besides."""
+
+SETTING_NUMBERS: Final[Mapping[str, int]] = {
+    "world_size": WORLD_SIZE,
+    "node_rank": WORLD_SIZE - 1,
+    "max_concurrency": 1_024,
+    "max_connections": 1_024,
+    "keep_last": 10**9,
+    "keep_every_steps": STEP,
+    "kubernetes_port": 65_535,
+    "eviction_threshold_percent": 100,
+    "peak_factor": 1_000,
+    "nice": 19,
+}
+"""The largest value of each setting that is a bare number, by its name; others go by their unit."""
+
+SETTING_UNITS: Final[Mapping[str, int]] = {
+    "_seconds": 10 * 366 * 24 * 3600,
+    "_bytes": 2**60,
+    "_bytes_per_second": 2**60,
+}
+"""The largest value of a setting, by the unit that its name ends with."""
+
+
+def largest_setting(name: str) -> int:
+    """The largest value of a setting that is a number. KeyError for one that has no limit here, which none may be."""
+    if name in SETTING_NUMBERS:
+        return SETTING_NUMBERS[name]
+    unit = max((unit for unit in SETTING_UNITS if name.endswith(unit)), key=len, default=name)
+    return SETTING_UNITS[unit]

@@ -1,0 +1,81 @@
+"""One table of limits, which leaves out nothing that may come from outside."""
+
+import pytest
+from google.protobuf.descriptor import FieldDescriptor
+from google.protobuf.message import Message
+from google.protobuf.message_factory import GetMessageClass
+
+from mooring_agent.core.annotations import read_annotations
+from mooring_agent.core.errors import ErrorKind, RequestError
+from mooring_agent.core.injection.annotation_fields import settings_annotations
+from mooring_agent.core.injection.spec import InjectionDefaults, Refusal
+from mooring_agent.core.limits import REQUEST_NUMBERS, REQUEST_TEXTS, SETTING_NUMBERS, SETTING_UNITS, largest_setting
+from mooring_agent.core.setting_fields import SettingField, setting_fields
+from mooring_agent.core.setting_values import Said, read_values
+from mooring_agent.runtime.request_limits import check_request
+from mooring_api.names import ANNOTATION_INJECT, ANNOTATION_PREFIX
+from mooring_api.v1 import agent_pb2
+
+REQUESTS = [method.input_type for method in agent_pb2.DESCRIPTOR.services_by_name["Agent"].methods]
+NUMBERS = [setting for setting in setting_fields() if setting.value_type in (int, float)]
+
+
+def bounded_fields() -> list[FieldDescriptor]:
+    unbounded = (FieldDescriptor.CPPTYPE_BOOL, FieldDescriptor.CPPTYPE_ENUM)
+    return [field for message in REQUESTS for field in message.fields if field.cpp_type not in unbounded]
+
+
+def request_with(field: FieldDescriptor, value: object) -> Message:
+    return GetMessageClass(field.containing_type)(**{field.name: [value] if field.is_repeated else value})
+
+
+@pytest.mark.parametrize("field", bounded_fields(), ids=lambda field: field.full_name)
+def test_every_field_of_every_request_takes_its_limit_and_nothing_more(field: FieldDescriptor) -> None:
+    is_text = field.cpp_type == FieldDescriptor.CPPTYPE_STRING
+    most = (REQUEST_TEXTS if is_text else REQUEST_NUMBERS)[field.name]
+    check_request(request_with(field, "a" * most if is_text else most))
+    with pytest.raises(RequestError) as refused:
+        check_request(request_with(field, "a" * (most + 1) if is_text else most + 1))
+    assert refused.value.kind is ErrorKind.BAD_REQUEST
+    assert field.name in str(refused.value)
+    assert f"{most:,}" in refused.value.hint
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -1.0, 1e300])
+def test_a_number_of_a_request_that_is_none_is_refused(value: float) -> None:
+    with pytest.raises(RequestError):
+        check_request(agent_pb2.NotifyTerminationRequest(grace_seconds=value))
+
+
+@pytest.mark.parametrize("setting", NUMBERS, ids=lambda setting: setting.key)
+def test_every_setting_that_is_a_number_has_a_limit(setting: SettingField) -> None:
+    most = largest_setting(setting.name)
+    for text in (str(most + 1), "9" * 20, "9" * 400):
+        values, problems = read_values([Said(setting=setting, origin="here", raw=text)])
+        assert not values
+        assert len(problems) == 1
+    values, problems = read_values([Said(setting=setting, origin="here", raw=str(most))])
+    assert values == {setting.key: most}
+    assert not problems
+
+
+@pytest.mark.parametrize("text", [str(10**20), "100001", "-1", "1e5", "9" * 4000])
+def test_the_webhook_refuses_a_world_size_that_the_agent_would_refuse(text: str) -> None:
+    annotations = {
+        ANNOTATION_INJECT: "true",
+        f"{ANNOTATION_PREFIX}destination": "s3://bucket/run",
+        f"{ANNOTATION_PREFIX}world-size": text,
+    }
+    answer = read_annotations(annotations, InjectionDefaults(image="agent"))
+    assert isinstance(answer, Refusal)
+    assert len(answer.problems) == 1
+    assert answer.problems[0].startswith(f"{ANNOTATION_PREFIX}world-size: ")
+
+
+def test_no_limit_is_of_something_that_is_gone() -> None:
+    assert {field.name for field in bounded_fields()} == REQUEST_NUMBERS.keys() | REQUEST_TEXTS.keys()
+    names = {setting.name for setting in NUMBERS}
+    assert names >= SETTING_NUMBERS.keys()
+    for unit in SETTING_UNITS:
+        assert any(name.endswith(unit) for name in names)
+    assert f"{ANNOTATION_PREFIX}world-size" in settings_annotations()
