@@ -39,7 +39,7 @@ def main() -> None:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
     state: dict[str, Any] | None = None
     if checkpointer is not None and (path := checkpointer.resume()) is not None:
-        state = torch.load(path / "state.pt")
+        state = torch.load(path / "state.pt", weights_only=True)
     state = broadcast(state)
     step = 0
     if state is not None:

@@ -23,7 +23,7 @@ def main() -> None:
 
     checkpointer = mooring.Checkpointer()
     if (path := checkpointer.resume()) is not None:
-        state = torch.load(path / "state.pt")
+        state = torch.load(path / "state.pt", weights_only=True)
         model.load_state_dict(state["model"])
         optimizer.load_state_dict(state["optimizer"])
         torch.set_rng_state(state["rng"])

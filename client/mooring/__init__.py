@@ -1,11 +1,21 @@
 """Mooring inside the trainer: keeps a training job's checkpoints safe when its pod is not."""
 
 from mooring.checkpointer import Checkpointer
-from mooring.errors import AgentError, ErrorKind, MooringError, UsageError, VolumeError
+from mooring.errors import AgentError, ErrorKind, MooringError, RanksError, UsageError, VolumeError
 from mooring.protect import protect
 from mooring.records import Kind
 
-__all__ = ["AgentError", "Checkpointer", "ErrorKind", "Kind", "MooringError", "UsageError", "VolumeError", "protect"]
+__all__ = [
+    "AgentError",
+    "Checkpointer",
+    "ErrorKind",
+    "Kind",
+    "MooringError",
+    "RanksError",
+    "UsageError",
+    "VolumeError",
+    "protect",
+]
 
 
 def __getattr__(name: str) -> str:

@@ -83,7 +83,7 @@ class Training:
         torch.save(state, path)
 
     def load(self, path: Path) -> None:
-        state = torch.load(path)
+        state = torch.load(path, weights_only=True)
         self.model.load_state_dict(state["model"])
         self.optimizer.load_state_dict(state["optimizer"])
         self.schedule.load_state_dict(state["schedule"])

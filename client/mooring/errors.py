@@ -1,10 +1,11 @@
 """The client's one error tree: every error has a kind, a hint that says what the user can do, and whether to retry.
 
-Only `VolumeError` and `UsageError` ever reach a training script; an `AgentError` ends as a log line.
+Only `VolumeError`, `UsageError` and `RanksError` ever reach a training script; an `AgentError` ends as a log line.
 """
 
 from enum import StrEnum
-from typing import Final
+from functools import partial
+from typing import Any, Final
 
 
 class ErrorKind(StrEnum):
@@ -16,19 +17,29 @@ class ErrorKind(StrEnum):
     VOLUME_UNUSABLE = "volume-unusable"
     BAD_ARGUMENT = "bad-argument"
     UNSUPPORTED = "unsupported"
+    PICKLE_REFUSED = "pickle-refused"
+    RANKS_LATE = "ranks-late"
 
 
-RETRYABLE: Final = frozenset({ErrorKind.AGENT_AWAY, ErrorKind.AGENT_SILENT, ErrorKind.VOLUME_UNUSABLE})
+RETRYABLE: Final = frozenset(
+    {ErrorKind.AGENT_AWAY, ErrorKind.AGENT_SILENT, ErrorKind.VOLUME_UNUSABLE, ErrorKind.RANKS_LATE}
+)
 """Kinds for which trying the same thing later can help."""
 
 
 class MooringError(Exception):
-    """An error with a kind and a hint. `str(error)` is one line that names what failed."""
+    """An error with a kind and a hint. `str(error)` is one line that names what failed; a traceback adds the hint."""
 
     def __init__(self, kind: ErrorKind, message: str, *, hint: str = "") -> None:
         super().__init__(message)
         self.kind = kind
         self.hint = hint
+        if hint:
+            self.add_note(f"hint: {hint}")
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # torch.distributed.checkpoint sends what one rank raised to the others.
+        return partial(type(self), self.kind, str(self), hint=self.hint), ()
 
     @property
     def retryable(self) -> bool:
@@ -46,6 +57,10 @@ class VolumeError(MooringError):
 
 class UsageError(MooringError):
     """An argument or a way of running that makes no sense here; nothing was changed."""
+
+
+class RanksError(MooringError):
+    """The ranks of the job did not come together in time."""
 
 
 class StoreLostError(RuntimeError):

@@ -36,10 +36,13 @@ class TorchLoop:
         scaler: Any = None,
         loader: Any = None,
         checkpointer: Checkpointer | None = None,
+        trust_pickle: bool = False,
     ) -> None:
         # The batch that is being made at a SIGTERM is needed for the step that is saved then.
         worker_processes.install()
-        self._state = TrainingState(model, optimizer, scheduler=scheduler, scaler=scaler, loader=loader)
+        self._state = TrainingState(
+            model, optimizer, scheduler=scheduler, scaler=scaler, loader=loader, trust_pickle=trust_pickle
+        )
         self._checkpointer = Checkpointer() if checkpointer is None else checkpointer
         self._saver = Saver(self._state.storage)
         self._warm = False
@@ -72,9 +75,12 @@ class TorchLoop:
 
         Saves every `every` steps (0: never by itself), when the pod is ending and when someone asked. `asynchronous`:
         training goes on while a periodic save is written, which takes memory for one more copy of this rank's state.
-        When the pod is ending it saves and leaves, with SystemExit(143).
+        When the pod is ending it saves and leaves, with SystemExit(143). The first call raises UsageError when the
+        state has a part that could not be loaded again: a run is to hear of that before it depends on it.
         """
         self._state.step += 1
+        if not self._warm:
+            self._state.capture()
         step = self._state.step
         asked = self._checkpointer.should_save(step, every=0)
         due = not asked and every > 0 and step % every == 0 and self._checkpointer.should_save(step, every)

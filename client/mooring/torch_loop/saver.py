@@ -27,7 +27,7 @@ from torch.distributed.checkpoint.planner import SavePlan
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves
 
-from mooring.errors import ErrorKind, UsageError, VolumeError
+from mooring.errors import ErrorKind, MooringError, UsageError, VolumeError
 from mooring.saving import Saving
 from mooring.torch_loop.storage import Storage
 
@@ -132,7 +132,7 @@ class Saver:
                 self._storage.save({}, saving.directory, planner=_NothingToSave(state))
             else:
                 self._storage.save(state, saving.directory)
-        except VolumeError as error:
+        except MooringError as error:
             line = "checkpoint given up, training goes on: step=%d error=%s hint=%s"
             _log.warning(line, saving.step, error, error.hint)
             saving.abandon()

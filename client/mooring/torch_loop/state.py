@@ -12,7 +12,6 @@ when to save, and where. Every rank calls the same.
 """
 
 import hashlib
-import io
 import random
 import sys
 from collections.abc import Iterator
@@ -26,6 +25,7 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 
 from mooring import random_generators
 from mooring.errors import ErrorKind, UsageError
+from mooring.torch_loop.plain_values import decode, encode, require_plain
 from mooring.torch_loop.storage import Storage
 
 _RANKS: Final = "ranks"
@@ -38,6 +38,9 @@ class TrainingState:
     `loader` is any DataLoader. One with a `state_dict`, as torchdata's StatefulDataLoader has, goes on at its place at
     once; from any other the batches of the unfinished epoch that were had already are taken again and dropped. `step`
     counts optimizer steps and is the program's to raise; `epoch` is raised by `batches`.
+
+    `trust_pickle`: save and load any object, as `torch.load(weights_only=False)` does. Then whoever can write to the
+    destination can run code here. Without it only tensors and plain values are saved and loaded.
     """
 
     def __init__(
@@ -48,10 +51,11 @@ class TrainingState:
         scheduler: Any = None,
         scaler: Any = None,
         loader: Any = None,
+        trust_pickle: bool = False,
     ) -> None:
         self.step = 0
         self.epoch = 0
-        self.storage = Storage()
+        self.storage = Storage(trust_pickle=trust_pickle)
         self._model = model
         self._optimizer = optimizer
         self._scheduler = scheduler
@@ -62,7 +66,10 @@ class TrainingState:
         self._restored: dict[str, Any] | None = None
 
     def save(self, directory: Path) -> None:
-        """Write it into an empty directory, which the ranks share. Collective, over a process group of its own."""
+        """Write it into an empty directory, which the ranks share. Collective, over a process group of its own.
+
+        Raises UsageError for what is no plain value, VolumeError when a rank cannot write.
+        """
         self.storage.save(self.capture(), directory)
 
     def restore(self, directory: Path) -> None:
@@ -80,9 +87,10 @@ class TrainingState:
             set_state_dict(
                 self._model, self._optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"]
             )
-        shared = _decode(state[_SHARED])
+        shared = self._decoded(state[_SHARED], _SHARED)
+        own = self._decoded(state[_RANKS][rank], f"{_RANKS}.{rank}") if has_own else None
         self._take_shared(shared)
-        self._take_own(_decode(state[_RANKS][rank]) if has_own else None, ranks_then=shared["world_size"])
+        self._take_own(own, ranks_then=shared["world_size"])
 
     def batches(self, epochs: int | None = None) -> Iterator[Any]:
         """The batches that are left until `epochs` epochs are done; for ever without it.
@@ -99,7 +107,10 @@ class TrainingState:
             self._batch = 0
 
     def capture(self) -> dict[str, Any]:
-        """It as DCP takes it. Tensors are the live ones: they change with the next step."""
+        """It as DCP takes it. Tensors are the live ones: they change with the next step.
+
+        Raises UsageError, that names the part, for what could not be loaded again.
+        """
         shared = {
             "step": self.step,
             "epoch": self.epoch,
@@ -115,11 +126,21 @@ class TrainingState:
         }
         with _untouched(self._optimizer):
             state = self._model_and_optimizer()
-        return {**state, _SHARED: _encode(shared), _RANKS: {str(self.storage.rank): _encode(own)}}
+        if not self.storage.trust_pickle:
+            for name, value in state.items():
+                require_plain(value, name, taken_apart=True)
+            for name, value in (*shared.items(), *own.items()):
+                require_plain(value, name)
+        # As bytes it is one item, whatever a scheduler or a loader keeps, and nothing of it changes once captured.
+        return {**state, _SHARED: encode(shared), _RANKS: {str(self.storage.rank): encode(own)}}
 
     def _model_and_optimizer(self) -> dict[str, Any]:
         model, optimizer = get_state_dict(self._model, self._optimizer)
         return {"model": model, "optimizer": optimizer}
+
+    def _decoded(self, encoded: bytes, name: str) -> dict[str, Any]:
+        value: dict[str, Any] = decode(encoded, name, trust_pickle=self.storage.trust_pickle)
+        return value
 
     def _take_shared(self, shared: dict[str, Any]) -> None:
         self.step, self.epoch, self._batch = shared["step"], shared["epoch"], shared["batch"]
@@ -183,19 +204,6 @@ def _untouched(optimizer: torch.optim.Optimizer) -> Iterator[None]:
         yield
     finally:
         parameters[0].grad = None
-
-
-def _encode(value: dict[str, Any]) -> bytes:
-    # As bytes it is one item, whatever a scheduler or a loader keeps, and nothing of it changes once it is captured.
-    buffer = io.BytesIO()
-    torch.save(value, buffer)
-    return buffer.getvalue()
-
-
-def _decode(encoded: bytes) -> dict[str, Any]:
-    # Like DCP's own items: a loader's state may hold any object.
-    value: dict[str, Any] = torch.load(io.BytesIO(encoded), map_location="cpu", weights_only=False)
-    return value
 
 
 def _seed_anew(*parts: int) -> None:

@@ -14,13 +14,18 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.planner import SavePlanner
 
-from mooring.errors import ErrorKind, UsageError, VolumeError
+from mooring.errors import ErrorKind, MooringError, UsageError, VolumeError
+from mooring.torch_loop.plain_values import PlainPlanner, PlainReader
 
 
 class Storage:
-    """All ranks make the same calls, from the main thread where nothing else is said."""
+    """All ranks make the same calls, from the main thread where nothing else is said.
 
-    def __init__(self) -> None:
+    `trust_pickle`: a checkpoint may run any code when it is loaded.
+    """
+
+    def __init__(self, *, trust_pickle: bool = False) -> None:
+        self.trust_pickle = trust_pickle
         self._group: dist.ProcessGroup | None = None
 
     @property
@@ -42,27 +47,44 @@ class Storage:
         return {"process_group": self._group}
 
     def save(self, state: dict[str, Any], directory: Path, *, planner: SavePlanner | None = None) -> None:
-        """Raises VolumeError, on all ranks when one cannot write. Also from another thread, after `options`."""
+        """Raises VolumeError, on all ranks when one cannot write, or the MooringError that the planner of one raised.
+
+        Also from another thread, after `options`.
+        """
         try:
             dcp.save(state, storage_writer=dcp.FileSystemWriter(directory), planner=planner, **self.options())
         except (Exception, CheckpointException) as error:
+            _raise_ours(error)
             # What torch says of a full disk is often something else.
             hint = "see whether the volume of that rank is full"
             raise VolumeError(ErrorKind.VOLUME_UNUSABLE, f"not written: {_reason(error)}", hint=hint) from error
 
     def load(self, state: dict[str, Any], directory: Path) -> None:
         """Into the tensors of `state`, and in the place of its other values. Raises UsageError on all ranks."""
+        planner = None if self.trust_pickle else PlainPlanner()
         try:
-            dcp.load(state, storage_reader=dcp.FileSystemReader(directory), **self.options())
+            dcp.load(state, storage_reader=self._reader(directory), planner=planner, **self.options())
         except CheckpointException as error:
+            _raise_ours(error)
             raise _not_ours(directory, _reason(error)) from error
 
     def items(self, directory: Path) -> set[str]:
         """What there is to load. Raises UsageError."""
         try:
-            return set(dcp.FileSystemReader(directory).read_metadata().state_dict_metadata)
+            return set(self._reader(directory).read_metadata().state_dict_metadata)
         except Exception as error:
             raise _not_ours(directory, repr(error)) from error
+
+    def _reader(self, directory: Path) -> dcp.FileSystemReader:
+        return dcp.FileSystemReader(directory) if self.trust_pickle else PlainReader(directory)
+
+
+def _raise_ours(error: BaseException) -> None:
+    """Raise what DCP wraps, where a rank failed with an error of ours, which knows better."""
+    failures = error.failures.values() if isinstance(error, CheckpointException) else ()
+    ours = next((failure for failure, _ in failures if isinstance(failure, MooringError)), None)
+    if ours is not None:
+        raise ours from error
 
 
 def _reason(error: BaseException) -> str:
