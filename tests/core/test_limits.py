@@ -26,6 +26,7 @@ def bounded_fields() -> list[FieldDescriptor]:
 
 
 def request_with(field: FieldDescriptor, value: object) -> Message:
+    assert field.containing_type is not None
     return GetMessageClass(field.containing_type)(**{field.name: [value] if field.is_repeated else value})
 
 
