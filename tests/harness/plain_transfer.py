@@ -61,8 +61,9 @@ class PlainTransfer:
         silence: Silence,
     ) -> int:
         pieces = []
+        silence.broken()
         while piece := await response.content.readany():
-            silence.broken()
+            silence.heard(len(piece))
             pieces.append(piece)
         data = b"".join(pieces)
         if len(data) != size_bytes:

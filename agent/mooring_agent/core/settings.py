@@ -39,7 +39,9 @@ class StoreSettings:
         "Object tags as key=value, separated by commas; in a flag or a variable %2C is a comma, %3D a =, %25 a %.",
     ] = ()
     connect_timeout_seconds: Annotated[float, "How long to wait for a connection to the store."] = 10.0
-    read_timeout_seconds: Annotated[float, "How long the store may be silent during a request."] = 60.0
+    read_timeout_seconds: Annotated[
+        float, "How long the store may be silent, or slower than 1 KiB/s, in a request."
+    ] = 60.0
     max_connections: Annotated[int, "Connections to the store at the same time."] = 16
 
 

@@ -112,6 +112,8 @@ FOREIGN: Final = (
     # An answer that lacks what every S3 sends.
     KeyError,
     ValueError,
+    # botocore's for a date that no calendar has.
+    RuntimeError,
 )
 """What `translate` is for; anything else is a bug of ours and must stay visible."""
 

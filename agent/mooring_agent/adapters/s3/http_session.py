@@ -74,11 +74,14 @@ def _refuse_redirect(response_dict: dict[str, Any], operation_model: Any, **_: o
 
 async def _read_bounded(response: aiohttp.ClientResponse) -> bytes:
     body = bytearray()
-    async for piece in response.content.iter_any():
-        body += piece
-        if len(body) > ANSWER_LIMIT_BYTES:
-            response.close()
-            raise OversizedAnswerError(f"it has more than {ANSWER_LIMIT_BYTES} bytes")
+    try:
+        async for piece in response.content.iter_any():
+            body += piece
+            if len(body) > ANSWER_LIMIT_BYTES:
+                raise OversizedAnswerError(f"it has more than {ANSWER_LIMIT_BYTES} bytes")
+    except BaseException:
+        response.close()
+        raise
     return bytes(body)
 
 

@@ -1,9 +1,9 @@
 """Objects in S3 and in what imitates it.
 
-Owns the operations of `ports.ObjectStore`; `client` owns how to connect and sign, `probe` what the store really
-enforces, `integrity` how to make use of it, `errors` what errors mean, `transfer` how bytes move. Invariants: no
-retry; no request outlives the store's time-outs; no request waits in the HTTP library's pool, where nothing bounds it;
-ETags are without quotes.
+Owns the operations of `ports.ObjectStore`; `listings` owns those of many pages, `client` how to connect and sign,
+`probe` what the store really enforces, `integrity` how to make use of it, `errors` what errors mean, `transfer` how
+bytes move. Invariants: no retry; no request outlives the store's time-outs, but for a body that keeps moving at the
+least rate; no request waits in the HTTP library's pool, where nothing bounds it; ETags are without quotes.
 """
 
 import asyncio
@@ -21,6 +21,7 @@ from mooring_agent.adapters.region_file import RegionFile
 from mooring_agent.adapters.s3.client import connect, parse_destination
 from mooring_agent.adapters.s3.errors import FOREIGN, Place, translate
 from mooring_agent.adapters.s3.integrity import CHECKSUM_ALGORITHMS, declare_body, declare_region, declare_upload
+from mooring_agent.adapters.s3.listings import Listings
 from mooring_agent.adapters.s3.probe import probe
 from mooring_agent.adapters.transfer.direct import Body, DirectTransfer, Transfer
 from mooring_agent.adapters.transfer.silence import Silence
@@ -61,6 +62,7 @@ class S3Store:
         self._transfer = make_transfer(self._executor, limiter)
         self._write_arguments = _write_arguments(settings)
         self._file_arguments = {"StorageClass": settings.storage_class} if settings.storage_class else {}
+        self._listings = Listings(client, self._bucket, self._prefix, request=self._request, place=self._place)
         # Before the probe we assume nothing of the store and sign every payload.
         self.capabilities = StoreCapabilities(conditional_put=False, integrity="sha256")
 
@@ -144,22 +146,7 @@ class S3Store:
             return _written(answer)
 
     async def list_parts(self, key: str, upload_id: str) -> Sequence[PartInfo]:
-        parts: list[PartInfo] = []
-        marker = 0
-        while True:
-            async with self._request("ListParts", key):
-                answer = await self._client.list_parts(
-                    Bucket=self._bucket, Key=self._prefix + key, UploadId=upload_id, PartNumberMarker=marker
-                )
-            parts += [
-                PartInfo(number=part["PartNumber"], size_bytes=part["Size"], etag=_etag(part))
-                for part in answer.get("Parts", [])
-            ]
-            following = int(answer.get("NextPartNumberMarker", 0))
-            if not answer.get("IsTruncated"):
-                return parts
-            self._check_progress("ListParts", key, following > marker)
-            marker = following
+        return await self._listings.parts(key, upload_id)
 
     async def complete_upload(self, key: str, upload_id: str, etags: Sequence[str]) -> str:
         parts = [{"PartNumber": number, "ETag": f'"{etag}"'} for number, etag in enumerate(etags, start=1)]
@@ -185,31 +172,8 @@ class S3Store:
             if error.kind is not ErrorKind.UPLOAD_LOST:
                 raise
 
-    async def list_uploads(self, prefix: str) -> AsyncIterator[UploadInfo]:
-        marker = ("", "")
-        while True:
-            try:
-                async with self._request("ListMultipartUploads", prefix):
-                    answer = await self._client.list_multipart_uploads(
-                        Bucket=self._bucket,
-                        Prefix=self._prefix + prefix,
-                        **({"KeyMarker": marker[0], "UploadIdMarker": marker[1]} if marker[0] else {}),
-                    )
-            except StoreError as error:
-                if error.kind is ErrorKind.UPLOAD_LOST:
-                    return  # rclone's way to say that there are none
-                raise
-            for upload in answer.get("Uploads", []):
-                yield UploadInfo(
-                    key=str(upload["Key"])[len(self._prefix) :],
-                    upload_id=upload["UploadId"],
-                    started_at=upload["Initiated"].timestamp(),
-                )
-            following = (answer.get("NextKeyMarker", ""), answer.get("NextUploadIdMarker", ""))
-            if not answer.get("IsTruncated"):
-                return
-            self._check_progress("ListMultipartUploads", prefix, following != marker)
-            marker = following
+    def list_uploads(self, prefix: str) -> AsyncIterator[UploadInfo]:
+        return self._listings.uploads(prefix)
 
     async def head(self, key: str) -> ObjectInfo:
         try:
@@ -240,9 +204,10 @@ class S3Store:
                         f"{self._place(key)} has {answer['ContentLength']} bytes, more than {limit_bytes}",
                         hint="it is not what Mooring wrote: see who else writes below the destination",
                     )
+                silence.broken()
                 pieces: list[bytes] = []
                 while piece := await body.read(_GET_PIECE_BYTES):
-                    silence.broken()
+                    silence.heard(len(piece))
                     pieces.append(piece)
                 return b"".join(pieces)
 
@@ -277,29 +242,8 @@ class S3Store:
                 raise self._corrupt(key, f"it ends before byte {offset_bytes}") from error
             raise
 
-    async def list(self, prefix: str) -> AsyncIterator[ObjectInfo]:
-        token = ""
-        while True:
-            async with self._request("ListObjectsV2", prefix):
-                answer = await self._client.list_objects_v2(
-                    Bucket=self._bucket,
-                    Prefix=self._prefix + prefix,
-                    **({"ContinuationToken": token} if token else {}),
-                )
-                # Every S3 says it; without, a page of somebody else would read as a listing of nothing.
-                truncated = answer["IsTruncated"]
-            for entry in answer.get("Contents", []):
-                yield ObjectInfo(
-                    key=str(entry["Key"])[len(self._prefix) :],
-                    size_bytes=entry["Size"],
-                    etag=_etag(entry),
-                    modified_at=entry["LastModified"].timestamp(),
-                )
-            following = str(answer.get("NextContinuationToken", ""))
-            if not truncated:
-                return
-            self._check_progress("ListObjectsV2", prefix, following not in ("", token))
-            token = following
+    def list(self, prefix: str) -> AsyncIterator[ObjectInfo]:
+        return self._listings.objects(prefix)
 
     async def delete(self, key: str) -> None:
         try:
@@ -383,13 +327,6 @@ class S3Store:
     def _check_etag(self, key: str, found: str, expected: str) -> None:
         if found != expected:
             raise self._corrupt(key, f"its ETag is {found} instead of {expected}")
-
-    def _check_progress(self, operation: str, key: str, progressed: bool) -> None:
-        if not progressed:
-            raise StoreError(
-                ErrorKind.STORE_FAILED,
-                f"{operation} {self._place(key)}: the store says that there is more but not where",
-            )
 
     def _corrupt(self, key: str, reason: str) -> StoreError:
         return StoreError(

@@ -94,7 +94,7 @@ class _Receiver(asyncio.BufferedProtocol):
         if self._stream.is_eof() and self._missing:
             raise self._cut_off()
         if not self._missing:
-            self._moved()
+            self._moved(0)
             return
         if self._handler is None or self._transport is None:
             raise self._cut_off()
@@ -103,7 +103,8 @@ class _Receiver(asyncio.BufferedProtocol):
         self._transport.set_protocol(self)
         if self._current is not None or self._next_buffer():
             self._transport.resume_reading()
-        self._moved()
+        self._silence.broken()
+        self._moved(0)
 
     async def piece(self) -> memoryview:
         """The next full buffer, or the last one. ClientPayloadError if the connection was lost."""
@@ -120,7 +121,7 @@ class _Receiver(asyncio.BufferedProtocol):
         self._idle.append(self._full.popleft()[0])
         if self._current is None and self._missing and self._transport is not None and self._next_buffer():
             self._transport.resume_reading()
-        self._moved()
+        self._moved(0)
 
     def end(self) -> None:
         """All is written: the connection may serve another request, unless it brought what would seem its answer."""
@@ -157,7 +158,7 @@ class _Receiver(asyncio.BufferedProtocol):
         # With nothing missing reading goes on: what comes then is too much.
         if self._missing and self._current is None and not self._next_buffer():
             self._pause()
-        self._moved()
+        self._moved(nbytes)
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._lost = self._cut_off()
@@ -205,10 +206,10 @@ class _Receiver(asyncio.BufferedProtocol):
         assert self._transport is not None
         self._transport.pause_reading()
 
-    def _moved(self) -> None:
+    def _moved(self, size_bytes: int) -> None:
         """Without room, and with nothing missing, the store owes us nothing: it is the disk that is waited for."""
         if self._missing and self._current is not None:
-            self._silence.broken()
+            self._silence.heard(size_bytes)
         else:
             self._silence.allowed()
 

@@ -2,10 +2,15 @@
 
 import asyncio
 from types import TracebackType
+from typing import Final
+
+LEAST_BYTES_PER_SECOND: Final = 1024
+"""Of one body that arrives. Slower, no checkpoint is restored in a useful time; a server that sends a byte a second is
+no better than one that is silent."""
 
 
 class Silence:
-    """Ends what runs inside it with TimeoutError when nothing was heard or sent for `seconds`.
+    """Ends what runs inside it with TimeoutError when nothing, or next to nothing, was heard or sent for `seconds`.
 
     aiohttp's own read time-out starts only after the body is sent: without this a stalled upload would wait for ever.
     Movement is noted and no more, thousands of times a second; one timer looks from time to time how long ago it was.
@@ -16,6 +21,8 @@ class Silence:
         self._timeout = asyncio.timeout(None)
         self._loop = asyncio.get_running_loop()
         self._moved_at = self._loop.time()
+        self._least_bytes = seconds * LEAST_BYTES_PER_SECOND
+        self._heard_bytes = 0
         self._watching = True
         self._timer: asyncio.TimerHandle | None = None
 
@@ -35,7 +42,14 @@ class Silence:
     def broken(self) -> None:
         """Something moved."""
         self._moved_at = self._loop.time()
+        self._heard_bytes = 0
         self._watching = True
+
+    def heard(self, size_bytes: int) -> None:
+        """So much arrived: the silence is broken once it is as much as the least rate makes of `seconds`."""
+        self._heard_bytes += size_bytes
+        if not self._watching or self._heard_bytes >= self._least_bytes:
+            self.broken()
 
     def allowed(self) -> None:
         """We are the ones who wait, on purpose; until `broken`."""

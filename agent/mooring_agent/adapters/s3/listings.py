@@ -1,0 +1,162 @@
+"""Listings, page by page: objects, multipart uploads, and the parts of one upload.
+
+Invariant: no listing is endless, whatever answers. Each page has the time and size of any answer; a listing has so many
+entries and so much time, and goes on at no place twice. The order of keys is no measure: SeaweedFS lists by folder.
+"""
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from typing import Any, Final
+
+from mooring_agent.adapters.s3.errors import Place
+from mooring_agent.core.errors import ErrorKind, StoreError
+from mooring_agent.ports import ObjectInfo, PartInfo, UploadInfo
+
+MOST_ENTRIES: Final = 1_000_000
+MOST_SECONDS: Final = 1800.0
+"""In requests; what is done with the entries takes its own time."""
+
+_Request = Callable[[str, str], AbstractAsyncContextManager[object]]
+
+
+class Listings:
+    """What is below one destination's prefix; keys are relative to it.
+
+    `request` is what all requests have in common: a slot, a bound in time, errors in our words.
+    """
+
+    def __init__(
+        self, client: Any, bucket: str, prefix: str, *, request: _Request, place: Callable[[str], Place]
+    ) -> None:
+        self._client = client
+        self._bucket = bucket
+        self._prefix = prefix
+        self._request = request
+        self._place = place
+
+    async def objects(self, prefix: str) -> AsyncIterator[ObjectInfo]:
+        bounds = _Bounds("ListObjectsV2", self._place(prefix))
+        token = ""
+        while True:
+            async with self._request("ListObjectsV2", prefix), bounds.page():
+                answer = await self._client.list_objects_v2(
+                    Bucket=self._bucket,
+                    Prefix=self._prefix + prefix,
+                    **({"ContinuationToken": token} if token else {}),
+                )
+                found = [
+                    ObjectInfo(
+                        key=self._key(one, prefix),
+                        size_bytes=one["Size"],
+                        etag=str(one.get("ETag", "")).strip('"'),
+                        modified_at=one["LastModified"].timestamp(),
+                    )
+                    for one in answer.get("Contents", [])
+                ]
+                # Every S3 says it; without, a page of somebody else would read as a listing of nothing.
+                truncated = answer["IsTruncated"]
+            bounds.count(found)
+            for info in found:
+                yield info
+            if not truncated:
+                return
+            token = str(answer.get("NextContinuationToken", ""))
+            bounds.go_on_at(token)
+
+    async def uploads(self, prefix: str) -> AsyncIterator[UploadInfo]:
+        bounds = _Bounds("ListMultipartUploads", self._place(prefix))
+        markers: dict[str, str] = {}
+        while True:
+            try:
+                async with self._request("ListMultipartUploads", prefix), bounds.page():
+                    answer = await self._client.list_multipart_uploads(
+                        Bucket=self._bucket, Prefix=self._prefix + prefix, **markers
+                    )
+                    found = [
+                        UploadInfo(
+                            key=self._key(one, prefix),
+                            upload_id=one["UploadId"],
+                            started_at=one["Initiated"].timestamp(),
+                        )
+                        for one in answer.get("Uploads", [])
+                    ]
+            except StoreError as error:
+                if error.kind is ErrorKind.UPLOAD_LOST:
+                    return  # rclone's way to say that there are none
+                raise
+            bounds.count(found)
+            for upload in found:
+                yield upload
+            if not answer.get("IsTruncated"):
+                return
+            markers = {name: str(answer.get(f"Next{name}", "")) for name in ("KeyMarker", "UploadIdMarker")}
+            bounds.go_on_at("\0".join(markers.values()).strip("\0"))
+
+    async def parts(self, key: str, upload_id: str) -> Sequence[PartInfo]:
+        bounds = _Bounds("ListParts", self._place(key))
+        parts: list[PartInfo] = []
+        marker = 0
+        while True:
+            async with self._request("ListParts", key), bounds.page():
+                answer = await self._client.list_parts(
+                    Bucket=self._bucket, Key=self._prefix + key, UploadId=upload_id, PartNumberMarker=marker
+                )
+                found = [
+                    PartInfo(number=one["PartNumber"], size_bytes=one["Size"], etag=str(one.get("ETag", "")).strip('"'))
+                    for one in answer.get("Parts", [])
+                ]
+                marker = int(answer.get("NextPartNumberMarker", 0))
+            bounds.count(found)
+            parts += found
+            if not answer.get("IsTruncated"):
+                return parts
+            bounds.go_on_at(str(marker or ""))
+
+    def _key(self, entry: Mapping[str, Any], prefix: str) -> str:
+        """ValueError for a key that nobody asked for."""
+        key = str(entry["Key"])
+        if not key.startswith(self._prefix + prefix):
+            raise ValueError(f"it lists {key!r}, which does not begin with {self._prefix + prefix!r}")
+        return key[len(self._prefix) :]
+
+
+class _Bounds:
+    """How long one listing may go on. Raises StoreError."""
+
+    def __init__(self, operation: str, place: Place) -> None:
+        self._what = f"{operation} {place}"
+        self._entries = 0
+        self._seconds = 0.0
+        self._places = {""}
+
+    @asynccontextmanager
+    async def page(self) -> AsyncIterator[None]:
+        loop = asyncio.get_running_loop()
+        began_at = loop.time()
+        yield
+        self._seconds += loop.time() - began_at
+
+    def count(self, entries: Sequence[object]) -> None:
+        self._entries += len(entries)
+        if self._entries > MOST_ENTRIES:
+            raise self._endless(f"the listing has more than {MOST_ENTRIES} entries")
+
+    def go_on_at(self, place: str) -> None:
+        """There is more, from there on."""
+        if place in self._places:
+            raise StoreError(
+                ErrorKind.STORE_FAILED,
+                f"{self._what}: the store says that there is more but not where, or where it was before",
+            )
+        self._places.add(place)
+        if self._seconds > MOST_SECONDS:
+            raise self._endless(f"the listing takes longer than {MOST_SECONDS:.0f} seconds")
+
+    def _endless(self, reason: str) -> StoreError:
+        # Not a passing failure: whoever waits would begin anew.
+        return StoreError(
+            ErrorKind.REQUEST_REFUSED,
+            f"{self._what}: {reason}",
+            hint="give each run a prefix of its own; if it has one, something else answers in the store's place",
+        )
