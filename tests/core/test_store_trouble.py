@@ -68,13 +68,13 @@ def test_when_the_store_is_back_all_goes_on_after_one_pause_and_the_window_opens
 
 def test_all_kinds_of_work_wait_for_the_store_and_go_on_with_it() -> None:
     play = Play(max_concurrency=2)
-    for number in range(20):
+    for number in range(12):
         play.announce(f"s{number}", (1,))
     while any(work.operation is Operation.PUT_FILE for work in _on_the_wire(play)):
         play.answer(next(work for work in _on_the_wire(play) if work.operation is Operation.PUT_FILE))
-    assert _fail_all(play) == 20
+    assert _fail_all(play) == 12
     assert _outage(play, 100.0) < 100
-    play.wait_until(lambda: _all_committed(play, 20))
+    play.wait_until(lambda: _all_committed(play, 12))
 
 
 def _all_committed(play: Play, count: int) -> bool:

@@ -124,7 +124,7 @@ class AgentChecks:
         if newest is None or not newest.pending or state.trouble.away or state.termination.exiting:
             return
         has_last_save = state.termination.noticed and any(one.info.kind is Kind.JUST_IN_TIME for one in state.sending)
-        if not has_last_save and state.transfer_count < int(state.window):
+        if not has_last_save and len(state.transfers) < int(state.window):
             raise ViolationError(f"{newest.info.save} waits and a place is free: {sorted(state.in_flight)}")
 
     def nothing_overlooked(self, state: State) -> None:
@@ -133,11 +133,15 @@ class AgentChecks:
         listed = [
             (state.unfinished(), [checkpoint for checkpoint in known if not checkpoint.ended]),
             (state.sending, sorted((one for one in known if one.sends), key=lambda one: one.urgency)),
-            (sorted(state.ended(), key=lambda one: one.sequence), [one for one in known if one.ended]),
+            (_in_order(state.tidying()), [one for one in known if one.ended and not one.settled]),
+            (_in_order(state.settled()), [one for one in known if one.settled]),
         ]
         for kept, found in listed:
             if [checkpoint.info.save for checkpoint in kept] != [checkpoint.info.save for checkpoint in found]:
                 raise ViolationError(f"{found} are to be listed, and {list(kept)} are")
+        coming_bytes = sum(checkpoint.size_bytes for checkpoint in known if checkpoint.returns_room)
+        if coming_bytes != state.coming_bytes:
+            raise ViolationError(f"{coming_bytes} bytes are about to be free, and {state.coming_bytes} are counted")
         committed = [checkpoint for checkpoint in known if checkpoint.durable]
         newest = max(committed, key=lambda one: (one.info.step, one.sequence), default=None)
         if newest is not state.newest_committed():
@@ -166,6 +170,10 @@ class AgentChecks:
             named = any(line.startswith(f"{checkpoint.info.name} ") for line in command.lost)
             if named == (checkpoint.durable or checkpoint.phase is Phase.SHED):
                 raise ViolationError(f"{save} is {checkpoint.phase} and lost is {command.lost}")
+
+
+def _in_order(checkpoints: Iterable[Checkpoint]) -> list[Checkpoint]:
+    return sorted(checkpoints, key=lambda checkpoint: checkpoint.sequence)
 
 
 def _newest_to_send(state: State) -> Checkpoint | None:

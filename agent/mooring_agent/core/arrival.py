@@ -3,14 +3,14 @@
 Owns the making of `Checkpoint`, `Share` and `FileProgress`. Whether an announcement may enter is `admission.py`'s.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 
 from mooring_agent.core import upload_queue
 from mooring_agent.core.commands import Command, Record
 from mooring_agent.core.errors import ErrorKind
 from mooring_agent.core.events import Announced, Failed, Staged
 from mooring_agent.core.lifecycle import Trigger
-from mooring_agent.core.model import Fingerprint, PackPlace, Phase, StagedFile
+from mooring_agent.core.model import PackPlace, Phase, StagedFile
 from mooring_agent.core.pack_plan import plan_packs
 from mooring_agent.core.part_plan import part_size_for, plan
 from mooring_agent.core.state import Checkpoint, FileProgress, PackProgress, Share, State
@@ -60,11 +60,11 @@ def staged(state: State, checkpoint: Checkpoint, event: Staged) -> Iterator[Comm
             place=places.get(file.path),
         )
         lead.files[file.path] = progress
-        if not file.private:
-            lead.shared_inodes[file.fingerprint.inode] = file.path
         checkpoint.size_bytes += file.size_bytes
     upload_queue.enqueue_share(checkpoint, lead)
-    if any(file.private for file in event.files) and _came_before(state, checkpoint, lead.source):
+    came_before = state.staged_from(lead.source, before=checkpoint) is not None
+    state.link(checkpoint, lead)
+    if came_before and any(file.private for file in event.files):
         # Pinned from there before, and rewritten in place since. What lies beside it was not seen to be; and where
         # nothing can be linked, a first copy says nothing.
         state.rewritten_paths.add(lead.source)
@@ -78,19 +78,10 @@ def staged(state: State, checkpoint: Checkpoint, event: Staged) -> Iterator[Comm
     checkpoint.move(Trigger.RANK_STAGED)
 
 
-def _came_before(state: State, checkpoint: Checkpoint, source: str) -> bool:
-    others = (other for other in state.checkpoints.values() if other is not checkpoint)
-    return any(share.staged and share.source == source for other in others for share in other.shares.values())
-
-
 def _fail_rewritten(state: State, checkpoint: Checkpoint, event: Staged) -> Iterator[Command]:
     """An inode of an older pin has come back with other content: its trainer rewrites files in place."""
-    fingerprints = {file.fingerprint.inode: file.fingerprint for file in event.files if not file.private}
     source = checkpoint.shares[event.work.rank].source
-    for other in state.unfinished():
-        file = _rewritten_file(other, fingerprints) if other is not checkpoint else None
-        if file is None:
-            continue
+    for other, file in _rewritten_files(state, checkpoint, event):
         state.rewritten_paths.add(source)
         if state.live:
             yield Record(
@@ -104,11 +95,12 @@ def _fail_rewritten(state: State, checkpoint: Checkpoint, event: Staged) -> Iter
             )
 
 
-def _rewritten_file(checkpoint: Checkpoint, fingerprints: Mapping[int, Fingerprint]) -> StagedFile | None:
-    """A file of a checkpoint whose inode has other content now. What is stored is safe from the trainer."""
-    for share in checkpoint.shares.values():
-        for inode in sorted(fingerprints.keys() & share.shared_inodes.keys()):
-            progress = share.files[share.shared_inodes[inode]]
-            if not progress.stored and progress.file.fingerprint != fingerprints[inode]:
-                return progress.file
-    return None
+def _rewritten_files(state: State, checkpoint: Checkpoint, event: Staged) -> list[tuple[Checkpoint, StagedFile]]:
+    """A file of each older checkpoint whose inode has other content now. What is stored is safe from the trainer."""
+    found: dict[str, StagedFile] = {}
+    for file in event.files:
+        for save, linked in () if file.private else state.links_to(file.fingerprint.inode):
+            if save != checkpoint.info.save and not linked.stored and linked.file.fingerprint != file.fingerprint:
+                found.setdefault(save, linked.file)
+    others = sorted((state.checkpoints[save] for save in found), key=lambda other: other.sequence)
+    return [(other, found[other.info.save]) for other in others]

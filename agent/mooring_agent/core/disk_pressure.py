@@ -4,7 +4,6 @@ kubelet evicts within seconds of the emptyDir's sizeLimit or the node's threshol
 A just-in-time save is never refused: room for one is reserved whenever a periodic save asks.
 """
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Final
 
@@ -87,8 +86,7 @@ def to_shed(state: State) -> list[Checkpoint]:
     budget = budget_bytes(state)
     if budget is None:
         return []
-    coming_bytes = sum(checkpoint.size_bytes for checkpoint in _to_be_released(state))
-    shortage = _needed_bytes(state, forecast_bytes(state)) - budget - coming_bytes - state.freed_bytes
+    shortage = _needed_bytes(state, forecast_bytes(state)) - budget - state.coming_bytes - state.freed_bytes
     chosen: list[Checkpoint] = []
     if shortage <= 0:
         return chosen
@@ -121,19 +119,6 @@ def _may_be_shed(state: State, checkpoint: Checkpoint) -> bool:
         return False
     # With its last byte sent it is about to be sealed, and gives its room back for nothing lost.
     return checkpoint.remaining_bytes > 0 or len(checkpoint.shares) < checkpoint.expected_local_ranks
-
-
-def awaiting_release(state: State) -> bool:
-    """Something was given up or committed and its pins are not dropped yet: room is coming."""
-    return any(True for _ in _to_be_released(state))
-
-
-def _to_be_released(state: State) -> Iterator[Checkpoint]:
-    return (
-        checkpoint
-        for checkpoint in state.ended()
-        if checkpoint.phase in (Phase.SHED, Phase.COMMITTED) and not checkpoint.pins_dropped
-    )
 
 
 def _needed_bytes(state: State, size_bytes: int) -> int:

@@ -10,7 +10,6 @@ from typing import Final
 from mooring_agent.core.commands import Exit
 from mooring_agent.core.model import Kind, Phase
 from mooring_agent.core.state import Checkpoint, State
-from mooring_agent.core.work import TRANSFERS
 
 EXIT_NOT_DURABLE: Final = 75
 """EX_TEMPFAIL: the newest checkpoint is not in the bucket, but lies on the volume."""
@@ -19,6 +18,7 @@ _FLOOR_AFTER_SIGTERM_SECONDS: Final = 2.0
 # Time to write the last line and die by ourselves rather than by SIGKILL.
 _EXIT_MARGIN_SECONDS: Final = 0.6
 _LAPSES_AFTER_SECONDS: Final = 60.0
+_OVER: Final = frozenset({Phase.FAILED, Phase.SHED})
 
 
 def deadline(state: State) -> float | None:
@@ -66,12 +66,11 @@ def waiting_for_save(state: State) -> bool:
 
 def newest_possible(state: State) -> Checkpoint | None:
     """The newest that may become durable: nobody who lives can complete one whose ranks died before they announced."""
-    over = (Phase.FAILED, Phase.SHED)
     return next(
         (
             checkpoint
             for checkpoint in reversed(state.checkpoints.values())
-            if checkpoint.phase not in over and _can_be_complete(state, checkpoint)
+            if checkpoint.phase not in _OVER and _can_be_complete(state, checkpoint)
         ),
         None,
     )
@@ -89,11 +88,10 @@ def _can_be_complete(state: State, checkpoint: Checkpoint) -> bool:
 def _last_saves(state: State) -> Iterator[Checkpoint]:
     """Of this end, in the order of announcement. Saves that were written meanwhile may be announced after them."""
     newest = state.newest()
-    for checkpoint in state.checkpoints.values():
-        if checkpoint.sequence < state.termination.first_sequence or checkpoint.phase in (Phase.FAILED, Phase.SHED):
-            continue
-        # A run that goes on after a final save owes another one.
-        if checkpoint.info.kind is Kind.JUST_IN_TIME or (checkpoint is newest and checkpoint.info.kind is Kind.FINAL):
+    # A run that goes on after a final save owes another one.
+    final = [newest] if newest is not None and newest.info.kind is Kind.FINAL else []
+    for checkpoint in (*state.just_in_time(), *final):
+        if checkpoint.sequence >= state.termination.first_sequence and checkpoint.phase not in _OVER:
             yield checkpoint
 
 
@@ -126,12 +124,17 @@ def exit_verdict(state: State) -> Exit | None:
     wait_until = _wait_until(state)
     if waiting_for_save(state) and (wait_until is None or state.now < wait_until):
         return None
-    newest = newest_possible(state)
-    is_open = any(_worth_staying(state, checkpoint, newest) for checkpoint in state.unfinished())
     # Pins and old objects are cleaned up too, when there is time; they are not worth a deadline. What is on the wire of
     # a checkpoint that will not fit holds nobody.
-    is_tidying = any(work.operation not in TRANSFERS for work in state.in_flight)
-    return None if is_open or is_tidying else _exit(state)
+    is_tidying = len(state.in_flight) > len(state.transfers)
+    return None if is_tidying or _holder(state) is not None else _exit(state)
+
+
+def _holder(state: State) -> Checkpoint | None:
+    """The newest unfinished checkpoint that is worth staying for."""
+    newest = newest_possible(state)
+    unfinished = reversed(state.unfinished())
+    return next((checkpoint for checkpoint in unfinished if _worth_staying(state, checkpoint, newest)), None)
 
 
 def _worth_staying(state: State, checkpoint: Checkpoint, newest: Checkpoint | None) -> bool:
@@ -156,8 +159,11 @@ def next_wake(state: State) -> float | None:
     wait_until = _wait_until(state)
     if wait_until is not None and waiting_for_save(state):
         moments.append(wait_until)
-    reserve = state.settings.termination.commit_reserve_seconds
-    moments += [until - reserve - needed_seconds(state, checkpoint) for checkpoint in state.unfinished()]
+    # An older one that holds us stops doing so when it no longer fits.
+    holder = _holder(state)
+    if holder is not None:
+        reserve = state.settings.termination.commit_reserve_seconds
+        moments.append(until - reserve - needed_seconds(state, holder))
     return min([moment for moment in moments if moment > state.now], default=None)
 
 

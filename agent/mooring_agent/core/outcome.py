@@ -20,7 +20,7 @@ from mooring_agent.core.events import CommitWaits, Event, Failed, WorkCancelled,
 from mooring_agent.core.retry import retry_delay_seconds
 from mooring_agent.core.state import Checkpoint, State
 from mooring_agent.core.store_trouble import STORE_WIDE
-from mooring_agent.core.work import STAYS_HERE, TRANSFERS, Operation, WorkId
+from mooring_agent.core.work import STAYS_HERE, Operation, WorkId
 
 _WINDOW_CUT_PAUSE_SECONDS: Final = 1.0
 _LONGEST_COMMIT_POLL_SECONDS: Final = 5.0
@@ -43,7 +43,7 @@ def judge_store(state: State, work: WorkId, event: Event) -> None:
     if state.trouble.away and not was_away:
         state.calm_window = max(state.calm_window, state.window)
         state.window = 1.0
-        state.hanging = {hanging for hanging in state.in_flight if hanging.operation in TRANSFERS}
+        state.hanging = set(state.transfers)
 
 
 def hurry(state: State) -> None:

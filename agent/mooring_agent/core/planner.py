@@ -21,6 +21,7 @@ from mooring_agent.core.commands import (
     Stage,
     WriteManifest,
 )
+from mooring_agent.core.errands import errands_of
 from mooring_agent.core.events import Announced, Shed
 from mooring_agent.core.model import Phase
 from mooring_agent.core.object_layout import file_key
@@ -66,6 +67,11 @@ def _work(state: State) -> Iterator[Command]:
         checkpoint = state.checkpoints.get(save)
         if checkpoint is not None:
             yield from _checkpoint_work(state, checkpoint)
+    for sort in state.errands:
+        for save in sort.next_saves():
+            checkpoint = state.checkpoints.get(save)
+            if checkpoint is not None:
+                yield from _checkpoint_work(state, checkpoint)
     if state.termination.noticed:
         yield from upload_queue.make_room(state)
     yield from upload_queue.next_transfers(state)
@@ -73,10 +79,13 @@ def _work(state: State) -> Iterator[Command]:
 
 def _decisions(state: State) -> Iterator[Record]:
     """What is to be given up; everything else waits until that is done."""
-    for checkpoint in disk_pressure.to_shed(state):
+    superseded = disk_pressure.to_shed(state)
+    for checkpoint in superseded:
         yield _shed(state, checkpoint, "superseded, and the volume is nearly full")
+    given_up = {checkpoint.info.save for checkpoint in superseded}
     for checkpoint in _abandoned(state):
-        yield _shed(state, checkpoint, "superseded, and ranks that it needs never came")
+        if checkpoint.info.save not in given_up:
+            yield _shed(state, checkpoint, "superseded, and ranks that it needs never came")
 
 
 def _shed(state: State, checkpoint: Checkpoint, reason: str) -> Record:
@@ -143,6 +152,10 @@ def _take(state: State, checkpoint: Checkpoint, work: WorkId) -> bool:
     if not state.trouble.lets_out(work, state.now):
         state.touched[work.save] = None
         return False
+    sort = errands_of(state.errands, work)
+    if sort is not None and sort.busy >= sort.limit and checkpoint is not state.newest():
+        sort.wait(work.save)
+        return False
     checkpoint.delayed.pop(work, None)
     state.launch(work)
     return True
@@ -171,11 +184,9 @@ def _staged_with(checkpoint: Checkpoint, share: Share) -> list[Share]:
 
 def _inodes_pinned_there_before(state: State, checkpoint: Checkpoint, source: str) -> frozenset[int]:
     """Of the last checkpoint from this very path: a file that has one of them still was rewritten in place."""
-    for other in reversed(state.checkpoints.values()):
-        shares = [share for share in other.shares.values() if share.staged and share.source == source]
-        if shares and other is not checkpoint:
-            return frozenset(inode for share in shares for inode in share.shared_inodes)
-    return frozenset()
+    other = state.staged_from(source, before=checkpoint)
+    shares = [share for share in other.shares.values() if share.source == source] if other else []
+    return frozenset(progress.file.fingerprint.inode for share in shares for progress in share.linked_files())
 
 
 def _announcement(checkpoint: Checkpoint, share: Share) -> Announced:
@@ -224,7 +235,7 @@ def _release(state: State, checkpoint: Checkpoint) -> Iterator[Command]:
     save = checkpoint.info.save
     if checkpoint.pins_dropped:
         return
-    works = [work for work in state.in_flight if work.save == save]
+    works = state.in_flight_of(save)
     for work in sorted(works):
         if work.operation in CANCELLABLE and work not in state.cancelling:
             state.cancelling.add(work)
@@ -242,13 +253,14 @@ def _abandon(state: State, checkpoint: Checkpoint) -> Iterator[Command]:
     """Abort what a given-up checkpoint left in the store; apart from its pins, which must not wait for the store."""
     if checkpoint.durable or checkpoint.uploads_aborted:
         return
-    if any(work.save == checkpoint.info.save and work.operation in TRANSFERS for work in state.in_flight):
+    if any(work.operation in TRANSFERS for work in state.in_flight_of(checkpoint.info.save)):
         return
     files = [progress for share in checkpoint.shares.values() for progress in share.files.values()]
     uploads = [progress for progress in files if progress.upload_id and not progress.stored]
     swept = [progress for progress in files if checkpoint.may_have_orphans and not progress.whole]
     if not uploads and not swept:
         checkpoint.uploads_aborted = True
+        state.file(checkpoint)
         return
     work = WorkId(Operation.ABANDON, checkpoint.info.save)
     if _take(state, checkpoint, work):
@@ -278,10 +290,8 @@ def _abandoned(state: State) -> Iterator[Checkpoint]:
 
 def _forget(state: State) -> None:
     """Drop what is over, but for the newest committed one and a few for status."""
-    if len(state.checkpoints) <= _ENDED_KEPT:
-        return
     newest = state.newest_committed()
-    over = [checkpoint for checkpoint in state.ended() if checkpoint.settled and checkpoint is not newest]
-    over.sort(key=lambda checkpoint: checkpoint.sequence)
-    for checkpoint in over[:-_ENDED_KEPT]:
-        state.forget(checkpoint)
+    over = [checkpoint for checkpoint in state.settled() if checkpoint is not newest]
+    if len(over) > _ENDED_KEPT:
+        for checkpoint in sorted(over, key=lambda checkpoint: checkpoint.sequence)[:-_ENDED_KEPT]:
+            state.forget(checkpoint)

@@ -87,7 +87,11 @@ def advance(state: State, event: Event) -> Ready:
         current = queue.popleft()
         if isinstance(current, DURABLE):
             durable.append(current)
-        for command in step(state, current):
+        found = step(state, current)
+        if not queue and not any(isinstance(command, Record) for command in found):
+            # Only now: what follows from a thousand decisions follows from all of them at once.
+            found += planner.follow_up(state)
+        for command in found:
             if isinstance(command, Record):
                 queue.append(command.event)
             else:
@@ -96,8 +100,8 @@ def advance(state: State, event: Event) -> Ready:
 
 
 def step(state: State, event: Event) -> list[Command]:
-    """Apply one event; decisions come back as Record, to be stepped next."""
-    was_busy = state.transfer_count > 0
+    """Apply one event and nothing that follows from it; decisions come back as Record, to be stepped next."""
+    was_busy = bool(state.transfers)
     # The journal's times are those of an earlier clock, which may have been ahead.
     state.advance_to(event.at if isinstance(event, Started) else max(state.now, event.at))
     disk_pressure.drop_overdue(state)
@@ -105,9 +109,6 @@ def step(state: State, event: Event) -> list[Command]:
     stored_bytes = event.size_bytes if isinstance(event, PartStored | FileStored | PackStored) else 0
     state.stored_bytes += stored_bytes
     state.goodput.note(state.now, was_busy=was_busy, stored_bytes=stored_bytes)
-    if not any(isinstance(command, Record) for command in commands):
-        # A decision is stepped next, and what follows from it follows then.
-        commands += planner.follow_up(state)
     return commands
 
 
@@ -246,7 +247,7 @@ def _work_ended(
             checkpoint.durable_bytes = checkpoint.size_bytes
             state.storage_error = ""
             # Failed ones may have waited for it with their pins.
-            state.touched.update((older.info.save, None) for older in state.ended())
+            state.touched.update((older.info.save, None) for older in state.tidying())
             state.prune_due = state.settings.retention.keep_last > 0 and 0 in checkpoint.shares
             stop_sending(checkpoint)
         case WorkCancelled():
@@ -280,9 +281,7 @@ def _started(state: State, event: Started) -> Iterator[Command]:
     state.outcomes.clear()
     state.stored_bytes = 0
     state.timers.clear()
-    state.in_flight.clear()
-    state.cancelling.clear()
-    state.transfer_count = 0
+    state.forget_work()
     state.window = float(state.settings.transfer.max_concurrency)
     state.trouble = StoreTrouble()
     # Replayed bytes came without the time they took.

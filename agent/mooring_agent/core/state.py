@@ -4,18 +4,19 @@ It is mutable on purpose: a checkpoint can have ten thousand files, and copying 
 one cost of immutability we measured and did not want (docs/design/0002). Purity here means: no I/O, no clock, and the
 same events give the same state.
 
-Nor does an event look at every checkpoint: a store that is away for a day can leave a thousand of them. Whoever changes
+Nor does an event look at every checkpoint: a store that is away for a day can leave thousands of them. Whoever changes
 a checkpoint files it (`State.file`): that keeps the lists it belongs to, and has it looked at once.
 """
 
 import re
 from bisect import bisect_left
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable, Iterator, Reversible
 from dataclasses import dataclass, field
 from heapq import heappop, heappush
 
 from mooring_agent.core import lifecycle
+from mooring_agent.core.errands import Errands, errands, errands_of
 from mooring_agent.core.errors import ErrorKind
 from mooring_agent.core.events import DiskRead, SaveBegun
 from mooring_agent.core.goodput import Goodput
@@ -82,10 +83,12 @@ class Share:
     staged: bool = False
     files: dict[str, FileProgress] = field(default_factory=dict)
     packs: list[PackProgress] = field(default_factory=list)
-    # Of the files that share their inode with the trainer's: inode -> path.
-    shared_inodes: dict[int, str] = field(default_factory=dict)
     unstored_count: int = 0
     manifest_stored: bool = False
+
+    def linked_files(self) -> Iterator[FileProgress]:
+        """Those that share their inode with the trainer's."""
+        return (progress for progress in self.files.values() if not progress.file.private)
 
 
 @dataclass(slots=True)
@@ -135,6 +138,11 @@ class Checkpoint:
     def settled(self) -> bool:
         """Over, and nothing of it is left to clean up, here or in the store."""
         return self.ended and self.pins_dropped and (self.durable or self.uploads_aborted)
+
+    @property
+    def returns_room(self) -> bool:
+        """Its pins are about to be dropped, with nothing to wait for."""
+        return self.phase in (Phase.SHED, Phase.COMMITTED) and not self.pins_dropped
 
     @property
     def sends(self) -> bool:
@@ -208,8 +216,9 @@ class State:
     # Those with something to send, by urgency.
     sending: list[Checkpoint] = field(default_factory=list)
     in_flight: set[WorkId] = field(default_factory=set)
+    transfers: set[WorkId] = field(default_factory=set)
     cancelling: set[WorkId] = field(default_factory=set)
-    transfer_count: int = 0
+    errands: tuple[Errands, ...] = field(default_factory=errands)
     # Transfers that were on the wire when the store went away, and have not ended.
     hanging: set[WorkId] = field(default_factory=set)
     # Parts on the wire at most, as adapted to SlowDown; at least 1.
@@ -227,8 +236,9 @@ class State:
     alive_ranks: frozenset[int] = frozenset()
     ranks: dict[int, int] = field(default_factory=dict)
     disk: DiskRead | None = None
-    # Pins dropped since that reading: room that it does not show.
+    # Pins dropped since that reading, and those about to be dropped: room that it does not show.
     freed_bytes: int = 0
+    coming_bytes: int = 0
     # Saves that were given leave and are being written, by save id.
     begun: dict[str, SaveBegun] = field(default_factory=dict)
     recent_sizes_bytes: deque[int] = field(default_factory=lambda: deque(maxlen=3))
@@ -240,8 +250,16 @@ class State:
     outcomes: dict[Phase, int] = field(default_factory=dict)
     failures: dict[ErrorKind, int] = field(default_factory=dict)
     stored_bytes: int = 0
+    _in_flight_of: dict[str, set[WorkId]] = field(default_factory=dict)
     _unfinished: dict[str, Checkpoint] = field(default_factory=dict)
-    _ended: dict[str, Checkpoint] = field(default_factory=dict)
+    _tidying: dict[str, Checkpoint] = field(default_factory=dict)
+    _settled: dict[str, Checkpoint] = field(default_factory=dict)
+    _just_in_time: dict[str, Checkpoint] = field(default_factory=dict)
+    # Save -> bytes, of `coming_bytes`.
+    _coming: dict[str, int] = field(default_factory=dict)
+    # Path -> saves that were staged from there; inode -> files of unfinished saves that are links to it.
+    _staged_from: dict[str, dict[str, None]] = field(default_factory=dict)
+    _links: dict[int, dict[tuple[str, str], FileProgress]] = field(default_factory=dict)
     _newest_committed: Checkpoint | None = None
     _last_announced_committed: Checkpoint | None = None
 
@@ -262,13 +280,39 @@ class State:
         """It supersedes what was announced before it; a run that fell back to an earlier step commits lower ones."""
         return self._last_announced_committed
 
-    def unfinished(self) -> Iterable[Checkpoint]:
+    def unfinished(self) -> Reversible[Checkpoint]:
         """What still has to become durable, oldest first."""
         return self._unfinished.values()
 
-    def ended(self) -> Iterable[Checkpoint]:
-        """What is over and still known."""
-        return self._ended.values()
+    def tidying(self) -> Iterable[Checkpoint]:
+        """What is over and has left something: pins here, or uploads in the store."""
+        return self._tidying.values()
+
+    def settled(self) -> Iterable[Checkpoint]:
+        """What is over for good and still known."""
+        return self._settled.values()
+
+    def just_in_time(self) -> Iterable[Checkpoint]:
+        """All just-in-time saves that are known, whatever became of them."""
+        return self._just_in_time.values()
+
+    @property
+    def awaits_room(self) -> bool:
+        """Pins are about to be dropped."""
+        return bool(self._coming)
+
+    def in_flight_of(self, save: str) -> Collection[WorkId]:
+        """All that is under way for one save."""
+        return self._in_flight_of.get(save, ())
+
+    def staged_from(self, source: str, *, before: Checkpoint) -> Checkpoint | None:
+        """The last known checkpoint but `before` itself that was staged from that very path."""
+        saves = reversed(self._staged_from.get(source, {}))
+        return next((self.checkpoints[save] for save in saves if save != before.info.save), None)
+
+    def links_to(self, inode: int) -> Iterable[tuple[str, FileProgress]]:
+        """Files, with their saves, of what still has to become durable that are links to that inode."""
+        return ((save, progress) for (save, _), progress in self._links.get(inode, {}).items())
 
     def newest_sending(self) -> Checkpoint | None:
         """The last announced of those with something to send."""
@@ -280,13 +324,21 @@ class State:
         """Put a checkpoint that has changed where it belongs, and have it looked at."""
         save = checkpoint.info.save
         self.touched[save] = None
-        if checkpoint.ended:
-            self._unfinished.pop(save, None)
-            self._ended[save] = checkpoint
-        else:
-            # One that had failed may have been announced again.
-            self._ended.pop(save, None)
+        # One that had failed may have been announced again.
+        self._tidying.pop(save, None)
+        self._settled.pop(save, None)
+        if not checkpoint.ended:
             self._unfinished[save] = checkpoint
+        else:
+            if self._unfinished.pop(save, None) is not None:
+                self._unlink(checkpoint)
+            (self._settled if checkpoint.settled else self._tidying)[save] = checkpoint
+        if checkpoint.info.kind is Kind.JUST_IN_TIME:
+            self._just_in_time[save] = checkpoint
+        self.coming_bytes -= self._coming.pop(save, 0)
+        if checkpoint.returns_room:
+            self._coming[save] = checkpoint.size_bytes
+            self.coming_bytes += checkpoint.size_bytes
         newest = self._newest_committed
         rank = (checkpoint.info.step, checkpoint.sequence)
         if checkpoint.durable and (newest is None or rank > (newest.info.step, newest.sequence)):
@@ -303,8 +355,32 @@ class State:
 
     def forget(self, checkpoint: Checkpoint) -> None:
         """An ended one is known no more."""
-        del self.checkpoints[checkpoint.info.save]
-        del self._ended[checkpoint.info.save]
+        save = checkpoint.info.save
+        del self.checkpoints[save], self._settled[save]
+        self._just_in_time.pop(save, None)
+        for share in checkpoint.shares.values():
+            saves = self._staged_from.get(share.source, {})
+            saves.pop(save, None)
+            if not saves:
+                self._staged_from.pop(share.source, None)
+
+    def link(self, checkpoint: Checkpoint, share: Share) -> None:
+        """A share's files are pinned."""
+        save = checkpoint.info.save
+        saves = self._staged_from.setdefault(share.source, {})
+        saves.pop(save, None)
+        saves[save] = None
+        for progress in share.linked_files():
+            self._links.setdefault(progress.file.fingerprint.inode, {})[save, progress.file.path] = progress
+
+    def _unlink(self, checkpoint: Checkpoint) -> None:
+        for share in checkpoint.shares.values():
+            for progress in share.linked_files():
+                inode = progress.file.fingerprint.inode
+                links = self._links.get(inode, {})
+                links.pop((checkpoint.info.save, progress.file.path), None)
+                if not links:
+                    self._links.pop(inode, None)
 
     def delay(self, checkpoint: Checkpoint, work: WorkId, until: float) -> None:
         """Not before then; the checkpoint is looked at again in time."""
@@ -321,7 +397,12 @@ class State:
     def launch(self, work: WorkId) -> None:
         self.trouble.begins(work, self.now, ending=self.termination.noticed)
         self.in_flight.add(work)
-        self.transfer_count += work.operation in TRANSFERS
+        self._in_flight_of.setdefault(work.save, set()).add(work)
+        if work.operation in TRANSFERS:
+            self.transfers.add(work)
+        sort = errands_of(self.errands, work)
+        if sort is not None:
+            sort.busy += 1
 
     def land(self, work: WorkId) -> bool:
         """The work is no longer in flight; False if it was not (an answer from before a restart)."""
@@ -330,8 +411,22 @@ class State:
         self.in_flight.discard(work)
         self.cancelling.discard(work)
         self.hanging.discard(work)
-        self.transfer_count -= work.operation in TRANSFERS
+        self.transfers.discard(work)
+        of_save = self._in_flight_of[work.save]
+        of_save.discard(work)
+        if not of_save:
+            del self._in_flight_of[work.save]
+        sort = errands_of(self.errands, work)
+        if sort is not None:
+            sort.busy -= 1
         return True
+
+    def forget_work(self) -> None:
+        """What was under way is gone with the process that did it."""
+        for works in (self.in_flight, self.transfers, self.cancelling, self.hanging):
+            works.clear()
+        self._in_flight_of.clear()
+        self.errands = errands()
 
 
 def path_pattern(source: str) -> str:

@@ -101,7 +101,7 @@ def make_room(state: State) -> Iterator[Command]:
     first = next(_worth_the_wire(state), None)
     if first is None or not _is_last_save(state, first) or not _has_files_to_store(state, first):
         return
-    for work in sorted(state.in_flight - state.cancelling):
+    for work in sorted(state.transfers - state.cancelling):
         if work.operation in CANCELLABLE and work.save != first.info.save:
             state.cancelling.add(work)
             yield CancelWork(work=work)
@@ -116,10 +116,10 @@ def next_transfers(state: State) -> Iterator[Command]:
         limit = min(limit, int(state.window) + len(state.hanging))
     first: Checkpoint | None = None
     for checkpoint in _worth_the_wire(state):
-        if state.transfer_count >= limit or (first is not None and _has_the_wire_alone(state, first)):
+        if len(state.transfers) >= limit or (first is not None and _has_the_wire_alone(state, first)):
             return
         first = first or checkpoint
-        while state.transfer_count < limit and (work := _next_of(state, checkpoint)) is not None:
+        while len(state.transfers) < limit and (work := _next_of(state, checkpoint)) is not None:
             state.launch(work)
             checkpoint.move(Trigger.TRANSFER_BEGAN)
             yield _command(state, checkpoint, work)
@@ -151,8 +151,8 @@ def _has_the_wire_alone(state: State, first: Checkpoint) -> bool:
         return False
     # What has failed before may fail for ever, and is no reason to send nothing else.
     return any(
-        work.save == first.info.save and work.operation in _BEFORE_THE_LAST_BYTE and work not in first.attempts
-        for work in state.in_flight
+        work.operation in _BEFORE_THE_LAST_BYTE and work not in first.attempts
+        for work in state.in_flight_of(first.info.save)
     )
 
 
@@ -164,7 +164,7 @@ def _is_last_save(state: State, checkpoint: Checkpoint) -> bool:
 def _has_files_to_store(state: State, checkpoint: Checkpoint) -> bool:
     """Ready or on the wire; what waits for its retry leaves the wire to others."""
     return bool(checkpoint.pending) or any(
-        work.save == checkpoint.info.save and work.operation in TRANSFERS for work in state.in_flight
+        work.operation in TRANSFERS for work in state.in_flight_of(checkpoint.info.save)
     )
 
 

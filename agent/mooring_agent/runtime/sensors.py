@@ -154,7 +154,7 @@ class Sensors:
             return verdict
         try:
             async with asyncio.timeout(_ADMISSION_WAIT_SECONDS):
-                await self._engine.until(lambda state: not disk_pressure.awaiting_release(state))
+                await self._engine.until(lambda state: not state.awaits_room)
         except TimeoutError:
             pass
         await self.look_at_disk()
