@@ -1,5 +1,6 @@
 """`mooring run` as a user meets it: a real program with the real client, a real store, real signals."""
 
+import os
 import shutil
 import signal
 import statistics
@@ -140,10 +141,27 @@ def test_a_second_sigterm_changes_nothing_but_the_first_is_honoured(
     assert int(Path(marker).name.split(".")[0]) == last_step
 
 
-def test_a_program_that_does_not_exist_is_an_error_with_a_hint(tmp_path: Path) -> None:
-    with RunProcess(tmp_path / "volume", f"file://{tmp_path}/store", command=("no-such-program",)) as run:
+@pytest.mark.parametrize(
+    ("program", "reason"),
+    [
+        ("no-such-program", "not found in any folder of PATH"),
+        ("./no-such-program", "No such file or directory"),
+        ("no-program", "Permission denied"),
+    ],
+)
+def test_a_program_that_cannot_be_started_is_an_error_with_the_reason_and_a_hint(
+    tmp_path: Path, program: str, reason: str
+) -> None:
+    folder = tmp_path / "bin"
+    # To the kernel both are the same: EACCES, as is a folder of PATH that we may not read.
+    (folder / "no-such-program").mkdir(parents=True)
+    (folder / "no-program").write_text("may not be executed")
+    path = os.pathsep.join([str(folder), os.environ["PATH"]])
+    with RunProcess(
+        tmp_path / "volume", f"file://{tmp_path}/store", command=(program,), environment={"PATH": path}
+    ) as run:
         assert run.wait() == 1, run.output()
-    assert "error: cannot start 'no-such-program': No such file or directory\nhint: " in run.output()
+    assert f"error: cannot start {program!r}: {reason}\nhint: " in run.output()
 
 
 def test_no_process_of_a_run_outlives_it(tmp_path: Path) -> None:

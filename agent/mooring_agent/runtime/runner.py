@@ -9,6 +9,7 @@ program alone. When this runner is killed, the agent notices and has the trainer
 import asyncio
 import contextlib
 import os
+import shutil
 import signal
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -136,15 +137,21 @@ class Runner:
             self._program = await asyncio.create_subprocess_exec(*self._command, env=self._environment)
         except OSError as error:
             await self._agent.end()
-            raise MooringError(
-                ErrorKind.BAD_CONFIGURATION,
-                f"cannot start {self._command[0]!r}: {error.strerror}",
-                hint="give the program after --, as in: mooring run --to DEST -- python train.py",
-            ) from error
+            raise _starting_error(error, self._command[0], self._environment.get("PATH")) from error
         if self._interrupted.done():
             # It came while the program was being started.
             self._take(self._interrupted.result())
         return exit_code(await self._program.wait())
+
+
+def _starting_error(error: OSError, program: str, search_path: str | None) -> MooringError:
+    """Why a program did not start. A folder of PATH that we may not read says "Permission denied" of every name."""
+    reason = error.strerror
+    hint = "give the program after --, as in: mooring run --to DEST -- python train.py"
+    if os.sep not in program and shutil.which(program, os.F_OK, search_path) is None:
+        reason = "not found in any folder of PATH"
+        hint = f"{hint}; a program in the working directory needs ./ before its name"
+    return MooringError(ErrorKind.BAD_CONFIGURATION, f"cannot start {program!r}: {reason}", hint=hint)
 
 
 def _hears_the_terminal(pid: int) -> bool:
