@@ -91,9 +91,9 @@ def test_what_a_user_says_is_read() -> None:
     [
         ("s3://bucket", "s3://bucket", None),
         ("s3://bucket/a/b/", "s3://bucket/a/b/", None),
-        ("pvc://claim", "file:///mooring-destination", Claim(name="claim")),
-        ("pvc://claim/", "file:///mooring-destination", Claim(name="claim")),
-        ("pvc://claim/a//b/", "file:///mooring-destination/a/b", Claim(name="claim", path="a/b")),
+        ("pvc://claim", "file:///mooring-destination/claim", Claim(name="claim")),
+        ("pvc://claim/", "file:///mooring-destination/claim", Claim(name="claim")),
+        ("pvc://claim/a//b/", "file:///mooring-destination/claim/a/b", Claim(name="claim", path="a/b")),
     ],
 )
 def test_a_destination_is_a_bucket_or_a_claim(text: str, destination: str, claim: Claim | None) -> None:
@@ -107,7 +107,8 @@ def test_a_destination_is_a_bucket_or_a_claim(text: str, destination: str, claim
         ("destination", "bucket/run", "'bucket/run' is no destination: write s3://bucket/prefix or pvc://claim/path"),
         ("destination", "s3://bucket//run", "'s3://bucket//run' is no destination"),
         ("destination", "s3://my bucket", "'s3://my bucket' is no destination"),
-        ("destination", "pvc://claim/../other", "may lead out of the claim"),
+        ("destination", "pvc://claim/../other", "is no path in a claim: write it without . and .. and :"),
+        ("destination", "pvc://claim/a:b", "is no path in a claim"),
         ("destination", "pvc:///path", "'' is no object's name"),
         ("destination", "", "'' is no destination"),
         ("credentials", "My_Secret", "'My_Secret' is no object's name: use small letters, digits, - and ."),

@@ -59,7 +59,8 @@ OWN: Final = (
         name="destination",
         default="must be given",
         help="Where checkpoints go: `s3://bucket/prefix`, or `pvc://claim/path` for a PersistentVolumeClaim of the "
-        "pod's namespace. One run, one destination: all pods and restarts of a job have the same.",
+        "pod's namespace, of which only that path is mounted. One run, one destination: all pods and restarts of a "
+        "job have the same.",
     ),
     AnnotationField(
         name="credentials",

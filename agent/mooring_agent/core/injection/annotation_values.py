@@ -42,10 +42,10 @@ def destination(text: str) -> tuple[str, Claim | None]:
     if text.startswith("pvc://"):
         name, _, path = text.removeprefix("pvc://").partition("/")
         parts = [part for part in path.split("/") if part]
-        if ".." in parts or "." in parts:
-            raise ValueError(f"{text!r} may lead out of the claim: write the path without . and ..")
-        place = "/".join((names.POD_DESTINATION_PATH, *parts))
-        return f"file://{place}", Claim(name=object_name(name), path="/".join(parts))
+        if ".." in parts or "." in parts or ":" in path:
+            raise ValueError(f"{text!r} is no path in a claim: write it without . and .. and :")
+        claim = Claim(name=object_name(name), path="/".join(parts))
+        return f"file://{claim.mount_path}", claim
     raise ValueError(f"{text!r} is no destination: write s3://bucket/prefix or pvc://claim/path")
 
 

@@ -36,8 +36,10 @@ def with_volumes(spec: Mapping[str, Any], injection: Injection, place: Checkpoin
 
 def store_mounts(injection: Injection) -> Sequence[Mapping[str, Any]]:
     """What restore and agent mount to reach the destination, and the trainer does not."""
-    if injection.claim:
-        return [{"name": names.DESTINATION_VOLUME, "mountPath": names.POD_DESTINATION_PATH}]
+    if claim := injection.claim:
+        # The path alone, which kubelet makes: the rest of the claim is other runs'.
+        part = {"subPath": claim.path} if claim.path else {}
+        return [{"name": names.DESTINATION_VOLUME, "mountPath": claim.mount_path, **part}]
     mounts = []
     if injection.credentials:
         mounts.append({"name": names.CREDENTIALS_VOLUME, "mountPath": names.POD_CREDENTIALS_PATH, "readOnly": True})

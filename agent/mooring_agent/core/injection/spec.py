@@ -11,6 +11,7 @@ from types import MappingProxyType
 from typing import Any
 
 from mooring_agent.core.injection.json_patch import Operation
+from mooring_api.names import POD_DESTINATION_PATH
 
 Pod = Mapping[str, Any]
 """A pod as JSON, as the AdmissionReview has it: a name may be missing, of a generated one there is the beginning."""
@@ -42,6 +43,11 @@ class Claim:
 
     name: str
     path: str = ""
+
+    @property
+    def mount_path(self) -> str:
+        """In agent and restore. Another for another claim or path: a volume remembers whose checkpoints it has."""
+        return "/".join(part for part in (POD_DESTINATION_PATH, self.name, self.path) if part)
 
 
 class CaSource(StrEnum):
