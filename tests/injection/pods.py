@@ -88,7 +88,10 @@ def _containers(draw: st.DrawFn, name: str, volumes: list[str]) -> dict[str, Any
                 "name": variable,
                 **draw(
                     st.one_of(
-                        _VALUES.map(lambda text: {"value": text}), _SOURCES.map(lambda source: {"valueFrom": source})
+                        _VALUES.map(lambda text: {"value": text}),
+                        _SOURCES.map(lambda source: {"valueFrom": source}),
+                        # Empty text: the API server leaves it away.
+                        st.just({}),
                     )
                 ),
             }
@@ -121,14 +124,16 @@ _ANNOTATIONS: Final = _optional(
         PREFIX + "checkpoint-directory": st.sampled_from(["/out/checkpoints", "/data", "/mooring/x", "/workspace/a/b"]),
         PREFIX + "credentials": st.just("secret"),
         PREFIX + "ca-bundle": st.sampled_from(["c/ca.crt", "secret/s/ca.crt"]),
-        PREFIX + "size-limit": st.just("200Gi"),
+        PREFIX + "size-limit": st.sampled_from(["200Gi", "1024Gi", "1.5Ti", "1000M", "1e9"]),
+        PREFIX + "region": st.sampled_from(["", "eu-west-1"]),
         PREFIX + "medium": st.sampled_from(["memory", "disk"]),
         PREFIX + "grace-seconds": st.sampled_from(["5", "60", "3600"]),
         PREFIX + "autoload": st.sampled_from(["true", "false"]),
         PREFIX + "temporary-files": st.sampled_from(["true", "false"]),
         PREFIX + "run-as-user": st.sampled_from(["0", "1000"]),
         PREFIX + "attempt": st.just("one"),
-        PREFIX + "memory": st.just("1Gi"),
+        PREFIX + "memory": st.sampled_from(["1Gi", "1024Mi"]),
+        PREFIX + "cpu": st.sampled_from(["0.5", "2000m"]),
         PREFIX + "keep-last": st.just("3"),
         "batch.kubernetes.io/job-completion-index": st.sampled_from(["0", "5", "none"]),
     }
@@ -222,6 +227,9 @@ def broken_pods(draw: st.DrawFn) -> Any:
             keys = list(place) if isinstance(place, dict) else list(range(len(place)))
             key = draw(st.sampled_from(keys))
             inner = place[key]
+            if isinstance(place, dict) and draw(st.integers(0, 9)) == 0:
+                del place[key]
+                break
             if not inner or not isinstance(inner, dict | list) or draw(st.integers(0, 3)) == 0:
                 place[key] = draw(garbage)
                 break

@@ -7,6 +7,7 @@ import jsonpatch
 import kubernetes_validate
 import pytest
 from tests.injection import golden_pods as golden
+from tests.injection.api_server import stored
 from tests.injection.promises import assert_nothing_of_the_users_is_lost
 
 from mooring_agent.core.injection.spec import Mutation
@@ -48,6 +49,19 @@ def test_a_mutated_pod_has_everything_of_the_users_and_needs_nothing_more(case: 
     assert isinstance(again, Mutation)
     assert again.patch == ()
     assert set(again.warnings) <= set(outcome.warnings)
+
+
+@pytest.mark.parametrize(("case", "outcome"), MUTATIONS, ids=name_of)
+def test_an_injected_pod_as_an_api_server_stores_it_needs_nothing_more(case: golden.Case, outcome: Mutation) -> None:
+    """Else every pod counts as injected twice, and the API server asks everybody once more."""
+    pod = stored(case.pod)
+    injected = golden.inject(pod, case.defaults)
+    assert isinstance(injected, Mutation)
+    kept = stored(jsonpatch.apply_patch(pod, list(injected.patch)))
+    assert stored(kept) == kept
+    again = golden.inject(kept, case.defaults)
+    assert isinstance(again, Mutation)
+    assert again.patch == ()
 
 
 def test_there_are_pods_enough_of_every_kind() -> None:

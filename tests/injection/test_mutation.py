@@ -185,6 +185,12 @@ class TestVariables:
         (warning,) = outcome.warnings
         assert "if the trainer's image or envFrom has one of its own" in warning
 
+    def test_a_variable_without_a_value_is_empty_text_as_it_is_for_kubelet(self) -> None:
+        after = mutated(pod(containers=[trainer(env=[{"name": "MOORING_ATTEMPT"}])]))
+        assert all({"name": "MOORING_ATTEMPT"} in container(after, name)["env"] for name in ("train", *OURS))
+        (problem,) = problems(pod(containers=[trainer(env=[{"name": "MOORING_VOLUME"}])]))
+        assert "the trainer sets MOORING_VOLUME '', and it would be set to /mooring" in problem
+
     def test_an_attempt_of_the_users_own_is_the_agents_too(self) -> None:
         attempt = {"name": "MOORING_ATTEMPT", "valueFrom": {"fieldRef": {"fieldPath": "metadata.labels['start']"}}}
         after = mutated(pod(containers=[trainer(env=[attempt])]))

@@ -7,6 +7,7 @@ import jsonpatch
 import kubernetes_validate
 from hypothesis import HealthCheck, event, given, settings
 from hypothesis import strategies as st
+from tests.injection.api_server import stored
 from tests.injection.golden_pods import IMAGE, KUBERNETES, inject
 from tests.injection.pods import broken_pods, garbage, odd_pods, pods
 from tests.injection.promises import (
@@ -48,6 +49,21 @@ def test_a_mutated_pod_is_whole_and_needs_nothing_more(pod: dict[str, Any], defa
     assert_a_cluster_takes_it(mutated)
     assert_ours_are_last(mutated)
     again = inject(mutated, defaults)
+    assert isinstance(again, Mutation)
+    assert again.patch == ()
+
+
+@PATIENT
+@given(pods(), DEFAULTS)
+def test_what_an_api_server_makes_of_an_injected_pod_needs_nothing_more(
+    pod: dict[str, Any], defaults: InjectionDefaults
+) -> None:
+    before = stored(pod)
+    outcome = inject(before, defaults)
+    if not isinstance(outcome, Mutation):
+        event("not injected")
+        return
+    again = inject(stored(applied(before, outcome)), defaults)
     assert isinstance(again, Mutation)
     assert again.patch == ()
 

@@ -58,6 +58,7 @@ def agent_container(plan: Plan) -> dict[str, Any]:
         "exec": {"command": ["mooring", "ready"]},
         "periodSeconds": 2,
         "timeoutSeconds": 10,
+        "successThreshold": 1,
         "failureThreshold": 150,
     }
     return container

@@ -60,7 +60,8 @@ def plan_of(
         image_pull_policy=defaults.image_pull_policy,
         variables=[
             *(identity_variables(trainer) if has_identity else []),
-            *({"name": name, "value": text} for name, text in texts.items()),
+            # Of a variable without text the API server keeps the name alone.
+            *({"name": name, "value": text} if text else {"name": name} for name, text in texts.items()),
             *([attempt] if attempt else []),
             *_own_name(spec, injection, findings),
         ],
@@ -144,13 +145,13 @@ def _resources(
     """Requests and limits are the same, so a pod that is Guaranteed stays so and a quota is content."""
     wanted = {"cpu": injection.cpu or defaults.cpu, "memory": injection.memory or defaults.memory}
     of_pod = present(spec, "resources", {})
-    shared = [name for name in wanted if any(name in present(of_pod, key, {}) for key in ("requests", "limits"))]
+    # Of a limit the API server makes requests for the pod, from its containers' too: by then nobody sees who said what.
+    shared = any(present(of_pod, key, {}) for key in ("requests", "limits"))
     if shared:
         findings.warnings.append(
-            f"the pod's own resources say its {' and '.join(shared)}: the agent takes its share of that, "
-            "without a request or limit of its own"
+            "the pod has resources of its own: the agent takes its share of them, without a request or limit of its own"
         )
-    amounts = {name: amount for name, amount in wanted.items() if name not in shared}
+    amounts = {} if shared else wanted
     if ephemeral_limit(spec):
         # None where nobody has one: it would be the whole pod's, checkpoints included.
         amounts["ephemeral-storage"] = _EPHEMERAL_STORAGE

@@ -5,12 +5,15 @@ from typing import Any, Final
 
 from mooring_agent.core.injection.checkpoint_place import CheckpointPlace
 from mooring_agent.core.injection.pod_shape import present
+from mooring_agent.core.injection.quantity import quantity_or_nothing
 from mooring_agent.core.injection.spec import CaBundle, CaSource, Injection
 from mooring_api import names
 
 _SOCKET_LIMIT: Final = "1Mi"
 _AUTOLOAD_LIMIT: Final = "16Mi"
 _CA_FILE: Final = "ca.crt"
+_MODE: Final = 0o644
+"""Kubernetes' own default. What the API server would add to ours is in it already, or the next review would differ."""
 CA_PATH: Final = f"{names.POD_CA_PATH}/{_CA_FILE}"
 SOCKET_MOUNT: Final[Mapping[str, Any]] = {"name": names.SOCKET_VOLUME, "mountPath": names.POD_SOCKET_DIRECTORY}
 AUTOLOAD_MOUNT: Final[Mapping[str, Any]] = {"name": names.AUTOLOAD_VOLUME, "mountPath": names.POD_AUTOLOAD_PATH}
@@ -29,9 +32,19 @@ OURS: Final = frozenset(
 def with_volumes(spec: Mapping[str, Any], injection: Injection, place: CheckpointPlace) -> list[Any]:
     """The pod's volumes with ours behind them; one of ours that is there is as it must be."""
     wanted = {volume["name"]: volume for volume in _volumes(injection, place)}
-    there = present(spec, "volumes", [])
-    kept = [wanted.pop(volume.get("name") or "", volume) for volume in there]
+    kept = []
+    for there in present(spec, "volumes", []):
+        volume = wanted.pop(there.get("name") or "", there)
+        kept.append(there if _measured(there) == _measured(volume) else volume)
     return [*kept, *wanted.values()]
+
+
+def _measured(volume: Mapping[str, Any]) -> Mapping[str, Any]:
+    """With its size as a number: the API server writes 1024Gi as 1Ti."""
+    empty_dir = present(volume, "emptyDir", {})
+    if empty_dir.get("sizeLimit") is None:
+        return volume
+    return {**volume, "emptyDir": {**empty_dir, "sizeLimit": quantity_or_nothing(empty_dir["sizeLimit"])}}
 
 
 def store_mounts(injection: Injection) -> Sequence[Mapping[str, Any]]:
@@ -61,7 +74,7 @@ def _volumes(injection: Injection, place: CheckpointPlace) -> Iterator[dict[str,
         }
         return
     if injection.credentials:
-        yield {"name": names.CREDENTIALS_VOLUME, "secret": {"secretName": injection.credentials}}
+        yield {"name": names.CREDENTIALS_VOLUME, "secret": {"secretName": injection.credentials, "defaultMode": _MODE}}
     if injection.ca_bundle:
         yield {"name": names.CA_BUNDLE_VOLUME, **_ca_source(injection.ca_bundle)}
 
@@ -69,5 +82,5 @@ def _volumes(injection: Injection, place: CheckpointPlace) -> Iterator[dict[str,
 def _ca_source(bundle: CaBundle) -> dict[str, Any]:
     items = [{"key": bundle.key, "path": _CA_FILE}]
     if bundle.source is CaSource.SECRET:
-        return {"secret": {"secretName": bundle.name, "items": items}}
-    return {"configMap": {"name": bundle.name, "items": items}}
+        return {"secret": {"secretName": bundle.name, "items": items, "defaultMode": _MODE}}
+    return {"configMap": {"name": bundle.name, "items": items, "defaultMode": _MODE}}

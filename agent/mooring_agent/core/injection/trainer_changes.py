@@ -90,7 +90,7 @@ def _contradiction(trainer: Container, wanted: Mapping[str, Any]) -> str:
 def _same(found: Mapping[str, Any], wanted: Mapping[str, Any]) -> bool:
     if wanted.get("valueFrom") or found.get("valueFrom"):
         return bool(found.get("valueFrom") == wanted.get("valueFrom"))
-    return bool(plain(present(found, "value", "")) == plain(wanted["value"]))
+    return bool(plain(present(found, "value", "")) == plain(present(wanted, "value", "")))
 
 
 def _python_path(
