@@ -1,12 +1,13 @@
 """What is answered on the webhook's two ports: reviews over HTTPS; probes and metrics over plain HTTP.
 
-Owns the limits on what is sent to us. What a review means is `core.admission_review`'s.
+Owns the limits on what is sent to us, one by one and all together. What a review means is `core.admission_review`'s.
 """
 
 import asyncio
+import contextlib
 import json
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import structlog
@@ -15,7 +16,13 @@ from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 
 from mooring_agent.core.admission_review import answer
 from mooring_agent.webhook.metrics import Metrics
-from mooring_agent.webhook.settings import MOST_BODY_BYTES, WebhookSettings
+from mooring_agent.webhook.settings import (
+    MOST_ANSWER_BYTES,
+    MOST_BODY_BYTES,
+    MOST_LARGE_BODIES_BYTES,
+    SMALL_BODY_BYTES,
+    WebhookSettings,
+)
 
 log = structlog.get_logger("mooring.webhook")
 
@@ -23,15 +30,24 @@ log = structlog.get_logger("mooring.webhook")
 def reviewing(settings: WebhookSettings, metrics: Metrics) -> web.Application:
     """POST /mutate: one AdmissionReview."""
 
+    budget = _BodyBudget(MOST_LARGE_BODIES_BYTES)
+
     async def mutate(request: web.Request) -> web.Response:
         began_at = time.perf_counter()
-        review = await _review(request, settings.read_seconds)
+        size = _announced_bytes(request)
+        with budget.held(size):
+            body = await _body(request, size, settings.read_seconds)
+            async with budget.turn(size):
+                review = _parsed(body)
         answered = answer(review, settings.defaults, settings.failure_policy)
         metrics.answered(answered.outcome, time.perf_counter() - began_at)
         log.info("review.answered", **answered.fields)
-        return web.json_response(answered.review)
+        text = json.dumps(answered.review)
+        if len(text) > MOST_ANSWER_BYTES:  # of ASCII alone
+            raise web.HTTPInternalServerError(text=f"the answer has {len(text)} bytes, {MOST_ANSWER_BYTES} may be\n")
+        return web.Response(text=text, content_type="application/json")
 
-    application = web.Application(client_max_size=MOST_BODY_BYTES)
+    application = web.Application()
     application.add_routes([web.post("/mutate", mutate)])
     return application
 
@@ -53,15 +69,58 @@ def probing(metrics: Metrics, is_ready: Callable[[], bool]) -> web.Application:
     return application
 
 
-async def _review(request: web.Request, read_seconds: float) -> Any:
-    """The body as JSON. What cannot be one gets an HTTP error, which the API server treats by its failure policy."""
+class _BodyBudget:
+    """Bytes of large bodies that may be here at once. Connections bound the small ones, which wait for nothing."""
+
+    def __init__(self, most_bytes: int) -> None:
+        self._left = most_bytes
+        self._turn = asyncio.Lock()
+
+    def turn(self, size: int) -> contextlib.AbstractAsyncContextManager[None]:
+        """To be parsed: one large body after the other, between which small ones have theirs."""
+        return self._turn if size > SMALL_BODY_BYTES else contextlib.nullcontext()
+
+    @contextlib.contextmanager
+    def held(self, size: int) -> Iterator[None]:
+        held = size if size > SMALL_BODY_BYTES else 0
+        if held > self._left:
+            raise web.HTTPServiceUnavailable(text="too many large reviews at once\n", headers={"Retry-After": "1"})
+        self._left -= held
+        try:
+            yield
+        finally:
+            self._left += held
+
+
+def _announced_bytes(request: web.Request) -> int:
+    """Of the body, before any of it is read."""
+    size = request.content_length
+    if size is None:
+        raise web.HTTPLengthRequired(text="a review says how long it is, by Content-Length\n")
+    if size > MOST_BODY_BYTES:
+        raise web.HTTPRequestEntityTooLarge(MOST_BODY_BYTES, size)
+    return size
+
+
+async def _body(request: web.Request, size: int, read_seconds: float) -> bytearray:
+    """All of it, into memory of its size. What grows with each piece that arrives would take up to twice as much."""
     if request.content_type != "application/json":
         raise web.HTTPUnsupportedMediaType(text="an AdmissionReview as application/json is wanted\n")
+    body, at = bytearray(size), 0
     try:
         async with asyncio.timeout(read_seconds):
-            body = await request.read()
+            async for piece in request.content.iter_any():
+                body[at : at + len(piece)] = piece
+                at += len(piece)
     except TimeoutError:
         raise web.HTTPRequestTimeout(text=f"the review did not arrive within {read_seconds:g} s\n") from None
+    except (OSError, web.RequestPayloadError):
+        raise web.HTTPBadRequest(text="the review ended too early\n") from None
+    return body
+
+
+def _parsed(body: bytearray) -> Any:
+    """What cannot be JSON gets an HTTP error, which the API server treats by its failure policy."""
     try:
         return json.loads(body)
     except (ValueError, RecursionError):

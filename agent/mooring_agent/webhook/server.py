@@ -3,24 +3,16 @@
 import asyncio
 import contextlib
 import signal
-import ssl
-from collections.abc import AsyncIterator
 from contextlib import AbstractAsyncContextManager
-from typing import Final
 
 import structlog
-from aiohttp import web
 
 from mooring_agent import __version__
-from mooring_agent.core.errors import ErrorKind, MooringError
 from mooring_agent.webhook.application import probing, reviewing
+from mooring_agent.webhook.listener import serving
 from mooring_agent.webhook.metrics import Metrics
 from mooring_agent.webhook.serving_certificate import ServingCertificate
-from mooring_agent.webhook.settings import WebhookSettings
-
-_FINISH_SECONDS: Final = 10.0
-_KEEP_ALIVE_SECONDS: Final = 120.0
-"""Longer than the API server keeps an idle connection: it must never write into one that we are closing."""
+from mooring_agent.webhook.settings import ANSWER_SECONDS, MOST_CONNECTIONS, MOST_PROBES, WebhookSettings
 
 log = structlog.get_logger("mooring.webhook")
 
@@ -43,10 +35,20 @@ async def serve_webhook(settings: WebhookSettings) -> None:
         metrics = Metrics(certificate.seconds_left)
         loading = asyncio.create_task(certificate.keep_loading())
         stack.callback(loading.cancel)
-        await stack.enter_async_context(_serving(reviewing(settings, metrics), settings.listen, certificate.context))
-        # Who answers that it is ready takes reviews already.
+        ask_seconds = settings.read_seconds + ANSWER_SECONDS
         await stack.enter_async_context(
-            _serving(probing(metrics, lambda: not leaving.is_set()), settings.http_listen, None)
+            serving(
+                reviewing(settings, metrics),
+                settings.listen,
+                certificate.context,
+                most=MOST_CONNECTIONS,
+                ask_seconds=ask_seconds,
+            )
+        )
+        # Who answers that it is ready takes reviews already.
+        probed = probing(metrics, lambda: not leaving.is_set())
+        await stack.enter_async_context(
+            serving(probed, settings.http_listen, None, most=MOST_PROBES, ask_seconds=ask_seconds)
         )
         log.info("webhook.serving", version=__version__, listen=settings.listen, failure_policy=settings.failure_policy)
         await leaving.wait()
@@ -71,27 +73,3 @@ async def _entered(
         return False
     entering.result()
     return True
-
-
-@contextlib.asynccontextmanager
-async def _serving(
-    application: web.Application, listen: tuple[str, int], context: ssl.SSLContext | None
-) -> AsyncIterator[None]:
-    """Serve while the context is open; on its way out what has begun is answered."""
-    runner = web.AppRunner(application, access_log=None, keepalive_timeout=_KEEP_ALIVE_SECONDS)
-    await runner.setup()
-    host, port = listen
-    try:
-        site = web.TCPSite(runner, host or None, port, ssl_context=context, shutdown_timeout=_FINISH_SECONDS)
-        await site.start()
-    except OSError as error:
-        await runner.cleanup()
-        raise MooringError(
-            ErrorKind.BAD_CONFIGURATION,
-            f"cannot listen on {host}:{port}: {error}",
-            hint="give another address, or end whatever holds this one",
-        ) from error
-    try:
-        yield
-    finally:
-        await runner.cleanup()

@@ -10,6 +10,17 @@ from mooring_agent.core.injection.spec import FailurePolicy, InjectionDefaults
 MOST_BODY_BYTES: Final = 3 * 1024 * 1024
 """The API server takes objects of 1.5 MiB; a review may hold two, the pod and what it was."""
 
+MOST_CONNECTIONS: Final = 128
+MOST_PROBES: Final = 16
+SMALL_BODY_BYTES: Final = 64 * 1024
+"""As large as pods are. They have their place in any case, whoever fills the budget of larger ones."""
+MOST_LARGE_BODIES_BYTES: Final = 64 * 1024 * 1024
+MOST_ANSWER_BYTES: Final = 512 * 1024
+"""All of these together, beside a review that is being answered, stay below the memory limit of the chart."""
+
+ANSWER_SECONDS: Final = 1.0
+"""What a request may take on top of the review's arrival: its TLS handshake, and its answer's way out."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pace:

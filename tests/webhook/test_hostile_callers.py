@@ -1,0 +1,187 @@
+"""Strangers that hold the webhook's connections and memory, against the real process: it answers honest reviews, and
+stays below the memory limit that the chart gives it."""
+
+import asyncio
+import contextlib
+import gzip
+import http.client
+import json
+import ssl
+from collections.abc import AsyncIterator, Callable, Iterator
+from pathlib import Path
+
+import pytest
+from tests.chart.rendering import of_kind, render
+from tests.harness.agent_process import wait_until
+from tests.harness.webhook_process import WebhookProcess, review_of, training_pod
+
+from mooring_agent.webhook.settings import MOST_BODY_BYTES, MOST_CONNECTIONS, MOST_PROBES, SMALL_BODY_BYTES
+
+_MIB = 1024 * 1024
+_SECONDS = 60.0
+_HONEST_REVIEWS = 5
+_MANY = MOST_CONNECTIONS + 60
+_OWN_DESCRIPTORS = 32
+"""Listening sockets, the event loop's, the log."""
+
+
+@pytest.fixture
+def webhook(tmp_path: Path) -> Iterator[WebhookProcess]:
+    with WebhookProcess(tmp_path) as process:
+        yield process
+
+
+def chart_limit_bytes() -> int:
+    (container,) = of_kind(render(), "Deployment")["spec"]["template"]["spec"]["containers"]
+    text: str = container["resources"]["limits"]["memory"]
+    return int(text.removesuffix("Mi")) * _MIB
+
+
+def descriptors(webhook: WebhookProcess) -> int:
+    return len(list(Path(f"/proc/{webhook.process.pid}/fd").iterdir()))
+
+
+def peak_bytes(webhook: WebhookProcess) -> int:
+    status = Path(f"/proc/{webhook.process.pid}/status").read_text()
+    return int(status.partition("VmHWM:")[2].split()[0]) * 1024
+
+
+def head(size: int, *more: str) -> bytes:
+    lines = [
+        "POST /mutate HTTP/1.1",
+        "Host: webhook",
+        "Content-Type: application/json",
+        f"Content-Length: {size}",
+        *more,
+    ]
+    return "\r\n".join([*lines, "", ""]).encode()
+
+
+def review_with(field: str, value: str) -> bytes:
+    """A whole review, with raw JSON in its request."""
+    review = json.dumps(review_of(training_pod()))
+    body = review.replace('"request": {', f'"request": {{"{field}": {value}, ', 1)
+    return head(len(body)) + body.encode()
+
+
+UNFINISHED = head(MOST_BODY_BYTES) + b'{"request": "' + b"x" * (MOST_BODY_BYTES - 100)
+ATTACKS: dict[str, tuple[int, bytes, bool]] = {
+    "large bodies that never end": (60, UNFINISHED, True),
+    "small bodies that never end": (_MANY, head(SMALL_BODY_BYTES) + b" " * (SMALL_BODY_BYTES - 1), True),
+    "headers that never end": (_MANY, b"POST /mutate HTTP/1.1\r\nX: " + b"x" * 4000, True),
+    "nothing at all": (_MANY, b"", True),
+    "no handshake": (_MANY, b"", False),
+    "a review that opens a million lists": (8, review_with("x", f"[{'[],' * 900_000}[]]"), True),
+    "answers as long as their reviews that nobody reads": (60, review_with("uid", f'"{"u" * 2_900_000}"'), True),
+    "small bodies that unpack to large ones": (
+        60,
+        head(len(gzip.compress(b" " * 2_900_000)), "Content-Encoding: gzip") + gzip.compress(b" " * 2_900_000)[:-1],
+        True,
+    ),
+}
+
+
+_QUICK = ("large bodies that never end", "nothing at all")
+
+
+@pytest.mark.parametrize(
+    "attack", [pytest.param(one, marks=() if one in _QUICK else pytest.mark.slow) for one in ATTACKS]
+)
+async def test_honest_reviews_are_answered_and_memory_stays_below_the_charts_limit(
+    webhook: WebhookProcess, attack: str
+) -> None:
+    attackers, payload, handshakes = ATTACKS[attack]
+    # An API server keeps its connection, or takes a new one.
+    kept = webhook.connect()
+    await asyncio.to_thread(ask, kept)
+    async with attacking(webhook, attackers, payload, handshakes=handshakes) as sent:
+        for wanted in (0, attackers):
+            await until(lambda: sent() >= wanted, "all have attacked")  # noqa: B023 - awaited here
+            for _ in range(_HONEST_REVIEWS):
+                await asyncio.to_thread(ask, kept)
+                await asyncio.to_thread(ask_over_a_new_one, webhook)
+        assert descriptors(webhook) <= MOST_CONNECTIONS + MOST_PROBES + _OWN_DESCRIPTORS
+    assert peak_bytes(webhook) < chart_limit_bytes()
+
+
+@contextlib.asynccontextmanager
+async def attacking(
+    webhook: WebhookProcess, attackers: int, payload: bytes, *, handshakes: bool
+) -> AsyncIterator[Callable[[], int]]:
+    """So many at once, each again as soon as it is cut off. Yields how often they came through."""
+    context = ssl.create_default_context(cafile=webhook.authority) if handshakes else None
+    turns = [0] * attackers
+
+    async def attack(number: int) -> None:
+        while True:
+            with contextlib.suppress(OSError):
+                reader, writer = await asyncio.open_connection("127.0.0.1", webhook.port, ssl=context)
+                try:
+                    writer.write(payload)
+                    turns[number] = 1
+                    await writer.drain()
+                    # Its answer is not read; who is cut off is told by an error or an end.
+                    async with asyncio.timeout(_SECONDS):
+                        await closed(reader)
+                finally:
+                    writer.transport.abort()
+            await asyncio.sleep(0.1)  # or it would keep the honest one from asking
+
+    tasks = [asyncio.create_task(attack(number)) for number in range(attackers)]
+    try:
+        yield lambda: sum(turns)
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.wait(tasks)
+    assert not [task.exception() for task in tasks if not task.cancelled()]
+
+
+async def closed(reader: asyncio.StreamReader) -> None:
+    while not reader.at_eof():
+        if reader.exception() is not None:
+            return
+        await asyncio.sleep(0.1)
+
+
+def ask(connection: http.client.HTTPSConnection) -> None:
+    """One honest review."""
+    body = json.dumps(review_of(training_pod()))
+    connection.request("POST", "/mutate", body, {"Content-Type": "application/json"})
+    answer = connection.getresponse()
+    content = answer.read()
+    assert answer.status == 200, content
+    assert json.loads(content)["response"]["allowed"]
+
+
+def ask_over_a_new_one(webhook: WebhookProcess) -> None:
+    connection = webhook.connect()
+    ask(connection)
+    connection.close()
+
+
+async def until(holds: Callable[[], bool], what: str) -> None:
+    await asyncio.to_thread(wait_until, holds, _SECONDS, what)
+
+
+async def test_beyond_the_budget_of_large_reviews_one_is_told_so_at_once(webhook: WebhookProcess) -> None:
+    async with attacking(webhook, 21, UNFINISHED, handshakes=True) as sent:
+        await until(lambda: sent() == 21, "the budget is taken")
+        reader, writer = await asyncio.open_connection(
+            "127.0.0.1", webhook.port, ssl=ssl.create_default_context(cafile=webhook.authority)
+        )
+        writer.write(head(MOST_BODY_BYTES))
+        status = await asyncio.wait_for(reader.readline(), _SECONDS)
+        writer.transport.abort()
+    assert b" 503 " in status, "before a byte of its body was sent"
+
+
+async def test_a_review_that_does_not_say_its_length_is_refused_before_it_comes(webhook: WebhookProcess) -> None:
+    reader, writer = await asyncio.open_connection(
+        "127.0.0.1", webhook.port, ssl=ssl.create_default_context(cafile=webhook.authority)
+    )
+    writer.write(
+        b"POST /mutate HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nTransfer-Encoding: chunked\r\n\r\n"
+    )
+    assert b" 411 " in await asyncio.wait_for(reader.readline(), _SECONDS)
+    writer.transport.abort()
