@@ -7,7 +7,7 @@ from tests.chart.rendering import NAMESPACE, Object, arguments_of, of_kind, rend
 from tests.chart.values_matrix import MATRIX
 
 from mooring_agent.cli.webhook import _settings, webhook
-from mooring_agent.webhook.server import _FINISH_SECONDS
+from mooring_agent.webhook.listener import _FINISH_SECONDS
 from mooring_agent.webhook.settings import Pace, WebhookSettings
 
 WITH_DEFAULTS_OF_THE_PROGRAM = {"log_format"}
