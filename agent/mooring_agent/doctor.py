@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Final, TypeVar
 
 from mooring_agent.adapters.checksum import region_checksum
+from mooring_agent.adapters.cpu_limit import cpu_limit
 from mooring_agent.adapters.open_store import open_store
 from mooring_agent.core.errors import ErrorKind, MooringError, StoreError
 from mooring_agent.core.model import Fingerprint, Region
@@ -54,6 +55,9 @@ class Finding:
 
 async def examine(settings: StoreSettings) -> AsyncIterator[Finding]:
     """Findings as they come. Nothing is raised for what is wrong with the destination: that is a finding."""
+    if limit := cpu_limit():
+        hint = "a drain is no faster, whatever the network: in a pod mooring.dev/cpu raises it"
+        yield Finding(name="cpu", verdict=Verdict.OK, detail=str(limit), hint=hint)
     try:
         async with open_store(settings) as store:
             async for finding in _examine(store, settings):

@@ -3,11 +3,11 @@
 from collections.abc import Callable
 from typing import Final
 
-from benchmarks.data_path.control_group import NoControlGroup, control_group
 from benchmarks.data_path.goals import Goal
 from benchmarks.data_path.mooring import Mooring
 from benchmarks.data_path.process import ToolError
 from benchmarks.data_path.workplace import Workplace
+from tests.harness.control_group import NoControlGroup, memory_control_group
 
 ANONYMOUS_GOAL_MIB: Final = 110
 LIMIT_BYTES: Final = 192 << 20
@@ -49,7 +49,7 @@ def _measure(workplace: Workplace, *, upload: bool, limited: bool) -> tuple[int,
     """(anonymous, resident) MiB at most."""
     with workplace.job(upload=upload, secure=False) as job:
         if limited:
-            with control_group(LIMIT_BYTES) as group:
+            with memory_control_group(LIMIT_BYTES) as group:
                 measurement = Mooring(group).run(job)
         else:
             measurement = Mooring().run(job)

@@ -14,10 +14,10 @@ from contextlib import ExitStack, nullcontext
 from pathlib import Path
 from typing import Final
 
-from benchmarks.data_path.control_group import ControlGroup
 from benchmarks.data_path.process import Measurement, Watch, measure, process_cpu_ns
 from benchmarks.data_path.tools import TIMEOUT_SECONDS, Job, plain_environment
 from tests.harness.agent_process import AgentProcess, write_checkpoint
+from tests.harness.control_group import ControlGroup
 
 import mooring_agent
 

@@ -2,6 +2,7 @@
 
 from typing import Any, Final
 
+from mooring_agent.core.injection.quantity import parse_quantity
 from mooring_api.names import ANNOTATION_INJECTED, POD_AUTOLOAD_PATH
 
 OURS: Final = ("mooring-restore", "mooring-agent")
@@ -73,6 +74,34 @@ def assert_a_cluster_takes_it(pod: Any) -> None:
         if container.get("restartPolicy") != "Always":
             assert not {"lifecycle", "startupProbe", "livenessProbe", "readinessProbe"} & container.keys()
     assert not (spec.get("hostPID") and spec.get("shareProcessNamespace"))
+
+
+def class_of(pod: Any) -> str:
+    """As Kubernetes finds a pod's class [k/k pkg/apis/core/v1/helper/qos, ComputePodQOS]."""
+    spec = pod["spec"]
+    holders = [spec] if any((spec.get("resources") or {}).values()) else [*_containers(spec)]
+    requests: dict[str, Any] = {}
+    limits: dict[str, Any] = {}
+    guaranteed = True
+    for holder in holders:
+        resources = holder.get("resources") or {}
+        limited = _counted(resources.get("limits"))
+        for found, amounts in ((requests, limited | _counted(resources.get("requests"))), (limits, limited)):
+            for name, amount in amounts.items():
+                found[name] = found.get(name, 0) + amount
+        guaranteed = guaranteed and limited.keys() == {"cpu", "memory"}
+    if not requests and not limits:
+        return "BestEffort"
+    return "Guaranteed" if guaranteed and requests == limits else "Burstable"
+
+
+def _containers(spec: Any) -> list[Any]:
+    return [*(spec.get("initContainers") or []), *spec["containers"]]
+
+
+def _counted(amounts: Any) -> dict[str, Any]:
+    numbers = {name: parse_quantity(amount) for name, amount in (amounts or {}).items() if name in ("cpu", "memory")}
+    return {name: number for name, number in numbers.items() if number}
 
 
 def assert_ours_are_last(pod: Any) -> None:

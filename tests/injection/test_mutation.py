@@ -87,7 +87,7 @@ class TestTheSecondTurn:
         assert container(mutated(old), "mooring-agent")["image"] == IMAGE
 
     def test_resources_that_were_taken_away_come_back(self) -> None:
-        once = mutated(pod())
+        once = mutated(pod(containers=[trainer(resources={"requests": {"cpu": "1"}})]))
         for one in once["spec"]["initContainers"]:
             one["resources"] = {}
         assert container(mutated(once), "mooring-agent")["resources"]["limits"]["memory"] == "256Mi"

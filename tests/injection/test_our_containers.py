@@ -4,25 +4,11 @@ from typing import Any
 
 import pytest
 from tests.injection.golden_pods import IMAGE
-from tests.injection.promises import (
-    OURS,
-)
+from tests.injection.promises import OURS, class_of
 from tests.injection.small_pods import ASKED, DEFAULTS, container, mutated, pod, trainer, variables
 
 from mooring_agent.core.injection.spec import Injection, InjectionDefaults, Mutation
 from mooring_agent.core.pod_mutation import mutate
-
-
-def is_guaranteed(of: Any) -> bool:
-    """As Kubernetes finds it out: CPU and memory of every container, and requests that are limits."""
-    spec = of["spec"]
-    everybody = [*spec.get("initContainers", []), *spec["containers"]]
-    resources = [one.get("resources", {}) for one in everybody]
-    return all(
-        found.get("limits", {}).get(name) and found.get("requests", found["limits"]).get(name) == found["limits"][name]
-        for found in resources
-        for name in ("cpu", "memory")
-    )
 
 
 class TestSecurity:
@@ -83,15 +69,55 @@ class TestSecurity:
 class TestResources:
     """Of ours, and what they do to the pod's."""
 
-    def test_a_guaranteed_pod_stays_guaranteed(self) -> None:
-        """With exclusive cores, which a pod of another class loses."""
-        whole = {"requests": {"cpu": "8", "memory": "64Gi"}, "limits": {"cpu": "8", "memory": "64Gi"}}
-        assert is_guaranteed(mutated(pod(containers=[trainer(resources=whole)])))
-
-    def test_requests_are_limits_so_a_guaranteed_pod_stays_guaranteed(self) -> None:
+    @pytest.mark.parametrize(
+        ("of_trainer", "requests", "limits"),
+        [
+            ({}, {}, {}),
+            ({"requests": {"nvidia.com/gpu": "8"}}, {}, {}),
+            ({"requests": {"cpu": "8"}}, {"cpu": "250m", "memory": "256Mi"}, {"memory": "256Mi"}),
+            ({"limits": {"memory": "64Gi"}}, {"cpu": "250m", "memory": "256Mi"}, {"memory": "256Mi"}),
+            (
+                {"requests": {"cpu": "4", "memory": "64Gi"}, "limits": {"cpu": "8", "memory": "64Gi"}},
+                {"cpu": "250m", "memory": "256Mi"},
+                {"memory": "256Mi"},
+            ),
+            (
+                {"limits": {"cpu": "8", "memory": "64Gi"}},
+                {"cpu": "500m", "memory": "256Mi"},
+                {"cpu": "500m", "memory": "256Mi"},
+            ),
+            (
+                {"requests": {"cpu": "8000m", "memory": "65536Mi"}, "limits": {"cpu": "8", "memory": "64Gi"}},
+                {"cpu": "500m", "memory": "256Mi"},
+                {"cpu": "500m", "memory": "256Mi"},
+            ),
+        ],
+    )
+    def test_cpu_has_a_limit_only_where_the_pods_class_wants_one_and_the_class_stays(
+        self, of_trainer: dict[str, Any], requests: dict[str, str], limits: dict[str, str]
+    ) -> None:
+        """Guaranteed pods have exclusive cores; a limit elsewhere makes the drain slower than the node could."""
+        before = pod(containers=[trainer(resources=of_trainer)])
+        after = mutated(before)
+        assert class_of(after) == class_of(before)
         for name in OURS:
-            resources = container(mutated(pod()), name)["resources"]
-            assert resources["requests"] == resources["limits"] == {"cpu": "500m", "memory": "256Mi"}
+            found = container(after, name).get("resources", {})
+            assert (found.get("requests", {}), found.get("limits", {})) == (requests, limits)
+
+    def test_what_somebody_asks_for_is_request_and_limit_in_every_class(self) -> None:
+        asked = Injection(destination="s3://bucket/run", run_as_user=1000, cpu="2", memory="1Gi")
+        for of_trainer in ({}, {"requests": {"cpu": "8"}}, {"limits": {"cpu": "8", "memory": "64Gi"}}):
+            found = container(mutated(pod(containers=[trainer(resources=of_trainer)]), asked), "mooring-agent")[
+                "resources"
+            ]
+            assert found["requests"] == found["limits"] == {"cpu": "2", "memory": "1Gi"}
+
+    def test_what_the_admin_decided_does_not_change_a_pods_class(self) -> None:
+        defaults = InjectionDefaults(image=IMAGE, cpu="1", memory="512Mi")
+        assert "resources" not in container(mutated(pod(), defaults=defaults), "mooring-agent")
+        before = pod(containers=[trainer(resources={"requests": {"cpu": "8"}})])
+        found = container(mutated(before, defaults=defaults), "mooring-agent")["resources"]
+        assert found["requests"] == found["limits"] == {"cpu": "1", "memory": "512Mi"}
 
     def test_of_what_the_pod_as_a_whole_has_the_agent_takes_its_share(self) -> None:
         after = mutated(pod(resources={"limits": {"memory": "64Gi"}}))
@@ -156,7 +182,7 @@ class TestResources:
             ({"limits": {"memory": "64Gi"}}, "64Gi", "64Gi"),
             ({"requests": {"memory": "8Gi"}, "limits": {"memory": "64Gi"}}, "8Gi", "64Gi"),
             ({"requests": {"memory": "8Gi"}}, "8Gi", None),
-            ({}, "256Mi", None),
+            ({"requests": {"cpu": "1"}}, "256Mi", None),
             ({"limits": {"memory": "128Mi"}}, "256Mi", "256Mi"),
         ],
     )
@@ -168,7 +194,7 @@ class TestResources:
         after = mutated(pod(containers=[trainer(resources=trainers)]), asked)
         found = container(after, "mooring-restore")["resources"]
         assert (found["requests"]["memory"], found["limits"].get("memory")) == (requests, limits)
-        assert found["requests"]["cpu"] == found["limits"]["cpu"] == "500m"
+        assert found["requests"]["cpu"] == "250m"
         assert container(after, "mooring-agent")["resources"]["limits"]["memory"] == "256Mi"
         on_disk = mutated(pod(containers=[trainer(resources=trainers)]))
         assert container(on_disk, "mooring-restore")["resources"]["limits"]["memory"] == "256Mi"
@@ -178,5 +204,5 @@ class TestResources:
         mount = {"name": "v", "mountPath": "/mooring"}
         containers = [trainer(resources=whole, volumeMounts=[mount])]
         after = mutated(pod(containers=containers, volumes=[{"name": "v", "emptyDir": {"medium": "Memory"}}]))
-        assert is_guaranteed(after)
+        assert class_of(after) == "Guaranteed"
         assert container(after, "mooring-restore")["resources"]["limits"]["memory"] == "64Gi"

@@ -14,6 +14,7 @@ from tests.injection.promises import (
     assert_a_cluster_takes_it,
     assert_nothing_of_the_users_is_lost,
     assert_ours_are_last,
+    class_of,
 )
 
 from mooring_agent.core.admission_review import Outcome, answer
@@ -48,6 +49,8 @@ def test_a_mutated_pod_is_whole_and_needs_nothing_more(pod: dict[str, Any], defa
     assert_nothing_of_the_users_is_lost(pod, mutated)
     assert_a_cluster_takes_it(mutated)
     assert_ours_are_last(mutated)
+    if not {"mooring.dev/cpu", "mooring.dev/memory"} & pod["metadata"]["annotations"].keys():
+        assert class_of(mutated) == class_of(pod)
     again = inject(mutated, defaults)
     assert isinstance(again, Mutation)
     assert again.patch == ()

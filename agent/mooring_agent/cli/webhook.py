@@ -58,7 +58,7 @@ def _annotations(_: click.Context, __: click.Parameter, values: tuple[str, ...])
     show_default=True,
     help="Least terminationGracePeriodSeconds of a pod, unless it says how much it needs.",
 )
-@click.option("--cpu", default=_DEFAULTS.cpu, show_default=True, help="Of the agent, request and limit.")
+@click.option("--cpu", default=_DEFAULTS.cpu, help="Of the agent, request and limit; by the pod's class if not given.")
 @click.option("--memory", default=_DEFAULTS.memory, show_default=True, help="Of the agent, request and limit.")
 @click.option(
     "--default-annotation",

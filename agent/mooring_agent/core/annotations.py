@@ -54,7 +54,9 @@ def read_annotations(annotations: Mapping[str, str], defaults: InjectionDefaults
 def default_problems(defaults: InjectionDefaults) -> tuple[str, ...]:
     """What is wrong with the admin's own decisions: to be said when the webhook starts, not in every user's pod."""
     least = {ANNOTATION_INJECT: "true", f"{ANNOTATION_PREFIX}destination": "s3://bucket"}
-    sizes = {f"{ANNOTATION_PREFIX}cpu": defaults.cpu, f"{ANNOTATION_PREFIX}memory": defaults.memory}
+    sizes = {f"{ANNOTATION_PREFIX}memory": defaults.memory}
+    if defaults.cpu:
+        sizes[f"{ANNOTATION_PREFIX}cpu"] = defaults.cpu
     problems = [f"{key} is not for everybody" for key in sorted(least.keys() & defaults.annotations.keys())]
     asked = read_annotations({**least, **sizes, **defaults.annotations}, replace(defaults, annotations={}))
     return (*problems, *(asked.problems if isinstance(asked, Refusal) else ()))

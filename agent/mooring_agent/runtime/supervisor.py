@@ -13,6 +13,7 @@ import structlog
 
 from mooring_agent import __version__
 from mooring_agent.adapters.clock import SystemClock
+from mooring_agent.adapters.cpu_limit import cpu_limit
 from mooring_agent.adapters.doorbell import Doorbell
 from mooring_agent.adapters.liveness import RankLocks
 from mooring_agent.adapters.rate_limit import RateLimiter
@@ -123,6 +124,8 @@ async def run_agent(settings: Settings, *, fresh: bool = False, parent_pid: int 
         await stack.enter_async_context(serve_http(settings.http_address, lambda: state, clock))
         await stack.enter_async_context(serve_grpc(service, Path(settings.socket)))
         log.info("agent.serving", version=__version__, socket=settings.socket, destination=settings.store.destination)
+        if limit := cpu_limit():
+            log.info("cpu.limited", limit=str(limit), hint="in a pod mooring.dev/cpu raises it")
         forever: list[Forever] = [
             lambda: sensors.watch_ranks(parent_pid),
             sensors.watch_disk,

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Final
 
+from mooring_agent.core.injection.pod_resources import GUARANTEED_CPU, REQUESTED_CPU
 from mooring_agent.core.setting_fields import SettingField, setting_fields
 from mooring_api import names
 from mooring_api.names import ANNOTATION_PREFIX
@@ -111,8 +112,18 @@ OWN: Final = (
         help="`true`: the trainer's TMPDIR is on the checkpoints' volume, and counts against its size. Lightning then "
         "renames its checkpoints, rather than copy them in place.",
     ),
-    AnnotationField(name="cpu", default="the chart's", help="Request and limit of the agent, and of restore."),
-    AnnotationField(name="memory", default="the chart's", help="Request and limit of the agent, and of restore."),
+    AnnotationField(
+        name="cpu",
+        default=f"the chart's; else a request of `{REQUESTED_CPU}` without a limit, and `{GUARANTEED_CPU}` for both in "
+        "a Guaranteed pod",
+        help="Request and limit of the agent, and of restore. Over TLS the agent uploads at most about 0.85 GB/s for "
+        "each CPU of the limit. A BestEffort pod stays one unless this or `memory` is given.",
+    ),
+    AnnotationField(
+        name="memory",
+        default="the chart's; none in a BestEffort pod",
+        help="Request and limit of the agent, and of restore.",
+    ),
     AnnotationField(
         name="run-as-user",
         default="the trainer's `runAsUser`",

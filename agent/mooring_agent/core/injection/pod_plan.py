@@ -7,20 +7,18 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 from mooring_agent.core.injection import job_place
-from mooring_agent.core.injection.checkpoint_place import CheckpointPlace, ephemeral_limit
+from mooring_agent.core.injection.checkpoint_place import CheckpointPlace
 from mooring_agent.core.injection.findings import Findings
 from mooring_agent.core.injection.injected_containers import POD_SOCKET, Plan
+from mooring_agent.core.injection.pod_resources import agent_resources, with_the_trainers_memory
 from mooring_agent.core.injection.pod_shape import present
 from mooring_agent.core.injection.pod_user import security_context
 from mooring_agent.core.injection.pod_volumes import CA_PATH, SOCKET_MOUNT, store_mounts
-from mooring_agent.core.injection.quantity import quantity_or_nothing
 from mooring_agent.core.injection.spec import Injection, InjectionDefaults
 from mooring_agent.core.injection.trainer_container import Container, others, plain, variable
 from mooring_agent.core.injection.workload_identity import identity_mounts, identity_variables
 from mooring_api import names
 
-_EPHEMERAL_STORAGE: Final = "128Mi"
-"""For logs: our containers write nothing else outside of volumes."""
 _CLUSTER_EVENTS: Final = "MOORING_CLUSTER_EVENTS"
 _FROM_THE_POD: Final = {
     "MOORING_POD_NAME": "metadata.name",
@@ -53,7 +51,7 @@ def plan_of(
         **_place_texts(metadata, place),
         **injection.settings,
     }
-    resources = _resources(spec, injection, defaults, findings)
+    resources = agent_resources(spec, injection, defaults, findings)
     has_identity = not injection.claim and not injection.credentials
     return Plan(
         image=defaults.image,
@@ -72,7 +70,7 @@ def plan_of(
             *(_beside(place, identity_mounts(trainer)) if has_identity else []),
         ],
         resources=resources,
-        restore_resources=_with_the_trainers_memory(resources, trainer) if place.in_memory else resources,
+        restore_resources=with_the_trainers_memory(resources, trainer) if place.in_memory else resources,
         security_context=security_context(spec, trainer, injection, openshift=defaults.openshift, findings=findings),
         autoload=injection.autoload,
         old_volume=place.outlives_pod,
@@ -137,44 +135,6 @@ def _place_texts(metadata: Mapping[str, Any], place: CheckpointPlace) -> dict[st
         # Kubelet's threshold is for the node's own disk.
         texts[_EVICTION_THRESHOLD] = "0"
     return texts
-
-
-def _resources(
-    spec: Mapping[str, Any], injection: Injection, defaults: InjectionDefaults, findings: Findings
-) -> dict[str, Any]:
-    """Requests and limits are the same, so a pod that is Guaranteed stays so and a quota is content."""
-    wanted = {"cpu": injection.cpu or defaults.cpu, "memory": injection.memory or defaults.memory}
-    of_pod = present(spec, "resources", {})
-    # Of a limit the API server makes requests for the pod, from its containers' too: by then nobody sees who said what.
-    shared = any(present(of_pod, key, {}) for key in ("requests", "limits"))
-    if shared:
-        findings.warnings.append(
-            "the pod has resources of its own: the agent takes its share of them, without a request or limit of its own"
-        )
-    amounts = {} if shared else wanted
-    if ephemeral_limit(spec):
-        # None where nobody has one: it would be the whole pod's, checkpoints included.
-        amounts["ephemeral-storage"] = _EPHEMERAL_STORAGE
-    return {"requests": amounts, "limits": dict(amounts)} if amounts else {}
-
-
-def _with_the_trainers_memory(resources: Mapping[str, Any], trainer: Container) -> Mapping[str, Any]:
-    """Of restore, which brings a checkpoint into memory that is its own until it ends, and ends before the trainer
-    begins: so the pod as a whole needs no more than it does anyway."""
-    if "memory" not in resources.get("limits", {}):
-        return resources
-    of_trainer = present(trainer, "resources", {})
-    limit = present(of_trainer, "limits", {}).get("memory")
-    request = present(of_trainer, "requests", {}).get("memory", limit)
-    changed = {}
-    for key, amount in (("requests", request), ("limits", limit)):
-        amounts = dict(resources[key])
-        if quantity_or_nothing(amount) > quantity_or_nothing(amounts["memory"]):
-            amounts["memory"] = amount
-        elif key == "limits" and amount is None:
-            del amounts["memory"]
-        changed[key] = amounts
-    return changed
 
 
 def _may_serve_metrics(spec: Mapping[str, Any], findings: Findings) -> bool:

@@ -32,7 +32,8 @@ class InjectionDefaults:
     image_pull_policy: str = "IfNotPresent"
     openshift: bool = False
     grace_seconds: int = 120
-    cpu: str = "500m"
+    cpu: str = ""
+    """Request and limit; empty: by the pod's class, see `pod_resources`."""
     memory: str = "256Mi"
     annotations: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}))
 

@@ -1,0 +1,59 @@
+"""How much CPU this process is allowed by its control groups, and the upload rate that follows from it."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+from typing import Final
+
+_TLS_CPU_SECONDS_PER_GB: Final = 1.18
+"""Measured: benchmarks/RESULTS.md, upload-tls."""
+_GB: Final = 1e9
+_CONTROL_GROUPS: Final = Path("/sys/fs/cgroup")
+_OURS: Final = Path("/proc/self/cgroup")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CpuLimit:
+    """Seconds of CPU that may be used in a second."""
+
+    cpus: float
+
+    @property
+    def upload_bytes_per_second(self) -> float:
+        """The most over TLS, which costs more than all else together."""
+        return self.cpus / _TLS_CPU_SECONDS_PER_GB * _GB
+
+    def __str__(self) -> str:
+        amount = f"{self.cpus:g}" if self.cpus >= 1 else f"{self.cpus * 1000:.0f}m"
+        return f"CPU limit {amount}: at most about {self.upload_bytes_per_second / _GB:.2g} GB/s over TLS"
+
+
+def cpu_limit(*, ours: Path = _OURS, control_groups: Path = _CONTROL_GROUPS) -> CpuLimit | None:
+    """The tightest one on the way from our own group to the root; None where there is none, or nobody says it."""
+    limits = [limit for group in _groups(ours, control_groups) if (limit := _limit_of(group)) is not None]
+    return CpuLimit(cpus=min(limits)) if limits else None
+
+
+def _groups(ours: Path, control_groups: Path) -> Iterator[Path]:
+    """Our own group and those above it, in both versions of the kernel's interface. Some may not be there: a container
+    sees its own as the root."""
+    try:
+        lines = [line.split(":", 2) for line in ours.read_text().splitlines()]
+    except OSError:
+        return
+    for number, controllers, path in (line for line in lines if len(line) == 3):
+        if number == "0" or "cpu" in controllers.split(","):
+            root = control_groups / controllers
+            for place in (PurePosixPath(path), *PurePosixPath(path).parents):
+                yield root / str(place).lstrip("/")
+
+
+def _limit_of(group: Path) -> float | None:
+    try:
+        if (group / "cpu.max").exists():
+            quota, period = (group / "cpu.max").read_text().split()
+        else:
+            quota, period = ((group / f"cpu.cfs_{name}_us").read_text().strip() for name in ("quota", "period"))
+        return float(quota) / float(period) if quota not in ("max", "-1") else None
+    except (OSError, ValueError, ZeroDivisionError):
+        return None

@@ -1,0 +1,109 @@
+"""What restore and agent request and are limited to, so that the pod stays of the class that it is.
+
+Kubernetes derives a pod's class from its containers' CPU and memory, ours among them: Guaranteed where requests are
+limits, BestEffort where nobody says anything, else Burstable.
+"""
+
+from collections.abc import Iterator, Mapping
+from decimal import Decimal
+from enum import StrEnum
+from typing import Any, Final
+
+from mooring_agent.core.injection.checkpoint_place import ephemeral_limit
+from mooring_agent.core.injection.findings import Findings
+from mooring_agent.core.injection.pod_shape import present
+from mooring_agent.core.injection.quantity import quantity_or_nothing
+from mooring_agent.core.injection.spec import Injection, InjectionDefaults
+from mooring_agent.core.injection.trainer_container import Container, others
+
+REQUESTED_CPU: Final = "250m"
+GUARANTEED_CPU: Final = "500m"
+_EPHEMERAL_STORAGE: Final = "128Mi"
+"""For logs: our containers write nothing else outside of volumes."""
+_COUNTED: Final = ("cpu", "memory")
+
+
+class QosClass(StrEnum):
+    """Kubernetes' own names."""
+
+    GUARANTEED = "Guaranteed"
+    BURSTABLE = "Burstable"
+    BEST_EFFORT = "BestEffort"
+
+
+def qos_class(spec: Mapping[str, Any]) -> QosClass:
+    """Of the user's containers [k/k pkg/apis/core/v1/helper/qos, ComputePodQOS]."""
+    requests, limits = dict.fromkeys(_COUNTED, Decimal(0)), dict.fromkeys(_COUNTED, Decimal(0))
+    all_limited = True
+    for container in (*others(spec, "containers"), *others(spec, "initContainers")):
+        for name, request, limit in _said(container):
+            requests[name] += request
+            limits[name] += limit
+            all_limited &= limit > 0
+    if not any(requests.values()) and not any(limits.values()):
+        return QosClass.BEST_EFFORT
+    return QosClass.GUARANTEED if all_limited and requests == limits else QosClass.BURSTABLE
+
+
+def _said(container: Container) -> Iterator[tuple[str, Decimal, Decimal]]:
+    """Name, request and limit; 0 for nothing. A request that nobody says is the limit."""
+    resources = present(container, "resources", {})
+    requests, limits = present(resources, "requests", {}), present(resources, "limits", {})
+    for name in _COUNTED:
+        yield (
+            name,
+            quantity_or_nothing(present(requests, name, limits.get(name))),
+            quantity_or_nothing(limits.get(name)),
+        )
+
+
+def agent_resources(
+    spec: Mapping[str, Any], injection: Injection, defaults: InjectionDefaults, findings: Findings
+) -> dict[str, Any]:
+    """Empty where ours say nothing. An amount that somebody asked for is request and limit."""
+    requests: dict[str, str] = {}
+    limits: dict[str, str] = {}
+    of_pod = present(spec, "resources", {})
+    if any(present(of_pod, key, {}) for key in ("requests", "limits")):
+        # Of its limits the API server makes its requests, from containers' too: by then nobody sees who said what.
+        findings.warnings.append(
+            "the pod has resources of its own: the agent takes its share of them, without a request or limit of its own"
+        )
+    else:
+        asked = {"cpu": injection.cpu, "memory": injection.memory}
+        match qos_class(spec):
+            case QosClass.BEST_EFFORT:
+                limits = {name: amount for name, amount in asked.items() if amount}
+                requests = dict(limits)
+            case QosClass.GUARANTEED:
+                cpu = injection.cpu or defaults.cpu or GUARANTEED_CPU
+                limits = {"cpu": cpu, "memory": injection.memory or defaults.memory}
+                requests = dict(limits)
+            case QosClass.BURSTABLE:
+                # A limit on CPU would hold the drain back, on a node that may have nothing else to do then.
+                cpu = injection.cpu or defaults.cpu
+                limits = {**({"cpu": cpu} if cpu else {}), "memory": injection.memory or defaults.memory}
+                requests = {"cpu": cpu or REQUESTED_CPU, "memory": limits["memory"]}
+    if ephemeral_limit(spec):
+        # None where nobody has one: it would be the whole pod's, checkpoints included.
+        requests["ephemeral-storage"] = limits["ephemeral-storage"] = _EPHEMERAL_STORAGE
+    return {key: amounts for key, amounts in (("requests", requests), ("limits", limits)) if amounts}
+
+
+def with_the_trainers_memory(resources: Mapping[str, Any], trainer: Container) -> Mapping[str, Any]:
+    """Of restore, which brings a checkpoint into memory that is its own until it ends, and ends before the trainer
+    begins: so the pod as a whole needs no more than it does anyway."""
+    if "memory" not in resources.get("limits", {}):
+        return resources
+    of_trainer = present(trainer, "resources", {})
+    limit = present(of_trainer, "limits", {}).get("memory")
+    request = present(of_trainer, "requests", {}).get("memory", limit)
+    changed = {}
+    for key, amount in (("requests", request), ("limits", limit)):
+        amounts = dict(resources[key])
+        if quantity_or_nothing(amount) > quantity_or_nothing(amounts["memory"]):
+            amounts["memory"] = amount
+        elif key == "limits" and amount is None:
+            del amounts["memory"]
+        changed[key] = amounts
+    return changed
