@@ -3,7 +3,13 @@
 from typing import Any, Final
 
 from mooring_agent.core.injection.quantity import parse_quantity
-from mooring_api.names import ANNOTATION_INJECTED, POD_AUTOLOAD_PATH
+from mooring_api.names import (
+    ANNOTATION_INJECTED,
+    CREDENTIALS_VOLUME,
+    DESTINATION_VOLUME,
+    POD_AUTOLOAD_PATH,
+    STATE_VOLUME,
+)
 
 OURS: Final = ("mooring-restore", "mooring-agent")
 _ADDED_TO_LISTS: Final = ("env", "volumeMounts", "volumes", "containers", "initContainers")
@@ -74,6 +80,14 @@ def assert_a_cluster_takes_it(pod: Any) -> None:
         if container.get("restartPolicy") != "Always":
             assert not {"lifecycle", "startupProbe", "livenessProbe", "readinessProbe"} & container.keys()
     assert not (spec.get("hostPID") and spec.get("shareProcessNamespace"))
+
+
+def assert_nobody_else_has_what_is_the_agents(pod: Any) -> None:
+    """What it believes, its credentials, and the claim that it writes to."""
+    private = {STATE_VOLUME, CREDENTIALS_VOLUME, DESTINATION_VOLUME}
+    for container in _containers(pod["spec"]):
+        mounted = {mount["name"] for mount in container.get("volumeMounts") or []}
+        assert STATE_VOLUME in mounted if container["name"] in OURS else not private & mounted, container["name"]
 
 
 def class_of(pod: Any) -> str:

@@ -121,6 +121,7 @@ def test_a_destination_is_a_bucket_or_a_claim(text: str, destination: str, claim
         ("checkpoint-directory", "/out/../etc", "is no directory in the trainer"),
         ("checkpoint-directory", "/run", "'/run' collides with /run/mooring: choose another directory"),
         ("checkpoint-directory", "/proc/self", "collides with /proc"),
+        ("checkpoint-directory", "/mooring-state/x", "collides with /mooring-state"),
         ("size-limit", "-1Gi", "'-1Gi' is less than a byte: write it as 500Gi"),
         ("size-limit", "500 GB", "'500 GB' is no quantity; write it as 500m, 2, 256Mi or 10Gi"),
         ("medium", "ssd", "'ssd' is neither memory nor disk"),

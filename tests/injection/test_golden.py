@@ -8,7 +8,10 @@ import kubernetes_validate
 import pytest
 from tests.injection import golden_pods as golden
 from tests.injection.api_server import stored
-from tests.injection.promises import assert_nothing_of_the_users_is_lost
+from tests.injection.promises import (
+    assert_nobody_else_has_what_is_the_agents,
+    assert_nothing_of_the_users_is_lost,
+)
 
 from mooring_agent.core.injection.spec import Mutation
 
@@ -45,6 +48,7 @@ def test_kubernetes_takes_every_pod_before_and_after(version: str) -> None:
 def test_a_mutated_pod_has_everything_of_the_users_and_needs_nothing_more(case: golden.Case, outcome: Mutation) -> None:
     pod = mutated(case, outcome)
     assert_nothing_of_the_users_is_lost(case.pod, pod)
+    assert_nobody_else_has_what_is_the_agents(pod)
     again = golden.inject(pod, case.defaults)
     assert isinstance(again, Mutation)
     assert again.patch == ()

@@ -12,6 +12,7 @@ from tests.injection.golden_pods import IMAGE, KUBERNETES, inject
 from tests.injection.pods import broken_pods, garbage, odd_pods, pods
 from tests.injection.promises import (
     assert_a_cluster_takes_it,
+    assert_nobody_else_has_what_is_the_agents,
     assert_nothing_of_the_users_is_lost,
     assert_ours_are_last,
     class_of,
@@ -48,6 +49,7 @@ def test_a_mutated_pod_is_whole_and_needs_nothing_more(pod: dict[str, Any], defa
     mutated = applied(pod, outcome)
     assert_nothing_of_the_users_is_lost(pod, mutated)
     assert_a_cluster_takes_it(mutated)
+    assert_nobody_else_has_what_is_the_agents(mutated)
     assert_ours_are_last(mutated)
     if not {"mooring.dev/cpu", "mooring.dev/memory"} & pod["metadata"]["annotations"].keys():
         assert class_of(mutated) == class_of(pod)

@@ -23,6 +23,7 @@ _NOT_OURS: Final = (
     "/proc",
     "/sys",
     names.POD_SOCKET_DIRECTORY,
+    names.POD_STATE_DIRECTORY,
     names.POD_DESTINATION_PATH,
     names.POD_AUTOLOAD_PATH,
     names.POD_CA_PATH,

@@ -13,7 +13,7 @@ from mooring_agent.core.injection.injected_containers import POD_SOCKET, Plan
 from mooring_agent.core.injection.pod_resources import agent_resources, with_the_trainers_memory
 from mooring_agent.core.injection.pod_shape import present
 from mooring_agent.core.injection.pod_user import security_context
-from mooring_agent.core.injection.pod_volumes import CA_PATH, SOCKET_MOUNT, store_mounts
+from mooring_agent.core.injection.pod_volumes import CA_PATH, SOCKET_MOUNT, STATE_MOUNT, store_mounts
 from mooring_agent.core.injection.spec import Injection, InjectionDefaults
 from mooring_agent.core.injection.trainer_container import Container, others, plain, variable
 from mooring_agent.core.injection.workload_identity import identity_mounts, identity_variables
@@ -47,6 +47,7 @@ def plan_of(
         names.ENV_VOLUME: place.mount_path,
         names.ENV_CHECKPOINT_DIRECTORY: place.directory,
         names.ENV_SOCKET: POD_SOCKET,
+        names.ENV_STATE_DIRECTORY: names.POD_STATE_DIRECTORY,
         "MOORING_GRACE_SECONDS": str(grace_seconds),
         **_place_texts(metadata, place),
         **injection.settings,
@@ -66,6 +67,7 @@ def plan_of(
         mounts=[
             place.mount,
             SOCKET_MOUNT,
+            STATE_MOUNT,
             *store_mounts(injection),
             *(_beside(place, identity_mounts(trainer)) if has_identity else []),
         ],

@@ -10,17 +10,22 @@ from mooring_agent.core.injection.spec import CaBundle, CaSource, Injection
 from mooring_api import names
 
 _SOCKET_LIMIT: Final = "1Mi"
+_STATE_LIMIT: Final = "1Gi"
+"""A journal is some MiB, and beyond its limit the pod is evicted: so this is far more than it ever is."""
 _AUTOLOAD_LIMIT: Final = "16Mi"
 _CA_FILE: Final = "ca.crt"
 _MODE: Final = 0o644
 """Kubernetes' own default. What the API server would add to ours is in it already, or the next review would differ."""
 CA_PATH: Final = f"{names.POD_CA_PATH}/{_CA_FILE}"
 SOCKET_MOUNT: Final[Mapping[str, Any]] = {"name": names.SOCKET_VOLUME, "mountPath": names.POD_SOCKET_DIRECTORY}
+STATE_MOUNT: Final[Mapping[str, Any]] = {"name": names.STATE_VOLUME, "mountPath": names.POD_STATE_DIRECTORY}
+"""Of restore and agent: what is kept there is believed, so the trainer must not have it."""
 AUTOLOAD_MOUNT: Final[Mapping[str, Any]] = {"name": names.AUTOLOAD_VOLUME, "mountPath": names.POD_AUTOLOAD_PATH}
 OURS: Final = frozenset(
     {
         names.CHECKPOINT_VOLUME,
         names.SOCKET_VOLUME,
+        names.STATE_VOLUME,
         names.AUTOLOAD_VOLUME,
         names.DESTINATION_VOLUME,
         names.CREDENTIALS_VOLUME,
@@ -65,6 +70,8 @@ def _volumes(injection: Injection, place: CheckpointPlace) -> Iterator[dict[str,
     if place.added:
         yield dict(place.added)
     yield {"name": names.SOCKET_VOLUME, "emptyDir": {"medium": "Memory", "sizeLimit": _SOCKET_LIMIT}}
+    # On disk also where checkpoints are in memory: it would count against the agent's own limit there.
+    yield {"name": names.STATE_VOLUME, "emptyDir": {"sizeLimit": _STATE_LIMIT}}
     if injection.autoload:
         yield {"name": names.AUTOLOAD_VOLUME, "emptyDir": {"sizeLimit": _AUTOLOAD_LIMIT}}
     if injection.claim:
