@@ -11,6 +11,12 @@ from typing import Final
 _HINT: Final = (
     "the command line needs the agent's packages: pip install 'mooring[agent]', or 'mooring[webhook]' for the webhook"
 )
+_PACKAGES: Final = frozenset(
+    {"aiobotocore", "aiohttp", "awscrt", "botocore", "click", "cryptography", "google", "google.rpc", "grpc"}
+    | {"grpc_health", "grpc_reflection", "h11", "kubernetes", "msgspec", "prometheus_client", "psutil", "rich"}
+    | {"structlog", "typing_extensions", "urllib3", "uvloop", "watchdog"}
+)
+"""What those extras install, as it is imported."""
 
 
 def main() -> None:
@@ -20,7 +26,10 @@ def main() -> None:
         from mooring_agent.cli import cli
 
         cli(prog_name="mooring")
-    except ImportError as error:
+    except ModuleNotFoundError as error:
+        if not _is_missing_package(error.name or ""):
+            # A mistake of ours, or a broken installation: its traceback says more.
+            raise
         # Also of one command: click alone is in many a trainer's image. Nothing of ours may be there to say it with.
         sys.stderr.write(f"error: {error}\nhint: {_HINT}\n")
         sys.exit(2)
@@ -32,6 +41,12 @@ def main() -> None:
 def _leave_at_once(number: int, frame: FrameType | None) -> None:
     """As after a SIGKILL, whatever hangs: the next start cleans up what was half-done, and joins no thread."""
     os._exit(128 + number)
+
+
+def _is_missing_package(name: str) -> bool:
+    """Whether a package of those is not there at all; a part that one lacks is another matter."""
+    root = name.partition(".")[0]
+    return name in _PACKAGES or (root in _PACKAGES and sys.modules.get(root) is None)
 
 
 def _end_beside_store_threads(leaving: SystemExit) -> None:

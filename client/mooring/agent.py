@@ -10,6 +10,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
+from mooring.autoload.post_import import reason
 from mooring.errors import AgentError, ErrorKind
 from mooring.rank_store import Ranks
 from mooring.records import Kind
@@ -38,11 +39,9 @@ class Agent:
         """The agent knew of a termination notice when it last got to know us."""
         if socket is None:
             _log.warning("no agent: checkpoints stay on the local disk; see `mooring run`")
-        else:
-            # A broken installation must show here and not in a training step.
-            from mooring import channel
-
-            self._channel = channel.Channel(socket, ranks)
+            return
+        self._channel = _open_channel(socket, ranks)
+        if self._channel is not None:
             self._register(self._channel)
 
     @property
@@ -133,6 +132,21 @@ class Agent:
         if self._missed:
             self._missed = False
             _log.info("agent back")
+
+
+def _open_channel(socket: Path, ranks: Ranks) -> "Channel | None":
+    """None where gRPC or protobuf are missing, broken, or older than the code that was generated for them."""
+    try:
+        # A broken installation must show here and not in a training step.
+        from mooring import channel
+    except Exception as error:
+        _log.warning(
+            "no agent: gRPC cannot be loaded, checkpoints are saved and not announced: error=%s "
+            "hint=pip install --upgrade mooring grpcio protobuf",
+            reason(error),
+        )
+        return None
+    return channel.Channel(socket, ranks)
 
 
 def _version() -> str:

@@ -1,9 +1,9 @@
 """The one entry point for a training loop: resume, ask whether to save, save, stop in time.
 
 Owns which step is saved and what is still being written. Never hurts training: past the constructor it raises only what
-the user's own code raised while saving, UsageError for arguments that make no sense, and VolumeError when there is
-nowhere to save to or to resume from. Every rank of a job makes one and calls the same methods at the same steps; the
-ranks of a pod share its directory.
+the user's own code raised while saving, UsageError for arguments that make no sense, VolumeError when there is nothing
+to resume from or the last save of all is lost, and RanksError when ranks stay away from a resume. Every rank of a job
+makes one and calls the same methods at the same steps; the ranks of a pod share its directory.
 """
 
 import logging
@@ -14,7 +14,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Final
 
-from mooring.errors import ErrorKind, UsageError
+from mooring.autoload.post_import import reason
+from mooring.errors import ErrorKind, UsageError, VolumeError
 from mooring.gate import Ask
 from mooring.integrations.ownership import Owner, claim
 from mooring.job import WRITE_SECONDS
@@ -61,8 +62,8 @@ class Checkpointer:
     def resume(self) -> Path | None:
         """The newest complete checkpoint to continue from, the same on all ranks; None to begin afresh.
 
-        Raises VolumeError when the pods of the job have checkpoints, but none in common, and SystemExit(143) when
-        the pod is known to end and no step was done yet.
+        Raises VolumeError when the pods of the job have checkpoints, but none in common, RanksError when some ranks do
+        not come, and SystemExit(143) when the pod is known to end and no step was done yet.
         """
         if self._session.ends_untrained():
             self._session.leave()
@@ -91,23 +92,47 @@ class Checkpointer:
         """A directory to write the checkpoint of `step` into: `with checkpointer.save(step) as directory: …`.
 
         When the block ends on all ranks it becomes `checkpoint-<step>` and is announced; when it raises on one, nothing
-        of it stays. `kind` is needed for the last save of a run that ended by itself: Kind.FINAL. Raises UsageError,
-        VolumeError.
+        of it stays. What it raises goes through, unless the volume is to blame, full for example: that costs the
+        checkpoint and one warning, as it does when not even the directory can be made. `kind` is needed for the last
+        save of a run that ended by itself: Kind.FINAL, after which there is no other, so that its failure is raised.
+        Raises UsageError, and VolumeError for Kind.FINAL.
         """
-        saving = self.begin(step, kind)
+        saving = self._started(step, kind)
+        is_final = kind == Kind.FINAL
+        if is_final and saving.failure is not None:
+            raise saving.failure
         try:
             yield saving.directory
-        except BaseException:
-            saving.abandon()
-            raise
+        except BaseException as error:
+            if is_final or not saving.failed_by_volume(error):
+                saving.abandon()
+                raise
+            _warn_given_up(step, saving.failure or error)
+            if not saving.abandon_together():
+                # The other ranks may wait for this one in the midst of writing: they must not meet its next step there.
+                raise
+            return
         # A notice that came while this was written needs no second save.
-        saving.complete(None if kind is not None else lambda: _kind_for(self._session.ask(saving.step)))
+        is_complete = saving.complete(None if kind is not None else lambda: _kind_for(self._session.ask(saving.step)))
+        if saving.failure is not None:
+            _warn_given_up(step, saving.failure)
+        elif is_final and not is_complete:
+            raise VolumeError(
+                ErrorKind.VOLUME_UNUSABLE, f"the final checkpoint of step {step} was lost", hint="a warning says why"
+            )
 
     def begin(self, step: int, kind: Kind | str | None = None) -> Saving:
         """The same in two parts, for a checkpoint that is written while training goes on: see Saving.
 
-        Complete or abandon it, from any thread, before the next one begins.
+        Complete or abandon it, from any thread, before the next one begins. Raises UsageError, and VolumeError on all
+        ranks when there is no directory to write into.
         """
+        saving = self._started(step, kind)
+        if saving.failure is not None:
+            raise saving.failure
+        return saving
+
+    def _started(self, step: int, kind: Kind | str | None) -> Saving:
         step, chosen = _checked(step, kind)
         wanted = chosen or _kind_for(self._session.ask(step))
         # With no room the user insists.
@@ -141,6 +166,12 @@ class Checkpointer:
         if self._begun is not None:
             self._session.abort(self._begun)
         self._begun = None
+
+
+def _warn_given_up(step: int, error: BaseException) -> None:
+    hint = getattr(error, "hint", "") or "see whether the volume is full"
+    # Its words alone: what the error refers to may keep a deleted file open, and its room taken.
+    _log.warning("checkpoint given up, training goes on: step=%d error=%s hint=%s", step, reason(error), hint)
 
 
 def _kind_for(ask: Ask) -> Kind:

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Final
 
 from mooring.errors import StoreLostError
-from mooring.rank_store import Ranks, RankStore
+from mooring.rank_store import Ranks, RankStore, named_ranks
 
 MEET_SECONDS: Final = 600.0
 """One rank may prepare its data for long before it comes."""
@@ -49,7 +49,10 @@ def meet(store: RankStore, volume: str, *, seconds: float = MEET_SECONDS) -> Met
             if store.read("met") == nonce:
                 return Met(nonce=nonce, ranks=replace(store.ranks, pod=tuple(answer["pod"])))
         time.sleep(store.look_seconds)
-    raise StoreLostError(f"not all {store.ranks.world_size} ranks came within {seconds:.0f} s")
+    # Those of an earlier start are no sign that a rank has come to this one.
+    absent = store.ranks_without("hello")
+    named = f", there is no sign of {named_ranks(absent)}" if absent else ""
+    raise StoreLostError(f"not all {store.ranks.world_size} ranks came within {seconds:.0f} s{named}")
 
 
 class _Host:

@@ -18,6 +18,7 @@ _Result = TypeVar("_Result")
 
 _FIRST_SLEEP_SECONDS: Final = 0.001
 _SHORTEST_LOOK_SECONDS: Final = 0.02
+_NAMED_RANKS: Final = 8
 _LOOKS_PER_SECOND: Final = 2000
 """How often all ranks together may look into the one store."""
 
@@ -112,13 +113,28 @@ class RankStore:
         names = [self._key(key) for key in keys]
         return [value.decode() for value in _answered(lambda: self._store.multi_get(names))]
 
+    def ranks_without(self, key: str, value: str | None = None) -> list[int]:
+        """Who has published nothing under `<key>/<rank>`, or not this value."""
+        published = [(rank, self.read(f"{key}/{rank}")) for rank in range(self.ranks.world_size)]
+        return [rank for rank, found in published if found is None or (value is not None and found != value)]
+
+    def forget(self, *keys: str) -> None:
+        """For whom nobody will ask any more: the store is in the first rank's memory."""
+        for key in keys:
+            _answered(partial(self._store.delete_key, self._key(key)))
+
     def forget_all(self, key: str) -> None:
-        """What each rank published under `<key>/<rank>`: the store is in the first rank's memory."""
-        for rank in range(self.ranks.world_size):
-            _answered(partial(self._store.delete_key, self._key(f"{key}/{rank}")))
+        """What each rank published under `<key>/<rank>`."""
+        self.forget(*(f"{key}/{rank}" for rank in range(self.ranks.world_size)))
 
     def _key(self, key: str) -> str:
         return f"{self._prefix}{key}"
+
+
+def named_ranks(ranks: Sequence[int]) -> str:
+    """In words, and not all of a thousand."""
+    some, more = ", ".join(map(str, ranks[:_NAMED_RANKS])), len(ranks) - _NAMED_RANKS
+    return f"rank {some}" if len(ranks) == 1 else f"ranks {some}" + (f" and {more} more" if more > 0 else "")
 
 
 def job_ranks(launched: Ranks) -> Ranks | None:

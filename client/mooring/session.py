@@ -2,7 +2,7 @@
 
 Owns the place of this process in the job, the termination notice, what the agent was asked and told, and the way out.
 Must not know how a checkpoint is written or what it is called. Past its constructor it raises UsageError when the ranks
-cannot save together, and VolumeError when they have nothing in common to resume from.
+cannot save together, VolumeError when they have nothing in common to resume from, and RanksError when some stay away.
 """
 
 import logging
@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Final, NoReturn
 
 from mooring.agent import Agent
-from mooring.errors import ErrorKind, VolumeError
+from mooring.errors import ErrorKind, RanksError, VolumeError
 from mooring.gate import Ask
 from mooring.gate.sigterm import Sigterm
 from mooring.integrations import worker_processes
@@ -173,14 +173,22 @@ class Session:
         """The newest of these whole local checkpoints that all ranks have.
 
         Of several pods each wrote its part alone: there only what was restored is whole. Raises VolumeError when pods
-        have checkpoints, but none in common: to begin afresh then would lose them.
+        have checkpoints, but none in common: to begin afresh then would lose them. Raises RanksError when some ranks do
+        not come.
         """
         usable = {(one.step, one.save): one for one in records if one.committed or self.holds_whole_job}
         number = self.next_number()
         job = self.team.job
         chosen = job.choose_newest(f"resume/{number}", list(usable))
         if chosen is None:
-            if not job.agree(f"resume/{number}/afresh", ok=not records):
+            afresh = job.agree(f"resume/{number}/afresh", ok=not records)
+            if afresh is None:
+                raise RanksError(
+                    ErrorKind.RANKS_LATE,
+                    "not all ranks came to say whether they have a checkpoint",
+                    hint="a warning above names the ranks; see in their logs what they do before they resume",
+                )
+            if not afresh:
                 raise VolumeError(
                     ErrorKind.VOLUME_UNUSABLE,
                     "the pods of this job have checkpoints, but none that is whole in all of them",
@@ -260,13 +268,14 @@ class Session:
         try:
             settings.checkpoint_directory.mkdir(parents=True, exist_ok=True)
             lives = hold_liveness_lock(self._lock)
-        except OSError as error:
+        except (OSError, RuntimeError) as error:
+            # RuntimeError is what pathlib says of links that lead in a circle.
             raise self._unusable(error) from error
         if not lives:
             _log.warning("another process of this run is alive: volume=%s", settings.volume)
         return lives
 
-    def _unusable(self, error: OSError) -> VolumeError:
+    def _unusable(self, error: Exception) -> VolumeError:
         return VolumeError(
             ErrorKind.VOLUME_UNUSABLE,
             f"{self.settings.volume} cannot be written: {error}",

@@ -53,28 +53,35 @@ def read_settings(
     socket = socket or environment.get(names.ENV_SOCKET)
     if not volume:
         # Nothing is written outside the one directory that the user knows of.
-        local = _announceable(Path(directory or LOCAL_DIRECTORY).absolute())
+        local = _absolute(directory or LOCAL_DIRECTORY)
         return Settings(
-            ranks=ranks, volume=local, checkpoint_directory=local, socket=Path(socket).absolute() if socket else None
+            ranks=ranks, volume=local, checkpoint_directory=local, socket=_absolute(socket) if socket else None
         )
-    root = Path(volume).absolute()
-    checkpoint_directory = Path(directory).absolute() if directory else root / names.CHECKPOINT_DIRECTORY
+    root = _absolute(volume)
+    checkpoint_directory = _absolute(directory) if directory else root / names.CHECKPOINT_DIRECTORY
     if not checkpoint_directory.is_relative_to(root):
         _log.warning("the agent takes only what lies in its volume: directory=%s volume=%s", checkpoint_directory, root)
     return Settings(
         ranks=ranks,
         volume=root,
-        checkpoint_directory=_announceable(checkpoint_directory),
-        socket=Path(socket).absolute() if socket else root / names.STATE_DIRECTORY / names.SOCKET,
+        checkpoint_directory=checkpoint_directory,
+        socket=_absolute(socket) if socket else root / names.STATE_DIRECTORY / names.SOCKET,
     )
 
 
-def _announceable(path: Path) -> Path:
+def _absolute(path: str | Path) -> Path:
     try:
-        str(path).encode()
+        absolute = Path(path).absolute()
+        str(absolute).encode()
     except UnicodeEncodeError as error:
         raise UsageError(ErrorKind.BAD_ARGUMENT, f"{str(path)!r} is not UTF-8", hint="rename the directory") from error
-    return path
+    except OSError as error:
+        raise UsageError(
+            ErrorKind.BAD_ARGUMENT, f"{str(path)!r} is relative to a directory that is gone", hint="give a whole path"
+        ) from error
+    if "\0" in str(absolute):
+        raise UsageError(ErrorKind.BAD_ARGUMENT, f"{str(path)!r} is no path", hint="leave out the NUL character")
+    return absolute
 
 
 def _number(environment: Mapping[str, str], spellings: tuple[str, ...], default: int) -> int:

@@ -1,5 +1,6 @@
 """status, save, terminating and doctor against a real agent and a real store, and what every command says of itself."""
 
+import ast
 import json
 import os
 import re
@@ -15,7 +16,9 @@ import pytest
 from tests.harness.agent_process import AgentProcess, wait_until, write_checkpoint
 from tests.servers.server import Bucket
 
+import mooring_agent
 from mooring.liveness import hold_liveness_lock
+from mooring_agent.__main__ import _PACKAGES
 from mooring_agent.cli import cli
 
 LONG_NAME = "llama-42-sft-epoch-3-step-24000-global"
@@ -216,6 +219,29 @@ def test_where_the_agents_packages_are_missing_it_says_what_to_install(missing: 
     assert said.returncode == 2
     assert [line.split(":")[0] for line in said.stderr.splitlines()] == ["error", "hint"], said.stderr
     assert "pip install 'mooring[agent]'" in said.stderr
+
+
+@pytest.mark.parametrize("statement", ["from click import lost", "import click.lost", "import mooring_agent.lost"])
+def test_an_import_that_fails_for_another_reason_shows_its_traceback(statement: str) -> None:
+    program = f"import mooring_agent.cli as cli\ndef fail(**_):\n    {statement}\ncli.cli = fail\n"
+    program += "from mooring_agent.__main__ import main; main()"
+    said = subprocess.run([sys.executable, "-c", program, "ls"], capture_output=True, text=True, timeout=60)
+    assert said.returncode == 1
+    assert "Traceback" in said.stderr
+    assert "pip install" not in said.stderr
+
+
+def test_the_packages_whose_absence_is_explained_are_those_that_the_agent_imports() -> None:
+    imported: set[str] = set()
+    for path in Path(mooring_agent.__file__).parent.rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Import):
+                imported |= {name.name for name in node.names}
+            elif isinstance(node, ast.ImportFrom) and node.module:
+                imported.add(node.module)
+    packages = {name.partition(".")[0] for name in imported} - set(sys.stdlib_module_names)
+    ours = {"mooring", "mooring_agent", "mooring_api"}
+    assert packages - ours == {name for name in _PACKAGES if "." not in name}
 
 
 @pytest.mark.parametrize("command", sorted(cli.list_commands(click.Context(cli))))

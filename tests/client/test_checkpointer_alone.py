@@ -11,7 +11,7 @@ import pytest
 
 import mooring.local_checkpoints
 import mooring.session
-from mooring import Checkpointer, Kind, UsageError, VolumeError
+from mooring import Checkpointer, Kind, UsageError
 from mooring.local_checkpoints import LocalCheckpoints
 from mooring.records import Record, RecordedFile, read_records, write_record
 
@@ -316,16 +316,6 @@ def test_a_save_of_nothing_is_no_checkpoint(make: Make, directory: Path, caplog:
         pass
     assert visible(directory) == []
     assert "checkpoint lost" in caplog.text
-
-
-def test_a_volume_without_a_place_to_save_raises_with_a_hint(make: Make, directory: Path) -> None:
-    checkpointer = make()
-    directory.rename(directory.with_name("gone"))
-    directory.write_text("a file")
-    with pytest.raises(VolumeError) as caught, checkpointer.save(1):
-        pass
-    assert caught.value.hint
-    assert caught.value.retryable
 
 
 def test_no_agent_is_said_once(make: Make, caplog: pytest.LogCaptureFixture) -> None:

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 import pytest
 import torch.distributed as distributed
 
-from mooring import job
-from mooring.errors import StoreLostError
+from mooring import job, rank_store
+from mooring.errors import ErrorKind, RanksError, StoreLostError
 from mooring.job import RanksJob
 from mooring.meeting import Met, meet
 from mooring.rank_store import KeyStore, Ranks, RankStore
@@ -104,3 +104,55 @@ def test_what_all_bring_comes_to_the_first_rank_and_is_not_kept_in_the_store() -
 def test_what_not_all_bring_is_waited_for_in_vain_and_no_longer(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(job, "PATIENCE_SECONDS", 0.05)
     assert jobs(2)[0].gather("states", "a") is None
+
+
+def test_the_store_holds_no_more_after_a_thousand_agreements(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rank_store, "_SHORTEST_LOOK_SECONDS", 0.001)
+    store, held = distributed.HashStore(), []
+    members = [RanksJob(RankStore(store, Ranks(rank=rank, world_size=3))) for rank in range(3)]
+    together = threading.Barrier(3, action=lambda: held.append(store.num_keys()))
+
+    def rank(one: RanksJob) -> None:
+        for number in range(1000):
+            assert one.agree(f"{number}/yes", seconds=WAIT_SECONDS)
+            assert one.agree(f"{number}/no", ok=one.ranks.rank != number % 3, seconds=WAIT_SECONDS) is False
+            assert one.same(f"{number}/same", "8")
+            assert not one.same(f"{number}/different", str(one.ranks.rank))
+            assert one.choose_newest(f"{number}/newest", [(number, "a"), (number + 1, "b")]) == (number + 1, "b")
+            if one.ranks.rank != number % 3:
+                one.arrive(f"{number}/ended")
+            else:
+                assert one.agree(f"{number}/ended", seconds=WAIT_SECONDS)
+            together.wait(WAIT_SECONDS)
+
+    threads = [threading.Thread(target=rank, args=(one,), daemon=True) for one in members]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(10 * WAIT_SECONDS)
+    assert len(held) == 1000
+    assert set(held) == {3}, "where each rank was last"
+
+
+def test_ranks_that_do_not_come_to_choose_are_named_on_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(job, "PATIENCE_SECONDS", 0.05)
+    first, second, third = jobs(3)
+    with pytest.raises(RanksError, match=r"ranks 1, 2 did not come within 0 s to choose") as raised:
+        first.choose_newest("resume", [(1, "a")])
+    assert raised.value.kind is ErrorKind.RANKS_LATE
+    for late in (second, third):
+        with pytest.raises(RanksError, match=r"ranks 1, 2 did not come"):
+            late.choose_newest("resume", [(1, "a")])
+
+
+def test_a_rank_that_no_agreement_saw_is_named_in_the_log(caplog: pytest.LogCaptureFixture) -> None:
+    first, second, _ = jobs(3)
+    assert first.agree("question", seconds=0.05) is None
+    assert "waited_for=ranks 1, 2" in caplog.text
+    assert second.agree("question", seconds=WAIT_SECONDS) is None
+
+
+def test_who_has_not_come_to_the_start_of_the_job_is_named() -> None:
+    store = RankStore(distributed.HashStore(), Ranks(rank=1, world_size=20))
+    with pytest.raises(StoreLostError, match=r"no sign of ranks 0, 2, 3, 4, 5, 6, 7, 8 and 11 more"):
+        meet(store, "a", seconds=0.05)

@@ -138,6 +138,53 @@ def test_a_save_that_one_rank_cannot_write_leaves_nothing(tmp_path: Path, volume
         assert "another rank failed" in ranks[0].log_text()
 
 
+def test_a_volume_that_is_full_for_one_rank_costs_that_checkpoint_and_all_go_on(tmp_path: Path, volume: Path) -> None:
+    environment = {"EVERY": "2", "STEPS": "4", "FULL_AT": "1 2"}
+    with job("checkpointer", tmp_path, [volume], local_world_size=2, **environment) as ranks:
+        begin(ranks, 4)
+        assert [rank.rest() for rank in ranks] == [["done"]] * 2
+        assert [rank.exit_code() for rank in ranks] == [0, 0]
+        assert "checkpoint given up, training goes on: step=2" in ranks[1].log_text()
+    assert [path.name for path in (volume / "checkpoints").iterdir()] == ["checkpoint-4"]
+
+
+def test_a_full_volume_raises_where_another_rank_waits_for_this_one_in_the_midst_of_writing(
+    tmp_path: Path, volume: Path
+) -> None:
+    """To go on would pair that collective with one of the next step."""
+    environment = {"EVERY": "2", "FULL_AT": "1 2", "BARRIER": "1", "WRITE_SECONDS": "1"}
+    with job("checkpointer", tmp_path, [volume], local_world_size=2, **environment) as ranks:
+        for rank in ranks:
+            rank.wait_for("begin")
+            rank.go(2)
+        assert ranks[1].exit_code() == 1
+        assert "OSError: [Errno 28] No space left on device" in ranks[1].log_text()
+
+
+def test_the_store_of_the_ranks_does_not_grow_with_the_saves(tmp_path: Path, volume: Path) -> None:
+    environment = {"EVERY": "1", "STEPS": "41", "KEYS": "1", "FULL_AT": "1 7"}
+    with job("checkpointer", tmp_path, [volume], local_world_size=2, **environment) as ranks:
+        for rank in ranks:
+            rank.go(41)
+        lines = ranks[0].rest()
+        assert ranks[1].rest()[-1] == "done"
+    keys = [int(line.split()[1]) for line in lines if line.startswith("keys")]
+    # One rank looks while another still has to read.
+    assert max(keys[-20:]) - max(keys[:20]) <= 4, keys
+
+
+def test_a_rank_that_is_late_to_resume_is_named_and_not_taken_for_a_missing_checkpoint(
+    tmp_path: Path, volume: Path
+) -> None:
+    scenario = "checkpointer_that_a_rank_is_late_to_resume"
+    with job(scenario, tmp_path, [volume], local_world_size=2) as ranks:
+        expected = "RanksError: rank 1 did not come within 1 s to choose a checkpoint"
+        assert ranks[0].line() == expected
+        ranks[1].go()
+        assert ranks[1].line() == expected
+        assert "waited_for=rank 1" in ranks[0].log_text()
+
+
 def test_periodic_saves_are_of_all_ranks_and_every_agent_learns_of_its_own(tmp_path: Path) -> None:
     pods = [tmp_path / "a", tmp_path / "b"]
     sockets = [pod / names.STATE_DIRECTORY / names.SOCKET for pod in pods]

@@ -17,6 +17,7 @@ import torch.distributed as distributed
 from tests.harness.agent_process import wait_until
 
 import mooring.gate.ranks
+import mooring.rank_store
 from mooring.gate import Ask, RanksGate
 from mooring.gate.sigterm import Sigterm
 from mooring.rank_store import Ranks, RankStore
@@ -222,3 +223,32 @@ def test_more_files_than_select_can_wait_for_are_no_trouble() -> None:
         for descriptor in many:
             os.close(descriptor)
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+def test_the_store_holds_no_more_after_a_hundred_requested_saves(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(mooring.rank_store, "_SHORTEST_LOOK_SECONDS", 0.0005)
+    rounds, held = 100, []
+    with gates(tmp_path, 2, bell="doorbell") as made:
+        asked = threading.Barrier(2)
+
+        def rank(index: int) -> list[tuple[int, Ask]]:
+            seen: list[tuple[int, Ask]] = []
+            step = 0
+            while len(seen) < rounds:
+                if asked.wait(WAIT_SECONDS) == 0:
+                    ring(tmp_path / "doorbell", len(seen) + 1)
+                    held.append(made._shared.num_keys())
+                ask = Ask.NOTHING
+                while ask is Ask.NOTHING:
+                    step += 1
+                    ask = made[index].at(step)
+                seen.append((step, ask))
+            return seen
+
+        ring(tmp_path / "doorbell", 0)
+        first, second = run_all([partial(rank, index) for index in range(2)])
+    assert first == second
+    assert len(first) == rounds
+    assert max(held) <= 16, "of two rounds at most"

@@ -1,5 +1,6 @@
 """One call to a running agent from the command line, and how its refusals are said."""
 
+import socket as sockets
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -8,9 +9,10 @@ import grpc
 
 from mooring_agent.core.errors import ErrorKind, MooringError
 from mooring_api.socket_address import socket_address
-from mooring_api.v1 import agent_pb2_grpc
+from mooring_api.v1 import agent_pb2, agent_pb2_grpc
 
 CALL_TIMEOUT_SECONDS = 10.0
+_LOOK_TIMEOUT_SECONDS = 1.0
 
 
 @contextmanager
@@ -28,3 +30,16 @@ def agent_stub(socket: str) -> Iterator[Any]:
                 hint="is the sidecar, or `mooring run`, running? --volume or --socket names another",
             ) from error
         raise MooringError(ErrorKind.BAD_REQUEST, f"the agent refused: {error.details()}") from error
+
+
+def agent_answers(socket: str) -> bool:
+    """Whether an agent serves there now. To be asked often: without one it costs a system call, and no gRPC channel."""
+    try:
+        with sockets.socket(sockets.AF_UNIX) as probe:
+            probe.settimeout(_LOOK_TIMEOUT_SECONDS)
+            probe.connect(socket)
+        with agent_stub(socket) as stub:
+            stub.GetStatus(agent_pb2.GetStatusRequest(), timeout=_LOOK_TIMEOUT_SECONDS)
+    except (OSError, MooringError):
+        return False
+    return True

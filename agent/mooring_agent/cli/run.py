@@ -8,12 +8,11 @@ from typing import Any
 import click
 
 from mooring_agent.adapters.volume.errors import folder_error
-from mooring_agent.cli.agent_call import CALL_TIMEOUT_SECONDS, agent_stub
+from mooring_agent.cli.agent_call import CALL_TIMEOUT_SECONDS, agent_answers, agent_stub
 from mooring_agent.cli.plain_logs import load_structlog_alone
 from mooring_agent.cli.reporting import errors_reported
 from mooring_agent.cli.run_autoload import with_autoload
 from mooring_agent.cli.setting_options import environment_of, setting_options, settings_from
-from mooring_agent.core.errors import MooringError
 from mooring_api import names
 from mooring_api.v1 import agent_pb2
 
@@ -55,12 +54,7 @@ def run(wants_restore: bool, wants_autoload: bool, command: tuple[str, ...], **o
                 stub.NotifyTermination(request, timeout=CALL_TIMEOUT_SECONDS)
 
         def answers() -> bool:
-            try:
-                with agent_stub(settings.socket) as stub:
-                    stub.GetStatus(agent_pb2.GetStatusRequest(), timeout=1.0)
-            except MooringError:
-                return False
-            return True
+            return agent_answers(settings.socket)
 
         environment = {
             "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": str(int(settings.termination.grace_seconds)),

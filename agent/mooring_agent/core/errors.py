@@ -81,12 +81,14 @@ PASSING: Final = frozenset(
 
 
 class MooringError(Exception):
-    """An error with a kind and a hint. `str(error)` is one line that names what failed."""
+    """An error with a kind and a hint. `str(error)` is one line that names what failed; a traceback adds the hint."""
 
     def __init__(self, kind: ErrorKind, message: str, *, hint: str = "") -> None:
         super().__init__(message)
         self.kind = kind
         self.hint = hint
+        if hint:
+            self.add_note(f"hint: {hint}")
 
     @property
     def retryable(self) -> bool:

@@ -6,6 +6,7 @@ The protocol, in rounds (keys of round n begin with `<n>/`):
    it publishes the position that the training thread is at, as `promise/<rank>`;
 3. rank 0's settles `decision`: the greatest promise and what is asked, or that the round is off;
 4. all ranks act at the first position after it. All pass the same positions, so that this is the same for all.
+5. once all have promised in a later round, nobody reads this one any more, and rank 0's deletes its keys.
 A step costs a lock and a compare: all waiting is done by the thread. Who waits in vain settles that the round is off,
 and obeys what stands: no rank ever decides for itself alone.
 """
@@ -66,6 +67,7 @@ class RanksGate:
         sigterm.watch_from_thread()
         self._stop_wanted = self._bell.rung_before_start()
         self._saves_wanted = 0
+        self._oldest_round = 0
         # Shared by the training thread and ours.
         self._changed = threading.Condition()
         self._position = _NOT_BEGUN
@@ -208,9 +210,16 @@ class RanksGate:
         promises = self._store.of_all(f"{number}/promise", _LEADER_WAIT_SECONDS, until=self._is_over)
         if promises is None:
             return _OFF
+        self._forget_rounds_before(number)
         step, tick = max(json.loads(promise) for promise in promises)
         ask = Ask.SAVE if self._store.read(f"{number}/stop") is None else Ask.STOP
         return Decision(ask=ask, after=(step, tick))
+
+    def _forget_rounds_before(self, number: int) -> None:
+        for older in range(self._oldest_round, number):
+            self._store.forget(f"{older}/stop", f"{older}/save", f"{older}/decision")
+            self._store.forget_all(f"{older}/promise")
+        self._oldest_round = number
 
     def _is_over(self) -> bool:
         return self._closing.is_set() or self._store.read(_CLOSED) is not None

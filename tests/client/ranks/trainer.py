@@ -4,6 +4,7 @@ Every step ends in a collective, as real ones do, so that ranks are at most one 
 """
 
 import atexit
+import errno
 import logging
 import os
 import sys
@@ -16,7 +17,7 @@ import torch
 import torch.distributed as distributed
 
 import mooring
-from mooring import channel, meeting
+from mooring import channel, job, meeting, saving
 from mooring.framework_run import FrameworkRun
 from mooring.gate import Ask
 from mooring.local_checkpoints import LocalCheckpoints
@@ -27,6 +28,10 @@ RANK = int(os.environ["RANK"])
 # On a slow machine an agent that answers is not away.
 channel.ANNOUNCE_SECONDS = 60.0  # type: ignore[misc]
 channel.Channel._call.__kwdefaults__["deadline_seconds"] = 60.0  # type: ignore[index]
+
+
+if "WRITE_SECONDS" in os.environ:
+    vars(saving)["WRITE_SECONDS"] = float(os.environ["WRITE_SECONDS"])
 
 
 def say(text: str) -> None:
@@ -52,11 +57,32 @@ def checkpointer() -> None:
             with saver.save(step) as directory:
                 if os.environ.get("FAIL_RANK") == str(RANK):
                     raise SystemExit("this rank cannot write")
+                if os.environ.get("FULL_AT") == f"{RANK} {step}":
+                    raise OSError(errno.ENOSPC, "No space left on device")
+                if "BARRIER" in os.environ:
+                    distributed.barrier()
                 (directory / f"rank-{RANK}").write_text(str(step))
             say(f"saved {step}")
+        if "KEYS" in os.environ:
+            say(f"keys {distributed.distributed_c10d._get_default_store().num_keys()}")
         say(f"step {step}")
     saver.finish()
     say("done")
+
+
+def checkpointer_that_a_rank_is_late_to_resume() -> None:
+    """Rank 1 has come, and resumes when the test says so."""
+    job.PATIENCE_SECONDS = 1.0  # type: ignore[misc]
+    job.RanksJob.agree.__kwdefaults__["seconds"] = 1.0  # type: ignore[index]
+    saver = mooring.Checkpointer()
+    assert saver._session.team.job.ranks.world_size == distributed.get_world_size()
+    if RANK == 1:
+        sys.stdin.readline()
+    try:
+        saver.resume()
+    except mooring.MooringError as error:
+        say(f"{type(error).__name__}: {error}")
+    saver.close()
 
 
 def rank_0_alone() -> None:
@@ -225,6 +251,7 @@ SCENARIOS: dict[str, Callable[[], None]] = {
     scenario.__name__: scenario
     for scenario in (
         checkpointer,
+        checkpointer_that_a_rank_is_late_to_resume,
         rank_0_alone,
         framework,
         asynchronous_framework,
