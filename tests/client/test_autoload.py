@@ -101,7 +101,8 @@ def test_a_program_without_a_framework_gets_three_small_modules_and_no_package()
     }
     ours = {"sitecustomize", "mooring.autoload.post_import", "mooring.autoload.zero_code"}
     assert got.stderr == ""
-    assert set(got.stdout.split()) - without - of_python == ours
+    # Debian's Python has a sitecustomize of its own.
+    assert set(got.stdout.split()) - of_python - (without - ours) == ours
 
 
 def test_the_start_of_an_interpreter_costs_less_than_20_milliseconds() -> None:
@@ -274,6 +275,19 @@ def test_the_hidden_sitecustomize_does_and_says_what_it_did_without_us(
     assert (got.stdout, got.stderr, got.returncode) == (alone.stdout, alone.stderr, alone.returncode)
     hooked = run("-c", "import transformers.trainer", path=(stage.injected, tmp_path / "theirs", stage.frameworks))
     assert hooked.stdout == "hooked transformers.trainer done\n"
+
+
+def test_the_sitecustomize_that_an_interpreter_has_of_its_own_runs_too(stage: Stage, tmp_path: Path) -> None:
+    """Debian's in the standard library, or else that of a tool, behind PYTHONPATH: whichever Python itself takes."""
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(tmp_path / "bare")], check=True, timeout=100)
+    (packages,) = (tmp_path / "bare" / "lib").glob("python*/site-packages")
+    write(packages / "sitecustomize.py", "print('own')\n")
+    python = str(tmp_path / "bare" / "bin" / "python")
+    code = "import sitecustomize; print(sitecustomize.__file__)"
+    alone = run("-c", code, python=python)
+    got = run("-c", f"{code}; import transformers.trainer", path=(stage.injected, stage.frameworks), python=python)
+    assert alone.stdout
+    assert (got.stdout, got.stderr) == (f"{alone.stdout}hooked transformers.trainer done\n", alone.stderr)
 
 
 def test_a_hidden_folder_without_code_is_passed_over(stage: Stage, tmp_path: Path) -> None:
