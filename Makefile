@@ -14,9 +14,14 @@ WORKERS ?= 4
 # A thousand processes of the tests would each compile our modules anew.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: setup node demo test test-quick test-slow test-trainers test-containers soak lint format proto proto-check docs bench clean
+PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
+
+.PHONY: setup setup-tests node demo test test-quick test-slow test-trainers test-root test-containers soak lint format \
+	proto proto-check docs bench clean
 
 setup: $(READY)
+
+setup-tests: $(FRAMEWORKS) $(PROTOC) node
 
 # torch first and by itself, so that nothing else chooses its build.
 $(READY): pyproject.toml constraints.txt
@@ -39,16 +44,21 @@ $(NODE_MODULES): examples/node/package-lock.json
 demo: setup
 	$(BIN)/mooring demo
 
-test: test-quick test-slow test-trainers
+# Each test is in one of these, or in test-containers.
+test: test-quick test-slow test-trainers test-root
 
 test-quick: $(FRAMEWORKS) node
-	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal -m "not slow and not trainers and not containers"
+	$(PYTEST) -m "not (slow or trainers or root or containers)"
 
 test-slow: $(FRAMEWORKS) node
-	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal -m "slow and not trainers and not containers"
+	$(PYTEST) -m "slow and not (trainers or root or containers)"
 
 test-trainers: $(FRAMEWORKS)
-	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal -m trainers
+	$(PYTEST) -m "trainers and not root"
+
+# What needs root, or shows more to root, so that all others run as any user. Says what it skips for whom.
+test-root: $(FRAMEWORKS)
+	$(PYTEST) -m "root and not containers"
 
 # The image built for real, and pods of it; one at a time, they share what was built. Says what is missing where it skips.
 test-containers: $(READY)

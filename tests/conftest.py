@@ -22,6 +22,10 @@ def pytest_configure() -> None:
     for number in (signal.SIGINT, signal.SIGQUIT, signal.SIGHUP):
         if signal.getsignal(number) is signal.SIG_IGN:
             signal.signal(number, signal.SIG_DFL)
+    # Looking for a program in a folder that we may not search gives PermissionError, which DeepSpeed, for one, is not
+    # ready for. Root's PATH may have such folders when an ordinary user runs the tests.
+    folders = os.environ.get("PATH", os.defpath).split(os.pathsep)
+    os.environ["PATH"] = os.pathsep.join(folder for folder in folders if os.access(folder, os.X_OK))
 
 
 @pytest.fixture

@@ -216,6 +216,7 @@ async def test_a_cancelled_upload_ends_although_all_threads_hang_in_a_dead_mount
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can mount a small filesystem")
+@pytest.mark.root
 async def test_a_full_destination_is_named_as_such_and_keeps_nothing_half(tmp_path: Path) -> None:
     mount = tmp_path / "small"
     mount.mkdir()

@@ -670,6 +670,7 @@ else:
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can be a user of two groups")
+@pytest.mark.root
 def test_a_trainer_of_the_same_user_and_another_group_has_its_files_linked_and_removed() -> None:
     """As in a pod that names runAsUser alone: each image's /etc/passwd says which group that user has, else it is 0."""
     # Not below tmp_path, into which only its owner may look.

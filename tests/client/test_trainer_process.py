@@ -320,6 +320,7 @@ print(mooring.Checkpointer().resume().name)
 """
 
 
+@pytest.mark.root
 def test_a_full_volume_raises_in_the_users_own_write_and_nowhere_else(tmp_path: Path, small_volume: Path) -> None:
     ended = run("-c", FULL, directory=tmp_path, **{names.ENV_VOLUME: str(small_volume)})
     assert ended.stdout.splitlines() == ["own write failed: ENOSPC", "training goes on", "checkpoint-4"], ended.stderr

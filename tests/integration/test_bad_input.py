@@ -328,6 +328,7 @@ def test_an_endpoint_that_nobody_serves_is_named_and_waited_for(tmp_path: Path, 
             server.stop()
 
 
+@pytest.mark.root
 def test_a_read_only_volume_is_a_clear_error_at_the_start(tmp_path: Path, rclone_bucket: Bucket) -> None:
     with mounted(tmp_path / "volume", 32 * MIB) as volume:
         agent = make_agent(volume, rclone_bucket)
@@ -342,6 +343,7 @@ def test_a_read_only_volume_is_a_clear_error_at_the_start(tmp_path: Path, rclone
             agent.wait_committed(agent.announce(good_checkpoint(agent), 7).save)
 
 
+@pytest.mark.root
 def test_a_full_volume_refuses_an_announcement_and_takes_it_once_there_is_room(
     tmp_path: Path, rclone_bucket: Bucket
 ) -> None:
@@ -359,6 +361,7 @@ def test_a_full_volume_refuses_an_announcement_and_takes_it_once_there_is_room(
         assert [row["problems"] for row in BucketView(rclone_bucket).verify()] == [[]]
 
 
+@pytest.mark.root
 def test_an_agent_cannot_start_on_a_full_volume_and_says_why(tmp_path: Path, rclone_bucket: Bucket) -> None:
     with mounted(tmp_path / "volume", 8 * MIB) as volume:
         agent = make_agent(volume, rclone_bucket)

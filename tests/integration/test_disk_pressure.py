@@ -186,6 +186,7 @@ def check_that_nothing_was_lost(agent: AgentProcess, trainer: Trainer, bucket: B
 @pytest.mark.slow
 @pytest.mark.timeout(400)
 @pytest.mark.parametrize("moment", ["saved", "half"], ids=["between two saves", "in the middle of a save"])
+@pytest.mark.root
 def test_the_last_save_always_has_room_and_superseded_ones_make_it(
     agent: AgentProcess, rclone_bucket: Bucket, moment: str
 ) -> None:
@@ -198,6 +199,7 @@ def test_the_last_save_always_has_room_and_superseded_ones_make_it(
 
 @pytest.mark.slow
 @pytest.mark.timeout(400)
+@pytest.mark.root
 def test_a_save_that_would_not_fit_is_skipped_and_the_log_says_why(agent: AgentProcess, rclone_bucket: Bucket) -> None:
     with (agent.volume / "somebody-elses").open("wb") as file:
         file.write(bytes(130 * MIB))

@@ -4,6 +4,7 @@ import os
 from pathlib import Path
 from typing import Any
 
+import pytest
 from tests.harness.agent_process import AgentProcess, wait_until, write_checkpoint
 from tests.harness.small_volume import mounted
 
@@ -22,6 +23,7 @@ def _fill(volume: Path) -> None:
                 continue
 
 
+@pytest.mark.root
 def test_a_full_volume_stops_neither_the_agent_nor_the_last_save(tmp_path: Path) -> None:
     with (
         mounted(tmp_path / "volume", 64 * _MIB) as volume,
@@ -40,6 +42,7 @@ def test_a_full_volume_stops_neither_the_agent_nor_the_last_save(tmp_path: Path)
         assert "checkpoint-4 (step 4, just-in-time)" in agent.log_text()
 
 
+@pytest.mark.root
 def test_an_agent_that_was_killed_starts_again_on_a_full_volume(tmp_path: Path) -> None:
     with (
         mounted(tmp_path / "volume", 64 * _MIB) as volume,

@@ -9,7 +9,7 @@ from tests.podsim.node import Node
 from tests.podsim.shell_pods import SHELL
 
 
-@pytest.fixture(params=[True, False], ids=["namespaces", "mapped-paths"])
+@pytest.fixture(params=[pytest.param(True, marks=pytest.mark.root), False], ids=["namespaces", "mapped-paths"])
 def node(request: pytest.FixtureRequest, short_directory: Path) -> Iterator[Node]:
     if request.param and missing_namespaces():
         pytest.skip(missing_namespaces())

@@ -115,6 +115,7 @@ def test_a_config_map_is_files_in_a_volume(short_directory: Path, node: Node) ->
         assert made.log("trainer") == "to be"
 
 
+@pytest.mark.root
 def test_a_container_sees_its_own_volumes_alone_and_a_hard_link_across_two_mounts_is_refused(real_node: Node) -> None:
     init = [container("restore", "ls / > /data/seen; touch /data/file", volumeMounts=[{**MOUNT, "mountPath": "/data"}])]
     twice = [MOUNT, {"name": "data", "mountPath": "/again"}]
@@ -127,6 +128,7 @@ def test_a_container_sees_its_own_volumes_alone_and_a_hard_link_across_two_mount
     assert "refused" in log
 
 
+@pytest.mark.root
 def test_a_read_only_root_can_be_written_in_its_volumes_alone_and_by_its_user(real_node: Node) -> None:
     context = {
         "runAsUser": 1234,
@@ -151,6 +153,7 @@ def test_a_container_inherits_nothing_of_this_machines_environment(node: Node, m
     assert made.log("trainer") == "none\n"
 
 
+@pytest.mark.root
 def test_other_containers_processes_are_not_seen(real_node: Node) -> None:
     script = "echo $$; ls /proc/1/cmdline; ps -e -o args || cat /proc/[0-9]*/comm"
     init = [container("agent", "sleep 300", restartPolicy="Always")]

@@ -1,5 +1,6 @@
 """The simulator ends pods as kubelet does. The seconds are those seen on a real 1.36 kubelet."""
 
+import pytest
 from tests.podsim.node import Node
 from tests.podsim.phase import Phase
 from tests.podsim.pod import Pod
@@ -143,6 +144,7 @@ def test_when_the_node_is_gone_everything_is_gone_at_once_and_nobody_is_told(nod
     assert not made.volume("data").exists()
 
 
+@pytest.mark.root
 def test_process_1_hears_no_signal_that_it_has_no_handler_for(real_node: Node) -> None:
     # Why a container's program must be the trainer itself, and not a shell around it.
     made = started(
@@ -153,6 +155,7 @@ def test_process_1_hears_no_signal_that_it_has_no_handler_for(real_node: Node) -
     assert made.container("trainer").endings[-1].exit_code == 137
 
 
+@pytest.mark.root
 def test_with_its_first_process_all_of_a_container_ends(real_node: Node) -> None:
     fork = container("trainer", f'(setsid sh -c "{FOREVER}" &) ; echo up; sleep 1')
     other = sidecar("agent", HEARS)

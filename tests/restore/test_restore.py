@@ -376,6 +376,7 @@ def small_volume(volume: Path) -> Iterator[Path]:
     subprocess.run(["umount", volume], check=True)
 
 
+@pytest.mark.root
 async def test_a_volume_that_is_too_small_is_said_with_sizes_before_anything_is_fetched(
     store: FakeStore, small_volume: Path
 ) -> None:

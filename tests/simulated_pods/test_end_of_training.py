@@ -5,7 +5,7 @@ from tests.podsim.phase import Phase
 from tests.podsim.timeline import What
 from tests.simulated_pods.demo_job import AGENT, END_SECONDS, TRAINER, DemoJob
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.root, pytest.mark.slow, pytest.mark.timeout(900)]
 
 # The agent leaves with the trainer, and waits for nothing.
 SOON_SECONDS = 60.0

@@ -5,7 +5,7 @@ from tests.podsim.phase import Phase
 from tests.servers.fault_proxy import Fault, Rule
 from tests.simulated_pods.demo_job import AGENT, END_SECONDS, START_SECONDS, TRAINER, DemoJob, DemoPod
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.root, pytest.mark.slow, pytest.mark.timeout(900)]
 
 MIB = 2**20
 

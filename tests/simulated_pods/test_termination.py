@@ -8,7 +8,7 @@ from tests.simulated_pods.demo_job import AGENT, END_SECONDS, TRAINER, DemoJob
 from mooring_agent.core.drain import EXIT_NOT_DURABLE
 from mooring_api.names import JUST_IN_TIME_EXIT_CODE
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.root, pytest.mark.slow, pytest.mark.timeout(900)]
 
 KILLED = 137
 # So slow that 10 MB do not fit into any of the short times below.

@@ -13,6 +13,7 @@ from tests.simulated_pods.demo_job import AGENT, START_SECONDS, TRAINER, DemoJob
 from mooring_api.names import POD_CREDENTIALS_PATH, POD_DESTINATION_PATH
 
 pytestmark = [
+    pytest.mark.root,
     pytest.mark.slow,
     pytest.mark.timeout(900),
     pytest.mark.skipif(bool(missing_namespaces()), reason=missing_namespaces()),

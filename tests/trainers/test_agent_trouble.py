@@ -72,6 +72,7 @@ def test_an_agent_that_dies_in_mid_training_costs_one_warning(
     assert len(training.warnings("agent away")) == 1, training.output()
 
 
+@pytest.mark.root
 def test_a_full_disk_costs_the_checkpoints_and_not_the_training(tmp_path: Path) -> None:
     """A Checkpointer's training; Hugging Face's own saves end it on a full disk, with Mooring or without."""
     with mounted(tmp_path / "volume", 2_000_000) as volume, job("ddp", volume, tmp_path) as training:
