@@ -21,18 +21,12 @@ def managed_by(objects: list[Object]) -> SelfManaged | None:
 
 
 @pytest.mark.parametrize("values", SELF_MANAGED.values(), ids=SELF_MANAGED)
-def test_it_may_read_and_patch_its_own_three_objects_by_name(values: dict[str, Any]) -> None:
+def test_it_may_read_and_patch_its_own_two_objects_by_name(values: dict[str, Any]) -> None:
     objects = render(values)
     managed = managed_by(objects)
     assert managed is not None
     assert of_kind(objects, "Role")["rules"] == [
         {"apiGroups": [""], "resources": ["secrets"], "resourceNames": [managed.secret], "verbs": ["get", "patch"]},
-        {
-            "apiGroups": ["coordination.k8s.io"],
-            "resources": ["leases"],
-            "resourceNames": [managed.lease],
-            "verbs": ["get", "patch"],
-        },
     ]
     account = of_kind(objects, "ServiceAccount")["metadata"]["name"]
     assert of_kind(objects, "ClusterRole", account)["rules"] == [
@@ -55,7 +49,6 @@ def test_what_it_is_told_to_manage_is_there(values: dict[str, Any]) -> None:
     assert of_kind(objects, "MutatingWebhookConfiguration")["metadata"]["name"] == managed.configuration
     # Empty: whatever the chart put in there, an upgrade would put back.
     assert set(of_kind(objects, "Secret", managed.secret)) == {"apiVersion", "kind", "metadata", "type"}
-    assert set(of_kind(objects, "Lease", managed.lease)) == {"apiVersion", "kind", "metadata"}
 
 
 @pytest.mark.parametrize("values", MATRIX.values(), ids=MATRIX)
@@ -77,7 +70,7 @@ def test_rights_are_bound_to_the_account_that_the_pods_have(values: dict[str, An
 def test_with_cert_manager_it_has_no_rights_no_token_and_no_way_out(values: dict[str, Any]) -> None:
     objects = render(values)
     assert managed_by(objects) is None
-    assert not {"Role", "ClusterRole", "Secret", "Lease"} & {one["kind"] for one in objects}
+    assert not {"Role", "ClusterRole", "Secret"} & {one["kind"] for one in objects}
     assert webhook_pod(objects)["spec"]["automountServiceAccountToken"] is False
     assert of_kind(objects, "NetworkPolicy")["spec"]["egress"] == []
 

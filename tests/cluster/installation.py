@@ -8,7 +8,8 @@ import copy
 from collections.abc import Mapping
 from itertools import count
 from pathlib import Path
-from typing import Any, Final, Self
+from typing import Final, Self
+from urllib.parse import urlsplit
 
 import yaml
 from tests.chart.rendering import NAMESPACE, Object, arguments_of, of_kind, render
@@ -21,7 +22,7 @@ from tests.harness.webhook_process import WebhookProcess, training_pod
 _OURS: Final = ("--listen=", "--http-listen=", "--certificates=", "--image=", "--lame-duck-seconds=")
 _SECONDS: Final = 120.0
 _TOKEN_SECONDS: Final = 3600
-_PACE: Final = '{"look_seconds": 0.5, "retry_seconds": 0.2, "lease_seconds": 2}'
+_PACE: Final = '{"look_seconds": 0.5, "retry_seconds": 0.2}'
 
 
 class Installation:
@@ -38,6 +39,7 @@ class Installation:
             if not _is_hook(one)
         ]
         self._control_plane = control_plane
+        self.url = control_plane.url
         self.warnings: list[str] = []
         self._numbers = count()
 
@@ -85,14 +87,11 @@ class Installation:
     def secret(self) -> Object:
         return self.api.get(of_kind(self.objects, "Secret"))
 
-    def kubeconfig(self, path: Path) -> Path:
-        """Of the chart's ServiceAccount, with all its rights and no others."""
+    def service_account(self, folder: Path) -> Path:
+        """The chart's, as kubelet mounts it into the webhook's pod."""
         account = of_kind(self.objects, "ServiceAccount")
-        content = kubeconfig(
-            self._control_plane.url, self._control_plane.authority, self.api.create_token(account, _TOKEN_SECONDS)
-        )
-        path.write_text(yaml.safe_dump(content))
-        return path
+        write_account(folder, self._control_plane.authority, self.api.create_token(account, _TOKEN_SECONDS))
+        return folder
 
 
 class InstalledWebhook(WebhookProcess):
@@ -100,19 +99,17 @@ class InstalledWebhook(WebhookProcess):
 
     def __init__(self, folder: Path, installation: Installation) -> None:
         folder.mkdir(parents=True, exist_ok=True)
-        kubeconfig_path = installation.kubeconfig(folder / "kubeconfig")
+        address = urlsplit(installation.url)
         _, *flags = arguments_of(installation.objects)
         super().__init__(
             folder,
             *(flag for flag in flags if not flag.startswith(_OURS)),
             f"--listen=127.0.0.1:{installation.port}",
             "--lame-duck-seconds=0",
-            launcher=(
-                "env",
-                "--unset=KUBERNETES_SERVICE_HOST",
-                f"KUBECONFIG={kubeconfig_path}",
-                f"{PACE_VARIABLE}={_PACE}",
-            ),
+            f"--kubernetes-host={address.hostname}",
+            f"--kubernetes-port={address.port}",
+            f"--service-account={installation.service_account(folder / 'service-account')}",
+            launcher=("env", f"{PACE_VARIABLE}={_PACE}"),
             module="tests.harness.hasty_webhook",
         )
         self.port = installation.port
@@ -122,16 +119,10 @@ class InstalledWebhook(WebhookProcess):
         return self
 
 
-def kubeconfig(url: str, authority: Path, token: str) -> dict[str, Any]:
-    name = "test"
-    return {
-        "apiVersion": "v1",
-        "kind": "Config",
-        "current-context": name,
-        "clusters": [{"name": name, "cluster": {"server": url, "certificate-authority": str(authority)}}],
-        "users": [{"name": name, "user": {"token": token}}],
-        "contexts": [{"name": name, "context": {"cluster": name, "user": name}}],
-    }
+def write_account(folder: Path, authority: Path, token: str) -> None:
+    folder.mkdir(parents=True)
+    (folder / "token").write_text(token)
+    (folder / "ca.crt").write_bytes(authority.read_bytes())
 
 
 def without_classes(pod: Object) -> Object:

@@ -4,11 +4,11 @@ import re
 import shutil
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import aiohttp
 import pytest
-import yaml
-from kubernetes import client, config
 from tests.chart.rendering import of_kind, render
 from tests.cluster.api import Object, path_of
 from tests.cluster.control_plane import (
@@ -19,9 +19,12 @@ from tests.cluster.control_plane import (
     find_assets,
 )
 from tests.cluster.credentials import make_credentials
-from tests.cluster.installation import changed_for_a_process, kubeconfig, without_classes
+from tests.cluster.installation import changed_for_a_process, without_classes, write_account
 from tests.injection import golden_pods
 from tests.servers.process import accepts
+
+from mooring_agent.adapters.api_server import ApiServer
+from mooring_agent.core.errors import ClusterError
 
 ROOT = Path(__file__).parents[2]
 
@@ -142,10 +145,13 @@ def test_what_is_changed_of_the_chart_is_where_the_webhook_is_called_and_nothing
     assert service["spec"] == {"type": "ExternalName", "externalName": "localhost"}
 
 
-def test_the_kubernetes_client_takes_the_kubeconfig(tmp_path: Path) -> None:
-    authority = make_credentials(tmp_path).serving.certificate
-    (tmp_path / "kubeconfig").write_text(yaml.safe_dump(kubeconfig("https://127.0.0.1:6443", authority, "secret")))
-    loaded = client.Configuration()
-    config.load_kube_config(str(tmp_path / "kubeconfig"), client_configuration=loaded)
-    assert loaded.host == "https://127.0.0.1:6443"
-    assert loaded.ssl_ca_cert == str(authority)
+async def test_the_webhooks_client_takes_the_service_account(assets: Path, tmp_path: Path) -> None:
+    with ControlPlane(assets, tmp_path) as control_plane, ThreadPoolExecutor(1) as executor:
+        write_account(tmp_path / "account", control_plane.authority, "secret")
+        port = int(control_plane.url.rpartition(":")[2])
+        told = ApiServer("127.0.0.1", port, tmp_path / "account", executor, call_seconds=60, hint="")
+        # The stand-in knows its callers by their certificates alone: it was reached, verified, and hung up.
+        with pytest.raises(ClusterError, match="does not answer") as caught:
+            await told.call("GET", "/api/v1")
+        await told.close()
+    assert not isinstance(caught.value.__cause__, aiohttp.ClientConnectorCertificateError)

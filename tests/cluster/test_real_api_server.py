@@ -7,19 +7,21 @@ them, and say that they skip elsewhere.
 import base64
 import copy
 import threading
+from datetime import UTC, datetime
 from typing import Any
 
 import pytest
+from cryptography import x509
 from tests.chart.rendering import NAMESPACE
 from tests.cluster.api import Api, ApiError, Object
 from tests.cluster.installation import Installation, InstalledWebhook, without_classes
 from tests.harness.agent_process import wait_until
-from tests.harness.installed_chart import bundle_patch, kept_when_due
+from tests.harness.installed_chart import SERVICE, bundle_patch, kept_when_due
 from tests.harness.webhook_process import training_pod
 from tests.injection import golden_pods
 
 from mooring_agent.core.injection.spec import Mutation
-from mooring_agent.webhook.certificate_secret import read_bundle, read_secret
+from mooring_agent.webhook.certificates import read_secret
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
@@ -55,7 +57,7 @@ def test_every_object_of_the_chart_is_taken_by_the_strictest_api_server_without_
     installation: Installation,
 ) -> None:
     assert installation.warnings == []
-    assert {one["kind"] for one in installation.objects} >= {"Deployment", "Secret", "Lease", "ClusterRole"}
+    assert {one["kind"] for one in installation.objects} >= {"Deployment", "Secret", "Role", "ClusterRole"}
 
 
 def test_a_pod_that_asks_for_it_gets_the_agent_and_others_are_left_alone(
@@ -212,8 +214,8 @@ def test_the_authority_is_rotated_and_no_pod_is_refused_meanwhile(
         ends.set()
         asking.join(_SECONDS)
     assert not failures
-    assert before in read_bundle(published(installation))
-    assert len(read_secret(installation.secret).authorities) == 2
+    assert before in x509.load_pem_x509_certificates(published(installation))
+    assert len(read_secret(installation.secret, SERVICE, datetime.now(UTC)).authorities) == 2
 
 
 def published(installation: Installation) -> bytes:

@@ -13,7 +13,6 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Any, Final, NamedTuple, Self
 
-import yaml
 from aiohttp import web
 from tests.fakes.object_shelf import ObjectShelf, RefusedError
 from tests.servers.tls import Certificate
@@ -69,20 +68,6 @@ class FakeApiServer:
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join(_SECONDS)
         self._loop.close()
-
-    def kubeconfig(self, path: Path) -> Path:
-        """As somebody outside of the cluster has it."""
-        name = "fake"
-        content = {
-            "apiVersion": "v1",
-            "kind": "Config",
-            "current-context": name,
-            "clusters": [{"name": name, "cluster": {"server": self.url}}],
-            "users": [{"name": name, "user": {"token": TOKEN}}],
-            "contexts": [{"name": name, "context": {"cluster": name, "user": name}}],
-        }
-        path.write_text(yaml.safe_dump(content))
-        return path
 
     def service_account(self, directory: Path) -> Path:
         """As kubelet mounts it into a pod."""

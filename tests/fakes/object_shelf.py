@@ -1,16 +1,13 @@
 """As much of an API server's storage as the webhook's certificates need: versions, conflicts, strategic merge patches.
 
-What a real one refuses is refused here too: a patch of an older version (409), a MicroTime without its six digits.
+What a real one refuses is refused here too: a patch of an older version (409), a webhook without rules.
 """
 
 import copy
-import re
 from collections.abc import Mapping
-from typing import Any, Final
+from typing import Any
 
 Document = dict[str, Any]
-
-_MICRO_TIME: Final = re.compile(r"\d{4}-\d{2}-\d{2}T\d{2}:\d{2}:\d{2}\.\d{6}(Z|[+-]\d{2}:\d{2})")
 
 
 class RefusedError(Exception):
@@ -83,13 +80,6 @@ def _merged(found: Document, patch: Mapping[str, Any]) -> Document:
 
 
 def _check(resource: str, content: Document) -> None:
-    if resource == "leases":
-        spec = content.get("spec") or {}
-        for field in ("renewTime", "acquireTime"):
-            if not _MICRO_TIME.fullmatch(spec.get(field, "2026-01-01T00:00:00.000000Z")):
-                raise RefusedError(400, "BadRequest", f"{field} {spec[field]!r} is no MicroTime")
-        if spec.get("leaseDurationSeconds", 1) <= 0:
-            raise RefusedError(422, "Invalid", "spec.leaseDurationSeconds: must be greater than 0")
     if resource == "mutatingwebhookconfigurations":
         for webhook in content["webhooks"]:
             if "rules" not in webhook:

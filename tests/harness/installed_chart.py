@@ -1,39 +1,42 @@
 """A fake API server on which the real chart is installed, as far as the webhook's certificates go.
 
-It has the chart's three objects, and gives the webhook the rights that the chart gives it, and no more.
+It has the chart's two objects, and gives the webhook the rights that the chart gives it, and no more.
 """
 
 import base64
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from datetime import UTC, datetime
+from pathlib import Path
 from typing import Any, Final
+from urllib.parse import urlsplit
 
 from tests.chart.rendering import NAMESPACE, of_kind, render
 from tests.fakes.fake_api_server import FakeApiServer
+from tests.servers.tls import make_certificate
 
 from mooring_agent.core.certificate_plan import Lives
-from mooring_agent.webhook.authority import make_authority, make_leaf
-from mooring_agent.webhook.certificate_secret import Kept
+from mooring_agent.webhook.certificates import Kept, make_authority, make_leaf
 from mooring_agent.webhook.settings import SelfManaged
 
 MANAGED: Final = SelfManaged(
     namespace=NAMESPACE,
     service="mooring-webhook",
     secret="mooring-webhook-certificates",
-    lease="mooring-webhook",
     configuration="mooring",
 )
 SERVICE: Final = f"{MANAGED.service}.{MANAGED.namespace}.svc"
 
 
 @contextmanager
-def installed_chart() -> Iterator[FakeApiServer]:
+def installed_chart(folder: Path) -> Iterator[FakeApiServer]:
+    """Over TLS, with the service account's files in `folder`."""
     objects = render()
-    api = FakeApiServer(namespace=NAMESPACE)
+    api = FakeApiServer(namespace=NAMESPACE, certificate=make_certificate(folder / "api-server"))
+    api.service_account(folder / "service-account")
     for kind, name, resource in (
         ("Secret", MANAGED.secret, "secrets"),
-        ("Lease", MANAGED.lease, "leases"),
         ("MutatingWebhookConfiguration", MANAGED.configuration, "mutatingwebhookconfigurations"),
     ):
         api.shelf.create(resource, of_kind(objects, kind, name))
@@ -45,12 +48,25 @@ def installed_chart() -> Iterator[FakeApiServer]:
         yield api
 
 
+def managed_in(api: FakeApiServer, folder: Path) -> SelfManaged:
+    """As a webhook in the pod of the chart sees its cluster; `folder` as in `installed_chart`."""
+    address = urlsplit(api.url)
+    assert address.hostname
+    assert address.port
+    return replace(
+        MANAGED,
+        kubernetes_host=address.hostname,
+        kubernetes_port=address.port,
+        service_account=folder / "service-account",
+    )
+
+
 def kept_when_due() -> Kept:
     """A CA past two thirds of its life, with a young leaf: what a rotation begins with."""
     now, lives = datetime.now(UTC), Lives()
     authority = make_authority(now - lives.authority * 0.7, lives)
     names = {SERVICE, f"{SERVICE}.cluster.local"}
-    return Kept(authorities=(authority,), leaf=make_leaf(authority, names, now, lives))
+    return Kept(authorities=(authority,), leaf=make_leaf(authority, names, now, lives), issuer=authority.id)
 
 
 def bundle_patch(configuration: dict[str, Any], bundle: str | None) -> dict[str, Any]:

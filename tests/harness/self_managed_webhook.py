@@ -10,26 +10,26 @@ from typing import Any, Self
 
 from tests.fakes.fake_api_server import FakeApiServer
 from tests.harness.hasty_webhook import PACE_VARIABLE
-from tests.harness.installed_chart import MANAGED, SERVICE
+from tests.harness.installed_chart import SERVICE, managed_in
 from tests.harness.webhook_process import WebhookProcess
 
 _SECONDS = 30.0
 
 
 class SelfManagedWebhook(WebhookProcess):
-    """One replica. `pace` as in `settings.Pace`; a new CA is trusted soon. Started on entry, perhaps not `awaited`."""
+    """One replica, in a folder below the installed chart's. `pace` as in `settings.Pace`; a new CA is trusted soon.
+    Started on entry, perhaps not `awaited`."""
 
     def __init__(self, folder: Path, api: FakeApiServer, *, pace: Mapping[str, float], awaited: bool = True) -> None:
-        folder.mkdir(parents=True, exist_ok=True)
-        kubeconfig = api.kubeconfig(folder / "kubeconfig")
-        names = {name: getattr(MANAGED, name) for name in ("namespace", "service", "secret", "lease", "configuration")}
-        environment = (f"KUBECONFIG={kubeconfig}", f"{PACE_VARIABLE}={json.dumps(dict(pace))}")
+        managed = managed_in(api, folder.parent)
+        own = ("namespace", "service", "secret", "configuration")
+        names = (*own, "kubernetes_host", "kubernetes_port", "service_account")
         super().__init__(
             folder,
             "--self-managed",
             "--lame-duck-seconds=0",
-            *(f"--{name}={value}" for name, value in names.items()),
-            launcher=("env", "--unset=KUBERNETES_SERVICE_HOST", *environment),
+            *(f"--{name.replace('_', '-')}={getattr(managed, name)}" for name in names),
+            launcher=("env", f"{PACE_VARIABLE}={json.dumps(dict(pace))}"),
             module="tests.harness.hasty_webhook",
         )
         self._awaited = awaited

@@ -5,9 +5,8 @@ The rounds are the real ones, with real certificates; only the cluster, the cloc
 
 import base64
 import random
-from collections.abc import Coroutine, Generator
+from collections.abc import Coroutine, Generator, Mapping
 from datetime import UTC, datetime, timedelta
-from itertools import count
 from typing import Any
 
 import pytest
@@ -16,17 +15,17 @@ from cryptography.x509.verification import PolicyBuilder, Store, VerificationErr
 from structlog.testing import capture_logs
 from tests.fakes.object_shelf import ObjectShelf, RefusedError
 
+from mooring_agent.adapters.api_server import ApiServer
 from mooring_agent.core.certificate_plan import Lives
 from mooring_agent.core.errors import ErrorKind, MooringError
-from mooring_agent.webhook.authority import Pair
-from mooring_agent.webhook.certificate_round import CertificateRound, Look
-from mooring_agent.webhook.certificate_secret import Kept, ca_bundles, read_bundle, read_secret
-from mooring_agent.webhook.kubernetes_objects import Kind, Object
+from mooring_agent.webhook.certificate_keeper import CertificateKeeper, ca_bundles, published_in
+from mooring_agent.webhook.certificates import Kept, fingerprint, read_bundle, read_secret
+from mooring_agent.webhook.serving_certificate import ServingCertificate
 from mooring_agent.webhook.settings import SelfManaged
 
-MANAGED = SelfManaged(namespace="mooring", service="mooring-webhook", secret="s", lease="l", configuration="c")
-SERVICE = x509.DNSName("mooring-webhook.mooring.svc")
-NAMES = {Kind.SECRET: "s", Kind.LEASE: "l", Kind.CONFIGURATION: "c"}
+MANAGED = SelfManaged(namespace="mooring", service="mooring-webhook", secret="s", configuration="c")
+SERVICE = "mooring-webhook.mooring.svc"
+SECRETS, CONFIGURATIONS = "secrets", "mutatingwebhookconfigurations"
 LIVES = Lives()
 BEGIN = datetime(2026, 1, 1, tzinfo=UTC)
 DAY = timedelta(days=1)
@@ -39,25 +38,21 @@ class _Pause:
         return (yield)
 
 
-class _SteppedObjects:
+class _SteppedCluster(ApiServer):
     """Each call pauses before it takes effect and after it."""
 
     def __init__(self, shelf: ObjectShelf) -> None:
         self._shelf = shelf
 
-    async def read(self, kind: Kind) -> Object:
-        return await self._call("get", kind, NAMES[kind])
-
-    async def patch(self, kind: Kind, content: Object, read: Object) -> Object:
-        version = {"resourceVersion": read["metadata"]["resourceVersion"]}
-        return await self._call("patch", kind, NAMES[kind], {**content, "metadata": version})
-
-    async def _call(self, verb: str, kind: Kind, *arguments: Any) -> Object:
-        away = MooringError(ErrorKind.UNREACHABLE, f"{verb} {kind}: away")
+    async def call(
+        self, method: str, path: str, content: Mapping[str, Any] | None = None, content_type: str = ""
+    ) -> dict[str, Any]:
+        resource, name = path.partition("?")[0].split("/")[-2:]
+        away = MooringError(ErrorKind.UNREACHABLE, f"{method} {path}: away")
         if await _Pause() == "lost":
             raise away
         try:
-            answer: Object = getattr(self._shelf, verb)(kind.value, *arguments)
+            answer = self._shelf.get(resource, name) if content is None else self._shelf.patch(resource, name, content)
         except RefusedError as error:
             kinds = {404: ErrorKind.NOT_FOUND, 409: ErrorKind.ALREADY_EXISTS}
             raise MooringError(kinds[error.status], str(error)) from error
@@ -66,13 +61,23 @@ class _SteppedObjects:
         return answer
 
 
-def verify(leaf: Pair, bundle: bytes, now: datetime) -> None:
+class _Served(ServingCertificate):
+    """Keeps the pair that it was given last."""
+
+    def __init__(self) -> None:
+        self.pair = b""
+
+    def put(self, pair: bytes) -> None:
+        self.pair = pair
+
+
+def verify(leaf: x509.Certificate, bundle: bytes, now: datetime) -> None:
     """As an API server does it. AssertionError where it would not take the leaf."""
-    authorities = read_bundle(bundle)
+    authorities = x509.load_pem_x509_certificates(bundle) if bundle else []
     assert authorities, "nobody is trusted"
     policy = PolicyBuilder().store(Store(authorities)).time(now.replace(tzinfo=None))
     try:
-        policy.build_server_verifier(SERVICE).verify(leaf.certificate, [])
+        policy.build_server_verifier(x509.DNSName(SERVICE)).verify(leaf, [])
     except VerificationError as error:
         raise AssertionError(f"at {now} a leaf is not verified by {len(authorities)} CAs") from error
 
@@ -82,9 +87,8 @@ class _World:
 
     def __init__(self) -> None:
         self.shelf = ObjectShelf()
-        for kind in (Kind.SECRET, Kind.LEASE):
-            self.shelf.create(kind, {"metadata": {"name": NAMES[kind]}})
-        self.shelf.create(Kind.CONFIGURATION, configuration("pods.mooring.dev", "others.mooring.dev"))
+        self.shelf.create(SECRETS, {"metadata": {"name": MANAGED.secret}})
+        self.shelf.create(CONFIGURATIONS, configuration("pods.mooring.dev", "others.mooring.dev"))
         self.now = BEGIN
         self.trusted: list[tuple[datetime, bytes]] = [(BEGIN, b"")]
         self.leaves: dict[str, str] = {}
@@ -93,7 +97,7 @@ class _World:
         """CAs that signed when nothing valid was served: that they are trusted only now is no loss."""
         self._ends_at = BEGIN
         self._noted = 0
-        self._verified: set[tuple[str, bytes]] = set()
+        self._verified: set[tuple[bytes, bytes]] = set()
 
     def note(self) -> None:
         """What the last step changed."""
@@ -115,29 +119,27 @@ class _World:
             self.trusted.append((self.now, bundle))
         kept = self.kept()
         if kept.leaf is not None and kept.leaf.id not in self.leaves:
-            held = kept.held.leaf
-            assert held is not None
-            assert held.authority, "a leaf of a CA that is kept"
-            self.leaves[kept.leaf.id] = held.authority
+            self.leaves[kept.leaf.id] = kept.issuer
             if self._ends_at <= self.now:
-                self.not_yet_trusted.add(held.authority)
-            self._ends_at = held.ends_at
+                self.not_yet_trusted.add(kept.issuer)
+            self._ends_at = kept.leaf.certificate.not_valid_after_utc
 
-    def check(self, leaf: Pair) -> None:
+    def check(self, pair: bytes) -> None:
         """Somebody serves it now: every API server must take it."""
-        if self.leaves[leaf.id] not in self.not_yet_trusted and self.now < leaf.certificate.not_valid_after_utc:
+        leaf = x509.load_pem_x509_certificate(pair)
+        if self.leaves[fingerprint(leaf)] not in self.not_yet_trusted and self.now < leaf.not_valid_after_utc:
             for _, bundle in self.trusted:
                 # Once: until it expires, its CA does not.
-                if (leaf.id, bundle) not in self._verified:
+                if (pair, bundle) not in self._verified:
                     verify(leaf, bundle, self.now)
-                    self._verified.add((leaf.id, bundle))
+                    self._verified.add((pair, bundle))
 
     def kept(self) -> Kept:
-        return read_secret(self.shelf.get(Kind.SECRET, "s"))
+        return read_secret(self.shelf.get(SECRETS, MANAGED.secret), SERVICE, self.now)
 
     def _published(self) -> bytes:
         """What all webhooks trust."""
-        first, second = ca_bundles(self.shelf.get(Kind.CONFIGURATION, "c")).values()
+        first, second = ca_bundles(self.shelf.get(CONFIGURATIONS, "c")).values()
         assert first == second
         return base64.b64decode(first)
 
@@ -152,19 +154,17 @@ def configuration(*webhooks: str) -> dict[str, Any]:
 
 
 def ids(bundle: bytes) -> set[str]:
-    return {Pair(certificate=one, key=None).id for one in read_bundle(bundle)}
+    return {fingerprint(one) for one in read_bundle(base64.b64encode(bundle).decode())}
 
 
 class _Replica:
     """A webhook. It serves what it found last, as soon as it has loaded that."""
 
-    _numbers = count()
-
     def __init__(self, world: _World) -> None:
         self._world = world
-        self._look: Coroutine[None, str | None, Look] | None = None
-        self.found: Pair | None = None
-        self.serves: Pair | None = None
+        self._look: Coroutine[None, str | None, None] | None = None
+        self._served = _Served()
+        self.serves = b""
         self.start()
 
     def start(self) -> None:
@@ -172,43 +172,34 @@ class _Replica:
         if self._look is not None:
             self._look.close()
             self._look = None
-        self._round = CertificateRound(
-            _SteppedObjects(self._world.shelf),
-            MANAGED,
-            f"replica-{next(self._numbers)}",
-            lives=LIVES,
-            lease_seconds=30,
-            now=lambda: self._world.now,
-            monotonic=lambda: (self._world.now - BEGIN).total_seconds(),
+        self._keeper = CertificateKeeper(
+            _SteppedCluster(self._world.shelf), MANAGED, self._served, lambda: self._world.now
         )
 
-    def step(self, outcome: str = "fine") -> Look | None:
-        """To the next pause, or the end of the look."""
+    def step(self, outcome: str = "fine") -> bool:
+        """To the next pause, or to the end of the look, where it is true."""
         try:
             if self._look is None:
-                self._look = self._round.look()
+                self._look = self._keeper.look()
                 self._look.send(None)
             else:
                 self._look.send(outcome)
-        except StopIteration as end:
+        except (StopIteration, MooringError) as end:
             self._look = None
-            look: Look = end.value
-            if look.kept is not None and look.kept.leaf is not None:
-                self.found = look.kept.leaf
-            return look
+            self.problem = end if isinstance(end, MooringError) else None
+            return True
         finally:
             self._world.note()
-        return None
+        return False
 
-    def look(self) -> Look:
-        """A whole one, without anybody in between."""
-        while True:
-            look = self.step()
-            if look is not None:
-                return look
+    def look(self) -> MooringError | None:
+        """A whole one, without anybody in between; what was wrong."""
+        while not self.step():
+            continue
+        return self.problem
 
     def load(self) -> None:
-        self.serves = self.found
+        self.serves = self._served.pair
 
 
 @pytest.mark.parametrize("seed", range(40))
@@ -239,7 +230,7 @@ def test_whatever_overtakes_fails_or_ends_no_api_server_sees_a_leaf_that_it_does
                     world.now += chance.randint(1, 12) * DAY
             world.note()
             for one in replicas:
-                if one.serves is not None:
+                if one.serves:
                     world.check(one.serves)
     assert len(set(world.leaves.values())) > (1 if seed % 4 else 0), "it did rotate"
 
@@ -250,12 +241,12 @@ def test_two_replicas_that_look_every_five_days_for_years_never_serve_an_expired
     most = 0
     for day in range(0, 3 * 365, 5):
         for replica in replicas:
-            assert replica.look().published
+            assert replica.look() is None
             replica.load()
             world.now += timedelta(minutes=11)
         for replica in replicas:
-            assert replica.serves is not None
-            assert replica.serves.certificate.not_valid_after_utc - world.now > 20 * DAY
+            leaf = x509.load_pem_x509_certificate(replica.serves)
+            assert leaf.not_valid_after_utc - world.now > 20 * DAY
             world.check(replica.serves)
         most = max(most, len(world.kept().authorities))
         world.now = BEGIN + (day + 5) * DAY
@@ -264,53 +255,57 @@ def test_two_replicas_that_look_every_five_days_for_years_never_serve_an_expired
     assert most == 2
 
 
-def test_only_the_holder_of_the_lease_writes_and_another_takes_over_when_it_is_gone() -> None:
+def test_of_two_that_begin_at_once_one_writes_and_the_other_serves_the_same() -> None:
     world = _World()
-    one, other = _Replica(world), _Replica(world)
-    assert one.look().published
-    holder = world.shelf.get(Kind.LEASE, "l")["spec"]["holderIdentity"]
-    wipe(world)
-    assert not other.look().published
-    assert world.shelf.get(Kind.LEASE, "l")["spec"]["holderIdentity"] == holder
-    assert one.look().published
-    wipe(world)
-    assert not other.look().published
-    world.now += timedelta(seconds=31)
-    assert other.look().published
-    lease = world.shelf.get(Kind.LEASE, "l")["spec"]
-    assert lease["holderIdentity"] != holder
-    assert lease["leaseTransitions"] == 2
-
-
-def test_of_two_that_find_the_lease_free_the_one_that_got_it_alone_says_so() -> None:
-    world = _World()
-    looking = [_Replica(world), _Replica(world)]
+    replicas = [_Replica(world), _Replica(world)]
+    looking = list(replicas)
     with capture_logs() as lines:
         while looking:
-            looking = [replica for replica in looking if replica.step() is None]
-    assert [line["event"] for line in lines].count("lease.taken") == 1
+            looking = [replica for replica in looking if not replica.step()]
+    assert [line["event"] for line in lines] == ["certificates.renewed", "authorities.published"]
+    problems = [replica.problem for replica in replicas if replica.problem is not None]
+    assert [one.kind for one in problems] == [ErrorKind.ALREADY_EXISTS]
+    for replica in replicas:
+        assert replica.look() is None
+        replica.load()
+    assert replicas[0].serves == replicas[1].serves != b""
+
+
+def test_any_replica_puts_back_a_bundle_that_somebody_took_away() -> None:
+    world = _World()
+    replicas = [_Replica(world), _Replica(world)]
+    for replica in replicas:
+        assert replica.look() is None
+        before = published_in(world.shelf.get(CONFIGURATIONS, "c"))
+        wipe(world)
+        assert not published_in(world.shelf.get(CONFIGURATIONS, "c"))
+        assert replica.look() is None
+        assert published_in(world.shelf.get(CONFIGURATIONS, "c")) == before != frozenset()
 
 
 def wipe(world: _World) -> None:
     """As somebody does who applies a manifest without caBundle."""
-    webhooks = world.shelf.get(Kind.CONFIGURATION, "c")["webhooks"]
+    webhooks = world.shelf.get(CONFIGURATIONS, "c")["webhooks"]
     wiped = [{"name": one["name"], "clientConfig": {"caBundle": None}} for one in webhooks]
-    world.shelf.patch(Kind.CONFIGURATION, "c", {"webhooks": wiped})
+    world.shelf.patch(CONFIGURATIONS, "c", {"webhooks": wiped})
 
 
 def test_what_others_wrote_into_our_objects_stays() -> None:
     world = _World()
     replica = _Replica(world)
     replica.look()
-    world.shelf.patch(Kind.SECRET, "s", {"metadata": {"labels": {"team": "ours"}}, "data": {"note": "aGVsbG8="}})
+    world.shelf.patch(SECRETS, "s", {"metadata": {"labels": {"team": "ours"}}, "data": {"note": "aGVsbG8="}})
     world.now += 70 * DAY
     before = world.kept().leaf
-    assert replica.look().published
-    assert world.kept().leaf != before
-    secret = world.shelf.get(Kind.SECRET, "s")
+    assert replica.look() is None
+    leaf = world.kept().leaf
+    assert leaf is not None
+    assert before is not None
+    assert leaf.id != before.id
+    secret = world.shelf.get(SECRETS, "s")
     assert secret["metadata"]["labels"] == {"team": "ours"}
     assert secret["data"]["note"] == "aGVsbG8="
-    webhooks = world.shelf.get(Kind.CONFIGURATION, "c")["webhooks"]
+    webhooks = world.shelf.get(CONFIGURATIONS, "c")["webhooks"]
     assert all(one["clientConfig"]["service"]["name"] == "mooring-webhook" for one in webhooks)
 
 
@@ -320,26 +315,22 @@ def test_a_secret_that_is_emptied_has_everything_renewed_at_once() -> None:
     replica = _Replica(world)
     replica.look()
     before = ids(world.trusted[-1][1])
-    world.shelf.patch(Kind.SECRET, "s", {"data": None})
-    assert replica.look().published
+    world.shelf.patch(SECRETS, "s", {"data": None})
+    assert replica.look() is None
     assert not before & {one.id for one in world.kept().authorities}
     replica.load()
-    assert replica.serves is not None
-    verify(
-        replica.serves,
-        base64.b64decode(next(iter(ca_bundles(world.shelf.get(Kind.CONFIGURATION, "c")).values()))),
-        world.now,
-    )
+    verify(x509.load_pem_x509_certificate(replica.serves), world.trusted[-1][1], world.now)
 
 
 def test_without_the_configuration_the_leaf_is_made_and_what_is_missing_is_said() -> None:
     world = _World()
-    world.shelf.delete(Kind.CONFIGURATION, "c")
+    world.shelf.delete(CONFIGURATIONS, "c")
     replica = _Replica(world)
-    look = replica.look()
-    assert look.kept is not None
-    assert look.kept.leaf is not None
-    assert not look.published
-    assert [one.kind for one in look.problems] == [ErrorKind.NOT_FOUND]
-    world.shelf.create(Kind.CONFIGURATION, configuration("pods.mooring.dev", "others.mooring.dev"))
-    assert replica.look().published
+    problem = replica.look()
+    assert problem is not None
+    assert problem.kind is ErrorKind.NOT_FOUND
+    assert world.kept().leaf is not None
+    replica.load()
+    assert replica.serves
+    world.shelf.create(CONFIGURATIONS, configuration("pods.mooring.dev", "others.mooring.dev"))
+    assert replica.look() is None

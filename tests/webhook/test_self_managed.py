@@ -5,6 +5,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Self
 
@@ -12,12 +13,19 @@ import pytest
 from cryptography import x509
 from tests.fakes.fake_api_server import FakeApiServer, Mood
 from tests.harness.agent_process import wait_until
-from tests.harness.installed_chart import MANAGED, installed_chart, kept_when_due, publish, published, withdraw
+from tests.harness.installed_chart import (
+    MANAGED,
+    SERVICE,
+    installed_chart,
+    kept_when_due,
+    publish,
+    published,
+    withdraw,
+)
 from tests.harness.self_managed_webhook import Reviewer, SelfManagedWebhook
 from tests.harness.webhook_process import review_of, training_pod
 
-from mooring_agent.webhook.authority import Pair
-from mooring_agent.webhook.certificate_secret import read_bundle, read_secret
+from mooring_agent.webhook.certificates import Pair, read_secret
 
 _SECONDS = 90.0
 _LAG_SECONDS = 4.0
@@ -27,8 +35,8 @@ REVIEW = review_of(training_pod())
 
 
 @pytest.fixture
-def api() -> Iterator[FakeApiServer]:
-    with installed_chart() as api:
+def api(tmp_path: Path) -> Iterator[FakeApiServer]:
+    with installed_chart(tmp_path) as api:
         yield api
 
 
@@ -41,10 +49,6 @@ def two_replicas(folder: Path, api: FakeApiServer, stack: ExitStack, **pace: flo
     for replica in replicas:
         replica.wait_serving()
     return replicas
-
-
-def holder_first(replicas: list[SelfManagedWebhook]) -> list[SelfManagedWebhook]:
-    return sorted(replicas, key=lambda replica: "lease.taken" not in replica.log_text())
 
 
 def ask(replica: SelfManagedWebhook, bundle: bytes) -> None:
@@ -65,14 +69,13 @@ def test_of_two_that_begin_at_once_one_writes_and_both_are_verified_by_what_is_p
             ask(replica, published(api))
         assert replicas[0].served() == replicas[1].served()
         written = [one.resource for one in api.asked if one.verb == "patch" and one.status == 200]
-        assert written.count("secrets") == 1
+        assert written.count("secrets") == 1, "who was overtaken was refused"
         assert written.count("mutatingwebhookconfigurations") == 1
         assert [one for one in api.asked if one.status not in (200, 409)] == []
-        assert ["lease.taken" in one.log_text() for one in holder_first(replicas)] == [True, False]
-        keys = [(replica.certificates / "tls.key").read_bytes() for replica in replicas]
-        assert keys[0] == keys[1]
+        pairs = [(replica.certificates / "own.pem").read_text() for replica in replicas]
+        assert pairs[0] == pairs[1]
         for replica in replicas:
-            assert keys[0].decode().splitlines()[1] not in replica.log_text()
+            assert pairs[0].splitlines()[-2] not in replica.log_text()
 
 
 def install_old(api: FakeApiServer) -> Pair:
@@ -167,28 +170,34 @@ def test_a_rotation_of_the_authority_under_load_drops_no_review(api: FakeApiServ
             for thread in threads:
                 thread.join(_SECONDS)
         assert not failures
-        both = read_bundle(published(api))
+        both = x509.load_pem_x509_certificates(published(api))
         assert old.certificate in both, "a replica that is cut off may still serve its leaf"
         assert len(both) == 2
 
 
-def test_when_the_holder_of_the_lease_is_killed_another_takes_over(api: FakeApiServer, tmp_path: Path) -> None:
+def test_when_one_is_killed_another_does_its_work(api: FakeApiServer, tmp_path: Path) -> None:
     with ExitStack() as stack:
-        holder, other = holder_first(two_replicas(tmp_path, api, stack, lease_seconds=2))
-        holder.process.kill()
-        holder.wait()
+        one, other = two_replicas(tmp_path, api, stack)
+        one.process.kill()
+        one.wait()
         withdraw(api)
         wait_until(lambda: bool(published(api)), _SECONDS, "published again")
-        assert "lease.taken" in other.log_text()
         ask(other, published(api))
 
 
-def test_a_holder_that_ends_leaves_the_lease_to_another_at_once(api: FakeApiServer, tmp_path: Path) -> None:
+def test_a_secret_that_is_lost_is_filled_anew_and_all_replicas_serve_what_is_in_it(
+    api: FakeApiServer, tmp_path: Path
+) -> None:
     with ExitStack() as stack:
-        holder, other = holder_first(two_replicas(tmp_path, api, stack, lease_seconds=3600))
-        holder.terminate()
-        assert holder.wait() == 0
-        wait_until(lambda: "lease.taken" in other.log_text(), _SECONDS, "the other has it")
+        replicas = two_replicas(tmp_path, api, stack)
+        before = replicas[0].served()
+        api.shelf.delete("secrets", MANAGED.secret)
+        # As `helm upgrade` does.
+        api.shelf.create("secrets", {"metadata": {"name": MANAGED.secret}, "type": "Opaque"})
+        wait_until(lambda: {one.served() for one in replicas}.isdisjoint({before}), _SECONDS, "both serve another")
+        assert replicas[0].served() == replicas[1].served()
+        for replica in replicas:
+            ask(replica, published(api))
 
 
 def test_one_that_starts_again_while_the_api_server_is_away_serves_with_what_it_has(
@@ -205,7 +214,7 @@ def test_one_that_starts_again_while_the_api_server_is_away_serves_with_what_it_
         wait_until(lambda: "etcdserver: leader changed" in replica.log_text(), _SECONDS, "it says what is wrong")
         api.mood = Mood.WELL
         wait_until(lambda: "certificates.well" in replica.log_text(), _SECONDS, "and when it is over")
-    kept = read_secret(api.shelf.get("secrets", MANAGED.secret))
+    kept = read_secret(api.shelf.get("secrets", MANAGED.secret), SERVICE, datetime.now(UTC))
     assert kept.leaf is not None
     assert kept.leaf.certificate == before
 

@@ -10,7 +10,7 @@ from mooring_agent.cli.reporting import errors_reported
 from mooring_agent.core.annotations import default_problems
 from mooring_agent.core.errors import ErrorKind, MooringError
 from mooring_agent.core.injection.spec import FailurePolicy, InjectionDefaults
-from mooring_agent.webhook.settings import SelfManaged, WebhookSettings
+from mooring_agent.webhook.settings import SERVICE_ACCOUNT, SelfManaged, WebhookSettings
 from mooring_api.names import ANNOTATION_PREFIX
 
 _DEFAULTS: Final = InjectionDefaults(image="")
@@ -94,8 +94,16 @@ def _annotations(_: click.Context, __: click.Parameter, values: tuple[str, ...])
 @click.option("--namespace", default="", envvar="POD_NAMESPACE", help="With --self-managed: of the webhook.")
 @click.option("--service", default="mooring-webhook", show_default=True, help="Its Service.")
 @click.option("--secret", default="mooring-webhook-certificates", show_default=True, help="Where they are kept.")
-@click.option("--lease", default="mooring-webhook", show_default=True, help="Whose holder renews them.")
 @click.option("--configuration", default="mooring", show_default=True, help="The MutatingWebhookConfiguration.")
+@click.option("--kubernetes-host", default="", envvar="KUBERNETES_SERVICE_HOST", help="The API server.")
+@click.option("--kubernetes-port", default=443, envvar="KUBERNETES_SERVICE_PORT", help="Its port.")
+@click.option(
+    "--service-account",
+    type=click.Path(file_okay=False, path_type=Path),
+    default=SERVICE_ACCOUNT,
+    show_default=True,
+    help="Folder with its token and the API server's ca.crt.",
+)
 @click.option("--log-format", type=click.Choice(["json", "console"]), default="json", show_default=True)
 def webhook(**options: Any) -> None:
     """Serve the admission webhook that injects Mooring into pods.
@@ -104,6 +112,8 @@ def webhook(**options: Any) -> None:
     """
     with errors_reported():
         settings = _settings(options)
+        if settings.self_managed is not None and not settings.self_managed.kubernetes_host:
+            raise click.UsageError("--self-managed needs a cluster: --kubernetes-host, or KUBERNETES_SERVICE_HOST")
         # Imported here: the other commands shall not wait for a web server to load.
         import uvloop
 
@@ -117,7 +127,15 @@ def webhook(**options: Any) -> None:
 def _settings(options: dict[str, Any]) -> WebhookSettings:
     if options["self_managed"] and not options["namespace"]:
         raise click.UsageError("--self-managed needs --namespace, or POD_NAMESPACE")
-    managed = ("namespace", "service", "secret", "lease", "configuration")
+    managed = (
+        "namespace",
+        "service",
+        "secret",
+        "configuration",
+        "kubernetes_host",
+        "kubernetes_port",
+        "service_account",
+    )
     defaults = InjectionDefaults(
         image=options["image"],
         image_pull_policy=options["image_pull_policy"],

@@ -1,158 +1,191 @@
-"""Certificates that the webhook makes for itself: made before it serves, renewed while it does, on every replica.
+"""Certificates that the webhook makes for itself: made before it serves, renewed while it does, on every replica alike.
 
-What the ServiceAccount must be allowed, and nothing more (names as in `SelfManaged`):
+It reads and patches two objects by name, the Secret and the webhook's configuration, and creates none. So the chart
+makes the Secret, empty, and sets no `caBundle`: who may create Secrets may create one with the token of any service
+account of the namespace. A Secret that is emptied has everything made anew at once.
 
-| where | API group | resource | name | verbs |
-|---|---|---|---|---|
-| Role in the webhook's namespace | "" | secrets | `secret` | get, patch |
-| the same | coordination.k8s.io | leases | `lease` | get, patch |
-| ClusterRole | admissionregistration.k8s.io | mutatingwebhookconfigurations | `configuration` | get, patch |
+No replica leads. The safety of a rotation rests on the order of calls, whoever makes them, and on resource versions:
 
-So the chart makes the three, the Secret and the Lease empty, and sets no `caBundle`: who may create Secrets may create
-one with the token of any service account of the namespace. Every `clientConfig.caBundle` of the configuration is ours.
-The folder for the certificates must be writable (an emptyDir, best with medium Memory). Until there is a certificate,
-no port is open: probes must grant `Pace.begin_seconds`.
-
-A Secret that is emptied has everything made anew at once, for a key that somebody knows.
+- The configuration is read before the Secret and patched only if it is still the one that was read. So no bundle that
+  is older than another replica's is ever published over it.
+- The Secret is written before its bundle is published, and only if it is still the one that was read.
 """
 
 import asyncio
+import base64
 import contextlib
-import math
-import secrets
-import socket
 import time
-from collections.abc import AsyncIterator, Iterable
+from collections.abc import AsyncIterator, Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from datetime import UTC, datetime
-from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 import structlog
 
+from mooring_agent.adapters.api_server import MERGE_PATCH, ApiServer
+from mooring_agent.core.certificate_plan import plan
 from mooring_agent.core.errors import ErrorKind, MooringError
-from mooring_agent.webhook.certificate_files import put_pair, serves_until
-from mooring_agent.webhook.certificate_round import CertificateRound, Look
-from mooring_agent.webhook.kubernetes_objects import KubernetesObjects
-from mooring_agent.webhook.settings import Pace, SelfManaged
+from mooring_agent.webhook.certificates import Kept, fingerprint, read_bundle, read_secret
+from mooring_agent.webhook.serving_certificate import ServingCertificate
+from mooring_agent.webhook.settings import SelfManaged
 
 _REMIND_SECONDS: Final = 600.0
 _PATIENT_SECONDS: Final = 5.0
 """While an installation is under way, something is missing for a moment."""
 
+Object = Mapping[str, Any]
 log = structlog.get_logger("mooring.webhook")
 
 
 @contextlib.asynccontextmanager
-async def kept_certificates(managed: SelfManaged, folder: Path) -> AsyncIterator[None]:
-    """Enter once `folder` has what to serve with, and keep it renewed. Raises MooringError when there is none in time.
+async def kept_certificates(managed: SelfManaged, certificate: ServingCertificate) -> AsyncIterator[None]:
+    """Enter once there is something to serve with, and keep it renewed. Raises MooringError when there is none in time.
 
     An API server that is away holds up nobody who has a certificate that is valid.
     """
-    pace = managed.pace
-    # One thread: what a replica does to its cluster has an order.
-    executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="certificates")
-    try:
-        objects = KubernetesObjects(managed, executor, pace.call_seconds)
-        await objects.connect()
-        round_ = CertificateRound(
-            objects,
-            managed,
-            f"{socket.gethostname()}-{secrets.token_hex(4)}",
-            lives=managed.lives,
-            lease_seconds=pace.lease_seconds,
-            now=lambda: datetime.now(UTC),
-            monotonic=time.monotonic,
+    with ThreadPoolExecutor(max_workers=1, thread_name_prefix="certificates") as executor:
+        cluster = ApiServer(
+            managed.kubernetes_host,
+            managed.kubernetes_port,
+            managed.service_account,
+            executor,
+            call_seconds=managed.pace.call_seconds,
+            hint="the chart makes the Secret, the configuration and the rights to get and patch both: `helm upgrade`",
         )
+        keeper = CertificateKeeper(cluster, managed, certificate, lambda: datetime.now(UTC))
         try:
-            async with _keeping(_Keeper(round_, folder, pace)):
+            await keeper.begin()
+            keeping = asyncio.create_task(keeper.keep())
+            try:
                 yield
+            finally:
+                keeping.cancel()
+                await asyncio.wait([keeping])
         finally:
-            await _give_back(round_, pace.call_seconds)
-    finally:
-        executor.shutdown(wait=False, cancel_futures=True)
+            await cluster.close()
 
 
-@contextlib.asynccontextmanager
-async def _keeping(keeper: "_Keeper") -> AsyncIterator[None]:
-    await keeper.begin()
-    keeping = asyncio.create_task(keeper.keep())
-    try:
-        yield
-    finally:
-        keeping.cancel()
-        await asyncio.wait([keeping])
+class CertificateKeeper:
+    """One replica's: it looks at its cluster again and again, does what is due, and tells what is wrong once."""
 
-
-async def _give_back(round_: CertificateRound, seconds: float) -> None:
-    try:
-        async with asyncio.timeout(seconds):
-            await round_.give_back()
-    except (MooringError, TimeoutError) as error:
-        log.info("lease.kept", error=str(error))  # it runs out by itself
-
-
-class _Keeper:
-    """The loop around the rounds."""
-
-    def __init__(self, round_: CertificateRound, folder: Path, pace: Pace) -> None:
-        self._round = round_
-        self._folder = folder
-        self._pace = pace
-        self._told: dict[tuple[ErrorKind, str], float] = {}
+    def __init__(
+        self, cluster: ApiServer, managed: SelfManaged, certificate: ServingCertificate, now: Callable[[], datetime]
+    ) -> None:
+        self._cluster = cluster
+        self._secret = f"/api/v1/namespaces/{managed.namespace}/secrets/{managed.secret}"
+        self._configuration = (
+            f"/apis/admissionregistration.k8s.io/v1/mutatingwebhookconfigurations/{managed.configuration}"
+        )
+        service = f"{managed.service}.{managed.namespace}.svc"
+        self._names = (service, f"{service}.cluster.local")
+        self._lives, self._pace = managed.lives, managed.pace
+        self._certificate = certificate
+        self._now = now
+        self._published_since: dict[str, datetime] = {}
+        self._told, self._told_at = "", 0.0
 
     async def begin(self) -> None:
         """Until there is something to serve with, and, if that comes soon, API servers trust it."""
         began_at = time.monotonic()
+        with contextlib.suppress(MooringError):
+            self._certificate.load()  # of a life before this one
         while True:
-            look = await self._look()
+            problem = await self._look()
             waited_seconds = time.monotonic() - began_at
+            serves = self._certificate.seconds_left() > 0
+            away = problem is not None and problem.kind is ErrorKind.UNREACHABLE
+            if serves and (problem is None or away or waited_seconds >= self._pace.publish_seconds):
+                return
+            if problem is not None and not serves and waited_seconds >= self._pace.begin_seconds:
+                raise problem
             if waited_seconds >= _PATIENT_SECONDS:
-                self._tell(look.problems)
-            ends_at = serves_until(self._folder)
-            if ends_at is not None and ends_at > datetime.now(UTC):
-                if look.published or look.kept is None or waited_seconds >= self._pace.publish_seconds:
-                    return
-            elif waited_seconds >= self._pace.begin_seconds:
-                last = look.problems[-1] if look.problems else None
-                raise MooringError(
-                    last.kind if last else ErrorKind.TIMED_OUT,
-                    f"no certificate to serve with after {waited_seconds:.0f} s: {last or 'nobody makes one'}",
-                    hint=last.hint if last else "see the log of the replica that holds the Lease",
-                )
+                self._tell(problem)
             await asyncio.sleep(self._pace.retry_seconds)
 
     async def keep(self) -> None:
         """For ever."""
-        seconds = self._pace.look_seconds
+        problem: MooringError | None = None
         while True:
-            await asyncio.sleep(seconds)
-            look = await self._look()
-            self._tell(look.problems)
-            raced = any(one.kind is ErrorKind.ALREADY_EXISTS for one in look.problems)
-            seconds = self._pace.retry_seconds if raced else self._pace.look_seconds
+            raced = problem is not None and problem.kind is ErrorKind.ALREADY_EXISTS
+            await asyncio.sleep(self._pace.retry_seconds if raced else self._pace.look_seconds)
+            problem = await self._look()
+            self._tell(problem)
 
-    async def _look(self) -> Look:
+    async def _look(self) -> MooringError | None:
         try:
-            look = await self._round.look()
-            if look.kept is not None and look.kept.leaf is not None:
-                await asyncio.to_thread(put_pair, self._folder, look.kept.leaf)
+            await self.look()
         except MooringError as error:
-            return Look(kept=None, published=False, problems=(error,))
-        except Exception:
+            return error
+        except Exception as error:
             # A fault of ours in here must not end a webhook that serves.
             log.exception("certificates.bug")
-            return Look(kept=None, published=False, problems=())
-        return look
+            return MooringError(ErrorKind.BAD_CONFIGURATION, f"a mistake of ours: {error}", hint="please report it")
+        return None
 
-    def _tell(self, problems: Iterable[MooringError]) -> None:
-        """Each that needs something else done once, and again after a while; and when all are over."""
-        now = time.monotonic()
-        different = {(one.kind, one.hint): one for one in problems if one.kind is not ErrorKind.ALREADY_EXISTS}
-        for key, problem in different.items():
-            if now - self._told.get(key, -math.inf) >= _REMIND_SECONDS:
-                log.error("certificates.problem", error=str(problem), kind=problem.kind.value, hint=problem.hint)
-                self._told[key] = now
-        if self._told and not different:
+    def _tell(self, problem: MooringError | None) -> None:
+        """What needs something else done, and again after a while; and when it is over."""
+        if problem is None and self._told:
             log.info("certificates.well")
-        self._told = {key: at for key, at in self._told.items() if key in different}
+            self._told = ""
+        if problem is None or problem.kind is ErrorKind.ALREADY_EXISTS:
+            return
+        if str(problem) != self._told or time.monotonic() - self._told_at >= _REMIND_SECONDS:
+            log.error("certificates.problem", error=str(problem), kind=problem.kind.value, hint=problem.hint)
+            self._told, self._told_at = str(problem), time.monotonic()
+
+    async def look(self) -> None:
+        """Once, and do what is due. Raises MooringError when API servers may not trust what is served; it still is."""
+        configuration: Object | MooringError
+        try:
+            configuration = await self._cluster.call("GET", self._configuration)
+            now = self._now()
+            self._published_since = {one: self._published_since.get(one, now) for one in published_in(configuration)}
+        except MooringError as error:
+            configuration = error
+        secret = await self._cluster.call("GET", self._secret)
+        kept = read_secret(secret, self._names[0], self._now())
+        self._hand_on(kept)
+        kept = await self._renewed(secret, kept)
+        self._hand_on(kept)
+        if isinstance(configuration, MooringError):
+            raise configuration
+        await self._publish(kept, configuration)
+
+    def _hand_on(self, kept: Kept) -> None:
+        if kept.leaf is not None:
+            self._certificate.put(kept.leaf.certificate_pem + kept.leaf.key_pem)
+
+    async def _renewed(self, secret: Object, kept: Kept) -> Kept:
+        """What the Secret holds then."""
+        now = self._now()
+        due = plan(now, *kept.terms, self._published_since, self._lives)
+        after = kept.after(due, self._names, now, self._lives)
+        if after != kept:
+            await self._patch(self._secret, {"data": after.data()}, secret)
+            log.info("certificates.renewed", new_authority=due.make_authority, new_certificate=bool(due.sign_with))
+        return after
+
+    async def _publish(self, kept: Kept, configuration: Object) -> None:
+        bundle = base64.b64encode(kept.bundle).decode()
+        stale = [name for name, text in ca_bundles(configuration).items() if text != bundle]
+        if stale:
+            webhooks = [{"name": name, "clientConfig": {"caBundle": bundle}} for name in stale]
+            await self._patch(self._configuration, {"webhooks": webhooks}, configuration)
+            log.info("authorities.published", authorities=len(kept.authorities))
+
+    async def _patch(self, path: str, content: Object, read: Object) -> None:
+        """If it still is the version that was read."""
+        versioned = {**content, "metadata": {"resourceVersion": read["metadata"]["resourceVersion"]}}
+        await self._cluster.call("PATCH", f"{path}?fieldManager=mooring-webhook", versioned, MERGE_PATCH)
+
+
+def published_in(configuration: Object) -> frozenset[str]:
+    """The CAs that all its webhooks trust, by id."""
+    bundles = [frozenset(map(fingerprint, read_bundle(text))) for text in ca_bundles(configuration).values()]
+    return frozenset.intersection(*bundles) if bundles else frozenset()
+
+
+def ca_bundles(configuration: Object) -> dict[str, str]:
+    """`caBundle` by the webhook's name, as it is written there."""
+    webhooks = configuration.get("webhooks") or []
+    return {one["name"]: (one.get("clientConfig") or {}).get("caBundle") or "" for one in webhooks}

@@ -9,6 +9,7 @@ import structlog
 
 from mooring_agent import __version__
 from mooring_agent.webhook.application import probing, reviewing
+from mooring_agent.webhook.certificate_keeper import kept_certificates
 from mooring_agent.webhook.listener import serving
 from mooring_agent.webhook.metrics import Metrics
 from mooring_agent.webhook.serving_certificate import ServingCertificate
@@ -26,15 +27,13 @@ async def serve_webhook(settings: WebhookSettings) -> None:
     certificate = ServingCertificate(settings.certificates)
     async with contextlib.AsyncExitStack() as stack:
         if settings.self_managed is not None:
-            # Imported here: `kubernetes` takes long, and who has cert-manager needs none of it.
-            from mooring_agent.webhook.certificate_keeper import kept_certificates
-
-            if not await _entered(stack, kept_certificates(settings.self_managed, settings.certificates), leaving):
+            if not await _entered(stack, kept_certificates(settings.self_managed, certificate), leaving):
                 return
-        await asyncio.to_thread(certificate.load)
+        else:
+            await asyncio.to_thread(certificate.load)
+            loading = asyncio.create_task(certificate.keep_loading())
+            stack.callback(loading.cancel)
         metrics = Metrics(certificate.seconds_left)
-        loading = asyncio.create_task(certificate.keep_loading())
-        stack.callback(loading.cancel)
         ask_seconds = settings.read_seconds + ANSWER_SECONDS
         await stack.enter_async_context(
             serving(

@@ -22,19 +22,20 @@ ANSWER_SECONDS: Final = 1.0
 """What a request may take on top of the review's arrival: its TLS handshake, and its answer's way out."""
 
 
+SERVICE_ACCOUNT: Final = Path("/var/run/secrets/kubernetes.io/serviceaccount")
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pace:
     """How often a webhook that makes its own certificates looks at its cluster, and what it waits for.
 
-    It looks every `look_seconds`, and after `retry_seconds` while it begins or after a conflict. A lease that nobody
-    renews for `lease_seconds` is free. No call lasts longer than twice `call_seconds`. Within `begin_seconds` there
-    must be a certificate, which also covers the lease of somebody who died; `publish_seconds` of it may pass until API
+    It looks every `look_seconds`, and after `retry_seconds` while it begins or after a conflict. No call lasts longer
+    than `call_seconds`. Within `begin_seconds` there must be a certificate; `publish_seconds` of it may pass until API
     servers trust it, which at an installation is when Helm has made the last object.
     """
 
     look_seconds: float = 10.0
     retry_seconds: float = 1.0
-    lease_seconds: float = 30.0
     call_seconds: float = 5.0
     begin_seconds: float = 90.0
     publish_seconds: float = 30.0
@@ -48,9 +49,11 @@ class SelfManaged:
     service: str
     """Of which the certificate is; the API server calls <service>.<namespace>.svc."""
     secret: str
-    lease: str
     configuration: str
     """Name of the MutatingWebhookConfiguration that gets the caBundle."""
+    kubernetes_host: str = ""
+    kubernetes_port: int = 443
+    service_account: Path = SERVICE_ACCOUNT
     lives: Lives = field(default_factory=Lives)
     pace: Pace = field(default_factory=Pace)
 

@@ -8,10 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from mooring_agent.core.certificate_plan import Lives, Publication, plan
-from mooring_agent.webhook.authority import Pair, make_authority, make_leaf
-from mooring_agent.webhook.certificate_files import put_pair, serves_until
-from mooring_agent.webhook.certificate_secret import Kept, read_secret
+from mooring_agent.core.certificate_plan import Lives, Plan, plan
+from mooring_agent.webhook.certificates import Kept, Pair, make_authority, make_leaf, read_secret
+from mooring_agent.webhook.serving_certificate import ServingCertificate
 
 NOW = datetime.now(UTC)
 LIVES = Lives()
@@ -19,11 +18,19 @@ SERVICE = "mooring-webhook.mooring.svc"
 NAMES = frozenset({SERVICE, f"{SERVICE}.cluster.local"})
 
 
+def pem(leaf: Pair) -> bytes:
+    return leaf.certificate_pem + leaf.key_pem
+
+
+def due(kept: Kept) -> Plan:
+    return plan(NOW, *kept.terms, {}, LIVES)
+
+
 def shake_hands(folder: Path, leaf: Pair, bundle: bytes, name: str) -> None:
     """Both sides in memory, the client as strict as it can be."""
-    put_pair(folder, leaf)
-    serving = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-    serving.load_cert_chain(folder / "tls.crt", folder / "tls.key")
+    certificate = ServingCertificate(folder)
+    certificate.put(pem(leaf))
+    serving = certificate.context
     trusting = ssl.create_default_context(cadata=bundle.decode())
     trusting.verify_flags |= ssl.VERIFY_X509_STRICT
     there, back = ssl.MemoryBIO(), ssl.MemoryBIO()
@@ -107,20 +114,16 @@ def test_openssl_at_its_strictest_takes_them(tmp_path: Path) -> None:
 
 
 def kept() -> Kept:
-    first = Kept().after(plan(NOW, Kept().held, Publication(), NAMES, LIVES), NAMES, NOW, LIVES)
-    old = make_authority(NOW - timedelta(days=300), LIVES)
-    return Kept(authorities=(*first.authorities, old), leaf=first.leaf)
+    first = Kept().after(due(Kept()), NAMES, NOW, LIVES)
+    old = make_authority(NOW - timedelta(days=200), LIVES)
+    return Kept(authorities=(*first.authorities, old), leaf=first.leaf, issuer=first.issuer)
 
 
 def test_what_is_written_to_the_secret_is_read_again() -> None:
     written = kept()
-    assert written.leaf is not None
-    found = read_secret({"data": written.data()})
-    assert found.held == written.held
-    assert found.bundle == written.bundle
-    assert found.leaf is not None
-    assert found.leaf.key_pem == written.leaf.key_pem
-    assert [one.key_pem for one in found.authorities] == [one.key_pem for one in written.authorities]
+    found = read_secret({"data": written.data()}, SERVICE, NOW)
+    assert found.terms == written.terms
+    assert found.data() == written.data()
 
 
 @pytest.mark.parametrize("entry", ["tls.crt", "tls.key", "ca.crt", "ca.key"])
@@ -129,39 +132,52 @@ def test_a_secret_with_an_entry_that_is_none_is_made_whole_again(entry: str, tex
     data: dict[str, object] = {**kept().data(), entry: text}
     if text is None:
         del data[entry]
-    found = read_secret({"data": data})
-    due = plan(NOW, found.held, Publication(), NAMES, LIVES)
-    whole = read_secret({"data": found.after(due, NAMES, NOW, LIVES).data()})
-    assert not plan(NOW, whole.held, Publication(), NAMES, LIVES).changes(whole.held)
+    found = read_secret({"data": data}, SERVICE, NOW)
+    made = found.after(due(found), NAMES, NOW, LIVES)
+    whole = read_secret({"data": made.data()}, SERVICE, NOW)
     assert whole.leaf is not None
-    assert whole.held.leaf is not None
-    assert whole.held.leaf.authority
+    assert whole.after(due(whole), NAMES, NOW, LIVES) == whole, "and nothing else is due"
 
 
 def test_a_certificate_that_is_no_authority_is_not_taken_for_one() -> None:
     data = kept().data()
-    found = read_secret({"data": {**data, "ca.crt": data["tls.crt"], "ca.key": data["tls.key"]}})
-    assert found.authorities == ()
+    found = read_secret({"data": {**data, "ca.crt": data["tls.crt"], "ca.key": data["tls.key"]}}, SERVICE, NOW)
+    assert found == Kept()
 
 
-def test_files_change_together_and_only_their_owner_may_read_them(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("name", "now"),
+    [
+        ("mooring-webhook.other.svc", NOW),
+        (SERVICE, NOW + LIVES.leaf + timedelta(minutes=1)),
+        (SERVICE, NOW - timedelta(hours=2)),
+    ],
+    ids=["for another Service", "expired", "from the future"],
+)
+def test_a_leaf_that_api_servers_would_not_take_is_none(name: str, now: datetime) -> None:
+    assert read_secret({"data": kept().data()}, SERVICE, NOW).leaf is not None
+    assert read_secret({"data": kept().data()}, name, now).leaf is None
+
+
+def test_a_leaf_of_an_authority_that_is_not_kept_is_none() -> None:
+    data, other = kept().data(), kept().data()
+    theirs = {name: other[name] for name in ("tls.crt", "tls.key")}
+    found = read_secret({"data": {**data, **theirs}}, SERVICE, NOW)
+    assert found.leaf is None
+    assert len(found.authorities) == 2
+
+
+def test_a_pair_that_is_put_serves_is_its_owners_alone_and_outlives_the_process(tmp_path: Path) -> None:
     folder = tmp_path / "certificates"
-    assert serves_until(folder) is None
     authority = make_authority(NOW, LIVES)
-    leaves = [make_leaf(authority, NAMES, NOW + timedelta(days=number), LIVES) for number in range(3)]
-    for leaf in leaves:
-        assert put_pair(folder, leaf)
-        assert not put_pair(folder, leaf), "it is there"
-        assert (folder / "tls.crt").read_bytes() == leaf.certificate_pem
-        assert (folder / "tls.key").read_bytes() == leaf.key_pem
-        assert (folder / "tls.key").stat().st_mode & 0o777 == 0o600
-        assert serves_until(folder) == leaf.certificate.not_valid_after_utc
-    assert sorted(path.name for path in folder.iterdir())[0] == "..data"
-    assert len(list(folder.iterdir())) == 4, "two names, their link, and one pair"
-
-
-def test_files_that_were_put_there_by_somebody_else_are_replaced(tmp_path: Path) -> None:
-    (tmp_path / "tls.crt").write_bytes(b"theirs")
-    leaf = make_leaf(make_authority(NOW, LIVES), NAMES, NOW, LIVES)
-    assert put_pair(tmp_path, leaf)
-    assert (tmp_path / "tls.crt").read_bytes() == leaf.certificate_pem
+    for days in range(3):
+        leaf = make_leaf(authority, NAMES, NOW + timedelta(days=days), LIVES)
+        certificate = ServingCertificate(folder)
+        assert certificate.seconds_left() < 0
+        certificate.put(pem(leaf))
+        assert certificate.expires_at == leaf.certificate.not_valid_after_utc
+        (file,) = folder.iterdir()
+        assert file.stat().st_mode & 0o777 == 0o600
+        again = ServingCertificate(folder)
+        again.load()
+        assert again.expires_at == certificate.expires_at

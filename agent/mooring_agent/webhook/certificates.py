@@ -1,0 +1,187 @@
+"""The webhook's certificates, and the Secret that holds them: the CAs with their keys, and the leaf that all serve.
+
+Owns the Secret's four entries. `tls.crt` and `tls.key` are the leaf's, named as in every such Secret; `ca.crt` is all
+CAs, the newest first, as published, `ca.key` their keys. What cannot be read counts as not there: it is made again.
+
+API servers (Go) look for a CA by its name, so every CA has one of its own. Keys are EC P-256, which every API server
+takes and which cost a webhook with many short connections least.
+"""
+
+import base64
+import re
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from datetime import datetime
+from typing import Any, Final
+
+from cryptography import x509
+from cryptography.exceptions import UnsupportedAlgorithm
+from cryptography.hazmat.primitives import hashes
+from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat, load_pem_private_key
+from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
+from cryptography.x509.verification import PolicyBuilder, Store, VerificationError
+
+from mooring_agent.core.certificate_plan import NEW, Lives, Plan, Term, leaf_ends_at
+
+_NAME: Final = "mooring-webhook"
+"""A leaf's: nobody reads it, and a Service's whole name may be longer than the 64 letters that fit."""
+_KEY: Final = re.compile(rb"-----BEGIN ([A-Z ]+)-----.+?-----END \1-----", re.DOTALL)
+_USES: Final = (
+    *("digital_signature", "key_cert_sign", "crl_sign", "content_commitment", "key_encipherment"),
+    *("data_encipherment", "key_agreement", "encipher_only", "decipher_only"),
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pair:
+    """A certificate and its key."""
+
+    certificate: x509.Certificate
+    key: ec.EllipticCurvePrivateKey
+
+    @property
+    def id(self) -> str:
+        return fingerprint(self.certificate)
+
+    @property
+    def certificate_pem(self) -> bytes:
+        return self.certificate.public_bytes(Encoding.PEM)
+
+    @property
+    def key_pem(self) -> bytes:
+        return self.key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption())
+
+    def term(self, authority: str) -> Term:
+        """As the plan looks at it."""
+        dates = self.certificate
+        return Term(authority=authority, begins_at=dates.not_valid_before_utc, ends_at=dates.not_valid_after_utc)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Kept:
+    """All that is kept in the Secret, the newest CA first. One of them has signed the leaf, whose CA is `issuer`."""
+
+    authorities: tuple[Pair, ...] = ()
+    leaf: Pair | None = None
+    issuer: str = ""
+
+    @property
+    def bundle(self) -> bytes:
+        """What API servers shall trust."""
+        return b"".join(one.certificate_pem for one in self.authorities)
+
+    @property
+    def terms(self) -> tuple[tuple[Term, ...], Term | None]:
+        """Of the CAs, and of the leaf."""
+        leaf = None if self.leaf is None else self.leaf.term(self.issuer)
+        return tuple(one.term(one.id) for one in self.authorities), leaf
+
+    def after(self, due: Plan, names: Collection[str], now: datetime, lives: Lives) -> "Kept":
+        """With what is due made."""
+        by_id = {one.id: one for one in self.authorities}
+        authorities = [by_id[one] for one in due.keep]
+        if due.make_authority:
+            by_id[NEW] = make_authority(now, lives)
+            authorities.insert(0, by_id[NEW])
+        if due.sign_with is None:
+            return Kept(authorities=tuple(authorities), leaf=self.leaf, issuer=self.issuer)
+        signer = by_id[due.sign_with]
+        return Kept(authorities=tuple(authorities), leaf=make_leaf(signer, names, now, lives), issuer=signer.id)
+
+    def data(self) -> dict[str, str]:
+        """For the Secret's `data`."""
+        assert self.leaf is not None, "a plan leaves no Secret without"
+        pairs = {"tls": (self.leaf,), "ca": self.authorities}
+        crts = {f"{name}.crt": b"".join(one.certificate_pem for one in some) for name, some in pairs.items()}
+        keys = {f"{name}.key": b"".join(one.key_pem for one in some) for name, some in pairs.items()}
+        return {name: base64.b64encode(entry).decode() for name, entry in (crts | keys).items()}
+
+
+def read_secret(secret: Mapping[str, Any], name: str, now: datetime) -> Kept:
+    """What there is, and can be used by this name now."""
+    data = secret.get("data") or {}
+    authorities = _pairs(data, "ca", of_ca=True)
+    for leaf in _pairs(data, "tls", of_ca=False) if authorities else ():
+        policy = PolicyBuilder().store(Store([one.certificate for one in authorities])).time(now)
+        try:
+            chain = policy.build_server_verifier(x509.DNSName(name)).verify(leaf.certificate, [])
+        except VerificationError:
+            continue
+        return Kept(authorities=authorities, leaf=leaf, issuer=fingerprint(chain[-1]))
+    return Kept(authorities=authorities)
+
+
+def read_bundle(text: str) -> list[x509.Certificate]:
+    """Of a `caBundle`; nobody is trusted by what cannot be read."""
+    try:
+        return x509.load_pem_x509_certificates(base64.b64decode(text))
+    except ValueError:
+        return []
+
+
+def fingerprint(certificate: x509.Certificate) -> str:
+    return certificate.fingerprint(hashes.SHA256()).hex()
+
+
+def make_authority(now: datetime, lives: Lives) -> Pair:
+    """A CA that signs leaves and no other CA."""
+    key = ec.generate_private_key(ec.SECP256R1())
+    name = f"{_NAME} CA {x509.random_serial_number():x}"[:64]
+    identifier = x509.SubjectKeyIdentifier.from_public_key(key.public_key())
+    builder = _builder(name, name, key, identifier, ca=True)
+    dated = builder.not_valid_before(now - lives.backdated).not_valid_after(now + lives.authority)
+    return Pair(certificate=dated.sign(key, hashes.SHA256()), key=key)
+
+
+def make_leaf(authority: Pair, names: Collection[str], now: datetime, lives: Lives) -> Pair:
+    """To serve with, by one of these names."""
+    key = ec.generate_private_key(ec.SECP256R1())
+    issuer = authority.certificate
+    (issuer_name,) = issuer.subject.get_attributes_for_oid(NameOID.COMMON_NAME)
+    identifier = x509.SubjectKeyIdentifier.from_public_key(authority.key.public_key())
+    builder = _builder(_NAME, str(issuer_name.value), key, identifier, ca=False)
+    certificate = (
+        builder.not_valid_before(max(now - lives.backdated, issuer.not_valid_before_utc))
+        .not_valid_after(leaf_ends_at(now, issuer.not_valid_after_utc, lives))
+        .add_extension(x509.ExtendedKeyUsage([ExtendedKeyUsageOID.SERVER_AUTH]), critical=False)
+        .add_extension(x509.SubjectAlternativeName([x509.DNSName(name) for name in sorted(names)]), critical=False)
+        .sign(authority.key, hashes.SHA256())
+    )
+    return Pair(certificate=certificate, key=key)
+
+
+def _builder(
+    name: str, issuer: str, key: ec.EllipticCurvePrivateKey, issuer_id: x509.SubjectKeyIdentifier, *, ca: bool
+) -> x509.CertificateBuilder:
+    """All but the dates and the names of a leaf."""
+    uses = dict.fromkeys(_USES, False) | dict.fromkeys(_USES[1:3] if ca else _USES[:1], True)
+    return (
+        x509.CertificateBuilder()
+        .serial_number(x509.random_serial_number())
+        .subject_name(x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, name)]))
+        .issuer_name(x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, issuer)]))
+        .public_key(key.public_key())
+        .add_extension(x509.BasicConstraints(ca=ca, path_length=0 if ca else None), critical=True)
+        .add_extension(x509.KeyUsage(**uses), critical=True)
+        .add_extension(x509.SubjectKeyIdentifier.from_public_key(key.public_key()), critical=False)
+        .add_extension(x509.AuthorityKeyIdentifier.from_issuer_subject_key_identifier(issuer_id), critical=False)
+    )
+
+
+def _pairs(data: Mapping[str, Any], name: str, *, of_ca: bool) -> tuple[Pair, ...]:
+    """Of two entries; none where anything about them is wrong."""
+    found = []
+    try:
+        certificates = x509.load_pem_x509_certificates(base64.b64decode(data[f"{name}.crt"]))
+        keys = [load_pem_private_key(one[0], None) for one in _KEY.finditer(base64.b64decode(data[f"{name}.key"]))]
+        for certificate, key in zip(certificates, keys, strict=True):
+            constraints = certificate.extensions.get_extension_for_class(x509.BasicConstraints).value
+            if not isinstance(key, ec.EllipticCurvePrivateKey) or constraints.ca is not of_ca:
+                return ()
+            if key.public_key() != certificate.public_key():
+                return ()
+            found.append(Pair(certificate=certificate, key=key))
+    except (KeyError, TypeError, ValueError, UnsupportedAlgorithm, x509.ExtensionNotFound):
+        return ()
+    return tuple(found)
