@@ -118,7 +118,9 @@ class Checkpointer:
             _warn_given_up(step, saving.failure)
         elif is_final and not is_complete:
             raise VolumeError(
-                ErrorKind.VOLUME_UNUSABLE, f"the final checkpoint of step {step} was lost", hint="a warning says why"
+                ErrorKind.VOLUME_UNUSABLE,
+                f"the final checkpoint of step {step} was lost",
+                hint="a warning above says why",
             )
 
     def begin(self, step: int, kind: Kind | str | None = None) -> Saving:

@@ -165,8 +165,11 @@ class RanksJob:
         self._store.publish(f"{key}/has/{self.ranks.rank}", json.dumps(list(candidates)))
         outcome: dict[str, Any] = {"newest": None, "late": [0], "seconds": 2 * PATIENCE_SECONDS}
         if self.ranks.rank == 0:
-            answers = self._store.of_all(f"{key}/has", PATIENCE_SECONDS)
-            late = [] if answers is not None else self._store.ranks_without(f"{key}/has")
+            answers, late = self._store.of_all(f"{key}/has", PATIENCE_SECONDS), list[int]()
+            if answers is None:
+                late = self._store.ranks_without(f"{key}/has")
+                # The last may have come just now.
+                answers = None if late else self._store.of_all(f"{key}/has", 0.0)
             common = [{(step, save) for step, save in json.loads(answer)} for answer in answers or ["[]"]]
             newest = max(set.intersection(*common), default=None)
             outcome = {"newest": newest, "late": late, "seconds": PATIENCE_SECONDS}

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from tests.torch_loop.small import EPOCH, Small, make_loader, resumed
 
-from mooring import Checkpointer, Kind
+from mooring import Checkpointer, Kind, VolumeError
 from mooring.records import read_records
 from mooring.torch_loop import TorchLoop
 
@@ -113,6 +113,23 @@ def test_a_volume_with_no_room_costs_a_warning(
     trained.run(steps=6, every=6)
     trained.loop.finish()
     assert saved(directory) == {6: Kind.PERIODIC}
+
+
+def test_a_last_step_that_cannot_be_saved_is_not_lost_in_silence(
+    make_checkpointer: Make, directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: object, **__: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    before = signal.getsignal(signal.SIGTERM)
+    trained = Trained(make_checkpointer())
+    trained.run(steps=5, every=4)
+    trained.loop._saver.wait()
+    monkeypatch.setattr(Path, "mkdir", full)
+    with pytest.raises(VolumeError, match="the final checkpoint of step 5 was lost"):
+        trained.loop.finish()
+    assert signal.getsignal(signal.SIGTERM) == before
+    assert saved(directory) == {4: Kind.PERIODIC}
 
 
 def test_sigterm_while_a_save_is_written_leaves_both_checkpoints_whole(tmp_path: Path) -> None:

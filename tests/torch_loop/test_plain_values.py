@@ -226,6 +226,15 @@ def test_a_part_that_is_refused_later_costs_that_checkpoint_and_says_what_to_do(
     assert "trust_pickle=True" in warning
 
 
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+@pytest.mark.parametrize("shared", [{}, [1], {"step": 1, "epoch": 0, "batch": 0, "scheduler": 5, "world_size": "x"}])
+def test_plain_values_that_no_training_saved_are_refused_in_a_sentence(shared: object, tmp_path: Path) -> None:
+    state = {**state_with(None).capture(), "shared": encode(shared)}
+    dcp.save(state, storage_writer=dcp.FileSystemWriter(tmp_path), no_dist=True)
+    with pytest.raises(UsageError, match="does not hold the state of this training"):
+        state_with(None).restore(tmp_path)
+
+
 def test_damaged_bytes_are_refused_in_a_sentence() -> None:
     with pytest.raises(UsageError, match="shared is no plain value"):
         decode(b"garbage", "shared")

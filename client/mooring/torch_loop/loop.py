@@ -1,7 +1,7 @@
 """A training loop that resumes, saves when it is due, and leaves when the pod ends.
 
 Owns when which kind of save is made: periodic ones while training goes on, those that someone asked for at once. Never
-hurts training: a save that fails costs a warning. Every rank calls the same at the same steps.
+hurts training: a save that fails costs a warning, but for the last of all. Every rank calls the same at the same steps.
 """
 
 import logging
@@ -11,7 +11,7 @@ from typing import Any, Final
 import torch
 
 from mooring.checkpointer import Checkpointer
-from mooring.errors import VolumeError
+from mooring.errors import ErrorKind, VolumeError
 from mooring.integrations import worker_processes
 from mooring.records import Kind
 from mooring.torch_loop.saver import Saver
@@ -93,11 +93,20 @@ class TorchLoop:
             self._leave()
 
     def finish(self) -> None:
-        """The end of training: saves the last step, unless that is saved, and gives SIGTERM back."""
+        """The end of training: saves the last step, unless that is saved, and gives SIGTERM back.
+
+        Raises VolumeError when the last step could not be saved: there is no other save that would make up for it.
+        """
         self._wait()
         if self.steps_done != self._saver.saved_step:
             self._save(background=False, kind=Kind.FINAL)
         self._leave()
+        if self.steps_done != self._saver.saved_step:
+            raise VolumeError(
+                ErrorKind.VOLUME_UNUSABLE,
+                f"the final checkpoint of step {self.steps_done} was lost",
+                hint="a warning above says why",
+            )
 
     def _save(self, *, background: bool, kind: Kind | None = None) -> None:
         if not self._wait():

@@ -26,7 +26,7 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 from mooring import random_generators
 from mooring.errors import ErrorKind, UsageError
 from mooring.torch_loop.plain_values import decode, encode, require_plain
-from mooring.torch_loop.storage import Storage
+from mooring.torch_loop.storage import Storage, not_ours
 
 _RANKS: Final = "ranks"
 _SHARED: Final = "shared"
@@ -89,8 +89,12 @@ class TrainingState:
             )
         shared = self._decoded(state[_SHARED], _SHARED)
         own = self._decoded(state[_RANKS][rank], f"{_RANKS}.{rank}") if has_own else None
-        self._take_shared(shared)
-        self._take_own(own, ranks_then=shared["world_size"])
+        try:
+            self._take_shared(shared)
+            self._take_own(own, ranks_then=shared["world_size"])
+        except Exception as error:
+            # Plain values, and not those that were saved.
+            raise not_ours(directory, repr(error)) from error
 
     def batches(self, epochs: int | None = None) -> Iterator[Any]:
         """The batches that are left until `epochs` epochs are done; for ever without it.

@@ -66,14 +66,14 @@ class Storage:
             dcp.load(state, storage_reader=self._reader(directory), planner=planner, **self.options())
         except CheckpointException as error:
             _raise_ours(error)
-            raise _not_ours(directory, _reason(error)) from error
+            raise not_ours(directory, _reason(error)) from error
 
     def items(self, directory: Path) -> set[str]:
         """What there is to load. Raises UsageError."""
         try:
             return set(self._reader(directory).read_metadata().state_dict_metadata)
         except Exception as error:
-            raise _not_ours(directory, repr(error)) from error
+            raise not_ours(directory, repr(error)) from error
 
     def _reader(self, directory: Path) -> dcp.FileSystemReader:
         return dcp.FileSystemReader(directory) if self.trust_pickle else PlainReader(directory)
@@ -98,7 +98,8 @@ def _is_distributed() -> bool:
     return dist.is_available() and dist.is_initialized()
 
 
-def _not_ours(directory: Path, why: str) -> UsageError:
+def not_ours(directory: Path, why: str) -> UsageError:
+    """What to raise for a checkpoint that another training wrote, or nobody."""
     return UsageError(
         ErrorKind.BAD_ARGUMENT,
         f"{directory} does not hold the state of this training: {why}",
