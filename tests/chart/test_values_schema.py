@@ -30,7 +30,7 @@ NONSENSE = {
     "no pull policy": ("image", "pullPolicy", "always"),
     "a name where a reference is wanted": ("image", "pullSecrets", ["mirror"]),
     "a quarter of a byte": ("injection", "memory", "256m"),
-    "less than the agent needs": ("injection", "memory", "16Mi"),
+    "less than the agent needs": ("injection", "memory", "127Mi"),
     "memory without a unit": ("injection", "memory", 268435456),
     "memory for CPU": ("injection", "cpu", "500Mi"),
     "no CPU": ("injection", "cpu", 0),

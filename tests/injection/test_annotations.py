@@ -129,7 +129,8 @@ def test_a_destination_is_a_bucket_or_a_claim(text: str, destination: str, claim
         ("grace-seconds", "0", "'0' is no number of seconds"),
         ("autoload", "yes", "'yes' is neither true nor false"),
         ("cpu", "0", "'0' is not more than nothing"),
-        ("memory", "256", "'256' is less than the 64Mi that the agent needs: write it as 256Mi"),
+        ("memory", "256", "'256' is less than the 128Mi that the agent needs: write it as 256Mi"),
+        ("memory", "64Mi", "'64Mi' is less than the 128Mi that the agent needs"),
         ("run-as-user", "root", "'root' is no numeric user id, as 1000"),
         ("run-as-user", "4294967296", "is no numeric user id"),
         ("attempt", "a/b", "attempt 'a/b' cannot be part of an object key"),
@@ -228,6 +229,6 @@ def test_the_admins_own_mistakes_are_found_before_any_pod_comes() -> None:
     assert default_problems(InjectionDefaults(image="i", memory="1", annotations=wrong)) == (
         "mooring.dev/inject is not for everybody",
         "there is no annotation mooring.dev/keep-lasts: did you mean mooring.dev/keep-last?",
-        "mooring.dev/memory: '1' is less than the 64Mi that the agent needs: write it as 256Mi",
+        "mooring.dev/memory: '1' is less than the 128Mi that the agent needs: write it as 256Mi",
         "part_size_bytes 1 is less than the 5MiB that S3 wants of a part: give 5MiB or more",
     )

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Final
 
+from mooring_agent.core.injection.annotation_values import LEAST_MEMORY
 from mooring_agent.core.injection.pod_resources import GUARANTEED_CPU, REQUESTED_CPU
 from mooring_agent.core.setting_fields import SettingField, setting_fields
 from mooring_api import names
@@ -122,7 +123,7 @@ OWN: Final = (
     AnnotationField(
         name="memory",
         default="the chart's; none in a BestEffort pod",
-        help="Request and limit of the agent, and of restore.",
+        help=f"Request and limit of the agent, and of restore; at least `{LEAST_MEMORY}`.",
     ),
     AnnotationField(
         name="run-as-user",
