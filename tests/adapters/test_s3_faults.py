@@ -17,6 +17,7 @@ from tests.servers.ceph import CephServer
 from tests.servers.fault_proxy import Fault, FaultProxy, Rule
 from tests.servers.process import free_port, wait_until
 from tests.servers.rclone import RcloneServer
+from tests.servers.seaweedfs import SeaweedServer
 from tests.servers.server import SECRET_KEY, Bucket
 from tests.servers.tls import Certificate
 
@@ -422,6 +423,24 @@ async def test_a_bit_flipped_on_the_way_is_refused_by_a_store_that_checks_the_si
             body = bytearray(2 * MIB)
             await fails(ErrorKind.CORRUPTED_IN_TRANSIT, store.put_bytes("a", body, crc64nvme(body)))
             await fails(ErrorKind.NOT_FOUND, store.head("a"))
+    finally:
+        proxy.stop()
+
+
+async def test_a_bit_of_a_small_object_that_was_flipped_on_the_way_is_refused(
+    seaweed_bucket: Bucket, seaweed_server: SeaweedServer
+) -> None:
+    proxy = FaultProxy(seaweed_server.port)
+    proxy.start()
+    try:
+        async with open_store(seaweed_bucket.settings(endpoint_url=proxy.endpoint_url)) as store:
+            # It believes the SHA-256 of a signature.
+            assert (await store.probe()).integrity == "crc64nvme"
+            for condition in (True, False):
+                proxy.add(Rule(name="flip", fault=Fault.FLIP_REQUEST, method="PUT", after_bytes=5))
+                await fails(ErrorKind.CORRUPTED_IN_TRANSIT, store.put("a", b"0123456789", if_absent=condition))
+                await fails(ErrorKind.NOT_FOUND, store.head("a"))
+            await store.put("a", b"0123456789", if_absent=True)
     finally:
         proxy.stop()
 

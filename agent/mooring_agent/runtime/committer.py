@@ -54,8 +54,8 @@ async def commit(store: ObjectStore, clock: Clock, command: Commit) -> Committed
     if reason:
         raise StoreError(ErrorKind.CONTRADICTION, f"save {command.info.save}: {reason}", hint=DIFFERENT_FILES_HINT)
     body = _marker_body(manifests)
-    if found is None:
-        found = await _write_and_read_back(store, key, body)
+    if found is None or _is_torn(found, body):
+        found = await _write_and_read_back(store, key, body, if_absent=found is None)
     if found != body:
         raise StoreError(
             ErrorKind.CHECKPOINT_CORRUPT,
@@ -89,10 +89,15 @@ async def sweep_uploads(
             await store.abort_upload(upload.key, upload.upload_id)
 
 
-async def _write_and_read_back(store: ObjectStore, key: str, body: bytes) -> bytes:
+def _is_torn(found: bytes, body: bytes) -> bool:
+    """Some stores keep what came of a write whose sender died. Whoever wrote it meant these very bytes."""
+    return len(found) < len(body) and body.startswith(found)
+
+
+async def _write_and_read_back(store: ObjectStore, key: str, body: bytes, *, if_absent: bool) -> bytes:
     ambiguous: StoreError | None = None
     try:
-        await store.put(key, body, if_absent=True)
+        await store.put(key, body, if_absent=if_absent)
     except StoreError as error:
         # Whatever it was, it may have landed: 412 and 409 are also what a lost answer to our own write looks like.
         ambiguous = error

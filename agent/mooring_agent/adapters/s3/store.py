@@ -20,7 +20,13 @@ from mooring_agent.adapters.rate_limit import RateLimiter
 from mooring_agent.adapters.region_file import RegionFile
 from mooring_agent.adapters.s3.client import connect, parse_destination
 from mooring_agent.adapters.s3.errors import FOREIGN, Place, translate
-from mooring_agent.adapters.s3.integrity import CHECKSUM_ALGORITHMS, declare_body, declare_region, declare_upload
+from mooring_agent.adapters.s3.integrity import (
+    CHECKSUM_ALGORITHMS,
+    declare_body,
+    declare_bytes,
+    declare_region,
+    declare_upload,
+)
 from mooring_agent.adapters.s3.listings import Listings
 from mooring_agent.adapters.s3.probe import probe
 from mooring_agent.adapters.transfer.direct import Body, DirectTransfer, Transfer
@@ -86,9 +92,12 @@ class S3Store:
 
     async def put(self, key: str, body: bytes, *, if_absent: bool = False) -> str:
         condition = {"IfNoneMatch": "*"} if if_absent and self.capabilities.conditional_put else {}
+        # SeaweedFS, for one, believes any signed SHA-256, and stores an empty object when the body never comes.
+        integrity = self.capabilities.integrity
+        declared = declare_bytes(integrity, body) if integrity in CHECKSUM_ALGORITHMS else {}
         async with self._request("PutObject", key):
             answer = await self._client.put_object(
-                Bucket=self._bucket, Key=self._prefix + key, Body=body, **condition, **self._write_arguments
+                Bucket=self._bucket, Key=self._prefix + key, Body=body, **declared, **condition, **self._write_arguments
             )
             return _written(answer)
 
