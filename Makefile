@@ -16,7 +16,7 @@ unexport PYTHONDONTWRITEBYTECODE
 
 PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
 
-.PHONY: setup setup-tests node demo test test-quick test-slow test-trainers test-root test-containers soak lint format \
+.PHONY: setup setup-tests node demo test test-quick test-slow test-trainers test-root test-containers soak chaos lint format \
 	proto proto-check docs bench clean
 
 setup: $(READY)
@@ -67,6 +67,11 @@ test-containers: $(READY)
 # Every trainer, every notice, every moment, many times over: hours, for people. ARGUMENTS="--times 3 --trainer ddp"
 soak: $(FRAMEWORKS)
 	$(BIN)/python -m tests.trainers.soak $(ARGUMENTS)
+
+# Everything dies at random, and an oracle that shares no code with us looks for losses. MINUTES=60 SEED=7
+MINUTES ?= 10
+chaos: $(READY)
+	$(BIN)/python -m tests.chaos --minutes $(MINUTES) $(if $(SEED),--seed $(SEED))
 
 lint: setup proto-check
 	$(BIN)/ruff check .

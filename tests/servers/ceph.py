@@ -5,6 +5,7 @@ Needs the Debian packages ceph-mon, ceph-osd, ceph-common and radosgw.
 """
 
 import shutil
+import signal
 import subprocess
 import uuid
 from pathlib import Path
@@ -100,10 +101,22 @@ class CephServer:
         self._run("ceph", "osd", "crush", "add", "osd.0", "1.0", "root=default", "host=one")
         self._run("ceph-osd", "-i", "0", "--mkfs", "--osd-uuid", osd)
         self._daemon("ceph-osd", "-i", "0")
-        self._daemon("radosgw", "-n", "client.rgw").wait_for_port(self.port)
+        self.start_gateway()
         keys = ("--access-key", ACCESS_KEY, "--secret-key", SECRET_KEY)
         self._run("radosgw-admin", "user", "create", "--uid", "test", "--display-name", "test", *keys)
         wait_until(lambda: all(daemon.running() for daemon in self._daemons), "Ceph runs")
+
+    @property
+    def pid(self) -> int:
+        """The gateway's."""
+        return self._daemons[-1].pid
+
+    def start_gateway(self) -> None:
+        self._daemon("radosgw", "-n", "client.rgw").wait_for_port(self.port)
+
+    def kill_gateway(self) -> None:
+        """What it has acknowledged is the OSD's, and stays."""
+        self._daemons.pop().stop(signal.SIGKILL)
 
     def stop(self) -> None:
         for daemon in reversed(self._daemons):

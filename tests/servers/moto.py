@@ -16,6 +16,11 @@ class MotoServer:
         self._directory = directory
         self._daemon: Daemon | None = None
 
+    @property
+    def pid(self) -> int:
+        assert self._daemon, "not started"
+        return self._daemon.pid
+
     def start(self) -> None:
         self._directory.mkdir(parents=True, exist_ok=True)
         command = [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(self.port)]

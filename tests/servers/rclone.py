@@ -1,6 +1,7 @@
 """`rclone serve s3`: the weak store. It ignores conditions and checksums and forgets uploads when it restarts."""
 
 import shutil
+import signal
 import sysconfig
 from pathlib import Path
 
@@ -28,6 +29,11 @@ class RcloneServer:
         self._certificate = certificate
         self._daemon: Daemon | None = None
 
+    @property
+    def pid(self) -> int:
+        assert self._daemon, "not started"
+        return self._daemon.pid
+
     def start(self) -> None:
         self.directory.mkdir(parents=True, exist_ok=True)
         command = [find_rclone(), "serve", "s3", "--addr", f"127.0.0.1:{self.port}", "--config", "/dev/null"]
@@ -37,7 +43,7 @@ class RcloneServer:
         self._daemon = Daemon([*command, str(self.directory)], self.directory.with_name("rclone.log"))
         self._daemon.wait_for_port(self.port)
 
-    def stop(self) -> None:
+    def stop(self, signal_number: int = signal.SIGTERM) -> None:
         if self._daemon:
-            self._daemon.stop()
+            self._daemon.stop(signal_number)
             self._daemon = None

@@ -2,6 +2,7 @@
 
 import json
 import shutil
+import signal
 import sysconfig
 from pathlib import Path
 
@@ -69,9 +70,9 @@ class SeaweedServer:
         # Until the filer has found its master, the gateway answers with errors.
         wait_until(lambda: all(map(accepts, self._ports.values())), "all of SeaweedFS listens")
 
-    def stop(self) -> None:
+    def stop(self, signal_number: int = signal.SIGTERM) -> None:
         if self._daemon:
-            self._daemon.stop()
+            self._daemon.stop(signal_number)
             self._daemon = None
             for part in ("master", "volume", "filer", "s3"):
                 Path(f"/tmp/seaweedfs-{part}-grpc-{self._ports[f'{part}.port.grpc']}.sock").unlink(missing_ok=True)

@@ -1,0 +1,56 @@
+"""A command of Mooring's as a process beside the job: restore, prune, verify. Polled, never waited for."""
+
+import json
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from tests.chaos.report import Loss, Report
+
+HANG_SECONDS = 600.0
+"""Nothing takes so long, on however busy a machine: what has not ended then hangs."""
+
+
+class Command:
+    """`arguments` follow `mooring`; JSON on its standard output."""
+
+    def __init__(self, directory: Path, *arguments: str) -> None:
+        self.arguments = arguments
+        self._output = directory / f"{arguments[0]}-{time.monotonic_ns()}"
+        self.began = time.monotonic()
+        with self._output.open("wb") as out, self._output.with_suffix(".err").open("wb") as errors:
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", "mooring_agent", *arguments], stdin=subprocess.DEVNULL, stdout=out, stderr=errors
+            )
+
+    def ended(self, report: Report) -> bool:
+        """Whether it has; one that hangs is a loss and is killed."""
+        code = self.process.poll()
+        if code is None and time.monotonic() - self.began > HANG_SECONDS:
+            report.lose(Loss.HUNG, f"mooring {' '.join(self.arguments)}: {self.errors()[-500:]}")
+            self.process.kill()
+            self.process.wait(HANG_SECONDS)
+        if self.process.poll() is None:
+            return False
+        report.count(f"{self.arguments[0]}: {'done' if code == 0 else 'killed or failed'}")
+        if "Traceback (most recent call last)" in self.errors():
+            report.lose(Loss.TRACEBACK, f"mooring {' '.join(self.arguments)}: {self.errors()[-2000:]}")
+        return True
+
+    def answer(self) -> dict[str, Any] | None:
+        """What it printed; None if that is no answer."""
+        try:
+            value: dict[str, Any] = json.loads(self._output.read_bytes())
+        except ValueError:
+            return None
+        return value
+
+    def errors(self) -> str:
+        return self._output.with_suffix(".err").read_text(errors="replace")
+
+    def kill(self) -> None:
+        if self.process.poll() is None:
+            self.process.kill()
+        self.process.wait(HANG_SECONDS)
