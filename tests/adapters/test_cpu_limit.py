@@ -27,6 +27,7 @@ def half_a_cpu() -> Iterator[ControlGroup]:
         pytest.skip(str(reason))
 
 
+@pytest.mark.root
 def test_doctor_says_the_rate_that_a_real_limit_allows(half_a_cpu: ControlGroup, tmp_path: Path) -> None:
     doctor = [sys.executable, "-m", "mooring_agent", "doctor", "--json", f"file://{tmp_path}/destination"]
     said = subprocess.run(half_a_cpu.wrap(doctor), capture_output=True, text=True, timeout=300, check=False)
@@ -35,6 +36,7 @@ def test_doctor_says_the_rate_that_a_real_limit_allows(half_a_cpu: ControlGroup,
     assert "mooring.dev/cpu" in found["cpu"]["hint"]
 
 
+@pytest.mark.root
 def test_an_agent_with_a_real_limit_says_the_rate_when_it_starts(half_a_cpu: ControlGroup, tmp_path: Path) -> None:
     agent = AgentProcess(tmp_path / "volume", f"file://{tmp_path}/destination")
     with half_a_cpu.inside():

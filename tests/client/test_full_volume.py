@@ -43,6 +43,7 @@ def steps_saved(directory: Path) -> list[int]:
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 @pytest.mark.parametrize("write", [write_bytes, write_torch, write_training_state])
+@pytest.mark.root
 def test_a_volume_that_fills_up_while_a_checkpoint_is_written_costs_that_checkpoint(
     make_checkpointer: Make,
     small_volume: Path,
@@ -79,6 +80,7 @@ def test_where_not_even_a_directory_can_be_made_training_goes_on(
     assert raised.value.retryable
 
 
+@pytest.mark.root
 def test_the_last_save_of_all_says_that_it_failed(
     make_checkpointer: Make, small_volume: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
