@@ -4,6 +4,7 @@ import asyncio
 import os
 import subprocess
 import sys
+import time
 from collections.abc import AsyncIterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -175,16 +176,42 @@ async def test_an_object_that_was_replaced_is_not_taken_for_the_old_one(store: O
         )
 
 
-async def test_leftovers_of_a_crash_are_swept_when_they_are_old(store: ObjectStore, root: Path) -> None:
+def leave_over(root: Path, *, age_seconds: float) -> list[Path]:
+    """What agents that were killed have left: an object half-written, and uploads half-made and half-forgotten."""
     uploads = root / ".mooring" / "uploads"
-    for name, age_seconds in (("put-old", 48 * 3600), ("put-new", 60)):
-        (uploads / name).write_bytes(b"x")
-        modified_at = (uploads / name).stat().st_mtime - age_seconds
-        os.utime(uploads / name, (modified_at, modified_at))
+    half_written, half_made, half_forgotten = (uploads / f"{name}-{age_seconds:.0f}" for name in ("put", "a", "b"))
+    half_made.mkdir(parents=True)
+    half_forgotten.mkdir()
+    half_written.write_bytes(b"x")
+    (half_forgotten / "data").write_bytes(b"x")
+    (half_forgotten / "part-00001").write_bytes(b"{}")
+    left = [half_made, half_forgotten, half_written]
+    for path in left:
+        os.utime(path, (time.time() - age_seconds,) * 2)
+    return left
+
+
+async def test_leftovers_of_a_crash_are_swept_when_they_are_old(store: ObjectStore, root: Path) -> None:
+    old, young = leave_over(root, age_seconds=48 * 3600), leave_over(root, age_seconds=60)
+    alive = await store.create_upload("a")
 
     await store.probe()
 
-    assert [path.name for path in uploads.iterdir()] == ["put-new"]
+    assert set((root / ".mooring" / "uploads").iterdir()) == {*young, root / ".mooring" / "uploads" / alive}
+    assert not any(path.exists() for path in old)
+
+
+async def test_leftovers_are_told_as_uploads_that_may_be_aborted(store: ObjectStore, root: Path) -> None:
+    alive = await store.create_upload("a")
+    left = leave_over(root, age_seconds=3600)
+    for upload in [one async for one in store.list_uploads("")]:
+        if upload.upload_id == alive:
+            assert upload.key == "a"
+            continue
+        assert upload.started_at < time.time() - 3000
+        await store.abort_upload(upload.key, upload.upload_id)
+    assert not any(path.exists() for path in left)
+    assert [one.upload_id async for one in store.list_uploads("")] == [alive]
 
 
 async def test_a_cancelled_upload_ends_although_all_threads_hang_in_a_dead_mount(root: Path, tmp_path: Path) -> None:

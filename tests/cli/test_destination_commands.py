@@ -5,6 +5,7 @@ import json
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -124,6 +125,22 @@ def test_prune_shows_first_and_deletes_only_when_told_so(bucket: StoreSettings) 
     assert mooring(*command, "--yes").returncode == 0
     assert [row["step"] for row in answer(mooring("ls", bucket.destination, "--json"))["checkpoints"]] == [300, 200]
     assert not list(Path(bucket.destination.removeprefix("file://")).rglob("*checkpoint-100*/**/*.pt"))
+
+
+def test_prune_removes_what_killed_agents_left_once_it_is_as_old_as_the_setting_says(bucket: StoreSettings) -> None:
+    fill(bucket, 100)
+    uploads = Path(bucket.destination.removeprefix("file://")) / ".mooring" / "uploads"
+    leftovers = [uploads / f"put-{number:032x}" for number in range(20)]
+    for path in leftovers:
+        path.touch()
+        os.utime(path, (time.time() - 3600,) * 2)
+    command = ("prune", bucket.destination, "--json")
+    assert answer(mooring(*command, "--yes"))["aborted_uploads"] == []
+    assert all(path.exists() for path in leftovers)
+    found = answer(mooring(*command, "--dry-run", MOORING_ORPHAN_AGE_SECONDS="1800"))
+    assert len(found["aborted_uploads"]) == len(leftovers)
+    assert mooring(*command, "--yes", MOORING_ORPHAN_AGE_SECONDS="1800").returncode == 0
+    assert not list(uploads.iterdir())
 
 
 def test_prune_of_nothing_refuses(bucket: StoreSettings) -> None:

@@ -10,6 +10,7 @@ import errno
 import json
 import os
 import secrets
+import stat
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -25,6 +26,7 @@ from mooring_api.names import STATE_DIRECTORY
 
 _Result = TypeVar("_Result")
 
+_UPLOADS: Final = f"{STATE_DIRECTORY}/uploads"
 _DATA: Final = "data"
 _DESCRIPTION: Final = "upload.json"
 _PART: Final = "part-{number:05d}"
@@ -46,7 +48,7 @@ class ObjectDirectory:
 
     def __init__(self, root: Path) -> None:
         self.root = root
-        self._uploads = root / STATE_DIRECTORY / "uploads"
+        self._uploads = root / _UPLOADS
 
     def path(self, key: str) -> Path:
         """Where an object lies; REQUEST_REFUSED for a key that would lead elsewhere."""
@@ -158,11 +160,19 @@ class ObjectDirectory:
         return etag
 
     def abort_upload(self, key: str, upload_id: str) -> None:
+        if key == f"{_UPLOADS}/{upload_id}" and "/" not in upload_id:
+            self._remove_leftover(self.root / key)
+            return
         with suppress(StoreError):
             _forget(self.upload_data(key, upload_id).parent)
 
     def uploads(self, prefix: str) -> Sequence[UploadInfo]:
-        uploads = []
+        """Also what a crash has left of one, or of an object that was written aside, by its own path as the key."""
+        uploads = [
+            UploadInfo(key=key, upload_id=leftover.name, started_at=started_at)
+            for leftover, started_at in self._leftovers()
+            if (key := f"{_UPLOADS}/{leftover.name}").startswith(prefix)
+        ]
         for description in self._uploads.glob(f"*/{_DESCRIPTION}"):
             with suppress(FileNotFoundError):
                 key = str(json.loads(description.read_bytes())["key"])
@@ -204,12 +214,28 @@ class ObjectDirectory:
                 return
 
     def remove_leftovers(self) -> None:
-        """What a crash left between writing aside and renaming, once it is old enough to be nobody's."""
+        """What a crash left, once it is old enough to be nobody's."""
         limit = time.time() - _LEFTOVER_AGE_SECONDS
-        for aside in self._uploads.glob(f"{_ASIDE}*"):
+        for leftover, started_at in self._leftovers():
+            if started_at < limit:
+                self._remove_leftover(leftover)
+
+    def _leftovers(self) -> Iterator[tuple[Path, float]]:
+        """What is being written aside, or was; and uploads without a description, half-made or half-forgotten."""
+        for path in self._uploads.glob("*"):
             with suppress(FileNotFoundError):
-                if aside.stat().st_mtime < limit:
-                    aside.unlink()
+                status = path.stat(follow_symlinks=False)
+                described = stat.S_ISDIR(status.st_mode) and (path / _DESCRIPTION).exists()
+                if not described:
+                    yield path, status.st_mtime
+
+    def _remove_leftover(self, path: Path) -> None:
+        with suppress(FileNotFoundError):
+            if path.is_dir() and not path.is_symlink():
+                if not (path / _DESCRIPTION).exists():
+                    _forget(path)
+            else:
+                path.unlink()
 
     def _check_root(self) -> None:
         """BUCKET_MISSING unless there is a folder: what lies below a mount that is away is not gone."""

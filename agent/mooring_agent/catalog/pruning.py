@@ -1,8 +1,8 @@
 """Pruning a destination: reads what `core.retention` has to know, and carries out its verdict.
 
 Invariants: nothing is deleted unless two listings agree on what is committed and enough newer checkpoints were checked
-just now; a save that is committed while we look is neither judged nor touched; what a pin of this day names stays;
-nothing is deleted because of a save that restore noted as damaged.
+just now; a save that is committed while we look is neither judged nor touched; what a young pin names stays, and so
+does the pin of an attempt that may live; nothing is deleted because of a save that restore noted as damaged.
 """
 
 from collections import defaultdict
@@ -12,7 +12,8 @@ from typing import Final
 
 from mooring_agent.catalog.fan_out import for_each
 from mooring_agent.catalog.reading import committed_save, examine, list_committed
-from mooring_agent.core.object_layout import COMMITS_PREFIX, DAMAGED_PREFIX, RESUME_PREFIX, damage_key
+from mooring_agent.core.errors import ErrorKind, StoreError
+from mooring_agent.core.object_layout import COMMITS_PREFIX, DAMAGED_PREFIX, PROBE_PREFIX, RESUME_PREFIX, damage_key
 from mooring_agent.core.restore_choice import CommittedSave
 from mooring_agent.core.resume_pin import decode_pin
 from mooring_agent.core.retention import Deletion, PrunePlan, StoredSave, may_abort_upload, passed_over, plan_prune
@@ -26,10 +27,14 @@ _PIN_LIMIT_BYTES: Final = 64 * 1024
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PruneReport:
-    """What was, or with `dry_run` would be, deleted and aborted. `plan.refused` says why nothing was."""
+    """What was, or with `dry_run` would be, deleted and aborted. `plan.refused` says why nothing was.
+
+    `litter`: pins of attempts that are over, and what probes that were killed have left.
+    """
 
     plan: PrunePlan
     aborted_uploads: tuple[str, ...]
+    litter: tuple[str, ...]
     dry_run: bool
 
     @property
@@ -44,6 +49,7 @@ class _Listing:
     committed: frozenset[str]
     stored: tuple[StoredSave, ...]
     pins: tuple[ObjectInfo, ...]
+    probes: tuple[ObjectInfo, ...]
     damaged: frozenset[str]
 
 
@@ -58,6 +64,7 @@ async def prune(
     dry_run: bool = False,
 ) -> PruneReport:
     """Delete what `settings` no longer wants; `core.retention.plan_prune` explains the other arguments."""
+    long_ago = now - settings.orphan_age_seconds
     committed = await list_committed(store)
     judged = {one.save for one in committed}
     listing = await _list_all(store)
@@ -66,7 +73,7 @@ async def prune(
         store, [one for one in committed if one.save not in suspects], enough=settings.keep_last
     )
     late = listing.committed - judged
-    protected = {resumed_from, *await _pinned(store, listing.pins, now - settings.orphan_age_seconds)} - {""}
+    protected = {resumed_from, *await _pinned(store, listing.pins, long_ago)} - {""}
     plan = plan_prune(
         tuple(one for one in committed if one.save in listing.committed),
         tuple(one for one in listing.stored if one.save not in late),
@@ -78,22 +85,27 @@ async def prune(
         now=now,
     )
     uploads: tuple[UploadInfo, ...] = ()
+    litter: tuple[str, ...] = ()
     if not plan.refused:
         uploads = tuple(
             [
                 one
                 async for one in store.list_uploads("")
                 if may_abort_upload(_save_of(one.key), one.started_at, settings, live, now)
+                # A probe's, or an object that was half-written to a directory.
+                or (one.key.startswith(f"{STATE_DIRECTORY}/") and one.started_at < long_ago)
             ]
         )
+        litter = (
+            *_superseded(listing.pins, long_ago),
+            *(one.key for one in listing.probes if one.modified_at < long_ago),
+        )
     if not dry_run:
-        for deletion in plan.deletions:
-            await _delete(store, deletion)
-            if deletion.save in listing.damaged:
-                await store.delete(damage_key(deletion.save))
+        await _delete_saves(store, plan.deletions, listing.damaged)
         for upload in uploads:
             await store.abort_upload(upload.key, upload.upload_id)
-    return PruneReport(plan=plan, aborted_uploads=tuple(one.key for one in uploads), dry_run=dry_run)
+        await for_each(litter, store.delete, at_once=_DELETES_AT_ONCE)
+    return PruneReport(plan=plan, aborted_uploads=tuple(one.key for one in uploads), litter=litter, dry_run=dry_run)
 
 
 async def _validated(store: ObjectStore, committed: Iterable[CommittedSave], *, enough: int) -> set[str]:
@@ -110,6 +122,7 @@ async def _validated(store: ObjectStore, committed: Iterable[CommittedSave], *, 
 async def _list_all(store: ObjectStore) -> _Listing:
     committed: set[str] = set()
     pins: list[ObjectInfo] = []
+    probes: list[ObjectInfo] = []
     damaged: set[str] = set()
     saves: dict[tuple[str, str], list[ObjectInfo]] = defaultdict(list)
     async for one in store.list(""):
@@ -118,6 +131,8 @@ async def _list_all(store: ObjectStore) -> _Listing:
             committed |= {marker.save} if marker else set()
         elif one.key.startswith(RESUME_PREFIX):
             pins.append(one)
+        elif one.key.startswith(PROBE_PREFIX):
+            probes.append(one)
         elif one.key.startswith(DAMAGED_PREFIX):
             damaged.add(one.key.removeprefix(DAMAGED_PREFIX))
         elif not one.key.startswith(f"{STATE_DIRECTORY}/") and one.key.count("/") >= 2:
@@ -133,23 +148,51 @@ async def _list_all(store: ObjectStore) -> _Listing:
         )
         for (name, save), objects in saves.items()
     )
-    return _Listing(committed=frozenset(committed), stored=stored, pins=tuple(pins), damaged=frozenset(damaged))
+    return _Listing(
+        committed=frozenset(committed),
+        stored=stored,
+        pins=tuple(pins),
+        probes=tuple(probes),
+        damaged=frozenset(damaged),
+    )
 
 
-async def _pinned(store: ObjectStore, pins: Sequence[ObjectInfo], since: float) -> set[str]:
+async def _pinned(store: ObjectStore, pins: Iterable[ObjectInfo], since: float) -> set[str]:
     """Saves that an attempt which began lately resumes from."""
-    return {
-        decode_pin(await store.get(one.key, limit_bytes=_PIN_LIMIT_BYTES), one.key).save
-        for one in pins
-        if one.modified_at >= since
-    }
+    saves: set[str] = set()
+    for one in pins:
+        if one.modified_at < since:
+            continue
+        try:
+            saves.add(decode_pin(await store.get(one.key, limit_bytes=_PIN_LIMIT_BYTES), one.key).save)
+        except StoreError as error:
+            # Removed since it was listed: so nobody resumes by it.
+            if error.kind is not ErrorKind.NOT_FOUND:
+                raise
+    return saves
 
 
-async def _delete(store: ObjectStore, deletion: Deletion) -> None:
-    if not deletion.committed and deletion.save in {one.save for one in await list_committed(store)}:
-        return
-    for wave in deletion.waves:
-        await for_each(wave, store.delete, at_once=_DELETES_AT_ONCE)
+def _superseded(pins: Iterable[ObjectInfo], since: float) -> list[str]:
+    """Pins of attempts that are over: another one of the run had begun already before `since`.
+
+    The newest of old pins stays, however old it is: its attempt may live, and a pod of it may start again.
+    """
+    newest_old = max((one.modified_at for one in pins if one.modified_at < since), default=0.0)
+    return [one.key for one in pins if one.modified_at < newest_old]
+
+
+async def _delete_saves(store: ObjectStore, deletions: Sequence[Deletion], damaged: Collection[str]) -> None:
+    committed: set[str] = set()
+    if not all(one.committed for one in deletions):
+        # Once more, and late: what was never committed may have been just now.
+        committed = {one.save async for listed in store.list(COMMITS_PREFIX) if (one := committed_save(listed))}
+    for deletion in deletions:
+        if not deletion.committed and deletion.save in committed:
+            continue
+        for wave in deletion.waves:
+            await for_each(wave, store.delete, at_once=_DELETES_AT_ONCE)
+        if deletion.save in damaged:
+            await store.delete(damage_key(deletion.save))
 
 
 def _save_of(key: str) -> str:

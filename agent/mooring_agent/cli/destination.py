@@ -114,9 +114,23 @@ def verify(store_settings: StoreSettings, step: int | None, everything: bool, as
     envvar="MOORING_KEEP_EVERY_STEPS",
     help="Besides, keep those whose step is a multiple of this; 0: none.",
 )
+@click.option(
+    "--orphan-age-seconds",
+    type=click.FloatRange(min=0),
+    default=RetentionSettings().orphan_age_seconds,
+    show_default=True,
+    envvar="MOORING_ORPHAN_AGE_SECONDS",
+    help="Of saves that never committed and other leftovers, delete those that are older.",
+)
 @as_json_option
 def prune(
-    store_settings: StoreSettings, dry_run: bool, yes: bool, keep_last: int, keep_every: int, as_json: bool
+    store_settings: StoreSettings,
+    dry_run: bool,
+    yes: bool,
+    keep_last: int,
+    keep_every: int,
+    orphan_age_seconds: float,
+    as_json: bool,
 ) -> None:
     """Delete checkpoints at DEST that are no longer wanted.
 
@@ -128,7 +142,9 @@ def prune(
         raise click.UsageError("give --dry-run to look, or --yes to delete")
     if keep_every and not keep_last:
         raise click.UsageError("--keep-every needs --keep-last: without it all checkpoints are kept")
-    retention = RetentionSettings(keep_last=keep_last, keep_every_steps=keep_every)
+    retention = RetentionSettings(
+        keep_last=keep_last, keep_every_steps=keep_every, orphan_age_seconds=orphan_age_seconds
+    )
     report = run_work(_prune(store_settings, retention, dry_run))
     plan = report.plan
     if as_json:
@@ -149,6 +165,7 @@ def prune(
                 ],
                 "kept": [{"save": save, "reason": reason} for save, reason in plan.kept],
                 "aborted_uploads": list(report.aborted_uploads),
+                "litter": list(report.litter),
             }
         )
     elif plan.refused:
@@ -163,7 +180,8 @@ def prune(
         verb = "would be deleted" if dry_run else "deleted"
         click.echo(
             f"{len(plan.deletions)} saves {verb}, {amount(report.freed_bytes)}; "
-            f"{len(report.aborted_uploads)} unfinished uploads {verb.replace('deleted', 'aborted')}"
+            f"{len(report.aborted_uploads)} unfinished uploads {verb.replace('deleted', 'aborted')}, "
+            f"{len(report.litter)} leftovers {verb}"
         )
     _exit_with_problem(bool(plan.refused))
 
