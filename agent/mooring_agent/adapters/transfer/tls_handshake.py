@@ -23,7 +23,7 @@ async def open_tls_connection(
             except ssl.SSLWantWriteError:
                 await _until(encrypted, writable=True)
         return TlsTransport(encrypted, protocol)
-    except ssl.SSLEOFError as error:
+    except (ssl.SSLEOFError, ssl.SSLZeroReturnError) as error:  # the latter on Debian 12's Python
         encrypted.close()
         raise ConnectionResetError(
             errno.ECONNRESET, "the server closed the connection during the TLS handshake"
