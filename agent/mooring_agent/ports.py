@@ -204,11 +204,12 @@ class Clock(Protocol):
 class Notice:
     """A cloud is about to take this machine away.
 
-    `key` is the same as long as it means the same end. `deadline` is unix seconds: nothing ends before it.
+    `key` is the same as long as it means the same end. Nothing ends before `left_seconds` have passed since the look
+    that found it: a span and no moment, as this machine's clock may be wrong and be set right meanwhile.
     """
 
     key: str
-    deadline: float
+    left_seconds: float
     source: str
 
 

@@ -1,6 +1,8 @@
 """What each cloud says of the end of a machine, over its own protocol; and which cloud it is."""
 
 import asyncio
+import datetime
+import json
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Protocol
@@ -9,6 +11,7 @@ import pytest
 from tests.fakes.fake_notices import FakeNotices
 from tests.servers.metadata_servers import AwsServer, AzureServer, GcpServer, MetadataServer
 from tests.servers.process import free_port
+from tests.servers.scripted import Asked, ScriptedServer, response
 
 from mooring_agent.adapters.notices.aws import AwsNotices
 from mooring_agent.adapters.notices.azure import AzureNotices
@@ -20,6 +23,8 @@ from mooring_agent.ports import Notice, Notices
 
 # They bound a hang and judge no speed.
 LIMIT_SECONDS = 60.0
+SPOT_SECONDS = {"aws": 120.0, "gcp": 30.0, "azure": 30.0}
+CLOUDS: dict[str, Callable[[MetadataService], Notices]] = {"aws": AwsNotices, "gcp": GcpNotices, "azure": AzureNotices}
 SERVERS: dict[str, Callable[[], MetadataServer]] = {"aws": AwsServer, "gcp": GcpServer, "azure": AzureServer}
 
 
@@ -37,7 +42,7 @@ class FakeWorld:
         self._notices = notices
 
     def announce(self, seconds: float, now: float) -> float:
-        self._notices.standing.append(Notice(key=f"spot {now}", deadline=now + seconds, source="fake spot"))
+        self._notices.standing.append(Notice(key=f"spot {now}", left_seconds=seconds, source="fake spot"))
         return now + seconds
 
     maintain = announce
@@ -62,7 +67,7 @@ async def told(request: pytest.FixtureRequest) -> AsyncIterator[tuple[World, Not
 
 
 def only(cloud: str, url: str) -> Notices:
-    (found,) = clouds(cloud, url, time.time)
+    (found,) = clouds(cloud, url)
     return found
 
 
@@ -83,7 +88,7 @@ async def test_the_end_of_a_spot_machine_is_told_with_its_deadline_for_as_long_a
     world, notices = told
     deadline = world.announce(90, time.time())
     (first,) = await look(notices)
-    assert first.deadline == pytest.approx(deadline, abs=10)
+    assert first.left_seconds == pytest.approx(deadline - time.time(), abs=10)
     assert notices.cloud in first.source
 
 
@@ -94,14 +99,14 @@ async def test_a_notice_comes_to_whoever_has_looked_before_and_keeps_its_key(tol
     (first,) = await look(notices)
     world.maintain(90, time.time())
     again = await look(notices)
-    assert first in again
+    assert first.key in {notice.key for notice in again}
 
 
 async def test_a_maintenance_that_ends_the_machine_is_a_notice_too(told: tuple[World, Notices]) -> None:
     world, notices = told
     deadline = world.maintain(600, time.time())
     (notice,) = await look(notices)
-    assert notice.deadline == pytest.approx(deadline, abs=10)
+    assert notice.left_seconds == pytest.approx(deadline - time.time(), abs=10)
 
 
 async def test_what_is_taken_back_stands_no_longer(told: tuple[World, Notices]) -> None:
@@ -165,7 +170,7 @@ async def test_no_proxy_is_asked_for_an_address_of_the_machine_itself(
 @pytest.mark.parametrize("cloud", SERVERS)
 async def test_auto_finds_the_cloud_that_answers(cloud: str) -> None:
     with SERVERS[cloud]() as server:
-        found = await the_one_that_answers(clouds("auto", server.url, time.time))
+        found = await the_one_that_answers(clouds("auto", server.url))
         assert found is not None
         assert found.cloud == cloud
         await found.close()
@@ -173,7 +178,7 @@ async def test_auto_finds_the_cloud_that_answers(cloud: str) -> None:
 
 async def test_auto_finds_nobody_elsewhere() -> None:
     nowhere = f"http://127.0.0.1:{free_port()}"
-    assert await the_one_that_answers(clouds("auto", nowhere, time.time)) is None
+    assert await the_one_that_answers(clouds("auto", nowhere)) is None
 
 
 async def test_a_token_of_aws_is_used_until_it_has_expired_and_then_renewed() -> None:
@@ -235,7 +240,7 @@ async def test_what_nobody_understands_is_an_error_and_not_the_end(spot: object)
 
 async def test_gcp_is_waited_for_rather_than_polled() -> None:
     with GcpServer() as server:
-        notices = GcpNotices(MetadataService(server.url), time.time)
+        notices = GcpNotices(MetadataService(server.url))
         assert list(await look(notices)) == []
         waiting = asyncio.create_task(look(notices))
         await _until(lambda: len(server.times_asked("preempted")) == 2)
@@ -249,7 +254,7 @@ async def test_gcp_is_waited_for_rather_than_polled() -> None:
 async def test_one_key_that_gcps_server_does_not_know_hides_not_the_other() -> None:
     with GcpServer() as server:
         del server.values["maintenance-event"]
-        notices = GcpNotices(MetadataService(server.url), time.time)
+        notices = GcpNotices(MetadataService(server.url))
         assert list(await look(notices)) == []
         server.announce(30, time.time())
         assert len(await look(notices)) == 1
@@ -260,7 +265,7 @@ async def test_one_key_that_gcps_server_does_not_know_hides_not_the_other() -> N
 async def test_a_metadata_server_that_knows_none_of_the_keys_is_an_error() -> None:
     with GcpServer() as server:
         server.values.clear()
-        notices = GcpNotices(MetadataService(server.url), time.time)
+        notices = GcpNotices(MetadataService(server.url))
         with pytest.raises(NoticesError) as refusal:
             await look(notices)
         assert refusal.value.kind is ErrorKind.NOT_FOUND
@@ -269,23 +274,55 @@ async def test_a_metadata_server_that_knows_none_of_the_keys_is_an_error() -> No
 
 async def test_an_event_of_azure_that_has_begun_is_due_now() -> None:
     with AzureServer() as server:
-        notices = AzureNotices(MetadataService(server.url), time.time)
+        notices = AzureNotices(MetadataService(server.url))
         server.maintain(600, time.time())
         (scheduled,) = await look(notices)
         server.begin()
         (begun,) = await look(notices)
         assert begun.key == scheduled.key
-        assert begun.deadline < scheduled.deadline
+        assert begun.left_seconds < scheduled.left_seconds - 60
         await notices.close()
 
 
 async def test_a_machine_of_azure_is_known_whatever_the_case_of_its_name() -> None:
     with AzureServer() as server:
-        notices = AzureNotices(MetadataService(server.url), time.time)
+        notices = AzureNotices(MetadataService(server.url))
         await look(notices)
         server.name = server.name.upper()
         server.announce(30, time.time())
         assert len(await look(notices)) == 1
+        await notices.close()
+
+
+@pytest.mark.parametrize("wrong_by_seconds", [-100.0, 100.0])
+@pytest.mark.parametrize("cloud", SERVERS)
+async def test_a_machines_clock_that_is_wrong_changes_nothing_of_the_time_that_is_left(
+    cloud: str, wrong_by_seconds: float
+) -> None:
+    """The service tells the date with every answer; what a clock was when the agent started is of no matter at all."""
+    with SERVERS[cloud]() as server:
+        notices = CLOUDS[cloud](MetadataService(server.url, wall=lambda: time.time() + wrong_by_seconds))
+        assert list(await look(notices)) == []
+        deadline = server.announce(SPOT_SECONDS[cloud], time.time())
+        (notice,) = await look(notices)
+        assert notice.left_seconds == pytest.approx(deadline - time.time(), abs=10)
+        await notices.close()
+
+
+@pytest.mark.parametrize(("wrong_by_seconds", "left_seconds"), [(-100.0, 120), (0.0, 120), (100.0, 20)])
+async def test_a_spot_notice_without_a_date_never_seems_farther_ahead_than_it_can_be(
+    wrong_by_seconds: float, left_seconds: float
+) -> None:
+    ends = datetime.datetime.now(datetime.UTC) + datetime.timedelta(seconds=120)
+
+    async def answer(asked: Asked, writer: asyncio.StreamWriter) -> None:
+        told = json.dumps({"action": "terminate", "time": ends.isoformat()})
+        writer.write(response(200, told.encode() if asked.method == "GET" else b"token"))
+
+    async with ScriptedServer(answer) as server:
+        notices = AwsNotices(MetadataService(server.url, wall=lambda: time.time() + wrong_by_seconds))
+        (notice,) = await look(notices)
+        assert notice.left_seconds == pytest.approx(left_seconds, abs=10)
         await notices.close()
 
 

@@ -13,18 +13,9 @@ from mooring_agent.core.settings import TerminationSettings
 from mooring_agent.ports import Notice
 from mooring_agent.runtime.notice_watch import NoticeWatch, notice_watch
 
-NOW = 1_000_000.0
 # It bounds a hang and judges no speed.
 LIMIT_SECONDS = 60.0
-SOON = Notice(key="spot", deadline=NOW + 120, source="fake spot")
-
-
-class StillClock:
-    def __init__(self) -> None:
-        self.at = NOW
-
-    def now(self) -> float:
-        return self.at
+SOON = Notice(key="spot", left_seconds=120.0, source="fake spot")
 
 
 class Listener:
@@ -32,7 +23,6 @@ class Listener:
 
     def __init__(self, *clouds: FakeNotices) -> None:
         self.clouds = list(clouds)
-        self.clock = StillClock()
         self.noticed: list[tuple[str, float]] = []
         self.searches = 0
 
@@ -48,7 +38,6 @@ class Listener:
         watch = NoticeWatch(
             candidates=self.candidates,
             named=named,
-            clock=self.clock,
             notify=self.notify,
             search_pauses_seconds=(0.0, 0.0, 0.0),
         )
@@ -87,29 +76,28 @@ async def test_a_notice_is_passed_on_once_with_the_time_that_is_left(cloud: Fake
 
 async def test_what_is_far_ahead_is_held_back_until_it_is_near(cloud: FakeNotices) -> None:
     listener = Listener(cloud)
-    cloud.standing.append(replace(SOON, deadline=NOW + 3600))
+    cloud.standing.append(replace(SOON, left_seconds=3600.0))
     async with listener.listening():
         await listener.look_again()
         assert listener.noticed == []
-        listener.clock.at = NOW + 3500
+        cloud.standing[:] = [replace(SOON, left_seconds=100.0)]
         await until(lambda: bool(listener.noticed))
     assert listener.noticed == [("fake spot", 100.0)]
 
 
 async def test_what_is_far_ahead_and_taken_back_was_never_a_notice(cloud: FakeNotices) -> None:
     listener = Listener(cloud)
-    cloud.standing.append(replace(SOON, deadline=NOW + 3600))
+    cloud.standing.append(replace(SOON, left_seconds=3600.0))
     async with listener.listening():
         await listener.look_again()
         cloud.standing.clear()
-        listener.clock.at = NOW + 3600
         await listener.look_again()
     assert listener.noticed == []
 
 
 async def test_what_should_have_ended_already_leaves_a_moment_for_a_save(cloud: FakeNotices) -> None:
     listener = Listener(cloud)
-    cloud.standing.append(replace(SOON, deadline=NOW - 10))
+    cloud.standing.append(replace(SOON, left_seconds=-10.0))
     async with listener.listening():
         await until(lambda: bool(listener.noticed))
     assert listener.noticed[0][1] > 2
@@ -156,5 +144,5 @@ async def test_where_no_cloud_answers_it_is_looked_for_a_few_times_and_quietly(c
 )
 def test_nobody_listens_who_was_not_asked_to(wanted: str, listens: bool) -> None:
     listener = Listener()
-    watch = notice_watch(TerminationSettings(notices=wanted), clock=listener.clock, notify=listener.notify)
+    watch = notice_watch(TerminationSettings(notices=wanted), notify=listener.notify)
     assert (watch is not None) == listens

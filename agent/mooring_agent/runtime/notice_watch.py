@@ -12,7 +12,7 @@ import structlog
 
 from mooring_agent.core.errors import NoticesError
 from mooring_agent.core.settings import TerminationSettings
-from mooring_agent.ports import Clock, Notice, Notices
+from mooring_agent.ports import Notice, Notices
 
 # More than a spot machine has on any cloud: its notice is never held back.
 _NEAR_SECONDS: Final = 180.0
@@ -36,14 +36,12 @@ class NoticeWatch:
         *,
         candidates: Callable[[], Sequence[Notices]],
         named: bool,
-        clock: Clock,
         notify: Notify,
         near_seconds: float = _NEAR_SECONDS,
         search_pauses_seconds: Sequence[float] = _SEARCH_PAUSES_SECONDS,
     ) -> None:
         self._candidates = candidates
         self._named = named
-        self._clock = clock
         self._notify = notify
         self._near_seconds = near_seconds
         self._search_pauses_seconds = search_pauses_seconds
@@ -96,17 +94,16 @@ class NoticeWatch:
     async def _take(self, notice: Notice) -> None:
         if notice.key in self._told:
             return
-        left_seconds = notice.deadline - self._clock.now()
-        if left_seconds > self._near_seconds:
+        if notice.left_seconds > self._near_seconds:
             if notice.key not in self._held_back:
                 self._held_back.add(notice.key)
-                log.info("notices.ahead", source=notice.source, deadline=notice.deadline)
+                log.info("notices.ahead", source=notice.source, left_seconds=round(notice.left_seconds))
             return
         self._told.add(notice.key)
-        await self._notify(notice.source, max(left_seconds, _AT_ONCE_SECONDS))
+        await self._notify(notice.source, max(notice.left_seconds, _AT_ONCE_SECONDS))
 
 
-def notice_watch(settings: TerminationSettings, *, clock: Clock, notify: Notify) -> NoticeWatch | None:
+def notice_watch(settings: TerminationSettings, *, notify: Notify) -> NoticeWatch | None:
     """None where nobody wants to listen."""
     if settings.notices == "off":
         return None
@@ -114,9 +111,8 @@ def notice_watch(settings: TerminationSettings, *, clock: Clock, notify: Notify)
     from mooring_agent.adapters.notices.clouds import clouds
 
     return NoticeWatch(
-        candidates=lambda: clouds(settings.notices, settings.notices_endpoint, clock.now),
+        candidates=lambda: clouds(settings.notices, settings.notices_endpoint),
         named=settings.notices != "auto",
-        clock=clock,
         notify=notify,
         near_seconds=max(_NEAR_SECONDS, settings.grace_seconds),
     )

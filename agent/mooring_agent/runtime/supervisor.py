@@ -133,7 +133,7 @@ async def run_agent(settings: Settings, *, fresh: bool = False, parent_pid: int 
         ]
         if watching is not None:
             forever.append(watching.run)
-        notices = notice_watch(settings.termination, clock=clock, notify=sensors.notice_termination)
+        notices = notice_watch(settings.termination, notify=sensors.notice_termination)
         if notices is not None:
             forever.append(notices.watch)
         if news is not None:

@@ -7,7 +7,7 @@ are known days before.
 import asyncio
 from collections.abc import Iterator, Sequence
 from datetime import datetime
-from typing import Any, Final
+from typing import Final
 
 from mooring_agent.adapters.notices.metadata_service import Answer, MetadataService, not_understood, unix_seconds
 from mooring_agent.core.errors import ErrorKind, NoticesError
@@ -20,6 +20,7 @@ _MAINTENANCE: Final = "/latest/meta-data/events/maintenance/scheduled"
 _TOKEN_SECONDS: Final = 21600
 # Where there is none, asking for it takes as long as we wait.
 _WITHOUT_TOKEN_SECONDS: Final = 300
+_SPOT_SECONDS: Final = 120.0
 _ENDING_ACTIONS: Final = frozenset({"terminate", "stop"})
 _ENDING_EVENTS: Final = frozenset(
     {"instance-stop", "instance-retirement", "instance-reboot", "system-reboot", "instance-terminate"}
@@ -56,10 +57,10 @@ class AwsNotices:
 
     async def look(self) -> Sequence[Notice]:
         spot = await self._get(_SPOT)
-        if spot is not None and (found := list(_spot_notices(spot.json()))):
+        if spot is not None and (found := list(_spot_notices(spot))):
             return found
         maintenance = await self._get(_MAINTENANCE)
-        return [] if maintenance is None else list(_maintenance_notices(maintenance.json()))
+        return [] if maintenance is None else list(_maintenance_notices(maintenance))
 
     async def close(self) -> None:
         await self._service.close()
@@ -105,22 +106,27 @@ class AwsNotices:
         return await self._service.ask(_TOKEN, method="PUT", headers=headers)
 
 
-def _spot_notices(told: Any) -> Iterator[Notice]:
+def _spot_notices(answer: Answer) -> Iterator[Notice]:
     """Hibernation is no end: it begins with the notice, and the machine goes on from memory."""
+    told = answer.json()
     try:
         action, when = told["action"], told["time"]
-        deadline = datetime.fromisoformat(when).timestamp()
-    except (KeyError, TypeError, ValueError) as error:
+        left_seconds = datetime.fromisoformat(when).timestamp() - answer.at
+    except (KeyError, TypeError, ValueError, OverflowError) as error:
         raise not_understood(str(told)) from error
     if action in _ENDING_ACTIONS:
-        yield Notice(key=f"spot {action} {when}", deadline=deadline, source=f"aws spot {action}")
+        # Never more, whatever a clock says.
+        left_seconds = min(left_seconds, _SPOT_SECONDS)
+        yield Notice(key=f"spot {action} {when}", left_seconds=left_seconds, source=f"aws spot {action}")
 
 
-def _maintenance_notices(told: Any) -> Iterator[Notice]:
+def _maintenance_notices(answer: Answer) -> Iterator[Notice]:
+    told = answer.json()
     try:
         events = [(one["Code"], one.get("State", "active"), one["NotBefore"], one.get("EventId", "")) for one in told]
     except (AttributeError, KeyError, TypeError) as error:
         raise not_understood(str(told)) from error
     for code, state, when, event in events:
         if state == "active" and code in _ENDING_EVENTS:
-            yield Notice(key=f"{event} {code} {when}", deadline=unix_seconds(when), source=f"aws {code}")
+            left_seconds = unix_seconds(when) - answer.at
+            yield Notice(key=f"{event} {code} {when}", left_seconds=left_seconds, source=f"aws {code}")

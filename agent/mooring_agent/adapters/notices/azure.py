@@ -3,8 +3,8 @@
 An event begins at `NotBefore`, or earlier once everybody has approved it; nobody does so here. Spot machines have 30 s.
 """
 
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Final
+from collections.abc import Iterator, Sequence
+from typing import Final
 
 from mooring_agent.adapters.notices.metadata_service import (
     ANSWER_SECONDS,
@@ -28,14 +28,13 @@ _ENDING_TYPES: Final = frozenset({"Preempt", "Terminate", "Reboot", "Redeploy"})
 
 
 class AzureNotices:
-    """`now` is unix seconds: what has begun already has no time of its own."""
+    """What has begun already has no time of its own."""
 
     cloud = "azure"
     pause_seconds = 1.0
 
-    def __init__(self, service: MetadataService, now: Callable[[], float]) -> None:
+    def __init__(self, service: MetadataService) -> None:
         self._service = service
-        self._now = now
         self._name = ""
 
     async def answers(self) -> bool:
@@ -48,7 +47,7 @@ class AzureNotices:
     async def look(self) -> Sequence[Notice]:
         name = await self._own_name()
         answer = await self._get(_EVENTS, _EVENTS_QUERY, _FIRST_ANSWER_SECONDS)
-        return list(self._notices(answer.json(), name))
+        return list(_notices(answer, name))
 
     async def close(self) -> None:
         await self._service.close()
@@ -64,15 +63,17 @@ class AzureNotices:
             raise self._service.refusal(path, answer)
         return answer
 
-    def _notices(self, told: Any, name: str) -> Iterator[Notice]:
-        try:
-            events = [
-                (one["EventType"], one["EventId"], one.get("NotBefore"), [text.casefold() for text in one["Resources"]])
-                for one in told["Events"]
-            ]
-        except (AttributeError, KeyError, TypeError) as error:
-            raise not_understood(str(told)) from error
-        for event_type, event, when, machines in events:
-            if event_type in _ENDING_TYPES and name in machines:
-                deadline = unix_seconds(when) if when else self._now()
-                yield Notice(key=event, deadline=deadline, source=f"azure {event_type.lower()}")
+
+def _notices(answer: Answer, name: str) -> Iterator[Notice]:
+    told = answer.json()
+    try:
+        events = [
+            (one["EventType"], one["EventId"], one.get("NotBefore"), [text.casefold() for text in one["Resources"]])
+            for one in told["Events"]
+        ]
+    except (AttributeError, KeyError, TypeError) as error:
+        raise not_understood(str(told)) from error
+    for event_type, event, when, machines in events:
+        if event_type in _ENDING_TYPES and name in machines:
+            left_seconds = unix_seconds(when) - answer.at if when else 0.0
+            yield Notice(key=event, left_seconds=left_seconds, source=f"azure {event_type.lower()}")

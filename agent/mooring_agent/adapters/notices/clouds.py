@@ -1,7 +1,7 @@
 """Which cloud's notices to listen to: the one that was named, or the one that answers."""
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from mooring_agent.adapters.notices.aws import AwsNotices
 from mooring_agent.adapters.notices.azure import AzureNotices
@@ -10,12 +10,12 @@ from mooring_agent.adapters.notices.metadata_service import MetadataService
 from mooring_agent.ports import Notices
 
 
-def clouds(wanted: str, endpoint: str, now: Callable[[], float]) -> Sequence[Notices]:
+def clouds(wanted: str, endpoint: str) -> Sequence[Notices]:
     """Those that may be meant by the setting `notices`; more than one for `auto`."""
     every: list[Notices] = [
         AwsNotices(MetadataService(endpoint)),
-        GcpNotices(MetadataService(endpoint), now),
-        AzureNotices(MetadataService(endpoint), now),
+        GcpNotices(MetadataService(endpoint)),
+        AzureNotices(MetadataService(endpoint)),
     ]
     return [one for one in every if wanted in (one.cloud, "auto")]
 

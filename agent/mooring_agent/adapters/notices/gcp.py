@@ -5,7 +5,7 @@ GPUs have an hour, which the value does not say: they are left at the notice, to
 """
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Final
 
 from mooring_agent.adapters.notices.metadata_service import ANSWER_SECONDS, MetadataService, not_understood
@@ -24,16 +24,16 @@ _ENDING_VALUES: Final = {
 
 
 class GcpNotices:
-    """`now` is unix seconds: the server says that there is an end, and not when."""
+    """The server says that there is an end, and not when: the seconds count from when we heard of it."""
 
     cloud = "gcp"
     pause_seconds = 1.0
 
-    def __init__(self, service: MetadataService, now: Callable[[], float]) -> None:
+    def __init__(self, service: MetadataService) -> None:
         self._service = service
-        self._now = now
         self._etags: dict[str, str] = {}
-        self._notices: dict[str, Notice | None] = {}
+        self._ends: dict[str, float] = {}
+        """By key: the event loop's time at which it may end, for what said so last."""
         # The metadata server of GKE does not know all keys.
         self._keys = set(_ENDING_VALUES)
 
@@ -54,7 +54,10 @@ class GcpNotices:
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
-        found = [notice for notice in self._notices.values() if notice is not None]
+        now = asyncio.get_running_loop().time()
+        found = [
+            Notice(key=key, left_seconds=ends_at - now, source=f"gcp {key}") for key, ends_at in self._ends.items()
+        ]
         # One value that says the end outweighs the other's silence.
         if errors and not found:
             raise errors[0]
@@ -86,7 +89,7 @@ class GcpNotices:
             raise not_understood(answer.text)
         self._etags[key] = answer.headers.get("ETag", "0")
         ending_value, seconds = _ENDING_VALUES[key]
-        if answer.text.strip() != ending_value:
-            self._notices[key] = None
-        elif self._notices.get(key) is None:
-            self._notices[key] = Notice(key=key, deadline=self._now() + seconds, source=f"gcp {key}")
+        if answer.text.strip() == ending_value:
+            self._ends.setdefault(key, asyncio.get_running_loop().time() + seconds)
+        else:
+            self._ends.pop(key, None)

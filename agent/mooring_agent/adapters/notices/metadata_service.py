@@ -4,7 +4,8 @@ Owns the connection and what can go wrong with it; what is asked is the clouds' 
 """
 
 import json
-from collections.abc import Mapping
+import time
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from email.utils import parsedate_to_datetime
 from typing import Any, Final
@@ -25,6 +26,8 @@ class Answer:
     status: int
     headers: Mapping[str, str]
     text: str
+    at: float
+    """Unix seconds by the service's clock where it says; by this machine's, as it is now, where not."""
 
     def json(self) -> Any:
         """Raises NoticesError."""
@@ -37,7 +40,8 @@ class Answer:
 class MetadataService:
     """`url` empty: the address that all clouds share. A host without scheme is HTTP, as GCE_METADATA_HOST has it."""
 
-    def __init__(self, url: str = "") -> None:
+    def __init__(self, url: str = "", *, wall: Callable[[], float] = time.time) -> None:
+        self._wall = wall
         self.url = (url if "://" in url else f"http://{url}").rstrip("/") if url else LINK_LOCAL_URL
         self._session: aiohttp.ClientSession | None = None
 
@@ -65,7 +69,13 @@ class MetadataService:
                 f"the metadata service {self.url}{path} does not answer: {str(error) or type(error).__name__}",
                 hint="allow the pod to reach its machine's metadata service, or set notices to off",
             ) from error
-        return Answer(status=response.status, headers=response.headers, text=text)
+        return Answer(status=response.status, headers=response.headers, text=text, at=self._told_at(response.headers))
+
+    def _told_at(self, headers: Mapping[str, str]) -> float:
+        try:
+            return unix_seconds(headers["Date"])
+        except (KeyError, NoticesError):
+            return self._wall()
 
     def refusal(self, path: str, answer: Answer, *, hint: str = "") -> NoticesError:
         """The error for a status that has no other meaning."""
