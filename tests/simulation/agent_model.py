@@ -177,7 +177,7 @@ class AgentModel:
             if self._crashes():
                 return False
             if self._unjournaled and isinstance(command, AFTER_ITS_RECORD):
-                self.life.after(0.0, self.deliver, self._failed(command.work, ErrorKind.DISK_FULL))
+                self.life.after(0.0, self._refuse, command.work)
             else:
                 self._perform(command)
         self._check_end()
@@ -251,6 +251,9 @@ class AgentModel:
     def _restart(self) -> None:
         if not self.running and not self.life.ending:
             self.start(fresh=False)
+
+    def _refuse(self, work: WorkId) -> None:
+        self.deliver(self._failed(work, ErrorKind.DISK_FULL))
 
     def _plan_wake(self) -> None:
         wake_at = planner.next_wake(self.state) if self.running else None
