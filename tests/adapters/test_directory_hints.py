@@ -12,12 +12,16 @@ from mooring_agent.adapters.volume.directory_hints import DirectoryHints
 _MODULE = "mooring_agent.adapters.volume.directory_hints"
 
 
-def test_hints_come_again_once_the_kernel_has_room_for_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def none_left() -> None:
-        raise OSError(28, "inotify instance limit reached")
+class _NoneLeft:
+    """An observer that may watch nothing more."""
 
+    def schedule(self, *_: object, **__: object) -> None:
+        raise OSError(28, "inotify watch limit reached")
+
+
+def test_hints_come_again_once_the_kernel_has_room_for_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(f"{_MODULE}._RETRY_SECONDS", 0.0, raising=False)
-    monkeypatch.setattr(f"{_MODULE}.Observer", none_left)
+    monkeypatch.setattr(f"{_MODULE}.Observer", _NoneLeft)
     noticed = threading.Event()
     hints = DirectoryHints(tmp_path, noticed.set)
     try:

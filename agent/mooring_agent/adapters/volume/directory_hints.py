@@ -75,8 +75,8 @@ class DirectoryHints(FileSystemEventHandler):
         self._notify()
 
     def _attach(self, identity: tuple[int, int]) -> None:
+        observer = Observer()
         try:
-            observer = Observer()
             observer.schedule(self, str(self._directory), event_filter=_CHANGES)
             observer.start()
         except OSError as error:
