@@ -18,7 +18,8 @@ def region_of(path: Path, offset_bytes: int = 0, size_bytes: int | None = None) 
     """A region of the file as it is now; to its end by default."""
     status = path.stat()
     return Region(
-        path=str(path),
+        volume=str(path.parent),
+        path=path.name,
         offset_bytes=offset_bytes,
         size_bytes=status.st_size - offset_bytes if size_bytes is None else size_bytes,
         fingerprint=Fingerprint(size_bytes=status.st_size, mtime_ns=status.st_mtime_ns, inode=status.st_ino),

@@ -18,8 +18,9 @@ from typing import Final, TypeVar
 from mooring_agent.adapters.checksum import region_checksum
 from mooring_agent.adapters.cpu_limit import cpu_limit
 from mooring_agent.adapters.open_store import open_store
+from mooring_agent.adapters.volume.shared_volume import fingerprint
 from mooring_agent.core.errors import ErrorKind, MooringError, StoreError
-from mooring_agent.core.model import Fingerprint, Region
+from mooring_agent.core.model import Region
 from mooring_agent.core.object_layout import PROBE_PREFIX
 from mooring_agent.core.settings import MIB, StoreSettings
 from mooring_agent.ports import ObjectStore
@@ -168,9 +169,14 @@ async def _examine_transfer(store: ObjectStore, key: str) -> AsyncIterator[Findi
 def _make_parts(source: Path) -> list[tuple[Region, int]]:
     source.write_bytes(os.urandom(_PARTS * _PART_BYTES))
     status = source.stat()
-    fingerprint = Fingerprint(size_bytes=status.st_size, mtime_ns=status.st_mtime_ns, inode=status.st_ino)
     regions = [
-        Region(path=str(source), offset_bytes=offset, size_bytes=_PART_BYTES, fingerprint=fingerprint)
+        Region(
+            volume=str(source.parent),
+            path=source.name,
+            offset_bytes=offset,
+            size_bytes=_PART_BYTES,
+            fingerprint=fingerprint(status),
+        )
         for offset in range(0, _PARTS * _PART_BYTES, _PART_BYTES)
     ]
     return [(region, region_checksum(region)) for region in regions]

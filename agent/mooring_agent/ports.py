@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Protocol
 
-from mooring_agent.core.model import Region, StagedFile
+from mooring_agent.core.model import RankManifest, Region, StagedFile
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -168,11 +168,23 @@ class StagingArea(Protocol):
     All methods block: call them off the event loop. They raise VolumeError or RequestError.
     """
 
+    def make_durable(self, source: str, files: Sequence[str]) -> None:
+        """The announced files, `files` as in StageRequest, are on disk: what is staged after a power cut is whole.
+
+        DISK_FULL or VOLUME_UNUSABLE when they cannot be. What is missing or may not be staged is left to `stage`.
+        """
+
     def stage(self, request: StageRequest) -> tuple[StagedFile, ...]:
         """Pin the files durably; all or nothing; idempotent for the same save and rank."""
 
     def check(self, save: str, rank: int, files: Sequence[StagedFile]) -> None:
         """FILE_MISSING or FILE_CHANGED if the pinned files are not what they were."""
+
+    def check_sent(self, manifest: RankManifest, files: Sequence[StagedFile]) -> None:
+        """As `check`, when all was sent: FILE_CHANGED also if bytes are not those of the manifest's checksums.
+
+        Reads again what may have been written to without a trace; `files` are the manifest's, in its order.
+        """
 
     def release(self, save: str) -> None:
         """Drop every pin of a save; one that is gone already is fine."""

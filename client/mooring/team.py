@@ -71,7 +71,8 @@ def _team(settings: Settings, job: Job, gate: Gate, nonce: str) -> Team:
 
 def _volume_identity(state_directory: Path) -> str:
     """The same for all processes that see this volume, wherever it is mounted. Raises OSError."""
-    path = state_directory / names.VOLUME_IDENTITY
+    # In a folder that trainers of another user than the agent's may write, too.
+    path = state_directory / names.RANKS_DIRECTORY / names.VOLUME_IDENTITY
     if not path.exists():
         own = path.with_name(f".{names.VOLUME_IDENTITY}.{secrets.token_hex(8)}")
         own.write_text(own.name)

@@ -66,4 +66,4 @@ def test_a_volume_that_is_taken_away_is_the_volumes_error(
         region_checksum(region)
 
     assert caught.value.kind is ErrorKind.VOLUME_UNUSABLE
-    assert region.path in str(caught.value)
+    assert region.file in str(caught.value)

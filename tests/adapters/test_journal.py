@@ -13,10 +13,15 @@ import pytest
 from tests.fakes.fake_journal import FakeJournal
 
 from mooring_agent.adapters.journal import SqliteJournal, open_journal
+from mooring_agent.adapters.volume.reserve import Reserve
 from mooring_agent.core.errors import ErrorKind, VolumeError
 from mooring_agent.ports import Journal
 
 Reopen = Callable[[], Journal]
+
+
+def _journal(folder: Path) -> SqliteJournal:
+    return SqliteJournal(folder / "journal.sqlite3", Reserve(folder))
 
 
 @pytest.fixture(params=["fake", "sqlite"])
@@ -28,7 +33,7 @@ def reopen(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Reopen]:
     def open_again() -> Journal:
         for journal in opened:
             journal.close()
-        opened[:] = [fake if request.param == "fake" else SqliteJournal(tmp_path / "journal.sqlite3")]
+        opened[:] = [fake if request.param == "fake" else _journal(tmp_path)]
         return opened[0]
 
     yield open_again
@@ -72,7 +77,7 @@ def test_closing_twice_is_harmless(reopen: Reopen) -> None:
 
 def test_the_file_appears_at_the_first_use_with_the_permissions_of_its_folder(tmp_path: Path) -> None:
     tmp_path.chmod(0o770)
-    journal = SqliteJournal(tmp_path / "journal.sqlite3")
+    journal = _journal(tmp_path)
     assert list(tmp_path.iterdir()) == []
     journal.append([b"record"])
     assert {stat.S_IMODE(path.stat().st_mode) for path in tmp_path.iterdir()} == {0o660}
@@ -81,7 +86,10 @@ def test_the_file_appears_at_the_first_use_with_the_permissions_of_its_folder(tm
 
 def test_a_second_agent_on_the_same_journal_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("mooring_agent.adapters.journal._LOCK_TIMEOUT_SECONDS", 0.05)
-    first, second = SqliteJournal(tmp_path / "journal.sqlite3"), SqliteJournal(tmp_path / "journal.sqlite3")
+    first, second = (
+        _journal(tmp_path),
+        _journal(tmp_path),
+    )
     first.append([b"record"])
     with pytest.raises(VolumeError, match="locked") as caught:
         second.append([b"other"])
@@ -94,11 +102,11 @@ def test_a_second_agent_on_the_same_journal_is_refused(tmp_path: Path, monkeypat
 
 
 def test_a_sound_journal_is_opened_as_it_is(tmp_path: Path) -> None:
-    journal, damaged = open_journal(tmp_path / "journal.sqlite3")
+    journal, damaged = open_journal(tmp_path / "journal.sqlite3", Reserve(tmp_path))
     assert not damaged
     journal.append([b"record"])
     journal.close()
-    journal, damaged = open_journal(tmp_path / "journal.sqlite3")
+    journal, damaged = open_journal(tmp_path / "journal.sqlite3", Reserve(tmp_path))
     assert not damaged
     assert list(journal.replay()) == [b"record"]
     journal.close()
@@ -129,12 +137,12 @@ def _another_schema(path: Path) -> None:
 def test_a_damaged_journal_is_set_aside_and_a_new_one_begun(tmp_path: Path, damage: Callable[[Path], None]) -> None:
     path = tmp_path / "journal.sqlite3"
     for number in (1, 2):
-        journal = SqliteJournal(path)
+        journal = SqliteJournal(path, Reserve(path.parent))
         journal.append([b"x" * 3000 for _ in range(20)])
         journal.close()
         damage(path)
         kept = path.read_bytes()
-        fresh, damaged = open_journal(path)
+        fresh, damaged = open_journal(path, Reserve(path.parent))
         assert damaged
         assert list(fresh.replay()) == []
         fresh.append([b"again"])
@@ -147,7 +155,7 @@ def test_a_damaged_journal_takes_its_write_ahead_log_with_it(tmp_path: Path) -> 
     _no_database(path)
     (tmp_path / "journal.sqlite3-wal").write_bytes(b"wal")
     (tmp_path / "journal.sqlite3-shm").write_bytes(b"shm")
-    fresh, damaged = open_journal(path)
+    fresh, damaged = open_journal(path, Reserve(path.parent))
     fresh.close()
     assert damaged
     assert {entry.name for entry in tmp_path.iterdir()} == {
@@ -161,15 +169,17 @@ def test_a_damaged_journal_takes_its_write_ahead_log_with_it(tmp_path: Path) -> 
 def test_an_unusable_folder_is_the_volumes_error(tmp_path: Path) -> None:
     (tmp_path / "file").write_bytes(b"")
     with pytest.raises(VolumeError):
-        SqliteJournal(tmp_path / "file" / "journal.sqlite3").append([b"record"])
+        SqliteJournal(tmp_path / "file" / "journal.sqlite3", Reserve(tmp_path)).append([b"record"])
 
 
 _WRITER = """
 import sys
 from pathlib import Path
 from mooring_agent.adapters.journal import SqliteJournal
+from mooring_agent.adapters.volume.reserve import Reserve
 
-journal = SqliteJournal(Path(sys.argv[1]))
+path = Path(sys.argv[1])
+journal = SqliteJournal(path, Reserve(path.parent))
 number = len(list(journal.replay()))
 while True:
     journal.append([b"%d" % number, b"%d" % (number + 1)])
@@ -192,7 +202,7 @@ def test_every_acknowledged_record_survives_sigkill(tmp_path: Path) -> None:
             # What it said before it died counts as well.
             for line in writer.stdout:
                 acknowledged = int(line) if line.endswith(b"\n") else acknowledged
-        journal, damaged = open_journal(path)
+        journal, damaged = open_journal(path, Reserve(path.parent))
         records = [int(record) for record in journal.replay()]
         journal.close()
         assert not damaged

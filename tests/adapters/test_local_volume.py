@@ -178,31 +178,33 @@ def test_nobody_lives_on_a_new_volume(tmp_path: Path) -> None:
 
 def test_a_mapped_doorbell_shows_every_ring_and_the_count_survives_a_restart(tmp_path: Path) -> None:
     path = tmp_path / ".mooring" / "doorbell"
-    assert Doorbell(path).current() == Ring()
-    assert Doorbell(path).ring(deadline_unix=0.0, terminating=False) == 1
+    assert Doorbell(tmp_path).current() == Ring()
+    assert Doorbell(tmp_path).ring(deadline_unix=0.0, terminating=False) == 1
     assert stat.S_IMODE(path.stat().st_mode) == 0o660
     assert [entry.name for entry in path.parent.iterdir()] == ["doorbell"]
     with path.open("rb") as file, mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ) as mapped:
         assert decode(mapped[:]) == Ring(ring=1)
-        assert Doorbell(path).ring(deadline_unix=123.5, terminating=True) == 2
+        assert Doorbell(tmp_path).ring(deadline_unix=123.5, terminating=True) == 2
         assert decode(mapped[:]) == Ring(ring=2, deadline_unix=123.5, terminating=True)
-    assert Doorbell(path).current() == Ring(ring=2, deadline_unix=123.5, terminating=True)
+    assert Doorbell(tmp_path).current() == Ring(ring=2, deadline_unix=123.5, terminating=True)
 
 
 @pytest.mark.parametrize("content", [b"", b"garbage", b"x" * 64, b"y" * 100])
 def test_a_spoilt_doorbell_is_mended_in_place(tmp_path: Path, content: bytes) -> None:
-    path = tmp_path / "doorbell"
+    path = tmp_path / ".mooring" / "doorbell"
+    path.parent.mkdir()
     path.write_bytes(content)
     inode = path.stat().st_ino
-    assert Doorbell(path).ring(deadline_unix=7.0, terminating=True) == 1
-    assert Doorbell(path).current() == Ring(ring=1, deadline_unix=7.0, terminating=True)
+    assert Doorbell(tmp_path).ring(deadline_unix=7.0, terminating=True) == 1
+    assert Doorbell(tmp_path).current() == Ring(ring=1, deadline_unix=7.0, terminating=True)
     assert path.stat().st_ino == inode
     assert path.stat().st_size >= 64
 
 
 def test_a_new_pod_takes_back_the_old_ones_notice_without_ringing(tmp_path: Path) -> None:
-    path = tmp_path / "doorbell"
-    bell = Doorbell(path)
+    path = tmp_path / ".mooring" / "doorbell"
+    path.parent.mkdir()
+    bell = Doorbell(tmp_path)
     bell.forget_termination()
     assert not path.exists()
     ring = bell.ring(deadline_unix=time.time() + 30, terminating=True)
@@ -211,9 +213,9 @@ def test_a_new_pod_takes_back_the_old_ones_notice_without_ringing(tmp_path: Path
 
 
 def test_a_doorbell_that_cannot_be_rung_is_the_volumes_error(tmp_path: Path) -> None:
-    (tmp_path / "file").touch()
+    (tmp_path / ".mooring").touch()
     with pytest.raises(VolumeError):
-        Doorbell(tmp_path / "file" / "doorbell").ring(deadline_unix=0.0, terminating=False)
+        Doorbell(tmp_path).ring(deadline_unix=0.0, terminating=False)
 
 
 def test_the_clock_is_the_wall_clock() -> None:

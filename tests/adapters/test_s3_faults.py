@@ -405,7 +405,7 @@ async def test_a_cancelled_upload_leaves_no_descriptor_open(
     with pytest.raises(asyncio.CancelledError):
         await sending
 
-    assert Path(region.path) not in open_files()
+    assert Path(region.file) not in open_files()
 
 
 async def test_a_bit_flipped_on_the_way_is_refused_by_a_store_that_checks_the_signed_payload(

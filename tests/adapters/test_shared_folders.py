@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 
 from mooring_agent.adapters.volume.shared_folders import make_shared_folders, share_tree
+from mooring_agent.adapters.volume.shared_volume import open_volume
 
-SHARED = (".mooring", ".mooring/records", ".mooring/ranks", "runs", "runs/checkpoints")
+SHARED = (".mooring/records", ".mooring/ranks", "runs", "runs/checkpoints")
 
 
 @pytest.fixture(autouse=True)
@@ -56,7 +57,8 @@ def test_what_was_restored_may_be_removed_by_whoever_may_write_the_volume(
     restored = tmp_path / "checkpoints" / "checkpoint-4"
     (restored / "nested").mkdir(parents=True)
     (restored / "nested" / "model.bin").touch()
-    share_tree(restored, tmp_path)
+    with open_volume(tmp_path) as root, root.folder("checkpoints/checkpoint-4") as folder:
+        share_tree(folder, root)
     assert {stat.S_IMODE(folder.stat().st_mode) for folder in (restored, restored / "nested")} == {of_folders}
     assert stat.S_IMODE((restored / "nested" / "model.bin").stat().st_mode) == 0o644
 

@@ -14,11 +14,12 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from time import monotonic, process_time
+from typing import Any
 
 import pytest
 from structlog.testing import capture_logs
 
-from mooring_agent.adapters.volume import pinning
+from mooring_agent.adapters.volume import staging_area
 from mooring_agent.adapters.volume.content_signature import content_signature
 from mooring_agent.adapters.volume.staging_area import LocalStagingArea
 from mooring_agent.core.errors import ErrorKind, MooringError, RequestError, VolumeError
@@ -373,7 +374,7 @@ def test_names_that_cannot_be_keys_are_refused(area: LocalStagingArea, checkpoin
 def test_a_refused_hard_link_falls_back_to_a_copy_and_says_so_once(
     volume: Path, area: LocalStagingArea, checkpoint: Path, monkeypatch: pytest.MonkeyPatch, code: int
 ) -> None:
-    def refuse(_source: str, _target: str) -> None:
+    def refuse(_source: str, _target: str, **_options: object) -> None:
         raise OSError(code, os.strerror(code))
 
     monkeypatch.setattr(os, "link", refuse)
@@ -416,10 +417,10 @@ def test_a_stage_that_fails_midway_leaves_nothing(
 ) -> None:
     link = os.link
 
-    def fail_on_the_last(source: str, target: str) -> None:
-        if Path(source).name == "state.json":
+    def fail_on_the_last(source: str, target: str, **options: Any) -> None:
+        if target == "state.json":
             raise OSError(code, os.strerror(code))
-        link(source, target)
+        link(source, target, **options)
 
     monkeypatch.setattr(os, "link", fail_on_the_last)
     assert _refusal(area, _request(checkpoint)).kind is kind
@@ -429,7 +430,7 @@ def test_a_stage_that_fails_midway_leaves_nothing(
 
 
 @pytest.mark.parametrize("swap", ["file", "link", "parent"])
-def test_a_source_replaced_between_opening_and_linking_is_an_error_never_a_mix(
+def test_of_a_name_that_is_replaced_between_opening_and_linking_the_open_file_is_pinned(
     tmp_path: Path,
     volume: Path,
     area: LocalStagingArea,
@@ -442,20 +443,19 @@ def test_a_source_replaced_between_opening_and_linking_is_an_error_never_a_mix(
     (secret / "weights.pt").write_bytes(b"secret")
     link = os.link
 
-    def replace_first(source: str, target: str) -> None:
-        file = Path(source)
-        if file.name == "weights.pt":
+    def replace_first(source: str, target: str, **options: Any) -> None:
+        file = checkpoint / "model" / "weights.pt"
+        if target == "weights.pt":
             if swap == "parent":
-                file.parent.rename(tmp_path / "moved")
+                file.parent.rename(volume / "moved")
                 file.parent.symlink_to(secret)
             else:
-                file.unlink()
+                file.rename(volume / "moved")
                 file.symlink_to(secret / "weights.pt") if swap == "link" else file.write_bytes(b"other")
-        link(source, target)
+        link(source, target, **options)
 
     monkeypatch.setattr(os, "link", replace_first)
-    assert _refusal(area, _request(checkpoint)).kind is ErrorKind.FILE_CHANGED
-    assert _staged_names(volume) == []
+    assert _contents(volume, area.stage(_request(checkpoint)))["model/weights.pt"] == b"weights" * 1000
 
 
 @pytest.mark.parametrize("private", [False, True])
@@ -470,17 +470,19 @@ def test_a_folder_swapped_for_a_link_outside_after_the_scan_is_refused(
     outside = tmp_path / "outside"
     outside.mkdir()
     (outside / "weights.pt").write_bytes(b"secret")
-    pin = pinning.Pinner.pin
+    make_folders = staging_area._make_folders
 
-    def swap_first(self: pinning.Pinner, source: str, target: str, *, private: bool) -> bool:
-        folder, _, name = source.rpartition("/")
-        if name == "weights.pt":
-            Path(folder).rename(tmp_path / "moved")
-            Path(folder).symlink_to(outside)
-        return pin(self, source, target, private=private)
+    def swap_after(*arguments: Any) -> list[str]:
+        folder = checkpoint / "model"
+        folder.rename(tmp_path / "moved")
+        folder.symlink_to(outside)
+        return make_folders(*arguments)
 
-    monkeypatch.setattr(pinning.Pinner, "pin", swap_first)
-    assert _refusal(area, _request(checkpoint, private=private)).kind is ErrorKind.PATH_OUTSIDE_VOLUME
+    monkeypatch.setattr(staging_area, "_make_folders", swap_after)
+    assert _refusal(area, _request(checkpoint, private=private)).kind in {
+        ErrorKind.FILE_MISSING,
+        ErrorKind.VOLUME_UNUSABLE,
+    }
     assert _staged_names(volume) == []
 
 
@@ -618,9 +620,9 @@ def test_a_rank_is_staged_although_another_ones_failed_stage_removes_the_folder_
     mkdir = os.mkdir
     removals = iter(range(1))
 
-    def mkdir_beside_another_rank(path: Path, *arguments: int) -> None:
-        mkdir(path, *arguments)
-        if path == save_folder and next(removals, None) is not None:
+    def mkdir_beside_another_rank(path: str, *arguments: Any, **options: Any) -> None:
+        mkdir(path, *arguments, **options)
+        if path == save_folder.name and next(removals, None) is not None:
             save_folder.rmdir()
 
     monkeypatch.setattr(os, "mkdir", mkdir_beside_another_rank)
@@ -651,6 +653,7 @@ _AS_ONE_USER = """
 import os, sys
 from pathlib import Path
 from mooring_agent.adapters.volume.pinning import Pinner
+from mooring_agent.adapters.volume.shared_volume import open_volume
 
 volume, group = Path(sys.argv[1]), int(sys.argv[2])
 os.setgroups([])
@@ -662,7 +665,8 @@ if group:
     (volume / "checkpoint" / "weights").write_bytes(b"weights")
 else:
     (volume / "staged").mkdir()
-    print(Pinner(volume).pin(f"{volume}/checkpoint/weights", f"{volume}/staged/0", private=False))
+    with open_volume(volume) as root, root.folder("checkpoint") as source, root.folder("staged") as target:
+        print(Pinner(volume).pin(source, "weights", target, "0", private=False))
     (volume / "checkpoint" / "weights").unlink()
     (volume / "checkpoint").rmdir()
     print((volume / "staged" / "0").read_bytes().decode())

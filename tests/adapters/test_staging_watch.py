@@ -33,7 +33,7 @@ async def open_watch(tmp_path: Path) -> AsyncIterator[Open]:
 
         def open_one(directory: Path | None = None, pace: WatchPace = PACE, **options: object) -> StagingWatch:
             opened.append(
-                StagingWatch(directory or tmp_path, executor=executor, pace=pace, **options)  # type: ignore[arg-type]
+                StagingWatch(tmp_path, directory or tmp_path, executor=executor, pace=pace, **options)  # type: ignore[arg-type]
             )
             return opened[-1]
 
@@ -91,7 +91,7 @@ async def test_torch_save_files_are_found_with_name_and_step(tmp_path: Path, ope
     _save(tmp_path / "step_20.pt")
     found = await _next(open_watch())
     assert (found.path, found.name, found.step, found.world_size) == (str(tmp_path / "step_20.pt"), "step_20.pt", 20, 1)
-    assert found.signature == signature_of(tmp_path / "step_20.pt")
+    assert found.signature == signature_of(tmp_path, tmp_path / "step_20.pt")
 
 
 async def test_a_file_overwritten_in_place_is_found_again_and_its_step_counted(
@@ -246,8 +246,8 @@ async def test_orbax_is_found_when_it_takes_its_final_name(tmp_path: Path, open_
 async def test_known_content_is_not_reported(tmp_path: Path, open_watch: Open) -> None:
     _save(tmp_path / "step_1.pt")
     _save(tmp_path / "step_2.pt")
-    known = signature_of(tmp_path / "step_1.pt")
-    announced = signature_of(tmp_path / "step_2.pt")
+    known = signature_of(tmp_path, tmp_path / "step_1.pt")
+    announced = signature_of(tmp_path, tmp_path / "step_2.pt")
     assert known
     assert announced
     watch = open_watch(known=[known])
@@ -358,13 +358,13 @@ def test_links_are_no_candidates_and_are_not_followed_out(tmp_path: Path) -> Non
     (tmp_path / "elsewhere" / "file").touch()
     (directory / "latest").symlink_to(directory / "checkpoint-1")
     (directory / "checkpoint-1" / "out").symlink_to(tmp_path / "elsewhere")
-    (snapshot,) = DirectoryScanner(directory).scan(0.0)
+    (snapshot,) = DirectoryScanner(tmp_path, directory).scan(0.0)
     assert (snapshot.name, snapshot.files) == ("checkpoint-1", ())
 
 
 def test_an_unchanged_file_is_proven_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     _save(tmp_path / "step_1.pt")
-    scanner = DirectoryScanner(tmp_path)
+    scanner = DirectoryScanner(tmp_path, tmp_path)
     (first,) = scanner.scan(0.0)
 
     def fail(*_arguments: object) -> Proof:

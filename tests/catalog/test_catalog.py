@@ -222,7 +222,7 @@ async def test_what_a_run_commits_after_it_fell_back_stays_though_the_damaged_on
     assert (await resume(store, tmp_path / "first")) == 900
     store.now += 100
     again = await store_checkpoint(store, 950)
-    for resumed in (resumed_from(tmp_path / "first"), ""):
+    for resumed in (resumed_from(tmp_path / "first" / "state"), ""):
         await prune(store, RetentionSettings(keep_last=1), now=store.now, resumed_from=resumed, known=[again.save])
     assert [one.step for one in await list_committed(store)] == [1000, 950]
     assert (await resume(store, tmp_path / "second")) == 950
@@ -232,17 +232,19 @@ async def test_the_record_of_what_was_resumed_from_is_that_of_the_last_restore(
     store: FakeStore, tmp_path: Path
 ) -> None:
     older, newer = [await store_checkpoint(store, step) for step in (1, 2)]
-    assert resumed_from(tmp_path) == ""
+    assert resumed_from(tmp_path / "state") == ""
     await resume(store, tmp_path)
-    assert resumed_from(tmp_path) == newer.save
+    assert resumed_from(tmp_path / "state") == newer.save
     await truncate(store, file_key(newer, "model-0.safetensors"))
     await resume(store, tmp_path)
-    assert resumed_from(tmp_path) == older.save
+    assert resumed_from(tmp_path / "state") == older.save
 
 
 async def resume(store: FakeStore, volume: Path) -> int:
     """The step that a restore on this volume ends at."""
-    restored = await restore(store, checkpoint_directory=volume / "checkpoints", volume=volume)
+    restored = await restore(
+        store, checkpoint_directory=volume / "checkpoints", volume=volume, state_directory=volume / "state"
+    )
     assert restored is not None
     return restored.step
 

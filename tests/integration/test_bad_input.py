@@ -22,6 +22,7 @@ from tests.servers.rclone import RcloneServer
 from tests.servers.server import Bucket
 
 from mooring_agent.adapters.journal import SqliteJournal
+from mooring_agent.adapters.volume.reserve import Reserve
 from mooring_api.names import ERROR_DOMAIN, JOURNAL, STATE_DIRECTORY
 from mooring_api.v1 import agent_pb2
 
@@ -402,7 +403,7 @@ def overwrite(journal: Path) -> None:
 
 
 def write_as_a_later_version(journal: Path) -> None:
-    opened = SqliteJournal(journal)
+    opened = SqliteJournal(journal, Reserve(journal.parent))
     opened.rewrite([record.replace(b'"Staged"', b'"StagedAnew"') for record in list(opened.replay())])
     opened.close()
 

@@ -30,6 +30,7 @@ async def pod(
         store,
         checkpoint_directory=volume / "checkpoints",
         volume=volume,
+        state_directory=volume / "state",
         attempt=attempt,
         node_rank=node_rank,
         pin_timeout_seconds=pin_timeout_seconds,

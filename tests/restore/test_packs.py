@@ -39,7 +39,9 @@ async def stored(store: ObjectStore, step: int) -> SaveInfo:
 
 
 async def run(store: ObjectStore, volume: Path) -> Restored | None:
-    return await restore(store, checkpoint_directory=volume / "checkpoints", volume=volume)
+    return await restore(
+        store, checkpoint_directory=volume / "checkpoints", volume=volume, state_directory=volume / "state"
+    )
 
 
 def content(folder: Path) -> dict[str, bytes]:
@@ -53,6 +55,7 @@ async def test_packed_files_and_others_are_restored_together(real_store: ObjectS
         real_store,
         checkpoint_directory=volume / "checkpoints",
         volume=volume,
+        state_directory=volume / "state",
         on_progress=lambda _, done, total: seen.append((done, total)),
     )
     assert restored is not None

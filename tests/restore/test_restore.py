@@ -4,7 +4,6 @@ import asyncio
 import errno
 import json
 import os
-import shutil
 import signal
 import subprocess
 import sys
@@ -26,7 +25,8 @@ from tests.restore.stored_checkpoints import (
 from mooring.records import damage, read_records
 from mooring_agent.adapters.open_store import open_store
 from mooring_agent.adapters.retrying_store import Patience, RetryingStore
-from mooring_agent.core.errors import ErrorKind, MooringError, StoreError, VolumeError
+from mooring_agent.adapters.volume.shared_volume import Folder
+from mooring_agent.core.errors import ErrorKind, MooringError, RequestError, StoreError, VolumeError
 from mooring_agent.core.object_layout import file_key
 from mooring_agent.core.settings import StoreSettings
 from mooring_agent.ports import ObjectStore
@@ -34,6 +34,7 @@ from mooring_agent.restore import Restored, restore
 
 
 async def run(store: ObjectStore, volume: Path, **options: Any) -> Restored | None:
+    options = {"state_directory": volume / ".mooring" / "agent", **options}
     return await restore(store, checkpoint_directory=volume / "checkpoints", volume=volume, **options)
 
 
@@ -275,10 +276,14 @@ async def test_no_record_speaks_for_a_place_that_is_being_changed(
     assert first is not None
     (first.path / "rng_state_0.pth").unlink()
 
-    def fail(folder: Path) -> None:
-        raise OSError(errno.EIO, "Input/output error")
+    rename = Folder.rename
 
-    monkeypatch.setattr("mooring_agent.restore.local_copy.sync_folder", fail)
+    def fail(folder: Folder, path: str, to: Folder, to_path: str) -> None:
+        if to_path.startswith("checkpoints/"):
+            raise OSError(errno.EIO, "Input/output error")
+        rename(folder, path, to, to_path)
+
+    monkeypatch.setattr(Folder, "rename", fail)
     with pytest.raises(VolumeError):
         await run(store, volume)
     assert not list((volume / ".mooring" / "records").iterdir())
@@ -350,21 +355,17 @@ async def test_trouble_with_the_store_is_an_error_and_never_an_older_checkpoint_
     assert not leftovers(volume)
 
 
-@pytest.fixture
-def other_filesystem(tmp_path: Path) -> Iterator[Path]:
-    folder = Path("/dev/shm") / f"mooring-test-{os.getpid()}"
-    if not folder.parent.is_dir() or folder.parent.stat().st_dev == tmp_path.stat().st_dev:
-        pytest.skip("needs a second filesystem at /dev/shm")
-    yield folder
-    shutil.rmtree(folder, ignore_errors=True)
-
-
-async def test_a_checkpoint_directory_on_another_filesystem_is_refused(
-    store: FakeStore, volume: Path, other_filesystem: Path
+async def test_a_checkpoint_directory_that_leads_out_of_the_volume_is_refused(
+    store: FakeStore, volume: Path, tmp_path: Path
 ) -> None:
     await store_checkpoint(store, 1)
-    with pytest.raises(VolumeError, match="different filesystems"):
-        await restore(store, checkpoint_directory=other_filesystem, volume=volume)
+    outside = tmp_path / "outside"
+    outside.mkdir()
+    (volume / "checkpoints").symlink_to(outside)
+    with pytest.raises(RequestError) as caught:
+        await run(store, volume)
+    assert caught.value.kind is ErrorKind.PATH_OUTSIDE_VOLUME
+    assert list(outside.iterdir()) == []
 
 
 @pytest.fixture
@@ -430,7 +431,8 @@ def hang_midway(name, done_bytes, total_bytes):
 
 async def main(destination, volume):
     async with open_store(StoreSettings(destination=destination)) as store:
-        await restore(store, checkpoint_directory=volume / "checkpoints", volume=volume, on_progress=hang_midway)
+        places = {"checkpoint_directory": volume / "checkpoints", "volume": volume, "state_directory": volume / "state"}
+        await restore(store, **places, on_progress=hang_midway)
 
 asyncio.run(main(sys.argv[1], Path(sys.argv[2])))
 """

@@ -25,6 +25,7 @@ async def run(settings: StoreSettings, volume: Path, *, attempt: str = "", node_
             RetryingStore(store, PATIENCE),
             checkpoint_directory=volume / "checkpoints",
             volume=volume,
+            state_directory=volume / ".mooring" / "agent",
             attempt=attempt,
             node_rank=node_rank,
         )

@@ -9,6 +9,7 @@ from tests.core.play import Play
 from tests.fakes.fake_journal import FakeJournal
 
 from mooring_agent.adapters.clock import SystemClock
+from mooring_agent.adapters.volume.staging_area import LocalStagingArea
 from mooring_agent.core.errors import ErrorKind, RequestError
 from mooring_agent.core.events import WorkFailed
 from mooring_agent.core.work import Operation, WorkId
@@ -29,7 +30,14 @@ async def test_a_rank_whose_save_failed_and_was_announced_again_by_another_is_to
     clock = SystemClock()
     with ThreadPoolExecutor(1) as executor:
         engine = Engine(state=Play().state, journal=FakeJournal(), clock=clock, executor=executor)
-        announcements = Announcements(engine=engine, clock=clock, executor=executor, volume=tmp_path)
+        announcements = Announcements(
+            engine=engine,
+            clock=clock,
+            executor=executor,
+            volume=tmp_path,
+            staging=LocalStagingArea(tmp_path),
+            workers=executor,
+        )
         async with asyncio.timeout(20), asyncio.TaskGroup() as tasks:
             running = tasks.create_task(engine.run(lambda command: None))
             first = tasks.create_task(_outcome(announcements, 0))

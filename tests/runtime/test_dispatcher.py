@@ -34,7 +34,7 @@ async def _events_of(tmp_path: Path, *commands: PutFile | CreateUpload | CancelW
             store=store,
             staging=staging,
             reconciler=Reconciler(staging=staging, clock=clock, executor=executor, volume=tmp_path),
-            pruner=Pruner(state=lambda: state, clock=clock, volume=tmp_path),
+            pruner=Pruner(state=lambda: state, clock=clock, state_directory=tmp_path),
             first_look=FirstLook(lambda: state),
             clock=clock,
             executor=executor,
@@ -65,7 +65,8 @@ async def test_work_that_is_cancelled_before_its_first_step_ends_too(tmp_path: P
 async def test_a_file_that_is_gone_is_a_classified_failure(tmp_path: Path) -> None:
     work = WorkId(Operation.PUT_FILE, "save", 0, "file")
     region = Region(
-        path=str(tmp_path / "gone"),
+        volume=str(tmp_path),
+        path="gone",
         offset_bytes=0,
         size_bytes=5,
         fingerprint=Fingerprint(size_bytes=5, mtime_ns=1, inode=1),

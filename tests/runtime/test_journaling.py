@@ -16,7 +16,7 @@ from mooring_agent.adapters.volume.staging_area import LocalStagingArea
 from mooring_agent.core.commands import Stage
 from mooring_agent.core.event_codec import encode_event
 from mooring_agent.core.events import Announced, DurableEvent, Exited, RankRegistered, Staged, TerminationNoticed
-from mooring_agent.core.model import Kind, Phase, SaveInfo, StagedFile
+from mooring_agent.core.model import Kind, Phase, RankManifest, SaveInfo, StagedFile
 from mooring_agent.core.pack_plan import PACK_BYTES
 from mooring_agent.core.work import Operation, WorkId
 from mooring_agent.ports import StageRequest
@@ -26,6 +26,10 @@ from mooring_agent.runtime.staging import stage
 
 class _NothingStaged:
     """A staging area whose volume has nothing that the journal does not know."""
+
+    def make_durable(self, source: str, files: Sequence[str]) -> None: ...
+
+    def check_sent(self, manifest: RankManifest, files: Sequence[StagedFile]) -> None: ...
 
     def stage(self, request: StageRequest) -> tuple[StagedFile, ...]:
         raise AssertionError("nothing is staged while recovering")

@@ -1,13 +1,12 @@
 """One agent process: the real reducer with a journal, a volume and commands that take time, fail, and outlive a crash.
 
 Owns what the runtime owns in production: journal first, then commands, each ending in one event. A crash can come at
-any boundary: before the journal is written, after it, between two commands. What was in flight may land later. While
-the journal cannot be written the agent goes on from memory, without what must not run ahead of its record.
+any boundary: before the journal is written, after it, between two commands. What was in flight may land later.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 from tests.simulation.invariants import AgentChecks
 from tests.simulation.scenario import PlannedAgent, PlannedAnnouncement
@@ -15,7 +14,6 @@ from tests.simulation.store_model import ViolationError, checksum_of, content_of
 
 from mooring_agent.core import admission, drain, planner
 from mooring_agent.core.commands import (
-    AFTER_ITS_RECORD,
     Abandon,
     CancelWork,
     Command,
@@ -49,7 +47,6 @@ from mooring_agent.core.events import (
     DurableEvent,
     Event,
     Exited,
-    Failed,
     FileStored,
     FoundFile,
     FoundUpload,
@@ -60,7 +57,6 @@ from mooring_agent.core.events import (
     RanksSeen,
     Reconciled,
     Released,
-    Shed,
     Staged,
     Started,
     StopRequested,
@@ -68,21 +64,17 @@ from mooring_agent.core.events import (
     UploadCreated,
     WorkCancelled,
     WorkFailed,
-    save_of,
 )
 from mooring_agent.core.model import Fingerprint, StagedFile
 from mooring_agent.core.object_layout import file_key, marker_key
 from mooring_agent.core.part_plan import plan
-from mooring_agent.core.reducer import advance, step
+from mooring_agent.core.reducer import advance
 from mooring_agent.core.settings import Settings
 from mooring_agent.core.state import State
 from mooring_agent.core.work import Operation, WorkId
-from mooring_agent.runtime.staging import descriptor, rescan
 
 if TYPE_CHECKING:
     from tests.simulation.life import Life
-
-    from mooring_agent.ports import StagingArea
 
 _BYTES_PER_SECOND = 8e6
 _TIMEOUT_SECONDS = 20.0
@@ -115,9 +107,6 @@ class AgentModel:
         self.exit: Exit | None = None
         self.stop_requested = False
         self._pins: dict[str, dict[int, tuple[StagedFile, ...]]] = {}
-        self._descriptors: dict[tuple[str, int], Mapping[str, object]] = {}
-        self.journal_writable = True
-        self._unjournaled: list[DurableEvent] = []
         self._in_flight: dict[WorkId, _Running] = {}
         self._announced: dict[tuple[str, int], PlannedAnnouncement] = {}
         self._steps = 0
@@ -126,17 +115,9 @@ class AgentModel:
     # --- the process -------------------------------------------------------------------------------------------
 
     def start(self, *, fresh: bool) -> None:
-        """Replay, through the codec, look for pins that the journal does not tell of, and go on."""
+        """Replay, through the codec, and go on."""
         assert not self.running
         self.state = self.replayed()
-        found = list(rescan(cast("StagingArea", self), self.state))
-        if found and not self.journal_writable:
-            # It ends at once, and is started again.
-            self.life.after(1.0, self._restart)
-            return
-        for event in found:
-            step(self.state, event)
-        self.journal.extend(found)
         self.starts += 1
         self.checks.forget_order()
         self.running, self.exit, self.stop_requested, self._wake_at = True, None, False, None
@@ -165,9 +146,8 @@ class AgentModel:
         if ready.durable:
             if self._crashes():
                 return False
-            self.checks.decided(self.state, ready.durable, self.life.store)
-            self._unjournaled.extend(ready.durable)
-        self._write_journal()
+            self.journal.extend(ready.durable)
+            self.checks.journaled(self.state, ready.durable)
         self.checks.commands(self.state, ready.commands)
         self.checks.nothing_overlooked(self.state)
         self.checks.newest_is_sent(self.state)
@@ -176,10 +156,7 @@ class AgentModel:
         for command in ready.commands:
             if self._crashes():
                 return False
-            if self._unjournaled and isinstance(command, AFTER_ITS_RECORD):
-                self.life.after(0.0, self._refuse, command.work)
-            else:
-                self._perform(command)
+            self._perform(command)
         self._check_end()
         self._plan_wake()
         return self.running
@@ -202,13 +179,11 @@ class AgentModel:
             return False
         self._announced[planned.info.save, planned.rank] = planned
         if admission.known(self.state, event) is not None:
-            if not self._write_journal():
-                return None
             self.checks.acknowledged(planned)
             return True
         before = len(self.journal)
         self.deliver(event)
-        if event in self.journal[before:]:
+        if self.running or event in self.journal[before:]:
             self.checks.acknowledged(planned)
             return True
         return None
@@ -216,7 +191,6 @@ class AgentModel:
     def kill(self) -> None:
         """Gone at once; what was on its way may still arrive."""
         self.running = False
-        self._unjournaled.clear()
         for running in self._in_flight.values():
             self._maybe_land_late(running)
         self._in_flight.clear()
@@ -236,24 +210,9 @@ class AgentModel:
         self.life.after(self.life.random.uniform(0.05, 4.0), self._restart)
         return True
 
-    def _write_journal(self) -> bool:
-        """What is due; False: it cannot be written now."""
-        if self._unjournaled and self.journal_writable:
-            self.journal.extend(self._unjournaled)
-            self.checks.journaled(self._unjournaled)
-            self._unjournaled.clear()
-        return not self._unjournaled
-
-    def scan(self) -> Iterable[tuple[Mapping[str, object], tuple[StagedFile, ...]]]:
-        """As a staging area does."""
-        return [(told, self._pins[save][rank]) for (save, rank), told in self._descriptors.items()]
-
     def _restart(self) -> None:
         if not self.running and not self.life.ending:
             self.start(fresh=False)
-
-    def _refuse(self, work: WorkId) -> None:
-        self.deliver(self._failed(work, ErrorKind.DISK_FULL))
 
     def _plan_wake(self) -> None:
         wake_at = planner.next_wake(self.state) if self.running else None
@@ -291,11 +250,6 @@ class AgentModel:
             raise ViolationError(f"{command.work} is in flight twice")
         if isinstance(command, SendPart | PutFile | PutPack | Reconcile) and command.work.save not in self._pins:
             raise ViolationError(f"{command.work} needs pins that were dropped")
-        if isinstance(command, Release) and not any(
-            isinstance(event, Committed | Shed | Failed) and save_of(event) == command.work.save
-            for event in self.journal
-        ):
-            raise ViolationError(f"the pins of {command.work.save} went before its end was in the journal")
         faults = self.life.scenario.faults
         running = _Running(command, *self._fate(command))
         self._in_flight[command.work] = running
@@ -310,9 +264,6 @@ class AgentModel:
         """(how it fails, whether it takes effect)."""
         life, faults = self.life, self.life.scenario.faults
         changed = command.work.save in faults.changed_saves
-        if isinstance(command, Reconcile) and marker_key(command.info) in life.store.objects:
-            # It does not look at its files.
-            changed = False
         if changed and isinstance(command, SendPart | PutFile | PutPack | Reconcile):
             self.checks.broken.add(command.work.save)
             return ErrorKind.FILE_CHANGED, False
@@ -361,8 +312,7 @@ class AgentModel:
 
     def _leave(self) -> None:
         if self.running and self.exit is not None:
-            if self._write_journal() and self.journal_writable:
-                self.journal.append(Exited(at=self.life.now))
+            self.journal.append(Exited(at=self.life.now))
             self.kill()
             self.life.left(self)
 
@@ -486,8 +436,7 @@ class AgentModel:
                     life.swept[self.index, work.save] = store.upload_count
                 return Abandoned(at=now, work=work)
             case Release():
-                for rank in self._pins.pop(work.save, {}):
-                    del self._descriptors[work.save, rank]
+                self._pins.pop(work.save, None)
                 return Released(at=now, work=work)
             case Prune():
                 raise ViolationError("prune was asked for although everything is to be kept")
@@ -517,7 +466,6 @@ class AgentModel:
                 )
                 for file in files
             )
-        self._descriptors[save, rank] = descriptor(replace(command, pack_size_bytes=self.planned.pack_size_bytes))
         return Staged(
             at=self.life.now,
             work=command.work,
@@ -542,21 +490,14 @@ class AgentModel:
         store = self.life.store
         store.put_marker(command.info, running.body)
         if command.sweep_uploads:
-            self._sweep_save(work.save)
+            keys = frozenset(upload.key for upload in store.uploads.values() if f"/{work.save}/" in upload.key)
+            self._sweep(keys, keep=frozenset())
+            for index in range(len(self.life.agents)):
+                self.life.swept[index, work.save] = store.upload_count
         return Committed(at=now, work=work)
 
-    def _sweep_save(self, save: str) -> None:
-        """Every rank is sealed, so whatever is open below it is nobody's."""
-        uploads = self.life.store.uploads
-        self._sweep(frozenset(one.key for one in uploads.values() if f"/{save}/" in one.key), keep=frozenset())
-        for index in range(len(self.life.agents)):
-            self.life.swept[index, save] = self.life.store.upload_count
-
-    def _reconcile(self, command: Reconcile) -> Reconciled | Committed:
+    def _reconcile(self, command: Reconcile) -> Reconciled:
         store = self.life.store
-        if marker_key(command.info) in store.objects:
-            self._sweep_save(command.work.save)
-            return Committed(at=self.life.now, work=command.work)
         ours = frozenset(file_key(command.info, file.path) for _, files in command.staged for file in files)
         self._sweep(ours, keep=frozenset(known.upload_id for known in command.unfinished))
         uploads: list[FoundUpload] = []

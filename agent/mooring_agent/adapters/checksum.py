@@ -57,7 +57,7 @@ def require_checksum(region: Region, found: int, expected: int) -> None:
     if found != expected:
         end = region.offset_bytes + region.size_bytes
         raise file_changed(
-            region.path, f"bytes {region.offset_bytes} to {end} have checksum {found:016x} instead of {expected:016x}"
+            region.file, f"bytes {region.offset_bytes} to {end} have checksum {found:016x} instead of {expected:016x}"
         )
 
 

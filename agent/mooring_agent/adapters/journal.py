@@ -34,9 +34,10 @@ _log: structlog.typing.FilteringBoundLogger = structlog.get_logger()
 class SqliteJournal:
     """`ports.Journal` in one SQLite file, opened at its first use. Safe to call from several threads."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, reserve: Reserve) -> None:
+        """`reserve` is given up for a record that finds no room."""
         self._path = path
-        self._reserve = Reserve(path.parent)
+        self._reserve = reserve
         self._connection: sqlite3.Connection | None = None
         self._lock = threading.Lock()
 
@@ -113,9 +114,9 @@ class SqliteJournal:
                 raise
 
 
-def open_journal(path: Path) -> tuple[Journal, bool]:
+def open_journal(path: Path, reserve: Reserve) -> tuple[Journal, bool]:
     """The journal at `path`, and whether one was there that is damaged: it is set aside and a new one begun."""
-    journal = SqliteJournal(path)
+    journal = SqliteJournal(path, reserve)
     if journal.verify():
         return journal, False
     journal.set_aside()

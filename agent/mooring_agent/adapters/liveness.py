@@ -9,67 +9,81 @@ Invariant: a lock that this very process holds is not seen; trainers are other p
 import fcntl
 import json
 import os
+import re
 import struct
 from pathlib import Path
 from typing import Final
 
 from mooring_agent.adapters.volume.errors import volume_error
-from mooring_agent.core.errors import MooringError
+from mooring_agent.adapters.volume.shared_volume import Folder, open_volume
+from mooring_agent.core.errors import VolumeError
 from mooring_api.names import RANKS_DIRECTORY, STATE_DIRECTORY
 
 # struct flock of 64-bit Linux: type, whence, start, length, pid; the last field pads it to the kernel's size.
 _FLOCK: Final = struct.Struct("hhqqi0q")
 _WHOLE_FILE: Final = _FLOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0)
+_FOLDER: Final = f"{STATE_DIRECTORY}/{RANKS_DIRECTORY}"
+_RANK: Final = re.compile("[0-9]{1,6}")
+_CLAIMS_LIMIT_BYTES: Final = 1024 * 1024
 
 
 class RankLocks:
-    """The liveness locks of one volume. Each question costs three system calls."""
+    """The liveness locks of one volume. Each question costs a few system calls."""
 
     def __init__(self, volume: Path) -> None:
         self._volume = volume
-        self._folder = volume / STATE_DIRECTORY / RANKS_DIRECTORY
 
     def held(self, local_rank: int) -> bool:
         """Whether a live process holds this rank's lock; a rank that never had one is not held."""
-        path = self._folder / str(local_rank)
         try:
-            descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+            with open_volume(self._volume) as root, root.folder(_FOLDER) as folder:
+                return _is_held(folder, str(local_rank))
         except FileNotFoundError:
             return False
         except OSError as error:
-            raise volume_error(error, f"cannot ask for the lock {path}") from error
-        try:
-            answer = fcntl.fcntl(descriptor, fcntl.F_GETLK, _WHOLE_FILE)
-        except OSError as error:
-            raise volume_error(error, f"cannot ask for the lock {path}") from error
-        finally:
-            os.close(descriptor)
-        return bool(_FLOCK.unpack(answer)[0] != fcntl.F_UNLCK)
+            raise self._cannot("ask for a lock in", error) from error
 
     def live_ranks(self) -> frozenset[int]:
         """Local ranks whose lock is held now."""
         try:
-            names = [entry.name for entry in self._folder.iterdir()]
+            with open_volume(self._volume) as root, root.folder(_FOLDER) as folder:
+                return frozenset(int(name) for name in _held_names(folder))
         except FileNotFoundError:
             return frozenset()
         except OSError as error:
-            raise volume_error(error, f"cannot list {self._folder}") from error
-        ranks = (int(name) for name in names if name.isascii() and name.isdigit())
-        return frozenset(rank for rank in ranks if self.held(rank))
+            raise self._cannot("list", error) from error
 
     def claim(self, checkpoint: Path) -> bool:
         """Whether a live process is about to announce what is at that path. Never raises."""
         try:
-            return any(self._claims(rank, checkpoint) for rank in self.live_ranks())
-        except MooringError:
+            with open_volume(self._volume) as root, root.folder(_FOLDER) as folder:
+                return any(self._claims(folder, name, checkpoint) for name in _held_names(folder))
+        except OSError:
             # To store it twice is better than never.
             return False
 
-    def _claims(self, rank: int, checkpoint: Path) -> bool:
+    def _claims(self, folder: Folder, name: str, checkpoint: Path) -> bool:
         try:
-            content = (self._folder / str(rank)).read_bytes()
+            content = folder.read(name, _CLAIMS_LIMIT_BYTES)
             claims = json.loads(content) if content else []
-            return any((self._volume / claim).resolve() == checkpoint.resolve() for claim in claims)
-        except (OSError, ValueError, TypeError):
+            return any(os.path.normpath(self._volume / str(claim)) == str(checkpoint) for claim in claims)
+        except (OSError, ValueError, TypeError, RecursionError):
             # It is being written just now, and says something at the next look.
             return True
+
+    def _cannot(self, what: str, error: OSError) -> VolumeError:
+        return volume_error(error, f"cannot {what} {self._volume}/{_FOLDER}")
+
+
+def _held_names(folder: Folder) -> list[str]:
+    names = [entry.name for entry in folder.entries() if _RANK.fullmatch(entry.name)]
+    return [name for name in names if _is_held(folder, name)]
+
+
+def _is_held(folder: Folder, name: str) -> bool:
+    try:
+        with folder.opened_file(name) as descriptor:
+            answer = fcntl.fcntl(descriptor, fcntl.F_GETLK, _WHOLE_FILE)
+    except FileNotFoundError:
+        return False
+    return bool(_FLOCK.unpack(answer)[0] != fcntl.F_UNLCK)

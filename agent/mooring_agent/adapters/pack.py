@@ -7,13 +7,15 @@ nothing of stores. All functions block. They raise VolumeError only.
 import os
 import tarfile
 from dataclasses import dataclass
+from itertools import groupby
 from pathlib import Path
 from typing import Final
 
 from mooring_agent.adapters.checksum import crc64nvme
 from mooring_agent.adapters.region_file import file_changed
 from mooring_agent.adapters.volume.errors import volume_error
-from mooring_agent.core.model import Fingerprint, Pack, StagedFile
+from mooring_agent.adapters.volume.shared_volume import Folder, fingerprint, open_volume
+from mooring_agent.core.model import Pack, StagedFile
 from mooring_agent.core.pack_plan import HEADER_BYTES
 
 _LATEST_SECONDS: Final = 8**11 - 1
@@ -35,36 +37,45 @@ def read_pack(pack: Pack, volume: Path) -> PackBody:
     data = bytearray(pack.size_bytes)
     view = memoryview(data)
     checksums = []
-    for file, offset_bytes in zip(pack.files, pack.offsets_bytes, strict=True):
-        view[offset_bytes - HEADER_BYTES : offset_bytes] = _header(file)
-        content = view[offset_bytes : offset_bytes + file.size_bytes]
-        _read(f"{volume}/{file.pin}", file.fingerprint, content)
-        checksums.append(crc64nvme(content))
+    placed = zip(pack.files, pack.offsets_bytes, strict=True)
+    # A folder is opened once for all its files.
+    for above, together in groupby(placed, key=lambda one: one[0].pin.rpartition("/")[0]):
+        with _open_folder(volume, above) as folder:
+            for file, offset_bytes in together:
+                view[offset_bytes - HEADER_BYTES : offset_bytes] = _header(file)
+                content = view[offset_bytes : offset_bytes + file.size_bytes]
+                _read(folder, volume, file, content)
+                checksums.append(crc64nvme(content))
     return PackBody(data=data, checksum=crc64nvme(data), file_checksums=tuple(checksums))
 
 
-def _read(path: str, fingerprint: Fingerprint, content: memoryview) -> None:
+def _open_folder(volume: Path, path: str) -> Folder:
+    try:
+        with open_volume(volume) as root:
+            return root.folder(path)
+    except OSError as error:
+        raise volume_error(error, f"open {volume}/{path}") from error
+
+
+def _read(folder: Folder, volume: Path, file: StagedFile, content: memoryview) -> None:
     """All of a small file. What it is after the reading says whether it was what was staged, before it too.
 
     Every call to the kernel may cost a wait for the interpreter's lock, and of a checkpoint this is done ten thousand
     times: no more of them than it needs.
     """
     try:
-        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        descriptor = folder.open_file(file.pin.rpartition("/")[2])
+        try:
+            count = os.preadv(descriptor, [content], 0) if content else 0
+            found = fingerprint(os.fstat(descriptor))
+        finally:
+            os.close(descriptor)
     except OSError as error:
-        raise volume_error(error, f"open {path}") from error
-    try:
-        count = os.preadv(descriptor, [content], 0) if content else 0
-        status = os.fstat(descriptor)
-    except OSError as error:
-        raise volume_error(error, f"read {path}") from error
-    finally:
-        os.close(descriptor)
-    found = Fingerprint(size_bytes=status.st_size, mtime_ns=status.st_mtime_ns, inode=status.st_ino)
-    if found != fingerprint:
-        raise file_changed(path, f"staged as {fingerprint}, now {found}")
+        raise volume_error(error, f"read {volume}/{file.pin}") from error
+    if found != file.fingerprint:
+        raise file_changed(f"{volume}/{file.pin}", "it is not the file that was staged, or was written to since")
     if count < len(content):
-        raise file_changed(path, f"it ended at byte {count}")
+        raise file_changed(f"{volume}/{file.pin}", f"it ended at byte {count}")
 
 
 def _header(file: StagedFile) -> bytes:

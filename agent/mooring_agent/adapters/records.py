@@ -1,15 +1,15 @@
-"""Which save this volume was resumed from, by the record that restore leaves (`mooring.records` has the format)."""
+"""Which save this volume was resumed from, by what restore leaves in the agent's state directory."""
 
 import json
 from pathlib import Path
 
-from mooring_api.names import RESUMED, STATE_DIRECTORY
+from mooring_api.names import RESUMED
 
 
-def resumed_from(volume: Path) -> str:
+def resumed_from(state_directory: Path) -> str:
     """Save id of the checkpoint that the last restore chose; empty when there is none."""
     try:
-        return str(json.loads((volume / STATE_DIRECTORY / RESUMED).read_bytes())["save"])
+        return str(json.loads((state_directory / RESUMED).read_bytes())["save"])
     except (OSError, ValueError, KeyError, TypeError):
         # A record that cannot be read says nothing.
         return ""

@@ -7,12 +7,14 @@ methods block. They raise VolumeError only.
 
 import os
 import threading
+from pathlib import Path
 from types import TracebackType
 from typing import Self
 
 from mooring_agent.adapters.volume.errors import volume_error
+from mooring_agent.adapters.volume.shared_volume import fingerprint, open_volume
 from mooring_agent.core.errors import ErrorKind, VolumeError
-from mooring_agent.core.model import Fingerprint, Region
+from mooring_agent.core.model import Region
 
 
 class RegionFile:
@@ -44,9 +46,10 @@ class RegionFile:
             if self._closed:
                 raise self._closed_meanwhile()
             try:
-                self._descriptor = os.open(self._region.path, os.O_RDONLY | os.O_CLOEXEC)
+                with open_volume(Path(self._region.volume)) as volume:
+                    self._descriptor = volume.open_file(self._region.path)
             except OSError as error:
-                raise volume_error(error, f"open {self._region.path}") from error
+                raise volume_error(error, f"open {self._region.file}") from error
         self.check()
 
     def check(self) -> None:
@@ -55,10 +58,9 @@ class RegionFile:
             try:
                 status = os.fstat(self._open_descriptor())
             except OSError as error:  # a volume that was taken away
-                raise volume_error(error, f"look at {self._region.path}") from error
-        found = Fingerprint(size_bytes=status.st_size, mtime_ns=status.st_mtime_ns, inode=status.st_ino)
-        if found != self._region.fingerprint:
-            raise file_changed(self._region.path, f"staged as {self._region.fingerprint}, now {found}")
+                raise volume_error(error, f"look at {self._region.file}") from error
+        if fingerprint(status) != self._region.fingerprint:
+            raise file_changed(self._region.file, "it is not the file that was staged, or was written to since")
 
     def read_cached(self, position: int, buffer: memoryview) -> int:
         """Fill `buffer` from `position` on as far as the pages are in memory; returns how many bytes. Never blocks.
@@ -80,7 +82,7 @@ class RegionFile:
             try:
                 count = os.preadv(self._open_descriptor(), [buffer], self._region.offset_bytes + position)
             except OSError as error:
-                raise volume_error(error, f"read {self._region.path}") from error
+                raise volume_error(error, f"read {self._region.file}") from error
         if count < len(buffer):
             raise self._too_short(position + count)
 
@@ -116,7 +118,7 @@ class RegionFile:
         try:
             os.pread(self._open_descriptor(), 1, self._region.offset_bytes + position)
         except OSError as reason:
-            raise volume_error(reason, f"read {self._region.path}") from error
+            raise volume_error(reason, f"read {self._region.file}") from error
 
     def _open_descriptor(self) -> int:
         if self._descriptor < 0:
@@ -124,10 +126,10 @@ class RegionFile:
         return self._descriptor
 
     def _closed_meanwhile(self) -> VolumeError:
-        return VolumeError(ErrorKind.VOLUME_UNUSABLE, f"{self._region.path} was closed while it was being read")
+        return VolumeError(ErrorKind.VOLUME_UNUSABLE, f"{self._region.file} was closed while it was being read")
 
     def _too_short(self, end: int) -> VolumeError:
-        return file_changed(self._region.path, f"it ends at byte {self._region.offset_bytes + end}")
+        return file_changed(self._region.file, f"it ends at byte {self._region.offset_bytes + end}")
 
 
 def file_changed(path: str, detail: str) -> VolumeError:

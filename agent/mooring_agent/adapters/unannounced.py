@@ -3,16 +3,23 @@
 import json
 import os
 from collections.abc import Collection, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
 import structlog
 
+from mooring_agent.adapters.volume.shared_volume import Folder, open_volume
+from mooring_agent.adapters.volume.source_walk import resolve_source
+from mooring_agent.core.errors import MooringError
 from mooring_agent.core.model import Kind
 from mooring_api.names import RECORDS_DIRECTORY, STATE_DIRECTORY
 
+_FOLDER: Final = f"{STATE_DIRECTORY}/{RECORDS_DIRECTORY}"
 _SUFFIX: Final = ".json"
+_LIMIT_BYTES: Final = 64 * 1024 * 1024
+_UNREADABLE: Final = (OSError, ValueError, KeyError, TypeError, OverflowError, RecursionError)
 
 log = structlog.get_logger("mooring.rescue")
 
@@ -44,40 +51,45 @@ def unannounced(volume: Path, checkpoint_directory: Path, *, known: Collection[s
     older was superseded. Blocks.
     """
     found: list[RecordedCheckpoint] = []
-    for path in (volume / STATE_DIRECTORY / RECORDS_DIRECTORY).glob(f"*{_SUFFIX}"):
-        try:
-            found.append(_read(path, volume, checkpoint_directory))
-        except (OSError, ValueError, KeyError, TypeError):
-            # A record that cannot be read says nothing; restore and the client each report it.
-            continue
-    found.sort(key=lambda one: (one.saved_at, one.step))
-    last = max((position for position, one in enumerate(found) if one.handed_over or one.save in known), default=-1)
-    return [one for one in found[last + 1 :] if _is_whole(one)]
+    try:
+        with open_volume(volume) as root:
+            with root.folder(_FOLDER) as folder:
+                names = [entry.name for entry in folder.entries() if entry.name.endswith(_SUFFIX)]
+                for name in names:
+                    # A record that cannot be read says nothing; restore and the client each report it.
+                    with suppress(*_UNREADABLE):
+                        found.append(_read(folder, name, volume, checkpoint_directory))
+            found.sort(key=lambda one: (one.saved_at, one.step))
+            handed_over = (position for position, one in enumerate(found) if one.handed_over or one.save in known)
+            last = max(handed_over, default=-1)
+            return [one for one in found[last + 1 :] if _is_whole(root, volume, one)]
+    except OSError:
+        return []
 
 
 def speaks_for(volume: Path, checkpoint: Path, checkpoint_directory: Path) -> bool:
     """Whether a record is about that very path: a client announces it, or restore has brought it. Blocks."""
-    record = volume / STATE_DIRECTORY / RECORDS_DIRECTORY / f"{checkpoint.name}{_SUFFIX}"
     try:
-        return _read(record, volume, checkpoint_directory).path.resolve() == checkpoint.resolve()
+        with open_volume(volume) as root, root.folder(_FOLDER) as folder:
+            recorded = _read(folder, f"{checkpoint.name}{_SUFFIX}", volume, checkpoint_directory)
+        return os.path.normpath(recorded.path) == os.path.normpath(checkpoint)
     except FileNotFoundError:
         return False
-    except (OSError, ValueError, KeyError, TypeError):
+    except _UNREADABLE:
         # Whoever wrote it means to speak for something of that name.
         return True
 
 
-def _read(path: Path, volume: Path, checkpoint_directory: Path) -> RecordedCheckpoint:
-    """Raises OSError, ValueError, KeyError or TypeError."""
-    with path.open("rb") as file:
-        recorded_ns = os.fstat(file.fileno()).st_mtime_ns
-        record = json.load(file)
+def _read(folder: Folder, name: str, volume: Path, checkpoint_directory: Path) -> RecordedCheckpoint:
+    """Raises what `_UNREADABLE` names."""
+    recorded_ns = folder.status(name).st_mtime_ns
+    record = json.loads(folder.read(name, _LIMIT_BYTES))
     if not isinstance(record, dict):
         raise TypeError("a record is a JSON object")
     # Where a framework wrote it, relative to the volume.
     directory = record.get("directory")
     return RecordedCheckpoint(
-        path=(checkpoint_directory if directory is None else volume / str(directory)) / path.name.removesuffix(_SUFFIX),
+        path=(checkpoint_directory if directory is None else volume / str(directory)) / name.removesuffix(_SUFFIX),
         sizes_bytes=tuple((str(file["path"]), int(file["size"])) for file in record["files"]),
         step=int(record["step"]),
         save=str(record["save"]),
@@ -90,8 +102,11 @@ def _read(path: Path, volume: Path, checkpoint_directory: Path) -> RecordedCheck
     )
 
 
-def _is_whole(recorded: RecordedCheckpoint) -> bool:
-    damage = next((reason for file in recorded.sizes_bytes if (reason := _damage(recorded, *file))), None)
+def _is_whole(root: Folder, volume: Path, recorded: RecordedCheckpoint) -> bool:
+    damage = next(
+        (reason for file in recorded.sizes_bytes if (reason := _damage(root, volume, recorded, *file))),
+        None,
+    )
     if damage is not None:
         log.warning(
             "rescue.dropped",
@@ -103,12 +118,15 @@ def _is_whole(recorded: RecordedCheckpoint) -> bool:
     return damage is None
 
 
-def _damage(recorded: RecordedCheckpoint, file: str, size_bytes: int) -> str | None:
+def _damage(root: Folder, volume: Path, recorded: RecordedCheckpoint, file: str, size_bytes: int) -> str | None:
     """Why a file is not what was recorded: another size, or written since, as a framework may use a path again."""
     try:
-        status = (recorded.path / file).stat()
+        found = resolve_source(volume, f"{recorded.path}/{file}".rstrip("/"))
+        status = root.status(found)
     except OSError as error:
         return f"{file}: {error.strerror}"
+    except MooringError as error:
+        return f"{file}: {error}"
     if status.st_size != size_bytes:
         return f"{file} has {status.st_size} bytes instead of {size_bytes}"
     if status.st_mtime_ns > recorded.recorded_ns:

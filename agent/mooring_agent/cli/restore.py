@@ -19,7 +19,16 @@ from mooring_agent.core.errors import ErrorKind, StoreError
 from mooring_agent.core.setting_values import parse_bytes
 from mooring_agent.core.settings import StoreSettings, TransferSettings
 from mooring_agent.ports import ObjectStore
-from mooring_api.names import CHECKPOINT_DIRECTORY, ENV_ATTEMPT, ENV_CHECKPOINT_DIRECTORY, ENV_VOLUME, RUN_VOLUME
+from mooring_api.names import (
+    AGENT_STATE_DIRECTORY,
+    CHECKPOINT_DIRECTORY,
+    ENV_ATTEMPT,
+    ENV_CHECKPOINT_DIRECTORY,
+    ENV_STATE_DIRECTORY,
+    ENV_VOLUME,
+    RUN_VOLUME,
+    STATE_DIRECTORY,
+)
 
 
 @click.command()
@@ -36,6 +45,12 @@ from mooring_api.names import CHECKPOINT_DIRECTORY, ENV_ATTEMPT, ENV_CHECKPOINT_
     type=click.Path(file_okay=False, path_type=Path),
     envvar=ENV_CHECKPOINT_DIRECTORY,
     help="Where to put the checkpoint; below the volume. Default: <volume>/checkpoints.",
+)
+@click.option(
+    "--state-directory",
+    type=click.Path(file_okay=False, path_type=Path),
+    envvar=ENV_STATE_DIRECTORY,
+    help=f"The agent's, see docs/settings.md. Default: <volume>/{STATE_DIRECTORY}/{AGENT_STATE_DIRECTORY}.",
 )
 @click.option(
     "--log-format",
@@ -75,6 +90,7 @@ def restore(
     store_settings: StoreSettings,
     volume: Path,
     directory: Path | None,
+    state_directory: Path | None,
     log_format: str | None,
     attempt: str,
     node_rank: int,
@@ -94,8 +110,10 @@ def restore(
     place = directory.absolute() if directory else volume / CHECKPOINT_DIRECTORY
     if not place.is_relative_to(volume):
         raise click.UsageError(f"--directory {place} must lie below the volume {volume}")
+    state = state_directory.absolute() if state_directory else volume / STATE_DIRECTORY / AGENT_STATE_DIRECTORY
     restored = run_work(
-        _restore(store_settings, volume, place, attempt, node_rank, max_concurrency, size_limit_bytes), log_format
+        _restore(store_settings, volume, place, state, attempt, node_rank, max_concurrency, size_limit_bytes),
+        log_format,
     )
     if as_json:
         value = {**asdict(restored), "path": str(restored.path)} if restored else None
@@ -114,6 +132,7 @@ async def _restore(
     settings: StoreSettings,
     volume: Path,
     directory: Path,
+    state_directory: Path,
     attempt: str,
     node_rank: int,
     max_concurrency: int,
@@ -129,6 +148,7 @@ async def _restore(
                 store,
                 checkpoint_directory=directory,
                 volume=volume,
+                state_directory=state_directory,
                 attempt=attempt,
                 node_rank=node_rank,
                 concurrency=max_concurrency,

@@ -1,7 +1,6 @@
 """Everything the core may ask the runtime to do. Each command with a `work` ends in exactly one event that names it."""
 
 from dataclasses import dataclass
-from typing import Final
 
 from mooring_agent.core.events import Announced, Failed, Shed
 from mooring_agent.core.model import Pack, RankManifest, Region, SaveInfo, StagedFile
@@ -37,16 +36,13 @@ class KnownFile:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reconcile:
-    """Find out what the store has of a save, and abort uploads of our files that we do not know.
+    """Find out what the store has of a save, and abort uploads of our files that we do not know. Ends in Reconciled.
 
-    Ends in Reconciled, or in Committed where the marker is there already, of these very announcements: `announced_at`
-    has (rank, unix seconds). Other agents may be uploading their share of the same save: what is not for a file in
-    `staged` is theirs.
+    Other agents may be uploading their share of the same save: what is not for a file in `staged` is theirs.
     """
 
     work: WorkId
     info: SaveInfo
-    announced_at: tuple[tuple[int, float], ...]
     staged: tuple[tuple[int, tuple[StagedFile, ...]], ...]
     unfinished: tuple[KnownFile, ...]
 
@@ -101,10 +97,11 @@ class CompleteUpload:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WriteManifest:
-    """Ends in ManifestStored."""
+    """Look at the pins a last time, and write what was sent of them. Ends in ManifestStored."""
 
     work: WorkId
     manifest: RankManifest
+    pins: tuple[StagedFile, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -202,8 +199,4 @@ WorkCommand = (
     | Abandon
     | Prune
 )
-AFTER_ITS_RECORD: Final = (Release,)
-"""What must not run ahead of the journal: without pins only the record says that a checkpoint was over. Everything else
-can be found out again, from the store and from what is staged."""
-
 Command = WorkCommand | CancelWork | Record | RingDoorbell | LiftBandwidthCap | TakeBackNotice | Exit

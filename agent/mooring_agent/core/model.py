@@ -57,7 +57,8 @@ class StagedFile:
     """A pinned file. `path` is relative to the checkpoint, with `/`; `pin` is where its bytes are, below the volume.
 
     `private` says that the inode is ours alone (copied or reflinked), so nobody can rewrite it in place. `announced`:
-    the checkpoint is this file itself, not a directory that holds it.
+    the checkpoint is this file itself, not a directory that holds it. `changed_ns` is the inode's time of change when
+    it was staged, which nobody can set: a later one means that it was written to, renamed or unlinked; 0: not known.
     """
 
     path: str
@@ -65,6 +66,7 @@ class StagedFile:
     fingerprint: Fingerprint
     private: bool
     announced: bool = False
+    changed_ns: int = 0
 
     @property
     def size_bytes(self) -> int:
@@ -95,12 +97,18 @@ class Pack:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Region:
-    """Bytes of a pinned file to send: where they are, and what the file must still be. `path` is absolute."""
+    """Bytes of a pinned file to send: where they are, and what the file must still be. `path` is below the volume."""
 
+    volume: str
     path: str
     offset_bytes: int
     size_bytes: int
     fingerprint: Fingerprint
+
+    @property
+    def file(self) -> str:
+        """The file's whole path, to be shown."""
+        return f"{self.volume}/{self.path}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -132,7 +132,9 @@ def _checkpoint_work(state: State, checkpoint: Checkpoint) -> Iterator[Command]:
         if share.staged and not share.unstored_count and not share.manifest_stored:
             work = WorkId(Operation.WRITE_MANIFEST, save, share.rank)
             if _take(state, checkpoint, work):
-                yield WriteManifest(work=work, manifest=checkpoint.manifest(share.rank))
+                manifest = checkpoint.manifest(share.rank)
+                pins = tuple(share.files[file.path].file for file in manifest.files)
+                yield WriteManifest(work=work, manifest=manifest, pins=pins)
     if checkpoint.phase is Phase.SEALED:
         work = WorkId(Operation.COMMIT, save)
         if _take(state, checkpoint, work):
@@ -212,7 +214,6 @@ def _reconcile(checkpoint: Checkpoint, work: WorkId) -> Reconcile:
     return Reconcile(
         work=work,
         info=checkpoint.info,
-        announced_at=tuple((share.rank, share.announced_at) for share in staged),
         staged=tuple((share.rank, tuple(progress.file for progress in share.files.values())) for share in staged),
         unfinished=tuple(
             KnownFile(

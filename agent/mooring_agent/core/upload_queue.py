@@ -197,7 +197,8 @@ def _command(state: State, checkpoint: Checkpoint, work: WorkId) -> Command:
 
 def _region(state: State, progress: FileProgress, offset_bytes: int, size_bytes: int) -> Region:
     return Region(
-        path=f"{state.settings.volume}/{progress.file.pin}",
+        volume=state.settings.volume,
+        path=progress.file.pin,
         offset_bytes=offset_bytes,
         size_bytes=size_bytes,
         fingerprint=progress.file.fingerprint,

@@ -15,9 +15,9 @@ from pathlib import Path
 from typing import Final
 
 from mooring_agent.adapters.volume.disk import VolumeMeter
-from mooring_agent.adapters.volume.durable_files import sync_folder
 from mooring_agent.adapters.volume.errors import volume_error
 from mooring_agent.adapters.volume.shared_folders import share_tree
+from mooring_agent.adapters.volume.shared_volume import Folder, open_volume
 from mooring_agent.catalog import CommittedCheckpoint, StoredFile, fetch_part, packs_of
 from mooring_agent.catalog.fan_out import for_each
 from mooring_agent.core.errors import ErrorKind, VolumeError
@@ -35,7 +35,7 @@ _GIB: Final = 1024**3
 async def download(
     store: ObjectStore,
     checkpoint: CommittedCheckpoint,
-    folder: Path,
+    folder: str,
     *,
     volume: Path,
     size_limit_bytes: int,
@@ -43,14 +43,31 @@ async def download(
     concurrency: int,
     on_progress: Callable[[int, int], None],
 ) -> None:
-    """Fetch every file; `disk` has one thread.
+    """Fetch every file into `folder`, which is below the volume and made anew; `disk` has one thread.
 
     StoreError, or VolumeError: DISK_FULL says how much is needed and how much is free.
     """
     loop = asyncio.get_running_loop()
     await loop.run_in_executor(disk, _check_room, checkpoint, volume, size_limit_bytes)
-    await loop.run_in_executor(disk, _make_room, checkpoint, folder)
-    await loop.run_in_executor(disk, share_tree, folder, volume)
+    target = await loop.run_in_executor(disk, _make_room, checkpoint, volume, folder)
+    try:
+        await _fetch_all(store, checkpoint, target, disk=disk, concurrency=concurrency, on_progress=on_progress)
+        await loop.run_in_executor(disk, _sync_folders, target, f"{volume}/{folder}")
+    finally:
+        # On the disk's one thread, so that nothing is closed under what outlived its cancelled writer.
+        await asyncio.shield(loop.run_in_executor(disk, target.close))
+
+
+async def _fetch_all(
+    store: ObjectStore,
+    checkpoint: CommittedCheckpoint,
+    target: Folder,
+    *,
+    disk: Executor,
+    concurrency: int,
+    on_progress: Callable[[int, int], None],
+) -> None:
+    loop = asyncio.get_running_loop()
     done_bytes = 0
     # Once: it is a sum over all files.
     total_bytes = checkpoint.size_bytes
@@ -75,33 +92,33 @@ async def download(
     # The largest first, so that no long file is left to the end.
     alone = [stored for stored in checkpoint.files if not stored.entry.place]
     ordered = sorted(alone, key=lambda stored: stored.entry.size_bytes, reverse=True)
-    files = [_IncomingFile(stored, folder / stored.entry.path) for stored in ordered]
+    files = [_IncomingFile(stored, target) for stored in ordered]
     try:
         await for_each([file for file in files for _ in range(file.writers)], fill, at_once=concurrency)
     finally:
-        # On the disk's one thread, so that no descriptor is closed under a `finish` that outlived its cancelled writer.
+        # As above: a `finish` may have outlived its cancelled writer.
         await asyncio.shield(loop.run_in_executor(disk, _close, files))
     packs = packs_of(checkpoint.files)
-    await fetch_packs(store, packs, folder, concurrency=concurrency, on_bytes=packed_files_are_there)
-    await loop.run_in_executor(disk, _sync_folders, folder)
+    await fetch_packs(store, packs, target, concurrency=concurrency, on_bytes=packed_files_are_there)
 
 
 class _IncomingFile:
     """A file that up to two writers fill from one queue of parts."""
 
-    def __init__(self, stored: StoredFile, path: Path) -> None:
+    def __init__(self, stored: StoredFile, target: Folder) -> None:
         parts = stored.entry.parts()
         self.stored = stored
         self.waiting: Iterator[Part] = iter(parts)
         self.writers = max(1, min(_WRITERS_PER_FILE, len(parts)))
-        self._path = path
+        self._target = target
+        self._path = stored.entry.path
         self._descriptor = -1
 
     def open(self) -> int:
         """The descriptor to write to; opened by the first writer only, so that few are open at a time."""
         if self._descriptor < 0:
             try:
-                self._descriptor = _open_to_write(self._path, self.stored.entry.size_bytes)
+                self._descriptor = _open_to_write(self._target, self._path, self.stored.entry.size_bytes)
             except OSError as error:
                 raise volume_error(error, f"opening {self._path}") from error
         return self._descriptor
@@ -121,15 +138,15 @@ class _IncomingFile:
             self._descriptor = -1
 
 
-def _open_to_write(path: Path, size_bytes: int) -> int:
+def _open_to_write(target: Folder, path: str, size_bytes: int) -> int:
     if size_bytes >= _DIRECT_FROM_BYTES:
         try:
-            return os.open(path, os.O_WRONLY | os.O_CLOEXEC | os.O_DIRECT)
+            return target.open_file(path, os.O_WRONLY | os.O_DIRECT)
         except OSError as error:
             if error.errno != errno.EINVAL:
                 raise
             # A filesystem that keeps all its files in memory, or does not know how to do without.
-    return os.open(path, os.O_WRONLY | os.O_CLOEXEC)
+    return target.open_file(path, os.O_WRONLY)
 
 
 def _close(files: Iterable[_IncomingFile]) -> None:
@@ -152,29 +169,36 @@ def _check_room(checkpoint: CommittedCheckpoint, volume: Path, size_limit_bytes:
         )
 
 
-def _make_room(checkpoint: CommittedCheckpoint, folder: Path) -> None:
-    """Create every folder, and every file that is an object of its own at its full size."""
+def _make_room(checkpoint: CommittedCheckpoint, volume: Path, folder: str) -> Folder:
+    """The folder with all it needs below it, and every file that is an object of its own at its full size."""
     try:
-        folder.mkdir()
-        for file in checkpoint.files:
-            path = folder / file.entry.path
-            path.parent.mkdir(parents=True, exist_ok=True)
-            if file.entry.place:
-                continue
-            descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+        with open_volume(volume) as root:
+            root.remove(folder)
+            target = root.make_folder(folder)
             try:
-                if file.entry.size_bytes:
-                    os.posix_fallocate(descriptor, 0, file.entry.size_bytes)
-            finally:
-                os.close(descriptor)
+                for file in checkpoint.files:
+                    path = file.entry.path
+                    above = path.rpartition("/")[0]
+                    if above:
+                        target.make_folder(above).close()
+                    if file.entry.place:
+                        continue
+                    with target.opened_file(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL) as descriptor:
+                        if file.entry.size_bytes:
+                            os.posix_fallocate(descriptor, 0, file.entry.size_bytes)
+                share_tree(target, root)
+            except BaseException:
+                target.close()
+                raise
     except OSError as error:
-        raise volume_error(error, f"making room for {checkpoint.marker.info.name} in {folder.parent}") from error
+        raise volume_error(error, f"making room for {checkpoint.marker.info.name} in {volume}") from error
+    return target
 
 
-def _sync_folders(folder: Path) -> None:
+def _sync_folders(target: Folder, shown: str) -> None:
+    """All below `target`. Whoever renames it makes its own name durable."""
     try:
-        for path, _, _ in os.walk(folder):
-            sync_folder(Path(path))
-        sync_folder(folder.parent)
+        for _, folder, _ in target.walk():
+            folder.sync()
     except OSError as error:
-        raise volume_error(error, f"writing {folder}") from error
+        raise volume_error(error, f"writing {shown}") from error

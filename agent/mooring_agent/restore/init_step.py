@@ -52,6 +52,7 @@ async def restore(
     *,
     checkpoint_directory: Path,
     volume: Path,
+    state_directory: Path,
     attempt: str = "",
     node_rank: int = 0,
     concurrency: int = 8,
@@ -70,7 +71,7 @@ async def restore(
     with ThreadPoolExecutor(max_workers=1, thread_name_prefix="mooring-restore-disk") as disk:
         step = _InitStep(
             store,
-            LocalCopies(volume, checkpoint_directory),
+            LocalCopies(volume, checkpoint_directory, state_directory),
             partial(download, volume=volume, size_limit_bytes=size_limit_bytes, disk=disk, concurrency=concurrency),
             disk,
             on_progress,

@@ -7,59 +7,64 @@ raise VolumeError only.
 """
 
 import json
-import shutil
 import stat
 from pathlib import Path
 from typing import Any, Final
 
 from mooring_agent.adapters.checksum import region_checksum
-from mooring_agent.adapters.volume.durable_files import sync_folder, write_durably
+from mooring_agent.adapters.volume.durable_files import write_durably
 from mooring_agent.adapters.volume.errors import folder_error, volume_error
+from mooring_agent.adapters.volume.shared_folders import make_state_directory
+from mooring_agent.adapters.volume.shared_volume import fingerprint, open_volume, path_in
+from mooring_agent.adapters.volume.source_walk import resolve_source
 from mooring_agent.catalog import CommittedCheckpoint, StoredFile
-from mooring_agent.core.errors import ErrorKind, VolumeError
-from mooring_agent.core.model import Fingerprint, Region
+from mooring_agent.core.errors import VolumeError
+from mooring_agent.core.model import Region
 from mooring_api.names import INCOMING_DIRECTORY, RECORDS_DIRECTORY, RESUMED, STATE_DIRECTORY
 
+_INCOMING: Final = f"{STATE_DIRECTORY}/{INCOMING_DIRECTORY}"
+_RECORDS: Final = f"{STATE_DIRECTORY}/{RECORDS_DIRECTORY}"
 _REPLACED_SUFFIX: Final = ".replaced"
+_RECORD_LIMIT_BYTES: Final = 64 * 1024 * 1024
 
 
 class LocalCopies:
-    """The checkpoints of one volume and one checkpoint directory."""
+    """The checkpoints of one volume and one checkpoint directory below it; all paths given are below the volume."""
 
-    def __init__(self, volume: Path, checkpoint_directory: Path) -> None:
-        self._checkpoints = checkpoint_directory
-        self._incoming = volume / STATE_DIRECTORY / INCOMING_DIRECTORY
-        self._records = volume / STATE_DIRECTORY / RECORDS_DIRECTORY
-        self._resumed = volume / STATE_DIRECTORY / RESUMED
+    def __init__(self, volume: Path, checkpoint_directory: Path, state_directory: Path) -> None:
+        self._volume = volume
+        self._directory = checkpoint_directory
+        self._state_directory = state_directory
+        self._checkpoints = ""
 
     def prepare(self) -> None:
         """Make the folders, and remove what an earlier restore left half-made."""
+        make_state_directory(self._volume, self._state_directory)
         try:
-            for folder in (self._incoming, self._records, self._checkpoints):
-                folder.mkdir(parents=True, exist_ok=True)
-            for garbage in self._incoming.iterdir():
-                _remove(garbage)
-            if self._incoming.stat().st_dev != self._checkpoints.stat().st_dev:
-                raise VolumeError(
-                    ErrorKind.VOLUME_UNUSABLE,
-                    f"{self._checkpoints} and {self._incoming} are on different filesystems",
-                    hint="let the checkpoint directory lie in the shared volume: a restore ends with one rename",
-                )
+            with open_volume(self._volume) as root:
+                root.make_folder(_RECORDS).close()
+                with root.make_folder(_INCOMING) as incoming:
+                    for garbage in incoming.entries():
+                        incoming.remove(garbage.name)
+                if self._directory.is_relative_to(self._volume) and not self._directory.exists():
+                    root.make_folder(path_in(self._volume, self._directory)).close()
+            self._checkpoints = resolve_source(self._volume, str(self._directory))
         except OSError as error:
-            raise folder_error(error, f"preparing {self._incoming}") from error
+            raise folder_error(error, f"preparing {self._volume}/{_INCOMING} and {self._directory}") from error
 
-    def incoming(self, checkpoint: CommittedCheckpoint) -> Path:
+    def incoming(self, checkpoint: CommittedCheckpoint) -> str:
         """Where a checkpoint is gathered."""
-        return self._incoming / checkpoint.marker.info.save
+        return f"{_INCOMING}/{checkpoint.marker.info.save}"
 
     def place(self, checkpoint: CommittedCheckpoint) -> Path:
-        """Where it goes."""
-        return self._checkpoints / checkpoint.marker.info.name
+        """Where it goes, as the trainer sees it."""
+        return self._directory / checkpoint.marker.info.name
 
     def discard(self, checkpoint: CommittedCheckpoint) -> None:
         """Drop what was gathered of a checkpoint, if anything."""
         try:
-            _remove(self.incoming(checkpoint))
+            with open_volume(self._volume) as root:
+                root.remove(self.incoming(checkpoint))
         except OSError as error:
             raise volume_error(error, f"removing {self.incoming(checkpoint)}") from error
 
@@ -69,29 +74,32 @@ class LocalCopies:
         The bytes are read again: that is much cheaper than to fetch them, and warms the page cache for the trainer.
         """
         record = self._read_record(checkpoint)
-        if not record or record.get("save") != checkpoint.marker.info.save:
+        if record.get("save") != checkpoint.marker.info.save:
             return False
         try:
-            place = self.place(checkpoint)
-            return all(_is_intact(place / _path_in(checkpoint, file), file) for file in checkpoint.files)
+            return all(self._is_intact(self._path_of(checkpoint, file), file) for file in checkpoint.files)
         except (OSError, VolumeError):
             return False
 
     def install(self, checkpoint: CommittedCheckpoint) -> None:
         """Move a gathered checkpoint into its place and record it."""
-        place = self.place(checkpoint)
-        replaced = self._incoming / f"{checkpoint.marker.info.save}{_REPLACED_SUFFIX}"
+        place = self._place(checkpoint)
+        replaced = f"{_INCOMING}/{checkpoint.marker.info.save}{_REPLACED_SUFFIX}"
+        gathered = self.incoming(checkpoint)
+        if checkpoint.single_file:
+            gathered += f"/{checkpoint.files[0].entry.path}"
         try:
-            self._record_path(checkpoint).unlink(missing_ok=True)
-            if place.exists() or place.is_symlink():
-                place.rename(replaced)
-            gathered = self.incoming(checkpoint)
-            (gathered / checkpoint.files[0].entry.path if checkpoint.single_file else gathered).rename(place)
-            sync_folder(place.parent)
-            self.record(checkpoint)
-            _remove(replaced)
+            with open_volume(self._volume) as root:
+                root.unlink(_record_path(checkpoint))
+                if root.exists(place):
+                    root.rename(place, root, replaced)
+                root.rename(gathered, root, place)
+                with root.folder(self._checkpoints) as folder:
+                    folder.sync()
+                self.record(checkpoint)
+                root.remove(replaced)
         except OSError as error:
-            raise volume_error(error, f"putting {place} in its place") from error
+            raise volume_error(error, f"putting {self.place(checkpoint)} in its place") from error
 
     def record(self, checkpoint: CommittedCheckpoint) -> None:
         """Say that the checkpoint in place is whole and committed, and what this volume resumes from.
@@ -112,43 +120,51 @@ class LocalCopies:
         encoded = json.dumps(record, sort_keys=True).encode() + b"\n"
         try:
             # First: what is trained from must not be pruned.
-            write_durably(self._resumed, encoded)
-            write_durably(self._record_path(checkpoint), encoded)
+            write_durably(self._state_directory / RESUMED, encoded)
+            with open_volume(self._volume) as root:
+                root.write_durably(_record_path(checkpoint), encoded)
         except OSError as error:
-            raise volume_error(error, f"writing {self._record_path(checkpoint)}") from error
+            raise volume_error(error, f"writing {_record_path(checkpoint)}") from error
 
-    def _record_path(self, checkpoint: CommittedCheckpoint) -> Path:
-        return self._records / f"{checkpoint.marker.info.name}.json"
+    def _place(self, checkpoint: CommittedCheckpoint) -> str:
+        name = checkpoint.marker.info.name
+        return f"{self._checkpoints}/{name}" if self._checkpoints else name
+
+    def _path_of(self, checkpoint: CommittedCheckpoint, file: StoredFile) -> str:
+        return f"{self._place(checkpoint)}/{_path_in(checkpoint, file)}".rstrip("/")
 
     def _read_record(self, checkpoint: CommittedCheckpoint) -> dict[str, Any]:
         try:
-            record = json.loads(self._record_path(checkpoint).read_bytes())
-        except (OSError, ValueError):
+            with open_volume(self._volume) as root:
+                record = json.loads(root.read(_record_path(checkpoint), _RECORD_LIMIT_BYTES))
+        except (OSError, ValueError, RecursionError):
             return {}
         return record if isinstance(record, dict) else {}
+
+    def _is_intact(self, path: str, file: StoredFile) -> bool:
+        with open_volume(self._volume) as root:
+            status = root.status(path)
+        if not stat.S_ISREG(status.st_mode) or status.st_size != file.entry.size_bytes:
+            return False
+        regions = (
+            Region(
+                volume=str(self._volume),
+                path=path,
+                offset_bytes=part.offset_bytes,
+                size_bytes=part.size_bytes,
+                fingerprint=fingerprint(status),
+            )
+            for part in file.entry.parts()
+        )
+        return all(
+            region_checksum(region) == checksum for region, checksum in zip(regions, file.entry.checksums, strict=True)
+        )
+
+
+def _record_path(checkpoint: CommittedCheckpoint) -> str:
+    return f"{_RECORDS}/{checkpoint.marker.info.name}.json"
 
 
 def _path_in(checkpoint: CommittedCheckpoint, file: StoredFile) -> str:
     """Below the checkpoint's place; empty where that is the file itself."""
     return "" if checkpoint.single_file else file.entry.path
-
-
-def _is_intact(path: Path, file: StoredFile) -> bool:
-    status = path.stat()
-    if not stat.S_ISREG(status.st_mode) or status.st_size != file.entry.size_bytes:
-        return False
-    fingerprint = Fingerprint(size_bytes=status.st_size, mtime_ns=status.st_mtime_ns, inode=status.st_ino)
-    return all(
-        region_checksum(
-            Region(path=str(path), offset_bytes=part.offset_bytes, size_bytes=part.size_bytes, fingerprint=fingerprint)
-        )
-        == file.entry.checksums[part.number - 1]
-        for part in file.entry.parts()
-    )
-
-
-def _remove(path: Path) -> None:
-    if path.is_dir() and not path.is_symlink():
-        shutil.rmtree(path)
-    else:
-        path.unlink(missing_ok=True)

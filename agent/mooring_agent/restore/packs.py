@@ -8,10 +8,10 @@ import asyncio
 import os
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import Final
 
 from mooring_agent.adapters.volume.errors import volume_error
+from mooring_agent.adapters.volume.shared_volume import Folder
 from mooring_agent.catalog import PACKS_AT_ONCE, StoredFile, StoredPack, fetch_pack
 from mooring_agent.catalog.fan_out import for_each
 from mooring_agent.ports import ObjectStore
@@ -21,7 +21,12 @@ _FILES_TOGETHER: Final = 32
 
 
 async def fetch_packs(
-    store: ObjectStore, packs: Sequence[StoredPack], folder: Path, *, concurrency: int, on_bytes: Callable[[int], None]
+    store: ObjectStore,
+    packs: Sequence[StoredPack],
+    folder: Folder,
+    *,
+    concurrency: int,
+    on_bytes: Callable[[int], None],
 ) -> None:
     """Make every file of `packs` below `folder`, whose subfolders are there. StoreError or VolumeError."""
     loop = asyncio.get_running_loop()
@@ -42,12 +47,12 @@ async def fetch_packs(
         await for_each(packs, fetch, at_once=min(concurrency, PACKS_AT_ONCE))
 
 
-def _write(pack: StoredPack, body: bytes, folder: Path) -> None:
+def _write(pack: StoredPack, body: bytes, folder: Folder) -> None:
     for first in range(0, len(pack.files), _FILES_TOGETHER):
         _write_together(pack, pack.files[first : first + _FILES_TOGETHER], body, folder)
 
 
-def _write_together(pack: StoredPack, files: Sequence[StoredFile], body: bytes, folder: Path) -> None:
+def _write_together(pack: StoredPack, files: Sequence[StoredFile], body: bytes, folder: Folder) -> None:
     """All are written before the first is waited for: the disk has more to do at a time.
 
     Each is waited for before it is closed: what befell a closed file's bytes the kernel may have forgotten.
@@ -55,8 +60,8 @@ def _write_together(pack: StoredPack, files: Sequence[StoredFile], body: bytes, 
     written: dict[str, int] = {}
     try:
         for file in files:
-            path = f"{folder}/{file.entry.path}"
-            written[path] = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+            path = file.entry.path
+            written[path] = folder.open_file(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL)
             content = pack.content(body, file)
             while content:
                 content = content[os.write(written[path], content) :]

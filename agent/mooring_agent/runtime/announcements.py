@@ -12,7 +12,7 @@ from mooring_agent.core.errors import ErrorKind, MooringError, RequestError
 from mooring_agent.core.events import Announced
 from mooring_agent.core.model import Phase, SaveInfo
 from mooring_agent.core.state import Checkpoint, State
-from mooring_agent.ports import Clock
+from mooring_agent.ports import Clock, StagingArea
 from mooring_agent.runtime import status
 from mooring_agent.runtime.engine import Engine
 from mooring_agent.runtime.request_limits import check_request
@@ -22,10 +22,22 @@ from mooring_api.v1 import agent_pb2
 class Announcements:
     """For the gRPC server and the directory watch alike."""
 
-    def __init__(self, *, engine: Engine, clock: Clock, executor: Executor, volume: Path) -> None:
+    def __init__(
+        self,
+        *,
+        engine: Engine,
+        clock: Clock,
+        executor: Executor,
+        volume: Path,
+        staging: StagingArea,
+        workers: Executor,
+    ) -> None:
+        """`executor` is for what must never wait, `workers` for what may take long."""
         self._engine = engine
+        self._staging = staging
+        self._workers = workers
         self._clock = clock
-        self._volume = volume.resolve()
+        self._volume = volume
         self._executor = executor
 
     async def announce(self, request: agent_pb2.AnnounceCheckpointRequest) -> Checkpoint:
@@ -70,6 +82,8 @@ class Announcements:
             admission.check(state, event)
             return admission.known(state, event) is None
 
+        # Not before its bytes are on disk: after a power cut, what is staged by the journal's word is what is there.
+        await asyncio.get_running_loop().run_in_executor(self._workers, self._staging.make_durable, source, event.files)
         await self._engine.submit(event, is_news)
         return event
 

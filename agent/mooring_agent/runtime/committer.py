@@ -10,7 +10,7 @@ from mooring_agent.core.commit import DIFFERENT_FILES_HINT, contradiction, is_li
 from mooring_agent.core.errors import ErrorKind, StoreError
 from mooring_agent.core.events import Committed, CommitWaits, ManifestStored, ObjectsLost
 from mooring_agent.core.manifest import commit_marker, decode_manifest, encode_manifest, encode_marker
-from mooring_agent.core.model import ManifestReference, RankManifest, SaveInfo
+from mooring_agent.core.model import ManifestReference, RankManifest
 from mooring_agent.core.object_layout import manifest_key, marker_key, save_prefix
 from mooring_agent.ports import Clock, ObjectStore
 
@@ -66,25 +66,6 @@ async def commit(store: ObjectStore, clock: Clock, command: Commit) -> Committed
         # Every rank is sealed, so whatever is still open below this save is nobody's.
         await sweep_uploads(store, save_prefix(command.info), of=None, keep=frozenset())
     return Committed(at=clock.now(), work=command.work)
-
-
-async def is_committed(store: ObjectStore, info: SaveInfo, announced_at: Mapping[int, float]) -> bool:
-    """Whether the marker of a save is there; `announced_at`: unix seconds at which these ranks of ours announced it.
-
-    StoreError(CONTRADICTION) when it was committed by other announcements: then its keys are not ours.
-    """
-    if await read_if_there(store, marker_key(info), limit_bytes=MARKER_LIMIT_BYTES) is None:
-        return False
-    for rank, at in sorted(announced_at.items()):
-        key = manifest_key(info, rank)
-        body = await read_if_there(store, key, limit_bytes=MANIFEST_LIMIT_BYTES)
-        if body is None or decode_manifest(body, key).saved_at != at:
-            raise StoreError(
-                ErrorKind.CONTRADICTION,
-                f"save {info.save} is committed already, by an earlier announcement",
-                hint="a save id belongs to one save of one attempt: take a new one for the next",
-            )
-    return True
 
 
 async def sweep_uploads(

@@ -34,7 +34,7 @@ from mooring_agent.core.commands import (
     WriteManifest,
 )
 from mooring_agent.core.errors import ErrorKind, MooringError
-from mooring_agent.core.events import Abandoned, Event, Released, WorkCancelled, WorkFailed
+from mooring_agent.core.events import Abandoned, Event, ManifestStored, Released, WorkCancelled, WorkFailed
 from mooring_agent.core.object_layout import save_prefix
 from mooring_agent.core.work import WorkId
 from mooring_agent.ports import Clock, ObjectStore, StagingArea
@@ -177,9 +177,7 @@ class Dispatcher:
             case CompleteUpload():
                 return await self._with_store(lambda store: transfers.complete_upload(store, self._clock, command))
             case WriteManifest():
-                return await self._with_store(
-                    lambda store: committer.write_manifest(store, self._clock, command), new=command.work.save
-                )
+                return await self._write_manifest(command)
             case Commit():
                 return await self._with_store(lambda store: committer.commit(store, self._clock, command))
             case Prune():
@@ -189,10 +187,18 @@ class Dispatcher:
 
     async def _with_store(self, use: Callable[[ObjectStore], Awaitable[Event]], *, new: str = "") -> Event:
         """`new`: the save of which this may be the first byte."""
+        return await use(await (self._store_for(new) if new else self._store.get()))
+
+    async def _store_for(self, save: str) -> ObjectStore:
         store = await self._store.get()
-        if new:
-            await self._first_look.require_new(store, new)
-        return await use(store)
+        await self._first_look.require_new(store, save)
+        return store
+
+    async def _write_manifest(self, command: WriteManifest) -> ManifestStored:
+        loop = asyncio.get_running_loop()
+        await loop.run_in_executor(self._executor, self._staging.check_sent, command.manifest, command.pins)
+        store = await self._store_for(command.work.save)
+        return await committer.write_manifest(store, self._clock, command)
 
     async def _abandon(self, command: Abandon) -> Abandoned:
         store = await self._store.get()

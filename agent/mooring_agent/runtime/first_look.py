@@ -9,10 +9,12 @@ import asyncio
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from mooring_agent.core.errors import MooringError
-from mooring_agent.core.state import State
+from mooring_agent.core.errors import ErrorKind, MooringError, StoreError
+from mooring_agent.core.manifest import decode_manifest
+from mooring_agent.core.object_layout import manifest_key, marker_key
+from mooring_agent.core.state import Checkpoint, State
 from mooring_agent.ports import ObjectStore
-from mooring_agent.runtime.committer import is_committed
+from mooring_agent.runtime.committer import MANIFEST_LIMIT_BYTES, MARKER_LIMIT_BYTES, read_if_there
 
 
 @dataclass(slots=True)
@@ -45,8 +47,7 @@ class FirstLook:
             if look.error is not None and look.failures > failures:
                 raise look.error
             try:
-                announced_at = {rank: share.announced_at for rank, share in checkpoint.shares.items()}
-                await is_committed(store, checkpoint.info, announced_at)
+                await _require_new(store, checkpoint)
             except MooringError as error:
                 look.error, look.failures = error, look.failures + 1
                 raise
@@ -55,3 +56,18 @@ class FirstLook:
     def forget(self, save: str) -> None:
         """It is over."""
         self._looks.pop(save, None)
+
+
+async def _require_new(store: ObjectStore, checkpoint: Checkpoint) -> None:
+    info = checkpoint.info
+    if await read_if_there(store, marker_key(info), limit_bytes=MARKER_LIMIT_BYTES) is None:
+        return
+    for rank, share in sorted(checkpoint.shares.items()):
+        key = manifest_key(info, rank)
+        body = await read_if_there(store, key, limit_bytes=MANIFEST_LIMIT_BYTES)
+        if body is None or decode_manifest(body, key).saved_at != share.announced_at:
+            raise StoreError(
+                ErrorKind.CONTRADICTION,
+                f"save {info.save} is committed already, by an earlier announcement",
+                hint="a save id belongs to one save of one attempt: take a new one for the next",
+            )

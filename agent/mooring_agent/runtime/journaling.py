@@ -41,9 +41,10 @@ def recover(settings: Settings, journal: Journal, staging: StagingArea) -> State
         log.exception("journal.unreadable", action="set aside; the staged directories are rescanned")
         journal.set_aside()
         state = State(settings=settings)
-    found = list(rescan(staging, state))
-    for event in found:
+    found = []
+    for event in rescan(staging, state):
         step(state, event)
+        found.append(event)
     if found:
         journal.append([encode_event(event) for event in found])
     kept = compact(state, journal)

@@ -18,10 +18,10 @@ log = structlog.get_logger("mooring.pruner")
 class Pruner:
     """`state` gives the state now: what is being uploaded, or was just committed, must not be touched."""
 
-    def __init__(self, *, state: Callable[[], State], clock: Clock, volume: Path) -> None:
+    def __init__(self, *, state: Callable[[], State], clock: Clock, state_directory: Path) -> None:
         self._state = state
         self._clock = clock
-        self._volume = volume
+        self._state_directory = state_directory
 
     async def prune(self, store: ObjectStore, command: Prune) -> Pruned:
         state = self._state()
@@ -30,7 +30,7 @@ class Pruner:
             store,
             state.settings.retention,
             now=self._clock.now(),
-            resumed_from=resumed_from(self._volume),
+            resumed_from=resumed_from(self._state_directory),
             live=[checkpoint.info.save for checkpoint in state.unfinished()],
             # Only what nobody may have pruned: a listing without it has shrunk.
             known=[newest.info.save] if newest else [],

@@ -6,11 +6,14 @@ from concurrent.futures import Executor
 
 import structlog
 
+from mooring_agent.core import admission
 from mooring_agent.core.commands import Stage
+from mooring_agent.core.errors import RequestError
 from mooring_agent.core.event_codec import UnknownRecordError, decode_event, encode_event
 from mooring_agent.core.events import Announced, DurableEvent, Staged
 from mooring_agent.core.model import StagedFile
-from mooring_agent.core.state import State
+from mooring_agent.core.pack_plan import PACK_BYTES
+from mooring_agent.core.state import Share, State
 from mooring_agent.core.work import Operation, WorkId
 from mooring_agent.ports import Clock, StageRequest, StagingArea
 
@@ -32,7 +35,11 @@ async def stage(staging: StagingArea, clock: Clock, executor: Executor, command:
         private=command.private,
         rewritten_inodes=command.rewritten_inodes,
         signature=announced.signature,
-        descriptor=descriptor(command),
+        descriptor={
+            _ANNOUNCEMENTS: [encode_event(announcement).decode() for announcement in command.announcements],
+            _PART_SIZE: command.part_size_bytes,
+            _PACK_SIZE: command.pack_size_bytes,
+        },
     )
     files = await asyncio.get_running_loop().run_in_executor(executor, staging.stage, request)
     return Staged(
@@ -44,47 +51,45 @@ async def stage(staging: StagingArea, clock: Clock, executor: Executor, command:
     )
 
 
-def descriptor(command: Stage) -> Mapping[str, object]:
-    """What is stored beside the pins, to be read by `rescan`."""
-    return {
-        _ANNOUNCEMENTS: [encode_event(announcement).decode() for announcement in command.announcements],
-        _PART_SIZE: command.part_size_bytes,
-        _PACK_SIZE: command.pack_size_bytes,
-    }
-
-
 def rescan(staging: StagingArea, state: State) -> Iterator[DurableEvent]:
-    """The events behind pins that `state` knows nothing of; after a damaged journal.
+    """The events behind pins that `state` knows nothing of; after a damaged journal, or on a claim of an earlier pod.
 
-    In the order in which they were announced, for that says which checkpoint is the newest.
+    The caller applies each before it asks for the next. They come in the order in which they were announced, for that
+    says which checkpoint is the newest. Trainers can write descriptors, so each is judged as an announcement is.
     """
-    for announcements, described, files in sorted(_described(staging), key=lambda found: _order(found[0])):
+    for announcements, descriptor, files in sorted(_described(staging), key=lambda found: _order(found[0])):
         first = announcements[0]
-        checkpoint = state.checkpoints.get(first.info.save)
-        # One whose pins failed was announced again since, of which nothing but the descriptor may have been written.
-        shares = checkpoint.shares if checkpoint and not checkpoint.begins_anew else {}
-        for announcement in announcements:
-            if announcement.rank not in shares:
-                log.info("staging.found_again", save=announcement.info.save, rank=announcement.rank)
-                yield announcement
-        if first.rank not in shares or not shares[first.rank].staged:
-            work = WorkId(Operation.STAGE, first.info.save, first.rank)
+        try:
+            for announcement in announcements:
+                if announcement.rank not in _shares(state, first):
+                    admission.check(state, announcement)
+                    log.info("staging.found_again", save=announcement.info.save, rank=announcement.rank)
+                    yield announcement
+        except RequestError as error:
+            log.warning("staging.refused", save=first.info.save, rank=first.rank, error=str(error), hint=error.hint)
+            continue
+        if not _shares(state, first)[first.rank].staged:
             yield Staged(
                 at=first.at,
-                work=work,
+                work=WorkId(Operation.STAGE, first.info.save, first.rank),
                 files=files,
-                part_size_bytes=_size_bytes(described, _PART_SIZE) or state.settings.transfer.part_size_bytes,
-                pack_size_bytes=_size_bytes(described, _PACK_SIZE),
+                part_size_bytes=_size_bytes(descriptor, _PART_SIZE) or state.settings.transfer.part_size_bytes,
+                pack_size_bytes=min(_size_bytes(descriptor, _PACK_SIZE), PACK_BYTES),
             )
+
+
+def _shares(state: State, announced: Announced) -> Mapping[int, Share]:
+    checkpoint = state.checkpoints.get(announced.info.save)
+    return checkpoint.shares if checkpoint else {}
 
 
 def _described(
     staging: StagingArea,
 ) -> Iterator[tuple[Sequence[Announced], Mapping[str, object], tuple[StagedFile, ...]]]:
     """Announcements, what else is told of them, and files of everything that is staged."""
-    for described, files in staging.scan():
+    for descriptor, files in staging.scan():
         try:
-            announcements = [decode_event(record.encode()) for record in _records(described)]
+            announcements = [decode_event(record.encode()) for record in _records(descriptor)]
         except UnknownRecordError as error:
             log.warning("staging.unknown_descriptor", error=str(error))
             continue
@@ -92,17 +97,17 @@ def _described(
         if not announced or len(announced) < len(announcements):
             log.warning("staging.unknown_descriptor", error=f"{len(announced)} of {announcements} are announcements")
             continue
-        yield announced, described, files
+        yield announced, descriptor, files
 
 
-def _size_bytes(described: Mapping[str, object], name: str) -> int:
+def _size_bytes(descriptor: Mapping[str, object], name: str) -> int:
     """0 where an older version told none."""
-    size_bytes = described.get(name)
-    return size_bytes if isinstance(size_bytes, int) else 0
+    size_bytes = descriptor.get(name)
+    return size_bytes if isinstance(size_bytes, int) and size_bytes > 0 else 0
 
 
-def _records(described: Mapping[str, object]) -> Iterator[str]:
-    records = described.get(_ANNOUNCEMENTS)
+def _records(descriptor: Mapping[str, object]) -> Iterator[str]:
+    records = descriptor.get(_ANNOUNCEMENTS)
     return map(str, records if isinstance(records, list) else ())
 
 

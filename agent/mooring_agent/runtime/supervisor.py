@@ -18,14 +18,13 @@ from mooring_agent.adapters.doorbell import Doorbell
 from mooring_agent.adapters.liveness import RankLocks
 from mooring_agent.adapters.rate_limit import RateLimiter
 from mooring_agent.adapters.volume.staging_area import LocalStagingArea
-from mooring_agent.core.events import Event, Exited, Started
+from mooring_agent.core.events import Exited, Started
 from mooring_agent.core.settings import Settings
-from mooring_agent.core.state import State
 from mooring_agent.runtime import heap
 from mooring_agent.runtime.announcements import Announcements
 from mooring_agent.runtime.cluster_news import cluster_news
 from mooring_agent.runtime.dispatcher import Dispatcher
-from mooring_agent.runtime.engine import Engine, Listener, nobody_listens
+from mooring_agent.runtime.engine import Engine, nobody_listens
 from mooring_agent.runtime.first_look import FirstLook
 from mooring_agent.runtime.grpc_server import AgentService
 from mooring_agent.runtime.grpc_socket import serve_grpc
@@ -34,7 +33,6 @@ from mooring_agent.runtime.journaling import recover
 from mooring_agent.runtime.lazy_store import LazyStore
 from mooring_agent.runtime.lifetime import Forever, live, signals_to_end
 from mooring_agent.runtime.notice_watch import notice_watch
-from mooring_agent.runtime.other_writers import OtherWriters
 from mooring_agent.runtime.presence import Presence
 from mooring_agent.runtime.pruner import Pruner
 from mooring_agent.runtime.reconciler import Reconciler
@@ -43,7 +41,6 @@ from mooring_agent.runtime.ringing import as_before, bell_ringer
 from mooring_agent.runtime.sensors import Sensors
 from mooring_agent.runtime.taken_volume import opened_journal, take_volume
 from mooring_agent.runtime.watching import Watching
-from mooring_api.names import DOORBELL
 
 # Hashing, pinning, reconciling; apart from them what must never wait: locks, disk, announcements, the journal.
 _WORKERS: Final = 8
@@ -61,38 +58,38 @@ async def run_agent(settings: Settings, *, fresh: bool = False, parent_pid: int 
     heap.share_one_heap()
     clock = SystemClock()
     volume = Path(settings.volume)
-    state_directory = take_volume(volume, settings.store.destination)
+    take_volume(settings)
     async with contextlib.AsyncExitStack() as stack:
         # First of all: as PID 1 of a container we would not even hear a SIGTERM for which nobody listens.
         signals = stack.enter_context(signals_to_end())
         executor = _threads(stack, "mooring", _WORKERS)
         senses = _threads(stack, "mooring-sense", _SENSES)
         journaling = _threads(stack, "mooring-journal", 1)
-        journal = stack.enter_context(opened_journal(state_directory))
+        journal = stack.enter_context(opened_journal(settings))
         staging = LocalStagingArea(volume)
-        # Not here: a long journal or a slow volume must not keep a signal unheard.
-        state = await asyncio.get_running_loop().run_in_executor(journaling, recover, settings, journal, staging)
-        limiter = RateLimiter(settings.transfer.bandwidth_bytes_per_second)
-        store = LazyStore(settings.store, limiter)
-        stack.push_async_callback(store.close)
-        others = OtherWriters(store, clock)
+        state = recover(settings, journal, staging)
         news = await stack.enter_async_context(cluster_news(settings.cluster, clock=clock, executor=senses))
         engine = Engine(
             state=state,
             journal=journal,
             clock=clock,
             executor=journaling,
-            listen=_listeners(others.hear, nobody_listens if news is None else news.hear),
+            listen=nobody_listens if news is None else news.hear,
         )
-        bell = Doorbell(state_directory / DOORBELL)
+        bell = Doorbell(volume)
         if fresh or _is_past(state.termination.deadline, clock.now()):
             # Journaled too: the next start must not find an old notice beside a new one.
             engine.post(Exited(at=clock.now()))
             bell.forget_termination()
         # First in the queue: a notice that arrives as soon as we serve belongs to this life.
         engine.post(Started(at=clock.now(), fresh=fresh))
+        limiter = RateLimiter(settings.transfer.bandwidth_bytes_per_second)
+        store = LazyStore(settings.store, limiter)
+        stack.push_async_callback(store.close)
         presence = Presence(RankLocks(volume))
-        announcements = Announcements(engine=engine, clock=clock, executor=senses, volume=volume)
+        announcements = Announcements(
+            engine=engine, clock=clock, executor=senses, volume=volume, staging=staging, workers=executor
+        )
         watching = (
             Watching(announcements=announcements, engine=engine, settings=settings, executor=executor)
             if settings.watch
@@ -105,14 +102,14 @@ async def run_agent(settings: Settings, *, fresh: bool = False, parent_pid: int 
             executor=senses,
             settings=settings,
             watching=watching,
-            rescue=Rescue(announcements=announcements, engine=engine, settings=settings, executor=senses, store=store),
+            rescue=Rescue(announcements=announcements, engine=engine, settings=settings, executor=senses),
         )
         leaving = asyncio.get_running_loop().create_future()
         dispatcher = Dispatcher(
             store=store,
             staging=staging,
             reconciler=Reconciler(staging=staging, clock=clock, executor=executor, volume=volume),
-            pruner=Pruner(state=lambda: state, clock=clock, volume=volume),
+            pruner=Pruner(state=lambda: state, clock=clock, state_directory=Path(settings.state_directory)),
             first_look=FirstLook(lambda: state),
             clock=clock,
             executor=executor,
@@ -133,7 +130,6 @@ async def run_agent(settings: Settings, *, fresh: bool = False, parent_pid: int 
         forever: list[Forever] = [
             lambda: sensors.watch_ranks(parent_pid),
             sensors.watch_disk,
-            others.watch,
             lambda: _obey(signals, sensors),
         ]
         if watching is not None:
@@ -144,14 +140,6 @@ async def run_agent(settings: Settings, *, fresh: bool = False, parent_pid: int 
         if news is not None:
             forever.append(news.tell)
         return await live(engine, dispatcher, clock, forever, leaving, news)
-
-
-def _listeners(*listeners: Listener) -> Listener:
-    def listen(state: State, event: Event) -> None:
-        for listener in listeners:
-            listener(state, event)
-
-    return listen
 
 
 async def _obey(signals: "asyncio.Queue[str]", sensors: Sensors) -> None:

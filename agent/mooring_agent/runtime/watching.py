@@ -40,6 +40,7 @@ class Watching:
         self._volume, self._directory = Path(settings.volume), Path(settings.checkpoint_directory)
         self._locks = RankLocks(self._volume)
         self._watch = StagingWatch(
+            self._volume,
             self._directory,
             executor=executor,
             world_size=settings.world_size,
@@ -79,8 +80,8 @@ class Watching:
             if any(not signature for signature in self._signatures(found.path)):
                 # Its program announces it; what we have announced ourselves may have other content now.
                 return
-            signature = await self._run(content_signature, self._volume.resolve(), found.path)
-            if await self._run(signature_of, Path(found.path)) != found.signature:
+            signature = await self._run(content_signature, self._volume, found.path)
+            if await self._run(signature_of, self._volume, Path(found.path)) != found.signature:
                 # It is being written again, and will be found again.
                 return
             log.info("watch.found", path=found.path, step=found.step)

@@ -3,8 +3,10 @@
 import contextlib
 import hashlib
 import os
+import stat
 from pathlib import Path
 
+from mooring_agent.adapters.volume.shared_volume import open_volume
 from mooring_agent.adapters.volume.source_walk import resolve_source
 
 
@@ -13,18 +15,20 @@ def content_signature(volume: Path, source: str) -> str:
 
     Raises RequestError or VolumeError when `source` is no place in the volume; looks at nothing then.
     """
-    root = resolve_source(volume, source)
+    found = resolve_source(volume, source)
     digest = hashlib.blake2b(digest_size=16)
     # What cannot be listed, or goes while we look, staging will name.
-    for folder, folders, files in os.walk(root):
-        folders.sort()
-        for name in (*folders, *sorted(files)):
-            _add(digest, f"{folder}/{name}")
-    _add(digest, str(root))
+    with contextlib.suppress(OSError), open_volume(volume) as root:
+        status = root.status(found) if found else os.fstat(root.descriptor)
+        _add(digest, found, status)
+        if stat.S_ISDIR(status.st_mode):
+            with root.folder(found) as folder:
+                for prefix, _, entries in folder.walk(lambda path, error: None):
+                    for entry in entries:
+                        with contextlib.suppress(OSError):
+                            _add(digest, prefix + entry.name, entry.stat(follow_symlinks=False))
     return digest.hexdigest()
 
 
-def _add(digest: "hashlib.blake2b", path: str) -> None:
-    with contextlib.suppress(OSError):
-        found = os.lstat(path)
-        digest.update(b"%b\0%d %d %d\n" % (os.fsencode(path), found.st_ino, found.st_size, found.st_mtime_ns))
+def _add(digest: "hashlib.blake2b", path: str, status: os.stat_result) -> None:
+    digest.update(b"%b\0%d %d %d\n" % (os.fsencode(path), status.st_ino, status.st_size, status.st_mtime_ns))

@@ -4,19 +4,22 @@ Owns the walk. Knows nothing of budgets. Invariants: a file with several hard li
 the walk is not an error; other filesystems mounted below the volume are not counted.
 """
 
-import contextlib
+import errno
 import os
 import stat
-from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Final
 
 import structlog
 
 from mooring_agent.adapters.volume.errors import volume_error
+from mooring_agent.adapters.volume.shared_volume import open_volume
 from mooring_agent.ports import DiskReading
 
 _BLOCK_BYTES: Final = 512
+# Gone meanwhile, replaced by a link meanwhile, or another filesystem.
+_NOT_OURS: Final = frozenset({errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.EXDEV})
 
 _log: structlog.typing.FilteringBoundLogger = structlog.get_logger()
 
@@ -45,46 +48,32 @@ class VolumeMeter:
         )
 
     def _used_bytes(self) -> int:
-        root = self._volume.stat()
-        blocks = root.st_blocks
-        counted: set[int] = set()
-        waiting = [str(self._volume)]
-        while waiting:
-            folder = waiting.pop()
-            try:
-                found = list(_entries(folder))
-            except FileNotFoundError:
-                continue
-            except PermissionError as error:
-                if folder == str(self._volume):
-                    raise
-                self._report_once(folder, error)
-                continue
-            for path, status in found:
-                if status.st_dev != root.st_dev:
-                    continue
-                if stat.S_ISDIR(status.st_mode):
-                    waiting.append(path)
-                elif status.st_nlink > 1:
-                    if status.st_ino in counted:
-                        continue
-                    counted.add(status.st_ino)
-                blocks += status.st_blocks
+        with open_volume(self._volume) as root:
+            here = os.fstat(root.descriptor)
+            blocks = here.st_blocks
+            counted: set[int] = set()
+            for _, _, entries in root.walk(self._left_out):
+                for entry in entries:
+                    with suppress(FileNotFoundError):
+                        status = entry.stat(follow_symlinks=False)
+                        if stat.S_ISDIR(status.st_mode):
+                            blocks += status.st_blocks if status.st_dev == here.st_dev else 0
+                            continue
+                        if status.st_nlink > 1:
+                            if status.st_ino in counted:
+                                continue
+                            counted.add(status.st_ino)
+                        blocks += status.st_blocks
         return blocks * _BLOCK_BYTES
 
-    def _report_once(self, folder: str, error: OSError) -> None:
-        if folder not in self._reported:
+    def _left_out(self, folder: str, error: OSError) -> None:
+        if not folder:
+            raise error
+        if error.errno not in _NOT_OURS and folder not in self._reported:
             self._reported.add(folder)
             _log.warning(
                 "disk.folder_unreadable",
-                folder=folder,
+                folder=f"{self._volume}/{folder.rstrip('/')}",
                 reason=str(error),
                 hint="what it holds is not counted: give the agent the trainer's UID or GID if that is much",
             )
-
-
-def _entries(folder: str) -> Iterator[tuple[str, os.stat_result]]:
-    with os.scandir(folder) as entries:
-        for entry in entries:
-            with contextlib.suppress(FileNotFoundError):
-                yield entry.path, entry.stat(follow_symlinks=False)

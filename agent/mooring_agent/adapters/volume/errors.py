@@ -7,6 +7,8 @@ from mooring_agent.core.errors import ErrorKind, VolumeError
 _FULL = frozenset({errno.ENOSPC, errno.EDQUOT})
 _GONE = frozenset({errno.ENOENT, errno.ENOTDIR})
 _NO_FOLDER = _GONE | {errno.EEXIST}
+# As `shared_volume` says that a name leads elsewhere.
+_FOREIGN = frozenset({errno.ELOOP, errno.EXDEV, errno.EINVAL})
 
 
 def volume_error(error: OSError, what: str) -> VolumeError:
@@ -32,6 +34,12 @@ def folder_error(error: OSError, what: str) -> VolumeError:
     if error.errno in _NO_FOLDER:
         return VolumeError(
             ErrorKind.VOLUME_UNUSABLE, message, hint="give a --volume that is a directory, or where one can be made"
+        )
+    if error.errno in _FOREIGN:
+        return VolumeError(
+            ErrorKind.VOLUME_UNUSABLE,
+            message,
+            hint="a link, another filesystem or no plain file is where Mooring keeps a folder or a file: remove it",
         )
     return VolumeError(
         ErrorKind.VOLUME_UNUSABLE,

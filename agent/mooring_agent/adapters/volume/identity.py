@@ -2,15 +2,22 @@
 
 A volume that outlives a run may meet another one, and neither may send or resume what the other saved. Invariant: what
 is written is never replaced.
+
+It lies on the volume, because it must live as long: a trainer that rewrites it keeps its own checkpoints from being
+stored, or has them stored where its agent stores them anyway.
 """
 
 import secrets
 from pathlib import Path
+from typing import Final
 
-from mooring_agent.adapters.volume.durable_files import sync_folder, write_durably
 from mooring_agent.adapters.volume.errors import folder_error
+from mooring_agent.adapters.volume.shared_volume import open_volume
 from mooring_agent.core.errors import ErrorKind, MooringError
 from mooring_api.names import OWNING_DESTINATION, STATE_DIRECTORY
+
+_PATH: Final = f"{STATE_DIRECTORY}/{OWNING_DESTINATION}"
+_LIMIT_BYTES: Final = 64 * 1024
 
 
 def claim(volume: Path, destination: str) -> None:
@@ -35,29 +42,30 @@ def claim(volume: Path, destination: str) -> None:
 
 def owner_of(volume: Path) -> str | None:
     """The destination that the volume belongs to; None if it is nobody's yet. VolumeError when it cannot be read."""
-    path = volume / STATE_DIRECTORY / OWNING_DESTINATION
     try:
-        return path.read_text(errors="replace").strip()
+        with open_volume(volume) as root:
+            return root.read(_PATH, _LIMIT_BYTES).decode(errors="replace").strip()
     except FileNotFoundError:
         return None
     except OSError as error:
-        raise folder_error(error, f"cannot read {path}") from error
+        raise folder_error(error, f"cannot read {volume}/{_PATH}") from error
 
 
 def _write(volume: Path, destination: str) -> None:
-    path = volume / STATE_DIRECTORY / OWNING_DESTINATION
+    aside = f"{OWNING_DESTINATION}-{secrets.token_hex(8)}"
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        aside = path.with_name(f"{path.name}-{secrets.token_hex(8)}")
-        write_durably(aside, f"{destination}\n".encode())
-        try:
-            path.hardlink_to(aside)
-        except FileExistsError:
-            pass  # somebody else was first
-        except OSError:
-            aside.rename(path)  # a filesystem without hard links: the last keeps it
-        finally:
-            aside.unlink(missing_ok=True)
-        sync_folder(path.parent)
+        volume.mkdir(parents=True, exist_ok=True)
+        with open_volume(volume) as root, root.make_folder(STATE_DIRECTORY) as folder:
+            folder.write_durably(aside, f"{destination}\n".encode())
+            try:
+                with folder.opened_file(aside) as descriptor:
+                    folder.link_open_file(descriptor, OWNING_DESTINATION)
+            except FileExistsError:
+                pass  # somebody else was first
+            except OSError:
+                folder.rename(aside, folder, OWNING_DESTINATION)  # a filesystem without hard links: the last keeps it
+            finally:
+                folder.unlink(aside)
+            folder.sync()
     except OSError as error:
-        raise folder_error(error, f"cannot write {path}") from error
+        raise folder_error(error, f"cannot write {volume}/{_PATH}") from error

@@ -1,27 +1,28 @@
-"""One file into the staging area: by hard link, else by reflink, else by copy; and the proof of which file it was.
+"""One file into the staging area: by hard link, else by reflink, else by copy.
 
 Must not know saves, ranks or descriptors; leaves it to the caller to make pins durable. Invariants: what is pinned is
-the very file that was opened and found to lie in the volume, however fast a trainer swaps names; a copy of a file that
-was written to meanwhile is an error. A checkpoint can have ten thousand files: paths are strings, for pathlib's objects
-cost more than the calls to the kernel.
+the very file that was opened, however fast a trainer swaps names; a copy of a file that was written to meanwhile is an
+error.
 """
 
 import errno
 import fcntl
 import os
-import stat
 from pathlib import Path
 from typing import Final
 
 import structlog
 
 from mooring_agent.adapters.volume.errors import volume_error
-from mooring_agent.core.errors import ErrorKind, RequestError, VolumeError
+from mooring_agent.adapters.volume.shared_volume import Folder
+from mooring_agent.core.errors import ErrorKind, VolumeError
 
 _FICLONE: Final = 0x40049409
 _LINK_REFUSALS: Final = frozenset({errno.EPERM, errno.EXDEV, errno.EMLINK, errno.EOPNOTSUPP})
 _COPY_REFUSALS: Final = frozenset({errno.EXDEV, errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP})
 _COPY_STEP_BYTES: Final = 1 << 30
+# A link, or a fifo, where a file was a moment ago.
+_REPLACED: Final = frozenset({errno.ELOOP, errno.EINVAL})
 
 _log: structlog.typing.FilteringBoundLogger = structlog.get_logger()
 
@@ -31,58 +32,33 @@ class Pinner:
 
     def __init__(self, volume: Path) -> None:
         self._volume = volume
-        self._inside = f"{volume}/"
         self._reported: set[str] = set()
 
-    def pin(self, source: str, target: str, *, private: bool) -> bool:
-        """Make `target` hold the bytes of `source`, a resolved path; returns whether its inode is ours alone."""
-        descriptor = self._open(source)
+    def pin(self, source: Folder, name: str, target: Folder, target_name: str, *, private: bool) -> bool:
+        """Make `target_name` hold the bytes of `name`; returns whether its inode is ours alone."""
+        try:
+            descriptor = source.open_file(name)
+        except OSError as error:
+            raise _changed(name) if error.errno in _REPLACED else volume_error(error, f"cannot open {name}") from error
         try:
             if not private:
                 try:
-                    os.link(source, target)
+                    target.link_open_file(descriptor, target_name)
                 except OSError as error:
                     if error.errno not in _LINK_REFUSALS:
-                        raise volume_error(error, f"cannot pin {source}") from error
+                        raise volume_error(error, f"cannot pin {name}") from error
                     self._report_once("hard_link_refused", error)
                 else:
-                    # Names may have moved since the file was opened: only the inode says what was linked.
-                    linked, opened = os.lstat(target), os.fstat(descriptor)
-                    if (linked.st_dev, linked.st_ino) != (opened.st_dev, opened.st_ino):
-                        raise _changed(source)
                     return False
-            self._copy(descriptor, source, target)
+            self._copy(descriptor, name, target, target_name)
         finally:
             os.close(descriptor)
         return True
 
-    def _open(self, source: str) -> int:
-        try:
-            # O_NONBLOCK: a name that became a fifo since the scan must not hang the agent.
-            descriptor = os.open(source, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
-        except OSError as error:
-            raise (
-                _changed(source) if error.errno == errno.ELOOP else volume_error(error, f"cannot open {source}")
-            ) from error
-        try:
-            if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-                raise _changed(source)
-            real = os.readlink(f"/proc/self/fd/{descriptor}")  # noqa: PTH115 - paths are strings here, see above
-            if not real.startswith(self._inside):
-                raise RequestError(
-                    ErrorKind.PATH_OUTSIDE_VOLUME,
-                    f"{source} leads to {real}, outside the volume {self._volume}",
-                    hint="save into the shared volume, without links that leave it",
-                )
-        except BaseException:
-            os.close(descriptor)
-            raise
-        return descriptor
-
-    def _copy(self, descriptor: int, source: str, target: str) -> None:
+    def _copy(self, descriptor: int, source: str, target: Folder, target_name: str) -> None:
         before = os.fstat(descriptor)
         try:
-            copy = os.open(target, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+            copy = target.open_file(target_name, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
             try:
                 try:
                     fcntl.ioctl(copy, _FICLONE, descriptor)

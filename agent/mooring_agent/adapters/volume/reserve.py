@@ -11,7 +11,8 @@ from typing import Final
 
 import structlog
 
-from mooring_api.names import RESERVE
+from mooring_agent.adapters.volume.shared_volume import PARTIAL_SUFFIX, open_volume
+from mooring_api.names import RESERVE, STATE_DIRECTORY
 
 RESERVE_BYTES: Final = 8 * 1024 * 1024
 
@@ -19,33 +20,38 @@ _log: structlog.typing.FilteringBoundLogger = structlog.get_logger()
 
 
 class Reserve:
-    """`folder` is the volume's state directory. `keep` and `spend` are idempotent and may be called from any thread."""
+    """`keep` and `spend` are idempotent and may be called from any thread."""
 
-    def __init__(self, folder: Path) -> None:
-        self._path = folder / RESERVE
+    def __init__(self, volume: Path) -> None:
+        self._volume = volume
+        self._path = f"{STATE_DIRECTORY}/{RESERVE}"
 
     def keep(self) -> None:
         """Set the room aside again if it is not there; a volume without room for it goes without."""
-        if self._path.exists():
-            return
-        partial = self._path.with_suffix(".partial")
+        partial = self._path + PARTIAL_SUFFIX
         try:
-            descriptor = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o600)
-            try:
-                os.posix_fallocate(descriptor, 0, RESERVE_BYTES)
-            finally:
-                os.close(descriptor)
-            partial.rename(self._path)
+            with open_volume(self._volume) as root:
+                if root.exists(self._path):
+                    return
+                try:
+                    with root.opened_file(partial, os.O_WRONLY | os.O_CREAT, 0o600) as descriptor:
+                        os.posix_fallocate(descriptor, 0, RESERVE_BYTES)
+                    root.rename(partial, root, self._path)
+                except OSError:
+                    with contextlib.suppress(OSError):
+                        root.unlink(partial)
+                    raise
         except OSError as error:
-            _log.warning("reserve_not_kept", path=str(self._path), reason=str(error))
-            with contextlib.suppress(OSError):
-                partial.unlink(missing_ok=True)
+            _log.warning("reserve_not_kept", path=f"{self._volume}/{self._path}", reason=str(error))
 
     def spend(self) -> bool:
         """Give the room up; False if there was none to give."""
         try:
-            self._path.unlink()
+            with open_volume(self._volume) as root:
+                if not root.exists(self._path):
+                    return False
+                root.unlink(self._path)
         except OSError:
             return False
-        _log.warning("reserve_spent", path=str(self._path))
+        _log.warning("reserve_spent", path=f"{self._volume}/{self._path}")
         return True

@@ -1,7 +1,8 @@
-"""The folders that trainer and agent both write into: whoever may write the volume may write them.
+"""The folders that trainer and agent both write into, which whoever may write the volume may write; and our own.
 
 Whoever comes first makes them, and the usual umask would keep a trainer of another user out, though kubelet made the
 volume for every user of the pod. Nothing is opened wider than the volume itself, and no folder of others is changed.
+`.mooring` itself is not among them: what else is in it, the socket above all, only its owner may replace.
 """
 
 import contextlib
@@ -10,6 +11,8 @@ import stat
 from pathlib import Path
 from typing import Final
 
+from mooring_agent.adapters.volume.shared_volume import Folder, open_volume, path_in
+from mooring_agent.core.errors import ErrorKind, VolumeError
 from mooring_api.names import RANKS_DIRECTORY, RECORDS_DIRECTORY, STATE_DIRECTORY
 
 _OTHERS_WRITE: Final = 0o022
@@ -18,35 +21,46 @@ _SHARED_BITS: Final = 0o077
 
 def make_shared_folders(volume: Path, checkpoint_directory: Path) -> None:
     """Make those that are missing, as far as that is possible: whoever needs one says what is wrong with it. Blocks."""
-    state = volume / STATE_DIRECTORY
-    folders = [state, state / RECORDS_DIRECTORY, state / RANKS_DIRECTORY]
+    shared = [f"{STATE_DIRECTORY}/{RECORDS_DIRECTORY}", f"{STATE_DIRECTORY}/{RANKS_DIRECTORY}"]
     if checkpoint_directory.is_relative_to(volume):
-        below = checkpoint_directory.relative_to(volume)
-        on_the_way = [volume / parent for parent in reversed(below.parents)]
-        folders += [*on_the_way, checkpoint_directory]
-    with contextlib.suppress(OSError):
-        mode = volume.stat().st_mode
-        for folder in folders:
-            _make(folder, mode)
+        names = path_in(volume, checkpoint_directory).split("/")
+        shared += ["/".join(names[:depth]) for depth in range(1, len(names) + 1) if names[0]]
+    with contextlib.suppress(OSError), open_volume(volume) as root:
+        mode = os.fstat(root.descriptor).st_mode
+        root.make_folder(STATE_DIRECTORY, 0o755).close()
+        for path in shared:
+            if not root.exists(path):
+                with root.make_folder(path) as folder:
+                    _share(folder, mode)
 
 
-def share_tree(tree: Path, volume: Path) -> None:
+def make_state_directory(volume: Path, state_directory: Path) -> None:
+    """Where agent and restore keep what they believe. Raises VolumeError."""
+    try:
+        volume.mkdir(parents=True, exist_ok=True)
+        if state_directory.is_relative_to(volume):
+            # Whose content the trainer chose, by a link in its place, must not be believed.
+            with open_volume(volume) as root:
+                root.make_folder(path_in(volume, state_directory), 0o700).close()
+        else:
+            state_directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+    except OSError as error:
+        raise VolumeError(
+            ErrorKind.VOLUME_UNUSABLE,
+            f"cannot make the state directory {state_directory}: {error.strerror}",
+            hint="give a --state-directory that the agent's user may write",
+        ) from error
+
+
+def share_tree(tree: Folder, volume: Folder) -> None:
     """What we made for the trainer to remove one day: a folder's content goes only by whoever may write it. Blocks."""
     with contextlib.suppress(OSError):
-        mode = volume.stat().st_mode
-        for folder, _, _ in os.walk(tree):
-            _share(Path(folder), mode)
+        mode = os.fstat(volume.descriptor).st_mode
+        for _, folder, _ in tree.walk():
+            _share(folder, mode)
 
 
-def _make(folder: Path, mode: int) -> None:
-    try:
-        folder.mkdir()
-    except FileExistsError:
-        return
-    _share(folder, mode)
-
-
-def _share(folder: Path, mode: int) -> None:
+def _share(folder: Folder, mode: int) -> None:
     """After the umask. Where nobody else may write, or all keep their own (the sticky bit), nothing is shared."""
     if mode & _OTHERS_WRITE and not mode & stat.S_ISVTX:
-        folder.chmod(stat.S_IMODE(folder.stat().st_mode) | (mode & _SHARED_BITS))
+        os.fchmod(folder.descriptor, stat.S_IMODE(os.fstat(folder.descriptor).st_mode) | (mode & _SHARED_BITS))

@@ -1,23 +1,27 @@
-"""Which files an announced path means: every one of them resolved, found to lie in the volume, and fit to be stored.
+"""Which files an announced path means: every one of them found to lie in the volume, and fit to be stored.
 
 Reads names only, never content. Invariants: nothing is skipped in silence; what cannot be stored is a RequestError that
-names it; a link that stays inside the volume is followed, one that leaves it is refused. A name may move after it was
-resolved: `pinning` checks again what it opens. Paths of files are strings, and what the folder's listing tells is not
-asked again: a checkpoint can have ten thousand.
+names it; a link that stays inside the volume is followed, one that leaves it is refused. Links are followed here, by
+reading them; what is found is a path without links, which `shared_volume` opens as such or not at all. Paths are
+strings, and what the folder's listing tells is not asked again: a checkpoint can have ten thousand files.
 """
 
-import errno
 import os
 import stat
+from collections import deque
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Final
 
 from mooring_agent.adapters.volume.errors import volume_error
-from mooring_agent.core.errors import ErrorKind, MooringError, RequestError, VolumeError
+from mooring_agent.adapters.volume.shared_volume import Folder, open_volume
+from mooring_agent.core.errors import ErrorKind, RequestError, VolumeError
 from mooring_agent.core.object_layout import check_file_path
 from mooring_api.names import STATE_DIRECTORY
 
+_MOST_LINKS: Final = 40
+"""On the way to one file, as in the kernel."""
+_DEEPEST: Final = 64
 _KINDS: Final = (
     (stat.S_ISFIFO, "a fifo"),
     (stat.S_ISSOCK, "a socket"),
@@ -37,40 +41,30 @@ def check_source(source: str) -> None:
         )
 
 
-def resolve_source(volume: Path, source: str) -> Path:
-    """Where an announced path leads, without a look at what is below it.
+def resolve_source(volume: Path, source: str) -> str:
+    """Where below the volume an announced path leads, without a look at what is below it.
 
-    `volume` is resolved already. Raises RequestError, and VolumeError for what is missing or unreadable.
+    Raises RequestError, and VolumeError for what is missing or unreadable.
     """
     check_source(source)
     try:
-        return _resolve(volume, Path(source))
+        with open_volume(volume) as root:
+            return _Sources(root, volume).resolve(source)
     except OSError as error:
-        raise volume_error(error, f"cannot read {source}") from error
+        raise _unreadable(volume, source, error) from error
 
 
 def resolve_sources(volume: Path, source: str, files: Sequence[str]) -> dict[str, str]:
-    """Path in the checkpoint -> resolved file, by path. `files` empty: everything below `source`.
+    """Path in the checkpoint -> file below the volume, by path. `files` empty: everything below `source`.
 
-    `volume` is resolved already. Raises RequestError, and VolumeError for what is missing or unreadable.
+    Raises RequestError, and VolumeError for what is missing or unreadable.
     """
-    announced = Path(source)
+    check_source(source)
     try:
-        root = resolve_source(volume, source)
-        if not root.is_dir():
-            if files:
-                raise RequestError(
-                    ErrorKind.BAD_REQUEST,
-                    f"{source} is one file, and {len(files)} files of it were announced",
-                    hint="announce the directory that holds the files",
-                )
-            found = {announced.name: _regular(str(root), str(announced))}
-        elif files:
-            found = {path: _named(volume, root, path) for path in dict.fromkeys(files)}
-        else:
-            found = dict(_walk(volume, str(root), "", (str(root),)))
+        with open_volume(volume) as root:
+            found = dict(_Sources(root, volume).files(source, files))
     except OSError as error:
-        raise volume_error(error, f"cannot read {error.filename or source}") from error
+        raise _unreadable(volume, source, error) from error
     for path in found:
         check_file_path(path)
     if not found:
@@ -80,81 +74,153 @@ def resolve_sources(volume: Path, source: str, files: Sequence[str]) -> dict[str
     return dict(sorted(found.items()))
 
 
-def _named(volume: Path, root: Path, path: str) -> str:
-    named = root / check_file_path(path)
-    return _regular(str(_resolve(volume, named)), str(named))
+class _Sources:
+    """The files of one volume, as announced paths name them."""
 
+    def __init__(self, root: Folder, volume: Path) -> None:
+        self._root = root
+        self._volume = volume
+        # Where the volume's own name is a link, trainers may use either.
+        self._starts = tuple(dict.fromkeys((str(volume), os.path.realpath(volume))))
+        self._folders: dict[str, str] = {}
 
-def _walk(volume: Path, folder: str, prefix: str, ancestors: tuple[str, ...]) -> Iterator[tuple[str, str]]:
-    """`folder` and its `ancestors` are resolved."""
-    own = str(volume / STATE_DIRECTORY)
-    with os.scandir(folder) as entries:
-        for entry in entries:
-            name, path = prefix + entry.name, entry.path
-            if entry.is_file(follow_symlinks=False):
-                yield name, path
+    def files(self, source: str, files: Sequence[str]) -> Iterator[tuple[str, str]]:
+        found = self.resolve(source)
+        if found and not stat.S_ISDIR(self._root.status(found).st_mode):
+            if files:
+                raise RequestError(
+                    ErrorKind.BAD_REQUEST,
+                    f"{source} is one file, and {len(files)} files of it were announced",
+                    hint="announce the directory that holds the files",
+                )
+            yield source.rstrip("/").rpartition("/")[2], self._regular(found, source)
+        elif files:
+            for path in dict.fromkeys(files):
+                yield path, self._named(source, path)
+        else:
+            yield from self._walk(found, source, "", (found,))
+
+    def resolve(self, path: str) -> str:
+        """Where below the volume an absolute path leads; empty for the volume itself."""
+        below = self._below(path)
+        if below is None:
+            # By way of links outside the volume, which are not the trainer's.
+            below = self._below(os.path.realpath(path))
+        if below is None:
+            raise self._outside(f"{path} is")
+        found = self._follow(below, path)
+        if found == STATE_DIRECTORY or found.startswith(f"{STATE_DIRECTORY}/"):
+            raise RequestError(
+                ErrorKind.BAD_REQUEST,
+                f"{self._volume}/{found} is Mooring's own folder",
+                hint=f"save into a folder of the volume other than {STATE_DIRECTORY}",
+            )
+        return found
+
+    def _below(self, path: str) -> str | None:
+        for start in self._starts:
+            if path == start or path.startswith(f"{start}/"):
+                return path[len(start) + 1 :]
+        return None
+
+    def _follow(self, below: str, named: str) -> str:
+        """`below` the volume without its links."""
+        done: list[str] = []
+        waiting = deque(below.split("/"))
+        last_link = ""
+        links = 0
+        while waiting:
+            name = waiting.popleft()
+            if name in {"", "."}:
                 continue
-            if entry.is_symlink():
-                real = str(_resolve(volume, Path(path)))
-            elif path == own:
-                raise _reserved(path)
-            else:
-                real = path
-            if stat.S_ISDIR(os.lstat(real).st_mode):
-                if real in ancestors:
+            if name == "..":
+                if not done:
+                    raise self._outside(f"{named} is")
+                done.pop()
+                continue
+            here = "/".join((*done, name))
+            try:
+                if not stat.S_ISLNK(self._root.status(here).st_mode):
+                    done.append(name)
+                    continue
+                target = self._root.read_link(here)
+            except (FileNotFoundError, NotADirectoryError) as error:
+                raise (_dangling(named, last_link) if last_link else error) from error
+            links += 1
+            last_link = target
+            if links > _MOST_LINKS:
+                raise RequestError(ErrorKind.BAD_REQUEST, f"{named} is a link in a circle", hint="remove the link")
+            if target.startswith("/"):
+                inside = self._below(target)
+                if inside is None:
+                    raise self._outside(f"{named} is, or lies below, a link to {target}, which is")
+                target = inside
+                done.clear()
+            waiting.extendleft(reversed(target.split("/")))
+        return "/".join(done)
+
+    def _named(self, source: str, path: str) -> str:
+        above, _, name = check_file_path(path).rpartition("/")
+        if above not in self._folders:
+            self._folders[above] = self.resolve(f"{source}/{above}")
+        folder = self._folders[above]
+        found = f"{folder}/{name}" if folder else name
+        if stat.S_ISLNK(self._root.status(found).st_mode):
+            found = self.resolve(f"{source}/{path}")
+        return self._regular(found, f"{source}/{path}")
+
+    def _walk(self, found: str, named: str, prefix: str, ancestors: tuple[str, ...]) -> Iterator[tuple[str, str]]:
+        """Everything below the folder `found`; `ancestors` are the folders that lead to it, itself the last."""
+        if len(ancestors) > _DEEPEST:
+            raise RequestError(
+                ErrorKind.BAD_REQUEST,
+                f"{named} has more than {_DEEPEST} folders below each other",
+                hint="save into fewer folders",
+            )
+        inside = f"{found}/" if found else ""
+        with self._root.folder(found) as folder:
+            for entry in folder.entries():
+                path, shown = inside + entry.name, f"{named}/{entry.name}"
+                if entry.is_file(follow_symlinks=False):
+                    yield prefix + entry.name, path
+                    continue
+                if entry.is_symlink() or path == STATE_DIRECTORY:
+                    path = self.resolve(f"{self._starts[0]}/{path}")
+                if path and not stat.S_ISDIR(self._root.status(path).st_mode):
+                    yield prefix + entry.name, self._regular(path, shown)
+                    continue
+                if path in ancestors:
                     raise RequestError(
                         ErrorKind.BAD_REQUEST,
-                        f"{path} is a link to {real}, which holds it",
+                        f"{shown} is a link to {self._volume}/{path}, which holds it",
                         hint="remove the link: it would make the checkpoint endless",
                     )
-                yield from _walk(volume, real, f"{name}/", (*ancestors, real))
-            else:
-                yield name, _regular(real, path)
+                yield from self._walk(path, shown, f"{prefix}{entry.name}/", (*ancestors, path))
 
-
-def _resolve(volume: Path, path: Path) -> Path:
-    """Where `path` really leads, if that is a place in the volume that may be staged."""
-    try:
-        real = path.resolve(strict=True)
-    except (OSError, RuntimeError) as error:
-        raise _unresolved(path, error) from error
-    if not real.is_relative_to(volume):
-        leads = f"{path} leads to {real}, which is" if real != path else f"{path} is"
+    def _regular(self, found: str, named: str) -> str:
+        mode = self._root.status(found).st_mode
+        if stat.S_ISREG(mode):
+            return found
+        kind = next((name for test, name in _KINDS if test(mode)), "no regular file")
         raise RequestError(
+            ErrorKind.BAD_REQUEST, f"{named} is {kind}", hint="a checkpoint is made of plain files: move it elsewhere"
+        )
+
+    def _outside(self, what: str) -> RequestError:
+        return RequestError(
             ErrorKind.PATH_OUTSIDE_VOLUME,
-            f"{leads} outside the volume {volume}",
+            f"{what} outside the volume {self._volume}",
             hint="save into the shared volume, without links that leave it",
         )
-    if real.is_relative_to(volume / STATE_DIRECTORY):
-        raise _reserved(str(real))
-    return real
 
 
-def _unresolved(path: Path, error: OSError | RuntimeError) -> MooringError:
-    if isinstance(error, RuntimeError) or error.errno == errno.ELOOP:
-        return RequestError(ErrorKind.BAD_REQUEST, f"{path} is a link in a circle", hint="remove the link")
-    if path.is_symlink():
-        return VolumeError(
-            ErrorKind.FILE_MISSING,
-            f"{path} is a link to {path.readlink()}, which does not exist",
-            hint="remove the link, or write the file it names",
-        )
-    return volume_error(error, f"cannot read {path}")
-
-
-def _regular(real: str, named: str) -> str:
-    mode = os.lstat(real).st_mode
-    if stat.S_ISREG(mode):
-        return real
-    kind = next((name for test, name in _KINDS if test(mode)), "no regular file")
-    raise RequestError(
-        ErrorKind.BAD_REQUEST, f"{named} is {kind}", hint="a checkpoint is made of plain files: move it elsewhere"
+def _dangling(named: str, target: str) -> VolumeError:
+    return VolumeError(
+        ErrorKind.FILE_MISSING,
+        f"{named} is a link to {target}, which does not exist",
+        hint="remove the link, or write the file it names",
     )
 
 
-def _reserved(path: str) -> RequestError:
-    return RequestError(
-        ErrorKind.BAD_REQUEST,
-        f"{path} is Mooring's own folder",
-        hint=f"save into a folder of the volume other than {STATE_DIRECTORY}",
-    )
+def _unreadable(volume: Path, source: str, error: OSError) -> VolumeError:
+    return volume_error(error, f"cannot read {f'{volume}/{error.filename}' if error.filename else source}")

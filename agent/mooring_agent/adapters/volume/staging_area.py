@@ -8,37 +8,45 @@ and nothing of `.mooring` is ever pinned; files and names are on disk before the
 leaves nothing behind, one that is killed leaves a folder without a descriptor, which `scan` removes; two ranks never
 stage different bytes under one path of a save; what is written to a pinned file later shows in its fingerprint. Empty
 folders are not part of a checkpoint. The same save and rank are staged by one thread at a time.
+
+The trainer can write a descriptor, just as it can announce: it says which files of its own folder are the pins, and
+nothing in it leads anywhere else.
 """
 
-import errno
-import filecmp
-import json
 import os
-import shutil
+import re
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from itertools import chain
+from itertools import chain, groupby
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 import structlog
 
-from mooring_agent.adapters.folders import make_folder
 from mooring_agent.adapters.volume.content_signature import content_signature
-from mooring_agent.adapters.volume.durable_files import PARTIAL_SUFFIX, partial_of, sync_folder, write_durably
 from mooring_agent.adapters.volume.errors import volume_error
 from mooring_agent.adapters.volume.pinning import Pinner
 from mooring_agent.adapters.volume.reserve import Reserve
+from mooring_agent.adapters.volume.second_look import check_sent, rewritten_in_place
+from mooring_agent.adapters.volume.shared_volume import (
+    PARTIAL_SUFFIX,
+    Folder,
+    fingerprint,
+    open_volume,
+)
 from mooring_agent.adapters.volume.source_walk import resolve_source, resolve_sources
+from mooring_agent.adapters.volume.staged_descriptor import encode_descriptor, read_descriptor
 from mooring_agent.core.commit import DIFFERENT_FILES_HINT
-from mooring_agent.core.errors import ErrorKind, RequestError, VolumeError
-from mooring_agent.core.model import Fingerprint, StagedFile
+from mooring_agent.core.errors import ErrorKind, MooringError, RequestError, VolumeError
+from mooring_agent.core.model import RankManifest, StagedFile
 from mooring_agent.core.object_layout import check_token
 from mooring_agent.ports import StageRequest
 from mooring_api.names import STAGED_DIRECTORY, STATE_DIRECTORY
 
-_FORMAT_VERSION: Final = 1
+_ROOT: Final = f"{STATE_DIRECTORY}/{STAGED_DIRECTORY}"
+_DESCRIPTOR: Final = re.compile(r"(rank-\d{5,10})\.json")
+_COMPARED_BYTES: Final = 1024 * 1024
 # The longest that a kernel is built with is 10 ms.
 _TICK_SECONDS: Final = 0.02
 # A filesystem commits its own journal once for all that wait together: this many wait.
@@ -53,10 +61,25 @@ class LocalStagingArea:
     """`ports.StagingArea` on a local filesystem."""
 
     def __init__(self, volume: Path) -> None:
-        self._volume = volume.resolve()
-        self._root = self._volume / STATE_DIRECTORY / STAGED_DIRECTORY
-        self._pinner = Pinner(self._volume)
-        self._reserve = Reserve(self._volume / STATE_DIRECTORY)
+        self._volume = volume
+        self._pinner = Pinner(volume)
+        self._reserve = Reserve(volume)
+
+    def make_durable(self, source: str, files: Sequence[str]) -> None:
+        try:
+            sources = list(resolve_sources(self._volume, source, files).values())
+        except MooringError:
+            return  # staging says what is wrong
+        folders = {_folder_of(path) for path in sources}
+        # And the names of the folders themselves.
+        folders |= {_folder_of(folder) for folder in folders}
+        try:
+            with open_volume(self._volume) as root:
+                self._sync(root, sources, sorted(folders))
+        except FileNotFoundError:
+            return  # as above
+        except OSError as error:
+            raise volume_error(error, f"cannot make {source} durable") from error
 
     def stage(self, request: StageRequest) -> tuple[StagedFile, ...]:
         try:
@@ -70,180 +93,210 @@ class LocalStagingArea:
         return files
 
     def _stage(self, request: StageRequest) -> tuple[StagedFile, ...]:
-        folder = self._save_folder(request.save) / f"rank-{request.rank:05d}"
-        descriptor = _descriptor_of(folder)
-        if descriptor.exists():
-            try:
-                return self._read(descriptor)[1]
-            except (OSError, ValueError, KeyError, TypeError) as error:
-                _log.warning("staged_descriptor_unreadable", path=str(descriptor), reason=str(error))
-                descriptor.unlink(missing_ok=True)
-        sources = resolve_sources(self._volume, request.source, request.files)
-        announced = str(resolve_source(self._volume, request.source))
+        save = _save_folder(request.save)
+        folder = f"{save}/rank-{request.rank:05d}"
         try:
-            # What a killed stage left; without a descriptor it is nobody's.
-            _remove_tree(folder)
-            folders = self._make_folders(folder, sources)
-            private = [
-                self._pinner.pin(source, f"{folder}/{path}", private=_is_rewritten(request, source))
-                for path, source in sources.items()
-            ]
-            with ThreadPoolExecutor(_SYNC_THREADS, "stage") as threads:
-                synced = threads.map(_sync_files, _turns([f"{folder}/{path}" for path in sources]))
-                fingerprints = list(chain.from_iterable(synced))
-                for _ in threads.map(sync_folder, folders):
-                    pass
-            pins = folder.relative_to(self._volume).as_posix()
-            files = tuple(
-                StagedFile(
-                    path=path,
-                    pin=f"{pins}/{path}",
-                    fingerprint=fingerprint,
-                    private=is_private,
-                    announced=source == announced,
-                )
-                for (path, source), is_private, fingerprint in zip(sources.items(), private, fingerprints, strict=True)
-            )
-            _let_a_tick_pass(files)
-            # Files that were named one by one are judged one by one: others in the folder may change.
-            if (
-                request.signature
-                and not request.files
-                and content_signature(self._volume, request.source) != request.signature
-            ):
-                raise VolumeError(
-                    ErrorKind.FILE_CHANGED,
-                    f"{request.source} was written to while it was being staged",
-                    hint="announce a checkpoint after its last file is written, and do not write to it again",
-                )
-            write_durably(descriptor, _encode(request, files))
+            with open_volume(self._volume) as root:
+                staged = self._staged_before(root, folder)
+                if staged is not None:
+                    return staged
+                sources = resolve_sources(self._volume, request.source, request.files)
+                announced = resolve_source(self._volume, request.source)
+                try:
+                    files = self._pin_all(root, folder, sources, announced, request)
+                    # Files that were named one by one are judged one by one: others in the folder may change.
+                    if (
+                        request.signature
+                        and not request.files
+                        and content_signature(self._volume, request.source) != request.signature
+                    ):
+                        raise VolumeError(
+                            ErrorKind.FILE_CHANGED,
+                            f"{request.source} was written to while it was being staged",
+                            hint="announce a checkpoint after its last file is written, and do not write to it again",
+                        )
+                    root.write_durably(f"{folder}.json", encode_descriptor(request.descriptor, files))
+                except BaseException:
+                    self._undo(root, folder)
+                    raise
         except OSError as error:
-            self._undo(folder)
             raise volume_error(error, f"cannot stage {request.source}") from error
-        except BaseException:
-            self._undo(folder)
-            raise
         return files
+
+    def _staged_before(self, root: Folder, folder: str) -> tuple[StagedFile, ...] | None:
+        try:
+            return read_descriptor(root, folder)[1]
+        except FileNotFoundError:
+            return None
+        except (OSError, ValueError) as error:
+            _log.warning("staged_descriptor_unreadable", path=f"{folder}.json", reason=str(error))
+            root.remove(f"{folder}.json")
+            return None
+
+    def _pin_all(
+        self, root: Folder, folder: str, sources: Mapping[str, str], announced: str, request: StageRequest
+    ) -> tuple[StagedFile, ...]:
+        # What a killed stage left; without a descriptor it is nobody's.
+        root.remove(folder)
+        folders = _make_folders(root, folder, sources)
+        private = list(self._pin_each(root, folder, sources, request))
+        found = self._sync(root, [f"{folder}/{path}" for path in sources], folders)
+        files = tuple(
+            StagedFile(
+                path=path,
+                pin=f"{folder}/{path}",
+                fingerprint=fingerprint(status),
+                private=is_private,
+                announced=source == announced,
+                changed_ns=status.st_ctime_ns,
+            )
+            for (path, source), is_private, status in zip(sources.items(), private, found, strict=True)
+        )
+        _let_a_tick_pass(files)
+        return files
+
+    def _sync(self, root: Folder, files: Sequence[str], folders: Iterable[str]) -> list[os.stat_result]:
+        """Make files and then folders durable; returns what the files are, which is what was made durable."""
+        with ThreadPoolExecutor(_SYNC_THREADS, "stage") as threads:
+            synced = threads.map(lambda paths: _sync_files(self._volume, paths), _turns(files))
+            found = list(chain.from_iterable(synced))
+            for _ in threads.map(lambda path: _sync_folder(root, path), folders):
+                pass
+        return found
+
+    def _pin_each(self, root: Folder, folder: str, sources: Mapping[str, str], request: StageRequest) -> Iterator[bool]:
+        """Whether each pin's inode is ours alone, in order. Folders are opened once for neighbours."""
+
+        def folders_of(item: tuple[str, str]) -> tuple[str, str]:
+            return _folder_of(item[0]), _folder_of(item[1])
+
+        for (above, source_above), together in groupby(sources.items(), key=folders_of):
+            with root.folder(source_above) as source, root.folder(f"{folder}/{above}".rstrip("/")) as target:
+                for path, found in together:
+                    name = found.rpartition("/")[2]
+                    private = request.private or (
+                        # Its trainer will write to that very inode again.
+                        bool(request.rewritten_inodes) and source.status(name).st_ino in request.rewritten_inodes
+                    )
+                    yield self._pinner.pin(source, name, target, path.rpartition("/")[2], private=private)
 
     def _refuse_other_bytes(self, request: StageRequest, files: Sequence[StagedFile]) -> None:
         """No other rank of the save has another file under a path of these: both would go to the same key.
 
         After our descriptor is there: of two ranks that are staged at once, one at least sees the other's.
         """
-        folder = self._save_folder(request.save) / f"rank-{request.rank:05d}"
+        save = _save_folder(request.save)
+        own = f"rank-{request.rank:05d}"
         try:
-            for descriptor in sorted(folder.parent.glob("rank-*.json")):
-                other = descriptor.with_suffix("")
-                for file in files if other != folder else ():
-                    if _differ(folder / file.path, other / file.path):
-                        _descriptor_of(folder).unlink()
-                        self._undo(folder)
-                        raise RequestError(
-                            ErrorKind.CONTRADICTION,
-                            f"ranks {int(other.name.removeprefix('rank-'))} and {request.rank} of save {request.save} "
-                            f"have different bytes for {file.path}",
-                            hint=DIFFERENT_FILES_HINT,
-                        )
+            with open_volume(self._volume) as root:
+                with root.folder(save) as folder:
+                    others = [match[1] for entry in folder.entries() if (match := _DESCRIPTOR.fullmatch(entry.name))]
+                for other in others:
+                    for file in files if other != own else ():
+                        if _differ(root, f"{save}/{own}/{file.path}", f"{save}/{other}/{file.path}"):
+                            root.unlink(f"{save}/{own}.json")
+                            self._undo(root, f"{save}/{own}")
+                            raise RequestError(
+                                ErrorKind.CONTRADICTION,
+                                f"ranks {int(other.removeprefix('rank-'))} and {request.rank} of save {request.save} "
+                                f"have different bytes for {file.path}",
+                                hint=DIFFERENT_FILES_HINT,
+                            )
         except OSError as error:
             raise volume_error(error, f"cannot compare the ranks of save {request.save}") from error
 
     def check(self, save: str, rank: int, files: Sequence[StagedFile]) -> None:
-        for file in files:
-            path = self._volume / file.pin
-            try:
-                found = _fingerprint(path.lstat())
-            except OSError as error:
-                raise volume_error(error, f"pinned file of save {save}, rank {rank}, {path}") from error
-            if found != file.fingerprint:
-                raise VolumeError(
-                    ErrorKind.FILE_CHANGED,
-                    f"{file.path} of save {save}, rank {rank}, was rewritten in place after it was announced",
-                    hint="write checkpoints to new files (a new name, or a temporary file and a rename)",
-                )
+        what = f"pinned file of save {save}, rank {rank}"
+        try:
+            with open_volume(self._volume) as root:
+                for above, together in groupby(files, key=lambda file: _folder_of(file.pin)):
+                    with root.folder(above) as folder:
+                        for file in together:
+                            what = f"{file.path} of save {save}, rank {rank}"
+                            if fingerprint(folder.status(file.pin.rpartition("/")[2])) != file.fingerprint:
+                                raise rewritten_in_place(what)
+        except OSError as error:
+            raise volume_error(error, what) from error
+
+    def check_sent(self, manifest: RankManifest, files: Sequence[StagedFile]) -> None:
+        check_sent(self._volume, manifest, files)
 
     def release(self, save: str) -> None:
-        folder = self._save_folder(save)
+        folder = _save_folder(save)
         try:
-            descriptors = list(folder.glob("rank-*.json"))
-            for descriptor in descriptors:
-                descriptor.unlink(missing_ok=True)
-            if descriptors:
-                # Descriptors go first, durably: a release that is cut short reads as a stage that was.
-                sync_folder(folder)
-            _remove_tree(folder)
+            with open_volume(self._volume) as root:
+                try:
+                    with root.folder(folder) as opened:
+                        descriptors = [entry.name for entry in opened.entries() if _DESCRIPTOR.fullmatch(entry.name)]
+                        for name in descriptors:
+                            opened.remove(name)
+                        if descriptors:
+                            # They go first, durably: a release that is cut short reads as a stage that was.
+                            opened.sync()
+                except FileNotFoundError:
+                    return
+                root.remove(folder)
         except OSError as error:
             raise volume_error(error, f"cannot release {folder}") from error
 
     def scan(self) -> Iterable[tuple[Mapping[str, object], tuple[StagedFile, ...]]]:
         """As the port says; besides, removes what a killed stage left. Only before the first `stage`."""
-        found = []
+        found: list[tuple[Mapping[str, object], tuple[StagedFile, ...]]] = []
         try:
-            saves = sorted(self._root.iterdir()) if self._root.exists() else []
-            for save in saves:
-                for entry in sorted(save.iterdir()) if save.is_dir() else []:
-                    if entry.name.endswith(PARTIAL_SUFFIX):
-                        entry.unlink()
-                    elif entry.is_dir() and not _descriptor_of(entry).exists():
-                        _log.info("half_staged_removed", path=str(entry))
-                        _remove_tree(entry)
-                    elif entry.suffix == ".json":
-                        try:
-                            found.append(self._read(entry))
-                        except (OSError, ValueError, KeyError, TypeError) as error:
-                            _log.error("staged_descriptor_unreadable", path=str(entry), reason=str(error))
-                _remove_if_empty(save)
+            with open_volume(self._volume) as root:
+                try:
+                    staged = root.folder(_ROOT)
+                except FileNotFoundError:
+                    return found
+                with staged:
+                    for entry in staged.entries():
+                        if entry.is_dir(follow_symlinks=False):
+                            found += self._scan_save(root, f"{_ROOT}/{entry.name}")
+                            staged.remove_if_empty(entry.name)
         except OSError as error:
-            raise volume_error(error, f"cannot scan {self._root}") from error
+            raise volume_error(error, f"cannot scan {self._volume}/{_ROOT}") from error
         return found
 
-    def _save_folder(self, save: str) -> Path:
-        return self._root / check_token(save, "save id")
+    def _scan_save(self, root: Folder, save: str) -> Iterator[tuple[Mapping[str, object], tuple[StagedFile, ...]]]:
+        with root.folder(save) as folder:
+            names = [entry.name for entry in folder.entries()]
+            for name in names:
+                if name.endswith(PARTIAL_SUFFIX):
+                    folder.remove(name)
+                elif name.endswith(".json"):
+                    try:
+                        yield read_descriptor(root, f"{save}/{name.removesuffix('.json')}")
+                    except (OSError, ValueError) as error:
+                        _log.error("staged_descriptor_unreadable", path=f"{save}/{name}", reason=str(error))
+                elif f"{name}.json" not in names:
+                    _log.info("half_staged_removed", path=f"{save}/{name}")
+                    folder.remove(name)
 
-    def _make_folders(self, folder: Path, sources: Mapping[str, str]) -> list[Path]:
-        """Make every folder the pins need; returns those whose entries must reach the disk."""
-        leaves = {path.rpartition("/")[0] for path in sources}
-        needed = {folder}
-        for leaf in leaves:
-            parts = leaf.split("/")
-            needed.update(folder.joinpath(*parts[:depth]) for depth in range(1, len(parts) + 1))
-        for needed_folder in sorted(needed):
-            # Another rank of the save, whose stage failed, may find its folder empty just then.
-            make_folder(needed_folder)
-        return [*needed, folder.parent, self._root, self._root.parent, self._volume]
-
-    def _undo(self, folder: Path) -> None:
+    def _undo(self, root: Folder, folder: str) -> None:
         try:
-            _remove_tree(folder)
-            partial_of(_descriptor_of(folder)).unlink(missing_ok=True)
-            _remove_if_empty(folder.parent)
+            root.remove(folder)
+            root.unlink(f"{folder}.json{PARTIAL_SUFFIX}")
+            root.remove_if_empty(folder.rpartition("/")[0])
+        except FileNotFoundError:
+            pass  # nothing was made yet
         except OSError as error:
-            _log.error("half_staged_kept", path=str(folder), reason=str(error))
-
-    def _read(self, descriptor: Path) -> tuple[Mapping[str, object], tuple[StagedFile, ...]]:
-        value: Any = json.loads(descriptor.read_bytes())
-        if value["format"] != _FORMAT_VERSION:
-            raise ValueError(f"format {value['format']!r} is not known here")
-        content: Any = value["descriptor"]
-        if not isinstance(content, dict):
-            raise TypeError("the descriptor is not a JSON object")
-        folder = descriptor.with_suffix("").relative_to(self._volume)
-        return content, tuple(
-            StagedFile(
-                path=str(file["path"]),
-                pin=(folder / str(file["path"])).as_posix(),
-                fingerprint=Fingerprint(
-                    size_bytes=int(file["size"]), mtime_ns=int(file["mtime_ns"]), inode=int(file["inode"])
-                ),
-                private=bool(file["private"]),
-                announced=bool(file["announced"]),
-            )
-            for file in value["files"]
-        )
+            _log.error("half_staged_kept", path=folder, reason=str(error))
 
 
-def _is_rewritten(request: StageRequest, source: str) -> bool:
-    """Whether its trainer will write to that very inode again."""
-    return request.private or (bool(request.rewritten_inodes) and os.lstat(source).st_ino in request.rewritten_inodes)
+def _save_folder(save: str) -> str:
+    return f"{_ROOT}/{check_token(save, 'save id')}"
+
+
+def _make_folders(root: Folder, folder: str, sources: Mapping[str, str]) -> list[str]:
+    """Make every folder the pins need; returns those whose entries must reach the disk."""
+    needed = {folder}
+    for leaf in {path.rpartition("/")[0] for path in sources}:
+        names = leaf.split("/") if leaf else []
+        needed.update("/".join((folder, *names[:depth])) for depth in range(1, len(names) + 1))
+    for path in sorted(needed):
+        # Another rank of the save, whose stage failed, may find its folder empty just then.
+        root.make_folder(path).close()
+    return [*needed, folder.rpartition("/")[0], _ROOT, STATE_DIRECTORY, ""]
 
 
 def _let_a_tick_pass(files: Sequence[StagedFile]) -> None:
@@ -254,77 +307,57 @@ def _let_a_tick_pass(files: Sequence[StagedFile]) -> None:
         time.sleep(_TICK_SECONDS - age_seconds)
 
 
-def _encode(request: StageRequest, files: Sequence[StagedFile]) -> bytes:
-    return json.dumps(
-        {
-            "format": _FORMAT_VERSION,
-            "descriptor": dict(request.descriptor),
-            "files": [
-                {
-                    "path": file.path,
-                    "size": file.fingerprint.size_bytes,
-                    "mtime_ns": file.fingerprint.mtime_ns,
-                    "inode": file.fingerprint.inode,
-                    "private": file.private,
-                    "announced": file.announced,
-                }
-                for file in files
-            ],
-        },
-        ensure_ascii=False,
-    ).encode()
-
-
-def _descriptor_of(folder: Path) -> Path:
-    return folder.with_name(f"{folder.name}.json")
-
-
 def _turns(paths: Sequence[str]) -> Iterator[Sequence[str]]:
     """All of them, in order, as many as one thread takes at a time."""
     count = -(-len(paths) // (_SYNC_THREADS * _SYNC_TURNS))
     return (paths[begin : begin + count] for begin in range(0, len(paths), count))
 
 
-def _sync_files(paths: Sequence[str]) -> list[Fingerprint]:
-    """Make pins durable; returns what they are, which is what was made durable."""
+def _sync_files(volume: Path, paths: Sequence[str]) -> list[os.stat_result]:
     found = []
-    for path in paths:
-        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
-        try:
-            os.fsync(descriptor)
-            found.append(_fingerprint(os.fstat(descriptor)))
-        finally:
-            os.close(descriptor)
+    with open_volume(volume) as root:
+        for above, together in groupby(paths, key=_folder_of):
+            with root.folder(above) as folder:
+                for path in together:
+                    with folder.opened_file(path.rpartition("/")[2]) as descriptor:
+                        os.fsync(descriptor)
+                        found.append(os.fstat(descriptor))
     return found
 
 
-def _differ(pin: Path, other: Path) -> bool:
+def _folder_of(path: str) -> str:
+    return path.rpartition("/")[0]
+
+
+def _sync_folder(root: Folder, path: str) -> None:
+    with root.folder(path) as folder:
+        folder.sync()
+
+
+def _differ(root: Folder, pin: str, other: str) -> bool:
     """Whether they cannot both be in one folder. Reads only what has one size and not the same inode."""
     try:
-        return not other.samefile(pin) and not filecmp.cmp(pin, other, shallow=False)
+        second = root.open_file(other)
     except FileNotFoundError:
         return False
-    except NotADirectoryError:
+    except OSError:
+        # A folder where the other has a file, or a file where it has a folder.
         return True
-
-
-def _fingerprint(status: os.stat_result) -> Fingerprint:
-    return Fingerprint(size_bytes=status.st_size, mtime_ns=status.st_mtime_ns, inode=status.st_ino)
-
-
-def _remove_tree(folder: Path) -> None:
     try:
-        shutil.rmtree(folder)
-    except FileNotFoundError:
-        if folder.exists():
-            raise
+        first = root.open_file(pin)
+        try:
+            one, two = os.fstat(first), os.fstat(second)
+            if one.st_ino == two.st_ino:
+                return False
+            return one.st_size != two.st_size or not _same_bytes(first, second, one.st_size)
+        finally:
+            os.close(first)
+    finally:
+        os.close(second)
 
 
-def _remove_if_empty(folder: Path) -> None:
-    if not folder.exists():
-        return
-    try:
-        folder.rmdir()
-    except OSError as error:
-        if error.errno not in {errno.ENOTEMPTY, errno.EEXIST, errno.ENOENT, errno.ENOTDIR}:
-            raise
+def _same_bytes(first: int, second: int, size_bytes: int) -> bool:
+    return all(
+        os.pread(first, _COMPARED_BYTES, position) == os.pread(second, _COMPARED_BYTES, position)
+        for position in range(0, size_bytes, _COMPARED_BYTES)
+    )

@@ -64,6 +64,7 @@ class StagingWatch:
 
     def __init__(
         self,
+        volume: Path,
         directory: Path,
         *,
         executor: Executor,
@@ -82,7 +83,7 @@ class StagingWatch:
         self._spoken_for = spoken_for
         self._claimed = claimed
         self._pace = pace or WatchPace()
-        self._scanner = DirectoryScanner(directory)
+        self._scanner = DirectoryScanner(volume, directory)
         self._looking = asyncio.Lock()
         self._hint = asyncio.Event()
         self._hints: DirectoryHints | None = None
@@ -211,9 +212,9 @@ class StagingWatch:
         self._found.append(FoundCheckpoint(path=path, name=name, step=step, world_size=1, signature=signature))
 
 
-def signature_of(path: Path) -> str | None:
+def signature_of(volume: Path, path: Path) -> str | None:
     """The signature under which a watch would report `path` now, to make it known; None if it never would."""
-    snapshot = DirectoryScanner(path.parent).look(path.name)
+    snapshot = DirectoryScanner(volume, path.parent).look(path.name)
     return snapshot.signature if snapshot else None
 
 

@@ -17,7 +17,7 @@ from mooring_api import names
 _OBJECT_NAME: Final = re.compile(r"[a-z0-9]([-a-z0-9]{0,251}[a-z0-9])?(\.[a-z0-9]([-a-z0-9]{0,251}[a-z0-9])?){0,20}")
 _KEY: Final = re.compile(r"[-._a-zA-Z0-9]{1,253}")
 LEAST_MEMORY: Final = "128Mi"
-"""Measured: 64Mi ends an agent at its first upload; 96Mi is enough for uploads over TLS, a hook beside them, restore."""
+"""Measured: 64Mi ends an agent at its first upload; 96Mi is enough for uploads over TLS beside a hook, and restore."""
 _MOST_USER: Final = 2**31 - 1
 _NOT_OURS: Final = (
     "/dev",

@@ -1,0 +1,124 @@
+"""What the last look at pins notices, on a disk and in memory; it reads nothing where nothing can have happened."""
+
+import mmap
+import os
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from tests.regions import region_of
+
+from mooring_agent.adapters.checksum import region_checksum
+from mooring_agent.adapters.volume import second_look
+from mooring_agent.adapters.volume.staging_area import LocalStagingArea
+from mooring_agent.core.errors import ErrorKind, VolumeError
+from mooring_agent.core.model import FileEntry, Kind, RankManifest, SaveInfo, StagedFile
+from mooring_agent.ports import StageRequest
+
+SIZE_BYTES = 64 * 1024
+
+
+@pytest.fixture(params=["disk", "memory"])
+def volume(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Path]:
+    if request.param == "disk":
+        if second_look._is_in_memory(tmp_path.stat().st_dev):
+            pytest.skip("the tests' own folder is in memory here")
+        folder = tmp_path / "volume"
+    else:
+        folder = Path("/dev/shm") / f"mooring-test-{os.getpid()}"
+        if not folder.parent.is_dir() or not second_look._is_in_memory(folder.parent.stat().st_dev):
+            pytest.skip("needs a filesystem in memory at /dev/shm")
+    folder.mkdir()
+    yield folder
+    shutil.rmtree(folder)
+
+
+@pytest.fixture
+def weights(volume: Path) -> Path:
+    path = volume / "checkpoint-1" / "weights.bin"
+    path.parent.mkdir()
+    path.write_bytes(b"a" * SIZE_BYTES)
+    return path
+
+
+def stage(volume: Path, source: Path) -> tuple[StagedFile, ...]:
+    request = StageRequest(save="save", rank=0, source=str(source), files=(), private=False, descriptor={})
+    return LocalStagingArea(volume).stage(request)
+
+
+def sent(volume: Path, files: tuple[StagedFile, ...]) -> RankManifest:
+    """The manifest of what would have been sent just now."""
+    return RankManifest(
+        info=SaveInfo(save="save", name="checkpoint-1", step=1, kind=Kind.PERIODIC, world_size=1),
+        rank=0,
+        saved_at=0.0,
+        files=tuple(
+            FileEntry(
+                path=file.path,
+                size_bytes=file.size_bytes,
+                part_size_bytes=SIZE_BYTES,
+                checksums=(region_checksum(region_of(volume / file.pin)),),
+            )
+            for file in files
+        ),
+    )
+
+
+def refused(volume: Path, manifest: RankManifest, files: tuple[StagedFile, ...]) -> bool:
+    try:
+        LocalStagingArea(volume).check_sent(manifest, files)
+    except VolumeError as error:
+        found = error
+    else:
+        return False
+    assert found.kind is ErrorKind.FILE_CHANGED
+    # It does not tell what a file must look like to be taken for another.
+    assert not any(word in str(found) for word in ("inode=", "mtime_ns="))
+    return True
+
+
+def test_a_write_whose_mtime_is_set_back_is_noticed(volume: Path, weights: Path) -> None:
+    files = stage(volume, weights.parent)
+    manifest, before = sent(volume, files), weights.stat()
+    with weights.open("r+b") as file:
+        file.write(b"b")
+    os.utime(weights, ns=(before.st_atime_ns, before.st_mtime_ns))
+    assert refused(volume, manifest, files)
+
+
+def test_a_write_through_a_mapping_that_was_kept_is_noticed(volume: Path, weights: Path) -> None:
+    with weights.open("r+b") as file, mmap.mmap(file.fileno(), 0) as mapped:
+        mapped[0:1] = b"a"
+        files = stage(volume, weights.parent)
+        manifest = sent(volume, files)
+        mapped[0:1] = b"b"
+        assert refused(volume, manifest, files)
+
+
+def test_a_trainer_that_unlinks_or_renames_its_own_name_is_no_change(volume: Path, weights: Path) -> None:
+    files = stage(volume, weights.parent)
+    manifest = sent(volume, files)
+    weights.rename(weights.with_name("best.bin"))
+    assert not refused(volume, manifest, files)
+    weights.with_name("best.bin").unlink()
+    assert not refused(volume, manifest, files)
+
+
+def test_where_nothing_can_have_happened_nothing_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    if second_look._is_in_memory(tmp_path.stat().st_dev):
+        pytest.skip("the tests' own folder is in memory here, where pins are always read again")
+    source = tmp_path / "checkpoint-1"
+    source.mkdir()
+    (source / "weights.bin").write_bytes(b"a" * SIZE_BYTES)
+    files = stage(tmp_path, source)
+    manifest = sent(tmp_path, files)
+
+    def fail(*_: object) -> None:
+        raise AssertionError("read again")
+
+    monkeypatch.setattr(second_look, "check_region", fail)
+    assert not refused(tmp_path, manifest, files)
+    shutil.rmtree(tmp_path / ".mooring" / "staged")
+    # All of it was sent: a pin that is gone by now takes nothing back.
+    assert not refused(tmp_path, manifest, files)

@@ -1,0 +1,236 @@
+"""What a trainer can do to the volume, with the agent's own user and any timing: only its own checkpoints suffer.
+
+The trainer is this test: another process than the agent, which may write everything below the volume. The agent can
+read more than it should tell: a secret beside the volume, and another run's files.
+"""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from pathlib import Path
+
+import grpc
+import pytest
+from tests.harness.agent_process import AgentProcess, tree, wait_until, write_checkpoint
+
+SECRET = b"aws_secret_access_key = " + b"never-in-the-bucket" * 10
+TRIES = 60
+
+
+@pytest.fixture
+def secret(tmp_path: Path) -> Path:
+    folder = tmp_path / "secret"
+    folder.mkdir()
+    (folder / "model.bin").write_bytes(SECRET)
+    return folder / "model.bin"
+
+
+@pytest.fixture
+def other_run(tmp_path: Path) -> Path:
+    """Another run's folder, laid out as the attacker would like it."""
+    folder = tmp_path / "other-run"
+    write_checkpoint(folder / "checkpoint-7" / "rank-00000", {"weights.bin": 1000})
+    write_checkpoint(folder / "checkpoint-8", {"weights.bin": 1000})
+    return folder
+
+
+@pytest.fixture
+def agent(tmp_path: Path) -> Iterator[AgentProcess]:
+    (tmp_path / "bucket").mkdir()
+    with AgentProcess(tmp_path / "volume", f"file://{tmp_path}/bucket", watch=False) as agent:
+        yield agent
+
+
+def stored_bytes(tmp_path: Path) -> bytes:
+    return b"".join(path.read_bytes() for path in (tmp_path / "bucket").rglob("*") if path.is_file())
+
+
+def save_honestly(agent: AgentProcess, step: int) -> None:
+    """What the agent is there for still works."""
+    source = write_checkpoint(agent.checkpoints / f"checkpoint-{step}", {"model.bin": 5000})
+    save = agent.announce(source, step).save
+    agent.wait_committed(save)
+
+
+def forge(agent: AgentProcess, secret: Path, make_pin: Callable[[Path], None]) -> None:
+    """A descriptor like the agent's own, of a save that never was; `make_pin` is given where its one pin lies."""
+    staged = agent.volume / ".mooring" / "staged"
+    (real,) = staged.glob("*/rank-00000.json")
+    status = secret.stat()
+    text = real.read_text().replace(real.parent.name, "forged-1")
+    value = json.loads(text)
+    value["files"] = [
+        {
+            **value["files"][0],
+            "path": "model.bin",
+            "size": status.st_size,
+            "mtime_ns": status.st_mtime_ns,
+            "inode": status.st_ino,
+        }
+    ]
+    (staged / "forged-1").mkdir()
+    make_pin(staged / "forged-1" / "rank-00000" / "model.bin")
+    (staged / "forged-1" / "rank-00000.json").write_text(json.dumps(value))
+
+
+def link_file(pin: Path, secret: Path) -> None:
+    pin.parent.mkdir()
+    pin.symlink_to(secret)
+
+
+def link_folder(pin: Path, secret: Path) -> None:
+    pin.parent.symlink_to(secret.parent)
+
+
+@pytest.mark.parametrize("link", [link_file, link_folder])
+def test_a_forged_descriptor_brings_nothing_into_the_bucket_that_is_not_on_the_volume(
+    tmp_path: Path, secret: Path, link: Callable[[Path, Path], None]
+) -> None:
+    (tmp_path / "bucket").mkdir()
+    destination = f"file://{tmp_path}/bucket"
+    with AgentProcess(tmp_path / "volume", destination, watch=False, bandwidth_bytes_per_second=10) as slow:
+        slow.announce(write_checkpoint(slow.checkpoints / "checkpoint-1", {"model.bin": 500}), 1)
+        slow.kill()
+        forge(slow, secret, lambda pin: link(pin, secret))
+        # As on a claim whose pod was replaced: only without their journal are descriptors asked at all.
+        for journal in (slow.volume / ".mooring").rglob("journal.sqlite3*"):
+            journal.unlink()
+    with AgentProcess(tmp_path / "volume", destination, watch=False) as agent:
+        save_honestly(agent, 2)
+        agent.terminate()
+        agent.wait(60)
+    assert SECRET not in stored_bytes(tmp_path)
+
+
+def test_a_folder_that_is_swapped_for_a_link_at_any_moment_never_leads_to_the_secret(
+    tmp_path: Path, agent: AgentProcess, secret: Path
+) -> None:
+    stop = threading.Event()
+    shown = agent.checkpoints / "checkpoint-1"
+    real = write_checkpoint(agent.volume / "real", {"model.bin": len(SECRET)})
+    shown.symlink_to(real)
+
+    def swap() -> None:
+        aside = agent.volume / "aside"
+        while not stop.is_set():
+            for target in (secret.parent, real):
+                aside.unlink(missing_ok=True)
+                aside.symlink_to(target)
+                aside.rename(shown)
+
+    trainer = threading.Thread(target=swap)
+    trainer.start()
+    try:
+        for number in range(TRIES):
+            with suppress(grpc.RpcError):
+                agent.announce(shown, number, save=f"try-{number}")
+    finally:
+        stop.set()
+        trainer.join(30)
+    save_honestly(agent, TRIES + 1)
+    assert SECRET not in stored_bytes(tmp_path)
+
+
+def test_a_real_folder_whose_own_name_is_swapped_never_leads_to_the_secret(
+    tmp_path: Path, agent: AgentProcess, secret: Path
+) -> None:
+    """The same with a folder in the middle of the path, moved away and back."""
+    stop = threading.Event()
+    shown = write_checkpoint(agent.checkpoints / "checkpoint-1" / "deep", {"model.bin": len(SECRET)})
+    aside = agent.volume / "aside"
+
+    def swap() -> None:
+        while not stop.is_set():
+            shown.rename(aside)
+            shown.symlink_to(secret.parent)
+            shown.unlink()
+            aside.rename(shown)
+
+    trainer = threading.Thread(target=swap)
+    trainer.start()
+    try:
+        for number in range(TRIES):
+            with suppress(grpc.RpcError):
+                agent.announce(shown.parent, number, save=f"try-{number}")
+    finally:
+        stop.set()
+        trainer.join(30)
+    save_honestly(agent, TRIES + 1)
+    assert SECRET not in stored_bytes(tmp_path)
+
+
+def test_a_link_in_the_place_of_the_staged_folder_deletes_nothing_of_another_run(
+    tmp_path: Path, agent: AgentProcess, other_run: Path
+) -> None:
+    before = tree(other_run)
+    save_honestly(agent, 1)
+    agent.kill()
+    staged = agent.volume / ".mooring" / "staged"
+    shutil.rmtree(staged, ignore_errors=True)
+    staged.symlink_to(other_run)
+    agent.start(wait=False)
+    wait_until(lambda: agent.process.poll() is not None or "cannot scan" in agent.log_text(), 60, "the agent refuses")
+    agent.wait(60)
+    assert tree(other_run) == before
+    assert str(staged.relative_to(agent.volume)) in agent.log_text()
+    staged.unlink()
+    agent.start()
+    save_honestly(agent, 2)
+
+
+@pytest.mark.parametrize("name", ["incoming", "records", "agent"])
+def test_a_link_in_the_place_of_restores_own_folders_deletes_nothing_of_another_run(
+    tmp_path: Path, agent: AgentProcess, other_run: Path, name: str
+) -> None:
+    save_honestly(agent, 1)
+    agent.kill()
+    before = tree(other_run)
+    mine = agent.volume / ".mooring" / name
+    shutil.rmtree(mine, ignore_errors=True)
+    mine.symlink_to(other_run)
+    shutil.rmtree(agent.checkpoints)
+    line = [sys.executable, "-m", "mooring_agent", "restore", agent.destination, f"--volume={agent.volume}"]
+    refused = subprocess.run(line, capture_output=True, text=True, timeout=120, check=False)
+    assert tree(other_run) == before
+    assert refused.returncode != 0
+    assert "Traceback" not in refused.stderr
+    assert "hint" in refused.stderr
+    mine.unlink()
+    assert subprocess.run(line, capture_output=True, timeout=120, check=False).returncode == 0
+    assert (agent.checkpoints / "checkpoint-1" / "model.bin").stat().st_size == 5000
+
+
+@pytest.mark.parametrize("name", ["doorbell", "reserve", "reserve.partial", "destination", ".writable"])
+def test_a_link_in_the_place_of_a_file_of_ours_changes_nothing_where_it_leads(
+    agent: AgentProcess, other_run: Path, name: str
+) -> None:
+    agent.kill()
+    before = tree(other_run)
+    mine = agent.volume / ".mooring" / name
+    mine.unlink(missing_ok=True)
+    mine.symlink_to(other_run / "checkpoint-8" / "weights.bin")
+    agent.start(wait=False)
+    if name == "destination":
+        assert agent.wait(60) != 0
+        assert "Traceback" not in agent.log_text()
+    else:
+        agent.wait_serving()
+        save_honestly(agent, 1)
+        agent.notify_termination(grace_seconds=5)
+    assert tree(other_run) == before
+
+
+@pytest.mark.parametrize("name", ["records/x.json", "ranks/0", "ranks/1000000000000000000", "staged/x"])
+def test_a_fifo_in_the_place_of_what_trainers_write_hangs_nobody(agent: AgentProcess, name: str) -> None:
+    agent.kill()
+    mine = agent.volume / ".mooring" / name
+    mine.parent.mkdir(parents=True, exist_ok=True)
+    mine.unlink(missing_ok=True)
+    os.mkfifo(mine)
+    agent.start()
+    save_honestly(agent, 1)
