@@ -4,6 +4,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from tests.harness.agent_process import AgentProcess, tree, write_checkpoint
@@ -33,7 +34,7 @@ def test_with_the_least_memory_checkpoints_are_uploaded_and_restored_without_a_k
     least_memory: ControlGroup, rclone_tls_bucket: Bucket, tmp_path: Path
 ) -> None:
     volume, again = tmp_path / "volume", tmp_path / "again"
-    tls = {"endpoint_url": rclone_tls_bucket.endpoint_url, "ca_bundle": rclone_tls_bucket.ca_bundle}
+    tls: dict[str, Any] = {"endpoint_url": rclone_tls_bucket.endpoint_url, "ca_bundle": rclone_tls_bucket.ca_bundle}
     agent = AgentProcess(volume, rclone_tls_bucket.destination, **tls)
 
     def runs(*command: str) -> None:
