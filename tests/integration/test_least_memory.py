@@ -14,7 +14,7 @@ from tests.servers.server import Bucket
 from mooring_agent.core.injection.annotation_values import LEAST_MEMORY
 from mooring_agent.core.injection.quantity import parse_quantity
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.root, pytest.mark.slow, pytest.mark.timeout(600)]
 
 # It bounds a hang and judges no speed.
 HANG_SECONDS = 240.0
