@@ -41,6 +41,8 @@ _VARIABLE_NAMES: Final = st.sampled_from(
 _VALUES: Final = st.one_of(_TEXTS, st.sampled_from(["/lib:/more", "$(HOME)/x", "$(MOORING_VOLUME)", "/data/token", ""]))
 VOLUME_KINDS: Final[Any] = st.sampled_from(
     [
+        # An emptyDir, as the API server has it.
+        {},
         {"emptyDir": {}},
         {"emptyDir": {"medium": "Memory", "sizeLimit": "1Gi"}},
         {"emptyDir": {"sizeLimit": "300Gi"}},
