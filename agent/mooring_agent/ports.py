@@ -103,8 +103,11 @@ class ObjectStore(Protocol):
     async def head(self, key: str) -> ObjectInfo:
         """What is stored under `key`."""
 
-    async def get(self, key: str, *, limit_bytes: int) -> bytes:
-        """A small object whole; REQUEST_REFUSED if it is larger than `limit_bytes`."""
+    async def get(self, key: str, *, limit_bytes: int, fresh: bool = False) -> bytes:
+        """A small object whole; REQUEST_REFUSED if it is larger than `limit_bytes`.
+
+        `fresh`: over a new connection, where there are any: the last answer made no sense.
+        """
 
     async def get_into(self, key: str, *, offset_bytes: int, size_bytes: int, etag: str, descriptor: int) -> int:
         """Read bytes of an object into the same offset of an open file; returns their CRC64NVME.

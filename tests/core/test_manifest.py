@@ -3,17 +3,31 @@
 import json
 from dataclasses import replace
 from itertools import permutations
+from zlib import crc32
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mooring_agent.core.errors import ErrorKind, StoreError
+from mooring_agent.core import checked_json
+from mooring_agent.core.errors import ErrorKind, RequestError, StoreError
+from mooring_agent.core.limits import MANIFEST_BYTES, MANIFESTS_BYTES, MARKER_BYTES, PIN_BYTES
 from mooring_agent.core.manifest import commit_marker, decode_manifest, decode_marker, encode_manifest, encode_marker
 from mooring_agent.core.model import FileEntry, Kind, ManifestReference, PackPlace, RankManifest, SaveInfo
+from mooring_agent.core.object_layout import check_file_path
 from mooring_agent.core.pack_plan import LARGEST_PACK_BYTES
+from mooring_agent.core.resume_pin import Pin, decode_pin, encode_pin
+
+
+def _is_file_path(path: str) -> bool:
+    try:
+        return bool(check_file_path(path))
+    except RequestError:
+        return False
+
 
 _checksums = st.integers(0, 2**64 - 1)
+_paths = st.text(st.characters(exclude_categories=["C"]), min_size=1, max_size=40).filter(_is_file_path)
 
 
 @st.composite
@@ -22,7 +36,7 @@ def _alone(draw: st.DrawFn) -> FileEntry:
     count = draw(st.integers(0, 5))
     last = draw(st.integers(1, part_size_bytes))
     return FileEntry(
-        path=draw(st.text(min_size=1)),
+        path=draw(_paths),
         size_bytes=(count - 1) * part_size_bytes + last if count else 0,
         part_size_bytes=part_size_bytes,
         checksums=tuple(draw(_checksums) for _ in range(count)),
@@ -39,7 +53,7 @@ def _packed(draw: st.DrawFn, pack_sizes_bytes: tuple[int, ...]) -> FileEntry:
     offset_bytes = draw(st.integers(0, pack_sizes_bytes[number]))
     size_bytes = draw(st.integers(0, pack_sizes_bytes[number] - offset_bytes))
     return FileEntry(
-        path=draw(st.text(min_size=1)),
+        path=draw(_paths),
         size_bytes=size_bytes,
         part_size_bytes=LARGEST_PACK_BYTES,
         checksums=(draw(_checksums),) if size_bytes else (),
@@ -66,6 +80,13 @@ def _with_a_pack() -> RankManifest:
     return RankManifest(info=_info(), rank=0, saved_at=1.0, files=(file,), pack_sizes_bytes=(2048,))
 
 
+def _changed(body: bytes, change: dict[str, object]) -> bytes:
+    """As somebody writes it who knows how, with members that make no sense."""
+    value = json.loads(body)
+    del value["crc32"]
+    return checked_json.encode(value | change)
+
+
 def test_only_a_manifest_with_packs_is_of_the_format_that_older_versions_refuse() -> None:
     packed = json.loads(encode_manifest(_with_a_pack()))
     assert packed["format"] == 2
@@ -80,6 +101,7 @@ def test_only_a_manifest_with_packs_is_of_the_format_that_older_versions_refuse(
         "saved_at",
         "checksum",
         "files",
+        "crc32",
     }
     assert set(alone["files"][0]) == {"path", "size", "part_size", "checksums"}
 
@@ -100,9 +122,9 @@ def test_only_a_manifest_with_packs_is_of_the_format_that_older_versions_refuse(
     ],
 )
 def test_a_manifest_whose_files_do_not_lie_in_its_packs_is_corrupt(change: dict[str, object]) -> None:
-    value = json.loads(encode_manifest(_with_a_pack())) | change
+    body = _changed(encode_manifest(_with_a_pack()), change)
     with pytest.raises(StoreError, match="the-key") as refused:
-        decode_manifest(json.dumps(value).encode(), "the-key")
+        decode_manifest(body, "the-key")
     assert refused.value.kind is ErrorKind.CHECKPOINT_CORRUPT
 
 
@@ -175,14 +197,28 @@ def test_a_marker_without_a_rank_is_a_bug() -> None:
         {"files": [{"path": "a", "size": -9, "part_size": -9, "checksums": ["07"]}]},
         {"files": [{"path": "a", "size": 1 << 64, "part_size": 1 << 64, "checksums": ["07"]}]},
         {"files": [{"path": "a", "size": 9}]},
+        {"files": [{"path": "../a", "size": 0, "part_size": 8, "checksums": []}]},
+        {"files": [{"path": "a" * 256, "size": 0, "part_size": 8, "checksums": []}]},
+        {"files": [{"path": "a\x1b[31m", "size": 0, "part_size": 8, "checksums": []}]},
+        {"files": [{"path": "a", "size": 10_001, "part_size": 1, "checksums": ["0" * 16] * 10_001}]},
+        {"files": [{"path": "a", "size": 2**50 + 1, "part_size": 2**50, "checksums": ["0" * 16] * 2}]},
+        {"files": [{"path": f"{n}", "size": 2**50, "part_size": 2**50, "checksums": ["0" * 16]} for n in range(2)]},
+        {"saved_at": 1e300},
+        {"saved_at": -1.0},
+        {"step": 10**12},
+        {"rank": -1},
+        {"world_size": 10**9},
+        {"name": "../up"},
+        {"save": "a/b"},
+        {"added": [[]]},
         {"files": None},
         {"world_size": "many"},
     ],
 )
 def test_a_manifest_that_is_not_understood_to_the_last_byte_is_corrupt(change: dict[str, object]) -> None:
-    value = json.loads(encode_manifest(_manifests()[0])) | change
+    body = _changed(encode_manifest(_manifests()[0]), change)
     with pytest.raises(StoreError, match="the-key") as refused:
-        decode_manifest(json.dumps(value).encode(), "the-key")
+        decode_manifest(body, "the-key")
     assert refused.value.kind is ErrorKind.CHECKPOINT_CORRUPT
 
 
@@ -201,7 +237,62 @@ def test_a_marker_that_was_cut_off_is_corrupt(cut: int) -> None:
 
 
 def test_a_marker_that_does_not_name_every_rank_once_is_corrupt() -> None:
-    value = json.loads(encode_marker(commit_marker(_manifests(), _references())))
-    value["manifests"].append(value["manifests"][0])
-    with pytest.raises(StoreError):
-        decode_marker(json.dumps(value).encode(), "key")
+    whole = encode_marker(commit_marker(_manifests(), _references()))
+    named = json.loads(whole)["manifests"]
+    assert decode_marker(_changed(whole, {"manifests": named}), "key").info == _info(3)
+    for ranks in ([*named, named[0]], named[:2], [named[0], named[2], named[1]], []):
+        with pytest.raises(StoreError, match="every rank once"):
+            decode_marker(_changed(whole, {"manifests": ranks}), "key")
+
+
+_FORGED = (
+    b'{"saved_at":NaN',
+    b'{"saved_at":Infinity',
+    b'{"saved_at":1e999',
+    b'{"step":' + b"9" * 5000,
+    b'{"files":' + b"[" * 100_000 + b"]" * 100_000,
+    b'{"deeper":' * 100_000 + b"1" + b"}" * 99_999,
+    b'{"name":"\\ud800"',
+    b'{"name":"\xff"',
+    b'{"name":"\xed\xa0\x80"',
+    b'{"files":null',
+)
+
+
+@pytest.mark.parametrize("content", _FORGED, ids=range(len(_FORGED)))
+def test_whatever_a_decoder_says_to_it_a_forged_object_is_corrupt(content: bytes) -> None:
+    body = content + b',"crc32":"%08x"}\n' % crc32(content)
+    for decode in (decode_manifest, decode_marker, decode_pin):
+        with pytest.raises(StoreError, match="the-key") as refused:
+            decode(body, "the-key")
+        assert refused.value.kind is ErrorKind.CHECKPOINT_CORRUPT
+
+
+def test_an_object_that_is_larger_than_any_may_be_is_not_decoded() -> None:
+    for decode, limit in ((decode_manifest, MANIFEST_BYTES), (decode_marker, MARKER_BYTES), (decode_pin, PIN_BYTES)):
+        with pytest.raises(StoreError, match="more than"):
+            decode(b" " * (limit + 1), "the-key")
+
+
+def test_one_flipped_bit_anywhere_in_an_object_is_seen() -> None:
+    bodies = {
+        encode_manifest(_with_a_pack()): decode_manifest,
+        encode_marker(commit_marker(_manifests(), _references())): decode_marker,
+        encode_pin(Pin(attempt="job-1")): decode_pin,
+    }
+    for body, decode in bodies.items():
+        assert decode(body, "the-key")
+        for bit in range(8 * len(body)):
+            flipped = bytearray(body)
+            flipped[bit // 8] ^= 1 << bit % 8
+            with pytest.raises(StoreError):
+                decode(bytes(flipped), "the-key")
+
+
+def test_all_rank_manifests_of_a_save_together_have_a_limit() -> None:
+    count = MANIFESTS_BYTES // MANIFEST_BYTES + 1
+    references = {rank: ManifestReference(rank=rank, size_bytes=MANIFEST_BYTES, checksum=0) for rank in range(count)}
+    info = _info(len(references))
+    manifests = [RankManifest(info=info, rank=rank, saved_at=1.0, files=()) for rank in references]
+    with pytest.raises(StoreError, match="rank manifests of"):
+        decode_marker(encode_marker(commit_marker(manifests, references)), "the-key")

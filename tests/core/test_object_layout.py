@@ -5,6 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mooring_agent.core.errors import ErrorKind, RequestError
+from mooring_agent.core.limits import STEP
 from mooring_agent.core.model import Kind, SaveInfo
 from mooring_agent.core.object_layout import (
     COMMITS_PREFIX,
@@ -42,7 +43,7 @@ def test_everything_of_a_save_but_its_marker_lies_below_its_prefix() -> None:
     assert marker_key(info).startswith(COMMITS_PREFIX)
 
 
-@given(save=_tokens, step=st.integers(0, 10**15))
+@given(save=_tokens, step=st.integers(0, STEP))
 def test_a_marker_s_key_tells_step_and_save(save: str, step: int) -> None:
     assert parse_marker_key(marker_key(_info(save, step))) == (step, save)
 

@@ -7,7 +7,8 @@ from hypothesis import strategies as st
 from tests.core.play import Play
 
 from mooring_agent.core.commands import Stage
-from mooring_agent.core.part_plan import MAX_PARTS, MIN_PART_BYTES, part_size_for, plan, preferred_part_size
+from mooring_agent.core.limits import PARTS_PER_FILE
+from mooring_agent.core.part_plan import MIN_PART_BYTES, part_size_for, plan, preferred_part_size
 from mooring_agent.core.settings import GIB, MIB, TransferSettings
 from mooring_agent.core.work import Operation, WorkId
 
@@ -22,14 +23,14 @@ _sizes = st.one_of(st.integers(0, 64 * MIB), st.integers(0, _LARGEST_OBJECT_BYTE
 def test_every_object_that_s3_can_hold_gets_parts_that_s3_accepts(size_bytes: int, preferred_bytes: int) -> None:
     part_size_bytes = part_size_for(size_bytes, preferred_bytes)
     assert MIN_PART_BYTES <= part_size_bytes <= _LARGEST_PART_BYTES
-    assert -(-size_bytes // part_size_bytes) <= MAX_PARTS
+    assert -(-size_bytes // part_size_bytes) <= PARTS_PER_FILE
 
 
 @given(size_bytes=_sizes, preferred_bytes=st.integers(MIN_PART_BYTES, GIB))
 def test_a_preferred_part_size_is_kept_unless_it_would_need_too_many_parts(
     size_bytes: int, preferred_bytes: int
 ) -> None:
-    fits = size_bytes <= preferred_bytes * MAX_PARTS
+    fits = size_bytes <= preferred_bytes * PARTS_PER_FILE
     assert (part_size_for(size_bytes, preferred_bytes) == preferred_bytes) is fits
 
 
@@ -52,7 +53,7 @@ def test_an_empty_file_has_no_parts() -> None:
 
 def test_the_largest_object_takes_all_the_parts_there_are() -> None:
     size_bytes = _LARGEST_OBJECT_BYTES
-    assert len(plan(size_bytes, part_size_for(size_bytes, 32 * MIB))) <= MAX_PARTS
+    assert len(plan(size_bytes, part_size_for(size_bytes, 32 * MIB))) <= PARTS_PER_FILE
 
 
 @given(configured_bytes=st.integers(1, GIB), bytes_per_second=st.floats(0, 1e12), window=st.integers(1, 64))

@@ -125,7 +125,7 @@ class FakeStore:
         self._called("head", key)
         return _info(key, self._object(key))
 
-    async def get(self, key: str, *, limit_bytes: int) -> bytes:
+    async def get(self, key: str, *, limit_bytes: int, fresh: bool = False) -> bytes:
         self._called("get", key)
         body = self._object(key).body
         if len(body) > limit_bytes:

@@ -151,10 +151,10 @@ class _SaysWhenWaiting(FakeStore):
         super().__init__(conditional_put=False)
         self.waiting = asyncio.Event()
 
-    async def get(self, key: str, *, limit_bytes: int) -> bytes:
+    async def get(self, key: str, *, limit_bytes: int, fresh: bool = False) -> bytes:
         if key == pin_key("job-1") and any(method == "probe" for method, _ in self.calls):
             self.waiting.set()
-        return await super().get(key, limit_bytes=limit_bytes)
+        return await super().get(key, limit_bytes=limit_bytes, fresh=fresh)
 
 
 async def test_a_node_0_that_never_decides_ends_the_wait_with_a_hint(tmp_path: Path) -> None:

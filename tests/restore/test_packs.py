@@ -125,8 +125,8 @@ class _FlipsOnce(FakeStore):
         self.objects = store.objects
         self.flipped = False
 
-    async def get(self, key: str, *, limit_bytes: int) -> bytes:
-        body = await super().get(key, limit_bytes=limit_bytes)
+    async def get(self, key: str, *, limit_bytes: int, fresh: bool = False) -> bytes:
+        body = await super().get(key, limit_bytes=limit_bytes, fresh=fresh)
         if key.endswith("pack-00000-00000.tar") and not self.flipped:
             self.flipped = True
             position = body.index(b"1/50" * 5)
@@ -170,10 +170,10 @@ class _Changing(FakeStore):
         self.objects = store.objects
         self._key = key
 
-    async def get(self, key: str, *, limit_bytes: int) -> bytes:
+    async def get(self, key: str, *, limit_bytes: int, fresh: bool = False) -> bytes:
         if key == self._key:
             await self.put(key, self.objects[key].body + b"more")
-        return await super().get(key, limit_bytes=limit_bytes)
+        return await super().get(key, limit_bytes=limit_bytes, fresh=fresh)
 
 
 async def test_a_pack_that_grew_after_it_was_listed_leads_to_the_next_older_checkpoint(
@@ -192,10 +192,10 @@ async def test_a_store_that_refuses_to_give_a_pack_does_not_make_it_damaged(stor
     info = await stored(store, 1)
 
     class Refusing(_Changing):
-        async def get(self, key: str, *, limit_bytes: int) -> bytes:
+        async def get(self, key: str, *, limit_bytes: int, fresh: bool = False) -> bytes:
             if key == self._key:
                 raise StoreError(ErrorKind.REQUEST_REFUSED, "the object is archived")
-            return await super().get(key, limit_bytes=limit_bytes)
+            return await super().get(key, limit_bytes=limit_bytes, fresh=fresh)
 
     with pytest.raises(StoreError, match="archived"):
         await run(Refusing(store, pack_key(info, 0, 0)), volume)

@@ -16,9 +16,9 @@ from mooring_agent.runtime.first_look import FirstLook
 class _StoreThatTakesTime(FakeStore):
     """Others have their turn before it answers."""
 
-    async def get(self, key: str, *, limit_bytes: int) -> bytes:
+    async def get(self, key: str, *, limit_bytes: int, fresh: bool = False) -> bytes:
         await asyncio.sleep(0)
-        return await super().get(key, limit_bytes=limit_bytes)
+        return await super().get(key, limit_bytes=limit_bytes, fresh=fresh)
 
 
 @pytest.fixture

@@ -120,20 +120,12 @@ class FilesystemStore:
     async def head(self, key: str) -> ObjectInfo:
         return await self._read(key, partial(self._objects.head, key))
 
-    async def get(self, key: str, *, limit_bytes: int) -> bytes:
-        info = await self.head(key)
-        if info.size_bytes > limit_bytes:
-            raise StoreError(
-                ErrorKind.REQUEST_REFUSED,
-                f"{self._objects.path(key)} has {info.size_bytes} bytes, more than {limit_bytes}",
-                hint="it is not what Mooring wrote: see who else writes below the destination",
-            )
-        return await self._read(key, self._objects.path(key).read_bytes)
+    async def get(self, key: str, *, limit_bytes: int, fresh: bool = False) -> bytes:
+        return await self._read(key, partial(self._objects.read, key, limit_bytes))
 
     async def get_into(self, key: str, *, offset_bytes: int, size_bytes: int, etag: str, descriptor: int) -> int:
-        path = self._objects.path(key)
         if not size_bytes:
-            await self._read(key, partial(_check_identity, path, etag))
+            await self._read(key, partial(_check_identity, self._objects, key, etag))
             return 0
         sink = Sink(descriptor, offset_bytes)
         buffer = self._incoming.take()
@@ -141,7 +133,9 @@ class FilesystemStore:
         try:
             for position in range(offset_bytes, offset_bytes + size_bytes, len(buffer)):
                 piece = buffer[: offset_bytes + size_bytes - position]
-                checksum = await self._read(key, partial(_copy_piece, path, etag, position, piece, sink, checksum))
+                checksum = await self._read(
+                    key, partial(_copy_piece, self._objects, key, etag, position, piece, sink, checksum)
+                )
             # Only now: a thread that was left behind in a dead mount may write into it for ever.
             self._incoming.give_back(buffer)
             return checksum
@@ -227,20 +221,22 @@ def _write_piece(target: Path, data: memoryview, position: int) -> None:
         write_all(descriptor, data, position)
 
 
-def _copy_piece(path: Path, etag: str, position: int, piece: memoryview, sink: Sink, checksum: int) -> int:
+def _copy_piece(
+    objects: ObjectDirectory, key: str, etag: str, position: int, piece: memoryview, sink: Sink, checksum: int
+) -> int:
     """Fill `piece` and write it on; returns the CRC64NVME so far."""
-    with opened(path, os.O_RDONLY) as source:
-        _check(path, identity(source), etag)
+    with objects.opened_to_read(key) as source:
+        _check(objects.path(key), identity(source), etag)
         count = os.preadv(source, [piece], position)
     if count < len(piece):
-        raise _corrupt(path, f"it ends at byte {position + count}")
+        raise _corrupt(objects.path(key), f"it ends at byte {position + count}")
     sink.write(piece)
     return crc64nvme(piece, checksum)
 
 
-def _check_identity(path: Path, etag: str) -> None:
-    with opened(path, os.O_RDONLY) as source:
-        _check(path, identity(source), etag)
+def _check_identity(objects: ObjectDirectory, key: str, etag: str) -> None:
+    with objects.opened_to_read(key) as source:
+        _check(objects.path(key), identity(source), etag)
 
 
 def _check(path: Path, found: str, expected: str) -> None:

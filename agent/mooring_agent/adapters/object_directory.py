@@ -2,12 +2,12 @@
 
 Owns the mapping of keys to files and how a file appears whole or not at all: written aside, fsynced, renamed, directory
 fsynced. Invariants: no reader ever sees half an object; no key leads out of the root; everything that is not an object
-lies in `.mooring/uploads/`, which listings hide. An ETag is the identity of the file that holds the object.
-Raises OSError, and StoreError where the world has a word of its own.
+lies in `.mooring/uploads/`, which listings hide; only a regular file whose name may be a key is an object, so nothing
+here waits for what others put there. An ETag is the identity of the file that holds the object. Raises OSError, and
+StoreError where the world has a word of its own.
 """
 
 import errno
-import json
 import os
 import secrets
 import stat
@@ -20,10 +20,15 @@ from typing import Final, TypeVar
 
 from mooring_agent.adapters.folders import make_folder
 from mooring_agent.adapters.volume.durable_files import sync_folder, write_durably
+from mooring_agent.core import checked_json
+from mooring_agent.core.checked_json import UndecodableError
 from mooring_agent.core.errors import ErrorKind, StoreError
+from mooring_agent.core.limits import PIN_BYTES, Count
+from mooring_agent.core.object_layout import KEY_BYTES
 from mooring_agent.ports import ObjectInfo, PartInfo, UploadInfo
 from mooring_api.names import STATE_DIRECTORY
 
+_Record = TypeVar("_Record")
 _Result = TypeVar("_Result")
 
 _UPLOADS: Final = f"{STATE_DIRECTORY}/uploads"
@@ -35,6 +40,22 @@ _ASIDE: Final = "put-"
 _LEFTOVER_AGE_SECONDS: Final = 24 * 3600.0
 _DIRECTORY_RACES: Final = 64
 """How often a folder may vanish under us because a delete found it empty just then."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Description:
+    """Beside an upload's data: which object it will be."""
+
+    key: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _PartRecord:
+    """Beside an upload's data: which of its bytes a part has brought."""
+
+    offset: Count
+    size: Count
+    etag: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,7 +72,14 @@ class ObjectDirectory:
         self._uploads = root / _UPLOADS
 
     def path(self, key: str) -> Path:
-        """Where an object lies; REQUEST_REFUSED for a key that would lead elsewhere."""
+        """Where an object may be written; REQUEST_REFUSED for a key that would lead elsewhere."""
+        path = self._place(key)
+        if not self._holds(path.parent):
+            raise StoreError(ErrorKind.REQUEST_REFUSED, f"{key!r} would lead out of {self.root}")
+        return path
+
+    def _place(self, key: str) -> Path:
+        """By what is written; a link below the root may lead elsewhere."""
         parts = key.split("/")
         path = self.root.joinpath(*parts)
         inside = (
@@ -61,9 +89,37 @@ class ObjectDirectory:
             and self._uploads != path
             and self._uploads not in path.parents
         )
-        # A symbolic link below the root may point anywhere.
-        if not inside or not path.parent.resolve().is_relative_to(self.root.resolve()):
+        if not inside:
             raise StoreError(ErrorKind.REQUEST_REFUSED, f"{key!r} would lead out of {self.root}")
+        return path
+
+    def _holds(self, folder: Path) -> bool:
+        """With every symbolic link on the way followed."""
+        return Path(os.path.realpath(folder)).is_relative_to(os.path.realpath(self.root))
+
+    @contextmanager
+    def opened_to_read(self, key: str) -> Iterator[int]:
+        """FileNotFoundError for what is no object: a link, a folder, a pipe, which would be waited for."""
+        with _opened_regular(self._path_of_object(key)) as descriptor:
+            yield descriptor
+
+    def read(self, key: str, limit_bytes: int) -> bytes:
+        """All of an object; REQUEST_REFUSED if it is larger than `limit_bytes`."""
+        with self.opened_to_read(key) as descriptor, open(descriptor, "rb", closefd=False) as file:
+            body = file.read(limit_bytes + 1)
+            if len(body) <= limit_bytes:
+                return body
+            size_bytes = os.fstat(descriptor).st_size
+        raise StoreError(
+            ErrorKind.REQUEST_REFUSED,
+            f"{self.path(key)} has {size_bytes} bytes, more than {limit_bytes}",
+            hint="it is not what Mooring wrote: see who else writes below the destination",
+        )
+
+    def _path_of_object(self, key: str) -> Path:
+        path = self._place(key)
+        if not self._holds(path.parent) or not stat.S_ISREG(path.lstat().st_mode):
+            raise _no_object(path)
         return path
 
     def write(self, key: str, body: bytes | bytearray, *, if_absent: bool) -> str:
@@ -111,18 +167,15 @@ class ObjectDirectory:
         folder = self._uploads / upload_id
         folder.mkdir(parents=True)
         (folder / _DATA).touch()
-        write_durably(folder / _DESCRIPTION, json.dumps({"key": key}).encode())
+        write_durably(folder / _DESCRIPTION, checked_json.encode(_Description(key)))
         sync_folder(self._uploads)
         return upload_id
 
     def upload_data(self, key: str, upload_id: str) -> Path:
         """The file that will be the object; UPLOAD_LOST if the upload is over."""
         folder = self._uploads / upload_id
-        try:
-            described = json.loads((folder / _DESCRIPTION).read_bytes())["key"]
-        except FileNotFoundError as error:
-            raise _upload_lost(key, upload_id) from error
-        if described != key or folder.parent != self._uploads:
+        described = self._read_record(folder / _DESCRIPTION, _Description) if folder.parent == self._uploads else None
+        if described != _Description(key):
             raise _upload_lost(key, upload_id)
         return folder / _DATA
 
@@ -131,17 +184,19 @@ class ObjectDirectory:
         data = self.upload_data(key, upload_id)
         with opened(data, os.O_RDWR) as descriptor:
             os.fdatasync(descriptor)
-        body = json.dumps({"offset": offset_bytes, "size": size_bytes, "etag": etag}).encode()
-        write_durably(data.with_name(_PART.format(number=number)), body)
+        record = _PartRecord(offset=offset_bytes, size=size_bytes, etag=etag)
+        write_durably(data.with_name(_PART.format(number=number)), checked_json.encode(record))
 
     def parts(self, key: str, upload_id: str) -> Sequence[_Part]:
         folder = self.upload_data(key, upload_id).parent
         parts = []
         for file in sorted(folder.glob(_PARTS)):
-            record = json.loads(file.read_bytes())
+            record = self._read_record(file, _PartRecord)
+            if record is None:
+                continue
             number = int(file.name.rpartition("-")[2])
-            info = PartInfo(number=number, size_bytes=record["size"], etag=record["etag"])
-            parts.append(_Part(info=info, offset_bytes=record["offset"]))
+            info = PartInfo(number=number, size_bytes=record.size, etag=record.etag)
+            parts.append(_Part(info=info, offset_bytes=record.offset))
         return parts
 
     def complete_upload(self, key: str, upload_id: str, etags: Sequence[str]) -> str:
@@ -174,22 +229,22 @@ class ObjectDirectory:
             if (key := f"{_UPLOADS}/{leftover.name}").startswith(prefix)
         ]
         for description in self._uploads.glob(f"*/{_DESCRIPTION}"):
+            described = self._read_record(description, _Description)
             with suppress(FileNotFoundError):
-                key = str(json.loads(description.read_bytes())["key"])
-                started_at = description.stat().st_mtime
-                if key.startswith(prefix):
-                    uploads.append(UploadInfo(key=key, upload_id=description.parent.name, started_at=started_at))
+                started_at = description.lstat().st_mtime
+                if described and described.key.startswith(prefix):
+                    upload_id = description.parent.name
+                    uploads.append(UploadInfo(key=described.key, upload_id=upload_id, started_at=started_at))
         return sorted(uploads, key=lambda upload: (upload.key.encode(), upload.upload_id))
 
     def head(self, key: str) -> ObjectInfo:
-        path = self.path(key)
-        if path.is_dir():
-            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(path))
-        return _info(key, path.stat())
+        return _info(key, self._path_of_object(key).lstat())
 
     def listing(self, prefix: str) -> Sequence[ObjectInfo]:
         folder, _, _ = prefix.rpartition("/")
         start = self.root.joinpath(*folder.split("/")) if folder else self.root
+        if not self._holds(start):
+            return []
         found = self._walk(start, f"{folder}/" if folder else "")
         return [info for info in found if info.key.startswith(prefix)]
 
@@ -248,6 +303,22 @@ class ObjectDirectory:
 
     def _walk(self, folder: Path, prefix: str) -> Iterator[ObjectInfo]:
         """In the order of keys: a folder sorts as its name with the slash that follows it."""
+        # A stack, the next one last: folders may be nested deeper than functions.
+        waiting = [prefix]
+        while waiting:
+            key = waiting.pop()
+            path = folder / key[len(prefix) :]
+            if path == self._uploads:
+                continue
+            if key == prefix or key.endswith("/"):
+                waiting += [key + name for name in reversed(self._names(path)) if _may_be_key(key + name)]
+                continue
+            with suppress(FileNotFoundError):
+                status = path.lstat()
+                if stat.S_ISREG(status.st_mode):
+                    yield _info(key, status)
+
+    def _names(self, folder: Path) -> list[str]:
         try:
             with os.scandir(folder) as entries:
                 named = [(f"{entry.name}/" if entry.is_dir(follow_symlinks=False) else entry.name) for entry in entries]
@@ -255,16 +326,32 @@ class ObjectDirectory:
             self._check_root()
             if isinstance(error, NotADirectoryError):
                 raise
-            return
-        for name in sorted(named, key=os.fsencode):
-            path = folder / name
-            if path == self._uploads:
-                continue
-            if name.endswith("/"):
-                yield from self._walk(path, prefix + name)
-            else:
-                with suppress(FileNotFoundError):
-                    yield _info(prefix + name, path.stat(follow_symlinks=False))
+            return []
+        return sorted(named, key=os.fsencode)
+
+    def _read_record(self, path: Path, as_type: type[_Record]) -> _Record | None:
+        """What we wrote beside an upload; None if it is gone, or is not ours."""
+        try:
+            with _opened_regular(path) as descriptor, open(descriptor, "rb", closefd=False) as file:
+                return checked_json.decode(file.read(PIN_BYTES + 1), as_type, limit_bytes=PIN_BYTES)
+        except (FileNotFoundError, UndecodableError):
+            return None
+
+
+@contextmanager
+def _opened_regular(path: Path) -> Iterator[int]:
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    except OSError as error:
+        if error.errno in (errno.ELOOP, errno.ENXIO):
+            raise _no_object(path) from error
+        raise
+    try:
+        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+            raise _no_object(path)
+        yield descriptor
+    finally:
+        os.close(descriptor)
 
 
 @contextmanager
@@ -304,6 +391,18 @@ def _forget(folder: Path) -> None:
         file.unlink(missing_ok=True)
     with suppress(FileNotFoundError):
         folder.rmdir()
+
+
+def _may_be_key(key: str) -> bool:
+    """Whether it is one of a bucket's keys, or leads to some."""
+    try:
+        return len(key.encode()) <= KEY_BYTES
+    except UnicodeEncodeError:
+        return False
+
+
+def _no_object(path: Path) -> FileNotFoundError:
+    return FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(path))
 
 
 def _upload_lost(key: str, upload_id: str) -> StoreError:

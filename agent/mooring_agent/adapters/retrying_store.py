@@ -101,8 +101,8 @@ class RetryingStore:
     async def head(self, key: str) -> ObjectInfo:
         return await self._retry(lambda: self._store.head(key))
 
-    async def get(self, key: str, *, limit_bytes: int) -> bytes:
-        return await self._retry(lambda: self._store.get(key, limit_bytes=limit_bytes))
+    async def get(self, key: str, *, limit_bytes: int, fresh: bool = False) -> bytes:
+        return await self._retry(lambda: self._store.get(key, limit_bytes=limit_bytes, fresh=fresh))
 
     async def get_into(self, key: str, *, offset_bytes: int, size_bytes: int, etag: str, descriptor: int) -> int:
         return await self._retry(

@@ -6,6 +6,7 @@ from typing import Final
 
 from mooring_agent.adapters.checksum import crc64nvme
 from mooring_agent.catalog.reading import StoredFile
+from mooring_agent.catalog.small_objects import get_whole
 from mooring_agent.core.errors import ErrorKind, StoreError
 from mooring_agent.ports import ObjectStore
 
@@ -49,26 +50,13 @@ def packs_of(files: Iterable[StoredFile]) -> tuple[StoredPack, ...]:
 async def fetch_pack(store: ObjectStore, pack: StoredPack) -> bytes:
     """The pack's bytes. StoreError(CHECKPOINT_CORRUPT) that names the object and its first damaged file otherwise."""
     for _ in range(_FETCHES):
-        body = await _get(store, pack)
+        # Larger than when it was listed is damage too.
+        body = await get_whole(store, pack.key, limit_bytes=pack.size_bytes)
         damaged = [file.entry.path for file in pack.files if not _is_intact(pack.content(body, file), file)]
         if not damaged:
             return body
     more = f" (and {len(damaged) - 1} more)" if len(damaged) > 1 else ""
     raise _corrupt(f"{pack.key} does not hold {damaged[0]} as it was written{more}")
-
-
-async def _get(store: ObjectStore, pack: StoredPack) -> bytes:
-    """All of the object, unless it is larger than it was when it was listed: that is damage too."""
-    try:
-        return await store.get(pack.key, limit_bytes=pack.size_bytes)
-    except StoreError as error:
-        if error.kind is not ErrorKind.REQUEST_REFUSED:
-            raise
-        # A store has other reasons to refuse, which say nothing of the object.
-        size_bytes = (await store.head(pack.key)).size_bytes
-        if size_bytes <= pack.size_bytes:
-            raise
-        raise _corrupt(f"{pack.key} has {size_bytes} bytes, its rank manifest says {pack.size_bytes}") from error
 
 
 def _corrupt(message: str) -> StoreError:

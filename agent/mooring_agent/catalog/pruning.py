@@ -12,7 +12,9 @@ from typing import Final
 
 from mooring_agent.catalog.fan_out import for_each
 from mooring_agent.catalog.reading import committed_save, examine, list_committed
+from mooring_agent.catalog.small_objects import read_object
 from mooring_agent.core.errors import ErrorKind, StoreError
+from mooring_agent.core.limits import PIN_BYTES
 from mooring_agent.core.object_layout import COMMITS_PREFIX, DAMAGED_PREFIX, PROBE_PREFIX, RESUME_PREFIX, damage_key
 from mooring_agent.core.restore_choice import CommittedSave
 from mooring_agent.core.resume_pin import decode_pin
@@ -22,7 +24,6 @@ from mooring_agent.ports import ObjectInfo, ObjectStore, UploadInfo
 from mooring_api.names import STATE_DIRECTORY
 
 _DELETES_AT_ONCE: Final = 8
-_PIN_LIMIT_BYTES: Final = 64 * 1024
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -164,7 +165,7 @@ async def _pinned(store: ObjectStore, pins: Iterable[ObjectInfo], since: float) 
         if one.modified_at < since:
             continue
         try:
-            saves.add(decode_pin(await store.get(one.key, limit_bytes=_PIN_LIMIT_BYTES), one.key).save)
+            saves.add((await read_object(store, one.key, decode_pin, limit_bytes=PIN_BYTES)).save)
         except StoreError as error:
             # Removed since it was listed: so nobody resumes by it.
             if error.kind is not ErrorKind.NOT_FOUND:

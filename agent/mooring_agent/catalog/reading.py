@@ -11,13 +11,13 @@ from typing import Final
 
 from mooring_agent.adapters.checksum import crc64nvme
 from mooring_agent.catalog.fan_out import for_each
-from mooring_agent.core.errors import ErrorKind, MooringError, RequestError, StoreError
+from mooring_agent.catalog.small_objects import read_object
+from mooring_agent.core.errors import ErrorKind, MooringError, StoreError
+from mooring_agent.core.limits import MARKER_BYTES
 from mooring_agent.core.manifest import decode_manifest, decode_marker
 from mooring_agent.core.model import CommitMarker, FileEntry, ManifestReference, RankManifest
 from mooring_agent.core.object_layout import (
     COMMITS_PREFIX,
-    check_file_path,
-    check_token,
     file_key,
     is_manifest_of,
     manifest_key,
@@ -29,11 +29,9 @@ from mooring_agent.core.object_layout import (
 from mooring_agent.core.restore_choice import CommittedSave, newest_first
 from mooring_agent.ports import ObjectInfo, ObjectStore
 
-# A marker names 100,000 ranks in less.
-_MARKER_LIMIT_BYTES: Final = 16 * 1024 * 1024
 _MANIFESTS_AT_ONCE: Final = 8
 # The answers that mean "this object is not what was written", as opposed to "the store cannot say now".
-DAMAGE: Final = frozenset({ErrorKind.CHECKPOINT_CORRUPT, ErrorKind.NOT_FOUND, ErrorKind.BAD_NAME})
+DAMAGE: Final = frozenset({ErrorKind.CHECKPOINT_CORRUPT, ErrorKind.NOT_FOUND})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -105,19 +103,20 @@ async def list_committed(store: ObjectStore) -> tuple[CommittedSave, ...]:
 
 async def read_marker(store: ObjectStore, committed: CommittedSave) -> CommitMarker:
     """The commit marker of a save. StoreError(CHECKPOINT_CORRUPT) that names it if it is not what was written."""
-    key = committed.key
+
+    def decode(body: bytes, key: str) -> CommitMarker:
+        marker = decode_marker(body, key)
+        if (marker.info.step, marker.info.save) != (committed.step, committed.save):
+            what = f"is the marker of step {marker.info.step} (save {marker.info.save})"
+            raise _corrupt([Problem(key=key, what=what)])
+        return marker
+
     try:
-        marker = decode_marker(await store.get(key, limit_bytes=_MARKER_LIMIT_BYTES), key)
-        check_token(marker.info.name, "checkpoint name")
-        check_token(marker.info.save, "save id")
-    except MooringError as error:
-        if error.kind in DAMAGE or error.kind is ErrorKind.REQUEST_REFUSED:
-            raise _corrupt(_problem(key, error)) from error
+        return await read_object(store, committed.key, decode, limit_bytes=MARKER_BYTES)
+    except StoreError as error:
+        if error.kind in DAMAGE:
+            raise _corrupt(_problem(committed.key, error)) from error
         raise
-    if (marker.info.step, marker.info.save) != (committed.step, committed.save):
-        what = f"is the marker of step {marker.info.step} (save {marker.info.save})"
-        raise _corrupt([Problem(key=key, what=what)])
-    return marker
 
 
 async def load(store: ObjectStore, committed: CommittedSave) -> CommittedCheckpoint:
@@ -129,7 +128,15 @@ async def load(store: ObjectStore, committed: CommittedSave) -> CommittedCheckpo
 
 
 async def examine(store: ObjectStore, committed: CommittedSave) -> Examination:
-    """Marker against rank manifests against listing, collecting every problem. Raises only what the store raises."""
+    """Marker against rank manifests against listing, collecting every problem. Raises only what the store raises.
+
+    What one look finds wrong, another may not: a problem is what the second one finds.
+    """
+    examination = await _examine(store, committed)
+    return examination if examination.checkpoint else await _examine(store, committed)
+
+
+async def _examine(store: ObjectStore, committed: CommittedSave) -> Examination:
     examination = Examination()
     try:
         marker = await read_marker(store, committed)
@@ -199,20 +206,21 @@ async def _read_manifest(
         return Problem(key=key, what="is missing")
     if listed.size_bytes != reference.size_bytes:
         return Problem(key=key, what=f"has {listed.size_bytes} bytes, the marker says {reference.size_bytes}")
-    try:
-        body = await store.get(key, limit_bytes=reference.size_bytes)
+
+    def decode(body: bytes, key: str) -> RankManifest:
         if crc64nvme(body) != reference.checksum:
-            return Problem(key=key, what="does not have the checksum that the marker says")
+            raise _corrupt([Problem(key=key, what="does not have the checksum that the marker says")])
         manifest = decode_manifest(body, key)
-        for entry in manifest.files:
-            check_file_path(entry.path)
-    except (StoreError, RequestError) as error:
+        if (manifest.info, manifest.rank) != (marker.info, reference.rank):
+            raise _corrupt([Problem(key=key, what="is the manifest of another save or rank")])
+        return manifest
+
+    try:
+        return await read_object(store, key, decode, limit_bytes=reference.size_bytes)
+    except StoreError as error:
         if error.kind not in DAMAGE:
             raise
         return _problem(key, error)[0]
-    if (manifest.info, manifest.rank) != (marker.info, reference.rank):
-        return Problem(key=key, what="is the manifest of another save or rank")
-    return manifest
 
 
 def _examine_files(manifest: RankManifest, objects: dict[str, ObjectInfo], examination: Examination) -> None:

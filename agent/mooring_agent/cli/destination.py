@@ -9,8 +9,10 @@ from typing import Any, Final
 import click
 from rich.console import Console
 from rich.table import Column, Table
+from rich.text import Text
 
 from mooring_agent import catalog
+from mooring_agent.catalog.damage_notes import clear_damage
 from mooring_agent.catalog.fan_out import for_each
 from mooring_agent.catalog.reading import DAMAGE
 from mooring_agent.cli.store_options import store_options
@@ -18,6 +20,7 @@ from mooring_agent.cli.store_work import as_json_option, opened, print_json, pro
 from mooring_agent.cli.wording import amount
 from mooring_agent.core.errors import ErrorKind, StoreError
 from mooring_agent.core.model import CommitMarker
+from mooring_agent.core.printable import printable
 from mooring_agent.core.restore_choice import CommittedSave
 from mooring_agent.core.settings import RetentionSettings, StoreSettings, TransferSettings
 
@@ -48,7 +51,8 @@ def ls(store_settings: StoreSettings, as_json: bool) -> None:
             Column("SAVE", overflow="fold", min_width=_SAVE_WIDTH),
         )
         for row in rows:
-            table.add_row(
+            _add_row(
+                table,
                 str(row["step"]),
                 row.get("name", ""),
                 row.get("kind", ""),
@@ -60,7 +64,7 @@ def ls(store_settings: StoreSettings, as_json: bool) -> None:
         _print_table(table, empty="no committed checkpoint")
         for row in rows:
             if row["problem"]:
-                click.echo(f"step {row['step']}: {row['problem']}")
+                click.echo(f"step {row['step']}: {printable(row['problem'])}")
     _exit_with_problem(any(row["problem"] for row in rows))
 
 
@@ -92,7 +96,7 @@ def verify(store_settings: StoreSettings, step: int | None, everything: bool, as
             verdict = f"{len(problems)} problems" if problems else "every byte is as it was written"
             click.echo(f"step {committed.step} (save {committed.save}): {verdict}")
             for problem in problems:
-                click.echo(f"  {problem}")
+                click.echo(f"  {printable(str(problem))}")
     _exit_with_problem(any(problems for _, problems in found))
 
 
@@ -169,13 +173,13 @@ def prune(
             }
         )
     elif plan.refused:
-        click.echo(f"error: nothing was deleted: {plan.refused}", err=True)
+        click.echo(f"error: nothing was deleted: {printable(plan.refused)}", err=True)
     else:
         table = Table("SAVE", "", "SIZE", "WHY")
         for one in plan.deletions:
-            table.add_row(one.save, "would go" if dry_run else "deleted", amount(one.size_bytes), one.reason)
+            _add_row(table, one.save, "would go" if dry_run else "deleted", amount(one.size_bytes), one.reason)
         for save, reason in plan.kept:
-            table.add_row(save, "stays", "", reason)
+            _add_row(table, save, "stays", "", reason)
         _print_table(table, empty="nothing is there")
         verb = "would be deleted" if dry_run else "deleted"
         click.echo(
@@ -241,6 +245,8 @@ async def _verify(
                     concurrency=TransferSettings().max_concurrency,
                     on_progress=partial(advance, f"step {one.step}"),
                 )
+            if not problems:
+                await clear_damage(store, one.save)
             found.append((one, problems))
         return found
 
@@ -248,6 +254,11 @@ async def _verify(
 async def _prune(settings: StoreSettings, retention: RetentionSettings, dry_run: bool) -> catalog.PruneReport:
     async with opened(settings) as store:
         return await catalog.prune(store, retention, now=time.time(), dry_run=dry_run)
+
+
+def _add_row(table: Table, *cells: str) -> None:
+    """Names are others': neither the terminal nor rich's markup reads them."""
+    table.add_row(*(Text(printable(cell)) for cell in cells))
 
 
 def _print_table(table: Table, *, empty: str) -> None:

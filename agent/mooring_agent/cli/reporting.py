@@ -6,6 +6,7 @@ from contextlib import contextmanager
 import click
 
 from mooring_agent.core.errors import ConfigurationError, MooringError
+from mooring_agent.core.printable import printable
 
 
 @contextmanager
@@ -15,8 +16,8 @@ def errors_reported() -> Iterator[None]:
         yield
     except ConfigurationError as error:
         for problem in error.problems:
-            click.echo(f"error: {problem}", err=True)
-        click.echo(f"hint: {error.hint}", err=True)
+            click.echo(f"error: {printable(problem)}", err=True)
+        click.echo(f"hint: {printable(error.hint)}", err=True)
         raise SystemExit(2) from error
     except MooringError as error:
         report(error)
@@ -24,6 +25,6 @@ def errors_reported() -> Iterator[None]:
 
 
 def report(error: MooringError) -> None:
-    click.echo(f"error: {error}", err=True)
+    click.echo(f"error: {printable(str(error))}", err=True)
     if error.hint:
-        click.echo(f"hint: {error.hint}", err=True)
+        click.echo(f"hint: {printable(error.hint)}", err=True)

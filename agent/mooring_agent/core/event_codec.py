@@ -1,32 +1,51 @@
-"""Durable events as journal records, both ways. A record is JSON: {"event": <class name>, "body": {…}}."""
+"""Durable events as journal records, both ways: `checked_json` of the event's class name, its body and a version.
 
-from typing import Any, Final
+Each record carries its own checksum, for a journal is believed as a whole: a digit that changed by itself could commit
+a checkpoint that nobody can restore.
+"""
+
+from typing import Any, Final, Literal
 
 import msgspec
 
+from mooring_agent.core import checked_json
+from mooring_agent.core.checked_json import UndecodableError
+from mooring_agent.core.errors import ErrorKind, MooringError
 from mooring_agent.core.events import DURABLE, DurableEvent
+from mooring_agent.core.limits import RECORD_BYTES
 
+_VERSION: Final = 1
 _CLASSES: Final = {cls.__name__: cls for cls in DURABLE}
 
 
-class UnknownRecordError(Exception):
-    """A record that this version of the agent cannot read."""
+class UnknownRecordError(MooringError):
+    """A record that this version of the agent cannot read, or that is not what was written."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(ErrorKind.VOLUME_UNUSABLE, message, hint="the next start of the agent sets the journal aside")
 
 
-class _Record(msgspec.Struct):
+class _Record(msgspec.Struct, forbid_unknown_fields=True):
+    version: Literal[1]
     event: str
     body: Any
 
 
+class _RawRecord(msgspec.Struct, forbid_unknown_fields=True):
+    version: Literal[1]
+    event: str
+    body: msgspec.Raw
+
+
 def encode_event(event: DurableEvent) -> bytes:
-    return msgspec.json.encode(_Record(event=type(event).__name__, body=event))
+    return checked_json.encode(_Record(version=_VERSION, event=type(event).__name__, body=event))
 
 
 def decode_event(record: bytes) -> DurableEvent:
     """Raises UnknownRecordError."""
     try:
-        raw = msgspec.json.decode(record, type=_Record)
-        event: DurableEvent = msgspec.convert(raw.body, type=_CLASSES[raw.event])
-    except (msgspec.MsgspecError, KeyError) as error:
+        raw = checked_json.decode(record, _RawRecord, limit_bytes=RECORD_BYTES)
+        event: DurableEvent = msgspec.json.decode(raw.body, type=_CLASSES[raw.event])
+    except (UndecodableError, ValueError, KeyError, RecursionError, OverflowError) as error:
         raise UnknownRecordError(f"{record[:80]!r}: {error}") from error
     return event

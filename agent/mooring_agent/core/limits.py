@@ -17,6 +17,8 @@ LOCAL_RANKS: Final = 1_024
 STEP: Final = 10**12 - 1
 """A marker's key has twelve digits for it."""
 FILES_PER_RANK: Final = 100_000
+PARTS_PER_FILE: Final = 10_000
+"""S3 takes no more."""
 SAVE_BYTES: Final = 2**50
 """Of one rank's files. Sums over all ranks of an agent stay within the 64 bits of the API."""
 NAME_CHARACTERS: Final = 128
@@ -29,12 +31,12 @@ SECONDS: Final = 7 * 24 * 3600
 UNIX_SECONDS: Final = 253_402_300_799
 """The end of the year 9999, after which no calendar shows a date."""
 
-MARKER_BYTES: Final = 16 * 1024**2
-MANIFEST_BYTES: Final = 64 * 1024**2
-MANIFESTS_BYTES: Final = 256 * 1024**2
+MARKER_BYTES: Final = 8 * 1024**2
+MANIFEST_BYTES: Final = 32 * 1024**2
+MANIFESTS_BYTES: Final = 128 * 1024**2
 """All rank manifests of a save together: whoever restores has them in memory."""
 PIN_BYTES: Final = 64 * 1024
-RECORD_BYTES: Final = 64 * 1024**2
+RECORD_BYTES: Final = 128 * 1024**2
 """A journal record, a staged descriptor, what restore notes on the volume."""
 
 Count = Annotated[int, Meta(ge=0, le=2**63 - 1)]

@@ -1,14 +1,31 @@
 """Rank manifests and commit markers as JSON, both ways. One value has exactly one encoding.
 
-Two committers must write the same bytes, so keys are sorted, separators fixed and the marker is computed from the
-manifests alone. Decoding refuses what it does not understand: a checkpoint is restored only if every byte is accounted.
+Two committers must write the same bytes, so the marker is computed from the manifests alone. Decoding refuses what it
+does not understand and what is beyond the limits: a checkpoint is restored only if every byte is accounted, and what a
+decoder returns is safe to put on a disk (no path leaves the checkpoint).
 """
 
-import json
 from collections.abc import Mapping, Sequence
-from typing import Any, Final
+from typing import Annotated, Final, Literal
 
-from mooring_agent.core.errors import ErrorKind, StoreError
+from msgspec import Meta, Struct
+
+from mooring_agent.core import checked_json
+from mooring_agent.core.checked_json import UndecodableError
+from mooring_agent.core.errors import ErrorKind, RequestError, StoreError
+from mooring_agent.core.limits import (
+    FILES_PER_RANK,
+    MANIFEST_BYTES,
+    MANIFESTS_BYTES,
+    MARKER_BYTES,
+    PARTS_PER_FILE,
+    SAVE_BYTES,
+    Count,
+    Moment,
+    Rank,
+    Step,
+    WorldSize,
+)
 from mooring_agent.core.model import (
     CommitMarker,
     FileEntry,
@@ -18,69 +35,105 @@ from mooring_agent.core.model import (
     RankManifest,
     SaveInfo,
 )
+from mooring_agent.core.object_layout import check_file_path, check_token
 from mooring_agent.core.pack_plan import LARGEST_PACK_BYTES
 
 FORMAT_VERSION: Final = 1
 PACKED_FORMAT_VERSION: Final = 2
 """Of rank manifests with packs alone, so that a version that knows none refuses these and reads all others."""
-CHECKSUM: Final = "crc64nvme"
+
+_Checksum = Annotated[str, Meta(pattern=r"^[0-9a-f]{16}\Z")]
+_FileBytes = Annotated[int, Meta(ge=0, le=SAVE_BYTES)]
+_PackBytes = Annotated[int, Meta(ge=0, le=LARGEST_PACK_BYTES)]
+_ManifestBytes = Annotated[int, Meta(ge=0, le=MANIFEST_BYTES)]
+
+
+class _Object(Struct, forbid_unknown_fields=True, omit_defaults=True, kw_only=True, gc=False):
+    """Nothing is left out of what is understood, so nothing can be nested deeper than these are."""
+
+
+class _Save(_Object):
+    save: str
+    name: str
+    step: Step
+    kind: Kind
+    world_size: WorldSize
+    saved_at: Moment
+    checksum: Literal["crc64nvme"]
+
+
+class _File(_Object):
+    path: str
+    size: _FileBytes
+    part_size: Annotated[int, Meta(ge=1, le=SAVE_BYTES)]
+    checksums: Annotated[tuple[_Checksum, ...], Meta(max_length=PARTS_PER_FILE)]
+    pack: Annotated[int, Meta(ge=0, le=FILES_PER_RANK)] | None = None
+    offset: _PackBytes | None = None
+
+
+class _Pack(_Object):
+    size: _PackBytes
+
+
+class _Manifest(_Save):
+    format: Literal[1, 2]
+    rank: Rank
+    files: Annotated[tuple[_File, ...], Meta(max_length=FILES_PER_RANK)]
+    packs: Annotated[tuple[_Pack, ...], Meta(max_length=FILES_PER_RANK)] = ()
+    single_file: bool = False
+
+
+class _Reference(_Object):
+    rank: Rank
+    size: _ManifestBytes
+    checksum: _Checksum
+
+
+class _Marker(_Save):
+    format: Literal[1]
+    size: Count
+    file_count: Count
+    manifests: tuple[_Reference, ...]
 
 
 def encode_manifest(manifest: RankManifest) -> bytes:
-    return _encode(
-        {
-            "format": PACKED_FORMAT_VERSION if manifest.pack_sizes_bytes else FORMAT_VERSION,
-            **_encode_info(manifest.info),
-            "rank": manifest.rank,
-            "saved_at": manifest.saved_at,
-            "checksum": CHECKSUM,
-            "files": [
-                {
-                    "path": file.path,
-                    "size": file.size_bytes,
-                    "part_size": file.part_size_bytes,
-                    "checksums": [f"{checksum:016x}" for checksum in file.checksums],
-                    **({"pack": file.place.number, "offset": file.place.offset_bytes} if file.place else {}),
-                }
-                for file in manifest.files
-            ],
-            **({"packs": [{"size": size} for size in manifest.pack_sizes_bytes]} if manifest.pack_sizes_bytes else {}),
-            **({"single_file": True} if manifest.single_file else {}),
-        }
+    info = manifest.info
+    return checked_json.encode(
+        _Manifest(
+            format=PACKED_FORMAT_VERSION if manifest.pack_sizes_bytes else FORMAT_VERSION,
+            save=info.save,
+            name=info.name,
+            step=info.step,
+            kind=info.kind,
+            world_size=info.world_size,
+            rank=manifest.rank,
+            saved_at=float(manifest.saved_at),
+            checksum="crc64nvme",
+            files=tuple(_encode_file(file) for file in manifest.files),
+            packs=tuple(_Pack(size=size_bytes) for size_bytes in manifest.pack_sizes_bytes),
+            single_file=manifest.single_file,
+        )
     )
 
 
 def decode_manifest(body: bytes, key: str) -> RankManifest:
     """Raises StoreError(CHECKPOINT_CORRUPT) that names `key`."""
     try:
-        value = _decode(body, FORMAT_VERSION, PACKED_FORMAT_VERSION)
+        value = checked_json.decode(body, _Manifest, limit_bytes=MANIFEST_BYTES)
         manifest = RankManifest(
             info=_decode_info(value),
-            rank=int(value["rank"]),
-            saved_at=float(value["saved_at"]),
-            files=tuple(
-                FileEntry(
-                    path=str(file["path"]),
-                    size_bytes=int(file["size"]),
-                    part_size_bytes=int(file["part_size"]),
-                    checksums=tuple(int(checksum, 16) for checksum in file["checksums"]),
-                    place=_decode_place(file),
-                )
-                for file in value["files"]
-            ),
-            single_file=bool(value.get("single_file", False)),
-            pack_sizes_bytes=tuple(int(pack["size"]) for pack in value.get("packs", ())),
+            rank=value.rank,
+            saved_at=value.saved_at,
+            files=tuple(_decode_file(file) for file in value.files),
+            single_file=value.single_file,
+            pack_sizes_bytes=tuple(pack.size for pack in value.packs),
         )
+        if (value.format == PACKED_FORMAT_VERSION) != bool(value.packs):
+            raise UndecodableError(f"format {value.format} with {len(value.packs)} packs")
         if manifest.single_file and len(manifest.files) != 1:
-            raise ValueError(f"{len(manifest.files)} files are not the single file that it speaks of")
-        for file in manifest.files:
-            _check_numbers(file)
-            if len(file.checksums) != -(-file.size_bytes // file.part_size_bytes):
-                raise ValueError(f"{file.path}: {len(file.checksums)} checksums do not cover {file.size_bytes} bytes")
-        if (value["format"] == PACKED_FORMAT_VERSION) != bool(manifest.pack_sizes_bytes):
-            raise ValueError(f"format {value['format']} with {len(manifest.pack_sizes_bytes)} packs")
-        _check_packs(manifest)
-    except (ValueError, KeyError, TypeError, ZeroDivisionError) as error:
+            raise UndecodableError(f"{len(manifest.files)} files are not the single file that it speaks of")
+        _check_sizes(manifest)
+    except (UndecodableError, RequestError) as error:
         raise _corrupt(key, error) from error
     return manifest
 
@@ -100,99 +153,96 @@ def commit_marker(manifests: Sequence[RankManifest], references: Mapping[int, Ma
 
 
 def encode_marker(marker: CommitMarker) -> bytes:
-    return _encode(
-        {
-            "format": FORMAT_VERSION,
-            **_encode_info(marker.info),
-            "saved_at": marker.saved_at,
-            "size": marker.size_bytes,
-            "file_count": marker.file_count,
-            "checksum": CHECKSUM,
-            "manifests": [
-                {"rank": reference.rank, "size": reference.size_bytes, "checksum": f"{reference.checksum:016x}"}
-                for reference in marker.manifests
-            ],
-        }
+    info = marker.info
+    return checked_json.encode(
+        _Marker(
+            format=FORMAT_VERSION,
+            save=info.save,
+            name=info.name,
+            step=info.step,
+            kind=info.kind,
+            world_size=info.world_size,
+            saved_at=float(marker.saved_at),
+            checksum="crc64nvme",
+            size=marker.size_bytes,
+            file_count=marker.file_count,
+            manifests=tuple(
+                _Reference(rank=one.rank, size=one.size_bytes, checksum=f"{one.checksum:016x}")
+                for one in marker.manifests
+            ),
+        )
     )
 
 
 def decode_marker(body: bytes, key: str) -> CommitMarker:
     """Raises StoreError(CHECKPOINT_CORRUPT) that names `key`."""
     try:
-        value = _decode(body, FORMAT_VERSION)
-        marker = CommitMarker(
+        value = checked_json.decode(body, _Marker, limit_bytes=MARKER_BYTES)
+        if len(value.manifests) != value.world_size or any(
+            reference.rank != rank for rank, reference in enumerate(value.manifests)
+        ):
+            raise UndecodableError("the marker does not name every rank once")
+        manifests_bytes = sum(reference.size for reference in value.manifests)
+        if manifests_bytes > MANIFESTS_BYTES:
+            raise UndecodableError(f"rank manifests of {manifests_bytes:,} bytes, more than {MANIFESTS_BYTES:,}")
+        return CommitMarker(
             info=_decode_info(value),
-            saved_at=float(value["saved_at"]),
-            size_bytes=int(value["size"]),
-            file_count=int(value["file_count"]),
+            saved_at=value.saved_at,
+            size_bytes=value.size,
+            file_count=value.file_count,
             manifests=tuple(
-                ManifestReference(
-                    rank=int(reference["rank"]),
-                    size_bytes=int(reference["size"]),
-                    checksum=int(reference["checksum"], 16),
-                )
-                for reference in value["manifests"]
+                ManifestReference(rank=one.rank, size_bytes=one.size, checksum=int(one.checksum, 16))
+                for one in value.manifests
             ),
         )
-        if [reference.rank for reference in marker.manifests] != list(range(marker.info.world_size)):
-            raise ValueError("the marker does not name every rank once")
-    except (ValueError, KeyError, TypeError) as error:
+    except (UndecodableError, RequestError) as error:
         raise _corrupt(key, error) from error
-    return marker
 
 
-def _encode(value: Mapping[str, Any]) -> bytes:
-    return json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=False).encode() + b"\n"
+def _encode_file(file: FileEntry) -> _File:
+    return _File(
+        path=file.path,
+        size=file.size_bytes,
+        part_size=file.part_size_bytes,
+        checksums=tuple(f"{checksum:016x}" for checksum in file.checksums),
+        pack=file.place.number if file.place else None,
+        offset=file.place.offset_bytes if file.place else None,
+    )
 
 
-def _decode(body: bytes, *formats: int) -> dict[str, Any]:
-    value = json.loads(body)
-    if not isinstance(value, dict):
-        raise TypeError("not a JSON object")
-    if value.get("format") not in formats or value.get("checksum") != CHECKSUM:
-        raise ValueError(f"format {value.get('format')!r} with checksum {value.get('checksum')!r} is not known here")
-    return value
+def _decode_file(file: _File) -> FileEntry:
+    if (file.pack is None) != (file.offset is None):
+        raise UndecodableError(f"{file.path!r} has a pack or an offset without the other")
+    if len(file.checksums) != -(-file.size // file.part_size):
+        raise UndecodableError(f"{file.path!r}: {len(file.checksums)} checksums do not cover {file.size} bytes")
+    return FileEntry(
+        path=check_file_path(file.path),
+        size_bytes=file.size,
+        part_size_bytes=file.part_size,
+        checksums=tuple(int(checksum, 16) for checksum in file.checksums),
+        place=None
+        if file.pack is None or file.offset is None
+        else PackPlace(number=file.pack, offset_bytes=file.offset),
+    )
 
 
-def _decode_place(file: Mapping[str, Any]) -> PackPlace | None:
-    return PackPlace(number=int(file["pack"]), offset_bytes=int(file["offset"])) if "pack" in file else None
-
-
-def _check_numbers(file: FileEntry) -> None:
-    """Whoever compares two ranks' files computes with them."""
-    numbers = (file.size_bytes, file.part_size_bytes, *file.checksums)
-    if min(numbers) < 0 or max(numbers) >= 1 << 64:
-        raise ValueError(f"{file.path}: a size or a checksum is no unsigned number of 64 bits")
-
-
-def _check_packs(manifest: RankManifest) -> None:
+def _check_sizes(manifest: RankManifest) -> None:
     """Whoever reads takes a pack whole, and finds in it what the entries say."""
-    if any(size > LARGEST_PACK_BYTES for size in manifest.pack_sizes_bytes):
-        raise ValueError(f"a pack of more than {LARGEST_PACK_BYTES} bytes")
+    if manifest.size_bytes > SAVE_BYTES:
+        raise UndecodableError(f"files of {manifest.size_bytes:,} bytes, more than {SAVE_BYTES:,}")
     sizes = dict(enumerate(manifest.pack_sizes_bytes))
     for file in manifest.files:
-        place = file.place
-        if place and not 0 <= place.offset_bytes <= sizes.get(place.number, -1) - file.size_bytes:
-            raise ValueError(f"{file.path} does not lie in pack {place.number}")
+        if file.place and file.place.offset_bytes > sizes.get(file.place.number, -1) - file.size_bytes:
+            raise UndecodableError(f"{file.path!r} does not lie in pack {file.place.number}")
 
 
-def _encode_info(info: SaveInfo) -> dict[str, Any]:
-    return {
-        "save": info.save,
-        "name": info.name,
-        "step": info.step,
-        "kind": info.kind.value,
-        "world_size": info.world_size,
-    }
-
-
-def _decode_info(value: Mapping[str, Any]) -> SaveInfo:
+def _decode_info(value: _Save) -> SaveInfo:
     return SaveInfo(
-        save=str(value["save"]),
-        name=str(value["name"]),
-        step=int(value["step"]),
-        kind=Kind(value["kind"]),
-        world_size=int(value["world_size"]),
+        save=check_token(value.save, "save id"),
+        name=check_token(value.name, "checkpoint name"),
+        step=value.step,
+        kind=value.kind,
+        world_size=value.world_size,
     )
 
 

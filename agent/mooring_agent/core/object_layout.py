@@ -16,13 +16,16 @@ from mooring_agent.core.model import SaveInfo
 from mooring_api.names import COMMITS_DIRECTORY, DAMAGED_DIRECTORY, PROBE_DIRECTORY, RESUME_DIRECTORY, STATE_DIRECTORY
 
 _TOKEN: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._=+-]{0,127}")
-_KEY_LIMIT_BYTES: Final = 1024
+KEY_BYTES: Final = 1024
+_NAME_BYTES: Final = 255
+"""The longest name of a file or a folder on a disk."""
 LONGEST_PREFIX_BYTES: Final = 256
 """What a destination may add in front of every key, its last slash included; the settings are checked for it."""
 
 COMMITS_PREFIX: Final = f"{STATE_DIRECTORY}/{COMMITS_DIRECTORY}/"
 RESUME_PREFIX: Final = f"{STATE_DIRECTORY}/{RESUME_DIRECTORY}/"
 DAMAGED_PREFIX: Final = f"{STATE_DIRECTORY}/{DAMAGED_DIRECTORY}/"
+_MARKER_KEY: Final = re.compile(rf"{re.escape(COMMITS_PREFIX)}([0-9]{{12}})\.({_TOKEN.pattern})\.json")
 PROBE_PREFIX: Final = f"{STATE_DIRECTORY}/{PROBE_DIRECTORY}/"
 
 
@@ -56,9 +59,13 @@ def check_file_path(path: str) -> str:
         )
     if not all(parts) or "." in parts or ".." in parts:
         raise RequestError(ErrorKind.BAD_NAME, f"{path!r} is not a plain relative path", hint="use names like a/b.pt")
-    if len(encoded) > _KEY_LIMIT_BYTES - 2 * 128 - 2 - LONGEST_PREFIX_BYTES:
+    if len(encoded) > KEY_BYTES - 2 * 128 - 2 - LONGEST_PREFIX_BYTES:
         raise RequestError(
             ErrorKind.BAD_NAME, f"{path[:60]!r}… is too long", hint="S3 keys end at 1,024 bytes: shorten the path"
+        )
+    if any(len(part.encode()) > _NAME_BYTES for part in parts):
+        raise RequestError(
+            ErrorKind.BAD_NAME, f"{path[:60]!r}… has a name that no disk takes", hint="255 bytes are the most"
         )
     return path
 
@@ -98,7 +105,7 @@ def marker_key(info: SaveInfo) -> str:
 
 def parse_marker_key(key: str) -> tuple[int, str] | None:
     """(step, save) of a marker's key; None for a key that is no marker's."""
-    match = re.fullmatch(re.escape(COMMITS_PREFIX) + r"(\d{12,})\.(.+)\.json", key)
+    match = _MARKER_KEY.fullmatch(key)
     return (int(match[1]), match[2]) if match else None
 
 

@@ -16,10 +16,10 @@ smaller parts than the wire could bear, which costs some CPU until its own parts
 
 from typing import Final
 
+from mooring_agent.core.limits import PARTS_PER_FILE
 from mooring_agent.core.model import Part
 
 MIN_PART_BYTES: Final = 5 * 1024 * 1024
-MAX_PARTS: Final = 10_000
 _GRANULE_BYTES: Final = 1024 * 1024
 # Below it the requests themselves begin to count.
 _LEAST_PREFERRED_BYTES: Final = 8 * 1024 * 1024
@@ -42,7 +42,7 @@ def preferred_part_size(configured_bytes: int, bytes_per_second: float, window: 
 
 def part_size_for(size_bytes: int, preferred_bytes: int) -> int:
     """Bytes per part: the preferred size, grown in whole MiB for a file that would need more than 10,000 of them."""
-    needed = -(-size_bytes // MAX_PARTS)
+    needed = -(-size_bytes // PARTS_PER_FILE)
     grown = -(-needed // _GRANULE_BYTES) * _GRANULE_BYTES
     return max(preferred_bytes, grown, MIN_PART_BYTES)
 

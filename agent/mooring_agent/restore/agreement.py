@@ -9,13 +9,14 @@ start together download the same checkpoint anyway; one that sees another choice
 import asyncio
 from typing import Final
 
+from mooring_agent.catalog.small_objects import read_object
 from mooring_agent.core.errors import PASSING, ErrorKind, StoreError
+from mooring_agent.core.limits import PIN_BYTES
 from mooring_agent.core.object_layout import pin_key
 from mooring_agent.core.resume_pin import Pin, decode_pin, encode_pin
 from mooring_agent.core.retry import retry_delay_seconds
 from mooring_agent.ports import ObjectStore
 
-_PIN_LIMIT_BYTES: Final = 64 * 1024
 _WRITES: Final = 5
 _POLL_SECONDS: Final = 1.0
 
@@ -24,7 +25,7 @@ async def read_pin(store: ObjectStore, attempt: str) -> Pin | None:
     """What the attempt resumes from; None while nobody has decided."""
     key = pin_key(attempt)
     try:
-        return decode_pin(await store.get(key, limit_bytes=_PIN_LIMIT_BYTES), key)
+        return await read_object(store, key, decode_pin, limit_bytes=PIN_BYTES)
     except StoreError as error:
         if error.kind is ErrorKind.NOT_FOUND:
             return None

@@ -17,9 +17,10 @@ from typing import TypeVar, assert_never
 import structlog
 
 from mooring_agent.catalog import CommittedCheckpoint, list_committed, load
+from mooring_agent.catalog.damage_notes import clear_damage, note_damage
 from mooring_agent.catalog.reading import DAMAGE
 from mooring_agent.core.errors import ErrorKind, StoreError
-from mooring_agent.core.object_layout import check_token, damage_key
+from mooring_agent.core.object_layout import check_token
 from mooring_agent.core.restore_choice import CommittedSave, GiveUp, StartFresh, Take, choose
 from mooring_agent.core.resume_pin import Pin
 from mooring_agent.ports import ObjectStore
@@ -138,21 +139,27 @@ class _InitStep:
                             raise
                         self._failures[candidate.save] = str(error)
                         _log.warning("restore_passes_over", step=candidate.step, save=candidate.save, reason=str(error))
-                        await self._note_damage(candidate.save, str(error))
+                        await note_damage(self._store, candidate.save, str(error))
                 case _:
                     assert_never(choice)
-
-    async def _note_damage(self, save: str, reason: str) -> None:
-        """So that prune deletes nothing because of it. Restore does without the right to write."""
-        try:
-            await self._store.put(damage_key(save), f"{reason}\n".encode())
-        except StoreError as error:
-            _log.warning("restore_cannot_note_damage", save=save, error=str(error))
 
     async def _gather_one(self, candidate: CommittedSave) -> tuple[CommittedCheckpoint, bool]:
         checkpoint = await load(self._store, candidate)
         if await self._on_disk(partial(self._local.holds, checkpoint)):
             return checkpoint, False
+        try:
+            await self._download(checkpoint)
+        except StoreError as error:
+            # What was listed, or read of a small object, may have been wrong: not the files.
+            again = await load(self._store, candidate) if error.kind in DAMAGE else checkpoint
+            if again == checkpoint:
+                raise
+            checkpoint = again
+            await self._download(checkpoint)
+        await clear_damage(self._store, candidate.save)
+        return checkpoint, True
+
+    async def _download(self, checkpoint: CommittedCheckpoint) -> None:
         try:
             await self._fetch(
                 self._store,
@@ -163,7 +170,6 @@ class _InitStep:
         except BaseException:
             await self._on_disk(partial(self._local.discard, checkpoint))
             raise
-        return checkpoint, True
 
     async def _install(self, checkpoint: CommittedCheckpoint, downloaded: bool) -> Restored:
         await self._on_disk(partial(self._local.install if downloaded else self._local.record, checkpoint))

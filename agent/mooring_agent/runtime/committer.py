@@ -1,28 +1,29 @@
 """Writes rank manifests and commit markers, and settles every doubt by reading back. Verdicts: core.commit."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import structlog
 
 from mooring_agent.adapters.checksum import crc64nvme
+from mooring_agent.catalog.small_objects import get_whole, read_object
 from mooring_agent.core.commands import Commit, WriteManifest
 from mooring_agent.core.commit import DIFFERENT_FILES_HINT, contradiction, is_listed, judge_listing
-from mooring_agent.core.errors import ErrorKind, StoreError
+from mooring_agent.core.errors import ErrorKind, RequestError, StoreError
 from mooring_agent.core.events import Committed, CommitWaits, ManifestStored, ObjectsLost
-from mooring_agent.core.manifest import commit_marker, decode_manifest, encode_manifest, encode_marker
-from mooring_agent.core.model import ManifestReference, RankManifest
+from mooring_agent.core.limits import MANIFEST_BYTES, MARKER_BYTES
+from mooring_agent.core.manifest import commit_marker, decode_manifest, decode_marker, encode_manifest, encode_marker
+from mooring_agent.core.model import ManifestReference, RankManifest, SaveInfo
 from mooring_agent.core.object_layout import manifest_key, marker_key, save_prefix
 from mooring_agent.ports import Clock, ObjectStore
-
-MANIFEST_LIMIT_BYTES = 256 * 1024 * 1024
-MARKER_LIMIT_BYTES = 64 * 1024 * 1024
 
 log = structlog.get_logger("mooring.committer")
 
 
 async def write_manifest(store: ObjectStore, clock: Clock, command: WriteManifest) -> ManifestStored:
     manifest = command.manifest
-    await store.put(manifest_key(manifest.info, manifest.rank), encode_manifest(manifest))
+    key, body = manifest_key(manifest.info, manifest.rank), encode_manifest(manifest)
+    _check_readable(decode_manifest, body, key)
+    await store.put(key, body)
     return ManifestStored(at=clock.now(), work=command.work)
 
 
@@ -41,7 +42,7 @@ async def commit(store: ObjectStore, clock: Clock, command: Commit) -> Committed
     if verdict.missing_ranks:
         return CommitWaits(at=clock.now(), work=command.work, missing_ranks=verdict.missing_ranks)
     key = marker_key(command.info)
-    found = await read_if_there(store, key, limit_bytes=MARKER_LIMIT_BYTES)
+    found = await read_if_there(store, key)
     if found is None and not command.may_write_marker:
         return CommitWaits(at=clock.now(), work=command.work, missing_ranks=0)
     manifests = await _all_manifests(store, command)
@@ -55,8 +56,9 @@ async def commit(store: ObjectStore, clock: Clock, command: Commit) -> Committed
         raise StoreError(ErrorKind.CONTRADICTION, f"save {command.info.save}: {reason}", hint=DIFFERENT_FILES_HINT)
     body = _marker_body(manifests)
     if found is None or _is_torn(found, body):
+        _check_readable(decode_marker, body, key)
         found = await _write_and_read_back(store, key, body, if_absent=found is None)
-    if found != body:
+    if found != body and await read_if_there(store, key, fresh=True) != body:
         raise StoreError(
             ErrorKind.CHECKPOINT_CORRUPT,
             f"{key} holds another marker than the manifests of save {command.info.save} give",
@@ -101,7 +103,7 @@ async def _write_and_read_back(store: ObjectStore, key: str, body: bytes, *, if_
     except StoreError as error:
         # Whatever it was, it may have landed: 412 and 409 are also what a lost answer to our own write looks like.
         ambiguous = error
-    found = await read_if_there(store, key, limit_bytes=MARKER_LIMIT_BYTES)
+    found = await read_if_there(store, key)
     if found is None:
         raise ambiguous or StoreError(
             ErrorKind.STORE_FAILED, f"{key} was written and cannot be read", hint="the store broke read-after-write"
@@ -109,10 +111,10 @@ async def _write_and_read_back(store: ObjectStore, key: str, body: bytes, *, if_
     return found
 
 
-async def read_if_there(store: ObjectStore, key: str, *, limit_bytes: int) -> bytes | None:
-    """An object's bytes; None when there is no such object."""
+async def read_if_there(store: ObjectStore, key: str, *, fresh: bool = False) -> bytes | None:
+    """A marker's bytes; None when there is no such object."""
     try:
-        return await store.get(key, limit_bytes=limit_bytes)
+        return await get_whole(store, key, limit_bytes=MARKER_BYTES, fresh=fresh)
     except StoreError as error:
         if error.kind is ErrorKind.NOT_FOUND:
             return None
@@ -125,19 +127,52 @@ async def _all_manifests(store: ObjectStore, command: Commit) -> Mapping[int, Ra
     for rank in range(command.info.world_size):
         if rank in manifests:
             continue
-        key = manifest_key(command.info, rank)
-        body = await read_if_there(store, key, limit_bytes=MANIFEST_LIMIT_BYTES)
-        if body is None:
-            continue
+        try:
+            manifests[rank] = await _read_manifest(store, command.info, rank)
+        except StoreError as error:
+            if error.kind is not ErrorKind.NOT_FOUND:
+                raise
+    return manifests
+
+
+async def saved_at(store: ObjectStore, info: SaveInfo, rank: int) -> float | None:
+    """When a rank's part of a save was announced, by its manifest; None if there is none."""
+    try:
+        return (
+            await read_object(store, manifest_key(info, rank), decode_manifest, limit_bytes=MANIFEST_BYTES)
+        ).saved_at
+    except StoreError as error:
+        if error.kind is not ErrorKind.NOT_FOUND:
+            raise
+        return None
+
+
+async def _read_manifest(store: ObjectStore, info: SaveInfo, rank: int) -> RankManifest:
+    """What an agent wrote for a rank. CHECKPOINT_CORRUPT if it is of another save than ours."""
+
+    def decode(body: bytes, key: str) -> RankManifest:
         manifest = decode_manifest(body, key)
-        if manifest.info != command.info or manifest.rank != rank:
+        if manifest.info != info or manifest.rank != rank:
             raise StoreError(
                 ErrorKind.CHECKPOINT_CORRUPT,
-                f"{key} speaks of {manifest.info}, we of {command.info}",
+                f"{key} speaks of {manifest.info}, we of {info}",
                 hint="all ranks of one save must give the same name, step, kind and world size",
             )
-        manifests[rank] = manifest
-    return manifests
+        return manifest
+
+    return await read_object(store, manifest_key(info, rank), decode, limit_bytes=MANIFEST_BYTES)
+
+
+def _check_readable(decode: Callable[[bytes, str], object], body: bytes, key: str) -> None:
+    """Nothing is written that no restore would read: both have one limit."""
+    try:
+        decode(body, key)
+    except StoreError as error:
+        raise RequestError(
+            ErrorKind.BAD_REQUEST,
+            f"nobody could restore this save: {error}",
+            hint="save fewer and larger files, or let fewer ranks write them",
+        ) from error
 
 
 def _marker_body(manifests: Mapping[int, RankManifest]) -> bytes:

@@ -10,11 +10,10 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from mooring_agent.core.errors import ErrorKind, MooringError, StoreError
-from mooring_agent.core.manifest import decode_manifest
-from mooring_agent.core.object_layout import manifest_key, marker_key
+from mooring_agent.core.object_layout import marker_key
 from mooring_agent.core.state import Checkpoint, State
 from mooring_agent.ports import ObjectStore
-from mooring_agent.runtime.committer import MANIFEST_LIMIT_BYTES, MARKER_LIMIT_BYTES, read_if_there
+from mooring_agent.runtime.committer import read_if_there, saved_at
 
 
 @dataclass(slots=True)
@@ -60,12 +59,10 @@ class FirstLook:
 
 async def _require_new(store: ObjectStore, checkpoint: Checkpoint) -> None:
     info = checkpoint.info
-    if await read_if_there(store, marker_key(info), limit_bytes=MARKER_LIMIT_BYTES) is None:
+    if await read_if_there(store, marker_key(info)) is None:
         return
     for rank, share in sorted(checkpoint.shares.items()):
-        key = manifest_key(info, rank)
-        body = await read_if_there(store, key, limit_bytes=MANIFEST_LIMIT_BYTES)
-        if body is None or decode_manifest(body, key).saved_at != share.announced_at:
+        if await saved_at(store, info, rank) != share.announced_at:
             raise StoreError(
                 ErrorKind.CONTRADICTION,
                 f"save {info.save} is committed already, by an earlier announcement",

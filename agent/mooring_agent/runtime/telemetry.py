@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, TextIO, cast
 import structlog
 
 from mooring_agent.core.model import Phase
+from mooring_agent.core.printable import printable
 from mooring_agent.core.state import State
 from mooring_agent.runtime.status import describe
 
@@ -24,21 +25,31 @@ if TYPE_CHECKING:
 
 def configure_logs(log_format: str) -> None:
     """One line per event on stderr: a constant event name and its fields."""
-    renderer: structlog.typing.Processor = (
-        structlog.processors.JSONRenderer() if log_format == "json" else structlog.dev.ConsoleRenderer(colors=False)
+    renderers: list[structlog.typing.Processor] = (
+        [structlog.processors.JSONRenderer()]
+        if log_format == "json"
+        else [_without_controls, structlog.dev.ConsoleRenderer(colors=False)]
     )
     structlog.configure(
         processors=[
             structlog.processors.add_log_level,
             structlog.processors.TimeStamper(fmt="iso", utc=True),
             structlog.processors.format_exc_info,
-            renderer,
+            *renderers,
         ],
         wrapper_class=structlog.make_filtering_bound_logger(logging.INFO),
         # The program of a run writes there too: a line and its end in one write, or another's comes in between.
         logger_factory=structlog.WriteLoggerFactory(file=_stderr()),
         cache_logger_on_first_use=False,
     )
+
+
+def _without_controls(_logger: object, _method: str, event: structlog.typing.EventDict) -> structlog.typing.EventDict:
+    """For a terminal, which would obey them: names and messages may be anybody's. A traceback keeps its lines."""
+    for key, value in event.items():
+        if isinstance(value, str) and not value.isprintable():
+            event[key] = "\n".join(printable(line) for line in (value.split("\n") if key == "exception" else [value]))
+    return event
 
 
 def say(line: str) -> None:

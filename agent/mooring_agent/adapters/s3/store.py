@@ -66,6 +66,9 @@ class S3Store:
         self._slots = asyncio.Semaphore(settings.max_connections)
         self._executor = ThreadPoolExecutor(_THREADS, thread_name_prefix="mooring-store")
         self._transfer = make_transfer(self._executor, limiter)
+        self._settings = settings
+        self._fresh_client: Any = None
+        self._fresh_lock = asyncio.Lock()
         self._write_arguments = _write_arguments(settings)
         self._file_arguments = {"StorageClass": settings.storage_class} if settings.storage_class else {}
         self._listings = Listings(client, self._bucket, self._prefix, request=self._request, place=self._place)
@@ -203,9 +206,10 @@ class S3Store:
             modified_at=answer["LastModified"].timestamp(),
         )
 
-    async def get(self, key: str, *, limit_bytes: int) -> bytes:
+    async def get(self, key: str, *, limit_bytes: int, fresh: bool = False) -> bytes:
+        client = await self._without_kept_connections() if fresh else self._client
         async with self._request("GetObject", key) as silence:
-            answer = await self._client.get_object(Bucket=self._bucket, Key=self._prefix + key)
+            answer = await client.get_object(Bucket=self._bucket, Key=self._prefix + key)
             async with answer["Body"] as body:
                 if answer["ContentLength"] > limit_bytes:
                     raise StoreError(
@@ -219,6 +223,13 @@ class S3Store:
                     silence.heard(len(piece))
                     pieces.append(piece)
                 return b"".join(pieces)
+
+    async def _without_kept_connections(self) -> Any:
+        """A client that opens a connection for each request; made at the first doubt, for most agents have none."""
+        async with self._fresh_lock:
+            if self._fresh_client is None:
+                self._fresh_client = await connect(self._settings, self._stack, keep_connections=False)
+            return self._fresh_client
 
     async def get_into(self, key: str, *, offset_bytes: int, size_bytes: int, etag: str, descriptor: int) -> int:
         if not size_bytes:

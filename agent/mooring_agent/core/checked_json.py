@@ -1,0 +1,43 @@
+"""Small things that Mooring writes: one JSON object, the last member of which is a checksum of all before it.
+
+Markers, rank manifests, pins and journal records have this form. A byte that flips on the way is seen by whoever reads,
+without another object to compare with. Invariants: the same value has the same bytes; whatever is wrong with what was
+read, be it cut off, too large or a decoder's own trouble with it, is an UndecodableError.
+"""
+
+import re
+from typing import Any, Final, TypeVar
+from zlib import crc32
+
+import msgspec
+
+_Value = TypeVar("_Value")
+
+_END: Final = b',"crc32":"%08x"}\n'
+_END_PATTERN: Final = re.compile(rb',"crc32":"([0-9a-f]{8})"\}\n')
+_END_BYTES: Final = len(_END % 0)
+
+
+class UndecodableError(Exception):
+    """What was read is not what was written, or beyond the limits. The message says why."""
+
+
+def encode(value: Any) -> bytes:
+    """`value` is a mapping, struct or dataclass, and not empty."""
+    content = msgspec.json.encode(value, order="sorted").removesuffix(b"}")
+    return content + _END % crc32(content)
+
+
+def decode(body: bytes, as_type: type[_Value], *, limit_bytes: int) -> _Value:
+    """Raises UndecodableError."""
+    if len(body) > limit_bytes:
+        raise UndecodableError(f"it has {len(body):,} bytes, more than {limit_bytes:,}")
+    content, end = body[:-_END_BYTES], _END_PATTERN.fullmatch(body[-_END_BYTES:])
+    if end is None:
+        raise UndecodableError("it does not end with its checksum")
+    if int(end[1], 16) != crc32(content):
+        raise UndecodableError("its bytes do not have the checksum at its end")
+    try:
+        return msgspec.json.decode(content + b"}", type=as_type)
+    except (ValueError, RecursionError, OverflowError) as error:
+        raise UndecodableError(str(error)) from error

@@ -1,0 +1,136 @@
+"""A bad read is no bad object: what is damaged on its way to us is read again, and nothing is called damaged for it."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from tests.fakes.fake_store import FakeStore
+from tests.harness.flipping_store import FlippingStore
+from tests.restore.stored_checkpoints import flip_byte, store_checkpoint
+from tests.servers.fault_proxy import FaultProxy
+from tests.servers.server import Bucket
+
+from mooring_agent.adapters.clock import SystemClock
+from mooring_agent.adapters.open_store import open_store
+from mooring_agent.catalog import check, list_committed
+from mooring_agent.catalog.reading import load, read_marker
+from mooring_agent.core.commands import Commit
+from mooring_agent.core.errors import StoreError
+from mooring_agent.core.events import Committed
+from mooring_agent.core.manifest import decode_manifest
+from mooring_agent.core.object_layout import damage_key, file_key, manifest_key, marker_key
+from mooring_agent.core.work import Operation, WorkId
+from mooring_agent.restore import restore
+from mooring_agent.runtime.committer import commit
+
+POSITIONS = (3, 40, 77, 111, 160, -3, -12)
+"""Of bytes in names, numbers, checksums and the end of a small object."""
+
+
+def notes(store: FakeStore) -> list[str]:
+    return [key for key in store.objects if key.startswith(damage_key(""))]
+
+
+@pytest.mark.parametrize("position", POSITIONS)
+@pytest.mark.parametrize("at", range(3))
+async def test_one_flipped_byte_on_the_way_never_makes_restore_pass_over_a_checkpoint(
+    at: int, position: int, store: FakeStore, volume: Path
+) -> None:
+    for step in (1, 2):
+        await store_checkpoint(store, step, world_size=2)
+    flipping = FlippingStore(store, at=at, position=position)
+    restored = await restore(flipping, checkpoint_directory=volume / "checkpoints", volume=volume)
+    assert restored is not None
+    assert (restored.step, restored.passed_over) == (2, ())
+    assert flipping.flipped
+    assert flipping.fresh_gets
+    assert notes(store) == []
+
+
+@pytest.mark.parametrize("position", POSITIONS)
+@pytest.mark.parametrize("at", range(2))
+async def test_one_flipped_byte_on_the_way_spoils_no_commit(at: int, position: int, store: FakeStore) -> None:
+    info = await store_checkpoint(store, 1, world_size=2, committed=False)
+    manifests = []
+    for rank in range(2):
+        key = manifest_key(info, rank)
+        manifests.append(decode_manifest(await store.get(key, limit_bytes=100_000), key))
+    work = WorkId(Operation.COMMIT, info.save)
+    flipping = FlippingStore(store, at=at, position=position)
+    command = Commit(work=work, info=info, manifests=(manifests[0],), may_write_marker=True, sweep_uploads=False)
+    assert isinstance(await commit(flipping, SystemClock(), command), Committed)
+    assert flipping.flipped
+    (committed,) = await list_committed(store)
+    assert await check(store, committed, deep=True) == ()
+
+
+async def test_a_wrong_digit_in_a_listing_is_no_damage(store: FakeStore, volume: Path) -> None:
+    info = await store_checkpoint(store, 1)
+
+    class OnceWrong(FlippingStore):
+        async def list(self, prefix: str):  # type: ignore[no-untyped-def]
+            async for one in store.list(prefix):
+                wrong = one.key == file_key(info, "model-0.safetensors") and not self.flipped
+                self.flipped += one.key if wrong else ""
+                yield replace(one, size_bytes=one.size_bytes + 8) if wrong else one
+
+    once_wrong = OnceWrong(store, at=-1, position=0)
+    restored = await restore(once_wrong, checkpoint_directory=volume / "checkpoints", volume=volume)
+    assert restored is not None
+    assert once_wrong.flipped
+    assert notes(store) == []
+
+
+async def test_an_etag_that_came_wrong_is_listed_again(store: FakeStore, volume: Path) -> None:
+    await store_checkpoint(store, 1)
+
+    class OnceWrong(FlippingStore):
+        async def list(self, prefix: str):  # type: ignore[no-untyped-def]
+            wrong = prefix.startswith("checkpoint-1/") and not self.flipped
+            self.flipped += prefix if wrong else ""
+            async for one in store.list(prefix):
+                yield replace(one, etag="another") if wrong else one
+
+    restored = await restore(
+        OnceWrong(store, at=-1, position=0), checkpoint_directory=volume / "checkpoints", volume=volume
+    )
+    assert restored is not None
+    assert notes(store) == []
+
+
+async def test_the_note_of_damage_goes_when_every_byte_is_found_good(store: FakeStore, volume: Path) -> None:
+    older, newer = [await store_checkpoint(store, step) for step in (1, 2)]
+    key = file_key(newer, "model-0.safetensors")
+    await flip_byte(store, key, 5)
+    restored = await restore(store, checkpoint_directory=volume / "checkpoints", volume=volume)
+    assert restored is not None
+    assert restored.save == older.save
+    assert notes(store) == [damage_key(newer.save)]
+    # As when the network was what damaged it.
+    await flip_byte(store, key, 5)
+    restored = await restore(store, checkpoint_directory=volume / "checkpoints", volume=volume)
+    assert restored is not None
+    assert restored.save == newer.save
+    assert notes(store) == []
+
+
+async def test_what_is_damaged_in_the_store_is_damage_however_often_it_is_read(store: FakeStore) -> None:
+    info = await store_checkpoint(store, 1)
+    await flip_byte(store, marker_key(info), 30)
+    (committed,) = await list_committed(store)
+    with pytest.raises(StoreError, match="is not what was written"):
+        await read_marker(store, committed)
+    with pytest.raises(StoreError, match="is not what was written"):
+        await load(store, committed)
+
+
+async def test_a_second_read_of_a_small_object_has_a_connection_of_its_own(
+    rclone_bucket: Bucket, fault_proxy: FaultProxy
+) -> None:
+    async with open_store(replace(rclone_bucket.settings(), endpoint_url=fault_proxy.endpoint_url)) as store:
+        await store.put("a", b"body")
+        connections = [fault_proxy.connections]
+        for fresh in (False, True, True):
+            assert await store.get("a", limit_bytes=10, fresh=fresh) == b"body"
+            connections.append(fault_proxy.connections)
+    assert [count - connections[0] for count in connections] == [0, 0, 1, 2]
