@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import socket
 import subprocess
 import sys
 import threading
@@ -309,3 +310,66 @@ async def test_a_destination_that_is_none_is_refused_with_a_way_out(destination:
 
     assert caught.value.kind is ErrorKind.BAD_CONFIGURATION
     assert "://" in caught.value.hint
+
+
+def _put_what_is_no_object(root: Path, tmp_path: Path) -> None:
+    (tmp_path / "secret").write_bytes(b"secret")
+    os.mkfifo(root / "run" / "pipe")
+    (root / "run" / "link").symlink_to(tmp_path / "secret")
+    (root / "run" / "loop").symlink_to(root / "run" / "loop")
+    (root / "run" / "folder").mkdir()
+    folder = os.open(root / "run", os.O_RDONLY)
+    with socket.socket(socket.AF_UNIX) as server:
+        server.bind(f"/proc/self/fd/{folder}/socket")
+    os.close(folder)
+    (tmp_path / "elsewhere" / "deep").mkdir(parents=True)
+    (tmp_path / "elsewhere" / "deep" / "file").write_bytes(b"x")
+    (root / "elsewhere").symlink_to(tmp_path / "elsewhere")
+
+
+async def test_only_a_regular_file_is_an_object_and_nothing_else_is_waited_for(
+    store: ObjectStore, root: Path, tmp_path: Path
+) -> None:
+    await store.put("run/object", b"x")
+    _put_what_is_no_object(root, tmp_path)
+    assert [info.key async for info in store.list("")] == ["run/object"]
+    assert [info.key async for info in store.list("elsewhere/deep/")] == []
+    with (tmp_path / "into").open("wb") as into:
+        names = ("run/pipe", "run/link", "run/loop", "run/folder", "run/socket", "elsewhere/deep/file")
+        async with asyncio.timeout(WAIT_SECONDS):
+            for key in names:
+                await fails(ErrorKind.NOT_FOUND, store.head(key))
+                await fails(ErrorKind.NOT_FOUND, store.get(key, limit_bytes=100))
+                reading = store.get_into(key, offset_bytes=0, size_bytes=1, etag="", descriptor=into.fileno())
+                await fails(ErrorKind.NOT_FOUND, reading)
+
+
+async def test_what_no_key_can_name_is_left_out_of_a_listing(store: ObjectStore, root: Path) -> None:
+    await store.put("run/object", b"x")
+    os.close(os.open(os.fsencode(root / "run") + b"/caf\xe9", os.O_CREAT | os.O_WRONLY))
+    folder = os.open(root, os.O_RDONLY | os.O_DIRECTORY)
+    for _ in range(1500):  # deeper than a path may be, and than a function may call itself
+        os.mkdir("d", dir_fd=folder)
+        below = os.open("d", os.O_RDONLY | os.O_DIRECTORY, dir_fd=folder)
+        os.close(folder)
+        folder = below
+    os.close(folder)
+    assert [info.key async for info in store.list("")] == ["run/object"]
+    # pytest would not come to its end.
+    subprocess.run(["rm", "-r", root / "d"], check=True)  # noqa: ASYNC221
+
+
+async def test_what_others_put_among_the_uploads_is_no_upload(store: ObjectStore, root: Path) -> None:
+    upload_id = await store.create_upload("run/big")
+    uploads = root / ".mooring" / "uploads"
+    for number, body in enumerate([b"", b"{", b'{"key":1}', b"[" * 100_000, b'{"key":"x"}', b"\xff" * 2**20]):
+        (uploads / f"forged-{number}").mkdir()
+        (uploads / f"forged-{number}" / "upload.json").write_bytes(body)
+    (uploads / "pipe").mkdir()
+    os.mkfifo(uploads / "pipe" / "upload.json")
+    os.mkfifo(uploads / upload_id / "part-00001")
+    async with asyncio.timeout(WAIT_SECONDS):
+        assert [upload.key async for upload in store.list_uploads("")] == ["run/big"]
+        assert await store.list_parts("run/big", upload_id) == []
+        await fails(ErrorKind.UPLOAD_LOST, store.list_parts("x", "forged-4"))
+        await fails(ErrorKind.UPLOAD_LOST, store.list_parts("x", "pipe"))

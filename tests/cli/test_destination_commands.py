@@ -370,3 +370,33 @@ def test_a_run_logs_in_one_format_from_its_restore_to_its_end(
     for event in ("restore_tries", "agent.serving", "agent.exiting"):
         (line,) = [line for line in lines if event in line]
         assert line.startswith(begins)
+
+
+def test_names_of_strangers_do_not_reach_the_terminal_as_they_are(bucket: StoreSettings) -> None:
+    fill(bucket, 100, 200)
+    root = Path(bucket.destination.removeprefix("file://"))
+    evil = "\x1b[2J\x1b]0;owned\x07\u202e[red]x"
+    # As large as a marker may be, and larger; an orphan's folders; something beside the rank manifests.
+    (root / ".mooring" / "commits" / "000000000300.evil.json").write_bytes(b"x" * 9_000_000)
+    (root / ".mooring" / "commits" / f"000000000400.{evil}.json").write_bytes(b"x")
+    (root / evil / "0123abcd-000009").mkdir(parents=True)
+    (root / evil / "0123abcd-000009" / evil).write_bytes(b"x")
+    (root / "name" / evil).mkdir(parents=True)
+    (root / "name" / evil / "x").write_bytes(b"x")
+    (root / "checkpoint-200" / "0123abcd-000200" / ".mooring" / f"rank-{evil}.json").write_bytes(b"x")
+    for arguments in (("ls",), ("verify", "--all"), ("prune", "--dry-run", "--keep-last=1"), ("prune", "--yes")):
+        completed = mooring(arguments[0], bucket.destination, *arguments[1:])
+        written = completed.stdout + completed.stderr
+        assert "Traceback" not in written
+        assert all(character.isprintable() for character in written.replace("\n", "")), written
+        assert completed.returncode == (arguments[0] != "prune"), written
+    assert "step 300: " in mooring("ls", bucket.destination).stdout
+
+
+def test_verify_takes_back_a_note_of_damage_that_was_none(bucket: StoreSettings) -> None:
+    (info,) = fill(bucket, 100)
+    note = Path(bucket.destination.removeprefix("file://")) / ".mooring" / "damaged" / info.save
+    note.parent.mkdir()
+    note.write_text("the network was bad\n")
+    assert mooring("verify", bucket.destination).returncode == 0
+    assert not note.exists()
