@@ -1,0 +1,75 @@
+"""`make hostile`: many hostile objects and requests, and what came of them. `--help` says how many."""
+
+import argparse
+import asyncio
+import gc
+import os
+import tempfile
+import time
+from pathlib import Path
+from typing import Final
+
+from tests.harness.agent_process import AgentProcess, write_checkpoint
+from tests.hostile import objects, requests
+
+GROWTH_BYTES: Final = 50 * 1024**2
+_WARM_UP: Final = 500
+
+
+def resident_bytes() -> int:
+    line = next(one for one in Path("/proc/self/status").read_text().splitlines() if one.startswith("RssAnon:"))
+    return int(line.split()[1]) * 1024
+
+
+def attack_objects(folder: Path, *, rounds: int, seed: int) -> objects.Found:
+    """Raises AssertionError for what must not be."""
+    asyncio.run(objects.attack(folder / "warm-up", rounds=min(_WARM_UP, rounds // 4), seed=seed))
+    gc.collect()
+    before = resident_bytes()
+    found = asyncio.run(objects.attack(folder / "attack", rounds=rounds, seed=seed))
+    gc.collect()
+    grown = resident_bytes() - before
+    assert grown < GROWTH_BYTES, f"{grown:,} bytes more after {rounds} rounds"
+    assert found.rounds == rounds
+    # The generator does its work: it spoils most of what it touches, and not all.
+    assert found.older > rounds / 4
+    assert found.newer > 0
+    return found
+
+
+def attack_agent(folder: Path, *, count: int, seed: int) -> requests.Answers:
+    """Raises AssertionError for what must not be."""
+    (folder / "destination").mkdir(parents=True)
+    with AgentProcess(folder / "volume", f"file://{folder}/destination", watch=False) as agent:
+        paths = [write_checkpoint(agent.checkpoints / f"checkpoint-{n}", {"model.bin": 100}) for n in range(3)]
+        requests.attack(agent, paths, requests=min(2 * _WARM_UP, count // 4), seed=seed + 1)
+        before = agent.memory_bytes("RssAnon")
+        answers = requests.attack(agent, paths, requests=count, seed=seed)
+        grown = agent.memory_bytes("RssAnon") - before
+        assert grown < GROWTH_BYTES, f"{grown:,} bytes more after {count} requests"
+        assert not list(requests.lines_of_bugs(agent))
+        assert not answers.codes["INTERNAL"], answers
+        assert not answers.codes["UNKNOWN"], answers
+        assert answers.codes["INVALID_ARGUMENT"] > count / 4
+        assert answers.codes["OK"] > 0
+        # It serves the next checkpoint as if nothing had been.
+        save = agent.announce(write_checkpoint(agent.checkpoints / "checkpoint-9", {"model.bin": 100}), 9).save
+        agent.wait_committed(save)
+    return answers
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m tests.hostile", description=__doc__)
+    parser.add_argument("--objects", type=int, default=10_000)
+    parser.add_argument("--requests", type=int, default=50_000)
+    parser.add_argument("--seed", type=int, default=int(time.time()))
+    arguments = parser.parse_args()
+    os.environ["PYTHONUNBUFFERED"] = "1"
+    print(f"seed {arguments.seed}", flush=True)
+    with tempfile.TemporaryDirectory(prefix="mooring-hostile-") as folder:
+        print(attack_agent(Path(folder) / "agent", count=arguments.requests, seed=arguments.seed), flush=True)
+        print(attack_objects(Path(folder) / "objects", rounds=arguments.objects, seed=arguments.seed), flush=True)
+
+
+if __name__ == "__main__":
+    main()
