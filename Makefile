@@ -16,7 +16,7 @@ unexport PYTHONDONTWRITEBYTECODE
 
 PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
 
-.PHONY: setup setup-tests node demo test test-quick test-slow test-trainers test-root test-containers soak chaos lint format \
+.PHONY: setup setup-tests node demo test test-quick test-slow test-trainers test-root test-containers soak hostile chaos lint format \
 	proto proto-check docs bench clean
 
 setup: $(READY)
@@ -63,6 +63,10 @@ test-root: $(FRAMEWORKS)
 # The image built for real, and pods of it; one at a time, they share what was built. Says what is missing where it skips.
 test-containers: $(READY)
 	$(BIN)/python -m pytest -rsP -m containers tests/containers
+
+# Objects and requests of strangers, in tens of thousands; the ordinary tests do some. ARGUMENTS="--objects 100 --seed 7"
+hostile: $(READY)
+	$(BIN)/python -m tests.hostile $(ARGUMENTS)
 
 # Every trainer, every notice, every moment, many times over: hours, for people. ARGUMENTS="--times 3 --trainer ddp"
 soak: $(FRAMEWORKS)
