@@ -108,6 +108,7 @@ class Destination:
                 store,
                 checkpoint_directory=self._volume / "checkpoints",
                 volume=self._volume,
+                state_directory=self._volume / ".mooring",
                 attempt=_ATTEMPT if with_pin else "",
             )
         except MooringError as error:

@@ -39,7 +39,9 @@ async def test_one_flipped_byte_on_the_way_never_makes_restore_pass_over_a_check
     for step in (1, 2):
         await store_checkpoint(store, step, world_size=2)
     flipping = FlippingStore(store, at=at, position=position)
-    restored = await restore(flipping, checkpoint_directory=volume / "checkpoints", volume=volume)
+    restored = await restore(
+        flipping, checkpoint_directory=volume / "checkpoints", volume=volume, state_directory=volume / ".mooring"
+    )
     assert restored is not None
     assert (restored.step, restored.passed_over) == (2, ())
     assert flipping.flipped
@@ -75,7 +77,9 @@ async def test_a_wrong_digit_in_a_listing_is_no_damage(store: FakeStore, volume:
                 yield replace(one, size_bytes=one.size_bytes + 8) if wrong else one
 
     once_wrong = OnceWrong(store, at=-1, position=0)
-    restored = await restore(once_wrong, checkpoint_directory=volume / "checkpoints", volume=volume)
+    restored = await restore(
+        once_wrong, checkpoint_directory=volume / "checkpoints", volume=volume, state_directory=volume / ".mooring"
+    )
     assert restored is not None
     assert once_wrong.flipped
     assert notes(store) == []
@@ -92,7 +96,10 @@ async def test_an_etag_that_came_wrong_is_listed_again(store: FakeStore, volume:
                 yield replace(one, etag="another") if wrong else one
 
     restored = await restore(
-        OnceWrong(store, at=-1, position=0), checkpoint_directory=volume / "checkpoints", volume=volume
+        OnceWrong(store, at=-1, position=0),
+        checkpoint_directory=volume / "checkpoints",
+        volume=volume,
+        state_directory=volume / ".mooring",
     )
     assert restored is not None
     assert notes(store) == []
@@ -102,13 +109,17 @@ async def test_the_note_of_damage_goes_when_every_byte_is_found_good(store: Fake
     older, newer = [await store_checkpoint(store, step) for step in (1, 2)]
     key = file_key(newer, "model-0.safetensors")
     await flip_byte(store, key, 5)
-    restored = await restore(store, checkpoint_directory=volume / "checkpoints", volume=volume)
+    restored = await restore(
+        store, checkpoint_directory=volume / "checkpoints", volume=volume, state_directory=volume / ".mooring"
+    )
     assert restored is not None
     assert restored.save == older.save
     assert notes(store) == [damage_key(newer.save)]
     # As when the network was what damaged it.
     await flip_byte(store, key, 5)
-    restored = await restore(store, checkpoint_directory=volume / "checkpoints", volume=volume)
+    restored = await restore(
+        store, checkpoint_directory=volume / "checkpoints", volume=volume, state_directory=volume / ".mooring"
+    )
     assert restored is not None
     assert restored.save == newer.save
     assert notes(store) == []
