@@ -9,6 +9,11 @@ NODE_MODULES := examples/node/node_modules/.package-lock.json
 PROTOC_VERSION := 1.74.0
 PROTOC := .tools/protoc
 STUBS := proto/mooring_api/v1
+UV_VERSION := 0.13.9
+UV := .tools/uv
+# What builds the image: docker, podman or buildah.
+BUILDER ?= docker
+IMAGE ?= mooring
 # More than two cores: tests wait for servers, agents and ranks half of their time.
 WORKERS ?= 4
 # A thousand processes of the tests would each compile our modules anew.
@@ -105,6 +110,38 @@ proto-check: $(PROTOC)
 		diff -u $(STUBS)/$$file .tools/generated/mooring_api/v1/$$file || \
 		{ echo "error: $(STUBS)/$$file is stale; hint: make proto"; exit 1; }; \
 	done
+
+$(UV): Makefile
+	$(PYTHON) -m venv $@
+	$@/bin/python -m pip install --quiet uv==$(UV_VERSION)
+	touch $@
+
+# The image's supply chain.
+.PHONY: lock image sbom
+
+# What the image installs, with the hash of every file of PyPI that it may be; after a change of pyproject or constraints.
+LOCK := $(UV)/bin/uv --no-config pip compile --quiet --universal --python-version 3.11 --generate-hashes --no-annotate \
+	--default-index https://pypi.org/simple --constraint constraints.txt --custom-compile-command 'make lock'
+lock: $(UV)
+	$(LOCK) --extra webhook --output-file requirements.txt pyproject.toml
+	$(PYTHON) -c 'import tomllib; print(*tomllib.load(open("pyproject.toml", "rb"))["build-system"]["requires"], sep="\n")' \
+		| $(LOCK) --output-file requirements-build.txt -
+
+# The image of a release, on a base that is one for ever: make image BASE_IMAGE=docker.io/library/python:3.12-slim@sha256:…
+image:
+	@echo '$(BASE_IMAGE)' | grep -Eq '^[^@]+@sha256:[0-9a-f]{64}$$' || { \
+		echo "error: BASE_IMAGE names no digest; hint: make image BASE_IMAGE=name:tag@sha256:…, as" \
+			"'docker buildx imagetools inspect name:tag' shows it"; exit 1; }
+	$(BUILDER) build --file Dockerfile.agent --tag '$(IMAGE)' --build-arg 'BASE_IMAGE=$(BASE_IMAGE)' \
+		--build-arg 'BASE_NAME=$(firstword $(subst @, ,$(BASE_IMAGE)))' \
+		--build-arg 'BASE_DIGEST=$(lastword $(subst @, ,$(BASE_IMAGE)))' \
+		--build-arg "REVISION=$$(git rev-parse HEAD)" .
+
+# What is in the image, as CycloneDX, by its lock.
+sbom: setup
+	mkdir -p build
+	$(BIN)/cyclonedx-py requirements --pyproject pyproject.toml --mc-type application --output-reproducible \
+		--output-format JSON --output-file build/sbom.cdx.json requirements.txt
 
 # The pages that are made from the code; tests compare them.
 docs: setup

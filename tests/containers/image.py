@@ -7,7 +7,6 @@ import platform
 import shutil
 import subprocess
 import sys
-import tomllib
 from pathlib import Path
 from typing import Final
 
@@ -16,6 +15,9 @@ from tests.containers.engine import Engine
 ROOT: Final = Path(__file__).parents[2]
 IMAGE: Final = "localhost/mooring"
 BASE: Final = "localhost/base"
+BASE_DIGEST: Final = f"sha256:{'0' * 64}"
+"""Not its own: what a release names is in the labels."""
+_LOCKS: Final = ("requirements.txt", "requirements-build.txt")
 _RELEASE: Final = "bookworm"
 _PYTHON_OF_RELEASE: Final = "3.11"
 _GLIBC_MINOR_OF_RELEASE: Final = 36
@@ -37,10 +39,11 @@ def build_image(engine: Engine, cache: Path, directory: Path) -> None:
     # By .dockerignore everything else stays out anyway; a checkout may hold gigabytes of it.
     for name in ("agent", "client", "proto"):
         shutil.copytree(ROOT / name, context / name, ignore=shutil.ignore_patterns("__pycache__"))
-    for name in ("Dockerfile.agent", ".dockerignore", "pyproject.toml", "constraints.txt", "README.md", "LICENSE"):
+    for name in ("Dockerfile.agent", ".dockerignore", "pyproject.toml", *_LOCKS, "README.md", "LICENSE"):
         shutil.copy(ROOT / name, context)
     shutil.copytree(_wheelhouse(cache), context / "wheelhouse")
     arguments = ["--isolation=chroot", f"--build-arg=BASE_IMAGE={BASE}", f"--tag={IMAGE}"]
+    arguments += [f"--build-arg=BASE_DIGEST={BASE_DIGEST}"]
     file = f"--file={context / 'Dockerfile.agent'}"
     engine.buildah("bud", "--quiet", *arguments, file, str(context), timeout_seconds=_BUILD_SECONDS)
 
@@ -62,13 +65,9 @@ def _debian(cache: Path) -> Path:
 
 
 def _wheelhouse(cache: Path) -> Path:
-    """Wheels for that system's Python, whatever ours is; pip does not fetch again what is there."""
+    """Wheels for that system's Python, whatever ours is: those of the locks, by their hashes."""
     wheels = cache / "wheelhouse"
-    pyproject = tomllib.loads((ROOT / "pyproject.toml").read_text())
-    extras = pyproject["project"]["optional-dependencies"]
-    wanted = [*pyproject["build-system"]["requires"], *pyproject["project"]["dependencies"]]
-    wanted += [name for extra in ("agent", "webhook") for name in extras[extra] if not name.startswith("mooring[")]
-    stamp, content = wheels / "fetched", "\n".join([*wanted, (ROOT / "constraints.txt").read_text()])
+    stamp, content = wheels / "fetched", "".join((ROOT / name).read_text() for name in _LOCKS)
     if not stamp.exists() or stamp.read_text() != content:
         shutil.rmtree(wheels, ignore_errors=True)
         fits = [
@@ -76,7 +75,7 @@ def _wheelhouse(cache: Path) -> Path:
         ]
         command = [sys.executable, "-m", "pip", "download", "--quiet", "--only-binary=:all:", *fits]
         command += [f"--python-version={_PYTHON_OF_RELEASE}", "--implementation=cp", f"--dest={wheels}"]
-        _fetch([*command, f"--constraint={ROOT / 'constraints.txt'}", *wanted])
+        _fetch([*command, "--require-hashes", *(f"--requirement={ROOT / name}" for name in _LOCKS)])
         stamp.write_text(content)
     return wheels
 

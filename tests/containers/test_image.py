@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from tests.containers.container import Container, run
 from tests.containers.engine import Engine
-from tests.containers.image import BASE, IMAGE
+from tests.containers.image import BASE, BASE_DIGEST, IMAGE
 from tests.servers.process import accepts, free_port, wait_until
 from tests.servers.tls import make_certificate
 
@@ -102,6 +102,7 @@ def test_it_says_what_it_is_and_is_not_large(engine: Engine) -> None:
     assert labels["org.opencontainers.image.title"] == "mooring"
     assert labels["org.opencontainers.image.licenses"] == "Apache-2.0"
     assert labels["org.opencontainers.image.base.name"] == BASE
+    assert labels["org.opencontainers.image.base.digest"] == BASE_DIGEST
     assert image["Config"]["User"] == "65532:65532"
     assert image["Config"]["Entrypoint"] == ["mooring"]
     added = (image["Size"] - base["Size"]) / 1e6
