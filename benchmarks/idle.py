@@ -1,4 +1,4 @@
-"""What an agent costs that has nothing to do: its start, its memory before and after a first upload, its CPU.
+"""What an agent costs that has nothing to do: its start, its memory at any time, its CPU.
 
     python -m benchmarks.idle
 
@@ -34,8 +34,7 @@ WINDOW_SECONDS: Final = 10.0
 """Every look of an idle agent is due once in it."""
 SETTLE_SECONDS: Final = 5.0
 UPLOAD_BYTES: Final = 1024 * 1024
-RSS_BEFORE_GOAL_MIB: Final = 60
-RSS_AFTER_GOAL_MIB: Final = 100
+RSS_GOAL_MIB: Final = 100
 START_GOAL_SECONDS: Final = 1.0
 CPU_GOAL_SECONDS_PER_HOUR: Final = 10.0
 REPORT: Final = Path(__file__).with_name("IDLE.md")
@@ -56,6 +55,7 @@ class Idle:
 
     when: str
     resident_mib: float
+    highest_mib: float
     anonymous_mib: float
     cpu_seconds_per_hour: float
 
@@ -138,6 +138,7 @@ def watched(when: str, agent: AgentProcess) -> Idle:
     return Idle(
         when=when,
         resident_mib=agent.memory_bytes("VmRSS") / 2**20,
+        highest_mib=agent.memory_bytes("VmHWM") / 2**20,
         anonymous_mib=agent.memory_bytes("RssAnon") / 2**20,
         cpu_seconds_per_hour=spent * 3600 / WINDOW_SECONDS,
     )
@@ -150,12 +151,10 @@ def cpu_seconds(agent: AgentProcess) -> float:
 
 
 def report(starts: list[Start], idle: list[Idle]) -> int:
-    before, after = idle[0], idle[-1]
     wall = [start.wall_seconds for start in starts]
     most_cpu = max(one.cpu_seconds_per_hour for one in idle)
     goals = [
-        ("RSS before the first upload", before.resident_mib, RSS_BEFORE_GOAL_MIB, "MiB"),
-        ("RSS after the first upload", after.resident_mib, RSS_AFTER_GOAL_MIB, "MiB"),
+        ("RSS at any time", max(one.highest_mib for one in idle), RSS_GOAL_MIB, "MiB"),
         ("start to serving, median", statistics.median(wall), START_GOAL_SECONDS, "s"),
         ("idle CPU, the most of the three", most_cpu, CPU_GOAL_SECONDS_PER_HOUR, "s per hour"),
     ]
@@ -168,10 +167,11 @@ def report(starts: list[Start], idle: list[Idle]) -> int:
         f"Python {platform.python_version()}). CPU: the median of {WINDOWS} windows of {WINDOW_SECONDS:.0f} s each.",
         f"At its end the machine had {os.getloadavg()[0]:.1f} processes to run.",
         "",
-        "| when | RSS MiB | anonymous MiB | CPU s per hour |",
-        "|---|---|---|---|",
+        "| when | RSS MiB | highest until then | anonymous MiB | CPU s per hour |",
+        "|---|---|---|---|---|",
         *(
-            f"| {one.when} | {one.resident_mib:.1f} | {one.anonymous_mib:.1f} | {one.cpu_seconds_per_hour:.1f} |"
+            f"| {one.when} | {one.resident_mib:.1f} | {one.highest_mib:.1f} | {one.anonymous_mib:.1f} "
+            f"| {one.cpu_seconds_per_hour:.1f} |"
             for one in idle
         ),
         "",

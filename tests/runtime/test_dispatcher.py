@@ -16,8 +16,8 @@ from mooring_agent.core.state import State
 from mooring_agent.core.work import Operation, WorkId
 from mooring_agent.runtime.dispatcher import Dispatcher
 from mooring_agent.runtime.first_look import FirstLook
-from mooring_agent.runtime.lazy_store import LazyStore
 from mooring_agent.runtime.pruner import Pruner
+from mooring_agent.runtime.ready_store import ReadyStore
 from mooring_agent.runtime.reconciler import Reconciler
 
 
@@ -29,7 +29,7 @@ async def _events_of(tmp_path: Path, *commands: PutFile | CreateUpload | CancelW
     events: list[Event] = []
     with ThreadPoolExecutor(2) as executor:
         staging = LocalStagingArea(tmp_path)
-        store = LazyStore(store_settings, RateLimiter(0))
+        store = ReadyStore(store_settings, RateLimiter(0))
         dispatcher = Dispatcher(
             store=store,
             staging=staging,

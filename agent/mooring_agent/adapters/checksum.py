@@ -22,7 +22,7 @@ do so seldom wait for the interpreter's lock."""
 _scratch = threading.local()
 
 
-# awscrt is imported where it is used: most of an agent's life is idle, and would hold 5 MB for it.
+# awscrt is imported where it is used: an agent serves before it opens its store, which needs it.
 def crc64nvme(data: "Buffer", previous: int = 0) -> int:
     from awscrt import checksums
 

@@ -1,9 +1,13 @@
 """Chooses the store for a destination by its scheme.
 
-Owns that choice only. Opening makes no request: whoever needs to know what the store enforces calls `probe`.
+Owns that choice, and that the event loop goes on meanwhile: what a store needs is loaded in a thread, which for S3 with
+botocore takes seconds under a small CPU limit. Opening asks the store nothing: whoever needs to know what it enforces
+calls `probe`.
 """
 
-from collections.abc import AsyncIterator
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 
 from mooring_agent.adapters.rate_limit import RateLimiter
@@ -15,26 +19,48 @@ from mooring_agent.ports import ObjectStore
 @asynccontextmanager
 async def open_store(settings: StoreSettings, *, limiter: RateLimiter | None = None) -> AsyncIterator[ObjectStore]:
     """The store for `settings.destination`, closed at the end. BAD_CONFIGURATION for a scheme that we do not know."""
-    limiter = limiter or RateLimiter()
-    store: ObjectStore
+    make: Callable[[StoreSettings, RateLimiter], ObjectStore]
     match settings.destination.partition("://")[0]:
         case "s3":
-            # Both are imported here: an idle agent opens neither and a file:/// one no S3, which with botocore is a
-            # third of a second and 30 MB.
-            from mooring_agent.adapters.s3.store import open_s3_store
-
-            store = await open_s3_store(settings, limiter)
+            make = _make_s3_store
         case "file":
-            from mooring_agent.adapters.filesystem_store import FilesystemStore
-
-            store = FilesystemStore(settings, limiter)
+            make = _make_filesystem_store
         case _:
             raise MooringError(
                 ErrorKind.BAD_CONFIGURATION,
                 f"{settings.destination!r} is no destination that Mooring knows",
                 hint="write it as s3://bucket/prefix or file:///absolute/path",
             )
+    thread = ThreadPoolExecutor(1, thread_name_prefix="mooring-store-opening")
+    try:
+        store = await asyncio.get_running_loop().run_in_executor(thread, make, settings, limiter or RateLimiter())
+    finally:
+        thread.shutdown(wait=False)
     try:
         yield store
     finally:
         await store.close()
+
+
+# Imported in these: who has the one store shall not load the other, and nobody on the event loop.
+
+
+def _make_s3_store(settings: StoreSettings, limiter: RateLimiter) -> ObjectStore:
+    from mooring_agent.adapters.s3.store import open_s3_store
+
+    _load_checksums()
+    # In a loop of its own: making a client parses megabytes. A client takes to the loop that asks it something first.
+    return asyncio.run(open_s3_store(settings, limiter))
+
+
+def _make_filesystem_store(settings: StoreSettings, limiter: RateLimiter) -> ObjectStore:
+    from mooring_agent.adapters.filesystem_store import FilesystemStore
+
+    _load_checksums()
+    return FilesystemStore(settings, limiter)
+
+
+def _load_checksums() -> None:
+    from mooring_agent.adapters.checksum import crc64nvme
+
+    crc64nvme(b"")

@@ -41,8 +41,8 @@ from mooring_agent.ports import Clock, ObjectStore, StagingArea
 from mooring_agent.runtime import committer, heap, transfers
 from mooring_agent.runtime.failure_log import FailureLog
 from mooring_agent.runtime.first_look import FirstLook
-from mooring_agent.runtime.lazy_store import LazyStore
 from mooring_agent.runtime.pruner import Pruner
+from mooring_agent.runtime.ready_store import ReadyStore
 from mooring_agent.runtime.reconciler import Reconciler
 from mooring_agent.runtime.staging import stage
 
@@ -57,7 +57,7 @@ class Dispatcher:
     def __init__(
         self,
         *,
-        store: LazyStore,
+        store: ReadyStore,
         staging: StagingArea,
         reconciler: Reconciler,
         pruner: Pruner,

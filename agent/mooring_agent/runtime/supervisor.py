@@ -30,11 +30,11 @@ from mooring_agent.runtime.grpc_server import AgentService
 from mooring_agent.runtime.grpc_socket import serve_grpc
 from mooring_agent.runtime.http_server import serve_http
 from mooring_agent.runtime.journaling import recover
-from mooring_agent.runtime.lazy_store import LazyStore
 from mooring_agent.runtime.lifetime import Forever, live, signals_to_end
 from mooring_agent.runtime.notice_watch import notice_watch
 from mooring_agent.runtime.presence import Presence
 from mooring_agent.runtime.pruner import Pruner
+from mooring_agent.runtime.ready_store import ReadyStore
 from mooring_agent.runtime.reconciler import Reconciler
 from mooring_agent.runtime.rescue import Rescue
 from mooring_agent.runtime.ringing import as_before, bell_ringer
@@ -84,7 +84,7 @@ async def run_agent(settings: Settings, *, fresh: bool = False, parent_pid: int 
         # First in the queue: a notice that arrives as soon as we serve belongs to this life.
         engine.post(Started(at=clock.now(), fresh=fresh))
         limiter = RateLimiter(settings.transfer.bandwidth_bytes_per_second)
-        store = LazyStore(settings.store, limiter)
+        store = ReadyStore(settings.store, limiter)
         stack.push_async_callback(store.close)
         presence = Presence(RankLocks(volume))
         announcements = Announcements(
@@ -139,6 +139,8 @@ async def run_agent(settings: Settings, *, fresh: bool = False, parent_pid: int 
             forever.append(notices.watch)
         if news is not None:
             forever.append(news.tell)
+        # Now, not with the first upload: that may be one for which a trainer waits, or a grace period passes.
+        store.prepare()
         return await live(engine, dispatcher, clock, forever, leaving, news)
 
 
