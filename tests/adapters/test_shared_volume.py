@@ -165,6 +165,7 @@ def mounted(volume: Path) -> Iterator[Path]:
     subprocess.run(["umount", volume / "a"], check=True)
 
 
+@pytest.mark.root
 def test_another_filesystem_is_not_entered(volume: Path, mounted: Path) -> None:
     with open_volume(volume) as root:
         with pytest.raises(OSError, match="another filesystem"):
