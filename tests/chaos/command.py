@@ -13,6 +13,15 @@ HANG_SECONDS = 600.0
 """Nothing takes so long, on however busy a machine: what has not ended then hangs."""
 
 
+_UNRETRIEVED = "Task exception was never retrieved"
+"""asyncio's note of a task that failed after its caller had been told: aiohttp leaves some, and nothing ends by it."""
+
+
+def has_traceback(log: str) -> bool:
+    """Whether something was raised that nobody handled."""
+    return log.count("Traceback (most recent call last)") > log.count(_UNRETRIEVED)
+
+
 class Command:
     """`arguments` follow `mooring`; JSON on its standard output."""
 
@@ -35,7 +44,7 @@ class Command:
         if self.process.poll() is None:
             return False
         report.count(f"{self.arguments[0]}: {'done' if code == 0 else 'killed or failed'}")
-        if "Traceback (most recent call last)" in self.errors():
+        if has_traceback(self.errors()):
             report.lose(Loss.TRACEBACK, f"mooring {' '.join(self.arguments)}: {self.errors()[-2000:]}")
         return True
 

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from tests.chaos.command import HANG_SECONDS
+from tests.chaos.command import HANG_SECONDS, has_traceback
 from tests.chaos.faults import Faults
 from tests.chaos.job import KEEP_LAST, Job
 from tests.chaos.oracle import Oracle, Truth, UnansweredError
@@ -98,7 +98,7 @@ class _Episode:
             self._wait(lambda: not self._visitors.busy, f"{what} ends", self._visitors.tick)
         self._look(again=True)
         for node in self._job.nodes:
-            if "Traceback (most recent call last)" in self._log(node.rank):
+            if has_traceback(self._log(node.rank)):
                 self._report.lose(Loss.TRACEBACK, f"agent of node {node.rank}, see {self._directory}")
 
     def _look(self, *, again: bool = False) -> bool:

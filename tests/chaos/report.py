@@ -15,7 +15,7 @@ class Loss(StrEnum):
     FORGOTTEN = "an acknowledged checkpoint neither committed nor reported"
     HUNG = "a process that hung"
     FALSE_ALARM = "verify called a good checkpoint damaged"
-    TRACEBACK = "a command or an agent that ended in a traceback"
+    TRACEBACK = "a traceback of a command or an agent"
 
 
 @dataclass(slots=True)

@@ -4,7 +4,7 @@ import threading
 from pathlib import Path
 
 import pytest
-from tests.chaos.command import Command
+from tests.chaos.command import Command, has_traceback
 from tests.chaos.content import rank_files
 from tests.chaos.job import Job
 from tests.chaos.oracle import Marker, Oracle, Truth
@@ -191,6 +191,14 @@ def test_a_restore_of_an_older_checkpoint_or_of_other_bytes_is_a_loss(
     file.write_bytes(b"something else")
     job.judge_restore(command, newest_before=3)
     assert losses(report) == [Loss.OLD_RESTORE, Loss.WRONG_RESTORE]
+
+
+def test_what_nobody_handled_is_told_from_what_asyncio_notes() -> None:
+    traceback = "Traceback (most recent call last):\n  File …\nOSError: no\n"
+
+    assert not has_traceback(f"Task exception was never retrieved\n{traceback}")
+    assert has_traceback(traceback)
+    assert has_traceback(f"Task exception was never retrieved\n{traceback}{traceback}")
 
 
 def put(bucket: Bucket, key: str, body: bytes) -> None:
