@@ -354,9 +354,11 @@ async def test_what_no_key_can_name_is_left_out_of_a_listing(store: ObjectStore,
         os.close(folder)
         folder = below
     os.close(folder)
-    assert [info.key async for info in store.list("")] == ["run/object"]
-    # pytest would not come to its end.
-    subprocess.run(["rm", "-r", root / "d"], check=True)  # noqa: ASYNC221
+    try:
+        assert [info.key async for info in store.list("")] == ["run/object"]
+    finally:
+        # pytest would not come to its end.
+        subprocess.run(["rm", "-r", root / "d"], check=True)  # noqa: ASYNC221
 
 
 async def test_what_others_put_among_the_uploads_is_no_upload(store: ObjectStore, root: Path) -> None:

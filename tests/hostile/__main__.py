@@ -3,12 +3,13 @@
 import argparse
 import asyncio
 import gc
-import os
+import logging
 import tempfile
 import time
 from pathlib import Path
 from typing import Final
 
+import structlog
 from tests.harness.agent_process import AgentProcess, write_checkpoint
 from tests.hostile import objects, requests
 
@@ -64,7 +65,8 @@ def main() -> None:
     parser.add_argument("--requests", type=int, default=50_000)
     parser.add_argument("--seed", type=int, default=int(time.time()))
     arguments = parser.parse_args()
-    os.environ["PYTHONUNBUFFERED"] = "1"
+    # What restore says of each is not of interest here.
+    structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.CRITICAL))
     print(f"seed {arguments.seed}", flush=True)
     with tempfile.TemporaryDirectory(prefix="mooring-hostile-") as folder:
         print(attack_agent(Path(folder) / "agent", count=arguments.requests, seed=arguments.seed), flush=True)

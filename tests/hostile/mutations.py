@@ -6,6 +6,8 @@ import random
 from typing import Any, Final
 from zlib import crc32
 
+from mooring_agent.adapters.checksum import crc64nvme
+
 NUMBERS: Final = (0, 1, -1, 2**31, 2**32 - 1, 2**53, 2**63, 2**64, 10**20, 10**9, 0.5, -0.0, 1e308)
 TEXTS: Final = (
     "",
@@ -58,6 +60,14 @@ def mutated_object(body: bytes, generator: random.Random) -> bytes:
             return generator.choice([b"", b"null", b"[]", b"{}", b"\n", generator.randbytes(200), b"[" * 200_000])
         case _:
             return _resealed(_changed(body, generator))
+
+
+def naming(marker: bytes, manifest: bytes) -> bytes:
+    """The marker, as if that rank manifest had been committed with it."""
+    value = json.loads(marker)
+    del value["crc32"]
+    value["manifests"][0] |= {"size": len(manifest), "checksum": f"{crc64nvme(manifest):016x}"}
+    return _resealed(json.dumps(value, separators=(",", ":")).encode())
 
 
 def _flipped(body: bytes, generator: random.Random) -> bytes:

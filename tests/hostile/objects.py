@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from tests.hostile.mutations import mutated_object
+from tests.hostile.mutations import mutated_object, naming
 from tests.restore.stored_checkpoints import store_checkpoint, store_packed_checkpoint
 
 from mooring_agent.adapters.object_directory import ObjectDirectory
@@ -75,15 +75,20 @@ class Destination:
     async def round(self, seed: int, found: Found, mutate: Callable[[bytes, random.Random], bytes]) -> None:
         generator = random.Random(seed)
         what = generator.choice(sorted(self._targets))
-        target = self.root / self._targets[what]
-        kept = target.read_bytes()
+        target, marker = self.root / self._targets[what], self.root / self._targets["marker"]
+        kept, kept_marker = target.read_bytes(), marker.read_bytes()
         try:
-            target.write_bytes(mutate(kept, generator))
+            changed = mutate(kept, generator)
+            target.write_bytes(changed)
+            if what == "manifest" and generator.random() < 0.7:
+                # As who wrote it knows to do: else its checksum in the marker would tell before anything is decoded.
+                marker.write_bytes(naming(kept_marker, changed))
             with_pin = what == "pin"
             async with asyncio.timeout(HANG_SECONDS), open_store(self.settings) as store:
                 await self._look(RetryingStore(store), found, with_pin=with_pin, seed=seed)
         finally:
             target.write_bytes(kept)
+            marker.write_bytes(kept_marker)
             shutil.rmtree(self._volume, ignore_errors=True)
             shutil.rmtree(self.root / ".mooring" / "damaged", ignore_errors=True)
         found.rounds += 1
@@ -127,7 +132,10 @@ class Destination:
             for path in restored.path.rglob("*")
             if path.is_file()
         }
-        assert files == self._files[restored.step], seed
+        # Whoever forges a manifest and its marker may name a packed file anew; what is in it comes from its checksums.
+        expected = self._files[restored.step]
+        assert sorted(files.values()) == sorted(expected.values()), seed
+        assert files == expected or restored.step == _NEWER_STEP, seed
         found.newer += restored.step == _NEWER_STEP
         found.older += restored.step == _OLDER_STEP
 
