@@ -1,20 +1,14 @@
-"""Names and bytes that survive a power cut: the two steps that a plain write and rename leave out."""
+"""Names and bytes that survive a power cut, in folders that nobody but us writes into: what a plain write leaves out."""
 
 import os
 from pathlib import Path
-from typing import Final
 
-PARTIAL_SUFFIX: Final = ".partial"
-
-
-def partial_of(path: Path) -> Path:
-    """Where `write_durably` gathers the content of `path`; garbage when found after a crash."""
-    return path.with_name(path.name + PARTIAL_SUFFIX)
+from mooring_agent.adapters.volume.shared_volume import PARTIAL_SUFFIX
 
 
 def write_durably(path: Path, content: bytes) -> None:
     """Replace `path` whole; a reader and a crash see the old file or the new one."""
-    partial = partial_of(path)
+    partial = path.with_name(path.name + PARTIAL_SUFFIX)
     with partial.open("wb") as file:
         file.write(content)
         file.flush()
