@@ -14,7 +14,7 @@ _NOWHERE: dict[str, Any] = {"endpoint_url": "http://127.0.0.1:9", "eviction_thre
 
 def _fill(volume: Path) -> None:
     """Until a single byte more is refused."""
-    with (volume / "filler").open("wb", buffering=0) as file:
+    with (volume / "filler").open("ab", buffering=0) as file:
         for piece in (_MIB, 4096, 1):
             try:
                 while file.write(os.urandom(piece)):
@@ -54,3 +54,30 @@ def test_an_agent_that_was_killed_starts_again_on_a_full_volume(tmp_path: Path) 
         agent.start()
         committed = agent.wait_committed(agent.announce(path, 1).save)
         assert committed.step == 1
+
+
+def test_what_was_committed_on_a_full_volume_is_committed_after_a_restart_too(tmp_path: Path) -> None:
+    with (
+        mounted(tmp_path / "volume", 64 * _MIB) as volume,
+        AgentProcess(
+            volume,
+            f"file://{tmp_path / 'destination'}",
+            bandwidth_bytes_per_second=4 * _MIB,
+            part_size_bytes="5MiB",
+        ) as agent,
+    ):
+        agent.announce(write_checkpoint(agent.checkpoints / "checkpoint-1", {"a": 40 * _MIB}), 1)
+
+        def unwritable() -> bool:
+            # Again and again: the agent gives its reserve up for its records.
+            _fill(volume)
+            return bool(agent.log("journal.unwritable"))
+
+        wait_until(unwritable, 60.0, "the journal cannot be written")
+        wait_until(lambda: bool(agent.log("checkpoint.committed")), 60.0, "it is committed all the same")
+        assert not agent.log("journal.writable_again")
+        agent.kill()
+        (volume / "filler").unlink()
+        agent.start()
+        wait_until(lambda: len(agent.log("checkpoint.committed")) == 2, 60.0, "the next agent finds the marker")
+        assert not agent.log("checkpoint.failed")

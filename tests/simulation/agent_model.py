@@ -1,12 +1,13 @@
 """One agent process: the real reducer with a journal, a volume and commands that take time, fail, and outlive a crash.
 
 Owns what the runtime owns in production: journal first, then commands, each ending in one event. A crash can come at
-any boundary: before the journal is written, after it, between two commands. What was in flight may land later.
+any boundary: before the journal is written, after it, between two commands. What was in flight may land later. While
+the journal cannot be written the agent goes on from memory, without what must not run ahead of its record.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from tests.simulation.invariants import AgentChecks
 from tests.simulation.scenario import PlannedAgent, PlannedAnnouncement
@@ -14,6 +15,7 @@ from tests.simulation.store_model import ViolationError, checksum_of, content_of
 
 from mooring_agent.core import admission, drain, planner
 from mooring_agent.core.commands import (
+    AFTER_ITS_RECORD,
     Abandon,
     CancelWork,
     Command,
@@ -47,6 +49,7 @@ from mooring_agent.core.events import (
     DurableEvent,
     Event,
     Exited,
+    Failed,
     FileStored,
     FoundFile,
     FoundUpload,
@@ -57,6 +60,7 @@ from mooring_agent.core.events import (
     RanksSeen,
     Reconciled,
     Released,
+    Shed,
     Staged,
     Started,
     StopRequested,
@@ -64,17 +68,21 @@ from mooring_agent.core.events import (
     UploadCreated,
     WorkCancelled,
     WorkFailed,
+    save_of,
 )
 from mooring_agent.core.model import Fingerprint, StagedFile
 from mooring_agent.core.object_layout import file_key, marker_key
 from mooring_agent.core.part_plan import plan
-from mooring_agent.core.reducer import advance
+from mooring_agent.core.reducer import advance, step
 from mooring_agent.core.settings import Settings
 from mooring_agent.core.state import State
 from mooring_agent.core.work import Operation, WorkId
+from mooring_agent.runtime.staging import descriptor, rescan
 
 if TYPE_CHECKING:
     from tests.simulation.life import Life
+
+    from mooring_agent.ports import StagingArea
 
 _BYTES_PER_SECOND = 8e6
 _TIMEOUT_SECONDS = 20.0
@@ -107,6 +115,9 @@ class AgentModel:
         self.exit: Exit | None = None
         self.stop_requested = False
         self._pins: dict[str, dict[int, tuple[StagedFile, ...]]] = {}
+        self._descriptors: dict[tuple[str, int], Mapping[str, object]] = {}
+        self.journal_writable = True
+        self._unjournaled: list[DurableEvent] = []
         self._in_flight: dict[WorkId, _Running] = {}
         self._announced: dict[tuple[str, int], PlannedAnnouncement] = {}
         self._steps = 0
@@ -115,9 +126,18 @@ class AgentModel:
     # --- the process -------------------------------------------------------------------------------------------
 
     def start(self, *, fresh: bool) -> None:
-        """Replay, through the codec, and go on."""
+        """Replay, through the codec, look for pins that the journal does not tell of, and go on."""
         assert not self.running
         self.state = self.replayed()
+        found = []
+        for event in rescan(cast("StagingArea", self), self.state):
+            step(self.state, event)
+            found.append(event)
+        if found and not self.journal_writable:
+            # It ends at once, and is started again.
+            self.life.after(1.0, self._restart)
+            return
+        self.journal.extend(found)
         self.starts += 1
         self.checks.forget_order()
         self.running, self.exit, self.stop_requested, self._wake_at = True, None, False, None
@@ -146,8 +166,9 @@ class AgentModel:
         if ready.durable:
             if self._crashes():
                 return False
-            self.journal.extend(ready.durable)
-            self.checks.journaled(self.state, ready.durable)
+            self.checks.decided(self.state, ready.durable, self.life.store)
+            self._unjournaled.extend(ready.durable)
+        self._write_journal()
         self.checks.commands(self.state, ready.commands)
         self.checks.nothing_overlooked(self.state)
         self.checks.newest_is_sent(self.state)
@@ -156,7 +177,10 @@ class AgentModel:
         for command in ready.commands:
             if self._crashes():
                 return False
-            self._perform(command)
+            if self._unjournaled and isinstance(command, AFTER_ITS_RECORD):
+                self.life.after(0.0, self._refuse, command.work)
+            else:
+                self._perform(command)
         self._check_end()
         self._plan_wake()
         return self.running
@@ -179,11 +203,13 @@ class AgentModel:
             return False
         self._announced[planned.info.save, planned.rank] = planned
         if admission.known(self.state, event) is not None:
+            if not self._write_journal():
+                return None
             self.checks.acknowledged(planned)
             return True
         before = len(self.journal)
         self.deliver(event)
-        if self.running or event in self.journal[before:]:
+        if event in self.journal[before:]:
             self.checks.acknowledged(planned)
             return True
         return None
@@ -191,6 +217,7 @@ class AgentModel:
     def kill(self) -> None:
         """Gone at once; what was on its way may still arrive."""
         self.running = False
+        self._unjournaled.clear()
         for running in self._in_flight.values():
             self._maybe_land_late(running)
         self._in_flight.clear()
@@ -210,9 +237,24 @@ class AgentModel:
         self.life.after(self.life.random.uniform(0.05, 4.0), self._restart)
         return True
 
+    def _write_journal(self) -> bool:
+        """What is due; False: it cannot be written now."""
+        if self._unjournaled and self.journal_writable:
+            self.journal.extend(self._unjournaled)
+            self.checks.journaled(self._unjournaled)
+            self._unjournaled.clear()
+        return not self._unjournaled
+
+    def scan(self) -> Iterable[tuple[Mapping[str, object], tuple[StagedFile, ...]]]:
+        """As a staging area does."""
+        return [(told, self._pins[save][rank]) for (save, rank), told in self._descriptors.items()]
+
     def _restart(self) -> None:
         if not self.running and not self.life.ending:
             self.start(fresh=False)
+
+    def _refuse(self, work: WorkId) -> None:
+        self.deliver(self._failed(work, ErrorKind.DISK_FULL))
 
     def _plan_wake(self) -> None:
         wake_at = planner.next_wake(self.state) if self.running else None
@@ -250,6 +292,11 @@ class AgentModel:
             raise ViolationError(f"{command.work} is in flight twice")
         if isinstance(command, SendPart | PutFile | PutPack | Reconcile) and command.work.save not in self._pins:
             raise ViolationError(f"{command.work} needs pins that were dropped")
+        if isinstance(command, Release) and not any(
+            isinstance(event, Committed | Shed | Failed) and save_of(event) == command.work.save
+            for event in self.journal
+        ):
+            raise ViolationError(f"the pins of {command.work.save} went before its end was in the journal")
         faults = self.life.scenario.faults
         running = _Running(command, *self._fate(command))
         self._in_flight[command.work] = running
@@ -264,6 +311,9 @@ class AgentModel:
         """(how it fails, whether it takes effect)."""
         life, faults = self.life, self.life.scenario.faults
         changed = command.work.save in faults.changed_saves
+        if isinstance(command, Reconcile) and marker_key(command.info) in life.store.objects:
+            # It does not look at its files.
+            changed = False
         if changed and isinstance(command, SendPart | PutFile | PutPack | Reconcile):
             self.checks.broken.add(command.work.save)
             return ErrorKind.FILE_CHANGED, False
@@ -312,7 +362,8 @@ class AgentModel:
 
     def _leave(self) -> None:
         if self.running and self.exit is not None:
-            self.journal.append(Exited(at=self.life.now))
+            if self._write_journal() and self.journal_writable:
+                self.journal.append(Exited(at=self.life.now))
             self.kill()
             self.life.left(self)
 
@@ -436,7 +487,8 @@ class AgentModel:
                     life.swept[self.index, work.save] = store.upload_count
                 return Abandoned(at=now, work=work)
             case Release():
-                self._pins.pop(work.save, None)
+                for rank in self._pins.pop(work.save, {}):
+                    del self._descriptors[work.save, rank]
                 return Released(at=now, work=work)
             case Prune():
                 raise ViolationError("prune was asked for although everything is to be kept")
@@ -466,6 +518,7 @@ class AgentModel:
                 )
                 for file in files
             )
+        self._descriptors[save, rank] = descriptor(replace(command, pack_size_bytes=self.planned.pack_size_bytes))
         return Staged(
             at=self.life.now,
             work=command.work,
@@ -490,14 +543,21 @@ class AgentModel:
         store = self.life.store
         store.put_marker(command.info, running.body)
         if command.sweep_uploads:
-            keys = frozenset(upload.key for upload in store.uploads.values() if f"/{work.save}/" in upload.key)
-            self._sweep(keys, keep=frozenset())
-            for index in range(len(self.life.agents)):
-                self.life.swept[index, work.save] = store.upload_count
+            self._sweep_save(work.save)
         return Committed(at=now, work=work)
 
-    def _reconcile(self, command: Reconcile) -> Reconciled:
+    def _sweep_save(self, save: str) -> None:
+        """Every rank is sealed, so whatever is open below it is nobody's."""
+        uploads = self.life.store.uploads
+        self._sweep(frozenset(one.key for one in uploads.values() if f"/{save}/" in one.key), keep=frozenset())
+        for index in range(len(self.life.agents)):
+            self.life.swept[index, save] = self.life.store.upload_count
+
+    def _reconcile(self, command: Reconcile) -> Reconciled | Committed:
         store = self.life.store
+        if marker_key(command.info) in store.objects:
+            self._sweep_save(command.work.save)
+            return Committed(at=self.life.now, work=command.work)
         ours = frozenset(file_key(command.info, file.path) for _, files in command.staged for file in files)
         self._sweep(ours, keep=frozenset(known.upload_id for known in command.unfinished))
         uploads: list[FoundUpload] = []

@@ -49,7 +49,26 @@ class AgentChecks:
         if (work.save, work.path) in self._stored_files:
             raise ViolationError(f"{work.path} of {work.save} is stored and was sent again")
 
-    def journaled(self, state: State, events: Iterable[DurableEvent]) -> None:
+    def decided(self, state: State, events: Iterable[DurableEvent], store: StoreModel) -> None:
+        """What has just become true, whether or not it is in the journal yet."""
+        for event in events:
+            match event:
+                case ObjectsLost():
+                    self._lost(event)
+                case Shed():
+                    self._shed(state, event)
+                case Failed():
+                    if event.save not in self.broken:
+                        raise ViolationError(f"{event.save} failed without a cause: {event.reason}")
+                    if marker_key(state.checkpoints[event.save].info) in store.objects:
+                        raise ViolationError(f"{event.save} failed though it is committed")
+                    if event.kind is ErrorKind.DISK_FULL:
+                        # Its ranks were told: what is announced after this is another try.
+                        self.acked.pop(event.save, None)
+                case _:
+                    pass
+
+    def journaled(self, events: Iterable[DurableEvent]) -> None:
         for event in events:
             match event:
                 case PartStored():
@@ -61,20 +80,15 @@ class AgentChecks:
                 case PackStored():
                     self._stored_packs.add(event.work)
                 case ObjectsLost():
-                    self._stored_packs -= {
-                        WorkId(Operation.PUT_PACK, event.work.save, rank, number=number) for rank, number in event.packs
-                    }
-                    self._stored_files.difference_update((event.work.save, path) for _, path in event.files)
-                case Shed():
-                    self._shed(state, event)
-                case Failed():
-                    if event.save not in self.broken:
-                        raise ViolationError(f"{event.save} failed without a cause: {event.reason}")
-                    if event.kind is ErrorKind.DISK_FULL:
-                        # Its ranks were told: what is announced after this is another try.
-                        self.acked.pop(event.save, None)
+                    self._lost(event)
                 case _:
                     pass
+
+    def _lost(self, event: ObjectsLost) -> None:
+        self._stored_packs -= {
+            WorkId(Operation.PUT_PACK, event.work.save, rank, number=number) for rank, number in event.packs
+        }
+        self._stored_files.difference_update((event.work.save, path) for _, path in event.files)
 
     def _shed(self, state: State, event: Shed) -> None:
         checkpoint = state.checkpoints[event.save]

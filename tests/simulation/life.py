@@ -14,7 +14,7 @@ from typing import Any
 from zlib import crc32
 
 from tests.simulation.agent_model import AgentModel
-from tests.simulation.scenario import STORM_SECONDS, PlannedAnnouncement, draw
+from tests.simulation.scenario import STORM_SECONDS, PlannedAnnouncement, draw, journal_outages
 from tests.simulation.store_model import StoreModel, ViolationError
 
 from mooring_agent.core.events import (
@@ -40,6 +40,7 @@ class Life:
     def __init__(self, seed: int, *, verbose: bool = False) -> None:
         self.random = Random(seed)
         self.scenario = draw(self.random)
+        self.journal_outages = journal_outages(Random(seed), self.scenario)
         self.etag_is_digest = self.random.random() < 0.7
         self.now = 0.0
         self.stormy, self.ending = True, False
@@ -107,6 +108,9 @@ class Life:
                 self.after(at, self._notice, agent, grace_seconds)
             if planned.termination.stop_at is not None:
                 self.after(planned.termination.stop_at, self._stop, agent)
+            for start, end in self.journal_outages[agent.index]:
+                self.after(start, self._set_journal, agent, False)
+                self.after(end, self._set_journal, agent, True)
         for announcement in self.scenario.announcements:
             self.after(announcement.at, self._announce, announcement, _ANNOUNCE_RETRIES)
         for start, end in faults.outages:
@@ -151,6 +155,9 @@ class Life:
         if not self.stormy and not self.ending:
             agent.start(fresh=True)
 
+    def _set_journal(self, agent: AgentModel, writable: bool) -> None:
+        agent.journal_writable = writable or not self.stormy
+
     def _set_outage(self, outage: bool) -> None:
         self.outage = outage
 
@@ -178,6 +185,7 @@ class Life:
         self.stormy = self.outage = False
         for agent in self.agents:
             agent.alive.clear()
+            agent.journal_writable = True
             if not agent.running:
                 agent.start(fresh=True)
             agent.deliver(RanksSeen(at=self.now, alive=frozenset()))

@@ -128,6 +128,18 @@ def draw(random: Random) -> Scenario:
     return Scenario(agents, tuple(announcements), _faults(random, calm, count))
 
 
+def journal_outages(random: Random, scenario: Scenario) -> tuple[tuple[tuple[float, float], ...], ...]:
+    """For each agent: from when to when its journal cannot be written."""
+    calm = not scenario.faults.fail_before
+    return tuple(
+        tuple(
+            (start, start + random.uniform(0.5, 15.0))
+            for start in (random.uniform(0.0, 40.0) for _ in range(0 if calm else random.choice((0, 0, 1, 2))))
+        )
+        for _ in scenario.agents
+    )
+
+
 def _files(random: Random, rank: int) -> tuple[PlannedFile, ...]:
     sizes = (0, 1, MIN_PART_BYTES, MIN_PART_BYTES + 1, 2 * MIN_PART_BYTES, 2 * MIN_PART_BYTES + 7, 3 * MIN_PART_BYTES)
     files = [PlannedFile(f"r{rank}/f{index}", random.choice(sizes)) for index in range(random.randint(0, 3))]

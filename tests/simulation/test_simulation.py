@@ -141,6 +141,10 @@ def _forget_announcements(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(reducer, "DURABLE", tuple(cls for cls in reducer.DURABLE if cls is not Announced))
 
 
+def _drop_pins_ahead_of_the_record(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr("tests.simulation.agent_model.AFTER_ITS_RECORD", ())
+
+
 def _forget_parts(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(reducer, "DURABLE", tuple(cls for cls in reducer.DURABLE if cls is not PartStored))
 
@@ -234,6 +238,7 @@ def _keep_failed_work_to_itself(patch: pytest.MonkeyPatch) -> None:
         (_oldest_first, "had the wire"),
         (_wait_for_the_leader, "a place is free"),
         (_forget_announcements, "another story"),
+        (_drop_pins_ahead_of_the_record, "before its end was in the journal"),
         (_forget_parts, "KeyError"),
         (_forget_packs, "another story"),
         (_commit_without_looking_for_the_packs, "is committed without"),

@@ -1,6 +1,7 @@
 """Everything the core may ask the runtime to do. Each command with a `work` ends in exactly one event that names it."""
 
 from dataclasses import dataclass
+from typing import Final
 
 from mooring_agent.core.events import Announced, Failed, Shed
 from mooring_agent.core.model import Pack, RankManifest, Region, SaveInfo, StagedFile
@@ -36,13 +37,16 @@ class KnownFile:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reconcile:
-    """Find out what the store has of a save, and abort uploads of our files that we do not know. Ends in Reconciled.
+    """Find out what the store has of a save, and abort uploads of our files that we do not know.
 
-    Other agents may be uploading their share of the same save: what is not for a file in `staged` is theirs.
+    Ends in Reconciled, or in Committed where the marker is there already, of these very announcements: `announced_at`
+    has (rank, unix seconds). Other agents may be uploading their share of the same save: what is not for a file in
+    `staged` is theirs.
     """
 
     work: WorkId
     info: SaveInfo
+    announced_at: tuple[tuple[int, float], ...]
     staged: tuple[tuple[int, tuple[StagedFile, ...]], ...]
     unfinished: tuple[KnownFile, ...]
 
@@ -199,4 +203,8 @@ WorkCommand = (
     | Abandon
     | Prune
 )
+AFTER_ITS_RECORD: Final = (Release,)
+"""What must not run ahead of the journal: without pins only the record says that a checkpoint was over. Everything else
+can be found out again, from the store and from what is staged."""
+
 Command = WorkCommand | CancelWork | Record | RingDoorbell | LiftBandwidthCap | TakeBackNotice | Exit

@@ -99,8 +99,13 @@ def pack_key(info: SaveInfo, rank: int, number: int) -> str:
     return f"{save_prefix(info)}{STATE_DIRECTORY}/pack-{rank:05d}-{number:05d}.tar"
 
 
+def step_prefix(step: int) -> str:
+    """The markers of that step, of whatever save."""
+    return f"{COMMITS_PREFIX}{step:012d}."
+
+
 def marker_key(info: SaveInfo) -> str:
-    return f"{COMMITS_PREFIX}{info.step:012d}.{info.save}.json"
+    return f"{step_prefix(info.step)}{info.save}.json"
 
 
 def parse_marker_key(key: str) -> tuple[int, str] | None:

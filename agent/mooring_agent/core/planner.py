@@ -214,6 +214,7 @@ def _reconcile(checkpoint: Checkpoint, work: WorkId) -> Reconcile:
     return Reconcile(
         work=work,
         info=checkpoint.info,
+        announced_at=tuple((share.rank, share.announced_at) for share in staged),
         staged=tuple((share.rank, tuple(progress.file for progress in share.files.values())) for share in staged),
         unfinished=tuple(
             KnownFile(

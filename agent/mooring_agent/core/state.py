@@ -135,6 +135,11 @@ class Checkpoint:
         return self.phase in lifecycle.DURABLE_PHASES
 
     @property
+    def begins_anew(self) -> bool:
+        """It failed before anything of it was pinned: another announcement is another try."""
+        return self.phase is Phase.FAILED and not any(share.staged for share in self.shares.values())
+
+    @property
     def settled(self) -> bool:
         """Over, and nothing of it is left to clean up, here or in the store."""
         return self.ended and self.pins_dropped and (self.durable or self.uploads_aborted)

@@ -70,6 +70,23 @@ async def commit(store: ObjectStore, clock: Clock, command: Commit) -> Committed
     return Committed(at=clock.now(), work=command.work)
 
 
+async def is_committed(store: ObjectStore, info: SaveInfo, announced_at: Mapping[int, float]) -> bool:
+    """Whether the marker of a save is there; `announced_at`: unix seconds at which these ranks of ours announced it.
+
+    StoreError(CONTRADICTION) when it was committed by other announcements: then its keys are not ours.
+    """
+    if await read_if_there(store, marker_key(info)) is None:
+        return False
+    for rank, at in sorted(announced_at.items()):
+        if await saved_at(store, info, rank) != at:
+            raise StoreError(
+                ErrorKind.CONTRADICTION,
+                f"save {info.save} is committed already, by an earlier announcement",
+                hint="a save id belongs to one save of one attempt: take a new one for the next",
+            )
+    return True
+
+
 async def sweep_uploads(
     store: ObjectStore, prefix: str, *, of: frozenset[str] | None, keep: frozenset[tuple[str, str]]
 ) -> None:

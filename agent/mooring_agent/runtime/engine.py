@@ -1,8 +1,8 @@
 """Feeds events to the core one at a time, makes what must survive durable, then lets the effects out.
 
 Owns the state: nothing else changes it. Events that arrive together share one journal transaction. If the journal
-cannot be written (a full or read-only volume) the agent goes on from memory: everything but an announcement can be
-found out again from the store and from the staged directories, so only announcements are refused.
+cannot be written (a full or read-only volume) the agent goes on from memory with what can be found out again from the
+store and from the staged directories. Announcements are refused meanwhile, and pins stay.
 """
 
 import asyncio
@@ -14,10 +14,10 @@ from typing import Final
 import structlog
 
 from mooring_agent.core import planner
-from mooring_agent.core.commands import Command
+from mooring_agent.core.commands import AFTER_ITS_RECORD, Command, Release
 from mooring_agent.core.errors import MooringError
 from mooring_agent.core.event_codec import encode_event
-from mooring_agent.core.events import DURABLE, Announced, DurableEvent, Event, Ticked
+from mooring_agent.core.events import DURABLE, Announced, DurableEvent, Event, Ticked, WorkFailed
 from mooring_agent.core.reducer import advance
 from mooring_agent.core.state import State
 from mooring_agent.ports import Clock, Journal
@@ -115,7 +115,10 @@ class Engine:
                 self._apply(item, turn)
             failure = await self._append(turn.records)
             for command in turn.commands:
-                dispatch(command)
+                if failure is not None and isinstance(command, AFTER_ITS_RECORD):
+                    self.post(_refused(command, failure, self._clock.now()))
+                else:
+                    dispatch(command)
             for done, durable in turn.waiting:
                 _resolve(done, failure if durable else None)
             self.revision += 1
@@ -143,7 +146,8 @@ class Engine:
                 self._listen(self.state, item.event)
             turn.commands += ready.commands
         if item.done is not None:
-            turn.waiting.append((item.done, wanted and isinstance(item.event, Announced)))
+            # Also of one that is known already: it may be known from memory alone, as its first try was refused.
+            turn.waiting.append((item.done, isinstance(item.event, Announced)))
 
     async def _next_items(self) -> Sequence[_Item]:
         """All that has arrived, or a tick when it is time for one."""
@@ -190,6 +194,11 @@ class Engine:
         self._records_since_compaction = 0
         # What is still needed does not become less by looking at it again.
         self._compact_after_records = max(_RECORDS_BEFORE_COMPACTION, 2 * kept)
+
+
+def _refused(command: Release, failure: MooringError, now: float) -> WorkFailed:
+    """It comes again later, as whatever fails does."""
+    return WorkFailed(at=now, work=command.work, kind=failure.kind, message=str(failure), hint=failure.hint, jitter=0.0)
 
 
 def _resolve(done: "asyncio.Future[None] | None", error: MooringError | None) -> None:

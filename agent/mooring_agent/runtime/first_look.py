@@ -9,11 +9,10 @@ import asyncio
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from mooring_agent.core.errors import ErrorKind, MooringError, StoreError
-from mooring_agent.core.object_layout import marker_key
-from mooring_agent.core.state import Checkpoint, State
+from mooring_agent.core.errors import MooringError
+from mooring_agent.core.state import State
 from mooring_agent.ports import ObjectStore
-from mooring_agent.runtime.committer import read_if_there, saved_at
+from mooring_agent.runtime.committer import is_committed
 
 
 @dataclass(slots=True)
@@ -46,7 +45,8 @@ class FirstLook:
             if look.error is not None and look.failures > failures:
                 raise look.error
             try:
-                await _require_new(store, checkpoint)
+                announced_at = {rank: share.announced_at for rank, share in checkpoint.shares.items()}
+                await is_committed(store, checkpoint.info, announced_at)
             except MooringError as error:
                 look.error, look.failures = error, look.failures + 1
                 raise
@@ -55,16 +55,3 @@ class FirstLook:
     def forget(self, save: str) -> None:
         """It is over."""
         self._looks.pop(save, None)
-
-
-async def _require_new(store: ObjectStore, checkpoint: Checkpoint) -> None:
-    info = checkpoint.info
-    if await read_if_there(store, marker_key(info)) is None:
-        return
-    for rank, share in sorted(checkpoint.shares.items()):
-        if await saved_at(store, info, rank) != share.announced_at:
-            raise StoreError(
-                ErrorKind.CONTRADICTION,
-                f"save {info.save} is committed already, by an earlier announcement",
-                hint="a save id belongs to one save of one attempt: take a new one for the next",
-            )

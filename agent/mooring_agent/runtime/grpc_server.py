@@ -19,6 +19,7 @@ from mooring_agent.ports import Clock
 from mooring_agent.runtime import status
 from mooring_agent.runtime.announcements import Announcements
 from mooring_agent.runtime.engine import Engine
+from mooring_agent.runtime.failure_log import RefusalLog
 from mooring_agent.runtime.presence import Presence
 from mooring_agent.runtime.sensors import Sensors
 from mooring_api.v1 import agent_pb2, agent_pb2_grpc
@@ -37,6 +38,7 @@ class AgentService(agent_pb2_grpc.AgentServicer):
         self._announcements = announcements
         self._presence = presence
         self._sensors = sensors
+        self._refusals = RefusalLog()
 
     async def Register(self, request: agent_pb2.RegisterRequest, context: Any) -> agent_pb2.RegisterResponse:
         await self._register(request)
@@ -63,6 +65,7 @@ class AgentService(agent_pb2_grpc.AgentServicer):
         verdict = await self._sensors.admit(kind, request.size_bytes)
         budget_bytes = disk_pressure.budget_bytes(state) or 0
         if not verdict.admitted:
+            self._refusals.refused(request.attempt, request.step, kind, verdict.reason)
             return agent_pb2.BeginSaveResponse(admitted=False, reason=verdict.reason, budget_bytes=budget_bytes)
         size_bytes = request.size_bytes or disk_pressure.forecast_bytes(state)
         begun = SaveBegun(at=self._clock.now(), save=save, attempt=attempt, step=request.step, size_bytes=size_bytes)

@@ -12,12 +12,12 @@ from typing import Final
 from mooring_agent.adapters.checksum import region_checksum, region_md5
 from mooring_agent.core.commands import KnownFile, Reconcile
 from mooring_agent.core.errors import ErrorKind, StoreError
-from mooring_agent.core.events import FoundFile, FoundUpload, Reconciled
+from mooring_agent.core.events import Committed, FoundFile, FoundUpload, Reconciled
 from mooring_agent.core.model import Part, Region, SaveInfo
 from mooring_agent.core.object_layout import file_key, save_prefix
 from mooring_agent.core.part_plan import plan
 from mooring_agent.ports import Clock, ObjectInfo, ObjectStore, StagingArea
-from mooring_agent.runtime.committer import sweep_uploads
+from mooring_agent.runtime.committer import is_committed, sweep_uploads
 
 _MD5_HEX_LENGTH: Final = 32
 
@@ -31,8 +31,13 @@ class Reconciler:
         self._executor = executor
         self._volume = volume
 
-    async def reconcile(self, store: ObjectStore, command: Reconcile) -> Reconciled:
+    async def reconcile(self, store: ObjectStore, command: Reconcile) -> Reconciled | Committed:
         """Raises VolumeError when a pinned file is gone or was changed: that save cannot be completed."""
+        # Before its pins: what is committed needs none, and may have lost them before that was in the journal.
+        if await is_committed(store, command.info, dict(command.announced_at)):
+            # Every rank is sealed, so whatever is still open below this save is nobody's.
+            await sweep_uploads(store, save_prefix(command.info), of=None, keep=frozenset())
+            return Committed(at=self._clock.now(), work=command.work)
         loop = asyncio.get_running_loop()
         for rank, staged in command.staged:
             await loop.run_in_executor(self._executor, self._staging.check, command.info.save, rank, staged)

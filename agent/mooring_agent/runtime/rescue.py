@@ -1,23 +1,34 @@
 """Announces what a client has saved and could not announce, because the agent was away and the client now may be.
 
 Must not know when to look: that is the sensors'. A client that still tries announces the same save id, so that the two
-never make two checkpoints of one.
+never make two checkpoints of one. A record may also be of a save that an earlier agent had and committed, of which the
+answer was lost and nothing is remembered: the store is asked first.
 """
 
 import asyncio
 from collections.abc import Sequence
 from concurrent.futures import Executor
 from pathlib import Path
+from typing import Final
 
 import structlog
 
 from mooring_agent.adapters.unannounced import RecordedCheckpoint, unannounced
 from mooring_agent.core.errors import MooringError
+from mooring_agent.core.model import SaveInfo
+from mooring_agent.core.object_layout import marker_key
 from mooring_agent.core.settings import Settings
+from mooring_agent.ports import ObjectStore
 from mooring_agent.runtime import status
 from mooring_agent.runtime.announcements import Announcements
+from mooring_agent.runtime.committer import read_if_there, saved_at
 from mooring_agent.runtime.engine import Engine
+from mooring_agent.runtime.ready_store import ReadyStore
 from mooring_api.v1 import agent_pb2
+
+_ASKING_SECONDS: Final = 2.0
+# Of the client that wrote the record and the agent that had the announcement: one machine, two readings of its clock.
+_CLOCKS_DIFFER_SECONDS: Final = 5.0
 
 log = structlog.get_logger("mooring.rescue")
 
@@ -25,8 +36,18 @@ log = structlog.get_logger("mooring.rescue")
 class Rescue:
     """Of the checkpoints in the checkpoint directory that have a client's record."""
 
-    def __init__(self, *, announcements: Announcements, engine: Engine, settings: Settings, executor: Executor) -> None:
+    def __init__(
+        self,
+        *,
+        announcements: Announcements,
+        engine: Engine,
+        settings: Settings,
+        executor: Executor,
+        store: ReadyStore,
+    ) -> None:
         self._announcements = announcements
+        self._store = store
+        self._committed: set[str] = set()
         self._engine = engine
         self._executor = executor
         self._volume = Path(settings.volume)
@@ -35,15 +56,31 @@ class Rescue:
     async def look(self) -> None:
         """Announce what an agent should have and has not. Never raises: whoever calls it has other work to do."""
         try:
-            known = set(self._engine.state.checkpoints)
+            known = {*self._engine.state.checkpoints, *self._committed}
             found = await asyncio.get_running_loop().run_in_executor(
                 self._executor, lambda: unannounced(self._volume, self._directory, known=known)
             )
             # The newest comes last, as if its client had announced them: it gets the wire first.
-            for recorded in found:
+            for recorded in await self._not_committed(found):
                 await self._announce(recorded)
         except Exception:
             log.exception("rescue.failed", hint="this is a bug of the agent: please report it")
+
+    async def _not_committed(self, found: Sequence[RecordedCheckpoint]) -> Sequence[RecordedCheckpoint]:
+        """Those after the last that is committed; all when the store does not say."""
+        if not found:
+            return found
+        try:
+            async with asyncio.timeout(_ASKING_SECONDS):
+                store = await self._store.get()
+                for position, recorded in reversed(list(enumerate(found))):
+                    if await _is_committed(store, recorded):
+                        log.info("rescue.committed_already", path=str(recorded.path), save=recorded.save)
+                        self._committed.add(recorded.save)
+                        return found[position + 1 :]
+        except (TimeoutError, MooringError) as error:
+            log.warning("rescue.store_not_asked", error=str(error) or "it does not answer")
+        return found
 
     async def _announce(self, recorded: RecordedCheckpoint) -> None:
         ranks = recorded.ranks or self._known_ranks(recorded.world_size)
@@ -69,3 +106,18 @@ class Rescue:
         if world_size == 1:
             return [0]
         return sorted(rank for rank in set(self._engine.state.ranks.values()) if rank < world_size)
+
+
+async def _is_committed(store: ObjectStore, recorded: RecordedCheckpoint) -> bool:
+    """Whether the store has this save whole: a marker of its id, announced after the record was written."""
+    info = SaveInfo(
+        save=recorded.save,
+        name=recorded.path.name,
+        step=recorded.step,
+        kind=recorded.kind,
+        world_size=recorded.world_size,
+    )
+    if await read_if_there(store, marker_key(info)) is None:
+        return False
+    announced_at = await saved_at(store, info, min(recorded.ranks, default=0))
+    return announced_at is not None and announced_at >= recorded.saved_at - _CLOCKS_DIFFER_SECONDS

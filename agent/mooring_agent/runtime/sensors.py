@@ -20,6 +20,7 @@ from mooring_agent.core.events import DiskRead, RanksSeen, StopRequested, Termin
 from mooring_agent.core.model import Kind
 from mooring_agent.core.settings import Settings
 from mooring_agent.ports import Clock
+from mooring_agent.runtime.end_report import say_what_is_open
 from mooring_agent.runtime.engine import Engine
 from mooring_agent.runtime.presence import Presence
 from mooring_agent.runtime.rank_hints import rank_hints
@@ -165,6 +166,7 @@ class Sensors:
         deadline = now + (grace_seconds or self._settings.termination.grace_seconds)
         log.warning("termination.noticed", source=source, deadline=deadline)
         await self._engine.submit(TerminationNoticed(at=now, deadline=deadline, source=source))
+        say_what_is_open(self._engine.state, source, self._clock.now())
         # From now on every tenth of a second counts.
         self.look_soon()
 

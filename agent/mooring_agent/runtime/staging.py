@@ -35,11 +35,7 @@ async def stage(staging: StagingArea, clock: Clock, executor: Executor, command:
         private=command.private,
         rewritten_inodes=command.rewritten_inodes,
         signature=announced.signature,
-        descriptor={
-            _ANNOUNCEMENTS: [encode_event(announcement).decode() for announcement in command.announcements],
-            _PART_SIZE: command.part_size_bytes,
-            _PACK_SIZE: command.pack_size_bytes,
-        },
+        descriptor=descriptor(command),
     )
     files = await asyncio.get_running_loop().run_in_executor(executor, staging.stage, request)
     return Staged(
@@ -51,13 +47,22 @@ async def stage(staging: StagingArea, clock: Clock, executor: Executor, command:
     )
 
 
+def descriptor(command: Stage) -> Mapping[str, object]:
+    """What is stored beside the pins, to be read by `rescan`."""
+    return {
+        _ANNOUNCEMENTS: [encode_event(announcement).decode() for announcement in command.announcements],
+        _PART_SIZE: command.part_size_bytes,
+        _PACK_SIZE: command.pack_size_bytes,
+    }
+
+
 def rescan(staging: StagingArea, state: State) -> Iterator[DurableEvent]:
     """The events behind pins that `state` knows nothing of; after a damaged journal, or on a claim of an earlier pod.
 
     The caller applies each before it asks for the next. They come in the order in which they were announced, for that
     says which checkpoint is the newest. Trainers can write descriptors, so each is judged as an announcement is.
     """
-    for announcements, descriptor, files in sorted(_described(staging), key=lambda found: _order(found[0])):
+    for announcements, described, files in sorted(_described(staging), key=lambda found: _order(found[0])):
         first = announcements[0]
         try:
             for announcement in announcements:
@@ -73,23 +78,24 @@ def rescan(staging: StagingArea, state: State) -> Iterator[DurableEvent]:
                 at=first.at,
                 work=WorkId(Operation.STAGE, first.info.save, first.rank),
                 files=files,
-                part_size_bytes=_size_bytes(descriptor, _PART_SIZE) or state.settings.transfer.part_size_bytes,
-                pack_size_bytes=min(_size_bytes(descriptor, _PACK_SIZE), PACK_BYTES),
+                part_size_bytes=_size_bytes(described, _PART_SIZE) or state.settings.transfer.part_size_bytes,
+                pack_size_bytes=min(_size_bytes(described, _PACK_SIZE), PACK_BYTES),
             )
 
 
 def _shares(state: State, announced: Announced) -> Mapping[int, Share]:
     checkpoint = state.checkpoints.get(announced.info.save)
-    return checkpoint.shares if checkpoint else {}
+    # One whose pins failed was announced again since, of which nothing but the descriptor may have been written.
+    return checkpoint.shares if checkpoint and not checkpoint.begins_anew else {}
 
 
 def _described(
     staging: StagingArea,
 ) -> Iterator[tuple[Sequence[Announced], Mapping[str, object], tuple[StagedFile, ...]]]:
     """Announcements, what else is told of them, and files of everything that is staged."""
-    for descriptor, files in staging.scan():
+    for described, files in staging.scan():
         try:
-            announcements = [decode_event(record.encode()) for record in _records(descriptor)]
+            announcements = [decode_event(record.encode()) for record in _records(described)]
         except UnknownRecordError as error:
             log.warning("staging.unknown_descriptor", error=str(error))
             continue
@@ -97,17 +103,17 @@ def _described(
         if not announced or len(announced) < len(announcements):
             log.warning("staging.unknown_descriptor", error=f"{len(announced)} of {announcements} are announcements")
             continue
-        yield announced, descriptor, files
+        yield announced, described, files
 
 
-def _size_bytes(descriptor: Mapping[str, object], name: str) -> int:
+def _size_bytes(described: Mapping[str, object], name: str) -> int:
     """0 where an older version told none."""
-    size_bytes = descriptor.get(name)
+    size_bytes = described.get(name)
     return size_bytes if isinstance(size_bytes, int) and size_bytes > 0 else 0
 
 
-def _records(descriptor: Mapping[str, object]) -> Iterator[str]:
-    records = descriptor.get(_ANNOUNCEMENTS)
+def _records(described: Mapping[str, object]) -> Iterator[str]:
+    records = described.get(_ANNOUNCEMENTS)
     return map(str, records if isinstance(records, list) else ())
 
 

@@ -18,13 +18,14 @@ from mooring_agent.adapters.doorbell import Doorbell
 from mooring_agent.adapters.liveness import RankLocks
 from mooring_agent.adapters.rate_limit import RateLimiter
 from mooring_agent.adapters.volume.staging_area import LocalStagingArea
-from mooring_agent.core.events import Exited, Started
+from mooring_agent.core.events import Event, Exited, Started
 from mooring_agent.core.settings import Settings
+from mooring_agent.core.state import State
 from mooring_agent.runtime import heap
 from mooring_agent.runtime.announcements import Announcements
 from mooring_agent.runtime.cluster_news import cluster_news
 from mooring_agent.runtime.dispatcher import Dispatcher
-from mooring_agent.runtime.engine import Engine, nobody_listens
+from mooring_agent.runtime.engine import Engine, Listener, nobody_listens
 from mooring_agent.runtime.first_look import FirstLook
 from mooring_agent.runtime.grpc_server import AgentService
 from mooring_agent.runtime.grpc_socket import serve_grpc
@@ -32,6 +33,7 @@ from mooring_agent.runtime.http_server import serve_http
 from mooring_agent.runtime.journaling import recover
 from mooring_agent.runtime.lifetime import Forever, live, signals_to_end
 from mooring_agent.runtime.notice_watch import notice_watch
+from mooring_agent.runtime.other_writers import OtherWriters
 from mooring_agent.runtime.presence import Presence
 from mooring_agent.runtime.pruner import Pruner
 from mooring_agent.runtime.ready_store import ReadyStore
@@ -67,14 +69,19 @@ async def run_agent(settings: Settings, *, fresh: bool = False, parent_pid: int 
         journaling = _threads(stack, "mooring-journal", 1)
         journal = stack.enter_context(opened_journal(settings))
         staging = LocalStagingArea(volume)
-        state = recover(settings, journal, staging)
+        # Not here: a long journal or a slow volume must not keep a signal unheard.
+        state = await asyncio.get_running_loop().run_in_executor(journaling, recover, settings, journal, staging)
+        limiter = RateLimiter(settings.transfer.bandwidth_bytes_per_second)
+        store = ReadyStore(settings.store, limiter)
+        stack.push_async_callback(store.close)
+        others = OtherWriters(store, clock)
         news = await stack.enter_async_context(cluster_news(settings.cluster, clock=clock, executor=senses))
         engine = Engine(
             state=state,
             journal=journal,
             clock=clock,
             executor=journaling,
-            listen=nobody_listens if news is None else news.hear,
+            listen=_listeners(others.hear, nobody_listens if news is None else news.hear),
         )
         bell = Doorbell(volume)
         if fresh or _is_past(state.termination.deadline, clock.now()):
@@ -83,9 +90,6 @@ async def run_agent(settings: Settings, *, fresh: bool = False, parent_pid: int 
             bell.forget_termination()
         # First in the queue: a notice that arrives as soon as we serve belongs to this life.
         engine.post(Started(at=clock.now(), fresh=fresh))
-        limiter = RateLimiter(settings.transfer.bandwidth_bytes_per_second)
-        store = ReadyStore(settings.store, limiter)
-        stack.push_async_callback(store.close)
         presence = Presence(RankLocks(volume))
         announcements = Announcements(
             engine=engine, clock=clock, executor=senses, volume=volume, staging=staging, workers=executor
@@ -102,7 +106,7 @@ async def run_agent(settings: Settings, *, fresh: bool = False, parent_pid: int 
             executor=senses,
             settings=settings,
             watching=watching,
-            rescue=Rescue(announcements=announcements, engine=engine, settings=settings, executor=senses),
+            rescue=Rescue(announcements=announcements, engine=engine, settings=settings, executor=senses, store=store),
         )
         leaving = asyncio.get_running_loop().create_future()
         dispatcher = Dispatcher(
@@ -130,6 +134,7 @@ async def run_agent(settings: Settings, *, fresh: bool = False, parent_pid: int 
         forever: list[Forever] = [
             lambda: sensors.watch_ranks(parent_pid),
             sensors.watch_disk,
+            others.watch,
             lambda: _obey(signals, sensors),
         ]
         if watching is not None:
@@ -142,6 +147,14 @@ async def run_agent(settings: Settings, *, fresh: bool = False, parent_pid: int 
         # Now, not with the first upload: that may be one for which a trainer waits, or a grace period passes.
         store.prepare()
         return await live(engine, dispatcher, clock, forever, leaving, news)
+
+
+def _listeners(*listeners: Listener) -> Listener:
+    def listen(state: State, event: Event) -> None:
+        for listener in listeners:
+            listener(state, event)
+
+    return listen
 
 
 async def _obey(signals: "asyncio.Queue[str]", sensors: Sensors) -> None:

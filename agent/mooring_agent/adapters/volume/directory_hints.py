@@ -4,6 +4,7 @@ Events are hints only: a kernel queue overflows, mapped writes and replaced dire
 """
 
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Final
@@ -34,6 +35,7 @@ _CHANGES: Final[list[type[FileSystemEvent]]] = [
     FileMovedEvent,
 ]
 _STOP_TIMEOUT_SECONDS: Final = 5.0
+_RETRY_SECONDS: Final = 30.0
 
 _log: structlog.typing.FilteringBoundLogger = structlog.get_logger()
 
@@ -46,7 +48,9 @@ class DirectoryHints(FileSystemEventHandler):
         self._notify = notify
         self._observer: BaseObserver | None = None
         self._followed: tuple[int, int] | None = None
-        self._available = True
+        self._closed = False
+        self._told = ""
+        self._retry_at = 0.0
         self._lock = threading.Lock()
 
     def follow(self) -> None:
@@ -57,14 +61,14 @@ class DirectoryHints(FileSystemEventHandler):
             return
         identity = (status.st_dev, status.st_ino)
         with self._lock:
-            if self._available and identity != self._followed:
+            if not self._closed and identity != self._followed and time.monotonic() >= self._retry_at:
                 self._detach()
                 self._attach(identity)
 
     def close(self) -> None:
         """Stop for good; a `follow` that runs meanwhile, or comes later, does nothing."""
         with self._lock:
-            self._available = False
+            self._closed = True
             self._detach()
 
     def on_any_event(self, event: FileSystemEvent) -> None:
@@ -76,9 +80,15 @@ class DirectoryHints(FileSystemEventHandler):
             observer.schedule(self, str(self._directory), event_filter=_CHANGES)
             observer.start()
         except OSError as error:
-            self._available = False
-            _log.warning("directory_events_unavailable", directory=str(self._directory), reason=str(error))
+            # The kernel's limit may be free again later; meanwhile polling does without.
+            self._retry_at = time.monotonic() + _RETRY_SECONDS
+            if str(error) != self._told:
+                self._told = str(error)
+                _log.warning("directory_events_unavailable", directory=str(self._directory), reason=str(error))
             return
+        if self._told:
+            self._told = ""
+            _log.info("directory_events_available", directory=str(self._directory))
         self._observer, self._followed = observer, identity
 
     def _detach(self) -> None:

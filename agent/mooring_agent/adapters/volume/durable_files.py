@@ -1,4 +1,4 @@
-"""Names and bytes that survive a power cut, in folders that nobody but us writes into: what a plain write leaves out."""
+"""Names and bytes that survive a power cut, in folders that are ours alone: what a plain write leaves out."""
 
 import os
 from pathlib import Path

@@ -1,0 +1,44 @@
+"""Hints that a directory has changed, where the kernel gives none for a while."""
+
+import threading
+from pathlib import Path
+
+import pytest
+from structlog.testing import capture_logs
+from watchdog.observers import Observer
+
+from mooring_agent.adapters.volume.directory_hints import DirectoryHints
+
+_MODULE = "mooring_agent.adapters.volume.directory_hints"
+
+
+class _NoneLeft:
+    """An observer that may watch nothing more."""
+
+    def schedule(self, *_: object, **__: object) -> None:
+        raise OSError(28, "inotify watch limit reached")
+
+
+def test_hints_come_again_once_the_kernel_has_room_for_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(f"{_MODULE}._RETRY_SECONDS", 0.0, raising=False)
+    monkeypatch.setattr(f"{_MODULE}.Observer", _NoneLeft)
+    noticed = threading.Event()
+    hints = DirectoryHints(tmp_path, noticed.set)
+    try:
+        with capture_logs() as logs:
+            for _ in range(3):
+                hints.follow()
+            monkeypatch.setattr(f"{_MODULE}.Observer", Observer)
+            hints.follow()
+        (tmp_path / "new").touch()
+        assert noticed.wait(60)
+    finally:
+        hints.close()
+    assert [line["event"] for line in logs] == ["directory_events_unavailable", "directory_events_available"]
+
+
+def test_a_closed_one_follows_nothing_any_more(tmp_path: Path) -> None:
+    hints = DirectoryHints(tmp_path, lambda: None)
+    hints.close()
+    hints.follow()
+    assert not any(thread.name.startswith("inotify") for thread in threading.enumerate())

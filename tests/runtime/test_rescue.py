@@ -1,0 +1,98 @@
+"""A save whose record says that no agent had it may be committed all the same: the store is asked before it is said."""
+
+import asyncio
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+from tests.adapters.test_unannounced import keep
+from tests.core.play import Play, settings
+from tests.fakes.fake_store import FakeStore
+from tests.restore.stored_checkpoints import store_checkpoint
+
+from mooring_agent.core.errors import ErrorKind
+from mooring_agent.runtime.rescue import Rescue
+from mooring_api.names import CHECKPOINT_DIRECTORY
+from mooring_api.v1 import agent_pb2
+
+
+class _Announced:
+    """Takes announcements and enters nothing."""
+
+    def __init__(self) -> None:
+        self.steps: list[int] = []
+
+    async def enter(self, request: agent_pb2.AnnounceCheckpointRequest) -> None:
+        self.steps.append(request.step)
+
+
+class _Opened:
+    """A `ReadyStore` of one that is there already."""
+
+    def __init__(self, store: FakeStore) -> None:
+        self._store = store
+
+    async def get(self) -> FakeStore:
+        return self._store
+
+
+class _Engine:
+    def __init__(self) -> None:
+        self.state = Play().state
+
+
+async def _rescued(volume: Path, store: FakeStore, *, looks: int = 1) -> Sequence[int]:
+    """The steps that are announced."""
+    announced = _Announced()
+    with ThreadPoolExecutor(1) as executor:
+        rescue = Rescue(
+            announcements=cast(Any, announced),
+            engine=cast(Any, _Engine()),
+            settings=_settings(volume),
+            executor=executor,
+            store=cast(Any, _Opened(store)),
+        )
+        async with asyncio.timeout(60):
+            for _ in range(looks):
+                await rescue.look()
+    return announced.steps
+
+
+def _settings(volume: Path) -> Any:
+    return replace(settings(), volume=str(volume), checkpoint_directory=str(volume / CHECKPOINT_DIRECTORY))
+
+
+async def test_what_the_store_has_whole_is_not_announced_again_nor_what_is_older(tmp_path: Path) -> None:
+    store = FakeStore()
+    for step in (100, 200, 300):
+        keep(tmp_path, step, saved_at=float(step))
+    await store_checkpoint(store, 200, save="a-200", name="checkpoint-200", saved_at=200.5)
+    assert await _rescued(tmp_path, store) == [300]
+
+
+async def test_with_all_committed_the_store_is_asked_once(tmp_path: Path) -> None:
+    store = FakeStore()
+    keep(tmp_path, 100, saved_at=100.0)
+    await store_checkpoint(store, 100, save="a-100", name="checkpoint-100", saved_at=100.5)
+    store.calls.clear()
+    assert await _rescued(tmp_path, store, looks=3) == []
+    assert len(store.calls) == 2
+
+
+async def test_the_id_of_an_earlier_save_is_no_proof(tmp_path: Path) -> None:
+    """It is announced, and refused before its first byte goes out: the keys are another's."""
+    store = FakeStore()
+    keep(tmp_path, 100, saved_at=5000.0)
+    await store_checkpoint(store, 100, save="a-100", name="checkpoint-100", saved_at=100.5)
+    assert await _rescued(tmp_path, store) == [100]
+
+
+@pytest.mark.parametrize("kind", [ErrorKind.UNREACHABLE, ErrorKind.ACCESS_DENIED])
+async def test_a_store_that_does_not_say_keeps_nothing_from_being_announced(tmp_path: Path, kind: ErrorKind) -> None:
+    store = FakeStore()
+    keep(tmp_path, 100, saved_at=100.0)
+    store.fail("get", kind)
+    assert await _rescued(tmp_path, store) == [100]

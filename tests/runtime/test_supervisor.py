@@ -1,0 +1,38 @@
+"""How an agent begins."""
+
+import asyncio
+import threading
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.core.play import settings
+
+from mooring_agent.core.errors import ErrorKind, VolumeError
+from mooring_agent.runtime import supervisor
+
+
+async def test_signals_are_heard_while_a_long_journal_is_replayed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loop, heard = asyncio.get_running_loop(), threading.Event()
+
+    def recover(*_: Any) -> None:
+        # As a signal's handler is called: by the event loop.
+        loop.call_soon_threadsafe(heard.set)
+        assert heard.wait(20), "the event loop waits for the journal"
+        raise VolumeError(ErrorKind.VOLUME_UNUSABLE, "enough", hint="")
+
+    monkeypatch.setattr(supervisor, "recover", recover)
+    volume = tmp_path / "volume"
+    volume.mkdir()
+    with pytest.raises(VolumeError, match="enough"):
+        await supervisor.run_agent(
+            replace(
+                settings(),
+                volume=str(volume),
+                checkpoint_directory=str(volume / "checkpoints"),
+                socket=str(volume / "agent.sock"),
+            )
+        )

@@ -1,0 +1,168 @@
+"""While the journal cannot be written: nothing runs ahead of its record that only the record would tell."""
+
+import asyncio
+from collections.abc import AsyncIterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from tests.core.play import PART_BYTES, Play, settings
+from tests.fakes.fake_journal import FakeJournal
+from tests.fakes.fake_store import FakeStore
+from tests.restore.stored_checkpoints import store_checkpoint
+
+from mooring_agent.adapters.clock import SystemClock
+from mooring_agent.adapters.volume.staging_area import LocalStagingArea
+from mooring_agent.core.commands import Command, Reconcile, Release
+from mooring_agent.core.errors import ErrorKind, StoreError, VolumeError
+from mooring_agent.core.event_codec import encode_event
+from mooring_agent.core.events import Announced, Committed, Staged, Started, WorkFailed
+from mooring_agent.core.model import Phase, StagedFile
+from mooring_agent.core.work import Operation, WorkId
+from mooring_agent.runtime.announcements import Announcements
+from mooring_agent.runtime.engine import Engine
+from mooring_agent.runtime.journaling import recover
+from mooring_agent.runtime.reconciler import Reconciler
+from mooring_api.v1 import agent_pb2
+
+_LIMIT_SECONDS = 60
+
+
+class _FullJournal(FakeJournal):
+    """Without room while `full`."""
+
+    full = False
+
+    def append(self, records: Sequence[bytes]) -> None:
+        if self.full:
+            raise VolumeError(ErrorKind.DISK_FULL, "the volume is full", hint="make room")
+        super().append(records)
+
+
+class _Agent:
+    """An engine that really runs; what it lets out is collected, not done."""
+
+    def __init__(self, play: Play, executor: ThreadPoolExecutor) -> None:
+        self.journal = _FullJournal()
+        self.clock = SystemClock()
+        self.engine = Engine(state=play.state, journal=self.journal, clock=self.clock, executor=executor)
+        self.commands: list[Command] = []
+
+    async def turn(self) -> None:
+        """A turn of the engine has passed, and what it has posted to itself."""
+        for _ in range(2):
+            seen = self.engine.revision
+            self.engine.post(WorkFailed(at=0.0, work=_NOBODYS, kind=ErrorKind.TIMED_OUT, message="", hint="", jitter=0))
+            await self.engine.next_change(seen)
+
+
+_NOBODYS = WorkId(Operation.SEND_PART, "nobody's")
+
+
+@asynccontextmanager
+async def _running(play: Play) -> AsyncIterator[_Agent]:
+    with ThreadPoolExecutor(1) as executor:
+        agent = _Agent(play, executor)
+        async with asyncio.timeout(_LIMIT_SECONDS), asyncio.TaskGroup() as tasks:
+            running = tasks.create_task(agent.engine.run(agent.commands.append))
+            yield agent
+            running.cancel()
+
+
+async def test_pins_wait_for_the_record_that_their_checkpoint_is_committed() -> None:
+    play = Play()
+    play.announce("save")
+    commit = WorkId(Operation.COMMIT, "save")
+    while commit not in play.in_flight:
+        play.answer(next(iter(play.in_flight)))
+    async with _running(play) as agent:
+        agent.journal.full = True
+        agent.engine.post(Committed(at=play.now, work=commit))
+        await agent.engine.until(lambda state: state.checkpoints["save"].durable)
+        await agent.turn()
+        assert not any(isinstance(command, Release) for command in agent.commands)
+        agent.journal.full = False
+        # As after the pause that every failure has.
+        agent.engine.state.checkpoints["save"].delayed.clear()
+        agent.engine.state.touched["save"] = None
+        await agent.turn()
+        assert [command for command in agent.commands if isinstance(command, Release)]
+        assert encode_event(Committed(at=play.now, work=commit)) in list(agent.journal.replay())
+
+
+async def test_an_announcement_is_not_acknowledged_from_memory_alone(tmp_path: Path) -> None:
+    """The first try is refused, but known; the second must not be answered as if it were on disk."""
+    request = agent_pb2.AnnounceCheckpointRequest(path="/volume/checkpoint-1", step=1, save="save", world_size=1)
+    async with _running(Play()) as agent:
+        with ThreadPoolExecutor(1) as executor:
+            announcements = Announcements(
+                engine=agent.engine,
+                clock=agent.clock,
+                executor=executor,
+                volume=tmp_path,
+                staging=LocalStagingArea(tmp_path),
+                workers=executor,
+            )
+            agent.journal.full = True
+            for _ in range(2):
+                with pytest.raises(VolumeError):
+                    await announcements.enter(request)
+            agent.journal.full = False
+            await announcements.enter(request)
+        assert len(list(agent.journal.replay())) == 1
+
+
+def test_pins_of_a_save_that_was_announced_again_are_found_though_only_its_failure_is_recorded() -> None:
+    play = Play()
+    play.announce_only("save")
+    stage = WorkId(Operation.STAGE, "save", 0)
+    play.fail(stage, ErrorKind.DISK_FULL)
+    journal = FakeJournal()
+    journal.append([encode_event(event) for event in play.journal])
+    play.answer(WorkId(Operation.RELEASE, "save"))
+    play.announce("save")
+    (again,) = [event for event in play.journal if isinstance(event, Announced)][1:]
+    (staged,) = [event for event in play.journal if isinstance(event, Staged)]
+
+    class Pinned(LocalStagingArea):
+        def scan(self) -> list[tuple[Mapping[str, object], tuple[StagedFile, ...]]]:
+            return [({"announcements": [encode_event(again).decode()]}, staged.files)]
+
+    state = recover(settings(), journal, Pinned(Path("/volume")))
+    assert state.checkpoints["save"].phase is Phase.STAGED
+
+
+async def _reconciled(announced_at: float, tmp_path: Path) -> object:
+    """What a look at the store gives for a save that was committed at 100 seconds and has no pins."""
+    store = FakeStore()
+    await store_checkpoint(store, 1, save="save", world_size=1, saved_at=100.0)
+    play = Play()
+    play.announce("save", (PART_BYTES,))
+    play.in_flight.clear()
+    play.feed(Started(at=play.now, fresh=False))
+    (command,) = play.in_flight.values()
+    assert isinstance(command, Reconcile)
+    with ThreadPoolExecutor(1) as executor:
+        reconciler = Reconciler(
+            staging=LocalStagingArea(tmp_path), clock=SystemClock(), executor=executor, volume=tmp_path
+        )
+        return await reconciler.reconcile(store, replace(command, announced_at=((0, announced_at),)))
+
+
+async def test_a_marker_counts_more_than_pins_that_are_gone(tmp_path: Path) -> None:
+    found = await _reconciled(100.0, tmp_path)
+    assert isinstance(found, Committed)
+    play = Play()
+    play.announce("save")
+    play.in_flight.clear()
+    play.feed(Started(at=play.now, fresh=False))
+    play.feed(Committed(at=play.now, work=WorkId(Operation.RECONCILE, "save")))
+    assert play.phase("save") is Phase.COMMITTED
+    assert WorkId(Operation.RELEASE, "save") in play.in_flight
+
+
+async def test_the_marker_of_another_announcement_is_a_contradiction(tmp_path: Path) -> None:
+    with pytest.raises(StoreError, match="committed already"):
+        await _reconciled(99.0, tmp_path)
