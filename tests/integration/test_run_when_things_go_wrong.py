@@ -19,8 +19,6 @@ from tests.servers.fault_proxy import FaultProxy
 from tests.servers.process import free_port
 from tests.servers.server import Bucket
 
-from mooring_api.names import OWNING_DESTINATION
-
 JUST_IN_TIME = 143
 NOT_DURABLE = 75
 
@@ -37,7 +35,7 @@ def silent_store() -> Iterator[str]:
 @contextmanager
 def journal_held(volume: Path) -> Iterator[None]:
     """While somebody else holds the journal, an agent is starting."""
-    state_directory = volume / ".mooring"
+    state_directory = volume / ".mooring" / "agent"
     state_directory.mkdir(parents=True, exist_ok=True)
     with closing(sqlite3.connect(state_directory / "journal.sqlite3", isolation_level=None)) as connection:
         connection.execute("PRAGMA journal_mode=WAL")
@@ -47,13 +45,14 @@ def journal_held(volume: Path) -> Iterator[None]:
 
 @contextmanager
 def next_agent_held(volume: Path) -> Iterator[None]:
-    """An agent that starts meanwhile reads whose volume this is from a pipe, and waits for whoever writes there."""
-    owner = volume / ".mooring" / OWNING_DESTINATION
-    content = owner.read_text()
-    owner.unlink()
-    os.mkfifo(owner)
+    """An agent that starts meanwhile finds a pipe for a journal, and waits for whoever writes there."""
+    journal = volume / ".mooring" / "agent" / "journal.sqlite3"
+    journal.rename(journal.with_name("aside"))
+    os.mkfifo(journal)
     yield
-    owner.write_text(content)
+    with journal.open("wb"):
+        # There is somebody who waits, finds nothing in the pipe, and opens what is there by then.
+        journal.with_name("aside").rename(journal)
 
 
 def ends_of(run: RunProcess) -> list[dict[str, object]]:

@@ -120,7 +120,7 @@ def test_what_an_agent_had_is_not_taken_up_by_the_next_one(tmp_path: Path) -> No
             wait_until(lambda: "checkpoint-200" in committed(agent), 60, "it is committed")
         agent.kill()
         # Not even one that has forgotten everything.
-        (volume / ".mooring/journal.sqlite3").unlink()
+        (volume / ".mooring/agent/journal.sqlite3").unlink()
         agent.start()
         with program(volume):
             pass

@@ -13,6 +13,7 @@ from tests.fakes.fake_store import FakeStore
 from tests.restore import stored_checkpoints
 from tests.restore.stored_checkpoints import flip_byte, rank_files, store_packed_checkpoint, truncate
 
+from mooring_agent.adapters.volume.shared_volume import Folder
 from mooring_agent.catalog import check, list_committed, prune
 from mooring_agent.core.errors import ErrorKind, StoreError, VolumeError
 from mooring_agent.core.model import SaveInfo
@@ -142,9 +143,19 @@ async def test_a_pack_that_no_manifest_names_does_no_harm(store: FakeStore, volu
     assert restored.passed_over == ()
 
 
-async def test_a_file_that_the_volume_refuses_is_an_error_that_names_it(store: FakeStore, volume: Path) -> None:
-    await store_packed_checkpoint(store, 1, alone={}, packed=small_files(1) | {"n" * 256: b"x"})
-    with pytest.raises(VolumeError, match="n" * 256):
+async def test_a_file_that_the_volume_refuses_is_an_error_that_names_it(
+    store: FakeStore, volume: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await store_packed_checkpoint(store, 1, alone={}, packed=small_files(1))
+    open_file = Folder.open_file
+
+    def refuse(folder: Folder, path: str, *arguments: int) -> int:
+        if path.endswith("38.bin"):
+            raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
+        return open_file(folder, path, *arguments)
+
+    monkeypatch.setattr(Folder, "open_file", refuse)
+    with pytest.raises(VolumeError, match=r"shard-3/38\.bin"):
         await run(store, volume)
     assert not list((volume / ".mooring" / "incoming").iterdir())
 
@@ -254,7 +265,7 @@ async def test_an_error_of_the_disk_names_the_packed_file_whose_bytes_it_did_not
         really_sync(descriptor)
 
     monkeypatch.setattr(os, "fsync", refuse)
-    with pytest.raises(VolumeError, match=r"/shard-3/38\.bin: Input/output error"):
+    with pytest.raises(VolumeError, match=r"shard-3/38\.bin: Input/output error"):
         await run(store, volume)
 
 
