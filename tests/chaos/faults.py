@@ -161,7 +161,8 @@ class Faults:
             self._in(self._moment(), lambda: self._store.start_again())
 
     def _lose_node(self) -> None:
-        if self._trainers_may_end():
+        # Before the first commit, a job that has lost half of its checkpoints needs a person to empty the other half.
+        if self._trainers_may_end() and self._job.something_committed():
             self._report.count("nodes lost with their disk")
             self._job.lose_volume(self._random.choice(self._job.nodes))
 

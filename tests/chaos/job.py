@@ -26,7 +26,8 @@ from tests.servers.server import Bucket
 GRACE_SECONDS = 15
 KEEP_LAST = 3
 _LAUNCHER_PATIENCE_SECONDS = 10.0
-STORE_OPTIONS = ("--connect-timeout-seconds=5", "--read-timeout-seconds=10")
+_BACK_OFF_SECONDS = 40.0
+"""How long the agents of trainers that saved nothing live on: a kubelet too starts such a job ever more slowly."""
 
 
 class State(Enum):
@@ -119,6 +120,9 @@ class Job:
         shutil.rmtree(node.volume, ignore_errors=True)
         self._truth.excused |= self._truth.begun.keys() - self._oracle.ever
         node.restored = False
+
+    def something_committed(self) -> bool:
+        return self._oracle.newest_step() >= 0
 
     def start_agent(self, node: Node) -> None:
         assert node.agent
@@ -261,22 +265,25 @@ class Job:
                         self.acknowledged += 1
                         self._report.count("announcements acknowledged")
 
-    def _run(self) -> None:
+    def _keep_agents(self) -> None:
+        """Start those that died again, now and then so late that a save finds nobody."""
         now = time.monotonic()
         for node in self.nodes:
             if not node.agent_runs():
                 if not node.agent_due_at:
-                    # Now and then late enough that a save finds nobody.
                     node.agent_due_at = now + self._random.choice([0.0, 0.2, 3.0])
                 elif now >= node.agent_due_at:
                     node.agent_due_at = 0.0
                     self.start_agent(node)
+
+    def _run(self) -> None:
+        self._keep_agents()
         if any(node.trainer is None or node.trainer.poll() is not None for node in self.nodes):
             for node in self.nodes:
                 if node.trainer is not None and node.trainer.poll() is None:
                     node.trainer.terminate()
             self._enter(State.ENDING)
-        elif now - self._since > HANG_SECONDS:
+        elif time.monotonic() - self._since > HANG_SECONDS:
             self._hung("trainers, which made no step")
 
     def _end_trainers(self) -> None:
@@ -284,7 +291,9 @@ class Job:
         if running and time.monotonic() - self._since > _LAUNCHER_PATIENCE_SECONDS:
             for trainer in running:
                 trainer.kill()
-        if not running:
+        if running or not self.acknowledged:
+            self._keep_agents()
+        if not running and (self.acknowledged or time.monotonic() - self._since > _BACK_OFF_SECONDS):
             assert self._keys
             self._keys.stop()
             for node in self.nodes:

@@ -108,6 +108,10 @@ class Oracle:
         """Of the committed checkpoints of the last look; -1 when there was none."""
         return max((marker.step for marker in list(self.present.values())), default=-1)
 
+    def committed(self) -> set[str]:
+        """Saves whose markers are there now. Raises UnansweredError."""
+        return {marker.save for marker in self._markers().values()}
+
     def look(self, *, again: bool = False) -> None:
         """List, judge what has vanished, and read what is new; with `again` read everything. Raises UnansweredError."""
         listed = self._markers()
