@@ -103,7 +103,8 @@ class Faults:
             fault=fault,
             method=method,
             target=target,
-            times=self._random.randint(1, 4),
+            # A byte that flips at each look is not a bad read but a bad object.
+            times=1 if fault is Fault.FLIP_RESPONSE else self._random.randint(1, 4),
             after_bytes=self._random.choice([0, self._random.randrange(200), self._random.randrange(1 << 20)]),
             seconds=self._moment(),
             status=self._random.choice([500, 503, 503]),
