@@ -4,6 +4,7 @@ The trainer is this test: another process than the agent, which may write everyt
 read more than it should tell: a secret beside the volume, and another run's files.
 """
 
+import itertools
 import json
 import os
 import shutil
@@ -157,6 +158,36 @@ def test_a_real_folder_whose_own_name_is_swapped_never_leads_to_the_secret(
         for number in range(TRIES):
             with suppress(grpc.RpcError):
                 agent.announce(shown.parent, number, save=f"try-{number}")
+    finally:
+        stop.set()
+        trainer.join(30)
+    save_honestly(agent, TRIES + 1)
+    assert SECRET not in stored_bytes(tmp_path)
+
+
+def test_a_folder_of_pins_that_is_swapped_for_a_link_never_leads_to_the_secret(
+    tmp_path: Path, agent: AgentProcess, secret: Path
+) -> None:
+    """Whatever the moment: before the pins are made, before they are made durable, before they are sent."""
+    stop = threading.Event()
+    shown = write_checkpoint(agent.checkpoints / "checkpoint-1", {"model.bin": len(SECRET)})
+    staged = agent.volume / ".mooring" / "staged"
+
+    def swap() -> None:
+        for number in itertools.cycle(range(TRIES)):
+            if stop.is_set():
+                return
+            pins = staged / f"try-{number}" / "rank-00000"
+            with suppress(OSError):
+                pins.rename(agent.volume / f"away-{number}")
+                pins.symlink_to(secret.parent)
+
+    trainer = threading.Thread(target=swap)
+    trainer.start()
+    try:
+        for number in range(TRIES):
+            with suppress(grpc.RpcError):
+                agent.announce(shown, number, save=f"try-{number}")
     finally:
         stop.set()
         trainer.join(30)
