@@ -12,7 +12,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import grpc
@@ -56,6 +56,30 @@ def save_honestly(agent: AgentProcess, step: int) -> None:
     source = write_checkpoint(agent.checkpoints / f"checkpoint-{step}", {"model.bin": 5000})
     save = agent.announce(source, step).save
     agent.wait_committed(save)
+
+
+@contextmanager
+def meanwhile(act: Callable[[], None]) -> Iterator[None]:
+    """A trainer that does this again and again."""
+    stop = threading.Event()
+
+    def run() -> None:
+        while not stop.is_set():
+            act()
+
+    trainer = threading.Thread(target=run)
+    trainer.start()
+    try:
+        yield
+    finally:
+        stop.set()
+        trainer.join(30)
+
+
+def announce_often(agent: AgentProcess, path: Path) -> None:
+    for number in range(TRIES):
+        with suppress(grpc.RpcError):
+            agent.announce(path, number, save=f"try-{number}")
 
 
 def forge(agent: AgentProcess, secret: Path, make_pin: Callable[[Path], None]) -> None:
@@ -111,28 +135,18 @@ def test_a_forged_descriptor_brings_nothing_into_the_bucket_that_is_not_on_the_v
 def test_a_folder_that_is_swapped_for_a_link_at_any_moment_never_leads_to_the_secret(
     tmp_path: Path, agent: AgentProcess, secret: Path
 ) -> None:
-    stop = threading.Event()
-    shown = agent.checkpoints / "checkpoint-1"
+    shown, aside = agent.checkpoints / "checkpoint-1", agent.volume / "aside"
     real = write_checkpoint(agent.volume / "real", {"model.bin": len(SECRET)})
     shown.symlink_to(real)
 
     def swap() -> None:
-        aside = agent.volume / "aside"
-        while not stop.is_set():
-            for target in (secret.parent, real):
-                aside.unlink(missing_ok=True)
-                aside.symlink_to(target)
-                aside.rename(shown)
+        for target in (secret.parent, real):
+            aside.unlink(missing_ok=True)
+            aside.symlink_to(target)
+            aside.rename(shown)
 
-    trainer = threading.Thread(target=swap)
-    trainer.start()
-    try:
-        for number in range(TRIES):
-            with suppress(grpc.RpcError):
-                agent.announce(shown, number, save=f"try-{number}")
-    finally:
-        stop.set()
-        trainer.join(30)
+    with meanwhile(swap):
+        announce_often(agent, shown)
     save_honestly(agent, TRIES + 1)
     assert SECRET not in stored_bytes(tmp_path)
 
@@ -141,26 +155,17 @@ def test_a_real_folder_whose_own_name_is_swapped_never_leads_to_the_secret(
     tmp_path: Path, agent: AgentProcess, secret: Path
 ) -> None:
     """The same with a folder in the middle of the path, moved away and back."""
-    stop = threading.Event()
     shown = write_checkpoint(agent.checkpoints / "checkpoint-1" / "deep", {"model.bin": len(SECRET)})
     aside = agent.volume / "aside"
 
     def swap() -> None:
-        while not stop.is_set():
-            shown.rename(aside)
-            shown.symlink_to(secret.parent)
-            shown.unlink()
-            aside.rename(shown)
+        shown.rename(aside)
+        shown.symlink_to(secret.parent)
+        shown.unlink()
+        aside.rename(shown)
 
-    trainer = threading.Thread(target=swap)
-    trainer.start()
-    try:
-        for number in range(TRIES):
-            with suppress(grpc.RpcError):
-                agent.announce(shown.parent, number, save=f"try-{number}")
-    finally:
-        stop.set()
-        trainer.join(30)
+    with meanwhile(swap):
+        announce_often(agent, shown.parent)
     save_honestly(agent, TRIES + 1)
     assert SECRET not in stored_bytes(tmp_path)
 
@@ -169,28 +174,18 @@ def test_a_folder_of_pins_that_is_swapped_for_a_link_never_leads_to_the_secret(
     tmp_path: Path, agent: AgentProcess, secret: Path
 ) -> None:
     """Whatever the moment: before the pins are made, before they are made durable, before they are sent."""
-    stop = threading.Event()
     shown = write_checkpoint(agent.checkpoints / "checkpoint-1", {"model.bin": len(SECRET)})
-    staged = agent.volume / ".mooring" / "staged"
+    numbers = itertools.cycle(range(TRIES))
 
     def swap() -> None:
-        for number in itertools.cycle(range(TRIES)):
-            if stop.is_set():
-                return
-            pins = staged / f"try-{number}" / "rank-00000"
-            with suppress(OSError):
-                pins.rename(agent.volume / f"away-{number}")
-                pins.symlink_to(secret.parent)
+        number = next(numbers)
+        pins = agent.volume / ".mooring" / "staged" / f"try-{number}" / "rank-00000"
+        with suppress(OSError):
+            pins.rename(agent.volume / f"away-{number}")
+            pins.symlink_to(secret.parent)
 
-    trainer = threading.Thread(target=swap)
-    trainer.start()
-    try:
-        for number in range(TRIES):
-            with suppress(grpc.RpcError):
-                agent.announce(shown, number, save=f"try-{number}")
-    finally:
-        stop.set()
-        trainer.join(30)
+    with meanwhile(swap):
+        announce_often(agent, shown)
     save_honestly(agent, TRIES + 1)
     assert SECRET not in stored_bytes(tmp_path)
 
