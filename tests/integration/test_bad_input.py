@@ -23,7 +23,7 @@ from tests.servers.server import Bucket
 
 from mooring_agent.adapters.journal import SqliteJournal
 from mooring_agent.adapters.volume.reserve import Reserve
-from mooring_api.names import ERROR_DOMAIN, JOURNAL, STATE_DIRECTORY
+from mooring_api.names import AGENT_STATE_DIRECTORY, ERROR_DOMAIN, JOURNAL, STATE_DIRECTORY
 from mooring_api.v1 import agent_pb2
 
 MIB = 1024 * 1024
@@ -422,7 +422,7 @@ def test_a_journal_that_cannot_be_read_is_set_aside_and_the_announced_checkpoint
         agent.kill()
         # The trainer may rotate what was announced.
         shutil.rmtree(directory)
-        journal = agent.volume / STATE_DIRECTORY / JOURNAL
+        journal = agent.volume / STATE_DIRECTORY / AGENT_STATE_DIRECTORY / JOURNAL
         spoil(journal)
         fault_proxy.outage(False)
         agent.start()

@@ -20,7 +20,7 @@ from tests.servers.fault_proxy import Fault, FaultProxy, Request, Rule
 from tests.servers.server import Bucket
 
 from mooring_agent.core.object_layout import check_token
-from mooring_api.names import JOURNAL, STATE_DIRECTORY
+from mooring_api.names import AGENT_STATE_DIRECTORY, JOURNAL, STATE_DIRECTORY
 from mooring_api.v1 import agent_pb2
 
 MIB = 1024 * 1024
@@ -130,7 +130,7 @@ def test_a_directory_of_two_ranks_survives_the_agents_death_at_every_step_of_its
         wait_until(lambda: not pod.proxy.open_connections, 60, "the dead agent's requests are over")
         pod.proxy.clear()
         if journal == "lost":
-            for path in (pod.agent.volume / STATE_DIRECTORY).glob(f"{JOURNAL}*"):
+            for path in (pod.agent.volume / STATE_DIRECTORY / AGENT_STATE_DIRECTORY).glob(f"{JOURNAL}*"):
                 path.unlink()
         pod.agent.start()
 
