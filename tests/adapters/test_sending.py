@@ -235,7 +235,7 @@ async def test_an_upload_that_is_cancelled_while_its_file_is_being_opened_leaves
     really_open = os.open
 
     def slow_open(name: str, *arguments: int, **options: Any) -> int:
-        if name == str(path) and next(opens) == opened_before:
+        if name == path.name and next(opens) == opened_before:
             opening.set()
             assert go_on.wait(WAIT_SECONDS)
             descriptor = really_open(name, *arguments, **options)

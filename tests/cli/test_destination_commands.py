@@ -240,11 +240,15 @@ def test_a_command_ends_although_a_thread_hangs_in_a_dead_mount(
     name: str, bucket: StoreSettings, tmp_path: Path
 ) -> None:
     (info,) = fill(bucket, 100)
-    marker = tmp_path / "bucket" / marker_key(info)
-    marker.unlink()
-    # Whoever opens a pipe to read waits until somebody opens it to write; the patience is cut short.
-    os.mkfifo(marker)
+    # Whoever opens the marker waits for ever; the patience is cut short.
     program = (
+        "import os, threading\n"
+        "really_open = os.open\n"
+        "def hang(path, *arguments, **options):\n"
+        f"    if str(path).endswith({marker_key(info)!r}):\n"
+        "        threading.Event().wait()\n"
+        "    return really_open(path, *arguments, **options)\n"
+        "os.open = hang\n"
         "from mooring_agent.__main__ import main\n"
         "from mooring_agent.adapters import filesystem_store, retrying_store\n"
         "opened = filesystem_store.FilesystemStore.__init__\n"

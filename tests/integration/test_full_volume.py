@@ -56,6 +56,7 @@ def test_an_agent_that_was_killed_starts_again_on_a_full_volume(tmp_path: Path) 
         assert committed.step == 1
 
 
+@pytest.mark.root
 def test_what_was_committed_on_a_full_volume_is_committed_after_a_restart_too(tmp_path: Path) -> None:
     with (
         mounted(tmp_path / "volume", 64 * _MIB) as volume,

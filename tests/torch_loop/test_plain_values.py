@@ -14,11 +14,12 @@ import torch
 import torch.distributed.checkpoint as dcp
 from tests.torch_loop.small import Small, make_loader, resumed
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING, Metadata
 from torch.distributed.checkpoint.planner import WriteItem
 
 from mooring import Checkpointer, ErrorKind, UsageError
 from mooring.records import read_records
-from mooring.torch_loop import TorchLoop, TrainingState
+from mooring.torch_loop import TorchLoop, TrainingState, plain_values
 from mooring.torch_loop.plain_values import PlainReader, decode, encode
 
 pytestmark = pytest.mark.filterwarnings("ignore:'set_vital' is deprecated:UserWarning")
@@ -238,3 +239,22 @@ def test_plain_values_that_no_training_saved_are_refused_in_a_sentence(shared: o
 def test_damaged_bytes_are_refused_in_a_sentence() -> None:
     with pytest.raises(UsageError, match="shared is no plain value"):
         decode(b"garbage", "shared")
+
+
+class _Asked:
+    """Pickled as a call of `getattr`."""
+
+    def __init__(self, *arguments: object) -> None:
+        self._arguments = arguments
+
+    def __reduce__(self) -> tuple[Any, tuple[object, ...]]:
+        return getattr, self._arguments
+
+
+def test_a_member_of_an_enum_is_read_as_python_3_11_2_pickles_it_and_nothing_else_so() -> None:
+    asked = pickle.dumps(_Asked(_MEM_FORMAT_ENCODING, "TORCH_CONTIGUOUS_FORMAT"))
+    found = plain_values._MetadataUnpickler(io.BytesIO(asked)).load()
+    assert found is _MEM_FORMAT_ENCODING.TORCH_CONTIGUOUS_FORMAT
+    for owner, name in ((_MEM_FORMAT_ENCODING, "mro"), (_MEM_FORMAT_ENCODING, "__class__"), (Metadata, "__init__")):
+        with pytest.raises(pickle.UnpicklingError):
+            plain_values._MetadataUnpickler(io.BytesIO(pickle.dumps(_Asked(owner, name)))).load()

@@ -94,6 +94,9 @@ class _MetadataUnpickler(pickle.Unpickler):
         match module, name:
             case "torch.serialization", "_get_layout":
                 return _layout
+            # How Python 3.11 before 3.11.4 pickles a member of an enum.
+            case "builtins", "getattr":
+                return _enum_member
             # Which of the two depends on the Python that saved.
             case "pathlib" | "pathlib._local", "PosixPath":
                 return PosixPath
@@ -102,6 +105,13 @@ class _MetadataUnpickler(pickle.Unpickler):
 
 def _is_record(found: object) -> bool:
     return isinstance(found, type) and (is_dataclass(found) or issubclass(found, Enum))
+
+
+def _enum_member(enum: object, name: object) -> Enum:
+    """What `getattr` may be asked for."""
+    if not (isinstance(enum, type) and issubclass(enum, Enum) and isinstance(name, str) and name in enum.__members__):
+        raise pickle.UnpicklingError(f"its metadata asks for {name!r} of {enum!r}")
+    return enum[name]
 
 
 def _layout(name: str) -> torch.layout:
