@@ -13,8 +13,8 @@ _HINT: Final = (
 )
 _PACKAGES: Final = frozenset(
     {"aiobotocore", "aiohttp", "awscrt", "botocore", "click", "cryptography", "google", "google.rpc", "grpc"}
-    | {"grpc_health", "grpc_reflection", "h11", "kubernetes", "msgspec", "prometheus_client", "psutil", "rich"}
-    | {"structlog", "typing_extensions", "urllib3", "uvloop", "watchdog"}
+    | {"grpc_health", "grpc_reflection", "h11", "msgspec", "prometheus_client", "psutil", "rich"}
+    | {"structlog", "typing_extensions", "uvloop", "watchdog"}
 )
 """What those extras install, as it is imported."""
 
