@@ -10,7 +10,7 @@ from pathlib import Path
 from tests.chaos.command import HANG_SECONDS, has_traceback
 from tests.chaos.faults import Faults
 from tests.chaos.job import KEEP_LAST, Job
-from tests.chaos.oracle import Oracle, Truth, UnansweredError
+from tests.chaos.oracle import Oracle, Truth, UnansweredError, markers_read
 from tests.chaos.report import Loss, Report
 from tests.chaos.store import Store
 from tests.chaos.visitors import Visitors
@@ -47,6 +47,7 @@ class _Episode:
         self._directory = directory
         self._report = report
         self._truth = Truth(run=f"run-{seed}", world_size=_WORLD_SIZE)
+        self._proxy = store.proxy
         self._oracle = Oracle(store.bucket, self._truth, report, keep_last=KEEP_LAST)
         self._job = Job(
             directory,
@@ -109,7 +110,7 @@ class _Episode:
         return True
 
     def _open(self, owed: set[str]) -> set[str]:
-        return owed - self._oracle.ever - self._reported()
+        return owed - self._oracle.ever - markers_read(self._proxy.log) - self._reported()
 
     def _reported(self) -> set[str]:
         """Saves of which an agent has said in its log that they will never be committed."""

@@ -8,7 +8,7 @@ import json
 import re
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
@@ -18,12 +18,19 @@ from awscrt import checksums
 from botocore.exceptions import BotoCoreError, ClientError
 from tests.chaos.content import checkpoint_files
 from tests.chaos.report import Loss, Report
+from tests.servers.fault_proxy import Request
 from tests.servers.server import ACCESS_KEY, SECRET_KEY, Bucket
 
 _MARKER: Final = re.compile(r"/\.mooring/commits/(\d{12,})\.(.+)\.json")
 _LOOK_SECONDS: Final = 1.0
 _LOOKS: Final = 4
 _READ_SECONDS: Final = 20.0
+
+
+def markers_read(requests: Sequence[Request]) -> set[str]:
+    """Saves whose marker the store has given to somebody: prune may have deleted it between two looks of the oracle."""
+    given = (request.path for request in requests if request.method == "GET" and request.status == 200)
+    return {match[2] for path in given if (match := _MARKER.search(path))}
 
 
 class UnansweredError(Exception):

@@ -7,10 +7,11 @@ import pytest
 from tests.chaos.command import Command, has_traceback
 from tests.chaos.content import rank_files
 from tests.chaos.job import Job
-from tests.chaos.oracle import Marker, Oracle, Truth
+from tests.chaos.oracle import Marker, Oracle, Truth, markers_read
 from tests.chaos.report import Loss, Report
 from tests.harness.agent_process import AgentProcess
 from tests.harness.bucket_view import BucketView
+from tests.servers.fault_proxy import Request
 from tests.servers.server import Bucket
 
 RUN = "run-1"
@@ -203,3 +204,12 @@ def test_what_nobody_handled_is_told_from_what_asyncio_notes() -> None:
 
 def put(bucket: Bucket, key: str, body: bytes) -> None:
     bucket.client().put_object(Bucket=bucket.name, Key=f"{bucket.prefix}/{key}", Body=body)
+
+
+def test_a_marker_that_was_read_was_there() -> None:
+    def request(method: str, save: str, status: int) -> Request:
+        path = f"/bucket/runs/one/.mooring/commits/000000000012.{save}.json"
+        return Request(method=method, path=path, query="", headers={}, status=status)
+
+    answers = [("GET", "read", 200), ("GET", "missing", 404), ("GET", "away", 503), ("PUT", "written", 200)]
+    assert markers_read([request(*answer) for answer in answers]) == {"read"}

@@ -89,14 +89,16 @@ def _changed(body: bytes, generator: random.Random) -> bytes:
             case 0 if isinstance(holder, dict):
                 del holder[key]
             case 1 if isinstance(holder, dict):
-                holder[generator.choice(["added", "__class__", "crc32", key + "x"])] = generator.choice(OTHERS)
+                holder[generator.choice(["added", "__class__", "crc32", key + "x"])] = copy.deepcopy(
+                    generator.choice(OTHERS)
+                )
             case 2 if isinstance(holder, list):
                 holder.extend(copy.deepcopy(holder[key]) for _ in range(generator.choice([1, 10, 2000])))
             case 3:
                 holder[key] = _HOLE
                 raw = generator.choice(RAW)
             case 4:
-                holder[key] = generator.choice(OTHERS)
+                holder[key] = copy.deepcopy(generator.choice(OTHERS))
             case 5:
                 holder[key] = generator.choice(TEXTS)
             case _:

@@ -1,7 +1,9 @@
-"""Announcements that meet failures of other ranks."""
+"""Announcements that meet failures of other ranks, and files that are not those which were announced."""
 
 import asyncio
+from collections.abc import AsyncIterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import asynccontextmanager
 from pathlib import Path
 
 import pytest
@@ -10,11 +12,13 @@ from tests.fakes.fake_journal import FakeJournal
 
 from mooring_agent.adapters.clock import SystemClock
 from mooring_agent.adapters.volume.staging_area import LocalStagingArea
-from mooring_agent.core.errors import ErrorKind, RequestError
-from mooring_agent.core.events import WorkFailed
+from mooring_agent.core.commands import Command, Stage
+from mooring_agent.core.errors import ErrorKind, RequestError, VolumeError
+from mooring_agent.core.events import Announced, WorkFailed
 from mooring_agent.core.work import Operation, WorkId
 from mooring_agent.runtime.announcements import Announcements
 from mooring_agent.runtime.engine import Engine
+from mooring_agent.runtime.staging import stage
 from mooring_api.v1 import agent_pb2
 
 
@@ -33,7 +37,6 @@ async def test_a_rank_whose_save_failed_and_was_announced_again_by_another_is_to
         announcements = Announcements(
             engine=engine,
             clock=clock,
-            executor=executor,
             volume=tmp_path,
             staging=LocalStagingArea(tmp_path),
             workers=executor,
@@ -46,7 +49,15 @@ async def test_a_rank_whose_save_failed_and_was_announced_again_by_another_is_to
             work = WorkId(Operation.STAGE, "save", 0)
             kind = ErrorKind.FILE_MISSING
             engine.post(WorkFailed(at=clock.now(), work=work, kind=kind, message="gone", hint="", jitter=0.0))
-            await announcements.enter(_request(1))
+            event = Announced(
+                at=clock.now(),
+                info=engine.state.checkpoints["save"].info,
+                rank=1,
+                source="/volume/rank-1",
+                files=(),
+                local_world_size=1,
+            )
+            await engine.submit(event, lambda state: True)
             error = await first
             running.cancel()
     assert error.kind is ErrorKind.CHECKPOINT_FAILED
@@ -57,3 +68,72 @@ async def _outcome(announcements: Announcements, rank: int) -> RequestError:
     with pytest.raises(RequestError) as caught:
         await announcements.announce(_request(rank))
     return caught.value
+
+
+class _Agent:
+    """As much of one as takes announcements and tells what it would stage."""
+
+    def __init__(self, volume: Path, executor: ThreadPoolExecutor) -> None:
+        self.clock = SystemClock()
+        self.commands: list[Command] = []
+        self.executor = executor
+        self.staging = LocalStagingArea(volume)
+        self.engine = Engine(state=Play().state, journal=FakeJournal(), clock=self.clock, executor=executor)
+        self.announcements = Announcements(
+            engine=self.engine, clock=self.clock, volume=volume, staging=self.staging, workers=executor
+        )
+
+    async def stage(self) -> None:
+        """What was announced so far, as it was journaled."""
+        await self.engine.until(lambda state: any(isinstance(command, Stage) for command in self.commands))
+        (command,) = [command for command in self.commands if isinstance(command, Stage)]
+        await stage(self.staging, self.clock, self.executor, command)
+
+
+@asynccontextmanager
+async def _agent(volume: Path) -> AsyncIterator[_Agent]:
+    with ThreadPoolExecutor(1) as executor:
+        agent = _Agent(volume, executor)
+        async with asyncio.timeout(60), asyncio.TaskGroup() as tasks:
+            running = tasks.create_task(agent.engine.run(agent.commands.append))
+            try:
+                yield agent
+            finally:
+                running.cancel()
+
+
+def _write(checkpoint: Path, name: str, content: bytes = b"weights") -> None:
+    checkpoint.mkdir(exist_ok=True)
+    (checkpoint / name).write_bytes(content)
+
+
+async def test_another_checkpoint_that_took_the_place_of_the_announced_one_is_not_staged_for_it(
+    tmp_path: Path,
+) -> None:
+    """An agent that died before it staged does so when it is back; the next attempt may have saved that step again."""
+    checkpoint = tmp_path / "checkpoint-1"
+    request = agent_pb2.AnnounceCheckpointRequest(path=str(checkpoint), step=1, save="save", world_size=1)
+    async with _agent(tmp_path) as agent:
+        _write(checkpoint, "model")
+        await agent.announcements.enter(request)
+        checkpoint.rename(tmp_path / "old")
+        _write(checkpoint, "model", b"WEIGHTS")
+        with pytest.raises(VolumeError, match="was written to after it was announced") as caught:
+            await agent.stage()
+    assert caught.value.kind is ErrorKind.FILE_CHANGED
+
+
+async def test_what_a_rank_writes_after_another_has_announced_their_directory_belongs_to_it(tmp_path: Path) -> None:
+    checkpoint = tmp_path / "checkpoint-1"
+    requests = [
+        agent_pb2.AnnounceCheckpointRequest(
+            path=str(checkpoint), step=1, save="save", rank=rank, world_size=2, local_world_size=2
+        )
+        for rank in range(2)
+    ]
+    async with _agent(tmp_path) as agent:
+        for request in requests:
+            _write(checkpoint, f"rank-{request.rank}")
+            await agent.announcements.enter(request)
+        await agent.stage()
+        assert not agent.engine.state.checkpoints["save"].ended

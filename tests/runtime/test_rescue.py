@@ -13,6 +13,7 @@ from tests.core.play import Play, settings
 from tests.fakes.fake_store import FakeStore
 from tests.restore.stored_checkpoints import store_checkpoint
 
+from mooring_agent.adapters.volume.content_signature import content_signature
 from mooring_agent.core.errors import ErrorKind
 from mooring_agent.runtime.rescue import Rescue
 from mooring_api.names import CHECKPOINT_DIRECTORY
@@ -24,9 +25,11 @@ class _Announced:
 
     def __init__(self) -> None:
         self.steps: list[int] = []
+        self.signatures: list[str] = []
 
-    async def enter(self, request: agent_pb2.AnnounceCheckpointRequest) -> None:
+    async def enter(self, request: agent_pb2.AnnounceCheckpointRequest, *, signature: str) -> None:
         self.steps.append(request.step)
+        self.signatures.append(signature)
 
 
 class _Opened:
@@ -46,6 +49,10 @@ class _Engine:
 
 async def _rescued(volume: Path, store: FakeStore, *, looks: int = 1) -> Sequence[int]:
     """The steps that are announced."""
+    return (await _announced(volume, store, looks=looks)).steps
+
+
+async def _announced(volume: Path, store: FakeStore, *, looks: int = 1) -> _Announced:
     announced = _Announced()
     with ThreadPoolExecutor(1) as executor:
         rescue = Rescue(
@@ -58,7 +65,7 @@ async def _rescued(volume: Path, store: FakeStore, *, looks: int = 1) -> Sequenc
         async with asyncio.timeout(60):
             for _ in range(looks):
                 await rescue.look()
-    return announced.steps
+    return announced
 
 
 def _settings(volume: Path) -> Any:
@@ -96,3 +103,21 @@ async def test_a_store_that_does_not_say_keeps_nothing_from_being_announced(tmp_
     keep(tmp_path, 100, saved_at=100.0)
     store.fail("get", kind)
     assert await _rescued(tmp_path, store) == [100]
+
+
+async def test_what_is_announced_is_what_the_record_is_about_whatever_has_its_name_by_then(tmp_path: Path) -> None:
+    """The store takes its time to say what it has, and the next attempt saves that step again meanwhile."""
+    keep(tmp_path, 100, saved_at=100.0)
+    checkpoint = tmp_path / CHECKPOINT_DIRECTORY / "checkpoint-100"
+    recorded = content_signature(tmp_path, str(checkpoint))
+
+    class _Slow(FakeStore):
+        def get(self, *arguments: Any, **named: Any) -> Any:
+            if not checkpoint.with_name("old").exists():
+                checkpoint.rename(checkpoint.with_name("old"))
+                keep(tmp_path, 100, saved_at=200.0)
+            return super().get(*arguments, **named)
+
+    announced = await _announced(tmp_path, _Slow())
+    assert announced.steps == [100]
+    assert announced.signatures == [recorded] != [content_signature(tmp_path, str(checkpoint))]

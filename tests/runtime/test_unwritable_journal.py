@@ -100,7 +100,6 @@ async def test_an_announcement_is_not_acknowledged_from_memory_alone(tmp_path: P
             announcements = Announcements(
                 engine=agent.engine,
                 clock=agent.clock,
-                executor=executor,
                 volume=tmp_path,
                 staging=LocalStagingArea(tmp_path),
                 workers=executor,

@@ -4,12 +4,14 @@ import json
 import os
 from collections.abc import Collection, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Final
 
 import structlog
 
+from mooring_agent.adapters.volume.content_signature import content_signature
 from mooring_agent.adapters.volume.shared_volume import Folder, open_volume
 from mooring_agent.adapters.volume.source_walk import resolve_source
 from mooring_agent.core.errors import MooringError
@@ -29,7 +31,7 @@ class RecordedCheckpoint:
     """What a record says. `handed_over`: the checkpoint came from the destination, or an agent had it.
 
     `recorded_ns`: when it was written, by the clock that stamps the checkpoint's files too. `ranks`: whose parts are
-    here; empty where nobody says.
+    here; empty where nobody says. `signature`: of the content that was compared with the record.
     """
 
     path: Path
@@ -42,6 +44,7 @@ class RecordedCheckpoint:
     recorded_ns: int
     handed_over: bool
     ranks: tuple[int, ...]
+    signature: str = ""
 
 
 def unannounced(volume: Path, checkpoint_directory: Path, *, known: Collection[str]) -> Sequence[RecordedCheckpoint]:
@@ -62,7 +65,7 @@ def unannounced(volume: Path, checkpoint_directory: Path, *, known: Collection[s
             found.sort(key=lambda one: (one.saved_at, one.step))
             handed_over = (position for position, one in enumerate(found) if one.handed_over or one.save in known)
             last = max(handed_over, default=-1)
-            return [one for one in found[last + 1 :] if _is_whole(root, volume, one)]
+            return [one for one in map(partial(_signed, volume), found[last + 1 :]) if _is_whole(root, volume, one)]
     except OSError:
         return []
 
@@ -100,6 +103,14 @@ def _read(folder: Folder, name: str, volume: Path, checkpoint_directory: Path) -
         handed_over=bool(record.get("committed") or record.get("announced")),
         ranks=tuple(int(rank) for rank in record.get("ranks", ())),
     )
+
+
+def _signed(volume: Path, recorded: RecordedCheckpoint) -> RecordedCheckpoint:
+    """Before it is compared: the next checkpoint of that name may take its place at any time."""
+    try:
+        return replace(recorded, signature=content_signature(volume, str(recorded.path)))
+    except MooringError:
+        return recorded  # comparing says what is wrong
 
 
 def _is_whole(root: Folder, volume: Path, recorded: RecordedCheckpoint) -> bool:

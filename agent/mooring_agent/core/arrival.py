@@ -34,6 +34,7 @@ def announced(state: State, event: Announced) -> None:
         announced_at=event.at,
         local_world_size=max(1, event.local_world_size),
         signature=event.signature,
+        save_made_here=event.save_made_here,
     )
     state.begun.pop(save, None)
 

@@ -25,7 +25,8 @@ class Announced:
     """A rank's part of a checkpoint is complete on disk.
 
     `files` empty: everything below `source`. `local_world_size` > 1: others share the directory, wait for all of them.
-    `signature` identifies the content where the agent made the save id, so that saying it twice is one checkpoint.
+    `signature` is of what lay there when the last of them said so, and nothing else is staged for it; files that are
+    named are judged one by one. `save_made_here`: the agent made the save id, and the content says what is the same.
     """
 
     at: float
@@ -35,6 +36,7 @@ class Announced:
     files: tuple[str, ...]
     local_world_size: LocalRanks
     signature: str = ""
+    save_made_here: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -200,6 +200,7 @@ def _announcement(checkpoint: Checkpoint, share: Share) -> Announced:
         files=share.requested_files,
         local_world_size=share.local_world_size,
         signature=share.signature,
+        save_made_here=share.save_made_here,
     )
 
 

@@ -80,6 +80,7 @@ class Share:
     announced_at: float
     local_world_size: int
     signature: str
+    save_made_here: bool = False
     staged: bool = False
     files: dict[str, FileProgress] = field(default_factory=dict)
     packs: list[PackProgress] = field(default_factory=list)

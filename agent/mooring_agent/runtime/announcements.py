@@ -27,18 +27,16 @@ class Announcements:
         *,
         engine: Engine,
         clock: Clock,
-        executor: Executor,
         volume: Path,
         staging: StagingArea,
         workers: Executor,
     ) -> None:
-        """`executor` is for what must never wait, `workers` for what may take long."""
+        """`workers`: for what may take long."""
         self._engine = engine
         self._staging = staging
         self._workers = workers
         self._clock = clock
         self._volume = volume
-        self._executor = executor
 
     async def announce(self, request: agent_pb2.AnnounceCheckpointRequest) -> Checkpoint:
         """Returns once the files are staged (or wait for other local ranks); raises why they cannot be."""
@@ -49,23 +47,19 @@ class Announcements:
     async def enter(self, request: agent_pb2.AnnounceCheckpointRequest, *, signature: str = "") -> Announced:
         """Returns once the announcement is durable, before its files are staged; raises why it is refused.
 
-        `signature`: of the content that the caller has looked at and means, with which alone it is staged.
+        `signature`: of the content that the caller has looked at and means. Else it is what lies there now.
         """
         # Not every caller comes over the wire.
         check_request(request)
         source = _absolute(request.path)
         world_size = max(1, request.world_size)
-        save = request.save
-        if not save and not signature:
-            signature = await asyncio.get_running_loop().run_in_executor(
-                self._executor, content_signature, self._volume, source
-            )
-        if not save:
-            save = self._make_save(request, source, signature, world_size)
+        at = self._clock.now()  # before the look: the latest of several ranks has seen what all of them wrote
+        if not signature and not (request.save and request.files):
+            signature = await self._signature(source, must_be_there=not request.save)
         event = Announced(
-            at=self._clock.now(),
+            at=at,
             info=SaveInfo(
-                save=save,
+                save=request.save or self._make_save(request, source, signature, world_size),
                 name=request.name or PurePosixPath(source).name,
                 step=request.step,
                 kind=status.kind_from_wire(request.kind),
@@ -76,6 +70,7 @@ class Announcements:
             files=tuple(request.files),
             local_world_size=max(1, request.local_world_size),
             signature=signature,
+            save_made_here=not request.save,
         )
 
         def is_news(state: State) -> bool:
@@ -86,6 +81,16 @@ class Announcements:
         await asyncio.get_running_loop().run_in_executor(self._workers, self._staging.make_durable, source, event.files)
         await self._engine.submit(event, is_news)
         return event
+
+    async def _signature(self, source: str, *, must_be_there: bool) -> str:
+        """What makes it this checkpoint, though another may have its name when it is staged: agents die in between."""
+        loop = asyncio.get_running_loop()
+        try:
+            return await loop.run_in_executor(self._workers, content_signature, self._volume, source)
+        except MooringError:
+            if must_be_there:
+                raise
+            return ""  # staging says what is wrong
 
     def _make_save(
         self, request: agent_pb2.AnnounceCheckpointRequest, source: str, signature: str, world_size: int

@@ -97,7 +97,7 @@ class Rescue:
                 local_world_size=len(ranks),
             )
             try:
-                await self._announcements.enter(request)
+                await self._announcements.enter(request, signature=recorded.signature)
             except MooringError as error:
                 log.error("rescue.refused", path=str(recorded.path), rank=rank, error=str(error), hint=error.hint)
 

@@ -34,7 +34,7 @@ async def stage(staging: StagingArea, clock: Clock, executor: Executor, command:
         files=announced.files,
         private=command.private,
         rewritten_inodes=command.rewritten_inodes,
-        signature=announced.signature,
+        signature=max(command.announcements, key=lambda one: one.at).signature,
         descriptor=descriptor(command),
     )
     files = await asyncio.get_running_loop().run_in_executor(executor, staging.stage, request)

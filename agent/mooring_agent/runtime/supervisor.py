@@ -91,9 +91,7 @@ async def run_agent(settings: Settings, *, fresh: bool = False, parent_pid: int 
         # First in the queue: a notice that arrives as soon as we serve belongs to this life.
         engine.post(Started(at=clock.now(), fresh=fresh))
         presence = Presence(RankLocks(volume))
-        announcements = Announcements(
-            engine=engine, clock=clock, executor=senses, volume=volume, staging=staging, workers=executor
-        )
+        announcements = Announcements(engine=engine, clock=clock, volume=volume, staging=staging, workers=executor)
         watching = (
             Watching(announcements=announcements, engine=engine, settings=settings, executor=executor)
             if settings.watch

@@ -77,7 +77,7 @@ class Watching:
         try:
             if self._is_recorded(found.path) or self._is_old(found.step):
                 return
-            if any(not signature for signature in self._signatures(found.path)):
+            if not all(self._saves_made_here(found.path)):
                 # Its program announces it; what we have announced ourselves may have other content now.
                 return
             signature = await self._run(content_signature, self._volume, found.path)
@@ -100,7 +100,7 @@ class Watching:
         return await asyncio.get_running_loop().run_in_executor(self._executor, function, *arguments)
 
     def _is_spoken_for(self, path: str, step: int | None) -> bool:
-        known = self._is_recorded(path) or self._is_old(step) or bool(self._signatures(path))
+        known = self._is_recorded(path) or self._is_old(step) or bool(self._saves_made_here(path))
         return known or self._locks.claim(Path(path))
 
     def _is_recorded(self, path: str) -> bool:
@@ -111,10 +111,10 @@ class Watching:
         """No later than what was committed before we started."""
         return step is not None and step <= self._committed_step
 
-    def _signatures(self, path: str) -> list[str]:
-        """Of all announcements of a path that are known; a client's has none."""
+    def _saves_made_here(self, path: str) -> list[bool]:
+        """Of all announcements of a path that are known; a client that knows the API makes its save ids itself."""
         return [
-            share.signature
+            share.save_made_here
             for checkpoint in self._engine.state.checkpoints.values()
             for share in checkpoint.shares.values()
             if os.path.normpath(share.source) == path

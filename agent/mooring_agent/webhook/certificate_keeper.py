@@ -1,8 +1,8 @@
 """Certificates that the webhook makes for itself: made before it serves, renewed while it does, on every replica alike.
 
-It reads and patches two objects by name, the Secret and the webhook's configuration, and creates none. So the chart
-makes the Secret, empty, and sets no `caBundle`: who may create Secrets may create one with the token of any service
-account of the namespace. A Secret that is emptied has everything made anew at once.
+It reads and patches two objects by name, the Secret and the webhook's configuration, and creates none: who may create
+Secrets may create one with the token of any service account. So the chart makes the Secret, empty. One that is emptied
+has everything made anew at once.
 
 No replica leads. The safety of a rotation rests on the order of calls, whoever makes them, and on resource versions:
 
@@ -29,7 +29,7 @@ from mooring_agent.webhook.certificates import Kept, fingerprint, read_bundle, r
 from mooring_agent.webhook.serving_certificate import ServingCertificate
 from mooring_agent.webhook.settings import SelfManaged
 
-_REMIND_SECONDS: Final = 600.0
+_CONFIGURATIONS: Final = "/apis/admissionregistration.k8s.io/v1/mutatingwebhookconfigurations"
 _PATIENT_SECONDS: Final = 5.0
 """While an installation is under way, something is missing for a moment."""
 
@@ -43,26 +43,20 @@ async def kept_certificates(managed: SelfManaged, certificate: ServingCertificat
 
     An API server that is away holds up nobody who has a certificate that is valid.
     """
-    with ThreadPoolExecutor(max_workers=1, thread_name_prefix="certificates") as executor:
+    async with contextlib.AsyncExitStack() as stack:
         cluster = ApiServer(
             managed.kubernetes_host,
             managed.kubernetes_port,
             managed.service_account,
-            executor,
+            stack.enter_context(ThreadPoolExecutor(max_workers=1, thread_name_prefix="certificates")),
             call_seconds=managed.pace.call_seconds,
             hint="the chart makes the Secret, the configuration and the rights to get and patch both: `helm upgrade`",
         )
+        stack.push_async_callback(cluster.close)
         keeper = CertificateKeeper(cluster, managed, certificate, lambda: datetime.now(UTC))
-        try:
-            await keeper.begin()
-            keeping = asyncio.create_task(keeper.keep())
-            try:
-                yield
-            finally:
-                keeping.cancel()
-                await asyncio.wait([keeping])
-        finally:
-            await cluster.close()
+        await keeper.begin()
+        stack.callback(asyncio.create_task(keeper.keep()).cancel)
+        yield
 
 
 class CertificateKeeper:
@@ -73,16 +67,14 @@ class CertificateKeeper:
     ) -> None:
         self._cluster = cluster
         self._secret = f"/api/v1/namespaces/{managed.namespace}/secrets/{managed.secret}"
-        self._configuration = (
-            f"/apis/admissionregistration.k8s.io/v1/mutatingwebhookconfigurations/{managed.configuration}"
-        )
+        self._configuration = f"{_CONFIGURATIONS}/{managed.configuration}"
         service = f"{managed.service}.{managed.namespace}.svc"
         self._names = (service, f"{service}.cluster.local")
         self._lives, self._pace = managed.lives, managed.pace
         self._certificate = certificate
         self._now = now
         self._published_since: dict[str, datetime] = {}
-        self._told, self._told_at = "", 0.0
+        self._told = ""
 
     async def begin(self) -> None:
         """Until there is something to serve with, and, if that comes soon, API servers trust it."""
@@ -123,15 +115,14 @@ class CertificateKeeper:
         return None
 
     def _tell(self, problem: MooringError | None) -> None:
-        """What needs something else done, and again after a while; and when it is over."""
-        if problem is None and self._told:
-            log.info("certificates.well")
+        """What needs something else done, and when it is over; once each."""
+        if problem is None:
+            if self._told:
+                log.info("certificates.well")
             self._told = ""
-        if problem is None or problem.kind is ErrorKind.ALREADY_EXISTS:
-            return
-        if str(problem) != self._told or time.monotonic() - self._told_at >= _REMIND_SECONDS:
+        elif problem.kind is not ErrorKind.ALREADY_EXISTS and str(problem) != self._told:
             log.error("certificates.problem", error=str(problem), kind=problem.kind.value, hint=problem.hint)
-            self._told, self._told_at = str(problem), time.monotonic()
+            self._told = str(problem)
 
     async def look(self) -> None:
         """Once, and do what is due. Raises MooringError when API servers may not trust what is served; it still is."""
@@ -143,27 +134,22 @@ class CertificateKeeper:
         except MooringError as error:
             configuration = error
         secret = await self._cluster.call("GET", self._secret)
-        kept = read_secret(secret, self._names[0], self._now())
-        self._hand_on(kept)
-        kept = await self._renewed(secret, kept)
-        self._hand_on(kept)
-        if isinstance(configuration, MooringError):
-            raise configuration
-        await self._publish(kept, configuration)
-
-    def _hand_on(self, kept: Kept) -> None:
-        if kept.leaf is not None:
-            self._certificate.put(kept.leaf.certificate_pem + kept.leaf.key_pem)
-
-    async def _renewed(self, secret: Object, kept: Kept) -> Kept:
-        """What the Secret holds then."""
         now = self._now()
+        kept = read_secret(secret, self._names[0], now)
+        self._serve(kept)
         due = plan(now, *kept.terms, self._published_since, self._lives)
         after = kept.after(due, self._names, now, self._lives)
         if after != kept:
             await self._patch(self._secret, {"data": after.data()}, secret)
             log.info("certificates.renewed", new_authority=due.make_authority, new_certificate=bool(due.sign_with))
-        return after
+            self._serve(after)
+        if isinstance(configuration, MooringError):
+            raise configuration
+        await self._publish(after, configuration)
+
+    def _serve(self, kept: Kept) -> None:
+        if kept.leaf is not None:
+            self._certificate.put(kept.leaf.certificate_pem + kept.leaf.key_pem)
 
     async def _publish(self, kept: Kept, configuration: Object) -> None:
         bundle = base64.b64encode(kept.bundle).decode()

@@ -10,7 +10,7 @@ takes and which cost a webhook with many short connections least.
 import base64
 import re
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import datetime
 from typing import Any, Final
 
@@ -52,11 +52,6 @@ class Pair:
     def key_pem(self) -> bytes:
         return self.key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption())
 
-    def term(self, authority: str) -> Term:
-        """As the plan looks at it."""
-        dates = self.certificate
-        return Term(authority=authority, begins_at=dates.not_valid_before_utc, ends_at=dates.not_valid_after_utc)
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Kept:
@@ -74,20 +69,20 @@ class Kept:
     @property
     def terms(self) -> tuple[tuple[Term, ...], Term | None]:
         """Of the CAs, and of the leaf."""
-        leaf = None if self.leaf is None else self.leaf.term(self.issuer)
-        return tuple(one.term(one.id) for one in self.authorities), leaf
+        leaf = None if self.leaf is None else _term(self.leaf, self.issuer)
+        return tuple(_term(one, one.id) for one in self.authorities), leaf
 
     def after(self, due: Plan, names: Collection[str], now: datetime, lives: Lives) -> "Kept":
         """With what is due made."""
         by_id = {one.id: one for one in self.authorities}
-        authorities = [by_id[one] for one in due.keep]
+        authorities = tuple(by_id[one] for one in due.keep)
         if due.make_authority:
             by_id[NEW] = make_authority(now, lives)
-            authorities.insert(0, by_id[NEW])
+            authorities = (by_id[NEW], *authorities)
         if due.sign_with is None:
-            return Kept(authorities=tuple(authorities), leaf=self.leaf, issuer=self.issuer)
+            return replace(self, authorities=authorities)
         signer = by_id[due.sign_with]
-        return Kept(authorities=tuple(authorities), leaf=make_leaf(signer, names, now, lives), issuer=signer.id)
+        return Kept(authorities=authorities, leaf=make_leaf(signer, names, now, lives), issuer=signer.id)
 
     def data(self) -> dict[str, str]:
         """For the Secret's `data`."""
@@ -124,49 +119,45 @@ def fingerprint(certificate: x509.Certificate) -> str:
     return certificate.fingerprint(hashes.SHA256()).hex()
 
 
+def _term(pair: Pair, authority: str) -> Term:
+    dates = pair.certificate
+    return Term(authority=authority, begins_at=dates.not_valid_before_utc, ends_at=dates.not_valid_after_utc)
+
+
 def make_authority(now: datetime, lives: Lives) -> Pair:
     """A CA that signs leaves and no other CA."""
-    key = ec.generate_private_key(ec.SECP256R1())
     name = f"{_NAME} CA {x509.random_serial_number():x}"[:64]
-    identifier = x509.SubjectKeyIdentifier.from_public_key(key.public_key())
-    builder = _builder(name, name, key, identifier, ca=True)
-    dated = builder.not_valid_before(now - lives.backdated).not_valid_after(now + lives.authority)
-    return Pair(certificate=dated.sign(key, hashes.SHA256()), key=key)
+    return _make(name, None, now - lives.backdated, now + lives.authority)
 
 
 def make_leaf(authority: Pair, names: Collection[str], now: datetime, lives: Lives) -> Pair:
     """To serve with, by one of these names."""
-    key = ec.generate_private_key(ec.SECP256R1())
     issuer = authority.certificate
-    (issuer_name,) = issuer.subject.get_attributes_for_oid(NameOID.COMMON_NAME)
-    identifier = x509.SubjectKeyIdentifier.from_public_key(authority.key.public_key())
-    builder = _builder(_NAME, str(issuer_name.value), key, identifier, ca=False)
-    certificate = (
-        builder.not_valid_before(max(now - lives.backdated, issuer.not_valid_before_utc))
-        .not_valid_after(leaf_ends_at(now, issuer.not_valid_after_utc, lives))
-        .add_extension(x509.ExtendedKeyUsage([ExtendedKeyUsageOID.SERVER_AUTH]), critical=False)
-        .add_extension(x509.SubjectAlternativeName([x509.DNSName(name) for name in sorted(names)]), critical=False)
-        .sign(authority.key, hashes.SHA256())
-    )
-    return Pair(certificate=certificate, key=key)
+    begins_at = max(now - lives.backdated, issuer.not_valid_before_utc)
+    served = x509.SubjectAlternativeName([x509.DNSName(name) for name in sorted(names)])
+    uses = x509.ExtendedKeyUsage([ExtendedKeyUsageOID.SERVER_AUTH])
+    return _make(_NAME, authority, begins_at, leaf_ends_at(now, issuer.not_valid_after_utc, lives), uses, served)
 
 
-def _builder(
-    name: str, issuer: str, key: ec.EllipticCurvePrivateKey, issuer_id: x509.SubjectKeyIdentifier, *, ca: bool
-) -> x509.CertificateBuilder:
-    """All but the dates and the names of a leaf."""
-    uses = dict.fromkeys(_USES, False) | dict.fromkeys(_USES[1:3] if ca else _USES[:1], True)
-    return (
-        x509.CertificateBuilder()
-        .serial_number(x509.random_serial_number())
-        .subject_name(x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, name)]))
-        .issuer_name(x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, issuer)]))
-        .public_key(key.public_key())
-        .add_extension(x509.BasicConstraints(ca=ca, path_length=0 if ca else None), critical=True)
+def _make(
+    name: str, authority: Pair | None, begins_at: datetime, ends_at: datetime, *extensions: x509.ExtensionType
+) -> Pair:
+    """A leaf, or a CA where there is no authority."""
+    key, is_ca = ec.generate_private_key(ec.SECP256R1()), authority is None
+    subject = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, name)])
+    issuer, signer = (subject, key) if authority is None else (authority.certificate.subject, authority.key)
+    uses = dict.fromkeys(_USES, False) | dict.fromkeys(_USES[1:3] if is_ca else _USES[:1], True)
+    public = key.public_key()
+    builder = (
+        x509.CertificateBuilder(issuer, subject, public, x509.random_serial_number(), begins_at, ends_at)
+        .add_extension(x509.BasicConstraints(ca=is_ca, path_length=0 if is_ca else None), critical=True)
         .add_extension(x509.KeyUsage(**uses), critical=True)
-        .add_extension(x509.SubjectKeyIdentifier.from_public_key(key.public_key()), critical=False)
-        .add_extension(x509.AuthorityKeyIdentifier.from_issuer_subject_key_identifier(issuer_id), critical=False)
+        .add_extension(x509.SubjectKeyIdentifier.from_public_key(public), critical=False)
+        .add_extension(x509.AuthorityKeyIdentifier.from_issuer_public_key(signer.public_key()), critical=False)
     )
+    for extension in extensions:
+        builder = builder.add_extension(extension, critical=False)
+    return Pair(certificate=builder.sign(signer, hashes.SHA256()), key=key)
 
 
 def _pairs(data: Mapping[str, Any], name: str, *, of_ca: bool) -> tuple[Pair, ...]:
@@ -176,8 +167,8 @@ def _pairs(data: Mapping[str, Any], name: str, *, of_ca: bool) -> tuple[Pair, ..
         certificates = x509.load_pem_x509_certificates(base64.b64decode(data[f"{name}.crt"]))
         keys = [load_pem_private_key(one[0], None) for one in _KEY.finditer(base64.b64decode(data[f"{name}.key"]))]
         for certificate, key in zip(certificates, keys, strict=True):
-            constraints = certificate.extensions.get_extension_for_class(x509.BasicConstraints).value
-            if not isinstance(key, ec.EllipticCurvePrivateKey) or constraints.ca is not of_ca:
+            is_ca = certificate.extensions.get_extension_for_class(x509.BasicConstraints).value.ca
+            if not isinstance(key, ec.EllipticCurvePrivateKey) or is_ca is not of_ca:
                 return ()
             if key.public_key() != certificate.public_key():
                 return ()

@@ -112,7 +112,7 @@ class LocalStagingArea:
                     ):
                         raise VolumeError(
                             ErrorKind.FILE_CHANGED,
-                            f"{request.source} was written to while it was being staged",
+                            f"{request.source} was written to after it was announced",
                             hint="announce a checkpoint after its last file is written, and do not write to it again",
                         )
                     root.write_durably(f"{folder}.json", encode_descriptor(request.descriptor, files))
