@@ -89,8 +89,9 @@ def read_records(directory: Path) -> Sequence[Record]:
             found.append(_decode(path))
         except FileNotFoundError:
             continue
-        except (OSError, ValueError, KeyError, TypeError) as error:
-            _log.warning("record skipped: path=%s error=%r", path, error)
+        except (OSError, ValueError, KeyError, TypeError, OverflowError, RecursionError) as error:
+            # Its name too: a KeyError says nothing else. The repr of some has all the bytes.
+            _log.warning("record skipped: path=%s error=%s: %s", path, type(error).__name__, error)
     return sorted(found, key=lambda record: record.order, reverse=True)
 
 

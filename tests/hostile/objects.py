@@ -1,12 +1,14 @@
-"""Hostile objects in a real destination, read by what reads destinations: restore, ls, verify, prune.
+"""Hostile objects in a real destination, read by what reads destinations: restore, ls, verify, prune, another's commit.
 
-Each round damages the newest of two checkpoints in one way and looks. Invariants: no exception but Mooring's own; none
-takes longer than the bound; and what is restored is the newer one, byte for byte, or the older one, byte for byte.
+Each round damages the newest of two checkpoints in one way and looks; or the manifest that another pod contributes to a
+save that is being committed; or the record of a checkpoint on a volume. Invariants: no exception but Mooring's own; no
+round takes longer than the bound; what is restored is the newer one, byte for byte, or the older one, byte for byte.
 """
 
 import asyncio
 import random
 import shutil
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,20 +17,34 @@ from typing import Final
 from tests.hostile.mutations import mutated_object, naming
 from tests.restore.stored_checkpoints import store_checkpoint, store_packed_checkpoint
 
-from mooring_agent.adapters.object_directory import ObjectDirectory
+from mooring.records import read_records
+from mooring_agent.adapters.clock import SystemClock
 from mooring_agent.adapters.open_store import open_store
 from mooring_agent.adapters.retrying_store import RetryingStore
+from mooring_agent.adapters.unannounced import unannounced
 from mooring_agent.catalog import check, list_committed, prune, read_marker
+from mooring_agent.core.commands import Commit
 from mooring_agent.core.errors import ErrorKind, MooringError
-from mooring_agent.core.model import SaveInfo
+from mooring_agent.core.events import Committed
+from mooring_agent.core.limits import MANIFEST_BYTES
+from mooring_agent.core.manifest import decode_manifest
 from mooring_agent.core.object_layout import manifest_key, marker_key, pack_key, pin_key
 from mooring_agent.core.resume_pin import Pin, encode_pin
 from mooring_agent.core.settings import RetentionSettings, StoreSettings
+from mooring_agent.core.work import Operation, WorkId
 from mooring_agent.ports import ObjectStore
-from mooring_agent.restore import restore
+from mooring_agent.restore import Restored, restore
+from mooring_agent.runtime.committer import commit
+from mooring_api.names import CHECKPOINT_DIRECTORY, RECORDS_DIRECTORY, STATE_DIRECTORY
 
 HANG_SECONDS: Final = 60.0
 """Of one round. It finds what never ends and judges no machine: a round takes hundredths of a second."""
+WORK_SECONDS: Final = 2.0
+"""Of one round, of the processor's time, which no other process takes part in."""
+_CONTRIBUTION: Final = "contribution"
+_RECORD: Final = "record"
+_HALF_STEP: Final = 0
+"""Older than both, and without a marker: nobody restores it."""
 _OLDER_STEP: Final = 1
 _NEWER_STEP: Final = 2
 _ATTEMPT: Final = "job-1"
@@ -43,39 +59,60 @@ class Found:
     newer: int = 0
     older: int = 0
     refused: int = 0
+    longest_work_seconds: float = 0.0
 
 
 class Destination:
-    """A directory with two whole checkpoints, one of them packed, and a pin; put back after every round."""
+    """Two whole checkpoints, one of them packed, a pin, half of a save, and a volume; put back after every round."""
 
     def __init__(self, folder: Path) -> None:
-        self.root = folder / "destination"
-        self.root.mkdir(parents=True)
-        self._pristine = folder / "pristine"
+        self._root = folder / "destination"
+        self._root.mkdir(parents=True)
+        # With the newer checkpoint restored into it, and a copy of it for each round.
+        self._restored = folder / "restored"
         self._volume = folder / "volume"
-        self.settings = StoreSettings(destination=f"file://{self.root}")
-        self._targets: dict[str, str] = {}
+        self._settings = StoreSettings(destination=f"file://{self._root}")
+        self._targets: dict[str, Path] = {}
         self._files: dict[int, dict[str, bytes]] = {}
-        self.objects = ObjectDirectory(self.root)
 
     async def fill(self) -> None:
         generator = random.Random(0)
         self._files[_OLDER_STEP] = {"model.bin": generator.randbytes(3000), "empty": b""}
         packed = {f"small/{number}": generator.randbytes(60) for number in range(3)}
         self._files[_NEWER_STEP] = {"model.bin": generator.randbytes(2000), **packed}
-        async with open_store(self.settings) as store:
+        async with open_store(self._settings) as store:
             await store_checkpoint(store, _OLDER_STEP, ranks=[self._files[_OLDER_STEP]])
             alone = {"model.bin": self._files[_NEWER_STEP]["model.bin"]}
             newer = await store_packed_checkpoint(store, _NEWER_STEP, alone=alone, packed=packed)
             pin = Pin(attempt=_ATTEMPT, step=newer.step, save=newer.save, marker=marker_key(newer))
             await store.put(pin_key(_ATTEMPT), encode_pin(pin))
-        self._targets = _targets(newer)
-        shutil.copytree(self.root, self._pristine)
+            self._half = await store_checkpoint(store, _HALF_STEP, world_size=2, committed=False)
+            key = manifest_key(self._half, 0)
+            own = decode_manifest(await store.get(key, limit_bytes=MANIFEST_BYTES), key)
+            self._commit = Commit(
+                work=WorkId(Operation.COMMIT, self._half.save),
+                info=self._half,
+                manifests=(own,),
+                may_write_marker=True,
+                sweep_uploads=False,
+            )
+            self._restored.mkdir()
+            await self._restore(RetryingStore(store), self._restored, attempt="")
+        keys = {
+            "marker": marker_key(newer),
+            "manifest": manifest_key(newer, 0),
+            "pack": pack_key(newer, 0, 0),
+            "pin": pin_key(_ATTEMPT),
+            _CONTRIBUTION: manifest_key(self._half, 1),
+        }
+        self._targets = {what: self._root / key for what, key in keys.items()}
+        self._targets[_RECORD] = self._volume / STATE_DIRECTORY / RECORDS_DIRECTORY / f"{newer.name}.json"
 
     async def round(self, seed: int, found: Found, mutate: Callable[[bytes, random.Random], bytes]) -> None:
         generator = random.Random(seed)
+        shutil.copytree(self._restored, self._volume)
         what = generator.choice(sorted(self._targets))
-        target, marker = self.root / self._targets[what], self.root / self._targets["marker"]
+        target, marker = self._targets[what], self._targets["marker"]
         kept, kept_marker = target.read_bytes(), marker.read_bytes()
         try:
             changed = mutate(kept, generator)
@@ -83,14 +120,26 @@ class Destination:
             if what == "manifest" and generator.random() < 0.7:
                 # As who wrote it knows to do: else its checksum in the marker would tell before anything is decoded.
                 marker.write_bytes(naming(kept_marker, changed))
-            with_pin = what == "pin"
-            async with asyncio.timeout(HANG_SECONDS), open_store(self.settings) as store:
-                await self._look(RetryingStore(store), found, with_pin=with_pin, seed=seed)
+            began = time.process_time()
+            async with asyncio.timeout(HANG_SECONDS), open_store(self._settings) as opened:
+                store = RetryingStore(opened)
+                if what == _CONTRIBUTION:
+                    await self._try_to_commit(store, found)
+                elif what == _RECORD:
+                    await self._read_records(store, found, seed=seed)
+                else:
+                    shutil.rmtree(self._volume)
+                    self._volume.mkdir()
+                    await self._look(store, found, with_pin=what == "pin", seed=seed)
+            found.longest_work_seconds = max(found.longest_work_seconds, time.process_time() - began)
+            assert found.longest_work_seconds < WORK_SECONDS, seed
         finally:
-            target.write_bytes(kept)
+            if target.parent.exists():
+                target.write_bytes(kept)
             marker.write_bytes(kept_marker)
+            (self._root / marker_key(self._half)).unlink(missing_ok=True)
             shutil.rmtree(self._volume, ignore_errors=True)
-            shutil.rmtree(self.root / ".mooring" / "damaged", ignore_errors=True)
+            shutil.rmtree(self._root / ".mooring" / "damaged", ignore_errors=True)
         found.rounds += 1
 
     async def _look(self, store: ObjectStore, found: Found, *, with_pin: bool, seed: int) -> None:
@@ -107,15 +156,8 @@ class Destination:
         except MooringError:
             if not with_pin:
                 raise
-        self._volume.mkdir()
         try:
-            restored = await restore(
-                store,
-                checkpoint_directory=self._volume / "checkpoints",
-                volume=self._volume,
-                state_directory=self._volume / ".mooring",
-                attempt=_ATTEMPT if with_pin else "",
-            )
+            restored = await self._restore(store, self._volume, attempt=_ATTEMPT if with_pin else "")
         except MooringError as error:
             # A pin that cannot be read decides nothing, and nobody may decide instead of it.
             if not with_pin or error.kind is not ErrorKind.CHECKPOINT_CORRUPT:
@@ -127,6 +169,42 @@ class Destination:
             assert with_pin, seed
             found.refused += 1
             return
+        self._compare(restored, found, seed=seed)
+
+    async def _try_to_commit(self, store: ObjectStore, found: Found) -> None:
+        """As the pod does whose part is there; what it commits can be read."""
+        try:
+            outcome = await commit(store, SystemClock(), self._commit)
+        except MooringError:
+            found.refused += 1
+            return
+        if isinstance(outcome, Committed):
+            (half,) = [one for one in await list_committed(store) if one.save == self._half.save]
+            await read_marker(store, half)
+            found.newer += 1
+        else:
+            found.refused += 1
+
+    async def _read_records(self, store: ObjectStore, found: Found, *, seed: int) -> None:
+        """As the agent and the client do when they start, and restore, which may take what is on the volume."""
+        checkpoints = self._volume / CHECKPOINT_DIRECTORY
+        list(unannounced(self._volume, checkpoints, known=()))
+        read_records(self._volume / STATE_DIRECTORY / RECORDS_DIRECTORY)
+        restored = await self._restore(store, self._volume, attempt="")
+        assert restored is not None, seed
+        assert restored.step == _NEWER_STEP, seed
+        self._compare(restored, found, seed=seed)
+
+    async def _restore(self, store: ObjectStore, volume: Path, *, attempt: str) -> Restored | None:
+        return await restore(
+            store,
+            checkpoint_directory=volume / CHECKPOINT_DIRECTORY,
+            volume=volume,
+            state_directory=volume / STATE_DIRECTORY,
+            attempt=attempt,
+        )
+
+    def _compare(self, restored: Restored, found: Found, *, seed: int) -> None:
         files = {
             path.relative_to(restored.path).as_posix(): path.read_bytes()
             for path in restored.path.rglob("*")
@@ -138,15 +216,6 @@ class Destination:
         assert files == expected or restored.step == _NEWER_STEP, seed
         found.newer += restored.step == _NEWER_STEP
         found.older += restored.step == _OLDER_STEP
-
-
-def _targets(newer: SaveInfo) -> dict[str, str]:
-    return {
-        "marker": marker_key(newer),
-        "manifest": manifest_key(newer, 0),
-        "pack": pack_key(newer, 0, 0),
-        "pin": pin_key(_ATTEMPT),
-    }
 
 
 async def attack(folder: Path, *, rounds: int, seed: int) -> Found:
