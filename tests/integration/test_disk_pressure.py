@@ -1,4 +1,4 @@
-"""A trainer that saves faster than the store takes, on a small volume: the last save always has room."""
+"""A volume that runs short of room: older checkpoints are given up, and the last save is always safe."""
 
 import json
 import os
@@ -12,19 +12,22 @@ from pathlib import Path
 from typing import Any, Self
 
 import pytest
-from tests.harness.agent_process import AgentProcess, json_lines, wait_until
+from tests.harness.agent_process import AgentProcess, json_lines, wait_until, write_checkpoint
 from tests.harness.bucket_view import BucketView
 from tests.harness.small_volume import mounted
 from tests.servers.fault_proxy import FaultProxy
 from tests.servers.server import Bucket
 
 from mooring_api import names
+from mooring_api.v1 import agent_pb2
 
 MIB = 1024 * 1024
 VOLUME_BYTES = 512 * MIB
 CHECKPOINT_BYTES = 100 * MIB
 STORE_BYTES_PER_SECOND = 16 * MIB
 GRACE_SECONDS = 60.0
+BACKLOG = 600
+SIZE_LIMIT_BYTES = 64 * MIB
 
 TRAINER = """
 import json, logging, sys, time
@@ -210,3 +213,40 @@ def test_a_save_that_would_not_fit_is_skipped_and_the_log_says_why(agent: AgentP
         assert "bytes may still be written to the volume" in line
     assert trainer.steps("saved")[0] == 1
     assert len(trainer.steps("saved")) >= 3, "it saved again whenever there was room"
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_a_last_save_is_safe_though_hundreds_are_given_up_at_that_moment(
+    tmp_path: Path, rclone_bucket: Bucket, fault_proxy: FaultProxy
+) -> None:
+    fault_proxy.outage(True)
+    with AgentProcess(
+        tmp_path / "volume",
+        rclone_bucket.destination,
+        endpoint_url=fault_proxy.endpoint_url,
+        size_limit_bytes=SIZE_LIMIT_BYTES,
+        watch=False,
+    ) as agent:
+        for step in range(1, BACKLOG + 1):
+            agent.announce(write_checkpoint(agent.checkpoints / f"checkpoint-{step}", {"a": 1}), step)
+        assert len(agent.status().checkpoints) == BACKLOG
+        last = write_checkpoint(agent.checkpoints / "checkpoint-last", {"a": MIB})
+        with (agent.volume / "somebody-elses").open("wb") as file:
+            os.posix_fallocate(file.fileno(), 0, SIZE_LIMIT_BYTES)
+        agent.notify_termination(grace_seconds=600)
+        wait_until(lambda: bool(agent.log("checkpoint.shed")), 60, "the agent sees that nothing is left")
+        # Each call has a bound of its own: an agent that is busy with its decisions answers none of these.
+        agent.status()
+        save = agent.announce(last, BACKLOG + 1, kind=agent_pb2.KIND_JUST_IN_TIME).save
+        agent.status()
+        fault_proxy.outage(False)
+        assert agent.wait_committed(save).kind == agent_pb2.KIND_JUST_IN_TIME
+        agent.terminate()
+        assert agent.wait(GRACE_SECONDS) == 0
+        shed = [line["save"] for line in agent.log("checkpoint.shed")]
+    # One event each; all but the newest, and what was on its way already.
+    assert len(shed) == len(set(shed)) >= BACKLOG - 10
+    rows = BucketView(rclone_bucket).verify()
+    assert rows[0]["step"] == BACKLOG + 1
+    assert all(row["problems"] == [] for row in rows)
