@@ -1,14 +1,20 @@
 """A volume without a byte left: the agent stays, takes the last save, drains, and can be started again."""
 
 import os
+import shutil
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import grpc
 import pytest
-from tests.harness.agent_process import AgentProcess, wait_until, write_checkpoint
+from tests.harness.agent_process import AgentProcess, json_lines, wait_until, write_checkpoint
 from tests.harness.small_volume import mounted
 
+from mooring_api.v1 import agent_pb2
+
 _MIB = 1 << 20
+_ENDED = {agent_pb2.PHASE_RELEASED, agent_pb2.PHASE_SHED, agent_pb2.PHASE_FAILED}
 _NOWHERE: dict[str, Any] = {"endpoint_url": "http://127.0.0.1:9", "eviction_threshold_percent": "0"}
 
 
@@ -82,3 +88,81 @@ def test_what_was_committed_on_a_full_volume_is_committed_after_a_restart_too(tm
         agent.start()
         wait_until(lambda: len(agent.log("checkpoint.committed")) == 2, 60.0, "the next agent finds the marker")
         assert not agent.log("checkpoint.failed")
+
+
+@pytest.mark.root
+def test_an_agent_whose_reserve_is_spent_starts_again_on_a_full_volume(tmp_path: Path) -> None:
+    with (
+        mounted(tmp_path / "volume", 64 * _MIB) as volume,
+        AgentProcess(
+            volume,
+            f"file://{tmp_path / 'destination'}",
+            bandwidth_bytes_per_second=4 * _MIB,
+            part_size_bytes="5MiB",
+        ) as agent,
+    ):
+        save = agent.announce(write_checkpoint(agent.checkpoints / "checkpoint-1", {"a": 40 * _MIB}), 1).save
+
+        def unwritable() -> bool:
+            _fill(volume)
+            return bool(agent.log("journal.unwritable"))
+
+        wait_until(unwritable, 60.0, "the journal cannot be written")
+        agent.kill()
+        _fill(volume)
+        agent.start()
+        # What was promised is kept, though the journal has still no room.
+        assert agent.wait_committed(save).step == 1
+        assert not agent.log("journal.writable_again")
+
+
+@pytest.mark.root
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("killed", [False, True], ids=["by one agent", "by agents that are killed"])
+def test_every_acknowledged_save_on_a_full_volume_is_committed_or_reported(tmp_path: Path, killed: bool) -> None:
+    with (
+        mounted(tmp_path / "volume", 64 * _MIB) as volume,
+        AgentProcess(
+            volume,
+            f"file://{tmp_path / 'destination'}",
+            bandwidth_bytes_per_second=8 * _MIB,
+            part_size_bytes="5MiB",
+        ) as agent,
+    ):
+        acknowledged: set[int] = set()
+        step = 0
+        while len(acknowledged) < 40:
+            step += 1
+            path = agent.checkpoints / f"checkpoint-{step}"
+            with suppress(OSError, grpc.RpcError):
+                write_checkpoint(path, {"a": (step % 3 + 1) * _MIB, "b": 1000})
+                if step % 4 == 0:
+                    _fill(volume)
+                agent.announce(path, step, save=f"save-{step}")
+                acknowledged.add(step)
+            if killed and step % 8 == 0:
+                agent.kill()
+                agent.start()
+            # Nor does the trainer keep what was refused.
+            shutil.rmtree(path, ignore_errors=True)
+            (volume / "filler").unlink(missing_ok=True)
+        wait_until(lambda: all(one.phase in _ENDED for one in agent.status().checkpoints), 120.0, "all are over")
+        log = agent.log_text()
+    reported = _reported_steps(log)
+    assert acknowledged <= _committed_steps(tmp_path / "destination") | reported
+
+
+def _committed_steps(destination: Path) -> set[int]:
+    return {int(marker.name.split(".")[0]) for marker in (destination / ".mooring/commits").glob("*")}
+
+
+def _reported_steps(log: str) -> set[int]:
+    """Given up or failed, the last that was said of them."""
+    reported: set[int] = set()
+    for line in json_lines(log):
+        if line["event"] in ("checkpoint.announced", "checkpoint.committed"):
+            reported.discard(line["step"])
+        if line["event"] in ("checkpoint.shed", "checkpoint.failed"):
+            reported.add(line["step"])
+    return reported

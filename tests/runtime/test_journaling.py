@@ -60,7 +60,7 @@ def test_a_restart_knows_what_is_unfinished_down_to_the_part() -> None:
     play.announce("one", (3 * PART_BYTES,))
     play.answer(WorkId(Operation.CREATE_UPLOAD, "one", 0, "r0-0"))
     play.answer(next(work for work in play.in_flight if work.number == 2))
-    state = recover(settings(), _journal_of(play), _NothingStaged())
+    state, _ = recover(settings(), _journal_of(play), _NothingStaged())
     progress = state.checkpoints["one"].shares[0].files["r0-0"]
     assert set(progress.etags) == {2}
     assert progress.upload_id == play.state.checkpoints["one"].shares[0].files["r0-0"].upload_id
@@ -76,7 +76,7 @@ def test_compaction_keeps_the_unfinished_and_the_newest_committed_and_nothing_el
     before = len(list(journal.replay()))
     kept = compact(play.state, journal)
     assert kept < before / 10
-    state = recover(settings(), journal, _NothingStaged())
+    state, _ = recover(settings(), journal, _NothingStaged())
     assert {save: checkpoint.phase for save, checkpoint in state.checkpoints.items()} == {
         "save-29": Phase.RELEASED,
         "open": Phase.STAGED,
@@ -88,10 +88,12 @@ def test_compaction_keeps_the_unfinished_and_the_newest_committed_and_nothing_el
 def test_a_notice_outlives_a_crash_and_an_orderly_exit_uses_it_up() -> None:
     play = Play()
     play.feed(TerminationNoticed(at=play.now, deadline=play.now + 30, source="preStop"))
-    assert recover(settings(), _journal_of(play), _NothingStaged()).termination.noticed
+    state, _ = recover(settings(), _journal_of(play), _NothingStaged())
+    assert state.termination.noticed
     play.feed(Exited(at=play.now + 1))
     journal = _journal_of(play)
-    assert not recover(settings(), journal, _NothingStaged()).termination.noticed
+    state, _ = recover(settings(), journal, _NothingStaged())
+    assert not state.termination.noticed
     assert not list(journal.replay())
 
 
@@ -102,7 +104,7 @@ def test_an_old_notice_does_not_shorten_a_new_one_after_compaction() -> None:
     play.feed(TerminationNoticed(at=play.now + 20, deadline=play.now + 60, source="new"))
     journal = _journal_of(play)
     recover(settings(), journal, _NothingStaged())
-    state = recover(settings(), journal, _NothingStaged())
+    state, _ = recover(settings(), journal, _NothingStaged())
     assert (state.termination.source, state.termination.deadline) == ("new", play.now + 60)
 
 
@@ -141,11 +143,11 @@ def test_a_journal_with_a_record_that_cannot_be_read_is_set_aside_and_the_volume
     journal = FakeJournal()
     journal.append([_RECORD_OF_ANOTHER_VERSION if isinstance(event, lost) else encode_event(event) for event in events])
     with capture_logs() as logs:
-        state = recover(settings(), journal, LocalStagingArea(tmp_path))
+        state, _ = recover(settings(), journal, LocalStagingArea(tmp_path))
     assert state.checkpoints["save-1"].phase is Phase.STAGED
     assert _RECORD_OF_ANOTHER_VERSION in journal.aside[0]
     assert [entry["log_level"] for entry in logs if entry["event"] == "journal.unreadable"] == ["error"]
-    again = recover(settings(), journal, _NothingStaged())
+    again, _ = recover(settings(), journal, _NothingStaged())
     assert list(again.checkpoints) == ["save-1"]
     assert len(journal.aside) == 1
 
@@ -157,7 +159,7 @@ def test_a_journal_in_which_a_digit_changed_by_itself_is_not_believed(tmp_path: 
     journal = FakeJournal()
     # Else it would say that another save is committed, and drop its pins.
     journal.append([*records, committed.replace(b"save-2", b"save-1")])
-    state = recover(settings(), journal, LocalStagingArea(tmp_path))
+    state, _ = recover(settings(), journal, LocalStagingArea(tmp_path))
     assert state.checkpoints["save-1"].phase is Phase.STAGED
     assert len(journal.aside) == 1
 
@@ -188,7 +190,8 @@ def test_a_directory_that_ranks_share_is_found_again_with_all_of_them(tmp_path: 
     journal = FakeJournal()
     # In the order in which they came.
     journal.append([encode_event(event) for event in announcements[::-1][:journaled]])
-    (checkpoint,) = recover(settings(), journal, LocalStagingArea(tmp_path)).checkpoints.values()
+    state, _ = recover(settings(), journal, LocalStagingArea(tmp_path))
+    (checkpoint,) = state.checkpoints.values()
     assert checkpoint.info == info
     assert checkpoint.phase is Phase.STAGED
     assert {rank: (share.staged, list(share.files)) for rank, share in sorted(checkpoint.shares.items())} == {
@@ -204,10 +207,12 @@ def test_which_rank_is_which_outlives_compaction_and_not_an_orderly_end() -> Non
         play.feed(RankRegistered(at=play.now, local_rank=local_rank, rank=rank))
     journal = _journal_of(play)
     recover(settings(), journal, _NothingStaged())
-    assert recover(settings(), journal, _NothingStaged()).ranks == {0: 2, 1: 3}
+    state, _ = recover(settings(), journal, _NothingStaged())
+    assert state.ranks == {0: 2, 1: 3}
     journal.append([encode_event(Exited(at=play.now))])
     recover(settings(), journal, _NothingStaged())
-    assert recover(settings(), journal, _NothingStaged()).ranks == {}
+    state, _ = recover(settings(), journal, _NothingStaged())
+    assert state.ranks == {}
 
 
 def test_a_journal_that_does_not_replay_is_set_aside_and_the_volume_rescanned(tmp_path: Path) -> None:
@@ -217,14 +222,14 @@ def test_a_journal_that_does_not_replay_is_set_aside_and_the_volume_rescanned(tm
     journal = FakeJournal()
     journal.append([encode_event(event) for event in play.journal if not isinstance(event, Staged)])
     journal.append([encode_event(event) for event in _staged_on(tmp_path, "save-1", step=1)])
-    state = recover(settings(), journal, LocalStagingArea(tmp_path))
+    state, _ = recover(settings(), journal, LocalStagingArea(tmp_path))
     assert list(state.checkpoints) == ["save-1"]
     assert len(journal.aside) == 1
 
 
 def test_what_is_found_again_on_the_volume_keeps_the_part_size_it_was_staged_with(tmp_path: Path) -> None:
     _staged_on(tmp_path, "save-1", step=1)
-    state = recover(settings(), FakeJournal(), LocalStagingArea(tmp_path))
+    state, _ = recover(settings(), FakeJournal(), LocalStagingArea(tmp_path))
     assert state.checkpoints["save-1"].shares[0].files["model.bin"].part_size_bytes == 2 * PART_BYTES
 
 
@@ -239,7 +244,7 @@ def test_what_is_found_again_on_the_volume_is_packed_as_it_was_when_it_was_stage
     info = SaveInfo(save="save-1", name=source.name, step=1, kind=Kind.PERIODIC, world_size=1)
     announced = Announced(at=1.0, info=info, rank=0, source=str(source), files=(), local_world_size=1)
     _stage_on(tmp_path, (announced,), pack_size_bytes)
-    state = recover(settings(), FakeJournal(), LocalStagingArea(tmp_path))
+    state, _ = recover(settings(), FakeJournal(), LocalStagingArea(tmp_path))
     assert len(state.checkpoints["save-1"].shares[0].packs) == packs
 
 
@@ -253,7 +258,7 @@ def test_after_a_damaged_journal_the_newest_is_the_one_that_was_announced_last(t
         ("0", 250, 4.0),
     ):
         _staged_on(tmp_path, save, step, announced_at)
-    state = recover(settings(), FakeJournal(), LocalStagingArea(tmp_path))
+    state, _ = recover(settings(), FakeJournal(), LocalStagingArea(tmp_path))
     by_age = sorted(state.checkpoints.values(), key=lambda checkpoint: checkpoint.sequence)
     assert [checkpoint.info.save for checkpoint in by_age] == ["b", "d", "a", "c", "0"]
     newest = state.newest()

@@ -17,8 +17,8 @@ from mooring_agent.adapters.clock import SystemClock
 from mooring_agent.adapters.volume.staging_area import LocalStagingArea
 from mooring_agent.core.commands import Command, Reconcile, Release
 from mooring_agent.core.errors import ErrorKind, StoreError, VolumeError
-from mooring_agent.core.event_codec import encode_event
-from mooring_agent.core.events import Announced, Committed, Staged, Started, WorkFailed
+from mooring_agent.core.event_codec import decode_event, encode_event
+from mooring_agent.core.events import Announced, Committed, Exited, Staged, Started, WorkFailed
 from mooring_agent.core.model import Phase, StagedFile
 from mooring_agent.core.work import Operation, WorkId
 from mooring_agent.runtime.announcements import Announcements
@@ -40,14 +40,21 @@ class _FullJournal(FakeJournal):
             raise VolumeError(ErrorKind.DISK_FULL, "the volume is full", hint="make room")
         super().append(records)
 
+    def rewrite(self, records: Sequence[bytes]) -> None:
+        if self.full:
+            raise VolumeError(ErrorKind.DISK_FULL, "the volume is full", hint="make room")
+        super().rewrite(records)
+
 
 class _Agent:
     """An engine that really runs; what it lets out is collected, not done."""
 
-    def __init__(self, play: Play, executor: ThreadPoolExecutor) -> None:
+    def __init__(self, play: Play, executor: ThreadPoolExecutor, unjournaled: Sequence[bytes]) -> None:
         self.journal = _FullJournal()
         self.clock = SystemClock()
-        self.engine = Engine(state=play.state, journal=self.journal, clock=self.clock, executor=executor)
+        self.engine = Engine(
+            state=play.state, journal=self.journal, clock=self.clock, executor=executor, unjournaled=unjournaled
+        )
         self.commands: list[Command] = []
 
     async def turn(self) -> None:
@@ -62,9 +69,9 @@ _NOBODYS = WorkId(Operation.SEND_PART, "nobody's")
 
 
 @asynccontextmanager
-async def _running(play: Play) -> AsyncIterator[_Agent]:
+async def _running(play: Play, unjournaled: Sequence[bytes] = ()) -> AsyncIterator[_Agent]:
     with ThreadPoolExecutor(1) as executor:
-        agent = _Agent(play, executor)
+        agent = _Agent(play, executor, unjournaled)
         async with asyncio.timeout(_LIMIT_SECONDS), asyncio.TaskGroup() as tasks:
             running = tasks.create_task(agent.engine.run(agent.commands.append))
             yield agent
@@ -129,8 +136,48 @@ def test_pins_of_a_save_that_was_announced_again_are_found_though_only_its_failu
         def scan(self) -> list[tuple[Mapping[str, object], tuple[StagedFile, ...]]]:
             return [({"announcements": [encode_event(again).decode()]}, staged.files)]
 
-    state = recover(settings(), journal, Pinned(Path("/volume")))
+    state, _ = recover(settings(), journal, Pinned(Path("/volume")))
     assert state.checkpoints["save"].phase is Phase.STAGED
+
+
+def test_what_is_found_on_a_full_volume_is_known_and_its_records_wait_for_room() -> None:
+    play = Play()
+    play.announce("save")
+    (announced,) = [event for event in play.journal if isinstance(event, Announced)]
+    (staged,) = [event for event in play.journal if isinstance(event, Staged)]
+    journal = _FullJournal()
+    journal.full = True
+
+    class Pinned(LocalStagingArea):
+        def scan(self) -> list[tuple[Mapping[str, object], tuple[StagedFile, ...]]]:
+            return [({"announcements": [encode_event(announced).decode()]}, staged.files)]
+
+    state, unjournaled = recover(settings(), journal, Pinned(Path("/volume")))
+    assert state.checkpoints["save"].phase is Phase.STAGED
+    assert [type(decode_event(record)) for record in unjournaled] == [Announced, Staged]
+
+
+def test_a_journal_that_finds_no_room_to_be_shortened_stays_as_it_is(tmp_path: Path) -> None:
+    play = Play()
+    play.announce("save")
+    play.finish(limit=100)
+    journal = _FullJournal()
+    journal.append([encode_event(event) for event in play.journal])
+    journal.full = True
+    state, unjournaled = recover(settings(), journal, LocalStagingArea(tmp_path))
+    assert state.checkpoints["save"].phase is Phase.RELEASED
+    assert not unjournaled
+    assert list(journal.replay()) == [encode_event(event) for event in play.journal]
+    journal.full = False
+    recover(settings(), journal, LocalStagingArea(tmp_path))
+    assert len(list(journal.replay())) < len(play.journal)
+
+
+async def test_records_that_found_no_room_at_the_start_come_first_in_the_journal() -> None:
+    async with _running(Play(), [b"found"]) as agent:
+        agent.engine.post(Exited(at=0.0))
+        await agent.turn()
+        assert list(agent.journal.replay())[:2] == [b"found", encode_event(Exited(at=0.0))]
 
 
 async def _reconciled(announced_at: float, tmp_path: Path) -> object:

@@ -133,12 +133,13 @@ def _connect(path: Path) -> sqlite3.Connection:
         _refuse_foreign(path)
     connection = sqlite3.connect(path, timeout=_LOCK_TIMEOUT_SECONDS, isolation_level=None, check_same_thread=False)
     try:
+        # Exclusive: a second agent is refused, and WAL needs no shared memory file, which on a full volume is a SIGBUS.
+        # It comes before the first read, which needs that file too where a killed agent has left a WAL.
+        connection.execute("PRAGMA locking_mode=EXCLUSIVE")
         (version,) = connection.execute("PRAGMA user_version").fetchone()
         (tables,) = connection.execute("SELECT count(*) FROM sqlite_schema").fetchone()
         if version != _SCHEMA_VERSION and (version, tables) != (0, 0):
             raise _ForeignDatabaseError(f"schema version {version} is not known here")
-        # Exclusive: a second agent is refused, and WAL needs no shared memory file, which on a full volume is a SIGBUS.
-        connection.execute("PRAGMA locking_mode=EXCLUSIVE")
         connection.execute("PRAGMA journal_mode=WAL")
         connection.execute("PRAGMA synchronous=FULL")
         if version != _SCHEMA_VERSION:

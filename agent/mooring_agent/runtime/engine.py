@@ -70,7 +70,9 @@ class Engine:
         clock: Clock,
         executor: Executor,
         listen: Listener = nobody_listens,
+        unjournaled: Sequence[bytes] = (),
     ) -> None:
+        """`unjournaled`: records behind `state` that the journal has not taken yet."""
         self.state = state
         self._journal = journal
         self._clock = clock
@@ -78,7 +80,7 @@ class Engine:
         self._listen = listen
         self._queue: asyncio.Queue[_Item] = asyncio.Queue(_QUEUE_LIMIT)
         self._changed = asyncio.Condition()
-        self._unjournaled: list[bytes] = []
+        self._unjournaled = list(unjournaled)
         self._records_since_compaction = 0
         self._compact_after_records = _RECORDS_BEFORE_COMPACTION
         self.revision = 0

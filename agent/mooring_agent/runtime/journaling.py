@@ -4,6 +4,7 @@ from collections.abc import Sequence
 
 import structlog
 
+from mooring_agent.core.errors import ErrorKind, VolumeError
 from mooring_agent.core.event_codec import decode_event, encode_event
 from mooring_agent.core.events import (
     Announced,
@@ -28,11 +29,12 @@ _ENDED_NEEDS = (Announced, Staged, Committed, Released)
 log = structlog.get_logger("mooring.journal")
 
 
-def recover(settings: Settings, journal: Journal, staging: StagingArea) -> State:
-    """The state as the journal and the staged directories tell it; the journal is compacted on the way.
+def recover(settings: Settings, journal: Journal, staging: StagingArea) -> tuple[State, Sequence[bytes]]:
+    """The state as the journal and the staged directories tell it, and the records that a full volume did not take.
 
     A journal of which anything cannot be read or replayed, as of a later version, is set aside: what is pinned
-    describes itself, and half a story would not replay. Blocks. Raises VolumeError when the volume cannot be used.
+    describes itself, and half a story would not replay. Otherwise it is compacted, if there is room. Blocks. Raises
+    VolumeError when the volume cannot be used. A full one can: what is staged on it waits to be sent.
     """
     records = list(journal.replay())
     try:
@@ -44,12 +46,20 @@ def recover(settings: Settings, journal: Journal, staging: StagingArea) -> State
     found = []
     for event in rescan(staging, state):
         step(state, event)
-        found.append(event)
-    if found:
-        journal.append([encode_event(event) for event in found])
-    kept = compact(state, journal)
+        found.append(encode_event(event))
+    kept = len(records)
+    unjournaled = found
+    try:
+        if found:
+            journal.append(found)
+        unjournaled = []
+        kept = compact(state, journal)
+    except VolumeError as error:
+        if error.kind is not ErrorKind.DISK_FULL:
+            raise
+        log.error("journal.no_room", error=str(error), hint=error.hint, unjournaled=len(unjournaled))
     log.info("journal.replayed", records=len(records), kept=kept, found=len(found))
-    return state
+    return state, unjournaled
 
 
 def compact(state: State, journal: Journal) -> int:

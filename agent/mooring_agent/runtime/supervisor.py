@@ -70,7 +70,9 @@ async def run_agent(settings: Settings, *, fresh: bool = False, parent_pid: int 
         journal = stack.enter_context(opened_journal(settings))
         staging = LocalStagingArea(volume)
         # Not here: a long journal or a slow volume must not keep a signal unheard.
-        state = await asyncio.get_running_loop().run_in_executor(journaling, recover, settings, journal, staging)
+        state, unjournaled = await asyncio.get_running_loop().run_in_executor(
+            journaling, recover, settings, journal, staging
+        )
         limiter = RateLimiter(settings.transfer.bandwidth_bytes_per_second)
         store = ReadyStore(settings.store, limiter)
         stack.push_async_callback(store.close)
@@ -82,6 +84,7 @@ async def run_agent(settings: Settings, *, fresh: bool = False, parent_pid: int 
             clock=clock,
             executor=journaling,
             listen=_listeners(others.hear, nobody_listens if news is None else news.hear),
+            unjournaled=unjournaled,
         )
         bell = Doorbell(volume)
         if fresh or _is_past(state.termination.deadline, clock.now()):
