@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mooring_agent.core.certificate_plan import NEW, Lives, Plan, Term, leaf_ends_at, plan
+from mooring_agent.core.certificate_plan import NEW, Lives, Plan, Term, plan
 
 NOW = datetime(2026, 1, 1, tzinfo=UTC)
 DAY = timedelta(days=1)
@@ -160,7 +160,7 @@ def carried_out(due: Plan, held: Held, now: datetime, new: str) -> Held:
     [signer] = [one for one in authorities if one.authority == (new if due.sign_with == NEW else due.sign_with)]
     assert signer.begins_at <= now < signer.ends_at
     begins_at = max(now - LIVES.backdated, signer.begins_at)
-    made = Term(authority=signer.authority, begins_at=begins_at, ends_at=leaf_ends_at(now, signer.ends_at, LIVES))
+    made = Term(authority=signer.authority, begins_at=begins_at, ends_at=LIVES.leaf_ends_at(now, signer.ends_at))
     return Held(authorities=tuple(authorities), leaf=made)
 
 

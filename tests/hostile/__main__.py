@@ -65,7 +65,8 @@ def main() -> None:
     parser.add_argument("--requests", type=int, default=50_000)
     parser.add_argument("--seed", type=int, default=int(time.time()))
     arguments = parser.parse_args()
-    # What restore says of each is not of interest here.
+    # What restore and the client say of each is not of interest here.
+    logging.disable(logging.CRITICAL)
     structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.CRITICAL))
     print(f"seed {arguments.seed}", flush=True)
     with tempfile.TemporaryDirectory(prefix="mooring-hostile-") as folder:

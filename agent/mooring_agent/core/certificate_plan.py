@@ -3,8 +3,7 @@
 Owns the rules of rotation, so that at every moment whatever any replica serves is verified by whatever any API server
 trusts:
 
-- A CA is published first, and signs only once its publication has been seen for `settle`: API servers learn of a
-  change of their configuration one after the other. Its age alone would not do: it may have failed to be published.
+- A CA signs only once its publication has been seen for `settle`: API servers learn of it one after the other.
 - A leaf never outlives its CA, and a CA stays published until its end. So a replica that cannot reach the API server
   may serve an old leaf to its end.
 - Where nothing valid is served there is nothing to lose: the best CA there is signs at once.
@@ -26,15 +25,17 @@ NEW: Final = "new"
 class Lives:
     """How long certificates are for; each is renewed at two thirds of its life.
 
-    `authority` is short for a CA because nobody has to hand this one out: a rotation every eight months is one that
-    works. A third of it is longer than a leaf's life, so that no leaf is cut short. `settle`: how long a CA has to be
-    seen published before it signs. `backdated`: what clocks may differ by.
+    A third of `authority` is longer than `leaf`, so that no leaf is cut short. `settle`: how long a CA has to be seen
+    published before it signs. `backdated`: what clocks may differ by.
     """
 
     authority: timedelta = timedelta(days=365)
     leaf: timedelta = timedelta(days=90)
     settle: timedelta = timedelta(minutes=10)
     backdated: timedelta = timedelta(hours=1)
+
+    def leaf_ends_at(self, now: datetime, authority_ends_at: datetime) -> datetime:
+        return min(now + self.leaf, authority_ends_at)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,18 +72,13 @@ def plan(
     return Plan(keep=tuple(one.authority for one in kept), make_authority=make_authority, sign_with=sign_with)
 
 
-def leaf_ends_at(now: datetime, authority_ends_at: datetime, lives: Lives) -> datetime:
-    """Of one that is made now."""
-    return min(now + lives.leaf, authority_ends_at)
-
-
 def _renewal(now: datetime, leaf: Term, signers: list[Term], settled: Collection[str], lives: Lives) -> str | None:
     """The newest CA that may sign instead of the leaf's own, or that one, if the leaf is due."""
     able = [one for one in signers if one.authority in settled or one.authority == leaf.authority]
     if not able or (able[0].authority == leaf.authority and not _is_old(leaf, now)):
         return None
     # Where a new CA cannot be published, the old one's leaves get shorter and shorter: only a longer life is worth it.
-    return able[0].authority if leaf_ends_at(now, able[0].ends_at, lives) > leaf.ends_at else None
+    return able[0].authority if lives.leaf_ends_at(now, able[0].ends_at) > leaf.ends_at else None
 
 
 def _is_old(one: Term, now: datetime) -> bool:

@@ -4,11 +4,9 @@ It reads and patches two objects by name, the Secret and the webhook's configura
 Secrets may create one with the token of any service account. So the chart makes the Secret, empty. One that is emptied
 has everything made anew at once.
 
-No replica leads. The safety of a rotation rests on the order of calls, whoever makes them, and on resource versions:
-
-- The configuration is read before the Secret and patched only if it is still the one that was read. So no bundle that
-  is older than another replica's is ever published over it.
-- The Secret is written before its bundle is published, and only if it is still the one that was read.
+No replica leads; order and resource versions keep a rotation safe. The configuration is read before the Secret and
+patched only if it is still the one that was read: no older bundle is published over a newer one. The Secret is written
+before its bundle is published, and likewise.
 """
 
 import asyncio
@@ -30,8 +28,7 @@ from mooring_agent.webhook.serving_certificate import ServingCertificate
 from mooring_agent.webhook.settings import SelfManaged
 
 _CONFIGURATIONS: Final = "/apis/admissionregistration.k8s.io/v1/mutatingwebhookconfigurations"
-_PATIENT_SECONDS: Final = 5.0
-"""While an installation is under way, something is missing for a moment."""
+_PATIENT_SECONDS: Final = 5.0  # while an installation is under way, something is missing for a moment
 
 Object = Mapping[str, Any]
 log = structlog.get_logger("mooring.webhook")
@@ -39,10 +36,7 @@ log = structlog.get_logger("mooring.webhook")
 
 @contextlib.asynccontextmanager
 async def kept_certificates(managed: SelfManaged, certificate: ServingCertificate) -> AsyncIterator[None]:
-    """Enter once there is something to serve with, and keep it renewed. Raises MooringError when there is none in time.
-
-    An API server that is away holds up nobody who has a certificate that is valid.
-    """
+    """Enter once there is something to serve with; it is kept renewed. Raises MooringError if there is none in time."""
     async with contextlib.AsyncExitStack() as stack:
         cluster = ApiServer(
             managed.kubernetes_host,
@@ -81,14 +75,12 @@ class CertificateKeeper:
         began_at = time.monotonic()
         with contextlib.suppress(MooringError):
             self._certificate.load()  # of a life before this one
-        while True:
-            problem = await self._look()
+        while (problem := await self._look()) is not None:
             waited_seconds = time.monotonic() - began_at
-            serves = self._certificate.seconds_left() > 0
-            away = problem is not None and problem.kind is ErrorKind.UNREACHABLE
-            if serves and (problem is None or away or waited_seconds >= self._pace.publish_seconds):
-                return
-            if problem is not None and not serves and waited_seconds >= self._pace.begin_seconds:
+            if self._certificate.seconds_left() > 0:
+                if problem.kind is ErrorKind.UNREACHABLE or waited_seconds >= self._pace.publish_seconds:
+                    return
+            elif waited_seconds >= self._pace.begin_seconds:
                 raise problem
             if waited_seconds >= _PATIENT_SECONDS:
                 self._tell(problem)

@@ -1,10 +1,8 @@
 """The webhook's certificates, and the Secret that holds them: the CAs with their keys, and the leaf that all serve.
 
-Owns the Secret's four entries. `tls.crt` and `tls.key` are the leaf's, named as in every such Secret; `ca.crt` is all
-CAs, the newest first, as published, `ca.key` their keys. What cannot be read counts as not there: it is made again.
-
-API servers (Go) look for a CA by its name, so every CA has one of its own. Keys are EC P-256, which every API server
-takes and which cost a webhook with many short connections least.
+Owns the Secret's four entries: `tls.crt` and `tls.key` are the leaf's, `ca.crt` is all CAs, the newest first, as
+published, `ca.key` their keys. What cannot be read counts as not there: it is made again. API servers (Go) look for a
+CA by its name, so every CA has one of its own.
 """
 
 import base64
@@ -22,10 +20,9 @@ from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption,
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 from cryptography.x509.verification import PolicyBuilder, Store, VerificationError
 
-from mooring_agent.core.certificate_plan import NEW, Lives, Plan, Term, leaf_ends_at
+from mooring_agent.core.certificate_plan import NEW, Lives, Plan, Term
 
-_NAME: Final = "mooring-webhook"
-"""A leaf's: nobody reads it, and a Service's whole name may be longer than the 64 letters that fit."""
+_NAME: Final = "mooring-webhook"  # nobody reads a leaf's, and not every Service's name fits into its 64 letters
 _KEY: Final = re.compile(rb"-----BEGIN ([A-Z ]+)-----.+?-----END \1-----", re.DOTALL)
 _USES: Final = (
     *("digital_signature", "key_cert_sign", "crl_sign", "content_commitment", "key_encipherment"),
@@ -136,7 +133,7 @@ def make_leaf(authority: Pair, names: Collection[str], now: datetime, lives: Liv
     begins_at = max(now - lives.backdated, issuer.not_valid_before_utc)
     served = x509.SubjectAlternativeName([x509.DNSName(name) for name in sorted(names)])
     uses = x509.ExtendedKeyUsage([ExtendedKeyUsageOID.SERVER_AUTH])
-    return _make(_NAME, authority, begins_at, leaf_ends_at(now, issuer.not_valid_after_utc, lives), uses, served)
+    return _make(_NAME, authority, begins_at, lives.leaf_ends_at(now, issuer.not_valid_after_utc), uses, served)
 
 
 def _make(
@@ -168,9 +165,8 @@ def _pairs(data: Mapping[str, Any], name: str, *, of_ca: bool) -> tuple[Pair, ..
         keys = [load_pem_private_key(one[0], None) for one in _KEY.finditer(base64.b64decode(data[f"{name}.key"]))]
         for certificate, key in zip(certificates, keys, strict=True):
             is_ca = certificate.extensions.get_extension_for_class(x509.BasicConstraints).value.ca
-            if not isinstance(key, ec.EllipticCurvePrivateKey) or is_ca is not of_ca:
-                return ()
-            if key.public_key() != certificate.public_key():
+            fits = is_ca is of_ca and key.public_key() == certificate.public_key()
+            if not fits or not isinstance(key, ec.EllipticCurvePrivateKey):
                 return ()
             found.append(Pair(certificate=certificate, key=key))
     except (KeyError, TypeError, ValueError, UnsupportedAlgorithm, x509.ExtensionNotFound):

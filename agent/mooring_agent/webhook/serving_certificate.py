@@ -7,7 +7,6 @@ key. A pair of files that does not fit together is left alone and said: the one 
 
 import asyncio
 import math
-import os
 import ssl
 from datetime import UTC, datetime
 from pathlib import Path
@@ -18,8 +17,7 @@ from cryptography import x509
 
 from mooring_agent.core.errors import ErrorKind, MooringError
 
-_FILES: Final = ("tls.crt", "tls.key")
-"""As cert-manager names them."""
+_FILES: Final = ("tls.crt", "tls.key")  # as cert-manager names them
 _OWN_FILE: Final = "own.pem"
 """Certificate and key that we made, in one file, which changes as a whole; it outlives a container that ends."""
 _LOOK_SECONDS: Final = 5.0
@@ -33,7 +31,8 @@ class ServingCertificate:
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._loaded: list[bytes] = []
-        self.context = _context()
+        self.context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        self.context.minimum_version = ssl.TLSVersion.TLSv1_2
         self.context.sni_callback = self._hand_on
         self._serving: ssl.SSLContext | None = None
         self.expires_at: datetime | None = None
@@ -45,8 +44,8 @@ class ServingCertificate:
         made = self._folder / f"{_OWN_FILE}.new"
         try:
             self._folder.mkdir(parents=True, exist_ok=True)
-            with os.fdopen(os.open(made, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as file:
-                file.write(pair)
+            made.touch(0o600)
+            made.write_bytes(pair)
             made.replace(self._folder / _OWN_FILE)
         except OSError as error:
             raise MooringError(
@@ -64,7 +63,8 @@ class ServingCertificate:
             found = [path.read_bytes() for path in files]
             if found == self._loaded:
                 return
-            fresh = _context()
+            fresh = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+            fresh.minimum_version = ssl.TLSVersion.TLSv1_2
             fresh.load_cert_chain(files[0], files[-1])
             expires_at = x509.load_pem_x509_certificate(found[0]).not_valid_after_utc
         except (OSError, ValueError) as error:
@@ -93,9 +93,3 @@ class ServingCertificate:
         """With each ClientHello, whether it names a server or not."""
         if self._serving is not None:
             connection.context = self._serving
-
-
-def _context() -> ssl.SSLContext:
-    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-    context.minimum_version = ssl.TLSVersion.TLSv1_2
-    return context
