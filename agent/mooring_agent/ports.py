@@ -151,7 +151,7 @@ class StageRequest:
     """What to pin: `files` (relative to `source`) or, when empty, everything below it.
 
     `private`: copy or reflink instead of hard links, because this trainer rewrites files in place; and so for a file
-    with one of `rewritten_inodes`. `signature`: what `content_signature` must still say, if it is not empty.
+    with one of `rewritten_inodes`. `signatures`: `content_signature` must still say one of these, if there are any.
     `descriptor`: opaque JSON stored beside the links, so that a rescan can rebuild what the journal knew.
     """
 
@@ -162,7 +162,7 @@ class StageRequest:
     private: bool
     descriptor: Mapping[str, object]
     rewritten_inodes: frozenset[int] = frozenset()
-    signature: str = ""
+    signatures: frozenset[str] = frozenset()
 
 
 class StagingArea(Protocol):

@@ -140,9 +140,9 @@ def test_what_is_not_the_content_that_was_meant_is_refused_and_leaves_nothing(
     volume: Path, area: LocalStagingArea, checkpoint: Path
 ) -> None:
     signature = content_signature(volume, str(checkpoint))
-    assert area.stage(replace(_request(checkpoint, save="meant"), signature=signature))
+    assert area.stage(replace(_request(checkpoint, save="meant"), signatures=frozenset({signature})))
     (checkpoint / "state.json").write_bytes(b"{1")
-    error = _refusal(area, replace(_request(checkpoint), signature=signature))
+    error = _refusal(area, replace(_request(checkpoint), signatures=frozenset({signature})))
     assert error.kind is ErrorKind.FILE_CHANGED
     assert not any(name.startswith("save-1") for name in _staged_names(volume))
 
@@ -150,9 +150,14 @@ def test_what_is_not_the_content_that_was_meant_is_refused_and_leaves_nothing(
 def test_of_files_that_are_named_one_by_one_others_may_change(
     volume: Path, area: LocalStagingArea, checkpoint: Path
 ) -> None:
-    signature = content_signature(volume, str(checkpoint))
+    files = ("model/weights.pt",)
+    signatures = frozenset({content_signature(volume, str(checkpoint), files)})
     (checkpoint / "train.log").write_bytes(b"a line more")
-    assert area.stage(replace(_request(checkpoint), files=("model/weights.pt",), signature=signature))
+    assert area.stage(replace(_request(checkpoint, save="meant"), files=files, signatures=signatures))
+    (checkpoint / "model" / "weights.pt").write_bytes(b"other")
+    assert _refusal(area, replace(_request(checkpoint), files=files, signatures=signatures)).kind is (
+        ErrorKind.FILE_CHANGED
+    )
 
 
 def test_a_write_right_after_staging_is_never_in_the_same_tick_of_the_clock(

@@ -70,11 +70,20 @@ async def _outcome(announcements: Announcements, rank: int) -> RequestError:
     return caught.value
 
 
+class _Clock(SystemClock):
+    """One that may be set back, as between two lives of an agent."""
+
+    lag_seconds = 0.0
+
+    def now(self) -> float:
+        return super().now() - self.lag_seconds
+
+
 class _Agent:
     """As much of one as takes announcements and tells what it would stage."""
 
     def __init__(self, volume: Path, executor: ThreadPoolExecutor) -> None:
-        self.clock = SystemClock()
+        self.clock = _Clock()
         self.commands: list[Command] = []
         self.executor = executor
         self.staging = LocalStagingArea(volume)
@@ -107,12 +116,13 @@ def _write(checkpoint: Path, name: str, content: bytes = b"weights") -> None:
     (checkpoint / name).write_bytes(content)
 
 
+@pytest.mark.parametrize("files", [(), ("model",)])
 async def test_another_checkpoint_that_took_the_place_of_the_announced_one_is_not_staged_for_it(
-    tmp_path: Path,
+    tmp_path: Path, files: tuple[str, ...]
 ) -> None:
     """An agent that died before it staged does so when it is back; the next attempt may have saved that step again."""
     checkpoint = tmp_path / "checkpoint-1"
-    request = agent_pb2.AnnounceCheckpointRequest(path=str(checkpoint), step=1, save="save", world_size=1)
+    request = agent_pb2.AnnounceCheckpointRequest(path=str(checkpoint), step=1, save="save", files=files)
     async with _agent(tmp_path) as agent:
         _write(checkpoint, "model")
         await agent.announcements.enter(request)
@@ -123,7 +133,10 @@ async def test_another_checkpoint_that_took_the_place_of_the_announced_one_is_no
     assert caught.value.kind is ErrorKind.FILE_CHANGED
 
 
-async def test_what_a_rank_writes_after_another_has_announced_their_directory_belongs_to_it(tmp_path: Path) -> None:
+@pytest.mark.parametrize("clock_is_set_back", [False, True])
+async def test_what_a_rank_writes_after_another_has_announced_their_directory_belongs_to_it(
+    tmp_path: Path, clock_is_set_back: bool
+) -> None:
     checkpoint = tmp_path / "checkpoint-1"
     requests = [
         agent_pb2.AnnounceCheckpointRequest(
@@ -135,5 +148,6 @@ async def test_what_a_rank_writes_after_another_has_announced_their_directory_be
         for request in requests:
             _write(checkpoint, f"rank-{request.rank}")
             await agent.announcements.enter(request)
+            agent.clock.lag_seconds = 100.0 if clock_is_set_back else 0.0
         await agent.stage()
         assert not agent.engine.state.checkpoints["save"].ended

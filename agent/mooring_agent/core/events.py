@@ -25,8 +25,8 @@ class Announced:
     """A rank's part of a checkpoint is complete on disk.
 
     `files` empty: everything below `source`. `local_world_size` > 1: others share the directory, wait for all of them.
-    `signature` is of what lay there when the last of them said so, and nothing else is staged for it; files that are
-    named are judged one by one. `save_made_here`: the agent made the save id, and the content says what is the same.
+    `signature` is of what lay there when the rank said so: nothing is staged but what one of those that share the
+    directory has seen. `save_made_here`: the agent made the save id, and the content says what is the same.
     """
 
     at: float

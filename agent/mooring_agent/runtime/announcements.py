@@ -2,6 +2,7 @@
 
 import asyncio
 import secrets
+from collections.abc import Sequence
 from concurrent.futures import Executor
 from pathlib import Path, PurePosixPath
 
@@ -53,11 +54,10 @@ class Announcements:
         check_request(request)
         source = _absolute(request.path)
         world_size = max(1, request.world_size)
-        at = self._clock.now()  # before the look: the latest of several ranks has seen what all of them wrote
-        if not signature and not (request.save and request.files):
-            signature = await self._signature(source, must_be_there=not request.save)
+        if not signature:
+            signature = await self._signature(source, request.files, must_be_there=not request.save)
         event = Announced(
-            at=at,
+            at=self._clock.now(),
             info=SaveInfo(
                 save=request.save or self._make_save(request, source, signature, world_size),
                 name=request.name or PurePosixPath(source).name,
@@ -82,11 +82,11 @@ class Announcements:
         await self._engine.submit(event, is_news)
         return event
 
-    async def _signature(self, source: str, *, must_be_there: bool) -> str:
+    async def _signature(self, source: str, files: Sequence[str], *, must_be_there: bool) -> str:
         """What makes it this checkpoint, though another may have its name when it is staged: agents die in between."""
         loop = asyncio.get_running_loop()
         try:
-            return await loop.run_in_executor(self._workers, content_signature, self._volume, source)
+            return await loop.run_in_executor(self._workers, content_signature, self._volume, source, files)
         except MooringError:
             if must_be_there:
                 raise

@@ -34,7 +34,8 @@ async def stage(staging: StagingArea, clock: Clock, executor: Executor, command:
         files=announced.files,
         private=command.private,
         rewritten_inodes=command.rewritten_inodes,
-        signature=max(command.announcements, key=lambda one: one.at).signature,
+        # Of several ranks that write beside each other, the one that announced last has seen what all of them wrote.
+        signatures=frozenset(one.signature for one in command.announcements if one.signature),
         descriptor=descriptor(command),
     )
     files = await asyncio.get_running_loop().run_in_executor(executor, staging.stage, request)

@@ -1,22 +1,33 @@
-"""What is below a path now, as one value: two that are equal are the same files with the same content."""
+"""What an announcement means, as one value: two that are equal are the same files with the same content."""
 
 import contextlib
 import hashlib
 import os
 import stat
+from collections.abc import Sequence
+from itertools import groupby
 from pathlib import Path
 
 from mooring_agent.adapters.volume.shared_volume import open_volume
-from mooring_agent.adapters.volume.source_walk import resolve_source
+from mooring_agent.adapters.volume.source_walk import resolve_source, resolve_sources
 
 
-def content_signature(volume: Path, source: str) -> str:
+def content_signature(volume: Path, source: str, files: Sequence[str] = ()) -> str:
     """Changes whenever a file below `source` is added, removed, replaced or rewritten. Reads no file.
 
-    Raises RequestError or VolumeError when `source` is no place in the volume; looks at nothing then.
+    With `files` it covers these alone, which are relative to `source`. Raises RequestError or VolumeError when `source`
+    is no place in the volume, or one of `files` is missing; looks at nothing then.
     """
-    found = resolve_source(volume, source)
     digest = hashlib.blake2b(digest_size=16)
+    if files:
+        named = resolve_sources(volume, source, files)
+        with contextlib.suppress(OSError), open_volume(volume) as root:
+            for above, together in groupby(named.items(), key=lambda item: item[1].rpartition("/")[0]):
+                with root.folder(above) as folder:
+                    for path, found in together:
+                        _add(digest, path, folder.status(found.rpartition("/")[2]))
+        return digest.hexdigest()
+    found = resolve_source(volume, source)
     # What cannot be listed, or goes while we look, staging will name.
     with contextlib.suppress(OSError), open_volume(volume) as root:
         status = root.status(found) if found else os.fstat(root.descriptor)

@@ -104,11 +104,8 @@ class LocalStagingArea:
                 announced = resolve_source(self._volume, request.source)
                 try:
                     files = self._pin_all(root, folder, sources, announced, request)
-                    # Files that were named one by one are judged one by one: others in the folder may change.
-                    if (
-                        request.signature
-                        and not request.files
-                        and content_signature(self._volume, request.source) != request.signature
+                    if request.signatures and (
+                        content_signature(self._volume, request.source, request.files) not in request.signatures
                     ):
                         raise VolumeError(
                             ErrorKind.FILE_CHANGED,
