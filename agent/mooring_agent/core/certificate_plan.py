@@ -6,8 +6,8 @@ trusts:
 - A CA signs only once its publication has been seen for `settle`: API servers learn of it one after the other.
 - A leaf never outlives its CA, and a CA stays published until its end. So a replica that cannot reach the API server
   may serve an old leaf to its end.
-- Where nothing valid is served there is nothing to lose: the best CA there is signs at once.
-- A leaf may always be renewed by the CA that it has, whose publication is as good as it was.
+- Where nothing valid is served the best CA there is signs at once: there is nothing to lose.
+- A leaf may always be renewed by the CA that it has.
 
 Knows no cryptography: a CA is an id and its dates.
 """

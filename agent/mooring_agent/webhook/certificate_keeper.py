@@ -28,6 +28,7 @@ from mooring_agent.webhook.serving_certificate import ServingCertificate
 from mooring_agent.webhook.settings import SelfManaged
 
 _CONFIGURATIONS: Final = "/apis/admissionregistration.k8s.io/v1/mutatingwebhookconfigurations"
+_REMIND_SECONDS: Final = 600.0
 _PATIENT_SECONDS: Final = 5.0  # while an installation is under way, something is missing for a moment
 
 Object = Mapping[str, Any]
@@ -49,7 +50,9 @@ async def kept_certificates(managed: SelfManaged, certificate: ServingCertificat
         stack.push_async_callback(cluster.close)
         keeper = CertificateKeeper(cluster, managed, certificate, lambda: datetime.now(UTC))
         await keeper.begin()
-        stack.callback(asyncio.create_task(keeper.keep()).cancel)
+        keeping = asyncio.create_task(keeper.keep())
+        stack.push_async_callback(asyncio.wait, [keeping])
+        stack.callback(keeping.cancel)
         yield
 
 
@@ -68,7 +71,7 @@ class CertificateKeeper:
         self._certificate = certificate
         self._now = now
         self._published_since: dict[str, datetime] = {}
-        self._told = ""
+        self._told, self._told_at = "", 0.0
 
     async def begin(self) -> None:
         """Until there is something to serve with, and, if that comes soon, API servers trust it."""
@@ -107,14 +110,16 @@ class CertificateKeeper:
         return None
 
     def _tell(self, problem: MooringError | None) -> None:
-        """What needs something else done, and when it is over; once each."""
+        """What needs something else done, now and then again, and when it is over."""
         if problem is None:
             if self._told:
                 log.info("certificates.well")
             self._told = ""
-        elif problem.kind is not ErrorKind.ALREADY_EXISTS and str(problem) != self._told:
+        elif problem.kind is not ErrorKind.ALREADY_EXISTS and (
+            str(problem) != self._told or time.monotonic() - self._told_at >= _REMIND_SECONDS
+        ):
             log.error("certificates.problem", error=str(problem), kind=problem.kind.value, hint=problem.hint)
-            self._told = str(problem)
+            self._told, self._told_at = str(problem), time.monotonic()
 
     async def look(self) -> None:
         """Once, and do what is due. Raises MooringError when API servers may not trust what is served; it still is."""

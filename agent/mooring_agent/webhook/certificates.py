@@ -49,6 +49,10 @@ class Pair:
     def key_pem(self) -> bytes:
         return self.key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption())
 
+    def term(self, authority: str) -> Term:
+        dates = self.certificate
+        return Term(authority=authority, begins_at=dates.not_valid_before_utc, ends_at=dates.not_valid_after_utc)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Kept:
@@ -66,8 +70,8 @@ class Kept:
     @property
     def terms(self) -> tuple[tuple[Term, ...], Term | None]:
         """Of the CAs, and of the leaf."""
-        leaf = None if self.leaf is None else _term(self.leaf, self.issuer)
-        return tuple(_term(one, one.id) for one in self.authorities), leaf
+        leaf = None if self.leaf is None else self.leaf.term(self.issuer)
+        return tuple(one.term(one.id) for one in self.authorities), leaf
 
     def after(self, due: Plan, names: Collection[str], now: datetime, lives: Lives) -> "Kept":
         """With what is due made."""
@@ -114,11 +118,6 @@ def read_bundle(text: str) -> list[x509.Certificate]:
 
 def fingerprint(certificate: x509.Certificate) -> str:
     return certificate.fingerprint(hashes.SHA256()).hex()
-
-
-def _term(pair: Pair, authority: str) -> Term:
-    dates = pair.certificate
-    return Term(authority=authority, begins_at=dates.not_valid_before_utc, ends_at=dates.not_valid_after_utc)
 
 
 def make_authority(now: datetime, lives: Lives) -> Pair:
