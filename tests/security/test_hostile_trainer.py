@@ -13,13 +13,18 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 from pathlib import Path
 
 import grpc
 import pytest
 from tests.harness.agent_process import AgentProcess, tree, wait_until, write_checkpoint
 
+from mooring_agent.core.event_codec import decode_event, encode_event
+from mooring_agent.core.events import Announced
+
 SECRET = b"aws_secret_access_key = " + b"never-in-the-bucket" * 10
+FORGED = "forged-1"
 TRIES = 60
 
 
@@ -87,8 +92,13 @@ def forge(agent: AgentProcess, secret: Path, make_pin: Callable[[Path], None]) -
     staged = agent.volume / ".mooring" / "staged"
     (real,) = staged.glob("*/rank-00000.json")
     status = secret.stat()
-    text = real.read_text().replace(real.parent.name, "forged-1")
-    value = json.loads(text)
+    value = json.loads(real.read_text())
+    (record,) = value["descriptor"]["announcements"]
+    announced = decode_event(record.encode())
+    assert isinstance(announced, Announced)
+    # With the checksum that a record has: its form is no secret.
+    forged = replace(announced, info=replace(announced.info, save=FORGED))
+    value["descriptor"]["announcements"] = [encode_event(forged).decode()]
     value["files"] = [
         {
             **value["files"][0],
@@ -98,9 +108,9 @@ def forge(agent: AgentProcess, secret: Path, make_pin: Callable[[Path], None]) -
             "inode": status.st_ino,
         }
     ]
-    (staged / "forged-1").mkdir()
-    make_pin(staged / "forged-1" / "rank-00000" / "model.bin")
-    (staged / "forged-1" / "rank-00000.json").write_text(json.dumps(value))
+    (staged / FORGED).mkdir()
+    make_pin(staged / FORGED / "rank-00000" / "model.bin")
+    (staged / FORGED / "rank-00000.json").write_text(json.dumps(value))
 
 
 def link_file(pin: Path, secret: Path) -> None:
@@ -130,6 +140,9 @@ def test_a_forged_descriptor_brings_nothing_into_the_bucket_that_is_not_on_the_v
         agent.terminate()
         agent.wait(60)
     assert SECRET not in stored_bytes(tmp_path)
+    # It was read as a descriptor, and failed by its pin.
+    assert FORGED in agent.log_text()
+    assert not agent.log("staging.unknown_descriptor")
 
 
 def test_a_folder_that_is_swapped_for_a_link_at_any_moment_never_leads_to_the_secret(

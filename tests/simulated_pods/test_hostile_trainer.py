@@ -20,12 +20,15 @@ print(json.dumps({"sees": [str(path) for path in (secret, pathlib.Path(names.POD
 forged = volume / ".mooring" / "staged" / "forged-1"
 forged.mkdir(parents=True)
 (forged / "rank-00000").symlink_to(secret)
-announced = {"event": "Announced", "body": {"at": time.time(), "info": {"save": "forged-1", "name": "checkpoint-1",
-    "step": 1, "kind": "periodic", "world_size": 1}, "rank": 0, "source": str(volume / "checkpoints" / "checkpoint-1"),
-    "files": [], "local_world_size": 1, "signature": ""}}
+from mooring_agent.core.event_codec import encode_event
+from mooring_agent.core.events import Announced
+from mooring_agent.core.model import Kind, SaveInfo
+info = SaveInfo(save="forged-1", name="checkpoint-1", step=1, kind=Kind.PERIODIC, world_size=1)
+announced = encode_event(Announced(at=time.time(), info=info, rank=0,
+    source=str(volume / "checkpoints" / "checkpoint-1"), files=(), local_world_size=1)).decode()
 file = {"path": "AWS_SECRET_ACCESS_KEY", "size": size, "mtime_ns": 0, "inode": 0, "private": True, "announced": False,
     "changed_ns": 0}
-descriptor = {"announcements": [json.dumps(announced)], "part_size_bytes": 5242880, "pack_size_bytes": 0}
+descriptor = {"announcements": [announced], "part_size_bytes": 5242880, "pack_size_bytes": 0}
 (forged / "rank-00000.json").write_text(json.dumps({"format": 1, "descriptor": descriptor, "files": [file]}))
 
 shown, real, aside = volume / "checkpoints" / "checkpoint-2", volume / "real", volume / "aside"
