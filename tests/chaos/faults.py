@@ -152,13 +152,14 @@ class Faults:
     def _hit_store(self) -> None:
         if not self._store.running:
             return
-        if self._store.kind.kill is None or self._random.random() < 0.5:
+        if self._store.kind.end is None or self._random.random() < 0.5:
             self._report.count("SIGSTOP of stores")
             self._store.signal(signal.SIGSTOP)
             self._in(self._moment(), lambda: self._store.signal(signal.SIGCONT))
         else:
-            self._report.count("SIGKILL of stores")
-            self._store.kill()
+            number = self._random.choice([signal.SIGKILL, signal.SIGKILL, signal.SIGTERM])
+            self._report.count(f"{number.name} of stores")
+            self._store.end(number)
             self._in(self._moment(), lambda: self._store.start_again())
 
     def _lose_node(self) -> None:

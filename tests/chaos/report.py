@@ -15,6 +15,7 @@ class Loss(StrEnum):
     FORGOTTEN = "an acknowledged checkpoint neither committed nor reported"
     HUNG = "a process that hung"
     FALSE_ALARM = "verify called a good checkpoint damaged"
+    FAILED = "a command that failed though nothing was broken any more"
     TRACEBACK = "a traceback of a command or an agent"
 
 

@@ -21,11 +21,11 @@ from tests.servers.server import Bucket, make_bucket
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Kind:
-    """`verifies`: it refuses a body that is not what its checksum says. `kill` is None if it forgets all it has."""
+    """`verifies`: it refuses a body that is not what its checksum says. `end` is None if it forgets all it has."""
 
     make: Callable[[Path], Any]
     verifies: bool
-    kill: Callable[[Any], None] | None
+    end: Callable[[Any, signal.Signals], None] | None
     start_again: Callable[[Any], None]
 
 
@@ -33,20 +33,20 @@ KINDS: Mapping[str, Kind] = {
     "seaweedfs": Kind(
         make=SeaweedServer,
         verifies=True,
-        kill=lambda server: server.stop(signal.SIGKILL),
+        end=lambda server, number: server.stop(number),
         start_again=lambda server: server.start(),
     ),
     "rclone": Kind(
         make=lambda directory: RcloneServer(directory / "data"),
         verifies=False,
-        kill=lambda server: server.stop(signal.SIGKILL),
+        end=lambda server, number: server.stop(number),
         start_again=lambda server: server.start(),
     ),
-    "moto": Kind(make=MotoServer, verifies=False, kill=None, start_again=lambda server: server.start()),
+    "moto": Kind(make=MotoServer, verifies=False, end=None, start_again=lambda server: server.start()),
     "ceph": Kind(
         make=CephServer,
         verifies=True,
-        kill=lambda server: server.kill_gateway(),
+        end=lambda server, number: server.end_gateway(number),
         start_again=lambda server: server.start_gateway(),
     ),
 }
@@ -84,10 +84,10 @@ class Store:
     def running(self) -> bool:
         return self._running
 
-    def kill(self) -> None:
-        """SIGKILL."""
-        assert self.kind.kill, "it would forget everything"
-        self.kind.kill(self._server)
+    def end(self, number: signal.Signals) -> None:
+        """SIGKILL or SIGTERM."""
+        assert self.kind.end, "it would forget everything"
+        self.kind.end(self._server, number)
         self._running = False
 
     def start_again(self) -> "Future[None]":

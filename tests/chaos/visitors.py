@@ -28,10 +28,13 @@ class Visitors:
         self._command: Command | None = None
         self._newest_before = -1
         self._direct = False
+        self.last_code: int | None = None
+        """Of the command that ended last."""
 
     def tick(self) -> None:
         if self._command is not None:
             if self._command.ended(self._report):
+                self.last_code = self._command.process.returncode
                 self._judge(self._command)
                 self._command = None
                 self._next_at = time.monotonic() + self._random.expovariate(1 / _MEAN_SECONDS)

@@ -114,9 +114,9 @@ class CephServer:
     def start_gateway(self) -> None:
         self._daemon("radosgw", "-n", "client.rgw").wait_for_port(self.port)
 
-    def kill_gateway(self) -> None:
+    def end_gateway(self, signal_number: int = signal.SIGKILL) -> None:
         """What it has acknowledged is the OSD's, and stays."""
-        self._daemons.pop().stop(signal.SIGKILL)
+        self._daemons.pop().stop(signal_number)
 
     def stop(self) -> None:
         for daemon in reversed(self._daemons):
