@@ -2,6 +2,7 @@
 
 import errno
 import os
+import resource
 import shutil
 import subprocess
 from collections.abc import Callable, Iterator
@@ -9,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.harness.deep_folders import LEVELS, deep_folders
 
 from mooring_agent.adapters.volume.shared_volume import Folder, open_volume
 
@@ -93,6 +95,45 @@ def test_a_tree_with_links_in_it_is_removed_and_what_they_lead_to_stays(volume: 
     assert tree(outside) == before
 
 
+@pytest.fixture
+def _few_descriptors() -> Iterator[None]:
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (512, before[1]))
+    yield
+    resource.setrlimit(resource.RLIMIT_NOFILE, before)
+
+
+@pytest.mark.usefixtures("_few_descriptors")
+@pytest.mark.parametrize("path", ["deep", "deep/d/d"])
+def test_a_tree_of_any_depth_is_removed_with_few_descriptors(volume: Path, path: str) -> None:
+    with deep_folders(volume / "deep"), open_volume(volume) as root:
+        root.remove(path)
+        assert not (volume / path).exists()
+
+
+def test_a_tree_that_is_deep_and_wide_is_removed(volume: Path, outside: Path) -> None:
+    before = tree(outside)
+    deep = volume / "deep" / "/".join(["d"] * 100)
+    deep.mkdir(parents=True)
+    for folder in (deep, *deep.parents[:40]):
+        (folder / "side" / "below").mkdir(parents=True)
+        (folder / "side" / "link").symlink_to(outside)
+        (folder / "empty").mkdir(mode=0o500)
+    with open_volume(volume) as root:
+        root.remove("deep")
+    assert not (volume / "deep").exists()
+    assert tree(outside) == before
+
+
+def test_a_removal_of_folders_that_somebody_keeps_making_ends(volume: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("mooring_agent.adapters.volume.shared_volume._MOST_MOVES", LEVELS // 65 - 1)
+    with deep_folders(volume / "deep"), open_volume(volume) as root:
+        with pytest.raises(OSError, match="levels deep"):
+            root.remove("deep")
+        root.remove("deep")
+        assert not (volume / "deep").exists()
+
+
 @pytest.mark.parametrize(
     "path", ["..", "../outside/b/file", "a/../../outside", "/etc/passwd", "a//b", ".", "a/.", "a\0b"]
 )
@@ -172,6 +213,13 @@ def test_another_filesystem_is_not_entered(volume: Path, mounted: Path) -> None:
             root.read("a/file", 1000)
         with pytest.raises(OSError, match="another filesystem"):
             root.make_folder("a/c")
+
+
+@pytest.mark.root
+def test_a_removal_leaves_what_is_on_another_filesystem(volume: Path, mounted: Path) -> None:
+    with open_volume(volume) as root, pytest.raises(OSError, match="another filesystem"):
+        root.remove("a")
+    assert (mounted / "file").read_bytes() == b"elsewhere"
 
 
 def test_a_folder_that_somebody_keeps_removing_is_made_all_the_same(

@@ -19,6 +19,7 @@ from pathlib import Path
 import grpc
 import pytest
 from tests.harness.agent_process import AgentProcess, tree, wait_until, write_checkpoint
+from tests.harness.deep_folders import deep_folders
 
 from mooring_agent.core.event_codec import decode_event, encode_event
 from mooring_agent.core.events import Announced
@@ -273,3 +274,44 @@ def test_a_fifo_in_the_place_of_what_trainers_write_hangs_nobody(agent: AgentPro
     os.mkfifo(mine)
     agent.start()
     save_honestly(agent, 1)
+
+
+def test_a_folder_of_any_depth_among_the_pins_ends_no_agent(agent: AgentProcess) -> None:
+    agent.kill()
+    with deep_folders(agent.volume / ".mooring" / "staged" / "deep" / "rank-00007") as deep:
+        agent.start()
+        assert not deep.exists()
+        save_honestly(agent, 1)
+
+
+def test_a_folder_of_any_depth_in_the_place_of_what_restore_gathers_ends_no_restore(agent: AgentProcess) -> None:
+    save_honestly(agent, 1)
+    agent.kill()
+    shutil.rmtree(agent.checkpoints)
+    with deep_folders(agent.volume / ".mooring" / "incoming" / "x") as deep:
+        line = [sys.executable, "-m", "mooring_agent", "restore", agent.destination, f"--volume={agent.volume}"]
+        restored = subprocess.run(line, capture_output=True, text=True, timeout=120, check=False)
+        assert "Traceback" not in restored.stderr
+        assert restored.returncode == 0
+        assert not deep.exists()
+    assert (agent.checkpoints / "checkpoint-1" / "model.bin").stat().st_size == 5000
+
+
+def test_a_checkpoint_of_any_depth_is_refused_and_the_next_one_stored(agent: AgentProcess) -> None:
+    with deep_folders(agent.checkpoints / "checkpoint-1") as deep:
+        with pytest.raises(grpc.RpcError, match="folders below each other"):
+            agent.announce(deep, 1)
+        save_honestly(agent, 2)
+    assert "Traceback" not in agent.log_text()
+
+
+def test_a_path_through_any_number_of_links_ends_no_agent(tmp_path: Path, agent: AgentProcess) -> None:
+    links = tmp_path / "links"
+    links.mkdir()
+    (links / "0").symlink_to(agent.checkpoints)
+    for number in range(1, 3_000):
+        (links / str(number)).symlink_to(links / str(number - 1))
+    with pytest.raises(grpc.RpcError, match="too many links"):
+        agent.announce(links / "2999", 1)
+    save_honestly(agent, 2)
+    assert "Traceback" not in agent.log_text()

@@ -24,6 +24,8 @@ SAVE_BYTES: Final = 2**50
 NAME_CHARACTERS: Final = 128
 """A checkpoint's name, a save id, an attempt."""
 PATH_BYTES: Final = 4_096
+PATH_LEVELS: Final = 64
+"""Names in a file's path within a checkpoint. Whoever walks the folders has each of them open meanwhile."""
 TEXT_CHARACTERS: Final = 1_024
 """Free text that is only shown to people."""
 SECONDS: Final = 7 * 24 * 3600

@@ -12,6 +12,7 @@ import re
 from typing import Final
 
 from mooring_agent.core.errors import ErrorKind, RequestError
+from mooring_agent.core.limits import PATH_LEVELS
 from mooring_agent.core.model import SaveInfo
 from mooring_api.names import COMMITS_DIRECTORY, DAMAGED_DIRECTORY, PROBE_DIRECTORY, RESUME_DIRECTORY, STATE_DIRECTORY
 
@@ -59,6 +60,12 @@ def check_file_path(path: str) -> str:
         )
     if not all(parts) or "." in parts or ".." in parts:
         raise RequestError(ErrorKind.BAD_NAME, f"{path!r} is not a plain relative path", hint="use names like a/b.pt")
+    if len(parts) > PATH_LEVELS:
+        raise RequestError(
+            ErrorKind.BAD_NAME,
+            f"{path[:60]!r}… has more than {PATH_LEVELS - 1} folders",
+            hint="save into fewer folders below each other",
+        )
     if len(encoded) > KEY_BYTES - 2 * 128 - 2 - LONGEST_PREFIX_BYTES:
         raise RequestError(
             ErrorKind.BAD_NAME, f"{path[:60]!r}… is too long", hint="S3 keys end at 1,024 bytes: shorten the path"

@@ -11,7 +11,7 @@ regular file. Paths are relative, with `/`.
 
 import errno
 import os
-import shutil
+import secrets
 import stat
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -19,6 +19,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Final, Self
 
+from mooring_agent.core.limits import PATH_LEVELS
 from mooring_agent.core.model import Fingerprint
 
 PARTIAL_SUFFIX: Final = ".partial"
@@ -27,8 +28,8 @@ PARTIAL_SUFFIX: Final = ".partial"
 _FOLDER_FLAGS: Final = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 # O_NONBLOCK: a fifo must not hang the agent.
 _FILE_FLAGS: Final = os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
-_DEEPEST: Final = 64
-"""Folders below each other that a walk goes into: each of them is open meanwhile."""
+_MOST_MOVES: Final = 10_000
+"""Folders that a removal finds deeper than PATH_LEVELS. A trainer may make more of them as fast as they go."""
 _RACES: Final = 64
 """How often a folder is made again that somebody removes at the same time, because it was empty."""
 
@@ -136,7 +137,7 @@ class Folder:
             return sorted(entries, key=lambda entry: entry.name)
 
     def walk(
-        self, on_error: Callable[[str, OSError], None] | None = None, prefix: str = "", depth: int = _DEEPEST
+        self, on_error: Callable[[str, OSError], None] | None = None, prefix: str = "", depth: int = PATH_LEVELS
     ) -> Iterator[tuple[str, "Folder", list["os.DirEntry[str]"]]]:
         """Each folder from here down: the path in front of its entries, the folder while it is current, its entries.
 
@@ -146,7 +147,7 @@ class Folder:
         try:
             entries = self.entries()
             if not depth:
-                raise OSError(errno.ENAMETOOLONG, f"more than {_DEEPEST} folders below each other", prefix)
+                raise OSError(errno.ENAMETOOLONG, f"more than {PATH_LEVELS} folders below each other", prefix)
         except OSError as error:
             if on_error is None:
                 raise
@@ -186,11 +187,16 @@ class Folder:
             _unlink(name, parent)
 
     def remove(self, path: str) -> None:
-        """Remove whatever has this name, a folder with all its content; what is gone already is fine."""
+        """Remove whatever has this name, a folder with all its content; what is gone already is fine.
+
+        The depth of the content does not matter. Another filesystem in it is not entered: it raises EXDEV.
+        """
         try:
             with self._parent(path) as (parent, name):
                 if stat.S_ISDIR(os.stat(name, dir_fd=parent, follow_symlinks=False).st_mode):
-                    shutil.rmtree(name, dir_fd=parent)
+                    with Folder(parent, self._device)._enter(name) as top:
+                        top._clear_whole()
+                    os.rmdir(name, dir_fd=parent)
                 else:
                     os.unlink(name, dir_fd=parent)
         except FileNotFoundError:
@@ -226,6 +232,45 @@ class Folder:
             # The kernel was told the last name alone.
             error.filename = path
             raise
+
+    def _clear_whole(self) -> None:
+        """Remove all entries, at any depth."""
+        # Folders that lay too deep, by the names that they have in this one now.
+        moved: list[str] = []
+        self._clear(self, moved, PATH_LEVELS)
+        for done, name in enumerate(moved):  # which grows meanwhile
+            if done == _MOST_MOVES:
+                raise OSError(
+                    errno.ENOTEMPTY, f"more than {done} folders lie more than {PATH_LEVELS} levels deep", name
+                )
+            self._clear_folder(name, self, moved, PATH_LEVELS)
+
+    def _clear(self, top: "Folder", moved: list[str], depth: int) -> None:
+        """Remove all entries; what lies more than `depth` folders below moves to `top`, and into the list."""
+        for entry in self.entries():
+            # What somebody else removes meanwhile is fine.
+            with suppress(FileNotFoundError):
+                if not entry.is_dir(follow_symlinks=False):
+                    os.unlink(entry.name, dir_fd=self.descriptor)
+                elif depth:
+                    self._clear_folder(entry.name, top, moved, depth - 1)
+                elif not self._is_removed(entry.name):
+                    aside = f"deep-{secrets.token_hex(8)}"
+                    os.rename(entry.name, aside, src_dir_fd=self.descriptor, dst_dir_fd=top.descriptor)
+                    moved.append(aside)
+
+    def _clear_folder(self, name: str, top: "Folder", moved: list[str], depth: int) -> None:
+        with self._enter(name) as folder:
+            folder._clear(top, moved, depth)
+        os.rmdir(name, dir_fd=self.descriptor)
+
+    def _is_removed(self, name: str) -> bool:
+        """Remove a folder that is empty: it may be one that its mode forbids to move."""
+        try:
+            os.rmdir(name, dir_fd=self.descriptor)
+        except OSError:
+            return False
+        return True
 
     def _enter(self, name: str) -> "Folder":
         descriptor = os.open(name, _FOLDER_FLAGS, dir_fd=self.descriptor)

@@ -16,12 +16,13 @@ from typing import Final
 from mooring_agent.adapters.volume.errors import volume_error
 from mooring_agent.adapters.volume.shared_volume import Folder, open_volume
 from mooring_agent.core.errors import ErrorKind, RequestError, VolumeError
+from mooring_agent.core.limits import PATH_LEVELS
 from mooring_agent.core.object_layout import check_file_path
 from mooring_api.names import STATE_DIRECTORY
 
 _MOST_LINKS: Final = 40
 """On the way to one file, as in the kernel."""
-_DEEPEST: Final = 64
+_SHOWN_CHARACTERS: Final = 200
 _KINDS: Final = (
     (stat.S_ISFIFO, "a fifo"),
     (stat.S_ISSOCK, "a socket"),
@@ -105,7 +106,7 @@ class _Sources:
         below = self._below(path)
         if below is None:
             # By way of links outside the volume, which are not the trainer's.
-            below = self._below(os.path.realpath(path))
+            below = self._below(_real_path(path))
         if below is None:
             raise self._outside(f"{path} is")
         found = self._follow(below, path)
@@ -171,10 +172,11 @@ class _Sources:
 
     def _walk(self, found: str, named: str, prefix: str, ancestors: tuple[str, ...]) -> Iterator[tuple[str, str]]:
         """Everything below the folder `found`; `ancestors` are the folders that lead to it, itself the last."""
-        if len(ancestors) > _DEEPEST:
+        if len(ancestors) > PATH_LEVELS:
+            shown = named if len(named) <= _SHOWN_CHARACTERS else f"{named[:_SHOWN_CHARACTERS]}…"
             raise RequestError(
                 ErrorKind.BAD_REQUEST,
-                f"{named} has more than {_DEEPEST} folders below each other",
+                f"{shown} has more than {PATH_LEVELS} folders below each other",
                 hint="save into fewer folders",
             )
         inside = f"{found}/" if found else ""
@@ -212,6 +214,15 @@ class _Sources:
             f"{what} outside the volume {self._volume}",
             hint="save into the shared volume, without links that leave it",
         )
+
+
+def _real_path(path: str) -> str:
+    try:
+        return os.path.realpath(path)
+    except RecursionError:
+        raise RequestError(
+            ErrorKind.BAD_REQUEST, f"{path} leads through too many links", hint="give the checkpoint's own path"
+        ) from None
 
 
 def _dangling(named: str, target: str) -> VolumeError:

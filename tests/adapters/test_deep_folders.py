@@ -1,0 +1,41 @@
+"""Nothing that looks at the volume fails because folders lie deep, and what may be announced can be restored."""
+
+from pathlib import Path
+
+import pytest
+from tests.harness.deep_folders import deep_folders
+
+from mooring_agent.adapters.volume.content_signature import content_signature
+from mooring_agent.adapters.volume.directory_scan import DirectoryScanner
+from mooring_agent.adapters.volume.disk import VolumeMeter
+from mooring_agent.adapters.volume.shared_volume import open_volume
+from mooring_agent.adapters.volume.source_walk import resolve_sources
+from mooring_agent.core.errors import RequestError
+from mooring_agent.core.limits import PATH_LEVELS
+
+
+def test_every_look_at_a_volume_ends_however_deep_its_folders_are(tmp_path: Path) -> None:
+    with deep_folders(tmp_path / "checkpoints" / "checkpoint-1") as deep:
+        assert VolumeMeter(tmp_path).measure().used_bytes > 0
+        assert content_signature(tmp_path, str(deep)) == content_signature(tmp_path, str(deep))
+        (found,) = DirectoryScanner(tmp_path, deep.parent).scan(0.0)
+        assert (found.name, found.files, len(found.folders)) == ("checkpoint-1", (), PATH_LEVELS)
+        with pytest.raises(RequestError, match="folders below each other"):
+            resolve_sources(tmp_path, str(deep), ())
+
+
+@pytest.mark.parametrize("named", [True, False])
+def test_the_deepest_file_that_may_be_announced_is_one_that_restore_can_place(tmp_path: Path, named: bool) -> None:
+    """Restore makes the folders durable by a walk, which must reach all of them."""
+    for levels, is_taken in ((PATH_LEVELS, True), (PATH_LEVELS + 1, False)):
+        source = tmp_path / f"checkpoint-{levels}"
+        path = "/".join(["d"] * (levels - 1) + ["model.bin"])
+        (source / path).parent.mkdir(parents=True)
+        (source / path).touch()
+        with open_volume(tmp_path) as root, root.folder(source.name) as folder:
+            if is_taken:
+                assert list(resolve_sources(tmp_path, str(source), (path,) if named else ())) == [path]
+                assert len(list(folder.walk())) == levels
+            else:
+                with pytest.raises(RequestError, match="folders"):
+                    resolve_sources(tmp_path, str(source), (path,) if named else ())
