@@ -4,6 +4,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from aiobotocore.session import AioSession
 from tests.fakes.fake_store import FakeStore
 from tests.harness.flipping_store import FlippingStore
 from tests.restore.stored_checkpoints import flip_byte, store_checkpoint
@@ -145,3 +146,21 @@ async def test_a_second_read_of_a_small_object_has_a_connection_of_its_own(
             assert await store.get("a", limit_bytes=10, fresh=fresh) == b"body"
             connections.append(fault_proxy.connections)
     assert [count - connections[0] for count in connections] == [0, 0, 1, 2]
+
+
+async def test_a_second_read_makes_no_second_client_on_the_event_loop(
+    rclone_tls_bucket: Bucket, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made: list[str] = []
+    make = AioSession.create_client
+
+    def counted(session: AioSession, service: str, **options: object) -> object:
+        made.append(service)
+        return make(session, service, **options)
+
+    monkeypatch.setattr(AioSession, "create_client", counted)
+    async with open_store(rclone_tls_bucket.settings()) as store:
+        await store.put("a", b"body")
+        for fresh in (True, False, True):
+            assert await store.get("a", limit_bytes=10, fresh=fresh) == b"body"
+    assert made == ["s3"]

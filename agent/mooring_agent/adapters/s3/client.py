@@ -68,7 +68,7 @@ def parse_destination(url: str) -> Destination:
     return Destination(bucket=bucket, prefix=f"{prefix}/" if prefix else "")
 
 
-async def connect(settings: StoreSettings, stack: AsyncExitStack, *, keep_connections: bool = True) -> Any:
+async def connect(settings: StoreSettings, stack: AsyncExitStack) -> Any:
     """A client that `stack` closes. BAD_CONFIGURATION if the settings cannot work; no request is made."""
     if not settings.verify_tls:
         logger.warning("tls_not_verified", destination=settings.destination, endpoint=settings.endpoint_url)
@@ -82,11 +82,11 @@ async def connect(settings: StoreSettings, stack: AsyncExitStack, *, keep_connec
     if addressing == "auto" and settings.endpoint_url:
         addressing = "path"
     try:
-        client = await stack.enter_async_context(_client(settings, keys, addressing, keep_connections))
+        client = await stack.enter_async_context(_client(settings, keys, addressing))
         if addressing == "auto" and not _AWS_HOST.match(client.meta.endpoint_url):
             # The endpoint came from AWS_ENDPOINT_URL or a profile, which only botocore can tell.
             await client.close()
-            client = await stack.enter_async_context(_client(settings, keys, "path", keep_connections))
+            client = await stack.enter_async_context(_client(settings, keys, "path"))
     except (BotoCoreError, ValueError, OSError) as error:
         raise MooringError(
             ErrorKind.BAD_CONFIGURATION,
@@ -110,7 +110,7 @@ def _check_ca_bundle(path: str) -> None:
         ) from error
 
 
-def _client(settings: StoreSettings, keys: SecretKeys, addressing: str, keep_connections: bool) -> Any:
+def _client(settings: StoreSettings, keys: SecretKeys, addressing: str) -> Any:
     session = get_session()
     forget_other_services(session)
     region = settings.region or session.get_config_variable("region") or _DEFAULT_REGION
@@ -128,7 +128,6 @@ def _client(settings: StoreSettings, keys: SecretKeys, addressing: str, keep_con
             read_timeout=settings.read_timeout_seconds,
             max_pool_connections=settings.max_connections,
             http_session_cls=StoreSession,
-            connector_args=None if keep_connections else {"force_close": True, "keepalive_timeout": None},
             # botocore's own is put together anew for every request, which costs a sixth of it.
             user_agent=f"mooring/{mooring_agent.__version__} aiobotocore/{aiobotocore.__version__}",
             retries={"total_max_attempts": 1, "mode": "standard"},

@@ -5,8 +5,11 @@ too. botocore makes sessions of its own for credentials (metadata services, STS,
 of a client reaches; so the refusal is put into aiobotocore's class itself, once, when this module is imported.
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from functools import partial
-from typing import Any, Final
+from typing import Any, Final, Self
 
 import aiohttp
 from aiobotocore.httpsession import AIOHTTPSession
@@ -17,6 +20,19 @@ from mooring_agent.adapters.transfer.tls_connector import use_own_tls
 
 ANSWER_LIMIT_BYTES: Final = 4 * 1024 * 1024
 """Of answers that are read whole: a page of 1,000 keys, each of 1,024 bytes that are all escaped, is smaller."""
+
+
+_NEW_CONNECTION: Final = ContextVar("new_connection", default=False)
+
+
+@contextmanager
+def over_a_new_connection() -> Iterator[None]:
+    """Requests to the store that are made in this context share no connection with others."""
+    token = _NEW_CONNECTION.set(True)
+    try:
+        yield
+    finally:
+        _NEW_CONNECTION.reset(token)
 
 
 class _GuardedSession:
@@ -32,8 +48,8 @@ class _GuardedSession:
         return response
 
 
-class StoreSession(AIOHTTPSession):  # type: ignore[misc]
-    """The store's own: with our TLS, and one attempt.
+class _OneAttemptSession(AIOHTTPSession):  # type: ignore[misc]
+    """With our TLS, and one attempt.
 
     aiohttp repeats a PUT whose connection broke, without a word: a conditional put would then refuse our own write.
     There is no public switch; a test counts the requests.
@@ -45,6 +61,30 @@ class StoreSession(AIOHTTPSession):  # type: ignore[misc]
         if not (proxy_url or "").startswith("https:"):
             use_own_tls(guarded.session.connector)
         return guarded
+
+
+class StoreSession(_OneAttemptSession):
+    """The store's own. Beside it lies one that keeps no connection; a second client would cost half a second."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self._keeps_none = _OneAttemptSession(**{**options, "connector_args": {"force_close": True}})
+
+    async def __aenter__(self) -> Self:
+        await self._keeps_none.__aenter__()
+        await super().__aenter__()
+        return self
+
+    async def __aexit__(self, *exception: object) -> None:
+        try:
+            await super().__aexit__(*exception)
+        finally:
+            await self._keeps_none.__aexit__(*exception)
+
+    async def send(self, request: Any) -> Any:
+        if _NEW_CONNECTION.get():
+            return await self._keeps_none.send(request)
+        return await super().send(request)
 
 
 def refuse_redirects(client: Any) -> None:

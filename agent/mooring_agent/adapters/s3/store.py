@@ -9,7 +9,7 @@ least rate; no request waits in the HTTP library's pool, where nothing bounds it
 import asyncio
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager, nullcontext
 from typing import Any, Final
 from urllib.parse import urlencode
 
@@ -20,6 +20,7 @@ from mooring_agent.adapters.rate_limit import RateLimiter
 from mooring_agent.adapters.region_file import RegionFile
 from mooring_agent.adapters.s3.client import connect, parse_destination
 from mooring_agent.adapters.s3.errors import FOREIGN, Place, translate
+from mooring_agent.adapters.s3.http_session import over_a_new_connection
 from mooring_agent.adapters.s3.integrity import (
     CHECKSUM_ALGORITHMS,
     declare_body,
@@ -66,9 +67,6 @@ class S3Store:
         self._slots = asyncio.Semaphore(settings.max_connections)
         self._executor = ThreadPoolExecutor(_THREADS, thread_name_prefix="mooring-store")
         self._transfer = make_transfer(self._executor, limiter)
-        self._settings = settings
-        self._fresh_client: Any = None
-        self._fresh_lock = asyncio.Lock()
         self._write_arguments = _write_arguments(settings)
         self._file_arguments = {"StorageClass": settings.storage_class} if settings.storage_class else {}
         self._listings = Listings(client, self._bucket, self._prefix, request=self._request, place=self._place)
@@ -207,9 +205,9 @@ class S3Store:
         )
 
     async def get(self, key: str, *, limit_bytes: int, fresh: bool = False) -> bytes:
-        client = await self._without_kept_connections() if fresh else self._client
         async with self._request("GetObject", key) as silence:
-            answer = await client.get_object(Bucket=self._bucket, Key=self._prefix + key)
+            with over_a_new_connection() if fresh else nullcontext():
+                answer = await self._client.get_object(Bucket=self._bucket, Key=self._prefix + key)
             async with answer["Body"] as body:
                 if answer["ContentLength"] > limit_bytes:
                     raise StoreError(
@@ -223,13 +221,6 @@ class S3Store:
                     silence.heard(len(piece))
                     pieces.append(piece)
                 return b"".join(pieces)
-
-    async def _without_kept_connections(self) -> Any:
-        """A client that opens a connection for each request; made at the first doubt, for most agents have none."""
-        async with self._fresh_lock:
-            if self._fresh_client is None:
-                self._fresh_client = await connect(self._settings, self._stack, keep_connections=False)
-            return self._fresh_client
 
     async def get_into(self, key: str, *, offset_bytes: int, size_bytes: int, etag: str, descriptor: int) -> int:
         if not size_bytes:
