@@ -3,7 +3,7 @@
 Contracts are in prose here and as one conformance suite in `tests/adapters`, run on the fake and on the real thing.
 """
 
-from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Protocol
@@ -183,10 +183,11 @@ class StagingArea(Protocol):
     def check(self, save: str, rank: int, files: Sequence[StagedFile]) -> None:
         """FILE_MISSING or FILE_CHANGED if the pinned files are not what they were."""
 
-    def check_sent(self, manifest: RankManifest, files: Sequence[StagedFile]) -> None:
+    def check_sent(self, manifest: RankManifest, files: Sequence[StagedFile], *, may_read: Callable[[], bool]) -> None:
         """As `check`, when all was sent: FILE_CHANGED also if bytes are not those of the manifest's checksums.
 
-        Reads again what may have been written to without a trace; `files` are the manifest's, in its order.
+        Reads again what may have been written to without a trace; `files` are the manifest's, in its order. `may_read`
+        is asked before each part, from any thread: the first time that it says no, the reading ends.
         """
 
     def release(self, save: str) -> None:

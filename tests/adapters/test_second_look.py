@@ -3,7 +3,7 @@
 import mmap
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -65,9 +65,14 @@ def sent(volume: Path, files: tuple[StagedFile, ...]) -> RankManifest:
     )
 
 
-def refused(volume: Path, manifest: RankManifest, files: tuple[StagedFile, ...]) -> bool:
+def refused(
+    volume: Path,
+    manifest: RankManifest,
+    files: tuple[StagedFile, ...],
+    may_read: Callable[[], bool] = lambda: True,
+) -> bool:
     try:
-        LocalStagingArea(volume).check_sent(manifest, files)
+        LocalStagingArea(volume).check_sent(manifest, files, may_read=may_read)
     except VolumeError as error:
         found = error
     else:
@@ -103,6 +108,33 @@ def test_a_trainer_that_unlinks_or_renames_its_own_name_is_no_change(volume: Pat
     assert not refused(volume, manifest, files)
     weights.with_name("best.bin").unlink()
     assert not refused(volume, manifest, files)
+
+
+def test_without_time_to_read_a_write_that_shows_is_noticed_and_no_other(volume: Path, weights: Path) -> None:
+    files = stage(volume, weights.parent)
+    manifest, before = sent(volume, files), weights.stat()
+    with weights.open("r+b") as file:
+        file.write(b"b")
+    os.utime(weights, ns=(before.st_atime_ns, before.st_mtime_ns))
+    assert refused(volume, manifest, files)
+    assert not refused(volume, manifest, files, may_read=lambda: False)
+    os.utime(weights)
+    assert refused(volume, manifest, files, may_read=lambda: False)
+
+
+def test_when_time_runs_out_the_part_that_is_being_read_is_the_last(
+    volume: Path, weights: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for number in range(3):
+        weights.with_name(f"more-{number}.bin").write_bytes(b"a" * SIZE_BYTES)
+    files = stage(volume, weights.parent)
+    manifest = sent(volume, files)
+    # As rotation does; on a disk it is what makes the files doubtful.
+    shutil.rmtree(weights.parent)
+    read: list[str] = []
+    monkeypatch.setattr(second_look, "check_region", lambda region, _: read.append(region.path))
+    assert not refused(volume, manifest, files, may_read=lambda: len(read) < 2)
+    assert len(read) == 2
 
 
 def test_where_nothing_can_have_happened_nothing_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -89,6 +89,16 @@ def test_with_too_little_time_the_agent_leaves_before_the_deadline_and_says_what
     assert [line.split(" is ")[0] for line in play.exit.lost] == ["checkpoint-1 (step 1, just-in-time)"]
 
 
+def test_what_was_sent_is_read_again_only_while_no_deadline_can_be_missed_by_it() -> None:
+    play = Play()
+    assert [kind for kind in Kind if not drain.may_read_again(play.state, kind)] == [Kind.JUST_IN_TIME]
+    _notice(play)
+    assert not any(drain.may_read_again(play.state, kind) for kind in Kind)
+    play.now += 10 * _GRACE_SECONDS
+    play.tick()
+    assert drain.may_read_again(play.state, Kind.PERIODIC), "the pod was spared"
+
+
 def test_with_nothing_to_send_the_agent_leaves_at_once() -> None:
     play = Play()
     play.announce("save")

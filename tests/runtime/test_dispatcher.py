@@ -1,16 +1,18 @@
 """The dispatcher's promise: every command ends in exactly one event, whatever happens to its task."""
 
 import asyncio
+import threading
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from mooring_agent.adapters.clock import SystemClock
 from mooring_agent.adapters.rate_limit import RateLimiter
 from mooring_agent.adapters.volume.staging_area import LocalStagingArea
-from mooring_agent.core.commands import CancelWork, CreateUpload, PutFile
+from mooring_agent.core.commands import CancelWork, Command, CreateUpload, PutFile, Release, WriteManifest
 from mooring_agent.core.errors import ErrorKind
-from mooring_agent.core.events import Event, WorkCancelled, WorkFailed
-from mooring_agent.core.model import Fingerprint, Region
+from mooring_agent.core.events import Event, ManifestStored, Released, WorkCancelled, WorkFailed
+from mooring_agent.core.model import Fingerprint, Kind, RankManifest, Region, SaveInfo, StagedFile
 from mooring_agent.core.settings import Settings, StoreSettings
 from mooring_agent.core.state import State
 from mooring_agent.core.work import Operation, WorkId
@@ -20,15 +22,28 @@ from mooring_agent.runtime.pruner import Pruner
 from mooring_agent.runtime.ready_store import ReadyStore
 from mooring_agent.runtime.reconciler import Reconciler
 
+HANG_SECONDS = 30.0
 
-async def _events_of(tmp_path: Path, *commands: PutFile | CreateUpload | CancelWork) -> list[Event]:
+
+async def _events_of(
+    tmp_path: Path,
+    *commands: Command,
+    staging: LocalStagingArea | None = None,
+    happened: Callable[[Event], None] = lambda _: None,
+) -> list[Event]:
+    """What came of the commands; `happened` hears each event at once."""
     clock = SystemClock()
     store_settings = StoreSettings(destination=f"file://{tmp_path}/destination")
     settings = Settings(volume=str(tmp_path), checkpoint_directory=str(tmp_path), socket="", store=store_settings)
     state = State(settings=settings)
     events: list[Event] = []
-    with ThreadPoolExecutor(2) as executor:
-        staging = LocalStagingArea(tmp_path)
+
+    def post(event: Event) -> None:
+        events.append(event)
+        happened(event)
+
+    staging = staging or LocalStagingArea(tmp_path)
+    with ThreadPoolExecutor(2) as executor, ThreadPoolExecutor(2) as readers:
         store = ReadyStore(store_settings, RateLimiter(0))
         dispatcher = Dispatcher(
             store=store,
@@ -38,7 +53,9 @@ async def _events_of(tmp_path: Path, *commands: PutFile | CreateUpload | CancelW
             first_look=FirstLook(lambda: state),
             clock=clock,
             executor=executor,
-            post=events.append,
+            readers=readers,
+            may_read_again=lambda kind: kind is not Kind.JUST_IN_TIME,
+            post=post,
             on_ring=lambda _: None,
             on_lift_cap=lambda: None,
             on_spared=lambda: None,
@@ -74,3 +91,40 @@ async def test_a_file_that_is_gone_is_a_classified_failure(tmp_path: Path) -> No
     events = await _events_of(tmp_path, PutFile(work=work, key="name/save/file", region=region))
     assert [event.kind for event in events if isinstance(event, WorkFailed)] == [ErrorKind.FILE_MISSING]
     assert len(events) == 1
+
+
+class _SlowReading(LocalStagingArea):
+    """Reading again what was sent ends when `go_on` is set."""
+
+    def __init__(self, volume: Path, go_on: threading.Event) -> None:
+        super().__init__(volume)
+        self._go_on = go_on
+
+    def check_sent(self, manifest: RankManifest, files: Sequence[StagedFile], *, may_read: Callable[[], bool]) -> None:
+        if may_read() and not self._go_on.wait(HANG_SECONDS):
+            self._go_on.set()
+            raise AssertionError("what must not wait waits for a reading")
+
+
+def _write_manifest(save: str, kind: Kind) -> WriteManifest:
+    info = SaveInfo(save=save, name="checkpoint-1", step=1, kind=kind, world_size=1)
+    manifest = RankManifest(info=info, rank=0, saved_at=0.0, files=())
+    return WriteManifest(work=WorkId(Operation.WRITE_MANIFEST, save, 0), manifest=manifest, pins=())
+
+
+async def test_neither_other_work_nor_a_just_in_time_save_waits_for_a_second_reading(tmp_path: Path) -> None:
+    periodic = [_write_manifest(f"periodic-{number}", Kind.PERIODIC) for number in range(8)]
+    release = Release(work=WorkId(Operation.RELEASE, "over"))
+    last = _write_manifest("last", Kind.JUST_IN_TIME)
+    go_on, awaited = threading.Event(), {release.work, last.work}
+
+    def happened(event: Event) -> None:
+        if isinstance(event, Released | ManifestStored):
+            awaited.discard(event.work)
+        if not awaited:
+            go_on.set()
+
+    commands: tuple[Command, ...] = (*periodic, release, last)
+    events = await _events_of(tmp_path, *commands, staging=_SlowReading(tmp_path, go_on), happened=happened)
+    assert [event for event in events if isinstance(event, WorkFailed)] == []
+    assert len(events) == len(commands)

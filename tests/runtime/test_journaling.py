@@ -1,7 +1,7 @@
 """Replay and compaction of the journal: what a restart still knows."""
 
 import asyncio
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -36,7 +36,9 @@ class _NothingStaged:
 
     def make_durable(self, source: str, files: Sequence[str]) -> None: ...
 
-    def check_sent(self, manifest: RankManifest, files: Sequence[StagedFile]) -> None: ...
+    def check_sent(
+        self, manifest: RankManifest, files: Sequence[StagedFile], *, may_read: Callable[[], bool]
+    ) -> None: ...
 
     def stage(self, request: StageRequest) -> tuple[StagedFile, ...]:
         raise AssertionError("nothing is staged while recovering")

@@ -44,6 +44,15 @@ def worth_sending(state: State, checkpoint: Checkpoint) -> bool:
     return state.now + needed_seconds(state, checkpoint) + reserve <= until
 
 
+def may_read_again(state: State, kind: Kind) -> bool:
+    """Whether a sent checkpoint of this kind may be compared with its files once more before it counts as sent.
+
+    Not while the pod ends, nor for the save of its end: that takes longer the more was sent, `needed_seconds` does not
+    count it, and a checkpoint that misses the deadline is lost for certain.
+    """
+    return not state.termination.noticed and kind is not Kind.JUST_IN_TIME
+
+
 def waiting_for_save(state: State) -> bool:
     """A local rank lives that has not yet announced its just-in-time (or final) save.
 

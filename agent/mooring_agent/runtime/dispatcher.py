@@ -7,6 +7,7 @@ import asyncio
 import random
 from collections.abc import Awaitable, Callable
 from concurrent.futures import Executor
+from functools import partial
 from typing import Final, assert_never
 
 import structlog
@@ -35,6 +36,7 @@ from mooring_agent.core.commands import (
 )
 from mooring_agent.core.errors import ErrorKind, MooringError
 from mooring_agent.core.events import Abandoned, Event, ManifestStored, Released, WorkCancelled, WorkFailed
+from mooring_agent.core.model import Kind
 from mooring_agent.core.object_layout import save_prefix
 from mooring_agent.core.work import WorkId
 from mooring_agent.ports import Clock, ObjectStore, StagingArea
@@ -52,7 +54,10 @@ log = structlog.get_logger("mooring.dispatcher")
 
 
 class Dispatcher:
-    """Give it a TaskGroup to work in, then commands. `post` gets the events; the callbacks are the agent's own."""
+    """Give it a TaskGroup to work in, then commands. `post` gets the events; the callbacks are the agent's own.
+
+    `readers` has the threads that read sent files again, for as long as `may_read_again` allows it for their kind.
+    """
 
     def __init__(
         self,
@@ -64,6 +69,8 @@ class Dispatcher:
         first_look: FirstLook,
         clock: Clock,
         executor: Executor,
+        readers: Executor,
+        may_read_again: Callable[[Kind], bool],
         post: Callable[[Event], None],
         on_ring: Callable[[RingDoorbell], None],
         on_lift_cap: Callable[[], None],
@@ -77,6 +84,8 @@ class Dispatcher:
         self._first_look = first_look
         self._clock = clock
         self._executor = executor
+        self._readers = readers
+        self._may_read_again = may_read_again
         self._post = post
         self._on_ring = on_ring
         self._on_lift_cap = on_lift_cap
@@ -195,8 +204,11 @@ class Dispatcher:
         return store
 
     async def _write_manifest(self, command: WriteManifest) -> ManifestStored:
-        loop = asyncio.get_running_loop()
-        await loop.run_in_executor(self._executor, self._staging.check_sent, command.manifest, command.pins)
+        may_read = partial(self._may_read_again, command.manifest.info.kind)
+        check = partial(self._staging.check_sent, command.manifest, command.pins, may_read=may_read)
+        # Reading takes seconds per GB: neither other work nor a save that is not read again waits behind it.
+        executor = self._readers if may_read() else self._executor
+        await asyncio.get_running_loop().run_in_executor(executor, check)
         store = await self._store_for(command.work.save)
         return await committer.write_manifest(store, self._clock, command)
 

@@ -18,6 +18,7 @@ from mooring_agent.adapters.doorbell import Doorbell
 from mooring_agent.adapters.liveness import RankLocks
 from mooring_agent.adapters.rate_limit import RateLimiter
 from mooring_agent.adapters.volume.staging_area import LocalStagingArea
+from mooring_agent.core import drain
 from mooring_agent.core.events import Event, Exited, Started
 from mooring_agent.core.settings import Settings
 from mooring_agent.core.state import State
@@ -44,9 +45,11 @@ from mooring_agent.runtime.sensors import Sensors
 from mooring_agent.runtime.taken_volume import opened_journal, take_volume
 from mooring_agent.runtime.watching import Watching
 
-# Hashing, pinning, reconciling; apart from them what must never wait: locks, disk, announcements, the journal.
+# Hashing, pinning, announcements. Apart from them: what must never wait (locks, disk, the journal), and what takes
+# seconds per GB (reading again what was sent).
 _WORKERS: Final = 8
 _SENSES: Final = 2
+_READERS: Final = 2
 
 log = structlog.get_logger("mooring.agent")
 
@@ -118,6 +121,8 @@ async def run_agent(settings: Settings, *, fresh: bool = False, parent_pid: int 
             first_look=FirstLook(lambda: state),
             clock=clock,
             executor=executor,
+            readers=_threads(stack, "mooring-reader", _READERS),
+            may_read_again=lambda kind: drain.may_read_again(state, kind),
             post=engine.post,
             on_ring=bell_ringer(bell, presence),
             on_lift_cap=lambda: limiter.set_rate(0),

@@ -1,12 +1,14 @@
-"""A last look at pinned files when all of them were sent: was one written to in place without its times showing it?
+"""A second reading of pinned files when all of them were sent: was one written to in place without a trace?
 
 A pin is another name of the trainer's own file. Its size and mtime show most writes; not a write whose mtime is set
 back afterwards, nor, in memory (tmpfs), one through a mapping. Where one of these may have been, the bytes are read
-again and compared with what was sent: that costs nothing otherwise, and in memory little.
+again and compared with what was sent. In memory that is every file. On a disk it is every file whose time of change
+moved: a write moves it, but also a trainer that renames or unlinks its own name, as rotation does. It costs a thread
+more than a second per GB, so the caller says when there is no time for it.
 """
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from mooring_agent.adapters.checksum import check_region
@@ -16,7 +18,7 @@ from mooring_agent.core.errors import ErrorKind, VolumeError
 from mooring_agent.core.model import FileEntry, RankManifest, Region, StagedFile
 
 
-def check_sent(volume: Path, manifest: RankManifest, files: Sequence[StagedFile]) -> None:
+def check_sent(volume: Path, manifest: RankManifest, files: Sequence[StagedFile], may_read: Callable[[], bool]) -> None:
     """As ports.StagingArea.check_sent."""
     try:
         suspects = list(_suspects(volume, manifest, files))
@@ -24,6 +26,8 @@ def check_sent(volume: Path, manifest: RankManifest, files: Sequence[StagedFile]
         raise volume_error(error, f"looking at save {manifest.info.save} again") from error
     for file, entry in suspects:
         for part, checksum in zip(entry.parts(), entry.checksums, strict=True):
+            if not may_read():
+                return
             region = Region(
                 volume=str(volume),
                 path=file.pin,

@@ -16,7 +16,7 @@ nothing in it leads anywhere else.
 import os
 import re
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from itertools import chain, groupby
 from pathlib import Path
@@ -215,8 +215,8 @@ class LocalStagingArea:
         except OSError as error:
             raise volume_error(error, what) from error
 
-    def check_sent(self, manifest: RankManifest, files: Sequence[StagedFile]) -> None:
-        check_sent(self._volume, manifest, files)
+    def check_sent(self, manifest: RankManifest, files: Sequence[StagedFile], *, may_read: Callable[[], bool]) -> None:
+        check_sent(self._volume, manifest, files, may_read)
 
     def release(self, save: str) -> None:
         folder = _save_folder(save)
