@@ -135,13 +135,16 @@ class Journal(Protocol):
         """Durable when it returns, all or none."""
 
     def replay(self) -> Iterable[bytes]:
-        """All records, oldest first."""
+        """All records, oldest first; none where a full volume has no room for a new journal."""
 
     def rewrite(self, records: Sequence[bytes]) -> None:
         """Replace everything, atomically: compaction."""
 
     def set_aside(self) -> None:
-        """Begin anew; what was there cannot be trusted, and is kept under another name."""
+        """Begin anew; what was there cannot be trusted, and is kept under another name.
+
+        Where a full volume has no room for the new journal, the first `append` that finds room makes it.
+        """
 
     def close(self) -> None: ...
 

@@ -1,5 +1,6 @@
 """The journal's contract, on the fake and on SQLite; then what only a real file can suffer."""
 
+import contextlib
 import os
 import signal
 import sqlite3
@@ -11,6 +12,7 @@ from pathlib import Path
 
 import pytest
 from tests.fakes.fake_journal import FakeJournal
+from tests.harness.small_volume import mounted
 
 from mooring_agent.adapters.journal import SqliteJournal, open_journal
 from mooring_agent.adapters.volume.reserve import Reserve
@@ -170,6 +172,56 @@ def test_an_unusable_folder_is_the_volumes_error(tmp_path: Path) -> None:
     (tmp_path / "file").write_bytes(b"")
     with pytest.raises(VolumeError):
         SqliteJournal(tmp_path / "file" / "journal.sqlite3", Reserve(tmp_path)).append([b"record"])
+
+
+def _fill(volume: Path) -> None:
+    with (volume / "filler").open("ab", buffering=0) as file:
+        for piece in (65536, 1):
+            with contextlib.suppress(OSError):
+                while file.write(bytes(piece)):
+                    pass
+
+
+@pytest.mark.root
+@pytest.mark.parametrize("damage", [None, _no_database], ids=["no journal", "a damaged journal"])
+def test_a_volume_without_room_for_a_new_journal_has_an_empty_one(
+    tmp_path: Path, damage: Callable[[Path], None] | None
+) -> None:
+    with mounted(tmp_path / "volume", 1 << 20) as volume:
+        path = volume / "journal.sqlite3"
+        if damage:
+            damage(path)
+        _fill(volume)
+        for was_damaged in (damage is not None, False):
+            # The second time as the next start finds it.
+            journal, damaged = open_journal(path, Reserve(volume))
+            assert damaged == was_damaged
+            assert list(journal.replay()) == []
+            with pytest.raises(VolumeError, match="full") as caught:
+                journal.append([b"found"])
+            assert caught.value.kind is ErrorKind.DISK_FULL
+            journal.set_aside()
+            journal.close()
+        (volume / "filler").unlink()
+        journal.append([b"found"])
+        assert list(journal.replay()) == [b"found"]
+        journal.close()
+
+
+def test_a_journal_with_records_is_never_taken_for_an_empty_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    journal = _journal(tmp_path)
+    journal.append([b"record"])
+    journal.close()
+
+    def full(_: Path) -> None:
+        raise VolumeError(ErrorKind.DISK_FULL, "full", hint="")
+
+    monkeypatch.setattr("mooring_agent.adapters.journal._refuse_foreign", full)
+    for read in (journal.replay, journal.verify):
+        with pytest.raises(VolumeError, match="full"):
+            read()
 
 
 _WRITER = """

@@ -117,6 +117,38 @@ def test_an_agent_whose_reserve_is_spent_starts_again_on_a_full_volume(tmp_path:
 
 
 @pytest.mark.root
+def test_an_agent_whose_journal_is_damaged_starts_again_on_a_full_volume_without_reserve(tmp_path: Path) -> None:
+    with (
+        mounted(tmp_path / "volume", 64 * _MIB) as volume,
+        AgentProcess(
+            volume,
+            f"file://{tmp_path / 'destination'}",
+            bandwidth_bytes_per_second=_MIB,
+            part_size_bytes="5MiB",
+        ) as agent,
+    ):
+        save = agent.announce(write_checkpoint(agent.checkpoints / "checkpoint-1", {"a": 20 * _MIB}), 1).save
+
+        def unwritable() -> bool:
+            _fill(volume)
+            return bool(agent.log("journal.unwritable"))
+
+        wait_until(unwritable, 60.0, "the journal cannot be written")
+        agent.kill()
+        _fill(volume)
+        with (volume / ".mooring/agent/journal.sqlite3").open("r+b") as journal:
+            journal.write(bytes(16))
+        agent.start()
+        agent.kill()
+        # The damaged one was set aside, so that none is there.
+        agent.start()
+        assert agent.wait_committed(save).step == 1
+        assert not agent.log("journal.writable_again")
+        (volume / "filler").unlink()
+        wait_until(lambda: bool(agent.log("journal.writable_again")), 60.0, "the records are journaled")
+
+
+@pytest.mark.root
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("killed", [False, True], ids=["by one agent", "by agents that are killed"])

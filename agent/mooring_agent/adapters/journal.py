@@ -8,7 +8,7 @@ import os
 import sqlite3
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Final, TypeVar
 
@@ -55,7 +55,7 @@ class SqliteJournal:
                 rows = connection.execute("SELECT body FROM records ORDER BY id")
                 return [body if isinstance(body, bytes) else b"" for (body,) in rows]
 
-        return self._with_room(select)
+        return self._with_room(select, when_not_begun=[])
 
     def rewrite(self, records: Sequence[bytes]) -> None:
         with self._transaction() as connection:
@@ -66,8 +66,8 @@ class SqliteJournal:
         self.close()
         aside = _move_away(self._path)
         _log.error("journal_set_aside", path=str(self._path), kept_as=str(aside))
-        # Makes the file.
-        self.append([])
+        # Makes the file, if there is room.
+        self.replay()
 
     def close(self) -> None:
         with self._lock, _translated(self._path):
@@ -84,20 +84,42 @@ class SqliteJournal:
                 return bool(finding == "ok")
 
         try:
-            return self._with_room(check)
+            return self._with_room(check, when_not_begun=True)
         except VolumeError as error:
             if _is_damage(error.__cause__):
                 return False
             raise
 
-    def _with_room(self, action: Callable[[], T]) -> T:
-        """Do it; on a full volume give up the reserve and do it once more."""
+    def _with_room(self, action: Callable[[], T], *, when_not_begun: T | None = None) -> T:
+        """Do it; on a full volume give up the reserve and do it once more.
+
+        `when_not_begun`: the result where the volume has no room even for an empty journal.
+        """
         try:
             return action()
         except VolumeError as error:
-            if error.kind is ErrorKind.DISK_FULL and self._reserve.spend():
-                return action()
-            raise
+            if error.kind is not ErrorKind.DISK_FULL:
+                raise
+            if self._reserve.spend():
+                return self._with_room(action, when_not_begun=when_not_begun)
+            if when_not_begun is None or self._is_begun():
+                raise
+            return when_not_begun
+
+    def _is_begun(self) -> bool:
+        """Whether there may be records: a file in which the table was not made has none. Reads without writing."""
+        with self._lock:
+            if self._connection is not None:
+                return True
+            if not self._path.exists():
+                return False
+            try:
+                with closing(sqlite3.connect(self._path, timeout=_LOCK_TIMEOUT_SECONDS)) as connection:
+                    connection.execute("PRAGMA locking_mode=EXCLUSIVE")
+                    (tables,) = connection.execute("SELECT count(*) FROM sqlite_schema").fetchone()
+            except sqlite3.Error:
+                return True
+        return bool(tables)
 
     @contextmanager
     def _transaction(self) -> Iterator[sqlite3.Connection]:
@@ -126,11 +148,10 @@ def open_journal(path: Path, reserve: Reserve) -> tuple[Journal, bool]:
 
 
 def _connect(path: Path) -> sqlite3.Connection:
-    created = not path.exists()
-    if created:
-        _create(path)
-    else:
+    if path.exists():
         _refuse_foreign(path)
+    else:
+        _create(path)
     connection = sqlite3.connect(path, timeout=_LOCK_TIMEOUT_SECONDS, isolation_level=None, check_same_thread=False)
     try:
         # Exclusive: a second agent is refused, and WAL needs no shared memory file, which on a full volume is a SIGBUS.
@@ -143,12 +164,12 @@ def _connect(path: Path) -> sqlite3.Connection:
         connection.execute("PRAGMA journal_mode=WAL")
         connection.execute("PRAGMA synchronous=FULL")
         if version != _SCHEMA_VERSION:
+            # Not where the file is made: that may have been an earlier try, which found no room for the table.
+            sync_folder(path.parent)
             connection.execute("BEGIN IMMEDIATE")
             connection.execute("CREATE TABLE records (id INTEGER PRIMARY KEY, body BLOB NOT NULL)")
             connection.execute(f"PRAGMA user_version={_SCHEMA_VERSION}")
             connection.execute("COMMIT")
-        if created:
-            sync_folder(path.parent)
     except BaseException:
         connection.close()
         raise
