@@ -34,8 +34,10 @@ class _FullJournal(FakeJournal):
     """Without room while `full`."""
 
     full = False
+    tries = 0
 
     def append(self, records: Sequence[bytes]) -> None:
+        self.tries += 1
         if self.full:
             raise VolumeError(ErrorKind.DISK_FULL, "the volume is full", hint="make room")
         super().append(records)
@@ -65,6 +67,7 @@ class _Agent:
             await self.engine.next_change(seen)
 
 
+_TURNS = 500
 _NOBODYS = WorkId(Operation.SEND_PART, "nobody's")
 
 
@@ -178,6 +181,32 @@ async def test_records_that_found_no_room_at_the_start_come_first_in_the_journal
         agent.engine.post(Exited(at=0.0))
         await agent.turn()
         assert list(agent.journal.replay())[:2] == [b"found", encode_event(Exited(at=0.0))]
+
+
+async def test_records_that_found_no_room_are_not_tried_again_with_every_turn() -> None:
+    async with _running(Play()) as agent:
+        agent.journal.full = True
+        for _ in range(_TURNS):
+            seen = agent.engine.revision
+            agent.engine.post(Exited(at=0.0))
+            await agent.engine.next_change(seen)
+        # Once per pause, and the pauses grow.
+        assert agent.journal.tries < _TURNS / 10
+        agent.journal.full = False
+        await agent.engine.close(Exited(at=0.0))
+        assert list(agent.journal.replay()) == [encode_event(Exited(at=0.0))] * (_TURNS + 1)
+
+
+async def test_records_that_found_no_room_are_tried_again_though_nothing_else_happens() -> None:
+    async with _running(Play()) as agent:
+        agent.journal.full = True
+        seen = agent.engine.revision
+        agent.engine.post(Exited(at=0.0))
+        await agent.engine.next_change(seen)
+        agent.journal.full = False
+        while not list(agent.journal.replay()):
+            await agent.engine.next_change(agent.engine.revision)
+        assert list(agent.journal.replay()) == [encode_event(Exited(at=0.0))]
 
 
 async def _reconciled(announced_at: float, tmp_path: Path) -> object:

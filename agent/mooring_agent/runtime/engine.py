@@ -28,6 +28,9 @@ _QUEUE_LIMIT: Final = 100_000
 _BATCH_LIMIT: Final = 256
 # A record is some 300 bytes and a checkpoint of 10,000 files makes 20,000 of them; the volume is not ours to fill.
 _RECORDS_BEFORE_COMPACTION: Final = 50_000
+# All that waits is appended at once, so that a try costs more the longer the volume is full.
+_FIRST_PAUSE_SECONDS: Final = 0.2
+_LONGEST_PAUSE_SECONDS: Final = 10.0
 
 log = structlog.get_logger("mooring.engine")
 
@@ -58,6 +61,13 @@ class _Turn:
     # Whether the caller's promise depends on the journal.
     waiting: "list[tuple[asyncio.Future[None], bool]]" = field(default_factory=list)
 
+    @property
+    def needs_journal(self) -> bool:
+        """Whether somebody waits for the records to be durable."""
+        return any(durable for _, durable in self.waiting) or any(
+            isinstance(command, AFTER_ITS_RECORD) for command in self.commands
+        )
+
 
 class Engine:
     """The agent's heart. `executor` is the journal's own: one thread, so its calls keep their order."""
@@ -81,6 +91,9 @@ class Engine:
         self._queue: asyncio.Queue[_Item] = asyncio.Queue(_QUEUE_LIMIT)
         self._changed = asyncio.Condition()
         self._unjournaled = list(unjournaled)
+        self._append_failure: MooringError | None = None
+        self._append_again_at = 0.0
+        self._pause_seconds = 0.0
         self._records_since_compaction = 0
         self._compact_after_records = _RECORDS_BEFORE_COMPACTION
         self.revision = 0
@@ -115,7 +128,7 @@ class Engine:
             turn = _Turn()
             for item in await self._next_items():
                 self._apply(item, turn)
-            failure = await self._append(turn.records)
+            failure = await self._append(turn.records, now=turn.needs_journal)
             for command in turn.commands:
                 if failure is not None and isinstance(command, AFTER_ITS_RECORD):
                     self.post(_refused(command, failure, self._clock.now()))
@@ -130,7 +143,7 @@ class Engine:
     async def close(self, last: DurableEvent) -> None:
         """Journal a last event, and what could not be journaled before; nothing is dispatched any more."""
         advance(self.state, last)
-        await self._append([encode_event(last)])
+        await self._append([encode_event(last)], now=True)
 
     def _apply(self, item: _Item, turn: _Turn) -> None:
         try:
@@ -154,6 +167,8 @@ class Engine:
     async def _next_items(self) -> Sequence[_Item]:
         """All that has arrived, or a tick when it is time for one."""
         wake_at = planner.next_wake(self.state)
+        if self._append_failure is not None:
+            wake_at = self._append_again_at if wake_at is None else min(wake_at, self._append_again_at)
         timeout_seconds = None if wake_at is None else max(0.0, wake_at - self._clock.now())
         try:
             async with asyncio.timeout(timeout_seconds):
@@ -164,22 +179,30 @@ class Engine:
             items.append(self._queue.get_nowait())
         return items
 
-    async def _append(self, records: Sequence[bytes]) -> MooringError | None:
-        """Journal what is due; on failure keep it for the next turn and say why."""
-        pending = [*self._unjournaled, *records]
-        if not pending:
+    async def _append(self, records: Sequence[bytes], *, now: bool) -> MooringError | None:
+        """Journal what is due; on failure keep it, say why, and try again after a pause, or as soon as `now`."""
+        was_unwritable = bool(self._unjournaled)
+        self._unjournaled += records
+        if not self._unjournaled:
             return None
+        if self._append_failure is not None and not now and self.state.now < self._append_again_at:
+            return self._append_failure
+        # Whoever cancels us leaves these to the journal's thread, and must not append them a second time.
+        pending, self._unjournaled = self._unjournaled, []
         loop = asyncio.get_running_loop()
         try:
             await loop.run_in_executor(self._executor, self._journal.append, pending)
         except MooringError as error:
-            if not self._unjournaled:
+            if not was_unwritable:
                 log.error("journal.unwritable", error=str(error), hint=error.hint)
             self._unjournaled = pending
+            self._append_failure = error
+            self._pause_seconds = min(_LONGEST_PAUSE_SECONDS, 2 * self._pause_seconds or _FIRST_PAUSE_SECONDS)
+            self._append_again_at = self.state.now + self._pause_seconds
             return error
-        if self._unjournaled:
+        if was_unwritable:
             log.info("journal.writable_again", records=len(pending))
-        self._unjournaled = []
+        self._append_failure, self._pause_seconds = None, 0.0
         self._records_since_compaction += len(pending)
         if self._records_since_compaction >= self._compact_after_records:
             await self._compact()
