@@ -98,7 +98,7 @@ def _report_unknown(left: Mapping[str, Any], file: Path | None, problems: list[s
 def _from_here(values: Mapping[str, Any]) -> dict[str, Any]:
     """What is relative is meant from the working directory, which the core does not know."""
     paths = ("volume", "checkpoint_directory", "state_directory") if values.get("volume") else ()
-    return {**values, **{name: str(Path(values[name]).absolute()) for name in paths if name in values}}
+    return {**values, **{name: str(Path(values[name]).absolute()) for name in paths if values.get(name)}}
 
 
 def unknown_variables(environment: Mapping[str, str]) -> Iterator[str]:

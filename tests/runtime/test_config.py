@@ -74,6 +74,13 @@ def test_paths_follow_from_the_volume_unless_they_are_given() -> None:
     assert (given.checkpoint_directory, given.socket) == ("/volume/runs", "/run/agent.sock")
 
 
+@pytest.mark.parametrize("name", ["checkpoint_directory", "socket", "state_directory"])
+def test_an_empty_path_follows_from_the_volume_too(name: str, file: Path) -> None:
+    file.write_text(f"{name} = ''\n")
+    empty: dict[str, Any] = {name: ""}
+    assert load(**empty) == load(file=file) == load()
+
+
 def test_a_relative_volume_is_meant_from_here() -> None:
     assert load(volume="here").volume == str(Path.cwd() / "here")
     assert load(volume="here", checkpoint_directory="here/runs").checkpoint_directory == str(Path.cwd() / "here/runs")

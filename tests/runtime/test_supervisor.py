@@ -11,6 +11,7 @@ from tests.core.play import settings
 
 from mooring_agent.core.errors import ErrorKind, VolumeError
 from mooring_agent.runtime import supervisor
+from mooring_agent.runtime.taken_volume import take_volume
 
 
 async def test_signals_are_heard_while_a_long_journal_is_replayed(
@@ -34,5 +35,13 @@ async def test_signals_are_heard_while_a_long_journal_is_replayed(
                 volume=str(volume),
                 checkpoint_directory=str(volume / "checkpoints"),
                 socket=str(volume / "agent.sock"),
+                state_directory=str(tmp_path / "state"),
             )
         )
+
+
+def test_no_journal_goes_to_the_working_directory(tmp_path: Path) -> None:
+    """The settings fill in where it goes; where they did not, that is a bug of ours."""
+    with pytest.raises(AssertionError, match="state directory"):
+        take_volume(replace(settings(), volume=str(tmp_path / "volume"), state_directory=""))
+    assert list(tmp_path.iterdir()) == []

@@ -49,16 +49,16 @@ def read_values(said: Iterable[Said]) -> tuple[dict[str, Any], list[str]]:
 
 
 def with_paths(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Besides, what follows from the volume unless it was said."""
+    """Besides, what follows from the volume where nothing, or nothing but an empty text, was said."""
     volume = values.get("volume")
     if not volume:
         return dict(values)
-    return {
+    places = {
         "checkpoint_directory": f"{volume}/{CHECKPOINT_DIRECTORY}",
         "socket": f"{volume}/{STATE_DIRECTORY}/{SOCKET}",
         "state_directory": f"{volume}/{STATE_DIRECTORY}/{AGENT_STATE_DIRECTORY}",
-        **values,
     }
+    return {**values, **{name: values.get(name) or place for name, place in places.items()}}
 
 
 def _value(setting: SettingField, raw: Any) -> Any:

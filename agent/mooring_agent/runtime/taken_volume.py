@@ -29,6 +29,7 @@ log = structlog.get_logger("mooring.agent")
 
 def take_volume(settings: Settings) -> None:
     """The volume is ours from now on, and there is a place for our own state; MooringError where it cannot be."""
+    assert settings.state_directory, "the settings lack the state directory, which is the volume's by default"
     volume = Path(settings.volume)
     _require_writable(volume)
     identity.claim(volume, settings.store.destination)
