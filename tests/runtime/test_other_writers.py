@@ -87,3 +87,10 @@ async def test_two_saves_of_one_step_by_one_agent_are_its_own() -> None:
     await agent.commits(100, "final")
     await agent.commits(1000, "later")
     assert await agent.warned() == []
+
+
+def test_a_commit_of_a_checkpoint_that_is_forgotten_already_is_not_looked_at() -> None:
+    agent = _Agent(FakeStore())
+    forgotten = Committed(at=agent.play.now, work=WorkId(Operation.COMMIT, "forgotten"))
+    agent.others.hear(agent.play.state, forgotten)
+    assert agent.others._committed.empty()

@@ -38,8 +38,9 @@ class OtherWriters:
     def hear(self, state: State, event: Event) -> None:
         if isinstance(event, Committed):
             self._ours.append(event.work.save)
-            if not state.termination.noticed and not self._committed.full():
-                self._committed.put_nowait(state.checkpoints[event.work.save].info)
+            checkpoint = state.checkpoints.get(event.work.save)
+            if checkpoint is not None and not state.termination.noticed and not self._committed.full():
+                self._committed.put_nowait(checkpoint.info)
 
     async def watch(self) -> None:
         """Until there was something to warn of, and then for ever without another look."""
