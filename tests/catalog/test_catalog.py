@@ -19,6 +19,7 @@ from tests.restore.stored_checkpoints import (
 
 from mooring_agent.adapters.records import resumed_from
 from mooring_agent.catalog import check, list_committed, load, prune
+from mooring_agent.catalog.pruning import remove_litter
 from mooring_agent.core.errors import ErrorKind, StoreError
 from mooring_agent.core.object_layout import file_key, manifest_key, marker_key, pin_key
 from mooring_agent.core.resume_pin import Pin, encode_pin
@@ -383,6 +384,25 @@ async def test_what_killed_probes_left_goes_and_a_live_one_keeps_its_own(store: 
     await prune(store, RetentionSettings(), now=store.now)
     assert [one.key async for one in store.list(".mooring/probe/")] == [".mooring/probe/fedcba9876543210"]
     assert list(store.uploads) == [live]
+
+
+async def test_litter_goes_and_saves_stay_where_only_litter_is_to_go(store: FakeStore) -> None:
+    await store_checkpoint(store, 1)
+    await store_checkpoint(store, 2, committed=False)
+    unfinished = await store.create_upload("checkpoint-3/0123abcd-c000003/model.pt")
+    await pinned(store, "first")
+    await store.put(".mooring/probe/0123456789abcdef", b"")
+    await store.create_upload(".mooring/probe/0123456789abcdef")
+    store.now += 2 * DAY
+    second = await pinned(store, "second")
+    store.now += 2 * DAY
+    kept = {key for key in store.objects if not key.startswith(".mooring/probe/")} - {pin_key("first")}
+    store.calls.clear()
+    assert await remove_litter(store, RetentionSettings(), now=store.now) == 3
+    assert set(store.objects) == kept
+    assert second in kept
+    assert list(store.uploads) == [unfinished]
+    assert "" not in [key for method, key in store.calls if method == "list"]
 
 
 async def test_many_saves_that_never_committed_cost_one_more_listing(store: FakeStore) -> None:

@@ -1,10 +1,13 @@
 """The agent's own pruning, by real processes: what goes, what stays, and that it goes on pruning."""
 
 import os
+import time
 from pathlib import Path
 from typing import Any
 
 from tests.harness.agent_process import AgentProcess, wait_until, write_checkpoint
+
+from mooring_agent.core.object_layout import pin_key
 
 
 def _steps(folder: Path) -> list[int]:
@@ -28,3 +31,17 @@ def test_every_commit_prunes_down_to_keep_last_and_keep_every(tmp_path: Path) ->
         # The files of a checkpoint go after its marker.
         wait_until(lambda: _names_with_files(folder) == {f"checkpoint-{step}" for step in kept}, 60.0, "their files go")
         assert not agent.log("retention.refused")
+
+
+def test_an_agent_that_keeps_all_checkpoints_removes_the_pins_of_old_attempts(tmp_path: Path) -> None:
+    folder = tmp_path / "destination"
+    old, newest = [folder / pin_key(attempt) for attempt in ("old", "newest")]
+    for age, pin in enumerate((newest, old), start=2):
+        pin.parent.mkdir(parents=True, exist_ok=True)
+        pin.write_bytes(b"")
+        os.utime(pin, (time.time() - age * 86400.0,) * 2)
+    with AgentProcess(tmp_path / "volume", f"file://{folder}") as agent:
+        path = write_checkpoint(agent.checkpoints / "checkpoint-1", {"model.bin": 1000})
+        agent.wait_committed(agent.announce(path, 1).save)
+        wait_until(lambda: not old.exists(), 60.0, "the old pin is removed")
+        assert newest.exists()

@@ -97,16 +97,22 @@ async def prune(
                 or (one.key.startswith(f"{STATE_DIRECTORY}/") and one.started_at < long_ago)
             ]
         )
-        litter = (
-            *_superseded(listing.pins, long_ago),
-            *(one.key for one in listing.probes if one.modified_at < long_ago),
-        )
+        litter = _litter(listing.pins, listing.probes, long_ago)
     if not dry_run:
         await _delete_saves(store, plan.deletions, listing.damaged)
-        for upload in uploads:
-            await store.abort_upload(upload.key, upload.upload_id)
-        await for_each(litter, store.delete, at_once=_DELETES_AT_ONCE)
+        await _clear(store, uploads, litter)
     return PruneReport(plan=plan, aborted_uploads=tuple(one.key for one in uploads), litter=litter, dry_run=dry_run)
+
+
+async def remove_litter(store: ObjectStore, settings: RetentionSettings, *, now: float) -> int:
+    """Delete what `prune` deletes besides saves; how many objects and uploads that was. Lists no saves."""
+    long_ago = now - settings.orphan_age_seconds
+    pins = [one async for one in store.list(RESUME_PREFIX)]
+    probes = [one async for one in store.list(PROBE_PREFIX)]
+    uploads = [one async for one in store.list_uploads(f"{STATE_DIRECTORY}/") if one.started_at < long_ago]
+    litter = _litter(pins, probes, long_ago)
+    await _clear(store, uploads, litter)
+    return len(litter) + len(uploads)
 
 
 async def _validated(store: ObjectStore, committed: Iterable[CommittedSave], *, enough: int) -> set[str]:
@@ -171,6 +177,16 @@ async def _pinned(store: ObjectStore, pins: Iterable[ObjectInfo], since: float) 
             if error.kind is not ErrorKind.NOT_FOUND:
                 raise
     return saves
+
+
+def _litter(pins: Sequence[ObjectInfo], probes: Sequence[ObjectInfo], since: float) -> tuple[str, ...]:
+    return (*_superseded(pins, since), *(one.key for one in probes if one.modified_at < since))
+
+
+async def _clear(store: ObjectStore, uploads: Iterable[UploadInfo], litter: Sequence[str]) -> None:
+    for upload in uploads:
+        await store.abort_upload(upload.key, upload.upload_id)
+    await for_each(litter, store.delete, at_once=_DELETES_AT_ONCE)
 
 
 def _superseded(pins: Iterable[ObjectInfo], since: float) -> list[str]:

@@ -36,7 +36,7 @@ from mooring_agent.runtime.lifetime import Forever, live, signals_to_end
 from mooring_agent.runtime.notice_watch import notice_watch
 from mooring_agent.runtime.other_writers import OtherWriters
 from mooring_agent.runtime.presence import Presence
-from mooring_agent.runtime.pruner import Pruner
+from mooring_agent.runtime.pruner import LitterRemover, Pruner
 from mooring_agent.runtime.ready_store import ReadyStore
 from mooring_agent.runtime.reconciler import Reconciler
 from mooring_agent.runtime.rescue import Rescue
@@ -80,13 +80,14 @@ async def run_agent(settings: Settings, *, fresh: bool = False, parent_pid: int 
         store = ReadyStore(settings.store, limiter)
         stack.push_async_callback(store.close)
         others = OtherWriters(store, clock)
+        litter = LitterRemover(store, clock, settings.retention)
         news = await stack.enter_async_context(cluster_news(settings.cluster, clock=clock, executor=senses))
         engine = Engine(
             state=state,
             journal=journal,
             clock=clock,
             executor=journaling,
-            listen=_listeners(others.hear, nobody_listens if news is None else news.hear),
+            listen=_listeners(others.hear, litter.hear, nobody_listens if news is None else news.hear),
             unjournaled=unjournaled,
         )
         bell = Doorbell(volume)
@@ -141,6 +142,7 @@ async def run_agent(settings: Settings, *, fresh: bool = False, parent_pid: int 
             lambda: sensors.watch_ranks(parent_pid),
             sensors.watch_disk,
             others.watch,
+            litter.watch,
             lambda: _obey(signals, sensors),
         ]
         if watching is not None:
