@@ -58,14 +58,15 @@ class Saving:
 
     def abandon(self) -> None:
         """This rank cannot go on: nothing of the checkpoint stays, on any rank that has not published it."""
-        if self._unsaid is not None:
-            # The error may have come out of `complete`, too: the others wait at what this rank has not said yet.
-            self._agree(self._unsaid, ok=False)
-        self._give_up()
+        # Only there do the other ranks come to "ended": once all have written, they come to "published" alone.
+        ends = self.failure is not None or self._unsaid == "written"
+        self._abandon()
+        if ends:
+            self._team.job.arrive(self._begun.key("ended"))
 
     def abandon_together(self) -> bool:
         """The same, and whether no rank is still writing: one that is may wait for this one in a collective."""
-        self.abandon()
+        self._abandon()
         return bool(self._team.job.agree(self._begun.key("ended"), seconds=WRITE_SECONDS))
 
     def failed_by_volume(self, error: BaseException) -> bool:
@@ -74,6 +75,12 @@ class Saving:
         if not isinstance(error, Exception) and not is_torchs:
             return False
         return self.failure is not None or _tells_of_volume(error) or not _takes_a_write(self.directory)
+
+    def _abandon(self) -> None:
+        if self._unsaid is not None:
+            # The error may have come out of `complete`, too: the others wait at what this rank has not said yet.
+            self._agree(self._unsaid, ok=False)
+        self._give_up()
 
     def _complete(self, kind: Callable[[], Kind] | None) -> bool:
         team = self._team

@@ -162,7 +162,7 @@ def test_a_full_volume_raises_where_another_rank_waits_for_this_one_in_the_midst
 
 
 def test_the_store_of_the_ranks_does_not_grow_with_the_saves(tmp_path: Path, volume: Path) -> None:
-    environment = {"EVERY": "1", "STEPS": "41", "KEYS": "1", "FULL_AT": "1 7"}
+    environment = {"EVERY": "1", "STEPS": "41", "KEYS": "1", "FULL_AT": "1 7", "RAISE_EVERY": "5"}
     with job("checkpointer", tmp_path, [volume], local_world_size=2, **environment) as ranks:
         for rank in ranks:
             rank.go(41)
