@@ -1,6 +1,7 @@
 """A bad read is no bad object: what is damaged on its way to us is read again, and nothing is called damaged for it."""
 
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,7 @@ from tests.servers.server import Bucket
 from mooring_agent.adapters.clock import SystemClock
 from mooring_agent.adapters.open_store import open_store
 from mooring_agent.catalog import check, list_committed
+from mooring_agent.catalog.damage_notes import note_damage
 from mooring_agent.catalog.reading import load, read_marker
 from mooring_agent.core.commands import Commit
 from mooring_agent.core.errors import StoreError
@@ -124,6 +126,21 @@ async def test_the_note_of_damage_goes_when_every_byte_is_found_good(store: Fake
     assert restored is not None
     assert restored.save == newer.save
     assert notes(store) == []
+
+
+async def test_the_note_of_damage_stays_where_only_the_local_copy_is_found_good(store: FakeStore, volume: Path) -> None:
+    info = await store_checkpoint(store, 1)
+    again = partial(
+        restore, store, checkpoint_directory=volume / "checkpoints", volume=volume, state_directory=volume / ".mooring"
+    )
+    assert await again()
+    await flip_byte(store, file_key(info, "model-0.safetensors"), 5)
+    # By another pod, which had to read it.
+    await note_damage(store, info.save, "wrong bytes")
+    restored = await again()
+    assert restored is not None
+    assert not restored.downloaded
+    assert notes(store) == [damage_key(info.save)]
 
 
 async def test_what_is_damaged_in_the_store_is_damage_however_often_it_is_read(store: FakeStore) -> None:

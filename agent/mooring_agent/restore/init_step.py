@@ -146,6 +146,7 @@ class _InitStep:
     async def _gather_one(self, candidate: CommittedSave) -> tuple[CommittedCheckpoint, bool]:
         checkpoint = await load(self._store, candidate)
         if await self._on_disk(partial(self._local.holds, checkpoint)):
+            # Its bytes at the destination were not read: a note of damage to them stays.
             return checkpoint, False
         try:
             await self._download(checkpoint)
