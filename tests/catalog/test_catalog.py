@@ -19,7 +19,6 @@ from tests.restore.stored_checkpoints import (
 
 from mooring_agent.adapters.records import resumed_from
 from mooring_agent.catalog import check, list_committed, load, prune
-from mooring_agent.catalog.pruning import remove_litter
 from mooring_agent.core.errors import ErrorKind, StoreError
 from mooring_agent.core.object_layout import file_key, manifest_key, marker_key, pin_key
 from mooring_agent.core.resume_pin import Pin, encode_pin
@@ -318,91 +317,6 @@ async def test_left_over_uploads_are_aborted_and_young_ones_not(store: FakeStore
     report = await prune(store, RetentionSettings(), now=store.now)
     assert report.aborted_uploads == ("checkpoint-2/0123abcd-c000002/model.pt",)
     assert list(store.uploads) == [young]
-
-
-async def pinned(store: FakeStore, attempt: str) -> str:
-    key = pin_key(attempt)
-    await store.put(key, encode_pin(Pin(attempt=attempt)))
-    return key
-
-
-async def pins_left(store: FakeStore) -> list[str]:
-    return [one.key async for one in store.list(".mooring/resume/")]
-
-
-async def test_the_pins_of_attempts_that_are_long_over_go(store: FakeStore) -> None:
-    await store_checkpoint(store, 1)
-    first = await pinned(store, "first")
-    store.now += 10 * DAY
-    second = await pinned(store, "second")
-    store.now += DAY / 2
-    # The second attempt began half a day ago: whoever is late in the first may still look for its pin.
-    assert (await prune(store, RetentionSettings(), now=store.now)).litter == ()
-    store.now += DAY
-    third = await pinned(store, "third")
-    report = await prune(store, RetentionSettings(), now=store.now, dry_run=True)
-    assert report.litter == (first,)
-    assert len(await pins_left(store)) == 3
-    await prune(store, RetentionSettings(), now=store.now)
-    assert await pins_left(store) == [second, third]
-
-
-async def test_the_pin_of_the_newest_attempt_stays_however_long_it_lives(store: FakeStore) -> None:
-    await store_checkpoint(store, 1)
-    alive = await pinned(store, "alive")
-    store.now += 400 * DAY
-    await prune(store, RetentionSettings(), now=store.now)
-    assert await pins_left(store) == [alive]
-
-
-class _LosesAPin(FakeStore):
-    """The pin is listed, and then gone."""
-
-    async def list(self, prefix: str) -> AsyncIterator[ObjectInfo]:
-        async for one in super().list(prefix):
-            yield one
-        self.objects.pop(pin_key("gone"), None)
-
-
-async def test_a_pin_that_is_removed_while_prune_looks_stops_nothing() -> None:
-    store = _LosesAPin()
-    for step in (1, 2):
-        await store_checkpoint(store, step)
-    await pinned(store, "gone")
-    await prune(store, RetentionSettings(keep_last=1), now=store.now)
-    assert await steps_left(store) == [2]
-    await store.close()
-
-
-async def test_what_killed_probes_left_goes_and_a_live_one_keeps_its_own(store: FakeStore) -> None:
-    await store_checkpoint(store, 1)
-    await store.put(".mooring/probe/0123456789abcdef", b"")
-    await store.create_upload(".mooring/probe/0123456789abcdef")
-    store.now += 2 * DAY
-    await store.put(".mooring/probe/fedcba9876543210", b"")
-    live = await store.create_upload(".mooring/probe/fedcba9876543210")
-    await prune(store, RetentionSettings(), now=store.now)
-    assert [one.key async for one in store.list(".mooring/probe/")] == [".mooring/probe/fedcba9876543210"]
-    assert list(store.uploads) == [live]
-
-
-async def test_litter_goes_and_saves_stay_where_only_litter_is_to_go(store: FakeStore) -> None:
-    await store_checkpoint(store, 1)
-    await store_checkpoint(store, 2, committed=False)
-    unfinished = await store.create_upload("checkpoint-3/0123abcd-c000003/model.pt")
-    await pinned(store, "first")
-    await store.put(".mooring/probe/0123456789abcdef", b"")
-    await store.create_upload(".mooring/probe/0123456789abcdef")
-    store.now += 2 * DAY
-    second = await pinned(store, "second")
-    store.now += 2 * DAY
-    kept = {key for key in store.objects if not key.startswith(".mooring/probe/")} - {pin_key("first")}
-    store.calls.clear()
-    assert await remove_litter(store, RetentionSettings(), now=store.now) == 3
-    assert set(store.objects) == kept
-    assert second in kept
-    assert list(store.uploads) == [unfinished]
-    assert "" not in [key for method, key in store.calls if method == "list"]
 
 
 async def test_many_saves_that_never_committed_cost_one_more_listing(store: FakeStore) -> None:
