@@ -215,6 +215,42 @@ def test_another_filesystem_is_not_entered(volume: Path, mounted: Path) -> None:
             root.make_folder("a/c")
 
 
+def mount(*arguments: object) -> None:
+    if subprocess.run(["mount", *map(str, arguments)], capture_output=True).returncode:
+        pytest.skip(f"mount {arguments[0]} needs root")
+
+
+@pytest.mark.root
+def test_a_file_of_another_filesystem_is_not_opened(volume: Path, mounted: Path) -> None:
+    mount("--bind", mounted / "file", volume / "file")
+    try:
+        with open_volume(volume) as root:
+            assert root.status("file").st_dev != os.fstat(root.descriptor).st_dev
+            for flags in (os.O_RDONLY, os.O_WRONLY):
+                with pytest.raises(OSError, match="another filesystem"):
+                    root.open_file("file", flags)
+    finally:
+        subprocess.run(["umount", volume / "file"], check=True)
+    with open_volume(volume) as root:
+        assert root.read("file", 1000) == b"inside"
+
+
+@pytest.mark.root
+def test_files_of_an_overlay_are_the_volumes_own_whatever_device_they_name(volume: Path, mounted: Path) -> None:
+    """As in a container whose image lies on another filesystem than what it writes."""
+    for name in ("upper", "work", "merged"):
+        (volume / name).mkdir()
+    layers = f"lowerdir={mounted},upperdir={volume / 'upper'},workdir={volume / 'work'},xino=off"
+    mount("-t", "overlay", "overlay", "-o", layers, volume / "merged")
+    try:
+        with open_volume(volume / "merged") as root:
+            root.write_durably("new", b"written")
+            assert root.status("new").st_dev != os.fstat(root.descriptor).st_dev
+            assert (root.read("new", 1000), root.read("file", 1000)) == (b"written", b"elsewhere")
+    finally:
+        subprocess.run(["umount", volume / "merged"], check=True)
+
+
 @pytest.mark.root
 def test_a_removal_leaves_what_is_on_another_filesystem(volume: Path, mounted: Path) -> None:
     with open_volume(volume) as root, pytest.raises(OSError, match="another filesystem"):

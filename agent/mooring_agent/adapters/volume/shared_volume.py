@@ -79,12 +79,16 @@ class Folder:
         """The descriptor of a regular file."""
         with self._parent(path) as (parent, name):
             descriptor = os.open(name, flags | _FILE_FLAGS, mode, dir_fd=parent)
-        try:
-            if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-                raise OSError(errno.EINVAL, "not a regular file", path)
-        except BaseException:
-            os.close(descriptor)
-            raise
+            try:
+                status = os.fstat(descriptor)
+                if not stat.S_ISREG(status.st_mode):
+                    raise OSError(errno.EINVAL, "not a regular file", path)
+                # Files of an overlay have device numbers of their own, and are on the mount of their folder.
+                if status.st_dev != self._device and _mount_of(descriptor) != _mount_of(parent):
+                    raise _elsewhere(path)
+            except BaseException:
+                os.close(descriptor)
+                raise
         return descriptor
 
     @contextmanager
@@ -276,7 +280,7 @@ class Folder:
         descriptor = os.open(name, _FOLDER_FLAGS, dir_fd=self.descriptor)
         if os.fstat(descriptor).st_dev != self._device:
             os.close(descriptor)
-            raise OSError(errno.EXDEV, "on another filesystem than the volume", name)
+            raise _elsewhere(name)
         return Folder(descriptor, self._device)
 
     def _make(self, name: str, mode: int) -> "Folder":
@@ -292,7 +296,7 @@ def open_volume(path: Path) -> Folder:
 
 
 def fingerprint(status: os.stat_result) -> Fingerprint:
-    """What a file is. Which filesystem it is on need not be in it: only files of the volume's own are opened."""
+    """What a file is. Which filesystem it is on is not in it: `open_file` refuses a file of another one."""
     return Fingerprint(size_bytes=status.st_size, mtime_ns=status.st_mtime_ns, inode=status.st_ino)
 
 
@@ -308,6 +312,19 @@ def _names(path: str) -> list[str]:
     if any(name in {"", ".", ".."} for name in names) or "\0" in path:
         raise OSError(errno.EINVAL, "not a plain relative path", path)
     return names
+
+
+def _elsewhere(path: str) -> OSError:
+    return OSError(errno.EXDEV, "on another filesystem than the volume", path)
+
+
+def _mount_of(descriptor: int) -> str:
+    """The number of the mount that an open file is on; OSError where the kernel does not say."""
+    with open(f"/proc/self/fdinfo/{descriptor}") as lines:  # noqa: PTH123 - of /proc
+        for line in lines:
+            if line.startswith("mnt_id:"):
+                return line.removeprefix("mnt_id:").strip()
+    raise OSError(errno.EXDEV, "the kernel does not say which mount it is on")
 
 
 def _unlink(name: str, parent: int) -> None:
