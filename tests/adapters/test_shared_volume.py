@@ -230,7 +230,7 @@ def test_a_file_of_another_filesystem_is_not_opened(volume: Path, mounted: Path)
                 with pytest.raises(OSError, match="another filesystem"):
                     root.open_file("file", flags)
     finally:
-        subprocess.run(["umount", volume / "file"], check=True)
+        subprocess.run(["umount", "--lazy", volume / "file"], check=True)
     with open_volume(volume) as root:
         assert root.read("file", 1000) == b"inside"
 
@@ -248,7 +248,7 @@ def test_files_of_an_overlay_are_the_volumes_own_whatever_device_they_name(volum
             assert root.status("new").st_dev != os.fstat(root.descriptor).st_dev
             assert (root.read("new", 1000), root.read("file", 1000)) == (b"written", b"elsewhere")
     finally:
-        subprocess.run(["umount", volume / "merged"], check=True)
+        subprocess.run(["umount", "--lazy", volume / "merged"], check=True)
 
 
 @pytest.mark.root

@@ -27,13 +27,12 @@ FUNCTIONS = {
 HELD = ("adapters", "restore", "runtime")
 WHY_NOT = {
     "adapters/volume/shared_volume.py": "is the one way",
-    "adapters/volume/durable_files.py": "writes below the state directory and below a file:// destination",
+    "adapters/volume/durable_files.py": "writes below a file:// destination, and syncs the state directory",
     "adapters/volume/identity.py": "makes the volume itself",
     "adapters/volume/shared_folders.py": "makes a state directory that is not on the volume",
     "adapters/volume/second_look.py": "reads /proc/self/mountinfo",
     "adapters/volume/staging_watch.py": "opens nothing",
-    "adapters/journal.py": "lies in the state directory",
-    "adapters/records.py": "lies in the state directory",
+    "adapters/journal.py": "lies in the state directory, and refuses links there",
     "adapters/folders.py": "is of a file:// destination",
     "adapters/object_directory.py": "is a file:// destination",
     "adapters/filesystem_store.py": "is a file:// destination",

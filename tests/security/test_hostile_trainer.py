@@ -265,6 +265,44 @@ def test_a_link_in_the_place_of_a_file_of_ours_changes_nothing_where_it_leads(
     assert tree(other_run) == before
 
 
+@pytest.mark.parametrize("beside", ["", "-wal", "-journal"])
+@pytest.mark.parametrize("leads_to", ["weights.bin", "not-there"])
+def test_a_link_in_the_place_of_the_journal_is_refused(
+    agent: AgentProcess, other_run: Path, beside: str, leads_to: str
+) -> None:
+    agent.kill()
+    (other_run / "checkpoint-8" / "weights.bin").write_bytes(b"")  # which SQLite would take for a new database
+    before = tree(other_run)
+    journal = agent.volume / ".mooring" / "agent" / "journal.sqlite3"
+    for left in journal.parent.iterdir():
+        left.unlink()
+    link = journal.with_name(journal.name + beside)
+    link.symlink_to(other_run / "checkpoint-8" / leads_to)
+    assert agent.start_refused() != 0
+    assert tree(other_run) == before
+    assert f"{link.name} is a link" in agent.log_text()
+    assert "Traceback" not in agent.log_text()
+    link.unlink()
+    agent.start()
+    save_honestly(agent, 1)
+
+
+@pytest.mark.parametrize("name", ["resumed.json", "resumed.json.partial"])
+def test_a_link_in_the_place_of_what_was_resumed_changes_nothing_where_it_leads(
+    agent: AgentProcess, other_run: Path, name: str
+) -> None:
+    save_honestly(agent, 1)
+    agent.kill()
+    before = tree(other_run)
+    (agent.volume / ".mooring" / "agent" / name).symlink_to(other_run / "checkpoint-8" / "weights.bin")
+    line = [sys.executable, "-m", "mooring_agent", "restore", agent.destination, f"--volume={agent.volume}"]
+    assert subprocess.run(line, capture_output=True, timeout=120, check=False).returncode == 0
+    assert tree(other_run) == before
+    resumed = agent.volume / ".mooring" / "agent" / "resumed.json"
+    assert not resumed.is_symlink()
+    assert json.loads(resumed.read_bytes())["step"] == 1
+
+
 @pytest.mark.parametrize("name", ["records/x.json", "ranks/0", "ranks/1000000000000000000", "staged/x"])
 def test_a_fifo_in_the_place_of_what_trainers_write_hangs_nobody(agent: AgentProcess, name: str) -> None:
     agent.kill()

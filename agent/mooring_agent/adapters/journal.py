@@ -4,11 +4,13 @@ Owns one file (and SQLite's -wal beside it). Knows nothing of what the records m
 whole or absent; the order of replay is the order of append; a file that cannot be trusted is set aside, never deleted.
 """
 
+import errno
 import os
 import sqlite3
+import stat
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 from typing import Final, TypeVar
 
@@ -27,6 +29,8 @@ _HEADER: Final = b"SQLite format 3\0"
 _LOCK_TIMEOUT_SECONDS: Final = 5.0
 _DAMAGE: Final = frozenset({sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB})
 _PRIMARY_CODE: Final = 0xFF
+_BESIDE: Final = ("", "-wal", "-shm", "-journal")
+"""What SQLite opens by its name, and has no way to open without following a link."""
 
 _log: structlog.typing.FilteringBoundLogger = structlog.get_logger()
 
@@ -148,6 +152,7 @@ def open_journal(path: Path, reserve: Reserve) -> tuple[Journal, bool]:
 
 
 def _connect(path: Path) -> sqlite3.Connection:
+    _refuse_links(path)
     if path.exists():
         _refuse_foreign(path)
     else:
@@ -176,6 +181,15 @@ def _connect(path: Path) -> sqlite3.Connection:
     return connection
 
 
+def _refuse_links(path: Path) -> None:
+    """With the state directory on the volume, a trainer may put one there, and it may lead to a file of ours."""
+    for suffix in _BESIDE:
+        part = path.with_name(path.name + suffix)
+        with suppress(FileNotFoundError):
+            if not stat.S_ISREG(part.lstat().st_mode):
+                raise OSError(errno.ELOOP, f"{part.name} is a link or no plain file", str(part))
+
+
 def _refuse_foreign(path: Path) -> None:
     """SQLite deletes the -wal of a file that is no database; we want to keep both as they are."""
     with path.open("rb") as file:
@@ -188,7 +202,7 @@ def _create(path: Path) -> None:
     """An empty file that whoever may use the volume may use; SQLite gives its -wal the same mode."""
     path.parent.mkdir(parents=True, exist_ok=True)
     mode = path.parent.stat().st_mode & 0o660
-    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, mode)
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, mode)
     try:
         os.fchmod(descriptor, mode)
     finally:

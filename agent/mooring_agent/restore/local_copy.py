@@ -12,9 +12,8 @@ from pathlib import Path
 from typing import Any, Final
 
 from mooring_agent.adapters.checksum import region_checksum
-from mooring_agent.adapters.volume.durable_files import write_durably
 from mooring_agent.adapters.volume.errors import folder_error, volume_error
-from mooring_agent.adapters.volume.shared_folders import make_state_directory
+from mooring_agent.adapters.volume.shared_folders import make_state_directory, open_state_directory
 from mooring_agent.adapters.volume.shared_volume import fingerprint, open_volume, path_in
 from mooring_agent.adapters.volume.source_walk import resolve_source
 from mooring_agent.catalog import CommittedCheckpoint, StoredFile
@@ -120,7 +119,8 @@ class LocalCopies:
         encoded = json.dumps(record, sort_keys=True).encode() + b"\n"
         try:
             # First: what is trained from must not be pruned.
-            write_durably(self._state_directory / RESUMED, encoded)
+            with open_state_directory(self._volume, self._state_directory) as state:
+                state.write_durably(RESUMED, encoded)
             with open_volume(self._volume) as root:
                 root.write_durably(_record_path(checkpoint), encoded)
         except OSError as error:

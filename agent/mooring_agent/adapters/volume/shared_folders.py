@@ -52,6 +52,14 @@ def make_state_directory(volume: Path, state_directory: Path) -> None:
         ) from error
 
 
+def open_state_directory(volume: Path, state_directory: Path) -> Folder:
+    """The folder that `make_state_directory` made; through no link where it is on the volume. Raises OSError."""
+    if not state_directory.is_relative_to(volume):
+        return open_volume(state_directory)
+    with open_volume(volume) as root:
+        return root.folder(path_in(volume, state_directory))
+
+
 def share_tree(tree: Folder, volume: Folder) -> None:
     """What we made for the trainer to remove one day: a folder's content goes only by whoever may write it. Blocks."""
     with contextlib.suppress(OSError):
