@@ -21,7 +21,7 @@ unexport PYTHONDONTWRITEBYTECODE
 
 PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
 
-.PHONY: setup setup-tests node demo test test-quick test-slow test-trainers test-root test-containers soak hostile chaos lint format \
+.PHONY: setup setup-tests node demo test test-quick test-slow test-trainers test-root test-containers test-python soak hostile chaos lint format \
 	proto proto-check docs bench clean
 
 setup: $(READY)
@@ -68,6 +68,13 @@ test-root: $(FRAMEWORKS)
 # The image built for real, and pods of it; one at a time, they share what was built. Says what is missing where it skips.
 test-containers: $(READY)
 	$(BIN)/python -m pytest -rsP -m containers tests/containers
+
+# The quick tests on another Python, less those that import torch where it has no wheel: make test-python PYTHON=python3.13
+OTHER_PYTHON = .tools/$(shell $(PYTHON) -c 'import sys; print("python%d.%d" % sys.version_info[:2])')
+test-python:
+	$(PYTHON) -m venv $(OTHER_PYTHON)
+	$(OTHER_PYTHON)/bin/python -m pip install --quiet --constraint constraints.txt --editable '.[test]'
+	$(OTHER_PYTHON)/bin/python -m pytest -n $(WORKERS) --dist worksteal -m "not (slow or trainers or root or containers)"
 
 # Objects and requests of strangers, in tens of thousands; the ordinary tests do some. ARGUMENTS="--objects 100 --seed 7"
 hostile: $(READY)

@@ -1,6 +1,8 @@
 """Fixtures that tests of several areas share."""
 
+import importlib.util
 import os
+import re
 import signal
 import tempfile
 from collections.abc import Iterator
@@ -16,6 +18,11 @@ os.environ.setdefault(names.ENV_GRPC_FORK_HANDLERS, "0")
 
 pytest_plugins = ["tests.servers.fixtures"]
 
+_HAS_TORCH = importlib.util.find_spec("torch") is not None
+_IMPORTS_TORCH = re.compile(
+    rb"^ *(?:import|from) (?:torch|safetensors|mooring\.torch_loop|mooring\.demo_train)", re.MULTILINE
+)
+
 
 def pytest_configure() -> None:
     # Started in the background of a shell, or by nohup, we ignore these, and so would every process that we start.
@@ -26,6 +33,17 @@ def pytest_configure() -> None:
     # ready for. Root's PATH may have such folders when an ordinary user runs the tests.
     folders = os.environ.get("PATH", os.defpath).split(os.pathsep)
     os.environ["PATH"] = os.pathsep.join(folder for folder in folders if os.access(folder, os.X_OK))
+
+
+def pytest_report_header() -> str:
+    return "" if _HAS_TORCH else "torch is not installed: tests that import it are left out"
+
+
+def pytest_ignore_collect(collection_path: Path) -> bool | None:
+    """On a Python that torch has no wheel for, everything else is tested."""
+    if _HAS_TORCH or collection_path.suffix != ".py":
+        return None
+    return bool(_IMPORTS_TORCH.search(collection_path.read_bytes())) or None
 
 
 @pytest.fixture
