@@ -66,6 +66,12 @@ async def test_the_marker_that_another_agent_wrote_for_our_own_manifest_is_no_re
     await FirstLook(lambda: play.state).require_new(store, "save")
 
 
+async def test_a_marker_of_ours_that_was_cut_short_is_no_reason_to_stop(store: FakeStore, play: Play) -> None:
+    info = await store_checkpoint(store, 1, save="save", world_size=2, saved_at=100.0)
+    await store.put(marker_key(info), b"")
+    await FirstLook(lambda: play.state).require_new(store, "save")
+
+
 async def test_transfers_that_wait_for_one_look_fail_with_it_and_the_next_looks_again(
     store: FakeStore, play: Play
 ) -> None:

@@ -15,6 +15,7 @@ from tests.restore.stored_checkpoints import store_checkpoint
 
 from mooring_agent.adapters.volume.content_signature import content_signature
 from mooring_agent.core.errors import ErrorKind
+from mooring_agent.core.object_layout import marker_key
 from mooring_agent.runtime.rescue import Rescue
 from mooring_api.names import CHECKPOINT_DIRECTORY
 from mooring_api.v1 import agent_pb2
@@ -94,6 +95,14 @@ async def test_the_id_of_an_earlier_save_is_no_proof(tmp_path: Path) -> None:
     store = FakeStore()
     keep(tmp_path, 100, saved_at=5000.0)
     await store_checkpoint(store, 100, save="a-100", name="checkpoint-100", saved_at=100.5)
+    assert await _rescued(tmp_path, store) == [100]
+
+
+async def test_a_marker_that_was_cut_short_is_no_proof(tmp_path: Path) -> None:
+    store = FakeStore()
+    keep(tmp_path, 100, saved_at=100.0)
+    info = await store_checkpoint(store, 100, save="a-100", name="checkpoint-100", saved_at=100.5)
+    await store.put(marker_key(info), store.objects[marker_key(info)].body[:100])
     assert await _rescued(tmp_path, store) == [100]
 
 

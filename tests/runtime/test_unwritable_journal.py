@@ -4,27 +4,23 @@ import asyncio
 from collections.abc import AsyncIterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from tests.core.play import PART_BYTES, Play, settings
+from tests.core.play import Play, settings
 from tests.fakes.fake_journal import FakeJournal
-from tests.fakes.fake_store import FakeStore
-from tests.restore.stored_checkpoints import store_checkpoint
 
 from mooring_agent.adapters.clock import SystemClock
 from mooring_agent.adapters.volume.staging_area import LocalStagingArea
-from mooring_agent.core.commands import Command, Reconcile, Release
-from mooring_agent.core.errors import ErrorKind, StoreError, VolumeError
+from mooring_agent.core.commands import Command, Release
+from mooring_agent.core.errors import ErrorKind, VolumeError
 from mooring_agent.core.event_codec import decode_event, encode_event
-from mooring_agent.core.events import Announced, Committed, Exited, Staged, Started, WorkFailed
+from mooring_agent.core.events import Announced, Committed, Exited, Staged, WorkFailed
 from mooring_agent.core.model import Phase, StagedFile
 from mooring_agent.core.work import Operation, WorkId
 from mooring_agent.runtime.announcements import Announcements
 from mooring_agent.runtime.engine import Engine
 from mooring_agent.runtime.journaling import recover
-from mooring_agent.runtime.reconciler import Reconciler
 from mooring_api.v1 import agent_pb2
 
 _LIMIT_SECONDS = 60
@@ -207,37 +203,3 @@ async def test_records_that_found_no_room_are_tried_again_though_nothing_else_ha
         while not list(agent.journal.replay()):
             await agent.engine.next_change(agent.engine.revision)
         assert list(agent.journal.replay()) == [encode_event(Exited(at=0.0))]
-
-
-async def _reconciled(announced_at: float, tmp_path: Path) -> object:
-    """What a look at the store gives for a save that was committed at 100 seconds and has no pins."""
-    store = FakeStore()
-    await store_checkpoint(store, 1, save="save", world_size=1, saved_at=100.0)
-    play = Play()
-    play.announce("save", (PART_BYTES,))
-    play.in_flight.clear()
-    play.feed(Started(at=play.now, fresh=False))
-    (command,) = play.in_flight.values()
-    assert isinstance(command, Reconcile)
-    with ThreadPoolExecutor(1) as executor:
-        reconciler = Reconciler(
-            staging=LocalStagingArea(tmp_path), clock=SystemClock(), executor=executor, volume=tmp_path
-        )
-        return await reconciler.reconcile(store, replace(command, announced_at=((0, announced_at),)))
-
-
-async def test_a_marker_counts_more_than_pins_that_are_gone(tmp_path: Path) -> None:
-    found = await _reconciled(100.0, tmp_path)
-    assert isinstance(found, Committed)
-    play = Play()
-    play.announce("save")
-    play.in_flight.clear()
-    play.feed(Started(at=play.now, fresh=False))
-    play.feed(Committed(at=play.now, work=WorkId(Operation.RECONCILE, "save")))
-    assert play.phase("save") is Phase.COMMITTED
-    assert WorkId(Operation.RELEASE, "save") in play.in_flight
-
-
-async def test_the_marker_of_another_announcement_is_a_contradiction(tmp_path: Path) -> None:
-    with pytest.raises(StoreError, match="committed already"):
-        await _reconciled(99.0, tmp_path)

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from mooring_agent.core.events import Announced, Failed, Shed
-from mooring_agent.core.model import Pack, RankManifest, Region, SaveInfo, StagedFile
+from mooring_agent.core.model import AnnouncementTime, Pack, RankManifest, Region, SaveInfo, StagedFile
 from mooring_agent.core.work import WorkId
 
 
@@ -40,13 +40,13 @@ class Reconcile:
     """Find out what the store has of a save, and abort uploads of our files that we do not know.
 
     Ends in Reconciled, or in Committed where the marker is there already, of these very announcements: `announced_at`
-    has (rank, unix seconds). Other agents may be uploading their share of the same save: what is not for a file in
+    is by rank. Other agents may be uploading their share of the same save: what is not for a file in
     `staged` is theirs.
     """
 
     work: WorkId
     info: SaveInfo
-    announced_at: tuple[tuple[int, float], ...]
+    announced_at: tuple[tuple[int, AnnouncementTime], ...]
     staged: tuple[tuple[int, tuple[StagedFile, ...]], ...]
     unfinished: tuple[KnownFile, ...]
 

@@ -6,9 +6,13 @@ seconds, checksums are CRC64NVME as unsigned integers.
 
 from dataclasses import dataclass
 from enum import StrEnum
+from typing import Final
 
 from mooring_agent.core.crc64nvme import joined
 from mooring_agent.core.limits import Step, WorldSize
+
+# Of the client that wrote a record and the agent that had the announcement: one machine, two readings of its clock.
+_CLOCKS_DIFFER_SECONDS: Final = 5.0
 
 
 class Kind(StrEnum):
@@ -173,6 +177,24 @@ class RankManifest:
     @property
     def size_bytes(self) -> int:
         return sum(file.size_bytes for file in self.files)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AnnouncementTime:
+    """When a rank's part of a save was announced, unix seconds.
+
+    `recorded_at`: when its client recorded it, if the agent announced it by that record. An earlier agent may then have
+    taken the same announcement, at any time since.
+    """
+
+    at: float
+    recorded_at: float | None = None
+
+    def may_be(self, saved_at: float) -> bool:
+        """Whether a rank manifest of that moment may be of this announcement."""
+        if saved_at == self.at:
+            return True
+        return self.recorded_at is not None and saved_at >= self.recorded_at - _CLOCKS_DIFFER_SECONDS
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -12,7 +12,7 @@ from mooring_agent.core.errors import ErrorKind, RequestError, StoreError
 from mooring_agent.core.events import Committed, CommitWaits, ManifestStored, ObjectsLost
 from mooring_agent.core.limits import MANIFEST_BYTES, MARKER_BYTES
 from mooring_agent.core.manifest import commit_marker, decode_manifest, decode_marker, encode_manifest, encode_marker
-from mooring_agent.core.model import ManifestReference, RankManifest, SaveInfo
+from mooring_agent.core.model import AnnouncementTime, ManifestReference, RankManifest, SaveInfo
 from mooring_agent.core.object_layout import manifest_key, marker_key, save_prefix
 from mooring_agent.ports import Clock, ObjectStore
 
@@ -70,21 +70,36 @@ async def commit(store: ObjectStore, clock: Clock, command: Commit) -> Committed
     return Committed(at=clock.now(), work=command.work)
 
 
-async def is_committed(store: ObjectStore, info: SaveInfo, announced_at: Mapping[int, float]) -> bool:
-    """Whether the marker of a save is there; `announced_at`: unix seconds at which these ranks of ours announced it.
+async def is_committed(store: ObjectStore, info: SaveInfo, announced_at: Mapping[int, AnnouncementTime]) -> bool:
+    """Whether the marker of a save is there, whole; `announced_at`: of these ranks of ours.
 
-    StoreError(CONTRADICTION) when it was committed by other announcements: then its keys are not ours.
+    A marker that cannot be decoded commits nothing: `commit` completes one that was cut short, and refuses any other.
+    StoreError(CONTRADICTION) when the save is of other announcements: then its keys are not ours.
     """
-    if await read_if_there(store, marker_key(info)) is None:
-        return False
-    for rank, at in sorted(announced_at.items()):
-        if await saved_at(store, info, rank) != at:
-            raise StoreError(
-                ErrorKind.CONTRADICTION,
-                f"save {info.save} is committed already, by an earlier announcement",
-                hint="a save id belongs to one save of one attempt: take a new one for the next",
-            )
-    return True
+    marker = None
+    try:
+        marker = await read_object(store, marker_key(info), decode_marker, limit_bytes=MARKER_BYTES)
+    except StoreError as error:
+        if error.kind is ErrorKind.NOT_FOUND:
+            return False
+        if error.kind is not ErrorKind.CHECKPOINT_CORRUPT:
+            raise
+        log.warning("marker.damaged", save=info.save, error=str(error))
+    ours = marker is None or marker.info == info
+    for rank in sorted(announced_at) if ours else ():
+        found = await _read_manifest_if_there(store, info, rank)
+        if found is None:
+            ours &= marker is None
+            continue
+        manifest, reference = found
+        ours &= announced_at[rank].may_be(manifest.saved_at) and (marker is None or reference in marker.manifests)
+    if not ours:
+        raise StoreError(
+            ErrorKind.CONTRADICTION,
+            f"save {info.save} is committed already, by an earlier announcement",
+            hint="a save id belongs to one save of one attempt: take a new one for the next",
+        )
+    return marker is not None
 
 
 async def sweep_uploads(
@@ -144,30 +159,18 @@ async def _all_manifests(store: ObjectStore, command: Commit) -> Mapping[int, Ra
     for rank in range(command.info.world_size):
         if rank in manifests:
             continue
-        try:
-            manifests[rank] = await _read_manifest(store, command.info, rank)
-        except StoreError as error:
-            if error.kind is not ErrorKind.NOT_FOUND:
-                raise
+        found = await _read_manifest_if_there(store, command.info, rank)
+        if found is not None:
+            manifests[rank], _ = found
     return manifests
 
 
-async def saved_at(store: ObjectStore, info: SaveInfo, rank: int) -> float | None:
-    """When a rank's part of a save was announced, by its manifest; None if there is none."""
-    try:
-        return (
-            await read_object(store, manifest_key(info, rank), decode_manifest, limit_bytes=MANIFEST_BYTES)
-        ).saved_at
-    except StoreError as error:
-        if error.kind is not ErrorKind.NOT_FOUND:
-            raise
-        return None
+async def _read_manifest_if_there(
+    store: ObjectStore, info: SaveInfo, rank: int
+) -> tuple[RankManifest, ManifestReference] | None:
+    """What an agent wrote for a rank, and how a marker names it. CHECKPOINT_CORRUPT if it is of another save."""
 
-
-async def _read_manifest(store: ObjectStore, info: SaveInfo, rank: int) -> RankManifest:
-    """What an agent wrote for a rank. CHECKPOINT_CORRUPT if it is of another save than ours."""
-
-    def decode(body: bytes, key: str) -> RankManifest:
+    def decode(body: bytes, key: str) -> tuple[RankManifest, ManifestReference]:
         manifest = decode_manifest(body, key)
         if manifest.info != info or manifest.rank != rank:
             raise StoreError(
@@ -175,9 +178,14 @@ async def _read_manifest(store: ObjectStore, info: SaveInfo, rank: int) -> RankM
                 f"{key} speaks of {manifest.info}, we of {info}",
                 hint="all ranks of one save must give the same name, step, kind and world size",
             )
-        return manifest
+        return manifest, _reference(rank, body)
 
-    return await read_object(store, manifest_key(info, rank), decode, limit_bytes=MANIFEST_BYTES)
+    try:
+        return await read_object(store, manifest_key(info, rank), decode, limit_bytes=MANIFEST_BYTES)
+    except StoreError as error:
+        if error.kind is not ErrorKind.NOT_FOUND:
+            raise
+        return None
 
 
 def _check_readable(decode: Callable[[bytes, str], object], body: bytes, key: str) -> None:
@@ -193,8 +201,9 @@ def _check_readable(decode: Callable[[bytes, str], object], body: bytes, key: st
 
 
 def _marker_body(manifests: Mapping[int, RankManifest]) -> bytes:
-    references = {}
-    for rank, manifest in manifests.items():
-        encoded = encode_manifest(manifest)
-        references[rank] = ManifestReference(rank=rank, size_bytes=len(encoded), checksum=crc64nvme(encoded))
+    references = {rank: _reference(rank, encode_manifest(manifest)) for rank, manifest in manifests.items()}
     return encode_marker(commit_marker(list(manifests.values()), references))
+
+
+def _reference(rank: int, body: bytes) -> ManifestReference:
+    return ManifestReference(rank=rank, size_bytes=len(body), checksum=crc64nvme(body))

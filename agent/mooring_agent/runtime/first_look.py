@@ -10,6 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from mooring_agent.core.errors import MooringError
+from mooring_agent.core.model import AnnouncementTime
 from mooring_agent.core.state import State
 from mooring_agent.ports import ObjectStore
 from mooring_agent.runtime.committer import is_committed
@@ -45,7 +46,9 @@ class FirstLook:
             if look.error is not None and look.failures > failures:
                 raise look.error
             try:
-                announced_at = {rank: share.announced_at for rank, share in checkpoint.shares.items()}
+                announced_at = {
+                    rank: AnnouncementTime(at=share.announced_at) for rank, share in checkpoint.shares.items()
+                }
                 await is_committed(store, checkpoint.info, announced_at)
             except MooringError as error:
                 look.error, look.failures = error, look.failures + 1

@@ -14,21 +14,18 @@ from typing import Final
 import structlog
 
 from mooring_agent.adapters.unannounced import RecordedCheckpoint, unannounced
-from mooring_agent.core.errors import MooringError
-from mooring_agent.core.model import SaveInfo
-from mooring_agent.core.object_layout import marker_key
+from mooring_agent.core.errors import ErrorKind, MooringError, StoreError
+from mooring_agent.core.model import AnnouncementTime, SaveInfo
 from mooring_agent.core.settings import Settings
 from mooring_agent.ports import ObjectStore
 from mooring_agent.runtime import status
 from mooring_agent.runtime.announcements import Announcements
-from mooring_agent.runtime.committer import read_if_there, saved_at
+from mooring_agent.runtime.committer import is_committed
 from mooring_agent.runtime.engine import Engine
 from mooring_agent.runtime.ready_store import ReadyStore
 from mooring_api.v1 import agent_pb2
 
 _ASKING_SECONDS: Final = 2.0
-# Of the client that wrote the record and the agent that had the announcement: one machine, two readings of its clock.
-_CLOCKS_DIFFER_SECONDS: Final = 5.0
 
 log = structlog.get_logger("mooring.rescue")
 
@@ -117,7 +114,11 @@ async def _is_committed(store: ObjectStore, recorded: RecordedCheckpoint) -> boo
         kind=recorded.kind,
         world_size=recorded.world_size,
     )
-    if await read_if_there(store, marker_key(info)) is None:
-        return False
-    announced_at = await saved_at(store, info, min(recorded.ranks, default=0))
-    return announced_at is not None and announced_at >= recorded.saved_at - _CLOCKS_DIFFER_SECONDS
+    # One rank's manifest says enough, and costs one request.
+    announced = AnnouncementTime(at=recorded.saved_at, recorded_at=recorded.saved_at)
+    try:
+        return await is_committed(store, info, {min(recorded.ranks, default=0): announced})
+    except StoreError as error:
+        if error.kind is not ErrorKind.CONTRADICTION:
+            raise
+        return False  # what is there is another save

@@ -1,0 +1,75 @@
+"""After a restart: a save counts as committed, and its pins go, only with a whole marker of this very save."""
+
+from collections.abc import AsyncIterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from tests.core.play import PART_BYTES, Play
+from tests.fakes.fake_store import FakeStore
+from tests.restore.stored_checkpoints import store_checkpoint
+
+from mooring_agent.adapters.clock import SystemClock
+from mooring_agent.adapters.volume.staging_area import LocalStagingArea
+from mooring_agent.core.commands import Reconcile
+from mooring_agent.core.errors import ErrorKind, StoreError, VolumeError
+from mooring_agent.core.events import Committed, Started
+from mooring_agent.core.model import AnnouncementTime, Phase
+from mooring_agent.core.object_layout import marker_key
+from mooring_agent.core.work import Operation, WorkId
+from mooring_agent.runtime.reconciler import Reconciler
+
+
+@pytest.fixture
+async def store() -> AsyncIterator[FakeStore]:
+    """Has the save, committed at 100 seconds."""
+    store = FakeStore()
+    await store_checkpoint(store, 1, save="save", world_size=1, saved_at=100.0)
+    yield store
+    await store.close()
+
+
+def _restarted() -> tuple[Play, Reconcile]:
+    """An agent that had announced the save at 100 seconds and not seen it committed; its pins are gone."""
+    play = Play()
+    play.announce("save", (PART_BYTES,))
+    play.in_flight.clear()
+    play.feed(Started(at=play.now, fresh=False))
+    (command,) = play.in_flight.values()
+    assert isinstance(command, Reconcile)
+    return play, command
+
+
+async def _reconciled(store: FakeStore, tmp_path: Path, command: Reconcile) -> object:
+    with ThreadPoolExecutor(1) as executor:
+        reconciler = Reconciler(
+            staging=LocalStagingArea(tmp_path), clock=SystemClock(), executor=executor, volume=tmp_path
+        )
+        return await reconciler.reconcile(store, command)
+
+
+async def test_a_marker_counts_more_than_pins_that_are_gone(store: FakeStore, tmp_path: Path) -> None:
+    play, command = _restarted()
+    found = await _reconciled(store, tmp_path, command)
+    assert isinstance(found, Committed)
+    play.feed(found)
+    assert play.phase("save") is Phase.COMMITTED
+    assert WorkId(Operation.RELEASE, "save") in play.in_flight
+
+
+async def test_the_marker_of_another_announcement_is_a_contradiction(store: FakeStore, tmp_path: Path) -> None:
+    _, command = _restarted()
+    with pytest.raises(StoreError, match="committed already"):
+        await _reconciled(store, tmp_path, replace(command, announced_at=((0, AnnouncementTime(at=99.0)),)))
+
+
+@pytest.mark.parametrize("marker", [b"", b'{"half', b"garbage of another"])
+async def test_a_damaged_marker_does_not_count_and_the_pins_are_looked_for(
+    store: FakeStore, tmp_path: Path, marker: bytes
+) -> None:
+    _, command = _restarted()
+    await store.put(marker_key(command.info), marker)
+    with pytest.raises(VolumeError) as caught:
+        await _reconciled(store, tmp_path, command)
+    assert caught.value.kind is ErrorKind.FILE_MISSING
