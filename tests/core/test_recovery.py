@@ -3,10 +3,11 @@
 import pytest
 
 from mooring_agent.core import planner
-from mooring_agent.core.commands import CreateUpload, Reconcile, Stage, WriteManifest
+from mooring_agent.core.commands import CreateUpload, Reconcile, Release, Stage, WriteManifest
 from mooring_agent.core.errors import ErrorKind
 from mooring_agent.core.events import (
     Announced,
+    Committed,
     Event,
     FileStored,
     FoundFile,
@@ -17,7 +18,7 @@ from mooring_agent.core.events import (
     UploadCreated,
     WorkFailed,
 )
-from mooring_agent.core.model import Fingerprint, Kind, SaveInfo, StagedFile
+from mooring_agent.core.model import AnnouncementTime, Fingerprint, Kind, SaveInfo, StagedFile
 from mooring_agent.core.reducer import Ready, advance
 from mooring_agent.core.settings import MIB, Settings, StoreSettings, TransferSettings
 from mooring_agent.core.state import State
@@ -110,6 +111,36 @@ def test_a_file_stored_before_the_restart_is_not_asked_for_again() -> None:
     _, ready = restart_after(created, part_stored(1), part_stored(2), stored)
     (reconcile,) = [command for command in ready.commands if isinstance(command, Reconcile)]
     assert reconcile.unfinished == ()
+
+
+def _found_by_its_record() -> tuple[State, Reconcile]:
+    """A checkpoint that no client announced to this agent, staged."""
+    state = new_state()
+    source = "/volume/checkpoints/checkpoint-1"
+    advance(state, Started(at=100.0, fresh=False))
+    found = Announced(
+        at=100.0, info=INFO, rank=0, source=source, files=(), local_world_size=1, signature="s", recorded_at=50.0
+    )
+    (stage,) = [command for command in advance(state, found).commands if isinstance(command, Stage)]
+    assert stage.announcements == (found,)
+    ready = advance(state, Staged(at=101.0, work=stage.work, files=(FILE,), part_size_bytes=8 * MIB))
+    (reconcile,) = ready.commands
+    assert isinstance(reconcile, Reconcile)
+    return state, reconcile
+
+
+def test_what_an_earlier_agent_may_have_sent_is_looked_for_before_a_byte_goes_out() -> None:
+    state, reconcile = _found_by_its_record()
+    assert reconcile.announced_at == ((0, AnnouncementTime(at=100.0, recorded_at=50.0)),)
+    ready = advance(state, Reconciled(at=102.0, work=reconcile.work, uploads=(), files=()))
+    assert [type(command) for command in ready.commands] == [CreateUpload]
+
+
+def test_what_an_earlier_agent_has_committed_is_committed_and_not_sent_again() -> None:
+    state, reconcile = _found_by_its_record()
+    ready = advance(state, Committed(at=102.0, work=reconcile.work))
+    assert state.checkpoints[INFO.save].durable
+    assert [type(command) for command in ready.commands] == [Release]
 
 
 def test_a_clock_that_was_ahead_before_the_restart_delays_nothing_after_it() -> None:

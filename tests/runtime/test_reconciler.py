@@ -73,3 +73,20 @@ async def test_a_damaged_marker_does_not_count_and_the_pins_are_looked_for(
     with pytest.raises(VolumeError) as caught:
         await _reconciled(store, tmp_path, command)
     assert caught.value.kind is ErrorKind.FILE_MISSING
+
+
+async def test_what_was_found_by_its_record_may_have_been_committed_since_by_an_earlier_agent(
+    store: FakeStore, tmp_path: Path
+) -> None:
+    _, command = _restarted()
+    # The two clocks may differ by some seconds.
+    for recorded_at in (50.0, 104.0):
+        time = AnnouncementTime(at=5000.0, recorded_at=recorded_at)
+        assert isinstance(await _reconciled(store, tmp_path, replace(command, announced_at=((0, time),))), Committed)
+
+
+async def test_what_was_recorded_after_a_commit_is_another_save(store: FakeStore, tmp_path: Path) -> None:
+    _, command = _restarted()
+    time = AnnouncementTime(at=5000.0, recorded_at=4000.0)
+    with pytest.raises(StoreError, match="committed already"):
+        await _reconciled(store, tmp_path, replace(command, announced_at=((0, time),)))

@@ -27,10 +27,12 @@ class _Announced:
     def __init__(self) -> None:
         self.steps: list[int] = []
         self.signatures: list[str] = []
+        self.recorded_at: list[float] = []
 
-    async def enter(self, request: agent_pb2.AnnounceCheckpointRequest, *, signature: str) -> None:
+    async def enter(self, request: agent_pb2.AnnounceCheckpointRequest, *, signature: str, recorded_at: float) -> None:
         self.steps.append(request.step)
         self.signatures.append(signature)
+        self.recorded_at.append(recorded_at)
 
 
 class _Opened:
@@ -111,7 +113,10 @@ async def test_a_store_that_does_not_say_keeps_nothing_from_being_announced(tmp_
     store = FakeStore()
     keep(tmp_path, 100, saved_at=100.0)
     store.fail("get", kind)
-    assert await _rescued(tmp_path, store) == [100]
+    announced = await _announced(tmp_path, store)
+    assert announced.steps == [100]
+    # By this, its commit is found when the store can be asked.
+    assert announced.recorded_at == [100.0]
 
 
 async def test_what_is_announced_is_what_the_record_is_about_whatever_has_its_name_by_then(tmp_path: Path) -> None:

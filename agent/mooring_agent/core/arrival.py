@@ -35,6 +35,7 @@ def announced(state: State, event: Announced) -> None:
         local_world_size=max(1, event.local_world_size),
         signature=event.signature,
         save_made_here=event.save_made_here,
+        recorded_at=event.recorded_at,
     )
     state.begun.pop(save, None)
 
@@ -45,6 +46,9 @@ def staged(state: State, checkpoint: Checkpoint, event: Staged) -> Iterator[Comm
         return
     yield from _fail_rewritten(state, checkpoint, event)
     lead.staged = True
+    if checkpoint.phase is Phase.ANNOUNCED and lead.recorded_at is not None:
+        # As after a restart: an earlier agent may have stored some of it, and even have committed it.
+        checkpoint.reconciled, checkpoint.may_have_orphans = False, True
     packs = plan_packs(event.files, event.pack_size_bytes)
     places = {
         file.path: PackPlace(number=pack.number, offset_bytes=offset_bytes)

@@ -27,6 +27,7 @@ class Announced:
     `files` empty: everything below `source`. `local_world_size` > 1: others share the directory, wait for all of them.
     `signature` is of what lay there when the rank said so: nothing is staged but what one of those that share the
     directory has seen. `save_made_here`: the agent made the save id, and the content says what is the same.
+    `recorded_at`: when its client recorded it, if the agent found it by that record and nobody announced it here.
     """
 
     at: float
@@ -37,6 +38,7 @@ class Announced:
     local_world_size: LocalRanks
     signature: str = ""
     save_made_here: bool = False
+    recorded_at: float | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

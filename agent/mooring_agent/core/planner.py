@@ -23,7 +23,7 @@ from mooring_agent.core.commands import (
 )
 from mooring_agent.core.errands import errands_of
 from mooring_agent.core.events import Announced, Shed
-from mooring_agent.core.model import AnnouncementTime, Phase
+from mooring_agent.core.model import Phase
 from mooring_agent.core.object_layout import file_key
 from mooring_agent.core.pack_plan import PACK_BYTES
 from mooring_agent.core.part_plan import preferred_part_size
@@ -201,6 +201,7 @@ def _announcement(checkpoint: Checkpoint, share: Share) -> Announced:
         local_world_size=share.local_world_size,
         signature=share.signature,
         save_made_here=share.save_made_here,
+        recorded_at=share.recorded_at,
     )
 
 
@@ -215,7 +216,7 @@ def _reconcile(checkpoint: Checkpoint, work: WorkId) -> Reconcile:
     return Reconcile(
         work=work,
         info=checkpoint.info,
-        announced_at=tuple((share.rank, AnnouncementTime(at=share.announced_at)) for share in staged),
+        announced_at=tuple((share.rank, share.announcement_time) for share in staged),
         staged=tuple((share.rank, tuple(progress.file for progress in share.files.values())) for share in staged),
         unfinished=tuple(
             KnownFile(

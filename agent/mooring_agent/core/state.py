@@ -21,7 +21,18 @@ from mooring_agent.core.errors import ErrorKind
 from mooring_agent.core.events import DiskRead, SaveBegun
 from mooring_agent.core.goodput import Goodput
 from mooring_agent.core.lifecycle import Trigger
-from mooring_agent.core.model import FileEntry, Kind, Pack, PackPlace, Part, Phase, RankManifest, SaveInfo, StagedFile
+from mooring_agent.core.model import (
+    AnnouncementTime,
+    FileEntry,
+    Kind,
+    Pack,
+    PackPlace,
+    Part,
+    Phase,
+    RankManifest,
+    SaveInfo,
+    StagedFile,
+)
 from mooring_agent.core.settings import Settings
 from mooring_agent.core.store_trouble import StoreTrouble
 from mooring_agent.core.work import TRANSFERS, WorkId
@@ -81,11 +92,16 @@ class Share:
     local_world_size: int
     signature: str
     save_made_here: bool = False
+    recorded_at: float | None = None
     staged: bool = False
     files: dict[str, FileProgress] = field(default_factory=dict)
     packs: list[PackProgress] = field(default_factory=list)
     unstored_count: int = 0
     manifest_stored: bool = False
+
+    @property
+    def announcement_time(self) -> AnnouncementTime:
+        return AnnouncementTime(at=self.announced_at, recorded_at=self.recorded_at)
 
     def linked_files(self) -> Iterator[FileProgress]:
         """Those that share their inode with the trainer's."""

@@ -45,10 +45,13 @@ class Announcements:
         await self._engine.until(lambda state: _settled(state, event))
         return _outcome(self._engine.state, event)
 
-    async def enter(self, request: agent_pb2.AnnounceCheckpointRequest, *, signature: str = "") -> Announced:
+    async def enter(
+        self, request: agent_pb2.AnnounceCheckpointRequest, *, signature: str = "", recorded_at: float | None = None
+    ) -> Announced:
         """Returns once the announcement is durable, before its files are staged; raises why it is refused.
 
         `signature`: of the content that the caller has looked at and means. Else it is what lies there now.
+        `recorded_at`: of a client's record, for what no client announces.
         """
         # Not every caller comes over the wire.
         check_request(request)
@@ -71,6 +74,7 @@ class Announcements:
             local_world_size=max(1, request.local_world_size),
             signature=signature,
             save_made_here=not request.save,
+            recorded_at=recorded_at,
         )
 
         def is_news(state: State) -> bool:

@@ -46,6 +46,7 @@ class FirstLook:
             if look.error is not None and look.failures > failures:
                 raise look.error
             try:
+                # Exact: what an earlier agent may have committed by the same record was looked for by Reconcile.
                 announced_at = {
                     rank: AnnouncementTime(at=share.announced_at) for rank, share in checkpoint.shares.items()
                 }

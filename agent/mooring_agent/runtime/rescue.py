@@ -94,7 +94,7 @@ class Rescue:
                 local_world_size=len(ranks),
             )
             try:
-                await self._announcements.enter(request, signature=recorded.signature)
+                await self._announcements.enter(request, signature=recorded.signature, recorded_at=recorded.saved_at)
             except MooringError as error:
                 log.error("rescue.refused", path=str(recorded.path), rank=rank, error=str(error), hint=error.hint)
 
