@@ -1,8 +1,9 @@
 """A save whose record says that no agent had it may be committed all the same: the store is asked before it is said."""
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
@@ -36,18 +37,23 @@ class _Announced:
 
 
 class _Opened:
-    """A `ReadyStore` of one that is there already."""
+    """A `ReadyStore` of one that is there already, or as soon as `opened` is set."""
 
     def __init__(self, store: FakeStore) -> None:
         self._store = store
+        self.asked, self.opened = asyncio.Event(), asyncio.Event()
+        self.opened.set()
 
     async def get(self) -> FakeStore:
+        self.asked.set()
+        await self.opened.wait()
         return self._store
 
 
 class _Engine:
     def __init__(self) -> None:
-        self.state = Play().state
+        self.play = Play()
+        self.state = self.play.state
 
 
 async def _rescued(volume: Path, store: FakeStore, *, looks: int = 1) -> Sequence[int]:
@@ -57,18 +63,32 @@ async def _rescued(volume: Path, store: FakeStore, *, looks: int = 1) -> Sequenc
 
 async def _announced(volume: Path, store: FakeStore, *, looks: int = 1) -> _Announced:
     announced = _Announced()
-    with ThreadPoolExecutor(1) as executor:
-        rescue = Rescue(
-            announcements=cast(Any, announced),
-            engine=cast(Any, _Engine()),
-            settings=_settings(volume),
-            executor=executor,
-            store=cast(Any, _Opened(store)),
-        )
+    with _rescue(volume, announced, _Opened(store), _Engine()) as rescue:
         async with asyncio.timeout(60):
             for _ in range(looks):
                 await rescue.look()
     return announced
+
+
+@contextmanager
+def _rescue(volume: Path, announced: _Announced, opened: _Opened, engine: _Engine) -> Iterator[Rescue]:
+    with ThreadPoolExecutor(1) as executor:
+        yield Rescue(
+            announcements=cast(Any, announced),
+            engine=cast(Any, engine),
+            settings=_settings(volume),
+            executor=executor,
+            store=cast(Any, opened),
+        )
+
+
+async def _hours_pass(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every time-out that runs now is over."""
+    loop = asyncio.get_running_loop()
+    time = loop.time
+    monkeypatch.setattr(loop, "time", lambda: time() + 10_000.0)
+    for _ in range(5):
+        await asyncio.sleep(0)
 
 
 def _settings(volume: Path) -> Any:
@@ -135,3 +155,45 @@ async def test_what_is_announced_is_what_the_record_is_about_whatever_has_its_na
     announced = await _announced(tmp_path, _Slow())
     assert announced.steps == [100]
     assert announced.signatures == [recorded] != [content_signature(tmp_path, str(checkpoint))]
+
+
+async def test_a_store_that_is_still_being_opened_is_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = FakeStore()
+    keep(tmp_path, 100, saved_at=100.0)
+    await store_checkpoint(store, 100, save="a-100", name="checkpoint-100", saved_at=100.5)
+    announced, opened = _Announced(), _Opened(store)
+    opened.opened.clear()
+    with _rescue(tmp_path, announced, opened, _Engine()) as rescue:
+        looking = asyncio.create_task(rescue.look())
+        await opened.asked.wait()
+        await _hours_pass(monkeypatch)
+        opened.opened.set()
+        await looking
+    assert announced.steps == []
+
+
+async def test_where_time_is_short_what_the_store_does_not_say_is_announced(tmp_path: Path) -> None:
+    keep(tmp_path, 100, saved_at=100.0)
+    announced, opened = _Announced(), _Opened(FakeStore())
+    opened.opened.clear()
+    with _rescue(tmp_path, announced, opened, _Engine()) as rescue:
+        async with asyncio.timeout(60):
+            await rescue.look(asking_seconds=0.0)
+    assert announced.steps == [100]
+
+
+async def test_what_is_announced_while_the_store_is_asked_supersedes_what_is_older(tmp_path: Path) -> None:
+    """What is announced last counts as the newest."""
+    for step in (100, 200):
+        keep(tmp_path, step, saved_at=float(step))
+    announced, opened, engine = _Announced(), _Opened(FakeStore()), _Engine()
+    opened.opened.clear()
+    with _rescue(tmp_path, announced, opened, engine) as rescue:
+        async with asyncio.timeout(60), asyncio.TaskGroup() as tasks:
+            tasks.create_task(rescue.look())
+            await opened.asked.wait()
+            engine.play.announce("a-200")
+            opened.opened.set()
+    assert announced.steps == []

@@ -100,7 +100,6 @@ class AgentService(agent_pb2_grpc.AgentServicer):
     async def NotifyTermination(
         self, request: agent_pb2.NotifyTerminationRequest, context: Any
     ) -> agent_pb2.NotifyTerminationResponse:
-        await self._sensors.look_at_ranks()
         if request.trainers_gone:
             await self._sensors.stop_without_trainers()
         else:

@@ -9,7 +9,6 @@ import asyncio
 from collections.abc import Sequence
 from concurrent.futures import Executor
 from pathlib import Path
-from typing import Final
 
 import structlog
 
@@ -24,8 +23,6 @@ from mooring_agent.runtime.committer import is_committed
 from mooring_agent.runtime.engine import Engine
 from mooring_agent.runtime.ready_store import ReadyStore
 from mooring_api.v1 import agent_pb2
-
-_ASKING_SECONDS: Final = 2.0
 
 log = structlog.get_logger("mooring.rescue")
 
@@ -45,39 +42,55 @@ class Rescue:
         self._announcements = announcements
         self._store = store
         self._committed: set[str] = set()
+        self._announcing = asyncio.Lock()
         self._engine = engine
         self._executor = executor
         self._volume = Path(settings.volume)
         self._directory = Path(settings.checkpoint_directory)
 
-    async def look(self) -> None:
-        """Announce what an agent should have and has not. Never raises: whoever calls it has other work to do."""
+    async def look(self, *, asking_seconds: float | None = None) -> None:
+        """Announce what an agent should have and has not. Never raises: whoever calls it has other work to do.
+
+        `asking_seconds`: for the store to say what it has; None: as long as it takes to be opened, and to answer. What
+        it did not say is announced all the same, and looked for again before it is sent.
+        """
         try:
-            known = {*self._engine.state.checkpoints, *self._committed}
-            found = await asyncio.get_running_loop().run_in_executor(
-                self._executor, lambda: unannounced(self._volume, self._directory, known=known)
-            )
-            # The newest comes last, as if its client had announced them: it gets the wire first.
-            for recorded in await self._not_committed(found):
-                await self._announce(recorded)
+            known = self._known()
+            found = await self._unannounced()
+            await self._ask(found, asking_seconds)
+            async with self._announcing:
+                if self._known() != known:
+                    # The store has one of them, or somebody has announced one meanwhile: what is older is superseded.
+                    found = await self._unannounced()
+                # The newest comes last, as if its client had announced them: it gets the wire first.
+                for recorded in found:
+                    await self._announce(recorded)
         except Exception:
             log.exception("rescue.failed", hint="this is a bug of the agent: please report it")
 
-    async def _not_committed(self, found: Sequence[RecordedCheckpoint]) -> Sequence[RecordedCheckpoint]:
-        """Those after the last that is committed; all when the store does not say."""
+    def _known(self) -> set[str]:
+        return {*self._engine.state.checkpoints, *self._committed}
+
+    async def _unannounced(self) -> Sequence[RecordedCheckpoint]:
+        known = self._known()
+        return await asyncio.get_running_loop().run_in_executor(
+            self._executor, lambda: unannounced(self._volume, self._directory, known=known)
+        )
+
+    async def _ask(self, found: Sequence[RecordedCheckpoint], limit_seconds: float | None) -> None:
+        """Which of these is the last that the store has whole."""
         if not found:
-            return found
+            return
         try:
-            async with asyncio.timeout(_ASKING_SECONDS):
+            async with asyncio.timeout(limit_seconds):
                 store = await self._store.get()
-                for position, recorded in reversed(list(enumerate(found))):
+                for recorded in reversed(found):
                     if await _is_committed(store, recorded):
                         log.info("rescue.committed_already", path=str(recorded.path), save=recorded.save)
                         self._committed.add(recorded.save)
-                        return found[position + 1 :]
+                        return
         except (TimeoutError, MooringError) as error:
             log.warning("rescue.store_not_asked", error=str(error) or "it does not answer")
-        return found
 
     async def _announce(self, recorded: RecordedCheckpoint) -> None:
         ranks = recorded.ranks or self._known_ranks(recorded.world_size)

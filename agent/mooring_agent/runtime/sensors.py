@@ -37,6 +37,8 @@ _DISK_REST_PER_WALK: Final = 10.0
 # After something was shed, its pins are dropped within moments; a save that waits for the room waits no longer.
 _ADMISSION_WAIT_SECONDS: Final = 0.5
 _ROOM_TO_KEEP_A_RESERVE: Final = 4
+# For the store to say what it has, where the end of the pod, or whoever calls, waits for it.
+_ASKING_SECONDS: Final = 4.0
 # For the upload of what the last looks find.
 _DRAIN_SECONDS: Final = 1.0
 
@@ -69,12 +71,12 @@ class Sensors:
         self._reserve = Reserve(Path(settings.volume))
         self._meter = VolumeMeter(Path(settings.volume))
         self._look = asyncio.Event()
+        self._clients_gone = asyncio.Event()
         self._clients_seen = False
         self._unknown = ""
 
     async def watch_ranks(self, parent_pid: int | None) -> None:
         """Forever: who is alive. `parent_pid`: the runner whose end is our end too."""
-        await self._rescue.look()
         with rank_hints(RankLocks(Path(self._settings.volume)), self._look):
             while True:
                 self._look.clear()
@@ -89,6 +91,16 @@ class Sensors:
                         await self._look.wait()
                 except TimeoutError:
                     continue
+
+    async def watch_unannounced(self) -> None:
+        """Forever: what clients saved and no agent took, at the start and when the last client is gone.
+
+        Apart from the ranks: at the start the store is still being opened, and asking it may take long.
+        """
+        while True:
+            self._clients_gone.clear()
+            await self._rescue.look()
+            await self._clients_gone.wait()
 
     async def watch_disk(self) -> None:
         """Forever: how full the volume is; seldom while nothing is going on, or where looking takes long."""
@@ -124,9 +136,11 @@ class Sensors:
         self._clients_seen = self._clients_seen or bool(alive)
         if alive != self._engine.state.alive_ranks:
             log.info("ranks.alive", local_ranks=sorted(alive))
-            if not alive:
+            if not alive and self._engine.state.termination.stop_requested_at is not None:
                 # Before the core learns that nobody will announce any more, and finds that nothing is left to do.
-                await self._rescue.look()
+                await self._rescue_in_time()
+            elif not alive:
+                self._clients_gone.set()
             await self._engine.submit(RanksSeen(at=self._clock.now(), alive=alive))
 
     async def look_at_disk(self) -> None:
@@ -165,19 +179,21 @@ class Sensors:
         now = self._clock.now()
         deadline = now + (grace_seconds or self._settings.termination.grace_seconds)
         log.warning("termination.noticed", source=source, deadline=deadline)
+        # Before anything else: every other look may take long, on a volume or at a store that hangs.
         await self._engine.submit(TerminationNoticed(at=now, deadline=deadline, source=source))
+        await self.look_at_ranks()
         say_what_is_open(self._engine.state, source, self._clock.now())
         # From now on every tenth of a second counts.
         self.look_soon()
 
     async def stop(self, source: str) -> None:
         """Our own SIGTERM: the pod is ending, and so are we once the drain is done."""
-        await self.look_at_ranks()
         await self.notice_termination(source)
         await self._request_stop(trainers_gone=False)
 
     async def stop_without_trainers(self) -> None:
         """The runner has waited for the trainers' end: drain and leave."""
+        await self.look_at_ranks()
         await self._request_stop(trainers_gone=True)
 
     async def _request_stop(self, *, trainers_gone: bool) -> None:
@@ -185,8 +201,20 @@ class Sensors:
             await self._watching.last_looks(
                 writers_gone=trainers_gone or self._clients_are_gone, limit_seconds=self._seconds_to_look_around()
             )
-        await self._rescue.look()
+        await self._rescue_in_time()
         await self._engine.submit(StopRequested(at=self._clock.now(), trainers_gone=trainers_gone))
+
+    async def _rescue_in_time(self) -> None:
+        """As `watch_unannounced`, in half of the time that is left: what is found must still be sent."""
+        until = drain.deadline(self._engine.state)
+        left_seconds = None if until is None else max(0.0, until - self._clock.now())
+        try:
+            async with asyncio.timeout(None if left_seconds is None else left_seconds / 2):
+                await self._rescue.look(
+                    asking_seconds=_ASKING_SECONDS if left_seconds is None else min(_ASKING_SECONDS, left_seconds / 4)
+                )
+        except TimeoutError:
+            log.warning("rescue.cut_short", hint="what no agent took stays on the volume, for the next start")
 
     @property
     def _clients_are_gone(self) -> bool:

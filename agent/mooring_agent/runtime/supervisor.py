@@ -141,6 +141,7 @@ async def run_agent(settings: Settings, *, fresh: bool = False, parent_pid: int 
         forever: list[Forever] = [
             lambda: sensors.watch_ranks(parent_pid),
             sensors.watch_disk,
+            sensors.watch_unannounced,
             others.watch,
             litter.watch,
             lambda: _obey(signals, sensors),

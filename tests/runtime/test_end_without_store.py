@@ -1,0 +1,157 @@
+"""The pod ends while the store or the volume hangs: the notice goes out first, and the agent asks to leave in time."""
+
+import asyncio
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+from tests.adapters.test_unannounced import keep
+from tests.core.play import Play, settings
+
+from mooring_agent.core.events import Event, RanksSeen, StopRequested, TerminationNoticed
+from mooring_agent.core.settings import Settings, TerminationSettings
+from mooring_agent.runtime import sensors
+from mooring_agent.runtime.grpc_server import AgentService
+from mooring_agent.runtime.rescue import Rescue
+from mooring_agent.runtime.sensors import Sensors
+from mooring_api.names import CHECKPOINT_DIRECTORY
+from mooring_api.v1 import agent_pb2
+
+_LIMIT_SECONDS = 60.0
+
+
+class _SilentStore:
+    """Is never opened."""
+
+    def __init__(self) -> None:
+        self.asked = asyncio.Event()
+
+    async def get(self) -> object:
+        self.asked.set()
+        return await asyncio.Event().wait()
+
+
+class _Engine:
+    """The core, and in `news` what it and the announcements were told, in order."""
+
+    def __init__(self, play: Play) -> None:
+        self.state = play.state
+        self.news: list[str] = []
+        self.told = asyncio.Event()
+        self._play = play
+
+    async def submit(self, event: Event) -> None:
+        self._play.feed(event)
+        self.news.append(type(event).__name__)
+        self.told.set()
+
+
+class _Announcements:
+    """`hangs`: the volume takes nothing any more."""
+
+    def __init__(self, engine: _Engine) -> None:
+        self._engine = engine
+        self.hangs = False
+
+    async def enter(self, request: agent_pb2.AnnounceCheckpointRequest, **_: object) -> None:
+        if self.hangs:
+            await asyncio.Event().wait()
+        self._engine.news.append(f"step {request.step}")
+
+
+class _Agent:
+    """Its sensors, with a checkpoint that was recorded and never announced, whose only rank has just died."""
+
+    def __init__(self, volume: Path, executor: ThreadPoolExecutor, *, grace_seconds: float = 600.0) -> None:
+        keep(volume, 100, saved_at=100.0)
+        play = Play()
+        play.feed(RanksSeen(at=play.now, alive=frozenset({0})))
+        own: Settings = replace(
+            settings(),
+            volume=str(volume),
+            checkpoint_directory=str(volume / CHECKPOINT_DIRECTORY),
+            termination=TerminationSettings(grace_seconds=grace_seconds),
+        )
+        self.engine, self.store = _Engine(play), _SilentStore()
+        self.announcements = _Announcements(self.engine)
+        clock = cast(Any, SimpleNamespace(now=lambda: play.now))
+        presence = cast(Any, SimpleNamespace(alive=frozenset))
+        self.sensors = Sensors(
+            engine=cast(Any, self.engine),
+            clock=clock,
+            presence=presence,
+            executor=executor,
+            settings=own,
+            watching=None,
+            rescue=Rescue(
+                announcements=cast(Any, self.announcements),
+                engine=cast(Any, self.engine),
+                settings=own,
+                executor=executor,
+                store=cast(Any, self.store),
+            ),
+        )
+        self.service = AgentService(
+            engine=cast(Any, self.engine),
+            clock=clock,
+            announcements=cast(Any, self.announcements),
+            presence=presence,
+            sensors=self.sensors,
+        )
+
+
+@pytest.fixture
+def executor() -> Iterator[ThreadPoolExecutor]:
+    with ThreadPoolExecutor(2) as executor:
+        yield executor
+
+
+NOTICE, RANKS, STOP = (cls.__name__ for cls in (TerminationNoticed, RanksSeen, StopRequested))
+
+
+async def test_a_sigterm_is_a_notice_before_the_store_is_asked(
+    tmp_path: Path, executor: ThreadPoolExecutor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sensors, "_ASKING_SECONDS", 0.0)
+    agent = _Agent(tmp_path, executor)
+    async with asyncio.timeout(_LIMIT_SECONDS):
+        await agent.sensors.stop("SIGTERM")
+    assert agent.engine.news == [NOTICE, RANKS, "step 100", STOP]
+
+
+async def test_a_notice_does_not_wait_for_a_store_that_is_silent(tmp_path: Path, executor: ThreadPoolExecutor) -> None:
+    agent = _Agent(tmp_path, executor)
+    request = agent_pb2.NotifyTerminationRequest(source="preStop", grace_seconds=30.0)
+    async with asyncio.timeout(_LIMIT_SECONDS):
+        await agent.service.NotifyTermination(request, None)
+    assert agent.engine.news == [NOTICE, RANKS]
+
+
+async def test_a_volume_that_hangs_does_not_keep_the_agent_past_its_deadline(
+    tmp_path: Path, executor: ThreadPoolExecutor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sensors, "_ASKING_SECONDS", 0.0)
+    agent = _Agent(tmp_path, executor, grace_seconds=0.1)
+    agent.announcements.hangs = True
+    async with asyncio.timeout(_LIMIT_SECONDS):
+        await agent.sensors.stop("SIGTERM")
+    assert agent.engine.news == [NOTICE, RANKS, STOP]
+
+
+async def test_ranks_are_watched_while_the_store_is_being_opened(tmp_path: Path, executor: ThreadPoolExecutor) -> None:
+    agent = _Agent(tmp_path, executor)
+    looking = asyncio.create_task(agent.sensors.watch_unannounced())
+    watching = asyncio.create_task(agent.sensors.watch_ranks(None))
+    try:
+        async with asyncio.timeout(_LIMIT_SECONDS):
+            await agent.store.asked.wait()
+            await agent.engine.told.wait()
+    finally:
+        looking.cancel()
+        watching.cancel()
+        await asyncio.wait({looking, watching})
+    assert agent.engine.news == [RANKS]
