@@ -1,5 +1,6 @@
 """What is saved while the agent is away reaches the store all the same, whatever becomes of the training program."""
 
+import json
 import os
 import subprocess
 import sys
@@ -12,6 +13,8 @@ import pytest
 from tests.client.ranks.job import job
 from tests.harness.agent_process import AgentProcess, wait_until, write_checkpoint
 from tests.harness.run_process import RunProcess
+from tests.servers.fault_proxy import FaultProxy
+from tests.servers.server import Bucket
 
 from mooring.records import Kind, Record, RecordedFile, write_record
 from mooring_api import names
@@ -127,6 +130,30 @@ def test_what_an_agent_had_is_not_taken_up_by_the_next_one(tmp_path: Path) -> No
         agent.terminate()
         assert agent.wait(60) == 0
         assert agent.log("rescue.found") == []
+
+
+def test_what_a_forgotten_agent_committed_ends_committed_though_the_store_was_silent_first(
+    tmp_path: Path, rclone_bucket: Bucket, fault_proxy: FaultProxy
+) -> None:
+    volume = tmp_path / "volume"
+    with AgentProcess(volume, rclone_bucket.destination, endpoint_url=fault_proxy.endpoint_url) as agent:
+        with program(volume) as training:
+            training.step(100)
+        agent.wait_committed("")
+        agent.terminate()
+        assert agent.wait(60) == 0
+        # Neither its answer nor its journal is left.
+        record = volume / names.STATE_DIRECTORY / names.RECORDS_DIRECTORY / "checkpoint-100.json"
+        record.write_text(json.dumps({**json.loads(record.read_text()), "announced": False, "committed": False}))
+        (volume / ".mooring/agent/journal.sqlite3").unlink()
+        fault_proxy.outage(True)
+        agent.start()
+        wait_until(lambda: bool(agent.log("rescue.found")), 60, "it is announced again")
+        fault_proxy.outage(False)
+        wait_until(lambda: len(committed(agent)) == 2, 60, "the agent knows that it is committed")
+        assert agent.log("checkpoint.failed") == []
+        agent.terminate()
+        assert agent.wait(60) == 0
 
 
 KILLS_THE_AGENT = """
