@@ -2,13 +2,21 @@
 
 import os
 import stat
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
-from mooring_agent.adapters.volume.shared_folders import make_shared_folders, share_tree
+from mooring_agent.adapters.volume.identity import claim
+from mooring_agent.adapters.volume.shared_folders import (
+    make_shared_folders,
+    make_state_directory,
+    share_tree,
+)
 from mooring_agent.adapters.volume.shared_volume import open_volume
+from mooring_agent.core.settings import Settings, StoreSettings
+from mooring_agent.restore.local_copy import LocalCopies
+from mooring_agent.runtime.taken_volume import take_volume
 
 SHARED = (".mooring/records", ".mooring/ranks", "runs", "runs/checkpoints")
 
@@ -61,6 +69,38 @@ def test_what_was_restored_may_be_removed_by_whoever_may_write_the_volume(
         share_tree(folder, root)
     assert {stat.S_IMODE(folder.stat().st_mode) for folder in (restored, restored / "nested")} == {of_folders}
     assert stat.S_IMODE((restored / "nested" / "model.bin").stat().st_mode) == 0o644
+
+
+MAKERS: dict[str, Callable[[Path], object]] = {
+    "shared folders": lambda volume: make_shared_folders(volume, volume),
+    "state directory on the volume": lambda volume: make_state_directory(volume, volume / ".mooring" / "agent"),
+    "the volume's destination": lambda volume: claim(volume, "s3://bucket/run"),
+    "restore": lambda volume: LocalCopies(volume, volume / "checkpoints", volume.parent / "state").prepare(),
+    "agent": lambda volume: take_volume(
+        Settings(
+            volume=str(volume),
+            checkpoint_directory=f"{volume}/checkpoints",
+            socket=f"{volume}/.mooring/agent.sock",
+            state_directory=f"{volume}/.mooring/agent",
+            store=StoreSettings(destination="s3://bucket/run"),
+        )
+    ),
+}
+
+
+@pytest.mark.parametrize("maker", MAKERS)
+@pytest.mark.parametrize("before", [None, 0o777, 0o775])
+def test_the_folder_with_the_socket_is_its_owners_alone_to_change(
+    tmp_path: Path, maker: str, before: int | None
+) -> None:
+    """Also with no umask at all, and where an earlier version let everybody write there."""
+    os.umask(0)
+    volume = tmp_path / "volume"
+    volume.mkdir(mode=0o777)
+    if before is not None:
+        (volume / ".mooring").mkdir(mode=before)
+    MAKERS[maker](volume)
+    assert stat.S_IMODE((volume / ".mooring").stat().st_mode) == 0o755
 
 
 def test_what_cannot_be_made_is_left_to_whoever_needs_it(tmp_path: Path) -> None:

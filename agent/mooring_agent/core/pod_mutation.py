@@ -97,7 +97,8 @@ def _new_trainer(
     injected: bool,
     findings: Findings,
 ) -> dict[str, Any]:
-    mounts = [place.mount, pod_volumes.SOCKET_MOUNT]
+    # Whoever may write there could put a socket of its own in the agent's place. Connecting writes nothing.
+    mounts = [place.mount, {**pod_volumes.SOCKET_MOUNT, "readOnly": True}]
     if injection.autoload:
         mounts.append({**pod_volumes.AUTOLOAD_MOUNT, "readOnly": True})
     return changed_trainer(

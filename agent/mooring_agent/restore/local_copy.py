@@ -13,7 +13,7 @@ from typing import Any, Final
 
 from mooring_agent.adapters.checksum import region_checksum
 from mooring_agent.adapters.volume.errors import folder_error, volume_error
-from mooring_agent.adapters.volume.shared_folders import make_state_directory, open_state_directory
+from mooring_agent.adapters.volume.shared_folders import make_own_folder, make_state_directory, open_state_directory
 from mooring_agent.adapters.volume.shared_volume import fingerprint, open_volume, path_in
 from mooring_agent.adapters.volume.source_walk import resolve_source
 from mooring_agent.catalog import CommittedCheckpoint, StoredFile
@@ -41,6 +41,7 @@ class LocalCopies:
         make_state_directory(self._volume, self._state_directory)
         try:
             with open_volume(self._volume) as root:
+                make_own_folder(root).close()
                 root.make_folder(_RECORDS).close()
                 with root.make_folder(_INCOMING) as incoming:
                     for garbage in incoming.entries():

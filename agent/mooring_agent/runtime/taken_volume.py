@@ -15,7 +15,7 @@ import structlog
 from mooring_agent.adapters.journal import open_journal
 from mooring_agent.adapters.volume import identity
 from mooring_agent.adapters.volume.reserve import Reserve
-from mooring_agent.adapters.volume.shared_folders import make_state_directory
+from mooring_agent.adapters.volume.shared_folders import make_own_folder, make_state_directory
 from mooring_agent.adapters.volume.shared_volume import open_volume
 from mooring_agent.core.errors import ErrorKind, VolumeError
 from mooring_agent.core.settings import Settings
@@ -55,7 +55,7 @@ def _require_writable(volume: Path) -> None:
     try:
         volume.mkdir(parents=True, exist_ok=True)
         with open_volume(volume) as root:
-            root.make_folder(STATE_DIRECTORY, 0o755).close()
+            make_own_folder(root).close()
             root.unlink(_PROBE)
             with root.opened_file(_PROBE, os.O_WRONLY | os.O_CREAT | os.O_EXCL):
                 root.unlink(_PROBE)

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Final
 
 from mooring_agent.adapters.volume.errors import folder_error
+from mooring_agent.adapters.volume.shared_folders import make_own_folder
 from mooring_agent.adapters.volume.shared_volume import open_volume
 from mooring_agent.core.errors import ErrorKind, MooringError
 from mooring_api.names import OWNING_DESTINATION, STATE_DIRECTORY
@@ -55,7 +56,7 @@ def _write(volume: Path, destination: str) -> None:
     aside = f"{OWNING_DESTINATION}-{secrets.token_hex(8)}"
     try:
         volume.mkdir(parents=True, exist_ok=True)
-        with open_volume(volume) as root, root.make_folder(STATE_DIRECTORY) as folder:
+        with open_volume(volume) as root, make_own_folder(root) as folder:
             folder.write_durably(aside, f"{destination}\n".encode())
             try:
                 with folder.opened_file(aside) as descriptor:

@@ -16,7 +16,19 @@ from mooring_agent.core.errors import ErrorKind, VolumeError
 from mooring_api.names import RANKS_DIRECTORY, RECORDS_DIRECTORY, STATE_DIRECTORY
 
 _OTHERS_WRITE: Final = 0o022
+_OWN_MODE: Final = 0o755
 _SHARED_BITS: Final = 0o077
+
+
+def make_own_folder(root: Folder) -> Folder:
+    """`.mooring`, which nobody but its owner may write: also where an earlier version, or a wide umask, let others."""
+    folder = root.make_folder(STATE_DIRECTORY, _OWN_MODE)
+    status = os.fstat(folder.descriptor)
+    if status.st_uid == os.geteuid() and status.st_mode & _OTHERS_WRITE:
+        # Some filesystems have one mode for all.
+        with contextlib.suppress(OSError):
+            os.fchmod(folder.descriptor, stat.S_IMODE(status.st_mode) & ~_OTHERS_WRITE)
+    return folder
 
 
 def make_shared_folders(volume: Path, checkpoint_directory: Path) -> None:
@@ -27,7 +39,7 @@ def make_shared_folders(volume: Path, checkpoint_directory: Path) -> None:
         shared += ["/".join(names[:depth]) for depth in range(1, len(names) + 1) if names[0]]
     with contextlib.suppress(OSError), open_volume(volume) as root:
         mode = os.fstat(root.descriptor).st_mode
-        root.make_folder(STATE_DIRECTORY, 0o755).close()
+        make_own_folder(root).close()
         for path in shared:
             if not root.exists(path):
                 with root.make_folder(path) as folder:
@@ -41,6 +53,7 @@ def make_state_directory(volume: Path, state_directory: Path) -> None:
         if state_directory.is_relative_to(volume):
             # Whose content the trainer chose, by a link in its place, must not be believed.
             with open_volume(volume) as root:
+                make_own_folder(root).close()
                 root.make_folder(path_in(volume, state_directory), 0o700).close()
         else:
             state_directory.mkdir(mode=0o700, parents=True, exist_ok=True)
