@@ -12,21 +12,23 @@ import mooring_agent
 
 AGENT = Path(mooring_agent.__file__).parent
 
-# Of pathlib, os and shutil: what opens, lists, makes, links, renames or removes by a path.
+# Of pathlib, os and shutil: what opens, lists, looks at, makes, links, renames or removes by a path.
 METHODS = {
-    "chmod", "glob", "hardlink_to", "iterdir", "mkdir", "open", "read_bytes", "read_text", "readlink", "rename",
-    "replace_path", "rglob", "rmdir", "symlink_to", "touch", "unlink", "write_bytes", "write_text",
+    "chmod", "glob", "hardlink_to", "is_dir", "is_file", "is_symlink", "iterdir", "lstat", "mkdir", "open",
+    "read_bytes", "read_text", "readlink", "rename", "rglob", "rmdir", "stat", "symlink_to", "touch", "unlink",
+    "write_bytes", "write_text",
 }  # fmt: skip
 FUNCTIONS = {
-    "os": {"chmod", "link", "listdir", "makedirs", "mkdir", "open", "readlink", "remove", "rename", "replace", "rmdir",
-           "scandir", "symlink", "truncate", "unlink", "utime", "walk"},
-    "shutil": {"copy", "copyfile", "copytree", "move", "rmtree"},
+    "os": {"access", "chmod", "link", "listdir", "lstat", "makedirs", "mkdir", "open", "readlink", "remove", "rename",
+           "replace", "rmdir", "scandir", "stat", "symlink", "truncate", "unlink", "utime", "walk"},
+    "shutil": {"copy", "copyfile", "copytree", "disk_usage", "move", "rmtree"},
 }  # fmt: skip
 
 # Folders whose paths are the volume's business, and of them what is left out.
 HELD = ("adapters", "restore", "runtime")
 WHY_NOT = {
     "adapters/volume/shared_volume.py": "is the one way",
+    "adapters/volume/directory_hints.py": "hears that something changed, wherever a link may lead, and reads nothing",
     "adapters/volume/durable_files.py": "writes below a file:// destination, and syncs the state directory",
     "adapters/volume/identity.py": "makes the volume itself",
     "adapters/volume/shared_folders.py": "makes a state directory that is not on the volume",
@@ -50,6 +52,10 @@ WHY_NOT = {
 
 def calls_by_path(source: str) -> Iterator[str]:
     for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.ImportFrom) and node.module in FUNCTIONS:
+            yield f"{node.lineno}: from {node.module} import"
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "open":
+            yield f"{node.lineno}: open"
         if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Attribute):
             continue
         owner, name = node.func.value, node.func.attr
@@ -64,7 +70,7 @@ def calls_by_path(source: str) -> Iterator[str]:
 def _is_of_a_folder(owner: ast.expr) -> bool:
     """By the names that open folders and files have in these modules; mypy holds that they are such."""
     folders = {"root", "folder", "directory", "target", "source", "staged", "incoming", "opened", "to", "volume"}
-    return isinstance(owner, ast.Name) and owner.id in folders | {"file", "self"}
+    return isinstance(owner, ast.Name) and owner.id in folders | {"entry", "file", "self"}
 
 
 def test_modules_that_touch_the_volume_use_no_call_that_takes_a_path() -> None:
@@ -85,3 +91,4 @@ def test_every_exception_is_a_module_that_is_there() -> None:
 def test_a_call_by_path_is_found() -> None:
     source = "import os\nos.open(path, 0)\nPath(x).read_bytes()\nos.open(name, 0, dir_fd=folder)\nroot.unlink(x)\n"
     assert list(calls_by_path(source)) == ["2: os.open", "3: .read_bytes"]
+    assert list(calls_by_path("from os import open\nopen(path)\n")) == ["1: from os import", "2: open"]

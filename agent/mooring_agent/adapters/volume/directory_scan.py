@@ -126,7 +126,7 @@ class DirectoryScanner:
         said = self._said.get(key)
         if said is None:
             name = path.rpartition("/")[2]
-            with open(folder.open_file(name), "rb") as file:  # noqa: PTH123 - a descriptor, no path
+            with os.fdopen(folder.open_file(name), "rb") as file:
                 said = _prove(file, name, status.st_size), _names(file, name)
         known[key] = said
         proof, names = said
