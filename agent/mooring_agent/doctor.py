@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Final, TypeVar
 
 from mooring_agent.adapters.checksum import region_checksum
-from mooring_agent.adapters.cpu_limit import cpu_limit
+from mooring_agent.adapters.control_group import cpu_limit
 from mooring_agent.adapters.open_store import open_store
 from mooring_agent.adapters.volume.shared_volume import fingerprint
 from mooring_agent.core.errors import ErrorKind, MooringError, StoreError

@@ -38,7 +38,7 @@ WHY_NOT = {
     "adapters/folders.py": "is of a file:// destination",
     "adapters/object_directory.py": "is a file:// destination",
     "adapters/filesystem_store.py": "is a file:// destination",
-    "adapters/cpu_limit.py": "reads the control group's files",
+    "adapters/control_group.py": "reads the control group's files",
     "adapters/cluster.py": "reads the service account's files",
     "adapters/s3/secret_directory.py": "reads a mounted Secret",
     "adapters/s3/client.py": "reads a CA bundle",

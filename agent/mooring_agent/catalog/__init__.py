@@ -6,7 +6,7 @@ people waiting: nothing here does, except that bytes which arrive wrong are fetc
 
 from mooring_agent.catalog.deep_check import check
 from mooring_agent.catalog.fetching import fetch_part
-from mooring_agent.catalog.packs import PACKS_AT_ONCE, StoredPack, fetch_pack, packs_of
+from mooring_agent.catalog.packs import PACKS_AT_ONCE, StoredPack, fetch_pack, packs_at_once, packs_of
 from mooring_agent.catalog.pruning import PruneReport, prune
 from mooring_agent.catalog.reading import CommittedCheckpoint, Problem, StoredFile, list_committed, load, read_marker
 
@@ -22,6 +22,7 @@ __all__ = [
     "fetch_part",
     "list_committed",
     "load",
+    "packs_at_once",
     "packs_of",
     "prune",
     "read_marker",

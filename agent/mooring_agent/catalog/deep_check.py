@@ -8,7 +8,7 @@ from collections.abc import Awaitable, Callable
 
 from mooring_agent.catalog.fan_out import for_each
 from mooring_agent.catalog.fetching import fetch_part
-from mooring_agent.catalog.packs import PACKS_AT_ONCE, StoredPack, fetch_pack, packs_of
+from mooring_agent.catalog.packs import StoredPack, fetch_pack, packs_at_once, packs_of
 from mooring_agent.catalog.reading import DAMAGE, CommittedCheckpoint, Problem, StoredFile, examine
 from mooring_agent.core.errors import StoreError
 from mooring_agent.core.model import Part
@@ -59,10 +59,11 @@ async def _check_bytes(
     async def check_pack(pack: StoredPack) -> None:
         await check_one(pack.key, pack.content_bytes, fetch_pack(store, pack))
 
-    pieces = [(file, part) for file in checkpoint.files if not file.entry.place for part in file.entry.parts()]
+    pieces = ((file, part) for file in checkpoint.files if not file.entry.place for part in file.entry.parts())
     try:
         await for_each(pieces, check_part, at_once=concurrency)
-        await for_each(packs_of(checkpoint.files), check_pack, at_once=min(concurrency, PACKS_AT_ONCE))
+        packs = packs_of(checkpoint.files)
+        await for_each(packs, check_pack, at_once=packs_at_once(packs, most=concurrency))
     finally:
         os.close(sink)
     return tuple(sorted(problems, key=str))

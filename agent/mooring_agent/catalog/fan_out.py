@@ -7,6 +7,11 @@ from typing import TypeVar
 _Item = TypeVar("_Item")
 
 
+def at_once(sizes_bytes: Iterable[int], *, most: int, together_bytes: int) -> int:
+    """How many things to have in memory at a time: `most`, and fewer if so many of the largest are too much."""
+    return max(1, min(most, together_bytes // max(1, max(sizes_bytes, default=1))))
+
+
 async def for_each(items: Iterable[_Item], work: Callable[[_Item], Awaitable[None]], *, at_once: int) -> None:
     """Await `work(item)` for every item, in order of start."""
     waiting = iter(items)

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from mooring_agent.adapters.checksum import crc64nvme
+from mooring_agent.catalog.fan_out import at_once
 from mooring_agent.catalog.reading import StoredFile
 from mooring_agent.catalog.small_objects import get_whole
 from mooring_agent.core.errors import ErrorKind, StoreError
@@ -14,6 +15,8 @@ PACKS_AT_ONCE: Final = 4
 """How many may be in memory; each is there twice while it arrives."""
 # The second fetch tells a bit flipped on the way from one flipped in the store.
 _FETCHES: Final = 2
+_TOGETHER_BYTES: Final = 32 * 1024**2
+"""Four as the agent makes them; of the largest that may be, one at a time."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,6 +48,11 @@ def packs_of(files: Iterable[StoredFile]) -> tuple[StoredPack, ...]:
     return tuple(
         StoredPack(key=key, size_bytes=held[0].object_bytes, files=tuple(held)) for key, held in packed.items()
     )
+
+
+def packs_at_once(packs: Iterable[StoredPack], *, most: int) -> int:
+    sizes = [pack.size_bytes for pack in packs]
+    return at_once(sizes, most=min(most, PACKS_AT_ONCE), together_bytes=_TOGETHER_BYTES)
 
 
 async def fetch_pack(store: ObjectStore, pack: StoredPack) -> bytes:

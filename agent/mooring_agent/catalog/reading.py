@@ -10,11 +10,13 @@ from dataclasses import dataclass, field, replace
 from typing import Final
 
 from mooring_agent.adapters.checksum import crc64nvme
-from mooring_agent.catalog.fan_out import for_each
+from mooring_agent.adapters.control_group import memory_limit_bytes
+from mooring_agent.catalog.fan_out import at_once, for_each
 from mooring_agent.catalog.small_objects import read_object
 from mooring_agent.core.errors import ErrorKind, MooringError, StoreError
 from mooring_agent.core.limits import MARKER_BYTES
 from mooring_agent.core.manifest import decode_manifest, decode_marker
+from mooring_agent.core.manifest_memory import needed_bytes, shortage
 from mooring_agent.core.model import CommitMarker, FileEntry, ManifestReference, RankManifest
 from mooring_agent.core.object_layout import (
     COMMITS_PREFIX,
@@ -22,6 +24,7 @@ from mooring_agent.core.object_layout import (
     is_manifest_of,
     manifest_key,
     manifests_prefix,
+    marker_key,
     pack_key,
     parse_marker_key,
     save_prefix,
@@ -30,6 +33,14 @@ from mooring_agent.core.restore_choice import CommittedSave, newest_first
 from mooring_agent.ports import ObjectInfo, ObjectStore
 
 _MANIFESTS_AT_ONCE: Final = 8
+_TOGETHER_BYTES: Final = 4 * 1024**2
+"""Of the rank manifests that are on their way at a time, unless one alone has more."""
+_LEAST_ENTRY_BYTES: Final = 40
+"""Of a file in a manifest; shorter is none."""
+_OTHER_OBJECTS: Final = 1_000
+"""In the folder of a save, besides twice its files and ranks: what a restarted agent packed anew."""
+_PROBLEMS: Final = 1_000
+"""That are kept; the rest is counted."""
 # The answers that mean "this object is not what was written", as opposed to "the store cannot say now".
 DAMAGE: Final = frozenset({ErrorKind.CHECKPOINT_CORRUPT, ErrorKind.NOT_FOUND})
 
@@ -84,12 +95,23 @@ class CommittedCheckpoint:
 
 @dataclass(slots=True, kw_only=True)
 class Examination:
-    """Everything found out about one committed save; `checkpoint` only when there is no problem."""
+    """Everything found out about one committed save; `checkpoint` only when there is no problem.
+
+    `shortage`: why nobody looked further, with nothing wrong found; then it is the one problem.
+    """
 
     problems: list[Problem] = field(default_factory=list)
+    shortage: StoreError | None = None
     checkpoint: CommittedCheckpoint | None = None
     manifests: list[RankManifest] = field(default_factory=list)
     files: dict[str, StoredFile] = field(default_factory=dict)
+    more_problems: int = 0
+
+    def add(self, key: str, what: str) -> None:
+        if len(self.problems) < _PROBLEMS:
+            self.problems.append(Problem(key=key, what=what))
+        else:
+            self.more_problems += 1
 
 
 async def list_committed(store: ObjectStore) -> tuple[CommittedSave, ...]:
@@ -120,10 +142,15 @@ async def read_marker(store: ObjectStore, committed: CommittedSave) -> CommitMar
 
 
 async def load(store: ObjectStore, committed: CommittedSave) -> CommittedCheckpoint:
-    """The checkpoint, checked as far as is possible without its bytes. StoreError(CHECKPOINT_CORRUPT) otherwise."""
+    """The checkpoint, checked as far as is possible without its bytes. StoreError(CHECKPOINT_CORRUPT) otherwise.
+
+    StoreError(MEMORY_SHORT) if its rank manifests do not fit into the memory that this process may have.
+    """
     examination = await examine(store, committed)
+    if examination.shortage:
+        raise examination.shortage
     if examination.checkpoint is None:
-        raise _corrupt(examination.problems)
+        raise _corrupt(examination.problems, examination.more_problems)
     return examination.checkpoint
 
 
@@ -133,7 +160,11 @@ async def examine(store: ObjectStore, committed: CommittedSave) -> Examination:
     What one look finds wrong, another may not: a problem is what the second one finds.
     """
     examination = await _examine(store, committed)
-    return examination if examination.checkpoint else await _examine(store, committed)
+    if examination.checkpoint or examination.shortage:
+        return examination
+    # Two at a time are more than the memory is reckoned for.
+    del examination
+    return await _examine(store, committed)
 
 
 async def _examine(store: ObjectStore, committed: CommittedSave) -> Examination:
@@ -143,10 +174,15 @@ async def _examine(store: ObjectStore, committed: CommittedSave) -> Examination:
     except StoreError as error:
         if error.kind not in DAMAGE:
             raise
-        examination.problems.append(Problem(key=committed.key, what=str(error).removeprefix(f"{committed.key} ")))
+        examination.add(committed.key, str(error).removeprefix(f"{committed.key} "))
         return examination
-    objects = {one.key: one async for one in store.list(save_prefix(marker.info))}
-    await _examine_manifests(store, marker, objects, examination)
+    if not _has_room(marker, examination):
+        return examination
+    objects = await _objects(store, marker, examination)
+    if not examination.problems:
+        await _examine_manifests(store, marker, objects, examination)
+    if examination.shortage:
+        return examination
     for manifest in examination.manifests:
         _examine_files(manifest, objects, examination)
     _examine_paths(examination)
@@ -179,22 +215,65 @@ async def _saved_at(store: ObjectStore, committed: CommittedSave) -> float:
         return 0.0
 
 
+def _has_room(marker: CommitMarker, examination: Examination, *, largest_pack_bytes: int = 0) -> bool:
+    """Whether what the marker speaks of fits into memory: what is too much is a shortage, what cannot be a problem."""
+    sizes = [reference.size_bytes for reference in marker.manifests]
+    if marker.file_count * _LEAST_ENTRY_BYTES > sum(sizes):
+        what = f"says {marker.file_count} files, for which rank manifests of {sum(sizes)} bytes have no room"
+        examination.add(marker_key(marker.info), what)
+        return False
+    needed = needed_bytes(files=marker.file_count, manifests_bytes=sizes, largest_pack_bytes=largest_pack_bytes)
+    limit = memory_limit_bytes()
+    if limit is None or needed <= limit:
+        return True
+    examination.shortage = shortage(f"{marker.info.name} (save {marker.info.save})", needed, limit)
+    examination.add(marker_key(marker.info), str(examination.shortage))
+    return False
+
+
+async def _objects(store: ObjectStore, marker: CommitMarker, examination: Examination) -> dict[str, ObjectInfo]:
+    """All of a save, by key. Of those that a save cannot have, no more than there may be of its own."""
+    objects: dict[str, ObjectInfo] = {}
+    most = 2 * (marker.file_count + marker.info.world_size) + _OTHER_OBJECTS
+    async for one in store.list(save_prefix(marker.info)):
+        if len(objects) == most:
+            what = f"has more than {most} objects, and its marker names {marker.file_count} files"
+            examination.add(save_prefix(marker.info), what)
+            break
+        objects[one.key] = one
+    return objects
+
+
 async def _examine_manifests(
     store: ObjectStore, marker: CommitMarker, objects: dict[str, ObjectInfo], examination: Examination
 ) -> None:
+    files = 0
+
     async def read(reference: ManifestReference) -> None:
+        nonlocal files
+        if files > marker.file_count:
+            # Said at the end, of all: more would not fit into the memory that there is.
+            return
         answer = await _read_manifest(store, marker, reference, objects)
         if isinstance(answer, Problem):
-            examination.problems.append(answer)
+            examination.add(answer.key, answer.what)
         else:
+            files += len(answer.files)
             examination.manifests.append(answer)
 
-    await for_each(marker.manifests, read, at_once=_MANIFESTS_AT_ONCE)
+    sizes = [reference.size_bytes for reference in marker.manifests]
+    together = at_once(sizes, most=_MANIFESTS_AT_ONCE, together_bytes=_TOGETHER_BYTES)
+    await for_each(marker.manifests, read, at_once=together)
     examination.manifests.sort(key=lambda manifest: manifest.rank)
+    if files > marker.file_count:
+        what = f"says {marker.file_count} files, the rank manifests {files} or more"
+        examination.add(marker_key(marker.info), what)
+        examination.manifests.clear()
     for key in sorted(objects):
         if key.startswith(manifests_prefix(marker.info)) and not is_manifest_of(marker.info, key):
-            what = f"is more than the {marker.info.world_size} rank manifests that the marker names"
-            examination.problems.append(Problem(key=key, what=what))
+            examination.add(key, f"is more than the {marker.info.world_size} rank manifests that the marker names")
+    packs = [size_bytes for manifest in examination.manifests for size_bytes in manifest.pack_sizes_bytes]
+    _has_room(marker, examination, largest_pack_bytes=max(packs, default=0))
 
 
 async def _read_manifest(
@@ -239,19 +318,17 @@ def _examine_files(manifest: RankManifest, objects: dict[str, ObjectInfo], exami
         found = StoredFile(entry=entry, key=listed.key, etag=listed.etag, object_bytes=listed.size_bytes)
         known = examination.files.setdefault(entry.path, found)
         if not known.entry.has_bytes_of(entry):
-            what = "is claimed by two ranks with different bytes"
-            examination.problems.append(Problem(key=file_key(info, entry.path), what=what))
+            examination.add(file_key(info, entry.path), "is claimed by two ranks with different bytes")
 
 
 def _listed(key: str, size_bytes: int, objects: dict[str, ObjectInfo], examination: Examination) -> ObjectInfo | None:
     """The object, if it is as its rank manifest says."""
     listed = objects.get(key)
     if listed is None:
-        examination.problems.append(Problem(key=key, what="is missing"))
+        examination.add(key, "is missing")
         return None
     if listed.size_bytes != size_bytes:
-        what = f"has {listed.size_bytes} bytes, its rank manifest says {size_bytes}"
-        examination.problems.append(Problem(key=key, what=what))
+        examination.add(key, f"has {listed.size_bytes} bytes, its rank manifest says {size_bytes}")
         return None
     return listed
 
@@ -263,7 +340,7 @@ def _examine_paths(examination: Examination) -> None:
         while "/" in folder:
             folder = folder.rpartition("/")[0]
             if folder in examination.files:
-                examination.problems.append(Problem(key=file.key, what=f"lies below the file {folder}"))
+                examination.add(file.key, f"lies below the file {folder}")
 
 
 def _examine_totals(committed: CommittedSave, marker: CommitMarker, examination: Examination) -> None:
@@ -274,7 +351,7 @@ def _examine_totals(committed: CommittedSave, marker: CommitMarker, examination:
             f"says {marker.file_count} files and {marker.size_bytes} bytes, "
             f"the rank manifests {file_count} and {size_bytes}"
         )
-        examination.problems.append(Problem(key=committed.key, what=what))
+        examination.add(committed.key, what)
 
 
 def _problem(key: str, error: MooringError) -> list[Problem]:
@@ -282,8 +359,9 @@ def _problem(key: str, error: MooringError) -> list[Problem]:
     return [Problem(key=key, what=what)]
 
 
-def _corrupt(problems: Sequence[Problem]) -> StoreError:
-    more = f" (and {len(problems) - 1} more)" if len(problems) > 1 else ""
+def _corrupt(problems: Sequence[Problem], not_kept: int = 0) -> StoreError:
+    count = len(problems) - 1 + not_kept
+    more = f" (and {count} more)" if count else ""
     return StoreError(
         ErrorKind.CHECKPOINT_CORRUPT,
         f"{problems[0]}{more}",

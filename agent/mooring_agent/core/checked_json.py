@@ -32,12 +32,15 @@ def decode(body: bytes, as_type: type[_Value], *, limit_bytes: int) -> _Value:
     """Raises UndecodableError."""
     if len(body) > limit_bytes:
         raise UndecodableError(f"it has {len(body):,} bytes, more than {limit_bytes:,}")
-    content, end = body[:-_END_BYTES], _END_PATTERN.fullmatch(body[-_END_BYTES:])
+    end = _END_PATTERN.fullmatch(body[-_END_BYTES:])
     if end is None:
         raise UndecodableError("it does not end with its checksum")
+    # One copy, for it may be large.
+    content = bytearray(memoryview(body)[:-_END_BYTES])
     if int(end[1], 16) != crc32(content):
         raise UndecodableError("its bytes do not have the checksum at its end")
+    content += b"}"
     try:
-        return msgspec.json.decode(content + b"}", type=as_type)
+        return msgspec.json.decode(content, type=as_type)
     except (ValueError, RecursionError, OverflowError) as error:
         raise UndecodableError(str(error)) from error

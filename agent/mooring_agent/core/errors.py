@@ -29,6 +29,8 @@ class ErrorKind(StrEnum):
     # What is stored is not what was written.
     CHECKPOINT_CORRUPT = "checkpoint-corrupt"
     NO_CHECKPOINT = "no-checkpoint"
+    # It may be all right, and does not fit into the memory that this process may have.
+    MEMORY_SHORT = "memory-short"
     # The local volume.
     FILE_CHANGED = "file-changed"
     FILE_MISSING = "file-missing"

@@ -27,6 +27,7 @@ from mooring_agent.core.limits import (
     WorldSize,
 )
 from mooring_agent.core.model import (
+    Checksums,
     CommitMarker,
     FileEntry,
     Kind,
@@ -219,7 +220,7 @@ def _decode_file(file: _File) -> FileEntry:
         path=check_file_path(file.path),
         size_bytes=file.size,
         part_size_bytes=file.part_size,
-        checksums=tuple(int(checksum, 16) for checksum in file.checksums),
+        checksums=Checksums(int(checksum, 16) for checksum in file.checksums),
         place=None
         if file.pack is None or file.offset is None
         else PackPlace(number=file.pack, offset_bytes=file.offset),

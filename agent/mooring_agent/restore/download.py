@@ -106,10 +106,9 @@ class _IncomingFile:
     """A file that up to two writers fill from one queue of parts."""
 
     def __init__(self, stored: StoredFile, target: Folder) -> None:
-        parts = stored.entry.parts()
         self.stored = stored
-        self.waiting: Iterator[Part] = iter(parts)
-        self.writers = max(1, min(_WRITERS_PER_FILE, len(parts)))
+        self.waiting: Iterator[Part] = stored.entry.parts()
+        self.writers = max(1, min(_WRITERS_PER_FILE, len(stored.entry.checksums)))
         self._target = target
         self._path = stored.entry.path
         self._descriptor = -1

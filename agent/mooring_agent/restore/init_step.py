@@ -7,10 +7,12 @@ pin says it.
 """
 
 import asyncio
+import gc
 from collections.abc import Awaitable, Callable
 from concurrent.futures import Executor, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
+from hashlib import sha256
 from pathlib import Path
 from typing import TypeVar, assert_never
 
@@ -135,28 +137,46 @@ class _InitStep:
                     try:
                         return await self._gather_one(candidate)
                     except StoreError as error:
-                        if error.kind not in DAMAGE:
+                        if error.kind not in (*DAMAGE, ErrorKind.MEMORY_SHORT):
                             raise
-                        self._failures[candidate.save] = str(error)
-                        _log.warning("restore_passes_over", step=candidate.step, save=candidate.save, reason=str(error))
-                        await note_damage(self._store, candidate.save, str(error))
+                        damaged, reason = error.kind in DAMAGE, str(error)
+                    # Out of the error's reach, which holds all that was read of that checkpoint.
+                    await self._pass_over(candidate, reason, damaged=damaged)
                 case _:
                     assert_never(choice)
+
+    async def _pass_over(self, candidate: CommittedSave, reason: str, *, damaged: bool) -> None:
+        """Damage is noted for all who come; that memory is short says nothing of the checkpoint."""
+        self._failures[candidate.save] = reason
+        _log.warning("restore_passes_over", step=candidate.step, save=candidate.save, reason=reason)
+        # A checkpoint's values have cycles through errors and tasks: they would be in memory beside the next one's.
+        gc.collect()
+        if damaged:
+            await note_damage(self._store, candidate.save, reason)
 
     async def _gather_one(self, candidate: CommittedSave) -> tuple[CommittedCheckpoint, bool]:
         checkpoint = await load(self._store, candidate)
         if await self._on_disk(partial(self._local.holds, checkpoint)):
             # Its bytes at the destination were not read: a note of damage to them stays.
             return checkpoint, False
+        seen = _seen(checkpoint)
         try:
             await self._download(checkpoint)
         except StoreError as error:
-            # What was listed, or read of a small object, may have been wrong: not the files.
-            again = await load(self._store, candidate) if error.kind in DAMAGE else checkpoint
-            if again == checkpoint:
+            if error.kind not in DAMAGE:
                 raise
-            checkpoint = again
-            await self._download(checkpoint)
+            # Without its traceback, which holds what was read: there is no memory for that twice.
+            damage = StoreError(error.kind, str(error), hint=error.hint)
+        else:
+            await clear_damage(self._store, candidate.save)
+            return checkpoint, True
+        del checkpoint
+        gc.collect()
+        # What was listed, or read of a small object, may have been wrong: not the files.
+        checkpoint = await load(self._store, candidate)
+        if _seen(checkpoint) == seen:
+            raise damage
+        await self._download(checkpoint)
         await clear_damage(self._store, candidate.save)
         return checkpoint, True
 
@@ -188,6 +208,14 @@ class _InitStep:
 
     async def _on_disk(self, work: Callable[[], _Result]) -> _Result:
         return await asyncio.get_running_loop().run_in_executor(self._disk, work)
+
+
+def _seen(checkpoint: CommittedCheckpoint) -> bytes:
+    """Changes with whatever was read or listed of a checkpoint. The marker has the checksums of all rank manifests."""
+    digest = sha256(repr(checkpoint.marker).encode())
+    for file in checkpoint.files:
+        digest.update(f"{file.key}\n{file.etag}\n{file.object_bytes}\n".encode())
+    return digest.digest()
 
 
 def _pin_for(attempt: str, checkpoint: CommittedCheckpoint | None) -> Pin:

@@ -12,7 +12,7 @@ from typing import Final
 
 from mooring_agent.adapters.volume.errors import volume_error
 from mooring_agent.adapters.volume.shared_volume import Folder
-from mooring_agent.catalog import PACKS_AT_ONCE, StoredFile, StoredPack, fetch_pack
+from mooring_agent.catalog import PACKS_AT_ONCE, StoredFile, StoredPack, fetch_pack, packs_at_once
 from mooring_agent.catalog.fan_out import for_each
 from mooring_agent.ports import ObjectStore
 
@@ -44,7 +44,7 @@ async def fetch_packs(
 
     # A filesystem commits its own journal once for all that wait together.
     with ThreadPoolExecutor(PACKS_AT_ONCE, thread_name_prefix="mooring-restore-packs") as threads:
-        await for_each(packs, fetch, at_once=min(concurrency, PACKS_AT_ONCE))
+        await for_each(packs, fetch, at_once=packs_at_once(packs, most=concurrency))
 
 
 def _write(pack: StoredPack, body: bytes, folder: Folder) -> None:

@@ -5,15 +5,17 @@ from collections.abc import Callable, Mapping
 import structlog
 
 from mooring_agent.adapters.checksum import crc64nvme
+from mooring_agent.adapters.control_group import memory_limit_bytes
 from mooring_agent.catalog.small_objects import get_whole, read_object
 from mooring_agent.core.commands import Commit, WriteManifest
 from mooring_agent.core.commit import DIFFERENT_FILES_HINT, contradiction, is_listed, judge_listing
 from mooring_agent.core.errors import ErrorKind, RequestError, StoreError
 from mooring_agent.core.events import Committed, CommitWaits, ManifestStored, ObjectsLost
-from mooring_agent.core.limits import MANIFEST_BYTES, MARKER_BYTES
+from mooring_agent.core.limits import MANIFEST_BYTES, MANIFESTS_BYTES, MARKER_BYTES
 from mooring_agent.core.manifest import commit_marker, decode_manifest, decode_marker, encode_manifest, encode_marker
+from mooring_agent.core.manifest_memory import largest_manifest_bytes, needed_bytes, shortage
 from mooring_agent.core.model import AnnouncementTime, ManifestReference, RankManifest, SaveInfo
-from mooring_agent.core.object_layout import manifest_key, marker_key, save_prefix
+from mooring_agent.core.object_layout import is_manifest_of, manifest_key, marker_key, save_prefix
 from mooring_agent.ports import Clock, ObjectStore
 
 log = structlog.get_logger("mooring.committer")
@@ -29,7 +31,7 @@ async def write_manifest(store: ObjectStore, clock: Clock, command: WriteManifes
 
 async def commit(store: ObjectStore, clock: Clock, command: Commit) -> Committed | CommitWaits | ObjectsLost:
     """One try to commit: ends in the marker read back, or in what is still missing."""
-    sizes = {info.key: info.size_bytes async for info in store.list(save_prefix(command.info))}
+    sizes = await _sizes(store, command.info)
     verdict = judge_listing(command.info, command.manifests, sizes)
     if verdict.lost_files or verdict.lost_packs or verdict.lost_manifests:
         return ObjectsLost(
@@ -45,7 +47,10 @@ async def commit(store: ObjectStore, clock: Clock, command: Commit) -> Committed
     found = await read_if_there(store, key)
     if found is None and not command.may_write_marker:
         return CommitWaits(at=clock.now(), work=command.work, missing_ranks=0)
-    manifests = await _all_manifests(store, command)
+    _check_room(command.info, sizes, files=len(sizes))
+    manifests = await _all_manifests(store, command, sizes)
+    # Again, with the files that lie in packs: restore counts them all.
+    _check_room(command.info, sizes, files=sum(len(manifest.files) for manifest in manifests.values()))
     unlisted = command.info.world_size - len(manifests)
     unlisted += sum(not is_listed(manifest, sizes) for manifest in manifests.values())
     if unlisted:
@@ -86,8 +91,9 @@ async def is_committed(store: ObjectStore, info: SaveInfo, announced_at: Mapping
             raise
         log.warning("marker.damaged", save=info.save, error=str(error))
     ours = marker is None or marker.info == info
+    limit_bytes = largest_manifest_bytes(memory_limit_bytes(), MANIFEST_BYTES)
     for rank in sorted(announced_at) if ours else ():
-        found = await _read_manifest_if_there(store, info, rank)
+        found = await _read_manifest_if_there(store, info, rank, limit_bytes=limit_bytes)
         if found is None:
             ours &= marker is None
             continue
@@ -153,20 +159,46 @@ async def read_if_there(store: ObjectStore, key: str, *, fresh: bool = False) ->
         raise
 
 
-async def _all_manifests(store: ObjectStore, command: Commit) -> Mapping[int, RankManifest]:
+async def _sizes(store: ObjectStore, info: SaveInfo) -> dict[str, int]:
+    """Of all objects of a save, by key; BAD_REQUEST if they are more than fit into memory."""
+    limit = memory_limit_bytes()
+    sizes: dict[str, int] = {}
+    async for one in store.list(save_prefix(info)):
+        sizes[one.key] = one.size_bytes
+        if limit is not None and needed_bytes(files=len(sizes)) > limit:
+            raise _not_restorable(shortage(info.name, needed_bytes(files=len(sizes)), limit))
+    return sizes
+
+
+def _check_room(info: SaveInfo, sizes: Mapping[str, int], *, files: int) -> None:
+    """BAD_REQUEST unless all rank manifests that are listed fit into this process, as into one that restores."""
+    manifests_bytes = [size_bytes for key, size_bytes in sizes.items() if is_manifest_of(info, key)]
+    if sum(manifests_bytes) > MANIFESTS_BYTES or max(manifests_bytes) > MANIFEST_BYTES:
+        raise _not_restorable(
+            f"its rank manifests have {sum(manifests_bytes):,} bytes, the largest {max(manifests_bytes):,}; "
+            f"the most are {MANIFESTS_BYTES:,} and {MANIFEST_BYTES:,}"
+        )
+    limit, needed = memory_limit_bytes(), needed_bytes(files=files, manifests_bytes=manifests_bytes)
+    if limit is not None and needed > limit:
+        raise _not_restorable(shortage(info.name, needed, limit))
+
+
+async def _all_manifests(store: ObjectStore, command: Commit, sizes: Mapping[str, int]) -> Mapping[int, RankManifest]:
     """By rank; without those that were removed since they were listed."""
     manifests = {manifest.rank: manifest for manifest in command.manifests}
     for rank in range(command.info.world_size):
         if rank in manifests:
             continue
-        found = await _read_manifest_if_there(store, command.info, rank)
+        found = await _read_manifest_if_there(
+            store, command.info, rank, limit_bytes=sizes[manifest_key(command.info, rank)]
+        )
         if found is not None:
             manifests[rank], _ = found
     return manifests
 
 
 async def _read_manifest_if_there(
-    store: ObjectStore, info: SaveInfo, rank: int
+    store: ObjectStore, info: SaveInfo, rank: int, *, limit_bytes: int
 ) -> tuple[RankManifest, ManifestReference] | None:
     """What an agent wrote for a rank, and how a marker names it. CHECKPOINT_CORRUPT if it is of another save."""
 
@@ -181,7 +213,7 @@ async def _read_manifest_if_there(
         return manifest, _reference(rank, body)
 
     try:
-        return await read_object(store, manifest_key(info, rank), decode, limit_bytes=MANIFEST_BYTES)
+        return await read_object(store, manifest_key(info, rank), decode, limit_bytes=limit_bytes)
     except StoreError as error:
         if error.kind is not ErrorKind.NOT_FOUND:
             raise
@@ -193,11 +225,15 @@ def _check_readable(decode: Callable[[bytes, str], object], body: bytes, key: st
     try:
         decode(body, key)
     except StoreError as error:
-        raise RequestError(
-            ErrorKind.BAD_REQUEST,
-            f"nobody could restore this save: {error}",
-            hint="save fewer and larger files, or let fewer ranks write them",
-        ) from error
+        raise _not_restorable(error) from error
+
+
+def _not_restorable(reason: object) -> RequestError:
+    return RequestError(
+        ErrorKind.BAD_REQUEST,
+        f"nobody could restore this save: {reason}",
+        hint="save fewer and larger files, or let fewer ranks write them",
+    )
 
 
 def _marker_body(manifests: Mapping[int, RankManifest]) -> bytes:

@@ -13,7 +13,7 @@ import structlog
 
 from mooring_agent import __version__
 from mooring_agent.adapters.clock import SystemClock
-from mooring_agent.adapters.cpu_limit import cpu_limit
+from mooring_agent.adapters.control_group import cpu_limit
 from mooring_agent.adapters.doorbell import Doorbell
 from mooring_agent.adapters.liveness import RankLocks
 from mooring_agent.adapters.rate_limit import RateLimiter

@@ -1,4 +1,4 @@
-"""The CPU that control groups allow, in both versions of the kernel's interface."""
+"""The CPU and memory that control groups allow, in both versions of the kernel's interface."""
 
 import contextlib
 import json
@@ -11,7 +11,7 @@ import pytest
 from tests.harness.agent_process import AgentProcess, wait_until
 from tests.harness.control_group import ControlGroup, NoControlGroup, cpu_control_group
 
-from mooring_agent.adapters.cpu_limit import cpu_limit
+from mooring_agent.adapters.control_group import cpu_limit, memory_limit_bytes
 
 # It bounds a hang.
 START_SECONDS = 60.0
@@ -87,3 +87,22 @@ def test_the_limit_says_which_upload_rate_it_allows(
 
 def test_where_nobody_says_anything_there_is_no_limit(tmp_path: Path) -> None:
     assert cpu_limit(ours=tmp_path / "none", control_groups=tmp_path) is None
+
+
+@pytest.mark.parametrize(
+    ("lines", "files", "expected"),
+    [
+        ("0::/\n", {"memory.max": "268435456\n"}, 268435456),
+        ("0::/\n", {"memory.max": "max\n"}, None),
+        ("0::/a/b\n", {"a/memory.max": "1000\n", "a/b/memory.max": "2000\n"}, 1000),
+        ("7:memory:/a\n0::/\n", {"memory/a/memory.limit_in_bytes": "1000\n"}, 1000),
+        ("7:memory:/\n", {"memory/memory.limit_in_bytes": "9223372036854771712\n"}, None),
+        ("garbage\n", {"memory.max": "1000\n"}, None),
+        ("0::/\n", {"memory.max": "what\n"}, None),
+    ],
+)
+def test_the_memory_limit_is_the_tightest_of_ours_and_those_above(
+    tmp_path: Path, lines: str, files: dict[str, str], expected: int | None
+) -> None:
+    said(tmp_path, lines, files)
+    assert memory_limit_bytes(ours=tmp_path / "cgroup", control_groups=tmp_path / "fs") == expected

@@ -1,7 +1,8 @@
-"""How much CPU this process is allowed by its control groups, and the upload rate that follows from it."""
+"""How much CPU and memory this process is allowed by its control groups, and the upload rate that follows."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path, PurePosixPath
 from typing import Final
 
@@ -10,6 +11,8 @@ _TLS_CPU_SECONDS_PER_GB: Final = 1.18
 _GB: Final = 1e9
 _CONTROL_GROUPS: Final = Path("/sys/fs/cgroup")
 _OURS: Final = Path("/proc/self/cgroup")
+_NO_LIMIT_FROM_BYTES: Final = 2**60
+"""The first version of the interface says a number near 2^63 for none."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,11 +33,20 @@ class CpuLimit:
 
 def cpu_limit(*, ours: Path = _OURS, control_groups: Path = _CONTROL_GROUPS) -> CpuLimit | None:
     """The tightest one on the way from our own group to the root; None where there is none, or nobody says it."""
-    limits = [limit for group in _groups(ours, control_groups) if (limit := _limit_of(group)) is not None]
+    groups = _groups("cpu", ours, control_groups)
+    limits = [limit for group in groups if (limit := _cpus_of(group)) is not None]
     return CpuLimit(cpus=min(limits)) if limits else None
 
 
-def _groups(ours: Path, control_groups: Path) -> Iterator[Path]:
+@cache
+def memory_limit_bytes(*, ours: Path = _OURS, control_groups: Path = _CONTROL_GROUPS) -> int | None:
+    """As `cpu_limit`, for memory; read once, for a process keeps its limit."""
+    groups = _groups("memory", ours, control_groups)
+    limits = [limit for group in groups if (limit := _memory_of(group)) is not None]
+    return min(limits, default=None)
+
+
+def _groups(controller: str, ours: Path, control_groups: Path) -> Iterator[Path]:
     """Our own group and those above it, in both versions of the kernel's interface. Some may not be there: a container
     sees its own as the root."""
     try:
@@ -42,13 +54,23 @@ def _groups(ours: Path, control_groups: Path) -> Iterator[Path]:
     except OSError:
         return
     for number, controllers, path in (line for line in lines if len(line) == 3):
-        if number == "0" or "cpu" in controllers.split(","):
+        if number == "0" or controller in controllers.split(","):
             root = control_groups / controllers
             for place in (PurePosixPath(path), *PurePosixPath(path).parents):
                 yield root / str(place).lstrip("/")
 
 
-def _limit_of(group: Path) -> float | None:
+def _memory_of(group: Path) -> int | None:
+    for name in ("memory.max", "memory.limit_in_bytes"):
+        try:
+            text = (group / name).read_text().strip()
+            return int(text) if text != "max" and int(text) < _NO_LIMIT_FROM_BYTES else None
+        except (OSError, ValueError):
+            continue
+    return None
+
+
+def _cpus_of(group: Path) -> float | None:
     try:
         if (group / "cpu.max").exists():
             quota, period = (group / "cpu.max").read_text().split()

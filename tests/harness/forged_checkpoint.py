@@ -1,0 +1,65 @@
+"""Forged checkpoints whose rank manifests take much memory, beside real ones: all within the limits of their form."""
+
+from collections.abc import Callable, Mapping
+from typing import Final
+
+from mooring_agent.adapters.checksum import crc64nvme
+from mooring_agent.core.manifest import commit_marker, encode_manifest, encode_marker
+from mooring_agent.core.model import FileEntry, Kind, ManifestReference, PackPlace, RankManifest, SaveInfo
+from mooring_agent.core.object_layout import file_key, manifest_key, marker_key, pack_key
+from mooring_agent.ports import ObjectStore
+
+PARTS: Final = 10_000
+_PACK_BYTES: Final = 1024
+_CHECKSUM: Final = 0x0123456789ABCDEF
+
+
+def of_parts(number: int) -> FileEntry:
+    """A file of ten thousand parts of a byte."""
+    checksums = tuple(_CHECKSUM + part for part in range(PARTS))
+    return FileEntry(path=f"file-{number}", size_bytes=PARTS, part_size_bytes=1, checksums=checksums)
+
+
+def of_nothing(number: int) -> FileEntry:
+    """An empty file that lies in a pack."""
+    place = PackPlace(number=0, offset_bytes=_PACK_BYTES)
+    return FileEntry(path=f"f/{number}", size_bytes=0, part_size_bytes=1, checksums=(), place=place)
+
+
+def of_wide_names(number: int) -> FileEntry:
+    """One of whose names one character makes each take four bytes."""
+    place = PackPlace(number=0, offset_bytes=_PACK_BYTES)
+    path = f"{number}\U0001f40b/{'a' * 230}/{'a' * 230}"
+    return FileEntry(path=path, size_bytes=0, part_size_bytes=1, checksums=(), place=place)
+
+
+SHAPES: Final[Mapping[str, Callable[[int], FileEntry]]] = {
+    "many parts": of_parts,
+    "many empty files": of_nothing,
+    "wide names": of_wide_names,
+}
+
+
+async def store_forged(
+    store: ObjectStore, step: int, entry: Callable[[int], FileEntry], *, files_of_rank: int, ranks: int
+) -> list[int]:
+    """Commit it, as someone who may write to the bucket does; the sizes of its rank manifests."""
+    info = SaveInfo(
+        save=f"f0f0f0f0-{step:06d}", name=f"checkpoint-{step}", step=step, kind=Kind.PERIODIC, world_size=ranks
+    )
+    manifests, references = [], {}
+    for rank in range(ranks):
+        files = tuple(entry(rank * files_of_rank + number) for number in range(files_of_rank))
+        packs = (_PACK_BYTES,) if any(file.place for file in files) else ()
+        manifest = RankManifest(info=info, rank=rank, saved_at=1.0, files=files, pack_sizes_bytes=packs)
+        for number, size_bytes in enumerate(packs):
+            await store.put(pack_key(info, rank, number), bytes(size_bytes))
+        for file in files:
+            if not file.place:
+                await store.put(file_key(info, file.path), bytes(file.size_bytes))
+        body = encode_manifest(manifest)
+        await store.put(manifest_key(info, rank), body)
+        manifests.append(manifest)
+        references[rank] = ManifestReference(rank=rank, size_bytes=len(body), checksum=crc64nvme(body))
+    await store.put(marker_key(info), encode_marker(commit_marker(manifests, references)))
+    return [reference.size_bytes for reference in references.values()]
