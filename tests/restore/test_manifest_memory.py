@@ -140,10 +140,12 @@ async def test_a_commit_does_not_decode_others_manifests_that_no_restore_could_h
     assert not fetched_manifests(store)
 
 
-async def test_a_commit_counts_packed_files_as_restore_does(store: FakeStore, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_commit_counts_packed_files_and_packs_as_restore_does(
+    store: FakeStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
     commit = await with_a_large_part_of_another_pod(store, files_of_rank=2000, entry=of_nothing)
     sizes = [one.size_bytes async for one in store.list("checkpoint-2/") if "/rank-" in one.key]
-    needed = needed_bytes(files=4000, manifests_bytes=sizes)
+    needed = needed_bytes(files=4000, manifests_bytes=sizes, largest_pack_bytes=1024)
     monkeypatch.setattr(committer, "memory_limit_bytes", lambda: needed - 1)
     with pytest.raises(RequestError, match="MiB of memory"):
         await committer.commit(store, SystemClock(), commit)

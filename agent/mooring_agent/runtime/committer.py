@@ -49,8 +49,10 @@ async def commit(store: ObjectStore, clock: Clock, command: Commit) -> Committed
         return CommitWaits(at=clock.now(), work=command.work, missing_ranks=0)
     _check_room(command.info, sizes, files=len(sizes))
     manifests = await _all_manifests(store, command, sizes)
-    # Again, with the files that lie in packs: restore counts them all.
-    _check_room(command.info, sizes, files=sum(len(manifest.files) for manifest in manifests.values()))
+    # Again, with packs and the files in them: restore counts them all.
+    files = sum(len(manifest.files) for manifest in manifests.values())
+    packs = (size_bytes for manifest in manifests.values() for size_bytes in manifest.pack_sizes_bytes)
+    _check_room(command.info, sizes, files=files, largest_pack_bytes=max(packs, default=0))
     unlisted = command.info.world_size - len(manifests)
     unlisted += sum(not is_listed(manifest, sizes) for manifest in manifests.values())
     if unlisted:
@@ -170,7 +172,7 @@ async def _sizes(store: ObjectStore, info: SaveInfo) -> dict[str, int]:
     return sizes
 
 
-def _check_room(info: SaveInfo, sizes: Mapping[str, int], *, files: int) -> None:
+def _check_room(info: SaveInfo, sizes: Mapping[str, int], *, files: int, largest_pack_bytes: int = 0) -> None:
     """BAD_REQUEST unless all rank manifests that are listed fit into this process, as into one that restores."""
     manifests_bytes = [size_bytes for key, size_bytes in sizes.items() if is_manifest_of(info, key)]
     if sum(manifests_bytes) > MANIFESTS_BYTES or max(manifests_bytes) > MANIFEST_BYTES:
@@ -178,7 +180,8 @@ def _check_room(info: SaveInfo, sizes: Mapping[str, int], *, files: int) -> None
             f"its rank manifests have {sum(manifests_bytes):,} bytes, the largest {max(manifests_bytes):,}; "
             f"the most are {MANIFESTS_BYTES:,} and {MANIFEST_BYTES:,}"
         )
-    limit, needed = memory_limit_bytes(), needed_bytes(files=files, manifests_bytes=manifests_bytes)
+    limit = memory_limit_bytes()
+    needed = needed_bytes(files=files, manifests_bytes=manifests_bytes, largest_pack_bytes=largest_pack_bytes)
     if limit is not None and needed > limit:
         raise _not_restorable(shortage(info.name, needed, limit))
 
