@@ -44,9 +44,9 @@ def attack_agent(folder: Path, *, count: int, seed: int) -> requests.Answers:
     with AgentProcess(folder / "volume", f"file://{folder}/destination", watch=False) as agent:
         paths = [write_checkpoint(agent.checkpoints / f"checkpoint-{n}", {"model.bin": 100}) for n in range(3)]
         requests.attack(agent, paths, requests=min(2 * _WARM_UP, count // 4), seed=seed + 1)
-        before = agent.memory_bytes("RssAnon")
+        before = agent.memory_bytes("VmHWM")
         answers = requests.attack(agent, paths, requests=count, seed=seed)
-        grown = agent.memory_bytes("RssAnon") - before
+        grown = agent.memory_bytes("VmHWM") - before
         assert grown < GROWTH_BYTES, f"{grown:,} bytes more after {count} requests"
         assert not list(requests.lines_of_bugs(agent))
         assert not answers.codes["INTERNAL"], answers

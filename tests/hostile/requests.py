@@ -1,7 +1,7 @@
 """Hostile requests to a real agent, built from the API's own description: every method, every field, any value.
 
-Many calls are open at once and each has a deadline, so that those which wait for what never comes end. Invariant: an
-agent answers with a status of its own words, never INTERNAL, and is there after every batch.
+Many calls are open at once and each has a deadline, so that those which wait for what never comes end. Invariants: an
+agent answers with a status of its own words, never INTERNAL, and answers GetStatus in the midst of every batch.
 """
 
 import random
@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, Final
 
 import grpc
+import psutil
 from google.protobuf.descriptor import FieldDescriptor, MethodDescriptor
 from google.protobuf.message import Message
 from google.protobuf.message_factory import GetMessageClass
@@ -25,6 +26,8 @@ _BATCH: Final = 250
 _CALL_SECONDS: Final = 1.0
 """A call that waits for a commit or for its other ranks ends by it."""
 _ALIVE_SECONDS: Final = 60.0
+WORK_SECONDS: Final = 2.0
+"""Of the agent's processor, from a GetStatus to its answer: no other process takes part in it."""
 _OPTIONS: Final = [("grpc.max_send_message_length", -1), ("grpc.max_receive_message_length", -1)]
 _NUMBERS: Final = (0, 1, 2, 3, 1023, 1024, 99_999, 100_000, 10**12, 2**31, 2**32 - 1, 2**53, 2**63, 2**64 - 1)
 _METHODS: Final = agent_pb2.DESCRIPTOR.services_by_name["Agent"]
@@ -35,6 +38,7 @@ class Answers:
     """How many calls ended in which status."""
 
     requests: int = 0
+    longest_work_seconds: float = 0.0
     codes: Counter[str] = field(default_factory=Counter)
 
 
@@ -69,6 +73,7 @@ def _value(one: FieldDescriptor, paths: list[str], generator: random.Random) -> 
 
 def attack(agent: AgentProcess, paths: list[Path], *, requests: int, seed: int) -> Answers:
     answers = Answers()
+    process = psutil.Process(agent.process.pid)
     generator = random.Random(seed)
     texts = [str(path) for path in paths] + ["/", str(agent.volume), f"{agent.volume}/.mooring", "/proc/self/mem"]
     with grpc.insecure_channel(socket_address(agent.socket), options=_OPTIONS) as channel:
@@ -77,11 +82,16 @@ def attack(agent: AgentProcess, paths: list[Path], *, requests: int, seed: int) 
             batch = min(_BATCH, requests - answers.requests)
             methods = [generator.choice(_METHODS.methods) for _ in range(batch)]
             pending = [calls[method.name](hostile_request(method, texts, generator)) for method in methods]
+            before = process.cpu_times()
+            alive = calls["GetStatus"](agent_pb2.GetStatusRequest(), _ALIVE_SECONDS)
+            assert _code(alive, _METHODS.methods_by_name["GetStatus"]) == "OK", f"seed {seed}, {answers}"
+            after = process.cpu_times()
+            work_seconds = after.user + after.system - before.user - before.system
+            assert work_seconds < WORK_SECONDS, f"seed {seed}, {answers}"
+            answers.longest_work_seconds = max(answers.longest_work_seconds, work_seconds)
             for method, call in zip(methods, pending, strict=True):
                 answers.codes[_code(call, method)] += 1
             answers.requests += batch
-            alive = calls["GetStatus"](agent_pb2.GetStatusRequest(), _ALIVE_SECONDS)
-            assert _code(alive, _METHODS.methods_by_name["GetStatus"]) == "OK", f"seed {seed}, {answers}"
     return answers
 
 
