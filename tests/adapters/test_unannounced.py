@@ -1,14 +1,18 @@
 """Which of a client's checkpoints no agent has, by the records that the real client writes."""
 
+import json
 import os
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 from structlog.testing import capture_logs
 
 from mooring.records import Kind, Record, RecordedFile, write_record
+from mooring_agent.adapters import unannounced as records
 from mooring_agent.adapters.unannounced import speaks_for, unannounced
+from mooring_agent.core.limits import CLIENT_RECORD_BYTES, CLIENT_RECORDS, FILES_PER_RANK, LOCAL_RANKS, STEP, WORLD_SIZE
 from mooring_api.names import CHECKPOINT_DIRECTORY, RECORDS_DIRECTORY, STATE_DIRECTORY
 
 
@@ -32,7 +36,7 @@ def keep(
         step=step,
         save=f"a-{step}",
         kind=Kind.PERIODIC,
-        world_size=1,
+        world_size=1 + max(ranks, default=0),
         saved_at=saved_at,
         files=(RecordedFile(path="state", size_bytes=size_bytes),),
         announced=announced,
@@ -145,3 +149,92 @@ def test_a_record_speaks_for_the_path_it_is_about_and_for_no_other_of_that_name(
     (tmp_path / STATE_DIRECTORY / RECORDS_DIRECTORY / "checkpoint-400.json").write_text("{")
     spoken_for = [speaks_for(tmp_path, watched / f"checkpoint-{step}", watched) for step in (100, 200, 300, 400, 500)]
     assert spoken_for == [True, False, True, True, False]
+
+
+def change_record(volume: Path, step: int, change: dict[str, Any]) -> None:
+    path = volume / STATE_DIRECTORY / RECORDS_DIRECTORY / f"checkpoint-{step}.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **change}))
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"ranks": [0] * (LOCAL_RANKS + 1)},
+        {"ranks": [200_000] * 1000, "world_size": WORLD_SIZE},
+        {"ranks": [1]},
+        {"ranks": [-1]},
+        {"world_size": 10**20},
+        {"world_size": WORLD_SIZE + 1},
+        {"world_size": 0},
+        {"step": -5},
+        {"step": STEP + 1},
+        {"save": "../../../x"},
+        {"save": ""},
+        {"save": "a" * 129},
+        {"name": "checkpoint-2"},
+        {"kind": "other"},
+        {"saved_at": float("nan")},
+        {"saved_at": float("inf")},
+        {"saved_at": -1.0},
+        {"directory": "a/" * 3000},
+        {"files": []},
+        {"files": [{"path": "state", "size": -1}]},
+        {"files": [{"path": "a" * 5000, "size": 3}]},
+        {"files": [{"path": "state", "size": 3}] * (FILES_PER_RANK + 1)},
+        {"committed": "yes"},
+    ],
+    ids=lambda change: "-".join(change),
+)
+def test_a_record_beyond_a_limit_is_refused_with_one_line_and_hides_no_other(
+    tmp_path: Path, change: dict[str, Any]
+) -> None:
+    for step in (100, 200, 300):
+        keep(tmp_path, step, saved_at=float(step))
+    change_record(tmp_path, 200, change)
+    with capture_logs() as log:
+        assert steps(tmp_path) == [100, 300]
+    (line,) = log
+    assert (line["event"], line["log_level"]) == ("rescue.record_unreadable", "warning")
+    assert line["record"] == "checkpoint-200.json"
+
+
+def test_a_record_that_is_too_long_is_not_decoded(tmp_path: Path) -> None:
+    keep(tmp_path, 100, saved_at=1.0)
+    keep(tmp_path, 200, saved_at=2.0)
+    change_record(tmp_path, 200, {"unknown": "a" * CLIENT_RECORD_BYTES})
+    assert steps(tmp_path) == [100]
+
+
+def test_as_many_files_as_a_rank_may_have_fit_into_the_record_that_a_client_writes(tmp_path: Path) -> None:
+    files = tuple(RecordedFile(path=f"{number:040}", size_bytes=10**9) for number in range(FILES_PER_RANK))
+    record = Record(
+        name="many", step=1, save="a-1", kind=Kind.PERIODIC, world_size=1, saved_at=1.0, files=files, directory="."
+    )
+    write_record(tmp_path / STATE_DIRECTORY / RECORDS_DIRECTORY, record)
+    with capture_logs() as log:
+        assert steps(tmp_path) == []
+    # It was read whole: what is wrong with it is what lies there.
+    (dropped,) = log
+    assert dropped["event"] == "rescue.dropped"
+    assert dropped["reason"].startswith(files[0].path)
+
+
+def test_of_more_records_than_are_read_the_newest_count(tmp_path: Path) -> None:
+    for step in range(1, CLIENT_RECORDS + 6):
+        keep(tmp_path, step, saved_at=float(step))
+        path = tmp_path / STATE_DIRECTORY / RECORDS_DIRECTORY / f"checkpoint-{step}.json"
+        # The files are older than any of them.
+        os.utime(path, ns=(time.time_ns() + step * 10**9,) * 2)
+    assert steps(tmp_path) == list(range(6, CLIENT_RECORDS + 6))
+
+
+def test_of_more_files_than_a_rank_may_have_those_of_the_newest_records_are_looked_at(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(records, "FILES_PER_RANK", 2)
+    for step in (100, 200, 300):
+        keep(tmp_path, step, saved_at=float(step))
+    with capture_logs() as log:
+        assert steps(tmp_path) == [200, 300]
+    (line,) = log
+    assert (line["event"], line["record"]) == ("rescue.too_many_files", "checkpoint-100.json")

@@ -9,13 +9,14 @@ from pathlib import Path
 from typing import Any, cast
 
 import pytest
+from structlog.testing import capture_logs
 from tests.adapters.test_unannounced import keep
 from tests.core.play import Play, settings
 from tests.fakes.fake_store import FakeStore
 from tests.restore.stored_checkpoints import store_checkpoint
 
 from mooring_agent.adapters.volume.content_signature import content_signature
-from mooring_agent.core.errors import ErrorKind
+from mooring_agent.core.errors import ErrorKind, RequestError
 from mooring_agent.core.object_layout import marker_key
 from mooring_agent.runtime.rescue import Rescue
 from mooring_api.names import CHECKPOINT_DIRECTORY
@@ -197,3 +198,24 @@ async def test_what_is_announced_while_the_store_is_asked_supersedes_what_is_old
             engine.play.announce("a-200")
             opened.opened.set()
     assert announced.steps == []
+
+
+@pytest.mark.parametrize("error", [RequestError(ErrorKind.BAD_NAME, "no", hint="another"), RuntimeError("a bug")])
+async def test_a_record_that_cannot_be_announced_is_one_line_and_hides_no_other(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    keep(tmp_path, 100, saved_at=100.0, ranks=(0, 1, 2))
+    keep(tmp_path, 200, saved_at=200.0)
+    enter = _Announced.enter
+
+    async def enter_some(
+        self: _Announced, request: agent_pb2.AnnounceCheckpointRequest, *, signature: str, recorded_at: float
+    ) -> None:
+        if request.step == 100:
+            raise error
+        await enter(self, request, signature=signature, recorded_at=recorded_at)
+
+    monkeypatch.setattr(_Announced, "enter", enter_some)
+    with capture_logs() as log:
+        assert await _rescued(tmp_path, FakeStore()) == [200]
+    assert len([line for line in log if line["log_level"] == "error"]) == 1

@@ -1,29 +1,74 @@
-"""Checkpoints whose client met no agent to announce them to, by its records (`mooring.records` has the format)."""
+"""Checkpoints whose client met no agent to announce them to, by its records (`mooring.records` has the format).
 
-import json
+The trainer can write a record, whatever it likes. So it is read as input: typed, within `core.limits`, and its list of
+files only when it matters. A record that is refused is logged and hides no other.
+"""
+
+import heapq
 import os
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
-from typing import Final
+from typing import Annotated, Final, TypeVar
 
+import msgspec
 import structlog
+from msgspec import Meta
 
 from mooring_agent.adapters.volume.content_signature import content_signature
 from mooring_agent.adapters.volume.shared_volume import Folder, open_volume
 from mooring_agent.adapters.volume.source_walk import resolve_source
-from mooring_agent.core.errors import MooringError
+from mooring_agent.core.errors import MooringError, RequestError
+from mooring_agent.core.limits import (
+    CLIENT_RECORD_BYTES,
+    CLIENT_RECORDS,
+    FILES_PER_RANK,
+    LOCAL_RANKS,
+    Count,
+    Moment,
+    NameText,
+    PathText,
+    Rank,
+    Step,
+    WorldSize,
+)
 from mooring_agent.core.model import Kind
+from mooring_agent.core.object_layout import check_token
 from mooring_api.names import RECORDS_DIRECTORY, STATE_DIRECTORY
 
 _FOLDER: Final = f"{STATE_DIRECTORY}/{RECORDS_DIRECTORY}"
 _SUFFIX: Final = ".json"
-_LIMIT_BYTES: Final = 64 * 1024 * 1024
-_UNREADABLE: Final = (OSError, ValueError, KeyError, TypeError, OverflowError, RecursionError)
+_UNREADABLE: Final = (OSError, ValueError)
 
 log = structlog.get_logger("mooring.rescue")
+
+
+class _Head(msgspec.Struct, frozen=True, kw_only=True):
+    """A record without its files, which a decoder of this type skips."""
+
+    name: NameText
+    step: Step
+    save: NameText
+    kind: Kind
+    world_size: WorldSize
+    saved_at: Moment
+    committed: bool = False
+    announced: bool = False
+    directory: PathText | None = None
+    ranks: Annotated[tuple[Rank, ...], Meta(max_length=LOCAL_RANKS)] = ()
+
+
+class _File(msgspec.Struct, frozen=True):
+    path: PathText
+    size: Count
+
+
+class _Files(msgspec.Struct, frozen=True):
+    files: Annotated[tuple[_File, ...], Meta(min_length=1, max_length=FILES_PER_RANK)]
+
+
+_Decoded = TypeVar("_Decoded")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,7 +80,6 @@ class RecordedCheckpoint:
     """
 
     path: Path
-    sizes_bytes: tuple[tuple[str, int], ...]
     step: int
     save: str
     kind: Kind
@@ -53,19 +97,13 @@ def unannounced(volume: Path, checkpoint_directory: Path, *, known: Collection[s
     A record is written when its checkpoint is complete and on disk, so it needs no other proof than the sizes. What is
     older was superseded. Blocks.
     """
-    found: list[RecordedCheckpoint] = []
     try:
-        with open_volume(volume) as root:
-            with root.folder(_FOLDER) as folder:
-                names = [entry.name for entry in folder.entries() if entry.name.endswith(_SUFFIX)]
-                for name in names:
-                    # A record that cannot be read says nothing; restore and the client each report it.
-                    with suppress(*_UNREADABLE):
-                        found.append(_read(folder, name, volume, checkpoint_directory))
+        with open_volume(volume) as root, root.folder(_FOLDER) as folder:
+            found = list(_read_newest(folder, volume, checkpoint_directory))
             found.sort(key=lambda one: (one.saved_at, one.step))
             handed_over = (position for position, one in enumerate(found) if one.handed_over or one.save in known)
             last = max(handed_over, default=-1)
-            return [one for one in map(partial(_signed, volume), found[last + 1 :]) if _is_whole(root, volume, one)]
+            return _whole(root, folder, volume, found[last + 1 :])
     except OSError:
         return []
 
@@ -83,41 +121,102 @@ def speaks_for(volume: Path, checkpoint: Path, checkpoint_directory: Path) -> bo
         return True
 
 
-def _read(folder: Folder, name: str, volume: Path, checkpoint_directory: Path) -> RecordedCheckpoint:
-    """Raises what `_UNREADABLE` names."""
-    recorded_ns = folder.status(name).st_mtime_ns
-    record = json.loads(folder.read(name, _LIMIT_BYTES))
-    if not isinstance(record, dict):
-        raise TypeError("a record is a JSON object")
-    # Where a framework wrote it, relative to the volume.
-    directory = record.get("directory")
-    return RecordedCheckpoint(
-        path=(checkpoint_directory if directory is None else volume / str(directory)) / name.removesuffix(_SUFFIX),
-        sizes_bytes=tuple((str(file["path"]), int(file["size"])) for file in record["files"]),
-        step=int(record["step"]),
-        save=str(record["save"]),
-        kind=Kind(record["kind"]),
-        world_size=int(record["world_size"]),
-        saved_at=float(record["saved_at"]),
-        recorded_ns=recorded_ns,
-        handed_over=bool(record.get("committed") or record.get("announced")),
-        ranks=tuple(int(rank) for rank in record.get("ranks", ())),
+def _read_newest(folder: Folder, volume: Path, checkpoint_directory: Path) -> Iterator[RecordedCheckpoint]:
+    """Those that can be read of the records that were written last."""
+    stamped: list[tuple[int, str]] = []
+    for entry in folder.entries():
+        with suppress(OSError):
+            if entry.name.endswith(_SUFFIX):
+                stamped.append((entry.stat(follow_symlinks=False).st_mtime_ns, entry.name))
+    for _, name in heapq.nlargest(CLIENT_RECORDS, stamped):
+        try:
+            yield _read(folder, name, volume, checkpoint_directory)
+        except FileNotFoundError:
+            continue  # its checkpoint was rotated just now
+        except _UNREADABLE as error:
+            _say_unreadable(name, error)
+
+
+def _say_unreadable(name: str, error: Exception) -> None:
+    log.warning(
+        "rescue.record_unreadable",
+        record=name,
+        error=str(error),
+        hint="if no agent had its checkpoint, an older one stays the newest committed",
     )
 
 
+def _read(folder: Folder, name: str, volume: Path, checkpoint_directory: Path) -> RecordedCheckpoint:
+    """Raises what `_UNREADABLE` names."""
+    recorded_ns = folder.status(name).st_mtime_ns
+    head = _decode(folder, name, _Head)
+    try:
+        check_token(head.name, "checkpoint name")
+        check_token(head.save, "save id")
+    except RequestError as error:
+        raise ValueError(str(error)) from error
+    if name != f"{head.name}{_SUFFIX}":
+        raise ValueError(f"it is about {head.name!r}")
+    if max(head.ranks, default=0) >= head.world_size:
+        raise ValueError(f"it has rank {max(head.ranks)} of a world of {head.world_size}")
+    return RecordedCheckpoint(
+        # Where a framework wrote it, relative to the volume.
+        path=(checkpoint_directory if head.directory is None else volume / head.directory) / head.name,
+        step=head.step,
+        save=head.save,
+        kind=head.kind,
+        world_size=head.world_size,
+        saved_at=head.saved_at,
+        recorded_ns=recorded_ns,
+        handed_over=head.committed or head.announced,
+        ranks=tuple(dict.fromkeys(head.ranks)),
+    )
+
+
+def _decode(folder: Folder, name: str, as_type: type[_Decoded]) -> _Decoded:
+    """Raises what `_UNREADABLE` names."""
+    try:
+        return msgspec.json.decode(folder.read(name, CLIENT_RECORD_BYTES), type=as_type)
+    except RecursionError as error:
+        raise ValueError(str(error)) from error
+
+
+def _whole(root: Folder, folder: Folder, volume: Path, found: Sequence[RecordedCheckpoint]) -> list[RecordedCheckpoint]:
+    """Those that are still what was recorded, with their signatures, and in their order.
+
+    The newest first, as long as all of them together have no more files than a rank may have: each is looked at.
+    """
+    whole: list[RecordedCheckpoint] = []
+    left = FILES_PER_RANK
+    for recorded in reversed(found):
+        name = f"{recorded.path.name}{_SUFFIX}"
+        # Before it is compared: the next checkpoint of that name may take its place at any time.
+        signed = _signed(volume, recorded)
+        try:
+            files = _decode(folder, name, _Files).files
+        except FileNotFoundError:
+            continue
+        except _UNREADABLE as error:
+            _say_unreadable(name, error)
+            continue
+        left -= len(files)
+        if left < 0:
+            log.warning("rescue.too_many_files", record=name, hint="newer checkpoints were looked at, this one was not")
+            break
+        if _is_whole(root, volume, signed, files):
+            whole.append(signed)
+    return whole[::-1]
+
+
 def _signed(volume: Path, recorded: RecordedCheckpoint) -> RecordedCheckpoint:
-    """Before it is compared: the next checkpoint of that name may take its place at any time."""
     try:
         return replace(recorded, signature=content_signature(volume, str(recorded.path)))
     except MooringError:
         return recorded  # comparing says what is wrong
 
 
-def _is_whole(root: Folder, volume: Path, recorded: RecordedCheckpoint) -> bool:
-    damage = next(
-        (reason for file in recorded.sizes_bytes if (reason := _damage(root, volume, recorded, *file))),
-        None,
-    )
+def _is_whole(root: Folder, volume: Path, recorded: RecordedCheckpoint, files: Sequence[_File]) -> bool:
+    damage = next((reason for file in files if (reason := _damage(root, volume, recorded, file))), None)
     if damage is not None:
         log.warning(
             "rescue.dropped",
@@ -129,17 +228,17 @@ def _is_whole(root: Folder, volume: Path, recorded: RecordedCheckpoint) -> bool:
     return damage is None
 
 
-def _damage(root: Folder, volume: Path, recorded: RecordedCheckpoint, file: str, size_bytes: int) -> str | None:
+def _damage(root: Folder, volume: Path, recorded: RecordedCheckpoint, file: _File) -> str | None:
     """Why a file is not what was recorded: another size, or written since, as a framework may use a path again."""
     try:
-        found = resolve_source(volume, f"{recorded.path}/{file}".rstrip("/"))
+        found = resolve_source(volume, f"{recorded.path}/{file.path}".rstrip("/"))
         status = root.status(found)
     except OSError as error:
-        return f"{file}: {error.strerror}"
+        return f"{file.path}: {error.strerror}"
     except MooringError as error:
-        return f"{file}: {error}"
-    if status.st_size != size_bytes:
-        return f"{file} has {status.st_size} bytes instead of {size_bytes}"
+        return f"{file.path}: {error}"
+    if status.st_size != file.size:
+        return f"{file.path} has {status.st_size} bytes instead of {file.size}"
     if status.st_mtime_ns > recorded.recorded_ns:
-        return f"{file} was written to after it was recorded"
+        return f"{file.path} was written to after it was recorded"
     return None

@@ -1,8 +1,9 @@
 """How large anything from outside may be: one table for every door.
 
-The doors are gRPC requests, annotations, settings, and whatever is decoded: markers, manifests, pins, records, staged
-descriptors. A value beyond its limit is refused where it comes in, so that nothing behind the doors has to count, keep
-or compare more than is written here. The annotated types are for decoders, which refuse by themselves.
+The doors are gRPC requests, annotations, settings, and whatever is decoded: markers, manifests, pins, journal records,
+and what lies on the volume, where the trainer can write: client records, staged descriptors, claims, checkpoints that
+nobody announced. A value beyond its limit is refused where it comes in, so that nothing behind the doors has to count,
+keep or compare more than is written here. The annotated types are for decoders, which refuse by themselves.
 """
 
 from collections.abc import Mapping
@@ -39,7 +40,26 @@ MANIFESTS_BYTES: Final = 64 * 1024**2
 """All rank manifests of a save together, wherever there is memory enough: `core.manifest_memory` says how much."""
 PIN_BYTES: Final = 64 * 1024
 RECORD_BYTES: Final = 128 * 1024**2
-"""A journal record, a staged descriptor, what restore notes on the volume."""
+"""A journal record, what restore notes on the volume."""
+
+CLIENT_RECORD_BYTES: Final = 8 * 1024**2
+"""What a client notes of a checkpoint: enough for `FILES_PER_RANK` files whose paths have 40 characters."""
+CLIENT_RECORDS: Final = 64
+"""How many of them the agent reads at each look, the newest. The newest checkpoint supersedes the others anyway."""
+DESCRIPTOR_BYTES: Final = 32 * 1024**2
+"""What lies beside the pins of a rank: enough for `FILES_PER_RANK` files whose paths have 150 characters."""
+ANNOUNCEMENT_CHARACTERS: Final = 8 * 1024**2
+"""An announcement in a staged descriptor. The request that it was had half of that at most."""
+LEAST_ANNOUNCEMENT_CHARACTERS: Final = 64
+"""No announcement is shorter. Without it, a descriptor could hold millions of texts."""
+CLAIMS_BYTES: Final = 1024**2
+"""What a training process says it is about to announce."""
+OWNER_BYTES: Final = 64 * 1024
+"""The name of the destination that a volume belongs to."""
+TRAINER_STATE_BYTES: Final = 32 * 1024**2
+"""A Hugging Face trainer's log of 200,000 lines. It is checked for its end, and not decoded."""
+SAFETENSORS_HEADER_BYTES: Final = 100_000_000
+"""The format's own limit. The header is searched piece by piece, and not decoded."""
 
 Count = Annotated[int, Meta(ge=0, le=2**63 - 1)]
 WorldSize = Annotated[int, Meta(ge=1, le=WORLD_SIZE)]
@@ -48,6 +68,12 @@ LocalRank = Annotated[int, Meta(ge=0, le=LOCAL_RANKS - 1)]
 LocalRanks = Annotated[int, Meta(ge=0, le=LOCAL_RANKS)]
 Step = Annotated[int, Meta(ge=0, le=STEP)]
 Moment = Annotated[float, Meta(ge=0, le=UNIX_SECONDS)]
+FileBytes = Annotated[int, Meta(ge=0, le=SAVE_BYTES)]
+Stamp = Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)]
+"""Nanoseconds, as a filesystem gives them."""
+PathText = Annotated[str, Meta(max_length=PATH_BYTES)]
+FileNames = Annotated[tuple[str, ...], Meta(max_length=FILES_PER_RANK)]
+NameText = Annotated[str, Meta(max_length=NAME_CHARACTERS)]
 
 REQUEST_NUMBERS: Final[Mapping[str, int]] = {
     "local_rank": LOCAL_RANKS - 1,

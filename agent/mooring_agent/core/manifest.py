@@ -21,6 +21,7 @@ from mooring_agent.core.limits import (
     PARTS_PER_FILE,
     SAVE_BYTES,
     Count,
+    FileBytes,
     Moment,
     Rank,
     Step,
@@ -44,7 +45,6 @@ PACKED_FORMAT_VERSION: Final = 2
 """Of rank manifests with packs alone, so that a version that knows none refuses these and reads all others."""
 
 _Checksum = Annotated[str, Meta(pattern=r"^[0-9a-f]{16}\Z")]
-_FileBytes = Annotated[int, Meta(ge=0, le=SAVE_BYTES)]
 _PackBytes = Annotated[int, Meta(ge=0, le=LARGEST_PACK_BYTES)]
 _ManifestBytes = Annotated[int, Meta(ge=0, le=MANIFEST_BYTES)]
 
@@ -65,7 +65,7 @@ class _Save(_Object):
 
 class _File(_Object):
     path: str
-    size: _FileBytes
+    size: FileBytes
     part_size: Annotated[int, Meta(ge=1, le=SAVE_BYTES)]
     checksums: Annotated[tuple[_Checksum, ...], Meta(max_length=PARTS_PER_FILE)]
     pack: Annotated[int, Meta(ge=0, le=FILES_PER_RANK)] | None = None

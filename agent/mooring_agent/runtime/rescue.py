@@ -9,6 +9,7 @@ import asyncio
 from collections.abc import Sequence
 from concurrent.futures import Executor
 from pathlib import Path
+from typing import Final
 
 import structlog
 
@@ -23,6 +24,8 @@ from mooring_agent.runtime.committer import is_committed
 from mooring_agent.runtime.engine import Engine
 from mooring_agent.runtime.ready_store import ReadyStore
 from mooring_api.v1 import agent_pb2
+
+_BUG_HINT: Final = "this is a bug of the agent: please report it"
 
 log = structlog.get_logger("mooring.rescue")
 
@@ -66,7 +69,7 @@ class Rescue:
                 for recorded in found:
                     await self._announce(recorded)
         except Exception:
-            log.exception("rescue.failed", hint="this is a bug of the agent: please report it")
+            log.exception("rescue.failed", hint=_BUG_HINT)
 
     def _known(self) -> set[str]:
         return {*self._engine.state.checkpoints, *self._committed}
@@ -93,6 +96,7 @@ class Rescue:
             log.warning("rescue.store_not_asked", error=str(error) or "it does not answer")
 
     async def _announce(self, recorded: RecordedCheckpoint) -> None:
+        """Never raises: a record that cannot be announced hides no other."""
         ranks = recorded.ranks or self._known_ranks(recorded.world_size)
         log.info("rescue.found", path=str(recorded.path), step=recorded.step, save=recorded.save, ranks=ranks)
         for rank in ranks:
@@ -110,6 +114,11 @@ class Rescue:
                 await self._announcements.enter(request, signature=recorded.signature, recorded_at=recorded.saved_at)
             except MooringError as error:
                 log.error("rescue.refused", path=str(recorded.path), rank=rank, error=str(error), hint=error.hint)
+                # The other ranks would be refused for the same reason, and each would be a line.
+                return
+            except Exception:
+                log.exception("rescue.failed", path=str(recorded.path), rank=rank, hint=_BUG_HINT)
+                return
 
     def _known_ranks(self, world_size: int) -> Sequence[int]:
         """Whose files a checkpoint has, by who came to us; none of several ranks that never said who they are."""
