@@ -99,6 +99,8 @@ def test_hugging_face_of_one_rank_needs_state_and_rng() -> None:
     assert _judge_when_quiet(_directory(*HUGGING_FACE, rng), world_size=1).complete
     half_written = _file("trainer_state.json", Proof.BROKEN)
     assert not _judge_when_quiet(_directory(*HUGGING_FACE[:2], half_written, rng)).complete
+    too_large = _file("trainer_state.json", Proof.NONE)
+    assert "announce it" in _judge_when_quiet(_directory(*HUGGING_FACE[:2], too_large, rng)).reason
     cut = _file("optimizer.pt", Proof.BROKEN)
     assert "optimizer.pt" in _judge_when_quiet(_directory(HUGGING_FACE[0], cut, HUGGING_FACE[2], rng)).reason
 

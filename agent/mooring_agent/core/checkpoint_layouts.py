@@ -92,6 +92,8 @@ def _missing_in_dcp(snapshot: DirectorySnapshot, folder: str) -> str:
 
 def _missing_in_hugging_face(snapshot: DirectorySnapshot, paths: Collection[str], world_size: int) -> str:
     proof = next((file.proof for file in snapshot.files if file.path == _TRAINER_STATE), None)
+    if proof is Proof.NONE:
+        return f"{_TRAINER_STATE} is too large to be looked at: announce it"
     if proof is not Proof.WHOLE:
         return f"{_TRAINER_STATE} is not written yet"
     # So it is called by one process, and numbered by several.

@@ -5,26 +5,36 @@ then differs from the last one; no link is followed out of a candidate, and a li
 """
 
 import errno
-import json
 import os
 import re
 import stat
-import zipfile
+import struct
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import BinaryIO, Final
+
+import msgspec
 
 from mooring_agent.adapters.volume.shared_volume import Folder, open_volume
 from mooring_agent.adapters.volume.source_walk import resolve_source
 from mooring_agent.core.directory_rules import candidate
 from mooring_agent.core.directory_snapshot import DirectorySnapshot, FileSnapshot, Proof
 from mooring_agent.core.errors import ErrorKind, MooringError
+from mooring_agent.core.limits import SAFETENSORS_HEADER_BYTES, TRAINER_STATE_BYTES
 
 _ZIP_SUFFIXES: Final = (".pt", ".pth", ".ckpt", ".bin", ".pkl")
 _ZIP_START: Final = b"PK\x03\x04"
-_JSON_LIMIT_BYTES: Final = 256 * 1024 * 1024
-_HEADER_LIMIT_BYTES: Final = 100_000_000
+_ZIP_ENTRY: Final = b"PK\x01\x02"
+# Signature, six numbers that nobody needs, size and offset of the list of members, length of the comment behind it.
+_ZIP_END: Final = struct.Struct("<4s8xLLH")
+_ZIP_END_SIGNATURE: Final = b"PK\x05\x06"
+_ZIP_COMMENT_BYTES: Final = 65_535
+# Signature, where the end of a large file's list is described, and that description: its signature, size and offset.
+_ZIP64_LOCATOR: Final = struct.Struct("<4s4xQ4x")
+_ZIP64_LOCATOR_SIGNATURE: Final = b"PK\x06\x07"
+_ZIP64_END: Final = struct.Struct("<4s36xQQ")
+_ZIP64_END_SIGNATURE: Final = b"PK\x06\x06"
 _READ_BYTES: Final = 1024 * 1024
 
 # In a pickle, which is not ours to load: the names of files stand in it as they are.
@@ -32,6 +42,9 @@ _DCP_FILE: Final = re.compile(rb"__\d+_\d+\.distcp")
 _DCP_METADATA: Final = ".metadata"
 _DCP_NAME_BYTES: Final = 64
 """Longer than any of them."""
+_TENSOR_END: Final = re.compile(rb'"data_offsets"\s*:\s*\[\s*\d{1,19}\s*,\s*(\d{1,19})\s*\]')
+_TENSOR_END_BYTES: Final = 256
+"""Longer than what the pattern matches, as every writer of the format spaces it."""
 
 _Key = tuple[str, int, int, int]
 _Said = tuple[Proof, frozenset[str]]
@@ -182,8 +195,36 @@ def _prove_zip(file: BinaryIO, size_bytes: int) -> Proof:
         return Proof.BROKEN
     if file.read(len(_ZIP_START)) != _ZIP_START:
         return Proof.NONE
-    with zipfile.ZipFile(file):
-        return Proof.WHOLE
+    return Proof.WHOLE if _zip_ends(file, size_bytes) else Proof.BROKEN
+
+
+def _zip_ends(file: BinaryIO, size_bytes: int) -> bool:
+    """Whether the list of members that ends a zip is there whole. The list itself may be larger than we are."""
+    tail_begins = max(0, size_bytes - _ZIP_END.size - _ZIP_COMMENT_BYTES)
+    file.seek(tail_begins)
+    tail = file.read(size_bytes - tail_begins)
+    found = tail.rfind(_ZIP_END_SIGNATURE)
+    if found < 0:
+        return False
+    _, list_bytes, list_begins, comment_bytes = _ZIP_END.unpack_from(tail, found)
+    list_ends = tail_begins + found
+    if list_ends + _ZIP_END.size + comment_bytes != size_bytes:
+        return False
+    locator_begins = list_ends - _ZIP64_LOCATOR.size
+    signature, end_begins = _ZIP64_LOCATOR.unpack(_read_at(file, locator_begins, _ZIP64_LOCATOR.size))
+    if signature == _ZIP64_LOCATOR_SIGNATURE:
+        signature, list_bytes, list_begins = _ZIP64_END.unpack(_read_at(file, end_begins, _ZIP64_END.size))
+        if signature != _ZIP64_END_SIGNATURE:
+            return False
+        list_ends = end_begins
+    if list_begins + list_bytes != list_ends:
+        return False
+    return list_bytes == 0 or _read_at(file, list_begins, len(_ZIP_ENTRY)) == _ZIP_ENTRY
+
+
+def _read_at(file: BinaryIO, offset_bytes: int, count: int) -> bytes:
+    file.seek(offset_bytes)
+    return file.read(count)
 
 
 def _prove_safetensors(file: BinaryIO, size_bytes: int) -> Proof:
@@ -191,15 +232,37 @@ def _prove_safetensors(file: BinaryIO, size_bytes: int) -> Proof:
     if len(start) < 8:
         return Proof.BROKEN
     header_bytes = int.from_bytes(start, "little")
-    if header_bytes > min(_HEADER_LIMIT_BYTES, size_bytes):
+    if header_bytes > min(SAFETENSORS_HEADER_BYTES, size_bytes):
         return Proof.BROKEN
-    header = json.loads(file.read(header_bytes))
-    ends = [int(entry["data_offsets"][1]) for name, entry in header.items() if name != "__metadata__"]
-    return Proof.WHOLE if size_bytes == 8 + header_bytes + max(ends, default=0) else Proof.BROKEN
+    ends = _largest_end(file, header_bytes)
+    return Proof.WHOLE if size_bytes == 8 + header_bytes + ends else Proof.BROKEN
+
+
+def _largest_end(file: BinaryIO, header_bytes: int) -> int:
+    """Where the last tensor ends, by what the header says of each; ValueError for what is no header.
+
+    Decoded, a header takes many times its bytes. In a name or a text, the quotes that the pattern asks for are escaped.
+    """
+    largest = 0
+    rest = b""
+    first, last = b"", b""
+    while header_bytes and (read := file.read(min(_READ_BYTES, header_bytes))):
+        header_bytes -= len(read)
+        first = first or read[:1]
+        last = read.rstrip()[-1:] or last
+        text = rest + read
+        largest = max(largest, *(int(end) for end in _TENSOR_END.findall(text)), 0)
+        rest = text[-_TENSOR_END_BYTES:]
+    if (first, last) != (b"{", b"}"):
+        raise ValueError("it is no JSON object")
+    return largest
 
 
 def _prove_json(file: BinaryIO, size_bytes: int) -> Proof:
-    if size_bytes > _JSON_LIMIT_BYTES:
+    if size_bytes > TRAINER_STATE_BYTES:
         return Proof.NONE
-    json.loads(file.read())
+    # Python writes these of a loss that is no number, and they are not JSON.
+    text = file.read(size_bytes).replace(b"NaN", b"0").replace(b"Infinity", b"0")
+    # Looked through from end to end, and not decoded: the trainer may write anything.
+    msgspec.json.decode(text, type=msgspec.Raw)
     return Proof.WHOLE
