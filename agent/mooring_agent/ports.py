@@ -3,11 +3,14 @@
 Contracts are in prose here and as one conformance suite in `tests/adapters`, run on the fake and on the real thing.
 """
 
-from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Protocol
+from typing import Annotated, Protocol
 
+from msgspec import Meta
+
+from mooring_agent.core.limits import ANNOUNCEMENT_CHARACTERS, LEAST_ANNOUNCEMENT_CHARACTERS, LOCAL_RANKS, FileBytes
 from mooring_agent.core.model import RankManifest, Region, StagedFile
 
 
@@ -150,12 +153,28 @@ class Journal(Protocol):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class StagedDescriptor:
+    """What is stored beside the pins of a rank, so that a rescan can rebuild what the journal knew.
+
+    `announcements`: the records of what was announced, which mean nothing to a staging area. The sizes are those of
+    `Staged`; 0 where an older version told none.
+    """
+
+    announcements: Annotated[
+        tuple[Annotated[str, Meta(min_length=LEAST_ANNOUNCEMENT_CHARACTERS, max_length=ANNOUNCEMENT_CHARACTERS)], ...],
+        Meta(max_length=LOCAL_RANKS),
+    ]
+    part_size_bytes: FileBytes = 0
+    pack_size_bytes: FileBytes = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class StageRequest:
     """What to pin: `files` (relative to `source`) or, when empty, everything below it.
 
     `private`: copy or reflink instead of hard links, because this trainer rewrites files in place; and so for a file
     with one of `rewritten_inodes`. `signatures`: `content_signature` must still say one of these, if there are any.
-    `descriptor`: opaque JSON stored beside the links, so that a rescan can rebuild what the journal knew.
+    `descriptor` is stored beside the links.
     """
 
     save: str
@@ -163,7 +182,7 @@ class StageRequest:
     source: str
     files: tuple[str, ...]
     private: bool
-    descriptor: Mapping[str, object]
+    descriptor: StagedDescriptor
     rewritten_inodes: frozenset[int] = frozenset()
     signatures: frozenset[str] = frozenset()
 
@@ -196,8 +215,11 @@ class StagingArea(Protocol):
     def release(self, save: str) -> None:
         """Drop every pin of a save; one that is gone already is fine."""
 
-    def scan(self) -> Iterable[tuple[Mapping[str, object], tuple[StagedFile, ...]]]:
-        """(descriptor, files) of everything staged: the way back when the journal is lost."""
+    def scan(self) -> Iterable[tuple[StagedDescriptor, tuple[StagedFile, ...]]]:
+        """(descriptor, files) of everything staged: the way back when the journal is lost.
+
+        The trainer can write a descriptor. What is beyond the limits, or whose pins have other sizes, is left out.
+        """
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

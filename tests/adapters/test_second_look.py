@@ -14,7 +14,7 @@ from mooring_agent.adapters.volume import second_look
 from mooring_agent.adapters.volume.staging_area import LocalStagingArea
 from mooring_agent.core.errors import ErrorKind, VolumeError
 from mooring_agent.core.model import FileEntry, Kind, RankManifest, SaveInfo, StagedFile
-from mooring_agent.ports import StageRequest
+from mooring_agent.ports import StagedDescriptor, StageRequest
 
 SIZE_BYTES = 64 * 1024
 
@@ -43,7 +43,9 @@ def weights(volume: Path) -> Path:
 
 
 def stage(volume: Path, source: Path) -> tuple[StagedFile, ...]:
-    request = StageRequest(save="save", rank=0, source=str(source), files=(), private=False, descriptor={})
+    request = StageRequest(
+        save="save", rank=0, source=str(source), files=(), private=False, descriptor=StagedDescriptor(announcements=())
+    )
     return LocalStagingArea(volume).stage(request)
 
 

@@ -19,12 +19,15 @@ from typing import Any
 import pytest
 from structlog.testing import capture_logs
 
-from mooring_agent.adapters.volume import staging_area
+from mooring_agent.adapters.volume import source_walk, staged_descriptor, staging_area
 from mooring_agent.adapters.volume.content_signature import content_signature
 from mooring_agent.adapters.volume.staging_area import LocalStagingArea
 from mooring_agent.core.errors import ErrorKind, MooringError, RequestError, VolumeError
+from mooring_agent.core.limits import ANNOUNCEMENT_CHARACTERS, DESCRIPTOR_BYTES, FILES_PER_RANK, LOCAL_RANKS, SAVE_BYTES
 from mooring_agent.core.model import StagedFile
-from mooring_agent.ports import StageRequest
+from mooring_agent.ports import StagedDescriptor, StageRequest
+
+DESCRIPTOR = StagedDescriptor(announcements=("täst" * 20,), part_size_bytes=7)
 
 
 @pytest.fixture
@@ -50,9 +53,7 @@ def checkpoint(volume: Path) -> Path:
 
 
 def _request(source: Path, *files: str, save: str = "save-1", rank: int = 3, private: bool = False) -> StageRequest:
-    return StageRequest(
-        save=save, rank=rank, source=str(source), files=files, private=private, descriptor={"step": 1, "name": "täst"}
-    )
+    return StageRequest(save=save, rank=rank, source=str(source), files=files, private=private, descriptor=DESCRIPTOR)
 
 
 def _staged_names(volume: Path) -> list[str]:
@@ -204,8 +205,7 @@ def test_scan_returns_descriptors_and_files_of_everything_staged(
 ) -> None:
     first = area.stage(_request(checkpoint, rank=0))
     second = area.stage(_request(checkpoint, save="save-2", rank=12, private=True))
-    descriptor = {"step": 1, "name": "täst"}
-    assert list(LocalStagingArea(volume).scan()) == [(descriptor, first), (descriptor, second)]
+    assert list(LocalStagingArea(volume).scan()) == [(DESCRIPTOR, first), (DESCRIPTOR, second)]
 
 
 def test_scan_of_an_untouched_volume_is_empty(area: LocalStagingArea) -> None:
@@ -534,12 +534,14 @@ import sys
 import tempfile
 from pathlib import Path
 from mooring_agent.adapters.volume.staging_area import LocalStagingArea
-from mooring_agent.ports import StageRequest
+from mooring_agent.ports import StagedDescriptor, StageRequest
 
 volume, source = Path(sys.argv[1]), sys.argv[2]
 print("ready", flush=True)
 LocalStagingArea(volume).stage(
-    StageRequest(save="killed", rank=0, source=source, files=(), private=False, descriptor={})
+    StageRequest(
+        save="killed", rank=0, source=source, files=(), private=False, descriptor=StagedDescriptor(announcements=())
+    )
 )
 print("staged", flush=True)
 """
@@ -650,7 +652,7 @@ def test_ranks_may_bring_the_same_bytes_under_the_same_path(volume: Path, area: 
 def test_the_descriptor_is_plain_json(volume: Path, area: LocalStagingArea, checkpoint: Path) -> None:
     area.stage(_request(checkpoint))
     value = json.loads((volume / ".mooring" / "staged" / "save-1" / "rank-00003.json").read_bytes())
-    assert value["descriptor"] == {"step": 1, "name": "täst"}
+    assert value["descriptor"] == {"announcements": ["täst" * 20], "part_size_bytes": 7, "pack_size_bytes": 0}
     assert [file["path"] for file in value["files"]] == ["empty", "model/weights.pt", "state.json"]
 
 
@@ -691,3 +693,82 @@ def test_a_trainer_of_the_same_user_and_another_group_has_its_files_linked_and_r
             for group in ("1000", "0")
         ]
     assert said[1].decode().splitlines() == ["False", "weights"]
+
+
+def _change_descriptor(volume: Path, change: Callable[[dict[str, Any]], None]) -> None:
+    path = volume / ".mooring" / "staged" / "save-1" / "rank-00003.json"
+    value = json.loads(path.read_bytes())
+    change(value)
+    path.write_text(json.dumps(value))
+
+
+def _first(**members: object) -> Callable[[dict[str, Any]], None]:
+    return lambda value: value["files"][0].update(members)
+
+
+def _described(**members: object) -> Callable[[dict[str, Any]], None]:
+    return lambda value: value["descriptor"].update(members)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        pytest.param(_first(size=SAVE_BYTES + 1), id="a size beyond the limit"),
+        pytest.param(_first(size=-1), id="a negative size"),
+        pytest.param(_first(size=2**40), id="a size that the pin has not"),
+        pytest.param(_first(mtime_ns=10**30), id="a time that no filesystem has"),
+        pytest.param(_first(path="a" * 5000), id="a long path"),
+        pytest.param(_first(path="nothing"), id="a pin that is not there"),
+        pytest.param(_first(path="model"), id="a pin that is a folder"),
+        pytest.param(lambda value: value.update(files=value["files"] * (FILES_PER_RANK // 3 + 1)), id="many files"),
+        pytest.param(_described(announcements=["a" * 100] * (LOCAL_RANKS + 1)), id="many announcements"),
+        pytest.param(_described(announcements=["ab"] * 100), id="short announcements"),
+        pytest.param(_described(announcements=["a" * (ANNOUNCEMENT_CHARACTERS + 1)]), id="a long announcement"),
+        pytest.param(_described(announcements=[[]]), id="an announcement that is a list"),
+        pytest.param(_described(part_size_bytes=2**62), id="a part size beyond the limit"),
+        pytest.param(lambda value: value.update(x="a" * DESCRIPTOR_BYTES), id="a long descriptor"),
+    ],
+)
+def test_a_descriptor_beyond_a_limit_or_of_other_pins_is_left_out_and_said(
+    volume: Path, area: LocalStagingArea, checkpoint: Path, change: Callable[[dict[str, Any]], None]
+) -> None:
+    area.stage(_request(checkpoint))
+    kept = area.stage(_request(checkpoint, save="save-2"))
+    _change_descriptor(volume, change)
+    with capture_logs() as logs:
+        assert [pins for _, pins in area.scan()] == [kept]
+    (line,) = logs
+    assert line["event"] == "staged_descriptor_unreadable"
+    assert len(line["reason"]) < 1000
+
+
+def test_pins_that_have_more_bytes_together_than_a_save_may_are_left_out(
+    volume: Path, area: LocalStagingArea, checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    area.stage(_request(checkpoint))
+    monkeypatch.setattr(staged_descriptor, "SAVE_BYTES", 7001)
+    assert list(area.scan()) == []
+    monkeypatch.setattr(staged_descriptor, "SAVE_BYTES", 7002)
+    assert len(list(area.scan())) == 1
+
+
+def test_a_descriptor_that_could_not_be_read_again_is_refused_when_it_is_staged_and_leaves_nothing(
+    volume: Path, area: LocalStagingArea, checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for module, limit, most in (
+        (staged_descriptor, "DESCRIPTOR_BYTES", 100),
+        (staged_descriptor, "SAVE_BYTES", 7001),
+        (source_walk, "FILES_PER_RANK", 2),
+    ):
+        with monkeypatch.context() as patch:
+            patch.setattr(module, limit, most)
+            assert _refusal(area, _request(checkpoint)).kind is ErrorKind.BAD_REQUEST
+        assert _staged_names(volume) == []
+    assert len(area.stage(_request(checkpoint))) == 3
+
+
+def test_a_descriptor_of_other_pins_is_staged_anew(volume: Path, area: LocalStagingArea, checkpoint: Path) -> None:
+    files = area.stage(_request(checkpoint))
+    _change_descriptor(volume, _first(size=2**40))
+    again = area.stage(_request(checkpoint))
+    assert [file.fingerprint for file in again] == [file.fingerprint for file in files]

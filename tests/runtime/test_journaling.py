@@ -1,7 +1,7 @@
 """Replay and compaction of the journal: what a restart still knows."""
 
 import asyncio
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -26,7 +26,7 @@ from mooring_agent.core.events import (
 )
 from mooring_agent.core.model import Kind, Phase, RankManifest, SaveInfo, StagedFile
 from mooring_agent.core.work import Operation, WorkId
-from mooring_agent.ports import StageRequest
+from mooring_agent.ports import StagedDescriptor, StageRequest
 from mooring_agent.runtime.journaling import compact, recover
 from mooring_agent.runtime.staging import stage
 
@@ -47,7 +47,7 @@ class _NothingStaged:
 
     def release(self, save: str) -> None: ...
 
-    def scan(self) -> Iterable[tuple[Mapping[str, object], tuple[StagedFile, ...]]]:
+    def scan(self) -> Iterable[tuple[StagedDescriptor, tuple[StagedFile, ...]]]:
         return []
 
 

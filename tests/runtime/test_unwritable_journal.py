@@ -1,7 +1,7 @@
 """While the journal cannot be written: nothing runs ahead of its record that only the record would tell."""
 
 import asyncio
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -18,6 +18,7 @@ from mooring_agent.core.event_codec import decode_event, encode_event
 from mooring_agent.core.events import Announced, Committed, Exited, Staged, WorkFailed
 from mooring_agent.core.model import Phase, StagedFile
 from mooring_agent.core.work import Operation, WorkId
+from mooring_agent.ports import StagedDescriptor
 from mooring_agent.runtime.announcements import Announcements
 from mooring_agent.runtime.engine import Engine
 from mooring_agent.runtime.journaling import recover
@@ -132,8 +133,8 @@ def test_pins_of_a_save_that_was_announced_again_are_found_though_only_its_failu
     (staged,) = [event for event in play.journal if isinstance(event, Staged)]
 
     class Pinned(LocalStagingArea):
-        def scan(self) -> list[tuple[Mapping[str, object], tuple[StagedFile, ...]]]:
-            return [({"announcements": [encode_event(again).decode()]}, staged.files)]
+        def scan(self) -> list[tuple[StagedDescriptor, tuple[StagedFile, ...]]]:
+            return [(StagedDescriptor(announcements=(encode_event(again).decode(),)), staged.files)]
 
     state, _ = recover(settings(), journal, Pinned(Path("/volume")))
     assert state.checkpoints["save"].phase is Phase.STAGED
@@ -148,8 +149,8 @@ def test_what_is_found_on_a_full_volume_is_known_and_its_records_wait_for_room()
     journal.full = True
 
     class Pinned(LocalStagingArea):
-        def scan(self) -> list[tuple[Mapping[str, object], tuple[StagedFile, ...]]]:
-            return [({"announcements": [encode_event(announced).decode()]}, staged.files)]
+        def scan(self) -> list[tuple[StagedDescriptor, tuple[StagedFile, ...]]]:
+            return [(StagedDescriptor(announcements=(encode_event(announced).decode(),)), staged.files)]
 
     state, unjournaled = recover(settings(), journal, Pinned(Path("/volume")))
     assert state.checkpoints["save"].phase is Phase.STAGED

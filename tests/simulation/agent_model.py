@@ -5,7 +5,7 @@ any boundary: before the journal is written, after it, between two commands. Wha
 the journal cannot be written the agent goes on from memory, without what must not run ahead of its record.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, cast
 
@@ -77,6 +77,7 @@ from mooring_agent.core.reducer import advance, step
 from mooring_agent.core.settings import Settings
 from mooring_agent.core.state import State
 from mooring_agent.core.work import Operation, WorkId
+from mooring_agent.ports import StagedDescriptor
 from mooring_agent.runtime.staging import descriptor, rescan
 
 if TYPE_CHECKING:
@@ -115,7 +116,7 @@ class AgentModel:
         self.exit: Exit | None = None
         self.stop_requested = False
         self._pins: dict[str, dict[int, tuple[StagedFile, ...]]] = {}
-        self._descriptors: dict[tuple[str, int], Mapping[str, object]] = {}
+        self._descriptors: dict[tuple[str, int], StagedDescriptor] = {}
         self.journal_writable = True
         self._unjournaled: list[DurableEvent] = []
         self._in_flight: dict[WorkId, _Running] = {}
@@ -245,7 +246,7 @@ class AgentModel:
             self._unjournaled.clear()
         return not self._unjournaled
 
-    def scan(self) -> Iterable[tuple[Mapping[str, object], tuple[StagedFile, ...]]]:
+    def scan(self) -> Iterable[tuple[StagedDescriptor, tuple[StagedFile, ...]]]:
         """As a staging area does."""
         return [(told, self._pins[save][rank]) for (save, rank), told in self._descriptors.items()]
 

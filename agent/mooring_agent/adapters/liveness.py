@@ -17,6 +17,7 @@ from typing import Final
 from mooring_agent.adapters.volume.errors import volume_error
 from mooring_agent.adapters.volume.shared_volume import Folder, open_volume
 from mooring_agent.core.errors import VolumeError
+from mooring_agent.core.limits import CLAIMS_BYTES
 from mooring_api.names import RANKS_DIRECTORY, STATE_DIRECTORY
 
 # struct flock of 64-bit Linux: type, whence, start, length, pid; the last field pads it to the kernel's size.
@@ -24,7 +25,6 @@ _FLOCK: Final = struct.Struct("hhqqi0q")
 _WHOLE_FILE: Final = _FLOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0)
 _FOLDER: Final = f"{STATE_DIRECTORY}/{RANKS_DIRECTORY}"
 _RANK: Final = re.compile("[0-9]{1,6}")
-_CLAIMS_LIMIT_BYTES: Final = 1024 * 1024
 
 
 class RankLocks:
@@ -64,7 +64,7 @@ class RankLocks:
 
     def _claims(self, folder: Folder, name: str, checkpoint: Path) -> bool:
         try:
-            content = folder.read(name, _CLAIMS_LIMIT_BYTES)
+            content = folder.read(name, CLAIMS_BYTES)
             claims = json.loads(content) if content else []
             return any(os.path.normpath(self._volume / str(claim)) == str(checkpoint) for claim in claims)
         except (OSError, ValueError, TypeError, RecursionError):

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from mooring_agent.core.errors import ErrorKind
-from mooring_agent.core.limits import LocalRank, LocalRanks, Rank
+from mooring_agent.core.limits import FileNames, LocalRank, LocalRanks, Rank
 from mooring_agent.core.model import SaveInfo, StagedFile
 from mooring_agent.core.work import WorkId
 
@@ -34,7 +34,7 @@ class Announced:
     info: SaveInfo
     rank: Rank
     source: str
-    files: tuple[str, ...]
+    files: FileNames
     local_world_size: LocalRanks
     signature: str = ""
     save_made_here: bool = False

@@ -9,7 +9,9 @@ raise VolumeError only.
 import json
 import stat
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
+
+import msgspec
 
 from mooring_agent.adapters.checksum import region_checksum
 from mooring_agent.adapters.volume.errors import folder_error, volume_error
@@ -18,13 +20,19 @@ from mooring_agent.adapters.volume.shared_volume import fingerprint, open_volume
 from mooring_agent.adapters.volume.source_walk import resolve_source
 from mooring_agent.catalog import CommittedCheckpoint, StoredFile
 from mooring_agent.core.errors import VolumeError
+from mooring_agent.core.limits import RECORD_BYTES
 from mooring_agent.core.model import Region
 from mooring_api.names import INCOMING_DIRECTORY, RECORDS_DIRECTORY, RESUMED, STATE_DIRECTORY
 
 _INCOMING: Final = f"{STATE_DIRECTORY}/{INCOMING_DIRECTORY}"
 _RECORDS: Final = f"{STATE_DIRECTORY}/{RECORDS_DIRECTORY}"
 _REPLACED_SUFFIX: Final = ".replaced"
-_RECORD_LIMIT_BYTES: Final = 64 * 1024 * 1024
+
+
+class _Recorded(msgspec.Struct):
+    """What is asked of a record. Its files are not decoded: the trainer can write one with millions of them."""
+
+    save: str
 
 
 class LocalCopies:
@@ -73,8 +81,7 @@ class LocalCopies:
 
         The bytes are read again: that is much cheaper than to fetch them, and warms the page cache for the trainer.
         """
-        record = self._read_record(checkpoint)
-        if record.get("save") != checkpoint.marker.info.save:
+        if self._recorded_save(checkpoint) != checkpoint.marker.info.save:
             return False
         try:
             return all(self._is_intact(self._path_of(checkpoint, file), file) for file in checkpoint.files)
@@ -134,13 +141,13 @@ class LocalCopies:
     def _path_of(self, checkpoint: CommittedCheckpoint, file: StoredFile) -> str:
         return f"{self._place(checkpoint)}/{_path_in(checkpoint, file)}".rstrip("/")
 
-    def _read_record(self, checkpoint: CommittedCheckpoint) -> dict[str, Any]:
+    def _recorded_save(self, checkpoint: CommittedCheckpoint) -> str:
         try:
             with open_volume(self._volume) as root:
-                record = json.loads(root.read(_record_path(checkpoint), _RECORD_LIMIT_BYTES))
+                record = root.read(_record_path(checkpoint), RECORD_BYTES)
+            return msgspec.json.decode(record, type=_Recorded).save
         except (OSError, ValueError, RecursionError):
-            return {}
-        return record if isinstance(record, dict) else {}
+            return ""
 
     def _is_intact(self, path: str, file: StoredFile) -> bool:
         with open_volume(self._volume) as root:

@@ -15,11 +15,7 @@ from mooring_agent.core.model import StagedFile
 from mooring_agent.core.pack_plan import PACK_BYTES
 from mooring_agent.core.state import Share, State
 from mooring_agent.core.work import Operation, WorkId
-from mooring_agent.ports import Clock, StageRequest, StagingArea
-
-_ANNOUNCEMENTS = "announcements"
-_PART_SIZE = "part_size_bytes"
-_PACK_SIZE = "pack_size_bytes"
+from mooring_agent.ports import Clock, StagedDescriptor, StageRequest, StagingArea
 
 log = structlog.get_logger("mooring.staging")
 
@@ -48,13 +44,13 @@ async def stage(staging: StagingArea, clock: Clock, executor: Executor, command:
     )
 
 
-def descriptor(command: Stage) -> Mapping[str, object]:
+def descriptor(command: Stage) -> StagedDescriptor:
     """What is stored beside the pins, to be read by `rescan`."""
-    return {
-        _ANNOUNCEMENTS: [encode_event(announcement).decode() for announcement in command.announcements],
-        _PART_SIZE: command.part_size_bytes,
-        _PACK_SIZE: command.pack_size_bytes,
-    }
+    return StagedDescriptor(
+        announcements=tuple(encode_event(announcement).decode() for announcement in command.announcements),
+        part_size_bytes=command.part_size_bytes,
+        pack_size_bytes=command.pack_size_bytes,
+    )
 
 
 def rescan(staging: StagingArea, state: State) -> Iterator[DurableEvent]:
@@ -79,8 +75,8 @@ def rescan(staging: StagingArea, state: State) -> Iterator[DurableEvent]:
                 at=first.at,
                 work=WorkId(Operation.STAGE, first.info.save, first.rank),
                 files=files,
-                part_size_bytes=_size_bytes(described, _PART_SIZE) or state.settings.transfer.part_size_bytes,
-                pack_size_bytes=min(_size_bytes(described, _PACK_SIZE), PACK_BYTES),
+                part_size_bytes=described.part_size_bytes or state.settings.transfer.part_size_bytes,
+                pack_size_bytes=min(described.pack_size_bytes, PACK_BYTES),
             )
 
 
@@ -92,11 +88,11 @@ def _shares(state: State, announced: Announced) -> Mapping[int, Share]:
 
 def _described(
     staging: StagingArea,
-) -> Iterator[tuple[Sequence[Announced], Mapping[str, object], tuple[StagedFile, ...]]]:
+) -> Iterator[tuple[Sequence[Announced], StagedDescriptor, tuple[StagedFile, ...]]]:
     """Announcements, what else is told of them, and files of everything that is staged."""
     for described, files in staging.scan():
         try:
-            announcements = [decode_event(record.encode()) for record in _records(described)]
+            announcements = [decode_event(record.encode()) for record in described.announcements]
         except UnknownRecordError as error:
             log.warning("staging.unknown_descriptor", error=str(error))
             continue
@@ -105,17 +101,6 @@ def _described(
             log.warning("staging.unknown_descriptor", error=f"{len(announced)} of {announcements} are announcements")
             continue
         yield announced, described, files
-
-
-def _size_bytes(described: Mapping[str, object], name: str) -> int:
-    """0 where an older version told none."""
-    size_bytes = described.get(name)
-    return size_bytes if isinstance(size_bytes, int) and size_bytes > 0 else 0
-
-
-def _records(described: Mapping[str, object]) -> Iterator[str]:
-    records = described.get(_ANNOUNCEMENTS)
-    return map(str, records if isinstance(records, list) else ())
 
 
 def _order(announcements: Sequence[Announced]) -> tuple[float, int, int]:

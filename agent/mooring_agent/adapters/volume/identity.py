@@ -15,10 +15,10 @@ from mooring_agent.adapters.volume.errors import folder_error
 from mooring_agent.adapters.volume.shared_folders import make_own_folder
 from mooring_agent.adapters.volume.shared_volume import open_volume
 from mooring_agent.core.errors import ErrorKind, MooringError
+from mooring_agent.core.limits import OWNER_BYTES
 from mooring_api.names import OWNING_DESTINATION, STATE_DIRECTORY
 
 _PATH: Final = f"{STATE_DIRECTORY}/{OWNING_DESTINATION}"
-_LIMIT_BYTES: Final = 64 * 1024
 
 
 def claim(volume: Path, destination: str) -> None:
@@ -45,7 +45,7 @@ def owner_of(volume: Path) -> str | None:
     """The destination that the volume belongs to; None if it is nobody's yet. VolumeError when it cannot be read."""
     try:
         with open_volume(volume) as root:
-            return root.read(_PATH, _LIMIT_BYTES).decode(errors="replace").strip()
+            return root.read(_PATH, OWNER_BYTES).decode(errors="replace").strip()
     except FileNotFoundError:
         return None
     except OSError as error:

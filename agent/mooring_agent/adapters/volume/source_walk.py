@@ -10,13 +10,14 @@ import os
 import stat
 from collections import deque
 from collections.abc import Iterator, Sequence
+from itertools import islice
 from pathlib import Path
 from typing import Final
 
 from mooring_agent.adapters.volume.errors import volume_error
 from mooring_agent.adapters.volume.shared_volume import Folder, open_volume
 from mooring_agent.core.errors import ErrorKind, RequestError, VolumeError
-from mooring_agent.core.limits import PATH_LEVELS
+from mooring_agent.core.limits import FILES_PER_RANK, PATH_LEVELS
 from mooring_agent.core.object_layout import check_file_path
 from mooring_api.names import STATE_DIRECTORY
 
@@ -63,9 +64,15 @@ def resolve_sources(volume: Path, source: str, files: Sequence[str]) -> dict[str
     check_source(source)
     try:
         with open_volume(volume) as root:
-            found = dict(_Sources(root, volume).files(source, files))
+            found = dict(islice(_Sources(root, volume).files(source, files), FILES_PER_RANK + 1))
     except OSError as error:
         raise _unreadable(volume, source, error) from error
+    if len(found) > FILES_PER_RANK:
+        raise RequestError(
+            ErrorKind.BAD_REQUEST,
+            f"{source} has more than {FILES_PER_RANK:,} files",
+            hint="write fewer and larger files, or announce the files of each rank",
+        )
     for path in found:
         check_file_path(path)
     if not found:

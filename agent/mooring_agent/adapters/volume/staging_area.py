@@ -41,7 +41,7 @@ from mooring_agent.core.commit import DIFFERENT_FILES_HINT
 from mooring_agent.core.errors import ErrorKind, MooringError, RequestError, VolumeError
 from mooring_agent.core.model import RankManifest, StagedFile
 from mooring_agent.core.object_layout import check_token
-from mooring_agent.ports import StageRequest
+from mooring_agent.ports import StagedDescriptor, StageRequest
 from mooring_api.names import STAGED_DIRECTORY, STATE_DIRECTORY
 
 _ROOT: Final = f"{STATE_DIRECTORY}/{STAGED_DIRECTORY}"
@@ -236,9 +236,9 @@ class LocalStagingArea:
         except OSError as error:
             raise volume_error(error, f"cannot release {folder}") from error
 
-    def scan(self) -> Iterable[tuple[Mapping[str, object], tuple[StagedFile, ...]]]:
+    def scan(self) -> Iterable[tuple[StagedDescriptor, tuple[StagedFile, ...]]]:
         """As the port says; besides, removes what a killed stage left. Only before the first `stage`."""
-        found: list[tuple[Mapping[str, object], tuple[StagedFile, ...]]] = []
+        found: list[tuple[StagedDescriptor, tuple[StagedFile, ...]]] = []
         try:
             with open_volume(self._volume) as root:
                 try:
@@ -254,7 +254,7 @@ class LocalStagingArea:
             raise volume_error(error, f"cannot scan {self._volume}/{_ROOT}") from error
         return found
 
-    def _scan_save(self, root: Folder, save: str) -> Iterator[tuple[Mapping[str, object], tuple[StagedFile, ...]]]:
+    def _scan_save(self, root: Folder, save: str) -> Iterator[tuple[StagedDescriptor, tuple[StagedFile, ...]]]:
         with root.folder(save) as folder:
             names = [entry.name for entry in folder.entries()]
             for name in names:
