@@ -130,7 +130,8 @@ def test_a_forged_descriptor_brings_nothing_into_the_bucket_that_is_not_on_the_v
     (tmp_path / "bucket").mkdir()
     destination = f"file://{tmp_path}/bucket"
     with AgentProcess(tmp_path / "volume", destination, watch=False, bandwidth_bytes_per_second=10) as slow:
-        slow.announce(write_checkpoint(slow.checkpoints / "checkpoint-1", {"model.bin": 500}), 1)
+        # The first file goes out at once, and the second one waits for minutes until it is paid for.
+        slow.announce(write_checkpoint(slow.checkpoints / "checkpoint-1", {"model.bin": 5000, "second.bin": 5000}), 1)
         slow.kill()
         forge(slow, secret, lambda pin: link(pin, secret))
         # As on a claim whose pod was replaced: only without their journal are descriptors asked at all.
