@@ -75,12 +75,14 @@ def test_descriptors_beyond_all_limits_hang_no_agent_and_hide_no_checkpoint(tmp_
     (tmp_path / "bucket").mkdir()
     destination = f"file://{tmp_path}/bucket"
     with AgentProcess(tmp_path / "volume", destination, watch=False, bandwidth_bytes_per_second=10) as slow:
-        save = slow.announce(write_checkpoint(slow.checkpoints / "checkpoint-1", {"model.bin": 5000}), 1).save
+        # The first file goes out at once, and the second one waits for minutes until it is paid for.
+        files = {"model.bin": 5000, "second.bin": 5000}
+        save = slow.announce(write_checkpoint(slow.checkpoints / "checkpoint-1", files), 1).save
         slow.kill()
         staged = slow.volume / ".mooring" / "staged"
         value = json.loads((staged / save / "rank-00000.json").read_text())
         (record,) = value["descriptor"]["announcements"]
-        (file,) = value["files"]
+        file = value["files"][0]
         forge_descriptor(slow, "huge", record, [{**file, "path": str(number), "size": 2**62} for number in range(300)])
         forge_descriptor(slow, "large", record, [{**file, "path": str(number), "size": 2**41} for number in range(300)])
         forge_descriptor(slow, "many", record, [file] * 800_000)
