@@ -25,8 +25,8 @@ UPLOAD_SECONDS = 240.0
 WAKES_PER_SECOND = 2
 """Looks are due seldom; a thread asks for the ranks' locks each second, and wakes nobody while they stay the same."""
 MOST_MEMORY_BYTES = 100 * MIB
-MOST_MEMORY_IN_UPLOADS_BYTES = 112 * MIB
-"""Eight parts are on the wire at once, and each has a buffer."""
+MOST_MEMORY_IN_UPLOADS_BYTES = 128 * MIB
+"""What a pod has to give an agent at least. Eight parts are on the wire at once, and each has a buffer."""
 FOR_UPLOADS = {"awscrt"}
 FOR_S3 = {"aiobotocore", "botocore", "aiohttp"}
 AT_THE_FIRST_SCRAPE = {"prometheus_client"}
@@ -144,7 +144,7 @@ def test_a_store_that_is_down_at_the_start_is_said_and_asked_again_when_needed(
         wait_ready(agent)
 
 
-def test_an_agent_stays_below_100_mib_and_below_112_while_it_uploads_much(
+def test_an_agent_stays_below_100_mib_and_below_128_while_it_uploads_much(
     tmp_path: Path, rclone_tls_bucket: Bucket
 ) -> None:
     with s3_agent(tmp_path, rclone_tls_bucket) as agent:
