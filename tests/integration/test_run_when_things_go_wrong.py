@@ -45,14 +45,12 @@ def journal_held(volume: Path) -> Iterator[None]:
 
 @contextmanager
 def next_agent_held(volume: Path) -> Iterator[None]:
-    """An agent that starts meanwhile finds a pipe for a journal, and waits for whoever writes there."""
+    """Meanwhile an agent that starts finds a link for a journal, ends, and is started again."""
     journal = volume / ".mooring" / "agent" / "journal.sqlite3"
-    journal.rename(journal.with_name("aside"))
-    os.mkfifo(journal)
+    aside = journal.rename(journal.with_name("aside"))
+    journal.symlink_to("nowhere")
     yield
-    with journal.open("wb"):
-        # There is somebody who waits, finds nothing in the pipe, and opens what is there by then.
-        journal.with_name("aside").rename(journal)
+    aside.replace(journal)
 
 
 def ends_of(run: RunProcess) -> list[dict[str, object]]:
