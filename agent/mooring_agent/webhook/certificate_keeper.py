@@ -28,7 +28,6 @@ from mooring_agent.webhook.serving_certificate import ServingCertificate
 from mooring_agent.webhook.settings import SelfManaged
 
 _CONFIGURATIONS: Final = "/apis/admissionregistration.k8s.io/v1/mutatingwebhookconfigurations"
-_REMIND_SECONDS: Final = 600.0
 _PATIENT_SECONDS: Final = 5.0  # while an installation is under way, something is missing for a moment
 
 Object = Mapping[str, Any]
@@ -71,7 +70,7 @@ class CertificateKeeper:
         self._certificate = certificate
         self._now = now
         self._published_since: dict[str, datetime] = {}
-        self._told, self._told_at = "", 0.0
+        self._told = ""
 
     async def begin(self) -> None:
         """Until there is something to serve with, and, if that comes soon, API servers trust it."""
@@ -110,16 +109,14 @@ class CertificateKeeper:
         return None
 
     def _tell(self, problem: MooringError | None) -> None:
-        """What needs something else done, now and then again, and when it is over."""
+        """What needs something else done, once, and when it is over."""
         if problem is None:
             if self._told:
                 log.info("certificates.well")
             self._told = ""
-        elif problem.kind is not ErrorKind.ALREADY_EXISTS and (
-            str(problem) != self._told or time.monotonic() - self._told_at >= _REMIND_SECONDS
-        ):
+        elif problem.kind is not ErrorKind.ALREADY_EXISTS and str(problem) != self._told:
             log.error("certificates.problem", error=str(problem), kind=problem.kind.value, hint=problem.hint)
-            self._told, self._told_at = str(problem), time.monotonic()
+            self._told = str(problem)
 
     async def look(self) -> None:
         """Once, and do what is due. Raises MooringError when API servers may not trust what is served; it still is."""

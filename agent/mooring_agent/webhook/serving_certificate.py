@@ -6,7 +6,6 @@ key. A pair of files that does not fit together is left alone and said: the one 
 """
 
 import asyncio
-import math
 import ssl
 from datetime import UTC, datetime
 from pathlib import Path
@@ -87,7 +86,7 @@ class ServingCertificate:
 
     def seconds_left(self) -> float:
         """Until it expires; negative when it has, and where there is none."""
-        return -math.inf if self.expires_at is None else (self.expires_at - datetime.now(UTC)).total_seconds()
+        return float("-inf") if self.expires_at is None else (self.expires_at - datetime.now(UTC)).total_seconds()
 
     def _hand_on(self, connection: ssl.SSLSocket | ssl.SSLObject, _name: str | None, _listener: ssl.SSLContext) -> None:
         """With each ClientHello, whether it names a server or not."""
