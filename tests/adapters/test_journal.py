@@ -128,6 +128,13 @@ def _torn_page(path: Path) -> None:
     path.write_bytes(content)
 
 
+def _no_text_in_the_schema(path: Path) -> None:
+    """What SQLite says of it is no UTF-8, and the sqlite3 module fails at that."""
+    content = path.read_bytes()
+    assert content.count(b"tablerecordsrecords") == 1
+    path.write_bytes(content.replace(b"tablerecordsrecords\x02C", b"tablerecor\x8dsrecords\x02X"))
+
+
 def _another_schema(path: Path) -> None:
     path.unlink()
     database = sqlite3.connect(path)
@@ -135,7 +142,7 @@ def _another_schema(path: Path) -> None:
     database.close()
 
 
-@pytest.mark.parametrize("damage", [_no_database, _truncated, _torn_page, _another_schema])
+@pytest.mark.parametrize("damage", [_no_database, _truncated, _torn_page, _no_text_in_the_schema, _another_schema])
 def test_a_damaged_journal_is_set_aside_and_a_new_one_begun(tmp_path: Path, damage: Callable[[Path], None]) -> None:
     path = tmp_path / "journal.sqlite3"
     for number in (1, 2):

@@ -1,4 +1,4 @@
-"""`make hostile`: many hostile objects and requests, and what came of them. `--help` says how many."""
+"""`make hostile`: many hostile objects, requests and volumes, and what came of them. `--help` says how many."""
 
 import argparse
 import asyncio
@@ -6,15 +6,18 @@ import gc
 import logging
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
-from typing import Final
+from typing import Final, TypeVar
 
 import structlog
 from tests.harness.agent_process import AgentProcess, write_checkpoint
-from tests.hostile import objects, requests
+from tests.hostile import objects, requests, volumes
 
 GROWTH_BYTES: Final = 50 * 1024**2
 _WARM_UP: Final = 500
+
+_Result = TypeVar("_Result")
 
 
 def resident_bytes() -> int:
@@ -24,18 +27,41 @@ def resident_bytes() -> int:
 
 def attack_objects(folder: Path, *, rounds: int, seed: int) -> objects.Found:
     """Raises AssertionError for what must not be."""
-    asyncio.run(objects.attack(folder / "warm-up", rounds=min(_WARM_UP, rounds // 4), seed=seed))
-    gc.collect()
-    before = resident_bytes()
-    found = asyncio.run(objects.attack(folder / "attack", rounds=rounds, seed=seed))
-    gc.collect()
-    grown = resident_bytes() - before
-    assert grown < GROWTH_BYTES, f"{grown:,} bytes more after {rounds} rounds"
+
+    def attack(folder: Path, rounds: int) -> objects.Found:
+        return asyncio.run(objects.attack(folder, rounds=rounds, seed=seed))
+
+    found = _without_growth(folder, rounds, attack)
     assert found.rounds == rounds
     # The generator does its work: it spoils most of what it touches, and not all.
     assert found.older > rounds / 4
     assert found.newer > 0
     return found
+
+
+def attack_starts(folder: Path, *, rounds: int, seed: int) -> volumes.Starts:
+    """Raises AssertionError for what must not be."""
+
+    def attack(folder: Path, rounds: int) -> volumes.Starts:
+        return volumes.attack(folder, rounds=rounds, seed=seed)
+
+    starts = _without_growth(folder, rounds, attack)
+    assert starts.rounds == rounds
+    # The generator does its work: it spoils many journals, and not all.
+    assert starts.set_aside > rounds / 5
+    assert starts.believed > rounds / 5
+    return starts
+
+
+def _without_growth(folder: Path, rounds: int, attack: Callable[[Path, int], _Result]) -> _Result:
+    attack(folder / "warm-up", min(_WARM_UP, rounds // 4))
+    gc.collect()
+    before = resident_bytes()
+    result = attack(folder / "attack", rounds)
+    gc.collect()
+    grown = resident_bytes() - before
+    assert grown < GROWTH_BYTES, f"{grown:,} bytes more after {rounds} rounds"
+    return result
 
 
 def attack_agent(folder: Path, *, count: int, seed: int) -> requests.Answers:
@@ -63,6 +89,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m tests.hostile", description=__doc__)
     parser.add_argument("--objects", type=int, default=10_000)
     parser.add_argument("--requests", type=int, default=50_000)
+    parser.add_argument("--starts", type=int, default=2_000, help="of agents on hostile files of their own")
     parser.add_argument("--seed", type=int, default=int(time.time()))
     arguments = parser.parse_args()
     # What restore and the client say of each is not of interest here.
@@ -71,6 +98,7 @@ def main() -> None:
     print(f"seed {arguments.seed}", flush=True)
     with tempfile.TemporaryDirectory(prefix="mooring-hostile-") as folder:
         print(attack_agent(Path(folder) / "agent", count=arguments.requests, seed=arguments.seed), flush=True)
+        print(attack_starts(Path(folder) / "starts", rounds=arguments.starts, seed=arguments.seed), flush=True)
         print(attack_objects(Path(folder) / "objects", rounds=arguments.objects, seed=arguments.seed), flush=True)
 
 

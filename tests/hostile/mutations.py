@@ -47,8 +47,11 @@ RAW: Final = (
 _HOLE: Final = "\ue000hole\ue000"
 
 
-def mutated_object(body: bytes, generator: random.Random) -> bytes:
-    """`body` is one of Mooring's small objects. Half of what comes back has the checksum that its form wants."""
+def mutated_object(body: bytes, generator: random.Random, *, sealed: bool = True) -> bytes:
+    """`body` is one of Mooring's small objects. Half of what comes back has the checksum that its form wants.
+
+    `sealed`: whether its form has one.
+    """
     match generator.randrange(8):
         case 0:
             return _flipped(body, generator)
@@ -59,7 +62,22 @@ def mutated_object(body: bytes, generator: random.Random) -> bytes:
         case 3:
             return generator.choice([b"", b"null", b"[]", b"{}", b"\n", generator.randbytes(200), b"[" * 200_000])
         case _:
-            return _resealed(_changed(body, generator))
+            changed = _changed(body, generator)
+            return _resealed(changed) if sealed else changed
+
+
+def mutated_bytes(body: bytes, generator: random.Random) -> bytes:
+    """Of a file that is no JSON: some of its bytes change, or it gets longer or shorter."""
+    match generator.randrange(4):
+        case 0:
+            return body[: generator.randrange(len(body))]
+        case 1:
+            return body + generator.randbytes(generator.choice([1, 512, 100_000]))
+        case _:
+            changed = bytearray(body)
+            for _ in range(generator.choice([1, 1, 50])):
+                changed[generator.randrange(len(changed))] ^= generator.randrange(1, 256)
+            return bytes(changed)
 
 
 def naming(marker: bytes, manifest: bytes) -> bytes:

@@ -9,7 +9,7 @@ import msgspec
 import pytest
 from google.protobuf.message import Message
 from tests.hostile import requests
-from tests.hostile.__main__ import attack_agent, attack_objects
+from tests.hostile.__main__ import attack_agent, attack_objects, attack_starts
 from tests.hostile.mutations import mutated_object
 
 from mooring_agent.core import checked_json
@@ -21,6 +21,10 @@ from mooring_agent.runtime.request_limits import check_request
 
 def test_no_hostile_object_ends_in_a_traceback_and_damage_leads_to_the_next_older(tmp_path: Path) -> None:
     attack_objects(tmp_path, rounds=150, seed=1)
+
+
+def test_no_hostile_journal_or_descriptor_ends_a_start_or_hides_what_is_sound(tmp_path: Path) -> None:
+    attack_starts(tmp_path, rounds=100, seed=1)
 
 
 def test_no_hostile_request_ends_or_hangs_an_agent(tmp_path: Path) -> None:

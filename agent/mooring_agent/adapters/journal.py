@@ -121,7 +121,7 @@ class SqliteJournal:
                 with closing(sqlite3.connect(self._path, timeout=_LOCK_TIMEOUT_SECONDS)) as connection:
                     connection.execute("PRAGMA locking_mode=EXCLUSIVE")
                     (tables,) = connection.execute("SELECT count(*) FROM sqlite_schema").fetchone()
-            except sqlite3.Error:
+            except (sqlite3.Error, UnicodeDecodeError):
                 return True
         return bool(tables)
 
@@ -229,7 +229,7 @@ class _ForeignDatabaseError(sqlite3.DatabaseError):
 
 
 def _is_damage(error: BaseException | None) -> bool:
-    if isinstance(error, _ForeignDatabaseError):
+    if isinstance(error, (_ForeignDatabaseError, UnicodeDecodeError)):
         return True
     # The code is absent on errors that the sqlite3 module itself raises.
     code = getattr(error, "sqlite_errorcode", None)
@@ -251,7 +251,8 @@ def _translated(path: Path) -> Iterator[None]:
         yield
     except OSError as error:
         raise volume_error(error, what) from error
-    except sqlite3.Error as error:
+    except (sqlite3.Error, UnicodeDecodeError) as error:
+        # What SQLite says of a damaged schema quotes its bytes, which the sqlite3 module then takes for UTF-8.
         code = getattr(error, "sqlite_errorcode", 0) & _PRIMARY_CODE
         # Opening a WAL on a full volume is an I/O error to SQLite.
         if code == sqlite3.SQLITE_FULL or (code == sqlite3.SQLITE_IOERR and _is_full(path.parent)):
