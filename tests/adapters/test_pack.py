@@ -127,3 +127,6 @@ def test_a_file_that_is_not_what_was_staged_gets_into_no_pack(spoil: object, kin
         read_pack(pack, tmp_path)
     assert caught.value.kind is kind
     assert "weight 30.bin" in str(caught.value)
+    staged = pack.files[30].fingerprint
+    said = f"{caught.value} {caught.value.hint}".replace(str(tmp_path), "")
+    assert not any(str(number) in said for number in (staged.inode, staged.mtime_ns))
