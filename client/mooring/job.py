@@ -10,6 +10,7 @@ its keys, so that the store, which is in the first rank's memory, does not grow.
 import json
 import logging
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import Any, Final, Protocol, TypeVar
 
 from mooring.errors import ErrorKind, RanksError, StoreLostError
@@ -22,7 +23,8 @@ PATIENCE_SECONDS: Final = 300.0
 """For ranks that come to the same question at about the same time; one may have evaluated by itself before."""
 WRITE_SECONDS: Final = 1800.0
 """For what one rank may write long after another is done."""
-_PART_SECONDS: Final = 2.0
+_READ_SECONDS: Final = 5.0
+"""For ranks that have come to read an answer; only one that dies meanwhile makes another wait for so long."""
 _ANSWERS: Final = {"yes": True, "no": False, "late": None}
 
 
@@ -47,7 +49,10 @@ class Job(Protocol):
         """The greatest of those that every rank has: (step, save). Raises RanksError when some do not come."""
 
     def part(self) -> None:
-        """Leave together: the store lives with the first node, and a first exit makes torchrun end the others."""
+        """Before `close`, to leave together: a first exit makes torchrun end the others."""
+
+    def close(self) -> None:
+        """Ask no more. The store may end with rank 0, which stays for those that have yet to read an answer."""
 
 
 class LoneProcess:
@@ -73,6 +78,9 @@ class LoneProcess:
     def part(self) -> None:
         return
 
+    def close(self) -> None:
+        return
+
 
 class RanksJob:
     """A job of several ranks, whose store holds nothing of earlier starts."""
@@ -81,6 +89,7 @@ class RanksJob:
         self.ranks = store.ranks
         self._store = store
         self._lost = False
+        self._unread: str | None = None
 
     def agree(self, key: str, ok: bool = True, *, seconds: float = PATIENCE_SECONDS) -> bool | None:
         return self._ask(key, lambda: self._agree(key, ok, seconds))
@@ -112,7 +121,12 @@ class RanksJob:
         return None if chosen is None else (chosen[0], chosen[1])
 
     def part(self) -> None:
-        self._ask("part", self._part)
+        self.agree("leaving")
+
+    def close(self) -> None:
+        unread = self._unread
+        if self.ranks.rank == 0 and unread is not None:
+            self._ask("close", lambda: self._store.wait_until_forgotten(unread, _READ_SECONDS))
 
     def _agree(self, key: str, ok: bool, seconds: float = PATIENCE_SECONDS) -> bool | None:
         answer = f"{key}/answer"
@@ -126,6 +140,8 @@ class RanksJob:
         if word == "late":
             _log.warning("not all ranks came in time: about=%s seconds=%.0f waited_for=%s", key, seconds, late)
         self._forget_when_read(key)
+        if word == "late":
+            self._unread = None
         return _ANSWERS[word]
 
     def _late(self, key: str) -> str:
@@ -135,6 +151,8 @@ class RanksJob:
         if self._counts_last(key):
             self._store.settle(f"{key}/answer", "yes")
         self._forget_when_read(key)
+        # Those who wait for it may come much later.
+        self._unread = None
         return True
 
     def _counts_last(self, key: str) -> bool:
@@ -145,8 +163,12 @@ class RanksJob:
 
     def _forget_when_read(self, key: str, *more: str) -> None:
         """This rank asks no more about `key`; the last one to say so deletes it."""
-        if self._store.count(f"{key}/read") == self.ranks.world_size:
-            self._store.forget(f"{key}/count", f"{key}/answer", f"{key}/read", *more)
+        # It has its answer, whether the store still is there or not.
+        with suppress(StoreLostError):
+            self._unread = f"{key}/read"
+            if self._store.count(self._unread) == self.ranks.world_size:
+                self._store.forget(f"{key}/count", f"{key}/answer", *more, self._unread)
+                self._unread = None
 
     def _same(self, key: str, value: str) -> bool | None:
         agreed = self._agree(f"{key}/agreed", self._store.settle(f"{key}/value", value) == value)
@@ -178,15 +200,6 @@ class RanksJob:
         stands: dict[str, Any] = json.loads(self._store.settle(f"{key}/answer", json.dumps(outcome)))
         self._forget_when_read(key, *(f"{key}/has/{rank}" for rank in range(self.ranks.world_size)))
         return stands
-
-    def _part(self) -> bool | None:
-        leaving = self._agree("leaving", ok=True)
-        if leaving and self._store.count("left") == self.ranks.world_size:
-            self._store.publish("empty", "")
-        if leaving and self.ranks.rank == 0:
-            # The store may end with us, and others have yet to read that everybody leaves.
-            self._store.wait(["empty"], _PART_SECONDS)
-        return leaving
 
     def _ask(self, key: str, question: Callable[[], _Result | None]) -> _Result | None:
         if self._lost:

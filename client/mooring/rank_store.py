@@ -83,19 +83,14 @@ class RankStore:
         return _answered(lambda: self._store.get(name).decode() if self._store.check([name]) else None)
 
     def wait(self, keys: Sequence[str], seconds: float, *, until: Callable[[], bool] | None = None) -> bool:
-        """Whether all were published in time, or before `until` came true.
-
-        It asks again and again: the store's own wait writes to stderr each time it times out.
-        """
+        """Whether all were published in time, or before `until` came true."""
         names = [self._key(key) for key in keys]
-        give_up_at = time.monotonic() + seconds
-        sleep_seconds = _FIRST_SLEEP_SECONDS
-        while not _answered(lambda: self._store.check(names)):
-            if time.monotonic() >= give_up_at or (until is not None and until()):
-                return False
-            time.sleep(sleep_seconds)
-            sleep_seconds = min(2 * sleep_seconds, self.look_seconds)
-        return True
+        return self._look_until(lambda: self._store.check(names), seconds, until)
+
+    def wait_until_forgotten(self, key: str, seconds: float) -> bool:
+        """Whether it was, in time."""
+        names = [self._key(key)]
+        return self._look_until(lambda: not self._store.check(names), seconds)
 
     def wait_for(self, key: str, seconds: float, *, until: Callable[[], bool] | None = None) -> str | None:
         """The value, or None when nobody published it in time."""
@@ -126,6 +121,17 @@ class RankStore:
     def forget_all(self, key: str) -> None:
         """What each rank published under `<key>/<rank>`."""
         self.forget(*(f"{key}/{rank}" for rank in range(self.ranks.world_size)))
+
+    def _look_until(self, holds: Callable[[], bool], seconds: float, until: Callable[[], bool] | None = None) -> bool:
+        """It asks again and again: the store's own wait writes to stderr each time it times out."""
+        give_up_at = time.monotonic() + seconds
+        sleep_seconds = _FIRST_SLEEP_SECONDS
+        while not _answered(holds):
+            if time.monotonic() >= give_up_at or (until is not None and until()):
+                return False
+            time.sleep(sleep_seconds)
+            sleep_seconds = min(2 * sleep_seconds, self.look_seconds)
+        return True
 
     def _key(self, key: str) -> str:
         return f"{self._prefix}{key}"

@@ -246,6 +246,7 @@ class Session:
             self.team.job.part()
         if self._team is not None:
             self._team.gate.close()
+            self._team.job.close()
 
     def _announce(self, record: Record, path: Path, *, urgent: bool) -> bool:
         # Of those that write it: one pod may hold all of a checkpoint.

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import pytest
 import torch.distributed as distributed
+from tests.harness.agent_process import wait_until
 
 from mooring import job, rank_store
 from mooring.errors import ErrorKind, RanksError, StoreLostError
@@ -71,6 +72,48 @@ def test_a_rank_that_waited_too_long_and_the_one_that_came_later_have_the_same_a
 
 def test_who_says_no_need_not_wait_for_the_others() -> None:
     assert jobs(2)[0].agree("question", ok=False, seconds=WAIT_SECONDS * 100) is False
+
+
+def test_the_first_rank_stays_until_the_others_have_read_what_was_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
+    first, second = jobs(2)
+    may_read, has_closed = threading.Event(), threading.Event()
+    chosen = []
+    settle = RankStore.settle
+
+    def settle_late(store: RankStore, key: str, value: str) -> str:
+        assert store.ranks.rank == 0 or may_read.wait(WAIT_SECONDS)
+        return settle(store, key, value)
+
+    monkeypatch.setattr(RankStore, "settle", settle_late)
+    monkeypatch.setattr(job, "_READ_SECONDS", WAIT_SECONDS)
+
+    def begin_and_end(one: RanksJob) -> None:
+        chosen.append(one.choose_newest("resume", [(1, "a")]))
+        one.close()
+        if one is first:
+            has_closed.set()
+
+    threads = [threading.Thread(target=begin_and_end, args=(one,), daemon=True) for one in (first, second)]
+    for thread in threads:
+        thread.start()
+    wait_until(lambda: bool(chosen), WAIT_SECONDS, "the first rank has chosen")
+    assert not has_closed.wait(0.2)
+    may_read.set()
+    for thread in threads:
+        thread.join(WAIT_SECONDS)
+    assert has_closed.is_set()
+    assert chosen == [(1, "a")] * 2
+
+
+def test_an_answer_that_was_read_stands_though_the_store_ends_then(monkeypatch: pytest.MonkeyPatch) -> None:
+    first, second = jobs(2)
+    first.arrive("question")
+
+    def ended(_: RankStore, *_keys: str) -> None:
+        raise StoreLostError(RuntimeError("connection closed"))
+
+    monkeypatch.setattr(RankStore, "forget", ended)
+    assert second.agree("question", seconds=WAIT_SECONDS) is True
 
 
 def test_values_are_compared() -> None:

@@ -109,6 +109,10 @@ def job(
             }
             ranks.append(Rank(scenario, {**place, **environment}, directory / f"rank-{rank}.log"))
         yield ranks
+    except BaseException:
+        for started in ranks:
+            print(started.log_text())
+        raise
     finally:
         for started in ranks:
             started.end()
