@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from tests.harness.memory_folder import folder_in_memory
 from tests.regions import region_of
 
 from mooring_agent.adapters.checksum import region_checksum
@@ -21,17 +22,13 @@ SIZE_BYTES = 64 * 1024
 
 @pytest.fixture(params=["disk", "memory"])
 def volume(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Path]:
-    if request.param == "disk":
-        if second_look._is_in_memory(tmp_path.stat().st_dev):
-            pytest.skip("the tests' own folder is in memory here")
-        folder = tmp_path / "volume"
-    else:
-        folder = Path("/dev/shm") / f"mooring-test-{os.getpid()}"
-        if not folder.parent.is_dir() or not second_look._is_in_memory(folder.parent.stat().st_dev):
-            pytest.skip("needs a filesystem in memory at /dev/shm")
-    folder.mkdir()
-    yield folder
-    shutil.rmtree(folder)
+    if request.param == "memory":
+        with folder_in_memory() as folder:
+            yield folder
+        return
+    if second_look._is_in_memory(tmp_path.stat().st_dev):
+        pytest.skip("the tests' own folder is in memory here")
+    yield tmp_path
 
 
 @pytest.fixture
@@ -85,12 +82,17 @@ def refused(
     return True
 
 
+def write_and_set_mtime_back(path: Path) -> None:
+    before = path.stat()
+    with path.open("r+b") as file:
+        file.write(b"b")
+    os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
+
+
 def test_a_write_whose_mtime_is_set_back_is_noticed(volume: Path, weights: Path) -> None:
     files = stage(volume, weights.parent)
-    manifest, before = sent(volume, files), weights.stat()
-    with weights.open("r+b") as file:
-        file.write(b"b")
-    os.utime(weights, ns=(before.st_atime_ns, before.st_mtime_ns))
+    manifest = sent(volume, files)
+    write_and_set_mtime_back(weights)
     assert refused(volume, manifest, files)
 
 
@@ -114,10 +116,8 @@ def test_a_trainer_that_unlinks_or_renames_its_own_name_is_no_change(volume: Pat
 
 def test_without_time_to_read_a_write_that_shows_is_noticed_and_no_other(volume: Path, weights: Path) -> None:
     files = stage(volume, weights.parent)
-    manifest, before = sent(volume, files), weights.stat()
-    with weights.open("r+b") as file:
-        file.write(b"b")
-    os.utime(weights, ns=(before.st_atime_ns, before.st_mtime_ns))
+    manifest = sent(volume, files)
+    write_and_set_mtime_back(weights)
     assert refused(volume, manifest, files)
     assert not refused(volume, manifest, files, may_read=lambda: False)
     os.utime(weights)

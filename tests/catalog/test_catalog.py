@@ -29,13 +29,6 @@ from mooring_agent.restore import restore
 DAY = 24 * 3600.0
 
 
-@pytest.fixture
-async def store() -> AsyncIterator[FakeStore]:
-    store = FakeStore()
-    yield store
-    await store.close()
-
-
 async def test_committed_saves_are_listed_newest_first_and_others_not(store: FakeStore) -> None:
     for step in (30, 100, 9):
         await store_checkpoint(store, step)

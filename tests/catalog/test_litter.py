@@ -2,7 +2,6 @@
 
 from collections.abc import AsyncIterator
 
-import pytest
 from tests.fakes.fake_store import FakeStore
 from tests.restore.stored_checkpoints import store_checkpoint
 
@@ -14,13 +13,6 @@ from mooring_agent.core.settings import RetentionSettings
 from mooring_agent.ports import ObjectInfo
 
 DAY = 24 * 3600.0
-
-
-@pytest.fixture
-async def store() -> AsyncIterator[FakeStore]:
-    store = FakeStore()
-    yield store
-    await store.close()
 
 
 async def pinned(store: FakeStore, attempt: str) -> str:

@@ -2,7 +2,8 @@
 
 import os
 import shutil
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,25 @@ def _fill(volume: Path) -> None:
                     pass
             except OSError:
                 continue
+
+
+def _fill_until_the_journal_is_unwritable(agent: AgentProcess) -> None:
+    def unwritable() -> bool:
+        # Again and again: the agent gives its reserve up for its records.
+        _fill(agent.volume)
+        return bool(agent.log("journal.unwritable"))
+
+    wait_until(unwritable, 60.0, "the journal cannot be written")
+
+
+@contextmanager
+def _agent_on_a_small_volume(tmp_path: Path, **settings: Any) -> Iterator[AgentProcess]:
+    """64 MiB; it sends to a directory beside it, in parts of 5 MiB."""
+    with (
+        mounted(tmp_path / "volume", 64 * _MIB) as volume,
+        AgentProcess(volume, f"file://{tmp_path / 'destination'}", part_size_bytes="5MiB", **settings) as agent,
+    ):
+        yield agent
 
 
 @pytest.mark.root
@@ -64,27 +84,13 @@ def test_an_agent_that_was_killed_starts_again_on_a_full_volume(tmp_path: Path) 
 
 @pytest.mark.root
 def test_what_was_committed_on_a_full_volume_is_committed_after_a_restart_too(tmp_path: Path) -> None:
-    with (
-        mounted(tmp_path / "volume", 64 * _MIB) as volume,
-        AgentProcess(
-            volume,
-            f"file://{tmp_path / 'destination'}",
-            bandwidth_bytes_per_second=4 * _MIB,
-            part_size_bytes="5MiB",
-        ) as agent,
-    ):
+    with _agent_on_a_small_volume(tmp_path, bandwidth_bytes_per_second=4 * _MIB) as agent:
         agent.announce(write_checkpoint(agent.checkpoints / "checkpoint-1", {"a": 40 * _MIB}), 1)
-
-        def unwritable() -> bool:
-            # Again and again: the agent gives its reserve up for its records.
-            _fill(volume)
-            return bool(agent.log("journal.unwritable"))
-
-        wait_until(unwritable, 60.0, "the journal cannot be written")
+        _fill_until_the_journal_is_unwritable(agent)
         wait_until(lambda: bool(agent.log("checkpoint.committed")), 60.0, "it is committed all the same")
         assert not agent.log("journal.writable_again")
         agent.kill()
-        (volume / "filler").unlink()
+        (agent.volume / "filler").unlink()
         agent.start()
         wait_until(lambda: len(agent.log("checkpoint.committed")) == 2, 60.0, "the next agent finds the marker")
         assert not agent.log("checkpoint.failed")
@@ -92,24 +98,11 @@ def test_what_was_committed_on_a_full_volume_is_committed_after_a_restart_too(tm
 
 @pytest.mark.root
 def test_an_agent_whose_reserve_is_spent_starts_again_on_a_full_volume(tmp_path: Path) -> None:
-    with (
-        mounted(tmp_path / "volume", 64 * _MIB) as volume,
-        AgentProcess(
-            volume,
-            f"file://{tmp_path / 'destination'}",
-            bandwidth_bytes_per_second=4 * _MIB,
-            part_size_bytes="5MiB",
-        ) as agent,
-    ):
+    with _agent_on_a_small_volume(tmp_path, bandwidth_bytes_per_second=4 * _MIB) as agent:
         save = agent.announce(write_checkpoint(agent.checkpoints / "checkpoint-1", {"a": 40 * _MIB}), 1).save
-
-        def unwritable() -> bool:
-            _fill(volume)
-            return bool(agent.log("journal.unwritable"))
-
-        wait_until(unwritable, 60.0, "the journal cannot be written")
+        _fill_until_the_journal_is_unwritable(agent)
         agent.kill()
-        _fill(volume)
+        _fill(agent.volume)
         agent.start()
         # What was promised is kept, though the journal has still no room.
         assert agent.wait_committed(save).step == 1
@@ -118,25 +111,12 @@ def test_an_agent_whose_reserve_is_spent_starts_again_on_a_full_volume(tmp_path:
 
 @pytest.mark.root
 def test_an_agent_whose_journal_is_damaged_starts_again_on_a_full_volume_without_reserve(tmp_path: Path) -> None:
-    with (
-        mounted(tmp_path / "volume", 64 * _MIB) as volume,
-        AgentProcess(
-            volume,
-            f"file://{tmp_path / 'destination'}",
-            bandwidth_bytes_per_second=_MIB,
-            part_size_bytes="5MiB",
-        ) as agent,
-    ):
+    with _agent_on_a_small_volume(tmp_path, bandwidth_bytes_per_second=_MIB) as agent:
         save = agent.announce(write_checkpoint(agent.checkpoints / "checkpoint-1", {"a": 20 * _MIB}), 1).save
-
-        def unwritable() -> bool:
-            _fill(volume)
-            return bool(agent.log("journal.unwritable"))
-
-        wait_until(unwritable, 60.0, "the journal cannot be written")
+        _fill_until_the_journal_is_unwritable(agent)
         agent.kill()
-        _fill(volume)
-        with (volume / ".mooring/agent/journal.sqlite3").open("r+b") as journal:
+        _fill(agent.volume)
+        with (agent.volume / ".mooring/agent/journal.sqlite3").open("r+b") as journal:
             journal.write(bytes(16))
         agent.start()
         agent.kill()
@@ -144,7 +124,7 @@ def test_an_agent_whose_journal_is_damaged_starts_again_on_a_full_volume_without
         agent.start()
         assert agent.wait_committed(save).step == 1
         assert not agent.log("journal.writable_again")
-        (volume / "filler").unlink()
+        (agent.volume / "filler").unlink()
         wait_until(lambda: bool(agent.log("journal.writable_again")), 60.0, "the records are journaled")
 
 
@@ -153,15 +133,7 @@ def test_an_agent_whose_journal_is_damaged_starts_again_on_a_full_volume_without
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("killed", [False, True], ids=["by one agent", "by agents that are killed"])
 def test_every_acknowledged_save_on_a_full_volume_is_committed_or_reported(tmp_path: Path, killed: bool) -> None:
-    with (
-        mounted(tmp_path / "volume", 64 * _MIB) as volume,
-        AgentProcess(
-            volume,
-            f"file://{tmp_path / 'destination'}",
-            bandwidth_bytes_per_second=8 * _MIB,
-            part_size_bytes="5MiB",
-        ) as agent,
-    ):
+    with _agent_on_a_small_volume(tmp_path, bandwidth_bytes_per_second=8 * _MIB) as agent:
         acknowledged: set[int] = set()
         step = 0
         while len(acknowledged) < 40:
@@ -170,7 +142,7 @@ def test_every_acknowledged_save_on_a_full_volume_is_committed_or_reported(tmp_p
             with suppress(OSError, grpc.RpcError):
                 write_checkpoint(path, {"a": (step % 3 + 1) * _MIB, "b": 1000})
                 if step % 4 == 0:
-                    _fill(volume)
+                    _fill(agent.volume)
                 agent.announce(path, step, save=f"save-{step}")
                 acknowledged.add(step)
             if killed and step % 8 == 0:
@@ -178,7 +150,7 @@ def test_every_acknowledged_save_on_a_full_volume_is_committed_or_reported(tmp_p
                 agent.start()
             # Nor does the trainer keep what was refused.
             shutil.rmtree(path, ignore_errors=True)
-            (volume / "filler").unlink(missing_ok=True)
+            (agent.volume / "filler").unlink(missing_ok=True)
         wait_until(lambda: all(one.phase in _ENDED for one in agent.status().checkpoints), 120.0, "all are over")
         log = agent.log_text()
     reported = _reported_steps(log)

@@ -5,6 +5,7 @@ from typing import Any, cast
 
 from structlog.testing import capture_logs
 from tests.core.play import Play
+from tests.fakes.fake_ready_store import FakeReadyStore, StoreClock
 from tests.fakes.fake_store import FakeStore
 from tests.restore.stored_checkpoints import store_checkpoint
 
@@ -13,30 +14,13 @@ from mooring_agent.core.work import Operation, WorkId
 from mooring_agent.runtime.other_writers import OtherWriters
 
 
-class _Opened:
-    def __init__(self, store: FakeStore) -> None:
-        self._store = store
-
-    async def get(self) -> FakeStore:
-        return self._store
-
-
-class _Clock:
-    def __init__(self, store: FakeStore) -> None:
-        self._store = store
-
-    def now(self) -> float:
-        """An hour behind the store's."""
-        return self._store.now - 3600
-
-
 class _Agent:
     """An agent that commits what a test says, and looks for others."""
 
     def __init__(self, store: FakeStore) -> None:
         self.store = store
         self.play = Play()
-        self.others = OtherWriters(cast(Any, _Opened(store)), cast(Any, _Clock(store)))
+        self.others = OtherWriters(cast(Any, FakeReadyStore(store)), cast(Any, StoreClock(store, behind_seconds=3600)))
 
     async def commits(self, step: int, save: str) -> None:
         self.play.steps[save] = step

@@ -7,6 +7,7 @@ from typing import Any, cast
 import pytest
 from structlog.testing import capture_logs
 from tests.core.play import Play
+from tests.fakes.fake_ready_store import FakeReadyStore, StoreClock
 from tests.fakes.fake_store import FakeStore
 
 from mooring_agent.core.errors import ErrorKind, StoreError
@@ -19,22 +20,6 @@ from mooring_agent.runtime.pruner import LitterRemover
 
 DAY = 24 * 3600.0
 _LIMIT_SECONDS = 60.0
-
-
-class _Opened:
-    def __init__(self, store: FakeStore) -> None:
-        self._store = store
-
-    async def get(self) -> FakeStore:
-        return self._store
-
-
-class _Clock:
-    def __init__(self, store: FakeStore) -> None:
-        self._store = store
-
-    def now(self) -> float:
-        return self._store.now
 
 
 class _MayNotDelete(FakeStore):
@@ -58,7 +43,7 @@ async def _calls_after_a_commit(store: FakeStore, settings: RetentionSettings, *
     if rank:
         (checkpoint,) = play.state.checkpoints.values()
         checkpoint.shares = {rank: replace(checkpoint.shares[0])}
-    remover = LitterRemover(cast(Any, _Opened(store)), cast(Any, _Clock(store)), settings)
+    remover = LitterRemover(cast(Any, FakeReadyStore(store)), cast(Any, StoreClock(store)), settings)
     watching = asyncio.ensure_future(remover.watch())
     for _ in range(2):
         remover.hear(play.state, Committed(at=play.now, work=WorkId(Operation.COMMIT, "save")))

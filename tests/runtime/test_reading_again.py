@@ -1,14 +1,12 @@
 """What a real agent reads of a checkpoint in memory: twice while there is time, once when its pod ends."""
 
-import os
-import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from tests.harness.agent_process import AgentProcess, write_checkpoint
+from tests.harness.memory_folder import folder_in_memory
 
-from mooring_agent.adapters.volume import second_look
 from mooring_agent.core.settings import MIB
 
 SIZE_BYTES = 64 * MIB
@@ -17,12 +15,8 @@ GRACE_SECONDS = 600.0
 
 @pytest.fixture
 def memory() -> Iterator[Path]:
-    folder = Path("/dev/shm") / f"mooring-reading-{os.getpid()}"
-    if not folder.parent.is_dir() or not second_look._is_in_memory(folder.parent.stat().st_dev):
-        pytest.skip("needs a filesystem in memory at /dev/shm")
-    folder.mkdir()
-    yield folder
-    shutil.rmtree(folder)
+    with folder_in_memory() as folder:
+        yield folder
 
 
 def read_bytes(agent: AgentProcess) -> int:

@@ -12,6 +12,7 @@ import pytest
 from structlog.testing import capture_logs
 from tests.adapters.test_unannounced import keep
 from tests.core.play import Play, settings
+from tests.fakes.fake_ready_store import FakeReadyStore
 from tests.fakes.fake_store import FakeStore
 from tests.restore.stored_checkpoints import store_checkpoint
 
@@ -37,20 +38,6 @@ class _Announced:
         self.recorded_at.append(recorded_at)
 
 
-class _Opened:
-    """A `ReadyStore` of one that is there already, or as soon as `opened` is set."""
-
-    def __init__(self, store: FakeStore) -> None:
-        self._store = store
-        self.asked, self.opened = asyncio.Event(), asyncio.Event()
-        self.opened.set()
-
-    async def get(self) -> FakeStore:
-        self.asked.set()
-        await self.opened.wait()
-        return self._store
-
-
 class _Engine:
     def __init__(self) -> None:
         self.play = Play()
@@ -64,7 +51,7 @@ async def _rescued(volume: Path, store: FakeStore, *, looks: int = 1) -> Sequenc
 
 async def _announced(volume: Path, store: FakeStore, *, looks: int = 1) -> _Announced:
     announced = _Announced()
-    with _rescue(volume, announced, _Opened(store), _Engine()) as rescue:
+    with _rescue(volume, announced, FakeReadyStore(store), _Engine()) as rescue:
         async with asyncio.timeout(60):
             for _ in range(looks):
                 await rescue.look()
@@ -72,7 +59,7 @@ async def _announced(volume: Path, store: FakeStore, *, looks: int = 1) -> _Anno
 
 
 @contextmanager
-def _rescue(volume: Path, announced: _Announced, opened: _Opened, engine: _Engine) -> Iterator[Rescue]:
+def _rescue(volume: Path, announced: _Announced, opened: FakeReadyStore, engine: _Engine) -> Iterator[Rescue]:
     with ThreadPoolExecutor(1) as executor:
         yield Rescue(
             announcements=cast(Any, announced),
@@ -164,7 +151,7 @@ async def test_a_store_that_is_still_being_opened_is_waited_for(
     store = FakeStore()
     keep(tmp_path, 100, saved_at=100.0)
     await store_checkpoint(store, 100, save="a-100", name="checkpoint-100", saved_at=100.5)
-    announced, opened = _Announced(), _Opened(store)
+    announced, opened = _Announced(), FakeReadyStore(store)
     opened.opened.clear()
     with _rescue(tmp_path, announced, opened, _Engine()) as rescue:
         looking = asyncio.create_task(rescue.look())
@@ -177,7 +164,7 @@ async def test_a_store_that_is_still_being_opened_is_waited_for(
 
 async def test_where_time_is_short_what_the_store_does_not_say_is_announced(tmp_path: Path) -> None:
     keep(tmp_path, 100, saved_at=100.0)
-    announced, opened = _Announced(), _Opened(FakeStore())
+    announced, opened = _Announced(), FakeReadyStore(FakeStore())
     opened.opened.clear()
     with _rescue(tmp_path, announced, opened, _Engine()) as rescue:
         async with asyncio.timeout(60):
@@ -189,7 +176,7 @@ async def test_what_is_announced_while_the_store_is_asked_supersedes_what_is_old
     """What is announced last counts as the newest."""
     for step in (100, 200):
         keep(tmp_path, step, saved_at=float(step))
-    announced, opened, engine = _Announced(), _Opened(FakeStore()), _Engine()
+    announced, opened, engine = _Announced(), FakeReadyStore(FakeStore()), _Engine()
     opened.opened.clear()
     with _rescue(tmp_path, announced, opened, engine) as rescue:
         async with asyncio.timeout(60), asyncio.TaskGroup() as tasks:
