@@ -135,7 +135,7 @@ async def test_of_thousands_of_problems_the_first_are_kept_and_all_are_counted(s
 @pytest.mark.usefixtures("memory")
 async def test_a_commit_does_not_decode_others_manifests_that_no_restore_could_hold(store: FakeStore) -> None:
     commit = await with_a_large_part_of_another_pod(store, files_of_rank=16)
-    with pytest.raises(RequestError, match=r"nobody could restore this save: .* MiB of memory"):
+    with pytest.raises(RequestError, match=r"this agent cannot commit the save: .* MiB of memory"):
         await committer.commit(store, SystemClock(), commit)
     assert not fetched_manifests(store)
 
@@ -173,7 +173,7 @@ async def test_a_commit_does_not_keep_a_listing_that_does_not_fit(
     commit = await with_a_large_part_of_another_pod(store, files_of_rank=1)
     for number in range(100):
         await store.put(f"{commit.info.name}/{commit.info.save}/other-{number}", b"")
-    with pytest.raises(RequestError, match="nobody could restore"):
+    with pytest.raises(RequestError, match="this agent cannot commit"):
         await committer.commit(store, SystemClock(), commit)
 
 

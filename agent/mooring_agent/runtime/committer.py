@@ -168,12 +168,12 @@ async def _sizes(store: ObjectStore, info: SaveInfo) -> dict[str, int]:
     async for one in store.list(save_prefix(info)):
         sizes[one.key] = one.size_bytes
         if limit is not None and needed_bytes(files=len(sizes)) > limit:
-            raise _not_restorable(shortage(info.name, needed_bytes(files=len(sizes)), limit))
+            raise _too_large_here(shortage(info.name, needed_bytes(files=len(sizes)), limit))
     return sizes
 
 
 def _check_room(info: SaveInfo, sizes: Mapping[str, int], *, files: int, largest_pack_bytes: int = 0) -> None:
-    """BAD_REQUEST unless all rank manifests that are listed fit into this process, as into one that restores."""
+    """BAD_REQUEST unless all rank manifests that are listed can be read again, and fit into this process."""
     manifests_bytes = [size_bytes for key, size_bytes in sizes.items() if is_manifest_of(info, key)]
     if sum(manifests_bytes) > MANIFESTS_BYTES or max(manifests_bytes) > MANIFEST_BYTES:
         raise _not_restorable(
@@ -183,7 +183,7 @@ def _check_room(info: SaveInfo, sizes: Mapping[str, int], *, files: int, largest
     limit = memory_limit_bytes()
     needed = needed_bytes(files=files, manifests_bytes=manifests_bytes, largest_pack_bytes=largest_pack_bytes)
     if limit is not None and needed > limit:
-        raise _not_restorable(shortage(info.name, needed, limit))
+        raise _too_large_here(shortage(info.name, needed, limit))
 
 
 async def _all_manifests(store: ObjectStore, command: Commit, sizes: Mapping[str, int]) -> Mapping[int, RankManifest]:
@@ -237,6 +237,10 @@ def _not_restorable(reason: object) -> RequestError:
         f"nobody could restore this save: {reason}",
         hint="save fewer and larger files, or let fewer ranks write them",
     )
+
+
+def _too_large_here(error: StoreError) -> RequestError:
+    return RequestError(ErrorKind.BAD_REQUEST, f"this agent cannot commit the save: {error}", hint=error.hint)
 
 
 def _marker_body(manifests: Mapping[int, RankManifest]) -> bytes:
