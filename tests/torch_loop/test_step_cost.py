@@ -1,5 +1,9 @@
 """What a training step pays when nothing is asked."""
 
+import pytest
+
+pytest.importorskip("torch")
+
 from benchmarks import step_cost
 
 # The benchmark has the figure, which is below 2; here a machine that others load may not decide.
