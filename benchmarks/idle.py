@@ -1,4 +1,4 @@
-"""What an agent costs that has nothing to do: its start, its memory at any time, its CPU.
+"""What an agent costs that has nothing to do: its start, the memory that it ever had, its CPU.
 
     python -m benchmarks.idle
 
@@ -154,7 +154,7 @@ def report(starts: list[Start], idle: list[Idle]) -> int:
     wall = [start.wall_seconds for start in starts]
     most_cpu = max(one.cpu_seconds_per_hour for one in idle)
     goals = [
-        ("RSS at any time", max(one.highest_mib for one in idle), RSS_GOAL_MIB, "MiB"),
+        ("RSS at any time, uploads of a MiB too", max(one.highest_mib for one in idle), RSS_GOAL_MIB, "MiB"),
         ("start to serving, median", statistics.median(wall), START_GOAL_SECONDS, "s"),
         ("idle CPU, the most of the three", most_cpu, CPU_GOAL_SECONDS_PER_HOUR, "s per hour"),
     ]

@@ -58,6 +58,7 @@ def test_a_real_framework_is_hooked_and_its_trainer_known_without_a_warning(
 
 
 def test_the_real_torch_is_hooked_without_a_warning() -> None:
+    pytest.importorskip("torch")
     code = """if True:
         import sys, torch.utils.data, torch.distributed.checkpoint as dcp
         print(torch.utils.data._utils.worker._worker_loop.__module__)

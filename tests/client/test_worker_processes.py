@@ -66,6 +66,7 @@ class Program:
 
 @contextmanager
 def program(*arguments: str, autoloaded: bool = False, ranks: int = 0) -> Iterator[Program]:
+    pytest.importorskip("torch")
     started = Program(*arguments, autoloaded=autoloaded, ranks=ranks)
     try:
         yield started

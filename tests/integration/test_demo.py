@@ -44,6 +44,7 @@ def test_the_demo_loses_not_a_single_step_and_leaves_nothing_behind(
 def test_a_claim_that_does_not_hold_is_named_and_the_folder_stays(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    pytest.importorskip("torch")
     monkeypatch.setattr(story.tempfile, "tempdir", str(tmp_path))
     monkeypatch.setattr(story, "_trainer", lambda stage: [sys.executable, "-c", "raise SystemExit('no memory')"])
     assert run_demo(keep=False) == 1

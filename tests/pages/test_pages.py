@@ -80,6 +80,7 @@ def short_directory() -> Iterator[Path]:
 
 def write_loop(directory: Path) -> Path:
     """The README's block as a program; at its end it tells what it resumed from and whether it trained at all."""
+    pytest.importorskip("torch")
     blocks = re.findall(r"```python\n(.*?)```", README.read_text(), re.DOTALL)
     assert len(blocks) == 1
     program = directory / "train.py"
