@@ -350,7 +350,8 @@ def test_a_path_through_any_number_of_links_ends_no_agent(tmp_path: Path, agent:
     (links / "0").symlink_to(agent.checkpoints)
     for number in range(1, 3_000):
         (links / str(number)).symlink_to(links / str(number - 1))
-    with pytest.raises(grpc.RpcError, match="too many links"):
+    # Python 3.13 follows any number of them, to a folder without a file.
+    with pytest.raises(grpc.RpcError, match=r"too many links|has no files"):
         agent.announce(links / "2999", 1)
     save_honestly(agent, 2)
     assert "Traceback" not in agent.log_text()

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
+import pytest
 from tests.servers.process import free_port
 
 from mooring_api import names
@@ -32,7 +33,8 @@ class Ended:
 
 
 def torchrun(program: Path, *arguments: str, directory: Path, ranks: int = 2, **environment: str) -> Ended:
-    """`directory` is where it saves."""
+    """`directory` is where it saves. Skips the test where there is no torch."""
+    pytest.importorskip("torch")
     command = [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={ranks}", "--master-addr=127.0.0.1"]
     command += [f"--master-port={free_port()}", str(program), *arguments]
     return run(command, directory=directory, **environment)
