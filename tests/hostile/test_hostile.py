@@ -18,7 +18,7 @@ from mooring_agent.core.limits import REQUEST_NUMBERS, REQUEST_TEXTS
 from mooring_agent.core.resume_pin import Pin, encode_pin
 from mooring_agent.runtime.request_limits import check_request
 
-# What hangs ends by a bound of its own in every round; how long all rounds take is the machine's affair.
+# It ends a start that hangs, and judges no machine: rounds are bounded one by one, by the processor's time.
 pytestmark = pytest.mark.timeout(900)
 
 

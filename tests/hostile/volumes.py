@@ -21,6 +21,7 @@ from typing import Final
 from tests.core.play import PART_BYTES, Play, settings
 from tests.harness.agent_process import write_checkpoint
 from tests.hostile.mutations import mutated_bytes, mutated_object
+from tests.hostile.objects import WORK_SECONDS
 
 from mooring_agent.adapters.clock import SystemClock
 from mooring_agent.adapters.journal import SqliteJournal, open_journal
@@ -37,8 +38,6 @@ from mooring_agent.runtime.staging import stage
 from mooring_agent.runtime.status import describe
 from mooring_api.names import JOURNAL, STAGED_DIRECTORY, STATE_DIRECTORY
 
-WORK_SECONDS: Final = 2.0
-"""Of one round, of the processor's time."""
 _RECORD: Final = "record"
 _FILE: Final = "file"
 _DESCRIPTOR: Final = "descriptor"
