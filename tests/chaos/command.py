@@ -56,6 +56,10 @@ class Command:
             return None
         return value
 
+    def words(self) -> str:
+        """The end of its answer and of its log."""
+        return f"{self._output.read_text(errors='replace')[-2000:]} {self.errors()[-2000:]}"
+
     def errors(self) -> str:
         return self._output.with_suffix(".err").read_text(errors="replace")
 

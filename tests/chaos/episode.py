@@ -98,7 +98,8 @@ class _Episode:
             self._visitors.start(what, direct=True)
             self._wait(lambda: not self._visitors.busy, f"{what} ends", self._visitors.tick)
             if self._visitors.last_code:
-                self._report.lose(Loss.FAILED, f"{what} ended with {self._visitors.last_code}, see {self._directory}")
+                evidence = f"{what} ended with {self._visitors.last_code}: {self._visitors.last_words}"
+                self._report.lose(Loss.FAILED, f"{evidence}, see {self._directory}")
         self._look(again=True)
         for node in self._job.nodes:
             if has_traceback(self._log(node.rank)):

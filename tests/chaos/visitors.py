@@ -30,11 +30,14 @@ class Visitors:
         self._direct = False
         self.last_code: int | None = None
         """Of the command that ended last."""
+        self.last_words = ""
+        """What it printed, its end."""
 
     def tick(self) -> None:
         if self._command is not None:
             if self._command.ended(self._report):
                 self.last_code = self._command.process.returncode
+                self.last_words = self._command.words()
                 self._judge(self._command)
                 self._command = None
                 self._next_at = time.monotonic() + self._random.expovariate(1 / _MEAN_SECONDS)

@@ -8,7 +8,15 @@ from mooring_agent.catalog.deep_check import check
 from mooring_agent.catalog.fetching import fetch_part
 from mooring_agent.catalog.packs import PACKS_AT_ONCE, StoredPack, fetch_pack, packs_at_once, packs_of
 from mooring_agent.catalog.pruning import PruneReport, prune
-from mooring_agent.catalog.reading import CommittedCheckpoint, Problem, StoredFile, list_committed, load, read_marker
+from mooring_agent.catalog.reading import (
+    CommittedCheckpoint,
+    Problem,
+    StoredFile,
+    is_committed,
+    list_committed,
+    load,
+    read_marker,
+)
 
 __all__ = [
     "PACKS_AT_ONCE",
@@ -20,6 +28,7 @@ __all__ = [
     "check",
     "fetch_pack",
     "fetch_part",
+    "is_committed",
     "list_committed",
     "load",
     "packs_at_once",

@@ -141,6 +141,17 @@ async def read_marker(store: ObjectStore, committed: CommittedSave) -> CommitMar
         raise
 
 
+async def is_committed(store: ObjectStore, committed: CommittedSave) -> bool:
+    """Whether the save still has its marker: what is deleted meanwhile loses that first, and then looks damaged."""
+    try:
+        await store.head(committed.key)
+    except StoreError as error:
+        if error.kind is ErrorKind.NOT_FOUND:
+            return False
+        raise
+    return True
+
+
 async def load(store: ObjectStore, committed: CommittedSave) -> CommittedCheckpoint:
     """The checkpoint, checked as far as is possible without its bytes. StoreError(CHECKPOINT_CORRUPT) otherwise.
 

@@ -76,7 +76,7 @@ def ls(store_settings: StoreSettings, as_json: bool) -> None:
 def verify(store_settings: StoreSettings, step: int | None, everything: bool, as_json: bool) -> None:
     """Read back checkpoints at DEST and name what is damaged.
 
-    Every byte is compared with the checksum of what was written.
+    Every byte is compared with the checksum of what was written. What is deleted meanwhile is no damage.
     """
     if everything and step is not None:
         raise click.UsageError("give --step or --all, not both")
@@ -86,7 +86,8 @@ def verify(store_settings: StoreSettings, step: int | None, everything: bool, as
             {
                 "step": committed.step,
                 "save": committed.save,
-                "problems": [{"object": problem.key, "problem": problem.what} for problem in problems],
+                "deleted": problems is None,
+                "problems": [{"object": problem.key, "problem": problem.what} for problem in problems or ()],
             }
             for committed, problems in found
         ]
@@ -94,8 +95,10 @@ def verify(store_settings: StoreSettings, step: int | None, everything: bool, as
     else:
         for committed, problems in found:
             verdict = f"{len(problems)} problems" if problems else "every byte is as it was written"
+            if problems is None:
+                verdict = "deleted since it was listed"
             click.echo(f"step {committed.step} (save {committed.save}): {verdict}")
-            for problem in problems:
+            for problem in problems or ():
                 click.echo(f"  {printable(str(problem))}")
     _exit_with_problem(any(problems for _, problems in found))
 
@@ -201,10 +204,11 @@ async def _ls(settings: StoreSettings) -> list[dict[str, Any]]:
             except StoreError as error:
                 if error.kind not in DAMAGE:
                     raise
-                answers[one.save] = str(error)
+                if await catalog.is_committed(store, one):
+                    answers[one.save] = str(error)
 
         await for_each(committed, read, at_once=_MARKERS_AT_ONCE)
-        return [_row(one, answers[one.save]) for one in committed]
+        return [_row(one, answers[one.save]) for one in committed if one.save in answers]
 
 
 def _row(committed: CommittedSave, answer: CommitMarker | str) -> dict[str, Any]:
@@ -225,7 +229,8 @@ def _row(committed: CommittedSave, answer: CommitMarker | str) -> dict[str, Any]
 
 async def _verify(
     settings: StoreSettings, step: int | None, everything: bool
-) -> list[tuple[CommittedSave, Sequence[catalog.Problem]]]:
+) -> list[tuple[CommittedSave, Sequence[catalog.Problem] | None]]:
+    """With the problems of each; None where it was deleted before they were found."""
     async with opened(settings) as store:
         committed = await catalog.list_committed(store)
         if step is not None:
@@ -235,7 +240,7 @@ async def _verify(
             raise StoreError(
                 ErrorKind.NO_CHECKPOINT, f"{settings.destination} has {what}", hint="`mooring ls` shows what there is"
             )
-        found: list[tuple[CommittedSave, Sequence[catalog.Problem]]] = []
+        found: list[tuple[CommittedSave, Sequence[catalog.Problem] | None]] = []
         for one in committed if everything or step is not None else committed[:1]:
             with progress_bar() as advance:
                 problems = await catalog.check(
@@ -247,7 +252,8 @@ async def _verify(
                 )
             if not problems:
                 await clear_damage(store, one.save)
-            found.append((one, problems))
+            deleted = bool(problems) and not await catalog.is_committed(store, one)
+            found.append((one, None if deleted else problems))
         return found
 
 
