@@ -5,8 +5,9 @@ because some stores check only those. All functions block and release the GIL.
 """
 
 import hashlib
-import threading
+import mmap
 from collections.abc import Callable
+from queue import LifoQueue
 from typing import TYPE_CHECKING, Final
 
 from mooring_agent.adapters.region_file import RegionFile, file_changed
@@ -15,11 +16,16 @@ from mooring_agent.core.model import Region
 if TYPE_CHECKING:
     from typing_extensions import Buffer
 
-CHUNK_BYTES: Final = 1024 * 1024
+CHUNK_BYTES: Final = 512 * 1024
 """Small enough that a core's cache still holds what was read when it is summed up, large enough that the threads which
 do so seldom wait for the interpreter's lock."""
 
-_scratch = threading.local()
+_AT_ONCE: Final = 4
+_buffers: Final[LifoQueue[memoryview]] = LifoQueue()
+"""For as many as a store has threads. More, for those that stage, would be no faster, and the buffers stay for good, as
+new ones cost as much as copying into them. A mapping takes memory once it is used."""
+for _ in range(_AT_ONCE):
+    _buffers.put(memoryview(mmap.mmap(-1, CHUNK_BYTES)))
 
 
 # awscrt is imported where it is used: an agent serves before it opens its store, which needs it.
@@ -92,18 +98,13 @@ def region_md5(region: Region, chunk_bytes: int = CHUNK_BYTES) -> str:
 
 
 def _read(region: Region, update: Callable[[memoryview], None], chunk_bytes: int) -> None:
-    buffer = _buffer(chunk_bytes)
-    with RegionFile(region) as file:
-        for position in range(0, region.size_bytes, chunk_bytes):
-            piece = buffer[: min(chunk_bytes, region.size_bytes - position)]
-            file.read_into(position, piece)
-            update(piece)
-        file.check()
-
-
-def _buffer(size_bytes: int) -> memoryview:
-    """This thread's own, used again: a new one of this size costs as much as copying into it."""
-    buffer: memoryview | None = getattr(_scratch, "buffer", None)
-    if buffer is None or len(buffer) < size_bytes:
-        buffer = _scratch.buffer = memoryview(bytearray(size_bytes))
-    return buffer
+    buffer = _buffers.get()
+    try:
+        with RegionFile(region) as file:
+            for position in range(0, region.size_bytes, chunk_bytes):
+                piece = buffer[: min(chunk_bytes, region.size_bytes - position)]
+                file.read_into(position, piece)
+                update(piece)
+            file.check()
+    finally:
+        _buffers.put(buffer)

@@ -10,7 +10,7 @@ from mooring_agent.core.errors import MooringError
 
 PIECE_BYTES: Final = 256 * 1024
 """It stays in a core's cache between the copy from the page cache, the checksum and the copy into the socket."""
-BUFFER_BYTES: Final = 4 * PIECE_BYTES
+BUFFER_BYTES: Final = 2 * PIECE_BYTES
 """What a thread reads at a time before it encrypts it: it gives the interpreter's lock away three times for each."""
 TURN_BYTES: Final = 4 * PIECE_BYTES
 """After so many others have their turn on the event loop, although the kernel would take more."""
