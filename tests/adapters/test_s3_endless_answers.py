@@ -22,7 +22,8 @@ from mooring_agent.ports import ObjectStore
 
 HANG_SECONDS = 120.0
 """No measure of anything but that it ends."""
-PATIENCE_SECONDS = 0.5
+PATIENCE_SECONDS = 3.0
+"""Most of it to connect: on a busy machine a TLS handshake takes a second."""
 DRIP_SECONDS = 0.05
 WHEN = "2026-01-01T00:00:00.000Z"
 
@@ -58,15 +59,19 @@ READS: dict[str, Operation] = {
 
 @asynccontextmanager
 async def asked(
-    answer: Answer, certificate: Certificate | None = None, *, patience_seconds: float = HANG_SECONDS
+    answer: Answer,
+    certificate: Certificate | None = None,
+    *,
+    patience_seconds: float = HANG_SECONDS,
+    to_connect: float = 0.5,
 ) -> AsyncIterator[tuple[ObjectStore, ScriptedServer]]:
     async with ScriptedServer(answer, certificate=certificate) as server:
         settings = StoreSettings(
             destination="s3://bucket/run",
             endpoint_url=server.url,
             ca_bundle=str(certificate.certificate) if certificate else "",
-            connect_timeout_seconds=patience_seconds / 2,
-            read_timeout_seconds=patience_seconds / 2,
+            connect_timeout_seconds=patience_seconds * to_connect,
+            read_timeout_seconds=patience_seconds * (1 - to_connect),
         )
         async with open_store(settings) as store:
             yield store, server
@@ -190,7 +195,7 @@ async def test_what_comes_a_byte_at_a_time_is_given_up(
     answer: Answer, operation: str, secure: bool, certificate: Certificate, s3_environment: None, tmp_path: Path
 ) -> None:
     async with (
-        asked(answer, certificate if secure else None, patience_seconds=PATIENCE_SECONDS) as (store, _),
+        asked(answer, certificate if secure else None, patience_seconds=PATIENCE_SECONDS, to_connect=0.8) as (store, _),
         asyncio.timeout(HANG_SECONDS),
     ):
         with pytest.raises(StoreError) as caught:
