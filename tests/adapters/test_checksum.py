@@ -9,19 +9,27 @@ from pathlib import Path
 import pytest
 from tests.regions import make_file, region_of, touch, truncate
 
-from mooring_agent.adapters.checksum import crc64nvme, region_checksum, region_crc32c, region_md5, region_sha256
+from mooring_agent.adapters.checksum import (
+    CHUNK_BYTES,
+    crc64nvme,
+    region_checksum,
+    region_crc32c,
+    region_md5,
+    region_sha256,
+)
 from mooring_agent.adapters.transfer.upload_body import PIECE_BYTES
 from mooring_agent.core.errors import ErrorKind, VolumeError
 
 
 def test_checksums_of_a_region_cover_exactly_its_bytes(tmp_path: Path) -> None:
-    path = make_file(tmp_path / "file", 10_000)
-    region = region_of(path, 1_000, 5_000)
-    content = path.read_bytes()[1_000:6_000]
+    """Of more than one chunk, the last not whole."""
+    path = make_file(tmp_path / "file", 3 * CHUNK_BYTES)
+    region = region_of(path, 1_000, 2 * CHUNK_BYTES + 777)
+    content = path.read_bytes()[1_000 : 1_000 + region.size_bytes]
 
-    assert region_checksum(region, chunk_bytes=777) == crc64nvme(content)
+    assert region_checksum(region) == crc64nvme(content)
     assert crc64nvme(content[100:], crc64nvme(content[:100])) == crc64nvme(content)
-    assert region_md5(region, chunk_bytes=777) == hashlib.md5(content).hexdigest()
+    assert region_md5(region) == hashlib.md5(content).hexdigest()
     assert region_sha256(region) == hashlib.sha256(content).hexdigest()
     assert 0 <= region_crc32c(region, region_checksum(region)) < 2**32
 

@@ -148,7 +148,7 @@ def test_an_agent_stays_below_100_mib_while_as_much_is_on_the_wire_as_may_be(
     with s3_agent(tmp_path, rclone_tls_bucket) as agent:
         wait_ready(agent)
         for step in (1, 2, 3):
-            upload(agent, step, size_bytes=20 * MIB, count=10)
+            upload(agent, step, size_bytes=40 * MIB, count=5)
         assert agent.memory_bytes("VmHWM") <= MOST_MEMORY_BYTES
 
 

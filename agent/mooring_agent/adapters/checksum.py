@@ -41,7 +41,7 @@ def crc32c(data: "Buffer", previous: int = 0) -> int:
     return int(checksums.crc32c(data, previous))
 
 
-def region_checksum(region: Region, chunk_bytes: int = CHUNK_BYTES) -> int:
+def region_checksum(region: Region) -> int:
     """CRC64NVME of a region. FILE_CHANGED or FILE_MISSING if the file is not what was staged, before or after."""
     value = 0
 
@@ -49,7 +49,7 @@ def region_checksum(region: Region, chunk_bytes: int = CHUNK_BYTES) -> int:
         nonlocal value
         value = crc64nvme(data, value)
 
-    _read(region, update, chunk_bytes)
+    _read(region, update)
     return value
 
 
@@ -67,7 +67,7 @@ def require_checksum(region: Region, found: int, expected: int) -> None:
         )
 
 
-def region_crc32c(region: Region, checksum: int, chunk_bytes: int = CHUNK_BYTES) -> int:
+def region_crc32c(region: Region, checksum: int) -> int:
     """CRC32C of a region, for stores that check only this one, of the very bytes whose CRC64NVME is `checksum`.
 
     Errors as `check_region`.
@@ -78,31 +78,31 @@ def region_crc32c(region: Region, checksum: int, chunk_bytes: int = CHUNK_BYTES)
         nonlocal found, value
         found, value = crc64nvme(data, found), crc32c(data, value)
 
-    _read(region, update, chunk_bytes)
+    _read(region, update)
     require_checksum(region, found, checksum)
     return value
 
 
-def region_sha256(region: Region, chunk_bytes: int = CHUNK_BYTES) -> str:
+def region_sha256(region: Region) -> str:
     """SHA-256 of a region as hexadecimal: the signature of a payload. Errors as `region_checksum`."""
     digest = hashlib.sha256()
-    _read(region, digest.update, chunk_bytes)
+    _read(region, digest.update)
     return digest.hexdigest()
 
 
-def region_md5(region: Region, chunk_bytes: int = CHUNK_BYTES) -> str:
+def region_md5(region: Region) -> str:
     """MD5 of a region as hexadecimal: how most stores name a part, so that a part sent before a crash is recognised."""
     digest = hashlib.md5(usedforsecurity=False)
-    _read(region, digest.update, chunk_bytes)
+    _read(region, digest.update)
     return digest.hexdigest()
 
 
-def _read(region: Region, update: Callable[[memoryview], None], chunk_bytes: int) -> None:
+def _read(region: Region, update: Callable[[memoryview], None]) -> None:
     buffer = _buffers.get()
     try:
         with RegionFile(region) as file:
-            for position in range(0, region.size_bytes, chunk_bytes):
-                piece = buffer[: min(chunk_bytes, region.size_bytes - position)]
+            for position in range(0, region.size_bytes, CHUNK_BYTES):
+                piece = buffer[: min(CHUNK_BYTES, region.size_bytes - position)]
                 file.read_into(position, piece)
                 update(piece)
             file.check()

@@ -13,7 +13,7 @@ from functools import partial
 from pathlib import Path
 from typing import Final, TypeVar
 
-from mooring_agent.adapters.checksum import CHUNK_BYTES, crc64nvme
+from mooring_agent.adapters.checksum import crc64nvme
 from mooring_agent.adapters.object_directory import ObjectDirectory, identity, opened, write_all
 from mooring_agent.adapters.rate_limit import RateLimiter
 from mooring_agent.adapters.region_file import RegionFile
@@ -30,6 +30,7 @@ from mooring_agent.ports import ObjectInfo, PartInfo, StoreCapabilities, UploadI
 _Result = TypeVar("_Result")
 
 _THREADS: Final = 4
+_INCOMING_BYTES: Final = 1024 * 1024
 _ERRNOS: Final = {
     errno.ENOSPC: (ErrorKind.STORE_FULL, "free space at the destination, or keep fewer checkpoints"),
     errno.EDQUOT: (ErrorKind.STORE_FULL, "raise the quota at the destination, or keep fewer checkpoints"),
@@ -58,7 +59,7 @@ class FilesystemStore:
         self._timeout_seconds = settings.read_timeout_seconds
         self._executor = ThreadPoolExecutor(_THREADS, thread_name_prefix="mooring-store")
         self._outgoing = BufferPool(PIECE_BYTES)
-        self._incoming = BufferPool(CHUNK_BYTES)
+        self._incoming = BufferPool(_INCOMING_BYTES)
         # Bytes are checked as they are copied; what the filesystem does with them then is its own promise.
         self.capabilities = StoreCapabilities(conditional_put=False, integrity="crc64nvme")
 

@@ -141,8 +141,8 @@ async def read_marker(store: ObjectStore, committed: CommittedSave) -> CommitMar
         raise
 
 
-async def is_committed(store: ObjectStore, committed: CommittedSave) -> bool:
-    """Whether the save still has its marker: what is deleted meanwhile loses that first, and then looks damaged."""
+async def has_marker(store: ObjectStore, committed: CommittedSave) -> bool:
+    """Whether the save still has its marker: a deletion takes that first, and what is left looks damaged."""
     try:
         await store.head(committed.key)
     except StoreError as error:

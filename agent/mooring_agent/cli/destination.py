@@ -76,7 +76,7 @@ def ls(store_settings: StoreSettings, as_json: bool) -> None:
 def verify(store_settings: StoreSettings, step: int | None, everything: bool, as_json: bool) -> None:
     """Read back checkpoints at DEST and name what is damaged.
 
-    Every byte is compared with the checksum of what was written. What is deleted meanwhile is no damage.
+    Every byte is compared with the checksum of what was written. A checkpoint that is deleted meanwhile is not damaged.
     """
     if everything and step is not None:
         raise click.UsageError("give --step or --all, not both")
@@ -94,9 +94,10 @@ def verify(store_settings: StoreSettings, step: int | None, everything: bool, as
         print_json({"destination": store_settings.destination, "checkpoints": checkpoints})
     else:
         for committed, problems in found:
-            verdict = f"{len(problems)} problems" if problems else "every byte is as it was written"
             if problems is None:
                 verdict = "deleted since it was listed"
+            else:
+                verdict = f"{len(problems)} problems" if problems else "every byte is as it was written"
             click.echo(f"step {committed.step} (save {committed.save}): {verdict}")
             for problem in problems or ():
                 click.echo(f"  {printable(str(problem))}")
@@ -204,7 +205,7 @@ async def _ls(settings: StoreSettings) -> list[dict[str, Any]]:
             except StoreError as error:
                 if error.kind not in DAMAGE:
                     raise
-                if await catalog.is_committed(store, one):
+                if await catalog.has_marker(store, one):
                     answers[one.save] = str(error)
 
         await for_each(committed, read, at_once=_MARKERS_AT_ONCE)
@@ -252,7 +253,7 @@ async def _verify(
                 )
             if not problems:
                 await clear_damage(store, one.save)
-            deleted = bool(problems) and not await catalog.is_committed(store, one)
+            deleted = bool(problems) and not await catalog.has_marker(store, one)
             found.append((one, None if deleted else problems))
         return found
 

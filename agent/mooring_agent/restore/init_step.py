@@ -18,7 +18,7 @@ from typing import TypeVar, assert_never
 
 import structlog
 
-from mooring_agent.catalog import CommittedCheckpoint, is_committed, list_committed, load
+from mooring_agent.catalog import CommittedCheckpoint, has_marker, list_committed, load
 from mooring_agent.catalog.damage_notes import clear_damage, note_damage
 from mooring_agent.catalog.reading import DAMAGE
 from mooring_agent.core.errors import ErrorKind, StoreError
@@ -141,14 +141,13 @@ class _InitStep:
                             raise
                         damaged, reason = error.kind in DAMAGE, str(error)
                     # Out of the error's reach, which holds all that was read of that checkpoint.
-                    if damaged and not await is_committed(self._store, candidate):
+                    if damaged and not await has_marker(self._store, candidate):
                         # Retention deletes what newer ones have replaced. What is gone stays a failure: where nothing
                         # is left, somebody empties the destination, and that is no fresh start.
-                        await self._pass_over(candidate, f"{candidate.key} was deleted meanwhile", damaged=False)
+                        damaged, reason = False, f"{candidate.key} was deleted meanwhile"
                         listed = (*committed, *await list_committed(self._store))
                         committed = tuple({one.save: one for one in listed}.values())
-                    else:
-                        await self._pass_over(candidate, reason, damaged=damaged)
+                    await self._pass_over(candidate, reason, damaged=damaged)
                 case _:
                     assert_never(choice)
 
