@@ -152,8 +152,8 @@ sbom: setup
 
 # The pages that are made from the code; tests compare them.
 docs: setup
-	$(BIN)/python -m mooring_agent.settings_page > docs/settings.md
-	$(BIN)/python -m mooring_agent.annotations_page > docs/annotations.md
+	$(BIN)/python -m tests.pages.settings_page > docs/settings.md
+	$(BIN)/python -m tests.pages.annotations_page > docs/annotations.md
 	$(BIN)/python -m tests.chart.values_table
 	$(BIN)/python -m tests.chart.annotation_names
 

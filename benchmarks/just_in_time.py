@@ -29,9 +29,9 @@ from tests.harness.agent_process import AgentProcess, wait_until, write_checkpoi
 from tests.harness.trainer_process import TrainerProcess
 from tests.servers.server import ENVIRONMENT
 
-from mooring_agent.core.object_layout import COMMITS_PREFIX
-from mooring_agent.core.part_plan import MIN_PART_BYTES
-from mooring_agent.core.settings import MIB
+from mooring_agent.core.settings.values import MIB
+from mooring_agent.core.stored.object_layout import COMMITS_PREFIX
+from mooring_agent.core.stored.packs_and_parts import MIN_PART_BYTES
 from mooring_api.v1 import agent_pb2
 
 CONNECTIONS: Final = 8

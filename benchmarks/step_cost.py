@@ -20,7 +20,7 @@ from mooring import Checkpointer
 from mooring.framework_run import FrameworkRun
 from mooring.gate import RanksGate
 from mooring.gate.sigterm import Sigterm
-from mooring.rank_store import Ranks, RankStore
+from mooring.ranks.rank_store import Ranks, RankStore
 from mooring.torch_loop import TorchLoop
 from mooring_api import names
 

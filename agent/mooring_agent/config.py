@@ -1,6 +1,6 @@
 """Reads the settings from flags, environment and a TOML file, once, and reports every mistake together.
 
-What a setting is called in each is in `core.setting_fields`. Flags beat the environment, the environment beats the
+What a setting is called in each is in `core.settings.table`. Flags beat the environment, the environment beats the
 file, and the file beats what others' variables say.
 """
 
@@ -13,10 +13,9 @@ from types import MappingProxyType
 from typing import Any, Final
 
 from mooring_agent.core.errors import ConfigurationError
-from mooring_agent.core.setting_checks import setting_problems
-from mooring_agent.core.setting_fields import build_settings, setting_fields
-from mooring_agent.core.setting_values import Said, read_values, with_paths
-from mooring_agent.core.settings import Settings, StoreSettings
+from mooring_agent.core.settings.checks import setting_problems
+from mooring_agent.core.settings.table import Said, build_settings, read_values, setting_fields, with_paths
+from mooring_agent.core.settings.values import Settings, StoreSettings
 
 _SERVICE_VARIABLE: Final = re.compile(
     r"MOORING(_\w+)?_(SERVICE_HOST|SERVICE_PORT(_\w+)?|PORT(_\d+_(TCP|UDP|SCTP)(_\w+)?)?)"

@@ -21,8 +21,8 @@ from mooring_agent.adapters.open_store import open_store
 from mooring_agent.adapters.volume.shared_volume import fingerprint
 from mooring_agent.core.errors import ErrorKind, MooringError, StoreError
 from mooring_agent.core.model import Region
-from mooring_agent.core.object_layout import PROBE_PREFIX
-from mooring_agent.core.settings import MIB, StoreSettings
+from mooring_agent.core.settings.values import MIB, StoreSettings
+from mooring_agent.core.stored.object_layout import PROBE_PREFIX
 from mooring_agent.ports import ObjectStore
 
 _Result = TypeVar("_Result")

@@ -1,9 +1,9 @@
 """Mooring inside the trainer: keeps a training job's checkpoints safe when its pod is not."""
 
 from mooring.checkpointer import Checkpointer
+from mooring.checkpoints.records import Kind
 from mooring.errors import AgentError, ErrorKind, MooringError, RanksError, UsageError, VolumeError
 from mooring.protect import protect
-from mooring.records import Kind
 
 __all__ = [
     "AgentError",

@@ -15,12 +15,12 @@ from pathlib import Path
 from typing import Final
 
 from mooring.autoload.post_import import reason
+from mooring.checkpoint_writer import Saving
+from mooring.checkpoints.records import Kind
 from mooring.errors import ErrorKind, UsageError, VolumeError
 from mooring.gate import Ask
 from mooring.integrations.ownership import Owner, claim
-from mooring.job import WRITE_SECONDS
-from mooring.records import Kind
-from mooring.saving import Saving
+from mooring.ranks.coordinator import WRITE_SECONDS
 from mooring.session import Begun, Session
 from mooring.settings import read_settings
 

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from mooring.checkpointer import Checkpointer
-from mooring.records import Kind
+from mooring.checkpoints.records import Kind
 
 _CONTEXT: Final = 96
 _BATCH: Final = 8

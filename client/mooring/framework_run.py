@@ -8,25 +8,27 @@ know any framework, and never writes into a checkpoint: Hugging Face rotates by 
 import atexit
 import logging
 import os
+import re
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import CancelledError, Future
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Final, NoReturn
+from typing import Any, Final, NoReturn, TypeVar
 
-from mooring.durable import sync_tree
+from mooring.checkpoints.durable import sync_tree
+from mooring.checkpoints.records import Kind, Record, RecordedFile, damage, read_records, remove_record, write_record
 from mooring.errors import MooringError
 from mooring.gate import Ask
-from mooring.job import PATIENCE_SECONDS, WRITE_SECONDS
-from mooring.rank_store import Ranks
-from mooring.records import Kind, Record, RecordedFile, damage, read_records, remove_record, write_record
+from mooring.ranks.coordinator import PATIENCE_SECONDS, WRITE_SECONDS
+from mooring.ranks.rank_store import Ranks
 from mooring.session import Begun, Session
 from mooring.settings import read_settings
 
 _log: Final = logging.getLogger("mooring")
+_Result = TypeVar("_Result")
 
 
 class FrameworkRun:
@@ -325,3 +327,28 @@ class FrameworkRun:
         self._given_up = True
         _log.warning("not protected: error=%s hint=%s", error, error.hint)
         self._session.close()
+
+
+def guarded_save(run: FrameworkRun, path: Path, step: int, write: Callable[[], _Result]) -> _Result:
+    """What `write` returned, which writes this rank's part of `path`. Raises what it raises: the others know then."""
+    with run.claimed(path):
+        try:
+            result = write()
+        except BaseException as error:
+            failed: Future[Any] = Future()
+            failed.set_exception(error)
+            run.announce_when(failed, path, step)
+            raise
+        run.announce(path, step)
+        return result
+
+
+def next_name(last_name: str | None, last_step: int, step: int, *, default: str) -> str:
+    """`last_name` with `step` in place of `last_step`; `default` if there is none or it does not say its step once.
+
+    A program finds its checkpoints by their names, and often reads the step out of them.
+    """
+    if last_name is None:
+        return default
+    name, replaced = re.subn(rf"(?<!\d){last_step}(?!\d)", str(step), last_name)
+    return name if replaced == 1 else default

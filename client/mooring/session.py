@@ -1,30 +1,51 @@
-"""A trainer's dealings with its agent and with the other ranks, whoever writes the checkpoints.
+"""A trainer's connection to its agent and to the other ranks, whoever writes the checkpoints.
 
-Owns the place of this process in the job, the termination notice, what the agent was asked and told, and the way out.
-Must not know how a checkpoint is written or what it is called. Past its constructor it raises UsageError when the ranks
-cannot save together, VolumeError when they have nothing in common to resume from, and RanksError when some stay away.
+Owns this process's place in the job, the termination notice, what the agent was asked and told, and the exit after a
+just-in-time save. Does not know how a checkpoint is written or named. After its constructor it raises UsageError when
+the ranks cannot save together, VolumeError when they have nothing in common to resume from, and RanksError when some
+stay away.
 """
 
 import logging
+import os
+import sys
 import threading
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final, NoReturn
 
-from mooring.agent import Agent
+from mooring.agent_client.client import Agent
+from mooring.agent_client.liveness import claimed, hold_liveness_lock
+from mooring.checkpoints.records import Kind, Record, write_record
 from mooring.errors import ErrorKind, RanksError, VolumeError
 from mooring.gate import Ask
 from mooring.gate.sigterm import Sigterm
-from mooring.integrations import worker_processes
-from mooring.job import PATIENCE_SECONDS
-from mooring.leaving import leave
-from mooring.liveness import claimed, hold_liveness_lock
-from mooring.records import Kind, Record, write_record
+from mooring.rank_context import Team, join
+from mooring.ranks.coordinator import PATIENCE_SECONDS
 from mooring.settings import Settings
-from mooring.team import Team, join
+from mooring.workers import worker_processes
 from mooring_api import names
+
+_PATIENCE_SECONDS: Final = 10.0
+
+
+def leave() -> NoReturn:
+    """SystemExit(143), whose way out nothing holds up for long: a process group may wait for ranks that are gone."""
+    threading.Thread(target=_end_what_hangs, name="mooring-leave", daemon=True).start()
+    raise SystemExit(names.JUST_IN_TIME_EXIT_CODE)
+
+
+def _end_what_hangs() -> None:
+    # It counts from the end of the main thread: the program's own cleaning up may take its time.
+    threading.main_thread().join()
+    time.sleep(_PATIENCE_SECONDS)
+    sys.stderr.flush()
+    sys.stdout.flush()
+    os._exit(names.JUST_IN_TIME_EXIT_CODE)
+
 
 _log: Final = logging.getLogger("mooring")
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Final
 
 from mooring.errors import ErrorKind, UsageError
-from mooring.rank_store import Ranks
+from mooring.ranks.rank_store import Ranks
 from mooring_api import names
 
 _log: Final = logging.getLogger("mooring")

@@ -1,9 +1,9 @@
-"""Every environment variable, annotation key, path and port that two parts of Mooring must agree on, once.
+"""Every environment variable, annotation key, path, port and address that two parts of Mooring must agree on, once."""
 
-Owns names only. Knows nothing of what is done with them.
-"""
-
+import os
+from pathlib import Path
 from typing import Final
+from urllib.parse import quote
 
 ERROR_DOMAIN: Final = "mooring.dev"
 
@@ -21,7 +21,7 @@ ENV_ATTEMPT: Final = "MOORING_ATTEMPT"
 ENV_DESTINATION: Final = "MOORING_DESTINATION"
 """Where checkpoints go: s3://bucket/prefix or file:///path."""
 ENV_GRPC_FORK_HANDLERS: Final = "GRPC_ENABLE_FORK_SUPPORT"
-"""gRPC's own. Set to 0 in trainers: with its handlers a fork just after a call may hang, see `mooring.channel`."""
+"""gRPC's own. 0 in trainers: with its handlers a fork just after a call may hang (`agent_client.channel`)."""
 
 RUN_VOLUME: Final = "mooring"
 """The volume of `mooring run` and `mooring restore` where nobody names one: below the working directory."""
@@ -44,13 +44,13 @@ STAGED_DIRECTORY: Final = "staged"
 INCOMING_DIRECTORY: Final = "incoming"
 """Half-restored checkpoints; anything found here at start is garbage."""
 RECORDS_DIRECTORY: Final = "records"
-"""One JSON file per local checkpoint that is complete: <name>.json, see mooring.records."""
+"""One JSON file per local checkpoint that is complete: <name>.json, see mooring.checkpoints.records."""
 RESUMED: Final = "resumed.json"
 """The record of the checkpoint that the last restore on this volume chose: what is being resumed from."""
 RANKS_DIRECTORY: Final = "ranks"
-"""Liveness locks: one file per local rank, held with fcntl.lockf while that process lives, see mooring.liveness."""
+"""Liveness locks: one file per local rank, held with fcntl.lockf while that process lives."""
 DOORBELL: Final = "doorbell"
-"""A small mapped file by which the agent asks trainers to save, see `mooring_api.doorbell`."""
+"""A small mapped file by which the agent asks trainers to save, see `mooring_api.signal_file`."""
 
 # Below <destination prefix>/.mooring/
 COMMITS_DIRECTORY: Final = "commits"
@@ -96,3 +96,8 @@ SOCKET_PATH_LIMIT_BYTES: Final = 107
 
 JUST_IN_TIME_EXIT_CODE: Final = 143
 """128 + SIGTERM: never 0, or a Kubernetes Job would count the index as done."""
+
+
+def socket_address(socket: Path | str) -> str:
+    """gRPC reads it as a URI: a `#`, `?` or `%` of the path must be quoted, or another file is meant."""
+    return f"unix:{quote(os.fsencode(socket))}"

@@ -12,9 +12,9 @@ from tests.fakes.fake_api_server import FakeApiServer, Mood
 from tests.fakes.fake_cluster import FakeCluster
 from tests.servers.tls import Certificate, make_certificate
 
-from mooring_agent.adapters.cluster import KubernetesCluster
+from mooring_agent.adapters.kubernetes import KubernetesCluster
 from mooring_agent.core.errors import ClusterError, ErrorKind
-from mooring_agent.core.settings import ClusterSettings
+from mooring_agent.core.settings.values import ClusterSettings
 from mooring_agent.ports import Cluster, EventType, PodEvent
 
 KEY = "mooring.dev/last-committed"

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 from tests.harness.deep_folders import deep_folders
 
-from mooring_agent.adapters.volume.content_signature import content_signature
+from mooring_agent.adapters.volume.content_check import content_signature
 from mooring_agent.adapters.volume.directory_scan import DirectoryScanner
 from mooring_agent.adapters.volume.disk import VolumeMeter
 from mooring_agent.adapters.volume.shared_volume import open_volume

@@ -10,8 +10,8 @@ import pytest
 
 from mooring_agent.adapters.volume import directory_scan
 from mooring_agent.adapters.volume.directory_scan import DirectoryScanner
-from mooring_agent.core.directory_snapshot import Proof
 from mooring_agent.core.limits import TRAINER_STATE_BYTES
+from mooring_agent.core.watch.checkpoint_layouts import Proof
 
 _MANY_TENSORS = b"{" + b",".join(b'"%07d":{}' % number for number in range(200_000)) + b"}"
 

@@ -7,7 +7,7 @@ from tests.servers.fault_proxy import Fault, FaultProxy, Rule
 from tests.servers.process import free_port
 from tests.servers.server import Bucket
 
-from mooring_agent.core.settings import StoreSettings
+from mooring_agent.core.settings.values import StoreSettings
 from mooring_agent.doctor import Finding, Verdict, examine
 
 ALL = {

@@ -15,12 +15,12 @@ import pytest
 from tests.regions import make_file, region_of
 
 from mooring_agent.adapters.checksum import region_checksum
-from mooring_agent.adapters.filesystem_store import FilesystemStore, parse_directory
-from mooring_agent.adapters.object_directory import ObjectDirectory
+from mooring_agent.adapters.file_store.directory import ObjectDirectory
+from mooring_agent.adapters.file_store.store import FilesystemStore, parse_directory
 from mooring_agent.adapters.open_store import open_store
 from mooring_agent.adapters.rate_limit import RateLimiter
 from mooring_agent.core.errors import ErrorKind, MooringError, StoreError
-from mooring_agent.core.settings import MIB, StoreSettings
+from mooring_agent.core.settings.values import MIB, StoreSettings
 from mooring_agent.ports import ObjectStore
 
 WAIT_SECONDS = 40.0

@@ -15,7 +15,7 @@ from tests.fakes.fake_journal import FakeJournal
 from tests.harness.small_volume import mounted
 
 from mooring_agent.adapters.journal import SqliteJournal, open_journal
-from mooring_agent.adapters.volume.reserve import Reserve
+from mooring_agent.adapters.volume.disk import Reserve
 from mooring_agent.core.errors import ErrorKind, VolumeError
 from mooring_agent.ports import Journal
 
@@ -235,7 +235,7 @@ _WRITER = """
 import sys
 from pathlib import Path
 from mooring_agent.adapters.journal import SqliteJournal
-from mooring_agent.adapters.volume.reserve import Reserve
+from mooring_agent.adapters.volume.disk import Reserve
 
 path = Path(sys.argv[1])
 journal = SqliteJournal(path, Reserve(path.parent))

@@ -16,11 +16,11 @@ from pathlib import Path
 import pytest
 
 from mooring_agent.adapters.clock import SystemClock
-from mooring_agent.adapters.doorbell import Doorbell
 from mooring_agent.adapters.liveness import RankLocks
+from mooring_agent.adapters.signal_file import Doorbell
 from mooring_agent.adapters.volume.disk import VolumeMeter
 from mooring_agent.core.errors import ErrorKind, VolumeError
-from mooring_api.doorbell import Ring, decode
+from mooring_api.signal_file import Ring, decode
 
 
 def _du(path: Path) -> int:

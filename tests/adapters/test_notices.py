@@ -13,11 +13,11 @@ from tests.servers.metadata_servers import AwsServer, AzureServer, GcpServer, Me
 from tests.servers.process import free_port
 from tests.servers.scripted import Asked, ScriptedServer, response
 
-from mooring_agent.adapters.notices.aws import AwsNotices
-from mooring_agent.adapters.notices.azure import AzureNotices
-from mooring_agent.adapters.notices.clouds import clouds, the_one_that_answers
-from mooring_agent.adapters.notices.gcp import GcpNotices
-from mooring_agent.adapters.notices.metadata_service import MetadataService
+from mooring_agent.adapters.preemption import clouds, the_one_that_answers
+from mooring_agent.adapters.preemption.aws import AwsNotices
+from mooring_agent.adapters.preemption.azure import AzureNotices
+from mooring_agent.adapters.preemption.gcp import GcpNotices
+from mooring_agent.adapters.preemption.metadata_service import MetadataService
 from mooring_agent.core.errors import ErrorKind, NoticesError
 from mooring_agent.ports import Notice, Notices
 

@@ -23,11 +23,11 @@ from tests.servers.tls import Certificate
 
 from mooring_agent.adapters.checksum import crc64nvme, region_checksum
 from mooring_agent.adapters.open_store import open_store
-from mooring_agent.adapters.transfer.buffers import BufferPool
 from mooring_agent.adapters.transfer.receiving import download
-from mooring_agent.adapters.transfer.silence import Silence
+from mooring_agent.adapters.transfer.stall_timeout import Silence
 from mooring_agent.adapters.transfer.tls_connector import use_own_tls
-from mooring_agent.core.settings import MIB, StoreSettings
+from mooring_agent.adapters.transfer.upload_body import BufferPool
+from mooring_agent.core.settings.values import MIB, StoreSettings
 from mooring_agent.ports import StoreCapabilities
 
 WAIT_SECONDS = 60.0

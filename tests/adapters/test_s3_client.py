@@ -9,7 +9,7 @@ from aiobotocore.session import get_session
 from botocore.regions import EndpointResolver
 
 from mooring_agent.adapters.s3.client import connect, forget_other_services
-from mooring_agent.core.settings import StoreSettings
+from mooring_agent.core.settings.values import StoreSettings
 
 REGIONS = ["us-east-1", "eu-central-1", "ap-southeast-2", "cn-north-1", "us-gov-west-1", "xx-unheard-of-1"]
 SERVICES = ["s3", "sts", "portal.sso", "oidc", "signin"]

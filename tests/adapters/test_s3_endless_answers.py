@@ -15,9 +15,9 @@ from tests.servers.tls import Certificate
 from mooring_agent.adapters.checksum import crc64nvme
 from mooring_agent.adapters.open_store import open_store
 from mooring_agent.adapters.s3 import listings
-from mooring_agent.adapters.transfer.silence import LEAST_BYTES_PER_SECOND
+from mooring_agent.adapters.transfer.stall_timeout import LEAST_BYTES_PER_SECOND
 from mooring_agent.core.errors import ErrorKind, StoreError
-from mooring_agent.core.settings import MIB, StoreSettings
+from mooring_agent.core.settings.values import MIB, StoreSettings
 from mooring_agent.ports import ObjectStore
 
 HANG_SECONDS = 120.0

@@ -29,7 +29,7 @@ from mooring_agent.adapters.s3.store import open_s3_store
 from mooring_agent.adapters.transfer.direct import DirectTransfer
 from mooring_agent.core.errors import ErrorKind, StoreError
 from mooring_agent.core.model import Region
-from mooring_agent.core.settings import MIB, StoreSettings
+from mooring_agent.core.settings.values import MIB, StoreSettings
 from mooring_agent.ports import ObjectStore
 
 WAIT_SECONDS = 60.0

@@ -12,7 +12,7 @@ from tests.servers.tls import Certificate
 from mooring_agent.adapters.checksum import crc64nvme, region_checksum
 from mooring_agent.adapters.open_store import open_store
 from mooring_agent.core.errors import ErrorKind, MooringError, StoreError
-from mooring_agent.core.settings import StoreSettings
+from mooring_agent.core.settings.values import StoreSettings
 from mooring_agent.ports import ObjectStore
 
 FILE_BYTES = 300_000

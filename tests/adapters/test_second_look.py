@@ -11,7 +11,7 @@ from tests.harness.memory_folder import folder_in_memory
 from tests.regions import region_of
 
 from mooring_agent.adapters.checksum import region_checksum
-from mooring_agent.adapters.volume import second_look
+from mooring_agent.adapters.volume import content_check
 from mooring_agent.adapters.volume.staging_area import LocalStagingArea
 from mooring_agent.core.errors import ErrorKind, VolumeError
 from mooring_agent.core.model import FileEntry, Kind, RankManifest, SaveInfo, StagedFile
@@ -26,7 +26,7 @@ def volume(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Path]:
         with folder_in_memory() as folder:
             yield folder
         return
-    if second_look._is_in_memory(tmp_path.stat().st_dev):
+    if content_check._is_in_memory(tmp_path.stat().st_dev):
         pytest.skip("the tests' own folder is in memory here")
     yield tmp_path
 
@@ -134,13 +134,13 @@ def test_when_time_runs_out_the_part_that_is_being_read_is_the_last(
     # As rotation does; on a disk it is what makes the files doubtful.
     shutil.rmtree(weights.parent)
     read: list[str] = []
-    monkeypatch.setattr(second_look, "check_region", lambda region, _: read.append(region.path))
+    monkeypatch.setattr(content_check, "check_region", lambda region, _: read.append(region.path))
     assert not refused(volume, manifest, files, may_read=lambda: len(read) < 2)
     assert len(read) == 2
 
 
 def test_where_nothing_can_have_happened_nothing_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    if second_look._is_in_memory(tmp_path.stat().st_dev):
+    if content_check._is_in_memory(tmp_path.stat().st_dev):
         pytest.skip("the tests' own folder is in memory here, where pins are always read again")
     source = tmp_path / "checkpoint-1"
     source.mkdir()
@@ -151,7 +151,7 @@ def test_where_nothing_can_have_happened_nothing_is_read(tmp_path: Path, monkeyp
     def fail(*_: object) -> None:
         raise AssertionError("read again")
 
-    monkeypatch.setattr(second_look, "check_region", fail)
+    monkeypatch.setattr(content_check, "check_region", fail)
     assert not refused(tmp_path, manifest, files)
     shutil.rmtree(tmp_path / ".mooring" / "staged")
     # All of it was sent: a pin that is gone by now takes nothing back.

@@ -6,7 +6,7 @@ import pytest
 from tests.servers.server import ACCESS_KEY, ENVIRONMENT, SECRET_KEY, Bucket
 
 from mooring_agent.adapters.open_store import open_store
-from mooring_agent.adapters.s3.secret_directory import SecretKeys, read_secret
+from mooring_agent.adapters.s3.client import SecretKeys, read_secret
 from mooring_agent.core.errors import ErrorKind, MooringError
 
 

@@ -20,12 +20,10 @@ from mooring_agent.adapters.checksum import crc64nvme, region_checksum
 from mooring_agent.adapters.open_store import open_store
 from mooring_agent.adapters.rate_limit import RateLimiter
 from mooring_agent.adapters.region_file import RegionFile
-from mooring_agent.adapters.transfer.body import FileBody
-from mooring_agent.adapters.transfer.buffers import BufferPool
-from mooring_agent.adapters.transfer.upload_body import PIECE_BYTES
+from mooring_agent.adapters.transfer.upload_body import PIECE_BYTES, BufferPool, FileBody
 from mooring_agent.core.errors import ErrorKind, StoreError, VolumeError
 from mooring_agent.core.model import Region
-from mooring_agent.core.settings import MIB, StoreSettings
+from mooring_agent.core.settings.values import MIB, StoreSettings
 from mooring_agent.ports import StoreCapabilities
 
 WAIT_SECONDS = 60.0

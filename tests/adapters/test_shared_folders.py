@@ -14,9 +14,9 @@ from mooring_agent.adapters.volume.shared_folders import (
     share_tree,
 )
 from mooring_agent.adapters.volume.shared_volume import open_volume
-from mooring_agent.core.settings import Settings, StoreSettings
+from mooring_agent.core.settings.values import Settings, StoreSettings
 from mooring_agent.restore.local_copy import LocalCopies
-from mooring_agent.runtime.taken_volume import take_volume
+from mooring_agent.runtime.process.open_volume import take_volume
 
 SHARED = (".mooring/records", ".mooring/ranks", "runs", "runs/checkpoints")
 

@@ -19,8 +19,8 @@ from typing import Any
 import pytest
 from structlog.testing import capture_logs
 
-from mooring_agent.adapters.volume import source_walk, staged_descriptor, staging_area
-from mooring_agent.adapters.volume.content_signature import content_signature
+from mooring_agent.adapters.volume import pinning, source_walk, staging_area
+from mooring_agent.adapters.volume.content_check import content_signature
 from mooring_agent.adapters.volume.staging_area import LocalStagingArea
 from mooring_agent.core.errors import ErrorKind, MooringError, RequestError, VolumeError
 from mooring_agent.core.limits import ANNOUNCEMENT_CHARACTERS, DESCRIPTOR_BYTES, FILES_PER_RANK, LOCAL_RANKS, SAVE_BYTES
@@ -750,9 +750,9 @@ def test_pins_that_have_more_bytes_together_than_a_save_may_are_left_out(
     volume: Path, area: LocalStagingArea, checkpoint: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     area.stage(_request(checkpoint))
-    monkeypatch.setattr(staged_descriptor, "SAVE_BYTES", 7001)
+    monkeypatch.setattr(pinning, "SAVE_BYTES", 7001)
     assert list(area.scan()) == []
-    monkeypatch.setattr(staged_descriptor, "SAVE_BYTES", 7002)
+    monkeypatch.setattr(pinning, "SAVE_BYTES", 7002)
     assert len(list(area.scan())) == 1
 
 
@@ -760,8 +760,8 @@ def test_a_descriptor_that_could_not_be_read_again_is_refused_when_it_is_staged_
     volume: Path, area: LocalStagingArea, checkpoint: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for module, limit, most in (
-        (staged_descriptor, "DESCRIPTOR_BYTES", 100),
-        (staged_descriptor, "SAVE_BYTES", 7001),
+        (pinning, "DESCRIPTOR_BYTES", 100),
+        (pinning, "SAVE_BYTES", 7001),
         (source_walk, "FILES_PER_RANK", 2),
     ):
         with monkeypatch.context() as patch:

@@ -18,7 +18,7 @@ from structlog.testing import capture_logs
 from mooring_agent.adapters.volume import directory_hints, directory_scan
 from mooring_agent.adapters.volume.directory_scan import DirectoryScanner
 from mooring_agent.adapters.volume.staging_watch import FoundCheckpoint, StagingWatch, WatchPace, signature_of
-from mooring_agent.core.directory_snapshot import DirectorySnapshot, Proof
+from mooring_agent.core.watch.checkpoint_layouts import DirectorySnapshot, Proof
 
 PACE = WatchPace(quiet_seconds=0.15, busy_interval_seconds=0.03, idle_interval_seconds=0.3)
 BOUND_SECONDS = 60.0

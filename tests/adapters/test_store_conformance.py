@@ -18,8 +18,8 @@ from mooring_agent.adapters.rate_limit import RateLimiter
 from mooring_agent.adapters.s3.store import open_s3_store
 from mooring_agent.adapters.transfer.direct import DirectTransfer
 from mooring_agent.core.errors import ErrorKind, StoreError, VolumeError
-from mooring_agent.core.object_layout import PROBE_PREFIX
-from mooring_agent.core.settings import MIB, StoreSettings
+from mooring_agent.core.settings.values import MIB, StoreSettings
+from mooring_agent.core.stored.object_layout import PROBE_PREFIX
 from mooring_agent.ports import ObjectStore
 
 S3_SERVERS = ["rclone", "rclone_tls", "moto", "seaweed", "ceph", "verifying"]

@@ -15,7 +15,7 @@ from tests.servers.tls import Certificate
 from mooring_agent.adapters.checksum import region_checksum
 from mooring_agent.adapters.open_store import open_store
 from mooring_agent.adapters.transfer.tls_transport import TlsTransport
-from mooring_agent.core.settings import MIB
+from mooring_agent.core.settings.values import MIB
 
 
 @on_both_loops

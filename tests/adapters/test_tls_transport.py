@@ -22,9 +22,9 @@ from mooring_agent.adapters.checksum import crc64nvme
 from mooring_agent.adapters.region_file import RegionFile
 from mooring_agent.adapters.transfer import tls_transport
 from mooring_agent.adapters.transfer.outlet import EncryptingOutlet
-from mooring_agent.adapters.transfer.tls_handshake import open_tls_connection
+from mooring_agent.adapters.transfer.tls_connector import open_tls_connection
 from mooring_agent.adapters.transfer.tls_transport import TlsTransport
-from mooring_agent.core.settings import MIB
+from mooring_agent.core.settings.values import MIB
 
 MORE_THAN_THE_KERNEL_HOLDS = 24 * MIB
 

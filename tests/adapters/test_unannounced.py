@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 from structlog.testing import capture_logs
 
-from mooring.records import Kind, Record, RecordedFile, write_record
-from mooring_agent.adapters import unannounced as records
-from mooring_agent.adapters.unannounced import speaks_for, unannounced
+from mooring.checkpoints.records import Kind, Record, RecordedFile, write_record
+from mooring_agent.adapters import records as records
+from mooring_agent.adapters.records import speaks_for, unannounced
 from mooring_agent.core.limits import CLIENT_RECORD_BYTES, CLIENT_RECORDS, FILES_PER_RANK, LOCAL_RANKS, STEP, WORLD_SIZE
 from mooring_api.names import CHECKPOINT_DIRECTORY, RECORDS_DIRECTORY, STATE_DIRECTORY
 

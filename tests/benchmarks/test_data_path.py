@@ -13,7 +13,7 @@ from benchmarks.data_path.server import Server
 from tests.servers.server import ENVIRONMENT, make_client
 
 from mooring_agent.adapters.open_store import open_store
-from mooring_agent.core.settings import StoreSettings
+from mooring_agent.core.settings.values import StoreSettings
 from mooring_agent.ports import StoreCapabilities
 
 pytestmark = pytest.mark.skipif(

@@ -20,9 +20,9 @@ from tests.restore.stored_checkpoints import (
 from mooring_agent.adapters.records import resumed_from
 from mooring_agent.catalog import check, list_committed, load, prune
 from mooring_agent.core.errors import ErrorKind, StoreError
-from mooring_agent.core.object_layout import file_key, manifest_key, marker_key, pin_key
-from mooring_agent.core.resume_pin import Pin, encode_pin
-from mooring_agent.core.settings import RetentionSettings
+from mooring_agent.core.policies.restore_choice import Pin, encode_pin
+from mooring_agent.core.settings.values import RetentionSettings
+from mooring_agent.core.stored.object_layout import file_key, manifest_key, marker_key, pin_key
 from mooring_agent.ports import ObjectInfo
 from mooring_agent.restore import restore
 

@@ -7,9 +7,9 @@ from tests.restore.stored_checkpoints import store_checkpoint
 
 from mooring_agent.catalog import list_committed, prune
 from mooring_agent.catalog.pruning import remove_litter
-from mooring_agent.core.object_layout import pin_key
-from mooring_agent.core.resume_pin import Pin, encode_pin
-from mooring_agent.core.settings import RetentionSettings
+from mooring_agent.core.policies.restore_choice import Pin, encode_pin
+from mooring_agent.core.settings.values import RetentionSettings
+from mooring_agent.core.stored.object_layout import pin_key
 from mooring_agent.ports import ObjectInfo
 
 DAY = 24 * 3600.0

@@ -13,8 +13,8 @@ from tests.chaos.content import rank_files
 from tests.chaos.rank_store import KeyClient, become_rank
 
 import mooring
-from mooring import channel
-from mooring.agent import Agent
+from mooring.agent_client import channel
+from mooring.agent_client.client import Agent
 from mooring.session import Begun, Session
 
 _STEP_SECONDS = 0.1

@@ -6,10 +6,10 @@ from typing import Final
 from prometheus_client import Metric
 
 from mooring_agent.config import load_settings
+from mooring_agent.core.agent.state import State
 from mooring_agent.core.errors import ErrorKind
-from mooring_agent.core.state import State
-from mooring_agent.runtime.telemetry import StateCollector
-from mooring_agent.webhook.metrics import Metrics
+from mooring_agent.runtime.engine.telemetry import StateCollector
+from mooring_agent.webhook.application import Metrics
 
 FROM_SCRAPES: Final = {"namespace", "pod", "container", "job", "instance"}
 """Labels that every sample gets."""

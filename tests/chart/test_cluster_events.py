@@ -10,8 +10,8 @@ from tests.chart.values_matrix import MATRIX
 from tests.fakes.fake_api_server import FakeApiServer
 from tests.servers.tls import Certificate
 
-from mooring_agent.adapters.cluster import KubernetesCluster
-from mooring_agent.core.settings import ClusterSettings
+from mooring_agent.adapters.kubernetes import KubernetesCluster
+from mooring_agent.core.settings.values import ClusterSettings
 from mooring_agent.ports import EventType, PodEvent
 
 NAME = "mooring-cluster-events"

@@ -12,10 +12,10 @@ from tests.chart.rendering import Object, of_kind, render, webhook_pod
 from tests.chart.values_matrix import MATRIX
 from tests.harness.webhook_process import training_pod
 
-from mooring_agent.core.annotations import read_annotations
 from mooring_agent.core.errors import PASSING, RETRYABLE, ErrorKind
+from mooring_agent.core.injection.annotations import read_annotations
+from mooring_agent.core.injection.mutation import mutate
 from mooring_agent.core.injection.spec import Injection, InjectionDefaults, Mutation
-from mooring_agent.core.pod_mutation import mutate
 from mooring_api import names
 
 VALUES = MATRIX["everything watched"]

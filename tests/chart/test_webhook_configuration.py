@@ -8,7 +8,7 @@ from celpy.adapter import json_to_cel
 from tests.chart.rendering import NAMESPACE, Object, of_kind, render
 from tests.chart.values_matrix import MATRIX
 
-from mooring_agent.core.injection.annotation_fields import WRITTEN_BY_US, known_keys
+from mooring_agent.core.injection.annotation_table import WRITTEN_BY_US, known_keys
 
 
 def webhook_of(values: dict[str, Any]) -> Object:

@@ -17,7 +17,7 @@ from tests.harness.agent_process import AgentProcess, wait_until, write_checkpoi
 from tests.servers.server import Bucket
 
 import mooring_agent
-from mooring.liveness import hold_liveness_lock
+from mooring.agent_client.liveness import hold_liveness_lock
 from mooring_agent.__main__ import _PACKAGES
 from mooring_agent.cli import cli
 

@@ -101,7 +101,7 @@ def test_an_operators_command_that_is_process_1_hears_sigterm_too(
 _TOLD_TO_END_AT_ITS_START = """
 import os, signal
 from mooring_agent.__main__ import main
-from mooring_agent.runtime import priority
+from mooring_agent.adapters import priority
 def told(**_):
     os.kill(os.getpid(), signal.SIGTERM)
 priority.give_way = told

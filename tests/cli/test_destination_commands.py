@@ -16,8 +16,8 @@ from tests.servers.server import Bucket
 
 from mooring_agent.adapters.open_store import open_store
 from mooring_agent.core.model import SaveInfo
-from mooring_agent.core.object_layout import file_key, marker_key
-from mooring_agent.core.settings import StoreSettings
+from mooring_agent.core.settings.values import StoreSettings
+from mooring_agent.core.stored.object_layout import file_key, marker_key
 
 
 def mooring(*arguments: object, directory: Path | None = None, **environment: str) -> subprocess.CompletedProcess[str]:
@@ -250,7 +250,8 @@ def test_a_command_ends_although_a_thread_hangs_in_a_dead_mount(
         "    return really_open(path, *arguments, **options)\n"
         "os.open = hang\n"
         "from mooring_agent.__main__ import main\n"
-        "from mooring_agent.adapters import filesystem_store, retrying_store\n"
+        "from mooring_agent.adapters import retrying_store\n"
+        "from mooring_agent.adapters.file_store import store as filesystem_store\n"
         "opened = filesystem_store.FilesystemStore.__init__\n"
         "def impatient(store, *arguments):\n"
         "    opened(store, *arguments)\n"

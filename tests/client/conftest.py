@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 from tests.client.agent_server import AgentServer, serving
 
-from mooring import Checkpointer, channel
+from mooring import Checkpointer
+from mooring.agent_client import channel
 from mooring_api import names
 
 ENVIRONMENT = (

@@ -16,7 +16,10 @@ import pytest
 
 from mooring import autoload
 
-INTEGRATIONS = ("hugging_face", "lightning", "accelerate", "deepspeed", "dcp", "worker_processes")
+HOOKS = (
+    *(f"integrations/{name}.py" for name in ("hugging_face", "lightning", "accelerate", "deepspeed", "dcp")),
+    "workers/worker_processes.py",
+)
 HOOKED = (
     "transformers.trainer",
     "lightning.pytorch.trainer.trainer",
@@ -71,10 +74,10 @@ def stage(tmp_path: Path) -> Stage:
     shutil.copytree(autoload.path().parent, injected / "mooring" / "autoload")
     shutil.copy(autoload.path() / "sitecustomize.py", injected)
     write(injected / "mooring" / "__init__.py", "")
-    write(injected / "mooring" / "integrations" / "__init__.py", "")
-    for name in INTEGRATIONS:
+    for name in HOOKS:
         text = "def autoload(module):\n    print('hooked', module.__name__, module.DONE, flush=True)\n"
-        write(injected / "mooring" / "integrations" / f"{name}.py", text)
+        write(injected / "mooring" / name, text)
+        write((injected / "mooring" / name).parent / "__init__.py", "")
     for name in HOOKED:
         folder = frameworks
         for part in name.split(".")[:-1]:

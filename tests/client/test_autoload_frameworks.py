@@ -52,7 +52,7 @@ def test_a_real_framework_is_hooked_and_its_trainer_known_without_a_warning(
     if find_spec(module.partition(".")[0]) is None:
         pytest.skip(f"{module.partition('.')[0]} is not installed")
     _, integration = CLASSES[module]
-    expected = f"framework {module} mooring.integrations.new_objects {integration}"
+    expected = f"framework {module} mooring.integrations.ownership {integration}"
     assert expected in hooked.stdout.splitlines(), hooked.stdout + hooked.stderr
     assert "mooring:" not in hooked.stderr
 
@@ -67,5 +67,5 @@ def test_the_real_torch_is_hooked_without_a_warning() -> None:
         print("mooring.integrations.dcp" in sys.modules)
     """
     got = imported(code)
-    assert got.stdout.split() == ["mooring.integrations.worker_processes"] * 2 + ["True"], got.stderr
+    assert got.stdout.split() == ["mooring.workers.worker_processes"] * 2 + ["True"], got.stderr
     assert "mooring:" not in got.stderr

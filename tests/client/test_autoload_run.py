@@ -71,5 +71,5 @@ def test_a_volume_brings_the_client_to_an_interpreter_that_has_none(tmp_path: Pa
         timeout=_TIMEOUT_SECONDS,
         check=False,
     )
-    expected = f"mooring.integrations.worker_processes {injected / 'mooring' / '__init__.py'}\n"
+    expected = f"mooring.workers.worker_processes {injected / 'mooring' / '__init__.py'}\n"
     assert (got.stdout, got.stderr) == (expected, "")

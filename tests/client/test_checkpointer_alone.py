@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 
-import mooring.local_checkpoints
+import mooring.checkpoints.local_checkpoints
 import mooring.session
 from mooring import Checkpointer, Kind, UsageError
-from mooring.local_checkpoints import LocalCheckpoints
-from mooring.records import Record, RecordedFile, read_records, write_record
+from mooring.checkpoints.local_checkpoints import LocalCheckpoints
+from mooring.checkpoints.records import Record, RecordedFile, read_records, write_record
 
 Make = Callable[..., Checkpointer]
 
@@ -281,7 +281,7 @@ def test_a_record_that_cannot_be_written_stops_the_rotation_alone(
     checkpointer = make()
     save(checkpointer, 1)
     save(checkpointer, 2)
-    monkeypatch.setattr(mooring.local_checkpoints, "write_record", _no_space)
+    monkeypatch.setattr(mooring.checkpoints.local_checkpoints, "write_record", _no_space)
     save(checkpointer, 3)
     assert visible(directory) == ["checkpoint-1", "checkpoint-2", "checkpoint-3"]
     assert "not recorded" in caplog.text
@@ -293,7 +293,7 @@ def test_a_step_saved_again_without_a_record_leaves_the_recorded_one_to_resume_f
     checkpointer = make()
     save(checkpointer, 1)
     with monkeypatch.context() as patch:
-        patch.setattr(mooring.local_checkpoints, "write_record", _no_space)
+        patch.setattr(mooring.checkpoints.local_checkpoints, "write_record", _no_space)
         for content in ("unrecorded", "unrecorded too"):
             with checkpointer.save(1) as path:
                 (path / "state").write_text(content)

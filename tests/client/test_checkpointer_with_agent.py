@@ -16,14 +16,15 @@ from tests.client import agent_server
 from tests.client.agent_server import AgentServer, serving
 from tests.client.conftest import WAIT_SECONDS, set_deadlines
 
-import mooring.agent
-from mooring import Checkpointer, channel
-from mooring.agent import RETRY_SECONDS
-from mooring.channel import ANNOUNCE_SECONDS, CALL_SECONDS
+import mooring.agent_client.client
+from mooring import Checkpointer
+from mooring.agent_client import channel
+from mooring.agent_client.channel import ANNOUNCE_SECONDS, CALL_SECONDS
+from mooring.agent_client.client import RETRY_SECONDS
+from mooring.checkpoints.records import Kind, read_records
 from mooring.errors import AgentError
-from mooring.rank_store import Ranks
-from mooring.records import Kind, read_records
-from mooring_api import doorbell, names
+from mooring.ranks.rank_store import Ranks
+from mooring_api import names, signal_file
 from mooring_api.v1 import agent_pb2
 
 Make = Callable[..., Checkpointer]
@@ -46,7 +47,7 @@ def ring(volume: Path, number: int, *, terminating: bool, seconds_left: float = 
     path = volume / names.STATE_DIRECTORY / names.DOORBELL
     path.parent.mkdir(parents=True, exist_ok=True)
     deadline_unix = time.time() + seconds_left if terminating else 0.0
-    content = doorbell.encode(doorbell.Ring(ring=number, deadline_unix=deadline_unix, terminating=terminating))
+    content = signal_file.encode(signal_file.Ring(ring=number, deadline_unix=deadline_unix, terminating=terminating))
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o660)
     os.pwrite(descriptor, content, 0)
     os.close(descriptor)
@@ -228,7 +229,7 @@ def test_an_agent_that_comes_later_gets_to_know_the_process_and_the_last_checkpo
 
 def test_a_rank_that_only_announces_makes_itself_known_to_an_agent_that_came_back(volume: Path) -> None:
     socket, ranks = volume / names.STATE_DIRECTORY / names.SOCKET, Ranks(rank=1, world_size=2, pod=(0, 1))
-    client = mooring.agent.Agent(socket, ranks=ranks, holds_liveness_lock=True)
+    client = mooring.agent_client.client.Agent(socket, ranks=ranks, holds_liveness_lock=True)
     with serving(socket, AgentServer()) as agent:
         for step in (1, 2):
             assert client.announce(
@@ -242,7 +243,7 @@ def test_a_checkpoint_that_was_not_announced_is_announced_at_a_step_when_the_age
     make_checkpointer: Make, volume: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     checkpointer = make_checkpointer()
-    monkeypatch.setattr(mooring.agent, "RETRY_SECONDS", 0.0)
+    monkeypatch.setattr(mooring.agent_client.client, "RETRY_SECONDS", 0.0)
     save(checkpointer, 1)
     save(checkpointer, 2)
     with serving(volume / names.STATE_DIRECTORY / names.SOCKET, AgentServer()) as agent:
@@ -283,7 +284,7 @@ def test_steps_wait_for_an_agent_that_hangs_once_in_a_back_off_period(
 def test_what_the_agent_refused_is_not_announced_at_steps_or_beside_later_saves(
     agent: AgentServer, make_checkpointer: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(mooring.agent, "RETRY_SECONDS", 0.0)
+    monkeypatch.setattr(mooring.agent_client.client, "RETRY_SECONDS", 0.0)
     checkpointer = make_checkpointer()
     agent.refuse_with = grpc.StatusCode.INVALID_ARGUMENT
     save(checkpointer, 1)

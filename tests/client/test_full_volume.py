@@ -11,7 +11,7 @@ import torch
 from tests.harness.small_volume import mounted
 
 from mooring import Checkpointer, ErrorKind, VolumeError
-from mooring.records import read_records
+from mooring.checkpoints.records import read_records
 from mooring.torch_loop import TrainingState
 
 Make = Callable[..., Checkpointer]

@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
-import mooring.gate.bell
+import mooring.gate.signal_file
 from mooring.gate import Ask, SingleProcessGate
 from mooring.gate.sigterm import Sigterm
-from mooring_api import doorbell
+from mooring_api import signal_file
 
 Make = Callable[[], SingleProcessGate]
 
@@ -39,12 +39,12 @@ def make(bell: Path) -> Iterator[Make]:
 
 @pytest.fixture
 def look_always(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(mooring.gate.bell, "_LOOK_SECONDS", 0.0)
+    monkeypatch.setattr(mooring.gate.signal_file, "_LOOK_SECONDS", 0.0)
 
 
 def ring(bell: Path, number: int, *, deadline_unix: float = 0.0) -> None:
     terminating = deadline_unix > 0
-    content = doorbell.encode(doorbell.Ring(ring=number, deadline_unix=deadline_unix, terminating=terminating))
+    content = signal_file.encode(signal_file.Ring(ring=number, deadline_unix=deadline_unix, terminating=terminating))
     descriptor = os.open(bell, os.O_RDWR | os.O_CREAT, 0o660)
     os.pwrite(descriptor, content, 0)
     os.close(descriptor)

@@ -8,9 +8,8 @@ from pathlib import Path
 import pytest
 from tests.harness.claims import claims
 
-from mooring.framework_run import FrameworkRun
-from mooring.integrations.guarded_save import guarded_save
-from mooring.liveness import claimed, hold_liveness_lock
+from mooring.agent_client.liveness import claimed, hold_liveness_lock
+from mooring.framework_run import FrameworkRun, guarded_save
 from mooring_agent.adapters.liveness import RankLocks
 from mooring_api import names
 
@@ -26,7 +25,7 @@ with open(sys.argv[1], "r+b") as file:
 HOLDER = """
 import sys
 from pathlib import Path
-from mooring.liveness import claimed, hold_liveness_lock
+from mooring.agent_client.liveness import claimed, hold_liveness_lock
 print(hold_liveness_lock(Path(sys.argv[1])), flush=True)
 if len(sys.argv) > 2:
     with claimed(Path(sys.argv[1]), sys.argv[2]):

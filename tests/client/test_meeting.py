@@ -8,11 +8,11 @@ import pytest
 import torch.distributed as distributed
 from tests.harness.agent_process import wait_until
 
-from mooring import job, rank_store
 from mooring.errors import ErrorKind, RanksError, StoreLostError
-from mooring.job import RanksJob
-from mooring.meeting import Met, meet
-from mooring.rank_store import KeyStore, Ranks, RankStore
+from mooring.ranks import coordinator, rank_store
+from mooring.ranks.coordinator import RanksJob
+from mooring.ranks.rank_store import KeyStore, Ranks, RankStore
+from mooring.ranks.rendezvous import Met, meet
 
 WAIT_SECONDS = 30.0
 
@@ -85,7 +85,7 @@ def test_the_first_rank_stays_until_the_others_have_read_what_was_chosen(monkeyp
         return settle(store, key, value)
 
     monkeypatch.setattr(RankStore, "settle", settle_late)
-    monkeypatch.setattr(job, "_READ_SECONDS", WAIT_SECONDS)
+    monkeypatch.setattr(coordinator, "_READ_SECONDS", WAIT_SECONDS)
 
     def begin_and_end(one: RanksJob) -> None:
         chosen.append(one.choose_newest("resume", [(1, "a")]))
@@ -145,7 +145,7 @@ def test_what_all_bring_comes_to_the_first_rank_and_is_not_kept_in_the_store() -
 
 
 def test_what_not_all_bring_is_waited_for_in_vain_and_no_longer(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(job, "PATIENCE_SECONDS", 0.05)
+    monkeypatch.setattr(coordinator, "PATIENCE_SECONDS", 0.05)
     assert jobs(2)[0].gather("states", "a") is None
 
 
@@ -178,7 +178,7 @@ def test_the_store_holds_no_more_after_a_thousand_agreements(monkeypatch: pytest
 
 
 def test_ranks_that_do_not_come_to_choose_are_named_on_all(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(job, "PATIENCE_SECONDS", 0.05)
+    monkeypatch.setattr(coordinator, "PATIENCE_SECONDS", 0.05)
     first, second, third = jobs(3)
     with pytest.raises(RanksError, match=r"ranks 1, 2 did not come within 0 s to choose") as raised:
         first.choose_newest("resume", [(1, "a")])

@@ -9,7 +9,7 @@ import pytest
 import torch.distributed
 
 import mooring
-from mooring.rank_store import Ranks, open_rank_store
+from mooring.ranks.rank_store import Ranks, open_rank_store
 
 # As torch 2.8 is.
 TORCH_LOOP = """

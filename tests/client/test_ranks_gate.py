@@ -16,18 +16,18 @@ import pytest
 import torch.distributed as distributed
 from tests.harness.agent_process import wait_until
 
-import mooring.gate.ranks
-import mooring.rank_store
+import mooring.gate.gates
+import mooring.ranks.rank_store
 from mooring.gate import Ask, RanksGate
 from mooring.gate.sigterm import Sigterm
-from mooring.rank_store import Ranks, RankStore
-from mooring_api import doorbell
+from mooring.ranks.rank_store import Ranks, RankStore
+from mooring_api import signal_file
 
 WAIT_SECONDS = 30.0
 
 
 def ring(path: Path, number: int) -> None:
-    content = doorbell.encode(doorbell.Ring(ring=number, deadline_unix=0.0, terminating=False))
+    content = signal_file.encode(signal_file.Ring(ring=number, deadline_unix=0.0, terminating=False))
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o660)
     os.pwrite(descriptor, content, 0)
     os.close(descriptor)
@@ -127,12 +127,12 @@ def test_a_notice_on_any_rank_stops_all_at_the_same_step(tmp_path: Path, seed: i
 def test_rounds_without_all_ranks_are_off_and_the_first_with_all_stops_them(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(mooring.gate.ranks, "_LEADER_WAIT_SECONDS", 0.05)
+    monkeypatch.setattr(mooring.gate.gates, "_LEADER_WAIT_SECONDS", 0.05)
     with gates(tmp_path, 3, absent=frozenset({2})) as made:
         made[1].notice()
         wait_until(lambda: caplog.text.count("did not agree") >= 8, WAIT_SECONDS, "rounds are tried and called off")
         assert run_all([partial(train, gate, until=3) for gate in made[:2]]) == [[], []]
-        monkeypatch.setattr(mooring.gate.ranks, "_LEADER_WAIT_SECONDS", WAIT_SECONDS)
+        monkeypatch.setattr(mooring.gate.gates, "_LEADER_WAIT_SECONDS", WAIT_SECONDS)
         made.come(2)
         results = run_all([partial(train, gate, until=1_000_000) for gate in made])
     assert len({tuple(result) for result in results}) == 1, results
@@ -142,7 +142,7 @@ def test_rounds_without_all_ranks_are_off_and_the_first_with_all_stops_them(
 def test_a_save_that_cannot_be_agreed_on_is_given_up(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(mooring.gate.ranks, "_LEADER_WAIT_SECONDS", 0.05)
+    monkeypatch.setattr(mooring.gate.gates, "_LEADER_WAIT_SECONDS", 0.05)
     ring(tmp_path / "doorbell-1", 0)
     with gates(tmp_path, 3, absent=frozenset({2})) as made:
         ring(tmp_path / "doorbell-1", 1)
@@ -228,7 +228,7 @@ def test_more_files_than_select_can_wait_for_are_no_trouble() -> None:
 def test_the_store_holds_no_more_after_a_hundred_requested_saves(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(mooring.rank_store, "_SHORTEST_LOOK_SECONDS", 0.0005)
+    monkeypatch.setattr(mooring.ranks.rank_store, "_SHORTEST_LOOK_SECONDS", 0.0005)
     rounds, held = 100, []
     with gates(tmp_path, 2, bell="doorbell") as made:
         asked = threading.Barrier(2)

@@ -169,7 +169,7 @@ def test_a_second_live_process_leaves_the_firsts_unfinished_save_alone(start_tra
 FORKING = """
 import torch
 import mooring
-from mooring import channel
+from mooring.agent_client import channel
 
 # An agent that answers is not away, however slow the machine.
 channel.ANNOUNCE_SECONDS = channel.Channel._call.__kwdefaults__["deadline_seconds"] = 60.0
@@ -221,9 +221,9 @@ def test_data_loaders_with_forked_workers_live_beside_the_calls(
 FORK_AFTER_EVERY_CALL = """
 import os, sys
 from pathlib import Path
-from mooring.channel import Channel
+from mooring.agent_client.channel import Channel
 from mooring.errors import AgentError
-from mooring.rank_store import Ranks
+from mooring.ranks.rank_store import Ranks
 Channel._call.__kwdefaults__["deadline_seconds"] = 60.0
 channel = Channel(Path(sys.argv[1]), Ranks())
 for step in range(200):
@@ -255,9 +255,9 @@ def test_a_fork_right_after_a_call_neither_hangs_nor_calls(tmp_path: Path, volum
 
 @pytest.mark.usefixtures("_no_fork_handlers_set")
 def test_a_program_that_loaded_grpc_first_is_told_what_to_set(tmp_path: Path) -> None:
-    told = run("-c", "import grpc, mooring.channel", directory=tmp_path)
+    told = run("-c", "import grpc, mooring.agent_client.channel", directory=tmp_path)
     assert "GRPC_ENABLE_FORK_SUPPORT=0" in told.stderr
-    told = run("-c", "import grpc, mooring.channel", directory=tmp_path, GRPC_ENABLE_FORK_SUPPORT="0")
+    told = run("-c", "import grpc, mooring.agent_client.channel", directory=tmp_path, GRPC_ENABLE_FORK_SUPPORT="0")
     assert told.stderr == ""
 
 

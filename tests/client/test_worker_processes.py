@@ -13,7 +13,7 @@ from tests.harness.agent_process import wait_until
 from tests.servers.process import free_port
 
 from mooring import autoload
-from mooring.integrations import worker_processes
+from mooring.workers import worker_processes
 
 PROGRAM = Path(__file__).with_name("worker_program.py")
 _TIMEOUT_SECONDS = 100.0
@@ -205,7 +205,7 @@ def test_the_checkpoint_writer_obeys_its_own_sigterm(tmp_path: Path) -> None:
 def test_a_torch_that_has_changed_costs_one_warning() -> None:
     code = """if True:
         import sys, types
-        from mooring.integrations import worker_processes
+        from mooring.workers import worker_processes
         module = sys.modules["torch.utils.data._utils.worker"] = types.ModuleType("torch.utils.data._utils.worker")
         for parent in ("torch", "torch.utils", "torch.utils.data", "torch.utils.data._utils"):
             sys.modules[parent] = types.ModuleType(parent)
@@ -220,9 +220,7 @@ def test_a_torch_that_has_changed_costs_one_warning() -> None:
 
 
 def test_nothing_of_torch_is_imported_for_it() -> None:
-    code = (
-        "import sys; from mooring.integrations import worker_processes as w; w.install(); print('torch' in sys.modules)"
-    )
+    code = "import sys; from mooring.workers import worker_processes as w; w.install(); print('torch' in sys.modules)"
     got = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=_TIMEOUT_SECONDS)
     assert (got.stdout, got.stderr) == ("False\n", "")
 
@@ -235,7 +233,7 @@ def test_a_worker_finds_its_entry_by_name() -> None:
 def test_other_children_of_the_fork_server_obey_sigterm_and_it_goes_with_the_program() -> None:
     code = """if True:
         import multiprocessing, multiprocessing.forkserver, os, signal, time
-        from mooring.integrations import fork_server
+        from mooring.workers import fork_server
         fork_server.keep_alive()
         fork_server.keep_alive()
         context = multiprocessing.get_context("forkserver")

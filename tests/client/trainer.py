@@ -8,7 +8,7 @@ import os
 import sys
 
 import mooring
-from mooring import channel
+from mooring.agent_client import channel
 
 # On a slow machine an agent that answers is not away.
 channel.ANNOUNCE_SECONDS = 60.0  # type: ignore[misc]

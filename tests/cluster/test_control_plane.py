@@ -23,7 +23,7 @@ from tests.cluster.installation import changed_for_a_process, without_classes, w
 from tests.injection import golden_pods
 from tests.servers.process import accepts
 
-from mooring_agent.adapters.api_server import ApiServer
+from mooring_agent.adapters.kubernetes import ApiServer
 from mooring_agent.core.errors import ClusterError
 
 ROOT = Path(__file__).parents[2]

@@ -3,8 +3,8 @@
 from collections.abc import Callable
 from zlib import crc32
 
-from mooring_agent.core import planner
-from mooring_agent.core.commands import (
+from mooring_agent.core.agent import planner
+from mooring_agent.core.agent.commands import (
     Abandon,
     CancelWork,
     Command,
@@ -20,8 +20,7 @@ from mooring_agent.core.commands import (
     Stage,
     WriteManifest,
 )
-from mooring_agent.core.errors import ErrorKind
-from mooring_agent.core.events import (
+from mooring_agent.core.agent.events import (
     Abandoned,
     Announced,
     Committed,
@@ -40,12 +39,13 @@ from mooring_agent.core.events import (
     WorkCancelled,
     WorkFailed,
 )
+from mooring_agent.core.agent.reducer import advance
+from mooring_agent.core.agent.state import State
+from mooring_agent.core.agent.work import Operation, WorkId
+from mooring_agent.core.errors import ErrorKind
 from mooring_agent.core.model import Fingerprint, Kind, Phase, SaveInfo, StagedFile
-from mooring_agent.core.part_plan import MIN_PART_BYTES
-from mooring_agent.core.reducer import advance
-from mooring_agent.core.settings import DiskSettings, Settings, StoreSettings, TransferSettings
-from mooring_agent.core.state import State
-from mooring_agent.core.work import Operation, WorkId
+from mooring_agent.core.settings.values import DiskSettings, Settings, StoreSettings, TransferSettings
+from mooring_agent.core.stored.packs_and_parts import MIN_PART_BYTES
 
 PART_BYTES = MIN_PART_BYTES
 

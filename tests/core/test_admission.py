@@ -5,11 +5,11 @@ from dataclasses import replace
 import pytest
 from tests.core.play import PART_BYTES, Play
 
-from mooring_agent.core import admission
+from mooring_agent.core.agent.announcements import check_announcement, known_announcement, same_content
+from mooring_agent.core.agent.events import Announced, DiskRead, StopRequested, TerminationNoticed
+from mooring_agent.core.agent.work import Operation, WorkId
 from mooring_agent.core.errors import ErrorKind, RequestError
-from mooring_agent.core.events import Announced, DiskRead, StopRequested, TerminationNoticed
 from mooring_agent.core.model import Kind, Phase, SaveInfo
-from mooring_agent.core.work import Operation, WorkId
 
 
 def _announcement(save: str = "save", *, rank: int = 0, world_size: int = 2, local_world_size: int = 2) -> Announced:
@@ -25,30 +25,30 @@ def _announcement(save: str = "save", *, rank: int = 0, world_size: int = 2, loc
 
 def _refusal(play: Play, event: Announced) -> ErrorKind:
     with pytest.raises(RequestError) as refused:
-        admission.check(play.state, event)
+        check_announcement(play.state, event)
     assert refused.value.hint
     return refused.value.kind
 
 
 def test_a_first_announcement_is_news() -> None:
     play, event = Play(), _announcement()
-    admission.check(play.state, event)
-    assert admission.known(play.state, event) is None
+    check_announcement(play.state, event)
+    assert known_announcement(play.state, event) is None
 
 
 def test_the_same_announcement_again_is_known_and_no_error() -> None:
     play, event = Play(), _announcement()
     play.feed(event)
-    admission.check(play.state, event)
-    assert admission.known(play.state, event) is play.state.checkpoints["save"]
+    check_announcement(play.state, event)
+    assert known_announcement(play.state, event) is play.state.checkpoints["save"]
 
 
 def test_another_rank_of_a_known_save_is_news() -> None:
     play = Play()
     play.feed(_announcement(rank=0))
     event = _announcement(rank=1)
-    admission.check(play.state, event)
-    assert admission.known(play.state, event) is None
+    check_announcement(play.state, event)
+    assert known_announcement(play.state, event) is None
 
 
 @pytest.mark.parametrize(
@@ -92,8 +92,8 @@ def test_a_save_that_failed_before_a_byte_was_sent_may_be_announced_again() -> N
     play.feed(event)
     play.fail(WorkId(Operation.STAGE, "save", 0), ErrorKind.FILE_MISSING)
     assert play.phase("save") is Phase.FAILED
-    admission.check(play.state, event)
-    assert admission.known(play.state, event) is None
+    check_announcement(play.state, event)
+    assert known_announcement(play.state, event) is None
     play.feed(event)
     # What the first try may have pinned goes first, then the second try pins anew.
     assert list(play.in_flight) == [WorkId(Operation.RELEASE, "save")]
@@ -117,8 +117,8 @@ def test_a_late_rank_of_a_save_that_was_given_up_is_no_error() -> None:
     play.feed(DiskRead(at=play.now, used_bytes=0, free_bytes=0, total_bytes=1))
     assert play.phase("save") is Phase.SHED
     event = _announcement(rank=1)
-    admission.check(play.state, event)
-    assert admission.known(play.state, event) is play.state.checkpoints["save"]
+    check_announcement(play.state, event)
+    assert known_announcement(play.state, event) is play.state.checkpoints["save"]
 
 
 def test_an_agent_that_exits_takes_nothing_more() -> None:
@@ -132,7 +132,7 @@ def test_the_same_content_of_a_path_is_one_checkpoint_for_clients_without_a_save
     play = Play()
     event = replace(_announcement(), signature="digest")
     play.feed(event)
-    found = admission.same_content(play.state, source=event.source, rank=0, signature="digest")
+    found = same_content(play.state, source=event.source, rank=0, signature="digest")
     assert found is play.state.checkpoints["save"]
-    assert admission.same_content(play.state, source=event.source, rank=0, signature="other") is None
-    assert admission.same_content(play.state, source="/volume/other", rank=0, signature="digest") is None
+    assert same_content(play.state, source=event.source, rank=0, signature="other") is None
+    assert same_content(play.state, source="/volume/other", rank=0, signature="digest") is None

@@ -14,12 +14,21 @@ import pytest
 from tests.core.play import PART_BYTES, Play
 
 from mooring_agent import core
-from mooring_agent.core import planner
-from mooring_agent.core.commands import Command
-from mooring_agent.core.events import Committed, DiskRead, RanksSeen, SaveBegun, Shed, StopRequested, TerminationNoticed
+from mooring_agent.core.agent import planner
+from mooring_agent.core.agent.checkpoint import Checkpoint
+from mooring_agent.core.agent.commands import Command
+from mooring_agent.core.agent.events import (
+    Committed,
+    DiskRead,
+    RanksSeen,
+    SaveBegun,
+    Shed,
+    StopRequested,
+    TerminationNoticed,
+)
+from mooring_agent.core.agent.state import State
+from mooring_agent.core.agent.work import Operation, WorkId
 from mooring_agent.core.model import Kind, Phase
-from mooring_agent.core.state import Checkpoint, State
-from mooring_agent.core.work import Operation, WorkId
 
 _CORE = str(Path(core.__file__).parent)
 

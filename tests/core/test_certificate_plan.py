@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mooring_agent.core.certificate_plan import NEW, Lives, Plan, Term, plan
+from mooring_agent.core.policies.certificate_rotation import NEW, Lives, Plan, Term, plan
 
 NOW = datetime(2026, 1, 1, tzinfo=UTC)
 DAY = timedelta(days=1)

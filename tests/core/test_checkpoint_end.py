@@ -5,10 +5,9 @@ from dataclasses import replace
 import pytest
 from tests.core.play import PART_BYTES, Play, staged_file
 
-from mooring_agent.core import planner
-from mooring_agent.core.commands import Abandon, Commit, Stage
-from mooring_agent.core.errors import ErrorKind
-from mooring_agent.core.events import (
+from mooring_agent.core.agent import planner
+from mooring_agent.core.agent.commands import Abandon, Commit, Stage
+from mooring_agent.core.agent.events import (
     CommitWaits,
     DiskRead,
     ObjectsLost,
@@ -18,8 +17,9 @@ from mooring_agent.core.events import (
     Started,
     TerminationNoticed,
 )
+from mooring_agent.core.agent.work import Operation, WorkId
+from mooring_agent.core.errors import ErrorKind
 from mooring_agent.core.model import Kind, Phase
-from mooring_agent.core.work import Operation, WorkId
 
 _COMMIT = WorkId(Operation.COMMIT, "save")
 _CREATE = WorkId(Operation.CREATE_UPLOAD, "save", 0, "r0-0")

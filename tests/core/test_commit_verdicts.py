@@ -7,10 +7,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mooring_agent.adapters.checksum import crc64nvme
-from mooring_agent.core.commit import contradiction, is_listed, judge_listing, missing_files
-from mooring_agent.core.manifest import encode_manifest
 from mooring_agent.core.model import FileEntry, Kind, PackPlace, RankManifest, SaveInfo
-from mooring_agent.core.object_layout import file_key, manifest_key, manifests_prefix, pack_key
+from mooring_agent.core.stored.commit import contradiction, is_listed, judge_listing, missing_files
+from mooring_agent.core.stored.manifest import encode_manifest
+from mooring_agent.core.stored.object_layout import file_key, manifest_key, manifests_prefix, pack_key
 
 _INFO = SaveInfo(save="save", name="checkpoint-1", step=1, kind=Kind.PERIODIC, world_size=2)
 

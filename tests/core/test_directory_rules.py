@@ -4,8 +4,8 @@ from dataclasses import replace
 
 import pytest
 
-from mooring_agent.core.directory_rules import Observation, Verdict, candidate, checkpoint_name, judge, step_of
-from mooring_agent.core.directory_snapshot import DirectorySnapshot, FileSnapshot, Proof
+from mooring_agent.core.watch.checkpoint_layouts import DirectorySnapshot, FileSnapshot, Proof
+from mooring_agent.core.watch.directory_rules import Observation, Verdict, candidate, checkpoint_name, judge, step_of
 
 QUIET_SECONDS = 3.0
 

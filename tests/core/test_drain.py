@@ -6,10 +6,9 @@ from itertools import permutations
 import pytest
 from tests.core.play import PART_BYTES, Play
 
-from mooring_agent.core import drain, planner
-from mooring_agent.core.commands import Exit, LiftBandwidthCap, RingDoorbell, TakeBackNotice
-from mooring_agent.core.errors import ErrorKind
-from mooring_agent.core.events import (
+from mooring_agent.core.agent import drain, planner
+from mooring_agent.core.agent.commands import Exit, LiftBandwidthCap, RingDoorbell, TakeBackNotice
+from mooring_agent.core.agent.events import (
     CommitWaits,
     DiskRead,
     Exited,
@@ -19,8 +18,9 @@ from mooring_agent.core.events import (
     StopRequested,
     TerminationNoticed,
 )
+from mooring_agent.core.agent.work import Operation, WorkId
+from mooring_agent.core.errors import ErrorKind
 from mooring_agent.core.model import Kind, Phase
-from mooring_agent.core.work import Operation, WorkId
 
 _GRACE_SECONDS = 30.0
 _NEWS = ("notice", "save", "death", "sigterm")

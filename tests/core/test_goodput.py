@@ -2,7 +2,7 @@
 
 import pytest
 
-from mooring_agent.core.goodput import Goodput
+from mooring_agent.core.agent.state import Goodput
 
 
 def test_nothing_measured_is_no_rate() -> None:

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from mooring_agent.core.lifecycle import (
+from mooring_agent.core.agent.lifecycle import (
     DURABLE_PHASES,
     ENDED_PHASES,
     FINAL_PHASES,
@@ -59,4 +59,6 @@ def test_a_move_without_a_row_is_a_bug() -> None:
 def test_the_diagram_in_the_docs_is_the_table() -> None:
     page = _PAGE.read_text()
     diagram = page.split("<!-- diagram -->\n```mermaid\n")[1].split("```\n<!-- /diagram -->")[0]
-    assert diagram == mermaid(), "paste the output of `python -m mooring_agent.core.lifecycle` between the markers"
+    assert diagram == mermaid(), (
+        "paste the output of `python -m mooring_agent.core.agent.lifecycle` between the markers"
+    )

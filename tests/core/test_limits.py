@@ -5,14 +5,13 @@ from google.protobuf.descriptor import FieldDescriptor
 from google.protobuf.message import Message
 from google.protobuf.message_factory import GetMessageClass
 
-from mooring_agent.core.annotations import read_annotations
 from mooring_agent.core.errors import ErrorKind, RequestError
-from mooring_agent.core.injection.annotation_fields import settings_annotations
+from mooring_agent.core.injection.annotation_table import settings_annotations
+from mooring_agent.core.injection.annotations import read_annotations
 from mooring_agent.core.injection.spec import InjectionDefaults, Refusal
 from mooring_agent.core.limits import REQUEST_NUMBERS, REQUEST_TEXTS, SETTING_NUMBERS, SETTING_UNITS, largest_setting
-from mooring_agent.core.setting_fields import SettingField, setting_fields
-from mooring_agent.core.setting_values import Said, read_values
-from mooring_agent.runtime.request_limits import check_request
+from mooring_agent.core.settings.table import Said, SettingField, read_values, setting_fields
+from mooring_agent.runtime.api.errors import check_request
 from mooring_api.names import ANNOTATION_INJECT, ANNOTATION_PREFIX
 from mooring_api.v1 import agent_pb2
 

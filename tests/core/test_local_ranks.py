@@ -5,15 +5,15 @@ from itertools import permutations
 import pytest
 from tests.core.play import Play
 
-from mooring_agent.core import admission
-from mooring_agent.core.commands import Commit, Stage, WriteManifest
+from mooring_agent.core.agent.announcements import check_announcement, known_announcement
+from mooring_agent.core.agent.commands import Commit, Stage, WriteManifest
+from mooring_agent.core.agent.event_codec import decode_event, encode_event
+from mooring_agent.core.agent.events import Announced, Started
+from mooring_agent.core.agent.reducer import advance
+from mooring_agent.core.agent.state import State
+from mooring_agent.core.agent.work import Operation, WorkId
 from mooring_agent.core.errors import ErrorKind, RequestError
-from mooring_agent.core.event_codec import decode_event, encode_event
-from mooring_agent.core.events import Announced, Started
 from mooring_agent.core.model import Kind, Phase, SaveInfo
-from mooring_agent.core.reducer import advance
-from mooring_agent.core.state import State
-from mooring_agent.core.work import Operation, WorkId
 
 _RANKS = (4, 5, 6)
 _INFO = SaveInfo(save="save", name="checkpoint-1", step=1, kind=Kind.PERIODIC, world_size=12)
@@ -33,8 +33,8 @@ def _announced(rank: int, *, local_world_size: int = len(_RANKS), at: float = 10
 def _announce(play: Play, rank: int) -> None:
     """As the API does: what is known is no news."""
     event = _announced(rank, at=play.now)
-    admission.check(play.state, event)
-    if admission.known(play.state, event) is None:
+    check_announcement(play.state, event)
+    if known_announcement(play.state, event) is None:
         play.feed(event)
 
 
@@ -107,8 +107,8 @@ def test_while_one_is_missing_nothing_is_pinned_sent_or_committed_and_the_next_s
     assert "ranks that it needs never came" in play.state.checkpoints["save"].reason
     # The one that comes after all is told so, and it is no error.
     event = _announced(_RANKS[-1])
-    admission.check(play.state, event)
-    assert admission.known(play.state, event) is play.state.checkpoints["save"]
+    check_announcement(play.state, event)
+    assert known_announcement(play.state, event) is play.state.checkpoints["save"]
 
 
 def test_ranks_that_count_themselves_differently_are_refused() -> None:
@@ -116,7 +116,7 @@ def test_ranks_that_count_themselves_differently_are_refused() -> None:
     _announce(play, 4)
     for event in (_announced(5, local_world_size=2), _announced(5, local_world_size=1)):
         with pytest.raises(RequestError) as refused:
-            admission.check(play.state, event)
+            check_announcement(play.state, event)
         assert refused.value.kind is ErrorKind.CONTRADICTION
 
 
@@ -125,5 +125,5 @@ def test_one_more_rank_than_were_said_to_come_is_refused() -> None:
     for rank in _RANKS:
         _announce(play, rank)
     with pytest.raises(RequestError) as refused:
-        admission.check(play.state, _announced(7))
+        check_announcement(play.state, _announced(7))
     assert refused.value.kind is ErrorKind.CONTRADICTION

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from mooring_agent.core.errors import ErrorKind, RequestError
 from mooring_agent.core.limits import STEP
 from mooring_agent.core.model import Kind, SaveInfo
-from mooring_agent.core.object_layout import (
+from mooring_agent.core.stored.object_layout import (
     COMMITS_PREFIX,
     check_file_path,
     check_token,

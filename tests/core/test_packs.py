@@ -2,16 +2,16 @@
 
 from tests.core.play import PART_BYTES, Play
 
-from mooring_agent.core.commands import Commit, PutFile, PutPack, Reconcile, WriteManifest
+from mooring_agent.core.agent.commands import Commit, PutFile, PutPack, Reconcile, WriteManifest
+from mooring_agent.core.agent.event_codec import decode_event, encode_event
+from mooring_agent.core.agent.events import ObjectsLost, Started
+from mooring_agent.core.agent.reducer import advance
+from mooring_agent.core.agent.state import State
+from mooring_agent.core.agent.work import Operation, WorkId
 from mooring_agent.core.errors import ErrorKind
-from mooring_agent.core.event_codec import decode_event, encode_event
-from mooring_agent.core.events import ObjectsLost, Started
 from mooring_agent.core.model import Kind, Phase
-from mooring_agent.core.pack_plan import PACK_BYTES
-from mooring_agent.core.reducer import advance
-from mooring_agent.core.settings import MIB
-from mooring_agent.core.state import State
-from mooring_agent.core.work import Operation, WorkId
+from mooring_agent.core.settings.values import MIB
+from mooring_agent.core.stored.packs_and_parts import PACK_BYTES
 
 _SMALL = (100 * 1024,) * 100
 _PACKS = 3

@@ -2,10 +2,9 @@
 
 import pytest
 
-from mooring_agent.core import planner
-from mooring_agent.core.commands import CreateUpload, Reconcile, Release, Stage, WriteManifest
-from mooring_agent.core.errors import ErrorKind
-from mooring_agent.core.events import (
+from mooring_agent.core.agent import planner
+from mooring_agent.core.agent.commands import CreateUpload, Reconcile, Release, Stage, WriteManifest
+from mooring_agent.core.agent.events import (
     Announced,
     Committed,
     Event,
@@ -18,11 +17,12 @@ from mooring_agent.core.events import (
     UploadCreated,
     WorkFailed,
 )
+from mooring_agent.core.agent.reducer import Ready, advance
+from mooring_agent.core.agent.state import State
+from mooring_agent.core.agent.work import Operation, WorkId
+from mooring_agent.core.errors import ErrorKind
 from mooring_agent.core.model import AnnouncementTime, Fingerprint, Kind, SaveInfo, StagedFile
-from mooring_agent.core.reducer import Ready, advance
-from mooring_agent.core.settings import MIB, Settings, StoreSettings, TransferSettings
-from mooring_agent.core.state import State
-from mooring_agent.core.work import Operation, WorkId
+from mooring_agent.core.settings.values import MIB, Settings, StoreSettings, TransferSettings
 
 INFO = SaveInfo(save="a-000001", name="checkpoint-1", step=1, kind=Kind.PERIODIC, world_size=1)
 FILE = StagedFile(

@@ -3,8 +3,15 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mooring_agent.core.restore_choice import CommittedSave, GiveUp, StartFresh, Take, choose, newest_first
-from mooring_agent.core.resume_pin import Pin
+from mooring_agent.core.policies.restore_choice import (
+    CommittedSave,
+    GiveUp,
+    Pin,
+    StartFresh,
+    Take,
+    choose,
+    newest_first,
+)
 
 
 def committed(step: int, save: str, saved_at: float = 0.0) -> CommittedSave:

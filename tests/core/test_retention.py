@@ -6,9 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mooring_agent.core.restore_choice import CommittedSave, newest_first
-from mooring_agent.core.retention import PrunePlan, StoredSave, may_abort_upload, plan_prune
-from mooring_agent.core.settings import RetentionSettings
+from mooring_agent.core.policies.restore_choice import CommittedSave, newest_first
+from mooring_agent.core.policies.retention import PrunePlan, StoredSave, may_abort_upload, plan_prune
+from mooring_agent.core.settings.values import RetentionSettings
 
 NOW = 1_000_000.0
 DAY = 24 * 3600.0

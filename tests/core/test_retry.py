@@ -4,8 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mooring_agent.core.errors import RETRYABLE, ErrorKind
-from mooring_agent.core.retry import retry_delay_seconds
+from mooring_agent.core.errors import RETRYABLE, ErrorKind, retry_delay_seconds
 
 
 @pytest.mark.parametrize("kind", sorted(set(ErrorKind) - RETRYABLE))

@@ -2,7 +2,7 @@
 
 import pytest
 
-from mooring_agent.core.setting_checks import setting_problems
+from mooring_agent.core.settings.checks import setting_problems
 
 
 def problems(volume: str, checkpoint_directory: str) -> list[str]:

@@ -3,11 +3,11 @@
 import pytest
 from tests.core.play import PART_BYTES, Play
 
-from mooring_agent.core import planner
+from mooring_agent.core.agent import planner
+from mooring_agent.core.agent.circuit_breaker import STORE_WIDE
+from mooring_agent.core.agent.events import Committed, TerminationNoticed
+from mooring_agent.core.agent.work import STAYS_HERE, Operation, WorkId
 from mooring_agent.core.errors import ErrorKind
-from mooring_agent.core.events import Committed, TerminationNoticed
-from mooring_agent.core.store_trouble import STORE_WIDE
-from mooring_agent.core.work import STAYS_HERE, Operation, WorkId
 
 _LONGEST_PAUSE_SECONDS = 5.0
 

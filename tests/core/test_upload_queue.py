@@ -5,11 +5,11 @@ import random
 import pytest
 from tests.core.play import PART_BYTES, Play
 
-from mooring_agent.core.commands import CancelWork, CreateUpload
+from mooring_agent.core.agent.commands import CancelWork, CreateUpload
+from mooring_agent.core.agent.events import PartStored, TerminationNoticed
+from mooring_agent.core.agent.work import Operation, WorkId
 from mooring_agent.core.errors import ErrorKind
-from mooring_agent.core.events import PartStored, TerminationNoticed
 from mooring_agent.core.model import Kind, Phase
-from mooring_agent.core.work import Operation, WorkId
 
 
 def _send(play: Play, count: int) -> None:

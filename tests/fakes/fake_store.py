@@ -14,10 +14,8 @@ from itertools import count
 from mooring_agent.adapters.checksum import crc64nvme
 from mooring_agent.adapters.rate_limit import RateLimiter
 from mooring_agent.adapters.region_file import RegionFile
-from mooring_agent.adapters.transfer.body import FileBody
-from mooring_agent.adapters.transfer.buffers import BufferPool
 from mooring_agent.adapters.transfer.sink import Sink
-from mooring_agent.adapters.transfer.upload_body import PIECE_BYTES
+from mooring_agent.adapters.transfer.upload_body import PIECE_BYTES, BufferPool, FileBody
 from mooring_agent.core.errors import ErrorKind, StoreError
 from mooring_agent.core.model import Region
 from mooring_agent.ports import ObjectInfo, PartInfo, StoreCapabilities, UploadInfo

@@ -17,7 +17,7 @@ from typing import Any, Self
 
 import grpc
 
-from mooring_api.socket_address import socket_address
+from mooring_api.names import socket_address
 from mooring_api.v1 import agent_pb2, agent_pb2_grpc
 
 # They bound a hang and judge no speed: on a busy machine a start takes many seconds, and a call that is journaled some.

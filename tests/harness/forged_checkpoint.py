@@ -4,9 +4,9 @@ from collections.abc import Callable, Mapping
 from typing import Final
 
 from mooring_agent.adapters.checksum import crc64nvme
-from mooring_agent.core.manifest import commit_marker, encode_manifest, encode_marker
 from mooring_agent.core.model import FileEntry, Kind, ManifestReference, PackPlace, RankManifest, SaveInfo
-from mooring_agent.core.object_layout import file_key, manifest_key, marker_key, pack_key
+from mooring_agent.core.stored.manifest import commit_marker, encode_manifest, encode_marker
+from mooring_agent.core.stored.object_layout import file_key, manifest_key, marker_key, pack_key
 from mooring_agent.ports import ObjectStore
 
 PARTS: Final = 10_000

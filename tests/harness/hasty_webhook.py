@@ -10,7 +10,7 @@ from datetime import timedelta
 from typing import Final
 
 from mooring_agent.__main__ import main
-from mooring_agent.webhook import server, serving_certificate
+from mooring_agent.webhook import certificate_keeper, server
 from mooring_agent.webhook.settings import WebhookSettings
 
 PACE_VARIABLE: Final = "MOORING_TEST_PACE"
@@ -33,5 +33,5 @@ async def _serve_hastily(settings: WebhookSettings) -> None:
 
 if __name__ == "__main__":
     server.serve_webhook = _serve_hastily
-    serving_certificate._LOOK_SECONDS = 0.2  # type: ignore[misc]
+    certificate_keeper._LOOK_SECONDS = 0.2  # type: ignore[misc]
     main()

@@ -16,7 +16,7 @@ from tests.chart.rendering import NAMESPACE, of_kind, render
 from tests.fakes.fake_api_server import FakeApiServer
 from tests.servers.tls import make_certificate
 
-from mooring_agent.core.certificate_plan import Lives
+from mooring_agent.core.policies.certificate_rotation import Lives
 from mooring_agent.webhook.certificates import Kept, make_authority, make_leaf
 from mooring_agent.webhook.settings import SelfManaged
 

@@ -10,7 +10,7 @@ from mooring_api.names import RANKS_DIRECTORY, STATE_DIRECTORY
 _PROGRAM = """
 import sys
 from pathlib import Path
-from mooring.liveness import hold_liveness_lock
+from mooring.agent_client.liveness import hold_liveness_lock
 assert hold_liveness_lock(Path(sys.argv[1]))
 print("alive", flush=True)
 sys.stdin.read()

@@ -16,24 +16,24 @@ from typing import Final
 from tests.hostile.mutations import mutated_bytes, mutated_object, naming
 from tests.restore.stored_checkpoints import store_checkpoint, store_packed_checkpoint
 
-from mooring.records import read_records
+from mooring.checkpoints.records import read_records
 from mooring_agent.adapters.clock import SystemClock
 from mooring_agent.adapters.open_store import open_store
+from mooring_agent.adapters.records import unannounced
 from mooring_agent.adapters.retrying_store import RetryingStore
-from mooring_agent.adapters.unannounced import unannounced
 from mooring_agent.catalog import check, list_committed, prune, read_marker
-from mooring_agent.core.commands import Commit
+from mooring_agent.core.agent.commands import Commit
+from mooring_agent.core.agent.events import Committed
+from mooring_agent.core.agent.work import Operation, WorkId
 from mooring_agent.core.errors import ErrorKind, MooringError
-from mooring_agent.core.events import Committed
 from mooring_agent.core.limits import MANIFEST_BYTES
-from mooring_agent.core.manifest import decode_manifest
-from mooring_agent.core.object_layout import manifest_key, marker_key, pack_key, pin_key
-from mooring_agent.core.resume_pin import Pin, encode_pin
-from mooring_agent.core.settings import RetentionSettings, StoreSettings
-from mooring_agent.core.work import Operation, WorkId
+from mooring_agent.core.policies.restore_choice import Pin, encode_pin
+from mooring_agent.core.settings.values import RetentionSettings, StoreSettings
+from mooring_agent.core.stored.manifest import decode_manifest
+from mooring_agent.core.stored.object_layout import manifest_key, marker_key, pack_key, pin_key
 from mooring_agent.ports import ObjectStore
 from mooring_agent.restore import Restored, restore
-from mooring_agent.runtime.committer import commit
+from mooring_agent.runtime.work.committer import commit
 from mooring_api.names import CHECKPOINT_DIRECTORY, RECORDS_DIRECTORY, STATE_DIRECTORY
 
 HANG_SECONDS: Final = 60.0

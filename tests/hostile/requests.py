@@ -19,7 +19,7 @@ from google.protobuf.message_factory import GetMessageClass
 from tests.harness.agent_process import AgentProcess
 from tests.hostile.mutations import TEXTS
 
-from mooring_api.socket_address import socket_address
+from mooring_api.names import socket_address
 from mooring_api.v1 import agent_pb2
 
 _BATCH: Final = 250

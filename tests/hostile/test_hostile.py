@@ -12,11 +12,11 @@ from tests.hostile import requests
 from tests.hostile.__main__ import attack_agent, attack_objects, attack_starts
 from tests.hostile.mutations import mutated_object
 
-from mooring_agent.core import checked_json
 from mooring_agent.core.errors import RequestError
 from mooring_agent.core.limits import REQUEST_NUMBERS, REQUEST_TEXTS
-from mooring_agent.core.resume_pin import Pin, encode_pin
-from mooring_agent.runtime.request_limits import check_request
+from mooring_agent.core.policies.restore_choice import Pin, encode_pin
+from mooring_agent.core.stored import checked_json
+from mooring_agent.runtime.api.errors import check_request
 
 # It ends a start that hangs, and judges no machine: rounds are bounded one by one, by the processor's time.
 pytestmark = pytest.mark.timeout(900)

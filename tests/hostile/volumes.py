@@ -25,17 +25,17 @@ from tests.hostile.objects import WORK_SECONDS
 
 from mooring_agent.adapters.clock import SystemClock
 from mooring_agent.adapters.journal import SqliteJournal, open_journal
-from mooring_agent.adapters.volume.reserve import Reserve
+from mooring_agent.adapters.volume.disk import Reserve
 from mooring_agent.adapters.volume.staging_area import LocalStagingArea
-from mooring_agent.core.commands import Stage
-from mooring_agent.core.event_codec import encode_event
-from mooring_agent.core.events import Announced, DurableEvent, RankRegistered, Started, TerminationNoticed, Ticked
+from mooring_agent.core.agent.commands import Stage
+from mooring_agent.core.agent.event_codec import encode_event
+from mooring_agent.core.agent.events import Announced, DurableEvent, RankRegistered, Started, TerminationNoticed, Ticked
+from mooring_agent.core.agent.reducer import advance
+from mooring_agent.core.agent.work import Operation, WorkId
 from mooring_agent.core.model import Kind, Phase, SaveInfo
-from mooring_agent.core.reducer import advance
-from mooring_agent.core.work import Operation, WorkId
-from mooring_agent.runtime.journaling import recover
-from mooring_agent.runtime.staging import stage
-from mooring_agent.runtime.status import describe
+from mooring_agent.runtime.engine.journaling import recover
+from mooring_agent.runtime.engine.status import describe
+from mooring_agent.runtime.work.transfers import stage
 from mooring_api.names import JOURNAL, STAGED_DIRECTORY, STATE_DIRECTORY
 
 _RECORD: Final = "record"

@@ -12,9 +12,9 @@ from typing import Any, Final
 import yaml
 
 from mooring_agent import __version__
-from mooring_agent.core.annotations import read_annotations
+from mooring_agent.core.injection.annotations import read_annotations
+from mooring_agent.core.injection.mutation import mutate
 from mooring_agent.core.injection.spec import Injection, InjectionDefaults, Mutation, Refusal, Skip
-from mooring_agent.core.pod_mutation import mutate
 
 FOLDER: Final = Path(__file__).parent / "golden"
 _MADE: Final = "--- # Made by `python -m tests.injection.golden`.\n"

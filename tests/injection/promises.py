@@ -2,7 +2,7 @@
 
 from typing import Any, Final
 
-from mooring_agent.core.injection.quantity import parse_quantity
+from mooring_agent.core.injection.pod import parse_quantity
 from mooring_api.names import (
     ANNOTATION_INJECTED,
     CREDENTIALS_VOLUME,

@@ -7,8 +7,8 @@ from typing import Any
 import jsonpatch
 import pytest
 
-from mooring_agent.core import admission_review
-from mooring_agent.core.admission_review import Answer, Outcome, answer
+from mooring_agent.core.injection import admission_review
+from mooring_agent.core.injection.admission_review import Answer, Outcome, answer
 from mooring_agent.core.injection.spec import FailurePolicy, InjectionDefaults
 
 DEFAULTS = InjectionDefaults(image="example.com/mooring:1")

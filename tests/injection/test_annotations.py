@@ -3,9 +3,9 @@
 from pathlib import Path
 
 import pytest
+from tests.pages.annotations_page import annotations_page
 
-from mooring_agent.annotations_page import annotations_page
-from mooring_agent.core.annotations import default_problems, read_annotations
+from mooring_agent.core.injection.annotations import default_problems, read_annotations
 from mooring_agent.core.injection.spec import (
     CaBundle,
     CaSource,
@@ -38,7 +38,7 @@ def problems(defaults: InjectionDefaults = DEFAULTS, /, **texts: str) -> tuple[s
 
 
 def test_the_page_of_annotations_is_what_the_tables_give() -> None:
-    """If this fails: python -m mooring_agent.annotations_page > docs/annotations.md"""
+    """If this fails: python -m tests.pages.annotations_page > docs/annotations.md"""
     assert (ROOT / "docs/annotations.md").read_text() == annotations_page()
 
 

@@ -23,8 +23,8 @@ from tests.injection.small_pods import (
     without_nulls,
 )
 
+from mooring_agent.core.injection.mutation import mutate
 from mooring_agent.core.injection.spec import Injection, InjectionDefaults, Mutation
-from mooring_agent.core.pod_mutation import mutate
 
 
 class TestTheSecondTurn:

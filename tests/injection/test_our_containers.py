@@ -7,8 +7,8 @@ from tests.injection.golden_pods import IMAGE
 from tests.injection.promises import OURS, class_of
 from tests.injection.small_pods import ASKED, DEFAULTS, container, mutated, pod, trainer, variables
 
+from mooring_agent.core.injection.mutation import mutate
 from mooring_agent.core.injection.spec import Injection, InjectionDefaults, Mutation
-from mooring_agent.core.pod_mutation import mutate
 
 
 class TestSecurity:

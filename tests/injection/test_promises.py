@@ -18,10 +18,10 @@ from tests.injection.promises import (
     class_of,
 )
 
-from mooring_agent.core.admission_review import Outcome, answer
+from mooring_agent.core.injection.admission_review import Outcome, answer
 from mooring_agent.core.injection.json_patch import difference
+from mooring_agent.core.injection.mutation import mutate
 from mooring_agent.core.injection.spec import FailurePolicy, Injection, InjectionDefaults, Mutation, Refusal, Skip
-from mooring_agent.core.pod_mutation import mutate
 
 DEFAULTS = st.builds(InjectionDefaults, image=st.just(IMAGE), openshift=st.booleans())
 # Two cores may be busy with something else.

@@ -7,7 +7,7 @@ import grpc
 import pytest
 from tests.harness.agent_process import AgentProcess, tree, wait_until, write_checkpoint
 
-from mooring_agent.core.manifest import decode_manifest, decode_marker
+from mooring_agent.core.stored.manifest import decode_manifest, decode_marker
 from mooring_api.v1 import agent_pb2
 
 

@@ -22,7 +22,7 @@ from tests.servers.rclone import RcloneServer
 from tests.servers.server import Bucket
 
 from mooring_agent.adapters.journal import SqliteJournal
-from mooring_agent.adapters.volume.reserve import Reserve
+from mooring_agent.adapters.volume.disk import Reserve
 from mooring_api.names import AGENT_STATE_DIRECTORY, ERROR_DOMAIN, JOURNAL, STATE_DIRECTORY
 from mooring_api.v1 import agent_pb2
 

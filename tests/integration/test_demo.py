@@ -11,7 +11,7 @@ import pytest
 
 from mooring_agent.core.errors import MooringError
 from mooring_agent.demo import run_demo, story
-from mooring_agent.demo.training import Trained
+from mooring_agent.demo.processes import Trained
 
 
 @pytest.mark.slow

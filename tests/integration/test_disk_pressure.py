@@ -32,7 +32,7 @@ SIZE_LIMIT_BYTES = 64 * MIB
 TRAINER = """
 import json, logging, sys, time
 import mooring
-from mooring import channel
+from mooring.agent_client import channel
 # What an agent asks is obeyed here however busy the machine is; that a silent one is not waited for is another test's.
 channel.ANNOUNCE_SECONDS = 30.0
 channel.Channel._call.__kwdefaults__["deadline_seconds"] = 30.0

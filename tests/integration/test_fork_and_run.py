@@ -17,7 +17,7 @@ from tests.servers.fault_proxy import FaultProxy
 from tests.servers.process import free_port
 from tests.servers.server import Bucket
 
-from mooring.channel import ANNOUNCE_SECONDS, CALL_SECONDS
+from mooring.agent_client.channel import ANNOUNCE_SECONDS, CALL_SECONDS
 
 JUST_IN_TIME = 143
 NOT_DURABLE = 75

@@ -11,8 +11,8 @@ from tests.harness.agent_process import AgentProcess, tree, write_checkpoint
 from tests.harness.control_group import ControlGroup, NoControlGroup, memory_control_group
 from tests.servers.server import Bucket
 
-from mooring_agent.core.injection.annotation_values import LEAST_MEMORY
-from mooring_agent.core.injection.quantity import parse_quantity
+from mooring_agent.core.injection.annotation_table import LEAST_MEMORY
+from mooring_agent.core.injection.pod import parse_quantity
 
 pytestmark = [pytest.mark.root, pytest.mark.slow, pytest.mark.timeout(600)]
 

@@ -12,8 +12,8 @@ from tests.harness.forged_checkpoint import SHAPES, store_forged
 from tests.restore.stored_checkpoints import all_files, store_checkpoint
 
 from mooring_agent.adapters.open_store import open_store
-from mooring_agent.core.manifest_memory import needed_bytes
-from mooring_agent.core.settings import StoreSettings
+from mooring_agent.core.settings.values import StoreSettings
+from mooring_agent.core.stored.manifest import needed_bytes
 
 pytestmark = [pytest.mark.root, pytest.mark.slow, pytest.mark.timeout(600)]
 

@@ -15,7 +15,7 @@ from tests.harness.run_process import TRAINER, RunProcess
 from tests.servers.fault_proxy import Fault, FaultProxy, Request, Rule
 from tests.servers.server import Bucket
 
-from mooring_agent.core.object_layout import PROBE_PREFIX
+from mooring_agent.core.stored.object_layout import PROBE_PREFIX
 
 MIB = 1024 * 1024
 PART_BYTES = 5 * MIB
@@ -28,7 +28,7 @@ JUST_IN_TIME = 143
 # An agent that answers late on a busy machine is not away: what it is not told, it cannot commit.
 PATIENT_TRAINER = f"""
 import runpy
-from mooring import channel
+from mooring.agent_client import channel
 channel.Channel._call.__kwdefaults__["deadline_seconds"] = channel.ANNOUNCE_SECONDS = {OUTAGE_SECONDS / 6}
 runpy.run_path({str(TRAINER)!r}, run_name="__main__")
 """

@@ -19,7 +19,7 @@ from tests.harness.trainer_process import TrainerProcess
 from tests.servers.fault_proxy import Fault, FaultProxy, Request, Rule
 from tests.servers.server import Bucket
 
-from mooring_agent.core.object_layout import check_token
+from mooring_agent.core.stored.object_layout import check_token
 from mooring_api.names import AGENT_STATE_DIRECTORY, JOURNAL, STATE_DIRECTORY
 from mooring_api.v1 import agent_pb2
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from tests.harness.agent_process import AgentProcess, wait_until, write_checkpoint
 
-from mooring_agent.core.object_layout import pin_key
+from mooring_agent.core.stored.object_layout import pin_key
 
 
 def _steps(folder: Path) -> list[int]:

@@ -16,7 +16,7 @@ from tests.harness.run_process import RunProcess
 from tests.servers.fault_proxy import FaultProxy
 from tests.servers.server import Bucket
 
-from mooring.records import Kind, Record, RecordedFile, write_record
+from mooring.checkpoints.records import Kind, Record, RecordedFile, write_record
 from mooring_api import names
 from mooring_api.v1 import agent_pb2
 
@@ -24,7 +24,7 @@ from mooring_api.v1 import agent_pb2
 PROGRAM = """
 import sys
 import mooring
-from mooring import channel
+from mooring.agent_client import channel
 # An agent that answers late on a busy machine is not away.
 channel.Channel._call.__kwdefaults__["deadline_seconds"] = channel.ANNOUNCE_SECONDS = 60.0
 checkpointer = mooring.Checkpointer()

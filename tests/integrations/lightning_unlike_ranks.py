@@ -14,7 +14,7 @@ import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 
 import mooring
-from mooring import meeting
+from mooring.ranks import rendezvous
 from mooring_api import names
 
 MEET_SECONDS = 5.0
@@ -56,7 +56,7 @@ def main() -> None:
         (directory / "file").touch()
         os.environ[names.ENV_VOLUME] = str(directory / "file")
         os.environ.pop(names.ENV_CHECKPOINT_DIRECTORY)
-    meeting.meet.__kwdefaults__["seconds"] = MEET_SECONDS  # type: ignore[index]
+    rendezvous.meet.__kwdefaults__["seconds"] = MEET_SECONDS  # type: ignore[index]
     protected = trainer(directory, 3)
     mooring.protect(protected)
     protected.fit(Model(), data, ckpt_path=directory / "step=1.ckpt")

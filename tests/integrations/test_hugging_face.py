@@ -18,12 +18,12 @@ from tests.client.agent_server import AgentServer, serving
 from tests.harness.claims import claims
 from tests.integrations.conftest import leaving
 
-import mooring.gate.bell
+import mooring.gate.signal_file
 from mooring import protect
+from mooring.checkpoints.records import read_records, write_record
 from mooring.integrations import hugging_face, ownership
 from mooring.integrations.hugging_face import protection
-from mooring.records import read_records, write_record
-from mooring_api import doorbell, names
+from mooring_api import names, signal_file
 from mooring_api.v1 import agent_pb2
 
 transformers = pytest.importorskip("transformers")
@@ -79,7 +79,7 @@ def _process(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
     for name in (names.ENV_CHECKPOINT_DIRECTORY, names.ENV_SOCKET, names.ENV_ATTEMPT, "WORLD_SIZE"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv(names.ENV_VOLUME, str(tmp_path / "v"))
-    monkeypatch.setattr(mooring.gate.bell, "_LOOK_SECONDS", 0.0)
+    monkeypatch.setattr(mooring.gate.signal_file, "_LOOK_SECONDS", 0.0)
     monkeypatch.setattr(ownership, "_outermost", None)
     monkeypatch.setattr(protection.Protection, "_trained", False)
     before = signal.getsignal(signal.SIGTERM)
@@ -360,11 +360,11 @@ def test_with_no_room_only_the_last_checkpoint_is_written(agent: AgentServer, vo
 
 def test_an_operator_has_it_save_and_go_on(agent: AgentServer, volume: Path) -> None:
     bell = volume / names.STATE_DIRECTORY / names.DOORBELL
-    bell.write_bytes(doorbell.encode(doorbell.Ring()))
+    bell.write_bytes(signal_file.encode(signal_file.Ring()))
 
     def ring() -> None:
         with bell.open("r+b") as file:
-            file.write(doorbell.encode(doorbell.Ring(ring=1)))
+            file.write(signal_file.encode(signal_file.Ring(ring=1)))
 
     train(make(volume / "checkpoints", At("on_step_end", 6, ring), max_steps=8, **EVALUATING))
     assert announced(agent) == [(4, PERIODIC), (6, PERIODIC), (8, FINAL)]

@@ -10,7 +10,7 @@ import pytest
 from tests.trainers.job import SLOW_SECONDS, Job
 from tests.trainers.tensors import digests
 
-from mooring.records import Kind, read_records
+from mooring.checkpoints.records import Kind, read_records
 from mooring_api import names
 
 pytest.importorskip("transformers")

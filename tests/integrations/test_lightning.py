@@ -17,12 +17,12 @@ from tests.harness.claims import claims
 from tests.integrations.conftest import leaving
 from tests.torch_loop.torchrun import torchrun
 
-import mooring.gate.bell
+import mooring.gate.signal_file
 from mooring import protect
+from mooring.checkpoints.records import read_records
 from mooring.integrations import lightning as integration
 from mooring.integrations import ownership
-from mooring.records import read_records
-from mooring_api import doorbell, names
+from mooring_api import names, signal_file
 from mooring_api.v1 import agent_pb2
 
 pytest.importorskip("lightning")
@@ -118,7 +118,7 @@ def _process(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
     monkeypatch.setenv("WORLD_SIZE", "1")
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")
     monkeypatch.setenv(names.ENV_VOLUME, str(tmp_path / "v"))
-    monkeypatch.setattr(mooring.gate.bell, "_LOOK_SECONDS", 0.0)
+    monkeypatch.setattr(mooring.gate.signal_file, "_LOOK_SECONDS", 0.0)
     monkeypatch.setattr(ownership, "_outermost", None)
     monkeypatch.setattr(integration, "_begun", False)
     before = signal.getsignal(signal.SIGTERM)
@@ -344,12 +344,12 @@ def test_a_finished_training_is_not_trained_further(agent: AgentServer, volume: 
 
 def test_an_operator_has_it_save_and_go_on(agent: AgentServer, volume: Path) -> None:
     bell = volume / names.STATE_DIRECTORY / names.DOORBELL
-    bell.write_bytes(doorbell.encode(doorbell.Ring()))
+    bell.write_bytes(signal_file.encode(signal_file.Ring()))
     rings = iter((1, 2))
 
     def ring() -> None:
         with bell.open("r+b") as file:
-            file.write(doorbell.encode(doorbell.Ring(ring=next(rings))))
+            file.write(signal_file.encode(signal_file.Ring(ring=next(rings))))
 
     fit(make(volume / "checkpoints", *(At("on_train_batch_end", step, ring) for step in (3, 7)), max_steps=8))
     assert announced(agent) == [(3, PERIODIC), (4, PERIODIC), (7, PERIODIC), (8, FINAL)]
@@ -359,11 +359,11 @@ def test_an_operator_has_it_save_and_go_on(agent: AgentServer, volume: Path) -> 
 def test_a_save_of_ours_that_fails_costs_only_itself(agent: AgentServer, volume: Path) -> None:
     output = volume / "checkpoints"
     bell = volume / names.STATE_DIRECTORY / names.DOORBELL
-    bell.write_bytes(doorbell.encode(doorbell.Ring()))
+    bell.write_bytes(signal_file.encode(signal_file.Ring()))
 
     def ring() -> None:
         with bell.open("r+b") as file:
-            file.write(doorbell.encode(doorbell.Ring(ring=1)))
+            file.write(signal_file.encode(signal_file.Ring(ring=1)))
 
     trainer = make(output, At("on_train_batch_end", 3, ring), max_steps=4)
     write = trainer.strategy.save_checkpoint

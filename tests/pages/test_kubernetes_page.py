@@ -13,9 +13,9 @@ import pytest
 import yaml
 from tests.chart.rendering import of_kind, render
 
-from mooring_agent.core.annotations import read_annotations
+from mooring_agent.core.injection.annotations import read_annotations
+from mooring_agent.core.injection.mutation import mutate
 from mooring_agent.core.injection.spec import Injection, InjectionDefaults, Mutation
-from mooring_agent.core.pod_mutation import mutate
 from mooring_api import names
 
 _PAGE: Final = Path(__file__).parents[2] / "docs" / "kubernetes.md"

@@ -6,11 +6,11 @@ from pathlib import Path
 from prometheus_client import Metric
 
 from mooring_agent.config import load_settings
-from mooring_agent.core.admission_review import Outcome
+from mooring_agent.core.agent.state import State
 from mooring_agent.core.errors import ErrorKind
-from mooring_agent.core.state import State
-from mooring_agent.runtime.telemetry import StateCollector
-from mooring_agent.webhook.metrics import Metrics
+from mooring_agent.core.injection.admission_review import Outcome
+from mooring_agent.runtime.engine.telemetry import StateCollector
+from mooring_agent.webhook.application import Metrics
 
 PAGE = Path(__file__).parents[2] / "docs" / "metrics.md"
 

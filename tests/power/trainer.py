@@ -13,8 +13,7 @@ from pathlib import Path
 import grpc
 from tests.chaos.content import rank_files
 
-from mooring_api.names import CHECKPOINT_DIRECTORY, SOCKET, STATE_DIRECTORY
-from mooring_api.socket_address import socket_address
+from mooring_api.names import CHECKPOINT_DIRECTORY, SOCKET, STATE_DIRECTORY, socket_address
 from mooring_api.v1 import agent_pb2, agent_pb2_grpc
 
 _CALL_SECONDS = 240.0

@@ -7,7 +7,7 @@ import pytest
 from tests.fakes.fake_store import FakeStore
 
 from mooring_agent.adapters.open_store import open_store
-from mooring_agent.core.settings import StoreSettings
+from mooring_agent.core.settings.values import StoreSettings
 from mooring_agent.ports import ObjectStore
 
 

@@ -9,8 +9,8 @@ from tests.fakes.fake_store import FakeStore
 from tests.restore.stored_checkpoints import DAMAGE, all_files, flip_byte, store_checkpoint
 
 from mooring_agent.core.errors import ErrorKind, StoreError
-from mooring_agent.core.object_layout import file_key, marker_key, pin_key
-from mooring_agent.core.resume_pin import Pin, decode_pin, encode_pin
+from mooring_agent.core.policies.restore_choice import Pin, decode_pin, encode_pin
+from mooring_agent.core.stored.object_layout import file_key, marker_key, pin_key
 from mooring_agent.ports import ObjectInfo, ObjectStore
 from mooring_agent.restore import Restored, restore
 

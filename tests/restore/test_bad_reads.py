@@ -15,16 +15,16 @@ from tests.servers.server import Bucket
 from mooring_agent.adapters.clock import SystemClock
 from mooring_agent.adapters.open_store import open_store
 from mooring_agent.catalog import check, list_committed
-from mooring_agent.catalog.damage_notes import note_damage
+from mooring_agent.catalog.pruning import note_damage
 from mooring_agent.catalog.reading import load, read_marker
-from mooring_agent.core.commands import Commit
+from mooring_agent.core.agent.commands import Commit
+from mooring_agent.core.agent.events import Committed
+from mooring_agent.core.agent.work import Operation, WorkId
 from mooring_agent.core.errors import StoreError
-from mooring_agent.core.events import Committed
-from mooring_agent.core.manifest import decode_manifest
-from mooring_agent.core.object_layout import damage_key, file_key, manifest_key, marker_key
-from mooring_agent.core.work import Operation, WorkId
+from mooring_agent.core.stored.manifest import decode_manifest
+from mooring_agent.core.stored.object_layout import damage_key, file_key, manifest_key, marker_key
 from mooring_agent.restore import restore
-from mooring_agent.runtime.committer import commit
+from mooring_agent.runtime.work.committer import commit
 
 POSITIONS = (3, 40, 77, 111, 160, -3, -12)
 """Of bytes in names, numbers, checksums and the end of a small object."""

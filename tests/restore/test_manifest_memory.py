@@ -11,18 +11,17 @@ from tests.restore.stored_checkpoints import store_checkpoint
 
 from mooring_agent.adapters.clock import SystemClock
 from mooring_agent.catalog import check, list_committed, load, prune, reading
-from mooring_agent.core.commands import Commit
+from mooring_agent.core.agent.commands import Commit
+from mooring_agent.core.agent.events import Committed
+from mooring_agent.core.agent.work import Operation, WorkId
 from mooring_agent.core.errors import ErrorKind, RequestError, StoreError
-from mooring_agent.core.events import Committed
 from mooring_agent.core.limits import MANIFEST_BYTES
-from mooring_agent.core.manifest import decode_manifest, encode_marker
-from mooring_agent.core.manifest_memory import needed_bytes
 from mooring_agent.core.model import FileEntry
-from mooring_agent.core.object_layout import DAMAGED_PREFIX, manifest_key
-from mooring_agent.core.settings import RetentionSettings
-from mooring_agent.core.work import Operation, WorkId
+from mooring_agent.core.settings.values import RetentionSettings
+from mooring_agent.core.stored.manifest import decode_manifest, encode_marker, needed_bytes
+from mooring_agent.core.stored.object_layout import DAMAGED_PREFIX, manifest_key
 from mooring_agent.restore import Restored, restore
-from mooring_agent.runtime import committer
+from mooring_agent.runtime.work import committer
 
 MIB = 1024**2
 

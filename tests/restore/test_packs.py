@@ -17,8 +17,8 @@ from mooring_agent.adapters.volume.shared_volume import Folder
 from mooring_agent.catalog import check, list_committed, prune
 from mooring_agent.core.errors import ErrorKind, StoreError, VolumeError
 from mooring_agent.core.model import SaveInfo
-from mooring_agent.core.object_layout import manifest_key, marker_key, pack_key
-from mooring_agent.core.settings import RetentionSettings
+from mooring_agent.core.settings.values import RetentionSettings
+from mooring_agent.core.stored.object_layout import manifest_key, marker_key, pack_key
 from mooring_agent.ports import ObjectStore
 from mooring_agent.restore import Restored, restore
 

@@ -22,13 +22,13 @@ from tests.restore.stored_checkpoints import (
     store_checkpoint,
 )
 
-from mooring.records import damage, read_records
+from mooring.checkpoints.records import damage, read_records
 from mooring_agent.adapters.open_store import open_store
 from mooring_agent.adapters.retrying_store import Patience, RetryingStore
 from mooring_agent.adapters.volume.shared_volume import Folder
 from mooring_agent.core.errors import ErrorKind, MooringError, RequestError, StoreError, VolumeError
-from mooring_agent.core.object_layout import file_key
-from mooring_agent.core.settings import StoreSettings
+from mooring_agent.core.settings.values import StoreSettings
+from mooring_agent.core.stored.object_layout import file_key
 from mooring_agent.ports import ObjectStore
 from mooring_agent.restore import Restored, restore
 
@@ -421,7 +421,7 @@ _KILLED_MIDWAY = """
 import asyncio, sys, time
 from pathlib import Path
 from mooring_agent.adapters.open_store import open_store
-from mooring_agent.core.settings import StoreSettings
+from mooring_agent.core.settings.values import StoreSettings
 from mooring_agent.restore import restore
 
 def hang_midway(name, done_bytes, total_bytes):

@@ -12,7 +12,7 @@ from tests.servers.server import Bucket
 from mooring_agent.adapters.open_store import open_store
 from mooring_agent.adapters.retrying_store import Patience, RetryingStore
 from mooring_agent.core.errors import ErrorKind, StoreError
-from mooring_agent.core.settings import StoreSettings
+from mooring_agent.core.settings.values import StoreSettings
 from mooring_agent.restore import Restored, restore
 
 NOT_FOUND_PAGE = b"<html><head><title>404 Not Found</title></head><body><center>nginx</center></body></html>"

@@ -14,8 +14,8 @@ import pytest
 from structlog.testing import capture_logs
 
 from mooring_agent.core.errors import ErrorKind, MooringError
-from mooring_agent.runtime import agent_keeper
-from mooring_agent.runtime.agent_keeper import AgentKeeper, Deaths, Notify
+from mooring_agent.runtime.process import agent_supervisor
+from mooring_agent.runtime.process.agent_supervisor import AgentKeeper, Deaths, Notify
 
 # Writes down its pid; ends with the code that somebody gives it, and in order when it is terminated.
 AGENT = """
@@ -117,7 +117,7 @@ async def test_an_agent_that_cannot_start_is_an_error(tmp_path: Path) -> None:
 
 
 async def test_an_agent_that_does_not_answer_is_said_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(agent_keeper, "_SAY_AFTER_SECONDS", 0.1)
+    monkeypatch.setattr(agent_supervisor, "_SAY_AFTER_SECONDS", 0.1)
     polls = 0
 
     def answers_late() -> bool:

@@ -6,11 +6,11 @@ from typing import Any, cast
 import pytest
 
 from mooring_agent.adapters.clock import SystemClock
-from mooring_agent.core.disk_pressure import Admission
-from mooring_agent.core.events import Event, SaveAborted, SaveBegun
-from mooring_agent.core.settings import Settings, StoreSettings
-from mooring_agent.core.state import State
-from mooring_agent.runtime.grpc_server import AgentService
+from mooring_agent.core.agent.disk_pressure import Admission
+from mooring_agent.core.agent.events import Event, SaveAborted, SaveBegun
+from mooring_agent.core.agent.state import State
+from mooring_agent.core.settings.values import Settings, StoreSettings
+from mooring_agent.runtime.api.server import AgentService
 from mooring_api.v1 import agent_pb2
 
 

@@ -10,11 +10,11 @@ from structlog.testing import capture_logs
 from tests.core.play import Play
 from tests.fakes.fake_cluster import FakeCluster
 
+from mooring_agent.core.agent.events import Committed, Failed, WorkFailed
+from mooring_agent.core.agent.work import Operation, WorkId
 from mooring_agent.core.errors import ErrorKind
-from mooring_agent.core.events import Committed, Failed, WorkFailed
 from mooring_agent.core.model import Kind
-from mooring_agent.core.work import Operation, WorkId
-from mooring_agent.runtime.cluster_news import LAST_COMMITTED, ClusterNews
+from mooring_agent.runtime.monitors.kubernetes_events import LAST_COMMITTED, ClusterNews
 
 LONG_SECONDS = 3600.0
 # It bounds a hang and judges no speed.

@@ -6,14 +6,14 @@ import pytest
 from tests.fakes.fake_store import FakeStore
 
 from mooring_agent.adapters.clock import SystemClock
-from mooring_agent.core.commands import Commit
+from mooring_agent.core.agent.commands import Commit
+from mooring_agent.core.agent.events import Committed, CommitWaits
+from mooring_agent.core.agent.work import Operation, WorkId
 from mooring_agent.core.errors import ErrorKind, StoreError
-from mooring_agent.core.events import Committed, CommitWaits
-from mooring_agent.core.manifest import encode_manifest
 from mooring_agent.core.model import AnnouncementTime, FileEntry, Kind, RankManifest, SaveInfo
-from mooring_agent.core.object_layout import manifest_key, marker_key
-from mooring_agent.core.work import Operation, WorkId
-from mooring_agent.runtime.committer import commit, is_committed
+from mooring_agent.core.stored.manifest import encode_manifest
+from mooring_agent.core.stored.object_layout import manifest_key, marker_key
+from mooring_agent.runtime.work.committer import commit, is_committed
 
 INFO = SaveInfo(save="save", name="checkpoint-1", step=1, kind=Kind.PERIODIC, world_size=2)
 MINE, OTHER = (RankManifest(info=INFO, rank=rank, saved_at=1.0, files=()) for rank in range(2))

@@ -4,14 +4,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.pages.settings_page import settings_page
 
-from mooring_agent.cli.setting_options import environment_of
+from mooring_agent.cli.store_options import environment_of
 from mooring_agent.config import load_settings, load_store_settings, unknown_variables
 from mooring_agent.core.errors import ConfigurationError
-from mooring_agent.core.setting_fields import setting_fields
-from mooring_agent.core.setting_values import parse_bytes
-from mooring_agent.core.settings import GIB, MIB, Settings
-from mooring_agent.settings_page import settings_page
+from mooring_agent.core.settings.table import parse_bytes, setting_fields
+from mooring_agent.core.settings.values import GIB, MIB, Settings
 
 ROOT = Path(__file__).parents[2]
 LEAST = {"volume": "/volume", "destination": "s3://bucket/run"}
@@ -220,7 +219,7 @@ def test_flags_and_variables_are_unique() -> None:
 
 
 def test_the_page_of_settings_is_what_the_settings_say() -> None:
-    """If this fails: python -m mooring_agent.settings_page > docs/settings.md"""
+    """If this fails: python -m tests.pages.settings_page > docs/settings.md"""
     assert (ROOT / "docs/settings.md").read_text() == settings_page()
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from mooring_agent.adapters.volume.content_signature import content_signature
+from mooring_agent.adapters.volume.content_check import content_signature
 from mooring_agent.core.errors import ErrorKind, MooringError
 
 

@@ -13,8 +13,8 @@ import pytest
 
 from mooring_agent.adapters.volume.disk import VolumeMeter
 from mooring_agent.ports import DiskReading
-from mooring_agent.runtime import sensors
-from mooring_agent.runtime.sensors import Sensors
+from mooring_agent.runtime.monitors import monitors
+from mooring_agent.runtime.monitors.monitors import Sensors
 
 _WALK_SECONDS = 0.03
 _BOUND_SECONDS = 60.0
@@ -57,7 +57,7 @@ async def test_a_walk_that_takes_long_is_followed_by_a_longer_rest(
         return DiskReading(used_bytes=0, free_bytes=0, total_bytes=1)
 
     monkeypatch.setattr(VolumeMeter, "measure", walk_slowly)
-    monkeypatch.setattr(sensors, "_DISK_BUSY_SECONDS", 0.0)
+    monkeypatch.setattr(monitors, "_DISK_BUSY_SECONDS", 0.0)
     watched = Sensors(
         engine=cast(Any, _Engine()),
         clock=cast(Any, SimpleNamespace(now=time.time)),

@@ -9,18 +9,18 @@ from pathlib import Path
 from mooring_agent.adapters.clock import SystemClock
 from mooring_agent.adapters.rate_limit import RateLimiter
 from mooring_agent.adapters.volume.staging_area import LocalStagingArea
-from mooring_agent.core.commands import CancelWork, Command, CreateUpload, PutFile, Release, WriteManifest
+from mooring_agent.core.agent.commands import CancelWork, Command, CreateUpload, PutFile, Release, WriteManifest
+from mooring_agent.core.agent.events import Event, ManifestStored, Released, WorkCancelled, WorkFailed
+from mooring_agent.core.agent.state import State
+from mooring_agent.core.agent.work import Operation, WorkId
 from mooring_agent.core.errors import ErrorKind
-from mooring_agent.core.events import Event, ManifestStored, Released, WorkCancelled, WorkFailed
 from mooring_agent.core.model import Fingerprint, Kind, RankManifest, Region, SaveInfo, StagedFile
-from mooring_agent.core.settings import Settings, StoreSettings
-from mooring_agent.core.state import State
-from mooring_agent.core.work import Operation, WorkId
-from mooring_agent.runtime.dispatcher import Dispatcher
-from mooring_agent.runtime.first_look import FirstLook
-from mooring_agent.runtime.pruner import Pruner
-from mooring_agent.runtime.ready_store import ReadyStore
-from mooring_agent.runtime.reconciler import Reconciler
+from mooring_agent.core.settings.values import Settings, StoreSettings
+from mooring_agent.runtime.work.committer import FirstLook
+from mooring_agent.runtime.work.dispatcher import Dispatcher
+from mooring_agent.runtime.work.pruner import Pruner
+from mooring_agent.runtime.work.ready_store import ReadyStore
+from mooring_agent.runtime.work.reconciler import Reconciler
 
 HANG_SECONDS = 30.0
 

@@ -4,11 +4,11 @@ import pytest
 from structlog.testing import capture_logs
 from tests.core.play import PART_BYTES, Play
 
-from mooring_agent.core.events import RanksSeen, TerminationNoticed
+from mooring_agent.core.agent.events import RanksSeen, TerminationNoticed
+from mooring_agent.core.agent.work import Operation
 from mooring_agent.core.model import Kind
-from mooring_agent.core.work import Operation
-from mooring_agent.runtime.end_report import say_what_is_open
-from mooring_agent.runtime.failure_log import RefusalLog
+from mooring_agent.runtime.engine.telemetry import RefusalLog
+from mooring_agent.runtime.monitors.monitors import say_what_is_open
 
 
 def _said(play: Play, capsys: pytest.CaptureFixture[str]) -> tuple[dict[str, object], list[str]]:

@@ -12,12 +12,12 @@ import pytest
 from tests.adapters.test_unannounced import keep
 from tests.core.play import Play, settings
 
-from mooring_agent.core.events import Event, RanksSeen, StopRequested, TerminationNoticed
-from mooring_agent.core.settings import Settings, TerminationSettings
-from mooring_agent.runtime import sensors
-from mooring_agent.runtime.grpc_server import AgentService
-from mooring_agent.runtime.rescue import Rescue
-from mooring_agent.runtime.sensors import Sensors
+from mooring_agent.core.agent.events import Event, RanksSeen, StopRequested, TerminationNoticed
+from mooring_agent.core.settings.values import Settings, TerminationSettings
+from mooring_agent.runtime.api.server import AgentService
+from mooring_agent.runtime.monitors import monitors
+from mooring_agent.runtime.monitors.monitors import Sensors
+from mooring_agent.runtime.monitors.unannounced import Rescue
 from mooring_api.names import CHECKPOINT_DIRECTORY
 from mooring_api.v1 import agent_pb2
 
@@ -116,7 +116,7 @@ NOTICE, RANKS, STOP = (cls.__name__ for cls in (TerminationNoticed, RanksSeen, S
 async def test_a_sigterm_is_a_notice_before_the_store_is_asked(
     tmp_path: Path, executor: ThreadPoolExecutor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(sensors, "_ASKING_SECONDS", 0.0)
+    monkeypatch.setattr(monitors, "_ASKING_SECONDS", 0.0)
     agent = _Agent(tmp_path, executor)
     async with asyncio.timeout(_LIMIT_SECONDS):
         await agent.sensors.stop("SIGTERM")
@@ -134,7 +134,7 @@ async def test_a_notice_does_not_wait_for_a_store_that_is_silent(tmp_path: Path,
 async def test_a_volume_that_hangs_does_not_keep_the_agent_past_its_deadline(
     tmp_path: Path, executor: ThreadPoolExecutor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(sensors, "_ASKING_SECONDS", 0.0)
+    monkeypatch.setattr(monitors, "_ASKING_SECONDS", 0.0)
     agent = _Agent(tmp_path, executor, grace_seconds=0.1)
     agent.announcements.hangs = True
     async with asyncio.timeout(_LIMIT_SECONDS):

@@ -9,8 +9,8 @@ from tests.fakes.fake_store import FakeStore
 from tests.restore.stored_checkpoints import store_checkpoint
 
 from mooring_agent.core.errors import ErrorKind, StoreError
-from mooring_agent.core.object_layout import manifest_key, marker_key
-from mooring_agent.runtime.first_look import FirstLook
+from mooring_agent.core.stored.object_layout import manifest_key, marker_key
+from mooring_agent.runtime.work.committer import FirstLook
 
 
 class _StoreThatTakesTime(FakeStore):

@@ -9,7 +9,7 @@ from google.rpc import error_details_pb2, status_pb2
 from structlog.testing import capture_logs
 
 from mooring_agent.core.errors import ErrorKind, MooringError
-from mooring_agent.runtime.grpc_errors import STATUS, ErrorsAnswered, status_of
+from mooring_agent.runtime.api.errors import STATUS, ErrorsAnswered, status_of
 from mooring_api.names import ERROR_DOMAIN
 from mooring_api.v1 import agent_pb2, agent_pb2_grpc
 

@@ -16,8 +16,8 @@ from tests.harness.agent_process import AgentProcess, write_checkpoint
 from tests.servers.loopback import needs_ipv6
 from tests.servers.process import free_port
 
+from mooring_agent.core.injection.mutation import mutate
 from mooring_agent.core.injection.spec import Injection, InjectionDefaults, Mutation
-from mooring_agent.core.pod_mutation import mutate
 from mooring_api.names import POD_METRICS_PORT
 
 CALL_SECONDS = 30.0

@@ -12,10 +12,9 @@ from tests.fakes.fake_journal import FakeJournal
 
 from mooring_agent.adapters.clock import SystemClock
 from mooring_agent.adapters.volume.staging_area import LocalStagingArea
-from mooring_agent.core.commands import Stage
-from mooring_agent.core.errors import MooringError
-from mooring_agent.core.event_codec import encode_event
-from mooring_agent.core.events import (
+from mooring_agent.core.agent.commands import Stage
+from mooring_agent.core.agent.event_codec import encode_event
+from mooring_agent.core.agent.events import (
     Announced,
     Committed,
     DurableEvent,
@@ -24,11 +23,12 @@ from mooring_agent.core.events import (
     Staged,
     TerminationNoticed,
 )
+from mooring_agent.core.agent.work import Operation, WorkId
+from mooring_agent.core.errors import MooringError
 from mooring_agent.core.model import Kind, Phase, RankManifest, SaveInfo, StagedFile
-from mooring_agent.core.work import Operation, WorkId
 from mooring_agent.ports import StagedDescriptor, StageRequest
-from mooring_agent.runtime.journaling import compact, recover
-from mooring_agent.runtime.staging import stage
+from mooring_agent.runtime.engine.journaling import compact, recover
+from mooring_agent.runtime.work.transfers import stage
 
 
 class _NothingStaged:

@@ -9,9 +9,9 @@ import pytest
 from structlog.testing import capture_logs
 from tests.fakes.fake_notices import FakeNotices
 
-from mooring_agent.core.settings import TerminationSettings
+from mooring_agent.core.settings.values import TerminationSettings
 from mooring_agent.ports import Notice
-from mooring_agent.runtime.notice_watch import NoticeWatch, notice_watch
+from mooring_agent.runtime.monitors.preemption import NoticeWatch, notice_watch
 
 # It bounds a hang and judges no speed.
 LIMIT_SECONDS = 60.0

@@ -10,13 +10,13 @@ from tests.core.play import Play
 from tests.fakes.fake_ready_store import FakeReadyStore, StoreClock
 from tests.fakes.fake_store import FakeStore
 
+from mooring_agent.core.agent.events import Committed
+from mooring_agent.core.agent.work import Operation, WorkId
 from mooring_agent.core.errors import ErrorKind, StoreError
-from mooring_agent.core.events import Committed
-from mooring_agent.core.object_layout import pin_key
-from mooring_agent.core.resume_pin import Pin, encode_pin
-from mooring_agent.core.settings import RetentionSettings
-from mooring_agent.core.work import Operation, WorkId
-from mooring_agent.runtime.pruner import LitterRemover
+from mooring_agent.core.policies.restore_choice import Pin, encode_pin
+from mooring_agent.core.settings.values import RetentionSettings
+from mooring_agent.core.stored.object_layout import pin_key
+from mooring_agent.runtime.work.pruner import LitterRemover
 
 DAY = 24 * 3600.0
 _LIMIT_SECONDS = 60.0

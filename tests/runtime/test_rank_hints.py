@@ -5,7 +5,7 @@ import sys
 from pathlib import Path
 
 from mooring_agent.adapters.liveness import RankLocks
-from mooring_agent.runtime.rank_hints import rank_hints
+from mooring_agent.runtime.monitors.ranks import rank_hints
 from mooring_api.names import RANKS_DIRECTORY, STATE_DIRECTORY
 
 HINT_SECONDS = 30.0

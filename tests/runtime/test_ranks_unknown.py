@@ -10,7 +10,7 @@ import pytest
 from structlog.testing import capture_logs
 
 from mooring_agent.core.errors import ErrorKind, VolumeError
-from mooring_agent.runtime.sensors import Sensors
+from mooring_agent.runtime.monitors.monitors import Sensors
 
 
 class _Presence:

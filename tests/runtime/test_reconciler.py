@@ -12,13 +12,13 @@ from tests.restore.stored_checkpoints import store_checkpoint
 
 from mooring_agent.adapters.clock import SystemClock
 from mooring_agent.adapters.volume.staging_area import LocalStagingArea
-from mooring_agent.core.commands import Reconcile
+from mooring_agent.core.agent.commands import Reconcile
+from mooring_agent.core.agent.events import Committed, Started
+from mooring_agent.core.agent.work import Operation, WorkId
 from mooring_agent.core.errors import ErrorKind, StoreError, VolumeError
-from mooring_agent.core.events import Committed, Started
 from mooring_agent.core.model import AnnouncementTime, Phase
-from mooring_agent.core.object_layout import marker_key
-from mooring_agent.core.work import Operation, WorkId
-from mooring_agent.runtime.reconciler import Reconciler
+from mooring_agent.core.stored.object_layout import marker_key
+from mooring_agent.runtime.work.reconciler import Reconciler
 
 
 @pytest.fixture

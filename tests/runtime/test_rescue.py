@@ -16,10 +16,10 @@ from tests.fakes.fake_ready_store import FakeReadyStore
 from tests.fakes.fake_store import FakeStore
 from tests.restore.stored_checkpoints import store_checkpoint
 
-from mooring_agent.adapters.volume.content_signature import content_signature
+from mooring_agent.adapters.volume.content_check import content_signature
 from mooring_agent.core.errors import ErrorKind, RequestError
-from mooring_agent.core.object_layout import marker_key
-from mooring_agent.runtime.rescue import Rescue
+from mooring_agent.core.stored.object_layout import marker_key
+from mooring_agent.runtime.monitors.unannounced import Rescue
 from mooring_api.names import CHECKPOINT_DIRECTORY
 from mooring_api.v1 import agent_pb2
 

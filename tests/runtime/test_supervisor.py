@@ -10,8 +10,8 @@ import pytest
 from tests.core.play import settings
 
 from mooring_agent.core.errors import ErrorKind, VolumeError
-from mooring_agent.runtime import supervisor
-from mooring_agent.runtime.taken_volume import take_volume
+from mooring_agent.runtime.process import app
+from mooring_agent.runtime.process.open_volume import take_volume
 
 
 async def test_signals_are_heard_while_a_long_journal_is_replayed(
@@ -25,11 +25,11 @@ async def test_signals_are_heard_while_a_long_journal_is_replayed(
         assert heard.wait(20), "the event loop waits for the journal"
         raise VolumeError(ErrorKind.VOLUME_UNUSABLE, "enough", hint="")
 
-    monkeypatch.setattr(supervisor, "recover", recover)
+    monkeypatch.setattr(app, "recover", recover)
     volume = tmp_path / "volume"
     volume.mkdir()
     with pytest.raises(VolumeError, match="enough"):
-        await supervisor.run_agent(
+        await app.run_agent(
             replace(
                 settings(),
                 volume=str(volume),

@@ -8,7 +8,7 @@ from typing import Any, Protocol
 import boto3
 import botocore.client
 
-from mooring_agent.core.settings import StoreSettings
+from mooring_agent.core.settings.values import StoreSettings
 
 ACCESS_KEY = "mooring-test-key"
 SECRET_KEY = "mooring-test-secret"

@@ -15,9 +15,9 @@ from tests.podsim.pod import Pod
 from tests.servers.fault_proxy import FaultProxy
 from tests.servers.server import ACCESS_KEY, SECRET_KEY, Bucket
 
-from mooring_agent.core.annotations import read_annotations
+from mooring_agent.core.injection.annotations import read_annotations
+from mooring_agent.core.injection.mutation import mutate
 from mooring_agent.core.injection.spec import Injection, InjectionDefaults, Mutation
-from mooring_agent.core.pod_mutation import mutate
 from mooring_api.names import AGENT_CONTAINER, RESTORE_CONTAINER
 
 TRAINER = "trainer"

@@ -20,8 +20,8 @@ print(json.dumps({"sees": [str(path) for path in (secret, pathlib.Path(names.POD
 forged = volume / ".mooring" / "staged" / "forged-1"
 forged.mkdir(parents=True)
 (forged / "rank-00000").symlink_to(secret)
-from mooring_agent.core.event_codec import encode_event
-from mooring_agent.core.events import Announced
+from mooring_agent.core.agent.event_codec import encode_event
+from mooring_agent.core.agent.events import Announced
 from mooring_agent.core.model import Kind, SaveInfo
 info = SaveInfo(save="forged-1", name="checkpoint-1", step=1, kind=Kind.PERIODIC, world_size=1)
 announced = encode_event(Announced(at=time.time(), info=info, rank=0,
@@ -45,7 +45,7 @@ def swap():
 threading.Thread(target=swap, daemon=True).start()
 
 import grpc
-from mooring_api.socket_address import socket_address
+from mooring_api.names import socket_address
 from mooring_api.v1 import agent_pb2, agent_pb2_grpc
 answers = {"taken": 0, "refused": 0}
 with grpc.insecure_channel(socket_address(pathlib.Path(os.environ[names.ENV_SOCKET]))) as channel:

@@ -13,8 +13,9 @@ from tests.simulation.invariants import AgentChecks
 from tests.simulation.scenario import PlannedAgent, PlannedAnnouncement
 from tests.simulation.store_model import ViolationError, checksum_of, content_of, etag_of, pack_content
 
-from mooring_agent.core import admission, drain, planner
-from mooring_agent.core.commands import (
+from mooring_agent.core.agent import drain, planner
+from mooring_agent.core.agent.announcements import check_announcement, known_announcement
+from mooring_agent.core.agent.commands import (
     AFTER_ITS_RECORD,
     Abandon,
     CancelWork,
@@ -38,10 +39,8 @@ from mooring_agent.core.commands import (
     WorkCommand,
     WriteManifest,
 )
-from mooring_agent.core.commit import ListingVerdict, judge_listing, missing_files, missing_packs
-from mooring_agent.core.errors import ErrorKind, RequestError
-from mooring_agent.core.event_codec import decode_event, encode_event
-from mooring_agent.core.events import (
+from mooring_agent.core.agent.event_codec import decode_event, encode_event
+from mooring_agent.core.agent.events import (
     Abandoned,
     Announced,
     Committed,
@@ -70,15 +69,18 @@ from mooring_agent.core.events import (
     WorkFailed,
     save_of,
 )
+from mooring_agent.core.agent.reducer import advance, step
+from mooring_agent.core.agent.state import State
+from mooring_agent.core.agent.work import Operation, WorkId
+from mooring_agent.core.errors import ErrorKind, RequestError
 from mooring_agent.core.model import Fingerprint, StagedFile
-from mooring_agent.core.object_layout import file_key, marker_key
-from mooring_agent.core.part_plan import plan
-from mooring_agent.core.reducer import advance, step
-from mooring_agent.core.settings import Settings
-from mooring_agent.core.state import State
-from mooring_agent.core.work import Operation, WorkId
+from mooring_agent.core.settings.values import Settings
+from mooring_agent.core.stored.commit import ListingVerdict, judge_listing, missing_files, missing_packs
+from mooring_agent.core.stored.object_layout import file_key, marker_key
+from mooring_agent.core.stored.packs_and_parts import plan
 from mooring_agent.ports import StagedDescriptor
-from mooring_agent.runtime.staging import descriptor, rescan
+from mooring_agent.runtime.engine.journaling import rescan
+from mooring_agent.runtime.work.transfers import descriptor
 
 if TYPE_CHECKING:
     from tests.simulation.life import Life
@@ -199,11 +201,11 @@ class AgentModel:
             local_world_size=planned.local_world_size,
         )
         try:
-            admission.check(self.state, event)
+            check_announcement(self.state, event)
         except RequestError:
             return False
         self._announced[planned.info.save, planned.rank] = planned
-        if admission.known(self.state, event) is not None:
+        if known_announcement(self.state, event) is not None:
             if not self._write_journal():
                 return None
             self.checks.acknowledged(planned)

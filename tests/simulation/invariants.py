@@ -5,11 +5,20 @@ from collections.abc import Iterable
 from tests.simulation.scenario import PlannedAnnouncement
 from tests.simulation.store_model import StoreModel, ViolationError
 
-from mooring_agent.core.commands import Command, CompleteUpload, CreateUpload, Exit, PutFile, PutPack, Record, SendPart
-from mooring_agent.core.disk_pressure import budget_bytes
-from mooring_agent.core.drain import newest_possible, worth_sending
-from mooring_agent.core.errors import ErrorKind
-from mooring_agent.core.events import (
+from mooring_agent.core.agent.checkpoint import Checkpoint
+from mooring_agent.core.agent.commands import (
+    Command,
+    CompleteUpload,
+    CreateUpload,
+    Exit,
+    PutFile,
+    PutPack,
+    Record,
+    SendPart,
+)
+from mooring_agent.core.agent.disk_pressure import budget_bytes
+from mooring_agent.core.agent.drain import newest_possible, worth_sending
+from mooring_agent.core.agent.events import (
     DurableEvent,
     Failed,
     FileStored,
@@ -19,11 +28,12 @@ from mooring_agent.core.events import (
     Reconciled,
     Shed,
 )
+from mooring_agent.core.agent.planner import follow_up
+from mooring_agent.core.agent.state import State
+from mooring_agent.core.agent.work import Operation, WorkId
+from mooring_agent.core.errors import ErrorKind
 from mooring_agent.core.model import Kind, Phase
-from mooring_agent.core.object_layout import marker_key
-from mooring_agent.core.planner import follow_up
-from mooring_agent.core.state import Checkpoint, State
-from mooring_agent.core.work import Operation, WorkId
+from mooring_agent.core.stored.object_layout import marker_key
 
 _Transfer = CreateUpload | SendPart | PutFile | PutPack | CompleteUpload
 

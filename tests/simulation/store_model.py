@@ -6,10 +6,10 @@ A file's content is the name of its bytes, so a key that is ever written with tw
 from dataclasses import dataclass, field
 from zlib import crc32
 
-from mooring_agent.core.commit import missing_files, missing_packs
-from mooring_agent.core.manifest import commit_marker, encode_manifest, encode_marker
 from mooring_agent.core.model import ManifestReference, Pack, RankManifest, SaveInfo
-from mooring_agent.core.object_layout import file_key, manifest_key, marker_key, pack_key, save_prefix
+from mooring_agent.core.stored.commit import missing_files, missing_packs
+from mooring_agent.core.stored.manifest import commit_marker, encode_manifest, encode_marker
+from mooring_agent.core.stored.object_layout import file_key, manifest_key, marker_key, pack_key, save_prefix
 
 
 class ViolationError(Exception):

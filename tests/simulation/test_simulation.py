@@ -16,11 +16,12 @@ import pytest
 from tests.simulation.life import Life
 from tests.simulation.store_model import ViolationError
 
-from mooring_agent.core import disk_pressure, drain, planner, reducer, upload_queue
-from mooring_agent.core import state as state_module
-from mooring_agent.core.commands import Abandon, Command, Exit
-from mooring_agent.core.events import Announced, PackStored, PartStored, Staged, Started
-from mooring_agent.core.state import Checkpoint, State
+from mooring_agent.core.agent import disk_pressure, drain, planner, reducer, upload_queue
+from mooring_agent.core.agent import state as state_module
+from mooring_agent.core.agent.checkpoint import Checkpoint, FileProgress
+from mooring_agent.core.agent.commands import Abandon, Command, Exit
+from mooring_agent.core.agent.events import Announced, PackStored, PartStored, Staged, Started
+from mooring_agent.core.agent.state import State
 
 _LIVES = 10_000
 _PER_BATCH = 500
@@ -100,11 +101,11 @@ def _seal_when_the_first_rank_has(patch: pytest.MonkeyPatch) -> None:
     def all_sealed(checkpoint: Checkpoint) -> bool:
         return any(share.manifest_stored for share in checkpoint.shares.values())
 
-    patch.setattr(state_module.Checkpoint, "all_sealed", property(all_sealed))
+    patch.setattr(Checkpoint, "all_sealed", property(all_sealed))
 
 
 def _commit_without_looking_for_the_files(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr("mooring_agent.core.commit.missing_files", lambda manifest, sizes: [])
+    patch.setattr("mooring_agent.core.stored.commit.missing_files", lambda manifest, sizes: [])
     patch.setattr("tests.simulation.agent_model.missing_files", lambda manifest, sizes: [])
 
 
@@ -155,7 +156,7 @@ def _forget_packs(patch: pytest.MonkeyPatch) -> None:
 
 
 def _commit_without_looking_for_the_packs(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr("mooring_agent.core.commit.missing_packs", lambda manifest, sizes: [])
+    patch.setattr("mooring_agent.core.stored.commit.missing_packs", lambda manifest, sizes: [])
     patch.setattr("tests.simulation.agent_model.missing_packs", lambda manifest, sizes: [])
 
 
@@ -170,7 +171,7 @@ def _put_another_pack_under_its_key(patch: pytest.MonkeyPatch) -> None:
 
 
 def _send_parts_again(patch: pytest.MonkeyPatch) -> None:
-    def missing(checkpoint: Checkpoint, rank: int, progress: state_module.FileProgress) -> None:
+    def missing(checkpoint: Checkpoint, rank: int, progress: FileProgress) -> None:
         progress.etags = {}
         enqueue(checkpoint, rank, progress)
 

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from mooring import Checkpointer
-from mooring.local_checkpoints import LocalCheckpoints
+from mooring.checkpoints.local_checkpoints import LocalCheckpoints
 from mooring.torch_loop import TorchLoop, TrainingState
 
 

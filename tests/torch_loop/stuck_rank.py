@@ -18,7 +18,7 @@ import torch.distributed.checkpoint as dcp
 from torch.nn.parallel import DistributedDataParallel
 
 from mooring import VolumeError
-from mooring.job import RanksJob
+from mooring.ranks.coordinator import RanksJob
 from mooring.torch_loop import TorchLoop, saver
 
 SHORT_SECONDS = 3.0

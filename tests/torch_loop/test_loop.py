@@ -12,7 +12,7 @@ import pytest
 from tests.torch_loop.small import EPOCH, Small, make_loader, resumed
 
 from mooring import Checkpointer, Kind, VolumeError
-from mooring.records import read_records
+from mooring.checkpoints.records import read_records
 from mooring.torch_loop import TorchLoop
 
 pytestmark = pytest.mark.filterwarnings("ignore:'set_vital' is deprecated:UserWarning")

@@ -18,7 +18,7 @@ from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING, Metadata
 from torch.distributed.checkpoint.planner import WriteItem
 
 from mooring import Checkpointer, ErrorKind, UsageError
-from mooring.records import read_records
+from mooring.checkpoints.records import read_records
 from mooring.torch_loop import TorchLoop, TrainingState, plain_values
 from mooring.torch_loop.plain_values import PlainReader, decode, encode
 

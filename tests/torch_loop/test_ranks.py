@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from tests.torch_loop.torchrun import ROOT, run, torchrun
 
-from mooring.records import Kind, read_records
+from mooring.checkpoints.records import Kind, read_records
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 

@@ -13,7 +13,7 @@ from tests.torch_loop.small import Small, make_loader, resumed
 from torch.distributed.fsdp import fully_shard
 
 from mooring import Checkpointer
-from mooring.saving import Saving
+from mooring.checkpoint_writer import Saving
 from mooring.torch_loop import TrainingState
 from mooring.torch_loop.saver import Saver
 from mooring.torch_loop.storage import Storage

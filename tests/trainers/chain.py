@@ -16,7 +16,7 @@ from tests.servers.server import Bucket
 from tests.trainers.job import END_SECONDS, SLOW_SECONDS, Job
 from tests.trainers.trainers import STEPS, Moment, Notice, Stop, Trainer
 
-from mooring.records import read_records
+from mooring.checkpoints.records import read_records
 from mooring_api import names
 
 GRACE_SECONDS = 2 * END_SECONDS

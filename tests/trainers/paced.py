@@ -35,7 +35,7 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from mooring.gate import Ask, RanksGate
-from mooring.gate.ranks import Decision
+from mooring.gate.gates import Decision
 
 _HOLD_SECONDS = 240.0  # a test that died holds nobody for ever
 _POLL_SECONDS = 0.005
@@ -143,7 +143,7 @@ def _callers() -> Iterator[str]:
 
 def _be_patient() -> None:
     """On a slow machine an agent that answers is not away."""
-    from mooring import channel
+    from mooring.agent_client import channel
 
     channel.ANNOUNCE_SECONDS = _ANSWER_SECONDS  # type: ignore[misc]
     channel.Channel._call.__kwdefaults__["deadline_seconds"] = _ANSWER_SECONDS  # type: ignore[index]

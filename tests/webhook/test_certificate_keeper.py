@@ -14,11 +14,10 @@ from tests.fakes.fake_api_server import FakeApiServer, Mood
 from tests.harness.installed_chart import MANAGED, SERVICE, installed_chart, managed_in, published, withdraw
 from tests.webhook.test_certificates import pem, shake_hands
 
-from mooring_agent.core.certificate_plan import Lives
 from mooring_agent.core.errors import ErrorKind, MooringError
-from mooring_agent.webhook.certificate_keeper import CertificateKeeper, kept_certificates
+from mooring_agent.core.policies.certificate_rotation import Lives
+from mooring_agent.webhook.certificate_keeper import CertificateKeeper, ServingCertificate, kept_certificates
 from mooring_agent.webhook.certificates import Pair, make_authority, make_leaf, read_secret
-from mooring_agent.webhook.serving_certificate import ServingCertificate
 from mooring_agent.webhook.settings import Pace, SelfManaged
 
 SECONDS = 30.0

@@ -15,12 +15,11 @@ from cryptography.x509.verification import PolicyBuilder, Store, VerificationErr
 from structlog.testing import capture_logs
 from tests.fakes.object_shelf import ObjectShelf, RefusedError
 
-from mooring_agent.adapters.api_server import ApiServer
-from mooring_agent.core.certificate_plan import Lives
+from mooring_agent.adapters.kubernetes import ApiServer
 from mooring_agent.core.errors import ErrorKind, MooringError
-from mooring_agent.webhook.certificate_keeper import CertificateKeeper, ca_bundles, published_in
+from mooring_agent.core.policies.certificate_rotation import Lives
+from mooring_agent.webhook.certificate_keeper import CertificateKeeper, ServingCertificate, ca_bundles, published_in
 from mooring_agent.webhook.certificates import Kept, fingerprint, read_bundle, read_secret
-from mooring_agent.webhook.serving_certificate import ServingCertificate
 from mooring_agent.webhook.settings import SelfManaged
 
 MANAGED = SelfManaged(namespace="mooring", service="mooring-webhook", secret="s", configuration="c")

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from mooring_agent.core.certificate_plan import Lives, Plan, plan
+from mooring_agent.core.policies.certificate_rotation import Lives, Plan, plan
+from mooring_agent.webhook.certificate_keeper import ServingCertificate
 from mooring_agent.webhook.certificates import Kept, Pair, make_authority, make_leaf, read_secret
-from mooring_agent.webhook.serving_certificate import ServingCertificate
 
 NOW = datetime.now(UTC)
 LIVES = Lives()

@@ -16,9 +16,9 @@ from typing import Final, TypeVar
 
 import structlog
 
-from mooring_agent.adapters.volume.durable_files import sync_folder
+from mooring_agent.adapters.durable_files import sync_folder
+from mooring_agent.adapters.volume.disk import Reserve
 from mooring_agent.adapters.volume.errors import volume_error
-from mooring_agent.adapters.volume.reserve import Reserve
 from mooring_agent.core.errors import ErrorKind, VolumeError
 from mooring_agent.ports import Journal
 

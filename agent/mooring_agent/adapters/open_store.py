@@ -12,7 +12,7 @@ from contextlib import asynccontextmanager
 
 from mooring_agent.adapters.rate_limit import RateLimiter
 from mooring_agent.core.errors import ErrorKind, MooringError
-from mooring_agent.core.settings import StoreSettings
+from mooring_agent.core.settings.values import StoreSettings
 from mooring_agent.ports import ObjectStore
 
 
@@ -54,7 +54,7 @@ def _make_s3_store(settings: StoreSettings, limiter: RateLimiter) -> ObjectStore
 
 
 def _make_filesystem_store(settings: StoreSettings, limiter: RateLimiter) -> ObjectStore:
-    from mooring_agent.adapters.filesystem_store import FilesystemStore
+    from mooring_agent.adapters.file_store.store import FilesystemStore
 
     _load_checksums()
     return FilesystemStore(settings, limiter)

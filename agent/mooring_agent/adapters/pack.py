@@ -1,7 +1,7 @@
 """A pack in memory: small files put together as a tar archive.
 
-Owns what the archive's bytes are, for given files always the same; where they lie in it is `core.pack_plan`'s. Knows
-nothing of stores. All functions block. They raise VolumeError only.
+Owns what the archive's bytes are, for given files always the same; where they lie in it is decided by
+`core.stored.packs_and_parts`. Knows nothing of stores. All functions block. They raise VolumeError only.
 """
 
 import os
@@ -16,7 +16,7 @@ from mooring_agent.adapters.region_file import file_changed
 from mooring_agent.adapters.volume.errors import volume_error
 from mooring_agent.adapters.volume.shared_volume import Folder, fingerprint, open_volume
 from mooring_agent.core.model import Pack, StagedFile
-from mooring_agent.core.pack_plan import HEADER_BYTES
+from mooring_agent.core.stored.packs_and_parts import HEADER_BYTES
 
 _LATEST_SECONDS: Final = 8**11 - 1
 _FILE_MODE: Final = 0o644

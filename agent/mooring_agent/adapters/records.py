@@ -1,12 +1,42 @@
-"""Which save this volume was resumed from, by what restore leaves in the agent's state directory."""
+"""Reads the client's records: checkpoints that no agent was told of, and the save that this volume was resumed from.
 
+The trainer can write a record, so it is untrusted input: typed, within `core.limits`, and its list of files is
+compared with what is on the volume.
+"""
+
+import heapq
+import os
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Annotated, Final, TypeVar
 
 import msgspec
+import structlog
+from msgspec import Meta
 
-from mooring_agent.adapters.volume.shared_volume import open_volume
-from mooring_agent.core.limits import RECORD_BYTES
-from mooring_api.names import RESUMED
+from mooring_agent.adapters.volume.content_check import content_signature
+from mooring_agent.adapters.volume.shared_volume import Folder, open_volume
+from mooring_agent.adapters.volume.source_walk import resolve_source
+from mooring_agent.core.errors import MooringError, RequestError
+from mooring_agent.core.limits import (
+    CLIENT_RECORD_BYTES,
+    CLIENT_RECORDS,
+    FILES_PER_RANK,
+    LOCAL_RANKS,
+    RECORD_BYTES,
+    Count,
+    Moment,
+    NameText,
+    PathText,
+    Rank,
+    Step,
+    WorldSize,
+)
+from mooring_agent.core.model import Kind
+from mooring_agent.core.stored.object_layout import check_token
+from mooring_api.names import RECORDS_DIRECTORY, RESUMED, STATE_DIRECTORY
 
 
 class _Resumed(msgspec.Struct):
@@ -21,3 +51,210 @@ def resumed_from(state_directory: Path) -> str:
     except (OSError, ValueError, RecursionError):
         # A record that cannot be read says nothing.
         return ""
+
+
+_FOLDER: Final = f"{STATE_DIRECTORY}/{RECORDS_DIRECTORY}"
+_SUFFIX: Final = ".json"
+_UNREADABLE: Final = (OSError, ValueError)
+
+log = structlog.get_logger("mooring.rescue")
+
+
+class _Head(msgspec.Struct, frozen=True, kw_only=True):
+    """A record without its files, which a decoder of this type skips."""
+
+    name: NameText
+    step: Step
+    save: NameText
+    kind: Kind
+    world_size: WorldSize
+    saved_at: Moment
+    committed: bool = False
+    announced: bool = False
+    directory: PathText | None = None
+    ranks: Annotated[tuple[Rank, ...], Meta(max_length=LOCAL_RANKS)] = ()
+
+
+class _File(msgspec.Struct, frozen=True):
+    path: PathText
+    size: Count
+
+
+class _Files(msgspec.Struct, frozen=True):
+    files: Annotated[tuple[_File, ...], Meta(min_length=1, max_length=FILES_PER_RANK)]
+
+
+_Decoded = TypeVar("_Decoded")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RecordedCheckpoint:
+    """What a record says. `handed_over`: the checkpoint came from the destination, or an agent had it.
+
+    `recorded_ns`: when it was written, by the clock that stamps the checkpoint's files too. `ranks`: whose parts are
+    here; empty where nobody says. `signature`: of the content that was compared with the record.
+    """
+
+    path: Path
+    step: int
+    save: str
+    kind: Kind
+    world_size: int
+    saved_at: float
+    recorded_ns: int
+    handed_over: bool
+    ranks: tuple[int, ...]
+    signature: str = ""
+
+
+def unannounced(volume: Path, checkpoint_directory: Path, *, known: Collection[str]) -> Sequence[RecordedCheckpoint]:
+    """What was saved after the last checkpoint that an agent had, the oldest first; `known` are save ids.
+
+    A record is written when its checkpoint is complete and on disk, so it needs no other proof than the sizes. What is
+    older was superseded. Blocks.
+    """
+    try:
+        with open_volume(volume) as root, root.folder(_FOLDER) as folder:
+            found = list(_read_newest(folder, volume, checkpoint_directory))
+            found.sort(key=lambda one: (one.saved_at, one.step))
+            handed_over = (position for position, one in enumerate(found) if one.handed_over or one.save in known)
+            last = max(handed_over, default=-1)
+            return _whole(root, folder, volume, found[last + 1 :])
+    except OSError:
+        return []
+
+
+def speaks_for(volume: Path, checkpoint: Path, checkpoint_directory: Path) -> bool:
+    """Whether a record is about that very path: a client announces it, or restore has brought it. Blocks."""
+    try:
+        with open_volume(volume) as root, root.folder(_FOLDER) as folder:
+            recorded = _read(folder, f"{checkpoint.name}{_SUFFIX}", volume, checkpoint_directory)
+        return os.path.normpath(recorded.path) == os.path.normpath(checkpoint)
+    except FileNotFoundError:
+        return False
+    except _UNREADABLE:
+        # Whoever wrote it means to speak for something of that name.
+        return True
+
+
+def _read_newest(folder: Folder, volume: Path, checkpoint_directory: Path) -> Iterator[RecordedCheckpoint]:
+    """Those that can be read of the records that were written last."""
+    stamped: list[tuple[int, str]] = []
+    for entry in folder.entries():
+        with suppress(OSError):
+            if entry.name.endswith(_SUFFIX):
+                stamped.append((entry.stat(follow_symlinks=False).st_mtime_ns, entry.name))
+    for _, name in heapq.nlargest(CLIENT_RECORDS, stamped):
+        try:
+            yield _read(folder, name, volume, checkpoint_directory)
+        except FileNotFoundError:
+            continue  # its checkpoint was rotated just now
+        except _UNREADABLE as error:
+            _say_unreadable(name, error)
+
+
+def _say_unreadable(name: str, error: Exception) -> None:
+    log.warning(
+        "rescue.record_unreadable",
+        record=name,
+        error=str(error),
+        hint="if no agent had its checkpoint, an older one stays the newest committed",
+    )
+
+
+def _read(folder: Folder, name: str, volume: Path, checkpoint_directory: Path) -> RecordedCheckpoint:
+    """Raises what `_UNREADABLE` names."""
+    recorded_ns = folder.status(name).st_mtime_ns
+    head = _decode(folder, name, _Head)
+    try:
+        check_token(head.name, "checkpoint name")
+        check_token(head.save, "save id")
+    except RequestError as error:
+        raise ValueError(str(error)) from error
+    if name != f"{head.name}{_SUFFIX}":
+        raise ValueError(f"it is about {head.name!r}")
+    if max(head.ranks, default=0) >= head.world_size:
+        raise ValueError(f"it has rank {max(head.ranks)} of a world of {head.world_size}")
+    return RecordedCheckpoint(
+        # Where a framework wrote it, relative to the volume.
+        path=(checkpoint_directory if head.directory is None else volume / head.directory) / head.name,
+        step=head.step,
+        save=head.save,
+        kind=head.kind,
+        world_size=head.world_size,
+        saved_at=head.saved_at,
+        recorded_ns=recorded_ns,
+        handed_over=head.committed or head.announced,
+        ranks=tuple(dict.fromkeys(head.ranks)),
+    )
+
+
+def _decode(folder: Folder, name: str, as_type: type[_Decoded]) -> _Decoded:
+    """Raises what `_UNREADABLE` names."""
+    try:
+        return msgspec.json.decode(folder.read(name, CLIENT_RECORD_BYTES), type=as_type)
+    except RecursionError as error:
+        raise ValueError(str(error)) from error
+
+
+def _whole(root: Folder, folder: Folder, volume: Path, found: Sequence[RecordedCheckpoint]) -> list[RecordedCheckpoint]:
+    """Those that are still what was recorded, with their signatures, and in their order.
+
+    The newest first, as long as all of them together have no more files than a rank may have: each is looked at.
+    """
+    whole: list[RecordedCheckpoint] = []
+    left = FILES_PER_RANK
+    for recorded in reversed(found):
+        name = f"{recorded.path.name}{_SUFFIX}"
+        # Before it is compared: the next checkpoint of that name may take its place at any time.
+        signed = _signed(volume, recorded)
+        try:
+            files = _decode(folder, name, _Files).files
+        except FileNotFoundError:
+            continue
+        except _UNREADABLE as error:
+            _say_unreadable(name, error)
+            continue
+        left -= len(files)
+        if left < 0:
+            log.warning("rescue.too_many_files", record=name, hint="newer checkpoints were looked at, this one was not")
+            break
+        if _is_whole(root, volume, signed, files):
+            whole.append(signed)
+    return whole[::-1]
+
+
+def _signed(volume: Path, recorded: RecordedCheckpoint) -> RecordedCheckpoint:
+    try:
+        return replace(recorded, signature=content_signature(volume, str(recorded.path)))
+    except MooringError:
+        return recorded  # comparing says what is wrong
+
+
+def _is_whole(root: Folder, volume: Path, recorded: RecordedCheckpoint, files: Sequence[_File]) -> bool:
+    damage = next((reason for file in files if (reason := _damage(root, volume, recorded, file))), None)
+    if damage is not None:
+        log.warning(
+            "rescue.dropped",
+            path=str(recorded.path),
+            step=recorded.step,
+            reason=damage,
+            hint="no agent had it, and it is not what was saved any more: an older one stays the newest committed",
+        )
+    return damage is None
+
+
+def _damage(root: Folder, volume: Path, recorded: RecordedCheckpoint, file: _File) -> str | None:
+    """Why a file is not what was recorded: another size, or written since, as a framework may use a path again."""
+    try:
+        found = resolve_source(volume, f"{recorded.path}/{file.path}".rstrip("/"))
+        status = root.status(found)
+    except OSError as error:
+        return f"{file.path}: {error.strerror}"
+    except MooringError as error:
+        return f"{file.path}: {error}"
+    if status.st_size != file.size:
+        return f"{file.path} has {status.st_size} bytes instead of {file.size}"
+    if status.st_mtime_ns > recorded.recorded_ns:
+        return f"{file.path} was written to after it was recorded"
+    return None

@@ -5,8 +5,7 @@ people waiting: nothing here does, except that bytes which arrive wrong are fetc
 """
 
 from mooring_agent.catalog.deep_check import check
-from mooring_agent.catalog.fetching import fetch_part
-from mooring_agent.catalog.packs import PACKS_AT_ONCE, StoredPack, fetch_pack, packs_at_once, packs_of
+from mooring_agent.catalog.fetching import PACKS_AT_ONCE, StoredPack, fetch_pack, fetch_part, packs_at_once, packs_of
 from mooring_agent.catalog.pruning import PruneReport, prune
 from mooring_agent.catalog.reading import (
     CommittedCheckpoint,

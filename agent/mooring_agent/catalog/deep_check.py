@@ -6,13 +6,12 @@ Keeps nothing of what it reads: the bytes are checked on their way into the null
 import os
 from collections.abc import Awaitable, Callable
 
-from mooring_agent.catalog.fan_out import for_each
-from mooring_agent.catalog.fetching import fetch_part
-from mooring_agent.catalog.packs import StoredPack, fetch_pack, packs_at_once, packs_of
+from mooring_agent.catalog.fetching import StoredPack, fetch_pack, fetch_part, packs_at_once, packs_of
+from mooring_agent.catalog.object_reads import for_each
 from mooring_agent.catalog.reading import DAMAGE, CommittedCheckpoint, Problem, StoredFile, examine
 from mooring_agent.core.errors import StoreError
 from mooring_agent.core.model import Part
-from mooring_agent.core.restore_choice import CommittedSave
+from mooring_agent.core.policies.restore_choice import CommittedSave
 from mooring_agent.ports import ObjectStore
 
 

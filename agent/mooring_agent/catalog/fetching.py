@@ -1,14 +1,90 @@
-"""One part of one file, from the store into a descriptor, and only if its bytes are those that were written."""
+"""Fetches the bytes of a checkpoint: a part of a file into a descriptor, a pack of small files into memory.
 
+Both only if the bytes are what was written.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
 from typing import Final
 
+from mooring_agent.adapters.checksum import crc64nvme
+from mooring_agent.catalog.object_reads import at_once, get_whole
 from mooring_agent.catalog.reading import StoredFile
 from mooring_agent.core.errors import ErrorKind, StoreError
 from mooring_agent.core.model import Part
 from mooring_agent.ports import ObjectStore
 
+PACKS_AT_ONCE: Final = 4
+"""How many may be in memory; each is there twice while it arrives."""
 # The second fetch tells a bit flipped on the way from one flipped in the store.
 _FETCHES: Final = 2
+_TOGETHER_BYTES: Final = 32 * 1024**2
+"""Four as the agent makes them; of the largest that may be, one at a time."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StoredPack:
+    """The object that holds `files`, which is not empty."""
+
+    key: str
+    size_bytes: int
+    files: tuple[StoredFile, ...]
+
+    @property
+    def content_bytes(self) -> int:
+        """Of the files alone."""
+        return sum(file.entry.size_bytes for file in self.files)
+
+    def content(self, body: bytes, file: StoredFile) -> memoryview:
+        """A file's bytes in the pack's."""
+        place = file.entry.place
+        assert place is not None, file.entry.path
+        return memoryview(body)[place.offset_bytes : place.offset_bytes + file.entry.size_bytes]
+
+
+def packs_of(files: Iterable[StoredFile]) -> tuple[StoredPack, ...]:
+    """The packs that hold those of the files that are packed."""
+    packed: dict[str, list[StoredFile]] = {}
+    for file in files:
+        if file.entry.place:
+            packed.setdefault(file.key, []).append(file)
+    return tuple(
+        StoredPack(key=key, size_bytes=held[0].object_bytes, files=tuple(held)) for key, held in packed.items()
+    )
+
+
+def packs_at_once(packs: Iterable[StoredPack], *, most: int) -> int:
+    sizes = [pack.size_bytes for pack in packs]
+    return at_once(sizes, most=min(most, PACKS_AT_ONCE), together_bytes=_TOGETHER_BYTES)
+
+
+async def fetch_pack(store: ObjectStore, pack: StoredPack) -> bytes:
+    """The pack's bytes. StoreError(CHECKPOINT_CORRUPT) that names the object and its first damaged file otherwise."""
+    for _ in range(_FETCHES):
+        # Larger than when it was listed is damage too.
+        body = await get_whole(store, pack.key, limit_bytes=pack.size_bytes)
+        damaged = [file.entry.path for file in pack.files if not _is_intact(pack.content(body, file), file)]
+        if not damaged:
+            return body
+    more = f" (and {len(damaged) - 1} more)" if len(damaged) > 1 else ""
+    raise _corrupt(f"{pack.key} does not hold {damaged[0]} as it was written{more}")
+
+
+def _corrupt(message: str) -> StoreError:
+    return StoreError(
+        ErrorKind.CHECKPOINT_CORRUPT,
+        message,
+        hint="restore falls back to the next older checkpoint; `mooring verify` shows all that is damaged",
+    )
+
+
+def _is_intact(content: memoryview, file: StoredFile) -> bool:
+    """Checks the size too: of an object that has become shorter, less is there."""
+    return len(content) == file.entry.size_bytes and all(
+        crc64nvme(content[part.offset_bytes : part.offset_bytes + part.size_bytes])
+        == file.entry.checksums[part.number - 1]
+        for part in file.entry.parts()
+    )
 
 
 async def fetch_part(store: ObjectStore, file: StoredFile, part: Part, descriptor: int) -> None:

@@ -1,8 +1,11 @@
-"""Pruning a destination: reads what `core.retention` has to know, and carries out its verdict.
+"""Prunes a destination: reads what `core.policies.retention` has to know, and carries out its verdict.
 
 Invariants: nothing is deleted unless two listings agree on what is committed and enough newer checkpoints were checked
-just now; a save that is committed while we look is neither judged nor touched; what a young pin names stays, and so
-does the pin of an attempt that may live; nothing is deleted because of a save that restore noted as damaged.
+just now; a save that is committed meanwhile is neither judged nor touched; what a young pin names stays, and so does
+the pin of an attempt that may be alive; nothing is deleted because of a save that restore noted as damaged.
+
+Such a note of damage is a hint and no condition: a reader without write access does without it, and a wrong note only
+keeps more.
 """
 
 from collections import defaultdict
@@ -10,18 +13,55 @@ from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from mooring_agent.catalog.fan_out import for_each
+import structlog
+
+from mooring_agent.catalog.object_reads import for_each, read_object
 from mooring_agent.catalog.reading import committed_save, examine, list_committed
-from mooring_agent.catalog.small_objects import read_object
 from mooring_agent.core.errors import ErrorKind, StoreError
 from mooring_agent.core.limits import PIN_BYTES
-from mooring_agent.core.object_layout import COMMITS_PREFIX, DAMAGED_PREFIX, PROBE_PREFIX, RESUME_PREFIX, damage_key
-from mooring_agent.core.restore_choice import CommittedSave
-from mooring_agent.core.resume_pin import decode_pin
-from mooring_agent.core.retention import Deletion, PrunePlan, StoredSave, may_abort_upload, passed_over, plan_prune
-from mooring_agent.core.settings import RetentionSettings
+from mooring_agent.core.policies.restore_choice import CommittedSave, decode_pin
+from mooring_agent.core.policies.retention import (
+    Deletion,
+    PrunePlan,
+    StoredSave,
+    may_abort_upload,
+    passed_over,
+    plan_prune,
+)
+from mooring_agent.core.settings.values import RetentionSettings
+from mooring_agent.core.stored.object_layout import (
+    COMMITS_PREFIX,
+    DAMAGED_PREFIX,
+    PROBE_PREFIX,
+    RESUME_PREFIX,
+    damage_key,
+)
 from mooring_agent.ports import ObjectInfo, ObjectStore, UploadInfo
 from mooring_api.names import STATE_DIRECTORY
+
+_log: structlog.typing.FilteringBoundLogger = structlog.get_logger()
+
+
+async def note_damage(store: ObjectStore, save: str, reason: str) -> None:
+    try:
+        await store.put(damage_key(save), f"{reason}\n".encode(errors="backslashreplace"))
+    except StoreError as error:
+        _log.warning("damage_not_noted", save=save, error=str(error))
+
+
+async def clear_damage(store: ObjectStore, save: str) -> None:
+    """Every byte of the save was just found good: what was noted of it is over."""
+    key = damage_key(save)
+    try:
+        # Few saves have a note, and fewer readers may delete.
+        await store.head(key)
+        await store.delete(key)
+    except StoreError as error:
+        if error.kind is not ErrorKind.NOT_FOUND:
+            _log.warning("damage_note_stays", save=save, error=str(error))
+        return
+    _log.info("damage_note_removed", save=save)
+
 
 _DELETES_AT_ONCE: Final = 8
 
@@ -64,7 +104,7 @@ async def prune(
     known: Collection[str] = (),
     dry_run: bool = False,
 ) -> PruneReport:
-    """Delete what `settings` no longer wants; `core.retention.plan_prune` explains the other arguments."""
+    """Delete what `settings` no longer wants; `core.policies.retention.plan_prune` explains the other arguments."""
     long_ago = now - settings.orphan_age_seconds
     committed = await list_committed(store)
     judged = {one.save for one in committed}

@@ -11,14 +11,13 @@ from typing import Final
 
 from mooring_agent.adapters.checksum import crc64nvme
 from mooring_agent.adapters.control_group import memory_limit_bytes
-from mooring_agent.catalog.fan_out import at_once, for_each
-from mooring_agent.catalog.small_objects import read_object
+from mooring_agent.catalog.object_reads import at_once, for_each, read_object
 from mooring_agent.core.errors import ErrorKind, MooringError, StoreError
 from mooring_agent.core.limits import MARKER_BYTES
-from mooring_agent.core.manifest import decode_manifest, decode_marker
-from mooring_agent.core.manifest_memory import needed_bytes, shortage
 from mooring_agent.core.model import CommitMarker, FileEntry, ManifestReference, RankManifest
-from mooring_agent.core.object_layout import (
+from mooring_agent.core.policies.restore_choice import CommittedSave, newest_first
+from mooring_agent.core.stored.manifest import decode_manifest, decode_marker, needed_bytes, shortage
+from mooring_agent.core.stored.object_layout import (
     COMMITS_PREFIX,
     file_key,
     is_manifest_of,
@@ -29,7 +28,6 @@ from mooring_agent.core.object_layout import (
     parse_marker_key,
     save_prefix,
 )
-from mooring_agent.core.restore_choice import CommittedSave, newest_first
 from mooring_agent.ports import ObjectInfo, ObjectStore
 
 _MANIFESTS_AT_ONCE: Final = 8

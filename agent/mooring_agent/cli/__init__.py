@@ -24,7 +24,7 @@ _MODULES: Final[Mapping[str, str]] = MappingProxyType(
         "terminating": "hooks",
         "verify": "destination",
         "prune": "destination",
-        "doctor": "doctor",
+        "doctor": "destination",
         "demo": "demo",
         "webhook": "webhook",
     }

@@ -8,9 +8,9 @@ from typing import Any
 import click
 
 from mooring_agent.adapters.volume.shared_folders import make_shared_folders
+from mooring_agent.cli.formatting import errors_reported
 from mooring_agent.cli.plain_logs import load_structlog_alone
-from mooring_agent.cli.reporting import errors_reported
-from mooring_agent.cli.setting_options import setting_options, settings_from
+from mooring_agent.cli.store_options import setting_options, settings_from
 from mooring_agent.config import unknown_variables
 
 
@@ -35,9 +35,9 @@ def agent(fresh: bool, parent_pid: int | None, **options: Any) -> None:
         import structlog
         import uvloop
 
-        from mooring_agent.runtime.priority import give_way
-        from mooring_agent.runtime.supervisor import run_agent
-        from mooring_agent.runtime.telemetry import configure_logs
+        from mooring_agent.adapters.priority import give_way
+        from mooring_agent.runtime.engine.telemetry import configure_logs
+        from mooring_agent.runtime.process.app import run_agent
 
         configure_logs(settings.log_format)
         log = structlog.get_logger("mooring.agent")

@@ -8,7 +8,7 @@ from typing import Any
 import grpc
 
 from mooring_agent.core.errors import ErrorKind, MooringError
-from mooring_api.socket_address import socket_address
+from mooring_api.names import socket_address
 from mooring_api.v1 import agent_pb2, agent_pb2_grpc
 
 CALL_TIMEOUT_SECONDS = 10.0

@@ -8,7 +8,7 @@ from typing import Any
 
 import click
 
-from mooring_agent.cli.reporting import errors_reported
+from mooring_agent.cli.formatting import errors_reported
 from mooring_agent.core.errors import ErrorKind, MooringError
 from mooring_api.names import ENV_SOCKET, ENV_VOLUME, RUN_VOLUME, SOCKET, STATE_DIRECTORY
 

@@ -14,8 +14,7 @@ from rich.text import Text
 
 from mooring_agent.cli.agent_call import CALL_TIMEOUT_SECONDS, agent_stub
 from mooring_agent.cli.agent_options import agent_options
-from mooring_agent.cli.reporting import errors_reported
-from mooring_agent.cli.wording import age, amount
+from mooring_agent.cli.formatting import age, amount, errors_reported
 from mooring_api.v1 import agent_pb2
 
 _BAR_WIDTH: Final = 10

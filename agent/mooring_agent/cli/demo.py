@@ -5,7 +5,7 @@ import sys
 
 import click
 
-from mooring_agent.cli.reporting import errors_reported
+from mooring_agent.cli.formatting import errors_reported
 
 
 @click.command()

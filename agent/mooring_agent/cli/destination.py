@@ -1,5 +1,11 @@
-"""What an operator does with a destination: ls, verify, prune. Owns arguments and wording."""
+"""What an operator does with a destination: ls, verify, prune. Owns arguments and wording.
 
+`mooring doctor`: is this destination fit for checkpoints, and what does it really enforce?
+"""
+
+import asyncio
+import json
+import sys
 import time
 from collections.abc import Sequence
 from datetime import UTC, datetime
@@ -12,17 +18,16 @@ from rich.table import Column, Table
 from rich.text import Text
 
 from mooring_agent import catalog
-from mooring_agent.catalog.damage_notes import clear_damage
-from mooring_agent.catalog.fan_out import for_each
+from mooring_agent.catalog.object_reads import for_each
+from mooring_agent.catalog.pruning import clear_damage
 from mooring_agent.catalog.reading import DAMAGE
+from mooring_agent.cli.formatting import amount, errors_reported
 from mooring_agent.cli.store_options import store_options
 from mooring_agent.cli.store_work import as_json_option, opened, print_json, progress_bar, run_work
-from mooring_agent.cli.wording import amount
-from mooring_agent.core.errors import ErrorKind, StoreError
+from mooring_agent.core.errors import ErrorKind, StoreError, printable
 from mooring_agent.core.model import CommitMarker
-from mooring_agent.core.printable import printable
-from mooring_agent.core.restore_choice import CommittedSave
-from mooring_agent.core.settings import RetentionSettings, StoreSettings, TransferSettings
+from mooring_agent.core.policies.restore_choice import CommittedSave
+from mooring_agent.core.settings.values import RetentionSettings, StoreSettings, TransferSettings
 
 _MARKERS_AT_ONCE: Final = 8
 _PIPED_WIDTH: Final = 1000
@@ -287,3 +292,40 @@ def _moment(unix_seconds: float) -> str:
 def _exit_with_problem(problem: bool) -> None:
     if problem:
         raise SystemExit(1)
+
+
+_MARKS = {"ok": "[green]ok  [/]", "warn": "[yellow]warn[/]", "fail": "[red]FAIL[/]"}
+_WIDE = 10_000
+
+
+@click.command()
+@store_options
+@click.option("--json", "as_json", is_flag=True, help="Print the findings as JSON.")
+def doctor(store_settings: StoreSettings, as_json: bool) -> None:
+    """Examine a destination, and leave nothing behind there.
+
+    Access, conditional writes, checksums, clock, and how fast bytes go up and come back.
+    """
+    with errors_reported():
+        failed = asyncio.run(_examine(store_settings, as_json))
+    raise SystemExit(1 if failed else 0)
+
+
+async def _examine(store_settings: StoreSettings, as_json: bool) -> bool:
+    from mooring_agent.doctor import examine
+
+    # In a file or a pipe a path stays in one piece.
+    console = Console(highlight=False, width=None if sys.stdout.isatty() else _WIDE)
+    findings = []
+    async for finding in examine(store_settings):
+        findings.append(finding)
+        if not as_json:
+            row = Table.grid(padding=(0, 2, 0, 0))
+            row.add_row(_MARKS[finding.verdict], Text(f"{finding.name}: {finding.detail}"))
+            if finding.hint:
+                row.add_row("", Text(finding.hint, style="dim"))
+            console.print(row)
+    if as_json:
+        fields = ("name", "verdict", "detail", "hint")
+        click.echo(json.dumps([{name: getattr(finding, name) for name in fields} for finding in findings]))
+    return any(finding.verdict == "fail" for finding in findings)

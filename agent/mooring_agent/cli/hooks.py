@@ -10,7 +10,7 @@ from typing import Final
 import click
 
 from mooring_agent.cli.agent_options import agent_options
-from mooring_agent.cli.reporting import errors_reported
+from mooring_agent.cli.formatting import errors_reported
 from mooring_agent.core.errors import ErrorKind, MooringError
 
 _CONNECT_SECONDS: Final = 10.0

@@ -10,14 +10,13 @@ from mooring_agent import catalog
 from mooring_agent import restore as restoring
 from mooring_agent.adapters.volume import identity
 from mooring_agent.adapters.volume.shared_folders import make_shared_folders
-from mooring_agent.cli.reporting import errors_reported
-from mooring_agent.cli.run_autoload import copy_autoload
+from mooring_agent.cli.formatting import amount, errors_reported
+from mooring_agent.cli.run import copy_autoload
 from mooring_agent.cli.store_options import store_options
 from mooring_agent.cli.store_work import as_json_option, opened, print_json, progress_bar, run_work
-from mooring_agent.cli.wording import amount
 from mooring_agent.core.errors import ErrorKind, StoreError
-from mooring_agent.core.setting_values import parse_bytes
-from mooring_agent.core.settings import StoreSettings, TransferSettings
+from mooring_agent.core.settings.table import parse_bytes
+from mooring_agent.core.settings.values import StoreSettings, TransferSettings
 from mooring_agent.ports import ObjectStore
 from mooring_api.names import (
     AGENT_STATE_DIRECTORY,

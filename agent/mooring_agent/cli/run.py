@@ -1,7 +1,13 @@
-"""`mooring run`: a program and its agent together, on a laptop, bare metal or Slurm."""
+"""`mooring run`: runs a program with an agent beside it, on a laptop, bare metal or Slurm.
+
+Owns the environment of `--autoload`, and the files for a pod whose trainer has no Mooring in its image.
+"""
 
 import asyncio
 import os
+import shutil
+from collections.abc import Mapping
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -9,12 +15,57 @@ import click
 
 from mooring_agent.adapters.volume.errors import folder_error
 from mooring_agent.cli.agent_call import CALL_TIMEOUT_SECONDS, agent_answers, agent_stub
+from mooring_agent.cli.formatting import errors_reported
 from mooring_agent.cli.plain_logs import load_structlog_alone
-from mooring_agent.cli.reporting import errors_reported
-from mooring_agent.cli.run_autoload import with_autoload
-from mooring_agent.cli.setting_options import environment_of, setting_options, settings_from
+from mooring_agent.cli.store_options import environment_of, setting_options, settings_from
+from mooring_agent.core.errors import ErrorKind, MooringError
 from mooring_api import names
 from mooring_api.v1 import agent_pb2
+
+_FOLDER = Path("autoload", "path")
+
+
+def with_autoload(environment: Mapping[str, str]) -> dict[str, str]:
+    """The environment with the client's autoload folder before what the user has on PYTHONPATH. Raises MooringError."""
+    folder = str(_package("mooring") / _FOLDER)
+    # An empty part would mean the working directory.
+    users = environment.get("PYTHONPATH")
+    return {**environment, "PYTHONPATH": os.pathsep.join([folder, users]) if users else folder}
+
+
+def copy_autoload(to: Path) -> None:
+    """Make `to` a folder for PYTHONPATH, with all that another interpreter needs but grpcio and protobuf.
+
+    Raises MooringError. Compiled files stay behind: they are of our Python.
+    """
+    try:
+        for name in ("mooring", "mooring_api"):
+            shutil.copytree(
+                _package(name),
+                to / name,
+                dirs_exist_ok=True,
+                ignore=shutil.ignore_patterns("__pycache__"),
+                copy_function=shutil.copyfile,
+            )
+        for file in (to / "mooring" / _FOLDER).iterdir():
+            shutil.copyfile(file, to / file.name)
+    except shutil.Error as error:
+        raise folder_error(OSError(0, str(error)), f"cannot copy autoload to {to}") from error
+    except OSError as error:
+        raise folder_error(error, f"cannot copy autoload to {to}") from error
+
+
+def _package(name: str) -> Path:
+    """The folder of a package, found without importing it: the agent's side never imports the client."""
+    found = find_spec(name)
+    if found is None or not found.submodule_search_locations:
+        raise MooringError(
+            ErrorKind.BAD_CONFIGURATION,
+            f"autoload needs the package {name} beside mooring_agent, and it is not there",
+            hint="install it with: pip install 'mooring[agent]'",
+        )
+    return Path(found.submodule_search_locations[0])
+
 
 _DEFAULTS = {
     "volume": names.RUN_VOLUME,
@@ -40,8 +91,8 @@ def run(wants_restore: bool, wants_autoload: bool, command: tuple[str, ...], **o
     with errors_reported():
         settings = settings_from(options, defaults=_DEFAULTS)
         load_structlog_alone()
-        from mooring_agent.runtime.runner import Runner
-        from mooring_agent.runtime.telemetry import configure_logs
+        from mooring_agent.runtime.engine.telemetry import configure_logs
+        from mooring_agent.runtime.process.runner import Runner
 
         configure_logs(settings.log_format)
         _make_directory(Path(settings.checkpoint_directory))

@@ -1,18 +1,65 @@
-"""The options by which every command that talks to a destination is told where it is and how to reach it."""
+"""The options of commands, made from `core.settings.table`: every setting, or those that say where the store is."""
 
 import functools
 import os
-from collections.abc import Callable
-from typing import Any, Final
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, Final, TypeVar
 
 import click
 
-from mooring_agent.cli.reporting import errors_reported
-from mooring_agent.cli.setting_options import setting_option
-from mooring_agent.config import load_store_settings
-from mooring_agent.core.setting_fields import setting_fields
-from mooring_agent.core.settings import StoreSettings
+from mooring_agent.cli.formatting import errors_reported
+from mooring_agent.config import load_settings, load_store_settings
+from mooring_agent.core.settings.table import SettingField, setting_fields, text_of_tags
+from mooring_agent.core.settings.values import Settings, StoreSettings
 from mooring_api.names import ENV_DESTINATION
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+def setting_options(command: F) -> F:
+    """Adds one option per setting, and --config FILE; the command hands its keyword arguments to `settings_from`."""
+    for setting in reversed(list(setting_fields())):
+        command = setting_option(setting)(command)
+    return click.option(
+        "--config",
+        type=click.Path(path_type=Path, dir_okay=False),
+        help="TOML file with settings, see docs/settings.md.",
+    )(command)
+
+
+def settings_from(options: Mapping[str, Any], *, defaults: Mapping[str, Any] = MappingProxyType({})) -> Settings:
+    """The settings of a command that has `setting_options`; `defaults` count where nobody said anything."""
+    flags = dict(options)
+    file = flags.pop("config", None)
+    return load_settings(flags=flags, environment=os.environ, file=file, defaults=defaults)
+
+
+def environment_of(settings: Settings) -> dict[str, str]:
+    """The settings as environment, for a child process that reads them the ordinary way."""
+    environment = {}
+    for setting in setting_fields():
+        holder = getattr(settings, setting.section) if setting.section else settings
+        value = getattr(holder, setting.name)
+        environment[setting.environment] = text_of_tags(value) if isinstance(value, tuple) else str(value)
+    return environment
+
+
+def setting_option(setting: SettingField) -> Callable[[F], F]:
+    """The option of one setting; None where it is not given."""
+    names = [setting.flag]
+    if setting.value_type is bool:
+        names = [f"{setting.flag}/--no-{setting.flag.removeprefix('--')}"]
+    if setting.name == "destination":
+        names.append("--to")
+    default = setting.default
+    shown = "" if default in (None, "", ()) else f"  [default: {default}]"
+    kind: dict[str, Any] = {"type": bool} if setting.value_type is bool else {"metavar": "TEXT"}
+    return click.option(
+        *names, setting.name, default=None, help=f"{setting.help}{shown}  [env: {setting.environment}]", **kind
+    )
+
 
 # What a person at a terminal needs; the others come from the environment alone.
 _OFFERED: Final = ("endpoint_url", "region", "addressing", "ca_bundle", "verify_tls")

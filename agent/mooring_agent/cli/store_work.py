@@ -16,10 +16,10 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeR
 
 from mooring_agent.adapters.open_store import open_store
 from mooring_agent.adapters.retrying_store import RetryingStore
-from mooring_agent.cli.reporting import errors_reported
-from mooring_agent.core.settings import StoreSettings
+from mooring_agent.cli.formatting import errors_reported
+from mooring_agent.core.settings.values import StoreSettings
 from mooring_agent.ports import ObjectStore
-from mooring_agent.runtime.telemetry import configure_logs
+from mooring_agent.runtime.engine.telemetry import configure_logs
 
 as_json_option = click.option("--json", "as_json", is_flag=True, help="Print the result as JSON.")
 

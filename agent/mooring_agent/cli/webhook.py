@@ -6,9 +6,9 @@ from typing import Any, Final
 
 import click
 
-from mooring_agent.cli.reporting import errors_reported
-from mooring_agent.core.annotations import default_problems
+from mooring_agent.cli.formatting import errors_reported
 from mooring_agent.core.errors import ErrorKind, MooringError
+from mooring_agent.core.injection.annotations import default_problems
 from mooring_agent.core.injection.spec import FailurePolicy, InjectionDefaults
 from mooring_agent.webhook.settings import SERVICE_ACCOUNT, SelfManaged, WebhookSettings
 from mooring_api.names import ANNOTATION_PREFIX
@@ -117,7 +117,7 @@ def webhook(**options: Any) -> None:
         # Imported here: the other commands shall not wait for a web server to load.
         import uvloop
 
-        from mooring_agent.runtime.telemetry import configure_logs
+        from mooring_agent.runtime.engine.telemetry import configure_logs
         from mooring_agent.webhook.server import serve_webhook
 
         configure_logs(options["log_format"])

@@ -37,7 +37,7 @@ UNIX_SECONDS: Final = 253_402_300_799
 MARKER_BYTES: Final = 8 * 1024**2
 MANIFEST_BYTES: Final = 16 * 1024**2
 MANIFESTS_BYTES: Final = 64 * 1024**2
-"""All rank manifests of a save together, wherever there is memory enough: `core.manifest_memory` says how much."""
+"""All rank manifests of a save together, wherever there is memory enough: `core.stored.manifest` says how much."""
 PIN_BYTES: Final = 64 * 1024
 RECORD_BYTES: Final = 128 * 1024**2
 """A journal record, what restore notes on the volume."""

@@ -1,8 +1,6 @@
-"""The demo's processes: started, read along, and gone when the demo is, whatever happened.
+"""The demo's processes: started, observed through their output, and ended with the demo."""
 
-Owns their lives. Every wait is bounded; only what was started here is ended, by its process group.
-"""
-
+import json
 import os
 import re
 import shutil
@@ -11,10 +9,12 @@ import subprocess
 import sysconfig
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, field
+from datetime import datetime
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 from mooring_agent.core.errors import ErrorKind, MooringError
 
@@ -117,3 +117,66 @@ def _wait_for_url(server: Child, log: Path) -> str:
         f"the demo's S3 server did not start: {log.read_text(errors='replace').strip()[-300:]}",
         hint="does `rclone serve s3` work on this machine? rclone 1.65 or newer is needed",
     )
+
+
+@dataclass(slots=True, kw_only=True)
+class Trained:
+    """`losses` by step as hexadecimal text: equal text is equal bits."""
+
+    begun: int = 0
+    losses: dict[int, str] = field(default_factory=dict)
+    weights: str = ""
+    exit_code: int = -1
+
+    @property
+    def last_step(self) -> int:
+        return max(self.losses, default=self.begun)
+
+    def loss(self, step: int) -> float:
+        return float.fromhex(self.losses[step])
+
+
+def read_along(program: Child, on_step: Callable[[int, float], None]) -> Trained:
+    """Until the program and its agent have ended. `on_step` gets each step with its loss as it comes."""
+    trained = Trained()
+    for line in program.lines():
+        try:
+            said = json.loads(line)
+        except ValueError:
+            continue
+        match said:
+            case {"begun": int(step)}:
+                trained.begun = step
+            case {"step": int(step), "loss": str(loss)}:
+                trained.losses[step] = loss
+                on_step(step, float.fromhex(loss))
+            case {"weights": str(digest)}:
+                trained.weights = digest
+            case _:
+                continue
+    trained.exit_code = program.exit_code()
+    return trained
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LogLine:
+    """One event of Mooring's log; `at` is Unix time in seconds."""
+
+    event: str
+    at: float
+    fields: dict[str, Any]
+
+
+def read_log(path: Path) -> list[LogLine]:
+    return list(_parse(path.read_text(errors="replace").splitlines()))
+
+
+def _parse(lines: Iterable[str]) -> Iterable[LogLine]:
+    for line in lines:
+        try:
+            said = json.loads(line)
+            at = datetime.fromisoformat(said["timestamp"]).timestamp()
+            yield LogLine(event=said["event"], at=at, fields=said)
+        except (ValueError, KeyError, TypeError):
+            # Not Mooring's: the program's own words go to the same place.
+            continue

@@ -2,6 +2,8 @@
 
 Owns what is claimed and how each claim is checked from outside: by exit codes, by the bucket, by what the program
 printed. Must not know torch or the trainer's side; the program is a child like any other.
+
+What a person sees of the demo: one line per thing worth noticing, the seconds since the start at its left.
 """
 
 import importlib.util
@@ -11,16 +13,52 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
+from rich.console import Console
+from rich.markup import escape
+from rich.text import Text
+
 from mooring_agent.core.errors import ErrorKind, MooringError
-from mooring_agent.demo.processes import child, find_rclone, s3_server
-from mooring_agent.demo.timeline import Timeline
-from mooring_agent.demo.training import LogLine, Trained, read_along, read_log
+from mooring_agent.demo.processes import LogLine, Trained, child, find_rclone, read_along, read_log, s3_server
 from mooring_api.names import JUST_IN_TIME_EXIT_CODE
+
+_SECONDS_WIDTH: Final = 6
+
+
+class Timeline:
+    """Prints as things happen; on a terminal the last line shows what is going on now."""
+
+    def __init__(self) -> None:
+        self._console = Console(highlight=False)
+        self._start = time.time()
+        self._status = self._console.status("")
+
+    def say(self, text: str, *, style: str = "", at: float | None = None) -> None:
+        """`at`: Unix time in seconds when it happened, if not now."""
+        seconds = (time.time() if at is None else at) - self._start
+        clock = Text(f"{seconds:{_SECONDS_WIDTH}.1f} s  ", style="dim")
+        self._console.print(clock + Text(text, style=style), soft_wrap=True)
+
+    def heading(self, text: str) -> None:
+        self._console.print(f"\n[bold]{escape(text)}[/]")
+
+    def plain(self, text: str, *, style: str = "") -> None:
+        self._console.print(Text(text, style=style), soft_wrap=True)
+
+    @contextmanager
+    def going_on(self) -> Iterator[None]:
+        with self._status:
+            yield
+
+    def now(self, text: str) -> None:
+        self._status.update(f"[dim]{escape(text)}[/]")
+
 
 _STEPS: Final = 100
 _SAVE_EVERY: Final = 20

@@ -9,12 +9,11 @@ start together download the same checkpoint anyway; one that sees another choice
 import asyncio
 from typing import Final
 
-from mooring_agent.catalog.small_objects import read_object
-from mooring_agent.core.errors import PASSING, ErrorKind, StoreError
+from mooring_agent.catalog.object_reads import read_object
+from mooring_agent.core.errors import PASSING, ErrorKind, StoreError, retry_delay_seconds
 from mooring_agent.core.limits import PIN_BYTES
-from mooring_agent.core.object_layout import pin_key
-from mooring_agent.core.resume_pin import Pin, decode_pin, encode_pin
-from mooring_agent.core.retry import retry_delay_seconds
+from mooring_agent.core.policies.restore_choice import Pin, decode_pin, encode_pin
+from mooring_agent.core.stored.object_layout import pin_key
 from mooring_agent.ports import ObjectStore
 
 _WRITES: Final = 5

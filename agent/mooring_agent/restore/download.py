@@ -1,16 +1,16 @@
-"""The bytes of a checkpoint into a folder of the volume, each part verified as it lands.
+"""Downloads a checkpoint into a directory of the volume, verifying each part and each pack.
 
-Owns room, order and parallelism. Invariants: there is room for everything before the first byte is asked for, and what
-is an object of its own has it already; a file never has more than two writers (more only fight over its lock); when
-`download` returns, every file and every folder is on disk; after a failure the folder holds garbage, and to remove it
-is the caller's.
+Owns room, order and parallelism. Invariants: there is room for everything before the first byte is requested; a file
+has at most two writers (more only contend for its lock); a file of a pack is written after every byte of its pack was
+verified; when `download` returns, every file and directory is on disk; after a failure the directory holds garbage
+that the caller removes, and no thread writes any more.
 """
 
 import asyncio
 import errno
 import os
-from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import Executor
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Executor, ThreadPoolExecutor
 from pathlib import Path
 from typing import Final
 
@@ -18,12 +18,78 @@ from mooring_agent.adapters.volume.disk import VolumeMeter
 from mooring_agent.adapters.volume.errors import volume_error
 from mooring_agent.adapters.volume.shared_folders import share_tree
 from mooring_agent.adapters.volume.shared_volume import Folder, open_volume
-from mooring_agent.catalog import CommittedCheckpoint, StoredFile, fetch_part, packs_of
-from mooring_agent.catalog.fan_out import for_each
+from mooring_agent.catalog import (
+    PACKS_AT_ONCE,
+    CommittedCheckpoint,
+    StoredFile,
+    StoredPack,
+    fetch_pack,
+    fetch_part,
+    packs_at_once,
+    packs_of,
+)
+from mooring_agent.catalog.object_reads import for_each
 from mooring_agent.core.errors import ErrorKind, VolumeError
 from mooring_agent.core.model import Part
 from mooring_agent.ports import ObjectStore
-from mooring_agent.restore.packs import fetch_packs
+
+_FILES_TOGETHER: Final = 32
+"""So many are open in each thread, of the 1024 that a process may usually have; more would not be on disk sooner."""
+
+
+async def fetch_packs(
+    store: ObjectStore,
+    packs: Sequence[StoredPack],
+    folder: Folder,
+    *,
+    concurrency: int,
+    on_bytes: Callable[[int], None],
+) -> None:
+    """Make every file of `packs` below `folder`, whose subfolders are there. StoreError or VolumeError."""
+    loop = asyncio.get_running_loop()
+
+    async def fetch(pack: StoredPack) -> None:
+        body = await fetch_pack(store, pack)
+        writing = loop.run_in_executor(threads, _write, pack, body, folder)
+        try:
+            await asyncio.shield(writing)
+        except asyncio.CancelledError:
+            # Whoever cancels removes the folder, and not from under a thread; nor may ending the threads block, below.
+            await asyncio.gather(writing, return_exceptions=True)
+            raise
+        on_bytes(pack.content_bytes)
+
+    # A filesystem commits its own journal once for all that wait together.
+    with ThreadPoolExecutor(PACKS_AT_ONCE, thread_name_prefix="mooring-restore-packs") as threads:
+        await for_each(packs, fetch, at_once=packs_at_once(packs, most=concurrency))
+
+
+def _write(pack: StoredPack, body: bytes, folder: Folder) -> None:
+    for first in range(0, len(pack.files), _FILES_TOGETHER):
+        _write_together(pack, pack.files[first : first + _FILES_TOGETHER], body, folder)
+
+
+def _write_together(pack: StoredPack, files: Sequence[StoredFile], body: bytes, folder: Folder) -> None:
+    """All are written before the first is waited for: the disk has more to do at a time.
+
+    Each is waited for before it is closed: what befell a closed file's bytes the kernel may have forgotten.
+    """
+    written: dict[str, int] = {}
+    try:
+        for file in files:
+            path = file.entry.path
+            written[path] = folder.open_file(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL)
+            content = pack.content(body, file)
+            while content:
+                content = content[os.write(written[path], content) :]
+        for path in written:
+            os.fsync(written[path])
+    except OSError as error:
+        raise volume_error(error, f"writing {path}") from error
+    finally:
+        for descriptor in written.values():
+            os.close(descriptor)
+
 
 _WRITERS_PER_FILE: Final = 2
 _DIRECT_FROM_BYTES: Final = 8 * 1024**2

@@ -1,6 +1,6 @@
-"""What is answered on the webhook's two ports: reviews over HTTPS; probes and metrics over plain HTTP.
+"""Answers on the webhook's two ports: reviews over HTTPS; probes and metrics over plain HTTP.
 
-Owns the limits on what is sent to us, one by one and all together. What a review means is `core.admission_review`'s.
+Owns the limits on requests, one by one and all together. `core.injection.admission_review` answers the review itself.
 """
 
 import asyncio
@@ -12,10 +12,9 @@ from typing import Any
 
 import structlog
 from aiohttp import web
-from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
+from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
-from mooring_agent.core.admission_review import answer
-from mooring_agent.webhook.metrics import Metrics
+from mooring_agent.core.injection.admission_review import Outcome, answer
 from mooring_agent.webhook.settings import (
     MOST_ANSWER_BYTES,
     MOST_BODY_BYTES,
@@ -23,6 +22,37 @@ from mooring_agent.webhook.settings import (
     SMALL_BODY_BYTES,
     WebhookSettings,
 )
+
+
+class Metrics:
+    """`certificate_seconds_left` is asked whenever somebody looks."""
+
+    def __init__(self, certificate_seconds_left: Callable[[], float]) -> None:
+        self.registry = CollectorRegistry(auto_describe=False)
+        self._reviews = Counter(
+            "mooring_webhook_reviews",
+            "Reviews answered, by what became of the pod",
+            ["outcome"],
+            registry=self.registry,
+        )
+        for outcome in Outcome:
+            self._reviews.labels(outcome.value)
+        self._seconds = Histogram(
+            "mooring_webhook_review_seconds",
+            "From a review's first byte to its answer",
+            buckets=(0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 1, 5),
+            registry=self.registry,
+        )
+        Gauge(
+            "mooring_webhook_certificate_seconds_left",
+            "Until the certificate that is served expires",
+            registry=self.registry,
+        ).set_function(certificate_seconds_left)
+
+    def answered(self, outcome: Outcome, seconds: float) -> None:
+        self._reviews.labels(outcome.value).inc()
+        self._seconds.observe(seconds)
+
 
 log = structlog.get_logger("mooring.webhook")
 

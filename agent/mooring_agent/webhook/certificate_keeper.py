@@ -1,37 +1,107 @@
-"""Certificates that the webhook makes for itself: made before it serves, renewed while it does, on every replica alike.
-
-It reads and patches two objects by name, the Secret and the webhook's configuration, and creates none: who may create
-Secrets may create one with the token of any service account. So the chart makes the Secret, empty. One that is emptied
-has everything made anew at once.
-
-No replica leads; order and resource versions keep a rotation safe. The configuration is read before the Secret and
-patched only if it is still the one that was read: no older bundle is published over a newer one. The Secret is written
-before its bundle is published, and likewise.
-"""
+"""Makes the webhook's certificates before it serves, renews them while it serves, and swaps the one that is served."""
 
 import asyncio
 import base64
 import contextlib
+import ssl
 import time
 from collections.abc import AsyncIterator, Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from datetime import UTC, datetime
+from pathlib import Path
 from typing import Any, Final
 
 import structlog
+from cryptography import x509
 
-from mooring_agent.adapters.api_server import MERGE_PATCH, ApiServer
-from mooring_agent.core.certificate_plan import plan
+from mooring_agent.adapters.kubernetes import MERGE_PATCH, ApiServer
 from mooring_agent.core.errors import ErrorKind, MooringError
+from mooring_agent.core.policies.certificate_rotation import plan
 from mooring_agent.webhook.certificates import Kept, fingerprint, read_bundle, read_secret
-from mooring_agent.webhook.serving_certificate import ServingCertificate
 from mooring_agent.webhook.settings import SelfManaged
+
+_FILES: Final = ("tls.crt", "tls.key")  # as cert-manager names them
+_OWN_FILE: Final = "own.pem"
+"""Certificate and key that we made, in one file, which changes as a whole; it outlives a container that ends."""
+_LOOK_SECONDS: Final = 5.0
+
+log = structlog.get_logger("mooring.webhook")
+
+
+class ServingCertificate:
+    """`context` serves whatever was loaded last; connections that are open keep what they began with."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._loaded: list[bytes] = []
+        self.context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        self.context.minimum_version = ssl.TLSVersion.TLSv1_2
+        self.context.sni_callback = self._hand_on
+        self._serving: ssl.SSLContext | None = None
+        self.expires_at: datetime | None = None
+
+    def put(self, pair: bytes) -> None:
+        """Serve with this certificate and its key, in PEM. Raises MooringError where the folder cannot be written."""
+        if self._loaded == [pair]:
+            return
+        made = self._folder / f"{_OWN_FILE}.new"
+        try:
+            self._folder.mkdir(parents=True, exist_ok=True)
+            made.touch(0o600)
+            made.write_bytes(pair)
+            made.replace(self._folder / _OWN_FILE)
+        except OSError as error:
+            raise MooringError(
+                ErrorKind.BAD_CONFIGURATION,
+                f"the certificates cannot be written to {self._folder}: {error}",
+                hint="with --self-managed the folder must be writable: an emptyDir, no Secret",
+            ) from error
+        self.load()
+
+    def load(self) -> None:
+        """Take what is in the folder. Raises MooringError where there is none that can serve."""
+        own = self._folder / _OWN_FILE
+        files = [own] if own.exists() else [self._folder / name for name in _FILES]
+        try:
+            found = [path.read_bytes() for path in files]
+            if found == self._loaded:
+                return
+            fresh = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+            fresh.minimum_version = ssl.TLSVersion.TLSv1_2
+            fresh.load_cert_chain(files[0], files[-1])
+            expires_at = x509.load_pem_x509_certificate(found[0]).not_valid_after_utc
+        except (OSError, ValueError) as error:
+            raise MooringError(
+                ErrorKind.BAD_CONFIGURATION,
+                f"no certificate to serve with in {self._folder}: {error}",
+                hint=f"put {' and '.join(_FILES)} there, in PEM, or use --self-managed",
+            ) from error
+        self._serving, self._loaded, self.expires_at = fresh, found, expires_at
+        log.info("certificate.loaded", expires_at=expires_at.isoformat())
+
+    async def keep_loading(self) -> None:
+        """For ever. A Secret's volume changes by a link's change, which a look at the bytes sees in any case."""
+        while True:
+            await asyncio.sleep(_LOOK_SECONDS)
+            try:
+                await asyncio.to_thread(self.load)
+            except MooringError as error:
+                log.error("certificate.unusable", error=str(error), hint=error.hint)
+
+    def seconds_left(self) -> float:
+        """Until it expires; negative when it has, and where there is none."""
+        return float("-inf") if self.expires_at is None else (self.expires_at - datetime.now(UTC)).total_seconds()
+
+    def _hand_on(self, connection: ssl.SSLSocket | ssl.SSLObject, _name: str | None, _listener: ssl.SSLContext) -> None:
+        """With each ClientHello, whether it names a server or not."""
+        if self._serving is not None:
+            connection.context = self._serving
+
 
 _CONFIGURATIONS: Final = "/apis/admissionregistration.k8s.io/v1/mutatingwebhookconfigurations"
 _PATIENT_SECONDS: Final = 5.0  # while an installation is under way, something is missing for a moment
 
 Object = Mapping[str, Any]
-log = structlog.get_logger("mooring.webhook")
 
 
 @contextlib.asynccontextmanager

@@ -20,7 +20,7 @@ from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption,
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 from cryptography.x509.verification import PolicyBuilder, Store, VerificationError
 
-from mooring_agent.core.certificate_plan import NEW, Lives, Plan, Term
+from mooring_agent.core.policies.certificate_rotation import NEW, Lives, Plan, Term
 
 _NAME: Final = "mooring-webhook"  # nobody reads a leaf's, and not every Service's name fits into its 64 letters
 _KEY: Final = re.compile(rb"-----BEGIN ([A-Z ]+)-----.+?-----END \1-----", re.DOTALL)

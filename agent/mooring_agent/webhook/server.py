@@ -8,11 +8,9 @@ from contextlib import AbstractAsyncContextManager
 import structlog
 
 from mooring_agent import __version__
-from mooring_agent.webhook.application import probing, reviewing
-from mooring_agent.webhook.certificate_keeper import kept_certificates
+from mooring_agent.webhook.application import Metrics, probing, reviewing
+from mooring_agent.webhook.certificate_keeper import ServingCertificate, kept_certificates
 from mooring_agent.webhook.listener import serving
-from mooring_agent.webhook.metrics import Metrics
-from mooring_agent.webhook.serving_certificate import ServingCertificate
 from mooring_agent.webhook.settings import ANSWER_SECONDS, MOST_CONNECTIONS, MOST_PROBES, WebhookSettings
 
 log = structlog.get_logger("mooring.webhook")

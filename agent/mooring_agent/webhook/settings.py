@@ -4,8 +4,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
 
-from mooring_agent.core.certificate_plan import Lives
 from mooring_agent.core.injection.spec import FailurePolicy, InjectionDefaults
+from mooring_agent.core.policies.certificate_rotation import Lives
 
 MOST_BODY_BYTES: Final = 3 * 1024 * 1024
 """The API server takes objects of 1.5 MiB; a review may hold two, the pod and what it was."""

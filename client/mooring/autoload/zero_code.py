@@ -16,15 +16,23 @@ if TYPE_CHECKING:
     from types import ModuleType
 
 _INTEGRATIONS = (
-    ("transformers.trainer", "hugging_face", "transformers.Trainer is"),
-    ("lightning.pytorch.trainer.trainer", "lightning", "lightning.Trainer is"),
-    ("pytorch_lightning.trainer.trainer", "lightning", "pytorch_lightning.Trainer is"),
-    ("accelerate.accelerator", "accelerate", "accelerate.Accelerator is"),
-    ("deepspeed.runtime.engine", "deepspeed", "DeepSpeedEngine is"),
-    ("torch.distributed.checkpoint.state_dict_saver", "dcp", "torch.distributed.checkpoint is"),
-    ("torch.utils.data._utils.worker", "worker_processes", "DataLoader workers are"),
-    ("torchdata.stateful_dataloader.stateful_dataloader", "worker_processes", "StatefulDataLoader workers are"),
-    ("torch.distributed.checkpoint._async_process_executor", "worker_processes", "the checkpoint writer process is"),
+    ("transformers.trainer", "mooring.integrations.hugging_face", "transformers.Trainer is"),
+    ("lightning.pytorch.trainer.trainer", "mooring.integrations.lightning", "lightning.Trainer is"),
+    ("pytorch_lightning.trainer.trainer", "mooring.integrations.lightning", "pytorch_lightning.Trainer is"),
+    ("accelerate.accelerator", "mooring.integrations.accelerate", "accelerate.Accelerator is"),
+    ("deepspeed.runtime.engine", "mooring.integrations.deepspeed", "DeepSpeedEngine is"),
+    ("torch.distributed.checkpoint.state_dict_saver", "mooring.integrations.dcp", "torch.distributed.checkpoint is"),
+    ("torch.utils.data._utils.worker", "mooring.workers.worker_processes", "DataLoader workers are"),
+    (
+        "torchdata.stateful_dataloader.stateful_dataloader",
+        "mooring.workers.worker_processes",
+        "StatefulDataLoader workers are",
+    ),
+    (
+        "torch.distributed.checkpoint._async_process_executor",
+        "mooring.workers.worker_processes",
+        "the checkpoint writer process is",
+    ),
 )
 _PACKAGES = ("mooring", "mooring_api")
 
@@ -80,6 +88,6 @@ def _caller(integration: str) -> "Callable[[ModuleType], None]":
             return
         from importlib import import_module
 
-        import_module(f"mooring.integrations.{integration}").autoload(module)
+        import_module(integration).autoload(module)
 
     return call

@@ -17,16 +17,13 @@ from types import ModuleType
 from typing import Any, Final
 
 from mooring.autoload.post_import import reason
+from mooring.checkpoints.records import read_records
 from mooring.errors import MooringError
-from mooring.framework_run import FrameworkRun
+from mooring.framework_run import FrameworkRun, guarded_save, next_name
 from mooring.gate import Ask
-from mooring.integrations import worker_processes
-from mooring.integrations.guarded_save import guarded_save
-from mooring.integrations.new_objects import protect_new
-from mooring.integrations.next_name import next_name
-from mooring.integrations.ownership import Owner, claim, owns
-from mooring.records import read_records
+from mooring.integrations.ownership import Owner, claim, owns, protect_new
 from mooring.settings import read_settings
+from mooring.workers import worker_processes
 from mooring_api import names
 
 _log: Final = logging.getLogger("mooring")

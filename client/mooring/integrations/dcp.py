@@ -25,7 +25,7 @@ from mooring.integrations.ownership import Owner, owns
 
 _log: Final = logging.getLogger("mooring")
 SAVING: Final = ".saving-"
-"""How a directory begins that a Checkpointer is saving into, see `mooring.local_checkpoints`."""
+"""How a directory begins that a Checkpointer is saving into, see `mooring.checkpoints.local_checkpoints`."""
 _PACKAGE: Final = "torch.distributed.checkpoint"
 _Save = Callable[..., Any]
 _Tell = Callable[[FrameworkRun, Any, Path, int], object]

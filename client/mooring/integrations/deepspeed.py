@@ -13,13 +13,10 @@ from typing import Any, Final
 
 from mooring.autoload.post_import import reason
 from mooring.errors import MooringError
-from mooring.framework_run import FrameworkRun
+from mooring.framework_run import FrameworkRun, guarded_save, next_name
 from mooring.gate import Ask
-from mooring.integrations import worker_processes
-from mooring.integrations.guarded_save import guarded_save
-from mooring.integrations.new_objects import protect_new
-from mooring.integrations.next_name import next_name
-from mooring.integrations.ownership import Owner, claim, owns
+from mooring.integrations.ownership import Owner, claim, owns, protect_new
+from mooring.workers import worker_processes
 
 _log: Final = logging.getLogger("mooring")
 _MARK: Final = "_mooring_training"

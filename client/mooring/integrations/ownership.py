@@ -1,13 +1,19 @@
-"""Which of several nested frameworks speaks for the training loop: the outermost.
+"""Which of several nested frameworks controls the training loop: the outermost.
 
-Hugging Face's Trainer trains with an Accelerator, and that with a DeepSpeedEngine; each of them is protected when it
-is made, and only one may ask at a step, announce a checkpoint and choose what to resume from. The contract: an
-integration calls `claim` for its framework in `install`, for good, as soon as it can protect what it was given; and
-it asks `owns` at every step, save and load, not once, because the inner framework's object is made before the outer
-one's. Where `owns` is false it does what the framework does without Mooring. Knows no framework.
+Hugging Face's Trainer trains with an Accelerator, and that with a DeepSpeedEngine. Each is protected when it is made,
+but only one may ask at a step, announce a checkpoint and choose what to resume from. The contract: an integration
+calls `claim` for its framework in `install`, for good, as soon as it can protect what it was given; and it asks `owns`
+at every step, save and load, because the inner framework's object is made before the outer one's. Where `owns` is
+false it does what the framework does without Mooring. Also hooks constructors, so that every new trainer object is
+protected.
 """
 
+import functools
+from collections.abc import Callable
 from enum import IntEnum
+from typing import Any
+
+from mooring.autoload.post_import import reason, warn
 
 
 class Owner(IntEnum):
@@ -34,3 +40,18 @@ def claim(owner: Owner) -> None:
 def owns(owner: Owner) -> bool:
     """Whether nothing further out than `owner` has claimed this process."""
     return _outermost is None or _outermost <= owner
+
+
+def protect_new(cls: Any, install: Callable[[Any], None]) -> None:
+    """Call `install` with every object of `cls` that is made from now on. What it raises costs one warning."""
+    make = cls.__init__
+
+    @functools.wraps(make)
+    def make_protected(self: Any, *arguments: Any, **keywords: Any) -> None:
+        make(self, *arguments, **keywords)
+        try:
+            install(self)
+        except Exception as error:
+            warn(f"{type(self).__qualname__} is not protected: {reason(error)}")
+
+    cls.__init__ = make_protected

@@ -11,11 +11,11 @@ from typing import Any, Final
 import torch
 
 from mooring.checkpointer import Checkpointer
+from mooring.checkpoints.records import Kind
 from mooring.errors import ErrorKind, VolumeError
-from mooring.integrations import worker_processes
-from mooring.records import Kind
 from mooring.torch_loop.saver import Saver
 from mooring.torch_loop.state import TrainingState
+from mooring.workers import worker_processes
 
 _log: Final = logging.getLogger("mooring")
 

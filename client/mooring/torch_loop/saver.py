@@ -27,8 +27,8 @@ from torch.distributed.checkpoint.planner import SavePlan
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves
 
+from mooring.checkpoint_writer import Saving
 from mooring.errors import ErrorKind, MooringError, UsageError, VolumeError
-from mooring.saving import Saving
 from mooring.torch_loop.storage import Storage
 
 try:

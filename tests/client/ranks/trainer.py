@@ -18,11 +18,13 @@ import torch
 import torch.distributed as distributed
 
 import mooring
-from mooring import channel, job, meeting, saving
+from mooring import checkpoint_writer
+from mooring.agent_client import channel
+from mooring.checkpoints.local_checkpoints import LocalCheckpoints
+from mooring.checkpoints.records import Kind, RecordedFile
 from mooring.framework_run import FrameworkRun
 from mooring.gate import Ask
-from mooring.local_checkpoints import LocalCheckpoints
-from mooring.records import Kind, RecordedFile
+from mooring.ranks import coordinator, rendezvous
 
 RANK = int(os.environ["RANK"])
 
@@ -32,7 +34,7 @@ channel.Channel._call.__kwdefaults__["deadline_seconds"] = 60.0  # type: ignore[
 
 
 if "WRITE_SECONDS" in os.environ:
-    vars(saving)["WRITE_SECONDS"] = float(os.environ["WRITE_SECONDS"])
+    vars(checkpoint_writer)["WRITE_SECONDS"] = float(os.environ["WRITE_SECONDS"])
 
 
 def say(text: str) -> None:
@@ -76,8 +78,8 @@ def checkpointer() -> None:
 
 def checkpointer_that_a_rank_is_late_to_resume() -> None:
     """Rank 1 has come, and resumes when the test says so."""
-    job.PATIENCE_SECONDS = 1.0  # type: ignore[misc]
-    job.RanksJob.agree.__kwdefaults__["seconds"] = 1.0  # type: ignore[index]
+    coordinator.PATIENCE_SECONDS = 1.0  # type: ignore[misc]
+    coordinator.RanksJob.agree.__kwdefaults__["seconds"] = 1.0  # type: ignore[index]
     saver = mooring.Checkpointer()
     assert saver._session.team.job.ranks.world_size == distributed.get_world_size()
     if RANK == 1:
@@ -210,7 +212,7 @@ def framework_that_wrote_nothing() -> None:
 def framework_that_rank_1_does_without() -> None:
     """Rank 0 waits for it a moment at the first question, and goes on like it."""
     if RANK == 0:
-        meeting.meet.__kwdefaults__["seconds"] = 0.5  # type: ignore[index]
+        rendezvous.meet.__kwdefaults__["seconds"] = 0.5  # type: ignore[index]
         run = FrameworkRun.current()
         asked = run.ask(1)
         say(f"{asked} {run.same(1, 'batches')} {run.gather(1, 'state')} {run.admits(2)} {run.ask(2)}")

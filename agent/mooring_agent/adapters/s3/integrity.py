@@ -1,16 +1,20 @@
-"""How a request says what its bytes must be, so that the store refuses others.
+"""Checks of the payload by the store: which ones the store enforces, and the headers that ask for them.
 
-Owns the headers for each integrity of `ports.StoreCapabilities`. A checksum header is signed with all headers: with one
-that the store checks, the payload itself need not be. Functions that read the file block.
+The probe tries out what a store really enforces, instead of believing its name.
 """
 
 import base64
 import hashlib
-from collections.abc import Callable
-from typing import Final
+import secrets
+from collections.abc import Callable, Mapping
+from contextlib import AbstractAsyncContextManager
+from typing import Any, Final
 
 from mooring_agent.adapters.checksum import crc32c, crc64nvme, region_crc32c, region_sha256
+from mooring_agent.core.errors import ErrorKind, StoreError
 from mooring_agent.core.model import Region
+from mooring_agent.core.stored.object_layout import PROBE_PREFIX
+from mooring_agent.ports import StoreCapabilities
 
 UNSIGNED_PAYLOAD: Final = "UNSIGNED-PAYLOAD"
 CHECKSUM_ALGORITHMS: Final = {"crc64nvme": "CRC64NVME", "crc32c": "CRC32C"}
@@ -64,3 +68,110 @@ def declare_bytes(integrity: str, body: bytes, *, flip: int = 0) -> dict[str, st
 
 def _encode(checksum: int, size_bytes: int) -> str:
     return base64.b64encode(checksum.to_bytes(size_bytes, "big")).decode()
+
+
+_BODY: Final = b"Mooring probes what this store enforces."
+_REFUSALS: Final = frozenset({ErrorKind.CORRUPTED_IN_TRANSIT, ErrorKind.REQUEST_REFUSED})
+
+_Request = Callable[[str, str], AbstractAsyncContextManager[object]]
+
+
+async def probe(
+    client: Any,
+    bucket: str,
+    prefix: str,
+    *,
+    write_arguments: Mapping[str, str],
+    fallback: str,
+    request: _Request,
+) -> StoreCapabilities:
+    """Raises StoreError if the store cannot be written at all. `fallback` is the integrity if it checks no checksum."""
+    experiment = _Experiment(client, bucket, prefix, write_arguments, request)
+    integrity = fallback
+    for candidate in CHECKSUM_ALGORITHMS:
+        if await experiment.object_is_checked(candidate) and await experiment.part_is_checked(candidate):
+            integrity = candidate
+            break
+    return StoreCapabilities(conditional_put=await experiment.condition_holds(), integrity=integrity)
+
+
+class _Experiment:
+    """Each method leaves nothing behind. Keys are unique: many agents may probe at the same time."""
+
+    def __init__(
+        self, client: Any, bucket: str, prefix: str, write_arguments: Mapping[str, str], request: _Request
+    ) -> None:
+        self._client = client
+        self._request = request
+        self._key = f"{PROBE_PREFIX}{secrets.token_hex(8)}"
+        self._target = {"Bucket": bucket, "Key": prefix + self._key}
+        self._write_arguments = write_arguments
+
+    async def object_is_checked(self, integrity: str) -> bool:
+        try:
+            if not await self._refuses_put(**declare_bytes(integrity, _BODY, flip=1)):
+                return False
+            return not await self._refuses_put(**declare_bytes(integrity, _BODY))
+        finally:
+            await self._delete()
+
+    async def part_is_checked(self, integrity: str) -> bool:
+        try:
+            async with self._request("CreateMultipartUpload", self._key):
+                answer = await self._client.create_multipart_upload(
+                    **self._target, **self._write_arguments, **declare_upload(integrity)
+                )
+        except StoreError as error:
+            if error.kind in _REFUSALS:
+                return False
+            raise
+        upload = answer["UploadId"]
+        try:
+            if not await self._refuses_part(upload, **declare_bytes(integrity, _BODY, flip=1)):
+                return False
+            return not await self._refuses_part(upload, **declare_bytes(integrity, _BODY))
+        finally:
+            async with self._request("AbortMultipartUpload", self._key):
+                await self._client.abort_multipart_upload(**self._target, UploadId=upload)
+
+    async def condition_holds(self) -> bool:
+        """The first conditional put must pass and the second must not. A store that knows none refuses the first."""
+        try:
+            if await self._refuses_put(IfNoneMatch="*"):
+                return False
+            try:
+                return await self._refuses_put(IfNoneMatch="*")
+            except StoreError as error:
+                if error.kind is ErrorKind.ALREADY_EXISTS:
+                    return True
+                raise
+        finally:
+            await self._delete()
+
+    async def _refuses_put(self, **arguments: str) -> bool:
+        try:
+            async with self._request("PutObject", self._key):
+                await self._client.put_object(**self._target, **self._write_arguments, **arguments, Body=_BODY)
+        except StoreError as error:
+            if error.kind in _REFUSALS:
+                return True
+            raise
+        return False
+
+    async def _refuses_part(self, upload: str, **arguments: str) -> bool:
+        try:
+            async with self._request("UploadPart", self._key):
+                await self._client.upload_part(**self._target, UploadId=upload, PartNumber=1, Body=_BODY, **arguments)
+        except StoreError as error:
+            if error.kind in _REFUSALS:
+                return True
+            raise
+        return False
+
+    async def _delete(self) -> None:
+        try:
+            async with self._request("DeleteObject", self._key):
+                await self._client.delete_object(**self._target)
+        except StoreError as error:
+            if error.kind is not ErrorKind.NOT_FOUND:
+                raise

@@ -27,14 +27,14 @@ from mooring_agent.adapters.s3.integrity import (
     declare_bytes,
     declare_region,
     declare_upload,
+    probe,
 )
 from mooring_agent.adapters.s3.listings import Listings
-from mooring_agent.adapters.s3.probe import probe
 from mooring_agent.adapters.transfer.direct import Body, DirectTransfer, Transfer
-from mooring_agent.adapters.transfer.silence import Silence
+from mooring_agent.adapters.transfer.stall_timeout import Silence
 from mooring_agent.core.errors import ErrorKind, StoreError
 from mooring_agent.core.model import Region
-from mooring_agent.core.settings import StoreSettings
+from mooring_agent.core.settings.values import StoreSettings
 from mooring_agent.ports import ObjectInfo, PartInfo, StoreCapabilities, UploadInfo
 
 logger = structlog.get_logger(__name__)

@@ -11,13 +11,10 @@ from aiohttp.payload import PAYLOAD_REGISTRY
 
 from mooring_agent.adapters.rate_limit import RateLimiter
 from mooring_agent.adapters.region_file import RegionFile
-from mooring_agent.adapters.transfer.body import FileBody
-from mooring_agent.adapters.transfer.buffers import BufferPool
-from mooring_agent.adapters.transfer.bytes_body import BytesBody
 from mooring_agent.adapters.transfer.receiving import download
 from mooring_agent.adapters.transfer.sending import BodyPayload
-from mooring_agent.adapters.transfer.silence import Silence
-from mooring_agent.adapters.transfer.upload_body import BUFFER_BYTES, UploadBody
+from mooring_agent.adapters.transfer.stall_timeout import Silence
+from mooring_agent.adapters.transfer.upload_body import BUFFER_BYTES, BufferPool, BytesBody, FileBody, UploadBody
 from mooring_agent.core.errors import MooringError
 from mooring_agent.core.model import Region
 

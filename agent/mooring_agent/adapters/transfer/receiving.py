@@ -18,9 +18,9 @@ import aiohttp
 from aiohttp.client_proto import ResponseHandler
 
 from mooring_agent.adapters.checksum import crc64nvme
-from mooring_agent.adapters.transfer.buffers import BufferPool
-from mooring_agent.adapters.transfer.silence import Silence
 from mooring_agent.adapters.transfer.sink import Sink
+from mooring_agent.adapters.transfer.stall_timeout import Silence
+from mooring_agent.adapters.transfer.upload_body import BufferPool
 
 _BUFFERS: Final = 2
 

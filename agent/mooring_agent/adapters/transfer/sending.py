@@ -17,9 +17,8 @@ from aiohttp.abc import AbstractStreamWriter
 from aiohttp.http_writer import StreamWriter
 from aiohttp.payload import Payload
 
-from mooring_agent.adapters.transfer.body import FileBody
 from mooring_agent.adapters.transfer.tls_transport import TlsTransport
-from mooring_agent.adapters.transfer.upload_body import UploadBody
+from mooring_agent.adapters.transfer.upload_body import FileBody, UploadBody
 
 
 class BodyPayload(Payload):

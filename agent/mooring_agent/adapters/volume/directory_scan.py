@@ -1,4 +1,4 @@
-"""The watched directory as values for `core.directory_rules`: names, sizes, times, what each format says of its end.
+"""The watched directory as values for `core.watch.directory_rules`: names, sizes, times, what formats say of their end.
 
 Reads little of each file, once per content. Invariants: what vanishes meanwhile is simply not in the snapshot, which
 then differs from the last one; no link is followed out of a candidate, and a link is never a candidate itself.
@@ -18,10 +18,10 @@ import msgspec
 
 from mooring_agent.adapters.volume.shared_volume import Folder, open_volume
 from mooring_agent.adapters.volume.source_walk import resolve_source
-from mooring_agent.core.directory_rules import candidate
-from mooring_agent.core.directory_snapshot import DirectorySnapshot, FileSnapshot, Proof
 from mooring_agent.core.errors import ErrorKind, MooringError
 from mooring_agent.core.limits import SAFETENSORS_HEADER_BYTES, TRAINER_STATE_BYTES
+from mooring_agent.core.watch.checkpoint_layouts import DirectorySnapshot, FileSnapshot, Proof
+from mooring_agent.core.watch.directory_rules import candidate
 
 _ZIP_SUFFIXES: Final = (".pt", ".pth", ".ckpt", ".bin", ".pkl")
 _ZIP_START: Final = b"PK\x03\x04"

@@ -1,9 +1,12 @@
-"""How full the volume is, counted as kubelet counts it: sizeLimit is not visible in statvfs, so we add up the blocks.
+"""How full the volume is, and a reserve of a few megabytes for when it is full.
 
-Owns the walk. Knows nothing of budgets. Invariants: a file with several hard links counts once; what vanishes during
-the walk is not an error; other filesystems mounted below the volume are not counted.
+Usage is counted as kubelet counts it: statvfs does not show a sizeLimit, so the blocks of all files are added up. A
+file with several hard links counts once, other filesystems below the volume do not count, and files may vanish during
+the walk. The reserve is given up on a full disk, so that a just-in-time save can still be announced: its directory
+entries, descriptor and journal records need a few blocks. The reserve file is allocated whole or absent.
 """
 
+import contextlib
 import errno
 import os
 import stat
@@ -14,8 +17,9 @@ from typing import Final
 import structlog
 
 from mooring_agent.adapters.volume.errors import volume_error
-from mooring_agent.adapters.volume.shared_volume import open_volume
+from mooring_agent.adapters.volume.shared_volume import PARTIAL_SUFFIX, open_volume
 from mooring_agent.ports import DiskReading
+from mooring_api.names import RESERVE, STATE_DIRECTORY
 
 _BLOCK_BYTES: Final = 512
 # Gone meanwhile, replaced by a link meanwhile, or another filesystem.
@@ -77,3 +81,44 @@ class VolumeMeter:
                 reason=str(error),
                 hint="what it holds is not counted: give the agent the trainer's UID or GID if that is much",
             )
+
+
+RESERVE_BYTES: Final = 8 * 1024 * 1024
+
+
+class Reserve:
+    """`keep` and `spend` are idempotent and may be called from any thread."""
+
+    def __init__(self, volume: Path) -> None:
+        self._volume = volume
+        self._path = f"{STATE_DIRECTORY}/{RESERVE}"
+
+    def keep(self) -> None:
+        """Set the room aside again if it is not there; a volume without room for it goes without."""
+        partial = self._path + PARTIAL_SUFFIX
+        try:
+            with open_volume(self._volume) as root:
+                if root.exists(self._path):
+                    return
+                try:
+                    with root.opened_file(partial, os.O_WRONLY | os.O_CREAT, 0o600) as descriptor:
+                        os.posix_fallocate(descriptor, 0, RESERVE_BYTES)
+                    root.rename(partial, root, self._path)
+                except OSError:
+                    with contextlib.suppress(OSError):
+                        root.unlink(partial)
+                    raise
+        except OSError as error:
+            _log.warning("reserve_not_kept", path=f"{self._volume}/{self._path}", reason=str(error))
+
+    def spend(self) -> bool:
+        """Give the room up; False if there was none to give."""
+        try:
+            with open_volume(self._volume) as root:
+                if not root.exists(self._path):
+                    return False
+                root.unlink(self._path)
+        except OSError:
+            return False
+        _log.warning("reserve_spent", path=f"{self._volume}/{self._path}")
+        return True

@@ -18,7 +18,7 @@ from mooring_agent.adapters.volume.errors import volume_error
 from mooring_agent.adapters.volume.shared_volume import Folder, open_volume
 from mooring_agent.core.errors import ErrorKind, RequestError, VolumeError
 from mooring_agent.core.limits import FILES_PER_RANK, PATH_LEVELS
-from mooring_agent.core.object_layout import check_file_path
+from mooring_agent.core.stored.object_layout import check_file_path
 from mooring_api.names import STATE_DIRECTORY
 
 _MOST_LINKS: Final = 40

@@ -24,11 +24,10 @@ from typing import Final
 
 import structlog
 
-from mooring_agent.adapters.volume.content_signature import content_signature
+from mooring_agent.adapters.volume.content_check import check_sent, content_signature, rewritten_in_place
+from mooring_agent.adapters.volume.disk import Reserve
 from mooring_agent.adapters.volume.errors import volume_error
-from mooring_agent.adapters.volume.pinning import Pinner
-from mooring_agent.adapters.volume.reserve import Reserve
-from mooring_agent.adapters.volume.second_look import check_sent, rewritten_in_place
+from mooring_agent.adapters.volume.pinning import Pinner, encode_descriptor, read_descriptor
 from mooring_agent.adapters.volume.shared_volume import (
     PARTIAL_SUFFIX,
     Folder,
@@ -36,11 +35,10 @@ from mooring_agent.adapters.volume.shared_volume import (
     open_volume,
 )
 from mooring_agent.adapters.volume.source_walk import resolve_source, resolve_sources
-from mooring_agent.adapters.volume.staged_descriptor import encode_descriptor, read_descriptor
-from mooring_agent.core.commit import DIFFERENT_FILES_HINT
 from mooring_agent.core.errors import ErrorKind, MooringError, RequestError, VolumeError
 from mooring_agent.core.model import RankManifest, StagedFile
-from mooring_agent.core.object_layout import check_token
+from mooring_agent.core.stored.commit import DIFFERENT_FILES_HINT
+from mooring_agent.core.stored.object_layout import check_token
 from mooring_agent.ports import StagedDescriptor, StageRequest
 from mooring_api.names import STAGED_DIRECTORY, STATE_DIRECTORY
 

@@ -1,9 +1,9 @@
 """Finds complete checkpoints of programs that never call us, in the directory they write them to.
 
-Owns when to look and what was reported; `core.directory_rules` owns what counts as complete. Only direct entries of the
-directory are checkpoints. Invariants: a content is reported once; two scans are never closer than the busy interval,
-nor, where a scan takes long, than ten times that, up to the idle interval; events only hasten a scan, so losing them
-costs at most the idle interval.
+Owns when to look and what was reported; `core.watch.directory_rules` owns what counts as complete. Only direct entries
+of the directory are checkpoints. Invariants: a content is reported once; two scans are never closer than the busy
+interval, nor, where a scan takes long, than ten times that, up to the idle interval; events only hasten a scan, so
+losing them costs at most the idle interval.
 """
 
 import asyncio
@@ -21,9 +21,8 @@ import structlog
 
 from mooring_agent.adapters.volume.directory_hints import DirectoryHints
 from mooring_agent.adapters.volume.directory_scan import DirectoryScanner
-from mooring_agent.core.checkpoint_layouts import UNKNOWN_WORLD
-from mooring_agent.core.directory_rules import LARGEST_STEP, Observation, Verdict, judge
-from mooring_agent.core.directory_snapshot import DirectorySnapshot
+from mooring_agent.core.watch.checkpoint_layouts import UNKNOWN_WORLD, DirectorySnapshot
+from mooring_agent.core.watch.directory_rules import LARGEST_STEP, Observation, Verdict, judge
 
 # What two looks find the same is not being written.
 _LOOKS_WITHOUT_WRITERS: Final = 2

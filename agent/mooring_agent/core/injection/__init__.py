@@ -1,1 +1,1 @@
-"""What `core/annotations.py` and `core/pod_mutation.py` are made of: one question about a pod in each module."""
+"""The injection: from a pod and its annotations to a JSON Patch, or to the reasons why there is none."""

@@ -1,17 +1,79 @@
-"""What of a pod forbids the injection, and what its author may not have meant.
+"""What in a pod forbids the injection, what its author may not have meant, and the pod's place in its job.
 
-Owns the rules that need no change to be planned; others are found where the change is made.
+The place comes from labels: the variables by which launchers identify a rank reach only the trainer's container, and
+often only when it starts.
 """
 
 from collections.abc import Iterator, Mapping
 from typing import Any, Final
 
-from mooring_agent.core.injection import job_place, pod_volumes
-from mooring_agent.core.injection.checkpoint_place import CheckpointPlace, ephemeral_limit
-from mooring_agent.core.injection.pod_shape import present
+from mooring_agent.core.errors import MooringError
+from mooring_agent.core.injection import volumes
+from mooring_agent.core.injection.pod import MESH_PROXIES, OURS, is_at_or_below, others, present
 from mooring_agent.core.injection.spec import Injection
-from mooring_agent.core.injection.trainer_container import MESH_PROXIES, OURS, is_at_or_below, others
+from mooring_agent.core.injection.volumes import CheckpointPlace, ephemeral_limit
+from mooring_agent.core.stored.object_layout import check_token
 from mooring_api.names import ANNOTATION_INJECT, ANNOTATION_PREFIX
+
+_COMPLETION_INDEX: Final = "batch.kubernetes.io/job-completion-index"
+_JOBSET: Final = "jobset.sigs.k8s.io/"
+_TRAINING: Final = "training.kubeflow.org/"
+_LEADER_WORKER: Final = "leaderworkerset.sigs.k8s.io/"
+_STATEFUL_SET: Final = "apps.kubernetes.io/"
+
+
+def node_rank(metadata: Mapping[str, Any]) -> int | None:
+    """0 in exactly one pod of the job, which is what matters; None where nothing says it."""
+    labels = present(metadata, "labels", {})
+    completion = _index(present(metadata, "annotations", {}), _COMPLETION_INDEX)
+    if completion is None:
+        completion = _index(labels, _COMPLETION_INDEX)
+    # Not job-global-index: of a TrainJob's initializers, which come first, none has an agent.
+    job = _index(labels, f"{_JOBSET}job-index")
+    if job is not None:
+        return job + (completion or 0)
+    if completion is not None:
+        return completion
+    found = (
+        _index(labels, f"{_LEADER_WORKER}worker-index"),
+        _replica(labels),
+        _index(labels, f"{_STATEFUL_SET}pod-index"),
+    )
+    return next((index for index in found if index is not None), None)
+
+
+def attempt(metadata: Mapping[str, Any]) -> str:
+    """Unique to one start of the job and the same on all its pods. Empty where nothing says it: no pin then."""
+    labels = present(metadata, "labels", {})
+    uid, restart = labels.get(f"{_JOBSET}jobset-uid"), _index(labels, f"{_JOBSET}restart-attempt")
+    if not uid or restart is None:
+        return ""
+    try:
+        return check_token(f"{uid}-{restart}", "attempt")
+    except MooringError:
+        return ""
+
+
+def is_one_of_many(metadata: Mapping[str, Any]) -> bool:
+    """Whether there may be other pods like this one at the same time."""
+    return node_rank(metadata) is not None
+
+
+def _replica(labels: Mapping[str, str]) -> int | None:
+    """Of Kubeflow's training operator. Where there is no master, it calls the first worker so by its role."""
+    index = _index(labels, f"{_TRAINING}replica-index")
+    if index is None:
+        return None
+    kind = labels.get(f"{_TRAINING}replica-type", "").lower()
+    if labels.get(f"{_TRAINING}job-role") == "master" or kind in ("master", "chief"):
+        return 0
+    return index if "mpi" in labels.get(f"{_TRAINING}operator-name", "") else index + 1
+
+
+def _index(texts: Mapping[str, str], key: str) -> int | None:
+    text = texts.get(key, "")
+    return int(text) if text.isascii() and text.isdecimal() and len(text) < 10 else None
+
 
 _IN_OUR_IMAGE: Final = (
     "/bin",
@@ -45,7 +107,7 @@ def impossible(spec: Mapping[str, Any], injection: Injection, *, injected: bool)
         return
     all_names = (
         (one.get("name"), kind, ours)
-        for kind, ours in (("initContainers", OURS), ("containers", OURS), ("volumes", pod_volumes.OURS))
+        for kind, ours in (("initContainers", OURS), ("containers", OURS), ("volumes", volumes.OURS))
         for one in present(spec, kind, [])
     )
     for name, kind, ours in all_names:
@@ -81,7 +143,7 @@ def _overlap(one: str, other: str) -> bool:
 
 def doubtful(metadata: Mapping[str, Any], spec: Mapping[str, Any], place: CheckpointPlace) -> Iterator[str]:
     """What works, and may not be what the user means."""
-    if place.outlives_pod and job_place.is_one_of_many(metadata):
+    if place.outlives_pod and is_one_of_many(metadata):
         yield (
             f"checkpoints lie on the volume {place.volume}: pods that run at the same time must not share it; "
             "give each its own, or leave it to Mooring's emptyDir"

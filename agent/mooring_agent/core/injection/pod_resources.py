@@ -9,12 +9,9 @@ from decimal import Decimal
 from enum import StrEnum
 from typing import Any, Final
 
-from mooring_agent.core.injection.checkpoint_place import ephemeral_limit
-from mooring_agent.core.injection.findings import Findings
-from mooring_agent.core.injection.pod_shape import present
-from mooring_agent.core.injection.quantity import quantity_or_nothing
+from mooring_agent.core.injection.pod import Container, Findings, others, present, quantity_or_nothing
 from mooring_agent.core.injection.spec import Injection, InjectionDefaults
-from mooring_agent.core.injection.trainer_container import Container, others
+from mooring_agent.core.injection.volumes import ephemeral_limit
 
 REQUESTED_CPU: Final = "250m"
 GUARANTEED_CPU: Final = "500m"

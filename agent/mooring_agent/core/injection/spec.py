@@ -1,7 +1,7 @@
 """What an injection is made of: what the cluster's admin decided, what a pod's annotations ask for, and the answers.
 
-Owns values only. `core.annotations` reads them, `core.pod_mutation` turns them into a patch, `core.admission_review`
-answers the API server with them.
+Owns values only. `core.injection.annotations` reads them, `core.injection.mutation` turns them into a patch,
+`core.injection.admission_review` answers the API server with them.
 """
 
 from collections.abc import Mapping

@@ -7,10 +7,8 @@ first: the user's may refer to them, and ours refer to none.
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
-from mooring_agent.core.injection.checkpoint_place import CheckpointPlace
-from mooring_agent.core.injection.findings import Findings
-from mooring_agent.core.injection.pod_shape import present
-from mooring_agent.core.injection.trainer_container import Container, plain, value_of, variable
+from mooring_agent.core.injection.pod import Container, Findings, plain, present, value_of, variable
+from mooring_agent.core.injection.volumes import CheckpointPlace
 from mooring_api import names
 
 _PREFIX: Final = "MOORING_"

@@ -10,8 +10,7 @@ from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
-from mooring.integrations.new_objects import protect_new
-from mooring.integrations.ownership import Owner, claim
+from mooring.integrations.ownership import Owner, claim, protect_new
 
 _PROTECTION = "_mooring_protection"
 _NEEDED = ("_maybe_log_save_evaluate", "_save_checkpoint", "_evaluate", "_determine_best_metric", "_get_output_dir")

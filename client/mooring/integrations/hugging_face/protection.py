@@ -1,12 +1,16 @@
 """What becomes of one Trainer: it resumes, its checkpoints are announced, and it stops just in time.
 
-Owns the order in which a Trainer's step ends: log, evaluate, save. A just-in-time save comes before the evaluation that
-is due, for which there may be no time, and that is then made up for when training is resumed: only so are the random
-generators, the learning rate and the choice of the best model those of an uninterrupted run. That it is due is said
-where the Trainer itself says so, in the TrainerControl of trainer_state.json. Must not know what else is saved.
+Owns the order in which a Trainer's step ends: log, evaluate, save. A just-in-time save comes before the evaluation
+that is due, for which there may be no time; the evaluation is made up for on resume. Only so are the random
+generators, the learning rate and the choice of the best model those of an uninterrupted run. That it is due is
+recorded where the Trainer itself records it, in the TrainerControl of trainer_state.json. Replaces the Trainer's own
+just-in-time saving (`enable_jit_checkpoint`), which stops each rank by itself and hangs when only one rank gets
+SIGTERM.
 """
 
 import logging
+import signal
+import threading
 from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import ExitStack
@@ -15,14 +19,25 @@ from typing import Any, Final
 
 from mooring import random_generators
 from mooring.autoload.post_import import reason, warn
+from mooring.checkpoints.records import Kind
 from mooring.errors import MooringError
 from mooring.framework_run import FrameworkRun
 from mooring.gate import Ask
-from mooring.integrations.hugging_face.own_just_in_time import remove_own_just_in_time
 from mooring.integrations.ownership import Owner, owns
-from mooring.records import Kind
 
 _log: Final = logging.getLogger("mooring")
+
+
+def remove_own_just_in_time(callback_handler: Any) -> None:
+    """Remove its callback, and give SIGTERM back to whoever had it before."""
+    for callback in list(callback_handler.callbacks):
+        if type(callback).__name__ != "JITCheckpointCallback":
+            continue
+        callback_handler.remove_callback(callback)
+        previous = callback.jit_manager._original_sigterm_handler
+        if threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGTERM, signal.SIG_DFL if previous is None else previous)
+        _log.info("enable_jit_checkpoint is replaced by Mooring's just-in-time save, on all ranks at one step")
 
 
 class _EvaluationLeftError(Exception):

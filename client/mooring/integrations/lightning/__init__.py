@@ -11,8 +11,7 @@ from typing import Any, Final
 
 from mooring.autoload.post_import import warn
 from mooring.integrations.lightning.protection import Protection, make_protection
-from mooring.integrations.new_objects import protect_new
-from mooring.integrations.ownership import Owner, claim
+from mooring.integrations.ownership import Owner, claim, protect_new
 
 _MODULE: Final = ".trainer.trainer"
 """Behind the package's name: where both packages have their Trainer."""

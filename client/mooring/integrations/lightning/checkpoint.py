@@ -8,8 +8,8 @@ import io
 from concurrent.futures import Future
 from typing import Any, Final
 
+from mooring.checkpoints.records import Kind
 from mooring.framework_run import FrameworkRun
-from mooring.records import Kind
 
 _BEGUN: Final = {"ready": 1, "started": 1, "processed": 0, "completed": 0}
 """The progress of an evaluation in its first batch."""

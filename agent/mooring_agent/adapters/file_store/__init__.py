@@ -1,0 +1,1 @@
+"""A directory as the destination."""

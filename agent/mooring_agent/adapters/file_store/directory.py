@@ -1,0 +1,378 @@
+"""Objects as files below a directory: the blocking half of `filesystem_store`.
+
+Owns the mapping of keys to files and how a file appears whole or not at all: written aside, fsynced, renamed, directory
+fsynced. Invariants: no reader ever sees half an object; no key leads out of the root; everything that is not an object
+lies in `.mooring/uploads/`, which listings hide; only a regular file whose name may be a key is an object, so nothing
+here waits for what others put there. An ETag is the identity of the file that holds the object. Raises OSError, and
+StoreError where the world has a word of its own.
+"""
+
+import os
+import secrets
+import stat
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final, TypeVar
+
+from mooring_agent.adapters.durable_files import (
+    make_folder,
+    not_found,
+    opened,
+    opened_regular,
+    sync_folder,
+    write_all,
+    write_durably,
+)
+from mooring_agent.core.errors import ErrorKind, StoreError
+from mooring_agent.core.limits import PIN_BYTES, Count
+from mooring_agent.core.stored import checked_json
+from mooring_agent.core.stored.checked_json import UndecodableError
+from mooring_agent.core.stored.object_layout import KEY_BYTES
+from mooring_agent.ports import ObjectInfo, PartInfo, UploadInfo
+from mooring_api.names import STATE_DIRECTORY
+
+_Record = TypeVar("_Record")
+_Result = TypeVar("_Result")
+
+_UPLOADS: Final = f"{STATE_DIRECTORY}/uploads"
+_DATA: Final = "data"
+_DESCRIPTION: Final = "upload.json"
+_PART: Final = "part-{number:05d}"
+_PARTS: Final = "part-[0-9]*[0-9]"
+_ASIDE: Final = "put-"
+_LEFTOVER_AGE_SECONDS: Final = 24 * 3600.0
+_DIRECTORY_RACES: Final = 64
+"""How often a folder may vanish under us because a delete found it empty just then."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Description:
+    """Beside an upload's data: which object it will be."""
+
+    key: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _PartRecord:
+    """Beside an upload's data: which of its bytes a part has brought."""
+
+    offset: Count
+    size: Count
+    etag: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Part:
+    info: PartInfo
+    offset_bytes: int
+
+
+class ObjectDirectory:
+    """One destination's folder."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        self._uploads = root / _UPLOADS
+
+    def path(self, key: str) -> Path:
+        """Where an object may be written; REQUEST_REFUSED for a key that would lead elsewhere."""
+        path = self._place(key)
+        if not self._holds(path.parent):
+            raise StoreError(ErrorKind.REQUEST_REFUSED, f"{key!r} would lead out of {self.root}")
+        return path
+
+    def _place(self, key: str) -> Path:
+        """By what is written; a link below the root may lead elsewhere."""
+        parts = key.split("/")
+        path = self.root.joinpath(*parts)
+        inside = (
+            all(parts)
+            and not {".", ".."} & set(parts)
+            and "\0" not in key
+            and self._uploads != path
+            and self._uploads not in path.parents
+        )
+        if not inside:
+            raise StoreError(ErrorKind.REQUEST_REFUSED, f"{key!r} would lead out of {self.root}")
+        return path
+
+    def _holds(self, folder: Path) -> bool:
+        """With every symbolic link on the way followed."""
+        return Path(os.path.realpath(folder)).is_relative_to(os.path.realpath(self.root))
+
+    @contextmanager
+    def opened_to_read(self, key: str) -> Iterator[int]:
+        """FileNotFoundError for what is no object: a link, a folder, a pipe, which would be waited for."""
+        with opened_regular(self._path_of_object(key)) as descriptor:
+            yield descriptor
+
+    def read(self, key: str, limit_bytes: int) -> bytes:
+        """All of an object; REQUEST_REFUSED if it is larger than `limit_bytes`."""
+        with self.opened_to_read(key) as descriptor, open(descriptor, "rb", closefd=False) as file:
+            body = file.read(limit_bytes + 1)
+            if len(body) <= limit_bytes:
+                return body
+            size_bytes = os.fstat(descriptor).st_size
+        raise StoreError(
+            ErrorKind.REQUEST_REFUSED,
+            f"{self.path(key)} has {size_bytes} bytes, more than {limit_bytes}",
+            hint="it is not what Mooring wrote: see who else writes below the destination",
+        )
+
+    def _path_of_object(self, key: str) -> Path:
+        path = self._place(key)
+        if not self._holds(path.parent) or not stat.S_ISREG(path.lstat().st_mode):
+            raise not_found(path)
+        return path
+
+    def write(self, key: str, body: bytes | bytearray, *, if_absent: bool) -> str:
+        aside = self.new_aside()
+        try:
+            with opened(aside, os.O_WRONLY) as descriptor:
+                write_all(descriptor, body, 0)
+            return self.publish(aside, key, if_absent=if_absent)
+        finally:
+            aside.unlink(missing_ok=True)
+
+    def new_aside(self) -> Path:
+        """An empty file that is no object yet."""
+        self._uploads.mkdir(parents=True, exist_ok=True)
+        aside = self._uploads / f"{_ASIDE}{secrets.token_hex(16)}"
+        aside.touch(exist_ok=False)
+        return aside
+
+    def publish(self, aside: Path, key: str, *, if_absent: bool = False) -> str:
+        """Make the file the object, durably; returns its ETag."""
+        target = self.path(key)
+        with opened(aside, os.O_RDWR) as descriptor:
+            os.fsync(descriptor)
+            etag = _identity(os.fstat(descriptor))
+        for _ in range(_DIRECTORY_RACES):
+            make_folder(target.parent)
+            try:
+                if if_absent:
+                    os.link(aside, target)
+                else:
+                    aside.replace(target)
+            except FileNotFoundError:
+                continue
+            except FileExistsError as error:
+                raise StoreError(ErrorKind.ALREADY_EXISTS, f"{target} exists already") from error
+            for folder in (target.parent, *target.parent.parents):
+                sync_folder(folder)
+                if folder == self.root:
+                    return etag
+        raise StoreError(ErrorKind.STORE_FAILED, f"{target.parent} is removed again and again")
+
+    def create_upload(self, key: str) -> str:
+        self.path(key)
+        upload_id = secrets.token_hex(16)
+        folder = self._uploads / upload_id
+        folder.mkdir(parents=True)
+        (folder / _DATA).touch()
+        write_durably(folder / _DESCRIPTION, checked_json.encode(_Description(key)))
+        sync_folder(self._uploads)
+        return upload_id
+
+    def upload_data(self, key: str, upload_id: str) -> Path:
+        """The file that will be the object; UPLOAD_LOST if the upload is over."""
+        folder = self._uploads / upload_id
+        described = self._read_record(folder / _DESCRIPTION, _Description) if folder.parent == self._uploads else None
+        if described != _Description(key):
+            raise _upload_lost(key, upload_id)
+        return folder / _DATA
+
+    def record_part(self, key: str, upload_id: str, number: int, offset_bytes: int, size_bytes: int, etag: str) -> None:
+        """The part's bytes are in place: make them durable, then say so."""
+        data = self.upload_data(key, upload_id)
+        with opened(data, os.O_RDWR) as descriptor:
+            os.fdatasync(descriptor)
+        record = _PartRecord(offset=offset_bytes, size=size_bytes, etag=etag)
+        write_durably(data.with_name(_PART.format(number=number)), checked_json.encode(record))
+
+    def parts(self, key: str, upload_id: str) -> Sequence[_Part]:
+        folder = self.upload_data(key, upload_id).parent
+        parts = []
+        for file in sorted(folder.glob(_PARTS)):
+            record = self._read_record(file, _PartRecord)
+            if record is None:
+                continue
+            number = int(file.name.rpartition("-")[2])
+            info = PartInfo(number=number, size_bytes=record.size, etag=record.etag)
+            parts.append(_Part(info=info, offset_bytes=record.offset))
+        return parts
+
+    def complete_upload(self, key: str, upload_id: str, etags: Sequence[str]) -> str:
+        data = self.upload_data(key, upload_id)
+        parts = self.parts(key, upload_id)
+        if [part.info.etag for part in parts] != list(etags):
+            raise _upload_lost(key, upload_id)
+        end = 0
+        for part in parts:
+            if part.offset_bytes != end:
+                raise StoreError(ErrorKind.REQUEST_REFUSED, f"{key}: part {part.info.number} does not follow the last")
+            end += part.info.size_bytes
+        os.truncate(data, end)
+        etag = self.publish(data, key)
+        _forget(data.parent)
+        return etag
+
+    def abort_upload(self, key: str, upload_id: str) -> None:
+        if key == f"{_UPLOADS}/{upload_id}" and "/" not in upload_id:
+            self._remove_leftover(self.root / key)
+            return
+        with suppress(StoreError):
+            _forget(self.upload_data(key, upload_id).parent)
+
+    def uploads(self, prefix: str) -> Sequence[UploadInfo]:
+        """Also what a crash has left of one, or of an object that was written aside, by its own path as the key."""
+        uploads = [
+            UploadInfo(key=key, upload_id=leftover.name, started_at=started_at)
+            for leftover, started_at in self._leftovers()
+            if (key := f"{_UPLOADS}/{leftover.name}").startswith(prefix)
+        ]
+        for description in self._uploads.glob(f"*/{_DESCRIPTION}"):
+            described = self._read_record(description, _Description)
+            with suppress(FileNotFoundError):
+                started_at = description.lstat().st_mtime
+                if described and described.key.startswith(prefix):
+                    upload_id = description.parent.name
+                    uploads.append(UploadInfo(key=described.key, upload_id=upload_id, started_at=started_at))
+        return sorted(uploads, key=lambda upload: (upload.key.encode(), upload.upload_id))
+
+    def head(self, key: str) -> ObjectInfo:
+        return _info(key, self._path_of_object(key).lstat())
+
+    def listing(self, prefix: str) -> Sequence[ObjectInfo]:
+        folder, _, _ = prefix.rpartition("/")
+        start = self.root.joinpath(*folder.split("/")) if folder else self.root
+        if not self._holds(start):
+            return []
+        found = self._walk(start, f"{folder}/" if folder else "")
+        return [info for info in found if info.key.startswith(prefix)]
+
+    def find(self, read: Callable[[], _Result]) -> _Result:
+        """What `read` returns; NOT_FOUND if there is no such object, BUCKET_MISSING if the root is not there either."""
+        try:
+            return read()
+        except FileNotFoundError as error:
+            self._check_root()
+            raise StoreError(ErrorKind.NOT_FOUND, f"{error.filename}: {error.strerror}") from error
+
+    def delete(self, key: str) -> None:
+        """Remove the object and the folders that it leaves empty: a bucket has none either."""
+        path = self.path(key)
+        path.unlink(missing_ok=True)
+        for folder in path.parents:
+            if folder == self.root:
+                return
+            try:
+                folder.rmdir()
+            except OSError:
+                return
+
+    def remove_leftovers(self) -> None:
+        """What a crash left, once it is old enough to be nobody's."""
+        limit = time.time() - _LEFTOVER_AGE_SECONDS
+        for leftover, started_at in self._leftovers():
+            if started_at < limit:
+                self._remove_leftover(leftover)
+
+    def _leftovers(self) -> Iterator[tuple[Path, float]]:
+        """What is being written aside, or was; and uploads without a description, half-made or half-forgotten."""
+        for path in self._uploads.glob("*"):
+            with suppress(FileNotFoundError):
+                status = path.stat(follow_symlinks=False)
+                described = stat.S_ISDIR(status.st_mode) and (path / _DESCRIPTION).exists()
+                if not described:
+                    yield path, status.st_mtime
+
+    def _remove_leftover(self, path: Path) -> None:
+        with suppress(FileNotFoundError):
+            if path.is_dir() and not path.is_symlink():
+                if not (path / _DESCRIPTION).exists():
+                    _forget(path)
+            else:
+                path.unlink()
+
+    def _check_root(self) -> None:
+        """BUCKET_MISSING unless there is a folder: what lies below a mount that is away is not gone."""
+        if not self.root.is_dir():
+            raise StoreError(
+                ErrorKind.BUCKET_MISSING,
+                f"there is no folder {self.root}",
+                hint="see that it is written right and mounted; a new one is made by its first run, or by mkdir",
+            )
+
+    def _walk(self, folder: Path, prefix: str) -> Iterator[ObjectInfo]:
+        """In the order of keys: a folder sorts as its name with the slash that follows it."""
+        # A stack, the next one last: folders may be nested deeper than functions.
+        waiting = [prefix]
+        while waiting:
+            key = waiting.pop()
+            path = folder / key[len(prefix) :]
+            if path == self._uploads:
+                continue
+            if key == prefix or key.endswith("/"):
+                waiting += [key + name for name in reversed(self._names(path)) if _may_be_key(key + name)]
+                continue
+            with suppress(FileNotFoundError):
+                status = path.lstat()
+                if stat.S_ISREG(status.st_mode):
+                    yield _info(key, status)
+
+    def _names(self, folder: Path) -> list[str]:
+        try:
+            with os.scandir(folder) as entries:
+                named = [(f"{entry.name}/" if entry.is_dir(follow_symlinks=False) else entry.name) for entry in entries]
+        except (FileNotFoundError, NotADirectoryError) as error:
+            self._check_root()
+            if isinstance(error, NotADirectoryError):
+                raise
+            return []
+        return sorted(named, key=os.fsencode)
+
+    def _read_record(self, path: Path, as_type: type[_Record]) -> _Record | None:
+        """What we wrote beside an upload; None if it is gone, or is not ours."""
+        try:
+            with opened_regular(path) as descriptor, open(descriptor, "rb", closefd=False) as file:
+                return checked_json.decode(file.read(PIN_BYTES + 1), as_type, limit_bytes=PIN_BYTES)
+        except (FileNotFoundError, UndecodableError):
+            return None
+
+
+def identity(descriptor: int) -> str:
+    """The ETag of an open object."""
+    return _identity(os.fstat(descriptor))
+
+
+def _identity(status: os.stat_result) -> str:
+    return f"{status.st_ino:x}-{status.st_mtime_ns:x}-{status.st_size:x}"
+
+
+def _info(key: str, status: os.stat_result) -> ObjectInfo:
+    return ObjectInfo(key=key, size_bytes=status.st_size, etag=_identity(status), modified_at=status.st_mtime)
+
+
+def _forget(folder: Path) -> None:
+    # The description goes first: an upload without one is over, whatever else a crash leaves of it.
+    (folder / _DESCRIPTION).unlink(missing_ok=True)
+    for file in list(folder.iterdir()):
+        file.unlink(missing_ok=True)
+    with suppress(FileNotFoundError):
+        folder.rmdir()
+
+
+def _may_be_key(key: str) -> bool:
+    """Whether it is one of a bucket's keys, or leads to some."""
+    try:
+        return len(key.encode()) <= KEY_BYTES
+    except UnicodeEncodeError:
+        return False
+
+
+def _upload_lost(key: str, upload_id: str) -> StoreError:
+    return StoreError(ErrorKind.UPLOAD_LOST, f"there is no upload {upload_id} of {key}")

@@ -1,0 +1,252 @@
+"""A directory as the destination: a laptop's disk, a network filesystem, a mounted claim.
+
+Owns threads, time-outs and the meaning of errno; `object_directory` owns what happens on the disk.
+"""
+
+import asyncio
+import errno
+import os
+import secrets
+from collections.abc import AsyncIterator, Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from pathlib import Path
+from typing import Final, TypeVar
+
+from mooring_agent.adapters.checksum import crc64nvme
+from mooring_agent.adapters.durable_files import opened, write_all
+from mooring_agent.adapters.file_store.directory import ObjectDirectory, identity
+from mooring_agent.adapters.rate_limit import RateLimiter
+from mooring_agent.adapters.region_file import RegionFile
+from mooring_agent.adapters.transfer.sink import Sink
+from mooring_agent.adapters.transfer.upload_body import PIECE_BYTES, BufferPool, FileBody
+from mooring_agent.core.errors import ErrorKind, MooringError, StoreError
+from mooring_agent.core.model import Region
+from mooring_agent.core.settings.values import StoreSettings
+from mooring_agent.core.stored.object_layout import PROBE_PREFIX
+from mooring_agent.ports import ObjectInfo, PartInfo, StoreCapabilities, UploadInfo
+
+_Result = TypeVar("_Result")
+
+_THREADS: Final = 4
+_INCOMING_BYTES: Final = 1024 * 1024
+_ERRNOS: Final = {
+    errno.ENOSPC: (ErrorKind.STORE_FULL, "free space at the destination, or keep fewer checkpoints"),
+    errno.EDQUOT: (ErrorKind.STORE_FULL, "raise the quota at the destination, or keep fewer checkpoints"),
+    errno.EACCES: (ErrorKind.ACCESS_DENIED, "the agent's user must be allowed to write the destination"),
+    errno.EPERM: (ErrorKind.ACCESS_DENIED, "the agent's user must be allowed to write the destination"),
+    errno.EROFS: (ErrorKind.ACCESS_DENIED, "the destination is mounted read-only"),
+    errno.ENAMETOOLONG: (ErrorKind.REQUEST_REFUSED, "use shorter file names in checkpoints"),
+    errno.EEXIST: (ErrorKind.REQUEST_REFUSED, "a file is in the way of a folder at the destination"),
+    errno.ENOTDIR: (ErrorKind.REQUEST_REFUSED, "a file is in the way of a folder at the destination"),
+    errno.EISDIR: (ErrorKind.REQUEST_REFUSED, "a folder is in the way of a file at the destination"),
+    errno.ENOTEMPTY: (ErrorKind.REQUEST_REFUSED, "a folder is in the way of a file at the destination"),
+    errno.EFBIG: (ErrorKind.REQUEST_REFUSED, "the destination's filesystem takes no file of that size"),
+    errno.ETIMEDOUT: (ErrorKind.TIMED_OUT, ""),
+    errno.ENOTCONN: (ErrorKind.UNREACHABLE, "the mount of the destination is broken"),
+}
+"""What a failed system call means; all others are STORE_FAILED."""
+
+
+class FilesystemStore:
+    """See `ports.ObjectStore`. The parts of one upload must be consecutive regions of one file, as Mooring's are."""
+
+    def __init__(self, settings: StoreSettings, limiter: RateLimiter) -> None:
+        """BAD_CONFIGURATION if the destination is no absolute path."""
+        self._objects = ObjectDirectory(parse_directory(settings.destination))
+        self._limiter = limiter
+        self._timeout_seconds = settings.read_timeout_seconds
+        self._executor = ThreadPoolExecutor(_THREADS, thread_name_prefix="mooring-store")
+        self._outgoing = BufferPool(PIECE_BYTES)
+        self._incoming = BufferPool(_INCOMING_BYTES)
+        # Bytes are checked as they are copied; what the filesystem does with them then is its own promise.
+        self.capabilities = StoreCapabilities(conditional_put=False, integrity="crc64nvme")
+
+    async def probe(self) -> StoreCapabilities:
+        key = f"{PROBE_PREFIX}{secrets.token_hex(8)}"
+        works = await self._run(key, partial(_links_refuse, self._objects, key))
+        self.capabilities = StoreCapabilities(conditional_put=works, integrity="crc64nvme")
+        return self.capabilities
+
+    async def put(self, key: str, body: bytes, *, if_absent: bool = False) -> str:
+        exclusive = if_absent and self.capabilities.conditional_put
+        return await self._run(key, partial(self._objects.write, key, body, if_absent=exclusive))
+
+    async def put_region(self, key: str, region: Region, checksum: int) -> str:
+        aside = await self._run(key, self._objects.new_aside)
+        try:
+            await self._copy(key, aside, region, checksum, 0)
+            return await self._run(key, partial(self._objects.publish, aside, key))
+        finally:
+            # Not waited for: a cancelled put must end although all threads hang in a dead mount.
+            self._executor.submit(aside.unlink, missing_ok=True)
+
+    async def put_bytes(self, key: str, body: bytearray, checksum: int) -> str:
+        await self._limiter.take(len(body))
+        return await self._run(key, partial(self._objects.write, key, body, if_absent=False))
+
+    async def create_upload(self, key: str) -> str:
+        return await self._run(key, partial(self._objects.create_upload, key))
+
+    async def put_part(self, key: str, upload_id: str, number: int, region: Region, checksum: int) -> str:
+        etag = f"{checksum:016x}"
+        data = await self._run(key, partial(self._objects.upload_data, key, upload_id))
+        try:
+            await self._copy(key, data, region, checksum, region.offset_bytes)
+        except StoreError as error:
+            if error.kind is ErrorKind.STORE_FAILED:
+                # Completed or aborted while we were copying: that error is the better word.
+                await self._run(key, partial(self._objects.upload_data, key, upload_id))
+            raise
+        await self._run(
+            key,
+            partial(self._objects.record_part, key, upload_id, number, region.offset_bytes, region.size_bytes, etag),
+        )
+        return etag
+
+    async def list_parts(self, key: str, upload_id: str) -> Sequence[PartInfo]:
+        return [part.info for part in await self._run(key, partial(self._objects.parts, key, upload_id))]
+
+    async def complete_upload(self, key: str, upload_id: str, etags: Sequence[str]) -> str:
+        return await self._run(key, partial(self._objects.complete_upload, key, upload_id, etags))
+
+    async def abort_upload(self, key: str, upload_id: str) -> None:
+        await self._run(key, partial(self._objects.abort_upload, key, upload_id))
+
+    async def list_uploads(self, prefix: str) -> AsyncIterator[UploadInfo]:
+        for upload in await self._run(prefix, partial(self._objects.uploads, prefix)):
+            yield upload
+
+    async def head(self, key: str) -> ObjectInfo:
+        return await self._read(key, partial(self._objects.head, key))
+
+    async def get(self, key: str, *, limit_bytes: int, fresh: bool = False) -> bytes:
+        return await self._read(key, partial(self._objects.read, key, limit_bytes))
+
+    async def get_into(self, key: str, *, offset_bytes: int, size_bytes: int, etag: str, descriptor: int) -> int:
+        if not size_bytes:
+            await self._read(key, partial(_check_identity, self._objects, key, etag))
+            return 0
+        sink = Sink(descriptor, offset_bytes)
+        buffer = self._incoming.take()
+        checksum = 0
+        try:
+            for position in range(offset_bytes, offset_bytes + size_bytes, len(buffer)):
+                piece = buffer[: offset_bytes + size_bytes - position]
+                checksum = await self._read(
+                    key, partial(_copy_piece, self._objects, key, etag, position, piece, sink, checksum)
+                )
+            # Only now: a thread that was left behind in a dead mount may write into it for ever.
+            self._incoming.give_back(buffer)
+            return checksum
+        finally:
+            # Not waited for, as above.
+            self._executor.submit(sink.close)
+
+    async def list(self, prefix: str) -> AsyncIterator[ObjectInfo]:
+        for info in await self._run(prefix, partial(self._objects.listing, prefix)):
+            yield info
+
+    async def delete(self, key: str) -> None:
+        await self._run(key, partial(self._objects.delete, key))
+
+    async def close(self) -> None:
+        self._executor.shutdown(wait=False)
+
+    async def _copy(self, key: str, target: Path, region: Region, checksum: int, position: int) -> None:
+        """Write a region into `target`, verified. The last piece is written only if all before it were right."""
+        file = RegionFile(region)
+        try:
+            await asyncio.get_running_loop().run_in_executor(self._executor, file.open)
+            body = FileBody(
+                file, region, checksum, buffers=self._outgoing, executor=self._executor, limiter=self._limiter
+            )
+            async for piece in body.pieces():
+                await self._run(key, partial(_write_piece, target, piece, position))
+                position += len(piece)
+        finally:
+            # Not waited for, as above.
+            self._executor.submit(file.close)
+
+    async def _read(self, key: str, function: Callable[[], _Result]) -> _Result:
+        """As `_run`, for what ends with ENOENT when there is no such object."""
+        return await self._run(key, partial(self._objects.find, function))
+
+    async def _run(self, key: str, function: Callable[[], _Result]) -> _Result:
+        """In a thread, bounded, with errors in our words. A thread that hangs in a dead mount is left behind.
+
+        To a write ENOENT means that the folder or its mount went away, and STORE_FAILED.
+        """
+        place = f"{self._objects.root}/{key}"
+        try:
+            async with asyncio.timeout(self._timeout_seconds):
+                return await asyncio.get_running_loop().run_in_executor(self._executor, function)
+        except TimeoutError as error:
+            raise StoreError(ErrorKind.TIMED_OUT, f"{place}: the filesystem did not answer in time") from error
+        except OSError as error:
+            kind, hint = _ERRNOS.get(error.errno or 0, (ErrorKind.STORE_FAILED, ""))
+            raise StoreError(kind, f"{place}: {error.strerror or error}", hint=hint) from error
+
+
+def parse_directory(url: str) -> Path:
+    """The folder of file:///path; BAD_CONFIGURATION if it is no absolute path on this machine.
+
+    People type it, so the path is what stands there, as a prefix of s3:// is: `#`, `?` and `%` are letters like others.
+    """
+    path = Path(url.removeprefix("file://"))
+    if not url.startswith("file:///") or "\0" in url:
+        raise MooringError(
+            ErrorKind.BAD_CONFIGURATION, f"{url!r} is no directory", hint="write it as file:///absolute/path"
+        )
+    return path
+
+
+def _links_refuse(objects: ObjectDirectory, key: str) -> bool:
+    """Whether a hard link refuses to replace a file: some network filesystems have none at all."""
+    objects.remove_leftovers()
+    objects.write(key, b"", if_absent=False)
+    try:
+        objects.write(key, b"", if_absent=True)
+    except StoreError as error:
+        return error.kind is ErrorKind.ALREADY_EXISTS
+    except OSError:
+        return False
+    finally:
+        objects.delete(key)
+    return False
+
+
+def _write_piece(target: Path, data: memoryview, position: int) -> None:
+    with opened(target, os.O_WRONLY) as descriptor:
+        write_all(descriptor, data, position)
+
+
+def _copy_piece(
+    objects: ObjectDirectory, key: str, etag: str, position: int, piece: memoryview, sink: Sink, checksum: int
+) -> int:
+    """Fill `piece` and write it on; returns the CRC64NVME so far."""
+    with objects.opened_to_read(key) as source:
+        _check(objects.path(key), identity(source), etag)
+        count = os.preadv(source, [piece], position)
+    if count < len(piece):
+        raise _corrupt(objects.path(key), f"it ends at byte {position + count}")
+    sink.write(piece)
+    return crc64nvme(piece, checksum)
+
+
+def _check_identity(objects: ObjectDirectory, key: str, etag: str) -> None:
+    with objects.opened_to_read(key) as source:
+        _check(objects.path(key), identity(source), etag)
+
+
+def _check(path: Path, found: str, expected: str) -> None:
+    if found != expected:
+        raise _corrupt(path, f"its ETag is {found} instead of {expected}")
+
+
+def _corrupt(path: Path, reason: str) -> StoreError:
+    return StoreError(
+        ErrorKind.CHECKPOINT_CORRUPT,
+        f"{path} is not what was written: {reason}",
+        hint="restore falls back to the next older checkpoint; `mooring verify` shows all that is damaged",
+    )

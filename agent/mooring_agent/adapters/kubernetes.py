@@ -1,0 +1,194 @@
+"""Kubernetes' API: REST calls with the pod's service account, Events of the agent's pod, and an annotation on it."""
+
+import asyncio
+import json
+import ssl
+import uuid
+from collections.abc import Mapping
+from concurrent.futures import Executor
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any, Final
+
+import aiohttp
+
+from mooring_agent.core.errors import ClusterError, ErrorKind
+from mooring_agent.core.settings.values import ClusterSettings
+from mooring_agent.ports import PodEvent
+
+MERGE_PATCH: Final = "application/strategic-merge-patch+json"
+JSON: Final = "application/json"
+_MOST_BYTES: Final = 8 * 1024 * 1024
+_KINDS: Final = {
+    403: ErrorKind.ACCESS_DENIED,
+    404: ErrorKind.NOT_FOUND,
+    409: ErrorKind.ALREADY_EXISTS,
+    429: ErrorKind.THROTTLED,
+}
+
+
+class ApiServer:
+    """`directory` is the service account's, which `executor` reads. `hint` is for who is refused, `without` says how to
+    do without us."""
+
+    def __init__(
+        self,
+        host: str,
+        port: int,
+        directory: Path,
+        executor: Executor,
+        *,
+        call_seconds: float,
+        hint: str,
+        without: str = "",
+    ) -> None:
+        self._address = f"https://{f'[{host}]' if ':' in host else host}:{port}"
+        self._directory = directory
+        self._executor = executor
+        self._call_seconds = call_seconds
+        self._hint = hint
+        self._without = without
+        self._session: aiohttp.ClientSession | None = None
+
+    async def call(
+        self, method: str, path: str, content: Mapping[str, Any] | None = None, content_type: str = JSON
+    ) -> dict[str, Any]:
+        """What it answers. Raises ClusterError; ALREADY_EXISTS: the object is another version by now."""
+        headers = {"Authorization": f"Bearer {(await self.read('token')).strip()}", "Content-Type": content_type}
+        session = await self._connected()
+        body = None if content is None else json.dumps(content)
+        try:
+            async with session.request(
+                method, self._address + path, data=body, headers=headers, allow_redirects=False
+            ) as response:
+                status = response.status
+                text = (await _read(response.content)).decode(errors="replace")
+            found = json.loads(text) if status < 300 else {}
+        except (aiohttp.ClientError, TimeoutError, OSError, ValueError) as error:
+            # The next call trusts what ca.crt has then.
+            await self.close()
+            raise ClusterError(
+                ErrorKind.UNREACHABLE,
+                f"the API server {self._address} does not answer {method} {path}: {str(error) or type(error).__name__}",
+                hint=f"allow the pod to reach the API server{self._without}",
+            ) from error
+        if status >= 300:
+            default = ErrorKind.REQUEST_REFUSED if 400 <= status < 500 else ErrorKind.UNREACHABLE
+            problem = f"the API server answers {status} to {method} {path}: {_message(text)}"
+            raise ClusterError(_KINDS.get(status, default), problem, hint=self._hint)
+        if not isinstance(found, dict):
+            raise ClusterError(ErrorKind.UNREACHABLE, f"no API server answers {method} {path}", hint=self._hint)
+        return found
+
+    async def read(self, name: str) -> str:
+        """A file of the service account. Raises ClusterError."""
+        loop = asyncio.get_running_loop()
+        try:
+            return await loop.run_in_executor(self._executor, (self._directory / name).read_text)
+        except (OSError, ValueError) as error:
+            raise ClusterError(
+                ErrorKind.BAD_CONFIGURATION,
+                f"the service account's {name} cannot be read: {error}",
+                hint=f"set automountServiceAccountToken: true in the pod{self._without}",
+            ) from error
+
+    async def close(self) -> None:
+        if self._session is not None:
+            await self._session.close()
+            self._session = None
+
+    async def _connected(self) -> aiohttp.ClientSession:
+        if self._session is None:
+            authority = await self.read("ca.crt")
+            try:
+                context = ssl.create_default_context(cadata=authority)
+            except (ssl.SSLError, ValueError) as error:
+                raise ClusterError(
+                    ErrorKind.BAD_CONFIGURATION,
+                    f"the service account's ca.crt is no certificate: {error}",
+                    hint=f"see what is mounted as the service account{self._without}",
+                ) from error
+            self._session = aiohttp.ClientSession(
+                connector=aiohttp.TCPConnector(ssl=context, limit=1),
+                timeout=aiohttp.ClientTimeout(total=self._call_seconds),
+                trust_env=False,
+            )
+        return self._session
+
+
+async def _read(content: aiohttp.StreamReader) -> bytes:
+    """Up to the limit: whoever answers may not fill our memory."""
+    pieces, left = [], _MOST_BYTES
+    while left > 0 and (piece := await content.read(left)):
+        pieces.append(piece)
+        left -= len(piece)
+    return b"".join(pieces)
+
+
+def _message(text: str) -> str:
+    """Of a Status, or whatever it is."""
+    try:
+        return str(json.loads(text)["message"])
+    except (ValueError, KeyError, TypeError):
+        return text[:200]
+
+
+_COMPONENT: Final = "mooring-agent"
+_CALL_SECONDS: Final = 10.0
+_MESSAGE_LIMIT: Final = 1024
+_POD_NAME_LIMIT: Final = 230
+
+
+class KubernetesCluster:
+    """`executor` reads the service account's files."""
+
+    def __init__(self, settings: ClusterSettings, executor: Executor) -> None:
+        self._settings = settings
+        self._api_server = ApiServer(
+            settings.kubernetes_host,
+            settings.kubernetes_port,
+            Path(settings.service_account_directory),
+            executor,
+            call_seconds=_CALL_SECONDS,
+            hint="a Role for the pod's service account needs the verb create on events and patch on pods",
+            without=", or set cluster_events to false",
+        )
+
+    async def tell(self, event: PodEvent) -> None:
+        namespace = await self._namespace()
+        pod = self._settings.pod_name
+        at = datetime.fromtimestamp(event.at, UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
+        content = {
+            "apiVersion": "v1",
+            "kind": "Event",
+            "metadata": {"name": f"{pod[:_POD_NAME_LIMIT]}.{uuid.uuid4().hex[:16]}", "namespace": namespace},
+            "involvedObject": {
+                "apiVersion": "v1",
+                "kind": "Pod",
+                "name": pod,
+                "namespace": namespace,
+                **({"uid": self._settings.pod_uid} if self._settings.pod_uid else {}),
+            },
+            "type": event.event_type.value,
+            "reason": event.reason,
+            "message": event.message[:_MESSAGE_LIMIT],
+            "source": {"component": _COMPONENT},
+            "reportingComponent": _COMPONENT,
+            "reportingInstance": pod,
+            "firstTimestamp": at,
+            "lastTimestamp": at,
+            "count": 1,
+        }
+        await self._api_server.call("POST", f"/api/v1/namespaces/{namespace}/events", content)
+
+    async def annotate(self, key: str, value: str) -> None:
+        namespace = await self._namespace()
+        content = {"metadata": {"annotations": {key: value}}}
+        path = f"/api/v1/namespaces/{namespace}/pods/{self._settings.pod_name}"
+        await self._api_server.call("PATCH", path, content, MERGE_PATCH)
+
+    async def close(self) -> None:
+        await self._api_server.close()
+
+    async def _namespace(self) -> str:
+        return self._settings.pod_namespace or (await self._api_server.read("namespace")).strip()

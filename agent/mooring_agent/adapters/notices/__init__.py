@@ -1,1 +1,0 @@
-"""Spot and maintenance notices, as `ports.Notices`: one module for each cloud's metadata service."""

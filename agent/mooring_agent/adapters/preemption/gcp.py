@@ -1,0 +1,95 @@
+"""Compute Engine's metadata server: two values, each waited for rather than asked for again and again.
+
+A spot machine has 30 s from `preempted`. Before a maintenance that stops the machine there is a minute; machines with
+GPUs have an hour, which the value does not say: they are left at the notice, too early rather than too late.
+"""
+
+import asyncio
+from collections.abc import Sequence
+from typing import Final
+
+from mooring_agent.adapters.preemption.metadata_service import ANSWER_SECONDS, MetadataService, not_understood
+from mooring_agent.core.errors import ErrorKind, NoticesError
+from mooring_agent.ports import Notice
+
+_FLAVOR: Final = {"Metadata-Flavor": "Google"}
+_ROOT: Final = "/computeMetadata/v1/instance/"
+_WAIT_SECONDS: Final = 60
+_LATE_SECONDS: Final = 15.0
+_ENDING_VALUES: Final = {
+    "preempted": ("TRUE", 30.0),
+    "maintenance-event": ("TERMINATE_ON_HOST_MAINTENANCE", 60.0),
+}
+"""By key: the value that means the end, and the seconds that are left from then on."""
+
+
+class GcpNotices:
+    """The server says that there is an end, and not when: the seconds count from when we heard of it."""
+
+    cloud = "gcp"
+    pause_seconds = 1.0
+
+    def __init__(self, service: MetadataService) -> None:
+        self._service = service
+        self._etags: dict[str, str] = {}
+        self._ends: dict[str, float] = {}
+        """By key: the event loop's time at which it may end, for what said so last."""
+        # The metadata server of GKE does not know all keys.
+        self._keys = set(_ENDING_VALUES)
+
+    async def answers(self) -> bool:
+        try:
+            answer = await self._service.ask(_ROOT, headers=_FLAVOR)
+        except NoticesError:
+            return False
+        return answer.headers.get("Metadata-Flavor") == "Google"
+
+    async def look(self) -> Sequence[Notice]:
+        tasks = {asyncio.create_task(self._hear(key)) for key in self._keys}
+        try:
+            unheard = self._keys - self._etags.keys()
+            await asyncio.wait(tasks, return_when=asyncio.ALL_COMPLETED if unheard else asyncio.FIRST_COMPLETED)
+            errors = [error for task in tasks if task.done() and (error := task.exception())]
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+        now = asyncio.get_running_loop().time()
+        found = [
+            Notice(key=key, left_seconds=ends_at - now, source=f"gcp {key}") for key, ends_at in self._ends.items()
+        ]
+        # One value that says the end outweighs the other's silence.
+        if errors and not found:
+            raise errors[0]
+        return found
+
+    async def close(self) -> None:
+        await self._service.close()
+
+    async def _hear(self, key: str) -> None:
+        """The value now, or once it is another than we know, or the same after a while."""
+        query, answer_seconds = {}, ANSWER_SECONDS
+        if key in self._etags:
+            query = {"wait_for_change": "true", "last_etag": self._etags[key], "timeout_sec": str(_WAIT_SECONDS)}
+            answer_seconds = _WAIT_SECONDS + _LATE_SECONDS
+        answer = await self._service.ask(_ROOT + key, headers=_FLAVOR, query=query, answer_seconds=answer_seconds)
+        if answer.status == 404:
+            self._keys.discard(key)
+            if not self._keys:
+                self._keys = set(_ENDING_VALUES)
+                raise NoticesError(
+                    ErrorKind.NOT_FOUND,
+                    "the metadata server knows neither preempted nor maintenance-event",
+                    hint="use hostNetwork or another metadata server, or set notices to off",
+                )
+            return
+        if answer.status != 200:
+            raise self._service.refusal(_ROOT + key, answer)
+        if answer.headers.get("Metadata-Flavor") != "Google":
+            raise not_understood(answer.text)
+        self._etags[key] = answer.headers.get("ETag", "0")
+        ending_value, seconds = _ENDING_VALUES[key]
+        if answer.text.strip() == ending_value:
+            self._ends.setdefault(key, asyncio.get_running_loop().time() + seconds)
+        else:
+            self._ends.pop(key, None)

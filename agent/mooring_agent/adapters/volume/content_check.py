@@ -1,0 +1,114 @@
+"""Compares the content of files: the signature of an announcement, and a second reading of pinned files.
+
+Two announcements with equal signatures mean the same files with the same content.
+
+A pin is another name of the trainer's own file. Its size and mtime reveal most writes, but not one whose mtime is set
+back, nor, on tmpfs, one through a mapping. Where that is possible the bytes are read again after the upload and
+compared with what was sent: on tmpfs every file, on a disk every file whose ctime moved (a rename or unlink by the
+trainer moves it too). The second reading takes a thread more than a second per GB, so the caller says when there is no
+time.
+"""
+
+import contextlib
+import hashlib
+import os
+import stat
+from collections.abc import Callable, Iterator, Sequence
+from itertools import groupby
+from pathlib import Path
+
+from mooring_agent.adapters.checksum import check_region
+from mooring_agent.adapters.volume.errors import volume_error
+from mooring_agent.adapters.volume.shared_volume import fingerprint, open_volume
+from mooring_agent.adapters.volume.source_walk import resolve_source, resolve_sources
+from mooring_agent.core.errors import ErrorKind, VolumeError
+from mooring_agent.core.model import FileEntry, RankManifest, Region, StagedFile
+
+
+def content_signature(volume: Path, source: str, files: Sequence[str] = ()) -> str:
+    """Changes whenever a file below `source` is added, removed, replaced or rewritten. Reads no file.
+
+    With `files` it covers these alone, which are relative to `source`. Raises RequestError or VolumeError when `source`
+    is no place in the volume, or one of `files` is missing; looks at nothing then.
+    """
+    digest = hashlib.blake2b(digest_size=16)
+    if files:
+        named = resolve_sources(volume, source, files)
+        with contextlib.suppress(OSError), open_volume(volume) as root:
+            for above, together in groupby(named.items(), key=lambda item: item[1].rpartition("/")[0]):
+                with root.folder(above) as folder:
+                    for path, found in together:
+                        _add(digest, path, folder.status(found.rpartition("/")[2]))
+        return digest.hexdigest()
+    found = resolve_source(volume, source)
+    # What cannot be listed, or goes while we look, staging will name.
+    with contextlib.suppress(OSError), open_volume(volume) as root:
+        status = root.status(found) if found else os.fstat(root.descriptor)
+        _add(digest, found, status)
+        if stat.S_ISDIR(status.st_mode):
+            with root.folder(found) as folder:
+                for prefix, _, entries in folder.walk(lambda path, error: None):
+                    for entry in entries:
+                        with contextlib.suppress(OSError):
+                            _add(digest, prefix + entry.name, entry.stat(follow_symlinks=False))
+    return digest.hexdigest()
+
+
+def _add(digest: "hashlib.blake2b", path: str, status: os.stat_result) -> None:
+    digest.update(b"%b\0%d %d %d\n" % (os.fsencode(path), status.st_ino, status.st_size, status.st_mtime_ns))
+
+
+def check_sent(volume: Path, manifest: RankManifest, files: Sequence[StagedFile], may_read: Callable[[], bool]) -> None:
+    """As ports.StagingArea.check_sent."""
+    try:
+        suspects = list(_suspects(volume, manifest, files))
+    except OSError as error:
+        raise volume_error(error, f"looking at save {manifest.info.save} again") from error
+    for file, entry in suspects:
+        for part, checksum in zip(entry.parts(), entry.checksums, strict=True):
+            if not may_read():
+                return
+            region = Region(
+                volume=str(volume),
+                path=file.pin,
+                offset_bytes=part.offset_bytes,
+                size_bytes=part.size_bytes,
+                fingerprint=file.fingerprint,
+            )
+            check_region(region, checksum)
+
+
+def rewritten_in_place(what: str) -> VolumeError:
+    return VolumeError(
+        ErrorKind.FILE_CHANGED,
+        f"{what}, was rewritten in place after it was announced",
+        hint="write checkpoints to new files (a new name, or a temporary file and a rename)",
+    )
+
+
+def _suspects(
+    volume: Path, manifest: RankManifest, files: Sequence[StagedFile]
+) -> Iterator[tuple[StagedFile, FileEntry]]:
+    with open_volume(volume) as root:
+        read_all = _is_in_memory(os.fstat(root.descriptor).st_dev)
+        for file, entry in zip(files, manifest.files, strict=True):
+            if file.private:
+                continue
+            try:
+                status = root.status(file.pin)
+            except FileNotFoundError:
+                continue  # all of it was sent
+            if fingerprint(status) != file.fingerprint:
+                raise rewritten_in_place(f"{file.path} of save {manifest.info.save}, rank {manifest.rank}")
+            # Nobody can set the time of change; a trainer that renames or unlinks its own name moves it, too.
+            if read_all or status.st_ctime_ns != file.changed_ns:
+                yield file, entry
+
+
+def _is_in_memory(device: int) -> bool:
+    wanted = f"{os.major(device)}:{os.minor(device)}"
+    for line in Path("/proc/self/mountinfo").read_text(errors="replace").splitlines():
+        mount, _, filesystem = line.partition(" - ")
+        if mount.split(" ")[2:3] == [wanted]:
+            return filesystem.split(" ")[0] in {"tmpfs", "ramfs"}
+    return False

@@ -1,0 +1,1 @@
+"""The agent's state machine: events in, state changed, commands out."""

@@ -1,0 +1,220 @@
+"""Announcements: which ones are refused, and how an accepted one becomes a queue of files to upload.
+
+An announcement is checked before it is journaled, so a refusal changes nothing. Owns the making of `Checkpoint`,
+`Share` and `FileProgress`.
+"""
+
+from collections.abc import Iterator
+
+from mooring_agent.core.agent import upload_queue
+from mooring_agent.core.agent.checkpoint import Checkpoint, FileProgress, PackProgress, Share
+from mooring_agent.core.agent.commands import Command, Record
+from mooring_agent.core.agent.events import Announced, Failed, Staged
+from mooring_agent.core.agent.lifecycle import Trigger
+from mooring_agent.core.agent.state import State
+from mooring_agent.core.errors import ErrorKind, RequestError
+from mooring_agent.core.limits import LOCAL_RANKS
+from mooring_agent.core.model import PackPlace, Phase, StagedFile
+from mooring_agent.core.stored.object_layout import check_file_path, check_token
+from mooring_agent.core.stored.packs_and_parts import part_size_for, plan, plan_packs
+
+
+def known_announcement(state: State, event: Announced) -> Checkpoint | None:
+    """The checkpoint that this very announcement already made; None if it is news."""
+    checkpoint = state.checkpoints.get(event.info.save)
+    if checkpoint is None or checkpoint.phase is Phase.FAILED:
+        return None
+    if checkpoint.phase is Phase.SHED:
+        # Its other ranks may announce after a newer checkpoint made it not worth having.
+        return checkpoint
+    share = checkpoint.shares.get(event.rank)
+    return checkpoint if share is not None and share.source == event.source else None
+
+
+def same_content(state: State, *, source: str, rank: int, signature: str) -> Checkpoint | None:
+    """The checkpoint with this content of this path, for clients that give no save id."""
+    for checkpoint in reversed(state.checkpoints.values()):
+        share = checkpoint.shares.get(rank)
+        if share and checkpoint.phase is not Phase.FAILED and (share.source, share.signature) == (source, signature):
+            return checkpoint
+    return None
+
+
+def check_announcement(state: State, event: Announced) -> None:
+    """Raises RequestError when the announcement makes no sense or contradicts an earlier one."""
+    if state.termination.exiting:
+        raise RequestError(
+            ErrorKind.SHUTTING_DOWN,
+            "the agent is exiting",
+            hint="the checkpoint stays on the volume for the next start",
+        )
+    info = event.info
+    check_token(info.name, "checkpoint name")
+    check_token(info.save, "save id")
+    for file in event.files:
+        check_file_path(file)
+    if not 0 <= event.rank < info.world_size:
+        raise RequestError(
+            ErrorKind.BAD_REQUEST,
+            f"rank {event.rank} does not exist in a world of {info.world_size}",
+            hint="ranks count from 0 to world_size - 1",
+        )
+    if event.local_world_size > info.world_size:
+        raise RequestError(
+            ErrorKind.BAD_REQUEST,
+            f"local_world_size {event.local_world_size} is more than world_size {info.world_size}",
+            hint="local_world_size counts the ranks that announce to this agent",
+        )
+    checkpoint = state.checkpoints.get(info.save)
+    if checkpoint is None:
+        return
+    if len(checkpoint.shares) >= LOCAL_RANKS and event.rank not in checkpoint.shares:
+        raise RequestError(
+            ErrorKind.BAD_REQUEST,
+            f"save {info.save} has {LOCAL_RANKS} ranks here already",
+            hint="more ranks than that cannot share one agent: announce the directory once for all of them",
+        )
+    if checkpoint.phase is Phase.FAILED:
+        if any(share.staged for share in checkpoint.shares.values()):
+            raise RequestError(
+                ErrorKind.CONTRADICTION,
+                f"save {info.save} has failed after some of it may have been sent: {checkpoint.reason}",
+                hint="a key is never reused for other bytes: take a new save id",
+            )
+        return
+    if checkpoint.info != info:
+        raise RequestError(
+            ErrorKind.CONTRADICTION,
+            f"save {info.save} is known as {_describe(checkpoint.info)}, not as {_describe(info)}",
+            hint="all ranks of one save must give the same name, step, kind and world size",
+        )
+    share = checkpoint.shares.get(event.rank)
+    other = next((one for one in checkpoint.shares.values() if not (one.requested_files or event.files)), None)
+    if other is not None and other.local_world_size != max(1, event.local_world_size):
+        raise RequestError(
+            ErrorKind.CONTRADICTION,
+            f"rank {event.rank} announces save {info.save} as one of {event.local_world_size} ranks here, "
+            f"and rank {other.rank} as one of {other.local_world_size}",
+            hint="local_world_size counts the ranks that announce this save to this agent without listing files",
+        )
+    if share is None and other is not None and _sharing_count(checkpoint) >= other.local_world_size > 1:
+        raise RequestError(
+            ErrorKind.CONTRADICTION,
+            f"save {info.save} has all its {other.local_world_size} ranks here, without rank {event.rank}",
+            hint="local_world_size counts the ranks that announce this save to this agent without listing files",
+        )
+    if share is not None and share.source != event.source:
+        raise RequestError(
+            ErrorKind.CONTRADICTION,
+            f"rank {event.rank} of save {info.save} was announced from {share.source} before",
+            hint="a save id belongs to one save: take a new one for the next",
+        )
+    if share is None and checkpoint.durable:
+        raise RequestError(
+            ErrorKind.CONTRADICTION,
+            f"save {info.save} is {checkpoint.phase} already, without rank {event.rank}",
+            hint="announce every rank of a save with the same world_size and a local_world_size that counts them",
+        )
+
+
+def _sharing_count(checkpoint: Checkpoint) -> int:
+    return sum(not share.requested_files for share in checkpoint.shares.values())
+
+
+def _describe(info: object) -> str:
+    return str(info).removeprefix("SaveInfo")
+
+
+def announced(state: State, event: Announced) -> None:
+    save = event.info.save
+    checkpoint = state.checkpoints.get(save)
+    if checkpoint is None or checkpoint.phase is Phase.FAILED:
+        # A save that failed to be staged may be announced again once its trainer has mended it.
+        checkpoint = Checkpoint(info=event.info, sequence=state.next_sequence, announced_at=event.at)
+        state.checkpoints.pop(save, None)
+        state.checkpoints[save] = checkpoint
+        state.next_sequence += 1
+    else:
+        checkpoint.move(Trigger.RANK_ANNOUNCED)
+    checkpoint.shares[event.rank] = Share(
+        rank=event.rank,
+        source=event.source,
+        requested_files=event.files,
+        announced_at=event.at,
+        local_world_size=max(1, event.local_world_size),
+        signature=event.signature,
+        save_made_here=event.save_made_here,
+        recorded_at=event.recorded_at,
+    )
+    state.begun.pop(save, None)
+
+
+def staged(state: State, checkpoint: Checkpoint, event: Staged) -> Iterator[Command]:
+    lead = checkpoint.shares[event.work.rank]
+    if lead.staged:
+        return
+    yield from _fail_rewritten(state, checkpoint, event)
+    lead.staged = True
+    if checkpoint.phase is Phase.ANNOUNCED and lead.recorded_at is not None:
+        # As after a restart: an earlier agent may have stored some of it, and even have committed it.
+        checkpoint.reconciled, checkpoint.may_have_orphans = False, True
+    packs = plan_packs(event.files, event.pack_size_bytes)
+    places = {
+        file.path: PackPlace(number=pack.number, offset_bytes=offset_bytes)
+        for pack in packs
+        for file, offset_bytes in zip(pack.files, pack.offsets_bytes, strict=True)
+    }
+    lead.packs = [PackProgress(pack) for pack in packs]
+    for file in event.files:
+        part_size_bytes = part_size_for(file.size_bytes, event.part_size_bytes)
+        progress = FileProgress(
+            file=file,
+            part_size_bytes=part_size_bytes,
+            parts=plan(file.size_bytes, part_size_bytes),
+            place=places.get(file.path),
+        )
+        lead.files[file.path] = progress
+        checkpoint.size_bytes += file.size_bytes
+    upload_queue.enqueue_share(checkpoint, lead)
+    came_before = state.staged_from(lead.source, before=checkpoint) is not None
+    state.link(checkpoint, lead)
+    if came_before and any(file.private for file in event.files):
+        # Pinned from there before, and rewritten in place since. What lies beside it was not seen to be; and where
+        # nothing can be linked, a first copy says nothing.
+        state.rewritten_paths.add(lead.source)
+    lead.unstored_count = len(lead.files)
+    checkpoint.file_count += len(lead.files)
+    if not lead.requested_files and lead.local_world_size > 1:
+        # The directory that the ranks share went to the first of them; the others contribute nothing more.
+        for share in checkpoint.shares.values():
+            share.staged |= not share.requested_files and share.source == lead.source
+    state.recent_sizes_bytes.append(checkpoint.size_bytes)
+    checkpoint.move(Trigger.RANK_STAGED)
+
+
+def _fail_rewritten(state: State, checkpoint: Checkpoint, event: Staged) -> Iterator[Command]:
+    """An inode of an older pin has come back with other content: its trainer rewrites files in place."""
+    source = checkpoint.shares[event.work.rank].source
+    for other, file in _rewritten_files(state, checkpoint, event):
+        state.rewritten_paths.add(source)
+        if state.live:
+            yield Record(
+                event=Failed(
+                    at=state.now,
+                    save=other.info.save,
+                    kind=ErrorKind.FILE_CHANGED,
+                    reason=f"{file.path} was rewritten in place by the save of step {checkpoint.info.step}",
+                    hint="save every checkpoint into a new directory; from now on this one is copied, not linked",
+                )
+            )
+
+
+def _rewritten_files(state: State, checkpoint: Checkpoint, event: Staged) -> list[tuple[Checkpoint, StagedFile]]:
+    """A file of each older checkpoint whose inode has other content now. What is stored is safe from the trainer."""
+    found: dict[str, StagedFile] = {}
+    for file in event.files:
+        for save, linked in () if file.private else state.links_to(file.fingerprint.inode):
+            if save != checkpoint.info.save and not linked.stored and linked.file.fingerprint != file.fingerprint:
+                found.setdefault(save, linked.file)
+    others = sorted((state.checkpoints[save] for save in found), key=lambda other: other.sequence)
+    return [(other, found[other.info.save]) for other in others]

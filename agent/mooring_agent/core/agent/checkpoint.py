@@ -1,0 +1,191 @@
+"""One checkpoint as this agent knows it: its phase, the files of each local rank, and how far each file has come."""
+
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from mooring_agent.core.agent import lifecycle
+from mooring_agent.core.agent.lifecycle import Trigger
+from mooring_agent.core.agent.work import WorkId
+from mooring_agent.core.errors import ErrorKind
+from mooring_agent.core.model import (
+    AnnouncementTime,
+    FileEntry,
+    Kind,
+    Pack,
+    PackPlace,
+    Part,
+    Phase,
+    RankManifest,
+    SaveInfo,
+    StagedFile,
+)
+
+
+@dataclass(slots=True)
+class FileProgress:
+    """How far one file has come. `parts` is the plan; a file with at most one part is sent whole."""
+
+    file: StagedFile
+    part_size_bytes: int
+    parts: tuple[Part, ...]
+    upload_id: str = ""
+    etags: dict[int, str] = field(default_factory=dict)
+    checksums: dict[int, int] = field(default_factory=dict)
+    stored: bool = False
+    # Of what is packed: it is sent with its pack.
+    place: PackPlace | None = None
+
+    @property
+    def whole(self) -> bool:
+        """Sent by a single PUT."""
+        return len(self.parts) <= 1
+
+    @property
+    def durable_bytes(self) -> int:
+        if self.stored:
+            return self.file.size_bytes
+        return sum(self.parts[number - 1].size_bytes for number in self.etags)
+
+    def entry(self) -> FileEntry:
+        return FileEntry(
+            path=self.file.path,
+            size_bytes=self.file.size_bytes,
+            part_size_bytes=self.part_size_bytes,
+            checksums=tuple(self.checksums[part.number] for part in self.parts),
+            place=self.place,
+        )
+
+
+@dataclass(slots=True)
+class PackProgress:
+    """A pack is stored, with all its files, or it is not."""
+
+    pack: Pack
+    stored: bool = False
+
+
+@dataclass(slots=True)
+class Share:
+    """What one local rank contributes to a save."""
+
+    rank: int
+    source: str
+    requested_files: tuple[str, ...]
+    announced_at: float
+    local_world_size: int
+    signature: str
+    save_made_here: bool = False
+    recorded_at: float | None = None
+    staged: bool = False
+    files: dict[str, FileProgress] = field(default_factory=dict)
+    packs: list[PackProgress] = field(default_factory=list)
+    unstored_count: int = 0
+    manifest_stored: bool = False
+
+    @property
+    def announcement_time(self) -> AnnouncementTime:
+        return AnnouncementTime(at=self.announced_at, recorded_at=self.recorded_at)
+
+    def linked_files(self) -> Iterator[FileProgress]:
+        """Those that share their inode with the trainer's."""
+        return (progress for progress in self.files.values() if not progress.file.private)
+
+
+@dataclass(slots=True)
+class Checkpoint:
+    """One save of one checkpoint as this agent sees it. `sequence` is the order of announcement: newest is highest."""
+
+    info: SaveInfo
+    sequence: int
+    announced_at: float
+    phase: Phase = Phase.ANNOUNCED
+    shares: dict[int, Share] = field(default_factory=dict)
+    size_bytes: int = 0
+    durable_bytes: int = 0
+    file_count: int = 0
+    # Transfers ready to go, and those that wait for their retry (work -> unix seconds).
+    pending: deque[WorkId] = field(default_factory=deque)
+    delayed: dict[WorkId, float] = field(default_factory=dict)
+    attempts: dict[WorkId, int] = field(default_factory=dict)
+    # False after a restart until the store was asked what it really has.
+    reconciled: bool = True
+    # A multipart upload may exist that we do not know of.
+    may_have_orphans: bool = False
+    # Since when every manifest but the marker is there; another agent may be about to write it.
+    marker_due_at: float | None = None
+    # The last look found ranks of other agents without manifest.
+    waits_for_ranks: bool = False
+    committed_at: float = 0.0
+    pins_dropped: bool = False
+    uploads_aborted: bool = False
+    error_kind: ErrorKind | None = None
+    reason: str = ""
+    hint: str = ""
+
+    def move(self, trigger: Trigger) -> None:
+        self.phase = lifecycle.advance(self.phase, trigger)
+
+    @property
+    def ended(self) -> bool:
+        """Nothing is left to upload or commit."""
+        return self.phase in lifecycle.ENDED_PHASES
+
+    @property
+    def durable(self) -> bool:
+        return self.phase in lifecycle.DURABLE_PHASES
+
+    @property
+    def begins_anew(self) -> bool:
+        """It failed before anything of it was pinned: another announcement is another try."""
+        return self.phase is Phase.FAILED and not any(share.staged for share in self.shares.values())
+
+    @property
+    def settled(self) -> bool:
+        """Over, and nothing of it is left to clean up, here or in the store."""
+        return self.ended and self.pins_dropped and (self.durable or self.uploads_aborted)
+
+    @property
+    def returns_room(self) -> bool:
+        """Its pins are about to be dropped, with nothing to wait for."""
+        return self.phase in (Phase.SHED, Phase.COMMITTED) and not self.pins_dropped
+
+    @property
+    def sends(self) -> bool:
+        """It has a place in the queue for the wire."""
+        return (
+            self.phase in (Phase.STAGED, Phase.UPLOADING)
+            and self.reconciled
+            and any(share.unstored_count for share in self.shares.values())
+        )
+
+    @property
+    def urgency(self) -> tuple[bool, int]:
+        """The more important sorts higher: just-in-time above all, then the newer."""
+        return self.info.kind is Kind.JUST_IN_TIME, self.sequence
+
+    @property
+    def remaining_bytes(self) -> int:
+        return self.size_bytes - self.durable_bytes
+
+    @property
+    def expected_local_ranks(self) -> int:
+        """How many ranks will announce this save here, as far as they have said."""
+        return max([len(self.shares), *(share.local_world_size for share in self.shares.values())])
+
+    @property
+    def all_sealed(self) -> bool:
+        return len(self.shares) >= self.expected_local_ranks and all(
+            share.manifest_stored for share in self.shares.values()
+        )
+
+    def manifest(self, rank: int) -> RankManifest:
+        share = self.shares[rank]
+        return RankManifest(
+            info=self.info,
+            rank=rank,
+            saved_at=share.announced_at,
+            files=tuple(share.files[path].entry() for path in sorted(share.files)),
+            single_file=any(progress.file.announced for progress in share.files.values()),
+            pack_sizes_bytes=tuple(progress.pack.size_bytes for progress in share.packs),
+        )

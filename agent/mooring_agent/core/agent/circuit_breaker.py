@@ -1,0 +1,88 @@
+"""A circuit breaker for the store: while the store as a whole is in trouble, one request at a time probes it.
+
+Owns that judgement and the pauses. Knows nothing of what is sent. One failure among successes is nobody's but its
+own; two in a row without an answer between them are the store's. While it is away, a request goes out after each pause,
+and every piece of work has its turn, so that one which always fails does not hide that the others would pass.
+"""
+
+from dataclasses import dataclass, field
+from typing import Final
+
+from mooring_agent.core.agent.work import STAYS_HERE, WorkId
+from mooring_agent.core.errors import ErrorKind, retry_delay_seconds
+
+_FAILURES_THAT_ARE_THE_STORES: Final = 2
+_LONGEST_PAUSE_SECONDS: Final = 5.0
+_LONGEST_PAUSE_WHILE_ENDING_SECONDS: Final = 0.5
+# A request that neither fails nor succeeds is no reason to ask nothing else for ever.
+_PATIENCE_SECONDS: Final = 10.0
+_PATIENCE_WHILE_ENDING_SECONDS: Final = 1.0
+
+STORE_WIDE: Final = frozenset(
+    {
+        ErrorKind.UNREACHABLE,
+        ErrorKind.TIMED_OUT,
+        ErrorKind.STORE_FAILED,
+        ErrorKind.ACCESS_DENIED,
+        ErrorKind.BUCKET_MISSING,
+        ErrorKind.CLOCK_SKEWED,
+        ErrorKind.STORE_FULL,
+        ErrorKind.BAD_CONFIGURATION,
+    }
+)
+"""Failures that every other request will probably meet too. SlowDown is not among them: it narrows the window."""
+
+
+@dataclass(slots=True)
+class StoreTrouble:
+    """`next_at`, unix seconds: when one more request may go out, while the store is away."""
+
+    next_at: float = 0.0
+    _failures_in_a_row: int = 0
+    _pauses: int = 0
+    _asking: WorkId | None = None
+    # Have failed since the store is away, and wait until the others had their turn.
+    _had_their_turn: set[WorkId] = field(default_factory=set)
+
+    @property
+    def away(self) -> bool:
+        return self._failures_in_a_row >= _FAILURES_THAT_ARE_THE_STORES
+
+    def lets_out(self, work: WorkId, now: float) -> bool:
+        """Whether a piece of work may begin, as far as the store is concerned."""
+        if work.operation in STAYS_HERE or not self.away:
+            return True
+        return now >= self.next_at and work not in self._had_their_turn
+
+    def begins(self, work: WorkId, now: float, *, ending: bool) -> None:
+        if self.away and work.operation not in STAYS_HERE:
+            self._asking = work
+            self.next_at = now + (_PATIENCE_WHILE_ENDING_SECONDS if ending else _PATIENCE_SECONDS)
+
+    def failed(self, work: WorkId, kind: ErrorKind, jitter: float, now: float, *, ending: bool) -> None:
+        """What was on the wire when the store went away fails too; that says nothing new."""
+        if work.operation in STAYS_HERE or kind not in STORE_WIDE:
+            return
+        was_away = self.away
+        self._failures_in_a_row += 1
+        if not self.away:
+            return
+        self._had_their_turn.add(work)
+        if not was_away or work == self._asking:
+            self._pauses += 1
+            longest_seconds = _LONGEST_PAUSE_WHILE_ENDING_SECONDS if ending else _LONGEST_PAUSE_SECONDS
+            pause_seconds = retry_delay_seconds(kind, self._pauses, jitter) or longest_seconds
+            self.next_at = now + min(longest_seconds, pause_seconds)
+
+    def next_round(self, now: float) -> bool:
+        """All that could be asked has had its turn: begin anew. False: it is not time, or there is no trouble."""
+        if not self.away or now < self.next_at or not self._had_their_turn:
+            return False
+        self._had_their_turn.clear()
+        return True
+
+    def is_over(self) -> None:
+        """The store has answered, or it no longer matters."""
+        self._failures_in_a_row = self._pauses = 0
+        self._asking = None
+        self._had_their_turn.clear()

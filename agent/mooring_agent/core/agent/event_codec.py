@@ -1,0 +1,51 @@
+"""Durable events as journal records, both ways: `checked_json` of the event's class name, its body and a version.
+
+Each record carries its own checksum, for a journal is believed as a whole: a digit that changed by itself could commit
+a checkpoint that nobody can restore.
+"""
+
+from typing import Any, Final, Literal
+
+import msgspec
+
+from mooring_agent.core.agent.events import DURABLE, DurableEvent
+from mooring_agent.core.errors import ErrorKind, MooringError
+from mooring_agent.core.limits import RECORD_BYTES
+from mooring_agent.core.stored import checked_json
+from mooring_agent.core.stored.checked_json import UndecodableError
+
+_VERSION: Final = 1
+_CLASSES: Final = {cls.__name__: cls for cls in DURABLE}
+
+
+class UnknownRecordError(MooringError):
+    """A record that this version of the agent cannot read, or that is not what was written."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(ErrorKind.VOLUME_UNUSABLE, message, hint="the next start of the agent sets the journal aside")
+
+
+class _Record(msgspec.Struct, forbid_unknown_fields=True):
+    version: Literal[1]
+    event: str
+    body: Any
+
+
+class _RawRecord(msgspec.Struct, forbid_unknown_fields=True):
+    version: Literal[1]
+    event: str
+    body: msgspec.Raw
+
+
+def encode_event(event: DurableEvent) -> bytes:
+    return checked_json.encode(_Record(version=_VERSION, event=type(event).__name__, body=event))
+
+
+def decode_event(record: bytes) -> DurableEvent:
+    """Raises UnknownRecordError."""
+    try:
+        raw = checked_json.decode(record, _RawRecord, limit_bytes=RECORD_BYTES)
+        event: DurableEvent = msgspec.json.decode(raw.body, type=_CLASSES[raw.event])
+    except (UndecodableError, ValueError, KeyError, RecursionError, OverflowError) as error:
+        raise UnknownRecordError(f"{record[:80]!r}: {error}") from error
+    return event

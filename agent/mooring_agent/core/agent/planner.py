@@ -1,0 +1,301 @@
+"""State -> what to do next. Looks at what is, never at what just happened, so a lost or repeated event costs nothing.
+
+Of all checkpoints it looks at those that have changed or whose time has come: nothing else can be due in the others.
+Called after every event. Everything it asks for is put in flight in the same breath, so that nothing is asked twice.
+"""
+
+from collections.abc import Iterator
+from typing import Final
+
+from mooring_agent.core.agent import disk_pressure, drain, upload_queue
+from mooring_agent.core.agent.checkpoint import Checkpoint, Share
+from mooring_agent.core.agent.commands import (
+    Abandon,
+    CancelWork,
+    Command,
+    Commit,
+    KnownFile,
+    Prune,
+    Reconcile,
+    Record,
+    Release,
+    Stage,
+    WriteManifest,
+)
+from mooring_agent.core.agent.events import Announced, Shed
+from mooring_agent.core.agent.state import State
+from mooring_agent.core.agent.work import CANCELLABLE, TRANSFERS, Operation, WorkId, errands_of
+from mooring_agent.core.model import Phase
+from mooring_agent.core.stored.object_layout import file_key
+from mooring_agent.core.stored.packs_and_parts import PACK_BYTES, preferred_part_size
+
+_ENDED_KEPT: Final = 8
+"""Ended checkpoints that stay known for status and for idempotent announcements."""
+
+
+_INCOMPLETE_KEPT_SECONDS: Final = 600.0
+"""How long a superseded checkpoint may wait for ranks once a newer one is committed."""
+
+
+def follow_up(state: State) -> Iterator[Command]:
+    """Every command that is due now."""
+    if not state.live or state.termination.exiting:
+        return
+    decisions = list(_decisions(state))
+    if decisions:
+        yield from decisions
+        return
+    yield from _work(state)
+    if state.trouble.next_round(state.now):
+        yield from _work(state)
+    work = WorkId(Operation.PRUNE, "")
+    if state.prune_due and work not in state.in_flight and not state.termination.noticed and not state.trouble.away:
+        state.prune_due = False
+        state.launch(work)
+        yield Prune(work=work)
+    _forget(state)
+    verdict = drain.exit_verdict(state)
+    if verdict:
+        state.termination.exiting = True
+        yield verdict
+
+
+def _work(state: State) -> Iterator[Command]:
+    touched, state.touched = state.touched, {}
+    for save in touched:
+        checkpoint = state.checkpoints.get(save)
+        if checkpoint is not None:
+            yield from _checkpoint_work(state, checkpoint)
+    for sort in state.errands:
+        for save in sort.next_saves():
+            checkpoint = state.checkpoints.get(save)
+            if checkpoint is not None:
+                yield from _checkpoint_work(state, checkpoint)
+    if state.termination.noticed:
+        yield from upload_queue.make_room(state)
+    yield from upload_queue.next_transfers(state)
+
+
+def _decisions(state: State) -> Iterator[Record]:
+    """What is to be given up; everything else waits until that is done."""
+    superseded = disk_pressure.to_shed(state)
+    for checkpoint in superseded:
+        yield _shed(state, checkpoint, "superseded, and the volume is nearly full")
+    given_up = {checkpoint.info.save for checkpoint in superseded}
+    for checkpoint in _abandoned(state):
+        if checkpoint.info.save not in given_up:
+            yield _shed(state, checkpoint, "superseded, and ranks that it needs never came")
+
+
+def _shed(state: State, checkpoint: Checkpoint, reason: str) -> Record:
+    return Record(event=Shed(at=state.now, save=checkpoint.info.save, reason=reason))
+
+
+def next_wake(state: State) -> float | None:
+    """The next moment (unix seconds) at which something may become due by time alone."""
+    moments = [state.timers[0][0]] if state.timers else []
+    if state.trouble.away and state.trouble.next_at > state.now:
+        moments.append(state.trouble.next_at)
+    moments += [moment for moment in (drain.next_wake(state), drain.lapses_at(state)) if moment is not None]
+    return min(moments, default=None)
+
+
+def _checkpoint_work(state: State, checkpoint: Checkpoint) -> Iterator[Command]:
+    save = checkpoint.info.save
+    if checkpoint.ended:
+        yield from _release(state, checkpoint)
+        yield from _abandon(state, checkpoint)
+        return
+    upload_queue.requeue(state, checkpoint)
+    # Dropping the pins of a try that failed must not meet the making of new ones.
+    releasing = WorkId(Operation.RELEASE, save) in state.in_flight
+    for share in () if releasing else _ready_to_stage(checkpoint):
+        work = WorkId(Operation.STAGE, save, share.rank)
+        if _take(state, checkpoint, work):
+            yield Stage(
+                work=work,
+                announcements=tuple(_announcement(checkpoint, one) for one in _staged_with(checkpoint, share)),
+                private=state.rewrites(share.source),
+                rewritten_inodes=_inodes_pinned_there_before(state, checkpoint, share.source),
+                part_size_bytes=preferred_part_size(
+                    state.settings.transfer.part_size_bytes, state.goodput.wire_bytes_per_second, int(state.window)
+                ),
+                pack_size_bytes=PACK_BYTES,
+            )
+    if not checkpoint.reconciled:
+        work = WorkId(Operation.RECONCILE, save)
+        if _take(state, checkpoint, work):
+            yield _reconcile(checkpoint, work)
+        return
+    for share in checkpoint.shares.values():
+        if share.staged and not share.unstored_count and not share.manifest_stored:
+            work = WorkId(Operation.WRITE_MANIFEST, save, share.rank)
+            if _take(state, checkpoint, work):
+                manifest = checkpoint.manifest(share.rank)
+                pins = tuple(share.files[file.path].file for file in manifest.files)
+                yield WriteManifest(work=work, manifest=manifest, pins=pins)
+    if checkpoint.phase is Phase.SEALED:
+        work = WorkId(Operation.COMMIT, save)
+        if _take(state, checkpoint, work):
+            yield Commit(
+                work=work,
+                info=checkpoint.info,
+                manifests=tuple(checkpoint.manifest(rank) for rank in sorted(checkpoint.shares)),
+                may_write_marker=_may_write_marker(state, checkpoint),
+                sweep_uploads=checkpoint.may_have_orphans,
+            )
+
+
+def _take(state: State, checkpoint: Checkpoint, work: WorkId) -> bool:
+    """Put `work` in flight unless it is there already, or waits for its retry or for the store."""
+    if work in state.in_flight or checkpoint.delayed.get(work, 0.0) > state.now:
+        return False
+    if not state.trouble.lets_out(work, state.now):
+        state.touched[work.save] = None
+        return False
+    sort = errands_of(state.errands, work)
+    if sort is not None and sort.busy >= sort.limit and checkpoint is not state.newest():
+        sort.wait(work.save)
+        return False
+    checkpoint.delayed.pop(work, None)
+    state.launch(work)
+    return True
+
+
+def _ready_to_stage(checkpoint: Checkpoint) -> Iterator[Share]:
+    """Shares whose files can be pinned: a directory that ranks share is pinned once, when the last has announced."""
+    for share in checkpoint.shares.values():
+        if share.staged:
+            continue
+        if share.requested_files or share.local_world_size <= 1:
+            yield share
+            continue
+        together = [other for other in checkpoint.shares.values() if not other.requested_files]
+        if len(together) >= share.local_world_size and share is _staged_with(checkpoint, share)[0]:
+            yield share
+
+
+def _staged_with(checkpoint: Checkpoint, share: Share) -> list[Share]:
+    """Those whose files are pinned by one piece of work, which is the first one's: of a shared directory all ranks."""
+    if share.requested_files or share.local_world_size <= 1:
+        return [share]
+    sharing = (one for one in checkpoint.shares.values() if not one.requested_files and one.source == share.source)
+    return sorted(sharing, key=lambda one: one.rank)
+
+
+def _inodes_pinned_there_before(state: State, checkpoint: Checkpoint, source: str) -> frozenset[int]:
+    """Of the last checkpoint from this very path: a file that has one of them still was rewritten in place."""
+    other = state.staged_from(source, before=checkpoint)
+    shares = [share for share in other.shares.values() if share.source == source] if other else []
+    return frozenset(progress.file.fingerprint.inode for share in shares for progress in share.linked_files())
+
+
+def _announcement(checkpoint: Checkpoint, share: Share) -> Announced:
+    return Announced(
+        at=share.announced_at,
+        info=checkpoint.info,
+        rank=share.rank,
+        source=share.source,
+        files=share.requested_files,
+        local_world_size=share.local_world_size,
+        signature=share.signature,
+        save_made_here=share.save_made_here,
+        recorded_at=share.recorded_at,
+    )
+
+
+def _may_write_marker(state: State, checkpoint: Checkpoint) -> bool:
+    if 0 in checkpoint.shares or state.termination.noticed:
+        return True
+    return checkpoint.marker_due_at is not None and checkpoint.marker_due_at <= state.now
+
+
+def _reconcile(checkpoint: Checkpoint, work: WorkId) -> Reconcile:
+    staged = [share for share in checkpoint.shares.values() if share.staged]
+    return Reconcile(
+        work=work,
+        info=checkpoint.info,
+        announced_at=tuple((share.rank, share.announcement_time) for share in staged),
+        staged=tuple((share.rank, tuple(progress.file for progress in share.files.values())) for share in staged),
+        unfinished=tuple(
+            KnownFile(
+                rank=share.rank,
+                file=progress.file,
+                upload_id=progress.upload_id,
+                part_size_bytes=progress.part_size_bytes,
+                parts=tuple(
+                    (number, etag, progress.checksums[number]) for number, etag in sorted(progress.etags.items())
+                ),
+            )
+            for share in staged
+            for progress in share.files.values()
+            if not progress.stored and progress.place is None
+        ),
+    )
+
+
+def _release(state: State, checkpoint: Checkpoint) -> Iterator[Command]:
+    """Drop pins: of what is committed or shed at once, of what failed when a newer one is durable."""
+    save = checkpoint.info.save
+    if checkpoint.pins_dropped:
+        return
+    works = state.in_flight_of(save)
+    for work in sorted(works):
+        if work.operation in CANCELLABLE and work not in state.cancelling:
+            state.cancelling.add(work)
+            yield CancelWork(work=work)
+    if checkpoint.phase is Phase.FAILED and any(share.staged for share in checkpoint.shares.values()):
+        newest = state.last_announced_committed()
+        if newest is None or newest.sequence < checkpoint.sequence:
+            return
+    work = WorkId(Operation.RELEASE, save)
+    if not works and _take(state, checkpoint, work):
+        yield Release(work=work)
+
+
+def _abandon(state: State, checkpoint: Checkpoint) -> Iterator[Command]:
+    """Abort what a given-up checkpoint left in the store; apart from its pins, which must not wait for the store."""
+    if checkpoint.durable or checkpoint.uploads_aborted:
+        return
+    if any(work.operation in TRANSFERS for work in state.in_flight_of(checkpoint.info.save)):
+        return
+    files = [progress for share in checkpoint.shares.values() for progress in share.files.values()]
+    uploads = [progress for progress in files if progress.upload_id and not progress.stored]
+    swept = [progress for progress in files if checkpoint.may_have_orphans and not progress.whole]
+    if not uploads and not swept:
+        checkpoint.uploads_aborted = True
+        state.file(checkpoint)
+        return
+    work = WorkId(Operation.ABANDON, checkpoint.info.save)
+    if _take(state, checkpoint, work):
+        yield Abandon(
+            work=work,
+            info=checkpoint.info,
+            uploads=tuple((file_key(checkpoint.info, progress.file.path), progress.upload_id) for progress in uploads),
+            sweep_keys=tuple(file_key(checkpoint.info, progress.file.path) for progress in swept),
+        )
+
+
+def _abandoned(state: State) -> Iterator[Checkpoint]:
+    """Some rank, here or elsewhere, died or gave it up: nobody can complete it, and a newer one is long committed.
+
+    Should another agent seal it yet, it writes the marker: a share that we sealed stays in the bucket.
+    """
+    newest = state.last_announced_committed()
+    if newest is None or state.now - newest.committed_at < _INCOMPLETE_KEPT_SECONDS:
+        return
+    for checkpoint in state.unfinished():
+        if checkpoint.sequence > newest.sequence:
+            return
+        elsewhere = checkpoint.phase is Phase.SEALED and checkpoint.waits_for_ranks
+        if elsewhere or len(checkpoint.shares) < checkpoint.expected_local_ranks:
+            yield checkpoint
+
+
+def _forget(state: State) -> None:
+    """Drop what is over, but for the newest committed one and a few for status."""
+    newest = state.newest_committed()
+    over = [checkpoint for checkpoint in state.settled() if checkpoint is not newest]
+    if len(over) > _ENDED_KEPT:
+        for checkpoint in sorted(over, key=lambda checkpoint: checkpoint.sequence)[:-_ENDED_KEPT]:
+            state.forget(checkpoint)

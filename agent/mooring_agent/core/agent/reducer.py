@@ -1,0 +1,336 @@
+"""advance(state, event) -> what to journal and what to do: the one place where the agent's knowledge changes.
+
+As in etcd's raft, effects are data and persisted first: the caller makes `Ready.durable` durable, then runs
+`Ready.commands` and answers the callers. The same events in the same order give the same state and the same commands.
+Replaying the durable events and then `Started` gives a state in which all acknowledged work continues.
+
+When to exit is decided by `drain.py`.
+"""
+
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import assert_never
+
+from mooring_agent.core.agent import disk_pressure, drain, planner, upload_queue
+from mooring_agent.core.agent.announcements import announced, staged
+from mooring_agent.core.agent.checkpoint import Checkpoint
+from mooring_agent.core.agent.circuit_breaker import StoreTrouble
+from mooring_agent.core.agent.commands import Command, LiftBandwidthCap, Record, RingDoorbell, TakeBackNotice
+from mooring_agent.core.agent.events import (
+    DURABLE,
+    Abandoned,
+    Announced,
+    Committed,
+    CommitWaits,
+    DiskRead,
+    DurableEvent,
+    Event,
+    Exited,
+    Failed,
+    FileStored,
+    ManifestStored,
+    ObjectsLost,
+    PackStored,
+    PartStored,
+    Pruned,
+    RankRegistered,
+    RanksSeen,
+    Reconciled,
+    Released,
+    SaveAborted,
+    SaveBegun,
+    SaveRequested,
+    Shed,
+    Staged,
+    Started,
+    StopRequested,
+    TerminationNoticed,
+    Ticked,
+    UploadCreated,
+    WorkCancelled,
+    WorkFailed,
+)
+from mooring_agent.core.agent.lifecycle import Trigger
+from mooring_agent.core.agent.state import Goodput, State, Termination, path_pattern
+from mooring_agent.core.agent.work import TRANSFERS, Operation
+from mooring_agent.core.agent.work_results import (
+    commit_waits,
+    forget_commit_poll,
+    forget_upload,
+    hurry,
+    is_stale,
+    judge_store,
+    progress_of,
+    send_again,
+    stop_sending,
+    store_file,
+    store_pack,
+    take_up_found,
+    widen,
+    work_failed,
+)
+from mooring_agent.core.errors import ErrorKind
+from mooring_agent.core.model import Phase
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ready:
+    """`durable`: journal these, in order, before anything else. `commands`: then run these, in order."""
+
+    durable: tuple[DurableEvent, ...]
+    commands: tuple[Command, ...]
+
+
+def advance(state: State, event: Event) -> Ready:
+    """Apply one event and every decision that follows from it."""
+    durable: list[DurableEvent] = []
+    commands: list[Command] = []
+    queue: deque[Event] = deque([event])
+    while queue:
+        current = queue.popleft()
+        if isinstance(current, DURABLE):
+            durable.append(current)
+        found = step(state, current)
+        if not queue and not any(isinstance(command, Record) for command in found):
+            # Only now: what follows from a thousand decisions follows from all of them at once.
+            found += planner.follow_up(state)
+        for command in found:
+            if isinstance(command, Record):
+                queue.append(command.event)
+            else:
+                commands.append(command)
+    return Ready(durable=tuple(durable), commands=tuple(commands))
+
+
+def step(state: State, event: Event) -> list[Command]:
+    """Apply one event and nothing that follows from it; decisions come back as Record, to be stepped next."""
+    was_busy = bool(state.transfers)
+    # The journal's times are those of an earlier clock, which may have been ahead.
+    state.advance_to(event.at if isinstance(event, Started) else max(state.now, event.at))
+    disk_pressure.drop_overdue(state)
+    commands = [*lapse(state), *_apply(state, event)]
+    stored_bytes = event.size_bytes if isinstance(event, PartStored | FileStored | PackStored) else 0
+    state.stored_bytes += stored_bytes
+    state.goodput.note(state.now, was_busy=was_busy, stored_bytes=stored_bytes)
+    return commands
+
+
+def _apply(state: State, event: Event) -> Iterator[Command]:
+    match event:
+        case Announced():
+            announced(state, event)
+            state.file(state.checkpoints[event.info.save])
+        case Shed() | Failed():
+            _given_up(state, event)
+            state.file(state.checkpoints[event.save])
+        case Started():
+            yield from _started(state, event)
+            for checkpoint in state.checkpoints.values():
+                state.file(checkpoint)
+        case TerminationNoticed():
+            yield from termination_noticed(state, event)
+        case RankRegistered():
+            state.ranks[event.local_rank] = event.rank
+        case Exited():
+            state.termination = Termination(first_sequence=state.next_sequence)
+            state.ranks.clear()
+        case StopRequested():
+            if state.termination.stop_requested_at is None:
+                state.termination.stop_requested_at = state.now
+            state.termination.trainers_gone |= event.trainers_gone
+        case RanksSeen():
+            if state.alive_ranks - event.alive:
+                # Who died in the middle of a save will neither announce nor abort it.
+                state.begun.clear()
+            state.alive_ranks = event.alive
+            state.termination.most_alive = max(state.termination.most_alive, len(event.alive))
+        case DiskRead():
+            state.disk, state.freed_bytes = event, 0
+        case SaveBegun():
+            disk_pressure.reserve(state, event)
+        case SaveAborted():
+            state.begun.pop(event.save, None)
+        case SaveRequested():
+            yield RingDoorbell(terminating=False, deadline=0.0)
+        case Pruned():
+            state.land(event.work)
+            judge_store(state, event.work, event)
+        case Ticked():
+            pass
+        case _:
+            state.land(event.work)
+            judge_store(state, event.work, event)
+            found = state.checkpoints.get(event.work.save)
+            if found is not None:
+                yield from _work_ended(state, found, event)
+                state.file(found)
+
+
+def _work_ended(
+    state: State,
+    checkpoint: Checkpoint,
+    event: Staged
+    | UploadCreated
+    | PartStored
+    | FileStored
+    | PackStored
+    | ManifestStored
+    | Reconciled
+    | ObjectsLost
+    | CommitWaits
+    | Committed
+    | Released
+    | Abandoned
+    | WorkFailed
+    | WorkCancelled,
+) -> Iterator[Command]:
+    if isinstance(event, WorkFailed):
+        yield from work_failed(state, checkpoint, event)
+        return
+    if isinstance(event, Abandoned):
+        checkpoint.uploads_aborted = checkpoint.ended
+        return
+    if isinstance(event, Released):
+        if not checkpoint.ended:
+            # A save that had failed was announced again meanwhile: it will be pinned anew.
+            return
+        checkpoint.pins_dropped = True
+        state.freed_bytes += checkpoint.size_bytes
+        if checkpoint.phase is Phase.COMMITTED:
+            checkpoint.move(Trigger.PINS_DROPPED)
+        return
+    if checkpoint.ended:
+        if isinstance(event, UploadCreated):
+            progress_of(checkpoint, event.work).upload_id = event.upload_id
+        return
+    if event.work.rank >= 0 and event.work.rank not in checkpoint.shares:
+        # An answer to a save that failed and was announced again since.
+        return
+    if event.work.operation not in (Operation.CREATE_UPLOAD, Operation.COMMIT):
+        # How often a file's upload was begun counts on: a store that forgets uploads must not be asked in a hot loop.
+        checkpoint.attempts.pop(event.work, None)
+    match event:
+        case Staged():
+            yield from staged(state, checkpoint, event)
+        case UploadCreated():
+            progress = progress_of(checkpoint, event.work)
+            forget_upload(checkpoint, progress)
+            progress.upload_id = event.upload_id
+            upload_queue.enqueue(checkpoint, event.work.rank, progress)
+        case PartStored():
+            progress = progress_of(checkpoint, event.work)
+            if progress.upload_id == event.work.upload and event.work.number not in progress.etags:
+                progress.etags[event.work.number] = event.etag
+                progress.checksums[event.work.number] = event.checksum
+                checkpoint.durable_bytes += event.size_bytes
+                if len(progress.etags) == len(progress.parts):
+                    upload_queue.enqueue(checkpoint, event.work.rank, progress)
+            widen(state)
+        case FileStored():
+            store_file(checkpoint, event.work.rank, event.work.path, event.checksum)
+            widen(state)
+        case PackStored():
+            store_pack(checkpoint, event.work.rank, event.work.number, event.checksums)
+            widen(state)
+        case ManifestStored():
+            checkpoint.shares[event.work.rank].manifest_stored = True
+            if checkpoint.all_sealed:
+                checkpoint.move(Trigger.ALL_SEALED)
+                forget_commit_poll(checkpoint)
+        case Reconciled():
+            take_up_found(checkpoint, event)
+        case ObjectsLost():
+            send_again(checkpoint, event)
+        case CommitWaits():
+            commit_waits(state, checkpoint, event)
+        case Committed():
+            checkpoint.move(Trigger.MARKER_READ_BACK)
+            checkpoint.committed_at = event.at
+            state.outcomes[Phase.COMMITTED] = state.outcomes.get(Phase.COMMITTED, 0) + 1
+            checkpoint.durable_bytes = checkpoint.size_bytes
+            state.storage_error = ""
+            # Failed ones may have waited for it with their pins.
+            state.touched.update((older.info.save, None) for older in state.tidying())
+            state.prune_due = state.settings.retention.keep_last > 0 and 0 in checkpoint.shares
+            stop_sending(checkpoint)
+        case WorkCancelled():
+            if event.work.operation in TRANSFERS and not is_stale(checkpoint, event.work):
+                checkpoint.pending.appendleft(event.work)
+        case _:
+            assert_never(event)
+
+
+def _given_up(state: State, event: Shed | Failed) -> None:
+    checkpoint = state.checkpoints[event.save]
+    # Two decisions of one step can concern the same checkpoint; the first one stands.
+    if checkpoint.ended:
+        return
+    checkpoint.reason = event.reason
+    if isinstance(event, Shed):
+        checkpoint.move(Trigger.GIVEN_UP)
+    else:
+        checkpoint.move(Trigger.BROKEN)
+        checkpoint.error_kind, checkpoint.hint = event.kind, event.hint
+        if event.kind is ErrorKind.FILE_CHANGED:
+            # Its trainer will do that again, to the next one too.
+            staged = (share for share in checkpoint.shares.values() if share.staged)
+            state.rewritten_paths.update(path_pattern(share.source) for share in staged)
+    state.outcomes[checkpoint.phase] = state.outcomes.get(checkpoint.phase, 0) + 1
+    stop_sending(checkpoint)
+
+
+def _started(state: State, event: Started) -> Iterator[Command]:
+    state.live = True
+    state.outcomes.clear()
+    state.stored_bytes = 0
+    state.timers.clear()
+    state.forget_work()
+    state.window = float(state.settings.transfer.max_concurrency)
+    state.trouble = StoreTrouble()
+    # Replayed bytes came without the time they took.
+    state.goodput = Goodput()
+    state.begun.clear()
+    deadline = state.termination.deadline
+    if event.fresh or (deadline is not None and deadline <= event.at):
+        state.termination = Termination()
+    state.leader, state.leader_preempted = "", False
+    for checkpoint in state.checkpoints.values():
+        checkpoint.may_have_orphans = not checkpoint.durable
+        if checkpoint.ended:
+            continue
+        checkpoint.pending.clear()
+        checkpoint.delayed.clear()
+        checkpoint.attempts.clear()
+        checkpoint.reconciled = not any(share.staged for share in checkpoint.shares.values())
+    if state.termination.noticed:
+        # Those who listened to the notice may have died with us.
+        yield LiftBandwidthCap()
+        yield RingDoorbell(terminating=True, deadline=drain.deadline(state) or 0.0)
+
+
+def lapse(state: State) -> Iterator[Command]:
+    """A notice that nobody followed up is void, and the pod goes on as before it."""
+    lapses_at = drain.lapses_at(state)
+    if lapses_at is not None and lapses_at <= state.now:
+        state.termination = Termination(first_sequence=state.next_sequence)
+        if state.live:
+            yield TakeBackNotice()
+
+
+def termination_noticed(state: State, event: TerminationNoticed) -> Iterator[Command]:
+    termination = state.termination
+    first = not termination.noticed
+    earlier = event.deadline is not None and (termination.deadline is None or event.deadline < termination.deadline)
+    if earlier:
+        termination.deadline = event.deadline
+    if first:
+        termination.noticed, termination.source = True, event.source
+        termination.most_alive = len(state.alive_ranks)
+        hurry(state)
+        if state.settings.transfer.bandwidth_bytes_per_second:
+            # It was the cap's, and by it nothing would fit before the deadline that now does.
+            state.goodput.forget()
+        yield LiftBandwidthCap()
+    if first or earlier:
+        yield RingDoorbell(terminating=True, deadline=drain.deadline(state) or 0.0)

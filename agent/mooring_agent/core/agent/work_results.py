@@ -1,0 +1,219 @@
+"""What the end of a request changes: the progress of its checkpoint, when it is tried again, and how many run at once.
+
+Owns the counts that must agree (`durable_bytes`, `unstored_count`, the queue). Decides nothing about other
+checkpoints.
+
+The window of concurrent requests is as wide as configured; only SlowDown or an unreachable store narrows it. A low
+upload rate does not narrow it: then something else is the limit (the line, the disk, the cap), and open connections
+cost little. A wider window would break the bounds on memory and connections that the configuration promises. On a slow
+line the parts become smaller instead (`packs_and_parts.py`).
+"""
+
+from collections.abc import Iterator
+from typing import Final
+
+from mooring_agent.core.agent import upload_queue
+from mooring_agent.core.agent.checkpoint import Checkpoint, FileProgress
+from mooring_agent.core.agent.circuit_breaker import STORE_WIDE
+from mooring_agent.core.agent.commands import Command, Record
+from mooring_agent.core.agent.events import (
+    CommitWaits,
+    Event,
+    Failed,
+    ObjectsLost,
+    Reconciled,
+    WorkCancelled,
+    WorkFailed,
+)
+from mooring_agent.core.agent.lifecycle import Trigger
+from mooring_agent.core.agent.state import State
+from mooring_agent.core.agent.work import STAYS_HERE, Operation, WorkId
+from mooring_agent.core.errors import ErrorKind, retry_delay_seconds
+from mooring_agent.core.stored.commit import WAIT_FOR_OTHER_COMMITTER_SECONDS
+
+
+def progress_of(checkpoint: Checkpoint, work: WorkId) -> FileProgress:
+    """The file that a piece of work is about."""
+    return checkpoint.shares[work.rank].files[work.path]
+
+
+def store_file(checkpoint: Checkpoint, rank: int, path: str, checksum: int | None) -> None:
+    """A file is stored; `checksum` is None where its parts told theirs, or it is empty."""
+    share = checkpoint.shares[rank]
+    progress = share.files[path]
+    if progress.stored:
+        return
+    checkpoint.durable_bytes -= progress.durable_bytes
+    progress.stored = True
+    if checksum is not None:
+        progress.checksums = {1: checksum}
+    checkpoint.durable_bytes += progress.file.size_bytes
+    share.unstored_count -= 1
+
+
+def store_pack(checkpoint: Checkpoint, rank: int, number: int, checksums: tuple[int, ...]) -> None:
+    """A pack is stored, and so are its files."""
+    progress = checkpoint.shares[rank].packs[number]
+    progress.stored = True
+    for file, checksum in zip(progress.pack.files, checksums, strict=True):
+        store_file(checkpoint, rank, file.path, checksum if file.size_bytes else None)
+
+
+def take_up_found(checkpoint: Checkpoint, event: Reconciled) -> None:
+    """Only what the store really has counts; the rest is sent again."""
+    # Before the uploads are forgotten: a completed file's checksums are those of its parts.
+    for file in event.files:
+        store_file(checkpoint, file.rank, file.path, file.checksum)
+    for share in checkpoint.shares.values():
+        for progress in share.files.values():
+            if not progress.stored:
+                forget_upload(checkpoint, progress)
+    for upload in event.uploads:
+        progress = checkpoint.shares[upload.rank].files[upload.path]
+        progress.upload_id = upload.upload_id
+        for number, etag, checksum in upload.parts:
+            progress.etags[number], progress.checksums[number] = etag, checksum
+        checkpoint.durable_bytes += progress.durable_bytes
+    checkpoint.pending.clear()
+    for share in checkpoint.shares.values():
+        upload_queue.enqueue_share(checkpoint, share)
+    checkpoint.reconciled = True
+
+
+def send_again(checkpoint: Checkpoint, event: ObjectsLost) -> None:
+    """The store lost objects of ours."""
+    for rank, path in event.files:
+        progress = checkpoint.shares[rank].files[path]
+        checkpoint.durable_bytes -= progress.durable_bytes
+        progress.stored = False
+        progress.upload_id = ""
+        progress.etags, progress.checksums = {}, {}
+        checkpoint.shares[rank].unstored_count += 1
+        checkpoint.shares[rank].manifest_stored = False
+        upload_queue.enqueue(checkpoint, rank, progress)
+    for rank, number in event.packs:
+        share = checkpoint.shares[rank]
+        packed = share.packs[number]
+        packed.stored = False
+        for file in packed.pack.files:
+            progress = share.files[file.path]
+            checkpoint.durable_bytes -= progress.durable_bytes
+            progress.stored, progress.checksums = False, {}
+        share.unstored_count += len(packed.pack.files)
+        share.manifest_stored = False
+        upload_queue.enqueue_pack(checkpoint, rank, packed)
+    for rank in event.manifests:
+        checkpoint.shares[rank].manifest_stored = False
+    checkpoint.move(Trigger.OBJECT_LOST)
+
+
+def forget_upload(checkpoint: Checkpoint, progress: FileProgress) -> None:
+    """A file begins anew: its multipart upload is gone."""
+    checkpoint.durable_bytes -= progress.durable_bytes
+    progress.upload_id = ""
+    progress.etags, progress.checksums = {}, {}
+
+
+def is_stale(checkpoint: Checkpoint, work: WorkId) -> bool:
+    """Part of a multipart upload that the store lost meanwhile."""
+    return bool(work.upload) and progress_of(checkpoint, work).upload_id != work.upload
+
+
+def forget_commit_poll(checkpoint: Checkpoint) -> None:
+    """Look at once, and often again."""
+    work = WorkId(Operation.COMMIT, checkpoint.info.save)
+    checkpoint.delayed.pop(work, None)
+    checkpoint.attempts.pop(work, None)
+
+
+def stop_sending(checkpoint: Checkpoint) -> None:
+    """Nothing of it waits any more."""
+    checkpoint.pending.clear()
+    checkpoint.delayed.clear()
+    checkpoint.attempts.clear()
+
+
+_WINDOW_CUT_PAUSE_SECONDS: Final = 1.0
+_LONGEST_COMMIT_POLL_SECONDS: Final = 5.0
+_LONGEST_COMMIT_POLL_WHILE_DRAINING_SECONDS: Final = 0.5
+_LONGEST_RETRY_WHILE_DRAINING_SECONDS: Final = 1.0
+_TIDYING_RETRY_SECONDS: Final = 5.0
+# The store is there, whatever else it says.
+_ANSWERS: Final = frozenset({ErrorKind.THROTTLED, ErrorKind.UPLOAD_LOST})
+
+
+def judge_store(state: State, work: WorkId, event: Event) -> None:
+    """Whether the store as a whole is away, by how this piece of work has ended."""
+    if work.operation in STAYS_HERE or isinstance(event, WorkCancelled):
+        return
+    if not isinstance(event, WorkFailed) or event.kind in _ANSWERS:
+        state.trouble.is_over()
+        return
+    was_away = state.trouble.away
+    state.trouble.failed(work, event.kind, event.jitter, state.now, ending=state.termination.noticed)
+    if state.trouble.away and not was_away:
+        state.calm_window = max(state.calm_window, state.window)
+        state.window = 1.0
+        state.hanging = set(state.transfers)
+
+
+def hurry(state: State) -> None:
+    """Nothing waits for its retry any more: there is no time for that now."""
+    state.trouble.is_over()
+    state.window = max(state.window, state.calm_window)
+    for checkpoint in state.unfinished():
+        checkpoint.delayed = dict.fromkeys(checkpoint.delayed, state.now)
+        checkpoint.attempts.clear()
+        state.touched[checkpoint.info.save] = None
+
+
+def work_failed(state: State, checkpoint: Checkpoint, event: WorkFailed) -> Iterator[Command]:
+    work = event.work
+    state.failures[event.kind] = state.failures.get(event.kind, 0) + 1
+    # It may have begun an upload all the same.
+    checkpoint.may_have_orphans |= work.operation is Operation.CREATE_UPLOAD
+    if work.operation in (Operation.RELEASE, Operation.ABANDON):
+        state.delay(checkpoint, work, state.now + _TIDYING_RETRY_SECONDS)
+        return
+    if checkpoint.ended or (work.rank >= 0 and work.rank not in checkpoint.shares):
+        return
+    attempt = checkpoint.attempts.get(work, 0) + 1
+    delay_seconds = retry_delay_seconds(event.kind, attempt, event.jitter)
+    # Whoever announced waits for the answer and may announce again; nothing is pinned yet that would be lost.
+    is_refusal = work.operation is Operation.STAGE and event.kind is ErrorKind.VOLUME_UNUSABLE
+    if delay_seconds is None or is_refusal:
+        yield Record(event=Failed(at=state.now, save=work.save, kind=event.kind, reason=event.message, hint=event.hint))
+        return
+    state.storage_error = event.message
+    if event.kind is ErrorKind.THROTTLED and state.now - state.window_cut_at >= _WINDOW_CUT_PAUSE_SECONDS:
+        state.window = state.calm_window = max(1.0, state.window / 2)
+        state.window_cut_at = state.now
+    if is_stale(checkpoint, work):
+        return
+    if event.kind is ErrorKind.UPLOAD_LOST:
+        forget_upload(checkpoint, progress_of(checkpoint, work))
+        upload_queue.withdraw(checkpoint, work)
+        work = WorkId(Operation.CREATE_UPLOAD, work.save, work.rank, work.path)
+        attempt = checkpoint.attempts.get(work, 0) + 1
+        delay_seconds = retry_delay_seconds(event.kind, attempt, event.jitter) or 0.0
+    if state.termination.noticed and event.kind in STORE_WIDE:
+        delay_seconds = min(delay_seconds, _LONGEST_RETRY_WHILE_DRAINING_SECONDS)
+    checkpoint.attempts[work] = attempt
+    state.delay(checkpoint, work, state.now + delay_seconds)
+
+
+def commit_waits(state: State, checkpoint: Checkpoint, event: CommitWaits) -> None:
+    checkpoint.waits_for_ranks = event.missing_ranks > 0
+    if event.missing_ranks == 0 and checkpoint.marker_due_at is None:
+        checkpoint.marker_due_at = event.at + WAIT_FOR_OTHER_COMMITTER_SECONDS
+    attempt = checkpoint.attempts.get(event.work, 0) + 1
+    checkpoint.attempts[event.work] = attempt
+    longest = _LONGEST_COMMIT_POLL_WHILE_DRAINING_SECONDS if state.termination.noticed else _LONGEST_COMMIT_POLL_SECONDS
+    state.delay(checkpoint, event.work, state.now + min(longest, 0.25 * 1.5 ** min(attempt, 12)))
+
+
+def widen(state: State) -> None:
+    """One more part on the wire for each full window that landed; twice as many while the store is just back."""
+    more = 1.0 if state.window < state.calm_window else 1.0 / state.window
+    state.window = min(float(state.settings.transfer.max_concurrency), state.window + more)
+    state.storage_error = ""

@@ -1,0 +1,180 @@
+"""From an AdmissionReview of the API server to the answer, by the failure policy.
+
+Owns the answer's form, and that there is always one: a pod that cannot be injected is refused or let through as the
+admin decided, and either way its author reads why. HTTP is the webhook's.
+"""
+
+import base64
+import json
+import traceback
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Any, Final, assert_never
+
+from mooring_agent.core.injection.annotations import read_annotations
+from mooring_agent.core.injection.json_patch import difference
+from mooring_agent.core.injection.mutation import mutate
+from mooring_agent.core.injection.pod import present, shape_problems
+from mooring_agent.core.injection.spec import (
+    FailurePolicy,
+    InjectionDefaults,
+    Mutation,
+    Refusal,
+    Skip,
+)
+from mooring_api.names import ANNOTATION_SKIPPED
+
+_UNPROCESSABLE: Final = 422
+_INTERNAL_ERROR: Final = 500
+_BAD_REQUEST: Final = 400
+_LONGEST_REASON: Final = 1000
+
+
+class Outcome(StrEnum):
+    """What became of a review."""
+
+    INJECTED = "injected"
+    UNCHANGED = "unchanged"
+    """The pod has everything already."""
+    SKIPPED = "skipped"
+    """The pod does not ask for the injection."""
+    REFUSED = "refused"
+    LET_THROUGH = "let-through"
+    """It asks, cannot be injected, and runs without."""
+    FAILED = "failed"
+    """Our own mistake; refused or let through as well."""
+    MALFORMED = "malformed"
+    """No review of a pod's creation at all."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Answer:
+    """`review` goes back to the API server; `fields` go to the log."""
+
+    review: dict[str, Any]
+    outcome: Outcome
+    fields: Mapping[str, Any]
+
+
+def answer(review: Any, defaults: InjectionDefaults, failure_policy: FailurePolicy) -> Answer:
+    """`review` is any JSON. Never raises."""
+    request = review.get("request") if isinstance(review, dict) else None
+    uid = request.get("uid") if isinstance(request, dict) else None
+    if not isinstance(request, dict) or not isinstance(uid, str) or not uid:
+        return _malformed("", "this is no AdmissionReview: it has no request with a uid")
+    pod = request.get("object")
+    try:
+        return _answered(uid, request, pod, defaults, failure_policy)
+    except Exception as error:
+        # A mistake of ours must not be worse than a webhook that is down.
+        problem = f"a mistake of Mooring's own, {type(error).__name__}: {error}: please report it"
+        answered = _refused(uid, pod, (problem,), failure_policy, code=_INTERNAL_ERROR)
+        fields = {**_fields(request), "outcome": Outcome.FAILED, "traceback": traceback.format_exc()}
+        return Answer(review=answered.review, outcome=Outcome.FAILED, fields=fields)
+
+
+def _answered(
+    uid: str, request: Mapping[str, Any], pod: Any, defaults: InjectionDefaults, failure_policy: FailurePolicy
+) -> Answer:
+    result = _result(request, pod, defaults)
+    match result:
+        case Skip():
+            answered = _skipped(uid, pod, result)
+        case Refusal():
+            answered = _refused(uid, pod, result.problems, failure_policy, code=_UNPROCESSABLE)
+        case Mutation():
+            outcome = Outcome.INJECTED if result.patch else Outcome.UNCHANGED
+            answered = _allowed(uid, outcome, result.patch, result.warnings)
+        case _:
+            assert_never(result)
+    return Answer(
+        review=answered.review,
+        outcome=answered.outcome,
+        fields={**_fields(request), "outcome": answered.outcome, **answered.fields},
+    )
+
+
+def _result(request: Mapping[str, Any], pod: Any, defaults: InjectionDefaults) -> Mutation | Skip | Refusal:
+    if request.get("operation", "CREATE") != "CREATE" or request.get("subResource"):
+        return Skip(reason="only a pod's creation can be changed like this")
+    annotations = _annotations(pod)
+    asked = read_annotations(annotations, defaults)
+    if isinstance(asked, Skip) and not asked.warning:
+        # Whatever it is, it asks for nothing.
+        return asked
+    if problems := shape_problems(pod):
+        return Refusal(problems=problems)
+    return asked if isinstance(asked, Skip | Refusal) else mutate(pod, asked, defaults)
+
+
+def _skipped(uid: str, pod: Mapping[str, Any], skip: Skip) -> Answer:
+    patch, warnings = ((), ()) if not skip.warning else (_skip_patch(pod, skip.reason), (skip.reason,))
+    answered = _allowed(uid, Outcome.SKIPPED, patch, warnings)
+    return Answer(review=answered.review, outcome=answered.outcome, fields={"reason": skip.reason})
+
+
+def _refused(uid: str, pod: Any, problems: tuple[str, ...], failure_policy: FailurePolicy, *, code: int) -> Answer:
+    fields = {"problems": problems}
+    if failure_policy is FailurePolicy.IGNORE:
+        warnings = tuple(f"this pod runs without Mooring: {problem}" for problem in problems)
+        answered = _allowed(uid, Outcome.LET_THROUGH, _skip_patch(pod, "; ".join(problems)), warnings)
+        return Answer(review=answered.review, outcome=answered.outcome, fields=fields)
+    reason = "InternalError" if code == _INTERNAL_ERROR else "Invalid"
+    status = {"code": code, "reason": reason, "message": "mooring cannot be injected: " + "; ".join(problems)}
+    response = {"uid": uid, "allowed": False, "status": status}
+    return Answer(review=_review(response), outcome=Outcome.REFUSED, fields=fields)
+
+
+def _malformed(uid: str, message: str) -> Answer:
+    """An answer without the uid that was asked for is none to the API server: it does as its failure policy says."""
+    response = {"uid": uid, "allowed": False, "status": {"code": _BAD_REQUEST, "message": message}}
+    return Answer(
+        review=_review(response),
+        outcome=Outcome.MALFORMED,
+        fields={"outcome": Outcome.MALFORMED, "reason": message},
+    )
+
+
+def _allowed(uid: str, outcome: Outcome, patch: Any, warnings: tuple[str, ...]) -> Answer:
+    response: dict[str, Any] = {"uid": uid, "allowed": True}
+    if patch:
+        response["patchType"] = "JSONPatch"
+        response["patch"] = base64.b64encode(json.dumps(list(patch)).encode()).decode()
+    if warnings:
+        response["warnings"] = [f"mooring: {warning}" for warning in warnings]
+    return Answer(review=_review(response), outcome=outcome, fields={"warnings": warnings} if warnings else {})
+
+
+def _review(response: Mapping[str, Any]) -> dict[str, Any]:
+    return {"apiVersion": "admission.k8s.io/v1", "kind": "AdmissionReview", "response": dict(response)}
+
+
+def _skip_patch(pod: Any, reason: str) -> tuple[dict[str, Any], ...]:
+    """Says it on the pod, where it can be said."""
+    if shape_problems(pod):
+        return ()
+    metadata = present(pod, "metadata", {})
+    annotations = {**present(metadata, "annotations", {}), ANNOTATION_SKIPPED: reason[:_LONGEST_REASON]}
+    return tuple(difference(pod, {**pod, "metadata": {**metadata, "annotations": annotations}}))
+
+
+def _annotations(pod: Any) -> dict[str, str]:
+    """Those that are texts, of anything."""
+    metadata = pod.get("metadata") if isinstance(pod, dict) else None
+    found = metadata.get("annotations") if isinstance(metadata, dict) else None
+    texts = found.items() if isinstance(found, dict) else ()
+    return {key: text for key, text in texts if isinstance(text, str)}
+
+
+def _fields(request: Mapping[str, Any]) -> dict[str, Any]:
+    """Which pod it was: its name is often not known yet."""
+    pod = request.get("object")
+    metadata = pod.get("metadata") if isinstance(pod, dict) else None
+    named = metadata if isinstance(metadata, dict) else {}
+    return {
+        "uid": request["uid"],
+        "namespace": str(request.get("namespace", "")),
+        "pod": str(request.get("name") or named.get("generateName", "")),
+        "dry_run": bool(request.get("dryRun")),
+    }

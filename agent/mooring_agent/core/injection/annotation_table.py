@@ -1,0 +1,283 @@
+"""Every annotation that Mooring knows, once, with the function that parses its value.
+
+docs/annotations.md and the suggestion for a misspelled name are made from this table. The agent's settings are
+annotations too, except for those that only the injection can know. Parsers take the stripped text and raise ValueError
+with what to write instead.
+"""
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cache
+from typing import Final
+
+from mooring_agent.core.errors import MooringError
+from mooring_agent.core.injection.pod import is_at_or_below, parse_quantity, plain
+from mooring_agent.core.injection.pod_resources import GUARANTEED_CPU, REQUESTED_CPU
+from mooring_agent.core.injection.spec import CaBundle, CaSource, Claim
+from mooring_agent.core.limits import SECONDS
+from mooring_agent.core.settings.table import SettingField, setting_fields
+from mooring_agent.core.stored.object_layout import check_token
+from mooring_api import names
+from mooring_api.names import ANNOTATION_PREFIX
+
+_OBJECT_NAME: Final = re.compile(r"[a-z0-9]([-a-z0-9]{0,251}[a-z0-9])?(\.[a-z0-9]([-a-z0-9]{0,251}[a-z0-9])?){0,20}")
+_KEY: Final = re.compile(r"[-._a-zA-Z0-9]{1,253}")
+LEAST_MEMORY: Final = "128Mi"
+"""Measured: 64Mi ends an agent at its first upload; 96Mi is enough for uploads over TLS beside a hook, and restore."""
+_MOST_USER: Final = 2**31 - 1
+_NOT_OURS: Final = (
+    "/dev",
+    "/proc",
+    "/sys",
+    names.POD_SOCKET_DIRECTORY,
+    names.POD_STATE_DIRECTORY,
+    names.POD_DESTINATION_PATH,
+    names.POD_AUTOLOAD_PATH,
+    names.POD_CA_PATH,
+    names.POD_CREDENTIALS_PATH,
+)
+
+
+def boolean(text: str) -> bool:
+    if text.lower() not in ("true", "false"):
+        raise ValueError(f"{text!r} is neither true nor false")
+    return text.lower() == "true"
+
+
+def destination(text: str) -> tuple[str, Claim | None]:
+    if re.fullmatch(r"s3://[^/\s]+(/[^/\s]+)*/?", text):
+        return text, None
+    if text.startswith("pvc://"):
+        name, _, path = text.removeprefix("pvc://").partition("/")
+        parts = [part for part in path.split("/") if part]
+        if ".." in parts or "." in parts or ":" in path:
+            raise ValueError(f"{text!r} is no path in a claim: write it without . and .. and :")
+        claim = Claim(name=object_name(name), path="/".join(parts))
+        return f"file://{claim.mount_path}", claim
+    raise ValueError(f"{text!r} is no destination: write s3://bucket/prefix or pvc://claim/path")
+
+
+def object_name(text: str) -> str:
+    if len(text) > 253 or not _OBJECT_NAME.fullmatch(text):
+        raise ValueError(f"{text!r} is no object's name: use small letters, digits, - and .")
+    return text
+
+
+def ca_bundle(text: str) -> CaBundle:
+    parts = text.split("/")
+    if len(parts) == 2:
+        parts.insert(0, CaSource.CONFIG_MAP)
+    if len(parts) != 3 or parts[0] not in set(CaSource) or not parts[1] or not _KEY.fullmatch(parts[2]):
+        raise ValueError(f"{text!r} names no bundle: write configmap/name/key, secret/name/key, or name/key")
+    return CaBundle(source=CaSource(parts[0]), name=object_name(parts[1]), key=parts[2])
+
+
+def container(text: str) -> str:
+    if not text:
+        raise ValueError("the name is empty: name a container of the pod, or leave the annotation out")
+    return text
+
+
+def directory(text: str) -> str:
+    path = plain(text)
+    if not text.startswith("/") or not path or ".." in text.split("/") or ":" in text:
+        raise ValueError(f"{text!r} is no directory in the trainer: write an absolute path without .. and :")
+    for taken in _NOT_OURS:
+        if is_at_or_below(path, taken) or is_at_or_below(taken, path):
+            raise ValueError(f"{text!r} collides with {taken}: choose another directory")
+    return path
+
+
+def size(text: str) -> str:
+    if parse_quantity(text) < 1:
+        raise ValueError(f"{text!r} is less than a byte: write it as 500Gi")
+    return text
+
+
+def is_memory(text: str) -> bool:
+    if text.lower() not in ("memory", "disk"):
+        raise ValueError(f"{text!r} is neither memory nor disk")
+    return text.lower() == "memory"
+
+
+def seconds(text: str) -> int:
+    if not re.fullmatch(r"[0-9]{1,9}", text) or not 1 <= int(text) <= SECONDS:
+        raise ValueError(f"{text!r} is no number of seconds from 1 to {SECONDS}")
+    return int(text)
+
+
+def amount(text: str) -> str:
+    if parse_quantity(text) <= 0:
+        raise ValueError(f"{text!r} is not more than nothing")
+    return text
+
+
+def memory(text: str) -> str:
+    if parse_quantity(text) < parse_quantity(LEAST_MEMORY):
+        raise ValueError(f"{text!r} is less than the {LEAST_MEMORY} that the agent needs: write it as 256Mi")
+    return text
+
+
+def user(text: str) -> int:
+    if not re.fullmatch(r"[0-9]{1,10}", text) or int(text) > _MOST_USER:
+        raise ValueError(f"{text!r} is no numeric user id, as 1000")
+    return int(text)
+
+
+def attempt(text: str) -> str:
+    try:
+        return check_token(text, "attempt")
+    except MooringError as error:
+        raise ValueError(f"{error}: {error.hint}") from error
+
+
+_SET_BY_THE_INJECTION: Final = frozenset(
+    {
+        "volume",
+        "checkpoint_directory",
+        "socket",
+        "state_directory",
+        "attempt",
+        "node_rank",
+        "http_address",
+        "store.destination",
+        "store.ca_bundle",
+        "store.credentials_directory",
+        "disk.size_limit_bytes",
+        "termination.grace_seconds",
+        "cluster.pod_name",
+        "cluster.pod_namespace",
+        "cluster.pod_uid",
+        "cluster.kubernetes_host",
+        "cluster.kubernetes_port",
+        "cluster.service_account_directory",
+    }
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AnnotationField:
+    """One annotation of the injection's own. `default` is for people."""
+
+    name: str
+    default: str
+    help: str
+
+    @property
+    def key(self) -> str:
+        return ANNOTATION_PREFIX + self.name
+
+
+OWN: Final = (
+    AnnotationField(
+        name="inject",
+        default="`false`",
+        help="`true`: restore and agent are added to the pod. Nothing else of this page does anything without it.",
+    ),
+    AnnotationField(
+        name="destination",
+        default="must be given",
+        help="Where checkpoints go: `s3://bucket/prefix`, or `pvc://claim/path` for a PersistentVolumeClaim of the "
+        "pod's namespace, of which only that path is mounted. One run, one destination: all pods and restarts of a "
+        "job have the same.",
+    ),
+    AnnotationField(
+        name="credentials",
+        default="the pod's workload identity",
+        help="Secret with the store's credentials: the data connection of OpenShift AI or Kubeflow "
+        "(`AWS_ACCESS_KEY_ID`, `AWS_SECRET_ACCESS_KEY`, `AWS_S3_ENDPOINT`, `AWS_DEFAULT_REGION`, …), or plain keys "
+        "(`access-key-id` and `secret-access-key`, `accesskey` and `secretkey`, …). The trainer does not see it.",
+    ),
+    AnnotationField(
+        name="ca-bundle",
+        default="the image's",
+        help="Certificates of the store's CA, as PEM: `configmap/name/key`, `secret/name/key`, or `name/key` of a "
+        "ConfigMap.",
+    ),
+    AnnotationField(
+        name="container",
+        default="the only one, else `node`, `trainer` or `pytorch`, else the one that kubectl takes",
+        help="Name of the container that trains.",
+    ),
+    AnnotationField(
+        name="checkpoint-directory",
+        default=f"`{names.POD_VOLUME_PATH}/{names.CHECKPOINT_DIRECTORY}`",
+        help="Where the trainer saves, as an absolute path in its container. If it mounts a volume there or above, "
+        "checkpoints stay on that; else an emptyDir is mounted there.",
+    ),
+    AnnotationField(name="size-limit", default="none", help="`sizeLimit` of the emptyDir for checkpoints, as `500Gi`."),
+    AnnotationField(
+        name="medium",
+        default="`disk`",
+        help="`memory` for an emptyDir in memory. It counts against the memory limits of the pod, and restore then has "
+        "the trainer's.",
+    ),
+    AnnotationField(
+        name="grace-seconds",
+        default="the chart's",
+        help="Seconds between the notice of the pod's end and SIGKILL. terminationGracePeriodSeconds is raised to it, "
+        "and never lowered.",
+    ),
+    AnnotationField(
+        name="autoload",
+        default="`false`",
+        help="`true`: the trainer's framework is protected without a change to the program, see "
+        "[autoload](autoload.md).",
+    ),
+    AnnotationField(
+        name="temporary-files",
+        default="`false`",
+        help="`true`: the trainer's TMPDIR is on the checkpoints' volume, and counts against its size. Lightning then "
+        "renames its checkpoints, rather than copy them in place.",
+    ),
+    AnnotationField(
+        name="cpu",
+        default=f"the chart's; else a request of `{REQUESTED_CPU}` without a limit, and `{GUARANTEED_CPU}` for both in "
+        "a Guaranteed pod",
+        help="Request and limit of the agent, and of restore. Over TLS the agent uploads at most about 0.85 GB/s for "
+        "each CPU of the limit. A BestEffort pod stays one unless this or `memory` is given.",
+    ),
+    AnnotationField(
+        name="memory",
+        default="the chart's; none in a BestEffort pod",
+        help=f"Request and limit of the agent, and of restore; at least `{LEAST_MEMORY}`.",
+    ),
+    AnnotationField(
+        name="run-as-user",
+        default="the trainer's `runAsUser`",
+        help="Numeric user of the trainer's image, where the pod does not say it. Another user than the trainer's "
+        "must copy checkpoints that it could link, and may not be able to read them.",
+    ),
+    AnnotationField(
+        name="attempt",
+        default="a JobSet's uid and restart",
+        help="One start of the job, the same on all its pods and never used again: all of them then resume from the "
+        "same checkpoint.",
+    ),
+)
+WRITTEN_BY_US: Final = (
+    AnnotationField(
+        name="injected", default="", help="The version that injected, and a hash of the containers that it added."
+    ),
+    AnnotationField(name="skipped", default="", help="Why a pod goes without the injection."),
+    AnnotationField(
+        name="last-committed", default="", help="The newest committed checkpoint, where the agent may say it."
+    ),
+)
+
+
+@cache
+def settings_annotations() -> Mapping[str, SettingField]:
+    """The agent's settings that may be annotations, by key, in the order of docs/settings.md."""
+    allowed = (setting for setting in setting_fields() if setting.key not in _SET_BY_THE_INJECTION)
+    return {annotation_of(setting): setting for setting in allowed}
+
+
+def annotation_of(setting: SettingField) -> str:
+    return ANNOTATION_PREFIX + setting.name.replace("_", "-")
+
+
+def known_keys() -> list[str]:
+    """All that a user may write."""
+    return [*(field.key for field in OWN), *settings_annotations()]

@@ -1,0 +1,151 @@
+"""Parses a pod's annotations: what they ask for, why nothing is injected, or everything that is wrong with them.
+
+The known annotations and their parsers are in `annotation_table`. The agent's settings are checked as everywhere else.
+"""
+
+import difflib
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
+from typing import Any, Final, TypeVar
+
+from mooring_agent.core.injection import annotation_table as values
+from mooring_agent.core.injection.annotation_table import (
+    WRITTEN_BY_US,
+    annotation_of,
+    known_keys,
+    settings_annotations,
+)
+from mooring_agent.core.injection.spec import Claim, Injection, InjectionDefaults, Refusal, Skip
+from mooring_agent.core.settings.checks import setting_problems
+from mooring_agent.core.settings.table import Said, read_values, setting_fields, with_paths
+from mooring_api import names
+from mooring_api.names import ANNOTATION_INJECT, ANNOTATION_PREFIX
+
+_Value = TypeVar("_Value")
+
+_MIRROR: Final = "kubernetes.io/config.mirror"
+_MOST_UNKNOWN: Final = 10
+_LONGEST_NAME: Final = 63
+_LONGEST_TEXT: Final = 4096
+
+
+def read_annotations(annotations: Mapping[str, str], defaults: InjectionDefaults) -> Injection | Skip | Refusal:
+    """`annotations` are all of the pod's; those of others are none of our business."""
+    written = {field.key for field in WRITTEN_BY_US}
+    ours = {key: text for key, text in annotations.items() if key.startswith(ANNOTATION_PREFIX) and key not in written}
+    if not ours:
+        return Skip(reason=f"the pod has no annotation {ANNOTATION_INJECT}")
+    if _MIRROR in annotations:
+        return Skip(reason="the pod is a static one of its node, which nobody can change", warning=True)
+    reader = _Reader({**defaults.annotations, **ours})
+    if ANNOTATION_INJECT in ours and not reader.take("inject", values.boolean, True):
+        return Skip(reason=f"{ANNOTATION_INJECT} is false")
+    reader.problems += _unknown(ours)
+    if ANNOTATION_INJECT not in ours:
+        reason = f'the pod has {min(ours)}, and nothing is injected without {ANNOTATION_INJECT}: "true"'
+        # One that is mistyped may be the very one that is missing.
+        return Refusal(problems=tuple(reader.problems)) if reader.problems else Skip(reason=reason, warning=True)
+    injection = _read(reader, defaults)
+    return Refusal(problems=tuple(reader.problems)) if reader.problems else injection
+
+
+def default_problems(defaults: InjectionDefaults) -> tuple[str, ...]:
+    """What is wrong with the admin's own decisions: to be said when the webhook starts, not in every user's pod."""
+    least = {ANNOTATION_INJECT: "true", f"{ANNOTATION_PREFIX}destination": "s3://bucket"}
+    sizes = {f"{ANNOTATION_PREFIX}memory": defaults.memory}
+    if defaults.cpu:
+        sizes[f"{ANNOTATION_PREFIX}cpu"] = defaults.cpu
+    problems = [f"{key} is not for everybody" for key in sorted(least.keys() & defaults.annotations.keys())]
+    asked = read_annotations({**least, **sizes, **defaults.annotations}, replace(defaults, annotations={}))
+    return (*problems, *(asked.problems if isinstance(asked, Refusal) else ()))
+
+
+class _Reader:
+    """Takes values one after the other and keeps what is wrong with them."""
+
+    def __init__(self, texts: Mapping[str, str]) -> None:
+        self.texts = texts
+        self.unreadable = {key for key, text in texts.items() if not _is_text(text)}
+        self.problems = [
+            f"{key}: the value is no plain text of one line and at most {_LONGEST_TEXT:,} letters"
+            for key in sorted(self.unreadable)
+        ]
+
+    def take(self, name: str, read: Callable[[str], _Value], otherwise: _Value) -> _Value:
+        key = ANNOTATION_PREFIX + name
+        if key not in self.texts or key in self.unreadable:
+            return otherwise
+        try:
+            return read(self.texts[key].strip())
+        except ValueError as error:
+            self.problems.append(f"{key}: {error}")
+            return otherwise
+
+
+def _read(reader: _Reader, defaults: InjectionDefaults) -> Injection:
+    if ANNOTATION_PREFIX + "destination" not in reader.texts:
+        reader.problems.append(
+            f"{ANNOTATION_PREFIX}destination is missing: say where checkpoints go, as s3://bucket/prefix or pvc://claim/path"
+        )
+    nowhere: tuple[str, Claim | None] = ("", None)
+    destination, claim = reader.take("destination", values.destination, nowhere)
+    grace_seconds = reader.take("grace-seconds", values.seconds, defaults.grace_seconds)
+    return Injection(
+        destination=destination,
+        claim=claim,
+        credentials=reader.take("credentials", values.object_name, ""),
+        ca_bundle=reader.take("ca-bundle", values.ca_bundle, None),
+        container=reader.take("container", values.container, ""),
+        checkpoint_directory=reader.take("checkpoint-directory", values.directory, ""),
+        size_limit=reader.take("size-limit", values.size, ""),
+        in_memory=reader.take("medium", values.is_memory, False),
+        grace_seconds=grace_seconds,
+        autoload=reader.take("autoload", values.boolean, False),
+        temporary_files=reader.take("temporary-files", values.boolean, False),
+        cpu=reader.take("cpu", values.amount, ""),
+        memory=reader.take("memory", values.memory, ""),
+        run_as_user=reader.take("run-as-user", values.user, None),
+        attempt=reader.take("attempt", values.attempt, ""),
+        settings=_settings(reader, destination, grace_seconds),
+    )
+
+
+def _settings(reader: _Reader, destination: str, grace_seconds: int) -> Mapping[str, str]:
+    """The agent's settings by environment variable, as they were written, once its own parser and checks like them."""
+    readable = reader.texts.keys() - reader.unreadable
+    said = {key: setting for key, setting in settings_annotations().items() if key in readable}
+    raw: dict[str, Any] = {setting.name: reader.texts[key] for key, setting in said.items()}
+    # What was wrong with these has been said.
+    raw |= {
+        "volume": names.POD_VOLUME_PATH,
+        "destination": destination or "s3://bucket",
+        "grace_seconds": grace_seconds,
+    }
+    found, problems = read_values(
+        Said(setting=setting, origin=annotation_of(setting), raw=raw[setting.name])
+        for setting in setting_fields()
+        if setting.name in raw
+    )
+    reader.problems += [*problems, *setting_problems(with_paths(found))]
+    return {setting.environment: reader.texts[key].strip() for key, setting in said.items()}
+
+
+def _unknown(ours: Mapping[str, str]) -> Iterator[str]:
+    known = {key.removeprefix(ANNOTATION_PREFIX): key for key in known_keys()}
+    unknown = [name for key in ours if (name := key.removeprefix(ANNOTATION_PREFIX)) not in known]
+    # Compared without what is the same in all of them; and few, for a stranger may send many, and long ones.
+    for name in unknown[:_MOST_UNKNOWN]:
+        near = difflib.get_close_matches(name[:_LONGEST_NAME], known, 1)
+        hint = f"did you mean {known[near[0]]}?" if near else "see docs/annotations.md"
+        yield f"there is no annotation {ANNOTATION_PREFIX}{name[:_LONGEST_NAME]}: {hint}"
+
+
+def _is_text(text: str) -> bool:
+    """JSON can escape half a character, of which nothing can be made; and what is too long would fill every message."""
+    if len(text) > _LONGEST_TEXT:
+        return False
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return not any(ord(character) < 0x20 for character in text.strip())

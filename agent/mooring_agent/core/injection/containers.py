@@ -1,0 +1,223 @@
+"""The two injected containers, restore and agent: their manifests, variables, mounts, resources and user."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+from mooring_agent.core.injection import pod_fitness
+from mooring_agent.core.injection.container_identity import identity_mounts, identity_variables, security_context
+from mooring_agent.core.injection.pod import Container, Findings, others, plain, present, variable
+from mooring_agent.core.injection.pod_resources import agent_resources, with_the_trainers_memory
+from mooring_agent.core.injection.spec import Injection, InjectionDefaults
+from mooring_agent.core.injection.volumes import CA_PATH, SOCKET_MOUNT, STATE_MOUNT, CheckpointPlace, store_mounts
+from mooring_api import names
+
+POD_SOCKET: Final = f"{names.POD_SOCKET_DIRECTORY}/{names.SOCKET}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """What both containers are made from. `variables` and `mounts` are those of both."""
+
+    image: str
+    image_pull_policy: str
+    variables: Sequence[Mapping[str, Any]]
+    mounts: Sequence[Mapping[str, Any]]
+    resources: Mapping[str, Any]
+    restore_resources: Mapping[str, Any]
+    security_context: Mapping[str, Any]
+    autoload: bool
+    """Restore puts the files there that the trainer's Python loads."""
+    old_volume: bool
+    """The volume may have been another pod's before: a notice found on it is not this pod's."""
+    serves_metrics: bool
+
+
+def restore_container(plan: Plan) -> dict[str, Any]:
+    """An ordinary init container: the trainer starts when it has ended well."""
+    args, mounts = ["restore"], [*plan.mounts]
+    if plan.autoload:
+        args += ["--autoload-to", names.POD_AUTOLOAD_PATH]
+        mounts.append({"name": names.AUTOLOAD_VOLUME, "mountPath": names.POD_AUTOLOAD_PATH})
+    return {"name": names.RESTORE_CONTAINER, **_shared(plan, args, plan.variables, mounts, plan.restore_resources)}
+
+
+def agent_container(plan: Plan) -> dict[str, Any]:
+    """A sidecar: an init container that Kubernetes ends after the trainer. The last of them."""
+    args, variables = ["agent"], [*plan.variables]
+    if plan.old_volume:
+        args.append("--fresh")
+    if plan.serves_metrics:
+        # Without a host: every address of the pod, which may have IPv6 ones alone.
+        variables.append({"name": "MOORING_HTTP_ADDRESS", "value": f":{names.POD_METRICS_PORT}"})
+    container = {"name": names.AGENT_CONTAINER, **_shared(plan, args, variables, plan.mounts, plan.resources)}
+    if plan.serves_metrics:
+        container["ports"] = [{"name": "mooring-metrics", "containerPort": names.POD_METRICS_PORT, "protocol": "TCP"}]
+    # SIGTERM comes to a sidecar after the trainer's end only; this is the first the agent hears of the pod's.
+    container["lifecycle"] = {"preStop": {"exec": {"command": ["mooring", "terminating"]}}}
+    container["restartPolicy"] = "Always"
+    # The trainer starts when the agent answers on its socket. The store is not asked.
+    container["startupProbe"] = {
+        "exec": {"command": ["mooring", "ready"]},
+        "periodSeconds": 2,
+        "timeoutSeconds": 10,
+        "successThreshold": 1,
+        "failureThreshold": 150,
+    }
+    return container
+
+
+def _shared(
+    plan: Plan,
+    args: list[str],
+    variables: Sequence[Mapping[str, Any]],
+    mounts: Sequence[Mapping[str, Any]],
+    resources: Mapping[str, Any],
+) -> dict[str, Any]:
+    shared: dict[str, Any] = {
+        "image": plan.image,
+        "imagePullPolicy": plan.image_pull_policy,
+        "args": args,
+        # `kubectl describe pod` then says why restore failed.
+        "terminationMessagePolicy": "FallbackToLogsOnError",
+        "env": [dict(variable) for variable in variables],
+        "volumeMounts": [dict(mount) for mount in mounts],
+        "securityContext": dict(plan.security_context),
+    }
+    if resources:
+        shared["resources"] = resources
+    return shared
+
+
+_CLUSTER_EVENTS: Final = "MOORING_CLUSTER_EVENTS"
+_FROM_THE_POD: Final = {
+    "MOORING_POD_NAME": "metadata.name",
+    "MOORING_POD_NAMESPACE": "metadata.namespace",
+    "MOORING_POD_UID": "metadata.uid",
+}
+_EVICTION_THRESHOLD: Final = "MOORING_EVICTION_THRESHOLD_PERCENT"
+
+
+def plan_of(
+    pod: Mapping[str, Any],
+    trainer: Container,
+    place: CheckpointPlace,
+    injection: Injection,
+    defaults: InjectionDefaults,
+    *,
+    attempt: Mapping[str, Any] | None,
+    grace_seconds: int,
+    findings: Findings,
+) -> Plan:
+    """`attempt` is an entry of `env`, the trainer's too."""
+    metadata, spec = present(pod, "metadata", {}), pod["spec"]
+    texts = {
+        names.ENV_DESTINATION: injection.destination,
+        **_credential_texts(injection),
+        names.ENV_VOLUME: place.mount_path,
+        names.ENV_CHECKPOINT_DIRECTORY: place.directory,
+        names.ENV_SOCKET: POD_SOCKET,
+        names.ENV_STATE_DIRECTORY: names.POD_STATE_DIRECTORY,
+        "MOORING_GRACE_SECONDS": str(grace_seconds),
+        **_place_texts(metadata, place),
+        **injection.settings,
+    }
+    resources = agent_resources(spec, injection, defaults, findings)
+    has_identity = not injection.claim and not injection.credentials
+    return Plan(
+        image=defaults.image,
+        image_pull_policy=defaults.image_pull_policy,
+        variables=[
+            *(identity_variables(trainer) if has_identity else []),
+            # Of a variable without text the API server keeps the name alone.
+            *({"name": name, "value": text} if text else {"name": name} for name, text in texts.items()),
+            *([attempt] if attempt else []),
+            *_own_name(spec, injection, findings),
+        ],
+        mounts=[
+            place.mount,
+            SOCKET_MOUNT,
+            STATE_MOUNT,
+            *store_mounts(injection),
+            *(_beside(place, identity_mounts(trainer)) if has_identity else []),
+        ],
+        resources=resources,
+        restore_resources=with_the_trainers_memory(resources, trainer) if place.in_memory else resources,
+        security_context=security_context(spec, trainer, injection, openshift=defaults.openshift, findings=findings),
+        autoload=injection.autoload,
+        old_volume=place.outlives_pod,
+        serves_metrics=_may_serve_metrics(spec, findings),
+    )
+
+
+def _beside(place: CheckpointPlace, mounts: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """Those that are not the checkpoints' own: a path may be mounted once."""
+    return [mount for mount in mounts if plain(mount["mountPath"]) != place.mount_path]
+
+
+def attempt_entry(
+    metadata: Mapping[str, Any], trainer: Container, injection: Injection, findings: Findings
+) -> Mapping[str, Any] | None:
+    """By the annotation, else as the trainer has it already, else by the job's labels."""
+    said = injection.attempt
+    if not said and (entry := variable(trainer, names.ENV_ATTEMPT)):
+        if "$(" in present(entry, "value", ""):
+            findings.problems.append(
+                f"the trainer's {names.ENV_ATTEMPT} refers to another variable, which the agent does not have: "
+                f"use the annotation {names.ANNOTATION_PREFIX}attempt"
+            )
+        return entry
+    text = said or pod_fitness.attempt(metadata)
+    return {"name": names.ENV_ATTEMPT, "value": text} if text else None
+
+
+def _own_name(spec: Mapping[str, Any], injection: Injection, findings: Findings) -> list[dict[str, Any]]:
+    """Entries of `env` by which the agent finds its own pod, where it shall tell Kubernetes of checkpoints."""
+    if _CLUSTER_EVENTS not in injection.settings:
+        return []
+    if spec.get("automountServiceAccountToken") is False:
+        findings.warnings.append(
+            "the agent tells Kubernetes nothing: automountServiceAccountToken is false, and it has no token"
+        )
+    return [
+        {"name": name, "valueFrom": {"fieldRef": {"apiVersion": "v1", "fieldPath": path}}}
+        for name, path in _FROM_THE_POD.items()
+    ]
+
+
+def _credential_texts(injection: Injection) -> dict[str, str]:
+    if injection.claim:
+        return {}
+    texts = {}
+    if injection.credentials:
+        texts["MOORING_S3_CREDENTIALS_DIRECTORY"] = names.POD_CREDENTIALS_PATH
+    if injection.ca_bundle:
+        texts["MOORING_S3_CA_BUNDLE"] = CA_PATH
+    return texts
+
+
+def _place_texts(metadata: Mapping[str, Any], place: CheckpointPlace) -> dict[str, str]:
+    texts = {}
+    rank = pod_fitness.node_rank(metadata)
+    if rank is not None:
+        texts["MOORING_NODE_RANK"] = str(rank)
+    if place.limit_bytes:
+        texts["MOORING_SIZE_LIMIT_BYTES"] = str(place.limit_bytes)
+    if not place.on_node_disk:
+        # Kubelet's threshold is for the node's own disk.
+        texts[_EVICTION_THRESHOLD] = "0"
+    return texts
+
+
+def _may_serve_metrics(spec: Mapping[str, Any], findings: Findings) -> bool:
+    if spec.get("hostNetwork"):
+        findings.warnings.append("with hostNetwork the agent serves no metrics: its port would be the node's")
+        return False
+    containers = [*others(spec, "containers"), *others(spec, "initContainers")]
+    ports = (port.get("containerPort") for one in containers for port in present(one, "ports", []))
+    if names.POD_METRICS_PORT in ports:
+        findings.warnings.append(
+            f"the agent serves no metrics: another container of the pod has port {names.POD_METRICS_PORT}"
+        )
+        return False
+    return True

@@ -1,0 +1,181 @@
+"""Turns a pod and what its annotations ask for into a JSON Patch, or into all reasons why there is none.
+
+Owns the order of things in a pod and the rule that nothing the user wrote is lost or changed; only
+terminationGracePeriodSeconds is raised. Every step ensures something rather than adds it: a complete pod gets an empty
+patch, and a pod from which another webhook took something gets it back. What other webhooks add to the injected
+containers stays; what they removed or changed is restored, except for cluster-wide decisions such as image registries
+and container sizes.
+"""
+
+import hashlib
+import json
+from collections.abc import Mapping
+from typing import Any, Final
+
+from mooring_agent import __version__
+from mooring_agent.core.injection import volumes
+from mooring_agent.core.injection.containers import (
+    POD_SOCKET,
+    Plan,
+    agent_container,
+    attempt_entry,
+    plan_of,
+    restore_container,
+)
+from mooring_agent.core.injection.json_patch import difference
+from mooring_agent.core.injection.pod import OURS, Container, Findings, find_trainer, others, present, shape_problems
+from mooring_agent.core.injection.pod_fitness import doubtful, impossible, unfit
+from mooring_agent.core.injection.spec import Injection, InjectionDefaults, Mutation, Pod, Refusal
+from mooring_agent.core.injection.trainer_changes import changed_trainer, trainer_variables
+from mooring_agent.core.injection.volumes import CheckpointPlace, find_place
+from mooring_api import names
+
+_THE_CLUSTERS: Final = frozenset({"image", "imagePullPolicy", "resources"})
+_MERGED: Final = frozenset({"securityContext"})
+"""Objects of which every key counts by itself."""
+_NAMED: Final = {"env": "name", "volumeMounts": "mountPath", "ports": "containerPort"}
+"""Lists of which every item counts by itself, and what tells one item from another."""
+
+
+def ensured(existing: Mapping[str, Any], wanted: Mapping[str, Any], *, as_before: bool) -> dict[str, Any]:
+    """`existing` with all that is in `wanted`; once more changes nothing more.
+
+    `as_before`: `existing` was made as `wanted` is, so what the cluster decides is not taken back from it.
+    """
+    kept = {key for key in _THE_CLUSTERS & existing.keys() if as_before and existing[key]}
+    return {
+        **existing,
+        **{key: _ensured(key, existing.get(key), value) for key, value in wanted.items() if key not in kept},
+    }
+
+
+def _ensured(key: str, existing: Any, wanted: Any) -> Any:
+    if key in _MERGED and isinstance(existing, dict):
+        return {**existing, **wanted}
+    if key in _NAMED and isinstance(existing, list):
+        identity = _NAMED[key]
+        ours = {item[identity] for item in wanted}
+        # Ours first and in our order: a variable may refer to one before it.
+        return [*wanted, *(item for item in existing if item.get(identity) not in ours)]
+    return wanted
+
+
+_KUBERNETES_GRACE_SECONDS: Final = 30
+_HASH_LENGTH: Final = 12
+
+
+def mutate(pod: Pod, injection: Injection, defaults: InjectionDefaults) -> Mutation | Refusal:
+    """`pod` as JSON, of any shape. The patch is the whole difference and applies to `pod`."""
+    problems = shape_problems(pod)
+    if problems:
+        return Refusal(problems=problems)
+    findings = Findings()
+    changed = _changed(pod, injection, defaults, findings)
+    if findings.problems or changed is None:
+        return Refusal(problems=tuple(findings.problems))
+    return Mutation(patch=tuple(difference(pod, changed)), warnings=tuple(findings.warnings))
+
+
+def _changed(pod: Pod, injection: Injection, defaults: InjectionDefaults, findings: Findings) -> dict[str, Any] | None:
+    """The pod with everything; None where `findings` say why not."""
+    metadata, spec = present(pod, "metadata", {}), pod["spec"]
+    made_before = present(metadata, "annotations", {}).get(names.ANNOTATION_INJECTED)
+    # The annotation alone says nothing: anybody can write it, and what bears our names would then be taken for ours.
+    injected = made_before is not None and _has_ours(spec)
+    findings.problems += impossible(spec, injection, injected=injected)
+    trainer = find_trainer(metadata, spec, injection.container, findings)
+    place = None if trainer is None else find_place(spec, trainer, injection, findings)
+    if trainer is None or place is None:
+        return None
+    findings.problems += unfit(place, injection)
+    findings.warnings += doubtful(metadata, spec, place)
+    attempt = attempt_entry(metadata, trainer, injection, findings)
+    said_seconds: int = present(spec, "terminationGracePeriodSeconds", _KUBERNETES_GRACE_SECONDS)
+    grace_seconds = max(said_seconds, injection.grace_seconds)
+    plan = plan_of(
+        pod,
+        trainer,
+        place,
+        injection,
+        defaults,
+        attempt=attempt,
+        grace_seconds=grace_seconds,
+        findings=findings,
+    )
+    new_trainer = _new_trainer(
+        trainer,
+        place,
+        injection,
+        attempt=attempt,
+        grace_seconds=grace_seconds,
+        injected=injected,
+        findings=findings,
+    )
+    made = _made(plan)
+    new_spec = {
+        **spec,
+        **_containers(spec, trainer, new_trainer, plan, as_before=made_before == made),
+        "volumes": volumes.with_volumes(spec, injection, place),
+        "terminationGracePeriodSeconds": grace_seconds,
+    }
+    annotations = {**present(metadata, "annotations", {}), names.ANNOTATION_INJECTED: made}
+    return {**pod, "metadata": {**metadata, "annotations": annotations}, "spec": new_spec}
+
+
+def _new_trainer(
+    trainer: Container,
+    place: CheckpointPlace,
+    injection: Injection,
+    *,
+    attempt: Mapping[str, Any] | None,
+    grace_seconds: int,
+    injected: bool,
+    findings: Findings,
+) -> dict[str, Any]:
+    # Whoever may write there could put a socket of its own in the agent's place. Connecting writes nothing.
+    mounts = [place.mount, {**volumes.SOCKET_MOUNT, "readOnly": True}]
+    if injection.autoload:
+        mounts.append({**volumes.AUTOLOAD_MOUNT, "readOnly": True})
+    return changed_trainer(
+        trainer,
+        variables=trainer_variables(
+            place,
+            socket=POD_SOCKET,
+            attempt=attempt,
+            grace_seconds=grace_seconds,
+            temporary_files=injection.temporary_files,
+        ),
+        mounts=mounts,
+        python_path=names.POD_AUTOLOAD_PATH if injection.autoload else "",
+        injected=injected,
+        findings=findings,
+    )
+
+
+def _containers(
+    spec: Mapping[str, Any], trainer: Container, new_trainer: dict[str, Any], plan: Plan, *, as_before: bool
+) -> dict[str, Any]:
+    """Both lists. Ours are the last init containers: restore needs what the others made, and sidecars are ended in
+    reverse order, so that the agent still has the network that another one gives it.
+
+    `as_before`: what is there was made from the same plan, and what is different now somebody else wanted so.
+    """
+    there = {one["name"]: one for one in present(spec, "initContainers", []) if one.get("name") in OURS}
+    ours = (
+        ensured(there.get(wanted["name"], {}), wanted, as_before=as_before)
+        for wanted in (restore_container(plan), agent_container(plan))
+    )
+    return {
+        "initContainers": [*others(spec, "initContainers"), *ours],
+        "containers": [new_trainer if one is trainer else one for one in others(spec, "containers")],
+    }
+
+
+def _has_ours(spec: Mapping[str, Any]) -> bool:
+    return any(one.get("name") in OURS for key in ("initContainers", "containers") for one in present(spec, key, []))
+
+
+def _made(plan: Plan) -> str:
+    """The version that injected, and a hash of what: whoever looks at a pod sees whether two were made alike."""
+    made = json.dumps([restore_container(plan), agent_container(plan)], sort_keys=True)
+    return f"{__version__} {hashlib.sha256(made.encode()).hexdigest()[:_HASH_LENGTH]}"

@@ -1,0 +1,145 @@
+"""Which committed checkpoint to restore, what to fall back to, and the pin that makes all pods of an attempt agree.
+
+Invariants: a run whose checkpoints are all damaged stops and never silently starts from nothing; a pinned attempt
+takes the pinned checkpoint or none; a pin has exactly one encoding, so that a pod that reads back its own pin
+recognises it.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Annotated, Final, Literal
+
+from msgspec import Meta, Struct
+
+from mooring_agent.core.errors import ErrorKind, RequestError, StoreError
+from mooring_agent.core.limits import PATH_BYTES, PIN_BYTES, Step
+from mooring_agent.core.stored import checked_json
+from mooring_agent.core.stored.checked_json import UndecodableError
+from mooring_agent.core.stored.object_layout import check_token, parse_marker_key
+
+_FORMAT_VERSION: Final = 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pin:
+    """`marker` is the commit marker's key; empty (with step 0 and no save): the attempt starts from nothing."""
+
+    attempt: str
+    step: int = 0
+    save: str = ""
+    marker: str = ""
+
+    @property
+    def fresh_start(self) -> bool:
+        return not self.marker
+
+
+class _PinObject(Struct, forbid_unknown_fields=True, kw_only=True):
+    format: Literal[1]
+    attempt: str
+    step: Step
+    save: str
+    marker: Annotated[str, Meta(max_length=PATH_BYTES)] | None
+
+
+def encode_pin(pin: Pin) -> bytes:
+    return checked_json.encode(
+        _PinObject(format=_FORMAT_VERSION, attempt=pin.attempt, step=pin.step, save=pin.save, marker=pin.marker or None)
+    )
+
+
+def decode_pin(body: bytes, key: str) -> Pin:
+    """Raises StoreError(CHECKPOINT_CORRUPT) that names `key`."""
+    try:
+        value = checked_json.decode(body, _PinObject, limit_bytes=PIN_BYTES)
+        pin = Pin(
+            attempt=check_token(value.attempt, "attempt"), step=value.step, save=value.save, marker=value.marker or ""
+        )
+        named = (0, "") if pin.fresh_start else parse_marker_key(pin.marker)
+        if named != (pin.step, pin.save):
+            raise UndecodableError(f"the marker {pin.marker!r} is not of step {pin.step} and save {pin.save!r}")
+        return pin
+    except (UndecodableError, RequestError) as error:
+        raise StoreError(
+            ErrorKind.CHECKPOINT_CORRUPT,
+            f"the resume pin {key} cannot be read: {error}",
+            hint="remove that object, or start the run with a new attempt",
+        ) from error
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CommittedSave:
+    """A save that has a commit marker, as far as the listing tells.
+
+    `saved_at` only breaks ties: it is read where several saves share a step, and 0 elsewhere. `modified_at` is when the
+    marker was written, by the store's clock.
+    """
+
+    key: str
+    step: int
+    save: str
+    saved_at: float = 0.0
+    modified_at: float = 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Take:
+    """Try this one next."""
+
+    committed: CommittedSave
+    because: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StartFresh:
+    """There is nothing to resume from, and that is in order."""
+
+    because: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GiveUp:
+    """There should be something to resume from, and it cannot be had."""
+
+    because: str
+    hint: str
+
+
+Choice = Take | StartFresh | GiveUp
+
+
+def newest_first(committed: Iterable[CommittedSave]) -> tuple[CommittedSave, ...]:
+    """By step; among saves of one step the last saved; the save id makes the order total."""
+    return tuple(sorted(committed, key=lambda one: (one.step, one.saved_at, one.save), reverse=True))
+
+
+def choose(committed: Sequence[CommittedSave], *, pin: Pin | None, failures: Mapping[str, str]) -> Choice:
+    """What to try next. `failures` says of each save that was tried, by its id, what is wrong with it."""
+    if pin is not None:
+        return _obey(committed, pin, failures)
+    if not committed:
+        return StartFresh(because="the destination has no committed checkpoint")
+    ordered = newest_first(committed)
+    for one in ordered:
+        if one.save not in failures:
+            passed_over = ordered.index(one)
+            because = "it is the newest" if not passed_over else f"{passed_over} newer cannot be restored"
+            return Take(committed=one, because=because)
+    newest = ordered[0]
+    return GiveUp(
+        because=f"none of {len(ordered)} committed checkpoints can be restored; the newest: {failures[newest.save]}",
+        hint="`mooring verify --all` shows what is damaged; to start from nothing, use another destination",
+    )
+
+
+def _obey(committed: Sequence[CommittedSave], pin: Pin, failures: Mapping[str, str]) -> Choice:
+    if pin.fresh_start:
+        return StartFresh(because=f"attempt {pin.attempt} was decided to start from nothing")
+    which = f"step {pin.step} (save {pin.save}), which attempt {pin.attempt} resumes from,"
+    hint = "start the run with a new attempt: it takes the newest checkpoint that can be restored"
+    if pin.save in failures:
+        return GiveUp(because=f"{which} cannot be restored: {failures[pin.save]}", hint=hint)
+    for one in committed:
+        if one.save == pin.save:
+            return Take(committed=one, because=f"attempt {pin.attempt} is pinned to it")
+    return GiveUp(because=f"{which} is no longer at the destination", hint=hint)

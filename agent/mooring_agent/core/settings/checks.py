@@ -1,0 +1,100 @@
+"""What is wrong with the settings' values together, or can never work: said at the start, all of it at once.
+
+Each value is sound by itself, as `setting_values` made it.
+"""
+
+import re
+from collections.abc import Iterator, Mapping
+from typing import Any, Final
+
+from mooring_agent.core.errors import MooringError
+from mooring_agent.core.settings.values import GIB, MIB, TerminationSettings, TransferSettings
+from mooring_agent.core.stored.object_layout import LONGEST_PREFIX_BYTES, check_token
+from mooring_api.names import SOCKET_PATH_LIMIT_BYTES
+
+_S3_PART_LEAST_BYTES: Final = 5 * MIB
+_S3_PART_MOST_BYTES: Final = 5 * GIB
+
+
+def setting_problems(values: Mapping[str, Any]) -> Iterator[str]:
+    """`values` by key, with what `with_paths` adds; paths are absolute."""
+    for key, how in (
+        ("volume", "--volume or MOORING_VOLUME"),
+        ("store.destination", "--destination or MOORING_DESTINATION, as s3://bucket/prefix or file:///path"),
+    ):
+        if not values.get(key):
+            yield f"{key} is not set: give {how}"
+    destination = values.get("store.destination")
+    if destination and not re.match(r"(s3://[^/]|file:///)", destination):
+        yield f"destination {destination!r} is neither s3://bucket/prefix nor file:///absolute/path"
+    volume, directory = values.get("volume"), values.get("checkpoint_directory")
+    if volume and directory and not _is_below(directory, volume):
+        yield f"checkpoint_directory {directory} must lie below the volume {volume}"
+    if len(values.get("socket", "").encode()) > SOCKET_PATH_LIMIT_BYTES:
+        yield f"socket {values['socket']} is longer than {SOCKET_PATH_LIMIT_BYTES} bytes: give --socket"
+    if values.get("transfer.max_concurrency", 1) < 1 or values.get("store.max_connections", 1) < 1:
+        yield "max_concurrency and max_connections must be 1 or more"
+    if values.get("store.kms_key_id") and values.get("store.server_side_encryption") != "aws:kms":
+        yield "kms_key_id needs server_side_encryption aws:kms"
+    if values.get("retention.keep_every_steps") and not values.get("retention.keep_last"):
+        yield "keep_every_steps needs keep_last: with keep_last 0 everything is kept"
+    yield from _impossible_sizes(values)
+    if values.get("attempt"):
+        try:
+            check_token(values["attempt"], "attempt")
+        except MooringError as error:
+            yield f"{error}: {error.hint}"
+    address = values.get("http_address")
+    if address and not _is_address(address):
+        yield f"http_address {address!r} is not host:port with a port from 1 to 65535, as 0.0.0.0:9090"
+
+
+def _impossible_sizes(values: Mapping[str, Any]) -> Iterator[str]:
+    """Numbers and lengths that are sound by themselves and can never work."""
+    destination = values.get("store.destination", "")
+    to_s3 = destination.startswith("s3://")
+    prefix_bytes = len(destination.removeprefix("s3://").partition("/")[2].strip("/").encode())
+    if to_s3 and prefix_bytes >= LONGEST_PREFIX_BYTES:
+        yield (
+            f"the prefix in destination {destination[:60]!r}… has {prefix_bytes} bytes: give one of less than "
+            f"{LONGEST_PREFIX_BYTES}, for a checkpoint's files need the rest of the 1,024 that S3 allows a key"
+        )
+    part_size_bytes = values.get("transfer.part_size_bytes", TransferSettings().part_size_bytes)
+    if to_s3 and part_size_bytes < _S3_PART_LEAST_BYTES:
+        yield f"part_size_bytes {part_size_bytes} is less than the 5MiB that S3 wants of a part: give 5MiB or more"
+    elif to_s3 and part_size_bytes > _S3_PART_MOST_BYTES:
+        yield f"part_size_bytes {part_size_bytes} is more than the 5GiB that S3 takes in one request: give 5GiB or less"
+    elif part_size_bytes < 1:
+        yield "part_size_bytes must be 1 or more"
+    if values.get("disk.eviction_threshold_percent", 0.0) >= 100:
+        yield "eviction_threshold_percent must be less than 100: no disk is emptier than empty"
+    if values.get("disk.peak_factor", 1.0) < 1:
+        yield "peak_factor must be 1 or more: a save needs at least its final size"
+    for name in ("connect_timeout_seconds", "read_timeout_seconds"):
+        if values.get(f"store.{name}", 1.0) == 0:
+            yield f"{name} must be more than 0: no store answers at once"
+    defaults = TerminationSettings()
+    grace_seconds = values.get("termination.grace_seconds", defaults.grace_seconds)
+    reserve_seconds = values.get("termination.commit_reserve_seconds", defaults.commit_reserve_seconds)
+    if reserve_seconds >= grace_seconds:
+        yield (
+            f"commit_reserve_seconds {reserve_seconds:g} leaves nothing of grace_seconds {grace_seconds:g} to upload "
+            "in: raise grace_seconds, or lower the reserve"
+        )
+
+
+def _is_address(text: str) -> bool:
+    match = re.fullmatch(r"(\[[^\]]*\]|[^:]*):(\d{1,5})", text)
+    return match is not None and 1 <= int(match[2]) <= 65535
+
+
+def _is_below(path: str, directory: str) -> bool:
+    """By what is written: a `..` stays what it is, for a link may stand before it."""
+    above = _components(directory)
+    return _components(path)[: len(above)] == above
+
+
+def _components(path: str) -> list[str]:
+    """The root, of which `//` is another one than `/`, and what stands between the slashes; a `.` says nothing."""
+    root = path[: len(path) - len(path.lstrip("/"))]
+    return [root, *(name for name in path.split("/") if name not in ("", "."))]

@@ -1,0 +1,215 @@
+"""The table of all settings, made from the fields of `Settings`: names, parsing, and formatting.
+
+A setting `transfer.part_size_bytes` is `--part-size-bytes`, `MOORING_PART_SIZE_BYTES`, and `part_size_bytes` in the
+table `[transfer]` of the file; settings that only S3 has are `MOORING_S3_…`. Parsing does not know where a value comes
+from: `origin` only appears in the error.
+"""
+
+import math
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import MISSING, dataclass, fields, is_dataclass
+from decimal import Decimal
+from functools import cache
+from typing import Any, Final, get_args, get_origin, get_type_hints
+from urllib.parse import quote, unquote
+
+from mooring_agent.core.limits import largest_setting
+from mooring_agent.core.settings.values import Settings
+from mooring_api.names import AGENT_STATE_DIRECTORY, CHECKPOINT_DIRECTORY, SOCKET, STATE_DIRECTORY
+
+# botocore reads the first alone; every other SDK of AWS reads the second, which is what EKS and Lambda set.
+# Whoever moves a metadata service says so to every program by the cloud's own variable.
+_FOREIGN_VARIABLES: Final = {
+    "store.region": ("AWS_DEFAULT_REGION", "AWS_REGION"),
+    "termination.notices_endpoint": ("AWS_EC2_METADATA_SERVICE_ENDPOINT", "GCE_METADATA_HOST"),
+    "cluster.pod_name": ("POD_NAME",),
+    "cluster.pod_namespace": ("POD_NAMESPACE",),
+    "cluster.pod_uid": ("POD_UID",),
+    "cluster.kubernetes_host": ("KUBERNETES_SERVICE_HOST",),
+    "cluster.kubernetes_port": ("KUBERNETES_SERVICE_PORT",),
+}
+_STORE_WIDE: Final = frozenset({"destination"})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SettingField:
+    """One setting: where it is, what it is called, and what it means. `section` is empty at the top."""
+
+    section: str
+    name: str
+    value_type: type
+    help: str
+    default: Any
+
+    @property
+    def key(self) -> str:
+        return f"{self.section}.{self.name}" if self.section else self.name
+
+    @property
+    def flag(self) -> str:
+        return "--" + self.name.replace("_", "-")
+
+    @property
+    def environment(self) -> str:
+        infix = "S3_" if self.section == "store" and self.name not in _STORE_WIDE else ""
+        return f"MOORING_{infix}{self.name.upper()}"
+
+    @property
+    def foreign_variables(self) -> tuple[str, ...]:
+        """Variables that are not ours and count where nobody said anything to Mooring itself."""
+        return _FOREIGN_VARIABLES.get(self.key, ())
+
+
+@cache
+def setting_fields(cls: type = Settings, section: str = "") -> tuple[SettingField, ...]:
+    """Every setting, in the order of docs/settings.md. Kept: the webhook looks at them for every pod."""
+    return tuple(_fields_of(cls, section))
+
+
+def _fields_of(cls: type, section: str) -> Iterator[SettingField]:
+    hints = get_type_hints(cls, include_extras=True)
+    for field in fields(cls):
+        hint = hints[field.name]
+        if is_dataclass(hint):
+            assert isinstance(hint, type)
+            yield from _fields_of(hint, field.name)
+            continue
+        value_type, text = get_args(hint)[:2]
+        default = None if field.default is MISSING else field.default
+        yield SettingField(section=section, name=field.name, value_type=value_type, help=text, default=default)
+
+
+def build_settings(values: Mapping[str, Any]) -> Settings:
+    """`values` by key, sound and with everything that must be given; defaults for the rest."""
+    settings = _build(Settings, "", values)
+    assert isinstance(settings, Settings)
+    return settings
+
+
+def _build(cls: Any, section: str, values: Mapping[str, Any]) -> Any:
+    arguments: dict[str, Any] = {}
+    hints = get_type_hints(cls)
+    for field in fields(cls):
+        if is_dataclass(hints[field.name]):
+            arguments[field.name] = _build(hints[field.name], field.name, values)
+            continue
+        key = f"{section}.{field.name}" if section else field.name
+        if key in values:
+            arguments[field.name] = values[key]
+    return cls(**arguments)
+
+
+_UNITS: Final = {"": 1, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40, "KB": 10**3, "MB": 10**6, "GB": 10**9}
+_SHOWN_CHARACTERS: Final = 40
+_TRUE: Final = frozenset({"1", "true", "yes", "on"})
+_FALSE: Final = frozenset({"0", "false", "no", "off"})
+_CHOICES: Final = {
+    "addressing": ("auto", "path", "virtual"),
+    "io_priority": ("inherit", *map(str, range(8)), "idle"),
+    "log_format": ("json", "console"),
+    "notices": ("off", "auto", "aws", "gcp", "azure"),
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Said:
+    """What was written for one setting, and what a problem calls the place where it was."""
+
+    setting: SettingField
+    origin: str
+    raw: Any
+
+
+def read_values(said: Iterable[Said]) -> tuple[dict[str, Any], list[str]]:
+    """The values by the settings' keys, and what is wrong with those that have none."""
+    values: dict[str, Any] = {}
+    problems: list[str] = []
+    for one in said:
+        try:
+            values[one.setting.key] = _value(one.setting, one.raw)
+        except ValueError as error:
+            problems.append(f"{one.origin}: {error}")
+    return values, problems
+
+
+def with_paths(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Besides, what follows from the volume where nothing, or nothing but an empty text, was said."""
+    volume = values.get("volume")
+    if not volume:
+        return dict(values)
+    places = {
+        "checkpoint_directory": f"{volume}/{CHECKPOINT_DIRECTORY}",
+        "socket": f"{volume}/{STATE_DIRECTORY}/{SOCKET}",
+        "state_directory": f"{volume}/{STATE_DIRECTORY}/{AGENT_STATE_DIRECTORY}",
+    }
+    return {**values, **{name: values.get(name) or place for name, place in places.items()}}
+
+
+def _value(setting: SettingField, raw: Any) -> Any:
+    if get_origin(setting.value_type) is tuple:
+        return _tags(raw)
+    text = _text(raw).strip()
+    if setting.value_type is bool:
+        if text.lower() not in _TRUE | _FALSE:
+            raise ValueError(f"{text!r} is neither true nor false")
+        return text.lower() in _TRUE
+    if setting.value_type is int and ("_bytes" in setting.name):
+        return _within_limit(setting, parse_bytes(text), text)
+    if setting.value_type in (int, float):
+        try:
+            number = setting.value_type(text)
+        except ValueError:
+            raise ValueError(f"{text[:_SHOWN_CHARACTERS]!r} is not a number") from None
+        # NaN is neither; and what has no bounds is no number here.
+        if not 0 <= number < math.inf:
+            raise ValueError(f"{text[:_SHOWN_CHARACTERS]} must be 0 or more")
+        return _within_limit(setting, number, text)
+    choices = _CHOICES.get(setting.name)
+    if choices and text not in choices:
+        raise ValueError(f"{text!r} is none of {', '.join(choices)}")
+    return text
+
+
+def _within_limit(setting: SettingField, number: float, text: str) -> float:
+    most = largest_setting(setting.name)
+    if number > most:
+        raise ValueError(f"{text[:_SHOWN_CHARACTERS]} must be {most} or less")
+    return number
+
+
+def _text(raw: Any) -> str:
+    """One value as the file writes it: a true there is no True."""
+    if isinstance(raw, list | dict):
+        raise ValueError("one value is wanted, not a list or a table")
+    return str(raw).lower() if isinstance(raw, bool) else str(raw)
+
+
+def parse_bytes(text: str) -> int:
+    """`64MiB`, `5 GB` or plain bytes. Raises ValueError."""
+    match = re.fullmatch(r"([0-9]{1,25}(?:\.[0-9]{1,25})?)\s*([A-Za-z]*)", text)
+    if not match or match[2].upper() not in _UNITS:
+        raise ValueError(
+            f"{text[:_SHOWN_CHARACTERS]!r} is not a size; "
+            "write bytes, or a number with KiB, MiB, GiB, TiB, KB, MB or GB"
+        )
+    return int(Decimal(match[1]) * _UNITS[match[2].upper()])
+
+
+def text_of_tags(tags: Iterable[tuple[str, str]]) -> str:
+    """The form of tags in a flag or a variable; what is special there is percent-encoded."""
+    return ",".join(f"{quote(key, safe='')}={quote(value, safe='')}" for key, value in tags)
+
+
+def _tags(raw: Any) -> tuple[tuple[str, str], ...]:
+    if isinstance(raw, dict):
+        return tuple((key, _text(value)) for key, value in raw.items())
+    if isinstance(raw, list):
+        raise ValueError("tags are a table, or one text of key=value separated by commas")
+    pairs = []
+    for item in filter(None, str(raw).split(",")):
+        key, separator, value = item.partition("=")
+        if not separator or not key.strip():
+            raise ValueError(f"{item!r} is not key=value")
+        pairs.append((unquote(key.strip()), unquote(value.strip())))
+    return tuple(pairs)

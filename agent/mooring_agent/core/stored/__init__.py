@@ -1,0 +1,1 @@
+"""What is stored at a destination: keys, manifests, markers, packs, and their encodings."""

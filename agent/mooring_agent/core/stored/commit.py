@@ -1,0 +1,90 @@
+"""The commit protocol's verdicts: what a listing says of a save, and whose marker it is that we read back.
+
+Write order: files, then rank manifests, then (once every rank's manifest of this save exists and the listing shows
+every file at its size, and no two ranks claim one name for different bytes) the marker, then its readback. The marker's
+body is a pure function of the manifests, so two committers write the same bytes and a lost answer is settled by
+reading. docs/design/0001 has the whole argument.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import Final
+
+from mooring_agent.core.model import FileEntry, RankManifest, SaveInfo
+from mooring_agent.core.stored.manifest import encode_manifest
+from mooring_agent.core.stored.object_layout import file_key, is_manifest_of, manifest_key, manifests_prefix, pack_key
+
+DIFFERENT_FILES_HINT: Final = "ranks must write different file names, or announce the same directory"
+
+WAIT_FOR_OTHER_COMMITTER_SECONDS: Final = 5.0
+"""Rank 0's agent writes the marker at once; the others step in after this, should it have died."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ListingVerdict:
+    """What a listing of the save lacks of ours, and how many ranks have no manifest yet: `missing_ranks`."""
+
+    lost_files: tuple[tuple[int, str], ...]
+    lost_packs: tuple[tuple[int, int], ...]
+    lost_manifests: tuple[int, ...]
+    missing_ranks: int
+
+    @property
+    def complete(self) -> bool:
+        return not (self.lost_files or self.lost_packs or self.lost_manifests or self.missing_ranks)
+
+
+def judge_listing(info: SaveInfo, ours: Sequence[RankManifest], sizes: Mapping[str, int]) -> ListingVerdict:
+    """Compare `sizes` (key -> bytes) with what our ranks have stored; anything else of the save only counts ranks."""
+    manifests = {key for key in sizes if key.startswith(manifests_prefix(info))}
+    there = manifests | {manifest_key(info, manifest.rank) for manifest in ours}
+    return ListingVerdict(
+        lost_files=tuple((manifest.rank, path) for manifest in ours for path in missing_files(manifest, sizes)),
+        lost_packs=tuple((manifest.rank, number) for manifest in ours for number in missing_packs(manifest, sizes)),
+        lost_manifests=tuple(
+            manifest.rank
+            for manifest in ours
+            if sizes.get(manifest_key(info, manifest.rank)) != len(encode_manifest(manifest))
+        ),
+        # Counted by what is there: whoever says how many ranks there are does not say how long this takes.
+        missing_ranks=info.world_size - sum(is_manifest_of(info, key) for key in there),
+    )
+
+
+def contradiction(manifests: Iterable[RankManifest]) -> str:
+    """Why no reader could put these ranks' files into one folder; empty if one can. The same entry twice is fine."""
+    found: dict[str, tuple[int, FileEntry]] = {}
+    for manifest in manifests:
+        for file in manifest.files:
+            rank, entry = found.setdefault(file.path, (manifest.rank, file))
+            if not entry.has_bytes_of(file):
+                return f"ranks {rank} and {manifest.rank} have different bytes for {file.path}"
+    for path, (rank, _) in found.items():
+        for folder in accumulate(path.split("/")[:-1], "{}/{}".format):
+            if folder in found:
+                return f"{folder} is a file of rank {found[folder][0]} and a folder of rank {rank}"
+    return ""
+
+
+def is_listed(manifest: RankManifest, sizes: Mapping[str, int]) -> bool:
+    """Whether all that a manifest speaks of is there."""
+    return not missing_files(manifest, sizes) and not missing_packs(manifest, sizes)
+
+
+def missing_files(manifest: RankManifest, sizes: Mapping[str, int]) -> list[str]:
+    """Files of a manifest, of those that are objects, that the listing lacks or shows with another size."""
+    return [
+        file.path
+        for file in manifest.files
+        if file.place is None and sizes.get(file_key(manifest.info, file.path)) != file.size_bytes
+    ]
+
+
+def missing_packs(manifest: RankManifest, sizes: Mapping[str, int]) -> list[int]:
+    """As `missing_files`, for packs."""
+    return [
+        number
+        for number, size_bytes in enumerate(manifest.pack_sizes_bytes)
+        if sizes.get(pack_key(manifest.info, manifest.rank, number)) != size_bytes
+    ]

@@ -1,0 +1,302 @@
+"""Rank manifests and commit markers as JSON, both ways, and the memory that reading them takes.
+
+Two committers must write the same bytes, so the marker is computed from the manifests alone, and a value has exactly
+one encoding. Decoding refuses what it does not understand and what is beyond the limits: a checkpoint is restored only
+if every byte is accounted for, and decoded paths never leave the checkpoint.
+
+Restore and commit hold all manifests in memory, and the kernel kills a process that exceeds its limit, every time
+anew. So their memory is estimated from their sizes before any is fetched. The factors were measured with forged
+manifests of the worst shape (tests/integration/test_manifest_memory.py): the estimate is never too low.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Final, Literal
+
+from msgspec import Meta, Struct
+
+from mooring_agent.core.errors import ErrorKind, RequestError, StoreError
+from mooring_agent.core.limits import (
+    FILES_PER_RANK,
+    MANIFEST_BYTES,
+    MANIFESTS_BYTES,
+    MARKER_BYTES,
+    PARTS_PER_FILE,
+    SAVE_BYTES,
+    Count,
+    FileBytes,
+    Moment,
+    Rank,
+    Step,
+    WorldSize,
+)
+from mooring_agent.core.model import (
+    Checksums,
+    CommitMarker,
+    FileEntry,
+    Kind,
+    ManifestReference,
+    PackPlace,
+    RankManifest,
+    SaveInfo,
+)
+from mooring_agent.core.stored import checked_json
+from mooring_agent.core.stored.checked_json import UndecodableError
+from mooring_agent.core.stored.object_layout import check_file_path, check_token
+from mooring_agent.core.stored.packs_and_parts import LARGEST_PACK_BYTES
+
+FORMAT_VERSION: Final = 1
+PACKED_FORMAT_VERSION: Final = 2
+"""Of rank manifests with packs alone, so that a version that knows none refuses these and reads all others."""
+
+_Checksum = Annotated[str, Meta(pattern=r"^[0-9a-f]{16}\Z")]
+_PackBytes = Annotated[int, Meta(ge=0, le=LARGEST_PACK_BYTES)]
+_ManifestBytes = Annotated[int, Meta(ge=0, le=MANIFEST_BYTES)]
+
+
+class _Object(Struct, forbid_unknown_fields=True, omit_defaults=True, kw_only=True, gc=False):
+    """Nothing is left out of what is understood, so nothing can be nested deeper than these are."""
+
+
+class _Save(_Object):
+    save: str
+    name: str
+    step: Step
+    kind: Kind
+    world_size: WorldSize
+    saved_at: Moment
+    checksum: Literal["crc64nvme"]
+
+
+class _File(_Object):
+    path: str
+    size: FileBytes
+    part_size: Annotated[int, Meta(ge=1, le=SAVE_BYTES)]
+    checksums: Annotated[tuple[_Checksum, ...], Meta(max_length=PARTS_PER_FILE)]
+    pack: Annotated[int, Meta(ge=0, le=FILES_PER_RANK)] | None = None
+    offset: _PackBytes | None = None
+
+
+class _Pack(_Object):
+    size: _PackBytes
+
+
+class _Manifest(_Save):
+    format: Literal[1, 2]
+    rank: Rank
+    files: Annotated[tuple[_File, ...], Meta(max_length=FILES_PER_RANK)]
+    packs: Annotated[tuple[_Pack, ...], Meta(max_length=FILES_PER_RANK)] = ()
+    single_file: bool = False
+
+
+class _Reference(_Object):
+    rank: Rank
+    size: _ManifestBytes
+    checksum: _Checksum
+
+
+class _Marker(_Save):
+    format: Literal[1]
+    size: Count
+    file_count: Count
+    manifests: tuple[_Reference, ...]
+
+
+def encode_manifest(manifest: RankManifest) -> bytes:
+    info = manifest.info
+    return checked_json.encode(
+        _Manifest(
+            format=PACKED_FORMAT_VERSION if manifest.pack_sizes_bytes else FORMAT_VERSION,
+            save=info.save,
+            name=info.name,
+            step=info.step,
+            kind=info.kind,
+            world_size=info.world_size,
+            rank=manifest.rank,
+            saved_at=float(manifest.saved_at),
+            checksum="crc64nvme",
+            files=tuple(_encode_file(file) for file in manifest.files),
+            packs=tuple(_Pack(size=size_bytes) for size_bytes in manifest.pack_sizes_bytes),
+            single_file=manifest.single_file,
+        )
+    )
+
+
+def decode_manifest(body: bytes, key: str) -> RankManifest:
+    """Raises StoreError(CHECKPOINT_CORRUPT) that names `key`."""
+    try:
+        value = checked_json.decode(body, _Manifest, limit_bytes=MANIFEST_BYTES)
+        manifest = RankManifest(
+            info=_decode_info(value),
+            rank=value.rank,
+            saved_at=value.saved_at,
+            files=tuple(_decode_file(file) for file in value.files),
+            single_file=value.single_file,
+            pack_sizes_bytes=tuple(pack.size for pack in value.packs),
+        )
+        if (value.format == PACKED_FORMAT_VERSION) != bool(value.packs):
+            raise UndecodableError(f"format {value.format} with {len(value.packs)} packs")
+        if manifest.single_file and len(manifest.files) != 1:
+            raise UndecodableError(f"{len(manifest.files)} files are not the single file that it speaks of")
+        _check_sizes(manifest)
+    except (UndecodableError, RequestError) as error:
+        raise _corrupt(key, error) from error
+    return manifest
+
+
+def commit_marker(manifests: Sequence[RankManifest], references: Mapping[int, ManifestReference]) -> CommitMarker:
+    """The marker of a save, from all its rank manifests and what is known of their encoded form."""
+    ordered = sorted(manifests, key=lambda manifest: manifest.rank)
+    info = ordered[0].info
+    assert [manifest.rank for manifest in ordered] == list(range(info.world_size)), "a marker needs every rank"
+    return CommitMarker(
+        info=info,
+        saved_at=max(manifest.saved_at for manifest in ordered),
+        size_bytes=sum(manifest.size_bytes for manifest in ordered),
+        file_count=sum(len(manifest.files) for manifest in ordered),
+        manifests=tuple(references[manifest.rank] for manifest in ordered),
+    )
+
+
+def encode_marker(marker: CommitMarker) -> bytes:
+    info = marker.info
+    return checked_json.encode(
+        _Marker(
+            format=FORMAT_VERSION,
+            save=info.save,
+            name=info.name,
+            step=info.step,
+            kind=info.kind,
+            world_size=info.world_size,
+            saved_at=float(marker.saved_at),
+            checksum="crc64nvme",
+            size=marker.size_bytes,
+            file_count=marker.file_count,
+            manifests=tuple(
+                _Reference(rank=one.rank, size=one.size_bytes, checksum=f"{one.checksum:016x}")
+                for one in marker.manifests
+            ),
+        )
+    )
+
+
+def decode_marker(body: bytes, key: str) -> CommitMarker:
+    """Raises StoreError(CHECKPOINT_CORRUPT) that names `key`."""
+    try:
+        value = checked_json.decode(body, _Marker, limit_bytes=MARKER_BYTES)
+        if len(value.manifests) != value.world_size or any(
+            reference.rank != rank for rank, reference in enumerate(value.manifests)
+        ):
+            raise UndecodableError("the marker does not name every rank once")
+        manifests_bytes = sum(reference.size for reference in value.manifests)
+        if manifests_bytes > MANIFESTS_BYTES:
+            raise UndecodableError(f"rank manifests of {manifests_bytes:,} bytes, more than {MANIFESTS_BYTES:,}")
+        return CommitMarker(
+            info=_decode_info(value),
+            saved_at=value.saved_at,
+            size_bytes=value.size,
+            file_count=value.file_count,
+            manifests=tuple(
+                ManifestReference(rank=one.rank, size_bytes=one.size, checksum=int(one.checksum, 16))
+                for one in value.manifests
+            ),
+        )
+    except (UndecodableError, RequestError) as error:
+        raise _corrupt(key, error) from error
+
+
+def _encode_file(file: FileEntry) -> _File:
+    return _File(
+        path=file.path,
+        size=file.size_bytes,
+        part_size=file.part_size_bytes,
+        checksums=tuple(f"{checksum:016x}" for checksum in file.checksums),
+        pack=file.place.number if file.place else None,
+        offset=file.place.offset_bytes if file.place else None,
+    )
+
+
+def _decode_file(file: _File) -> FileEntry:
+    if (file.pack is None) != (file.offset is None):
+        raise UndecodableError(f"{file.path!r} has a pack or an offset without the other")
+    if len(file.checksums) != -(-file.size // file.part_size):
+        raise UndecodableError(f"{file.path!r}: {len(file.checksums)} checksums do not cover {file.size} bytes")
+    return FileEntry(
+        path=check_file_path(file.path),
+        size_bytes=file.size,
+        part_size_bytes=file.part_size,
+        checksums=Checksums(int(checksum, 16) for checksum in file.checksums),
+        place=None
+        if file.pack is None or file.offset is None
+        else PackPlace(number=file.pack, offset_bytes=file.offset),
+    )
+
+
+def _check_sizes(manifest: RankManifest) -> None:
+    """Whoever reads takes a pack whole, and finds in it what the entries say."""
+    if manifest.size_bytes > SAVE_BYTES:
+        raise UndecodableError(f"files of {manifest.size_bytes:,} bytes, more than {SAVE_BYTES:,}")
+    sizes = dict(enumerate(manifest.pack_sizes_bytes))
+    for file in manifest.files:
+        if file.place and file.place.offset_bytes > sizes.get(file.place.number, -1) - file.size_bytes:
+            raise UndecodableError(f"{file.path!r} does not lie in pack {file.place.number}")
+
+
+def _decode_info(value: _Save) -> SaveInfo:
+    return SaveInfo(
+        save=check_token(value.save, "save id"),
+        name=check_token(value.name, "checkpoint name"),
+        step=value.step,
+        kind=value.kind,
+        world_size=value.world_size,
+    )
+
+
+def _corrupt(key: str, error: Exception) -> StoreError:
+    return StoreError(
+        ErrorKind.CHECKPOINT_CORRUPT,
+        f"{key} is not what was written: {error}",
+        hint="restore falls back to the next older checkpoint; `mooring verify` shows all that is damaged",
+    )
+
+
+_PROCESS_BYTES: Final = 96 * 1024**2
+"""All else that is in memory at the same time: the program, parts and packs on their way."""
+_FILE_BYTES: Final = 500
+"""For each file, listed and decoded, besides its bytes in the manifest."""
+_KEPT_FACTOR: Final = 6
+"""For each byte of a manifest: a path is kept twice, and one character of it can make four bytes of each."""
+_DECODING_FACTOR: Final = 8
+"""For each byte of the manifest that is being decoded: one at a time."""
+_PACK_FACTOR: Final = 2
+"""For each byte of the largest pack, which is there twice while it arrives."""
+_MIB: Final = 1024**2
+
+HINT: Final = "raise its memory limit (`mooring.dev/memory`), or save fewer and larger files"
+
+
+def needed_bytes(*, files: int, manifests_bytes: Sequence[int] = (), largest_pack_bytes: int = 0) -> int:
+    """The memory that a process needs to read rank manifests of these sizes, which speak of so many files."""
+    return (
+        _PROCESS_BYTES
+        + _FILE_BYTES * files
+        + _KEPT_FACTOR * sum(manifests_bytes)
+        + _DECODING_FACTOR * max(manifests_bytes, default=0)
+        + _PACK_FACTOR * largest_pack_bytes
+    )
+
+
+def largest_manifest_bytes(limit_bytes: int | None, most_bytes: int) -> int:
+    """The largest rank manifest that can be read alone, and no more than `most_bytes`."""
+    if limit_bytes is None:
+        return most_bytes
+    return max(0, min(most_bytes, (limit_bytes - _PROCESS_BYTES) // (_KEPT_FACTOR + _DECODING_FACTOR)))
+
+
+def shortage(name: str, needed_bytes: int, limit_bytes: int) -> StoreError:
+    """What is said of a checkpoint whose manifests do not fit. It is not damaged: more memory mends it."""
+    return StoreError(
+        ErrorKind.MEMORY_SHORT,
+        f"{name} needs {-(-needed_bytes // _MIB):,} MiB of memory for its rank manifests, "
+        f"this process may have {limit_bytes // _MIB:,} MiB: {HINT}",
+        hint=HINT,
+    )

@@ -1,0 +1,111 @@
+"""Splits large files into parts and groups small files into packs. Arithmetic only.
+
+A part fits S3's limits; a file no larger than one part is sent by a single PUT. A pack is one object that holds many
+small files, a tar archive that any tool unpacks (docs/design/0010). Invariant: the same arguments give the same plan
+in every version, because journals refer to parts and packs by number alone.
+
+The part size is chosen when a checkpoint is staged, recorded with its pins, and fixed from then on. Two agents may
+choose differently for the same file. A slow line gets smaller parts: what is in flight delays the checkpoint that goes
+next, and is lost when a request breaks or a just-in-time save displaces it. A fast line gets the configured size and
+no more: from 32 to 64 MiB a byte costs hardly less CPU, while a file needs eight parts to use eight connections. The
+rate is what all connections achieve together over at least two seconds; after many small files it may be too low,
+which costs some CPU until parts are measured.
+"""
+
+from collections.abc import Sequence
+from typing import Final
+
+from mooring_agent.core.limits import PARTS_PER_FILE
+from mooring_agent.core.model import Pack, Part, StagedFile
+
+MIN_PART_BYTES: Final = 5 * 1024 * 1024
+_GRANULE_BYTES: Final = 1024 * 1024
+# Below it the requests themselves begin to count.
+_LEAST_PREFERRED_BYTES: Final = 8 * 1024 * 1024
+_LONGEST_WINDOW_SECONDS: Final = 5.0
+
+
+def preferred_part_size(configured_bytes: int, bytes_per_second: float, window: int) -> int:
+    """The configured size, halved until a window of parts lands within five seconds, but never below 8 MiB.
+
+    `bytes_per_second` is the goodput of the whole window; 0: nothing was measured.
+    """
+    size_bytes = configured_bytes
+    while (
+        size_bytes // 2 >= _LEAST_PREFERRED_BYTES
+        and 0 < bytes_per_second * _LONGEST_WINDOW_SECONDS < size_bytes * window
+    ):
+        size_bytes //= 2
+    return size_bytes
+
+
+def part_size_for(size_bytes: int, preferred_bytes: int) -> int:
+    """Bytes per part: the preferred size, grown in whole MiB for a file that would need more than 10,000 of them."""
+    needed = -(-size_bytes // PARTS_PER_FILE)
+    grown = -(-needed // _GRANULE_BYTES) * _GRANULE_BYTES
+    return max(preferred_bytes, grown, MIN_PART_BYTES)
+
+
+def plan(size_bytes: int, part_size_bytes: int) -> tuple[Part, ...]:
+    """The parts of a file in order; empty for an empty file."""
+    return tuple(
+        Part(number=index + 1, offset_bytes=offset, size_bytes=min(part_size_bytes, size_bytes - offset))
+        for index, offset in enumerate(range(0, size_bytes, part_size_bytes))
+    )
+
+
+PACK_BYTES: Final = 4 * 1024 * 1024
+"""A pack's size, of new saves: 40 files of 100 KiB for each request, and little enough to be put together in memory."""
+LARGEST_PACK_BYTES: Final = 64 * 1024 * 1024
+"""Part of the format: a reader takes a whole pack into memory, and refuses a larger one."""
+HEADER_BYTES: Final = 512
+"""In front of each file, whose bytes are then filled up to a multiple of it."""
+
+_MOST_FILES_ALONE: Final = 64
+"""Of so few small files each is an object of its own, which people find by its name."""
+_LARGEST_FILE_BYTES: Final = 1024 * 1024
+"""From here on a request costs little beside the bytes that it carries."""
+_END_BYTES: Final = 2 * HEADER_BYTES
+_NAME_BYTES: Final = 100
+_PREFIX_BYTES: Final = 155
+
+
+def plan_packs(files: Sequence[StagedFile], pack_size_bytes: int) -> tuple[Pack, ...]:
+    """The packs of one rank's files; none if it has few small ones, or `pack_size_bytes` is 0."""
+    small = [file for file in files if file.size_bytes <= _LARGEST_FILE_BYTES and fits_header(file.path)]
+    if not pack_size_bytes or len(small) <= _MOST_FILES_ALONE:
+        return ()
+    packs: list[Pack] = []
+    gathered: list[StagedFile] = []
+    offsets_bytes: list[int] = []
+    end_bytes = 0
+    for file in small:
+        needed_bytes = HEADER_BYTES + padded(file.size_bytes)
+        if gathered and end_bytes + needed_bytes + _END_BYTES > pack_size_bytes:
+            packs.append(_pack(len(packs), gathered, offsets_bytes, end_bytes))
+            gathered, offsets_bytes, end_bytes = [], [], 0
+        gathered.append(file)
+        offsets_bytes.append(end_bytes + HEADER_BYTES)
+        end_bytes += needed_bytes
+    packs.append(_pack(len(packs), gathered, offsets_bytes, end_bytes))
+    return tuple(packs)
+
+
+def padded(size_bytes: int) -> int:
+    """As a tar archive holds so many bytes."""
+    return -(-size_bytes // HEADER_BYTES) * HEADER_BYTES
+
+
+def fits_header(path: str) -> bool:
+    """Whether one plain ustar header can name it: 100 bytes, or as many below a folder of at most 155."""
+    encoded = path.encode()
+    if len(encoded) <= _NAME_BYTES:
+        return True
+    folder_end = encoded.rfind(b"/", 0, _PREFIX_BYTES + 1)
+    return folder_end > 0 and len(encoded) - folder_end - 1 <= _NAME_BYTES
+
+
+def _pack(number: int, files: list[StagedFile], offsets_bytes: list[int], end_bytes: int) -> Pack:
+    return Pack(
+        number=number, files=tuple(files), offsets_bytes=tuple(offsets_bytes), size_bytes=end_bytes + _END_BYTES
+    )

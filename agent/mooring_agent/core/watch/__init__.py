@@ -1,0 +1,1 @@
+"""The directory watch: when a checkpoint that nothing announces is complete."""

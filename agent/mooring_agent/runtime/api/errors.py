@@ -1,0 +1,153 @@
+"""Maps errors to gRPC statuses with a google.rpc.ErrorInfo, and checks requests against `core.limits`.
+
+Invariants: whatever a method raises is answered by such a status; a method never sees a request beyond the limits. The
+check goes by the request's descriptor: a new field of `agent.proto` without a limit is refused.
+"""
+
+import contextlib
+import math
+from collections.abc import AsyncGenerator, Awaitable, Callable
+from typing import TYPE_CHECKING, Any, Final, NoReturn
+
+import grpc
+import structlog
+from google.protobuf import any_pb2
+from google.protobuf.descriptor import FieldDescriptor
+from google.protobuf.message import Message
+from google.rpc import error_details_pb2, status_pb2
+
+from mooring_agent.core.errors import ErrorKind, MooringError, RequestError
+from mooring_agent.core.limits import FILES_PER_RANK, REQUEST_NUMBERS, REQUEST_TEXTS
+from mooring_api.names import ERROR_DOMAIN
+from mooring_api.v1 import agent_pb2
+
+_CLOSED: Final = frozenset({FieldDescriptor.CPPTYPE_BOOL, FieldDescriptor.CPPTYPE_ENUM})
+"""Types whose values are as many as the API knows; an enum's unknown one counts as unspecified."""
+
+
+def check_request(request: Message) -> None:
+    """Raises RequestError(BAD_REQUEST) that names the field and its limit."""
+    for field, value in request.ListFields():
+        if field.cpp_type in _CLOSED:
+            continue
+        if field.cpp_type == FieldDescriptor.CPPTYPE_STRING:
+            texts = [value] if isinstance(value, str) else value
+            if len(texts) > FILES_PER_RANK:
+                raise _refused(field, f"has {len(texts)} values", FILES_PER_RANK)
+            longest = max(len(text.encode()) for text in texts)
+            if longest > REQUEST_TEXTS.get(field.name, 0):
+                raise _refused(field, f"has {longest} bytes", REQUEST_TEXTS.get(field.name, 0))
+        # NaN is neither more nor less than anything.
+        elif not math.isfinite(value) or not 0 <= value <= REQUEST_NUMBERS.get(field.name, 0):
+            raise _refused(field, f"is {value}", REQUEST_NUMBERS.get(field.name, 0))
+
+
+def _refused(field: FieldDescriptor, what: str, limit: int) -> RequestError:
+    return RequestError(
+        ErrorKind.BAD_REQUEST,
+        f"{field.name} {what}, which makes no sense",
+        hint=f"it may be 0 to {limit:,}",
+    )
+
+
+if TYPE_CHECKING:
+    from grpc.aio import ServicerContext
+
+_INVALID: Final = grpc.StatusCode.INVALID_ARGUMENT
+_FAILED: Final = (grpc.StatusCode.ABORTED, agent_pb2.ERROR_REASON_CHECKPOINT_FAILED)
+
+STATUS: Final[dict[ErrorKind, tuple[grpc.StatusCode, agent_pb2.ErrorReason]]] = {
+    ErrorKind.PATH_OUTSIDE_VOLUME: (_INVALID, agent_pb2.ERROR_REASON_PATH_OUTSIDE_VOLUME),
+    ErrorKind.FILE_MISSING: (grpc.StatusCode.NOT_FOUND, agent_pb2.ERROR_REASON_PATH_MISSING),
+    ErrorKind.CHECKPOINT_EMPTY: (_INVALID, agent_pb2.ERROR_REASON_CHECKPOINT_EMPTY),
+    ErrorKind.BAD_NAME: (_INVALID, agent_pb2.ERROR_REASON_BAD_NAME),
+    ErrorKind.CONTRADICTION: (grpc.StatusCode.FAILED_PRECONDITION, agent_pb2.ERROR_REASON_CONTRADICTION),
+    ErrorKind.BAD_REQUEST: (_INVALID, agent_pb2.ERROR_REASON_BAD_REQUEST),
+    ErrorKind.UNKNOWN_SAVE: (grpc.StatusCode.NOT_FOUND, agent_pb2.ERROR_REASON_UNKNOWN_SAVE),
+    ErrorKind.CHECKPOINT_FAILED: _FAILED,
+    ErrorKind.VOLUME_UNUSABLE: (grpc.StatusCode.UNAVAILABLE, agent_pb2.ERROR_REASON_VOLUME_UNUSABLE),
+    ErrorKind.DISK_FULL: (grpc.StatusCode.RESOURCE_EXHAUSTED, agent_pb2.ERROR_REASON_VOLUME_UNUSABLE),
+    ErrorKind.SHUTTING_DOWN: (grpc.StatusCode.UNAVAILABLE, agent_pb2.ERROR_REASON_SHUTTING_DOWN),
+}
+"""Kinds a caller can meet in an answer; every other one is why a checkpoint failed."""
+
+
+_INTERNAL: Final = (grpc.StatusCode.INTERNAL, agent_pb2.ERROR_REASON_UNSPECIFIED)
+_METHODS: Final = f"/{agent_pb2.DESCRIPTOR.services_by_name['Agent'].full_name}/"
+
+log = structlog.get_logger("mooring.api")
+
+
+def status_of(error: Exception) -> status_pb2.Status:
+    """The google.rpc.Status of an error, with its reason and hint; INTERNAL for what is our own bug."""
+    if isinstance(error, MooringError):
+        (code, reason), kind, hint = STATUS.get(error.kind, _FAILED), error.kind.value, error.hint
+    else:
+        (code, reason), kind, hint = _INTERNAL, "internal", "this is a bug of the agent: its log says more, report it"
+    detail = any_pb2.Any()
+    detail.Pack(
+        error_details_pb2.ErrorInfo(
+            reason=agent_pb2.ErrorReason.Name(reason).removeprefix("ERROR_REASON_"),
+            domain=ERROR_DOMAIN,
+            metadata={"hint": hint, "kind": kind},
+        )
+    )
+    message = f"{error} ({hint})" if hint else str(error)
+    return status_pb2.Status(code=code.value[0], message=message, details=[detail])
+
+
+class ErrorsAnswered(grpc.aio.ServerInterceptor):
+    """Around every method of our own service: the request is checked, and what it raises ends the call."""
+
+    async def intercept_service(
+        self,
+        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[Any]],
+        handler_call_details: grpc.HandlerCallDetails,
+    ) -> Any:
+        handler = await continuation(handler_call_details)
+        if handler is None or not handler_call_details.method.startswith(_METHODS):
+            return handler
+        codecs = {
+            "request_deserializer": handler.request_deserializer,
+            "response_serializer": handler.response_serializer,
+        }
+        if handler.response_streaming:
+            return grpc.unary_stream_rpc_method_handler(_streaming(handler.unary_stream), **codecs)
+        return grpc.unary_unary_rpc_method_handler(_answering(handler.unary_unary), **codecs)
+
+
+def _answering(method: Callable[..., Awaitable[Any]]) -> Callable[..., Awaitable[Any]]:
+    async def answer(request: Any, context: "ServicerContext[Any, Any]") -> Any:
+        try:
+            check_request(request)
+            return await method(request, context)
+        except Exception as error:
+            await _end(context, error)
+
+    return answer
+
+
+def _streaming(method: Callable[..., AsyncGenerator[Any, None]]) -> Callable[..., AsyncGenerator[Any, None]]:
+    async def stream(request: Any, context: "ServicerContext[Any, Any]") -> AsyncGenerator[Any, None]:
+        async with contextlib.aclosing(method(request, context)) as answers:
+            try:
+                check_request(request)
+                async for answer in answers:
+                    yield answer
+            except Exception as error:
+                await _end(context, error)
+
+    return stream
+
+
+async def _end(context: "ServicerContext[Any, Any]", error: Exception) -> NoReturn:
+    if isinstance(error, grpc.aio.AbortError):
+        raise error
+    if not isinstance(error, MooringError):
+        log.exception("api.failed", exc_info=error)
+    status = status_of(error)
+    code = next(code for code in grpc.StatusCode if code.value[0] == status.code)
+    await context.abort(
+        code, status.message, trailing_metadata=(("grpc-status-details-bin", status.SerializeToString()),)
+    )
+    raise AssertionError("abort raises")

@@ -1,0 +1,222 @@
+"""Serves the gRPC API on the volume's unix socket: calls become events, and the state becomes answers. Decides nothing.
+
+A call that changes something is answered only after its event is journaled and applied. Errors are mapped, and
+requests beyond the limits refused, by `errors.py`. Invariant: an agent that ends leaves no socket behind, and replaces
+one that a killed agent left.
+"""
+
+import asyncio
+import secrets
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any, Final
+
+import grpc
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection
+
+from mooring_agent import __version__
+from mooring_agent.core.agent import disk_pressure, drain
+from mooring_agent.core.agent.checkpoint import Checkpoint
+from mooring_agent.core.agent.events import RankRegistered, SaveAborted, SaveBegun, SaveRequested
+from mooring_agent.core.errors import ErrorKind, MooringError, RequestError
+from mooring_agent.core.stored.object_layout import check_token
+from mooring_agent.ports import Clock
+from mooring_agent.runtime.api.errors import ErrorsAnswered
+from mooring_agent.runtime.engine import status
+from mooring_agent.runtime.engine.engine import Engine
+from mooring_agent.runtime.engine.telemetry import RefusalLog
+from mooring_agent.runtime.monitors.monitors import Sensors
+from mooring_agent.runtime.monitors.ranks import Presence
+from mooring_agent.runtime.work.announcements import Announcements
+from mooring_api.names import socket_address
+from mooring_api.v1 import agent_pb2, agent_pb2_grpc
+
+_DEFAULT_STATUS_INTERVAL_MS = 500
+
+
+class AgentService(agent_pb2_grpc.AgentServicer):
+    """The servicer of `mooring.v1.Agent`."""
+
+    def __init__(
+        self, *, engine: Engine, clock: Clock, announcements: Announcements, presence: Presence, sensors: Sensors
+    ) -> None:
+        self._engine = engine
+        self._clock = clock
+        self._announcements = announcements
+        self._presence = presence
+        self._sensors = sensors
+        self._refusals = RefusalLog()
+
+    async def Register(self, request: agent_pb2.RegisterRequest, context: Any) -> agent_pb2.RegisterResponse:
+        await self._register(request)
+        await self._sensors.look_at_ranks()
+        state = self._engine.state
+        newest = state.newest_committed()
+        return agent_pb2.RegisterResponse(
+            agent_version=__version__,
+            volume=state.settings.volume,
+            newest_committed=status.describe_checkpoint(newest) if newest else None,
+            terminating=state.termination.noticed,
+        )
+
+    async def BeginSave(self, request: agent_pb2.BeginSaveRequest, context: Any) -> agent_pb2.BeginSaveResponse:
+        kind = status.kind_from_wire(request.kind)
+        attempt = check_token(request.attempt, "attempt") if request.attempt else secrets.token_hex(4)
+        save = check_token(request.save, "save id") if request.save else f"{attempt}-{secrets.token_hex(4)}"
+        state = self._engine.state
+        if save in state.begun:
+            # The answer was lost: what was given leave must not stand in its own way.
+            return agent_pb2.BeginSaveResponse(
+                admitted=True, save=save, budget_bytes=disk_pressure.budget_bytes(state) or 0
+            )
+        verdict = await self._sensors.admit(kind, request.size_bytes)
+        budget_bytes = disk_pressure.budget_bytes(state) or 0
+        if not verdict.admitted:
+            self._refusals.refused(request.attempt, request.step, kind, verdict.reason)
+            return agent_pb2.BeginSaveResponse(admitted=False, reason=verdict.reason, budget_bytes=budget_bytes)
+        size_bytes = request.size_bytes or disk_pressure.forecast_bytes(state)
+        begun = SaveBegun(at=self._clock.now(), save=save, attempt=attempt, step=request.step, size_bytes=size_bytes)
+        try:
+            await self._engine.submit(begun)
+        except asyncio.CancelledError:
+            # The caller no longer waits, so it will never say what became of this save.
+            self._engine.post(SaveAborted(at=self._clock.now(), save=save))
+            raise
+        return agent_pb2.BeginSaveResponse(admitted=True, save=save, budget_bytes=budget_bytes)
+
+    async def AnnounceCheckpoint(
+        self, request: agent_pb2.AnnounceCheckpointRequest, context: Any
+    ) -> agent_pb2.AnnounceCheckpointResponse:
+        checkpoint = await self._announcements.announce(request)
+        return agent_pb2.AnnounceCheckpointResponse(
+            save=checkpoint.info.save,
+            phase=status.phase_to_wire(checkpoint.phase),
+            size_bytes=checkpoint.size_bytes,
+            file_count=checkpoint.file_count,
+        )
+
+    async def AbortSave(self, request: agent_pb2.AbortSaveRequest, context: Any) -> agent_pb2.AbortSaveResponse:
+        await self._engine.submit(SaveAborted(at=self._clock.now(), save=request.save))
+        return agent_pb2.AbortSaveResponse()
+
+    async def RequestSave(self, request: agent_pb2.RequestSaveRequest, context: Any) -> agent_pb2.RequestSaveResponse:
+        await self._sensors.look_at_ranks()
+        await self._engine.submit(SaveRequested(at=self._clock.now()))
+        return agent_pb2.RequestSaveResponse(ranks=len(self._engine.state.alive_ranks))
+
+    async def NotifyTermination(
+        self, request: agent_pb2.NotifyTerminationRequest, context: Any
+    ) -> agent_pb2.NotifyTerminationResponse:
+        if request.trainers_gone:
+            await self._sensors.stop_without_trainers()
+        else:
+            await self._sensors.notice_termination(request.source or "api", request.grace_seconds)
+        return agent_pb2.NotifyTerminationResponse(deadline=drain.deadline(self._engine.state) or 0.0)
+
+    async def GetStatus(self, request: agent_pb2.GetStatusRequest, context: Any) -> agent_pb2.Status:
+        return status.describe(self._engine.state, self._clock.now())
+
+    async def WatchStatus(self, request: agent_pb2.WatchStatusRequest, context: Any) -> AsyncIterator[agent_pb2.Status]:
+        interval_seconds = (request.interval_ms or _DEFAULT_STATUS_INTERVAL_MS) / 1000
+        while True:
+            seen = self._engine.revision
+            yield status.describe(self._engine.state, self._clock.now())
+            await asyncio.sleep(interval_seconds)
+            await self._engine.next_change(seen)
+
+    async def WaitCommitted(
+        self, request: agent_pb2.WaitCommittedRequest, context: Any
+    ) -> agent_pb2.WaitCommittedResponse:
+        checkpoint = self._find(request.save)
+        await self._engine.until(lambda state: checkpoint.ended)
+        if not checkpoint.durable:
+            raise RequestError(
+                ErrorKind.CHECKPOINT_FAILED,
+                f"{checkpoint.info.name} is {checkpoint.phase}: {checkpoint.reason}",
+                hint=checkpoint.hint or "a newer checkpoint takes its place",
+            )
+        return agent_pb2.WaitCommittedResponse(checkpoint=status.describe_checkpoint(checkpoint))
+
+    async def ListCheckpoints(
+        self, request: agent_pb2.ListCheckpointsRequest, context: Any
+    ) -> agent_pb2.ListCheckpointsResponse:
+        return agent_pb2.ListCheckpointsResponse(checkpoints=status.describe_all(self._engine.state))
+
+    async def Attach(self, request: agent_pb2.AttachRequest, context: Any) -> AsyncIterator[agent_pb2.DoorbellRequest]:
+        await self._register(request)
+        with self._presence.attached(request.local_rank) as rings:
+            await self._sensors.look_at_ranks()
+            try:
+                while True:
+                    yield await rings.get()
+            finally:
+                self._sensors.look_soon()
+
+    async def _register(self, request: agent_pb2.RegisterRequest | agent_pb2.AttachRequest) -> None:
+        """Learn which rank a local rank is."""
+        world_size = max(1, request.world_size)
+        if request.rank >= world_size:
+            raise RequestError(
+                ErrorKind.BAD_REQUEST,
+                f"rank {request.rank} does not exist in a world of {world_size}",
+                hint="ranks count from 0 to world_size - 1",
+            )
+        registered = RankRegistered(at=self._clock.now(), local_rank=request.local_rank, rank=request.rank)
+        await self._engine.submit(registered, lambda state: state.ranks.get(registered.local_rank) != registered.rank)
+
+    def _find(self, save: str) -> Checkpoint:
+        state = self._engine.state
+        checkpoint = state.checkpoints.get(save) if save else state.newest()
+        if checkpoint is None:
+            raise RequestError(
+                ErrorKind.UNKNOWN_SAVE,
+                f"no save {save!r} is known here" if save else "nothing was announced yet",
+                hint="ListCheckpoints names those that are; the bucket's are shown by `mooring ls`",
+            )
+        return checkpoint
+
+
+_SOCKET_MODE: Final = 0o660
+_STOP_SERVING_SECONDS: Final = 0.2
+
+
+@asynccontextmanager
+async def serve_grpc(service: AgentService, socket: Path) -> AsyncIterator[None]:
+    """The API with standard health and reflection, on a unix socket that the trainer's group may use."""
+    server = grpc.aio.server(interceptors=[ErrorsAnswered()], options=[("grpc.so_reuseport", 0)])
+    agent_pb2_grpc.add_AgentServicer_to_server(service, server)  # type: ignore[no-untyped-call]
+    health_service = health.aio.HealthServicer()
+    health_pb2_grpc.add_HealthServicer_to_server(health_service, server)
+    name = agent_pb2.DESCRIPTOR.services_by_name["Agent"].full_name
+    reflection.enable_server_reflection([name, health.SERVICE_NAME, reflection.SERVICE_NAME], server)
+    try:
+        _make_way(socket)
+        server.add_insecure_port(socket_address(socket))
+        await server.start()
+        _share(socket)
+    except (OSError, RuntimeError) as error:
+        raise MooringError(
+            ErrorKind.BAD_CONFIGURATION,
+            f"cannot serve on the socket {socket}: {error}",
+            hint="another agent may be running on this volume; or give --socket in a directory that is writable",
+        ) from error
+    for service_name in ("", name):
+        await health_service.set(service_name, health_pb2.HealthCheckResponse.SERVING)
+    try:
+        yield
+    finally:
+        await server.stop(_STOP_SERVING_SECONDS)
+        _make_way(socket)
+
+
+def _share(socket: Path) -> None:
+    """For the trainer's group too, whatever the umask."""
+    socket.chmod(_SOCKET_MODE)
+
+
+def _make_way(socket: Path) -> None:
+    """Remove a socket that an earlier agent left behind."""
+    socket.parent.mkdir(parents=True, exist_ok=True)
+    socket.unlink(missing_ok=True)

@@ -1,0 +1,235 @@
+"""Feeds events to the core one at a time, makes what must survive durable, then lets the effects out.
+
+Owns the state: nothing else changes it. Events that arrive together share one journal transaction. If the journal
+cannot be written (a full or read-only volume) the agent goes on from memory with what can be found out again from the
+store and from the staged directories. Announcements are refused meanwhile, and pins stay.
+"""
+
+import asyncio
+from collections.abc import Callable, Sequence
+from concurrent.futures import Executor
+from dataclasses import dataclass, field
+from typing import Final
+
+import structlog
+
+from mooring_agent.core.agent import planner
+from mooring_agent.core.agent.commands import AFTER_ITS_RECORD, Command, Release
+from mooring_agent.core.agent.event_codec import encode_event
+from mooring_agent.core.agent.events import DURABLE, Announced, DurableEvent, Event, Ticked, WorkFailed
+from mooring_agent.core.agent.reducer import advance
+from mooring_agent.core.agent.state import State
+from mooring_agent.core.errors import MooringError
+from mooring_agent.ports import Clock, Journal
+from mooring_agent.runtime.engine.journaling import compact
+from mooring_agent.runtime.engine.telemetry import narrate
+
+_QUEUE_LIMIT: Final = 100_000
+_BATCH_LIMIT: Final = 256
+# A record is some 300 bytes and a checkpoint of 10,000 files makes 20,000 of them; the volume is not ours to fill.
+_RECORDS_BEFORE_COMPACTION: Final = 50_000
+# All that waits is appended at once, so that a try costs more the longer the volume is full.
+_FIRST_PAUSE_SECONDS: Final = 0.2
+_LONGEST_PAUSE_SECONDS: Final = 10.0
+
+log = structlog.get_logger("mooring.engine")
+
+Guard = Callable[[State], bool]
+"""Called in the engine's turn, before the event: False skips it as known already, RequestError refuses it."""
+
+Listener = Callable[[State, Event], None]
+"""Called in the engine's turn, after the event and after every decision that followed from it; returns at once."""
+
+
+def nobody_listens(_state: State, _event: Event) -> None:
+    pass
+
+
+@dataclass(slots=True)
+class _Item:
+    event: Event
+    guard: Guard | None = None
+    done: "asyncio.Future[None] | None" = None
+
+
+@dataclass(slots=True)
+class _Turn:
+    """What one batch of events has to be made durable and let out."""
+
+    records: list[bytes] = field(default_factory=list)
+    commands: list[Command] = field(default_factory=list)
+    # Whether the caller's promise depends on the journal.
+    waiting: "list[tuple[asyncio.Future[None], bool]]" = field(default_factory=list)
+
+    @property
+    def needs_journal(self) -> bool:
+        """Whether somebody waits for the records to be durable."""
+        return any(durable for _, durable in self.waiting) or any(
+            isinstance(command, AFTER_ITS_RECORD) for command in self.commands
+        )
+
+
+class Engine:
+    """The agent's heart. `executor` is the journal's own: one thread, so its calls keep their order."""
+
+    def __init__(
+        self,
+        *,
+        state: State,
+        journal: Journal,
+        clock: Clock,
+        executor: Executor,
+        listen: Listener = nobody_listens,
+        unjournaled: Sequence[bytes] = (),
+    ) -> None:
+        """`unjournaled`: records behind `state` that the journal has not taken yet."""
+        self.state = state
+        self._journal = journal
+        self._clock = clock
+        self._executor = executor
+        self._listen = listen
+        self._queue: asyncio.Queue[_Item] = asyncio.Queue(_QUEUE_LIMIT)
+        self._changed = asyncio.Condition()
+        self._unjournaled = list(unjournaled)
+        self._append_failure: MooringError | None = None
+        self._append_again_at = 0.0
+        self._pause_seconds = 0.0
+        self._records_since_compaction = 0
+        self._compact_after_records = _RECORDS_BEFORE_COMPACTION
+        self.revision = 0
+
+    def post(self, event: Event) -> None:
+        """Something has happened; returns at once."""
+        self._queue.put_nowait(_Item(event))
+
+    async def submit(self, event: Event, guard: Guard | None = None) -> None:
+        """Something has happened; returns when it is durable and applied.
+
+        Raises what `guard` raises, and VolumeError when an announcement cannot be journaled: it alone is a promise.
+        """
+        done = asyncio.get_running_loop().create_future()
+        await self._queue.put(_Item(event, guard, done))
+        await done
+
+    async def until(self, holds: Callable[[State], bool]) -> None:
+        """Wait for a condition of the state; the caller sets the time-out."""
+        async with self._changed:
+            await self._changed.wait_for(lambda: holds(self.state))
+
+    async def next_change(self, seen_revision: int) -> int:
+        """Wait until the state has changed since `seen_revision`; returns the revision now."""
+        async with self._changed:
+            await self._changed.wait_for(lambda: self.revision != seen_revision)
+        return self.revision
+
+    async def run(self, dispatch: Callable[[Command], None]) -> None:
+        """Turn after turn, until cancelled."""
+        while True:
+            turn = _Turn()
+            for item in await self._next_items():
+                self._apply(item, turn)
+            failure = await self._append(turn.records, now=turn.needs_journal)
+            for command in turn.commands:
+                if failure is not None and isinstance(command, AFTER_ITS_RECORD):
+                    self.post(_refused(command, failure, self._clock.now()))
+                else:
+                    dispatch(command)
+            for done, durable in turn.waiting:
+                _resolve(done, failure if durable else None)
+            self.revision += 1
+            async with self._changed:
+                self._changed.notify_all()
+
+    async def close(self, last: DurableEvent) -> None:
+        """Journal a last event, and what could not be journaled before; nothing is dispatched any more."""
+        advance(self.state, last)
+        await self._append([encode_event(last)], now=True)
+
+    def _apply(self, item: _Item, turn: _Turn) -> None:
+        try:
+            wanted = item.guard is None or item.guard(self.state)
+        except MooringError as error:
+            _resolve(item.done, error)
+            return
+        if wanted:
+            ready = advance(self.state, item.event)
+            turn.records += [encode_event(event) for event in ready.durable]
+            for event in ready.durable:
+                narrate(self.state, event)
+                self._listen(self.state, event)
+            if not isinstance(item.event, DURABLE):
+                self._listen(self.state, item.event)
+            turn.commands += ready.commands
+        if item.done is not None:
+            # Also of one that is known already: it may be known from memory alone, as its first try was refused.
+            turn.waiting.append((item.done, isinstance(item.event, Announced)))
+
+    async def _next_items(self) -> Sequence[_Item]:
+        """All that has arrived, or a tick when it is time for one."""
+        wake_at = planner.next_wake(self.state)
+        if self._append_failure is not None:
+            wake_at = self._append_again_at if wake_at is None else min(wake_at, self._append_again_at)
+        timeout_seconds = None if wake_at is None else max(0.0, wake_at - self._clock.now())
+        try:
+            async with asyncio.timeout(timeout_seconds):
+                items = [await self._queue.get()]
+        except TimeoutError:
+            return [_Item(Ticked(at=max(self._clock.now(), wake_at or 0.0)))]
+        while len(items) < _BATCH_LIMIT and not self._queue.empty():
+            items.append(self._queue.get_nowait())
+        return items
+
+    async def _append(self, records: Sequence[bytes], *, now: bool) -> MooringError | None:
+        """Journal what is due; on failure keep it, say why, and try again after a pause, or as soon as `now`."""
+        was_unwritable = bool(self._unjournaled)
+        self._unjournaled += records
+        if not self._unjournaled:
+            return None
+        if self._append_failure is not None and not now and self.state.now < self._append_again_at:
+            return self._append_failure
+        # Whoever cancels us leaves these to the journal's thread, and must not append them a second time.
+        pending, self._unjournaled = self._unjournaled, []
+        loop = asyncio.get_running_loop()
+        try:
+            await loop.run_in_executor(self._executor, self._journal.append, pending)
+        except MooringError as error:
+            if not was_unwritable:
+                log.error("journal.unwritable", error=str(error), hint=error.hint)
+            self._unjournaled = pending
+            self._append_failure = error
+            self._pause_seconds = min(_LONGEST_PAUSE_SECONDS, 2 * self._pause_seconds or _FIRST_PAUSE_SECONDS)
+            self._append_again_at = self.state.now + self._pause_seconds
+            return error
+        if was_unwritable:
+            log.info("journal.writable_again", records=len(pending))
+        self._append_failure, self._pause_seconds = None, 0.0
+        self._records_since_compaction += len(pending)
+        if self._records_since_compaction >= self._compact_after_records:
+            await self._compact()
+        return None
+
+    async def _compact(self) -> None:
+        """Shorten the journal; that it cannot be shortened now is no reason to stop."""
+        loop = asyncio.get_running_loop()
+        kept = 0
+        try:
+            kept = await loop.run_in_executor(self._executor, compact, self.state, self._journal)
+        except MooringError as error:
+            log.warning("journal.not_compacted", error=str(error), hint=error.hint)
+        self._records_since_compaction = 0
+        # What is still needed does not become less by looking at it again.
+        self._compact_after_records = max(_RECORDS_BEFORE_COMPACTION, 2 * kept)
+
+
+def _refused(command: Release, failure: MooringError, now: float) -> WorkFailed:
+    """It comes again later, as whatever fails does."""
+    return WorkFailed(at=now, work=command.work, kind=failure.kind, message=str(failure), hint=failure.hint, jitter=0.0)
+
+
+def _resolve(done: "asyncio.Future[None] | None", error: MooringError | None) -> None:
+    if done is None or done.done():
+        return
+    if error is None:
+        done.set_result(None)
+    else:
+        done.set_exception(error)

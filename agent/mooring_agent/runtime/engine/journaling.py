@@ -1,0 +1,162 @@
+"""Restores the state at the start, by replaying the journal and rescanning the pins, and keeps the journal short."""
+
+from collections.abc import Iterator, Mapping, Sequence
+
+import structlog
+
+from mooring_agent.core.agent.announcements import check_announcement
+from mooring_agent.core.agent.checkpoint import Share
+from mooring_agent.core.agent.event_codec import UnknownRecordError, decode_event, encode_event
+from mooring_agent.core.agent.events import (
+    Announced,
+    Committed,
+    DurableEvent,
+    Exited,
+    RankRegistered,
+    Released,
+    Staged,
+    TerminationNoticed,
+    save_of,
+)
+from mooring_agent.core.agent.reducer import step
+from mooring_agent.core.agent.state import State
+from mooring_agent.core.agent.work import Operation, WorkId
+from mooring_agent.core.errors import ErrorKind, RequestError, VolumeError
+from mooring_agent.core.model import StagedFile
+from mooring_agent.core.settings.values import Settings
+from mooring_agent.core.stored.packs_and_parts import PACK_BYTES
+from mooring_agent.ports import Journal, StagedDescriptor, StagingArea
+
+# Of a checkpoint that is over, this is what status, idempotent announcements and retention still need.
+_ENDED_NEEDS = (Announced, Staged, Committed, Released)
+
+log = structlog.get_logger("mooring.journal")
+
+
+def recover(settings: Settings, journal: Journal, staging: StagingArea) -> tuple[State, Sequence[bytes]]:
+    """The state as the journal and the staged directories tell it, and the records that a full volume did not take.
+
+    A journal of which anything cannot be read or replayed, as of a later version, is set aside: what is pinned
+    describes itself, and half a story would not replay. Otherwise it is compacted, if there is room. Blocks. Raises
+    VolumeError when the volume cannot be used. A full one can: what is staged on it waits to be sent.
+    """
+    records = list(journal.replay())
+    try:
+        state = _replay(settings, records)
+    except Exception:
+        log.exception("journal.unreadable", action="set aside; the staged directories are rescanned")
+        journal.set_aside()
+        state = State(settings=settings)
+    found = []
+    for event in rescan(staging, state):
+        step(state, event)
+        found.append(encode_event(event))
+    kept = len(records)
+    unjournaled = found
+    try:
+        if found:
+            journal.append(found)
+        unjournaled = []
+        kept = compact(state, journal)
+    except VolumeError as error:
+        if error.kind is not ErrorKind.DISK_FULL:
+            raise
+        log.error("journal.no_room", error=str(error), hint=error.hint, unjournaled=len(unjournaled))
+    log.info("journal.replayed", records=len(records), kept=kept, found=len(found))
+    return state, unjournaled
+
+
+def compact(state: State, journal: Journal) -> int:
+    """Drop the records that `state` no longer needs; how many are left. Blocks; `state` must not change meanwhile."""
+    events = [decode_event(record) for record in journal.replay()]
+    notices_from = _after_last_exit(events)
+    kept = [
+        event
+        for position, event in enumerate(events)
+        if _is_needed(state, event, is_current_life=position >= notices_from)
+    ]
+    if len(kept) < len(events):
+        journal.rewrite([encode_event(event) for event in kept])
+    return len(kept)
+
+
+def _after_last_exit(events: Sequence[DurableEvent]) -> int:
+    """Where the records of this life begin: an orderly exit has used up the notices before it."""
+    return max((position + 1 for position, event in enumerate(events) if isinstance(event, Exited)), default=0)
+
+
+def _replay(settings: Settings, records: Sequence[bytes]) -> State:
+    state = State(settings=settings)
+    for record in records:
+        step(state, decode_event(record))
+    return state
+
+
+def _is_needed(state: State, event: DurableEvent, *, is_current_life: bool) -> bool:
+    save = save_of(event)
+    if save is None:
+        if isinstance(event, RankRegistered):
+            return is_current_life and state.ranks.get(event.local_rank) == event.rank
+        return is_current_life and isinstance(event, TerminationNoticed) and state.termination.noticed
+    checkpoint = state.checkpoints.get(save)
+    if checkpoint is None:
+        return False
+    if checkpoint.settled:
+        return checkpoint is state.newest_committed() and isinstance(event, _ENDED_NEEDS)
+    return True
+
+
+def rescan(staging: StagingArea, state: State) -> Iterator[DurableEvent]:
+    """The events behind pins that `state` knows nothing of; after a damaged journal, or on a claim of an earlier pod.
+
+    The caller applies each before it asks for the next. They come in the order in which they were announced, for that
+    says which checkpoint is the newest. Trainers can write descriptors, so each is judged as an announcement is.
+    """
+    for announcements, described, files in sorted(_described(staging), key=lambda found: _order(found[0])):
+        first = announcements[0]
+        try:
+            for announcement in announcements:
+                if announcement.rank not in _shares(state, first):
+                    check_announcement(state, announcement)
+                    log.info("staging.found_again", save=announcement.info.save, rank=announcement.rank)
+                    yield announcement
+        except RequestError as error:
+            log.warning("staging.refused", save=first.info.save, rank=first.rank, error=str(error), hint=error.hint)
+            continue
+        if not _shares(state, first)[first.rank].staged:
+            yield Staged(
+                at=first.at,
+                work=WorkId(Operation.STAGE, first.info.save, first.rank),
+                files=files,
+                part_size_bytes=described.part_size_bytes or state.settings.transfer.part_size_bytes,
+                pack_size_bytes=min(described.pack_size_bytes, PACK_BYTES),
+            )
+
+
+def _shares(state: State, announced: Announced) -> Mapping[int, Share]:
+    checkpoint = state.checkpoints.get(announced.info.save)
+    # One whose pins failed was announced again since, of which nothing but the descriptor may have been written.
+    return checkpoint.shares if checkpoint and not checkpoint.begins_anew else {}
+
+
+def _described(
+    staging: StagingArea,
+) -> Iterator[tuple[Sequence[Announced], StagedDescriptor, tuple[StagedFile, ...]]]:
+    """Announcements, what else is told of them, and files of everything that is staged."""
+    for described, files in staging.scan():
+        try:
+            announcements = [decode_event(record.encode()) for record in described.announcements]
+        except UnknownRecordError as error:
+            log.warning("staging.unknown_descriptor", error=str(error))
+            continue
+        announced = [event for event in announcements if isinstance(event, Announced)]
+        if not announced or len(announced) < len(announcements):
+            log.warning("staging.unknown_descriptor", error=f"{len(announced)} of {announcements} are announcements")
+            continue
+        yield announced, described, files
+
+
+def _order(announcements: Sequence[Announced]) -> tuple[float, int, int]:
+    """By the first of them: a checkpoint is as old as the first news of it."""
+    first = min(announcements, key=lambda announcement: announcement.at)
+    return first.at, first.info.step, first.rank

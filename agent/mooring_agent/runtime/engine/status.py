@@ -1,0 +1,89 @@
+"""The state as the API shows it."""
+
+from typing import Final
+
+from mooring_agent import __version__
+from mooring_agent.core.agent import disk_pressure, drain
+from mooring_agent.core.agent.checkpoint import Checkpoint
+from mooring_agent.core.agent.state import State
+from mooring_agent.core.model import Kind, Phase
+from mooring_api.v1 import agent_pb2
+
+_KINDS: Final[dict[Kind, agent_pb2.Kind]] = {
+    Kind.PERIODIC: agent_pb2.KIND_PERIODIC,
+    Kind.JUST_IN_TIME: agent_pb2.KIND_JUST_IN_TIME,
+    Kind.FINAL: agent_pb2.KIND_FINAL,
+}
+_PHASES: Final[dict[Phase, agent_pb2.Phase]] = {
+    Phase.ANNOUNCED: agent_pb2.PHASE_ANNOUNCED,
+    Phase.STAGED: agent_pb2.PHASE_STAGED,
+    Phase.UPLOADING: agent_pb2.PHASE_UPLOADING,
+    Phase.SEALED: agent_pb2.PHASE_SEALED,
+    Phase.COMMITTED: agent_pb2.PHASE_COMMITTED,
+    Phase.RELEASED: agent_pb2.PHASE_RELEASED,
+    Phase.SHED: agent_pb2.PHASE_SHED,
+    Phase.FAILED: agent_pb2.PHASE_FAILED,
+}
+
+
+def kind_from_wire(kind: agent_pb2.Kind) -> Kind:
+    """Unspecified counts as periodic."""
+    return next((ours for ours, theirs in _KINDS.items() if theirs == kind), Kind.PERIODIC)
+
+
+def kind_to_wire(kind: Kind) -> agent_pb2.Kind:
+    return _KINDS[kind]
+
+
+def phase_to_wire(phase: Phase) -> agent_pb2.Phase:
+    return _PHASES[phase]
+
+
+def describe_checkpoint(checkpoint: Checkpoint) -> agent_pb2.Checkpoint:
+    return agent_pb2.Checkpoint(
+        name=checkpoint.info.name,
+        save=checkpoint.info.save,
+        step=checkpoint.info.step,
+        kind=_KINDS[checkpoint.info.kind],
+        phase=_PHASES[checkpoint.phase],
+        world_size=checkpoint.info.world_size,
+        size_bytes=checkpoint.size_bytes,
+        durable_bytes=checkpoint.durable_bytes,
+        file_count=checkpoint.file_count,
+        announced_at=checkpoint.announced_at,
+        committed_at=checkpoint.committed_at,
+        reason=checkpoint.reason,
+    )
+
+
+def describe_all(state: State) -> list[agent_pb2.Checkpoint]:
+    """The newest first."""
+    ordered = sorted(state.checkpoints.values(), key=lambda checkpoint: -checkpoint.sequence)
+    return [describe_checkpoint(checkpoint) for checkpoint in ordered]
+
+
+def backlog_bytes(state: State) -> int:
+    return sum(checkpoint.remaining_bytes for checkpoint in state.unfinished())
+
+
+def describe(state: State, now: float) -> agent_pb2.Status:
+    newest = state.newest_committed()
+    rate = state.goodput.bytes_per_second
+    backlog = backlog_bytes(state)
+    budget = disk_pressure.budget_bytes(state)
+    return agent_pb2.Status(
+        agent_version=__version__,
+        destination=state.settings.store.destination,
+        live_ranks=len(state.alive_ranks),
+        checkpoints=describe_all(state),
+        newest_committed=describe_checkpoint(newest) if newest else None,
+        recovery_point_age_seconds=max(0.0, now - newest.announced_at) if newest else -1.0,
+        backlog_bytes=backlog,
+        goodput_bytes_per_second=rate,
+        drain_seconds=0.0 if not backlog else backlog / rate if rate else -1.0,
+        budget_bytes=-1 if budget is None else budget,
+        terminating=state.termination.noticed,
+        deadline=drain.deadline(state) or 0.0,
+        storage_error=state.storage_error,
+        at=now,
+    )

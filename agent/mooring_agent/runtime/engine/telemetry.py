@@ -1,0 +1,253 @@
+"""Logs and metrics.
+
+Metrics are read off the state at each scrape, so nothing is counted twice. A checkpoint's life is one log line per
+event that a person would ask about. Failures and refusals are logged at once and then not for every retry, so that an
+outage fills no disk. Invariant: nothing here raises because the reader is gone, as on a closed pipe.
+"""
+
+import contextlib
+import io
+import logging
+import sys
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Final, TextIO, cast
+
+import structlog
+
+from mooring_agent.core.agent.events import Announced, Committed, DurableEvent, Failed, ObjectsLost, Shed, Staged
+from mooring_agent.core.agent.state import State
+from mooring_agent.core.agent.work import WorkId
+from mooring_agent.core.errors import ErrorKind, MooringError, printable
+from mooring_agent.core.model import Kind, Phase
+from mooring_agent.runtime.engine.status import describe
+
+_QUIET_SECONDS: Final = 5.0
+_REFUSALS_KEPT: Final = 64
+
+_failure_log = structlog.get_logger("mooring.dispatcher")
+
+
+@dataclass(slots=True)
+class _Seen:
+    logged_at: float
+    suppressed: int = 0
+
+
+class FailureLog:
+    """One line per kind of error and five seconds at most; each says how many of its kind were not told before it."""
+
+    def __init__(self, monotonic: Callable[[], float] = time.monotonic) -> None:
+        self._monotonic = monotonic
+        self._seen: dict[ErrorKind, _Seen] = {}
+
+    def failed(self, work: WorkId, error: MooringError) -> None:
+        now = self._monotonic()
+        seen = self._seen.get(error.kind)
+        if seen is not None and now - seen.logged_at < _QUIET_SECONDS:
+            seen.suppressed += 1
+            return
+        _failure_log.warning(
+            "work.failed",
+            operation=work.operation.value,
+            save=work.save,
+            rank=work.rank,
+            path=work.path,
+            part=work.number,
+            kind=error.kind.value,
+            error=str(error),
+            hint=error.hint,
+            suppressed=seen.suppressed if seen is not None else 0,
+        )
+        self._seen[error.kind] = _Seen(logged_at=now)
+
+
+class RefusalLog:
+    """One line for each save that was given no leave, however often its trainer asks."""
+
+    def __init__(self) -> None:
+        self._told: deque[tuple[str, int]] = deque(maxlen=_REFUSALS_KEPT)
+
+    def refused(self, attempt: str, step: int, kind: Kind, reason: str) -> None:
+        if (attempt, step) in self._told:
+            return
+        self._told.append((attempt, step))
+        _failure_log.warning(
+            "save.refused",
+            step=step,
+            attempt=attempt,
+            kind=kind.value,
+            reason=reason,
+            hint="training goes on without this checkpoint: raise the volume's size or sizeLimit, or save less often",
+        )
+
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from prometheus_client.core import Metric
+
+
+def configure_logs(log_format: str) -> None:
+    """One line per event on stderr: a constant event name and its fields."""
+    renderers: list[structlog.typing.Processor] = (
+        [structlog.processors.JSONRenderer()]
+        if log_format == "json"
+        else [_without_controls, structlog.dev.ConsoleRenderer(colors=False)]
+    )
+    structlog.configure(
+        processors=[
+            structlog.processors.add_log_level,
+            structlog.processors.TimeStamper(fmt="iso", utc=True),
+            structlog.processors.format_exc_info,
+            *renderers,
+        ],
+        wrapper_class=structlog.make_filtering_bound_logger(logging.INFO),
+        # The program of a run writes there too: a line and its end in one write, or another's comes in between.
+        logger_factory=structlog.WriteLoggerFactory(file=_stderr()),
+        cache_logger_on_first_use=False,
+    )
+
+
+def _without_controls(_logger: object, _method: str, event: structlog.typing.EventDict) -> structlog.typing.EventDict:
+    """For a terminal, which would obey them: names and messages may be anybody's. A traceback keeps its lines."""
+    for key, value in event.items():
+        if isinstance(value, str) and not value.isprintable():
+            event[key] = "\n".join(printable(line) for line in (value.split("\n") if key == "exception" else [value]))
+    return event
+
+
+def say(line: str) -> None:
+    """A line for people, on stderr."""
+    stderr = _stderr()
+    stderr.write(f"{line}\n")
+    stderr.flush()
+
+
+class _UnheardStderr(io.TextIOBase):
+    """Stderr as it is now; what cannot be written is lost, and nobody is told: this is where we would say it."""
+
+    def write(self, text: str) -> int:
+        if sys.stderr is not None:
+            with contextlib.suppress(OSError, ValueError):
+                sys.stderr.write(text)
+        return len(text)
+
+    def flush(self) -> None:
+        if sys.stderr is not None:
+            with contextlib.suppress(OSError, ValueError):
+                sys.stderr.flush()
+
+
+def _stderr() -> TextIO:
+    return cast(TextIO, _UnheardStderr())
+
+
+class StateCollector:
+    """A prometheus collector over the agent's state; names are in docs/metrics.md."""
+
+    def __init__(self, state: "Callable[[], State]", now: "Callable[[], float]") -> None:
+        self._state = state
+        self._now = now
+
+    def collect(self) -> "Iterator[Metric]":
+        from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+
+        state = self._state()
+        status = describe(state, self._now())
+        gauges = {
+            "mooring_recovery_point_age_seconds": (
+                "Age of the newest committed checkpoint: what a crash now would cost; -1 when there is none",
+                status.recovery_point_age_seconds,
+            ),
+            "mooring_recovery_point_step": (
+                "Step of the newest committed checkpoint; -1 when there is none",
+                status.newest_committed.step if status.HasField("newest_committed") else -1,
+            ),
+            "mooring_backlog_bytes": ("Bytes staged and not yet durable", status.backlog_bytes),
+            "mooring_goodput_bytes_per_second": (
+                "Upload rate while uploading; 0 when unknown",
+                status.goodput_bytes_per_second,
+            ),
+            "mooring_drain_seconds": ("Seconds the backlog needs at that rate; -1 when unknown", status.drain_seconds),
+            "mooring_grace_seconds": ("Configured grace period", state.settings.termination.grace_seconds),
+            "mooring_volume_budget_bytes": ("Bytes that may still be written to the volume", status.budget_bytes),
+            "mooring_live_ranks": ("Training processes alive in this pod", status.live_ranks),
+            "mooring_terminating": ("1 after a termination notice", float(status.terminating)),
+            "mooring_upload_window": ("Parts on the wire at most", int(state.window)),
+        }
+        for name, (text, value) in gauges.items():
+            yield GaugeMetricFamily(name, text, value=value)
+        phases = CounterMetricFamily("mooring_checkpoints", "Checkpoints by what became of them", labels=["outcome"])
+        for phase in (Phase.COMMITTED, Phase.SHED, Phase.FAILED):
+            phases.add_metric([phase.value], state.outcomes.get(phase, 0))
+        yield phases
+        stored = CounterMetricFamily("mooring_stored_bytes", "Bytes made durable since the agent started")
+        stored.add_metric([], state.stored_bytes)
+        yield stored
+        failures = CounterMetricFamily("mooring_work_failures", "Failed tries by kind of error", labels=["kind"])
+        for kind, count in state.failures.items():
+            failures.add_metric([kind.value], count)
+        yield failures
+
+
+log = structlog.get_logger("mooring.checkpoint")
+
+
+def narrate(state: State, event: DurableEvent) -> None:
+    """`state` is the state after the event."""
+    match event:
+        case Announced():
+            info = event.info
+            log.info(
+                "checkpoint.announced",
+                name=info.name,
+                step=info.step,
+                save=info.save,
+                kind=info.kind.value,
+                rank=event.rank,
+                world_size=info.world_size,
+            )
+        case Staged():
+            size_bytes = sum(file.size_bytes for file in event.files)
+            log.info(
+                "checkpoint.staged",
+                save=event.work.save,
+                rank=event.work.rank,
+                files=len(event.files),
+                size_bytes=size_bytes,
+                copied=sum(file.private for file in event.files),
+            )
+        case Committed():
+            checkpoint = state.checkpoints[event.work.save]
+            log.info(
+                "checkpoint.committed",
+                name=checkpoint.info.name,
+                step=checkpoint.info.step,
+                save=event.work.save,
+                size_bytes=checkpoint.size_bytes,
+                seconds=round(event.at - checkpoint.announced_at, 3),
+            )
+        case ObjectsLost():
+            log.warning("checkpoint.objects_lost", save=event.work.save, files=len(event.files))
+        case Shed():
+            log.warning("checkpoint.shed", save=event.save, step=_step(state, event.save), reason=event.reason)
+        case Failed():
+            log.error(
+                "checkpoint.failed",
+                save=event.save,
+                step=_step(state, event.save),
+                kind=event.kind.value,
+                reason=event.reason,
+                hint=event.hint,
+            )
+        case _:
+            # Parts, uploads and pins: too many to tell, and in the journal anyway.
+            return
+
+
+def _step(state: State, save: str) -> int | None:
+    checkpoint = state.checkpoints.get(save)
+    return checkpoint.info.step if checkpoint else None

@@ -1,0 +1,1 @@
+"""What the agent observes by itself: ranks, signals, disk, preemption notices, directories."""

@@ -1,0 +1,191 @@
+"""What people find in Kubernetes of a pod's checkpoints: a few Events, and the newest committed one as annotation.
+
+Nothing of the agent waits for it: what happens is noted down in the engine's turn and told by a task of its own,
+slowly; of too much news the oldest is dropped. What the service account may not do is said once and left alone.
+"""
+
+import asyncio
+import json
+from collections import deque
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from concurrent.futures import Executor
+from contextlib import asynccontextmanager
+from datetime import UTC, datetime
+from typing import Final, ParamSpec
+
+import structlog
+
+from mooring_agent.core.agent.events import Committed, Event, Failed, WorkFailed
+from mooring_agent.core.agent.state import State
+from mooring_agent.core.errors import ClusterError, ErrorKind
+from mooring_agent.core.model import Kind
+from mooring_agent.core.settings.values import ClusterSettings
+from mooring_agent.ports import Clock, Cluster, EventType, PodEvent
+from mooring_api.names import ANNOTATION_PREFIX
+
+LAST_COMMITTED: Final = f"{ANNOTATION_PREFIX}last-committed"
+_QUEUE_LIMIT: Final = 32
+_BETWEEN_ANNOTATIONS_SECONDS: Final = 30.0
+_BETWEEN_STORAGE_ERRORS_SECONDS: Final = 300.0
+_SHORTEST_PAUSE_SECONDS: Final = 1.0
+_LONGEST_PAUSE_SECONDS: Final = 60.0
+# The process has two seconds to close in, and SIGKILL may be near.
+_LAST_WORDS_SECONDS: Final = 0.5
+
+P = ParamSpec("P")
+
+log = structlog.get_logger("mooring.cluster")
+
+
+class ClusterNews:
+    """`hear` is the engine's listener; `tell` runs for as long as the agent does."""
+
+    def __init__(
+        self,
+        *,
+        cluster: Cluster,
+        clock: Clock,
+        between_annotations_seconds: float = _BETWEEN_ANNOTATIONS_SECONDS,
+        shortest_pause_seconds: float = _SHORTEST_PAUSE_SECONDS,
+    ) -> None:
+        self._cluster = cluster
+        self._clock = clock
+        self._between_annotations_seconds = between_annotations_seconds
+        self._shortest_pause_seconds = shortest_pause_seconds
+        self._events: deque[PodEvent] = deque(maxlen=_QUEUE_LIMIT)
+        self._committed = ""
+        self._annotated = ""
+        self._annotate_at = 0.0
+        self._storage_error_at = float("-inf")
+        self._forbidden: set[str] = set()
+        self._last_problem = ""
+        self._news = asyncio.Event()
+
+    def hear(self, state: State, event: Event) -> None:
+        match event:
+            case Committed() if (found := state.checkpoints.get(event.work.save)) is not None:
+                info = found.info
+                when = datetime.fromtimestamp(event.at, UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
+                self._committed = json.dumps({"name": info.name, "step": info.step, "at": when})
+                self._news.set()
+                if info.kind is Kind.JUST_IN_TIME:
+                    text = f"{info.name} (step {info.step}) was saved just in time and is committed"
+                    self._note(EventType.NORMAL, "CheckpointCommitted", text, event.at)
+            case Failed():
+                name = state.checkpoints[event.save].info.name if event.save in state.checkpoints else event.save
+                text = f"{name} cannot become durable: {event.reason}; {event.hint}"
+                self._note(EventType.WARNING, "CheckpointLost", text, event.at)
+            case WorkFailed() if state.trouble.away:
+                if event.at - self._storage_error_at >= _BETWEEN_STORAGE_ERRORS_SECONDS:
+                    self._storage_error_at = event.at
+                    self._note(EventType.WARNING, "StorageError", f"{event.message}; {event.hint}", event.at)
+            case _:
+                pass
+
+    async def tell(self) -> None:
+        """Forever."""
+        pause_seconds = self._shortest_pause_seconds
+        while True:
+            await self._wait_for_news()
+            try:
+                await self._tell_one()
+                pause_seconds = self._shortest_pause_seconds
+            except ClusterError as error:
+                self._say(error)
+                pause_seconds = min(_LONGEST_PAUSE_SECONDS, 2 * pause_seconds)
+            await asyncio.sleep(pause_seconds)
+
+    async def last_words(self, lost: Sequence[str]) -> None:
+        """At the agent's end: what is not durable, and what was not told yet, if that is a matter of moments."""
+        for line in lost[:_QUEUE_LIMIT]:
+            self._note(EventType.WARNING, "CheckpointLost", f"not durable: {line}", self._clock.now())
+        self._annotate_at = 0.0
+        try:
+            async with asyncio.timeout(_LAST_WORDS_SECONDS):
+                while await self._tell_one():
+                    pass
+        except (TimeoutError, ClusterError) as error:
+            log.info("cluster.not_told", events=len(self._events), error=str(error) or "no time left")
+
+    def _note(self, event_type: EventType, reason: str, message: str, at: float) -> None:
+        self._events.append(PodEvent(event_type=event_type, reason=reason, message=message, at=at))
+        self._news.set()
+
+    async def _wait_for_news(self) -> None:
+        """Until there is something that may be told now."""
+        while not self._events:
+            due_seconds = None
+            if self._committed != self._annotated:
+                due_seconds = max(0.0, self._annotate_at - asyncio.get_running_loop().time())
+                if not due_seconds:
+                    return
+            self._news.clear()
+            try:
+                async with asyncio.timeout(due_seconds):
+                    await self._news.wait()
+            except TimeoutError:
+                return
+
+    async def _tell_one(self) -> bool:
+        """One call, if there is anything to tell. Raises ClusterError; what was not told is still there then."""
+        if self._events:
+            event = self._events[0]
+            if not await self._allowed("events", self._cluster.tell, event):
+                self._events.clear()
+            elif self._events and self._events[0] is event:
+                self._events.popleft()
+            return True
+        now = asyncio.get_running_loop().time()
+        committed = self._committed
+        if committed != self._annotated and now >= self._annotate_at:
+            await self._allowed("pods", self._cluster.annotate, LAST_COMMITTED, committed)
+            self._annotated, self._annotate_at = committed, now + self._between_annotations_seconds
+            return True
+        return False
+
+    async def _allowed(
+        self, resource: str, call: Callable[P, Awaitable[None]], *arguments: P.args, **more: P.kwargs
+    ) -> bool:
+        if resource in self._forbidden:
+            return False
+        try:
+            await call(*arguments, **more)
+        except ClusterError as error:
+            if error.kind is not ErrorKind.ACCESS_DENIED:
+                raise
+            self._forbidden.add(resource)
+            log.warning("cluster.forbidden", resource=resource, error=str(error), hint=error.hint, action="left out")
+            return False
+        self._last_problem = ""
+        return True
+
+    def _say(self, error: ClusterError) -> None:
+        if str(error) != self._last_problem:
+            self._last_problem = str(error)
+            log.warning("cluster.unreachable", error=str(error), hint=error.hint)
+
+
+@asynccontextmanager
+async def cluster_news(
+    settings: ClusterSettings, *, clock: Clock, executor: Executor
+) -> AsyncIterator[ClusterNews | None]:
+    """None where nobody asked for it, or there is no cluster to tell."""
+    if not settings.cluster_events:
+        yield None
+        return
+    if not settings.kubernetes_host or not settings.pod_name:
+        log.error(
+            "cluster.unknown",
+            problem="cluster_events is set, and the API server or the pod's own name is not known",
+            hint="set POD_NAME, POD_NAMESPACE and POD_UID by the downward API, or cluster_events to false",
+        )
+        yield None
+        return
+    # Imported here: most agents tell nobody.
+    from mooring_agent.adapters.kubernetes import KubernetesCluster
+
+    cluster = KubernetesCluster(settings, executor)
+    try:
+        yield ClusterNews(cluster=cluster, clock=clock)
+    finally:
+        await cluster.close()

@@ -1,0 +1,277 @@
+"""What the agent observes by itself: live ranks, room on the volume, its own signals, checkpoints nobody announced."""
+
+import asyncio
+import os
+import time
+from collections.abc import Callable
+from concurrent.futures import Executor
+from pathlib import Path
+from typing import Final, TypeVar
+
+import structlog
+
+from mooring_agent.adapters.liveness import RankLocks
+from mooring_agent.adapters.volume.disk import RESERVE_BYTES, Reserve, VolumeMeter
+from mooring_agent.core.agent import disk_pressure, drain
+from mooring_agent.core.agent.checkpoint import Checkpoint
+from mooring_agent.core.agent.disk_pressure import Admission
+from mooring_agent.core.agent.events import DiskRead, RanksSeen, StopRequested, TerminationNoticed
+from mooring_agent.core.agent.state import State
+from mooring_agent.core.errors import MooringError
+from mooring_agent.core.model import Kind
+from mooring_agent.core.settings.values import Settings
+from mooring_agent.ports import Clock
+from mooring_agent.runtime.engine.engine import Engine
+from mooring_agent.runtime.engine.telemetry import say
+from mooring_agent.runtime.monitors.ranks import Presence, rank_hints
+from mooring_agent.runtime.monitors.unannounced import Rescue
+from mooring_agent.runtime.monitors.watched_directories import Watching
+
+_LINES: Final = 10
+
+log = structlog.get_logger("mooring.agent")
+
+
+def say_what_is_open(state: State, source: str, now: float) -> None:
+    """One line for machines, and one for people per checkpoint, the newest first."""
+    unfinished = list(reversed(state.unfinished()))
+    awaits_save = drain.waiting_for_save(state)
+    until = drain.deadline(state)
+    left_seconds = None if until is None else round(until - now, 1)
+    rate = state.goodput.bytes_per_second
+    remaining_bytes = sum(checkpoint.remaining_bytes for checkpoint in unfinished)
+    log.warning(
+        "termination.open",
+        source=source,
+        seconds_left=left_seconds,
+        not_durable=len(unfinished),
+        remaining_bytes=remaining_bytes,
+        bytes_per_second=round(rate),
+        seconds_needed=round(remaining_bytes / rate, 1) if rate else None,
+        awaits_save=awaits_save,
+        storage_error=state.storage_error,
+    )
+    if not unfinished and not awaits_save:
+        return
+    limit = "no deadline" if left_seconds is None else f"{left_seconds} s until SIGKILL, as far as the agent knows"
+    say(
+        f"mooring: {source}: {limit}; not durable yet: {len(unfinished)} checkpoints, {remaining_bytes} bytes"
+        + (f", {remaining_bytes / rate:.1f} s at the measured rate" if rate and remaining_bytes else "")
+        + ("; waiting for the trainers' last save" if awaits_save else "")
+    )
+    for checkpoint in unfinished[:_LINES]:
+        say(f"mooring: open: {_describe(state, checkpoint)}")
+    if len(unfinished) > _LINES:
+        say(f"mooring: open: and {len(unfinished) - _LINES} older ones")
+
+
+def _describe(state: State, checkpoint: Checkpoint) -> str:
+    needed_seconds = drain.needed_seconds(state, checkpoint)
+    return (
+        f"{checkpoint.info.name} (step {checkpoint.info.step}, {checkpoint.info.kind}) is {checkpoint.phase}, "
+        f"{checkpoint.remaining_bytes} of {checkpoint.size_bytes} bytes left"
+        + (f", {needed_seconds:.1f} s" if needed_seconds else "")
+    )
+
+
+# Between hints, which come within a second.
+_CALM_SECONDS: Final = 10.0
+_ENDING_SECONDS: Final = 0.1
+_DISK_BUSY_SECONDS: Final = 1.0
+_DISK_IDLE_SECONDS: Final = 10.0
+# Walking ten thousand files every second would take a third off the speed at which they are sent meanwhile.
+_DISK_REST_PER_WALK: Final = 10.0
+# After something was shed, its pins are dropped within moments; a save that waits for the room waits no longer.
+_ADMISSION_WAIT_SECONDS: Final = 0.5
+_ROOM_TO_KEEP_A_RESERVE: Final = 4
+# For the store to say what it has, where the end of the pod, or whoever calls, waits for it.
+_ASKING_SECONDS: Final = 4.0
+# For the upload of what the last looks find.
+_DRAIN_SECONDS: Final = 1.0
+
+T = TypeVar("T")
+
+
+class Sensors:
+    """Everything here ends in an event."""
+
+    def __init__(
+        self,
+        *,
+        engine: Engine,
+        clock: Clock,
+        presence: Presence,
+        executor: Executor,
+        settings: Settings,
+        watching: Watching | None,
+        rescue: Rescue,
+    ) -> None:
+        self._engine = engine
+        self._clock = clock
+        self._presence = presence
+        self._executor = executor
+        self._settings = settings
+        self._watching = watching
+        self._rescue = rescue
+        self._reserve = Reserve(Path(settings.volume))
+        self._meter = VolumeMeter(Path(settings.volume))
+        self._look = asyncio.Event()
+        self._clients_gone = asyncio.Event()
+        self._clients_seen = False
+        self._unknown = ""
+
+    async def watch_ranks(self, parent_pid: int | None) -> None:
+        """Forever: who is alive. `parent_pid`: the runner whose end is our end too."""
+        with rank_hints(RankLocks(Path(self._settings.volume)), self._look):
+            while True:
+                self._look.clear()
+                await self.look_at_ranks()
+                if parent_pid is not None and parent_pid != os.getppid():
+                    log.warning("runner.gone")
+                    parent_pid = None
+                    await self.stop("runner gone")
+                ending = self._engine.state.termination.noticed
+                try:
+                    async with asyncio.timeout(_ENDING_SECONDS if ending else _CALM_SECONDS):
+                        await self._look.wait()
+                except TimeoutError:
+                    continue
+
+    async def watch_unannounced(self) -> None:
+        """Forever: what clients saved and no agent took, at the start and when the last client is gone.
+
+        Apart from the ranks: at the start the store is still being opened, and asking it may take long.
+        """
+        while True:
+            self._clients_gone.clear()
+            await self._rescue.look()
+            await self._clients_gone.wait()
+
+    async def watch_disk(self) -> None:
+        """Forever: how full the volume is; seldom while nothing is going on, or where looking takes long."""
+        while True:
+            began = time.monotonic()
+            await self.look_at_disk()
+            rest_seconds = min(_DISK_REST_PER_WALK * (time.monotonic() - began), _DISK_IDLE_SECONDS)
+            least_seconds = max(_DISK_BUSY_SECONDS, rest_seconds)
+            busy = any(True for _ in self._engine.state.unfinished())
+            seen = self._engine.revision
+            try:
+                async with asyncio.timeout(least_seconds if busy else _DISK_IDLE_SECONDS):
+                    await self._engine.next_change(seen)
+                    await asyncio.sleep(least_seconds)
+            except TimeoutError:
+                continue
+
+    def look_soon(self) -> None:
+        self._look.set()
+
+    async def look_at_ranks(self) -> None:
+        try:
+            alive = await self._run(self._presence.alive)
+        except MooringError as error:
+            # It is looked at every second, and a foreign trainer stays one.
+            if str(error) != self._unknown:
+                self._unknown = str(error)
+                log.warning("ranks.unknown", error=str(error), hint=error.hint)
+            return
+        if self._unknown:
+            self._unknown = ""
+            log.info("ranks.known_again")
+        self._clients_seen = self._clients_seen or bool(alive)
+        if alive != self._engine.state.alive_ranks:
+            log.info("ranks.alive", local_ranks=sorted(alive))
+            if not alive and self._engine.state.termination.stop_requested_at is not None:
+                # Before the core learns that nobody will announce any more, and finds that nothing is left to do.
+                await self._rescue_in_time()
+            elif not alive:
+                self._clients_gone.set()
+            await self._engine.submit(RanksSeen(at=self._clock.now(), alive=alive))
+
+    async def look_at_disk(self) -> None:
+        try:
+            reading = await self._run(self._meter.measure)
+        except MooringError as error:
+            log.warning("disk.unreadable", error=str(error), hint=error.hint)
+            return
+        if reading.free_bytes > _ROOM_TO_KEEP_A_RESERVE * RESERVE_BYTES:
+            await self._run(self._reserve.keep)
+        await self._engine.submit(
+            DiskRead(
+                at=self._clock.now(),
+                used_bytes=reading.used_bytes,
+                free_bytes=reading.free_bytes,
+                total_bytes=reading.total_bytes,
+            )
+        )
+
+    async def admit(self, kind: Kind, size_bytes: int) -> Admission:
+        """Whether a save may begin, by the disk as it is now; gives what was just shed a moment to go."""
+        await self.look_at_disk()
+        verdict = disk_pressure.admit(self._engine.state, kind, size_bytes)
+        if verdict.admitted:
+            return verdict
+        try:
+            async with asyncio.timeout(_ADMISSION_WAIT_SECONDS):
+                await self._engine.until(lambda state: not state.awaits_room)
+        except TimeoutError:
+            pass
+        await self.look_at_disk()
+        return disk_pressure.admit(self._engine.state, kind, size_bytes)
+
+    async def notice_termination(self, source: str, grace_seconds: float = 0.0) -> None:
+        """`grace_seconds` 0: as configured."""
+        now = self._clock.now()
+        deadline = now + (grace_seconds or self._settings.termination.grace_seconds)
+        log.warning("termination.noticed", source=source, deadline=deadline)
+        # Before anything else: every other look may take long, on a volume or at a store that hangs.
+        await self._engine.submit(TerminationNoticed(at=now, deadline=deadline, source=source))
+        await self.look_at_ranks()
+        say_what_is_open(self._engine.state, source, self._clock.now())
+        # From now on every tenth of a second counts.
+        self.look_soon()
+
+    async def stop(self, source: str) -> None:
+        """Our own SIGTERM: the pod is ending, and so are we once the drain is done."""
+        await self.notice_termination(source)
+        await self._request_stop(trainers_gone=False)
+
+    async def stop_without_trainers(self) -> None:
+        """The runner has waited for the trainers' end: drain and leave."""
+        await self.look_at_ranks()
+        await self._request_stop(trainers_gone=True)
+
+    async def _request_stop(self, *, trainers_gone: bool) -> None:
+        if self._watching is not None:
+            await self._watching.last_looks(
+                writers_gone=trainers_gone or self._clients_are_gone, limit_seconds=self._seconds_to_look_around()
+            )
+        await self._rescue_in_time()
+        await self._engine.submit(StopRequested(at=self._clock.now(), trainers_gone=trainers_gone))
+
+    async def _rescue_in_time(self) -> None:
+        """As `watch_unannounced`, in half of the time that is left: what is found must still be sent."""
+        until = drain.deadline(self._engine.state)
+        left_seconds = None if until is None else max(0.0, until - self._clock.now())
+        try:
+            async with asyncio.timeout(None if left_seconds is None else left_seconds / 2):
+                await self._rescue.look(
+                    asking_seconds=_ASKING_SECONDS if left_seconds is None else min(_ASKING_SECONDS, left_seconds / 4)
+                )
+        except TimeoutError:
+            log.warning("rescue.cut_short", hint="what no agent took stays on the volume, for the next start")
+
+    @property
+    def _clients_are_gone(self) -> bool:
+        return self._clients_seen and not self._engine.state.alive_ranks
+
+    def _seconds_to_look_around(self) -> float:
+        """For how long a program that never calls us may still be writing; one that does says when it has saved."""
+        state = self._engine.state
+        deadline = drain.deadline(state)
+        if self._clients_seen or deadline is None:
+            return 0.0
+        return deadline - self._clock.now() - state.settings.termination.commit_reserve_seconds - _DRAIN_SECONDS
+
+    async def _run(self, function: Callable[..., T], *arguments: object) -> T:
+        return await asyncio.get_running_loop().run_in_executor(self._executor, function, *arguments)

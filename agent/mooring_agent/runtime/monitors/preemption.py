@@ -1,0 +1,118 @@
+"""Listens for the end of the machine and passes it on as the pod's: the trainers save and leave before it.
+
+What is far ahead, a maintenance next week, is held back until it is near. A metadata service that fails is asked ever
+more seldom, and said once. Where no cloud answers at all nothing happens, and nobody is troubled.
+"""
+
+import asyncio
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Final
+
+import structlog
+
+from mooring_agent.core.errors import NoticesError
+from mooring_agent.core.settings.values import TerminationSettings
+from mooring_agent.ports import Notice, Notices
+
+# More than a spot machine has on any cloud: its notice is never held back.
+_NEAR_SECONDS: Final = 180.0
+# For what should have ended already: there may be a moment left.
+_AT_ONCE_SECONDS: Final = 5.0
+_LONGEST_PAUSE_SECONDS: Final = 60.0
+# A pod's network may come up after its containers.
+_SEARCH_PAUSES_SECONDS: Final = (0.0, 5.0, 30.0)
+
+log = structlog.get_logger("mooring.notices")
+
+Notify = Callable[[str, float], Awaitable[None]]
+"""Takes the source of a notice and the seconds that are left."""
+
+
+class NoticeWatch:
+    """`candidates` makes anew what may answer, one of which is listened to; where `named` there is only one."""
+
+    def __init__(
+        self,
+        *,
+        candidates: Callable[[], Sequence[Notices]],
+        named: bool,
+        notify: Notify,
+        near_seconds: float = _NEAR_SECONDS,
+        search_pauses_seconds: Sequence[float] = _SEARCH_PAUSES_SECONDS,
+    ) -> None:
+        self._candidates = candidates
+        self._named = named
+        self._notify = notify
+        self._near_seconds = near_seconds
+        self._search_pauses_seconds = search_pauses_seconds
+        self._told: set[str] = set()
+        self._held_back: set[str] = set()
+        self._last_problem = ""
+
+    async def watch(self) -> None:
+        """Forever."""
+        notices = self._candidates()[0] if self._named else await self._search()
+        if notices is None:
+            log.info("notices.no_cloud", action="only Kubernetes' own notice of the end counts")
+            await asyncio.Event().wait()
+            return
+        log.info("notices.listening", cloud=notices.cloud)
+        try:
+            pause_seconds = notices.pause_seconds
+            while True:
+                pause_seconds = await self._look(notices, pause_seconds)
+                await asyncio.sleep(pause_seconds)
+        finally:
+            await notices.close()
+
+    async def _search(self) -> Notices | None:
+        from mooring_agent.adapters.preemption import the_one_that_answers
+
+        for pause_seconds in self._search_pauses_seconds:
+            await asyncio.sleep(pause_seconds)
+            found = await the_one_that_answers(self._candidates())
+            if found is not None:
+                return found
+        return None
+
+    async def _look(self, notices: Notices, pause_seconds: float) -> float:
+        """Returns how long to wait before the next look."""
+        try:
+            standing = await notices.look()
+        except NoticesError as error:
+            if str(error) != self._last_problem:
+                self._last_problem = str(error)
+                log.warning("notices.unheard", cloud=notices.cloud, error=str(error), hint=error.hint)
+            return min(_LONGEST_PAUSE_SECONDS, 2 * pause_seconds)
+        if self._last_problem:
+            self._last_problem = ""
+            log.info("notices.heard_again", cloud=notices.cloud)
+        for notice in standing:
+            await self._take(notice)
+        return notices.pause_seconds
+
+    async def _take(self, notice: Notice) -> None:
+        if notice.key in self._told:
+            return
+        if notice.left_seconds > self._near_seconds:
+            if notice.key not in self._held_back:
+                self._held_back.add(notice.key)
+                log.info("notices.ahead", source=notice.source, left_seconds=round(notice.left_seconds))
+            return
+        self._told.add(notice.key)
+        await self._notify(notice.source, max(notice.left_seconds, _AT_ONCE_SECONDS))
+
+
+def notice_watch(settings: TerminationSettings, *, notify: Notify) -> NoticeWatch | None:
+    """None where nobody wants to listen."""
+    if settings.notices == "off":
+        return None
+    # Imported here, and above: aiohttp is ten megabytes that an agent which does not listen need not hold.
+    from mooring_agent.adapters.preemption import clouds
+
+    return NoticeWatch(
+        candidates=lambda: clouds(settings.notices, settings.notices_endpoint),
+        named=settings.notices != "auto",
+        notify=notify,
+        near_seconds=max(_NEAR_SECONDS, settings.grace_seconds),
+    )

@@ -1,0 +1,122 @@
+"""Which local ranks are alive, and how the agent asks them to save.
+
+A rank is alive while it holds its liveness lock or an open Attach stream. Save requests go out by the signal file and
+by the streams; `rank_hints` notices within a second that the locks may have changed.
+"""
+
+import asyncio
+import contextlib
+import os
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Final
+
+import structlog
+
+from mooring_agent.adapters.liveness import RankLocks
+from mooring_agent.adapters.rate_limit import RateLimiter
+from mooring_agent.adapters.signal_file import Doorbell
+from mooring_agent.core.agent.commands import RingDoorbell
+from mooring_agent.core.errors import MooringError
+from mooring_agent.core.settings.values import Settings
+from mooring_api import signal_file
+from mooring_api.signal_file import Ring
+from mooring_api.v1 import agent_pb2
+
+_RINGS_KEPT = 16
+
+
+class Presence:
+    """`ring` reaches attached clients; those with the lock read the doorbell file."""
+
+    def __init__(self, locks: RankLocks) -> None:
+        self._locks = locks
+        self._streams: list[tuple[int, asyncio.Queue[agent_pb2.DoorbellRequest]]] = []
+
+    @contextmanager
+    def attached(self, local_rank: int) -> "Iterator[asyncio.Queue[agent_pb2.DoorbellRequest]]":
+        """The rank counts as alive inside; the queue has what to tell it."""
+        entry = (local_rank, asyncio.Queue[agent_pb2.DoorbellRequest](_RINGS_KEPT))
+        self._streams.append(entry)
+        try:
+            yield entry[1]
+        finally:
+            self._streams.remove(entry)
+
+    def alive(self) -> frozenset[int]:
+        """Blocks for a few system calls per rank."""
+        return self._locks.live_ranks() | {local_rank for local_rank, _ in self._streams}
+
+    def ring(self, ring: Ring) -> None:
+        for _, rings in self._streams:
+            if rings.full():
+                # A client that reads nothing gets the latest.
+                rings.get_nowait()
+            rings.put_nowait(
+                agent_pb2.DoorbellRequest(terminating=ring.terminating, deadline=ring.deadline_unix, ring=ring.ring)
+            )
+
+
+_LOOK_SECONDS: Final = 1.0
+
+
+@contextlib.contextmanager
+def rank_hints(locks: RankLocks, hint: asyncio.Event) -> Iterator[None]:
+    """Sets `hint` when a rank's lock comes, goes or can no longer be seen, and when our parent is another one."""
+    loop = asyncio.get_running_loop()
+    ended = threading.Event()
+
+    def watch() -> None:
+        # Not equal to any look: what changed before the first one is a change, too.
+        seen: object = None
+        while not ended.wait(_LOOK_SECONDS):
+            now = _look(locks)
+            if now != seen:
+                seen = now
+                # The loop may have closed meanwhile.
+                with contextlib.suppress(RuntimeError):
+                    loop.call_soon_threadsafe(hint.set)
+
+    # No executor's: it lives as long as the agent, and must not be waited for where the volume hangs.
+    threading.Thread(target=watch, name="mooring-ranks", daemon=True).start()
+    try:
+        yield
+    finally:
+        ended.set()
+
+
+def _look(locks: RankLocks) -> object:
+    try:
+        return os.getppid(), locks.live_ranks()
+    except MooringError as error:
+        return str(error)
+
+
+log = structlog.get_logger("mooring.agent")
+
+
+def bell_ringer(bell: Doorbell, presence: Presence) -> Callable[[RingDoorbell], None]:
+    def ring(command: RingDoorbell) -> None:
+        try:
+            number = bell.ring(deadline_unix=command.deadline, terminating=command.terminating)
+        except MooringError as error:
+            log.error("doorbell.unwritable", error=str(error), hint=error.hint)
+            number = 0
+        log.info("doorbell.rung", terminating=command.terminating, deadline=command.deadline, ring=number)
+        presence.ring(signal_file.Ring(ring=number, deadline_unix=command.deadline, terminating=command.terminating))
+
+    return ring
+
+
+def as_before(bell: Doorbell, limiter: RateLimiter, settings: Settings) -> Callable[[], None]:
+    """What a termination notice has changed, when the pod is spared."""
+
+    def go_on() -> None:
+        limiter.set_rate(settings.transfer.bandwidth_bytes_per_second)
+        try:
+            bell.forget_termination()
+        except MooringError as error:
+            log.error("doorbell.unwritable", error=str(error), hint=error.hint)
+
+    return go_on

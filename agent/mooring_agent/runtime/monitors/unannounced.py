@@ -1,0 +1,146 @@
+"""Announces what a client has saved and could not announce, because the agent was away and the client now may be.
+
+Must not know when to look: that is the sensors'. A client that still tries announces the same save id, so that the two
+never make two checkpoints of one. A record may also be of a save that an earlier agent had and committed, of which the
+answer was lost and nothing is remembered: the store is asked first.
+"""
+
+import asyncio
+from collections.abc import Sequence
+from concurrent.futures import Executor
+from pathlib import Path
+from typing import Final
+
+import structlog
+
+from mooring_agent.adapters.records import RecordedCheckpoint, unannounced
+from mooring_agent.core.errors import ErrorKind, MooringError, StoreError
+from mooring_agent.core.model import AnnouncementTime, SaveInfo
+from mooring_agent.core.settings.values import Settings
+from mooring_agent.ports import ObjectStore
+from mooring_agent.runtime.engine import status
+from mooring_agent.runtime.engine.engine import Engine
+from mooring_agent.runtime.work.announcements import Announcements
+from mooring_agent.runtime.work.committer import is_committed
+from mooring_agent.runtime.work.ready_store import ReadyStore
+from mooring_api.v1 import agent_pb2
+
+_BUG_HINT: Final = "this is a bug of the agent: please report it"
+
+log = structlog.get_logger("mooring.rescue")
+
+
+class Rescue:
+    """Of the checkpoints in the checkpoint directory that have a client's record."""
+
+    def __init__(
+        self,
+        *,
+        announcements: Announcements,
+        engine: Engine,
+        settings: Settings,
+        executor: Executor,
+        store: ReadyStore,
+    ) -> None:
+        self._announcements = announcements
+        self._store = store
+        self._committed: set[str] = set()
+        self._announcing = asyncio.Lock()
+        self._engine = engine
+        self._executor = executor
+        self._volume = Path(settings.volume)
+        self._directory = Path(settings.checkpoint_directory)
+
+    async def look(self, *, asking_seconds: float | None = None) -> None:
+        """Announce what an agent should have and has not. Never raises: whoever calls it has other work to do.
+
+        `asking_seconds`: for the store to say what it has; None: as long as it takes to be opened, and to answer. What
+        it did not say is announced all the same, and looked for again before it is sent.
+        """
+        try:
+            known = self._known()
+            found = await self._unannounced()
+            await self._ask(found, asking_seconds)
+            async with self._announcing:
+                if self._known() != known:
+                    # The store has one of them, or somebody has announced one meanwhile: what is older is superseded.
+                    found = await self._unannounced()
+                # The newest comes last, as if its client had announced them: it gets the wire first.
+                for recorded in found:
+                    await self._announce(recorded)
+        except Exception:
+            log.exception("rescue.failed", hint=_BUG_HINT)
+
+    def _known(self) -> set[str]:
+        return {*self._engine.state.checkpoints, *self._committed}
+
+    async def _unannounced(self) -> Sequence[RecordedCheckpoint]:
+        known = self._known()
+        return await asyncio.get_running_loop().run_in_executor(
+            self._executor, lambda: unannounced(self._volume, self._directory, known=known)
+        )
+
+    async def _ask(self, found: Sequence[RecordedCheckpoint], limit_seconds: float | None) -> None:
+        """Which of these is the last that the store has whole."""
+        if not found:
+            return
+        try:
+            async with asyncio.timeout(limit_seconds):
+                store = await self._store.get()
+                for recorded in reversed(found):
+                    if await _is_committed(store, recorded):
+                        log.info("rescue.committed_already", path=str(recorded.path), save=recorded.save)
+                        self._committed.add(recorded.save)
+                        return
+        except (TimeoutError, MooringError) as error:
+            log.warning("rescue.store_not_asked", error=str(error) or "it does not answer")
+
+    async def _announce(self, recorded: RecordedCheckpoint) -> None:
+        """Never raises: a record that cannot be announced hides no other."""
+        ranks = recorded.ranks or self._known_ranks(recorded.world_size)
+        log.info("rescue.found", path=str(recorded.path), step=recorded.step, save=recorded.save, ranks=ranks)
+        for rank in ranks:
+            request = agent_pb2.AnnounceCheckpointRequest(
+                path=str(recorded.path),
+                name=recorded.path.name,
+                step=recorded.step,
+                kind=status.kind_to_wire(recorded.kind),
+                save=recorded.save,
+                rank=rank,
+                world_size=recorded.world_size,
+                local_world_size=len(ranks),
+            )
+            try:
+                await self._announcements.enter(request, signature=recorded.signature, recorded_at=recorded.saved_at)
+            except MooringError as error:
+                log.error("rescue.refused", path=str(recorded.path), rank=rank, error=str(error), hint=error.hint)
+                # The other ranks would be refused for the same reason, and each would be a line.
+                return
+            except Exception:
+                log.exception("rescue.failed", path=str(recorded.path), rank=rank, hint=_BUG_HINT)
+                return
+
+    def _known_ranks(self, world_size: int) -> Sequence[int]:
+        """Whose files a checkpoint has, by who came to us; none of several ranks that never said who they are."""
+        if world_size == 1:
+            return [0]
+        return sorted(rank for rank in set(self._engine.state.ranks.values()) if rank < world_size)
+
+
+async def _is_committed(store: ObjectStore, recorded: RecordedCheckpoint) -> bool:
+    """Whether the store has this save whole: a marker of its id, announced after the record was written."""
+    info = SaveInfo(
+        save=recorded.save,
+        name=recorded.path.name,
+        step=recorded.step,
+        kind=recorded.kind,
+        world_size=recorded.world_size,
+    )
+    # One rank's manifest says enough, and costs one request.
+    announced = AnnouncementTime(at=recorded.saved_at, recorded_at=recorded.saved_at)
+    try:
+        return await is_committed(store, info, {min(recorded.ranks, default=0): announced})
+    except StoreError as error:
+        if error.kind is not ErrorKind.CONTRADICTION:
+            raise
+        return False  # what is there is another save

@@ -1,0 +1,261 @@
+"""The agent from start to end: builds its parts in the order in which they must begin, and runs them until it exits."""
+
+import asyncio
+import contextlib
+import os
+import signal
+import threading
+from collections.abc import Callable, Coroutine, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Final
+
+import structlog
+
+from mooring_agent import __version__
+from mooring_agent.adapters import priority
+from mooring_agent.adapters.clock import SystemClock
+from mooring_agent.adapters.control_group import cpu_limit
+from mooring_agent.adapters.liveness import RankLocks
+from mooring_agent.adapters.rate_limit import RateLimiter
+from mooring_agent.adapters.signal_file import Doorbell
+from mooring_agent.adapters.volume.staging_area import LocalStagingArea
+from mooring_agent.core.agent import drain
+from mooring_agent.core.agent.commands import Command, Exit
+from mooring_agent.core.agent.events import Event, Exited, Started
+from mooring_agent.core.agent.state import State
+from mooring_agent.core.settings.values import Settings
+from mooring_agent.ports import Clock
+from mooring_agent.runtime.api.http import serve_http
+from mooring_agent.runtime.api.server import AgentService, serve_grpc
+from mooring_agent.runtime.engine.engine import Engine, Listener, nobody_listens
+from mooring_agent.runtime.engine.journaling import recover
+from mooring_agent.runtime.engine.telemetry import say
+from mooring_agent.runtime.monitors.kubernetes_events import ClusterNews, cluster_news
+from mooring_agent.runtime.monitors.monitors import Sensors
+from mooring_agent.runtime.monitors.other_writers import OtherWriters
+from mooring_agent.runtime.monitors.preemption import notice_watch
+from mooring_agent.runtime.monitors.ranks import Presence, as_before, bell_ringer
+from mooring_agent.runtime.monitors.unannounced import Rescue
+from mooring_agent.runtime.monitors.watched_directories import Watching
+from mooring_agent.runtime.process.open_volume import opened_journal, take_volume
+from mooring_agent.runtime.work.announcements import Announcements
+from mooring_agent.runtime.work.committer import FirstLook
+from mooring_agent.runtime.work.dispatcher import Dispatcher
+from mooring_agent.runtime.work.pruner import LitterRemover, Pruner
+from mooring_agent.runtime.work.ready_store import ReadyStore
+from mooring_agent.runtime.work.reconciler import Reconciler
+
+_PAUSE_AFTER_FAILURE_SECONDS: Final = 1.0
+_CLOSING_SECONDS: Final = 2.0
+
+log = structlog.get_logger("mooring.agent")
+
+Forever = Callable[[], Coroutine[None, None, None]]
+"""Work that has no end of its own."""
+
+
+@contextmanager
+def signals_to_end() -> Iterator["asyncio.Queue[str]"]:
+    """Signals that ask us to end, by name, from now on; one that was blocked until now is the first."""
+    loop = asyncio.get_running_loop()
+    queue: asyncio.Queue[str] = asyncio.Queue()
+    wanted = (signal.SIGTERM, signal.SIGINT)
+    for number in wanted:
+        loop.add_signal_handler(number, queue.put_nowait, number.name)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, wanted)
+    try:
+        yield queue
+    finally:
+        for number in wanted:
+            loop.remove_signal_handler(number)
+
+
+async def live(
+    engine: Engine,
+    dispatcher: Dispatcher,
+    clock: Clock,
+    forever: Sequence[Forever],
+    leaving: "asyncio.Future[Exit]",
+    news: ClusterNews | None,
+) -> int:
+    """Everything that runs for as long as the agent does; ends with the exit code of the core's Exit."""
+    async with asyncio.TaskGroup() as tasks:
+
+        def dispatch(command: Command) -> None:
+            dispatcher.dispatch(tasks, command)
+
+        deciding = tasks.create_task(engine.run(dispatch))
+        senses = [tasks.create_task(_kept_going(one)) for one in forever]
+        exit_command = await leaving
+        _bound_the_closing(exit_command.code)
+        # Said before anything is ended or closed: that takes time, and SIGKILL may be near.
+        _say_goodbye(exit_command)
+        for task in (deciding, *senses):
+            task.cancel()
+        dispatcher.cancel_all()
+        await asyncio.wait({deciding})
+        await engine.close(Exited(at=clock.now()))
+        if news is not None:
+            await news.last_words(exit_command.lost)
+    return exit_command.code
+
+
+async def _kept_going(work: Forever) -> None:
+    """Begin again whatever happens: a sense that fails must not take the uploads down with it."""
+    while True:
+        try:
+            await work()
+        except Exception:
+            log.exception("sense.failed")
+        await asyncio.sleep(_PAUSE_AFTER_FAILURE_SECONDS)
+
+
+def _bound_the_closing(code: int) -> None:
+    """The process ends although something hangs: a thread in a dead mount, say, or whoever reads our log."""
+    last_resort = threading.Timer(_CLOSING_SECONDS, os._exit, (code,))
+    last_resort.daemon = True
+    last_resort.start()
+
+
+def _say_goodbye(command: Exit) -> None:
+    """One line per checkpoint that is not durable."""
+    log.info("agent.exiting", code=command.code, not_durable=len(command.lost))
+    for line in command.lost:
+        say(f"mooring: not durable: {line}")
+
+
+# Hashing, pinning, announcements. Apart from them: what must never wait (locks, disk, the journal), and what takes
+# seconds per GB (reading again what was sent).
+_WORKERS: Final = 8
+_SENSES: Final = 2
+_READERS: Final = 2
+
+
+async def run_agent(settings: Settings, *, fresh: bool = False, parent_pid: int | None = None) -> int:
+    """Run until terminated; returns the exit code.
+
+    `fresh`: a new start of the pod, so an old termination notice is void. `parent_pid`: end when that runner is gone.
+    Raises MooringError when the agent cannot start at all.
+    """
+    priority.share_one_heap()
+    clock = SystemClock()
+    volume = Path(settings.volume)
+    take_volume(settings)
+    async with contextlib.AsyncExitStack() as stack:
+        # First of all: as PID 1 of a container we would not even hear a SIGTERM for which nobody listens.
+        signals = stack.enter_context(signals_to_end())
+        executor = _threads(stack, "mooring", _WORKERS)
+        senses = _threads(stack, "mooring-sense", _SENSES)
+        journaling = _threads(stack, "mooring-journal", 1)
+        journal = stack.enter_context(opened_journal(settings))
+        staging = LocalStagingArea(volume)
+        # Not here: a long journal or a slow volume must not keep a signal unheard.
+        state, unjournaled = await asyncio.get_running_loop().run_in_executor(
+            journaling, recover, settings, journal, staging
+        )
+        limiter = RateLimiter(settings.transfer.bandwidth_bytes_per_second)
+        store = ReadyStore(settings.store, limiter)
+        stack.push_async_callback(store.close)
+        others = OtherWriters(store, clock)
+        litter = LitterRemover(store, clock, settings.retention)
+        news = await stack.enter_async_context(cluster_news(settings.cluster, clock=clock, executor=senses))
+        engine = Engine(
+            state=state,
+            journal=journal,
+            clock=clock,
+            executor=journaling,
+            listen=_listeners(others.hear, litter.hear, nobody_listens if news is None else news.hear),
+            unjournaled=unjournaled,
+        )
+        bell = Doorbell(volume)
+        if fresh or _is_past(state.termination.deadline, clock.now()):
+            # Journaled too: the next start must not find an old notice beside a new one.
+            engine.post(Exited(at=clock.now()))
+            bell.forget_termination()
+        # First in the queue: a notice that arrives as soon as we serve belongs to this life.
+        engine.post(Started(at=clock.now(), fresh=fresh))
+        presence = Presence(RankLocks(volume))
+        announcements = Announcements(engine=engine, clock=clock, volume=volume, staging=staging, workers=executor)
+        watching = (
+            Watching(announcements=announcements, engine=engine, settings=settings, executor=executor)
+            if settings.watch
+            else None
+        )
+        sensors = Sensors(
+            engine=engine,
+            clock=clock,
+            presence=presence,
+            executor=senses,
+            settings=settings,
+            watching=watching,
+            rescue=Rescue(announcements=announcements, engine=engine, settings=settings, executor=senses, store=store),
+        )
+        leaving = asyncio.get_running_loop().create_future()
+        dispatcher = Dispatcher(
+            store=store,
+            staging=staging,
+            reconciler=Reconciler(staging=staging, clock=clock, executor=executor, volume=volume),
+            pruner=Pruner(state=lambda: state, clock=clock, state_directory=Path(settings.state_directory)),
+            first_look=FirstLook(lambda: state),
+            clock=clock,
+            executor=executor,
+            readers=_threads(stack, "mooring-reader", _READERS),
+            may_read_again=lambda kind: drain.may_read_again(state, kind),
+            post=engine.post,
+            on_ring=bell_ringer(bell, presence),
+            on_lift_cap=lambda: limiter.set_rate(0),
+            on_spared=as_before(bell, limiter, settings),
+            on_exit=leaving.set_result,
+        )
+        service = AgentService(
+            engine=engine, clock=clock, announcements=announcements, presence=presence, sensors=sensors
+        )
+        await stack.enter_async_context(serve_http(settings.http_address, lambda: state, clock))
+        await stack.enter_async_context(serve_grpc(service, Path(settings.socket)))
+        log.info("agent.serving", version=__version__, socket=settings.socket, destination=settings.store.destination)
+        if limit := cpu_limit():
+            log.info("cpu.limited", limit=str(limit), hint="in a pod mooring.dev/cpu raises it")
+        forever: list[Forever] = [
+            lambda: sensors.watch_ranks(parent_pid),
+            sensors.watch_disk,
+            sensors.watch_unannounced,
+            others.watch,
+            litter.watch,
+            lambda: _obey(signals, sensors),
+        ]
+        if watching is not None:
+            forever.append(watching.run)
+        notices = notice_watch(settings.termination, notify=sensors.notice_termination)
+        if notices is not None:
+            forever.append(notices.watch)
+        if news is not None:
+            forever.append(news.tell)
+        # Now, not with the first upload: that may be one for which a trainer waits, or a grace period passes.
+        store.prepare()
+        return await live(engine, dispatcher, clock, forever, leaving, news)
+
+
+def _listeners(*listeners: Listener) -> Listener:
+    def listen(state: State, event: Event) -> None:
+        for listener in listeners:
+            listener(state, event)
+
+    return listen
+
+
+async def _obey(signals: "asyncio.Queue[str]", sensors: Sensors) -> None:
+    while True:
+        await sensors.stop(await signals.get())
+
+
+def _threads(stack: contextlib.AsyncExitStack, name: str, count: int) -> ThreadPoolExecutor:
+    """Threads that hold nobody up at the end: a file that is still being hashed is of no use any more."""
+    executor = ThreadPoolExecutor(count, thread_name_prefix=name)
+    stack.callback(executor.shutdown, wait=False, cancel_futures=True)
+    return executor
+
+
+def _is_past(deadline: float | None, now: float) -> bool:
+    return deadline is not None and deadline <= now

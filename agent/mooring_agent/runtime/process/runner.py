@@ -1,0 +1,167 @@
+"""`mooring run`: a program and its agent together, without Kubernetes.
+
+Restores first, then runs the program beside its agent, passes signals on, and waits for the drain. Signals are heard
+from the first moment: before the program runs they end the run, while it runs they are the program's, and afterwards
+those that mean an end hurry the drain. The agent has a session of its own, so that a Ctrl-C in a terminal reaches the
+program alone. When this runner is killed, the agent notices and has the trainers save and leave.
+"""
+
+import asyncio
+import contextlib
+import os
+import shutil
+import signal
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Final
+
+import structlog
+
+from mooring_agent.core.errors import ErrorKind, MooringError
+from mooring_agent.core.settings.values import Settings
+from mooring_agent.runtime.process.agent_supervisor import AgentKeeper, Notify, exit_code
+
+_RESTORE_END_SECONDS: Final = 10.0
+_NOTICES: Final = frozenset({signal.SIGTERM, signal.SIGHUP})
+"""The machine is going away; the agent hears it at once."""
+_TYPED: Final = frozenset({signal.SIGINT, signal.SIGQUIT})
+"""From a keyboard, mostly: the program may well go on."""
+_PROGRAMS_OWN: Final = frozenset({signal.SIGUSR1, signal.SIGUSR2})
+"""They mean what the program makes of them, such as `sbatch --signal=USR1@90`; without a handler it dies of them."""
+_MOORING: Final = (sys.executable, "-m", "mooring_agent")
+
+log = structlog.get_logger("mooring.run")
+
+
+class Runner:
+    """One run, made in its event loop.
+
+    `environment` carries the settings to the children; `notify` and `answers` talk to the agent.
+    """
+
+    def __init__(
+        self,
+        settings: Settings,
+        command: Sequence[str],
+        *,
+        environment: Mapping[str, str],
+        notify: Notify,
+        answers: Callable[[], bool],
+    ) -> None:
+        self._command = command
+        self._environment = dict(environment)
+        self._agent = AgentKeeper(
+            (*_MOORING, "agent"),
+            environment=self._environment,
+            grace_seconds=settings.termination.grace_seconds,
+            notify=notify,
+            answers=answers,
+        )
+        self._program: asyncio.subprocess.Process | None = None
+        self._interrupted: asyncio.Future[signal.Signals] = asyncio.get_running_loop().create_future()
+
+    async def run(self, *, restore: bool) -> int:
+        """The exit code: the program's own, or 75 when it succeeded and its newest checkpoint is not durable."""
+        self._listen()
+        if restore:
+            code = await self._restore()
+            if code:
+                return code
+        if not await self._start_agent():
+            return exit_code(-self._interrupted.result())
+        code = await self._run_program()
+        agent_code = await self._agent.drain()
+        if agent_code and not code:
+            log.error("run.not_durable", agent_code=agent_code)
+        return code or agent_code
+
+    def _listen(self) -> None:
+        loop = asyncio.get_running_loop()
+        for number in _NOTICES | _TYPED | _PROGRAMS_OWN:
+            # Ignored by whoever started us, as nohup does: so it is meant, for the program too.
+            if signal.getsignal(number) is not signal.SIG_IGN:
+                loop.add_signal_handler(number, self._take, number)
+
+    def _take(self, number: signal.Signals) -> None:
+        """A signal to this run. What it is for comes first: the log may go to somebody who is gone."""
+        if self._program is None:
+            if not self._interrupted.done():
+                self._interrupted.set_result(number)
+        elif self._program.returncode is None:
+            if number not in _TYPED or not _hears_the_terminal(self._program.pid):
+                with contextlib.suppress(ProcessLookupError):
+                    self._program.send_signal(number)
+            if number in _NOTICES:
+                self._agent.notice(f"runner {number.name}")
+        elif number not in _PROGRAMS_OWN:
+            # Nobody trains any more; hurry the agent.
+            self._agent.notice(f"runner {number.name}")
+        log.info("run.signal", signal=number.name)
+
+    async def _restore(self) -> int:
+        # Our stdout is the program's alone: somebody may read it.
+        process = await asyncio.create_subprocess_exec(*_MOORING, "restore", stdout=sys.stderr, env=self._environment)
+        ended = asyncio.create_task(process.wait())
+        if not await self._interrupted_before(ended):
+            return exit_code(ended.result())
+        number = self._interrupted.result()
+        if process.returncode is None:
+            process.send_signal(number)
+            await asyncio.wait({ended}, timeout=_RESTORE_END_SECONDS)
+        if process.returncode is None:
+            process.kill()
+        await ended
+        return exit_code(-number)
+
+    async def _start_agent(self) -> bool:
+        """False when a signal ended the run first. Raises MooringError."""
+        if self._interrupted.done():
+            return False
+        starting = asyncio.create_task(self._agent.start())
+        if await self._interrupted_before(starting):
+            await self._agent.end()
+            await asyncio.gather(starting, return_exceptions=True)
+            return False
+        await starting
+        return True
+
+    async def _interrupted_before(self, task: asyncio.Task[Any]) -> bool:
+        """Waits for the end of the task or for a signal, whichever comes first."""
+        either: set[asyncio.Future[Any]] = {task, self._interrupted}
+        await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
+        return self._interrupted.done()
+
+    async def _run_program(self) -> int:
+        try:
+            self._program = await asyncio.create_subprocess_exec(*self._command, env=self._environment)
+        except OSError as error:
+            await self._agent.end()
+            raise _starting_error(error, self._command[0], self._environment.get("PATH")) from error
+        if self._interrupted.done():
+            # It came while the program was being started.
+            self._take(self._interrupted.result())
+        return exit_code(await self._program.wait())
+
+
+def _starting_error(error: OSError, program: str, search_path: str | None) -> MooringError:
+    """Why a program did not start. A folder of PATH that we may not read says "Permission denied" of every name."""
+    reason = error.strerror
+    hint = "give the program after --, as in: mooring run --to DEST -- python train.py"
+    if os.sep not in program and shutil.which(program, os.F_OK, search_path) is None:
+        reason = "not found in any folder of PATH"
+        hint = f"{hint}; a program in the working directory needs ./ before its name"
+    return MooringError(ErrorKind.BAD_CONFIGURATION, f"cannot start {program!r}: {reason}", hint=hint)
+
+
+def _hears_the_terminal(pid: int) -> bool:
+    """Whether the terminal sends what is typed, Ctrl-C or Ctrl-\\, to that process and to us alike."""
+    try:
+        terminal = os.open("/dev/tty", os.O_RDONLY | os.O_NOCTTY | os.O_CLOEXEC)
+    except OSError:
+        return False
+    try:
+        return os.tcgetpgrp(terminal) == os.getpgrp() == os.getpgid(pid)
+    except OSError:
+        return False
+    finally:
+        os.close(terminal)

@@ -1,0 +1,1 @@
+"""What the core's commands do: staging, transfers, commits, pruning, reconciling."""

@@ -1,0 +1,141 @@
+"""One announcement from the wire to its staged files: names what the caller left out, and waits for the pins."""
+
+import asyncio
+import secrets
+from collections.abc import Sequence
+from concurrent.futures import Executor
+from pathlib import Path, PurePosixPath
+
+from mooring_agent.adapters.volume.content_check import content_signature
+from mooring_agent.adapters.volume.source_walk import check_source
+from mooring_agent.core.agent.announcements import check_announcement, known_announcement, same_content
+from mooring_agent.core.agent.checkpoint import Checkpoint
+from mooring_agent.core.agent.events import Announced
+from mooring_agent.core.agent.state import State
+from mooring_agent.core.errors import ErrorKind, MooringError, RequestError
+from mooring_agent.core.model import Phase, SaveInfo
+from mooring_agent.ports import Clock, StagingArea
+from mooring_agent.runtime.api.errors import check_request
+from mooring_agent.runtime.engine import status
+from mooring_agent.runtime.engine.engine import Engine
+from mooring_api.v1 import agent_pb2
+
+
+class Announcements:
+    """For the gRPC server and the directory watch alike."""
+
+    def __init__(
+        self,
+        *,
+        engine: Engine,
+        clock: Clock,
+        volume: Path,
+        staging: StagingArea,
+        workers: Executor,
+    ) -> None:
+        """`workers`: for what may take long."""
+        self._engine = engine
+        self._staging = staging
+        self._workers = workers
+        self._clock = clock
+        self._volume = volume
+
+    async def announce(self, request: agent_pb2.AnnounceCheckpointRequest) -> Checkpoint:
+        """Returns once the files are staged (or wait for other local ranks); raises why they cannot be."""
+        event = await self.enter(request)
+        await self._engine.until(lambda state: _settled(state, event))
+        return _outcome(self._engine.state, event)
+
+    async def enter(
+        self, request: agent_pb2.AnnounceCheckpointRequest, *, signature: str = "", recorded_at: float | None = None
+    ) -> Announced:
+        """Returns once the announcement is durable, before its files are staged; raises why it is refused.
+
+        `signature`: of the content that the caller has looked at and means. Else it is what lies there now.
+        `recorded_at`: of a client's record, for what no client announces.
+        """
+        # Not every caller comes over the wire.
+        check_request(request)
+        source = _absolute(request.path)
+        world_size = max(1, request.world_size)
+        if not signature:
+            signature = await self._signature(source, request.files, must_be_there=not request.save)
+        event = Announced(
+            at=self._clock.now(),
+            info=SaveInfo(
+                save=request.save or self._make_save(request, source, signature, world_size),
+                name=request.name or PurePosixPath(source).name,
+                step=request.step,
+                kind=status.kind_from_wire(request.kind),
+                world_size=world_size,
+            ),
+            rank=request.rank,
+            source=source,
+            files=tuple(request.files),
+            local_world_size=max(1, request.local_world_size),
+            signature=signature,
+            save_made_here=not request.save,
+            recorded_at=recorded_at,
+        )
+
+        def is_news(state: State) -> bool:
+            check_announcement(state, event)
+            return known_announcement(state, event) is None
+
+        # Not before its bytes are on disk: after a power cut, what is staged by the journal's word is what is there.
+        await asyncio.get_running_loop().run_in_executor(self._workers, self._staging.make_durable, source, event.files)
+        await self._engine.submit(event, is_news)
+        return event
+
+    async def _signature(self, source: str, files: Sequence[str], *, must_be_there: bool) -> str:
+        """What makes it this checkpoint, though another may have its name when it is staged: agents die in between."""
+        loop = asyncio.get_running_loop()
+        try:
+            return await loop.run_in_executor(self._workers, content_signature, self._volume, source, files)
+        except MooringError:
+            if must_be_there:
+                raise
+            return ""  # staging says what is wrong
+
+    def _make_save(
+        self, request: agent_pb2.AnnounceCheckpointRequest, source: str, signature: str, world_size: int
+    ) -> str:
+        if world_size > 1:
+            raise RequestError(
+                ErrorKind.BAD_REQUEST,
+                "several ranks write this checkpoint and the announcement has no save id",
+                hint="pass a `save` that is unique to this save and the same on all its ranks",
+            )
+        known = same_content(self._engine.state, source=source, rank=request.rank, signature=signature)
+        return known.info.save if known else f"{request.attempt or secrets.token_hex(4)}-{secrets.token_hex(4)}"
+
+
+def _absolute(path: str) -> str:
+    check_source(path)
+    return path.rstrip("/") or "/"
+
+
+def _settled(state: State, event: Announced) -> bool:
+    checkpoint = state.checkpoints.get(event.info.save)
+    if checkpoint is None or checkpoint.ended:
+        return True
+    share = checkpoint.shares.get(event.rank)
+    if share is None:
+        # It failed, and another rank has announced it again since: what this call waits for will not come.
+        return True
+    return share.staged or (not share.requested_files and len(checkpoint.shares) < share.local_world_size)
+
+
+def _outcome(state: State, event: Announced) -> Checkpoint:
+    checkpoint = state.checkpoints.get(event.info.save)
+    if checkpoint is None:
+        raise RequestError(ErrorKind.UNKNOWN_SAVE, f"save {event.info.save} is over and forgotten", hint="")
+    if event.rank not in checkpoint.shares and checkpoint.phase is not Phase.SHED:
+        raise RequestError(
+            ErrorKind.CHECKPOINT_FAILED,
+            f"save {event.info.save} failed to be staged, and was announced again without rank {event.rank}",
+            hint="announce this rank again",
+        )
+    if checkpoint.phase is Phase.FAILED:
+        raise MooringError(checkpoint.error_kind or ErrorKind.VOLUME_UNUSABLE, checkpoint.reason, hint=checkpoint.hint)
+    return checkpoint

@@ -1,0 +1,315 @@
+"""Writes rank manifests and commit markers, and settles every doubt by reading back. Verdicts: core.stored.commit.
+
+Before the first byte of a save goes out: is its id that of a committed one? Then nothing of it is touched.
+
+The core remembers only the saves that ended last, and nothing from before a new volume; the marker is for ever. One
+request per save and life of the agent. A marker may also be our own, written just before we died: then our rank
+manifests say when these very ranks announced.
+"""
+
+import asyncio
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+import structlog
+
+from mooring_agent.adapters.checksum import crc64nvme
+from mooring_agent.adapters.control_group import memory_limit_bytes
+from mooring_agent.catalog.object_reads import get_whole, read_object
+from mooring_agent.core.agent.commands import Commit, WriteManifest
+from mooring_agent.core.agent.events import Committed, CommitWaits, ManifestStored, ObjectsLost
+from mooring_agent.core.agent.state import State
+from mooring_agent.core.errors import ErrorKind, MooringError, RequestError, StoreError
+from mooring_agent.core.limits import MANIFEST_BYTES, MANIFESTS_BYTES, MARKER_BYTES
+from mooring_agent.core.model import AnnouncementTime, ManifestReference, RankManifest, SaveInfo
+from mooring_agent.core.stored.commit import DIFFERENT_FILES_HINT, contradiction, is_listed, judge_listing
+from mooring_agent.core.stored.manifest import (
+    commit_marker,
+    decode_manifest,
+    decode_marker,
+    encode_manifest,
+    encode_marker,
+    largest_manifest_bytes,
+    needed_bytes,
+    shortage,
+)
+from mooring_agent.core.stored.object_layout import is_manifest_of, manifest_key, marker_key, save_prefix
+from mooring_agent.ports import Clock, ObjectStore
+
+log = structlog.get_logger("mooring.committer")
+
+
+async def write_manifest(store: ObjectStore, clock: Clock, command: WriteManifest) -> ManifestStored:
+    manifest = command.manifest
+    key, body = manifest_key(manifest.info, manifest.rank), encode_manifest(manifest)
+    _check_readable(decode_manifest, body, key)
+    await store.put(key, body)
+    return ManifestStored(at=clock.now(), work=command.work)
+
+
+async def commit(store: ObjectStore, clock: Clock, command: Commit) -> Committed | CommitWaits | ObjectsLost:
+    """One try to commit: ends in the marker read back, or in what is still missing."""
+    sizes = await _sizes(store, command.info)
+    verdict = judge_listing(command.info, command.manifests, sizes)
+    if verdict.lost_files or verdict.lost_packs or verdict.lost_manifests:
+        return ObjectsLost(
+            at=clock.now(),
+            work=command.work,
+            files=verdict.lost_files,
+            manifests=verdict.lost_manifests,
+            packs=verdict.lost_packs,
+        )
+    if verdict.missing_ranks:
+        return CommitWaits(at=clock.now(), work=command.work, missing_ranks=verdict.missing_ranks)
+    key = marker_key(command.info)
+    found = await read_if_there(store, key)
+    if found is None and not command.may_write_marker:
+        return CommitWaits(at=clock.now(), work=command.work, missing_ranks=0)
+    _check_room(command.info, sizes, files=len(sizes))
+    manifests = await _all_manifests(store, command, sizes)
+    # Again, with packs and the files in them: restore counts them all.
+    files = sum(len(manifest.files) for manifest in manifests.values())
+    packs = (size_bytes for manifest in manifests.values() for size_bytes in manifest.pack_sizes_bytes)
+    _check_room(command.info, sizes, files=files, largest_pack_bytes=max(packs, default=0))
+    unlisted = command.info.world_size - len(manifests)
+    unlisted += sum(not is_listed(manifest, sizes) for manifest in manifests.values())
+    if unlisted:
+        # Another agent's files, or its manifest: it will find them missing by itself and send them again.
+        return CommitWaits(at=clock.now(), work=command.work, missing_ranks=unlisted)
+    reason = contradiction(manifests[rank] for rank in sorted(manifests))
+    if reason:
+        raise StoreError(ErrorKind.CONTRADICTION, f"save {command.info.save}: {reason}", hint=DIFFERENT_FILES_HINT)
+    body = _marker_body(manifests)
+    if found is None or _is_torn(found, body):
+        _check_readable(decode_marker, body, key)
+        found = await _write_and_read_back(store, key, body, if_absent=found is None)
+    if found != body and await read_if_there(store, key, fresh=True) != body:
+        raise StoreError(
+            ErrorKind.CHECKPOINT_CORRUPT,
+            f"{key} holds another marker than the manifests of save {command.info.save} give",
+            hint="two jobs write to the same destination with the same save ids; give each run its own prefix",
+        )
+    if command.sweep_uploads:
+        # Every rank is sealed, so whatever is still open below this save is nobody's.
+        await sweep_uploads(store, save_prefix(command.info), of=None, keep=frozenset())
+    return Committed(at=clock.now(), work=command.work)
+
+
+async def is_committed(store: ObjectStore, info: SaveInfo, announced_at: Mapping[int, AnnouncementTime]) -> bool:
+    """Whether the marker of a save is there, whole; `announced_at`: of these ranks of ours.
+
+    A marker that cannot be decoded commits nothing: `commit` completes one that was cut short, and refuses any other.
+    StoreError(CONTRADICTION) when the save is of other announcements: then its keys are not ours.
+    """
+    marker = None
+    try:
+        marker = await read_object(store, marker_key(info), decode_marker, limit_bytes=MARKER_BYTES)
+    except StoreError as error:
+        if error.kind is ErrorKind.NOT_FOUND:
+            return False
+        if error.kind is not ErrorKind.CHECKPOINT_CORRUPT:
+            raise
+        log.warning("marker.damaged", save=info.save, error=str(error))
+    ours = marker is None or marker.info == info
+    limit_bytes = largest_manifest_bytes(memory_limit_bytes(), MANIFEST_BYTES)
+    for rank in sorted(announced_at) if ours else ():
+        found = await _read_manifest_if_there(store, info, rank, limit_bytes=limit_bytes)
+        if found is None:
+            ours &= marker is None
+            continue
+        manifest, reference = found
+        ours &= announced_at[rank].may_be(manifest.saved_at) and (marker is None or reference in marker.manifests)
+    if not ours:
+        raise StoreError(
+            ErrorKind.CONTRADICTION,
+            f"save {info.save} is committed already, by an earlier announcement",
+            hint="a save id belongs to one save of one attempt: take a new one for the next",
+        )
+    return marker is not None
+
+
+async def sweep_uploads(
+    store: ObjectStore, prefix: str, *, of: frozenset[str] | None, keep: frozenset[tuple[str, str]]
+) -> None:
+    """Abort multipart uploads below `prefix`: those for the keys in `of` (None: all), but not those in `keep`.
+
+    `keep` has (key, upload id). Other agents upload their ranks' files below the same prefix.
+    """
+    try:
+        found = [upload async for upload in store.list_uploads(prefix)]
+    except StoreError as error:
+        if error.kind is not ErrorKind.REQUEST_REFUSED:
+            raise
+        # A store that cannot list them leaves us nothing to sweep by.
+        log.warning("uploads.not_listable", error=str(error))
+        return
+    for upload in found:
+        if (of is None or upload.key in of) and (upload.key, upload.upload_id) not in keep:
+            log.info("uploads.orphan_aborted", key=upload.key)
+            await store.abort_upload(upload.key, upload.upload_id)
+
+
+def _is_torn(found: bytes, body: bytes) -> bool:
+    """Some stores keep what came of a write whose sender died. Whoever wrote it meant these very bytes."""
+    return len(found) < len(body) and body.startswith(found)
+
+
+async def _write_and_read_back(store: ObjectStore, key: str, body: bytes, *, if_absent: bool) -> bytes:
+    ambiguous: StoreError | None = None
+    try:
+        await store.put(key, body, if_absent=if_absent)
+    except StoreError as error:
+        # Whatever it was, it may have landed: 412 and 409 are also what a lost answer to our own write looks like.
+        ambiguous = error
+    found = await read_if_there(store, key)
+    if found is None:
+        raise ambiguous or StoreError(
+            ErrorKind.STORE_FAILED, f"{key} was written and cannot be read", hint="the store broke read-after-write"
+        )
+    return found
+
+
+async def read_if_there(store: ObjectStore, key: str, *, fresh: bool = False) -> bytes | None:
+    """A marker's bytes; None when there is no such object."""
+    try:
+        return await get_whole(store, key, limit_bytes=MARKER_BYTES, fresh=fresh)
+    except StoreError as error:
+        if error.kind is ErrorKind.NOT_FOUND:
+            return None
+        raise
+
+
+async def _sizes(store: ObjectStore, info: SaveInfo) -> dict[str, int]:
+    """Of all objects of a save, by key; BAD_REQUEST if they are more than fit into memory."""
+    limit = memory_limit_bytes()
+    sizes: dict[str, int] = {}
+    async for one in store.list(save_prefix(info)):
+        sizes[one.key] = one.size_bytes
+        if limit is not None and needed_bytes(files=len(sizes)) > limit:
+            raise _too_large_here(shortage(info.name, needed_bytes(files=len(sizes)), limit))
+    return sizes
+
+
+def _check_room(info: SaveInfo, sizes: Mapping[str, int], *, files: int, largest_pack_bytes: int = 0) -> None:
+    """BAD_REQUEST unless all rank manifests that are listed can be read again, and fit into this process."""
+    manifests_bytes = [size_bytes for key, size_bytes in sizes.items() if is_manifest_of(info, key)]
+    if sum(manifests_bytes) > MANIFESTS_BYTES or max(manifests_bytes) > MANIFEST_BYTES:
+        raise _not_restorable(
+            f"its rank manifests have {sum(manifests_bytes):,} bytes, the largest {max(manifests_bytes):,}; "
+            f"the most are {MANIFESTS_BYTES:,} and {MANIFEST_BYTES:,}"
+        )
+    limit = memory_limit_bytes()
+    needed = needed_bytes(files=files, manifests_bytes=manifests_bytes, largest_pack_bytes=largest_pack_bytes)
+    if limit is not None and needed > limit:
+        raise _too_large_here(shortage(info.name, needed, limit))
+
+
+async def _all_manifests(store: ObjectStore, command: Commit, sizes: Mapping[str, int]) -> Mapping[int, RankManifest]:
+    """By rank; without those that were removed since they were listed."""
+    manifests = {manifest.rank: manifest for manifest in command.manifests}
+    for rank in range(command.info.world_size):
+        if rank in manifests:
+            continue
+        found = await _read_manifest_if_there(
+            store, command.info, rank, limit_bytes=sizes[manifest_key(command.info, rank)]
+        )
+        if found is not None:
+            manifests[rank], _ = found
+    return manifests
+
+
+async def _read_manifest_if_there(
+    store: ObjectStore, info: SaveInfo, rank: int, *, limit_bytes: int
+) -> tuple[RankManifest, ManifestReference] | None:
+    """What an agent wrote for a rank, and how a marker names it. CHECKPOINT_CORRUPT if it is of another save."""
+
+    def decode(body: bytes, key: str) -> tuple[RankManifest, ManifestReference]:
+        manifest = decode_manifest(body, key)
+        if manifest.info != info or manifest.rank != rank:
+            raise StoreError(
+                ErrorKind.CHECKPOINT_CORRUPT,
+                f"{key} speaks of {manifest.info}, we of {info}",
+                hint="all ranks of one save must give the same name, step, kind and world size",
+            )
+        return manifest, _reference(rank, body)
+
+    try:
+        return await read_object(store, manifest_key(info, rank), decode, limit_bytes=limit_bytes)
+    except StoreError as error:
+        if error.kind is not ErrorKind.NOT_FOUND:
+            raise
+        return None
+
+
+def _check_readable(decode: Callable[[bytes, str], object], body: bytes, key: str) -> None:
+    """Nothing is written that no restore would read: both have one limit."""
+    try:
+        decode(body, key)
+    except StoreError as error:
+        raise _not_restorable(error) from error
+
+
+def _not_restorable(reason: object) -> RequestError:
+    return RequestError(
+        ErrorKind.BAD_REQUEST,
+        f"nobody could restore this save: {reason}",
+        hint="save fewer and larger files, or let fewer ranks write them",
+    )
+
+
+def _too_large_here(error: StoreError) -> RequestError:
+    return RequestError(ErrorKind.BAD_REQUEST, f"this agent cannot commit the save: {error}", hint=error.hint)
+
+
+def _marker_body(manifests: Mapping[int, RankManifest]) -> bytes:
+    references = {rank: _reference(rank, encode_manifest(manifest)) for rank, manifest in manifests.items()}
+    return encode_marker(commit_marker(list(manifests.values()), references))
+
+
+def _reference(rank: int, body: bytes) -> ManifestReference:
+    return ManifestReference(rank=rank, size_bytes=len(body), checksum=crc64nvme(body))
+
+
+@dataclass(slots=True)
+class _Look:
+    """At one save. Transfers that wait for the same look fail with it, so that a dead store is asked once."""
+
+    lock: asyncio.Lock = field(default_factory=asyncio.Lock)
+    clear: bool = False
+    failures: int = 0
+    error: MooringError | None = None
+
+
+class FirstLook:
+    """`state` gives the state now."""
+
+    def __init__(self, state: Callable[[], State]) -> None:
+        self._state = state
+        self._looks: dict[str, _Look] = {}
+
+    async def require_new(self, store: ObjectStore, save: str) -> None:
+        """StoreError(CONTRADICTION) if the save is committed already and that is not what we have here."""
+        checkpoint = self._state().checkpoints.get(save)
+        if checkpoint is None:
+            return
+        look = self._looks.setdefault(save, _Look())
+        failures = look.failures
+        async with look.lock:
+            if look.clear:
+                return
+            if look.error is not None and look.failures > failures:
+                raise look.error
+            try:
+                # Exact: what an earlier agent may have committed by the same record was looked for by Reconcile.
+                announced_at = {
+                    rank: AnnouncementTime(at=share.announced_at) for rank, share in checkpoint.shares.items()
+                }
+                await is_committed(store, checkpoint.info, announced_at)
+            except MooringError as error:
+                look.error, look.failures = error, look.failures + 1
+                raise
+            look.clear = True
+
+    def forget(self, save: str) -> None:
+        """It is over."""
+        self._looks.pop(save, None)

@@ -1,0 +1,231 @@
+"""Runs the core's commands as tasks; each ends in exactly one event, whatever happens to it.
+
+Owns which task does which work. Knows nothing of why: that is the core's.
+"""
+
+import asyncio
+import random
+from collections.abc import Awaitable, Callable
+from concurrent.futures import Executor
+from functools import partial
+from typing import Final, assert_never
+
+import structlog
+
+from mooring_agent.adapters import priority
+from mooring_agent.core.agent.commands import (
+    Abandon,
+    CancelWork,
+    Command,
+    Commit,
+    CompleteUpload,
+    CreateUpload,
+    Exit,
+    LiftBandwidthCap,
+    Prune,
+    PutFile,
+    PutPack,
+    Reconcile,
+    Record,
+    Release,
+    RingDoorbell,
+    SendPart,
+    Stage,
+    TakeBackNotice,
+    WorkCommand,
+    WriteManifest,
+)
+from mooring_agent.core.agent.events import Abandoned, Event, ManifestStored, Released, WorkCancelled, WorkFailed
+from mooring_agent.core.agent.work import WorkId
+from mooring_agent.core.errors import ErrorKind, MooringError
+from mooring_agent.core.model import Kind
+from mooring_agent.core.stored.object_layout import save_prefix
+from mooring_agent.ports import Clock, ObjectStore, StagingArea
+from mooring_agent.runtime.engine.telemetry import FailureLog
+from mooring_agent.runtime.work import committer, transfers
+from mooring_agent.runtime.work.committer import FirstLook
+from mooring_agent.runtime.work.pruner import Pruner
+from mooring_agent.runtime.work.ready_store import ReadyStore
+from mooring_agent.runtime.work.reconciler import Reconciler
+from mooring_agent.runtime.work.transfers import stage
+
+_PACKS_IN_MEMORY: Final = 4
+
+log = structlog.get_logger("mooring.dispatcher")
+
+
+class Dispatcher:
+    """Give it a TaskGroup to work in, then commands. `post` gets the events; the callbacks are the agent's own.
+
+    `readers` has the threads that read sent files again, for as long as `may_read_again` allows it for their kind.
+    """
+
+    def __init__(
+        self,
+        *,
+        store: ReadyStore,
+        staging: StagingArea,
+        reconciler: Reconciler,
+        pruner: Pruner,
+        first_look: FirstLook,
+        clock: Clock,
+        executor: Executor,
+        readers: Executor,
+        may_read_again: Callable[[Kind], bool],
+        post: Callable[[Event], None],
+        on_ring: Callable[[RingDoorbell], None],
+        on_lift_cap: Callable[[], None],
+        on_spared: Callable[[], None],
+        on_exit: Callable[[Exit], None],
+    ) -> None:
+        self._store = store
+        self._staging = staging
+        self._reconciler = reconciler
+        self._pruner = pruner
+        self._first_look = first_look
+        self._clock = clock
+        self._executor = executor
+        self._readers = readers
+        self._may_read_again = may_read_again
+        self._post = post
+        self._on_ring = on_ring
+        self._on_lift_cap = on_lift_cap
+        self._on_spared = on_spared
+        self._on_exit = on_exit
+        self._pack_room = asyncio.Semaphore(_PACKS_IN_MEMORY)
+        self._failures = FailureLog()
+        self._tasks: dict[WorkId, asyncio.Task[None]] = {}
+
+    def dispatch(self, tasks: asyncio.TaskGroup, command: Command) -> None:
+        """Begin a command; never blocks and never raises what the world did."""
+        match command:
+            case CancelWork():
+                task = self._tasks.get(command.work)
+                if task is not None:
+                    task.cancel()
+            case RingDoorbell():
+                self._on_ring(command)
+            case LiftBandwidthCap():
+                self._on_lift_cap()
+            case TakeBackNotice():
+                self._on_spared()
+            case Exit():
+                self._on_exit(command)
+            case Record():
+                raise AssertionError("decisions are applied by the core, before commands come out")
+            case _:
+                self._begin(tasks, command)
+
+    def _begin(self, tasks: asyncio.TaskGroup, command: WorkCommand) -> None:
+        work = command.work
+
+        def ended(task: asyncio.Task[None]) -> None:
+            # Cancelled before its first step: `_run` never saw it, and the core would wait for its end for ever.
+            if task.cancelled():
+                del self._tasks[work]
+                self._post(WorkCancelled(at=self._clock.now(), work=work))
+
+        self._tasks[work] = tasks.create_task(self._run(command), name=str(work))
+        self._tasks[work].add_done_callback(ended)
+
+    def cancel_all(self) -> None:
+        """The agent ends: whatever is on the wire goes on after the next start."""
+        for task in list(self._tasks.values()):
+            task.cancel()
+
+    async def _run(self, command: WorkCommand) -> None:
+        work = command.work
+        event: Event
+        try:
+            event = await self._perform(command)
+        except asyncio.CancelledError:
+            # Cancelled by the core it is an outcome like others; cancelled by our own end nobody listens any more.
+            event = WorkCancelled(at=self._clock.now(), work=work)
+        except MooringError as error:
+            self._failures.failed(work, error)
+            event = self._failure(work, error.kind, str(error), error.hint)
+        except Exception as error:
+            # Our own bug must not take the other checkpoints down; it is retried like a store that failed.
+            log.exception("work.crashed", operation=work.operation.value, save=work.save)
+            hint = "please report this with the log"
+            event = self._failure(work, ErrorKind.STORE_FAILED, f"{type(error).__name__}: {error}", hint)
+        del self._tasks[work]
+        self._post(event)
+
+    def _failure(self, work: WorkId, kind: ErrorKind, message: str, hint: str) -> WorkFailed:
+        jitter = random.random()  # noqa: S311 - spreads retries, guards nothing
+        return WorkFailed(at=self._clock.now(), work=work, kind=kind, message=message, hint=hint, jitter=jitter)
+
+    async def _perform(self, command: WorkCommand) -> Event:
+        match command:
+            case Stage():
+                return await stage(self._staging, self._clock, self._executor, command)
+            case Release():
+                return await self._release(command)
+            case Abandon():
+                return await self._abandon(command)
+            case Reconcile():
+                return await self._with_store(lambda store: self._reconciler.reconcile(store, command))
+            case CreateUpload():
+                return await self._with_store(
+                    lambda store: transfers.create_upload(store, self._clock, command), new=command.work.save
+                )
+            case SendPart():
+                return await self._with_store(
+                    lambda store: transfers.send_part(store, self._clock, self._executor, command)
+                )
+            case PutFile():
+                return await self._with_store(
+                    lambda store: transfers.put_file(store, self._clock, self._executor, command),
+                    new=command.work.save,
+                )
+            case PutPack():
+                return await self._with_store(
+                    lambda store: transfers.put_pack(store, self._clock, self._executor, self._pack_room, command),
+                    new=command.work.save,
+                )
+            case CompleteUpload():
+                return await self._with_store(lambda store: transfers.complete_upload(store, self._clock, command))
+            case WriteManifest():
+                return await self._write_manifest(command)
+            case Commit():
+                return await self._with_store(lambda store: committer.commit(store, self._clock, command))
+            case Prune():
+                return await self._with_store(lambda store: self._pruner.prune(store, command))
+            case _:
+                assert_never(command)
+
+    async def _with_store(self, use: Callable[[ObjectStore], Awaitable[Event]], *, new: str = "") -> Event:
+        """`new`: the save of which this may be the first byte."""
+        return await use(await (self._store_for(new) if new else self._store.get()))
+
+    async def _store_for(self, save: str) -> ObjectStore:
+        store = await self._store.get()
+        await self._first_look.require_new(store, save)
+        return store
+
+    async def _write_manifest(self, command: WriteManifest) -> ManifestStored:
+        may_read = partial(self._may_read_again, command.manifest.info.kind)
+        check = partial(self._staging.check_sent, command.manifest, command.pins, may_read=may_read)
+        # Reading takes seconds per GB: neither other work nor a save that is not read again waits behind it.
+        executor = self._readers if may_read() else self._executor
+        await asyncio.get_running_loop().run_in_executor(executor, check)
+        store = await self._store_for(command.work.save)
+        return await committer.write_manifest(store, self._clock, command)
+
+    async def _abandon(self, command: Abandon) -> Abandoned:
+        store = await self._store.get()
+        for key, upload_id in command.uploads:
+            await store.abort_upload(key, upload_id)
+        if command.sweep_keys:
+            ours = frozenset(command.sweep_keys)
+            await committer.sweep_uploads(store, save_prefix(command.info), of=ours, keep=frozenset())
+        return Abandoned(at=self._clock.now(), work=command.work)
+
+    async def _release(self, command: Release) -> Released:
+        loop = asyncio.get_running_loop()
+        await loop.run_in_executor(self._executor, self._staging.release, command.work.save)
+        self._first_look.forget(command.work.save)
+        # The end of a checkpoint's work: what it took of memory is free now, but still ours.
+        await loop.run_in_executor(self._executor, priority.give_back)
+        return Released(at=self._clock.now(), work=command.work)

@@ -1,0 +1,86 @@
+"""Applies the retention settings after a commit, and removes litter where they keep all checkpoints.
+
+What may be deleted is `core.policies.retention`'s word, not ours.
+"""
+
+import asyncio
+from collections.abc import Callable
+from pathlib import Path
+
+import structlog
+
+from mooring_agent.adapters.records import resumed_from
+from mooring_agent.catalog.pruning import prune, remove_litter
+from mooring_agent.core.agent.commands import Prune
+from mooring_agent.core.agent.events import Committed, Event, Pruned
+from mooring_agent.core.agent.state import State
+from mooring_agent.core.errors import MooringError
+from mooring_agent.core.settings.values import RetentionSettings
+from mooring_agent.ports import Clock, ObjectStore
+from mooring_agent.runtime.work.ready_store import ReadyStore
+
+log = structlog.get_logger("mooring.pruner")
+
+
+class Pruner:
+    """`state` gives the state now: what is being uploaded, or was just committed, must not be touched."""
+
+    def __init__(self, *, state: Callable[[], State], clock: Clock, state_directory: Path) -> None:
+        self._state = state
+        self._clock = clock
+        self._state_directory = state_directory
+
+    async def prune(self, store: ObjectStore, command: Prune) -> Pruned:
+        state = self._state()
+        newest = state.newest_committed()
+        report = await prune(
+            store,
+            state.settings.retention,
+            now=self._clock.now(),
+            resumed_from=resumed_from(self._state_directory),
+            live=[checkpoint.info.save for checkpoint in state.unfinished()],
+            # Only what nobody may have pruned: a listing without it has shrunk.
+            known=[newest.info.save] if newest else [],
+        )
+        deleted = len(report.plan.deletions)
+        if report.plan.refused:
+            log.warning("retention.refused", reason=report.plan.refused)
+        elif deleted:
+            log.info("retention.pruned", saves=deleted, freed_bytes=report.freed_bytes)
+        return Pruned(at=self._clock.now(), work=command.work, deleted=deleted)
+
+
+class LitterRemover:
+    """Removes old resume pins and the remains of killed probes, once, where pruning does not because it is off.
+
+    `hear` what the engine does; `watch` forever. It acts after the first commit of rank 0's agent: by then the
+    destination works, and one agent of the job is enough.
+    """
+
+    def __init__(self, store: ReadyStore, clock: Clock, settings: RetentionSettings) -> None:
+        self._store = store
+        self._clock = clock
+        self._settings = settings
+        self._committed = asyncio.Event()
+
+    def hear(self, state: State, event: Event) -> None:
+        if isinstance(event, Committed) and not state.termination.noticed:
+            checkpoint = state.checkpoints.get(event.work.save)
+            if checkpoint is not None and 0 in checkpoint.shares:
+                self._committed.set()
+
+    async def watch(self) -> None:
+        if not self._settings.keep_last:
+            await self._committed.wait()
+            await self._remove()
+        await asyncio.Event().wait()
+
+    async def _remove(self) -> None:
+        try:
+            removed = await remove_litter(await self._store.get(), self._settings, now=self._clock.now())
+        except MooringError as error:
+            # Credentials that may not delete are enough for everything else.
+            log.info("litter.not_removed", error=str(error), hint=error.hint)
+            return
+        if removed:
+            log.info("litter.removed", objects=removed)

@@ -1,0 +1,73 @@
+"""The destination, opened and probed as soon as the agent serves: no save waits for the S3 library to be loaded."""
+
+import asyncio
+from contextlib import AsyncExitStack
+
+import structlog
+
+from mooring_agent.adapters import priority
+from mooring_agent.adapters.open_store import open_store
+from mooring_agent.adapters.rate_limit import RateLimiter
+from mooring_agent.core.errors import MooringError
+from mooring_agent.core.settings.values import StoreSettings
+from mooring_agent.ports import ObjectStore
+
+log = structlog.get_logger("mooring.store")
+
+
+class ReadyStore:
+    """Opens and probes once; what fails is tried again by whoever asks next."""
+
+    def __init__(self, settings: StoreSettings, limiter: RateLimiter) -> None:
+        self._settings = settings
+        self._limiter = limiter
+        self._stack = AsyncExitStack()
+        self._lock = asyncio.Lock()
+        self._opened: ObjectStore | None = None
+        self._making_ready: asyncio.Task[ObjectStore] | None = None
+
+    def prepare(self) -> None:
+        """Open and probe before anybody asks. A store that cannot be used yet is said, and nothing else."""
+        if self._making_ready is None:
+            self._begin().add_done_callback(_say_failure)
+
+    async def get(self) -> ObjectStore:
+        """The store. Raises what opening or probing it raised; whoever waits behind that tries again."""
+        async with self._lock:
+            task = self._making_ready
+            if task is None or (task.done() and (task.cancelled() or task.exception())):
+                task = self._begin()
+            # Whoever is cancelled leaves it to the next one.
+            return await asyncio.shield(task)
+
+    async def close(self) -> None:
+        if self._making_ready is not None:
+            self._making_ready.cancel()
+            await asyncio.wait({self._making_ready})
+        await self._stack.aclose()
+
+    def _begin(self) -> asyncio.Task[ObjectStore]:
+        self._making_ready = asyncio.create_task(self._make_ready(), name="store")
+        return self._making_ready
+
+    async def _make_ready(self) -> ObjectStore:
+        if self._opened is None:
+            self._opened = await self._stack.enter_async_context(open_store(self._settings, limiter=self._limiter))
+        capabilities = await self._opened.probe()
+        log.info(
+            "store.probed",
+            destination=self._settings.destination,
+            conditional_put=capabilities.conditional_put,
+            integrity=capabilities.integrity,
+        )
+        # What was parsed to make a client was more than what is kept of it.
+        await asyncio.to_thread(priority.give_back)
+        return self._opened
+
+
+def _say_failure(task: asyncio.Task[ObjectStore]) -> None:
+    error = None if task.cancelled() else task.exception()
+    if isinstance(error, MooringError):
+        log.warning("store.not_ready", kind=error.kind.value, error=str(error), hint=error.hint)
+    elif error is not None:
+        log.error("store.not_ready", exc_info=error)

@@ -1,0 +1,110 @@
+"""After a restart: what does the store really have of a save? What is surely ours is kept, the rest is sent again.
+
+A part that arrived while we died is in the store and not in the journal; it is recognised by its ETag, which most
+stores make the MD5 of the bytes. Where it is not, the part is sent once more, which costs bytes and nothing else.
+"""
+
+import asyncio
+from concurrent.futures import Executor
+from pathlib import Path
+from typing import Final
+
+from mooring_agent.adapters.checksum import region_checksum, region_md5
+from mooring_agent.core.agent.commands import KnownFile, Reconcile
+from mooring_agent.core.agent.events import Committed, FoundFile, FoundUpload, Reconciled
+from mooring_agent.core.errors import ErrorKind, StoreError
+from mooring_agent.core.model import Part, Region, SaveInfo
+from mooring_agent.core.stored.object_layout import file_key, save_prefix
+from mooring_agent.core.stored.packs_and_parts import plan
+from mooring_agent.ports import Clock, ObjectInfo, ObjectStore, StagingArea
+from mooring_agent.runtime.work.committer import is_committed, sweep_uploads
+
+_MD5_HEX_LENGTH: Final = 32
+
+
+class Reconciler:
+    """`volume` is where pins lie; hashing and stat run on `executor`."""
+
+    def __init__(self, *, staging: StagingArea, clock: Clock, executor: Executor, volume: Path) -> None:
+        self._staging = staging
+        self._clock = clock
+        self._executor = executor
+        self._volume = volume
+
+    async def reconcile(self, store: ObjectStore, command: Reconcile) -> Reconciled | Committed:
+        """Raises VolumeError when a pinned file is gone or was changed: that save cannot be completed."""
+        # Before its pins: what is committed needs none, and may have lost them before that was in the journal.
+        if await is_committed(store, command.info, dict(command.announced_at)):
+            # Every rank is sealed, so whatever is still open below this save is nobody's.
+            await sweep_uploads(store, save_prefix(command.info), of=None, keep=frozenset())
+            return Committed(at=self._clock.now(), work=command.work)
+        loop = asyncio.get_running_loop()
+        for rank, staged in command.staged:
+            await loop.run_in_executor(self._executor, self._staging.check, command.info.save, rank, staged)
+        known = {(file_key(command.info, file.file.path), file.upload_id) for file in command.unfinished}
+        ours = frozenset(file_key(command.info, file.path) for _, staged in command.staged for file in staged)
+        await sweep_uploads(store, save_prefix(command.info), of=ours, keep=frozenset(known))
+        listing = {info.key: info async for info in store.list(save_prefix(command.info))}
+        files: list[FoundFile] = []
+        uploads: list[FoundUpload] = []
+        for known_file in command.unfinished:
+            stored = listing.get(file_key(command.info, known_file.file.path))
+            found = await self._found_file(known_file, stored) if stored else None
+            if found:
+                files.append(found)
+            elif known_file.upload_id:
+                uploads += await self._found_upload(store, command.info, known_file)
+        return Reconciled(at=self._clock.now(), work=command.work, uploads=tuple(uploads), files=tuple(files))
+
+    async def _found_file(self, known: KnownFile, stored: ObjectInfo) -> FoundFile | None:
+        if stored.size_bytes != known.file.size_bytes:
+            return None
+        parts = plan(known.file.size_bytes, known.part_size_bytes)
+        if len(parts) > 1:
+            # Complete is only ever called with every part in the journal; without them the checksums are unknown.
+            complete = len(known.parts) == len(parts)
+            return FoundFile(rank=known.rank, path=known.file.path, checksum=None) if complete else None
+        if not parts:
+            return FoundFile(rank=known.rank, path=known.file.path, checksum=None)
+        checksum = await self._checksum_if_ours(known, parts[0], stored.etag)
+        return None if checksum is None else FoundFile(rank=known.rank, path=known.file.path, checksum=checksum)
+
+    async def _found_upload(self, store: ObjectStore, info: SaveInfo, known: KnownFile) -> list[FoundUpload]:
+        try:
+            held = await store.list_parts(file_key(info, known.file.path), known.upload_id)
+        except StoreError as error:
+            if error.kind is ErrorKind.UPLOAD_LOST:
+                return []
+            raise
+        journaled = {number: (etag, checksum) for number, etag, checksum in known.parts}
+        planned = {part.number: part for part in plan(known.file.size_bytes, known.part_size_bytes)}
+        parts: list[tuple[int, str, int]] = []
+        for part in held:
+            wanted = planned.get(part.number)
+            if wanted is None or wanted.size_bytes != part.size_bytes:
+                continue
+            etag, checksum = journaled.get(part.number, ("", 0))
+            if etag == part.etag:
+                parts.append((part.number, etag, checksum))
+                continue
+            found = await self._checksum_if_ours(known, wanted, part.etag)
+            if found is not None:
+                parts.append((part.number, part.etag, found))
+        return [FoundUpload(rank=known.rank, path=known.file.path, upload_id=known.upload_id, parts=tuple(parts))]
+
+    async def _checksum_if_ours(self, known: KnownFile, part: Part, etag: str) -> int | None:
+        """The part's checksum if its ETag is the MD5 of our bytes."""
+        bare = etag.strip('"').lower()
+        if len(bare) != _MD5_HEX_LENGTH:
+            return None
+        region = Region(
+            volume=str(self._volume),
+            path=known.file.pin,
+            offset_bytes=part.offset_bytes,
+            size_bytes=part.size_bytes,
+            fingerprint=known.file.fingerprint,
+        )
+        loop = asyncio.get_running_loop()
+        if await loop.run_in_executor(self._executor, region_md5, region) != bare:
+            return None
+        return await loop.run_in_executor(self._executor, region_checksum, region)

@@ -1,0 +1,150 @@
+"""Calls to the agent over its unix socket: open a channel, call with a deadline, close.
+
+Owns deadlines and the back-off from an agent that does not answer. Nothing stays open between two calls, so that the
+trainer may fork at any moment. gRPC's own fork handlers would take that away: they wait for its threads, which may be
+ending just then and wait in turn, and the trainer hangs in fork() for ever. So they are switched off; they are for
+children that call, and here only the process that made the channel may call.
+"""
+
+import logging
+import os
+import sys
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, Final
+
+from mooring_api import names
+
+# gRPC reads it once, when it is loaded.
+if "grpc" in sys.modules and names.ENV_GRPC_FORK_HANDLERS not in os.environ:
+    logging.getLogger("mooring").warning(
+        "gRPC was imported before mooring, and a fork may hang; start the program with %s=0",
+        names.ENV_GRPC_FORK_HANDLERS,
+    )
+os.environ.setdefault(names.ENV_GRPC_FORK_HANDLERS, "0")
+
+import grpc
+
+from mooring.checkpoints.records import Kind
+from mooring.errors import AgentError, ErrorKind
+from mooring.ranks.rank_store import Ranks
+from mooring_api.names import socket_address
+from mooring_api.v1 import agent_pb2, agent_pb2_grpc
+
+CALL_SECONDS: Final = 1.0
+ANNOUNCE_SECONDS: Final = 5.0
+BACK_OFF_SECONDS: Final = 30.0
+"""How long an agent that did not answer is left alone, so that not every save pays its deadline."""
+
+_OPTIONS: Final = (("grpc.enable_http_proxy", 0), ("grpc.use_local_subchannel_pool", 1))
+_WIRE_KINDS: Final[Mapping[Kind, agent_pb2.Kind]] = MappingProxyType(
+    {
+        Kind.PERIODIC: agent_pb2.KIND_PERIODIC,
+        Kind.JUST_IN_TIME: agent_pb2.KIND_JUST_IN_TIME,
+        Kind.FINAL: agent_pb2.KIND_FINAL,
+    }
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Admission:
+    """The agent's answer to a save about to begin."""
+
+    admitted: bool
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Welcome:
+    """What the agent tells a process that makes itself known."""
+
+    terminating: bool
+    newest_committed_step: int | None
+
+
+class Channel:
+    """One agent. Every method raises AgentError only, after its deadline at the latest."""
+
+    def __init__(self, socket: Path, ranks: Ranks) -> None:
+        self._socket = socket
+        self._ranks = ranks
+        self._process_id = os.getpid()
+        self._silent_until = 0.0
+
+    def register(self, *, holds_liveness_lock: bool, client: str) -> Welcome:
+        """Make this process known."""
+        request = agent_pb2.RegisterRequest(
+            local_rank=self._ranks.local_rank,
+            rank=self._ranks.rank,
+            world_size=self._ranks.world_size,
+            pid=os.getpid(),
+            holds_liveness_lock=holds_liveness_lock,
+            client=client,
+        )
+        response = self._call("Register", request)
+        newest = response.newest_committed.step if response.HasField("newest_committed") else None
+        return Welcome(terminating=response.terminating, newest_committed_step=newest)
+
+    def begin_save(self, *, step: int, kind: Kind, save: str) -> Admission:
+        request = agent_pb2.BeginSaveRequest(step=step, kind=_WIRE_KINDS[kind], save=save)
+        response = self._call("BeginSave", request)
+        return Admission(admitted=response.admitted, reason=response.reason)
+
+    def announce(self, *, path: Path, step: int, kind: Kind, save: str, ranks: Ranks, urgent: bool) -> None:
+        """`ranks`: who writes this checkpoint. `urgent`: try it even while the agent is left alone."""
+        request = agent_pb2.AnnounceCheckpointRequest(
+            path=str(path),
+            step=step,
+            name=path.name,
+            kind=_WIRE_KINDS[kind],
+            save=save,
+            rank=ranks.rank,
+            world_size=ranks.world_size,
+            local_world_size=ranks.local_world_size,
+        )
+        self._call("AnnounceCheckpoint", request, deadline_seconds=ANNOUNCE_SECONDS, urgent=urgent)
+
+    def abort_save(self, save: str) -> None:
+        self._call("AbortSave", agent_pb2.AbortSaveRequest(save=save))
+
+    def notify_termination(self, source: str) -> None:
+        """The agent takes its own configured grace period."""
+        self._call("NotifyTermination", agent_pb2.NotifyTerminationRequest(grace_seconds=0, source=source))
+
+    def _call(self, method: str, request: Any, *, deadline_seconds: float = CALL_SECONDS, urgent: bool = False) -> Any:
+        if os.getpid() != self._process_id:
+            raise AgentError(ErrorKind.AGENT_AWAY, "a forked process does not speak to the agent")
+        if time.monotonic() < self._silent_until and not urgent:
+            raise AgentError(
+                ErrorKind.AGENT_SILENT, f"{method} not called: the agent did not answer lately", hint="see its log"
+            )
+        try:
+            self._socket.stat()
+        except OSError as error:
+            raise AgentError(
+                ErrorKind.AGENT_AWAY, f"no socket at {self._socket}: {error.strerror}", hint="start the agent"
+            ) from error
+        try:
+            with grpc.insecure_channel(socket_address(self._socket), options=_OPTIONS) as channel:
+                stub = agent_pb2_grpc.AgentStub(channel)  # type: ignore[no-untyped-call]
+                response = getattr(stub, method)(request, timeout=deadline_seconds)
+        except grpc.RpcError as error:
+            raise self._classified(method, error, deadline_seconds) from error
+        self._silent_until = 0.0
+        return response
+
+    def _classified(self, method: str, error: grpc.RpcError, deadline_seconds: float) -> AgentError:
+        code, details = error.code(), error.details()
+        match code:
+            case grpc.StatusCode.DEADLINE_EXCEEDED:
+                self._silent_until = time.monotonic() + BACK_OFF_SECONDS
+                return AgentError(
+                    ErrorKind.AGENT_SILENT, f"{method} had no answer in {deadline_seconds:g} s", hint="see its log"
+                )
+            case grpc.StatusCode.UNAVAILABLE:
+                return AgentError(ErrorKind.AGENT_AWAY, f"{method}: {details}", hint="see whether the agent runs")
+            case _:
+                return AgentError(ErrorKind.AGENT_REFUSED, f"{method}: {code.name}: {details}")

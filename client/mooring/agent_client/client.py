@@ -1,0 +1,157 @@
+"""The agent as a Checkpointer sees it: every method returns, whatever the agent does.
+
+Owns what is said of an agent that is away: one warning when it goes, one line when it is back. Must not know where
+checkpoints lie. With no socket there is no agent, and gRPC is never imported.
+"""
+
+import logging
+import time
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import TYPE_CHECKING, Final
+
+from mooring.autoload.post_import import reason
+from mooring.checkpoints.records import Kind
+from mooring.errors import AgentError, ErrorKind
+from mooring.ranks.rank_store import Ranks
+
+if TYPE_CHECKING:
+    from mooring.agent_client.channel import Admission, Channel
+
+_log: Final = logging.getLogger("mooring")
+RETRY_SECONDS: Final = 30.0
+"""How long an agent that went away is not looked for between two saves."""
+
+
+class Agent:
+    """The agent beside this process, or nobody."""
+
+    def __init__(self, socket: Path | None, *, ranks: Ranks, holds_liveness_lock: bool) -> None:
+        self._holds_liveness_lock = holds_liveness_lock
+        self._client = f"mooring-python/{_version()}"
+        self._channel: Channel | None = None
+        self._registered = False
+        self._missed = False
+        self._look_at = 0.0
+        self.newest_committed_step: int | None = None
+        """Of the newest checkpoint that the agent knew to be committed when it last got to know us."""
+        self.terminating = False
+        """The agent knew of a termination notice when it last got to know us."""
+        if socket is None:
+            _log.warning("no agent: checkpoints stay on the local disk; see `mooring run`")
+            return
+        self._channel = _open_channel(socket, ranks)
+        if self._channel is not None:
+            self._register(self._channel)
+
+    @property
+    def away(self) -> bool:
+        """It did not answer when it was last spoken to."""
+        return self._missed
+
+    def is_back(self) -> bool:
+        """Whether an agent that was away answers again; asks it now and then only, and for a second at most."""
+        if self._channel is None or not self._missed or time.monotonic() < self._look_at:
+            return False
+        self._register(self._channel)
+        return not self._missed
+
+    def begin_save(self, *, step: int, kind: Kind, save: str) -> "Admission | None":
+        """None when the agent is away."""
+        if self._channel is None:
+            return None
+        try:
+            self._ensure_registered(self._channel)
+            answer = self._channel.begin_save(step=step, kind=kind, save=save)
+        except AgentError as error:
+            self._failed(error)
+            return None
+        self._answered()
+        return answer
+
+    def announce(self, *, path: Path, step: int, kind: Kind, save: str, ranks: Ranks, urgent: bool) -> bool:
+        """Whether the checkpoint is the agent's concern from now on; `urgent` tries an agent that just hung, too."""
+        if self._channel is None:
+            return False
+        try:
+            self._channel.announce(path=path, step=step, kind=kind, save=save, ranks=ranks, urgent=urgent)
+        except AgentError as error:
+            self._failed(error)
+            return False
+        # It may be another agent than before, and a rank that leads no pod speaks to it here alone.
+        self._register(self._channel)
+        return True
+
+    def abort_save(self, save: str) -> None:
+        if self._channel is None:
+            return
+        try:
+            self._channel.abort_save(save)
+        except AgentError as error:
+            self._failed(error)
+
+    def notify_termination(self, source: str) -> bool:
+        """Whether the agent knows now."""
+        if self._channel is None:
+            return False
+        try:
+            self._channel.notify_termination(source)
+        except AgentError as error:
+            self._failed(error)
+            return False
+        self._answered()
+        return True
+
+    def _register(self, channel: "Channel") -> None:
+        try:
+            self._ensure_registered(channel)
+        except AgentError as error:
+            self._failed(error)
+            return
+        self._answered()
+
+    def _ensure_registered(self, channel: "Channel") -> None:
+        if not self._registered:
+            welcome = channel.register(holds_liveness_lock=self._holds_liveness_lock, client=self._client)
+            self.terminating |= welcome.terminating
+            self.newest_committed_step = welcome.newest_committed_step
+            self._registered = True
+
+    def _failed(self, error: AgentError) -> None:
+        if error.kind is ErrorKind.AGENT_REFUSED:
+            _log.warning("the agent refused: error=%s", error)
+            return
+        # It may be another one when it is back.
+        self._registered = False
+        self._look_at = time.monotonic() + RETRY_SECONDS
+        if not self._missed:
+            self._missed = True
+            _log.warning("agent away, checkpoints stay on the local disk: error=%s hint=%s", error, error.hint)
+
+    def _answered(self) -> None:
+        if self._missed:
+            self._missed = False
+            _log.info("agent back")
+
+
+def _open_channel(socket: Path, ranks: Ranks) -> "Channel | None":
+    """None where gRPC or protobuf are missing, broken, or older than the code that was generated for them."""
+    try:
+        # A broken installation must show here and not in a training step.
+        from mooring.agent_client import channel
+    except Exception as error:
+        _log.warning(
+            "no agent: gRPC cannot be loaded, checkpoints are saved and not announced: error=%s "
+            "hint=pip install --upgrade mooring grpcio protobuf",
+            reason(error),
+        )
+        return None
+    return channel.Channel(socket, ranks)
+
+
+def _version() -> str:
+    try:
+        return version("mooring")
+    except PackageNotFoundError:
+        # Injected: it lies in a volume and is not installed.
+        return "injected"

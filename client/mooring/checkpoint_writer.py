@@ -1,0 +1,205 @@
+"""One save of a Checkpointer, from its empty directory to the announced checkpoint.
+
+Owns the order: written by all ranks, made durable, renamed, recorded, announced, rotated. Between two of these all
+ranks agree that each of them is so far; if one is not, none goes on. It may be completed in another thread than it was
+begun in. Owns also what counts as a failure of the volume, which costs a checkpoint and never the training.
+"""
+
+import errno
+import logging
+import os
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Final
+
+from mooring.checkpoints.records import Kind, Record, RecordedFile
+from mooring.errors import ErrorKind, VolumeError
+from mooring.ranks.coordinator import WRITE_SECONDS
+from mooring.session import Begun, Session
+
+_log: Final = logging.getLogger("mooring")
+_KEEP_UNANNOUNCED: Final = 2
+"""Complete checkpoints kept while nobody else has them."""
+_VOLUME_ERRNOS: Final = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO})
+_PROBE_BYTES: Final = 64 * 1024
+_NEXT: Final = {"written": "published", "published": None}
+"""What the ranks agree on, one after the other."""
+
+
+class Saving:
+    """Write into `directory`, then either `complete` or `abandon`. With a `failure` there is none, on all ranks."""
+
+    def __init__(self, session: Session, begun: Begun, *, keep_local: int) -> None:
+        self._session = session
+        self._team = session.team
+        self._begun = begun
+        self._keep_local = keep_local
+        self._name = f"checkpoint-{begun.step}"
+        self._unsaid: str | None = "written"
+        self.failure = self._make_directory()
+        self.directory: Path = self._team.local.being_saved(self._name)
+
+    @property
+    def step(self) -> int:
+        return self._begun.step
+
+    def complete(self, kind: Callable[[], Kind] | None = None) -> bool:
+        """This rank's part is written; whether the checkpoint exists, which it does when all parts are.
+
+        `kind` is asked when all are written: a notice may have come meanwhile.
+        """
+        if self.failure is not None:
+            self._team.job.arrive(self._begun.key("ended"))
+            return False
+        # Another pod may be long in making its part durable, after ours has its name.
+        with self._session.claimed(self._team.local.path(self._name)):
+            return self._complete(kind)
+
+    def abandon(self) -> None:
+        """This rank cannot go on: nothing of the checkpoint stays, on any rank that has not published it."""
+        # Only there do the other ranks come to "ended": once all have written, they come to "published" alone.
+        ends = self.failure is not None or self._unsaid == "written"
+        self._abandon()
+        if ends:
+            self._team.job.arrive(self._begun.key("ended"))
+
+    def abandon_together(self) -> bool:
+        """The same, and whether no rank is still writing: one that is may wait for this one in a collective."""
+        self._abandon()
+        return bool(self._team.job.agree(self._begun.key("ended"), seconds=WRITE_SECONDS))
+
+    def failed_by_volume(self, error: BaseException) -> bool:
+        """Whether what ended the writing is the volume's fault: as it says, or because it takes no write now."""
+        is_torchs = type(error).__name__ == "CheckpointException"
+        if not isinstance(error, Exception) and not is_torchs:
+            return False
+        return self.failure is not None or _tells_of_volume(error) or not _takes_a_write(self.directory)
+
+    def _abandon(self) -> None:
+        if self._unsaid is not None:
+            # The error may have come out of `complete`, too: the others wait at what this rank has not said yet.
+            self._agree(self._unsaid, ok=False)
+        self._give_up()
+
+    def _complete(self, kind: Callable[[], Kind] | None) -> bool:
+        team = self._team
+        if not self._agree("written"):
+            _log.warning("checkpoint given up, another rank failed: name=%s", self._name)
+            team.job.arrive(self._begun.key("ended"))
+            self._give_up()
+            return False
+        chosen = self._begun.kind if kind is None else kind()
+        files = self._publish() if team.leads_pod else ()
+        published = self._agree("published", ok=files is not None)
+        if not published or files is None:
+            self._take_back(published=files is not None)
+            return False
+        if chosen is Kind.JUST_IN_TIME:
+            # For good: a final save after it makes the run no more complete than it was.
+            self._session.stopping = True
+        record = Record(
+            name=self._name,
+            step=self._begun.step,
+            save=self._begun.save,
+            kind=chosen,
+            world_size=team.job.ranks.world_size,
+            saved_at=time.time(),
+            files=files,
+            ranks=team.job.ranks.pod,
+        )
+        announced = self._keep(record)
+        _log.info("saved: name=%s kind=%s save=%s announced=%s", record.name, record.kind, record.save, announced)
+        return True
+
+    def _agree(self, about: str, *, ok: bool = True) -> bool:
+        self._unsaid = _NEXT[about]
+        return bool(self._team.job.agree(self._begun.key(about), ok, seconds=WRITE_SECONDS))
+
+    def _make_directory(self) -> VolumeError | None:
+        """One for all ranks of the pod; why all ranks go without."""
+        failure: OSError | None = None
+        try:
+            if self._team.leads_pod:
+                self._team.local.begin(self._name)
+        except OSError as error:
+            failure = error
+        if self._team.job.agree(self._begun.key("begun"), failure is None):
+            return None
+        self._unsaid = None
+        self._give_up()
+        return VolumeError(
+            ErrorKind.VOLUME_UNUSABLE,
+            f"cannot save {self._name}: {failure or 'another rank cannot'}",
+            hint="see whether the volume is full",
+        )
+
+    def _take_back(self, *, published: bool) -> None:
+        """Another pod could not publish its part: this pod's has a name already, and nobody would ever delete it."""
+        if published and self._team.leads_pod:
+            try:
+                self._team.local.take_back(self._name)
+            except OSError as error:
+                _log.warning("checkpoint not removed: name=%s error=%s", self._name, error)
+        self._give_up()
+
+    def _give_up(self) -> None:
+        if self._team.leads_pod:
+            self._team.local.abandon(self._name)
+        self._session.abort(self._begun)
+
+    def _publish(self) -> tuple[RecordedFile, ...] | None:
+        try:
+            return self._team.local.publish(self._name)
+        except OSError as error:
+            _log.warning("checkpoint lost: name=%s error=%s", self._name, error)
+            return None
+
+    def _keep(self, record: Record) -> bool:
+        """Record, announce and rotate; whether all ranks announced it. If it is not recorded nothing is rotated."""
+        local = self._team.local
+        recorded = self._team.leads_pod and self._record(record)
+        announced = self._session.announce(record, local.path(record.name))
+        announced = self._team.job.agree(self._begun.key("announced"), announced) or False
+        if recorded:
+            keep = self._keep_local if announced else max(self._keep_local, _KEEP_UNANNOUNCED)
+            try:
+                local.rotate(record, keep, keep_restored=not self._session.holds_whole_job)
+            except OSError as error:
+                _log.warning("older checkpoint not removed: error=%s", error)
+        return announced
+
+    def _record(self, record: Record) -> bool:
+        try:
+            self._team.local.record(record)
+        except OSError as error:
+            _log.warning("checkpoint not recorded, it cannot be resumed from: name=%s error=%s", record.name, error)
+            return False
+        return True
+
+
+def _tells_of_volume(error: BaseException | None) -> bool:
+    """Whether it is, or comes from, a full, broken or unusable volume. torch's own has an error of each rank."""
+    seen: list[BaseException] = []
+    while error is not None and error not in seen:
+        seen.append(error)
+        if isinstance(error, VolumeError) or (isinstance(error, OSError) and error.errno in _VOLUME_ERRNOS):
+            return True
+        if any(_tells_of_volume(failure) for failure, _ in getattr(error, "failures", {}).values()):
+            return True
+        error = error.__cause__ or error.__context__
+    return False
+
+
+def _takes_a_write(directory: Path) -> bool:
+    """What a library raises on a full volume is often something else, and what it has half written still fills it."""
+    probe = directory / ".probe"
+    try:
+        with probe.open("wb") as file:
+            file.write(bytes(_PROBE_BYTES))
+            file.flush()
+            os.fsync(file.fileno())
+        probe.unlink()
+    except OSError:
+        return False
+    return True

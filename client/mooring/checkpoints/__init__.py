@@ -1,0 +1,1 @@
+"""Checkpoints on the local disk: writing, naming, records, and which to resume from."""

@@ -1,0 +1,184 @@
+"""The checkpoint directory: how a checkpoint gets its name there, which one to resume from, which ones to delete.
+
+Owns every name in that directory that begins with a dot and every record. Must not know the agent. Invariants: what is
+called `checkpoint-<step>` is complete and on disk; nothing without a record is ever deleted, except the checkpoint
+whose name a new one takes, and that new one when it was never recorded; a crash at any point leaves the newest complete
+checkpoint to be found by `newest`.
+
+.saving-<name>-<nonce>      being written; garbage once its process is gone
+.replaced-<name>-<save>     had the name that a new one is taking; goes back as long as the record is of its save
+.removing-<name>-<nonce>    being deleted; garbage
+"""
+
+import contextlib
+import logging
+import os
+import re
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Final
+
+from mooring.checkpoints.durable import sync_directory, sync_tree
+from mooring.checkpoints.records import (
+    Record,
+    RecordedFile,
+    damage,
+    read_records,
+    remove_record,
+    write_record,
+)
+
+_log: Final = logging.getLogger("mooring")
+_SAVING: Final = ".saving-"
+_REPLACED: Final = ".replaced-"
+_REMOVING: Final = ".removing-"
+_REPLACED_NAME: Final = re.compile(r"\.replaced-(?P<name>checkpoint-\d+)-(?P<save>.+)")
+
+
+class LocalCheckpoints:
+    """The complete checkpoints of one run on this volume. `nonce` keeps two processes' temporary names apart."""
+
+    def __init__(self, directory: Path, records_directory: Path, nonce: str) -> None:
+        self._directory = directory
+        self._records = records_directory
+        self._nonce = nonce
+        self._replaced: dict[str, Path] = {}
+
+    def path(self, name: str) -> Path:
+        return self._directory / name
+
+    def clean_up(self) -> None:
+        """Put right what a killed process left; only when no such process can be alive. Raises OSError."""
+        if not self._directory.is_dir():
+            return
+        for path in sorted(self._directory.iterdir()):
+            if path.name.startswith((_SAVING, _REMOVING)):
+                _delete(path)
+            elif (replaced := _REPLACED_NAME.fullmatch(path.name)) is not None:
+                self._settle(path, replaced["name"], replaced["save"])
+
+    def being_saved(self, name: str) -> Path:
+        """The directory that `begin` makes; the ranks of a pod share it."""
+        return self._temporary(_SAVING, name)
+
+    def whole(self) -> Sequence[Record]:
+        """The whole checkpoints, the newest first; forgets those that are gone, passes over those that are damaged."""
+        found: list[Record] = []
+        for record in read_records(self._records):
+            checkpoint = self.path(record.name)
+            if record.directory is not None:
+                continue
+            if not checkpoint.exists():
+                self._forget(record.name)
+            elif (reason := damage(record, checkpoint)) is None:
+                found.append(record)
+            else:
+                _log.warning("checkpoint skipped: name=%s reason=%s", record.name, reason)
+        return found
+
+    def begin(self, name: str) -> Path:
+        """An empty directory to write a checkpoint into. Raises OSError."""
+        temporary = self._temporary(_SAVING, name)
+        _delete(temporary)
+        temporary.mkdir(parents=True)
+        return temporary
+
+    def abandon(self, name: str) -> None:
+        """Remove what `begin` made and was not published."""
+        _delete(self._temporary(_SAVING, name))
+
+    def publish(self, name: str) -> tuple[RecordedFile, ...]:
+        """Make what was written durable and give it its name; its files. Raises OSError, with the name untouched."""
+        temporary, final = self._temporary(_SAVING, name), self.path(name)
+        files = tuple(RecordedFile(path=path, size_bytes=size_bytes) for path, size_bytes in sync_tree(temporary))
+        if not files:
+            raise FileNotFoundError(f"nothing was saved in {temporary}")
+        aside: Path | None = None
+        if final.exists():
+            aside = self._replaced[name] = self._set_aside(name)
+        try:
+            temporary.rename(final)
+        except OSError:
+            if aside is not None:
+                aside.rename(final)
+            raise
+        sync_directory(self._directory)
+        return files
+
+    def take_back(self, name: str) -> None:
+        """Undo `publish`, for a checkpoint that was not recorded. Raises OSError."""
+        self._remove(name)
+        aside = self._replaced.pop(name, None)
+        if aside is not None:
+            aside.rename(self.path(name))
+
+    def record(self, record: Record) -> None:
+        """From now on the checkpoint may be resumed from, and rotated. Raises OSError."""
+        write_record(self._records, record)
+        # Until now it was the one to resume from.
+        replaced = self._replaced.pop(record.name, None)
+        if replaced is not None:
+            _delete(replaced)
+
+    def rotate(self, newest: Record, keep: int, *, keep_restored: bool) -> None:
+        """Of the whole checkpoints up to `newest`, keep that one and the `keep - 1` before it. Raises OSError."""
+        older = [
+            record for record in read_records(self._records) if record.order < newest.order and record.directory is None
+        ]
+        whole = [record for record in older if damage(record, self.path(record.name)) is None]
+        for record in whole[keep - 1 :]:
+            if keep_restored and record.committed:
+                continue
+            removing = self._temporary(_REMOVING, record.name)
+            self.path(record.name).rename(removing)
+            remove_record(self._records, record.name)
+            _delete(removing)
+
+    def _set_aside(self, name: str) -> Path:
+        """Free a name; where that which had it lies now."""
+        aside = self._directory / f"{_REPLACED}{name}-{self._recorded_save(name) or self._nonce}"
+        if aside.exists():
+            # A save whose record failed has the name; what was recorded lies aside since then.
+            self._remove(name)
+        else:
+            self.path(name).rename(aside)
+        return aside
+
+    def _settle(self, aside: Path, name: str, save: str) -> None:
+        """A process was killed while a new checkpoint took a name: the record says which of the two has it."""
+        final = self.path(name)
+        if not final.exists():
+            aside.rename(final)
+        elif self._recorded_save(name) == save:
+            self._remove(name)
+            aside.rename(final)
+        else:
+            _delete(aside)
+
+    def _recorded_save(self, name: str) -> str:
+        return next((record.save for record in read_records(self._records) if record.name == name), "")
+
+    def _remove(self, name: str) -> None:
+        """Delete a checkpoint, of which nothing half-deleted ever has its name."""
+        removing = self._temporary(_REMOVING, name)
+        self.path(name).rename(removing)
+        _delete(removing)
+
+    def _temporary(self, prefix: str, name: str) -> Path:
+        return self._directory / f"{prefix}{name}-{self._nonce}"
+
+    def _forget(self, name: str) -> None:
+        try:
+            remove_record(self._records, name)
+        except OSError as error:
+            _log.warning("record not removed: name=%s error=%s", name, error)
+
+
+def _delete(path: Path) -> None:
+    # What cannot be deleted now is garbage by its name, and the next start tries again.
+    if os.path.isdir(path):  # noqa: PTH112 - Path's raises when the volume fails
+        shutil.rmtree(path, ignore_errors=True)
+    else:
+        with contextlib.suppress(OSError):
+            path.unlink()

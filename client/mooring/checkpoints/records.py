@@ -1,0 +1,160 @@
+"""Records: one small JSON file per local checkpoint that is complete, `<volume>/.mooring/records/<name>.json`.
+
+Owns the format, which `mooring restore` writes too. A record appears only after its checkpoint has its final name, and
+it lists every file with its size, so that a checkpoint cut short by a crash or a deletion is told from a whole one.
+Records lie outside the checkpoints because frameworks order their checkpoint directories by modification time.
+"""
+
+import json
+import logging
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from pathlib import Path
+from typing import Any, Final
+
+from mooring.checkpoints.durable import sync_directory
+
+_log: Final = logging.getLogger("mooring")
+_SUFFIX: Final = ".json"
+
+
+class Kind(StrEnum):
+    """Why a checkpoint was saved."""
+
+    PERIODIC = "periodic"
+    JUST_IN_TIME = "just-in-time"
+    FINAL = "final"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RecordedFile:
+    """A file of a checkpoint; `path` is relative to it, with `/`; empty when the checkpoint is that file."""
+
+    path: str
+    size_bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Record:
+    """A complete local checkpoint. `saved_at` is unix seconds.
+
+    `committed`: it came from the destination. `announced`: an agent has it. With neither, an agent that was away takes
+    it up by this record. `directory`: where a framework wrote it, relative to the volume; None when it lies in the
+    checkpoint directory and is ours to delete. `ranks`: whose parts are in it, which are all of this pod; empty where
+    nobody says, as in older records and those of what was restored.
+    """
+
+    name: str
+    step: int
+    save: str
+    kind: Kind
+    world_size: int
+    saved_at: float
+    files: tuple[RecordedFile, ...]
+    committed: bool = False
+    announced: bool = False
+    directory: str | None = None
+    ranks: tuple[int, ...] = ()
+
+    @property
+    def order(self) -> tuple[int, float]:
+        """Greater is newer: the step decides, then the time."""
+        return self.step, self.saved_at
+
+
+def write_record(directory: Path, record: Record) -> None:
+    """Durable when it returns; replaces the record of that name. Raises OSError."""
+    directory.mkdir(parents=True, exist_ok=True)
+    path = directory / f"{record.name}{_SUFFIX}"
+    temporary = directory / f".{record.name}.{record.save}.tmp"
+    try:
+        with temporary.open("wb") as file:
+            file.write(_encode(record))
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.replace(path)
+    except OSError:
+        temporary.unlink(missing_ok=True)
+        raise
+    sync_directory(directory)
+
+
+def read_records(directory: Path) -> Sequence[Record]:
+    """Every readable record, the newest first; an unreadable one is logged and left alone."""
+    found: list[Record] = []
+    for path in directory.glob(f"*{_SUFFIX}"):
+        try:
+            found.append(_decode(path))
+        except FileNotFoundError:
+            continue
+        except (OSError, ValueError, KeyError, TypeError, OverflowError, RecursionError) as error:
+            # Its name too: a KeyError says nothing else. The repr of some has all the bytes.
+            _log.warning("record skipped: path=%s error=%s: %s", path, type(error).__name__, error)
+    return sorted(found, key=lambda record: record.order, reverse=True)
+
+
+def remove_record(directory: Path, name: str) -> None:
+    """One that is gone already is fine. Raises OSError."""
+    (directory / f"{name}{_SUFFIX}").unlink(missing_ok=True)
+
+
+def damage(record: Record, checkpoint: Path) -> str | None:
+    """Why the directory is not what was recorded, in words; None if it is.
+
+    By the sizes alone. The agent, which only uploads by a record, looks at the times too; here one that is newer for an
+    innocent reason, as of a volume that was copied or a file that a framework touched, would cost the resume.
+    """
+    for file in record.files:
+        try:
+            size_bytes = (checkpoint / file.path).stat().st_size
+        except OSError as error:
+            return f"{file.path}: {error.strerror}"
+        if size_bytes != file.size_bytes:
+            return f"{file.path} has {size_bytes} bytes instead of {file.size_bytes}"
+    return None
+
+
+def _encode(record: Record) -> bytes:
+    value: dict[str, Any] = {
+        "name": record.name,
+        "step": record.step,
+        "save": record.save,
+        "kind": record.kind.value,
+        "world_size": record.world_size,
+        "saved_at": record.saved_at,
+        "files": [{"path": file.path, "size": file.size_bytes} for file in record.files],
+    }
+    if record.committed:
+        value["committed"] = True
+    if record.announced:
+        value["announced"] = True
+    if record.directory is not None:
+        value["directory"] = record.directory
+    if record.ranks:
+        value["ranks"] = list(record.ranks)
+    # In ASCII, which has an escape for a file name that is not UTF-8.
+    return json.dumps(value).encode() + b"\n"
+
+
+def _decode(path: Path) -> Record:
+    value = json.loads(path.read_bytes())
+    directory = value.get("directory") if isinstance(value, dict) else None
+    record = Record(
+        name=str(value["name"]),
+        step=int(value["step"]),
+        save=str(value["save"]),
+        kind=Kind(value["kind"]),
+        world_size=int(value["world_size"]),
+        saved_at=float(value["saved_at"]),
+        files=tuple(RecordedFile(path=str(file["path"]), size_bytes=int(file["size"])) for file in value["files"]),
+        committed=bool(value.get("committed", False)),
+        announced=bool(value.get("announced", False)),
+        directory=None if directory is None else str(directory),
+        ranks=tuple(int(rank) for rank in value.get("ranks", ())),
+    )
+    # The name becomes a path that rotation may delete.
+    if f"{record.name}{_SUFFIX}" != path.name:
+        raise ValueError(f"it is about {record.name!r}")
+    return record

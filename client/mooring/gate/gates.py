@@ -1,0 +1,291 @@
+"""The gate: what is asked of this process at a step, the same on all ranks of a job.
+
+A gate with one process costs about a microsecond per step: no lock and no system call.
+
+With several ranks, a notice that reached one rank stops all at the same position. The protocol, in rounds (the keys of
+round n begin with `<n>/`):
+1. A rank that has a notice publishes `save` or `stop`.
+2. The gate thread of every rank sees it, and promises that its training thread will not pass the next position
+   undecided: it publishes the position that the training thread is at, as `promise/<rank>`.
+3. Rank 0 stores `decision`: the greatest promise and the action, or that the round is cancelled.
+4. All ranks act at the first position after it. All ranks pass the same positions, so this is the same for all.
+5. Once all have promised in a later round, nobody reads this one any more, and rank 0 deletes its keys.
+A step costs a lock and a comparison: the thread does all waiting. On timeout a rank cancels the round, then follows
+whatever decision is stored: no rank ever decides alone.
+"""
+
+import atexit
+import json
+import logging
+import threading
+from dataclasses import dataclass
+from enum import StrEnum
+from pathlib import Path
+from typing import Final, Protocol, TypeAlias
+
+from mooring.errors import StoreLostError
+from mooring.gate.signal_file import Bell
+from mooring.gate.sigterm import Sigterm
+from mooring.ranks.rank_store import RankStore
+
+Position: TypeAlias = tuple[int, int]
+"""Optimizer steps that are complete, and ticks since then (batches of an evaluation). All ranks pass the same ones."""
+
+
+class Ask(StrEnum):
+    """What is asked at a position."""
+
+    NOTHING = "nothing"
+    SAVE = "save"
+    STOP = "stop"
+    """Save just in time, then leave."""
+
+
+class Gate(Protocol):
+    """May be asked several times at one position; there the answer only grows, and STOP stays for good."""
+
+    def at(self, step: int, tick: int = 0) -> Ask:
+        """What is asked of this process after `step` optimizer steps: the same on all ranks."""
+
+    @property
+    def noticed(self) -> bool:
+        """A termination notice has reached this process; the other ranks may not know of it yet."""
+
+    def notice(self) -> None:
+        """Take a termination notice that came some other way."""
+
+    def close(self) -> None:
+        """Listen no more; idempotent."""
+
+
+class SingleProcessGate:
+    """Sources: SIGTERM, the doorbell, `notice`."""
+
+    def __init__(self, doorbell_path: Path, sigterm: Sigterm) -> None:
+        self._bell = Bell(doorbell_path)
+        self._sigterm = sigterm
+        self._stop = self._bell.rung_before_start()
+        self._save_asked = False
+        self._save_at: Position | None = None
+
+    def at(self, step: int, tick: int = 0) -> Ask:
+        ring = self._bell.new_ring()
+        if ring is not None:
+            self._stop |= ring.terminating
+            self._save_asked |= not ring.terminating
+        if self.noticed:
+            return Ask.STOP
+        if self._save_asked:
+            self._save_asked = False
+            self._save_at = (step, tick)
+        return Ask.SAVE if (step, tick) == self._save_at else Ask.NOTHING
+
+    @property
+    def noticed(self) -> bool:
+        return self._stop or self._sigterm.received
+
+    def notice(self) -> None:
+        self._stop = True
+
+    def close(self) -> None:
+        self._bell.close()
+
+
+_log: Final = logging.getLogger("mooring")
+_NOT_BEGUN: Final[Position] = (-1, 0)
+_LEADER_WAIT_SECONDS: Final = 10.0
+_FOLLOWER_WAIT_SECONDS: Final = 30.0
+"""Longer than the leader's, who knows more."""
+_SAVE_TRIES: Final = 3
+"""For a save that an operator asked for; a notice is tried as long as the process lives."""
+_JOIN_SECONDS: Final = 5.0
+_CLOSED: Final = "closed"
+"""Key: some rank's training is over, so that no round can come to an end any more."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Decision:
+    """Act at the first position after `after`. `ask` is NOTHING when the round is off."""
+
+    ask: Ask
+    after: Position = _NOT_BEGUN
+
+    def encode(self) -> str:
+        return json.dumps({"ask": self.ask, "after": self.after})
+
+    @staticmethod
+    def decode(text: str) -> "Decision":
+        value = json.loads(text)
+        step, tick = value["after"]
+        return Decision(ask=Ask(value["ask"]), after=(step, tick))
+
+
+_OFF: Final = Decision(ask=Ask.NOTHING)
+
+
+class RanksGate:
+    """Sources on any rank: SIGTERM, the doorbell, `notice`."""
+
+    def __init__(self, doorbell_path: Path, sigterm: Sigterm, store: RankStore) -> None:
+        self._store = store
+        self._bell = Bell(doorbell_path)
+        self._sigterm = sigterm
+        sigterm.watch_from_thread()
+        self._stop_wanted = self._bell.rung_before_start()
+        self._saves_wanted = 0
+        self._oldest_round = 0
+        # Shared by the training thread and ours.
+        self._changed = threading.Condition()
+        self._position = _NOT_BEGUN
+        self._promise: Position | None = None
+        self._decision: Decision | None = None
+        self._acted: Position | None = None
+        self._stopped = False
+        self._closing = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="mooring-gate", daemon=True)
+        self._thread.start()
+        # A thread inside the store's C++ when the interpreter ends would abort the process.
+        atexit.register(self.close)
+
+    def at(self, step: int, tick: int = 0) -> Ask:
+        # A step may come as a NumPy or a torch number.
+        position = (int(step), int(tick))
+        with self._changed:
+            if self._stopped:
+                return Ask.STOP
+            if self._promise is None or position <= self._promise:
+                self._position = position
+                return Ask.SAVE if position == self._acted else Ask.NOTHING
+            while not self._is_decided() and self._thread.is_alive():
+                self._changed.wait(_JOIN_SECONDS)
+            self._position = position
+            return self._act(position)
+
+    @property
+    def noticed(self) -> bool:
+        return self._stop_wanted or self._sigterm.received
+
+    def notice(self) -> None:
+        self._stop_wanted = True
+        self._sigterm.wake()
+
+    def close(self) -> None:
+        """Also stops agreeing: a rank that closes its gate has left the job."""
+        self._closing.set()
+        with self._changed:
+            self._changed.notify_all()
+        self._sigterm.wake()
+        self._thread.join(_JOIN_SECONDS)
+        if not self._thread.is_alive():
+            self._bell.close()
+        atexit.unregister(self.close)
+
+    def _is_decided(self) -> bool:
+        return self._decision is not None or self._promise is None or self._closing.is_set()
+
+    def _act(self, position: Position) -> Ask:
+        """What a round that may be decided asks at `position`; ends the round when it is past."""
+        decision = self._decision
+        if decision is None or position <= decision.after:
+            return Ask.NOTHING
+        self._promise = self._decision = None
+        self._stopped = decision.ask is Ask.STOP
+        if decision.ask is Ask.SAVE:
+            self._acted = position
+        self._changed.notify_all()
+        return decision.ask
+
+    def _run(self) -> None:
+        number = 0
+        try:
+            while not self._stopped and self._requested(number):
+                self._round(number)
+                number += 1
+            if self._closing.is_set():
+                self._store.publish(_CLOSED, "")
+        except StoreLostError as error:
+            if not self._closing.is_set():
+                _log.warning("the ranks can no longer agree on a step to save at: error=%s", error)
+        except Exception:
+            # Nobody else would hear of it, and then no notice does anything.
+            _log.exception("the gate failed, no just-in-time save will be made")
+        finally:
+            with self._changed:
+                if self._decision is None:
+                    self._promise = None
+                self._changed.notify_all()
+
+    def _round(self, number: int) -> None:
+        """From the first notice on any rank until the training thread has acted on it, or the gate closes."""
+        with self._changed:
+            self._decision = None
+            self._promise = promise = self._position
+        self._store.publish(f"{number}/promise/{self._store.ranks.rank}", json.dumps(promise))
+        decision = self._decide(number)
+        with self._changed:
+            if decision.ask is Ask.NOTHING:
+                self._promise = None
+            else:
+                self._decision = decision
+            self._changed.notify_all()
+            self._changed.wait_for(lambda: self._promise is None or self._closing.is_set())
+        if decision.ask is Ask.SAVE:
+            self._saves_wanted = 0
+        elif decision.ask is Ask.NOTHING:
+            _log.warning("the ranks did not agree on a step to save at: try=%d", number + 1)
+
+    def _requested(self, number: int) -> bool:
+        """Wait for a notice on any rank; False when the gate closes."""
+        if number and self._is_over():
+            return False
+        keys = {Ask.STOP: f"{number}/stop", Ask.SAVE: f"{number}/save"}
+        while not self._closing.is_set():
+            ask = self._look()
+            if ask is not Ask.NOTHING:
+                self._store.publish(keys[ask], "")
+            if ask is not Ask.NOTHING or any(self._store.read(key) is not None for key in keys.values()):
+                # What was rung up to now on this pod is met by this round; it may ring in a file that we have not seen.
+                self._bell.look()
+                self._look()
+                self._saves_wanted = max(0, self._saves_wanted - 1)
+                return True
+            self._sigterm.wait(self._store.look_seconds)
+        return False
+
+    def _look(self) -> Ask:
+        """What was asked of this rank."""
+        ring = self._bell.new_ring()
+        self._stop_wanted |= self._sigterm.received or (ring is not None and ring.terminating)
+        if ring is not None:
+            self._saves_wanted = _SAVE_TRIES
+        if self._stop_wanted:
+            return Ask.STOP
+        return Ask.SAVE if self._saves_wanted else Ask.NOTHING
+
+    def _decide(self, number: int) -> Decision:
+        key = f"{number}/decision"
+        seconds = _FOLLOWER_WAIT_SECONDS
+        decision = _OFF
+        if self._store.ranks.rank == 0:
+            decision = self._count(number)
+            seconds = 0.0
+        self._store.wait([key], seconds, until=self._is_over)
+        return Decision.decode(self._store.settle(key, decision.encode()))
+
+    def _count(self, number: int) -> Decision:
+        promises = self._store.of_all(f"{number}/promise", _LEADER_WAIT_SECONDS, until=self._is_over)
+        if promises is None:
+            return _OFF
+        self._forget_rounds_before(number)
+        step, tick = max(json.loads(promise) for promise in promises)
+        ask = Ask.SAVE if self._store.read(f"{number}/stop") is None else Ask.STOP
+        return Decision(ask=ask, after=(step, tick))
+
+    def _forget_rounds_before(self, number: int) -> None:
+        for older in range(self._oldest_round, number):
+            self._store.forget(f"{older}/stop", f"{older}/save", f"{older}/decision")
+            self._store.forget_all(f"{older}/promise")
+        self._oldest_round = number
+
+    def _is_over(self) -> bool:
+        return self._closing.is_set() or self._store.read(_CLOSED) is not None

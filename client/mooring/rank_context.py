@@ -1,0 +1,99 @@
+"""Who saves together: this process alone, or the ranks of torch.distributed's process group.
+
+Owns the choice between the two, which is made once, when the first thing is asked that all ranks must answer alike: a
+Checkpointer may be made before the process group is.
+"""
+
+import itertools
+import os
+import secrets
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+from mooring.checkpoints.local_checkpoints import LocalCheckpoints
+from mooring.errors import ErrorKind, StoreLostError, UsageError
+from mooring.gate import Gate, RanksGate, SingleProcessGate
+from mooring.gate.sigterm import Sigterm
+from mooring.ranks.coordinator import Job, LoneProcess, RanksJob
+from mooring.ranks.rank_store import job_ranks, open_rank_store
+from mooring.ranks.rendezvous import meet
+from mooring.settings import Settings
+from mooring_api import names
+
+_numbers: Final = itertools.count()
+"""Tells the teams of one process apart; all ranks make them in the same order."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Team:
+    """`nonce` is of this start of the job, the same on all ranks; so are the numbers of what they do together."""
+
+    job: Job
+    gate: Gate
+    local: LocalCheckpoints
+    nonce: str
+
+    @property
+    def leads_pod(self) -> bool:
+        """Names, records and rotation of a directory that several ranks share are one rank's business."""
+        return self.job.ranks.leads_pod
+
+
+def join(settings: Settings, sigterm: Sigterm, *, alone: bool) -> Team:
+    """`alone`: this process writes for all, whatever ranks there are. Raises UsageError, OSError."""
+    bell = settings.state_directory / names.DOORBELL
+    ranks = None if alone else job_ranks(settings.ranks)
+    if ranks is None or ranks.world_size == 1:
+        if not alone:
+            _refuse_lone_follower(settings)
+        return _team(settings, LoneProcess(), SingleProcessGate(bell, sigterm), secrets.token_hex(4))
+    try:
+        store = open_rank_store(ranks, f"mooring/{next(_numbers)}")
+        met = meet(store, _volume_identity(settings.state_directory))
+        store = store.below(met.nonce, met.ranks)
+    except StoreLostError as error:
+        raise UsageError(
+            ErrorKind.UNSUPPORTED,
+            f"the ranks cannot agree on what to save: {error}",
+            hint="use Mooring alike on every rank, or let rank 0 save for all, with Checkpointer(alone=True) there "
+            "and none elsewhere",
+        ) from error
+    gate = RanksGate(bell, sigterm, store.below("gate", met.ranks))
+    return _team(settings, RanksJob(store.below("job", met.ranks)), gate, met.nonce)
+
+
+def _team(settings: Settings, job: Job, gate: Gate, nonce: str) -> Team:
+    records = settings.state_directory / names.RECORDS_DIRECTORY
+    local = LocalCheckpoints(settings.checkpoint_directory, records, nonce)
+    return Team(job=job, gate=gate, local=local, nonce=nonce)
+
+
+def _volume_identity(state_directory: Path) -> str:
+    """The same for all processes that see this volume, wherever it is mounted. Raises OSError."""
+    # In a folder that trainers of another user than the agent's may write, too.
+    path = state_directory / names.RANKS_DIRECTORY / names.VOLUME_IDENTITY
+    if not path.exists():
+        own = path.with_name(f".{names.VOLUME_IDENTITY}.{secrets.token_hex(8)}")
+        own.write_text(own.name)
+        try:
+            # It appears whole, and the first one stays.
+            os.link(own, path)
+        except FileExistsError:
+            pass
+        except OSError:
+            # No hard links here; two that come at once may then be taken for two pods.
+            own.replace(path)
+        finally:
+            own.unlink(missing_ok=True)
+    return path.read_text()
+
+
+def _refuse_lone_follower(settings: Settings) -> None:
+    if settings.ranks.rank > 0:
+        raise UsageError(
+            ErrorKind.UNSUPPORTED,
+            f"rank {settings.ranks.rank} would save alone: torch.distributed has no process group",
+            hint="call init_process_group before the first resume, should_save or save; or let rank 0 save for all, "
+            "with Checkpointer(alone=True) there and none elsewhere",
+        )

@@ -1,0 +1,83 @@
+"""How the ranks of this start of the job find each other in a store that may hold what earlier starts left there.
+
+torchelastic keeps its store over restarts, and nothing in a rank's environment says the same on all nodes which start
+this is. So each rank says hello with a word of its own; rank 0 answers each with that word and one nonce for all; each
+repeats the nonce. When all have, they have met: whatever lies below the nonce is of this start. Rank 0 also tells who
+shares a volume with whom: launchers differ in what they tell a process about its neighbours.
+"""
+
+import json
+import secrets
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Final
+
+from mooring.errors import StoreLostError
+from mooring.ranks.rank_store import Ranks, RankStore, named_ranks
+
+MEET_SECONDS: Final = 600.0
+"""One rank may prepare its data for long before it comes."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Met:
+    """`nonce` is of this start of the job, the same on all ranks."""
+
+    nonce: str
+    ranks: Ranks
+
+
+def meet(store: RankStore, volume: str, *, seconds: float = MEET_SECONDS) -> Met:
+    """Wait for all ranks. `volume` is the same for ranks that share one.
+
+    Raises StoreLostError, also when some stay away.
+    """
+    word = secrets.token_hex(8)
+    store.publish(f"hello/{store.ranks.rank}", json.dumps([word, volume]))
+    host = _Host(store) if store.ranks.rank == 0 else None
+    give_up_at = time.monotonic() + seconds
+    nonce = ""
+    while time.monotonic() < give_up_at:
+        if host is not None:
+            host.look()
+        answer = json.loads(store.read(f"answer/{store.ranks.rank}") or "{}")
+        if answer.get("word") == word:
+            if answer["nonce"] != nonce:
+                nonce = answer["nonce"]
+                store.publish(f"heard/{store.ranks.rank}", nonce)
+            if store.read("met") == nonce:
+                return Met(nonce=nonce, ranks=replace(store.ranks, pod=tuple(answer["pod"])))
+        time.sleep(store.look_seconds)
+    # Those of an earlier start are no sign that a rank has come to this one.
+    absent = store.ranks_without("hello")
+    named = f", there is no sign of {named_ranks(absent)}" if absent else ""
+    raise StoreLostError(f"not all {store.ranks.world_size} ranks came within {seconds:.0f} s{named}")
+
+
+class _Host:
+    """Rank 0's part: answers hellos, and anew when one of them was an earlier start's."""
+
+    def __init__(self, store: RankStore) -> None:
+        self._store = store
+        self._answered: Sequence[str] = ()
+        self._nonce = ""
+
+    def look(self) -> None:
+        hellos = self._store.of_all("hello", 0.0)
+        if hellos is None:
+            return
+        if hellos != self._answered:
+            self._answered = hellos
+            self._nonce = secrets.token_hex(4)
+            for rank, answer in enumerate(self._answers([json.loads(hello) for hello in hellos])):
+                self._store.publish(f"answer/{rank}", json.dumps(answer))
+        heard = self._store.of_all("heard", 0.0)
+        if heard is not None and set(heard) == {self._nonce}:
+            self._store.publish("met", self._nonce)
+
+    def _answers(self, hellos: Sequence[tuple[str, str]]) -> Sequence[dict[str, Any]]:
+        pods: dict[str, list[int]] = {}
+        for rank, (_, volume) in enumerate(hellos):
+            pods.setdefault(volume, []).append(rank)
+        return [{"word": word, "nonce": self._nonce, "pod": pods[volume]} for word, volume in hellos]
