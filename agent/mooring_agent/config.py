@@ -14,7 +14,7 @@ from typing import Any, Final
 
 from mooring_agent.core.errors import ConfigurationError
 from mooring_agent.core.settings.checks import setting_problems
-from mooring_agent.core.settings.table import Said, build_settings, read_values, setting_fields, with_paths
+from mooring_agent.core.settings.table import RawSetting, build_settings, read_values, setting_fields, with_paths
 from mooring_agent.core.settings.values import Settings, StoreSettings
 
 _SERVICE_VARIABLE: Final = re.compile(
@@ -35,7 +35,7 @@ def load_settings(
     settings' own. Raises ConfigurationError."""
     problems: list[str] = []
     from_file = _read_file(file, problems) if file else {}
-    said: list[Said] = []
+    said: list[RawSetting] = []
     for setting in setting_fields():
         sources = (
             (setting.flag, flags.get(setting.name)),
@@ -46,7 +46,7 @@ def load_settings(
         )
         for origin, raw in sources:
             if raw is not None:
-                said.append(Said(setting=setting, origin=origin, raw=raw))
+                said.append(RawSetting(setting=setting, origin=origin, raw=raw))
                 break
     values, misread = read_values(said)
     problems += misread

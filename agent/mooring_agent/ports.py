@@ -254,7 +254,7 @@ class Notice:
     source: str
 
 
-class Notices(Protocol):
+class PreemptionSource(Protocol):
     """What one cloud says of the end of the machine we are on.
 
     - `look` raises NoticesError only; every call is bounded and may be cancelled at any point.

@@ -16,7 +16,7 @@ from typing import Final
 from mooring.checkpoints.records import Kind, Record, RecordedFile
 from mooring.errors import ErrorKind, VolumeError
 from mooring.ranks.coordinator import WRITE_SECONDS
-from mooring.session import Begun, Session
+from mooring.session import PendingSave, Session
 
 _log: Final = logging.getLogger("mooring")
 _KEEP_UNANNOUNCED: Final = 2
@@ -27,10 +27,10 @@ _NEXT: Final = {"written": "published", "published": None}
 """What the ranks agree on, one after the other."""
 
 
-class Saving:
+class CheckpointWriter:
     """Write into `directory`, then either `complete` or `abandon`. With a `failure` there is none, on all ranks."""
 
-    def __init__(self, session: Session, begun: Begun, *, keep_local: int) -> None:
+    def __init__(self, session: Session, begun: PendingSave, *, keep_local: int) -> None:
         self._session = session
         self._team = session.team
         self._begun = begun

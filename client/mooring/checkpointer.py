@@ -15,13 +15,13 @@ from pathlib import Path
 from typing import Final
 
 from mooring.autoload.post_import import reason
-from mooring.checkpoint_writer import Saving
+from mooring.checkpoint_writer import CheckpointWriter
 from mooring.checkpoints.records import Kind
 from mooring.errors import ErrorKind, UsageError, VolumeError
-from mooring.gate import Ask
+from mooring.gate import Action
 from mooring.integrations.ownership import Owner, claim
 from mooring.ranks.coordinator import WRITE_SECONDS
-from mooring.session import Begun, Session
+from mooring.session import PendingSave, Session
 from mooring.settings import read_settings
 
 _log: Final = logging.getLogger("mooring")
@@ -31,9 +31,9 @@ class Checkpointer:
     """Saves checkpoints below one directory and tells the agent of each; without an agent it does the same, alone.
 
     `directory`, `volume` and `socket` come from the environment that `mooring run` and the injection set, else
-    everything is below ./checkpoints. `keep_local` complete checkpoints stay on the local disk. `alone`: this process
-    saves for all ranks, and the others make no Checkpointer. Raises UsageError or VolumeError. SIGTERM belongs to it
-    until `finish`.
+    everything is below ./checkpoints. `keep_local` complete checkpoints stay on the local disk. `rank0_only`: this
+    process saves for all ranks, and the others make no Checkpointer. Raises UsageError or VolumeError. SIGTERM belongs
+    to it until `finish`.
     """
 
     def __init__(
@@ -43,15 +43,15 @@ class Checkpointer:
         volume: str | Path | None = None,
         socket: str | Path | None = None,
         keep_local: int = 1,
-        alone: bool = False,
+        rank0_only: bool = False,
     ) -> None:
         if keep_local < 1:
             raise UsageError(ErrorKind.BAD_ARGUMENT, f"keep_local is {keep_local}", hint="keep at least one checkpoint")
         settings = read_settings(os.environ, directory=directory, volume=volume, socket=socket)
         self._keep_local = keep_local
-        self._begun: Begun | None = None
+        self._begun: PendingSave | None = None
         self._last_step: int | None = None
-        self._session = Session(settings, alone=alone)
+        self._session = Session(settings, rank0_only=rank0_only)
         claim(Owner.CHECKPOINTER)
 
     @property
@@ -83,7 +83,7 @@ class Checkpointer:
         if self._session.stopping or step < 0:
             return False
         ask = self._session.ask(step)
-        if ask is Ask.NOTHING and (every < 1 or step < 1 or step % every or step == self._last_step):
+        if ask is Action.NOTHING and (every < 1 or step < 1 or step % every or step == self._last_step):
             return False
         return self._admit(int(step), _kind_for(ask))
 
@@ -123,7 +123,7 @@ class Checkpointer:
                 hint="a warning above says why",
             )
 
-    def begin(self, step: int, kind: Kind | str | None = None) -> Saving:
+    def begin(self, step: int, kind: Kind | str | None = None) -> CheckpointWriter:
         """The same in two parts, for a checkpoint that is written while training goes on: see Saving.
 
         Complete or abandon it, from any thread, before the next one begins. Raises UsageError, and VolumeError on all
@@ -134,14 +134,14 @@ class Checkpointer:
             raise saving.failure
         return saving
 
-    def _started(self, step: int, kind: Kind | str | None) -> Saving:
+    def _started(self, step: int, kind: Kind | str | None) -> CheckpointWriter:
         step, chosen = _checked(step, kind)
         wanted = chosen or _kind_for(self._session.ask(step))
         # With no room the user insists.
         begun = (self._admit(step, wanted) and self._begun) or self._session.begin(step, wanted)
         self._begun = None
         self._last_step = step
-        return Saving(self._session, replace(begun, kind=wanted), keep_local=self._keep_local)
+        return CheckpointWriter(self._session, replace(begun, kind=wanted), keep_local=self._keep_local)
 
     def finish(self) -> None:
         """The end of training: let go of SIGTERM. After a just-in-time save it leaves, with SystemExit(143)."""
@@ -156,7 +156,7 @@ class Checkpointer:
         self._session.close()
 
     def _admit(self, step: int, kind: Kind) -> bool:
-        """Ask for room; True when the save may go on."""
+        """Action for room; True when the save may go on."""
         if self._begun is not None and self._begun.step == step:
             return True
         self._forget_begun()
@@ -176,8 +176,8 @@ def _warn_given_up(step: int, error: BaseException) -> None:
     _log.warning("checkpoint given up, training goes on: step=%d error=%s hint=%s", step, reason(error), hint)
 
 
-def _kind_for(ask: Ask) -> Kind:
-    return Kind.JUST_IN_TIME if ask is Ask.STOP else Kind.PERIODIC
+def _kind_for(ask: Action) -> Kind:
+    return Kind.JUST_IN_TIME if ask is Action.STOP else Kind.PERIODIC
 
 
 def _checked(step: int, kind: Kind | str | None) -> tuple[int, Kind | None]:

@@ -21,10 +21,10 @@ from typing import Any, Final, NoReturn, TypeVar
 from mooring.checkpoints.durable import sync_tree
 from mooring.checkpoints.records import Kind, Record, RecordedFile, damage, read_records, remove_record, write_record
 from mooring.errors import MooringError
-from mooring.gate import Ask
+from mooring.gate import Action
 from mooring.ranks.coordinator import PATIENCE_SECONDS, WRITE_SECONDS
 from mooring.ranks.rank_store import Ranks
-from mooring.session import Begun, Session
+from mooring.session import PendingSave, Session
 from mooring.settings import read_settings
 
 _log: Final = logging.getLogger("mooring")
@@ -39,7 +39,7 @@ class FrameworkRun:
     def __init__(self) -> None:
         """Raises UsageError or VolumeError."""
         self._session = Session(read_settings(os.environ))
-        self._begun: Begun | None = None
+        self._begun: PendingSave | None = None
         self._stop_asked = False
         self._given_up = False
         self._warned_of: set[Path] = set()
@@ -66,20 +66,20 @@ class FrameworkRun:
         """Take SIGTERM back from a framework that took it meanwhile."""
         self._session.hold_sigterm()
 
-    def ask(self, step: int, tick: int = 0) -> Ask:
+    def ask(self, step: int, tick: int = 0) -> Action:
         """What is asked after `step` optimizer steps and `tick` batches of an evaluation: the same on all ranks.
 
         Positions must grow, and be the same on all ranks. STOP is answered until the just-in-time checkpoint is
         announced, NOTHING from then on.
         """
         if self._session.stopping or self._given_up:
-            return Ask.NOTHING
+            return Action.NOTHING
         try:
             ask = self._session.ask(step, tick)
         except MooringError as error:
             self._give_up(error)
-            return Ask.NOTHING
-        self._stop_asked |= ask is Ask.STOP
+            return Action.NOTHING
+        self._stop_asked |= ask is Action.STOP
         return ask
 
     def admits(self, step: int) -> bool:
@@ -210,7 +210,7 @@ class FrameworkRun:
         if FrameworkRun._current is self:
             FrameworkRun._current = None
 
-    def _begin(self, path: Path, step: int, kind: Kind | None) -> Begun | None:
+    def _begin(self, path: Path, step: int, kind: Kind | None) -> PendingSave | None:
         """The save that a checkpoint belongs to; None when it cannot be announced."""
         begun, self._begun = self._begun, None
         try:
@@ -228,7 +228,7 @@ class FrameworkRun:
             return None
         return replace(begun, kind=self._kind(kind)) if begun.together else None
 
-    def _announce(self, path: Path, begun: Begun, *, written: bool = True) -> bool:
+    def _announce(self, path: Path, begun: PendingSave, *, written: bool = True) -> bool:
         team = self._session.team
         if not team.job.agree(begun.key("written"), written, seconds=WRITE_SECONDS):
             self._session.abort(begun)
@@ -264,7 +264,7 @@ class FrameworkRun:
         _log.info("saved: name=%s kind=%s save=%s announced=%s", path.name, begun.kind, begun.save, announced)
         return announced
 
-    def _writers(self, path: Path, begun: Begun) -> tuple[Ranks, bool] | None:
+    def _writers(self, path: Path, begun: PendingSave) -> tuple[Ranks, bool] | None:
         """This rank among those that write it, and whether its pod brings a part; None when it is not whole.
 
         All pods bring one; or it is one file of rank 0, as Lightning writes it, and whole in that pod, whatever an

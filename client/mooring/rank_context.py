@@ -15,9 +15,9 @@ from mooring.checkpoints.local_checkpoints import LocalCheckpoints
 from mooring.errors import ErrorKind, StoreLostError, UsageError
 from mooring.gate import Gate, RanksGate, SingleProcessGate
 from mooring.gate.sigterm import Sigterm
-from mooring.ranks.coordinator import Job, LoneProcess, RanksJob
+from mooring.ranks.coordinator import RankCoordinator, SingleProcess, StoreCoordinator
 from mooring.ranks.rank_store import job_ranks, open_rank_store
-from mooring.ranks.rendezvous import meet
+from mooring.ranks.rendezvous import rendezvous
 from mooring.settings import Settings
 from mooring_api import names
 
@@ -26,10 +26,10 @@ _numbers: Final = itertools.count()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Team:
+class RankContext:
     """`nonce` is of this start of the job, the same on all ranks; so are the numbers of what they do together."""
 
-    job: Job
+    job: RankCoordinator
     gate: Gate
     local: LocalCheckpoints
     nonce: str
@@ -40,33 +40,33 @@ class Team:
         return self.job.ranks.leads_pod
 
 
-def join(settings: Settings, sigterm: Sigterm, *, alone: bool) -> Team:
-    """`alone`: this process writes for all, whatever ranks there are. Raises UsageError, OSError."""
+def init_ranks(settings: Settings, sigterm: Sigterm, *, rank0_only: bool) -> RankContext:
+    """`rank0_only`: this process writes for all, whatever ranks there are. Raises UsageError, OSError."""
     bell = settings.state_directory / names.DOORBELL
-    ranks = None if alone else job_ranks(settings.ranks)
+    ranks = None if rank0_only else job_ranks(settings.ranks)
     if ranks is None or ranks.world_size == 1:
-        if not alone:
+        if not rank0_only:
             _refuse_lone_follower(settings)
-        return _team(settings, LoneProcess(), SingleProcessGate(bell, sigterm), secrets.token_hex(4))
+        return _team(settings, SingleProcess(), SingleProcessGate(bell, sigterm), secrets.token_hex(4))
     try:
         store = open_rank_store(ranks, f"mooring/{next(_numbers)}")
-        met = meet(store, _volume_identity(settings.state_directory))
+        met = rendezvous(store, _volume_identity(settings.state_directory))
         store = store.below(met.nonce, met.ranks)
     except StoreLostError as error:
         raise UsageError(
             ErrorKind.UNSUPPORTED,
             f"the ranks cannot agree on what to save: {error}",
-            hint="use Mooring alike on every rank, or let rank 0 save for all, with Checkpointer(alone=True) there "
-            "and none elsewhere",
+            hint="use Mooring alike on every rank, or let rank 0 save for all, with Checkpointer(rank0_only=True) "
+            "there and none elsewhere",
         ) from error
     gate = RanksGate(bell, sigterm, store.below("gate", met.ranks))
-    return _team(settings, RanksJob(store.below("job", met.ranks)), gate, met.nonce)
+    return _team(settings, StoreCoordinator(store.below("job", met.ranks)), gate, met.nonce)
 
 
-def _team(settings: Settings, job: Job, gate: Gate, nonce: str) -> Team:
+def _team(settings: Settings, job: RankCoordinator, gate: Gate, nonce: str) -> RankContext:
     records = settings.state_directory / names.RECORDS_DIRECTORY
     local = LocalCheckpoints(settings.checkpoint_directory, records, nonce)
-    return Team(job=job, gate=gate, local=local, nonce=nonce)
+    return RankContext(job=job, gate=gate, local=local, nonce=nonce)
 
 
 def _volume_identity(state_directory: Path) -> str:
@@ -95,5 +95,5 @@ def _refuse_lone_follower(settings: Settings) -> None:
             ErrorKind.UNSUPPORTED,
             f"rank {settings.ranks.rank} would save alone: torch.distributed has no process group",
             hint="call init_process_group before the first resume, should_save or save; or let rank 0 save for all, "
-            "with Checkpointer(alone=True) there and none elsewhere",
+            "with Checkpointer(rank0_only=True) there and none elsewhere",
         )

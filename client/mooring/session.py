@@ -21,9 +21,9 @@ from mooring.agent_client.client import Agent
 from mooring.agent_client.liveness import claimed, hold_liveness_lock
 from mooring.checkpoints.records import Kind, Record, write_record
 from mooring.errors import ErrorKind, RanksError, VolumeError
-from mooring.gate import Ask
+from mooring.gate import Action
 from mooring.gate.sigterm import Sigterm
-from mooring.rank_context import Team, join
+from mooring.rank_context import RankContext, init_ranks
 from mooring.ranks.coordinator import PATIENCE_SECONDS
 from mooring.settings import Settings
 from mooring.workers import worker_processes
@@ -51,7 +51,7 @@ _log: Final = logging.getLogger("mooring")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Begun:
+class PendingSave:
     """A save that was given an id, the same on all ranks.
 
     `admitted_by_agent`: the agent keeps room for it. `together`: all ranks came to it; if not, it is no use to announce
@@ -75,15 +75,15 @@ class Session:
     SIGTERM belongs to it until `close`, and after `leave` as long as the process lives.
     """
 
-    def __init__(self, settings: Settings, *, alone: bool = False) -> None:
+    def __init__(self, settings: Settings, *, rank0_only: bool = False) -> None:
         self.settings = settings
         self.records = settings.state_directory / names.RECORDS_DIRECTORY
         self.stopping = False
-        self._alone = alone
+        self._rank0_only = rank0_only
         self._asked = False
         self._left = False
         self._counter = 0
-        self._team: Team | None = None
+        self._team: RankContext | None = None
         self._agent_knows_notice = False
         self._unannounced: tuple[Record, Path] | None = None
         # An asynchronous save is announced by another thread.
@@ -96,11 +96,11 @@ class Session:
         self._sigterm = Sigterm()
 
     @property
-    def team(self) -> Team:
+    def team(self) -> RankContext:
         """Who saves together; decided at the first look, for which all ranks wait. Raises UsageError, VolumeError."""
         if self._team is None:
             try:
-                team = join(self.settings, self._sigterm, alone=self._alone)
+                team = init_ranks(self.settings, self._sigterm, rank0_only=self._rank0_only)
                 if team.leads_pod and self._lives:
                     team.local.clean_up()
             except OSError as error:
@@ -112,11 +112,11 @@ class Session:
                 team.gate.notice()
         return self._team
 
-    def ask(self, step: int, tick: int = 0) -> Ask:
+    def ask(self, step: int, tick: int = 0) -> Action:
         """What is asked of all ranks at this position; meanwhile an agent that is back learns what it missed."""
         ask = (self._team or self.team).gate.at(step, tick)
         self._asked = True
-        if self._unannounced is not None and ask is not Ask.STOP and self.agent.is_back():
+        if self._unannounced is not None and ask is not Action.STOP and self.agent.is_back():
             self.announce_missed()
         return ask
 
@@ -125,12 +125,12 @@ class Session:
         self._counter += 1
         return self._counter
 
-    def begin(self, step: int, kind: Kind) -> Begun:
+    def begin(self, step: int, kind: Kind) -> PendingSave:
         """A save that nobody was asked about."""
-        return Begun(step=step, save=f"{self.team.nonce}-c{self.next_number():06d}", kind=kind)
+        return PendingSave(step=step, save=f"{self.team.nonce}-c{self.next_number():06d}", kind=kind)
 
-    def admit(self, step: int, kind: Kind, *, seconds: float = PATIENCE_SECONDS) -> Begun | None:
-        """Ask the agents of all pods for room; None when one has none. A just-in-time save is never refused."""
+    def admit(self, step: int, kind: Kind, *, seconds: float = PATIENCE_SECONDS) -> PendingSave | None:
+        """Action the agents of all pods for room; None when one has none. A just-in-time save is never refused."""
         begun = self.begin(step, kind)
         self.tell_notice()
         team = self.team
@@ -147,7 +147,7 @@ class Session:
         begun = replace(begun, admitted_by_agent=admission is not None and not refused)
         return self._agreed(begun, seconds, refused=refused)
 
-    def _agreed(self, begun: Begun, seconds: float, *, refused: bool = False) -> Begun | None:
+    def _agreed(self, begun: PendingSave, seconds: float, *, refused: bool = False) -> PendingSave | None:
         if begun.kind is Kind.JUST_IN_TIME:
             return begun
         admitted = self.team.job.agree(begun.key("admitted"), not refused, seconds=seconds)
@@ -156,7 +156,7 @@ class Session:
         self.abort(begun)
         return None if admitted is False else replace(begun, admitted_by_agent=False, together=False)
 
-    def abort(self, begun: Begun) -> None:
+    def abort(self, begun: PendingSave) -> None:
         """A save that will not be announced."""
         if begun.admitted_by_agent:
             self.agent.abort_save(begun.save)
@@ -227,7 +227,7 @@ class Session:
         A launcher starts ranks again that left after a just-in-time save. They have nothing to lose, and another such
         save would hold up the upload of the last one.
         """
-        if self._asked or self._alone:
+        if self._asked or self._rank0_only:
             # Ranks without a session would wait for this one.
             return False
         ends = self.team.job.agree(f"stays/{self.next_number()}", ok=not self.team.gate.noticed) is False

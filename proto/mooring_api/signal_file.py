@@ -17,7 +17,7 @@ RING_OFFSET: Final = 8
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Ring:
+class SaveSignal:
     """One ringing. `ring` counts up from 0 (never rung); `deadline_unix` is 0 unless `terminating`."""
 
     ring: int = 0
@@ -25,17 +25,17 @@ class Ring:
     terminating: bool = False
 
 
-def encode(ring: Ring) -> bytes:
+def encode(ring: SaveSignal) -> bytes:
     """The file's whole content."""
     body = _FORMAT.pack(_MAGIC, _VERSION, ring.ring, ring.deadline_unix, ring.terminating)
     return body.ljust(SIZE_BYTES, b"\0")
 
 
-def decode(content: bytes) -> Ring:
+def decode(content: bytes) -> SaveSignal:
     """What a reader sees; anything that is no doorbell reads as never rung."""
     if len(content) < _FORMAT.size:
-        return Ring()
+        return SaveSignal()
     magic, version, ring, deadline_unix, terminating = _FORMAT.unpack_from(content)
     if magic != _MAGIC or version != _VERSION:
-        return Ring()
-    return Ring(ring=ring, deadline_unix=deadline_unix, terminating=bool(terminating))
+        return SaveSignal()
+    return SaveSignal(ring=ring, deadline_unix=deadline_unix, terminating=bool(terminating))

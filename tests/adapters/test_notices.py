@@ -14,17 +14,21 @@ from tests.servers.process import free_port
 from tests.servers.scripted import Asked, ScriptedServer, response
 
 from mooring_agent.adapters.preemption import clouds, the_one_that_answers
-from mooring_agent.adapters.preemption.aws import AwsNotices
-from mooring_agent.adapters.preemption.azure import AzureNotices
-from mooring_agent.adapters.preemption.gcp import GcpNotices
+from mooring_agent.adapters.preemption.aws import AwsPreemption
+from mooring_agent.adapters.preemption.azure import AzurePreemption
+from mooring_agent.adapters.preemption.gcp import GcpPreemption
 from mooring_agent.adapters.preemption.metadata_service import MetadataService
 from mooring_agent.core.errors import ErrorKind, NoticesError
-from mooring_agent.ports import Notice, Notices
+from mooring_agent.ports import Notice, PreemptionSource
 
 # They bound a hang and judge no speed.
 LIMIT_SECONDS = 60.0
 SPOT_SECONDS = {"aws": 120.0, "gcp": 30.0, "azure": 30.0}
-CLOUDS: dict[str, Callable[[MetadataService], Notices]] = {"aws": AwsNotices, "gcp": GcpNotices, "azure": AzureNotices}
+CLOUDS: dict[str, Callable[[MetadataService], PreemptionSource]] = {
+    "aws": AwsPreemption,
+    "gcp": GcpPreemption,
+    "azure": AzurePreemption,
+}
 SERVERS: dict[str, Callable[[], MetadataServer]] = {"aws": AwsServer, "gcp": GcpServer, "azure": AzureServer}
 
 
@@ -55,7 +59,7 @@ class FakeWorld:
 
 
 @pytest.fixture(params=["fake", *SERVERS])
-async def told(request: pytest.FixtureRequest) -> AsyncIterator[tuple[World, Notices]]:
+async def told(request: pytest.FixtureRequest) -> AsyncIterator[tuple[World, PreemptionSource]]:
     if request.param == "fake":
         fake = FakeNotices()
         yield FakeWorld(fake), fake
@@ -66,24 +70,24 @@ async def told(request: pytest.FixtureRequest) -> AsyncIterator[tuple[World, Not
         await notices.close()
 
 
-def only(cloud: str, url: str) -> Notices:
+def only(cloud: str, url: str) -> PreemptionSource:
     (found,) = clouds(cloud, url)
     return found
 
 
-async def look(notices: Notices) -> Sequence[Notice]:
+async def look(notices: PreemptionSource) -> Sequence[Notice]:
     async with asyncio.timeout(LIMIT_SECONDS):
         return await notices.look()
 
 
-async def test_a_machine_that_stays_has_no_notice_and_says_so_at_once(told: tuple[World, Notices]) -> None:
+async def test_a_machine_that_stays_has_no_notice_and_says_so_at_once(told: tuple[World, PreemptionSource]) -> None:
     _, notices = told
     assert await notices.answers()
     assert list(await look(notices)) == []
 
 
 async def test_the_end_of_a_spot_machine_is_told_with_its_deadline_for_as_long_as_it_stands(
-    told: tuple[World, Notices],
+    told: tuple[World, PreemptionSource],
 ) -> None:
     world, notices = told
     deadline = world.announce(90, time.time())
@@ -92,7 +96,9 @@ async def test_the_end_of_a_spot_machine_is_told_with_its_deadline_for_as_long_a
     assert notices.cloud in first.source
 
 
-async def test_a_notice_comes_to_whoever_has_looked_before_and_keeps_its_key(told: tuple[World, Notices]) -> None:
+async def test_a_notice_comes_to_whoever_has_looked_before_and_keeps_its_key(
+    told: tuple[World, PreemptionSource],
+) -> None:
     world, notices = told
     assert list(await look(notices)) == []
     world.announce(90, time.time())
@@ -102,14 +108,14 @@ async def test_a_notice_comes_to_whoever_has_looked_before_and_keeps_its_key(tol
     assert first.key in {notice.key for notice in again}
 
 
-async def test_a_maintenance_that_ends_the_machine_is_a_notice_too(told: tuple[World, Notices]) -> None:
+async def test_a_maintenance_that_ends_the_machine_is_a_notice_too(told: tuple[World, PreemptionSource]) -> None:
     world, notices = told
     deadline = world.maintain(600, time.time())
     (notice,) = await look(notices)
     assert notice.left_seconds == pytest.approx(deadline - time.time(), abs=10)
 
 
-async def test_what_is_taken_back_stands_no_longer(told: tuple[World, Notices]) -> None:
+async def test_what_is_taken_back_stands_no_longer(told: tuple[World, PreemptionSource]) -> None:
     world, notices = told
     world.maintain(600, time.time())
     assert len(await look(notices)) == 1
@@ -117,13 +123,13 @@ async def test_what_is_taken_back_stands_no_longer(told: tuple[World, Notices]) 
     assert list(await look(notices)) == []
 
 
-async def test_what_does_not_end_this_machine_is_no_notice(told: tuple[World, Notices]) -> None:
+async def test_what_does_not_end_this_machine_is_no_notice(told: tuple[World, PreemptionSource]) -> None:
     world, notices = told
     world.spare()
     assert list(await look(notices)) == []
 
 
-async def test_nobody_is_polled_faster_than_once_a_second(told: tuple[World, Notices]) -> None:
+async def test_nobody_is_polled_faster_than_once_a_second(told: tuple[World, PreemptionSource]) -> None:
     _, notices = told
     assert notices.pause_seconds >= (5 if notices.cloud == "aws" else 1)
 
@@ -183,7 +189,7 @@ async def test_auto_finds_nobody_elsewhere() -> None:
 
 async def test_a_token_of_aws_is_used_until_it_has_expired_and_then_renewed() -> None:
     with AwsServer() as server:
-        notices = AwsNotices(MetadataService(server.url))
+        notices = AwsPreemption(MetadataService(server.url))
         for _ in range(3):
             await look(notices)
         assert len(server.times_asked("/token")) == 1
@@ -195,7 +201,7 @@ async def test_a_token_of_aws_is_used_until_it_has_expired_and_then_renewed() ->
 
 async def test_a_pod_beyond_the_hop_limit_of_aws_is_told_how_to_mend_it() -> None:
     with AwsServer(hop_limit_reached=True) as server:
-        notices = AwsNotices(MetadataService(server.url))
+        notices = AwsPreemption(MetadataService(server.url))
         assert await notices.answers()
         with pytest.raises(NoticesError) as refusal:
             await look(notices)
@@ -205,7 +211,7 @@ async def test_a_pod_beyond_the_hop_limit_of_aws_is_told_how_to_mend_it() -> Non
 
 async def test_version_1_of_aws_is_enough_where_the_token_is_lost_on_the_way() -> None:
     with AwsServer(hop_limit_reached=True, tokens_required=False) as server:
-        notices = AwsNotices(MetadataService(server.url))
+        notices = AwsPreemption(MetadataService(server.url))
         server.announce(90, time.time())
         assert len(await look(notices)) == 1
         await look(notices)
@@ -217,7 +223,7 @@ async def test_version_1_of_aws_is_enough_where_the_token_is_lost_on_the_way() -
 async def test_a_metadata_service_of_aws_that_is_switched_off_is_said_to_be() -> None:
     with AwsServer() as server:
         server.disabled = True
-        notices = AwsNotices(MetadataService(server.url))
+        notices = AwsPreemption(MetadataService(server.url))
         assert not await notices.answers()
         with pytest.raises(NoticesError) as refusal:
             await look(notices)
@@ -232,7 +238,7 @@ async def test_a_metadata_service_of_aws_that_is_switched_off_is_said_to_be() ->
 async def test_what_nobody_understands_is_an_error_and_not_the_end(spot: object) -> None:
     with AwsServer() as server:
         server.spot = spot
-        notices = AwsNotices(MetadataService(server.url))
+        notices = AwsPreemption(MetadataService(server.url))
         with pytest.raises(NoticesError, match="nobody understands"):
             await look(notices)
         await notices.close()
@@ -240,7 +246,7 @@ async def test_what_nobody_understands_is_an_error_and_not_the_end(spot: object)
 
 async def test_gcp_is_waited_for_rather_than_polled() -> None:
     with GcpServer() as server:
-        notices = GcpNotices(MetadataService(server.url))
+        notices = GcpPreemption(MetadataService(server.url))
         assert list(await look(notices)) == []
         waiting = asyncio.create_task(look(notices))
         await _until(lambda: len(server.times_asked("preempted")) == 2)
@@ -254,7 +260,7 @@ async def test_gcp_is_waited_for_rather_than_polled() -> None:
 async def test_one_key_that_gcps_server_does_not_know_hides_not_the_other() -> None:
     with GcpServer() as server:
         del server.values["maintenance-event"]
-        notices = GcpNotices(MetadataService(server.url))
+        notices = GcpPreemption(MetadataService(server.url))
         assert list(await look(notices)) == []
         server.announce(30, time.time())
         assert len(await look(notices)) == 1
@@ -265,7 +271,7 @@ async def test_one_key_that_gcps_server_does_not_know_hides_not_the_other() -> N
 async def test_a_metadata_server_that_knows_none_of_the_keys_is_an_error() -> None:
     with GcpServer() as server:
         server.values.clear()
-        notices = GcpNotices(MetadataService(server.url))
+        notices = GcpPreemption(MetadataService(server.url))
         with pytest.raises(NoticesError) as refusal:
             await look(notices)
         assert refusal.value.kind is ErrorKind.NOT_FOUND
@@ -274,7 +280,7 @@ async def test_a_metadata_server_that_knows_none_of_the_keys_is_an_error() -> No
 
 async def test_an_event_of_azure_that_has_begun_is_due_now() -> None:
     with AzureServer() as server:
-        notices = AzureNotices(MetadataService(server.url))
+        notices = AzurePreemption(MetadataService(server.url))
         server.maintain(600, time.time())
         (scheduled,) = await look(notices)
         server.begin()
@@ -286,7 +292,7 @@ async def test_an_event_of_azure_that_has_begun_is_due_now() -> None:
 
 async def test_a_machine_of_azure_is_known_whatever_the_case_of_its_name() -> None:
     with AzureServer() as server:
-        notices = AzureNotices(MetadataService(server.url))
+        notices = AzurePreemption(MetadataService(server.url))
         await look(notices)
         server.name = server.name.upper()
         server.announce(30, time.time())
@@ -320,7 +326,7 @@ async def test_a_spot_notice_without_a_date_never_seems_farther_ahead_than_it_ca
         writer.write(response(200, told.encode() if asked.method == "GET" else b"token"))
 
     async with ScriptedServer(answer) as server:
-        notices = AwsNotices(MetadataService(server.url, wall=lambda: time.time() + wrong_by_seconds))
+        notices = AwsPreemption(MetadataService(server.url, wall=lambda: time.time() + wrong_by_seconds))
         (notice,) = await look(notices)
         assert notice.left_seconds == pytest.approx(left_seconds, abs=10)
         await notices.close()

@@ -24,7 +24,7 @@ from tests.servers.tls import Certificate
 from mooring_agent.adapters.checksum import crc64nvme, region_checksum
 from mooring_agent.adapters.open_store import open_store
 from mooring_agent.adapters.transfer.receiving import download
-from mooring_agent.adapters.transfer.stall_timeout import Silence
+from mooring_agent.adapters.transfer.stall_timeout import StallTimeout
 from mooring_agent.adapters.transfer.tls_connector import use_own_tls
 from mooring_agent.adapters.transfer.upload_body import BufferPool
 from mooring_agent.core.settings.values import MIB, StoreSettings
@@ -214,7 +214,7 @@ def answer(body: bytes, *headers: bytes) -> bytes:
     return b"\r\n".join([b"HTTP/1.1 200 OK", b"Content-Length: %d" % len(body), *headers, b"", body])
 
 
-async def received(client: aiohttp.ClientSession, into: Path, size_bytes: int, silence: Silence) -> int:
+async def received(client: aiohttp.ClientSession, into: Path, size_bytes: int, silence: StallTimeout) -> int:
     with into.open("wb") as file, ThreadPoolExecutor(1) as executor:
         async with client.get("/part") as response:
             return await download(
@@ -240,7 +240,9 @@ def test_what_comes_after_a_body_is_nobodys_answer(
     async def ask() -> None:
         async with server.asked(certificate if secure else None) as client:
             for count in range(1, 5):
-                assert await received(client, tmp_path / "into", len(body), Silence(WAIT_SECONDS)) == crc64nvme(body)
+                assert await received(client, tmp_path / "into", len(body), StallTimeout(WAIT_SECONDS)) == crc64nvme(
+                    body
+                )
                 async with client.get("/next") as response:
                     assert await response.read() == b"right"
                 assert server.connections == count + 1
@@ -260,7 +262,9 @@ def test_a_server_that_closes_behind_a_body_has_sent_it_whole(
     async def ask() -> None:
         async with server.asked(certificate if secure else None) as client:
             for count in range(1, 5):
-                assert await received(client, tmp_path / "into", len(body), Silence(WAIT_SECONDS)) == crc64nvme(body)
+                assert await received(client, tmp_path / "into", len(body), StallTimeout(WAIT_SECONDS)) == crc64nvme(
+                    body
+                )
                 assert server.connections == count
 
     run(ask())
@@ -286,7 +290,7 @@ async def test_a_disk_that_hangs_is_no_silence_of_the_store(
     monkeypatch.setattr(os, "pwrite", hang)
     async with Scripted({"/part": answer(body)}).asked() as client:
         asyncio.get_running_loop().call_later(3 * SILENCE_SECONDS, goes_on.set)
-        async with Silence(SILENCE_SECONDS) as silence:
+        async with StallTimeout(SILENCE_SECONDS) as silence:
             assert await received(client, tmp_path / "into", size_bytes, silence) == crc64nvme(body)
 
     assert (tmp_path / "into").read_bytes() == body
@@ -295,5 +299,5 @@ async def test_a_disk_that_hangs_is_no_silence_of_the_store(
 async def test_a_store_that_is_silent_in_the_middle_of_a_body_is_told_from_a_disk_that_hangs(tmp_path: Path) -> None:
     half = answer(os.urandom(8 * MIB))[: 4 * MIB]
     with pytest.raises(TimeoutError):
-        async with Scripted({"/part": half}).asked() as client, Silence(SILENCE_SECONDS) as silence:
+        async with Scripted({"/part": half}).asked() as client, StallTimeout(SILENCE_SECONDS) as silence:
             await received(client, tmp_path / "into", 8 * MIB, silence)

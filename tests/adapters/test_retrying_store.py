@@ -6,7 +6,7 @@ from collections.abc import AsyncIterator
 import pytest
 from tests.fakes.fake_store import FakeStore
 
-from mooring_agent.adapters.retrying_store import Patience, RetryingStore
+from mooring_agent.adapters.retrying_store import RetryingStore, RetryPolicy
 from mooring_agent.core.errors import PASSING, ErrorKind, StoreError
 from mooring_agent.ports import ObjectInfo
 
@@ -34,7 +34,7 @@ class BreakingListing(FakeStore):
 
 
 def retrying(store: FakeStore, sleeper: Sleeper, **patience: float) -> RetryingStore:
-    return RetryingStore(store, Patience(**patience), sleep=sleeper, generator=random.Random(1))  # type: ignore[arg-type]
+    return RetryingStore(store, RetryPolicy(**patience), sleep=sleeper, generator=random.Random(1))  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("kind", sorted(PASSING))

@@ -21,7 +21,7 @@ from tests.servers.tls import Certificate
 from mooring_agent.adapters.checksum import crc64nvme
 from mooring_agent.adapters.region_file import RegionFile
 from mooring_agent.adapters.transfer import tls_transport
-from mooring_agent.adapters.transfer.outlet import EncryptingOutlet
+from mooring_agent.adapters.transfer.outlet import TlsWriter
 from mooring_agent.adapters.transfer.tls_connector import open_tls_connection
 from mooring_agent.adapters.transfer.tls_transport import TlsTransport
 from mooring_agent.core.settings.values import MIB
@@ -242,9 +242,7 @@ def test_a_thread_sends_a_file_through_a_socket_that_fills_up(
         recorder = Recorder()
         async with connected(certificate, receive, recorder) as (transport, peer):
             with RegionFile(region_of(path)) as file:
-                outlet = EncryptingOutlet(
-                    file, transport.get_extra_info("socket"), memoryview(bytearray(MIB)), sums_up=True
-                )
+                outlet = TlsWriter(file, transport.get_extra_info("socket"), memoryview(bytearray(MIB)), sums_up=True)
                 position = waits = 0
                 while position < MORE_THAN_THE_KERNEL_HOLDS:
                     position += await transport.lend(

@@ -15,7 +15,7 @@ from tests.chaos.rank_store import KeyClient, become_rank
 import mooring
 from mooring.agent_client import channel
 from mooring.agent_client.client import Agent
-from mooring.session import Begun, Session
+from mooring.session import PendingSave, Session
 
 _STEP_SECONDS = 0.1
 _EVERY = 2
@@ -30,7 +30,7 @@ def tell_of_saves() -> None:
     """Print each save as it begins, and each announcement that an agent took."""
     begin, announce = Session.begin, Agent.announce
 
-    def begin_aloud(self: Session, *arguments: Any, **named: Any) -> Begun:
+    def begin_aloud(self: Session, *arguments: Any, **named: Any) -> PendingSave:
         begun = begin(self, *arguments, **named)
         say(f"begun {begun.step} {begun.save}")
         return begun

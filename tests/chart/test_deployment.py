@@ -8,7 +8,7 @@ from tests.chart.values_matrix import MATRIX
 
 from mooring_agent.cli.webhook import _settings, webhook
 from mooring_agent.webhook.listener import _FINISH_SECONDS
-from mooring_agent.webhook.settings import Pace, WebhookSettings
+from mooring_agent.webhook.settings import CertificateTimings, WebhookSettings
 
 WITH_DEFAULTS_OF_THE_PROGRAM = {"log_format", "kubernetes_host", "kubernetes_port", "service_account"}
 
@@ -109,7 +109,7 @@ def test_probes_ask_the_port_without_tls_and_grant_the_time_that_first_certifica
         "livenessProbe": {"path": "/healthz", "port": "http"},
     }
     startup = container["startupProbe"]
-    assert startup["periodSeconds"] * startup["failureThreshold"] > Pace().begin_seconds
+    assert startup["periodSeconds"] * startup["failureThreshold"] > CertificateTimings().begin_seconds
 
 
 @pytest.mark.parametrize("values", MATRIX.values(), ids=MATRIX)

@@ -350,13 +350,13 @@ def test_a_rank_above_0_without_a_process_group_is_told_what_to_do(make: Make, m
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(UsageError, match="rank 1 would save alone") as raised:
         make().resume()
-    assert "alone=True" in raised.value.hint
+    assert "rank0_only=True" in raised.value.hint
 
 
 def test_one_process_may_save_for_all(make: Make, directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RANK", "1")
     monkeypatch.setenv("WORLD_SIZE", "2")
-    save(make(alone=True), 1)
+    save(make(rank0_only=True), 1)
     assert visible(directory) == ["checkpoint-1"]
 
 

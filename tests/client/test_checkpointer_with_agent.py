@@ -47,7 +47,9 @@ def ring(volume: Path, number: int, *, terminating: bool, seconds_left: float = 
     path = volume / names.STATE_DIRECTORY / names.DOORBELL
     path.parent.mkdir(parents=True, exist_ok=True)
     deadline_unix = time.time() + seconds_left if terminating else 0.0
-    content = signal_file.encode(signal_file.Ring(ring=number, deadline_unix=deadline_unix, terminating=terminating))
+    content = signal_file.encode(
+        signal_file.SaveSignal(ring=number, deadline_unix=deadline_unix, terminating=terminating)
+    )
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o660)
     os.pwrite(descriptor, content, 0)
     os.close(descriptor)

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 import mooring.gate.signal_file
-from mooring.gate import Ask, SingleProcessGate
+from mooring.gate import Action, SingleProcessGate
 from mooring.gate.sigterm import Sigterm
 from mooring_api import signal_file
 
@@ -44,7 +44,9 @@ def look_always(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def ring(bell: Path, number: int, *, deadline_unix: float = 0.0) -> None:
     terminating = deadline_unix > 0
-    content = signal_file.encode(signal_file.Ring(ring=number, deadline_unix=deadline_unix, terminating=terminating))
+    content = signal_file.encode(
+        signal_file.SaveSignal(ring=number, deadline_unix=deadline_unix, terminating=terminating)
+    )
     descriptor = os.open(bell, os.O_RDWR | os.O_CREAT, 0o660)
     os.pwrite(descriptor, content, 0)
     os.close(descriptor)
@@ -52,13 +54,13 @@ def ring(bell: Path, number: int, *, deadline_unix: float = 0.0) -> None:
 
 def test_nothing_is_asked_of_a_quiet_process(make: Make) -> None:
     gate = make()
-    assert [gate.at(step) for step in (1, 2, 3)] == [Ask.NOTHING] * 3
+    assert [gate.at(step) for step in (1, 2, 3)] == [Action.NOTHING] * 3
 
 
 def test_sigterm_asks_to_stop_and_stays_asked(make: Make) -> None:
     gate = make()
     os.kill(os.getpid(), signal.SIGTERM)
-    assert [gate.at(step) for step in (1, 2)] == [Ask.STOP] * 2
+    assert [gate.at(step) for step in (1, 2)] == [Action.STOP] * 2
 
 
 def test_an_earlier_handler_is_called_and_put_back(make: Make) -> None:
@@ -71,7 +73,7 @@ def test_an_earlier_handler_is_called_and_put_back(make: Make) -> None:
     try:
         gate = make()
         os.kill(os.getpid(), signal.SIGTERM)
-        assert gate.at(1) is Ask.STOP
+        assert gate.at(1) is Action.STOP
         assert called == [signal.SIGTERM]
         gate._sigterm.close()
         assert signal.getsignal(signal.SIGTERM) == earlier
@@ -87,7 +89,7 @@ def test_an_earlier_handler_that_exits_does_not_end_the_process_before_the_save(
     try:
         gate = make()
         os.kill(os.getpid(), signal.SIGTERM)
-        assert gate.at(1) is Ask.STOP
+        assert gate.at(1) is Action.STOP
     finally:
         gate._sigterm.close()
         signal.signal(signal.SIGTERM, before)
@@ -116,7 +118,7 @@ def test_outside_the_main_thread_the_doorbell_alone_is_watched(
     assert signal.getsignal(signal.SIGTERM) == before
     assert "SIGTERM is not watched" in caplog.text
     ring(bell, 1, deadline_unix=time.time() + 30)
-    assert gates[0].at(1) is Ask.STOP
+    assert gates[0].at(1) is Action.STOP
 
 
 def test_a_forked_worker_dies_of_sigterm(make: Make) -> None:
@@ -134,21 +136,21 @@ def test_an_operators_ring_asks_for_one_save(make: Make, bell: Path) -> None:
     ring(bell, 0)
     gate = make()
     ring(bell, 1)
-    assert [gate.at(step) for step in (1, 1, 2)] == [Ask.SAVE, Ask.SAVE, Ask.NOTHING]
+    assert [gate.at(step) for step in (1, 1, 2)] == [Action.SAVE, Action.SAVE, Action.NOTHING]
 
 
 def test_a_notice_outweighs_an_operators_ring(make: Make, bell: Path) -> None:
     ring(bell, 0)
     gate = make()
     ring(bell, 1)
-    assert gate.at(1) is Ask.SAVE
+    assert gate.at(1) is Action.SAVE
     ring(bell, 2, deadline_unix=time.time() + 30)
-    assert [gate.at(step) for step in (1, 2)] == [Ask.STOP] * 2
+    assert [gate.at(step) for step in (1, 2)] == [Action.STOP] * 2
 
 
-@pytest.mark.parametrize(("seconds_left", "asked"), [(30.0, Ask.STOP), (-1.0, Ask.NOTHING)])
+@pytest.mark.parametrize(("seconds_left", "asked"), [(30.0, Action.STOP), (-1.0, Action.NOTHING)])
 def test_a_notice_from_before_the_start_counts_until_its_deadline(
-    make: Make, bell: Path, seconds_left: float, asked: Ask
+    make: Make, bell: Path, seconds_left: float, asked: Action
 ) -> None:
     ring(bell, 3, deadline_unix=time.time() + seconds_left)
     assert make().at(1) is asked
@@ -156,15 +158,15 @@ def test_a_notice_from_before_the_start_counts_until_its_deadline(
 
 def test_an_operators_ring_from_before_the_start_does_not_count(make: Make, bell: Path) -> None:
     ring(bell, 3)
-    assert make().at(1) is Ask.NOTHING
+    assert make().at(1) is Action.NOTHING
 
 
 @pytest.mark.usefixtures("look_always")
 def test_a_doorbell_made_after_the_start_is_found(make: Make, bell: Path) -> None:
     gate = make()
-    assert gate.at(1) is Ask.NOTHING
+    assert gate.at(1) is Action.NOTHING
     ring(bell, 1)
-    assert gate.at(2) is Ask.SAVE
+    assert gate.at(2) is Action.SAVE
 
 
 @pytest.mark.usefixtures("look_always")
@@ -174,16 +176,16 @@ def test_a_doorbell_made_anew_by_another_agent_is_found(make: Make, bell: Path) 
     fresh = bell.with_name("fresh")
     ring(fresh, 0)
     fresh.replace(bell)
-    assert gate.at(1) is Ask.NOTHING
+    assert gate.at(1) is Action.NOTHING
     ring(bell, 1)
-    assert gate.at(2) is Ask.SAVE
+    assert gate.at(2) is Action.SAVE
 
 
 @pytest.mark.usefixtures("look_always")
 @pytest.mark.parametrize("content", [b"", b"MRNG", b"\xff" * 64])
 def test_a_file_that_is_no_doorbell_asks_for_nothing(make: Make, bell: Path, content: bytes) -> None:
     bell.write_bytes(content)
-    assert make().at(1) is Ask.NOTHING
+    assert make().at(1) is Action.NOTHING
 
 
 def test_a_step_costs_microseconds(make: Make, bell: Path) -> None:

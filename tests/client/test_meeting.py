@@ -10,19 +10,19 @@ from tests.harness.agent_process import wait_until
 
 from mooring.errors import ErrorKind, RanksError, StoreLostError
 from mooring.ranks import coordinator, rank_store
-from mooring.ranks.coordinator import RanksJob
+from mooring.ranks.coordinator import StoreCoordinator
 from mooring.ranks.rank_store import KeyStore, Ranks, RankStore
-from mooring.ranks.rendezvous import Met, meet
+from mooring.ranks.rendezvous import Rendezvous, rendezvous
 
 WAIT_SECONDS = 30.0
 
 
-def start(store: KeyStore, volumes: Sequence[str]) -> list[Met]:
+def start(store: KeyStore, volumes: Sequence[str]) -> list[Rendezvous]:
     """All ranks of one start of the job, on those volumes."""
-    met: dict[int, Met] = {}
+    met: dict[int, Rendezvous] = {}
 
     def rank(number: int) -> None:
-        met[number] = meet(RankStore(store, Ranks(rank=number, world_size=len(volumes))), volumes[number])
+        met[number] = rendezvous(RankStore(store, Ranks(rank=number, world_size=len(volumes))), volumes[number])
 
     threads = [threading.Thread(target=rank, args=(number,), daemon=True) for number in range(len(volumes))]
     for thread in threads:
@@ -51,15 +51,15 @@ def test_nobody_takes_an_earlier_starts_hello_for_a_rank_that_has_come() -> None
     store = distributed.HashStore()
     start(store, ["a", "a"])
     with pytest.raises(StoreLostError, match="not all 2 ranks"):
-        meet(RankStore(store, Ranks(rank=0, world_size=2)), "a", seconds=0.2)
+        rendezvous(RankStore(store, Ranks(rank=0, world_size=2)), "a", seconds=0.2)
     with pytest.raises(StoreLostError, match="not all 2 ranks"):
-        meet(RankStore(store, Ranks(rank=1, world_size=2)), "a", seconds=0.2)
+        rendezvous(RankStore(store, Ranks(rank=1, world_size=2)), "a", seconds=0.2)
     assert len({one.nonce for one in start(store, ["a", "a"])}) == 1
 
 
-def jobs(world_size: int) -> list[RanksJob]:
+def jobs(world_size: int) -> list[StoreCoordinator]:
     store = distributed.HashStore()
-    return [RanksJob(RankStore(store, Ranks(rank=rank, world_size=world_size))) for rank in range(world_size)]
+    return [StoreCoordinator(RankStore(store, Ranks(rank=rank, world_size=world_size))) for rank in range(world_size)]
 
 
 def test_a_rank_that_waited_too_long_and_the_one_that_came_later_have_the_same_answer() -> None:
@@ -87,7 +87,7 @@ def test_the_first_rank_stays_until_the_others_have_read_what_was_chosen(monkeyp
     monkeypatch.setattr(RankStore, "settle", settle_late)
     monkeypatch.setattr(coordinator, "_READ_SECONDS", WAIT_SECONDS)
 
-    def begin_and_end(one: RanksJob) -> None:
+    def begin_and_end(one: StoreCoordinator) -> None:
         chosen.append(one.choose_newest("resume", [(1, "a")]))
         one.close()
         if one is first:
@@ -120,7 +120,7 @@ def test_values_are_compared() -> None:
     answers: list[bool] = []
     first, second = jobs(2)
 
-    def ask(one: RanksJob, key: str, value: str) -> None:
+    def ask(one: StoreCoordinator, key: str, value: str) -> None:
         answers.append(one.same(key, value))
 
     for values in (("8", "8"), ("8", "10")):
@@ -137,7 +137,7 @@ def test_values_are_compared() -> None:
 
 def test_what_all_bring_comes_to_the_first_rank_and_is_not_kept_in_the_store() -> None:
     store = distributed.HashStore()
-    first, second = (RanksJob(RankStore(store, Ranks(rank=rank, world_size=2))) for rank in (0, 1))
+    first, second = (StoreCoordinator(RankStore(store, Ranks(rank=rank, world_size=2))) for rank in (0, 1))
     before = store.num_keys()
     assert second.gather("states", "b") is None
     assert first.gather("states", "a") == ["a", "b"]
@@ -152,10 +152,10 @@ def test_what_not_all_bring_is_waited_for_in_vain_and_no_longer(monkeypatch: pyt
 def test_the_store_holds_no_more_after_a_thousand_agreements(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rank_store, "_SHORTEST_LOOK_SECONDS", 0.001)
     store, held = distributed.HashStore(), []
-    members = [RanksJob(RankStore(store, Ranks(rank=rank, world_size=3))) for rank in range(3)]
+    members = [StoreCoordinator(RankStore(store, Ranks(rank=rank, world_size=3))) for rank in range(3)]
     together = threading.Barrier(3, action=lambda: held.append(store.num_keys()))
 
-    def rank(one: RanksJob) -> None:
+    def rank(one: StoreCoordinator) -> None:
         for number in range(1000):
             assert one.agree(f"{number}/yes", seconds=WAIT_SECONDS)
             assert one.agree(f"{number}/no", ok=one.ranks.rank != number % 3, seconds=WAIT_SECONDS) is False
@@ -198,4 +198,4 @@ def test_a_rank_that_no_agreement_saw_is_named_in_the_log(caplog: pytest.LogCapt
 def test_who_has_not_come_to_the_start_of_the_job_is_named() -> None:
     store = RankStore(distributed.HashStore(), Ranks(rank=1, world_size=20))
     with pytest.raises(StoreLostError, match=r"no sign of ranks 0, 2, 3, 4, 5, 6, 7, 8 and 11 more"):
-        meet(store, "a", seconds=0.05)
+        rendezvous(store, "a", seconds=0.05)

@@ -18,7 +18,7 @@ from tests.harness.agent_process import wait_until
 
 import mooring.gate.gates
 import mooring.ranks.rank_store
-from mooring.gate import Ask, RanksGate
+from mooring.gate import Action, RanksGate
 from mooring.gate.sigterm import Sigterm
 from mooring.ranks.rank_store import Ranks, RankStore
 from mooring_api import signal_file
@@ -27,7 +27,7 @@ WAIT_SECONDS = 30.0
 
 
 def ring(path: Path, number: int) -> None:
-    content = signal_file.encode(signal_file.Ring(ring=number, deadline_unix=0.0, terminating=False))
+    content = signal_file.encode(signal_file.SaveSignal(ring=number, deadline_unix=0.0, terminating=False))
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o660)
     os.pwrite(descriptor, content, 0)
     os.close(descriptor)
@@ -70,21 +70,23 @@ def gates(
         made.close()
 
 
-def train(gate: RanksGate, *, until: int, before: Callable[[int], None] = lambda step: None) -> list[tuple[int, Ask]]:
+def train(
+    gate: RanksGate, *, until: int, before: Callable[[int], None] = lambda step: None
+) -> list[tuple[int, Action]]:
     """Everything that was asked, by step; ends at STOP."""
-    asked: list[tuple[int, Ask]] = []
+    asked: list[tuple[int, Action]] = []
     for step in range(1, until):
         before(step)
         ask = gate.at(step)
-        if ask is not Ask.NOTHING:
+        if ask is not Action.NOTHING:
             asked.append((step, ask))
-        if ask is Ask.STOP:
+        if ask is Action.STOP:
             break
     return asked
 
 
-def run_all(functions: Sequence[Callable[[], list[tuple[int, Ask]]]]) -> list[list[tuple[int, Ask]]]:
-    results: list[list[tuple[int, Ask]]] = [[] for _ in functions]
+def run_all(functions: Sequence[Callable[[], list[tuple[int, Action]]]]) -> list[list[tuple[int, Action]]]:
+    results: list[list[tuple[int, Action]]] = [[] for _ in functions]
 
     def call(index: int) -> None:
         results[index] = functions[index]()
@@ -107,7 +109,7 @@ def test_a_notice_on_any_rank_stops_all_at_the_same_step(tmp_path: Path, seed: i
 
     with gates(tmp_path, world_size) as made:
 
-        def rank(index: int) -> list[tuple[int, Ask]]:
+        def rank(index: int) -> list[tuple[int, Action]]:
             def before(step: int) -> None:
                 if step % 7 == 0:
                     barrier.wait(WAIT_SECONDS)  # as a collective does
@@ -120,7 +122,7 @@ def test_a_notice_on_any_rank_stops_all_at_the_same_step(tmp_path: Path, seed: i
 
     assert len({tuple(result) for result in results}) == 1, results
     ((step, ask),) = results[0]
-    assert ask is Ask.STOP
+    assert ask is Action.STOP
     assert step >= notice_step
 
 
@@ -136,7 +138,7 @@ def test_rounds_without_all_ranks_are_off_and_the_first_with_all_stops_them(
         made.come(2)
         results = run_all([partial(train, gate, until=1_000_000) for gate in made])
     assert len({tuple(result) for result in results}) == 1, results
-    assert results[0][-1][1] is Ask.STOP
+    assert results[0][-1][1] is Action.STOP
 
 
 def test_a_save_that_cannot_be_agreed_on_is_given_up(
@@ -160,11 +162,11 @@ def test_a_ring_in_a_file_that_only_some_have_found_yet_saves_once(tmp_path: Pat
         enough: list[bool] = []
         enough_at = time.monotonic() + 8.0
 
-        def rank(index: int) -> list[tuple[int, Ask]]:
-            asked: list[tuple[int, Ask]] = []
+        def rank(index: int) -> list[tuple[int, Action]]:
+            asked: list[tuple[int, Action]] = []
             for step in range(1, 1_000_000):
                 ask = made[index].at(step)
-                if ask is not Ask.NOTHING:
+                if ask is not Action.NOTHING:
                     asked.append((step, ask))
                 if index == 0:
                     enough.append(time.monotonic() > enough_at)
@@ -175,7 +177,7 @@ def test_a_ring_in_a_file_that_only_some_have_found_yet_saves_once(tmp_path: Pat
 
         first, second = run_all([partial(rank, index) for index in range(2)])
     assert first == second
-    assert [ask for _, ask in first] == [Ask.SAVE]
+    assert [ask for _, ask in first] == [Action.SAVE]
 
 
 def test_a_rank_that_has_ended_its_training_holds_up_nobody(tmp_path: Path) -> None:
@@ -191,11 +193,11 @@ def test_a_step_may_be_a_number_of_numpy(tmp_path: Path) -> None:
     with gates(tmp_path, 2) as made:
         made[0].notice()
 
-        def rank(gate: RanksGate) -> list[tuple[int, Ask]]:
-            asked: list[tuple[int, Ask]] = []
+        def rank(gate: RanksGate) -> list[tuple[int, Action]]:
+            asked: list[tuple[int, Action]] = []
             for step in range(1, 1_000_000):
                 ask = gate.at(numpy.int64(step))  # type: ignore[arg-type]
-                if ask is Ask.STOP:
+                if ask is Action.STOP:
                     asked.append((step, ask))
                     break
             return asked
@@ -233,15 +235,15 @@ def test_the_store_holds_no_more_after_a_hundred_requested_saves(
     with gates(tmp_path, 2, bell="doorbell") as made:
         asked = threading.Barrier(2)
 
-        def rank(index: int) -> list[tuple[int, Ask]]:
-            seen: list[tuple[int, Ask]] = []
+        def rank(index: int) -> list[tuple[int, Action]]:
+            seen: list[tuple[int, Action]] = []
             step = 0
             while len(seen) < rounds:
                 if asked.wait(WAIT_SECONDS) == 0:
                     ring(tmp_path / "doorbell", len(seen) + 1)
                     held.append(made._shared.num_keys())
-                ask = Ask.NOTHING
-                while ask is Ask.NOTHING:
+                ask = Action.NOTHING
+                while ask is Action.NOTHING:
                     step += 1
                     ask = made[index].at(step)
                 seen.append((step, ask))

@@ -9,28 +9,28 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mooring_agent.core.policies.certificate_rotation import NEW, Lives, Plan, Term, plan
+from mooring_agent.core.policies.certificate_rotation import NEW, CertificateLifetimes, Plan, Validity, plan
 
 NOW = datetime(2026, 1, 1, tzinfo=UTC)
 DAY = timedelta(days=1)
 MINUTE = timedelta(minutes=1)
-LIVES = Lives()
+LIVES = CertificateLifetimes()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Held:
     """What the Secret holds."""
 
-    authorities: tuple[Term, ...] = ()
-    leaf: Term | None = None
+    authorities: tuple[Validity, ...] = ()
+    leaf: Validity | None = None
 
 
-def authority(name: str, age: timedelta, *, life: timedelta = LIVES.authority) -> Term:
-    return Term(authority=name, begins_at=NOW - age, ends_at=NOW - age + life)
+def authority(name: str, age: timedelta, *, life: timedelta = LIVES.authority) -> Validity:
+    return Validity(authority=name, begins_at=NOW - age, ends_at=NOW - age + life)
 
 
-def leaf(by: str, age: timedelta) -> Term:
-    return Term(authority=by, begins_at=NOW - age, ends_at=NOW - age + LIVES.leaf)
+def leaf(by: str, age: timedelta) -> Validity:
+    return Validity(authority=by, begins_at=NOW - age, ends_at=NOW - age + LIVES.leaf)
 
 
 def published(**ages: timedelta) -> dict[str, datetime]:
@@ -154,13 +154,13 @@ def carried_out(due: Plan, held: Held, now: datetime, new: str) -> Held:
     by_id = {one.authority: one for one in held.authorities}
     authorities = [by_id[one] for one in due.keep]
     if due.make_authority:
-        authorities.insert(0, Term(authority=new, begins_at=now - LIVES.backdated, ends_at=now + LIVES.authority))
+        authorities.insert(0, Validity(authority=new, begins_at=now - LIVES.backdated, ends_at=now + LIVES.authority))
     if due.sign_with is None:
         return Held(authorities=tuple(authorities), leaf=held.leaf)
     [signer] = [one for one in authorities if one.authority == (new if due.sign_with == NEW else due.sign_with)]
     assert signer.begins_at <= now < signer.ends_at
     begins_at = max(now - LIVES.backdated, signer.begins_at)
-    made = Term(authority=signer.authority, begins_at=begins_at, ends_at=LIVES.leaf_ends_at(now, signer.ends_at))
+    made = Validity(authority=signer.authority, begins_at=begins_at, ends_at=LIVES.leaf_ends_at(now, signer.ends_at))
     return Held(authorities=tuple(authorities), leaf=made)
 
 

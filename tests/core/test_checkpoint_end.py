@@ -298,7 +298,7 @@ def test_a_file_that_was_pinned_from_the_same_path_before_is_copied_and_so_is_al
     play.finish()
     play.announce_only("second")
     stage = _stage_of(play, "second")
-    (linked,) = play.state.checkpoints["first"].shares[0].linked_files()
+    (linked,) = play.state.checkpoints["first"].contributions[0].linked_files()
     assert (stage.private, stage.rewritten_inodes) == (False, frozenset({linked.file.fingerprint.inode}))
     del play.in_flight[stage.work]
     copied = replace(staged_file("r0-0", 1, inode=77), private=True)

@@ -7,7 +7,7 @@ import pytest
 from tests.core.play import PART_BYTES, Play
 
 from mooring_agent.core.agent import drain, planner
-from mooring_agent.core.agent.commands import Exit, LiftBandwidthCap, RingDoorbell, TakeBackNotice
+from mooring_agent.core.agent.commands import CancelTermination, Exit, LiftBandwidthCap, RequestSave
 from mooring_agent.core.agent.events import (
     CommitWaits,
     DiskRead,
@@ -258,9 +258,9 @@ def test_the_earliest_deadline_counts_and_the_doorbell_rings_when_it_moves() -> 
     first = _notice(play, grace_seconds=100)
     later = _notice(play, grace_seconds=200)
     earlier = _notice(play, grace_seconds=20)
-    assert [type(command) for command in first] == [LiftBandwidthCap, RingDoorbell]
+    assert [type(command) for command in first] == [LiftBandwidthCap, RequestSave]
     assert later == ()
-    assert earlier == (RingDoorbell(terminating=True, deadline=play.now + 20),)
+    assert earlier == (RequestSave(terminating=True, deadline=play.now + 20),)
 
 
 def test_a_sigterm_leaves_two_seconds_even_when_the_trainer_used_up_the_grace() -> None:
@@ -313,7 +313,7 @@ def test_a_restart_in_the_middle_of_a_drain_goes_on_with_it() -> None:
     _notice(play)
     play.now += 1
     commands = play.feed(Started(at=play.now, fresh=False))
-    assert [type(command) for command in commands] == [LiftBandwidthCap, RingDoorbell]
+    assert [type(command) for command in commands] == [LiftBandwidthCap, RequestSave]
 
 
 def test_a_new_pod_owes_nothing_to_the_notice_of_the_old_one() -> None:
@@ -355,10 +355,10 @@ def test_a_pod_that_was_spared_gets_its_bandwidth_cap_back_once() -> None:
     play = Play()
     assert LiftBandwidthCap() in _notice(play)
     play.now += _GRACE_SECONDS + 60
-    assert TakeBackNotice() in play.tick()
+    assert CancelTermination() in play.tick()
     assert not play.state.termination.noticed
     play.now += 60
-    assert TakeBackNotice() not in play.tick()
+    assert CancelTermination() not in play.tick()
     # And with the next notice everything counts again.
     assert LiftBandwidthCap() in _notice(play)
 

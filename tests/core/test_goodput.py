@@ -2,15 +2,15 @@
 
 import pytest
 
-from mooring_agent.core.agent.state import Goodput
+from mooring_agent.core.agent.state import UploadRate
 
 
 def test_nothing_measured_is_no_rate() -> None:
-    assert Goodput().bytes_per_second == 0.0
+    assert UploadRate().bytes_per_second == 0.0
 
 
 def test_a_steady_stream_is_measured_exactly() -> None:
-    goodput = Goodput()
+    goodput = UploadRate()
     goodput.note(0.0, was_busy=False, stored_bytes=0)
     for second in range(1, 100):
         goodput.note(float(second), was_busy=True, stored_bytes=500)
@@ -18,7 +18,7 @@ def test_a_steady_stream_is_measured_exactly() -> None:
 
 
 def test_idle_time_does_not_lower_the_rate() -> None:
-    goodput = Goodput()
+    goodput = UploadRate()
     goodput.note(0.0, was_busy=False, stored_bytes=0)
     goodput.note(10.0, was_busy=True, stored_bytes=1000)
     goodput.note(5000.0, was_busy=False, stored_bytes=0)
@@ -26,7 +26,7 @@ def test_idle_time_does_not_lower_the_rate() -> None:
 
 
 def test_busy_seconds_without_bytes_lower_it() -> None:
-    goodput = Goodput()
+    goodput = UploadRate()
     goodput.note(0.0, was_busy=False, stored_bytes=0)
     goodput.note(10.0, was_busy=True, stored_bytes=1000)
     goodput.note(60.0, was_busy=True, stored_bytes=0)
@@ -34,7 +34,7 @@ def test_busy_seconds_without_bytes_lower_it() -> None:
 
 
 def test_the_wait_for_parts_that_land_in_bursts_does_not_lower_it() -> None:
-    goodput = Goodput()
+    goodput = UploadRate()
     goodput.note(0.0, was_busy=False, stored_bytes=0)
     at = 0.0
     for _ in range(5):
@@ -47,7 +47,7 @@ def test_the_wait_for_parts_that_land_in_bursts_does_not_lower_it() -> None:
 
 
 def test_what_is_old_fades_out() -> None:
-    goodput = Goodput()
+    goodput = UploadRate()
     goodput.note(0.0, was_busy=False, stored_bytes=0)
     for second in range(1, 61):
         goodput.note(float(second), was_busy=True, stored_bytes=1000)
@@ -57,7 +57,7 @@ def test_what_is_old_fades_out() -> None:
 
 
 def test_a_clock_that_goes_back_is_no_time() -> None:
-    goodput = Goodput()
+    goodput = UploadRate()
     goodput.note(10.0, was_busy=False, stored_bytes=0)
     goodput.note(11.0, was_busy=True, stored_bytes=100)
     goodput.note(5.0, was_busy=True, stored_bytes=0)
@@ -65,7 +65,7 @@ def test_a_clock_that_goes_back_is_no_time() -> None:
 
 
 def test_a_few_small_files_say_nothing_of_the_wire() -> None:
-    goodput = Goodput()
+    goodput = UploadRate()
     goodput.note(0.0, was_busy=False, stored_bytes=0)
     goodput.note(0.5, was_busy=True, stored_bytes=1000)
     assert goodput.bytes_per_second == pytest.approx(2000)

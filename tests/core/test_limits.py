@@ -10,7 +10,7 @@ from mooring_agent.core.injection.annotation_table import settings_annotations
 from mooring_agent.core.injection.annotations import read_annotations
 from mooring_agent.core.injection.spec import InjectionDefaults, Refusal
 from mooring_agent.core.limits import REQUEST_NUMBERS, REQUEST_TEXTS, SETTING_NUMBERS, SETTING_UNITS, largest_setting
-from mooring_agent.core.settings.table import Said, SettingField, read_values, setting_fields
+from mooring_agent.core.settings.table import RawSetting, SettingField, read_values, setting_fields
 from mooring_agent.runtime.api.errors import check_request
 from mooring_api.names import ANNOTATION_INJECT, ANNOTATION_PREFIX
 from mooring_api.v1 import agent_pb2
@@ -51,10 +51,10 @@ def test_a_number_of_a_request_that_is_none_is_refused(value: float) -> None:
 def test_every_setting_that_is_a_number_has_a_limit(setting: SettingField) -> None:
     most = largest_setting(setting.name)
     for text in (str(most + 1), "9" * 20, "9" * 400):
-        values, problems = read_values([Said(setting=setting, origin="here", raw=text)])
+        values, problems = read_values([RawSetting(setting=setting, origin="here", raw=text)])
         assert not values
         assert len(problems) == 1
-    values, problems = read_values([Said(setting=setting, origin="here", raw=str(most))])
+    values, problems = read_values([RawSetting(setting=setting, origin="here", raw=str(most))])
     assert values == {setting.key: most}
     assert not problems
 

@@ -84,7 +84,7 @@ def test_after_a_crash_at_any_moment_they_need_announce_only_what_was_not_acknow
     play.feed(Started(at=play.now, fresh=False))
     for rank in _RANKS:
         # Who was told that it is durable asks no more, and who was not asks again.
-        if rank not in play.state.checkpoints["save"].shares:
+        if rank not in play.state.checkpoints["save"].contributions:
             _announce(play, rank)
     play.finish()
     assert play.phase("save") is Phase.RELEASED

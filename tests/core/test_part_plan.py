@@ -85,7 +85,7 @@ def test_a_slow_wire_gets_smaller_parts_from_the_next_checkpoint_on() -> None:
         stage = play.in_flight[WorkId(Operation.STAGE, save, 0)]
         assert isinstance(stage, Stage)
         play.finish(save, seconds_each=seconds_each)
-        files = play.state.checkpoints[save].shares[0].files
+        files = play.state.checkpoints[save].contributions[0].files
         assert [progress.part_size_bytes for progress in files.values()] == [stage.part_size_bytes]
         return stage.part_size_bytes
 

@@ -143,7 +143,7 @@ def test_the_newest_does_not_wait_for_the_last_part_of_a_protected_older_one() -
     play.announce("protected", (PART_BYTES,) * 2)
     _send(play, 4)
     play.announce("newest", (PART_BYTES,) * 8)
-    assert play.state.leader == "protected"
+    assert play.state.active_upload == "protected"
     _send(play, 1)
     assert sorted(play.transfers()) == ["newest", "newest", "newest", "protected"]
 

@@ -14,7 +14,7 @@ from itertools import count
 from mooring_agent.adapters.checksum import crc64nvme
 from mooring_agent.adapters.rate_limit import RateLimiter
 from mooring_agent.adapters.region_file import RegionFile
-from mooring_agent.adapters.transfer.sink import Sink
+from mooring_agent.adapters.transfer.sink import PositionedFileWriter
 from mooring_agent.adapters.transfer.upload_body import PIECE_BYTES, BufferPool, FileBody
 from mooring_agent.core.errors import ErrorKind, StoreError
 from mooring_agent.core.model import Region
@@ -136,7 +136,7 @@ class FakeStore:
         body = stored.body[offset_bytes : offset_bytes + size_bytes]
         if stored.etag != etag or len(body) != size_bytes:
             raise StoreError(ErrorKind.CHECKPOINT_CORRUPT, f"{key} is not what was written")
-        sink = Sink(descriptor, offset_bytes)
+        sink = PositionedFileWriter(descriptor, offset_bytes)
         try:
             sink.write(memoryview(body))
         finally:

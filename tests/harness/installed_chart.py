@@ -16,8 +16,8 @@ from tests.chart.rendering import NAMESPACE, of_kind, render
 from tests.fakes.fake_api_server import FakeApiServer
 from tests.servers.tls import make_certificate
 
-from mooring_agent.core.policies.certificate_rotation import Lives
-from mooring_agent.webhook.certificates import Kept, make_authority, make_leaf
+from mooring_agent.core.policies.certificate_rotation import CertificateLifetimes
+from mooring_agent.webhook.certificates import SecretContent, make_authority, make_leaf
 from mooring_agent.webhook.settings import SelfManaged
 
 MANAGED: Final = SelfManaged(
@@ -61,12 +61,12 @@ def managed_in(api: FakeApiServer, folder: Path) -> SelfManaged:
     )
 
 
-def kept_when_due() -> Kept:
+def kept_when_due() -> SecretContent:
     """A CA past two thirds of its life, with a young leaf: what a rotation begins with."""
-    now, lives = datetime.now(UTC), Lives()
+    now, lives = datetime.now(UTC), CertificateLifetimes()
     authority = make_authority(now - lives.authority * 0.7, lives)
     names = {SERVICE, f"{SERVICE}.cluster.local"}
-    return Kept(authorities=(authority,), leaf=make_leaf(authority, names, now, lives), issuer=authority.id)
+    return SecretContent(authorities=(authority,), leaf=make_leaf(authority, names, now, lives), issuer=authority.id)
 
 
 def bundle_patch(configuration: dict[str, Any], bundle: str | None) -> dict[str, Any]:

@@ -15,7 +15,7 @@ from mooring_agent.adapters.checksum import crc64nvme, require_checksum
 from mooring_agent.adapters.rate_limit import RateLimiter
 from mooring_agent.adapters.region_file import RegionFile
 from mooring_agent.adapters.s3 import store
-from mooring_agent.adapters.transfer.stall_timeout import Silence
+from mooring_agent.adapters.transfer.stall_timeout import StallTimeout
 from mooring_agent.adapters.volume.errors import volume_error
 from mooring_agent.core.errors import MooringError
 from mooring_agent.core.model import Region
@@ -58,7 +58,7 @@ class PlainTransfer:
         *,
         offset_bytes: int,
         size_bytes: int,
-        silence: Silence,
+        silence: StallTimeout,
     ) -> int:
         pieces = []
         silence.broken()

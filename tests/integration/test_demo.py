@@ -11,7 +11,7 @@ import pytest
 
 from mooring_agent.core.errors import MooringError
 from mooring_agent.demo import run_demo, story
-from mooring_agent.demo.processes import Trained
+from mooring_agent.demo.processes import TrainingRun
 
 
 @pytest.mark.slow
@@ -57,9 +57,9 @@ def test_a_claim_that_does_not_hold_is_named_and_the_folder_stays(
 
 def test_one_bit_of_one_loss_is_noticed() -> None:
     losses = {step: float(step).hex() for step in range(1, 101)}
-    undisturbed = Trained(losses=losses, weights="same")
-    interrupted = Trained(losses={step: losses[step] for step in range(1, 48)})
-    resumed = Trained(losses={step: losses[step] for step in range(48, 101)}, weights="same")
+    undisturbed = TrainingRun(losses=losses, weights="same")
+    interrupted = TrainingRun(losses={step: losses[step] for step in range(1, 48)})
+    resumed = TrainingRun(losses={step: losses[step] for step in range(48, 101)}, weights="same")
     assert story._compare(undisturbed, interrupted, resumed) == 100
     resumed.losses[77] = "0x1.3400000000001p+6"
     with pytest.raises(story.ClaimError, match="step 77"):
@@ -68,10 +68,10 @@ def test_one_bit_of_one_loss_is_noticed() -> None:
 
 def test_a_step_that_is_trained_twice_or_never_is_noticed() -> None:
     losses = {step: float(step).hex() for step in range(1, 101)}
-    undisturbed = Trained(losses=losses, weights="same")
+    undisturbed = TrainingRun(losses=losses, weights="same")
     for resumed_from, message in ((47, "twice"), (49, "no loss")):
-        interrupted = Trained(losses={step: losses[step] for step in range(1, 48)})
-        resumed = Trained(losses={step: losses[step] for step in range(resumed_from, 101)}, weights="same")
+        interrupted = TrainingRun(losses={step: losses[step] for step in range(1, 48)})
+        resumed = TrainingRun(losses={step: losses[step] for step in range(resumed_from, 101)}, weights="same")
         with pytest.raises(story.ClaimError, match=message):
             story._compare(undisturbed, interrupted, resumed)
 
@@ -79,7 +79,7 @@ def test_a_step_that_is_trained_twice_or_never_is_noticed() -> None:
 def test_other_weights_are_noticed() -> None:
     losses = {1: "0x1p+0"}
     with pytest.raises(story.ClaimError, match="weights"):
-        story._compare(Trained(losses=losses, weights="a"), Trained(), Trained(losses=losses, weights="b"))
+        story._compare(TrainingRun(losses=losses, weights="a"), TrainingRun(), TrainingRun(losses=losses, weights="b"))
 
 
 def test_missing_extras_are_named_with_the_command_that_installs_them(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -56,7 +56,7 @@ def main() -> None:
         (directory / "file").touch()
         os.environ[names.ENV_VOLUME] = str(directory / "file")
         os.environ.pop(names.ENV_CHECKPOINT_DIRECTORY)
-    rendezvous.meet.__kwdefaults__["seconds"] = MEET_SECONDS  # type: ignore[index]
+    rendezvous.rendezvous.__kwdefaults__["seconds"] = MEET_SECONDS  # type: ignore[index]
     protected = trainer(directory, 3)
     mooring.protect(protected)
     protected.fit(Model(), data, ckpt_path=directory / "step=1.ckpt")

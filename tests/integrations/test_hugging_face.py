@@ -360,11 +360,11 @@ def test_with_no_room_only_the_last_checkpoint_is_written(agent: AgentServer, vo
 
 def test_an_operator_has_it_save_and_go_on(agent: AgentServer, volume: Path) -> None:
     bell = volume / names.STATE_DIRECTORY / names.DOORBELL
-    bell.write_bytes(signal_file.encode(signal_file.Ring()))
+    bell.write_bytes(signal_file.encode(signal_file.SaveSignal()))
 
     def ring() -> None:
         with bell.open("r+b") as file:
-            file.write(signal_file.encode(signal_file.Ring(ring=1)))
+            file.write(signal_file.encode(signal_file.SaveSignal(ring=1)))
 
     train(make(volume / "checkpoints", At("on_step_end", 6, ring), max_steps=8, **EVALUATING))
     assert announced(agent) == [(4, PERIODIC), (6, PERIODIC), (8, FINAL)]

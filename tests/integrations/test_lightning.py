@@ -344,12 +344,12 @@ def test_a_finished_training_is_not_trained_further(agent: AgentServer, volume: 
 
 def test_an_operator_has_it_save_and_go_on(agent: AgentServer, volume: Path) -> None:
     bell = volume / names.STATE_DIRECTORY / names.DOORBELL
-    bell.write_bytes(signal_file.encode(signal_file.Ring()))
+    bell.write_bytes(signal_file.encode(signal_file.SaveSignal()))
     rings = iter((1, 2))
 
     def ring() -> None:
         with bell.open("r+b") as file:
-            file.write(signal_file.encode(signal_file.Ring(ring=next(rings))))
+            file.write(signal_file.encode(signal_file.SaveSignal(ring=next(rings))))
 
     fit(make(volume / "checkpoints", *(At("on_train_batch_end", step, ring) for step in (3, 7)), max_steps=8))
     assert announced(agent) == [(3, PERIODIC), (4, PERIODIC), (7, PERIODIC), (8, FINAL)]
@@ -359,11 +359,11 @@ def test_an_operator_has_it_save_and_go_on(agent: AgentServer, volume: Path) -> 
 def test_a_save_of_ours_that_fails_costs_only_itself(agent: AgentServer, volume: Path) -> None:
     output = volume / "checkpoints"
     bell = volume / names.STATE_DIRECTORY / names.DOORBELL
-    bell.write_bytes(signal_file.encode(signal_file.Ring()))
+    bell.write_bytes(signal_file.encode(signal_file.SaveSignal()))
 
     def ring() -> None:
         with bell.open("r+b") as file:
-            file.write(signal_file.encode(signal_file.Ring(ring=1)))
+            file.write(signal_file.encode(signal_file.SaveSignal(ring=1)))
 
     trainer = make(output, At("on_train_batch_end", 3, ring), max_steps=4)
     write = trainer.strategy.save_checkpoint

@@ -24,7 +24,7 @@ from tests.restore.stored_checkpoints import (
 
 from mooring.checkpoints.records import damage, read_records
 from mooring_agent.adapters.open_store import open_store
-from mooring_agent.adapters.retrying_store import Patience, RetryingStore
+from mooring_agent.adapters.retrying_store import RetryingStore, RetryPolicy
 from mooring_agent.adapters.volume.shared_volume import Folder
 from mooring_agent.core.errors import ErrorKind, MooringError, RequestError, StoreError, VolumeError
 from mooring_agent.core.settings.values import StoreSettings
@@ -336,7 +336,7 @@ async def test_passing_errors_are_waited_out(store: FakeStore, volume: Path) -> 
     await store_checkpoint(store, 5)
     for method in ("list", "get", "get_into"):
         store.fail(method, ErrorKind.UNREACHABLE, times=2)
-    restored = await run(RetryingStore(store, Patience(first_wait_seconds=0.01)), volume)
+    restored = await run(RetryingStore(store, RetryPolicy(first_wait_seconds=0.01)), volume)
     assert restored is not None
 
 
@@ -349,7 +349,7 @@ async def test_trouble_with_the_store_is_an_error_and_never_an_older_checkpoint_
     await store_checkpoint(store, 2)
     store.fail(method, kind, times=1000)
     with pytest.raises(StoreError) as caught:
-        await run(RetryingStore(store, Patience(attempts=3, first_wait_seconds=0.01)), volume)
+        await run(RetryingStore(store, RetryPolicy(attempts=3, first_wait_seconds=0.01)), volume)
     assert caught.value.kind is kind
     assert not list((volume / "checkpoints").iterdir())
     assert not leftovers(volume)

@@ -10,13 +10,13 @@ from tests.servers.fault_proxy import Fault, FaultProxy, Rule
 from tests.servers.server import Bucket
 
 from mooring_agent.adapters.open_store import open_store
-from mooring_agent.adapters.retrying_store import Patience, RetryingStore
+from mooring_agent.adapters.retrying_store import RetryingStore, RetryPolicy
 from mooring_agent.core.errors import ErrorKind, StoreError
 from mooring_agent.core.settings.values import StoreSettings
 from mooring_agent.restore import Restored, restore
 
 NOT_FOUND_PAGE = b"<html><head><title>404 Not Found</title></head><body><center>nginx</center></body></html>"
-PATIENCE = Patience(attempts=4, first_wait_seconds=0.05)
+PATIENCE = RetryPolicy(attempts=4, first_wait_seconds=0.05)
 
 
 async def run(settings: StoreSettings, volume: Path, *, attempt: str = "", node_rank: int = 0) -> Restored | None:

@@ -15,7 +15,7 @@ from structlog.testing import capture_logs
 
 from mooring_agent.core.errors import ErrorKind, MooringError
 from mooring_agent.runtime.process import agent_supervisor
-from mooring_agent.runtime.process.agent_supervisor import AgentKeeper, Deaths, Notify
+from mooring_agent.runtime.process.agent_supervisor import AgentSupervisor, Notify, RestartBackoff
 
 # Writes down its pid; ends with the code that somebody gives it, and in order when it is terminated.
 AGENT = """
@@ -41,7 +41,7 @@ class Stage:
         self.folder = folder
         self.deaf = False
         self.told: list[tuple[float, str, bool]] = []
-        self.keeper = AgentKeeper(
+        self.keeper = AgentSupervisor(
             (sys.executable, "-c", AGENT, str(folder)),
             environment=os.environ,
             grace_seconds=grace_seconds,
@@ -125,7 +125,7 @@ async def test_an_agent_that_does_not_answer_is_said_once(tmp_path: Path, monkey
         polls += 1
         return polls > 10
 
-    keeper = AgentKeeper(
+    keeper = AgentSupervisor(
         (sys.executable, "-c", AGENT, str(tmp_path)),
         environment=os.environ,
         grace_seconds=10.0,
@@ -230,7 +230,7 @@ async def test_an_agent_that_hangs_while_draining_is_replaced_by_one_that_drains
 
 
 def test_pauses_grow_with_deaths_in_a_row_and_a_healthy_minute_begins_a_new_row() -> None:
-    deaths = Deaths()
+    deaths = RestartBackoff()
     assert [deaths.add(1.0) for _ in range(8)] == [0.5, 1, 2, 4, 8, 16, 30, 30]
     assert deaths.add(61.0) == 0.5
     assert deaths.count == 1

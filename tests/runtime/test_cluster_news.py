@@ -14,7 +14,7 @@ from mooring_agent.core.agent.events import Committed, Failed, WorkFailed
 from mooring_agent.core.agent.work import Operation, WorkId
 from mooring_agent.core.errors import ErrorKind
 from mooring_agent.core.model import Kind
-from mooring_agent.runtime.monitors.kubernetes_events import LAST_COMMITTED, ClusterNews
+from mooring_agent.runtime.monitors.kubernetes_events import LAST_COMMITTED, KubernetesEvents
 
 LONG_SECONDS = 3600.0
 # It bounds a hang and judges no speed.
@@ -31,8 +31,8 @@ class Pod:
         self.play = Play()
         self.cluster = FakeCluster()
 
-    def news(self, *, between_annotations_seconds: float = LONG_SECONDS) -> ClusterNews:
-        return ClusterNews(
+    def news(self, *, between_annotations_seconds: float = LONG_SECONDS) -> KubernetesEvents:
+        return KubernetesEvents(
             cluster=self.cluster,
             clock=StillClock(),
             between_annotations_seconds=between_annotations_seconds,
@@ -43,12 +43,12 @@ class Pod:
         self.play.steps[save] = step
         self.play.announce(save, kind=kind)
 
-    def commit(self, news: ClusterNews, save: str, step: int, kind: Kind = Kind.PERIODIC) -> None:
+    def commit(self, news: KubernetesEvents, save: str, step: int, kind: Kind = Kind.PERIODIC) -> None:
         self.announce(save, step, kind)
         work = WorkId(operation=Operation.COMMIT, save=save)
         news.hear(self.play.state, Committed(at=0.0, work=work))
 
-    def lose(self, news: ClusterNews, save: str) -> None:
+    def lose(self, news: KubernetesEvents, save: str) -> None:
         event = Failed(at=0.0, save=save, kind=ErrorKind.FILE_CHANGED, reason="its files changed", hint="leave them")
         news.hear(self.play.state, event)
 
@@ -57,7 +57,7 @@ class Pod:
 
 
 @asynccontextmanager
-async def telling(news: ClusterNews) -> AsyncIterator[None]:
+async def telling(news: KubernetesEvents) -> AsyncIterator[None]:
     task = asyncio.create_task(news.tell())
     try:
         yield
@@ -125,7 +125,7 @@ async def test_a_store_in_trouble_is_one_warning_however_many_requests_fail(pod:
     async with telling(news):
         for number in range(1, 20):
             work = WorkId(operation=Operation.SEND_PART, save="a", number=number)
-            pod.play.state.trouble.failed(work, ErrorKind.ACCESS_DENIED, 0.5, 0.0, ending=False)
+            pod.play.state.breaker.failed(work, ErrorKind.ACCESS_DENIED, 0.5, 0.0, ending=False)
             failed = WorkFailed(
                 at=0.0, work=work, kind=ErrorKind.ACCESS_DENIED, message="denied", hint="a key", jitter=0.5
             )
@@ -137,7 +137,7 @@ async def test_a_store_in_trouble_is_one_warning_however_many_requests_fail(pod:
 async def test_one_request_that_fails_is_no_news(pod: Pod) -> None:
     news = pod.news()
     work = WorkId(operation=Operation.SEND_PART, save="a", number=1)
-    pod.play.state.trouble.failed(work, ErrorKind.TIMED_OUT, 0.5, 0.0, ending=False)
+    pod.play.state.breaker.failed(work, ErrorKind.TIMED_OUT, 0.5, 0.0, ending=False)
     news.hear(
         pod.play.state,
         WorkFailed(at=0.0, work=work, kind=ErrorKind.TIMED_OUT, message="late", hint="", jitter=0.5),
@@ -188,6 +188,6 @@ async def test_the_last_words_do_not_wait_for_a_cluster_that_does_not_answer(pod
         async def tell(self, _event: object) -> None:
             await asyncio.Event().wait()
 
-    news = ClusterNews(cluster=Deaf(), clock=StillClock())
+    news = KubernetesEvents(cluster=Deaf(), clock=StillClock())
     async with asyncio.timeout(LIMIT_SECONDS):
         await news.last_words(["checkpoint-20"])

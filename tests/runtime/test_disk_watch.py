@@ -14,7 +14,7 @@ import pytest
 from mooring_agent.adapters.volume.disk import VolumeMeter
 from mooring_agent.ports import DiskReading
 from mooring_agent.runtime.monitors import monitors
-from mooring_agent.runtime.monitors.monitors import Sensors
+from mooring_agent.runtime.monitors.monitors import Monitors
 
 _WALK_SECONDS = 0.03
 _BOUND_SECONDS = 60.0
@@ -58,7 +58,7 @@ async def test_a_walk_that_takes_long_is_followed_by_a_longer_rest(
 
     monkeypatch.setattr(VolumeMeter, "measure", walk_slowly)
     monkeypatch.setattr(monitors, "_DISK_BUSY_SECONDS", 0.0)
-    watched = Sensors(
+    watched = Monitors(
         engine=cast(Any, _Engine()),
         clock=cast(Any, SimpleNamespace(now=time.time)),
         presence=cast(Any, None),

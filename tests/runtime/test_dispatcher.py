@@ -16,7 +16,7 @@ from mooring_agent.core.agent.work import Operation, WorkId
 from mooring_agent.core.errors import ErrorKind
 from mooring_agent.core.model import Fingerprint, Kind, RankManifest, Region, SaveInfo, StagedFile
 from mooring_agent.core.settings.values import Settings, StoreSettings
-from mooring_agent.runtime.work.committer import FirstLook
+from mooring_agent.runtime.work.committer import DuplicateSaveGuard
 from mooring_agent.runtime.work.dispatcher import Dispatcher
 from mooring_agent.runtime.work.pruner import Pruner
 from mooring_agent.runtime.work.ready_store import ReadyStore
@@ -50,7 +50,7 @@ async def _events_of(
             staging=staging,
             reconciler=Reconciler(staging=staging, clock=clock, executor=executor, volume=tmp_path),
             pruner=Pruner(state=lambda: state, clock=clock, state_directory=tmp_path),
-            first_look=FirstLook(lambda: state),
+            first_look=DuplicateSaveGuard(lambda: state),
             clock=clock,
             executor=executor,
             readers=readers,

@@ -29,7 +29,7 @@ def test_what_is_open_is_said_with_its_bytes_its_time_and_the_deadline(capsys: p
     line, said = _said(play, capsys)
     assert (line["event"], line["not_durable"], line["seconds_left"]) == ("termination.open", 2, 30.0)
     assert line["remaining_bytes"] == 4 * PART_BYTES
-    assert line["seconds_needed"] == pytest.approx(4 * PART_BYTES / play.state.goodput.bytes_per_second, abs=0.1)
+    assert line["seconds_needed"] == pytest.approx(4 * PART_BYTES / play.state.upload_rate.bytes_per_second, abs=0.1)
     assert said[0].startswith("mooring: SIGTERM: 30.0 s until SIGKILL")
     assert "checkpoint-2 (step 2, periodic)" in said[1]
     assert f"{3 * PART_BYTES} of {4 * PART_BYTES} bytes left" in said[1]

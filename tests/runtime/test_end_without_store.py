@@ -16,8 +16,8 @@ from mooring_agent.core.agent.events import Event, RanksSeen, StopRequested, Ter
 from mooring_agent.core.settings.values import Settings, TerminationSettings
 from mooring_agent.runtime.api.server import AgentService
 from mooring_agent.runtime.monitors import monitors
-from mooring_agent.runtime.monitors.monitors import Sensors
-from mooring_agent.runtime.monitors.unannounced import Rescue
+from mooring_agent.runtime.monitors.monitors import Monitors
+from mooring_agent.runtime.monitors.unannounced import UnannouncedRecovery
 from mooring_api.names import CHECKPOINT_DIRECTORY
 from mooring_api.v1 import agent_pb2
 
@@ -80,14 +80,14 @@ class _Agent:
         self.announcements = _Announcements(self.engine)
         clock = cast(Any, SimpleNamespace(now=lambda: play.now))
         presence = cast(Any, SimpleNamespace(alive=frozenset))
-        self.sensors = Sensors(
+        self.sensors = Monitors(
             engine=cast(Any, self.engine),
             clock=clock,
             presence=presence,
             executor=executor,
             settings=own,
             watching=None,
-            rescue=Rescue(
+            rescue=UnannouncedRecovery(
                 announcements=cast(Any, self.announcements),
                 engine=cast(Any, self.engine),
                 settings=own,

@@ -10,7 +10,7 @@ from tests.restore.stored_checkpoints import store_checkpoint
 
 from mooring_agent.core.errors import ErrorKind, StoreError
 from mooring_agent.core.stored.object_layout import manifest_key, marker_key
-from mooring_agent.runtime.work.committer import FirstLook
+from mooring_agent.runtime.work.committer import DuplicateSaveGuard
 
 
 class _StoreThatTakesTime(FakeStore):
@@ -36,46 +36,46 @@ def play() -> Play:
     return play
 
 
-async def _refusal(look: FirstLook, store: FakeStore) -> ErrorKind:
+async def _refusal(look: DuplicateSaveGuard, store: FakeStore) -> ErrorKind:
     with pytest.raises(StoreError) as caught:
         await look.require_new(store, "save")
     return caught.value.kind
 
 
 async def test_a_new_save_costs_one_request_however_many_files_it_has(store: FakeStore, play: Play) -> None:
-    look = FirstLook(lambda: play.state)
+    look = DuplicateSaveGuard(lambda: play.state)
     await asyncio.gather(*(look.require_new(store, "save") for _ in range(8)))
     assert store.calls == [("get", marker_key(play.state.checkpoints["save"].info))]
 
 
 async def test_a_committed_save_that_was_announced_at_another_time_is_another_one(store: FakeStore, play: Play) -> None:
     await store_checkpoint(store, 1, save="save", world_size=2, saved_at=99.0)
-    assert await _refusal(FirstLook(lambda: play.state), store) is ErrorKind.CONTRADICTION
+    assert await _refusal(DuplicateSaveGuard(lambda: play.state), store) is ErrorKind.CONTRADICTION
 
 
 async def test_a_committed_save_of_fewer_ranks_is_another_one(store: FakeStore, play: Play) -> None:
     info = await store_checkpoint(store, 1, save="save", world_size=2, saved_at=100.0)
     await store.delete(manifest_key(info, 0))
-    assert await _refusal(FirstLook(lambda: play.state), store) is ErrorKind.CONTRADICTION
+    assert await _refusal(DuplicateSaveGuard(lambda: play.state), store) is ErrorKind.CONTRADICTION
 
 
 async def test_the_marker_that_another_agent_wrote_for_our_own_manifest_is_no_reason_to_stop(
     store: FakeStore, play: Play
 ) -> None:
     await store_checkpoint(store, 1, save="save", world_size=2, saved_at=100.0)
-    await FirstLook(lambda: play.state).require_new(store, "save")
+    await DuplicateSaveGuard(lambda: play.state).require_new(store, "save")
 
 
 async def test_a_marker_of_ours_that_was_cut_short_is_no_reason_to_stop(store: FakeStore, play: Play) -> None:
     info = await store_checkpoint(store, 1, save="save", world_size=2, saved_at=100.0)
     await store.put(marker_key(info), b"")
-    await FirstLook(lambda: play.state).require_new(store, "save")
+    await DuplicateSaveGuard(lambda: play.state).require_new(store, "save")
 
 
 async def test_transfers_that_wait_for_one_look_fail_with_it_and_the_next_looks_again(
     store: FakeStore, play: Play
 ) -> None:
-    look = FirstLook(lambda: play.state)
+    look = DuplicateSaveGuard(lambda: play.state)
     store.fail("get", ErrorKind.UNREACHABLE)
     assert await asyncio.gather(*(_refusal(look, store) for _ in range(3))) == [ErrorKind.UNREACHABLE] * 3
     assert len(store.calls) == 1

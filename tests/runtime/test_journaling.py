@@ -63,9 +63,9 @@ def test_a_restart_knows_what_is_unfinished_down_to_the_part() -> None:
     play.answer(WorkId(Operation.CREATE_UPLOAD, "one", 0, "r0-0"))
     play.answer(next(work for work in play.in_flight if work.number == 2))
     state, _ = recover(settings(), _journal_of(play), _NothingStaged())
-    progress = state.checkpoints["one"].shares[0].files["r0-0"]
+    progress = state.checkpoints["one"].contributions[0].files["r0-0"]
     assert set(progress.etags) == {2}
-    assert progress.upload_id == play.state.checkpoints["one"].shares[0].files["r0-0"].upload_id
+    assert progress.upload_id == play.state.checkpoints["one"].contributions[0].files["r0-0"].upload_id
 
 
 def test_compaction_keeps_the_unfinished_and_the_newest_committed_and_nothing_else() -> None:
@@ -196,11 +196,11 @@ def test_a_directory_that_ranks_share_is_found_again_with_all_of_them(tmp_path: 
     (checkpoint,) = state.checkpoints.values()
     assert checkpoint.info == info
     assert checkpoint.phase is Phase.STAGED
-    assert {rank: (share.staged, list(share.files)) for rank, share in sorted(checkpoint.shares.items())} == {
+    assert {rank: (share.staged, list(share.files)) for rank, share in sorted(checkpoint.contributions.items())} == {
         0: (True, ["model.bin"]),
         1: (True, []),
     }
-    assert [share.announced_at for _, share in sorted(checkpoint.shares.items())] == [3.0, 2.0]
+    assert [share.announced_at for _, share in sorted(checkpoint.contributions.items())] == [3.0, 2.0]
 
 
 def test_which_rank_is_which_outlives_compaction_and_not_an_orderly_end() -> None:
@@ -232,7 +232,7 @@ def test_a_journal_that_does_not_replay_is_set_aside_and_the_volume_rescanned(tm
 def test_what_is_found_again_on_the_volume_keeps_the_part_size_it_was_staged_with(tmp_path: Path) -> None:
     _staged_on(tmp_path, "save-1", step=1)
     state, _ = recover(settings(), FakeJournal(), LocalStagingArea(tmp_path))
-    assert state.checkpoints["save-1"].shares[0].files["model.bin"].part_size_bytes == 2 * PART_BYTES
+    assert state.checkpoints["save-1"].contributions[0].files["model.bin"].part_size_bytes == 2 * PART_BYTES
 
 
 @pytest.mark.parametrize(("pack_size_bytes", "packs"), [(0, 0), (16 * 1024, 5), (8 * 1024, 10)])
@@ -247,7 +247,7 @@ def test_what_is_found_again_on_the_volume_is_packed_as_it_was_when_it_was_stage
     announced = Announced(at=1.0, info=info, rank=0, source=str(source), files=(), local_world_size=1)
     _stage_on(tmp_path, (announced,), pack_size_bytes)
     state, _ = recover(settings(), FakeJournal(), LocalStagingArea(tmp_path))
-    assert len(state.checkpoints["save-1"].shares[0].packs) == packs
+    assert len(state.checkpoints["save-1"].contributions[0].packs) == packs
 
 
 def test_after_a_damaged_journal_the_newest_is_the_one_that_was_announced_last(tmp_path: Path) -> None:

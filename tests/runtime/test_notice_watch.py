@@ -11,7 +11,7 @@ from tests.fakes.fake_notices import FakeNotices
 
 from mooring_agent.core.settings.values import TerminationSettings
 from mooring_agent.ports import Notice
-from mooring_agent.runtime.monitors.preemption import NoticeWatch, notice_watch
+from mooring_agent.runtime.monitors.preemption import PreemptionWatcher, notice_watch
 
 # It bounds a hang and judges no speed.
 LIMIT_SECONDS = 60.0
@@ -35,7 +35,7 @@ class Listener:
 
     @asynccontextmanager
     async def listening(self, *, named: bool = True) -> AsyncIterator[None]:
-        watch = NoticeWatch(
+        watch = PreemptionWatcher(
             candidates=self.candidates,
             named=named,
             notify=self.notify,

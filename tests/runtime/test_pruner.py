@@ -16,7 +16,7 @@ from mooring_agent.core.errors import ErrorKind, StoreError
 from mooring_agent.core.policies.restore_choice import Pin, encode_pin
 from mooring_agent.core.settings.values import RetentionSettings
 from mooring_agent.core.stored.object_layout import pin_key
-from mooring_agent.runtime.work.pruner import LitterRemover
+from mooring_agent.runtime.work.pruner import LeftoverRemover
 
 DAY = 24 * 3600.0
 _LIMIT_SECONDS = 60.0
@@ -42,8 +42,8 @@ async def _calls_after_a_commit(store: FakeStore, settings: RetentionSettings, *
     play.announce("save")
     if rank:
         (checkpoint,) = play.state.checkpoints.values()
-        checkpoint.shares = {rank: replace(checkpoint.shares[0])}
-    remover = LitterRemover(cast(Any, FakeReadyStore(store)), cast(Any, StoreClock(store)), settings)
+        checkpoint.contributions = {rank: replace(checkpoint.contributions[0])}
+    remover = LeftoverRemover(cast(Any, FakeReadyStore(store)), cast(Any, StoreClock(store)), settings)
     watching = asyncio.ensure_future(remover.watch())
     for _ in range(2):
         remover.hear(play.state, Committed(at=play.now, work=WorkId(Operation.COMMIT, "save")))

@@ -10,7 +10,7 @@ import pytest
 from structlog.testing import capture_logs
 
 from mooring_agent.core.errors import ErrorKind, VolumeError
-from mooring_agent.runtime.monitors.monitors import Sensors
+from mooring_agent.runtime.monitors.monitors import Monitors
 
 
 class _Presence:
@@ -34,7 +34,7 @@ async def test_a_trouble_that_lasts_is_told_once_and_again_when_it_changes(
     tmp_path: Path, executor: ThreadPoolExecutor
 ) -> None:
     presence = _Presence()
-    sensors = Sensors(
+    sensors = Monitors(
         engine=cast(Any, SimpleNamespace(state=SimpleNamespace(alive_ranks=frozenset()))),
         clock=cast(Any, None),
         presence=cast(Any, presence),

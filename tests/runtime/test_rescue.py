@@ -19,7 +19,7 @@ from tests.restore.stored_checkpoints import store_checkpoint
 from mooring_agent.adapters.volume.content_check import content_signature
 from mooring_agent.core.errors import ErrorKind, RequestError
 from mooring_agent.core.stored.object_layout import marker_key
-from mooring_agent.runtime.monitors.unannounced import Rescue
+from mooring_agent.runtime.monitors.unannounced import UnannouncedRecovery
 from mooring_api.names import CHECKPOINT_DIRECTORY
 from mooring_api.v1 import agent_pb2
 
@@ -59,9 +59,11 @@ async def _announced(volume: Path, store: FakeStore, *, looks: int = 1) -> _Anno
 
 
 @contextmanager
-def _rescue(volume: Path, announced: _Announced, opened: FakeReadyStore, engine: _Engine) -> Iterator[Rescue]:
+def _rescue(
+    volume: Path, announced: _Announced, opened: FakeReadyStore, engine: _Engine
+) -> Iterator[UnannouncedRecovery]:
     with ThreadPoolExecutor(1) as executor:
-        yield Rescue(
+        yield UnannouncedRecovery(
             announcements=cast(Any, announced),
             engine=cast(Any, engine),
             settings=_settings(volume),

@@ -18,6 +18,7 @@ from mooring_agent.core.agent.announcements import check_announcement, known_ann
 from mooring_agent.core.agent.commands import (
     AFTER_ITS_RECORD,
     Abandon,
+    CancelTermination,
     CancelWork,
     Command,
     Commit,
@@ -32,10 +33,9 @@ from mooring_agent.core.agent.commands import (
     Reconcile,
     Record,
     Release,
-    RingDoorbell,
+    RequestSave,
     SendPart,
     Stage,
-    TakeBackNotice,
     WorkCommand,
     WriteManifest,
 )
@@ -279,7 +279,7 @@ class AgentModel:
 
     def _perform(self, command: Command) -> None:
         match command:
-            case RingDoorbell() | LiftBandwidthCap() | TakeBackNotice():
+            case RequestSave() | LiftBandwidthCap() | CancelTermination():
                 pass
             case Record():
                 raise ViolationError("a decision came out as a command")
@@ -616,7 +616,7 @@ class AgentModel:
                 checkpoint.pins_dropped,
                 {
                     rank: (share.staged, share.manifest_stored, share.unstored_count, share.source)
-                    for rank, share in checkpoint.shares.items()
+                    for rank, share in checkpoint.contributions.items()
                 },
             )
             for save, checkpoint in state.checkpoints.items()

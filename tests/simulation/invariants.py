@@ -107,7 +107,9 @@ class AgentChecks:
             raise ViolationError(f"{event.save} was shed though it is just-in-time")
         if not any(other.phase is not Phase.FAILED for other in newer):
             raise ViolationError(f"{event.save} was shed though it is the newest")
-        given_up_elsewhere = checkpoint.waits_for_ranks or len(checkpoint.shares) < checkpoint.expected_local_ranks
+        given_up_elsewhere = (
+            checkpoint.waits_for_ranks or len(checkpoint.contributions) < checkpoint.expected_local_ranks
+        )
         under_pressure = budget_bytes(state) == 0
         if not under_pressure and not (given_up_elsewhere and any(other.durable for other in newer)):
             raise ViolationError(f"{event.save} was shed without need")
@@ -134,7 +136,7 @@ class AgentChecks:
             return
         if sent.info.kind is Kind.JUST_IN_TIME:
             return
-        if state.trouble.away and not (newest.info.kind is Kind.JUST_IN_TIME and state.termination.noticed):
+        if state.breaker.away and not (newest.info.kind is Kind.JUST_IN_TIME and state.termination.noticed):
             # A single request asks whether the store is back, and each has its turn.
             return
         before = self._went_before.setdefault(newest.info.save, set())
@@ -145,7 +147,7 @@ class AgentChecks:
     def newest_is_sent(self, state: State) -> None:
         """Whatever hangs: while it has something ready, no place on the wire is free."""
         newest = _newest_to_send(state)
-        if newest is None or not newest.pending or state.trouble.away or state.termination.exiting:
+        if newest is None or not newest.pending or state.breaker.away or state.termination.exiting:
             return
         has_last_save = state.termination.noticed and any(one.info.kind is Kind.JUST_IN_TIME for one in state.sending)
         if not has_last_save and len(state.transfers) < int(state.window):

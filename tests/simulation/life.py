@@ -248,8 +248,10 @@ class Life:
         checkpoint = agent.state.checkpoints.get(save)
         if checkpoint is None:
             raise ViolationError(f"{save} was acknowledged and is forgotten")
-        if checkpoint.phase is not Phase.SHED and not ranks <= set(checkpoint.shares):
-            raise ViolationError(f"{save}: ranks {sorted(ranks)} were acknowledged, {sorted(checkpoint.shares)} known")
+        if checkpoint.phase is not Phase.SHED and not ranks <= set(checkpoint.contributions):
+            raise ViolationError(
+                f"{save}: ranks {sorted(ranks)} were acknowledged, {sorted(checkpoint.contributions)} known"
+            )
         if checkpoint.durable:
             if marker_key(checkpoint.info) not in self.store.objects:
                 raise ViolationError(f"{save} is {checkpoint.phase} and has no marker")

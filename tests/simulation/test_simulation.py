@@ -99,7 +99,7 @@ Mutation = Callable[[pytest.MonkeyPatch], None]
 
 def _seal_when_the_first_rank_has(patch: pytest.MonkeyPatch) -> None:
     def all_sealed(checkpoint: Checkpoint) -> bool:
-        return any(share.manifest_stored for share in checkpoint.shares.values())
+        return any(share.manifest_stored for share in checkpoint.contributions.values())
 
     patch.setattr(Checkpoint, "all_sealed", property(all_sealed))
 

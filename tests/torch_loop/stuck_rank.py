@@ -18,7 +18,7 @@ import torch.distributed.checkpoint as dcp
 from torch.nn.parallel import DistributedDataParallel
 
 from mooring import VolumeError
-from mooring.ranks.coordinator import RanksJob
+from mooring.ranks.coordinator import StoreCoordinator
 from mooring.torch_loop import TorchLoop, saver
 
 SHORT_SECONDS = 3.0
@@ -30,12 +30,12 @@ def main() -> None:
     # DCP's collectives, between two of which the other rank waits for this one's write.
     dist.new_group = functools.partial(dist.new_group, timeout=timedelta(seconds=SHORT_SECONDS))
     saver._PATIENCE_SECONDS = SHORT_SECONDS  # type: ignore[misc]
-    agree = RanksJob._agree
+    agree = StoreCoordinator._agree
 
-    def agree_soon(ranks: RanksJob, key: str, ok: bool, _: float = 0.0) -> bool | None:
+    def agree_soon(ranks: StoreCoordinator, key: str, ok: bool, _: float = 0.0) -> bool | None:
         return agree(ranks, key, ok, SHORT_SECONDS)
 
-    RanksJob._agree = agree_soon  # type: ignore[method-assign,assignment]
+    StoreCoordinator._agree = agree_soon  # type: ignore[method-assign,assignment]
     over = threading.Event()
     write = dcp.FileSystemWriter.write_data
 

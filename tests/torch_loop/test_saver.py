@@ -13,7 +13,7 @@ from tests.torch_loop.small import Small, make_loader, resumed
 from torch.distributed.fsdp import fully_shard
 
 from mooring import Checkpointer
-from mooring.checkpoint_writer import Saving
+from mooring.checkpoint_writer import CheckpointWriter
 from mooring.torch_loop import TrainingState
 from mooring.torch_loop.saver import Saver
 from mooring.torch_loop.storage import Storage
@@ -154,7 +154,7 @@ def test_an_error_that_nobody_thought_of_costs_a_warning(
     checkpointer, small = make_checkpointer(), trained(3)
     saver = Saver(small.state.storage)
     with monkeypatch.context() as failing:
-        failing.setattr(Saving, "complete", fail)
+        failing.setattr(CheckpointWriter, "complete", fail)
         getattr(saver, how)(checkpointer.begin(3), small.state.capture)
         saver.wait()
     assert saver.saved_step is None

@@ -34,7 +34,7 @@ from typing import Any
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from mooring.gate import Ask, RanksGate
+from mooring.gate import Action, RanksGate
 from mooring.gate.gates import Decision
 
 _HOLD_SECONDS = 240.0  # a test that died holds nobody for ever
@@ -124,7 +124,7 @@ def _install(pace: Pace) -> None:
 
     def decide_and_tell(gate: RanksGate, number: int) -> Decision:
         decision = decide(gate, number)
-        if decision.ask is Ask.STOP:
+        if decision.ask is Action.STOP:
             pace.heard()
         return decision
 

@@ -15,13 +15,13 @@ from tests.harness.installed_chart import MANAGED, SERVICE, installed_chart, man
 from tests.webhook.test_certificates import pem, shake_hands
 
 from mooring_agent.core.errors import ErrorKind, MooringError
-from mooring_agent.core.policies.certificate_rotation import Lives
+from mooring_agent.core.policies.certificate_rotation import CertificateLifetimes
 from mooring_agent.webhook.certificate_keeper import CertificateKeeper, ServingCertificate, kept_certificates
-from mooring_agent.webhook.certificates import Pair, make_authority, make_leaf, read_secret
-from mooring_agent.webhook.settings import Pace, SelfManaged
+from mooring_agent.webhook.certificates import CertificateWithKey, make_authority, make_leaf, read_secret
+from mooring_agent.webhook.settings import CertificateTimings, SelfManaged
 
 SECONDS = 30.0
-PACE = Pace(
+PACE = CertificateTimings(
     look_seconds=0.05,
     retry_seconds=0.05,
     call_seconds=10,
@@ -48,7 +48,7 @@ def managed(api: FakeApiServer, folder: Path, **pace: float) -> SelfManaged:
 
 def put_old_pair(certificate: ServingCertificate, begins_at: datetime | None = None) -> datetime:
     """Of a CA that nobody knows, valid for a day. Returns when it ends."""
-    begins_at, lives = begins_at or datetime.now(UTC), Lives(leaf=timedelta(days=1))
+    begins_at, lives = begins_at or datetime.now(UTC), CertificateLifetimes(leaf=timedelta(days=1))
     certificate.put(pem(make_leaf(make_authority(begins_at, lives), {SERVICE}, begins_at, lives)))
     assert certificate.expires_at is not None
     return certificate.expires_at
@@ -61,7 +61,7 @@ async def until(holds: Callable[[], object], what: str) -> None:
         await asyncio.sleep(0.01)
 
 
-def kept_leaf(api: FakeApiServer) -> Pair:
+def kept_leaf(api: FakeApiServer) -> CertificateWithKey:
     leaf = read_secret(api.shelf.get("secrets", MANAGED.secret), SERVICE, datetime.now(UTC)).leaf
     assert leaf is not None
     return leaf
@@ -230,6 +230,6 @@ async def test_the_handshake_that_api_servers_make_fails_where_nothing_is_publis
     """What all this is for: the test of the tests."""
     put_old_pair(certificate)
     async with kept_certificates(managed(api, tmp_path), certificate):
-        other = make_authority(datetime.now(UTC), Lives())
+        other = make_authority(datetime.now(UTC), CertificateLifetimes())
         with pytest.raises(ssl.SSLCertVerificationError):
             shake_hands(tmp_path / "again", kept_leaf(api), other.certificate_pem, SERVICE)

@@ -17,15 +17,15 @@ from tests.fakes.object_shelf import ObjectShelf, RefusedError
 
 from mooring_agent.adapters.kubernetes import ApiServer
 from mooring_agent.core.errors import ErrorKind, MooringError
-from mooring_agent.core.policies.certificate_rotation import Lives
+from mooring_agent.core.policies.certificate_rotation import CertificateLifetimes
 from mooring_agent.webhook.certificate_keeper import CertificateKeeper, ServingCertificate, ca_bundles, published_in
-from mooring_agent.webhook.certificates import Kept, fingerprint, read_bundle, read_secret
+from mooring_agent.webhook.certificates import SecretContent, fingerprint, read_bundle, read_secret
 from mooring_agent.webhook.settings import SelfManaged
 
 MANAGED = SelfManaged(namespace="mooring", service="mooring-webhook", secret="s", configuration="c")
 SERVICE = "mooring-webhook.mooring.svc"
 SECRETS, CONFIGURATIONS = "secrets", "mutatingwebhookconfigurations"
-LIVES = Lives()
+LIVES = CertificateLifetimes()
 BEGIN = datetime(2026, 1, 1, tzinfo=UTC)
 DAY = timedelta(days=1)
 
@@ -133,7 +133,7 @@ class _World:
                     verify(leaf, bundle, self.now)
                     self._verified.add((pair, bundle))
 
-    def kept(self) -> Kept:
+    def kept(self) -> SecretContent:
         return read_secret(self.shelf.get(SECRETS, MANAGED.secret), SERVICE, self.now)
 
     def _published(self) -> bytes:

@@ -8,25 +8,25 @@ from pathlib import Path
 
 import pytest
 
-from mooring_agent.core.policies.certificate_rotation import Lives, Plan, plan
+from mooring_agent.core.policies.certificate_rotation import CertificateLifetimes, Plan, plan
 from mooring_agent.webhook.certificate_keeper import ServingCertificate
-from mooring_agent.webhook.certificates import Kept, Pair, make_authority, make_leaf, read_secret
+from mooring_agent.webhook.certificates import CertificateWithKey, SecretContent, make_authority, make_leaf, read_secret
 
 NOW = datetime.now(UTC)
-LIVES = Lives()
+LIVES = CertificateLifetimes()
 SERVICE = "mooring-webhook.mooring.svc"
 NAMES = frozenset({SERVICE, f"{SERVICE}.cluster.local"})
 
 
-def pem(leaf: Pair) -> bytes:
+def pem(leaf: CertificateWithKey) -> bytes:
     return leaf.certificate_pem + leaf.key_pem
 
 
-def due(kept: Kept) -> Plan:
+def due(kept: SecretContent) -> Plan:
     return plan(NOW, *kept.terms, {}, LIVES)
 
 
-def shake_hands(folder: Path, leaf: Pair, bundle: bytes, name: str) -> None:
+def shake_hands(folder: Path, leaf: CertificateWithKey, bundle: bytes, name: str) -> None:
     """Both sides in memory, the client as strict as it can be."""
     certificate = ServingCertificate(folder)
     certificate.put(pem(leaf))
@@ -102,7 +102,7 @@ def test_openssl_at_its_strictest_takes_them(tmp_path: Path) -> None:
     )
     assert done.returncode == 0, done.stderr
     command = ["openssl", "verify", "-x509_strict", "-CAfile", str(tmp_path / "ca.crt")]
-    sub_authority = make_leaf(Pair(certificate=leaf.certificate, key=leaf.key), NAMES, NOW, LIVES)
+    sub_authority = make_leaf(CertificateWithKey(certificate=leaf.certificate, key=leaf.key), NAMES, NOW, LIVES)
     (tmp_path / "sub.crt").write_bytes(sub_authority.certificate_pem)
     done = subprocess.run(
         [*command, "-untrusted", tmp_path / "tls.crt", tmp_path / "sub.crt"],
@@ -113,10 +113,10 @@ def test_openssl_at_its_strictest_takes_them(tmp_path: Path) -> None:
     assert done.returncode != 0, "a leaf must sign nothing"
 
 
-def kept() -> Kept:
-    first = Kept().after(due(Kept()), NAMES, NOW, LIVES)
+def kept() -> SecretContent:
+    first = SecretContent().after(due(SecretContent()), NAMES, NOW, LIVES)
     old = make_authority(NOW - timedelta(days=200), LIVES)
-    return Kept(authorities=(*first.authorities, old), leaf=first.leaf, issuer=first.issuer)
+    return SecretContent(authorities=(*first.authorities, old), leaf=first.leaf, issuer=first.issuer)
 
 
 def test_what_is_written_to_the_secret_is_read_again() -> None:
@@ -142,7 +142,7 @@ def test_a_secret_with_an_entry_that_is_none_is_made_whole_again(entry: str, tex
 def test_a_certificate_that_is_no_authority_is_not_taken_for_one() -> None:
     data = kept().data()
     found = read_secret({"data": {**data, "ca.crt": data["tls.crt"], "ca.key": data["tls.key"]}}, SERVICE, NOW)
-    assert found == Kept()
+    assert found == SecretContent()
 
 
 @pytest.mark.parametrize(

@@ -25,7 +25,7 @@ from tests.harness.installed_chart import (
 from tests.harness.self_managed_webhook import Reviewer, SelfManagedWebhook
 from tests.harness.webhook_process import review_of, training_pod
 
-from mooring_agent.webhook.certificates import Pair, read_secret
+from mooring_agent.webhook.certificates import CertificateWithKey, read_secret
 
 _SECONDS = 90.0
 _LAG_SECONDS = 4.0
@@ -78,7 +78,7 @@ def test_of_two_that_begin_at_once_one_writes_and_both_are_verified_by_what_is_p
             assert pairs[0].splitlines()[-2] not in replica.log_text()
 
 
-def install_old(api: FakeApiServer) -> Pair:
+def install_old(api: FakeApiServer) -> CertificateWithKey:
     """A CA that is due, published, with a leaf that is served. Returns the CA."""
     kept = kept_when_due()
     api.shelf.patch("secrets", MANAGED.secret, {"data": kept.data()})

@@ -18,7 +18,7 @@ def share_one_heap() -> None:
         _libc.mallopt(_M_ARENA_MAX, _ARENAS)
 
 
-def give_back() -> None:
+def malloc_trim() -> None:
     """Return free memory to the system; takes some milliseconds."""
     if hasattr(_libc, "malloc_trim"):
         _libc.malloc_trim(0)
@@ -27,7 +27,7 @@ def give_back() -> None:
 log = structlog.get_logger("mooring.agent")
 
 
-def give_way(*, nice: int, io_priority: str) -> None:
+def set_priority(*, nice: int, io_priority: str) -> None:
     """Call it before there are threads. A system that forbids it is no reason not to run."""
     try:
         if nice:

@@ -23,7 +23,7 @@ _Result = TypeVar("_Result")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Patience:
+class RetryPolicy:
     """How often to try, and the longest wait before the second and before any later attempt."""
 
     attempts: int = 6
@@ -37,13 +37,13 @@ class RetryingStore:
     def __init__(
         self,
         store: ObjectStore,
-        patience: Patience | None = None,
+        patience: RetryPolicy | None = None,
         *,
         sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
         generator: random.Random | None = None,
     ) -> None:
         self._store = store
-        self._patience = patience or Patience()
+        self._patience = patience or RetryPolicy()
         self._sleep = sleep
         self._generator = generator or random.Random()  # noqa: S311 - jitter is no secret
 

@@ -11,7 +11,7 @@ from typing import Final
 from mooring_agent.adapters.volume.errors import volume_error
 from mooring_agent.adapters.volume.shared_volume import PARTIAL_SUFFIX, Folder, open_volume
 from mooring_api.names import DOORBELL, STATE_DIRECTORY
-from mooring_api.signal_file import RING_OFFSET, SIZE_BYTES, Ring, decode, encode
+from mooring_api.signal_file import RING_OFFSET, SIZE_BYTES, SaveSignal, decode, encode
 
 _PATH: Final = f"{STATE_DIRECTORY}/{DOORBELL}"
 _MODE: Final = 0o660
@@ -19,7 +19,7 @@ _AFTER_RING: Final = RING_OFFSET + 8
 _LAST_RING: Final = 2**64 - 1
 
 
-class Doorbell:
+class SignalFile:
     """The agent's end; one agent rings at a time."""
 
     def __init__(self, volume: Path) -> None:
@@ -34,7 +34,7 @@ class Doorbell:
                 with root.opened_file(_PATH, os.O_RDWR) as descriptor:
                     last = decode(os.pread(descriptor, SIZE_BYTES, 0)).ring
                     # A trainer may have written there; it is asked all the same.
-                    ring = Ring(ring=last % _LAST_RING + 1, deadline_unix=deadline_unix, terminating=terminating)
+                    ring = SaveSignal(ring=last % _LAST_RING + 1, deadline_unix=deadline_unix, terminating=terminating)
                     content = encode(ring)
                     os.pwrite(descriptor, content[_AFTER_RING:], _AFTER_RING)
                     os.pwrite(descriptor, content[:RING_OFFSET], 0)
@@ -53,17 +53,17 @@ class Doorbell:
             return
         try:
             with open_volume(self._volume) as root, root.opened_file(_PATH, os.O_RDWR) as descriptor:
-                os.pwrite(descriptor, encode(Ring(ring=last.ring))[_AFTER_RING:], _AFTER_RING)
+                os.pwrite(descriptor, encode(SaveSignal(ring=last.ring))[_AFTER_RING:], _AFTER_RING)
         except OSError as error:
             raise volume_error(error, f"cannot write the doorbell {self._shown}") from error
 
-    def current(self) -> Ring:
+    def current(self) -> SaveSignal:
         """What a trainer would read now. Raises VolumeError."""
         try:
             with open_volume(self._volume) as root, root.opened_file(_PATH) as descriptor:
                 return decode(os.pread(descriptor, SIZE_BYTES, 0))
         except FileNotFoundError:
-            return Ring()
+            return SaveSignal()
         except OSError as error:
             raise volume_error(error, f"cannot read the doorbell {self._shown}") from error
 
@@ -75,7 +75,7 @@ def _make(root: Folder) -> None:
     partial = _PATH + PARTIAL_SUFFIX
     root.unlink(partial)
     with root.opened_file(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL) as descriptor:
-        os.write(descriptor, encode(Ring()))
+        os.write(descriptor, encode(SaveSignal()))
         # After the umask, which must not keep a trainer with only our group out.
         os.fchmod(descriptor, _MODE)
     root.rename(partial, root, _PATH)

@@ -35,7 +35,7 @@ def agent(fresh: bool, parent_pid: int | None, **options: Any) -> None:
         import structlog
         import uvloop
 
-        from mooring_agent.adapters.priority import give_way
+        from mooring_agent.adapters.priority import set_priority
         from mooring_agent.runtime.engine.telemetry import configure_logs
         from mooring_agent.runtime.process.app import run_agent
 
@@ -46,7 +46,7 @@ def agent(fresh: bool, parent_pid: int | None, **options: Any) -> None:
                 "settings.unknown_variable", problem=line, hint="every setting is described in docs/settings.md"
             )
         make_shared_folders(Path(settings.volume), Path(settings.checkpoint_directory))
-        give_way(nice=settings.nice, io_priority=settings.io_priority)
+        set_priority(nice=settings.nice, io_priority=settings.io_priority)
         code = uvloop.run(run_agent(settings, fresh=fresh, parent_pid=parent_pid))
     # Not through the interpreter's end: it would join threads that still hash a file, and SIGKILL may be near.
     # Every line we said was flushed as it was said.

@@ -120,7 +120,7 @@ def _wait_for_url(server: Child, log: Path) -> str:
 
 
 @dataclass(slots=True, kw_only=True)
-class Trained:
+class TrainingRun:
     """`losses` by step as hexadecimal text: equal text is equal bits."""
 
     begun: int = 0
@@ -136,9 +136,9 @@ class Trained:
         return float.fromhex(self.losses[step])
 
 
-def read_along(program: Child, on_step: Callable[[int, float], None]) -> Trained:
+def read_along(program: Child, on_step: Callable[[int, float], None]) -> TrainingRun:
     """Until the program and its agent have ended. `on_step` gets each step with its loss as it comes."""
-    trained = Trained()
+    trained = TrainingRun()
     for line in program.lines():
         try:
             said = json.loads(line)

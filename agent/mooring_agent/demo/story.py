@@ -25,7 +25,7 @@ from rich.markup import escape
 from rich.text import Text
 
 from mooring_agent.core.errors import ErrorKind, MooringError
-from mooring_agent.demo.processes import LogLine, Trained, child, find_rclone, read_along, read_log, s3_server
+from mooring_agent.demo.processes import LogLine, TrainingRun, child, find_rclone, read_along, read_log, s3_server
 from mooring_api.names import JUST_IN_TIME_EXIT_CODE
 
 _SECONDS_WIDTH: Final = 6
@@ -195,7 +195,7 @@ def _write_text(path: Path) -> int:
     return sum(map(len, texts))
 
 
-def _train_undisturbed(stage: _Stage, characters: int) -> Trained:
+def _train_undisturbed(stage: _Stage, characters: int) -> TrainingRun:
     stage.timeline.say(f"{_STEPS} steps of a small transformer on {characters:,} characters of source text")
     stage.timeline.say("without Mooring, and nobody disturbs it")
     program = child(
@@ -211,7 +211,7 @@ def _train_undisturbed(stage: _Stage, characters: int) -> Trained:
     return trained
 
 
-def _train_until_preempted(stage: _Stage) -> Trained:
+def _train_until_preempted(stage: _Stage) -> TrainingRun:
     stage.timeline.say(f"saves every {_SAVE_EVERY} steps; the agent beside it uploads each save")
     show = _shower(stage.timeline)
     with _mooring_run(stage, "preempted") as running:
@@ -259,7 +259,7 @@ def _logged(lines: list[LogLine], event: str, **fields: object) -> LogLine:
     raise ClaimError(f"Mooring's log tells of {event} {fields or ''}")
 
 
-def _train_on(stage: _Stage, step: int) -> Trained:
+def _train_on(stage: _Stage, step: int) -> TrainingRun:
     shutil.rmtree(stage.volume)
     stage.timeline.say("the local disk is gone: deleted the volume with all it held", style="yellow")
     with _mooring_run(stage, "resumed") as running:
@@ -272,7 +272,7 @@ def _train_on(stage: _Stage, step: int) -> Trained:
     return trained
 
 
-def _compare(undisturbed: Trained, interrupted: Trained, resumed: Trained) -> int:
+def _compare(undisturbed: TrainingRun, interrupted: TrainingRun, resumed: TrainingRun) -> int:
     """How many losses were compared."""
     _claim(not interrupted.losses.keys() & resumed.losses.keys(), "no step is trained twice")
     together = interrupted.losses | resumed.losses

@@ -17,7 +17,7 @@ from cryptography import x509
 from mooring_agent.adapters.kubernetes import MERGE_PATCH, ApiServer
 from mooring_agent.core.errors import ErrorKind, MooringError
 from mooring_agent.core.policies.certificate_rotation import plan
-from mooring_agent.webhook.certificates import Kept, fingerprint, read_bundle, read_secret
+from mooring_agent.webhook.certificates import SecretContent, fingerprint, read_bundle, read_secret
 from mooring_agent.webhook.settings import SelfManaged
 
 _FILES: Final = ("tls.crt", "tls.key")  # as cert-manager names them
@@ -211,11 +211,11 @@ class CertificateKeeper:
             raise configuration
         await self._publish(after, configuration)
 
-    def _serve(self, kept: Kept) -> None:
+    def _serve(self, kept: SecretContent) -> None:
         if kept.leaf is not None:
             self._certificate.put(kept.leaf.certificate_pem + kept.leaf.key_pem)
 
-    async def _publish(self, kept: Kept, configuration: Object) -> None:
+    async def _publish(self, kept: SecretContent, configuration: Object) -> None:
         bundle = base64.b64encode(kept.bundle).decode()
         stale = [name for name, text in ca_bundles(configuration).items() if text != bundle]
         if stale:

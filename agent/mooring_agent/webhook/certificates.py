@@ -20,7 +20,7 @@ from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption,
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 from cryptography.x509.verification import PolicyBuilder, Store, VerificationError
 
-from mooring_agent.core.policies.certificate_rotation import NEW, Lives, Plan, Term
+from mooring_agent.core.policies.certificate_rotation import NEW, CertificateLifetimes, Plan, Validity
 
 _NAME: Final = "mooring-webhook"  # nobody reads a leaf's, and not every Service's name fits into its 64 letters
 _KEY: Final = re.compile(rb"-----BEGIN ([A-Z ]+)-----.+?-----END \1-----", re.DOTALL)
@@ -31,7 +31,7 @@ _USES: Final = (
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Pair:
+class CertificateWithKey:
     """A certificate and its key."""
 
     certificate: x509.Certificate
@@ -49,17 +49,17 @@ class Pair:
     def key_pem(self) -> bytes:
         return self.key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption())
 
-    def term(self, authority: str) -> Term:
+    def term(self, authority: str) -> Validity:
         dates = self.certificate
-        return Term(authority=authority, begins_at=dates.not_valid_before_utc, ends_at=dates.not_valid_after_utc)
+        return Validity(authority=authority, begins_at=dates.not_valid_before_utc, ends_at=dates.not_valid_after_utc)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Kept:
+class SecretContent:
     """All that is kept in the Secret, the newest CA first. One of them has signed the leaf, whose CA is `issuer`."""
 
-    authorities: tuple[Pair, ...] = ()
-    leaf: Pair | None = None
+    authorities: tuple[CertificateWithKey, ...] = ()
+    leaf: CertificateWithKey | None = None
     issuer: str = ""
 
     @property
@@ -68,12 +68,12 @@ class Kept:
         return b"".join(one.certificate_pem for one in self.authorities)
 
     @property
-    def terms(self) -> tuple[tuple[Term, ...], Term | None]:
+    def terms(self) -> tuple[tuple[Validity, ...], Validity | None]:
         """Of the CAs, and of the leaf."""
         leaf = None if self.leaf is None else self.leaf.term(self.issuer)
         return tuple(one.term(one.id) for one in self.authorities), leaf
 
-    def after(self, due: Plan, names: Collection[str], now: datetime, lives: Lives) -> "Kept":
+    def after(self, due: Plan, names: Collection[str], now: datetime, lives: CertificateLifetimes) -> "SecretContent":
         """With what is due made."""
         by_id = {one.id: one for one in self.authorities}
         authorities = tuple(by_id[one] for one in due.keep)
@@ -83,7 +83,7 @@ class Kept:
         if due.sign_with is None:
             return replace(self, authorities=authorities)
         signer = by_id[due.sign_with]
-        return Kept(authorities=authorities, leaf=make_leaf(signer, names, now, lives), issuer=signer.id)
+        return SecretContent(authorities=authorities, leaf=make_leaf(signer, names, now, lives), issuer=signer.id)
 
     def data(self) -> dict[str, str]:
         """For the Secret's `data`."""
@@ -94,7 +94,7 @@ class Kept:
         return {name: base64.b64encode(entry).decode() for name, entry in (crts | keys).items()}
 
 
-def read_secret(secret: Mapping[str, Any], name: str, now: datetime) -> Kept:
+def read_secret(secret: Mapping[str, Any], name: str, now: datetime) -> SecretContent:
     """What there is, and can be used by this name now."""
     data = secret.get("data") or {}
     authorities = _pairs(data, "ca", of_ca=True)
@@ -104,8 +104,8 @@ def read_secret(secret: Mapping[str, Any], name: str, now: datetime) -> Kept:
             chain = policy.build_server_verifier(x509.DNSName(name)).verify(leaf.certificate, [])
         except VerificationError:
             continue
-        return Kept(authorities=authorities, leaf=leaf, issuer=fingerprint(chain[-1]))
-    return Kept(authorities=authorities)
+        return SecretContent(authorities=authorities, leaf=leaf, issuer=fingerprint(chain[-1]))
+    return SecretContent(authorities=authorities)
 
 
 def read_bundle(text: str) -> list[x509.Certificate]:
@@ -120,13 +120,15 @@ def fingerprint(certificate: x509.Certificate) -> str:
     return certificate.fingerprint(hashes.SHA256()).hex()
 
 
-def make_authority(now: datetime, lives: Lives) -> Pair:
+def make_authority(now: datetime, lives: CertificateLifetimes) -> CertificateWithKey:
     """A CA that signs leaves and no other CA."""
     name = f"{_NAME} CA {x509.random_serial_number():x}"[:64]
     return _make(name, None, now - lives.backdated, now + lives.authority)
 
 
-def make_leaf(authority: Pair, names: Collection[str], now: datetime, lives: Lives) -> Pair:
+def make_leaf(
+    authority: CertificateWithKey, names: Collection[str], now: datetime, lives: CertificateLifetimes
+) -> CertificateWithKey:
     """To serve with, by one of these names."""
     issuer = authority.certificate
     begins_at = max(now - lives.backdated, issuer.not_valid_before_utc)
@@ -136,8 +138,12 @@ def make_leaf(authority: Pair, names: Collection[str], now: datetime, lives: Liv
 
 
 def _make(
-    name: str, authority: Pair | None, begins_at: datetime, ends_at: datetime, *extensions: x509.ExtensionType
-) -> Pair:
+    name: str,
+    authority: CertificateWithKey | None,
+    begins_at: datetime,
+    ends_at: datetime,
+    *extensions: x509.ExtensionType,
+) -> CertificateWithKey:
     """A leaf, or a CA where there is no authority."""
     key, is_ca = ec.generate_private_key(ec.SECP256R1()), authority is None
     subject = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, name)])
@@ -153,10 +159,10 @@ def _make(
     )
     for extension in extensions:
         builder = builder.add_extension(extension, critical=False)
-    return Pair(certificate=builder.sign(signer, hashes.SHA256()), key=key)
+    return CertificateWithKey(certificate=builder.sign(signer, hashes.SHA256()), key=key)
 
 
-def _pairs(data: Mapping[str, Any], name: str, *, of_ca: bool) -> tuple[Pair, ...]:
+def _pairs(data: Mapping[str, Any], name: str, *, of_ca: bool) -> tuple[CertificateWithKey, ...]:
     """Of two entries; none where anything about them is wrong."""
     found = []
     try:
@@ -167,7 +173,7 @@ def _pairs(data: Mapping[str, Any], name: str, *, of_ca: bool) -> tuple[Pair, ..
             fits = is_ca is of_ca and key.public_key() == certificate.public_key()
             if not fits or not isinstance(key, ec.EllipticCurvePrivateKey):
                 return ()
-            found.append(Pair(certificate=certificate, key=key))
+            found.append(CertificateWithKey(certificate=certificate, key=key))
     except (KeyError, TypeError, ValueError, UnsupportedAlgorithm, x509.ExtensionNotFound):
         return ()
     return tuple(found)

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Final
 
 from mooring_agent.core.injection.spec import FailurePolicy, InjectionDefaults
-from mooring_agent.core.policies.certificate_rotation import Lives
+from mooring_agent.core.policies.certificate_rotation import CertificateLifetimes
 
 MOST_BODY_BYTES: Final = 3 * 1024 * 1024
 """The API server takes objects of 1.5 MiB; a review may hold two, the pod and what it was."""
@@ -26,7 +26,7 @@ SERVICE_ACCOUNT: Final = Path("/var/run/secrets/kubernetes.io/serviceaccount")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Pace:
+class CertificateTimings:
     """How often a webhook that makes its own certificates looks at its cluster, and what it waits for.
 
     It looks every `look_seconds`, and after `retry_seconds` while it begins or after a conflict. No call lasts longer
@@ -54,8 +54,8 @@ class SelfManaged:
     kubernetes_host: str = ""
     kubernetes_port: int = 443
     service_account: Path = SERVICE_ACCOUNT
-    lives: Lives = field(default_factory=Lives)
-    pace: Pace = field(default_factory=Pace)
+    lives: CertificateLifetimes = field(default_factory=CertificateLifetimes)
+    pace: CertificateTimings = field(default_factory=CertificateTimings)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

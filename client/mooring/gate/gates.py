@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Final, Protocol, TypeAlias
 
 from mooring.errors import StoreLostError
-from mooring.gate.signal_file import Bell
+from mooring.gate.signal_file import SignalFile
 from mooring.gate.sigterm import Sigterm
 from mooring.ranks.rank_store import RankStore
 
@@ -32,7 +32,7 @@ Position: TypeAlias = tuple[int, int]
 """Optimizer steps that are complete, and ticks since then (batches of an evaluation). All ranks pass the same ones."""
 
 
-class Ask(StrEnum):
+class Action(StrEnum):
     """What is asked at a position."""
 
     NOTHING = "nothing"
@@ -44,7 +44,7 @@ class Ask(StrEnum):
 class Gate(Protocol):
     """May be asked several times at one position; there the answer only grows, and STOP stays for good."""
 
-    def at(self, step: int, tick: int = 0) -> Ask:
+    def at(self, step: int, tick: int = 0) -> Action:
         """What is asked of this process after `step` optimizer steps: the same on all ranks."""
 
     @property
@@ -62,23 +62,23 @@ class SingleProcessGate:
     """Sources: SIGTERM, the doorbell, `notice`."""
 
     def __init__(self, doorbell_path: Path, sigterm: Sigterm) -> None:
-        self._bell = Bell(doorbell_path)
+        self._bell = SignalFile(doorbell_path)
         self._sigterm = sigterm
         self._stop = self._bell.rung_before_start()
         self._save_asked = False
         self._save_at: Position | None = None
 
-    def at(self, step: int, tick: int = 0) -> Ask:
+    def at(self, step: int, tick: int = 0) -> Action:
         ring = self._bell.new_ring()
         if ring is not None:
             self._stop |= ring.terminating
             self._save_asked |= not ring.terminating
         if self.noticed:
-            return Ask.STOP
+            return Action.STOP
         if self._save_asked:
             self._save_asked = False
             self._save_at = (step, tick)
-        return Ask.SAVE if (step, tick) == self._save_at else Ask.NOTHING
+        return Action.SAVE if (step, tick) == self._save_at else Action.NOTHING
 
     @property
     def noticed(self) -> bool:
@@ -107,7 +107,7 @@ _CLOSED: Final = "closed"
 class Decision:
     """Act at the first position after `after`. `ask` is NOTHING when the round is off."""
 
-    ask: Ask
+    ask: Action
     after: Position = _NOT_BEGUN
 
     def encode(self) -> str:
@@ -117,10 +117,10 @@ class Decision:
     def decode(text: str) -> "Decision":
         value = json.loads(text)
         step, tick = value["after"]
-        return Decision(ask=Ask(value["ask"]), after=(step, tick))
+        return Decision(ask=Action(value["ask"]), after=(step, tick))
 
 
-_OFF: Final = Decision(ask=Ask.NOTHING)
+_OFF: Final = Decision(ask=Action.NOTHING)
 
 
 class RanksGate:
@@ -128,7 +128,7 @@ class RanksGate:
 
     def __init__(self, doorbell_path: Path, sigterm: Sigterm, store: RankStore) -> None:
         self._store = store
-        self._bell = Bell(doorbell_path)
+        self._bell = SignalFile(doorbell_path)
         self._sigterm = sigterm
         sigterm.watch_from_thread()
         self._stop_wanted = self._bell.rung_before_start()
@@ -147,15 +147,15 @@ class RanksGate:
         # A thread inside the store's C++ when the interpreter ends would abort the process.
         atexit.register(self.close)
 
-    def at(self, step: int, tick: int = 0) -> Ask:
+    def at(self, step: int, tick: int = 0) -> Action:
         # A step may come as a NumPy or a torch number.
         position = (int(step), int(tick))
         with self._changed:
             if self._stopped:
-                return Ask.STOP
+                return Action.STOP
             if self._promise is None or position <= self._promise:
                 self._position = position
-                return Ask.SAVE if position == self._acted else Ask.NOTHING
+                return Action.SAVE if position == self._acted else Action.NOTHING
             while not self._is_decided() and self._thread.is_alive():
                 self._changed.wait(_JOIN_SECONDS)
             self._position = position
@@ -183,14 +183,14 @@ class RanksGate:
     def _is_decided(self) -> bool:
         return self._decision is not None or self._promise is None or self._closing.is_set()
 
-    def _act(self, position: Position) -> Ask:
+    def _act(self, position: Position) -> Action:
         """What a round that may be decided asks at `position`; ends the round when it is past."""
         decision = self._decision
         if decision is None or position <= decision.after:
-            return Ask.NOTHING
+            return Action.NOTHING
         self._promise = self._decision = None
-        self._stopped = decision.ask is Ask.STOP
-        if decision.ask is Ask.SAVE:
+        self._stopped = decision.ask is Action.STOP
+        if decision.ask is Action.SAVE:
             self._acted = position
         self._changed.notify_all()
         return decision.ask
@@ -223,27 +223,27 @@ class RanksGate:
         self._store.publish(f"{number}/promise/{self._store.ranks.rank}", json.dumps(promise))
         decision = self._decide(number)
         with self._changed:
-            if decision.ask is Ask.NOTHING:
+            if decision.ask is Action.NOTHING:
                 self._promise = None
             else:
                 self._decision = decision
             self._changed.notify_all()
             self._changed.wait_for(lambda: self._promise is None or self._closing.is_set())
-        if decision.ask is Ask.SAVE:
+        if decision.ask is Action.SAVE:
             self._saves_wanted = 0
-        elif decision.ask is Ask.NOTHING:
+        elif decision.ask is Action.NOTHING:
             _log.warning("the ranks did not agree on a step to save at: try=%d", number + 1)
 
     def _requested(self, number: int) -> bool:
         """Wait for a notice on any rank; False when the gate closes."""
         if number and self._is_over():
             return False
-        keys = {Ask.STOP: f"{number}/stop", Ask.SAVE: f"{number}/save"}
+        keys = {Action.STOP: f"{number}/stop", Action.SAVE: f"{number}/save"}
         while not self._closing.is_set():
             ask = self._look()
-            if ask is not Ask.NOTHING:
+            if ask is not Action.NOTHING:
                 self._store.publish(keys[ask], "")
-            if ask is not Ask.NOTHING or any(self._store.read(key) is not None for key in keys.values()):
+            if ask is not Action.NOTHING or any(self._store.read(key) is not None for key in keys.values()):
                 # What was rung up to now on this pod is met by this round; it may ring in a file that we have not seen.
                 self._bell.look()
                 self._look()
@@ -252,15 +252,15 @@ class RanksGate:
             self._sigterm.wait(self._store.look_seconds)
         return False
 
-    def _look(self) -> Ask:
+    def _look(self) -> Action:
         """What was asked of this rank."""
         ring = self._bell.new_ring()
         self._stop_wanted |= self._sigterm.received or (ring is not None and ring.terminating)
         if ring is not None:
             self._saves_wanted = _SAVE_TRIES
         if self._stop_wanted:
-            return Ask.STOP
-        return Ask.SAVE if self._saves_wanted else Ask.NOTHING
+            return Action.STOP
+        return Action.SAVE if self._saves_wanted else Action.NOTHING
 
     def _decide(self, number: int) -> Decision:
         key = f"{number}/decision"
@@ -278,7 +278,7 @@ class RanksGate:
             return _OFF
         self._forget_rounds_before(number)
         step, tick = max(json.loads(promise) for promise in promises)
-        ask = Ask.SAVE if self._store.read(f"{number}/stop") is None else Ask.STOP
+        ask = Action.SAVE if self._store.read(f"{number}/stop") is None else Action.STOP
         return Decision(ask=ask, after=(step, tick))
 
     def _forget_rounds_before(self, number: int) -> None:

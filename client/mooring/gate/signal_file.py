@@ -12,7 +12,7 @@ _RING: Final = slice(signal_file.RING_OFFSET, signal_file.RING_OFFSET + 8)
 _NEVER_RUNG: Final = bytes(8)
 
 
-class Bell:
+class SignalFile:
     """The agent makes the file, perhaps after us, and perhaps anew. For one thread."""
 
     def __init__(self, path: Path) -> None:
@@ -35,7 +35,7 @@ class Bell:
         """See at the next question whether there is another file, however long ago that was looked at."""
         self._look_at = 0.0
 
-    def new_ring(self) -> signal_file.Ring | None:
+    def new_ring(self) -> signal_file.SaveSignal | None:
         if time.monotonic() >= self._look_at:
             self._open()
         if self._map is None or self._map[_RING] == self._seen:

@@ -20,7 +20,7 @@ from mooring.autoload.post_import import reason
 from mooring.checkpoints.records import read_records
 from mooring.errors import MooringError
 from mooring.framework_run import FrameworkRun, guarded_save, next_name
-from mooring.gate import Ask
+from mooring.gate import Action
 from mooring.integrations.ownership import Owner, claim, owns, protect_new
 from mooring.settings import read_settings
 from mooring.workers import worker_processes
@@ -147,11 +147,11 @@ class _Loop:
         self._asked_step = step
         self._stepped.clear()
         ask = run.ask(step)
-        if ask is Ask.NOTHING:
+        if ask is Action.NOTHING:
             return
         if self._place_step != step:
             self._save_now(run, step)
-        if ask is Ask.STOP:
+        if ask is Action.STOP:
             run.leave()
 
     @property

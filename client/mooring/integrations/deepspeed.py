@@ -14,7 +14,7 @@ from typing import Any, Final
 from mooring.autoload.post_import import reason
 from mooring.errors import MooringError
 from mooring.framework_run import FrameworkRun, guarded_save, next_name
-from mooring.gate import Ask
+from mooring.gate import Action
 from mooring.integrations.ownership import Owner, claim, owns, protect_new
 from mooring.workers import worker_processes
 
@@ -124,11 +124,11 @@ class _Training:
             return
         self._asked_step = step
         ask = self.run.ask(step)
-        if ask is Ask.NOTHING:
+        if ask is Action.NOTHING:
             return
         if self._place_step != step:
             self._save_now(step)
-        if ask is Ask.STOP:
+        if ask is Action.STOP:
             self.run.leave()
 
     def _before_forward(self, engine: Any, inputs: object) -> None:

@@ -28,7 +28,7 @@ _READ_SECONDS: Final = 5.0
 _ANSWERS: Final = {"yes": True, "no": False, "late": None}
 
 
-class Job(Protocol):
+class RankCoordinator(Protocol):
     """The ranks ask the same questions; `key` tells one from another, and none is used twice."""
 
     ranks: Ranks
@@ -55,7 +55,7 @@ class Job(Protocol):
         """Ask no more. The store may end with rank 0, which stays for those that have yet to read an answer."""
 
 
-class LoneProcess:
+class SingleProcess:
     """A job of one process, or of one that writes for all."""
 
     ranks = Ranks()
@@ -82,7 +82,7 @@ class LoneProcess:
         return
 
 
-class RanksJob:
+class StoreCoordinator:
     """A job of several ranks, whose store holds nothing of earlier starts."""
 
     def __init__(self, store: RankStore) -> None:

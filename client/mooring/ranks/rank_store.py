@@ -161,8 +161,8 @@ def open_rank_store(ranks: Ranks, prefix: str) -> RankStore:
         raise UsageError(
             ErrorKind.UNSUPPORTED,
             "the ranks cannot agree on what to save: this torch cannot clone its store",
-            hint="install torch 2.8 or newer, or let rank 0 save for all, with Checkpointer(alone=True) there and none "
-            "elsewhere",
+            hint="install torch 2.8 or newer, or let rank 0 save for all, with Checkpointer(rank0_only=True) there "
+            "and none elsewhere",
         ) from error
     except (RuntimeError, ValueError) as error:
         raise StoreLostError(error) from error

@@ -21,14 +21,14 @@ MEET_SECONDS: Final = 600.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Met:
+class Rendezvous:
     """`nonce` is of this start of the job, the same on all ranks."""
 
     nonce: str
     ranks: Ranks
 
 
-def meet(store: RankStore, volume: str, *, seconds: float = MEET_SECONDS) -> Met:
+def rendezvous(store: RankStore, volume: str, *, seconds: float = MEET_SECONDS) -> Rendezvous:
     """Wait for all ranks. `volume` is the same for ranks that share one.
 
     Raises StoreLostError, also when some stay away.
@@ -47,7 +47,7 @@ def meet(store: RankStore, volume: str, *, seconds: float = MEET_SECONDS) -> Met
                 nonce = answer["nonce"]
                 store.publish(f"heard/{store.ranks.rank}", nonce)
             if store.read("met") == nonce:
-                return Met(nonce=nonce, ranks=replace(store.ranks, pod=tuple(answer["pod"])))
+                return Rendezvous(nonce=nonce, ranks=replace(store.ranks, pod=tuple(answer["pod"])))
         time.sleep(store.look_seconds)
     # Those of an earlier start are no sign that a rank has come to this one.
     absent = store.ranks_without("hello")

@@ -1,4 +1,4 @@
-"""Saving while training goes on: training waits for a copy of the state, and a thread writes the copy.
+"""CheckpointWriter while training goes on: training waits for a copy of the state, and a thread writes the copy.
 
 Owns that copy, the save that is being written, and the rule that the copy is not made anew before that save is done.
 
@@ -27,7 +27,7 @@ from torch.distributed.checkpoint.planner import SavePlan
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves
 
-from mooring.checkpoint_writer import Saving
+from mooring.checkpoint_writer import CheckpointWriter
 from mooring.errors import ErrorKind, MooringError, UsageError, VolumeError
 from mooring.torch_loop.storage import Storage
 
@@ -75,7 +75,7 @@ class Saver:
         else:
             self._start(lambda: _attempt(lambda: self._make_memory(state)))
 
-    def save(self, saving: Saving, capture: Callable[[], dict[str, Any]]) -> None:
+    def save(self, saving: CheckpointWriter, capture: Callable[[], dict[str, Any]]) -> None:
         """Copy what `capture` gives, and complete `saving` when the copy is written. Not before `wait`."""
         assert self._busy is None, "the copy is in use"
         # Makes the process group, which is for the main thread to do.
@@ -83,7 +83,7 @@ class Saver:
         state = _attempt(lambda: self._copy(capture()))
         self._start(lambda: self._write(saving, state))
 
-    def save_now(self, saving: Saving, capture: Callable[[], dict[str, Any]]) -> None:
+    def save_now(self, saving: CheckpointWriter, capture: Callable[[], dict[str, Any]]) -> None:
         """Return when it is complete, or given up. Takes no memory for a copy. Not before `wait`."""
         assert self._busy is None, "the process group is in use"
         self._write(saving, _attempt(capture))
@@ -126,7 +126,7 @@ class Saver:
         copied: Any = self._stager.stage(state)
         return dict(copied)
 
-    def _write(self, saving: Saving, state: dict[str, Any] | Exception) -> None:
+    def _write(self, saving: CheckpointWriter, state: dict[str, Any] | Exception) -> None:
         try:
             if isinstance(state, Exception):
                 self._storage.save({}, saving.directory, planner=_NothingToSave(state))

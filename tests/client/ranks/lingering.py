@@ -17,7 +17,7 @@ import torch.distributed as distributed
 
 import mooring
 from mooring.framework_run import FrameworkRun
-from mooring.gate import Ask
+from mooring.gate import Action
 
 RANK = int(os.environ["RANK"])
 WAIT_SECONDS = "90"
@@ -50,7 +50,7 @@ def checkpointer() -> None:
 def framework() -> None:
     run = FrameworkRun.current()
     for step in steps():
-        if run.ask(step) is Ask.STOP:
+        if run.ask(step) is Action.STOP:
             path = run.checkpoint_directory / f"checkpoint-{step}"
             path.mkdir(exist_ok=True)
             (path / f"rank-{RANK}").touch()

@@ -23,7 +23,7 @@ from mooring.agent_client import channel
 from mooring.checkpoints.local_checkpoints import LocalCheckpoints
 from mooring.checkpoints.records import Kind, RecordedFile
 from mooring.framework_run import FrameworkRun
-from mooring.gate import Ask
+from mooring.gate import Action
 from mooring.ranks import coordinator, rendezvous
 
 RANK = int(os.environ["RANK"])
@@ -79,7 +79,7 @@ def checkpointer() -> None:
 def checkpointer_that_a_rank_is_late_to_resume() -> None:
     """Rank 1 has come, and resumes when the test says so."""
     coordinator.PATIENCE_SECONDS = 1.0  # type: ignore[misc]
-    coordinator.RanksJob.agree.__kwdefaults__["seconds"] = 1.0  # type: ignore[index]
+    coordinator.StoreCoordinator.agree.__kwdefaults__["seconds"] = 1.0  # type: ignore[index]
     saver = mooring.Checkpointer()
     assert saver._session.team.job.ranks.world_size == distributed.get_world_size()
     if RANK == 1:
@@ -93,7 +93,7 @@ def checkpointer_that_a_rank_is_late_to_resume() -> None:
 
 def rank_0_alone() -> None:
     """As Horovod's users save: rank 0 writes, and no other rank has anything of ours."""
-    saver = mooring.Checkpointer(alone=True) if RANK == 0 else None
+    saver = mooring.Checkpointer(rank0_only=True) if RANK == 0 else None
     step = 0
     while step < 3:
         step = steps(step)
@@ -120,10 +120,10 @@ def framework() -> None:
         (directory / f"rank-{RANK}").write_text(str(step))
         say(f"announced {step} {run.announce(directory, step)}")
 
-    def obey(ask: Ask, step: int) -> None:
-        if ask is not Ask.NOTHING:
+    def obey(ask: Action, step: int) -> None:
+        if ask is not Action.NOTHING:
             save(step)
-        if ask is Ask.STOP:
+        if ask is Action.STOP:
             assert run.stopping
             run.leave()
 
@@ -212,7 +212,7 @@ def framework_that_wrote_nothing() -> None:
 def framework_that_rank_1_does_without() -> None:
     """Rank 0 waits for it a moment at the first question, and goes on like it."""
     if RANK == 0:
-        rendezvous.meet.__kwdefaults__["seconds"] = 0.5  # type: ignore[index]
+        rendezvous.rendezvous.__kwdefaults__["seconds"] = 0.5  # type: ignore[index]
         run = FrameworkRun.current()
         asked = run.ask(1)
         say(f"{asked} {run.same(1, 'batches')} {run.gather(1, 'state')} {run.admits(2)} {run.ask(2)}")

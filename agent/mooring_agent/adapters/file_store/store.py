@@ -18,7 +18,7 @@ from mooring_agent.adapters.durable_files import opened, write_all
 from mooring_agent.adapters.file_store.directory import ObjectDirectory, identity
 from mooring_agent.adapters.rate_limit import RateLimiter
 from mooring_agent.adapters.region_file import RegionFile
-from mooring_agent.adapters.transfer.sink import Sink
+from mooring_agent.adapters.transfer.sink import PositionedFileWriter
 from mooring_agent.adapters.transfer.upload_body import PIECE_BYTES, BufferPool, FileBody
 from mooring_agent.core.errors import ErrorKind, MooringError, StoreError
 from mooring_agent.core.model import Region
@@ -127,7 +127,7 @@ class FilesystemStore:
         if not size_bytes:
             await self._read(key, partial(_check_identity, self._objects, key, etag))
             return 0
-        sink = Sink(descriptor, offset_bytes)
+        sink = PositionedFileWriter(descriptor, offset_bytes)
         buffer = self._incoming.take()
         checksum = 0
         try:
@@ -222,7 +222,13 @@ def _write_piece(target: Path, data: memoryview, position: int) -> None:
 
 
 def _copy_piece(
-    objects: ObjectDirectory, key: str, etag: str, position: int, piece: memoryview, sink: Sink, checksum: int
+    objects: ObjectDirectory,
+    key: str,
+    etag: str,
+    position: int,
+    piece: memoryview,
+    sink: PositionedFileWriter,
+    checksum: int,
 ) -> int:
     """Fill `piece` and write it on; returns the CRC64NVME so far."""
     with objects.opened_to_read(key) as source:

@@ -3,24 +3,24 @@
 import asyncio
 from collections.abc import Sequence
 
-from mooring_agent.adapters.preemption.aws import AwsNotices
-from mooring_agent.adapters.preemption.azure import AzureNotices
-from mooring_agent.adapters.preemption.gcp import GcpNotices
+from mooring_agent.adapters.preemption.aws import AwsPreemption
+from mooring_agent.adapters.preemption.azure import AzurePreemption
+from mooring_agent.adapters.preemption.gcp import GcpPreemption
 from mooring_agent.adapters.preemption.metadata_service import MetadataService
-from mooring_agent.ports import Notices
+from mooring_agent.ports import PreemptionSource
 
 
-def clouds(wanted: str, endpoint: str) -> Sequence[Notices]:
+def clouds(wanted: str, endpoint: str) -> Sequence[PreemptionSource]:
     """Those that may be meant by the setting `notices`; more than one for `auto`."""
-    every: list[Notices] = [
-        AwsNotices(MetadataService(endpoint)),
-        GcpNotices(MetadataService(endpoint)),
-        AzureNotices(MetadataService(endpoint)),
+    every: list[PreemptionSource] = [
+        AwsPreemption(MetadataService(endpoint)),
+        GcpPreemption(MetadataService(endpoint)),
+        AzurePreemption(MetadataService(endpoint)),
     ]
     return [one for one in every if wanted in (one.cloud, "auto")]
 
 
-async def the_one_that_answers(candidates: Sequence[Notices]) -> Notices | None:
+async def the_one_that_answers(candidates: Sequence[PreemptionSource]) -> PreemptionSource | None:
     """All are asked at once; the others are closed. At most a few seconds."""
     answering = await asyncio.gather(*(one.answers() for one in candidates))
     found = next((one for one, answers in zip(candidates, answering, strict=True) if answers), None)

@@ -32,7 +32,7 @@ _HOPS_HINT: Final = (
 _DISABLED_HINT: Final = "enable the machine's metadata service, or set notices to off"
 
 
-class AwsNotices:
+class AwsPreemption:
     """AWS asks for five seconds between two looks."""
 
     cloud = "aws"

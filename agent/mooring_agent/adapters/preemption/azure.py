@@ -27,7 +27,7 @@ _FIRST_ANSWER_SECONDS: Final = 10.0
 _ENDING_TYPES: Final = frozenset({"Preempt", "Terminate", "Reboot", "Redeploy"})
 
 
-class AzureNotices:
+class AzurePreemption:
     """What has begun already has no time of its own."""
 
     cloud = "azure"

@@ -23,7 +23,7 @@ _ENDING_VALUES: Final = {
 """By key: the value that means the end, and the seconds that are left from then on."""
 
 
-class GcpNotices:
+class GcpPreemption:
     """The server says that there is an end, and not when: the seconds count from when we heard of it."""
 
     cloud = "gcp"

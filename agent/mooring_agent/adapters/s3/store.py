@@ -31,7 +31,7 @@ from mooring_agent.adapters.s3.integrity import (
 )
 from mooring_agent.adapters.s3.listings import Listings
 from mooring_agent.adapters.transfer.direct import Body, DirectTransfer, Transfer
-from mooring_agent.adapters.transfer.stall_timeout import Silence
+from mooring_agent.adapters.transfer.stall_timeout import StallTimeout
 from mooring_agent.core.errors import ErrorKind, StoreError
 from mooring_agent.core.model import Region
 from mooring_agent.core.settings.values import StoreSettings
@@ -269,11 +269,11 @@ class S3Store:
         self._executor.shutdown(wait=False)
 
     @asynccontextmanager
-    async def _request(self, operation: str, key: str) -> AsyncIterator[Silence]:
+    async def _request(self, operation: str, key: str) -> AsyncIterator[StallTimeout]:
         """Everything about one request that is the same for all: a slot, the watch for silence, errors in our words."""
         async with self._slots:
             try:
-                async with Silence(self._silence_seconds) as silence:
+                async with StallTimeout(self._silence_seconds) as silence:
                     yield silence
             except FOREIGN as error:
                 raise translate(error, operation, self._place(key)) from error

@@ -13,7 +13,7 @@ from mooring_agent.adapters.rate_limit import RateLimiter
 from mooring_agent.adapters.region_file import RegionFile
 from mooring_agent.adapters.transfer.receiving import download
 from mooring_agent.adapters.transfer.sending import BodyPayload
-from mooring_agent.adapters.transfer.stall_timeout import Silence
+from mooring_agent.adapters.transfer.stall_timeout import StallTimeout
 from mooring_agent.adapters.transfer.upload_body import BUFFER_BYTES, BufferPool, BytesBody, FileBody, UploadBody
 from mooring_agent.core.errors import MooringError
 from mooring_agent.core.model import Region
@@ -41,12 +41,12 @@ class Transfer(Protocol):
         checksum: int,
         *,
         payload_signature: str,
-        silence: Silence,
+        silence: StallTimeout,
         store_verifies: bool,
     ) -> Body:
         """The body of an upload; the arguments are those of FileBody."""
 
-    def bytes_body(self, data: bytearray, *, payload_signature: str, silence: Silence) -> Body:
+    def bytes_body(self, data: bytearray, *, payload_signature: str, silence: StallTimeout) -> Body:
         """The body of an upload; the arguments are those of BytesBody."""
 
     async def receive(
@@ -56,7 +56,7 @@ class Transfer(Protocol):
         *,
         offset_bytes: int,
         size_bytes: int,
-        silence: Silence,
+        silence: StallTimeout,
     ) -> int:
         """As `receiving.download`."""
 
@@ -75,7 +75,7 @@ class DirectTransfer:
             file, region, checksum, buffers=self._outgoing, executor=self._executor, limiter=self._limiter, **options
         )
 
-    def bytes_body(self, data: bytearray, *, payload_signature: str, silence: Silence) -> BytesBody:
+    def bytes_body(self, data: bytearray, *, payload_signature: str, silence: StallTimeout) -> BytesBody:
         return BytesBody(data, limiter=self._limiter, payload_signature=payload_signature, silence=silence)
 
     async def receive(self, response: aiohttp.ClientResponse, descriptor: int, **options: Any) -> int:

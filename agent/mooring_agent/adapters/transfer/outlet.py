@@ -15,7 +15,7 @@ from mooring_agent.adapters.region_file import RegionFile
 _NO_SENDFILE: Final = frozenset({errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP})
 
 
-class Outlet(Protocol):
+class SocketWriter(Protocol):
     """A file's way to a store. `refused`: it does not do for this file. `checksum`: CRC64NVME of what went, or 0."""
 
     refused: bool
@@ -25,7 +25,7 @@ class Outlet(Protocol):
         """Send until that much is sent, or the socket is full; how many bytes. Goes on where the last call ended."""
 
 
-class KernelOutlet:
+class SendfileWriter:
     """The kernel copies from the file to the socket; some filesystems, and some sandboxes, have no sendfile."""
 
     def __init__(self, file: RegionFile, connection: socket.socket) -> None:
@@ -58,7 +58,7 @@ class KernelOutlet:
             self._connection.close()
 
 
-class EncryptingOutlet:
+class TlsWriter:
     """OpenSSL encrypts what was read into one buffer, and sends it. Whoever has the connection lent may use it."""
 
     refused = False

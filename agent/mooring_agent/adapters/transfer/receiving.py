@@ -18,8 +18,8 @@ import aiohttp
 from aiohttp.client_proto import ResponseHandler
 
 from mooring_agent.adapters.checksum import crc64nvme
-from mooring_agent.adapters.transfer.sink import Sink
-from mooring_agent.adapters.transfer.stall_timeout import Silence
+from mooring_agent.adapters.transfer.sink import PositionedFileWriter
+from mooring_agent.adapters.transfer.stall_timeout import StallTimeout
 from mooring_agent.adapters.transfer.upload_body import BufferPool
 
 _BUFFERS: Final = 2
@@ -33,7 +33,7 @@ async def download(
     size_bytes: int,
     buffers: BufferPool,
     executor: Executor,
-    silence: Silence,
+    silence: StallTimeout,
 ) -> int:
     """Write exactly `size_bytes` of an answer's body at `offset_bytes`; returns their CRC64NVME.
 
@@ -42,7 +42,7 @@ async def download(
     the connection is closed.
     """
     loop = asyncio.get_running_loop()
-    sink = Sink(descriptor, offset_bytes)
+    sink = PositionedFileWriter(descriptor, offset_bytes)
     receiver = _Receiver(response, size_bytes, buffers, silence)
     try:
         receiver.begin()
@@ -65,7 +65,7 @@ class _Receiver(asyncio.BufferedProtocol):
     """Takes the body off the connection. `piece` and `written` alternate."""
 
     def __init__(
-        self, response: aiohttp.ClientResponse, size_bytes: int, buffers: BufferPool, silence: Silence
+        self, response: aiohttp.ClientResponse, size_bytes: int, buffers: BufferPool, silence: StallTimeout
     ) -> None:
         self.checksum = 0
         self._stream = response.content

@@ -17,7 +17,7 @@ BLOCK_BYTES: Final = 4096
 """The largest logical block there is; addresses, offsets and lengths of O_DIRECT are multiples of it."""
 
 
-class Sink:
+class PositionedFileWriter:
     """Writes an object's bytes to a file, in order, from worker threads.
 
     It owns a duplicate of the descriptor: a cancelled caller may close its own while a thread still writes.

@@ -9,7 +9,7 @@ LEAST_BYTES_PER_SECOND: Final = 1024
 no better than one that is silent."""
 
 
-class Silence:
+class StallTimeout:
     """Ends what runs inside it with TimeoutError when nothing, or next to nothing, was heard or sent for `seconds`.
 
     aiohttp's own read time-out starts only after the body is sent: without this a stalled upload would wait for ever.
@@ -26,7 +26,7 @@ class Silence:
         self._watching = True
         self._timer: asyncio.TimerHandle | None = None
 
-    async def __aenter__(self) -> "Silence":
+    async def __aenter__(self) -> "StallTimeout":
         await self._timeout.__aenter__()
         self.broken()
         self._look()

@@ -31,8 +31,8 @@ from typing import Final, NoReturn
 from mooring_agent.adapters.checksum import crc64nvme, require_checksum
 from mooring_agent.adapters.rate_limit import RateLimiter
 from mooring_agent.adapters.region_file import RegionFile
-from mooring_agent.adapters.transfer.outlet import EncryptingOutlet, KernelOutlet, Outlet
-from mooring_agent.adapters.transfer.stall_timeout import Silence
+from mooring_agent.adapters.transfer.outlet import SendfileWriter, SocketWriter, TlsWriter
+from mooring_agent.adapters.transfer.stall_timeout import StallTimeout
 from mooring_agent.adapters.transfer.tls_transport import TlsTransport
 from mooring_agent.core.errors import MooringError
 from mooring_agent.core.model import Region
@@ -74,7 +74,7 @@ class UploadBody:
     """
 
     def __init__(
-        self, size_bytes: int, *, limiter: RateLimiter, payload_signature: str, silence: Silence | None
+        self, size_bytes: int, *, limiter: RateLimiter, payload_signature: str, silence: StallTimeout | None
     ) -> None:
         self.payload_signature = payload_signature
         self.failure: MooringError | None = None
@@ -118,7 +118,7 @@ class UploadBody:
 class BytesBody(UploadBody):
     """The body of an upload that is in memory; `data` must not change as long as a connection may hold pieces of it."""
 
-    def __init__(self, data: bytearray, *, limiter: RateLimiter, payload_signature: str, silence: Silence) -> None:
+    def __init__(self, data: bytearray, *, limiter: RateLimiter, payload_signature: str, silence: StallTimeout) -> None:
         super().__init__(len(data), limiter=limiter, payload_signature=payload_signature, silence=silence)
         self._data = memoryview(data)
 
@@ -152,7 +152,7 @@ class FileBody(UploadBody):
         executor: Executor,
         limiter: RateLimiter,
         payload_signature: str = "",
-        silence: Silence | None = None,
+        silence: StallTimeout | None = None,
         store_verifies: bool = False,
     ) -> None:
         """`file` is open and the caller's to close. `checksum` is the CRC64NVME that its bytes must have.
@@ -206,7 +206,7 @@ class FileBody(UploadBody):
         connection broke. The last piece is the caller's: an answer may come before a thread has said that it is done.
         """
         assert self.store_verifies
-        outlet = KernelOutlet(self._file, connection)
+        outlet = SendfileWriter(self._file, connection)
         loop = asyncio.get_running_loop()
         try:
             return await self._send(outlet, partial(loop.run_in_executor, self._executor), writable)
@@ -220,13 +220,13 @@ class FileBody(UploadBody):
         """
         buffer = self._buffers.take()
         connection = transport.get_extra_info("socket")
-        outlet = EncryptingOutlet(self._file, connection, buffer, sums_up=not self.store_verifies)
+        outlet = TlsWriter(self._file, connection, buffer, sums_up=not self.store_verifies)
         sent = await self._send(outlet, partial(transport.lend, self._executor), transport.writable)
         # Not in a `finally`: what was cancelled may have a thread that still reads into it.
         self._buffers.give_back(buffer)
         return sent, outlet.checksum
 
-    async def _send(self, outlet: Outlet, run: _Run, writable: Callable[[], Awaitable[None]]) -> int:
+    async def _send(self, outlet: SocketWriter, run: _Run, writable: Callable[[], Awaitable[None]]) -> int:
         end = self._region.size_bytes - PIECE_BYTES
         position = 0
         try:

@@ -1,13 +1,13 @@
 """Announcements: which ones are refused, and how an accepted one becomes a queue of files to upload.
 
 An announcement is checked before it is journaled, so a refusal changes nothing. Owns the making of `Checkpoint`,
-`Share` and `FileProgress`.
+`RankContribution` and `FileProgress`.
 """
 
 from collections.abc import Iterator
 
 from mooring_agent.core.agent import upload_queue
-from mooring_agent.core.agent.checkpoint import Checkpoint, FileProgress, PackProgress, Share
+from mooring_agent.core.agent.checkpoint import Checkpoint, FileProgress, PackProgress, RankContribution
 from mooring_agent.core.agent.commands import Command, Record
 from mooring_agent.core.agent.events import Announced, Failed, Staged
 from mooring_agent.core.agent.lifecycle import Trigger
@@ -27,14 +27,14 @@ def known_announcement(state: State, event: Announced) -> Checkpoint | None:
     if checkpoint.phase is Phase.SHED:
         # Its other ranks may announce after a newer checkpoint made it not worth having.
         return checkpoint
-    share = checkpoint.shares.get(event.rank)
+    share = checkpoint.contributions.get(event.rank)
     return checkpoint if share is not None and share.source == event.source else None
 
 
 def same_content(state: State, *, source: str, rank: int, signature: str) -> Checkpoint | None:
     """The checkpoint with this content of this path, for clients that give no save id."""
     for checkpoint in reversed(state.checkpoints.values()):
-        share = checkpoint.shares.get(rank)
+        share = checkpoint.contributions.get(rank)
         if share and checkpoint.phase is not Phase.FAILED and (share.source, share.signature) == (source, signature):
             return checkpoint
     return None
@@ -68,14 +68,14 @@ def check_announcement(state: State, event: Announced) -> None:
     checkpoint = state.checkpoints.get(info.save)
     if checkpoint is None:
         return
-    if len(checkpoint.shares) >= LOCAL_RANKS and event.rank not in checkpoint.shares:
+    if len(checkpoint.contributions) >= LOCAL_RANKS and event.rank not in checkpoint.contributions:
         raise RequestError(
             ErrorKind.BAD_REQUEST,
             f"save {info.save} has {LOCAL_RANKS} ranks here already",
             hint="more ranks than that cannot share one agent: announce the directory once for all of them",
         )
     if checkpoint.phase is Phase.FAILED:
-        if any(share.staged for share in checkpoint.shares.values()):
+        if any(share.staged for share in checkpoint.contributions.values()):
             raise RequestError(
                 ErrorKind.CONTRADICTION,
                 f"save {info.save} has failed after some of it may have been sent: {checkpoint.reason}",
@@ -88,8 +88,8 @@ def check_announcement(state: State, event: Announced) -> None:
             f"save {info.save} is known as {_describe(checkpoint.info)}, not as {_describe(info)}",
             hint="all ranks of one save must give the same name, step, kind and world size",
         )
-    share = checkpoint.shares.get(event.rank)
-    other = next((one for one in checkpoint.shares.values() if not (one.requested_files or event.files)), None)
+    share = checkpoint.contributions.get(event.rank)
+    other = next((one for one in checkpoint.contributions.values() if not (one.requested_files or event.files)), None)
     if other is not None and other.local_world_size != max(1, event.local_world_size):
         raise RequestError(
             ErrorKind.CONTRADICTION,
@@ -118,7 +118,7 @@ def check_announcement(state: State, event: Announced) -> None:
 
 
 def _sharing_count(checkpoint: Checkpoint) -> int:
-    return sum(not share.requested_files for share in checkpoint.shares.values())
+    return sum(not share.requested_files for share in checkpoint.contributions.values())
 
 
 def _describe(info: object) -> str:
@@ -136,7 +136,7 @@ def announced(state: State, event: Announced) -> None:
         state.next_sequence += 1
     else:
         checkpoint.move(Trigger.RANK_ANNOUNCED)
-    checkpoint.shares[event.rank] = Share(
+    checkpoint.contributions[event.rank] = RankContribution(
         rank=event.rank,
         source=event.source,
         requested_files=event.files,
@@ -150,7 +150,7 @@ def announced(state: State, event: Announced) -> None:
 
 
 def staged(state: State, checkpoint: Checkpoint, event: Staged) -> Iterator[Command]:
-    lead = checkpoint.shares[event.work.rank]
+    lead = checkpoint.contributions[event.work.rank]
     if lead.staged:
         return
     yield from _fail_rewritten(state, checkpoint, event)
@@ -186,7 +186,7 @@ def staged(state: State, checkpoint: Checkpoint, event: Staged) -> Iterator[Comm
     checkpoint.file_count += len(lead.files)
     if not lead.requested_files and lead.local_world_size > 1:
         # The directory that the ranks share went to the first of them; the others contribute nothing more.
-        for share in checkpoint.shares.values():
+        for share in checkpoint.contributions.values():
             share.staged |= not share.requested_files and share.source == lead.source
     state.recent_sizes_bytes.append(checkpoint.size_bytes)
     checkpoint.move(Trigger.RANK_STAGED)
@@ -194,7 +194,7 @@ def staged(state: State, checkpoint: Checkpoint, event: Staged) -> Iterator[Comm
 
 def _fail_rewritten(state: State, checkpoint: Checkpoint, event: Staged) -> Iterator[Command]:
     """An inode of an older pin has come back with other content: its trainer rewrites files in place."""
-    source = checkpoint.shares[event.work.rank].source
+    source = checkpoint.contributions[event.work.rank].source
     for other, file in _rewritten_files(state, checkpoint, event):
         state.rewritten_paths.add(source)
         if state.live:

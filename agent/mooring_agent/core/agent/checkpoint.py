@@ -66,7 +66,7 @@ class PackProgress:
 
 
 @dataclass(slots=True)
-class Share:
+class RankContribution:
     """What one local rank contributes to a save."""
 
     rank: int
@@ -100,7 +100,7 @@ class Checkpoint:
     sequence: int
     announced_at: float
     phase: Phase = Phase.ANNOUNCED
-    shares: dict[int, Share] = field(default_factory=dict)
+    contributions: dict[int, RankContribution] = field(default_factory=dict)
     size_bytes: int = 0
     durable_bytes: int = 0
     file_count: int = 0
@@ -138,7 +138,7 @@ class Checkpoint:
     @property
     def begins_anew(self) -> bool:
         """It failed before anything of it was pinned: another announcement is another try."""
-        return self.phase is Phase.FAILED and not any(share.staged for share in self.shares.values())
+        return self.phase is Phase.FAILED and not any(share.staged for share in self.contributions.values())
 
     @property
     def settled(self) -> bool:
@@ -156,7 +156,7 @@ class Checkpoint:
         return (
             self.phase in (Phase.STAGED, Phase.UPLOADING)
             and self.reconciled
-            and any(share.unstored_count for share in self.shares.values())
+            and any(share.unstored_count for share in self.contributions.values())
         )
 
     @property
@@ -171,16 +171,16 @@ class Checkpoint:
     @property
     def expected_local_ranks(self) -> int:
         """How many ranks will announce this save here, as far as they have said."""
-        return max([len(self.shares), *(share.local_world_size for share in self.shares.values())])
+        return max([len(self.contributions), *(share.local_world_size for share in self.contributions.values())])
 
     @property
     def all_sealed(self) -> bool:
-        return len(self.shares) >= self.expected_local_ranks and all(
-            share.manifest_stored for share in self.shares.values()
+        return len(self.contributions) >= self.expected_local_ranks and all(
+            share.manifest_stored for share in self.contributions.values()
         )
 
     def manifest(self, rank: int) -> RankManifest:
-        share = self.shares[rank]
+        share = self.contributions[rank]
         return RankManifest(
             info=self.info,
             rank=rank,

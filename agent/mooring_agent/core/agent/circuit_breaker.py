@@ -34,7 +34,7 @@ STORE_WIDE: Final = frozenset(
 
 
 @dataclass(slots=True)
-class StoreTrouble:
+class CircuitBreaker:
     """`next_at`, unix seconds: when one more request may go out, while the store is away."""
 
     next_at: float = 0.0

@@ -164,7 +164,7 @@ class Record:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RingDoorbell:
+class RequestSave:
     """Ask the trainers to save. `deadline` is unix seconds, 0 when they shall go on afterwards."""
 
     terminating: bool
@@ -177,7 +177,7 @@ class LiftBandwidthCap:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TakeBackNotice:
+class CancelTermination:
     """The pod was spared: trainers that start now train, and uploads are as fast as they were allowed to be before."""
 
 
@@ -207,4 +207,4 @@ AFTER_ITS_RECORD: Final = (Release,)
 """What must not run ahead of the journal: without pins only the record says that a checkpoint was over. Everything else
 can be found out again, from the store and from what is staged."""
 
-Command = WorkCommand | CancelWork | Record | RingDoorbell | LiftBandwidthCap | TakeBackNotice | Exit
+Command = WorkCommand | CancelWork | Record | RequestSave | LiftBandwidthCap | CancelTermination | Exit

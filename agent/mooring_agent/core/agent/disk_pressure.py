@@ -116,10 +116,10 @@ def _may_be_shed(state: State, checkpoint: Checkpoint) -> bool:
         # Nothing is left to send: only ranks elsewhere can complete it, and may have given it up.
         committed = state.last_announced_committed()
         return checkpoint.waits_for_ranks and committed is not None and committed.sequence > checkpoint.sequence
-    if checkpoint.phase not in (Phase.STAGED, Phase.UPLOADING) or checkpoint.info.save == state.leader:
+    if checkpoint.phase not in (Phase.STAGED, Phase.UPLOADING) or checkpoint.info.save == state.active_upload:
         return False
     # With its last byte sent it is about to be sealed, and gives its room back for nothing lost.
-    return checkpoint.remaining_bytes > 0 or len(checkpoint.shares) < checkpoint.expected_local_ranks
+    return checkpoint.remaining_bytes > 0 or len(checkpoint.contributions) < checkpoint.expected_local_ranks
 
 
 def _needed_bytes(state: State, size_bytes: int) -> int:

@@ -32,7 +32,7 @@ def deadline(state: State) -> float | None:
 
 def needed_seconds(state: State, checkpoint: Checkpoint) -> float:
     """How long a checkpoint still takes at the measured rate; 0 while nothing was measured."""
-    rate = state.goodput.bytes_per_second
+    rate = state.upload_rate.bytes_per_second
     return checkpoint.remaining_bytes / rate if rate > 0 else 0.0
 
 
@@ -64,7 +64,7 @@ def waiting_for_save(state: State) -> bool:
     if state.termination.trainers_gone or not alive_count:
         return False
     last_saves = list(_last_saves(state))
-    announced = {rank for checkpoint in last_saves for rank in checkpoint.shares}
+    announced = {rank for checkpoint in last_saves for rank in checkpoint.contributions}
     if state.alive_ranks <= state.ranks.keys():
         # Where one rank writes for all, the others have nothing to announce.
         writers = max((checkpoint.info.world_size for checkpoint in last_saves), default=None)
@@ -88,10 +88,12 @@ def newest_possible(state: State) -> Checkpoint | None:
 
 def _can_be_complete(state: State, checkpoint: Checkpoint) -> bool:
     """Whether enough local ranks live that have not announced it; those who do not say which rank they are may be."""
-    missing = checkpoint.expected_local_ranks - len(checkpoint.shares)
+    missing = checkpoint.expected_local_ranks - len(checkpoint.contributions)
     if missing <= 0:
         return True
-    may_come = {local_rank for local_rank in state.alive_ranks if state.ranks.get(local_rank) not in checkpoint.shares}
+    may_come = {
+        local_rank for local_rank in state.alive_ranks if state.ranks.get(local_rank) not in checkpoint.contributions
+    }
     return not state.termination.trainers_gone and len(may_come) >= missing
 
 
@@ -105,7 +107,7 @@ def _last_saves(state: State) -> Iterator[Checkpoint]:
             yield checkpoint
 
 
-def lapses_at(state: State) -> float | None:
+def expires_at(state: State) -> float | None:
     """When a notice is void: its deadline is long past, and nobody has stopped us. A maintenance can spare a pod."""
     termination = state.termination
     if termination.deadline is None or termination.stop_requested_at is not None:

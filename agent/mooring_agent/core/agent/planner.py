@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from typing import Final
 
 from mooring_agent.core.agent import disk_pressure, drain, upload_queue
-from mooring_agent.core.agent.checkpoint import Checkpoint, Share
+from mooring_agent.core.agent.checkpoint import Checkpoint, RankContribution
 from mooring_agent.core.agent.commands import (
     Abandon,
     CancelWork,
@@ -24,7 +24,7 @@ from mooring_agent.core.agent.commands import (
 )
 from mooring_agent.core.agent.events import Announced, Shed
 from mooring_agent.core.agent.state import State
-from mooring_agent.core.agent.work import CANCELLABLE, TRANSFERS, Operation, WorkId, errands_of
+from mooring_agent.core.agent.work import CANCELLABLE, TRANSFERS, Operation, WorkId, work_limit_of
 from mooring_agent.core.model import Phase
 from mooring_agent.core.stored.object_layout import file_key
 from mooring_agent.core.stored.packs_and_parts import PACK_BYTES, preferred_part_size
@@ -46,10 +46,10 @@ def follow_up(state: State) -> Iterator[Command]:
         yield from decisions
         return
     yield from _work(state)
-    if state.trouble.next_round(state.now):
+    if state.breaker.next_round(state.now):
         yield from _work(state)
     work = WorkId(Operation.PRUNE, "")
-    if state.prune_due and work not in state.in_flight and not state.termination.noticed and not state.trouble.away:
+    if state.prune_due and work not in state.in_flight and not state.termination.noticed and not state.breaker.away:
         state.prune_due = False
         state.launch(work)
         yield Prune(work=work)
@@ -66,7 +66,7 @@ def _work(state: State) -> Iterator[Command]:
         checkpoint = state.checkpoints.get(save)
         if checkpoint is not None:
             yield from _checkpoint_work(state, checkpoint)
-    for sort in state.errands:
+    for sort in state.work_limits:
         for save in sort.next_saves():
             checkpoint = state.checkpoints.get(save)
             if checkpoint is not None:
@@ -94,9 +94,9 @@ def _shed(state: State, checkpoint: Checkpoint, reason: str) -> Record:
 def next_wake(state: State) -> float | None:
     """The next moment (unix seconds) at which something may become due by time alone."""
     moments = [state.timers[0][0]] if state.timers else []
-    if state.trouble.away and state.trouble.next_at > state.now:
-        moments.append(state.trouble.next_at)
-    moments += [moment for moment in (drain.next_wake(state), drain.lapses_at(state)) if moment is not None]
+    if state.breaker.away and state.breaker.next_at > state.now:
+        moments.append(state.breaker.next_at)
+    moments += [moment for moment in (drain.next_wake(state), drain.expires_at(state)) if moment is not None]
     return min(moments, default=None)
 
 
@@ -118,7 +118,7 @@ def _checkpoint_work(state: State, checkpoint: Checkpoint) -> Iterator[Command]:
                 private=state.rewrites(share.source),
                 rewritten_inodes=_inodes_pinned_there_before(state, checkpoint, share.source),
                 part_size_bytes=preferred_part_size(
-                    state.settings.transfer.part_size_bytes, state.goodput.wire_bytes_per_second, int(state.window)
+                    state.settings.transfer.part_size_bytes, state.upload_rate.wire_bytes_per_second, int(state.window)
                 ),
                 pack_size_bytes=PACK_BYTES,
             )
@@ -127,7 +127,7 @@ def _checkpoint_work(state: State, checkpoint: Checkpoint) -> Iterator[Command]:
         if _take(state, checkpoint, work):
             yield _reconcile(checkpoint, work)
         return
-    for share in checkpoint.shares.values():
+    for share in checkpoint.contributions.values():
         if share.staged and not share.unstored_count and not share.manifest_stored:
             work = WorkId(Operation.WRITE_MANIFEST, save, share.rank)
             if _take(state, checkpoint, work):
@@ -140,7 +140,7 @@ def _checkpoint_work(state: State, checkpoint: Checkpoint) -> Iterator[Command]:
             yield Commit(
                 work=work,
                 info=checkpoint.info,
-                manifests=tuple(checkpoint.manifest(rank) for rank in sorted(checkpoint.shares)),
+                manifests=tuple(checkpoint.manifest(rank) for rank in sorted(checkpoint.contributions)),
                 may_write_marker=_may_write_marker(state, checkpoint),
                 sweep_uploads=checkpoint.may_have_orphans,
             )
@@ -150,10 +150,10 @@ def _take(state: State, checkpoint: Checkpoint, work: WorkId) -> bool:
     """Put `work` in flight unless it is there already, or waits for its retry or for the store."""
     if work in state.in_flight or checkpoint.delayed.get(work, 0.0) > state.now:
         return False
-    if not state.trouble.lets_out(work, state.now):
+    if not state.breaker.lets_out(work, state.now):
         state.touched[work.save] = None
         return False
-    sort = errands_of(state.errands, work)
+    sort = work_limit_of(state.work_limits, work)
     if sort is not None and sort.busy >= sort.limit and checkpoint is not state.newest():
         sort.wait(work.save)
         return False
@@ -162,35 +162,37 @@ def _take(state: State, checkpoint: Checkpoint, work: WorkId) -> bool:
     return True
 
 
-def _ready_to_stage(checkpoint: Checkpoint) -> Iterator[Share]:
+def _ready_to_stage(checkpoint: Checkpoint) -> Iterator[RankContribution]:
     """Shares whose files can be pinned: a directory that ranks share is pinned once, when the last has announced."""
-    for share in checkpoint.shares.values():
+    for share in checkpoint.contributions.values():
         if share.staged:
             continue
         if share.requested_files or share.local_world_size <= 1:
             yield share
             continue
-        together = [other for other in checkpoint.shares.values() if not other.requested_files]
+        together = [other for other in checkpoint.contributions.values() if not other.requested_files]
         if len(together) >= share.local_world_size and share is _staged_with(checkpoint, share)[0]:
             yield share
 
 
-def _staged_with(checkpoint: Checkpoint, share: Share) -> list[Share]:
+def _staged_with(checkpoint: Checkpoint, share: RankContribution) -> list[RankContribution]:
     """Those whose files are pinned by one piece of work, which is the first one's: of a shared directory all ranks."""
     if share.requested_files or share.local_world_size <= 1:
         return [share]
-    sharing = (one for one in checkpoint.shares.values() if not one.requested_files and one.source == share.source)
+    sharing = (
+        one for one in checkpoint.contributions.values() if not one.requested_files and one.source == share.source
+    )
     return sorted(sharing, key=lambda one: one.rank)
 
 
 def _inodes_pinned_there_before(state: State, checkpoint: Checkpoint, source: str) -> frozenset[int]:
     """Of the last checkpoint from this very path: a file that has one of them still was rewritten in place."""
     other = state.staged_from(source, before=checkpoint)
-    shares = [share for share in other.shares.values() if share.source == source] if other else []
+    shares = [share for share in other.contributions.values() if share.source == source] if other else []
     return frozenset(progress.file.fingerprint.inode for share in shares for progress in share.linked_files())
 
 
-def _announcement(checkpoint: Checkpoint, share: Share) -> Announced:
+def _announcement(checkpoint: Checkpoint, share: RankContribution) -> Announced:
     return Announced(
         at=share.announced_at,
         info=checkpoint.info,
@@ -205,13 +207,13 @@ def _announcement(checkpoint: Checkpoint, share: Share) -> Announced:
 
 
 def _may_write_marker(state: State, checkpoint: Checkpoint) -> bool:
-    if 0 in checkpoint.shares or state.termination.noticed:
+    if 0 in checkpoint.contributions or state.termination.noticed:
         return True
     return checkpoint.marker_due_at is not None and checkpoint.marker_due_at <= state.now
 
 
 def _reconcile(checkpoint: Checkpoint, work: WorkId) -> Reconcile:
-    staged = [share for share in checkpoint.shares.values() if share.staged]
+    staged = [share for share in checkpoint.contributions.values() if share.staged]
     return Reconcile(
         work=work,
         info=checkpoint.info,
@@ -244,7 +246,7 @@ def _release(state: State, checkpoint: Checkpoint) -> Iterator[Command]:
         if work.operation in CANCELLABLE and work not in state.cancelling:
             state.cancelling.add(work)
             yield CancelWork(work=work)
-    if checkpoint.phase is Phase.FAILED and any(share.staged for share in checkpoint.shares.values()):
+    if checkpoint.phase is Phase.FAILED and any(share.staged for share in checkpoint.contributions.values()):
         newest = state.last_announced_committed()
         if newest is None or newest.sequence < checkpoint.sequence:
             return
@@ -259,12 +261,12 @@ def _abandon(state: State, checkpoint: Checkpoint) -> Iterator[Command]:
         return
     if any(work.operation in TRANSFERS for work in state.in_flight_of(checkpoint.info.save)):
         return
-    files = [progress for share in checkpoint.shares.values() for progress in share.files.values()]
+    files = [progress for share in checkpoint.contributions.values() for progress in share.files.values()]
     uploads = [progress for progress in files if progress.upload_id and not progress.stored]
     swept = [progress for progress in files if checkpoint.may_have_orphans and not progress.whole]
     if not uploads and not swept:
         checkpoint.uploads_aborted = True
-        state.file(checkpoint)
+        state.reindex(checkpoint)
         return
     work = WorkId(Operation.ABANDON, checkpoint.info.save)
     if _take(state, checkpoint, work):
@@ -288,7 +290,7 @@ def _abandoned(state: State) -> Iterator[Checkpoint]:
         if checkpoint.sequence > newest.sequence:
             return
         elsewhere = checkpoint.phase is Phase.SEALED and checkpoint.waits_for_ranks
-        if elsewhere or len(checkpoint.shares) < checkpoint.expected_local_ranks:
+        if elsewhere or len(checkpoint.contributions) < checkpoint.expected_local_ranks:
             yield checkpoint
 
 

@@ -15,8 +15,8 @@ from typing import assert_never
 from mooring_agent.core.agent import disk_pressure, drain, planner, upload_queue
 from mooring_agent.core.agent.announcements import announced, staged
 from mooring_agent.core.agent.checkpoint import Checkpoint
-from mooring_agent.core.agent.circuit_breaker import StoreTrouble
-from mooring_agent.core.agent.commands import Command, LiftBandwidthCap, Record, RingDoorbell, TakeBackNotice
+from mooring_agent.core.agent.circuit_breaker import CircuitBreaker
+from mooring_agent.core.agent.commands import CancelTermination, Command, LiftBandwidthCap, Record, RequestSave
 from mooring_agent.core.agent.events import (
     DURABLE,
     Abandoned,
@@ -52,22 +52,22 @@ from mooring_agent.core.agent.events import (
     WorkFailed,
 )
 from mooring_agent.core.agent.lifecycle import Trigger
-from mooring_agent.core.agent.state import Goodput, State, Termination, path_pattern
+from mooring_agent.core.agent.state import State, Termination, UploadRate, path_pattern
 from mooring_agent.core.agent.work import TRANSFERS, Operation
 from mooring_agent.core.agent.work_results import (
     commit_waits,
     forget_commit_poll,
     forget_upload,
-    hurry,
+    grow_window,
     is_stale,
     judge_store,
     progress_of,
+    reset_backoff,
     send_again,
     stop_sending,
     store_file,
     store_pack,
     take_up_found,
-    widen,
     work_failed,
 )
 from mooring_agent.core.errors import ErrorKind
@@ -109,10 +109,10 @@ def step(state: State, event: Event) -> list[Command]:
     # The journal's times are those of an earlier clock, which may have been ahead.
     state.advance_to(event.at if isinstance(event, Started) else max(state.now, event.at))
     disk_pressure.drop_overdue(state)
-    commands = [*lapse(state), *_apply(state, event)]
+    commands = [*expire_termination(state), *_apply(state, event)]
     stored_bytes = event.size_bytes if isinstance(event, PartStored | FileStored | PackStored) else 0
     state.stored_bytes += stored_bytes
-    state.goodput.note(state.now, was_busy=was_busy, stored_bytes=stored_bytes)
+    state.upload_rate.note(state.now, was_busy=was_busy, stored_bytes=stored_bytes)
     return commands
 
 
@@ -120,14 +120,14 @@ def _apply(state: State, event: Event) -> Iterator[Command]:
     match event:
         case Announced():
             announced(state, event)
-            state.file(state.checkpoints[event.info.save])
+            state.reindex(state.checkpoints[event.info.save])
         case Shed() | Failed():
             _given_up(state, event)
-            state.file(state.checkpoints[event.save])
+            state.reindex(state.checkpoints[event.save])
         case Started():
             yield from _started(state, event)
             for checkpoint in state.checkpoints.values():
-                state.file(checkpoint)
+                state.reindex(checkpoint)
         case TerminationNoticed():
             yield from termination_noticed(state, event)
         case RankRegistered():
@@ -152,7 +152,7 @@ def _apply(state: State, event: Event) -> Iterator[Command]:
         case SaveAborted():
             state.begun.pop(event.save, None)
         case SaveRequested():
-            yield RingDoorbell(terminating=False, deadline=0.0)
+            yield RequestSave(terminating=False, deadline=0.0)
         case Pruned():
             state.land(event.work)
             judge_store(state, event.work, event)
@@ -164,7 +164,7 @@ def _apply(state: State, event: Event) -> Iterator[Command]:
             found = state.checkpoints.get(event.work.save)
             if found is not None:
                 yield from _work_ended(state, found, event)
-                state.file(found)
+                state.reindex(found)
 
 
 def _work_ended(
@@ -204,7 +204,7 @@ def _work_ended(
         if isinstance(event, UploadCreated):
             progress_of(checkpoint, event.work).upload_id = event.upload_id
         return
-    if event.work.rank >= 0 and event.work.rank not in checkpoint.shares:
+    if event.work.rank >= 0 and event.work.rank not in checkpoint.contributions:
         # An answer to a save that failed and was announced again since.
         return
     if event.work.operation not in (Operation.CREATE_UPLOAD, Operation.COMMIT):
@@ -226,15 +226,15 @@ def _work_ended(
                 checkpoint.durable_bytes += event.size_bytes
                 if len(progress.etags) == len(progress.parts):
                     upload_queue.enqueue(checkpoint, event.work.rank, progress)
-            widen(state)
+            grow_window(state)
         case FileStored():
             store_file(checkpoint, event.work.rank, event.work.path, event.checksum)
-            widen(state)
+            grow_window(state)
         case PackStored():
             store_pack(checkpoint, event.work.rank, event.work.number, event.checksums)
-            widen(state)
+            grow_window(state)
         case ManifestStored():
-            checkpoint.shares[event.work.rank].manifest_stored = True
+            checkpoint.contributions[event.work.rank].manifest_stored = True
             if checkpoint.all_sealed:
                 checkpoint.move(Trigger.ALL_SEALED)
                 forget_commit_poll(checkpoint)
@@ -252,7 +252,7 @@ def _work_ended(
             state.storage_error = ""
             # Failed ones may have waited for it with their pins.
             state.touched.update((older.info.save, None) for older in state.tidying())
-            state.prune_due = state.settings.retention.keep_last > 0 and 0 in checkpoint.shares
+            state.prune_due = state.settings.retention.keep_last > 0 and 0 in checkpoint.contributions
             stop_sending(checkpoint)
         case WorkCancelled():
             if event.work.operation in TRANSFERS and not is_stale(checkpoint, event.work):
@@ -274,7 +274,7 @@ def _given_up(state: State, event: Shed | Failed) -> None:
         checkpoint.error_kind, checkpoint.hint = event.kind, event.hint
         if event.kind is ErrorKind.FILE_CHANGED:
             # Its trainer will do that again, to the next one too.
-            staged = (share for share in checkpoint.shares.values() if share.staged)
+            staged = (share for share in checkpoint.contributions.values() if share.staged)
             state.rewritten_paths.update(path_pattern(share.source) for share in staged)
     state.outcomes[checkpoint.phase] = state.outcomes.get(checkpoint.phase, 0) + 1
     stop_sending(checkpoint)
@@ -287,14 +287,14 @@ def _started(state: State, event: Started) -> Iterator[Command]:
     state.timers.clear()
     state.forget_work()
     state.window = float(state.settings.transfer.max_concurrency)
-    state.trouble = StoreTrouble()
+    state.breaker = CircuitBreaker()
     # Replayed bytes came without the time they took.
-    state.goodput = Goodput()
+    state.upload_rate = UploadRate()
     state.begun.clear()
     deadline = state.termination.deadline
     if event.fresh or (deadline is not None and deadline <= event.at):
         state.termination = Termination()
-    state.leader, state.leader_preempted = "", False
+    state.active_upload, state.active_upload_preempted = "", False
     for checkpoint in state.checkpoints.values():
         checkpoint.may_have_orphans = not checkpoint.durable
         if checkpoint.ended:
@@ -302,20 +302,20 @@ def _started(state: State, event: Started) -> Iterator[Command]:
         checkpoint.pending.clear()
         checkpoint.delayed.clear()
         checkpoint.attempts.clear()
-        checkpoint.reconciled = not any(share.staged for share in checkpoint.shares.values())
+        checkpoint.reconciled = not any(share.staged for share in checkpoint.contributions.values())
     if state.termination.noticed:
         # Those who listened to the notice may have died with us.
         yield LiftBandwidthCap()
-        yield RingDoorbell(terminating=True, deadline=drain.deadline(state) or 0.0)
+        yield RequestSave(terminating=True, deadline=drain.deadline(state) or 0.0)
 
 
-def lapse(state: State) -> Iterator[Command]:
+def expire_termination(state: State) -> Iterator[Command]:
     """A notice that nobody followed up is void, and the pod goes on as before it."""
-    lapses_at = drain.lapses_at(state)
+    lapses_at = drain.expires_at(state)
     if lapses_at is not None and lapses_at <= state.now:
         state.termination = Termination(first_sequence=state.next_sequence)
         if state.live:
-            yield TakeBackNotice()
+            yield CancelTermination()
 
 
 def termination_noticed(state: State, event: TerminationNoticed) -> Iterator[Command]:
@@ -327,10 +327,10 @@ def termination_noticed(state: State, event: TerminationNoticed) -> Iterator[Com
     if first:
         termination.noticed, termination.source = True, event.source
         termination.most_alive = len(state.alive_ranks)
-        hurry(state)
+        reset_backoff(state)
         if state.settings.transfer.bandwidth_bytes_per_second:
             # It was the cap's, and by it nothing would fit before the deadline that now does.
-            state.goodput.forget()
+            state.upload_rate.forget()
         yield LiftBandwidthCap()
     if first or earlier:
-        yield RingDoorbell(terminating=True, deadline=drain.deadline(state) or 0.0)
+        yield RequestSave(terminating=True, deadline=drain.deadline(state) or 0.0)

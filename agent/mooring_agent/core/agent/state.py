@@ -5,7 +5,7 @@ one cost of immutability we measured and did not want (docs/design/0002). Purity
 same events give the same state.
 
 Nor does an event look at every checkpoint: a store that is away for a day can leave thousands of them. Whoever changes
-a checkpoint files it (`State.file`): that keeps the lists it belongs to, and has it looked at once.
+a checkpoint reindexes it (`State.reindex`): that keeps the lists it belongs to, and has it looked at once.
 
 Measured upload rate: bytes made durable per second of being busy, with old seconds fading out.
 
@@ -21,10 +21,10 @@ from dataclasses import dataclass, field
 from heapq import heappop, heappush
 from typing import Final
 
-from mooring_agent.core.agent.checkpoint import Checkpoint, FileProgress, Share
-from mooring_agent.core.agent.circuit_breaker import StoreTrouble
+from mooring_agent.core.agent.checkpoint import Checkpoint, FileProgress, RankContribution
+from mooring_agent.core.agent.circuit_breaker import CircuitBreaker
 from mooring_agent.core.agent.events import DiskRead, SaveBegun
-from mooring_agent.core.agent.work import TRANSFERS, Errands, WorkId, errands, errands_of
+from mooring_agent.core.agent.work import TRANSFERS, WorkId, WorkLimit, work_limit_of, work_limits
 from mooring_agent.core.errors import ErrorKind
 from mooring_agent.core.model import (
     Kind,
@@ -37,7 +37,7 @@ _TELLING_SECONDS: Final = 2.0
 
 
 @dataclass(slots=True)
-class Goodput:
+class UploadRate:
     """Updated on every event; idle time does not count."""
 
     _bytes: float = 0.0
@@ -116,7 +116,7 @@ class State:
     in_flight: set[WorkId] = field(default_factory=set)
     transfers: set[WorkId] = field(default_factory=set)
     cancelling: set[WorkId] = field(default_factory=set)
-    errands: tuple[Errands, ...] = field(default_factory=errands)
+    work_limits: tuple[WorkLimit, ...] = field(default_factory=work_limits)
     # Transfers that were on the wire when the store went away, and have not ended.
     hanging: set[WorkId] = field(default_factory=set)
     # Parts on the wire at most, as adapted to SlowDown; at least 1.
@@ -124,11 +124,11 @@ class State:
     window_cut_at: float = 0.0
     # What the window was before the store went away; up to there it opens fast again.
     calm_window: float = 1.0
-    trouble: StoreTrouble = field(default_factory=StoreTrouble)
-    goodput: Goodput = field(default_factory=Goodput)
+    breaker: CircuitBreaker = field(default_factory=CircuitBreaker)
+    upload_rate: UploadRate = field(default_factory=UploadRate)
     # The save that has the wire, and whether it pushed an unfinished one aside to get it.
-    leader: str = ""
-    leader_preempted: bool = False
+    active_upload: str = ""
+    active_upload_preempted: bool = False
     termination: Termination = field(default_factory=Termination)
     # Local ranks that are alive; and which rank of the job each local rank is, of those that have said so.
     alive_ranks: frozenset[int] = frozenset()
@@ -218,7 +218,7 @@ class State:
         newest = [self.sending[position - 1] for position in {first_just_in_time, len(self.sending)} if position]
         return max(newest, key=lambda checkpoint: checkpoint.sequence, default=None)
 
-    def file(self, checkpoint: Checkpoint) -> None:
+    def reindex(self, checkpoint: Checkpoint) -> None:
         """Put a checkpoint that has changed where it belongs, and have it looked at."""
         save = checkpoint.info.save
         self.touched[save] = None
@@ -256,13 +256,13 @@ class State:
         save = checkpoint.info.save
         del self.checkpoints[save], self._settled[save]
         self._just_in_time.pop(save, None)
-        for share in checkpoint.shares.values():
+        for share in checkpoint.contributions.values():
             saves = self._staged_from.get(share.source, {})
             saves.pop(save, None)
             if not saves:
                 self._staged_from.pop(share.source, None)
 
-    def link(self, checkpoint: Checkpoint, share: Share) -> None:
+    def link(self, checkpoint: Checkpoint, share: RankContribution) -> None:
         """A share's files are pinned."""
         save = checkpoint.info.save
         saves = self._staged_from.setdefault(share.source, {})
@@ -272,7 +272,7 @@ class State:
             self._links.setdefault(progress.file.fingerprint.inode, {})[save, progress.file.path] = progress
 
     def _unlink(self, checkpoint: Checkpoint) -> None:
-        for share in checkpoint.shares.values():
+        for share in checkpoint.contributions.values():
             for progress in share.linked_files():
                 inode = progress.file.fingerprint.inode
                 links = self._links.get(inode, {})
@@ -293,12 +293,12 @@ class State:
             self.touched[save] = None
 
     def launch(self, work: WorkId) -> None:
-        self.trouble.begins(work, self.now, ending=self.termination.noticed)
+        self.breaker.begins(work, self.now, ending=self.termination.noticed)
         self.in_flight.add(work)
         self._in_flight_of.setdefault(work.save, set()).add(work)
         if work.operation in TRANSFERS:
             self.transfers.add(work)
-        sort = errands_of(self.errands, work)
+        sort = work_limit_of(self.work_limits, work)
         if sort is not None:
             sort.busy += 1
 
@@ -314,7 +314,7 @@ class State:
         of_save.discard(work)
         if not of_save:
             del self._in_flight_of[work.save]
-        sort = errands_of(self.errands, work)
+        sort = work_limit_of(self.work_limits, work)
         if sort is not None:
             sort.busy -= 1
         return True
@@ -324,7 +324,7 @@ class State:
         for works in (self.in_flight, self.transfers, self.cancelling, self.hanging):
             works.clear()
         self._in_flight_of.clear()
-        self.errands = errands()
+        self.work_limits = work_limits()
 
 
 def path_pattern(source: str) -> str:

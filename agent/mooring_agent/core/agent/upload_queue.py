@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import Iterator
 
 from mooring_agent.core.agent import drain
-from mooring_agent.core.agent.checkpoint import Checkpoint, FileProgress, PackProgress, Share
+from mooring_agent.core.agent.checkpoint import Checkpoint, FileProgress, PackProgress, RankContribution
 from mooring_agent.core.agent.commands import (
     CancelWork,
     Command,
@@ -36,10 +36,10 @@ def choose_leader(state: State) -> None:
     """Who has the wire now: the newest, unless the present one pushed another aside and is not sealed yet."""
     newest, leader = state.newest_sending(), _leader(state)
     if newest is None or leader is None:
-        state.leader, state.leader_preempted = newest.info.save if newest else "", False
-    elif newest is not leader and (newest.info.kind in _PREEMPTING_KINDS or not state.leader_preempted):
-        state.leader = newest.info.save
-        state.leader_preempted = leader.phase is Phase.UPLOADING
+        state.active_upload, state.active_upload_preempted = newest.info.save if newest else "", False
+    elif newest is not leader and (newest.info.kind in _PREEMPTING_KINDS or not state.active_upload_preempted):
+        state.active_upload = newest.info.save
+        state.active_upload_preempted = leader.phase is Phase.UPLOADING
 
 
 def order(state: State) -> Iterator[Checkpoint]:
@@ -55,11 +55,11 @@ def order(state: State) -> Iterator[Checkpoint]:
 
 
 def _leader(state: State) -> Checkpoint | None:
-    leader = state.checkpoints.get(state.leader)
+    leader = state.checkpoints.get(state.active_upload)
     return leader if leader is not None and leader.sends else None
 
 
-def enqueue_share(checkpoint: Checkpoint, share: Share) -> None:
+def enqueue_share(checkpoint: Checkpoint, share: RankContribution) -> None:
     """Put all that a rank's files still need into the queue of its checkpoint."""
     for progress in share.files.values():
         enqueue(checkpoint, share.rank, progress)
@@ -120,7 +120,7 @@ def next_transfers(state: State) -> Iterator[Command]:
     """Fill the window."""
     choose_leader(state)
     limit = state.settings.transfer.max_concurrency
-    if not state.trouble.away:
+    if not state.breaker.away:
         # What hangs on the wire since the store went away takes no place from what is sent now that it is back.
         limit = min(limit, int(state.window) + len(state.hanging))
     first: Checkpoint | None = None
@@ -142,11 +142,11 @@ def _worth_the_wire(state: State) -> Iterator[Checkpoint]:
 
 def _next_of(state: State, checkpoint: Checkpoint) -> WorkId | None:
     """Take the next transfer of a checkpoint out of its queue."""
-    if not state.trouble.away:
+    if not state.breaker.away:
         return checkpoint.pending.popleft() if checkpoint.pending else None
-    if state.now < state.trouble.next_at:
+    if state.now < state.breaker.next_at:
         return None
-    work = next((work for work in checkpoint.pending if state.trouble.lets_out(work, state.now)), None)
+    work = next((work for work in checkpoint.pending if state.breaker.lets_out(work, state.now)), None)
     if work is not None:
         checkpoint.pending.remove(work)
     return work
@@ -156,7 +156,7 @@ def _has_the_wire_alone(state: State, first: Checkpoint) -> bool:
     """Nothing else is begun. While the store is away there is no wire to share, and everybody may ask for it."""
     if _is_last_save(state, first):
         return _has_files_to_store(state, first)
-    if state.trouble.away or first is not state.newest_sending():
+    if state.breaker.away or first is not state.newest_sending():
         return False
     # What has failed before may fail for ever, and is no reason to send nothing else.
     return any(
@@ -179,10 +179,10 @@ def _has_files_to_store(state: State, checkpoint: Checkpoint) -> bool:
 
 def _command(state: State, checkpoint: Checkpoint, work: WorkId) -> Command:
     if work.operation is Operation.PUT_PACK:
-        pack = checkpoint.shares[work.rank].packs[work.number].pack
+        pack = checkpoint.contributions[work.rank].packs[work.number].pack
         key = pack_key(checkpoint.info, work.rank, pack.number)
         return PutPack(work=work, key=key, pack=pack, volume=state.settings.volume)
-    progress = checkpoint.shares[work.rank].files[work.path]
+    progress = checkpoint.contributions[work.rank].files[work.path]
     key = file_key(checkpoint.info, work.path)
     match work.operation:
         case Operation.CREATE_UPLOAD:

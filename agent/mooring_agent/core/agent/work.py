@@ -2,9 +2,9 @@
 
 A command carries an id, the event that ends the command carries it back, and retries are counted by it.
 
-Work that carries no part of a file is limited by `Errands`: otherwise a backlog of a thousand checkpoints would send a
-thousand requests at once, or occupy all threads with unpinning while the last save waits to be pinned. Errands run
-first come, first served; the newest checkpoint never waits.
+`WorkLimit` limits work that carries no part of a file: otherwise a backlog of a thousand checkpoints would send a
+thousand requests at once, or occupy all threads with unpinning while the last save waits to be pinned. It goes first
+come, first served; the newest checkpoint never waits.
 """
 
 from collections import deque
@@ -71,7 +71,7 @@ _REQUESTS_AT_ONCE: Final = 16
 
 
 @dataclass(slots=True)
-class Errands:
+class WorkLimit:
     """Of one sort: at most `limit` are under way, and the saves that wait have a line."""
 
     operations: frozenset[Operation]
@@ -93,10 +93,10 @@ class Errands:
             yield save
 
 
-def errands() -> tuple[Errands, ...]:
-    return Errands(_RELEASES, _RELEASES_AT_ONCE), Errands(_REQUESTS, _REQUESTS_AT_ONCE)
+def work_limits() -> tuple[WorkLimit, ...]:
+    return WorkLimit(_RELEASES, _RELEASES_AT_ONCE), WorkLimit(_REQUESTS, _REQUESTS_AT_ONCE)
 
 
-def errands_of(sorts: tuple[Errands, ...], work: WorkId) -> Errands | None:
+def work_limit_of(sorts: tuple[WorkLimit, ...], work: WorkId) -> WorkLimit | None:
     """The sort of a piece of work; None: a transfer or a stage, which have bounds of their own."""
     return next((sort for sort in sorts if work.operation in sort.operations), None)

@@ -34,12 +34,12 @@ from mooring_agent.core.stored.commit import WAIT_FOR_OTHER_COMMITTER_SECONDS
 
 def progress_of(checkpoint: Checkpoint, work: WorkId) -> FileProgress:
     """The file that a piece of work is about."""
-    return checkpoint.shares[work.rank].files[work.path]
+    return checkpoint.contributions[work.rank].files[work.path]
 
 
 def store_file(checkpoint: Checkpoint, rank: int, path: str, checksum: int | None) -> None:
     """A file is stored; `checksum` is None where its parts told theirs, or it is empty."""
-    share = checkpoint.shares[rank]
+    share = checkpoint.contributions[rank]
     progress = share.files[path]
     if progress.stored:
         return
@@ -53,7 +53,7 @@ def store_file(checkpoint: Checkpoint, rank: int, path: str, checksum: int | Non
 
 def store_pack(checkpoint: Checkpoint, rank: int, number: int, checksums: tuple[int, ...]) -> None:
     """A pack is stored, and so are its files."""
-    progress = checkpoint.shares[rank].packs[number]
+    progress = checkpoint.contributions[rank].packs[number]
     progress.stored = True
     for file, checksum in zip(progress.pack.files, checksums, strict=True):
         store_file(checkpoint, rank, file.path, checksum if file.size_bytes else None)
@@ -64,18 +64,18 @@ def take_up_found(checkpoint: Checkpoint, event: Reconciled) -> None:
     # Before the uploads are forgotten: a completed file's checksums are those of its parts.
     for file in event.files:
         store_file(checkpoint, file.rank, file.path, file.checksum)
-    for share in checkpoint.shares.values():
+    for share in checkpoint.contributions.values():
         for progress in share.files.values():
             if not progress.stored:
                 forget_upload(checkpoint, progress)
     for upload in event.uploads:
-        progress = checkpoint.shares[upload.rank].files[upload.path]
+        progress = checkpoint.contributions[upload.rank].files[upload.path]
         progress.upload_id = upload.upload_id
         for number, etag, checksum in upload.parts:
             progress.etags[number], progress.checksums[number] = etag, checksum
         checkpoint.durable_bytes += progress.durable_bytes
     checkpoint.pending.clear()
-    for share in checkpoint.shares.values():
+    for share in checkpoint.contributions.values():
         upload_queue.enqueue_share(checkpoint, share)
     checkpoint.reconciled = True
 
@@ -83,16 +83,16 @@ def take_up_found(checkpoint: Checkpoint, event: Reconciled) -> None:
 def send_again(checkpoint: Checkpoint, event: ObjectsLost) -> None:
     """The store lost objects of ours."""
     for rank, path in event.files:
-        progress = checkpoint.shares[rank].files[path]
+        progress = checkpoint.contributions[rank].files[path]
         checkpoint.durable_bytes -= progress.durable_bytes
         progress.stored = False
         progress.upload_id = ""
         progress.etags, progress.checksums = {}, {}
-        checkpoint.shares[rank].unstored_count += 1
-        checkpoint.shares[rank].manifest_stored = False
+        checkpoint.contributions[rank].unstored_count += 1
+        checkpoint.contributions[rank].manifest_stored = False
         upload_queue.enqueue(checkpoint, rank, progress)
     for rank, number in event.packs:
-        share = checkpoint.shares[rank]
+        share = checkpoint.contributions[rank]
         packed = share.packs[number]
         packed.stored = False
         for file in packed.pack.files:
@@ -103,7 +103,7 @@ def send_again(checkpoint: Checkpoint, event: ObjectsLost) -> None:
         share.manifest_stored = False
         upload_queue.enqueue_pack(checkpoint, rank, packed)
     for rank in event.manifests:
-        checkpoint.shares[rank].manifest_stored = False
+        checkpoint.contributions[rank].manifest_stored = False
     checkpoint.move(Trigger.OBJECT_LOST)
 
 
@@ -147,19 +147,19 @@ def judge_store(state: State, work: WorkId, event: Event) -> None:
     if work.operation in STAYS_HERE or isinstance(event, WorkCancelled):
         return
     if not isinstance(event, WorkFailed) or event.kind in _ANSWERS:
-        state.trouble.is_over()
+        state.breaker.is_over()
         return
-    was_away = state.trouble.away
-    state.trouble.failed(work, event.kind, event.jitter, state.now, ending=state.termination.noticed)
-    if state.trouble.away and not was_away:
+    was_away = state.breaker.away
+    state.breaker.failed(work, event.kind, event.jitter, state.now, ending=state.termination.noticed)
+    if state.breaker.away and not was_away:
         state.calm_window = max(state.calm_window, state.window)
         state.window = 1.0
         state.hanging = set(state.transfers)
 
 
-def hurry(state: State) -> None:
+def reset_backoff(state: State) -> None:
     """Nothing waits for its retry any more: there is no time for that now."""
-    state.trouble.is_over()
+    state.breaker.is_over()
     state.window = max(state.window, state.calm_window)
     for checkpoint in state.unfinished():
         checkpoint.delayed = dict.fromkeys(checkpoint.delayed, state.now)
@@ -175,7 +175,7 @@ def work_failed(state: State, checkpoint: Checkpoint, event: WorkFailed) -> Iter
     if work.operation in (Operation.RELEASE, Operation.ABANDON):
         state.delay(checkpoint, work, state.now + _TIDYING_RETRY_SECONDS)
         return
-    if checkpoint.ended or (work.rank >= 0 and work.rank not in checkpoint.shares):
+    if checkpoint.ended or (work.rank >= 0 and work.rank not in checkpoint.contributions):
         return
     attempt = checkpoint.attempts.get(work, 0) + 1
     delay_seconds = retry_delay_seconds(event.kind, attempt, event.jitter)
@@ -212,7 +212,7 @@ def commit_waits(state: State, checkpoint: Checkpoint, event: CommitWaits) -> No
     state.delay(checkpoint, event.work, state.now + min(longest, 0.25 * 1.5 ** min(attempt, 12)))
 
 
-def widen(state: State) -> None:
+def grow_window(state: State) -> None:
     """One more part on the wire for each full window that landed; twice as many while the store is just back."""
     more = 1.0 if state.window < state.calm_window else 1.0 / state.window
     state.window = min(float(state.settings.transfer.max_concurrency), state.window + more)

@@ -17,7 +17,7 @@ from mooring_agent.core.injection.annotation_table import (
 )
 from mooring_agent.core.injection.spec import Claim, Injection, InjectionDefaults, Refusal, Skip
 from mooring_agent.core.settings.checks import setting_problems
-from mooring_agent.core.settings.table import Said, read_values, setting_fields, with_paths
+from mooring_agent.core.settings.table import RawSetting, read_values, setting_fields, with_paths
 from mooring_api import names
 from mooring_api.names import ANNOTATION_INJECT, ANNOTATION_PREFIX
 
@@ -122,7 +122,7 @@ def _settings(reader: _Reader, destination: str, grace_seconds: int) -> Mapping[
         "grace_seconds": grace_seconds,
     }
     found, problems = read_values(
-        Said(setting=setting, origin=annotation_of(setting), raw=raw[setting.name])
+        RawSetting(setting=setting, origin=annotation_of(setting), raw=raw[setting.name])
         for setting in setting_fields()
         if setting.name in raw
     )

@@ -21,7 +21,7 @@ NEW: Final = "new"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Lives:
+class CertificateLifetimes:
     """How long certificates are for; each is renewed at two thirds of its life.
 
     A third of `authority` is longer than `leaf`, so that no leaf is cut short. `settle`: how long a CA has to be seen
@@ -38,7 +38,7 @@ class Lives:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Term:
+class Validity:
     """Of a CA, or of a leaf that this CA signed."""
 
     authority: str
@@ -56,7 +56,11 @@ class Plan:
 
 
 def plan(
-    now: datetime, authorities: Sequence[Term], leaf: Term | None, published_since: Mapping[str, datetime], lives: Lives
+    now: datetime,
+    authorities: Sequence[Validity],
+    leaf: Validity | None,
+    published_since: Mapping[str, datetime],
+    lives: CertificateLifetimes,
 ) -> Plan:
     """What is due. `published_since`: since when we see each CA published, without a break."""
     kept = sorted((one for one in authorities if now < one.ends_at), key=lambda one: one.begins_at, reverse=True)
@@ -71,7 +75,9 @@ def plan(
     return Plan(keep=tuple(one.authority for one in kept), make_authority=make_authority, sign_with=sign_with)
 
 
-def _renewal(now: datetime, leaf: Term, signers: list[Term], settled: Collection[str], lives: Lives) -> str | None:
+def _renewal(
+    now: datetime, leaf: Validity, signers: list[Validity], settled: Collection[str], lives: CertificateLifetimes
+) -> str | None:
     """The newest CA that may sign instead of the leaf's own, or that one, if the leaf is due."""
     able = [one for one in signers if one.authority in settled or one.authority == leaf.authority]
     if not able or (able[0].authority == leaf.authority and not _is_old(leaf, now)):
@@ -80,5 +86,5 @@ def _renewal(now: datetime, leaf: Term, signers: list[Term], settled: Collection
     return able[0].authority if lives.leaf_ends_at(now, able[0].ends_at) > leaf.ends_at else None
 
 
-def _is_old(one: Term, now: datetime) -> bool:
+def _is_old(one: Validity, now: datetime) -> bool:
     return now - one.begins_at >= (one.ends_at - one.begins_at) * 2 / 3

@@ -113,7 +113,7 @@ _CHOICES: Final = {
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Said:
+class RawSetting:
     """What was written for one setting, and what a problem calls the place where it was."""
 
     setting: SettingField
@@ -121,7 +121,7 @@ class Said:
     raw: Any
 
 
-def read_values(said: Iterable[Said]) -> tuple[dict[str, Any], list[str]]:
+def read_values(said: Iterable[RawSetting]) -> tuple[dict[str, Any], list[str]]:
     """The values by the settings' keys, and what is wrong with those that have none."""
     values: dict[str, Any] = {}
     problems: list[str] = []

@@ -27,8 +27,8 @@ from mooring_agent.runtime.api.errors import ErrorsAnswered
 from mooring_agent.runtime.engine import status
 from mooring_agent.runtime.engine.engine import Engine
 from mooring_agent.runtime.engine.telemetry import RefusalLog
-from mooring_agent.runtime.monitors.monitors import Sensors
-from mooring_agent.runtime.monitors.ranks import Presence
+from mooring_agent.runtime.monitors.monitors import Monitors
+from mooring_agent.runtime.monitors.ranks import LiveRanks
 from mooring_agent.runtime.work.announcements import Announcements
 from mooring_api.names import socket_address
 from mooring_api.v1 import agent_pb2, agent_pb2_grpc
@@ -40,7 +40,7 @@ class AgentService(agent_pb2_grpc.AgentServicer):
     """The servicer of `mooring.v1.Agent`."""
 
     def __init__(
-        self, *, engine: Engine, clock: Clock, announcements: Announcements, presence: Presence, sensors: Sensors
+        self, *, engine: Engine, clock: Clock, announcements: Announcements, presence: LiveRanks, sensors: Monitors
     ) -> None:
         self._engine = engine
         self._clock = clock

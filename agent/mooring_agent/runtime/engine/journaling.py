@@ -5,7 +5,7 @@ from collections.abc import Iterator, Mapping, Sequence
 import structlog
 
 from mooring_agent.core.agent.announcements import check_announcement
-from mooring_agent.core.agent.checkpoint import Share
+from mooring_agent.core.agent.checkpoint import RankContribution
 from mooring_agent.core.agent.event_codec import UnknownRecordError, decode_event, encode_event
 from mooring_agent.core.agent.events import (
     Announced,
@@ -133,10 +133,10 @@ def rescan(staging: StagingArea, state: State) -> Iterator[DurableEvent]:
             )
 
 
-def _shares(state: State, announced: Announced) -> Mapping[int, Share]:
+def _shares(state: State, announced: Announced) -> Mapping[int, RankContribution]:
     checkpoint = state.checkpoints.get(announced.info.save)
     # One whose pins failed was announced again since, of which nothing but the descriptor may have been written.
-    return checkpoint.shares if checkpoint and not checkpoint.begins_anew else {}
+    return checkpoint.contributions if checkpoint and not checkpoint.begins_anew else {}
 
 
 def _described(

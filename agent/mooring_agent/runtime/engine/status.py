@@ -68,7 +68,7 @@ def backlog_bytes(state: State) -> int:
 
 def describe(state: State, now: float) -> agent_pb2.Status:
     newest = state.newest_committed()
-    rate = state.goodput.bytes_per_second
+    rate = state.upload_rate.bytes_per_second
     backlog = backlog_bytes(state)
     budget = disk_pressure.budget_bytes(state)
     return agent_pb2.Status(

@@ -167,7 +167,7 @@ class StateCollector:
                 status.newest_committed.step if status.HasField("newest_committed") else -1,
             ),
             "mooring_backlog_bytes": ("Bytes staged and not yet durable", status.backlog_bytes),
-            "mooring_goodput_bytes_per_second": (
+            "mooring_upload_rate_bytes_per_second": (
                 "Upload rate while uploading; 0 when unknown",
                 status.goodput_bytes_per_second,
             ),

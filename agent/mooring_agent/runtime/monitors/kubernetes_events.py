@@ -37,7 +37,7 @@ P = ParamSpec("P")
 log = structlog.get_logger("mooring.cluster")
 
 
-class ClusterNews:
+class KubernetesEvents:
     """`hear` is the engine's listener; `tell` runs for as long as the agent does."""
 
     def __init__(
@@ -75,7 +75,7 @@ class ClusterNews:
                 name = state.checkpoints[event.save].info.name if event.save in state.checkpoints else event.save
                 text = f"{name} cannot become durable: {event.reason}; {event.hint}"
                 self._note(EventType.WARNING, "CheckpointLost", text, event.at)
-            case WorkFailed() if state.trouble.away:
+            case WorkFailed() if state.breaker.away:
                 if event.at - self._storage_error_at >= _BETWEEN_STORAGE_ERRORS_SECONDS:
                     self._storage_error_at = event.at
                     self._note(EventType.WARNING, "StorageError", f"{event.message}; {event.hint}", event.at)
@@ -168,7 +168,7 @@ class ClusterNews:
 @asynccontextmanager
 async def cluster_news(
     settings: ClusterSettings, *, clock: Clock, executor: Executor
-) -> AsyncIterator[ClusterNews | None]:
+) -> AsyncIterator[KubernetesEvents | None]:
     """None where nobody asked for it, or there is no cluster to tell."""
     if not settings.cluster_events:
         yield None
@@ -186,6 +186,6 @@ async def cluster_news(
 
     cluster = KubernetesCluster(settings, executor)
     try:
-        yield ClusterNews(cluster=cluster, clock=clock)
+        yield KubernetesEvents(cluster=cluster, clock=clock)
     finally:
         await cluster.close()

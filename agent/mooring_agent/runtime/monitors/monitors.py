@@ -23,9 +23,9 @@ from mooring_agent.core.settings.values import Settings
 from mooring_agent.ports import Clock
 from mooring_agent.runtime.engine.engine import Engine
 from mooring_agent.runtime.engine.telemetry import say
-from mooring_agent.runtime.monitors.ranks import Presence, rank_hints
-from mooring_agent.runtime.monitors.unannounced import Rescue
-from mooring_agent.runtime.monitors.watched_directories import Watching
+from mooring_agent.runtime.monitors.ranks import LiveRanks, rank_hints
+from mooring_agent.runtime.monitors.unannounced import UnannouncedRecovery
+from mooring_agent.runtime.monitors.watched_directories import DirectoryWatcher
 
 _LINES: Final = 10
 
@@ -38,7 +38,7 @@ def say_what_is_open(state: State, source: str, now: float) -> None:
     awaits_save = drain.waiting_for_save(state)
     until = drain.deadline(state)
     left_seconds = None if until is None else round(until - now, 1)
-    rate = state.goodput.bytes_per_second
+    rate = state.upload_rate.bytes_per_second
     remaining_bytes = sum(checkpoint.remaining_bytes for checkpoint in unfinished)
     log.warning(
         "termination.open",
@@ -92,7 +92,7 @@ _DRAIN_SECONDS: Final = 1.0
 T = TypeVar("T")
 
 
-class Sensors:
+class Monitors:
     """Everything here ends in an event."""
 
     def __init__(
@@ -100,11 +100,11 @@ class Sensors:
         *,
         engine: Engine,
         clock: Clock,
-        presence: Presence,
+        presence: LiveRanks,
         executor: Executor,
         settings: Settings,
-        watching: Watching | None,
-        rescue: Rescue,
+        watching: DirectoryWatcher | None,
+        rescue: UnannouncedRecovery,
     ) -> None:
         self._engine = engine
         self._clock = clock

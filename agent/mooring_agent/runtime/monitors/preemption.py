@@ -12,7 +12,7 @@ import structlog
 
 from mooring_agent.core.errors import NoticesError
 from mooring_agent.core.settings.values import TerminationSettings
-from mooring_agent.ports import Notice, Notices
+from mooring_agent.ports import Notice, PreemptionSource
 
 # More than a spot machine has on any cloud: its notice is never held back.
 _NEAR_SECONDS: Final = 180.0
@@ -28,13 +28,13 @@ Notify = Callable[[str, float], Awaitable[None]]
 """Takes the source of a notice and the seconds that are left."""
 
 
-class NoticeWatch:
+class PreemptionWatcher:
     """`candidates` makes anew what may answer, one of which is listened to; where `named` there is only one."""
 
     def __init__(
         self,
         *,
-        candidates: Callable[[], Sequence[Notices]],
+        candidates: Callable[[], Sequence[PreemptionSource]],
         named: bool,
         notify: Notify,
         near_seconds: float = _NEAR_SECONDS,
@@ -65,7 +65,7 @@ class NoticeWatch:
         finally:
             await notices.close()
 
-    async def _search(self) -> Notices | None:
+    async def _search(self) -> PreemptionSource | None:
         from mooring_agent.adapters.preemption import the_one_that_answers
 
         for pause_seconds in self._search_pauses_seconds:
@@ -75,7 +75,7 @@ class NoticeWatch:
                 return found
         return None
 
-    async def _look(self, notices: Notices, pause_seconds: float) -> float:
+    async def _look(self, notices: PreemptionSource, pause_seconds: float) -> float:
         """Returns how long to wait before the next look."""
         try:
             standing = await notices.look()
@@ -103,14 +103,14 @@ class NoticeWatch:
         await self._notify(notice.source, max(notice.left_seconds, _AT_ONCE_SECONDS))
 
 
-def notice_watch(settings: TerminationSettings, *, notify: Notify) -> NoticeWatch | None:
+def notice_watch(settings: TerminationSettings, *, notify: Notify) -> PreemptionWatcher | None:
     """None where nobody wants to listen."""
     if settings.notices == "off":
         return None
     # Imported here, and above: aiohttp is ten megabytes that an agent which does not listen need not hold.
     from mooring_agent.adapters.preemption import clouds
 
-    return NoticeWatch(
+    return PreemptionWatcher(
         candidates=lambda: clouds(settings.notices, settings.notices_endpoint),
         named=settings.notices != "auto",
         notify=notify,

@@ -16,18 +16,18 @@ import structlog
 
 from mooring_agent.adapters.liveness import RankLocks
 from mooring_agent.adapters.rate_limit import RateLimiter
-from mooring_agent.adapters.signal_file import Doorbell
-from mooring_agent.core.agent.commands import RingDoorbell
+from mooring_agent.adapters.signal_file import SignalFile
+from mooring_agent.core.agent.commands import RequestSave
 from mooring_agent.core.errors import MooringError
 from mooring_agent.core.settings.values import Settings
 from mooring_api import signal_file
-from mooring_api.signal_file import Ring
+from mooring_api.signal_file import SaveSignal
 from mooring_api.v1 import agent_pb2
 
 _RINGS_KEPT = 16
 
 
-class Presence:
+class LiveRanks:
     """`ring` reaches attached clients; those with the lock read the doorbell file."""
 
     def __init__(self, locks: RankLocks) -> None:
@@ -48,7 +48,7 @@ class Presence:
         """Blocks for a few system calls per rank."""
         return self._locks.live_ranks() | {local_rank for local_rank, _ in self._streams}
 
-    def ring(self, ring: Ring) -> None:
+    def ring(self, ring: SaveSignal) -> None:
         for _, rings in self._streams:
             if rings.full():
                 # A client that reads nothing gets the latest.
@@ -96,20 +96,22 @@ def _look(locks: RankLocks) -> object:
 log = structlog.get_logger("mooring.agent")
 
 
-def bell_ringer(bell: Doorbell, presence: Presence) -> Callable[[RingDoorbell], None]:
-    def ring(command: RingDoorbell) -> None:
+def bell_ringer(bell: SignalFile, presence: LiveRanks) -> Callable[[RequestSave], None]:
+    def ring(command: RequestSave) -> None:
         try:
             number = bell.ring(deadline_unix=command.deadline, terminating=command.terminating)
         except MooringError as error:
             log.error("doorbell.unwritable", error=str(error), hint=error.hint)
             number = 0
         log.info("doorbell.rung", terminating=command.terminating, deadline=command.deadline, ring=number)
-        presence.ring(signal_file.Ring(ring=number, deadline_unix=command.deadline, terminating=command.terminating))
+        presence.ring(
+            signal_file.SaveSignal(ring=number, deadline_unix=command.deadline, terminating=command.terminating)
+        )
 
     return ring
 
 
-def as_before(bell: Doorbell, limiter: RateLimiter, settings: Settings) -> Callable[[], None]:
+def as_before(bell: SignalFile, limiter: RateLimiter, settings: Settings) -> Callable[[], None]:
     """What a termination notice has changed, when the pod is spared."""
 
     def go_on() -> None:

@@ -30,7 +30,7 @@ _BUG_HINT: Final = "this is a bug of the agent: please report it"
 log = structlog.get_logger("mooring.rescue")
 
 
-class Rescue:
+class UnannouncedRecovery:
     """Of the checkpoints in the checkpoint directory that have a client's record."""
 
     def __init__(

@@ -28,7 +28,7 @@ T = TypeVar("T")
 log = structlog.get_logger("mooring.watch")
 
 
-class Watching:
+class DirectoryWatcher:
     """One watch over the checkpoint directory: `run` for as long as the agent lives, `last_looks` when it ends."""
 
     def __init__(self, *, announcements: Announcements, engine: Engine, settings: Settings, executor: Executor) -> None:
@@ -116,6 +116,6 @@ class Watching:
         return [
             share.save_made_here
             for checkpoint in self._engine.state.checkpoints.values()
-            for share in checkpoint.shares.values()
+            for share in checkpoint.contributions.values()
             if os.path.normpath(share.source) == path
         ]

@@ -43,7 +43,7 @@ Notify = Callable[[float, str, bool], None]
 log = structlog.get_logger("mooring.run")
 
 
-class Deaths:
+class RestartBackoff:
     """How often the agent died in a row, and how long to wait before the next start."""
 
     def __init__(self) -> None:
@@ -65,7 +65,7 @@ class _Message:
     trainers_gone: bool = False
 
 
-class AgentKeeper:
+class AgentSupervisor:
     """`command` starts an agent; `notify` and `answers` talk to the one that runs."""
 
     def __init__(
@@ -131,7 +131,7 @@ class AgentKeeper:
     async def _keep(self) -> int:
         """One agent after the other; the exit code of the last."""
         loop = asyncio.get_running_loop()
-        deaths = Deaths()
+        deaths = RestartBackoff()
         arguments = ["--fresh"]
         while True:
             was_draining, began = self._draining.is_set(), loop.time()
@@ -146,7 +146,7 @@ class AgentKeeper:
                     hint="its own lines above say why",
                 )
             if self._draining.is_set() and not was_draining:
-                deaths = Deaths()
+                deaths = RestartBackoff()
             # What counts while draining is all the deaths: nobody would notice that it goes on like this for ever.
             pause_seconds = deaths.add(0.0 if was_draining else loop.time() - began)
             log.warning("run.agent_died", code=code, restart=deaths.count, pause_seconds=pause_seconds)

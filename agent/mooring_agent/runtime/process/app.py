@@ -19,7 +19,7 @@ from mooring_agent.adapters.clock import SystemClock
 from mooring_agent.adapters.control_group import cpu_limit
 from mooring_agent.adapters.liveness import RankLocks
 from mooring_agent.adapters.rate_limit import RateLimiter
-from mooring_agent.adapters.signal_file import Doorbell
+from mooring_agent.adapters.signal_file import SignalFile
 from mooring_agent.adapters.volume.staging_area import LocalStagingArea
 from mooring_agent.core.agent import drain
 from mooring_agent.core.agent.commands import Command, Exit
@@ -32,18 +32,18 @@ from mooring_agent.runtime.api.server import AgentService, serve_grpc
 from mooring_agent.runtime.engine.engine import Engine, Listener, nobody_listens
 from mooring_agent.runtime.engine.journaling import recover
 from mooring_agent.runtime.engine.telemetry import say
-from mooring_agent.runtime.monitors.kubernetes_events import ClusterNews, cluster_news
-from mooring_agent.runtime.monitors.monitors import Sensors
+from mooring_agent.runtime.monitors.kubernetes_events import KubernetesEvents, cluster_news
+from mooring_agent.runtime.monitors.monitors import Monitors
 from mooring_agent.runtime.monitors.other_writers import OtherWriters
 from mooring_agent.runtime.monitors.preemption import notice_watch
-from mooring_agent.runtime.monitors.ranks import Presence, as_before, bell_ringer
-from mooring_agent.runtime.monitors.unannounced import Rescue
-from mooring_agent.runtime.monitors.watched_directories import Watching
+from mooring_agent.runtime.monitors.ranks import LiveRanks, as_before, bell_ringer
+from mooring_agent.runtime.monitors.unannounced import UnannouncedRecovery
+from mooring_agent.runtime.monitors.watched_directories import DirectoryWatcher
 from mooring_agent.runtime.process.open_volume import opened_journal, take_volume
 from mooring_agent.runtime.work.announcements import Announcements
-from mooring_agent.runtime.work.committer import FirstLook
+from mooring_agent.runtime.work.committer import DuplicateSaveGuard
 from mooring_agent.runtime.work.dispatcher import Dispatcher
-from mooring_agent.runtime.work.pruner import LitterRemover, Pruner
+from mooring_agent.runtime.work.pruner import LeftoverRemover, Pruner
 from mooring_agent.runtime.work.ready_store import ReadyStore
 from mooring_agent.runtime.work.reconciler import Reconciler
 
@@ -78,7 +78,7 @@ async def live(
     clock: Clock,
     forever: Sequence[Forever],
     leaving: "asyncio.Future[Exit]",
-    news: ClusterNews | None,
+    news: KubernetesEvents | None,
 ) -> int:
     """Everything that runs for as long as the agent does; ends with the exit code of the core's Exit."""
     async with asyncio.TaskGroup() as tasks:
@@ -159,7 +159,7 @@ async def run_agent(settings: Settings, *, fresh: bool = False, parent_pid: int 
         store = ReadyStore(settings.store, limiter)
         stack.push_async_callback(store.close)
         others = OtherWriters(store, clock)
-        litter = LitterRemover(store, clock, settings.retention)
+        litter = LeftoverRemover(store, clock, settings.retention)
         news = await stack.enter_async_context(cluster_news(settings.cluster, clock=clock, executor=senses))
         engine = Engine(
             state=state,
@@ -169,28 +169,30 @@ async def run_agent(settings: Settings, *, fresh: bool = False, parent_pid: int 
             listen=_listeners(others.hear, litter.hear, nobody_listens if news is None else news.hear),
             unjournaled=unjournaled,
         )
-        bell = Doorbell(volume)
+        bell = SignalFile(volume)
         if fresh or _is_past(state.termination.deadline, clock.now()):
             # Journaled too: the next start must not find an old notice beside a new one.
             engine.post(Exited(at=clock.now()))
             bell.forget_termination()
         # First in the queue: a notice that arrives as soon as we serve belongs to this life.
         engine.post(Started(at=clock.now(), fresh=fresh))
-        presence = Presence(RankLocks(volume))
+        presence = LiveRanks(RankLocks(volume))
         announcements = Announcements(engine=engine, clock=clock, volume=volume, staging=staging, workers=executor)
         watching = (
-            Watching(announcements=announcements, engine=engine, settings=settings, executor=executor)
+            DirectoryWatcher(announcements=announcements, engine=engine, settings=settings, executor=executor)
             if settings.watch
             else None
         )
-        sensors = Sensors(
+        sensors = Monitors(
             engine=engine,
             clock=clock,
             presence=presence,
             executor=senses,
             settings=settings,
             watching=watching,
-            rescue=Rescue(announcements=announcements, engine=engine, settings=settings, executor=senses, store=store),
+            rescue=UnannouncedRecovery(
+                announcements=announcements, engine=engine, settings=settings, executor=senses, store=store
+            ),
         )
         leaving = asyncio.get_running_loop().create_future()
         dispatcher = Dispatcher(
@@ -198,7 +200,7 @@ async def run_agent(settings: Settings, *, fresh: bool = False, parent_pid: int 
             staging=staging,
             reconciler=Reconciler(staging=staging, clock=clock, executor=executor, volume=volume),
             pruner=Pruner(state=lambda: state, clock=clock, state_directory=Path(settings.state_directory)),
-            first_look=FirstLook(lambda: state),
+            first_look=DuplicateSaveGuard(lambda: state),
             clock=clock,
             executor=executor,
             readers=_threads(stack, "mooring-reader", _READERS),
@@ -245,7 +247,7 @@ def _listeners(*listeners: Listener) -> Listener:
     return listen
 
 
-async def _obey(signals: "asyncio.Queue[str]", sensors: Sensors) -> None:
+async def _obey(signals: "asyncio.Queue[str]", sensors: Monitors) -> None:
     while True:
         await sensors.stop(await signals.get())
 

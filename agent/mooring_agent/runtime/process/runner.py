@@ -19,7 +19,7 @@ import structlog
 
 from mooring_agent.core.errors import ErrorKind, MooringError
 from mooring_agent.core.settings.values import Settings
-from mooring_agent.runtime.process.agent_supervisor import AgentKeeper, Notify, exit_code
+from mooring_agent.runtime.process.agent_supervisor import AgentSupervisor, Notify, exit_code
 
 _RESTORE_END_SECONDS: Final = 10.0
 _NOTICES: Final = frozenset({signal.SIGTERM, signal.SIGHUP})
@@ -50,7 +50,7 @@ class Runner:
     ) -> None:
         self._command = command
         self._environment = dict(environment)
-        self._agent = AgentKeeper(
+        self._agent = AgentSupervisor(
             (*_MOORING, "agent"),
             environment=self._environment,
             grace_seconds=settings.termination.grace_seconds,

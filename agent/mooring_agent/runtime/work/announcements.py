@@ -119,18 +119,18 @@ def _settled(state: State, event: Announced) -> bool:
     checkpoint = state.checkpoints.get(event.info.save)
     if checkpoint is None or checkpoint.ended:
         return True
-    share = checkpoint.shares.get(event.rank)
+    share = checkpoint.contributions.get(event.rank)
     if share is None:
         # It failed, and another rank has announced it again since: what this call waits for will not come.
         return True
-    return share.staged or (not share.requested_files and len(checkpoint.shares) < share.local_world_size)
+    return share.staged or (not share.requested_files and len(checkpoint.contributions) < share.local_world_size)
 
 
 def _outcome(state: State, event: Announced) -> Checkpoint:
     checkpoint = state.checkpoints.get(event.info.save)
     if checkpoint is None:
         raise RequestError(ErrorKind.UNKNOWN_SAVE, f"save {event.info.save} is over and forgotten", hint="")
-    if event.rank not in checkpoint.shares and checkpoint.phase is not Phase.SHED:
+    if event.rank not in checkpoint.contributions and checkpoint.phase is not Phase.SHED:
         raise RequestError(
             ErrorKind.CHECKPOINT_FAILED,
             f"save {event.info.save} failed to be staged, and was announced again without rank {event.rank}",

@@ -280,7 +280,7 @@ class _Look:
     error: MooringError | None = None
 
 
-class FirstLook:
+class DuplicateSaveGuard:
     """`state` gives the state now."""
 
     def __init__(self, state: Callable[[], State]) -> None:
@@ -302,7 +302,7 @@ class FirstLook:
             try:
                 # Exact: what an earlier agent may have committed by the same record was looked for by Reconcile.
                 announced_at = {
-                    rank: AnnouncementTime(at=share.announced_at) for rank, share in checkpoint.shares.items()
+                    rank: AnnouncementTime(at=share.announced_at) for rank, share in checkpoint.contributions.items()
                 }
                 await is_committed(store, checkpoint.info, announced_at)
             except MooringError as error:

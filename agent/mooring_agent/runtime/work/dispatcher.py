@@ -15,6 +15,7 @@ import structlog
 from mooring_agent.adapters import priority
 from mooring_agent.core.agent.commands import (
     Abandon,
+    CancelTermination,
     CancelWork,
     Command,
     Commit,
@@ -28,10 +29,9 @@ from mooring_agent.core.agent.commands import (
     Reconcile,
     Record,
     Release,
-    RingDoorbell,
+    RequestSave,
     SendPart,
     Stage,
-    TakeBackNotice,
     WorkCommand,
     WriteManifest,
 )
@@ -43,7 +43,7 @@ from mooring_agent.core.stored.object_layout import save_prefix
 from mooring_agent.ports import Clock, ObjectStore, StagingArea
 from mooring_agent.runtime.engine.telemetry import FailureLog
 from mooring_agent.runtime.work import committer, transfers
-from mooring_agent.runtime.work.committer import FirstLook
+from mooring_agent.runtime.work.committer import DuplicateSaveGuard
 from mooring_agent.runtime.work.pruner import Pruner
 from mooring_agent.runtime.work.ready_store import ReadyStore
 from mooring_agent.runtime.work.reconciler import Reconciler
@@ -67,13 +67,13 @@ class Dispatcher:
         staging: StagingArea,
         reconciler: Reconciler,
         pruner: Pruner,
-        first_look: FirstLook,
+        first_look: DuplicateSaveGuard,
         clock: Clock,
         executor: Executor,
         readers: Executor,
         may_read_again: Callable[[Kind], bool],
         post: Callable[[Event], None],
-        on_ring: Callable[[RingDoorbell], None],
+        on_ring: Callable[[RequestSave], None],
         on_lift_cap: Callable[[], None],
         on_spared: Callable[[], None],
         on_exit: Callable[[Exit], None],
@@ -103,11 +103,11 @@ class Dispatcher:
                 task = self._tasks.get(command.work)
                 if task is not None:
                     task.cancel()
-            case RingDoorbell():
+            case RequestSave():
                 self._on_ring(command)
             case LiftBandwidthCap():
                 self._on_lift_cap()
-            case TakeBackNotice():
+            case CancelTermination():
                 self._on_spared()
             case Exit():
                 self._on_exit(command)
@@ -227,5 +227,5 @@ class Dispatcher:
         await loop.run_in_executor(self._executor, self._staging.release, command.work.save)
         self._first_look.forget(command.work.save)
         # The end of a checkpoint's work: what it took of memory is free now, but still ours.
-        await loop.run_in_executor(self._executor, priority.give_back)
+        await loop.run_in_executor(self._executor, priority.malloc_trim)
         return Released(at=self._clock.now(), work=command.work)

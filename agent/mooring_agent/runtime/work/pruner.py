@@ -50,7 +50,7 @@ class Pruner:
         return Pruned(at=self._clock.now(), work=command.work, deleted=deleted)
 
 
-class LitterRemover:
+class LeftoverRemover:
     """Removes old resume pins and the remains of killed probes, once, where pruning does not because it is off.
 
     `hear` what the engine does; `watch` forever. It acts after the first commit of rank 0's agent: by then the
@@ -66,7 +66,7 @@ class LitterRemover:
     def hear(self, state: State, event: Event) -> None:
         if isinstance(event, Committed) and not state.termination.noticed:
             checkpoint = state.checkpoints.get(event.work.save)
-            if checkpoint is not None and 0 in checkpoint.shares:
+            if checkpoint is not None and 0 in checkpoint.contributions:
                 self._committed.set()
 
     async def watch(self) -> None:

@@ -61,7 +61,7 @@ class ReadyStore:
             integrity=capabilities.integrity,
         )
         # What was parsed to make a client was more than what is kept of it.
-        await asyncio.to_thread(priority.give_back)
+        await asyncio.to_thread(priority.malloc_trim)
         return self._opened
 
 

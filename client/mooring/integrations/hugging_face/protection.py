@@ -22,7 +22,7 @@ from mooring.autoload.post_import import reason, warn
 from mooring.checkpoints.records import Kind
 from mooring.errors import MooringError
 from mooring.framework_run import FrameworkRun
-from mooring.gate import Ask
+from mooring.gate import Action
 from mooring.integrations.ownership import Owner, owns
 
 _log: Final = logging.getLogger("mooring")
@@ -118,7 +118,7 @@ class Protection:
         if run is None or not owns(Owner.TRAINER):
             log_evaluate_save(*arguments, **keywords)
             return
-        if self._asks(run) is Ask.STOP:
+        if self._asks(run) is Action.STOP:
             evaluation_due = control.should_evaluate or self._evaluation_follows()
             control.should_evaluate = control.should_save = False
             log_evaluate_save(*arguments, **keywords)
@@ -138,7 +138,7 @@ class Protection:
 
     def evaluated_batch(self) -> None:
         """In an evaluation, and training stops there: raises what ends the evaluation. Other evaluations are let be."""
-        if self._run is not None and self._random_states is not None and self._asks(self._run) is Ask.STOP:
+        if self._run is not None and self._random_states is not None and self._asks(self._run) is Action.STOP:
             # What the evaluation drew is drawn again when it is made up for.
             random_generators.restore(self._random_states)
             raise _EvaluationLeftError
@@ -200,12 +200,12 @@ class Protection:
     def _is_last(self) -> bool:
         return bool(self._step >= self._trainer.state.max_steps)
 
-    def _asks(self, run: FrameworkRun) -> Ask:
+    def _asks(self, run: FrameworkRun) -> Action:
         """At a position of its own: an epoch's end and each batch of an evaluation are further ticks of their step."""
         step, tick = self._position
         self._position = (step, tick + 1) if step == self._step else (self._step, 0)
         ask = run.ask(*self._position)
-        self._save_asked |= ask is Ask.SAVE
+        self._save_asked |= ask is Action.SAVE
         return ask
 
     def _evaluating(self, evaluate: Callable[..., None], /, *arguments: Any, **keywords: Any) -> None:

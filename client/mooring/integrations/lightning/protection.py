@@ -17,7 +17,7 @@ from mooring import random_generators
 from mooring.autoload.post_import import reason, warn
 from mooring.errors import MooringError
 from mooring.framework_run import FrameworkRun
-from mooring.gate import Ask
+from mooring.gate import Action
 from mooring.integrations.lightning import checkpoint as contents
 from mooring.integrations.ownership import Owner, owns
 from mooring_api import names
@@ -197,7 +197,7 @@ class Protection:
 
     def _visit(self, trainer: Any) -> None:
         """A place where the state can be saved and left."""
-        if not self._training or self._ask(trainer) is Ask.NOTHING:
+        if not self._training or self._ask(trainer) is Action.NOTHING:
             return
         name = f"{_OWN}{trainer.global_step}.ckpt"
         if name == self._resumed_name:
@@ -213,13 +213,13 @@ class Protection:
             # Lightning tears down and passes it on; `end` parts from the other ranks.
             raise SystemExit(names.JUST_IN_TIME_EXIT_CODE)
 
-    def _ask(self, trainer: Any) -> Ask:
+    def _ask(self, trainer: Any) -> Action:
         if self._run is None or not self._just_in_time or not owns(Owner.TRAINER):
-            return Ask.NOTHING
+            return Action.NOTHING
         step, tick = self._position
         self._position = (step, tick + 1) if step == trainer.global_step else (trainer.global_step, 0)
         ask = self._run.ask(*self._position)
-        self._stop_asked |= ask is Ask.STOP
+        self._stop_asked |= ask is Action.STOP
         return ask
 
     def _announce(self, trainer: Any, path: Path, failure: OSError | None) -> None:
