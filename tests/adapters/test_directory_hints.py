@@ -34,7 +34,7 @@ def test_hints_come_again_once_the_kernel_has_room_for_them(tmp_path: Path, monk
         assert noticed.wait(60)
     finally:
         hints.close()
-    assert [line["event"] for line in logs] == ["directory_events_unavailable", "directory_events_available"]
+    assert [line["event"] for line in logs] == ["watch.events_unavailable", "watch.events_available"]
 
 
 def test_a_closed_one_follows_nothing_any_more(tmp_path: Path) -> None:

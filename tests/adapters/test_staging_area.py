@@ -233,7 +233,7 @@ def test_scan_removes_what_is_half_staged_and_leaves_unreadable_descriptors_asid
     with capture_logs() as logs:
         found = list(area.scan())
     assert [pins for _, pins in found] == [files]
-    assert sum(entry["event"] == "staged_descriptor_unreadable" for entry in logs) == len(bad)
+    assert sum(entry["event"] == "staging.descriptor_unreadable" for entry in logs) == len(bad)
     assert not (staged / "save-1" / "rank-00004").exists()
     assert not (staged / "save-1" / "rank-00004.json.partial").exists()
     assert not (staged / "save-2").exists()
@@ -742,7 +742,7 @@ def test_a_descriptor_beyond_a_limit_or_of_other_pins_is_left_out_and_said(
     with capture_logs() as logs:
         assert [pins for _, pins in area.scan()] == [kept]
     (line,) = logs
-    assert line["event"] == "staged_descriptor_unreadable"
+    assert line["event"] == "staging.descriptor_unreadable"
     assert len(line["reason"]) < 1000
 
 

@@ -298,7 +298,7 @@ async def test_without_events_polling_alone_finds_everything_and_one_line_says_s
         for step in (1, 2, 3):
             _save(tmp_path / f"step_{step}.pt")
             assert (await _next(watch)).step == step
-    assert sum(entry["event"] == "directory_events_unavailable" for entry in logs) == 1
+    assert sum(entry["event"] == "watch.events_unavailable" for entry in logs) == 1
 
 
 async def test_checkpoints_that_vanish_while_being_looked_at_do_no_harm(tmp_path: Path, open_watch: Open) -> None:

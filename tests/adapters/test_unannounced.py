@@ -237,4 +237,4 @@ def test_of_more_files_than_a_rank_may_have_those_of_the_newest_records_are_look
     with capture_logs() as log:
         assert steps(tmp_path) == [200, 300]
     (line,) = log
-    assert (line["event"], line["record"]) == ("rescue.too_many_files", "checkpoint-100.json")
+    assert (line["event"], line["record"]) == ("unannounced.too_many_files", "checkpoint-100.json")

@@ -170,7 +170,7 @@ def test_save_asks_every_live_rank(agent: AgentProcess) -> None:
     assert (asked.returncode, asked.stdout) == (0, "asked 1 local rank to save\n")
     assert json.loads(mooring("save", "--socket", agent.socket, "--json").stdout) == {"ranks": 1}
     assert "1 live rank\n" in mooring("status", "--socket", agent.socket).stdout
-    assert [line["terminating"] for line in agent.log("doorbell.rung")] == [False, False]
+    assert [line["terminating"] for line in agent.log("save.requested")] == [False, False]
 
 
 def test_terminating_returns_at_once_and_the_status_counts_down(agent: AgentProcess) -> None:

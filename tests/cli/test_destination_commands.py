@@ -372,7 +372,7 @@ def test_a_run_logs_in_one_format_from_its_restore_to_its_end(
     completed = mooring(*command, "--", "true")
     assert completed.returncode == 0
     lines = completed.stderr.splitlines()
-    for event in ("restore_tries", "agent.serving", "agent.exiting"):
+    for event in ("restore.tries", "agent.serving", "agent.exiting"):
         (line,) = [line for line in lines if event in line]
         assert line.startswith(begins)
 

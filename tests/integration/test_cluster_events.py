@@ -88,7 +88,7 @@ def test_without_the_right_it_is_said_once_and_checkpoints_are_committed(
     server.allowed = lambda _verb, _resource, _name: False
     for step in (10, 20, 30):
         save(agent, step, agent_pb2.KIND_JUST_IN_TIME)
-    wait_until(lambda: len(agent.log("cluster.forbidden")) == 2, LIMIT_SECONDS, "both are left out")
+    wait_until(lambda: len(agent.log("kubernetes.forbidden")) == 2, LIMIT_SECONDS, "both are left out")
     agent.terminate()
     assert agent.wait(LIMIT_SECONDS) == 0
     assert [status for _, _, status in asked(server)] == [403, 403]

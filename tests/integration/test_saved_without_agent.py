@@ -129,7 +129,7 @@ def test_what_an_agent_had_is_not_taken_up_by_the_next_one(tmp_path: Path) -> No
             pass
         agent.terminate()
         assert agent.wait(60) == 0
-        assert agent.log("rescue.found") == []
+        assert agent.log("unannounced.found") == []
 
 
 def test_what_a_forgotten_agent_committed_ends_committed_though_the_store_was_silent_first(
@@ -148,7 +148,7 @@ def test_what_a_forgotten_agent_committed_ends_committed_though_the_store_was_si
         (volume / ".mooring/agent/journal.sqlite3").unlink()
         fault_proxy.outage(True)
         agent.start()
-        wait_until(lambda: bool(agent.log("rescue.found")), 60, "it is announced again")
+        wait_until(lambda: bool(agent.log("unannounced.found")), 60, "it is announced again")
         fault_proxy.outage(False)
         wait_until(lambda: len(committed(agent)) == 2, 60, "the agent knows that it is committed")
         assert agent.log("checkpoint.failed") == []
@@ -211,8 +211,8 @@ def test_what_the_ranks_of_two_pods_saved_without_any_agent_is_committed_once_bo
         assert committed(first) == []
         with second:
             wait_until(lambda: committed(first) + committed(second) != [], 60, "it is committed")
-            assert [line["ranks"] for line in first.log("rescue.found")] == [[0, 1]]
-            assert [line["ranks"] for line in second.log("rescue.found")] == [[2, 3]]
+            assert [line["ranks"] for line in first.log("unannounced.found")] == [[0, 1]]
+            assert [line["ranks"] for line in second.log("unannounced.found")] == [[2, 3]]
 
 
 def test_what_two_ranks_wrote_to_a_folder_of_their_own_is_committed_for_both_when_the_agent_is_back(
@@ -239,7 +239,7 @@ def test_what_two_ranks_wrote_to_a_folder_of_their_own_is_committed_for_both_whe
         agent.start()
         wait_until(lambda: committed(agent) == ["checkpoint-100"], 60, "it is committed")
         assert agent.wait_committed("a-c000100").world_size == 2
-        assert [line["ranks"] for line in agent.log("rescue.found")] == [[0, 1]]
+        assert [line["ranks"] for line in agent.log("unannounced.found")] == [[0, 1]]
         # A rank that still tries is told that it is done.
         for rank in (0, 1):
             agent.announce(

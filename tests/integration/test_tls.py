@@ -37,7 +37,7 @@ def test_upload_and_restore_with_the_ca_that_signed_the_store(rclone_tls_bucket:
     assert rclone_tls_bucket.endpoint_url.startswith("https://")
     with make_agent(tmp_path / "volume", rclone_tls_bucket, ca_bundle=rclone_tls_bucket.ca_bundle) as agent:
         original = commit_one(agent)
-        assert not agent.log("tls_not_verified")
+        assert not agent.log("tls.not_verified")
     restored = restore(rclone_tls_bucket, tmp_path / "other", f"--ca-bundle={rclone_tls_bucket.ca_bundle}")
     assert restored.returncode == 0, restored.stderr
     assert tree(tmp_path / "other/checkpoints/checkpoint-7") == original
@@ -92,10 +92,10 @@ def test_a_ca_bundle_that_is_not_there_is_named_and_mended_by_putting_it_there(
 def test_without_verification_it_works_and_the_log_warns(rclone_tls_bucket: Bucket, tmp_path: Path) -> None:
     with make_agent(tmp_path / "volume", rclone_tls_bucket, verify_tls=False) as agent:
         original = commit_one(agent)
-        (warning,) = agent.log("tls_not_verified")
+        (warning,) = agent.log("tls.not_verified")
         assert warning["level"] == "warning"
         assert warning["endpoint"] == rclone_tls_bucket.endpoint_url
     restored = restore(rclone_tls_bucket, tmp_path / "other", "--no-verify-tls")
     assert restored.returncode == 0, restored.stderr
-    assert "tls_not_verified" in restored.stderr
+    assert "tls.not_verified" in restored.stderr
     assert tree(tmp_path / "other/checkpoints/checkpoint-7") == original

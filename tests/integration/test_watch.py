@@ -170,7 +170,7 @@ def test_no_name_in_the_watched_directory_ends_the_agent_or_hides_another(tmp_pa
         assert refused["hint"] == "the API is UTF-8: rename the file"
         agent.terminate()
         assert agent.wait(60) == 0
-        assert not agent.log("sense.failed")
+        assert not agent.log("monitor.failed")
         assert len(agent.log("watch.refused")) == 1
     assert sorted(path.name for path in store.iterdir() if path.name != ".mooring") == [
         "ckpt-18446744073709551616.pt",

@@ -155,7 +155,7 @@ async def test_what_the_account_may_not_is_said_once_and_the_other_goes_on(pod: 
                 pod.commit(news, str(step), step, Kind.JUST_IN_TIME)
                 await until(lambda: LAST_COMMITTED in pod.cluster.annotations)
                 pod.cluster.annotations.clear()
-    assert [line["event"] for line in logs] == ["cluster.forbidden"]
+    assert [line["event"] for line in logs] == ["kubernetes.forbidden"]
     assert len(pod.cluster.annotated) == 3
 
 
@@ -171,7 +171,7 @@ async def test_while_the_cluster_is_away_the_oldest_news_is_dropped_and_the_rest
             pod.cluster.problem = None
             await until(lambda: len(pod.cluster.events) == 32)
     assert "99" in pod.cluster.events[-1].message
-    assert [line["event"] for line in logs] == ["cluster.unreachable"]
+    assert [line["event"] for line in logs] == ["kubernetes.unreachable"]
 
 
 async def test_the_last_words_say_what_is_lost_and_what_was_not_told_yet(pod: Pod) -> None:

@@ -114,8 +114,8 @@ async def test_a_service_that_fails_is_said_once_and_heard_again(cloud: FakeNoti
             cloud.standing.append(SOON)
             await until(lambda: bool(listener.noticed))
     events = [line["event"] for line in logs]
-    assert events.count("notices.unheard") == 1
-    assert events.count("notices.heard_again") == 1
+    assert events.count("preemption.unheard") == 1
+    assert events.count("preemption.heard_again") == 1
 
 
 async def test_auto_listens_to_whoever_answers_and_closes_the_others(cloud: FakeNotices) -> None:
@@ -136,7 +136,7 @@ async def test_where_no_cloud_answers_it_is_looked_for_a_few_times_and_quietly(c
         async with listener.listening(named=False):
             await until(lambda: bool(logs))
     assert listener.searches == 3
-    assert [(line["event"], line["log_level"]) for line in logs] == [("notices.no_cloud", "info")]
+    assert [(line["event"], line["log_level"]) for line in logs] == [("preemption.no_cloud", "info")]
 
 
 @pytest.mark.parametrize(

@@ -74,4 +74,4 @@ async def test_credentials_that_may_not_delete_cost_one_line_in_the_log() -> Non
     store = await _with_two_old_pins(_MayNotDelete())
     with capture_logs() as logs:
         assert (await _calls_after_a_commit(store, RetentionSettings())).count("delete") == 1
-    assert [line["log_level"] for line in logs if line["event"] == "litter.not_removed"] == ["info"]
+    assert [line["log_level"] for line in logs if line["event"] == "leftovers.not_removed"] == ["info"]

@@ -55,7 +55,7 @@ def test_records_beyond_all_limits_hang_no_agent_and_hide_no_checkpoint(agent: A
     wait_until(lambda: agent.status().newest_committed.save == "save-of-good", 60, "the good one is committed")
     assert "Traceback" not in agent.log_text()
     assert len({line["record"] for line in agent.log("rescue.record_unreadable")}) == 7
-    assert not agent.log("rescue.refused")
+    assert not agent.log("unannounced.refused")
     assert agent.memory_bytes("VmHWM") < 200 * 1024**2
 
 
@@ -93,5 +93,5 @@ def test_descriptors_beyond_all_limits_hang_no_agent_and_hide_no_checkpoint(tmp_
     with AgentProcess(tmp_path / "volume", destination, watch=False) as agent:
         wait_until(lambda: agent.status().newest_committed.save == save, 60, "the good one is committed")
         assert "Traceback" not in agent.log_text()
-        assert len(agent.log("staged_descriptor_unreadable")) == 4
+        assert len(agent.log("staging.descriptor_unreadable")) == 4
         assert agent.memory_bytes("VmHWM") < 200 * 1024**2

@@ -69,7 +69,7 @@ class SqliteJournal:
     def set_aside(self) -> None:
         self.close()
         aside = _move_away(self._path)
-        _log.error("journal_set_aside", path=str(self._path), kept_as=str(aside))
+        _log.error("journal.set_aside", path=str(self._path), kept_as=str(aside))
         # Makes the file, if there is room.
         self.replay()
 

@@ -147,5 +147,5 @@ class RetryingStore:
             raise error
         longest = min(self._patience.longest_wait_seconds, self._patience.first_wait_seconds * 2 ** (attempt - 1))
         seconds = self._generator.uniform(0, longest)
-        logger.info("store_retry", attempt=attempt, kind=error.kind.value, wait_seconds=round(seconds, 2))
+        logger.info("store.retry", attempt=attempt, kind=error.kind.value, wait_seconds=round(seconds, 2))
         await self._sleep(seconds)

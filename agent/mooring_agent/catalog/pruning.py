@@ -46,7 +46,7 @@ async def note_damage(store: ObjectStore, save: str, reason: str) -> None:
     try:
         await store.put(damage_key(save), f"{reason}\n".encode(errors="backslashreplace"))
     except StoreError as error:
-        _log.warning("damage_not_noted", save=save, error=str(error))
+        _log.warning("damage.not_noted", save=save, error=str(error))
 
 
 async def clear_damage(store: ObjectStore, save: str) -> None:
@@ -58,9 +58,9 @@ async def clear_damage(store: ObjectStore, save: str) -> None:
         await store.delete(key)
     except StoreError as error:
         if error.kind is not ErrorKind.NOT_FOUND:
-            _log.warning("damage_note_stays", save=save, error=str(error))
+            _log.warning("damage.note_stays", save=save, error=str(error))
         return
-    _log.info("damage_note_removed", save=save)
+    _log.info("damage.note_removed", save=save)
 
 
 _DELETES_AT_ONCE: Final = 8

@@ -265,7 +265,7 @@ def _train_on(stage: _Stage, step: int) -> TrainingRun:
     with _mooring_run(stage, "resumed") as running:
         trained = read_along(running, _shower(stage.timeline))
     _claim(trained.begun == step, f"training goes on from step {step} (it went on from {trained.begun})")
-    restored = _logged(read_log(stage.log("resumed")), "restored")
+    restored = _logged(read_log(stage.log("resumed")), "restore.done")
     stage.timeline.say(f"restored checkpoint-{restored.fields['step']} from the bucket", style="bold", at=restored.at)
     _claim(trained.exit_code == 0, f"the resumed training ends with exit code 0 (it was {trained.exit_code})")
     stage.timeline.say(f"finished: step {trained.last_step}, loss {trained.loss(trained.last_step):.4f}")

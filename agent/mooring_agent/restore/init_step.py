@@ -113,7 +113,7 @@ class _InitStep:
                         timeout_seconds=pin_timeout_seconds,
                     )
                     if pin != _pin_for(attempt, checkpoint):
-                        _log.info("restore_follows_pin", attempt=attempt, step=pin.step, save=pin.save)
+                        _log.info("restore.follows_pin", attempt=attempt, step=pin.step, save=pin.save)
                         continue
                 return await self._install(checkpoint, downloaded) if checkpoint else None
             finally:
@@ -127,12 +127,12 @@ class _InitStep:
             choice = choose(committed, pin=pin, failures=self._failures)
             match choice:
                 case StartFresh():
-                    _log.info("restore_starts_fresh", because=choice.because)
+                    _log.info("restore.starts_fresh", because=choice.because)
                     return None, False
                 case GiveUp():
                     raise StoreError(ErrorKind.CHECKPOINT_CORRUPT, choice.because, hint=choice.hint)
                 case Take(committed=candidate):
-                    _log.info("restore_tries", step=candidate.step, save=candidate.save, because=choice.because)
+                    _log.info("restore.tries", step=candidate.step, save=candidate.save, because=choice.because)
                     try:
                         return await self._gather_one(candidate)
                     except StoreError as error:
@@ -153,7 +153,7 @@ class _InitStep:
     async def _pass_over(self, candidate: CommittedSave, reason: str, *, damaged: bool) -> None:
         """Damage is noted for all who come; that memory is short says nothing of the checkpoint."""
         self._failures[candidate.save] = reason
-        _log.warning("restore_passes_over", step=candidate.step, save=candidate.save, reason=reason)
+        _log.warning("restore.skipped", step=candidate.step, save=candidate.save, reason=reason)
         # A checkpoint's values have cycles through errors and tasks: they would be in memory beside the next one's.
         gc.collect()
         if damaged:
@@ -200,7 +200,7 @@ class _InitStep:
     async def _install(self, checkpoint: CommittedCheckpoint, downloaded: bool) -> Restored:
         await self._on_disk(partial(self._local.install if downloaded else self._local.record, checkpoint))
         info = checkpoint.marker.info
-        _log.info("restored", step=info.step, save=info.save, downloaded=downloaded, size_bytes=checkpoint.size_bytes)
+        _log.info("restore.done", step=info.step, save=info.save, downloaded=downloaded, size_bytes=checkpoint.size_bytes)
         return Restored(
             path=self._local.place(checkpoint),
             name=info.name,

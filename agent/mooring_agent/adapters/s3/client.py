@@ -146,7 +146,7 @@ def parse_destination(url: str) -> Destination:
 async def connect(settings: StoreSettings, stack: AsyncExitStack) -> Any:
     """A client that `stack` closes. BAD_CONFIGURATION if the settings cannot work; no request is made."""
     if not settings.verify_tls:
-        logger.warning("tls_not_verified", destination=settings.destination, endpoint=settings.endpoint_url)
+        logger.warning("tls.not_verified", destination=settings.destination, endpoint=settings.endpoint_url)
     elif settings.ca_bundle:
         _check_ca_bundle(settings.ca_bundle)
     keys = read_secret(settings.credentials_directory) if settings.credentials_directory else SecretKeys()

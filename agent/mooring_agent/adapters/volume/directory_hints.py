@@ -84,11 +84,11 @@ class DirectoryHints(FileSystemEventHandler):
             self._retry_at = time.monotonic() + _RETRY_SECONDS
             if str(error) != self._told:
                 self._told = str(error)
-                _log.warning("directory_events_unavailable", directory=str(self._directory), reason=str(error))
+                _log.warning("watch.events_unavailable", directory=str(self._directory), reason=str(error))
             return
         if self._told:
             self._told = ""
-            _log.info("directory_events_available", directory=str(self._directory))
+            _log.info("watch.events_available", directory=str(self._directory))
         self._observer, self._followed = observer, identity
 
     def _detach(self) -> None:

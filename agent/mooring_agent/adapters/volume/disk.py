@@ -109,7 +109,7 @@ class Reserve:
                         root.unlink(partial)
                     raise
         except OSError as error:
-            _log.warning("reserve_not_kept", path=f"{self._volume}/{self._path}", reason=str(error))
+            _log.warning("reserve.not_kept", path=f"{self._volume}/{self._path}", reason=str(error))
 
     def spend(self) -> bool:
         """Give the room up; False if there was none to give."""
@@ -120,5 +120,5 @@ class Reserve:
                 root.unlink(self._path)
         except OSError:
             return False
-        _log.warning("reserve_spent", path=f"{self._volume}/{self._path}")
+        _log.warning("reserve.spent", path=f"{self._volume}/{self._path}")
         return True

@@ -124,7 +124,7 @@ class LocalStagingArea:
         except FileNotFoundError:
             return None
         except (OSError, ValueError) as error:
-            _log.warning("staged_descriptor_unreadable", path=f"{folder}.json", reason=str(error))
+            _log.warning("staging.descriptor_unreadable", path=f"{folder}.json", reason=str(error))
             root.remove(f"{folder}.json")
             return None
 
@@ -262,9 +262,9 @@ class LocalStagingArea:
                     try:
                         yield read_descriptor(root, f"{save}/{name.removesuffix('.json')}")
                     except (OSError, ValueError) as error:
-                        _log.error("staged_descriptor_unreadable", path=f"{save}/{name}", reason=str(error))
+                        _log.error("staging.descriptor_unreadable", path=f"{save}/{name}", reason=str(error))
                 elif f"{name}.json" not in names:
-                    _log.info("half_staged_removed", path=f"{save}/{name}")
+                    _log.info("staging.leftover_removed", path=f"{save}/{name}")
                     folder.remove(name)
 
     def _undo(self, root: Folder, folder: str) -> None:
@@ -275,7 +275,7 @@ class LocalStagingArea:
         except FileNotFoundError:
             pass  # nothing was made yet
         except OSError as error:
-            _log.error("half_staged_kept", path=folder, reason=str(error))
+            _log.error("staging.leftover_kept", path=folder, reason=str(error))
 
 
 def _save_folder(save: str) -> str:

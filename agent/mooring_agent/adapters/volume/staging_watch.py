@@ -166,7 +166,7 @@ class StagingWatch:
             snapshots = self._scanner.scan(time.monotonic())
         except OSError as error:
             if not self._unreadable:
-                _log.warning("watched_directory_unreadable", directory=str(self._directory), reason=str(error))
+                _log.warning("watch.directory_unreadable", directory=str(self._directory), reason=str(error))
             self._unreadable = True
             return []
         self._unreadable = False

@@ -105,7 +105,7 @@ class KubernetesEvents:
                 while await self._tell_one():
                     pass
         except (TimeoutError, ClusterError) as error:
-            log.info("cluster.not_told", events=len(self._events), error=str(error) or "no time left")
+            log.info("kubernetes.not_told", events=len(self._events), error=str(error) or "no time left")
 
     def _note(self, event_type: EventType, reason: str, message: str, at: float) -> None:
         self._events.append(PodEvent(event_type=event_type, reason=reason, message=message, at=at))
@@ -154,7 +154,7 @@ class KubernetesEvents:
             if error.kind is not ErrorKind.ACCESS_DENIED:
                 raise
             self._forbidden.add(resource)
-            log.warning("cluster.forbidden", resource=resource, error=str(error), hint=error.hint, action="left out")
+            log.warning("kubernetes.forbidden", resource=resource, error=str(error), hint=error.hint, action="left out")
             return False
         self._last_problem = ""
         return True
@@ -162,7 +162,7 @@ class KubernetesEvents:
     def _say(self, error: ClusterError) -> None:
         if str(error) != self._last_problem:
             self._last_problem = str(error)
-            log.warning("cluster.unreachable", error=str(error), hint=error.hint)
+            log.warning("kubernetes.unreachable", error=str(error), hint=error.hint)
 
 
 @asynccontextmanager

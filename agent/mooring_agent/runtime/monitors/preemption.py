@@ -53,10 +53,10 @@ class PreemptionWatcher:
         """Forever."""
         notices = self._candidates()[0] if self._named else await self._search()
         if notices is None:
-            log.info("notices.no_cloud", action="only Kubernetes' own notice of the end counts")
+            log.info("preemption.no_cloud", action="only Kubernetes' own notice of the end counts")
             await asyncio.Event().wait()
             return
-        log.info("notices.listening", cloud=notices.cloud)
+        log.info("preemption.listening", cloud=notices.cloud)
         try:
             pause_seconds = notices.pause_seconds
             while True:
@@ -82,11 +82,11 @@ class PreemptionWatcher:
         except NoticesError as error:
             if str(error) != self._last_problem:
                 self._last_problem = str(error)
-                log.warning("notices.unheard", cloud=notices.cloud, error=str(error), hint=error.hint)
+                log.warning("preemption.unheard", cloud=notices.cloud, error=str(error), hint=error.hint)
             return min(_LONGEST_PAUSE_SECONDS, 2 * pause_seconds)
         if self._last_problem:
             self._last_problem = ""
-            log.info("notices.heard_again", cloud=notices.cloud)
+            log.info("preemption.heard_again", cloud=notices.cloud)
         for notice in standing:
             await self._take(notice)
         return notices.pause_seconds
@@ -97,7 +97,7 @@ class PreemptionWatcher:
         if notice.left_seconds > self._near_seconds:
             if notice.key not in self._held_back:
                 self._held_back.add(notice.key)
-                log.info("notices.ahead", source=notice.source, left_seconds=round(notice.left_seconds))
+                log.info("preemption.clock_ahead", source=notice.source, left_seconds=round(notice.left_seconds))
             return
         self._told.add(notice.key)
         await self._notify(notice.source, max(notice.left_seconds, _AT_ONCE_SECONDS))

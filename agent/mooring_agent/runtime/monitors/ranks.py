@@ -101,9 +101,9 @@ def bell_ringer(bell: SignalFile, presence: LiveRanks) -> Callable[[RequestSave]
         try:
             number = bell.ring(deadline_unix=command.deadline, terminating=command.terminating)
         except MooringError as error:
-            log.error("doorbell.unwritable", error=str(error), hint=error.hint)
+            log.error("signal_file.unwritable", error=str(error), hint=error.hint)
             number = 0
-        log.info("doorbell.rung", terminating=command.terminating, deadline=command.deadline, ring=number)
+        log.info("save.requested", terminating=command.terminating, deadline=command.deadline, ring=number)
         presence.ring(
             signal_file.SaveSignal(ring=number, deadline_unix=command.deadline, terminating=command.terminating)
         )
@@ -119,6 +119,6 @@ def as_before(bell: SignalFile, limiter: RateLimiter, settings: Settings) -> Cal
         try:
             bell.forget_termination()
         except MooringError as error:
-            log.error("doorbell.unwritable", error=str(error), hint=error.hint)
+            log.error("signal_file.unwritable", error=str(error), hint=error.hint)
 
     return go_on

@@ -69,7 +69,7 @@ class UnannouncedRecovery:
                 for recorded in found:
                     await self._announce(recorded)
         except Exception:
-            log.exception("rescue.failed", hint=_BUG_HINT)
+            log.exception("unannounced.failed", hint=_BUG_HINT)
 
     def _known(self) -> set[str]:
         return {*self._engine.state.checkpoints, *self._committed}
@@ -89,16 +89,16 @@ class UnannouncedRecovery:
                 store = await self._store.get()
                 for recorded in reversed(found):
                     if await _is_committed(store, recorded):
-                        log.info("rescue.committed_already", path=str(recorded.path), save=recorded.save)
+                        log.info("unannounced.committed_already", path=str(recorded.path), save=recorded.save)
                         self._committed.add(recorded.save)
                         return
         except (TimeoutError, MooringError) as error:
-            log.warning("rescue.store_not_asked", error=str(error) or "it does not answer")
+            log.warning("unannounced.store_not_asked", error=str(error) or "it does not answer")
 
     async def _announce(self, recorded: RecordedCheckpoint) -> None:
         """Never raises: a record that cannot be announced hides no other."""
         ranks = recorded.ranks or self._known_ranks(recorded.world_size)
-        log.info("rescue.found", path=str(recorded.path), step=recorded.step, save=recorded.save, ranks=ranks)
+        log.info("unannounced.found", path=str(recorded.path), step=recorded.step, save=recorded.save, ranks=ranks)
         for rank in ranks:
             request = agent_pb2.AnnounceCheckpointRequest(
                 path=str(recorded.path),
@@ -113,11 +113,11 @@ class UnannouncedRecovery:
             try:
                 await self._announcements.enter(request, signature=recorded.signature, recorded_at=recorded.saved_at)
             except MooringError as error:
-                log.error("rescue.refused", path=str(recorded.path), rank=rank, error=str(error), hint=error.hint)
+                log.error("unannounced.refused", path=str(recorded.path), rank=rank, error=str(error), hint=error.hint)
                 # The other ranks would be refused for the same reason, and each would be a line.
                 return
             except Exception:
-                log.exception("rescue.failed", path=str(recorded.path), rank=rank, hint=_BUG_HINT)
+                log.exception("unannounced.failed", path=str(recorded.path), rank=rank, hint=_BUG_HINT)
                 return
 
     def _known_ranks(self, world_size: int) -> Sequence[int]:

@@ -108,7 +108,7 @@ async def _kept_going(work: Forever) -> None:
         try:
             await work()
         except Exception:
-            log.exception("sense.failed")
+            log.exception("monitor.failed")
         await asyncio.sleep(_PAUSE_AFTER_FAILURE_SECONDS)
 
 

@@ -80,7 +80,7 @@ class LeftoverRemover:
             removed = await remove_litter(await self._store.get(), self._settings, now=self._clock.now())
         except MooringError as error:
             # Credentials that may not delete are enough for everything else.
-            log.info("litter.not_removed", error=str(error), hint=error.hint)
+            log.info("leftovers.not_removed", error=str(error), hint=error.hint)
             return
         if removed:
-            log.info("litter.removed", objects=removed)
+            log.info("leftovers.removed", objects=removed)
