@@ -217,7 +217,7 @@ def _whole(root: Folder, folder: Folder, volume: Path, found: Sequence[RecordedC
             continue
         left -= len(files)
         if left < 0:
-            log.warning("unannounced.too_many_files", record=name, hint="newer checkpoints were looked at, this one was not")
+            log.warning("unannounced.too_many_files", record=name, hint="newer checkpoints were read, this one was not")
             break
         if _is_whole(root, volume, signed, files):
             whole.append(signed)

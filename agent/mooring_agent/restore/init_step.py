@@ -200,13 +200,14 @@ class _InitStep:
     async def _install(self, checkpoint: CommittedCheckpoint, downloaded: bool) -> Restored:
         await self._on_disk(partial(self._local.install if downloaded else self._local.record, checkpoint))
         info = checkpoint.marker.info
-        _log.info("restore.done", step=info.step, save=info.save, downloaded=downloaded, size_bytes=checkpoint.size_bytes)
+        size_bytes = checkpoint.size_bytes
+        _log.info("restore.done", step=info.step, save=info.save, downloaded=downloaded, size_bytes=size_bytes)
         return Restored(
             path=self._local.place(checkpoint),
             name=info.name,
             step=info.step,
             save=info.save,
-            size_bytes=checkpoint.size_bytes,
+            size_bytes=size_bytes,
             downloaded=downloaded,
             passed_over=tuple(self._failures.values()),
         )
