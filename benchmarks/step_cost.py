@@ -84,6 +84,6 @@ def _ranks_gate(folder: Path) -> Iterator[RanksGate]:
             sigterm = Sigterm()
             stack.callback(sigterm.close)
             ranks = Ranks(rank=rank, world_size=2)
-            gates.append(RanksGate(folder / f"doorbell-{rank}", sigterm, RankStore(store, ranks)))
+            gates.append(RanksGate(folder / f"signal-{rank}", sigterm, RankStore(store, ranks)))
             stack.callback(gates[-1].close)
         yield gates[0]

@@ -30,19 +30,19 @@ _NEXT: Final = {"written": "published", "published": None}
 class CheckpointWriter:
     """Write into `directory`, then either `complete` or `abandon`. With a `failure` there is none, on all ranks."""
 
-    def __init__(self, session: Session, begun: PendingSave, *, keep_local: int) -> None:
+    def __init__(self, session: Session, pending: PendingSave, *, keep_local: int) -> None:
         self._session = session
-        self._team = session.team
-        self._begun = begun
+        self._context = session.context
+        self._pending = pending
         self._keep_local = keep_local
-        self._name = f"checkpoint-{begun.step}"
+        self._name = f"checkpoint-{pending.step}"
         self._unsaid: str | None = "written"
         self.failure = self._make_directory()
-        self.directory: Path = self._team.local.being_saved(self._name)
+        self.directory: Path = self._context.local.being_saved(self._name)
 
     @property
     def step(self) -> int:
-        return self._begun.step
+        return self._pending.step
 
     def complete(self, kind: Callable[[], Kind] | None = None) -> bool:
         """This rank's part is written; whether the checkpoint exists, which it does when all parts are.
@@ -50,10 +50,10 @@ class CheckpointWriter:
         `kind` is asked when all are written: a notice may have come meanwhile.
         """
         if self.failure is not None:
-            self._team.job.arrive(self._begun.key("ended"))
+            self._context.coordinator.arrive(self._pending.key("ended"))
             return False
         # Another pod may be long in making its part durable, after ours has its name.
-        with self._session.claimed(self._team.local.path(self._name)):
+        with self._session.claimed(self._context.local.path(self._name)):
             return self._complete(kind)
 
     def abandon(self) -> None:
@@ -62,12 +62,12 @@ class CheckpointWriter:
         ends = self.failure is not None or self._unsaid == "written"
         self._abandon()
         if ends:
-            self._team.job.arrive(self._begun.key("ended"))
+            self._context.coordinator.arrive(self._pending.key("ended"))
 
     def abandon_together(self) -> bool:
         """The same, and whether no rank is still writing: one that is may wait for this one in a collective."""
         self._abandon()
-        return bool(self._team.job.agree(self._begun.key("ended"), seconds=WRITE_SECONDS))
+        return bool(self._context.coordinator.agree(self._pending.key("ended"), seconds=WRITE_SECONDS))
 
     def failed_by_volume(self, error: BaseException) -> bool:
         """Whether what ended the writing is the volume's fault: as it says, or because it takes no write now."""
@@ -83,14 +83,14 @@ class CheckpointWriter:
         self._give_up()
 
     def _complete(self, kind: Callable[[], Kind] | None) -> bool:
-        team = self._team
+        context = self._context
         if not self._agree("written"):
             _log.warning("checkpoint given up, another rank failed: name=%s", self._name)
-            team.job.arrive(self._begun.key("ended"))
+            context.coordinator.arrive(self._pending.key("ended"))
             self._give_up()
             return False
-        chosen = self._begun.kind if kind is None else kind()
-        files = self._publish() if team.leads_pod else ()
+        chosen = self._pending.kind if kind is None else kind()
+        files = self._publish() if context.leads_pod else ()
         published = self._agree("published", ok=files is not None)
         if not published or files is None:
             self._take_back(published=files is not None)
@@ -100,13 +100,13 @@ class CheckpointWriter:
             self._session.stopping = True
         record = Record(
             name=self._name,
-            step=self._begun.step,
-            save=self._begun.save,
+            step=self._pending.step,
+            save=self._pending.save,
             kind=chosen,
-            world_size=team.job.ranks.world_size,
+            world_size=context.coordinator.ranks.world_size,
             saved_at=time.time(),
             files=files,
-            ranks=team.job.ranks.pod,
+            ranks=context.coordinator.ranks.pod,
         )
         announced = self._keep(record)
         _log.info("saved: name=%s kind=%s save=%s announced=%s", record.name, record.kind, record.save, announced)
@@ -114,17 +114,17 @@ class CheckpointWriter:
 
     def _agree(self, about: str, *, ok: bool = True) -> bool:
         self._unsaid = _NEXT[about]
-        return bool(self._team.job.agree(self._begun.key(about), ok, seconds=WRITE_SECONDS))
+        return bool(self._context.coordinator.agree(self._pending.key(about), ok, seconds=WRITE_SECONDS))
 
     def _make_directory(self) -> VolumeError | None:
         """One for all ranks of the pod; why all ranks go without."""
         failure: OSError | None = None
         try:
-            if self._team.leads_pod:
-                self._team.local.begin(self._name)
+            if self._context.leads_pod:
+                self._context.local.begin(self._name)
         except OSError as error:
             failure = error
-        if self._team.job.agree(self._begun.key("begun"), failure is None):
+        if self._context.coordinator.agree(self._pending.key("begun"), failure is None):
             return None
         self._unsaid = None
         self._give_up()
@@ -136,31 +136,31 @@ class CheckpointWriter:
 
     def _take_back(self, *, published: bool) -> None:
         """Another pod could not publish its part: this pod's has a name already, and nobody would ever delete it."""
-        if published and self._team.leads_pod:
+        if published and self._context.leads_pod:
             try:
-                self._team.local.take_back(self._name)
+                self._context.local.take_back(self._name)
             except OSError as error:
                 _log.warning("checkpoint not removed: name=%s error=%s", self._name, error)
         self._give_up()
 
     def _give_up(self) -> None:
-        if self._team.leads_pod:
-            self._team.local.abandon(self._name)
-        self._session.abort(self._begun)
+        if self._context.leads_pod:
+            self._context.local.abandon(self._name)
+        self._session.abort(self._pending)
 
     def _publish(self) -> tuple[RecordedFile, ...] | None:
         try:
-            return self._team.local.publish(self._name)
+            return self._context.local.publish(self._name)
         except OSError as error:
             _log.warning("checkpoint lost: name=%s error=%s", self._name, error)
             return None
 
     def _keep(self, record: Record) -> bool:
         """Record, announce and rotate; whether all ranks announced it. If it is not recorded nothing is rotated."""
-        local = self._team.local
-        recorded = self._team.leads_pod and self._record(record)
+        local = self._context.local
+        recorded = self._context.leads_pod and self._record(record)
         announced = self._session.announce(record, local.path(record.name))
-        announced = self._team.job.agree(self._begun.key("announced"), announced) or False
+        announced = self._context.coordinator.agree(self._pending.key("announced"), announced) or False
         if recorded:
             keep = self._keep_local if announced else max(self._keep_local, _KEEP_UNANNOUNCED)
             try:
@@ -171,7 +171,7 @@ class CheckpointWriter:
 
     def _record(self, record: Record) -> bool:
         try:
-            self._team.local.record(record)
+            self._context.local.record(record)
         except OSError as error:
             _log.warning("checkpoint not recorded, it cannot be resumed from: name=%s error=%s", record.name, error)
             return False

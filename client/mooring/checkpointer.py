@@ -49,7 +49,7 @@ class Checkpointer:
             raise UsageError(ErrorKind.BAD_ARGUMENT, f"keep_local is {keep_local}", hint="keep at least one checkpoint")
         settings = read_settings(os.environ, directory=directory, volume=volume, socket=socket)
         self._keep_local = keep_local
-        self._begun: PendingSave | None = None
+        self._pending: PendingSave | None = None
         self._last_step: int | None = None
         self._session = Session(settings, rank0_only=rank0_only)
         claim(Owner.CHECKPOINTER)
@@ -67,7 +67,7 @@ class Checkpointer:
         """
         if self._session.ends_untrained():
             self._session.leave()
-        local = self._session.team.local
+        local = self._session.context.local
         newest = self._session.choose(local.whole())
         if newest is None:
             return None
@@ -138,10 +138,10 @@ class Checkpointer:
         step, chosen = _checked(step, kind)
         wanted = chosen or _kind_for(self._session.ask(step))
         # With no room the user insists.
-        begun = (self._admit(step, wanted) and self._begun) or self._session.begin(step, wanted)
-        self._begun = None
+        pending = (self._admit(step, wanted) and self._pending) or self._session.begin(step, wanted)
+        self._pending = None
         self._last_step = step
-        return CheckpointWriter(self._session, replace(begun, kind=wanted), keep_local=self._keep_local)
+        return CheckpointWriter(self._session, replace(pending, kind=wanted), keep_local=self._keep_local)
 
     def finish(self) -> None:
         """The end of training: let go of SIGTERM. After a just-in-time save it leaves, with SystemExit(143)."""
@@ -157,17 +157,17 @@ class Checkpointer:
 
     def _admit(self, step: int, kind: Kind) -> bool:
         """Action for room; True when the save may go on."""
-        if self._begun is not None and self._begun.step == step:
+        if self._pending is not None and self._pending.step == step:
             return True
         self._forget_begun()
         # One rank may have evaluated for long, and by the contract they all come here.
-        self._begun = self._session.admit(step, kind, seconds=WRITE_SECONDS)
-        return self._begun is not None
+        self._pending = self._session.admit(step, kind, seconds=WRITE_SECONDS)
+        return self._pending is not None
 
     def _forget_begun(self) -> None:
-        if self._begun is not None:
-            self._session.abort(self._begun)
-        self._begun = None
+        if self._pending is not None:
+            self._session.abort(self._pending)
+        self._pending = None
 
 
 def _warn_given_up(step: int, error: BaseException) -> None:
@@ -177,7 +177,7 @@ def _warn_given_up(step: int, error: BaseException) -> None:
 
 
 def _kind_for(ask: Action) -> Kind:
-    return Kind.JUST_IN_TIME if ask is Action.STOP else Kind.PERIODIC
+    return Kind.JUST_IN_TIME if ask is Action.SAVE_AND_EXIT else Kind.PERIODIC
 
 
 def _checked(step: int, kind: Kind | str | None) -> tuple[int, Kind | None]:

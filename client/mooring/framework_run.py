@@ -39,8 +39,8 @@ class FrameworkRun:
     def __init__(self) -> None:
         """Raises UsageError or VolumeError."""
         self._session = Session(read_settings(os.environ))
-        self._begun: PendingSave | None = None
-        self._stop_asked = False
+        self._pending: PendingSave | None = None
+        self._exit_asked = False
         self._given_up = False
         self._warned_of: set[Path] = set()
         self._outstanding: list[threading.Thread] = []
@@ -69,8 +69,8 @@ class FrameworkRun:
     def ask(self, step: int, tick: int = 0) -> Action:
         """What is asked after `step` optimizer steps and `tick` batches of an evaluation: the same on all ranks.
 
-        Positions must grow, and be the same on all ranks. STOP is answered until the just-in-time checkpoint is
-        announced, NOTHING from then on.
+        Positions must grow, and be the same on all ranks. The answer is SAVE_AND_EXIT until the just-in-time checkpoint
+        is announced, and NOTHING from then on.
         """
         if self._session.stopping or self._given_up:
             return Action.NOTHING
@@ -79,7 +79,7 @@ class FrameworkRun:
         except MooringError as error:
             self._give_up(error)
             return Action.NOTHING
-        self._stop_asked |= ask is Action.STOP
+        self._exit_asked |= ask is Action.SAVE_AND_EXIT
         return ask
 
     def admits(self, step: int) -> bool:
@@ -87,13 +87,13 @@ class FrameworkRun:
         if self._given_up:
             return True
         try:
-            if self._begun is not None:
-                self._session.abort(self._begun)
-            self._begun = self._session.admit(step, self._kind(None))
+            if self._pending is not None:
+                self._session.abort(self._pending)
+            self._pending = self._session.admit(step, self._kind(None))
         except MooringError as error:
             self._give_up(error)
             return True
-        return self._begun is not None
+        return self._pending is not None
 
     def protects(self, path: Path) -> bool:
         """Whether an agent can take what lies there; says once per place that it cannot."""
@@ -122,16 +122,16 @@ class FrameworkRun:
 
         `kind`: None for just-in-time when that was asked, else periodic.
         """
-        begun = self._begin(path, step, kind)
-        if begun is None:
+        pending = self._begin(path, step, kind)
+        if pending is None:
             return False
         with self.claimed(path):
-            return self._announce(path, begun)
+            return self._announce(path, pending)
 
     def announce_when(self, future: "Future[Any]", path: Path, step: int, kind: Kind | None = None) -> None:
         """The same when `future` is done, by another thread; nothing when it fails."""
-        begun = self._begin(path, step, kind)
-        if begun is None:
+        pending = self._begin(path, step, kind)
+        if pending is None:
             return
 
         claim = ExitStack()
@@ -145,7 +145,7 @@ class FrameworkRun:
             if failure is not None:
                 _log.warning("checkpoint not announced, it could not be written: path=%s error=%s", path, failure)
             with claim:
-                self._announce(path, begun, written=failure is None)
+                self._announce(path, pending, written=failure is None)
 
         thread = threading.Thread(target=finish, name="mooring-announce", daemon=True)
         # In the store's C++ when the interpreter ends it would abort the process.
@@ -158,7 +158,7 @@ class FrameworkRun:
         if self._given_up:
             return False
         try:
-            return self._session.team.job.same(f"same/{step}/{self._session.next_number()}", str(value))
+            return self._session.context.coordinator.same(f"same/{step}/{self._session.next_number()}", str(value))
         except MooringError as error:
             self._give_up(error)
             return False
@@ -171,7 +171,7 @@ class FrameworkRun:
         if self._given_up:
             return None
         try:
-            return self._session.team.job.gather(f"gather/{step}/{self._session.next_number()}", value)
+            return self._session.context.coordinator.gather(f"gather/{step}/{self._session.next_number()}", value)
         except MooringError as error:
             self._give_up(error)
             return None
@@ -203,46 +203,46 @@ class FrameworkRun:
     def _shut(self) -> None:
         for thread in self._outstanding:
             thread.join(PATIENCE_SECONDS)
-        if self._begun is not None:
-            self._session.abort(self._begun)
-            self._begun = None
+        if self._pending is not None:
+            self._session.abort(self._pending)
+            self._pending = None
         atexit.unregister(self.close)
         if FrameworkRun._current is self:
             FrameworkRun._current = None
 
     def _begin(self, path: Path, step: int, kind: Kind | None) -> PendingSave | None:
         """The save that a checkpoint belongs to; None when it cannot be announced."""
-        begun, self._begun = self._begun, None
+        pending, self._pending = self._pending, None
         try:
             if not self.protects(path):
-                if begun is not None:
-                    self._session.abort(begun)
+                if pending is not None:
+                    self._session.abort(pending)
                 return None
-            if begun is not None and begun.step != step:
-                self._session.abort(begun)
-                begun = None
-            if begun is None:
-                begun = self._session.begin(step, self._kind(kind))
+            if pending is not None and pending.step != step:
+                self._session.abort(pending)
+                pending = None
+            if pending is None:
+                pending = self._session.begin(step, self._kind(kind))
         except MooringError as error:
             self._give_up(error)
             return None
-        return replace(begun, kind=self._kind(kind)) if begun.together else None
+        return replace(pending, kind=self._kind(kind)) if pending.together else None
 
-    def _announce(self, path: Path, begun: PendingSave, *, written: bool = True) -> bool:
-        team = self._session.team
-        if not team.job.agree(begun.key("written"), written, seconds=WRITE_SECONDS):
-            self._session.abort(begun)
+    def _announce(self, path: Path, pending: PendingSave, *, written: bool = True) -> bool:
+        context = self._session.context
+        if not context.coordinator.agree(pending.key("written"), written, seconds=WRITE_SECONDS):
+            self._session.abort(pending)
             return False
-        writers = self._writers(path, begun)
+        writers = self._writers(path, pending)
         if writers is None:
-            self._session.abort(begun)
+            self._session.abort(pending)
             return False
         ranks, brings = writers
         record = Record(
             name=path.name,
-            step=begun.step,
-            save=begun.save,
-            kind=begun.kind,
+            step=pending.step,
+            save=pending.save,
+            kind=pending.kind,
             world_size=ranks.world_size,
             saved_at=time.time(),
             files=(),
@@ -250,37 +250,40 @@ class FrameworkRun:
             ranks=ranks.pod,
         )
         recorded: Record | None = record
-        if team.leads_pod and brings:
+        if context.leads_pod and brings:
             recorded = self._record(path, record)
-        if not team.job.agree(begun.key("recorded"), recorded is not None, seconds=WRITE_SECONDS) or recorded is None:
-            self._session.abort(begun)
+        if (
+            not context.coordinator.agree(pending.key("recorded"), recorded is not None, seconds=WRITE_SECONDS)
+            or recorded is None
+        ):
+            self._session.abort(pending)
             return False
-        if begun.kind is Kind.JUST_IN_TIME:
+        if pending.kind is Kind.JUST_IN_TIME:
             self._session.stopping = True
         if not brings:
-            self._session.abort(begun)
+            self._session.abort(pending)
         told = not brings or self._session.announce(recorded, path)
-        announced = team.job.agree(begun.key("announced"), told) or False
-        _log.info("saved: name=%s kind=%s save=%s announced=%s", path.name, begun.kind, begun.save, announced)
+        announced = context.coordinator.agree(pending.key("announced"), told) or False
+        _log.info("saved: name=%s kind=%s save=%s announced=%s", path.name, pending.kind, pending.save, announced)
         return announced
 
-    def _writers(self, path: Path, begun: PendingSave) -> tuple[Ranks, bool] | None:
+    def _writers(self, path: Path, pending: PendingSave) -> tuple[Ranks, bool] | None:
         """This rank among those that write it, and whether its pod brings a part; None when it is not whole.
 
         All pods bring one; or it is one file of rank 0, as Lightning writes it, and whole in that pod, whatever an
         earlier restore left under its name elsewhere.
         """
-        job = self._session.team.job
+        coordinator = self._session.context.coordinator
         if self._session.holds_whole_job:
-            return job.ranks, True
-        pod = job.ranks.pod
+            return coordinator.ranks, True
+        pod = coordinator.ranks.pod
         is_first = 0 in pod
         # Not by Path, which raises when the volume fails.
         alone = os.path.isfile(path) and pod == tuple(range(len(pod))) if is_first else not os.path.isdir(path)  # noqa: PTH112, PTH113
-        if job.agree(begun.key("alone"), alone):
-            return replace(job.ranks, world_size=len(pod)), is_first
-        if job.agree(begun.key("here"), os.path.exists(path)):  # noqa: PTH110
-            return job.ranks, True
+        if coordinator.agree(pending.key("alone"), alone):
+            return replace(coordinator.ranks, world_size=len(pod)), is_first
+        if coordinator.agree(pending.key("here"), os.path.exists(path)):  # noqa: PTH110
+            return coordinator.ranks, True
         _log.warning("checkpoint not announced, a pod has no part of it: path=%s", path)
         return None
 
@@ -319,7 +322,7 @@ class FrameworkRun:
         return path.resolve().parent.relative_to(self._session.settings.volume.resolve()).as_posix()
 
     def _kind(self, kind: Kind | None) -> Kind:
-        if self._stop_asked:
+        if self._exit_asked:
             return Kind.JUST_IN_TIME
         return kind or Kind.PERIODIC
 

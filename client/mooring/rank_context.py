@@ -22,14 +22,14 @@ from mooring.settings import Settings
 from mooring_api import names
 
 _numbers: Final = itertools.count()
-"""Tells the teams of one process apart; all ranks make them in the same order."""
+"""Tells the contexts of one process apart; all ranks make them in the same order."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankContext:
     """`nonce` is of this start of the job, the same on all ranks; so are the numbers of what they do together."""
 
-    job: RankCoordinator
+    coordinator: RankCoordinator
     gate: Gate
     local: LocalCheckpoints
     nonce: str
@@ -37,17 +37,17 @@ class RankContext:
     @property
     def leads_pod(self) -> bool:
         """Names, records and rotation of a directory that several ranks share are one rank's business."""
-        return self.job.ranks.leads_pod
+        return self.coordinator.ranks.leads_pod
 
 
 def init_ranks(settings: Settings, sigterm: Sigterm, *, rank0_only: bool) -> RankContext:
     """`rank0_only`: this process writes for all, whatever ranks there are. Raises UsageError, OSError."""
-    bell = settings.state_directory / names.DOORBELL
+    signal_path = settings.state_directory / names.SIGNAL_FILE
     ranks = None if rank0_only else job_ranks(settings.ranks)
     if ranks is None or ranks.world_size == 1:
         if not rank0_only:
             _refuse_lone_follower(settings)
-        return _team(settings, SingleProcess(), SingleProcessGate(bell, sigterm), secrets.token_hex(4))
+        return _context(settings, SingleProcess(), SingleProcessGate(signal_path, sigterm), secrets.token_hex(4))
     try:
         store = open_rank_store(ranks, f"mooring/{next(_numbers)}")
         met = rendezvous(store, _volume_identity(settings.state_directory))
@@ -59,14 +59,14 @@ def init_ranks(settings: Settings, sigterm: Sigterm, *, rank0_only: bool) -> Ran
             hint="use Mooring alike on every rank, or let rank 0 save for all, with Checkpointer(rank0_only=True) "
             "there and none elsewhere",
         ) from error
-    gate = RanksGate(bell, sigterm, store.below("gate", met.ranks))
-    return _team(settings, StoreCoordinator(store.below("job", met.ranks)), gate, met.nonce)
+    gate = RanksGate(signal_path, sigterm, store.below("gate", met.ranks))
+    return _context(settings, StoreCoordinator(store.below("job", met.ranks)), gate, met.nonce)
 
 
-def _team(settings: Settings, job: RankCoordinator, gate: Gate, nonce: str) -> RankContext:
+def _context(settings: Settings, coordinator: RankCoordinator, gate: Gate, nonce: str) -> RankContext:
     records = settings.state_directory / names.RECORDS_DIRECTORY
     local = LocalCheckpoints(settings.checkpoint_directory, records, nonce)
-    return RankContext(job=job, gate=gate, local=local, nonce=nonce)
+    return RankContext(coordinator=coordinator, gate=gate, local=local, nonce=nonce)
 
 
 def _volume_identity(state_directory: Path) -> str:

@@ -83,7 +83,7 @@ class Session:
         self._asked = False
         self._left = False
         self._counter = 0
-        self._team: RankContext | None = None
+        self._context: RankContext | None = None
         self._agent_knows_notice = False
         self._unannounced: tuple[Record, Path] | None = None
         # An asynchronous save is announced by another thread.
@@ -96,27 +96,27 @@ class Session:
         self._sigterm = Sigterm()
 
     @property
-    def team(self) -> RankContext:
+    def context(self) -> RankContext:
         """Who saves together; decided at the first look, for which all ranks wait. Raises UsageError, VolumeError."""
-        if self._team is None:
+        if self._context is None:
             try:
-                team = init_ranks(self.settings, self._sigterm, rank0_only=self._rank0_only)
-                if team.leads_pod and self._lives:
-                    team.local.clean_up()
+                context = init_ranks(self.settings, self._sigterm, rank0_only=self._rank0_only)
+                if context.leads_pod and self._lives:
+                    context.local.clean_up()
             except OSError as error:
                 raise self._unusable(error) from error
             # Nobody looks for checkpoints where another rank still puts them right.
-            team.job.agree("ready")
-            self._team = team
+            context.coordinator.agree("ready")
+            self._context = context
             if self.agent.terminating:
-                team.gate.notice()
-        return self._team
+                context.gate.notice()
+        return self._context
 
     def ask(self, step: int, tick: int = 0) -> Action:
         """What is asked of all ranks at this position; meanwhile an agent that is back learns what it missed."""
-        ask = (self._team or self.team).gate.at(step, tick)
+        ask = (self._context or self.context).gate.at(step, tick)
         self._asked = True
-        if self._unannounced is not None and ask is not Action.STOP and self.agent.is_back():
+        if self._unannounced is not None and ask is not Action.SAVE_AND_EXIT and self.agent.is_back():
             self.announce_missed()
         return ask
 
@@ -127,39 +127,39 @@ class Session:
 
     def begin(self, step: int, kind: Kind) -> PendingSave:
         """A save that nobody was asked about."""
-        return PendingSave(step=step, save=f"{self.team.nonce}-c{self.next_number():06d}", kind=kind)
+        return PendingSave(step=step, save=f"{self.context.nonce}-c{self.next_number():06d}", kind=kind)
 
     def admit(self, step: int, kind: Kind, *, seconds: float = PATIENCE_SECONDS) -> PendingSave | None:
-        """Action the agents of all pods for room; None when one has none. A just-in-time save is never refused."""
-        begun = self.begin(step, kind)
+        """Ask the agents of all pods for room; None when one has none. A just-in-time save is never refused."""
+        pending = self.begin(step, kind)
         self.tell_notice()
-        team = self.team
-        if not team.leads_pod:
-            return self._agreed(begun, seconds)
+        context = self.context
+        if not context.leads_pod:
+            return self._agreed(pending, seconds)
         was_away = self.agent.away
-        admission = self.agent.begin_save(step=step, kind=kind, save=begun.save)
+        admission = self.agent.begin_save(step=step, kind=kind, save=pending.save)
         if admission is not None and was_away and kind is not Kind.JUST_IN_TIME:
             # The agent is back, and has time for it while the next one is written.
             self.announce_missed()
         refused = admission is not None and not admission.admitted
         if admission is not None and refused:
             _log.warning("save not admitted: step=%d reason=%s", step, admission.reason)
-        begun = replace(begun, admitted_by_agent=admission is not None and not refused)
-        return self._agreed(begun, seconds, refused=refused)
+        pending = replace(pending, admitted_by_agent=admission is not None and not refused)
+        return self._agreed(pending, seconds, refused=refused)
 
-    def _agreed(self, begun: PendingSave, seconds: float, *, refused: bool = False) -> PendingSave | None:
-        if begun.kind is Kind.JUST_IN_TIME:
-            return begun
-        admitted = self.team.job.agree(begun.key("admitted"), not refused, seconds=seconds)
+    def _agreed(self, pending: PendingSave, seconds: float, *, refused: bool = False) -> PendingSave | None:
+        if pending.kind is Kind.JUST_IN_TIME:
+            return pending
+        admitted = self.context.coordinator.agree(pending.key("admitted"), not refused, seconds=seconds)
         if admitted:
-            return begun
-        self.abort(begun)
-        return None if admitted is False else replace(begun, admitted_by_agent=False, together=False)
+            return pending
+        self.abort(pending)
+        return None if admitted is False else replace(pending, admitted_by_agent=False, together=False)
 
-    def abort(self, begun: PendingSave) -> None:
+    def abort(self, pending: PendingSave) -> None:
         """A save that will not be announced."""
-        if begun.admitted_by_agent:
-            self.agent.abort_save(begun.save)
+        if pending.admitted_by_agent:
+            self.agent.abort_save(pending.save)
 
     @contextmanager
     def claimed(self, path: Path) -> Iterator[None]:
@@ -187,7 +187,7 @@ class Session:
     @property
     def holds_whole_job(self) -> bool:
         """Every rank is in this pod, so that what is saved here is whole here."""
-        ranks = self.team.job.ranks
+        ranks = self.context.coordinator.ranks
         return ranks.local_world_size == ranks.world_size
 
     def choose(self, records: Sequence[Record]) -> Record | None:
@@ -199,10 +199,10 @@ class Session:
         """
         usable = {(one.step, one.save): one for one in records if one.committed or self.holds_whole_job}
         number = self.next_number()
-        job = self.team.job
-        chosen = job.choose_newest(f"resume/{number}", list(usable))
+        coordinator = self.context.coordinator
+        chosen = coordinator.choose_newest(f"resume/{number}", list(usable))
         if chosen is None:
-            afresh = job.agree(f"resume/{number}/afresh", ok=not records)
+            afresh = coordinator.agree(f"resume/{number}/afresh", ok=not records)
             if afresh is None:
                 raise RanksError(
                     ErrorKind.RANKS_LATE,
@@ -230,7 +230,7 @@ class Session:
         if self._asked or self._rank0_only:
             # Ranks without a session would wait for this one.
             return False
-        ends = self.team.job.agree(f"stays/{self.next_number()}", ok=not self.team.gate.noticed) is False
+        ends = self.context.coordinator.agree(f"stays/{self.next_number()}", ok=not self.context.gate.noticed) is False
         if ends:
             _log.warning("the pod is ending: leaving before the first step")
         return ends
@@ -264,19 +264,19 @@ class Session:
         self.tell_notice()
         self.announce_missed()
         if self.stopping:
-            self.team.job.part()
-        if self._team is not None:
-            self._team.gate.close()
-            self._team.job.close()
+            self.context.coordinator.leave()
+        if self._context is not None:
+            self._context.gate.close()
+            self._context.coordinator.close()
 
     def _announce(self, record: Record, path: Path, *, urgent: bool) -> bool:
         # Of those that write it: one pod may hold all of a checkpoint.
-        ranks = replace(self.team.job.ranks, world_size=record.world_size)
+        ranks = replace(self.context.coordinator.ranks, world_size=record.world_size)
         announced = self.agent.announce(
             path=path, step=record.step, kind=record.kind, save=record.save, ranks=ranks, urgent=urgent
         )
         self._unannounced = None if announced else (record, path)
-        if announced and self.team.leads_pod:
+        if announced and self.context.leads_pod:
             try:
                 write_record(self.records, replace(record, announced=True))
             except OSError as error:

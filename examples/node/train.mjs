@@ -112,17 +112,17 @@ class Agent {
   async attach() {
     const who = { local_rank: 0, rank: 0, world_size: 1, client: "node-example" };
     this.#stream = this.#client.Attach(who);
-    this.#stream.on("data", (ring) => {
-      say("asked", { to: ring.terminating ? "stop" : "save", ring: ring.ring });
-      this.stopping ||= ring.terminating;
-      this.saveAsked ||= !ring.terminating;
+    this.#stream.on("data", (request) => {
+      say("asked", { to: request.terminating ? "stop" : "save", number: request.number });
+      this.stopping ||= request.terminating;
+      this.saveAsked ||= !request.terminating;
     });
     this.#stream.on("error", () => {}); // "status" comes after it.
     this.#stream.on("status", () => {
       this.attached = false;
       setTimeout(() => this.attach(), AWAY_SECONDS * 1000);
     });
-    // After Attach, so that a notice is either in this answer or rung later.
+    // After Attach, so that a notice is either in this answer or sent later.
     const known = await this.ask("Register", { ...who, pid: process.pid });
     if (!known) return;
     this.attached = true;

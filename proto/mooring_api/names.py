@@ -49,7 +49,7 @@ RESUMED: Final = "resumed.json"
 """The record of the checkpoint that the last restore on this volume chose: what is being resumed from."""
 RANKS_DIRECTORY: Final = "ranks"
 """Liveness locks: one file per local rank, held with fcntl.lockf while that process lives."""
-DOORBELL: Final = "doorbell"
+SIGNAL_FILE: Final = "signal"
 """A small mapped file by which the agent asks trainers to save, see `mooring_api.signal_file`."""
 
 # Below <destination prefix>/.mooring/

@@ -1,4 +1,4 @@
-"""The volume's small instruments: how full it is, who lives, and the doorbell."""
+"""The volume's small instruments: how full it is, who lives, and the signal file."""
 
 import json
 import mmap
@@ -177,45 +177,45 @@ def test_nobody_lives_on_a_new_volume(tmp_path: Path) -> None:
 
 
 def test_a_mapped_doorbell_shows_every_ring_and_the_count_survives_a_restart(tmp_path: Path) -> None:
-    path = tmp_path / ".mooring" / "doorbell"
+    path = tmp_path / ".mooring" / "signal"
     assert SignalFile(tmp_path).current() == SaveSignal()
-    assert SignalFile(tmp_path).ring(deadline_unix=0.0, terminating=False) == 1
+    assert SignalFile(tmp_path).request(deadline_unix=0.0, terminating=False) == 1
     assert stat.S_IMODE(path.stat().st_mode) == 0o660
-    assert [entry.name for entry in path.parent.iterdir()] == ["doorbell"]
+    assert [entry.name for entry in path.parent.iterdir()] == ["signal"]
     with path.open("rb") as file, mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ) as mapped:
-        assert decode(mapped[:]) == SaveSignal(ring=1)
-        assert SignalFile(tmp_path).ring(deadline_unix=123.5, terminating=True) == 2
-        assert decode(mapped[:]) == SaveSignal(ring=2, deadline_unix=123.5, terminating=True)
-    assert SignalFile(tmp_path).current() == SaveSignal(ring=2, deadline_unix=123.5, terminating=True)
+        assert decode(mapped[:]) == SaveSignal(number=1)
+        assert SignalFile(tmp_path).request(deadline_unix=123.5, terminating=True) == 2
+        assert decode(mapped[:]) == SaveSignal(number=2, deadline_unix=123.5, terminating=True)
+    assert SignalFile(tmp_path).current() == SaveSignal(number=2, deadline_unix=123.5, terminating=True)
 
 
 @pytest.mark.parametrize("content", [b"", b"garbage", b"x" * 64, b"y" * 100])
 def test_a_spoilt_doorbell_is_mended_in_place(tmp_path: Path, content: bytes) -> None:
-    path = tmp_path / ".mooring" / "doorbell"
+    path = tmp_path / ".mooring" / "signal"
     path.parent.mkdir()
     path.write_bytes(content)
     inode = path.stat().st_ino
-    assert SignalFile(tmp_path).ring(deadline_unix=7.0, terminating=True) == 1
-    assert SignalFile(tmp_path).current() == SaveSignal(ring=1, deadline_unix=7.0, terminating=True)
+    assert SignalFile(tmp_path).request(deadline_unix=7.0, terminating=True) == 1
+    assert SignalFile(tmp_path).current() == SaveSignal(number=1, deadline_unix=7.0, terminating=True)
     assert path.stat().st_ino == inode
     assert path.stat().st_size >= 64
 
 
 def test_a_new_pod_takes_back_the_old_ones_notice_without_ringing(tmp_path: Path) -> None:
-    path = tmp_path / ".mooring" / "doorbell"
+    path = tmp_path / ".mooring" / "signal"
     path.parent.mkdir()
-    bell = SignalFile(tmp_path)
-    bell.forget_termination()
+    signals = SignalFile(tmp_path)
+    signals.forget_termination()
     assert not path.exists()
-    ring = bell.ring(deadline_unix=time.time() + 30, terminating=True)
-    bell.forget_termination()
-    assert bell.current() == SaveSignal(ring=ring)
+    number = signals.request(deadline_unix=time.time() + 30, terminating=True)
+    signals.forget_termination()
+    assert signals.current() == SaveSignal(number=number)
 
 
 def test_a_doorbell_that_cannot_be_rung_is_the_volumes_error(tmp_path: Path) -> None:
     (tmp_path / ".mooring").touch()
     with pytest.raises(VolumeError):
-        SignalFile(tmp_path).ring(deadline_unix=0.0, terminating=False)
+        SignalFile(tmp_path).request(deadline_unix=0.0, terminating=False)
 
 
 def test_the_clock_is_the_wall_clock() -> None:

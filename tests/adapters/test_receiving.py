@@ -214,7 +214,7 @@ def answer(body: bytes, *headers: bytes) -> bytes:
     return b"\r\n".join([b"HTTP/1.1 200 OK", b"Content-Length: %d" % len(body), *headers, b"", body])
 
 
-async def received(client: aiohttp.ClientSession, into: Path, size_bytes: int, silence: StallTimeout) -> int:
+async def received(client: aiohttp.ClientSession, into: Path, size_bytes: int, stall: StallTimeout) -> int:
     with into.open("wb") as file, ThreadPoolExecutor(1) as executor:
         async with client.get("/part") as response:
             return await download(
@@ -224,7 +224,7 @@ async def received(client: aiohttp.ClientSession, into: Path, size_bytes: int, s
                 size_bytes=size_bytes,
                 buffers=BufferPool(MIB),
                 executor=executor,
-                silence=silence,
+                stall=stall,
             )
 
 
@@ -290,8 +290,8 @@ async def test_a_disk_that_hangs_is_no_silence_of_the_store(
     monkeypatch.setattr(os, "pwrite", hang)
     async with Scripted({"/part": answer(body)}).asked() as client:
         asyncio.get_running_loop().call_later(3 * SILENCE_SECONDS, goes_on.set)
-        async with StallTimeout(SILENCE_SECONDS) as silence:
-            assert await received(client, tmp_path / "into", size_bytes, silence) == crc64nvme(body)
+        async with StallTimeout(SILENCE_SECONDS) as stall:
+            assert await received(client, tmp_path / "into", size_bytes, stall) == crc64nvme(body)
 
     assert (tmp_path / "into").read_bytes() == body
 
@@ -299,5 +299,5 @@ async def test_a_disk_that_hangs_is_no_silence_of_the_store(
 async def test_a_store_that_is_silent_in_the_middle_of_a_body_is_told_from_a_disk_that_hangs(tmp_path: Path) -> None:
     half = answer(os.urandom(8 * MIB))[: 4 * MIB]
     with pytest.raises(TimeoutError):
-        async with Scripted({"/part": half}).asked() as client, StallTimeout(SILENCE_SECONDS) as silence:
-            await received(client, tmp_path / "into", 8 * MIB, silence)
+        async with Scripted({"/part": half}).asked() as client, StallTimeout(SILENCE_SECONDS) as stall:
+            await received(client, tmp_path / "into", 8 * MIB, stall)

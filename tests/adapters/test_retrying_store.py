@@ -33,8 +33,8 @@ class BreakingListing(FakeStore):
             yield info
 
 
-def retrying(store: FakeStore, sleeper: Sleeper, **patience: float) -> RetryingStore:
-    return RetryingStore(store, RetryPolicy(**patience), sleep=sleeper, generator=random.Random(1))  # type: ignore[arg-type]
+def retrying(store: FakeStore, sleeper: Sleeper, **policy: float) -> RetryingStore:
+    return RetryingStore(store, RetryPolicy(**policy), sleep=sleeper, generator=random.Random(1))  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("kind", sorted(PASSING))

@@ -21,7 +21,7 @@ from tests.servers.tls import Certificate
 from mooring_agent.adapters.checksum import crc64nvme
 from mooring_agent.adapters.region_file import RegionFile
 from mooring_agent.adapters.transfer import tls_transport
-from mooring_agent.adapters.transfer.outlet import TlsWriter
+from mooring_agent.adapters.transfer.socket_writers import TlsWriter
 from mooring_agent.adapters.transfer.tls_connector import open_tls_connection
 from mooring_agent.adapters.transfer.tls_transport import TlsTransport
 from mooring_agent.core.settings.values import MIB

@@ -129,7 +129,7 @@ def test_what_was_written_to_after_it_was_recorded_is_left_out_with_the_reason(t
     with capture_logs() as log:
         assert steps(tmp_path) == [100]
     (dropped,) = log
-    assert (dropped["event"], dropped["log_level"]) == ("rescue.dropped", "warning")
+    assert (dropped["event"], dropped["log_level"]) == ("unannounced.dropped", "warning")
     assert dropped["path"] == str(state.parent)
     assert dropped["reason"] == "state was written to after it was recorded"
 
@@ -194,7 +194,7 @@ def test_a_record_beyond_a_limit_is_refused_with_one_line_and_hides_no_other(
     with capture_logs() as log:
         assert steps(tmp_path) == [100, 300]
     (line,) = log
-    assert (line["event"], line["log_level"]) == ("rescue.record_unreadable", "warning")
+    assert (line["event"], line["log_level"]) == ("unannounced.record_unreadable", "warning")
     assert line["record"] == "checkpoint-200.json"
 
 
@@ -215,7 +215,7 @@ def test_as_many_files_as_a_rank_may_have_fit_into_the_record_that_a_client_writ
         assert steps(tmp_path) == []
     # It was read whole: what is wrong with it is what lies there.
     (dropped,) = log
-    assert dropped["event"] == "rescue.dropped"
+    assert dropped["event"] == "unannounced.dropped"
     assert dropped["reason"].startswith(files[0].path)
 
 

@@ -196,7 +196,7 @@ def test_restore_reads_its_settings_from_the_environment(moto_bucket: Bucket, tm
     assert completed.returncode == 0, completed.stderr
     restored = answer(completed)["restored"]
     assert restored["step"] == 100
-    assert "model-0.safetensors" in restored["passed_over"][0]
+    assert "model-0.safetensors" in restored["skipped"][0]
     place = tmp_path / "volume" / "checkpoints" / "checkpoint-100"
     assert restored["path"] == str(place)
     assert {str(path.relative_to(place)) for path in place.rglob("*") if path.is_file()} == set(all_files(100))

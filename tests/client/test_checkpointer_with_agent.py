@@ -43,12 +43,12 @@ def warnings(caplog: pytest.LogCaptureFixture) -> list[str]:
     return [record.message for record in caplog.records if record.levelno >= logging.WARNING]
 
 
-def ring(volume: Path, number: int, *, terminating: bool, seconds_left: float = 30.0) -> None:
-    path = volume / names.STATE_DIRECTORY / names.DOORBELL
+def request_save(volume: Path, number: int, *, terminating: bool, seconds_left: float = 30.0) -> None:
+    path = volume / names.STATE_DIRECTORY / names.SIGNAL_FILE
     path.parent.mkdir(parents=True, exist_ok=True)
     deadline_unix = time.time() + seconds_left if terminating else 0.0
     content = signal_file.encode(
-        signal_file.SaveSignal(ring=number, deadline_unix=deadline_unix, terminating=terminating)
+        signal_file.SaveSignal(number=number, deadline_unix=deadline_unix, terminating=terminating)
     )
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o660)
     os.pwrite(descriptor, content, 0)
@@ -347,7 +347,7 @@ def test_a_just_in_time_announcement_is_tried_on_an_agent_that_hung(
     save(checkpointer, 1)
     assert without_answer == [("BeginSave", CALL_SECONDS)]
     agent.answering.set()
-    checkpointer._session.team.gate.notice()
+    checkpointer._session.context.gate.notice()
     assert checkpointer.should_save(2)
     save(checkpointer, 2)
     (announce,) = agent.requests("AnnounceCheckpoint")
@@ -412,13 +412,13 @@ def test_an_agent_that_dies_in_a_call_costs_the_announcement_alone(
     assert len(warnings(caplog)) == 1
 
 
-def test_an_operators_ring_brings_one_save_at_the_next_step_and_training_goes_on(
+def test_an_operators_request_brings_one_save_at_the_next_step_and_training_goes_on(
     agent: AgentServer, make_checkpointer: Make, volume: Path
 ) -> None:
-    ring(volume, 1, terminating=False)
+    request_save(volume, 1, terminating=False)
     checkpointer = make_checkpointer()
     assert not checkpointer.should_save(1)
-    ring(volume, 2, terminating=False)
+    request_save(volume, 2, terminating=False)
     assert checkpointer.should_save(2)
     save(checkpointer, 2)
     assert not checkpointer.should_save(3)
@@ -430,9 +430,9 @@ def test_an_operators_ring_brings_one_save_at_the_next_step_and_training_goes_on
 def test_a_terminating_ring_brings_a_just_in_time_save_and_the_exit(
     agent: AgentServer, make_checkpointer: Make, volume: Path
 ) -> None:
-    ring(volume, 0, terminating=False)
+    request_save(volume, 0, terminating=False)
     checkpointer = make_checkpointer()
-    ring(volume, 1, terminating=True)
+    request_save(volume, 1, terminating=True)
     assert checkpointer.should_save(1)
     assert not checkpointer.stopping
     save(checkpointer, 1)

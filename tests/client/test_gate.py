@@ -1,4 +1,4 @@
-"""The gate of one process: SIGTERM, the doorbell, and what a step costs."""
+"""The gate of one process: SIGTERM, the signal file, and what a step costs."""
 
 import os
 import signal
@@ -18,17 +18,17 @@ Make = Callable[[], SingleProcessGate]
 
 
 @pytest.fixture
-def bell(tmp_path: Path) -> Path:
-    return tmp_path / "doorbell"
+def signal_path(tmp_path: Path) -> Path:
+    return tmp_path / "signal"
 
 
 @pytest.fixture
-def make(bell: Path) -> Iterator[Make]:
+def make(signal_path: Path) -> Iterator[Make]:
     made: list[tuple[SingleProcessGate, Sigterm]] = []
 
     def new() -> SingleProcessGate:
         sigterm = Sigterm()
-        made.append((SingleProcessGate(bell, sigterm), sigterm))
+        made.append((SingleProcessGate(signal_path, sigterm), sigterm))
         return made[-1][0]
 
     yield new
@@ -42,12 +42,12 @@ def look_always(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(mooring.gate.signal_file, "_LOOK_SECONDS", 0.0)
 
 
-def ring(bell: Path, number: int, *, deadline_unix: float = 0.0) -> None:
+def request_save(signal_path: Path, number: int, *, deadline_unix: float = 0.0) -> None:
     terminating = deadline_unix > 0
     content = signal_file.encode(
-        signal_file.SaveSignal(ring=number, deadline_unix=deadline_unix, terminating=terminating)
+        signal_file.SaveSignal(number=number, deadline_unix=deadline_unix, terminating=terminating)
     )
-    descriptor = os.open(bell, os.O_RDWR | os.O_CREAT, 0o660)
+    descriptor = os.open(signal_path, os.O_RDWR | os.O_CREAT, 0o660)
     os.pwrite(descriptor, content, 0)
     os.close(descriptor)
 
@@ -60,7 +60,7 @@ def test_nothing_is_asked_of_a_quiet_process(make: Make) -> None:
 def test_sigterm_asks_to_stop_and_stays_asked(make: Make) -> None:
     gate = make()
     os.kill(os.getpid(), signal.SIGTERM)
-    assert [gate.at(step) for step in (1, 2)] == [Action.STOP] * 2
+    assert [gate.at(step) for step in (1, 2)] == [Action.SAVE_AND_EXIT] * 2
 
 
 def test_an_earlier_handler_is_called_and_put_back(make: Make) -> None:
@@ -73,7 +73,7 @@ def test_an_earlier_handler_is_called_and_put_back(make: Make) -> None:
     try:
         gate = make()
         os.kill(os.getpid(), signal.SIGTERM)
-        assert gate.at(1) is Action.STOP
+        assert gate.at(1) is Action.SAVE_AND_EXIT
         assert called == [signal.SIGTERM]
         gate._sigterm.close()
         assert signal.getsignal(signal.SIGTERM) == earlier
@@ -89,7 +89,7 @@ def test_an_earlier_handler_that_exits_does_not_end_the_process_before_the_save(
     try:
         gate = make()
         os.kill(os.getpid(), signal.SIGTERM)
-        assert gate.at(1) is Action.STOP
+        assert gate.at(1) is Action.SAVE_AND_EXIT
     finally:
         gate._sigterm.close()
         signal.signal(signal.SIGTERM, before)
@@ -107,9 +107,9 @@ def test_a_handler_installed_later_is_left_in_place(make: Make) -> None:
 
 
 def test_outside_the_main_thread_the_doorbell_alone_is_watched(
-    make: Make, bell: Path, caplog: pytest.LogCaptureFixture
+    make: Make, signal_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    ring(bell, 0)
+    request_save(signal_path, 0)
     before = signal.getsignal(signal.SIGTERM)
     gates: list[SingleProcessGate] = []
     thread = threading.Thread(target=lambda: gates.append(make()))
@@ -117,8 +117,8 @@ def test_outside_the_main_thread_the_doorbell_alone_is_watched(
     thread.join(10)
     assert signal.getsignal(signal.SIGTERM) == before
     assert "SIGTERM is not watched" in caplog.text
-    ring(bell, 1, deadline_unix=time.time() + 30)
-    assert gates[0].at(1) is Action.STOP
+    request_save(signal_path, 1, deadline_unix=time.time() + 30)
+    assert gates[0].at(1) is Action.SAVE_AND_EXIT
 
 
 def test_a_forked_worker_dies_of_sigterm(make: Make) -> None:
@@ -132,64 +132,64 @@ def test_a_forked_worker_dies_of_sigterm(make: Make) -> None:
     assert os.WTERMSIG(status) == signal.SIGTERM
 
 
-def test_an_operators_ring_asks_for_one_save(make: Make, bell: Path) -> None:
-    ring(bell, 0)
+def test_an_operators_request_asks_for_one_save(make: Make, signal_path: Path) -> None:
+    request_save(signal_path, 0)
     gate = make()
-    ring(bell, 1)
+    request_save(signal_path, 1)
     assert [gate.at(step) for step in (1, 1, 2)] == [Action.SAVE, Action.SAVE, Action.NOTHING]
 
 
-def test_a_notice_outweighs_an_operators_ring(make: Make, bell: Path) -> None:
-    ring(bell, 0)
+def test_a_notice_outweighs_an_operators_request(make: Make, signal_path: Path) -> None:
+    request_save(signal_path, 0)
     gate = make()
-    ring(bell, 1)
+    request_save(signal_path, 1)
     assert gate.at(1) is Action.SAVE
-    ring(bell, 2, deadline_unix=time.time() + 30)
-    assert [gate.at(step) for step in (1, 2)] == [Action.STOP] * 2
+    request_save(signal_path, 2, deadline_unix=time.time() + 30)
+    assert [gate.at(step) for step in (1, 2)] == [Action.SAVE_AND_EXIT] * 2
 
 
-@pytest.mark.parametrize(("seconds_left", "asked"), [(30.0, Action.STOP), (-1.0, Action.NOTHING)])
+@pytest.mark.parametrize(("seconds_left", "asked"), [(30.0, Action.SAVE_AND_EXIT), (-1.0, Action.NOTHING)])
 def test_a_notice_from_before_the_start_counts_until_its_deadline(
-    make: Make, bell: Path, seconds_left: float, asked: Action
+    make: Make, signal_path: Path, seconds_left: float, asked: Action
 ) -> None:
-    ring(bell, 3, deadline_unix=time.time() + seconds_left)
+    request_save(signal_path, 3, deadline_unix=time.time() + seconds_left)
     assert make().at(1) is asked
 
 
-def test_an_operators_ring_from_before_the_start_does_not_count(make: Make, bell: Path) -> None:
-    ring(bell, 3)
+def test_an_operators_request_from_before_the_start_does_not_count(make: Make, signal_path: Path) -> None:
+    request_save(signal_path, 3)
     assert make().at(1) is Action.NOTHING
 
 
 @pytest.mark.usefixtures("look_always")
-def test_a_doorbell_made_after_the_start_is_found(make: Make, bell: Path) -> None:
+def test_a_signal_file_made_after_the_start_is_found(make: Make, signal_path: Path) -> None:
     gate = make()
     assert gate.at(1) is Action.NOTHING
-    ring(bell, 1)
+    request_save(signal_path, 1)
     assert gate.at(2) is Action.SAVE
 
 
 @pytest.mark.usefixtures("look_always")
-def test_a_doorbell_made_anew_by_another_agent_is_found(make: Make, bell: Path) -> None:
-    ring(bell, 5)
+def test_a_signal_file_made_anew_by_another_agent_is_found(make: Make, signal_path: Path) -> None:
+    request_save(signal_path, 5)
     gate = make()
-    fresh = bell.with_name("fresh")
-    ring(fresh, 0)
-    fresh.replace(bell)
+    fresh = signal_path.with_name("fresh")
+    request_save(fresh, 0)
+    fresh.replace(signal_path)
     assert gate.at(1) is Action.NOTHING
-    ring(bell, 1)
+    request_save(signal_path, 1)
     assert gate.at(2) is Action.SAVE
 
 
 @pytest.mark.usefixtures("look_always")
 @pytest.mark.parametrize("content", [b"", b"MRNG", b"\xff" * 64])
-def test_a_file_that_is_no_doorbell_asks_for_nothing(make: Make, bell: Path, content: bytes) -> None:
-    bell.write_bytes(content)
+def test_a_file_that_is_no_signal_file_asks_for_nothing(make: Make, signal_path: Path, content: bytes) -> None:
+    signal_path.write_bytes(content)
     assert make().at(1) is Action.NOTHING
 
 
-def test_a_step_costs_microseconds(make: Make, bell: Path) -> None:
-    ring(bell, 0)
+def test_a_step_costs_microseconds(make: Make, signal_path: Path) -> None:
+    request_save(signal_path, 0)
     gate = make()
     steps = 20_000
     fastest = float("inf")

@@ -78,13 +78,13 @@ def test_the_first_rank_stays_until_the_others_have_read_what_was_chosen(monkeyp
     first, second = jobs(2)
     may_read, has_closed = threading.Event(), threading.Event()
     chosen = []
-    settle = RankStore.settle
+    set_if_absent = RankStore.set_if_absent
 
     def settle_late(store: RankStore, key: str, value: str) -> str:
         assert store.ranks.rank == 0 or may_read.wait(WAIT_SECONDS)
-        return settle(store, key, value)
+        return set_if_absent(store, key, value)
 
-    monkeypatch.setattr(RankStore, "settle", settle_late)
+    monkeypatch.setattr(RankStore, "set_if_absent", settle_late)
     monkeypatch.setattr(coordinator, "_READ_SECONDS", WAIT_SECONDS)
 
     def begin_and_end(one: StoreCoordinator) -> None:

@@ -104,15 +104,15 @@ def test_ranks_that_are_started_again_in_a_pod_that_ends_all_leave_before_the_fi
         assert [rank.exit_code() for rank in ranks] == [names.JUST_IN_TIME_EXIT_CODE] * 2
 
 
-def test_an_operators_ring_saves_once_and_training_goes_on(tmp_path: Path, volume: Path) -> None:
-    bell = volume / names.STATE_DIRECTORY / names.DOORBELL
-    bell.parent.mkdir(parents=True)
-    bell.write_bytes(signal_file.encode(signal_file.SaveSignal(ring=0, deadline_unix=0.0, terminating=False)))
+def test_an_operators_request_saves_once_and_training_goes_on(tmp_path: Path, volume: Path) -> None:
+    signal_path = volume / names.STATE_DIRECTORY / names.SIGNAL_FILE
+    signal_path.parent.mkdir(parents=True)
+    signal_path.write_bytes(signal_file.encode(signal_file.SaveSignal(number=0, deadline_unix=0.0, terminating=False)))
     with job("checkpointer", tmp_path, [volume], local_world_size=2, STEPS="200") as ranks:
         begin(ranks, 3)
-        descriptor = os.open(bell, os.O_RDWR)
+        descriptor = os.open(signal_path, os.O_RDWR)
         os.pwrite(
-            descriptor, signal_file.encode(signal_file.SaveSignal(ring=1, deadline_unix=0.0, terminating=False)), 0
+            descriptor, signal_file.encode(signal_file.SaveSignal(number=1, deadline_unix=0.0, terminating=False)), 0
         )
         os.close(descriptor)
         for rank in ranks:

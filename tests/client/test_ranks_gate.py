@@ -26,8 +26,8 @@ from mooring_api import signal_file
 WAIT_SECONDS = 30.0
 
 
-def ring(path: Path, number: int) -> None:
-    content = signal_file.encode(signal_file.SaveSignal(ring=number, deadline_unix=0.0, terminating=False))
+def request_save(path: Path, number: int) -> None:
+    content = signal_file.encode(signal_file.SaveSignal(number=number, deadline_unix=0.0, terminating=False))
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o660)
     os.pwrite(descriptor, content, 0)
     os.close(descriptor)
@@ -36,10 +36,10 @@ def ring(path: Path, number: int) -> None:
 class Gates(list[RanksGate]):
     """The gates of those ranks that came."""
 
-    def __init__(self, tmp_path: Path, world_size: int, bell: str) -> None:
+    def __init__(self, tmp_path: Path, world_size: int, signal_path: str) -> None:
         super().__init__()
         self._bells = tmp_path
-        self._bell = bell
+        self._signal_file = signal_path
         self._world_size = world_size
         self._shared = distributed.HashStore()
         self._sigterms: list[Sigterm] = []
@@ -47,7 +47,7 @@ class Gates(list[RanksGate]):
     def come(self, rank: int) -> None:
         self._sigterms.append(Sigterm())
         store = RankStore(self._shared, Ranks(rank=rank, world_size=self._world_size))
-        self.append(RanksGate(self._bells / self._bell.format(rank), self._sigterms[-1], store))
+        self.append(RanksGate(self._bells / self._signal_file.format(rank), self._sigterms[-1], store))
 
     def close(self) -> None:
         for gate in reversed(self):
@@ -58,9 +58,9 @@ class Gates(list[RanksGate]):
 
 @contextmanager
 def gates(
-    tmp_path: Path, world_size: int, *, absent: frozenset[int] = frozenset(), bell: str = "doorbell-{}"
+    tmp_path: Path, world_size: int, *, absent: frozenset[int] = frozenset(), signal_path: str = "signal-{}"
 ) -> Iterator[Gates]:
-    made = Gates(tmp_path, world_size, bell)
+    made = Gates(tmp_path, world_size, signal_path)
     try:
         for rank in range(world_size):
             if rank not in absent:
@@ -80,7 +80,7 @@ def train(
         ask = gate.at(step)
         if ask is not Action.NOTHING:
             asked.append((step, ask))
-        if ask is Action.STOP:
+        if ask is Action.SAVE_AND_EXIT:
             break
     return asked
 
@@ -122,7 +122,7 @@ def test_a_notice_on_any_rank_stops_all_at_the_same_step(tmp_path: Path, seed: i
 
     assert len({tuple(result) for result in results}) == 1, results
     ((step, ask),) = results[0]
-    assert ask is Action.STOP
+    assert ask is Action.SAVE_AND_EXIT
     assert step >= notice_step
 
 
@@ -138,26 +138,26 @@ def test_rounds_without_all_ranks_are_off_and_the_first_with_all_stops_them(
         made.come(2)
         results = run_all([partial(train, gate, until=1_000_000) for gate in made])
     assert len({tuple(result) for result in results}) == 1, results
-    assert results[0][-1][1] is Action.STOP
+    assert results[0][-1][1] is Action.SAVE_AND_EXIT
 
 
 def test_a_save_that_cannot_be_agreed_on_is_given_up(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(mooring.gate.gates, "_LEADER_WAIT_SECONDS", 0.05)
-    ring(tmp_path / "doorbell-1", 0)
+    request_save(tmp_path / "signal-1", 0)
     with gates(tmp_path, 3, absent=frozenset({2})) as made:
-        ring(tmp_path / "doorbell-1", 1)
+        request_save(tmp_path / "signal-1", 1)
         wait_until(lambda: caplog.text.count("did not agree") == 6, WAIT_SECONDS, "three tries on two ranks")
         assert run_all([partial(train, gate, until=100) for gate in made]) == [[], []]
     assert caplog.text.count("did not agree") == 6
 
 
 def test_a_ring_in_a_file_that_only_some_have_found_yet_saves_once(tmp_path: Path) -> None:
-    with gates(tmp_path, 2, bell="shared") as made:
+    with gates(tmp_path, 2, signal_path="shared") as made:
         # Each looks for the file once a second, and at another moment.
-        made[1]._bell._look_at += 0.7
-        ring(tmp_path / "shared", 1)
+        made[1]._signal_file._look_at += 0.7
+        request_save(tmp_path / "shared", 1)
         barrier = threading.Barrier(2)
         enough: list[bool] = []
         enough_at = time.monotonic() + 8.0
@@ -197,7 +197,7 @@ def test_a_step_may_be_a_number_of_numpy(tmp_path: Path) -> None:
             asked: list[tuple[int, Action]] = []
             for step in range(1, 1_000_000):
                 ask = gate.at(numpy.int64(step))  # type: ignore[arg-type]
-                if ask is Action.STOP:
+                if ask is Action.SAVE_AND_EXIT:
                     asked.append((step, ask))
                     break
             return asked
@@ -232,7 +232,7 @@ def test_the_store_holds_no_more_after_a_hundred_requested_saves(
 ) -> None:
     monkeypatch.setattr(mooring.ranks.rank_store, "_SHORTEST_LOOK_SECONDS", 0.0005)
     rounds, held = 100, []
-    with gates(tmp_path, 2, bell="doorbell") as made:
+    with gates(tmp_path, 2, signal_path="signal") as made:
         asked = threading.Barrier(2)
 
         def rank(index: int) -> list[tuple[int, Action]]:
@@ -240,7 +240,7 @@ def test_the_store_holds_no_more_after_a_hundred_requested_saves(
             step = 0
             while len(seen) < rounds:
                 if asked.wait(WAIT_SECONDS) == 0:
-                    ring(tmp_path / "doorbell", len(seen) + 1)
+                    request_save(tmp_path / "signal", len(seen) + 1)
                     held.append(made._shared.num_keys())
                 ask = Action.NOTHING
                 while ask is Action.NOTHING:
@@ -249,7 +249,7 @@ def test_the_store_holds_no_more_after_a_hundred_requested_saves(
                 seen.append((step, ask))
             return seen
 
-        ring(tmp_path / "doorbell", 0)
+        request_save(tmp_path / "signal", 0)
         first, second = run_all([partial(rank, index) for index in range(2)])
     assert first == second
     assert len(first) == rounds

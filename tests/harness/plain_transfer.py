@@ -58,12 +58,12 @@ class PlainTransfer:
         *,
         offset_bytes: int,
         size_bytes: int,
-        silence: StallTimeout,
+        stall: StallTimeout,
     ) -> int:
         pieces = []
-        silence.broken()
+        stall.moved()
         while piece := await response.content.readany():
-            silence.heard(len(piece))
+            stall.received(len(piece))
             pieces.append(piece)
         data = b"".join(pieces)
         if len(data) != size_bytes:

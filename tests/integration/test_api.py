@@ -135,12 +135,12 @@ def test_an_agent_without_rank_0_commits_when_the_one_that_has_it_is_gone(tmp_pa
 def test_an_attached_client_counts_as_alive_and_hears_the_doorbell(tmp_path: Path) -> None:
     _, destination = _destination(tmp_path)
     with AgentProcess(tmp_path / "volume", destination) as agent, agent.stub() as stub:
-        rings: list[agent_pb2.DoorbellRequest] = []
+        requests: list[agent_pb2.SaveRequest] = []
         stream = stub.Attach(agent_pb2.AttachRequest(local_rank=0, world_size=1, client="test"))
 
         def listen() -> None:
             try:
-                rings.extend(stream)
+                requests.extend(stream)
             except grpc.RpcError:
                 return
 
@@ -150,13 +150,13 @@ def test_an_attached_client_counts_as_alive_and_hears_the_doorbell(tmp_path: Pat
             wait_until(lambda: agent.status().live_ranks == 1, 30.0, "the attached rank counts")
             assert stub.RequestSave(agent_pb2.RequestSaveRequest(reason="test"), timeout=30).ranks == 1
             agent.notify_termination(grace_seconds=60)
-            wait_until(lambda: len(rings) == 2, 30.0, "both rings arrive")
+            wait_until(lambda: len(requests) == 2, 30.0, "both requests arrive")
         finally:
             stream.cancel()
             listener.join(30)
-        assert [ring.terminating for ring in rings] == [False, True]
-        assert rings[0].deadline == 0
-        assert rings[1].deadline == agent.status().deadline
+        assert [request.terminating for request in requests] == [False, True]
+        assert requests[0].deadline == 0
+        assert requests[1].deadline == agent.status().deadline
         wait_until(lambda: agent.status().live_ranks == 0, 30.0, "a closed stream is a dead rank")
 
 

@@ -359,14 +359,14 @@ def test_with_no_room_only_the_last_checkpoint_is_written(agent: AgentServer, vo
 
 
 def test_an_operator_has_it_save_and_go_on(agent: AgentServer, volume: Path) -> None:
-    bell = volume / names.STATE_DIRECTORY / names.DOORBELL
-    bell.write_bytes(signal_file.encode(signal_file.SaveSignal()))
+    signal_path = volume / names.STATE_DIRECTORY / names.SIGNAL_FILE
+    signal_path.write_bytes(signal_file.encode(signal_file.SaveSignal()))
 
-    def ring() -> None:
-        with bell.open("r+b") as file:
-            file.write(signal_file.encode(signal_file.SaveSignal(ring=1)))
+    def request_save() -> None:
+        with signal_path.open("r+b") as file:
+            file.write(signal_file.encode(signal_file.SaveSignal(number=1)))
 
-    train(make(volume / "checkpoints", At("on_step_end", 6, ring), max_steps=8, **EVALUATING))
+    train(make(volume / "checkpoints", At("on_step_end", 6, request_save), max_steps=8, **EVALUATING))
     assert announced(agent) == [(4, PERIODIC), (6, PERIODIC), (8, FINAL)]
 
 

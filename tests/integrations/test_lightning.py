@@ -343,29 +343,29 @@ def test_a_finished_training_is_not_trained_further(agent: AgentServer, volume: 
 
 
 def test_an_operator_has_it_save_and_go_on(agent: AgentServer, volume: Path) -> None:
-    bell = volume / names.STATE_DIRECTORY / names.DOORBELL
-    bell.write_bytes(signal_file.encode(signal_file.SaveSignal()))
-    rings = iter((1, 2))
+    signal_path = volume / names.STATE_DIRECTORY / names.SIGNAL_FILE
+    signal_path.write_bytes(signal_file.encode(signal_file.SaveSignal()))
+    numbers = iter((1, 2))
 
-    def ring() -> None:
-        with bell.open("r+b") as file:
-            file.write(signal_file.encode(signal_file.SaveSignal(ring=next(rings))))
+    def request_save() -> None:
+        with signal_path.open("r+b") as file:
+            file.write(signal_file.encode(signal_file.SaveSignal(number=next(numbers))))
 
-    fit(make(volume / "checkpoints", *(At("on_train_batch_end", step, ring) for step in (3, 7)), max_steps=8))
+    fit(make(volume / "checkpoints", *(At("on_train_batch_end", step, request_save) for step in (3, 7)), max_steps=8))
     assert announced(agent) == [(3, PERIODIC), (4, PERIODIC), (7, PERIODIC), (8, FINAL)]
     assert [path.name for path in (volume / "checkpoints").glob("mooring-*")] == ["mooring-step=7.ckpt"]
 
 
 def test_a_save_of_ours_that_fails_costs_only_itself(agent: AgentServer, volume: Path) -> None:
     output = volume / "checkpoints"
-    bell = volume / names.STATE_DIRECTORY / names.DOORBELL
-    bell.write_bytes(signal_file.encode(signal_file.SaveSignal()))
+    signal_path = volume / names.STATE_DIRECTORY / names.SIGNAL_FILE
+    signal_path.write_bytes(signal_file.encode(signal_file.SaveSignal()))
 
-    def ring() -> None:
-        with bell.open("r+b") as file:
-            file.write(signal_file.encode(signal_file.SaveSignal(ring=1)))
+    def request_save() -> None:
+        with signal_path.open("r+b") as file:
+            file.write(signal_file.encode(signal_file.SaveSignal(number=1)))
 
-    trainer = make(output, At("on_train_batch_end", 3, ring), max_steps=4)
+    trainer = make(output, At("on_train_batch_end", 3, request_save), max_steps=4)
     write = trainer.strategy.save_checkpoint
 
     def write_unless_ours(checkpoint: Any, path: Any, **arguments: Any) -> None:

@@ -46,7 +46,7 @@ async def test_one_flipped_byte_on_the_way_never_makes_restore_pass_over_a_check
         flipping, checkpoint_directory=volume / "checkpoints", volume=volume, state_directory=volume / ".mooring"
     )
     assert restored is not None
-    assert (restored.step, restored.passed_over) == (2, ())
+    assert (restored.step, restored.skipped) == (2, ())
     assert flipping.flipped
     assert flipping.fresh_gets
     assert notes(store) == []

@@ -57,8 +57,8 @@ async def test_restore_takes_what_was_committed_while_retention_deleted_its_firs
     restored = await run(store, tmp_path)
     assert restored is not None
     assert restored.step == 2
-    (passed_over,) = restored.passed_over
-    assert "was deleted meanwhile" in passed_over
+    (skipped,) = restored.skipped
+    assert "was deleted meanwhile" in skipped
     # Nothing is damaged, and a note of damage would keep prune from deleting.
     assert damage_key(info.save) not in store.objects
 

@@ -57,8 +57,8 @@ async def test_a_checkpoint_that_needs_more_memory_is_passed_over_unread_and_sai
     assert found is not None
     assert found.step == 1
     needed = needed_bytes(files=32, manifests_bytes=sizes)
-    assert f"needs {-(-needed // MIB)} MiB of memory" in found.passed_over[0]
-    assert "this process may have 128 MiB: raise its memory limit (`mooring.dev/memory`)" in found.passed_over[0]
+    assert f"needs {-(-needed // MIB)} MiB of memory" in found.skipped[0]
+    assert "this process may have 128 MiB: raise its memory limit (`mooring.dev/memory`)" in found.skipped[0]
     assert all("checkpoint-1/" in key for key in fetched_manifests(store))
     # It may be all right: nothing is said of it that prune would act on.
     assert not [one async for one in store.list(DAMAGED_PREFIX)]

@@ -92,7 +92,7 @@ async def test_a_damaged_pack_leads_to_the_next_older_checkpoint_and_is_named(
     restored = await run(store, volume)
     assert restored is not None
     assert (restored.step, content(restored.path)) == (100, all_files(100))
-    (reason,) = restored.passed_over
+    (reason,) = restored.skipped
     assert "pack-00000-00001.tar" in reason
     assert not list((volume / ".mooring" / "incoming").iterdir())
     newest = (await list_committed(store))[0]
@@ -116,7 +116,7 @@ async def test_a_byte_flipped_on_the_way_is_fetched_again(store: FakeStore, volu
     await stored(flipping, 1)
     restored = await run(flipping, volume)
     assert restored is not None
-    assert (restored.passed_over, content(restored.path)) == ((), all_files(1))
+    assert (restored.skipped, content(restored.path)) == ((), all_files(1))
     assert flipping.flipped
 
 
@@ -140,7 +140,7 @@ async def test_a_pack_that_no_manifest_names_does_no_harm(store: FakeStore, volu
     await store.put(pack_key(info, 0, 7), b"left by a try that another one replaced")
     restored = await run(store, volume)
     assert restored is not None
-    assert restored.passed_over == ()
+    assert restored.skipped == ()
 
 
 async def test_a_file_that_the_volume_refuses_is_an_error_that_names_it(
@@ -195,7 +195,7 @@ async def test_a_pack_that_grew_after_it_was_listed_leads_to_the_next_older_chec
     restored = await run(_Changing(store, key), volume)
     assert restored is not None
     assert (restored.step, content(restored.path)) == (100, all_files(100))
-    (reason,) = restored.passed_over
+    (reason,) = restored.skipped
     assert reason.startswith(f"{key} has ")
 
 

@@ -62,7 +62,7 @@ async def test_the_newest_committed_checkpoint_is_put_in_its_place_with_a_record
     seen: list[tuple[str, int, int]] = []
     restored = await run(real_store, volume, on_progress=lambda *progress: seen.append(progress))
     assert restored is not None
-    assert (restored.step, restored.downloaded, restored.passed_over) == (200, True, ())
+    assert (restored.step, restored.downloaded, restored.skipped) == (200, True, ())
     assert restored.path == volume / "checkpoints" / "checkpoint-200"
     assert content(restored.path) == all_files(200)
     assert {path.name for path in (volume / "checkpoints").iterdir()} == {"checkpoint-200"}
@@ -197,8 +197,8 @@ async def test_damage_leads_to_the_next_older_checkpoint_and_names_the_object(
     assert restored is not None
     assert restored.step == 100
     assert content(restored.path) == all_files(100)
-    assert len(restored.passed_over) == 1
-    assert DAMAGED_OBJECT[what] in restored.passed_over[0]
+    assert len(restored.skipped) == 1
+    assert DAMAGED_OBJECT[what] in restored.skipped[0]
     assert {path.name for path in (volume / "checkpoints").iterdir()} == {"checkpoint-100"}
     assert not leftovers(volume)
 
@@ -312,7 +312,7 @@ async def test_a_byte_flipped_on_the_way_is_fetched_again(store: FakeStore, volu
     flipping = _FlipsOnce(store)
     restored = await run(flipping, volume)
     assert restored is not None
-    assert restored.passed_over == ()
+    assert restored.skipped == ()
     assert content(restored.path) == all_files(5)
 
 

@@ -44,8 +44,8 @@ async def test_a_save_whose_caller_is_gone_is_aborted_for_it() -> None:
         engine=cast(Any, engine),
         clock=SystemClock(),
         announcements=cast(Any, None),
-        presence=cast(Any, None),
-        sensors=cast(Any, _Sensors()),
+        live_ranks=cast(Any, None),
+        monitors=cast(Any, _Sensors()),
     )
     call = asyncio.ensure_future(service.BeginSave(agent_pb2.BeginSaveRequest(step=7, attempt="a"), None))
     async with asyncio.timeout(5):

@@ -61,11 +61,11 @@ async def test_a_walk_that_takes_long_is_followed_by_a_longer_rest(
     watched = Monitors(
         engine=cast(Any, _Engine()),
         clock=cast(Any, SimpleNamespace(now=time.time)),
-        presence=cast(Any, None),
+        live_ranks=cast(Any, None),
         executor=executor,
         settings=cast(Any, SimpleNamespace(volume=str(tmp_path))),
         watching=None,
-        rescue=cast(Any, None),
+        unannounced=cast(Any, None),
     )
     watching = asyncio.create_task(watched.watch_disk())
     try:

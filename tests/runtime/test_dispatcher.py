@@ -50,15 +50,15 @@ async def _events_of(
             staging=staging,
             reconciler=Reconciler(staging=staging, clock=clock, executor=executor, volume=tmp_path),
             pruner=Pruner(state=lambda: state, clock=clock, state_directory=tmp_path),
-            first_look=DuplicateSaveGuard(lambda: state),
+            duplicate_guard=DuplicateSaveGuard(lambda: state),
             clock=clock,
             executor=executor,
             readers=readers,
             may_read_again=lambda kind: kind is not Kind.JUST_IN_TIME,
             post=post,
-            on_ring=lambda _: None,
+            on_save_request=lambda _: None,
             on_lift_cap=lambda: None,
-            on_spared=lambda: None,
+            on_cancelled=lambda: None,
             on_exit=lambda _: None,
         )
         async with asyncio.TaskGroup() as tasks:

@@ -64,7 +64,7 @@ class _Announcements:
 
 
 class _Agent:
-    """Its sensors, with a checkpoint that was recorded and never announced, whose only rank has just died."""
+    """Its monitors, with a checkpoint that was recorded and never announced, whose only rank has just died."""
 
     def __init__(self, volume: Path, executor: ThreadPoolExecutor, *, grace_seconds: float = 600.0) -> None:
         keep(volume, 100, saved_at=100.0)
@@ -79,15 +79,15 @@ class _Agent:
         self.engine, self.store = _Engine(play), _SilentStore()
         self.announcements = _Announcements(self.engine)
         clock = cast(Any, SimpleNamespace(now=lambda: play.now))
-        presence = cast(Any, SimpleNamespace(alive=frozenset))
-        self.sensors = Monitors(
+        live_ranks = cast(Any, SimpleNamespace(alive=frozenset))
+        self.monitors = Monitors(
             engine=cast(Any, self.engine),
             clock=clock,
-            presence=presence,
+            live_ranks=live_ranks,
             executor=executor,
             settings=own,
             watching=None,
-            rescue=UnannouncedRecovery(
+            unannounced=UnannouncedRecovery(
                 announcements=cast(Any, self.announcements),
                 engine=cast(Any, self.engine),
                 settings=own,
@@ -99,8 +99,8 @@ class _Agent:
             engine=cast(Any, self.engine),
             clock=clock,
             announcements=cast(Any, self.announcements),
-            presence=presence,
-            sensors=self.sensors,
+            live_ranks=live_ranks,
+            monitors=self.monitors,
         )
 
 
@@ -119,7 +119,7 @@ async def test_a_sigterm_is_a_notice_before_the_store_is_asked(
     monkeypatch.setattr(monitors, "_ASKING_SECONDS", 0.0)
     agent = _Agent(tmp_path, executor)
     async with asyncio.timeout(_LIMIT_SECONDS):
-        await agent.sensors.stop("SIGTERM")
+        await agent.monitors.stop("SIGTERM")
     assert agent.engine.news == [NOTICE, RANKS, "step 100", STOP]
 
 
@@ -138,14 +138,14 @@ async def test_a_volume_that_hangs_does_not_keep_the_agent_past_its_deadline(
     agent = _Agent(tmp_path, executor, grace_seconds=0.1)
     agent.announcements.hangs = True
     async with asyncio.timeout(_LIMIT_SECONDS):
-        await agent.sensors.stop("SIGTERM")
+        await agent.monitors.stop("SIGTERM")
     assert agent.engine.news == [NOTICE, RANKS, STOP]
 
 
 async def test_ranks_are_watched_while_the_store_is_being_opened(tmp_path: Path, executor: ThreadPoolExecutor) -> None:
     agent = _Agent(tmp_path, executor)
-    looking = asyncio.create_task(agent.sensors.watch_unannounced())
-    watching = asyncio.create_task(agent.sensors.watch_ranks(None))
+    looking = asyncio.create_task(agent.monitors.watch_unannounced())
+    watching = asyncio.create_task(agent.monitors.watch_ranks(None))
     try:
         async with asyncio.timeout(_LIMIT_SECONDS):
             await agent.store.asked.wait()

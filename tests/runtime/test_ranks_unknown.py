@@ -33,20 +33,20 @@ def executor() -> Iterator[ThreadPoolExecutor]:
 async def test_a_trouble_that_lasts_is_told_once_and_again_when_it_changes(
     tmp_path: Path, executor: ThreadPoolExecutor
 ) -> None:
-    presence = _Presence()
-    sensors = Monitors(
+    live_ranks = _Presence()
+    monitors = Monitors(
         engine=cast(Any, SimpleNamespace(state=SimpleNamespace(alive_ranks=frozenset()))),
         clock=cast(Any, None),
-        presence=cast(Any, presence),
+        live_ranks=cast(Any, live_ranks),
         executor=executor,
         settings=cast(Any, SimpleNamespace(volume=str(tmp_path))),
         watching=None,
-        rescue=cast(Any, None),
+        unannounced=cast(Any, None),
     )
     with capture_logs() as lines:
         for trouble in ("rank 0 is foreign", "rank 0 is foreign", "rank 1 is foreign", "", "", "rank 1 is foreign"):
-            presence.trouble = trouble
-            await sensors.look_at_ranks()
+            live_ranks.trouble = trouble
+            await monitors.look_at_ranks()
     told = [(line["event"], line.get("error")) for line in lines]
     assert told == [
         ("ranks.unknown", "rank 0 is foreign"),

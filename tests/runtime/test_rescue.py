@@ -51,15 +51,15 @@ async def _rescued(volume: Path, store: FakeStore, *, looks: int = 1) -> Sequenc
 
 async def _announced(volume: Path, store: FakeStore, *, looks: int = 1) -> _Announced:
     announced = _Announced()
-    with _rescue(volume, announced, FakeReadyStore(store), _Engine()) as rescue:
+    with _unannounced(volume, announced, FakeReadyStore(store), _Engine()) as unannounced:
         async with asyncio.timeout(60):
             for _ in range(looks):
-                await rescue.look()
+                await unannounced.look()
     return announced
 
 
 @contextmanager
-def _rescue(
+def _unannounced(
     volume: Path, announced: _Announced, opened: FakeReadyStore, engine: _Engine
 ) -> Iterator[UnannouncedRecovery]:
     with ThreadPoolExecutor(1) as executor:
@@ -155,8 +155,8 @@ async def test_a_store_that_is_still_being_opened_is_waited_for(
     await store_checkpoint(store, 100, save="a-100", name="checkpoint-100", saved_at=100.5)
     announced, opened = _Announced(), FakeReadyStore(store)
     opened.opened.clear()
-    with _rescue(tmp_path, announced, opened, _Engine()) as rescue:
-        looking = asyncio.create_task(rescue.look())
+    with _unannounced(tmp_path, announced, opened, _Engine()) as unannounced:
+        looking = asyncio.create_task(unannounced.look())
         await opened.asked.wait()
         await _hours_pass(monkeypatch)
         opened.opened.set()
@@ -168,9 +168,9 @@ async def test_where_time_is_short_what_the_store_does_not_say_is_announced(tmp_
     keep(tmp_path, 100, saved_at=100.0)
     announced, opened = _Announced(), FakeReadyStore(FakeStore())
     opened.opened.clear()
-    with _rescue(tmp_path, announced, opened, _Engine()) as rescue:
+    with _unannounced(tmp_path, announced, opened, _Engine()) as unannounced:
         async with asyncio.timeout(60):
-            await rescue.look(asking_seconds=0.0)
+            await unannounced.look(asking_seconds=0.0)
     assert announced.steps == [100]
 
 
@@ -180,9 +180,9 @@ async def test_what_is_announced_while_the_store_is_asked_supersedes_what_is_old
         keep(tmp_path, step, saved_at=float(step))
     announced, opened, engine = _Announced(), FakeReadyStore(FakeStore()), _Engine()
     opened.opened.clear()
-    with _rescue(tmp_path, announced, opened, engine) as rescue:
+    with _unannounced(tmp_path, announced, opened, engine) as unannounced:
         async with asyncio.timeout(60), asyncio.TaskGroup() as tasks:
-            tasks.create_task(rescue.look())
+            tasks.create_task(unannounced.look())
             await opened.asked.wait()
             engine.play.announce("a-200")
             opened.opened.set()

@@ -54,7 +54,7 @@ def test_records_beyond_all_limits_hang_no_agent_and_hide_no_checkpoint(agent: A
     agent.start()
     wait_until(lambda: agent.status().newest_committed.save == "save-of-good", 60, "the good one is committed")
     assert "Traceback" not in agent.log_text()
-    assert len({line["record"] for line in agent.log("rescue.record_unreadable")}) == 7
+    assert len({line["record"] for line in agent.log("unannounced.record_unreadable")}) == 7
     assert not agent.log("unannounced.refused")
     assert agent.memory_bytes("VmHWM") < 200 * 1024**2
 

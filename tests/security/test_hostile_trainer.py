@@ -246,7 +246,7 @@ def test_a_link_in_the_place_of_restores_own_folders_deletes_nothing_of_another_
     assert (agent.checkpoints / "checkpoint-1" / "model.bin").stat().st_size == 5000
 
 
-@pytest.mark.parametrize("name", ["doorbell", "reserve", "reserve.partial", "destination", ".writable"])
+@pytest.mark.parametrize("name", ["signal", "reserve", "reserve.partial", "destination", ".writable"])
 def test_a_link_in_the_place_of_a_file_of_ours_changes_nothing_where_it_leads(
     agent: AgentProcess, other_run: Path, name: str
 ) -> None:

@@ -132,6 +132,6 @@ def _deliver(notice: Notice, agent: AgentProcess, job: Job) -> None:
             job.signal(0, signal.SIGTERM)
         case Notice.RANK_1:
             job.signal(1, signal.SIGTERM)
-        case Notice.DOORBELL:
+        case Notice.SIGNAL_FILE:
             # As the preStop hook of a pod does.
             agent.notify_termination(source="preStop")

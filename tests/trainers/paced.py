@@ -124,7 +124,7 @@ def _install(pace: Pace) -> None:
 
     def decide_and_tell(gate: RanksGate, number: int) -> Decision:
         decision = decide(gate, number)
-        if decision.ask is Action.STOP:
+        if decision.action is Action.SAVE_AND_EXIT:
             pace.heard()
         return decision
 

@@ -7,7 +7,7 @@ One job for each trainer and notice, and the moments spread over them, so that t
 | SIGTERM to torchrun| the warm-up, before the optimizer's first step                 |                               |
 | SIGTERM to rank 0  | a periodic save (fsdp2: it is written in the background)       |                               |
 | SIGTERM to rank 1  | between a backward pass and its optimizer step (accumulation)  | twice in a row; under autoload|
-| the doorbell alone | an evaluation where the trainer has one, else between steps    |                               |
+| signal file alone  | an evaluation where the trainer has one, else between steps    |                               |
 
 Lightning tries its validation before a run's first step, and rank 1 alone is told then too.
 

@@ -17,7 +17,7 @@ class Notice(StrEnum):
     LAUNCHER = "SIGTERM to torchrun"
     RANK_0 = "SIGTERM to rank 0"
     RANK_1 = "SIGTERM to rank 1"
-    DOORBELL = "the doorbell"
+    SIGNAL_FILE = "the signal file"
 
 
 class Moment(StrEnum):
@@ -80,7 +80,7 @@ class Trainer:
             Stop(notice=Notice.LAUNCHER, moment=Moment.BACKWARD, after=0),
             Stop(notice=Notice.RANK_0, moment=Moment.SAVE, after=1),
             Stop(notice=Notice.RANK_1, moment=Moment.BACKWARD, after=2, twice=True, autoload=True),
-            Stop(notice=Notice.DOORBELL, moment=evaluating, after=2),
+            Stop(notice=Notice.SIGNAL_FILE, moment=evaluating, after=2),
         )
         return tuple(stop for stop in stops if stop.notice in self.notices)
 
@@ -101,7 +101,7 @@ TRAINERS: Final = (
     Trainer(
         name="horovod_style",
         zero_code=False,
-        notices=(Notice.LAUNCHER, Notice.RANK_0, Notice.DOORBELL),
+        notices=(Notice.LAUNCHER, Notice.RANK_0, Notice.SIGNAL_FILE),
         writers=1,
     ),
 )

@@ -57,7 +57,7 @@ _FOLDER: Final = f"{STATE_DIRECTORY}/{RECORDS_DIRECTORY}"
 _SUFFIX: Final = ".json"
 _UNREADABLE: Final = (OSError, ValueError)
 
-log = structlog.get_logger("mooring.rescue")
+log = structlog.get_logger("mooring.unannounced")
 
 
 class _Head(msgspec.Struct, frozen=True, kw_only=True):
@@ -155,7 +155,7 @@ def _read_newest(folder: Folder, volume: Path, checkpoint_directory: Path) -> It
 
 def _say_unreadable(name: str, error: Exception) -> None:
     log.warning(
-        "rescue.record_unreadable",
+        "unannounced.record_unreadable",
         record=name,
         error=str(error),
         hint="if no agent had its checkpoint, an older one stays the newest committed",
@@ -235,7 +235,7 @@ def _is_whole(root: Folder, volume: Path, recorded: RecordedCheckpoint, files: S
     damage = next((reason for file in files if (reason := _damage(root, volume, recorded, file))), None)
     if damage is not None:
         log.warning(
-            "rescue.dropped",
+            "unannounced.dropped",
             path=str(recorded.path),
             step=recorded.step,
             reason=damage,

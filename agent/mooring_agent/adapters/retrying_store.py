@@ -37,13 +37,13 @@ class RetryingStore:
     def __init__(
         self,
         store: ObjectStore,
-        patience: RetryPolicy | None = None,
+        policy: RetryPolicy | None = None,
         *,
         sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
         generator: random.Random | None = None,
     ) -> None:
         self._store = store
-        self._patience = patience or RetryPolicy()
+        self._policy = policy or RetryPolicy()
         self._sleep = sleep
         self._generator = generator or random.Random()  # noqa: S311 - jitter is no secret
 
@@ -143,9 +143,9 @@ class RetryingStore:
 
     async def _wait(self, attempt: int, error: StoreError) -> None:
         """Until the next attempt; `error` itself if there is none."""
-        if error.kind not in PASSING or attempt >= self._patience.attempts:
+        if error.kind not in PASSING or attempt >= self._policy.attempts:
             raise error
-        longest = min(self._patience.longest_wait_seconds, self._patience.first_wait_seconds * 2 ** (attempt - 1))
+        longest = min(self._policy.longest_wait_seconds, self._policy.first_wait_seconds * 2 ** (attempt - 1))
         seconds = self._generator.uniform(0, longest)
         logger.info("store.retry", attempt=attempt, kind=error.kind.value, wait_seconds=round(seconds, 2))
         await self._sleep(seconds)

@@ -1,7 +1,8 @@
-"""Rings the doorbell file that trainers have mapped (`mooring_api.signal_file`).
+"""Writes save requests to the signal file that trainers have mapped (`mooring_api.signal_file`).
 
-Invariants: the file is never replaced or shortened, a mapping stays good for the life of the volume; the ring counter
-goes on from what is in the file after a restart of the agent; it is written last, so a new ring has its own deadline.
+Invariants: the file is never replaced or shortened, a mapping stays good for the life of the volume; the request
+number goes on from what is in the file after a restart of the agent; it is written last, so a new request has its own
+deadline.
 """
 
 import os
@@ -10,52 +11,54 @@ from typing import Final
 
 from mooring_agent.adapters.volume.errors import volume_error
 from mooring_agent.adapters.volume.shared_volume import PARTIAL_SUFFIX, Folder, open_volume
-from mooring_api.names import DOORBELL, STATE_DIRECTORY
-from mooring_api.signal_file import RING_OFFSET, SIZE_BYTES, SaveSignal, decode, encode
+from mooring_api.names import SIGNAL_FILE, STATE_DIRECTORY
+from mooring_api.signal_file import NUMBER_OFFSET, SIZE_BYTES, SaveSignal, decode, encode
 
-_PATH: Final = f"{STATE_DIRECTORY}/{DOORBELL}"
+_PATH: Final = f"{STATE_DIRECTORY}/{SIGNAL_FILE}"
 _MODE: Final = 0o660
-_AFTER_RING: Final = RING_OFFSET + 8
-_LAST_RING: Final = 2**64 - 1
+_AFTER_NUMBER: Final = NUMBER_OFFSET + 8
+_LAST_NUMBER: Final = 2**64 - 1
 
 
 class SignalFile:
-    """The agent's end; one agent rings at a time."""
+    """The agent's end. One agent writes at a time."""
 
     def __init__(self, volume: Path) -> None:
         self._volume = volume
         self._shown = f"{volume}/{_PATH}"
 
-    def ring(self, *, deadline_unix: float, terminating: bool) -> int:
-        """Ask every trainer to save; returns the number of this ring. Raises VolumeError."""
+    def request(self, *, deadline_unix: float, terminating: bool) -> int:
+        """Ask every trainer to save; returns the number of this request. Raises VolumeError."""
         try:
             with open_volume(self._volume) as root:
                 _make(root)
                 with root.opened_file(_PATH, os.O_RDWR) as descriptor:
-                    last = decode(os.pread(descriptor, SIZE_BYTES, 0)).ring
+                    last = decode(os.pread(descriptor, SIZE_BYTES, 0)).number
                     # A trainer may have written there; it is asked all the same.
-                    ring = SaveSignal(ring=last % _LAST_RING + 1, deadline_unix=deadline_unix, terminating=terminating)
-                    content = encode(ring)
-                    os.pwrite(descriptor, content[_AFTER_RING:], _AFTER_RING)
-                    os.pwrite(descriptor, content[:RING_OFFSET], 0)
-                    os.pwrite(descriptor, content[RING_OFFSET:_AFTER_RING], RING_OFFSET)
+                    signal = SaveSignal(
+                        number=last % _LAST_NUMBER + 1, deadline_unix=deadline_unix, terminating=terminating
+                    )
+                    content = encode(signal)
+                    os.pwrite(descriptor, content[_AFTER_NUMBER:], _AFTER_NUMBER)
+                    os.pwrite(descriptor, content[:NUMBER_OFFSET], 0)
+                    os.pwrite(descriptor, content[NUMBER_OFFSET:_AFTER_NUMBER], NUMBER_OFFSET)
         except OSError as error:
-            raise volume_error(error, f"cannot ring the doorbell {self._shown}") from error
-        return ring.ring
+            raise volume_error(error, f"cannot write the signal file {self._shown}") from error
+        return signal.number
 
     def forget_termination(self) -> None:
         """Take back an earlier pod's termination notice: trainers that start now have nothing to do with it.
 
-        Raises VolumeError. The ring counter stays, so nobody is asked to save.
+        Raises VolumeError. The number stays, so nobody is asked to save.
         """
         last = self.current()
         if not last.terminating:
             return
         try:
             with open_volume(self._volume) as root, root.opened_file(_PATH, os.O_RDWR) as descriptor:
-                os.pwrite(descriptor, encode(SaveSignal(ring=last.ring))[_AFTER_RING:], _AFTER_RING)
+                os.pwrite(descriptor, encode(SaveSignal(number=last.number))[_AFTER_NUMBER:], _AFTER_NUMBER)
         except OSError as error:
-            raise volume_error(error, f"cannot write the doorbell {self._shown}") from error
+            raise volume_error(error, f"cannot write the signal file {self._shown}") from error
 
     def current(self) -> SaveSignal:
         """What a trainer would read now. Raises VolumeError."""
@@ -65,7 +68,7 @@ class SignalFile:
         except FileNotFoundError:
             return SaveSignal()
         except OSError as error:
-            raise volume_error(error, f"cannot read the doorbell {self._shown}") from error
+            raise volume_error(error, f"cannot read the signal file {self._shown}") from error
 
 
 def _make(root: Folder) -> None:

@@ -25,8 +25,8 @@ from mooring_agent.core.policies.retention import (
     PrunePlan,
     StoredSave,
     may_abort_upload,
-    passed_over,
     plan_prune,
+    skipped,
 )
 from mooring_agent.core.settings.values import RetentionSettings
 from mooring_agent.core.stored.object_layout import (
@@ -109,7 +109,7 @@ async def prune(
     committed = await list_committed(store)
     judged = {one.save for one in committed}
     listing = await _list_all(store)
-    suspects = listing.damaged | passed_over(committed)
+    suspects = listing.damaged | skipped(committed)
     validated = await _validated(
         store, [one for one in committed if one.save not in suspects], enough=settings.keep_last
     )

@@ -121,7 +121,7 @@ def restore(
     if restored is None:
         click.echo(f"nothing to restore from {store_settings.destination}: the run starts from step 0")
         return
-    for reason in restored.passed_over:
+    for reason in restored.skipped:
         click.echo(f"warning: passed over: {reason}", err=True)
     how = "restored to" if restored.downloaded else "is here already:"
     click.echo(f"{restored.name} (step {restored.step}, {amount(restored.size_bytes)}) {how} {restored.path}")

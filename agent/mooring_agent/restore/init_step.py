@@ -38,7 +38,7 @@ Progress = Callable[[str, int, int], None]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Restored:
-    """A checkpoint in its place. `passed_over` says why newer ones were not taken."""
+    """A checkpoint in its place. `skipped` says why newer ones were not taken."""
 
     path: Path
     name: str
@@ -46,7 +46,7 @@ class Restored:
     save: str
     size_bytes: int
     downloaded: bool
-    passed_over: tuple[str, ...]
+    skipped: tuple[str, ...]
 
 
 async def restore(
@@ -209,7 +209,7 @@ class _InitStep:
             save=info.save,
             size_bytes=size_bytes,
             downloaded=downloaded,
-            passed_over=tuple(self._failures.values()),
+            skipped=tuple(self._failures.values()),
         )
 
     async def _on_disk(self, work: Callable[[], _Result]) -> _Result:

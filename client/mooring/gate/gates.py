@@ -37,12 +37,12 @@ class Action(StrEnum):
 
     NOTHING = "nothing"
     SAVE = "save"
-    STOP = "stop"
+    SAVE_AND_EXIT = "stop"
     """Save just in time, then leave."""
 
 
 class Gate(Protocol):
-    """May be asked several times at one position; there the answer only grows, and STOP stays for good."""
+    """May be asked several times at one position; there the answer only grows, and SAVE_AND_EXIT stays for good."""
 
     def at(self, step: int, tick: int = 0) -> Action:
         """What is asked of this process after `step` optimizer steps: the same on all ranks."""
@@ -55,26 +55,26 @@ class Gate(Protocol):
         """Take a termination notice that came some other way."""
 
     def close(self) -> None:
-        """Listen no more; idempotent."""
+        """Stop polling. Idempotent."""
 
 
 class SingleProcessGate:
-    """Sources: SIGTERM, the doorbell, `notice`."""
+    """Sources: SIGTERM, the signal file, `notice`."""
 
-    def __init__(self, doorbell_path: Path, sigterm: Sigterm) -> None:
-        self._bell = SignalFile(doorbell_path)
+    def __init__(self, signal_path: Path, sigterm: Sigterm) -> None:
+        self._signal_file = SignalFile(signal_path)
         self._sigterm = sigterm
-        self._stop = self._bell.rung_before_start()
+        self._stop = self._signal_file.terminating_at_start()
         self._save_asked = False
         self._save_at: Position | None = None
 
     def at(self, step: int, tick: int = 0) -> Action:
-        ring = self._bell.new_ring()
-        if ring is not None:
-            self._stop |= ring.terminating
-            self._save_asked |= not ring.terminating
+        request = self._signal_file.new_request()
+        if request is not None:
+            self._stop |= request.terminating
+            self._save_asked |= not request.terminating
         if self.noticed:
-            return Action.STOP
+            return Action.SAVE_AND_EXIT
         if self._save_asked:
             self._save_asked = False
             self._save_at = (step, tick)
@@ -88,14 +88,14 @@ class SingleProcessGate:
         self._stop = True
 
     def close(self) -> None:
-        self._bell.close()
+        self._signal_file.close()
 
 
 _log: Final = logging.getLogger("mooring")
 _NOT_BEGUN: Final[Position] = (-1, 0)
-_LEADER_WAIT_SECONDS: Final = 10.0
-_FOLLOWER_WAIT_SECONDS: Final = 30.0
-"""Longer than the leader's, who knows more."""
+_RANK_0_WAIT_SECONDS: Final = 10.0
+_OTHER_RANKS_WAIT_SECONDS: Final = 30.0
+"""Longer than rank 0's, which decides."""
 _SAVE_TRIES: Final = 3
 """For a save that an operator asked for; a notice is tried as long as the process lives."""
 _JOIN_SECONDS: Final = 5.0
@@ -105,33 +105,33 @@ _CLOSED: Final = "closed"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Decision:
-    """Act at the first position after `after`. `ask` is NOTHING when the round is off."""
+    """Act at the first position after `after`. `action` is NOTHING when the round is cancelled."""
 
-    ask: Action
+    action: Action
     after: Position = _NOT_BEGUN
 
     def encode(self) -> str:
-        return json.dumps({"ask": self.ask, "after": self.after})
+        return json.dumps({"action": self.action, "after": self.after})
 
     @staticmethod
     def decode(text: str) -> "Decision":
         value = json.loads(text)
         step, tick = value["after"]
-        return Decision(ask=Action(value["ask"]), after=(step, tick))
+        return Decision(action=Action(value["action"]), after=(step, tick))
 
 
-_OFF: Final = Decision(ask=Action.NOTHING)
+_CANCELLED: Final = Decision(action=Action.NOTHING)
 
 
 class RanksGate:
-    """Sources on any rank: SIGTERM, the doorbell, `notice`."""
+    """Sources on any rank: SIGTERM, the signal file, `notice`."""
 
-    def __init__(self, doorbell_path: Path, sigterm: Sigterm, store: RankStore) -> None:
+    def __init__(self, signal_path: Path, sigterm: Sigterm, store: RankStore) -> None:
         self._store = store
-        self._bell = SignalFile(doorbell_path)
+        self._signal_file = SignalFile(signal_path)
         self._sigterm = sigterm
         sigterm.watch_from_thread()
-        self._stop_wanted = self._bell.rung_before_start()
+        self._stop_wanted = self._signal_file.terminating_at_start()
         self._saves_wanted = 0
         self._oldest_round = 0
         # Shared by the training thread and ours.
@@ -152,7 +152,7 @@ class RanksGate:
         position = (int(step), int(tick))
         with self._changed:
             if self._stopped:
-                return Action.STOP
+                return Action.SAVE_AND_EXIT
             if self._promise is None or position <= self._promise:
                 self._position = position
                 return Action.SAVE if position == self._acted else Action.NOTHING
@@ -177,7 +177,7 @@ class RanksGate:
         self._sigterm.wake()
         self._thread.join(_JOIN_SECONDS)
         if not self._thread.is_alive():
-            self._bell.close()
+            self._signal_file.close()
         atexit.unregister(self.close)
 
     def _is_decided(self) -> bool:
@@ -189,11 +189,11 @@ class RanksGate:
         if decision is None or position <= decision.after:
             return Action.NOTHING
         self._promise = self._decision = None
-        self._stopped = decision.ask is Action.STOP
-        if decision.ask is Action.SAVE:
+        self._stopped = decision.action is Action.SAVE_AND_EXIT
+        if decision.action is Action.SAVE:
             self._acted = position
         self._changed.notify_all()
-        return decision.ask
+        return decision.action
 
     def _run(self) -> None:
         number = 0
@@ -223,29 +223,29 @@ class RanksGate:
         self._store.publish(f"{number}/promise/{self._store.ranks.rank}", json.dumps(promise))
         decision = self._decide(number)
         with self._changed:
-            if decision.ask is Action.NOTHING:
+            if decision.action is Action.NOTHING:
                 self._promise = None
             else:
                 self._decision = decision
             self._changed.notify_all()
             self._changed.wait_for(lambda: self._promise is None or self._closing.is_set())
-        if decision.ask is Action.SAVE:
+        if decision.action is Action.SAVE:
             self._saves_wanted = 0
-        elif decision.ask is Action.NOTHING:
+        elif decision.action is Action.NOTHING:
             _log.warning("the ranks did not agree on a step to save at: try=%d", number + 1)
 
     def _requested(self, number: int) -> bool:
         """Wait for a notice on any rank; False when the gate closes."""
         if number and self._is_over():
             return False
-        keys = {Action.STOP: f"{number}/stop", Action.SAVE: f"{number}/save"}
+        keys = {Action.SAVE_AND_EXIT: f"{number}/stop", Action.SAVE: f"{number}/save"}
         while not self._closing.is_set():
-            ask = self._look()
-            if ask is not Action.NOTHING:
-                self._store.publish(keys[ask], "")
-            if ask is not Action.NOTHING or any(self._store.read(key) is not None for key in keys.values()):
-                # What was rung up to now on this pod is met by this round; it may ring in a file that we have not seen.
-                self._bell.look()
+            action = self._look()
+            if action is not Action.NOTHING:
+                self._store.publish(keys[action], "")
+            if action is not Action.NOTHING or any(self._store.read(key) is not None for key in keys.values()):
+                # This round answers all that was asked on this pod up to now, also in a file not opened yet.
+                self._signal_file.look()
                 self._look()
                 self._saves_wanted = max(0, self._saves_wanted - 1)
                 return True
@@ -254,32 +254,32 @@ class RanksGate:
 
     def _look(self) -> Action:
         """What was asked of this rank."""
-        ring = self._bell.new_ring()
-        self._stop_wanted |= self._sigterm.received or (ring is not None and ring.terminating)
-        if ring is not None:
+        request = self._signal_file.new_request()
+        self._stop_wanted |= self._sigterm.received or (request is not None and request.terminating)
+        if request is not None:
             self._saves_wanted = _SAVE_TRIES
         if self._stop_wanted:
-            return Action.STOP
+            return Action.SAVE_AND_EXIT
         return Action.SAVE if self._saves_wanted else Action.NOTHING
 
     def _decide(self, number: int) -> Decision:
         key = f"{number}/decision"
-        seconds = _FOLLOWER_WAIT_SECONDS
-        decision = _OFF
+        seconds = _OTHER_RANKS_WAIT_SECONDS
+        decision = _CANCELLED
         if self._store.ranks.rank == 0:
             decision = self._count(number)
             seconds = 0.0
         self._store.wait([key], seconds, until=self._is_over)
-        return Decision.decode(self._store.settle(key, decision.encode()))
+        return Decision.decode(self._store.set_if_absent(key, decision.encode()))
 
     def _count(self, number: int) -> Decision:
-        promises = self._store.of_all(f"{number}/promise", _LEADER_WAIT_SECONDS, until=self._is_over)
+        promises = self._store.gather(f"{number}/promise", _RANK_0_WAIT_SECONDS, until=self._is_over)
         if promises is None:
-            return _OFF
+            return _CANCELLED
         self._forget_rounds_before(number)
         step, tick = max(json.loads(promise) for promise in promises)
-        ask = Action.SAVE if self._store.read(f"{number}/stop") is None else Action.STOP
-        return Decision(ask=ask, after=(step, tick))
+        action = Action.SAVE if self._store.read(f"{number}/stop") is None else Action.SAVE_AND_EXIT
+        return Decision(action=action, after=(step, tick))
 
     def _forget_rounds_before(self, number: int) -> None:
         for older in range(self._oldest_round, number):

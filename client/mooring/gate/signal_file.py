@@ -1,4 +1,4 @@
-"""The doorbell as a trainer reads it: a mapped file, and no system call but a look, once a second, at which it is."""
+"""The trainer's end of the signal file: mapped, with one system call a second to see whether it was replaced."""
 
 import mmap
 import time
@@ -8,8 +8,8 @@ from typing import Final
 from mooring_api import signal_file
 
 _LOOK_SECONDS: Final = 1.0
-_RING: Final = slice(signal_file.RING_OFFSET, signal_file.RING_OFFSET + 8)
-_NEVER_RUNG: Final = bytes(8)
+_NUMBER: Final = slice(signal_file.NUMBER_OFFSET, signal_file.NUMBER_OFFSET + 8)
+_NO_REQUEST: Final = bytes(8)
 
 
 class SignalFile:
@@ -20,29 +20,29 @@ class SignalFile:
         self._map: mmap.mmap | None = None
         self._inode: tuple[int, int] | None = None
         self._look_at = 0.0
-        self._seen = _NEVER_RUNG
+        self._seen = _NO_REQUEST
         self._open()
 
-    def rung_before_start(self) -> bool:
-        """Whether an earlier ring still says that the pod is ending. Any other earlier ring was for someone else."""
+    def terminating_at_start(self) -> bool:
+        """Whether an earlier request still says that the pod is ending. Others were for other processes."""
         if self._map is None:
             return False
-        ring = signal_file.decode(self._map[:])
-        self._seen = self._map[_RING]
-        return ring.terminating and ring.deadline_unix > time.time()
+        signal = signal_file.decode(self._map[:])
+        self._seen = self._map[_NUMBER]
+        return signal.terminating and signal.deadline_unix > time.time()
 
     def look(self) -> None:
         """See at the next question whether there is another file, however long ago that was looked at."""
         self._look_at = 0.0
 
-    def new_ring(self) -> signal_file.SaveSignal | None:
+    def new_request(self) -> signal_file.SaveSignal | None:
         if time.monotonic() >= self._look_at:
             self._open()
-        if self._map is None or self._map[_RING] == self._seen:
+        if self._map is None or self._map[_NUMBER] == self._seen:
             return None
-        self._seen = self._map[_RING]
-        ring = signal_file.decode(self._map[:])
-        return ring if ring.ring else None
+        self._seen = self._map[_NUMBER]
+        signal = signal_file.decode(self._map[:])
+        return signal if signal.number else None
 
     def close(self) -> None:
         if self._map is not None:

@@ -151,7 +151,7 @@ class _Loop:
             return
         if self._place_step != step:
             self._save_now(run, step)
-        if ask is Action.STOP:
+        if ask is Action.SAVE_AND_EXIT:
             run.leave()
 
     @property

@@ -128,7 +128,7 @@ class _Training:
             return
         if self._place_step != step:
             self._save_now(step)
-        if ask is Action.STOP:
+        if ask is Action.SAVE_AND_EXIT:
             self.run.leave()
 
     def _before_forward(self, engine: Any, inputs: object) -> None:

@@ -48,7 +48,7 @@ class RankCoordinator(Protocol):
     def choose_newest(self, key: str, candidates: Sequence[tuple[int, str]]) -> tuple[int, str] | None:
         """The greatest of those that every rank has: (step, save). Raises RanksError when some do not come."""
 
-    def part(self) -> None:
+    def leave(self) -> None:
         """Before `close`, to leave together: a first exit makes torchrun end the others."""
 
     def close(self) -> None:
@@ -75,7 +75,7 @@ class SingleProcess:
     def choose_newest(self, key: str, candidates: Sequence[tuple[int, str]]) -> tuple[int, str] | None:
         return max(candidates, default=None)
 
-    def part(self) -> None:
+    def leave(self) -> None:
         return
 
     def close(self) -> None:
@@ -120,7 +120,7 @@ class StoreCoordinator:
         chosen = outcome["newest"]
         return None if chosen is None else (chosen[0], chosen[1])
 
-    def part(self) -> None:
+    def leave(self) -> None:
         self.agree("leaving")
 
     def close(self) -> None:
@@ -131,11 +131,11 @@ class StoreCoordinator:
     def _agree(self, key: str, ok: bool, seconds: float = PATIENCE_SECONDS) -> bool | None:
         answer = f"{key}/answer"
         if not ok:
-            stands = self._store.settle(answer, "no")
+            stands = self._store.set_if_absent(answer, "no")
         elif self._counts_last(key):
-            stands = self._store.settle(answer, "yes")
+            stands = self._store.set_if_absent(answer, "yes")
         else:
-            stands = self._store.wait_for(answer, seconds) or self._store.settle(answer, self._late(key))
+            stands = self._store.wait_for(answer, seconds) or self._store.set_if_absent(answer, self._late(key))
         word, _, late = stands.partition(" ")
         if word == "late":
             _log.warning("not all ranks came in time: about=%s seconds=%.0f waited_for=%s", key, seconds, late)
@@ -149,7 +149,7 @@ class StoreCoordinator:
 
     def _arrive(self, key: str) -> bool:
         if self._counts_last(key):
-            self._store.settle(f"{key}/answer", "yes")
+            self._store.set_if_absent(f"{key}/answer", "yes")
         self._forget_when_read(key)
         # Those who wait for it may come much later.
         self._unread = None
@@ -171,7 +171,7 @@ class StoreCoordinator:
                 self._unread = None
 
     def _same(self, key: str, value: str) -> bool | None:
-        agreed = self._agree(f"{key}/agreed", self._store.settle(f"{key}/value", value) == value)
+        agreed = self._agree(f"{key}/agreed", self._store.set_if_absent(f"{key}/value", value) == value)
         self._forget_when_read(key, f"{key}/value")
         return agreed
 
@@ -179,7 +179,7 @@ class StoreCoordinator:
         self._store.publish(f"{key}/{self.ranks.rank}", value)
         if self.ranks.rank > 0:
             return None
-        values = self._store.of_all(key, PATIENCE_SECONDS)
+        values = self._store.gather(key, PATIENCE_SECONDS)
         self._store.forget_all(key)
         return values
 
@@ -187,17 +187,17 @@ class StoreCoordinator:
         self._store.publish(f"{key}/has/{self.ranks.rank}", json.dumps(list(candidates)))
         outcome: dict[str, Any] = {"newest": None, "late": [0], "seconds": 2 * PATIENCE_SECONDS}
         if self.ranks.rank == 0:
-            answers, late = self._store.of_all(f"{key}/has", PATIENCE_SECONDS), list[int]()
+            answers, late = self._store.gather(f"{key}/has", PATIENCE_SECONDS), list[int]()
             if answers is None:
                 late = self._store.ranks_without(f"{key}/has")
                 # The last may have come just now.
-                answers = None if late else self._store.of_all(f"{key}/has", 0.0)
+                answers = None if late else self._store.gather(f"{key}/has", 0.0)
             common = [{(step, save) for step, save in json.loads(answer)} for answer in answers or ["[]"]]
             newest = max(set.intersection(*common), default=None)
             outcome = {"newest": newest, "late": late, "seconds": PATIENCE_SECONDS}
         else:
             self._store.wait([f"{key}/answer"], 2 * PATIENCE_SECONDS)
-        stands: dict[str, Any] = json.loads(self._store.settle(f"{key}/answer", json.dumps(outcome)))
+        stands: dict[str, Any] = json.loads(self._store.set_if_absent(f"{key}/answer", json.dumps(outcome)))
         self._forget_when_read(key, *(f"{key}/has/{rank}" for rank in range(self.ranks.world_size)))
         return stands
 

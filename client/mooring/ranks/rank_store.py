@@ -73,7 +73,7 @@ class RankStore:
     def publish(self, key: str, value: str) -> None:
         _answered(lambda: self._store.set(self._key(key), value))
 
-    def settle(self, key: str, value: str) -> str:
+    def set_if_absent(self, key: str, value: str) -> str:
         """Publish it unless somebody has; what stands, the same for all."""
         return _answered(lambda: self._store.compare_set(self._key(key), "", value)).decode()
 
@@ -100,7 +100,7 @@ class RankStore:
         """One more; how many there are by now."""
         return _answered(lambda: self._store.add(self._key(key), 1))
 
-    def of_all(self, key: str, seconds: float, *, until: Callable[[], bool] | None = None) -> list[str] | None:
+    def gather(self, key: str, seconds: float, *, until: Callable[[], bool] | None = None) -> list[str] | None:
         """What each rank published under `<key>/<rank>`; None when some did not in time. For one rank to read."""
         keys = [f"{key}/{rank}" for rank in range(self.ranks.world_size)]
         if not self.wait(keys, seconds, until=until):

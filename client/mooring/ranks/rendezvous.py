@@ -1,9 +1,9 @@
 """How the ranks of this start of the job find each other in a store that may hold what earlier starts left there.
 
 torchelastic keeps its store over restarts, and nothing in a rank's environment says the same on all nodes which start
-this is. So each rank says hello with a word of its own; rank 0 answers each with that word and one nonce for all; each
-repeats the nonce. When all have, they have met: whatever lies below the nonce is of this start. Rank 0 also tells who
-shares a volume with whom: launchers differ in what they tell a process about its neighbours.
+this is. So each rank publishes a random token; rank 0 answers each with that token and one nonce for all; each rank
+confirms the nonce. When all have, the rendezvous is complete, and keys below the nonce are of this start alone. Rank 0
+also tells which ranks share a volume: launchers differ in what they tell a process about its neighbours.
 """
 
 import json
@@ -33,8 +33,8 @@ def rendezvous(store: RankStore, volume: str, *, seconds: float = MEET_SECONDS) 
 
     Raises StoreLostError, also when some stay away.
     """
-    word = secrets.token_hex(8)
-    store.publish(f"hello/{store.ranks.rank}", json.dumps([word, volume]))
+    token = secrets.token_hex(8)
+    store.publish(f"token/{store.ranks.rank}", json.dumps([token, volume]))
     host = _Host(store) if store.ranks.rank == 0 else None
     give_up_at = time.monotonic() + seconds
     nonce = ""
@@ -42,21 +42,21 @@ def rendezvous(store: RankStore, volume: str, *, seconds: float = MEET_SECONDS) 
         if host is not None:
             host.look()
         answer = json.loads(store.read(f"answer/{store.ranks.rank}") or "{}")
-        if answer.get("word") == word:
+        if answer.get("token") == token:
             if answer["nonce"] != nonce:
                 nonce = answer["nonce"]
-                store.publish(f"heard/{store.ranks.rank}", nonce)
+                store.publish(f"confirmed/{store.ranks.rank}", nonce)
             if store.read("met") == nonce:
                 return Rendezvous(nonce=nonce, ranks=replace(store.ranks, pod=tuple(answer["pod"])))
         time.sleep(store.look_seconds)
     # Those of an earlier start are no sign that a rank has come to this one.
-    absent = store.ranks_without("hello")
+    absent = store.ranks_without("token")
     named = f", there is no sign of {named_ranks(absent)}" if absent else ""
     raise StoreLostError(f"not all {store.ranks.world_size} ranks came within {seconds:.0f} s{named}")
 
 
 class _Host:
-    """Rank 0's part: answers hellos, and anew when one of them was an earlier start's."""
+    """Rank 0's part: answers tokens, and anew when one of them was an earlier start's."""
 
     def __init__(self, store: RankStore) -> None:
         self._store = store
@@ -64,20 +64,20 @@ class _Host:
         self._nonce = ""
 
     def look(self) -> None:
-        hellos = self._store.of_all("hello", 0.0)
-        if hellos is None:
+        tokens = self._store.gather("token", 0.0)
+        if tokens is None:
             return
-        if hellos != self._answered:
-            self._answered = hellos
+        if tokens != self._answered:
+            self._answered = tokens
             self._nonce = secrets.token_hex(4)
-            for rank, answer in enumerate(self._answers([json.loads(hello) for hello in hellos])):
+            for rank, answer in enumerate(self._answers([json.loads(token) for token in tokens])):
                 self._store.publish(f"answer/{rank}", json.dumps(answer))
-        heard = self._store.of_all("heard", 0.0)
-        if heard is not None and set(heard) == {self._nonce}:
+        confirmed = self._store.gather("confirmed", 0.0)
+        if confirmed is not None and set(confirmed) == {self._nonce}:
             self._store.publish("met", self._nonce)
 
-    def _answers(self, hellos: Sequence[tuple[str, str]]) -> Sequence[dict[str, Any]]:
+    def _answers(self, tokens: Sequence[tuple[str, str]]) -> Sequence[dict[str, Any]]:
         pods: dict[str, list[int]] = {}
-        for rank, (_, volume) in enumerate(hellos):
+        for rank, (_, volume) in enumerate(tokens):
             pods.setdefault(volume, []).append(rank)
-        return [{"word": word, "nonce": self._nonce, "pod": pods[volume]} for word, volume in hellos]
+        return [{"token": token, "nonce": self._nonce, "pod": pods[volume]} for token, volume in tokens]

@@ -296,12 +296,12 @@ class AttachRequest(_message.Message):
     client: str
     def __init__(self, local_rank: _Optional[int] = ..., rank: _Optional[int] = ..., world_size: _Optional[int] = ..., client: _Optional[str] = ...) -> None: ...
 
-class DoorbellRequest(_message.Message):
-    __slots__ = ("terminating", "deadline", "ring")
+class SaveRequest(_message.Message):
+    __slots__ = ("terminating", "deadline", "number")
     TERMINATING_FIELD_NUMBER: _ClassVar[int]
     DEADLINE_FIELD_NUMBER: _ClassVar[int]
-    RING_FIELD_NUMBER: _ClassVar[int]
+    NUMBER_FIELD_NUMBER: _ClassVar[int]
     terminating: bool
     deadline: float
-    ring: int
-    def __init__(self, terminating: bool = ..., deadline: _Optional[float] = ..., ring: _Optional[int] = ...) -> None: ...
+    number: int
+    def __init__(self, terminating: bool = ..., deadline: _Optional[float] = ..., number: _Optional[int] = ...) -> None: ...

@@ -87,7 +87,7 @@ class AgentStub(object):
         self.Attach = channel.unary_stream(
                 '/mooring.v1.Agent/Attach',
                 request_serializer=mooring__api_dot_v1_dot_agent__pb2.AttachRequest.SerializeToString,
-                response_deserializer=mooring__api_dot_v1_dot_agent__pb2.DoorbellRequest.FromString,
+                response_deserializer=mooring__api_dot_v1_dot_agent__pb2.SaveRequest.FromString,
                 _registered_method=True)
 
 
@@ -128,7 +128,7 @@ class AgentServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def RequestSave(self, request, context):
-        """Rings the doorbell: asks the running trainers to save now, and to go on training. An operator's `mooring save`.
+        """Asks the running trainers to save now and to go on training: an operator's `mooring save`.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -172,7 +172,7 @@ class AgentServicer(object):
 
     def Attach(self, request, context):
         """Liveness for a client that cannot hold the POSIX lock: the process counts as alive while the stream is open.
-        The agent sends a request whenever the doorbell rings.
+        The agent sends every save request on it.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -234,7 +234,7 @@ def add_AgentServicer_to_server(servicer, server):
             'Attach': grpc.unary_stream_rpc_method_handler(
                     servicer.Attach,
                     request_deserializer=mooring__api_dot_v1_dot_agent__pb2.AttachRequest.FromString,
-                    response_serializer=mooring__api_dot_v1_dot_agent__pb2.DoorbellRequest.SerializeToString,
+                    response_serializer=mooring__api_dot_v1_dot_agent__pb2.SaveRequest.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -533,7 +533,7 @@ class Agent(object):
             target,
             '/mooring.v1.Agent/Attach',
             mooring__api_dot_v1_dot_agent__pb2.AttachRequest.SerializeToString,
-            mooring__api_dot_v1_dot_agent__pb2.DoorbellRequest.FromString,
+            mooring__api_dot_v1_dot_agent__pb2.SaveRequest.FromString,
             options,
             channel_credentials,
             insecure,

@@ -137,7 +137,7 @@ class FilesystemStore:
                     key, partial(_copy_piece, self._objects, key, etag, position, piece, sink, checksum)
                 )
             # Only now: a thread that was left behind in a dead mount may write into it for ever.
-            self._incoming.give_back(buffer)
+            self._incoming.release(buffer)
             return checksum
         finally:
             # Not waited for, as above.

@@ -63,7 +63,7 @@ class S3Store:
         self._prefix = destination.prefix
         self._stack = stack
         self._secure = str(client.meta.endpoint_url).startswith("https:")
-        self._silence_seconds = settings.connect_timeout_seconds + settings.read_timeout_seconds
+        self._stall_seconds = settings.connect_timeout_seconds + settings.read_timeout_seconds
         self._slots = asyncio.Semaphore(settings.max_connections)
         self._executor = ThreadPoolExecutor(_THREADS, thread_name_prefix="mooring-store")
         self._transfer = make_transfer(self._executor, limiter)
@@ -119,8 +119,8 @@ class S3Store:
 
     async def put_bytes(self, key: str, body: bytearray, checksum: int) -> str:
         signature, integrity = await self._run(declare_body, self.capabilities.integrity, body, checksum)
-        async with self._request("PutObject", key) as silence:
-            sending = self._transfer.bytes_body(body, payload_signature=signature, silence=silence)
+        async with self._request("PutObject", key) as stall:
+            sending = self._transfer.bytes_body(body, payload_signature=signature, stall=stall)
             answer = await self._client.put_object(
                 Bucket=self._bucket,
                 Key=self._prefix + key,
@@ -205,7 +205,7 @@ class S3Store:
         )
 
     async def get(self, key: str, *, limit_bytes: int, fresh: bool = False) -> bytes:
-        async with self._request("GetObject", key) as silence:
+        async with self._request("GetObject", key) as stall:
             with over_a_new_connection() if fresh else nullcontext():
                 answer = await self._client.get_object(Bucket=self._bucket, Key=self._prefix + key)
             async with answer["Body"] as body:
@@ -215,10 +215,10 @@ class S3Store:
                         f"{self._place(key)} has {answer['ContentLength']} bytes, more than {limit_bytes}",
                         hint="it is not what Mooring wrote: see who else writes below the destination",
                     )
-                silence.broken()
+                stall.moved()
                 pieces: list[bytes] = []
                 while piece := await body.read(_GET_PIECE_BYTES):
-                    silence.heard(len(piece))
+                    stall.received(len(piece))
                     pieces.append(piece)
                 return b"".join(pieces)
 
@@ -227,7 +227,7 @@ class S3Store:
             self._check_etag(key, (await self.head(key)).etag, etag)
             return 0
         try:
-            async with self._request("GetObject", key) as silence:
+            async with self._request("GetObject", key) as stall:
                 answer = await self._client.get_object(
                     Bucket=self._bucket,
                     Key=self._prefix + key,
@@ -244,7 +244,7 @@ class S3Store:
                         descriptor,
                         offset_bytes=offset_bytes,
                         size_bytes=size_bytes,
-                        silence=silence,
+                        stall=stall,
                     )
         except StoreError as error:
             if error.kind is ErrorKind.ALREADY_EXISTS:  # 412: here the condition was the ETag
@@ -270,11 +270,11 @@ class S3Store:
 
     @asynccontextmanager
     async def _request(self, operation: str, key: str) -> AsyncIterator[StallTimeout]:
-        """Everything about one request that is the same for all: a slot, the watch for silence, errors in our words."""
+        """Everything about one request that is the same for all: a slot, the stall time-out, errors in our words."""
         async with self._slots:
             try:
-                async with StallTimeout(self._silence_seconds) as silence:
-                    yield silence
+                async with StallTimeout(self._stall_seconds) as stall:
+                    yield stall
             except FOREIGN as error:
                 raise translate(error, operation, self._place(key)) from error
 
@@ -288,13 +288,13 @@ class S3Store:
             signature, integrity = await self._run(self._open_declared, file, region, checksum)
             body: Body | None = None
             try:
-                async with self._request(operation, key) as silence:
+                async with self._request(operation, key) as stall:
                     body = self._transfer.body(
                         file,
                         region,
                         checksum,
                         payload_signature=signature,
-                        silence=silence,
+                        stall=stall,
                         store_verifies=self.capabilities.integrity in CHECKSUM_ALGORITHMS,
                     )
                     yield body, integrity

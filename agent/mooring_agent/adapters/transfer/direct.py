@@ -41,12 +41,12 @@ class Transfer(Protocol):
         checksum: int,
         *,
         payload_signature: str,
-        silence: StallTimeout,
+        stall: StallTimeout,
         store_verifies: bool,
     ) -> Body:
         """The body of an upload; the arguments are those of FileBody."""
 
-    def bytes_body(self, data: bytearray, *, payload_signature: str, silence: StallTimeout) -> Body:
+    def bytes_body(self, data: bytearray, *, payload_signature: str, stall: StallTimeout) -> Body:
         """The body of an upload; the arguments are those of BytesBody."""
 
     async def receive(
@@ -56,7 +56,7 @@ class Transfer(Protocol):
         *,
         offset_bytes: int,
         size_bytes: int,
-        silence: StallTimeout,
+        stall: StallTimeout,
     ) -> int:
         """As `receiving.download`."""
 
@@ -75,8 +75,8 @@ class DirectTransfer:
             file, region, checksum, buffers=self._outgoing, executor=self._executor, limiter=self._limiter, **options
         )
 
-    def bytes_body(self, data: bytearray, *, payload_signature: str, silence: StallTimeout) -> BytesBody:
-        return BytesBody(data, limiter=self._limiter, payload_signature=payload_signature, silence=silence)
+    def bytes_body(self, data: bytearray, *, payload_signature: str, stall: StallTimeout) -> BytesBody:
+        return BytesBody(data, limiter=self._limiter, payload_signature=payload_signature, stall=stall)
 
     async def receive(self, response: aiohttp.ClientResponse, descriptor: int, **options: Any) -> int:
         return await download(response, descriptor, buffers=self._incoming, executor=self._executor, **options)

@@ -33,7 +33,7 @@ async def download(
     size_bytes: int,
     buffers: BufferPool,
     executor: Executor,
-    silence: StallTimeout,
+    stall: StallTimeout,
 ) -> int:
     """Write exactly `size_bytes` of an answer's body at `offset_bytes`; returns their CRC64NVME.
 
@@ -43,7 +43,7 @@ async def download(
     """
     loop = asyncio.get_running_loop()
     sink = PositionedFileWriter(descriptor, offset_bytes)
-    receiver = _Receiver(response, size_bytes, buffers, silence)
+    receiver = _Receiver(response, size_bytes, buffers, stall)
     try:
         receiver.begin()
         written = 0
@@ -65,14 +65,14 @@ class _Receiver(asyncio.BufferedProtocol):
     """Takes the body off the connection. `piece` and `written` alternate."""
 
     def __init__(
-        self, response: aiohttp.ClientResponse, size_bytes: int, buffers: BufferPool, silence: StallTimeout
+        self, response: aiohttp.ClientResponse, size_bytes: int, buffers: BufferPool, stall: StallTimeout
     ) -> None:
         self.checksum = 0
         self._stream = response.content
         self._missing = size_bytes
         self._size_bytes = size_bytes
         self._buffers = buffers
-        self._silence = silence
+        self._stall = stall
         self._taken: list[memoryview] = []
         self._idle: deque[memoryview] = deque()
         self._full: deque[tuple[memoryview, int]] = deque()
@@ -103,7 +103,7 @@ class _Receiver(asyncio.BufferedProtocol):
         self._transport.set_protocol(self)
         if self._current is not None or self._next_buffer():
             self._transport.resume_reading()
-        self._silence.broken()
+        self._stall.moved()
         self._moved(0)
 
     async def piece(self) -> memoryview:
@@ -132,7 +132,7 @@ class _Receiver(asyncio.BufferedProtocol):
                     self._handler.force_close()
             self._stream.feed_eof()
         for buffer in self._taken:
-            self._buffers.give_back(buffer)
+            self._buffers.release(buffer)
 
     def abort(self) -> None:
         """The connection is of no use any more; nor are the buffers, which a thread may still read.
@@ -209,9 +209,9 @@ class _Receiver(asyncio.BufferedProtocol):
     def _moved(self, size_bytes: int) -> None:
         """Without room, and with nothing missing, the store owes us nothing: it is the disk that is waited for."""
         if self._missing and self._current is not None:
-            self._silence.heard(size_bytes)
+            self._stall.received(size_bytes)
         else:
-            self._silence.allowed()
+            self._stall.allowed()
 
     def _cut_off(self) -> aiohttp.ClientPayloadError:
         return aiohttp.ClientPayloadError(

@@ -10,7 +10,7 @@ no better than one that is silent."""
 
 
 class StallTimeout:
-    """Ends what runs inside it with TimeoutError when nothing, or next to nothing, was heard or sent for `seconds`.
+    """Ends what runs inside it with TimeoutError when nothing, or next to nothing, was received or sent for `seconds`.
 
     aiohttp's own read time-out starts only after the body is sent: without this a stalled upload would wait for ever.
     Movement is noted and no more, thousands of times a second; one timer looks from time to time how long ago it was.
@@ -22,13 +22,13 @@ class StallTimeout:
         self._loop = asyncio.get_running_loop()
         self._moved_at = self._loop.time()
         self._least_bytes = seconds * LEAST_BYTES_PER_SECOND
-        self._heard_bytes = 0
+        self._received_bytes = 0
         self._watching = True
         self._timer: asyncio.TimerHandle | None = None
 
     async def __aenter__(self) -> "StallTimeout":
         await self._timeout.__aenter__()
-        self.broken()
+        self.moved()
         self._look()
         return self
 
@@ -39,20 +39,20 @@ class StallTimeout:
             self._timer.cancel()
         await self._timeout.__aexit__(kind, error, trace)
 
-    def broken(self) -> None:
+    def moved(self) -> None:
         """Something moved."""
         self._moved_at = self._loop.time()
-        self._heard_bytes = 0
+        self._received_bytes = 0
         self._watching = True
 
-    def heard(self, size_bytes: int) -> None:
-        """So much arrived: the silence is broken once it is as much as the least rate makes of `seconds`."""
-        self._heard_bytes += size_bytes
-        if not self._watching or self._heard_bytes >= self._least_bytes:
-            self.broken()
+    def received(self, size_bytes: int) -> None:
+        """So much arrived: it counts as movement once it is as much as the least rate makes of `seconds`."""
+        self._received_bytes += size_bytes
+        if not self._watching or self._received_bytes >= self._least_bytes:
+            self.moved()
 
     def allowed(self) -> None:
-        """We are the ones who wait, on purpose; until `broken`."""
+        """We are the ones who wait, on purpose; until `moved`."""
         self._watching = False
 
     def _look(self) -> None:

@@ -51,7 +51,7 @@ class TlsTransport(asyncio.Transport):
         self._reading = True
         self._lent = False
         self._closing = False
-        self._patience: asyncio.TimerHandle | None = None
+        self._close_timer: asyncio.TimerHandle | None = None
         self._protocol.connection_made(self)
         # What came with the handshake makes no socket readable any more.
         self._loop.call_soon(self._resume)
@@ -144,7 +144,7 @@ class TlsTransport(asyncio.Transport):
             if not self._lent:
                 self._loop.remove_reader(self._connection)
                 if self._unsent:
-                    self._patience = self._loop.call_later(_CLOSE_SECONDS, self.abort)
+                    self._close_timer = self._loop.call_later(_CLOSE_SECONDS, self.abort)
                 else:
                     self._say_goodbye()
                     self._loop.call_soon(self._end, None)
@@ -269,8 +269,8 @@ class TlsTransport(asyncio.Transport):
         # A loop that still watches a closed descriptor takes the next socket of that number for it.
         self._loop.remove_reader(self._connection)
         self._loop.remove_writer(self._connection)
-        if self._patience:
-            self._patience.cancel()
+        if self._close_timer:
+            self._close_timer.cancel()
         try:
             self._protocol.connection_lost(error)
         finally:

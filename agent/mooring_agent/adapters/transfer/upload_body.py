@@ -31,7 +31,7 @@ from typing import Final, NoReturn
 from mooring_agent.adapters.checksum import crc64nvme, require_checksum
 from mooring_agent.adapters.rate_limit import RateLimiter
 from mooring_agent.adapters.region_file import RegionFile
-from mooring_agent.adapters.transfer.outlet import SendfileWriter, SocketWriter, TlsWriter
+from mooring_agent.adapters.transfer.socket_writers import SendfileWriter, SocketWriter, TlsWriter
 from mooring_agent.adapters.transfer.stall_timeout import StallTimeout
 from mooring_agent.adapters.transfer.tls_transport import TlsTransport
 from mooring_agent.core.errors import MooringError
@@ -51,7 +51,7 @@ class BufferPool:
         """A writable buffer of `size_bytes`, with whatever it held before."""
         return self._idle.pop() if self._idle else memoryview(mmap.mmap(-1, self.size_bytes))
 
-    def give_back(self, buffer: memoryview) -> None:
+    def release(self, buffer: memoryview) -> None:
         """Only what `take` returned, whole, and only once nobody else touches it."""
         assert len(buffer) == self.size_bytes
         if len(self._idle) < _MOST_IDLE:
@@ -74,14 +74,14 @@ class UploadBody:
     """
 
     def __init__(
-        self, size_bytes: int, *, limiter: RateLimiter, payload_signature: str, silence: StallTimeout | None
+        self, size_bytes: int, *, limiter: RateLimiter, payload_signature: str, stall: StallTimeout | None
     ) -> None:
         self.payload_signature = payload_signature
         self.failure: MooringError | None = None
         self.sent_whole = False
         self._size_bytes = size_bytes
         self._limiter = limiter
-        self._silence = silence
+        self._stall = stall
 
     def __len__(self) -> int:
         return self._size_bytes
@@ -104,22 +104,22 @@ class UploadBody:
     async def _wait_for_turn(self, size_bytes: int) -> None:
         if not self._limiter.bytes_per_second:
             return
-        if self._silence:
-            self._silence.allowed()
+        if self._stall:
+            self._stall.allowed()
         await self._limiter.take(size_bytes)
         self._moved()
 
     def _moved(self) -> None:
         """Something left."""
-        if self._silence:
-            self._silence.broken()
+        if self._stall:
+            self._stall.moved()
 
 
 class BytesBody(UploadBody):
     """The body of an upload that is in memory; `data` must not change as long as a connection may hold pieces of it."""
 
-    def __init__(self, data: bytearray, *, limiter: RateLimiter, payload_signature: str, silence: StallTimeout) -> None:
-        super().__init__(len(data), limiter=limiter, payload_signature=payload_signature, silence=silence)
+    def __init__(self, data: bytearray, *, limiter: RateLimiter, payload_signature: str, stall: StallTimeout) -> None:
+        super().__init__(len(data), limiter=limiter, payload_signature=payload_signature, stall=stall)
         self._data = memoryview(data)
 
     async def pieces(self, start: int = 0) -> AsyncIterator[memoryview]:
@@ -152,14 +152,14 @@ class FileBody(UploadBody):
         executor: Executor,
         limiter: RateLimiter,
         payload_signature: str = "",
-        silence: StallTimeout | None = None,
+        stall: StallTimeout | None = None,
         store_verifies: bool = False,
     ) -> None:
         """`file` is open and the caller's to close. `checksum` is the CRC64NVME that its bytes must have.
 
         `store_verifies`: it was seen to refuse a body that has not the checksum it was told.
         """
-        super().__init__(region.size_bytes, limiter=limiter, payload_signature=payload_signature, silence=silence)
+        super().__init__(region.size_bytes, limiter=limiter, payload_signature=payload_signature, stall=stall)
         self.store_verifies = store_verifies
         self._executor = executor
         self._file = file
@@ -197,7 +197,7 @@ class FileBody(UploadBody):
             self.failure = error
             raise
         # Not in a `finally`: what was cancelled may have a thread that still reads into it.
-        self._buffers.give_back(buffer)
+        self._buffers.release(buffer)
 
     async def send_by_kernel(self, connection: socket.socket, writable: Callable[[], Awaitable[None]]) -> int:
         """Have the kernel send all but the last piece to a socket that does not block; returns how many bytes that is.
@@ -206,12 +206,12 @@ class FileBody(UploadBody):
         connection broke. The last piece is the caller's: an answer may come before a thread has said that it is done.
         """
         assert self.store_verifies
-        outlet = SendfileWriter(self._file, connection)
+        writer = SendfileWriter(self._file, connection)
         loop = asyncio.get_running_loop()
         try:
-            return await self._send(outlet, partial(loop.run_in_executor, self._executor), writable)
+            return await self._send(writer, partial(loop.run_in_executor, self._executor), writable)
         finally:
-            self._executor.submit(outlet.close)
+            self._executor.submit(writer.close)
 
     async def send_encrypted(self, transport: TlsTransport) -> tuple[int, int]:
         """Send all but the last piece; returns how many bytes that is, and their checksum where it is needed.
@@ -220,24 +220,24 @@ class FileBody(UploadBody):
         """
         buffer = self._buffers.take()
         connection = transport.get_extra_info("socket")
-        outlet = TlsWriter(self._file, connection, buffer, sums_up=not self.store_verifies)
-        sent = await self._send(outlet, partial(transport.lend, self._executor), transport.writable)
+        writer = TlsWriter(self._file, connection, buffer, sums_up=not self.store_verifies)
+        sent = await self._send(writer, partial(transport.lend, self._executor), transport.writable)
         # Not in a `finally`: what was cancelled may have a thread that still reads into it.
-        self._buffers.give_back(buffer)
-        return sent, outlet.checksum
+        self._buffers.release(buffer)
+        return sent, writer.checksum
 
-    async def _send(self, outlet: SocketWriter, run: _Run, writable: Callable[[], Awaitable[None]]) -> int:
+    async def _send(self, writer: SocketWriter, run: _Run, writable: Callable[[], Awaitable[None]]) -> int:
         end = self._region.size_bytes - PIECE_BYTES
         position = 0
         try:
-            while position < end and not outlet.refused:
+            while position < end and not writer.refused:
                 limited = self._limiter.bytes_per_second
                 burst_end = position + min(end - position, PIECE_BYTES if limited else _BURST_BYTES)
                 await self._wait_for_turn(burst_end - position)
-                while position < burst_end and not outlet.refused:
-                    position += await run(outlet.send, position, burst_end - position)
+                while position < burst_end and not writer.refused:
+                    position += await run(writer.send, position, burst_end - position)
                     self._moved()
-                    if position < burst_end and not outlet.refused:
+                    if position < burst_end and not writer.refused:
                         await writable()
         except MooringError as error:
             self.failure = error

@@ -27,15 +27,19 @@ def known_announcement(state: State, event: Announced) -> Checkpoint | None:
     if checkpoint.phase is Phase.SHED:
         # Its other ranks may announce after a newer checkpoint made it not worth having.
         return checkpoint
-    share = checkpoint.contributions.get(event.rank)
-    return checkpoint if share is not None and share.source == event.source else None
+    contribution = checkpoint.contributions.get(event.rank)
+    return checkpoint if contribution is not None and contribution.source == event.source else None
 
 
 def same_content(state: State, *, source: str, rank: int, signature: str) -> Checkpoint | None:
     """The checkpoint with this content of this path, for clients that give no save id."""
     for checkpoint in reversed(state.checkpoints.values()):
-        share = checkpoint.contributions.get(rank)
-        if share and checkpoint.phase is not Phase.FAILED and (share.source, share.signature) == (source, signature):
+        contribution = checkpoint.contributions.get(rank)
+        if (
+            contribution
+            and checkpoint.phase is not Phase.FAILED
+            and (contribution.source, contribution.signature) == (source, signature)
+        ):
             return checkpoint
     return None
 
@@ -75,7 +79,7 @@ def check_announcement(state: State, event: Announced) -> None:
             hint="more ranks than that cannot share one agent: announce the directory once for all of them",
         )
     if checkpoint.phase is Phase.FAILED:
-        if any(share.staged for share in checkpoint.contributions.values()):
+        if any(contribution.staged for contribution in checkpoint.contributions.values()):
             raise RequestError(
                 ErrorKind.CONTRADICTION,
                 f"save {info.save} has failed after some of it may have been sent: {checkpoint.reason}",
@@ -88,7 +92,7 @@ def check_announcement(state: State, event: Announced) -> None:
             f"save {info.save} is known as {_describe(checkpoint.info)}, not as {_describe(info)}",
             hint="all ranks of one save must give the same name, step, kind and world size",
         )
-    share = checkpoint.contributions.get(event.rank)
+    contribution = checkpoint.contributions.get(event.rank)
     other = next((one for one in checkpoint.contributions.values() if not (one.requested_files or event.files)), None)
     if other is not None and other.local_world_size != max(1, event.local_world_size):
         raise RequestError(
@@ -97,19 +101,19 @@ def check_announcement(state: State, event: Announced) -> None:
             f"and rank {other.rank} as one of {other.local_world_size}",
             hint="local_world_size counts the ranks that announce this save to this agent without listing files",
         )
-    if share is None and other is not None and _sharing_count(checkpoint) >= other.local_world_size > 1:
+    if contribution is None and other is not None and _sharing_count(checkpoint) >= other.local_world_size > 1:
         raise RequestError(
             ErrorKind.CONTRADICTION,
             f"save {info.save} has all its {other.local_world_size} ranks here, without rank {event.rank}",
             hint="local_world_size counts the ranks that announce this save to this agent without listing files",
         )
-    if share is not None and share.source != event.source:
+    if contribution is not None and contribution.source != event.source:
         raise RequestError(
             ErrorKind.CONTRADICTION,
-            f"rank {event.rank} of save {info.save} was announced from {share.source} before",
+            f"rank {event.rank} of save {info.save} was announced from {contribution.source} before",
             hint="a save id belongs to one save: take a new one for the next",
         )
-    if share is None and checkpoint.durable:
+    if contribution is None and checkpoint.durable:
         raise RequestError(
             ErrorKind.CONTRADICTION,
             f"save {info.save} is {checkpoint.phase} already, without rank {event.rank}",
@@ -118,7 +122,7 @@ def check_announcement(state: State, event: Announced) -> None:
 
 
 def _sharing_count(checkpoint: Checkpoint) -> int:
-    return sum(not share.requested_files for share in checkpoint.contributions.values())
+    return sum(not contribution.requested_files for contribution in checkpoint.contributions.values())
 
 
 def _describe(info: object) -> str:
@@ -175,7 +179,7 @@ def staged(state: State, checkpoint: Checkpoint, event: Staged) -> Iterator[Comm
         )
         lead.files[file.path] = progress
         checkpoint.size_bytes += file.size_bytes
-    upload_queue.enqueue_share(checkpoint, lead)
+    upload_queue.enqueue_contribution(checkpoint, lead)
     came_before = state.staged_from(lead.source, before=checkpoint) is not None
     state.link(checkpoint, lead)
     if came_before and any(file.private for file in event.files):
@@ -186,8 +190,8 @@ def staged(state: State, checkpoint: Checkpoint, event: Staged) -> Iterator[Comm
     checkpoint.file_count += len(lead.files)
     if not lead.requested_files and lead.local_world_size > 1:
         # The directory that the ranks share went to the first of them; the others contribute nothing more.
-        for share in checkpoint.contributions.values():
-            share.staged |= not share.requested_files and share.source == lead.source
+        for contribution in checkpoint.contributions.values():
+            contribution.staged |= not contribution.requested_files and contribution.source == lead.source
     state.recent_sizes_bytes.append(checkpoint.size_bytes)
     checkpoint.move(Trigger.RANK_STAGED)
 

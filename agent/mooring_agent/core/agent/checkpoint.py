@@ -138,7 +138,9 @@ class Checkpoint:
     @property
     def begins_anew(self) -> bool:
         """It failed before anything of it was pinned: another announcement is another try."""
-        return self.phase is Phase.FAILED and not any(share.staged for share in self.contributions.values())
+        return self.phase is Phase.FAILED and not any(
+            contribution.staged for contribution in self.contributions.values()
+        )
 
     @property
     def settled(self) -> bool:
@@ -156,7 +158,7 @@ class Checkpoint:
         return (
             self.phase in (Phase.STAGED, Phase.UPLOADING)
             and self.reconciled
-            and any(share.unstored_count for share in self.contributions.values())
+            and any(contribution.unstored_count for contribution in self.contributions.values())
         )
 
     @property
@@ -171,21 +173,23 @@ class Checkpoint:
     @property
     def expected_local_ranks(self) -> int:
         """How many ranks will announce this save here, as far as they have said."""
-        return max([len(self.contributions), *(share.local_world_size for share in self.contributions.values())])
+        return max(
+            [len(self.contributions), *(contribution.local_world_size for contribution in self.contributions.values())]
+        )
 
     @property
     def all_sealed(self) -> bool:
         return len(self.contributions) >= self.expected_local_ranks and all(
-            share.manifest_stored for share in self.contributions.values()
+            contribution.manifest_stored for contribution in self.contributions.values()
         )
 
     def manifest(self, rank: int) -> RankManifest:
-        share = self.contributions[rank]
+        contribution = self.contributions[rank]
         return RankManifest(
             info=self.info,
             rank=rank,
-            saved_at=share.announced_at,
-            files=tuple(share.files[path].entry() for path in sorted(share.files)),
-            single_file=any(progress.file.announced for progress in share.files.values()),
-            pack_sizes_bytes=tuple(progress.pack.size_bytes for progress in share.packs),
+            saved_at=contribution.announced_at,
+            files=tuple(contribution.files[path].entry() for path in sorted(contribution.files)),
+            single_file=any(progress.file.announced for progress in contribution.files.values()),
+            pack_sizes_bytes=tuple(progress.pack.size_bytes for progress in contribution.packs),
         )

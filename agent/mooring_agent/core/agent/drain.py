@@ -156,7 +156,7 @@ def _worth_staying(state: State, checkpoint: Checkpoint, newest: Checkpoint | No
     if checkpoint is newest:
         return True
     if checkpoint.phase is Phase.SEALED and checkpoint.waits_for_ranks:
-        # Our share is stored; the agent that seals last writes the marker.
+        # Our contribution is stored; the agent that seals last writes the marker.
         return False
     return worth_sending(state, checkpoint)
 

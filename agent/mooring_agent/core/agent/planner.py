@@ -109,14 +109,14 @@ def _checkpoint_work(state: State, checkpoint: Checkpoint) -> Iterator[Command]:
     upload_queue.requeue(state, checkpoint)
     # Dropping the pins of a try that failed must not meet the making of new ones.
     releasing = WorkId(Operation.RELEASE, save) in state.in_flight
-    for share in () if releasing else _ready_to_stage(checkpoint):
-        work = WorkId(Operation.STAGE, save, share.rank)
+    for contribution in () if releasing else _ready_to_stage(checkpoint):
+        work = WorkId(Operation.STAGE, save, contribution.rank)
         if _take(state, checkpoint, work):
             yield Stage(
                 work=work,
-                announcements=tuple(_announcement(checkpoint, one) for one in _staged_with(checkpoint, share)),
-                private=state.rewrites(share.source),
-                rewritten_inodes=_inodes_pinned_there_before(state, checkpoint, share.source),
+                announcements=tuple(_announcement(checkpoint, one) for one in _staged_with(checkpoint, contribution)),
+                private=state.rewrites(contribution.source),
+                rewritten_inodes=_inodes_pinned_there_before(state, checkpoint, contribution.source),
                 part_size_bytes=preferred_part_size(
                     state.settings.transfer.part_size_bytes, state.upload_rate.wire_bytes_per_second, int(state.window)
                 ),
@@ -127,12 +127,12 @@ def _checkpoint_work(state: State, checkpoint: Checkpoint) -> Iterator[Command]:
         if _take(state, checkpoint, work):
             yield _reconcile(checkpoint, work)
         return
-    for share in checkpoint.contributions.values():
-        if share.staged and not share.unstored_count and not share.manifest_stored:
-            work = WorkId(Operation.WRITE_MANIFEST, save, share.rank)
+    for contribution in checkpoint.contributions.values():
+        if contribution.staged and not contribution.unstored_count and not contribution.manifest_stored:
+            work = WorkId(Operation.WRITE_MANIFEST, save, contribution.rank)
             if _take(state, checkpoint, work):
-                manifest = checkpoint.manifest(share.rank)
-                pins = tuple(share.files[file.path].file for file in manifest.files)
+                manifest = checkpoint.manifest(contribution.rank)
+                pins = tuple(contribution.files[file.path].file for file in manifest.files)
                 yield WriteManifest(work=work, manifest=manifest, pins=pins)
     if checkpoint.phase is Phase.SEALED:
         work = WorkId(Operation.COMMIT, save)
@@ -163,24 +163,26 @@ def _take(state: State, checkpoint: Checkpoint, work: WorkId) -> bool:
 
 
 def _ready_to_stage(checkpoint: Checkpoint) -> Iterator[RankContribution]:
-    """Shares whose files can be pinned: a directory that ranks share is pinned once, when the last has announced."""
-    for share in checkpoint.contributions.values():
-        if share.staged:
+    """Contributions to pin now. A directory that several ranks share is pinned once, when the last has announced."""
+    for contribution in checkpoint.contributions.values():
+        if contribution.staged:
             continue
-        if share.requested_files or share.local_world_size <= 1:
-            yield share
+        if contribution.requested_files or contribution.local_world_size <= 1:
+            yield contribution
             continue
         together = [other for other in checkpoint.contributions.values() if not other.requested_files]
-        if len(together) >= share.local_world_size and share is _staged_with(checkpoint, share)[0]:
-            yield share
+        if len(together) >= contribution.local_world_size and contribution is _staged_with(checkpoint, contribution)[0]:
+            yield contribution
 
 
-def _staged_with(checkpoint: Checkpoint, share: RankContribution) -> list[RankContribution]:
+def _staged_with(checkpoint: Checkpoint, contribution: RankContribution) -> list[RankContribution]:
     """Those whose files are pinned by one piece of work, which is the first one's: of a shared directory all ranks."""
-    if share.requested_files or share.local_world_size <= 1:
-        return [share]
+    if contribution.requested_files or contribution.local_world_size <= 1:
+        return [contribution]
     sharing = (
-        one for one in checkpoint.contributions.values() if not one.requested_files and one.source == share.source
+        one
+        for one in checkpoint.contributions.values()
+        if not one.requested_files and one.source == contribution.source
     )
     return sorted(sharing, key=lambda one: one.rank)
 
@@ -188,21 +190,27 @@ def _staged_with(checkpoint: Checkpoint, share: RankContribution) -> list[RankCo
 def _inodes_pinned_there_before(state: State, checkpoint: Checkpoint, source: str) -> frozenset[int]:
     """Of the last checkpoint from this very path: a file that has one of them still was rewritten in place."""
     other = state.staged_from(source, before=checkpoint)
-    shares = [share for share in other.contributions.values() if share.source == source] if other else []
-    return frozenset(progress.file.fingerprint.inode for share in shares for progress in share.linked_files())
+    contributions = (
+        [contribution for contribution in other.contributions.values() if contribution.source == source]
+        if other
+        else []
+    )
+    return frozenset(
+        progress.file.fingerprint.inode for contribution in contributions for progress in contribution.linked_files()
+    )
 
 
-def _announcement(checkpoint: Checkpoint, share: RankContribution) -> Announced:
+def _announcement(checkpoint: Checkpoint, contribution: RankContribution) -> Announced:
     return Announced(
-        at=share.announced_at,
+        at=contribution.announced_at,
         info=checkpoint.info,
-        rank=share.rank,
-        source=share.source,
-        files=share.requested_files,
-        local_world_size=share.local_world_size,
-        signature=share.signature,
-        save_made_here=share.save_made_here,
-        recorded_at=share.recorded_at,
+        rank=contribution.rank,
+        source=contribution.source,
+        files=contribution.requested_files,
+        local_world_size=contribution.local_world_size,
+        signature=contribution.signature,
+        save_made_here=contribution.save_made_here,
+        recorded_at=contribution.recorded_at,
     )
 
 
@@ -213,15 +221,18 @@ def _may_write_marker(state: State, checkpoint: Checkpoint) -> bool:
 
 
 def _reconcile(checkpoint: Checkpoint, work: WorkId) -> Reconcile:
-    staged = [share for share in checkpoint.contributions.values() if share.staged]
+    staged = [contribution for contribution in checkpoint.contributions.values() if contribution.staged]
     return Reconcile(
         work=work,
         info=checkpoint.info,
-        announced_at=tuple((share.rank, share.announcement_time) for share in staged),
-        staged=tuple((share.rank, tuple(progress.file for progress in share.files.values())) for share in staged),
+        announced_at=tuple((contribution.rank, contribution.announcement_time) for contribution in staged),
+        staged=tuple(
+            (contribution.rank, tuple(progress.file for progress in contribution.files.values()))
+            for contribution in staged
+        ),
         unfinished=tuple(
             KnownFile(
-                rank=share.rank,
+                rank=contribution.rank,
                 file=progress.file,
                 upload_id=progress.upload_id,
                 part_size_bytes=progress.part_size_bytes,
@@ -229,8 +240,8 @@ def _reconcile(checkpoint: Checkpoint, work: WorkId) -> Reconcile:
                     (number, etag, progress.checksums[number]) for number, etag in sorted(progress.etags.items())
                 ),
             )
-            for share in staged
-            for progress in share.files.values()
+            for contribution in staged
+            for progress in contribution.files.values()
             if not progress.stored and progress.place is None
         ),
     )
@@ -246,7 +257,9 @@ def _release(state: State, checkpoint: Checkpoint) -> Iterator[Command]:
         if work.operation in CANCELLABLE and work not in state.cancelling:
             state.cancelling.add(work)
             yield CancelWork(work=work)
-    if checkpoint.phase is Phase.FAILED and any(share.staged for share in checkpoint.contributions.values()):
+    if checkpoint.phase is Phase.FAILED and any(
+        contribution.staged for contribution in checkpoint.contributions.values()
+    ):
         newest = state.last_announced_committed()
         if newest is None or newest.sequence < checkpoint.sequence:
             return
@@ -261,7 +274,7 @@ def _abandon(state: State, checkpoint: Checkpoint) -> Iterator[Command]:
         return
     if any(work.operation in TRANSFERS for work in state.in_flight_of(checkpoint.info.save)):
         return
-    files = [progress for share in checkpoint.contributions.values() for progress in share.files.values()]
+    files = [progress for contribution in checkpoint.contributions.values() for progress in contribution.files.values()]
     uploads = [progress for progress in files if progress.upload_id and not progress.stored]
     swept = [progress for progress in files if checkpoint.may_have_orphans and not progress.whole]
     if not uploads and not swept:
@@ -281,7 +294,7 @@ def _abandon(state: State, checkpoint: Checkpoint) -> Iterator[Command]:
 def _abandoned(state: State) -> Iterator[Checkpoint]:
     """Some rank, here or elsewhere, died or gave it up: nobody can complete it, and a newer one is long committed.
 
-    Should another agent seal it yet, it writes the marker: a share that we sealed stays in the bucket.
+    Should another agent seal it yet, it writes the marker: a contribution that we sealed stays in the bucket.
     """
     newest = state.last_announced_committed()
     if newest is None or state.now - newest.committed_at < _INCOMPLETE_KEPT_SECONDS:

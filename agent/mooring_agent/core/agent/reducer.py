@@ -274,8 +274,8 @@ def _given_up(state: State, event: Shed | Failed) -> None:
         checkpoint.error_kind, checkpoint.hint = event.kind, event.hint
         if event.kind is ErrorKind.FILE_CHANGED:
             # Its trainer will do that again, to the next one too.
-            staged = (share for share in checkpoint.contributions.values() if share.staged)
-            state.rewritten_paths.update(path_pattern(share.source) for share in staged)
+            staged = (contribution for contribution in checkpoint.contributions.values() if contribution.staged)
+            state.rewritten_paths.update(path_pattern(contribution.source) for contribution in staged)
     state.outcomes[checkpoint.phase] = state.outcomes.get(checkpoint.phase, 0) + 1
     stop_sending(checkpoint)
 
@@ -302,7 +302,7 @@ def _started(state: State, event: Started) -> Iterator[Command]:
         checkpoint.pending.clear()
         checkpoint.delayed.clear()
         checkpoint.attempts.clear()
-        checkpoint.reconciled = not any(share.staged for share in checkpoint.contributions.values())
+        checkpoint.reconciled = not any(contribution.staged for contribution in checkpoint.contributions.values())
     if state.termination.noticed:
         # Those who listened to the notice may have died with us.
         yield LiftBandwidthCap()

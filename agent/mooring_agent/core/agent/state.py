@@ -256,24 +256,24 @@ class State:
         save = checkpoint.info.save
         del self.checkpoints[save], self._settled[save]
         self._just_in_time.pop(save, None)
-        for share in checkpoint.contributions.values():
-            saves = self._staged_from.get(share.source, {})
+        for contribution in checkpoint.contributions.values():
+            saves = self._staged_from.get(contribution.source, {})
             saves.pop(save, None)
             if not saves:
-                self._staged_from.pop(share.source, None)
+                self._staged_from.pop(contribution.source, None)
 
-    def link(self, checkpoint: Checkpoint, share: RankContribution) -> None:
-        """A share's files are pinned."""
+    def link(self, checkpoint: Checkpoint, contribution: RankContribution) -> None:
+        """A contribution's files are pinned."""
         save = checkpoint.info.save
-        saves = self._staged_from.setdefault(share.source, {})
+        saves = self._staged_from.setdefault(contribution.source, {})
         saves.pop(save, None)
         saves[save] = None
-        for progress in share.linked_files():
+        for progress in contribution.linked_files():
             self._links.setdefault(progress.file.fingerprint.inode, {})[save, progress.file.path] = progress
 
     def _unlink(self, checkpoint: Checkpoint) -> None:
-        for share in checkpoint.contributions.values():
-            for progress in share.linked_files():
+        for contribution in checkpoint.contributions.values():
+            for progress in contribution.linked_files():
                 inode = progress.file.fingerprint.inode
                 links = self._links.get(inode, {})
                 links.pop((checkpoint.info.save, progress.file.path), None)

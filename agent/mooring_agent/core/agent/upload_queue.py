@@ -34,37 +34,37 @@ _PREEMPTING_KINDS = frozenset({Kind.JUST_IN_TIME, Kind.FINAL})
 
 def choose_leader(state: State) -> None:
     """Who has the wire now: the newest, unless the present one pushed another aside and is not sealed yet."""
-    newest, leader = state.newest_sending(), _leader(state)
-    if newest is None or leader is None:
+    newest, active = state.newest_sending(), _active(state)
+    if newest is None or active is None:
         state.active_upload, state.active_upload_preempted = newest.info.save if newest else "", False
-    elif newest is not leader and (newest.info.kind in _PREEMPTING_KINDS or not state.active_upload_preempted):
+    elif newest is not active and (newest.info.kind in _PREEMPTING_KINDS or not state.active_upload_preempted):
         state.active_upload = newest.info.save
-        state.active_upload_preempted = leader.phase is Phase.UPLOADING
+        state.active_upload_preempted = active.phase is Phase.UPLOADING
 
 
 def order(state: State) -> Iterator[Checkpoint]:
     """Checkpoints with something to send, the most important first. At the end of a pod no older one is protected."""
-    leader = None if state.termination.noticed else _leader(state)
-    leader_waits = leader is not None
+    active = None if state.termination.noticed else _active(state)
+    active_waits = active is not None
     for checkpoint in reversed(state.sending):
-        if leader is not None and leader_waits and leader.urgency[0] == checkpoint.urgency[0]:
-            leader_waits = False
-            yield leader
-        if checkpoint is not leader:
+        if active is not None and active_waits and active.urgency[0] == checkpoint.urgency[0]:
+            active_waits = False
+            yield active
+        if checkpoint is not active:
             yield checkpoint
 
 
-def _leader(state: State) -> Checkpoint | None:
-    leader = state.checkpoints.get(state.active_upload)
-    return leader if leader is not None and leader.sends else None
+def _active(state: State) -> Checkpoint | None:
+    active = state.checkpoints.get(state.active_upload)
+    return active if active is not None and active.sends else None
 
 
-def enqueue_share(checkpoint: Checkpoint, share: RankContribution) -> None:
+def enqueue_contribution(checkpoint: Checkpoint, contribution: RankContribution) -> None:
     """Put all that a rank's files still need into the queue of its checkpoint."""
-    for progress in share.files.values():
-        enqueue(checkpoint, share.rank, progress)
-    for packed in share.packs:
-        enqueue_pack(checkpoint, share.rank, packed)
+    for progress in contribution.files.values():
+        enqueue(checkpoint, contribution.rank, progress)
+    for packed in contribution.packs:
+        enqueue_pack(checkpoint, contribution.rank, packed)
 
 
 def enqueue_pack(checkpoint: Checkpoint, rank: int, progress: PackProgress) -> None:

@@ -39,8 +39,8 @@ def progress_of(checkpoint: Checkpoint, work: WorkId) -> FileProgress:
 
 def store_file(checkpoint: Checkpoint, rank: int, path: str, checksum: int | None) -> None:
     """A file is stored; `checksum` is None where its parts told theirs, or it is empty."""
-    share = checkpoint.contributions[rank]
-    progress = share.files[path]
+    contribution = checkpoint.contributions[rank]
+    progress = contribution.files[path]
     if progress.stored:
         return
     checkpoint.durable_bytes -= progress.durable_bytes
@@ -48,7 +48,7 @@ def store_file(checkpoint: Checkpoint, rank: int, path: str, checksum: int | Non
     if checksum is not None:
         progress.checksums = {1: checksum}
     checkpoint.durable_bytes += progress.file.size_bytes
-    share.unstored_count -= 1
+    contribution.unstored_count -= 1
 
 
 def store_pack(checkpoint: Checkpoint, rank: int, number: int, checksums: tuple[int, ...]) -> None:
@@ -64,8 +64,8 @@ def take_up_found(checkpoint: Checkpoint, event: Reconciled) -> None:
     # Before the uploads are forgotten: a completed file's checksums are those of its parts.
     for file in event.files:
         store_file(checkpoint, file.rank, file.path, file.checksum)
-    for share in checkpoint.contributions.values():
-        for progress in share.files.values():
+    for contribution in checkpoint.contributions.values():
+        for progress in contribution.files.values():
             if not progress.stored:
                 forget_upload(checkpoint, progress)
     for upload in event.uploads:
@@ -75,8 +75,8 @@ def take_up_found(checkpoint: Checkpoint, event: Reconciled) -> None:
             progress.etags[number], progress.checksums[number] = etag, checksum
         checkpoint.durable_bytes += progress.durable_bytes
     checkpoint.pending.clear()
-    for share in checkpoint.contributions.values():
-        upload_queue.enqueue_share(checkpoint, share)
+    for contribution in checkpoint.contributions.values():
+        upload_queue.enqueue_contribution(checkpoint, contribution)
     checkpoint.reconciled = True
 
 
@@ -92,15 +92,15 @@ def send_again(checkpoint: Checkpoint, event: ObjectsLost) -> None:
         checkpoint.contributions[rank].manifest_stored = False
         upload_queue.enqueue(checkpoint, rank, progress)
     for rank, number in event.packs:
-        share = checkpoint.contributions[rank]
-        packed = share.packs[number]
+        contribution = checkpoint.contributions[rank]
+        packed = contribution.packs[number]
         packed.stored = False
         for file in packed.pack.files:
-            progress = share.files[file.path]
+            progress = contribution.files[file.path]
             checkpoint.durable_bytes -= progress.durable_bytes
             progress.stored, progress.checksums = False, {}
-        share.unstored_count += len(packed.pack.files)
-        share.manifest_stored = False
+        contribution.unstored_count += len(packed.pack.files)
+        contribution.manifest_stored = False
         upload_queue.enqueue_pack(checkpoint, rank, packed)
     for rank in event.manifests:
         checkpoint.contributions[rank].manifest_stored = False

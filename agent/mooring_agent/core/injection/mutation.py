@@ -158,7 +158,7 @@ def _containers(
     """Both lists. Ours are the last init containers: restore needs what the others made, and sidecars are ended in
     reverse order, so that the agent still has the network that another one gives it.
 
-    `as_before`: what is there was made from the same plan, and what is different now somebody else wanted so.
+    `as_before`: what is there was made from the same plan, so what differs now was changed by somebody else.
     """
     there = {one["name"]: one for one in present(spec, "initContainers", []) if one.get("name") in OURS}
     ours = (

@@ -122,8 +122,8 @@ def choose(committed: Sequence[CommittedSave], *, pin: Pin | None, failures: Map
     ordered = newest_first(committed)
     for one in ordered:
         if one.save not in failures:
-            passed_over = ordered.index(one)
-            because = "it is the newest" if not passed_over else f"{passed_over} newer cannot be restored"
+            skipped = ordered.index(one)
+            because = "it is the newest" if not skipped else f"{skipped} newer cannot be restored"
             return Take(committed=one, because=because)
     newest = ordered[0]
     return GiveUp(

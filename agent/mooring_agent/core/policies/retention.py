@@ -56,7 +56,7 @@ def is_live(save: str, live: Collection[str]) -> bool:
     return save in live or save.rpartition("-")[0] in live
 
 
-def passed_over(committed: Iterable[CommittedSave]) -> set[str]:
+def skipped(committed: Iterable[CommittedSave]) -> set[str]:
     """Saves that are newer than one which was committed after them.
 
     So a run went on from an older one, perhaps because these cannot be restored, though their sizes are right. They may
@@ -97,7 +97,7 @@ def plan_prune(
     data = {one.save: one for one in stored}
     deletions: list[Deletion] = []
     kept: list[tuple[str, str]] = []
-    justifying = set(validated) - passed_over(committed)
+    justifying = set(validated) - skipped(committed)
     newer_validated = 0
     for one in newest_first(committed):
         reason = _why_keep(one, settings, newer_validated, protected, live)

@@ -40,18 +40,18 @@ class AgentService(agent_pb2_grpc.AgentServicer):
     """The servicer of `mooring.v1.Agent`."""
 
     def __init__(
-        self, *, engine: Engine, clock: Clock, announcements: Announcements, presence: LiveRanks, sensors: Monitors
+        self, *, engine: Engine, clock: Clock, announcements: Announcements, live_ranks: LiveRanks, monitors: Monitors
     ) -> None:
         self._engine = engine
         self._clock = clock
         self._announcements = announcements
-        self._presence = presence
-        self._sensors = sensors
+        self._live_ranks = live_ranks
+        self._monitors = monitors
         self._refusals = RefusalLog()
 
     async def Register(self, request: agent_pb2.RegisterRequest, context: Any) -> agent_pb2.RegisterResponse:
         await self._register(request)
-        await self._sensors.look_at_ranks()
+        await self._monitors.look_at_ranks()
         state = self._engine.state
         newest = state.newest_committed()
         return agent_pb2.RegisterResponse(
@@ -71,7 +71,7 @@ class AgentService(agent_pb2_grpc.AgentServicer):
             return agent_pb2.BeginSaveResponse(
                 admitted=True, save=save, budget_bytes=disk_pressure.budget_bytes(state) or 0
             )
-        verdict = await self._sensors.admit(kind, request.size_bytes)
+        verdict = await self._monitors.admit(kind, request.size_bytes)
         budget_bytes = disk_pressure.budget_bytes(state) or 0
         if not verdict.admitted:
             self._refusals.refused(request.attempt, request.step, kind, verdict.reason)
@@ -102,7 +102,7 @@ class AgentService(agent_pb2_grpc.AgentServicer):
         return agent_pb2.AbortSaveResponse()
 
     async def RequestSave(self, request: agent_pb2.RequestSaveRequest, context: Any) -> agent_pb2.RequestSaveResponse:
-        await self._sensors.look_at_ranks()
+        await self._monitors.look_at_ranks()
         await self._engine.submit(SaveRequested(at=self._clock.now()))
         return agent_pb2.RequestSaveResponse(ranks=len(self._engine.state.alive_ranks))
 
@@ -110,9 +110,9 @@ class AgentService(agent_pb2_grpc.AgentServicer):
         self, request: agent_pb2.NotifyTerminationRequest, context: Any
     ) -> agent_pb2.NotifyTerminationResponse:
         if request.trainers_gone:
-            await self._sensors.stop_without_trainers()
+            await self._monitors.stop_without_trainers()
         else:
-            await self._sensors.notice_termination(request.source or "api", request.grace_seconds)
+            await self._monitors.notice_termination(request.source or "api", request.grace_seconds)
         return agent_pb2.NotifyTerminationResponse(deadline=drain.deadline(self._engine.state) or 0.0)
 
     async def GetStatus(self, request: agent_pb2.GetStatusRequest, context: Any) -> agent_pb2.Status:
@@ -144,15 +144,15 @@ class AgentService(agent_pb2_grpc.AgentServicer):
     ) -> agent_pb2.ListCheckpointsResponse:
         return agent_pb2.ListCheckpointsResponse(checkpoints=status.describe_all(self._engine.state))
 
-    async def Attach(self, request: agent_pb2.AttachRequest, context: Any) -> AsyncIterator[agent_pb2.DoorbellRequest]:
+    async def Attach(self, request: agent_pb2.AttachRequest, context: Any) -> AsyncIterator[agent_pb2.SaveRequest]:
         await self._register(request)
-        with self._presence.attached(request.local_rank) as rings:
-            await self._sensors.look_at_ranks()
+        with self._live_ranks.attached(request.local_rank) as requests:
+            await self._monitors.look_at_ranks()
             try:
                 while True:
-                    yield await rings.get()
+                    yield await requests.get()
             finally:
-                self._sensors.look_soon()
+                self._monitors.look_soon()
 
     async def _register(self, request: agent_pb2.RegisterRequest | agent_pb2.AttachRequest) -> None:
         """Learn which rank a local rank is."""

@@ -100,19 +100,19 @@ class Monitors:
         *,
         engine: Engine,
         clock: Clock,
-        presence: LiveRanks,
+        live_ranks: LiveRanks,
         executor: Executor,
         settings: Settings,
         watching: DirectoryWatcher | None,
-        rescue: UnannouncedRecovery,
+        unannounced: UnannouncedRecovery,
     ) -> None:
         self._engine = engine
         self._clock = clock
-        self._presence = presence
+        self._live_ranks = live_ranks
         self._executor = executor
         self._settings = settings
         self._watching = watching
-        self._rescue = rescue
+        self._unannounced = unannounced
         self._reserve = Reserve(Path(settings.volume))
         self._meter = VolumeMeter(Path(settings.volume))
         self._look = asyncio.Event()
@@ -144,7 +144,7 @@ class Monitors:
         """
         while True:
             self._clients_gone.clear()
-            await self._rescue.look()
+            await self._unannounced.look()
             await self._clients_gone.wait()
 
     async def watch_disk(self) -> None:
@@ -168,7 +168,7 @@ class Monitors:
 
     async def look_at_ranks(self) -> None:
         try:
-            alive = await self._run(self._presence.alive)
+            alive = await self._run(self._live_ranks.alive)
         except MooringError as error:
             # It is looked at every second, and a foreign trainer stays one.
             if str(error) != self._unknown:
@@ -255,7 +255,7 @@ class Monitors:
         left_seconds = None if until is None else max(0.0, until - self._clock.now())
         try:
             async with asyncio.timeout(None if left_seconds is None else left_seconds / 2):
-                await self._rescue.look(
+                await self._unannounced.look(
                     asking_seconds=_ASKING_SECONDS if left_seconds is None else min(_ASKING_SECONDS, left_seconds / 4)
                 )
         except TimeoutError:

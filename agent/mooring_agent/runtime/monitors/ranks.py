@@ -20,24 +20,23 @@ from mooring_agent.adapters.signal_file import SignalFile
 from mooring_agent.core.agent.commands import RequestSave
 from mooring_agent.core.errors import MooringError
 from mooring_agent.core.settings.values import Settings
-from mooring_api import signal_file
 from mooring_api.signal_file import SaveSignal
 from mooring_api.v1 import agent_pb2
 
-_RINGS_KEPT = 16
+_REQUESTS_KEPT = 16
 
 
 class LiveRanks:
-    """`ring` reaches attached clients; those with the lock read the doorbell file."""
+    """Local ranks that are alive. `request_save` reaches attached clients; those with a lock read the signal file."""
 
     def __init__(self, locks: RankLocks) -> None:
         self._locks = locks
-        self._streams: list[tuple[int, asyncio.Queue[agent_pb2.DoorbellRequest]]] = []
+        self._streams: list[tuple[int, asyncio.Queue[agent_pb2.SaveRequest]]] = []
 
     @contextmanager
-    def attached(self, local_rank: int) -> "Iterator[asyncio.Queue[agent_pb2.DoorbellRequest]]":
+    def attached(self, local_rank: int) -> "Iterator[asyncio.Queue[agent_pb2.SaveRequest]]":
         """The rank counts as alive inside; the queue has what to tell it."""
-        entry = (local_rank, asyncio.Queue[agent_pb2.DoorbellRequest](_RINGS_KEPT))
+        entry = (local_rank, asyncio.Queue[agent_pb2.SaveRequest](_REQUESTS_KEPT))
         self._streams.append(entry)
         try:
             yield entry[1]
@@ -48,13 +47,15 @@ class LiveRanks:
         """Blocks for a few system calls per rank."""
         return self._locks.live_ranks() | {local_rank for local_rank, _ in self._streams}
 
-    def ring(self, ring: SaveSignal) -> None:
-        for _, rings in self._streams:
-            if rings.full():
+    def request_save(self, signal: SaveSignal) -> None:
+        for _, requests in self._streams:
+            if requests.full():
                 # A client that reads nothing gets the latest.
-                rings.get_nowait()
-            rings.put_nowait(
-                agent_pb2.DoorbellRequest(terminating=ring.terminating, deadline=ring.deadline_unix, ring=ring.ring)
+                requests.get_nowait()
+            requests.put_nowait(
+                agent_pb2.SaveRequest(
+                    terminating=signal.terminating, deadline=signal.deadline_unix, number=signal.number
+                )
             )
 
 
@@ -96,28 +97,28 @@ def _look(locks: RankLocks) -> object:
 log = structlog.get_logger("mooring.agent")
 
 
-def bell_ringer(bell: SignalFile, presence: LiveRanks) -> Callable[[RequestSave], None]:
-    def ring(command: RequestSave) -> None:
+def save_requester(signal_file: SignalFile, live_ranks: LiveRanks) -> Callable[[RequestSave], None]:
+    def request(command: RequestSave) -> None:
         try:
-            number = bell.ring(deadline_unix=command.deadline, terminating=command.terminating)
+            number = signal_file.request(deadline_unix=command.deadline, terminating=command.terminating)
         except MooringError as error:
             log.error("signal_file.unwritable", error=str(error), hint=error.hint)
             number = 0
-        log.info("save.requested", terminating=command.terminating, deadline=command.deadline, ring=number)
-        presence.ring(
-            signal_file.SaveSignal(ring=number, deadline_unix=command.deadline, terminating=command.terminating)
+        log.info("save.requested", terminating=command.terminating, deadline=command.deadline, number=number)
+        live_ranks.request_save(
+            SaveSignal(number=number, deadline_unix=command.deadline, terminating=command.terminating)
         )
 
-    return ring
+    return request
 
 
-def as_before(bell: SignalFile, limiter: RateLimiter, settings: Settings) -> Callable[[], None]:
-    """What a termination notice has changed, when the pod is spared."""
+def termination_canceller(signal_file: SignalFile, limiter: RateLimiter, settings: Settings) -> Callable[[], None]:
+    """Undoes what a termination notice changed, when the termination is cancelled."""
 
     def go_on() -> None:
         limiter.set_rate(settings.transfer.bandwidth_bytes_per_second)
         try:
-            bell.forget_termination()
+            signal_file.forget_termination()
         except MooringError as error:
             log.error("signal_file.unwritable", error=str(error), hint=error.hint)
 

@@ -1,6 +1,6 @@
 """Announces what a client has saved and could not announce, because the agent was away and the client now may be.
 
-Must not know when to look: that is the sensors'. A client that still tries announces the same save id, so that the two
+Must not know when to look: that is the monitors'. A client that still tries announces the same save id, so that the two
 never make two checkpoints of one. A record may also be of a save that an earlier agent had and committed, of which the
 answer was lost and nothing is remembered: the store is asked first.
 """
@@ -27,7 +27,7 @@ from mooring_api.v1 import agent_pb2
 
 _BUG_HINT: Final = "this is a bug of the agent: please report it"
 
-log = structlog.get_logger("mooring.rescue")
+log = structlog.get_logger("mooring.unannounced")
 
 
 class UnannouncedRecovery:

@@ -114,8 +114,8 @@ class DirectoryWatcher:
     def _saves_made_here(self, path: str) -> list[bool]:
         """Of all announcements of a path that are known; a client that knows the API makes its save ids itself."""
         return [
-            share.save_made_here
+            contribution.save_made_here
             for checkpoint in self._engine.state.checkpoints.values()
-            for share in checkpoint.contributions.values()
-            if os.path.normpath(share.source) == path
+            for contribution in checkpoint.contributions.values()
+            if os.path.normpath(contribution.source) == path
         ]

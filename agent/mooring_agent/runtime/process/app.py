@@ -36,7 +36,7 @@ from mooring_agent.runtime.monitors.kubernetes_events import KubernetesEvents, c
 from mooring_agent.runtime.monitors.monitors import Monitors
 from mooring_agent.runtime.monitors.other_writers import OtherWriters
 from mooring_agent.runtime.monitors.preemption import notice_watch
-from mooring_agent.runtime.monitors.ranks import LiveRanks, as_before, bell_ringer
+from mooring_agent.runtime.monitors.ranks import LiveRanks, save_requester, termination_canceller
 from mooring_agent.runtime.monitors.unannounced import UnannouncedRecovery
 from mooring_agent.runtime.monitors.watched_directories import DirectoryWatcher
 from mooring_agent.runtime.process.open_volume import opened_journal, take_volume
@@ -87,12 +87,12 @@ async def live(
             dispatcher.dispatch(tasks, command)
 
         deciding = tasks.create_task(engine.run(dispatch))
-        senses = [tasks.create_task(_kept_going(one)) for one in forever]
+        monitor_threads = [tasks.create_task(_kept_going(one)) for one in forever]
         exit_command = await leaving
         _bound_the_closing(exit_command.code)
         # Said before anything is ended or closed: that takes time, and SIGKILL may be near.
         _say_goodbye(exit_command)
-        for task in (deciding, *senses):
+        for task in (deciding, *monitor_threads):
             task.cancel()
         dispatcher.cancel_all()
         await asyncio.wait({deciding})
@@ -129,7 +129,7 @@ def _say_goodbye(command: Exit) -> None:
 # Hashing, pinning, announcements. Apart from them: what must never wait (locks, disk, the journal), and what takes
 # seconds per GB (reading again what was sent).
 _WORKERS: Final = 8
-_SENSES: Final = 2
+_MONITOR_THREADS: Final = 2
 _READERS: Final = 2
 
 
@@ -147,7 +147,7 @@ async def run_agent(settings: Settings, *, fresh: bool = False, parent_pid: int 
         # First of all: as PID 1 of a container we would not even hear a SIGTERM for which nobody listens.
         signals = stack.enter_context(signals_to_end())
         executor = _threads(stack, "mooring", _WORKERS)
-        senses = _threads(stack, "mooring-sense", _SENSES)
+        monitor_threads = _threads(stack, "mooring-monitor", _MONITOR_THREADS)
         journaling = _threads(stack, "mooring-journal", 1)
         journal = stack.enter_context(opened_journal(settings))
         staging = LocalStagingArea(volume)
@@ -160,7 +160,7 @@ async def run_agent(settings: Settings, *, fresh: bool = False, parent_pid: int 
         stack.push_async_callback(store.close)
         others = OtherWriters(store, clock)
         litter = LeftoverRemover(store, clock, settings.retention)
-        news = await stack.enter_async_context(cluster_news(settings.cluster, clock=clock, executor=senses))
+        news = await stack.enter_async_context(cluster_news(settings.cluster, clock=clock, executor=monitor_threads))
         engine = Engine(
             state=state,
             journal=journal,
@@ -169,29 +169,29 @@ async def run_agent(settings: Settings, *, fresh: bool = False, parent_pid: int 
             listen=_listeners(others.hear, litter.hear, nobody_listens if news is None else news.hear),
             unjournaled=unjournaled,
         )
-        bell = SignalFile(volume)
+        signal_file = SignalFile(volume)
         if fresh or _is_past(state.termination.deadline, clock.now()):
             # Journaled too: the next start must not find an old notice beside a new one.
             engine.post(Exited(at=clock.now()))
-            bell.forget_termination()
+            signal_file.forget_termination()
         # First in the queue: a notice that arrives as soon as we serve belongs to this life.
         engine.post(Started(at=clock.now(), fresh=fresh))
-        presence = LiveRanks(RankLocks(volume))
+        live_ranks = LiveRanks(RankLocks(volume))
         announcements = Announcements(engine=engine, clock=clock, volume=volume, staging=staging, workers=executor)
         watching = (
             DirectoryWatcher(announcements=announcements, engine=engine, settings=settings, executor=executor)
             if settings.watch
             else None
         )
-        sensors = Monitors(
+        monitors = Monitors(
             engine=engine,
             clock=clock,
-            presence=presence,
-            executor=senses,
+            live_ranks=live_ranks,
+            executor=monitor_threads,
             settings=settings,
             watching=watching,
-            rescue=UnannouncedRecovery(
-                announcements=announcements, engine=engine, settings=settings, executor=senses, store=store
+            unannounced=UnannouncedRecovery(
+                announcements=announcements, engine=engine, settings=settings, executor=monitor_threads, store=store
             ),
         )
         leaving = asyncio.get_running_loop().create_future()
@@ -200,19 +200,19 @@ async def run_agent(settings: Settings, *, fresh: bool = False, parent_pid: int 
             staging=staging,
             reconciler=Reconciler(staging=staging, clock=clock, executor=executor, volume=volume),
             pruner=Pruner(state=lambda: state, clock=clock, state_directory=Path(settings.state_directory)),
-            first_look=DuplicateSaveGuard(lambda: state),
+            duplicate_guard=DuplicateSaveGuard(lambda: state),
             clock=clock,
             executor=executor,
             readers=_threads(stack, "mooring-reader", _READERS),
             may_read_again=lambda kind: drain.may_read_again(state, kind),
             post=engine.post,
-            on_ring=bell_ringer(bell, presence),
+            on_save_request=save_requester(signal_file, live_ranks),
             on_lift_cap=lambda: limiter.set_rate(0),
-            on_spared=as_before(bell, limiter, settings),
+            on_cancelled=termination_canceller(signal_file, limiter, settings),
             on_exit=leaving.set_result,
         )
         service = AgentService(
-            engine=engine, clock=clock, announcements=announcements, presence=presence, sensors=sensors
+            engine=engine, clock=clock, announcements=announcements, live_ranks=live_ranks, monitors=monitors
         )
         await stack.enter_async_context(serve_http(settings.http_address, lambda: state, clock))
         await stack.enter_async_context(serve_grpc(service, Path(settings.socket)))
@@ -220,16 +220,16 @@ async def run_agent(settings: Settings, *, fresh: bool = False, parent_pid: int 
         if limit := cpu_limit():
             log.info("cpu.limited", limit=str(limit), hint="in a pod mooring.dev/cpu raises it")
         forever: list[Forever] = [
-            lambda: sensors.watch_ranks(parent_pid),
-            sensors.watch_disk,
-            sensors.watch_unannounced,
+            lambda: monitors.watch_ranks(parent_pid),
+            monitors.watch_disk,
+            monitors.watch_unannounced,
             others.watch,
             litter.watch,
-            lambda: _obey(signals, sensors),
+            lambda: _obey(signals, monitors),
         ]
         if watching is not None:
             forever.append(watching.run)
-        notices = notice_watch(settings.termination, notify=sensors.notice_termination)
+        notices = notice_watch(settings.termination, notify=monitors.notice_termination)
         if notices is not None:
             forever.append(notices.watch)
         if news is not None:
@@ -247,9 +247,9 @@ def _listeners(*listeners: Listener) -> Listener:
     return listen
 
 
-async def _obey(signals: "asyncio.Queue[str]", sensors: Monitors) -> None:
+async def _obey(signals: "asyncio.Queue[str]", monitors: Monitors) -> None:
     while True:
-        await sensors.stop(await signals.get())
+        await monitors.stop(await signals.get())
 
 
 def _threads(stack: contextlib.AsyncExitStack, name: str, count: int) -> ThreadPoolExecutor:

@@ -119,11 +119,13 @@ def _settled(state: State, event: Announced) -> bool:
     checkpoint = state.checkpoints.get(event.info.save)
     if checkpoint is None or checkpoint.ended:
         return True
-    share = checkpoint.contributions.get(event.rank)
-    if share is None:
+    contribution = checkpoint.contributions.get(event.rank)
+    if contribution is None:
         # It failed, and another rank has announced it again since: what this call waits for will not come.
         return True
-    return share.staged or (not share.requested_files and len(checkpoint.contributions) < share.local_world_size)
+    return contribution.staged or (
+        not contribution.requested_files and len(checkpoint.contributions) < contribution.local_world_size
+    )
 
 
 def _outcome(state: State, event: Announced) -> Checkpoint:

@@ -302,7 +302,8 @@ class DuplicateSaveGuard:
             try:
                 # Exact: what an earlier agent may have committed by the same record was looked for by Reconcile.
                 announced_at = {
-                    rank: AnnouncementTime(at=share.announced_at) for rank, share in checkpoint.contributions.items()
+                    rank: AnnouncementTime(at=contribution.announced_at)
+                    for rank, contribution in checkpoint.contributions.items()
                 }
                 await is_committed(store, checkpoint.info, announced_at)
             except MooringError as error:

@@ -67,30 +67,30 @@ class Dispatcher:
         staging: StagingArea,
         reconciler: Reconciler,
         pruner: Pruner,
-        first_look: DuplicateSaveGuard,
+        duplicate_guard: DuplicateSaveGuard,
         clock: Clock,
         executor: Executor,
         readers: Executor,
         may_read_again: Callable[[Kind], bool],
         post: Callable[[Event], None],
-        on_ring: Callable[[RequestSave], None],
+        on_save_request: Callable[[RequestSave], None],
         on_lift_cap: Callable[[], None],
-        on_spared: Callable[[], None],
+        on_cancelled: Callable[[], None],
         on_exit: Callable[[Exit], None],
     ) -> None:
         self._store = store
         self._staging = staging
         self._reconciler = reconciler
         self._pruner = pruner
-        self._first_look = first_look
+        self._duplicate_guard = duplicate_guard
         self._clock = clock
         self._executor = executor
         self._readers = readers
         self._may_read_again = may_read_again
         self._post = post
-        self._on_ring = on_ring
+        self._on_ring = on_save_request
         self._on_lift_cap = on_lift_cap
-        self._on_spared = on_spared
+        self._on_spared = on_cancelled
         self._on_exit = on_exit
         self._pack_room = asyncio.Semaphore(_PACKS_IN_MEMORY)
         self._failures = FailureLog()
@@ -201,7 +201,7 @@ class Dispatcher:
 
     async def _store_for(self, save: str) -> ObjectStore:
         store = await self._store.get()
-        await self._first_look.require_new(store, save)
+        await self._duplicate_guard.require_new(store, save)
         return store
 
     async def _write_manifest(self, command: WriteManifest) -> ManifestStored:
@@ -225,7 +225,7 @@ class Dispatcher:
     async def _release(self, command: Release) -> Released:
         loop = asyncio.get_running_loop()
         await loop.run_in_executor(self._executor, self._staging.release, command.work.save)
-        self._first_look.forget(command.work.save)
+        self._duplicate_guard.forget(command.work.save)
         # The end of a checkpoint's work: what it took of memory is free now, but still ours.
         await loop.run_in_executor(self._executor, priority.malloc_trim)
         return Released(at=self._clock.now(), work=command.work)

@@ -118,7 +118,7 @@ class Protection:
         if run is None or not owns(Owner.TRAINER):
             log_evaluate_save(*arguments, **keywords)
             return
-        if self._asks(run) is Action.STOP:
+        if self._asks(run) is Action.SAVE_AND_EXIT:
             evaluation_due = control.should_evaluate or self._evaluation_follows()
             control.should_evaluate = control.should_save = False
             log_evaluate_save(*arguments, **keywords)
@@ -138,7 +138,7 @@ class Protection:
 
     def evaluated_batch(self) -> None:
         """In an evaluation, and training stops there: raises what ends the evaluation. Other evaluations are let be."""
-        if self._run is not None and self._random_states is not None and self._asks(self._run) is Action.STOP:
+        if self._run is not None and self._random_states is not None and self._asks(self._run) is Action.SAVE_AND_EXIT:
             # What the evaluation drew is drawn again when it is made up for.
             random_generators.restore(self._random_states)
             raise _EvaluationLeftError

@@ -39,7 +39,7 @@ class Protection:
         self._just_in_time = True
         self._position = (-1, 0)
         self._steps_done = -1
-        self._stop_asked = False
+        self._exit_asked = False
         self._leaving = False
         self._visiting = False
         self._announced_step = -1
@@ -193,7 +193,7 @@ class Protection:
             # A notice that came while this was written needs no second save.
             self._ask(trainer)
         self._announce(trainer, path, failure)
-        self._leaving = self._stop_asked
+        self._leaving = self._exit_asked
 
     def _visit(self, trainer: Any) -> None:
         """A place where the state can be saved and left."""
@@ -219,12 +219,12 @@ class Protection:
         step, tick = self._position
         self._position = (step, tick + 1) if step == trainer.global_step else (trainer.global_step, 0)
         ask = self._run.ask(*self._position)
-        self._stop_asked |= ask is Action.STOP
+        self._exit_asked |= ask is Action.SAVE_AND_EXIT
         return ask
 
     def _announce(self, trainer: Any, path: Path, failure: OSError | None) -> None:
         step = trainer.global_step
-        if self._run is None or (step == self._announced_step and not self._stop_asked):
+        if self._run is None or (step == self._announced_step and not self._exit_asked):
             # A second copy of the same state, as `last.ckpt` is one.
             return
         self._announced_step = step
