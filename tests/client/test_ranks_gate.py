@@ -129,12 +129,12 @@ def test_a_notice_on_any_rank_stops_all_at_the_same_step(tmp_path: Path, seed: i
 def test_rounds_without_all_ranks_are_off_and_the_first_with_all_stops_them(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(mooring.gate.gates, "_LEADER_WAIT_SECONDS", 0.05)
+    monkeypatch.setattr(mooring.gate.gates, "_RANK_0_WAIT_SECONDS", 0.05)
     with gates(tmp_path, 3, absent=frozenset({2})) as made:
         made[1].notice()
         wait_until(lambda: caplog.text.count("did not agree") >= 8, WAIT_SECONDS, "rounds are tried and called off")
         assert run_all([partial(train, gate, until=3) for gate in made[:2]]) == [[], []]
-        monkeypatch.setattr(mooring.gate.gates, "_LEADER_WAIT_SECONDS", WAIT_SECONDS)
+        monkeypatch.setattr(mooring.gate.gates, "_RANK_0_WAIT_SECONDS", WAIT_SECONDS)
         made.come(2)
         results = run_all([partial(train, gate, until=1_000_000) for gate in made])
     assert len({tuple(result) for result in results}) == 1, results
@@ -144,7 +144,7 @@ def test_rounds_without_all_ranks_are_off_and_the_first_with_all_stops_them(
 def test_a_save_that_cannot_be_agreed_on_is_given_up(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(mooring.gate.gates, "_LEADER_WAIT_SECONDS", 0.05)
+    monkeypatch.setattr(mooring.gate.gates, "_RANK_0_WAIT_SECONDS", 0.05)
     request_save(tmp_path / "signal-1", 0)
     with gates(tmp_path, 3, absent=frozenset({2})) as made:
         request_save(tmp_path / "signal-1", 1)
