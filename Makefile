@@ -22,7 +22,7 @@ unexport PYTHONDONTWRITEBYTECODE
 PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
 
 .PHONY: setup setup-tests node demo test test-quick test-slow test-trainers test-root test-containers test-python soak hostile chaos lint format \
-	proto proto-check docs bench clean
+	proto proto-check pages site docs bench clean
 
 setup: $(READY)
 
@@ -151,11 +151,20 @@ sbom: setup
 		--output-format JSON --output-file build/sbom.cdx.json requirements.txt
 
 # The pages that are made from the code; tests compare them.
-docs: setup
+pages: setup
 	$(BIN)/python -m tests.pages.settings_page > docs/settings.md
 	$(BIN)/python -m tests.pages.annotations_page > docs/annotations.md
 	$(BIN)/python -m tests.chart.values_table
 	$(BIN)/python -m tests.chart.annotation_names
+
+# All pages as a site in build/site; a link that leads nowhere is an error.
+site: setup
+	rm -rf .tools/pages && mkdir -p .tools/pages
+	git ls-files -z -- '*.md' '*.png' examples proto benchmarks tests/chaos/oracle.py | xargs -0 cp --parents -t .tools/pages
+	$(BIN)/zensical build --strict
+
+docs: pages site
+	$(BIN)/zensical serve
 
 bench: setup
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev,bench]'

@@ -1,5 +1,6 @@
 """Mooring inside the trainer: keeps a training job's checkpoints safe when its pod is not."""
 
+from mooring.checkpoint_writer import CheckpointWriter
 from mooring.checkpointer import Checkpointer
 from mooring.checkpoints.records import Kind
 from mooring.errors import AgentError, ErrorKind, MooringError, RanksError, UsageError, VolumeError
@@ -7,6 +8,7 @@ from mooring.protect import protect
 
 __all__ = [
     "AgentError",
+    "CheckpointWriter",
     "Checkpointer",
     "ErrorKind",
     "Kind",

@@ -12,7 +12,7 @@ from tests.chart.values_table import README, page, values
 
 
 def test_the_table_of_values_is_made_from_them() -> None:
-    assert README.read_text() == page(), "hint: make docs"
+    assert README.read_text() == page(), "hint: make pages"
 
 
 def test_every_value_says_what_it_means() -> None:

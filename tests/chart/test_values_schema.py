@@ -91,7 +91,7 @@ def test_every_value_is_in_the_schema() -> None:
 
 
 def test_annotations_for_all_pods_are_those_that_can_be_for_all() -> None:
-    assert SCHEMA.read_text() == schema(), "hint: make docs"
+    assert SCHEMA.read_text() == schema(), "hint: make pages"
     allowed = json.loads(schema())["properties"]["injection"]["properties"]["annotations"]["propertyNames"]["enum"]
     assert allowed == for_every_pod()
 

@@ -14,7 +14,7 @@ from tests.chart.rendering import CHART
 
 README: Final = CHART / "README.md"
 _TABLE: Final = re.compile(
-    r"(?<=<!-- values: made by `make docs` from values.yaml -->\n\n).*?(?=\n\n<!-- values -->)", re.DOTALL
+    r"(?<=<!-- values: made by `make pages` from values.yaml -->\n\n).*?(?=\n\n<!-- values -->)", re.DOTALL
 )
 
 
