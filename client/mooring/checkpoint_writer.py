@@ -28,11 +28,16 @@ _NEXT: Final = {"written": "published", "published": None}
 
 
 class CheckpointWriter:
-    """Write into `directory`, then either `complete` or `abandon`. With a `failure` there is none, on all ranks."""
+    """One checkpoint being written. Write into `directory`, then call `complete` or `abandon`.
+
+    Attributes:
+        directory: The empty directory to write into.
+        failure: Why there is no directory, on all ranks; None when there is one.
+    """
 
     def __init__(self, session: Session, pending: PendingSave, *, keep_local: int) -> None:
         self._session = session
-        self._context = session.context
+        self._context = session.context()
         self._pending = pending
         self._keep_local = keep_local
         self._name = f"checkpoint-{pending.step}"
@@ -42,12 +47,17 @@ class CheckpointWriter:
 
     @property
     def step(self) -> int:
+        """Optimizer steps of this checkpoint."""
         return self._pending.step
 
     def complete(self, kind: Callable[[], Kind] | None = None) -> bool:
-        """This rank's part is written; whether the checkpoint exists, which it does when all parts are.
+        """Say that this rank's part is written.
 
-        `kind` is asked when all are written: a notice may have come meanwhile.
+        Args:
+            kind: Asked for the kind of save once all ranks have written: a termination notice may have come meanwhile.
+
+        Returns:
+            Whether the checkpoint exists, which it does when all ranks have written their parts.
         """
         if self.failure is not None:
             self._context.coordinator.arrive(self._pending.key("ended"))
@@ -57,7 +67,7 @@ class CheckpointWriter:
             return self._complete(kind)
 
     def abandon(self) -> None:
-        """This rank cannot go on: nothing of the checkpoint stays, on any rank that has not published it."""
+        """Give the checkpoint up: nothing of it stays on any rank that has not published it."""
         # Only there do the other ranks come to "ended": once all have written, they come to "published" alone.
         ends = self.failure is not None or self._unsaid == "written"
         self._abandon()
@@ -65,12 +75,16 @@ class CheckpointWriter:
             self._context.coordinator.arrive(self._pending.key("ended"))
 
     def abandon_together(self) -> bool:
-        """The same, and whether no rank is still writing: one that is may wait for this one in a collective."""
+        """Give the checkpoint up, and wait for the other ranks.
+
+        Returns:
+            Whether no rank is still writing: one that is may wait for this one in a collective.
+        """
         self._abandon()
         return bool(self._context.coordinator.agree(self._pending.key("ended"), seconds=WRITE_SECONDS))
 
     def failed_by_volume(self, error: BaseException) -> bool:
-        """Whether what ended the writing is the volume's fault: as it says, or because it takes no write now."""
+        """Whether the volume caused `error`: the error says so, or the volume takes no write now."""
         is_torchs = type(error).__name__ == "CheckpointException"
         if not isinstance(error, Exception) and not is_torchs:
             return False

@@ -1,17 +1,19 @@
-"""The one entry point for a training loop: resume, ask whether to save, save, stop in time.
+"""The entry point for a training loop: resume, ask whether to save, save, stop in time.
 
-Owns which step is saved and what is still being written. Never hurts training: past the constructor it raises only what
-the user's own code raised while saving, UsageError for arguments that make no sense, VolumeError when there is nothing
-to resume from or the last save of all is lost, and RanksError when ranks stay away from a resume. Every rank of a job
-makes one and calls the same methods at the same steps; the ranks of a pod share its directory.
+Owns which step is saved and what is still being written. Past the constructor it raises only what the user's own code
+raised while saving, UsageError for arguments that make no sense, VolumeError when there is nothing to resume from or
+the last save of all is lost, and RanksError when ranks stay away from a resume. The ranks of a pod share its directory.
 """
 
 import logging
 import os
+import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
+from datetime import timedelta
 from pathlib import Path
+from types import TracebackType
 from typing import Final
 
 from mooring.autoload.post_import import reason
@@ -21,6 +23,7 @@ from mooring.errors import ErrorKind, UsageError, VolumeError
 from mooring.gate import Action
 from mooring.integrations.ownership import Owner, claim
 from mooring.ranks.coordinator import WRITE_SECONDS
+from mooring.save_schedule import Interval, SaveSchedule, parse_interval
 from mooring.session import PendingSave, Session
 from mooring.settings import read_settings
 
@@ -28,12 +31,36 @@ _log: Final = logging.getLogger("mooring")
 
 
 class Checkpointer:
-    """Saves checkpoints below one directory and tells the agent of each; without an agent it does the same, alone.
+    """Saves a training loop's checkpoints in one directory and announces each to the agent.
 
-    `directory`, `volume` and `socket` come from the environment that `mooring run` and the injection set, else
-    everything is below ./checkpoints. `keep_local` complete checkpoints stay on the local disk. `rank0_only`: this
-    process saves for all ranks, and the others make no Checkpointer. Raises UsageError or VolumeError. SIGTERM belongs
-    to it until `finish`.
+    Every rank makes one and calls the same methods at the same steps. Without an agent it saves locally in the same
+    way. It handles SIGTERM until `finish`.
+
+    Args:
+        directory: Where checkpoints are written. By default `mooring run` and the injection choose it, else it is
+            `./checkpoints`.
+        volume: The directory that trainer and agent share; `directory` lies in it. From the environment by default.
+        socket: The agent's unix socket. From the environment by default.
+        keep_local: How many complete checkpoints stay on the local disk.
+        rank0_only: This process saves for all ranks; the other ranks make no Checkpointer.
+
+    Raises:
+        UsageError: An argument makes no sense.
+        VolumeError: The directory cannot be written.
+
+    Example:
+        ```python
+        checkpointer = mooring.Checkpointer()
+        if (path := checkpointer.resume()) is not None:
+            step = load(path / "state.pt")
+        while step < 10_000 and not checkpointer.stopping:
+            train_one_step()
+            step += 1
+            if checkpointer.should_save(step, every="10m"):
+                with checkpointer.save(step) as directory:
+                    torch.save(state(), directory / "state.pt")
+        checkpointer.finish()
+        ```
     """
 
     def __init__(
@@ -50,53 +77,136 @@ class Checkpointer:
         settings = read_settings(os.environ, directory=directory, volume=volume, socket=socket)
         self._keep_local = keep_local
         self._pending: PendingSave | None = None
-        self._last_step: int | None = None
+        self._schedule = SaveSchedule(time.monotonic())
+        self._resumed = False
         self._session = Session(settings, rank0_only=rank0_only)
         claim(Owner.CHECKPOINTER)
 
     @property
     def stopping(self) -> bool:
-        """The pod is ending and the just-in-time save is made: leave the loop."""
+        """Whether the pod is ending and the just-in-time save is made: leave the loop."""
         return self._session.stopping
 
     def resume(self) -> Path | None:
-        """The newest complete checkpoint to continue from, the same on all ranks; None to begin afresh.
+        """Choose the newest complete checkpoint, the same on all ranks.
 
-        Raises VolumeError when the pods of the job have checkpoints, but none in common, RanksError when some ranks do
-        not come, and SystemExit(143) when the pod is known to end and no step was done yet.
+        Returns:
+            Its directory, to load from; None to start from step 0.
+
+        Raises:
+            VolumeError: The pods of the job have checkpoints, but none in common.
+            RanksError: Some ranks did not come.
+            SystemExit: With code 143, when the pod is already ending and no step was done.
         """
+        self._resumed = True
         if self._session.ends_untrained():
             self._session.leave()
-        local = self._session.context.local
+        local = self._session.context().local
         newest = self._session.choose(local.whole())
         if newest is None:
             return None
-        self._last_step = newest.step
+        self._schedule.saved(newest.step, time.monotonic())
         _log.info("resuming: name=%s step=%d", newest.name, newest.step)
         return local.path(newest.name)
 
-    def should_save(self, step: int, every: int = 100) -> bool:
-        """Whether to save now: every `every` steps (0: never by itself), and when the pod is ending or someone asked.
+    def should_save(self, step: int, every: Interval = 100) -> bool:
+        """Whether to save now. Call it once per step.
 
-        Call it once per step. The agent is asked only when a save is due, and may say that there is no room.
+        True when a periodic save is due and the agent has room for it, when the pod is ending, and when somebody asked
+        with `mooring save`.
+
+        Args:
+            step: Optimizer steps that are done.
+            every: Steps between periodic saves, or a duration: `"90s"`, `"10m"`, `"1.5h"` or a timedelta. 0 for no
+                periodic saves. On several ranks rank 0's clock counts, and all ranks save at the same step.
+
+        Raises:
+            UsageError: `every` is neither steps nor a duration.
         """
+        due = self.kind_due(step, every) is not None
+        if due:
+            self._schedule.told_to_save()
+        return due
+
+    def kind_due(self, step: int, every: Interval = 100) -> Kind | None:
+        """The kind of save that is due now, or None. `should_save` says only whether there is one.
+
+        Args and errors as `should_save`.
+        """
+        interval = every if type(every) is int and every >= 0 else parse_interval(every)
         if self._session.stopping or step < 0:
-            return False
-        ask = self._session.ask(step)
-        if ask is Action.NOTHING and (every < 1 or step < 1 or step % every or step == self._last_step):
-            return False
-        return self._admit(int(step), _kind_for(ask))
+            return None
+        step = int(step)
+        self._schedule.at(step)
+        if isinstance(interval, timedelta):
+            self._request_if_due(interval)
+        action = self._session.ask(step)
+        periodic = isinstance(interval, int) and self._schedule.is_due(interval)
+        if action is Action.NOTHING and not periodic:
+            return None
+        kind = _kind_for(action)
+        return kind if self._admit(step, kind) else None
+
+    def save(self, step: int, kind: Kind | str | None = None) -> AbstractContextManager[Path]:
+        """Save the checkpoint of `step`: `with checkpointer.save(step) as directory:`, then write into `directory`.
+
+        When the block has ended on all ranks, the checkpoint is durable, is called `checkpoint-<step>` and is announced
+        to the agent. If the block raises on any rank, nothing of the checkpoint stays.
+
+        Args:
+            step: Optimizer steps that are done.
+            kind: `Kind.FINAL` for the last save of a run that ended by itself. By default just-in-time when the pod is
+                ending, else periodic.
+
+        Returns:
+            A context manager that gives the empty directory to write into.
+
+        Raises:
+            UsageError: `step` or `kind` makes no sense.
+            VolumeError: The final checkpoint could not be saved. Any other save that fails because the volume is full
+                or broken costs that checkpoint and one warning.
+        """
+        return _SaveBlock(step, self._save(step, kind))
+
+    def begin(self, step: int, kind: Kind | str | None = None) -> CheckpointWriter:
+        """Begin a checkpoint that is written while training continues.
+
+        Complete or abandon it, from any thread, before the next one begins.
+
+        Args:
+            step: Optimizer steps that are done.
+            kind: As for `save`.
+
+        Returns:
+            The writer, with the empty directory to write into.
+
+        Raises:
+            UsageError: `step` or `kind` makes no sense.
+            VolumeError: There is no directory to write into, on all ranks.
+        """
+        saving = self._started(step, kind)
+        if saving.failure is not None:
+            raise saving.failure
+        return saving
+
+    def finish(self) -> None:
+        """End the training: stop handling SIGTERM.
+
+        Raises:
+            SystemExit: With code 143, after a just-in-time save.
+        """
+        self._forget_begun()
+        if self._session.stopping:
+            self._session.leave()
+        self._session.close()
+
+    def close(self) -> None:
+        """Stop handling SIGTERM, without leaving. Idempotent."""
+        self._forget_begun()
+        self._session.close()
 
     @contextmanager
-    def save(self, step: int, kind: Kind | str | None = None) -> Iterator[Path]:
-        """A directory to write the checkpoint of `step` into: `with checkpointer.save(step) as directory: …`.
-
-        When the block ends on all ranks it becomes `checkpoint-<step>` and is announced; when it raises on one, nothing
-        of it stays. What it raises goes through, unless the volume is to blame, full for example: that costs the
-        checkpoint and one warning, as it does when not even the directory can be made. `kind` is needed for the last
-        save of a run that ended by itself: Kind.FINAL, after which there is no other, so that its failure is raised.
-        Raises UsageError, and VolumeError for Kind.FINAL.
-        """
+    def _save(self, step: int, kind: Kind | str | None) -> Iterator[Path]:
         saving = self._started(step, kind)
         is_final = kind == Kind.FINAL
         if is_final and saving.failure is not None:
@@ -123,40 +233,18 @@ class Checkpointer:
                 hint="a warning above says why",
             )
 
-    def begin(self, step: int, kind: Kind | str | None = None) -> CheckpointWriter:
-        """The same in two parts, for a checkpoint that is written while training goes on: see Saving.
-
-        Complete or abandon it, from any thread, before the next one begins. Raises UsageError, and VolumeError on all
-        ranks when there is no directory to write into.
-        """
-        saving = self._started(step, kind)
-        if saving.failure is not None:
-            raise saving.failure
-        return saving
-
     def _started(self, step: int, kind: Kind | str | None) -> CheckpointWriter:
         step, chosen = _checked(step, kind)
+        self._warn_if_not_resumed(step)
         wanted = chosen or _kind_for(self._session.ask(step))
         # With no room the user insists.
         pending = (self._admit(step, wanted) and self._pending) or self._session.begin(step, wanted)
         self._pending = None
-        self._last_step = step
+        self._schedule.saved(step, time.monotonic())
         return CheckpointWriter(self._session, replace(pending, kind=wanted), keep_local=self._keep_local)
 
-    def finish(self) -> None:
-        """The end of training: let go of SIGTERM. After a just-in-time save it leaves, with SystemExit(143)."""
-        self._forget_begun()
-        if self._session.stopping:
-            self._session.leave()
-        self._session.close()
-
-    def close(self) -> None:
-        """Let go of SIGTERM, and stay; idempotent. After `finish` has left it does nothing."""
-        self._forget_begun()
-        self._session.close()
-
     def _admit(self, step: int, kind: Kind) -> bool:
-        """Action for room; True when the save may go on."""
+        """Ask for room; True when the save may go on."""
         if self._pending is not None and self._pending.step == step:
             return True
         self._forget_begun()
@@ -164,10 +252,68 @@ class Checkpointer:
         self._pending = self._session.admit(step, kind, seconds=WRITE_SECONDS)
         return self._pending is not None
 
+    def _request_if_due(self, every: timedelta) -> None:
+        """When the time has come, rank 0 asks all ranks to save at the same step."""
+        if (
+            self._schedule.timer_expired(every, time.monotonic())
+            and self._session.context().coordinator.ranks.rank == 0
+        ):
+            self._session.request_save()
+
+    def _warn_if_not_resumed(self, step: int) -> None:
+        if self._resumed:
+            return
+        self._resumed = True
+        context = self._session.context()
+        newest = max((record.step for record in context.local.whole()), default=-1) if context.leads_pod else -1
+        if newest >= step:
+            _log.warning(
+                "a checkpoint of step %d is here and nothing has read it, now step %d is saved: hint=call "
+                "checkpointer.resume() before training, and load what it returns",
+                newest,
+                step,
+            )
+
     def _forget_begun(self) -> None:
         if self._pending is not None:
             self._session.abort(self._pending)
         self._pending = None
+
+
+class _SaveBlock(AbstractContextManager[Path]):
+    """What `save` returns. Used for anything but `with`, it says so."""
+
+    def __init__(self, step: int, save: AbstractContextManager[Path]) -> None:
+        self._step = step
+        self._save = save
+        self._entered = False
+
+    def __enter__(self) -> Path:
+        self._entered = True
+        return self._save.__enter__()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> bool | None:
+        return self._save.__exit__(kind, error, trace)
+
+    def __del__(self) -> None:
+        if not self._entered:
+            _log.warning("%s", self._misused())
+
+    def __fspath__(self) -> str:
+        raise self._misused()
+
+    def __truediv__(self, name: object) -> Path:
+        raise self._misused()
+
+    def _misused(self) -> UsageError:
+        self._entered = True
+        return UsageError(
+            ErrorKind.BAD_ARGUMENT,
+            f"checkpointer.save({self._step}) was not used in a `with` statement, so nothing was saved",
+            hint=f"write `with checkpointer.save({self._step}) as directory:` and save into that directory",
+        )
 
 
 def _warn_given_up(step: int, error: BaseException) -> None:
@@ -176,8 +322,8 @@ def _warn_given_up(step: int, error: BaseException) -> None:
     _log.warning("checkpoint given up, training goes on: step=%d error=%s hint=%s", step, reason(error), hint)
 
 
-def _kind_for(ask: Action) -> Kind:
-    return Kind.JUST_IN_TIME if ask is Action.SAVE_AND_EXIT else Kind.PERIODIC
+def _kind_for(action: Action) -> Kind:
+    return Kind.JUST_IN_TIME if action is Action.SAVE_AND_EXIT else Kind.PERIODIC
 
 
 def _checked(step: int, kind: Kind | str | None) -> tuple[int, Kind | None]:

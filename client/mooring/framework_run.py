@@ -158,7 +158,7 @@ class FrameworkRun:
         if self._given_up:
             return False
         try:
-            return self._session.context.coordinator.same(f"same/{step}/{self._session.next_number()}", str(value))
+            return self._session.context().coordinator.same(f"same/{step}/{self._session.next_number()}", str(value))
         except MooringError as error:
             self._give_up(error)
             return False
@@ -171,7 +171,7 @@ class FrameworkRun:
         if self._given_up:
             return None
         try:
-            return self._session.context.coordinator.gather(f"gather/{step}/{self._session.next_number()}", value)
+            return self._session.context().coordinator.gather(f"gather/{step}/{self._session.next_number()}", value)
         except MooringError as error:
             self._give_up(error)
             return None
@@ -229,7 +229,7 @@ class FrameworkRun:
         return replace(pending, kind=self._kind(kind)) if pending.together else None
 
     def _announce(self, path: Path, pending: PendingSave, *, written: bool = True) -> bool:
-        context = self._session.context
+        context = self._session.context()
         if not context.coordinator.agree(pending.key("written"), written, seconds=WRITE_SECONDS):
             self._session.abort(pending)
             return False
@@ -273,7 +273,7 @@ class FrameworkRun:
         All pods bring one; or it is one file of rank 0, as Lightning writes it, and whole in that pod, whatever an
         earlier restore left under its name elsewhere.
         """
-        coordinator = self._session.context.coordinator
+        coordinator = self._session.context().coordinator
         if self._session.holds_whole_job:
             return coordinator.ranks, True
         pod = coordinator.ranks.pod

@@ -26,10 +26,25 @@ _TAKEN: Final = (
 
 
 def protect(x: T) -> T:
-    """Save, stop just in time and resume in what `x` trains; returns `x`. Idempotent per object.
+    """Protect a framework's trainer: its checkpoints are announced, it saves just in time, and it resumes.
 
-    Raises UsageError for what is not a framework's trainer. What goes wrong inside a framework costs the protection,
-    with one warning, and never the training.
+    If something goes wrong inside the framework, the trainer is not protected, one warning says so, and training
+    continues. Idempotent per object.
+
+    Args:
+        x: A transformers Trainer (or TRL's), a Lightning Trainer, an Accelerate Accelerator, or a DeepSpeedEngine.
+
+    Returns:
+        `x` itself.
+
+    Raises:
+        UsageError: `x` is none of these.
+
+    Example:
+        ```python
+        trainer = mooring.protect(Trainer(model, arguments, train_dataset=dataset))
+        trainer.train()
+        ```
     """
     integration = next(
         (

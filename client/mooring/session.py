@@ -95,9 +95,8 @@ class Session:
         # Last: whoever fails before leaves the signal to whom it belongs.
         self._sigterm = Sigterm()
 
-    @property
     def context(self) -> RankContext:
-        """Who saves together; decided at the first look, for which all ranks wait. Raises UsageError, VolumeError."""
+        """Who saves together: the first call waits for all ranks. Raises UsageError, VolumeError."""
         if self._context is None:
             try:
                 context = init_ranks(self.settings, self._sigterm, rank0_only=self._rank0_only)
@@ -114,11 +113,15 @@ class Session:
 
     def ask(self, step: int, tick: int = 0) -> Action:
         """What is asked of all ranks at this position; meanwhile an agent that is back learns what it missed."""
-        ask = (self._context or self.context).gate.at(step, tick)
+        action = (self._context or self.context()).gate.at(step, tick)
         self._asked = True
-        if self._unannounced is not None and ask is not Action.SAVE_AND_EXIT and self.agent.is_back():
+        if self._unannounced is not None and action is not Action.SAVE_AND_EXIT and self.agent.is_back():
             self.announce_missed()
-        return ask
+        return action
+
+    def request_save(self) -> None:
+        """Ask all ranks to save at the next position that they can agree on."""
+        self.context().gate.request_save()
 
     def next_number(self) -> int:
         """Tells one thing that the ranks do together from another."""
@@ -127,13 +130,13 @@ class Session:
 
     def begin(self, step: int, kind: Kind) -> PendingSave:
         """A save that nobody was asked about."""
-        return PendingSave(step=step, save=f"{self.context.nonce}-c{self.next_number():06d}", kind=kind)
+        return PendingSave(step=step, save=f"{self.context().nonce}-c{self.next_number():06d}", kind=kind)
 
     def admit(self, step: int, kind: Kind, *, seconds: float = PATIENCE_SECONDS) -> PendingSave | None:
         """Ask the agents of all pods for room; None when one has none. A just-in-time save is never refused."""
         pending = self.begin(step, kind)
         self.tell_notice()
-        context = self.context
+        context = self.context()
         if not context.leads_pod:
             return self._agreed(pending, seconds)
         was_away = self.agent.away
@@ -150,7 +153,7 @@ class Session:
     def _agreed(self, pending: PendingSave, seconds: float, *, refused: bool = False) -> PendingSave | None:
         if pending.kind is Kind.JUST_IN_TIME:
             return pending
-        admitted = self.context.coordinator.agree(pending.key("admitted"), not refused, seconds=seconds)
+        admitted = self.context().coordinator.agree(pending.key("admitted"), not refused, seconds=seconds)
         if admitted:
             return pending
         self.abort(pending)
@@ -187,7 +190,7 @@ class Session:
     @property
     def holds_whole_job(self) -> bool:
         """Every rank is in this pod, so that what is saved here is whole here."""
-        ranks = self.context.coordinator.ranks
+        ranks = self.context().coordinator.ranks
         return ranks.local_world_size == ranks.world_size
 
     def choose(self, records: Sequence[Record]) -> Record | None:
@@ -199,7 +202,7 @@ class Session:
         """
         usable = {(one.step, one.save): one for one in records if one.committed or self.holds_whole_job}
         number = self.next_number()
-        coordinator = self.context.coordinator
+        coordinator = self.context().coordinator
         chosen = coordinator.choose_newest(f"resume/{number}", list(usable))
         if chosen is None:
             afresh = coordinator.agree(f"resume/{number}/afresh", ok=not records)
@@ -230,7 +233,9 @@ class Session:
         if self._asked or self._rank0_only:
             # Ranks without a session would wait for this one.
             return False
-        ends = self.context.coordinator.agree(f"stays/{self.next_number()}", ok=not self.context.gate.noticed) is False
+        ends = (
+            self.context().coordinator.agree(f"stays/{self.next_number()}", ok=not self.context().gate.noticed) is False
+        )
         if ends:
             _log.warning("the pod is ending: leaving before the first step")
         return ends
@@ -264,19 +269,19 @@ class Session:
         self.tell_notice()
         self.announce_missed()
         if self.stopping:
-            self.context.coordinator.leave()
+            self.context().coordinator.leave()
         if self._context is not None:
             self._context.gate.close()
             self._context.coordinator.close()
 
     def _announce(self, record: Record, path: Path, *, urgent: bool) -> bool:
         # Of those that write it: one pod may hold all of a checkpoint.
-        ranks = replace(self.context.coordinator.ranks, world_size=record.world_size)
+        ranks = replace(self.context().coordinator.ranks, world_size=record.world_size)
         announced = self.agent.announce(
             path=path, step=record.step, kind=record.kind, save=record.save, ranks=ranks, urgent=urgent
         )
         self._unannounced = None if announced else (record, path)
-        if announced and self.context.leads_pod:
+        if announced and self.context().leads_pod:
             try:
                 write_record(self.records, replace(record, announced=True))
             except OSError as error:

@@ -104,7 +104,7 @@ from mooring_agent.__main__ import main
 from mooring_agent.adapters import priority
 def told(**_):
     os.kill(os.getpid(), signal.SIGTERM)
-priority.give_way = told
+priority.set_priority = told
 main()
 """
 

@@ -257,7 +257,7 @@ def test_a_command_ends_although_a_thread_hangs_in_a_dead_mount(
         "    opened(store, *arguments)\n"
         "    store._timeout_seconds = 0.5\n"
         "filesystem_store.FilesystemStore.__init__ = impatient\n"
-        "retrying_store.Patience.__init__.__kwdefaults__.update(attempts=1)\n"
+        "retrying_store.RetryPolicy.__init__.__kwdefaults__.update(attempts=1)\n"
         "main()\n"
     )
     command = [name, bucket.destination, *(["--volume", str(tmp_path / "volume")] if name == "restore" else [])]

@@ -1,6 +1,7 @@
 """A Checkpointer without an agent: saving, resuming and rotating on the local disk."""
 
 import errno
+import gc
 import logging
 import os
 import signal
@@ -367,3 +368,57 @@ def test_keeping_no_checkpoint_is_refused(make: Make) -> None:
 
 def _no_space(*_: object) -> None:
     raise OSError(errno.ENOSPC, "No space left on device")
+
+
+@pytest.mark.parametrize("use", [lambda save: save / "state.pt", os.fspath], ids=["joined", "as a path"])
+def test_a_save_that_is_used_without_with_is_refused(make: Make, directory: Path, use: Callable[..., object]) -> None:
+    with pytest.raises(UsageError) as raised:
+        use(make().save(1))
+    assert "with checkpointer.save(1)" in raised.value.hint
+    assert visible(directory) == []
+
+
+def test_a_save_that_is_never_entered_is_said(make: Make, caplog: pytest.LogCaptureFixture) -> None:
+    make().save(3)
+    gc.collect()
+    assert [record.getMessage() for record in caplog.records if "`with`" in record.getMessage()] != []
+
+
+def test_a_checkpoint_that_nobody_read_is_said_when_an_earlier_step_is_saved(
+    make: Make, caplog: pytest.LogCaptureFixture
+) -> None:
+    save(make(), 100)
+    fresh = make()
+    save(fresh, 1)
+    save(fresh, 2)
+    assert [record.args for record in caplog.records if "nothing has read it" in record.msg] == [(100, 1)]
+
+
+@pytest.mark.parametrize("resumes", [True, False])
+def test_who_resumes_or_is_past_what_is_here_hears_nothing(
+    make: Make, caplog: pytest.LogCaptureFixture, resumes: bool
+) -> None:
+    save(make(), 100)
+    fresh = make()
+    if resumes:
+        fresh.resume()
+    save(fresh, 1 if resumes else 101)
+    assert "nothing has read it" not in caplog.text
+
+
+def test_a_duration_saves_when_it_has_passed_and_not_before(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [1000.0]
+    monkeypatch.setattr("mooring.checkpointer.time.monotonic", lambda: now[0])
+    checkpointer = make()
+    saved = []
+    for step in range(1, 100):
+        now[0] += 7.0
+        if checkpointer.should_save(step, every="1m"):
+            save(checkpointer, step)
+            saved.append(step)
+    assert saved == [9, 18, 27, 36, 45, 54, 63, 72, 81, 90, 99]
+
+
+def test_an_interval_that_makes_no_sense_is_refused_at_the_first_step(make: Make) -> None:
+    with pytest.raises(UsageError):
+        make().should_save(1, every="soon")

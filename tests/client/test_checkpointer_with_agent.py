@@ -347,7 +347,7 @@ def test_a_just_in_time_announcement_is_tried_on_an_agent_that_hung(
     save(checkpointer, 1)
     assert without_answer == [("BeginSave", CALL_SECONDS)]
     agent.answering.set()
-    checkpointer._session.context.gate.notice()
+    checkpointer._session.context().gate.notice()
     assert checkpointer.should_save(2)
     save(checkpointer, 2)
     (announce,) = agent.requests("AnnounceCheckpoint")

@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
+from itertools import count
 from pathlib import Path
 
 import numpy
@@ -38,7 +39,7 @@ class Gates(list[RanksGate]):
 
     def __init__(self, tmp_path: Path, world_size: int, signal_path: str) -> None:
         super().__init__()
-        self._bells = tmp_path
+        self._folder = tmp_path
         self._signal_file = signal_path
         self._world_size = world_size
         self._shared = distributed.HashStore()
@@ -47,7 +48,7 @@ class Gates(list[RanksGate]):
     def come(self, rank: int) -> None:
         self._sigterms.append(Sigterm())
         store = RankStore(self._shared, Ranks(rank=rank, world_size=self._world_size))
-        self.append(RanksGate(self._bells / self._signal_file.format(rank), self._sigterms[-1], store))
+        self.append(RanksGate(self._folder / self._signal_file.format(rank), self._sigterms[-1], store))
 
     def close(self) -> None:
         for gate in reversed(self):
@@ -153,7 +154,22 @@ def test_a_save_that_cannot_be_agreed_on_is_given_up(
     assert caplog.text.count("did not agree") == 6
 
 
-def test_a_ring_in_a_file_that_only_some_have_found_yet_saves_once(tmp_path: Path) -> None:
+def test_a_save_that_one_rank_requests_is_made_by_all_at_the_same_step(tmp_path: Path) -> None:
+    def train_until_saved(gate: RanksGate) -> list[tuple[int, Action]]:
+        give_up_at = time.monotonic() + WAIT_SECONDS
+        for step in count(1):
+            if (action := gate.at(step)) is not Action.NOTHING or time.monotonic() > give_up_at:
+                return [(step, action)]
+        raise AssertionError
+
+    with gates(tmp_path, 3) as made:
+        made[0].request_save()
+        first, second, third = run_all([partial(train_until_saved, gate) for gate in made])
+    assert first == second == third
+    assert first[0][1] is Action.SAVE
+
+
+def test_a_request_in_a_file_that_only_some_have_found_yet_saves_once(tmp_path: Path) -> None:
     with gates(tmp_path, 2, signal_path="shared") as made:
         # Each looks for the file once a second, and at another moment.
         made[1]._signal_file._look_at += 0.7

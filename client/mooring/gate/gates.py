@@ -54,6 +54,9 @@ class Gate(Protocol):
     def notice(self) -> None:
         """Take a termination notice that came some other way."""
 
+    def request_save(self) -> None:
+        """Ask for a save, as `mooring save` does."""
+
     def close(self) -> None:
         """Stop polling. Idempotent."""
 
@@ -86,6 +89,9 @@ class SingleProcessGate:
 
     def notice(self) -> None:
         self._stop = True
+
+    def request_save(self) -> None:
+        self._save_asked = True
 
     def close(self) -> None:
         self._signal_file.close()
@@ -133,6 +139,7 @@ class RanksGate:
         sigterm.watch_from_thread()
         self._stop_wanted = self._signal_file.terminating_at_start()
         self._saves_wanted = 0
+        self._save_requested = False
         self._oldest_round = 0
         # Shared by the training thread and ours.
         self._changed = threading.Condition()
@@ -167,6 +174,10 @@ class RanksGate:
 
     def notice(self) -> None:
         self._stop_wanted = True
+        self._sigterm.wake()
+
+    def request_save(self) -> None:
+        self._save_requested = True
         self._sigterm.wake()
 
     def close(self) -> None:
@@ -256,7 +267,8 @@ class RanksGate:
         """What was asked of this rank."""
         request = self._signal_file.new_request()
         self._stop_wanted |= self._sigterm.received or (request is not None and request.terminating)
-        if request is not None:
+        if request is not None or self._save_requested:
+            self._save_requested = False
             self._saves_wanted = _SAVE_TRIES
         if self._stop_wanted:
             return Action.SAVE_AND_EXIT

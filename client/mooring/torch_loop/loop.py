@@ -1,7 +1,7 @@
 """A training loop that resumes, saves when it is due, and leaves when the pod ends.
 
-Owns when which kind of save is made: periodic ones while training goes on, those that someone asked for at once. Never
-hurts training: a save that fails costs a warning, but for the last of all. Every rank calls the same at the same steps.
+Owns how a save is made: periodic ones while training continues, the just-in-time one at once. A save that fails costs a
+warning, except the last of all. Every rank calls the same at the same steps.
 """
 
 import logging
@@ -13,6 +13,7 @@ import torch
 from mooring.checkpointer import Checkpointer
 from mooring.checkpoints.records import Kind
 from mooring.errors import ErrorKind, VolumeError
+from mooring.save_schedule import Interval
 from mooring.torch_loop.saver import Saver
 from mooring.torch_loop.state import TrainingState
 from mooring.workers import worker_processes
@@ -21,10 +22,34 @@ _log: Final = logging.getLogger("mooring")
 
 
 class TorchLoop:
-    """Makes a Checkpointer and resumes. What it takes is described at TrainingState.
+    """A training loop whose whole state is saved and resumed: model, optimizer, random generators, place in the data.
 
-    With torch.distributed, make it after the process group and the wrapped model. Raises UsageError when there is a
-    checkpoint that is not of this training, VolumeError when there is nowhere to save to.
+    Making one resumes from the newest checkpoint. With torch.distributed, make it after the process group and the
+    wrapped model.
+
+    Args:
+        model: As it is trained: plain, in DDP, or sharded by `fully_shard`.
+        optimizer: Of this model.
+        scheduler: Anything with `state_dict` and `load_state_dict`.
+        scaler: The same, for mixed precision.
+        loader: Any DataLoader. See `TrainingState`.
+        checkpointer: Made with default arguments if you give none.
+        trust_pickle: Save and load any object. Whoever can write to the destination can then run code here.
+
+    Raises:
+        UsageError: There is a checkpoint that is not of this training.
+        VolumeError: There is nowhere to save to.
+
+    Example:
+        ```python
+        loop = TorchLoop(model, optimizer, loader=loader)
+        for inputs, targets in loop.batches(epochs=3):
+            optimizer.zero_grad()
+            loss_function(model(inputs), targets).backward()
+            optimizer.step()
+            loop.step(every=500)
+        loop.finish()
+        ```
     """
 
     def __init__(
@@ -53,7 +78,7 @@ class TorchLoop:
 
     @property
     def steps_done(self) -> int:
-        """Optimizer steps that are done, in this run and those it resumed from."""
+        """Optimizer steps that are done, those before a resume included."""
         return self._state.step
 
     @property
@@ -62,7 +87,12 @@ class TorchLoop:
         return self._state.epoch
 
     def batches(self, *, epochs: int | None = None, steps: int | None = None) -> Iterator[Any]:
-        """The loader's batches, from where the run is, until `epochs` or `steps` are done in all."""
+        """Iterate over the loader's batches, from where the run is.
+
+        Args:
+            epochs: Stop when so many epochs are done, those before a resume included.
+            steps: Stop when so many optimizer steps are done, those before a resume included.
+        """
         if steps is not None and self.steps_done >= steps:
             return
         for batch in self._state.batches(epochs):
@@ -70,22 +100,27 @@ class TorchLoop:
             if steps is not None and self.steps_done >= steps:
                 return
 
-    def step(self, every: int = 100, *, asynchronous: bool = True) -> None:
-        """An optimizer step is done: call it after each, and once for several batches that accumulate gradients.
+    def step(self, every: Interval = 100, *, asynchronous: bool = True) -> None:
+        """Count an optimizer step, and save when a save is due, when the pod is ending, or when somebody asked.
 
-        Saves every `every` steps (0: never by itself), when the pod is ending and when someone asked. `asynchronous`:
-        training goes on while a periodic save is written, which takes memory for one more copy of this rank's state.
-        When the pod is ending it saves and leaves, with SystemExit(143). The first call raises UsageError when the
-        state has a part that could not be loaded again: a run is to hear of that before it depends on it.
+        Call it after each optimizer step: once for several batches that accumulate gradients.
+
+        Args:
+            every: Steps between periodic saves, or a duration, as for `Checkpointer.should_save`. 0 for no periodic
+                saves.
+            asynchronous: Training continues while a save is written. This takes memory for one more copy of this rank's
+                state. A just-in-time save is never asynchronous.
+
+        Raises:
+            UsageError: In the first call, when a part of the state could not be loaded again.
+            SystemExit: With code 143, after a just-in-time save.
         """
         self._state.step += 1
         if not self._warm:
             self._state.capture()
-        step = self._state.step
-        asked = self._checkpointer.should_save(step, every=0)
-        due = not asked and every > 0 and step % every == 0 and self._checkpointer.should_save(step, every)
-        if asked or due:
-            self._save(background=due and asynchronous)
+        kind = self._checkpointer.kind_due(self._state.step, every)
+        if kind is not None:
+            self._save(background=asynchronous and kind is Kind.PERIODIC)
         elif asynchronous and not self._warm:
             self._saver.warm_up(self._state.capture)
         self._warm = True
@@ -93,9 +128,11 @@ class TorchLoop:
             self._leave()
 
     def finish(self) -> None:
-        """The end of training: saves the last step, unless that is saved, and gives SIGTERM back.
+        """End the training: save the last step if it is not saved yet, and stop handling SIGTERM.
 
-        Raises VolumeError when the last step could not be saved: there is no other save that would make up for it.
+        Raises:
+            VolumeError: The last step could not be saved.
+            SystemExit: With code 143, after a just-in-time save.
         """
         self._wait()
         if self.steps_done != self._saver.saved_step:

@@ -33,14 +33,22 @@ _SHARED: Final = "shared"
 
 
 class TrainingState:
-    """`model` and `optimizer` as they are trained: plain, in DDP, or sharded by `fully_shard`.
+    """The whole state of a training, to save into a directory and to restore from one.
 
-    `loader` is any DataLoader. One with a `state_dict`, as torchdata's StatefulDataLoader has, goes on at its place at
-    once; from any other the batches of the unfinished epoch that were had already are taken again and dropped. `step`
-    counts optimizer steps and is the program's to raise; `epoch` is raised by `batches`.
+    Args:
+        model: As it is trained: plain, in DDP, or sharded by `fully_shard`.
+        optimizer: Of this model.
+        scheduler: Anything with `state_dict` and `load_state_dict`.
+        scaler: The same, for mixed precision.
+        loader: Any DataLoader. One with a `state_dict`, such as torchdata's StatefulDataLoader, continues at its place
+            at once. From any other the batches of the unfinished epoch that were used already are read again and
+            dropped.
+        trust_pickle: Save and load any object, as `torch.load(weights_only=False)` does. Whoever can write to the
+            destination can then run code here. Otherwise only tensors and plain values are saved and loaded.
 
-    `trust_pickle`: save and load any object, as `torch.load(weights_only=False)` does. Then whoever can write to the
-    destination can run code here. Without it only tensors and plain values are saved and loaded.
+    Attributes:
+        step: Optimizer steps that are done. The program raises it.
+        epoch: Epochs that are done. `batches` raises it.
     """
 
     def __init__(
@@ -66,17 +74,21 @@ class TrainingState:
         self._restored: dict[str, Any] | None = None
 
     def save(self, directory: Path) -> None:
-        """Write it into an empty directory, which the ranks share. Collective, over a process group of its own.
+        """Write the state into an empty directory, which the ranks share. Collective, over a process group of its own.
 
-        Raises UsageError for what is no plain value, VolumeError when a rank cannot write.
+        Raises:
+            UsageError: A part is neither a tensor nor a plain value.
+            VolumeError: A rank cannot write.
         """
         self.storage.save(self.capture(), directory)
 
     def restore(self, directory: Path) -> None:
-        """Take over what `save` wrote, with as many ranks or another number of them. Collective.
+        """Load what `save` wrote, with the same or another number of ranks. Collective.
 
-        The generators go on where they were when `batches` has made its iterator, or at once if there is no loader.
-        Raises UsageError when it is not the state of this training.
+        The random generators continue where they were when `batches` has made its iterator, or at once without loader.
+
+        Raises:
+            UsageError: It is not the state of this training.
         """
         rank, stored = str(self.storage.rank), self.storage.items(directory)
         has_own = f"{_RANKS}.{rank}" in stored
@@ -97,9 +109,12 @@ class TrainingState:
             raise not_ours(directory, repr(error)) from error
 
     def batches(self, epochs: int | None = None) -> Iterator[Any]:
-        """The batches that are left until `epochs` epochs are done; for ever without it.
+        """Iterate over the batches that are left until `epochs` epochs are done; without `epochs`, for ever.
 
-        Tells the sampler each epoch. Raises UsageError when there is no loader.
+        Tells the sampler each epoch.
+
+        Raises:
+            UsageError: There is no loader.
         """
         if self._loader is None:
             raise UsageError(ErrorKind.BAD_ARGUMENT, "there are no batches", hint="give a loader")
@@ -111,9 +126,10 @@ class TrainingState:
             self._batch = 0
 
     def capture(self) -> dict[str, Any]:
-        """It as DCP takes it. Tensors are the live ones: they change with the next step.
+        """The state as `torch.distributed.checkpoint` takes it, with the live tensors: they change with the next step.
 
-        Raises UsageError, that names the part, for what could not be loaded again.
+        Raises:
+            UsageError: A part could not be loaded again; the error names it.
         """
         shared = {
             "step": self.step,

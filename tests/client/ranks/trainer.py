@@ -81,7 +81,7 @@ def checkpointer_that_a_rank_is_late_to_resume() -> None:
     coordinator.PATIENCE_SECONDS = 1.0  # type: ignore[misc]
     coordinator.StoreCoordinator.agree.__kwdefaults__["seconds"] = 1.0  # type: ignore[index]
     saver = mooring.Checkpointer()
-    assert saver._session.context.coordinator.ranks.world_size == distributed.get_world_size()
+    assert saver._session.context().coordinator.ranks.world_size == distributed.get_world_size()
     if RANK == 1:
         sys.stdin.readline()
     try:

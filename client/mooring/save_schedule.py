@@ -1,0 +1,99 @@
+"""When a periodic save is due: every so many steps, or after a duration.
+
+Pure: the caller passes the step and the clock's reading. Steps are counted the same way on all ranks; a duration is
+measured on rank 0 alone, which then asks all ranks to save.
+"""
+
+import logging
+import re
+from datetime import timedelta
+from functools import lru_cache
+from typing import Final, TypeAlias
+
+from mooring.errors import ErrorKind, UsageError
+
+Interval: TypeAlias = int | str | timedelta
+"""A number of steps (0: no periodic saves), or a duration as "90s", "10m", "1.5h" or a timedelta."""
+
+_log: Final = logging.getLogger("mooring")
+_DURATION: Final = re.compile(r"(\d+(?:\.\d+)?)\s*([smh])")
+_UNITS: Final = {"s": "seconds", "m": "minutes", "h": "hours"}
+_SHORTEST: Final = timedelta(seconds=1)
+_REPEATED_CALLS: Final = 1000
+_UNSAVED_CALLS: Final = 3
+
+
+@lru_cache(maxsize=16)
+def parse_interval(every: Interval) -> int | timedelta:
+    """Steps or a duration. Raises UsageError."""
+    if isinstance(every, str):
+        if every.isascii() and every.isdecimal():
+            return int(every)
+        found = _DURATION.fullmatch(every.strip())
+        every = timedelta(**{_UNITS[found[2]]: float(found[1])}) if found else -1
+    if isinstance(every, timedelta) and every >= _SHORTEST:
+        return every
+    if isinstance(every, int) and every >= 0:
+        return every
+    raise UsageError(
+        ErrorKind.BAD_ARGUMENT,
+        "`every` is neither a number of steps nor a duration of at least a second",
+        hint='use steps, as every=100, or a duration, as every="10m" (s, m or h)',
+    )
+
+
+class SaveSchedule:
+    """What `should_save` was called with so far, by one process. `now` is in seconds, of any monotonic clock."""
+
+    def __init__(self, now: float) -> None:
+        self._timer_began_at = now
+        self._step: int | None = None
+        self._previous: int | None = None
+        self._saved: int | None = None
+        self._repeated = 0
+        self._unsaved = 0
+
+    def at(self, step: int) -> None:
+        """Note the step of this call. Warns once when the program's counter does not move."""
+        if step != self._step:
+            self._previous, self._step, self._repeated = self._step, step, 0
+            return
+        self._repeated += 1
+        if self._repeated == _REPEATED_CALLS:
+            _log.warning(
+                "should_save was called %d times for the same step: step=%d hint=pass a counter that grows with each "
+                "optimizer step, else no periodic save is ever due",
+                _REPEATED_CALLS,
+                step,
+            )
+
+    def is_due(self, every: int) -> bool:
+        """Whether the step is the first one at or past a multiple of `every`, and is not saved yet."""
+        step = self._step
+        if every < 1 or step is None or step < 1 or step == self._saved:
+            return False
+        previous = step - 1 if self._previous is None else self._previous
+        return step // every > previous // every
+
+    def timer_expired(self, every: timedelta, now: float) -> bool:
+        """Whether `every` has passed since the timer began; if so it begins anew."""
+        if now - self._timer_began_at < every.total_seconds():
+            return False
+        self._timer_began_at = now
+        return True
+
+    def told_to_save(self) -> None:
+        """`should_save` is about to return true. Warns once when the program has never saved after that."""
+        self._unsaved += 1
+        if self._unsaved == _UNSAVED_CALLS:
+            _log.warning(
+                "should_save was true %d times and nothing was saved: hint=when it is true, write the checkpoint in "
+                "`with checkpointer.save(step) as directory:`",
+                _UNSAVED_CALLS,
+            )
+
+    def saved(self, step: int, now: float) -> None:
+        """The program saves `step`, or resumes from it."""
+        self._saved = step
+        self._unsaved = 0
+        self._timer_began_at = now
