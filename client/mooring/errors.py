@@ -19,6 +19,7 @@ class ErrorKind(StrEnum):
     UNSUPPORTED = "unsupported"
     PICKLE_REFUSED = "pickle-refused"
     RANKS_LATE = "ranks-late"
+    STORE_LOST = "store-lost"
 
 
 RETRYABLE: Final = frozenset(
@@ -63,5 +64,11 @@ class RanksError(MooringError):
     """The ranks of the job did not come together in time."""
 
 
-class StoreLostError(RuntimeError):
-    """The store of the process group does not answer."""
+class StoreLostError(MooringError):
+    """The store of the process group does not answer. It ends as a log line, or as the cause of a UsageError."""
+
+    def __init__(self, reason: object) -> None:
+        super().__init__(ErrorKind.STORE_LOST, str(reason), hint="see whether rank 0, with which it lives, has ended")
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (str(self),)

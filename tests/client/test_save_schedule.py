@@ -2,6 +2,7 @@
 
 import logging
 from datetime import timedelta
+from typing import Any
 
 import pytest
 
@@ -36,9 +37,9 @@ def test_an_interval_is_steps_or_a_duration(every: Interval, meant: int | timede
 
 
 @pytest.mark.parametrize("every", [-1, 2.5, "", "ten minutes", "10 days", "-3m", "0.1s", timedelta(0), "²", None])
-def test_nonsense_as_an_interval_is_refused_with_a_hint(every: object) -> None:
+def test_nonsense_as_an_interval_is_refused_with_a_hint(every: Any) -> None:
     with pytest.raises(UsageError) as raised:
-        parse_interval(every)  # type: ignore[arg-type]
+        parse_interval(every)
     assert 'every="10m"' in raised.value.hint
 
 
