@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from mooring import Checkpointer, ErrorKind, MooringError, RanksError, UsageError, VolumeError
+from mooring.errors import StoreLostError
 from mooring_agent.core import errors as agent_errors
 
 BROKEN = {
@@ -94,3 +95,8 @@ def test_an_error_crosses_ranks_whole(kind: type[MooringError]) -> None:
         "wait",
         ["hint: wait"],
     )
+
+
+def test_a_lost_store_crosses_ranks_whole() -> None:
+    error = pickle.loads(pickle.dumps(StoreLostError("connection closed")))
+    assert (type(error), str(error), error.kind) == (StoreLostError, "connection closed", ErrorKind.STORE_LOST)

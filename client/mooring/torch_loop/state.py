@@ -209,21 +209,24 @@ class TrainingState:
 
 @contextmanager
 def _untouched(optimizer: torch.optim.Optimizer) -> Iterator[None]:
-    """torch makes the state of an optimizer that has none by a step of zero gradients; not in here.
+    """Keep torch from making the state of an optimizer that has none.
 
-    That step counts, where training has yet to begin, and its gradients take as much memory as the model, at every save
-    with an optimizer that never has a state. It is not taken when a parameter has a gradient.
+    torch would take a step of zero gradients for it. That step counts, where training has yet to begin, and its
+    gradients take as much memory as the model, at every save with an optimizer that never has a state. torch takes it
+    only when no parameter has a gradient, so the smallest one gets zeros meanwhile.
     """
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     if optimizer.state or any(parameter.grad is not None for parameter in parameters):
         yield
         return
-    # Nobody reads it.
-    parameters[0].grad = parameters[0].detach()
+    smallest = min(parameters, key=torch.Tensor.numel)
+    smallest.grad = torch.zeros_like(smallest)
     try:
         yield
     finally:
-        parameters[0].grad = None
+        smallest.grad = None
+        # Should another torch take the step all the same.
+        optimizer.state.clear()
 
 
 def _seed_anew(*parts: int) -> None:
