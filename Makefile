@@ -160,7 +160,7 @@ pages: setup
 # All pages as a site in build/site; a link that leads nowhere is an error.
 site: setup
 	rm -rf .tools/pages && mkdir -p .tools/pages
-	git ls-files -z -- '*.md' '*.png' examples proto benchmarks tests/chaos/oracle.py | xargs -0 cp --parents -t .tools/pages
+	git ls-files -z -- '*.md' '*.png' examples proto benchmarks tests/chaos/oracle.py tests/formats/test_frozen_formats.py | xargs -0 cp --parents -t .tools/pages
 	$(BIN)/zensical build --strict
 
 docs: pages site

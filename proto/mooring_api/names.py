@@ -5,6 +5,8 @@ from pathlib import Path
 from typing import Final
 from urllib.parse import quote
 
+API_VERSION: Final = 1
+"""Revision of `agent.proto`: raised when a peer can tell that something was added. See docs/compatibility.md."""
 ERROR_DOMAIN: Final = "mooring.dev"
 
 # Environment, read by the client and set by the injection or by `mooring run`.
@@ -51,6 +53,9 @@ RANKS_DIRECTORY: Final = "ranks"
 """Liveness locks: one file per local rank, held with fcntl.lockf while that process lives."""
 SIGNAL_FILE: Final = "signal"
 """A small mapped file by which the agent asks trainers to save, see `mooring_api.signal_file`."""
+
+RECORD_FORMAT: Final = 1
+"""Of the records, which client, agent and restore write and read."""
 
 # Below <destination prefix>/.mooring/
 COMMITS_DIRECTORY: Final = "commits"

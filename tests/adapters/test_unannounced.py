@@ -159,6 +159,7 @@ def change_record(volume: Path, step: int, change: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     "change",
     [
+        {"format": 2},
         {"ranks": [0] * (LOCAL_RANKS + 1)},
         {"ranks": [200_000] * 1000, "world_size": WORLD_SIZE},
         {"ranks": [1]},

@@ -14,6 +14,7 @@ from typing import Any
 
 import grpc
 
+from mooring_api import names
 from mooring_api.v1 import agent_pb2, agent_pb2_grpc
 
 WAIT_SECONDS = 20.0
@@ -26,6 +27,7 @@ class AgentServer(agent_pb2_grpc.AgentServicer):
         self.calls: list[tuple[str, Any]] = []
         self.admitted = True
         self.terminating = False
+        self.api_version = names.API_VERSION
         self.refuse_with: grpc.StatusCode | None = None
         self.die_in = ""
         self.answering = threading.Event()
@@ -44,7 +46,9 @@ class AgentServer(agent_pb2_grpc.AgentServicer):
 
     def Register(self, request: Any, context: grpc.ServicerContext) -> Any:  # noqa: N802
         self._take("Register", request, context)
-        return agent_pb2.RegisterResponse(agent_version="test", terminating=self.terminating)
+        return agent_pb2.RegisterResponse(
+            agent_version="test", terminating=self.terminating, api_version=self.api_version
+        )
 
     def BeginSave(self, request: Any, context: grpc.ServicerContext) -> Any:  # noqa: N802
         self._take("BeginSave", request, context)

@@ -98,6 +98,19 @@ def test_the_agent_learns_of_the_process_and_of_every_checkpoint(
     assert announce.save == begin.save != ""
 
 
+@pytest.mark.parametrize(("api_version", "older"), [(0, "agent"), (names.API_VERSION + 1, "client")])
+def test_an_agent_of_another_version_is_said_once_and_serves(
+    agent: AgentServer, make_checkpointer: Make, caplog: pytest.LogCaptureFixture, api_version: int, older: str
+) -> None:
+    agent.api_version = api_version
+    checkpointer = make_checkpointer()
+    for step in (1, 2):
+        save(checkpointer, step)
+    (said,) = warnings(caplog)
+    assert said.startswith(f"the {older} is older: ")
+    assert len(agent.requests("AnnounceCheckpoint")) == 2
+
+
 def test_steps_without_a_save_never_call_the_agent(agent: AgentServer, make_checkpointer: Make) -> None:
     checkpointer = make_checkpointer()
     assert not any(checkpointer.should_save(step) for step in range(1, 100))

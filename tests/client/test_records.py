@@ -41,6 +41,7 @@ def test_a_record_reads_back_as_it_was_written(tmp_path: Path, fields: dict[str,
 def test_the_format_is_the_one_that_restore_writes(tmp_path: Path) -> None:
     write_record(tmp_path, record(5))
     assert json.loads((tmp_path / "checkpoint-5.json").read_text()) == {
+        "format": 1,
         "name": "checkpoint-5",
         "step": 5,
         "save": "a-5",

@@ -36,7 +36,7 @@ def test_every_durable_event_comes_back_as_it_was(kind: type[DurableEvent]) -> N
 
 
 def test_a_record_is_one_line_of_json_with_the_event_s_name() -> None:
-    assert encode_event(Exited(at=1.5)) == _record('{"body":{"at":1.5},"event":"Exited","version":1')
+    assert encode_event(Exited(at=1.5)) == _record('{"body":{"at":1.5},"event":"exited","format":1')
 
 
 def _record(content: str) -> bytes:
@@ -48,14 +48,14 @@ def _record(content: str) -> bytes:
     [
         b"",
         b"not json",
-        _record('{"body":{},"event":"Invented","version":1'),
-        _record('{"body":{"at":"soon"},"event":"Exited","version":1'),
-        _record('{"body":{},"event":"Exited","version":1'),
-        _record('{"body":{"at":1.0},"event":"Ticked","version":1'),
-        _record('{"body":{"at":1.0},"event":"Exited","version":2'),
-        _record('{"body":{"at":1.0},"event":"Exited"'),
-        _record('{"body":' + "[" * 100_000 + "]" * 100_000 + ',"event":"Exited","version":1'),
-        b'{"body":{"at":1.0},"event":"Exited","version":1}',
+        _record('{"body":{},"event":"Invented","format":1'),
+        _record('{"body":{"at":"soon"},"event":"exited","format":1'),
+        _record('{"body":{},"event":"exited","format":1'),
+        _record('{"body":{"at":1.0},"event":"ticked","format":1'),
+        _record('{"body":{"at":1.0},"event":"exited","format":2'),
+        _record('{"body":{"at":1.0},"event":"exited"'),
+        _record('{"body":' + "[" * 100_000 + "]" * 100_000 + ',"event":"exited","format":1'),
+        b'{"body":{"at":1.0},"event":"exited","format":1}',
         b"\xff\xfe",
     ],
 )
@@ -65,7 +65,7 @@ def test_a_record_of_another_version_is_told_from_one_of_ours(record: bytes) -> 
 
 
 def test_a_field_that_a_later_version_added_does_no_harm() -> None:
-    assert decode_event(_record('{"body":{"at":1.5,"mood":"good"},"event":"Exited","version":1')) == Exited(at=1.5)
+    assert decode_event(_record('{"body":{"at":1.5,"mood":"good"},"event":"exited","format":1')) == Exited(at=1.5)
 
 
 def test_a_world_that_is_too_large_does_not_come_back_from_a_journal() -> None:

@@ -116,7 +116,6 @@ def test_only_a_manifest_with_packs_is_of_the_format_that_older_versions_refuse(
     "change",
     [
         {"format": 1},
-        {"format": 3},
         {"packs": []},
         {"packs": [{"size": 521}]},
         {"packs": [{"size": LARGEST_PACK_BYTES + 1}]},

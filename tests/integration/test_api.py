@@ -8,6 +8,7 @@ import pytest
 from tests.harness.agent_process import AgentProcess, tree, wait_until, write_checkpoint
 
 from mooring_agent.core.stored.manifest import decode_manifest, decode_marker
+from mooring_api.names import API_VERSION
 from mooring_api.v1 import agent_pb2
 
 
@@ -132,7 +133,17 @@ def test_an_agent_without_rank_0_commits_when_the_one_that_has_it_is_gone(tmp_pa
         assert second.wait_committed("attempt-1").step == 3
 
 
-def test_an_attached_client_counts_as_alive_and_hears_the_doorbell(tmp_path: Path) -> None:
+def test_a_client_of_another_version_is_said_once_and_served(tmp_path: Path) -> None:
+    _, destination = _destination(tmp_path)
+    with AgentProcess(tmp_path / "volume", destination) as agent, agent.stub() as stub:
+        for api_version in (API_VERSION, 0, API_VERSION + 1, API_VERSION + 2):
+            request = agent_pb2.RegisterRequest(world_size=1, client="test\n1", api_version=api_version)
+            assert stub.Register(request, timeout=30).api_version == API_VERSION
+        said = agent.log("client.other_version")
+        assert [(line["client_api"], line["client"]) for line in said] == [(API_VERSION + 1, "test\\n1")]
+
+
+def test_an_attached_client_counts_as_alive_and_gets_the_save_requests(tmp_path: Path) -> None:
     _, destination = _destination(tmp_path)
     with AgentProcess(tmp_path / "volume", destination) as agent, agent.stub() as stub:
         requests: list[agent_pb2.SaveRequest] = []

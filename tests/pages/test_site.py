@@ -24,7 +24,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
         (project / folder).symlink_to(ROOT / folder)
     pages = project / ".tools" / "pages"
     unwanted = shutil.ignore_patterns("node_modules", "__pycache__")
-    for folder in ("docs", "benchmarks", "charts", "examples", "proto", "tests/chaos"):
+    for folder in ("docs", "benchmarks", "charts", "examples", "proto", "tests/chaos", "tests/formats"):
         shutil.copytree(ROOT / folder, pages / folder, ignore=unwanted)
     for page in ROOT.glob("*.md"):
         shutil.copy(page, pages)

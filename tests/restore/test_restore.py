@@ -68,6 +68,7 @@ async def test_the_newest_committed_checkpoint_is_put_in_its_place_with_a_record
     assert {path.name for path in (volume / "checkpoints").iterdir()} == {"checkpoint-200"}
     files = [{"path": path, "size": len(body)} for path, body in sorted(all_files(200).items())]
     assert record(volume, "checkpoint-200") == {
+        "format": 1,
         "name": "checkpoint-200",
         "step": 200,
         "save": "0123abcd-000200",

@@ -24,6 +24,7 @@ def write_record(agent: AgentProcess, name: str, **members: object) -> None:
     """A checkpoint that is whole, and its record as the client writes it, apart from `members`."""
     write_checkpoint(agent.checkpoints / name, {"model.bin": 5000})
     record = {
+        "format": 1,
         "name": name,
         "step": 1,
         "save": f"save-of-{name}",

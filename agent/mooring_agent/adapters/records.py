@@ -10,7 +10,7 @@ from collections.abc import Collection, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated, Final, TypeVar
+from typing import Annotated, Final, Literal, TypeVar
 
 import msgspec
 import structlog
@@ -63,6 +63,7 @@ log = structlog.get_logger("mooring.unannounced")
 class _Head(msgspec.Struct, frozen=True, kw_only=True):
     """A record without its files, which a decoder of this type skips."""
 
+    format: Literal[1]
     name: NameText
     step: Step
     save: NameText

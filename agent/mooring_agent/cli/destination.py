@@ -208,7 +208,7 @@ async def _ls(settings: StoreSettings) -> list[dict[str, Any]]:
             try:
                 answers[one.save] = await catalog.read_marker(store, one)
             except StoreError as error:
-                if error.kind not in DAMAGE:
+                if error.kind not in (*DAMAGE, ErrorKind.FORMAT_UNKNOWN):
                     raise
                 if await catalog.has_marker(store, one):
                     answers[one.save] = str(error)

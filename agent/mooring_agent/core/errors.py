@@ -31,6 +31,8 @@ class ErrorKind(StrEnum):
     NO_CHECKPOINT = "no-checkpoint"
     # It may be all right, and does not fit into the memory that this process may have.
     MEMORY_SHORT = "memory-short"
+    # It may be all right, and a newer version of Mooring wrote it.
+    FORMAT_UNKNOWN = "format-unknown"
     # The local volume.
     FILE_CHANGED = "file-changed"
     FILE_MISSING = "file-missing"

@@ -81,6 +81,7 @@ REQUEST_NUMBERS: Final[Mapping[str, int]] = {
     "world_size": WORLD_SIZE,
     "local_world_size": LOCAL_RANKS,
     "pid": 2**22,
+    "api_version": 2**16,
     "step": STEP,
     "size_bytes": SAVE_BYTES,
     "grace_seconds": SECONDS,

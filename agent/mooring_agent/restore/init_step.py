@@ -136,7 +136,7 @@ class _InitStep:
                     try:
                         return await self._gather_one(candidate)
                     except StoreError as error:
-                        if error.kind not in (*DAMAGE, ErrorKind.MEMORY_SHORT):
+                        if error.kind not in (*DAMAGE, ErrorKind.MEMORY_SHORT, ErrorKind.FORMAT_UNKNOWN):
                             raise
                         damaged, reason = error.kind in DAMAGE, str(error)
                     # Out of the error's reach, which holds all that was read of that checkpoint.
@@ -151,7 +151,7 @@ class _InitStep:
                     assert_never(choice)
 
     async def _pass_over(self, candidate: CommittedSave, reason: str, *, damaged: bool) -> None:
-        """Damage is noted for all who come; that memory is short says nothing of the checkpoint."""
+        """Damage is noted for all who come. Too little memory or too old a version says nothing of the checkpoint."""
         self._failures[candidate.save] = reason
         _log.warning("restore.skipped", step=candidate.step, save=candidate.save, reason=reason)
         # A checkpoint's values have cycles through errors and tasks: they would be in memory beside the next one's.

@@ -22,7 +22,7 @@ from mooring_agent.catalog import CommittedCheckpoint, StoredFile
 from mooring_agent.core.errors import VolumeError
 from mooring_agent.core.limits import RECORD_BYTES
 from mooring_agent.core.model import Region
-from mooring_api.names import INCOMING_DIRECTORY, RECORDS_DIRECTORY, RESUMED, STATE_DIRECTORY
+from mooring_api.names import INCOMING_DIRECTORY, RECORD_FORMAT, RECORDS_DIRECTORY, RESUMED, STATE_DIRECTORY
 
 _INCOMING: Final = f"{STATE_DIRECTORY}/{INCOMING_DIRECTORY}"
 _RECORDS: Final = f"{STATE_DIRECTORY}/{RECORDS_DIRECTORY}"
@@ -115,6 +115,7 @@ class LocalCopies:
         """
         info = checkpoint.marker.info
         record = {
+            "format": RECORD_FORMAT,
             "name": info.name,
             "step": info.step,
             "save": info.save,

@@ -63,6 +63,8 @@ class Welcome:
 
     terminating: bool
     newest_committed_step: int | None
+    agent_version: str
+    api_version: int
 
 
 class Channel:
@@ -83,10 +85,16 @@ class Channel:
             pid=os.getpid(),
             holds_liveness_lock=holds_liveness_lock,
             client=client,
+            api_version=names.API_VERSION,
         )
         response = self._call("Register", request)
         newest = response.newest_committed.step if response.HasField("newest_committed") else None
-        return Welcome(terminating=response.terminating, newest_committed_step=newest)
+        return Welcome(
+            terminating=response.terminating,
+            newest_committed_step=newest,
+            agent_version=response.agent_version,
+            api_version=response.api_version,
+        )
 
     def begin_save(self, *, step: int, kind: Kind, save: str) -> Admission:
         request = agent_pb2.BeginSaveRequest(step=step, kind=_WIRE_KINDS[kind], save=save)

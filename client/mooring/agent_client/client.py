@@ -14,9 +14,10 @@ from mooring.autoload.post_import import reason
 from mooring.checkpoints.records import Kind
 from mooring.errors import AgentError, ErrorKind
 from mooring.ranks.rank_store import Ranks
+from mooring_api import names
 
 if TYPE_CHECKING:
-    from mooring.agent_client.channel import Admission, Channel
+    from mooring.agent_client.channel import Admission, Channel, Welcome
 
 _log: Final = logging.getLogger("mooring")
 RETRY_SECONDS: Final = 30.0
@@ -32,6 +33,7 @@ class Agent:
         self._channel: Channel | None = None
         self._registered = False
         self._missed = False
+        self._said_version = False
         self._look_at = 0.0
         self.newest_committed_step: int | None = None
         """Of the newest checkpoint that the agent knew to be committed when it last got to know us."""
@@ -116,6 +118,21 @@ class Agent:
             self.terminating |= welcome.terminating
             self.newest_committed_step = welcome.newest_committed_step
             self._registered = True
+            self._compare_versions(welcome)
+
+    def _compare_versions(self, welcome: "Welcome") -> None:
+        if welcome.api_version != names.API_VERSION and not self._said_version:
+            self._said_version = True
+            older = "agent" if welcome.api_version < names.API_VERSION else "client"
+            _log.warning(
+                "the %s is older: client=%s api=%d agent=%s api=%d hint=what both know works; update the older one, "
+                "see docs/compatibility.md",
+                older,
+                self._client,
+                names.API_VERSION,
+                welcome.agent_version,
+                welcome.api_version,
+            )
 
     def _failed(self, error: AgentError) -> None:
         if error.kind is ErrorKind.AGENT_REFUSED:

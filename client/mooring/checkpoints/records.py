@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from mooring.checkpoints.durable import sync_directory
+from mooring_api import names
 
 _log: Final = logging.getLogger("mooring")
 _SUFFIX: Final = ".json"
@@ -118,6 +119,7 @@ def damage(record: Record, checkpoint: Path) -> str | None:
 
 def _encode(record: Record) -> bytes:
     value: dict[str, Any] = {
+        "format": names.RECORD_FORMAT,
         "name": record.name,
         "step": record.step,
         "save": record.save,
@@ -140,6 +142,8 @@ def _encode(record: Record) -> bytes:
 
 def _decode(path: Path) -> Record:
     value = json.loads(path.read_bytes())
+    if value["format"] != names.RECORD_FORMAT:
+        raise ValueError(f"it has format {value['format']}, this version of Mooring reads {names.RECORD_FORMAT}")
     directory = value.get("directory") if isinstance(value, dict) else None
     record = Record(
         name=str(value["name"]),

@@ -65,32 +65,36 @@ PHASE_SHED: Phase
 PHASE_FAILED: Phase
 
 class RegisterRequest(_message.Message):
-    __slots__ = ("local_rank", "rank", "world_size", "pid", "holds_liveness_lock", "client")
+    __slots__ = ("local_rank", "rank", "world_size", "pid", "holds_liveness_lock", "client", "api_version")
     LOCAL_RANK_FIELD_NUMBER: _ClassVar[int]
     RANK_FIELD_NUMBER: _ClassVar[int]
     WORLD_SIZE_FIELD_NUMBER: _ClassVar[int]
     PID_FIELD_NUMBER: _ClassVar[int]
     HOLDS_LIVENESS_LOCK_FIELD_NUMBER: _ClassVar[int]
     CLIENT_FIELD_NUMBER: _ClassVar[int]
+    API_VERSION_FIELD_NUMBER: _ClassVar[int]
     local_rank: int
     rank: int
     world_size: int
     pid: int
     holds_liveness_lock: bool
     client: str
-    def __init__(self, local_rank: _Optional[int] = ..., rank: _Optional[int] = ..., world_size: _Optional[int] = ..., pid: _Optional[int] = ..., holds_liveness_lock: bool = ..., client: _Optional[str] = ...) -> None: ...
+    api_version: int
+    def __init__(self, local_rank: _Optional[int] = ..., rank: _Optional[int] = ..., world_size: _Optional[int] = ..., pid: _Optional[int] = ..., holds_liveness_lock: bool = ..., client: _Optional[str] = ..., api_version: _Optional[int] = ...) -> None: ...
 
 class RegisterResponse(_message.Message):
-    __slots__ = ("agent_version", "volume", "newest_committed", "terminating")
+    __slots__ = ("agent_version", "volume", "newest_committed", "terminating", "api_version")
     AGENT_VERSION_FIELD_NUMBER: _ClassVar[int]
     VOLUME_FIELD_NUMBER: _ClassVar[int]
     NEWEST_COMMITTED_FIELD_NUMBER: _ClassVar[int]
     TERMINATING_FIELD_NUMBER: _ClassVar[int]
+    API_VERSION_FIELD_NUMBER: _ClassVar[int]
     agent_version: str
     volume: str
     newest_committed: Checkpoint
     terminating: bool
-    def __init__(self, agent_version: _Optional[str] = ..., volume: _Optional[str] = ..., newest_committed: _Optional[_Union[Checkpoint, _Mapping]] = ..., terminating: bool = ...) -> None: ...
+    api_version: int
+    def __init__(self, agent_version: _Optional[str] = ..., volume: _Optional[str] = ..., newest_committed: _Optional[_Union[Checkpoint, _Mapping]] = ..., terminating: bool = ..., api_version: _Optional[int] = ...) -> None: ...
 
 class BeginSaveRequest(_message.Message):
     __slots__ = ("step", "kind", "attempt", "size_bytes", "save")

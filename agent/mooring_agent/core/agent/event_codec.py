@@ -1,4 +1,4 @@
-"""Durable events as journal records, both ways: `checked_json` of the event's class name, its body and a version.
+"""Durable events as journal records, both ways: `checked_json` of the event's tag, its body and a format.
 
 Each record carries its own checksum, for a journal is believed as a whole: a digit that changed by itself could commit
 a checkpoint that nobody can restore.
@@ -8,14 +8,14 @@ from typing import Any, Final, Literal
 
 import msgspec
 
-from mooring_agent.core.agent.events import DURABLE, DurableEvent
+from mooring_agent.core.agent.events import EVENT_TAGS, DurableEvent
 from mooring_agent.core.errors import ErrorKind, MooringError
 from mooring_agent.core.limits import RECORD_BYTES
 from mooring_agent.core.stored import checked_json
 from mooring_agent.core.stored.checked_json import UndecodableError
 
-_VERSION: Final = 1
-_CLASSES: Final = {cls.__name__: cls for cls in DURABLE}
+_FORMAT: Final = 1
+_CLASSES: Final = {tag: cls for cls, tag in EVENT_TAGS.items()}
 
 
 class UnknownRecordError(MooringError):
@@ -26,19 +26,19 @@ class UnknownRecordError(MooringError):
 
 
 class _Record(msgspec.Struct, forbid_unknown_fields=True):
-    version: Literal[1]
+    format: Literal[1]
     event: str
     body: Any
 
 
 class _RawRecord(msgspec.Struct, forbid_unknown_fields=True):
-    version: Literal[1]
+    format: Literal[1]
     event: str
     body: msgspec.Raw
 
 
 def encode_event(event: DurableEvent) -> bytes:
-    return checked_json.encode(_Record(version=_VERSION, event=type(event).__name__, body=event))
+    return checked_json.encode(_Record(format=_FORMAT, event=EVENT_TAGS[type(event)], body=event))
 
 
 def decode_event(record: bytes) -> DurableEvent:

@@ -3,6 +3,7 @@
 The classes in `DURABLE` are journaled before they take effect and are enough to rebuild the state after a crash.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Final
 
@@ -334,25 +335,28 @@ Event = (
     | Ticked
 )
 
-DURABLE: Final[tuple[type[DurableEvent], ...]] = (
-    Announced,
-    Staged,
-    UploadCreated,
-    PartStored,
-    FileStored,
-    PackStored,
-    ManifestStored,
-    Reconciled,
-    ObjectsLost,
-    Committed,
-    Released,
-    Abandoned,
-    Shed,
-    Failed,
-    TerminationNoticed,
-    RankRegistered,
-    Exited,
-)
+EVENT_TAGS: Final[Mapping[type[DurableEvent], str]] = {
+    Announced: "announced",
+    Staged: "staged",
+    UploadCreated: "upload-created",
+    PartStored: "part-stored",
+    FileStored: "file-stored",
+    PackStored: "pack-stored",
+    ManifestStored: "manifest-stored",
+    Reconciled: "reconciled",
+    ObjectsLost: "objects-lost",
+    Committed: "committed",
+    Released: "released",
+    Abandoned: "abandoned",
+    Shed: "shed",
+    Failed: "failed",
+    TerminationNoticed: "termination-noticed",
+    RankRegistered: "rank-registered",
+    Exited: "exited",
+}
+"""Events that the journal keeps, and their tags there. A tag never changes: a journal outlives its agent."""
+
+DURABLE: Final[tuple[type[DurableEvent], ...]] = tuple(EVENT_TAGS)
 
 
 def save_of(event: DurableEvent) -> str | None:

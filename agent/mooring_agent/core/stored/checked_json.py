@@ -6,7 +6,7 @@ read, be it cut off, too large or a decoder's own trouble with it, is an Undecod
 """
 
 import re
-from typing import Any, Final, TypeVar
+from typing import Any, Final, TypeVar, get_args, get_type_hints
 from zlib import crc32
 
 import msgspec
@@ -20,6 +20,14 @@ _END_BYTES: Final = len(_END % 0)
 
 class UndecodableError(Exception):
     """What was read is not what was written, or beyond the limits. The message says why."""
+
+
+class UnknownFormatError(UndecodableError):
+    """It is whole, and of a format that this version of Mooring does not know: a newer one wrote it."""
+
+
+class _Formatted(msgspec.Struct):
+    format: int
 
 
 def encode(value: Any) -> bytes:
@@ -43,4 +51,16 @@ def decode(body: bytes, as_type: type[_Value], *, limit_bytes: int) -> _Value:
     try:
         return msgspec.json.decode(content, type=as_type)
     except (ValueError, RecursionError, OverflowError) as error:
-        raise UndecodableError(str(error)) from error
+        raise _undecodable(content, as_type, error) from error
+
+
+def _undecodable(content: bytearray, as_type: type, error: Exception) -> UndecodableError:
+    known = get_args(get_type_hints(as_type).get("format"))
+    try:
+        found = msgspec.json.decode(content, type=_Formatted).format
+    except (ValueError, RecursionError, OverflowError):
+        return UndecodableError(str(error))
+    if not known or found in known:
+        return UndecodableError(str(error))
+    reads = " and ".join(map(str, known))
+    return UnknownFormatError(f"it has format {found}, this version of Mooring reads {reads}: update Mooring")

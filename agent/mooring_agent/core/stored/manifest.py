@@ -40,7 +40,7 @@ from mooring_agent.core.model import (
     SaveInfo,
 )
 from mooring_agent.core.stored import checked_json
-from mooring_agent.core.stored.checked_json import UndecodableError
+from mooring_agent.core.stored.checked_json import UndecodableError, UnknownFormatError
 from mooring_agent.core.stored.object_layout import check_file_path, check_token
 from mooring_agent.core.stored.packs_and_parts import LARGEST_PACK_BYTES
 
@@ -122,7 +122,7 @@ def encode_manifest(manifest: RankManifest) -> bytes:
 
 
 def decode_manifest(body: bytes, key: str) -> RankManifest:
-    """Raises StoreError(CHECKPOINT_CORRUPT) that names `key`."""
+    """Raises StoreError(CHECKPOINT_CORRUPT or FORMAT_UNKNOWN) that names `key`."""
     try:
         value = checked_json.decode(body, _Manifest, limit_bytes=MANIFEST_BYTES)
         manifest = RankManifest(
@@ -180,7 +180,7 @@ def encode_marker(marker: CommitMarker) -> bytes:
 
 
 def decode_marker(body: bytes, key: str) -> CommitMarker:
-    """Raises StoreError(CHECKPOINT_CORRUPT) that names `key`."""
+    """Raises StoreError(CHECKPOINT_CORRUPT or FORMAT_UNKNOWN) that names `key`."""
     try:
         value = checked_json.decode(body, _Marker, limit_bytes=MARKER_BYTES)
         if len(value.manifests) != value.world_size or any(
@@ -252,6 +252,12 @@ def _decode_info(value: _Save) -> SaveInfo:
 
 
 def _corrupt(key: str, error: Exception) -> StoreError:
+    if isinstance(error, UnknownFormatError):
+        return StoreError(
+            ErrorKind.FORMAT_UNKNOWN,
+            f"{key} cannot be read: {error}",
+            hint="use the version that wrote it, or a newer one",
+        )
     return StoreError(
         ErrorKind.CHECKPOINT_CORRUPT,
         f"{key} is not what was written: {error}",

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, Final
 
 import grpc
+import structlog
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
@@ -20,7 +21,7 @@ from mooring_agent import __version__
 from mooring_agent.core.agent import disk_pressure, drain
 from mooring_agent.core.agent.checkpoint import Checkpoint
 from mooring_agent.core.agent.events import RankRegistered, SaveAborted, SaveBegun, SaveRequested
-from mooring_agent.core.errors import ErrorKind, MooringError, RequestError
+from mooring_agent.core.errors import ErrorKind, MooringError, RequestError, printable
 from mooring_agent.core.stored.object_layout import check_token
 from mooring_agent.ports import Clock
 from mooring_agent.runtime.api.errors import ErrorsAnswered
@@ -30,10 +31,11 @@ from mooring_agent.runtime.engine.telemetry import RefusalLog
 from mooring_agent.runtime.monitors.monitors import Monitors
 from mooring_agent.runtime.monitors.ranks import LiveRanks
 from mooring_agent.runtime.work.announcements import Announcements
-from mooring_api.names import socket_address
+from mooring_api.names import API_VERSION, socket_address
 from mooring_api.v1 import agent_pb2, agent_pb2_grpc
 
 _DEFAULT_STATUS_INTERVAL_MS = 500
+log = structlog.get_logger("mooring.api")
 
 
 class AgentService(agent_pb2_grpc.AgentServicer):
@@ -48,9 +50,19 @@ class AgentService(agent_pb2_grpc.AgentServicer):
         self._live_ranks = live_ranks
         self._monitors = monitors
         self._refusals = RefusalLog()
+        self._said_version = False
 
     async def Register(self, request: agent_pb2.RegisterRequest, context: Any) -> agent_pb2.RegisterResponse:
         await self._register(request)
+        if request.api_version not in (0, API_VERSION) and not self._said_version:
+            self._said_version = True
+            log.warning(
+                "client.other_version",
+                client=printable(request.client),
+                client_api=request.api_version,
+                agent_api=API_VERSION,
+                hint="what both know works; update the older one, see docs/compatibility.md",
+            )
         await self._monitors.look_at_ranks()
         state = self._engine.state
         newest = state.newest_committed()
@@ -59,6 +71,7 @@ class AgentService(agent_pb2_grpc.AgentServicer):
             volume=state.settings.volume,
             newest_committed=status.describe_checkpoint(newest) if newest else None,
             terminating=state.termination.noticed,
+            api_version=API_VERSION,
         )
 
     async def BeginSave(self, request: agent_pb2.BeginSaveRequest, context: Any) -> agent_pb2.BeginSaveResponse:

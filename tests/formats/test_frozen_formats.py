@@ -1,0 +1,118 @@
+"""What Mooring writes, as it was written once and for all: an upgrade meets these files, a downgrade newer ones.
+
+Each file in `frozen/` was written by the version that introduced its format and never changes. When a format changes,
+add a file, and raise the format's number: an older version then says what it met.
+"""
+
+import json
+import logging
+import re
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Final
+from zlib import crc32
+
+import pytest
+from structlog.testing import capture_logs
+
+from mooring.checkpoints.records import read_records, write_record
+from mooring_agent.adapters.records import unannounced
+from mooring_agent.adapters.volume.pinning import encode_descriptor, read_descriptor
+from mooring_agent.adapters.volume.shared_volume import open_volume
+from mooring_agent.core.agent.event_codec import UnknownRecordError, decode_event, encode_event
+from mooring_agent.core.agent.events import EVENT_TAGS
+from mooring_agent.core.errors import ErrorKind, StoreError
+from mooring_agent.core.policies.restore_choice import decode_pin, encode_pin
+from mooring_agent.core.stored.manifest import decode_manifest, decode_marker, encode_manifest, encode_marker
+from mooring_api import signal_file
+
+FROZEN: Final = Path(__file__).parent / "frozen"
+JOURNAL: Final = (FROZEN / "journal.jsonl").read_bytes().splitlines(keepends=True)
+
+AGAIN: Final[dict[str, Callable[[bytes], bytes]]] = {
+    "manifest.json": lambda body: encode_manifest(decode_manifest(body, "key")),
+    "manifest-with-packs.json": lambda body: encode_manifest(decode_manifest(body, "key")),
+    "marker.json": lambda body: encode_marker(decode_marker(body, "key")),
+    "pin.json": lambda body: encode_pin(decode_pin(body, "key")),
+    "signal": lambda body: signal_file.encode(signal_file.decode(body)),
+}
+
+
+def newer(body: bytes) -> bytes:
+    """The same, of a format that does not exist yet, with something in it that nobody knows."""
+    content = re.sub(rb'"format":\d', b'"format":9,"invented":[1]', body.rpartition(b',"crc32"')[0])
+    return content + b',"crc32":"%08x"}\n' % crc32(content)
+
+
+@pytest.mark.parametrize("name", AGAIN)
+def test_a_frozen_object_is_read_and_written_again_byte_by_byte(name: str) -> None:
+    body = (FROZEN / name).read_bytes()
+    assert AGAIN[name](body) == body
+
+
+@pytest.mark.parametrize("record", JOURNAL, ids=[json.loads(line)["event"] for line in JOURNAL])
+def test_a_frozen_journal_record_is_read_and_written_again_byte_by_byte(record: bytes) -> None:
+    assert encode_event(decode_event(record)) == record
+
+
+def test_every_event_of_the_journal_is_frozen() -> None:
+    assert sorted(json.loads(line)["event"] for line in JOURNAL) == sorted(EVENT_TAGS.values())
+
+
+def test_a_frozen_record_is_read_by_client_and_agent_and_written_again(tmp_path: Path) -> None:
+    records = tmp_path / ".mooring" / "records"
+    records.mkdir(parents=True)
+    body = (FROZEN / "checkpoint-7.json").read_bytes()
+    (records / "checkpoint-7.json").write_bytes(body)
+    (record,) = read_records(records)
+    write_record(records, record)
+    assert (records / "checkpoint-7.json").read_bytes() == body
+
+    (tmp_path / "out" / "checkpoint-7" / "model").mkdir(parents=True)
+    (tmp_path / "out" / "checkpoint-7" / "model" / "weights.pt").write_bytes(bytes(12))
+    with capture_logs() as log:
+        # An agent has it already, so there is nothing to take up; and nothing to complain of.
+        assert (list(unannounced(tmp_path, tmp_path / "checkpoints", known=())), log) == ([], [])
+
+
+def test_a_frozen_staged_descriptor_is_read_and_written_again(tmp_path: Path) -> None:
+    shutil.copy(FROZEN / "rank-00001.json", tmp_path)
+    (tmp_path / "rank-00001" / "model").mkdir(parents=True)
+    (tmp_path / "rank-00001" / "model" / "weights.pt").write_bytes(bytes(12))
+    with open_volume(tmp_path) as root:
+        descriptor, files = read_descriptor(root, "rank-00001")
+    assert encode_descriptor(descriptor, files) == (FROZEN / "rank-00001.json").read_bytes()
+
+
+@pytest.mark.parametrize("name", ["manifest.json", "manifest-with-packs.json", "marker.json"])
+def test_an_object_of_a_newer_version_is_no_damage_and_says_to_update(name: str) -> None:
+    decode = decode_marker if name == "marker.json" else decode_manifest
+    with pytest.raises(StoreError, match="it has format 9") as raised:
+        decode(newer((FROZEN / name).read_bytes()), "key")
+    assert raised.value.kind is ErrorKind.FORMAT_UNKNOWN
+    assert "update Mooring" in str(raised.value)
+
+
+def test_a_pin_of_a_newer_version_is_refused_and_says_to_update() -> None:
+    with pytest.raises(StoreError, match=r"it has format 9.*update Mooring"):
+        decode_pin(newer((FROZEN / "pin.json").read_bytes()), "key")
+
+
+@pytest.mark.parametrize("record", JOURNAL, ids=[json.loads(line)["event"] for line in JOURNAL])
+def test_a_journal_record_of_a_newer_version_is_refused(record: bytes) -> None:
+    with pytest.raises(UnknownRecordError, match=r"it has format 9.*update Mooring"):
+        decode_event(newer(record))
+
+
+def test_a_record_of_a_newer_version_is_skipped_and_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.WARNING, "mooring")
+    body = (FROZEN / "checkpoint-7.json").read_bytes().replace(b'"format": 1', b'"format": 2')
+    (tmp_path / "checkpoint-7.json").write_bytes(body)
+    assert list(read_records(tmp_path)) == []
+    assert "it has format 2" in caplog.text
+
+
+def test_a_signal_file_of_a_newer_version_asks_for_nothing() -> None:
+    body = (FROZEN / "signal").read_bytes()
+    assert signal_file.decode(body[:4] + (2).to_bytes(4, "little") + body[8:]) == signal_file.SaveSignal()
