@@ -176,7 +176,7 @@ def test_nobody_lives_on_a_new_volume(tmp_path: Path) -> None:
     assert RankLocks(tmp_path).live_ranks() == frozenset()
 
 
-def test_a_mapped_doorbell_shows_every_ring_and_the_count_survives_a_restart(tmp_path: Path) -> None:
+def test_a_mapped_signal_file_shows_every_request_and_the_count_survives_a_restart(tmp_path: Path) -> None:
     path = tmp_path / ".mooring" / "signal"
     assert SignalFile(tmp_path).current() == SaveSignal()
     assert SignalFile(tmp_path).request(deadline_unix=0.0, terminating=False) == 1
@@ -190,7 +190,7 @@ def test_a_mapped_doorbell_shows_every_ring_and_the_count_survives_a_restart(tmp
 
 
 @pytest.mark.parametrize("content", [b"", b"garbage", b"x" * 64, b"y" * 100])
-def test_a_spoilt_doorbell_is_mended_in_place(tmp_path: Path, content: bytes) -> None:
+def test_a_spoilt_signal_file_is_mended_in_place(tmp_path: Path, content: bytes) -> None:
     path = tmp_path / ".mooring" / "signal"
     path.parent.mkdir()
     path.write_bytes(content)
@@ -212,7 +212,7 @@ def test_a_new_pod_takes_back_the_old_ones_notice_without_ringing(tmp_path: Path
     assert signals.current() == SaveSignal(number=number)
 
 
-def test_a_doorbell_that_cannot_be_rung_is_the_volumes_error(tmp_path: Path) -> None:
+def test_a_signal_file_that_cannot_be_written_is_the_volumes_error(tmp_path: Path) -> None:
     (tmp_path / ".mooring").touch()
     with pytest.raises(VolumeError):
         SignalFile(tmp_path).request(deadline_unix=0.0, terminating=False)

@@ -106,7 +106,7 @@ def test_a_handler_installed_later_is_left_in_place(make: Make) -> None:
     assert callable(before)
 
 
-def test_outside_the_main_thread_the_doorbell_alone_is_watched(
+def test_outside_the_main_thread_the_signal_file_alone_is_watched(
     make: Make, signal_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     request_save(signal_path, 0)

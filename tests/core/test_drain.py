@@ -253,7 +253,7 @@ def test_a_just_in_time_save_that_will_not_fit_takes_nothing_off_the_wire() -> N
     assert play.tick() == ()
 
 
-def test_the_earliest_deadline_counts_and_the_doorbell_rings_when_it_moves() -> None:
+def test_the_earliest_deadline_counts_and_a_save_is_requested_when_it_moves() -> None:
     play = Play()
     first = _notice(play, grace_seconds=100)
     later = _notice(play, grace_seconds=200)

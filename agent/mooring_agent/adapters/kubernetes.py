@@ -96,6 +96,8 @@ class ApiServer:
         if self._session is not None:
             await self._session.close()
             self._session = None
+            # Its transports close at the loop's next turn, and this one may be the last.
+            await asyncio.sleep(0)
 
     async def _connected(self) -> aiohttp.ClientSession:
         if self._session is None:
