@@ -1,4 +1,4 @@
-"""`mooring` on the command line. Says what to install when only the trainer's side is here."""
+"""The `mooring` command. Says what to install if the agent's packages are missing."""
 
 import contextlib
 import os
@@ -16,11 +16,11 @@ _PACKAGES: Final = frozenset(
     | {"grpc_health", "grpc_reflection", "h11", "msgspec", "prometheus_client", "psutil", "rich"}
     | {"structlog", "typing_extensions", "uvloop", "watchdog"}
 )
-"""What those extras install, as it is imported."""
+"""The import names of what those extras install."""
 
 
 def main() -> None:
-    # Process 1 of a container never sees a signal that it has no handler for. Some commands replace this one.
+    # Process 1 of a container ignores signals that it has no handler for. Some commands replace this handler.
     signal.signal(signal.SIGTERM, _leave_at_once)
     try:
         from mooring_agent.cli import cli
@@ -28,9 +28,9 @@ def main() -> None:
         cli(prog_name="mooring")
     except ModuleNotFoundError as error:
         if not _is_missing_package(error.name or ""):
-            # A mistake of ours, or a broken installation: its traceback says more.
+            # A bug of ours, or a broken installation: the traceback says more.
             raise
-        # Also of one command: click alone is in many a trainer's image. Nothing of ours may be there to say it with.
+        # Caught for each command too: many trainer images have click alone. Our own error printing may be missing.
         sys.stderr.write(f"error: {error}\nhint: {_HINT}\n")
         sys.exit(2)
     except SystemExit as leaving:
@@ -39,18 +39,18 @@ def main() -> None:
 
 
 def _leave_at_once(number: int, frame: FrameType | None) -> None:
-    """As after a SIGKILL, whatever hangs: the next start cleans up what was half-done, and joins no thread."""
+    """Exit without joining threads, which may hang. As after a SIGKILL, the next start cleans up."""
     os._exit(128 + number)
 
 
 def _is_missing_package(name: str) -> bool:
-    """Whether a package of those is not there at all; a part that one lacks is another matter."""
+    """Whether one of `_PACKAGES` is missing as a whole, rather than a module within it."""
     root = name.partition(".")[0]
     return name in _PACKAGES or (root in _PACKAGES and sys.modules.get(root) is None)
 
 
 def _end_beside_store_threads(leaving: SystemExit) -> None:
-    """The interpreter's end would join a thread that hangs in a dead mount, and so never come."""
+    """Exit at once if store threads are left: the interpreter would join them, and one may hang in a dead mount."""
     if any(thread.name.startswith("mooring-store") for thread in threading.enumerate()):
         with contextlib.suppress(OSError):
             sys.stdout.flush()

@@ -1,7 +1,7 @@
 """Reads the settings from flags, environment and a TOML file, once, and reports every mistake together.
 
-What a setting is called in each is in `core.settings.table`. Flags beat the environment, the environment beats the
-file, and the file beats what others' variables say.
+`core.settings.table` has each setting's name in each source. Flags beat the environment, the environment beats the
+file, and the file beats other programs' variables.
 """
 
 import difflib
@@ -20,7 +20,7 @@ from mooring_agent.core.settings.values import Settings, StoreSettings
 _SERVICE_VARIABLE: Final = re.compile(
     r"MOORING(_\w+)?_(SERVICE_HOST|SERVICE_PORT(_\w+)?|PORT(_\d+_(TCP|UDP|SCTP)(_\w+)?)?)"
 )
-# All begin alike.
+# Higher than difflib's default, because all names begin with MOORING_.
 _SIMILAR_VARIABLES: Final = 0.85
 
 
@@ -31,8 +31,11 @@ def load_settings(
     file: Path | None = None,
     defaults: Mapping[str, Any] = MappingProxyType({}),
 ) -> Settings:
-    """`flags` by setting name; None there means not given. `defaults`, by name, of this command instead of the
-    settings' own. Raises ConfigurationError."""
+    """Load the settings.
+
+    `flags` are by setting name; None means not given. `defaults`, also by name, are the command's own and replace those
+    of the settings. Raises ConfigurationError.
+    """
     problems: list[str] = []
     from_file = _read_file(file, problems) if file else {}
     said: list[RawSetting] = []
@@ -54,13 +57,13 @@ def load_settings(
     values = with_paths(_from_here(values))
     problems += setting_problems(values)
     if problems:
-        # One of them may be why something is missing.
+        # A mistyped variable may be why a setting is missing.
         raise ConfigurationError([*problems, *unknown_variables(environment)])
     return build_settings(values)
 
 
 def load_store_settings(*, flags: Mapping[str, Any], environment: Mapping[str, str]) -> StoreSettings:
-    """For commands that talk to a destination and are no agent: what else is set is neither read nor checked.
+    """Load the settings of the store alone, for commands that need no agent. Other settings are not read or checked.
 
     Raises ConfigurationError.
     """
@@ -68,7 +71,7 @@ def load_store_settings(*, flags: Mapping[str, Any], environment: Mapping[str, s
         name for one in setting_fields(StoreSettings, "store") for name in (one.environment, *one.foreign_variables)
     }
     heard = {name: value for name, value in environment.items() if name in names}
-    # All that must be said besides; nobody looks at it here.
+    # The only other required setting; its value is not used.
     return load_settings(flags={**flags, "volume": "/volume"}, environment=heard).store
 
 
@@ -95,15 +98,15 @@ def _report_unknown(left: Mapping[str, Any], file: Path | None, problems: list[s
 
 
 def _from_here(values: Mapping[str, Any]) -> dict[str, Any]:
-    """What is relative is meant from the working directory, which the core does not know."""
+    """Make paths absolute from the working directory, which the core does not know."""
     paths = ("volume", "checkpoint_directory", "state_directory") if values.get("volume") else ()
     return {**values, **{name: str(Path(values[name]).absolute()) for name in paths if values.get(name)}}
 
 
 def unknown_variables(environment: Mapping[str, str]) -> Iterator[str]:
-    """What to say of variables that look like ours and are not, a mistyped one perhaps.
+    """Yield a message for each variable that looks like a setting and is none; it may be mistyped.
 
-    No mistake by itself: in Kubernetes every service called mooring-something sets variables in all pods.
+    Such a variable is no error: in Kubernetes every Service called mooring-something sets variables in all pods.
     """
     known = [setting.environment for setting in setting_fields()]
     for name in sorted(environment):

@@ -1,7 +1,7 @@
 """Examines a destination and says in plain words what is right and what is wrong with it.
 
-Owns the questions; asks them of a real store, below `.mooring/probe/`, and removes what it wrote. Invariants: every
-operation is bounded; a failed question never hides the next ones, unless the store cannot be reached at all.
+Runs its checks on the real store, below `.mooring/probe/`, and removes what it wrote. Invariants: every operation is
+bounded. A failed check does not hide the next ones, unless the store cannot be reached or written at all.
 """
 
 import asyncio
@@ -31,7 +31,7 @@ OPERATION_SECONDS: Final = 60.0
 _PART_BYTES: Final = 8 * MIB
 _PARTS: Final = 4
 _MOST_SKEW_SECONDS: Final = 300.0
-"""Stores refuse signatures at 15 minutes; ages of objects are compared with our clock long before that."""
+"""Stores refuse signatures that are 15 minutes off. A smaller skew matters too: it distorts the ages of objects."""
 _SLOW_BYTES_PER_SECOND: Final = 10 * MIB
 _UNREACHED: Final = frozenset(
     {ErrorKind.UNREACHABLE, ErrorKind.TIMED_OUT, ErrorKind.BUCKET_MISSING, ErrorKind.BAD_CONFIGURATION}
@@ -46,7 +46,7 @@ class Verdict(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Finding:
-    """One question and its answer; `hint` is what the user can do about it."""
+    """One check and its result; `hint` is what the user can do about it."""
 
     name: str
     verdict: Verdict
@@ -55,7 +55,7 @@ class Finding:
 
 
 async def examine(settings: StoreSettings) -> AsyncIterator[Finding]:
-    """Findings as they come. Nothing is raised for what is wrong with the destination: that is a finding."""
+    """Yield findings as they come. What is wrong with the destination is a finding, never an exception."""
     if limit := cpu_limit():
         hint = "a drain is no faster, whatever the network: in a pod mooring.dev/cpu raises it"
         yield Finding(name="cpu", verdict=Verdict.OK, detail=str(limit), hint=hint)
@@ -144,7 +144,7 @@ async def _examine_guarantees(store: ObjectStore) -> AsyncIterator[Finding]:
 
 
 async def _examine_transfer(store: ObjectStore, key: str) -> AsyncIterator[Finding]:
-    """Multipart, and how fast bytes go up and come back."""
+    """Check multipart uploads, and measure how fast bytes are uploaded and downloaded."""
     with tempfile.TemporaryDirectory(prefix="mooring-doctor-") as directory:
         source, target = Path(directory, "up"), Path(directory, "down")
         parts = await asyncio.to_thread(_make_parts, source)
@@ -225,7 +225,7 @@ async def _download(store: ObjectStore, key: str, parts: list[tuple[Region, int]
 
 
 async def _timed(call: Callable[[], Awaitable[None]]) -> float:
-    """Seconds it took; the first error of a group as itself."""
+    """Return the seconds that the call took. Raises the first error of an exception group instead of the group."""
     start = time.monotonic()
     try:
         await _bounded(call())

@@ -1,6 +1,7 @@
-"""What the runtime needs of the outside world, as Protocols. Each has one real adapter per world and one fake.
+"""What the runtime needs from the outside world, as Protocols. Each has one real adapter per environment and one fake.
 
-Contracts are in prose here and as one conformance suite in `tests/adapters`, run on the fake and on the real thing.
+The contracts are written here in prose, and in `tests/adapters` as one conformance suite that runs on the fakes and on
+the real adapters.
 """
 
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
@@ -16,7 +17,7 @@ from mooring_agent.core.model import RankManifest, Region, StagedFile
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ObjectInfo:
-    """An object as a listing or a HEAD shows it. `modified_at` is unix seconds by the store's clock."""
+    """An object as a listing or a HEAD request shows it. `modified_at` is unix seconds by the store's clock."""
 
     key: str
     size_bytes: int
@@ -35,7 +36,7 @@ class UploadInfo:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PartInfo:
-    """A part the store holds of a multipart upload."""
+    """A part of a multipart upload that the store holds."""
 
     number: int
     size_bytes: int
@@ -44,10 +45,10 @@ class PartInfo:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoreCapabilities:
-    """What a probe found the store to really do.
+    """What the store really does, as a probe found it.
 
-    `conditional_put`: `put(…, if_absent=True)` refuses when the key exists.
-    `integrity`: the cheapest check the store really enforces: crc64nvme, crc32c, sha256, or none.
+    `conditional_put`: `put(…, if_absent=True)` refuses if the key exists.
+    `integrity`: the cheapest check that the store really enforces: crc64nvme, crc32c, sha256, or none.
     """
 
     conditional_put: bool
@@ -59,57 +60,58 @@ class ObjectStore(Protocol):
 
     - Every method raises StoreError only; a missing key is NOT_FOUND, a missing bucket BUCKET_MISSING.
     - Every call is bounded by the store's own time-outs and may be cancelled at any point.
-    - No method retries: retry policy is the core's (uploads) or `retrying_store`'s (people waiting).
-    - After an error the write may still land, now or later; repeating it with the same bytes is harmless.
+    - No method retries: retry policy belongs to the core (uploads) or to `retrying_store` (people waiting).
+    - A write that ended in an error may still take effect, at once or later. Repeating it with the same bytes is
+      harmless.
     - Reads and listings see every write that was acknowledged before they began.
     """
 
     capabilities: StoreCapabilities
 
     async def probe(self) -> StoreCapabilities:
-        """Try out what the store enforces, below `.mooring/probe/`, clean up, and set `capabilities`."""
+        """Test what the store enforces, below `.mooring/probe/`; then clean up and set `capabilities`."""
 
     async def put(self, key: str, body: bytes, *, if_absent: bool = False) -> str:
-        """Write a small object whole; returns its ETag. With `if_absent` and a key that exists: ALREADY_EXISTS.
+        """Write a small object whole; returns its ETag. ALREADY_EXISTS with `if_absent` if the key exists.
 
-        Where `capabilities.conditional_put` is false, `if_absent` is not sent and the object is simply written.
+        If `capabilities.conditional_put` is false, `if_absent` is not sent, and the object is written in any case.
         """
 
     async def put_region(self, key: str, region: Region, checksum: int) -> str:
         """Write a file's bytes as one object; returns its ETag. FILE_CHANGED if they are not what `checksum` covers."""
 
     async def put_bytes(self, key: str, body: bytearray, checksum: int) -> str:
-        """As `put_region`, for bytes in memory, which stay as they are and have this CRC64NVME; returns the ETag."""
+        """As `put_region`, for bytes in memory that have this CRC64NVME and do not change; returns the ETag."""
 
     async def create_upload(self, key: str) -> str:
         """Begin a multipart upload; returns its id."""
 
     async def put_part(self, key: str, upload_id: str, number: int, region: Region, checksum: int) -> str:
-        """Send one part (number from 1); returns its ETag. UPLOAD_LOST if the store no longer knows the upload."""
+        """Send one part (`number` from 1); returns its ETag. UPLOAD_LOST if the store no longer knows the upload."""
 
     async def list_parts(self, key: str, upload_id: str) -> Sequence[PartInfo]:
-        """Parts the store holds, by number. UPLOAD_LOST if it no longer knows the upload."""
+        """Return the parts that the store holds, by number. UPLOAD_LOST if it no longer knows the upload."""
 
     async def complete_upload(self, key: str, upload_id: str, etags: Sequence[str]) -> str:
-        """Make the object of parts 1…n; returns its ETag. UPLOAD_LOST if it was completed or aborted before.
+        """Assemble the object from parts 1…n; returns its ETag. UPLOAD_LOST if it was completed or aborted before.
 
-        Some stores (rclone) show another ETag in `head` and `list`: compare those with each other, not with this one.
-        The parts are consecutive regions of one file.
+        The parts are consecutive regions of one file. Some stores (rclone) show another ETag in `head` and `list`:
+        compare those with each other, not with this one.
         """
 
     async def abort_upload(self, key: str, upload_id: str) -> None:
-        """Forget a multipart upload and free its parts; one that is gone already is fine."""
+        """Abort a multipart upload and free its parts. One that does not exist is fine."""
 
     def list_uploads(self, prefix: str) -> AsyncIterator[UploadInfo]:
-        """Multipart uploads in progress for keys that begin with `prefix`."""
+        """Yield the multipart uploads in progress for keys that begin with `prefix`."""
 
     async def head(self, key: str) -> ObjectInfo:
-        """What is stored under `key`."""
+        """Return what is stored under `key`."""
 
     async def get(self, key: str, *, limit_bytes: int, fresh: bool = False) -> bytes:
-        """A small object whole; REQUEST_REFUSED if it is larger than `limit_bytes`.
+        """Return a small object whole. REQUEST_REFUSED if it is larger than `limit_bytes`.
 
-        `fresh`: over a new connection, where there are any: the last answer made no sense.
+        `fresh`: use a new connection, if the store uses any, because the last answer made no sense.
         """
 
     async def get_into(self, key: str, *, offset_bytes: int, size_bytes: int, etag: str, descriptor: int) -> int:
@@ -119,34 +121,34 @@ class ObjectStore(Protocol):
         """
 
     def list(self, prefix: str) -> AsyncIterator[ObjectInfo]:
-        """Every object whose key begins with `prefix`, once, in the store's own order."""
+        """Yield every object whose key begins with `prefix` once, in the store's own order."""
 
     async def delete(self, key: str) -> None:
-        """Remove an object; one that is gone already is fine."""
+        """Remove an object. One that does not exist is fine."""
 
     async def close(self) -> None:
-        """Release connections; idempotent."""
+        """Release connections. Idempotent."""
 
 
 class Journal(Protocol):
-    """The agent's durable log of opaque, ordered records; what was appended survives a SIGKILL and a power cut.
+    """The agent's durable log of opaque, ordered records. Appended records survive a SIGKILL and a power cut.
 
     All methods block: call them off the event loop.
     """
 
     def append(self, records: Sequence[bytes]) -> None:
-        """Durable when it returns, all or none."""
+        """Append all records or none. They are durable when this returns."""
 
     def replay(self) -> Iterable[bytes]:
-        """All records, oldest first; none where a full volume has no room for a new journal."""
+        """Return all records, oldest first; none if a full volume has no room for a new journal."""
 
     def rewrite(self, records: Sequence[bytes]) -> None:
-        """Replace everything, atomically: compaction."""
+        """Replace all records atomically, for compaction."""
 
     def set_aside(self) -> None:
-        """Begin anew; what was there cannot be trusted, and is kept under another name.
+        """Keep the journal, which cannot be trusted, under another name, and begin a new one.
 
-        Where a full volume has no room for the new journal, the first `append` that finds room makes it.
+        If a full volume has no room for the new journal, the first `append` that finds room creates it.
         """
 
     def close(self) -> None: ...
@@ -154,10 +156,10 @@ class Journal(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StagedDescriptor:
-    """What is stored beside the pins of a rank, so that a rescan can rebuild what the journal knew.
+    """What is stored beside the pins of a rank, so that `scan` can rebuild what the journal knew.
 
-    `announcements`: the records of what was announced, which mean nothing to a staging area. The sizes are those of
-    `Staged`; 0 where an older version told none.
+    `announcements` are the records of what was announced, which are opaque to a staging area. The sizes are those of
+    `Staged`; 0 if an older version recorded none.
     """
 
     announcements: Annotated[
@@ -170,11 +172,11 @@ class StagedDescriptor:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageRequest:
-    """What to pin: `files` (relative to `source`) or, when empty, everything below it.
+    """What to pin: `files` (relative to `source`) or, if empty, everything below `source`.
 
-    `private`: copy or reflink instead of hard links, because this trainer rewrites files in place; and so for a file
-    with one of `rewritten_inodes`. `signatures`: `content_signature` must still say one of these, if there are any.
-    `descriptor` is stored beside the links.
+    `private`: copy or reflink instead of hard links, because this trainer rewrites files in place. The same holds for a
+    file with one of `rewritten_inodes`. `signatures`: if there are any, `content_signature` must still return one of
+    them. `descriptor` is stored beside the links.
     """
 
     save: str
@@ -194,31 +196,32 @@ class StagingArea(Protocol):
     """
 
     def make_durable(self, source: str, files: Sequence[str]) -> None:
-        """The announced files, `files` as in StageRequest, are on disk: what is staged after a power cut is whole.
+        """Write the announced files to disk, so that what is staged after a power cut is whole.
 
-        DISK_FULL or VOLUME_UNUSABLE when they cannot be. What is missing or may not be staged is left to `stage`.
+        `files` are as in StageRequest. DISK_FULL or VOLUME_UNUSABLE if this fails. Files that are missing or may not be
+        staged are no error here: `stage` reports them.
         """
 
     def stage(self, request: StageRequest) -> tuple[StagedFile, ...]:
-        """Pin the files durably; all or nothing; idempotent for the same save and rank."""
+        """Pin the files durably, all or none. Idempotent for the same save and rank."""
 
     def check(self, save: str, rank: int, files: Sequence[StagedFile]) -> None:
-        """FILE_MISSING or FILE_CHANGED if the pinned files are not what they were."""
+        """Raise FILE_MISSING or FILE_CHANGED if the pinned files are not what they were."""
 
     def check_sent(self, manifest: RankManifest, files: Sequence[StagedFile], *, may_read: Callable[[], bool]) -> None:
-        """As `check`, when all was sent: FILE_CHANGED also if bytes are not those of the manifest's checksums.
+        """As `check`, after all files were sent: FILE_CHANGED also if bytes do not have the manifest's checksums.
 
-        Reads again what may have been written to without a trace; `files` are the manifest's, in its order. `may_read`
-        is asked before each part, from any thread: the first time that it says no, the reading ends.
+        Reads again the files that may have been written to without a trace. `files` are the manifest's, in its order.
+        `may_read` is called before each part, from any thread; reading ends the first time that it returns False.
         """
 
     def release(self, save: str) -> None:
-        """Drop every pin of a save; one that is gone already is fine."""
+        """Drop every pin of a save. A save without pins is fine."""
 
     def scan(self) -> Iterable[tuple[StagedDescriptor, tuple[StagedFile, ...]]]:
-        """(descriptor, files) of everything staged: the way back when the journal is lost.
+        """Return (descriptor, files) of everything staged, for recovery when the journal is lost.
 
-        The trainer can write a descriptor. What is beyond the limits, or whose pins have other sizes, is left out.
+        The trainer can write descriptors, so one that is beyond the limits or whose pins have other sizes is left out.
         """
 
 
@@ -226,7 +229,7 @@ class StagingArea(Protocol):
 class DiskReading:
     """How full the volume is.
 
-    `used_bytes` as kubelet counts it: blocks x 512, hard links once. The other two are of its whole filesystem.
+    `used_bytes` is counted as kubelet does: blocks x 512, hard links once. The other two are of the whole filesystem.
     """
 
     used_bytes: int
@@ -235,18 +238,18 @@ class DiskReading:
 
 
 class Clock(Protocol):
-    """Time, so that tests can own it."""
+    """Tells the time, so that tests can control it."""
 
     def now(self) -> float:
-        """Unix seconds; never goes back nor jumps, so it may differ from a wall clock that was set meanwhile."""
+        """Return unix seconds. They never go back or jump, so they may differ from a wall clock that was set."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Notice:
     """A cloud is about to take this machine away.
 
-    `key` is the same as long as it means the same end. Nothing ends before `left_seconds` have passed since the look
-    that found it: a span and no moment, as this machine's clock may be wrong and be set right meanwhile.
+    `key` stays the same for the same end. Nothing ends before `left_seconds` have passed since the look that found the
+    notice. It is a duration and not a point in time, because this machine's clock may be wrong and may be corrected.
     """
 
     key: str
@@ -255,29 +258,29 @@ class Notice:
 
 
 class PreemptionSource(Protocol):
-    """What one cloud says of the end of the machine we are on.
+    """What one cloud says about the end of the machine that the agent runs on.
 
     - `look` raises NoticesError only; every call is bounded and may be cancelled at any point.
-    - A notice stands in every `look` until it is over or taken back, and there is none for other machines.
-    - What does not end the machine, a live migration for one, is no notice.
+    - Every `look` returns a notice until it is over or withdrawn. There are none for other machines.
+    - An event that does not end the machine, such as a live migration, is no notice.
     """
 
     cloud: str
     pause_seconds: float
-    """To be waited between two looks: at least a second, or what the cloud asks for."""
+    """The pause between two looks: at least a second, or what the cloud asks for."""
 
     async def answers(self) -> bool:
-        """Whether this is the cloud we are in."""
+        """Whether the agent runs in this cloud."""
 
     async def look(self) -> Sequence[Notice]:
-        """All notices that stand. The first look answers at once; a later one may wait for news, a minute or so."""
+        """Return all current notices. The first look returns at once; a later one may wait about a minute for news."""
 
     async def close(self) -> None:
-        """Release connections; idempotent."""
+        """Release connections. Idempotent."""
 
 
 class EventType(StrEnum):
-    """As Kubernetes has them."""
+    """The types of Kubernetes events."""
 
     NORMAL = "Normal"
     WARNING = "Warning"
@@ -294,16 +297,17 @@ class PodEvent:
 
 
 class Cluster(Protocol):
-    """The pod we run in, as Kubernetes shows it to people.
+    """The agent's pod, as Kubernetes shows it to people.
 
-    Both raise ClusterError only; ACCESS_DENIED: the service account may not. Calls are bounded and may be cancelled.
+    `tell` and `annotate` raise ClusterError only; ACCESS_DENIED: the service account lacks the permission. Calls are
+    bounded and may be cancelled.
     """
 
     async def tell(self, event: PodEvent) -> None:
-        """Add an Event to the pod's."""
+        """Add an Event to the pod."""
 
     async def annotate(self, key: str, value: str) -> None:
-        """Set one annotation of the pod; what else it has stays."""
+        """Set one annotation of the pod; its others stay."""
 
     async def close(self) -> None:
-        """Release connections; idempotent."""
+        """Release connections. Idempotent."""

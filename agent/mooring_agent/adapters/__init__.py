@@ -1,1 +1,1 @@
-"""The outside world behind the ports: object stores, the volume, the journal. Third-party exceptions stop here."""
+"""Implements the ports: object stores, the volume, the journal. Third-party exceptions stop here."""

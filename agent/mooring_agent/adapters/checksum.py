@@ -1,7 +1,7 @@
 """Checksums of bytes and of file regions.
 
-Owns which function computes what; callers decide which thread. CRC64NVME is what manifests carry; the others exist
-because some stores check only those. All functions block and release the GIL.
+Manifests carry CRC64NVME. The other checksums exist because some stores check only those. All functions block and
+release the GIL; callers choose the thread.
 """
 
 import hashlib
@@ -17,18 +17,18 @@ if TYPE_CHECKING:
     from typing_extensions import Buffer
 
 CHUNK_BYTES: Final = 512 * 1024
-"""Small enough that a core's cache still holds what was read when it is summed up, large enough that the threads which
-do so seldom wait for the interpreter's lock."""
+"""Small enough to be still in a core's cache when its checksum is computed, large enough that the threads which do so
+seldom wait for the interpreter's lock."""
 
 _AT_ONCE: Final = 4
 _buffers: Final[LifoQueue[memoryview]] = LifoQueue()
-"""For as many as a store has threads. More, for those that stage, would be no faster, and the buffers stay for good, as
-new ones cost as much as copying into them. A mapping takes memory once it is used."""
+"""One buffer for each thread of a store. More, for the threads that stage, would be no faster. Buffers are kept for
+good, because a new one costs as much as copying into it. A mapping takes memory only once it is used."""
 for _ in range(_AT_ONCE):
     _buffers.put(memoryview(mmap.mmap(-1, CHUNK_BYTES)))
 
 
-# awscrt is imported where it is used: an agent serves before it opens its store, which needs it.
+# awscrt is imported where it is used, because an agent serves before it opens its store, which needs awscrt.
 def crc64nvme(data: "Buffer", previous: int = 0) -> int:
     from awscrt import checksums
 
@@ -42,7 +42,7 @@ def crc32c(data: "Buffer", previous: int = 0) -> int:
 
 
 def region_checksum(region: Region) -> int:
-    """CRC64NVME of a region. FILE_CHANGED or FILE_MISSING if the file is not what was staged, before or after."""
+    """CRC64NVME of a region. Raises FILE_CHANGED or FILE_MISSING if, before or after, it is not what was staged."""
     value = 0
 
     def update(data: memoryview) -> None:
@@ -54,12 +54,12 @@ def region_checksum(region: Region) -> int:
 
 
 def check_region(region: Region, checksum: int) -> None:
-    """FILE_CHANGED unless the region's CRC64NVME still is `checksum`. Errors as `region_checksum`."""
+    """Raise FILE_CHANGED unless the region's CRC64NVME still is `checksum`. Other errors as `region_checksum`."""
     require_checksum(region, region_checksum(region), checksum)
 
 
 def require_checksum(region: Region, found: int, expected: int) -> None:
-    """FILE_CHANGED unless both are the same."""
+    """Raise FILE_CHANGED unless both checksums are the same."""
     if found != expected:
         end = region.offset_bytes + region.size_bytes
         raise file_changed(
@@ -68,9 +68,9 @@ def require_checksum(region: Region, found: int, expected: int) -> None:
 
 
 def region_crc32c(region: Region, checksum: int) -> int:
-    """CRC32C of a region, for stores that check only this one, of the very bytes whose CRC64NVME is `checksum`.
+    """CRC32C of a region, for stores that check only this one. Errors as `check_region`.
 
-    Errors as `check_region`.
+    Computed in the same reading that verifies the CRC64NVME `checksum`, so both are of the same bytes.
     """
     found = value = 0
 
@@ -91,7 +91,7 @@ def region_sha256(region: Region) -> str:
 
 
 def region_md5(region: Region) -> str:
-    """MD5 of a region as hexadecimal: how most stores name a part, so that a part sent before a crash is recognised."""
+    """MD5 of a region as hexadecimal: most stores' ETag of a part, which identifies a part sent before a crash."""
     digest = hashlib.md5(usedforsecurity=False)
     _read(region, digest.update)
     return digest.hexdigest()

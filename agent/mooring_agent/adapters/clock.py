@@ -1,10 +1,10 @@
-"""The agent's line of time: unix seconds that only ever go forward, one second per second.
+"""The agent's clock: unix seconds that never jump or go back.
 
-The wall clock is read once, when the agent starts; from there on the monotonic clock counts. So a clock that is set
-right while the agent runs (NTP after a boot, a resumed machine) makes no retry wait for hours, no deadline pass early
-and no rate absurd. What it costs: times in the journal, the status and the manifests are off by what the wall clock
-was off at the start. Nothing that must be right depends on that: graces and clouds' notices come in as seconds, not as
-moments.
+The wall clock is read once, when the agent starts; after that the monotonic clock counts. So if the wall clock is
+corrected while the agent runs (NTP after a boot, a resumed machine), no retry waits for hours, no deadline passes early
+and no rate becomes absurd. The cost is that times in the journal, the status and the manifests keep the wall clock's
+error at the start. Nothing critical depends on them: grace periods and clouds' notices arrive as durations in seconds,
+not as points in time.
 """
 
 import time

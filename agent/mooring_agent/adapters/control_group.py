@@ -1,4 +1,4 @@
-"""How much CPU and memory this process is allowed by its control groups, and the upload rate that follows."""
+"""Reads how much CPU and memory the control groups allow this process, and derives the upload rate from it."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -12,18 +12,18 @@ _GB: Final = 1e9
 _CONTROL_GROUPS: Final = Path("/sys/fs/cgroup")
 _OURS: Final = Path("/proc/self/cgroup")
 _NO_LIMIT_FROM_BYTES: Final = 2**60
-"""The first version of the interface says a number near 2^63 for none."""
+"""Version 1 of the interface reports a number near 2^63 for no limit."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CpuLimit:
-    """Seconds of CPU that may be used in a second."""
+    """Seconds of CPU time that may be used per second."""
 
     cpus: float
 
     @property
     def upload_bytes_per_second(self) -> float:
-        """The most over TLS, which costs more than all else together."""
+        """The highest upload rate over TLS, which costs more CPU than everything else together."""
         return self.cpus / _TLS_CPU_SECONDS_PER_GB * _GB
 
     def __str__(self) -> str:
@@ -32,7 +32,7 @@ class CpuLimit:
 
 
 def cpu_limit(*, ours: Path = _OURS, control_groups: Path = _CONTROL_GROUPS) -> CpuLimit | None:
-    """The tightest one on the way from our own group to the root; None where there is none, or nobody says it."""
+    """Return the lowest CPU limit from our own group up to the root; None if there is none or it cannot be read."""
     groups = _groups("cpu", ours, control_groups)
     limits = [limit for group in groups if (limit := _cpus_of(group)) is not None]
     return CpuLimit(cpus=min(limits)) if limits else None
@@ -40,15 +40,17 @@ def cpu_limit(*, ours: Path = _OURS, control_groups: Path = _CONTROL_GROUPS) -> 
 
 @cache
 def memory_limit_bytes(*, ours: Path = _OURS, control_groups: Path = _CONTROL_GROUPS) -> int | None:
-    """As `cpu_limit`, for memory; read once, for a process keeps its limit."""
+    """As `cpu_limit`, for memory. Read once, because a process keeps its limit."""
     groups = _groups("memory", ours, control_groups)
     limits = [limit for group in groups if (limit := _memory_of(group)) is not None]
     return min(limits, default=None)
 
 
 def _groups(controller: str, ours: Path, control_groups: Path) -> Iterator[Path]:
-    """Our own group and those above it, in both versions of the kernel's interface. Some may not be there: a container
-    sees its own as the root."""
+    """Yield our own group and those above it, in both versions of the kernel's interface.
+
+    Some may not exist, because a container sees its own group as the root.
+    """
     try:
         lines = [line.split(":", 2) for line in ours.read_text().splitlines()]
     except OSError:

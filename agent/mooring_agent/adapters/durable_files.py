@@ -1,4 +1,4 @@
-"""Files in directories that only the agent writes to: durable writes, and opening what is a regular file."""
+"""Files in directories that only the agent writes to: durable writes, and opening regular files only."""
 
 import errno
 import os
@@ -14,7 +14,7 @@ _RACES: Final = 64
 
 
 def write_durably(path: Path, content: bytes) -> None:
-    """Replace `path` whole; a reader and a crash see the old file or the new one."""
+    """Replace a file atomically: a reader, or a crash, sees either the old file or the new one."""
     partial = path.with_name(path.name + PARTIAL_SUFFIX)
     with partial.open("wb") as file:
         file.write(content)
@@ -34,9 +34,9 @@ def sync_folder(path: Path) -> None:
 
 
 def make_folder(folder: Path) -> None:
-    """Make it with its parents; one that is there is fine. Raises OSError.
+    """Make a folder and its parents, if they are missing. Raises OSError.
 
-    `mkdir(exist_ok=True)` alone may find a folder there and then, asking whether it is one, nothing.
+    Retries, because `mkdir(exist_ok=True)` alone fails if the folder exists and then vanishes before it is examined.
     """
     for _ in range(_RACES):
         try:
@@ -51,7 +51,7 @@ def make_folder(folder: Path) -> None:
 
 @contextmanager
 def opened_regular(path: Path) -> Iterator[int]:
-    """FileNotFoundError for a link, a directory or a pipe, which would be waited for."""
+    """Open a regular file to read. Raises FileNotFoundError for a link, a directory, or a pipe, which would block."""
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     except OSError as error:

@@ -1,4 +1,4 @@
-"""The agent's durable log in SQLite: what an answered call promised is here, after a SIGKILL and after a power cut.
+"""The agent's durable log in SQLite: what an answered call promised survives a SIGKILL and a power cut.
 
 Owns one file (and SQLite's -wal beside it). Knows nothing of what the records mean. Invariants: a record is either
 whole or absent; the order of replay is the order of append; a file that cannot be trusted is set aside, never deleted.
@@ -30,7 +30,7 @@ _LOCK_TIMEOUT_SECONDS: Final = 5.0
 _DAMAGE: Final = frozenset({sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB})
 _PRIMARY_CODE: Final = 0xFF
 _BESIDE: Final = ("", "-wal", "-shm", "-journal")
-"""What SQLite opens by its name, and has no way to open without following a link."""
+"""Suffixes of the files that SQLite opens by name. It cannot be told not to follow links."""
 
 _log: structlog.typing.FilteringBoundLogger = structlog.get_logger()
 
@@ -39,7 +39,7 @@ class SqliteJournal:
     """`ports.Journal` in one SQLite file, opened at its first use. Safe to call from several threads."""
 
     def __init__(self, path: Path, reserve: Reserve) -> None:
-        """`reserve` is given up for a record that finds no room."""
+        """`reserve` is spent when the volume has no room for a record."""
         self._path = path
         self._reserve = reserve
         self._connection: sqlite3.Connection | None = None
@@ -55,7 +55,7 @@ class SqliteJournal:
     def replay(self) -> Iterable[bytes]:
         def select() -> Iterable[bytes]:
             with self._transaction() as connection:
-                # SQLite keeps any type in a column, and the byte that says which can flip too: then it is no record.
+                # SQLite stores any type in a column. If the byte that says which is damaged, it is no record.
                 rows = connection.execute("SELECT body FROM records ORDER BY id")
                 return [body if isinstance(body, bytes) else b"" for (body,) in rows]
 
@@ -70,7 +70,7 @@ class SqliteJournal:
         self.close()
         aside = _move_away(self._path)
         _log.error("journal.set_aside", path=str(self._path), kept_as=str(aside))
-        # Makes the file, if there is room.
+        # This makes the file, if there is room.
         self.replay()
 
     def close(self) -> None:
@@ -80,7 +80,7 @@ class SqliteJournal:
                 self._connection = None
 
     def verify(self) -> bool:
-        """Whether the file is a sound journal; an absent one is. Reads all of it."""
+        """Whether the file is a sound journal or absent. Reads all of it."""
 
         def check() -> bool:
             with self._transaction() as connection:
@@ -95,9 +95,9 @@ class SqliteJournal:
             raise
 
     def _with_room(self, action: Callable[[], T], *, when_not_begun: T | None = None) -> T:
-        """Do it; on a full volume give up the reserve and do it once more.
+        """Run `action`; if the volume is full, spend the reserve and run it again.
 
-        `when_not_begun`: the result where the volume has no room even for an empty journal.
+        `when_not_begun` is the result if the volume has no room even for an empty journal.
         """
         try:
             return action()
@@ -111,7 +111,7 @@ class SqliteJournal:
             return when_not_begun
 
     def _is_begun(self) -> bool:
-        """Whether there may be records: a file in which the table was not made has none. Reads without writing."""
+        """Whether there may be records. A file without the table has none. Only reads."""
         with self._lock:
             if self._connection is not None:
                 return True
@@ -143,7 +143,7 @@ class SqliteJournal:
 
 
 def open_journal(path: Path, reserve: Reserve) -> tuple[Journal, bool]:
-    """The journal at `path`, and whether one was there that is damaged: it is set aside and a new one begun."""
+    """Return the journal at `path`, and whether a damaged one was there, which is set aside for a new one."""
     journal = SqliteJournal(path, reserve)
     if journal.verify():
         return journal, False
@@ -159,8 +159,8 @@ def _connect(path: Path) -> sqlite3.Connection:
         _create(path)
     connection = sqlite3.connect(path, timeout=_LOCK_TIMEOUT_SECONDS, isolation_level=None, check_same_thread=False)
     try:
-        # Exclusive: a second agent is refused, and WAL needs no shared memory file, which on a full volume is a SIGBUS.
-        # It comes before the first read, which needs that file too where a killed agent has left a WAL.
+        # Exclusive, so that a second agent is refused and WAL needs no shared memory file, which means SIGBUS on a full
+        # volume. Before the first read, which would need that file, too, if a killed agent has left a WAL.
         connection.execute("PRAGMA locking_mode=EXCLUSIVE")
         (version,) = connection.execute("PRAGMA user_version").fetchone()
         (tables,) = connection.execute("SELECT count(*) FROM sqlite_schema").fetchone()
@@ -169,7 +169,7 @@ def _connect(path: Path) -> sqlite3.Connection:
         connection.execute("PRAGMA journal_mode=WAL")
         connection.execute("PRAGMA synchronous=FULL")
         if version != _SCHEMA_VERSION:
-            # Not where the file is made: that may have been an earlier try, which found no room for the table.
+            # Not where the file is made: an earlier try may have made it and found no room for the table.
             sync_folder(path.parent)
             connection.execute("BEGIN IMMEDIATE")
             connection.execute("CREATE TABLE records (id INTEGER PRIMARY KEY, body BLOB NOT NULL)")
@@ -182,7 +182,10 @@ def _connect(path: Path) -> sqlite3.Connection:
 
 
 def _refuse_links(path: Path) -> None:
-    """With the state directory on the volume, a trainer may put one there, and it may lead to a file of ours."""
+    """Raise OSError if a file of the journal is a link or not a regular file.
+
+    If the state directory is on the volume, a trainer may put a link there that leads to another file of the agent.
+    """
     for suffix in _BESIDE:
         part = path.with_name(path.name + suffix)
         with suppress(FileNotFoundError):
@@ -191,7 +194,7 @@ def _refuse_links(path: Path) -> None:
 
 
 def _refuse_foreign(path: Path) -> None:
-    """SQLite deletes the -wal of a file that is no database; we want to keep both as they are."""
+    """Raise if the file is no database. SQLite would delete its -wal, but both are to be kept as they are."""
     with path.open("rb") as file:
         header = file.read(len(_HEADER))
     if header not in {b"", _HEADER}:
@@ -199,7 +202,7 @@ def _refuse_foreign(path: Path) -> None:
 
 
 def _create(path: Path) -> None:
-    """An empty file that whoever may use the volume may use; SQLite gives its -wal the same mode."""
+    """Make an empty file with the folder's read and write bits for owner and group; SQLite's -wal gets them, too."""
     path.parent.mkdir(parents=True, exist_ok=True)
     mode = path.parent.stat().st_mode & 0o660
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, mode)
@@ -225,7 +228,7 @@ def _move_away(path: Path) -> Path:
 
 
 class _ForeignDatabaseError(sqlite3.DatabaseError):
-    """A file that is no journal of ours."""
+    """The file is not a journal of Mooring's."""
 
 
 def _is_damage(error: BaseException | None) -> bool:
@@ -252,9 +255,9 @@ def _translated(path: Path) -> Iterator[None]:
     except OSError as error:
         raise volume_error(error, what) from error
     except (sqlite3.Error, UnicodeDecodeError) as error:
-        # What SQLite says of a damaged schema quotes its bytes, which the sqlite3 module then takes for UTF-8.
+        # SQLite's error for a damaged schema quotes its bytes, which the sqlite3 module then decodes as UTF-8.
         code = getattr(error, "sqlite_errorcode", 0) & _PRIMARY_CODE
-        # Opening a WAL on a full volume is an I/O error to SQLite.
+        # SQLite reports an I/O error when it opens a WAL on a full volume.
         if code == sqlite3.SQLITE_FULL or (code == sqlite3.SQLITE_IOERR and _is_full(path.parent)):
             raise VolumeError(
                 ErrorKind.DISK_FULL, f"{what}: {error}", hint="free space on the volume, or raise its sizeLimit"

@@ -1,4 +1,4 @@
-"""Kubernetes' API: REST calls with the pod's service account, Events of the agent's pod, and an annotation on it."""
+"""Client of Kubernetes' API: REST calls with the pod's service account, Events and annotations of the agent's pod."""
 
 import asyncio
 import json
@@ -28,8 +28,11 @@ _KINDS: Final = {
 
 
 class ApiServer:
-    """`directory` is the service account's, which `executor` reads. `hint` is for who is refused, `without` says how to
-    do without us."""
+    """Makes REST calls to the API server.
+
+    `executor` reads the service account's files in `directory`. `hint` is the error's hint when a call is refused.
+    `without` ends the other hints: it says how to run without the API server.
+    """
 
     def __init__(
         self,
@@ -53,7 +56,7 @@ class ApiServer:
     async def call(
         self, method: str, path: str, content: Mapping[str, Any] | None = None, content_type: str = JSON
     ) -> dict[str, Any]:
-        """What it answers. Raises ClusterError; ALREADY_EXISTS: the object is another version by now."""
+        """Send a request and return the answer. Raises ClusterError; ALREADY_EXISTS if the object's version changed."""
         headers = {"Authorization": f"Bearer {(await self.read('token')).strip()}", "Content-Type": content_type}
         session = await self._connected()
         body = None if content is None else json.dumps(content)
@@ -65,7 +68,7 @@ class ApiServer:
                 text = (await _read(response.content)).decode(errors="replace")
             found = json.loads(text) if status < 300 else {}
         except (aiohttp.ClientError, TimeoutError, OSError, ValueError) as error:
-            # The next call trusts what ca.crt has then.
+            # The next call reads ca.crt again.
             await self.close()
             raise ClusterError(
                 ErrorKind.UNREACHABLE,
@@ -81,7 +84,7 @@ class ApiServer:
         return found
 
     async def read(self, name: str) -> str:
-        """A file of the service account. Raises ClusterError."""
+        """Read a file of the service account. Raises ClusterError."""
         loop = asyncio.get_running_loop()
         try:
             return await loop.run_in_executor(self._executor, (self._directory / name).read_text)
@@ -96,7 +99,7 @@ class ApiServer:
         if self._session is not None:
             await self._session.close()
             self._session = None
-            # Its transports close at the loop's next turn, and this one may be the last.
+            # Its transports close in the loop's next iteration, and the loop may end after this one.
             await asyncio.sleep(0)
 
     async def _connected(self) -> aiohttp.ClientSession:
@@ -119,7 +122,7 @@ class ApiServer:
 
 
 async def _read(content: aiohttp.StreamReader) -> bytes:
-    """Up to the limit: whoever answers may not fill our memory."""
+    """Read up to the limit, so that no answer can fill the agent's memory."""
     pieces, left = [], _MOST_BYTES
     while left > 0 and (piece := await content.read(left)):
         pieces.append(piece)
@@ -128,7 +131,7 @@ async def _read(content: aiohttp.StreamReader) -> bytes:
 
 
 def _message(text: str) -> str:
-    """Of a Status, or whatever it is."""
+    """Return the message of a Status object, or the start of any other text."""
     try:
         return str(json.loads(text)["message"])
     except (ValueError, KeyError, TypeError):
@@ -142,7 +145,7 @@ _POD_NAME_LIMIT: Final = 230
 
 
 class KubernetesCluster:
-    """`executor` reads the service account's files."""
+    """`ports.Cluster` by the API server. `executor` reads the service account's files."""
 
     def __init__(self, settings: ClusterSettings, executor: Executor) -> None:
         self._settings = settings

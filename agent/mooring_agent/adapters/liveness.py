@@ -1,9 +1,10 @@
-"""Whether a training process lives, by the POSIX record lock it holds in the volume: the kernel drops it when it dies.
+"""Finds which training processes are alive, by the POSIX record locks that they hold in the volume.
 
-And what it is about to announce: the locked file says so, and with its lock a process loses its claims.
+The kernel drops a lock when its process dies. The locked file lists what the process is about to announce (its claims),
+and a process that loses its lock loses its claims.
 
-Only asks (F_GETLK), never takes a lock, so it cannot get in a trainer's way. A forked child does not inherit the lock.
-Invariant: a lock that this very process holds is not seen; trainers are other processes.
+Only queries locks (F_GETLK) and never takes one, so it cannot disturb a trainer. A forked child does not inherit the
+lock. A lock that this process itself holds is not seen; trainers are other processes.
 """
 
 import fcntl
@@ -28,13 +29,13 @@ _RANK: Final = re.compile("[0-9]{1,6}")
 
 
 class RankLocks:
-    """The liveness locks of one volume. Each question costs a few system calls."""
+    """The liveness locks of one volume. Each query costs a few system calls."""
 
     def __init__(self, volume: Path) -> None:
         self._volume = volume
 
     def held(self, local_rank: int) -> bool:
-        """Whether a live process holds this rank's lock; a rank that never had one is not held."""
+        """Whether a live process holds this rank's lock. False if there never was one. Raises VolumeError."""
         try:
             with open_volume(self._volume) as root, root.folder(_FOLDER) as folder:
                 return _is_held(folder, str(local_rank))
@@ -44,7 +45,7 @@ class RankLocks:
             raise self._cannot("ask for a lock in", error) from error
 
     def live_ranks(self) -> frozenset[int]:
-        """Local ranks whose lock is held now."""
+        """Return the local ranks whose lock is held at present. Raises VolumeError."""
         try:
             with open_volume(self._volume) as root, root.folder(_FOLDER) as folder:
                 return frozenset(int(name) for name in _held_names(folder))
@@ -54,12 +55,12 @@ class RankLocks:
             raise self._cannot("list", error) from error
 
     def claim(self, checkpoint: Path) -> bool:
-        """Whether a live process is about to announce what is at that path. Never raises."""
+        """Whether a live process is about to announce the checkpoint at this path. Never raises."""
         try:
             with open_volume(self._volume) as root, root.folder(_FOLDER) as folder:
                 return any(self._claims(folder, name, checkpoint) for name in _held_names(folder))
         except OSError:
-            # To store it twice is better than never.
+            # Storing it twice is better than never.
             return False
 
     def _claims(self, folder: Folder, name: str, checkpoint: Path) -> bool:
@@ -68,7 +69,7 @@ class RankLocks:
             claims = json.loads(content) if content else []
             return any(os.path.normpath(self._volume / str(claim)) == str(checkpoint) for claim in claims)
         except (OSError, ValueError, TypeError, RecursionError):
-            # It is being written just now, and says something at the next look.
+            # It may be in the middle of a write. The next look can read it.
             return True
 
     def _cannot(self, what: str, error: OSError) -> VolumeError:

@@ -1,8 +1,7 @@
 """Chooses the store for a destination by its scheme.
 
-Owns that choice, and that the event loop goes on meanwhile: what a store needs is loaded in a thread, which for S3 with
-botocore takes seconds under a small CPU limit. Opening asks the store nothing: whoever needs to know what it enforces
-calls `probe`.
+The modules that a store needs are loaded in a thread, so that the event loop is not blocked: for S3, botocore takes
+seconds under a small CPU limit. Opening sends no request; call `probe` to learn what the store enforces.
 """
 
 import asyncio
@@ -18,7 +17,7 @@ from mooring_agent.ports import ObjectStore
 
 @asynccontextmanager
 async def open_store(settings: StoreSettings, *, limiter: RateLimiter | None = None) -> AsyncIterator[ObjectStore]:
-    """The store for `settings.destination`, closed at the end. BAD_CONFIGURATION for a scheme that we do not know."""
+    """Open the store for `settings.destination`; close it at the end. Raises BAD_CONFIGURATION for other schemes."""
     make: Callable[[StoreSettings, RateLimiter], ObjectStore]
     match settings.destination.partition("://")[0]:
         case "s3":
@@ -42,14 +41,14 @@ async def open_store(settings: StoreSettings, *, limiter: RateLimiter | None = N
         await store.close()
 
 
-# Imported in these: who has the one store shall not load the other, and nobody on the event loop.
+# These functions import their store: an agent with one store must not load the other, and none on the event loop.
 
 
 def _make_s3_store(settings: StoreSettings, limiter: RateLimiter) -> ObjectStore:
     from mooring_agent.adapters.s3.store import open_s3_store
 
     _load_checksums()
-    # In a loop of its own: making a client parses megabytes. A client takes to the loop that asks it something first.
+    # In a loop of its own, because making a client parses megabytes. A client binds to the loop of its first request.
     return asyncio.run(open_s3_store(settings, limiter))
 
 

@@ -1,7 +1,7 @@
-"""A pack in memory: small files put together as a tar archive.
+"""Builds a pack in memory: small files in one tar archive.
 
-Owns what the archive's bytes are, for given files always the same; where they lie in it is decided by
-`core.stored.packs_and_parts`. Knows nothing of stores. All functions block. They raise VolumeError only.
+Owns the archive's bytes, which are always the same for the same files. `core.stored.packs_and_parts` decides where each
+file lies in it. Knows nothing of stores. All functions block. They raise VolumeError only.
 """
 
 import os
@@ -25,7 +25,7 @@ _NAME_BYTES: Final = 100
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PackBody:
-    """The archive's bytes, their CRC64NVME, and that of each file in order."""
+    """The archive's bytes, their CRC64NVME, and the CRC64NVME of each file in order."""
 
     data: bytearray
     checksum: int
@@ -33,7 +33,7 @@ class PackBody:
 
 
 def read_pack(pack: Pack, volume: Path) -> PackBody:
-    """Put the files together. FILE_CHANGED or FILE_MISSING if one of them is not what was staged."""
+    """Read the files into an archive. Raises FILE_CHANGED or FILE_MISSING if one of them is not what was staged."""
     data = bytearray(pack.size_bytes)
     view = memoryview(data)
     checksums = []
@@ -58,10 +58,10 @@ def _open_folder(volume: Path, path: str) -> Folder:
 
 
 def _read(folder: Folder, volume: Path, file: StagedFile, content: memoryview) -> None:
-    """All of a small file. What it is after the reading says whether it was what was staged, before it too.
+    """Read a whole small file. Its fingerprint after the read shows whether it was what was staged, before it, too.
 
-    Every call to the kernel may cost a wait for the interpreter's lock, and of a checkpoint this is done ten thousand
-    times: no more of them than it needs.
+    It makes as few system calls as possible: each may wait for the interpreter's lock, and a checkpoint can have ten
+    thousand such files.
     """
     try:
         descriptor = folder.open_file(file.pin.rpartition("/")[2])
@@ -79,13 +79,14 @@ def _read(folder: Folder, volume: Path, file: StagedFile, content: memoryview) -
 
 
 def _header(file: StagedFile) -> bytes:
-    """Whoever unpacks it gets the file's time, and a mode that suits a checkpoint."""
+    """Return a file's tar header, with its path, size and mtime and a mode that suits a checkpoint."""
     seconds = min(max(0, file.fingerprint.mtime_ns // 10**9), _LATEST_SECONDS)
     name = file.path.encode()
     if len(name) > _NAME_BYTES:
         header = _tar_header(file.path, file.size_bytes, seconds)
     else:
-        # As tarfile writes it, at an eighth of its time; the checksum is a sum, its own field counted as spaces.
+        # The same bytes as tarfile's, in an eighth of the time. The checksum is a sum that counts its own field as
+        # spaces.
         size, time = b"%011o" % file.size_bytes, b"%011o" % seconds
         checksum = b"%06o" % (_PLAIN_SUM + sum(name) + sum(size) + sum(time))
         header = name.ljust(_NAME_BYTES, b"\0") + b"%b%b\0%b\0%b\0 %b" % (_OWNER, size, time, checksum, _REST)
@@ -102,6 +103,6 @@ def _tar_header(path: str, size_bytes: int, seconds: int) -> bytes:
 
 
 _PLAIN: Final = _tar_header("", 0, 0)
-# Between the name and the size, and after the checksum: the same for every file.
+# The fields between the name and the size, and after the checksum, are the same for every file.
 _OWNER, _REST = _PLAIN[100:124], _PLAIN[156:]
 _PLAIN_SUM: Final = sum(_OWNER) + sum(_REST) + 8 * ord(" ")

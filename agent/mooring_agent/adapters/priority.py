@@ -1,4 +1,4 @@
-"""How this process yields to the trainer: CPU and I/O priority, and freed memory returned to the kernel."""
+"""Makes this process yield to the trainer: lowers its CPU and I/O priority and returns free memory to the kernel."""
 
 import ctypes
 import os
@@ -13,13 +13,13 @@ _libc = ctypes.CDLL(None)
 
 
 def share_one_heap() -> None:
-    """One heap for all threads; call it before there are any."""
+    """Use one heap for all threads. Call it before there are any."""
     if hasattr(_libc, "mallopt"):
         _libc.mallopt(_M_ARENA_MAX, _ARENAS)
 
 
 def malloc_trim() -> None:
-    """Return free memory to the system; takes some milliseconds."""
+    """Return free memory to the system. Takes some milliseconds."""
     if hasattr(_libc, "malloc_trim"):
         _libc.malloc_trim(0)
 
@@ -28,7 +28,7 @@ log = structlog.get_logger("mooring.agent")
 
 
 def set_priority(*, nice: int, io_priority: str) -> None:
-    """Call it before there are threads. A system that forbids it is no reason not to run."""
+    """Set CPU niceness and I/O priority. Call it before there are threads. Logs a warning if the system forbids it."""
     try:
         if nice:
             os.nice(nice)
@@ -45,7 +45,7 @@ def set_priority(*, nice: int, io_priority: str) -> None:
 
 
 def _set_io_priority(io_priority: str) -> None:
-    # Imported here: hardly anybody asks for it.
+    # Imported here because it is seldom needed.
     import psutil
 
     process = psutil.Process()

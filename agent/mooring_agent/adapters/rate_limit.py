@@ -1,7 +1,7 @@
 """A cap on bytes per second that all uploads of a process share.
 
-Owns the token bucket. The rate may change at any time and reaches those who already wait: a drain lifts the cap.
-Counted are the bytes of files. The requests around them are not: for files of 100 kB these are one byte in a hundred.
+Owns the token bucket. The rate may change at any time, also for uploads that already wait: a drain lifts the cap. Only
+the bytes of files count, not the requests around them, which add 1 % for files of 100 kB.
 """
 
 import asyncio
@@ -10,9 +10,9 @@ from collections.abc import Awaitable, Callable
 from typing import Final
 
 BURST_SECONDS: Final = 0.1
-"""What may go out at once after a pause, in seconds of the rate: small, or a short measurement would see no cap."""
+"""Burst after a pause, in seconds of the rate. Small, because a short measurement would otherwise see no cap."""
 SHORTEST_WAIT_SECONDS: Final = 0.001
-"""Below it a clock may not move at all, and waiting would be spinning."""
+"""During a shorter wait a clock may not move at all, and the loop would spin."""
 
 
 async def _wait(changed: asyncio.Event, seconds: float) -> None:
@@ -48,7 +48,7 @@ class RateLimiter:
 
     @property
     def bytes_owed(self) -> float:
-        """How far the takes so far are ahead of the rate."""
+        """By how many bytes the takes so far are ahead of the rate."""
         return max(0.0, -self._tokens)
 
     def set_rate(self, bytes_per_second: int) -> None:
@@ -57,7 +57,7 @@ class RateLimiter:
         self._changed.set()
 
     async def take(self, size_bytes: int) -> None:
-        """Return when `size_bytes` may be sent. A take larger than the burst is allowed and paid for by the next."""
+        """Wait until `size_bytes` may be sent. A take may exceed the burst; the next one waits for it."""
         if not self._rate:
             return
         async with self._turn:

@@ -1,7 +1,7 @@
-"""Reads the client's records: checkpoints that no agent was told of, and the save that this volume was resumed from.
+"""Reads the client's records: checkpoints that were not announced, and the save that this volume was resumed from.
 
-The trainer can write a record, so it is untrusted input: typed, within `core.limits`, and its list of files is
-compared with what is on the volume.
+The trainer can write a record, so it is untrusted input: its types are checked, it must be within `core.limits`, and
+its list of files is compared with what is on the volume.
 """
 
 import heapq
@@ -44,12 +44,12 @@ class _Resumed(msgspec.Struct):
 
 
 def resumed_from(state_directory: Path) -> str:
-    """Save id of the checkpoint that the last restore chose; empty when there is none."""
+    """Return the save id of the checkpoint that the last restore chose; empty if there is none."""
     try:
         with open_volume(state_directory) as folder:
             return msgspec.json.decode(folder.read(RESUMED, RECORD_BYTES), type=_Resumed).save
     except (OSError, ValueError, RecursionError):
-        # A record that cannot be read says nothing.
+        # An unreadable record counts as none.
         return ""
 
 
@@ -61,7 +61,7 @@ log = structlog.get_logger("mooring.unannounced")
 
 
 class _Head(msgspec.Struct, frozen=True, kw_only=True):
-    """A record without its files, which a decoder of this type skips."""
+    """A record without its files, which the decoder skips."""
 
     format: Literal[1]
     name: NameText
@@ -90,10 +90,13 @@ _Decoded = TypeVar("_Decoded")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RecordedCheckpoint:
-    """What a record says. `handed_over`: the checkpoint came from the destination, or an agent had it.
+    """What a record says.
 
-    `recorded_ns`: when it was written, by the clock that stamps the checkpoint's files too. `ranks`: whose parts are
-    here; empty where nobody says. `signature`: of the content that was compared with the record.
+    Attributes:
+        handed_over: The checkpoint came from the destination, or an agent had it.
+        recorded_ns: The record's mtime, by the clock that also stamps the checkpoint's files.
+        ranks: The ranks whose share of the checkpoint is here; empty if the record does not say.
+        signature: Of the content that was compared with the record.
     """
 
     path: Path
@@ -109,10 +112,10 @@ class RecordedCheckpoint:
 
 
 def unannounced(volume: Path, checkpoint_directory: Path, *, known: Collection[str]) -> Sequence[RecordedCheckpoint]:
-    """What was saved after the last checkpoint that an agent had, the oldest first; `known` are save ids.
+    """Return the checkpoints saved after the last one that an agent had, the oldest first. Blocks.
 
-    A record is written when its checkpoint is complete and on disk, so it needs no other proof than the sizes. What is
-    older was superseded. Blocks.
+    `known` are save ids that an agent had. A record is written when its checkpoint is complete and on disk, so matching
+    sizes and times are proof enough. Older checkpoints were superseded.
     """
     try:
         with open_volume(volume) as root, root.folder(_FOLDER) as folder:
@@ -126,7 +129,7 @@ def unannounced(volume: Path, checkpoint_directory: Path, *, known: Collection[s
 
 
 def speaks_for(volume: Path, checkpoint: Path, checkpoint_directory: Path) -> bool:
-    """Whether a record is about that very path: a client announces it, or restore has brought it. Blocks."""
+    """Whether a record is about this path: then a client announces it, or restore has fetched it. Blocks."""
     try:
         with open_volume(volume) as root, root.folder(_FOLDER) as folder:
             recorded = _read(folder, f"{checkpoint.name}{_SUFFIX}", volume, checkpoint_directory)
@@ -134,12 +137,12 @@ def speaks_for(volume: Path, checkpoint: Path, checkpoint_directory: Path) -> bo
     except FileNotFoundError:
         return False
     except _UNREADABLE:
-        # Whoever wrote it means to speak for something of that name.
+        # An unreadable record still shows that something announces a checkpoint of that name.
         return True
 
 
 def _read_newest(folder: Folder, volume: Path, checkpoint_directory: Path) -> Iterator[RecordedCheckpoint]:
-    """Those that can be read of the records that were written last."""
+    """Yield the readable ones of the records that were written last."""
     stamped: list[tuple[int, str]] = []
     for entry in folder.entries():
         with suppress(OSError):
@@ -149,7 +152,7 @@ def _read_newest(folder: Folder, volume: Path, checkpoint_directory: Path) -> It
         try:
             yield _read(folder, name, volume, checkpoint_directory)
         except FileNotFoundError:
-            continue  # its checkpoint was rotated just now
+            continue  # its checkpoint was just deleted
         except _UNREADABLE as error:
             _say_unreadable(name, error)
 
@@ -164,7 +167,7 @@ def _say_unreadable(name: str, error: Exception) -> None:
 
 
 def _read(folder: Folder, name: str, volume: Path, checkpoint_directory: Path) -> RecordedCheckpoint:
-    """Raises what `_UNREADABLE` names."""
+    """Raises the errors in `_UNREADABLE`."""
     recorded_ns = folder.status(name).st_mtime_ns
     head = _decode(folder, name, _Head)
     try:
@@ -177,7 +180,7 @@ def _read(folder: Folder, name: str, volume: Path, checkpoint_directory: Path) -
     if max(head.ranks, default=0) >= head.world_size:
         raise ValueError(f"it has rank {max(head.ranks)} of a world of {head.world_size}")
     return RecordedCheckpoint(
-        # Where a framework wrote it, relative to the volume.
+        # `head.directory` is where a framework wrote it, relative to the volume.
         path=(checkpoint_directory if head.directory is None else volume / head.directory) / head.name,
         step=head.step,
         save=head.save,
@@ -191,7 +194,7 @@ def _read(folder: Folder, name: str, volume: Path, checkpoint_directory: Path) -
 
 
 def _decode(folder: Folder, name: str, as_type: type[_Decoded]) -> _Decoded:
-    """Raises what `_UNREADABLE` names."""
+    """Raises the errors in `_UNREADABLE`."""
     try:
         return msgspec.json.decode(folder.read(name, CLIENT_RECORD_BYTES), type=as_type)
     except RecursionError as error:
@@ -199,15 +202,15 @@ def _decode(folder: Folder, name: str, as_type: type[_Decoded]) -> _Decoded:
 
 
 def _whole(root: Folder, folder: Folder, volume: Path, found: Sequence[RecordedCheckpoint]) -> list[RecordedCheckpoint]:
-    """Those that are still what was recorded, with their signatures, and in their order.
+    """Return the checkpoints that are still what was recorded, with their signatures, in their order.
 
-    The newest first, as long as all of them together have no more files than a rank may have: each is looked at.
+    Starts with the newest and stops when all together have more files than a rank may have, because it examines each.
     """
     whole: list[RecordedCheckpoint] = []
     left = FILES_PER_RANK
     for recorded in reversed(found):
         name = f"{recorded.path.name}{_SUFFIX}"
-        # Before it is compared: the next checkpoint of that name may take its place at any time.
+        # The signature comes before the comparison: another checkpoint of that name may take its place at any time.
         signed = _signed(volume, recorded)
         try:
             files = _decode(folder, name, _Files).files
@@ -229,7 +232,7 @@ def _signed(volume: Path, recorded: RecordedCheckpoint) -> RecordedCheckpoint:
     try:
         return replace(recorded, signature=content_signature(volume, str(recorded.path)))
     except MooringError:
-        return recorded  # comparing says what is wrong
+        return recorded  # the comparison reports what is wrong
 
 
 def _is_whole(root: Folder, volume: Path, recorded: RecordedCheckpoint, files: Sequence[_File]) -> bool:
@@ -246,7 +249,10 @@ def _is_whole(root: Folder, volume: Path, recorded: RecordedCheckpoint, files: S
 
 
 def _damage(root: Folder, volume: Path, recorded: RecordedCheckpoint, file: _File) -> str | None:
-    """Why a file is not what was recorded: another size, or written since, as a framework may use a path again."""
+    """Return why a file is not what was recorded, or None.
+
+    It may be missing, have another size, or have been written to later, as when a framework uses a path again.
+    """
     try:
         found = resolve_source(volume, f"{recorded.path}/{file.path}".rstrip("/"))
         status = root.status(found)

@@ -1,8 +1,8 @@
-"""The bytes of a pinned file: opening, reading, and noticing that it is no longer the file that was staged.
+"""Reads the bytes of a pinned file, and notices when it is not the file that was staged.
 
-Owns a descriptor that worker threads open and read from while the event loop may cancel them: a lock keeps `close` from
-freeing a descriptor that a thread is still in, and nothing opens the file after `close`. Knows nothing of stores. All
-methods block. They raise VolumeError only.
+Owns a descriptor that worker threads open and read from while the event loop may cancel them. A lock keeps `close` from
+freeing a descriptor that a thread is still using, and nothing opens the file after `close`. Knows nothing of stores.
+All methods block, unless they say otherwise, and raise VolumeError only; `send` also raises OSError.
 """
 
 import os
@@ -18,10 +18,10 @@ from mooring_agent.core.model import Region
 
 
 class RegionFile:
-    """A region's file; once open, checked against its fingerprint."""
+    """A region's file. Opening checks it against its fingerprint."""
 
     def __init__(self, region: Region) -> None:
-        """Opens nothing yet: whoever is cancelled while a thread opens the file must have it already, to close it."""
+        """Does not open the file: a caller that is cancelled during `open` needs this object to close it."""
         self._region = region
         self._lock = threading.Lock()
         self._descriptor = -1
@@ -41,7 +41,7 @@ class RegionFile:
         self.close()
 
     def open(self) -> None:
-        """FILE_MISSING if it is gone, FILE_CHANGED if it is another file, VOLUME_UNUSABLE if it cannot be read."""
+        """Raises FILE_MISSING if it is gone, FILE_CHANGED if it is another file, VOLUME_UNUSABLE if not readable."""
         with self._lock:
             if self._closed:
                 raise self._closed_meanwhile()
@@ -53,31 +53,32 @@ class RegionFile:
         self.check()
 
     def check(self) -> None:
-        """FILE_CHANGED unless the file still is what was staged; VOLUME_UNUSABLE if nobody can tell."""
+        """Raise FILE_CHANGED unless the file still is what was staged, VOLUME_UNUSABLE if that cannot be determined."""
         with self._lock:
             try:
                 status = os.fstat(self._open_descriptor())
-            except OSError as error:  # a volume that was taken away
+            except OSError as error:  # the volume is gone
                 raise volume_error(error, f"look at {self._region.file}") from error
         if fingerprint(status) != self._region.fingerprint:
             raise file_changed(self._region.file, "it is not the file that was staged, or was written to since")
 
     def read_cached(self, position: int, buffer: memoryview) -> int:
-        """Fill `buffer` from `position` on as far as the pages are in memory; returns how many bytes. Never blocks.
+        """Fill `buffer` from `position` on, as far as pages are in memory, and return how many bytes. Never blocks.
 
-        0 also where the filesystem cannot tell. What is missing, `read_into` reads.
+        Returns 0 also if the filesystem cannot tell, if the read fails, or while another thread uses the file. Use
+        `read_into` for the rest.
         """
         if not self._lock.acquire(blocking=False):
             return 0
         try:
             return os.preadv(self._open_descriptor(), [buffer], self._region.offset_bytes + position, os.RWF_NOWAIT)
         except OSError:
-            return 0  # whatever it is, a read that waits will say it better
+            return 0  # a blocking read reports any error better
         finally:
             self._lock.release()
 
     def read_into(self, position: int, buffer: memoryview) -> None:
-        """Fill `buffer` with bytes of the region from `position` on; too few is FILE_CHANGED."""
+        """Fill `buffer` with bytes of the region from `position` on. Raises FILE_CHANGED if there are too few."""
         with self._lock:
             try:
                 count = os.preadv(self._open_descriptor(), [buffer], self._region.offset_bytes + position)
@@ -87,9 +88,9 @@ class RegionFile:
             raise self._too_short(position + count)
 
     def send(self, position: int, size_bytes: int, connection: int) -> int:
-        """Have the kernel send bytes of the region to a non-blocking socket; how many it took, 0 when it is full.
+        """Let the kernel send bytes of the region to a non-blocking socket. Return how many; 0 if the socket is full.
 
-        Too few in the file is FILE_CHANGED; OSError if the connection broke.
+        Raises FILE_CHANGED if the file is too short, and OSError if the connection broke.
         """
         with self._lock:
             try:
@@ -106,7 +107,7 @@ class RegionFile:
         return count
 
     def close(self) -> None:
-        """Waits for an opening or a read in progress; idempotent."""
+        """Close the file, after waiting for an opening or a read in progress. Idempotent."""
         with self._lock:
             self._closed = True
             if self._descriptor >= 0:
@@ -114,7 +115,7 @@ class RegionFile:
                 self._descriptor = -1
 
     def _blame_file(self, position: int, error: OSError) -> None:
-        """VOLUME_UNUSABLE if it is the file that cannot be read there: sendfile says only that one end failed."""
+        """Raise VolumeError if the file cannot be read at `position`: sendfile does not say which end failed."""
         try:
             os.pread(self._open_descriptor(), 1, self._region.offset_bytes + position)
         except OSError as reason:

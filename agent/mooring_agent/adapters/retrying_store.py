@@ -1,8 +1,8 @@
-"""A store that tries again, for people who wait: restore, `mooring ls`, prune. Never for uploads by the agent.
+"""Wraps a store with retries, for commands that people wait for: restore, `mooring ls`, prune.
 
-Owns how often and how long; passing errors only, with exponential backoff and full jitter. What cannot be repeated
-blindly is passed through once: `put` with `if_absent` and `complete_upload` may have acted although they failed, and
-a second try would refuse our own write. Reading back what happened belongs to the caller, who knows the bytes.
+Never used for uploads by the agent. Retries passing errors only, with exponential backoff and full jitter. Two calls
+are not retried: `put` with `if_absent` and `complete_upload` may have worked although they failed, and a second try
+would then be refused because of the first. The caller, who knows the bytes, reads back what happened.
 """
 
 import asyncio
@@ -24,7 +24,7 @@ _Result = TypeVar("_Result")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RetryPolicy:
-    """How often to try, and the longest wait before the second and before any later attempt."""
+    """How often to try, and the longest wait before the second attempt and before any later one."""
 
     attempts: int = 6
     first_wait_seconds: float = 0.5
@@ -112,7 +112,8 @@ class RetryingStore:
         )
 
     async def list(self, prefix: str) -> AsyncIterator[ObjectInfo]:
-        # A listing that broke off begins anew, less what was handed out. Its order is no help: SeaweedFS has its own.
+        # A listing that broke off starts again and skips what was yielded. It cannot continue after the last key,
+        # because SeaweedFS has an order of its own.
         seen: set[str] = set()
         attempt = 1
         while True:
@@ -142,7 +143,7 @@ class RetryingStore:
                 attempt += 1
 
     async def _wait(self, attempt: int, error: StoreError) -> None:
-        """Until the next attempt; `error` itself if there is none."""
+        """Wait until the next attempt. Raises `error` if there is none."""
         if error.kind not in PASSING or attempt >= self._policy.attempts:
             raise error
         longest = min(self._policy.longest_wait_seconds, self._policy.first_wait_seconds * 2 ** (attempt - 1))

@@ -1,8 +1,8 @@
 """Writes save requests to the signal file that trainers have mapped (`mooring_api.signal_file`).
 
-Invariants: the file is never replaced or shortened, a mapping stays good for the life of the volume; the request
-number goes on from what is in the file after a restart of the agent; it is written last, so a new request has its own
-deadline.
+Invariants: the file is never replaced or shortened, so a mapping is valid for the life of the volume; after a restart
+of the agent the request numbers continue from the one in the file; the number is written last, so that a trainer never
+sees a new request with an old deadline.
 """
 
 import os
@@ -21,20 +21,20 @@ _LAST_NUMBER: Final = 2**64 - 1
 
 
 class SignalFile:
-    """The agent's end. One agent writes at a time."""
+    """The agent's end of the signal file. One agent writes at a time."""
 
     def __init__(self, volume: Path) -> None:
         self._volume = volume
         self._shown = f"{volume}/{_PATH}"
 
     def request(self, *, deadline_unix: float, terminating: bool) -> int:
-        """Ask every trainer to save; returns the number of this request. Raises VolumeError."""
+        """Ask every trainer to save. Return the number of this request. Raises VolumeError."""
         try:
             with open_volume(self._volume) as root:
                 _make(root)
                 with root.opened_file(_PATH, os.O_RDWR) as descriptor:
                     last = decode(os.pread(descriptor, SIZE_BYTES, 0)).number
-                    # A trainer may have written there; it is asked all the same.
+                    # A trainer may have written any number there; the modulo keeps the next one in range.
                     signal = SaveSignal(
                         number=last % _LAST_NUMBER + 1, deadline_unix=deadline_unix, terminating=terminating
                     )
@@ -47,7 +47,7 @@ class SignalFile:
         return signal.number
 
     def forget_termination(self) -> None:
-        """Take back an earlier pod's termination notice: trainers that start now have nothing to do with it.
+        """Cancel an earlier pod's termination notice, which does not concern the trainers that start on this volume.
 
         Raises VolumeError. The number stays, so nobody is asked to save.
         """
@@ -61,7 +61,7 @@ class SignalFile:
             raise volume_error(error, f"cannot write the signal file {self._shown}") from error
 
     def current(self) -> SaveSignal:
-        """What a trainer would read now. Raises VolumeError."""
+        """Return what a trainer would read. Raises VolumeError."""
         try:
             with open_volume(self._volume) as root, root.opened_file(_PATH) as descriptor:
                 return decode(os.pread(descriptor, SIZE_BYTES, 0))
@@ -79,6 +79,6 @@ def _make(root: Folder) -> None:
     root.unlink(partial)
     with root.opened_file(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL) as descriptor:
         os.write(descriptor, encode(SaveSignal()))
-        # After the umask, which must not keep a trainer with only our group out.
+        # Explicitly, because the umask could keep out a trainer that shares only the agent's group.
         os.fchmod(descriptor, _MODE)
     root.rename(partial, root, _PATH)

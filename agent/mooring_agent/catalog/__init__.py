@@ -1,7 +1,7 @@
-"""What a destination holds: reading, checking and pruning it through the ObjectStore port.
+"""Reads, checks and prunes what a destination holds, through the ObjectStore port.
 
-Knows nothing of local disks, of the agent's state or of how the store is reached. Give it a store that retries for
-people waiting: nothing here does, except that bytes which arrive wrong are fetched once more.
+Knows nothing of local disks, of the agent's state or of how the store is reached. Nothing here retries, except that
+bytes that arrive wrong are fetched once more. So when people wait for the result, pass a `RetryingStore`.
 """
 
 from mooring_agent.catalog.deep_check import check

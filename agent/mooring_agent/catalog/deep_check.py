@@ -1,4 +1,4 @@
-"""`mooring verify`: every problem of a committed checkpoint, down to its last byte if asked.
+"""`mooring verify`: finds every problem of a committed checkpoint, down to its last byte if asked.
 
 Keeps nothing of what it reads: the bytes are checked on their way into the null device.
 """
@@ -23,7 +23,7 @@ async def check(
     concurrency: int = 8,
     on_progress: Callable[[int, int], None] = lambda done_bytes, total_bytes: None,
 ) -> tuple[Problem, ...]:
-    """All that is wrong with a checkpoint; empty if it can be restored. `deep` downloads and verifies every file."""
+    """Return all problems of a checkpoint; none if it can be restored. `deep` downloads and verifies every file."""
     examination = await examine(store, committed)
     if examination.checkpoint is None or not deep:
         return tuple(examination.problems)
@@ -38,7 +38,7 @@ async def _check_bytes(
 ) -> tuple[Problem, ...]:
     problems: list[Problem] = []
     done_bytes = 0
-    # Once: it is a sum over all files.
+    # Computed once: it is a sum over all files.
     total_bytes = checkpoint.size_bytes
     on_progress(0, total_bytes)
     sink = os.open(os.devnull, os.O_WRONLY)

@@ -1,6 +1,6 @@
 """Fetches the bytes of a checkpoint: a part of a file into a descriptor, a pack of small files into memory.
 
-Both only if the bytes are what was written.
+Both raise an error unless the bytes are what was written.
 """
 
 from collections.abc import Iterable
@@ -15,16 +15,16 @@ from mooring_agent.core.model import Part
 from mooring_agent.ports import ObjectStore
 
 PACKS_AT_ONCE: Final = 4
-"""How many may be in memory; each is there twice while it arrives."""
+"""How many packs may be in memory. Each is there twice while it arrives."""
 # The second fetch tells a bit flipped on the way from one flipped in the store.
 _FETCHES: Final = 2
 _TOGETHER_BYTES: Final = 32 * 1024**2
-"""Four as the agent makes them; of the largest that may be, one at a time."""
+"""The bytes of packs fetched at a time: enough for four as the agent makes them. The largest come one at a time."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoredPack:
-    """The object that holds `files`, which is not empty."""
+    """The object that holds `files`. There is at least one."""
 
     key: str
     size_bytes: int
@@ -32,18 +32,18 @@ class StoredPack:
 
     @property
     def content_bytes(self) -> int:
-        """Of the files alone."""
+        """Bytes of the files alone."""
         return sum(file.entry.size_bytes for file in self.files)
 
     def content(self, body: bytes, file: StoredFile) -> memoryview:
-        """A file's bytes in the pack's."""
+        """Return a file's bytes out of the pack's."""
         place = file.entry.place
         assert place is not None, file.entry.path
         return memoryview(body)[place.offset_bytes : place.offset_bytes + file.entry.size_bytes]
 
 
 def packs_of(files: Iterable[StoredFile]) -> tuple[StoredPack, ...]:
-    """The packs that hold those of the files that are packed."""
+    """Return the packs that hold those of the files that are packed."""
     packed: dict[str, list[StoredFile]] = {}
     for file in files:
         if file.entry.place:
@@ -59,9 +59,12 @@ def packs_at_once(packs: Iterable[StoredPack], *, most: int) -> int:
 
 
 async def fetch_pack(store: ObjectStore, pack: StoredPack) -> bytes:
-    """The pack's bytes. StoreError(CHECKPOINT_CORRUPT) that names the object and its first damaged file otherwise."""
+    """Return the pack's bytes.
+
+    Raises StoreError(CHECKPOINT_CORRUPT), which names the object and its first damaged file, if they are wrong.
+    """
     for _ in range(_FETCHES):
-        # Larger than when it was listed is damage too.
+        # An object that is larger than listed is damaged too.
         body = await get_whole(store, pack.key, limit_bytes=pack.size_bytes)
         damaged = [file.entry.path for file in pack.files if not _is_intact(pack.content(body, file), file)]
         if not damaged:
@@ -79,7 +82,7 @@ def _corrupt(message: str) -> StoreError:
 
 
 def _is_intact(content: memoryview, file: StoredFile) -> bool:
-    """Checks the size too: of an object that has become shorter, less is there."""
+    """Check the size too: an object that has become shorter yields fewer bytes."""
     return len(content) == file.entry.size_bytes and all(
         crc64nvme(content[part.offset_bytes : part.offset_bytes + part.size_bytes])
         == file.entry.checksums[part.number - 1]
@@ -88,7 +91,10 @@ def _is_intact(content: memoryview, file: StoredFile) -> bool:
 
 
 async def fetch_part(store: ObjectStore, file: StoredFile, part: Part, descriptor: int) -> None:
-    """Write the part to its offset in `descriptor`. StoreError(CHECKPOINT_CORRUPT) that names the object otherwise."""
+    """Write the part to its offset in `descriptor`.
+
+    Raises StoreError(CHECKPOINT_CORRUPT), which names the object, if the bytes are wrong.
+    """
     expected = file.entry.checksums[part.number - 1]
     for _ in range(_FETCHES):
         checksum = await store.get_into(

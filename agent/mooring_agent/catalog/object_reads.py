@@ -1,7 +1,7 @@
 """Reads small objects and decodes them, and runs many such reads with a bound on concurrency.
 
-An object that cannot be decoded is read again, over a new connection, before it is called damaged: a byte that flips
-on the way is not damage.
+An object that cannot be decoded is read again over a new connection before it counts as damaged, because a byte may
+have flipped on the way.
 """
 
 import asyncio
@@ -15,12 +15,15 @@ _Item = TypeVar("_Item")
 
 
 def at_once(sizes_bytes: Iterable[int], *, most: int, together_bytes: int) -> int:
-    """How many things to have in memory at a time: `most`, and fewer if so many of the largest are too much."""
+    """Return how many things to hold in memory at a time.
+
+    That is `most`, or as many of the largest as fit into `together_bytes` if that is fewer; at least one.
+    """
     return max(1, min(most, together_bytes // max(1, max(sizes_bytes, default=1))))
 
 
 async def for_each(items: Iterable[_Item], work: Callable[[_Item], Awaitable[None]], *, at_once: int) -> None:
-    """Await `work(item)` for every item, in order of start."""
+    """Await `work(item)` for every item, started in order, `at_once` at a time. Raises the first failure."""
     waiting = iter(items)
 
     async def take() -> None:
@@ -43,7 +46,7 @@ _Value = TypeVar("_Value")
 async def read_object(
     store: ObjectStore, key: str, decode: Callable[[bytes, str], _Value], *, limit_bytes: int
 ) -> _Value:
-    """What `decode(body, key)` returns, which raises StoreError(CHECKPOINT_CORRUPT); other errors are the store's."""
+    """Return `decode(body, key)`, which raises StoreError(CHECKPOINT_CORRUPT). Other errors are the store's."""
     try:
         return decode(await get_whole(store, key, limit_bytes=limit_bytes), key)
     except StoreError as error:
@@ -53,13 +56,13 @@ async def read_object(
 
 
 async def get_whole(store: ObjectStore, key: str, *, limit_bytes: int, fresh: bool = False) -> bytes:
-    """All of an object. CHECKPOINT_CORRUPT if it is larger than it may be."""
+    """Return all of an object. Raises CHECKPOINT_CORRUPT if it is larger than `limit_bytes`."""
     try:
         return await store.get(key, limit_bytes=limit_bytes, fresh=fresh)
     except StoreError as error:
         if error.kind is not ErrorKind.REQUEST_REFUSED:
             raise
-        # A store has other reasons to refuse, which say nothing of the object.
+        # A store may refuse for other reasons, which say nothing about the object.
         size_bytes = (await store.head(key)).size_bytes
         if size_bytes <= limit_bytes:
             raise

@@ -1,11 +1,11 @@
-"""Prunes a destination: reads what `core.policies.retention` has to know, and carries out its verdict.
+"""Prunes a destination: reads what `core.policies.retention` needs to know, and carries out its verdict.
 
 Invariants: nothing is deleted unless two listings agree on what is committed and enough newer checkpoints were checked
-just now; a save that is committed meanwhile is neither judged nor touched; what a young pin names stays, and so does
-the pin of an attempt that may be alive; nothing is deleted because of a save that restore noted as damaged.
+just now; a save that is committed meanwhile is neither judged nor touched; a save that a young pin names stays, and so
+does the pin of an attempt that may be alive; a save that restore noted as damaged never justifies a deletion.
 
-Such a note of damage is a hint and no condition: a reader without write access does without it, and a wrong note only
-keeps more.
+A note of damage is a hint, not a condition: a reader without write access does without it, and a wrong note only keeps
+more.
 """
 
 from collections import defaultdict
@@ -50,10 +50,10 @@ async def note_damage(store: ObjectStore, save: str, reason: str) -> None:
 
 
 async def clear_damage(store: ObjectStore, save: str) -> None:
-    """Every byte of the save was just found good: what was noted of it is over."""
+    """Remove a save's note of damage, because every byte of it was just found good."""
     key = damage_key(save)
     try:
-        # Few saves have a note, and fewer readers may delete.
+        # The HEAD comes first: few saves have a note, and fewer readers may delete.
         await store.head(key)
         await store.delete(key)
     except StoreError as error:
@@ -68,9 +68,9 @@ _DELETES_AT_ONCE: Final = 8
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PruneReport:
-    """What was, or with `dry_run` would be, deleted and aborted. `plan.refused` says why nothing was.
+    """What was deleted and aborted, or with `dry_run` would be. `plan.refused` says why nothing was.
 
-    `litter`: pins of attempts that are over, and what probes that were killed have left.
+    `litter`: pins of attempts that are over, and what killed probes have left.
     """
 
     plan: PrunePlan
@@ -85,7 +85,7 @@ class PruneReport:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Listing:
-    """The whole destination, sorted into what pruning tells apart; foreign objects are left out."""
+    """The whole destination, sorted into what pruning distinguishes. Foreign objects are left out."""
 
     committed: frozenset[str]
     stored: tuple[StoredSave, ...]
@@ -104,7 +104,10 @@ async def prune(
     known: Collection[str] = (),
     dry_run: bool = False,
 ) -> PruneReport:
-    """Delete what `settings` no longer wants; `core.policies.retention.plan_prune` explains the other arguments."""
+    """Delete what `settings` does not keep. `core.policies.retention.plan_prune` explains `live` and `known`.
+
+    `resumed_from` is the save that the caller's volume resumed from: it is kept. `now` is in unix seconds.
+    """
     long_ago = now - settings.orphan_age_seconds
     committed = await list_committed(store)
     judged = {one.save for one in committed}
@@ -133,7 +136,7 @@ async def prune(
                 one
                 async for one in store.list_uploads("")
                 if may_abort_upload(_save_of(one.key), one.started_at, settings, live, now)
-                # A probe's, or an object that was half-written to a directory.
+                # A probe's upload, or an object that was half-written to a directory.
                 or (one.key.startswith(f"{STATE_DIRECTORY}/") and one.started_at < long_ago)
             ]
         )
@@ -145,7 +148,7 @@ async def prune(
 
 
 async def remove_litter(store: ObjectStore, settings: RetentionSettings, *, now: float) -> int:
-    """Delete what `prune` deletes besides saves; how many objects and uploads that was. Lists no saves."""
+    """Delete what `prune` deletes besides saves; return how many objects and uploads that was. Lists no saves."""
     long_ago = now - settings.orphan_age_seconds
     pins = [one async for one in store.list(RESUME_PREFIX)]
     probes = [one async for one in store.list(PROBE_PREFIX)]
@@ -156,7 +159,7 @@ async def remove_litter(store: ObjectStore, settings: RetentionSettings, *, now:
 
 
 async def _validated(store: ObjectStore, committed: Iterable[CommittedSave], *, enough: int) -> set[str]:
-    """The newest saves that can be restored as far as sizes and manifests tell; no more than `enough` of them."""
+    """Return the newest saves that sizes and manifests show to be restorable, at most `enough` of them."""
     validated: set[str] = set()
     for one in committed:
         if len(validated) >= enough:
@@ -205,7 +208,7 @@ async def _list_all(store: ObjectStore) -> _Listing:
 
 
 async def _pinned(store: ObjectStore, pins: Iterable[ObjectInfo], since: float) -> set[str]:
-    """Saves that an attempt which began lately resumes from."""
+    """Return the saves named by pins that were written at or after `since`."""
     saves: set[str] = set()
     for one in pins:
         if one.modified_at < since:
@@ -213,7 +216,7 @@ async def _pinned(store: ObjectStore, pins: Iterable[ObjectInfo], since: float) 
         try:
             saves.add((await read_object(store, one.key, decode_pin, limit_bytes=PIN_BYTES)).save)
         except StoreError as error:
-            # Removed since it was listed: so nobody resumes by it.
+            # The pin was removed after the listing, so no attempt resumes by it.
             if error.kind is not ErrorKind.NOT_FOUND:
                 raise
     return saves
@@ -230,9 +233,9 @@ async def _clear(store: ObjectStore, uploads: Iterable[UploadInfo], litter: Sequ
 
 
 def _superseded(pins: Iterable[ObjectInfo], since: float) -> list[str]:
-    """Pins of attempts that are over: another one of the run had begun already before `since`.
+    """Return the pins of attempts that are over: a later attempt of the run began before `since`.
 
-    The newest of old pins stays, however old it is: its attempt may live, and a pod of it may start again.
+    The newest of the old pins stays, however old it is: its attempt may be alive, and one of its pods may start again.
     """
     newest_old = max((one.modified_at for one in pins if one.modified_at < since), default=0.0)
     return [one.key for one in pins if one.modified_at < newest_old]
@@ -241,7 +244,7 @@ def _superseded(pins: Iterable[ObjectInfo], since: float) -> list[str]:
 async def _delete_saves(store: ObjectStore, deletions: Sequence[Deletion], damaged: Collection[str]) -> None:
     committed: set[str] = set()
     if not all(one.committed for one in deletions):
-        # Once more, and late: what was never committed may have been just now.
+        # List once more, as late as possible: a save that was not committed may be by this time.
         committed = {one.save async for listed in store.list(COMMITS_PREFIX) if (one := committed_save(listed))}
     for deletion in deletions:
         if not deletion.committed and deletion.save in committed:

@@ -1,6 +1,6 @@
-"""Reading one destination: which saves are committed, and whether marker, rank manifests and listing agree.
+"""Reads one destination: which saves are committed, and whether marker, rank manifests and listing agree.
 
-Owns every check that needs no file's bytes. Invariants: what `load` returns is complete by its own word (every rank,
+Owns every check that needs no file's bytes. Invariants: what `load` returns is complete by its own account (every rank,
 every file, every size) and safe to put on a disk (no path leaves the checkpoint); every problem names its object.
 """
 
@@ -32,13 +32,13 @@ from mooring_agent.ports import ObjectInfo, ObjectStore
 
 _MANIFESTS_AT_ONCE: Final = 8
 _TOGETHER_BYTES: Final = 4 * 1024**2
-"""Of the rank manifests that are on their way at a time, unless one alone has more."""
+"""The most bytes of rank manifests that are read at a time, unless one alone has more."""
 _LEAST_ENTRY_BYTES: Final = 40
-"""Of a file in a manifest; shorter is none."""
+"""The minimum size of a file's entry in a rank manifest."""
 _OTHER_OBJECTS: Final = 1_000
-"""In the folder of a save, besides twice its files and ranks: what a restarted agent packed anew."""
+"""How many objects a save's folder may have beyond twice its files and ranks: a restarted agent may pack anew."""
 _PROBLEMS: Final = 1_000
-"""That are kept; the rest is counted."""
+"""How many problems are kept. The rest are only counted."""
 # The answers that mean "this object is not what was written", as opposed to "the store cannot say now".
 DAMAGE: Final = frozenset({ErrorKind.CHECKPOINT_CORRUPT, ErrorKind.NOT_FOUND})
 
@@ -56,9 +56,9 @@ class Problem:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoredFile:
-    """A file of a checkpoint and the object that holds it, or its pack.
+    """A file of a checkpoint and the object that holds it: its own, or its pack.
 
-    `etag` is the listing's: reads of a part insist on it; a pack is read whole, and judged by its files' checksums
+    `etag` is the listing's. Reads of a part insist on it; a pack is read whole, and judged by its files' checksums
     alone. `object_bytes` is the object's size.
     """
 
@@ -72,7 +72,7 @@ class StoredFile:
 class CommittedCheckpoint:
     """A checkpoint whose marker, rank manifests and listing agree. `files` has each path once.
 
-    What is put on a disk is a folder of them; `single_file`: that file itself.
+    On a disk the checkpoint is a folder of these files, or with `single_file` that file itself.
     """
 
     committed: CommittedSave
@@ -87,15 +87,16 @@ class CommittedCheckpoint:
 
     @property
     def single_file(self) -> bool:
-        """All ranks that brought something announced this one file; ranks with a file of their own make a folder."""
+        """Whether all ranks that contributed something announced this one file. Ranks with own files make a folder."""
         return len(self.files) == 1 and all(one.single_file for one in self.manifests if one.files)
 
 
 @dataclass(slots=True, kw_only=True)
 class Examination:
-    """Everything found out about one committed save; `checkpoint` only when there is no problem.
+    """Everything found out about one committed save. `checkpoint` is set only if there is no problem.
 
-    `shortage`: why nobody looked further, with nothing wrong found; then it is the one problem.
+    `shortage` says that memory is too short to look further. It is also among the problems, although the save may be
+    intact.
     """
 
     problems: list[Problem] = field(default_factory=list)
@@ -113,7 +114,7 @@ class Examination:
 
 
 async def list_committed(store: ObjectStore) -> tuple[CommittedSave, ...]:
-    """Every save with a commit marker, newest first. Reads only markers that share a step with another."""
+    """Return every save with a commit marker, newest first. Reads only markers that share a step with another."""
     found = [one async for listed in store.list(COMMITS_PREFIX) if (one := committed_save(listed))]
     per_step = Counter(one.step for one in found)
     return newest_first(
@@ -122,7 +123,10 @@ async def list_committed(store: ObjectStore) -> tuple[CommittedSave, ...]:
 
 
 async def read_marker(store: ObjectStore, committed: CommittedSave) -> CommitMarker:
-    """The commit marker of a save. StoreError(CHECKPOINT_CORRUPT) that names it if it is not what was written."""
+    """Return the commit marker of a save.
+
+    Raises StoreError(CHECKPOINT_CORRUPT), which names the marker, if it is missing or not what was written.
+    """
 
     def decode(body: bytes, key: str) -> CommitMarker:
         marker = decode_marker(body, key)
@@ -140,7 +144,7 @@ async def read_marker(store: ObjectStore, committed: CommittedSave) -> CommitMar
 
 
 async def has_marker(store: ObjectStore, committed: CommittedSave) -> bool:
-    """Whether the save still has its marker: a deletion takes that first, and what is left looks damaged."""
+    """Return whether the save still has its marker. A deletion removes that first, and what is left looks damaged."""
     try:
         await store.head(committed.key)
     except StoreError as error:
@@ -151,9 +155,10 @@ async def has_marker(store: ObjectStore, committed: CommittedSave) -> bool:
 
 
 async def load(store: ObjectStore, committed: CommittedSave) -> CommittedCheckpoint:
-    """The checkpoint, checked as far as is possible without its bytes. StoreError(CHECKPOINT_CORRUPT) otherwise.
+    """Return the checkpoint, checked as far as is possible without its files' bytes.
 
-    StoreError(MEMORY_SHORT) if its rank manifests do not fit into the memory that this process may have.
+    Raises StoreError(CHECKPOINT_CORRUPT) if a check fails, and StoreError(MEMORY_SHORT) if its rank manifests do not
+    fit into the memory that this process may have.
     """
     examination = await examine(store, committed)
     if examination.shortage:
@@ -164,14 +169,14 @@ async def load(store: ObjectStore, committed: CommittedSave) -> CommittedCheckpo
 
 
 async def examine(store: ObjectStore, committed: CommittedSave) -> Examination:
-    """Marker against rank manifests against listing, collecting every problem. Raises only what the store raises.
+    """Compare marker, rank manifests and listing, and collect every problem. Raises only what the store raises.
 
-    What one look finds wrong, another may not: a problem is what the second one finds.
+    If the first look finds problems, a second look is taken, and only its problems count.
     """
     examination = await _examine(store, committed)
     if examination.checkpoint or examination.shortage:
         return examination
-    # Two at a time are more than the memory is reckoned for.
+    # Memory is estimated for one examination at a time.
     del examination
     return await _examine(store, committed)
 
@@ -208,7 +213,7 @@ async def _examine(store: ObjectStore, committed: CommittedSave) -> Examination:
 
 
 def committed_save(marker: ObjectInfo) -> CommittedSave | None:
-    """What a listed marker's key says; None for any other object."""
+    """Return what the key of a listed marker says; None for any other object."""
     parsed = parse_marker_key(marker.key)
     if parsed is None:
         return None
@@ -225,7 +230,10 @@ async def _saved_at(store: ObjectStore, committed: CommittedSave) -> float:
 
 
 def _has_room(marker: CommitMarker, examination: Examination, *, largest_pack_bytes: int = 0) -> bool:
-    """Whether what the marker speaks of fits into memory: what is too much is a shortage, what cannot be a problem."""
+    """Return whether what the marker names fits into memory. If not, note a shortage.
+
+    A file count that cannot be true is noted as a problem.
+    """
     sizes = [reference.size_bytes for reference in marker.manifests]
     if marker.file_count * _LEAST_ENTRY_BYTES > sum(sizes):
         what = f"says {marker.file_count} files, for which rank manifests of {sum(sizes)} bytes have no room"
@@ -241,7 +249,7 @@ def _has_room(marker: CommitMarker, examination: Examination, *, largest_pack_by
 
 
 async def _objects(store: ObjectStore, marker: CommitMarker, examination: Examination) -> dict[str, ObjectInfo]:
-    """All of a save, by key. Of those that a save cannot have, no more than there may be of its own."""
+    """Return the objects of a save, by key. Stops with a problem at more objects than a save may have."""
     objects: dict[str, ObjectInfo] = {}
     most = 2 * (marker.file_count + marker.info.world_size) + _OTHER_OBJECTS
     async for one in store.list(save_prefix(marker.info)):
@@ -261,7 +269,7 @@ async def _examine_manifests(
     async def read(reference: ManifestReference) -> None:
         nonlocal files
         if files > marker.file_count:
-            # Said at the end, of all: more would not fit into the memory that there is.
+            # Reported once, at the end. More manifests would not fit into the memory that was checked.
             return
         answer = await _read_manifest(store, marker, reference, objects)
         if isinstance(answer, Problem):
@@ -331,7 +339,7 @@ def _examine_files(manifest: RankManifest, objects: dict[str, ObjectInfo], exami
 
 
 def _listed(key: str, size_bytes: int, objects: dict[str, ObjectInfo], examination: Examination) -> ObjectInfo | None:
-    """The object, if it is as its rank manifest says."""
+    """Return the listed object if it is as its rank manifest says; otherwise add a problem and return None."""
     listed = objects.get(key)
     if listed is None:
         examination.add(key, "is missing")
@@ -343,7 +351,7 @@ def _listed(key: str, size_bytes: int, objects: dict[str, ObjectInfo], examinati
 
 
 def _examine_paths(examination: Examination) -> None:
-    """A key can be both a file and a folder in a bucket; on a disk it cannot."""
+    """Add a problem for each file that lies below another file: a bucket allows that, a disk does not."""
     for path, file in examination.files.items():
         folder = path
         while "/" in folder:

@@ -1,6 +1,7 @@
 """The command line. Each module has the commands of one audience; this one only finds them.
 
-Exit codes: 0 fine, 1 a problem was found or the work failed, 2 wrong usage; `mooring run` gives the program's own.
+Exit codes: 0 for success, 1 if a problem was found or the work failed, 2 for wrong usage. `mooring run` exits with the
+program's own code.
 """
 
 from collections.abc import Mapping
@@ -29,11 +30,11 @@ _MODULES: Final[Mapping[str, str]] = MappingProxyType(
         "webhook": "webhook",
     }
 )
-"""The module of each command, in the order in which people meet them."""
+"""The module of each command, in the order in which the help shows them."""
 
 
 class _Commands(click.Group):
-    """Imports a command when it is asked for: a probe or a hook shall not wait for the whole agent to load."""
+    """Imports a command only when it is used, so that a probe or a hook does not wait for the whole agent to load."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         return list(_MODULES)
@@ -49,4 +50,4 @@ class _Commands(click.Group):
 @click.group(cls=_Commands, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110})
 @click.version_option(__version__, prog_name="mooring")
 def cli() -> None:
-    """Keeps a training job's work safe when its pod is not."""
+    """Keep a training job's checkpoints safe in object storage."""

@@ -21,17 +21,17 @@ from mooring_agent.config import unknown_variables
 def agent(fresh: bool, parent_pid: int | None, **options: Any) -> None:
     """Run the agent beside a trainer, as a sidecar container does.
 
-    It ends when it is terminated and what fits into the grace period is durable.
+    When it is terminated, it makes durable what fits into the grace period, then exits.
     """
-    # Slurm sends them to every process of a job, and means the trainer.
+    # Slurm sends these to every process of a job, but they are meant for the trainer.
     for number in (signal.SIGUSR1, signal.SIGUSR2):
         signal.signal(number, signal.SIG_IGN)
-    # It waits until the agent can drain: an earlier life may have left work that fits into the grace period.
+    # SIGTERM waits until the agent can drain: an earlier process may have left work that fits into the grace period.
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
     with errors_reported():
         settings = settings_from(options)
         load_structlog_alone()
-        # Imported here: the other commands shall not wait for the whole agent to load.
+        # Imported here, so that the other commands do not wait for the whole agent to load.
         import structlog
         import uvloop
 
@@ -48,6 +48,6 @@ def agent(fresh: bool, parent_pid: int | None, **options: Any) -> None:
         make_shared_folders(Path(settings.volume), Path(settings.checkpoint_directory))
         set_priority(nice=settings.nice, io_priority=settings.io_priority)
         code = uvloop.run(run_agent(settings, fresh=fresh, parent_pid=parent_pid))
-    # Not through the interpreter's end: it would join threads that still hash a file, and SIGKILL may be near.
-    # Every line we said was flushed as it was said.
+    # A normal exit would join threads that still hash a file, and SIGKILL may be near. Every log line is flushed
+    # already.
     os._exit(code)

@@ -1,4 +1,4 @@
-"""One call to a running agent from the command line, and how its refusals are said."""
+"""Calls a running agent from the command line, and turns its refusals into errors."""
 
 import socket as sockets
 from collections.abc import Iterator
@@ -17,7 +17,7 @@ _LOOK_TIMEOUT_SECONDS = 1.0
 
 @contextmanager
 def agent_stub(socket: str) -> Iterator[Any]:
-    """A stub for `mooring.v1.Agent`; gRPC's errors come out as MooringErrors."""
+    """Open a stub for `mooring.v1.Agent`. Errors of gRPC are raised as MooringErrors."""
     try:
         with grpc.insecure_channel(socket_address(socket)) as channel:
             yield agent_pb2_grpc.AgentStub(channel)  # type: ignore[no-untyped-call]
@@ -33,7 +33,7 @@ def agent_stub(socket: str) -> Iterator[Any]:
 
 
 def agent_answers(socket: str) -> bool:
-    """Whether an agent serves there now. To be asked often: without one it costs a system call, and no gRPC channel."""
+    """Whether an agent answers on this socket. Cheap to call often: without an agent it opens no gRPC channel."""
     try:
         with sockets.socket(sockets.AF_UNIX) as probe:
             probe.settimeout(_LOOK_TIMEOUT_SECONDS)

@@ -1,4 +1,4 @@
-"""Which running agent a command means: --volume, --socket, or the environment."""
+"""Finds the running agent that a command is for: by --volume, --socket, or the environment."""
 
 import functools
 import os
@@ -14,7 +14,7 @@ from mooring_api.names import ENV_SOCKET, ENV_VOLUME, RUN_VOLUME, SOCKET, STATE_
 
 
 def agent_options(command: Callable[..., None]) -> Callable[..., None]:
-    """Adds --volume and --socket; the command gets the path of the agent's socket as `socket`."""
+    """Add --volume and --socket. The command gets the path of the agent's socket as `socket`."""
 
     @functools.wraps(command)
     def wrapper(*, socket: str | None, volume: str | None, **values: Any) -> None:
@@ -34,7 +34,7 @@ def agent_options(command: Callable[..., None]) -> Callable[..., None]:
 
 
 def _find_socket(socket: str | None, volume: str | None) -> str:
-    """From the flags, else from the environment, else below the working directory. Raises MooringError."""
+    """Return the socket from the flags, else the environment, else below the working directory. Raises MooringError."""
     if not socket and not volume:
         socket, volume = os.environ.get(ENV_SOCKET), os.environ.get(ENV_VOLUME)
         if not volume and Path(RUN_VOLUME, STATE_DIRECTORY).is_dir():

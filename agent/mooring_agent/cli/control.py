@@ -1,4 +1,4 @@
-"""Commands for whoever watches or steers a running agent: status and save."""
+"""Commands that watch or steer a running agent: status and save."""
 
 import json
 import time
@@ -27,7 +27,7 @@ _BAR_WIDTH: Final = 10
 def status(socket: str, follow: bool, as_json: bool) -> None:
     """Show what the agent knows and does.
 
-    The recovery point, the backlog, and how far each checkpoint is.
+    Prints the recovery point, the backlog, and how far each checkpoint is.
     """
     with errors_reported(), agent_stub(socket) as stub:
         if not follow:
@@ -53,7 +53,7 @@ def status(socket: str, follow: bool, as_json: bool) -> None:
 def save(socket: str, reason: str, as_json: bool) -> None:
     """Ask the running trainers to save now, and to go on.
 
-    They save at their next step. Exits with 1 when nobody trains.
+    They save at their next step. Exits with 1 if no trainer is running.
     """
     with errors_reported(), agent_stub(socket) as stub:
         answer = stub.RequestSave(agent_pb2.RequestSaveRequest(reason=reason), timeout=CALL_TIMEOUT_SECONDS)
@@ -75,7 +75,7 @@ def _show(update: agent_pb2.Status, as_json: bool) -> None:
 
 
 def _values(message: Message) -> dict[str, Any]:
-    """For programs: numbers as numbers and closed sets by our words, neither of which protobuf's own JSON has."""
+    """Convert a message for JSON: numbers stay numbers, and enum values get our names. Protobuf's JSON does neither."""
     return {
         field.name: _value(field, getattr(message, field.name))
         for field in message.DESCRIPTOR.fields
@@ -90,7 +90,7 @@ def _value(field: Any, value: Any) -> Any:
 
 
 def _word(name: str) -> str:
-    """`KIND_JUST_IN_TIME` as `just-in-time`."""
+    """Turn `KIND_JUST_IN_TIME` into `just-in-time`."""
     return name.partition("_")[2].lower().replace("_", "-")
 
 
@@ -118,7 +118,7 @@ def _picture(update: agent_pb2.Status) -> Group:
 def _table(update: agent_pb2.Status) -> Table:
     table = Table(box=None, pad_edge=False)
     for column in ("step", "checkpoint", "kind", "phase", "size", "durable", ""):
-        # A narrow terminal breaks names and reasons; nothing of them is left out.
+        # In a narrow terminal, names and reasons wrap; they are never truncated.
         breaks = column in ("checkpoint", "")
         table.add_column(
             column,

@@ -1,4 +1,4 @@
-"""`mooring demo`: the whole story in two minutes on one machine."""
+"""`mooring demo`: a preemption, the loss of the disk and an exact resume, on one machine."""
 
 import signal
 import sys
@@ -13,12 +13,12 @@ from mooring_agent.cli.formatting import errors_reported
 def demo(keep: bool) -> None:
     """Train, get preempted, lose the disk, resume, and compare.
 
-    Shows in about a minute, on this machine alone, that not a single step is lost, bit by bit.
+    Takes about a minute and needs only this machine. It shows that no step is lost, and compares every loss bit by bit.
     """
     with errors_reported():
         from mooring_agent.demo import run_demo
 
-        # Leave by an exception, so that the demo takes its processes with it.
+        # Exit by an exception, so that the demo ends its processes.
         signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
         code = run_demo(keep=keep)
     raise SystemExit(code)

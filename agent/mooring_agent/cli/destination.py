@@ -1,7 +1,4 @@
-"""What an operator does with a destination: ls, verify, prune. Owns arguments and wording.
-
-`mooring doctor`: is this destination fit for checkpoints, and what does it really enforce?
-"""
+"""Commands for a destination: ls, verify, prune and doctor. Owns their arguments and output."""
 
 import asyncio
 import json
@@ -33,7 +30,7 @@ _MARKERS_AT_ONCE: Final = 8
 _PIPED_WIDTH: Final = 1000
 _NAME_WIDTH: Final = len("checkpoint-123456")
 _SAVE_WIDTH: Final = 9
-"""An id breaks behind the hyphen in its middle."""
+"""A save's id wraps after the hyphen in its middle."""
 
 
 @click.command()
@@ -45,7 +42,7 @@ def ls(store_settings: StoreSettings, as_json: bool) -> None:
     if as_json:
         print_json({"destination": store_settings.destination, "checkpoints": rows})
     else:
-        # A narrow terminal breaks names and ids; nothing of them is left out.
+        # In a narrow terminal, names and ids wrap; they are never truncated.
         table = Table(
             Column("STEP", justify="right", no_wrap=True),
             Column("NAME", overflow="fold", min_width=_NAME_WIDTH),
@@ -81,7 +78,7 @@ def ls(store_settings: StoreSettings, as_json: bool) -> None:
 def verify(store_settings: StoreSettings, step: int | None, everything: bool, as_json: bool) -> None:
     """Read back checkpoints at DEST and name what is damaged.
 
-    Every byte is compared with the checksum of what was written. A checkpoint that is deleted meanwhile is not damaged.
+    Compares every byte with the checksum of what was written. A checkpoint that is deleted meanwhile is not damaged.
     """
     if everything and step is not None:
         raise click.UsageError("give --step or --all, not both")
@@ -147,9 +144,9 @@ def prune(
 ) -> None:
     """Delete checkpoints at DEST that are no longer wanted.
 
-    And saves that never committed. A checkpoint goes only when --keep-last newer ones are complete; the newest and the
-    one committed last always stay. One that restore found damaged, or that was committed before an older one, is no
-    reason to delete another.
+    Also deletes saves that never committed. A committed checkpoint is deleted only if --keep-last newer ones are
+    complete; the newest and the one committed last always stay. A checkpoint does not count as newer if restore found
+    it damaged, or if it was committed before one of a lower step.
     """
     if dry_run == yes:
         raise click.UsageError("give --dry-run to look, or --yes to delete")
@@ -236,7 +233,7 @@ def _row(committed: CommittedSave, answer: CommitMarker | str) -> dict[str, Any]
 async def _verify(
     settings: StoreSettings, step: int | None, everything: bool
 ) -> list[tuple[CommittedSave, Sequence[catalog.Problem] | None]]:
-    """With the problems of each; None where it was deleted before they were found."""
+    """Return each checkpoint with its problems; None if it was deleted meanwhile."""
     async with opened(settings) as store:
         committed = await catalog.list_committed(store)
         if step is not None:
@@ -269,7 +266,7 @@ async def _prune(settings: StoreSettings, retention: RetentionSettings, dry_run:
 
 
 def _add_row(table: Table, *cells: str) -> None:
-    """Names are others': neither the terminal nor rich's markup reads them."""
+    """Add a row of literal text. Names are untrusted: neither the terminal nor rich's markup may interpret them."""
     table.add_row(*(Text(printable(cell)) for cell in cells))
 
 
@@ -280,7 +277,7 @@ def _print_table(table: Table, *, empty: str) -> None:
     table.box, table.pad_edge, table.collapse_padding = None, False, True
     console = Console()
     if not console.is_terminal:
-        # Piped into another program, a row stays one line.
+        # In a pipe or a file, a row stays on one line.
         console = Console(width=_PIPED_WIDTH)
     console.print(table)
 
@@ -304,7 +301,7 @@ _WIDE = 10_000
 def doctor(store_settings: StoreSettings, as_json: bool) -> None:
     """Examine a destination, and leave nothing behind there.
 
-    Access, conditional writes, checksums, clock, and how fast bytes go up and come back.
+    Checks access, conditional writes, checksums, the clock, and the speed of uploads and downloads.
     """
     with errors_reported():
         failed = asyncio.run(_examine(store_settings, as_json))
@@ -314,7 +311,7 @@ def doctor(store_settings: StoreSettings, as_json: bool) -> None:
 async def _examine(store_settings: StoreSettings, as_json: bool) -> bool:
     from mooring_agent.doctor import examine
 
-    # In a file or a pipe a path stays in one piece.
+    # In a file or a pipe, lines do not wrap.
     console = Console(highlight=False, width=None if sys.stdout.isatty() else _WIDE)
     findings = []
     async for finding in examine(store_settings):

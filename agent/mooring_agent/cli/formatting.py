@@ -10,7 +10,7 @@ from mooring_agent.core.errors import ConfigurationError, MooringError, printabl
 
 @contextmanager
 def errors_reported() -> Iterator[None]:
-    """MooringErrors inside end the program: with 2 for wrong settings, else with 1."""
+    """Report a MooringError and exit: with 2 for wrong settings, else with 1."""
     try:
         yield
     except ConfigurationError as error:
@@ -30,7 +30,7 @@ def report(error: MooringError) -> None:
 
 
 def amount(size_bytes: float) -> str:
-    """`1.5 GiB`."""
+    """Format a size as in `1.5 GiB`."""
     size = float(size_bytes)
     for unit in ("B", "KiB", "MiB", "GiB"):
         if size < 1024:
@@ -40,7 +40,7 @@ def amount(size_bytes: float) -> str:
 
 
 def age(seconds: float) -> str:
-    """`3.2 s`, `4 min`, `2.5 h`."""
+    """Format a duration as in `3.2 s`, `4 min` or `2.5 h`."""
     if seconds < 60:
         return f"{seconds:.1f} s"
     if seconds < 2 * 3600:

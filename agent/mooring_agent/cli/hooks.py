@@ -1,7 +1,7 @@
-"""What Kubernetes itself runs in a sidecar: ready, its startup probe, and terminating, its preStop hook.
+"""The commands that Kubernetes runs in the sidecar: ready, its startup probe, and terminating, its preStop hook.
 
-Each is a process of its own, where a fraction of a core is all there is and an eviction may leave two seconds.
-So nothing is imported here that takes long, and gRPC only for the call.
+Each is a process of its own, which may have only a fraction of a core, and two seconds in an eviction. So this module
+imports nothing slow, and gRPC only for the call.
 """
 
 import socket as socketlib
@@ -23,7 +23,7 @@ _CONNECT_SECONDS: Final = 10.0
 def terminating(socket: str, grace_seconds: float, source: str) -> None:
     """Tell the agent that the pod is ending: a preStop hook.
 
-    Returns at once; the agent goes on by itself.
+    Returns at once; the agent drains by itself.
     """
     from mooring_agent.cli.agent_call import CALL_TIMEOUT_SECONDS, agent_stub
     from mooring_api.v1 import agent_pb2
@@ -38,9 +38,9 @@ def terminating(socket: str, grace_seconds: float, source: str) -> None:
 @click.command()
 @agent_options
 def ready(socket: str) -> None:
-    """Exit with 0 when an agent answers: a startup probe.
+    """Exit with 0 if an agent answers: a startup probe.
 
-    The destination is not asked. Nothing is printed then.
+    Prints nothing in that case. It does not check the destination.
     """
     with errors_reported():
         try:

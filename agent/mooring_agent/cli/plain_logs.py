@@ -1,19 +1,19 @@
-"""Loads structlog without rich, which it would take along to draw tracebacks in colours that no log of ours has.
+"""Loads structlog without rich, which it would import for coloured tracebacks that our logs do not have.
 
-For what runs beside a trainer for days: rich is five megabytes, and half of structlog's time to load. Commands that
-print tables import rich themselves, and must not come here first.
+This is for commands that run beside a trainer for days: rich takes five megabytes, and half of structlog's time to
+load. Commands that print tables import rich themselves, and must not call this first.
 """
 
 import sys
 
 
 def load_structlog_alone() -> None:
-    """Once it is loaded, every `import structlog` finds it so."""
+    """Import structlog without rich. Every later `import structlog` gets the same module."""
     if "structlog" in sys.modules or "rich" in sys.modules:
         return
-    # An import of what is None here fails as if it were not installed, and structlog is made for that.
+    # With None here, `import rich` fails as if it were not installed, which structlog supports.
     sys.modules["rich"] = None  # type: ignore[assignment]
     try:
-        import structlog  # noqa: F401 - to have it loaded is all
+        import structlog  # noqa: F401 - only to load it
     finally:
         del sys.modules["rich"]

@@ -1,4 +1,4 @@
-"""`mooring restore`: what an init container, or a person, runs before the program."""
+"""`mooring restore`, which an init container or a person runs before the program."""
 
 import asyncio
 from dataclasses import asdict
@@ -100,7 +100,7 @@ def restore(
 ) -> None:
     """Fetch the newest checkpoint at DEST that is intact.
 
-    A damaged one is passed over, and said. With nothing at DEST the run starts from nothing, and that is no error.
+    Skips damaged checkpoints and says so. It is no error if DEST has no checkpoint: the run then starts from step 0.
     """
     if autoload_to:
         with errors_reported():
@@ -138,7 +138,7 @@ async def _restore(
     size_limit_bytes: int,
 ) -> restoring.Restored | None:
     async with opened(settings) as store:
-        # A destination that does not answer, mistyped perhaps, must not own the volume.
+        # The volume must not be bound to a destination that does not answer: it may be mistyped.
         await _find(store, settings.destination, volume)
         await asyncio.to_thread(make_shared_folders, volume, directory)
         await asyncio.to_thread(identity.claim, volume, settings.destination)
@@ -157,7 +157,7 @@ async def _restore(
 
 
 async def _find(store: ObjectStore, destination: str, volume: Path) -> None:
-    """Make sure that the destination answers. A new folder is made here; one that was there before must be there."""
+    """Make sure that the destination answers. Creates a missing folder, unless the volume was used with it before."""
     try:
         await catalog.list_committed(store)
     except StoreError as error:
@@ -169,7 +169,7 @@ async def _find(store: ObjectStore, destination: str, volume: Path) -> None:
                 f"{error}, and the volume {volume} was used with it before",
                 hint="mount it again; make it yourself if it is known to hold no checkpoint",
             ) from error
-        await store.probe()  # makes no bucket: of one that is missing it says so again
+        await store.probe()  # creates a missing folder; for a missing bucket it raises again
         click.echo(f"warning: {destination} was not there and is new", err=True)
 
 

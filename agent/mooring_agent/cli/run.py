@@ -1,6 +1,6 @@
 """`mooring run`: runs a program with an agent beside it, on a laptop, bare metal or Slurm.
 
-Owns the environment of `--autoload`, and the files for a pod whose trainer has no Mooring in its image.
+Also prepares autoload: the environment for `--autoload`, and the files for a pod whose trainer's image has no Mooring.
 """
 
 import asyncio
@@ -26,17 +26,17 @@ _FOLDER = Path("autoload", "path")
 
 
 def with_autoload(environment: Mapping[str, str]) -> dict[str, str]:
-    """The environment with the client's autoload folder before what the user has on PYTHONPATH. Raises MooringError."""
+    """Return the environment with the client's autoload folder first on PYTHONPATH. Raises MooringError."""
     folder = str(_package("mooring") / _FOLDER)
-    # An empty part would mean the working directory.
+    # An empty entry would mean the working directory.
     users = environment.get("PYTHONPATH")
     return {**environment, "PYTHONPATH": os.pathsep.join([folder, users]) if users else folder}
 
 
 def copy_autoload(to: Path) -> None:
-    """Make `to` a folder for PYTHONPATH, with all that another interpreter needs but grpcio and protobuf.
+    """Make `to` a folder for PYTHONPATH with everything that another interpreter needs, except grpcio and protobuf.
 
-    Raises MooringError. Compiled files stay behind: they are of our Python.
+    Compiled files are not copied: they are for this version of Python. Raises MooringError.
     """
     try:
         for name in ("mooring", "mooring_api"):
@@ -56,7 +56,7 @@ def copy_autoload(to: Path) -> None:
 
 
 def _package(name: str) -> Path:
-    """The folder of a package, found without importing it: the agent's side never imports the client."""
+    """Return a package's folder without importing it: the agent never imports the client. Raises MooringError."""
     found = find_spec(name)
     if found is None or not found.submodule_search_locations:
         raise MooringError(
@@ -70,7 +70,7 @@ def _package(name: str) -> Path:
 _DEFAULTS = {
     "volume": names.RUN_VOLUME,
     "log_format": "console",
-    # Nobody evicts here: a laptop's disk that is 95 % full may be filled further.
+    # There is no kubelet that evicts: a disk that is 95 % full may be filled further.
     "eviction_threshold_percent": 0.0,
 }
 
@@ -85,8 +85,9 @@ _DEFAULTS = {
 def run(wants_restore: bool, wants_autoload: bool, command: tuple[str, ...], **options: Any) -> None:
     """Run a program with an agent beside it.
 
-    Restores first, then trains, saves just in time when it is told to end, and drains. Exits with the program's code;
-    with 75 when the program succeeded and its newest checkpoint is not durable.
+    Restores the newest checkpoint, runs the program, and drains when it has ended. On a termination notice the program
+    saves just in time. Exits with the program's code, or with 75 if the program succeeded but its newest checkpoint is
+    not durable.
     """
     with errors_reported():
         settings = settings_from(options, defaults=_DEFAULTS)
@@ -125,7 +126,7 @@ def run(wants_restore: bool, wants_autoload: bool, command: tuple[str, ...], **o
 
 
 def _make_directory(directory: Path) -> None:
-    """The program may look for it before anybody writes there."""
+    """Make the directory, because the program may look for it before anything is written there. Raises MooringError."""
     try:
         directory.mkdir(parents=True, exist_ok=True)
     except OSError as error:

@@ -1,4 +1,4 @@
-"""The options of commands, made from `core.settings.table`: every setting, or those that say where the store is."""
+"""Makes the options of commands from `core.settings.table`: every setting, or those that locate the store."""
 
 import functools
 import os
@@ -19,7 +19,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 def setting_options(command: F) -> F:
-    """Adds one option per setting, and --config FILE; the command hands its keyword arguments to `settings_from`."""
+    """Add one option per setting, and --config FILE. The command passes its keyword arguments to `settings_from`."""
     for setting in reversed(list(setting_fields())):
         command = setting_option(setting)(command)
     return click.option(
@@ -30,14 +30,14 @@ def setting_options(command: F) -> F:
 
 
 def settings_from(options: Mapping[str, Any], *, defaults: Mapping[str, Any] = MappingProxyType({})) -> Settings:
-    """The settings of a command that has `setting_options`; `defaults` count where nobody said anything."""
+    """Return the settings of a command that has `setting_options`. `defaults` apply to settings that are not given."""
     flags = dict(options)
     file = flags.pop("config", None)
     return load_settings(flags=flags, environment=os.environ, file=file, defaults=defaults)
 
 
 def environment_of(settings: Settings) -> dict[str, str]:
-    """The settings as environment, for a child process that reads them the ordinary way."""
+    """Return the settings as environment variables, for a child process that reads them as usual."""
     environment = {}
     for setting in setting_fields():
         holder = getattr(settings, setting.section) if setting.section else settings
@@ -47,7 +47,7 @@ def environment_of(settings: Settings) -> dict[str, str]:
 
 
 def setting_option(setting: SettingField) -> Callable[[F], F]:
-    """The option of one setting; None where it is not given."""
+    """Return the option of one setting; its value is None if it is not given."""
     names = [setting.flag]
     if setting.value_type is bool:
         names = [f"{setting.flag}/--no-{setting.flag.removeprefix('--')}"]
@@ -61,12 +61,12 @@ def setting_option(setting: SettingField) -> Callable[[F], F]:
     )
 
 
-# What a person at a terminal needs; the others come from the environment alone.
+# What a person at a terminal needs. The other settings come from the environment only.
 _OFFERED: Final = ("endpoint_url", "region", "addressing", "ca_bundle", "verify_tls")
 
 
 def store_options(command: Callable[..., None]) -> Callable[..., None]:
-    """Adds DEST and the options; the command gets them as `store_settings`. Flags beat the environment."""
+    """Add DEST and the store's options. The command gets them as `store_settings`. Flags beat the environment."""
 
     @functools.wraps(command)
     def wrapper(*, destination: str, **values: Any) -> None:

@@ -1,6 +1,6 @@
-"""One piece of work on a destination from the command line: a patient store, progress, and how results are printed.
+"""Runs work on a destination from the command line: with a store that retries, a progress bar, and printed results.
 
-Results go to stdout, as text or with `--json`; progress, logs and errors go to stderr.
+Results go to stdout, as text or, with `--json`, as JSON. Progress, logs and errors go to stderr.
 """
 
 import asyncio
@@ -26,7 +26,7 @@ as_json_option = click.option("--json", "as_json", is_flag=True, help="Print the
 
 @asynccontextmanager
 async def opened(settings: StoreSettings) -> AsyncIterator[ObjectStore]:
-    """The store, patient: somebody waits for the answer."""
+    """Open a store that retries, because somebody waits for the answer."""
     async with open_store(settings) as store:
         yield RetryingStore(store)
 
@@ -39,7 +39,7 @@ def run_work(work: Coroutine[Any, Any, Any], log_format: str | None = None) -> A
 
 @contextmanager
 def progress_bar() -> Iterator[Callable[[str, int, int], None]]:
-    """A bar on stderr while somebody looks."""
+    """Show a progress bar if stderr is a terminal. Yields the function that updates it."""
     console = Console(stderr=True)
     columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
     with Progress(

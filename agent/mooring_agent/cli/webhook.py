@@ -1,4 +1,4 @@
-"""`mooring webhook`: the admission webhook's own command, which the chart runs."""
+"""`mooring webhook`: the admission webhook, which the Helm chart runs."""
 
 from pathlib import Path
 from types import MappingProxyType
@@ -108,13 +108,13 @@ def _annotations(_: click.Context, __: click.Parameter, values: tuple[str, ...])
 def webhook(**options: Any) -> None:
     """Serve the admission webhook that injects Mooring into pods.
 
-    The chart runs it; docs/kubernetes.md says how to install that.
+    The Helm chart runs this command. docs/kubernetes.md describes how to install it.
     """
     with errors_reported():
         settings = _settings(options)
         if settings.self_managed is not None and not settings.self_managed.kubernetes_host:
             raise click.UsageError("--self-managed needs a cluster: --kubernetes-host, or KUBERNETES_SERVICE_HOST")
-        # Imported here: the other commands shall not wait for a web server to load.
+        # Imported here, so that the other commands do not wait for a web server to load.
         import uvloop
 
         from mooring_agent.runtime.engine.telemetry import configure_logs

@@ -8,16 +8,16 @@ from typing import Final
 
 
 class ErrorKind(StrEnum):
-    """What went wrong, as far as anybody needs to tell cases apart."""
+    """What went wrong, in as many cases as callers need to tell apart."""
 
-    # Storage, passing.
+    # Storage, temporary.
     THROTTLED = "throttled"
     UNREACHABLE = "unreachable"
     TIMED_OUT = "timed-out"
     STORE_FAILED = "store-failed"
     CORRUPTED_IN_TRANSIT = "corrupted-in-transit"
     UPLOAD_LOST = "upload-lost"
-    # Storage, needs a person; it may be mended while we run, so the newest checkpoint goes on trying.
+    # Storage, needs a person, who may repair it while the agent runs. So the newest checkpoint is tried again.
     ACCESS_DENIED = "access-denied"
     BUCKET_MISSING = "bucket-missing"
     CLOCK_SKEWED = "clock-skewed"
@@ -29,9 +29,9 @@ class ErrorKind(StrEnum):
     # What is stored is not what was written.
     CHECKPOINT_CORRUPT = "checkpoint-corrupt"
     NO_CHECKPOINT = "no-checkpoint"
-    # It may be all right, and does not fit into the memory that this process may have.
+    # The checkpoint may be intact, but does not fit into the memory that this process may use.
     MEMORY_SHORT = "memory-short"
-    # It may be all right, and a newer version of Mooring wrote it.
+    # The checkpoint may be intact, but a newer version of Mooring wrote it.
     FORMAT_UNKNOWN = "format-unknown"
     # The local volume.
     FILE_CHANGED = "file-changed"
@@ -68,9 +68,9 @@ RETRYABLE: Final = frozenset(
         ErrorKind.VOLUME_UNUSABLE,
     }
 )
-"""Kinds for which trying again later can help an upload: a full bucket, a wrong key or an unreadable file with
-certificates may be mended meanwhile. What exists already and cannot be read back is being removed by somebody. A volume
-that does not answer may do so later; only a pin that is gone or changed (FILE_MISSING, FILE_CHANGED) is lost."""
+"""Kinds for which trying again later can help an upload. Somebody may repair a full bucket, a wrong key or an
+unreadable file with certificates. An object that already exists and cannot be read back is being removed. A volume that
+does not answer may answer later; only a pin that is gone or changed (FILE_MISSING, FILE_CHANGED) is lost."""
 
 PASSING: Final = frozenset(
     {
@@ -81,7 +81,7 @@ PASSING: Final = frozenset(
         ErrorKind.CORRUPTED_IN_TRANSIT,
     }
 )
-"""Kinds that a person waiting at a terminal (restore, `mooring ls`) should see retried for them."""
+"""Temporary kinds, which are retried on behalf of a person who waits at a terminal (restore, `mooring ls`)."""
 
 
 class MooringError(Exception):
@@ -101,23 +101,23 @@ class MooringError(Exception):
 
 
 class StoreError(MooringError):
-    """An object store refused, failed, or answered something we cannot use."""
+    """An object store refused, failed, or gave an answer that cannot be used."""
 
 
 class VolumeError(MooringError):
-    """The shared volume or a file on it is not as it must be."""
+    """The shared volume, or a file on it, is missing, changed, full or otherwise unusable."""
 
 
 class RequestError(MooringError):
-    """A caller asked for something that cannot be done; nothing was changed."""
+    """A caller asked for something that cannot be done. Nothing was changed."""
 
 
 class NoticesError(MooringError):
-    """A cloud's metadata service did not say what it was asked."""
+    """A cloud's metadata service failed, or gave an answer that cannot be used."""
 
 
 class ClusterError(MooringError):
-    """Kubernetes did not take what it was told."""
+    """A request to the Kubernetes API could not be made, or failed."""
 
 
 class ConfigurationError(MooringError):
@@ -131,7 +131,7 @@ class ConfigurationError(MooringError):
 
 
 def printable(text: str) -> str:
-    """`text` without what a terminal would obey or hide: such characters are shown as Python escapes them."""
+    """Return `text` with every character that a terminal would obey or hide as its Python escape."""
     if text.isprintable():
         return text
     return "".join(character if character.isprintable() else ascii(character)[1:-1] for character in text)
@@ -139,7 +139,7 @@ def printable(text: str) -> str:
 
 _FIRST_DELAY_SECONDS: Final = 0.2
 _LONGEST_DELAY_SECONDS: Final = 10.0
-# A person has to act first, so asking often only costs.
+# A person has to act first, so frequent retries only cost.
 _LONGEST_DELAY_WHEN_REFUSED_SECONDS: Final = 30.0
 _NEEDS_A_PERSON: Final = frozenset(
     {
@@ -154,7 +154,7 @@ _ATTEMPTS_THAT_STILL_DOUBLE: Final = 12
 
 
 def retry_delay_seconds(kind: ErrorKind, attempt: int, jitter: float) -> float | None:
-    """Seconds to wait after failure number `attempt` (from 1); None: trying again cannot help.
+    """Return the seconds to wait after failure number `attempt` (from 1); None if trying again cannot help.
 
     `jitter` in [0, 1) spreads the retries of many parts and pods over the upper half of the delay.
     """

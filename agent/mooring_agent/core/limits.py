@@ -1,9 +1,9 @@
-"""How large anything from outside may be: one table for every door.
+"""Limits for all input from outside, in one table.
 
-The doors are gRPC requests, annotations, settings, and whatever is decoded: markers, manifests, pins, journal records,
-and what lies on the volume, where the trainer can write: client records, staged descriptors, claims, checkpoints that
-nobody announced. A value beyond its limit is refused where it comes in, so that nothing behind the doors has to count,
-keep or compare more than is written here. The annotated types are for decoders, which refuse by themselves.
+Such input comes from gRPC requests, annotations and settings, and from everything that is decoded: markers, manifests,
+pins, journal records, and files on the volume, where the trainer can write (client records, staged descriptors, claims,
+unannounced checkpoints). A value beyond its limit is refused where it comes in, so that no other code has to count,
+keep or compare more than is written here. Decoders enforce the annotated types by themselves.
 """
 
 from collections.abc import Mapping
@@ -14,19 +14,19 @@ from msgspec import Meta
 WORLD_SIZE: Final = 100_000
 """Ranks of a job. A commit marker names each."""
 LOCAL_RANKS: Final = 1_024
-"""Ranks that share one agent. What the core does for an event may grow with these, never with the world size."""
+"""Ranks that share one agent. The core's work for an event may grow with these, but never with the world size."""
 STEP: Final = 10**12 - 1
-"""A marker's key has twelve digits for it."""
+"""A marker's key has twelve digits for the step."""
 FILES_PER_RANK: Final = 100_000
 PARTS_PER_FILE: Final = 10_000
-"""S3 takes no more."""
+"""The limit of S3."""
 SAVE_BYTES: Final = 2**50
-"""Of one rank's files. Sums over all ranks of an agent stay within the 64 bits of the API."""
+"""All files of one rank. The sum over all ranks of an agent stays within the 64 bits of the API."""
 NAME_CHARACTERS: Final = 128
 """A checkpoint's name, a save id, an attempt."""
 PATH_BYTES: Final = 4_096
 PATH_LEVELS: Final = 64
-"""Names in a file's path within a checkpoint. Whoever walks the folders has each of them open meanwhile."""
+"""Names in a file's path within a checkpoint. Code that walks the folders has each of them open meanwhile."""
 TEXT_CHARACTERS: Final = 1_024
 """Free text that is only shown to people."""
 SECONDS: Final = 7 * 24 * 3600
@@ -37,23 +37,23 @@ UNIX_SECONDS: Final = 253_402_300_799
 MARKER_BYTES: Final = 8 * 1024**2
 MANIFEST_BYTES: Final = 16 * 1024**2
 MANIFESTS_BYTES: Final = 64 * 1024**2
-"""All rank manifests of a save together, wherever there is memory enough: `core.stored.manifest` says how much."""
+"""All rank manifests of a save together, if there is enough memory: `core.stored.manifest` says how much."""
 PIN_BYTES: Final = 64 * 1024
 RECORD_BYTES: Final = 128 * 1024**2
-"""A journal record, what restore notes on the volume."""
+"""A journal record, or the record that restore leaves on the volume."""
 
 CLIENT_RECORD_BYTES: Final = 8 * 1024**2
-"""What a client notes of a checkpoint: enough for `FILES_PER_RANK` files whose paths have 40 characters."""
+"""A client's record of a checkpoint: enough for `FILES_PER_RANK` files whose paths have 40 characters."""
 CLIENT_RECORDS: Final = 64
-"""How many of them the agent reads at each look, the newest. The newest checkpoint supersedes the others anyway."""
+"""How many client records the agent reads at once: the newest. The newest checkpoint supersedes the others anyway."""
 DESCRIPTOR_BYTES: Final = 32 * 1024**2
-"""What lies beside the pins of a rank: enough for `FILES_PER_RANK` files whose paths have 150 characters."""
+"""The descriptor beside the pins of a rank: enough for `FILES_PER_RANK` files whose paths have 150 characters."""
 ANNOUNCEMENT_CHARACTERS: Final = 8 * 1024**2
-"""An announcement in a staged descriptor. The request that it was had half of that at most."""
+"""An announcement in a staged descriptor. As a request it had at most half of that."""
 LEAST_ANNOUNCEMENT_CHARACTERS: Final = 64
-"""No announcement is shorter. Without it, a descriptor could hold millions of texts."""
+"""No announcement is shorter. Without this limit a descriptor could hold millions of texts."""
 CLAIMS_BYTES: Final = 1024**2
-"""What a training process says it is about to announce."""
+"""The file in which a training process lists what it is about to announce."""
 OWNER_BYTES: Final = 64 * 1024
 """The name of the destination that a volume belongs to."""
 TRAINER_STATE_BYTES: Final = 32 * 1024**2
@@ -87,7 +87,7 @@ REQUEST_NUMBERS: Final[Mapping[str, int]] = {
     "grace_seconds": SECONDS,
     "interval_ms": 3_600_000,
 }
-"""The largest value of each number in the API's requests, by the field's name; the least is 0."""
+"""The largest value of each number in the API's requests, by the field's name. The smallest is 0."""
 
 REQUEST_TEXTS: Final[Mapping[str, int]] = {
     "client": TEXT_CHARACTERS,
@@ -99,7 +99,7 @@ REQUEST_TEXTS: Final[Mapping[str, int]] = {
     "reason": TEXT_CHARACTERS,
     "source": TEXT_CHARACTERS,
 }
-"""The longest of each text, by the field's name. What names an object has a rule of its own besides."""
+"""The longest text of each field, by the field's name. Texts that become part of an object key have further rules."""
 
 SETTING_NUMBERS: Final[Mapping[str, int]] = {
     "world_size": WORLD_SIZE,
@@ -113,18 +113,18 @@ SETTING_NUMBERS: Final[Mapping[str, int]] = {
     "peak_factor": 1_000,
     "nice": 19,
 }
-"""The largest value of each setting that is a bare number, by its name; others go by their unit."""
+"""The largest value of each setting without a unit, by its name."""
 
 SETTING_UNITS: Final[Mapping[str, int]] = {
     "_seconds": 10 * 366 * 24 * 3600,
     "_bytes": 2**60,
     "_bytes_per_second": 2**60,
 }
-"""The largest value of a setting, by the unit that its name ends with."""
+"""The largest value of the other settings, by the unit that ends their name."""
 
 
 def largest_setting(name: str) -> int:
-    """The largest value of a setting that is a number. KeyError for one that has no limit here, which none may be."""
+    """Return the largest value of a setting that is a number. A KeyError is a bug: every such setting has a limit."""
     if name in SETTING_NUMBERS:
         return SETTING_NUMBERS[name]
     unit = max((unit for unit in SETTING_UNITS if name.endswith(unit)), key=len, default=name)

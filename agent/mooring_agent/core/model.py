@@ -1,7 +1,7 @@
 """The values that everything else uses: checkpoints, their files and their parts.
 
 Owns shapes only. Sizes and offsets are bytes, times are unix seconds, checksums are CRC64NVME as unsigned integers.
-The types of `limits` are for the decoders.
+The field types from `limits` are for the decoders.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -11,7 +11,7 @@ from typing import Final, overload
 
 from mooring_agent.core.limits import Step, WorldSize
 
-# Of the client that wrote a record and the agent that had the announcement: one machine, two readings of its clock.
+# How far the times of a client's record and of the agent's announcement may differ: both read the same machine's clock.
 _CLOCKS_DIFFER_SECONDS: Final = 5.0
 _CHECKSUM_BYTES: Final = 8
 
@@ -25,7 +25,7 @@ class Kind(StrEnum):
 
 
 class Phase(StrEnum):
-    """Life of one checkpoint on one agent; the moves between them are the rows of `lifecycle.TRANSITIONS`."""
+    """The phases of one checkpoint on one agent. The moves between them are the rows of `lifecycle.TRANSITIONS`."""
 
     ANNOUNCED = "announced"
     STAGED = "staged"
@@ -50,7 +50,7 @@ class SaveInfo:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fingerprint:
-    """What a file was when it was staged; a different one later means it was rewritten under us."""
+    """Identifies a file's content when it was staged. A different one later means that the file was rewritten."""
 
     size_bytes: int
     mtime_ns: int
@@ -61,9 +61,9 @@ class Fingerprint:
 class StagedFile:
     """A pinned file. `path` is relative to the checkpoint, with `/`; `pin` is where its bytes are, below the volume.
 
-    `private` says that the inode is ours alone (copied or reflinked), so nobody can rewrite it in place. `announced`:
-    the checkpoint is this file itself, not a directory that holds it. `changed_ns` is the inode's time of change when
-    it was staged, which nobody can set: a later one means that it was written to, renamed or unlinked; 0: not known.
+    `private`: the inode is ours alone (copied or reflinked), so nobody can rewrite it in place. `announced`: the
+    checkpoint is this file itself, not a directory that holds it. `changed_ns` is the inode's ctime when it was staged,
+    which nobody can set: a later one means that the file was written to, renamed or unlinked. 0: not known.
     """
 
     path: str
@@ -91,7 +91,7 @@ class Part:
 class Pack:
     """Small files of one rank that are stored as one object, a tar archive of `size_bytes`.
 
-    `number` counts from 0 within the rank; the bytes of `files[i]` begin at `offsets_bytes[i]` of the archive.
+    `number` counts from 0 within the rank. The bytes of `files[i]` begin at `offsets_bytes[i]` of the archive.
     """
 
     number: int
@@ -102,7 +102,7 @@ class Pack:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Region:
-    """Bytes of a pinned file to send: where they are, and what the file must still be. `path` is below the volume."""
+    """Bytes of a pinned file to send. The file must still have `fingerprint`. `path` is below the volume."""
 
     volume: str
     path: str
@@ -112,20 +112,20 @@ class Region:
 
     @property
     def file(self) -> str:
-        """The file's whole path, to be shown."""
+        """The file's whole path, for messages."""
         return f"{self.volume}/{self.path}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PackPlace:
-    """Where a packed file's bytes begin: in which pack of its rank, and at which of the archive's bytes."""
+    """Where a packed file's bytes begin: the number of the rank's pack, and the offset in the archive."""
 
     number: int
     offset_bytes: int
 
 
 class Checksums(Sequence[int]):
-    """Equal to the tuple of them, in eight bytes for each instead of fifty: a save may have millions of parts."""
+    """Equal to the tuple of its checksums, with eight bytes for each instead of fifty: a save may have millions."""
 
     __slots__ = ("_packed",)
 
@@ -159,7 +159,7 @@ class Checksums(Sequence[int]):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FileEntry:
-    """A file in a rank manifest: `checksums[i]` covers bytes [i, i + 1) x `part_size_bytes`, the last part is shorter.
+    """A file in a rank manifest: `checksums[i]` covers bytes [i, i + 1) x `part_size_bytes`; the last part is shorter.
 
     An empty file has no checksums. Without a `place` the file is an object of its own.
     """
@@ -175,7 +175,7 @@ class FileEntry:
             object.__setattr__(self, "checksums", Checksums(self.checksums))
 
     def has_bytes_of(self, other: "FileEntry") -> bool:
-        """Whether both are the same file, wherever its bytes are and whatever parts an agent sent it in."""
+        """Whether both have the same path and bytes, wherever these are stored and in whatever parts they were sent."""
         if (self.path, self.size_bytes) != (other.path, other.size_bytes):
             return False
         if self.part_size_bytes == other.part_size_bytes or len(self.checksums) == len(other.checksums) == 1:
@@ -183,7 +183,7 @@ class FileEntry:
         return self._whole_checksum() == other._whole_checksum()
 
     def parts(self) -> Iterator[Part]:
-        """The pieces that `checksums` cover, in order."""
+        """Return the parts that `checksums` cover, in order."""
         return (
             Part(
                 number=index + 1,
@@ -201,8 +201,8 @@ class FileEntry:
 class RankManifest:
     """What one rank contributed to a save. `saved_at` is when it was announced, unix seconds.
 
-    `single_file`: its one file is what was announced, not a directory that holds it. `pack_sizes_bytes[i]` is the size
-    of the object that is its pack `i`.
+    `single_file`: its one file was announced itself, not a directory that holds it. `pack_sizes_bytes[i]` is the size
+    of the object that holds its pack `i`.
     """
 
     info: SaveInfo
@@ -222,14 +222,14 @@ class AnnouncementTime:
     """When a rank's part of a save was announced, unix seconds.
 
     `recorded_at`: when its client recorded it, if the agent announced it by that record. An earlier agent may then have
-    taken the same announcement, at any time since.
+    accepted the same announcement at any later time.
     """
 
     at: float
     recorded_at: float | None = None
 
     def may_be(self, saved_at: float) -> bool:
-        """Whether a rank manifest of that moment may be of this announcement."""
+        """Whether a rank manifest with this `saved_at` may be of this announcement."""
         if saved_at == self.at:
             return True
         return self.recorded_at is not None and saved_at >= self.recorded_at - _CLOCKS_DIFFER_SECONDS
@@ -237,7 +237,7 @@ class AnnouncementTime:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ManifestReference:
-    """A rank manifest as the commit marker names it; the checksum covers the manifest's JSON."""
+    """A rank manifest as the commit marker names it. The checksum covers the manifest's JSON."""
 
     rank: int
     size_bytes: int
@@ -246,7 +246,7 @@ class ManifestReference:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CommitMarker:
-    """The last object of a save; its presence alone means restorable. A pure function of the rank manifests."""
+    """The last object of a save: its presence alone means restorable. It is a pure function of the rank manifests."""
 
     info: SaveInfo
     saved_at: float
@@ -256,8 +256,8 @@ class CommitMarker:
 
 
 def joined(pieces: Iterable[tuple[int, int]]) -> int:
-    """CRC64NVME of pieces in a row, each as (its CRC64NVME, its size in bytes). Both are of 64 bits at most."""
-    # Where it is used, for it costs 5 MB: most agents never compare files that were cut into different parts.
+    """Return the CRC64NVME of consecutive pieces, each given as (CRC64NVME, size in bytes) of at most 64 bits."""
+    # Imported only here, because it costs 5 MB: most agents never compare files that were cut into different parts.
     from awscrt.checksums import combine_crc64nvme
 
     whole = 0

@@ -1,4 +1,4 @@
-"""`mooring demo`: a preemption and the loss of a disk, played with real processes and a real S3 server."""
+"""`mooring demo`: a preemption and the loss of a disk, with real processes and a real S3 server."""
 
 from mooring_agent.demo.story import run_demo
 

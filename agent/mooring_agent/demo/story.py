@@ -1,9 +1,7 @@
-"""The demo's story and its claims: train, get preempted, lose the disk, resume, and compare every bit.
+"""Plays the demo and checks its claims: train, get preempted, lose the disk, resume, and compare every bit.
 
-Owns what is claimed and how each claim is checked from outside: by exit codes, by the bucket, by what the program
-printed. Must not know torch or the trainer's side; the program is a child like any other.
-
-What a person sees of the demo: one line per thing worth noticing, the seconds since the start at its left.
+Checks each claim from outside: by exit codes, by the bucket, and by what the program printed. Must not know torch or
+the client; the program is an ordinary child process. Prints one line per event, with the seconds since the start.
 """
 
 import importlib.util
@@ -32,7 +30,7 @@ _SECONDS_WIDTH: Final = 6
 
 
 class Timeline:
-    """Prints as things happen; on a terminal the last line shows what is going on now."""
+    """Prints events as they happen. On a terminal the last line shows what is going on now."""
 
     def __init__(self) -> None:
         self._console = Console(highlight=False)
@@ -40,7 +38,7 @@ class Timeline:
         self._status = self._console.status("")
 
     def say(self, text: str, *, style: str = "", at: float | None = None) -> None:
-        """`at`: Unix time in seconds when it happened, if not now."""
+        """Print an event. `at` is the Unix time in seconds when it happened, if not now."""
         seconds = (time.time() if at is None else at) - self._start
         clock = Text(f"{seconds:{_SECONDS_WIDTH}.1f} s  ", style="dim")
         self._console.print(clock + Text(text, style=style), soft_wrap=True)
@@ -63,7 +61,7 @@ class Timeline:
 _STEPS: Final = 100
 _SAVE_EVERY: Final = 20
 _INTERRUPT_AFTER_STEP: Final = 46
-"""Far from the periodic saves before and after it."""
+"""Not close to the periodic saves before and after it."""
 _BUCKET: Final = "mooring-demo"
 _DESTINATION: Final = f"s3://{_BUCKET}/runs/first"
 _LIMIT_SECONDS: Final = 240.0
@@ -71,12 +69,12 @@ _PACKAGES: Final = ("mooring", "mooring_agent", "mooring_api")
 
 
 class ClaimError(Exception):
-    """Something that Mooring promises did not happen."""
+    """A claim of the demo did not hold."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Stage:
-    """Where it plays."""
+    """The folder, output and environment of one demo."""
 
     folder: Path
     timeline: Timeline
@@ -95,7 +93,10 @@ class _Stage:
 
 
 def run_demo(*, keep: bool) -> int:
-    """0 when every claim held. Its folder goes away then, unless `keep`. Raises MooringError if it cannot begin."""
+    """Run the demo. Returns 0 if every claim held, else 1.
+
+    On success its folder is removed, unless `keep`. Raises MooringError if the demo cannot start.
+    """
     _check_extras()
     timeline = Timeline()
     folder = Path(tempfile.mkdtemp(prefix="mooring-demo-"))
@@ -133,7 +134,7 @@ def _check_extras() -> None:
 
 
 def _play(folder: Path, timeline: Timeline) -> list[str]:
-    """The claims, in words."""
+    """Play the whole story, and return the claims that held, in words."""
     bucket = folder / "bucket"
     (bucket / _BUCKET).mkdir(parents=True)
     keys = ("demo", "demo-secret")
@@ -165,11 +166,11 @@ def _play(folder: Path, timeline: Timeline) -> list[str]:
 
 
 def _environment(folder: Path, url: str, access_key: str, secret_key: str) -> dict[str, str]:
-    """Nothing of the user's own settings and accounts takes part."""
+    """Return an environment without the user's own settings and accounts."""
     inherited = {name: value for name, value in os.environ.items() if not name.startswith(("AWS_", "MOORING_"))}
     return {
         **inherited,
-        # torch leaves a cache behind.
+        # torch leaves a cache behind, which goes away with the folder.
         "TMPDIR": str(folder),
         "AWS_ACCESS_KEY_ID": access_key,
         "AWS_SECRET_ACCESS_KEY": secret_key,
@@ -181,9 +182,9 @@ def _environment(folder: Path, url: str, access_key: str, secret_key: str) -> di
 
 
 def _write_text(path: Path) -> int:
-    """The source text of the installed packages, frozen in one file: all runs learn the same, also while it is edited.
+    """Copy the source text of the installed packages into one file, and return the number of characters.
 
-    The number of characters.
+    So all runs train on the same text, even if the source is edited meanwhile.
     """
     texts = []
     for name in _PACKAGES:
@@ -224,7 +225,7 @@ def _train_until_preempted(stage: _Stage) -> TrainingRun:
 
         trained = read_along(running, on_step)
     _claim(bool(trained.losses), f"the training begins ({stage.log('preempted')} says why not)")
-    # Nothing of Mooring runs any more: what is in the bucket now was there before it ended.
+    # `mooring run` has ended, so what is in the bucket was there before its end.
     committed = _mooring(stage, "ls", _DESTINATION)["checkpoints"]
     lines = read_log(stage.log("preempted"))
     step = trained.last_step
@@ -273,7 +274,7 @@ def _train_on(stage: _Stage, step: int) -> TrainingRun:
 
 
 def _compare(undisturbed: TrainingRun, interrupted: TrainingRun, resumed: TrainingRun) -> int:
-    """How many losses were compared."""
+    """Compare the losses and final weights. Returns how many losses were compared. Raises ClaimError."""
     _claim(not interrupted.losses.keys() & resumed.losses.keys(), "no step is trained twice")
     together = interrupted.losses | resumed.losses
     for step, loss in undisturbed.losses.items():
@@ -288,7 +289,7 @@ def _compare(undisturbed: TrainingRun, interrupted: TrainingRun, resumed: Traini
 
 
 def _verify(stage: _Stage) -> int:
-    """How many checkpoints are intact."""
+    """Verify all checkpoints in the bucket, and return how many there are. Raises ClaimError if one is damaged."""
     checkpoints = _mooring(stage, "verify", _DESTINATION, "--all")["checkpoints"]
     for checkpoint in checkpoints:
         _claim(not checkpoint["problems"], f"step {checkpoint['step']} is intact ({checkpoint['problems']})")
@@ -306,7 +307,7 @@ def _mooring_run(stage: _Stage, name: str) -> Any:
 
 
 def _mooring(stage: _Stage, *arguments: str) -> Any:
-    """A command's answer, whatever its exit code says of what it found."""
+    """Return a command's JSON output, whatever its exit code. Raises ClaimError if it printed none."""
     with stage.log(arguments[0]).open("ab") as log:
         done = subprocess.run(  # noqa: S603 - our own program
             [sys.executable, "-m", "mooring_agent", *arguments, "--json"],

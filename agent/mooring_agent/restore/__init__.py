@@ -1,6 +1,6 @@
-"""The way back: the newest checkpoint that can be restored, from the destination to the volume, before training starts.
+"""Restores the newest checkpoint that can be restored from the destination to the volume, before training starts.
 
-Knows nothing of how the store is reached; give it one that retries for people waiting.
+Knows nothing of how the store is reached. Pass a `RetryingStore`.
 """
 
 from mooring_agent.restore.init_step import Restored, restore

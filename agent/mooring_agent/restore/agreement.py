@@ -1,9 +1,10 @@
-"""All pods of an attempt resume from the same checkpoint: the first one's choice, written down as the pin.
+"""Makes all pods of an attempt resume from the same checkpoint: the first pod's choice, written down as the pin.
 
-Where `put(if_absent)` works any pod may decide and the store picks the first; elsewhere only node 0 writes and the
-others wait for it. Nobody proposes a checkpoint before it has all of it, verified: a pin on sizes alone could name one
-that no pod can read, and every later start of the attempt would obey it and fail. The price is small, because pods that
-start together download the same checkpoint anyway; one that sees another choice downloads again, once.
+Where `put(if_absent)` works, any pod may decide and the store picks the first. Elsewhere only node 0 writes and the
+others wait for it. A pod proposes a checkpoint only when it has all of it, verified. A pin based on sizes alone could
+name a checkpoint that no pod can read, and every later start of the attempt would follow the pin and fail. The cost is
+small: pods that start together download the same checkpoint anyway, and one that sees another choice downloads again,
+once.
 """
 
 import asyncio
@@ -21,7 +22,7 @@ _POLL_SECONDS: Final = 1.0
 
 
 async def read_pin(store: ObjectStore, attempt: str) -> Pin | None:
-    """What the attempt resumes from; None while nobody has decided."""
+    """Return what the attempt resumes from; None while that is undecided."""
     key = pin_key(attempt)
     try:
         return await read_object(store, key, decode_pin, limit_bytes=PIN_BYTES)
@@ -32,7 +33,7 @@ async def read_pin(store: ObjectStore, attempt: str) -> Pin | None:
 
 
 async def agree(store: ObjectStore, wish: Pin, *, node_rank: int, timeout_seconds: float) -> Pin:
-    """The pin that is in force, be it `wish` or another pod's. StoreError(TIMED_OUT) if node 0 never decides."""
+    """Return the pin in force: `wish` or another pod's. Raises StoreError(TIMED_OUT) if node 0 never decides."""
     capabilities = await store.probe()
     if capabilities.conditional_put or node_rank == 0:
         return await _decide(store, wish)
@@ -48,7 +49,7 @@ async def _decide(store: ObjectStore, wish: Pin) -> Pin:
         try:
             await store.put(pin_key(wish.attempt), encode_pin(wish), if_absent=True)
         except StoreError as error:
-            # Refused or in doubt, the readback above says who was first.
+            # Whether the write was refused or is in doubt, the readback above says which pod was first.
             if error.kind is not ErrorKind.ALREADY_EXISTS and error.kind not in PASSING:
                 raise
             doubt = error

@@ -1,6 +1,6 @@
-"""Downloads a checkpoint into a directory of the volume, verifying each part and each pack.
+"""Downloads a checkpoint into a directory of the volume, and verifies each part and each pack.
 
-Owns room, order and parallelism. Invariants: there is room for everything before the first byte is requested; a file
+Owns space, order and parallelism. Invariants: there is space for everything before the first byte is requested; a file
 has at most two writers (more only contend for its lock); a file of a pack is written after every byte of its pack was
 verified; when `download` returns, every file and directory is on disk; after a failure the directory holds garbage
 that the caller removes, and no thread writes any more.
@@ -34,7 +34,7 @@ from mooring_agent.core.model import Part
 from mooring_agent.ports import ObjectStore
 
 _FILES_TOGETHER: Final = 32
-"""So many are open in each thread, of the 1024 that a process may usually have; more would not be on disk sooner."""
+"""How many files each thread has open, of the 1024 that a process usually may. More would not be on disk sooner."""
 
 
 async def fetch_packs(
@@ -45,7 +45,7 @@ async def fetch_packs(
     concurrency: int,
     on_bytes: Callable[[int], None],
 ) -> None:
-    """Make every file of `packs` below `folder`, whose subfolders are there. StoreError or VolumeError."""
+    """Write every file of `packs` below `folder`, whose subfolders exist. Raises StoreError or VolumeError."""
     loop = asyncio.get_running_loop()
 
     async def fetch(pack: StoredPack) -> None:
@@ -54,12 +54,12 @@ async def fetch_packs(
         try:
             await asyncio.shield(writing)
         except asyncio.CancelledError:
-            # Whoever cancels removes the folder, and not from under a thread; nor may ending the threads block, below.
+            # Wait for the thread: the caller removes the folder next, and ending the threads, below, must not block.
             await asyncio.gather(writing, return_exceptions=True)
             raise
         on_bytes(pack.content_bytes)
 
-    # A filesystem commits its own journal once for all that wait together.
+    # A filesystem commits its own journal once for all threads that wait together.
     with ThreadPoolExecutor(PACKS_AT_ONCE, thread_name_prefix="mooring-restore-packs") as threads:
         await for_each(packs, fetch, at_once=packs_at_once(packs, most=concurrency))
 
@@ -70,9 +70,9 @@ def _write(pack: StoredPack, body: bytes, folder: Folder) -> None:
 
 
 def _write_together(pack: StoredPack, files: Sequence[StoredFile], body: bytes, folder: Folder) -> None:
-    """All are written before the first is waited for: the disk has more to do at a time.
+    """Write all files before the first fsync, so that the disk has more to do at a time.
 
-    Each is waited for before it is closed: what befell a closed file's bytes the kernel may have forgotten.
+    Each file is synced before it is closed, because the kernel may forget the write errors of a closed file.
     """
     written: dict[str, int] = {}
     try:
@@ -93,7 +93,7 @@ def _write_together(pack: StoredPack, files: Sequence[StoredFile], body: bytes, 
 
 _WRITERS_PER_FILE: Final = 2
 _DIRECT_FROM_BYTES: Final = 8 * 1024**2
-"""From here on a file is written past the page cache; the many small ones the kernel may gather."""
+"""A file of at least this size is written past the page cache. The kernel may gather the many smaller ones."""
 _BLOCK_BYTES: Final = 4096
 _GIB: Final = 1024**3
 
@@ -109,9 +109,9 @@ async def download(
     concurrency: int,
     on_progress: Callable[[int, int], None],
 ) -> None:
-    """Fetch every file into `folder`, which is below the volume and made anew; `disk` has one thread.
+    """Fetch every file into `folder`, which is below the volume and made anew. `disk` has one thread.
 
-    StoreError, or VolumeError: DISK_FULL says how much is needed and how much is free.
+    Raises StoreError or VolumeError. DISK_FULL says how much is needed and how much is free.
     """
     loop = asyncio.get_running_loop()
     await loop.run_in_executor(disk, _check_room, checkpoint, volume, size_limit_bytes)
@@ -120,7 +120,7 @@ async def download(
         await _fetch_all(store, checkpoint, target, disk=disk, concurrency=concurrency, on_progress=on_progress)
         await loop.run_in_executor(disk, _sync_folders, target, f"{volume}/{folder}")
     finally:
-        # On the disk's one thread, so that nothing is closed under what outlived its cancelled writer.
+        # On the disk's one thread: work whose writer was cancelled may still run there.
         await asyncio.shield(loop.run_in_executor(disk, target.close))
 
 
@@ -135,7 +135,7 @@ async def _fetch_all(
 ) -> None:
     loop = asyncio.get_running_loop()
     done_bytes = 0
-    # Once: it is a sum over all files.
+    # Computed once: it is a sum over all files.
     total_bytes = checkpoint.size_bytes
     on_progress(0, total_bytes)
 
@@ -180,7 +180,7 @@ class _IncomingFile:
         self._descriptor = -1
 
     def open(self) -> int:
-        """The descriptor to write to; opened by the first writer only, so that few are open at a time."""
+        """Return the descriptor to write to. The first writer opens it, so that few are open at a time."""
         if self._descriptor < 0:
             try:
                 self._descriptor = _open_to_write(self._target, self._path, self.stored.entry.size_bytes)
@@ -197,7 +197,7 @@ class _IncomingFile:
         self.close()
 
     def close(self) -> None:
-        """Idempotent; on the same thread as `finish`."""
+        """Close the file, on the same thread as `finish`. Idempotent."""
         if self._descriptor >= 0:
             os.close(self._descriptor)
             self._descriptor = -1
@@ -210,7 +210,7 @@ def _open_to_write(target: Folder, path: str, size_bytes: int) -> int:
         except OSError as error:
             if error.errno != errno.EINVAL:
                 raise
-            # A filesystem that keeps all its files in memory, or does not know how to do without.
+            # The filesystem keeps all its files in memory, or always uses the page cache.
     return target.open_file(path, os.O_WRONLY)
 
 
@@ -235,7 +235,7 @@ def _check_room(checkpoint: CommittedCheckpoint, volume: Path, size_limit_bytes:
 
 
 def _make_room(checkpoint: CommittedCheckpoint, volume: Path, folder: str) -> Folder:
-    """The folder with all it needs below it, and every file that is an object of its own at its full size."""
+    """Make the folder, its subfolders, and every file that is an object of its own, at its full size."""
     try:
         with open_volume(volume) as root:
             root.remove(folder)
@@ -261,7 +261,7 @@ def _make_room(checkpoint: CommittedCheckpoint, volume: Path, folder: str) -> Fo
 
 
 def _sync_folders(target: Folder, shown: str) -> None:
-    """All below `target`. Whoever renames it makes its own name durable."""
+    """Sync `target` and all folders below it. Whoever renames `target` makes its name durable."""
     try:
         for _, folder, _ in target.walk():
             folder.sync()

@@ -1,9 +1,9 @@
-"""`mooring restore`: what runs before the trainer does.
+"""`mooring restore`: runs before the trainer does.
 
 Invariants: nothing appears under a checkpoint's name before every byte of it is verified and on disk; damage to one
-checkpoint leads to the next older one, is said, and is noted for prune; trouble with the store or the disk leads to an
+checkpoint is reported, noted for prune, and leads to the next older one; trouble with the store or the disk leads to an
 error; "nothing to resume from" is an answer only when the destination was read and has no commit marker, or when the
-pin says it.
+pin says so.
 """
 
 import asyncio
@@ -33,12 +33,12 @@ _log: structlog.typing.FilteringBoundLogger = structlog.get_logger()
 _Result = TypeVar("_Result")
 
 Progress = Callable[[str, int, int], None]
-"""Called with the checkpoint's name, its bytes that are here, and its bytes in all."""
+"""Called with the checkpoint's name, the number of its bytes that are here, and its size in bytes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Restored:
-    """A checkpoint in its place. `skipped` says why newer ones were not taken."""
+    """A checkpoint in its place. `skipped` says why each checkpoint tried before it was not taken."""
 
     path: Path
     name: str
@@ -62,11 +62,11 @@ async def restore(
     pin_timeout_seconds: float = 1800.0,
     on_progress: Progress = lambda name, done_bytes, total_bytes: None,
 ) -> Restored | None:
-    """Put the newest restorable checkpoint into `checkpoint_directory`; None when the run starts from nothing.
+    """Put the newest restorable checkpoint into `checkpoint_directory`. Returns None if the run starts from nothing.
 
-    With an `attempt`, all its pods get the same one. `size_limit_bytes` is the emptyDir's; 0: none. Raises StoreError,
-    VolumeError or RequestError, and then nothing has changed but Mooring's own folder; CHECKPOINT_CORRUPT when there
-    are checkpoints and none can be restored.
+    With an `attempt`, all its pods get the same checkpoint. `size_limit_bytes` is the emptyDir's limit; 0 means none.
+    Raises StoreError, VolumeError or RequestError; then only Mooring's own folder has changed. CHECKPOINT_CORRUPT means
+    that there are checkpoints and none can be restored.
     """
     if attempt:
         check_token(attempt, "attempt")
@@ -82,7 +82,7 @@ async def restore(
 
 
 class _InitStep:
-    """One restore. `_failures` says of each save that was tried what is wrong with it."""
+    """One restore. `_failures` maps the id of each save that was tried to what is wrong with it."""
 
     def __init__(
         self,
@@ -121,7 +121,7 @@ class _InitStep:
                     await self._on_disk(partial(self._local.discard, checkpoint))
 
     async def _gather(self, pin: Pin | None) -> tuple[CommittedCheckpoint | None, bool]:
-        """The checkpoint to resume from, whole and verified on this disk, and whether it had to be fetched."""
+        """Return the checkpoint to resume from, whole and verified on this disk, and whether it was downloaded."""
         committed = await list_committed(self._store)
         while True:  # ends: every round adds a failure, and `choose` gives up when all have failed
             choice = choose(committed, pin=pin, failures=self._failures)
@@ -139,10 +139,10 @@ class _InitStep:
                         if error.kind not in (*DAMAGE, ErrorKind.MEMORY_SHORT, ErrorKind.FORMAT_UNKNOWN):
                             raise
                         damaged, reason = error.kind in DAMAGE, str(error)
-                    # Out of the error's reach, which holds all that was read of that checkpoint.
+                    # Outside the `except`: the error holds everything that was read of that checkpoint.
                     if damaged and not await has_marker(self._store, candidate):
-                        # Retention deletes what newer ones have replaced. What is gone stays a failure: where nothing
-                        # is left, somebody empties the destination, and that is no fresh start.
+                        # Retention deletes checkpoints that newer ones have replaced. A deleted one still counts as a
+                        # failure: if none is left, somebody is emptying the destination, and that is no fresh start.
                         damaged, reason = False, f"{candidate.key} was deleted meanwhile"
                         listed = (*committed, *await list_committed(self._store))
                         committed = tuple({one.save: one for one in listed}.values())
@@ -151,10 +151,13 @@ class _InitStep:
                     assert_never(choice)
 
     async def _pass_over(self, candidate: CommittedSave, reason: str, *, damaged: bool) -> None:
-        """Damage is noted for all who come. Too little memory or too old a version says nothing of the checkpoint."""
+        """Skip a candidate, and note damage to it at the destination.
+
+        Too little memory here, or a version of Mooring that is too old, says nothing about the checkpoint.
+        """
         self._failures[candidate.save] = reason
         _log.warning("restore.skipped", step=candidate.step, save=candidate.save, reason=reason)
-        # A checkpoint's values have cycles through errors and tasks: they would be in memory beside the next one's.
+        # Reference cycles with errors and tasks would keep the checkpoint's values in memory beside the next one's.
         gc.collect()
         if damaged:
             await note_damage(self._store, candidate.save, reason)
@@ -162,7 +165,7 @@ class _InitStep:
     async def _gather_one(self, candidate: CommittedSave) -> tuple[CommittedCheckpoint, bool]:
         checkpoint = await load(self._store, candidate)
         if await self._on_disk(partial(self._local.holds, checkpoint)):
-            # Its bytes at the destination were not read: a note of damage to them stays.
+            # Its bytes at the destination were not read, so a note of damage to them stays.
             return checkpoint, False
         seen = _seen(checkpoint)
         try:
@@ -170,14 +173,14 @@ class _InitStep:
         except StoreError as error:
             if error.kind not in DAMAGE:
                 raise
-            # Without its traceback, which holds what was read: there is no memory for that twice.
+            # A copy without the traceback, which holds what was read: there is no memory for that twice.
             damage = StoreError(error.kind, str(error), hint=error.hint)
         else:
             await clear_damage(self._store, candidate.save)
             return checkpoint, True
         del checkpoint
         gc.collect()
-        # What was listed, or read of a small object, may have been wrong: not the files.
+        # Perhaps the files are right, and the listing or what was read of a small object was wrong: load it again.
         checkpoint = await load(self._store, candidate)
         if _seen(checkpoint) == seen:
             raise damage
@@ -217,7 +220,10 @@ class _InitStep:
 
 
 def _seen(checkpoint: CommittedCheckpoint) -> bytes:
-    """Changes with whatever was read or listed of a checkpoint. The marker has the checksums of all rank manifests."""
+    """Return a digest of everything that was read or listed of a checkpoint.
+
+    The marker has the checksums of all rank manifests.
+    """
     digest = sha256(repr(checkpoint.marker).encode())
     for file in checkpoint.files:
         digest.update(f"{file.key}\n{file.etag}\n{file.object_bytes}\n".encode())

@@ -1,6 +1,6 @@
-"""Checkpoints that are whole on the local volume: their records, and putting one in its place.
+"""Keeps records of the checkpoints that are whole on the local volume, and puts a downloaded one in its place.
 
-Owns `<volume>/.mooring/records/`, the record of what was resumed from, and the way from `incoming/` to the checkpoint
+Owns `<volume>/.mooring/records/`, the record of what was resumed from, and the move from `incoming/` to the checkpoint
 directory. Invariants: a record is written after its checkpoint is whole and in place, and removed before that place
 changes; what another save left under that name is moved aside first and removed last. All functions block. They
 raise VolumeError only.
@@ -30,13 +30,13 @@ _REPLACED_SUFFIX: Final = ".replaced"
 
 
 class _Recorded(msgspec.Struct):
-    """What is asked of a record. Its files are not decoded: the trainer can write one with millions of them."""
+    """The part of a record that is read. Its files are not decoded: the trainer can write one with millions of them."""
 
     save: str
 
 
 class LocalCopies:
-    """The checkpoints of one volume and one checkpoint directory below it; all paths given are below the volume."""
+    """The checkpoints in one checkpoint directory below one volume. All paths are below the volume."""
 
     def __init__(self, volume: Path, checkpoint_directory: Path, state_directory: Path) -> None:
         self._volume = volume
@@ -45,7 +45,7 @@ class LocalCopies:
         self._checkpoints = ""
 
     def prepare(self) -> None:
-        """Make the folders, and remove what an earlier restore left half-made."""
+        """Make the folders, and remove what an earlier restore left unfinished."""
         make_state_directory(self._volume, self._state_directory)
         try:
             with open_volume(self._volume) as root:
@@ -61,15 +61,15 @@ class LocalCopies:
             raise folder_error(error, f"preparing {self._volume}/{_INCOMING} and {self._directory}") from error
 
     def incoming(self, checkpoint: CommittedCheckpoint) -> str:
-        """Where a checkpoint is gathered."""
+        """Return where a checkpoint is downloaded to, relative to the volume."""
         return f"{_INCOMING}/{checkpoint.marker.info.save}"
 
     def place(self, checkpoint: CommittedCheckpoint) -> Path:
-        """Where it goes, as the trainer sees it."""
+        """Return where a checkpoint goes, as the trainer sees it."""
         return self._directory / checkpoint.marker.info.name
 
     def discard(self, checkpoint: CommittedCheckpoint) -> None:
-        """Drop what was gathered of a checkpoint, if anything."""
+        """Remove what was downloaded of a checkpoint, if anything."""
         try:
             with open_volume(self._volume) as root:
                 root.remove(self.incoming(checkpoint))
@@ -77,9 +77,9 @@ class LocalCopies:
             raise volume_error(error, f"removing {self.incoming(checkpoint)}") from error
 
     def holds(self, checkpoint: CommittedCheckpoint) -> bool:
-        """Whether this very save is in place, with every byte as it was written.
+        """Return whether this very save is in place, with every byte as it was written.
 
-        The bytes are read again: that is much cheaper than to fetch them, and warms the page cache for the trainer.
+        The bytes are read again: that is much cheaper than fetching them, and warms the page cache for the trainer.
         """
         if self._recorded_save(checkpoint) != checkpoint.marker.info.save:
             return False
@@ -89,7 +89,7 @@ class LocalCopies:
             return False
 
     def install(self, checkpoint: CommittedCheckpoint) -> None:
-        """Move a gathered checkpoint into its place and record it."""
+        """Move a downloaded checkpoint into its place and record it."""
         place = self._place(checkpoint)
         replaced = f"{_INCOMING}/{checkpoint.marker.info.save}{_REPLACED_SUFFIX}"
         gathered = self.incoming(checkpoint)
@@ -109,9 +109,9 @@ class LocalCopies:
             raise volume_error(error, f"putting {self.place(checkpoint)} in its place") from error
 
     def record(self, checkpoint: CommittedCheckpoint) -> None:
-        """Say that the checkpoint in place is whole and committed, and what this volume resumes from.
+        """Record that the checkpoint in place is whole and committed, and that this volume resumes from it.
 
-        The client reads the former, the agent the latter.
+        The client reads the first record, the agent the second.
         """
         info = checkpoint.marker.info
         record = {
@@ -127,7 +127,7 @@ class LocalCopies:
         }
         encoded = json.dumps(record, sort_keys=True).encode() + b"\n"
         try:
-            # First: what is trained from must not be pruned.
+            # The agent's comes first: a checkpoint that training continues from must not be pruned.
             with open_state_directory(self._volume, self._state_directory) as state:
                 state.write_durably(RESUMED, encoded)
             with open_volume(self._volume) as root:
@@ -175,5 +175,5 @@ def _record_path(checkpoint: CommittedCheckpoint) -> str:
 
 
 def _path_in(checkpoint: CommittedCheckpoint, file: StoredFile) -> str:
-    """Below the checkpoint's place; empty where that is the file itself."""
+    """Return the file's path below the checkpoint's place; empty if the place is the file itself."""
     return "" if checkpoint.single_file else file.entry.path

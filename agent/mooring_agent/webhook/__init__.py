@@ -1,1 +1,1 @@
-"""The mutating admission webhook: HTTPS around `core.injection.admission_review`, and the certificates it needs."""
+"""The mutating admission webhook: HTTPS for `core.injection.admission_review`, and the certificates it needs."""

@@ -1,6 +1,7 @@
-"""Answers on the webhook's two ports: reviews over HTTPS; probes and metrics over plain HTTP.
+"""Answers requests on the webhook's two ports: reviews over HTTPS; probes and metrics over plain HTTP.
 
-Owns the limits on requests, one by one and all together. `core.injection.admission_review` answers the review itself.
+Owns the limits on requests, of each one and of all together. `core.injection.admission_review` answers the review
+itself.
 """
 
 import asyncio
@@ -25,7 +26,7 @@ from mooring_agent.webhook.settings import (
 
 
 class Metrics:
-    """`certificate_seconds_left` is asked whenever somebody looks."""
+    """The webhook's Prometheus metrics. `certificate_seconds_left` is called at each scrape."""
 
     def __init__(self, certificate_seconds_left: Callable[[], float]) -> None:
         self.registry = CollectorRegistry(auto_describe=False)
@@ -58,7 +59,7 @@ log = structlog.get_logger("mooring.webhook")
 
 
 def reviewing(settings: WebhookSettings, metrics: Metrics) -> web.Application:
-    """POST /mutate: one AdmissionReview."""
+    """Make the application that answers POST /mutate with one AdmissionReview."""
 
     budget = _BodyBudget(MOST_LARGE_BODIES_BYTES)
 
@@ -73,7 +74,7 @@ def reviewing(settings: WebhookSettings, metrics: Metrics) -> web.Application:
         metrics.answered(answered.outcome, time.perf_counter() - began_at)
         log.info("review.answered", **answered.fields)
         text = json.dumps(answered.review)
-        if len(text) > MOST_ANSWER_BYTES:  # of ASCII alone
+        if len(text) > MOST_ANSWER_BYTES:  # it is ASCII, so characters are bytes
             raise web.HTTPInternalServerError(text=f"the answer has {len(text)} bytes, {MOST_ANSWER_BYTES} may be\n")
         return web.Response(text=text, content_type="application/json")
 
@@ -83,7 +84,7 @@ def reviewing(settings: WebhookSettings, metrics: Metrics) -> web.Application:
 
 
 def probing(metrics: Metrics, is_ready: Callable[[], bool]) -> web.Application:
-    """GET /healthz, /readyz and /metrics."""
+    """Make the application that answers GET /healthz, /readyz and /metrics."""
 
     async def healthy(_: web.Request) -> web.Response:
         return web.Response(text="ok\n")
@@ -100,14 +101,14 @@ def probing(metrics: Metrics, is_ready: Callable[[], bool]) -> web.Application:
 
 
 class _BodyBudget:
-    """Bytes of large bodies that may be here at once. Connections bound the small ones, which wait for nothing."""
+    """Bounds the bytes of large bodies in memory. Small ones never wait: the number of connections bounds them."""
 
     def __init__(self, most_bytes: int) -> None:
         self._left = most_bytes
         self._turn = asyncio.Lock()
 
     def turn(self, size: int) -> contextlib.AbstractAsyncContextManager[None]:
-        """To be parsed: one large body after the other, between which small ones have theirs."""
+        """Return the context for parsing a body: large ones are parsed one at a time, small ones at once."""
         return self._turn if size > SMALL_BODY_BYTES else contextlib.nullcontext()
 
     @contextlib.contextmanager
@@ -123,7 +124,7 @@ class _BodyBudget:
 
 
 def _announced_bytes(request: web.Request) -> int:
-    """Of the body, before any of it is read."""
+    """Return the body's size before any of it is read. Raises an HTTP error if it is missing or too large."""
     size = request.content_length
     if size is None:
         raise web.HTTPLengthRequired(text="a review says how long it is, by Content-Length\n")
@@ -133,7 +134,7 @@ def _announced_bytes(request: web.Request) -> int:
 
 
 async def _body(request: web.Request, size: int, read_seconds: float) -> bytearray:
-    """All of it, into memory of its size. What grows with each piece that arrives would take up to twice as much."""
+    """Read the whole body into a buffer of its size. A growing buffer would take up to twice as much memory."""
     if request.content_type != "application/json":
         raise web.HTTPUnsupportedMediaType(text="an AdmissionReview as application/json is wanted\n")
     body, at = bytearray(size), 0
@@ -150,7 +151,7 @@ async def _body(request: web.Request, size: int, read_seconds: float) -> bytearr
 
 
 def _parsed(body: bytearray) -> Any:
-    """What cannot be JSON gets an HTTP error, which the API server treats by its failure policy."""
+    """Parse the body. If it is no JSON, raise an HTTP error, which the API server treats by its failure policy."""
     try:
         return json.loads(body)
     except (ValueError, RecursionError):

@@ -1,4 +1,4 @@
-"""Makes the webhook's certificates before it serves, renews them while it serves, and swaps the one that is served."""
+"""Makes the webhook's certificates before it serves, renews them while it serves, and swaps the served one."""
 
 import asyncio
 import base64
@@ -22,14 +22,14 @@ from mooring_agent.webhook.settings import SelfManaged
 
 _FILES: Final = ("tls.crt", "tls.key")  # as cert-manager names them
 _OWN_FILE: Final = "own.pem"
-"""Certificate and key that we made, in one file, which changes as a whole; it outlives a container that ends."""
+"""Certificate and key that we made, in one file, so that both change together. It outlives a container."""
 _LOOK_SECONDS: Final = 5.0
 
 log = structlog.get_logger("mooring.webhook")
 
 
 class ServingCertificate:
-    """`context` serves whatever was loaded last; connections that are open keep what they began with."""
+    """The certificate that is served. `context` serves the newest one loaded; open connections keep theirs."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -41,7 +41,7 @@ class ServingCertificate:
         self.expires_at: datetime | None = None
 
     def put(self, pair: bytes) -> None:
-        """Serve with this certificate and its key, in PEM. Raises MooringError where the folder cannot be written."""
+        """Serve with this certificate and its key, in PEM. Raises MooringError if the folder cannot be written."""
         if self._loaded == [pair]:
             return
         made = self._folder / f"{_OWN_FILE}.new"
@@ -59,7 +59,7 @@ class ServingCertificate:
         self.load()
 
     def load(self) -> None:
-        """Take what is in the folder. Raises MooringError where there is none that can serve."""
+        """Load the certificate from the folder. Raises MooringError if there is none that can serve."""
         own = self._folder / _OWN_FILE
         files = [own] if own.exists() else [self._folder / name for name in _FILES]
         try:
@@ -80,7 +80,7 @@ class ServingCertificate:
         log.info("certificate.loaded", expires_at=expires_at.isoformat())
 
     async def keep_loading(self) -> None:
-        """For ever. A Secret's volume changes by a link's change, which a look at the bytes sees in any case."""
+        """Reload for ever. Kubernetes updates a Secret's volume by changing a link, so the bytes are compared."""
         while True:
             await asyncio.sleep(_LOOK_SECONDS)
             try:
@@ -89,11 +89,11 @@ class ServingCertificate:
                 log.error("certificate.unusable", error=str(error), hint=error.hint)
 
     def seconds_left(self) -> float:
-        """Until it expires; negative when it has, and where there is none."""
+        """Return the seconds until it expires; negative if it has expired, or if there is none."""
         return float("-inf") if self.expires_at is None else (self.expires_at - datetime.now(UTC)).total_seconds()
 
     def _hand_on(self, connection: ssl.SSLSocket | ssl.SSLObject, _name: str | None, _listener: ssl.SSLContext) -> None:
-        """With each ClientHello, whether it names a server or not."""
+        """Switch a new connection to the newest certificate. Called at each ClientHello, also without a server name."""
         if self._serving is not None:
             connection.context = self._serving
 
@@ -106,7 +106,7 @@ Object = Mapping[str, Any]
 
 @contextlib.asynccontextmanager
 async def kept_certificates(managed: SelfManaged, certificate: ServingCertificate) -> AsyncIterator[None]:
-    """Enter once there is something to serve with; it is kept renewed. Raises MooringError if there is none in time."""
+    """Wait for a certificate to serve with, then keep it renewed. Raises MooringError if there is none in time."""
     async with contextlib.AsyncExitStack() as stack:
         cluster = ApiServer(
             managed.kubernetes_host,
@@ -126,7 +126,7 @@ async def kept_certificates(managed: SelfManaged, certificate: ServingCertificat
 
 
 class CertificateKeeper:
-    """One replica's: it looks at its cluster again and again, does what is due, and tells what is wrong once."""
+    """Keeps one replica's certificates: checks the cluster regularly, does what is due, and logs each problem once."""
 
     def __init__(
         self, cluster: ApiServer, managed: SelfManaged, certificate: ServingCertificate, now: Callable[[], datetime]
@@ -143,10 +143,14 @@ class CertificateKeeper:
         self._told = ""
 
     async def begin(self) -> None:
-        """Until there is something to serve with, and, if that comes soon, API servers trust it."""
+        """Wait until there is a certificate that API servers trust.
+
+        With a certificate it stops waiting when the API server is unreachable, or after `publish_seconds`. Raises
+        MooringError if there is no certificate after `begin_seconds`.
+        """
         began_at = time.monotonic()
         with contextlib.suppress(MooringError):
-            self._certificate.load()  # of a life before this one
+            self._certificate.load()  # what an earlier container left
         while (problem := await self._look()) is not None:
             waited_seconds = time.monotonic() - began_at
             if self._certificate.seconds_left() > 0:
@@ -159,7 +163,7 @@ class CertificateKeeper:
             await asyncio.sleep(self._pace.retry_seconds)
 
     async def keep(self) -> None:
-        """For ever."""
+        """Check and renew for ever."""
         problem: MooringError | None = None
         while True:
             raced = problem is not None and problem.kind is ErrorKind.ALREADY_EXISTS
@@ -173,13 +177,13 @@ class CertificateKeeper:
         except MooringError as error:
             return error
         except Exception as error:
-            # A fault of ours in here must not end a webhook that serves.
+            # A bug of ours must not end a webhook that serves.
             log.exception("certificates.bug")
             return MooringError(ErrorKind.BAD_CONFIGURATION, f"a mistake of ours: {error}", hint="please report it")
         return None
 
     def _tell(self, problem: MooringError | None) -> None:
-        """What needs something else done, once, and when it is over."""
+        """Log a problem once, and once more when it is over. Conflicts are not logged: the next check resolves them."""
         if problem is None:
             if self._told:
                 log.info("certificates.well")
@@ -189,7 +193,10 @@ class CertificateKeeper:
             self._told = str(problem)
 
     async def look(self) -> None:
-        """Once, and do what is due. Raises MooringError when API servers may not trust what is served; it still is."""
+        """Check once, and do what is due.
+
+        Raises MooringError if API servers may not trust the certificate; it is served all the same.
+        """
         configuration: Object | MooringError
         try:
             configuration = await self._cluster.call("GET", self._configuration)
@@ -224,18 +231,18 @@ class CertificateKeeper:
             log.info("authorities.published", authorities=len(kept.authorities))
 
     async def _patch(self, path: str, content: Object, read: Object) -> None:
-        """If it still is the version that was read."""
+        """Patch the object if it still has the version that was read."""
         versioned = {**content, "metadata": {"resourceVersion": read["metadata"]["resourceVersion"]}}
         await self._cluster.call("PATCH", f"{path}?fieldManager=mooring-webhook", versioned, MERGE_PATCH)
 
 
 def published_in(configuration: Object) -> frozenset[str]:
-    """The CAs that all its webhooks trust, by id."""
+    """Return the ids of the CAs that all webhooks of the configuration trust."""
     bundles = [frozenset(map(fingerprint, read_bundle(text))) for text in ca_bundles(configuration).values()]
     return frozenset.intersection(*bundles) if bundles else frozenset()
 
 
 def ca_bundles(configuration: Object) -> dict[str, str]:
-    """`caBundle` by the webhook's name, as it is written there."""
+    """Return each `caBundle`, as written, by its webhook's name."""
     webhooks = configuration.get("webhooks") or []
     return {one["name"]: (one.get("clientConfig") or {}).get("caBundle") or "" for one in webhooks}

@@ -1,8 +1,8 @@
-"""The webhook's certificates, and the Secret that holds them: the CAs with their keys, and the leaf that all serve.
+"""The webhook's certificates and the Secret that holds them: CAs with their keys, and the leaf that all replicas serve.
 
-Owns the Secret's four entries: `tls.crt` and `tls.key` are the leaf's, `ca.crt` is all CAs, the newest first, as
-published, `ca.key` their keys. What cannot be read counts as not there: it is made again. API servers (Go) look for a
-CA by its name, so every CA has one of its own.
+Owns the Secret's four entries: `tls.crt` and `tls.key` hold the leaf; `ca.crt` holds all CAs as published, the newest
+first, and `ca.key` their keys. What cannot be read counts as missing and is made again. API servers (Go) look for a CA
+by its name, so every CA has a name of its own.
 """
 
 import base64
@@ -22,7 +22,7 @@ from cryptography.x509.verification import PolicyBuilder, Store, VerificationErr
 
 from mooring_agent.core.policies.certificate_rotation import NEW, CertificateLifetimes, Plan, Validity
 
-_NAME: Final = "mooring-webhook"  # nobody reads a leaf's, and not every Service's name fits into its 64 letters
+_NAME: Final = "mooring-webhook"  # a leaf's name has no use, and a Service's may exceed its 64 characters
 _KEY: Final = re.compile(rb"-----BEGIN ([A-Z ]+)-----.+?-----END \1-----", re.DOTALL)
 _USES: Final = (
     *("digital_signature", "key_cert_sign", "crl_sign", "content_commitment", "key_encipherment"),
@@ -32,8 +32,6 @@ _USES: Final = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CertificateWithKey:
-    """A certificate and its key."""
-
     certificate: x509.Certificate
     key: ec.EllipticCurvePrivateKey
 
@@ -56,7 +54,7 @@ class CertificateWithKey:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SecretContent:
-    """All that is kept in the Secret, the newest CA first. One of them has signed the leaf, whose CA is `issuer`."""
+    """What the Secret holds, the newest CA first. `issuer` is the id of the CA that signed the leaf."""
 
     authorities: tuple[CertificateWithKey, ...] = ()
     leaf: CertificateWithKey | None = None
@@ -64,17 +62,17 @@ class SecretContent:
 
     @property
     def bundle(self) -> bytes:
-        """What API servers shall trust."""
+        """The CAs that API servers are to trust, in PEM."""
         return b"".join(one.certificate_pem for one in self.authorities)
 
     @property
     def terms(self) -> tuple[tuple[Validity, ...], Validity | None]:
-        """Of the CAs, and of the leaf."""
+        """The validity of the CAs, and of the leaf."""
         leaf = None if self.leaf is None else self.leaf.term(self.issuer)
         return tuple(one.term(one.id) for one in self.authorities), leaf
 
     def after(self, due: Plan, names: Collection[str], now: datetime, lives: CertificateLifetimes) -> "SecretContent":
-        """With what is due made."""
+        """Return the content after everything in `due` is done."""
         by_id = {one.id: one for one in self.authorities}
         authorities = tuple(by_id[one] for one in due.keep)
         if due.make_authority:
@@ -86,7 +84,7 @@ class SecretContent:
         return SecretContent(authorities=authorities, leaf=make_leaf(signer, names, now, lives), issuer=signer.id)
 
     def data(self) -> dict[str, str]:
-        """For the Secret's `data`."""
+        """Return the Secret's `data`. There must be a leaf."""
         assert self.leaf is not None, "a plan leaves no Secret without"
         pairs = {"tls": (self.leaf,), "ca": self.authorities}
         crts = {f"{name}.crt": b"".join(one.certificate_pem for one in some) for name, some in pairs.items()}
@@ -95,7 +93,7 @@ class SecretContent:
 
 
 def read_secret(secret: Mapping[str, Any], name: str, now: datetime) -> SecretContent:
-    """What there is, and can be used by this name now."""
+    """Return what the Secret holds: the CAs, and a leaf if it is valid for `name` now."""
     data = secret.get("data") or {}
     authorities = _pairs(data, "ca", of_ca=True)
     for leaf in _pairs(data, "tls", of_ca=False) if authorities else ():
@@ -109,7 +107,7 @@ def read_secret(secret: Mapping[str, Any], name: str, now: datetime) -> SecretCo
 
 
 def read_bundle(text: str) -> list[x509.Certificate]:
-    """Of a `caBundle`; nobody is trusted by what cannot be read."""
+    """Return the certificates of a `caBundle`; none if it cannot be read, because then nothing is trusted."""
     try:
         return x509.load_pem_x509_certificates(base64.b64decode(text))
     except ValueError:
@@ -121,7 +119,7 @@ def fingerprint(certificate: x509.Certificate) -> str:
 
 
 def make_authority(now: datetime, lives: CertificateLifetimes) -> CertificateWithKey:
-    """A CA that signs leaves and no other CA."""
+    """Make a CA that signs leaves and no other CA."""
     name = f"{_NAME} CA {x509.random_serial_number():x}"[:64]
     return _make(name, None, now - lives.backdated, now + lives.authority)
 
@@ -129,7 +127,7 @@ def make_authority(now: datetime, lives: CertificateLifetimes) -> CertificateWit
 def make_leaf(
     authority: CertificateWithKey, names: Collection[str], now: datetime, lives: CertificateLifetimes
 ) -> CertificateWithKey:
-    """To serve with, by one of these names."""
+    """Make a certificate to serve with under these names."""
     issuer = authority.certificate
     begins_at = max(now - lives.backdated, issuer.not_valid_before_utc)
     served = x509.SubjectAlternativeName([x509.DNSName(name) for name in sorted(names)])
@@ -144,7 +142,7 @@ def _make(
     ends_at: datetime,
     *extensions: x509.ExtensionType,
 ) -> CertificateWithKey:
-    """A leaf, or a CA where there is no authority."""
+    """Make a leaf, or a CA if `authority` is None."""
     key, is_ca = ec.generate_private_key(ec.SECP256R1()), authority is None
     subject = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, name)])
     issuer, signer = (subject, key) if authority is None else (authority.certificate.subject, authority.key)
@@ -163,7 +161,7 @@ def _make(
 
 
 def _pairs(data: Mapping[str, Any], name: str, *, of_ca: bool) -> tuple[CertificateWithKey, ...]:
-    """Of two entries; none where anything about them is wrong."""
+    """Parse the certificates and keys of two entries; none if anything about them is wrong."""
     found = []
     try:
         certificates = x509.load_pem_x509_certificates(base64.b64decode(data[f"{name}.crt"]))

@@ -1,11 +1,11 @@
-"""A port with a bound on its connections, and on the time that each may take to ask for something.
+"""A listening port that bounds the number of connections and the time that each may take for a request.
 
-Owns the listening socket and who may stay. A connection waits for a request from its beginning, TLS handshake and all,
-or from the first byte after an answer; until then it is idle. Who does not get a request across within `ask_seconds` is
-cut off. Where all places are taken, a newcomer gets the place of whoever has waited longest, if that was for longer
-than an honest request takes, and otherwise stays in the kernel's queue for a moment. So strangers that hold connections
-open cost memory for `most` of them, and keep nobody out. Time is counted in looks at all connections: what we spend on
-another's review makes nobody late.
+A connection owes a request from its start, TLS handshake included, and after an answer from the next byte that it
+sends; in between it is idle. It is closed if the request does not arrive within `ask_seconds`. When the port is full,
+a new connection takes the place of the one that has waited longest, if that has waited longer than an honest request
+takes; else the new one stays in the kernel's queue for a moment. So clients that hold connections open cost the memory
+of at most `most` connections and keep nobody out. Time is counted in regular checks of all connections, so the time
+that we spend on one review makes no other connection late.
 """
 
 import asyncio
@@ -22,12 +22,12 @@ from mooring_agent.core.errors import ErrorKind, MooringError
 
 _LOOK_SECONDS: Final = 0.5
 _HONEST_LOOKS: Final = 2
-"""An honest request has come before it is looked at twice."""
+"""An honest request has arrived before its connection is checked twice."""
 _ROOM_SECONDS: Final = 0.05
 _FINISH_SECONDS: Final = 10.0
 _LINGER_SECONDS: Final = 1.0
 _KEEP_ALIVE_SECONDS: Final = 120.0
-"""Longer than the API server keeps an idle connection: it must never write into one that we are closing."""
+"""Longer than the API server keeps an idle connection, so that it never writes into one that we are closing."""
 
 log = structlog.get_logger("mooring.webhook")
 
@@ -41,9 +41,9 @@ async def serving(
     most: int,
     ask_seconds: float,
 ) -> AsyncIterator[None]:
-    """Serve while the context is open; on its way out what has begun is answered. Raises MooringError."""
+    """Serve while the context is open. On exit, requests that have begun are answered. Raises MooringError."""
     listening = _listen(*address)
-    # Compressed bodies stay what they are: nothing may grow once it is here.
+    # Bodies are not decompressed, so that nothing grows after it was received.
     runner = web.AppRunner(
         application,
         access_log=None,
@@ -68,7 +68,10 @@ async def serving(
 
 
 class _Connection(asyncio.Protocol):
-    """Hands everything on to the HTTP server's own protocol. It `asks`, or is idle, for so many `looks`."""
+    """Passes everything on to the HTTP server's own protocol.
+
+    `looks` counts the checks since the connection began to owe a request (`asks`) or became idle.
+    """
 
     def __init__(self, inner: asyncio.Protocol, lost: Callable[["_Connection"], None]) -> None:
         self.inner = inner
@@ -82,7 +85,7 @@ class _Connection(asyncio.Protocol):
         self.looks, self.asks = 0, False
 
     def busy(self) -> bool:
-        """With a request that has not come, or an answer that nobody takes."""
+        """Whether a request is not answered yet, or the client does not take its answer."""
         return self.asks or (self._transport is not None and self._transport.get_write_buffer_size() > 0)
 
     def end(self) -> None:
@@ -115,7 +118,7 @@ class _Connection(asyncio.Protocol):
 
 
 class _Connections:
-    """All of one port, by the HTTP server's protocol of each."""
+    """All connections of one port, by their HTTP server protocol."""
 
     def __init__(self, runner: web.AppRunner, context: ssl.SSLContext | None, most: int, ask_seconds: float) -> None:
         self._runner = runner
@@ -125,13 +128,13 @@ class _Connections:
         self._open: dict[object, _Connection] = {}
 
     async def accept(self, listening: socket.socket) -> None:
-        """For ever."""
+        """Accept connections for ever."""
         loop = asyncio.get_running_loop()
         while True:
             try:
                 accepted, _ = await loop.sock_accept(listening)
             except OSError as error:
-                # No descriptors are left, or the caller has gone: the next may be luckier, a moment later.
+                # No descriptor is left, or the client has gone. The next attempt may succeed, a moment later.
                 log.warning("connection.refused", error=str(error))
                 await asyncio.sleep(_ROOM_SECONDS)
                 continue
@@ -143,7 +146,7 @@ class _Connections:
             connection.connecting = asyncio.create_task(self._connect(connection, accepted))
 
     async def look(self) -> None:
-        """For ever."""
+        """Check all connections for ever, and close those that are late."""
         while True:
             await asyncio.sleep(_LOOK_SECONDS)
             for one in tuple(self._open.values()):
@@ -152,18 +155,18 @@ class _Connections:
                     self._end(one)
 
     async def answered(self, request: web.Request, _: web.StreamResponse) -> None:
-        """aiohttp's signal before each answer."""
+        """Handle aiohttp's signal before each answer."""
         connection = self._open.get(request.protocol)
         if connection is not None:
             connection.answered()
 
     def close(self) -> None:
-        """Whatever is still shaking hands."""
+        """End the connections that are left, which are still in their TLS handshake."""
         for one in tuple(self._open.values()):
             self._end(one)
 
     async def _room(self) -> None:
-        """Until there is a place."""
+        """Wait until there is room, and close the connection that has waited longest once it is overdue."""
         while len(self._open) >= self._most:
             first = min(self._open.values(), key=lambda one: (not one.asks, -one.looks))
             if first.looks >= _HONEST_LOOKS:
@@ -185,11 +188,11 @@ class _Connections:
                 lambda: connection, accepted, ssl=self._context, ssl_handshake_timeout=seconds
             )
         except OSError:
-            self._lost(connection)  # no TLS, another one than ours, or nothing at all: theirs to say
+            self._lost(connection)  # the client spoke no TLS, an incompatible version, or not at all
 
 
 def _listen(host: str, port: int) -> socket.socket:
-    """An empty host is every address of this machine, of IPv6 too."""
+    """Listen on an address. An empty host means every address of this machine, IPv6 included. Raises MooringError."""
     try:
         if not host and socket.has_dualstack_ipv6():
             listening = socket.create_server((host, port), family=socket.AF_INET6, dualstack_ipv6=True)

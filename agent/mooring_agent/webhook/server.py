@@ -1,4 +1,4 @@
-"""The webhook from start to end: certificates, two ports, and a way out on which no review is lost."""
+"""Runs the webhook: certificates, two ports, and a shutdown that loses no review."""
 
 import asyncio
 import contextlib
@@ -17,7 +17,7 @@ log = structlog.get_logger("mooring.webhook")
 
 
 async def serve_webhook(settings: WebhookSettings) -> None:
-    """Until SIGTERM or SIGINT. Raises MooringError when it cannot begin."""
+    """Serve until SIGTERM or SIGINT. Raises MooringError if it cannot start."""
     leaving = asyncio.Event()
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
@@ -42,7 +42,7 @@ async def serve_webhook(settings: WebhookSettings) -> None:
                 ask_seconds=ask_seconds,
             )
         )
-        # Who answers that it is ready takes reviews already.
+        # Started after the review port, so that a replica that says it is ready takes reviews.
         probed = probing(metrics, lambda: not leaving.is_set())
         await stack.enter_async_context(
             serving(probed, settings.http_listen, None, most=MOST_PROBES, ask_seconds=ask_seconds)
@@ -50,21 +50,21 @@ async def serve_webhook(settings: WebhookSettings) -> None:
         log.info("webhook.serving", version=__version__, listen=settings.listen, failure_policy=settings.failure_policy)
         await leaving.wait()
         log.info("webhook.leaving", lame_duck_seconds=settings.lame_duck_seconds)
-        # The Service still sends us reviews until everybody has heard that we are not ready.
+        # The Service still sends reviews until the cluster has learned that this replica is not ready.
         await asyncio.sleep(settings.lame_duck_seconds)
 
 
 async def _entered(
     stack: contextlib.AsyncExitStack, context: AbstractAsyncContextManager[None], leaving: asyncio.Event
 ) -> bool:
-    """False if we are told to end while it is still being entered."""
+    """Enter `context`. Returns False if `leaving` is set before it is entered."""
     entering = asyncio.create_task(stack.enter_async_context(context))
     told = asyncio.create_task(leaving.wait())
     try:
         await asyncio.wait([entering, told], return_when=asyncio.FIRST_COMPLETED)
     finally:
         told.cancel()
-        entering.cancel()  # nothing, where it is done
+        entering.cancel()  # does nothing if it is done
         await asyncio.wait([entering])
     if entering.cancelled():
         return False

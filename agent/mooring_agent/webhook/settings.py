@@ -1,4 +1,4 @@
-"""What the webhook is told, once, by its command line or its environment."""
+"""The webhook's settings and limits. The command line fills the settings in once."""
 
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -8,18 +8,18 @@ from mooring_agent.core.injection.spec import FailurePolicy, InjectionDefaults
 from mooring_agent.core.policies.certificate_rotation import CertificateLifetimes
 
 MOST_BODY_BYTES: Final = 3 * 1024 * 1024
-"""The API server takes objects of 1.5 MiB; a review may hold two, the pod and what it was."""
+"""The API server accepts objects of 1.5 MiB; a review may hold two: the pod and its old version."""
 
 MOST_CONNECTIONS: Final = 128
 MOST_PROBES: Final = 16
 SMALL_BODY_BYTES: Final = 64 * 1024
-"""As large as pods are. They have their place in any case, whoever fills the budget of larger ones."""
+"""Pods are smaller than this. Small bodies are always accepted, even when the budget of larger ones is used up."""
 MOST_LARGE_BODIES_BYTES: Final = 64 * 1024 * 1024
 MOST_ANSWER_BYTES: Final = 512 * 1024
-"""All of these together, beside a review that is being answered, stay below the memory limit of the chart."""
+"""All of these together, plus a review that is being answered, stay below the memory limit of the chart."""
 
 ANSWER_SECONDS: Final = 1.0
-"""What a request may take on top of the review's arrival: its TLS handshake, and its answer's way out."""
+"""What a request may take besides the arrival of the review: for its TLS handshake, and for sending the answer."""
 
 
 SERVICE_ACCOUNT: Final = Path("/var/run/secrets/kubernetes.io/serviceaccount")
@@ -27,11 +27,11 @@ SERVICE_ACCOUNT: Final = Path("/var/run/secrets/kubernetes.io/serviceaccount")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CertificateTimings:
-    """How often a webhook that makes its own certificates looks at its cluster, and what it waits for.
+    """How often a webhook that makes its own certificates checks its cluster, and how long it waits.
 
-    It looks every `look_seconds`, and after `retry_seconds` while it begins or after a conflict. No call lasts longer
-    than `call_seconds`. Within `begin_seconds` there must be a certificate; `publish_seconds` of it may pass until API
-    servers trust it, which at an installation is when Helm has made the last object.
+    It checks every `look_seconds`, and after `retry_seconds` while it starts or after a conflict. No call lasts longer
+    than `call_seconds`. The start fails without a certificate after `begin_seconds`. It waits up to `publish_seconds`
+    of these until API servers trust the certificate; at an installation that is when Helm has made the last object.
     """
 
     look_seconds: float = 10.0
@@ -47,7 +47,7 @@ class SelfManaged:
 
     namespace: str
     service: str
-    """Of which the certificate is; the API server calls <service>.<namespace>.svc."""
+    """The Service that the certificate is for; the API server calls <service>.<namespace>.svc."""
     secret: str
     configuration: str
     """Name of the MutatingWebhookConfiguration that gets the caBundle."""
@@ -60,11 +60,12 @@ class SelfManaged:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WebhookSettings:
-    """`certificates` holds tls.crt and tls.key, put there by cert-manager or by ourselves.
+    """The settings of the webhook.
 
+    `certificates` is the folder with tls.crt and tls.key from cert-manager, or with the certificate that we made.
     `listen` and `http_listen` are (host, port); the second is plain HTTP, for probes and metrics. `read_seconds` bounds
-    how long a request may take to arrive; `lame_duck_seconds` is how long one that is told to end still answers, until
-    nobody sends it anything more.
+    how long a request may take to arrive. For `lame_duck_seconds` after SIGTERM the webhook still answers, until
+    clients have stopped sending reviews.
     """
 
     certificates: Path

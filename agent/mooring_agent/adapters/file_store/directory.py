@@ -1,10 +1,13 @@
-"""Objects as files below a directory: the blocking half of `filesystem_store`.
+"""Stores objects as files below a directory: the blocking half of `file_store.store`.
 
-Owns the mapping of keys to files and how a file appears whole or not at all: written aside, fsynced, renamed, directory
-fsynced. Invariants: no reader ever sees half an object; no key leads out of the root; everything that is not an object
-lies in `.mooring/uploads/`, which listings hide; only a regular file whose name may be a key is an object, so nothing
-here waits for what others put there. An ETag is the identity of the file that holds the object. Raises OSError, and
-StoreError where the world has a word of its own.
+Owns the mapping of keys to files. A file appears whole or not at all: it is written aside, fsynced and renamed, and its
+directory is fsynced. An ETag is the identity of the file that holds the object. Raises OSError, and StoreError where
+`ports.ObjectStore` has an error kind for it. Invariants:
+
+- No reader ever sees half an object.
+- No key leads out of the root.
+- Everything that is not an object lies in `.mooring/uploads/`, which listings hide.
+- Only a regular file whose name may be a key is an object, so a pipe that others put there blocks nothing.
 """
 
 import os
@@ -45,19 +48,19 @@ _PARTS: Final = "part-[0-9]*[0-9]"
 _ASIDE: Final = "put-"
 _LEFTOVER_AGE_SECONDS: Final = 24 * 3600.0
 _DIRECTORY_RACES: Final = 64
-"""How often a folder may vanish under us because a delete found it empty just then."""
+"""How often a folder may vanish during a write because a delete found it empty."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Description:
-    """Beside an upload's data: which object it will be."""
+    """The file beside an upload's data that says which object it will be."""
 
     key: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _PartRecord:
-    """Beside an upload's data: which of its bytes a part has brought."""
+    """The file beside an upload's data that says which of its bytes a part has written."""
 
     offset: Count
     size: Count
@@ -71,21 +74,21 @@ class _Part:
 
 
 class ObjectDirectory:
-    """One destination's folder."""
+    """The folder of one destination."""
 
     def __init__(self, root: Path) -> None:
         self.root = root
         self._uploads = root / _UPLOADS
 
     def path(self, key: str) -> Path:
-        """Where an object may be written; REQUEST_REFUSED for a key that would lead elsewhere."""
+        """Return where to write an object. Raises REQUEST_REFUSED for a key that would lead out of the root."""
         path = self._place(key)
         if not self._holds(path.parent):
             raise StoreError(ErrorKind.REQUEST_REFUSED, f"{key!r} would lead out of {self.root}")
         return path
 
     def _place(self, key: str) -> Path:
-        """By what is written; a link below the root may lead elsewhere."""
+        """Judge the key as text only; a link below the root may still lead elsewhere."""
         parts = key.split("/")
         path = self.root.joinpath(*parts)
         inside = (
@@ -100,17 +103,17 @@ class ObjectDirectory:
         return path
 
     def _holds(self, folder: Path) -> bool:
-        """With every symbolic link on the way followed."""
+        """Whether the folder is in the root when every symbolic link is followed."""
         return Path(os.path.realpath(folder)).is_relative_to(os.path.realpath(self.root))
 
     @contextmanager
     def opened_to_read(self, key: str) -> Iterator[int]:
-        """FileNotFoundError for what is no object: a link, a folder, a pipe, which would be waited for."""
+        """Open an object. Raises FileNotFoundError for a link, a folder, or a pipe, which would block."""
         with opened_regular(self._path_of_object(key)) as descriptor:
             yield descriptor
 
     def read(self, key: str, limit_bytes: int) -> bytes:
-        """All of an object; REQUEST_REFUSED if it is larger than `limit_bytes`."""
+        """Read a whole object. Raises REQUEST_REFUSED if it is larger than `limit_bytes`."""
         with self.opened_to_read(key) as descriptor, open(descriptor, "rb", closefd=False) as file:
             body = file.read(limit_bytes + 1)
             if len(body) <= limit_bytes:
@@ -138,14 +141,14 @@ class ObjectDirectory:
             aside.unlink(missing_ok=True)
 
     def new_aside(self) -> Path:
-        """An empty file that is no object yet."""
+        """Make an empty file that is not an object yet."""
         self._uploads.mkdir(parents=True, exist_ok=True)
         aside = self._uploads / f"{_ASIDE}{secrets.token_hex(16)}"
         aside.touch(exist_ok=False)
         return aside
 
     def publish(self, aside: Path, key: str, *, if_absent: bool = False) -> str:
-        """Make the file the object, durably; returns its ETag."""
+        """Make the file the object, durably. Return its ETag."""
         target = self.path(key)
         with opened(aside, os.O_RDWR) as descriptor:
             os.fsync(descriptor)
@@ -178,7 +181,7 @@ class ObjectDirectory:
         return upload_id
 
     def upload_data(self, key: str, upload_id: str) -> Path:
-        """The file that will be the object; UPLOAD_LOST if the upload is over."""
+        """Return the file that will be the object. Raises UPLOAD_LOST if the upload is over."""
         folder = self._uploads / upload_id
         described = self._read_record(folder / _DESCRIPTION, _Description) if folder.parent == self._uploads else None
         if described != _Description(key):
@@ -186,7 +189,7 @@ class ObjectDirectory:
         return folder / _DATA
 
     def record_part(self, key: str, upload_id: str, number: int, offset_bytes: int, size_bytes: int, etag: str) -> None:
-        """The part's bytes are in place: make them durable, then say so."""
+        """Make the part's bytes durable, then record the part."""
         data = self.upload_data(key, upload_id)
         with opened(data, os.O_RDWR) as descriptor:
             os.fdatasync(descriptor)
@@ -228,7 +231,11 @@ class ObjectDirectory:
             _forget(self.upload_data(key, upload_id).parent)
 
     def uploads(self, prefix: str) -> Sequence[UploadInfo]:
-        """Also what a crash has left of one, or of an object that was written aside, by its own path as the key."""
+        """List the uploads, sorted by key.
+
+        Leftovers of a crash (of an upload, or of an object that was written aside) are listed with their own path as
+        the key.
+        """
         uploads = [
             UploadInfo(key=key, upload_id=leftover.name, started_at=started_at)
             for leftover, started_at in self._leftovers()
@@ -255,7 +262,7 @@ class ObjectDirectory:
         return [info for info in found if info.key.startswith(prefix)]
 
     def find(self, read: Callable[[], _Result]) -> _Result:
-        """What `read` returns; NOT_FOUND if there is no such object, BUCKET_MISSING if the root is not there either."""
+        """Return the result of `read`. Raises NOT_FOUND without such an object, BUCKET_MISSING without the root."""
         try:
             return read()
         except FileNotFoundError as error:
@@ -263,7 +270,7 @@ class ObjectDirectory:
             raise StoreError(ErrorKind.NOT_FOUND, f"{error.filename}: {error.strerror}") from error
 
     def delete(self, key: str) -> None:
-        """Remove the object and the folders that it leaves empty: a bucket has none either."""
+        """Remove the object and the folders that it leaves empty, because a bucket has no folders."""
         path = self.path(key)
         path.unlink(missing_ok=True)
         for folder in path.parents:
@@ -275,14 +282,14 @@ class ObjectDirectory:
                 return
 
     def remove_leftovers(self) -> None:
-        """What a crash left, once it is old enough to be nobody's."""
+        """Remove what a crash left, once it is too old to be in use."""
         limit = time.time() - _LEFTOVER_AGE_SECONDS
         for leftover, started_at in self._leftovers():
             if started_at < limit:
                 self._remove_leftover(leftover)
 
     def _leftovers(self) -> Iterator[tuple[Path, float]]:
-        """What is being written aside, or was; and uploads without a description, half-made or half-forgotten."""
+        """Yield files written aside and uploads without a description, with their mtime. Some may still be in use."""
         for path in self._uploads.glob("*"):
             with suppress(FileNotFoundError):
                 status = path.stat(follow_symlinks=False)
@@ -299,7 +306,7 @@ class ObjectDirectory:
                 path.unlink()
 
     def _check_root(self) -> None:
-        """BUCKET_MISSING unless there is a folder: what lies below a mount that is away is not gone."""
+        """Raise BUCKET_MISSING if the root is not a folder: an unmounted root must not look like an empty one."""
         if not self.root.is_dir():
             raise StoreError(
                 ErrorKind.BUCKET_MISSING,
@@ -308,8 +315,8 @@ class ObjectDirectory:
             )
 
     def _walk(self, folder: Path, prefix: str) -> Iterator[ObjectInfo]:
-        """In the order of keys: a folder sorts as its name with the slash that follows it."""
-        # A stack, the next one last: folders may be nested deeper than functions.
+        """Yield objects in the order of their keys: a folder sorts by its name and the slash after it."""
+        # A stack with the next key last, because folders may be nested deeper than Python can recurse.
         waiting = [prefix]
         while waiting:
             key = waiting.pop()
@@ -336,7 +343,7 @@ class ObjectDirectory:
         return sorted(named, key=os.fsencode)
 
     def _read_record(self, path: Path, as_type: type[_Record]) -> _Record | None:
-        """What we wrote beside an upload; None if it is gone, or is not ours."""
+        """Read a record beside an upload; None if it is gone or not one that Mooring wrote."""
         try:
             with opened_regular(path) as descriptor, open(descriptor, "rb", closefd=False) as file:
                 return checked_json.decode(file.read(PIN_BYTES + 1), as_type, limit_bytes=PIN_BYTES)
@@ -345,7 +352,7 @@ class ObjectDirectory:
 
 
 def identity(descriptor: int) -> str:
-    """The ETag of an open object."""
+    """Return the ETag of an open object."""
     return _identity(os.fstat(descriptor))
 
 
@@ -358,7 +365,7 @@ def _info(key: str, status: os.stat_result) -> ObjectInfo:
 
 
 def _forget(folder: Path) -> None:
-    # The description goes first: an upload without one is over, whatever else a crash leaves of it.
+    # The description goes first: without it the upload is over, even if a crash leaves the rest.
     (folder / _DESCRIPTION).unlink(missing_ok=True)
     for file in list(folder.iterdir()):
         file.unlink(missing_ok=True)
@@ -367,7 +374,7 @@ def _forget(folder: Path) -> None:
 
 
 def _may_be_key(key: str) -> bool:
-    """Whether it is one of a bucket's keys, or leads to some."""
+    """Whether it may be a bucket's key, or the prefix of one."""
     try:
         return len(key.encode()) <= KEY_BYTES
     except UnicodeEncodeError:

@@ -1,6 +1,6 @@
-"""A directory as the destination: a laptop's disk, a network filesystem, a mounted claim.
+"""A directory as the destination: a laptop's disk, a network filesystem, a mounted volume claim.
 
-Owns threads, time-outs and the meaning of errno; `object_directory` owns what happens on the disk.
+Owns threads, time-outs and the meaning of errno; `file_store.directory` owns what happens on the disk.
 """
 
 import asyncio
@@ -45,21 +45,21 @@ _ERRNOS: Final = {
     errno.ETIMEDOUT: (ErrorKind.TIMED_OUT, ""),
     errno.ENOTCONN: (ErrorKind.UNREACHABLE, "the mount of the destination is broken"),
 }
-"""What a failed system call means; all others are STORE_FAILED."""
+"""The error kind and hint for each errno; all others are STORE_FAILED."""
 
 
 class FilesystemStore:
     """See `ports.ObjectStore`. The parts of one upload must be consecutive regions of one file, as Mooring's are."""
 
     def __init__(self, settings: StoreSettings, limiter: RateLimiter) -> None:
-        """BAD_CONFIGURATION if the destination is no absolute path."""
+        """Raises BAD_CONFIGURATION if the destination is not an absolute path."""
         self._objects = ObjectDirectory(parse_directory(settings.destination))
         self._limiter = limiter
         self._timeout_seconds = settings.read_timeout_seconds
         self._executor = ThreadPoolExecutor(_THREADS, thread_name_prefix="mooring-store")
         self._outgoing = BufferPool(PIECE_BYTES)
         self._incoming = BufferPool(_INCOMING_BYTES)
-        # Bytes are checked as they are copied; what the filesystem does with them then is its own promise.
+        # Bytes are checked while they are copied. After that, integrity is up to the filesystem.
         self.capabilities = StoreCapabilities(conditional_put=False, integrity="crc64nvme")
 
     async def probe(self) -> StoreCapabilities:
@@ -78,7 +78,7 @@ class FilesystemStore:
             await self._copy(key, aside, region, checksum, 0)
             return await self._run(key, partial(self._objects.publish, aside, key))
         finally:
-            # Not waited for: a cancelled put must end although all threads hang in a dead mount.
+            # Not awaited: a cancelled put must end even if all threads hang in a dead mount.
             self._executor.submit(aside.unlink, missing_ok=True)
 
     async def put_bytes(self, key: str, body: bytearray, checksum: int) -> str:
@@ -95,7 +95,7 @@ class FilesystemStore:
             await self._copy(key, data, region, checksum, region.offset_bytes)
         except StoreError as error:
             if error.kind is ErrorKind.STORE_FAILED:
-                # Completed or aborted while we were copying: that error is the better word.
+                # If the upload was completed or aborted during the copy, raise UPLOAD_LOST instead.
                 await self._run(key, partial(self._objects.upload_data, key, upload_id))
             raise
         await self._run(
@@ -136,11 +136,11 @@ class FilesystemStore:
                 checksum = await self._read(
                     key, partial(_copy_piece, self._objects, key, etag, position, piece, sink, checksum)
                 )
-            # Only now: a thread that was left behind in a dead mount may write into it for ever.
+            # Only on success: a thread that hangs in a dead mount may still write into the buffer at any time.
             self._incoming.release(buffer)
             return checksum
         finally:
-            # Not waited for, as above.
+            # Not awaited, as above.
             self._executor.submit(sink.close)
 
     async def list(self, prefix: str) -> AsyncIterator[ObjectInfo]:
@@ -154,7 +154,7 @@ class FilesystemStore:
         self._executor.shutdown(wait=False)
 
     async def _copy(self, key: str, target: Path, region: Region, checksum: int, position: int) -> None:
-        """Write a region into `target`, verified. The last piece is written only if all before it were right."""
+        """Write a region into `target`, verified. The last piece is written only if the region's checksum is right."""
         file = RegionFile(region)
         try:
             await asyncio.get_running_loop().run_in_executor(self._executor, file.open)
@@ -165,17 +165,18 @@ class FilesystemStore:
                 await self._run(key, partial(_write_piece, target, piece, position))
                 position += len(piece)
         finally:
-            # Not waited for, as above.
+            # Not awaited, as above.
             self._executor.submit(file.close)
 
     async def _read(self, key: str, function: Callable[[], _Result]) -> _Result:
-        """As `_run`, for what ends with ENOENT when there is no such object."""
+        """As `_run`, for a read, where ENOENT means that there is no such object."""
         return await self._run(key, partial(self._objects.find, function))
 
     async def _run(self, key: str, function: Callable[[], _Result]) -> _Result:
-        """In a thread, bounded, with errors in our words. A thread that hangs in a dead mount is left behind.
+        """Run a function in a thread, with a time-out, and turn OSError into StoreError.
 
-        To a write ENOENT means that the folder or its mount went away, and STORE_FAILED.
+        A thread that hangs in a dead mount is abandoned. For a write, ENOENT means that the folder or its mount went
+        away: STORE_FAILED.
         """
         place = f"{self._objects.root}/{key}"
         try:
@@ -189,9 +190,9 @@ class FilesystemStore:
 
 
 def parse_directory(url: str) -> Path:
-    """The folder of file:///path; BAD_CONFIGURATION if it is no absolute path on this machine.
+    """Return the folder of file:///path. Raises BAD_CONFIGURATION if it is not an absolute path on this machine.
 
-    People type it, so the path is what stands there, as a prefix of s3:// is: `#`, `?` and `%` are letters like others.
+    People type it, so the path is taken literally, as a prefix of s3:// is: `#`, `?` and `%` have no special meaning.
     """
     path = Path(url.removeprefix("file://"))
     if not url.startswith("file:///") or "\0" in url:
@@ -202,7 +203,7 @@ def parse_directory(url: str) -> Path:
 
 
 def _links_refuse(objects: ObjectDirectory, key: str) -> bool:
-    """Whether a hard link refuses to replace a file: some network filesystems have none at all."""
+    """Whether a hard link refuses to replace a file. False also without hard links, as on some network filesystems."""
     objects.remove_leftovers()
     objects.write(key, b"", if_absent=False)
     try:
@@ -230,7 +231,7 @@ def _copy_piece(
     sink: PositionedFileWriter,
     checksum: int,
 ) -> int:
-    """Fill `piece` and write it on; returns the CRC64NVME so far."""
+    """Read a piece of the object into `piece` and write it to `sink`. Return the CRC64NVME so far."""
     with objects.opened_to_read(key) as source:
         _check(objects.path(key), identity(source), etag)
         count = os.preadv(source, [piece], position)

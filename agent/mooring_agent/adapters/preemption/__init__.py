@@ -1,4 +1,4 @@
-"""Which cloud's notices to listen to: the one that was named, or the one that answers."""
+"""Chooses the cloud whose notices to read: the configured one, or the one whose metadata service answers."""
 
 import asyncio
 from collections.abc import Sequence
@@ -11,7 +11,7 @@ from mooring_agent.ports import PreemptionSource
 
 
 def clouds(wanted: str, endpoint: str) -> Sequence[PreemptionSource]:
-    """Those that may be meant by the setting `notices`; more than one for `auto`."""
+    """Return the sources that the setting `notices` may mean; all of them for `auto`."""
     every: list[PreemptionSource] = [
         AwsPreemption(MetadataService(endpoint)),
         GcpPreemption(MetadataService(endpoint)),
@@ -21,7 +21,7 @@ def clouds(wanted: str, endpoint: str) -> Sequence[PreemptionSource]:
 
 
 async def the_one_that_answers(candidates: Sequence[PreemptionSource]) -> PreemptionSource | None:
-    """All are asked at once; the others are closed. At most a few seconds."""
+    """Ask all candidates at once, return the first that answers and close the others. Takes a few seconds at most."""
     answering = await asyncio.gather(*(one.answers() for one in candidates))
     found = next((one for one, answers in zip(candidates, answering, strict=True) if answers), None)
     for one in candidates:

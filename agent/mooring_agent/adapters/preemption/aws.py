@@ -1,7 +1,7 @@
-"""EC2's instance metadata service, version 2: a token first, then the spot notice and the scheduled events.
+"""EC2's instance metadata service, version 2: reads a token, then the spot notice and the scheduled events.
 
-Version 1, without a token, where only that answers. A spot machine has two minutes from its notice; scheduled events
-are known days before.
+Falls back to version 1, without a token, where only that answers. A spot machine has two minutes from its notice;
+scheduled events are known days before.
 """
 
 import asyncio
@@ -18,7 +18,7 @@ _ROOT: Final = "/latest/meta-data/"
 _SPOT: Final = "/latest/meta-data/spot/instance-action"
 _MAINTENANCE: Final = "/latest/meta-data/events/maintenance/scheduled"
 _TOKEN_SECONDS: Final = 21600
-# Where there is none, asking for it takes as long as we wait.
+# A request for a token that is not answered takes the whole time-out, so it is repeated seldom.
 _WITHOUT_TOKEN_SECONDS: Final = 300
 _SPOT_SECONDS: Final = 120.0
 _ENDING_ACTIONS: Final = frozenset({"terminate", "stop"})
@@ -33,7 +33,7 @@ _DISABLED_HINT: Final = "enable the machine's metadata service, or set notices t
 
 
 class AwsPreemption:
-    """AWS asks for five seconds between two looks."""
+    """AWS asks clients to wait five seconds between two looks."""
 
     cloud = "aws"
     pause_seconds = 5.0
@@ -48,7 +48,8 @@ class AwsPreemption:
             if (await self._ask_token()).status == 200:
                 return True
         except NoticesError:
-            # Beyond the hop limit the token's answer alone is lost: there we are in AWS, and say what is wrong later.
+            # Beyond the hop limit only the answer with the token is lost. The next request shows that this is AWS, and
+            # `look` then reports what is wrong.
             pass
         try:
             return (await self._service.ask(_ROOT)).status in (200, 401)
@@ -66,13 +67,13 @@ class AwsPreemption:
         await self._service.close()
 
     async def _get(self, path: str) -> Answer | None:
-        """None: there is no such thing now."""
+        """Return the answer, or None for status 404: there is no notice of this sort."""
         headers = await self._headers()
         answer = await self._service.ask(path, headers=headers)
         if answer.status == 401:
             self._renew_at = 0.0
         if answer.status == 401 and headers:
-            # It was made before the machine slept, perhaps.
+            # The token may be older than it seems, if the machine slept.
             answer = await self._service.ask(path, headers=await self._headers())
         if answer.status == 404:
             return None
@@ -88,7 +89,10 @@ class AwsPreemption:
         return {"X-aws-ec2-metadata-token": self._token} if self._token else {}
 
     async def _new_token(self) -> str:
-        """Empty where only version 1 may answer: whoever is beyond the hop limit hears nothing at all."""
+        """Return a new token, or an empty one if only version 1 may answer.
+
+        Beyond the hop limit a request for a token gets no answer at all.
+        """
         try:
             answer = await self._ask_token()
         except NoticesError as error:
@@ -107,7 +111,7 @@ class AwsPreemption:
 
 
 def _spot_notices(answer: Answer) -> Iterator[Notice]:
-    """Hibernation is no end: it begins with the notice, and the machine goes on from memory."""
+    """Yield the notice unless it is a hibernation, which begins at once and after which the machine goes on."""
     told = answer.json()
     try:
         action, when = told["action"], told["time"]
@@ -115,7 +119,7 @@ def _spot_notices(answer: Answer) -> Iterator[Notice]:
     except (KeyError, TypeError, ValueError, OverflowError) as error:
         raise not_understood(str(told)) from error
     if action in _ENDING_ACTIONS:
-        # Never more, whatever a clock says.
+        # Two minutes at most, in case a clock is wrong.
         left_seconds = min(left_seconds, _SPOT_SECONDS)
         yield Notice(key=f"spot {action} {when}", left_seconds=left_seconds, source=f"aws spot {action}")
 

@@ -1,6 +1,6 @@
-"""Azure's scheduled events: one list for all machines of a scale set, of which ours are picked by name.
+"""Azure's scheduled events: one list for all machines of a scale set, filtered by this machine's name.
 
-An event begins at `NotBefore`, or earlier once everybody has approved it; nobody does so here. Spot machines have 30 s.
+An event begins at `NotBefore`, or earlier once all have approved it; Mooring does not approve. Spot machines have 30 s.
 """
 
 from collections.abc import Iterator, Sequence
@@ -21,14 +21,14 @@ _EVENTS: Final = "/metadata/scheduledevents"
 _EVENTS_QUERY: Final = {"api-version": "2020-07-01"}
 _NAME: Final = "/metadata/instance/compute/name"
 _NAME_QUERY: Final = {"api-version": "2021-02-01", "format": "text"}
-# The first request of a machine makes Azure begin to tell, and takes its time.
+# A machine's first request turns its scheduled events on, which takes longer.
 _FIRST_ANSWER_SECONDS: Final = 10.0
-# A freeze pauses the machine for seconds: no end.
+# Without Freeze, which only pauses the machine for seconds.
 _ENDING_TYPES: Final = frozenset({"Preempt", "Terminate", "Reboot", "Redeploy"})
 
 
 class AzurePreemption:
-    """What has begun already has no time of its own."""
+    """An event that has already begun has no `NotBefore`; its notice has 0 seconds left."""
 
     cloud = "azure"
     pause_seconds = 1.0

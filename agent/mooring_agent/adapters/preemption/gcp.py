@@ -1,7 +1,7 @@
-"""Compute Engine's metadata server: two values, each waited for rather than asked for again and again.
+"""Compute Engine's metadata server: waits for changes of two values instead of polling them.
 
-A spot machine has 30 s from `preempted`. Before a maintenance that stops the machine there is a minute; machines with
-GPUs have an hour, which the value does not say: they are left at the notice, too early rather than too late.
+A spot machine has 30 s from `preempted`. Before a maintenance that stops the machine there is a minute. Machines with
+GPUs have an hour, but the value does not say so: they are given a minute, too, which is too early rather than too late.
 """
 
 import asyncio
@@ -20,11 +20,11 @@ _ENDING_VALUES: Final = {
     "preempted": ("TRUE", 30.0),
     "maintenance-event": ("TERMINATE_ON_HOST_MAINTENANCE", 60.0),
 }
-"""By key: the value that means the end, and the seconds that are left from then on."""
+"""By key: the value that means the machine's end, and the seconds that are left from then on."""
 
 
 class GcpPreemption:
-    """The server says that there is an end, and not when: the seconds count from when we heard of it."""
+    """The server does not say when the machine ends, so the seconds count from when the value was first seen."""
 
     cloud = "gcp"
     pause_seconds = 1.0
@@ -33,7 +33,7 @@ class GcpPreemption:
         self._service = service
         self._etags: dict[str, str] = {}
         self._ends: dict[str, float] = {}
-        """By key: the event loop's time at which it may end, for what said so last."""
+        """By key, for the values that mean an end: the event loop's time at which the machine may end."""
         # The metadata server of GKE does not know all keys.
         self._keys = set(_ENDING_VALUES)
 
@@ -58,7 +58,7 @@ class GcpPreemption:
         found = [
             Notice(key=key, left_seconds=ends_at - now, source=f"gcp {key}") for key, ends_at in self._ends.items()
         ]
-        # One value that says the end outweighs the other's silence.
+        # A notice from one value counts even if the other cannot be read.
         if errors and not found:
             raise errors[0]
         return found
@@ -67,7 +67,7 @@ class GcpPreemption:
         await self._service.close()
 
     async def _hear(self, key: str) -> None:
-        """The value now, or once it is another than we know, or the same after a while."""
+        """Read a value: at once the first time, then when it changes or after `_WAIT_SECONDS`."""
         query, answer_seconds = {}, ANSWER_SECONDS
         if key in self._etags:
             query = {"wait_for_change": "true", "last_etag": self._etags[key], "timeout_sec": str(_WAIT_SECONDS)}

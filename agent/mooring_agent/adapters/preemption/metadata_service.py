@@ -1,6 +1,6 @@
-"""HTTP to a machine's own metadata service: never through a proxy, never redirected, bounded in time and in size.
+"""HTTP to a machine's own metadata service: no proxies, no redirects, and limits on time and size.
 
-Owns the connection and what can go wrong with it; what is asked is the clouds' modules' business.
+Owns the connection and its errors. The modules of the clouds decide what to ask.
 """
 
 import json
@@ -15,7 +15,7 @@ import aiohttp
 from mooring_agent.core.errors import ErrorKind, NoticesError
 
 LINK_LOCAL_URL: Final = "http://169.254.169.254"
-# It is the next hop or nothing at all.
+# The service is one hop away, so a slow answer means none.
 ANSWER_SECONDS: Final = 2.0
 _CONNECT_SECONDS: Final = 1.0
 _ANSWER_LIMIT_BYTES: Final = 256 * 1024
@@ -27,10 +27,10 @@ class Answer:
     headers: Mapping[str, str]
     text: str
     at: float
-    """Unix seconds by the service's clock where it says; by this machine's, as it is now, where not."""
+    """Unix seconds by the service's clock if the answer has a date, else by this machine's."""
 
     def json(self) -> Any:
-        """Raises NoticesError."""
+        """Decode the text as JSON. Raises NoticesError."""
         try:
             return json.loads(self.text)
         except ValueError as error:
@@ -38,7 +38,7 @@ class Answer:
 
 
 class MetadataService:
-    """`url` empty: the address that all clouds share. A host without scheme is HTTP, as GCE_METADATA_HOST has it."""
+    """An empty `url` means the address that all clouds share; one without a scheme is HTTP, as in GCE_METADATA_HOST."""
 
     def __init__(self, url: str = "", *, wall: Callable[[], float] = time.time) -> None:
         self._wall = wall
@@ -54,7 +54,7 @@ class MetadataService:
         query: Mapping[str, str] | None = None,
         answer_seconds: float = ANSWER_SECONDS,
     ) -> Answer:
-        """Whatever the status. Raises NoticesError (UNREACHABLE) where nothing answers in time."""
+        """Return the answer, whatever its status. Raises NoticesError (UNREACHABLE) if none comes in time."""
         if self._session is None:
             self._session = aiohttp.ClientSession(trust_env=False)
         timeout = aiohttp.ClientTimeout(total=answer_seconds, sock_connect=_CONNECT_SECONDS)
@@ -78,7 +78,7 @@ class MetadataService:
             return self._wall()
 
     def refusal(self, path: str, answer: Answer, *, hint: str = "") -> NoticesError:
-        """The error for a status that has no other meaning."""
+        """Return the error for a status that has no other meaning."""
         kind = ErrorKind.ACCESS_DENIED if answer.status in (401, 403) else ErrorKind.UNREACHABLE
         return NoticesError(
             kind,
@@ -101,7 +101,7 @@ def not_understood(text: str) -> NoticesError:
 
 
 def unix_seconds(date: object) -> float:
-    """Of a date as in HTTP, with or without its weekday. Raises NoticesError."""
+    """Convert a date as in HTTP, with or without its weekday. Raises NoticesError."""
     try:
         return parsedate_to_datetime(str(date)).timestamp()
     except ValueError as error:

@@ -1,1 +1,1 @@
-"""S3 and what calls itself so: connecting, probing what a store enforces, the operations, what its errors mean."""
+"""S3 and stores that imitate it: connecting, probing what a store enforces, the operations, what its errors mean."""

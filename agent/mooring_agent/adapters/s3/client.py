@@ -1,11 +1,11 @@
 """Makes the botocore client: credentials, endpoint, addressing, TLS, and how payloads are signed.
 
-Owns every setting of botocore; knows nothing of operations. Neither botocore nor aiohttp retries (the core decides);
+Owns every setting of botocore; knows nothing of operations. Neither botocore nor aiohttp retries (the core decides).
 botocore never computes a checksum (ours are computed off the event loop) and never hashes a file's bytes. Credentials
-may come from the files of a mounted Secret, one file per key, in the spellings that Secrets use.
+may come from the files of a mounted Secret, one file per key, in any of the spellings that Secrets use.
 
-With awscrt installed botocore would sign with it and read bodies in 4 KiB pieces through Python callbacks. The usual
-switch is BOTO_DISABLE_CRT in the environment; choosing our own signer below has the same effect without that.
+With awscrt installed, botocore would sign with it and read bodies in 4 KiB pieces through Python callbacks. The usual
+switch is BOTO_DISABLE_CRT in the environment. Choosing our own signer below has the same effect without it.
 """
 
 import re
@@ -35,13 +35,13 @@ _SPELLINGS: Final = {
     "endpoint_url": ("endpointurl", "endpoint"),
     "region": ("defaultregion", "region"),
 }
-# What data connections to AWS itself have; botocore knows better, from the region.
+# The endpoint that data connections name for AWS itself. It is ignored: botocore derives a better one from the region.
 _AWS_ENDPOINT: Final = re.compile(r"(https?://)?s3([.-][a-z0-9-]+)?\.amazonaws\.com/?")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SecretKeys:
-    """Empty: the Secret does not say it. Both keys are there or neither."""
+    """What a Secret holds. An empty field is missing from it. Either both keys are set or neither is."""
 
     access_key: str = ""
     secret_key: str = ""
@@ -51,7 +51,10 @@ class SecretKeys:
 
 
 def read_secret(directory: str) -> SecretKeys:
-    """BAD_CONFIGURATION where nothing of use is there; never with a value in the message."""
+    """Read credentials, endpoint and region from a mounted Secret.
+
+    Raises BAD_CONFIGURATION if it holds nothing usable, or only one of the two keys. No message contains a credential.
+    """
     texts = _texts(Path(directory))
     said = {_plain(key): text for key, text in texts.items()}
     found = {
@@ -70,7 +73,7 @@ def read_secret(directory: str) -> SecretKeys:
 
 
 def _texts(directory: Path) -> Mapping[str, str]:
-    """By key. What begins with dots is kubelet's own."""
+    """Return the text of each file by its name. Names that begin with two dots are kubelet's own and are skipped."""
     try:
         return {
             path.name: path.read_text().strip()
@@ -104,14 +107,14 @@ def _endpoint(text: str) -> str:
 logger = structlog.get_logger(__name__)
 
 _SIGNER: Final = "mooring-s3v4"
-# The store, and where credentials come from: of a service account, of a person who signed in.
+# The store, and the services that give credentials to service accounts and to people who signed in.
 _SERVICES: Final = frozenset({"s3", "sts", "portal.sso", "oidc"})
 _DEFAULT_REGION: Final = "us-east-1"
 _AWS_HOST: Final = re.compile(r"^https?://[^/]*\.amazonaws\.com(\.cn)?(:\d+)?(/|$)")
 
 
 class _DeclaredPayloadAuth(S3SigV4Auth):  # type: ignore[misc]
-    """Signature version 4, with the payload's hash taken from the body where the body brings it.
+    """Signature version 4 that takes the payload's hash from the body if the body declares one.
 
     Other payloads are small and are signed by their SHA-256, over TLS too.
     """
@@ -126,14 +129,14 @@ AUTH_TYPE_MAPS[_SIGNER] = _DeclaredPayloadAuth
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Destination:
-    """s3://bucket/prefix, taken apart. `prefix` is empty or ends with a slash."""
+    """The parts of s3://bucket/prefix. `prefix` is empty or ends with a slash."""
 
     bucket: str
     prefix: str
 
 
 def parse_destination(url: str) -> Destination:
-    """BAD_CONFIGURATION if it names no bucket."""
+    """Parse s3://bucket/prefix. Raises BAD_CONFIGURATION if it has no bucket, or two slashes in a row in the prefix."""
     bucket, _, prefix = url.removeprefix("s3://").partition("/")
     prefix = prefix.strip("/")
     if not url.startswith("s3://") or not bucket or "//" in prefix:
@@ -144,7 +147,7 @@ def parse_destination(url: str) -> Destination:
 
 
 async def connect(settings: StoreSettings, stack: AsyncExitStack) -> Any:
-    """A client that `stack` closes. BAD_CONFIGURATION if the settings cannot work; no request is made."""
+    """Make a client that `stack` closes. Makes no request. Raises BAD_CONFIGURATION if the settings cannot work."""
     if not settings.verify_tls:
         logger.warning("tls.not_verified", destination=settings.destination, endpoint=settings.endpoint_url)
     elif settings.ca_bundle:
@@ -174,7 +177,10 @@ async def connect(settings: StoreSettings, stack: AsyncExitStack) -> Any:
 
 
 def _check_ca_bundle(path: str) -> None:
-    """The HTTP library would look at it with the first request, and call what it finds a broken connection."""
+    """Raise BAD_CONFIGURATION if the CA bundle cannot be used.
+
+    The HTTP library would read it only for the first request, and report a broken connection.
+    """
     try:
         ssl.create_default_context(cafile=path)
     except OSError as error:
@@ -193,7 +199,7 @@ def _client(settings: StoreSettings, keys: SecretKeys, addressing: str) -> Any:
         "s3",
         region_name=region,
         endpoint_url=settings.endpoint_url or None,
-        # None: whatever the AWS chain finds.
+        # None: use whatever the AWS chain finds.
         aws_access_key_id=keys.access_key or None,
         aws_secret_access_key=keys.secret_key or None,
         aws_session_token=keys.session_token or None,
@@ -203,7 +209,7 @@ def _client(settings: StoreSettings, keys: SecretKeys, addressing: str) -> Any:
             read_timeout=settings.read_timeout_seconds,
             max_pool_connections=settings.max_connections,
             http_session_cls=StoreSession,
-            # botocore's own is put together anew for every request, which costs a sixth of it.
+            # botocore assembles its own anew for every request, which costs a sixth of the request.
             user_agent=f"mooring/{mooring_agent.__version__} aiobotocore/{aiobotocore.__version__}",
             retries={"total_max_attempts": 1, "mode": "standard"},
             request_checksum_calculation="when_required",
@@ -214,12 +220,15 @@ def _client(settings: StoreSettings, keys: SecretKeys, addressing: str) -> Any:
 
 
 def forget_other_services(session: Any) -> None:
-    """botocore keeps where every service of AWS is, for 7 MB; it goes by rules for those that are not in its list."""
+    """Drop botocore's list of the endpoints of other AWS services, which takes 7 MB.
+
+    botocore falls back to rules for services that are not in its list.
+    """
     for partition in session.get_component("data_loader").load_data("endpoints")["partitions"]:
         for service in partition["services"].keys() - _SERVICES:
             del partition["services"][service]
 
 
 def _choose_signer(signature_version: str, **_: object) -> str | None:
-    # Others (S3 Express, multi-region access points) keep the signer that only they understand.
+    # Others (S3 Express, multi-region access points) need their own signers.
     return _SIGNER if signature_version in ("s3v4", "v4") else None

@@ -1,7 +1,7 @@
-"""What every exception of botocore, aiohttp and TLS means to us, in one table-tested function.
+"""Translates every exception of botocore, aiohttp and TLS into a StoreError, in one table-tested function.
 
-Owns the tables. Invariants: every message names bucket, key and endpoint; none holds a secret (no headers, no URLs with
-credentials, only the code and the words of the store); a hint says what the user can do where there is anything to do.
+Owns the tables. Invariants: every message names bucket, key and endpoint; no message holds a secret (no headers, no
+URLs with credentials, only the store's code and text); a hint says what the user can do, if there is anything to do.
 """
 
 import re
@@ -72,12 +72,12 @@ _CODES: Final[Mapping[str, tuple[ErrorKind, str]]] = {
     "IllegalLocationConstraintException": (ErrorKind.REQUEST_REFUSED, _REGION_HINT),
     "PermanentRedirect": (ErrorKind.REQUEST_REFUSED, _REGION_HINT),
 }
-"""Error codes of S3 and of what imitates it. A status decides for all others."""
+"""Error codes of S3 and of stores that imitate it. For all others the HTTP status decides."""
 
 _STATUSES: Final[Mapping[int, tuple[ErrorKind, str]]] = {
     401: (ErrorKind.ACCESS_DENIED, _POLICY_HINT),
     403: (ErrorKind.ACCESS_DENIED, _POLICY_HINT),
-    # Whether an object is missing only S3's own codes say; this is a gateway that does not know the store just now.
+    # Only S3's own codes say that an object is missing. Another 404 is a gateway's that cannot find the store just now.
     404: (ErrorKind.STORE_FAILED, _GATEWAY_HINT),
     408: (ErrorKind.TIMED_OUT, ""),
     409: (ErrorKind.STORE_FAILED, ""),
@@ -90,7 +90,7 @@ _STATUSES: Final[Mapping[int, tuple[ErrorKind, str]]] = {
 }
 
 _PASSING_REDIRECTS: Final[Mapping[int, ErrorKind]] = dict.fromkeys((302, 303, 307), ErrorKind.STORE_FAILED)
-"""AWS answers so while a new bucket becomes known everywhere; the others stay."""
+"""AWS sends these while a new bucket becomes known everywhere. Other redirects are permanent."""
 
 _NO_SUCH_KEY: Final[Mapping[str, ErrorKind]] = {
     "HeadObject": ErrorKind.NOT_FOUND,
@@ -101,7 +101,8 @@ _NO_SUCH_KEY: Final[Mapping[str, ErrorKind]] = {
     "CompleteMultipartUpload": ErrorKind.UPLOAD_LOST,
     "AbortMultipartUpload": ErrorKind.UPLOAD_LOST,
 }
-"""What NoSuchKey means where something must be there already; elsewhere nothing can be missing but the store."""
+"""What NoSuchKey means for operations on something that exists already. For all others it means STORE_FAILED: there is
+no object that could be missing."""
 
 FOREIGN: Final = (
     botocore.exceptions.BotoCoreError,
@@ -109,13 +110,13 @@ FOREIGN: Final = (
     botocore.parsers.ResponseParserError,
     aiohttp.ClientError,
     OSError,
-    # An answer that lacks what every S3 sends.
+    # An answer that lacks a field that every S3 sends.
     KeyError,
     ValueError,
-    # botocore's for a date that no calendar has.
+    # botocore raises it for a date that does not exist.
     RuntimeError,
 )
-"""What `translate` is for; anything else is a bug of ours and must stay visible."""
+"""The exceptions that `translate` takes. Any other is a bug of ours and must stay visible."""
 
 
 _REGION: Final = re.compile(r"[a-z0-9-]{1,40}")
@@ -125,7 +126,7 @@ _XML_ENDPOINT: Final = re.compile(rb"<Endpoint>([A-Za-z0-9.:-]{1,255})</Endpoint
 
 
 class OversizedAnswerError(ValueError):
-    """An answer that no S3 gives, as it is longer."""
+    """An answer that is longer than any answer of an S3."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -143,7 +144,7 @@ class Place:
 
 
 def translate(error: BaseException, operation: str, place: Place) -> StoreError:
-    """The StoreError that `error` means; raise it `from error`. `operation` is what we tried, e.g. PutObject."""
+    """Return the StoreError for `error`; raise it `from error`. `operation` is what we tried, e.g. PutObject."""
     kind, hint, reason = _classify(error)
     if kind is ErrorKind.NOT_FOUND:
         kind = _NO_SUCH_KEY.get(operation, ErrorKind.STORE_FAILED)
@@ -151,9 +152,9 @@ def translate(error: BaseException, operation: str, place: Place) -> StoreError:
 
 
 def redirect_details(headers: Mapping[str, str], body: bytes) -> dict[str, str]:
-    """What a redirect asks for, as the details of botocore's ClientError. Nothing in it is taken as it came.
+    """Return where a redirect points, as the details of botocore's ClientError. Every value must match a pattern.
 
-    `Endpoint` has a scheme where the redirect said so; S3's own words name a host alone.
+    `Endpoint` has a scheme if it comes from the Location header; S3's own XML names only a host.
     """
     details = {}
     if code := _XML_CODE.search(body):
@@ -209,7 +210,7 @@ def _classify(error: BaseException) -> tuple[ErrorKind, str, str]:
         case exceptions.ParamValidationError():
             return ErrorKind.REQUEST_REFUSED, "correct the destination", _shorten(str(error))
         case _:
-            # ResponseParserError and the like: something answered that is no S3, or a proxy spoke for it.
+            # ResponseParserError and the like: what answered is no S3, or a proxy answered in its place.
             return ErrorKind.STORE_FAILED, _NETWORK_HINT, f"unusable answer: {_shorten(str(error))}"
 
 
@@ -240,7 +241,7 @@ def _classify_answer(response: Mapping[str, Any]) -> tuple[ErrorKind, str, str]:
         kind, hint = ErrorKind.STORE_FAILED, ""
     else:
         kind, hint = ErrorKind.REQUEST_REFUSED, ""
-    if hint == _REGION_HINT or code == "400":  # the latter is all that a HEAD in the wrong region is answered
+    if hint == _REGION_HINT or code == "400":  # a HEAD in the wrong region gets only a 400
         headers = response.get("ResponseMetadata", {}).get("HTTPHeaders", {})
         region = str(details.get("Region") or headers.get("x-amz-bucket-region", ""))
         hint = _region_hint(region) if _REGION.fullmatch(region) else hint
@@ -264,7 +265,7 @@ def _redirect_hint(details: Mapping[str, Any]) -> str:
 
 
 def _inner(error: BaseException) -> str:
-    """What the network library said, without botocore's sentence, which holds the whole URL."""
+    """Return the network library's message, without botocore's own, which contains the whole URL."""
     cause = getattr(error, "kwargs", {}).get("error", error)
     return _shorten(str(cause) or type(cause).__name__)
 

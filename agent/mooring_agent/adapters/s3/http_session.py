@@ -1,8 +1,8 @@
-"""The HTTP session below botocore: no redirect is followed, no answer is read without a bound, nothing is sent twice.
+"""The HTTP session below botocore: it follows no redirect, reads no answer without a bound, and sends nothing twice.
 
-A redirect would carry the request's bytes and X-Amz-Security-Token to whatever host the answer names, over plain HTTP
-too. botocore makes sessions of its own for credentials (metadata services, STS, IAM Identity Center), which no setting
-of a client reaches; so the refusal is put into aiobotocore's class itself, once, when this module is imported.
+A redirect would carry the request's bytes and X-Amz-Security-Token to whatever host the answer names, even over plain
+HTTP. botocore makes sessions of its own for credentials (metadata services, STS, IAM Identity Center), which no client
+setting reaches. So this module patches aiobotocore's class itself, once, when it is imported.
 """
 
 from collections.abc import Iterator
@@ -19,7 +19,7 @@ from mooring_agent.adapters.s3.errors import OversizedAnswerError, redirect_deta
 from mooring_agent.adapters.transfer.tls_connector import use_own_tls
 
 ANSWER_LIMIT_BYTES: Final = 4 * 1024 * 1024
-"""Of answers that are read whole: a page of 1,000 keys, each of 1,024 bytes that are all escaped, is smaller."""
+"""The limit on answers that are read whole. A page of 1,000 keys of 1,024 bytes each, all escaped, is smaller."""
 
 
 _NEW_CONNECTION: Final = ContextVar("new_connection", default=False)
@@ -27,7 +27,7 @@ _NEW_CONNECTION: Final = ContextVar("new_connection", default=False)
 
 @contextmanager
 def over_a_new_connection() -> Iterator[None]:
-    """Requests to the store that are made in this context share no connection with others."""
+    """Give each request to the store that is made in this context a connection of its own."""
     token = _NEW_CONNECTION.set(True)
     try:
         yield
@@ -36,23 +36,23 @@ def over_a_new_connection() -> Iterator[None]:
 
 
 class _GuardedSession:
-    """An aiohttp session as aiobotocore uses it."""
+    """An aiohttp session as aiobotocore uses it, without redirects and with bounded reads."""
 
     def __init__(self, session: aiohttp.ClientSession) -> None:
         self.session = session
 
     async def request(self, method: str, **options: Any) -> aiohttp.ClientResponse:
         response = await self.session.request(method, allow_redirects=False, **options)
-        # botocore reads listings and errors by this; the bodies of objects are read piece by piece, by us.
+        # botocore reads listings and errors through this. We read the bodies of objects ourselves, piece by piece.
         response.read = partial(_read_bounded, response)  # type: ignore[method-assign]
         return response
 
 
 class _OneAttemptSession(AIOHTTPSession):  # type: ignore[misc]
-    """With our TLS, and one attempt.
+    """A session that uses our TLS and makes one attempt per request.
 
-    aiohttp repeats a PUT whose connection broke, without a word: a conditional put would then refuse our own write.
-    There is no public switch; a test counts the requests.
+    aiohttp silently repeats a PUT whose connection broke. A conditional put would then refuse our own write. There is
+    no public switch; a test counts the requests.
     """
 
     async def _get_session(self, proxy_url: str | None) -> _GuardedSession:
@@ -64,7 +64,10 @@ class _OneAttemptSession(AIOHTTPSession):  # type: ignore[misc]
 
 
 class StoreSession(_OneAttemptSession):
-    """The store's own. Beside it lies one that keeps no connection; a second client would cost half a second."""
+    """The store's session, with a second one inside that keeps no connections.
+
+    A second client instead would cost half a second.
+    """
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
@@ -88,18 +91,18 @@ class StoreSession(_OneAttemptSession):
 
 
 def refuse_redirects(client: Any) -> None:
-    """Make every redirect that the store answers a ClientError, and botocore look for no other region by itself."""
+    """Turn every redirect from the store into a ClientError, and keep botocore from looking for another region."""
     client.meta.events.register("before-call.s3", _stay_here)
     client.meta.events.register("before-parse.s3", _refuse_redirect)
 
 
 def _stay_here(context: dict[str, Any], **_: object) -> None:
-    # botocore's redirector asks where the bucket is, and sends the request there: unless it has done so already.
+    # botocore's redirector asks where the bucket is and sends the request there, unless this says that it has done so.
     context.setdefault("s3_redirect", {})["redirected"] = True
 
 
 def _refuse_redirect(response_dict: dict[str, Any], operation_model: Any, **_: object) -> None:
-    """Before the answer is parsed: a proxy's redirect is a page of HTML, and botocore takes a 300 for success."""
+    """Raise before the answer is parsed: a proxy's redirect is an HTML page, and botocore takes a 300 for success."""
     status = response_dict["status_code"]
     if 300 <= status < 400:
         headers = response_dict["headers"]

@@ -1,6 +1,6 @@
-"""Checks of the payload by the store: which ones the store enforces, and the headers that ask for them.
+"""Payload checks by the store: which ones a store enforces, and the headers that ask for them.
 
-The probe tries out what a store really enforces, instead of believing its name.
+The probe tests what a store really enforces instead of trusting its name.
 """
 
 import base64
@@ -18,18 +18,18 @@ from mooring_agent.ports import StoreCapabilities
 
 UNSIGNED_PAYLOAD: Final = "UNSIGNED-PAYLOAD"
 CHECKSUM_ALGORITHMS: Final = {"crc64nvme": "CRC64NVME", "crc32c": "CRC32C"}
-"""Our name and S3's, the cheapest first."""
+"""Our names, mapped to S3's; the cheapest first."""
 
 
 def declare_region(integrity: str, region: Region, checksum: int) -> tuple[str, dict[str, str]]:
-    """(x-amz-content-sha256, arguments of the request) for a region whose CRC64NVME is `checksum`."""
+    """Return (x-amz-content-sha256, request arguments) for a region whose CRC64NVME is `checksum`."""
     return _declare(
         integrity, checksum, crc32c=lambda: region_crc32c(region, checksum), sha256=lambda: region_sha256(region)
     )
 
 
 def declare_body(integrity: str, body: bytearray, checksum: int) -> tuple[str, dict[str, str]]:
-    """As `declare_region`, for bytes in memory."""
+    """Like `declare_region`, for bytes in memory."""
     return _declare(integrity, checksum, crc32c=lambda: crc32c(body), sha256=lambda: hashlib.sha256(body).hexdigest())
 
 
@@ -49,9 +49,9 @@ def _declare(
 
 
 def declare_upload(integrity: str) -> dict[str, str]:
-    """Arguments of CreateMultipartUpload.
+    """Return the arguments of CreateMultipartUpload.
 
-    A full-object checksum combines from those of the parts, so that Complete need not repeat them.
+    A full-object checksum is combined from those of the parts, so CompleteMultipartUpload need not repeat them.
     """
     if integrity not in CHECKSUM_ALGORITHMS:
         return {}
@@ -59,7 +59,7 @@ def declare_upload(integrity: str) -> dict[str, str]:
 
 
 def declare_bytes(integrity: str, body: bytes, *, flip: int = 0) -> dict[str, str]:
-    """Arguments for a small body; with `flip` the checksum is wrong in those bits."""
+    """Return the request arguments for a small body. `flip` makes the checksum wrong in those bits."""
     if integrity == "crc64nvme":
         return {"ChecksumCRC64NVME": _encode(crc64nvme(body) ^ flip, 8)}
     assert integrity == "crc32c", integrity
@@ -85,7 +85,10 @@ async def probe(
     fallback: str,
     request: _Request,
 ) -> StoreCapabilities:
-    """Raises StoreError if the store cannot be written at all. `fallback` is the integrity if it checks no checksum."""
+    """Find out what the store enforces. `fallback` is the integrity if it checks no checksum.
+
+    Raises StoreError if the store cannot be written at all.
+    """
     experiment = _Experiment(client, bucket, prefix, write_arguments, request)
     integrity = fallback
     for candidate in CHECKSUM_ALGORITHMS:
@@ -96,7 +99,7 @@ async def probe(
 
 
 class _Experiment:
-    """Each method leaves nothing behind. Keys are unique: many agents may probe at the same time."""
+    """Tests one store. Each method leaves nothing behind. Keys are unique: many agents may probe at the same time."""
 
     def __init__(
         self, client: Any, bucket: str, prefix: str, write_arguments: Mapping[str, str], request: _Request
@@ -135,7 +138,10 @@ class _Experiment:
                 await self._client.abort_multipart_upload(**self._target, UploadId=upload)
 
     async def condition_holds(self) -> bool:
-        """The first conditional put must pass and the second must not. A store that knows none refuses the first."""
+        """Return whether the first conditional put passes and the second does not.
+
+        A store without conditional puts may refuse the first one.
+        """
         try:
             if await self._refuses_put(IfNoneMatch="*"):
                 return False

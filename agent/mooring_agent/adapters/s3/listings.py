@@ -1,7 +1,8 @@
-"""Listings, page by page: objects, multipart uploads, and the parts of one upload.
+"""Lists objects, multipart uploads and the parts of one upload, page by page.
 
-Invariant: no listing is endless, whatever answers. Each page has the time and size of any answer; a listing has so many
-entries and so much time, and goes on at no place twice. The order of keys is no measure: SeaweedFS lists by folder.
+Invariant: every listing ends, whatever answers. Each page has the time and size limits of any answer. A listing has a
+limit on entries and on time, and never continues at the same place twice. The order of keys is not checked: SeaweedFS
+lists by folder.
 """
 
 import asyncio
@@ -15,15 +16,15 @@ from mooring_agent.ports import ObjectInfo, PartInfo, UploadInfo
 
 MOST_ENTRIES: Final = 1_000_000
 MOST_SECONDS: Final = 1800.0
-"""In requests; what is done with the entries takes its own time."""
+"""Time spent in requests. The time that the caller spends on the entries does not count."""
 
 _Request = Callable[[str, str], AbstractAsyncContextManager[object]]
 
 
 class Listings:
-    """What is below one destination's prefix; keys are relative to it.
+    """Lists what is below one destination's prefix. Keys are relative to it.
 
-    `request` is what all requests have in common: a slot, a bound in time, errors in our words.
+    `request` wraps each request: it takes a slot, bounds the time and translates errors.
     """
 
     def __init__(
@@ -54,7 +55,7 @@ class Listings:
                     )
                     for one in answer.get("Contents", [])
                 ]
-                # Every S3 says it; without, a page of somebody else would read as a listing of nothing.
+                # Every S3 sends this. Without the check, a page of something else would read as an empty listing.
                 truncated = answer["IsTruncated"]
             bounds.count(found)
             for info in found:
@@ -83,7 +84,7 @@ class Listings:
                     ]
             except StoreError as error:
                 if error.kind is ErrorKind.UPLOAD_LOST:
-                    return  # rclone's way to say that there are none
+                    return  # rclone says so that there are none
                 raise
             bounds.count(found)
             for upload in found:
@@ -114,7 +115,7 @@ class Listings:
             bounds.go_on_at(str(marker or ""))
 
     def _key(self, entry: Mapping[str, Any], prefix: str) -> str:
-        """ValueError for a key that nobody asked for."""
+        """Return the key relative to the destination. Raises ValueError if it does not begin with `prefix`."""
         key = str(entry["Key"])
         if not key.startswith(self._prefix + prefix):
             raise ValueError(f"it lists {key!r}, which does not begin with {self._prefix + prefix!r}")
@@ -122,7 +123,7 @@ class Listings:
 
 
 class _Bounds:
-    """How long one listing may go on. Raises StoreError."""
+    """The limits on one listing. Raises StoreError when the listing exceeds one."""
 
     def __init__(self, operation: str, place: Place) -> None:
         self._what = f"{operation} {place}"
@@ -143,7 +144,7 @@ class _Bounds:
             raise self._endless(f"the listing has more than {MOST_ENTRIES} entries")
 
     def go_on_at(self, place: str) -> None:
-        """There is more, from there on."""
+        """Check that the listing may continue at `place`: not empty, not repeated, and within the time."""
         if place in self._places:
             raise StoreError(
                 ErrorKind.STORE_FAILED,
@@ -154,7 +155,7 @@ class _Bounds:
             raise self._endless(f"the listing takes longer than {MOST_SECONDS:.0f} seconds")
 
     def _endless(self, reason: str) -> StoreError:
-        # Not a passing failure: whoever waits would begin anew.
+        # Not a passing failure: a retry would begin the listing anew.
         return StoreError(
             ErrorKind.REQUEST_REFUSED,
             f"{self._what}: {reason}",

@@ -1,9 +1,10 @@
-"""Objects in S3 and in what imitates it.
+"""Stores objects in S3 and in stores that imitate it.
 
-Owns the operations of `ports.ObjectStore`; `listings` owns those of many pages, `client` how to connect and sign,
-`probe` what the store really enforces, `integrity` how to make use of it, `errors` what errors mean, `transfer` how
-bytes move. Invariants: no retry; no request outlives the store's time-outs, but for a body that keeps moving at the
-least rate; no request waits in the HTTP library's pool, where nothing bounds it; ETags are without quotes.
+Owns the operations of `ports.ObjectStore`. `listings` owns those with many pages, `client` connecting and signing,
+`integrity` what the store enforces and how to use it, `errors` what errors mean, `transfer` how bytes move.
+
+Invariants: nothing is retried; no request outlives the store's time-outs, except a body that keeps moving at the
+minimum rate; no request waits in the HTTP library's pool, where nothing bounds the wait; ETags are without quotes.
 """
 
 import asyncio
@@ -41,7 +42,7 @@ logger = structlog.get_logger(__name__)
 
 _THREADS: Final = 4
 _REFUSALS: Final = frozenset({ErrorKind.CORRUPTED_IN_TRANSIT, ErrorKind.REQUEST_REFUSED})
-"""How stores refuse a body that has not the checksum it was announced with."""
+"""How stores refuse a body that does not match its announced checksum."""
 _GET_PIECE_BYTES: Final = 256 * 1024
 
 
@@ -93,7 +94,7 @@ class S3Store:
 
     async def put(self, key: str, body: bytes, *, if_absent: bool = False) -> str:
         condition = {"IfNoneMatch": "*"} if if_absent and self.capabilities.conditional_put else {}
-        # SeaweedFS, for one, believes any signed SHA-256, and stores an empty object when the body never comes.
+        # SeaweedFS, for one, accepts any signed SHA-256, and stores an empty object when the body never arrives.
         integrity = self.capabilities.integrity
         declared = declare_bytes(integrity, body) if integrity in CHECKSUM_ALGORITHMS else {}
         async with self._request("PutObject", key):
@@ -168,7 +169,7 @@ class S3Store:
                 return _written(answer)
         except StoreError as error:
             if error.kind is ErrorKind.STORE_FAILED:
-                # Ceph answers 500 for an upload that was aborted, and would do so for ever.
+                # Ceph answers 500 for an upload that was aborted, every time.
                 await self._check_upload(key, upload_id)
             raise
 
@@ -192,7 +193,7 @@ class S3Store:
         except StoreError as error:
             if _status(error) != 404:
                 raise
-            # An answer to HEAD has no body to say what is missing, or whether the store said so at all; one to GET has.
+            # The answer to a HEAD has no body: it says neither what is missing nor whether the store itself answered.
             async with self._request("GetObject", key):
                 answer = await self._client.get_object(Bucket=self._bucket, Key=self._prefix + key)
                 async with answer["Body"]:
@@ -235,7 +236,7 @@ class S3Store:
                     IfMatch=f'"{etag}"',
                 )
                 async with answer["Body"] as body:
-                    # Stores that ignore conditions or ranges answer 200 all the same.
+                    # Some stores ignore conditions or ranges and report success.
                     self._check_etag(key, _etag(answer), etag)
                     if answer["ContentLength"] != size_bytes or not _begins_at(answer, offset_bytes):
                         raise self._corrupt(key, f"bytes {offset_bytes} to {offset_bytes + size_bytes} are not there")
@@ -270,7 +271,7 @@ class S3Store:
 
     @asynccontextmanager
     async def _request(self, operation: str, key: str) -> AsyncIterator[StallTimeout]:
-        """Everything about one request that is the same for all: a slot, the stall time-out, errors in our words."""
+        """Give a request what all requests share: a slot, the stall time-out, translated errors."""
         async with self._slots:
             try:
                 async with StallTimeout(self._stall_seconds) as stall:
@@ -282,7 +283,10 @@ class S3Store:
     async def _sending(
         self, operation: str, key: str, region: Region, checksum: int
     ) -> AsyncIterator[tuple[Body, dict[str, str]]]:
-        """A body for `region` and the arguments by which the store verifies it; what went wrong with the file wins."""
+        """Give a body for `region` and the arguments by which the store verifies it.
+
+        An error of the file takes precedence over the store's.
+        """
         file = RegionFile(region)
         try:
             signature, integrity = await self._run(self._open_declared, file, region, checksum)
@@ -325,7 +329,7 @@ class S3Store:
         return await asyncio.get_running_loop().run_in_executor(self._executor, function, *arguments)
 
     async def _check_upload(self, key: str, upload_id: str) -> None:
-        """UPLOAD_LOST if the store says so; other errors say nothing."""
+        """Raise UPLOAD_LOST if the store does not know the upload. Other errors are ignored: they say nothing of it."""
         try:
             await self.list_parts(key, upload_id)
         except StoreError as error:
@@ -352,7 +356,7 @@ async def open_s3_store(
     limiter: RateLimiter,
     make_transfer: Callable[[ThreadPoolExecutor, RateLimiter], Transfer] = DirectTransfer,
 ) -> S3Store:
-    """A store whose `close` the caller owes. BAD_CONFIGURATION if the settings cannot work."""
+    """Open a store, which the caller must close. Raises BAD_CONFIGURATION if the settings cannot work."""
     parse_destination(settings.destination)
     async with AsyncExitStack() as stack:
         client = await connect(settings, stack)
@@ -372,7 +376,7 @@ def _write_arguments(settings: StoreSettings) -> dict[str, str]:
 
 
 def _written(answer: Mapping[str, Any]) -> str:
-    """ETag of what a write has made. Raises KeyError: a page of somebody else has none."""
+    """Return the ETag of a written object. Raises KeyError if there is none: something other than S3 answered."""
     return str(answer["ETag"]).strip('"')
 
 

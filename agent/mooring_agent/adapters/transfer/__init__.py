@@ -1,1 +1,1 @@
-"""How the bytes of a file reach a socket, and how an answer's bytes reach a preallocated file. Knows nothing of S3."""
+"""Moves a file's bytes to a socket, and an answer's bytes into a preallocated file. Knows nothing of S3."""

@@ -1,6 +1,6 @@
-"""The way that bytes take between the files of a volume and a store's connections.
+"""Moves bytes between the files of a volume and a store's connections.
 
-One for each store: it owns the threads that do what would block, and the buffers.
+Each store has its own transfer, with its buffers and with the threads that do what would block.
 """
 
 from concurrent.futures import ThreadPoolExecutor
@@ -24,7 +24,7 @@ PAYLOAD_REGISTRY.register(BodyPayload, UploadBody)
 
 
 class Body(Protocol):
-    """What aiobotocore is given to send. `failure` is why it could not be sent, where that is not the connection."""
+    """What aiobotocore is given to send. `failure` says why it could not be sent, unless the connection broke."""
 
     failure: MooringError | None
     sent_whole: bool
@@ -32,7 +32,7 @@ class Body(Protocol):
 
 
 class Transfer(Protocol):
-    """How an S3 store moves the bytes of files. The tests have another, of plain bodies, to compare with."""
+    """How an S3 store moves the bytes of files. The tests have a second one, with plain bodies, to compare with."""
 
     def body(
         self,
@@ -44,10 +44,10 @@ class Transfer(Protocol):
         stall: StallTimeout,
         store_verifies: bool,
     ) -> Body:
-        """The body of an upload; the arguments are those of FileBody."""
+        """Make the body of an upload. The arguments are those of FileBody."""
 
     def bytes_body(self, data: bytearray, *, payload_signature: str, stall: StallTimeout) -> Body:
-        """The body of an upload; the arguments are those of BytesBody."""
+        """Make the body of an upload. The arguments are those of BytesBody."""
 
     async def receive(
         self,
@@ -58,7 +58,7 @@ class Transfer(Protocol):
         size_bytes: int,
         stall: StallTimeout,
     ) -> int:
-        """As `receiving.download`."""
+        """Like `receiving.download`."""
 
 
 class DirectTransfer:

@@ -1,12 +1,13 @@
-"""How the body of an answer reaches a file: the connection fills our buffers, and worker threads empty them.
+"""Writes the body of an answer to a file: the connection fills our buffers, and worker threads empty them.
 
 aiohttp would make several objects of every piece and copy it twice. While a body of known length arrives, the transport
-talks to a protocol of ours instead, which is what asyncio's `set_protocol` and `BufferedProtocol` are for; afterwards
-aiohttp has its connection back and may use it again. Over TLS it is the same.
+talks to a protocol of ours instead, by way of asyncio's `set_protocol` and `BufferedProtocol`. Afterwards aiohttp gets
+its connection back and may use it again. Over TLS it works the same.
 
-Invariants: two buffers per body, whatever its size; one is written while the next arrives, never two: parallel writes
-to one file only fight over its lock; a connection that brought more than the body serves no other request. (What comes
-later still looks like the next answer, to anybody: whoever asks for something checks that it is what was meant.)
+Invariants: each body uses two buffers, whatever its size; one buffer is written while the next fills, never two at
+once, because parallel writes to one file only contend for its lock; a connection that brought more than the body serves
+no other request. Bytes that arrive even later look like the next answer to any client, so callers check that an answer
+is the one they asked for.
 """
 
 import asyncio
@@ -35,11 +36,11 @@ async def download(
     executor: Executor,
     stall: StallTimeout,
 ) -> int:
-    """Write exactly `size_bytes` of an answer's body at `offset_bytes`; returns their CRC64NVME.
+    """Write exactly `size_bytes` of an answer's body at `offset_bytes`; return their CRC64NVME.
 
-    `response` has just begun and says that its body has `size_bytes`. While all that is waited for is the disk,
-    `silence` is allowed. aiohttp's ClientError if the body ends early; VolumeError if the disk refuses; after either
-    the connection is closed.
+    `response` has just begun and says that its body has `size_bytes`. The stall time-out is suspended while only the
+    disk is waited for. Raises aiohttp's ClientError if the body ends early, and VolumeError if the disk refuses. After
+    either the connection is closed.
     """
     loop = asyncio.get_running_loop()
     sink = PositionedFileWriter(descriptor, offset_bytes)
@@ -62,7 +63,7 @@ async def download(
 
 
 class _Receiver(asyncio.BufferedProtocol):
-    """Takes the body off the connection. `piece` and `written` alternate."""
+    """Takes the body off the connection. The caller alternates `piece` and `written`."""
 
     def __init__(
         self, response: aiohttp.ClientResponse, size_bytes: int, buffers: BufferPool, stall: StallTimeout
@@ -83,12 +84,12 @@ class _Receiver(asyncio.BufferedProtocol):
         self._surplus = memoryview(bytearray(1))
         self._brought_more = False
         connection = response.connection
-        # A short body may have arrived whole, with its connection given back already.
+        # A short body may have arrived whole, and aiohttp has already released its connection.
         self._handler: ResponseHandler | None = connection.protocol if connection else None
         self._transport: asyncio.Transport | None = connection.transport if connection else None
 
     def begin(self) -> None:
-        """Take over the connection, and first what aiohttp has read of the body already."""
+        """Take what aiohttp has already read of the body, then take over the connection."""
         while data := self._stream.read_nowait():
             self._take(data)
         if self._stream.is_eof() and self._missing:
@@ -98,7 +99,7 @@ class _Receiver(asyncio.BufferedProtocol):
             return
         if self._handler is None or self._transport is None:
             raise self._cut_off()
-        # aiohttp's own clock stops with it, and its parser never sees the body.
+        # This stops aiohttp's own time-out as well. Its parser never sees the rest of the body.
         self._handler.pause_reading()
         self._transport.set_protocol(self)
         if self._current is not None or self._next_buffer():
@@ -107,7 +108,7 @@ class _Receiver(asyncio.BufferedProtocol):
         self._moved(0)
 
     async def piece(self) -> memoryview:
-        """The next full buffer, or the last one. ClientPayloadError if the connection was lost."""
+        """Return the next full buffer, or the last one. Raises ClientPayloadError if the connection was lost."""
         while not self._full:
             if self._lost:
                 raise self._lost
@@ -117,14 +118,17 @@ class _Receiver(asyncio.BufferedProtocol):
         return buffer[:size]
 
     def written(self) -> None:
-        """The piece is on its way to the disk: its buffer may be filled again."""
+        """Note that the piece was written: its buffer may be filled again."""
         self._idle.append(self._full.popleft()[0])
         if self._current is None and self._missing and self._transport is not None and self._next_buffer():
             self._transport.resume_reading()
         self._moved(0)
 
     def end(self) -> None:
-        """All is written: the connection may serve another request, unless it brought what would seem its answer."""
+        """Return the connection to aiohttp and the buffers to the pool.
+
+        A connection that brought more than the body is closed: the surplus would look like the next answer.
+        """
         if not self._stream.is_eof():
             if self._transport is not None and self._handler is not None:
                 self._transport.set_protocol(self._handler)
@@ -135,9 +139,9 @@ class _Receiver(asyncio.BufferedProtocol):
             self._buffers.release(buffer)
 
     def abort(self) -> None:
-        """The connection is of no use any more; nor are the buffers, which a thread may still read.
+        """Abort the connection, and drop the buffers, which a thread may still read.
 
-        Unless aiohttp saw the end of a short body: then it is somebody else's already.
+        If aiohttp saw the end of a short body, the connection may already serve another request and is left alone.
         """
         if self._transport is not None and self._handler is not None and not self._stream.is_eof():
             self._transport.set_protocol(self._handler)
@@ -155,7 +159,7 @@ class _Receiver(asyncio.BufferedProtocol):
             self._pause()
             return
         self._advance(nbytes)
-        # With nothing missing reading goes on: what comes then is too much.
+        # With nothing missing, reading goes on, to notice bytes beyond the body.
         if self._missing and self._current is None and not self._next_buffer():
             self._pause()
         self._moved(nbytes)
@@ -182,7 +186,7 @@ class _Receiver(asyncio.BufferedProtocol):
 
     def _advance(self, count: int) -> None:
         assert self._current is not None
-        # Here and not in the thread that writes: a core's cache still holds what has just arrived.
+        # Here and not in the writing thread: the core's cache still holds what has just arrived.
         self.checksum = crc64nvme(self._current[self._filled : self._filled + count], self.checksum)
         self._filled += count
         self._missing -= count
@@ -192,7 +196,7 @@ class _Receiver(asyncio.BufferedProtocol):
             self._changed.set()
 
     def _next_buffer(self) -> bool:
-        """Whether there is one to fill."""
+        """Make an idle buffer the current one; return whether there was any."""
         if not self._idle and len(self._taken) < _BUFFERS:
             buffer = self._buffers.take()
             self._taken.append(buffer)
@@ -207,7 +211,10 @@ class _Receiver(asyncio.BufferedProtocol):
         self._transport.pause_reading()
 
     def _moved(self, size_bytes: int) -> None:
-        """Without room, and with nothing missing, the store owes us nothing: it is the disk that is waited for."""
+        """Report progress to the stall time-out, or suspend it while the store owes us nothing.
+
+        That is when no buffer has room, or when nothing is missing: then only the disk is waited for.
+        """
         if self._missing and self._current is not None:
             self._stall.received(size_bytes)
         else:

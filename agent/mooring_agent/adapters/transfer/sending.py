@@ -1,9 +1,9 @@
-"""How aiohttp sends an UploadBody: from our memory into the socket, with no object of the interpreter.
+"""Makes aiohttp send an UploadBody from our memory into the socket, without bytes objects in between.
 
 aiobotocore and aiohttp keep signing, connections, headers, 100-continue, answers and errors. Without TLS the bytes go
-to the connection's socket directly: a transport copies what the kernel does not take at once. With our own TLS a file
-goes through a thread that has the connection lent. What is left goes through the transport, which has encrypted (so:
-copied) it when nothing is left in its write buffer.
+directly to the connection's socket, because a transport copies what the kernel does not take at once. With our own TLS
+a worker thread, to which the connection is lent, sends most of a file. The rest goes through the transport. When its
+write buffer is empty, the transport has encrypted (and so copied) what it was given.
 """
 
 import asyncio
@@ -50,18 +50,18 @@ class BodyPayload(Payload):
             else:
                 await _send_plain(self._value, writer, transport)
         except BaseException:
-            # A mere close would first try to send what is buffered, and wait for a peer that may not read.
+            # `close` would first try to send what is buffered, and wait for a peer that may not read.
             transport.abort()
             raise
 
 
 async def _send_plain(body: UploadBody, writer: StreamWriter, transport: asyncio.WriteTransport) -> None:
-    # The headers are on their way, and nothing of the transport's is left that our bytes could overtake.
+    # Flush the headers: our bytes must not overtake anything that the transport still holds.
     transport.set_write_buffer_limits(high=0)
     writer.send_headers()
     await writer.drain()
     transport.set_write_buffer_limits()
-    # A descriptor of our own: the transport's is closed with it, and its number may soon be another file's.
+    # A descriptor of our own: when the transport closes its own, that number may soon belong to another file.
     with socket.socket(fileno=os.dup(transport.get_extra_info("socket").fileno())) as connection:
         connection.setblocking(False)
         start = 0
@@ -90,7 +90,7 @@ async def _until_writable(connection: socket.socket) -> None:
 
 
 async def _send_encrypted(body: UploadBody, writer: StreamWriter, transport: asyncio.WriteTransport) -> None:
-    # `drain` waits until nothing is left. With a limit of 0 asyncio's TLS would pause an empty buffer, for ever.
+    # Makes `drain` wait until nothing is left. With a limit of 0 asyncio's TLS would pause for ever on an empty buffer.
     transport.set_write_buffer_limits(high=0 if isinstance(transport, TlsTransport) else 1, low=0)
     pieces = body.pieces()
     if isinstance(body, FileBody) and isinstance(transport, TlsTransport):
@@ -104,9 +104,10 @@ async def _send_encrypted(body: UploadBody, writer: StreamWriter, transport: asy
 
 
 def _forget_unsent_on_close(transport: asyncio.WriteTransport) -> None:
-    """Let a close reset the connection: of an upload that is cancelled, the kernel still holds megabytes.
+    """Make a close reset the connection and drop what the kernel has not sent.
 
-    On a slow line they would take seconds that belong to the just-in-time save for whose sake it was cancelled.
+    The kernel still holds megabytes of a cancelled upload. On a slow line they would take seconds from the just-in-time
+    save for which the upload was cancelled.
     """
     connection = transport.get_extra_info("socket")
     if connection is not None:

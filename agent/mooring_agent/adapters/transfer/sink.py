@@ -1,8 +1,8 @@
-"""Where an object's bytes go: a file that has its full size already.
+"""Writes an object's bytes to a file that already has its full size.
 
 A descriptor that was opened with O_DIRECT is written past the page cache: a checkpoint's worth of pages would push out
-what the node needs, and copying into them costs as much as receiving. What is no whole block, the end of a file, and
-all that the filesystem will not take so after all, goes through the cache.
+what the node needs, and copying into them costs as much as receiving. Bytes that do not fill a block (the end of a
+file) go through the cache, and so does everything that the filesystem refuses to write directly.
 """
 
 import errno
@@ -14,17 +14,17 @@ from typing import Final
 from mooring_agent.adapters.volume.errors import volume_error
 
 BLOCK_BYTES: Final = 4096
-"""The largest logical block there is; addresses, offsets and lengths of O_DIRECT are multiples of it."""
+"""The largest logical block size. Addresses, offsets and lengths of O_DIRECT writes are multiples of it."""
 
 
 class PositionedFileWriter:
     """Writes an object's bytes to a file, in order, from worker threads.
 
-    It owns a duplicate of the descriptor: a cancelled caller may close its own while a thread still writes.
+    It owns a duplicate of the descriptor, because a cancelled caller may close its own while a thread still writes.
     """
 
     def __init__(self, descriptor: int, offset_bytes: int) -> None:
-        """VolumeError if this process may open no more files."""
+        """Raises VolumeError if this process may open no more files."""
         self._lock = threading.Lock()
         try:
             self._descriptor = os.dup(descriptor)
@@ -35,7 +35,7 @@ class PositionedFileWriter:
         self._offset = offset_bytes
 
     def write(self, data: memoryview) -> None:
-        """VolumeError if the disk refuses. `data` begins on a page. Blocks; after `close` it does nothing."""
+        """Write `data`, which begins on a page. Blocks; does nothing after `close`. VolumeError if the disk refuses."""
         with self._lock:
             if self._descriptor < 0:
                 return
@@ -48,14 +48,14 @@ class PositionedFileWriter:
                 raise volume_error(error, "write the file being restored") from error
 
     def close(self) -> None:
-        """Waits for a write in progress; idempotent."""
+        """Close the file, after a write in progress. Idempotent."""
         with self._lock:
             for descriptor in {self._descriptor, self._cached} - {-1}:
                 os.close(descriptor)
             self._descriptor = self._cached = -1
 
     def _write_blocks(self, data: memoryview) -> memoryview:
-        """What is left of `data` for the cache."""
+        """Write the whole blocks of `data` directly; return the rest, which goes through the cache."""
         if self._offset % BLOCK_BYTES:
             return data
         end = len(data) // BLOCK_BYTES * BLOCK_BYTES
@@ -71,13 +71,13 @@ class PositionedFileWriter:
 
     def _write_cached(self, data: memoryview) -> None:
         if self._cached < 0:
-            # The same file without O_DIRECT: that flag belongs to the description that a duplicate shares.
+            # Open the file again, without O_DIRECT: a duplicate of the descriptor would share that flag.
             self._cached = os.open(f"/proc/self/fd/{self._descriptor}", os.O_WRONLY | os.O_CLOEXEC)
         self._offset += _write_all(self._cached, data, self._offset)
 
 
 def _write_all(descriptor: int, data: memoryview, offset: int) -> int:
-    """How many bytes: all."""
+    """Write all of `data`; return its length."""
     written = 0
     while written < len(data):
         written += os.pwrite(descriptor, data[written:], offset + written)

@@ -1,6 +1,6 @@
-"""What a worker thread sends a file through, some megabytes at a time, until the socket takes no more.
+"""Sends a file from a worker thread, some megabytes at a time, until the socket takes no more.
 
-All methods block. They raise VolumeError for what is wrong with the file, OSError if the connection broke.
+All methods block. They raise VolumeError if something is wrong with the file, and OSError if the connection broke.
 """
 
 import errno
@@ -16,20 +16,26 @@ _NO_SENDFILE: Final = frozenset({errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP})
 
 
 class SocketWriter(Protocol):
-    """A file's way to a store. `refused`: it does not do for this file. `checksum`: CRC64NVME of what went, or 0."""
+    """Sends one file to a store.
+
+    `refused`: this writer does not work for this file. `checksum`: the CRC64NVME of what was sent, or 0.
+    """
 
     refused: bool
     checksum: int
 
     def send(self, position: int, size_bytes: int) -> int:
-        """Send until that much is sent, or the socket is full; how many bytes. Goes on where the last call ended."""
+        """Send until `size_bytes` are sent or the socket is full; return how many were sent.
+
+        `position` is where the last call ended.
+        """
 
 
 class SendfileWriter:
-    """The kernel copies from the file to the socket; some filesystems, and some sandboxes, have no sendfile."""
+    """Has the kernel copy from the file to the socket. Some filesystems and some sandboxes have no sendfile."""
 
     def __init__(self, file: RegionFile, connection: socket.socket) -> None:
-        """`connection` may be closed at once: this has a duplicate of its own."""
+        """`connection` may be closed at once: the writer has a duplicate of its own."""
         self.refused = False
         self.checksum = 0
         self._file = file
@@ -53,13 +59,13 @@ class SendfileWriter:
         return sent
 
     def close(self) -> None:
-        """Waits for a `send` in progress."""
+        """Close the duplicate, after a `send` in progress."""
         with self._lock:
             self._connection.close()
 
 
 class TlsWriter:
-    """OpenSSL encrypts what was read into one buffer, and sends it. Whoever has the connection lent may use it."""
+    """Reads into one buffer, which OpenSSL encrypts and sends. For the thread to which the connection is lent."""
 
     refused = False
 
@@ -70,7 +76,7 @@ class TlsWriter:
         self._buffer = buffer
         self._sums_up = sums_up
         self._unsent = buffer[:0]
-        """Already read; OpenSSL may have begun to send it, and wants the same bytes again."""
+        """What was read and not sent. OpenSSL may have begun to send it, and wants the same bytes again."""
 
     def send(self, position: int, size_bytes: int) -> int:
         sent = 0

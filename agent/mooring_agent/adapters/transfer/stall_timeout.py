@@ -1,19 +1,19 @@
-"""The watch over a request in which nothing moves any more."""
+"""Ends a request in which nothing moves any more."""
 
 import asyncio
 from types import TracebackType
 from typing import Final
 
 LEAST_BYTES_PER_SECOND: Final = 1024
-"""Of one body that arrives. Slower, no checkpoint is restored in a useful time; a server that sends a byte a second is
-no better than one that is silent."""
+"""The minimum rate of one arriving body. Below it no checkpoint is restored in a useful time: a server that sends one
+byte a second is no better than a silent one."""
 
 
 class StallTimeout:
     """Ends what runs inside it with TimeoutError when nothing, or next to nothing, was received or sent for `seconds`.
 
-    aiohttp's own read time-out starts only after the body is sent: without this a stalled upload would wait for ever.
-    Movement is noted and no more, thousands of times a second; one timer looks from time to time how long ago it was.
+    aiohttp's own read time-out starts only after the body is sent, so a stalled upload would wait for ever. Movement
+    is reported thousands of times a second, so reporting only notes the time; one timer checks it from time to time.
     """
 
     def __init__(self, seconds: float) -> None:
@@ -40,19 +40,22 @@ class StallTimeout:
         await self._timeout.__aexit__(kind, error, trace)
 
     def moved(self) -> None:
-        """Something moved."""
+        """Note that something moved. Ends `allowed`."""
         self._moved_at = self._loop.time()
         self._received_bytes = 0
         self._watching = True
 
     def received(self, size_bytes: int) -> None:
-        """So much arrived: it counts as movement once it is as much as the least rate makes of `seconds`."""
+        """Note that bytes arrived. They count as movement once they reach the minimum rate times `seconds`.
+
+        After `allowed` they count at once.
+        """
         self._received_bytes += size_bytes
         if not self._watching or self._received_bytes >= self._least_bytes:
             self.moved()
 
     def allowed(self) -> None:
-        """We are the ones who wait, on purpose; until `moved`."""
+        """Suspend the time-out until the next movement: we wait on purpose."""
         self._watching = False
 
     def _look(self) -> None:

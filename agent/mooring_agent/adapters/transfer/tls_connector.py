@@ -1,8 +1,8 @@
 """Makes an aiohttp connector open its TLS connections as `tls_transport` does.
 
-aiohttp has no public way to say so: while it connects, a connector is shown an event loop whose create_connection is
+aiohttp has no public way to do this. So while a connector connects, it sees an event loop whose create_connection is
 ours. The rest (addresses, time-outs, errors) stays aiohttp's. Behind a proxy, and where a connection is upgraded
-later, the loop's own TLS is used; a test checks that ours is used where it should be.
+later, the loop's own TLS is used. A test checks that ours is used where it should be.
 """
 
 import asyncio
@@ -18,7 +18,7 @@ from mooring_agent.adapters.transfer.tls_transport import TlsTransport
 async def open_tls_connection(
     protocol: asyncio.BaseProtocol, connection: socket.socket, context: ssl.SSLContext, server_hostname: str
 ) -> TlsTransport:
-    """Shake hands over a connected socket, which is ours from now on. ssl.SSLError or OSError if that fails."""
+    """Take over a connected socket and do the TLS handshake. Raises ssl.SSLError or OSError if that fails."""
     encrypted = context.wrap_socket(connection, do_handshake_on_connect=False, server_hostname=server_hostname)
     try:
         while True:
@@ -55,7 +55,10 @@ _CONNECT = "_wrap_create_connection"
 
 
 def use_own_tls(connector: Any) -> None:
-    """Idempotent. Not for a connector whose proxy speaks TLS itself: the loops put TLS in TLS of their own only."""
+    """Make a connector open its TLS connections with `open_tls_connection`. Idempotent.
+
+    Not for a connector whose proxy speaks TLS itself: the event loops can put TLS only inside their own TLS.
+    """
     if _CONNECT not in vars(connector):
         setattr(connector, _CONNECT, partial(_connect, connector))
 
@@ -67,7 +70,10 @@ async def _connect(connector: Any, *arguments: Any, **options: Any) -> Any:
 
 
 class _But:
-    """Another object, but for some of its attributes. Not a copy: a connector that is collected closes connections."""
+    """Another object with some attributes replaced.
+
+    It is a view and not a copy, because a connector that is garbage-collected closes its connections.
+    """
 
     def __init__(self, other: object, **attributes: object) -> None:
         self._other = other
@@ -86,7 +92,7 @@ async def _create_connection(
     server_hostname: str | None = None,
     **options: Any,
 ) -> Any:
-    """As the loop's method of that name: a transport and its protocol."""
+    """Like the loop's method of that name: return a transport and its protocol."""
     if sock is None or ssl is None or server_hostname is None:
         return await loop.create_connection(
             factory, *arguments, sock=sock, ssl=ssl, server_hostname=server_hostname, **options

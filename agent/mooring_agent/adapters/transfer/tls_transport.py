@@ -1,11 +1,11 @@
-"""TLS over a socket of our own: OpenSSL reads and writes it itself, and a worker thread may do the bulk of it.
+"""TLS over a socket of our own: OpenSSL reads and writes the socket itself, and a worker thread may do the bulk of it.
 
-The event loops' own TLS encrypts on the loop, and copies what it encrypted twice before it is sent. Here everything
-small happens on the loop; for a body the loop lends the connection to a thread (`lend`) and does not touch it until it
-is back. Looks like any other transport to aiohttp.
+The event loops' own TLS encrypts on the loop, and copies the encrypted bytes twice before they are sent. Here only the
+small work happens on the loop. For a body the loop lends the connection to a thread (`lend`) and does not touch it
+until the thread is done. To aiohttp it looks like any other transport.
 
-Invariants: OpenSSL's object is used by one thread at a time; what OpenSSL has begun to send is offered to it again
-byte for byte, which it insists on; the socket is closed only when no thread has it.
+Invariants: one thread at a time uses OpenSSL's object; bytes that OpenSSL has begun to send are offered to it again
+unchanged, as it insists; the socket is closed only when no thread has it.
 """
 
 import asyncio
@@ -20,15 +20,15 @@ from contextlib import suppress
 from typing import Any, Final
 
 _TURN_BYTES: Final = 256 * 1024
-"""After so many others have their turn on the event loop."""
+"""After this many bytes others get a turn on the event loop."""
 _HIGH_WATER_BYTES: Final = 64 * 1024
 _CLOSE_SECONDS: Final = 30.0
-"""As long as the event loops' own TLS a closed connection may take to send what is left."""
+"""How long a closed connection may take to send what is left; as long as with the event loops' own TLS."""
 _WAIT: Final = (ssl.SSLWantReadError, ssl.SSLWantWriteError)
 
 
 class TlsTransport(asyncio.Transport):
-    """One connection. For one event loop; not thread-safe but for the function that `lend` runs."""
+    """One connection. For one event loop; not thread-safe, except for the function that `lend` runs."""
 
     def __init__(self, connection: ssl.SSLSocket, protocol: asyncio.BaseProtocol) -> None:
         super().__init__(
@@ -53,14 +53,14 @@ class TlsTransport(asyncio.Transport):
         self._closing = False
         self._close_timer: asyncio.TimerHandle | None = None
         self._protocol.connection_made(self)
-        # What came with the handshake makes no socket readable any more.
+        # Bytes that came with the handshake are already in OpenSSL and do not make the socket readable.
         self._loop.call_soon(self._resume)
 
     async def lend(self, executor: Executor, function: Callable[..., int], *arguments: object) -> int:
-        """Run a function in a thread, which has the connection to itself meanwhile; nothing may be unsent.
+        """Run a function in a thread, which has the connection to itself meanwhile. Nothing may be unsent.
 
-        ConnectionResetError if the connection is closed. Whoever is cancelled leaves the thread behind: the connection
-        is closed when it is done.
+        Raises ConnectionResetError if the connection is closed. A cancelled caller leaves the thread behind: a
+        connection that is closed meanwhile is torn down when the thread is done.
         """
         assert not self._unsent
         assert not self._lent
@@ -95,7 +95,7 @@ class TlsTransport(asyncio.Transport):
             if self._unsent:
                 self._loop.add_writer(self._connection, self._flush)
         if self._unsent:
-            # The caller's memory is the caller's again.
+            # Copy the rest: the caller may reuse its memory.
             self._unsent[-1] = memoryview(bytes(self._unsent[-1]))
         self._regulate()
 
@@ -137,7 +137,10 @@ class TlsTransport(asyncio.Transport):
         return self._closing
 
     def close(self) -> None:
-        """Send what is unsent first. While a thread has the connection it is never whole anyway: that is `abort`."""
+        """Close the connection after sending what is unsent.
+
+        While a thread has the connection, this is `abort`: what the thread sends is incomplete anyway.
+        """
         if not self._closing:
             self._closing = True
             self._room.set()
@@ -155,7 +158,7 @@ class TlsTransport(asyncio.Transport):
     def _call_take_back(self, _: object) -> None:
         try:
             self._loop.call_soon_threadsafe(self._take_back)
-        except RuntimeError:  # the loop has ended, and nobody else will
+        except RuntimeError:  # the loop has ended, so nothing else closes the connection
             self._connection.close()
 
     def _take_back(self) -> None:
@@ -166,7 +169,7 @@ class TlsTransport(asyncio.Transport):
             self._resume()
 
     def _resume(self) -> None:
-        """Read what OpenSSL has already, or has come meanwhile; then wait for more."""
+        """Read what OpenSSL already holds and what has arrived meanwhile, then wait for more."""
         if self.is_reading() and not self._lent:
             self._loop.add_reader(self._connection, self._read)
             self._read()
@@ -185,11 +188,14 @@ class TlsTransport(asyncio.Transport):
             self._lose(error)
             return
         if self.is_reading():
-            # What OpenSSL holds makes no socket readable.
+            # What OpenSSL holds does not make the socket readable.
             self._loop.call_soon(self._resume)
 
     def _take(self) -> int:
-        """How many bytes the protocol got, 0 at the end of the stream. SSLWantReadError if there are none yet."""
+        """Pass received bytes to the protocol; return how many, 0 at the end of the stream.
+
+        Raises SSLWantReadError if there are none yet.
+        """
         if not isinstance(self._protocol, asyncio.BufferedProtocol):
             data = self._connection.recv(_TURN_BYTES)
             if data:
@@ -210,7 +216,7 @@ class TlsTransport(asyncio.Transport):
         return filled
 
     def _hear_end(self) -> None:
-        # To Python's OpenSSL a reset is an end like any other; only the socket knows that there is no peer any more.
+        # Python's OpenSSL reports a reset like any other end. Only the socket knows that the peer is gone.
         if _peer(self._connection) is None:
             self._lose(ConnectionResetError(errno.ECONNRESET, os.strerror(errno.ECONNRESET)))
             return
@@ -250,7 +256,7 @@ class TlsTransport(asyncio.Transport):
             self._protocol.resume_writing()
 
     def _say_goodbye(self) -> None:
-        with suppress(OSError, ValueError):  # it says that the other side has not answered yet
+        with suppress(OSError, ValueError):  # raised because the other side has not answered yet
             self._connection.unwrap()
 
     def _lose(self, error: Exception | None) -> None:
@@ -266,7 +272,7 @@ class TlsTransport(asyncio.Transport):
         self._loop.call_soon(self._end, error)
 
     def _end(self, error: Exception | None) -> None:
-        # A loop that still watches a closed descriptor takes the next socket of that number for it.
+        # A loop that still watches a closed descriptor mistakes the next socket with that number for it.
         self._loop.remove_reader(self._connection)
         self._loop.remove_writer(self._connection)
         if self._close_timer:
@@ -278,7 +284,7 @@ class TlsTransport(asyncio.Transport):
 
 
 def _peer(connection: socket.socket) -> object:
-    """Its address; None if it has gone."""
+    """Return the peer's address; None if the peer is gone."""
     try:
         return connection.getpeername()
     except OSError:

@@ -1,22 +1,19 @@
-"""A region of a file on its way out, verified while it leaves.
+"""The bodies of uploads: a region of a file, verified while it is sent, or bytes in memory.
 
-Where the store checks the checksum that was announced to it, bytes that changed since are refused at the other end, and
-the kernel may send the file itself. Where nobody else looks they are summed up again as they leave. Most of a region is
-sent by worker threads (`send_by_kernel`, `send_encrypted`), its end, and all of it where they cannot, by the event loop
-(`pieces`).
+If the store checks the announced checksum, it refuses bytes that changed since, and the kernel may send the file
+itself. Otherwise the checksum is computed again while the bytes leave. Worker threads send most of a region
+(`send_by_kernel`, `send_encrypted`). The event loop sends its end, or all of it where the threads cannot (`pieces`).
 
-Invariants: memory is one buffer at most, whatever the size of the region; the last bytes leave only if the file is
-still the one that was staged and, where nobody else looks, every byte has the expected checksum: so no store completes
-a body that was not verified; the event loop never waits for a disk.
+Invariants: a body uses at most one buffer, whatever the size of its region; the last bytes leave only if the file is
+still the one that was staged and, unless the store checks, every byte matches the expected checksum, so no store
+completes a body that was not verified; the event loop never waits for a disk.
 
-What all bodies that we send have in common: to botocore they look like files, and they wait for their turn.
+All bodies look like files to botocore, and wait for their turn under the rate limit. Bytes in memory were verified
+already and nothing is read, so only the connection can fail.
 
-Bytes in memory on their way out. They were verified already, and nothing is read: only the line can fail.
-
-Memory that bytes pass through on their way: page-aligned, so that O_DIRECT takes it, and used again.
-
-Owns nothing but what lies idle. A buffer that a thread or a transport may still touch is never given back: whoever is
-cancelled lets go of it instead, and the memory goes when the last one that holds it does.
+Buffers are page-aligned, so that O_DIRECT takes them, and are reused. The pool owns only idle buffers. A buffer that a
+thread or a transport may still touch is never given back: a cancelled task drops it, and the memory is freed with the
+last reference to it.
 """
 
 import asyncio
@@ -48,29 +45,29 @@ class BufferPool:
         self._idle: list[memoryview] = []
 
     def take(self) -> memoryview:
-        """A writable buffer of `size_bytes`, with whatever it held before."""
+        """Return a writable buffer of `size_bytes`, with whatever it held before."""
         return self._idle.pop() if self._idle else memoryview(mmap.mmap(-1, self.size_bytes))
 
     def release(self, buffer: memoryview) -> None:
-        """Only what `take` returned, whole, and only once nobody else touches it."""
+        """Give back a whole buffer that `take` returned, once nothing else touches it."""
         assert len(buffer) == self.size_bytes
         if len(self._idle) < _MOST_IDLE:
             self._idle.append(buffer)
 
 
 PIECE_BYTES: Final = 256 * 1024
-"""It stays in a core's cache between the copy from the page cache, the checksum and the copy into the socket."""
+"""A piece stays in a core's cache between the copy from the page cache, the checksum and the copy into the socket."""
 BUFFER_BYTES: Final = 2 * PIECE_BYTES
-"""What a thread reads at a time before it encrypts it: it gives the interpreter's lock away three times for each."""
+"""How much a thread reads before it encrypts it. Each such round gives the interpreter's lock away three times."""
 TURN_BYTES: Final = 4 * PIECE_BYTES
-"""After so many others have their turn on the event loop, although the kernel would take more."""
+"""After this many bytes others get a turn on the event loop, although the kernel would take more."""
 
 
 class UploadBody:
-    """The body of an upload; whoever derives from it says what its pieces are.
+    """The body of an upload. Subclasses define its pieces.
 
-    `payload_signature` is what the signer puts into x-amz-content-sha256 for it. `failure` is why it could not be sent:
-    the HTTP library knows only that the connection broke. `sent_whole`: its last piece was handed out.
+    `payload_signature` is what the signer puts into x-amz-content-sha256 for it. `failure` says why it could not be
+    sent; the HTTP library knows only that the connection broke. `sent_whole`: its last piece was handed out.
     """
 
     def __init__(
@@ -93,12 +90,12 @@ class UploadBody:
         return 0
 
     def seek(self, position: int, whence: int = os.SEEK_SET) -> int:
-        """Every sending starts at the first byte: there is nothing to rewind."""
+        """Do nothing: every sending starts at the first byte, so there is nothing to rewind."""
         assert (position, whence) == (0, os.SEEK_SET)
         return 0
 
     def pieces(self, start: int = 0) -> AsyncIterator[memoryview]:
-        """All bytes from `start` on, in order. Before some, but never after the last, others have their turn."""
+        """Yield all bytes from `start` on, in order. Others get a turn before some pieces, but never after the last."""
         raise NotImplementedError
 
     async def _wait_for_turn(self, size_bytes: int) -> None:
@@ -110,13 +107,13 @@ class UploadBody:
         self._moved()
 
     def _moved(self) -> None:
-        """Something left."""
+        """Report to the stall time-out that bytes have left."""
         if self._stall:
             self._stall.moved()
 
 
 class BytesBody(UploadBody):
-    """The body of an upload that is in memory; `data` must not change as long as a connection may hold pieces of it."""
+    """The body of an upload that is in memory. `data` must not change while a connection may hold pieces of it."""
 
     def __init__(self, data: bytearray, *, limiter: RateLimiter, payload_signature: str, stall: StallTimeout) -> None:
         super().__init__(len(data), limiter=limiter, payload_signature=payload_signature, stall=stall)
@@ -135,7 +132,7 @@ class BytesBody(UploadBody):
 
 
 _BURST_BYTES: Final = 8 * 1024 * 1024
-"""What a thread sends before others have their turn, and before we say that something moved."""
+"""The most that a thread sends before others get a turn and the movement is reported."""
 _Run = Callable[[Callable[[int, int], int], int, int], Awaitable[int]]
 
 
@@ -155,9 +152,9 @@ class FileBody(UploadBody):
         stall: StallTimeout | None = None,
         store_verifies: bool = False,
     ) -> None:
-        """`file` is open and the caller's to close. `checksum` is the CRC64NVME that its bytes must have.
+        """`file` is open; the caller closes it. `checksum` is the CRC64NVME that the region's bytes must have.
 
-        `store_verifies`: it was seen to refuse a body that has not the checksum it was told.
+        `store_verifies`: the store was seen to refuse a body that does not match its announced checksum.
         """
         super().__init__(region.size_bytes, limiter=limiter, payload_signature=payload_signature, stall=stall)
         self.store_verifies = store_verifies
@@ -168,10 +165,11 @@ class FileBody(UploadBody):
         self._buffers = buffers
 
     async def pieces(self, start: int = 0, checksum: int = 0) -> AsyncIterator[memoryview]:
-        """The region's bytes from `start` on, in order; VolumeError instead of the last piece if the file changed.
+        """Yield the region's bytes from `start` on, in order.
 
-        `checksum` is that of the bytes before. Unless the store looks itself, the file has changed if the checksum of
-        all is not what was announced. A piece is overwritten by the next one: whoever asks for that is done with it.
+        Raises VolumeError instead of the last piece if the file changed. Unless the store verifies, it also counts as
+        changed if the checksum of all bytes is not the announced one. `checksum` is that of the bytes before `start`.
+        The next piece overwrites the last: ask for it only when done with the last.
         """
         buffer = self._buffers.take()
         size_bytes = self._region.size_bytes
@@ -196,14 +194,15 @@ class FileBody(UploadBody):
         except MooringError as error:
             self.failure = error
             raise
-        # Not in a `finally`: what was cancelled may have a thread that still reads into it.
+        # Not in a `finally`: after a cancellation a thread may still read into it.
         self._buffers.release(buffer)
 
     async def send_by_kernel(self, connection: socket.socket, writable: Callable[[], Awaitable[None]]) -> int:
-        """Have the kernel send all but the last piece to a socket that does not block; returns how many bytes that is.
+        """Have the kernel send all but the last piece to a non-blocking socket; return how many bytes were sent.
 
-        Fewer, and perhaps none, where it will not for this file. VolumeError if the file ends early; OSError if the
-        connection broke. The last piece is the caller's: an answer may come before a thread has said that it is done.
+        It sends fewer, and perhaps none, if sendfile does not work for this file. Raises VolumeError if the file ends
+        early, and OSError if the connection broke. The caller sends the last piece, because an answer may come before a
+        thread has reported that it is done.
         """
         assert self.store_verifies
         writer = SendfileWriter(self._file, connection)
@@ -214,7 +213,7 @@ class FileBody(UploadBody):
             self._executor.submit(writer.close)
 
     async def send_encrypted(self, transport: TlsTransport) -> tuple[int, int]:
-        """Send all but the last piece; returns how many bytes that is, and their checksum where it is needed.
+        """Send all but the last piece; return how many bytes were sent, and their checksum (0 if the store verifies).
 
         Errors as `send_by_kernel`.
         """
@@ -222,7 +221,7 @@ class FileBody(UploadBody):
         connection = transport.get_extra_info("socket")
         writer = TlsWriter(self._file, connection, buffer, sums_up=not self.store_verifies)
         sent = await self._send(writer, partial(transport.lend, self._executor), transport.writable)
-        # Not in a `finally`: what was cancelled may have a thread that still reads into it.
+        # Not in a `finally`: after a cancellation a thread may still read into it.
         self._buffers.release(buffer)
         return sent, writer.checksum
 
@@ -245,7 +244,7 @@ class FileBody(UploadBody):
         return position
 
     async def _read(self, position: int, piece: memoryview) -> None:
-        # What the checksum pass brought into the page cache is copied here and now: a thread and back costs more.
+        # Copy here what the checksum pass left in the page cache: a round trip to a thread costs more.
         count = self._file.read_cached(position, piece)
         if count < len(piece):
             await asyncio.get_running_loop().run_in_executor(

@@ -1,1 +1,1 @@
-"""The volume that trainer and agent share: finding checkpoints, pinning them, measuring and reserving its room."""
+"""The volume that trainer and agent share: finds and pins checkpoints, measures and reserves disk space."""

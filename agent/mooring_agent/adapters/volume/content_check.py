@@ -2,11 +2,11 @@
 
 Two announcements with equal signatures mean the same files with the same content.
 
-A pin is another name of the trainer's own file. Its size and mtime reveal most writes, but not one whose mtime is set
-back, nor, on tmpfs, one through a mapping. Where that is possible the bytes are read again after the upload and
-compared with what was sent: on tmpfs every file, on a disk every file whose ctime moved (a rename or unlink by the
-trainer moves it too). The second reading takes a thread more than a second per GB, so the caller says when there is no
-time.
+A pin is another name of the trainer's own file. Its size and mtime reveal most writes, but not a write after which the
+mtime is set back, nor, on tmpfs, a write through a mapping. Where such a write is possible, the bytes are read again
+after the upload and compared with what was sent: every file on tmpfs, and every file on a disk whose ctime moved (a
+rename or unlink by the trainer moves it too). The second reading takes a thread more than a second per GB, so the
+caller can stop it when time is short.
 """
 
 import contextlib
@@ -26,10 +26,10 @@ from mooring_agent.core.model import FileEntry, RankManifest, Region, StagedFile
 
 
 def content_signature(volume: Path, source: str, files: Sequence[str] = ()) -> str:
-    """Changes whenever a file below `source` is added, removed, replaced or rewritten. Reads no file.
+    """Return a signature that changes when a file below `source` is added, removed, replaced or rewritten.
 
-    With `files` it covers these alone, which are relative to `source`. Raises RequestError or VolumeError when `source`
-    is no place in the volume, or one of `files` is missing; looks at nothing then.
+    It reads names and times, no file's content. With `files`, which are relative to `source`, it covers these alone.
+    Raises RequestError or VolumeError if `source` is not in the volume, or if one of `files` is missing.
     """
     digest = hashlib.blake2b(digest_size=16)
     if files:
@@ -41,7 +41,7 @@ def content_signature(volume: Path, source: str, files: Sequence[str] = ()) -> s
                         _add(digest, path, folder.status(found.rpartition("/")[2]))
         return digest.hexdigest()
     found = resolve_source(volume, source)
-    # What cannot be listed, or goes while we look, staging will name.
+    # Staging reports folders that cannot be listed and files that vanish meanwhile.
     with contextlib.suppress(OSError), open_volume(volume) as root:
         status = root.status(found) if found else os.fstat(root.descriptor)
         _add(digest, found, status)
@@ -59,7 +59,7 @@ def _add(digest: "hashlib.blake2b", path: str, status: os.stat_result) -> None:
 
 
 def check_sent(volume: Path, manifest: RankManifest, files: Sequence[StagedFile], may_read: Callable[[], bool]) -> None:
-    """As ports.StagingArea.check_sent."""
+    """See `ports.StagingArea.check_sent`."""
     try:
         suspects = list(_suspects(volume, manifest, files))
     except OSError as error:
@@ -97,10 +97,10 @@ def _suspects(
             try:
                 status = root.status(file.pin)
             except FileNotFoundError:
-                continue  # all of it was sent
+                continue  # all its bytes were sent
             if fingerprint(status) != file.fingerprint:
                 raise rewritten_in_place(f"{file.path} of save {manifest.info.save}, rank {manifest.rank}")
-            # Nobody can set the time of change; a trainer that renames or unlinks its own name moves it, too.
+            # No program can set the ctime. A trainer that renames or unlinks its own name moves it, too.
             if read_all or status.st_ctime_ns != file.changed_ns:
                 yield file, entry
 

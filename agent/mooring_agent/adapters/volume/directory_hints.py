@@ -1,6 +1,7 @@
-"""Says early that something may have changed in a directory, so that a poll need not wait; misses a good deal.
+"""Reports early that a directory may have changed, so that a poll need not wait.
 
-Events are hints only: a kernel queue overflows, mapped writes and replaced directories are silent. Truth is polled.
+Events are hints only, because many changes cause none: the kernel's queue can overflow, and mapped writes and replaced
+directories are silent. Polling finds every change.
 """
 
 import threading
@@ -24,7 +25,7 @@ from watchdog.events import (
 from watchdog.observers import Observer
 from watchdog.observers.api import BaseObserver
 
-# Not what our own reading causes: opened, and closed without a write.
+# Without the events that the agent's own reading causes: opened, and closed without a write.
 _CHANGES: Final[list[type[FileSystemEvent]]] = [
     DirCreatedEvent,
     DirDeletedEvent,
@@ -54,7 +55,7 @@ class DirectoryHints(FileSystemEventHandler):
         self._lock = threading.Lock()
 
     def follow(self) -> None:
-        """Watch the directory that has this name now; cheap when it is the same one as before."""
+        """Watch the directory that has this name at present. Cheap if it is the same one as before."""
         try:
             status = self._directory.stat()
         except OSError:
@@ -66,7 +67,7 @@ class DirectoryHints(FileSystemEventHandler):
                 self._attach(identity)
 
     def close(self) -> None:
-        """Stop for good; a `follow` that runs meanwhile, or comes later, does nothing."""
+        """Stop for good. A concurrent or later `follow` does nothing."""
         with self._lock:
             self._closed = True
             self._detach()
@@ -80,7 +81,7 @@ class DirectoryHints(FileSystemEventHandler):
             observer.schedule(self, str(self._directory), event_filter=_CHANGES)
             observer.start()
         except OSError as error:
-            # The kernel's limit may be free again later; meanwhile polling does without.
+            # The kernel's limit on watches may have room again later. Until then polling works without events.
             self._retry_at = time.monotonic() + _RETRY_SECONDS
             if str(error) != self._told:
                 self._told = str(error)

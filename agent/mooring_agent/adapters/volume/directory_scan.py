@@ -1,7 +1,7 @@
-"""The watched directory as values for `core.watch.directory_rules`: names, sizes, times, what formats say of their end.
+"""Scans the watched directory for `core.watch.directory_rules`: names, sizes, times, which files are provably whole.
 
-Reads little of each file, once per content. Invariants: what vanishes meanwhile is simply not in the snapshot, which
-then differs from the last one; no link is followed out of a candidate, and a link is never a candidate itself.
+Reads little of each file, once per content. Invariants: a file that vanishes during the scan is not in the snapshot,
+which then differs from the last one; no link is followed out of a candidate, and a link is never a candidate.
 """
 
 import errno
@@ -26,32 +26,33 @@ from mooring_agent.core.watch.directory_rules import candidate
 _ZIP_SUFFIXES: Final = (".pt", ".pth", ".ckpt", ".bin", ".pkl")
 _ZIP_START: Final = b"PK\x03\x04"
 _ZIP_ENTRY: Final = b"PK\x01\x02"
-# Signature, six numbers that nobody needs, size and offset of the list of members, length of the comment behind it.
+# Signature, eight bytes that are skipped, size and offset of the list of members, length of the comment at the end.
 _ZIP_END: Final = struct.Struct("<4s8xLLH")
 _ZIP_END_SIGNATURE: Final = b"PK\x05\x06"
 _ZIP_COMMENT_BYTES: Final = 65_535
-# Signature, where the end of a large file's list is described, and that description: its signature, size and offset.
+# In large files. The locator: signature, offset of the end record. The end record: signature, size and offset of the
+# list of members.
 _ZIP64_LOCATOR: Final = struct.Struct("<4s4xQ4x")
 _ZIP64_LOCATOR_SIGNATURE: Final = b"PK\x06\x07"
 _ZIP64_END: Final = struct.Struct("<4s36xQQ")
 _ZIP64_END_SIGNATURE: Final = b"PK\x06\x06"
 _READ_BYTES: Final = 1024 * 1024
 
-# In a pickle, which is not ours to load: the names of files stand in it as they are.
+# DCP's metadata is a pickle, which must not be loaded. The names of files stand in it as plain text.
 _DCP_FILE: Final = re.compile(rb"__\d+_\d+\.distcp")
 _DCP_METADATA: Final = ".metadata"
 _DCP_NAME_BYTES: Final = 64
-"""Longer than any of them."""
+"""Longer than any such name."""
 _TENSOR_END: Final = re.compile(rb'"data_offsets"\s*:\s*\[\s*\d{1,19}\s*,\s*(\d{1,19})\s*\]')
 _TENSOR_END_BYTES: Final = 256
-"""Longer than what the pattern matches, as every writer of the format spaces it."""
+"""Longer than any text that the pattern matches, with the spaces that writers of the format use."""
 
 _Key = tuple[str, int, int, int]
 _Said = tuple[Proof, frozenset[str]]
 
 
 class DirectoryScanner:
-    """Takes snapshots of one directory; remembers what files said that did not change since the last scan."""
+    """Takes snapshots of one directory. Reads a file again only if it changed since the last scan."""
 
     def __init__(self, volume: Path, directory: Path) -> None:
         """`directory` is below `volume`."""
@@ -60,7 +61,10 @@ class DirectoryScanner:
         self._said: dict[_Key, _Said] = {}
 
     def scan(self, seen_at: float) -> list[DirectorySnapshot]:
-        """Every candidate, by name; none if the directory is not there. Blocks. Raises OSError if it is unreadable."""
+        """Return every candidate, sorted by name; none if the directory is missing. Blocks.
+
+        Raises OSError if the directory is unreadable.
+        """
         known: dict[_Key, _Said] = {}
         snapshots: list[DirectorySnapshot] = []
         with suppress(FileNotFoundError, NotADirectoryError), self._open() as directory:
@@ -72,7 +76,7 @@ class DirectoryScanner:
         return snapshots
 
     def look(self, name: str) -> DirectorySnapshot | None:
-        """One entry, if it is a candidate; `seen_at` is 0."""
+        """Return the snapshot of one entry, with `seen_at` 0; None if it is no candidate or cannot be read."""
         with suppress(OSError), self._open() as directory:
             return self._look(directory, name, 0.0, {})
         return None
@@ -109,20 +113,20 @@ class DirectoryScanner:
     def _files(
         self, directory: Folder, name: str, folders: list[str], known: dict[_Key, _Said]
     ) -> Iterator[FileSnapshot]:
-        """The files below the folder `name`; adds to `folders` and `known`."""
+        """Yield the files below the folder `name`, and add to `folders` and `known`."""
         try:
             root = directory.folder(name)
         except OSError:
             return
         with root:
-            # Gone, or not ours to read: in that case staging says so.
+            # A folder may be gone, or unreadable to the agent: staging reports that.
             for prefix, folder, entries in root.walk(lambda path, error: None):
                 for entry in entries:
                     path = prefix + entry.name
                     if entry.is_dir(follow_symlinks=False):
                         folders.append(path)
                         continue
-                    # Gone, or not ours to read, as above.
+                    # The same holds for a file.
                     with suppress(OSError):
                         status = entry.stat(follow_symlinks=False)
                         file = self._file(folder, status, f"{name}/{path}", path, known)
@@ -132,7 +136,7 @@ class DirectoryScanner:
     def _file(
         self, folder: Folder, status: os.stat_result, whole_path: str, path: str, known: dict[_Key, _Said]
     ) -> FileSnapshot | None:
-        """`whole_path` is below the directory, `path` below the candidate. Raises OSError."""
+        """Examine a file. `whole_path` is relative to the directory, `path` to the candidate. Raises OSError."""
         if not stat.S_ISREG(status.st_mode):
             return None
         key = (whole_path, status.st_size, status.st_mtime_ns, status.st_ino)
@@ -154,13 +158,13 @@ class DirectoryScanner:
 
 
 def _names(file: BinaryIO, name: str) -> frozenset[str]:
-    """The files that DCP's metadata names; OSError if it cannot be read."""
+    """Return the files that DCP's metadata names. Raises OSError if it cannot be read."""
     if name != _DCP_METADATA:
         return frozenset()
     found: set[bytes] = set()
     file.seek(0)
     rest = b""
-    # It may be larger than we are.
+    # In pieces: the file may be larger than the agent's memory.
     while read := file.read(_READ_BYTES):
         text = rest + read
         found.update(_DCP_FILE.findall(text))
@@ -169,12 +173,12 @@ def _names(file: BinaryIO, name: str) -> frozenset[str]:
 
 
 def _prove(file: BinaryIO, name: str, size_bytes: int) -> Proof:
-    """What the file's format says; OSError if it cannot be read."""
+    """Return what the file's format shows. Raises OSError if the file cannot be read."""
     try:
         return _prove_format(file, name, size_bytes)
     except OSError:
         raise
-    # Half-written bytes can trip a parser anywhere, and no file may blind the watch to the others.
+    # Half-written bytes can make a parser fail anywhere, and one such file must not end the scan of the others.
     except Exception:
         return Proof.BROKEN
 
@@ -190,7 +194,7 @@ def _prove_format(file: BinaryIO, name: str, size_bytes: int) -> Proof:
 
 
 def _prove_zip(file: BinaryIO, size_bytes: int) -> Proof:
-    """torch.save writes a zip, whose directory is its end; an older pickle says nothing of its end."""
+    """Judge a file of torch.save: a zip ends with its list of members; an older pickle shows nothing."""
     if size_bytes == 0:
         return Proof.BROKEN
     if file.read(len(_ZIP_START)) != _ZIP_START:
@@ -199,7 +203,10 @@ def _prove_zip(file: BinaryIO, size_bytes: int) -> Proof:
 
 
 def _zip_ends(file: BinaryIO, size_bytes: int) -> bool:
-    """Whether the list of members that ends a zip is there whole. The list itself may be larger than we are."""
+    """Whether the list of members at the end of a zip is whole.
+
+    Reads only the start of the list, which may be larger than the agent's memory.
+    """
     tail_begins = max(0, size_bytes - _ZIP_END.size - _ZIP_COMMENT_BYTES)
     file.seek(tail_begins)
     tail = file.read(size_bytes - tail_begins)
@@ -239,9 +246,10 @@ def _prove_safetensors(file: BinaryIO, size_bytes: int) -> Proof:
 
 
 def _largest_end(file: BinaryIO, header_bytes: int) -> int:
-    """Where the last tensor ends, by what the header says of each; ValueError for what is no header.
+    """Return where the last tensor ends according to the header. Raises ValueError if it is no header.
 
-    Decoded, a header takes many times its bytes. In a name or a text, the quotes that the pattern asks for are escaped.
+    Searches the header instead of decoding it, because decoding takes many times its size in memory. The pattern cannot
+    match inside a name or a text, where its quotes would be escaped.
     """
     largest = 0
     rest = b""
@@ -261,8 +269,8 @@ def _largest_end(file: BinaryIO, header_bytes: int) -> int:
 def _prove_json(file: BinaryIO, size_bytes: int) -> Proof:
     if size_bytes > TRAINER_STATE_BYTES:
         return Proof.NONE
-    # Python writes these of a loss that is no number, and they are not JSON.
+    # Python writes these for a loss that is not a number, but they are not JSON.
     text = file.read(size_bytes).replace(b"NaN", b"0").replace(b"Infinity", b"0")
-    # Looked through from end to end, and not decoded: the trainer may write anything.
+    # Raw checks the syntax and builds no objects: the trainer may write anything.
     msgspec.json.decode(text, type=msgspec.Raw)
     return Proof.WHOLE

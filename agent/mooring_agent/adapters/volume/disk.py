@@ -1,9 +1,9 @@
-"""How full the volume is, and a reserve of a few megabytes for when it is full.
+"""Measures how full the volume is, and reserves a few megabytes for when it is full.
 
 Usage is counted as kubelet counts it: statvfs does not show a sizeLimit, so the blocks of all files are added up. A
 file with several hard links counts once, other filesystems below the volume do not count, and files may vanish during
-the walk. The reserve is given up on a full disk, so that a just-in-time save can still be announced: its directory
-entries, descriptor and journal records need a few blocks. The reserve file is allocated whole or absent.
+the walk. The reserve is deleted when the disk is full, so that a just-in-time save can still be announced: its
+directory entries, descriptor and journal records need a few blocks. The reserve file is fully allocated or absent.
 """
 
 import contextlib
@@ -22,16 +22,16 @@ from mooring_agent.ports import DiskReading
 from mooring_api.names import RESERVE, STATE_DIRECTORY
 
 _BLOCK_BYTES: Final = 512
-# Gone meanwhile, replaced by a link meanwhile, or another filesystem.
+# The folder vanished, was replaced by a link, or is on another filesystem.
 _NOT_OURS: Final = frozenset({errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.EXDEV})
 
 _log: structlog.typing.FilteringBoundLogger = structlog.get_logger()
 
 
 class VolumeMeter:
-    """Measures one volume, again and again.
+    """Measures one volume.
 
-    What is below a folder that is not ours to read (lost+found, for one) is left out, and said once.
+    Folders that the agent may not read (lost+found, for one) are not counted; each is logged once.
     """
 
     def __init__(self, volume: Path) -> None:
@@ -87,14 +87,17 @@ RESERVE_BYTES: Final = 8 * 1024 * 1024
 
 
 class Reserve:
-    """`keep` and `spend` are idempotent and may be called from any thread."""
+    """Disk space set aside for a full volume.
+
+    `keep` and `spend` are idempotent and may be called from any thread.
+    """
 
     def __init__(self, volume: Path) -> None:
         self._volume = volume
         self._path = f"{STATE_DIRECTORY}/{RESERVE}"
 
     def keep(self) -> None:
-        """Set the room aside again if it is not there; a volume without room for it goes without."""
+        """Reserve the space if it is not reserved. If the volume has too little, log a warning and go on."""
         partial = self._path + PARTIAL_SUFFIX
         try:
             with open_volume(self._volume) as root:
@@ -112,7 +115,7 @@ class Reserve:
             _log.warning("reserve.not_kept", path=f"{self._volume}/{self._path}", reason=str(error))
 
     def spend(self) -> bool:
-        """Give the room up; False if there was none to give."""
+        """Free the reserved space; return False if there was none."""
         try:
             with open_volume(self._volume) as root:
                 if not root.exists(self._path):

@@ -1,4 +1,4 @@
-"""How an OSError on the shared volume becomes a VolumeError: one table for everything that touches the volume."""
+"""Turns an OSError on the shared volume into a VolumeError: one table for all code that touches the volume."""
 
 import errno
 
@@ -7,12 +7,12 @@ from mooring_agent.core.errors import ErrorKind, VolumeError
 _FULL = frozenset({errno.ENOSPC, errno.EDQUOT})
 _GONE = frozenset({errno.ENOENT, errno.ENOTDIR})
 _NO_FOLDER = _GONE | {errno.EEXIST}
-# As `shared_volume` says that a name leads elsewhere.
+# Raised by `shared_volume` for a name that leads elsewhere.
 _FOREIGN = frozenset({errno.ELOOP, errno.EXDEV, errno.EINVAL})
 
 
 def volume_error(error: OSError, what: str) -> VolumeError:
-    """The VolumeError for `error`; `what` says what was being done, with the path."""
+    """Return the VolumeError for `error`; `what` says what was being done, with the path."""
     if error.errno in _GONE:
         return VolumeError(
             ErrorKind.FILE_MISSING,
@@ -23,7 +23,7 @@ def volume_error(error: OSError, what: str) -> VolumeError:
 
 
 def folder_error(error: OSError, what: str) -> VolumeError:
-    """The same for a folder that we make ourselves: where it cannot be, the volume is wrong and no file is missing."""
+    """As `volume_error`, for a folder that Mooring makes: if it is missing, the volume is wrong, not a checkpoint."""
     message = f"{what}: {error.strerror or error}"
     if error.errno in _FULL:
         return VolumeError(

@@ -1,10 +1,10 @@
-"""Whose volume this is: the destination that its journal, its pins and its records belong to, written down once.
+"""Records which destination a volume belongs to: that of its journal, its pins and its records.
 
-A volume that outlives a run may meet another one, and neither may send or resume what the other saved. Invariant: what
-is written is never replaced.
+A volume can outlive its run and be used by another one. Neither run may upload or resume what the other saved.
+Invariant: the recorded destination is never replaced.
 
-It lies on the volume, because it must live as long: a trainer that rewrites it keeps its own checkpoints from being
-stored, or has them stored where its agent stores them anyway.
+The file lies on the volume because it must live as long as the volume. A trainer that rewrites it harms only itself:
+its checkpoints are not stored, or they are stored where its agent stores them anyway.
 """
 
 import secrets
@@ -22,15 +22,15 @@ _PATH: Final = f"{STATE_DIRECTORY}/{OWNING_DESTINATION}"
 
 
 def claim(volume: Path, destination: str) -> None:
-    """Make the volume this destination's, if it is nobody's yet.
+    """Record `destination` as the volume's, if none is recorded yet.
 
-    Raises BAD_CONFIGURATION when it is another one's, and VolumeError when it cannot be read or written.
+    Raises BAD_CONFIGURATION if the volume belongs to another one, and VolumeError if it cannot be read or written.
     """
     wanted = destination.rstrip("/")
     owner = owner_of(volume)
     if owner is None:
         _write(volume, wanted)
-        # Of two that claim it at once, a restore and an agent perhaps, the first keeps it.
+        # Two processes, such as a restore and an agent, may claim it at once: the first wins.
         owner = owner_of(volume)
     if owner != wanted:
         raise MooringError(
@@ -42,7 +42,7 @@ def claim(volume: Path, destination: str) -> None:
 
 
 def owner_of(volume: Path) -> str | None:
-    """The destination that the volume belongs to; None if it is nobody's yet. VolumeError when it cannot be read."""
+    """Return the destination that the volume belongs to, or None. Raises VolumeError if it cannot be read."""
     try:
         with open_volume(volume) as root:
             return root.read(_PATH, OWNER_BYTES).decode(errors="replace").strip()
@@ -62,9 +62,9 @@ def _write(volume: Path, destination: str) -> None:
                 with folder.opened_file(aside) as descriptor:
                     folder.link_open_file(descriptor, OWNING_DESTINATION)
             except FileExistsError:
-                pass  # somebody else was first
+                pass  # another process was first
             except OSError:
-                folder.rename(aside, folder, OWNING_DESTINATION)  # a filesystem without hard links: the last keeps it
+                folder.rename(aside, folder, OWNING_DESTINATION)  # a filesystem without hard links: the last wins
             finally:
                 folder.unlink(aside)
             folder.sync()

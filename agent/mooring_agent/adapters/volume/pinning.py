@@ -1,6 +1,6 @@
 """Pins a file in the staging area, by hard link, reflink or copy, and describes the pins of a rank.
 
-The descriptor `<save>/rank-00003.json` lies beside the pins: what was announced, and which files the pins are.
+The descriptor `<save>/rank-00003.json` lies beside the pins. It says what was announced and which files the pins are.
 """
 
 import errno
@@ -27,7 +27,7 @@ _FICLONE: Final = 0x40049409
 _LINK_REFUSALS: Final = frozenset({errno.EPERM, errno.EXDEV, errno.EMLINK, errno.EOPNOTSUPP})
 _COPY_REFUSALS: Final = frozenset({errno.EXDEV, errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP})
 _COPY_STEP_BYTES: Final = 1 << 30
-# A link, or a fifo, where a file was a moment ago.
+# A link or a fifo has replaced the file.
 _REPLACED: Final = frozenset({errno.ELOOP, errno.EINVAL})
 
 _log: structlog.typing.FilteringBoundLogger = structlog.get_logger()
@@ -41,7 +41,7 @@ class Pinner:
         self._reported: set[str] = set()
 
     def pin(self, source: Folder, name: str, target: Folder, target_name: str, *, private: bool) -> bool:
-        """Make `target_name` hold the bytes of `name`; returns whether its inode is ours alone."""
+        """Make `target_name` hold the bytes of `name`. Return whether it has its own inode (a reflink or copy)."""
         try:
             descriptor = source.open_file(name)
         except OSError as error:
@@ -89,7 +89,7 @@ class Pinner:
 
 
 def _copy_bytes(source: int, target: int, size_bytes: int) -> None:
-    """Copy at least `size_bytes`, and more if the file grew: the caller finds out by its size."""
+    """Copy `size_bytes`, or fewer if the file has become shorter: the caller compares its size afterwards."""
     offset = 0
     in_kernel = True
     while offset < size_bytes:
@@ -102,7 +102,7 @@ def _copy_bytes(source: int, target: int, size_bytes: int) -> None:
         except OSError as error:
             if not in_kernel or error.errno not in _COPY_REFUSALS:
                 raise
-            # Between filesystems of different kinds; sendfile moves the target's file offset, so set it first.
+            # The filesystems may be of different kinds. sendfile writes at the target's file offset, so set it first.
             in_kernel = False
             os.lseek(target, offset, os.SEEK_SET)
             continue
@@ -139,7 +139,7 @@ class _Descriptor(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 def read_descriptor(root: Folder, folder: str) -> tuple[StagedDescriptor, tuple[StagedFile, ...]]:
-    """What was staged with the pins in `folder`. Raises OSError, and ValueError for what is no descriptor of them."""
+    """Read the descriptor of the pins in `folder`. Raises OSError, and ValueError if it does not describe them."""
     try:
         value = msgspec.json.decode(root.read(f"{folder}.json", DESCRIPTOR_BYTES), type=_Descriptor)
         for file in value.files:
@@ -165,7 +165,10 @@ def read_descriptor(root: Folder, folder: str) -> tuple[StagedDescriptor, tuple[
 
 
 def _check_sizes(root: Folder, files: Sequence[StagedFile]) -> None:
-    """Before anybody counts on them: what follows from a size, as the parts of a file, is kept in memory."""
+    """Raise ValueError unless every pin is a regular file of its recorded size.
+
+    The agent keeps lists in memory whose length follows from a size, such as the parts of a file.
+    """
     for above, together in groupby(files, key=lambda file: file.pin.rpartition("/")[0]):
         with root.folder(above) as opened:
             for file in together:
@@ -177,7 +180,7 @@ def _check_sizes(root: Folder, files: Sequence[StagedFile]) -> None:
 
 
 def encode_descriptor(descriptor: StagedDescriptor, files: Sequence[StagedFile]) -> bytes:
-    """The content of the descriptor. Raises RequestError for one that could not be read again."""
+    """Encode the descriptor. Raises RequestError if it exceeds the limits under which it can be read again."""
     content = msgspec.json.encode(
         _Descriptor(
             format=1,

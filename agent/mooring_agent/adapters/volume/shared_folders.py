@@ -1,8 +1,9 @@
-"""The folders that trainer and agent both write into, which whoever may write the volume may write; and our own.
+"""Makes the folders that trainer and agent both write into, and Mooring's own folder `.mooring`.
 
-Whoever comes first makes them, and the usual umask would keep a trainer of another user out, though kubelet made the
-volume for every user of the pod. Nothing is opened wider than the volume itself, and no folder of others is changed.
-`.mooring` itself is not among them: what else is in it, the socket above all, only its owner may replace.
+Every user who may write the volume may write the shared folders. Either process may make them first, and the usual
+umask would keep out a trainer of another user, although kubelet made the volume for every user of the pod. No folder
+gets wider permissions than the volume, and no folder of another process is changed. `.mooring` itself is not shared:
+only its owner may replace what else is in it, above all the socket.
 """
 
 import contextlib
@@ -21,18 +22,18 @@ _SHARED_BITS: Final = 0o077
 
 
 def make_own_folder(root: Folder) -> Folder:
-    """`.mooring`, which nobody but its owner may write: also where an earlier version, or a wide umask, let others."""
+    """Make `.mooring`, writable by its owner only. Narrows a mode left by an earlier version or a wide umask."""
     folder = root.make_folder(STATE_DIRECTORY, _OWN_MODE)
     status = os.fstat(folder.descriptor)
     if status.st_uid == os.geteuid() and status.st_mode & _OTHERS_WRITE:
-        # Some filesystems have one mode for all.
+        # Some filesystems have one mode for all files.
         with contextlib.suppress(OSError):
             os.fchmod(folder.descriptor, stat.S_IMODE(status.st_mode) & ~_OTHERS_WRITE)
     return folder
 
 
 def make_shared_folders(volume: Path, checkpoint_directory: Path) -> None:
-    """Make those that are missing, as far as that is possible: whoever needs one says what is wrong with it. Blocks."""
+    """Make the missing folders. Blocks. Raises nothing: the code that needs a folder reports what is wrong with it."""
     shared = [f"{STATE_DIRECTORY}/{RECORDS_DIRECTORY}", f"{STATE_DIRECTORY}/{RANKS_DIRECTORY}"]
     if checkpoint_directory.is_relative_to(volume):
         names = path_in(volume, checkpoint_directory).split("/")
@@ -47,11 +48,11 @@ def make_shared_folders(volume: Path, checkpoint_directory: Path) -> None:
 
 
 def make_state_directory(volume: Path, state_directory: Path) -> None:
-    """Where agent and restore keep what they believe. Raises VolumeError."""
+    """Make the directory where agent and restore keep their trusted state. Raises VolumeError."""
     try:
         volume.mkdir(parents=True, exist_ok=True)
         if state_directory.is_relative_to(volume):
-            # Whose content the trainer chose, by a link in its place, must not be believed.
+            # Never through a link that the trainer put in its place: it could lead to content of the trainer's choice.
             with open_volume(volume) as root:
                 make_own_folder(root).close()
                 root.make_folder(path_in(volume, state_directory), 0o700).close()
@@ -66,7 +67,7 @@ def make_state_directory(volume: Path, state_directory: Path) -> None:
 
 
 def open_state_directory(volume: Path, state_directory: Path) -> Folder:
-    """The folder that `make_state_directory` made; through no link where it is on the volume. Raises OSError."""
+    """Open the folder that `make_state_directory` made; on the volume, never through a link. Raises OSError."""
     if not state_directory.is_relative_to(volume):
         return open_volume(state_directory)
     with open_volume(volume) as root:
@@ -74,7 +75,10 @@ def open_state_directory(volume: Path, state_directory: Path) -> Folder:
 
 
 def share_tree(tree: Folder, volume: Folder) -> None:
-    """What we made for the trainer to remove one day: a folder's content goes only by whoever may write it. Blocks."""
+    """Let the trainer remove the content of a tree that Mooring made: that needs write permission on each folder.
+
+    Blocks. Ignores OSError.
+    """
     with contextlib.suppress(OSError):
         mode = os.fstat(volume.descriptor).st_mode
         for _, folder, _ in tree.walk():
@@ -82,6 +86,9 @@ def share_tree(tree: Folder, volume: Folder) -> None:
 
 
 def _share(folder: Folder, mode: int) -> None:
-    """After the umask. Where nobody else may write, or all keep their own (the sticky bit), nothing is shared."""
+    """Give the folder the volume's permissions for group and others, whatever the umask.
+
+    Does nothing if only the owner may write the volume, or if its sticky bit lets users remove only their own files.
+    """
     if mode & _OTHERS_WRITE and not mode & stat.S_ISVTX:
         os.fchmod(folder.descriptor, stat.S_IMODE(os.fstat(folder.descriptor).st_mode) | (mode & _SHARED_BITS))

@@ -1,12 +1,12 @@
-"""The one way to touch the volume that trainer and agent share: from open folders, name by name, through no link.
+"""Opens what is on the volume that trainer and agent share: from open folders, name by name, never through a link.
 
 The trainer may put a link, a fifo or another folder under any name at any moment, and the agent may read what the
 trainer may not. So each component of a path is opened from the folder before it, never through a link and never onto
-another filesystem, and what is open is used by its descriptor: a name is looked up once. A rule in the tests keeps
-every other module of the agent from opening paths of the volume (docs/design/0011).
+another filesystem. An open file or folder is used by its descriptor, so a name is looked up once. A rule in the tests
+keeps every other module of the agent from opening paths of the volume (docs/design/0011).
 
-All methods block and raise OSError: ELOOP or ENOTDIR for a link, EXDEV for another filesystem, EINVAL for what is no
-regular file. Paths are relative, with `/`.
+All methods block and raise OSError: ELOOP or ENOTDIR for a link, EXDEV for another filesystem, EINVAL for anything but
+a regular file. Paths are relative, with `/`.
 """
 
 import errno
@@ -23,15 +23,15 @@ from mooring_agent.core.limits import PATH_LEVELS
 from mooring_agent.core.model import Fingerprint
 
 PARTIAL_SUFFIX: Final = ".partial"
-"""Of a file that `write_durably` gathers; garbage when found after a crash."""
+"""Of a file that `write_durably` is writing; garbage after a crash."""
 
 _FOLDER_FLAGS: Final = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 # O_NONBLOCK: a fifo must not hang the agent.
 _FILE_FLAGS: Final = os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 _MOST_MOVES: Final = 10_000
-"""Folders that a removal finds deeper than PATH_LEVELS. A trainer may make more of them as fast as they go."""
+"""Limit on the folders below PATH_LEVELS that one removal moves. A trainer may make them as fast as they go."""
 _RACES: Final = 64
-"""How often a folder is made again that somebody removes at the same time, because it was empty."""
+"""How often a folder is made again when it is removed at the same time because it is empty."""
 
 
 class Folder:
@@ -55,7 +55,7 @@ class Folder:
         os.close(self.descriptor)
 
     def folder(self, path: str) -> "Folder":
-        """An existing folder below this one; this one again for an empty path."""
+        """Open an existing folder below this one; an empty path opens this one again."""
         found = Folder(os.dup(self.descriptor), self._device)
         for name in _names(path) if path else ():
             with found:
@@ -63,7 +63,7 @@ class Folder:
         return found
 
     def make_folder(self, path: str, mode: int = 0o777) -> "Folder":
-        """The folder below this one, made with its parents where it is missing."""
+        """Open a folder below this one; make it and its parents if they are missing."""
         for _ in range(_RACES):
             found = Folder(os.dup(self.descriptor), self._device)
             try:
@@ -76,14 +76,14 @@ class Folder:
         raise FileNotFoundError(errno.ENOENT, "somebody removes the folder again and again", path)
 
     def open_file(self, path: str, flags: int = os.O_RDONLY, mode: int = 0o666) -> int:
-        """The descriptor of a regular file."""
+        """Open a regular file and return its descriptor."""
         with self._parent(path) as (parent, name):
             descriptor = os.open(name, flags | _FILE_FLAGS, mode, dir_fd=parent)
             try:
                 status = os.fstat(descriptor)
                 if not stat.S_ISREG(status.st_mode):
                     raise OSError(errno.EINVAL, "not a regular file", path)
-                # Files of an overlay have device numbers of their own, and are on the mount of their folder.
+                # On an overlay, files have device numbers of their own but are on the mount of their folder.
                 if status.st_dev != self._device and _mount_of(descriptor) != _mount_of(parent):
                     raise _elsewhere(path)
             except BaseException:
@@ -93,7 +93,7 @@ class Folder:
 
     @contextmanager
     def opened_file(self, path: str, flags: int = os.O_RDONLY, mode: int = 0o666) -> Iterator[int]:
-        """As `open_file`; closed at the end."""
+        """As `open_file`, as a context manager that closes the descriptor."""
         descriptor = self.open_file(path, flags, mode)
         try:
             yield descriptor
@@ -101,7 +101,7 @@ class Folder:
             os.close(descriptor)
 
     def read(self, path: str, limit_bytes: int) -> bytes:
-        """A small file whole; EFBIG if it is larger than `limit_bytes`."""
+        """Read a whole small file. Raises EFBIG if it is larger than `limit_bytes`."""
         descriptor = self.open_file(path)
         with open(descriptor, "rb") as file:  # noqa: PTH123 - a descriptor, no path
             content = file.read(limit_bytes + 1)
@@ -110,10 +110,10 @@ class Folder:
         return content
 
     def write_durably(self, path: str, content: bytes) -> None:
-        """Replace a file whole; a reader and a crash see the old file or the new one."""
+        """Replace a file atomically: a reader, or a crash, sees either the old file or the new one."""
         with self._parent(path) as (parent, name):
             partial = name + PARTIAL_SUFFIX
-            # What is there already may be a link, or somebody's open file.
+            # An existing one may be a link, or open in another process.
             _unlink(partial, parent)
             descriptor = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL | _FILE_FLAGS, 0o666, dir_fd=parent)
             with open(descriptor, "wb") as file:  # noqa: PTH123 - as above
@@ -124,7 +124,7 @@ class Folder:
             os.fsync(parent)
 
     def status(self, path: str) -> os.stat_result:
-        """Of the entry itself, be it a link."""
+        """Return the status of the entry itself, even if it is a link."""
         with self._parent(path) as (parent, name):
             return os.stat(name, dir_fd=parent, follow_symlinks=False)
 
@@ -136,17 +136,18 @@ class Folder:
         return True
 
     def entries(self) -> list["os.DirEntry[str]"]:
-        """What is in this folder, by name. Ask each while the folder is open, and never by a link that it may be."""
+        """Return the entries, sorted by name. Query them while the folder is open, and never follow links."""
         with os.scandir(self.descriptor) as entries:
             return sorted(entries, key=lambda entry: entry.name)
 
     def walk(
         self, on_error: Callable[[str, OSError], None] | None = None, prefix: str = "", depth: int = PATH_LEVELS
     ) -> Iterator[tuple[str, "Folder", list["os.DirEntry[str]"]]]:
-        """Each folder from here down: the path in front of its entries, the folder while it is current, its entries.
+        """Yield, for each folder from here down, the prefix of its entries' paths, the folder and its entries.
 
-        Links are entries like files. `on_error` is told of folders that cannot be listed, by the path in front of
-        their entries; without it they raise.
+        A folder is open until the walk is past it and all below it. Links are entries like files. A folder that cannot
+        be listed, or is `depth` levels below this one, is passed to `on_error` by its prefix; without `on_error` it
+        raises.
         """
         try:
             entries = self.entries()
@@ -177,7 +178,7 @@ class Folder:
             return os.readlink(name, dir_fd=parent)
 
     def link_open_file(self, descriptor: int, path: str) -> None:
-        """Another name for an open file: for that very file, whatever its old name means by now."""
+        """Give an open file another name, even if its old name means another file by then."""
         with self._parent(path) as (parent, name):
             os.link(f"/proc/self/fd/{descriptor}", name, dst_dir_fd=parent, follow_symlinks=True)
 
@@ -186,14 +187,14 @@ class Folder:
             os.rename(name, to_name, src_dir_fd=parent, dst_dir_fd=to_parent)
 
     def unlink(self, path: str) -> None:
-        """Remove a file or a link; one that is gone already is fine."""
+        """Remove a file or a link, if it exists."""
         with self._parent(path) as (parent, name):
             _unlink(name, parent)
 
     def remove(self, path: str) -> None:
-        """Remove whatever has this name, a folder with all its content; what is gone already is fine.
+        """Remove whatever has this name, if it exists: a folder with all its content, however deep.
 
-        The depth of the content does not matter. Another filesystem in it is not entered: it raises EXDEV.
+        Another filesystem in it is not entered: it raises EXDEV.
         """
         try:
             with self._parent(path) as (parent, name):
@@ -204,7 +205,7 @@ class Folder:
                 else:
                     os.unlink(name, dir_fd=parent)
         except FileNotFoundError:
-            # Something of it went meanwhile, or all of it.
+            # Another process removed some of it, or all.
             if self.exists(path):
                 raise
 
@@ -223,7 +224,7 @@ class Folder:
 
     @contextmanager
     def _parent(self, path: str) -> Iterator[tuple[int, str]]:
-        """The descriptor of the folder that holds `path`, and the name of `path` in it."""
+        """Yield the descriptor of the folder that holds `path`, and the name of `path` in it."""
         above, slash, name = path.rpartition("/")
         try:
             _names(name)
@@ -233,16 +234,16 @@ class Folder:
                 with self.folder(above) as parent:
                     yield parent.descriptor, name
         except OSError as error:
-            # The kernel was told the last name alone.
+            # The kernel's error has only the last name.
             error.filename = path
             raise
 
     def _clear_whole(self) -> None:
         """Remove all entries, at any depth."""
-        # Folders that lay too deep, by the names that they have in this one now.
+        # Folders that were too deep, by their new names in this one.
         moved: list[str] = []
         self._clear(self, moved, PATH_LEVELS)
-        for done, name in enumerate(moved):  # which grows meanwhile
+        for done, name in enumerate(moved):  # the list grows meanwhile
             if done == _MOST_MOVES:
                 raise OSError(
                     errno.ENOTEMPTY, f"more than {done} folders lie more than {PATH_LEVELS} levels deep", name
@@ -250,9 +251,9 @@ class Folder:
             self._clear_folder(name, self, moved, PATH_LEVELS)
 
     def _clear(self, top: "Folder", moved: list[str], depth: int) -> None:
-        """Remove all entries; what lies more than `depth` folders below moves to `top`, and into the list."""
+        """Remove all entries. Folders more than `depth` levels below move to `top`; their new names go into `moved`."""
         for entry in self.entries():
-            # What somebody else removes meanwhile is fine.
+            # Another process may remove entries, too.
             with suppress(FileNotFoundError):
                 if not entry.is_dir(follow_symlinks=False):
                     os.unlink(entry.name, dir_fd=self.descriptor)
@@ -269,7 +270,7 @@ class Folder:
         os.rmdir(name, dir_fd=self.descriptor)
 
     def _is_removed(self, name: str) -> bool:
-        """Remove a folder that is empty: it may be one that its mode forbids to move."""
+        """Remove a folder if it is empty, and say whether it was. Its mode may forbid moving it."""
         try:
             os.rmdir(name, dir_fd=self.descriptor)
         except OSError:
@@ -290,24 +291,24 @@ class Folder:
 
 
 def open_volume(path: Path) -> Folder:
-    """The volume's own folder. Its name is whoever starts the agent's, and may be a link."""
+    """Open the volume's own folder. `path` may be a link: it comes from whoever starts the agent, not the trainer."""
     descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     return Folder(descriptor, os.fstat(descriptor).st_dev)
 
 
 def fingerprint(status: os.stat_result) -> Fingerprint:
-    """What a file is. Which filesystem it is on is not in it: `open_file` refuses a file of another one."""
+    """Identify a file. The filesystem is not part of it, because `open_file` refuses files of another one."""
     return Fingerprint(size_bytes=status.st_size, mtime_ns=status.st_mtime_ns, inode=status.st_ino)
 
 
 def path_in(volume: Path, path: Path) -> str:
-    """`path`, absolute, as one below the volume, by what is written alone; ValueError if it is not below it."""
+    """Make an absolute path relative to the volume, as text. Raises ValueError if it is not below the volume."""
     below = path.relative_to(volume).as_posix()
     return "" if below == "." else below
 
 
 def _names(path: str) -> list[str]:
-    """The components of a path that only goes down."""
+    """Split a path into names. Raises EINVAL for one that is not plain and relative."""
     names = path.split("/")
     if any(name in {"", ".", ".."} for name in names) or "\0" in path:
         raise OSError(errno.EINVAL, "not a plain relative path", path)
@@ -319,7 +320,7 @@ def _elsewhere(path: str) -> OSError:
 
 
 def _mount_of(descriptor: int) -> str:
-    """The number of the mount that an open file is on; OSError where the kernel does not say."""
+    """Return the id of the mount that an open file is on. Raises OSError if the kernel does not say."""
     with open(f"/proc/self/fdinfo/{descriptor}") as lines:  # noqa: PTH123 - of /proc
         for line in lines:
             if line.startswith("mnt_id:"):

@@ -1,9 +1,10 @@
-"""Which files an announced path means: every one of them found to lie in the volume, and fit to be stored.
+"""Finds the files that an announced path means, and checks that each lies in the volume and can be stored.
 
-Reads names only, never content. Invariants: nothing is skipped in silence; what cannot be stored is a RequestError that
-names it; a link that stays inside the volume is followed, one that leaves it is refused. Links are followed here, by
-reading them; what is found is a path without links, which `shared_volume` opens as such or not at all. Paths are
-strings, and what the folder's listing tells is not asked again: a checkpoint can have ten thousand files.
+Reads names only, never content. Invariants: nothing is skipped silently; a file that cannot be stored raises a
+RequestError that names it; a link that stays inside the volume is followed, and one that leaves it is refused. Links
+are resolved here by reading them. The result is a path without links, which `shared_volume` opens as such or not at
+all. For speed, paths are strings, and what a folder's listing tells is not asked again: a checkpoint can have ten
+thousand files.
 """
 
 import os
@@ -22,7 +23,7 @@ from mooring_agent.core.stored.object_layout import check_file_path
 from mooring_api.names import STATE_DIRECTORY
 
 _MOST_LINKS: Final = 40
-"""On the way to one file, as in the kernel."""
+"""On the way to one file; the kernel has the same limit."""
 _SHOWN_CHARACTERS: Final = 200
 _KINDS: Final = (
     (stat.S_ISFIFO, "a fifo"),
@@ -34,7 +35,7 @@ _KINDS: Final = (
 
 
 def check_source(source: str) -> None:
-    """Raises RequestError for what can be no announced path at all."""
+    """Raise RequestError unless `source` is an absolute path."""
     if not source.startswith("/") or "\0" in source:
         raise RequestError(
             ErrorKind.BAD_REQUEST,
@@ -44,9 +45,9 @@ def check_source(source: str) -> None:
 
 
 def resolve_source(volume: Path, source: str) -> str:
-    """Where below the volume an announced path leads, without a look at what is below it.
+    """Return where below the volume an announced path leads. Does not look at what is below it.
 
-    Raises RequestError, and VolumeError for what is missing or unreadable.
+    Raises RequestError, and VolumeError if something is missing or unreadable.
     """
     check_source(source)
     try:
@@ -57,9 +58,10 @@ def resolve_source(volume: Path, source: str) -> str:
 
 
 def resolve_sources(volume: Path, source: str, files: Sequence[str]) -> dict[str, str]:
-    """Path in the checkpoint -> file below the volume, by path. `files` empty: everything below `source`.
+    """Map each path in the checkpoint to its file below the volume, sorted by path.
 
-    Raises RequestError, and VolumeError for what is missing or unreadable.
+    If `files` is empty, the checkpoint is everything below `source`. Raises RequestError, and VolumeError if something
+    is missing or unreadable.
     """
     check_source(source)
     try:
@@ -83,12 +85,12 @@ def resolve_sources(volume: Path, source: str, files: Sequence[str]) -> dict[str
 
 
 class _Sources:
-    """The files of one volume, as announced paths name them."""
+    """Resolves announced paths to files of one volume."""
 
     def __init__(self, root: Folder, volume: Path) -> None:
         self._root = root
         self._volume = volume
-        # Where the volume's own name is a link, trainers may use either.
+        # If the volume's own name is a link, trainers may use either path.
         self._starts = tuple(dict.fromkeys((str(volume), os.path.realpath(volume))))
         self._folders: dict[str, str] = {}
 
@@ -109,10 +111,10 @@ class _Sources:
             yield from self._walk(found, source, "", (found,))
 
     def resolve(self, path: str) -> str:
-        """Where below the volume an absolute path leads; empty for the volume itself."""
+        """Return where below the volume an absolute path leads; empty for the volume itself."""
         below = self._below(path)
         if below is None:
-            # By way of links outside the volume, which are not the trainer's.
+            # The path may use links outside the volume, which are not the trainer's.
             below = self._below(_real_path(path))
         if below is None:
             raise self._outside(f"{path} is")
@@ -132,7 +134,7 @@ class _Sources:
         return None
 
     def _follow(self, below: str, named: str) -> str:
-        """`below` the volume without its links."""
+        """Resolve the links of a path `below` the volume."""
         done: list[str] = []
         waiting = deque(below.split("/"))
         last_link = ""
@@ -178,7 +180,7 @@ class _Sources:
         return self._regular(found, f"{source}/{path}")
 
     def _walk(self, found: str, named: str, prefix: str, ancestors: tuple[str, ...]) -> Iterator[tuple[str, str]]:
-        """Everything below the folder `found`; `ancestors` are the folders that lead to it, itself the last."""
+        """Yield every file below the folder `found`. `ancestors` are the folders that lead to it; it is the last."""
         if len(ancestors) > PATH_LEVELS:
             shown = named if len(named) <= _SHOWN_CHARACTERS else f"{named[:_SHOWN_CHARACTERS]}…"
             raise RequestError(

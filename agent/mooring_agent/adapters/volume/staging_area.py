@@ -1,16 +1,20 @@
-"""Pinned checkpoints below `<volume>/.mooring/staged`: what keeps a file's bytes when the trainer rotates its own copy.
+"""Pins checkpoints below `<volume>/.mooring/staged`, so that a file's bytes stay when the trainer deletes its own copy.
 
 <save>/rank-00003/<path>     the pins
 <save>/rank-00003.json       the request's descriptor and the pinned files; written last: its presence means staged
 
-Owns that folder alone. Knows nothing of uploads or of what is in a descriptor. Invariants: nothing outside the volume
-and nothing of `.mooring` is ever pinned; files and names are on disk before the descriptor is; a stage that fails
-leaves nothing behind, one that is killed leaves a folder without a descriptor, which `scan` removes; two ranks never
-stage different bytes under one path of a save; what is written to a pinned file later shows in its fingerprint. Empty
-folders are not part of a checkpoint. The same save and rank are staged by one thread at a time.
+Owns that folder alone. Knows nothing of uploads or of what is in a descriptor. Empty folders are not part of a
+checkpoint. Only one thread at a time stages the same save and rank. Invariants:
 
-The trainer can write a descriptor, just as it can announce: it says which files of its own folder are the pins, and
-nothing in it leads anywhere else.
+- Nothing outside the volume and nothing of `.mooring` is ever pinned.
+- Files and names are on disk before the descriptor is.
+- A stage that fails leaves nothing behind. One that is killed leaves a folder without a descriptor, which `scan`
+  removes.
+- Two ranks never stage different bytes under one path of a save.
+- A later write to a pinned file shows in its fingerprint.
+
+The trainer can write a descriptor, just as it can announce. A descriptor only says which files of its own folder are
+the pins; nothing in it leads anywhere else.
 """
 
 import os
@@ -45,11 +49,11 @@ from mooring_api.names import STAGED_DIRECTORY, STATE_DIRECTORY
 _ROOT: Final = f"{STATE_DIRECTORY}/{STAGED_DIRECTORY}"
 _DESCRIPTOR: Final = re.compile(r"(rank-\d{5,10})\.json")
 _COMPARED_BYTES: Final = 1024 * 1024
-# The longest that a kernel is built with is 10 ms.
+# Kernels are built with ticks of at most 10 ms.
 _TICK_SECONDS: Final = 0.02
-# A filesystem commits its own journal once for all that wait together: this many wait.
+# A filesystem commits its journal once for all threads that wait for it, so this many wait together.
 _SYNC_THREADS: Final = 16
-# A turn of a thread costs as much as a file; many turns even out what is large and what is small.
+# Batches per thread. Each batch costs as much as a file, and many batches even out large and small files.
 _SYNC_TURNS: Final = 16
 
 _log: structlog.typing.FilteringBoundLogger = structlog.get_logger()
@@ -67,9 +71,9 @@ class LocalStagingArea:
         try:
             sources = list(resolve_sources(self._volume, source, files).values())
         except MooringError:
-            return  # staging says what is wrong
+            return  # staging reports what is wrong
         folders = {_folder_of(path) for path in sources}
-        # And the names of the folders themselves.
+        # Their parents hold the names of the folders themselves.
         folders |= {_folder_of(folder) for folder in folders}
         try:
             with open_volume(self._volume) as root:
@@ -83,7 +87,7 @@ class LocalStagingArea:
         try:
             files = self._stage(request)
         except VolumeError as error:
-            # Pins are links: a few blocks are enough for them, and this may be the last save of all.
+            # Pins are links, which need only a few blocks, and this may be the run's last save.
             if error.kind is not ErrorKind.DISK_FULL or not self._reserve.spend():
                 raise
             files = self._stage(request)
@@ -131,7 +135,7 @@ class LocalStagingArea:
     def _pin_all(
         self, root: Folder, folder: str, sources: Mapping[str, str], announced: str, request: StageRequest
     ) -> tuple[StagedFile, ...]:
-        # What a killed stage left; without a descriptor it is nobody's.
+        # Remove what a killed stage left: without a descriptor it is not staged.
         root.remove(folder)
         folders = _make_folders(root, folder, sources)
         private = list(self._pin_each(root, folder, sources, request))
@@ -151,7 +155,7 @@ class LocalStagingArea:
         return files
 
     def _sync(self, root: Folder, files: Sequence[str], folders: Iterable[str]) -> list[os.stat_result]:
-        """Make files and then folders durable; returns what the files are, which is what was made durable."""
+        """Make the files durable, then the folders. Return each file's status, taken just after its fsync."""
         with ThreadPoolExecutor(_SYNC_THREADS, "stage") as threads:
             synced = threads.map(lambda paths: _sync_files(self._volume, paths), _turns(files))
             found = list(chain.from_iterable(synced))
@@ -160,7 +164,10 @@ class LocalStagingArea:
         return found
 
     def _pin_each(self, root: Folder, folder: str, sources: Mapping[str, str], request: StageRequest) -> Iterator[bool]:
-        """Whether each pin's inode is ours alone, in order. Folders are opened once for neighbours."""
+        """Pin each file, in order, and yield whether the pin has its own inode.
+
+        Neighbouring files of one folder share one opening of it.
+        """
 
         def folders_of(item: tuple[str, str]) -> tuple[str, str]:
             return _folder_of(item[0]), _folder_of(item[1])
@@ -170,15 +177,16 @@ class LocalStagingArea:
                 for path, found in together:
                     name = found.rpartition("/")[2]
                     private = request.private or (
-                        # Its trainer will write to that very inode again.
+                        # The trainer will write to that inode again.
                         bool(request.rewritten_inodes) and source.status(name).st_ino in request.rewritten_inodes
                     )
                     yield self._pinner.pin(source, name, target, path.rpartition("/")[2], private=private)
 
     def _refuse_other_bytes(self, request: StageRequest, files: Sequence[StagedFile]) -> None:
-        """No other rank of the save has another file under a path of these: both would go to the same key.
+        """Raise CONTRADICTION if another rank of the save has different bytes under one of these paths.
 
-        After our descriptor is there: of two ranks that are staged at once, one at least sees the other's.
+        Both would go to the same key. Call it after writing this rank's descriptor: then of two ranks that are staged
+        at once, at least one sees the other's.
         """
         save = _save_folder(request.save)
         own = f"rank-{request.rank:05d}"
@@ -226,7 +234,7 @@ class LocalStagingArea:
                         for name in descriptors:
                             opened.remove(name)
                         if descriptors:
-                            # They go first, durably: a release that is cut short reads as a stage that was.
+                            # Descriptors go first, durably: an interrupted release then looks like a killed stage.
                             opened.sync()
                 except FileNotFoundError:
                     return
@@ -235,7 +243,7 @@ class LocalStagingArea:
             raise volume_error(error, f"cannot release {folder}") from error
 
     def scan(self) -> Iterable[tuple[StagedDescriptor, tuple[StagedFile, ...]]]:
-        """As the port says; besides, removes what a killed stage left. Only before the first `stage`."""
+        """See `ports.StagingArea.scan`. It also removes what a killed stage left. Call it before the first `stage`."""
         found: list[tuple[StagedDescriptor, tuple[StagedFile, ...]]] = []
         try:
             with open_volume(self._volume) as root:
@@ -273,7 +281,7 @@ class LocalStagingArea:
             root.unlink(f"{folder}.json{PARTIAL_SUFFIX}")
             root.remove_if_empty(folder.rpartition("/")[0])
         except FileNotFoundError:
-            pass  # nothing was made yet
+            pass  # nothing had been made
         except OSError as error:
             _log.error("staging.leftover_kept", path=folder, reason=str(error))
 
@@ -283,19 +291,19 @@ def _save_folder(save: str) -> str:
 
 
 def _make_folders(root: Folder, folder: str, sources: Mapping[str, str]) -> list[str]:
-    """Make every folder the pins need; returns those whose entries must reach the disk."""
+    """Make every folder that the pins need. Return the folders whose entries must reach the disk."""
     needed = {folder}
     for leaf in {path.rpartition("/")[0] for path in sources}:
         names = leaf.split("/") if leaf else []
         needed.update("/".join((folder, *names[:depth])) for depth in range(1, len(names) + 1))
     for path in sorted(needed):
-        # Another rank of the save, whose stage failed, may find its folder empty just then.
+        # Another rank whose stage failed may remove the save's empty folder meanwhile: `make_folder` then retries.
         root.make_folder(path).close()
     return [*needed, folder.rpartition("/")[0], _ROOT, STATE_DIRECTORY, ""]
 
 
 def _let_a_tick_pass(files: Sequence[StagedFile]) -> None:
-    """Kernels stamp files by a clock that ticks: what is written from here on must not look like what was pinned."""
+    """Wait until a later write to a pinned file gets another mtime: kernels stamp files by a clock that ticks."""
     newest_ns = max((file.fingerprint.mtime_ns for file in files if not file.private), default=0)
     age_seconds = (time.time_ns() - newest_ns) / 1e9
     if 0 <= age_seconds < _TICK_SECONDS:
@@ -303,7 +311,7 @@ def _let_a_tick_pass(files: Sequence[StagedFile]) -> None:
 
 
 def _turns(paths: Sequence[str]) -> Iterator[Sequence[str]]:
-    """All of them, in order, as many as one thread takes at a time."""
+    """Split the paths, in order, into the batches that threads take."""
     count = -(-len(paths) // (_SYNC_THREADS * _SYNC_TURNS))
     return (paths[begin : begin + count] for begin in range(0, len(paths), count))
 
@@ -330,13 +338,13 @@ def _sync_folder(root: Folder, path: str) -> None:
 
 
 def _differ(root: Folder, pin: str, other: str) -> bool:
-    """Whether they cannot both be in one folder. Reads only what has one size and not the same inode."""
+    """Whether the two cannot both be in one folder. Reads them only if sizes are equal and inodes differ."""
     try:
         second = root.open_file(other)
     except FileNotFoundError:
         return False
     except OSError:
-        # A folder where the other has a file, or a file where it has a folder.
+        # One has a folder where the other has a file.
         return True
     try:
         first = root.open_file(pin)

@@ -1,9 +1,12 @@
-"""Finds complete checkpoints of programs that never call us, in the directory they write them to.
+"""Finds complete checkpoints of programs that do not announce them, in the directory they write to.
 
-Owns when to look and what was reported; `core.watch.directory_rules` owns what counts as complete. Only direct entries
-of the directory are checkpoints. Invariants: a content is reported once; two scans are never closer than the busy
-interval, nor, where a scan takes long, than ten times that, up to the idle interval; events only hasten a scan, so
-losing them costs at most the idle interval.
+Owns when to scan and what was reported; `core.watch.directory_rules` owns what counts as complete. Only direct entries
+of the directory are checkpoints. Invariants:
+
+- The same content is reported once.
+- A pause follows each scan: at least the busy interval, and after a long scan ten times its duration, up to the idle
+  interval.
+- Events only hasten a scan, so losing them costs at most the idle interval.
 """
 
 import asyncio
@@ -24,9 +27,9 @@ from mooring_agent.adapters.volume.directory_scan import DirectoryScanner
 from mooring_agent.core.watch.checkpoint_layouts import UNKNOWN_WORLD, DirectorySnapshot
 from mooring_agent.core.watch.directory_rules import LARGEST_STEP, Observation, Verdict, judge
 
-# What two looks find the same is not being written.
+# Content that two scans find unchanged is not being written.
 _LOOKS_WITHOUT_WRITERS: Final = 2
-# Ten thousand files were just written, and are being sent: looking at them all the time would slow that down.
+# Scanning all the time would slow down the upload of a checkpoint that has ten thousand files.
 _REST_PER_SCAN: Final = 10.0
 
 _log: structlog.typing.FilteringBoundLogger = structlog.get_logger()
@@ -45,7 +48,7 @@ class FoundCheckpoint:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WatchPace:
-    """How often to look: `quiet_seconds` without a change make a checkpoint complete."""
+    """How often to scan. A checkpoint is complete only after `quiet_seconds` without a change."""
 
     quiet_seconds: float = 3.0
     busy_interval_seconds: float = 1.0
@@ -53,12 +56,19 @@ class WatchPace:
 
 
 class StagingWatch:
-    """An endless async iterator of `FoundCheckpoint`s, the oldest first; call `close` when done with it.
+    """An endless async iterator of `FoundCheckpoint`s, the oldest first. Call `close` when done with it.
 
-    `world_size`: ranks that write checkpoints together; 0: not known. `newest_step`: the highest step known so far,
-    from which checkpoints without a number in their name are counted on. `known`: signatures not to report.
-    `spoken_for`: whether somebody announces a path (of that step), so that the log need not ask for it. `claimed`:
-    whether a path is in somebody's hands, and what is there is not to be reported as long as it is.
+    Args:
+        volume: The shared volume.
+        directory: The watched directory, below `volume`.
+        executor: Runs the scans.
+        world_size: Ranks that write checkpoints together; 0 if not known.
+        newest_step: The highest step known so far. Checkpoints without a number in their name count on from it.
+        known: Signatures not to report.
+        spoken_for: Whether Mooring knows the checkpoint at a path (and of a step) from elsewhere, so that the log need
+            not say that it is incomplete.
+        claimed: Whether a live process claims a path; its checkpoint is not reported meanwhile.
+        pace: How often to scan.
     """
 
     def __init__(
@@ -113,10 +123,10 @@ class StagingWatch:
         return self._found.popleft()
 
     async def last_looks(self, *, writers_gone: bool, limit_seconds: float) -> AsyncIterator[FoundCheckpoint]:
-        """What is complete at the end and was not reported yet.
+        """Yield the complete checkpoints that were not reported yet, at the end of the run.
 
-        `writers_gone`: nobody writes any more, so quiet is not waited for. Otherwise somebody may be about to write a
-        last one: ends when nothing has changed for the quiet time, at the latest after `limit_seconds`.
+        With `writers_gone` no program writes any more, so it does not wait for quiet. Otherwise a last checkpoint may
+        follow: it ends when nothing has changed for the quiet time, or after `limit_seconds`.
         """
         loop = asyncio.get_running_loop()
         began = time.monotonic()
@@ -137,11 +147,11 @@ class StagingWatch:
             await asyncio.sleep(self._pace.busy_interval_seconds)
 
     def add_known(self, signature: str) -> None:
-        """Do not report this content: it was announced."""
+        """Do not report this content, because it was announced."""
         self._known.add(signature)
 
     def close(self) -> None:
-        """Stop listening for events; blocks for a moment. Idempotent."""
+        """Stop watching for events. Blocks for a moment. Idempotent."""
         if self._hints is not None:
             self._hints.close()
 
@@ -160,7 +170,7 @@ class StagingWatch:
 
     def _scan(self, hints: DirectoryHints | None) -> Sequence[DirectorySnapshot]:
         if hints is not None:
-            # Before the scan: what changes after it is a hint, what changed before it is seen.
+            # Before the scan, so that no change is missed: the scan sees earlier ones, and later ones cause a hint.
             hints.follow()
         try:
             snapshots = self._scanner.scan(time.monotonic())
@@ -191,7 +201,7 @@ class StagingWatch:
                 path = str(self._directory / snapshot.name)
                 is_news = self._reasons.get(snapshot.name) != verdict.reason
                 if is_news and not self._spoken_for(path, verdict.step):
-                    # That will not pass by itself.
+                    # An unknown world size does not pass by itself.
                     log = _log.warning if verdict.reason == UNKNOWN_WORLD else _log.info
                     log("checkpoint_not_complete", path=path, why=verdict.reason)
         self._observations, self._reasons = observations, reasons
@@ -212,7 +222,7 @@ class StagingWatch:
 
 
 def signature_of(volume: Path, path: Path) -> str | None:
-    """The signature under which a watch would report `path` now, to make it known; None if it never would."""
+    """Return the signature under which a watch would report `path` at present; None if it never would."""
     snapshot = DirectoryScanner(volume, path.parent).look(path.name)
     return snapshot.signature if snapshot else None
 

@@ -1,6 +1,6 @@
 """Announcements: which ones are refused, and how an accepted one becomes a queue of files to upload.
 
-An announcement is checked before it is journaled, so a refusal changes nothing. Owns the making of `Checkpoint`,
+An announcement is checked before it is journaled, so a refusal changes nothing. Only this module creates `Checkpoint`,
 `RankContribution` and `FileProgress`.
 """
 
@@ -20,19 +20,19 @@ from mooring_agent.core.stored.packs_and_parts import part_size_for, plan, plan_
 
 
 def known_announcement(state: State, event: Announced) -> Checkpoint | None:
-    """The checkpoint that this very announcement already made; None if it is news."""
+    """Return the checkpoint that this announcement has already created; None if the announcement is new."""
     checkpoint = state.checkpoints.get(event.info.save)
     if checkpoint is None or checkpoint.phase is Phase.FAILED:
         return None
     if checkpoint.phase is Phase.SHED:
-        # Its other ranks may announce after a newer checkpoint made it not worth having.
+        # Its other ranks may announce after it was shed.
         return checkpoint
     contribution = checkpoint.contributions.get(event.rank)
     return checkpoint if contribution is not None and contribution.source == event.source else None
 
 
 def same_content(state: State, *, source: str, rank: int, signature: str) -> Checkpoint | None:
-    """The checkpoint with this content of this path, for clients that give no save id."""
+    """Return the newest checkpoint whose `rank` has this source and signature, for clients that give no save id."""
     for checkpoint in reversed(state.checkpoints.values()):
         contribution = checkpoint.contributions.get(rank)
         if (
@@ -45,7 +45,7 @@ def same_content(state: State, *, source: str, rank: int, signature: str) -> Che
 
 
 def check_announcement(state: State, event: Announced) -> None:
-    """Raises RequestError when the announcement makes no sense or contradicts an earlier one."""
+    """Raise RequestError if the announcement makes no sense or contradicts an earlier one."""
     if state.termination.exiting:
         raise RequestError(
             ErrorKind.SHUTTING_DOWN,
@@ -133,7 +133,7 @@ def announced(state: State, event: Announced) -> None:
     save = event.info.save
     checkpoint = state.checkpoints.get(save)
     if checkpoint is None or checkpoint.phase is Phase.FAILED:
-        # A save that failed to be staged may be announced again once its trainer has mended it.
+        # A save that could not be staged may be announced again once its trainer has repaired it.
         checkpoint = Checkpoint(info=event.info, sequence=state.next_sequence, announced_at=event.at)
         state.checkpoints.pop(save, None)
         state.checkpoints[save] = checkpoint
@@ -160,7 +160,7 @@ def staged(state: State, checkpoint: Checkpoint, event: Staged) -> Iterator[Comm
     yield from _fail_rewritten(state, checkpoint, event)
     lead.staged = True
     if checkpoint.phase is Phase.ANNOUNCED and lead.recorded_at is not None:
-        # As after a restart: an earlier agent may have stored some of it, and even have committed it.
+        # As after a restart: an earlier agent may have stored some of it, or even have committed it.
         checkpoint.reconciled, checkpoint.may_have_orphans = False, True
     packs = plan_packs(event.files, event.pack_size_bytes)
     places = {
@@ -183,13 +183,13 @@ def staged(state: State, checkpoint: Checkpoint, event: Staged) -> Iterator[Comm
     came_before = state.staged_from(lead.source, before=checkpoint) is not None
     state.link(checkpoint, lead)
     if came_before and any(file.private for file in event.files):
-        # Pinned from there before, and rewritten in place since. What lies beside it was not seen to be; and where
-        # nothing can be linked, a first copy says nothing.
+        # An earlier checkpoint was pinned from this path, and its files were rewritten in place. Other paths of the
+        # series were not seen to be. A first copy proves nothing, because some volumes cannot link at all.
         state.rewritten_paths.add(lead.source)
     lead.unstored_count = len(lead.files)
     checkpoint.file_count += len(lead.files)
     if not lead.requested_files and lead.local_world_size > 1:
-        # The directory that the ranks share went to the first of them; the others contribute nothing more.
+        # The first of the ranks contributes the files of the directory that they share; the others contribute none.
         for contribution in checkpoint.contributions.values():
             contribution.staged |= not contribution.requested_files and contribution.source == lead.source
     state.recent_sizes_bytes.append(checkpoint.size_bytes)
@@ -197,7 +197,7 @@ def staged(state: State, checkpoint: Checkpoint, event: Staged) -> Iterator[Comm
 
 
 def _fail_rewritten(state: State, checkpoint: Checkpoint, event: Staged) -> Iterator[Command]:
-    """An inode of an older pin has come back with other content: its trainer rewrites files in place."""
+    """Fail the checkpoints whose pinned inodes have other content in this one: the trainer rewrites files in place."""
     source = checkpoint.contributions[event.work.rank].source
     for other, file in _rewritten_files(state, checkpoint, event):
         state.rewritten_paths.add(source)
@@ -214,7 +214,7 @@ def _fail_rewritten(state: State, checkpoint: Checkpoint, event: Staged) -> Iter
 
 
 def _rewritten_files(state: State, checkpoint: Checkpoint, event: Staged) -> list[tuple[Checkpoint, StagedFile]]:
-    """A file of each older checkpoint whose inode has other content now. What is stored is safe from the trainer."""
+    """Return each other checkpoint with one of its files that was rewritten in place before it was stored."""
     found: dict[str, StagedFile] = {}
     for file in event.files:
         for save, linked in () if file.private else state.links_to(file.fingerprint.inode):

@@ -33,12 +33,12 @@ class FileProgress:
     etags: dict[int, str] = field(default_factory=dict)
     checksums: dict[int, int] = field(default_factory=dict)
     stored: bool = False
-    # Of what is packed: it is sent with its pack.
+    # Set for a packed file, which is sent with its pack.
     place: PackPlace | None = None
 
     @property
     def whole(self) -> bool:
-        """Sent by a single PUT."""
+        """Whether the file is sent by a single PUT."""
         return len(self.parts) <= 1
 
     @property
@@ -59,7 +59,7 @@ class FileProgress:
 
 @dataclass(slots=True)
 class PackProgress:
-    """A pack is stored, with all its files, or it is not."""
+    """Whether a pack is stored: with all its files or not at all."""
 
     pack: Pack
     stored: bool = False
@@ -88,13 +88,13 @@ class RankContribution:
         return AnnouncementTime(at=self.announced_at, recorded_at=self.recorded_at)
 
     def linked_files(self) -> Iterator[FileProgress]:
-        """Those that share their inode with the trainer's."""
+        """Return the files that share their inode with the trainer's."""
         return (progress for progress in self.files.values() if not progress.file.private)
 
 
 @dataclass(slots=True)
 class Checkpoint:
-    """One save of one checkpoint as this agent sees it. `sequence` is the order of announcement: newest is highest."""
+    """One save of one checkpoint as this agent knows it. `sequence` is the order of announcement: newest is highest."""
 
     info: SaveInfo
     sequence: int
@@ -104,17 +104,17 @@ class Checkpoint:
     size_bytes: int = 0
     durable_bytes: int = 0
     file_count: int = 0
-    # Transfers ready to go, and those that wait for their retry (work -> unix seconds).
+    # Transfers that are ready, and work that waits for its retry (work -> unix seconds).
     pending: deque[WorkId] = field(default_factory=deque)
     delayed: dict[WorkId, float] = field(default_factory=dict)
     attempts: dict[WorkId, int] = field(default_factory=dict)
-    # False after a restart until the store was asked what it really has.
+    # False after a restart until the store has been asked what it really has.
     reconciled: bool = True
     # A multipart upload may exist that we do not know of.
     may_have_orphans: bool = False
-    # Since when every manifest but the marker is there; another agent may be about to write it.
+    # When this agent writes the marker itself (unix seconds). All manifests are there, and another agent may write it.
     marker_due_at: float | None = None
-    # The last look found ranks of other agents without manifest.
+    # The last listing lacked manifests or files of other agents' ranks.
     waits_for_ranks: bool = False
     committed_at: float = 0.0
     pins_dropped: bool = False
@@ -128,7 +128,7 @@ class Checkpoint:
 
     @property
     def ended(self) -> bool:
-        """Nothing is left to upload or commit."""
+        """Whether nothing is left to upload or commit."""
         return self.phase in lifecycle.ENDED_PHASES
 
     @property
@@ -137,24 +137,24 @@ class Checkpoint:
 
     @property
     def begins_anew(self) -> bool:
-        """It failed before anything of it was pinned: another announcement is another try."""
+        """Whether it failed before anything of it was pinned, so that another announcement is a new try."""
         return self.phase is Phase.FAILED and not any(
             contribution.staged for contribution in self.contributions.values()
         )
 
     @property
     def settled(self) -> bool:
-        """Over, and nothing of it is left to clean up, here or in the store."""
+        """Whether it has ended and nothing of it is left to clean up, here or in the store."""
         return self.ended and self.pins_dropped and (self.durable or self.uploads_aborted)
 
     @property
     def returns_room(self) -> bool:
-        """Its pins are about to be dropped, with nothing to wait for."""
+        """Whether its pins are about to be dropped, with nothing to wait for."""
         return self.phase in (Phase.SHED, Phase.COMMITTED) and not self.pins_dropped
 
     @property
     def sends(self) -> bool:
-        """It has a place in the queue for the wire."""
+        """Whether it has files to send and may send them."""
         return (
             self.phase in (Phase.STAGED, Phase.UPLOADING)
             and self.reconciled
@@ -163,7 +163,7 @@ class Checkpoint:
 
     @property
     def urgency(self) -> tuple[bool, int]:
-        """The more important sorts higher: just-in-time above all, then the newer."""
+        """Sort key; the more important is higher: just-in-time saves above all, then the newer."""
         return self.info.kind is Kind.JUST_IN_TIME, self.sequence
 
     @property
@@ -172,7 +172,7 @@ class Checkpoint:
 
     @property
     def expected_local_ranks(self) -> int:
-        """How many ranks will announce this save here, as far as they have said."""
+        """How many ranks will announce this save here, as far as the announcements say."""
         return max(
             [len(self.contributions), *(contribution.local_world_size for contribution in self.contributions.values())]
         )

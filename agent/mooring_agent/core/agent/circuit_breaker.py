@@ -1,8 +1,9 @@
-"""A circuit breaker for the store: while the store as a whole is in trouble, one request at a time probes it.
+"""A circuit breaker for the store: while the store as a whole is unavailable, one request at a time probes it.
 
-Owns that judgement and the pauses. Knows nothing of what is sent. One failure among successes is nobody's but its
-own; two in a row without an answer between them are the store's. While it is away, a request goes out after each pause,
-and every piece of work has its turn, so that one which always fails does not hide that the others would pass.
+Owns that judgement and the pauses between probes; knows nothing of what is sent. A single failure among successes
+concerns only its own request. Two in a row without an answer in between mean that the store is unavailable ("away").
+Then one request goes out after each pause. Every piece of work has its turn, so that one that always fails does not
+hide that the others would succeed.
 """
 
 from dataclasses import dataclass, field
@@ -14,7 +15,7 @@ from mooring_agent.core.errors import ErrorKind, retry_delay_seconds
 _FAILURES_THAT_ARE_THE_STORES: Final = 2
 _LONGEST_PAUSE_SECONDS: Final = 5.0
 _LONGEST_PAUSE_WHILE_ENDING_SECONDS: Final = 0.5
-# A request that neither fails nor succeeds is no reason to ask nothing else for ever.
+# After this time another request may probe the store, even if the last one has neither failed nor succeeded.
 _PATIENCE_SECONDS: Final = 10.0
 _PATIENCE_WHILE_ENDING_SECONDS: Final = 1.0
 
@@ -30,26 +31,27 @@ STORE_WIDE: Final = frozenset(
         ErrorKind.BAD_CONFIGURATION,
     }
 )
-"""Failures that every other request will probably meet too. SlowDown is not among them: it narrows the window."""
+"""Failures that every other request will probably meet too. SlowDown is not one of them: it narrows the window."""
 
 
 @dataclass(slots=True)
 class CircuitBreaker:
-    """`next_at`, unix seconds: when one more request may go out, while the store is away."""
+    """`next_at` is unix seconds: when the next request may go out while the store is unavailable."""
 
     next_at: float = 0.0
     _failures_in_a_row: int = 0
     _pauses: int = 0
     _asking: WorkId | None = None
-    # Have failed since the store is away, and wait until the others had their turn.
+    # Work that failed during this outage and waits until all other work had its turn.
     _had_their_turn: set[WorkId] = field(default_factory=set)
 
     @property
     def away(self) -> bool:
+        """Whether the store as a whole is unavailable."""
         return self._failures_in_a_row >= _FAILURES_THAT_ARE_THE_STORES
 
     def lets_out(self, work: WorkId, now: float) -> bool:
-        """Whether a piece of work may begin, as far as the store is concerned."""
+        """Whether the breaker lets a piece of work begin."""
         if work.operation in STAYS_HERE or not self.away:
             return True
         return now >= self.next_at and work not in self._had_their_turn
@@ -60,7 +62,10 @@ class CircuitBreaker:
             self.next_at = now + (_PATIENCE_WHILE_ENDING_SECONDS if ending else _PATIENCE_SECONDS)
 
     def failed(self, work: WorkId, kind: ErrorKind, jitter: float, now: float, *, ending: bool) -> None:
-        """What was on the wire when the store went away fails too; that says nothing new."""
+        """Count a failure.
+
+        Requests that were in flight when the outage began fail too. They do not lengthen the pause.
+        """
         if work.operation in STAYS_HERE or kind not in STORE_WIDE:
             return
         was_away = self.away
@@ -75,14 +80,14 @@ class CircuitBreaker:
             self.next_at = now + min(longest_seconds, pause_seconds)
 
     def next_round(self, now: float) -> bool:
-        """All that could be asked has had its turn: begin anew. False: it is not time, or there is no trouble."""
+        """Give all work another turn if a probe is due and none went out. Returns whether it did so."""
         if not self.away or now < self.next_at or not self._had_their_turn:
             return False
         self._had_their_turn.clear()
         return True
 
     def is_over(self) -> None:
-        """The store has answered, or it no longer matters."""
+        """End the outage: the store has answered, or the outage does not matter any more."""
         self._failures_in_a_row = self._pauses = 0
         self._asking = None
         self._had_their_turn.clear()

@@ -1,4 +1,7 @@
-"""Everything the core may ask the runtime to do. Each command with a `work` ends in exactly one event that names it."""
+"""Everything the core may ask the runtime to do.
+
+Each command with a `work` ends in exactly one event that carries the same `work`.
+"""
 
 from dataclasses import dataclass
 from typing import Final
@@ -12,8 +15,8 @@ from mooring_agent.core.model import AnnouncementTime, Pack, RankManifest, Regio
 class Stage:
     """Pin the files of the first announcement's rank. Ends in Staged.
 
-    The other announcements are those of the ranks that share its directory, and have no files of their own. `private`
-    and `rewritten_inodes` as in ports.StageRequest.
+    The other announcements are those of the ranks that share its directory; they have no files of their own. `private`
+    and `rewritten_inodes` are as in ports.StageRequest.
     """
 
     work: WorkId
@@ -26,7 +29,10 @@ class Stage:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KnownFile:
-    """What the journal knows of a file that is not yet durable; `upload_id` empty: none was begun."""
+    """What the journal knows of a file that is not yet durable.
+
+    `upload_id` is empty if no upload was begun. `parts` are those that were stored, as (number, ETag, checksum).
+    """
 
     rank: int
     file: StagedFile
@@ -39,8 +45,8 @@ class KnownFile:
 class Reconcile:
     """Find out what the store has of a save, and abort uploads of our files that we do not know.
 
-    Ends in Reconciled, or in Committed where the marker is there already, of these very announcements: `announced_at`
-    is by rank. Other agents may be uploading their share of the same save: what is not for a file in
+    Ends in Reconciled, or in Committed if the marker of these announcements already exists. `announced_at` and `staged`
+    are by rank. Other agents may be uploading their share of the same save: an upload for a file that is not in
     `staged` is theirs.
     """
 
@@ -80,7 +86,7 @@ class PutFile:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PutPack:
-    """Send many small files as one object. Their pins are below `volume`. Ends in PackStored."""
+    """Send many small files, whose pins are below `volume`, as one object. Ends in PackStored."""
 
     work: WorkId
     key: str
@@ -90,7 +96,7 @@ class PutPack:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CompleteUpload:
-    """Make the object of its parts; on an error look whether it exists already. Ends in FileStored."""
+    """Assemble the object from its parts; on an error look whether it exists already. Ends in FileStored."""
 
     work: WorkId
     key: str
@@ -101,7 +107,7 @@ class CompleteUpload:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WriteManifest:
-    """Look at the pins a last time, and write what was sent of them. Ends in ManifestStored."""
+    """Check the pins a last time, then write the rank manifest. Ends in ManifestStored."""
 
     work: WorkId
     manifest: RankManifest
@@ -112,7 +118,7 @@ class WriteManifest:
 class Commit:
     """List the save, compare, and write the marker if every rank's manifest is there and `may_write_marker`.
 
-    Ends in Committed, CommitWaits or ObjectsLost. `sweep_uploads`: abort multipart uploads left over, once committed.
+    Ends in Committed, CommitWaits or ObjectsLost. `sweep_uploads`: abort leftover multipart uploads after the commit.
     """
 
     work: WorkId
@@ -124,16 +130,17 @@ class Commit:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Release:
-    """Drop a save's pins: room on the volume, whatever the store does. Ends in Released."""
+    """Drop a save's pins to make room on the volume. Needs no store. Ends in Released."""
 
     work: WorkId
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Abandon:
-    """Abort the multipart uploads, as (key, id), of a save that is given up. Ends in Abandoned.
+    """Abort the multipart uploads of a save that is given up. Ends in Abandoned.
 
-    `sweep_keys`: an answer was lost, so abort every multipart upload for these keys, whatever its id.
+    `uploads` are (key, id) pairs. `sweep_keys`: an answer may have been lost, so abort every multipart upload for these
+    keys, whatever its id.
     """
 
     work: WorkId
@@ -151,21 +158,21 @@ class Prune:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CancelWork:
-    """Stop a transfer; it ends in WorkCancelled unless it had ended before."""
+    """Stop a transfer. It ends in WorkCancelled unless it ended before."""
 
     work: WorkId
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Record:
-    """A decision of the core: journal the event and step it before anything else happens."""
+    """A decision of the core. Its event is journaled and applied before anything else happens."""
 
     event: Shed | Failed
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RequestSave:
-    """Ask the trainers to save. `deadline` is unix seconds, 0 when they shall go on afterwards."""
+    """Ask the trainers to save. `terminating`: they exit afterwards. `deadline` is unix seconds; 0: none."""
 
     terminating: bool
     deadline: float
@@ -173,17 +180,17 @@ class RequestSave:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LiftBandwidthCap:
-    """From now on every byte per second counts."""
+    """Upload without the configured bandwidth cap, because the pod is ending."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CancelTermination:
-    """The pod was spared: trainers that start now train, and uploads are as fast as they were allowed to be before."""
+    """The termination notice expired: trainers that start afterwards train, and the bandwidth cap applies again."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Exit:
-    """End the agent. `lost` has one line per checkpoint that is not durable and where it still lies."""
+    """End the agent. `lost` has one line for each checkpoint that is neither durable nor shed, and where it lies."""
 
     code: int
     lost: tuple[str, ...]
@@ -204,7 +211,7 @@ WorkCommand = (
     | Prune
 )
 AFTER_ITS_RECORD: Final = (Release,)
-"""What must not run ahead of the journal: without pins only the record says that a checkpoint was over. Everything else
-can be found out again, from the store and from what is staged."""
+"""Commands that wait until the journal is durable: once the pins are gone, only the journal says that the checkpoint
+ended. Everything else can be found out again from the store and the staged files."""
 
 Command = WorkCommand | CancelWork | Record | RequestSave | LiftBandwidthCap | CancelTermination | Exit

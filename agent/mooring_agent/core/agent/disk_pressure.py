@@ -1,7 +1,7 @@
-"""Budget of the volume, what to give up when it runs short, and whether one more save may begin.
+"""The volume's budget: how much may be written, what to shed when room runs short, and whether a save may begin.
 
-kubelet evicts within seconds of the emptyDir's sizeLimit or the node's threshold, so the budget is kept before that.
-A just-in-time save is never refused: room for one is reserved whenever a periodic save asks.
+kubelet evicts a pod within seconds once the emptyDir's sizeLimit or the node's threshold is reached, so the budget ends
+before that. A just-in-time save is never refused: room for one is reserved whenever a periodic save asks.
 """
 
 from dataclasses import dataclass
@@ -18,14 +18,14 @@ _PINNED: Final = frozenset({Phase.STAGED, Phase.UPLOADING, Phase.SEALED})
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Admission:
-    """`reason` says why not, for people."""
+    """Whether a save may begin. `reason` tells people why not."""
 
     admitted: bool
     reason: str = ""
 
 
 def budget_bytes(state: State) -> int | None:
-    """What may still be written to the volume; None before the first reading. Never negative."""
+    """Return how many bytes may still be written to the volume; None before the first reading. Never negative."""
     if state.disk is None:
         return None
     settings = state.settings.disk
@@ -37,9 +37,10 @@ def budget_bytes(state: State) -> int | None:
 
 
 def reserve(state: State, begun: SaveBegun) -> None:
-    """Keep room for a save that was given leave. A trainer that begins a later step writes no earlier one any more.
+    """Reserve room for an admitted save, and end the reservations for earlier steps of the same attempt.
 
-    Nothing is kept for what was announced already, should the caller have been slow and gone on without an answer.
+    A trainer that begins a later step has finished writing the earlier ones. Nothing is reserved for a save that is
+    already announced: its trainer may have gone on without waiting for the answer.
     """
     for save in [
         save for save, other in state.begun.items() if other.attempt == begun.attempt and other.step < begun.step
@@ -51,21 +52,21 @@ def reserve(state: State, begun: SaveBegun) -> None:
 
 
 def drop_overdue(state: State) -> None:
-    """Nobody may ever say what became of a save: room is kept for it for a while only.
+    """End reservations that are 120 seconds old, because the outcome of a save may never be reported.
 
-    What a slow one has written until then shows in the readings of the volume anyway.
+    What a slow save has written by then shows in the readings of the volume.
     """
     for save in [save for save, begun in state.begun.items() if begun.at + _RESERVED_SECONDS <= state.now]:
         del state.begun[save]
 
 
 def forecast_bytes(state: State) -> int:
-    """Size of the next save, from the last ones; 0 when nothing is known."""
+    """Return the expected size of the next save: the largest of the last ones, 0 when none is known."""
     return max(state.recent_sizes_bytes, default=0)
 
 
 def admit(state: State, kind: Kind, size_bytes: int) -> Admission:
-    """May a save of this size begin? `size_bytes` 0: forecast."""
+    """Decide whether a save of this size may begin. `size_bytes` 0: use the forecast."""
     budget = budget_bytes(state)
     if kind is Kind.JUST_IN_TIME or budget is None:
         return Admission(admitted=True)
@@ -80,9 +81,10 @@ def admit(state: State, kind: Kind, size_bytes: int) -> Admission:
 
 
 def to_shed(state: State) -> list[Checkpoint]:
-    """Superseded checkpoints to give up now, the oldest first; never the newest, the one on the wire, or one all sent.
+    """Return the superseded checkpoints to shed now, the oldest first.
 
-    Room that is coming, or came since the last reading, counts: else one shortage would be paid for with everything.
+    Never the newest, the active upload, or one that is fully sent and waits for no rank. Room that was freed since the
+    last reading, or is about to be, counts; otherwise one shortage would shed every checkpoint.
     """
     budget = budget_bytes(state)
     if budget is None:
@@ -102,27 +104,30 @@ def to_shed(state: State) -> list[Checkpoint]:
 
 
 def _newest_safe(state: State) -> Checkpoint | None:
-    """It supersedes all before it. What is only announced may yet turn out to be missing or changed."""
+    """Return the newest pinned or durable checkpoint, which supersedes all before it.
+
+    A checkpoint that is only announced may still turn out to be missing or changed.
+    """
     return next(
         (found for found in reversed(state.checkpoints.values()) if found.durable or found.phase in _PINNED), None
     )
 
 
 def _may_be_shed(state: State, checkpoint: Checkpoint) -> bool:
-    """Whether a superseded checkpoint is not worth its room."""
+    """Whether a superseded checkpoint may be shed to free its room."""
     if checkpoint.info.kind is not Kind.PERIODIC:
         return False
     if checkpoint.phase is Phase.SEALED:
-        # Nothing is left to send: only ranks elsewhere can complete it, and may have given it up.
+        # Nothing is left to send: only ranks elsewhere can complete it, and they may have given it up.
         committed = state.last_announced_committed()
         return checkpoint.waits_for_ranks and committed is not None and committed.sequence > checkpoint.sequence
     if checkpoint.phase not in (Phase.STAGED, Phase.UPLOADING) or checkpoint.info.save == state.active_upload:
         return False
-    # With its last byte sent it is about to be sealed, and gives its room back for nothing lost.
+    # Once its last byte is sent it is about to be sealed and to free its room without any loss.
     return checkpoint.remaining_bytes > 0 or len(checkpoint.contributions) < checkpoint.expected_local_ranks
 
 
 def _needed_bytes(state: State, size_bytes: int) -> int:
-    """Room for one save while it is written, one just-in-time save after it, and those that were given leave."""
+    """Return the room for one save while it is written, one just-in-time save after it, and all admitted saves."""
     being_written = sum(begun.size_bytes for begun in state.begun.values())
     return int(size_bytes * state.settings.disk.peak_factor) + size_bytes + being_written

@@ -1,7 +1,8 @@
-"""What fits in the remaining grace, whom to wait for, and when to leave.
+"""What fits in the remaining grace period, which saves to wait for, and when to exit.
 
-The deadline is the earliest anybody told us. Kubelet gives at least two seconds after our own SIGTERM, even when the
-trainer used up all the grace (kuberuntime_container.go), so the deadline never lies before that.
+The deadline is the earliest of those in the termination notices. Kubelet gives at least two seconds after the agent's
+own SIGTERM, even if the trainer used up the whole grace period (kuberuntime_container.go). So the deadline is never
+earlier than that.
 """
 
 from collections.abc import Iterator
@@ -13,17 +14,17 @@ from mooring_agent.core.agent.state import State
 from mooring_agent.core.model import Kind, Phase
 
 EXIT_NOT_DURABLE: Final = 75
-"""EX_TEMPFAIL: the newest checkpoint is not in the bucket, but lies on the volume."""
+"""EX_TEMPFAIL: the newest checkpoint is not in the bucket, only on the volume."""
 
 _FLOOR_AFTER_SIGTERM_SECONDS: Final = 2.0
-# Time to write the last line and die by ourselves rather than by SIGKILL.
+# Time to write the last log line and exit before SIGKILL.
 _EXIT_MARGIN_SECONDS: Final = 0.6
 _LAPSES_AFTER_SECONDS: Final = 60.0
 _OVER: Final = frozenset({Phase.FAILED, Phase.SHED})
 
 
 def deadline(state: State) -> float | None:
-    """Unix seconds at which SIGKILL comes; None: nobody said."""
+    """Return when SIGKILL comes, in unix seconds; None if no notice says it."""
     termination = state.termination
     if termination.deadline is None or termination.stop_requested_at is None:
         return termination.deadline
@@ -31,13 +32,13 @@ def deadline(state: State) -> float | None:
 
 
 def needed_seconds(state: State, checkpoint: Checkpoint) -> float:
-    """How long a checkpoint still takes at the measured rate; 0 while nothing was measured."""
+    """Return how long a checkpoint still takes at the measured rate; 0 while nothing was measured."""
     rate = state.upload_rate.bytes_per_second
     return checkpoint.remaining_bytes / rate if rate > 0 else 0.0
 
 
 def worth_sending(state: State, checkpoint: Checkpoint) -> bool:
-    """Whether an older checkpoint fits before the deadline without touching the newest one's commit reserve."""
+    """Whether an older checkpoint fits before the deadline without using the newest one's commit reserve."""
     until = deadline(state)
     if not state.termination.noticed or until is None:
         return True
@@ -48,17 +49,18 @@ def worth_sending(state: State, checkpoint: Checkpoint) -> bool:
 def may_read_again(state: State, kind: Kind) -> bool:
     """Whether a sent checkpoint of this kind may be compared with its files once more before it counts as sent.
 
-    Not while the pod ends, nor for the save of its end: that takes longer the more was sent, `needed_seconds` does not
-    count it, and a checkpoint that misses the deadline is lost for certain.
+    Not after a termination notice, and not for a just-in-time save: the comparison takes longer the more was sent,
+    `needed_seconds` does not include it, and a checkpoint that misses the deadline is certainly lost.
     """
     return not state.termination.noticed and kind is not Kind.JUST_IN_TIME
 
 
 def waiting_for_save(state: State) -> bool:
-    """A local rank lives that has not yet announced its just-in-time (or final) save.
+    """Whether a live local rank has not yet announced its just-in-time (or final) save.
 
-    While one lives that has not said which rank it is, they are counted: who died is taken to have announced. Taken
-    wrongly, that costs a wait until the last rank is gone or the newest needs the time.
+    While a live local rank has not registered which rank it is, the ranks are only counted, and those that died are
+    assumed to have announced. If that is wrong, the agent waits until the last rank is gone or the newest checkpoint
+    needs the time.
     """
     alive_count = len(state.alive_ranks)
     if state.termination.trainers_gone or not alive_count:
@@ -66,7 +68,7 @@ def waiting_for_save(state: State) -> bool:
     last_saves = list(_last_saves(state))
     announced = {rank for checkpoint in last_saves for rank in checkpoint.contributions}
     if state.alive_ranks <= state.ranks.keys():
-        # Where one rank writes for all, the others have nothing to announce.
+        # If one rank writes for all, the others have nothing to announce.
         writers = max((checkpoint.info.world_size for checkpoint in last_saves), default=None)
         owing_ranks = {state.ranks[local_rank] for local_rank in state.alive_ranks} - announced
         return any(writers is None or rank < writers for rank in owing_ranks)
@@ -75,7 +77,7 @@ def waiting_for_save(state: State) -> bool:
 
 
 def newest_possible(state: State) -> Checkpoint | None:
-    """The newest that may become durable: nobody who lives can complete one whose ranks died before they announced."""
+    """Return the newest checkpoint that may become durable. One whose ranks died before they announced cannot."""
     return next(
         (
             checkpoint
@@ -87,7 +89,7 @@ def newest_possible(state: State) -> Checkpoint | None:
 
 
 def _can_be_complete(state: State, checkpoint: Checkpoint) -> bool:
-    """Whether enough local ranks live that have not announced it; those who do not say which rank they are may be."""
+    """Whether enough live local ranks may still announce it. One that has not registered counts among them."""
     missing = checkpoint.expected_local_ranks - len(checkpoint.contributions)
     if missing <= 0:
         return True
@@ -98,9 +100,12 @@ def _can_be_complete(state: State, checkpoint: Checkpoint) -> bool:
 
 
 def _last_saves(state: State) -> Iterator[Checkpoint]:
-    """Of this end, in the order of announcement. Saves that were written meanwhile may be announced after them."""
+    """Yield the last saves of this termination, in the order of announcement.
+
+    They need not be the newest: other saves that were being written may be announced after them.
+    """
     newest = state.newest()
-    # A run that goes on after a final save owes another one.
+    # Only the newest: a run that goes on after a final save owes another one.
     final = [newest] if newest is not None and newest.info.kind is Kind.FINAL else []
     for checkpoint in (*state.just_in_time(), *final):
         if checkpoint.sequence >= state.termination.first_sequence and checkpoint.phase not in _OVER:
@@ -108,7 +113,10 @@ def _last_saves(state: State) -> Iterator[Checkpoint]:
 
 
 def expires_at(state: State) -> float | None:
-    """When a notice is void: its deadline is long past, and nobody has stopped us. A maintenance can spare a pod."""
+    """Return when the notice expires (unix seconds): a minute after its deadline, unless the agent was told to stop.
+
+    Not every announced maintenance ends the pod.
+    """
     termination = state.termination
     if termination.deadline is None or termination.stop_requested_at is not None:
         return None
@@ -116,7 +124,7 @@ def expires_at(state: State) -> float | None:
 
 
 def _wait_until(state: State) -> float | None:
-    """When waiting for a save must end, so that the newest staged checkpoint still gets out."""
+    """Return when waiting for a save must end so that the newest checkpoint still becomes durable; None: no limit."""
     until = deadline(state)
     if until is None:
         return None
@@ -126,7 +134,7 @@ def _wait_until(state: State) -> float | None:
 
 
 def exit_verdict(state: State) -> Exit | None:
-    """Leave now, and with what; None: not yet."""
+    """Return the command to exit if it is time, else None."""
     termination = state.termination
     if termination.stop_requested_at is None or termination.exiting:
         return None
@@ -136,21 +144,21 @@ def exit_verdict(state: State) -> Exit | None:
     wait_until = _wait_until(state)
     if waiting_for_save(state) and (wait_until is None or state.now < wait_until):
         return None
-    # Pins and old objects are cleaned up too, when there is time; they are not worth a deadline. What is on the wire of
-    # a checkpoint that will not fit holds nobody.
+    # The agent waits for the removal of pins and old objects too, but not beyond the deadline. It does not wait for the
+    # transfers of a checkpoint that does not fit.
     is_tidying = len(state.in_flight) > len(state.transfers)
     return None if is_tidying or _holder(state) is not None else _exit(state)
 
 
 def _holder(state: State) -> Checkpoint | None:
-    """The newest unfinished checkpoint that is worth staying for."""
+    """Return the newest unfinished checkpoint that is worth waiting for."""
     newest = newest_possible(state)
     unfinished = reversed(state.unfinished())
     return next((checkpoint for checkpoint in unfinished if _worth_staying(state, checkpoint, newest)), None)
 
 
 def _worth_staying(state: State, checkpoint: Checkpoint, newest: Checkpoint | None) -> bool:
-    """Whether we can still do something for an unfinished checkpoint."""
+    """Whether the agent can still do something for an unfinished checkpoint."""
     if not _can_be_complete(state, checkpoint):
         return False
     if checkpoint is newest:
@@ -162,7 +170,7 @@ def _worth_staying(state: State, checkpoint: Checkpoint, newest: Checkpoint | No
 
 
 def next_wake(state: State) -> float | None:
-    """The next moment at which the verdict may change by time alone; unix seconds."""
+    """Return the next moment (unix seconds) at which the verdict may change by time alone; None if there is none."""
     termination = state.termination
     until = deadline(state)
     if termination.stop_requested_at is None or termination.exiting or until is None:
@@ -171,7 +179,7 @@ def next_wake(state: State) -> float | None:
     wait_until = _wait_until(state)
     if wait_until is not None and waiting_for_save(state):
         moments.append(wait_until)
-    # An older one that holds us stops doing so when it no longer fits.
+    # An older checkpoint delays the exit only while it fits before the deadline.
     holder = _holder(state)
     if holder is not None:
         reserve = state.settings.termination.commit_reserve_seconds

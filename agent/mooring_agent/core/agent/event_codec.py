@@ -1,7 +1,7 @@
-"""Durable events as journal records, both ways: `checked_json` of the event's tag, its body and a format.
+"""Encodes durable events as journal records and decodes them: `checked_json` of the event's tag, its body and a format.
 
-Each record carries its own checksum, for a journal is believed as a whole: a digit that changed by itself could commit
-a checkpoint that nobody can restore.
+Each record carries its own checksum, because the agent trusts its journal: a single flipped digit could commit a
+checkpoint that nobody can restore.
 """
 
 from typing import Any, Final, Literal
@@ -19,7 +19,7 @@ _CLASSES: Final = {tag: cls for cls, tag in EVENT_TAGS.items()}
 
 
 class UnknownRecordError(MooringError):
-    """A record that this version of the agent cannot read, or that is not what was written."""
+    """The record was damaged, or this version of the agent cannot read it."""
 
     def __init__(self, message: str) -> None:
         super().__init__(ErrorKind.VOLUME_UNUSABLE, message, hint="the next start of the agent sets the journal aside")

@@ -1,6 +1,6 @@
 """Everything that can happen to the agent. Events carry their time and any generated id; the core invents neither.
 
-The classes in `DURABLE` are journaled before they take effect and are enough to rebuild the state after a crash.
+The classes in `DURABLE` are journaled before they take effect, and suffice to rebuild the state after a crash.
 """
 
 from collections.abc import Mapping
@@ -15,7 +15,7 @@ from mooring_agent.core.model import SaveInfo, StagedFile
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Started:
-    """The agent is up and has replayed its journal. `fresh`: the pod is new, its old termination notices are void."""
+    """The agent has started and replayed its journal. `fresh`: the pod is new, so old termination notices are void."""
 
     at: float
     fresh: bool
@@ -25,10 +25,11 @@ class Started:
 class Announced:
     """A rank's part of a checkpoint is complete on disk.
 
-    `files` empty: everything below `source`. `local_world_size` > 1: others share the directory, wait for all of them.
-    `signature` is of what lay there when the rank said so: nothing is staged but what one of those that share the
-    directory has seen. `save_made_here`: the agent made the save id, and the content says what is the same.
-    `recorded_at`: when its client recorded it, if the agent found it by that record and nobody announced it here.
+    `files` empty: everything below `source`. `local_world_size` > 1: other ranks share the directory, and the agent
+    waits for all of them. `signature` is that of the files when the rank announced them: the agent stages only content
+    that a rank of the directory has announced. `save_made_here`: the agent made the save id, and tells repeated
+    announcements by their content. `recorded_at`: when the client recorded the checkpoint, if the agent found that
+    record and no client announced it here.
     """
 
     at: float
@@ -46,8 +47,8 @@ class Announced:
 class Staged:
     """A rank's files are pinned; the trainer may delete its own.
 
-    `part_size_bytes` is what was preferred at the time: what follows is told in parts of it, whatever is set later. So
-    is `pack_size_bytes`, in packs; 0, as in the journals of older versions: nothing is packed.
+    `part_size_bytes` and `pack_size_bytes` are the sizes preferred at the time. Later events number parts and packs by
+    them, whatever is set later. `pack_size_bytes` is 0, as in the journals of older versions, if nothing is packed.
     """
 
     at: float
@@ -75,7 +76,7 @@ class PartStored:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FileStored:
-    """An object is durable. `checksum` is None where the parts' checksums are known already, or the file is empty."""
+    """An object is durable. `checksum` is None if the parts' checksums are known already, or the file is empty."""
 
     at: float
     work: WorkId
@@ -85,7 +86,11 @@ class FileStored:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PackStored:
-    """A pack is durable: a checksum for each of its files, in order (an empty one's means nothing), and their bytes."""
+    """A pack is durable.
+
+    `checksums` has one for each of its files, in order; that of an empty file means nothing. `size_bytes` is the sum of
+    the files.
+    """
 
     at: float
     work: WorkId
@@ -101,7 +106,7 @@ class ManifestStored:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FoundUpload:
-    """A multipart upload as it really is in the store: the parts that are surely ours, as (number, ETag, checksum)."""
+    """A multipart upload as the store has it. `parts` are certainly ours, as (number, ETag, checksum)."""
 
     rank: int
     path: str
@@ -120,7 +125,7 @@ class FoundFile:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reconciled:
-    """After a restart: what the store really has of a save. Whatever is not named here is sent again."""
+    """What the store really has of a save, after a restart. Everything that is not named here is sent again."""
 
     at: float
     work: WorkId
@@ -130,9 +135,9 @@ class Reconciled:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ObjectsLost:
-    """Files of ours, as (rank, path), that the listing lacks or shows with another size; and ranks without manifest.
+    """The listing lacks objects of ours, or shows them with another size.
 
-    So for packs, as (rank, number).
+    `files` are (rank, path) pairs, `packs` (rank, number) pairs, `manifests` the ranks of the rank manifests.
     """
 
     at: float
@@ -144,7 +149,10 @@ class ObjectsLost:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CommitWaits:
-    """Ours is sealed; `missing_ranks` manifests of other agents are not there yet."""
+    """Our share is sealed, but `missing_ranks` ranks of other agents still lack their manifest or files.
+
+    0: only the marker is missing, and another agent may be about to write it.
+    """
 
     at: float
     work: WorkId
@@ -161,7 +169,7 @@ class Committed:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Abandoned:
-    """No multipart upload of a save that is given up is left in the store."""
+    """No multipart upload of a given-up save is left in the store."""
 
     at: float
     work: WorkId
@@ -175,7 +183,7 @@ class Released:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shed:
-    """Decided by the core: a superseded checkpoint is given up."""
+    """The core decided to give up a superseded checkpoint."""
 
     at: float
     save: str
@@ -184,7 +192,7 @@ class Shed:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Failed:
-    """Decided by the core: a checkpoint cannot become durable. What is on disk stays there."""
+    """The core decided that a checkpoint cannot become durable. What is on disk stays there."""
 
     at: float
     save: str
@@ -195,7 +203,7 @@ class Failed:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TerminationNoticed:
-    """The pod is about to end. `deadline` is unix seconds, None: no time limit."""
+    """The pod is about to end. `deadline` is unix seconds; None: no time limit."""
 
     at: float
     deadline: float | None
@@ -204,7 +212,7 @@ class TerminationNoticed:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankRegistered:
-    """A training process has said which of the job's ranks it is: whoever announces as `rank` is that local rank."""
+    """A training process has registered: announcements of `rank` come from the process with this local rank."""
 
     at: float
     local_rank: LocalRank
@@ -213,14 +221,14 @@ class RankRegistered:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Exited:
-    """The agent ended in an orderly way; its termination notice is used up, and its trainers are gone."""
+    """The agent exited in an orderly way. Its termination notice is void, and its trainers are gone."""
 
     at: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkFailed:
-    """A command ended without effect that we know of. `jitter` in [0, 1)."""
+    """A command ended without a known effect. `jitter` is in [0, 1)."""
 
     at: float
     work: WorkId
@@ -238,7 +246,7 @@ class WorkCancelled:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StopRequested:
-    """Our own SIGTERM, or a runner whose program has ended (`trainers_gone`): exit once the drain is done."""
+    """The agent got SIGTERM, or the runner's program has ended (`trainers_gone`): exit once the drain is done."""
 
     at: float
     trainers_gone: bool
@@ -264,7 +272,7 @@ class DiskRead:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SaveBegun:
-    """A trainer is about to write a checkpoint and was given leave. `attempt` and `step` say what it is the next of."""
+    """A trainer was admitted to write a checkpoint. `attempt` and `step` tell which earlier saves it follows."""
 
     at: float
     save: str
@@ -295,7 +303,7 @@ class Pruned:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ticked:
-    """Time has passed to a moment the core asked to be woken at."""
+    """A moment at which the core asked to be woken has come."""
 
     at: float
 
@@ -354,13 +362,13 @@ EVENT_TAGS: Final[Mapping[type[DurableEvent], str]] = {
     RankRegistered: "rank-registered",
     Exited: "exited",
 }
-"""Events that the journal keeps, and their tags there. A tag never changes: a journal outlives its agent."""
+"""Events that the journal keeps, and their tags there. A tag never changes, because a journal outlives its agent."""
 
 DURABLE: Final[tuple[type[DurableEvent], ...]] = tuple(EVENT_TAGS)
 
 
 def save_of(event: DurableEvent) -> str | None:
-    """The save an event belongs to; None for events of the agent as a whole."""
+    """Return the save that an event belongs to; None for events of the agent as a whole."""
     match event:
         case Announced():
             return event.info.save

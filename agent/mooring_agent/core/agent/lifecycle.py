@@ -1,4 +1,4 @@
-"""The transition table of one checkpoint on one agent. A move without a row here is a bug.
+"""The transition table of one checkpoint on one agent. A transition without a row here is a bug.
 
 `python -m mooring_agent.core.agent.lifecycle` prints it as the diagram in docs/lifecycle.md.
 """
@@ -10,7 +10,7 @@ from mooring_agent.core.model import Phase
 
 
 class Trigger(StrEnum):
-    """What moves a checkpoint on."""
+    """What moves a checkpoint to another phase."""
 
     RANK_STAGED = "a rank is staged"
     TRANSFER_BEGAN = "a transfer began"
@@ -55,16 +55,16 @@ TRANSITIONS: Final[dict[tuple[Phase, Trigger], Phase]] = {
 DURABLE_PHASES: Final = frozenset({Phase.COMMITTED, Phase.RELEASED})
 FINAL_PHASES: Final = frozenset({Phase.RELEASED, Phase.SHED, Phase.FAILED})
 ENDED_PHASES: Final = DURABLE_PHASES | FINAL_PHASES
-"""Nothing is left to upload."""
+"""Phases in which nothing is left to upload."""
 
 
 def advance(phase: Phase, trigger: Trigger) -> Phase:
-    """The phase after `trigger`; a KeyError is a bug of the reducer."""
+    """Return the phase after `trigger`. A KeyError is a bug of the reducer."""
     return TRANSITIONS[phase, trigger]
 
 
 def mermaid() -> str:
-    """The table as a Mermaid state diagram."""
+    """Return the table as a Mermaid state diagram."""
     lines = ["stateDiagram-v2", f"    [*] --> {Phase.ANNOUNCED}"]
     lines += [f"    {before} --> {after}: {trigger}" for (before, trigger), after in TRANSITIONS.items()]
     lines += [f"    {phase} --> [*]" for phase in sorted(FINAL_PHASES)]
@@ -72,4 +72,4 @@ def mermaid() -> str:
 
 
 if __name__ == "__main__":
-    print(mermaid(), end="")  # noqa: T201 - the diagram goes to whoever asked for it
+    print(mermaid(), end="")  # noqa: T201 - the user asked for the diagram

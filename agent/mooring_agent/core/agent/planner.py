@@ -1,7 +1,8 @@
-"""State -> what to do next. Looks at what is, never at what just happened, so a lost or repeated event costs nothing.
+"""Derives from the state what to do next.
 
-Of all checkpoints it looks at those that have changed or whose time has come: nothing else can be due in the others.
-Called after every event. Everything it asks for is put in flight in the same breath, so that nothing is asked twice.
+It looks at the state and never at the last event, so a lost or repeated event does no harm. It visits only checkpoints
+that have changed or whose timer is due: nothing can be due in the others. `follow_up` is called after every event. Each
+piece of work that it requests is marked as in flight at once, so that nothing is requested twice.
 """
 
 from collections.abc import Iterator
@@ -38,7 +39,7 @@ _INCOMPLETE_KEPT_SECONDS: Final = 600.0
 
 
 def follow_up(state: State) -> Iterator[Command]:
-    """Every command that is due now."""
+    """Yield every command that is due."""
     if not state.live or state.termination.exiting:
         return
     decisions = list(_decisions(state))
@@ -77,7 +78,7 @@ def _work(state: State) -> Iterator[Command]:
 
 
 def _decisions(state: State) -> Iterator[Record]:
-    """What is to be given up; everything else waits until that is done."""
+    """Yield which checkpoints to give up. All other work waits until these decisions are applied."""
     superseded = disk_pressure.to_shed(state)
     for checkpoint in superseded:
         yield _shed(state, checkpoint, "superseded, and the volume is nearly full")
@@ -92,7 +93,7 @@ def _shed(state: State, checkpoint: Checkpoint, reason: str) -> Record:
 
 
 def next_wake(state: State) -> float | None:
-    """The next moment (unix seconds) at which something may become due by time alone."""
+    """Return the next moment (unix seconds) at which something may become due by time alone; None if there is none."""
     moments = [state.timers[0][0]] if state.timers else []
     if state.breaker.away and state.breaker.next_at > state.now:
         moments.append(state.breaker.next_at)
@@ -107,7 +108,7 @@ def _checkpoint_work(state: State, checkpoint: Checkpoint) -> Iterator[Command]:
         yield from _abandon(state, checkpoint)
         return
     upload_queue.requeue(state, checkpoint)
-    # Dropping the pins of a try that failed must not meet the making of new ones.
+    # The release of a failed try's pins must not overlap with the next stage.
     releasing = WorkId(Operation.RELEASE, save) in state.in_flight
     for contribution in () if releasing else _ready_to_stage(checkpoint):
         work = WorkId(Operation.STAGE, save, contribution.rank)
@@ -147,7 +148,7 @@ def _checkpoint_work(state: State, checkpoint: Checkpoint) -> Iterator[Command]:
 
 
 def _take(state: State, checkpoint: Checkpoint, work: WorkId) -> bool:
-    """Put `work` in flight unless it is there already, or waits for its retry or for the store."""
+    """Put `work` in flight and return True, unless it is in flight or waits for a retry, the store or a work limit."""
     if work in state.in_flight or checkpoint.delayed.get(work, 0.0) > state.now:
         return False
     if not state.breaker.lets_out(work, state.now):
@@ -163,7 +164,7 @@ def _take(state: State, checkpoint: Checkpoint, work: WorkId) -> bool:
 
 
 def _ready_to_stage(checkpoint: Checkpoint) -> Iterator[RankContribution]:
-    """Contributions to pin now. A directory that several ranks share is pinned once, when the last has announced."""
+    """Yield the contributions to pin now. A directory that ranks share is pinned once, when the last has announced."""
     for contribution in checkpoint.contributions.values():
         if contribution.staged:
             continue
@@ -176,7 +177,7 @@ def _ready_to_stage(checkpoint: Checkpoint) -> Iterator[RankContribution]:
 
 
 def _staged_with(checkpoint: Checkpoint, contribution: RankContribution) -> list[RankContribution]:
-    """Those whose files are pinned by one piece of work, which is the first one's: of a shared directory all ranks."""
+    """Return the contributions that are pinned together, as one piece of work of the first: a shared directory's."""
     if contribution.requested_files or contribution.local_world_size <= 1:
         return [contribution]
     sharing = (
@@ -188,7 +189,10 @@ def _staged_with(checkpoint: Checkpoint, contribution: RankContribution) -> list
 
 
 def _inodes_pinned_there_before(state: State, checkpoint: Checkpoint, source: str) -> frozenset[int]:
-    """Of the last checkpoint from this very path: a file that has one of them still was rewritten in place."""
+    """Return the linked inodes of the last checkpoint from exactly this path.
+
+    A file of this checkpoint that has one of them was rewritten in place.
+    """
     other = state.staged_from(source, before=checkpoint)
     contributions = (
         [contribution for contribution in other.contributions.values() if contribution.source == source]
@@ -248,7 +252,7 @@ def _reconcile(checkpoint: Checkpoint, work: WorkId) -> Reconcile:
 
 
 def _release(state: State, checkpoint: Checkpoint) -> Iterator[Command]:
-    """Drop pins: of what is committed or shed at once, of what failed when a newer one is durable."""
+    """Drop pins: of a committed or shed checkpoint at once, of a failed one when a newer one is durable."""
     save = checkpoint.info.save
     if checkpoint.pins_dropped:
         return
@@ -269,7 +273,7 @@ def _release(state: State, checkpoint: Checkpoint) -> Iterator[Command]:
 
 
 def _abandon(state: State, checkpoint: Checkpoint) -> Iterator[Command]:
-    """Abort what a given-up checkpoint left in the store; apart from its pins, which must not wait for the store."""
+    """Abort the multipart uploads of a given-up checkpoint. Its pins are released separately, without the store."""
     if checkpoint.durable or checkpoint.uploads_aborted:
         return
     if any(work.operation in TRANSFERS for work in state.in_flight_of(checkpoint.info.save)):
@@ -292,9 +296,10 @@ def _abandon(state: State, checkpoint: Checkpoint) -> Iterator[Command]:
 
 
 def _abandoned(state: State) -> Iterator[Checkpoint]:
-    """Some rank, here or elsewhere, died or gave it up: nobody can complete it, and a newer one is long committed.
+    """Yield checkpoints that still wait for ranks although a newer one was committed ten minutes ago.
 
-    Should another agent seal it yet, it writes the marker: a contribution that we sealed stays in the bucket.
+    A rank, here or elsewhere, died or gave the checkpoint up. If another agent seals it after all, that agent writes
+    the marker: a contribution that this agent sealed stays in the bucket.
     """
     newest = state.last_announced_committed()
     if newest is None or state.now - newest.committed_at < _INCOMPLETE_KEPT_SECONDS:
@@ -308,7 +313,7 @@ def _abandoned(state: State) -> Iterator[Checkpoint]:
 
 
 def _forget(state: State) -> None:
-    """Drop what is over, but for the newest committed one and a few for status."""
+    """Forget settled checkpoints except the newest committed one and the last eight."""
     newest = state.newest_committed()
     over = [checkpoint for checkpoint in state.settled() if checkpoint is not newest]
     if len(over) > _ENDED_KEPT:

@@ -1,10 +1,10 @@
-"""advance(state, event) -> what to journal and what to do: the one place where the agent's knowledge changes.
+"""`advance` applies an event to the state and returns what to journal and what to do. Only here does the state change.
 
-As in etcd's raft, effects are data and persisted first: the caller makes `Ready.durable` durable, then runs
+As in etcd's raft, effects are data and are persisted first: the caller makes `Ready.durable` durable, then runs
 `Ready.commands` and answers the callers. The same events in the same order give the same state and the same commands.
 Replaying the durable events and then `Started` gives a state in which all acknowledged work continues.
 
-When to exit is decided by `drain.py`.
+`drain.py` decides when to exit.
 """
 
 from collections import deque
@@ -76,7 +76,7 @@ from mooring_agent.core.model import Phase
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ready:
-    """`durable`: journal these, in order, before anything else. `commands`: then run these, in order."""
+    """Journal the events of `durable`, in order, before anything else; then run `commands`, in order."""
 
     durable: tuple[DurableEvent, ...]
     commands: tuple[Command, ...]
@@ -93,7 +93,7 @@ def advance(state: State, event: Event) -> Ready:
             durable.append(current)
         found = step(state, current)
         if not queue and not any(isinstance(command, Record) for command in found):
-            # Only now: what follows from a thousand decisions follows from all of them at once.
+            # Only after the last decision, so that a thousand decisions are followed up once.
             found += planner.follow_up(state)
         for command in found:
             if isinstance(command, Record):
@@ -104,9 +104,9 @@ def advance(state: State, event: Event) -> Ready:
 
 
 def step(state: State, event: Event) -> list[Command]:
-    """Apply one event and nothing that follows from it; decisions come back as Record, to be stepped next."""
+    """Apply one event and nothing that follows from it. Decisions are returned as Record, to be stepped next."""
     was_busy = bool(state.transfers)
-    # The journal's times are those of an earlier clock, which may have been ahead.
+    # The times in the journal are of an earlier clock, which may have been ahead.
     state.advance_to(event.at if isinstance(event, Started) else max(state.now, event.at))
     disk_pressure.drop_overdue(state)
     commands = [*expire_termination(state), *_apply(state, event)]
@@ -141,7 +141,7 @@ def _apply(state: State, event: Event) -> Iterator[Command]:
             state.termination.trainers_gone |= event.trainers_gone
         case RanksSeen():
             if state.alive_ranks - event.alive:
-                # Who died in the middle of a save will neither announce nor abort it.
+                # A rank that died in the middle of a save will neither announce nor abort it.
                 state.begun.clear()
             state.alive_ranks = event.alive
             state.termination.most_alive = max(state.termination.most_alive, len(event.alive))
@@ -193,7 +193,7 @@ def _work_ended(
         return
     if isinstance(event, Released):
         if not checkpoint.ended:
-            # A save that had failed was announced again meanwhile: it will be pinned anew.
+            # The save had failed and was announced again meanwhile: it will be pinned anew.
             return
         checkpoint.pins_dropped = True
         state.freed_bytes += checkpoint.size_bytes
@@ -205,10 +205,10 @@ def _work_ended(
             progress_of(checkpoint, event.work).upload_id = event.upload_id
         return
     if event.work.rank >= 0 and event.work.rank not in checkpoint.contributions:
-        # An answer to a save that failed and was announced again since.
+        # The answer concerns a save that failed and was announced again meanwhile.
         return
     if event.work.operation not in (Operation.CREATE_UPLOAD, Operation.COMMIT):
-        # How often a file's upload was begun counts on: a store that forgets uploads must not be asked in a hot loop.
+        # Attempts to create an upload keep counting: a store that forgets uploads must not be asked in a hot loop.
         checkpoint.attempts.pop(event.work, None)
     match event:
         case Staged():
@@ -250,7 +250,7 @@ def _work_ended(
             state.outcomes[Phase.COMMITTED] = state.outcomes.get(Phase.COMMITTED, 0) + 1
             checkpoint.durable_bytes = checkpoint.size_bytes
             state.storage_error = ""
-            # Failed ones may have waited for it with their pins.
+            # Failed checkpoints may have kept their pins until a newer one is committed.
             state.touched.update((older.info.save, None) for older in state.tidying())
             state.prune_due = state.settings.retention.keep_last > 0 and 0 in checkpoint.contributions
             stop_sending(checkpoint)
@@ -273,7 +273,7 @@ def _given_up(state: State, event: Shed | Failed) -> None:
         checkpoint.move(Trigger.BROKEN)
         checkpoint.error_kind, checkpoint.hint = event.kind, event.hint
         if event.kind is ErrorKind.FILE_CHANGED:
-            # Its trainer will do that again, to the next one too.
+            # The trainer will rewrite the files of the next checkpoint in place too.
             staged = (contribution for contribution in checkpoint.contributions.values() if contribution.staged)
             state.rewritten_paths.update(path_pattern(contribution.source) for contribution in staged)
     state.outcomes[checkpoint.phase] = state.outcomes.get(checkpoint.phase, 0) + 1
@@ -288,7 +288,7 @@ def _started(state: State, event: Started) -> Iterator[Command]:
     state.forget_work()
     state.window = float(state.settings.transfer.max_concurrency)
     state.breaker = CircuitBreaker()
-    # Replayed bytes came without the time they took.
+    # Replayed events do not tell how long their bytes took.
     state.upload_rate = UploadRate()
     state.begun.clear()
     deadline = state.termination.deadline
@@ -304,13 +304,13 @@ def _started(state: State, event: Started) -> Iterator[Command]:
         checkpoint.attempts.clear()
         checkpoint.reconciled = not any(contribution.staged for contribution in checkpoint.contributions.values())
     if state.termination.noticed:
-        # Those who listened to the notice may have died with us.
+        # The trainers that were told of the notice may have died together with the agent.
         yield LiftBandwidthCap()
         yield RequestSave(terminating=True, deadline=drain.deadline(state) or 0.0)
 
 
 def expire_termination(state: State) -> Iterator[Command]:
-    """A notice that nobody followed up is void, and the pod goes on as before it."""
+    """End the termination once its notice has expired; the pod goes on as before it."""
     lapses_at = drain.expires_at(state)
     if lapses_at is not None and lapses_at <= state.now:
         state.termination = Termination(first_sequence=state.next_sequence)
@@ -329,7 +329,7 @@ def termination_noticed(state: State, event: TerminationNoticed) -> Iterator[Com
         termination.most_alive = len(state.alive_ranks)
         reset_backoff(state)
         if state.settings.transfer.bandwidth_bytes_per_second:
-            # It was the cap's, and by it nothing would fit before the deadline that now does.
+            # The measured rate is that of the cap. By it, checkpoints that fit before the deadline would not seem to.
             state.upload_rate.forget()
         yield LiftBandwidthCap()
     if first or earlier:

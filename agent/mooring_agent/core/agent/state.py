@@ -1,16 +1,15 @@
-"""The agent's whole knowledge: one aggregate that only the reducer changes, and everyone else reads.
+"""The agent's whole knowledge: one aggregate that only the reducer changes. Everyone else reads it.
 
-It is mutable on purpose: a checkpoint can have ten thousand files, and copying them for every part that lands is the
-one cost of immutability we measured and did not want (docs/design/0002). Purity here means: no I/O, no clock, and the
-same events give the same state.
+It is mutable on purpose. A checkpoint can have ten thousand files, and we measured that copying them for every stored
+part costs too much (docs/design/0002). It is pure in this sense: no I/O, no clock, and the same events give the same
+state.
 
-Nor does an event look at every checkpoint: a store that is away for a day can leave thousands of them. Whoever changes
-a checkpoint reindexes it (`State.reindex`): that keeps the lists it belongs to, and has it looked at once.
+No event visits every checkpoint, because a store that is unavailable for a day can leave thousands of them. Code that
+changes a checkpoint calls `State.reindex`, which updates the lists it belongs to and has it visited once.
 
-Measured upload rate: bytes made durable per second of being busy, with old seconds fading out.
-
-Bytes show only when a part lands, and parts land in bursts, so time counts when bytes come: a wait no longer than
-twice the usual one says nothing yet, a longer one lowers the rate.
+`UploadRate` measures the upload rate: bytes made durable per busy second, where older seconds weigh less. Bytes become
+visible only when a part is stored, and parts are stored in bursts. So time counts when bytes arrive: a wait of up to
+twice the usual one does not change the rate, a longer one lowers it.
 """
 
 import re
@@ -38,7 +37,7 @@ _TELLING_SECONDS: Final = 2.0
 
 @dataclass(slots=True)
 class UploadRate:
-    """Updated on every event; idle time does not count."""
+    """The measured upload rate. It is updated on every event; idle time does not count."""
 
     _bytes: float = 0.0
     _seconds: float = 0.0
@@ -47,7 +46,7 @@ class UploadRate:
     _last_at: float = 0.0
 
     def note(self, at: float, *, was_busy: bool, stored_bytes: int) -> None:
-        """Time has moved to `at`; `was_busy`: something was on the wire since the last call."""
+        """Move the time to `at`. `was_busy`: transfers were in flight since the last call."""
         self._waiting_seconds += max(0.0, at - self._last_at) if was_busy else 0.0
         self._last_at = at
         if stored_bytes:
@@ -58,23 +57,23 @@ class UploadRate:
             self._waiting_seconds = 0.0
 
     def forget(self) -> None:
-        """What was measured holds no longer."""
+        """Discard all measurements."""
         self._bytes = self._seconds = self._waiting_seconds = self._usual_wait_seconds = 0.0
 
     @property
     def bytes_per_second(self) -> float:
-        """0 while nothing was measured."""
+        """The measured rate; 0 while nothing was measured."""
         overdue_seconds = max(0.0, self._waiting_seconds - 2 * self._usual_wait_seconds)
         size_bytes, seconds = self._after(overdue_seconds)
         return size_bytes / seconds if seconds > 0 else 0.0
 
     @property
     def wire_bytes_per_second(self) -> float:
-        """The same once it says something of the wire, else 0: a few small files tell how long requests take."""
+        """The rate once two seconds were measured, else 0: a few small files show only how long requests take."""
         return self.bytes_per_second if self._seconds >= _TELLING_SECONDS else 0.0
 
     def _after(self, elapsed_seconds: float) -> tuple[float, float]:
-        """Bytes and seconds after more busy time in which nothing landed."""
+        """Return the weighted bytes and seconds after more busy time in which nothing was stored."""
         faded = _faded(elapsed_seconds)
         return self._bytes * faded, self._seconds * faded + elapsed_seconds
 
@@ -85,14 +84,14 @@ def _faded(elapsed_seconds: float) -> float:
 
 @dataclass(slots=True)
 class Termination:
-    """What we know of the end. `deadline` in unix seconds, None: no limit."""
+    """What is known of the pod's end. `deadline` is unix seconds; None: no limit."""
 
     noticed: bool = False
     deadline: float | None = None
     source: str = ""
-    # Only a save from here on is the last one of this end: a pod that was spared may end again.
+    # Only saves from this sequence on are last saves of this termination; earlier ones belong to one that is over.
     first_sequence: int = 0
-    # Most local ranks that were alive at a time since the notice: each of them owes a last save.
+    # The largest number of local ranks alive at once since the notice. Each of them owes a last save.
     most_alive: int = 0
     stop_requested_at: float | None = None
     trainers_gone: bool = False
@@ -101,47 +100,47 @@ class Termination:
 
 @dataclass(slots=True)
 class State:
-    """Everything. `checkpoints` is by save id, in order of announcement."""
+    """All that the agent knows. `checkpoints` is by save id, in order of announcement."""
 
     settings: Settings
     now: float = 0.0
     live: bool = False
     checkpoints: dict[str, Checkpoint] = field(default_factory=dict)
     next_sequence: int = 1
-    # Saves to be looked at in the next follow-up, and when others are (unix seconds, a heap).
+    # Saves that the next follow-up visits, and the times of later visits (a heap of unix seconds and save).
     touched: dict[str, None] = field(default_factory=dict)
     timers: list[tuple[float, str]] = field(default_factory=list)
-    # Those with something to send, by urgency.
+    # Checkpoints with files to send, by urgency.
     sending: list[Checkpoint] = field(default_factory=list)
     in_flight: set[WorkId] = field(default_factory=set)
     transfers: set[WorkId] = field(default_factory=set)
     cancelling: set[WorkId] = field(default_factory=set)
     work_limits: tuple[WorkLimit, ...] = field(default_factory=work_limits)
-    # Transfers that were on the wire when the store went away, and have not ended.
+    # Transfers that were in flight when the store became unavailable, and have not ended.
     hanging: set[WorkId] = field(default_factory=set)
-    # Parts on the wire at most, as adapted to SlowDown; at least 1.
+    # The most transfers in flight, as adapted to SlowDown; at least 1.
     window: float = 1.0
     window_cut_at: float = 0.0
-    # What the window was before the store went away; up to there it opens fast again.
+    # The window before the store became unavailable; up to this size it grows fast again.
     calm_window: float = 1.0
     breaker: CircuitBreaker = field(default_factory=CircuitBreaker)
     upload_rate: UploadRate = field(default_factory=UploadRate)
-    # The save that has the wire, and whether it pushed an unfinished one aside to get it.
+    # The save of the active upload, and whether it preempted an unfinished one.
     active_upload: str = ""
     active_upload_preempted: bool = False
     termination: Termination = field(default_factory=Termination)
-    # Local ranks that are alive; and which rank of the job each local rank is, of those that have said so.
+    # Local ranks that are alive; and local rank -> rank, as far as the ranks have registered.
     alive_ranks: frozenset[int] = frozenset()
     ranks: dict[int, int] = field(default_factory=dict)
     disk: DiskRead | None = None
-    # Pins dropped since that reading, and those about to be dropped: room that it does not show.
+    # Bytes of pins dropped since that reading, and of pins about to be dropped.
     freed_bytes: int = 0
     coming_bytes: int = 0
-    # Saves that were given leave and are being written, by save id.
+    # Admitted saves that are being written, by save id.
     begun: dict[str, SaveBegun] = field(default_factory=dict)
     recent_sizes_bytes: deque[int] = field(default_factory=lambda: deque(maxlen=3))
     storage_error: str = ""
-    # Where a trainer rewrites files in place, and patterns of such paths: what comes from there is copied, not linked.
+    # Paths, and patterns of paths, where a trainer rewrites files in place: these files are copied, not linked.
     rewritten_paths: set[str] = field(default_factory=set)
     prune_due: bool = False
     # Counted since the start, for metrics.
@@ -153,7 +152,7 @@ class State:
     _tidying: dict[str, Checkpoint] = field(default_factory=dict)
     _settled: dict[str, Checkpoint] = field(default_factory=dict)
     _just_in_time: dict[str, Checkpoint] = field(default_factory=dict)
-    # Save -> bytes, of `coming_bytes`.
+    # Save -> its bytes in `coming_bytes`.
     _coming: dict[str, int] = field(default_factory=dict)
     # Path -> saves that were staged from there; inode -> files of unfinished saves that are links to it.
     _staged_from: dict[str, dict[str, None]] = field(default_factory=dict)
@@ -162,67 +161,70 @@ class State:
     _last_announced_committed: Checkpoint | None = None
 
     def rewrites(self, source: str) -> bool:
-        """Whether the trainer is known to write to the files of checkpoints from that path again."""
+        """Whether the trainer is known to rewrite checkpoint files of that path in place."""
         return not self.rewritten_paths.isdisjoint((source, path_pattern(source)))
 
     def newest(self) -> Checkpoint | None:
-        """The newest announced that has not failed, whatever became of it."""
+        """Return the last announced checkpoint that was neither shed nor failed."""
         over = (Phase.FAILED, Phase.SHED)
         return next((found for found in reversed(self.checkpoints.values()) if found.phase not in over), None)
 
     def newest_committed(self) -> Checkpoint | None:
-        """By step, then by announcement: what a crash now would resume from."""
+        """Return the committed checkpoint that a crash now would resume from: newest by step, then by announcement."""
         return self._newest_committed
 
     def last_announced_committed(self) -> Checkpoint | None:
-        """It supersedes what was announced before it; a run that fell back to an earlier step commits lower ones."""
+        """Return the committed checkpoint that was announced last. It supersedes those announced before it.
+
+        It may have a lower step than `newest_committed`, because a run may fall back to an earlier step.
+        """
         return self._last_announced_committed
 
     def unfinished(self) -> Reversible[Checkpoint]:
-        """What still has to become durable, oldest first."""
+        """Return the checkpoints that still have to become durable, oldest first."""
         return self._unfinished.values()
 
     def tidying(self) -> Iterable[Checkpoint]:
-        """What is over and has left something: pins here, or uploads in the store."""
+        """Return the ended checkpoints that still have pins here or uploads in the store."""
         return self._tidying.values()
 
     def settled(self) -> Iterable[Checkpoint]:
-        """What is over for good and still known."""
+        """Return the ended checkpoints that have nothing left to clean up."""
         return self._settled.values()
 
     def just_in_time(self) -> Iterable[Checkpoint]:
-        """All just-in-time saves that are known, whatever became of them."""
+        """Return all known just-in-time saves, in any phase."""
         return self._just_in_time.values()
 
     @property
     def awaits_room(self) -> bool:
-        """Pins are about to be dropped."""
+        """Whether pins are about to be dropped."""
         return bool(self._coming)
 
     def in_flight_of(self, save: str) -> Collection[WorkId]:
-        """All that is under way for one save."""
+        """Return the work in flight for one save."""
         return self._in_flight_of.get(save, ())
 
     def staged_from(self, source: str, *, before: Checkpoint) -> Checkpoint | None:
-        """The last known checkpoint but `before` itself that was staged from that very path."""
+        """Return the last known checkpoint other than `before` that was staged from exactly this path."""
         saves = reversed(self._staged_from.get(source, {}))
         return next((self.checkpoints[save] for save in saves if save != before.info.save), None)
 
     def links_to(self, inode: int) -> Iterable[tuple[str, FileProgress]]:
-        """Files, with their saves, of what still has to become durable that are links to that inode."""
+        """Yield (save, file) for each file of an unfinished checkpoint that is a link to that inode."""
         return ((save, progress) for (save, _), progress in self._links.get(inode, {}).items())
 
     def newest_sending(self) -> Checkpoint | None:
-        """The last announced of those with something to send."""
+        """Return the last announced of the checkpoints with files to send."""
         first_just_in_time = bisect_left(self.sending, (True, 0), key=_urgency)
         newest = [self.sending[position - 1] for position in {first_just_in_time, len(self.sending)} if position]
         return max(newest, key=lambda checkpoint: checkpoint.sequence, default=None)
 
     def reindex(self, checkpoint: Checkpoint) -> None:
-        """Put a checkpoint that has changed where it belongs, and have it looked at."""
+        """Update the lists that a changed checkpoint belongs to, and have the next follow-up visit it."""
         save = checkpoint.info.save
         self.touched[save] = None
-        # One that had failed may have been announced again.
+        # A failed checkpoint may have been announced again.
         self._tidying.pop(save, None)
         self._settled.pop(save, None)
         if not checkpoint.ended:
@@ -252,7 +254,7 @@ class State:
             del self.sending[position]
 
     def forget(self, checkpoint: Checkpoint) -> None:
-        """An ended one is known no more."""
+        """Remove a settled checkpoint from the state."""
         save = checkpoint.info.save
         del self.checkpoints[save], self._settled[save]
         self._just_in_time.pop(save, None)
@@ -263,7 +265,7 @@ class State:
                 self._staged_from.pop(contribution.source, None)
 
     def link(self, checkpoint: Checkpoint, contribution: RankContribution) -> None:
-        """A contribution's files are pinned."""
+        """Index the source and the linked inodes of a contribution whose files are pinned."""
         save = checkpoint.info.save
         saves = self._staged_from.setdefault(contribution.source, {})
         saves.pop(save, None)
@@ -281,12 +283,12 @@ class State:
                     self._links.pop(inode, None)
 
     def delay(self, checkpoint: Checkpoint, work: WorkId, until: float) -> None:
-        """Not before then; the checkpoint is looked at again in time."""
+        """Hold `work` back until then (unix seconds), when the checkpoint is visited again."""
         checkpoint.delayed[work] = until
         heappush(self.timers, (until, checkpoint.info.save))
 
     def advance_to(self, now: float) -> None:
-        """Time has passed: what waited for it is looked at."""
+        """Set the time, and have the follow-up visit the checkpoints whose timers are due."""
         self.now = now
         while self.timers and self.timers[0][0] <= now:
             _, save = heappop(self.timers)
@@ -303,7 +305,7 @@ class State:
             sort.busy += 1
 
     def land(self, work: WorkId) -> bool:
-        """The work is no longer in flight; False if it was not (an answer from before a restart)."""
+        """Take the work out of flight. Returns False if it was not in flight (an answer from before a restart)."""
         if work not in self.in_flight:
             return False
         self.in_flight.discard(work)
@@ -320,7 +322,7 @@ class State:
         return True
 
     def forget_work(self) -> None:
-        """What was under way is gone with the process that did it."""
+        """Forget all work in flight: the process that did it has ended."""
         for works in (self.in_flight, self.transfers, self.cancelling, self.hanging):
             works.clear()
         self._in_flight_of.clear()
@@ -328,7 +330,7 @@ class State:
 
 
 def path_pattern(source: str) -> str:
-    """The same for the paths of a series, which differ in their numbers alone."""
+    """Return the pattern of a path: paths that differ only in their numbers have the same."""
     return re.sub(r"[0-9]+", "#", source)
 
 

@@ -1,10 +1,10 @@
-"""Which transfer next: latest first, just-in-time above all, preemptive between parts.
+"""Chooses the next transfer: the newest checkpoint first, just-in-time saves above all, preemption between parts.
 
-Pure latest-first starves itself: a trainer that saves faster than the store takes would push every upload aside
-before it finishes, and nothing would ever commit. So a save that pushed an unfinished one aside keeps the wire until
-its files are stored; only a just-in-time or final save goes before it. The newest waits for at most one older
-checkpoint, and for none once the pod is known to end. Until its bytes are sent the newest shares the wire with nobody,
-also where it cannot use the whole window; a just-in-time save with a deadline takes it from the others at once.
+With newest-first alone, a trainer that saves faster than the store takes would preempt every upload before it
+finishes, and nothing would ever commit. So a save that preempted an unfinished one stays the active upload until its
+files are stored; only a just-in-time or final save preempts it. The newest checkpoint waits for at most one older one,
+and for none after a termination notice. Until its bytes are sent, the newest shares the upload window with no other
+checkpoint, even if it cannot fill the window. A just-in-time save with a deadline cancels other transfers at once.
 """
 
 from collections import deque
@@ -33,7 +33,7 @@ _PREEMPTING_KINDS = frozenset({Kind.JUST_IN_TIME, Kind.FINAL})
 
 
 def choose_leader(state: State) -> None:
-    """Who has the wire now: the newest, unless the present one pushed another aside and is not sealed yet."""
+    """Make the newest checkpoint the active upload, unless the present one preempted another and still sends files."""
     newest, active = state.newest_sending(), _active(state)
     if newest is None or active is None:
         state.active_upload, state.active_upload_preempted = newest.info.save if newest else "", False
@@ -43,7 +43,11 @@ def choose_leader(state: State) -> None:
 
 
 def order(state: State) -> Iterator[Checkpoint]:
-    """Checkpoints with something to send, the most important first. At the end of a pod no older one is protected."""
+    """Yield the checkpoints that have files to send, the most important first.
+
+    The active upload goes before newer ones, but not before a just-in-time save unless it is one. After a termination
+    notice it has no such precedence.
+    """
     active = None if state.termination.noticed else _active(state)
     active_waits = active is not None
     for checkpoint in reversed(state.sending):
@@ -60,7 +64,7 @@ def _active(state: State) -> Checkpoint | None:
 
 
 def enqueue_contribution(checkpoint: Checkpoint, contribution: RankContribution) -> None:
-    """Put all that a rank's files still need into the queue of its checkpoint."""
+    """Queue all transfers that a rank's files still need."""
     for progress in contribution.files.values():
         enqueue(checkpoint, contribution.rank, progress)
     for packed in contribution.packs:
@@ -74,7 +78,7 @@ def enqueue_pack(checkpoint: Checkpoint, rank: int, progress: PackProgress) -> N
 
 
 def enqueue(checkpoint: Checkpoint, rank: int, progress: FileProgress) -> None:
-    """Put what a file still needs into the queue of its checkpoint; nothing if it goes with a pack."""
+    """Queue the transfers that a file still needs; none if it is sent with a pack."""
     save, path = checkpoint.info.save, progress.file.path
     if progress.stored or progress.place is not None:
         return
@@ -84,7 +88,7 @@ def enqueue(checkpoint: Checkpoint, rank: int, progress: FileProgress) -> None:
         checkpoint.pending.append(WorkId(Operation.CREATE_UPLOAD, save, rank, path))
     else:
         missing = [part.number for part in progress.parts if part.number not in progress.etags]
-        # A begun file goes on before the next one is begun: fewer multipart uploads are open at a time.
+        # A file that was begun goes first, so that fewer multipart uploads are open at a time.
         for number in reversed(missing):
             checkpoint.pending.appendleft(WorkId(Operation.SEND_PART, save, rank, path, number, progress.upload_id))
         if not missing:
@@ -92,21 +96,21 @@ def enqueue(checkpoint: Checkpoint, rank: int, progress: FileProgress) -> None:
 
 
 def requeue(state: State, checkpoint: Checkpoint) -> None:
-    """What has waited long enough for its retry is ready again."""
+    """Queue the transfers whose retry is due."""
     for work in [work for work, due in checkpoint.delayed.items() if due <= state.now and work.operation in TRANSFERS]:
         del checkpoint.delayed[work]
         checkpoint.pending.appendleft(work)
 
 
 def withdraw(checkpoint: Checkpoint, lost: WorkId) -> None:
-    """Take everything of a lost multipart upload out of the queue."""
+    """Remove all transfers of a lost multipart upload from the queue."""
     checkpoint.pending = deque(work for work in checkpoint.pending if work.upload != lost.upload)
     for work in [work for work in checkpoint.delayed if work.upload == lost.upload]:
         del checkpoint.delayed[work]
 
 
 def make_room(state: State) -> Iterator[Command]:
-    """Take other transfers off the wire when a just-in-time save needs it whose deadline runs."""
+    """Cancel the transfers of other checkpoints if a just-in-time save with a deadline has files to store."""
     first = next(_worth_the_wire(state), None)
     if first is None or not _is_last_save(state, first) or not _has_files_to_store(state, first):
         return
@@ -117,11 +121,11 @@ def make_room(state: State) -> Iterator[Command]:
 
 
 def next_transfers(state: State) -> Iterator[Command]:
-    """Fill the window."""
+    """Start transfers until the upload window is full."""
     choose_leader(state)
     limit = state.settings.transfer.max_concurrency
     if not state.breaker.away:
-        # What hangs on the wire since the store went away takes no place from what is sent now that it is back.
+        # Transfers that hang from an outage of the store take no place from those that start after it.
         limit = min(limit, int(state.window) + len(state.hanging))
     first: Checkpoint | None = None
     for checkpoint in _worth_the_wire(state):
@@ -135,13 +139,13 @@ def next_transfers(state: State) -> Iterator[Command]:
 
 
 def _worth_the_wire(state: State) -> Iterator[Checkpoint]:
-    """In order, without the older ones that would not be stored before the end."""
+    """Yield the checkpoints of `order` without the older ones that do not fit before the deadline."""
     newest = drain.newest_possible(state)
     return (one for one in order(state) if one is newest or drain.worth_sending(state, one))
 
 
 def _next_of(state: State, checkpoint: Checkpoint) -> WorkId | None:
-    """Take the next transfer of a checkpoint out of its queue."""
+    """Remove and return the next transfer of a checkpoint's queue."""
     if not state.breaker.away:
         return checkpoint.pending.popleft() if checkpoint.pending else None
     if state.now < state.breaker.next_at:
@@ -153,12 +157,12 @@ def _next_of(state: State, checkpoint: Checkpoint) -> WorkId | None:
 
 
 def _has_the_wire_alone(state: State, first: Checkpoint) -> bool:
-    """Nothing else is begun. While the store is away there is no wire to share, and everybody may ask for it."""
+    """Whether no other checkpoint may start a transfer. While the store is unavailable, every one may probe it."""
     if _is_last_save(state, first):
         return _has_files_to_store(state, first)
     if state.breaker.away or first is not state.newest_sending():
         return False
-    # What has failed before may fail for ever, and is no reason to send nothing else.
+    # A transfer that has failed before does not block others: it may fail forever.
     return any(
         work.operation in _BEFORE_THE_LAST_BYTE and work not in first.attempts
         for work in state.in_flight_of(first.info.save)
@@ -166,12 +170,12 @@ def _has_the_wire_alone(state: State, first: Checkpoint) -> bool:
 
 
 def _is_last_save(state: State, checkpoint: Checkpoint) -> bool:
-    """A just-in-time save whose deadline runs."""
+    """Whether it is a just-in-time save after a termination notice."""
     return state.termination.noticed and checkpoint.info.kind is Kind.JUST_IN_TIME
 
 
 def _has_files_to_store(state: State, checkpoint: Checkpoint) -> bool:
-    """Ready or on the wire; what waits for its retry leaves the wire to others."""
+    """Whether transfers are ready or in flight. Those that wait for a retry do not count and let others pass."""
     return bool(checkpoint.pending) or any(
         work.operation in TRANSFERS for work in state.in_flight_of(checkpoint.info.save)
     )

@@ -1,10 +1,10 @@
-"""Identifies a piece of work: what a command does and to what. Equal ids are the same work.
+"""Identifies a piece of work: what a command does and to what. Equal ids mean the same work.
 
-A command carries an id, the event that ends the command carries it back, and retries are counted by it.
+A command carries the id, the event that ends the command carries it back, and retries are counted by it.
 
-`WorkLimit` limits work that carries no part of a file: otherwise a backlog of a thousand checkpoints would send a
-thousand requests at once, or occupy all threads with unpinning while the last save waits to be pinned. It goes first
-come, first served; the newest checkpoint never waits.
+`WorkLimit` bounds work that carries no part of a file. Otherwise a backlog of a thousand checkpoints would send a
+thousand requests at once, or occupy all threads with unpinning while the last save waits to be pinned. Saves wait in
+line, first come, first served; the newest checkpoint never waits.
 """
 
 from collections import deque
@@ -15,7 +15,7 @@ from typing import Final, NamedTuple
 
 
 class Operation(StrEnum):
-    """What can be in flight."""
+    """The kinds of work that can be in flight."""
 
     STAGE = "stage"
     RECONCILE = "reconcile"
@@ -43,17 +43,17 @@ TRANSFERS = frozenset(
 """Work that takes a place in the upload window."""
 
 CANCELLABLE = frozenset({Operation.SEND_PART, Operation.PUT_FILE, Operation.PUT_PACK})
-"""Transfers that may last. The others are short, and cancelling one would leave an upload that nobody knows."""
+"""Transfers that send bytes. Cancelling one of the others could leave an upload that the agent does not know."""
 
 STAYS_HERE: Final = frozenset({Operation.STAGE, Operation.RELEASE})
-"""Work on the volume alone, whatever the store does."""
+"""Work on the volume that needs no store."""
 
 
 class WorkId(NamedTuple):
-    """`rank` is -1 and the others empty where they mean nothing.
+    """Fields that do not apply are -1 (`rank`), 0 (`number`) or empty.
 
-    `number` and `upload` are the part's: a part of an upload that the store lost is other work than its successor. Or
-    `number` is the pack's.
+    `number` is that of the part or the pack. `upload` is the id of the part's multipart upload: if the store loses an
+    upload, a part of the next one is other work.
     """
 
     operation: Operation
@@ -72,7 +72,7 @@ _REQUESTS_AT_ONCE: Final = 16
 
 @dataclass(slots=True)
 class WorkLimit:
-    """Of one sort: at most `limit` are under way, and the saves that wait have a line."""
+    """Bounds the work of these operations: `limit` pieces run at once, and other saves wait in line."""
 
     operations: frozenset[Operation]
     limit: int
@@ -86,7 +86,7 @@ class WorkLimit:
             self._line.append(save)
 
     def next_saves(self) -> Iterator[str]:
-        """Take out of the line whose turn it is; the caller begins their work before it asks for the next."""
+        """Take saves out of the line while there is capacity. The caller begins each one's work before it goes on."""
         while self._line and self.busy < self.limit:
             save = self._line.popleft()
             self._waiting.discard(save)
@@ -98,5 +98,5 @@ def work_limits() -> tuple[WorkLimit, ...]:
 
 
 def work_limit_of(sorts: tuple[WorkLimit, ...], work: WorkId) -> WorkLimit | None:
-    """The sort of a piece of work; None: a transfer or a stage, which have bounds of their own."""
+    """Return the limit for a piece of work; None for transfers, stages and prunes, which are bounded elsewhere."""
     return next((sort for sort in sorts if work.operation in sort.operations), None)

@@ -1,12 +1,12 @@
-"""What the end of a request changes: the progress of its checkpoint, when it is tried again, and how many run at once.
+"""Applies the end of a request to the state: its checkpoint's progress, the time of a retry, and the upload window.
 
 Owns the counts that must agree (`durable_bytes`, `unstored_count`, the queue). Decides nothing about other
 checkpoints.
 
-The window of concurrent requests is as wide as configured; only SlowDown or an unreachable store narrows it. A low
-upload rate does not narrow it: then something else is the limit (the line, the disk, the cap), and open connections
+The window of concurrent requests is as wide as configured; only SlowDown or an unavailable store narrows it. A low
+upload rate does not narrow it: then something else is the limit (the network, the disk, the cap), and open connections
 cost little. A wider window would break the bounds on memory and connections that the configuration promises. On a slow
-line the parts become smaller instead (`packs_and_parts.py`).
+network the parts become smaller instead (`packs_and_parts.py`).
 """
 
 from collections.abc import Iterator
@@ -33,12 +33,12 @@ from mooring_agent.core.stored.commit import WAIT_FOR_OTHER_COMMITTER_SECONDS
 
 
 def progress_of(checkpoint: Checkpoint, work: WorkId) -> FileProgress:
-    """The file that a piece of work is about."""
+    """Return the file that a piece of work is about."""
     return checkpoint.contributions[work.rank].files[work.path]
 
 
 def store_file(checkpoint: Checkpoint, rank: int, path: str, checksum: int | None) -> None:
-    """A file is stored; `checksum` is None where its parts told theirs, or it is empty."""
+    """Mark a file as stored. `checksum` is None if its parts' checksums are known, or it is empty."""
     contribution = checkpoint.contributions[rank]
     progress = contribution.files[path]
     if progress.stored:
@@ -52,7 +52,7 @@ def store_file(checkpoint: Checkpoint, rank: int, path: str, checksum: int | Non
 
 
 def store_pack(checkpoint: Checkpoint, rank: int, number: int, checksums: tuple[int, ...]) -> None:
-    """A pack is stored, and so are its files."""
+    """Mark a pack and its files as stored."""
     progress = checkpoint.contributions[rank].packs[number]
     progress.stored = True
     for file, checksum in zip(progress.pack.files, checksums, strict=True):
@@ -60,7 +60,7 @@ def store_pack(checkpoint: Checkpoint, rank: int, number: int, checksums: tuple[
 
 
 def take_up_found(checkpoint: Checkpoint, event: Reconciled) -> None:
-    """Only what the store really has counts; the rest is sent again."""
+    """Replace the recorded progress by what the store really has, and queue the rest."""
     # Before the uploads are forgotten: a completed file's checksums are those of its parts.
     for file in event.files:
         store_file(checkpoint, file.rank, file.path, file.checksum)
@@ -81,7 +81,7 @@ def take_up_found(checkpoint: Checkpoint, event: Reconciled) -> None:
 
 
 def send_again(checkpoint: Checkpoint, event: ObjectsLost) -> None:
-    """The store lost objects of ours."""
+    """Queue the objects of ours that the store lost."""
     for rank, path in event.files:
         progress = checkpoint.contributions[rank].files[path]
         checkpoint.durable_bytes -= progress.durable_bytes
@@ -108,26 +108,26 @@ def send_again(checkpoint: Checkpoint, event: ObjectsLost) -> None:
 
 
 def forget_upload(checkpoint: Checkpoint, progress: FileProgress) -> None:
-    """A file begins anew: its multipart upload is gone."""
+    """Forget a file's multipart upload and its parts: the file begins anew."""
     checkpoint.durable_bytes -= progress.durable_bytes
     progress.upload_id = ""
     progress.etags, progress.checksums = {}, {}
 
 
 def is_stale(checkpoint: Checkpoint, work: WorkId) -> bool:
-    """Part of a multipart upload that the store lost meanwhile."""
+    """Whether the work belongs to a multipart upload that is not the file's current one."""
     return bool(work.upload) and progress_of(checkpoint, work).upload_id != work.upload
 
 
 def forget_commit_poll(checkpoint: Checkpoint) -> None:
-    """Look at once, and often again."""
+    """Poll for the commit at once, and begin again with short pauses."""
     work = WorkId(Operation.COMMIT, checkpoint.info.save)
     checkpoint.delayed.pop(work, None)
     checkpoint.attempts.pop(work, None)
 
 
 def stop_sending(checkpoint: Checkpoint) -> None:
-    """Nothing of it waits any more."""
+    """Drop everything of a checkpoint that waits to be sent or retried."""
     checkpoint.pending.clear()
     checkpoint.delayed.clear()
     checkpoint.attempts.clear()
@@ -138,12 +138,12 @@ _LONGEST_COMMIT_POLL_SECONDS: Final = 5.0
 _LONGEST_COMMIT_POLL_WHILE_DRAINING_SECONDS: Final = 0.5
 _LONGEST_RETRY_WHILE_DRAINING_SECONDS: Final = 1.0
 _TIDYING_RETRY_SECONDS: Final = 5.0
-# The store is there, whatever else it says.
+# Errors that show that the store is available.
 _ANSWERS: Final = frozenset({ErrorKind.THROTTLED, ErrorKind.UPLOAD_LOST})
 
 
 def judge_store(state: State, work: WorkId, event: Event) -> None:
-    """Whether the store as a whole is away, by how this piece of work has ended."""
+    """Tell the circuit breaker how a piece of work ended; narrow the window to 1 when the store becomes unavailable."""
     if work.operation in STAYS_HERE or isinstance(event, WorkCancelled):
         return
     if not isinstance(event, WorkFailed) or event.kind in _ANSWERS:
@@ -158,7 +158,7 @@ def judge_store(state: State, work: WorkId, event: Event) -> None:
 
 
 def reset_backoff(state: State) -> None:
-    """Nothing waits for its retry any more: there is no time for that now."""
+    """Make everything that waits for a retry due at once, because the pod is ending."""
     state.breaker.is_over()
     state.window = max(state.window, state.calm_window)
     for checkpoint in state.unfinished():
@@ -170,7 +170,7 @@ def reset_backoff(state: State) -> None:
 def work_failed(state: State, checkpoint: Checkpoint, event: WorkFailed) -> Iterator[Command]:
     work = event.work
     state.failures[event.kind] = state.failures.get(event.kind, 0) + 1
-    # It may have begun an upload all the same.
+    # The failed request may have created an upload all the same.
     checkpoint.may_have_orphans |= work.operation is Operation.CREATE_UPLOAD
     if work.operation in (Operation.RELEASE, Operation.ABANDON):
         state.delay(checkpoint, work, state.now + _TIDYING_RETRY_SECONDS)
@@ -179,7 +179,7 @@ def work_failed(state: State, checkpoint: Checkpoint, event: WorkFailed) -> Iter
         return
     attempt = checkpoint.attempts.get(work, 0) + 1
     delay_seconds = retry_delay_seconds(event.kind, attempt, event.jitter)
-    # Whoever announced waits for the answer and may announce again; nothing is pinned yet that would be lost.
+    # The client waits for the answer and may announce again; nothing is pinned yet that would be lost.
     is_refusal = work.operation is Operation.STAGE and event.kind is ErrorKind.VOLUME_UNUSABLE
     if delay_seconds is None or is_refusal:
         yield Record(event=Failed(at=state.now, save=work.save, kind=event.kind, reason=event.message, hint=event.hint))
@@ -213,7 +213,7 @@ def commit_waits(state: State, checkpoint: Checkpoint, event: CommitWaits) -> No
 
 
 def grow_window(state: State) -> None:
-    """One more part on the wire for each full window that landed; twice as many while the store is just back."""
+    """Grow the window by one for each full window that was stored; double it up to its size before an outage."""
     more = 1.0 if state.window < state.calm_window else 1.0 / state.window
     state.window = min(float(state.settings.transfer.max_concurrency), state.window + more)
     state.storage_error = ""

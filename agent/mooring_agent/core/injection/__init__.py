@@ -1,1 +1,1 @@
-"""The injection: from a pod and its annotations to a JSON Patch, or to the reasons why there is none."""
+"""Turns a pod and its annotations into a JSON Patch, or into the reasons why there is none."""

@@ -1,7 +1,7 @@
-"""From an AdmissionReview of the API server to the answer, by the failure policy.
+"""Answers an AdmissionReview of the API server, following the failure policy.
 
-Owns the answer's form, and that there is always one: a pod that cannot be injected is refused or let through as the
-admin decided, and either way its author reads why. HTTP is the webhook's.
+Owns the form of the answer and ensures that there always is one. A pod that cannot be injected is refused or let
+through, as the admin decided; either way its author can read why. The `webhook` package does the HTTP.
 """
 
 import base64
@@ -32,7 +32,7 @@ _LONGEST_REASON: Final = 1000
 
 
 class Outcome(StrEnum):
-    """What became of a review."""
+    """The result of a review."""
 
     INJECTED = "injected"
     UNCHANGED = "unchanged"
@@ -41,11 +41,11 @@ class Outcome(StrEnum):
     """The pod does not ask for the injection."""
     REFUSED = "refused"
     LET_THROUGH = "let-through"
-    """It asks, cannot be injected, and runs without."""
+    """The pod asks for the injection, cannot have it, and runs without it."""
     FAILED = "failed"
-    """Our own mistake; refused or let through as well."""
+    """Mooring has a bug. The pod is refused or let through as well."""
     MALFORMED = "malformed"
-    """No review of a pod's creation at all."""
+    """The body is no AdmissionReview."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,7 +58,7 @@ class Answer:
 
 
 def answer(review: Any, defaults: InjectionDefaults, failure_policy: FailurePolicy) -> Answer:
-    """`review` is any JSON. Never raises."""
+    """Answer one review. `review` is any JSON. Never raises."""
     request = review.get("request") if isinstance(review, dict) else None
     uid = request.get("uid") if isinstance(request, dict) else None
     if not isinstance(request, dict) or not isinstance(uid, str) or not uid:
@@ -67,7 +67,7 @@ def answer(review: Any, defaults: InjectionDefaults, failure_policy: FailurePoli
     try:
         return _answered(uid, request, pod, defaults, failure_policy)
     except Exception as error:
-        # A mistake of ours must not be worse than a webhook that is down.
+        # A bug of ours must not do more harm than a webhook that is down.
         problem = f"a mistake of Mooring's own, {type(error).__name__}: {error}: please report it"
         answered = _refused(uid, pod, (problem,), failure_policy, code=_INTERNAL_ERROR)
         fields = {**_fields(request), "outcome": Outcome.FAILED, "traceback": traceback.format_exc()}
@@ -101,7 +101,7 @@ def _result(request: Mapping[str, Any], pod: Any, defaults: InjectionDefaults) -
     annotations = _annotations(pod)
     asked = read_annotations(annotations, defaults)
     if isinstance(asked, Skip) and not asked.warning:
-        # Whatever it is, it asks for nothing.
+        # Its shape does not matter: it does not ask for the injection.
         return asked
     if problems := shape_problems(pod):
         return Refusal(problems=problems)
@@ -127,7 +127,7 @@ def _refused(uid: str, pod: Any, problems: tuple[str, ...], failure_policy: Fail
 
 
 def _malformed(uid: str, message: str) -> Answer:
-    """An answer without the uid that was asked for is none to the API server: it does as its failure policy says."""
+    """Refuse a body that is no review. Without the right uid the API server applies its own failure policy."""
     response = {"uid": uid, "allowed": False, "status": {"code": _BAD_REQUEST, "message": message}}
     return Answer(
         review=_review(response),
@@ -151,7 +151,7 @@ def _review(response: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _skip_patch(pod: Any, reason: str) -> tuple[dict[str, Any], ...]:
-    """Says it on the pod, where it can be said."""
+    """Return a patch that writes the reason into an annotation; empty if the pod has no valid shape."""
     if shape_problems(pod):
         return ()
     metadata = present(pod, "metadata", {})
@@ -160,7 +160,7 @@ def _skip_patch(pod: Any, reason: str) -> tuple[dict[str, Any], ...]:
 
 
 def _annotations(pod: Any) -> dict[str, str]:
-    """Those that are texts, of anything."""
+    """Return the annotations whose values are strings. `pod` is any JSON."""
     metadata = pod.get("metadata") if isinstance(pod, dict) else None
     found = metadata.get("annotations") if isinstance(metadata, dict) else None
     texts = found.items() if isinstance(found, dict) else ()
@@ -168,7 +168,7 @@ def _annotations(pod: Any) -> dict[str, str]:
 
 
 def _fields(request: Mapping[str, Any]) -> dict[str, Any]:
-    """Which pod it was: its name is often not known yet."""
+    """Return log fields that identify the pod. It often has no name yet, only a generateName."""
     pod = request.get("object")
     metadata = pod.get("metadata") if isinstance(pod, dict) else None
     named = metadata if isinstance(metadata, dict) else {}

@@ -1,6 +1,6 @@
-"""Every annotation that Mooring knows, once, with the function that parses its value.
+"""The table of all annotations that Mooring knows, and the functions that parse their values.
 
-docs/annotations.md and the suggestion for a misspelled name are made from this table. The agent's settings are
+docs/annotations.md and the suggestions for misspelled names are generated from this table. The agent's settings are
 annotations too, except for those that only the injection can know. Parsers take the stripped text and raise ValueError
 with what to write instead.
 """
@@ -24,7 +24,8 @@ from mooring_api.names import ANNOTATION_PREFIX
 _OBJECT_NAME: Final = re.compile(r"[a-z0-9]([-a-z0-9]{0,251}[a-z0-9])?(\.[a-z0-9]([-a-z0-9]{0,251}[a-z0-9])?){0,20}")
 _KEY: Final = re.compile(r"[-._a-zA-Z0-9]{1,253}")
 LEAST_MEMORY: Final = "128Mi"
-"""Measured: 64Mi ends an agent at its first upload; 96Mi is enough for uploads over TLS beside a hook, and restore."""
+"""Measured: with 64Mi an agent does not survive its first upload; 96Mi is enough for restore, and for uploads over TLS
+while a hook runs."""
 _MOST_USER: Final = 2**31 - 1
 _NOT_OURS: Final = (
     "/dev",
@@ -158,7 +159,7 @@ _SET_BY_THE_INJECTION: Final = frozenset(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AnnotationField:
-    """One annotation of the injection's own. `default` is for people."""
+    """One annotation that is not a setting of the agent. `default` is text for the docs page."""
 
     name: str
     default: str
@@ -269,7 +270,7 @@ WRITTEN_BY_US: Final = (
 
 @cache
 def settings_annotations() -> Mapping[str, SettingField]:
-    """The agent's settings that may be annotations, by key, in the order of docs/settings.md."""
+    """Return the agent's settings that may be annotations, by annotation key, in the order of docs/settings.md."""
     allowed = (setting for setting in setting_fields() if setting.key not in _SET_BY_THE_INJECTION)
     return {annotation_of(setting): setting for setting in allowed}
 
@@ -279,5 +280,5 @@ def annotation_of(setting: SettingField) -> str:
 
 
 def known_keys() -> list[str]:
-    """All that a user may write."""
+    """Return the keys of all annotations that a user may write."""
     return [*(field.key for field in OWN), *settings_annotations()]

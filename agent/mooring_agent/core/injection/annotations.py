@@ -1,6 +1,6 @@
 """Parses a pod's annotations: what they ask for, why nothing is injected, or everything that is wrong with them.
 
-The known annotations and their parsers are in `annotation_table`. The agent's settings are checked as everywhere else.
+The known annotations and their parsers are in `annotation_table`. `core.settings` checks the agent's settings.
 """
 
 import difflib
@@ -30,7 +30,7 @@ _LONGEST_TEXT: Final = 4096
 
 
 def read_annotations(annotations: Mapping[str, str], defaults: InjectionDefaults) -> Injection | Skip | Refusal:
-    """`annotations` are all of the pod's; those of others are none of our business."""
+    """Parse all annotations of a pod. Annotations with another prefix are ignored."""
     written = {field.key for field in WRITTEN_BY_US}
     ours = {key: text for key, text in annotations.items() if key.startswith(ANNOTATION_PREFIX) and key not in written}
     if not ours:
@@ -43,14 +43,14 @@ def read_annotations(annotations: Mapping[str, str], defaults: InjectionDefaults
     reader.problems += _unknown(ours)
     if ANNOTATION_INJECT not in ours:
         reason = f'the pod has {min(ours)}, and nothing is injected without {ANNOTATION_INJECT}: "true"'
-        # One that is mistyped may be the very one that is missing.
+        # A mistyped annotation may be the missing `inject` itself.
         return Refusal(problems=tuple(reader.problems)) if reader.problems else Skip(reason=reason, warning=True)
     injection = _read(reader, defaults)
     return Refusal(problems=tuple(reader.problems)) if reader.problems else injection
 
 
 def default_problems(defaults: InjectionDefaults) -> tuple[str, ...]:
-    """What is wrong with the admin's own decisions: to be said when the webhook starts, not in every user's pod."""
+    """Return what is wrong with the admin's defaults, so that it is reported once, when the webhook starts."""
     least = {ANNOTATION_INJECT: "true", f"{ANNOTATION_PREFIX}destination": "s3://bucket"}
     sizes = {f"{ANNOTATION_PREFIX}memory": defaults.memory}
     if defaults.cpu:
@@ -61,7 +61,7 @@ def default_problems(defaults: InjectionDefaults) -> tuple[str, ...]:
 
 
 class _Reader:
-    """Takes values one after the other and keeps what is wrong with them."""
+    """Parses one annotation at a time and collects the problems."""
 
     def __init__(self, texts: Mapping[str, str]) -> None:
         self.texts = texts
@@ -111,11 +111,14 @@ def _read(reader: _Reader, defaults: InjectionDefaults) -> Injection:
 
 
 def _settings(reader: _Reader, destination: str, grace_seconds: int) -> Mapping[str, str]:
-    """The agent's settings by environment variable, as they were written, once its own parser and checks like them."""
+    """Return the agent's settings by environment variable, as they were written.
+
+    The agent's own parser and checks add their problems to `reader`.
+    """
     readable = reader.texts.keys() - reader.unreadable
     said = {key: setting for key, setting in settings_annotations().items() if key in readable}
     raw: dict[str, Any] = {setting.name: reader.texts[key] for key, setting in said.items()}
-    # What was wrong with these has been said.
+    # Problems of these are reported already, so they get values that pass the checks.
     raw |= {
         "volume": names.POD_VOLUME_PATH,
         "destination": destination or "s3://bucket",
@@ -133,7 +136,7 @@ def _settings(reader: _Reader, destination: str, grace_seconds: int) -> Mapping[
 def _unknown(ours: Mapping[str, str]) -> Iterator[str]:
     known = {key.removeprefix(ANNOTATION_PREFIX): key for key in known_keys()}
     unknown = [name for key in ours if (name := key.removeprefix(ANNOTATION_PREFIX)) not in known]
-    # Compared without what is the same in all of them; and few, for a stranger may send many, and long ones.
+    # The prefix is left out because all share it. Number and length are bounded: a client may send many long names.
     for name in unknown[:_MOST_UNKNOWN]:
         near = difflib.get_close_matches(name[:_LONGEST_NAME], known, 1)
         hint = f"did you mean {known[near[0]]}?" if near else "see docs/annotations.md"
@@ -141,7 +144,10 @@ def _unknown(ours: Mapping[str, str]) -> Iterator[str]:
 
 
 def _is_text(text: str) -> bool:
-    """JSON can escape half a character, of which nothing can be made; and what is too long would fill every message."""
+    """Whether a value is one line of text that can be encoded and is short enough to quote in a message.
+
+    JSON can escape half a surrogate pair, which has no encoding.
+    """
     if len(text) > _LONGEST_TEXT:
         return False
     try:

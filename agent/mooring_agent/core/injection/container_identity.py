@@ -20,7 +20,7 @@ def security_context(
     spec: Mapping[str, Any], trainer: Container, injection: Injection, *, openshift: bool, findings: Findings
 ) -> dict[str, Any]:
     """The securityContext of restore and agent."""
-    # What a container says replaces what the pod says, one by one.
+    # Each field of a container's securityContext replaces that field of the pod's.
     own, of_pod = (present(holder, "securityContext", {}) for holder in (trainer, spec))
     said = {**of_pod, **{key: value for key, value in own.items() if value is not None}}
     user = _user(said, injection, openshift, findings)
@@ -32,24 +32,24 @@ def security_context(
     }
     if user is not None:
         context["runAsUser"] = user
-    # Where the trainer names no group, ours is 0 and the trainer's what its image has for that user, which nobody here
-    # knows. It need not be the same: one user owns what either of them makes, under whatever umask, and fsGroup and
-    # supplementalGroups are the pod's.
+    # If the trainer names no group, ours is 0 and the trainer's comes from its image, which is unknown here. The groups
+    # may differ: the same user owns the files of both, whatever the umask, and fsGroup and supplementalGroups belong to
+    # the pod.
     if said.get("runAsGroup") is not None:
         context["runAsGroup"] = said["runAsGroup"]
     if said.get("runAsNonRoot") or user:
         context["runAsNonRoot"] = True
     elif user == 0 and of_pod.get("runAsNonRoot"):
-        # The trainer's container says otherwise than its pod, and so must ours.
+        # The trainer's container overrides its pod, so ours must as well.
         context["runAsNonRoot"] = False
     if own.get("seLinuxOptions"):
-        # Another label than the trainer's could not open its files.
+        # With another label than the trainer's, a container could not open its files.
         context["seLinuxOptions"] = own["seLinuxOptions"]
     return context
 
 
 def _user(said: Mapping[str, Any], injection: Injection, openshift: bool, findings: Findings) -> int | None:
-    """None: whoever the image or the cluster chooses."""
+    """Return the user id to run as; None leaves the choice to the image or the cluster."""
     user, wanted = said.get("runAsUser"), injection.run_as_user
     if user is not None:
         if wanted not in (None, user):
@@ -70,7 +70,7 @@ def _user(said: Mapping[str, Any], injection: Injection, openshift: bool, findin
     if said.get("runAsNonRoot"):
         findings.warnings.append(f"as whom the trainer runs is unknown, and others cannot reach its agent: {hint}")
         return None
-    # Most images that say nothing run as root.
+    # Most images that name no user run as root.
     findings.warnings.append(
         f"as whom the trainer runs is unknown; unless it is root it cannot reach its agent: {hint}"
     )
@@ -90,14 +90,14 @@ _VARIABLES: Final = (
 
 
 def identity_variables(trainer: Container) -> list[dict[str, Any]]:
-    """Entries of `env`; none where the trainer has no such identity."""
+    """Return the `env` entries of the trainer's cloud identity; none if it has no such identity."""
     if not any(variable(trainer, name) for name in _TOKEN_FILES):
         return []
     return [dict(entry) for name in _VARIABLES if (entry := variable(trainer, name)) is not None]
 
 
 def identity_mounts(trainer: Container) -> list[Mapping[str, Any]]:
-    """The mounts on which the tokens lie, each once."""
+    """Return the mounts that hold the identity's tokens, each once."""
     mounts: list[Mapping[str, Any]] = []
     for name in _TOKEN_FILES:
         path = present(variable(trainer, name) or {}, "value", "")

@@ -17,7 +17,7 @@ POD_SOCKET: Final = f"{names.POD_SOCKET_DIRECTORY}/{names.SOCKET}"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """What both containers are made from. `variables` and `mounts` are those of both."""
+    """What both containers are made from. Both get `variables` and `mounts`."""
 
     image: str
     image_pull_policy: str
@@ -27,14 +27,14 @@ class Plan:
     restore_resources: Mapping[str, Any]
     security_context: Mapping[str, Any]
     autoload: bool
-    """Restore puts the files there that the trainer's Python loads."""
+    """Restore copies the files that the trainer's Python loads."""
     old_volume: bool
-    """The volume may have been another pod's before: a notice found on it is not this pod's."""
+    """Another pod may have used the volume before: a termination notice found on it is not this pod's."""
     serves_metrics: bool
 
 
 def restore_container(plan: Plan) -> dict[str, Any]:
-    """An ordinary init container: the trainer starts when it has ended well."""
+    """Return an ordinary init container: the trainer starts once it has succeeded."""
     args, mounts = ["restore"], [*plan.mounts]
     if plan.autoload:
         args += ["--autoload-to", names.POD_AUTOLOAD_PATH]
@@ -43,20 +43,20 @@ def restore_container(plan: Plan) -> dict[str, Any]:
 
 
 def agent_container(plan: Plan) -> dict[str, Any]:
-    """A sidecar: an init container that Kubernetes ends after the trainer. The last of them."""
+    """Return a sidecar: an init container that Kubernetes ends after the trainer. It is the last init container."""
     args, variables = ["agent"], [*plan.variables]
     if plan.old_volume:
         args.append("--fresh")
     if plan.serves_metrics:
-        # Without a host: every address of the pod, which may have IPv6 ones alone.
+        # Without a host it listens on every address of the pod, which may have only IPv6 ones.
         variables.append({"name": "MOORING_HTTP_ADDRESS", "value": f":{names.POD_METRICS_PORT}"})
     container = {"name": names.AGENT_CONTAINER, **_shared(plan, args, variables, plan.mounts, plan.resources)}
     if plan.serves_metrics:
         container["ports"] = [{"name": "mooring-metrics", "containerPort": names.POD_METRICS_PORT, "protocol": "TCP"}]
-    # SIGTERM comes to a sidecar after the trainer's end only; this is the first the agent hears of the pod's.
+    # A sidecar gets SIGTERM only after the trainer has ended; the preStop hook tells the agent earlier.
     container["lifecycle"] = {"preStop": {"exec": {"command": ["mooring", "terminating"]}}}
     container["restartPolicy"] = "Always"
-    # The trainer starts when the agent answers on its socket. The store is not asked.
+    # The trainer starts when the agent answers on its socket. The probe does not ask the store.
     container["startupProbe"] = {
         "exec": {"command": ["mooring", "ready"]},
         "periodSeconds": 2,
@@ -109,7 +109,7 @@ def plan_of(
     grace_seconds: int,
     findings: Findings,
 ) -> Plan:
-    """`attempt` is an entry of `env`, the trainer's too."""
+    """Plan both containers. `attempt` is an entry of `env`, the same as the trainer's."""
     metadata, spec = present(pod, "metadata", {}), pod["spec"]
     texts = {
         names.ENV_DESTINATION: injection.destination,
@@ -129,7 +129,7 @@ def plan_of(
         image_pull_policy=defaults.image_pull_policy,
         variables=[
             *(identity_variables(trainer) if has_identity else []),
-            # Of a variable without text the API server keeps the name alone.
+            # The API server drops an empty value and keeps the name alone.
             *({"name": name, "value": text} if text else {"name": name} for name, text in texts.items()),
             *([attempt] if attempt else []),
             *_own_name(spec, injection, findings),
@@ -151,14 +151,14 @@ def plan_of(
 
 
 def _beside(place: CheckpointPlace, mounts: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    """Those that are not the checkpoints' own: a path may be mounted once."""
+    """Return `mounts` without the one at the checkpoints' path: a path may be mounted only once."""
     return [mount for mount in mounts if plain(mount["mountPath"]) != place.mount_path]
 
 
 def attempt_entry(
     metadata: Mapping[str, Any], trainer: Container, injection: Injection, findings: Findings
 ) -> Mapping[str, Any] | None:
-    """By the annotation, else as the trainer has it already, else by the job's labels."""
+    """Return the attempt's `env` entry: from the annotation, else the trainer's own, else from the job's labels."""
     said = injection.attempt
     if not said and (entry := variable(trainer, names.ENV_ATTEMPT)):
         if "$(" in present(entry, "value", ""):
@@ -172,7 +172,7 @@ def attempt_entry(
 
 
 def _own_name(spec: Mapping[str, Any], injection: Injection, findings: Findings) -> list[dict[str, Any]]:
-    """Entries of `env` by which the agent finds its own pod, where it shall tell Kubernetes of checkpoints."""
+    """Return the `env` entries that identify the agent's pod, if it is to report checkpoints to Kubernetes."""
     if _CLUSTER_EVENTS not in injection.settings:
         return []
     if spec.get("automountServiceAccountToken") is False:
@@ -204,7 +204,7 @@ def _place_texts(metadata: Mapping[str, Any], place: CheckpointPlace) -> dict[st
     if place.limit_bytes:
         texts["MOORING_SIZE_LIMIT_BYTES"] = str(place.limit_bytes)
     if not place.on_node_disk:
-        # Kubelet's threshold is for the node's own disk.
+        # Kubelet's eviction threshold applies to the node's own disk only.
         texts[_EVICTION_THRESHOLD] = "0"
     return texts
 

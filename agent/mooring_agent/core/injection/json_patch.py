@@ -1,21 +1,21 @@
-"""The difference of two JSON values as a JSON Patch (RFC 6902), made to be read by people.
+"""Computes the difference of two JSON values as a JSON Patch (RFC 6902) that people can read.
 
-Owns the comparison only. Items of a list that have a `mountPath` or a `name` are the same item in both lists when these
-agree, so what is put between them is one `add`, and what changes in one of them is said inside it. The time it takes
-grows with the lists' lengths, not with their product: a webhook compares what strangers send.
+List items with the same `mountPath` or `name` count as the same item, so an inserted item is one `add`, and a change
+within an item is an operation inside it. The time grows with the sum of the lists' lengths, not with their product,
+because a webhook compares untrusted input.
 """
 
 from collections.abc import Iterator
 from typing import Any, Final
 
 Operation = dict[str, Any]
-"""`op`, `path` and, unless something is removed, `value`."""
+"""Has `op`, `path` and, unless it removes, `value`."""
 
 _IDENTITIES: Final = ("mountPath", "name")
 
 
 def difference(before: Any, after: Any, path: str = "") -> Iterator[Operation]:
-    """Operations that turn `before` into `after`, in the order in which they apply."""
+    """Yield the operations that turn `before` into `after`, in the order in which they apply."""
     if before is after:
         return
     if isinstance(before, dict) and isinstance(after, dict):
@@ -39,7 +39,7 @@ def _of_objects(before: dict[str, Any], after: dict[str, Any], path: str) -> Ite
 
 
 def _of_lists(before: list[Any], after: list[Any], path: str) -> Iterator[Operation]:
-    """Goes through both at once; what stands in another order is removed and added again."""
+    """Compare two lists in one pass. Items whose order changed are removed and added again."""
     kept = set(map(_identity, after))
     at = 0
     for index, value in enumerate(after):

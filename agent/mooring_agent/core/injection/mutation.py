@@ -3,7 +3,7 @@
 Owns the order of things in a pod and the rule that nothing the user wrote is lost or changed; only
 terminationGracePeriodSeconds is raised. Every step ensures something rather than adds it: a complete pod gets an empty
 patch, and a pod from which another webhook took something gets it back. What other webhooks add to the injected
-containers stays; what they removed or changed is restored, except for cluster-wide decisions such as image registries
+containers stays. What they removed or changed is restored, except for cluster-wide decisions such as image registries
 and container sizes.
 """
 
@@ -32,15 +32,15 @@ from mooring_api import names
 
 _THE_CLUSTERS: Final = frozenset({"image", "imagePullPolicy", "resources"})
 _MERGED: Final = frozenset({"securityContext"})
-"""Objects of which every key counts by itself."""
+"""Objects that are merged key by key."""
 _NAMED: Final = {"env": "name", "volumeMounts": "mountPath", "ports": "containerPort"}
-"""Lists of which every item counts by itself, and what tells one item from another."""
+"""Lists that are merged item by item, and the key that identifies an item."""
 
 
 def ensured(existing: Mapping[str, Any], wanted: Mapping[str, Any], *, as_before: bool) -> dict[str, Any]:
-    """`existing` with all that is in `wanted`; once more changes nothing more.
+    """Return `existing` with everything in `wanted`. Idempotent.
 
-    `as_before`: `existing` was made as `wanted` is, so what the cluster decides is not taken back from it.
+    `as_before`: `existing` was made from the same plan as `wanted`, so it keeps what the cluster decided.
     """
     kept = {key for key in _THE_CLUSTERS & existing.keys() if as_before and existing[key]}
     return {
@@ -55,7 +55,7 @@ def _ensured(key: str, existing: Any, wanted: Any) -> Any:
     if key in _NAMED and isinstance(existing, list):
         identity = _NAMED[key]
         ours = {item[identity] for item in wanted}
-        # Ours first and in our order: a variable may refer to one before it.
+        # Ours come first and in our order: a variable may refer to one before it.
         return [*wanted, *(item for item in existing if item.get(identity) not in ours)]
     return wanted
 
@@ -65,7 +65,7 @@ _HASH_LENGTH: Final = 12
 
 
 def mutate(pod: Pod, injection: Injection, defaults: InjectionDefaults) -> Mutation | Refusal:
-    """`pod` as JSON, of any shape. The patch is the whole difference and applies to `pod`."""
+    """Return the patch that injects Mooring into `pod`, or all reasons against it. `pod` is JSON of any shape."""
     problems = shape_problems(pod)
     if problems:
         return Refusal(problems=problems)
@@ -77,10 +77,11 @@ def mutate(pod: Pod, injection: Injection, defaults: InjectionDefaults) -> Mutat
 
 
 def _changed(pod: Pod, injection: Injection, defaults: InjectionDefaults, findings: Findings) -> dict[str, Any] | None:
-    """The pod with everything; None where `findings` say why not."""
+    """Return the injected pod; None if `findings` say why there is none."""
     metadata, spec = present(pod, "metadata", {}), pod["spec"]
     made_before = present(metadata, "annotations", {}).get(names.ANNOTATION_INJECTED)
-    # The annotation alone says nothing: anybody can write it, and what bears our names would then be taken for ours.
+    # The annotation alone proves nothing: anybody can write it, and foreign containers with our names would pass as
+    # ours.
     injected = made_before is not None and _has_ours(spec)
     findings.problems += impossible(spec, injection, injected=injected)
     trainer = find_trainer(metadata, spec, injection.container, findings)
@@ -132,7 +133,7 @@ def _new_trainer(
     injected: bool,
     findings: Findings,
 ) -> dict[str, Any]:
-    # Whoever may write there could put a socket of its own in the agent's place. Connecting writes nothing.
+    # Read-only, so that the trainer cannot replace the agent's socket. Connecting needs no write access to the mount.
     mounts = [place.mount, {**volumes.SOCKET_MOUNT, "readOnly": True}]
     if injection.autoload:
         mounts.append({**volumes.AUTOLOAD_MOUNT, "readOnly": True})
@@ -155,10 +156,11 @@ def _new_trainer(
 def _containers(
     spec: Mapping[str, Any], trainer: Container, new_trainer: dict[str, Any], plan: Plan, *, as_before: bool
 ) -> dict[str, Any]:
-    """Both lists. Ours are the last init containers: restore needs what the others made, and sidecars are ended in
-    reverse order, so that the agent still has the network that another one gives it.
+    """Return `initContainers` and `containers` with ours.
 
-    `as_before`: what is there was made from the same plan, so what differs now was changed by somebody else.
+    Ours are the last init containers: restore needs what the others made, and sidecars end in reverse order, so the
+    agent still has the network that another sidecar provides. `as_before`: our containers in the pod were made from
+    the same plan, so somebody else made any difference.
     """
     there = {one["name"]: one for one in present(spec, "initContainers", []) if one.get("name") in OURS}
     ours = (
@@ -176,6 +178,6 @@ def _has_ours(spec: Mapping[str, Any]) -> bool:
 
 
 def _made(plan: Plan) -> str:
-    """The version that injected, and a hash of what: whoever looks at a pod sees whether two were made alike."""
+    """Return the version that injects and a hash of both containers, which shows whether two pods were made alike."""
     made = json.dumps([restore_container(plan), agent_container(plan)], sort_keys=True)
     return f"{__version__} {hashlib.sha256(made.encode()).hexdigest()[:_HASH_LENGTH]}"

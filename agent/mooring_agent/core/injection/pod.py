@@ -1,7 +1,7 @@
 """Reads a pod as the injection sees it: its shape, its quantities, and which container trains.
 
-The API server sends real pods only, but other clients may call the webhook: code behind `pod_shape` may take the shape
-for granted. Null is the same as absent, as in Kubernetes. All findings are reported together, not one at a time.
+The API server sends only real pods, but other clients may call the webhook. `shape_problems` checks the shape first;
+everything that runs after it relies on that. Null means absent, as in Kubernetes. All findings are reported together.
 """
 
 import re
@@ -15,14 +15,14 @@ from mooring_api.names import AGENT_CONTAINER, ANNOTATION_PREFIX, RESTORE_CONTAI
 
 @dataclass(slots=True, kw_only=True)
 class Findings:
-    """`problems` forbid the injection. Each text says what is the matter and, after it, what to do about it."""
+    """What the injection found. `problems` forbid it. Each text says what is wrong, then what to do about it."""
 
     problems: list[str] = field(default_factory=list)
     warnings: list[str] = field(default_factory=list)
 
 
 Shape = type | tuple["Shape"] | dict[str, "Shape"]
-"""A type; (of,) for a list; {} by key for an object, where "*" is every other key."""
+"""A type; a 1-tuple for a list of that shape; a dict by key for an object, where "*" stands for every other key."""
 
 _NUMBER_OR_TEXT: Final = object
 _SECURITY: Final[Shape] = {"runAsUser": int, "runAsGroup": int, "runAsNonRoot": bool, "seLinuxOptions": {"*": str}}
@@ -65,7 +65,7 @@ _SHOWN: Final = 5
 
 
 def shape_problems(pod: Any) -> tuple[str, ...]:
-    """What of `pod` is not shaped like a pod; nothing for a pod."""
+    """Return where `pod` is not shaped like a pod; empty if it is."""
     problems = list(_problems(pod, _POD, "the pod"))
     if not problems and not present(present(pod, "spec", {}), "containers", []):
         problems.append("the pod has no containers")
@@ -73,7 +73,7 @@ def shape_problems(pod: Any) -> tuple[str, ...]:
 
 
 def present(value: Mapping[str, Any], key: str, otherwise: Any) -> Any:
-    """What is at `key`, and `otherwise` where nothing or null is."""
+    """Return the value at `key`, or `otherwise` if it is absent or null."""
     found = value.get(key)
     return otherwise if found is None else found
 
@@ -105,12 +105,12 @@ _SUFFIXES: Final = {
     **{suffix: Decimal(1000) ** power for power, suffix in enumerate("kMGTPE", 1)},
     **{f"{suffix}i": Decimal(1024) ** power for power, suffix in enumerate("KMGTPE", 1)},
 }
-# Two digits of an exponent are more than any machine has.
+# Two digits of an exponent cover more than any machine has.
 _QUANTITY: Final = re.compile(r"([+-]?(?:\d{1,30}(?:\.\d{0,30})?|\.\d{1,30}))(?:[eE]([+-]?\d{1,2})|([a-zA-Z]{0,2}))")
 
 
 def parse_quantity(value: object) -> Decimal:
-    """`value` as JSON has it, a text or a number. Raises ValueError."""
+    """Parse a Kubernetes quantity, a string or a number in JSON. Raises ValueError."""
     text = str(value) if isinstance(value, str | int | float) and not isinstance(value, bool) else ""
     match = _QUANTITY.fullmatch(text)
     if not match or (match[3] or "") not in _SUFFIXES:
@@ -120,7 +120,7 @@ def parse_quantity(value: object) -> Decimal:
 
 
 def quantity_or_nothing(value: object) -> Decimal:
-    """0 for nothing, and for what the API server will refuse."""
+    """Parse a quantity; 0 if there is none, or if it is invalid: the API server will refuse it."""
     try:
         return parse_quantity(value)
     except ValueError:
@@ -131,18 +131,20 @@ Container = Mapping[str, Any]
 
 OURS: Final = frozenset({RESTORE_CONTAINER, AGENT_CONTAINER})
 MESH_PROXIES: Final = frozenset({"istio-proxy", "linkerd-proxy"})
-"""What a mesh's webhook, which may run before ours, adds to a pod."""
+"""Containers that a service mesh's webhook adds to a pod, perhaps before ours runs."""
 _DEFAULT_CONTAINER: Final = "kubectl.kubernetes.io/default-container"
 _LISTED: Final = 20
 USUAL_NAMES: Final = ("node", "trainer", "pytorch")
-"""What Kubeflow Trainer and its PyTorchJob call theirs, and what people do."""
+"""Names that Kubeflow Trainer, its PyTorchJob, and users give to the container that trains."""
 
 
 def find_trainer(
     metadata: Mapping[str, Any], spec: Mapping[str, Any], wanted: str, findings: Findings
 ) -> Container | None:
-    """The container that trains: the one that is `wanted`, else the only one, else the one with a usual name, else the
-    one that kubectl takes. None: `findings` say why."""
+    """Return the container that trains; None if `findings` say why there is none.
+
+    It is the `wanted` one, else the only one, else the only one with a usual name, else kubectl's default container.
+    """
     containers = {container.get("name") or "": container for container in others(spec, "containers")}
     if wanted:
         if wanted not in containers:
@@ -170,33 +172,33 @@ def _listed(containers: Iterable[str]) -> str:
 
 
 def others(spec: Mapping[str, Any], key: str) -> Iterator[Container]:
-    """The containers at `key` that are not ours, in their order."""
+    """Return the containers at `key` that are not ours, in their order."""
     return (container for container in present(spec, key, []) if container.get("name") not in OURS)
 
 
 def variable(container: Container, name: str) -> Mapping[str, Any] | None:
-    """The entry of `env` that counts: the last of that name."""
+    """Return the entry of `env` that takes effect: the last of that name."""
     found = [entry for entry in present(container, "env", []) if entry.get("name") == name]
     return found[-1] if found else None
 
 
 def value_of(container: Container, name: str) -> str | None:
-    """The text of a variable where the pod itself has it; None where there is none, or another object has it."""
+    """Return a variable's text if the pod holds it; None if it is absent or comes from another object."""
     entry = variable(container, name)
     return None if entry is None or entry.get("valueFrom") else present(entry, "value", "")
 
 
 def mount_above(mounts: Iterable[Mapping[str, Any]], path: str) -> Mapping[str, Any] | None:
-    """The mount on which `path` lies: of all at it or above it, the nearest."""
+    """Return the mount on which `path` lies: the nearest one at or above it."""
     above = [mount for mount in mounts if is_at_or_below(path, present(mount, "mountPath", ""))]
     return max(above, key=lambda mount: len(plain(mount["mountPath"])), default=None)
 
 
 def is_at_or_below(path: str, folder: str) -> bool:
-    """Both absolute. Nothing counts as below the root: it is the image's."""
+    """Whether `path` lies in `folder`; both are absolute. Nothing counts as below the root, which is the image's."""
     return bool(plain(folder)) and f"{plain(path)}/".startswith(f"{plain(folder)}/")
 
 
 def plain(path: str) -> str:
-    """Without what means nothing in a path, the last slash too; empty for the root."""
+    """Return the path without `.`, repeated slashes and the last slash; empty for the root."""
     return "".join(f"/{part}" for part in path.split("/") if part not in ("", "."))

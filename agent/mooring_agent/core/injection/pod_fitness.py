@@ -1,7 +1,7 @@
-"""What in a pod forbids the injection, what its author may not have meant, and the pod's place in its job.
+"""Finds what forbids injecting a pod, what its author may not intend, and the pod's index and attempt in its job.
 
-The place comes from labels: the variables by which launchers identify a rank reach only the trainer's container, and
-often only when it starts.
+Index and attempt come from labels: the variables by which launchers identify a rank reach only the trainer's container,
+and often only when it starts.
 """
 
 from collections.abc import Iterator, Mapping
@@ -23,12 +23,12 @@ _STATEFUL_SET: Final = "apps.kubernetes.io/"
 
 
 def node_rank(metadata: Mapping[str, Any]) -> int | None:
-    """0 in exactly one pod of the job, which is what matters; None where nothing says it."""
+    """Return the pod's index in its job; None if nothing tells it. Exactly one pod of a job has 0."""
     labels = present(metadata, "labels", {})
     completion = _index(present(metadata, "annotations", {}), _COMPLETION_INDEX)
     if completion is None:
         completion = _index(labels, _COMPLETION_INDEX)
-    # Not job-global-index: of a TrainJob's initializers, which come first, none has an agent.
+    # Not job-global-index: it counts a TrainJob's initializers first, and these have no agent.
     job = _index(labels, f"{_JOBSET}job-index")
     if job is not None:
         return job + (completion or 0)
@@ -43,7 +43,10 @@ def node_rank(metadata: Mapping[str, Any]) -> int | None:
 
 
 def attempt(metadata: Mapping[str, Any]) -> str:
-    """Unique to one start of the job and the same on all its pods. Empty where nothing says it: no pin then."""
+    """Return an id that is unique to one start of the job and the same on all its pods.
+
+    Empty if no label tells it; the run then has no resume pin.
+    """
     labels = present(metadata, "labels", {})
     uid, restart = labels.get(f"{_JOBSET}jobset-uid"), _index(labels, f"{_JOBSET}restart-attempt")
     if not uid or restart is None:
@@ -55,12 +58,12 @@ def attempt(metadata: Mapping[str, Any]) -> str:
 
 
 def is_one_of_many(metadata: Mapping[str, Any]) -> bool:
-    """Whether there may be other pods like this one at the same time."""
+    """Whether other pods like this one may run at the same time."""
     return node_rank(metadata) is not None
 
 
 def _replica(labels: Mapping[str, str]) -> int | None:
-    """Of Kubeflow's training operator. Where there is no master, it calls the first worker so by its role."""
+    """Return the index by Kubeflow's training operator, whose role label makes worker 0 the master if there is none."""
     index = _index(labels, f"{_TRAINING}replica-index")
     if index is None:
         return None
@@ -89,19 +92,22 @@ _IN_OUR_IMAGE: Final = (
     "/usr/local/lib",
     "/usr/sbin",
 )
-"""What restore and agent start from, see Dockerfile.agent. The trainer's image may have nothing there."""
+"""Folders that restore and agent need to start, see Dockerfile.agent. The trainer's image may have nothing there."""
 _OPEN: Final = "or use a bucket with the pod's workload identity, which the trainer has too"
 
 
 def impossible(spec: Mapping[str, Any], injection: Injection, *, injected: bool) -> Iterator[str]:
-    """What forbids it whatever else the pod is. `injected`: it was injected before, so our names in it are ours."""
+    """Yield what forbids the injection wherever checkpoints go.
+
+    `injected`: the pod was injected before, so containers and volumes with our names are ours.
+    """
     of_node = present(spec, "nodeSelector", {})
     if present(spec, "os", {}).get("name") == "windows" or of_node.get("kubernetes.io/os") == "windows":
         yield f"Mooring runs on Linux alone: remove {ANNOTATION_INJECT} from this Windows pod"
     shared = next((key for key in ("shareProcessNamespace", "hostPID") if spec.get(key)), None)
     kept = _kept_from_the_trainer(injection)
     if shared and kept:
-        # Of a process that it sees, a trainer of the same user reads every file below /proc/PID/root.
+        # A trainer that sees the agent's processes, and runs as the same user, can read their files in /proc/PID/root.
         yield f"with {shared} the trainer could reach {kept} through the agent's processes: remove {shared}, {_OPEN}"
     if injected:
         return
@@ -116,14 +122,14 @@ def impossible(spec: Mapping[str, Any], injection: Injection, *, injected: bool)
 
 
 def _kept_from_the_trainer(injection: Injection) -> str:
-    """What agent and restore mount and the trainer does not; empty where that is nothing."""
+    """Name what agent and restore mount and the trainer must not reach; empty if there is nothing."""
     if injection.claim:
         return f"the claim {injection.claim.name} of the destination"
     return f"the Secret {injection.credentials}" if injection.credentials else ""
 
 
 def unfit(place: CheckpointPlace, injection: Injection) -> Iterator[str]:
-    """What cannot be in this place."""
+    """Yield why checkpoints, or temporary files, cannot be in this place."""
     hidden = next((path for path in _IN_OUR_IMAGE if _overlap(path, place.mount_path)), None)
     if hidden:
         yield (
@@ -142,7 +148,7 @@ def _overlap(one: str, other: str) -> bool:
 
 
 def doubtful(metadata: Mapping[str, Any], spec: Mapping[str, Any], place: CheckpointPlace) -> Iterator[str]:
-    """What works, and may not be what the user means."""
+    """Yield what works but may not be what the user intends."""
     if place.outlives_pod and is_one_of_many(metadata):
         yield (
             f"checkpoints lie on the volume {place.volume}: pods that run at the same time must not share it; "

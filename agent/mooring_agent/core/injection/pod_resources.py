@@ -1,7 +1,7 @@
-"""What restore and agent request and are limited to, so that the pod stays of the class that it is.
+"""Chooses requests and limits of restore and agent that keep the pod's QoS class.
 
-Kubernetes derives a pod's class from its containers' CPU and memory, ours among them: Guaranteed where requests are
-limits, BestEffort where nobody says anything, else Burstable.
+Kubernetes derives a pod's class from the CPU and memory of all its containers, including ours: Guaranteed if all
+requests equal the limits, BestEffort if there are none, else Burstable.
 """
 
 from collections.abc import Iterator, Mapping
@@ -16,7 +16,7 @@ from mooring_agent.core.injection.volumes import ephemeral_limit
 REQUESTED_CPU: Final = "250m"
 GUARANTEED_CPU: Final = "500m"
 _EPHEMERAL_STORAGE: Final = "128Mi"
-"""For logs: our containers write nothing else outside of volumes."""
+"""For logs: our containers write nothing else outside volumes."""
 _COUNTED: Final = ("cpu", "memory")
 
 
@@ -29,7 +29,7 @@ class QosClass(StrEnum):
 
 
 def qos_class(spec: Mapping[str, Any]) -> QosClass:
-    """Of the user's containers [k/k pkg/apis/core/v1/helper/qos, ComputePodQOS]."""
+    """Return the QoS class of the user's containers [k/k pkg/apis/core/v1/helper/qos, ComputePodQOS]."""
     requests, limits = dict.fromkeys(_COUNTED, Decimal(0)), dict.fromkeys(_COUNTED, Decimal(0))
     all_limited = True
     for container in (*others(spec, "containers"), *others(spec, "initContainers")):
@@ -43,7 +43,7 @@ def qos_class(spec: Mapping[str, Any]) -> QosClass:
 
 
 def _said(container: Container) -> Iterator[tuple[str, Decimal, Decimal]]:
-    """Name, request and limit; 0 for nothing. A request that nobody says is the limit."""
+    """Yield name, request and limit of CPU and memory; 0 for none. A missing request equals the limit."""
     resources = present(container, "resources", {})
     requests, limits = present(resources, "requests", {}), present(resources, "limits", {})
     for name in _COUNTED:
@@ -57,12 +57,13 @@ def _said(container: Container) -> Iterator[tuple[str, Decimal, Decimal]]:
 def agent_resources(
     spec: Mapping[str, Any], injection: Injection, defaults: InjectionDefaults, findings: Findings
 ) -> dict[str, Any]:
-    """Empty where ours say nothing. An amount that somebody asked for is request and limit."""
+    """Return the agent's requests and limits; empty for none. An amount that is asked for is both request and limit."""
     requests: dict[str, str] = {}
     limits: dict[str, str] = {}
     of_pod = present(spec, "resources", {})
     if any(present(of_pod, key, {}) for key in ("requests", "limits")):
-        # Of its limits the API server makes its requests, from containers' too: by then nobody sees who said what.
+        # The API server derives the pod's requests from its limits and its containers. Afterwards nobody can tell
+        # which of them the user wrote.
         findings.warnings.append(
             "the pod has resources of its own: the agent takes its share of them, without a request or limit of its own"
         )
@@ -77,19 +78,22 @@ def agent_resources(
                 limits = {"cpu": cpu, "memory": injection.memory or defaults.memory}
                 requests = dict(limits)
             case QosClass.BURSTABLE:
-                # A limit on CPU would hold the drain back, on a node that may have nothing else to do then.
+                # A CPU limit would slow the drain, on a node that may be idle by then.
                 cpu = injection.cpu or defaults.cpu
                 limits = {**({"cpu": cpu} if cpu else {}), "memory": injection.memory or defaults.memory}
                 requests = {"cpu": cpu or REQUESTED_CPU, "memory": limits["memory"]}
     if ephemeral_limit(spec):
-        # None where nobody has one: it would be the whole pod's, checkpoints included.
+        # If no container has such a limit, ours would become the whole pod's, including the checkpoints.
         requests["ephemeral-storage"] = limits["ephemeral-storage"] = _EPHEMERAL_STORAGE
     return {key: amounts for key, amounts in (("requests", requests), ("limits", limits)) if amounts}
 
 
 def with_the_trainers_memory(resources: Mapping[str, Any], trainer: Container) -> Mapping[str, Any]:
-    """Of restore, which brings a checkpoint into memory that is its own until it ends, and ends before the trainer
-    begins: so the pod as a whole needs no more than it does anyway."""
+    """Return restore's resources, with the trainer's memory where that is more, and no memory limit if it has none.
+
+    A checkpoint in an emptyDir in memory counts as restore's memory until restore ends. It ends before the trainer
+    begins, so the pod as a whole needs no more memory.
+    """
     if "memory" not in resources.get("limits", {}):
         return resources
     of_trainer = present(trainer, "resources", {})

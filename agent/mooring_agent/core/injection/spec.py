@@ -1,6 +1,6 @@
-"""What an injection is made of: what the cluster's admin decided, what a pod's annotations ask for, and the answers.
+"""The values of an injection: what the cluster's admin decided, what a pod's annotations ask for, and the results.
 
-Owns values only. `core.injection.annotations` reads them, `core.injection.mutation` turns them into a patch,
+`core.injection.annotations` reads them, `core.injection.mutation` turns them into a patch, and
 `core.injection.admission_review` answers the API server with them.
 """
 
@@ -14,11 +14,11 @@ from mooring_agent.core.injection.json_patch import Operation
 from mooring_api.names import POD_DESTINATION_PATH
 
 Pod = Mapping[str, Any]
-"""A pod as JSON, as the AdmissionReview has it: a name may be missing, of a generated one there is the beginning."""
+"""A pod as JSON in an AdmissionReview. Its name may be missing; it then has a generateName."""
 
 
 class FailurePolicy(StrEnum):
-    """What becomes of a pod that asked for the injection and cannot have it. The values are Kubernetes' own."""
+    """What happens to a pod that asks for the injection and cannot have it. The values are Kubernetes' own."""
 
     FAIL = "Fail"
     IGNORE = "Ignore"
@@ -26,33 +26,36 @@ class FailurePolicy(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class InjectionDefaults:
-    """What the admin decided for all pods. `annotations` count where a pod has none of that name."""
+    """What the admin decided for all pods. `annotations` apply if a pod has none of that name."""
 
     image: str
     image_pull_policy: str = "IfNotPresent"
     openshift: bool = False
     grace_seconds: int = 120
     cpu: str = ""
-    """Request and limit; empty: by the pod's class, see `pod_resources`."""
+    """Request and limit; empty: depends on the pod's QoS class, see `pod_resources`."""
     memory: str = "256Mi"
     annotations: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Claim:
-    """The part of a PersistentVolumeClaim that checkpoints go to; `path` is relative, and empty for all of it."""
+    """The part of a PersistentVolumeClaim that checkpoints go to. `path` is relative; empty for the whole claim."""
 
     name: str
     path: str = ""
 
     @property
     def mount_path(self) -> str:
-        """In agent and restore. Another for another claim or path: a volume remembers whose checkpoints it has."""
+        """The mount path in agent and restore.
+
+        It differs for each claim and path, because a volume remembers the destination of its checkpoints.
+        """
         return "/".join(part for part in (POD_DESTINATION_PATH, self.name, self.path) if part)
 
 
 class CaSource(StrEnum):
-    """Kinds of objects a CA bundle may come from."""
+    """The kinds of objects that a CA bundle may come from."""
 
     CONFIG_MAP = "configmap"
     SECRET = "secret"  # noqa: S105 - the kind of an object
@@ -69,10 +72,10 @@ class CaBundle:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Injection:
-    """Everything that a pod's annotations ask for, checked. Empty text and None: nothing was said.
+    """Everything that a pod's annotations ask for, checked. An empty string or None means not given.
 
-    `settings` are the agent's, by environment variable, in the order of docs/settings.md; `destination` is as the
-    agent is told it. `cpu`, `memory` and `size_limit` are Kubernetes' quantities.
+    `settings` are the agent's, by environment variable, in the order of docs/settings.md. `destination` is the value
+    that the agent gets. `cpu`, `memory` and `size_limit` are Kubernetes quantities.
     """
 
     destination: str
@@ -103,14 +106,14 @@ class Skip:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Refusal:
-    """The pod asks for an injection that cannot be made: all that is wrong, each with what to do about it."""
+    """The pod asks for an injection that cannot be made. Each problem says what to do about it."""
 
     problems: tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Mutation:
-    """What to change in the pod, and what its author should know. An empty patch: the pod is as it should be."""
+    """What to change in the pod, and what its author should know. With an empty patch the pod is already complete."""
 
     patch: tuple[Operation, ...]
     warnings: tuple[str, ...] = ()

@@ -1,7 +1,7 @@
-"""What the injection adds to the container that trains: mounts and variables, and nothing else.
+"""Adds mounts and variables to the container that trains.
 
-Nothing that the user wrote is removed or changed, but a PYTHONPATH that autoload goes before. Our variables stand
-first: the user's may refer to them, and ours refer to none.
+Nothing that the user wrote is removed or changed, except that autoload puts its folder at the start of PYTHONPATH. Our
+variables come first: the user's may refer to them, and ours refer to none.
 """
 
 from collections.abc import Mapping, Sequence
@@ -25,7 +25,10 @@ def trainer_variables(
     grace_seconds: int,
     temporary_files: bool,
 ) -> list[dict[str, Any]]:
-    """Entries of `env`; `attempt` is one. `temporary_files`: on the checkpoints' volume."""
+    """Return the `env` entries for the trainer; `attempt` is one.
+
+    `temporary_files`: set TMPDIR to the checkpoints' volume.
+    """
     shutdown_seconds = max(_SHUTDOWN_LEAST_SECONDS, grace_seconds - _SHUTDOWN_RESERVE_SECONDS)
     entries: list[dict[str, Any]] = [
         {"name": names.ENV_VOLUME, "value": place.mount_path},
@@ -52,9 +55,9 @@ def changed_trainer(
     injected: bool,
     findings: Findings,
 ) -> dict[str, Any]:
-    """The trainer with `variables` and `mounts`; `python_path` is the folder of autoload, empty without it.
+    """Return the trainer with `variables` and `mounts`. `python_path` is autoload's folder; empty without autoload.
 
-    `injected`: the pod was injected before, so what differs from ours is ours of then.
+    `injected`: the pod was injected before, so a differing variable of ours is from then and is replaced.
     """
     entries = list(present(trainer, "env", []))
     missing = []
@@ -94,7 +97,7 @@ def _same(found: Mapping[str, Any], wanted: Mapping[str, Any]) -> bool:
 def _python_path(
     trainer: Container, folder: str, entries: list[dict[str, Any]], findings: Findings
 ) -> list[dict[str, Any]]:
-    """The variable if there is none; else the user's gets the folder before what it has."""
+    """Return PYTHONPATH if the trainer has none; else put the folder at the start of the one in `entries`."""
     found = variable(trainer, "PYTHONPATH")
     if found is None:
         where = "image or envFrom has" if present(trainer, "envFrom", []) else "image has"

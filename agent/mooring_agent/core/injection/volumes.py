@@ -1,4 +1,4 @@
-"""Where checkpoints are in a pod, and the volumes that the injection adds.
+"""Chooses where checkpoints are in a pod, and adds the volumes.
 
 Checkpoints go to a volume that the user already mounts, or else to an emptyDir that the injection adds. The volume is
 mounted whole and once, at the same path in trainer, restore and agent: hard links do not cross mounts, and a subPath
@@ -30,7 +30,10 @@ _DIRECTORY_ANNOTATION: Final = f"{ANNOTATION_PREFIX}checkpoint-directory"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckpointPlace:
-    """`added`: the volume that the pod does not have yet. `limit_bytes`: what the volume may grow to; 0: no limit."""
+    """Where checkpoints go in a pod.
+
+    `added` is the volume if the pod does not have it yet. `limit_bytes` is what the volume may grow to; 0: no limit.
+    """
 
     volume: str
     mount_path: str
@@ -38,10 +41,10 @@ class CheckpointPlace:
     added: Mapping[str, Any] | None = None
     limit_bytes: int = 0
     on_node_disk: bool = True
-    """Kubelet evicts when the node's own disk fills up, and only this volume is on it."""
+    """The volume is on the node's own disk, and kubelet evicts the pod when that fills up."""
     outlives_pod: bool = False
     in_memory: bool = False
-    """What a container writes there counts as memory of its own."""
+    """What a container writes there counts as its own memory."""
 
     @property
     def mount(self) -> dict[str, Any]:
@@ -51,7 +54,7 @@ class CheckpointPlace:
 def find_place(
     spec: Mapping[str, Any], trainer: Container, injection: Injection, findings: Findings
 ) -> CheckpointPlace | None:
-    """None: there is none, and `findings` say why."""
+    """Return where checkpoints go; None if `findings` say why there is no such place."""
     directory = injection.checkpoint_directory or f"{POD_VOLUME_PATH}/{CHECKPOINT_DIRECTORY}"
     mount = mount_above(present(trainer, "volumeMounts", []), directory)
     if mount is None or mount.get("name") == CHECKPOINT_VOLUME:
@@ -82,7 +85,7 @@ def find_place(
 
 
 def _own_path(directory: str) -> str:
-    """Where our emptyDir is mounted: the directory itself unless it lies in our usual place."""
+    """Return where our emptyDir is mounted: at the directory itself, unless that lies below our usual mount path."""
     return POD_VOLUME_PATH if is_at_or_below(directory, POD_VOLUME_PATH) else directory
 
 
@@ -106,14 +109,14 @@ def _own_place(
 
 
 def _unfit(mount: Mapping[str, Any], volume: Mapping[str, Any] | None) -> str:
-    """Why checkpoints cannot lie there, and what to do; empty if they can."""
+    """Return why checkpoints cannot be on this volume, and what to do; empty if they can."""
     elsewhere = f"or choose another {_DIRECTORY_ANNOTATION}"
     path = mount["mountPath"]
     if volume is None:
         return f"which the pod does not have: add it to spec.volumes, {elsewhere}"
     if mount.get("subPath") or mount.get("subPathExpr"):
         return f"of which {path} is a subPath, and hard links end there: mount the volume whole, {elsewhere}"
-    # A claim, NFS, CSI and others each say it in their own place, by the same name.
+    # A claim, NFS, CSI and other sources each have their own `readOnly` field.
     if mount.get("readOnly") or any(isinstance(kind, dict) and kind.get("readOnly") for kind in volume.values()):
         return f"which is read-only at {path}: mount it writable, {elsewhere}"
     if kinds := [kind for kind in _READ_ONLY_KINDS if kind in volume]:
@@ -126,9 +129,10 @@ def _is_on_disk(empty_dir: Mapping[str, Any]) -> bool:
 
 
 def _limit_bytes(empty_dir: Mapping[str, Any], spec: Mapping[str, Any]) -> int:
-    """What kubelet evicts the pod at: the emptyDir's own limit, or what all containers' limits allow together.
+    """Return the size at which kubelet evicts the pod; 0: no limit.
 
-    Everything in an emptyDir on disk counts against the sum of these.
+    It is the smaller of the emptyDir's own limit and, for an emptyDir on disk, the ephemeral-storage limit of all
+    containers together: everything in such an emptyDir counts against it.
     """
     limits = [quantity_or_nothing(empty_dir.get("sizeLimit"))]
     if _is_on_disk(empty_dir):
@@ -137,8 +141,10 @@ def _limit_bytes(empty_dir: Mapping[str, Any], spec: Mapping[str, Any]) -> int:
 
 
 def ephemeral_limit(spec: Mapping[str, Any]) -> Decimal:
-    """Bytes of ephemeral storage that the user's containers may use together, as kubelet adds them up; 0: as many as
-    there are. A limit of one alone is one of the whole pod, also if that one is an init container."""
+    """Return how many bytes of ephemeral storage the user's containers may use together; 0: no limit.
+
+    It adds up as kubelet does. A limit of a single container, even of an init container, limits the whole pod.
+    """
     together = sum(map(_own_limit, others(spec, "containers")), Decimal(0))
     sidecars, at_start = Decimal(0), Decimal(0)
     for container in others(spec, "initContainers"):
@@ -157,15 +163,15 @@ def _own_limit(container: Container) -> Decimal:
 
 _SOCKET_LIMIT: Final = "1Mi"
 _STATE_LIMIT: Final = "1Gi"
-"""A journal is some MiB, and beyond its limit the pod is evicted: so this is far more than it ever is."""
+"""Far more than the few MiB of a journal, because the pod is evicted beyond it."""
 _AUTOLOAD_LIMIT: Final = "16Mi"
 _CA_FILE: Final = "ca.crt"
 _MODE: Final = 0o644
-"""Kubernetes' own default. What the API server would add to ours is in it already, or the next review would differ."""
+"""Kubernetes' own default. We write out what the API server would add, or the next review would see a difference."""
 CA_PATH: Final = f"{names.POD_CA_PATH}/{_CA_FILE}"
 SOCKET_MOUNT: Final[Mapping[str, Any]] = {"name": names.SOCKET_VOLUME, "mountPath": names.POD_SOCKET_DIRECTORY}
 STATE_MOUNT: Final[Mapping[str, Any]] = {"name": names.STATE_VOLUME, "mountPath": names.POD_STATE_DIRECTORY}
-"""Of restore and agent: what is kept there is believed, so the trainer must not have it."""
+"""For restore and agent only. They trust what is stored there, so the trainer must not mount it."""
 AUTOLOAD_MOUNT: Final[Mapping[str, Any]] = {"name": names.AUTOLOAD_VOLUME, "mountPath": names.POD_AUTOLOAD_PATH}
 OURS: Final = frozenset(
     {
@@ -181,7 +187,7 @@ OURS: Final = frozenset(
 
 
 def with_volumes(spec: Mapping[str, Any], injection: Injection, place: CheckpointPlace) -> list[Any]:
-    """The pod's volumes with ours behind them; one of ours that is there is as it must be."""
+    """Return the pod's volumes with ours after them. A volume of ours that is there but differs is replaced."""
     wanted = {volume["name"]: volume for volume in _volumes(injection, place)}
     kept = []
     for there in present(spec, "volumes", []):
@@ -191,7 +197,7 @@ def with_volumes(spec: Mapping[str, Any], injection: Injection, place: Checkpoin
 
 
 def _measured(volume: Mapping[str, Any]) -> Mapping[str, Any]:
-    """With its size as a number: the API server writes 1024Gi as 1Ti."""
+    """Return the volume with its size limit as a number, to compare it: the API server writes 1024Gi as 1Ti."""
     empty_dir = present(volume, "emptyDir", {})
     if empty_dir.get("sizeLimit") is None:
         return volume
@@ -199,9 +205,9 @@ def _measured(volume: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def store_mounts(injection: Injection) -> Sequence[Mapping[str, Any]]:
-    """What restore and agent mount to reach the destination, and the trainer does not."""
+    """Return the mounts by which restore and agent reach the destination. The trainer does not get them."""
     if claim := injection.claim:
-        # The path alone, which kubelet makes: the rest of the claim is other runs'.
+        # Only the path, which kubelet creates: the rest of the claim belongs to other runs.
         part = {"subPath": claim.path} if claim.path else {}
         return [{"name": names.DESTINATION_VOLUME, "mountPath": claim.mount_path, **part}]
     mounts = []
@@ -216,7 +222,7 @@ def _volumes(injection: Injection, place: CheckpointPlace) -> Iterator[dict[str,
     if place.added:
         yield dict(place.added)
     yield {"name": names.SOCKET_VOLUME, "emptyDir": {"medium": "Memory", "sizeLimit": _SOCKET_LIMIT}}
-    # On disk also where checkpoints are in memory: it would count against the agent's own limit there.
+    # On disk even if checkpoints are in memory: there it would count against the agent's memory limit.
     yield {"name": names.STATE_VOLUME, "emptyDir": {"sizeLimit": _STATE_LIMIT}}
     if injection.autoload:
         yield {"name": names.AUTOLOAD_VOLUME, "emptyDir": {"sizeLimit": _AUTOLOAD_LIMIT}}

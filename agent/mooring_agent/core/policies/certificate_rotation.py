@@ -1,12 +1,12 @@
-"""Which certificates the webhook has to make now, given what its Secret holds and what is published.
+"""Which certificates the webhook has to make, given what its Secret holds and what is published.
 
-Owns the rules of rotation, so that what any replica serves is always verified by what any API server trusts:
+Owns the rules of rotation. They ensure that every API server trusts the certificate that any replica serves:
 
-- A CA signs only once its publication has been seen for `settle`: API servers learn of it one after the other.
-- A leaf never outlives its CA, and a CA stays published until its end. So a replica that cannot reach the API server
-  may serve an old leaf to its end.
-- Where nothing valid is served the best CA there is signs at once: there is nothing to lose.
-- A leaf may always be renewed by the CA that it has.
+- A CA signs only after its publication has been seen for `settle`, because API servers learn of it at different times.
+- A leaf never outlives its CA, and a CA stays published until it expires. So a replica that cannot reach the API server
+  may serve an old leaf until that expires.
+- If no valid leaf is served, the best CA that exists signs at once, because nothing can get worse.
+- A leaf may always be renewed by the CA that signed it.
 
 Knows no cryptography: a CA is an id and its dates.
 """
@@ -17,15 +17,15 @@ from datetime import datetime, timedelta
 from typing import Final
 
 NEW: Final = "new"
-"""In a plan: the CA that it makes."""
+"""In a plan: the CA that the plan makes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CertificateLifetimes:
-    """How long certificates are for; each is renewed at two thirds of its life.
+    """How long certificates are valid. Each is renewed at two thirds of its life.
 
     A third of `authority` is longer than `leaf`, so that no leaf is cut short. `settle`: how long a CA has to be seen
-    published before it signs. `backdated`: what clocks may differ by.
+    published before it signs. `backdated`: how much clocks may differ.
     """
 
     authority: timedelta = timedelta(days=365)
@@ -39,7 +39,7 @@ class CertificateLifetimes:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Validity:
-    """Of a CA, or of a leaf that this CA signed."""
+    """The validity of a CA, or of a leaf that this CA signed."""
 
     authority: str
     begins_at: datetime
@@ -48,7 +48,7 @@ class Validity:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """What the Secret shall hold: `keep` of its CAs, perhaps a new one, perhaps a leaf signed by `sign_with`."""
+    """What the Secret shall hold: the CAs in `keep`, perhaps a new one, perhaps a new leaf signed by `sign_with`."""
 
     keep: tuple[str, ...]
     make_authority: bool = False
@@ -62,7 +62,7 @@ def plan(
     published_since: Mapping[str, datetime],
     lives: CertificateLifetimes,
 ) -> Plan:
-    """What is due. `published_since`: since when we see each CA published, without a break."""
+    """Return what is due. `published_since`: since when each CA has been seen published without a break."""
     kept = sorted((one for one in authorities if now < one.ends_at), key=lambda one: one.begins_at, reverse=True)
     signers = [one for one in kept if one.begins_at <= now]
     make_authority = not signers or _is_old(signers[0], now)
@@ -78,11 +78,11 @@ def plan(
 def _renewal(
     now: datetime, leaf: Validity, signers: list[Validity], settled: Collection[str], lives: CertificateLifetimes
 ) -> str | None:
-    """The newest CA that may sign instead of the leaf's own, or that one, if the leaf is due."""
+    """Return the CA that renews the leaf: a newer one that may sign, or its own if the leaf is due; else None."""
     able = [one for one in signers if one.authority in settled or one.authority == leaf.authority]
     if not able or (able[0].authority == leaf.authority and not _is_old(leaf, now)):
         return None
-    # Where a new CA cannot be published, the old one's leaves get shorter and shorter: only a longer life is worth it.
+    # If a new CA cannot be published, the old one's leaves get shorter and shorter: renew only for a longer life.
     return able[0].authority if lives.leaf_ends_at(now, able[0].ends_at) > leaf.ends_at else None
 
 

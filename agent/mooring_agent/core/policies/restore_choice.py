@@ -1,8 +1,8 @@
 """Which committed checkpoint to restore, what to fall back to, and the pin that makes all pods of an attempt agree.
 
 Invariants: a run whose checkpoints are all damaged stops and never silently starts from nothing; a pinned attempt
-takes the pinned checkpoint or none; a pin has exactly one encoding, so that a pod that reads back its own pin
-recognises it.
+takes the pinned checkpoint or none; a pin has exactly one encoding, so that a pod recognises its own pin when it reads
+it back.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -22,7 +22,7 @@ _FORMAT_VERSION: Final = 1
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pin:
-    """`marker` is the commit marker's key; empty (with step 0 and no save): the attempt starts from nothing."""
+    """What an attempt resumes from. `marker` is the commit marker's key; empty (with step 0 and no save): nothing."""
 
     attempt: str
     step: int = 0
@@ -49,7 +49,7 @@ def encode_pin(pin: Pin) -> bytes:
 
 
 def decode_pin(body: bytes, key: str) -> Pin:
-    """Raises StoreError(CHECKPOINT_CORRUPT) that names `key`."""
+    """Decode a pin. Raises StoreError(CHECKPOINT_CORRUPT) that names `key`."""
     try:
         value = checked_json.decode(body, _PinObject, limit_bytes=PIN_BYTES)
         pin = Pin(
@@ -69,9 +69,9 @@ def decode_pin(body: bytes, key: str) -> Pin:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CommittedSave:
-    """A save that has a commit marker, as far as the listing tells.
+    """A save that has a commit marker, as the listing shows it.
 
-    `saved_at` only breaks ties: it is read where several saves share a step, and 0 elsewhere. `modified_at` is when the
+    `saved_at` only breaks ties: it is read if several saves share a step, and is 0 otherwise. `modified_at` is when the
     marker was written, by the store's clock.
     """
 
@@ -84,7 +84,7 @@ class CommittedSave:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Take:
-    """Try this one next."""
+    """Try to restore this save next."""
 
     committed: CommittedSave
     because: str
@@ -92,14 +92,14 @@ class Take:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StartFresh:
-    """There is nothing to resume from, and that is in order."""
+    """There is nothing to resume from, and nothing is wrong with that."""
 
     because: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GiveUp:
-    """There should be something to resume from, and it cannot be had."""
+    """There should be something to resume from, but it cannot be restored."""
 
     because: str
     hint: str
@@ -109,12 +109,12 @@ Choice = Take | StartFresh | GiveUp
 
 
 def newest_first(committed: Iterable[CommittedSave]) -> tuple[CommittedSave, ...]:
-    """By step; among saves of one step the last saved; the save id makes the order total."""
+    """Sort by step, then by `saved_at`, newest first; the save id makes the order total."""
     return tuple(sorted(committed, key=lambda one: (one.step, one.saved_at, one.save), reverse=True))
 
 
 def choose(committed: Sequence[CommittedSave], *, pin: Pin | None, failures: Mapping[str, str]) -> Choice:
-    """What to try next. `failures` says of each save that was tried, by its id, what is wrong with it."""
+    """Return what to try next. `failures` maps the id of each save that was tried to what is wrong with it."""
     if pin is not None:
         return _obey(committed, pin, failures)
     if not committed:

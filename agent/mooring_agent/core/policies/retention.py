@@ -1,9 +1,11 @@
-"""What may be deleted, and never the last good one.
+"""Decides what may be deleted from a destination. The last good checkpoint always stays.
 
-Owns the verdict over a whole listing; deletes nothing itself. Invariants: a committed save goes only when `keep_last`
-newer ones justify it, each of them validated and none passed over, so the newest by step, the one committed last and
-the only valid one always stay; its marker goes before its data, so no reader ever sees a marker whose data is going;
-what carries no proof of being a save of ours is left alone.
+Owns the verdict over a whole listing; deletes nothing itself. Invariants:
+
+- A committed save is deleted only if `keep_last` newer saves justify it, each of them validated and none skipped. So
+  the newest by step, the one committed last and the only valid one always stay.
+- Its marker is deleted before its data, so no reader sees a marker whose data is being deleted.
+- Objects that do not prove to be a save of Mooring are left alone.
 """
 
 import re
@@ -15,14 +17,14 @@ from mooring_agent.core.policies.restore_choice import CommittedSave, newest_fir
 from mooring_agent.core.settings.values import RetentionSettings
 from mooring_api.names import STATE_DIRECTORY
 
-# What the client and the agent make: `<attempt>-<counter or nonce>`, where nobody chose the attempt. A folder with
-# another name and no rank manifest in it may be anybody's.
+# The save ids that client and agent generate when nobody chose the attempt: `<attempt>-<counter or nonce>`. A folder
+# with another name and without a rank manifest may be anybody's.
 _GENERATED_SAVE: Final = re.compile(r"[0-9a-f]{8}[0-9a-f-]*-(?:[0-9a-f]{8}|c?\d{6,})")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoredSave:
-    """The objects below one `<name>/<save>/`. `modified_at` is that of the youngest, by the store's clock."""
+    """The objects below one `<name>/<save>/`. `modified_at` is that of the youngest object, by the store's clock."""
 
     name: str
     save: str
@@ -33,7 +35,7 @@ class StoredSave:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Deletion:
-    """One save to delete. Each wave of keys is gone before the next begins: marker, then files, then rank manifests."""
+    """One save to delete. `waves` are deleted one after the other: the marker, the files, the rank manifests."""
 
     save: str
     waves: tuple[tuple[str, ...], ...]
@@ -44,7 +46,7 @@ class Deletion:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PrunePlan:
-    """What to delete, or why nothing at all may be. `kept` says for every other save, by its id, why it stays."""
+    """What to delete, or why nothing may be deleted. `kept` has the id of every other save and why it stays."""
 
     deletions: tuple[Deletion, ...] = ()
     kept: tuple[tuple[str, str], ...] = ()
@@ -52,15 +54,16 @@ class PrunePlan:
 
 
 def is_live(save: str, live: Collection[str]) -> bool:
-    """Whether a save is one of `live`, which holds save ids and attempts (the part of the ids before the counter)."""
+    """Whether a save is in `live`, which holds save ids and attempts (the part of an id before the counter)."""
     return save in live or save.rpartition("-")[0] in live
 
 
 def skipped(committed: Iterable[CommittedSave]) -> set[str]:
-    """Saves that are newer than one which was committed after them.
+    """Return the saves that are newer than a save that was committed after them.
 
-    So a run went on from an older one, perhaps because these cannot be restored, though their sizes are right. They may
-    be kept, but nothing is deleted because of them: what is committed last has only such saves before it, and stays.
+    A run continued from an older checkpoint then, perhaps because these cannot be restored although their sizes are
+    right. They may be kept, but they justify no deletion. So the save that was committed last stays: all saves newer
+    than that one are skipped.
     """
     found: set[str] = set()
     last_commit_at = 0.0
@@ -82,11 +85,10 @@ def plan_prune(
     known: Collection[str],
     now: float,
 ) -> PrunePlan:
-    """The verdict over one listing. All collections hold save ids; `live` may hold attempts too.
+    """Return the verdict over one listing. All collections hold save ids; `live` may hold attempts too.
 
-    `validated`: marker, manifests and sizes were checked and agree, and no restore found it damaged. `protected`: being
-    resumed from.
-    `known`: known to be committed from elsewhere; if the listing lacks one, the listing is not to be trusted.
+    `validated`: marker, manifests and sizes agree, and no restore found the save damaged. `protected`: a run resumes
+    from it. `known`: known from elsewhere to be committed; if the listing lacks one, the plan refuses all deletions.
     """
     listed = {one.save for one in committed}
     missing = sorted(set(known) - listed)
@@ -115,14 +117,14 @@ def plan_prune(
             kept.append((orphan.save, reason))
         else:
             deletions.append(_deletion("", orphan.save, orphan, "it was never committed"))
-    # Oldest first: an interrupted prune has then removed what is missed least.
+    # Oldest first, so that an interrupted prune has removed the least important.
     return PrunePlan(deletions=tuple(reversed(deletions)), kept=tuple(kept))
 
 
 def may_abort_upload(
     save: str, started_at: float, settings: RetentionSettings, live: Collection[str], now: float
 ) -> bool:
-    """Whether an unfinished multipart upload of a save is left over: old, of nobody live, and recognisably ours."""
+    """Whether an unfinished multipart upload is left over: old, of no live save, and of a save id that we generated."""
     old = started_at < now - settings.orphan_age_seconds
     return old and not is_live(save, live) and bool(_GENERATED_SAVE.fullmatch(save))
 
@@ -173,7 +175,7 @@ def _deletion(marker_key: str, save: str, stored: StoredSave | None, reason: str
     keys = sorted(stored.keys) if stored else []
     manifests = tuple(key for key in keys if f"/{STATE_DIRECTORY}/rank-" in key)
     files = tuple(key for key in keys if f"/{STATE_DIRECTORY}/rank-" not in key)
-    # Manifests last: after an interruption they still prove whose the rest is.
+    # Manifests last: after an interruption they still prove that the rest is a save of Mooring.
     waves = ((marker_key,) if marker_key else (), files, manifests)
     return Deletion(
         save=save,

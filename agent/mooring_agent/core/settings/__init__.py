@@ -1,1 +1,1 @@
-"""Every setting: its default, its names, how it is read, and which combinations are refused."""
+"""Every setting: its default, its names, how it is parsed, and which combinations are refused."""

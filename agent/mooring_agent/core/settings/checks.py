@@ -1,6 +1,6 @@
-"""What is wrong with the settings' values together, or can never work: said at the start, all of it at once.
+"""Checks the settings' values together, and refuses values that can never work.
 
-Each value is sound by itself, as `setting_values` made it.
+Each value is already valid by itself: `read_values` parsed it. All problems are reported at once, at the start.
 """
 
 import re
@@ -17,7 +17,7 @@ _S3_PART_MOST_BYTES: Final = 5 * GIB
 
 
 def setting_problems(values: Mapping[str, Any]) -> Iterator[str]:
-    """`values` by key, with what `with_paths` adds; paths are absolute."""
+    """Yield every problem. `values` are by key, completed by `with_paths`; paths are absolute."""
     for key, how in (
         ("volume", "--volume or MOORING_VOLUME"),
         ("store.destination", "--destination or MOORING_DESTINATION, as s3://bucket/prefix or file:///path"),
@@ -50,7 +50,7 @@ def setting_problems(values: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _impossible_sizes(values: Mapping[str, Any]) -> Iterator[str]:
-    """Numbers and lengths that are sound by themselves and can never work."""
+    """Yield a problem for each number or length that can never work."""
     destination = values.get("store.destination", "")
     to_s3 = destination.startswith("s3://")
     prefix_bytes = len(destination.removeprefix("s3://").partition("/")[2].strip("/").encode())
@@ -89,12 +89,12 @@ def _is_address(text: str) -> bool:
 
 
 def _is_below(path: str, directory: str) -> bool:
-    """By what is written: a `..` stays what it is, for a link may stand before it."""
+    """Compare paths as text. A `..` is not resolved, because a link may stand before it."""
     above = _components(directory)
     return _components(path)[: len(above)] == above
 
 
 def _components(path: str) -> list[str]:
-    """The root, of which `//` is another one than `/`, and what stands between the slashes; a `.` says nothing."""
+    """Return the root and the names between the slashes, without `.`. The root `//` differs from `/`."""
     root = path[: len(path) - len(path.lstrip("/"))]
     return [root, *(name for name in path.split("/") if name not in ("", "."))]

@@ -1,8 +1,8 @@
 """The table of all settings, made from the fields of `Settings`: names, parsing, and formatting.
 
 A setting `transfer.part_size_bytes` is `--part-size-bytes`, `MOORING_PART_SIZE_BYTES`, and `part_size_bytes` in the
-table `[transfer]` of the file; settings that only S3 has are `MOORING_S3_…`. Parsing does not know where a value comes
-from: `origin` only appears in the error.
+table `[transfer]` of the file. Settings that only S3 has are `MOORING_S3_…`. Parsing does not depend on where a value
+comes from: `origin` only appears in the error.
 """
 
 import math
@@ -18,8 +18,8 @@ from mooring_agent.core.limits import largest_setting
 from mooring_agent.core.settings.values import Settings
 from mooring_api.names import AGENT_STATE_DIRECTORY, CHECKPOINT_DIRECTORY, SOCKET, STATE_DIRECTORY
 
-# botocore reads the first alone; every other SDK of AWS reads the second, which is what EKS and Lambda set.
-# Whoever moves a metadata service says so to every program by the cloud's own variable.
+# botocore reads only the first region variable; every other AWS SDK reads the second, which EKS and Lambda set.
+# The clouds' own variables tell every program where a metadata service was moved to.
 _FOREIGN_VARIABLES: Final = {
     "store.region": ("AWS_DEFAULT_REGION", "AWS_REGION"),
     "termination.notices_endpoint": ("AWS_EC2_METADATA_SERVICE_ENDPOINT", "GCE_METADATA_HOST"),
@@ -34,7 +34,7 @@ _STORE_WIDE: Final = frozenset({"destination"})
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SettingField:
-    """One setting: where it is, what it is called, and what it means. `section` is empty at the top."""
+    """One setting: its section, its name, and what it means. `section` is empty at the top level."""
 
     section: str
     name: str
@@ -57,13 +57,13 @@ class SettingField:
 
     @property
     def foreign_variables(self) -> tuple[str, ...]:
-        """Variables that are not ours and count where nobody said anything to Mooring itself."""
+        """Other programs' variables that apply if the setting is not given to Mooring itself."""
         return _FOREIGN_VARIABLES.get(self.key, ())
 
 
 @cache
 def setting_fields(cls: type = Settings, section: str = "") -> tuple[SettingField, ...]:
-    """Every setting, in the order of docs/settings.md. Kept: the webhook looks at them for every pod."""
+    """Return every setting, in the order of docs/settings.md. Cached: the webhook needs them for every pod."""
     return tuple(_fields_of(cls, section))
 
 
@@ -81,7 +81,7 @@ def _fields_of(cls: type, section: str) -> Iterator[SettingField]:
 
 
 def build_settings(values: Mapping[str, Any]) -> Settings:
-    """`values` by key, sound and with everything that must be given; defaults for the rest."""
+    """Build the settings from valid `values` by key, which include the required ones. The rest gets defaults."""
     settings = _build(Settings, "", values)
     assert isinstance(settings, Settings)
     return settings
@@ -114,7 +114,7 @@ _CHOICES: Final = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RawSetting:
-    """What was written for one setting, and what a problem calls the place where it was."""
+    """What was written for one setting, and where; `origin` appears in error messages."""
 
     setting: SettingField
     origin: str
@@ -122,7 +122,7 @@ class RawSetting:
 
 
 def read_values(said: Iterable[RawSetting]) -> tuple[dict[str, Any], list[str]]:
-    """The values by the settings' keys, and what is wrong with those that have none."""
+    """Return the values by the settings' keys, and a problem for each that cannot be parsed."""
     values: dict[str, Any] = {}
     problems: list[str] = []
     for one in said:
@@ -134,7 +134,7 @@ def read_values(said: Iterable[RawSetting]) -> tuple[dict[str, Any], list[str]]:
 
 
 def with_paths(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Besides, what follows from the volume where nothing, or nothing but an empty text, was said."""
+    """Return `values`, with the paths that follow from the volume where they are missing or empty."""
     volume = values.get("volume")
     if not volume:
         return dict(values)
@@ -161,7 +161,7 @@ def _value(setting: SettingField, raw: Any) -> Any:
             number = setting.value_type(text)
         except ValueError:
             raise ValueError(f"{text[:_SHOWN_CHARACTERS]!r} is not a number") from None
-        # NaN is neither; and what has no bounds is no number here.
+        # Refuses NaN and infinity too.
         if not 0 <= number < math.inf:
             raise ValueError(f"{text[:_SHOWN_CHARACTERS]} must be 0 or more")
         return _within_limit(setting, number, text)
@@ -179,14 +179,14 @@ def _within_limit(setting: SettingField, number: float, text: str) -> float:
 
 
 def _text(raw: Any) -> str:
-    """One value as the file writes it: a true there is no True."""
+    """Return one value as text. Booleans become `true` and `false`, as TOML writes them."""
     if isinstance(raw, list | dict):
         raise ValueError("one value is wanted, not a list or a table")
     return str(raw).lower() if isinstance(raw, bool) else str(raw)
 
 
 def parse_bytes(text: str) -> int:
-    """`64MiB`, `5 GB` or plain bytes. Raises ValueError."""
+    """Parse `64MiB`, `5 GB` or plain bytes. Raises ValueError."""
     match = re.fullmatch(r"([0-9]{1,25}(?:\.[0-9]{1,25})?)\s*([A-Za-z]*)", text)
     if not match or match[2].upper() not in _UNITS:
         raise ValueError(
@@ -197,7 +197,7 @@ def parse_bytes(text: str) -> int:
 
 
 def text_of_tags(tags: Iterable[tuple[str, str]]) -> str:
-    """The form of tags in a flag or a variable; what is special there is percent-encoded."""
+    """Format tags as in a flag or a variable, with special characters percent-encoded."""
     return ",".join(f"{quote(key, safe='')}={quote(value, safe='')}" for key, value in tags)
 
 

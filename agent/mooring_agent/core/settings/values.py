@@ -1,4 +1,4 @@
-"""Every setting of the agent as frozen values with their defaults; `config.py` reads them from the world, once.
+"""Every setting of the agent as frozen values with their defaults. `config.py` reads them once, at the start.
 
 The text beside a field is its help in the CLI and in docs/settings.md.
 """
@@ -12,7 +12,7 @@ GIB: Final = 1024 * MIB
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoreSettings:
-    """How to reach the destination. Credentials are never here: they come from the AWS chain, or from files."""
+    """How to reach the destination. Credentials are never settings: they come from the AWS chain, or from files."""
 
     destination: Annotated[str, "Where checkpoints go: s3://bucket/prefix or file:///path."]
     endpoint_url: Annotated[str, "S3 endpoint for stores that are not AWS; empty: AWS, or AWS_ENDPOINT_URL."] = ""
@@ -47,7 +47,7 @@ class StoreSettings:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TransferSettings:
-    """How bytes move."""
+    """How files are transferred."""
 
     part_size_bytes: Annotated[
         int,
@@ -105,7 +105,7 @@ class TerminationSettings:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClusterSettings:
-    """How Kubernetes is told of checkpoints. All but the first is known to a pod that the injection made."""
+    """How the agent reports checkpoints to Kubernetes. In an injected pod all but `cluster_events` is known already."""
 
     cluster_events: Annotated[
         bool,
@@ -125,7 +125,7 @@ class ClusterSettings:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Settings:
-    """Everything the agent is told."""
+    """All settings of the agent."""
 
     volume: Annotated[str, "Directory shared with the trainer; every announced path lies below it."]
     checkpoint_directory: Annotated[str, "Where the trainer saves and restore puts checkpoints; below the volume."]

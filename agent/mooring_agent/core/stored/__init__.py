@@ -1,1 +1,1 @@
-"""What is stored at a destination: keys, manifests, markers, packs, and their encodings."""
+"""What is stored at a destination: keys, manifests, markers and packs, with their encodings."""

@@ -1,8 +1,8 @@
-"""Small things that Mooring writes: one JSON object, the last member of which is a checksum of all before it.
+"""JSON objects that end in their own checksum: the last member is a checksum of all bytes before it.
 
-Markers, rank manifests, pins and journal records have this form. A byte that flips on the way is seen by whoever reads,
-without another object to compare with. Invariants: the same value has the same bytes; whatever is wrong with what was
-read, be it cut off, too large or a decoder's own trouble with it, is an UndecodableError.
+Markers, rank manifests, pins and journal records have this form, so a reader notices a flipped byte without another
+object to compare with. Invariants: the same value has the same bytes; input that is cut off, too large or otherwise
+impossible to decode raises UndecodableError.
 """
 
 import re
@@ -19,11 +19,11 @@ _END_BYTES: Final = len(_END % 0)
 
 
 class UndecodableError(Exception):
-    """What was read is not what was written, or beyond the limits. The message says why."""
+    """The input is not what was written, or is beyond the limits. The message says why."""
 
 
 class UnknownFormatError(UndecodableError):
-    """It is whole, and of a format that this version of Mooring does not know: a newer one wrote it."""
+    """The input is intact, but has a format that this version of Mooring does not know: a newer version wrote it."""
 
 
 class _Formatted(msgspec.Struct):
@@ -31,19 +31,19 @@ class _Formatted(msgspec.Struct):
 
 
 def encode(value: Any) -> bytes:
-    """`value` is a mapping, struct or dataclass, and not empty."""
+    """Encode `value`, which is a mapping, struct or dataclass with at least one member."""
     content = msgspec.json.encode(value, order="sorted").removesuffix(b"}")
     return content + _END % crc32(content)
 
 
 def decode(body: bytes, as_type: type[_Value], *, limit_bytes: int) -> _Value:
-    """Raises UndecodableError."""
+    """Decode `body`. Raises UndecodableError."""
     if len(body) > limit_bytes:
         raise UndecodableError(f"it has {len(body):,} bytes, more than {limit_bytes:,}")
     end = _END_PATTERN.fullmatch(body[-_END_BYTES:])
     if end is None:
         raise UndecodableError("it does not end with its checksum")
-    # One copy, for it may be large.
+    # Only one copy, because it may be large.
     content = bytearray(memoryview(body)[:-_END_BYTES])
     if int(end[1], 16) != crc32(content):
         raise UndecodableError("its bytes do not have the checksum at its end")

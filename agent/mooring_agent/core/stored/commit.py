@@ -1,9 +1,9 @@
-"""The commit protocol's verdicts: what a listing says of a save, and whose marker it is that we read back.
+"""The commit protocol's verdicts: what a listing lacks of a save, and whether its ranks contradict each other.
 
-Write order: files, then rank manifests, then (once every rank's manifest of this save exists and the listing shows
-every file at its size, and no two ranks claim one name for different bytes) the marker, then its readback. The marker's
-body is a pure function of the manifests, so two committers write the same bytes and a lost answer is settled by
-reading. docs/design/0001 has the whole argument.
+Files are written first, then rank manifests, then the marker, which is then read back. The marker is written only when
+every rank's manifest exists, the listing shows every file at its size, and no two ranks claim one name for different
+bytes. Its body is a pure function of the manifests, so two committers write the same bytes, and reading it resolves a
+lost answer. docs/design/0001 has the whole argument.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -18,12 +18,12 @@ from mooring_agent.core.stored.object_layout import file_key, is_manifest_of, ma
 DIFFERENT_FILES_HINT: Final = "ranks must write different file names, or announce the same directory"
 
 WAIT_FOR_OTHER_COMMITTER_SECONDS: Final = 5.0
-"""Rank 0's agent writes the marker at once; the others step in after this, should it have died."""
+"""Rank 0's agent writes the marker at once. The others write it after this time, in case that agent has died."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ListingVerdict:
-    """What a listing of the save lacks of ours, and how many ranks have no manifest yet: `missing_ranks`."""
+    """What the listing of a save lacks of our objects, and how many ranks have no manifest yet (`missing_ranks`)."""
 
     lost_files: tuple[tuple[int, str], ...]
     lost_packs: tuple[tuple[int, int], ...]
@@ -36,7 +36,7 @@ class ListingVerdict:
 
 
 def judge_listing(info: SaveInfo, ours: Sequence[RankManifest], sizes: Mapping[str, int]) -> ListingVerdict:
-    """Compare `sizes` (key -> bytes) with what our ranks have stored; anything else of the save only counts ranks."""
+    """Compare `sizes` (key -> bytes) with what our ranks have stored. Other ranks' manifests are only counted."""
     manifests = {key for key in sizes if key.startswith(manifests_prefix(info))}
     there = manifests | {manifest_key(info, manifest.rank) for manifest in ours}
     return ListingVerdict(
@@ -47,13 +47,13 @@ def judge_listing(info: SaveInfo, ours: Sequence[RankManifest], sizes: Mapping[s
             for manifest in ours
             if sizes.get(manifest_key(info, manifest.rank)) != len(encode_manifest(manifest))
         ),
-        # Counted by what is there: whoever says how many ranks there are does not say how long this takes.
+        # Counts the manifests that exist, so that a large claimed world size does not make this slow.
         missing_ranks=info.world_size - sum(is_manifest_of(info, key) for key in there),
     )
 
 
 def contradiction(manifests: Iterable[RankManifest]) -> str:
-    """Why no reader could put these ranks' files into one folder; empty if one can. The same entry twice is fine."""
+    """Return why these ranks' files cannot lie in one folder; empty if they can. The same entry twice is fine."""
     found: dict[str, tuple[int, FileEntry]] = {}
     for manifest in manifests:
         for file in manifest.files:
@@ -68,12 +68,12 @@ def contradiction(manifests: Iterable[RankManifest]) -> str:
 
 
 def is_listed(manifest: RankManifest, sizes: Mapping[str, int]) -> bool:
-    """Whether all that a manifest speaks of is there."""
+    """Whether the listing shows all files and packs of a manifest."""
     return not missing_files(manifest, sizes) and not missing_packs(manifest, sizes)
 
 
 def missing_files(manifest: RankManifest, sizes: Mapping[str, int]) -> list[str]:
-    """Files of a manifest, of those that are objects, that the listing lacks or shows with another size."""
+    """Return the unpacked files of a manifest that the listing lacks or shows with another size."""
     return [
         file.path
         for file in manifest.files
@@ -82,7 +82,7 @@ def missing_files(manifest: RankManifest, sizes: Mapping[str, int]) -> list[str]
 
 
 def missing_packs(manifest: RankManifest, sizes: Mapping[str, int]) -> list[int]:
-    """As `missing_files`, for packs."""
+    """Return the packs of a manifest that the listing lacks or shows with another size."""
     return [
         number
         for number, size_bytes in enumerate(manifest.pack_sizes_bytes)

@@ -1,12 +1,13 @@
-"""Rank manifests and commit markers as JSON, both ways, and the memory that reading them takes.
+"""Encodes and decodes rank manifests and commit markers as JSON, and estimates the memory that reading them takes.
 
 Two committers must write the same bytes, so the marker is computed from the manifests alone, and a value has exactly
-one encoding. Decoding refuses what it does not understand and what is beyond the limits: a checkpoint is restored only
-if every byte is accounted for, and decoded paths never leave the checkpoint.
+one encoding. Decoding refuses unknown fields and values beyond the limits: a checkpoint is restored only if every byte
+is accounted for, and decoded paths never leave the checkpoint.
 
-Restore and commit hold all manifests in memory, and the kernel kills a process that exceeds its limit, every time
-anew. So their memory is estimated from their sizes before any is fetched. The factors were measured with forged
-manifests of the worst shape (tests/integration/test_manifest_memory.py): the estimate is never too low.
+Restore and commit hold all manifests in memory. If they exceeded the memory limit, the kernel would kill the process,
+and again after every restart. So the memory is estimated from the manifests' sizes before any is fetched. The factors
+were measured with forged manifests of the worst shape (tests/integration/test_manifest_memory.py): the estimate is
+never too low.
 """
 
 from collections.abc import Mapping, Sequence
@@ -46,7 +47,7 @@ from mooring_agent.core.stored.packs_and_parts import LARGEST_PACK_BYTES
 
 FORMAT_VERSION: Final = 1
 PACKED_FORMAT_VERSION: Final = 2
-"""Of rank manifests with packs alone, so that a version that knows none refuses these and reads all others."""
+"""The format of rank manifests with packs: a version that knows no packs refuses only these, and reads all others."""
 
 _Checksum = Annotated[str, Meta(pattern=r"^[0-9a-f]{16}\Z")]
 _PackBytes = Annotated[int, Meta(ge=0, le=LARGEST_PACK_BYTES)]
@@ -54,7 +55,7 @@ _ManifestBytes = Annotated[int, Meta(ge=0, le=MANIFEST_BYTES)]
 
 
 class _Object(Struct, forbid_unknown_fields=True, omit_defaults=True, kw_only=True, gc=False):
-    """Nothing is left out of what is understood, so nothing can be nested deeper than these are."""
+    """Unknown fields are refused, so no input can be nested deeper than these types."""
 
 
 class _Save(_Object):
@@ -122,7 +123,7 @@ def encode_manifest(manifest: RankManifest) -> bytes:
 
 
 def decode_manifest(body: bytes, key: str) -> RankManifest:
-    """Raises StoreError(CHECKPOINT_CORRUPT or FORMAT_UNKNOWN) that names `key`."""
+    """Decode a rank manifest. Raises StoreError(CHECKPOINT_CORRUPT or FORMAT_UNKNOWN) that names `key`."""
     try:
         value = checked_json.decode(body, _Manifest, limit_bytes=MANIFEST_BYTES)
         manifest = RankManifest(
@@ -144,7 +145,7 @@ def decode_manifest(body: bytes, key: str) -> RankManifest:
 
 
 def commit_marker(manifests: Sequence[RankManifest], references: Mapping[int, ManifestReference]) -> CommitMarker:
-    """The marker of a save, from all its rank manifests and what is known of their encoded form."""
+    """Compute the marker of a save from all its rank manifests and the references to their encoded form."""
     ordered = sorted(manifests, key=lambda manifest: manifest.rank)
     info = ordered[0].info
     assert [manifest.rank for manifest in ordered] == list(range(info.world_size)), "a marker needs every rank"
@@ -180,7 +181,7 @@ def encode_marker(marker: CommitMarker) -> bytes:
 
 
 def decode_marker(body: bytes, key: str) -> CommitMarker:
-    """Raises StoreError(CHECKPOINT_CORRUPT or FORMAT_UNKNOWN) that names `key`."""
+    """Decode a commit marker. Raises StoreError(CHECKPOINT_CORRUPT or FORMAT_UNKNOWN) that names `key`."""
     try:
         value = checked_json.decode(body, _Marker, limit_bytes=MARKER_BYTES)
         if len(value.manifests) != value.world_size or any(
@@ -232,7 +233,7 @@ def _decode_file(file: _File) -> FileEntry:
 
 
 def _check_sizes(manifest: RankManifest) -> None:
-    """Whoever reads takes a pack whole, and finds in it what the entries say."""
+    """Raise UndecodableError if the files are too large together, or a packed file does not lie within its pack."""
     if manifest.size_bytes > SAVE_BYTES:
         raise UndecodableError(f"files of {manifest.size_bytes:,} bytes, more than {SAVE_BYTES:,}")
     sizes = dict(enumerate(manifest.pack_sizes_bytes))
@@ -266,22 +267,23 @@ def _corrupt(key: str, error: Exception) -> StoreError:
 
 
 _PROCESS_BYTES: Final = 96 * 1024**2
-"""All else that is in memory at the same time: the program, parts and packs on their way."""
+"""Everything else that is in memory at the same time: the program, parts and packs in transfer."""
 _FILE_BYTES: Final = 500
 """For each file, listed and decoded, besides its bytes in the manifest."""
 _KEPT_FACTOR: Final = 6
-"""For each byte of a manifest: a path is kept twice, and one character of it can make four bytes of each."""
+"""For each byte of a manifest: a path is kept twice, and one wide character makes both copies take four bytes for each
+character."""
 _DECODING_FACTOR: Final = 8
-"""For each byte of the manifest that is being decoded: one at a time."""
+"""For each byte of the manifest that is being decoded. Only one is decoded at a time."""
 _PACK_FACTOR: Final = 2
-"""For each byte of the largest pack, which is there twice while it arrives."""
+"""For each byte of the largest pack, which is in memory twice while it arrives."""
 _MIB: Final = 1024**2
 
 HINT: Final = "raise its memory limit (`mooring.dev/memory`), or save fewer and larger files"
 
 
 def needed_bytes(*, files: int, manifests_bytes: Sequence[int] = (), largest_pack_bytes: int = 0) -> int:
-    """The memory that a process needs to read rank manifests of these sizes, which speak of so many files."""
+    """Return the memory that a process needs to read rank manifests of these sizes with so many files."""
     return (
         _PROCESS_BYTES
         + _FILE_BYTES * files
@@ -292,14 +294,14 @@ def needed_bytes(*, files: int, manifests_bytes: Sequence[int] = (), largest_pac
 
 
 def largest_manifest_bytes(limit_bytes: int | None, most_bytes: int) -> int:
-    """The largest rank manifest that can be read alone, and no more than `most_bytes`."""
+    """Return the size of the largest rank manifest that can be read alone, at most `most_bytes`."""
     if limit_bytes is None:
         return most_bytes
     return max(0, min(most_bytes, (limit_bytes - _PROCESS_BYTES) // (_KEPT_FACTOR + _DECODING_FACTOR)))
 
 
 def shortage(name: str, needed_bytes: int, limit_bytes: int) -> StoreError:
-    """What is said of a checkpoint whose manifests do not fit. It is not damaged: more memory mends it."""
+    """Return the error for a checkpoint whose manifests do not fit. It is not damaged, it only needs more memory."""
     return StoreError(
         ErrorKind.MEMORY_SHORT,
         f"{name} needs {-(-needed_bytes // _MIB):,} MiB of memory for its rank manifests, "

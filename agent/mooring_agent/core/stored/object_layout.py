@@ -1,11 +1,11 @@
-"""Where things are below a destination's prefix. Keys are relative to it; `<save>` makes each of them unique.
+"""Where objects lie below a destination's prefix. Keys are relative to it; `<save>` makes each of them unique.
 
 <name>/<save>/<files as the trainer named them>
 <name>/<save>/.mooring/rank-00003.json            rank manifest
 <name>/<save>/.mooring/pack-00003-00000.tar       many small files of one rank; its manifest says which and where
 .mooring/commits/<step, 12 digits>.<save>.json    commit marker
 .mooring/resume/<attempt>.json                    the pin: what this attempt resumes from
-.mooring/damaged/<save>                           what restore found wrong with a save: prune does not rely on it
+.mooring/damaged/<save>                           what restore found wrong with a save; prune does not rely on that save
 """
 
 import re
@@ -19,9 +19,9 @@ from mooring_api.names import COMMITS_DIRECTORY, DAMAGED_DIRECTORY, PROBE_DIRECT
 _TOKEN: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._=+-]{0,127}")
 KEY_BYTES: Final = 1024
 _NAME_BYTES: Final = 255
-"""The longest name of a file or a folder on a disk."""
+"""The longest name of a file or folder on a disk."""
 LONGEST_PREFIX_BYTES: Final = 256
-"""What a destination may add in front of every key, its last slash included; the settings are checked for it."""
+"""The longest prefix of a destination, its last slash included. The settings are checked for it."""
 
 COMMITS_PREFIX: Final = f"{STATE_DIRECTORY}/{COMMITS_DIRECTORY}/"
 RESUME_PREFIX: Final = f"{STATE_DIRECTORY}/{RESUME_DIRECTORY}/"
@@ -31,7 +31,7 @@ PROBE_PREFIX: Final = f"{STATE_DIRECTORY}/{PROBE_DIRECTORY}/"
 
 
 def check_token(value: str, what: str) -> str:
-    """`value` if it can be one component of a key (name, save id, attempt); else a RequestError."""
+    """Return `value` if it can be one component of a key (name, save id, attempt); else raise RequestError."""
     if not _TOKEN.fullmatch(value):
         raise RequestError(
             ErrorKind.BAD_NAME,
@@ -42,7 +42,7 @@ def check_token(value: str, what: str) -> str:
 
 
 def check_file_path(path: str) -> str:
-    """`path` (relative, with `/`) if it can be stored as it is; else a RequestError."""
+    """Return `path` (relative, with `/`) if it can be stored as it is; else raise RequestError."""
     try:
         encoded = path.encode()
     except UnicodeEncodeError as error:
@@ -78,7 +78,7 @@ def check_file_path(path: str) -> str:
 
 
 def save_prefix(info: SaveInfo) -> str:
-    """Everything of one save lies below this, and nothing else does."""
+    """Return the prefix of all objects of one save, and of no others."""
     return f"{info.name}/{info.save}/"
 
 
@@ -87,7 +87,7 @@ def file_key(info: SaveInfo, path: str) -> str:
 
 
 def manifests_prefix(info: SaveInfo) -> str:
-    """What lies below this is a rank manifest, and nothing else is."""
+    """Return the prefix of all rank manifests of a save, and of no other objects."""
     return f"{save_prefix(info)}{STATE_DIRECTORY}/rank-"
 
 
@@ -96,7 +96,7 @@ def manifest_key(info: SaveInfo, rank: int) -> str:
 
 
 def is_manifest_of(info: SaveInfo, key: str) -> bool:
-    """Whether a key is that of one of the save's rank manifests."""
+    """Whether a key is the one of a rank manifest of the save."""
     digits = key.removeprefix(manifests_prefix(info)).removesuffix(".json")
     rank = int(digits) if re.fullmatch(r"[0-9]{5,10}", digits) else info.world_size
     return rank < info.world_size and key == manifest_key(info, rank)
@@ -107,7 +107,7 @@ def pack_key(info: SaveInfo, rank: int, number: int) -> str:
 
 
 def step_prefix(step: int) -> str:
-    """The markers of that step, of whatever save."""
+    """Return the prefix of the markers of all saves of that step."""
     return f"{COMMITS_PREFIX}{step:012d}."
 
 
@@ -116,7 +116,7 @@ def marker_key(info: SaveInfo) -> str:
 
 
 def parse_marker_key(key: str) -> tuple[int, str] | None:
-    """(step, save) of a marker's key; None for a key that is no marker's."""
+    """Return (step, save) of a marker's key; None for any other key."""
     match = _MARKER_KEY.fullmatch(key)
     return (int(match[1]), match[2]) if match else None
 

@@ -5,11 +5,11 @@ small files, a tar archive that any tool unpacks (docs/design/0010). Invariant: 
 in every version, because journals refer to parts and packs by number alone.
 
 The part size is chosen when a checkpoint is staged, recorded with its pins, and fixed from then on. Two agents may
-choose differently for the same file. A slow line gets smaller parts: what is in flight delays the checkpoint that goes
-next, and is lost when a request breaks or a just-in-time save displaces it. A fast line gets the configured size and
-no more: from 32 to 64 MiB a byte costs hardly less CPU, while a file needs eight parts to use eight connections. The
-rate is what all connections achieve together over at least two seconds; after many small files it may be too low,
-which costs some CPU until parts are measured.
+choose differently for the same file. A slow network gets smaller parts, because the parts in flight delay the next
+checkpoint, and are lost when a request breaks or a just-in-time save cancels them. A fast network gets the configured
+size and no more: from 32 to 64 MiB a byte costs hardly less CPU, while a file needs eight parts to use eight
+connections. The rate is what all connections achieve together over at least two seconds. After many small files it may
+be too low, which costs some CPU until parts are measured.
 """
 
 from collections.abc import Sequence
@@ -20,15 +20,15 @@ from mooring_agent.core.model import Pack, Part, StagedFile
 
 MIN_PART_BYTES: Final = 5 * 1024 * 1024
 _GRANULE_BYTES: Final = 1024 * 1024
-# Below it the requests themselves begin to count.
+# Below it the overhead of the requests begins to count.
 _LEAST_PREFERRED_BYTES: Final = 8 * 1024 * 1024
 _LONGEST_WINDOW_SECONDS: Final = 5.0
 
 
 def preferred_part_size(configured_bytes: int, bytes_per_second: float, window: int) -> int:
-    """The configured size, halved until a window of parts lands within five seconds, but never below 8 MiB.
+    """Return the configured size, halved until a window of parts is sent within five seconds, but not below 8 MiB.
 
-    `bytes_per_second` is the goodput of the whole window; 0: nothing was measured.
+    `bytes_per_second` is the upload rate of the whole window; 0: nothing was measured.
     """
     size_bytes = configured_bytes
     while (
@@ -40,14 +40,14 @@ def preferred_part_size(configured_bytes: int, bytes_per_second: float, window: 
 
 
 def part_size_for(size_bytes: int, preferred_bytes: int) -> int:
-    """Bytes per part: the preferred size, grown in whole MiB for a file that would need more than 10,000 of them."""
+    """Return the bytes per part: the preferred size, grown in whole MiB for a file of more than 10,000 such parts."""
     needed = -(-size_bytes // PARTS_PER_FILE)
     grown = -(-needed // _GRANULE_BYTES) * _GRANULE_BYTES
     return max(preferred_bytes, grown, MIN_PART_BYTES)
 
 
 def plan(size_bytes: int, part_size_bytes: int) -> tuple[Part, ...]:
-    """The parts of a file in order; empty for an empty file."""
+    """Return the parts of a file in order; none for an empty file."""
     return tuple(
         Part(number=index + 1, offset_bytes=offset, size_bytes=min(part_size_bytes, size_bytes - offset))
         for index, offset in enumerate(range(0, size_bytes, part_size_bytes))
@@ -55,23 +55,23 @@ def plan(size_bytes: int, part_size_bytes: int) -> tuple[Part, ...]:
 
 
 PACK_BYTES: Final = 4 * 1024 * 1024
-"""A pack's size, of new saves: 40 files of 100 KiB for each request, and little enough to be put together in memory."""
+"""The size of packs of new saves: 40 files of 100 KiB per request, and small enough to be assembled in memory."""
 LARGEST_PACK_BYTES: Final = 64 * 1024 * 1024
-"""Part of the format: a reader takes a whole pack into memory, and refuses a larger one."""
+"""Part of the format: a reader loads a whole pack into memory, and refuses a larger one."""
 HEADER_BYTES: Final = 512
-"""In front of each file, whose bytes are then filled up to a multiple of it."""
+"""The size of the header before each file. The file's bytes are padded to a multiple of it."""
 
 _MOST_FILES_ALONE: Final = 64
-"""Of so few small files each is an object of its own, which people find by its name."""
+"""Up to so many small files are objects of their own, which people find by their names."""
 _LARGEST_FILE_BYTES: Final = 1024 * 1024
-"""From here on a request costs little beside the bytes that it carries."""
+"""Larger files are not packed: a request costs little compared with the bytes that it carries."""
 _END_BYTES: Final = 2 * HEADER_BYTES
 _NAME_BYTES: Final = 100
 _PREFIX_BYTES: Final = 155
 
 
 def plan_packs(files: Sequence[StagedFile], pack_size_bytes: int) -> tuple[Pack, ...]:
-    """The packs of one rank's files; none if it has few small ones, or `pack_size_bytes` is 0."""
+    """Return the packs of one rank's files; none if it has few small files, or `pack_size_bytes` is 0."""
     small = [file for file in files if file.size_bytes <= _LARGEST_FILE_BYTES and fits_header(file.path)]
     if not pack_size_bytes or len(small) <= _MOST_FILES_ALONE:
         return ()
@@ -92,12 +92,12 @@ def plan_packs(files: Sequence[StagedFile], pack_size_bytes: int) -> tuple[Pack,
 
 
 def padded(size_bytes: int) -> int:
-    """As a tar archive holds so many bytes."""
+    """Return how many bytes a tar archive takes for so many bytes of a file."""
     return -(-size_bytes // HEADER_BYTES) * HEADER_BYTES
 
 
 def fits_header(path: str) -> bool:
-    """Whether one plain ustar header can name it: 100 bytes, or as many below a folder of at most 155."""
+    """Whether one plain ustar header can hold the path: 100 bytes, or as many below a folder of at most 155."""
     encoded = path.encode()
     if len(encoded) <= _NAME_BYTES:
         return True

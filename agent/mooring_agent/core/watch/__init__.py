@@ -1,1 +1,1 @@
-"""The directory watch: when a checkpoint that nothing announces is complete."""
+"""The rules of the directory watch: when a checkpoint that nothing announces is complete."""

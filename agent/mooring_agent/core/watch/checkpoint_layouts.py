@@ -1,17 +1,17 @@
-"""What a framework's checkpoint directory must hold before it is whole, by the names and proofs of its files.
+"""Decides what a framework's checkpoint directory must hold before it is complete, by its files' names and formats.
 
-Owns the rules of each layout. Knows nothing of time: that nothing moves any more is `directory_rules`' affair.
-Invariants: a layout that does not show its end is never complete; nor is one of numbered ranks as long as nobody has
-said how many they are, for those that this volume shows may be one pod's.
+Owns the rules of each layout. Knows nothing of time: `directory_rules` checks that nothing changes any more.
+Invariants: a layout that does not show its end is never complete. A layout with numbered ranks is never complete while
+the number of ranks is unknown, because the files on this volume may be those of only one pod.
 
 Orbax           `N.orbax-checkpoint-tmp` was renamed to `N`
-DCP             `.metadata` is no older than any `.distcp` beside it, and all that it names are there
+DCP             `.metadata` is no older than any `.distcp` beside it, and all files that it names are there
 Hugging Face    trainer_state.json parses and every rank's RNG state is there
 Accelerate      every rank's random states are there: each rank writes them last
 DeepSpeed       every rank's ZeRO optimizer state is there: each rank writes it last; `latest` is written too early
 single file     the zip directory that ends a torch.save file is whole; a safetensors file is as long as its header says
 
-A watched directory as values: what was there at one look. Read by `adapters.volume.directory_scan`.
+Also defines the snapshot of a watched directory, which `adapters.volume.directory_scan` takes.
 """
 
 import hashlib
@@ -23,7 +23,7 @@ from typing import Final
 
 
 class Proof(StrEnum):
-    """What a file's own format says of its end."""
+    """Whether a file is complete, as its own format tells."""
 
     WHOLE = "whole"
     BROKEN = "broken"
@@ -32,9 +32,9 @@ class Proof(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FileSnapshot:
-    """One file as it was seen; `path` is relative to the candidate, with `/`.
+    """One file in a snapshot; `path` is relative to the candidate, with `/`.
 
-    `names`: files beside it that it says belong to it, which DCP's metadata does.
+    `names`: the files beside it that it lists as its own, as DCP's metadata does.
     """
 
     path: str
@@ -49,7 +49,7 @@ class FileSnapshot:
 class DirectorySnapshot:
     """A candidate: one entry of the watched directory with everything below it.
 
-    A single file has itself as its only file. `folders` are relative too. `seen_at` is seconds of a steady clock.
+    A single file has itself as its only file. `folders` are relative too. `seen_at` is in seconds of a monotonic clock.
     """
 
     name: str
@@ -60,7 +60,7 @@ class DirectorySnapshot:
 
     @property
     def signature(self) -> str:
-        """Changes whenever a name, a size, an mtime or an inode does; the same across restarts of the agent."""
+        """A hash that changes with any name, size, mtime or inode, and is stable across restarts of the agent."""
         digest = hashlib.blake2b(self.name.encode(errors="surrogateescape"), digest_size=16)
         for file in sorted(self.files, key=lambda file: file.path):
             line = f"\0{file.path}\0{file.size_bytes}\0{file.mtime_ns}\0{file.inode}"
@@ -73,7 +73,7 @@ class DirectorySnapshot:
 
 
 _ORBAX_TEMPORARY: Final = ".orbax-checkpoint-tmp"
-# Orbax writes them below a temporary name alone: without one, the rename has happened.
+# Orbax writes these only below a temporary name: where there is none, the rename has happened.
 _ORBAX_FILES: Final = frozenset({"_CHECKPOINT_METADATA", "_METADATA", "manifest.ocdbt"})
 _DCP_METADATA: Final = ".metadata"
 _TRAINER_STATE: Final = "trainer_state.json"
@@ -89,18 +89,15 @@ UNKNOWN_WORLD: Final = (
 
 
 def rank_files(snapshot: DirectorySnapshot) -> frozenset[FileSnapshot]:
-    """Those of which each rank writes one, as one of the last things it does; none where the layout has no such files.
+    """Return the files of which each rank writes one, near the end of its save; none if the layout has no such files.
 
-    Directly in the checkpoint: in a folder of it, they are a part of what another framework is still writing.
+    Only files directly in the checkpoint count: in a subfolder they belong to what another framework still writes.
     """
     return frozenset(file for file in snapshot.files if any(pattern.fullmatch(file.path) for pattern in _RANK_FILES))
 
 
 def missing(snapshot: DirectorySnapshot, world_size: int) -> str:
-    """What keeps a candidate from being complete, apart from quiet; empty when nothing does.
-
-    `world_size` 0: not known.
-    """
+    """Return why a candidate is not complete, apart from recent changes; empty if it is. `world_size` 0: not known."""
     if not snapshot.files:
         return "it has no files"
     broken = next((file.path for file in snapshot.files if file.proof is Proof.BROKEN), "")
@@ -129,7 +126,7 @@ def missing(snapshot: DirectorySnapshot, world_size: int) -> str:
 
 
 def _missing_in_dcp(snapshot: DirectorySnapshot, folder: str) -> str:
-    """`.metadata` is written last; one that is older than the data is left from what is being overwritten."""
+    """Check a DCP folder. `.metadata` is written last; if it is older than the data, a save is being overwritten."""
     here = [file for file in snapshot.files if _folder(file.path) == folder]
     metadata = next((file for file in here if file.path == folder + _DCP_METADATA), None)
     if metadata is None:
@@ -139,7 +136,7 @@ def _missing_in_dcp(snapshot: DirectorySnapshot, folder: str) -> str:
     )
     if newer:
         return f"{newer} is newer than {metadata.path}"
-    # Those of other pods are on volumes of their own.
+    # Files of other pods' ranks are on other volumes, so such a checkpoint is incomplete here.
     absent = min({folder + name for name in metadata.names} - {file.path for file in here}, default="")
     return f"{absent}, which {metadata.path} names, is not here" if absent else ""
 
@@ -150,7 +147,7 @@ def _missing_in_hugging_face(snapshot: DirectorySnapshot, paths: Collection[str]
         return f"{_TRAINER_STATE} is too large to be looked at: announce it"
     if proof is not Proof.WHOLE:
         return f"{_TRAINER_STATE} is not written yet"
-    # So it is called by one process, and numbered by several.
+    # A single process writes rng_state.pth; several processes number theirs.
     if "rng_state.pth" in paths and "rng_state_0.pth" not in paths:
         return ""
     if world_size == 1 or (world_size == 0 and not _any_is(_HUGGING_FACE_RANK, paths)):
@@ -159,7 +156,7 @@ def _missing_in_hugging_face(snapshot: DirectorySnapshot, paths: Collection[str]
 
 
 def _missing_in_deepspeed(paths: Collection[str], world_size: int) -> str:
-    """The optimizer states of all ranks: each is named by its places among data and model parallel ranks."""
+    """Check the optimizer states of all ranks. Each file name holds a data parallel and a model parallel rank."""
     places = {(int(found[1]), int(found[2])) for path in paths if (found := _DEEPSPEED_RANK.fullmatch(path))}
     if not places:
         return "no ZeRO optimizer state is written yet; without ZeRO its layout does not show its end: announce it"

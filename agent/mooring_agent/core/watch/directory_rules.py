@@ -1,8 +1,9 @@
-"""When a checkpoint of a program that never calls us is complete, judged from what its directory shows.
+"""Decides from a directory's snapshots when a checkpoint that nothing announces is complete.
 
-Owns the part that time and earlier looks have in it, and what a checkpoint is called; `checkpoint_layouts` has the
-rules of each layout. Invariants: a doubt is "not yet", with the reason for people; nothing is complete before it has
-been quiet; and what is being written over again is complete only when every rank has written its file again.
+Owns the rules that depend on time and on earlier snapshots, and the checkpoint's name and step; `checkpoint_layouts`
+has the rules of each layout. Invariants: in doubt a checkpoint is not complete yet, and the reason is given. Nothing is
+complete before it has been quiet. A checkpoint that is overwritten is complete only when every rank has written its
+file again.
 """
 
 import re
@@ -14,7 +15,7 @@ from mooring_agent.core.watch.checkpoint_layouts import DirectorySnapshot, FileS
 _NAME_LIMIT: Final = 128
 
 LARGEST_STEP: Final = 2**64 - 1
-"""What the wire can carry."""
+"""The API's uint64."""
 
 SINGLE_FILE_SUFFIXES: Final = (".pt", ".pth", ".ckpt", ".safetensors")
 """A file of this kind directly in the watched directory is a checkpoint by itself."""
@@ -22,7 +23,7 @@ SINGLE_FILE_SUFFIXES: Final = (".pt", ".pth", ".ckpt", ".safetensors")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Observation:
-    """What one look leaves for the next; the `complete_` ones are of the last content that was complete."""
+    """What one scan keeps for the next. The `complete_` fields describe the last content that was complete."""
 
     signature: str
     unchanged_since: float
@@ -49,7 +50,7 @@ def judge(
     quiet_seconds: float,
     world_size: int,
 ) -> Verdict:
-    """Whether a candidate is a complete checkpoint now. `world_size` 0: not known."""
+    """Judge whether a candidate is a complete checkpoint. `world_size` 0: not known."""
     signature = snapshot.signature
     unchanged = previous is not None and previous.signature == signature
     since = previous.unchanged_since if previous is not None and unchanged else snapshot.seen_at
@@ -77,14 +78,14 @@ def judge(
 
 
 def candidate(name: str, *, single_file: bool) -> bool:
-    """Whether an entry of the watched directory may be a checkpoint at all, or become one."""
+    """Whether an entry of the watched directory may be, or become, a checkpoint."""
     if name.startswith("."):
         return False
     return not single_file or name.endswith(SINGLE_FILE_SUFFIXES)
 
 
 def checkpoint_name(entry: str) -> str:
-    """The entry's name, made fit for object keys; it keeps the suffix by which programs and the watch know a file."""
+    """Return the entry's name, made valid for object keys. It keeps the suffix, by which programs recognise a file."""
     stem = _without_suffix(entry)
     suffix = entry.removeprefix(stem)
     name = re.sub(r"[^A-Za-z0-9._=+-]", "-", stem).lstrip("._=+-") or "checkpoint"
@@ -92,7 +93,7 @@ def checkpoint_name(entry: str) -> str:
 
 
 def step_of(entry: str) -> int | None:
-    """The last number in a name: checkpoint-1200, epoch=3-step=1200.ckpt; None if there is none that can be a step."""
+    """Return the last number in a name, as in checkpoint-1200 or epoch=3-step=1200.ckpt; None if it can be no step."""
     numbers = re.findall(r"[0-9]+", _without_suffix(entry))
     step = int(numbers[-1]) if numbers else None
     return step if step is not None and step <= LARGEST_STEP else None

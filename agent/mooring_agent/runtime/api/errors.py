@@ -1,7 +1,7 @@
 """Maps errors to gRPC statuses with a google.rpc.ErrorInfo, and checks requests against `core.limits`.
 
-Invariants: whatever a method raises is answered by such a status; a method never sees a request beyond the limits. The
-check goes by the request's descriptor: a new field of `agent.proto` without a limit is refused.
+Invariants: whatever a method raises is answered by such a status, and no method sees a request beyond the limits. The
+check follows the request's descriptor, so that a new field of `agent.proto` without a limit is refused.
 """
 
 import contextlib
@@ -22,11 +22,11 @@ from mooring_api.names import ERROR_DOMAIN
 from mooring_api.v1 import agent_pb2
 
 _CLOSED: Final = frozenset({FieldDescriptor.CPPTYPE_BOOL, FieldDescriptor.CPPTYPE_ENUM})
-"""Types whose values are as many as the API knows; an enum's unknown one counts as unspecified."""
+"""Types with a closed set of values, which need no limit. An enum's unknown value counts as unspecified."""
 
 
 def check_request(request: Message) -> None:
-    """Raises RequestError(BAD_REQUEST) that names the field and its limit."""
+    """Raise RequestError(BAD_REQUEST), which names the field and its limit, if a field is beyond its limit."""
     for field, value in request.ListFields():
         if field.cpp_type in _CLOSED:
             continue
@@ -37,7 +37,7 @@ def check_request(request: Message) -> None:
             longest = max(len(text.encode()) for text in texts)
             if longest > REQUEST_TEXTS.get(field.name, 0):
                 raise _refused(field, f"has {longest} bytes", REQUEST_TEXTS.get(field.name, 0))
-        # NaN is neither more nor less than anything.
+        # NaN compares as false with any limit.
         elif not math.isfinite(value) or not 0 <= value <= REQUEST_NUMBERS.get(field.name, 0):
             raise _refused(field, f"is {value}", REQUEST_NUMBERS.get(field.name, 0))
 
@@ -69,7 +69,7 @@ STATUS: Final[dict[ErrorKind, tuple[grpc.StatusCode, agent_pb2.ErrorReason]]] = 
     ErrorKind.DISK_FULL: (grpc.StatusCode.RESOURCE_EXHAUSTED, agent_pb2.ERROR_REASON_VOLUME_UNUSABLE),
     ErrorKind.SHUTTING_DOWN: (grpc.StatusCode.UNAVAILABLE, agent_pb2.ERROR_REASON_SHUTTING_DOWN),
 }
-"""Kinds a caller can meet in an answer; every other one is why a checkpoint failed."""
+"""The kinds with a status of their own; any other kind is why a checkpoint failed."""
 
 
 _INTERNAL: Final = (grpc.StatusCode.INTERNAL, agent_pb2.ERROR_REASON_UNSPECIFIED)
@@ -79,7 +79,7 @@ log = structlog.get_logger("mooring.api")
 
 
 def status_of(error: Exception) -> status_pb2.Status:
-    """The google.rpc.Status of an error, with its reason and hint; INTERNAL for what is our own bug."""
+    """Return the google.rpc.Status of an error, with its reason and hint; INTERNAL for a bug of our own."""
     if isinstance(error, MooringError):
         (code, reason), kind, hint = STATUS.get(error.kind, _FAILED), error.kind.value, error.hint
     else:
@@ -97,7 +97,7 @@ def status_of(error: Exception) -> status_pb2.Status:
 
 
 class ErrorsAnswered(grpc.aio.ServerInterceptor):
-    """Around every method of our own service: the request is checked, and what it raises ends the call."""
+    """Wraps every method of our own service: checks the request, and ends the call with what the method raises."""
 
     async def intercept_service(
         self,

@@ -1,7 +1,7 @@
-"""/metrics for Prometheus, /healthz (the process turns its loop) and /readyz (the API is served).
+"""Serves /metrics for Prometheus, /healthz (the event loop runs) and /readyz (the API is served).
 
-Three pages over h11, one for each connection: aiohttp would do it too, and is ten megabytes for which an agent without
-an upload has no other use. Invariant: every connection has an end, whoever hangs at it.
+Uses h11, one page per connection: aiohttp takes ten megabytes, for which an agent without an upload has no other use.
+Invariant: every connection ends, even if its client hangs.
 """
 
 import asyncio
@@ -37,7 +37,7 @@ Pages = Mapping[bytes, Callable[[], Page]]
 
 @asynccontextmanager
 async def serve_http(address: str, state: Callable[[], State], clock: Clock) -> AsyncIterator[None]:
-    """Serve while the context is open; `address` is host:port, empty: serve nothing."""
+    """Serve while the context is open. `address` is host:port; if it is empty, nothing is served."""
     if not address:
         yield
         return
@@ -57,13 +57,13 @@ async def serve_http(address: str, state: Callable[[], State], clock: Clock) -> 
     try:
         yield
     finally:
-        # Its connections are not waited for: they end with the loop, and SIGKILL may be near.
+        # Without waiting for its connections: they end with the loop, and SIGKILL may be near.
         server.close()
 
 
 def _pages(state: Callable[[], State], clock: Clock) -> Pages:
     def metrics() -> Page:
-        # Imported here: where nobody scrapes, nobody pays for it.
+        # Imported here, so that an agent that nobody scrapes does not load it.
         from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
 
         registry = CollectorRegistry(auto_describe=False)
@@ -80,7 +80,7 @@ def _pages(state: Callable[[], State], clock: Clock) -> Pages:
 
 
 async def _serve(pages: Pages, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-    """One connection: a request, its answer, the end."""
+    """Serve one connection: read a request, answer it, close."""
     connection = h11.Connection(h11.SERVER)
     try:
         async with asyncio.timeout(_CONNECTION_SECONDS):
@@ -92,14 +92,14 @@ async def _serve(pages: Pages, reader: asyncio.StreamReader, writer: asyncio.Str
             writer.write(_answer(connection, page))
             await writer.drain()
     except (TimeoutError, OSError):
-        # Whoever asked is gone, or never asked.
+        # The client is gone, or sent no request.
         pass
     finally:
         writer.close()
 
 
 async def _request(connection: h11.Connection, reader: asyncio.StreamReader) -> h11.Request:
-    """RemoteProtocolError for what is none, OSError for what has ended before it was one."""
+    """Read a request. Raises RemoteProtocolError if it is not HTTP, OSError if the connection ends too early."""
     while not isinstance(event := connection.next_event(), h11.Request):
         if event is not h11.NEED_DATA:
             raise ConnectionError("nothing was asked")
@@ -109,7 +109,7 @@ async def _request(connection: h11.Connection, reader: asyncio.StreamReader) -> 
 
 def _page(pages: Pages, request: h11.Request) -> Page:
     if request.method != b"GET":
-        # Without a body: HEAD may have none.
+        # Without a body, because the answer to HEAD must have none.
         return Page(status=405, body=b"")
     page = pages.get(request.target.partition(b"?")[0])
     return Page(status=404, body=b"there are /metrics, /healthz and /readyz\n") if page is None else page()

@@ -1,8 +1,8 @@
 """Serves the gRPC API on the volume's unix socket: calls become events, and the state becomes answers. Decides nothing.
 
-A call that changes something is answered only after its event is journaled and applied. Errors are mapped, and
-requests beyond the limits refused, by `errors.py`. Invariant: an agent that ends leaves no socket behind, and replaces
-one that a killed agent left.
+A call that changes something is answered only after its event is journaled and applied. `errors.py` maps errors and
+refuses requests beyond the limits. Invariant: an agent that ends leaves no socket behind, and one that starts replaces
+the socket of a killed agent.
 """
 
 import asyncio
@@ -80,7 +80,7 @@ class AgentService(agent_pb2_grpc.AgentServicer):
         save = check_token(request.save, "save id") if request.save else f"{attempt}-{secrets.token_hex(4)}"
         state = self._engine.state
         if save in state.begun:
-            # The answer was lost: what was given leave must not stand in its own way.
+            # The answer was lost and the client asks again: a save must not be refused for the room kept for itself.
             return agent_pb2.BeginSaveResponse(
                 admitted=True, save=save, budget_bytes=disk_pressure.budget_bytes(state) or 0
             )
@@ -94,7 +94,7 @@ class AgentService(agent_pb2_grpc.AgentServicer):
         try:
             await self._engine.submit(begun)
         except asyncio.CancelledError:
-            # The caller no longer waits, so it will never say what became of this save.
+            # The caller has stopped waiting, so it will never say what became of this save.
             self._engine.post(SaveAborted(at=self._clock.now(), save=save))
             raise
         return agent_pb2.BeginSaveResponse(admitted=True, save=save, budget_bytes=budget_bytes)
@@ -168,7 +168,7 @@ class AgentService(agent_pb2_grpc.AgentServicer):
                 self._monitors.look_soon()
 
     async def _register(self, request: agent_pb2.RegisterRequest | agent_pb2.AttachRequest) -> None:
-        """Learn which rank a local rank is."""
+        """Record which rank a local rank is."""
         world_size = max(1, request.world_size)
         if request.rank >= world_size:
             raise RequestError(
@@ -197,7 +197,7 @@ _STOP_SERVING_SECONDS: Final = 0.2
 
 @asynccontextmanager
 async def serve_grpc(service: AgentService, socket: Path) -> AsyncIterator[None]:
-    """The API with standard health and reflection, on a unix socket that the trainer's group may use."""
+    """Serve the API, with standard health and reflection, on a unix socket that the trainer's group may use."""
     server = grpc.aio.server(interceptors=[ErrorsAnswered()], options=[("grpc.so_reuseport", 0)])
     agent_pb2_grpc.add_AgentServicer_to_server(service, server)  # type: ignore[no-untyped-call]
     health_service = health.aio.HealthServicer()
@@ -225,7 +225,7 @@ async def serve_grpc(service: AgentService, socket: Path) -> AsyncIterator[None]
 
 
 def _share(socket: Path) -> None:
-    """For the trainer's group too, whatever the umask."""
+    """Let the trainer's group use the socket, whatever the umask."""
     socket.chmod(_SOCKET_MODE)
 
 

@@ -1,8 +1,8 @@
-"""Feeds events to the core one at a time, makes what must survive durable, then lets the effects out.
+"""Feeds events to the core one at a time, journals those that must survive, then dispatches the core's commands.
 
 Owns the state: nothing else changes it. Events that arrive together share one journal transaction. If the journal
-cannot be written (a full or read-only volume) the agent goes on from memory with what can be found out again from the
-store and from the staged directories. Announcements are refused meanwhile, and pins stay.
+cannot be written (a full or read-only volume), the agent goes on from memory with what it can find out again from the
+store and from the staged directories. Meanwhile it refuses announcements and keeps all pins.
 """
 
 import asyncio
@@ -28,17 +28,17 @@ _QUEUE_LIMIT: Final = 100_000
 _BATCH_LIMIT: Final = 256
 # A record is some 300 bytes and a checkpoint of 10,000 files makes 20,000 of them; the volume is not ours to fill.
 _RECORDS_BEFORE_COMPACTION: Final = 50_000
-# All that waits is appended at once, so that a try costs more the longer the volume is full.
+# Every try appends all waiting records, so it costs more the longer the volume is full.
 _FIRST_PAUSE_SECONDS: Final = 0.2
 _LONGEST_PAUSE_SECONDS: Final = 10.0
 
 log = structlog.get_logger("mooring.engine")
 
 Guard = Callable[[State], bool]
-"""Called in the engine's turn, before the event: False skips it as known already, RequestError refuses it."""
+"""Called in the engine's turn, before the event: False skips it as already known, RequestError refuses it."""
 
 Listener = Callable[[State, Event], None]
-"""Called in the engine's turn, after the event and after every decision that followed from it; returns at once."""
+"""Called in the engine's turn, after the event and every decision that follows from it. Must return at once."""
 
 
 def nobody_listens(_state: State, _event: Event) -> None:
@@ -54,23 +54,23 @@ class _Item:
 
 @dataclass(slots=True)
 class _Turn:
-    """What one batch of events has to be made durable and let out."""
+    """What one batch of events leads to: records to journal, commands to dispatch, callers to answer."""
 
     records: list[bytes] = field(default_factory=list)
     commands: list[Command] = field(default_factory=list)
-    # Whether the caller's promise depends on the journal.
+    # The bool says whether the caller's answer depends on the journal.
     waiting: "list[tuple[asyncio.Future[None], bool]]" = field(default_factory=list)
 
     @property
     def needs_journal(self) -> bool:
-        """Whether somebody waits for the records to be durable."""
+        """Whether a caller or a command waits for the records to be durable."""
         return any(durable for _, durable in self.waiting) or any(
             isinstance(command, AFTER_ITS_RECORD) for command in self.commands
         )
 
 
 class Engine:
-    """The agent's heart. `executor` is the journal's own: one thread, so its calls keep their order."""
+    """Runs the core. `executor` is the journal's own and has one thread, so that its calls keep their order."""
 
     def __init__(
         self,
@@ -82,7 +82,7 @@ class Engine:
         listen: Listener = nobody_listens,
         unjournaled: Sequence[bytes] = (),
     ) -> None:
-        """`unjournaled`: records behind `state` that the journal has not taken yet."""
+        """`unjournaled`: records that `state` includes and the journal does not have yet."""
         self.state = state
         self._journal = journal
         self._clock = clock
@@ -99,13 +99,14 @@ class Engine:
         self.revision = 0
 
     def post(self, event: Event) -> None:
-        """Something has happened; returns at once."""
+        """Queue an event; return at once."""
         self._queue.put_nowait(_Item(event))
 
     async def submit(self, event: Event, guard: Guard | None = None) -> None:
-        """Something has happened; returns when it is durable and applied.
+        """Queue an event; return when it is applied and durable.
 
-        Raises what `guard` raises, and VolumeError when an announcement cannot be journaled: it alone is a promise.
+        Raises what `guard` raises, and VolumeError when an announcement cannot be journaled. Any other event succeeds
+        without the journal, because only an announcement is a promise.
         """
         done = asyncio.get_running_loop().create_future()
         await self._queue.put(_Item(event, guard, done))
@@ -117,13 +118,13 @@ class Engine:
             await self._changed.wait_for(lambda: holds(self.state))
 
     async def next_change(self, seen_revision: int) -> int:
-        """Wait until the state has changed since `seen_revision`; returns the revision now."""
+        """Wait until the state has changed since `seen_revision`; return the current revision."""
         async with self._changed:
             await self._changed.wait_for(lambda: self.revision != seen_revision)
         return self.revision
 
     async def run(self, dispatch: Callable[[Command], None]) -> None:
-        """Turn after turn, until cancelled."""
+        """Take one turn after the other until cancelled."""
         while True:
             turn = _Turn()
             for item in await self._next_items():
@@ -141,7 +142,7 @@ class Engine:
                 self._changed.notify_all()
 
     async def close(self, last: DurableEvent) -> None:
-        """Journal a last event, and what could not be journaled before; nothing is dispatched any more."""
+        """Apply and journal a last event, with the records that could not be journaled before. Dispatches nothing."""
         advance(self.state, last)
         await self._append([encode_event(last)], now=True)
 
@@ -161,11 +162,11 @@ class Engine:
                 self._listen(self.state, item.event)
             turn.commands += ready.commands
         if item.done is not None:
-            # Also of one that is known already: it may be known from memory alone, as its first try was refused.
+            # A known event waits too: if its first try was refused, only memory knows it.
             turn.waiting.append((item.done, isinstance(item.event, Announced)))
 
     async def _next_items(self) -> Sequence[_Item]:
-        """All that has arrived, or a tick when it is time for one."""
+        """Return the events that have arrived, or a tick when one is due."""
         wake_at = planner.next_wake(self.state)
         if self._append_failure is not None:
             wake_at = self._append_again_at if wake_at is None else min(wake_at, self._append_again_at)
@@ -180,14 +181,17 @@ class Engine:
         return items
 
     async def _append(self, records: Sequence[bytes], *, now: bool) -> MooringError | None:
-        """Journal what is due; on failure keep it, say why, and try again after a pause, or as soon as `now`."""
+        """Journal `records` and those still waiting; on failure log and return the error, and keep them all.
+
+        After a failure the journal is tried again only after a pause, or at once if `now`.
+        """
         was_unwritable = bool(self._unjournaled)
         self._unjournaled += records
         if not self._unjournaled:
             return None
         if self._append_failure is not None and not now and self.state.now < self._append_again_at:
             return self._append_failure
-        # Whoever cancels us leaves these to the journal's thread, and must not append them a second time.
+        # If this is cancelled, the journal's thread still appends these; they must not be appended a second time.
         pending, self._unjournaled = self._unjournaled, []
         loop = asyncio.get_running_loop()
         try:
@@ -209,7 +213,7 @@ class Engine:
         return None
 
     async def _compact(self) -> None:
-        """Shorten the journal; that it cannot be shortened now is no reason to stop."""
+        """Shorten the journal. A failure is only logged."""
         loop = asyncio.get_running_loop()
         kept = 0
         try:
@@ -217,12 +221,12 @@ class Engine:
         except MooringError as error:
             log.warning("journal.not_compacted", error=str(error), hint=error.hint)
         self._records_since_compaction = 0
-        # What is still needed does not become less by looking at it again.
+        # Another look at records that are still needed would drop none of them.
         self._compact_after_records = max(_RECORDS_BEFORE_COMPACTION, 2 * kept)
 
 
 def _refused(command: Release, failure: MooringError, now: float) -> WorkFailed:
-    """It comes again later, as whatever fails does."""
+    """The failure of a command that needed the journal; the core tries it again later, like any failed work."""
     return WorkFailed(at=now, work=command.work, kind=failure.kind, message=str(failure), hint=failure.hint, jitter=0.0)
 
 

@@ -27,18 +27,18 @@ from mooring_agent.core.settings.values import Settings
 from mooring_agent.core.stored.packs_and_parts import PACK_BYTES
 from mooring_agent.ports import Journal, StagedDescriptor, StagingArea
 
-# Of a checkpoint that is over, this is what status, idempotent announcements and retention still need.
+# The events of an ended checkpoint that status, idempotent announcements and retention still need.
 _ENDED_NEEDS = (Announced, Staged, Committed, Released)
 
 log = structlog.get_logger("mooring.journal")
 
 
 def recover(settings: Settings, journal: Journal, staging: StagingArea) -> tuple[State, Sequence[bytes]]:
-    """The state as the journal and the staged directories tell it, and the records that a full volume did not take.
+    """Rebuild the state from the journal and the staged directories; also return what a full volume could not journal.
 
-    A journal of which anything cannot be read or replayed, as of a later version, is set aside: what is pinned
-    describes itself, and half a story would not replay. Otherwise it is compacted, if there is room. Blocks. Raises
-    VolumeError when the volume cannot be used. A full one can: what is staged on it waits to be sent.
+    If any record cannot be read or replayed, such as one of a later version, the whole journal is set aside: a part of
+    it would not replay, and staged directories describe themselves. Otherwise it is compacted, if there is room.
+    Blocks. Raises VolumeError when the volume cannot be used. A full volume can be: what is staged on it can be sent.
     """
     records = list(journal.replay())
     try:
@@ -67,7 +67,10 @@ def recover(settings: Settings, journal: Journal, staging: StagingArea) -> tuple
 
 
 def compact(state: State, journal: Journal) -> int:
-    """Drop the records that `state` no longer needs; how many are left. Blocks; `state` must not change meanwhile."""
+    """Drop the records that `state` does not need; return how many are left.
+
+    Blocks; `state` must not change meanwhile.
+    """
     events = [decode_event(record) for record in journal.replay()]
     notices_from = _after_last_exit(events)
     kept = [
@@ -81,7 +84,7 @@ def compact(state: State, journal: Journal) -> int:
 
 
 def _after_last_exit(events: Sequence[DurableEvent]) -> int:
-    """Where the records of this life begin: an orderly exit has used up the notices before it."""
+    """Return where the records of this life begin: notices before an orderly exit are void."""
     return max((position + 1 for position, event in enumerate(events) if isinstance(event, Exited)), default=0)
 
 
@@ -107,10 +110,10 @@ def _is_needed(state: State, event: DurableEvent, *, is_current_life: bool) -> b
 
 
 def rescan(staging: StagingArea, state: State) -> Iterator[DurableEvent]:
-    """The events behind pins that `state` knows nothing of; after a damaged journal, or on a claim of an earlier pod.
+    """Yield the events behind pins that `state` does not know: after a damaged journal, or on an earlier pod's volume.
 
-    The caller applies each before it asks for the next. They come in the order in which they were announced, for that
-    says which checkpoint is the newest. Trainers can write descriptors, so each is judged as an announcement is.
+    The caller applies each before it asks for the next. They come in the order of announcement, which decides which
+    checkpoint is the newest. Trainers can write descriptors, so each one is checked as an announcement is.
     """
     for announcements, described, files in sorted(_described(staging), key=lambda found: _order(found[0])):
         first = announcements[0]
@@ -135,14 +138,14 @@ def rescan(staging: StagingArea, state: State) -> Iterator[DurableEvent]:
 
 def _shares(state: State, announced: Announced) -> Mapping[int, RankContribution]:
     checkpoint = state.checkpoints.get(announced.info.save)
-    # One whose pins failed was announced again since, of which nothing but the descriptor may have been written.
+    # A save whose staging failed may have been announced again, with nothing but the descriptor written.
     return checkpoint.contributions if checkpoint and not checkpoint.begins_anew else {}
 
 
 def _described(
     staging: StagingArea,
 ) -> Iterator[tuple[Sequence[Announced], StagedDescriptor, tuple[StagedFile, ...]]]:
-    """Announcements, what else is told of them, and files of everything that is staged."""
+    """Yield the announcements, the descriptor and the files of everything that is staged."""
     for described, files in staging.scan():
         try:
             announcements = [decode_event(record.encode()) for record in described.announcements]
@@ -157,6 +160,6 @@ def _described(
 
 
 def _order(announcements: Sequence[Announced]) -> tuple[float, int, int]:
-    """By the first of them: a checkpoint is as old as the first news of it."""
+    """Sort key: a checkpoint is as old as its first announcement."""
     first = min(announcements, key=lambda announcement: announcement.at)
     return first.at, first.info.step, first.rank

@@ -1,4 +1,4 @@
-"""The state as the API shows it."""
+"""Converts the state into the API's messages."""
 
 from typing import Final
 
@@ -57,7 +57,7 @@ def describe_checkpoint(checkpoint: Checkpoint) -> agent_pb2.Checkpoint:
 
 
 def describe_all(state: State) -> list[agent_pb2.Checkpoint]:
-    """The newest first."""
+    """All checkpoints that the agent remembers, the newest first."""
     ordered = sorted(state.checkpoints.values(), key=lambda checkpoint: -checkpoint.sequence)
     return [describe_checkpoint(checkpoint) for checkpoint in ordered]
 

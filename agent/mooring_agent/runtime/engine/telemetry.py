@@ -1,8 +1,8 @@
 """Logs and metrics.
 
-Metrics are read off the state at each scrape, so nothing is counted twice. A checkpoint's life is one log line per
-event that a person would ask about. Failures and refusals are logged at once and then not for every retry, so that an
-outage fills no disk. Invariant: nothing here raises because the reader is gone, as on a closed pipe.
+Metrics are read from the state at each scrape, so nothing is counted twice. The checkpoint log has one line for each
+event that a person would ask about. Failures and refusals are logged at once, but not at every retry, so that an outage
+does not fill the disk. Invariant: nothing here raises because the reader is gone, as on a closed pipe.
 """
 
 import contextlib
@@ -37,7 +37,7 @@ class _Seen:
 
 
 class FailureLog:
-    """One line per kind of error and five seconds at most; each says how many of its kind were not told before it."""
+    """Logs at most one line per kind of error in five seconds; each line counts the failures left out before it."""
 
     def __init__(self, monotonic: Callable[[], float] = time.monotonic) -> None:
         self._monotonic = monotonic
@@ -65,7 +65,7 @@ class FailureLog:
 
 
 class RefusalLog:
-    """One line for each save that was given no leave, however often its trainer asks."""
+    """Logs one line for each refused save, however often its trainer asks."""
 
     def __init__(self) -> None:
         self._told: deque[tuple[str, int]] = deque(maxlen=_REFUSALS_KEPT)
@@ -91,7 +91,7 @@ if TYPE_CHECKING:
 
 
 def configure_logs(log_format: str) -> None:
-    """One line per event on stderr: a constant event name and its fields."""
+    """Log one line per event on stderr: a constant event name and its fields."""
     renderers: list[structlog.typing.Processor] = (
         [structlog.processors.JSONRenderer()]
         if log_format == "json"
@@ -105,14 +105,14 @@ def configure_logs(log_format: str) -> None:
             *renderers,
         ],
         wrapper_class=structlog.make_filtering_bound_logger(logging.INFO),
-        # The program of a run writes there too: a line and its end in one write, or another's comes in between.
+        # The program of a run writes to stderr too. A line and its end are one write, so that lines do not mix.
         logger_factory=structlog.WriteLoggerFactory(file=_stderr()),
         cache_logger_on_first_use=False,
     )
 
 
 def _without_controls(_logger: object, _method: str, event: structlog.typing.EventDict) -> structlog.typing.EventDict:
-    """For a terminal, which would obey them: names and messages may be anybody's. A traceback keeps its lines."""
+    """Escape control characters, which a terminal obeys: names and messages may be anybody's. Tracebacks keep lines."""
     for key, value in event.items():
         if isinstance(value, str) and not value.isprintable():
             event[key] = "\n".join(printable(line) for line in (value.split("\n") if key == "exception" else [value]))
@@ -120,14 +120,14 @@ def _without_controls(_logger: object, _method: str, event: structlog.typing.Eve
 
 
 def say(line: str) -> None:
-    """A line for people, on stderr."""
+    """Write a line for people to stderr."""
     stderr = _stderr()
     stderr.write(f"{line}\n")
     stderr.flush()
 
 
 class _UnheardStderr(io.TextIOBase):
-    """Stderr as it is now; what cannot be written is lost, and nobody is told: this is where we would say it."""
+    """Writes to the current `sys.stderr`. Drops what cannot be written: there is no other place to report it."""
 
     def write(self, text: str) -> int:
         if sys.stderr is not None:
@@ -197,7 +197,7 @@ log = structlog.get_logger("mooring.checkpoint")
 
 
 def narrate(state: State, event: DurableEvent) -> None:
-    """`state` is the state after the event."""
+    """Log an event of a checkpoint's life, if a person would ask about it. `state` is the state after the event."""
     match event:
         case Announced():
             info = event.info
@@ -244,7 +244,7 @@ def narrate(state: State, event: DurableEvent) -> None:
                 hint=event.hint,
             )
         case _:
-            # Parts, uploads and pins: too many to tell, and in the journal anyway.
+            # Parts, uploads and pins: too many to log, and the journal has them.
             return
 
 

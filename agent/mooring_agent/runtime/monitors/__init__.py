@@ -1,1 +1,1 @@
-"""What the agent observes by itself: ranks, signals, disk, preemption notices, directories."""
+"""What the agent observes by itself: ranks, signals, disk, preemption notices, other writers, directories."""

@@ -1,7 +1,7 @@
-"""What people find in Kubernetes of a pod's checkpoints: a few Events, and the newest committed one as annotation.
+"""Reports a pod's checkpoints to Kubernetes: a few Events, and an annotation with the newest committed checkpoint.
 
-Nothing of the agent waits for it: what happens is noted down in the engine's turn and told by a task of its own,
-slowly; of too much news the oldest is dropped. What the service account may not do is said once and left alone.
+Nothing in the agent waits for it: news is queued in the engine's turn and sent slowly by a task of its own. If the
+queue is full, the oldest is dropped. What the service account may not do is logged once and then left out.
 """
 
 import asyncio
@@ -83,7 +83,7 @@ class KubernetesEvents:
                 pass
 
     async def tell(self) -> None:
-        """Forever."""
+        """Send the news, one call at a time, until cancelled."""
         pause_seconds = self._shortest_pause_seconds
         while True:
             await self._wait_for_news()
@@ -96,7 +96,7 @@ class KubernetesEvents:
             await asyncio.sleep(pause_seconds)
 
     async def last_words(self, lost: Sequence[str]) -> None:
-        """At the agent's end: what is not durable, and what was not told yet, if that is a matter of moments."""
+        """Send what is not durable, and the news that is left, at the agent's end. Takes only a moment, or gives up."""
         for line in lost[:_QUEUE_LIMIT]:
             self._note(EventType.WARNING, "CheckpointLost", f"not durable: {line}", self._clock.now())
         self._annotate_at = 0.0
@@ -112,7 +112,7 @@ class KubernetesEvents:
         self._news.set()
 
     async def _wait_for_news(self) -> None:
-        """Until there is something that may be told now."""
+        """Wait until there is news that may be sent now."""
         while not self._events:
             due_seconds = None
             if self._committed != self._annotated:
@@ -127,7 +127,7 @@ class KubernetesEvents:
                 return
 
     async def _tell_one(self) -> bool:
-        """One call, if there is anything to tell. Raises ClusterError; what was not told is still there then."""
+        """Make one call if there is news; return whether there was. Raises ClusterError, and then keeps the news."""
         if self._events:
             event = self._events[0]
             if not await self._allowed("events", self._cluster.tell, event):
@@ -169,7 +169,7 @@ class KubernetesEvents:
 async def cluster_news(
     settings: ClusterSettings, *, clock: Clock, executor: Executor
 ) -> AsyncIterator[KubernetesEvents | None]:
-    """None where nobody asked for it, or there is no cluster to tell."""
+    """Give the reporter while the context is open; None if the settings ask for none or no cluster is known."""
     if not settings.cluster_events:
         yield None
         return
@@ -181,7 +181,7 @@ async def cluster_news(
         )
         yield None
         return
-    # Imported here: most agents tell nobody.
+    # Imported here, because most agents do not report to a cluster.
     from mooring_agent.adapters.kubernetes import KubernetesCluster
 
     cluster = KubernetesCluster(settings, executor)

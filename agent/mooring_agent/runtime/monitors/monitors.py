@@ -1,4 +1,4 @@
-"""What the agent observes by itself: live ranks, room on the volume, its own signals, checkpoints nobody announced."""
+"""Observes what nobody tells the agent: live ranks, room on the volume, its own signals, unannounced checkpoints."""
 
 import asyncio
 import os
@@ -33,7 +33,7 @@ log = structlog.get_logger("mooring.agent")
 
 
 def say_what_is_open(state: State, source: str, now: float) -> None:
-    """One line for machines, and one for people per checkpoint, the newest first."""
+    """Log what is not durable yet: one line for machines, then a line for people per checkpoint, the newest first."""
     unfinished = list(reversed(state.unfinished()))
     awaits_save = drain.waiting_for_save(state)
     until = drain.deadline(state)
@@ -74,17 +74,17 @@ def _describe(state: State, checkpoint: Checkpoint) -> str:
     )
 
 
-# Between hints, which come within a second.
+# The longest time between two looks at the ranks. A change wakes the monitor within a second.
 _CALM_SECONDS: Final = 10.0
 _ENDING_SECONDS: Final = 0.1
 _DISK_BUSY_SECONDS: Final = 1.0
 _DISK_IDLE_SECONDS: Final = 10.0
-# Walking ten thousand files every second would take a third off the speed at which they are sent meanwhile.
+# Walking ten thousand files every second would slow their upload by a third.
 _DISK_REST_PER_WALK: Final = 10.0
-# After something was shed, its pins are dropped within moments; a save that waits for the room waits no longer.
+# The pins of a shed checkpoint are dropped within moments; a save waits no longer than this for the room.
 _ADMISSION_WAIT_SECONDS: Final = 0.5
 _ROOM_TO_KEEP_A_RESERVE: Final = 4
-# For the store to say what it has, where the end of the pod, or whoever calls, waits for it.
+# For asking the store what it has, while the end of the pod or a caller waits.
 _ASKING_SECONDS: Final = 4.0
 # For the upload of what the last looks find.
 _DRAIN_SECONDS: Final = 1.0
@@ -93,7 +93,7 @@ T = TypeVar("T")
 
 
 class Monitors:
-    """Everything here ends in an event."""
+    """Turns what it observes into the engine's events."""
 
     def __init__(
         self,
@@ -121,7 +121,7 @@ class Monitors:
         self._unknown = ""
 
     async def watch_ranks(self, parent_pid: int | None) -> None:
-        """Forever: who is alive. `parent_pid`: the runner whose end is our end too."""
+        """Watch which ranks are alive, until cancelled. `parent_pid`: the runner; the agent stops when it is gone."""
         with rank_hints(RankLocks(Path(self._settings.volume)), self._look):
             while True:
                 self._look.clear()
@@ -138,9 +138,10 @@ class Monitors:
                     continue
 
     async def watch_unannounced(self) -> None:
-        """Forever: what clients saved and no agent took, at the start and when the last client is gone.
+        """Announce what clients saved and no agent took: at the start, and whenever the last client is gone.
 
-        Apart from the ranks: at the start the store is still being opened, and asking it may take long.
+        Runs until cancelled, apart from `watch_ranks`: the store is still being opened at the start, and asking it may
+        take long.
         """
         while True:
             self._clients_gone.clear()
@@ -148,7 +149,7 @@ class Monitors:
             await self._clients_gone.wait()
 
     async def watch_disk(self) -> None:
-        """Forever: how full the volume is; seldom while nothing is going on, or where looking takes long."""
+        """Watch how full the volume is, until cancelled; less often while nothing goes on, or if a look takes long."""
         while True:
             began = time.monotonic()
             await self.look_at_disk()
@@ -170,7 +171,7 @@ class Monitors:
         try:
             alive = await self._run(self._live_ranks.alive)
         except MooringError as error:
-            # It is looked at every second, and a foreign trainer stays one.
+            # Logged once: looks are frequent, and the error lasts for as long as another user's trainer runs.
             if str(error) != self._unknown:
                 self._unknown = str(error)
                 log.warning("ranks.unknown", error=str(error), hint=error.hint)
@@ -182,7 +183,7 @@ class Monitors:
         if alive != self._engine.state.alive_ranks:
             log.info("ranks.alive", local_ranks=sorted(alive))
             if not alive and self._engine.state.termination.stop_requested_at is not None:
-                # Before the core learns that nobody will announce any more, and finds that nothing is left to do.
+                # Before RanksSeen, which tells the core that nobody will announce and may leave it nothing to do.
                 await self._rescue_in_time()
             elif not alive:
                 self._clients_gone.set()
@@ -206,7 +207,7 @@ class Monitors:
         )
 
     async def admit(self, kind: Kind, size_bytes: int) -> Admission:
-        """Whether a save may begin, by the disk as it is now; gives what was just shed a moment to go."""
+        """Say whether a save may begin, by a new reading of the disk. Gives pins that are being dropped a moment."""
         await self.look_at_disk()
         verdict = disk_pressure.admit(self._engine.state, kind, size_bytes)
         if verdict.admitted:
@@ -220,24 +221,24 @@ class Monitors:
         return disk_pressure.admit(self._engine.state, kind, size_bytes)
 
     async def notice_termination(self, source: str, grace_seconds: float = 0.0) -> None:
-        """`grace_seconds` 0: as configured."""
+        """Take a termination notice. `grace_seconds` 0 means the configured grace period."""
         now = self._clock.now()
         deadline = now + (grace_seconds or self._settings.termination.grace_seconds)
         log.warning("termination.noticed", source=source, deadline=deadline)
-        # Before anything else: every other look may take long, on a volume or at a store that hangs.
+        # First, because every look may take long on a volume or a store that hangs.
         await self._engine.submit(TerminationNoticed(at=now, deadline=deadline, source=source))
         await self.look_at_ranks()
         say_what_is_open(self._engine.state, source, self._clock.now())
-        # From now on every tenth of a second counts.
+        # Wakes `watch_ranks`, which looks more often until the end.
         self.look_soon()
 
     async def stop(self, source: str) -> None:
-        """Our own SIGTERM: the pod is ending, and so are we once the drain is done."""
+        """Take a termination notice that is also for the agent, such as its own SIGTERM: it exits after the drain."""
         await self.notice_termination(source)
         await self._request_stop(trainers_gone=False)
 
     async def stop_without_trainers(self) -> None:
-        """The runner has waited for the trainers' end: drain and leave."""
+        """Drain and exit; the runner has waited for the trainers' end."""
         await self.look_at_ranks()
         await self._request_stop(trainers_gone=True)
 
@@ -250,7 +251,7 @@ class Monitors:
         await self._engine.submit(StopRequested(at=self._clock.now(), trainers_gone=trainers_gone))
 
     async def _rescue_in_time(self) -> None:
-        """As `watch_unannounced`, in half of the time that is left: what is found must still be sent."""
+        """Announce unannounced checkpoints in half of the time that is left, because they must still be sent."""
         until = drain.deadline(self._engine.state)
         left_seconds = None if until is None else max(0.0, until - self._clock.now())
         try:
@@ -266,7 +267,7 @@ class Monitors:
         return self._clients_seen and not self._engine.state.alive_ranks
 
     def _seconds_to_look_around(self) -> float:
-        """For how long a program that never calls us may still be writing; one that does says when it has saved."""
+        """How long to look for checkpoints of a program without a client; one with a client says when it has saved."""
         state = self._engine.state
         deadline = drain.deadline(state)
         if self._clients_seen or deadline is None:

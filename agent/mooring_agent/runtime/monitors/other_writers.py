@@ -1,8 +1,8 @@
 """Warns when another agent commits the same steps to the destination as saves of its own.
 
-So it looks where the pods of a job do not know of each other and each announces a world of one, or where two jobs have
-one prefix: every commit is whole, and none is a checkpoint of the job. Owns that look, after each commit of ours and
-never while the pod ends; changes nothing.
+This happens if the pods of a job do not know of each other and each announces a world of one, or if two jobs share a
+prefix: every commit is whole, but none is a checkpoint of the job. Looks after each of our own commits, never while the
+pod ends. Changes nothing.
 """
 
 import asyncio
@@ -26,7 +26,7 @@ log = structlog.get_logger("mooring.committer")
 
 
 class OtherWriters:
-    """`hear` what the engine does; `watch` forever. Warns once."""
+    """`hear` is the engine's listener; `watch` runs for as long as the agent does. Warns once."""
 
     def __init__(self, store: ReadyStore, clock: Clock) -> None:
         self._store = store
@@ -43,7 +43,7 @@ class OtherWriters:
                 self._committed.put_nowait(checkpoint.info)
 
     async def watch(self) -> None:
-        """Until there was something to warn of, and then for ever without another look."""
+        """Look after each commit until there is something to warn of. Runs until cancelled."""
         while not await self._look(await self._committed.get()):
             pass
         await asyncio.Event().wait()
@@ -56,7 +56,7 @@ class OtherWriters:
         except MooringError:
             # The next commit is looked at again.
             return False
-        # Both are times of the store's clock; what is older is a run that went on from an earlier step.
+        # Both times are of the store's clock. An older marker means that the run went on from an earlier step.
         began_at = modified_at.get(marker_key(info), 0.0) - (self._clock.now() - self._since)
         for key, at in sorted(modified_at.items()):
             parsed = parse_marker_key(key)

@@ -1,7 +1,7 @@
-"""Listens for the end of the machine and passes it on as the pod's: the trainers save and leave before it.
+"""Watches for the end of the machine and passes it on as the pod's, so that the trainers save and leave before it.
 
-What is far ahead, a maintenance next week, is held back until it is near. A metadata service that fails is asked ever
-more seldom, and said once. Where no cloud answers at all nothing happens, and nobody is troubled.
+A notice far ahead, such as a maintenance next week, is held back until it is near. A metadata service that fails is
+asked less and less often, and its error is logged once. If no cloud answers, the watcher does nothing.
 """
 
 import asyncio
@@ -14,9 +14,9 @@ from mooring_agent.core.errors import NoticesError
 from mooring_agent.core.settings.values import TerminationSettings
 from mooring_agent.ports import Notice, PreemptionSource
 
-# More than a spot machine has on any cloud: its notice is never held back.
+# More than a spot machine gets on any cloud, so its notice is never held back.
 _NEAR_SECONDS: Final = 180.0
-# For what should have ended already: there may be a moment left.
+# For a machine that should have ended already: a moment may be left.
 _AT_ONCE_SECONDS: Final = 5.0
 _LONGEST_PAUSE_SECONDS: Final = 60.0
 # A pod's network may come up after its containers.
@@ -29,7 +29,7 @@ Notify = Callable[[str, float], Awaitable[None]]
 
 
 class PreemptionWatcher:
-    """`candidates` makes anew what may answer, one of which is listened to; where `named` there is only one."""
+    """Watches one of the sources that each call of `candidates` makes. If `named`, there is only one."""
 
     def __init__(
         self,
@@ -50,7 +50,7 @@ class PreemptionWatcher:
         self._last_problem = ""
 
     async def watch(self) -> None:
-        """Forever."""
+        """Find the source that answers and watch it, until cancelled."""
         notices = self._candidates()[0] if self._named else await self._search()
         if notices is None:
             log.info("preemption.no_cloud", action="only Kubernetes' own notice of the end counts")
@@ -76,7 +76,7 @@ class PreemptionWatcher:
         return None
 
     async def _look(self, notices: PreemptionSource, pause_seconds: float) -> float:
-        """Returns how long to wait before the next look."""
+        """Look once; return how long to wait before the next look."""
         try:
             standing = await notices.look()
         except NoticesError as error:
@@ -104,10 +104,10 @@ class PreemptionWatcher:
 
 
 def notice_watch(settings: TerminationSettings, *, notify: Notify) -> PreemptionWatcher | None:
-    """None where nobody wants to listen."""
+    """Make the watcher that the settings ask for; None if they turn it off."""
     if settings.notices == "off":
         return None
-    # Imported here, and above: aiohttp is ten megabytes that an agent which does not listen need not hold.
+    # Imported here and in `_search`: aiohttp takes ten megabytes, which an agent that does not watch need not hold.
     from mooring_agent.adapters.preemption import clouds
 
     return PreemptionWatcher(

@@ -35,7 +35,7 @@ class LiveRanks:
 
     @contextmanager
     def attached(self, local_rank: int) -> "Iterator[asyncio.Queue[agent_pb2.SaveRequest]]":
-        """The rank counts as alive inside; the queue has what to tell it."""
+        """The rank counts as alive while the context is open; the queue has its save requests."""
         entry = (local_rank, asyncio.Queue[agent_pb2.SaveRequest](_REQUESTS_KEPT))
         self._streams.append(entry)
         try:
@@ -50,7 +50,7 @@ class LiveRanks:
     def request_save(self, signal: SaveSignal) -> None:
         for _, requests in self._streams:
             if requests.full():
-                # A client that reads nothing gets the latest.
+                # A client that does not read keeps only the latest requests.
                 requests.get_nowait()
             requests.put_nowait(
                 agent_pb2.SaveRequest(
@@ -64,12 +64,12 @@ _LOOK_SECONDS: Final = 1.0
 
 @contextlib.contextmanager
 def rank_hints(locks: RankLocks, hint: asyncio.Event) -> Iterator[None]:
-    """Sets `hint` when a rank's lock comes, goes or can no longer be seen, and when our parent is another one."""
+    """Set `hint` when a rank's lock appears, disappears or cannot be read, and when the parent process changes."""
     loop = asyncio.get_running_loop()
     ended = threading.Event()
 
     def watch() -> None:
-        # Not equal to any look: what changed before the first one is a change, too.
+        # Unequal to any look, so that a change before the first one counts too.
         seen: object = None
         while not ended.wait(_LOOK_SECONDS):
             now = _look(locks)
@@ -79,7 +79,7 @@ def rank_hints(locks: RankLocks, hint: asyncio.Event) -> Iterator[None]:
                 with contextlib.suppress(RuntimeError):
                     loop.call_soon_threadsafe(hint.set)
 
-    # No executor's: it lives as long as the agent, and must not be waited for where the volume hangs.
+    # Not an executor's thread: it lives as long as the agent, and nobody may wait for it if the volume hangs.
     threading.Thread(target=watch, name="mooring-ranks", daemon=True).start()
     try:
         yield

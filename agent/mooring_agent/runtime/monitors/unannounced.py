@@ -1,8 +1,8 @@
-"""Announces what a client has saved and could not announce, because the agent was away and the client now may be.
+"""Announces what a client saved and could not announce: the agent was unreachable, and the client may be gone.
 
-Must not know when to look: that is the monitors'. A client that still tries announces the same save id, so that the two
-never make two checkpoints of one. A record may also be of a save that an earlier agent had and committed, of which the
-answer was lost and nothing is remembered: the store is asked first.
+The monitors decide when to look. A client that still tries announces the same save id, so that one checkpoint never
+becomes two. A record may also be of a save that an earlier agent committed, if the answer to the client was lost and
+this agent does not remember the save. So the store is asked first.
 """
 
 import asyncio
@@ -31,7 +31,7 @@ log = structlog.get_logger("mooring.unannounced")
 
 
 class UnannouncedRecovery:
-    """Of the checkpoints in the checkpoint directory that have a client's record."""
+    """Recovers unannounced checkpoints in the checkpoint directory, if they have a client's record."""
 
     def __init__(
         self,
@@ -52,10 +52,10 @@ class UnannouncedRecovery:
         self._directory = Path(settings.checkpoint_directory)
 
     async def look(self, *, asking_seconds: float | None = None) -> None:
-        """Announce what an agent should have and has not. Never raises: whoever calls it has other work to do.
+        """Announce what an agent should have and has not. Never raises, because its callers have other work to do.
 
-        `asking_seconds`: for the store to say what it has; None: as long as it takes to be opened, and to answer. What
-        it did not say is announced all the same, and looked for again before it is sent.
+        `asking_seconds` limits how long the store is opened and asked what it has; None: no limit. What is then still
+        unknown is announced all the same, and the store is asked again before it is sent.
         """
         try:
             known = self._known()
@@ -63,9 +63,9 @@ class UnannouncedRecovery:
             await self._ask(found, asking_seconds)
             async with self._announcing:
                 if self._known() != known:
-                    # The store has one of them, or somebody has announced one meanwhile: what is older is superseded.
+                    # The store has one of them, or one was announced meanwhile: older ones are superseded.
                     found = await self._unannounced()
-                # The newest comes last, as if its client had announced them: it gets the wire first.
+                # The newest comes last, as if a client had announced them, so it is uploaded first.
                 for recorded in found:
                     await self._announce(recorded)
         except Exception:
@@ -81,7 +81,7 @@ class UnannouncedRecovery:
         )
 
     async def _ask(self, found: Sequence[RecordedCheckpoint], limit_seconds: float | None) -> None:
-        """Which of these is the last that the store has whole."""
+        """Note the newest of `found` that the store has whole, if it answers in time."""
         if not found:
             return
         try:
@@ -96,7 +96,7 @@ class UnannouncedRecovery:
             log.warning("unannounced.store_not_asked", error=str(error) or "it does not answer")
 
     async def _announce(self, recorded: RecordedCheckpoint) -> None:
-        """Never raises: a record that cannot be announced hides no other."""
+        """Never raises: a record that cannot be announced must not hide the others."""
         ranks = recorded.ranks or self._known_ranks(recorded.world_size)
         log.info("unannounced.found", path=str(recorded.path), step=recorded.step, save=recorded.save, ranks=ranks)
         for rank in ranks:
@@ -114,21 +114,21 @@ class UnannouncedRecovery:
                 await self._announcements.enter(request, signature=recorded.signature, recorded_at=recorded.saved_at)
             except MooringError as error:
                 log.error("unannounced.refused", path=str(recorded.path), rank=rank, error=str(error), hint=error.hint)
-                # The other ranks would be refused for the same reason, and each would be a line.
+                # The other ranks would be refused for the same reason, with a log line each.
                 return
             except Exception:
                 log.exception("unannounced.failed", path=str(recorded.path), rank=rank, hint=_BUG_HINT)
                 return
 
     def _known_ranks(self, world_size: int) -> Sequence[int]:
-        """Whose files a checkpoint has, by who came to us; none of several ranks that never said who they are."""
+        """The ranks whose files a checkpoint has, as far as they registered here. A world of one has only rank 0."""
         if world_size == 1:
             return [0]
         return sorted(rank for rank in set(self._engine.state.ranks.values()) if rank < world_size)
 
 
 async def _is_committed(store: ObjectStore, recorded: RecordedCheckpoint) -> bool:
-    """Whether the store has this save whole: a marker of its id, announced after the record was written."""
+    """Whether the store has this save whole: a marker of its id, from an announcement made after the record."""
     info = SaveInfo(
         save=recorded.save,
         name=recorded.path.name,
@@ -136,11 +136,11 @@ async def _is_committed(store: ObjectStore, recorded: RecordedCheckpoint) -> boo
         kind=recorded.kind,
         world_size=recorded.world_size,
     )
-    # One rank's manifest says enough, and costs one request.
+    # One rank's manifest is enough, and costs one request.
     announced = AnnouncementTime(at=recorded.saved_at, recorded_at=recorded.saved_at)
     try:
         return await is_committed(store, info, {min(recorded.ranks, default=0): announced})
     except StoreError as error:
         if error.kind is not ErrorKind.CONTRADICTION:
             raise
-        return False  # what is there is another save
+        return False  # the marker is another save's

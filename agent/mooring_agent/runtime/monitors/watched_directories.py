@@ -1,6 +1,6 @@
-"""Announces what the directory watch found, for programs that never call us.
+"""Announces what the directory watch finds, for programs without a client.
 
-Leaves alone what Mooring knows by other ways: claimed by a live client or announced by it, brought by restore, or
+Skips what Mooring knows in other ways: what a live client claims or has announced, what restore brought, and what was
 committed before this agent started.
 """
 
@@ -29,7 +29,7 @@ log = structlog.get_logger("mooring.watch")
 
 
 class DirectoryWatcher:
-    """One watch over the checkpoint directory: `run` for as long as the agent lives, `last_looks` when it ends."""
+    """Watches the checkpoint directory: `run` for as long as the agent lives, `last_looks` when it ends."""
 
     def __init__(self, *, announcements: Announcements, engine: Engine, settings: Settings, executor: Executor) -> None:
         self._announcements = announcements
@@ -51,7 +51,7 @@ class DirectoryWatcher:
         self._announcing = asyncio.Lock()
 
     async def run(self) -> None:
-        """Forever, until cancelled."""
+        """Announce each checkpoint that the watch finds, until cancelled."""
         try:
             async for found in self._watch:
                 async with self._announcing:
@@ -60,25 +60,25 @@ class DirectoryWatcher:
             await asyncio.get_running_loop().run_in_executor(self._executor, self._watch.close)
 
     async def last_looks(self, *, writers_gone: bool, limit_seconds: float) -> None:
-        """Announce what the training program leaves complete, see `StagingWatch.last_looks`. Never raises."""
+        """Announce what the training program leaves complete; see `StagingWatch.last_looks`. Never raises."""
         try:
             async for found in self._watch.last_looks(writers_gone=writers_gone, limit_seconds=limit_seconds):
                 async with self._announcing:
                     await self._announce(found)
         except Exception:
-            # The agent must be able to end whatever lies in that directory.
+            # Whatever lies in that directory, the agent must be able to end.
             log.exception("watch.failed", hint="announce the last checkpoint with a call: it was not looked for")
         async with self._announcing:
-            # What `run` has found meanwhile is announced now, too.
+            # Wait until what `run` has found is announced too.
             return
 
     async def _announce(self, found: FoundCheckpoint) -> None:
-        """Never raises: what one checkpoint is like must not keep the others from being found."""
+        """Announce one checkpoint. Never raises: a problem with one must not hide the others."""
         try:
             if self._is_recorded(found.path) or self._is_old(found.step):
                 return
             if not all(self._saves_made_here(found.path)):
-                # Its program announces it; what we have announced ourselves may have other content now.
+                # A client announces this path. What we announced ourselves goes on: its content may have changed.
                 return
             signature = await self._run(content_signature, self._volume, found.path)
             if await self._run(signature_of, self._volume, Path(found.path)) != found.signature:
@@ -104,15 +104,15 @@ class DirectoryWatcher:
         return known or self._locks.claim(Path(path))
 
     def _is_recorded(self, path: str) -> bool:
-        """By a client, or by restore."""
+        """Whether a client or restore has written a record of this path."""
         return speaks_for(self._volume, Path(path), self._directory)
 
     def _is_old(self, step: int | None) -> bool:
-        """No later than what was committed before we started."""
+        """Whether the step is no later than the newest that was committed before this agent started."""
         return step is not None and step <= self._committed_step
 
     def _saves_made_here(self, path: str) -> list[bool]:
-        """Of all announcements of a path that are known; a client that knows the API makes its save ids itself."""
+        """For each known announcement of a path, whether the agent made its save id. Clients of ours make their own."""
         return [
             contribution.save_made_here
             for checkpoint in self._engine.state.checkpoints.values()

@@ -1,4 +1,4 @@
-"""The agent process of a run: starts it, restarts it, and ends it in order."""
+"""Supervises the agent process of a run: starts it, restarts it when it dies, and ends it in order."""
 
 import asyncio
 import contextlib
@@ -15,13 +15,13 @@ from mooring_agent.core.errors import ErrorKind, MooringError
 
 
 def exit_code(returncode: int) -> int:
-    """As a shell gives it: 128 + n for a process that died of signal n."""
+    """Return the exit code as a shell reports it: 128 + n for a process that signal n killed."""
     return returncode if returncode >= 0 else 128 - returncode
 
 
-# A long journal is replayed before the first answer. Only an agent that hangs takes this long.
+# The agent replays its journal before it first answers. Only one that hangs takes this long.
 _ANSWER_SECONDS: Final = 600.0
-# Silence of a program that was started long ago looks like a hang.
+# After this long without a log line, `mooring run` looks as if it hangs.
 _SAY_AFTER_SECONDS: Final = 5.0
 _POLL_SECONDS: Final = 0.05
 _HEALTHY_SECONDS: Final = 60.0
@@ -38,19 +38,19 @@ _NEVER_BORN: Final = 71
 """EX_OSERR: the process could not even be forked."""
 
 Notify = Callable[[float, str, bool], None]
-"""(grace seconds, source, trainers gone): tell the agent of the end; blocks, raises MooringError."""
+"""(grace seconds, source, trainers gone): tells the agent that the run is ending. Blocks; raises MooringError."""
 
 log = structlog.get_logger("mooring.run")
 
 
 class RestartBackoff:
-    """How often the agent died in a row, and how long to wait before the next start."""
+    """Counts the agent's deaths in a row and says how long to wait before the next start."""
 
     def __init__(self) -> None:
         self.count = 0
 
     def add(self, lived_seconds: float) -> float:
-        """Counts one and returns the pause in seconds. An agent that lived for a healthy minute begins a new row."""
+        """Count one death and return the pause in seconds. After a healthy life the count restarts at one."""
         self.count = 1 if lived_seconds >= _HEALTHY_SECONDS else self.count + 1
         doubled = _SHORTEST_PAUSE_SECONDS * (1 << min(self.count - 1, 10))
         return min(doubled, _LONGEST_PAUSE_SECONDS)
@@ -58,7 +58,7 @@ class RestartBackoff:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Message:
-    """What an agent has yet to be told; `deadline` in the loop's time."""
+    """A message that the agent has not received yet; `deadline` is in the event loop's time."""
 
     source: str
     deadline: float
@@ -66,7 +66,7 @@ class _Message:
 
 
 class AgentSupervisor:
-    """`command` starts an agent; `notify` and `answers` talk to the one that runs."""
+    """Keeps one agent running. `command` starts an agent; `notify` and `answers` talk to the running one."""
 
     def __init__(
         self,
@@ -92,7 +92,7 @@ class AgentSupervisor:
         self._telling = asyncio.Lock()
 
     async def start(self) -> None:
-        """Returns when the agent answers, or after `end`. Raises MooringError when it does not start."""
+        """Start the agent; return when it answers, or after `end`. Raises MooringError if it does not start."""
         self._keeping = asyncio.create_task(self._keep(), name="keep agent")
         served = asyncio.create_task(self._served.wait())
         await asyncio.wait({self._keeping, served}, return_when=asyncio.FIRST_COMPLETED)
@@ -101,24 +101,27 @@ class AgentSupervisor:
             self._keeping.result()
 
     def notice(self, source: str) -> None:
-        """The machine is going away: the agent hears it now, or as soon as there is one again."""
+        """Tell the agent that the machine is going away: at once, or as soon as an agent runs again."""
         self._say(_Message(source=source, deadline=asyncio.get_running_loop().time() + self._grace_seconds))
 
     async def drain(self) -> int:
-        """The program has ended: wait until an agent made durable what it can. 0, or 75 when something is not."""
+        """Wait, after the program's end, until an agent has made durable what it can.
+
+        Returns 0 if everything is durable, else 75.
+        """
         assert self._keeping is not None
         self._draining.set()
         self._say_program_ended()
         try:
             code = await asyncio.shield(self._keeping)
         except Exception:
-            # Ours, whatever it is; the program's own exit code must still come out.
+            # A failure of the supervisor must not hide the program's own exit code.
             log.exception("run.keeping_failed")
             return EXIT_NOT_DURABLE
         return 0 if code == 0 else EXIT_NOT_DURABLE
 
     async def end(self) -> None:
-        """There is no program: the agent gets its grace period, no more."""
+        """End the agent when no program runs: SIGTERM, then SIGKILL after the grace period and a margin."""
         assert self._keeping is not None
         self._ending = True
         self._draining.set()
@@ -129,7 +132,7 @@ class AgentSupervisor:
         await asyncio.wait({self._keeping})
 
     async def _keep(self) -> int:
-        """One agent after the other; the exit code of the last."""
+        """Run one agent after the other; return the exit code of the last."""
         loop = asyncio.get_running_loop()
         deaths = RestartBackoff()
         arguments = ["--fresh"]
@@ -147,7 +150,7 @@ class AgentSupervisor:
                 )
             if self._draining.is_set() and not was_draining:
                 deaths = RestartBackoff()
-            # What counts while draining is all the deaths: nobody would notice that it goes on like this for ever.
+            # While draining, every death counts, however long the agent lived: nobody would notice endless restarts.
             pause_seconds = deaths.add(0.0 if was_draining else loop.time() - began)
             log.warning("run.agent_died", code=code, restart=deaths.count, pause_seconds=pause_seconds)
             if self._draining.is_set() and deaths.count >= _DEATHS_WHILE_DRAINING:
@@ -168,7 +171,7 @@ class AgentSupervisor:
             return
 
     async def _live(self, arguments: Sequence[str]) -> int:
-        """One life of the agent; its exit code."""
+        """Run one agent process; return its exit code."""
         command = [*self._command, "--parent-pid", str(os.getpid()), *arguments]
         try:
             process = await asyncio.create_subprocess_exec(*command, env=self._environment, start_new_session=True)
@@ -182,7 +185,7 @@ class AgentSupervisor:
         try:
             code = exit_code(await process.wait())
             async with self._telling:
-                # What it was told just now, it may have left for: its answer counts, also when we see it after its end.
+                # The agent may have left because of a call that is still open: wait, so that its answer counts.
                 return code
         finally:
             self._process = None
@@ -190,7 +193,7 @@ class AgentSupervisor:
             await asyncio.gather(talking, return_exceptions=True)
 
     async def _talk(self, process: asyncio.subprocess.Process) -> None:
-        """Wait until it answers, then tell it what there is to tell, for as long as it lives."""
+        """Wait until the agent answers, then deliver messages for as long as it lives. Kills an agent that hangs."""
         loop = asyncio.get_running_loop()
         began = loop.time()
         has_said = False
@@ -218,7 +221,7 @@ class AgentSupervisor:
             failures += 1 if message else 0
             ending = next((message for message in self._untold if message.trainers_gone), None)
             if ending and failures >= _TELL_TRIES:
-                # It lives and does not listen: this, it hears, and has its grace from now on.
+                # The agent lives but does not answer calls. SIGTERM reaches it; its grace period begins here.
                 failures, silent_since = 0, now
                 self._terminate()
                 self._told(ending)
@@ -230,7 +233,7 @@ class AgentSupervisor:
             await asyncio.sleep(_TELL_PAUSE_SECONDS)
 
     async def _wait_for_news(self) -> None:
-        """Until there is something to tell. While draining only for a moment: nobody else sees that the agent hangs."""
+        """Wait for a message. While draining, wait only briefly: the caller alone notices that the agent hangs."""
         if not self._draining.is_set():
             await self._news.wait()
             return
@@ -240,7 +243,7 @@ class AgentSupervisor:
 
     async def _tell(self, message: _Message) -> bool:
         left_seconds = message.deadline - asyncio.get_running_loop().time()
-        # 0 would mean: as configured.
+        # To the agent, 0 means the configured grace period.
         grace_seconds = 0.0 if message.trainers_gone else max(left_seconds, _LEAST_GRACE_SECONDS)
         async with self._telling:
             try:
@@ -252,7 +255,7 @@ class AgentSupervisor:
         return True
 
     def _say_program_ended(self) -> None:
-        """To each agent anew: that it shall leave dies with it, while a notice is in its journal."""
+        """Tell each new agent that the program has ended. Unlike a notice, this is not in the agent's journal."""
         if not any(message.trainers_gone for message in self._untold):
             self._say(_Message(source="program ended", deadline=0.0, trainers_gone=True))
 

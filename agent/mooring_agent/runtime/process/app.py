@@ -1,4 +1,4 @@
-"""The agent from start to end: builds its parts in the order in which they must begin, and runs them until it exits."""
+"""Runs the agent from start to end: builds its parts in the order in which they must begin, and runs them."""
 
 import asyncio
 import contextlib
@@ -53,12 +53,12 @@ _CLOSING_SECONDS: Final = 2.0
 log = structlog.get_logger("mooring.agent")
 
 Forever = Callable[[], Coroutine[None, None, None]]
-"""Work that has no end of its own."""
+"""Work that runs until it is cancelled."""
 
 
 @contextmanager
 def signals_to_end() -> Iterator["asyncio.Queue[str]"]:
-    """Signals that ask us to end, by name, from now on; one that was blocked until now is the first."""
+    """Queue the names of signals that ask the agent to end. A signal that came while it was blocked is the first."""
     loop = asyncio.get_running_loop()
     queue: asyncio.Queue[str] = asyncio.Queue()
     wanted = (signal.SIGTERM, signal.SIGINT)
@@ -80,7 +80,7 @@ async def live(
     leaving: "asyncio.Future[Exit]",
     news: KubernetesEvents | None,
 ) -> int:
-    """Everything that runs for as long as the agent does; ends with the exit code of the core's Exit."""
+    """Run everything that lives as long as the agent; return the exit code of the core's Exit."""
     async with asyncio.TaskGroup() as tasks:
 
         def dispatch(command: Command) -> None:
@@ -90,7 +90,7 @@ async def live(
         monitor_threads = [tasks.create_task(_kept_going(one)) for one in forever]
         exit_command = await leaving
         _bound_the_closing(exit_command.code)
-        # Said before anything is ended or closed: that takes time, and SIGKILL may be near.
+        # Before anything is closed, because closing takes time and SIGKILL may be near.
         _say_goodbye(exit_command)
         for task in (deciding, *monitor_threads):
             task.cancel()
@@ -103,7 +103,7 @@ async def live(
 
 
 async def _kept_going(work: Forever) -> None:
-    """Begin again whatever happens: a sense that fails must not take the uploads down with it."""
+    """Run `work` again whenever it fails or returns: a failing monitor must not stop the uploads."""
     while True:
         try:
             await work()
@@ -113,45 +113,45 @@ async def _kept_going(work: Forever) -> None:
 
 
 def _bound_the_closing(code: int) -> None:
-    """The process ends although something hangs: a thread in a dead mount, say, or whoever reads our log."""
+    """Bound the time to close, even if something hangs: a thread in a dead mount, or the log's reader."""
     last_resort = threading.Timer(_CLOSING_SECONDS, os._exit, (code,))
     last_resort.daemon = True
     last_resort.start()
 
 
 def _say_goodbye(command: Exit) -> None:
-    """One line per checkpoint that is not durable."""
+    """Log the exit, and print one line per checkpoint that is not durable."""
     log.info("agent.exiting", code=command.code, not_durable=len(command.lost))
     for line in command.lost:
         say(f"mooring: not durable: {line}")
 
 
-# Hashing, pinning, announcements. Apart from them: what must never wait (locks, disk, the journal), and what takes
-# seconds per GB (reading again what was sent).
+# Workers hash, pin and take announcements. Other threads do what must never wait (locks, disk, the journal) and what
+# takes seconds per GB (reading sent files again).
 _WORKERS: Final = 8
 _MONITOR_THREADS: Final = 2
 _READERS: Final = 2
 
 
 async def run_agent(settings: Settings, *, fresh: bool = False, parent_pid: int | None = None) -> int:
-    """Run until terminated; returns the exit code.
+    """Run the agent until it is terminated; return its exit code.
 
-    `fresh`: a new start of the pod, so an old termination notice is void. `parent_pid`: end when that runner is gone.
-    Raises MooringError when the agent cannot start at all.
+    `fresh`: the pod is new, so an old termination notice is void. `parent_pid`: the agent ends when this runner is
+    gone. Raises MooringError when the agent cannot start at all.
     """
     priority.share_one_heap()
     clock = SystemClock()
     volume = Path(settings.volume)
     take_volume(settings)
     async with contextlib.AsyncExitStack() as stack:
-        # First of all: as PID 1 of a container we would not even hear a SIGTERM for which nobody listens.
+        # First: PID 1 of a container does not even receive a SIGTERM for which it has no handler.
         signals = stack.enter_context(signals_to_end())
         executor = _threads(stack, "mooring", _WORKERS)
         monitor_threads = _threads(stack, "mooring-monitor", _MONITOR_THREADS)
         journaling = _threads(stack, "mooring-journal", 1)
         journal = stack.enter_context(opened_journal(settings))
         staging = LocalStagingArea(volume)
-        # Not here: a long journal or a slow volume must not keep a signal unheard.
+        # In a thread: a long journal or a slow volume must not delay the handling of a signal.
         state, unjournaled = await asyncio.get_running_loop().run_in_executor(
             journaling, recover, settings, journal, staging
         )
@@ -171,7 +171,7 @@ async def run_agent(settings: Settings, *, fresh: bool = False, parent_pid: int 
         )
         signal_file = SignalFile(volume)
         if fresh or _is_past(state.termination.deadline, clock.now()):
-            # Journaled too: the next start must not find an old notice beside a new one.
+            # Exited is journaled too, so that the next start does not find an old notice beside a new one.
             engine.post(Exited(at=clock.now()))
             signal_file.forget_termination()
         # First in the queue: a notice that arrives as soon as we serve belongs to this life.
@@ -234,7 +234,7 @@ async def run_agent(settings: Settings, *, fresh: bool = False, parent_pid: int 
             forever.append(notices.watch)
         if news is not None:
             forever.append(news.tell)
-        # Now, not with the first upload: that may be one for which a trainer waits, or a grace period passes.
+        # Not only with the first upload: a trainer may wait for it, or the grace period may be running.
         store.prepare()
         return await live(engine, dispatcher, clock, forever, leaving, news)
 
@@ -253,7 +253,7 @@ async def _obey(signals: "asyncio.Queue[str]", monitors: Monitors) -> None:
 
 
 def _threads(stack: contextlib.AsyncExitStack, name: str, count: int) -> ThreadPoolExecutor:
-    """Threads that hold nobody up at the end: a file that is still being hashed is of no use any more."""
+    """Make threads that the exit does not wait for: the hash of a file is of no use then."""
     executor = ThreadPoolExecutor(count, thread_name_prefix=name)
     stack.callback(executor.shutdown, wait=False, cancel_futures=True)
     return executor

@@ -1,6 +1,6 @@
-"""The volume as the agent takes it at its start: writable, this destination's, with room set aside, its journal open.
+"""Opens the volume at the agent's start: it must be writable and the destination's; keeps a reserve, opens the journal.
 
-What a volume that is full, damaged or another run's means for the start is decided here; it knows nothing of serving.
+Decides what a full volume, a damaged journal or another run's volume means for the start. Knows nothing of serving.
 """
 
 import errno
@@ -28,7 +28,7 @@ log = structlog.get_logger("mooring.agent")
 
 
 def take_volume(settings: Settings) -> None:
-    """The volume is ours from now on, and there is a place for our own state; MooringError where it cannot be."""
+    """Claim the volume for the destination and make the agent's state directory. Raises MooringError if it cannot."""
     assert settings.state_directory, "the settings lack the state directory, which is the volume's by default"
     volume = Path(settings.volume)
     _require_writable(volume)
@@ -38,7 +38,7 @@ def take_volume(settings: Settings) -> None:
 
 @contextmanager
 def opened_journal(settings: Settings) -> Iterator[Journal]:
-    """Open while the context is; a damaged one has been set aside for a new one."""
+    """Keep the journal open while the context is. A damaged one is set aside, and a new one begun."""
     reserve = Reserve(Path(settings.volume))
     reserve.keep()
     journal, was_damaged = open_journal(Path(settings.state_directory) / JOURNAL, reserve)
@@ -51,7 +51,7 @@ def opened_journal(settings: Settings) -> Iterator[Journal]:
 
 
 def _require_writable(volume: Path) -> None:
-    """A full volume is no reason to stay away: somebody has to make room on it."""
+    """Raise VolumeError if the volume cannot be written. One that is merely full passes: the agent makes room on it."""
     try:
         volume.mkdir(parents=True, exist_ok=True)
         with open_volume(volume) as root:

@@ -1,9 +1,9 @@
-"""`mooring run`: a program and its agent together, without Kubernetes.
+"""Runs a program and its agent together, without Kubernetes: `mooring run`.
 
-Restores first, then runs the program beside its agent, passes signals on, and waits for the drain. Signals are heard
-from the first moment: before the program runs they end the run, while it runs they are the program's, and afterwards
-those that mean an end hurry the drain. The agent has a session of its own, so that a Ctrl-C in a terminal reaches the
-program alone. When this runner is killed, the agent notices and has the trainers save and leave.
+Restores first, then runs the program beside its agent, passes signals on, and waits for the drain. Signals are handled
+from the first moment: before the program runs they end the run; while it runs they go to the program; after its end
+those that mean an end limit the drain to one grace period. The agent has its own session, so that Ctrl-C in a terminal
+reaches only the program. If this runner is killed, the agent notices it and asks the trainers to save and leave.
 """
 
 import asyncio
@@ -23,18 +23,18 @@ from mooring_agent.runtime.process.agent_supervisor import AgentSupervisor, Noti
 
 _RESTORE_END_SECONDS: Final = 10.0
 _NOTICES: Final = frozenset({signal.SIGTERM, signal.SIGHUP})
-"""The machine is going away; the agent hears it at once."""
+"""The machine is going away; the agent is told at once."""
 _TYPED: Final = frozenset({signal.SIGINT, signal.SIGQUIT})
-"""From a keyboard, mostly: the program may well go on."""
+"""Mostly from a keyboard; the program may go on."""
 _PROGRAMS_OWN: Final = frozenset({signal.SIGUSR1, signal.SIGUSR2})
-"""They mean what the program makes of them, such as `sbatch --signal=USR1@90`; without a handler it dies of them."""
+"""The program gives them their meaning (`sbatch --signal=USR1@90`); without a handler it dies of them."""
 _MOORING: Final = (sys.executable, "-m", "mooring_agent")
 
 log = structlog.get_logger("mooring.run")
 
 
 class Runner:
-    """One run, made in its event loop.
+    """One run; make it inside the event loop that runs it.
 
     `environment` carries the settings to the children; `notify` and `answers` talk to the agent.
     """
@@ -61,7 +61,10 @@ class Runner:
         self._interrupted: asyncio.Future[signal.Signals] = asyncio.get_running_loop().create_future()
 
     async def run(self, *, restore: bool) -> int:
-        """The exit code: the program's own, or 75 when it succeeded and its newest checkpoint is not durable."""
+        """Return the exit code: the program's own, or 75 if it succeeded but its newest checkpoint is not durable.
+
+        If the restore fails or a signal comes before the program runs, the exit code says that instead.
+        """
         self._listen()
         if restore:
             code = await self._restore()
@@ -78,12 +81,12 @@ class Runner:
     def _listen(self) -> None:
         loop = asyncio.get_running_loop()
         for number in _NOTICES | _TYPED | _PROGRAMS_OWN:
-            # Ignored by whoever started us, as nohup does: so it is meant, for the program too.
+            # A signal that our parent has set to ignored, as nohup does, stays ignored for the program too.
             if signal.getsignal(number) is not signal.SIG_IGN:
                 loop.add_signal_handler(number, self._take, number)
 
     def _take(self, number: signal.Signals) -> None:
-        """A signal to this run. What it is for comes first: the log may go to somebody who is gone."""
+        """Act on a signal to this run, and log it last: the log's reader may be gone."""
         if self._program is None:
             if not self._interrupted.done():
                 self._interrupted.set_result(number)
@@ -94,12 +97,12 @@ class Runner:
             if number in _NOTICES:
                 self._agent.notice(f"runner {number.name}")
         elif number not in _PROGRAMS_OWN:
-            # Nobody trains any more; hurry the agent.
+            # The program has ended; limit the agent's drain.
             self._agent.notice(f"runner {number.name}")
         log.info("run.signal", signal=number.name)
 
     async def _restore(self) -> int:
-        # Our stdout is the program's alone: somebody may read it.
+        # Only the program may write to stdout: somebody may read it.
         process = await asyncio.create_subprocess_exec(*_MOORING, "restore", stdout=sys.stderr, env=self._environment)
         ended = asyncio.create_task(process.wait())
         if not await self._interrupted_before(ended):
@@ -114,7 +117,7 @@ class Runner:
         return exit_code(-number)
 
     async def _start_agent(self) -> bool:
-        """False when a signal ended the run first. Raises MooringError."""
+        """Start the agent; return False if a signal ended the run first. Raises MooringError."""
         if self._interrupted.done():
             return False
         starting = asyncio.create_task(self._agent.start())
@@ -126,7 +129,7 @@ class Runner:
         return True
 
     async def _interrupted_before(self, task: asyncio.Task[Any]) -> bool:
-        """Waits for the end of the task or for a signal, whichever comes first."""
+        """Wait for the task's end or a signal, whichever comes first. Returns whether a signal has come."""
         either: set[asyncio.Future[Any]] = {task, self._interrupted}
         await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
         return self._interrupted.done()
@@ -138,13 +141,13 @@ class Runner:
             await self._agent.end()
             raise _starting_error(error, self._command[0], self._environment.get("PATH")) from error
         if self._interrupted.done():
-            # It came while the program was being started.
+            # The signal came while the program was being started.
             self._take(self._interrupted.result())
         return exit_code(await self._program.wait())
 
 
 def _starting_error(error: OSError, program: str, search_path: str | None) -> MooringError:
-    """Why a program did not start. A folder of PATH that we may not read says "Permission denied" of every name."""
+    """Say why a program did not start. With an unreadable folder in PATH, every name gives "Permission denied"."""
     reason = error.strerror
     hint = "give the program after --, as in: mooring run --to DEST -- python train.py"
     if os.sep not in program and shutil.which(program, os.F_OK, search_path) is None:
@@ -154,7 +157,7 @@ def _starting_error(error: OSError, program: str, search_path: str | None) -> Mo
 
 
 def _hears_the_terminal(pid: int) -> bool:
-    """Whether the terminal sends what is typed, Ctrl-C or Ctrl-\\, to that process and to us alike."""
+    """Whether the terminal sends a typed Ctrl-C or Ctrl-\\ to both that process and us."""
     try:
         terminal = os.open("/dev/tty", os.O_RDONLY | os.O_NOCTTY | os.O_CLOEXEC)
     except OSError:

@@ -1,4 +1,4 @@
-"""One announcement from the wire to its staged files: names what the caller left out, and waits for the pins."""
+"""Takes an announcement from the request to its staged files: fills in what is left out, and waits for the pins."""
 
 import asyncio
 import secrets
@@ -22,7 +22,7 @@ from mooring_api.v1 import agent_pb2
 
 
 class Announcements:
-    """For the gRPC server and the directory watch alike."""
+    """Serves the gRPC API, the directory watch and the recovery of unannounced checkpoints."""
 
     def __init__(
         self,
@@ -33,7 +33,7 @@ class Announcements:
         staging: StagingArea,
         workers: Executor,
     ) -> None:
-        """`workers`: for what may take long."""
+        """`workers`: threads for what may take long."""
         self._engine = engine
         self._staging = staging
         self._workers = workers
@@ -41,7 +41,7 @@ class Announcements:
         self._volume = volume
 
     async def announce(self, request: agent_pb2.AnnounceCheckpointRequest) -> Checkpoint:
-        """Returns once the files are staged (or wait for other local ranks); raises why they cannot be."""
+        """Announce; return once the files are staged (or wait for other local ranks). Raises why they cannot be."""
         event = await self.enter(request)
         await self._engine.until(lambda state: _settled(state, event))
         return _outcome(self._engine.state, event)
@@ -49,12 +49,12 @@ class Announcements:
     async def enter(
         self, request: agent_pb2.AnnounceCheckpointRequest, *, signature: str = "", recorded_at: float | None = None
     ) -> Announced:
-        """Returns once the announcement is durable, before its files are staged; raises why it is refused.
+        """Announce; return once the announcement is durable, before its files are staged. Raises why it is refused.
 
-        `signature`: of the content that the caller has looked at and means. Else it is what lies there now.
-        `recorded_at`: of a client's record, for what no client announces.
+        `signature`: that of the content which the caller has seen and means; by default that of the files as they are.
+        `recorded_at`: when the client recorded the checkpoint, if it is announced by that record.
         """
-        # Not every caller comes over the wire.
+        # Some callers are in this process, so the server has not checked their requests.
         check_request(request)
         source = _absolute(request.path)
         world_size = max(1, request.world_size)
@@ -82,20 +82,23 @@ class Announcements:
             check_announcement(state, event)
             return known_announcement(state, event) is None
 
-        # Not before its bytes are on disk: after a power cut, what is staged by the journal's word is what is there.
+        # The bytes must be on disk first: after a power cut, what the journal calls staged must really be there.
         await asyncio.get_running_loop().run_in_executor(self._workers, self._staging.make_durable, source, event.files)
         await self._engine.submit(event, is_news)
         return event
 
     async def _signature(self, source: str, files: Sequence[str], *, must_be_there: bool) -> str:
-        """What makes it this checkpoint, though another may have its name when it is staged: agents die in between."""
+        """Return the content's signature. If an agent dies, another checkpoint may have the name when this is staged.
+
+        If the content cannot be read: "", or the error if it `must_be_there`.
+        """
         loop = asyncio.get_running_loop()
         try:
             return await loop.run_in_executor(self._workers, content_signature, self._volume, source, files)
         except MooringError:
             if must_be_there:
                 raise
-            return ""  # staging says what is wrong
+            return ""  # staging reports what is wrong
 
     def _make_save(
         self, request: agent_pb2.AnnounceCheckpointRequest, source: str, signature: str, world_size: int
@@ -121,7 +124,7 @@ def _settled(state: State, event: Announced) -> bool:
         return True
     contribution = checkpoint.contributions.get(event.rank)
     if contribution is None:
-        # It failed, and another rank has announced it again since: what this call waits for will not come.
+        # The save failed, and another rank announced it again: what this call waits for will not come.
         return True
     return contribution.staged or (
         not contribution.requested_files and len(checkpoint.contributions) < contribution.local_world_size

@@ -1,10 +1,10 @@
-"""Writes rank manifests and commit markers, and settles every doubt by reading back. Verdicts: core.stored.commit.
+"""Writes rank manifests and commit markers, and resolves every doubt by reading back. Verdicts: core.stored.commit.
 
-Before the first byte of a save goes out: is its id that of a committed one? Then nothing of it is touched.
-
-The core remembers only the saves that ended last, and nothing from before a new volume; the marker is for ever. One
-request per save and life of the agent. A marker may also be our own, written just before we died: then our rank
-manifests say when these very ranks announced.
+Before the first byte of a save is sent, `DuplicateSaveGuard` looks for a commit marker of its id. If the id is
+committed already, nothing of it is touched. The core cannot tell: it remembers only the saves that ended last, and
+nothing from an earlier volume, while the marker stays. The look costs one request per save and life of the agent.
+The marker may also be our own, written just before the agent died: then our rank manifests hold the times at which
+these ranks announced.
 """
 
 import asyncio
@@ -48,7 +48,7 @@ async def write_manifest(store: ObjectStore, clock: Clock, command: WriteManifes
 
 
 async def commit(store: ObjectStore, clock: Clock, command: Commit) -> Committed | CommitWaits | ObjectsLost:
-    """One try to commit: ends in the marker read back, or in what is still missing."""
+    """Try once to commit. Returns Committed after the marker was read back, else what is still missing."""
     sizes = await _sizes(store, command.info)
     verdict = judge_listing(command.info, command.manifests, sizes)
     if verdict.lost_files or verdict.lost_packs or verdict.lost_manifests:
@@ -67,14 +67,14 @@ async def commit(store: ObjectStore, clock: Clock, command: Commit) -> Committed
         return CommitWaits(at=clock.now(), work=command.work, missing_ranks=0)
     _check_room(command.info, sizes, files=len(sizes))
     manifests = await _all_manifests(store, command, sizes)
-    # Again, with packs and the files in them: restore counts them all.
+    # Check again, with packs and the files in them: restore counts them all.
     files = sum(len(manifest.files) for manifest in manifests.values())
     packs = (size_bytes for manifest in manifests.values() for size_bytes in manifest.pack_sizes_bytes)
     _check_room(command.info, sizes, files=files, largest_pack_bytes=max(packs, default=0))
     unlisted = command.info.world_size - len(manifests)
     unlisted += sum(not is_listed(manifest, sizes) for manifest in manifests.values())
     if unlisted:
-        # Another agent's files, or its manifest: it will find them missing by itself and send them again.
+        # These are another agent's files, or its manifest: that agent finds them missing and sends them again.
         return CommitWaits(at=clock.now(), work=command.work, missing_ranks=unlisted)
     reason = contradiction(manifests[rank] for rank in sorted(manifests))
     if reason:
@@ -90,16 +90,16 @@ async def commit(store: ObjectStore, clock: Clock, command: Commit) -> Committed
             hint="two jobs write to the same destination with the same save ids; give each run its own prefix",
         )
     if command.sweep_uploads:
-        # Every rank is sealed, so whatever is still open below this save is nobody's.
+        # Every rank is sealed, so nobody needs an upload that is still open below this save.
         await sweep_uploads(store, save_prefix(command.info), of=None, keep=frozenset())
     return Committed(at=clock.now(), work=command.work)
 
 
 async def is_committed(store: ObjectStore, info: SaveInfo, announced_at: Mapping[int, AnnouncementTime]) -> bool:
-    """Whether the marker of a save is there, whole; `announced_at`: of these ranks of ours.
+    """Whether the save has a whole marker. `announced_at`: when our ranks announced the save, by rank.
 
     A marker that cannot be decoded commits nothing: `commit` completes one that was cut short, and refuses any other.
-    StoreError(CONTRADICTION) when the save is of other announcements: then its keys are not ours.
+    Raises StoreError(CONTRADICTION) when the save belongs to other announcements: then its keys are not ours.
     """
     marker = None
     try:
@@ -140,7 +140,7 @@ async def sweep_uploads(
     except StoreError as error:
         if error.kind is not ErrorKind.REQUEST_REFUSED:
             raise
-        # A store that cannot list them leaves us nothing to sweep by.
+        # The store cannot list uploads, so there is nothing to sweep by.
         log.warning("uploads.not_listable", error=str(error))
         return
     for upload in found:
@@ -150,7 +150,7 @@ async def sweep_uploads(
 
 
 def _is_torn(found: bytes, body: bytes) -> bool:
-    """Some stores keep what came of a write whose sender died. Whoever wrote it meant these very bytes."""
+    """Whether `found` is a cut-short write of `body`: some stores keep what arrived before the sender died."""
     return len(found) < len(body) and body.startswith(found)
 
 
@@ -159,7 +159,7 @@ async def _write_and_read_back(store: ObjectStore, key: str, body: bytes, *, if_
     try:
         await store.put(key, body, if_absent=if_absent)
     except StoreError as error:
-        # Whatever it was, it may have landed: 412 and 409 are also what a lost answer to our own write looks like.
+        # Whatever the error is, the write may have worked: 412 and 409 may also follow a lost answer to our own write.
         ambiguous = error
     found = await read_if_there(store, key)
     if found is None:
@@ -180,7 +180,7 @@ async def read_if_there(store: ObjectStore, key: str, *, fresh: bool = False) ->
 
 
 async def _sizes(store: ObjectStore, info: SaveInfo) -> dict[str, int]:
-    """Of all objects of a save, by key; BAD_REQUEST if they are more than fit into memory."""
+    """Return the sizes of all objects of a save by key. Raises BAD_REQUEST if there are more than fit into memory."""
     limit = memory_limit_bytes()
     sizes: dict[str, int] = {}
     async for one in store.list(save_prefix(info)):
@@ -191,7 +191,7 @@ async def _sizes(store: ObjectStore, info: SaveInfo) -> dict[str, int]:
 
 
 def _check_room(info: SaveInfo, sizes: Mapping[str, int], *, files: int, largest_pack_bytes: int = 0) -> None:
-    """BAD_REQUEST unless all rank manifests that are listed can be read again, and fit into this process."""
+    """Raise BAD_REQUEST unless all listed rank manifests can be read again and fit into this process."""
     manifests_bytes = [size_bytes for key, size_bytes in sizes.items() if is_manifest_of(info, key)]
     if sum(manifests_bytes) > MANIFESTS_BYTES or max(manifests_bytes) > MANIFEST_BYTES:
         raise _not_restorable(
@@ -205,7 +205,7 @@ def _check_room(info: SaveInfo, sizes: Mapping[str, int], *, files: int, largest
 
 
 async def _all_manifests(store: ObjectStore, command: Commit, sizes: Mapping[str, int]) -> Mapping[int, RankManifest]:
-    """By rank; without those that were removed since they were listed."""
+    """Return the manifests by rank, without those that were removed after the listing."""
     manifests = {manifest.rank: manifest for manifest in command.manifests}
     for rank in range(command.info.world_size):
         if rank in manifests:
@@ -221,7 +221,7 @@ async def _all_manifests(store: ObjectStore, command: Commit, sizes: Mapping[str
 async def _read_manifest_if_there(
     store: ObjectStore, info: SaveInfo, rank: int, *, limit_bytes: int
 ) -> tuple[RankManifest, ManifestReference] | None:
-    """What an agent wrote for a rank, and how a marker names it. CHECKPOINT_CORRUPT if it is of another save."""
+    """Return a rank's manifest and a marker's reference to it. Raises CHECKPOINT_CORRUPT if it is another save's."""
 
     def decode(body: bytes, key: str) -> tuple[RankManifest, ManifestReference]:
         manifest = decode_manifest(body, key)
@@ -242,7 +242,7 @@ async def _read_manifest_if_there(
 
 
 def _check_readable(decode: Callable[[bytes, str], object], body: bytes, key: str) -> None:
-    """Nothing is written that no restore would read: both have one limit."""
+    """Refuse to write what no restore would read: both have one limit."""
     try:
         decode(body, key)
     except StoreError as error:
@@ -272,7 +272,7 @@ def _reference(rank: int, body: bytes) -> ManifestReference:
 
 @dataclass(slots=True)
 class _Look:
-    """At one save. Transfers that wait for the same look fail with it, so that a dead store is asked once."""
+    """The look for one save's marker. Transfers that wait for it fail with it, so that a dead store is asked once."""
 
     lock: asyncio.Lock = field(default_factory=asyncio.Lock)
     clear: bool = False
@@ -281,14 +281,14 @@ class _Look:
 
 
 class DuplicateSaveGuard:
-    """`state` gives the state now."""
+    """Looks before the first byte of a save whether its id is committed already. `state` returns the current state."""
 
     def __init__(self, state: Callable[[], State]) -> None:
         self._state = state
         self._looks: dict[str, _Look] = {}
 
     async def require_new(self, store: ObjectStore, save: str) -> None:
-        """StoreError(CONTRADICTION) if the save is committed already and that is not what we have here."""
+        """Raise StoreError(CONTRADICTION) if the id is committed already and that is not the save that we have here."""
         checkpoint = self._state().checkpoints.get(save)
         if checkpoint is None:
             return
@@ -300,7 +300,7 @@ class DuplicateSaveGuard:
             if look.error is not None and look.failures > failures:
                 raise look.error
             try:
-                # Exact: what an earlier agent may have committed by the same record was looked for by Reconcile.
+                # Exact times: Reconcile has looked for what an earlier agent may have committed by the same record.
                 announced_at = {
                     rank: AnnouncementTime(at=contribution.announced_at)
                     for rank, contribution in checkpoint.contributions.items()
@@ -312,5 +312,5 @@ class DuplicateSaveGuard:
             look.clear = True
 
     def forget(self, save: str) -> None:
-        """It is over."""
+        """Forget the look for a save that is over."""
         self._looks.pop(save, None)

@@ -1,6 +1,6 @@
 """Runs the core's commands as tasks; each ends in exactly one event, whatever happens to it.
 
-Owns which task does which work. Knows nothing of why: that is the core's.
+Owns which task does which work; the core decides what work is done.
 """
 
 import asyncio
@@ -55,9 +55,9 @@ log = structlog.get_logger("mooring.dispatcher")
 
 
 class Dispatcher:
-    """Give it a TaskGroup to work in, then commands. `post` gets the events; the callbacks are the agent's own.
+    """Runs commands in a TaskGroup. `post` takes the events; the `on_…` callbacks carry out commands without events.
 
-    `readers` has the threads that read sent files again, for as long as `may_read_again` allows it for their kind.
+    `readers` has the threads that read sent files again, while `may_read_again` allows it for the kind of save.
     """
 
     def __init__(
@@ -97,7 +97,7 @@ class Dispatcher:
         self._tasks: dict[WorkId, asyncio.Task[None]] = {}
 
     def dispatch(self, tasks: asyncio.TaskGroup, command: Command) -> None:
-        """Begin a command; never blocks and never raises what the world did."""
+        """Begin a command. Never blocks, and raises nothing but our own bugs."""
         match command:
             case CancelWork():
                 task = self._tasks.get(command.work)
@@ -120,7 +120,7 @@ class Dispatcher:
         work = command.work
 
         def ended(task: asyncio.Task[None]) -> None:
-            # Cancelled before its first step: `_run` never saw it, and the core would wait for its end for ever.
+            # A task that is cancelled before its first step never enters `_run`: the core would wait for it for ever.
             if task.cancelled():
                 del self._tasks[work]
                 self._post(WorkCancelled(at=self._clock.now(), work=work))
@@ -129,7 +129,7 @@ class Dispatcher:
         self._tasks[work].add_done_callback(ended)
 
     def cancel_all(self) -> None:
-        """The agent ends: whatever is on the wire goes on after the next start."""
+        """Cancel all work, because the agent ends. What is on the wire goes on after the next start."""
         for task in list(self._tasks.values()):
             task.cancel()
 
@@ -139,13 +139,13 @@ class Dispatcher:
         try:
             event = await self._perform(command)
         except asyncio.CancelledError:
-            # Cancelled by the core it is an outcome like others; cancelled by our own end nobody listens any more.
+            # If the core cancelled the work, this is an outcome like others; at the agent's end nobody reads it.
             event = WorkCancelled(at=self._clock.now(), work=work)
         except MooringError as error:
             self._failures.failed(work, error)
             event = self._failure(work, error.kind, str(error), error.hint)
         except Exception as error:
-            # Our own bug must not take the other checkpoints down; it is retried like a store that failed.
+            # A bug of our own must not take the other checkpoints down; the work is retried as if the store had failed.
             log.exception("work.crashed", operation=work.operation.value, save=work.save)
             hint = "please report this with the log"
             event = self._failure(work, ErrorKind.STORE_FAILED, f"{type(error).__name__}: {error}", hint)
@@ -196,7 +196,7 @@ class Dispatcher:
                 assert_never(command)
 
     async def _with_store(self, use: Callable[[ObjectStore], Awaitable[Event]], *, new: str = "") -> Event:
-        """`new`: the save of which this may be the first byte."""
+        """Run `use` with the store. `new`: a save to check for duplicates, as this may send its first byte."""
         return await use(await (self._store_for(new) if new else self._store.get()))
 
     async def _store_for(self, save: str) -> ObjectStore:
@@ -207,7 +207,7 @@ class Dispatcher:
     async def _write_manifest(self, command: WriteManifest) -> ManifestStored:
         may_read = partial(self._may_read_again, command.manifest.info.kind)
         check = partial(self._staging.check_sent, command.manifest, command.pins, may_read=may_read)
-        # Reading takes seconds per GB: neither other work nor a save that is not read again waits behind it.
+        # Reading takes seconds per GB, so it must not delay other work, nor saves that are not read again.
         executor = self._readers if may_read() else self._executor
         await asyncio.get_running_loop().run_in_executor(executor, check)
         store = await self._store_for(command.work.save)
@@ -226,6 +226,6 @@ class Dispatcher:
         loop = asyncio.get_running_loop()
         await loop.run_in_executor(self._executor, self._staging.release, command.work.save)
         self._duplicate_guard.forget(command.work.save)
-        # The end of a checkpoint's work: what it took of memory is free now, but still ours.
+        # The checkpoint's memory is free, but this process still holds it.
         await loop.run_in_executor(self._executor, priority.malloc_trim)
         return Released(at=self._clock.now(), work=command.work)

@@ -1,6 +1,6 @@
-"""Applies the retention settings after a commit, and removes litter where they keep all checkpoints.
+"""Applies the retention settings after a commit, and removes leftovers if these settings keep all checkpoints.
 
-What may be deleted is `core.policies.retention`'s word, not ours.
+`core.policies.retention` decides what may be deleted.
 """
 
 import asyncio
@@ -23,7 +23,7 @@ log = structlog.get_logger("mooring.pruner")
 
 
 class Pruner:
-    """`state` gives the state now: what is being uploaded, or was just committed, must not be touched."""
+    """Prunes, but not what is being uploaded or was just committed. `state` returns the current state."""
 
     def __init__(self, *, state: Callable[[], State], clock: Clock, state_directory: Path) -> None:
         self._state = state
@@ -39,7 +39,7 @@ class Pruner:
             now=self._clock.now(),
             resumed_from=resumed_from(self._state_directory),
             live=[checkpoint.info.save for checkpoint in state.unfinished()],
-            # Only what nobody may have pruned: a listing without it has shrunk.
+            # Nobody may have pruned the newest one, so a listing without it is incomplete.
             known=[newest.info.save] if newest else [],
         )
         deleted = len(report.plan.deletions)
@@ -51,10 +51,10 @@ class Pruner:
 
 
 class LeftoverRemover:
-    """Removes old resume pins and the remains of killed probes, once, where pruning does not because it is off.
+    """Removes old resume pins and the remains of killed probes, once, if pruning is off and so does not do it.
 
-    `hear` what the engine does; `watch` forever. It acts after the first commit of rank 0's agent: by then the
-    destination works, and one agent of the job is enough.
+    `hear` is the engine's listener; `watch` runs for as long as the agent does. The removal follows the first commit
+    and is made by the agent with rank 0: the destination then works, and one agent of the job is enough.
     """
 
     def __init__(self, store: ReadyStore, clock: Clock, settings: RetentionSettings) -> None:

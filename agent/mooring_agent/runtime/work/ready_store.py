@@ -1,4 +1,4 @@
-"""The destination, opened and probed as soon as the agent serves: no save waits for the S3 library to be loaded."""
+"""Opens and probes the destination as soon as the agent serves, so that no save waits for the S3 library to load."""
 
 import asyncio
 from contextlib import AsyncExitStack
@@ -16,7 +16,7 @@ log = structlog.get_logger("mooring.store")
 
 
 class ReadyStore:
-    """Opens and probes once; what fails is tried again by whoever asks next."""
+    """Opens and probes the store once. After a failure the next caller tries again."""
 
     def __init__(self, settings: StoreSettings, limiter: RateLimiter) -> None:
         self._settings = settings
@@ -27,17 +27,17 @@ class ReadyStore:
         self._making_ready: asyncio.Task[ObjectStore] | None = None
 
     def prepare(self) -> None:
-        """Open and probe before anybody asks. A store that cannot be used yet is said, and nothing else."""
+        """Begin to open and probe the store before anybody asks for it. A failure is only logged."""
         if self._making_ready is None:
             self._begin().add_done_callback(_say_failure)
 
     async def get(self) -> ObjectStore:
-        """The store. Raises what opening or probing it raised; whoever waits behind that tries again."""
+        """Return the store. Raises what opening or probing it raised; a caller that waits behind that tries again."""
         async with self._lock:
             task = self._making_ready
             if task is None or (task.done() and (task.cancelled() or task.exception())):
                 task = self._begin()
-            # Whoever is cancelled leaves it to the next one.
+            # If this caller is cancelled, the next one gets the result.
             return await asyncio.shield(task)
 
     async def close(self) -> None:
@@ -60,7 +60,7 @@ class ReadyStore:
             conditional_put=capabilities.conditional_put,
             integrity=capabilities.integrity,
         )
-        # What was parsed to make a client was more than what is kept of it.
+        # To make a client, far more is parsed than is kept.
         await asyncio.to_thread(priority.malloc_trim)
         return self._opened
 

@@ -1,7 +1,7 @@
-"""After a restart: what does the store really have of a save? What is surely ours is kept, the rest is sent again.
+"""Finds out after a restart what the store has of a save. What is certainly ours is kept; the rest is sent again.
 
-A part that arrived while we died is in the store and not in the journal; it is recognised by its ETag, which most
-stores make the MD5 of the bytes. Where it is not, the part is sent once more, which costs bytes and nothing else.
+A part that arrived while the agent died is in the store and not in the journal. It is recognised by its ETag, which
+most stores make the MD5 of the bytes. On other stores the part is sent once more, which costs nothing but its bytes.
 """
 
 import asyncio
@@ -23,7 +23,7 @@ _MD5_HEX_LENGTH: Final = 32
 
 
 class Reconciler:
-    """`volume` is where pins lie; hashing and stat run on `executor`."""
+    """Compares saves with the store. `volume` is where pins lie; hashing and stat run on `executor`."""
 
     def __init__(self, *, staging: StagingArea, clock: Clock, executor: Executor, volume: Path) -> None:
         self._staging = staging
@@ -33,9 +33,9 @@ class Reconciler:
 
     async def reconcile(self, store: ObjectStore, command: Reconcile) -> Reconciled | Committed:
         """Raises VolumeError when a pinned file is gone or was changed: that save cannot be completed."""
-        # Before its pins: what is committed needs none, and may have lost them before that was in the journal.
+        # Before its pins are checked: a committed save needs none, and may have lost them before it was journaled.
         if await is_committed(store, command.info, dict(command.announced_at)):
-            # Every rank is sealed, so whatever is still open below this save is nobody's.
+            # Every rank is sealed, so nobody needs an upload that is still open below this save.
             await sweep_uploads(store, save_prefix(command.info), of=None, keep=frozenset())
             return Committed(at=self._clock.now(), work=command.work)
         loop = asyncio.get_running_loop()
@@ -61,7 +61,7 @@ class Reconciler:
             return None
         parts = plan(known.file.size_bytes, known.part_size_bytes)
         if len(parts) > 1:
-            # Complete is only ever called with every part in the journal; without them the checksums are unknown.
+            # An upload is completed only with every part in the journal; without them the checksums are unknown.
             complete = len(known.parts) == len(parts)
             return FoundFile(rank=known.rank, path=known.file.path, checksum=None) if complete else None
         if not parts:
@@ -93,7 +93,7 @@ class Reconciler:
         return [FoundUpload(rank=known.rank, path=known.file.path, upload_id=known.upload_id, parts=tuple(parts))]
 
     async def _checksum_if_ours(self, known: KnownFile, part: Part, etag: str) -> int | None:
-        """The part's checksum if its ETag is the MD5 of our bytes."""
+        """Return the part's checksum if its ETag is the MD5 of our bytes, else None."""
         bare = etag.strip('"').lower()
         if len(bare) != _MD5_HEX_LENGTH:
             return None

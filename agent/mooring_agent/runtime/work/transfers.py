@@ -27,7 +27,7 @@ log = structlog.get_logger("mooring.staging")
 
 
 async def stage(staging: StagingArea, clock: Clock, executor: Executor, command: Stage) -> Staged:
-    """Pin files. All that was announced of them is stored beside them, so that the volume describes itself."""
+    """Pin files, and store their announcements beside them, so that the volume describes itself."""
     announced = command.announcements[0]
     request = StageRequest(
         save=command.work.save,
@@ -36,7 +36,7 @@ async def stage(staging: StagingArea, clock: Clock, executor: Executor, command:
         files=announced.files,
         private=command.private,
         rewritten_inodes=command.rewritten_inodes,
-        # Of several ranks that write beside each other, the one that announced last has seen what all of them wrote.
+        # If several ranks write into one directory, the last to announce has seen what all of them wrote.
         signatures=frozenset(one.signature for one in command.announcements if one.signature),
         descriptor=descriptor(command),
     )
@@ -51,7 +51,7 @@ async def stage(staging: StagingArea, clock: Clock, executor: Executor, command:
 
 
 def descriptor(command: Stage) -> StagedDescriptor:
-    """What is stored beside the pins, to be read by `rescan`."""
+    """Return what is stored beside the pins for `rescan`."""
     return StagedDescriptor(
         announcements=tuple(encode_event(announcement).decode() for announcement in command.announcements),
         part_size_bytes=command.part_size_bytes,
@@ -96,7 +96,7 @@ async def put_pack(
 
 
 async def complete_upload(store: ObjectStore, clock: Clock, command: CompleteUpload) -> FileStored:
-    """Complete, or find that it was complete: the key is ours alone, so an object of our size is our object."""
+    """Complete an upload, or find it complete: the key is this save's alone, so an object of our size is ours."""
     try:
         await store.complete_upload(command.key, command.upload_id, command.etags)
     except StoreError as error:
