@@ -1,4 +1,4 @@
-"""Mooring inside the trainer: keeps a training job's checkpoints safe when its pod is not."""
+"""Mooring inside the trainer: keeps a training job's checkpoints safe when its pod goes away."""
 
 from mooring.checkpoint_writer import CheckpointWriter
 from mooring.checkpointer import Checkpointer
@@ -21,7 +21,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> str:
-    # Asked for only then: an injected client lies in a volume and is not installed, so that nobody knows its version.
+    # Looked up on demand, because an injected client lies in a volume and is not installed, so it has no version.
     if name == "__version__":
         from importlib.metadata import version
 

@@ -1,8 +1,9 @@
 """One save of a Checkpointer, from its empty directory to the announced checkpoint.
 
-Owns the order: written by all ranks, made durable, renamed, recorded, announced, rotated. Between two of these all
-ranks agree that each of them is so far; if one is not, none goes on. It may be completed in another thread than it was
-begun in. Owns also what counts as a failure of the volume, which costs a checkpoint and never the training.
+Owns the order: written by all ranks, made durable, renamed, recorded, announced, rotated. All ranks agree that each of
+them has written, and then that each has published; if one has not, none continues. A save may be completed in another
+thread than it was begun in. Also owns what counts as a failure of the volume, which costs a checkpoint and never the
+training.
 """
 
 import errno
@@ -20,11 +21,11 @@ from mooring.session import PendingSave, Session
 
 _log: Final = logging.getLogger("mooring")
 _KEEP_UNANNOUNCED: Final = 2
-"""Complete checkpoints kept while nobody else has them."""
+"""How many complete checkpoints stay on the local disk while they are not announced."""
 _VOLUME_ERRNOS: Final = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO})
 _PROBE_BYTES: Final = 64 * 1024
 _NEXT: Final = {"written": "published", "published": None}
-"""What the ranks agree on, one after the other."""
+"""Agreement -> the one that follows it."""
 
 
 class CheckpointWriter:
@@ -62,13 +63,13 @@ class CheckpointWriter:
         if self.failure is not None:
             self._context.coordinator.arrive(self._pending.key("ended"))
             return False
-        # Another pod may be long in making its part durable, after ours has its name.
+        # Another pod may still be making its part durable when ours already has its name.
         with self._session.claimed(self._context.local.path(self._name)):
             return self._complete(kind)
 
     def abandon(self) -> None:
         """Give the checkpoint up: nothing of it stays on any rank that has not published it."""
-        # Only there do the other ranks come to "ended": once all have written, they come to "published" alone.
+        # Only then do the other ranks come to "ended". Once all have written, they come to "published" instead.
         ends = self.failure is not None or self._unsaid == "written"
         self._abandon()
         if ends:
@@ -92,7 +93,7 @@ class CheckpointWriter:
 
     def _abandon(self) -> None:
         if self._unsaid is not None:
-            # The error may have come out of `complete`, too: the others wait at what this rank has not said yet.
+            # The error may also come from `complete`. The others wait for the next answer that this rank owes.
             self._agree(self._unsaid, ok=False)
         self._give_up()
 
@@ -110,7 +111,7 @@ class CheckpointWriter:
             self._take_back(published=files is not None)
             return False
         if chosen is Kind.JUST_IN_TIME:
-            # For good: a final save after it makes the run no more complete than it was.
+            # Permanent: a final save after it makes the run no more complete.
             self._session.stopping = True
         record = Record(
             name=self._name,
@@ -131,7 +132,7 @@ class CheckpointWriter:
         return bool(self._context.coordinator.agree(self._pending.key(about), ok, seconds=WRITE_SECONDS))
 
     def _make_directory(self) -> VolumeError | None:
-        """One for all ranks of the pod; why all ranks go without."""
+        """Make one directory for all ranks of the pod. Returns the error, on all ranks, if a pod cannot."""
         failure: OSError | None = None
         try:
             if self._context.leads_pod:
@@ -149,7 +150,7 @@ class CheckpointWriter:
         )
 
     def _take_back(self, *, published: bool) -> None:
-        """Another pod could not publish its part: this pod's has a name already, and nobody would ever delete it."""
+        """Undo this pod's publication after another pod's failed: nothing else would ever delete what has a name."""
         if published and self._context.leads_pod:
             try:
                 self._context.local.take_back(self._name)
@@ -170,7 +171,7 @@ class CheckpointWriter:
             return None
 
     def _keep(self, record: Record) -> bool:
-        """Record, announce and rotate; whether all ranks announced it. If it is not recorded nothing is rotated."""
+        """Record, announce and rotate; return whether all ranks announced it. Without a record nothing is rotated."""
         local = self._context.local
         recorded = self._context.leads_pod and self._record(record)
         announced = self._session.announce(record, local.path(record.name))
@@ -193,7 +194,10 @@ class CheckpointWriter:
 
 
 def _tells_of_volume(error: BaseException | None) -> bool:
-    """Whether it is, or comes from, a full, broken or unusable volume. torch's own has an error of each rank."""
+    """Whether the error, or one that led to it, tells of a full, broken or unusable volume.
+
+    torch's CheckpointException has an error of each rank that failed.
+    """
     seen: list[BaseException] = []
     while error is not None and error not in seen:
         seen.append(error)
@@ -206,7 +210,10 @@ def _tells_of_volume(error: BaseException | None) -> bool:
 
 
 def _takes_a_write(directory: Path) -> bool:
-    """What a library raises on a full volume is often something else, and what it has half written still fills it."""
+    """Return whether a small file can be written.
+
+    On a full volume a library often raises something unrelated, and its half-written file still fills the volume.
+    """
     probe = directory / ".probe"
     try:
         with probe.open("wb") as file:

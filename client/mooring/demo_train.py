@@ -1,8 +1,8 @@
-"""The program that `mooring demo` trains: a small character-level transformer, the same to the last bit in every run.
+"""The training program of `mooring demo`: a small character-level transformer, bit-identical in every run.
 
-Owns the training alone and knows nothing of the demo's story: it prints one JSON object per line for whoever reads
-along. With --plain it trains without Mooring and saves nothing. The one module here that needs torch to be imported,
-and nothing imports it: `python -m mooring.demo_train`.
+Owns only the training, not the demo around it: it prints one JSON object per line for the demo to read. With --plain it
+trains without Mooring and saves nothing. It needs torch, and no module imports it: the demo starts
+`python -m mooring.demo_train`.
 """
 
 import argparse
@@ -32,7 +32,7 @@ class CharacterTransformer(nn.Module):
         super().__init__()
         self.characters = nn.Embedding(vocabulary_size, _WIDTH)
         self.positions = nn.Embedding(_CONTEXT, _WIDTH)
-        # Dropout draws from the global generator: a resume that forgot its state would show in the next loss.
+        # Dropout draws from the global generator: a resume that did not restore it would show in the next loss.
         layer = nn.TransformerEncoderLayer(_WIDTH, 4, 4 * _WIDTH, dropout=0.1, batch_first=True, norm_first=True)
         self.layers = nn.TransformerEncoder(layer, _LAYERS, norm=nn.LayerNorm(_WIDTH), enable_nested_tensor=False)
         self.head = nn.Linear(_WIDTH, vocabulary_size)
@@ -59,7 +59,7 @@ class Training:
         self.schedule = torch.optim.lr_scheduler.LinearLR(self.optimizer, 0.1, total_iters=_WARM_UP_STEPS)
 
     def train_one_step(self) -> float:
-        """The loss. The batch follows from the step alone, so that of the data only the step is to be saved."""
+        """Train one step and return its loss. The batch follows from the step, so no place in the data is saved."""
         generator = torch.Generator().manual_seed(self.step)
         starts = torch.randint(len(self._text) - _CONTEXT - 1, (_BATCH, 1), generator=generator)
         batch = self._text[starts + torch.arange(_CONTEXT + 1)]
@@ -104,7 +104,7 @@ def main() -> None:
     parser.add_argument("--save-every", type=int, default=0, help="steps")
     parser.add_argument("--plain", action="store_true", help="without Mooring: save nothing, resume nothing")
     arguments = parser.parse_args()
-    # One thread adds in one order.
+    # With one thread, sums are always added in the same order.
     torch.set_num_threads(1)
     torch.use_deterministic_algorithms(True)
     training = Training(arguments.text.read_text())
@@ -135,7 +135,7 @@ def _train_safely(training: Training, steps: int, save_every: int) -> None:
 
 
 def _tell_loss(training: Training, loss: float) -> None:
-    # Hexadecimal, so that not a bit of it is lost.
+    # Hexadecimal keeps every bit.
     _tell(step=training.step, loss=loss.hex())
 
 

@@ -9,7 +9,7 @@ from typing import Any, Final
 
 
 class ErrorKind(StrEnum):
-    """What went wrong, as far as anybody needs to tell cases apart."""
+    """What went wrong, for code that must tell cases apart."""
 
     AGENT_AWAY = "agent-away"
     AGENT_SILENT = "agent-silent"
@@ -49,7 +49,7 @@ class MooringError(Exception):
 
 
 class AgentError(MooringError):
-    """The agent is away, does not answer, or refused."""
+    """The agent is unreachable, does not answer, or refused."""
 
 
 class VolumeError(MooringError):
@@ -57,7 +57,7 @@ class VolumeError(MooringError):
 
 
 class UsageError(MooringError):
-    """An argument or a way of running that makes no sense here; nothing was changed."""
+    """An argument or a way of running makes no sense here; nothing was changed."""
 
 
 class RanksError(MooringError):

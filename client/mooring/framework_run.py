@@ -1,8 +1,8 @@
-"""A run whose checkpoints a framework writes: when it should save and stop, and what becomes of what it wrote.
+"""A run whose checkpoints a framework writes: when it must save and stop, and how its checkpoints reach the agent.
 
 Owns the way from a framework's checkpoint directory (or file) to the agent, and the one run of this process. Must not
-know any framework, and never writes into a checkpoint: Hugging Face rotates by modification time. Raises SystemExit by
-`leave` and `newest`, and else nothing.
+know any framework. Never writes into a checkpoint, because Hugging Face rotates by modification time. Once made, a run
+raises only SystemExit, from `leave` and `newest`.
 """
 
 import atexit
@@ -32,7 +32,7 @@ _Result = TypeVar("_Result")
 
 
 class FrameworkRun:
-    """Every rank has one and calls the same methods in the same order. `current` gives the one of this process."""
+    """Every rank has one and calls the same methods in the same order. `current` returns the one of this process."""
 
     _current: "FrameworkRun | None" = None
 
@@ -47,30 +47,33 @@ class FrameworkRun:
 
     @classmethod
     def current(cls) -> "FrameworkRun":
-        """Made at the first call, and again after `close`. Raises UsageError or VolumeError when it is made."""
+        """Return this process's run. The first call makes it, as does the first after `close` or `leave`.
+
+        Raises UsageError or VolumeError when it makes one.
+        """
         if cls._current is None:
             cls._current = cls()
         return cls._current
 
     @property
     def stopping(self) -> bool:
-        """The pod is ending and the just-in-time checkpoint was announced: leave."""
+        """Whether the pod is ending and the just-in-time checkpoint is saved: leave then."""
         return self._session.stopping
 
     @property
     def checkpoint_directory(self) -> Path:
-        """Where to write a checkpoint for which the program names no place."""
+        """Where to write a checkpoint if the program names no directory."""
         return self._session.settings.checkpoint_directory
 
     def hold_sigterm(self) -> None:
-        """Take SIGTERM back from a framework that took it meanwhile."""
+        """Install the SIGTERM handler again after a framework has installed its own."""
         self._session.hold_sigterm()
 
     def ask(self, step: int, tick: int = 0) -> Action:
-        """What is asked after `step` optimizer steps and `tick` batches of an evaluation: the same on all ranks.
+        """Return what to do after `step` optimizer steps and `tick` batches of an evaluation: the same on all ranks.
 
-        Positions must grow, and be the same on all ranks. The answer is SAVE_AND_EXIT until the just-in-time checkpoint
-        is announced, and NOTHING from then on.
+        Positions must grow, and be the same on all ranks. After a termination notice the answer is SAVE_AND_EXIT until
+        the just-in-time checkpoint is saved, and NOTHING from then on.
         """
         if self._session.stopping or self._given_up:
             return Action.NOTHING
@@ -83,7 +86,7 @@ class FrameworkRun:
         return ask
 
     def admits(self, step: int) -> bool:
-        """Whether the agents have room for the periodic checkpoint that is due at `step`."""
+        """Return whether the agents have room for the periodic checkpoint that is due at `step`."""
         if self._given_up:
             return True
         try:
@@ -96,7 +99,7 @@ class FrameworkRun:
         return self._pending is not None
 
     def protects(self, path: Path) -> bool:
-        """Whether an agent can take what lies there; says once per place that it cannot."""
+        """Return whether `path` lies in the volume, where the agent can take it. Warns once per directory if not."""
         if self._given_up:
             return False
         volume = self._session.settings.volume
@@ -114,13 +117,14 @@ class FrameworkRun:
         return False
 
     def claimed(self, path: Path) -> AbstractContextManager[None]:
-        """Around the writing of what will be announced: the agent's watch might take it for complete before it is."""
+        """Claim a checkpoint while it is written: the agent's directory watch might take it for complete too early."""
         return self._session.claimed(path)
 
     def announce(self, path: Path, step: int, kind: Kind | None = None) -> bool:
-        """This rank's part of the checkpoint `path` is written; waits until all are. Whether the agents know of it.
+        """Announce the checkpoint `path`, of which this rank has written its part. Waits until all ranks have.
 
-        `kind`: None for just-in-time when that was asked, else periodic.
+        `kind`: None for a periodic one. A save that a termination notice asked for is always just-in-time. Returns
+        whether all ranks have announced it.
         """
         pending = self._begin(path, step, kind)
         if pending is None:
@@ -129,7 +133,7 @@ class FrameworkRun:
             return self._announce(path, pending)
 
     def announce_when(self, future: "Future[Any]", path: Path, step: int, kind: Kind | None = None) -> None:
-        """The same when `future` is done, by another thread; nothing when it fails."""
+        """Announce the checkpoint from another thread once `future` is done. If it fails, announce nothing."""
         pending = self._begin(path, step, kind)
         if pending is None:
             return
@@ -148,13 +152,13 @@ class FrameworkRun:
                 self._announce(path, pending, written=failure is None)
 
         thread = threading.Thread(target=finish, name="mooring-announce", daemon=True)
-        # In the store's C++ when the interpreter ends it would abort the process.
+        # A thread inside the store's C++ when the interpreter ends would abort the process.
         atexit.register(self.close)
         self._outstanding = [one for one in self._outstanding if one.is_alive()] + [thread]
         thread.start()
 
     def same(self, step: int, value: object) -> bool:
-        """Whether this value is the same on all ranks: how many batches an evaluation after `step` has, for example."""
+        """Return whether `value` is the same on all ranks, such as how many batches an evaluation after `step` has."""
         if self._given_up:
             return False
         try:
@@ -164,9 +168,9 @@ class FrameworkRun:
             return False
 
     def gather(self, step: int, value: str) -> Sequence[str] | None:
-        """What all ranks bring, by rank, for rank 0 alone; None elsewhere, and when some do not come.
+        """Return the values of all ranks, by rank, on rank 0; None on other ranks, and when some do not come.
 
-        Not by a collective: a rank whose volume failed is not protected, and would have no part in it.
+        Not a collective, because a rank whose volume failed is not protected and would take no part in it.
         """
         if self._given_up:
             return None
@@ -177,13 +181,16 @@ class FrameworkRun:
             return None
 
     def newest(self) -> Path | None:
-        """The checkpoint to resume from, the same on all ranks; None to begin afresh. Leaves a pod that is ending."""
+        """Return the checkpoint to resume from, the same on all ranks; None to start from step 0.
+
+        Raises SystemExit when the pod is ending, and when the ranks cannot choose a checkpoint.
+        """
         try:
             if self._session.ends_untrained():
                 self.leave()
             chosen = self._session.choose(self._whole())
         except MooringError as error:
-            # To train from the start over what was saved is the one thing worse than to stop.
+            # Training from step 0 over what was saved would be worse than stopping.
             raise SystemExit(f"mooring: {error}; {error.hint}") from error
         if chosen is None:
             return None
@@ -191,12 +198,12 @@ class FrameworkRun:
         return self._place(chosen)
 
     def leave(self) -> NoReturn:
-        """After a just-in-time save: wait for what is still being written, part from the other ranks, exit with 143."""
+        """Leave after a just-in-time save: wait for running writes and for the other ranks, then exit with 143."""
         self._shut()
         self._session.leave()
 
     def close(self) -> None:
-        """Training ended by itself: wait for what is still being written, and give SIGTERM back; idempotent."""
+        """End a run whose training ended by itself: wait for running writes, stop handling SIGTERM. Idempotent."""
         self._shut()
         self._session.close()
 
@@ -211,7 +218,7 @@ class FrameworkRun:
             FrameworkRun._current = None
 
     def _begin(self, path: Path, step: int, kind: Kind | None) -> PendingSave | None:
-        """The save that a checkpoint belongs to; None when it cannot be announced."""
+        """Return the save that a checkpoint belongs to; None when it cannot be announced."""
         pending, self._pending = self._pending, None
         try:
             if not self.protects(path):
@@ -268,10 +275,10 @@ class FrameworkRun:
         return announced
 
     def _writers(self, path: Path, pending: PendingSave) -> tuple[Ranks, bool] | None:
-        """This rank among those that write it, and whether its pod brings a part; None when it is not whole.
+        """Return this rank among those that write it, and whether its pod has a part; None when a part is missing.
 
-        All pods bring one; or it is one file of rank 0, as Lightning writes it, and whole in that pod, whatever an
-        earlier restore left under its name elsewhere.
+        Either every pod has a part, or the checkpoint is one file of rank 0, as Lightning writes it. That file is whole
+        in its pod, whatever an earlier restore left under its name in other pods.
         """
         coordinator = self._session.context().coordinator
         if self._session.holds_whole_job:
@@ -288,7 +295,7 @@ class FrameworkRun:
         return None
 
     def _record(self, path: Path, record: Record) -> Record | None:
-        """Make the checkpoint durable and record it; forget those that the framework has deleted."""
+        """Make the checkpoint durable and record it; remove the records of those that the framework has deleted."""
         try:
             files = tuple(RecordedFile(path=name, size_bytes=size_bytes) for name, size_bytes in sync_tree(path))
             record = replace(record, files=files)
@@ -333,7 +340,10 @@ class FrameworkRun:
 
 
 def guarded_save(run: FrameworkRun, path: Path, step: int, write: Callable[[], _Result]) -> _Result:
-    """What `write` returned, which writes this rank's part of `path`. Raises what it raises: the others know then."""
+    """Call `write`, which writes this rank's part of `path`, and announce the checkpoint. Returns what `write` returns.
+
+    Raises what `write` raises, and tells the other ranks.
+    """
     with run.claimed(path):
         try:
             result = write()
@@ -347,9 +357,10 @@ def guarded_save(run: FrameworkRun, path: Path, step: int, write: Callable[[], _
 
 
 def next_name(last_name: str | None, last_step: int, step: int, *, default: str) -> str:
-    """`last_name` with `step` in place of `last_step`; `default` if there is none or it does not say its step once.
+    """Return `last_name` with `step` in place of `last_step`; `default` if that is None or lacks its step.
 
-    A program finds its checkpoints by their names, and often reads the step out of them.
+    Also `default` if the step is in the name more than once. Programs find their checkpoints by name, and often read
+    the step from it.
     """
     if last_name is None:
         return default

@@ -1,7 +1,7 @@
 """The global random generators of one process: Python's, NumPy's, PyTorch's, and that of its GPU.
 
-Owns which generators there are. One that a program made for itself is its own to save. States are of the types that
-`torch.load(weights_only=True)` takes. Imports torch when it is called: whoever calls it trains with it.
+Owns the list of generators. A program must save those that it made itself. States are of types that
+`torch.load(weights_only=True)` takes. Imports torch only when called, by a program that trains with it.
 """
 
 import random
@@ -10,7 +10,7 @@ from typing import Any
 
 
 def capture() -> dict[str, Any]:
-    """Their states. NumPy's only if the program uses it, and of the GPUs the current one's alone."""
+    """Return their states: NumPy's only if the program uses it, and of the GPUs only the current one's."""
     import torch
 
     states: dict[str, Any] = {"python": random.getstate(), "torch": torch.get_rng_state()}
@@ -18,14 +18,14 @@ def capture() -> dict[str, Any]:
     if numpy is not None:
         kind, keys, *rest = numpy.random.get_state()
         states["numpy"] = (kind, keys.tolist(), *rest)
-    # A process that asks the other GPUs of the machine would make a context on each of them.
+    # Asking the other GPUs of the machine would make a context on each of them.
     if torch.cuda.is_available() and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         states["cuda"] = torch.cuda.get_rng_state()
     return states
 
 
 def restore(states: dict[str, Any]) -> None:
-    """Go on where `capture` was. A GPU's state is left out where there is no GPU."""
+    """Continue from the states that `capture` returned. A GPU's state is skipped where there is no GPU."""
     import torch
 
     version, internal, gauss = states["python"]

@@ -1,6 +1,6 @@
-"""Who saves together: this process alone, or the ranks of torch.distributed's process group.
+"""The ranks that save together: this process alone, or the ranks of torch.distributed's process group.
 
-Owns the choice between the two, which is made once, when the first thing is asked that all ranks must answer alike: a
+Owns the choice between the two. It is made once, at the first question that all ranks must answer alike, because a
 Checkpointer may be made before the process group is.
 """
 
@@ -22,12 +22,12 @@ from mooring.settings import Settings
 from mooring_api import names
 
 _numbers: Final = itertools.count()
-"""Tells the contexts of one process apart; all ranks make them in the same order."""
+"""Numbers the contexts of one process; all ranks make them in the same order."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankContext:
-    """`nonce` is of this start of the job, the same on all ranks; so are the numbers of what they do together."""
+    """The ranks that save together. `nonce` identifies this start of the job and is the same on all ranks."""
 
     coordinator: RankCoordinator
     gate: Gate
@@ -36,12 +36,15 @@ class RankContext:
 
     @property
     def leads_pod(self) -> bool:
-        """Names, records and rotation of a directory that several ranks share are one rank's business."""
+        """Whether this rank does names, records and rotation for all ranks that share its directory."""
         return self.coordinator.ranks.leads_pod
 
 
 def init_ranks(settings: Settings, sigterm: Sigterm, *, rank0_only: bool) -> RankContext:
-    """`rank0_only`: this process writes for all, whatever ranks there are. Raises UsageError, OSError."""
+    """Find the ranks that save together, and wait for them.
+
+    `rank0_only`: this process writes for all, whatever ranks there are. Raises UsageError, OSError.
+    """
     signal_path = settings.state_directory / names.SIGNAL_FILE
     ranks = None if rank0_only else job_ranks(settings.ranks)
     if ranks is None or ranks.world_size == 1:
@@ -70,19 +73,19 @@ def _context(settings: Settings, coordinator: RankCoordinator, gate: Gate, nonce
 
 
 def _volume_identity(state_directory: Path) -> str:
-    """The same for all processes that see this volume, wherever it is mounted. Raises OSError."""
-    # In a folder that trainers of another user than the agent's may write, too.
+    """Return an id that all processes that see this volume share, wherever it is mounted. Raises OSError."""
+    # In this folder trainers that run as another user than the agent may write, too.
     path = state_directory / names.RANKS_DIRECTORY / names.VOLUME_IDENTITY
     if not path.exists():
         own = path.with_name(f".{names.VOLUME_IDENTITY}.{secrets.token_hex(8)}")
         own.write_text(own.name)
         try:
-            # It appears whole, and the first one stays.
+            # A link appears with its whole content, and the first one stays.
             os.link(own, path)
         except FileExistsError:
             pass
         except OSError:
-            # No hard links here; two that come at once may then be taken for two pods.
+            # Without hard links, two processes that come at once may be taken for two pods.
             own.replace(path)
         finally:
             own.unlink(missing_ok=True)

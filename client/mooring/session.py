@@ -1,9 +1,9 @@
-"""A trainer's connection to its agent and to the other ranks, whoever writes the checkpoints.
+"""A trainer's connection to its agent and to the other ranks, independent of who writes the checkpoints.
 
-Owns this process's place in the job, the termination notice, what the agent was asked and told, and the exit after a
-just-in-time save. Does not know how a checkpoint is written or named. After its constructor it raises UsageError when
-the ranks cannot save together, VolumeError when they have nothing in common to resume from, and RanksError when some
-stay away.
+Owns this process's place in the job, the termination notice, the requests and announcements to the agent, and the exit
+after a just-in-time save. Does not know how a checkpoint is written or named. After its constructor it raises
+UsageError when the ranks cannot save together, VolumeError when they have no checkpoint in common to resume from, and
+RanksError when some ranks do not come.
 """
 
 import logging
@@ -33,13 +33,16 @@ _PATIENCE_SECONDS: Final = 10.0
 
 
 def leave() -> NoReturn:
-    """SystemExit(143), whose way out nothing holds up for long: a process group may wait for ranks that are gone."""
+    """Raise SystemExit(143), and end the process by force if its exit hangs.
+
+    A process group may wait at exit for ranks that are gone.
+    """
     threading.Thread(target=_end_what_hangs, name="mooring-leave", daemon=True).start()
     raise SystemExit(names.JUST_IN_TIME_EXIT_CODE)
 
 
 def _end_what_hangs() -> None:
-    # It counts from the end of the main thread: the program's own cleaning up may take its time.
+    # The time counts from the end of the main thread, because the program's own clean-up may take long.
     threading.main_thread().join()
     time.sleep(_PATIENCE_SECONDS)
     sys.stderr.flush()
@@ -52,10 +55,10 @@ _log: Final = logging.getLogger("mooring")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PendingSave:
-    """A save that was given an id, the same on all ranks.
+    """A save that has an id, the same on all ranks.
 
-    `admitted_by_agent`: the agent keeps room for it. `together`: all ranks came to it; if not, it is no use to announce
-    what some of them write.
+    `admitted_by_agent`: the agent keeps room for it. `together`: all ranks take part in it; if not, announcing what
+    some of them write is of no use.
     """
 
     step: int
@@ -65,14 +68,17 @@ class PendingSave:
     together: bool = True
 
     def key(self, about: str) -> str:
-        """What the ranks agree on, in this save of this step alone: some may have taken another for the same."""
+        """Return the key of an agreement about this save.
+
+        It contains the step, because the same save id may stand for another step on another rank.
+        """
         return f"{self.save}/{self.step}/{about}"
 
 
 class Session:
-    """`stopping`: the just-in-time save is made. Raises VolumeError.
+    """The connection of one process. `stopping`: the just-in-time save is made. Raises VolumeError.
 
-    SIGTERM belongs to it until `close`, and after `leave` as long as the process lives.
+    It handles SIGTERM until `close`, or after `leave` until the process ends.
     """
 
     def __init__(self, settings: Settings, *, rank0_only: bool = False) -> None:
@@ -92,11 +98,11 @@ class Session:
         self._lives = self._hold_lock()
         worker_processes.install()
         self.agent = Agent(settings.socket, ranks=settings.ranks, holds_liveness_lock=self._lives)
-        # Last: whoever fails before leaves the signal to whom it belongs.
+        # Last, so that a failure above leaves the SIGTERM handler as it was.
         self._sigterm = Sigterm()
 
     def context(self) -> RankContext:
-        """Who saves together: the first call waits for all ranks. Raises UsageError, VolumeError."""
+        """Return the ranks that save together. The first call waits for all of them. Raises UsageError, VolumeError."""
         if self._context is None:
             try:
                 context = init_ranks(self.settings, self._sigterm, rank0_only=self._rank0_only)
@@ -104,7 +110,7 @@ class Session:
                     context.local.clean_up()
             except OSError as error:
                 raise self._unusable(error) from error
-            # Nobody looks for checkpoints where another rank still puts them right.
+            # No rank may look for checkpoints while another one still cleans up there.
             context.coordinator.agree("ready")
             self._context = context
             if self.agent.terminating:
@@ -112,7 +118,7 @@ class Session:
         return self._context
 
     def ask(self, step: int, tick: int = 0) -> Action:
-        """What is asked of all ranks at this position; meanwhile an agent that is back learns what it missed."""
+        """Return what all ranks must do at this position. If the agent is back, announce what it missed."""
         action = (self._context or self.context()).gate.at(step, tick)
         self._asked = True
         if self._unannounced is not None and action is not Action.SAVE_AND_EXIT and self.agent.is_back():
@@ -124,16 +130,16 @@ class Session:
         self.context().gate.request_save()
 
     def next_number(self) -> int:
-        """Tells one thing that the ranks do together from another."""
+        """Return a number that tells one joint action of the ranks from another."""
         self._counter += 1
         return self._counter
 
     def begin(self, step: int, kind: Kind) -> PendingSave:
-        """A save that nobody was asked about."""
+        """Begin a save without asking the agent or the other ranks."""
         return PendingSave(step=step, save=f"{self.context().nonce}-c{self.next_number():06d}", kind=kind)
 
     def admit(self, step: int, kind: Kind, *, seconds: float = PATIENCE_SECONDS) -> PendingSave | None:
-        """Ask the agents of all pods for room; None when one has none. A just-in-time save is never refused."""
+        """Ask the agents of all pods for room. Returns None when one has none. A just-in-time save is never refused."""
         pending = self.begin(step, kind)
         self.tell_notice()
         context = self.context()
@@ -142,7 +148,7 @@ class Session:
         was_away = self.agent.away
         admission = self.agent.begin_save(step=step, kind=kind, save=pending.save)
         if admission is not None and was_away and kind is not Kind.JUST_IN_TIME:
-            # The agent is back, and has time for it while the next one is written.
+            # The agent is back, and has time for the missed checkpoint while the next one is written.
             self.announce_missed()
         refused = admission is not None and not admission.admitted
         if admission is not None and refused:
@@ -160,13 +166,13 @@ class Session:
         return None if admitted is False else replace(pending, admitted_by_agent=False, together=False)
 
     def abort(self, pending: PendingSave) -> None:
-        """A save that will not be announced."""
+        """Tell the agent that this save will not be announced, if the agent admitted it."""
         if pending.admitted_by_agent:
             self.agent.abort_save(pending.save)
 
     @contextmanager
     def claimed(self, path: Path) -> Iterator[None]:
-        """Inside, this process is about to announce `path`: the agent's directory watch is not to do it meanwhile."""
+        """While open, keep the agent's directory watch from taking up `path`: this process is about to announce it."""
         path, volume = path.resolve(), self.settings.volume.resolve()
         if not self._lives or not path.is_relative_to(volume):
             yield
@@ -175,30 +181,33 @@ class Session:
             yield
 
     def announce(self, record: Record, path: Path) -> bool:
-        """Tell the agent of what all ranks have written and this pod's first rank has recorded; whether it knows."""
+        """Announce a checkpoint that all ranks have written and this pod's first rank has recorded.
+
+        Returns whether the agent has taken it over.
+        """
         self.tell_notice()
         with self._announcing:
-            # After a just-in-time or a final save there will be no other.
+            # No other save follows a just-in-time or a final one.
             return self._announce(record, path, urgent=record.kind is not Kind.PERIODIC)
 
     def announce_missed(self) -> None:
-        """Tell the agent of the newest checkpoint, if it was away then."""
+        """Announce the newest checkpoint again, if its announcement failed."""
         with self._announcing:
             if self._unannounced is not None:
                 self._announce(*self._unannounced, urgent=False)
 
     @property
     def holds_whole_job(self) -> bool:
-        """Every rank is in this pod, so that what is saved here is whole here."""
+        """Whether every rank is in this pod, so that a checkpoint that is saved here is whole here."""
         ranks = self.context().coordinator.ranks
         return ranks.local_world_size == ranks.world_size
 
     def choose(self, records: Sequence[Record]) -> Record | None:
-        """The newest of these whole local checkpoints that all ranks have.
+        """Return the newest of these whole local checkpoints that all ranks have; None when no rank has any.
 
-        Of several pods each wrote its part alone: there only what was restored is whole. Raises VolumeError when pods
-        have checkpoints, but none in common: to begin afresh then would lose them. Raises RanksError when some ranks do
-        not come.
+        With several pods, each pod wrote only its own part, so only restored checkpoints are whole there. Raises
+        VolumeError when pods have checkpoints, but none in common: starting from step 0 would lose them. Raises
+        RanksError when some ranks do not come.
         """
         usable = {(one.step, one.save): one for one in records if one.committed or self.holds_whole_job}
         number = self.next_number()
@@ -225,13 +234,13 @@ class Session:
         return usable[chosen]
 
     def ends_untrained(self) -> bool:
-        """Whether a rank knows that its pod is ending, and no step was done yet: then leave, all ranks.
+        """Return whether the pod of any rank is ending before a step was done. All ranks must leave then.
 
         A launcher starts ranks again that left after a just-in-time save. They have nothing to lose, and another such
-        save would hold up the upload of the last one.
+        save would delay the upload of the last one.
         """
         if self._asked or self._rank0_only:
-            # Ranks without a session would wait for this one.
+            # With rank0_only the other ranks have no session: they would not leave, but wait for this rank.
             return False
         ends = (
             self.context().coordinator.agree(f"stays/{self.next_number()}", ok=not self.context().gate.noticed) is False
@@ -241,27 +250,30 @@ class Session:
         return ends
 
     def tell_notice(self) -> None:
-        """Once, and again at the next call when the agent was away."""
+        """Tell the agent once that SIGTERM has come. If the call fails, the next call of this method tries again."""
         if self._sigterm.received and not self._agent_knows_notice:
             self._agent_knows_notice = self.agent.notify_termination("client-sigterm")
 
     def hold_sigterm(self) -> None:
-        """Take SIGTERM back from a framework that took it meanwhile."""
+        """Install the SIGTERM handler again after a framework has installed its own."""
         self._sigterm.take_again()
 
     def close(self) -> None:
-        """Training is over: tell what is untold and let go of SIGTERM; idempotent, and nothing on the way out."""
+        """End the session: tell the agent what it missed, and stop handling SIGTERM.
+
+        Idempotent; does nothing after `leave`.
+        """
         if not self._left:
             self._end()
             self._sigterm.close()
 
     def leave(self) -> NoReturn:
-        """After a just-in-time save: the same, but that SIGTERM does nothing from now on. Raises SystemExit(143)."""
+        """Leave after a just-in-time save: as `close`, but SIGTERM is ignored from then on. Raises SystemExit(143)."""
         if not self._left:
             self.stopping = True
             self._end()
             self._left = True
-        # Also from a framework that has put back what it found, on its way out.
+        # Every time: on its way out, a framework may have put back the handler that it had found.
         self._sigterm.hold()
         leave()
 
@@ -275,7 +287,7 @@ class Session:
             self._context.coordinator.close()
 
     def _announce(self, record: Record, path: Path, *, urgent: bool) -> bool:
-        # Of those that write it: one pod may hold all of a checkpoint.
+        # The world size of the ranks that write it: one pod may hold a whole checkpoint.
         ranks = replace(self.context().coordinator.ranks, world_size=record.world_size)
         announced = self.agent.announce(
             path=path, step=record.step, kind=record.kind, save=record.save, ranks=ranks, urgent=urgent
@@ -285,18 +297,18 @@ class Session:
             try:
                 write_record(self.records, replace(record, announced=True))
             except OSError as error:
-                # Its record still asks for an agent, and the agent knows it already.
+                # The record still says that it is not announced, but the agent knows the checkpoint already.
                 _log.debug("announcement not recorded: name=%s error=%s", record.name, error)
         return announced
 
     def _hold_lock(self) -> bool:
-        """Whether this process has its liveness lock. Raises VolumeError."""
+        """Take this process's liveness lock; return whether it has it. Raises VolumeError."""
         settings = self.settings
         try:
             settings.checkpoint_directory.mkdir(parents=True, exist_ok=True)
             lives = hold_liveness_lock(self._lock)
         except (OSError, RuntimeError) as error:
-            # RuntimeError is what pathlib says of links that lead in a circle.
+            # pathlib raises RuntimeError for symbolic links that form a loop.
             raise self._unusable(error) from error
         if not lives:
             _log.warning("another process of this run is alive: volume=%s", settings.volume)

@@ -1,6 +1,6 @@
 """Where the trainer finds its volume, its checkpoints and its agent: arguments first, then the environment.
 
-Owns the client's only look at the environment. Without any of it, everything lies below one local directory and there
+Owns which environment variables the client reads. If none is set, everything lies below one local directory and there
 is no agent.
 """
 
@@ -20,7 +20,7 @@ LOCAL_DIRECTORY: Final = "checkpoints"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Settings:
-    """Absolute paths. `socket` is None when nobody said that there is an agent. `ranks`: as the launcher says."""
+    """Absolute paths. `socket` is None when no agent is configured. `ranks`: as the launcher says."""
 
     volume: Path
     checkpoint_directory: Path
@@ -40,19 +40,19 @@ def read_settings(
     volume: str | Path | None = None,
     socket: str | Path | None = None,
 ) -> Settings:
-    """Raises UsageError."""
+    """Read the settings from the arguments, then from the environment. Raises UsageError."""
     rank = _number(environment, ("RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK"), 0)
     ranks = Ranks(
         rank=rank,
         world_size=_number(environment, ("WORLD_SIZE", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE"), 1),
-        # Some number that no other process of this pod has will do.
+        # Any number that no other process of this pod has is enough.
         local_rank=_number(environment, ("LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID"), rank),
     )
     volume = volume or environment.get(names.ENV_VOLUME)
     directory = directory or environment.get(names.ENV_CHECKPOINT_DIRECTORY)
     socket = socket or environment.get(names.ENV_SOCKET)
     if not volume:
-        # Nothing is written outside the one directory that the user knows of.
+        # Write nothing outside the one directory that the user knows of.
         local = _absolute(directory or LOCAL_DIRECTORY)
         return Settings(
             ranks=ranks, volume=local, checkpoint_directory=local, socket=_absolute(socket) if socket else None
@@ -85,6 +85,6 @@ def _absolute(path: str | Path) -> Path:
 
 
 def _number(environment: Mapping[str, str], spellings: tuple[str, ...], default: int) -> int:
-    """By the first launcher that says it: torchrun's and DeepSpeed's, Open MPI's, MPICH's."""
+    """Return the first variable that is a number: torchrun's and DeepSpeed's, Open MPI's, MPICH's."""
     values = (environment.get(name, "") for name in spellings)
     return next((int(value) for value in values if value.isdecimal()), default)

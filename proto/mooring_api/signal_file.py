@@ -1,8 +1,8 @@
-"""The signal file: 64 bytes by which the agent asks trainers to save, without a channel held open.
+"""The signal file: 64 bytes through which the agent asks trainers to save, without an open channel.
 
 Layout, little endian: magic `MRNG`, version u32, number u64, deadline f64 (unix seconds, 0 = go on after saving),
-terminating u8, padding. The number is written last, so that a reader who sees a new number sees the rest of it; a
-torn read is possible between two requests and harmless: the later one is read again.
+terminating u8, padding. The number is written last, so a reader that sees a new number also sees the rest of that
+request. A torn read is possible between two requests and harmless: the later request is read again.
 """
 
 import struct
@@ -26,13 +26,13 @@ class SaveSignal:
 
 
 def encode(signal: SaveSignal) -> bytes:
-    """The file's whole content."""
+    """Return the file's whole content."""
     body = _FORMAT.pack(_MAGIC, _VERSION, signal.number, signal.deadline_unix, signal.terminating)
     return body.ljust(SIZE_BYTES, b"\0")
 
 
 def decode(content: bytes) -> SaveSignal:
-    """What a reader sees; anything that is no signal file reads as no request."""
+    """Return the request in the file. Anything that is not a signal file reads as no request."""
     if len(content) < _FORMAT.size:
         return SaveSignal()
     magic, version, number, deadline_unix, terminating = _FORMAT.unpack_from(content)

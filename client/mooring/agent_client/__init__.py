@@ -1,1 +1,1 @@
-"""Calls to the agent, and the lock by which it sees that this process lives."""
+"""Calls to the agent, and the lock that shows it that this process is alive."""

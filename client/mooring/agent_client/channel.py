@@ -1,9 +1,9 @@
 """Calls to the agent over its unix socket: open a channel, call with a deadline, close.
 
-Owns deadlines and the back-off from an agent that does not answer. Nothing stays open between two calls, so that the
-trainer may fork at any moment. gRPC's own fork handlers would take that away: they wait for its threads, which may be
-ending just then and wait in turn, and the trainer hangs in fork() for ever. So they are switched off; they are for
-children that call, and here only the process that made the channel may call.
+Owns the deadlines and the back-off from an agent that does not answer. Nothing stays open between two calls, so the
+trainer may fork at any moment. gRPC's own fork handlers are switched off: they wait for gRPC's threads, which may be
+ending just then and wait in turn, and the trainer would hang in fork() for ever. The handlers exist for children that
+call gRPC, and here only the process that made the channel may call.
 """
 
 import logging
@@ -18,7 +18,7 @@ from typing import Any, Final
 
 from mooring_api import names
 
-# gRPC reads it once, when it is loaded.
+# gRPC reads this variable once, when it is loaded.
 if "grpc" in sys.modules and names.ENV_GRPC_FORK_HANDLERS not in os.environ:
     logging.getLogger("mooring").warning(
         "gRPC was imported before mooring, and a fork may hang; start the program with %s=0",
@@ -37,7 +37,7 @@ from mooring_api.v1 import agent_pb2, agent_pb2_grpc
 CALL_SECONDS: Final = 1.0
 ANNOUNCE_SECONDS: Final = 5.0
 BACK_OFF_SECONDS: Final = 30.0
-"""How long an agent that did not answer is left alone, so that not every save pays its deadline."""
+"""After a time-out, calls that are not urgent are skipped for so long, so that not every save waits for a deadline."""
 
 _OPTIONS: Final = (("grpc.enable_http_proxy", 0), ("grpc.use_local_subchannel_pool", 1))
 _WIRE_KINDS: Final[Mapping[Kind, agent_pb2.Kind]] = MappingProxyType(
@@ -51,7 +51,7 @@ _WIRE_KINDS: Final[Mapping[Kind, agent_pb2.Kind]] = MappingProxyType(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Admission:
-    """The agent's answer to a save about to begin."""
+    """The agent's answer to a save that is about to begin."""
 
     admitted: bool
     reason: str
@@ -59,7 +59,7 @@ class Admission:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Welcome:
-    """What the agent tells a process that makes itself known."""
+    """The agent's answer to a process that registers."""
 
     terminating: bool
     newest_committed_step: int | None
@@ -68,7 +68,7 @@ class Welcome:
 
 
 class Channel:
-    """One agent. Every method raises AgentError only, after its deadline at the latest."""
+    """Calls to one agent. A method raises only AgentError, and takes no longer than its deadline."""
 
     def __init__(self, socket: Path, ranks: Ranks) -> None:
         self._socket = socket
@@ -77,7 +77,7 @@ class Channel:
         self._silent_until = 0.0
 
     def register(self, *, holds_liveness_lock: bool, client: str) -> Welcome:
-        """Make this process known."""
+        """Register this process with the agent."""
         request = agent_pb2.RegisterRequest(
             local_rank=self._ranks.local_rank,
             rank=self._ranks.rank,
@@ -102,7 +102,10 @@ class Channel:
         return Admission(admitted=response.admitted, reason=response.reason)
 
     def announce(self, *, path: Path, step: int, kind: Kind, save: str, ranks: Ranks, urgent: bool) -> None:
-        """`ranks`: who writes this checkpoint. `urgent`: try it even while the agent is left alone."""
+        """Announce a checkpoint.
+
+        `ranks`: this rank among those that write it. `urgent`: call even during the back-off.
+        """
         request = agent_pb2.AnnounceCheckpointRequest(
             path=str(path),
             step=step,
@@ -119,7 +122,7 @@ class Channel:
         self._call("AbortSave", agent_pb2.AbortSaveRequest(save=save))
 
     def notify_termination(self, source: str) -> None:
-        """The agent takes its own configured grace period."""
+        """Tell the agent that the pod is ending. The agent applies its own configured grace period."""
         self._call("NotifyTermination", agent_pb2.NotifyTerminationRequest(grace_seconds=0, source=source))
 
     def _call(self, method: str, request: Any, *, deadline_seconds: float = CALL_SECONDS, urgent: bool = False) -> Any:

@@ -1,7 +1,7 @@
 """The agent as a Checkpointer sees it: every method returns, whatever the agent does.
 
-Owns what is said of an agent that is away: one warning when it goes, one line when it is back. Must not know where
-checkpoints lie. With no socket there is no agent, and gRPC is never imported.
+Owns the log lines about an unreachable agent: one warning when it stops answering, one line when it answers again. Must
+not know where checkpoints lie. Without a socket there is no agent, and gRPC is never imported.
 """
 
 import logging
@@ -21,11 +21,11 @@ if TYPE_CHECKING:
 
 _log: Final = logging.getLogger("mooring")
 RETRY_SECONDS: Final = 30.0
-"""How long an agent that went away is not looked for between two saves."""
+"""How long `is_back` waits after a failed call before it tries the agent again."""
 
 
 class Agent:
-    """The agent beside this process, or nobody."""
+    """Client for the local agent; a no-op when there is none."""
 
     def __init__(self, socket: Path | None, *, ranks: Ranks, holds_liveness_lock: bool) -> None:
         self._holds_liveness_lock = holds_liveness_lock
@@ -36,9 +36,9 @@ class Agent:
         self._said_version = False
         self._look_at = 0.0
         self.newest_committed_step: int | None = None
-        """Of the newest checkpoint that the agent knew to be committed when it last got to know us."""
+        """Step of the newest committed checkpoint, as the agent said when this process last registered."""
         self.terminating = False
-        """The agent knew of a termination notice when it last got to know us."""
+        """Whether the agent knew of a termination notice when this process registered."""
         if socket is None:
             _log.warning("no agent: checkpoints stay on the local disk; see `mooring run`")
             return
@@ -48,18 +48,21 @@ class Agent:
 
     @property
     def away(self) -> bool:
-        """It did not answer when it was last spoken to."""
+        """Whether the agent is unreachable: it did not answer the last call."""
         return self._missed
 
     def is_back(self) -> bool:
-        """Whether an agent that was away answers again; asks it now and then only, and for a second at most."""
+        """Return whether an agent that was unreachable answers again.
+
+        Calls the agent only RETRY_SECONDS after the last failed call, and waits at most a second.
+        """
         if self._channel is None or not self._missed or time.monotonic() < self._look_at:
             return False
         self._register(self._channel)
         return not self._missed
 
     def begin_save(self, *, step: int, kind: Kind, save: str) -> "Admission | None":
-        """None when the agent is away."""
+        """Ask the agent for room for a save. Returns None when there is no agent or the call fails."""
         if self._channel is None:
             return None
         try:
@@ -72,7 +75,10 @@ class Agent:
         return answer
 
     def announce(self, *, path: Path, step: int, kind: Kind, save: str, ranks: Ranks, urgent: bool) -> bool:
-        """Whether the checkpoint is the agent's concern from now on; `urgent` tries an agent that just hung, too."""
+        """Announce a checkpoint; return whether the agent has taken it over.
+
+        `urgent`: also call an agent that has just timed out.
+        """
         if self._channel is None:
             return False
         try:
@@ -80,7 +86,7 @@ class Agent:
         except AgentError as error:
             self._failed(error)
             return False
-        # It may be another agent than before, and a rank that leads no pod speaks to it here alone.
+        # The agent may have been restarted, and a rank that does not lead its pod calls no `begin_save`.
         self._register(self._channel)
         return True
 
@@ -93,7 +99,7 @@ class Agent:
             self._failed(error)
 
     def notify_termination(self, source: str) -> bool:
-        """Whether the agent knows now."""
+        """Tell the agent that the pod is ending; return whether it answered."""
         if self._channel is None:
             return False
         try:
@@ -138,7 +144,7 @@ class Agent:
         if error.kind is ErrorKind.AGENT_REFUSED:
             _log.warning("the agent refused: error=%s", error)
             return
-        # It may be another one when it is back.
+        # The agent that answers next may be another one.
         self._registered = False
         self._look_at = time.monotonic() + RETRY_SECONDS
         if not self._missed:
@@ -152,7 +158,7 @@ class Agent:
 
 
 def _open_channel(socket: Path, ranks: Ranks) -> "Channel | None":
-    """None where gRPC or protobuf are missing, broken, or older than the code that was generated for them."""
+    """Return None where gRPC or protobuf is missing, broken, or older than the generated code needs."""
     try:
         # A broken installation must show here and not in a training step.
         from mooring.agent_client import channel
@@ -170,5 +176,5 @@ def _version() -> str:
     try:
         return version("mooring")
     except PackageNotFoundError:
-        # Injected: it lies in a volume and is not installed.
+        # An injected client lies in a volume and is not installed.
         return "injected"

@@ -1,11 +1,11 @@
-"""The POSIX lock that tells the agent this process lives; the kernel drops it the moment the process dies.
+"""The POSIX lock that shows the agent that this process is alive; the kernel drops it when the process dies.
 
-The locked file says which checkpoints this process is about to announce: a JSON list of paths relative to the volume.
-The agent's directory watch leaves these alone. No claim outlives its process, or waits for an agent to be there.
+The locked file lists the checkpoints that this process is about to announce, as a JSON list of paths relative to the
+volume. The agent's directory watch ignores them. A claim ends with its process, and needs no agent to be running.
 
 Owns the lock files' descriptors. Invariant: a descriptor, once open, is never closed and its file never opened again
 in this process, because closing any descriptor of a file drops all POSIX locks the process has on it. Forked workers
-inherit the descriptor but not the lock, and their exit leaves it alone.
+inherit the descriptor but not the lock, and their exit does not drop it.
 """
 
 import fcntl
@@ -35,14 +35,14 @@ def hold_liveness_lock(path: Path) -> bool:
     except (BlockingIOError, PermissionError):
         return False
     with _saying:
-        # What the process that had it before us said is void.
+        # The claims of the process that held the lock before are void.
         _say(path)
     return True
 
 
 @contextmanager
 def claimed(path: Path, checkpoint: str) -> Iterator[None]:
-    """Inside, the holder of the lock `path` is about to announce that checkpoint. May end in another thread."""
+    """While open, list `checkpoint` in the lock file `path` as about to be announced. Another thread may close it."""
     path = path.resolve()
     with _saying:
         _claims.setdefault(path, []).append(checkpoint)
@@ -59,7 +59,8 @@ def _say(path: Path) -> None:
     claims = _claims.get(path)
     content = json.dumps(claims).encode() if claims else b""
     try:
-        # In this order a reader never sees part of the list for the whole: what is left of a longer one breaks it.
+        # Write, then truncate: until then the rest of a longer list makes the JSON invalid, so that no reader takes a
+        # part of the list for the whole.
         os.pwrite(_descriptors[path], content, 0)
         os.ftruncate(_descriptors[path], len(content))
     except OSError as error:

@@ -1,8 +1,9 @@
-"""Calls that are made when a module was imported, for whoever must not import it for its own sake.
+"""Calls functions when the program has imported a module, for code that must not import the module itself.
 
-Owns one finder at the front of `sys.meta_path`, there only while something is waited for. It finds nothing by itself:
-it asks the other finders and wraps the loader that they name, until the module is executed. Autoload loads it at the
-start of every interpreter, before `mooring`: so it imports nothing that Python has not imported by then.
+Owns one finder at the front of `sys.meta_path`, which is there only while a module is waited for. The finder finds
+nothing by itself: it asks the other finders and wraps the loader that they return, until the module is executed.
+Autoload loads this file at the start of every interpreter, before `mooring`, so it imports nothing that Python has not
+imported by then.
 """
 
 import sys
@@ -18,38 +19,38 @@ if TYPE_CHECKING:
     Call = Callable[[ModuleType], object]
 
 _waiting: "dict[str, tuple[tuple[str, Call], ...]]" = {}
-"""Module name -> (what the call does it for, the call) of each."""
+"""Module name -> its calls, each with what it protects, as the warning says it."""
 
 
 def after_import(name: str, what: str, call: "Call") -> None:
-    """Call it with the module `name` once that is imported: now, if it was.
+    """Pass the module `name` to `call` once it is imported, or at once if it already is.
 
-    What it raises ends here, as one warning that `what` is not protected. A module that fails to import is waited for
-    again; one that is reloaded is not.
+    What `call` raises ends here, as one warning that `what` is not protected. If the import fails, the next one counts;
+    a reload does not.
     """
     _waiting[name] = (*_waiting.get(name, ()), (what, call))
     if _FINDER not in sys.meta_path:
         sys.meta_path.insert(0, _FINDER)
     if sys.modules.get(name) is not None:
-        # Another thread may be in the middle of it; this waits for the end.
+        # Another thread may be in the middle of the import; this waits for its end.
         __import__(name)
         _imported(sys.modules[name], name)
 
 
 def forget_all() -> None:
-    """Nothing is waited for any more."""
+    """Cancel all calls that are still waiting."""
     _waiting.clear()
     _leave()
 
 
 def warn(message: str) -> None:
-    """One line on stderr, also in a program that configured no logging or has none."""
+    """Write one line to stderr, also in a program that configures no logging; nothing if there is no stderr."""
     if sys.stderr is not None:
         sys.stderr.write(f"mooring: {message}\n")
 
 
 def reason(error: BaseException) -> str:
-    """One line about why something failed."""
+    """Return one line about why something failed."""
     return " ".join(f"{type(error).__name__}: {error}".split())
 
 
@@ -65,12 +66,12 @@ def _imported(module: "ModuleType", name: str) -> None:
 
 
 def _leave() -> None:
-    # A new list: another thread that looks for a module may be walking through this one, and would skip a finder.
+    # A new list: another thread that looks for a module may be iterating over the old one, and would skip a finder.
     sys.meta_path = [finder for finder in sys.meta_path if finder is not _FINDER]
 
 
 class _Finder:
-    """Lets the others find, and has a word with the loader."""
+    """Lets the other finders find the module, and wraps the loader that they return."""
 
     def __init__(self) -> None:
         self._searches: set[tuple[str, int]] = set()
@@ -103,7 +104,7 @@ class _Finder:
 
 
 class _Loader:
-    """The real loader, which it puts back before the module can see that there was another."""
+    """Wraps the real loader, and puts it back before the module can see the wrapper."""
 
     def __init__(self, loader: "Any") -> None:
         self._loader = loader

@@ -1,12 +1,12 @@
-"""Which module of which framework calls which integration when it is imported, where no code may be changed.
+"""Autoload's table: which module of which framework calls which integration when it is imported.
 
 Owns the table, and the decision where it does not apply. Runs at the start of every interpreter, before `mooring` is
-imported: so `mooring` is imported by the first framework only, and when that fails everything is off.
+imported. The first framework that is imported imports `mooring`; if that fails, autoload is off.
 """
 
 import sys
 
-# Loaded by sitecustomize before this: so this does not import the package.
+# sitecustomize has loaded this module before, so the line does not import the package.
 from mooring.autoload.post_import import after_import, forget_all, reason, warn
 
 TYPE_CHECKING = False
@@ -38,7 +38,7 @@ _PACKAGES = ("mooring", "mooring_api")
 
 
 def begin(packages_folder: str) -> None:
-    """Wait for the frameworks. `packages_folder` holds `mooring`, for interpreters that have none of their own."""
+    """Wait for the frameworks. `packages_folder` holds `mooring`, for interpreters that do not have it themselves."""
     sys.meta_path.append(_Packages(packages_folder))
     if not _serves_multiprocessing():
         for module, integration, what in _INTEGRATIONS:
@@ -46,7 +46,7 @@ def begin(packages_folder: str) -> None:
 
 
 class _Packages:
-    """Finds Mooring's own packages in a folder, after everybody else, and nothing else that lies there."""
+    """Finds Mooring's own packages in a folder, after all other finders, and nothing else that lies there."""
 
     def __init__(self, folder: str) -> None:
         self._folder = folder
@@ -64,14 +64,14 @@ class _Packages:
 def _serves_multiprocessing() -> bool:
     """Whether this interpreter is a spawned child, a fork server or a resource tracker of another program.
 
-    Such a child imports the program's main module, and with it the frameworks, before it knows that it is one.
+    Such a child imports the program's main module, and with it the frameworks, before it knows that it is a child.
     """
     arguments = getattr(sys, "orig_argv", ())
     return any(argument.startswith("from multiprocess") for argument in arguments)
 
 
 def _is_child_of_multiprocessing() -> bool:
-    """Whether this process was forked as somebody's worker, after the hooks were made."""
+    """Whether this process was forked as a worker, after the hooks were made."""
     process = sys.modules.get("multiprocessing.process")
     return process is not None and process.parent_process() is not None
 

@@ -1,4 +1,4 @@
-"""Making files survive a power cut."""
+"""Makes files survive a power cut."""
 
 import os
 from collections.abc import Iterator
@@ -15,9 +15,9 @@ def sync_directory(directory: Path) -> None:
 
 
 def sync_tree(root: Path) -> Iterator[tuple[str, int]]:
-    """Make every file below `root` survive, or `root` if it is a file: relative paths, with `/`, and sizes in bytes.
+    """Make every file below `root` survive, or `root` itself if it is a file.
 
-    Raises OSError.
+    Yields relative paths, with `/`, and sizes in bytes; the path is empty if `root` is the file. Raises OSError.
     """
     if root.is_file():
         yield "", _sync_file(root)

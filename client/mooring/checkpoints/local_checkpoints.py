@@ -1,12 +1,12 @@
-"""The checkpoint directory: how a checkpoint gets its name there, which one to resume from, which ones to delete.
+"""The checkpoint directory: how a checkpoint gets its name there, which ones are whole, which ones to delete.
 
 Owns every name in that directory that begins with a dot and every record. Must not know the agent. Invariants: what is
-called `checkpoint-<step>` is complete and on disk; nothing without a record is ever deleted, except the checkpoint
-whose name a new one takes, and that new one when it was never recorded; a crash at any point leaves the newest complete
-checkpoint to be found by `newest`.
+called `checkpoint-<step>` is complete and on disk. Nothing without a record is ever deleted, except the checkpoint
+whose name a new one takes, and that new one if it was never recorded. After a crash at any point, `clean_up` and
+`whole` find the newest complete checkpoint.
 
 .saving-<name>-<nonce>      being written; garbage once its process is gone
-.replaced-<name>-<save>     had the name that a new one is taking; goes back as long as the record is of its save
+.replaced-<name>-<save>     had the name that a new one is taking; gets it back while the record is still of its save
 .removing-<name>-<nonce>    being deleted; garbage
 """
 
@@ -49,7 +49,7 @@ class LocalCheckpoints:
         return self._directory / name
 
     def clean_up(self) -> None:
-        """Put right what a killed process left; only when no such process can be alive. Raises OSError."""
+        """Clean up what a killed process left. Call it only when no such process can be alive. Raises OSError."""
         if not self._directory.is_dir():
             return
         for path in sorted(self._directory.iterdir()):
@@ -59,11 +59,11 @@ class LocalCheckpoints:
                 self._settle(path, replaced["name"], replaced["save"])
 
     def being_saved(self, name: str) -> Path:
-        """The directory that `begin` makes; the ranks of a pod share it."""
+        """Return the directory that `begin` makes; the ranks of a pod share it."""
         return self._temporary(_SAVING, name)
 
     def whole(self) -> Sequence[Record]:
-        """The whole checkpoints, the newest first; forgets those that are gone, passes over those that are damaged."""
+        """Return the whole checkpoints, the newest first. Forgets those that are gone, and skips damaged ones."""
         found: list[Record] = []
         for record in read_records(self._records):
             checkpoint = self.path(record.name)
@@ -78,18 +78,21 @@ class LocalCheckpoints:
         return found
 
     def begin(self, name: str) -> Path:
-        """An empty directory to write a checkpoint into. Raises OSError."""
+        """Make an empty directory to write a checkpoint into. Raises OSError."""
         temporary = self._temporary(_SAVING, name)
         _delete(temporary)
         temporary.mkdir(parents=True)
         return temporary
 
     def abandon(self, name: str) -> None:
-        """Remove what `begin` made and was not published."""
+        """Remove the directory that `begin` made, if it was not published."""
         _delete(self._temporary(_SAVING, name))
 
     def publish(self, name: str) -> tuple[RecordedFile, ...]:
-        """Make what was written durable and give it its name; its files. Raises OSError, with the name untouched."""
+        """Make what was written durable, give it its name, and return its files.
+
+        Raises OSError, with the name untouched unless only the last sync of the directory failed.
+        """
         temporary, final = self._temporary(_SAVING, name), self.path(name)
         files = tuple(RecordedFile(path=path, size_bytes=size_bytes) for path, size_bytes in sync_tree(temporary))
         if not files:
@@ -114,15 +117,18 @@ class LocalCheckpoints:
             aside.rename(self.path(name))
 
     def record(self, record: Record) -> None:
-        """From now on the checkpoint may be resumed from, and rotated. Raises OSError."""
+        """Write the record: from then on the checkpoint may be resumed from, and rotated. Raises OSError."""
         write_record(self._records, record)
-        # Until now it was the one to resume from.
+        # Until the record was written, the replaced checkpoint was the one to resume from.
         replaced = self._replaced.pop(record.name, None)
         if replaced is not None:
             _delete(replaced)
 
     def rotate(self, newest: Record, keep: int, *, keep_restored: bool) -> None:
-        """Of the whole checkpoints up to `newest`, keep that one and the `keep - 1` before it. Raises OSError."""
+        """Delete the whole checkpoints before `newest`, except the last `keep - 1` of them. Raises OSError.
+
+        `keep_restored`: also keep those that came from the destination.
+        """
         older = [
             record for record in read_records(self._records) if record.order < newest.order and record.directory is None
         ]
@@ -136,17 +142,17 @@ class LocalCheckpoints:
             _delete(removing)
 
     def _set_aside(self, name: str) -> Path:
-        """Free a name; where that which had it lies now."""
+        """Free a name; return where the checkpoint that had it lies."""
         aside = self._directory / f"{_REPLACED}{name}-{self._recorded_save(name) or self._nonce}"
         if aside.exists():
-            # A save whose record failed has the name; what was recorded lies aside since then.
+            # A save whose record failed has the name; the recorded checkpoint was set aside at that save.
             self._remove(name)
         else:
             self.path(name).rename(aside)
         return aside
 
     def _settle(self, aside: Path, name: str, save: str) -> None:
-        """A process was killed while a new checkpoint took a name: the record says which of the two has it."""
+        """Finish a replacement during which the process was killed: the record says which checkpoint gets the name."""
         final = self.path(name)
         if not final.exists():
             aside.rename(final)
@@ -160,7 +166,7 @@ class LocalCheckpoints:
         return next((record.save for record in read_records(self._records) if record.name == name), "")
 
     def _remove(self, name: str) -> None:
-        """Delete a checkpoint, of which nothing half-deleted ever has its name."""
+        """Rename a checkpoint, then delete it, so that nothing half-deleted has its name."""
         removing = self._temporary(_REMOVING, name)
         self.path(name).rename(removing)
         _delete(removing)
@@ -176,7 +182,7 @@ class LocalCheckpoints:
 
 
 def _delete(path: Path) -> None:
-    # What cannot be deleted now is garbage by its name, and the next start tries again.
+    # What cannot be deleted is garbage by its name, and the next start tries again.
     if os.path.isdir(path):  # noqa: PTH112 - Path's raises when the volume fails
         shutil.rmtree(path, ignore_errors=True)
     else:

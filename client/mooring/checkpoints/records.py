@@ -1,7 +1,7 @@
 """Records: one small JSON file per local checkpoint that is complete, `<volume>/.mooring/records/<name>.json`.
 
 Owns the format, which `mooring restore` writes too. A record appears only after its checkpoint has its final name, and
-it lists every file with its size, so that a checkpoint cut short by a crash or a deletion is told from a whole one.
+it lists every file with its size, so that a checkpoint cut short by a crash or a deletion can be told from a whole one.
 Records lie outside the checkpoints because frameworks order their checkpoint directories by modification time.
 """
 
@@ -31,7 +31,7 @@ class Kind(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RecordedFile:
-    """A file of a checkpoint; `path` is relative to it, with `/`; empty when the checkpoint is that file."""
+    """A file of a checkpoint. `path` is relative to it, with `/`, and empty when the checkpoint is that file."""
 
     path: str
     size_bytes: int
@@ -41,10 +41,10 @@ class RecordedFile:
 class Record:
     """A complete local checkpoint. `saved_at` is unix seconds.
 
-    `committed`: it came from the destination. `announced`: an agent has it. With neither, an agent that was away takes
-    it up by this record. `directory`: where a framework wrote it, relative to the volume; None when it lies in the
-    checkpoint directory and is ours to delete. `ranks`: whose parts are in it, which are all of this pod; empty where
-    nobody says, as in older records and those of what was restored.
+    `committed`: it came from the destination. `announced`: an agent has it. With neither, an agent that was unreachable
+    takes it up by this record. `directory`: where a framework wrote it, relative to the volume; None when it lies in
+    the checkpoint directory and Mooring may delete it. `ranks`: the ranks of this pod, whose parts it holds; empty
+    where that is unknown, as in older records and those of restored checkpoints.
     """
 
     name: str
@@ -66,7 +66,7 @@ class Record:
 
 
 def write_record(directory: Path, record: Record) -> None:
-    """Durable when it returns; replaces the record of that name. Raises OSError."""
+    """Write a record durably, in place of the record of that name. Raises OSError."""
     directory.mkdir(parents=True, exist_ok=True)
     path = directory / f"{record.name}{_SUFFIX}"
     temporary = directory / f".{record.name}.{record.save}.tmp"
@@ -83,7 +83,7 @@ def write_record(directory: Path, record: Record) -> None:
 
 
 def read_records(directory: Path) -> Sequence[Record]:
-    """Every readable record, the newest first; an unreadable one is logged and left alone."""
+    """Return every readable record, the newest first. An unreadable one is logged and left alone."""
     found: list[Record] = []
     for path in directory.glob(f"*{_SUFFIX}"):
         try:
@@ -91,21 +91,21 @@ def read_records(directory: Path) -> Sequence[Record]:
         except FileNotFoundError:
             continue
         except (OSError, ValueError, KeyError, TypeError, OverflowError, RecursionError) as error:
-            # Its name too: a KeyError says nothing else. The repr of some has all the bytes.
+            # With the error's type, because a KeyError's text is only the key. Some errors' repr has all the bytes.
             _log.warning("record skipped: path=%s error=%s: %s", path, type(error).__name__, error)
     return sorted(found, key=lambda record: record.order, reverse=True)
 
 
 def remove_record(directory: Path, name: str) -> None:
-    """One that is gone already is fine. Raises OSError."""
+    """Remove a record, if it is there. Raises OSError."""
     (directory / f"{name}{_SUFFIX}").unlink(missing_ok=True)
 
 
 def damage(record: Record, checkpoint: Path) -> str | None:
-    """Why the directory is not what was recorded, in words; None if it is.
+    """Return in words how the checkpoint differs from its record; None if it does not.
 
-    By the sizes alone. The agent, which only uploads by a record, looks at the times too; here one that is newer for an
-    innocent reason, as of a volume that was copied or a file that a framework touched, would cost the resume.
+    Compares the sizes alone. The agent, which only uploads by a record, compares the times too. Here a file that is
+    newer for a harmless reason, such as a copied volume or a framework that touched it, would cost the resume.
     """
     for file in record.files:
         try:
@@ -136,7 +136,7 @@ def _encode(record: Record) -> bytes:
         value["directory"] = record.directory
     if record.ranks:
         value["ranks"] = list(record.ranks)
-    # In ASCII, which has an escape for a file name that is not UTF-8.
+    # In ASCII, which can escape a file name that is not UTF-8.
     return json.dumps(value).encode() + b"\n"
 
 

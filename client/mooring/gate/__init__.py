@@ -1,4 +1,4 @@
-"""The gate: what is asked of this process at a step, the same on all ranks of a job."""
+"""The gate: tells this process at each step whether to save or exit, the same on all ranks of a job."""
 
 from mooring.gate.gates import Action, Gate, Position, RanksGate, SingleProcessGate
 

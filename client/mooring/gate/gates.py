@@ -1,17 +1,17 @@
-"""The gate: what is asked of this process at a step, the same on all ranks of a job.
+"""The gate: tells this process at each step whether to save or exit, the same on all ranks of a job.
 
-A gate with one process costs about a microsecond per step: no lock and no system call.
+With one process, the gate costs about a microsecond per step: no lock, and a system call only once a second.
 
-With several ranks, a notice that reached one rank stops all at the same position. The protocol, in rounds (the keys of
-round n begin with `<n>/`):
-1. A rank that has a notice publishes `save` or `stop`.
-2. The gate thread of every rank sees it, and promises that its training thread will not pass the next position
-   undecided: it publishes the position that the training thread is at, as `promise/<rank>`.
+With several ranks, a notice that reaches one rank stops all of them at the same position. The protocol works in rounds
+(the keys of round n begin with `<n>/`):
+1. A rank that has a notice or a save request publishes `stop` or `save`.
+2. The gate thread of every rank sees this and publishes the position that its training thread is at, as
+   `promise/<rank>`: the training thread will not pass the next position before the decision.
 3. Rank 0 stores `decision`: the greatest promise and the action, or that the round is cancelled.
-4. All ranks act at the first position after it. All ranks pass the same positions, so this is the same for all.
-5. Once all have promised in a later round, nobody reads this one any more, and rank 0 deletes its keys.
-A step costs a lock and a comparison: the thread does all waiting. On timeout a rank cancels the round, then follows
-whatever decision is stored: no rank ever decides alone.
+4. All ranks act at the first position after that promise. All ranks pass the same positions, so it is the same for all.
+5. Once all ranks have promised in a later round, none reads this round again, and rank 0 deletes its keys.
+Outside a round, a step costs a lock and a comparison: the gate thread does all the waiting. On timeout a rank cancels
+the round, then follows whatever decision is stored: no rank ever decides alone.
 """
 
 import atexit
@@ -29,11 +29,11 @@ from mooring.gate.sigterm import Sigterm
 from mooring.ranks.rank_store import RankStore
 
 Position: TypeAlias = tuple[int, int]
-"""Optimizer steps that are complete, and ticks since then (batches of an evaluation). All ranks pass the same ones."""
+"""Completed optimizer steps, and ticks since then (batches of an evaluation). All ranks pass the same positions."""
 
 
 class Action(StrEnum):
-    """What is asked at a position."""
+    """What the ranks must do at a position."""
 
     NOTHING = "nothing"
     SAVE = "save"
@@ -42,17 +42,20 @@ class Action(StrEnum):
 
 
 class Gate(Protocol):
-    """May be asked several times at one position; there the answer only grows, and SAVE_AND_EXIT stays for good."""
+    """Decides what this process does at each position.
+
+    `at` may be called several times at one position: there the action only escalates, and SAVE_AND_EXIT is permanent.
+    """
 
     def at(self, step: int, tick: int = 0) -> Action:
-        """What is asked of this process after `step` optimizer steps: the same on all ranks."""
+        """Return what to do after `step` optimizer steps and `tick` ticks: the same on all ranks."""
 
     @property
     def noticed(self) -> bool:
-        """A termination notice has reached this process; the other ranks may not know of it yet."""
+        """Whether a termination notice has reached this process; the other ranks may not know of it yet."""
 
     def notice(self) -> None:
-        """Take a termination notice that came some other way."""
+        """Report a termination notice from another source."""
 
     def request_save(self) -> None:
         """Ask for a save, as `mooring save` does."""
@@ -62,7 +65,7 @@ class Gate(Protocol):
 
 
 class SingleProcessGate:
-    """Sources: SIGTERM, the signal file, `notice`."""
+    """The gate of one process. Its sources are SIGTERM, the signal file, `notice` and `request_save`."""
 
     def __init__(self, signal_path: Path, sigterm: Sigterm) -> None:
         self._signal_file = SignalFile(signal_path)
@@ -101,12 +104,12 @@ _log: Final = logging.getLogger("mooring")
 _NOT_BEGUN: Final[Position] = (-1, 0)
 _RANK_0_WAIT_SECONDS: Final = 10.0
 _OTHER_RANKS_WAIT_SECONDS: Final = 30.0
-"""Longer than rank 0's, which decides."""
+"""Longer than rank 0's wait, because rank 0 decides."""
 _SAVE_TRIES: Final = 3
-"""For a save that an operator asked for; a notice is tried as long as the process lives."""
+"""Rounds that try a save request. A termination notice is tried as long as the process lives."""
 _JOIN_SECONDS: Final = 5.0
 _CLOSED: Final = "closed"
-"""Key: some rank's training is over, so that no round can come to an end any more."""
+"""Key that says that some rank's training is over, so that no round can complete after that."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -130,7 +133,7 @@ _CANCELLED: Final = Decision(action=Action.NOTHING)
 
 
 class RanksGate:
-    """Sources on any rank: SIGTERM, the signal file, `notice`."""
+    """The gate of several ranks. The sources of each are SIGTERM, the signal file, `notice` and `request_save`."""
 
     def __init__(self, signal_path: Path, sigterm: Sigterm, store: RankStore) -> None:
         self._store = store
@@ -141,7 +144,7 @@ class RanksGate:
         self._saves_wanted = 0
         self._save_requested = False
         self._oldest_round = 0
-        # Shared by the training thread and ours.
+        # Guards what the training thread and the gate thread share.
         self._changed = threading.Condition()
         self._position = _NOT_BEGUN
         self._promise: Position | None = None
@@ -155,7 +158,7 @@ class RanksGate:
         atexit.register(self.close)
 
     def at(self, step: int, tick: int = 0) -> Action:
-        # A step may come as a NumPy or a torch number.
+        # A step may be a NumPy or a torch number.
         position = (int(step), int(tick))
         with self._changed:
             if self._stopped:
@@ -181,7 +184,7 @@ class RanksGate:
         self._sigterm.wake()
 
     def close(self) -> None:
-        """Also stops agreeing: a rank that closes its gate has left the job."""
+        """Stop polling, and take part in no further round: a rank that closes its gate has left the job."""
         self._closing.set()
         with self._changed:
             self._changed.notify_all()
@@ -195,7 +198,7 @@ class RanksGate:
         return self._decision is not None or self._promise is None or self._closing.is_set()
 
     def _act(self, position: Position) -> Action:
-        """What a round that may be decided asks at `position`; ends the round when it is past."""
+        """Return what the round, if it is decided, asks for at `position`. Past the decided position, end the round."""
         decision = self._decision
         if decision is None or position <= decision.after:
             return Action.NOTHING
@@ -218,7 +221,7 @@ class RanksGate:
             if not self._closing.is_set():
                 _log.warning("the ranks can no longer agree on a step to save at: error=%s", error)
         except Exception:
-            # Nobody else would hear of it, and then no notice does anything.
+            # Nothing else reports this, and without the gate thread no notice has an effect.
             _log.exception("the gate failed, no just-in-time save will be made")
         finally:
             with self._changed:
@@ -227,7 +230,7 @@ class RanksGate:
                 self._changed.notify_all()
 
     def _round(self, number: int) -> None:
-        """From the first notice on any rank until the training thread has acted on it, or the gate closes."""
+        """Run a round, from the first notice on any rank until the training thread acts on it or the gate closes."""
         with self._changed:
             self._decision = None
             self._promise = promise = self._position
@@ -246,7 +249,7 @@ class RanksGate:
             _log.warning("the ranks did not agree on a step to save at: try=%d", number + 1)
 
     def _requested(self, number: int) -> bool:
-        """Wait for a notice on any rank; False when the gate closes."""
+        """Wait for a notice or a save request on any rank. Returns False when the gate closes."""
         if number and self._is_over():
             return False
         keys = {Action.SAVE_AND_EXIT: f"{number}/stop", Action.SAVE: f"{number}/save"}
@@ -255,7 +258,7 @@ class RanksGate:
             if action is not Action.NOTHING:
                 self._store.publish(keys[action], "")
             if action is not Action.NOTHING or any(self._store.read(key) is not None for key in keys.values()):
-                # This round answers all that was asked on this pod up to now, also in a file not opened yet.
+                # This round answers every request that this pod has so far, also one in a new file not opened yet.
                 self._signal_file.look()
                 self._look()
                 self._saves_wanted = max(0, self._saves_wanted - 1)
@@ -264,7 +267,7 @@ class RanksGate:
         return False
 
     def _look(self) -> Action:
-        """What was asked of this rank."""
+        """Read this rank's sources and return what they ask for."""
         request = self._signal_file.new_request()
         self._stop_wanted |= self._sigterm.received or (request is not None and request.terminating)
         if request is not None or self._save_requested:

@@ -1,4 +1,4 @@
-"""The trainer's end of the signal file: mapped, with one system call a second to see whether it was replaced."""
+"""Reads the signal file in the trainer: maps it, and checks once a second whether it was replaced."""
 
 import mmap
 import time
@@ -13,7 +13,7 @@ _NO_REQUEST: Final = bytes(8)
 
 
 class SignalFile:
-    """The agent makes the file, perhaps after us, and perhaps anew. For one thread."""
+    """Reads save requests from the signal file, in one thread. The agent may create or replace the file at any time."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -24,7 +24,10 @@ class SignalFile:
         self._open()
 
     def terminating_at_start(self) -> bool:
-        """Whether an earlier request still says that the pod is ending. Others were for other processes."""
+        """Return whether an earlier request still says that the pod is ending.
+
+        Ignores other earlier requests, because they were for other processes.
+        """
         if self._map is None:
             return False
         signal = signal_file.decode(self._map[:])
@@ -32,7 +35,7 @@ class SignalFile:
         return signal.terminating and signal.deadline_unix > time.time()
 
     def look(self) -> None:
-        """See at the next question whether there is another file, however long ago that was looked at."""
+        """Make the next `new_request` check whether the file was replaced, even within the same second."""
         self._look_at = 0.0
 
     def new_request(self) -> signal_file.SaveSignal | None:
@@ -54,7 +57,7 @@ class SignalFile:
         self._look_at = time.monotonic() + _LOOK_SECONDS
         try:
             found = self._path.stat()
-            # A shorter file is still being made, and reading its mapping would be fatal.
+            # A shorter file is not complete yet, and reading its mapping would kill the process.
             if (found.st_dev, found.st_ino) == self._inode or found.st_size < signal_file.SIZE_BYTES:
                 return
             with self._path.open("rb") as file:

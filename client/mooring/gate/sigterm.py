@@ -1,8 +1,8 @@
-"""SIGTERM as a source of a termination notice.
+"""SIGTERM as a source of termination notices.
 
-A Python signal handler does not run while the main thread is inside C++ (a collective may keep it there for seconds),
-so the C level's wake-up descriptor tells the gate's thread too. Owns the process's SIGTERM handler until `close`, or to
-the end of the process.
+A Python signal handler does not run while the main thread is inside C++, where a collective may keep it for seconds. So
+the wake-up descriptor, which is written at the C level, tells the gate's thread too. Owns the process's SIGTERM handler
+until `close`, else until the process ends.
 """
 
 import atexit
@@ -21,12 +21,12 @@ _log: Final = logging.getLogger("mooring")
 
 
 class Sigterm:
-    """Whether this process got SIGTERM. `wait` is for one other thread, that wants to know at once."""
+    """Handles SIGTERM and records that it was received. One other thread may `wait` for it."""
 
     def __init__(self) -> None:
         self.received = False
         self.held = False
-        """Nobody wants to hear of it any more."""
+        """Whether SIGTERM is ignored."""
         self._previous: Any = None
         self._installed = False
         self._wake_reader: socket.socket | None = None
@@ -36,34 +36,34 @@ class Sigterm:
             return
         self._previous = signal.signal(signal.SIGTERM, self._handle)
         self._installed = True
-        # A forked DataLoader worker must die of the SIGTERM with which its loader ends it.
+        # A DataLoader ends its forked workers with SIGTERM, and they must die of it.
         os.register_at_fork(after_in_child=functools.partial(_restore_in_child, weakref.ref(self)))
 
     def take_again(self) -> None:
-        """Be the handler again, without calling the one that a framework has put in our place since."""
+        """Install this handler again, without chaining to the one that a framework installed over it."""
         if self._installed and threading.current_thread() is threading.main_thread():
             signal.signal(signal.SIGTERM, self._handle)
 
     def watch_from_thread(self) -> None:
-        """From now on another thread may `wait`."""
+        """Let one other thread `wait`."""
         if self._wake_writer is not None:
             return
         self._wake_reader, self._wake_writer = socket.socketpair()
         self._wake_reader.setblocking(False)
         self._wake_writer.setblocking(False)
         if not self._installed or threading.current_thread() is not threading.main_thread():
-            # The handler wakes the thread, as soon as the main thread is back in Python.
+            # The handler wakes the thread instead, once the main thread is back in Python.
             return
         previous = signal.set_wakeup_fd(self._wake_writer.fileno(), warn_on_full_buffer=False)
         if previous != -1:
-            # An event loop lives by it.
+            # An event loop depends on the descriptor that it has set.
             signal.set_wakeup_fd(previous)
 
     def wait(self, seconds: float) -> bool:
-        """Sleep until SIGTERM or `wake` or for `seconds`; whether SIGTERM was received by now. In the other thread."""
+        """Sleep until SIGTERM or `wake`, at most `seconds`, in the other thread. Returns whether SIGTERM has come."""
         reader = self._wake_reader
         assert reader is not None, "watch_from_thread comes first"
-        # Not select: a trainer may have more than its 1,024 files open.
+        # Not select, which is limited to 1,024 descriptors: a trainer may have more files open.
         poll = select.poll()
         poll.register(reader, select.POLLIN)
         if poll.poll(seconds * 1000) and signal.SIGTERM in reader.recv(256):
@@ -76,19 +76,19 @@ class Sigterm:
             try:
                 self._wake_writer.send(b"\0")
             except OSError:
-                # Full or closed: it does not sleep then.
+                # The socket is full or closed, so the other thread does not sleep.
                 return
 
     def hold(self) -> None:
-        """Let SIGTERM do nothing, until the process is gone: the first rank's exit makes torchrun signal the others."""
+        """Ignore SIGTERM until the process ends: when the first rank exits, torchrun signals the others."""
         if threading.current_thread() is threading.main_thread():
             self._sleep_no_more()
             self.held = True
-            # A framework's handler, too, would end this process in another way.
+            # A framework's handler would end this process in another way.
             self.take_again()
 
     def close(self) -> None:
-        """Give SIGTERM back; idempotent. Somebody who took it after us keeps it."""
+        """Restore the previous SIGTERM handler, unless another one was installed over ours. Idempotent."""
         if threading.current_thread() is threading.main_thread():
             self._restore()
 
@@ -101,7 +101,7 @@ class Sigterm:
             try:
                 self._previous(signal_number, frame)
             except SystemExit:
-                # It would have left at once; we leave too, after the just-in-time save.
+                # The previous handler would exit at once; Mooring exits after the just-in-time save.
                 return
 
     def _restore(self) -> None:
@@ -124,14 +124,15 @@ class Sigterm:
 def _restore_in_child(reference: "weakref.ref[Sigterm]") -> None:
     sigterm = reference()
     if sigterm is not None:
-        # Also the descriptor: a byte that the child's signals write there would tell the parent of a SIGTERM.
+        # The wake-up descriptor too: signals of the child would write to it, and tell the parent of a SIGTERM.
         sigterm._restore()
 
 
 @atexit.register
 def _hold_to_the_end() -> None:
-    # The interpreter's end resets a handler that is a Python function, and torch's own end takes long after that. What
-    # is ignored stays so, also in a program that is started now: so this is registered early, to be called late.
+    # At its end the interpreter resets a handler that is a Python function, and torch's own clean-up takes long after
+    # that. SIG_IGN stays, but programs that are started from then on inherit it. So this is registered early, to be
+    # called late.
     sigterm = getattr(signal.getsignal(signal.SIGTERM), "__self__", None)
     if isinstance(sigterm, Sigterm) and sigterm.held:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)

@@ -1,1 +1,1 @@
-"""One module for each training framework; each imports its framework only once somebody uses it."""
+"""One module for each training framework. Each imports its framework only once that is used."""

@@ -1,8 +1,9 @@
-"""Hugging Face Accelerate: what `save_state` wrote is announced, `load_state()` resumes, a notice ends the loop.
+"""Hugging Face Accelerate: announces what `save_state` wrote, resumes in `load_state()`, ends the loop on a notice.
 
-The loop is the program's own, so a notice is obeyed where everything that belongs to a step is done, also the program's
-scheduler and counters: when it asks for the next batch, enters `accumulate` or, having neither, is about to step again.
-Owns the count of steps, which Accelerate has not. Imports nothing of Accelerate before a program did.
+The loop is the program's own, so a notice takes effect where everything that belongs to a step is done, including the
+program's scheduler and counters: when the loop asks for the next batch, when it enters `accumulate` or, if it does
+neither, when it is about to step again. Owns the count of steps, because Accelerate has none. Imports nothing of
+Accelerate before the program does.
 """
 
 import functools
@@ -34,7 +35,7 @@ _training: "_Loop | None" = None
 
 
 def install(accelerator: Any) -> None:
-    """Protect what this Accelerator trains. Idempotent. Raises AttributeError for one that is not as we know it."""
+    """Protect what this Accelerator trains. Idempotent. Raises AttributeError in a version that is too different."""
     if getattr(accelerator, _MARK, None) is None:
         loop = _Loop(accelerator)
         _hook_classes()
@@ -62,11 +63,11 @@ class _Loop:
         self._run: FrameworkRun | None = None
         self._over = False
         self._counted = 0
-        # The optimizers that made the current step: one that comes again begins the next.
+        # The optimizers that made the current step. When one of them steps again, the next step begins.
         self._stepped: set[int] = set()
         self._trained_in: list[bool] | None = None
         self._asked_step: int | None = None
-        # What the program, or a resume, has left on the disk: the last place, its step, and how it was saved.
+        # The last checkpoint that the program saved or resumed from: its path, its step, and the arguments of the save.
         self._place: Path | None = None
         self._place_step = -1
         self._arguments: dict[str, Any] = {}
@@ -115,14 +116,14 @@ class _Loop:
         return result
 
     def end_training(self) -> Any:
-        """Accelerate ends the process group here, with which the ranks agree."""
+        """Close the run first: Accelerate ends the process group here, which the ranks need to agree."""
         if self._run is not None:
             self._run.close()
         self._over = True
         return self._end_training()
 
     def about_to_step(self, optimizer: object) -> None:
-        """For a loop that shows nothing else of itself."""
+        """Ask before the next step begins, for a loop that neither iterates a prepared loader nor uses `accumulate`."""
         if id(optimizer) in self._stepped:
             self.between_steps()
 
@@ -137,7 +138,7 @@ class _Loop:
         self._stepped.add(id(optimizer))
 
     def between_steps(self) -> None:
-        """Everything of the last step is done: ask, once for each step, and do what is asked."""
+        """Ask what to do, once for each step, and do it. Everything of the last step is done here."""
         step = self.step
         if step == self._asked_step or not self._trains():
             return
@@ -160,7 +161,7 @@ class _Loop:
         return None if wrapped is None else wrapped.engine
 
     def _begin(self) -> None:
-        """Training is what takes SIGTERM, and an Accelerator with an optimizer trains, unless another speaks for it."""
+        """Take SIGTERM once this Accelerator has an optimizer, unless an outer framework controls the training."""
         global _training
         if self._run is not None or self._over or not self._accelerator._optimizers or not owns(Owner.ACCELERATE):
             return
@@ -175,7 +176,7 @@ class _Loop:
         _training = self
 
     def _acting_run(self) -> FrameworkRun | None:
-        """None where others save, resume and stop, or nobody does."""
+        """Return the run; None where another framework controls the training, or nothing is protected."""
         acts = _training is self and not self._over and owns(Owner.ACCELERATE)
         return self._run if acts else None
 
@@ -215,7 +216,7 @@ class _Loop:
             self._place = path
 
     def _number_on(self, path: Path) -> None:
-        """Accelerate counts its checkpoints from 0 again, and refuses to write where there is one."""
+        """Continue the automatic names: Accelerate would count from 0 again, and refuses to overwrite a checkpoint."""
         taken = [path.name]
         if self._automatic_directory.is_dir():
             taken += [one.name for one in self._automatic_directory.iterdir()]
@@ -223,7 +224,7 @@ class _Loop:
         self._project.iteration = max([self._project.iteration, *(number + 1 for number in numbers)])
 
     def _modes(self) -> list[bool]:
-        # DeepSpeed's `eval` is that of its module, and its own flag never changes.
+        # `eval` of a DeepSpeed engine changes its module's flag, and never its own.
         engine = self._deepspeed_engine
         models = self._accelerator._models
         return [model.module.training if model is engine else model.training for model in models]
@@ -237,7 +238,7 @@ class _Loop:
 
 
 def _recorded_step(path: Path) -> int | None:
-    """The step of a checkpoint that was saved, or restored, under Mooring."""
+    """Return the step of a checkpoint that Mooring recorded or restored; None for any other."""
     settings = read_settings(os.environ)
     for record in read_records(settings.state_directory / names.RECORDS_DIRECTORY):
         parent = settings.checkpoint_directory if record.directory is None else settings.volume / record.directory
@@ -247,7 +248,7 @@ def _recorded_step(path: Path) -> int | None:
 
 
 def _hook_classes() -> None:
-    """Optimizers and batches of whatever Accelerator; a `for` loop looks these up in the class alone."""
+    """Hook the optimizer and loader classes, for every Accelerator: `for` looks up `__iter__` in the class alone."""
     optimizer = sys.modules["accelerate.optimizer"].AcceleratedOptimizer
     loaders = sys.modules["accelerate.data_loader"]
     if not hasattr(optimizer.step, _MARK):

@@ -1,9 +1,9 @@
-"""torch.distributed.checkpoint by itself, with zero code: what a loop saves with it goes to the agent.
+"""torch.distributed.checkpoint without a framework: autoload announces what a loop saves with it.
 
-Periodic saves only. What the state of such a loop is and how it would resume, only the program knows: for just-in-time
-saves it makes a mooring.Checkpointer. So SIGTERM stays what it was. Announced is what all ranks save from their main
-threads, to a path whose name has a number in it: the last one is the step (`step-1200`), as for the directory watch,
-which takes what this passes over. Owns the two functions that it wraps.
+Protects periodic saves only. Only the program knows its state and how to resume from it, so for just-in-time saves it
+must make a mooring.Checkpointer. SIGTERM keeps the program's handler. A save is announced if all ranks make it from
+their main threads, to a path whose name has a number in it. The last number is the step (`step-1200`), as it is for the
+agent's directory watch, which takes what is not announced here. Owns the two functions that it wraps.
 """
 
 import atexit
@@ -25,11 +25,11 @@ from mooring.integrations.ownership import Owner, owns
 
 _log: Final = logging.getLogger("mooring")
 SAVING: Final = ".saving-"
-"""How a directory begins that a Checkpointer is saving into, see `mooring.checkpoints.local_checkpoints`."""
+"""Prefix of a directory that a Checkpointer is saving into, see `mooring.checkpoints.local_checkpoints`."""
 _PACKAGE: Final = "torch.distributed.checkpoint"
 _Save = Callable[..., Any]
 _Tell = Callable[[FrameworkRun, Any, Path, int], object]
-"""With what `save` or `async_save` returned, the path and the step."""
+"""Takes the run, what `save` or `async_save` returned, the path and the step."""
 
 
 def autoload(module: ModuleType) -> None:
@@ -40,7 +40,7 @@ def autoload(module: ModuleType) -> None:
 
 
 def _announce_when_written(run: FrameworkRun, answer: Any, path: Path, step: int) -> None:
-    # A stager of its own makes it answer with two futures.
+    # With a stager of the program's own, `async_save` may return two futures.
     run.announce_when(getattr(answer, "upload_completion", answer), path, step)
 
 
@@ -61,7 +61,7 @@ def _replace(module: ModuleType, name: str, tell: _Tell) -> None:
 
 
 def _tell_safely(tell: _Tell, answer: Any, arguments: tuple[Any, ...], keywords: Mapping[str, Any]) -> None:
-    # Another thread than the main one saves in another order on each rank; `async_save` itself uses one.
+    # Saves in other threads have another order on each rank. `async_save` itself calls `save` in one.
     if _state.given_up or not owns(Owner.DCP) or threading.current_thread() is not threading.main_thread():
         return
     try:
@@ -79,7 +79,7 @@ def _tell_safely(tell: _Tell, answer: Any, arguments: tuple[Any, ...], keywords:
 
 
 def _path(arguments: tuple[Any, ...], keywords: Mapping[str, Any]) -> Path | None:
-    """Where it saved to; None when that is no path, or one that a Checkpointer gave and will announce itself."""
+    """Return where it saved to; None if that is not a path, or is one that a Checkpointer announces itself."""
     place = keywords.get("checkpoint_id")
     if place is None:
         writer = arguments[1] if len(arguments) > 1 else keywords.get("storage_writer")
@@ -111,7 +111,7 @@ def _run() -> FrameworkRun:
     with _sigterm_kept():
         run = FrameworkRun.current()
     if not _state.closes_at_exit:
-        # What is still being written is announced then, and no thread is left inside the store's C++.
+        # At exit, announce what is still being written, and leave no thread inside the store's C++.
         atexit.register(run.close)
         _state.closes_at_exit = True
     return run
@@ -119,7 +119,10 @@ def _run() -> FrameworkRun:
 
 @contextmanager
 def _sigterm_kept() -> Iterator[None]:
-    """A run takes SIGTERM, to save once more; here nobody would, and the program would not end when it is told to."""
+    """Keep the program's SIGTERM handler.
+
+    A run takes SIGTERM to save once more. Here nothing would save, and the program would not end when told to.
+    """
     before = signal.getsignal(signal.SIGTERM)
     try:
         yield
@@ -129,7 +132,7 @@ def _sigterm_kept() -> Iterator[None]:
 
 
 class _State:
-    """What was said and given up in this process."""
+    """What this process has warned of, and whether it has given up."""
 
     def __init__(self) -> None:
         self.given_up = False

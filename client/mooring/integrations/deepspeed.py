@@ -1,8 +1,8 @@
-"""DeepSpeed: what `save_checkpoint` wrote is announced, `load_checkpoint` resumes, a notice ends the loop in time.
+"""DeepSpeed: announces what `save_checkpoint` wrote, resumes in `load_checkpoint`, ends the loop on a notice.
 
-The loop is the program's own, so a notice is obeyed where everything that belongs to a step is done: before the first
-forward pass of the next one. What the program keeps in `client_state` nobody else knows: a just-in-time checkpoint has
-the object that was passed last, as it is by then, or what was loaded. Imports nothing of DeepSpeed by itself.
+The loop is the program's own, so a notice takes effect where everything that belongs to a step is done: before the
+first forward pass of the next step. Only the program knows its `client_state`, so a just-in-time checkpoint has the
+object that was passed to the last save, as it is by then, or what was loaded. Imports nothing of DeepSpeed by itself.
 """
 
 import functools
@@ -21,17 +21,17 @@ from mooring.workers import worker_processes
 _log: Final = logging.getLogger("mooring")
 _MARK: Final = "_mooring_training"
 _current: "_Training | None" = None
-"""That of the engine with an optimizer that was made last; a process has one at a time."""
+"""The training of the engine with an optimizer that was made last; a process has one at a time."""
 
 
 def install(engine: Any) -> None:
-    """Protect what this engine trains. Idempotent. Raises AttributeError for one that is not as we know it."""
+    """Protect what this engine trains. Idempotent. Raises AttributeError in a version that is too different."""
     global _current
     if engine.optimizer is None or _MARK in vars(engine):
         return
     training = _Training(engine)
     try:
-        # From here on SIGTERM is a notice.
+        # From here on SIGTERM is a termination notice.
         training.run = FrameworkRun.current()
     except MooringError as error:
         _log.warning("DeepSpeed is not protected: error=%s hint=%s", error, error.hint)
@@ -63,7 +63,7 @@ class _Training:
         self._warned = False
         self._asked_step: int | None = None
         self._has_training_mode = False
-        # What the program, or a resume, has left on the disk: the last place and its step.
+        # The last checkpoint that the program saved or resumed from: its path and its step.
         self._place: Path | None = None
         self._place_step = -1
         self._client_state: dict[str, Any] = {}
@@ -99,7 +99,10 @@ class _Training:
         return result
 
     def load_checkpoint(self, load_dir: Any, tag: Any = None, *arguments: Any, **named: Any) -> Any:
-        """A load of the weights alone begins a training and continues none."""
+        """Resume from the newest checkpoint, unless the program names a tag or loads the weights alone.
+
+        Loading the weights alone begins a training and continues none.
+        """
         resumes = self._acts and tag is None and not named.get("load_module_only") and not self._universal
         newest = self.run.newest() if resumes else None
         if newest is not None:
@@ -118,7 +121,7 @@ class _Training:
         return self._train_batch(*arguments, **named)
 
     def between_steps(self) -> None:
-        """Everything of the last step is done: ask, once for each step, and do what is asked."""
+        """Ask what to do, once for each step, and do it. Everything of the last step is done here."""
         step = self.step
         if step == self._asked_step or not self._acts:
             return
@@ -132,14 +135,14 @@ class _Training:
             self.run.leave()
 
     def _before_forward(self, engine: Any, inputs: object) -> None:
-        # Its `eval` is that of its module, and its own flag never changes. Some train in that mode all along.
+        # The engine's `eval` changes its module's flag, and never its own. Some programs train in eval mode all along.
         self._has_training_mode |= engine.module.training
         if engine.module.training or not self._has_training_mode:
             self.between_steps()
 
     @property
     def _acts(self) -> bool:
-        """Not where others save, resume and stop."""
+        """Whether this engine's training is the one protected here; false where another framework controls it."""
         return _current is self and owns(Owner.DEEPSPEED)
 
     @property
@@ -168,7 +171,10 @@ class _Training:
             _log.warning("checkpoint lost: step=%d error=%s", step, reason(error))
 
     def _programs_client_state(self) -> dict[str, Any]:
-        """What was loaded has some of the engine's own state beside it, which must not replace what that is now."""
+        """Return the program's part of the client state.
+
+        What was loaded also has some of the engine's own state, which must not replace the engine's current state.
+        """
         engine = self._engine
         try:
             own = engine._common_checkpoint_state({}, engine.zero_optimization(), save_frozen_param=False)

@@ -2,7 +2,7 @@
 
 Hugging Face's Trainer trains with an Accelerator, and that with a DeepSpeedEngine. Each is protected when it is made,
 but only one may ask at a step, announce a checkpoint and choose what to resume from. The contract: an integration
-calls `claim` for its framework in `install`, for good, as soon as it can protect what it was given; and it asks `owns`
+calls `claim` for its framework in `install`, once and for all, when it can protect what it was given; it asks `owns`
 at every step, save and load, because the inner framework's object is made before the outer one's. Where `owns` is
 false it does what the framework does without Mooring. Also hooks constructors, so that every new trainer object is
 protected.
@@ -17,7 +17,7 @@ from mooring.autoload.post_import import reason, warn
 
 
 class Owner(IntEnum):
-    """From the innermost to the outermost."""
+    """Who may control the training, from the innermost to the outermost."""
 
     DCP = 1
     DEEPSPEED = 2
@@ -32,7 +32,7 @@ _outermost: Owner | None = None
 
 
 def claim(owner: Owner) -> None:
-    """From now on this process trains by `owner`, unless something further out claims too."""
+    """Let `owner` control the training of this process, unless something further out claims it too."""
     global _outermost
     _outermost = owner if _outermost is None else max(_outermost, owner)
 
@@ -43,7 +43,7 @@ def owns(owner: Owner) -> bool:
 
 
 def protect_new(cls: Any, install: Callable[[Any], None]) -> None:
-    """Call `install` with every object of `cls` that is made from now on. What it raises costs one warning."""
+    """Call `install` with every object of `cls` that is made from now on. What it raises becomes one warning."""
     make = cls.__init__
 
     @functools.wraps(make)

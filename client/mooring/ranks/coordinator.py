@@ -1,10 +1,10 @@
-"""The job as one of its ranks sees it: what all must agree on around a save, and how they part.
+"""Agreements between the ranks of a job: around a save, on what to resume from, and when to leave.
 
-Owns the keys of these agreements in the process group's store. Must not know what a save is. Every method returns, but
-for the choice of what to resume from: an agreement that fails is one not to save, never an exception in training.
-Whatever the answer, it is the same on all ranks that can ask: a rank that has waited for too long settles that, and the
-others read it. Each rank asks the store a few times, however many ranks there are; the last to read an answer deletes
-its keys, so that the store, which is in the first rank's memory, does not grow.
+Owns the keys of these agreements in the process group's store. Must not know what a save is. Only the choice of what to
+resume from raises: any other agreement that fails means "do not save", never an exception in training. The answer is
+the same on all ranks that reach the store: a rank that times out stores that as the answer, and the others read it.
+Each rank asks the store a few times, however many ranks there are. The last rank to read an answer deletes its keys, so
+that the store, which is in the first rank's memory, does not grow.
 """
 
 import json
@@ -20,43 +20,43 @@ _Result = TypeVar("_Result")
 
 _log: Final = logging.getLogger("mooring")
 PATIENCE_SECONDS: Final = 300.0
-"""For ranks that come to the same question at about the same time; one may have evaluated by itself before."""
+"""Wait for ranks that come to an agreement at about the same time; one may have run an evaluation alone before."""
 WRITE_SECONDS: Final = 1800.0
-"""For what one rank may write long after another is done."""
+"""Wait for ranks that may still be writing long after others are done."""
 _READ_SECONDS: Final = 5.0
-"""For ranks that have come to read an answer; only one that dies meanwhile makes another wait for so long."""
+"""Wait for ranks that have come and are about to read an answer. Only one that dies meanwhile makes it that long."""
 _ANSWERS: Final = {"yes": True, "no": False, "late": None}
 
 
 class RankCoordinator(Protocol):
-    """The ranks ask the same questions; `key` tells one from another, and none is used twice."""
+    """Agreements between all ranks, which call the same methods. `key` identifies one agreement; use none twice."""
 
     ranks: Ranks
 
     def agree(self, key: str, ok: bool = True, *, seconds: float = PATIENCE_SECONDS) -> bool | None:
-        """Whether all ranks say so; None when some have not asked in time, or the store is lost."""
+        """Return whether `ok` is true on all ranks; None when some do not come in time, or the store is lost."""
 
     def arrive(self, key: str) -> None:
-        """Agree to what this rank does not wait for: others may."""
+        """Agree without waiting for the answer. Other ranks may wait for it."""
 
     def same(self, key: str, value: str) -> bool:
-        """Whether all ranks bring the same value."""
+        """Return whether all ranks pass the same value."""
 
     def gather(self, key: str, value: str) -> Sequence[str] | None:
-        """What all ranks bring, by rank, for rank 0 alone; None elsewhere, and when some have not come in time."""
+        """Return the values of all ranks, by rank, on rank 0; None on other ranks, and when some come too late."""
 
     def choose_newest(self, key: str, candidates: Sequence[tuple[int, str]]) -> tuple[int, str] | None:
-        """The greatest of those that every rank has: (step, save). Raises RanksError when some do not come."""
+        """Return the greatest (step, save) that every rank has, or None. Raises RanksError when some do not come."""
 
     def leave(self) -> None:
-        """Before `close`, to leave together: a first exit makes torchrun end the others."""
+        """Wait for all ranks before `close`, to leave together: when the first rank exits, torchrun ends the others."""
 
     def close(self) -> None:
-        """Ask no more. The store may end with rank 0, which stays for those that have yet to read an answer."""
+        """End the agreements. The store may end with rank 0, so rank 0 waits for ranks that have an answer to read."""
 
 
 class SingleProcess:
-    """A job of one process, or of one that writes for all."""
+    """The coordinator of a job with one process, or of one process that writes for all."""
 
     ranks = Ranks()
 
@@ -83,7 +83,7 @@ class SingleProcess:
 
 
 class StoreCoordinator:
-    """A job of several ranks, whose store holds nothing of earlier starts."""
+    """The coordinator of a job with several ranks. `store` must hold nothing of earlier starts."""
 
     def __init__(self, store: RankStore) -> None:
         self.ranks = store.ranks
@@ -151,19 +151,19 @@ class StoreCoordinator:
         if self._counts_last(key):
             self._store.set_if_absent(f"{key}/answer", "yes")
         self._forget_when_read(key)
-        # Those who wait for it may come much later.
+        # The ranks that wait for it may come much later, and `close` does not wait for them.
         self._unread = None
         return True
 
     def _counts_last(self, key: str) -> bool:
-        """Say that this rank is here; whether it is the last."""
-        # One key for all agreements: it says of a rank that is late where it was last.
+        """Publish that this rank is here; return whether it is the last."""
+        # One key per rank for all agreements: it shows at which agreement a late rank was last.
         self._store.publish(f"at/{self.ranks.rank}", key)
         return self._store.count(f"{key}/count") == self.ranks.world_size
 
     def _forget_when_read(self, key: str, *more: str) -> None:
-        """This rank asks no more about `key`; the last one to say so deletes it."""
-        # It has its answer, whether the store still is there or not.
+        """Count this rank as done with `key`; the last rank deletes it."""
+        # This rank has its answer, so it does not matter if the store is lost here.
         with suppress(StoreLostError):
             self._unread = f"{key}/read"
             if self._store.count(self._unread) == self.ranks.world_size:
@@ -190,7 +190,7 @@ class StoreCoordinator:
             answers, late = self._store.gather(f"{key}/has", PATIENCE_SECONDS), list[int]()
             if answers is None:
                 late = self._store.ranks_without(f"{key}/has")
-                # The last may have come just now.
+                # The last rank may have come just now.
                 answers = None if late else self._store.gather(f"{key}/has", 0.0)
             common = [{(step, save) for step, save in json.loads(answer)} for answer in answers or ["[]"]]
             newest = max(set.intersection(*common), default=None)

@@ -1,8 +1,8 @@
-"""How the ranks of a job tell each other things: a few keys in the process group's own store, over an own connection.
+"""Messages between the ranks of a job: keys in the process group's store, over a connection of Mooring's own.
 
-Never a collective: one of ours between two of the trainer's would deadlock it. Never the trainer's connection either:
-a call that waits there holds up all others; ours never wait inside the store, so that threads can share one. Raises
-StoreLostError when the store does not answer: it lives with the first node.
+It uses no collectives: one of ours between two of the trainer's would deadlock it. It does not use the trainer's
+connection either, where a call that waits holds up all others. Our calls never wait inside the store, so threads can
+share a connection. Raises StoreLostError when the store does not answer: it lives with the first node.
 """
 
 import sys
@@ -20,11 +20,11 @@ _FIRST_SLEEP_SECONDS: Final = 0.001
 _SHORTEST_LOOK_SECONDS: Final = 0.02
 _NAMED_RANKS: Final = 8
 _LOOKS_PER_SECOND: Final = 2000
-"""How often all ranks together may look into the one store."""
+"""How often all waiting ranks together may poll the one store."""
 
 
 class KeyStore(Protocol):
-    """What we use of `torch.distributed.Store`."""
+    """The methods of `torch.distributed.Store` that Mooring uses."""
 
     def set(self, key: str, value: str, /) -> None: ...
     def get(self, key: str, /) -> bytes: ...
@@ -37,9 +37,9 @@ class KeyStore(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ranks:
-    """This process among all of the job, and among those that share its volume.
+    """This process's place among all processes of the job, and among those that share its volume.
 
-    `pod`: the ranks that do, itself among them, in order; empty when it is alone.
+    `pod`: the ranks that share its volume, its own included, in order; empty when it is alone.
     """
 
     rank: int = 0
@@ -53,12 +53,12 @@ class Ranks:
 
     @property
     def leads_pod(self) -> bool:
-        """Names, records and rotation in the volume are this rank's business."""
+        """Whether this rank does names, records and rotation in the volume for all ranks of its pod."""
         return not self.pod or self.rank == self.pod[0]
 
 
 class RankStore:
-    """Keys below one prefix. Values once settled stay; everything else may be published anew."""
+    """Keys below one prefix. A value that `set_if_absent` stored stays; any other may be published again."""
 
     def __init__(self, store: KeyStore, ranks: Ranks, prefix: str = "") -> None:
         self.ranks = ranks
@@ -67,41 +67,41 @@ class RankStore:
         self._prefix = prefix
 
     def below(self, prefix: str, ranks: Ranks) -> "RankStore":
-        """The same connection, for keys of their own."""
+        """Return a store on the same connection, for keys below a further prefix."""
         return RankStore(self._store, ranks, f"{self._prefix}{prefix}/")
 
     def publish(self, key: str, value: str) -> None:
         _answered(lambda: self._store.set(self._key(key), value))
 
     def set_if_absent(self, key: str, value: str) -> str:
-        """Publish it unless somebody has; what stands, the same for all."""
+        """Publish `value` unless the key has one. Returns the stored value, which is the same for all ranks."""
         return _answered(lambda: self._store.compare_set(self._key(key), "", value)).decode()
 
     def read(self, key: str) -> str | None:
-        """None if nobody has published it."""
+        """Return the value; None if no rank has published it."""
         name = self._key(key)
         return _answered(lambda: self._store.get(name).decode() if self._store.check([name]) else None)
 
     def wait(self, keys: Sequence[str], seconds: float, *, until: Callable[[], bool] | None = None) -> bool:
-        """Whether all were published in time, or before `until` came true."""
+        """Wait until all keys are published. Returns False after `seconds`, or once `until` returns true."""
         names = [self._key(key) for key in keys]
         return self._look_until(lambda: self._store.check(names), seconds, until)
 
     def wait_until_forgotten(self, key: str, seconds: float) -> bool:
-        """Whether it was, in time."""
+        """Wait until `key` is deleted; return whether that happened in time."""
         names = [self._key(key)]
         return self._look_until(lambda: not self._store.check(names), seconds)
 
     def wait_for(self, key: str, seconds: float, *, until: Callable[[], bool] | None = None) -> str | None:
-        """The value, or None when nobody published it in time."""
+        """Wait for the value of `key`; None when no rank publishes it in time."""
         return self.read(key) if self.wait([key], seconds, until=until) else None
 
     def count(self, key: str) -> int:
-        """One more; how many there are by now."""
+        """Add one to a counter and return its value."""
         return _answered(lambda: self._store.add(self._key(key), 1))
 
     def gather(self, key: str, seconds: float, *, until: Callable[[], bool] | None = None) -> list[str] | None:
-        """What each rank published under `<key>/<rank>`; None when some did not in time. For one rank to read."""
+        """Wait for what each rank publishes under `<key>/<rank>`; None when one does not in time. For one rank."""
         keys = [f"{key}/{rank}" for rank in range(self.ranks.world_size)]
         if not self.wait(keys, seconds, until=until):
             return None
@@ -109,21 +109,21 @@ class RankStore:
         return [value.decode() for value in _answered(lambda: self._store.multi_get(names))]
 
     def ranks_without(self, key: str, value: str | None = None) -> list[int]:
-        """Who has published nothing under `<key>/<rank>`, or not this value."""
+        """Return the ranks that have published nothing under `<key>/<rank>`, or not `value` if that is given."""
         published = [(rank, self.read(f"{key}/{rank}")) for rank in range(self.ranks.world_size)]
         return [rank for rank, found in published if found is None or (value is not None and found != value)]
 
     def forget(self, *keys: str) -> None:
-        """For whom nobody will ask any more: the store is in the first rank's memory."""
+        """Delete keys that no rank will read again: the store is in the first rank's memory."""
         for key in keys:
             _answered(partial(self._store.delete_key, self._key(key)))
 
     def forget_all(self, key: str) -> None:
-        """What each rank published under `<key>/<rank>`."""
+        """Delete what each rank published under `<key>/<rank>`."""
         self.forget(*(f"{key}/{rank}" for rank in range(self.ranks.world_size)))
 
     def _look_until(self, holds: Callable[[], bool], seconds: float, until: Callable[[], bool] | None = None) -> bool:
-        """It asks again and again: the store's own wait writes to stderr each time it times out."""
+        """Poll until `holds` returns true. The store's own wait would write to stderr each time it times out."""
         give_up_at = time.monotonic() + seconds
         sleep_seconds = _FIRST_SLEEP_SECONDS
         while not _answered(holds):
@@ -138,13 +138,13 @@ class RankStore:
 
 
 def named_ranks(ranks: Sequence[int]) -> str:
-    """In words, and not all of a thousand."""
+    """Return the ranks in words: the first few, and how many more there are."""
     some, more = ", ".join(map(str, ranks[:_NAMED_RANKS])), len(ranks) - _NAMED_RANKS
     return f"rank {some}" if len(ranks) == 1 else f"ranks {some}" + (f" and {more} more" if more > 0 else "")
 
 
 def job_ranks(launched: Ranks) -> Ranks | None:
-    """This process's place in the process group of torch.distributed; None if none is initialised (yet)."""
+    """Return this process's place in the process group of torch.distributed; None if none is initialised (yet)."""
     distributed = _distributed()
     if distributed is None:
         return None
@@ -152,7 +152,7 @@ def job_ranks(launched: Ranks) -> Ranks | None:
 
 
 def open_rank_store(ranks: Ranks, prefix: str) -> RankStore:
-    """A new connection. Raises UsageError."""
+    """Open a new connection to the process group's store. Raises UsageError, StoreLostError."""
     distributed = _distributed()
     assert distributed is not None
     try:
@@ -177,7 +177,7 @@ def _answered(question: Callable[[], _Result]) -> _Result:
 
 
 def _distributed() -> Any:
-    """torch.distributed if the program has imported and initialised it: it is not imported for our sake."""
+    """Return torch.distributed if the program has imported and initialised it, without importing it here."""
     distributed = sys.modules.get("torch.distributed")
     if distributed is None or not distributed.is_available() or not distributed.is_initialized():
         return None

@@ -1,9 +1,9 @@
-"""How the ranks of this start of the job find each other in a store that may hold what earlier starts left there.
+"""Rendezvous: the ranks of one start of the job find each other in a store that may hold keys of earlier starts.
 
-torchelastic keeps its store over restarts, and nothing in a rank's environment says the same on all nodes which start
-this is. So each rank publishes a random token; rank 0 answers each with that token and one nonce for all; each rank
-confirms the nonce. When all have, the rendezvous is complete, and keys below the nonce are of this start alone. Rank 0
-also tells which ranks share a volume: launchers differ in what they tell a process about its neighbours.
+torchelastic keeps its store across restarts, and no environment variable identifies the start in the same way on all
+nodes. So each rank publishes a random token; rank 0 answers each rank with its token and one nonce for all; each rank
+confirms the nonce. When all have confirmed, the rendezvous is complete, and keys below the nonce belong to this start
+alone. Rank 0 also says which ranks share a volume, because launchers differ in what they tell a process about that.
 """
 
 import json
@@ -17,12 +17,12 @@ from mooring.errors import StoreLostError
 from mooring.ranks.rank_store import Ranks, RankStore, named_ranks
 
 MEET_SECONDS: Final = 600.0
-"""One rank may prepare its data for long before it comes."""
+"""Long, because one rank may prepare its data before it comes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rendezvous:
-    """`nonce` is of this start of the job, the same on all ranks."""
+    """The result: `nonce` identifies this start of the job and is the same on all ranks."""
 
     nonce: str
     ranks: Ranks
@@ -31,7 +31,7 @@ class Rendezvous:
 def rendezvous(store: RankStore, volume: str, *, seconds: float = MEET_SECONDS) -> Rendezvous:
     """Wait for all ranks. `volume` is the same for ranks that share one.
 
-    Raises StoreLostError, also when some stay away.
+    Raises StoreLostError, also when some ranks do not come.
     """
     token = secrets.token_hex(8)
     store.publish(f"token/{store.ranks.rank}", json.dumps([token, volume]))
@@ -49,14 +49,14 @@ def rendezvous(store: RankStore, volume: str, *, seconds: float = MEET_SECONDS) 
             if store.read("met") == nonce:
                 return Rendezvous(nonce=nonce, ranks=replace(store.ranks, pod=tuple(answer["pod"])))
         time.sleep(store.look_seconds)
-    # Those of an earlier start are no sign that a rank has come to this one.
+    # A rank with a token of an earlier start may be missing too, and cannot be told from one that has come.
     absent = store.ranks_without("token")
     named = f", there is no sign of {named_ranks(absent)}" if absent else ""
     raise StoreLostError(f"not all {store.ranks.world_size} ranks came within {seconds:.0f} s{named}")
 
 
 class _Host:
-    """Rank 0's part: answers tokens, and anew when one of them was an earlier start's."""
+    """Rank 0's part: answers the tokens, and answers all again when one is replaced: it was of an earlier start."""
 
     def __init__(self, store: RankStore) -> None:
         self._store = store

@@ -1,8 +1,8 @@
-"""What a checkpoint holds unless its owner says otherwise: tensors and plain values, and nothing that is code.
+"""What a checkpoint holds by default: tensors and plain values, and nothing that is code.
 
-A pickle runs whatever it names, and a checkpoint comes from a bucket that others may write. So what is saved is such
-that `torch.load(weights_only=True)` takes it, and what is loaded is read by nothing else; DCP itself would unpickle its
-metadata and every value that is no tensor. Owns what counts as plain. Must not know what belongs to a training.
+A pickle runs whatever it names, and a checkpoint comes from a bucket that others may write to. So only values that
+`torch.load(weights_only=True)` takes are saved, and values are loaded in no other way. DCP itself would unpickle its
+metadata and every value that is not a tensor. Owns what counts as plain. Must not know what belongs to a training.
 """
 
 import io
@@ -27,13 +27,13 @@ _ATOMS: Final = frozenset({type(None), bool, int, float, complex, str, bytes, to
 _MAPPINGS: Final = (dict, OrderedDict, Counter)
 _SEQUENCES: Final = (list, tuple, set)
 _METADATA_MODULES: Final = frozenset({Metadata.__module__, FileSystemReader.__module__})
-"""Whose records and enums a DCP checkpoint's metadata is made of."""
+"""The modules of the dataclasses and enums in a DCP checkpoint's metadata."""
 
 
 def require_plain(value: Any, name: str, *, taken_apart: bool = False) -> None:
-    """Raises UsageError when `value`, which is called `name`, could not be read again: it names the part at fault.
+    """Raise UsageError if `value`, which is called `name`, could not be loaded again. The error names the part.
 
-    `taken_apart`: DCP stores it item by item, so that it does not matter what kind of mapping holds them.
+    `taken_apart`: DCP stores `value` item by item, so it does not matter what kind of mapping holds the items.
     """
     found = _first_pickled(value, name, mappings=Mapping if taken_apart else ())
     if found is not None:
@@ -47,7 +47,7 @@ def encode(value: Any) -> bytes:
 
 
 def decode(encoded: bytes | IO[bytes], name: str, *, trust_pickle: bool = False) -> Any:
-    """What `encode` was given. Raises UsageError for what would run code, and for what is damaged."""
+    """Return what `encode` was given. Raises UsageError for what would run code, and for what is damaged."""
     file = io.BytesIO(encoded) if isinstance(encoded, bytes) else encoded
     try:
         return torch.load(file, map_location="cpu", weights_only=not trust_pickle)
@@ -56,9 +56,9 @@ def decode(encoded: bytes | IO[bytes], name: str, *, trust_pickle: bool = False)
 
 
 class PlainReader(FileSystemReader):
-    """Reads a DCP checkpoint's metadata without running anything, and no file but those of its directory."""
+    """Reads a DCP checkpoint's metadata without running code, and only files of the checkpoint's directory."""
 
-    # Without DCP's `kwargs`, by which it would look for the metadata of one rank alone, that we never write.
+    # Without DCP's `kwargs`, with which it would look for the metadata of a single rank: Mooring never writes that.
     def read_metadata(self) -> Metadata:
         """Raises UnpicklingError, OSError."""
         with Path(self.path, ".metadata").open("rb") as file:
@@ -74,21 +74,21 @@ class PlainReader(FileSystemReader):
 
 
 class PlainPlanner(DefaultLoadPlanner):
-    """Loads what is no tensor as a plain value, or not at all."""
+    """Loads what is not a tensor as a plain value, or not at all."""
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
-        # DCP unpickles what it is given here: bytes of our own.
+        # DCP unpickles what it is given here, so it is given bytes that were just encoded from plain values.
         super().load_bytes(read_item, io.BytesIO(encode(decode(value, read_item.dest_index.fqn))))
 
 
 class _MetadataUnpickler(pickle.Unpickler):
-    """Makes DCP's own records, sizes, dtypes and paths; calls nothing else."""
+    """Makes DCP's own dataclasses and enums, sizes, dtypes, layouts and paths; calls nothing else."""
 
     def find_class(self, module: str, name: str) -> Any:
         found = getattr(sys.modules.get(module), name, None)
         if module == "torch" and (found is torch.Size or isinstance(found, torch.dtype)):
             return found
-        # What the module has imported is not its own.
+        # A name that the module has only imported does not count.
         if module in _METADATA_MODULES and getattr(found, "__module__", "") == module and _is_record(found):
             return found
         match module, name:
@@ -108,7 +108,7 @@ def _is_record(found: object) -> bool:
 
 
 def _enum_member(enum: object, name: object) -> Enum:
-    """What `getattr` may be asked for."""
+    """Takes the place of `getattr`: gives members of enums, and nothing else."""
     if not (isinstance(enum, type) and issubclass(enum, Enum) and isinstance(name, str) and name in enum.__members__):
         raise pickle.UnpicklingError(f"its metadata asks for {name!r} of {enum!r}")
     return enum[name]
@@ -122,7 +122,7 @@ def _layout(name: str) -> torch.layout:
 
 
 def _first_pickled(value: Any, name: str, *, mappings: Any = ()) -> str | None:
-    """The first part of `value` that is no plain value, in words; None if there is none. `mappings`: others that do."""
+    """Return in words the first part of `value` that is not plain, or None. `mappings`: further types allowed."""
     kind = type(value)
     if kind in _ATOMS or isinstance(value, torch.Tensor):
         return None
@@ -139,7 +139,7 @@ def _first_pickled(value: Any, name: str, *, mappings: Any = ()) -> str | None:
 
 
 def _is_known_safe(value: Any) -> bool:
-    """For the rest there is torch's own word, and `torch.serialization.add_safe_globals`."""
+    """Whether torch itself, with what `torch.serialization.add_safe_globals` added, loads any other value as safe."""
     try:
         torch.load(io.BytesIO(encode(value)), weights_only=True)
     except Exception:
@@ -148,7 +148,7 @@ def _is_known_safe(value: Any) -> bool:
 
 
 def _names_in(file: IO[bytes]) -> str:
-    """What a torch.save names that is not safe, in words, where that can be told."""
+    """Return in words the unsafe names in what torch.save wrote; empty where they cannot be told."""
     try:
         file.seek(0)
         names = torch.serialization.get_unsafe_globals_in_checkpoint(file)

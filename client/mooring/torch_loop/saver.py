@@ -1,18 +1,18 @@
-"""CheckpointWriter while training goes on: training waits for a copy of the state, and a thread writes the copy.
+"""Saves a state while training continues: training waits for a copy of the state, and a thread writes the copy.
 
-Owns that copy, the save that is being written, and the rule that the copy is not made anew before that save is done.
+Owns that copy, the save that is being written, and the rule that no new copy is made before that save is done.
 
-The copy is made by torch's DefaultStager, kept for the whole run, and `dcp.save` writes it over a process group of its
-own. `dcp.async_save` is those two and no more; they are apart here so that a rank whose copy fails still takes part,
-and no other rank waits for it. What the stager leaves to its user:
+torch's DefaultStager, kept for the whole run, makes the copy, and `dcp.save` writes it over a process group of its own.
+`dcp.async_save` does just these two things. They are separate here so that a rank whose copy fails still takes part,
+and no other rank waits for it. The stager leaves this to its user:
 
-- It copies over what is still being written, and tears that checkpoint. So the next copy waits for the last save.
-- Its first copy pays for the memory's pages, several times what the others cost, and it keeps every other thread out of
-  Python meanwhile, in the background too. So `warm_up` makes that memory itself, in the background.
-- Shared memory is for a writer in another process. Ours is a thread, and in a pod /dev/shm has 64 MiB unless told
-  otherwise: what does not fit there ends the process by SIGBUS. So the memory is our own, pinned where there is a GPU.
-- It can copy from a GPU while the next step computes. What a forward pass changes, such as the statistics of a batch
-  norm, would be torn. So training waits for the copy, and not for more.
+- A new copy would overwrite what is still being written, and tear that checkpoint. So it waits for the last save.
+- The first copy pays for the memory's pages, which costs several times what later copies cost, and it keeps every other
+  thread out of Python meanwhile, even in the background. So `warm_up` makes that memory itself, in the background.
+- Shared memory is for a writer in another process, and ours is a thread. In a pod /dev/shm has 64 MiB unless configured
+  otherwise, and what does not fit ends the process by SIGBUS. So the memory is our own, pinned where there is a GPU.
+- The stager can copy from a GPU while the next step computes. That would tear what a forward pass changes, such as the
+  statistics of a batch norm. So training waits for the copy, and for nothing more.
 """
 
 import logging
@@ -42,12 +42,15 @@ except ImportError as error:
 
 _log: Final = logging.getLogger("mooring")
 _PATIENCE_SECONDS: Final = 3600.0
-"""A volume that takes longer for one save takes no more."""
+"""How long training waits for one save. No further save begins until that one is done."""
 _NOTABLE_SECONDS: Final = 1.0
 
 
 class Saver:
-    """Every rank calls the same, from the main thread. A save that fails, on any rank, is given up on all of them."""
+    """Saves a state in the background or at once. Every rank makes the same calls, from the main thread.
+
+    A save that fails on any rank is given up on all of them.
+    """
 
     def __init__(self, storage: Storage) -> None:
         self._storage = storage
@@ -62,10 +65,10 @@ class Saver:
         )
         self._busy: threading.Thread | None = None
         self.saved_step: int | None = None
-        """Of the newest checkpoint that is complete."""
+        """Step of the newest complete checkpoint."""
 
     def warm_up(self, capture: Callable[[], dict[str, Any]]) -> None:
-        """Make the memory of the copy, before the first save needs it. What fails here, that save will say."""
+        """Make the memory of the copy before the first save needs it. Ignores errors: that save will report them."""
         state = _attempt(capture)
         if isinstance(state, Exception):
             return
@@ -76,20 +79,20 @@ class Saver:
             self._start(lambda: _attempt(lambda: self._make_memory(state)))
 
     def save(self, saving: CheckpointWriter, capture: Callable[[], dict[str, Any]]) -> None:
-        """Copy what `capture` gives, and complete `saving` when the copy is written. Not before `wait`."""
+        """Copy what `capture` returns, and complete `saving` when the copy is written. Call `wait` first."""
         assert self._busy is None, "the copy is in use"
-        # Makes the process group, which is for the main thread to do.
+        # This makes the process group, which only the main thread may do.
         self._storage.options()
         state = _attempt(lambda: self._copy(capture()))
         self._start(lambda: self._write(saving, state))
 
     def save_now(self, saving: CheckpointWriter, capture: Callable[[], dict[str, Any]]) -> None:
-        """Return when it is complete, or given up. Takes no memory for a copy. Not before `wait`."""
+        """Save without a copy, and return when `saving` is complete or given up. Call `wait` first."""
         assert self._busy is None, "the process group is in use"
         self._write(saving, _attempt(capture))
 
     def wait(self) -> None:
-        """Until the last save is complete or abandoned. Raises VolumeError when it takes too long."""
+        """Wait until the last save is complete or abandoned. Raises VolumeError when it takes too long."""
         if self._busy is None:
             return
         began_at = time.monotonic()
@@ -111,7 +114,7 @@ class Saver:
         self._stager.close()
 
     def _make_memory(self, state: dict[str, Any]) -> dict[str, Any]:
-        """Where the stager looks for the memory of a tensor, which it makes itself if there is none."""
+        """Put memory for each tensor where the stager looks for it; the stager makes its own if there is none."""
         memory: Any = self._stager._state_dict_stager._cached_storage_mapping
         for leaf in tree_leaves(state):
             if isinstance(leaf, torch.Tensor):
@@ -141,18 +144,18 @@ class Saver:
             if saving.complete():
                 self.saved_step = saving.step
         except Exception:
-            # In a thread nobody else would hear of it.
+            # In a thread, nothing else would report it.
             _log.exception("checkpoint given up, training goes on: step=%d", saving.step)
             saving.abandon()
 
     def _start(self, work: Callable[[], object]) -> None:
-        # Not a daemon: torch's C++ in a thread that the interpreter's end cuts off would abort the process.
+        # Not a daemon: if the interpreter ends while a thread is inside torch's C++, the process aborts.
         self._busy = threading.Thread(target=work, name="mooring-save")
         self._busy.start()
 
 
 class _NothingToSave(DefaultSavePlanner):
-    """Tells the other ranks, where they would wait for this rank's plan, that there is none."""
+    """Fails in place of this rank's plan, for which the other ranks would wait."""
 
     def __init__(self, error: Exception) -> None:
         super().__init__()

@@ -6,9 +6,9 @@ model, optimizer    as DCP stores them: each rank its shards, to be loaded by an
 shared              one item, the same on all ranks: step, epoch, scheduler, scaler, and how many ranks there were
 ranks.<rank>        one item for each rank: its random generators and its place in the data
 
-Owns the iterator over the data too, because the order decides: the sampler learns its epoch, then the iterator is made,
-which draws a seed from the generators, and only then the generators go on where they were. Must not know who decides
-when to save, and where. Every rank calls the same.
+Also owns the iterator over the data, because the order matters: the sampler learns its epoch, then the iterator is
+made, which draws a seed from the generators, and only then the generators continue where they were. Must not know who
+decides when and where to save. Every rank makes the same calls.
 """
 
 import hashlib
@@ -105,7 +105,7 @@ class TrainingState:
             self._take_shared(shared)
             self._take_own(own, ranks_then=shared["world_size"])
         except Exception as error:
-            # Plain values, and not those that were saved.
+            # These are plain values, but not those that `save` writes.
             raise not_ours(directory, repr(error)) from error
 
     def batches(self, epochs: int | None = None) -> Iterator[Any]:
@@ -151,7 +151,7 @@ class TrainingState:
                 require_plain(value, name, taken_apart=True)
             for name, value in (*shared.items(), *own.items()):
                 require_plain(value, name)
-        # As bytes it is one item, whatever a scheduler or a loader keeps, and nothing of it changes once captured.
+        # As bytes each is one item, whatever a scheduler or a loader keeps, and does not change once captured.
         return {**state, _SHARED: encode(shared), _RANKS: {str(self.storage.rank): encode(own)}}
 
     def _model_and_optimizer(self) -> dict[str, Any]:
@@ -172,8 +172,8 @@ class TrainingState:
         if own is None:
             _seed_anew(self.step, self.storage.rank)
         if ranks_then != self.storage.world_size:
-            # Each rank had its share of as many batches, and has a share of another size now. Rounded down: a few may
-            # come twice, and none is left out.
+            # With another number of ranks, each rank's share of the data has another size. Rounded down: a few batches
+            # may come twice, and none is left out.
             self._batch = self._batch * ranks_then // self.storage.world_size
             own = None if own is None else {**own, "loader": None}
         if own is not None and self._loader is None:
@@ -190,7 +190,7 @@ class TrainingState:
         if restored is None:
             return self._make_iterator(skip=self._batch)
         began_with = restored["epoch_began_with"]
-        # What the iterator draws is drawn again: its workers' seed, and a random sampler's order.
+        # The iterator must draw the same again: its workers' seed, and a random sampler's order.
         random_generators.restore(restored["generators"] if began_with is None else began_with)
         if restored["loader"] is not None:
             self._loader.load_state_dict(restored["loader"])
@@ -211,9 +211,9 @@ class TrainingState:
 def _untouched(optimizer: torch.optim.Optimizer) -> Iterator[None]:
     """Keep torch from making the state of an optimizer that has none.
 
-    torch would take a step of zero gradients for it. That step counts, where training has yet to begin, and its
-    gradients take as much memory as the model, at every save with an optimizer that never has a state. torch takes it
-    only when no parameter has a gradient, so the smallest one gets zeros meanwhile.
+    torch would take a step with zero gradients to make it. Before training has begun, that step counts. With an
+    optimizer that never has a state, its gradients take as much memory as the model at every save. torch takes the step
+    only when no parameter has a gradient, so the smallest parameter gets a gradient of zeros meanwhile.
     """
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     if optimizer.state or any(parameter.grad is not None for parameter in parameters):
@@ -225,12 +225,12 @@ def _untouched(optimizer: torch.optim.Optimizer) -> Iterator[None]:
         yield
     finally:
         smallest.grad = None
-        # Should another torch take the step all the same.
+        # In case another version of torch takes the step all the same.
         optimizer.state.clear()
 
 
 def _seed_anew(*parts: int) -> None:
-    """Seed the generators from these numbers, for a rank that has nothing to go on from."""
+    """Seed the generators from these numbers, for a rank that has no state of its own to continue from."""
     seed = int.from_bytes(hashlib.sha256(repr(parts).encode()).digest()[:4])
     random.seed(seed)
     torch.manual_seed(seed)

@@ -1,8 +1,8 @@
-"""A state dict, into a directory and out of it, by `torch.distributed.checkpoint` (DCP).
+"""Saves a state dict into a directory and loads it again, with `torch.distributed.checkpoint` (DCP).
 
-Owns the process group that DCP's collectives go over: gloo, of our own, used by one thread at a time. The program's
-groups are for its collectives, and one of ours between two of them, from another thread, would deadlock both. Without a
-process group it is one process's business; what one wrote so, several can load, and the other way round.
+Owns the process group for DCP's collectives: a gloo group of our own, used by one thread at a time. In the program's
+groups, a collective of ours from another thread, between two of the program's, would deadlock both. Without a process
+group, one process saves and loads alone. Several processes can load what one saved, and the other way round.
 """
 
 import warnings
@@ -19,7 +19,7 @@ from mooring.torch_loop.plain_values import PlainPlanner, PlainReader
 
 
 class Storage:
-    """All ranks make the same calls, from the main thread where nothing else is said.
+    """Saves and loads state dicts. All ranks make the same calls, from the main thread unless a method says otherwise.
 
     `trust_pickle`: a checkpoint may run any code when it is loaded.
     """
@@ -37,9 +37,9 @@ class Storage:
         return dist.get_world_size() if _is_distributed() else 1
 
     def options(self) -> dict[str, Any]:
-        """How DCP is to be called. Collective at the first call, which makes the group."""
+        """Return the arguments for DCP. The first call makes the group, and is collective."""
         if not _is_distributed():
-            # It warns that one process saves alone, which is what was meant.
+            # DCP warns that one process saves alone, which is intended here.
             warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
             return {"no_dist": True}
         if self._group is None:
@@ -47,20 +47,20 @@ class Storage:
         return {"process_group": self._group}
 
     def save(self, state: dict[str, Any], directory: Path, *, planner: SavePlanner | None = None) -> None:
-        """Raises VolumeError, on all ranks when one cannot write, or the MooringError that the planner of one raised.
+        """Write `state` into `directory`. Another thread may call it too, after `options`.
 
-        Also from another thread, after `options`.
+        If one rank fails, all ranks raise: VolumeError if it cannot write, or the MooringError that its planner raised.
         """
         try:
             dcp.save(state, storage_writer=dcp.FileSystemWriter(directory), planner=planner, **self.options())
         except (Exception, CheckpointException) as error:
             _raise_ours(error)
-            # What torch says of a full disk is often something else.
+            # On a full disk torch often raises something unrelated.
             hint = "see whether the volume of that rank is full"
             raise VolumeError(ErrorKind.VOLUME_UNUSABLE, f"not written: {_reason(error)}", hint=hint) from error
 
     def load(self, state: dict[str, Any], directory: Path) -> None:
-        """Into the tensors of `state`, and in the place of its other values. Raises UsageError on all ranks."""
+        """Load into the tensors of `state`, and replace its other values. Raises UsageError on all ranks."""
         planner = None if self.trust_pickle else PlainPlanner()
         try:
             dcp.load(state, storage_reader=self._reader(directory), planner=planner, **self.options())
@@ -69,7 +69,7 @@ class Storage:
             raise not_ours(directory, _reason(error)) from error
 
     def items(self, directory: Path) -> set[str]:
-        """What there is to load. Raises UsageError."""
+        """Return the names of the stored items. Raises UsageError."""
         try:
             return set(self._reader(directory).read_metadata().state_dict_metadata)
         except Exception as error:
@@ -80,7 +80,7 @@ class Storage:
 
 
 def _raise_ours(error: BaseException) -> None:
-    """Raise what DCP wraps, where a rank failed with an error of ours, which knows better."""
+    """Raise the MooringError with which a rank failed, if DCP wraps one: it says more than DCP's own error."""
     failures = error.failures.values() if isinstance(error, CheckpointException) else ()
     ours = next((failure for failure, _ in failures if isinstance(failure, MooringError)), None)
     if ours is not None:
@@ -88,7 +88,7 @@ def _raise_ours(error: BaseException) -> None:
 
 
 def _reason(error: BaseException) -> str:
-    """In a line. DCP's own exception, which is no Exception, has a traceback of each rank in its text."""
+    """Return the error in one line. The text of DCP's own, which is not an Exception, has each rank's traceback."""
     if isinstance(error, CheckpointException):
         return "; ".join(f"rank {rank}: {failure[0]!r}" for rank, failure in error.failures.items())
     return repr(error)
@@ -99,7 +99,7 @@ def _is_distributed() -> bool:
 
 
 def not_ours(directory: Path, why: str) -> UsageError:
-    """What to raise for a checkpoint that another training wrote, or nobody."""
+    """Return the error to raise for a checkpoint that this training did not write."""
     return UsageError(
         ErrorKind.BAD_ARGUMENT,
         f"{directory} does not hold the state of this training: {why}",

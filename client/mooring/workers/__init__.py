@@ -1,1 +1,1 @@
-"""Worker processes of the trainer: they outlive the SIGTERM that a launcher sends to the whole process group."""
+"""Lets the trainer's worker processes outlive the SIGTERM that a launcher sends to the whole process group."""

@@ -1,8 +1,8 @@
-"""The process that forks workers where the start method is forkserver, Python's default since 3.14, survives SIGTERM.
+"""Lets multiprocessing's fork server survive SIGTERM.
 
-It is in the trainer's process group like any child, and without it the loader takes its workers for dead. Imported by
-the fork server itself, which is told to by `keep_alive`; what it forks hears SIGTERM as ever. It goes when the trainer
-does, by the end of a pipe.
+The fork server forks workers where the start method is forkserver, Python's default since 3.14. It is in the trainer's
+process group like any child, and without it the loader takes its workers for dead. `keep_alive` tells the fork server
+to import this module. What it forks receives SIGTERM as usual. It ends with the trainer, by the end of a pipe.
 """
 
 import multiprocessing.forkserver
@@ -13,8 +13,8 @@ from typing import Any
 
 
 def keep_alive() -> None:
-    """Of the fork server that is started from now on; idempotent. One that runs already stays as it is."""
-    # There is no public way to add to the list, only one to replace it, and what the user put there stays.
+    """Let fork servers that are started later survive SIGTERM. One that runs already stays as it is. Idempotent."""
+    # The public function replaces the list, and what the user put there must stay.
     server: Any = multiprocessing.forkserver._forkserver
     if __name__ not in server._preload_modules:
         server._preload_modules = [*server._preload_modules, __name__]
@@ -25,6 +25,6 @@ def _hear_sigterm() -> None:
 
 
 if any(argument.startswith("from multiprocessing.forkserver ") for argument in sys.orig_argv):
-    # Blocked and not ignored: what a child is sent before it hears is kept for it.
+    # Blocked, not ignored: a SIGTERM that a child is sent before it unblocks the signal stays pending.
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
     os.register_at_fork(after_in_child=_hear_sigterm)

@@ -1,11 +1,11 @@
-"""Worker processes outlive the SIGTERM that torchrun sends to a rank's whole process group.
+"""Lets worker processes outlive the SIGTERM that torchrun sends to a rank's whole process group.
 
-The just-in-time save needs them: the batch that the DataLoader's workers are making, and the process that writes an
-asynchronous torch.distributed.checkpoint. So each of them makes a process group of its own. What a signal to the group
-did before still holds: a worker dies with its parent, at once, and obeys the SIGTERM of its loader.
+The just-in-time save needs the batch that the DataLoader's workers are making, and the process that writes an
+asynchronous torch.distributed.checkpoint. So each worker makes a process group of its own. It still dies at once with
+its parent, and it still obeys its loader's SIGTERM.
 
-Owns what is put before the entry functions of torch and torchdata. Never imports torch itself in a trainer. Not
-covered: a spawned DataLoader worker while it is still importing.
+Owns the wrappers around the entry functions of torch and torchdata. Never imports torch itself in a trainer. Does not
+cover a spawned DataLoader worker while it is still importing.
 """
 
 import contextlib
@@ -29,12 +29,15 @@ _LOADER: Final = "torch.utils.data._utils.worker"
 _STATEFUL_LOADER: Final = "torchdata.stateful_dataloader.stateful_dataloader"
 _WRITER: Final = "torch.distributed.checkpoint._async_process_executor"
 _entries: Final[dict[str, Callable[..., Any]]] = {}
-"""Module name -> torch's own entry function, where ours took its place; a forked worker inherits it."""
+"""Module name -> the original entry function, where ours has replaced it; a forked worker inherits it."""
 _installed = False
 
 
 def install() -> None:
-    """From now on, and for what torch imports later. Does nothing to workers that run already; idempotent."""
+    """Wrap the entry functions, also those of modules that are imported later.
+
+    Does nothing to workers that run already. Idempotent.
+    """
     global _installed
     if _installed:
         return
@@ -45,7 +48,7 @@ def install() -> None:
 
 
 def autoload(module: ModuleType) -> None:
-    """Put ours before the entry of that module, one of those above."""
+    """Wrap the entry function of `module`, which is one of those above."""
     if module.__name__ in _entries:
         return
     _entries[module.__name__] = _entry(module)
@@ -60,17 +63,17 @@ def autoload(module: ModuleType) -> None:
 
 
 def loader_worker(*arguments: Any) -> object:
-    """A DataLoader worker's life. Found by this name in a spawned worker."""
+    """Run a DataLoader worker. A spawned worker finds this function by its name."""
     return _live(_LOADER, arguments)
 
 
 def stateful_loader_worker(*arguments: Any) -> object:
-    """The same for torchdata's, which has a loop of its own."""
+    """Run a worker of torchdata's StatefulDataLoader, which has a loop of its own."""
     return _live(_STATEFUL_LOADER, arguments)
 
 
 def checkpoint_writer(*arguments: Any) -> object:
-    """The life of DCP's writer process. Found by this name in that process, which is always spawned."""
+    """Run DCP's writer process, which is always spawned and finds this function by its name."""
     return _live(_WRITER, arguments)
 
 
@@ -90,14 +93,14 @@ def _entry(module: ModuleType) -> Callable[..., Any]:
 
 
 def _deaf(start: Callable[..., None]) -> Callable[..., None]:
-    """`start` with SIGTERM blocked in this thread, which the process that it starts inherits.
+    """Wrap `start` to block SIGTERM in this thread meanwhile; the process that it starts inherits that.
 
-    The writer imports for seconds before it can leave the group. Other threads take what is sent to this process.
+    The writer imports for seconds before it can leave the group. In this process, other threads still take SIGTERM.
     """
 
     @functools.wraps(start)
     def deaf(*arguments: Any, **named: Any) -> None:
-        # When multiprocessing starts its resource tracker it unblocks SIGTERM, whatever it was before.
+        # When multiprocessing starts its resource tracker, it unblocks SIGTERM: that must happen before.
         resource_tracker.ensure_running()
         mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
         try:
@@ -110,18 +113,18 @@ def _deaf(start: Callable[..., None]) -> Callable[..., None]:
 
 def _hear_again() -> None:
     if signal.SIGTERM in signal.pthread_sigmask(signal.SIG_BLOCK, ()):
-        # What came meanwhile was for the group; to ignore it forgets it.
+        # A SIGTERM that came meanwhile was for the group. Ignoring the signal discards it.
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 
 def _die_with_parent() -> None:
-    """SIGKILL to the parent ended its group; now it must reach those who left the group.
+    """Die when the parent dies, because a SIGKILL to the parent's group does not reach a worker that left the group.
 
     PR_SET_PDEATHSIG would be wrong: it follows the thread that made this process, and DCP's writer is made by a thread
-    that ends after the first save. Without pidfd_open there is what torch does: the DataLoader's workers look every
-    5 seconds, DCP's writer reads the end of its pipe.
+    that ends after the first save. Without pidfd_open, torch's own checks remain: the DataLoader's workers look for
+    their parent every 5 seconds, and DCP's writer reads the end of its pipe.
     """
     parent = multiprocessing.parent_process()
     parent_pid = os.getppid() if parent is None or parent.pid is None else parent.pid

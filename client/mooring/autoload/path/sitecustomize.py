@@ -1,9 +1,9 @@
-"""What Python runs at its start when this folder is on PYTHONPATH: hooks for frameworks, then the file that it hides.
+"""Python runs this file at its start if this folder is on PYTHONPATH: it hooks frameworks, then runs the file it hides.
 
-Python imports one `sitecustomize`, the first on its path, so this one goes on with the next: a program sees no
-difference. Nothing here may break a program that has nothing to do with Mooring, nor cost it anything that one notices:
-the package `mooring` itself is imported only once a framework was. Understood by older Pythons too, so that one gets a
-warning and no traceback.
+Python imports only the first `sitecustomize` on its path, so this one imports the next, and a program sees no
+difference. Nothing here may break a program that has nothing to do with Mooring, or slow it down noticeably: the
+package `mooring` itself is imported only after a framework is. Older Pythons understand this file too, so that they
+print a warning and no traceback.
 """
 
 import os
@@ -13,7 +13,7 @@ from importlib.machinery import PathFinder
 _HERE = os.path.dirname(os.path.abspath(__file__))  # noqa: PTH100, PTH120  pathlib takes longer than all the rest
 _NAME = "sitecustomize"
 _PASSED = "_mooring_autoload_passed"
-"""Attribute of `sys`: the folders whose `sitecustomize` had its turn, for all of our kind that are on the path."""
+"""Attribute of `sys`: the folders whose `sitecustomize` has had its turn, shared by all files like this on the path."""
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from importlib.machinery import ModuleSpec
@@ -21,13 +21,13 @@ if TYPE_CHECKING:
 
 
 def _home() -> str:
-    """The folder of the package `mooring`: beside this file where a volume carries both, else it holds this file."""
+    """Return the folder of the package `mooring`: beside this file where a volume has both, else the one around it."""
     beside = os.path.join(_HERE, "mooring")  # noqa: PTH118
     return beside if os.path.isdir(beside) else os.path.dirname(os.path.dirname(_HERE))  # noqa: PTH112, PTH120
 
 
 def _load(name: str, folder: str) -> "ModuleType":
-    """A module of the package without the package, whose `__init__` is expensive. Found by later imports too."""
+    """Import a module of the package without the package, whose `__init__` is expensive. Later imports find it too."""
     spec = PathFinder.find_spec(name, [folder])
     if spec is None or spec.loader is None:
         raise ImportError("%s is not in %s" % (name, folder))  # noqa: UP031
@@ -52,9 +52,9 @@ def _begin() -> None:
 
 
 def _hidden() -> "ModuleSpec | None":
-    """The spec of the `sitecustomize` that Python would have taken without this folder, or None.
+    """Return the spec of the `sitecustomize` that Python would import without this folder, or None.
 
-    Other tools do as we do, before us or behind us, and some come back to us: nobody is gone on with twice.
+    Other tools pass on to the next file as this one does, and some come back to this one: none is run twice.
     """
     passed = (*getattr(sys, _PASSED, ()), _HERE)
     entries = sys.path
@@ -72,12 +72,12 @@ def _hidden() -> "ModuleSpec | None":
 
 
 def _folder(spec: "ModuleSpec") -> str:
-    """The entry of `sys.path` where it was found, a module or a package."""
+    """Return the entry of `sys.path` where the module or package was found."""
     return os.path.dirname(spec.submodule_search_locations[0] if spec.submodule_search_locations else spec.origin or "")  # noqa: PTH120
 
 
 class _Answer:
-    """Answers once what `import sitecustomize` means."""
+    """Finder that answers one `import sitecustomize` with the given spec."""
 
     def __init__(self, spec: "ModuleSpec") -> None:
         self._spec = spec
@@ -90,7 +90,7 @@ class _Answer:
 
 
 def _chain(spec: "ModuleSpec") -> None:
-    """Import it under its name, as Python would: what it raises is Python's to report, and no business of ours."""
+    """Import the hidden file under its name, as Python would. Python reports what it raises."""
     sys.meta_path.insert(0, _Answer(spec))
     sys.modules.pop(_NAME, None)
     __import__(_NAME)

@@ -1,8 +1,8 @@
 """Hugging Face's Trainer and what derives from it, such as the trainers of TRL.
 
-Owns where a Trainer is wrapped: its class once, for `train`, which subclasses override and call in turn; and each
-object for the methods around a step. What happens there is in `protection`. The first training of a process is
-protected, and no other: a run is one training, and what a second one saved is nothing that the first could resume from.
+Owns where a Trainer is wrapped: its class once, for `train`, because subclasses override that and call it in turn; and
+each object, for the methods around a step. What happens there is in `protection`. Only the first training of a process
+is protected: a run is one training, and the first could not resume from what a second one saved.
 """
 
 import functools
@@ -17,12 +17,12 @@ _NEEDED = ("_maybe_log_save_evaluate", "_save_checkpoint", "_evaluate", "_determ
 
 
 def install(trainer: Any) -> None:
-    """Protect what this Trainer trains; idempotent. Raises when it is of a version that is too different."""
+    """Protect what this Trainer trains. Idempotent. Raises RuntimeError in a version that is too different."""
     if _PROTECTION in vars(trainer):
         return
     from transformers.trainer import Trainer
 
-    # They import torch and transformers, of which autoload is called in the middle.
+    # These import torch and transformers, and autoload is called in the middle of that import.
     from mooring.integrations.hugging_face.callback import Callback
     from mooring.integrations.hugging_face.protection import Protection
 

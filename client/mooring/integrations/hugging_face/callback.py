@@ -1,4 +1,4 @@
-"""The Trainer's events that its protection needs. Imports transformers: import it only where a Trainer is."""
+"""The callback for a Trainer's events. Imports transformers, so import it only where there is a Trainer."""
 
 from typing import Any
 
@@ -8,7 +8,7 @@ from mooring.integrations.hugging_face.protection import Protection
 
 
 class Callback(TrainerCallback):  # type: ignore[misc]  # transformers may not be installed where mypy is
-    """Passes them on."""
+    """Passes to the protection the events that it needs."""
 
     def __init__(self, protection: Protection) -> None:
         self._protection = protection

@@ -1,9 +1,9 @@
-"""What becomes of one Trainer: it resumes, its checkpoints are announced, and it stops just in time.
+"""Protects one Trainer: it resumes, its checkpoints are announced, and it stops just in time.
 
 Owns the order in which a Trainer's step ends: log, evaluate, save. A just-in-time save comes before the evaluation
-that is due, for which there may be no time; the evaluation is made up for on resume. Only so are the random
-generators, the learning rate and the choice of the best model those of an uninterrupted run. That it is due is
-recorded where the Trainer itself records it, in the TrainerControl of trainer_state.json. Replaces the Trainer's own
+that is due, for which there may be no time; a resumed run makes up for the evaluation. This keeps the random
+generators, the learning rate and the choice of the best model those of an uninterrupted run. An evaluation that is due
+is recorded where the Trainer itself records it, in the TrainerControl of trainer_state.json. Replaces the Trainer's own
 just-in-time saving (`enable_jit_checkpoint`), which stops each rank by itself and hangs when only one rank gets
 SIGTERM.
 """
@@ -29,7 +29,7 @@ _log: Final = logging.getLogger("mooring")
 
 
 def remove_own_just_in_time(callback_handler: Any) -> None:
-    """Remove its callback, and give SIGTERM back to whoever had it before."""
+    """Remove the Trainer's own just-in-time callback, and restore the SIGTERM handler that it replaced."""
     for callback in list(callback_handler.callbacks):
         if type(callback).__name__ != "JITCheckpointCallback":
             continue
@@ -41,11 +41,11 @@ def remove_own_just_in_time(callback_handler: Any) -> None:
 
 
 class _EvaluationLeftError(Exception):
-    """The way out of an evaluation, to whoever began it."""
+    """Ends an evaluation early; the method that began the evaluation catches it."""
 
 
 class Protection:
-    """Of one Trainer. It does nothing but while `train` runs, and then only in the first training of this process."""
+    """Protects one Trainer while `train` runs, in the first training of this process only."""
 
     _trained = False
 
@@ -58,14 +58,14 @@ class Protection:
         self._save_asked = False
         self._evaluation_owed = False
         self._claim = ExitStack()
-        """Of the checkpoint that is being written, by the Trainer and then by the callbacks of others."""
+        """The claim on the checkpoint that the Trainer, and then other callbacks, are writing."""
         self._random_states: dict[str, Any] | None = None
-        """Those before the evaluation that training is at."""
+        """The states before the evaluation that is under way; None outside of one."""
 
     def train(
         self, train: Callable[..., Any], /, resume_from_checkpoint: Any = None, *arguments: Any, **keywords: Any
     ) -> Any:
-        """In place of Trainer.train. Where the user says what to resume from, that is what happens."""
+        """Replaces Trainer.train. If the user says what to resume from, that is used."""
         run = self._begin()
         if run is None:
             return train(resume_from_checkpoint, *arguments, **keywords)
@@ -84,7 +84,7 @@ class Protection:
                 run.close()
 
     def begun(self) -> None:
-        """Before the first step, with the state that training resumes from."""
+        """Called before the first step, with the state that training resumes from."""
         if self._run is None or self._resumed is None:
             return
         self._saved_step = self._step
@@ -95,25 +95,25 @@ class Protection:
             self.before_step()
 
     def before_step(self) -> None:
-        """The random generators are restored by now."""
+        """Called before each step: makes up for an evaluation. The random generators are restored by then."""
         if self._run is None or not self._evaluation_owed:
             return
         self._evaluation_owed = False
         try:
             self._evaluating(self._make_up_for_evaluation)
         except _EvaluationLeftError:
-            # The checkpoint that training resumed from is still the newest, and says what is owed.
+            # The checkpoint that training resumed from is still the newest, and records the evaluation that is owed.
             self._leave(self._run)
 
     def epoch(self, epoch: Callable[..., None], /, *arguments: Any, **keywords: Any) -> None:
-        """In place of Trainer._run_epoch, which would train one step more when it resumes where training ended."""
+        """Replaces Trainer._run_epoch, which would train one step too many when it resumes where training ended."""
         if self._run is not None and self._is_last:
             self._trainer.control.should_training_stop = True
         else:
             epoch(*arguments, **keywords)
 
     def after_step(self, log_evaluate_save: Callable[..., None], /, *arguments: Any, **keywords: Any) -> None:
-        """In place of Trainer._maybe_log_save_evaluate, which comes after each step and each epoch."""
+        """Replaces Trainer._maybe_log_save_evaluate, which is called after each step and each epoch."""
         run, control = self._run, self._trainer.control
         if run is None or not owns(Owner.TRAINER):
             log_evaluate_save(*arguments, **keywords)
@@ -137,14 +137,17 @@ class Protection:
             self._save()
 
     def evaluated_batch(self) -> None:
-        """In an evaluation, and training stops there: raises what ends the evaluation. Other evaluations are let be."""
+        """Called after each batch of an evaluation. Raises _EvaluationLeftError if training must stop there.
+
+        Does nothing in an evaluation that training did not begin.
+        """
         if self._run is not None and self._random_states is not None and self._asks(self._run) is Action.SAVE_AND_EXIT:
-            # What the evaluation drew is drawn again when it is made up for.
+            # The resumed run repeats the evaluation, which must draw the same numbers again.
             random_generators.restore(self._random_states)
             raise _EvaluationLeftError
 
     def save(self, save: Callable[..., None], /, *arguments: Any, **keywords: Any) -> None:
-        """In place of Trainer._save_checkpoint. When it fails on one rank, the others wait for it no longer."""
+        """Replaces Trainer._save_checkpoint. If it fails on one rank, it tells the others, which then stop waiting."""
         if self._run is None or not owns(Owner.TRAINER):
             save(*arguments, **keywords)
             return
@@ -159,7 +162,7 @@ class Protection:
             raise
 
     def saved(self) -> None:
-        """This rank has written its files, and so have the callbacks of others that add some."""
+        """Announce the checkpoint: this rank has written its files, and so have other callbacks that add some."""
         if self._run is None or not owns(Owner.TRAINER):
             return
         self._saved_step = self._step
@@ -167,7 +170,7 @@ class Protection:
             self._run.announce(self._checkpoint, self._step, Kind.FINAL if self._is_last else None)
 
     def _begin(self) -> FrameworkRun | None:
-        """None when this training is not protected."""
+        """Return the run; None when this training is not protected."""
         trainer = self._trainer
         if self._run is not None or not owns(Owner.TRAINER):
             return None
@@ -201,7 +204,7 @@ class Protection:
         return bool(self._step >= self._trainer.state.max_steps)
 
     def _asks(self, run: FrameworkRun) -> Action:
-        """At a position of its own: an epoch's end and each batch of an evaluation are further ticks of their step."""
+        """Ask at a new position: an epoch's end and each batch of an evaluation are further ticks of their step."""
         step, tick = self._position
         self._position = (step, tick + 1) if step == self._step else (self._step, 0)
         ask = run.ask(*self._position)
@@ -222,7 +225,7 @@ class Protection:
             trainer.state.best_model_checkpoint = str(self._resumed)
 
     def _evaluation_follows(self) -> bool:
-        """Whether the epoch that ends with this step is evaluated then."""
+        """Whether an epoch ends with this step and is evaluated then."""
         arguments, epoch = self._trainer.args, self._trainer.state.epoch
         ends = self._is_last or float(epoch).is_integer()
         return bool(ends and _evaluation_strategy(arguments) == "epoch" and arguments.eval_delay <= epoch)
@@ -231,24 +234,24 @@ class Protection:
         state = self._trainer.state
         self._trainer.control.should_evaluate = evaluation_due
         if evaluation_due:
-            # Of several data sets the first ones may be evaluated; they will be again.
+            # Of several data sets, the first ones may be evaluated already. The resumed run evaluates them again.
             state.log_history = [entry for entry in state.log_history if not _is_evaluation(entry, self._step)]
         try:
             self._save()
         except Exception as error:
-            # As good as the Trainer can: all ranks leave, and the checkpoint before this one is there.
+            # This is the best that remains: all ranks leave, and the checkpoint before this one is there.
             _log.warning("checkpoint lost: step=%d error=%s", self._step, reason(error))
         self._leave(run)
 
     def _save(self) -> None:
-        """A step that is saved already is not written again over what an agent may be uploading."""
+        """Save this step, unless it is saved already: an agent may be uploading those files."""
         trainer = self._trainer
         if self._saved_step != self._step:
             trainer._save_checkpoint(trainer.model, None)
             trainer.control = trainer.callback_handler.on_save(trainer.args, trainer.state, trainer.control)
 
     def _leave(self, run: FrameworkRun) -> None:
-        # Not by should_training_stop: the end of a training loads the best model, and may delete what was just saved.
+        # Not by should_training_stop: at its end a training loads the best model, and may delete what was just saved.
         trainer = self._trainer
         try:
             trainer.callback_handler.on_train_end(trainer.args, trainer.state, trainer.control)
@@ -263,5 +266,5 @@ def _evaluation_strategy(arguments: Any) -> str:
 
 
 def _is_evaluation(entry: dict[str, Any], step: int) -> bool:
-    """Whether this entry of the log is what an evaluation after that step found."""
+    """Whether this log entry is the result of an evaluation after `step`."""
     return entry.get("step") == step and any(key.startswith("eval_") for key in entry)

@@ -1,7 +1,7 @@
-"""Lightning: a Trainer whose checkpoints are announced, that saves and leaves in time, and that resumes by itself.
+"""Lightning: announces a Trainer's checkpoints, saves just in time and leaves, and resumes.
 
-Owns where a Trainer is wrapped: one callback, and its `fit`. What happens there is in `protection`. The first `fit` of
-a process is protected, and no other: a run is one training, which must not resume from what a later one saved.
+Owns where a Trainer is wrapped: one callback, and its `fit`. What happens there is in `protection`. Only the first
+`fit` of a process is protected: a run is one training, which must not resume from what a later one saved.
 """
 
 import functools
@@ -14,10 +14,10 @@ from mooring.integrations.lightning.protection import Protection, make_protectio
 from mooring.integrations.ownership import Owner, claim, protect_new
 
 _MODULE: Final = ".trainer.trainer"
-"""Behind the package's name: where both packages have their Trainer."""
+"""The module in which both packages have their Trainer, after the package's name."""
 
 _begun = False
-"""This process has begun the training that it protects."""
+"""Whether this process has begun the training that it protects."""
 
 
 def install(trainer: Any) -> None:
@@ -26,7 +26,7 @@ def install(trainer: Any) -> None:
         return
     package = next(cls.__module__ for cls in type(trainer).__mro__ if cls.__module__.endswith(_MODULE))
     protection = make_protection(package.removesuffix(_MODULE))
-    # Not a closure: a strategy that spawns its ranks sends them the Trainer.
+    # Not a closure: a strategy that spawns its ranks pickles the Trainer for them.
     trainer.fit = functools.update_wrapper(functools.partial(_fit, protection, trainer.fit), trainer.fit)
     trainer.callbacks.append(protection)
 
@@ -39,7 +39,7 @@ def autoload(module: ModuleType) -> None:
 def _fit(protection: Protection, fit: Any, *arguments: Any, **keywords: Any) -> Any:
     global _begun
     if any(getattr(callback, "_early_exit", False) for callback in fit.__self__.callbacks):
-        # A Tuner's trial is no training.
+        # A Tuner's trial is not a training.
         return fit(*arguments, **keywords)
     if _begun:
         warn("this training is not protected: a run is one training, and this process has had its own")

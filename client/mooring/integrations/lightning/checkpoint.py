@@ -12,13 +12,16 @@ from mooring.checkpoints.records import Kind
 from mooring.framework_run import FrameworkRun
 
 _BEGUN: Final = {"ready": 1, "started": 1, "processed": 0, "completed": 0}
-"""The progress of an evaluation in its first batch."""
+"""Lightning's counters of an evaluation that is in its first batch."""
 _RANDOM_STATES: Final = "mooring_random_states"
-"""In a checkpoint."""
+"""The key in a checkpoint."""
 
 
 def look_for_what_is_used(trainer: Any) -> None:
-    """Raises AttributeError or KeyError in a version whose loops are too different, before anything depends on them."""
+    """Check that Lightning's loops have what is used here. Raises AttributeError or KeyError if they are too different.
+
+    Call it before anything depends on them.
+    """
     fit_loop = trainer.fit_loop
     for owner, name in (
         (fit_loop, "_data_fetcher"),
@@ -36,10 +39,10 @@ def look_for_what_is_used(trainer: Any) -> None:
 
 
 def owe_what_follows(trainer: Any, checkpoint: dict[str, Any]) -> None:
-    """Have a resumed training do what is due after the batch at whose end this is saved.
+    """Make a resumed training do what is due after the batch at whose end this checkpoint is saved.
 
-    A validation, from its first batch also when it is under way: Lightning would skip it. The end of an epoch, if the
-    loader knows that it is there: Lightning would count one epoch too many, without a batch.
+    That is a validation, from its first batch even if it is under way: Lightning would skip it. It is also the end of
+    an epoch, if the loader's state is saved: Lightning would count one epoch too many, without a batch.
     """
     loops = checkpoint["loops"]["fit_loop"]
     batches, validated = loops["epoch_loop.batch_progress"], loops["epoch_loop.val_loop.batch_progress"]
@@ -55,7 +58,7 @@ def owe_what_follows(trainer: Any, checkpoint: dict[str, Any]) -> None:
 
 
 def keep_random_states(trainer: Any, run: FrameworkRun, checkpoint: dict[str, Any], own: dict[str, Any]) -> None:
-    """Those of all ranks, in what rank 0 writes; where others write too, each has its own."""
+    """Put the random states into the checkpoint: in rank 0's those of all ranks, in any other rank's its own."""
     states = {trainer.global_rank: own}
     gathered = run.gather(trainer.global_step, _encode(own))
     if gathered is not None:
@@ -64,7 +67,7 @@ def keep_random_states(trainer: Any, run: FrameworkRun, checkpoint: dict[str, An
 
 
 def random_states(trainer: Any, checkpoint: dict[str, Any]) -> dict[str, Any] | None:
-    """This rank's; None when they are not those of as many ranks."""
+    """Return this rank's random states; None if there are none, or if they are of another number of ranks."""
     kept = checkpoint.get(_RANDOM_STATES)
     if kept is None or kept["world_size"] != trainer.world_size:
         return None
@@ -98,14 +101,17 @@ def tell_samplers_epoch(trainer: Any) -> None:
 
 
 def kind(trainer: Any) -> Kind | None:
-    """Final when the training has reached what it was to reach."""
+    """Return FINAL when the training has reached its last step or epoch, else None."""
     steps_done = 0 < trainer.max_steps <= trainer.global_step
     epochs = trainer.fit_loop.epoch_progress.current.processed
     return Kind.FINAL if steps_done or 0 < (trainer.max_epochs or 0) <= epochs else None
 
 
 def written(trainer: Any, failure: OSError | None) -> "Future[Any] | None":
-    """Done when the checkpoint that was just saved is on disk; None when it is already. `failure`: it will never be."""
+    """Return a future that is done when the checkpoint that was just saved is on disk; None if it already is.
+
+    `failure`: why the save failed; the future then raises it.
+    """
     future: Future[Any] = Future()
     if failure is not None:
         future.set_exception(failure)
@@ -114,7 +120,7 @@ def written(trainer: Any, failure: OSError | None) -> "Future[Any] | None":
     if not any(cls.__name__ == "AsyncCheckpointIO" for cls in type(plugin).__mro__):
         return None
     if plugin._executor is not None:
-        # Its one thread comes to this after the write.
+        # The executor's one thread comes to this after the write.
         future = plugin._executor.submit(int)
     else:
         # Another rank writes.
@@ -128,6 +134,6 @@ def is_accumulating(trainer: Any) -> bool:
 
 
 def is_validating(trainer: Any) -> bool:
-    """Whether a hook at the end of a validation's batch asks."""
+    """Whether this is called from a hook at the end of a validation batch."""
     progress = trainer.fit_loop.epoch_loop.val_loop.batch_progress.total
     return bool(trainer.validating and progress.completed < progress.processed)

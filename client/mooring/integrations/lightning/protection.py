@@ -1,7 +1,7 @@
-"""The callback that protects one training, and what it puts in front of a few of the Trainer's methods meanwhile.
+"""The callback that protects one training, and its wrappers around a few of the Trainer's methods.
 
 Owns when a Lightning training saves, leaves and resumes. Must not know what is in a checkpoint. All ranks pass the same
-places here, so that they ask at the same positions.
+places here, so they ask at the same positions.
 """
 
 import functools
@@ -23,11 +23,11 @@ from mooring.integrations.ownership import Owner, owns
 from mooring_api import names
 
 _OWN: Final = "mooring-step="
-"""How the names of our own checkpoints begin: no ModelCheckpoint makes such a name."""
+"""Prefix of the names of our own checkpoints. No ModelCheckpoint makes such a name."""
 
 
 class Protection:
-    """The callback but for its base class, which is Lightning's. It can be pickled until its training begins."""
+    """The callback without its base class, which is Lightning's. It can be pickled until its training begins."""
 
     def __init__(self, package: str) -> None:
         self._package = package
@@ -45,7 +45,7 @@ class Protection:
         self._announced_step = -1
         self._resumed_name = ""
         self._random_states: dict[str, Any] | None = None
-        """Those to train on with."""
+        """The states of the checkpoint that training resumes from."""
         self._before_validation: dict[str, Any] = {}
         self._validates_evenly = False
 
@@ -53,11 +53,11 @@ class Protection:
         return make_protection, (self._package,), self.__dict__
 
     def arm(self, *, resumes: bool) -> None:
-        """The next fit is to be protected. `resumes`: the program does not say where to begin."""
+        """Protect the next fit. `resumes`: the program does not name the checkpoint to begin from."""
         self._armed, self._resumes = True, resumes
 
     def end(self) -> None:
-        """The fit is over, one way or another. Raises SystemExit after a just-in-time save."""
+        """End the protection after the fit, however it ended. Raises SystemExit after a just-in-time save."""
         self._armed = self._training = False
         while self._undo:
             self._undo.pop()()
@@ -70,10 +70,10 @@ class Protection:
     # Lightning's hooks, in the order of a training.
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
-        # By now the process group is there, and this is the process that trains.
+        # By this hook the process group exists, and this is the process that trains.
         if stage != "fit" or not self._armed:
             return
-        # Behind the ModelCheckpoints: what one of them has just saved we need not save again.
+        # After the ModelCheckpoints: a step that one of them has just saved need not be saved again.
         trainer.callbacks = [callback for callback in trainer.callbacks if callback is not self] + [self]
         try:
             self._begin(trainer)
@@ -81,11 +81,11 @@ class Protection:
             warn(f"{type(trainer).__qualname__} is not protected: {reason(error)}")
 
     def on_train_start(self, trainer: Any, *_: Any) -> None:
-        # Not earlier: a LearningRateFinder tries, and saves, before it.
+        # Not earlier: a LearningRateFinder trains for trial, and saves, before this hook.
         self._training = self._run is not None
         self._steps_done = trainer.global_step
         if self._training and self._random_states is not None:
-            # The loaders' iterators are made, which have drawn from them.
+            # The loaders' iterators exist, and making them has drawn from the generators.
             random_generators.restore(self._random_states)
 
     def on_train_epoch_start(self, *_: Any) -> None:
@@ -98,7 +98,7 @@ class Protection:
             self._visit(trainer)
 
     def on_validation_batch_end(self, trainer: Any, *_: Any, **__: Any) -> None:
-        # Gradients that are half accumulated are in no checkpoint.
+        # Half-accumulated gradients are in no checkpoint.
         if self._training and self._validates_evenly and not contents.is_accumulating(trainer):
             self._visit(trainer)
 
@@ -109,11 +109,11 @@ class Protection:
         self._leave_in_time()
 
     def on_save_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]) -> None:
-        # On its way out by an exception a rank may be alone here.
+        # After an exception a rank may be alone here.
         if not self._training or self._run is None or trainer.interrupted:
             return
         contents.owe_what_follows(trainer, checkpoint)
-        # A validation that is under way will be run anew.
+        # A validation that is under way will run again from its start.
         own = self._before_validation if contents.is_validating(trainer) else random_generators.capture()
         contents.keep_random_states(trainer, self._run, checkpoint, own)
 
@@ -151,20 +151,20 @@ class Protection:
 
     def _load_loaders(self, trainer: Any, load: Callable[[], None]) -> None:
         load()
-        # Before the first iterator is made, not after it as Lightning does.
+        # Lightning does this only after the first iterator is made, which is too late.
         contents.tell_samplers_epoch(trainer)
 
     def _validate(self, trainer: Any, run: Callable[[], Any]) -> Any:
         self._before_validation = random_generators.capture()
         if self._training and self._run is not None and owns(Owner.TRAINER):
-            # Where ranks validate different numbers of batches, they are at different positions in them.
+            # Ranks that validate different numbers of batches would ask at different positions.
             trainer.fit_loop.epoch_loop.val_loop.setup_data()
             self._validates_evenly = self._run.same(trainer.global_step, trainer.num_val_batches)
         return run()
 
     def _register_signal_handlers(self, _: Any, register: Callable[[], None]) -> None:
         register()
-        # Lightning's handler broadcasts from within, and hangs when one rank alone is signalled.
+        # Lightning's handler broadcasts, and hangs when only one rank is signalled.
         if self._run is not None:
             self._run.hold_sigterm()
 
@@ -185,10 +185,10 @@ class Protection:
         except OSError as error:
             if not self._visiting:
                 raise
-            # The program did not ask for this save, and goes on without it.
+            # The program did not ask for this save, and training continues without it.
             failure = error
             trainer.strategy.barrier()
-        # `save` ends in a barrier: the checkpoint is complete, or in the hands of an AsyncCheckpointIO.
+        # `save` ends in a barrier: the checkpoint is complete, or an AsyncCheckpointIO is writing it.
         if not contents.is_accumulating(trainer):
             # A notice that came while this was written needs no second save.
             self._ask(trainer)
@@ -196,12 +196,12 @@ class Protection:
         self._leaving = self._exit_asked
 
     def _visit(self, trainer: Any) -> None:
-        """A place where the state can be saved and left."""
+        """Ask, at a place where the state can be saved, and save and leave if asked to."""
         if not self._training or self._ask(trainer) is Action.NOTHING:
             return
         name = f"{_OWN}{trainer.global_step}.ckpt"
         if name == self._resumed_name:
-            # Stopped again before the next step: what it resumed from is not to be written over.
+            # Stopped again before the next step: the checkpoint that it resumed from must not be overwritten.
             name = f"{_OWN}{trainer.global_step}-v1.ckpt"
         self._visiting = True
         trainer.save_checkpoint(self._own_directory(trainer) / name)
@@ -210,7 +210,7 @@ class Protection:
 
     def _leave_in_time(self) -> None:
         if self._training and self._leaving:
-            # Lightning tears down and passes it on; `end` parts from the other ranks.
+            # Lightning tears down and raises it again; `end` then leaves together with the other ranks.
             raise SystemExit(names.JUST_IN_TIME_EXIT_CODE)
 
     def _ask(self, trainer: Any) -> Action:
@@ -225,7 +225,7 @@ class Protection:
     def _announce(self, trainer: Any, path: Path, failure: OSError | None) -> None:
         step = trainer.global_step
         if self._run is None or (step == self._announced_step and not self._exit_asked):
-            # A second copy of the same state, as `last.ckpt` is one.
+            # A second copy of the same state, such as `last.ckpt`.
             return
         self._announced_step = step
         kind, written = contents.kind(trainer), contents.written(trainer, failure)
@@ -235,7 +235,7 @@ class Protection:
             _remove_others(path)
 
     def _own_directory(self, trainer: Any) -> Path:
-        """Where the program's own checkpoints are, if an agent can take them there."""
+        """Return the directory of the program's own checkpoints if an agent can take them there, else Mooring's."""
         assert self._run is not None
         directory = getattr(trainer.checkpoint_callback, "dirpath", None)
         if directory and "://" not in str(directory) and self._run.protects(Path(directory, _OWN).absolute()):
@@ -244,16 +244,16 @@ class Protection:
 
 
 def make_protection(package: str) -> Protection:
-    """A callback of `lightning.pytorch` or `pytorch_lightning`."""
+    """Return a callback for `package`: `lightning.pytorch` or `pytorch_lightning`."""
     base = import_module(package).Callback
     made: Protection = type("MooringProtection", (Protection, base), {})(package)
     return made
 
 
 def _complete_environment(trainer: Any) -> None:
-    """What torchrun tells of a rank, and Lightning's own launcher does not.
+    """Set the variables that torchrun sets for a rank, and Lightning's own launcher does not.
 
-    Not LOCAL_RANK, by which Lightning knows whether it is to launch: it is there in the ranks that it launched.
+    LOCAL_RANK is not one of them: by it Lightning knows whether it must launch, and it is set in the ranks it launched.
     """
     os.environ.setdefault("WORLD_SIZE", str(trainer.world_size))
     os.environ.setdefault("LOCAL_WORLD_SIZE", str(trainer.num_devices))
@@ -268,7 +268,7 @@ def _requeues(trainer: Any) -> bool:
 
 
 def _remove_others(path: Path) -> None:
-    """Of our own checkpoints only the newest has a reader, and nobody else removes the others."""
+    """Remove our own older checkpoints: only the newest is ever read, and nothing else removes the others."""
     for other in path.parent.glob(f"{_OWN}*.ckpt"):
         if other != path and other.is_dir():
             shutil.rmtree(other, ignore_errors=True)
