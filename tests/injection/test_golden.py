@@ -31,7 +31,7 @@ def name_of(value: object) -> str | None:
 def test_a_pods_outcome_is_what_its_file_says(case: golden.Case) -> None:
     """After a change that is meant: python -m tests.injection.golden, and look at every line that changed."""
     assert case.why
-    assert golden.described(case.outcome()) == case.made
+    assert golden.described(case) == case.made
 
 
 @pytest.mark.parametrize("version", golden.KUBERNETES)
@@ -69,7 +69,7 @@ def test_an_injected_pod_as_an_api_server_stores_it_needs_nothing_more(case: gol
 
 
 def test_there_are_pods_enough_of_every_kind() -> None:
-    kinds = [next(iter(golden.described(case.outcome()))) for case in CASES]
+    kinds = [next(iter(golden.described(case))) for case in CASES]
     assert kinds.count("warnings") >= 25
     assert kinds.count("refused") >= 10
     assert kinds.count("skipped") >= 3
