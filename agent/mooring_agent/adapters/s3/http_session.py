@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import partial
+from importlib.metadata import version
 from typing import Any, Final, Self
 
 import aiohttp
@@ -17,6 +18,7 @@ from botocore.exceptions import ClientError
 
 from mooring_agent.adapters.s3.errors import OversizedAnswerError, redirect_details
 from mooring_agent.adapters.transfer.tls_connector import use_own_tls
+from mooring_agent.core.errors import ErrorKind, StoreError
 
 ANSWER_LIMIT_BYTES: Final = 4 * 1024 * 1024
 """The limit on answers that are read whole. A page of 1,000 keys of 1,024 bytes each, all escaped, is smaller."""
@@ -128,6 +130,23 @@ async def _read_bounded(response: aiohttp.ClientResponse) -> bytes:
     return bytes(body)
 
 
+def require_internals() -> None:
+    """Check for the private members of libraries that are used here and in `tls_connector`. Raises StoreError."""
+    for package, owner, name in (
+        ("aiobotocore", AIOHTTPSession, "_get_session"),
+        ("aiohttp", aiohttp.ClientSession, "_retry_connection"),
+        ("aiohttp", aiohttp.TCPConnector, "_wrap_create_connection"),
+    ):
+        # aiohttp lists the attributes of instances.
+        if not hasattr(owner, name) and name not in getattr(owner, "ATTRS", ()):
+            raise StoreError(
+                ErrorKind.BAD_CONFIGURATION,
+                f"{package} {version(package)} has no {owner.__name__}.{name}, which Mooring relies on",
+                hint=f"install an older {package}, as the constraints.txt of this Mooring names it, and report this",
+            )
+
+
+require_internals()
 _make_session: Final = AIOHTTPSession._get_session
 
 
