@@ -10,7 +10,7 @@ from typing import Final
 from mooring_agent.adapters.checksum import crc64nvme
 from mooring_agent.catalog.object_reads import at_once, get_whole
 from mooring_agent.catalog.reading import StoredFile
-from mooring_agent.core.errors import ErrorKind, StoreError
+from mooring_agent.core.errors import checkpoint_corrupt
 from mooring_agent.core.model import Part
 from mooring_agent.ports import ObjectStore
 
@@ -70,15 +70,7 @@ async def fetch_pack(store: ObjectStore, pack: StoredPack) -> bytes:
         if not damaged:
             return body
     more = f" (and {len(damaged) - 1} more)" if len(damaged) > 1 else ""
-    raise _corrupt(f"{pack.key} does not hold {damaged[0]} as it was written{more}")
-
-
-def _corrupt(message: str) -> StoreError:
-    return StoreError(
-        ErrorKind.CHECKPOINT_CORRUPT,
-        message,
-        hint="restore falls back to the next older checkpoint; `mooring verify` shows all that is damaged",
-    )
+    raise checkpoint_corrupt(f"{pack.key} does not hold {damaged[0]} as it was written{more}")
 
 
 def _is_intact(content: memoryview, file: StoredFile) -> bool:
@@ -106,9 +98,7 @@ async def fetch_part(store: ObjectStore, file: StoredFile, part: Part, descripto
         )
         if checksum == expected:
             return
-    raise StoreError(
-        ErrorKind.CHECKPOINT_CORRUPT,
+    raise checkpoint_corrupt(
         f"{file.key} bytes {part.offset_bytes} to {part.offset_bytes + part.size_bytes} are not what was written: "
-        f"checksum {checksum:016x}, the rank manifest says {expected:016x}",
-        hint="restore falls back to the next older checkpoint; `mooring verify` shows all that is damaged",
+        f"checksum {checksum:016x}, the rank manifest says {expected:016x}"
     )

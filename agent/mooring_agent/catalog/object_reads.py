@@ -8,7 +8,7 @@ import asyncio
 from collections.abc import Awaitable, Callable, Iterable
 from typing import TypeVar
 
-from mooring_agent.core.errors import ErrorKind, StoreError
+from mooring_agent.core.errors import ErrorKind, StoreError, checkpoint_corrupt
 from mooring_agent.ports import ObjectStore
 
 _Item = TypeVar("_Item")
@@ -66,8 +66,4 @@ async def get_whole(store: ObjectStore, key: str, *, limit_bytes: int, fresh: bo
         size_bytes = (await store.head(key)).size_bytes
         if size_bytes <= limit_bytes:
             raise
-        raise StoreError(
-            ErrorKind.CHECKPOINT_CORRUPT,
-            f"{key} has {size_bytes} bytes, it may have {limit_bytes}",
-            hint="restore falls back to the next older checkpoint; `mooring verify` shows all that is damaged",
-        ) from error
+        raise checkpoint_corrupt(f"{key} has {size_bytes} bytes, it may have {limit_bytes}") from error

@@ -12,7 +12,7 @@ from typing import Final
 from mooring_agent.adapters.checksum import crc64nvme
 from mooring_agent.adapters.control_group import memory_limit_bytes
 from mooring_agent.catalog.object_reads import at_once, for_each, read_object
-from mooring_agent.core.errors import ErrorKind, MooringError, StoreError
+from mooring_agent.core.errors import ErrorKind, MooringError, StoreError, checkpoint_corrupt
 from mooring_agent.core.limits import MARKER_BYTES
 from mooring_agent.core.model import CommitMarker, FileEntry, ManifestReference, RankManifest
 from mooring_agent.core.policies.restore_choice import CommittedSave, newest_first
@@ -379,8 +379,4 @@ def _problem(key: str, error: MooringError) -> list[Problem]:
 def _corrupt(problems: Sequence[Problem], not_kept: int = 0) -> StoreError:
     count = len(problems) - 1 + not_kept
     more = f" (and {count} more)" if count else ""
-    return StoreError(
-        ErrorKind.CHECKPOINT_CORRUPT,
-        f"{problems[0]}{more}",
-        hint="restore falls back to the next older checkpoint; `mooring verify` shows all that is damaged",
-    )
+    return checkpoint_corrupt(f"{problems[0]}{more}")

@@ -24,6 +24,7 @@ from mooring_agent.cli.store_work import as_json_option, opened, print_json, pro
 from mooring_agent.core.errors import ErrorKind, StoreError, printable
 from mooring_agent.core.model import CommitMarker
 from mooring_agent.core.policies.restore_choice import CommittedSave
+from mooring_agent.core.settings.table import environment_variable
 from mooring_agent.core.settings.values import RetentionSettings, StoreSettings, TransferSettings
 
 _MARKERS_AT_ONCE: Final = 8
@@ -114,14 +115,14 @@ def verify(store_settings: StoreSettings, step: int | None, everything: bool, as
     "--keep-last",
     type=click.IntRange(min=0),
     default=0,
-    envvar="MOORING_KEEP_LAST",
+    envvar=environment_variable("retention.keep_last"),
     help="Keep this many newest committed checkpoints; 0: all.",
 )
 @click.option(
     "--keep-every",
     type=click.IntRange(min=0),
     default=0,
-    envvar="MOORING_KEEP_EVERY_STEPS",
+    envvar=environment_variable("retention.keep_every_steps"),
     help="Besides, keep those whose step is a multiple of this; 0: none.",
 )
 @click.option(
@@ -129,7 +130,7 @@ def verify(store_settings: StoreSettings, step: int | None, everything: bool, as
     type=click.FloatRange(min=0),
     default=RetentionSettings().orphan_age_seconds,
     show_default=True,
-    envvar="MOORING_ORPHAN_AGE_SECONDS",
+    envvar=environment_variable("retention.orphan_age_seconds"),
     help="Of saves that never committed and other leftovers, delete those that are older.",
 )
 @as_json_option

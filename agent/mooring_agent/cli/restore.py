@@ -15,7 +15,7 @@ from mooring_agent.cli.run import copy_autoload
 from mooring_agent.cli.store_options import store_options
 from mooring_agent.cli.store_work import as_json_option, opened, print_json, progress_bar, run_work
 from mooring_agent.core.errors import ErrorKind, StoreError
-from mooring_agent.core.settings.table import parse_bytes
+from mooring_agent.core.settings.table import environment_variable, parse_bytes
 from mooring_agent.core.settings.values import StoreSettings, TransferSettings
 from mooring_agent.ports import ObjectStore
 from mooring_api.names import (
@@ -54,7 +54,7 @@ from mooring_api.names import (
 @click.option(
     "--log-format",
     type=click.Choice(["json", "console"]),
-    envvar="MOORING_LOG_FORMAT",
+    envvar=environment_variable("log_format"),
     help="Default: console in a terminal, else json.",
 )
 @click.option("--attempt", default="", envvar=ENV_ATTEMPT, help="This start of the run, the same on all its pods.")
@@ -62,20 +62,20 @@ from mooring_api.names import (
     "--node-rank",
     type=click.IntRange(min=0),
     default=0,
-    envvar="MOORING_NODE_RANK",
+    envvar=environment_variable("node_rank"),
     help="Index of this pod in the job; 0 decides where the store cannot.",
 )
 @click.option(
     "--max-concurrency",
     type=click.IntRange(min=1),
     default=TransferSettings().max_concurrency,
-    envvar="MOORING_MAX_CONCURRENCY",
+    envvar=environment_variable("transfer.max_concurrency"),
     help="Parts on the wire at the same time.",
 )
 @click.option(
     "--size-limit-bytes",
     default="0",
-    envvar="MOORING_SIZE_LIMIT_BYTES",
+    envvar=environment_variable("disk.size_limit_bytes"),
     callback=lambda context, parameter, value: _bytes(value),
     help="sizeLimit of the emptyDir, as 10GiB or in bytes; 0: none.",
 )

@@ -104,6 +104,15 @@ class StoreError(MooringError):
     """An object store refused, failed, or gave an answer that cannot be used."""
 
 
+def checkpoint_corrupt(message: str) -> StoreError:
+    """The error for an object of a checkpoint that is not what was written."""
+    return StoreError(
+        ErrorKind.CHECKPOINT_CORRUPT,
+        message,
+        hint="restore falls back to the next older checkpoint; `mooring verify` shows all that is damaged",
+    )
+
+
 class VolumeError(MooringError):
     """The shared volume, or a file on it, is missing, changed, full or otherwise unusable."""
 

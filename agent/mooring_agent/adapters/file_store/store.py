@@ -20,7 +20,7 @@ from mooring_agent.adapters.rate_limit import RateLimiter
 from mooring_agent.adapters.region_file import RegionFile
 from mooring_agent.adapters.transfer.sink import PositionedFileWriter
 from mooring_agent.adapters.transfer.upload_body import PIECE_BYTES, BufferPool, FileBody
-from mooring_agent.core.errors import ErrorKind, MooringError, StoreError
+from mooring_agent.core.errors import ErrorKind, MooringError, StoreError, checkpoint_corrupt
 from mooring_agent.core.model import Region
 from mooring_agent.core.settings.values import StoreSettings
 from mooring_agent.core.stored.object_layout import PROBE_PREFIX
@@ -252,8 +252,4 @@ def _check(path: Path, found: str, expected: str) -> None:
 
 
 def _corrupt(path: Path, reason: str) -> StoreError:
-    return StoreError(
-        ErrorKind.CHECKPOINT_CORRUPT,
-        f"{path} is not what was written: {reason}",
-        hint="restore falls back to the next older checkpoint; `mooring verify` shows all that is damaged",
-    )
+    return checkpoint_corrupt(f"{path} is not what was written: {reason}")

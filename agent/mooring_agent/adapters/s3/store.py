@@ -33,7 +33,7 @@ from mooring_agent.adapters.s3.integrity import (
 from mooring_agent.adapters.s3.listings import Listings
 from mooring_agent.adapters.transfer.direct import Body, DirectTransfer, Transfer
 from mooring_agent.adapters.transfer.stall_timeout import StallTimeout
-from mooring_agent.core.errors import ErrorKind, StoreError
+from mooring_agent.core.errors import ErrorKind, StoreError, checkpoint_corrupt
 from mooring_agent.core.model import Region
 from mooring_agent.core.settings.values import StoreSettings
 from mooring_agent.ports import ObjectInfo, PartInfo, StoreCapabilities, UploadInfo
@@ -344,11 +344,7 @@ class S3Store:
             raise self._corrupt(key, f"its ETag is {found} instead of {expected}")
 
     def _corrupt(self, key: str, reason: str) -> StoreError:
-        return StoreError(
-            ErrorKind.CHECKPOINT_CORRUPT,
-            f"{self._place(key)} is not what was written: {reason}",
-            hint="restore falls back to the next older checkpoint; `mooring verify` shows all that is damaged",
-        )
+        return checkpoint_corrupt(f"{self._place(key)} is not what was written: {reason}")
 
 
 async def open_s3_store(

@@ -10,6 +10,7 @@ from mooring_agent.core.injection.pod import Container, Findings, others, plain,
 from mooring_agent.core.injection.pod_resources import agent_resources, with_the_trainers_memory
 from mooring_agent.core.injection.spec import Injection, InjectionDefaults
 from mooring_agent.core.injection.volumes import CA_PATH, SOCKET_MOUNT, STATE_MOUNT, CheckpointPlace, store_mounts
+from mooring_agent.core.settings.table import environment_variable
 from mooring_api import names
 
 POD_SOCKET: Final = f"{names.POD_SOCKET_DIRECTORY}/{names.SOCKET}"
@@ -49,7 +50,7 @@ def agent_container(plan: Plan) -> dict[str, Any]:
         args.append("--fresh")
     if plan.serves_metrics:
         # Without a host it listens on every address of the pod, which may have only IPv6 ones.
-        variables.append({"name": "MOORING_HTTP_ADDRESS", "value": f":{names.POD_METRICS_PORT}"})
+        variables.append({"name": environment_variable("http_address"), "value": f":{names.POD_METRICS_PORT}"})
     container = {"name": names.AGENT_CONTAINER, **_shared(plan, args, variables, plan.mounts, plan.resources)}
     if plan.serves_metrics:
         container["ports"] = [{"name": "mooring-metrics", "containerPort": names.POD_METRICS_PORT, "protocol": "TCP"}]
@@ -89,13 +90,13 @@ def _shared(
     return shared
 
 
-_CLUSTER_EVENTS: Final = "MOORING_CLUSTER_EVENTS"
+_CLUSTER_EVENTS: Final = environment_variable("cluster.cluster_events")
 _FROM_THE_POD: Final = {
-    "MOORING_POD_NAME": "metadata.name",
-    "MOORING_POD_NAMESPACE": "metadata.namespace",
-    "MOORING_POD_UID": "metadata.uid",
+    environment_variable("cluster.pod_name"): "metadata.name",
+    environment_variable("cluster.pod_namespace"): "metadata.namespace",
+    environment_variable("cluster.pod_uid"): "metadata.uid",
 }
-_EVICTION_THRESHOLD: Final = "MOORING_EVICTION_THRESHOLD_PERCENT"
+_EVICTION_THRESHOLD: Final = environment_variable("disk.eviction_threshold_percent")
 
 
 def plan_of(
@@ -118,7 +119,7 @@ def plan_of(
         names.ENV_CHECKPOINT_DIRECTORY: place.directory,
         names.ENV_SOCKET: POD_SOCKET,
         names.ENV_STATE_DIRECTORY: names.POD_STATE_DIRECTORY,
-        "MOORING_GRACE_SECONDS": str(grace_seconds),
+        environment_variable("termination.grace_seconds"): str(grace_seconds),
         **_place_texts(metadata, place),
         **injection.settings,
     }
@@ -190,9 +191,9 @@ def _credential_texts(injection: Injection) -> dict[str, str]:
         return {}
     texts = {}
     if injection.credentials:
-        texts["MOORING_S3_CREDENTIALS_DIRECTORY"] = names.POD_CREDENTIALS_PATH
+        texts[environment_variable("store.credentials_directory")] = names.POD_CREDENTIALS_PATH
     if injection.ca_bundle:
-        texts["MOORING_S3_CA_BUNDLE"] = CA_PATH
+        texts[environment_variable("store.ca_bundle")] = CA_PATH
     return texts
 
 
@@ -200,9 +201,9 @@ def _place_texts(metadata: Mapping[str, Any], place: CheckpointPlace) -> dict[st
     texts = {}
     rank = pod_fitness.node_rank(metadata)
     if rank is not None:
-        texts["MOORING_NODE_RANK"] = str(rank)
+        texts[environment_variable("node_rank")] = str(rank)
     if place.limit_bytes:
-        texts["MOORING_SIZE_LIMIT_BYTES"] = str(place.limit_bytes)
+        texts[environment_variable("disk.size_limit_bytes")] = str(place.limit_bytes)
     if not place.on_node_disk:
         # Kubelet's eviction threshold applies to the node's own disk only.
         texts[_EVICTION_THRESHOLD] = "0"

@@ -80,6 +80,12 @@ def _fields_of(cls: type, section: str) -> Iterator[SettingField]:
         yield SettingField(section=section, name=field.name, value_type=value_type, help=text, default=default)
 
 
+@cache
+def environment_variable(key: str) -> str:
+    """The environment variable of a setting. Raises KeyError for a key that no setting has."""
+    return {setting.key: setting.environment for setting in setting_fields()}[key]
+
+
 def build_settings(values: Mapping[str, Any]) -> Settings:
     """Build the settings from valid `values` by key, which include the required ones. The rest gets defaults."""
     settings = _build(Settings, "", values)

@@ -15,7 +15,7 @@ from typing import Annotated, Final, Literal
 
 from msgspec import Meta, Struct
 
-from mooring_agent.core.errors import ErrorKind, RequestError, StoreError
+from mooring_agent.core.errors import ErrorKind, RequestError, StoreError, checkpoint_corrupt
 from mooring_agent.core.limits import (
     FILES_PER_RANK,
     MANIFEST_BYTES,
@@ -259,11 +259,7 @@ def _corrupt(key: str, error: Exception) -> StoreError:
             f"{key} cannot be read: {error}",
             hint="use the version that wrote it, or a newer one",
         )
-    return StoreError(
-        ErrorKind.CHECKPOINT_CORRUPT,
-        f"{key} is not what was written: {error}",
-        hint="restore falls back to the next older checkpoint; `mooring verify` shows all that is damaged",
-    )
+    return checkpoint_corrupt(f"{key} is not what was written: {error}")
 
 
 _PROCESS_BYTES: Final = 96 * 1024**2
