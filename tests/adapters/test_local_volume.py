@@ -15,11 +15,11 @@ from pathlib import Path
 
 import pytest
 
-from mooring_agent.adapters.clock import SystemClock
 from mooring_agent.adapters.liveness import RankLocks
 from mooring_agent.adapters.signal_file import SignalFile
 from mooring_agent.adapters.volume.disk import VolumeMeter
 from mooring_agent.core.errors import ErrorKind, VolumeError
+from mooring_agent.runtime.process.app import SystemClock
 from mooring_api.signal_file import SaveSignal, decode
 
 

@@ -17,7 +17,6 @@ from tests.hostile.mutations import mutated_bytes, mutated_object, naming
 from tests.restore.stored_checkpoints import store_checkpoint, store_packed_checkpoint
 
 from mooring.checkpoints.records import read_records
-from mooring_agent.adapters.clock import SystemClock
 from mooring_agent.adapters.open_store import open_store
 from mooring_agent.adapters.records import unannounced
 from mooring_agent.adapters.retrying_store import RetryingStore
@@ -33,6 +32,7 @@ from mooring_agent.core.stored.manifest import decode_manifest
 from mooring_agent.core.stored.object_layout import manifest_key, marker_key, pack_key, pin_key
 from mooring_agent.ports import ObjectStore
 from mooring_agent.restore import Restored, restore
+from mooring_agent.runtime.process.app import SystemClock
 from mooring_agent.runtime.work.committer import commit
 from mooring_api.names import CHECKPOINT_DIRECTORY, RECORDS_DIRECTORY, STATE_DIRECTORY
 

@@ -23,7 +23,6 @@ from tests.harness.agent_process import write_checkpoint
 from tests.hostile.mutations import mutated_bytes, mutated_object
 from tests.hostile.objects import WORK_SECONDS
 
-from mooring_agent.adapters.clock import SystemClock
 from mooring_agent.adapters.journal import SqliteJournal, open_journal
 from mooring_agent.adapters.volume.disk import Reserve
 from mooring_agent.adapters.volume.staging_area import LocalStagingArea
@@ -35,6 +34,7 @@ from mooring_agent.core.agent.work import Operation, WorkId
 from mooring_agent.core.model import Kind, Phase, SaveInfo
 from mooring_agent.runtime.engine.journaling import recover
 from mooring_agent.runtime.engine.status import describe
+from mooring_agent.runtime.process.app import SystemClock
 from mooring_agent.runtime.work.transfers import stage
 from mooring_api.names import JOURNAL, STAGED_DIRECTORY, STATE_DIRECTORY
 

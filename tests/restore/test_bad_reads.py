@@ -12,7 +12,6 @@ from tests.restore.stored_checkpoints import flip_byte, store_checkpoint
 from tests.servers.fault_proxy import FaultProxy
 from tests.servers.server import Bucket
 
-from mooring_agent.adapters.clock import SystemClock
 from mooring_agent.adapters.open_store import open_store
 from mooring_agent.catalog import check, list_committed
 from mooring_agent.catalog.pruning import note_damage
@@ -24,6 +23,7 @@ from mooring_agent.core.errors import StoreError
 from mooring_agent.core.stored.manifest import decode_manifest
 from mooring_agent.core.stored.object_layout import damage_key, file_key, manifest_key, marker_key
 from mooring_agent.restore import restore
+from mooring_agent.runtime.process.app import SystemClock
 from mooring_agent.runtime.work.committer import commit
 
 POSITIONS = (3, 40, 77, 111, 160, -3, -12)

@@ -9,7 +9,6 @@ from tests.fakes.fake_store import FakeStore
 from tests.harness.forged_checkpoint import of_nothing, of_parts, store_forged
 from tests.restore.stored_checkpoints import store_checkpoint
 
-from mooring_agent.adapters.clock import SystemClock
 from mooring_agent.catalog import check, list_committed, load, prune, reading
 from mooring_agent.core.agent.commands import Commit
 from mooring_agent.core.agent.events import Committed
@@ -21,6 +20,7 @@ from mooring_agent.core.settings.values import RetentionSettings
 from mooring_agent.core.stored.manifest import decode_manifest, encode_marker, needed_bytes
 from mooring_agent.core.stored.object_layout import DAMAGED_PREFIX, manifest_key
 from mooring_agent.restore import Restored, restore
+from mooring_agent.runtime.process.app import SystemClock
 from mooring_agent.runtime.work import committer
 
 MIB = 1024**2

@@ -5,7 +5,6 @@ from dataclasses import replace
 import pytest
 from tests.fakes.fake_store import FakeStore
 
-from mooring_agent.adapters.clock import SystemClock
 from mooring_agent.core.agent.commands import Commit
 from mooring_agent.core.agent.events import Committed, CommitWaits
 from mooring_agent.core.agent.work import Operation, WorkId
@@ -13,6 +12,7 @@ from mooring_agent.core.errors import ErrorKind, StoreError
 from mooring_agent.core.model import AnnouncementTime, FileEntry, Kind, RankManifest, SaveInfo
 from mooring_agent.core.stored.manifest import encode_manifest
 from mooring_agent.core.stored.object_layout import manifest_key, marker_key
+from mooring_agent.runtime.process.app import SystemClock
 from mooring_agent.runtime.work.committer import commit, is_committed
 
 INFO = SaveInfo(save="save", name="checkpoint-1", step=1, kind=Kind.PERIODIC, world_size=2)

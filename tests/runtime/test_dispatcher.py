@@ -6,7 +6,6 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from mooring_agent.adapters.clock import SystemClock
 from mooring_agent.adapters.rate_limit import RateLimiter
 from mooring_agent.adapters.volume.staging_area import LocalStagingArea
 from mooring_agent.core.agent.commands import CancelWork, Command, CreateUpload, PutFile, Release, WriteManifest
@@ -16,6 +15,7 @@ from mooring_agent.core.agent.work import Operation, WorkId
 from mooring_agent.core.errors import ErrorKind
 from mooring_agent.core.model import Fingerprint, Kind, RankManifest, Region, SaveInfo, StagedFile
 from mooring_agent.core.settings.values import Settings, StoreSettings
+from mooring_agent.runtime.process.app import SystemClock
 from mooring_agent.runtime.work.committer import DuplicateSaveGuard
 from mooring_agent.runtime.work.dispatcher import Dispatcher
 from mooring_agent.runtime.work.pruner import Pruner

@@ -10,7 +10,6 @@ import pytest
 from tests.core.play import Play, settings
 from tests.fakes.fake_journal import FakeJournal
 
-from mooring_agent.adapters.clock import SystemClock
 from mooring_agent.adapters.volume.staging_area import LocalStagingArea
 from mooring_agent.core.agent.commands import Command, Release
 from mooring_agent.core.agent.event_codec import decode_event, encode_event
@@ -21,6 +20,7 @@ from mooring_agent.core.model import Phase, StagedFile
 from mooring_agent.ports import StagedDescriptor
 from mooring_agent.runtime.engine.engine import Engine
 from mooring_agent.runtime.engine.journaling import recover
+from mooring_agent.runtime.process.app import SystemClock
 from mooring_agent.runtime.work.announcements import Announcements
 from mooring_api.v1 import agent_pb2
 

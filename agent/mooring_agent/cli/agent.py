@@ -2,6 +2,7 @@
 
 import os
 import signal
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,6 @@ import click
 
 from mooring_agent.adapters.volume.shared_folders import make_shared_folders
 from mooring_agent.cli.formatting import errors_reported
-from mooring_agent.cli.plain_logs import load_structlog_alone
 from mooring_agent.cli.store_options import setting_options, settings_from
 from mooring_agent.config import unknown_variables
 
@@ -51,3 +51,19 @@ def agent(fresh: bool, parent_pid: int | None, **options: Any) -> None:
     # A normal exit would join threads that still hash a file, and SIGKILL may be near. Every log line is flushed
     # already.
     os._exit(code)
+
+
+def load_structlog_alone() -> None:
+    """Import structlog without rich. Every later `import structlog` gets the same module.
+
+    structlog imports rich for coloured tracebacks, which our logs do not have. Rich takes five megabytes, in a command
+    that runs beside a trainer for days, and most of structlog's time to load.
+    """
+    if "structlog" in sys.modules or "rich" in sys.modules:
+        return
+    # With None here, `import rich` fails as if it were not installed, which structlog supports.
+    sys.modules["rich"] = None  # type: ignore[assignment]
+    try:
+        import structlog  # noqa: F401 - only to load it
+    finally:
+        del sys.modules["rich"]

@@ -14,9 +14,9 @@ from typing import Any
 import click
 
 from mooring_agent.adapters.volume.errors import folder_error
+from mooring_agent.cli.agent import load_structlog_alone
 from mooring_agent.cli.agent_call import CALL_TIMEOUT_SECONDS, agent_answers, agent_stub
 from mooring_agent.cli.formatting import errors_reported
-from mooring_agent.cli.plain_logs import load_structlog_alone
 from mooring_agent.cli.store_options import environment_of, setting_options, settings_from
 from mooring_agent.core.errors import ErrorKind, MooringError
 from mooring_api import names

@@ -5,6 +5,7 @@ import contextlib
 import os
 import signal
 import threading
+import time
 from collections.abc import Callable, Coroutine, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -15,7 +16,6 @@ import structlog
 
 from mooring_agent import __version__
 from mooring_agent.adapters import priority
-from mooring_agent.adapters.clock import SystemClock
 from mooring_agent.adapters.control_group import cpu_limit
 from mooring_agent.adapters.liveness import RankLocks
 from mooring_agent.adapters.rate_limit import RateLimiter
@@ -54,6 +54,26 @@ log = structlog.get_logger("mooring.agent")
 
 Forever = Callable[[], Coroutine[None, None, None]]
 """Work that runs until it is cancelled."""
+
+
+class SystemClock:
+    """The agent's clock: unix seconds that never jump or go back.
+
+    The wall clock is read once, when the agent starts; after that the monotonic clock counts. So if the wall clock is
+    corrected while the agent runs (NTP after a boot, a resumed machine), no retry waits for hours, no deadline passes
+    early and no rate becomes absurd. The cost is that times in the journal, the status and the manifests keep the wall
+    clock's error at the start. Nothing critical depends on them: grace periods and clouds' notices arrive as durations
+    in seconds, not as points in time.
+    """
+
+    def __init__(
+        self, *, wall: Callable[[], float] = time.time, monotonic: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._monotonic = monotonic
+        self._offset_seconds = wall() - monotonic()
+
+    def now(self) -> float:
+        return self._offset_seconds + self._monotonic()
 
 
 @contextmanager

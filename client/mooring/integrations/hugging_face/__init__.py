@@ -23,8 +23,7 @@ def install(trainer: Any) -> None:
     from transformers.trainer import Trainer
 
     # These import torch and transformers, and autoload is called in the middle of that import.
-    from mooring.integrations.hugging_face.callback import Callback
-    from mooring.integrations.hugging_face.protection import Protection
+    from mooring.integrations.hugging_face.protection import Callback, Protection
 
     missing = [name for name in _NEEDED if not hasattr(trainer, name)]
     if missing:

@@ -17,6 +17,8 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, Final
 
+from transformers.trainer_callback import TrainerCallback
+
 from mooring import random_generators
 from mooring.autoload.post_import import reason, warn
 from mooring.checkpoints.records import Kind
@@ -268,3 +270,22 @@ def _evaluation_strategy(arguments: Any) -> str:
 def _is_evaluation(entry: dict[str, Any], step: int) -> bool:
     """Whether this log entry is the result of an evaluation after `step`."""
     return entry.get("step") == step and any(key.startswith("eval_") for key in entry)
+
+
+class Callback(TrainerCallback):  # type: ignore[misc]  # transformers may not be installed where mypy is
+    """Passes the Trainer's events on to its protection."""
+
+    def __init__(self, protection: Protection) -> None:
+        self._protection = protection
+
+    def on_train_begin(self, *_: Any, **__: Any) -> None:
+        self._protection.begun()
+
+    def on_step_begin(self, *_: Any, **__: Any) -> None:
+        self._protection.before_step()
+
+    def on_prediction_step(self, *_: Any, **__: Any) -> None:
+        self._protection.evaluated_batch()
+
+    def on_save(self, *_: Any, **__: Any) -> None:
+        self._protection.saved()
