@@ -51,6 +51,11 @@ class CheckpointWriter:
         """Optimizer steps of this checkpoint."""
         return self._pending.step
 
+    @property
+    def kind(self) -> Kind:
+        """The kind of this save as it was begun, the same on all ranks."""
+        return self._pending.kind
+
     def complete(self, kind: Callable[[], Kind] | None = None) -> bool:
         """Say that this rank's part is written.
 

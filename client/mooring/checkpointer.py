@@ -265,7 +265,11 @@ class Checkpointer:
             return
         self._resumed = True
         context = self._session.context()
-        newest = max((record.step for record in context.local.whole()), default=-1) if context.leads_pod else -1
+        try:
+            newest = max((record.step for record in context.local.whole()), default=-1) if context.leads_pod else -1
+        except OSError:
+            # The save itself meets what is wrong with the volume, on all ranks.
+            return
         if newest >= step:
             _log.warning(
                 "a checkpoint of step %d is here and nothing has read it, now step %d is saved: hint=call "

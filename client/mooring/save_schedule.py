@@ -8,7 +8,7 @@ import logging
 import re
 from datetime import timedelta
 from functools import lru_cache
-from typing import Final, TypeAlias
+from typing import Any, Final, TypeAlias
 
 from mooring.errors import ErrorKind, UsageError
 
@@ -23,23 +23,38 @@ _REPEATED_CALLS: Final = 1000
 _UNSAVED_CALLS: Final = 3
 
 
-@lru_cache(maxsize=16)
 def parse_interval(every: Interval) -> int | timedelta:
-    """Steps or a duration. Raises UsageError."""
-    if isinstance(every, str):
-        if every.isascii() and every.isdecimal():
-            return int(every)
-        found = _DURATION.fullmatch(every.strip())
-        every = timedelta(**{_UNITS[found[2]]: float(found[1])}) if found else -1
-    if isinstance(every, timedelta) and every >= _SHORTEST:
-        return every
-    if isinstance(every, int) and every >= 0:
-        return every
+    """Return the interval as steps, which may also be a NumPy number, or as a duration. Raises UsageError."""
+    interval = _parse_text(every) if isinstance(every, str) else every
+    if isinstance(interval, timedelta):
+        if interval >= _SHORTEST:
+            return interval
+    elif interval == (steps := _whole_number(interval)) and steps >= 0:
+        return steps
     raise UsageError(
         ErrorKind.BAD_ARGUMENT,
         "`every` is neither a number of steps nor a duration of at least a second",
         hint='use steps, as every=100, or a duration, as every="10m" (s, m or h)',
     )
+
+
+@lru_cache(maxsize=16)
+def _parse_text(every: str) -> int | timedelta:
+    if every.isascii() and every.isdecimal():
+        return int(every)
+    found = _DURATION.fullmatch(every.strip())
+    try:
+        return timedelta(**{_UNITS[found[2]]: float(found[1])}) if found else -1
+    except OverflowError:
+        return -1
+
+
+def _whole_number(value: Any) -> int:
+    """Return the number without its fraction; -1 for what is no number."""
+    try:
+        return int(value)
+    except (TypeError, ValueError, OverflowError):
+        return -1
 
 
 class SaveSchedule:
@@ -72,7 +87,9 @@ class SaveSchedule:
         step = self._step
         if every < 1 or step is None or step < 1 or step == self._saved:
             return False
-        previous = step - 1 if self._previous is None else self._previous
+        # The first call of a run that resumed comes after the step that it resumed from.
+        before = step - 1 if self._saved is None else self._saved
+        previous = before if self._previous is None else self._previous
         return step // every > previous // every
 
     def timer_expired(self, every: timedelta, now: float) -> bool:

@@ -404,7 +404,7 @@ def overwrite(journal: Path) -> None:
 
 def write_as_a_later_version(journal: Path) -> None:
     opened = SqliteJournal(journal, Reserve(journal.parent))
-    opened.rewrite([record.replace(b'"Staged"', b'"StagedAnew"') for record in list(opened.replay())])
+    opened.rewrite([record.replace(b'"staged"', b'"staged-anew"') for record in list(opened.replay())])
     opened.close()
 
 

@@ -164,7 +164,13 @@ async def _validated(store: ObjectStore, committed: Iterable[CommittedSave], *, 
     for one in committed:
         if len(validated) >= enough:
             break
-        if (await examine(store, one)).checkpoint is not None:
+        try:
+            examination = await examine(store, one)
+        except StoreError as error:
+            if error.kind is not ErrorKind.FORMAT_UNKNOWN:
+                raise
+            continue
+        if examination.checkpoint is not None:
             validated.add(one.save)
     return validated
 

@@ -224,7 +224,7 @@ async def _saved_at(store: ObjectStore, committed: CommittedSave) -> float:
     try:
         return (await read_marker(store, committed)).saved_at
     except StoreError as error:
-        if error.kind not in DAMAGE:
+        if error.kind not in (*DAMAGE, ErrorKind.FORMAT_UNKNOWN):
             raise
         return 0.0
 

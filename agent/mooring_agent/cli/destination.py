@@ -246,14 +246,20 @@ async def _verify(
             )
         found: list[tuple[CommittedSave, Sequence[catalog.Problem] | None]] = []
         for one in committed if everything or step is not None else committed[:1]:
-            with progress_bar() as advance:
-                problems = await catalog.check(
-                    store,
-                    one,
-                    deep=True,
-                    concurrency=TransferSettings().max_concurrency,
-                    on_progress=partial(advance, f"step {one.step}"),
-                )
+            problems: Sequence[catalog.Problem]
+            try:
+                with progress_bar() as advance:
+                    problems = await catalog.check(
+                        store,
+                        one,
+                        deep=True,
+                        concurrency=TransferSettings().max_concurrency,
+                        on_progress=partial(advance, f"step {one.step}"),
+                    )
+            except StoreError as error:
+                if error.kind is not ErrorKind.FORMAT_UNKNOWN:
+                    raise
+                problems = [catalog.Problem(key=one.key, what=str(error))]
             if not problems:
                 await clear_damage(store, one.save)
             deleted = bool(problems) and not await catalog.has_marker(store, one)

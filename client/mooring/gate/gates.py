@@ -245,6 +245,7 @@ class RanksGate:
             self._changed.wait_for(lambda: self._promise is None or self._closing.is_set())
         if decision.action is Action.SAVE:
             self._saves_wanted = 0
+            self._save_requested = False
         elif decision.action is Action.NOTHING:
             _log.warning("the ranks did not agree on a step to save at: try=%d", number + 1)
 

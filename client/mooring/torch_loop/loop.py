@@ -153,6 +153,8 @@ class TorchLoop:
         except VolumeError as error:
             _warn(error)
             return
+        # A termination notice may have come while the last save was written.
+        background = background and saving.kind is Kind.PERIODIC
         save = self._saver.save if background else self._saver.save_now
         save(saving, self._state.capture)
 
