@@ -135,6 +135,13 @@ def _no_text_in_the_schema(path: Path) -> None:
     path.write_bytes(content.replace(b"tablerecordsrecords\x02C", b"tablerecor\x8dsrecords\x02X"))
 
 
+def _another_column_in_the_schema(path: Path) -> None:
+    """One bit of the table's definition, which SQLite takes for what somebody wanted."""
+    content = path.read_bytes()
+    assert content.count(b"(id INTEGER") == 1
+    path.write_bytes(content.replace(b"(id INTEGER", b"(ie INTEGER"))
+
+
 def _another_schema(path: Path) -> None:
     path.unlink()
     database = sqlite3.connect(path)
@@ -142,7 +149,10 @@ def _another_schema(path: Path) -> None:
     database.close()
 
 
-@pytest.mark.parametrize("damage", [_no_database, _truncated, _torn_page, _no_text_in_the_schema, _another_schema])
+@pytest.mark.parametrize(
+    "damage",
+    [_no_database, _truncated, _torn_page, _no_text_in_the_schema, _another_column_in_the_schema, _another_schema],
+)
 def test_a_damaged_journal_is_set_aside_and_a_new_one_begun(tmp_path: Path, damage: Callable[[Path], None]) -> None:
     path = tmp_path / "journal.sqlite3"
     for number in (1, 2):

@@ -85,7 +85,11 @@ class SqliteJournal:
         def check() -> bool:
             with self._transaction() as connection:
                 (finding,) = connection.execute("PRAGMA quick_check(1)").fetchone()
-                return bool(finding == "ok")
+                # The table's definition is text in the file: a changed letter of it is sound to SQLite.
+                (columns,) = connection.execute(
+                    "SELECT count(*) FROM pragma_table_info('records') WHERE name IN ('id', 'body')"
+                ).fetchone()
+                return bool(finding == "ok" and columns == 2)
 
         try:
             return self._with_room(check, when_not_begun=True)
