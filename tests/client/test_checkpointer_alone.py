@@ -422,3 +422,14 @@ def test_a_duration_saves_when_it_has_passed_and_not_before(make: Make, monkeypa
 def test_an_interval_that_makes_no_sense_is_refused_at_the_first_step(make: Make) -> None:
     with pytest.raises(UsageError):
         make().should_save(1, every="soon")
+
+
+def test_a_volume_that_cannot_be_read_at_the_first_save_raises_nothing_in_it(
+    make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(_: object) -> None:
+        raise OSError(errno.EIO, "the volume is gone")
+
+    checkpointer = make()
+    monkeypatch.setattr(mooring.checkpoints.local_checkpoints, "read_records", fail)
+    save(checkpointer, 1)

@@ -4,10 +4,11 @@ import logging
 from datetime import timedelta
 from typing import Any
 
+import numpy
 import pytest
 
 from mooring.errors import UsageError
-from mooring.save_schedule import Interval, SaveSchedule, parse_interval
+from mooring.save_schedule import SaveSchedule, parse_interval
 
 
 def due_at(schedule: SaveSchedule, steps: list[int], every: int) -> list[int]:
@@ -25,6 +26,8 @@ def due_at(schedule: SaveSchedule, steps: list[int], every: int) -> list[int]:
     [
         (0, 0),
         (100, 100),
+        (100.0, 100),
+        (numpy.int64(100), 100),
         ("100", 100),
         ("90s", timedelta(seconds=90)),
         ("10m", timedelta(minutes=10)),
@@ -32,11 +35,13 @@ def due_at(schedule: SaveSchedule, steps: list[int], every: int) -> list[int]:
         (timedelta(minutes=3), timedelta(minutes=3)),
     ],
 )
-def test_an_interval_is_steps_or_a_duration(every: Interval, meant: int | timedelta) -> None:
+def test_an_interval_is_steps_or_a_duration(every: Any, meant: int | timedelta) -> None:
     assert parse_interval(every) == meant
 
 
-@pytest.mark.parametrize("every", [-1, 2.5, "", "ten minutes", "10 days", "-3m", "0.1s", timedelta(0), "²", None])
+@pytest.mark.parametrize(
+    "every", [-1, 2.5, "", "ten minutes", "10 days", "-3m", "0.1s", timedelta(0), "²", None, [], "9" * 20 + "h"]
+)
 def test_nonsense_as_an_interval_is_refused_with_a_hint(every: Any) -> None:
     with pytest.raises(UsageError) as raised:
         parse_interval(every)
@@ -57,6 +62,12 @@ def test_the_step_that_was_resumed_from_is_not_due_again() -> None:
     schedule = SaveSchedule(0.0)
     schedule.saved(200, 0.0)
     assert due_at(schedule, [200, 201, 299, 300], 100) == [300]
+
+
+def test_the_first_call_after_a_resume_is_past_the_step_that_was_resumed_from() -> None:
+    schedule = SaveSchedule(0.0)
+    schedule.saved(95, 0.0)
+    assert due_at(schedule, [105, 115, 195, 205], 100) == [105, 205]
 
 
 def test_a_save_that_found_no_room_stays_due_at_its_step() -> None:

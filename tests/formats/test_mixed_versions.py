@@ -11,10 +11,11 @@ from tests.formats.test_frozen_formats import newer
 from tests.restore.stored_checkpoints import store_checkpoint
 
 from mooring_agent.adapters.open_store import open_store
+from mooring_agent.catalog import list_committed, prune
 from mooring_agent.core.errors import MooringError
 from mooring_agent.core.limits import MARKER_BYTES
 from mooring_agent.core.policies.restore_choice import Pin, encode_pin
-from mooring_agent.core.settings.values import StoreSettings
+from mooring_agent.core.settings.values import RetentionSettings, StoreSettings
 from mooring_agent.core.stored.object_layout import damage_key, marker_key
 from mooring_agent.restore import restore
 
@@ -69,3 +70,30 @@ async def test_a_pin_of_a_newer_version_ends_restore(settings: StoreSettings, tm
         await store.put(".mooring/resume/one.json", newer(encode_pin(Pin(attempt="one"))))
     with pytest.raises(MooringError, match="update Mooring"):
         await run(settings, volume, attempt="one")
+
+
+async def test_two_saves_of_one_step_of_which_one_is_newer_are_listed(settings: StoreSettings, tmp_path: Path) -> None:
+    """As after a downgrade: the run goes on from the older checkpoint and comes to the same step again."""
+    volume = tmp_path / "volume"
+    volume.mkdir()
+    async with open_store(settings) as store:
+        again = await store_checkpoint(store, NEWEST, save="after-the-downgrade")
+    restored = await run(settings, volume)
+    assert (restored.step, restored.save) == (NEWEST, again.save)
+
+
+async def test_prune_counts_on_nothing_that_it_cannot_read(settings: StoreSettings) -> None:
+    async with open_store(settings) as store:
+        report = await prune(store, RetentionSettings(keep_last=1), now=1e12, dry_run=False)
+        kept = {one.step for one in await list_committed(store)}
+    assert not report.plan.refused
+    assert kept == {100, NEWEST}
+
+
+def test_verify_names_what_it_cannot_read_and_goes_on(settings: StoreSettings) -> None:
+    command = [sys.executable, "-m", "mooring_agent", "verify", settings.destination, "--all", "--json"]
+    verified = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    problems = {one["step"]: one["problems"] for one in json.loads(verified.stdout)["checkpoints"]}
+    assert verified.returncode == 1
+    assert problems[100] == []
+    assert "update Mooring" in str(problems[NEWEST])

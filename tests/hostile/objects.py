@@ -146,9 +146,13 @@ class Destination:
             try:
                 await read_marker(store, committed)
             except MooringError as error:
-                if error.kind is not ErrorKind.CHECKPOINT_CORRUPT:
+                if error.kind not in (ErrorKind.CHECKPOINT_CORRUPT, ErrorKind.FORMAT_UNKNOWN):
                     raise
-            await check(store, committed, deep=True)
+            try:
+                await check(store, committed, deep=True)
+            except MooringError as error:
+                if error.kind is not ErrorKind.FORMAT_UNKNOWN:
+                    raise
         retention = RetentionSettings(keep_last=1)
         try:
             await prune(store, retention, now=_NOW, dry_run=True)

@@ -259,7 +259,7 @@ async def _verify(
             except StoreError as error:
                 if error.kind is not ErrorKind.FORMAT_UNKNOWN:
                     raise
-                problems = [catalog.Problem(key=one.key, what=str(error))]
+                problems = [catalog.Problem(key=one.key, what=str(error).removeprefix(f"{one.key} "))]
             if not problems:
                 await clear_damage(store, one.save)
             deleted = bool(problems) and not await catalog.has_marker(store, one)

@@ -60,7 +60,7 @@ def _undecodable(content: bytearray, as_type: type, error: Exception) -> Undecod
         found = msgspec.json.decode(content, type=_Formatted).format
     except (ValueError, RecursionError, OverflowError):
         return UndecodableError(str(error))
-    if not known or found in known:
+    if not known or found <= max(known):
         return UndecodableError(str(error))
     reads = " and ".join(map(str, known))
     return UnknownFormatError(f"it has format {found}, this version of Mooring reads {reads}: update Mooring")
