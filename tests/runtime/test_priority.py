@@ -1,7 +1,10 @@
 """How far an agent lets others go first: at the CPU and at the disk."""
 
 import os
+from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
+from typing import TypeVar
 
 import psutil
 import pytest
@@ -9,9 +12,20 @@ from tests.harness.agent_process import AgentProcess, write_checkpoint
 
 END_SECONDS = 60.0
 
+T = TypeVar("T")
+
 
 def threads_of(agent: AgentProcess) -> list[int]:
     return [int(thread.name) for thread in Path(f"/proc/{agent.process.pid}/task").iterdir()]
+
+
+def of_those_alive(value: Callable[[int], T], threads: list[int]) -> set[T]:
+    """What `value` gives for these threads. The one that loads the store's library may end at any moment."""
+    found = set()
+    for thread in threads:
+        with suppress(ProcessLookupError, psutil.NoSuchProcess):
+            found.add(value(thread))
+    return found
 
 
 def nice_of(thread: int) -> int:
@@ -36,8 +50,8 @@ def test_every_thread_of_the_agent_goes_behind_the_others_as_far_as_the_settings
         agent.wait_committed(agent.announce(source, 1).save)
         threads = threads_of(agent)
         assert len(threads) > 2
-        assert {nice_of(thread) for thread in threads} == {min(19, ours + 3)}
-        assert {io_priority_of(thread) for thread in threads} == {expected}
+        assert of_those_alive(nice_of, threads) == {min(19, ours + 3)}
+        assert of_those_alive(io_priority_of, threads) == {expected}
         agent.terminate()
         assert agent.wait(END_SECONDS) == 0
     assert not agent.log("priority.refused")
@@ -46,5 +60,5 @@ def test_every_thread_of_the_agent_goes_behind_the_others_as_far_as_the_settings
 def test_an_agent_that_nobody_asks_takes_its_turn_as_it_was_started(tmp_path: Path) -> None:
     with AgentProcess(tmp_path / "volume", f"file://{tmp_path}/bucket") as agent:
         threads = threads_of(agent)
-        assert {nice_of(thread) for thread in threads} == {nice_of(0)}
-        assert {io_priority_of(thread) for thread in threads} == {io_priority_of(os.getpid())}
+        assert of_those_alive(nice_of, threads) == {nice_of(0)}
+        assert of_those_alive(io_priority_of, threads) == {io_priority_of(os.getpid())}
