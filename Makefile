@@ -21,7 +21,7 @@ unexport PYTHONDONTWRITEBYTECODE
 
 PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
 
-.PHONY: setup setup-tests node demo test test-quick test-slow test-trainers test-root test-containers test-python soak hostile chaos lint format \
+.PHONY: setup setup-tests node demo test test-quick test-slow test-trainers test-root test-containers test-python soak simulate hostile chaos lint format \
 	proto proto-check pages site docs bench clean
 
 setup: $(READY)
@@ -79,6 +79,11 @@ test-python:
 # Objects and requests of strangers, in tens of thousands; the ordinary tests do some. ARGUMENTS="--objects 100 --seed 7"
 hostile: $(READY)
 	$(BIN)/python -m tests.hostile $(ARGUMENTS)
+
+# The simulation's lives, as many as there is time for. LIVES=100000
+LIVES ?= 10000
+simulate: $(FRAMEWORKS)
+	MOORING_SIM_LIVES=$(LIVES) $(PYTEST) tests/simulation
 
 # Every trainer, every notice, every moment, many times over: hours, for people. ARGUMENTS="--times 3 --trainer ddp"
 soak: $(FRAMEWORKS)
