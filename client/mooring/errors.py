@@ -11,7 +11,7 @@ from typing import Any, Final
 class ErrorKind(StrEnum):
     """What went wrong, for code that must tell cases apart."""
 
-    AGENT_AWAY = "agent-away"
+    AGENT_UNREACHABLE = "agent-unreachable"
     AGENT_SILENT = "agent-silent"
     AGENT_REFUSED = "agent-refused"
     VOLUME_UNUSABLE = "volume-unusable"
@@ -23,7 +23,7 @@ class ErrorKind(StrEnum):
 
 
 RETRYABLE: Final = frozenset(
-    {ErrorKind.AGENT_AWAY, ErrorKind.AGENT_SILENT, ErrorKind.VOLUME_UNUSABLE, ErrorKind.RANKS_LATE}
+    {ErrorKind.AGENT_UNREACHABLE, ErrorKind.AGENT_SILENT, ErrorKind.VOLUME_UNUSABLE, ErrorKind.RANKS_LATE}
 )
 """Kinds for which trying the same thing later can help."""
 

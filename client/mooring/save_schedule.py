@@ -1,7 +1,7 @@
 """When a periodic save is due: every so many steps, or after a duration.
 
-Pure: the caller passes the step and the clock's reading. Steps are counted the same way on all ranks; a duration is
-measured on rank 0 alone, which then asks all ranks to save.
+The caller passes the step and the clock's reading. Steps are counted the same way on all ranks; a duration is measured
+on rank 0 alone, which then asks all ranks to save. Also warns about calls by which nothing is ever saved.
 """
 
 import logging
@@ -66,6 +66,8 @@ class SaveSchedule:
         self._previous: int | None = None
         self._saved: int | None = None
         self._repeated = 0
+        self._said_repeated = False
+        self._told_to_save_at: int | None = None
         self._unsaved = 0
 
     def at(self, step: int) -> None:
@@ -74,7 +76,8 @@ class SaveSchedule:
             self._previous, self._step, self._repeated = self._step, step, 0
             return
         self._repeated += 1
-        if self._repeated == _REPEATED_CALLS:
+        if self._repeated >= _REPEATED_CALLS and not self._said_repeated:
+            self._said_repeated = True
             _log.warning(
                 "should_save was called %d times for the same step: step=%d hint=pass a counter that grows with each "
                 "optimizer step, else no periodic save is ever due",
@@ -100,7 +103,10 @@ class SaveSchedule:
         return True
 
     def told_to_save(self) -> None:
-        """`should_save` is about to return true. Warns once when the program has never saved after that."""
+        """`should_save` is about to return true. Warns when that was so at several steps, and nothing was saved."""
+        if self._step == self._told_to_save_at:
+            return
+        self._told_to_save_at = self._step
         self._unsaved += 1
         if self._unsaved == _UNSAVED_CALLS:
             _log.warning(

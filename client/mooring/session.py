@@ -145,9 +145,9 @@ class Session:
         context = self.context()
         if not context.leads_pod:
             return self._agreed(pending, seconds)
-        was_away = self.agent.away
+        was_unreachable = self.agent.unreachable
         admission = self.agent.begin_save(step=step, kind=kind, save=pending.save)
-        if admission is not None and was_away and kind is not Kind.JUST_IN_TIME:
+        if admission is not None and was_unreachable and kind is not Kind.JUST_IN_TIME:
             # The agent is back, and has time for the missed checkpoint while the next one is written.
             self.announce_missed()
         refused = admission is not None and not admission.admitted

@@ -226,7 +226,7 @@ def test_an_absent_agent_is_said_once_and_costs_no_time(
     assert without_answer == []
     assert local(volume) == ["checkpoint-4", "checkpoint-5"]
     assert len(warnings(caplog)) == 1
-    assert "agent away" in warnings(caplog)[0]
+    assert "agent unreachable" in warnings(caplog)[0]
 
 
 def test_an_agent_that_comes_later_gets_to_know_the_process_and_the_last_checkpoint(
@@ -239,7 +239,7 @@ def test_an_agent_that_comes_later_gets_to_know_the_process_and_the_last_checkpo
         save(checkpointer, 2)
         assert [method for method, _ in agent.calls] == ["Register", "BeginSave", *["AnnounceCheckpoint"] * 2]
         assert [request.step for request in agent.requests("AnnounceCheckpoint")] == [1, 2]
-    assert "agent back" in caplog.messages
+    assert "agent reachable again" in caplog.messages
 
 
 def test_a_rank_that_only_announces_makes_itself_known_to_an_agent_that_came_back(volume: Path) -> None:

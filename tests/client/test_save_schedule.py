@@ -94,21 +94,29 @@ def test_a_duration_counts_from_the_last_save_of_any_kind() -> None:
 def test_a_counter_that_does_not_move_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.WARNING, "mooring")
     schedule = SaveSchedule(0.0)
-    for _ in range(5000):
-        schedule.at(1)
+    for step in (1, 2):
+        for _ in range(5000):
+            schedule.at(step)
     assert [record.args for record in caplog.records] == [(1000, 1)]
 
 
 def test_a_program_that_is_told_to_save_and_never_does_hears_of_it_once(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.WARNING, "mooring")
     schedule = SaveSchedule(0.0)
-    for _ in range(10):
+    for step in range(10):
+        schedule.at(step)
         schedule.told_to_save()
     assert len(caplog.records) == 1
 
-    caplog.clear()
+
+@pytest.mark.parametrize("saves_every", [1, 2])
+def test_a_program_that_saves_and_asks_often_hears_nothing(caplog: pytest.LogCaptureFixture, saves_every: int) -> None:
+    caplog.set_level(logging.WARNING, "mooring")
+    schedule = SaveSchedule(0.0)
     for step in range(10):
-        schedule.told_to_save()
-        schedule.told_to_save()
-        schedule.saved(step, 0.0)
+        schedule.at(step)
+        for _ in range(5):
+            schedule.told_to_save()
+        if step % saves_every == 0:
+            schedule.saved(step, 0.0)
     assert caplog.records == []

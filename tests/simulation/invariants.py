@@ -136,7 +136,7 @@ class AgentChecks:
             return
         if sent.info.kind is Kind.JUST_IN_TIME:
             return
-        if state.breaker.away and not (newest.info.kind is Kind.JUST_IN_TIME and state.termination.noticed):
+        if state.breaker.is_open and not (newest.info.kind is Kind.JUST_IN_TIME and state.termination.noticed):
             # A single request asks whether the store is back, and each has its turn.
             return
         before = self._went_before.setdefault(newest.info.save, set())
@@ -147,7 +147,7 @@ class AgentChecks:
     def newest_is_sent(self, state: State) -> None:
         """Whatever hangs: while it has something ready, no place on the wire is free."""
         newest = _newest_to_send(state)
-        if newest is None or not newest.pending or state.breaker.away or state.termination.exiting:
+        if newest is None or not newest.pending or state.breaker.is_open or state.termination.exiting:
             return
         has_last_save = state.termination.noticed and any(one.info.kind is Kind.JUST_IN_TIME for one in state.sending)
         if not has_last_save and len(state.transfers) < int(state.window):

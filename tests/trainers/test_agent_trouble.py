@@ -42,7 +42,7 @@ def assert_trained_to_the_end(job: Job) -> None:
 def test_an_agent_that_never_was_there_costs_one_warning(program: str, tmp_path: Path) -> None:
     with job(program, tmp_path / "volume", tmp_path) as training:
         assert_trained_to_the_end(training)
-    assert len(training.warnings("agent away")) == 1, training.output()
+    assert len(training.warnings("agent unreachable")) == 1, training.output()
 
 
 @PROGRAMS
@@ -53,7 +53,7 @@ def test_an_agent_that_accepts_and_never_answers_costs_one_warning(
     state.mkdir(parents=True)
     with _deaf(state / names.SOCKET), job(program, short_directory / "volume", tmp_path) as training:
         assert_trained_to_the_end(training)
-    assert len(training.warnings("agent away")) == 1, training.output()
+    assert len(training.warnings("agent unreachable")) == 1, training.output()
 
 
 @PROGRAMS
@@ -69,7 +69,7 @@ def test_an_agent_that_dies_in_mid_training_costs_one_warning(
         agent.kill()
         training.order()
         assert_trained_to_the_end(training)
-    assert len(training.warnings("agent away")) == 1, training.output()
+    assert len(training.warnings("agent unreachable")) == 1, training.output()
 
 
 @pytest.mark.root

@@ -62,7 +62,7 @@ def load_structlog_alone() -> None:
     if "structlog" in sys.modules or "rich" in sys.modules:
         return
     # With None here, `import rich` fails as if it were not installed, which structlog supports.
-    sys.modules["rich"] = None  # type: ignore[assignment]
+    sys.modules["rich"] = None  # type: ignore[assignment]  # None is documented, not typed
     try:
         import structlog  # noqa: F401 - only to load it
     finally:

@@ -20,7 +20,7 @@ def agent_stub(socket: str) -> Iterator[Any]:
     """Open a stub for `mooring.v1.Agent`. Errors of gRPC are raised as MooringErrors."""
     try:
         with grpc.insecure_channel(socket_address(socket)) as channel:
-            yield agent_pb2_grpc.AgentStub(channel)  # type: ignore[no-untyped-call]
+            yield agent_pb2_grpc.AgentStub(channel)  # type: ignore[no-untyped-call]  # generated code
     except grpc.RpcError as error:
         code = error.code()
         if code is grpc.StatusCode.UNAVAILABLE:

@@ -127,7 +127,7 @@ class Channel:
 
     def _call(self, method: str, request: Any, *, deadline_seconds: float = CALL_SECONDS, urgent: bool = False) -> Any:
         if os.getpid() != self._process_id:
-            raise AgentError(ErrorKind.AGENT_AWAY, "a forked process does not speak to the agent")
+            raise AgentError(ErrorKind.AGENT_UNREACHABLE, "a forked process does not speak to the agent")
         if time.monotonic() < self._silent_until and not urgent:
             raise AgentError(
                 ErrorKind.AGENT_SILENT, f"{method} not called: the agent did not answer lately", hint="see its log"
@@ -136,7 +136,7 @@ class Channel:
             self._socket.stat()
         except OSError as error:
             raise AgentError(
-                ErrorKind.AGENT_AWAY, f"no socket at {self._socket}: {error.strerror}", hint="start the agent"
+                ErrorKind.AGENT_UNREACHABLE, f"no socket at {self._socket}: {error.strerror}", hint="start the agent"
             ) from error
         try:
             with grpc.insecure_channel(socket_address(self._socket), options=_OPTIONS) as channel:
@@ -156,6 +156,8 @@ class Channel:
                     ErrorKind.AGENT_SILENT, f"{method} had no answer in {deadline_seconds:g} s", hint="see its log"
                 )
             case grpc.StatusCode.UNAVAILABLE:
-                return AgentError(ErrorKind.AGENT_AWAY, f"{method}: {details}", hint="see whether the agent runs")
+                return AgentError(
+                    ErrorKind.AGENT_UNREACHABLE, f"{method}: {details}", hint="see whether the agent runs"
+                )
             case _:
                 return AgentError(ErrorKind.AGENT_REFUSED, f"{method}: {code.name}: {details}")

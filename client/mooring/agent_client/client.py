@@ -47,7 +47,7 @@ class Agent:
             self._register(self._channel)
 
     @property
-    def away(self) -> bool:
+    def unreachable(self) -> bool:
         """Whether the agent is unreachable: it did not answer the last call."""
         return self._missed
 
@@ -149,12 +149,12 @@ class Agent:
         self._look_at = time.monotonic() + RETRY_SECONDS
         if not self._missed:
             self._missed = True
-            _log.warning("agent away, checkpoints stay on the local disk: error=%s hint=%s", error, error.hint)
+            _log.warning("agent unreachable, checkpoints stay on the local disk: error=%s hint=%s", error, error.hint)
 
     def _answered(self) -> None:
         if self._missed:
             self._missed = False
-            _log.info("agent back")
+            _log.info("agent reachable again")
 
 
 def _open_channel(socket: Path, ranks: Ranks) -> "Channel | None":

@@ -113,7 +113,7 @@ _DEFAULT_REGION: Final = "us-east-1"
 _AWS_HOST: Final = re.compile(r"^https?://[^/]*\.amazonaws\.com(\.cn)?(:\d+)?(/|$)")
 
 
-class _DeclaredPayloadAuth(S3SigV4Auth):  # type: ignore[misc]
+class _DeclaredPayloadAuth(S3SigV4Auth):  # type: ignore[misc]  # botocore has no types
     """Signature version 4 that takes the payload's hash from the body if the body declares one.
 
     Other payloads are small and are signed by their SHA-256, over TLS too.

@@ -46,11 +46,11 @@ class _GuardedSession:
     async def request(self, method: str, **options: Any) -> aiohttp.ClientResponse:
         response = await self.session.request(method, allow_redirects=False, **options)
         # botocore reads listings and errors through this. We read the bodies of objects ourselves, piece by piece.
-        response.read = partial(_read_bounded, response)  # type: ignore[method-assign]
+        response.read = partial(_read_bounded, response)  # type: ignore[method-assign]  # that is the point
         return response
 
 
-class _OneAttemptSession(AIOHTTPSession):  # type: ignore[misc]
+class _OneAttemptSession(AIOHTTPSession):  # type: ignore[misc]  # aiobotocore has no types
     """A session that uses our TLS and makes one attempt per request.
 
     aiohttp silently repeats a PUT whose connection broke. A conditional put would then refuse our own write. There is

@@ -28,7 +28,7 @@ class BodyPayload(Payload):
     _autoclose = True
 
     def __init__(self, value: UploadBody, *arguments: object, **options: object) -> None:
-        super().__init__(value, *arguments, **options)  # type: ignore[arg-type]
+        super().__init__(value, *arguments, **options)  # type: ignore[arg-type]  # aiohttp's own options
         self._size = len(value)
 
     def decode(self, encoding: str = "utf-8", errors: str = "strict") -> NoReturn:

@@ -46,18 +46,18 @@ class CircuitBreaker:
     _had_their_turn: set[WorkId] = field(default_factory=set)
 
     @property
-    def away(self) -> bool:
+    def is_open(self) -> bool:
         """Whether the store as a whole is unavailable."""
         return self._failures_in_a_row >= _FAILURES_THAT_ARE_THE_STORES
 
     def lets_out(self, work: WorkId, now: float) -> bool:
         """Whether the breaker lets a piece of work begin."""
-        if work.operation in STAYS_HERE or not self.away:
+        if work.operation in STAYS_HERE or not self.is_open:
             return True
         return now >= self.next_at and work not in self._had_their_turn
 
     def begins(self, work: WorkId, now: float, *, ending: bool) -> None:
-        if self.away and work.operation not in STAYS_HERE:
+        if self.is_open and work.operation not in STAYS_HERE:
             self._asking = work
             self.next_at = now + (_PATIENCE_WHILE_ENDING_SECONDS if ending else _PATIENCE_SECONDS)
 
@@ -68,12 +68,12 @@ class CircuitBreaker:
         """
         if work.operation in STAYS_HERE or kind not in STORE_WIDE:
             return
-        was_away = self.away
+        was_open = self.is_open
         self._failures_in_a_row += 1
-        if not self.away:
+        if not self.is_open:
             return
         self._had_their_turn.add(work)
-        if not was_away or work == self._asking:
+        if not was_open or work == self._asking:
             self._pauses += 1
             longest_seconds = _LONGEST_PAUSE_WHILE_ENDING_SECONDS if ending else _LONGEST_PAUSE_SECONDS
             pause_seconds = retry_delay_seconds(kind, self._pauses, jitter) or longest_seconds
@@ -81,7 +81,7 @@ class CircuitBreaker:
 
     def next_round(self, now: float) -> bool:
         """Give all work another turn if a probe is due and none went out. Returns whether it did so."""
-        if not self.away or now < self.next_at or not self._had_their_turn:
+        if not self.is_open or now < self.next_at or not self._had_their_turn:
             return False
         self._had_their_turn.clear()
         return True

@@ -50,7 +50,7 @@ def follow_up(state: State) -> Iterator[Command]:
     if state.breaker.next_round(state.now):
         yield from _work(state)
     work = WorkId(Operation.PRUNE, "")
-    if state.prune_due and work not in state.in_flight and not state.termination.noticed and not state.breaker.away:
+    if state.prune_due and work not in state.in_flight and not state.termination.noticed and not state.breaker.is_open:
         state.prune_due = False
         state.launch(work)
         yield Prune(work=work)
@@ -95,7 +95,7 @@ def _shed(state: State, checkpoint: Checkpoint, reason: str) -> Record:
 def next_wake(state: State) -> float | None:
     """Return the next moment (unix seconds) at which something may become due by time alone; None if there is none."""
     moments = [state.timers[0][0]] if state.timers else []
-    if state.breaker.away and state.breaker.next_at > state.now:
+    if state.breaker.is_open and state.breaker.next_at > state.now:
         moments.append(state.breaker.next_at)
     moments += [moment for moment in (drain.next_wake(state), drain.expires_at(state)) if moment is not None]
     return min(moments, default=None)

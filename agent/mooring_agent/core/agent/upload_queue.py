@@ -124,7 +124,7 @@ def next_transfers(state: State) -> Iterator[Command]:
     """Start transfers until the upload window is full."""
     choose_leader(state)
     limit = state.settings.transfer.max_concurrency
-    if not state.breaker.away:
+    if not state.breaker.is_open:
         # Transfers that hang from an outage of the store take no place from those that start after it.
         limit = min(limit, int(state.window) + len(state.hanging))
     first: Checkpoint | None = None
@@ -146,7 +146,7 @@ def _worth_the_wire(state: State) -> Iterator[Checkpoint]:
 
 def _next_of(state: State, checkpoint: Checkpoint) -> WorkId | None:
     """Remove and return the next transfer of a checkpoint's queue."""
-    if not state.breaker.away:
+    if not state.breaker.is_open:
         return checkpoint.pending.popleft() if checkpoint.pending else None
     if state.now < state.breaker.next_at:
         return None
@@ -160,7 +160,7 @@ def _has_the_wire_alone(state: State, first: Checkpoint) -> bool:
     """Whether no other checkpoint may start a transfer. While the store is unavailable, every one may probe it."""
     if _is_last_save(state, first):
         return _has_files_to_store(state, first)
-    if state.breaker.away or first is not state.newest_sending():
+    if state.breaker.is_open or first is not state.newest_sending():
         return False
     # A transfer that has failed before does not block others: it may fail forever.
     return any(

@@ -149,9 +149,9 @@ def judge_store(state: State, work: WorkId, event: Event) -> None:
     if not isinstance(event, WorkFailed) or event.kind in _ANSWERS:
         state.breaker.is_over()
         return
-    was_away = state.breaker.away
+    was_open = state.breaker.is_open
     state.breaker.failed(work, event.kind, event.jitter, state.now, ending=state.termination.noticed)
-    if state.breaker.away and not was_away:
+    if state.breaker.is_open and not was_open:
         state.calm_window = max(state.calm_window, state.window)
         state.window = 1.0
         state.hanging = set(state.transfers)

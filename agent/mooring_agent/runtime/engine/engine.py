@@ -22,7 +22,7 @@ from mooring_agent.core.agent.state import State
 from mooring_agent.core.errors import MooringError
 from mooring_agent.ports import Clock, Journal
 from mooring_agent.runtime.engine.journaling import compact
-from mooring_agent.runtime.engine.telemetry import narrate
+from mooring_agent.runtime.engine.telemetry import log_event
 
 _QUEUE_LIMIT: Final = 100_000
 _BATCH_LIMIT: Final = 256
@@ -156,7 +156,7 @@ class Engine:
             ready = advance(self.state, item.event)
             turn.records += [encode_event(event) for event in ready.durable]
             for event in ready.durable:
-                narrate(self.state, event)
+                log_event(self.state, event)
                 self._listen(self.state, event)
             if not isinstance(item.event, DURABLE):
                 self._listen(self.state, item.event)

@@ -196,7 +196,7 @@ class StateCollector:
 log = structlog.get_logger("mooring.checkpoint")
 
 
-def narrate(state: State, event: DurableEvent) -> None:
+def log_event(state: State, event: DurableEvent) -> None:
     """Log an event of a checkpoint's life, if a person would ask about it. `state` is the state after the event."""
     match event:
         case Announced():

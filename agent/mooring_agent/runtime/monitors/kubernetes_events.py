@@ -75,7 +75,7 @@ class KubernetesEvents:
                 name = state.checkpoints[event.save].info.name if event.save in state.checkpoints else event.save
                 text = f"{name} cannot become durable: {event.reason}; {event.hint}"
                 self._note(EventType.WARNING, "CheckpointLost", text, event.at)
-            case WorkFailed() if state.breaker.away:
+            case WorkFailed() if state.breaker.is_open:
                 if event.at - self._storage_error_at >= _BETWEEN_STORAGE_ERRORS_SECONDS:
                     self._storage_error_at = event.at
                     self._note(EventType.WARNING, "StorageError", f"{event.message}; {event.hint}", event.at)
