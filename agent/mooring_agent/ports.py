@@ -172,7 +172,7 @@ class StagedDescriptor:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageRequest:
-    """What to pin: `files` (relative to `source`) or, if empty, everything below `source`.
+    """What to pin: `files` (relative to `path`) or, if empty, everything below `path`.
 
     `private`: copy or reflink instead of hard links, because this trainer rewrites files in place. The same holds for a
     file with one of `rewritten_inodes`. `signatures`: if there are any, `content_signature` must still return one of
@@ -181,7 +181,7 @@ class StageRequest:
 
     save: str
     rank: int
-    source: str
+    path: str
     files: tuple[str, ...]
     private: bool
     descriptor: StagedDescriptor
@@ -195,7 +195,7 @@ class StagingArea(Protocol):
     All methods block: call them off the event loop. They raise VolumeError or RequestError.
     """
 
-    def make_durable(self, source: str, files: Sequence[str]) -> None:
+    def make_durable(self, path: str, files: Sequence[str]) -> None:
         """Write the announced files to disk, so that what is staged after a power cut is whole.
 
         `files` are as in StageRequest. DISK_FULL or VOLUME_UNUSABLE if this fails. Files that are missing or may not be

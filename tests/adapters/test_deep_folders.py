@@ -5,11 +5,11 @@ from pathlib import Path
 import pytest
 from tests.harness.deep_folders import deep_folders
 
+from mooring_agent.adapters.volume.announced_files import resolve_files
 from mooring_agent.adapters.volume.content_check import content_signature
 from mooring_agent.adapters.volume.directory_scan import DirectoryScanner
 from mooring_agent.adapters.volume.disk import VolumeMeter
 from mooring_agent.adapters.volume.shared_volume import open_volume
-from mooring_agent.adapters.volume.source_walk import resolve_sources
 from mooring_agent.core.errors import RequestError
 from mooring_agent.core.limits import PATH_LEVELS
 
@@ -21,7 +21,7 @@ def test_every_look_at_a_volume_ends_however_deep_its_folders_are(tmp_path: Path
         (found,) = DirectoryScanner(tmp_path, deep.parent).scan(0.0)
         assert (found.name, found.files, len(found.folders)) == ("checkpoint-1", (), PATH_LEVELS)
         with pytest.raises(RequestError, match="folders below each other"):
-            resolve_sources(tmp_path, str(deep), ())
+            resolve_files(tmp_path, str(deep), ())
 
 
 @pytest.mark.parametrize("named", [True, False])
@@ -34,8 +34,8 @@ def test_the_deepest_file_that_may_be_announced_is_one_that_restore_can_place(tm
         (source / path).touch()
         with open_volume(tmp_path) as root, root.folder(source.name) as folder:
             if is_taken:
-                assert list(resolve_sources(tmp_path, str(source), (path,) if named else ())) == [path]
+                assert list(resolve_files(tmp_path, str(source), (path,) if named else ())) == [path]
                 assert len(list(folder.walk())) == levels
             else:
                 with pytest.raises(RequestError, match="folders"):
-                    resolve_sources(tmp_path, str(source), (path,) if named else ())
+                    resolve_files(tmp_path, str(source), (path,) if named else ())

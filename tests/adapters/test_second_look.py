@@ -41,7 +41,7 @@ def weights(volume: Path) -> Path:
 
 def stage(volume: Path, source: Path) -> tuple[StagedFile, ...]:
     request = StageRequest(
-        save="save", rank=0, source=str(source), files=(), private=False, descriptor=StagedDescriptor(announcements=())
+        save="save", rank=0, path=str(source), files=(), private=False, descriptor=StagedDescriptor(announcements=())
     )
     return LocalStagingArea(volume).stage(request)
 

@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 from structlog.testing import capture_logs
 
-from mooring_agent.adapters.volume import pinning, source_walk, staging_area
+from mooring_agent.adapters.volume import announced_files, pinning, staging_area
 from mooring_agent.adapters.volume.content_check import content_signature
 from mooring_agent.adapters.volume.staging_area import LocalStagingArea
 from mooring_agent.core.errors import ErrorKind, MooringError, RequestError, VolumeError
@@ -53,7 +53,7 @@ def checkpoint(volume: Path) -> Path:
 
 
 def _request(source: Path, *files: str, save: str = "save-1", rank: int = 3, private: bool = False) -> StageRequest:
-    return StageRequest(save=save, rank=rank, source=str(source), files=files, private=private, descriptor=DESCRIPTOR)
+    return StageRequest(save=save, rank=rank, path=str(source), files=files, private=private, descriptor=DESCRIPTOR)
 
 
 def _staged_names(volume: Path) -> list[str]:
@@ -544,7 +544,7 @@ volume, source = Path(sys.argv[1]), sys.argv[2]
 print("ready", flush=True)
 LocalStagingArea(volume).stage(
     StageRequest(
-        save="killed", rank=0, source=source, files=(), private=False, descriptor=StagedDescriptor(announcements=())
+        save="killed", rank=0, path=source, files=(), private=False, descriptor=StagedDescriptor(announcements=())
     )
 )
 print("staged", flush=True)
@@ -762,7 +762,7 @@ def test_a_descriptor_that_could_not_be_read_again_is_refused_when_it_is_staged_
     for module, limit, most in (
         (pinning, "DESCRIPTOR_BYTES", 100),
         (pinning, "SAVE_BYTES", 7001),
-        (source_walk, "FILES_PER_RANK", 2),
+        (announced_files, "FILES_PER_RANK", 2),
     ):
         with monkeypatch.context() as patch:
             patch.setattr(module, limit, most)

@@ -18,6 +18,7 @@ from structlog.testing import capture_logs
 from mooring_agent.adapters.volume import directory_hints, directory_scan
 from mooring_agent.adapters.volume.directory_scan import DirectoryScanner
 from mooring_agent.adapters.volume.staging_watch import FoundCheckpoint, StagingWatch, WatchPace, signature_of
+from mooring_agent.core.limits import STEP
 from mooring_agent.core.watch.checkpoint_layouts import DirectorySnapshot, Proof
 
 PACE = WatchPace(quiet_seconds=0.15, busy_interval_seconds=0.03, idle_interval_seconds=0.3)
@@ -90,7 +91,7 @@ async def test_a_scan_that_takes_long_is_followed_by_a_longer_rest(
 async def test_torch_save_files_are_found_with_name_and_step(tmp_path: Path, open_watch: Open) -> None:
     _save(tmp_path / "step_20.pt")
     found = await _next(open_watch())
-    assert (found.path, found.name, found.step, found.world_size) == (str(tmp_path / "step_20.pt"), "step_20.pt", 20, 1)
+    assert (found.path, found.name, found.step) == (str(tmp_path / "step_20.pt"), "step_20.pt", 20)
     assert found.signature == signature_of(tmp_path, tmp_path / "step_20.pt")
 
 
@@ -431,7 +432,7 @@ async def test_a_file_that_trips_its_parser_is_broken_and_hides_no_other(tmp_pat
 
 
 async def test_a_number_too_large_for_a_step_is_none(tmp_path: Path, open_watch: Open) -> None:
-    largest = 2**64 - 1
+    largest = STEP
     _save(tmp_path / f"step_{largest + 1}.pt")
     assert (await _next(open_watch(newest_step=6))).step == 7
     assert (await _next(open_watch(newest_step=largest))).step == largest

@@ -134,7 +134,7 @@ class Play:
                 at=self.now,
                 info=info,
                 rank=rank,
-                source=self.sources.get(save, f"/volume/checkpoints/checkpoint-{step}"),
+                path=self.sources.get(save, f"/volume/checkpoints/checkpoint-{step}"),
                 files=files or ("none",),
                 local_world_size=local_world_size,
             )

@@ -17,7 +17,7 @@ def _announcement(save: str = "save", *, rank: int = 0, world_size: int = 2, loc
         at=100.0,
         info=SaveInfo(save=save, name="checkpoint-1", step=1, kind=Kind.PERIODIC, world_size=world_size),
         rank=rank,
-        source="/volume/checkpoints/checkpoint-1",
+        path="/volume/checkpoints/checkpoint-1",
         files=("a",),
         local_world_size=local_world_size,
     )
@@ -71,7 +71,7 @@ def test_what_makes_no_sense_is_refused(event: Announced, kind: ErrorKind) -> No
     [
         replace(_announcement(), info=replace(_announcement().info, step=2)),
         replace(_announcement(), info=replace(_announcement().info, world_size=4)),
-        replace(_announcement(), source="/volume/checkpoints/other"),
+        replace(_announcement(), path="/volume/checkpoints/other"),
     ],
 )
 def test_what_contradicts_an_earlier_rank_is_refused(event: Announced) -> None:
@@ -132,7 +132,7 @@ def test_the_same_content_of_a_path_is_one_checkpoint_for_clients_without_a_save
     play = Play()
     event = replace(_announcement(), signature="digest")
     play.feed(event)
-    found = same_content(play.state, source=event.source, rank=0, signature="digest")
+    found = same_content(play.state, path=event.path, rank=0, signature="digest")
     assert found is play.state.checkpoints["save"]
-    assert same_content(play.state, source=event.source, rank=0, signature="other") is None
-    assert same_content(play.state, source="/volume/other", rank=0, signature="digest") is None
+    assert same_content(play.state, path=event.path, rank=0, signature="other") is None
+    assert same_content(play.state, path="/volume/other", rank=0, signature="digest") is None

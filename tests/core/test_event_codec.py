@@ -70,14 +70,14 @@ def test_a_field_that_a_later_version_added_does_no_harm() -> None:
 
 def test_a_world_that_is_too_large_does_not_come_back_from_a_journal() -> None:
     info = SaveInfo(save="save", name="checkpoint-1", step=1, kind=Kind.PERIODIC, world_size=2**32 - 1)
-    record = encode_event(Announced(at=1.0, info=info, rank=0, source="/volume/a", files=(), local_world_size=1))
+    record = encode_event(Announced(at=1.0, info=info, rank=0, path="/volume/a", files=(), local_world_size=1))
     with pytest.raises(UnknownRecordError, match="world_size"):
         decode_event(record)
 
 
 def test_a_record_of_which_one_bit_changed_by_itself_is_not_believed() -> None:
     info = SaveInfo(save="save", name="checkpoint-1", step=1, kind=Kind.PERIODIC, world_size=2)
-    record = encode_event(Announced(at=1.0, info=info, rank=0, source="/volume/a", files=(), local_world_size=1))
+    record = encode_event(Announced(at=1.0, info=info, rank=0, path="/volume/a", files=(), local_world_size=1))
     for bit in range(8 * len(record)):
         changed = bytearray(record)
         changed[bit // 8] ^= 1 << bit % 8

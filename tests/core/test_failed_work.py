@@ -14,7 +14,7 @@ from mooring_agent.core.settings.values import Settings, StoreSettings
 
 INFO = SaveInfo(save="save-1", name="checkpoint-1", step=1, kind=Kind.PERIODIC, world_size=1)
 ANNOUNCED = Announced(
-    at=1.0, info=INFO, rank=0, source="/volume/checkpoint-1", files=(), local_world_size=1, signature=""
+    at=1.0, info=INFO, rank=0, path="/volume/checkpoint-1", files=(), local_world_size=1, signature=""
 )
 
 

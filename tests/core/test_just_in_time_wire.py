@@ -36,13 +36,13 @@ def make_state(**transfer: int) -> State:
 
 def announce(state: State, save: str, step: int, kind: Kind, parts: int) -> list[Command]:
     """Announced and staged: one file of so many parts."""
-    source = f"/volume/checkpoints/checkpoint-{step}"
+    path = f"/volume/checkpoints/checkpoint-{step}"
     info = SaveInfo(save=save, name=f"checkpoint-{step}", step=step, kind=kind, world_size=1)
     fingerprint = Fingerprint(size_bytes=parts * PART_BYTES, mtime_ns=1, inode=step)
     file = StagedFile(path="model.bin", pin=f"staged/{save}/model.bin", fingerprint=fingerprint, private=False)
     return run(
         state,
-        Announced(at=1.0, info=info, rank=0, source=source, files=(), local_world_size=1),
+        Announced(at=1.0, info=info, rank=0, path=path, files=(), local_world_size=1),
         Staged(at=1.0, work=WorkId(Operation.STAGE, save, 0), files=(file,), part_size_bytes=PART_BYTES),
     )
 

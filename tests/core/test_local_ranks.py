@@ -24,7 +24,7 @@ def _announced(rank: int, *, local_world_size: int = len(_RANKS), at: float = 10
         at=at,
         info=_INFO,
         rank=rank,
-        source="/volume/checkpoints/checkpoint-1",
+        path="/volume/checkpoints/checkpoint-1",
         files=(),
         local_world_size=local_world_size,
     )

@@ -51,8 +51,8 @@ def work(operation: Operation, number: int = 0, upload: str = "") -> WorkId:
 def restart_after(*replayed: Event, part_size_bytes: int = 8 * MIB) -> tuple[State, Ready]:
     """The setting is `part_size_bytes` now, and was 8 MiB before."""
     state = new_state(part_size_bytes)
-    source = "/volume/checkpoints/checkpoint-1"
-    announced = Announced(at=1.0, info=INFO, rank=0, source=source, files=(), local_world_size=1)
+    path = "/volume/checkpoints/checkpoint-1"
+    announced = Announced(at=1.0, info=INFO, rank=0, path=path, files=(), local_world_size=1)
     stage = WorkId(Operation.STAGE, INFO.save, 0)
     staged = Staged(at=1.0, work=stage, files=(FILE,), part_size_bytes=8 * MIB)
     for event in (announced, staged, *replayed):
@@ -97,9 +97,9 @@ def test_what_was_staged_before_a_change_of_the_part_size_keeps_its_parts(part_s
 
 def test_what_is_staged_after_a_change_of_the_part_size_has_the_new_one() -> None:
     state = new_state(16 * MIB)
-    source = "/volume/checkpoints/checkpoint-1"
+    path = "/volume/checkpoints/checkpoint-1"
     advance(state, Started(at=1.0, fresh=False))
-    ready = advance(state, Announced(at=1.0, info=INFO, rank=0, source=source, files=(), local_world_size=1))
+    ready = advance(state, Announced(at=1.0, info=INFO, rank=0, path=path, files=(), local_world_size=1))
     (stage,) = [command for command in ready.commands if isinstance(command, Stage)]
     assert stage.part_size_bytes == 16 * MIB
 
@@ -116,10 +116,10 @@ def test_a_file_stored_before_the_restart_is_not_asked_for_again() -> None:
 def _found_by_its_record() -> tuple[State, Reconcile]:
     """A checkpoint that no client announced to this agent, staged."""
     state = new_state()
-    source = "/volume/checkpoints/checkpoint-1"
+    path = "/volume/checkpoints/checkpoint-1"
     advance(state, Started(at=100.0, fresh=False))
     found = Announced(
-        at=100.0, info=INFO, rank=0, source=source, files=(), local_world_size=1, signature="s", recorded_at=50.0
+        at=100.0, info=INFO, rank=0, path=path, files=(), local_world_size=1, signature="s", recorded_at=50.0
     )
     (stage,) = [command for command in advance(state, found).commands if isinstance(command, Stage)]
     assert stage.announcements == (found,)
@@ -145,8 +145,8 @@ def test_what_an_earlier_agent_has_committed_is_committed_and_not_sent_again() -
 
 def test_a_clock_that_was_ahead_before_the_restart_delays_nothing_after_it() -> None:
     state = new_state()
-    source = "/volume/checkpoints/checkpoint-1"
-    advance(state, Announced(at=9_000.0, info=INFO, rank=0, source=source, files=(), local_world_size=1))
+    path = "/volume/checkpoints/checkpoint-1"
+    advance(state, Announced(at=9_000.0, info=INFO, rank=0, path=path, files=(), local_world_size=1))
     ready = advance(state, Started(at=100.0, fresh=False))
     (stage,) = [command for command in ready.commands if isinstance(command, Stage)]
     staged = advance(state, Staged(at=101.0, work=stage.work, files=(FILE,), part_size_bytes=8 * MIB))

@@ -137,7 +137,7 @@ def _story() -> Sequence[DurableEvent]:
 def _stage(volume: Path, save: str, step: int) -> None:
     source = write_checkpoint(volume / "checkpoints" / f"checkpoint-{step}", {"model.bin": 5000, "optimizer.bin": 10})
     info = SaveInfo(save=save, name=source.name, step=step, kind=Kind.PERIODIC, world_size=1)
-    announced = Announced(at=float(step), info=info, rank=0, source=str(source), files=(), local_world_size=1)
+    announced = Announced(at=float(step), info=info, rank=0, path=str(source), files=(), local_world_size=1)
     command = Stage(
         work=WorkId(Operation.STAGE, save, 0),
         announcements=(announced,),

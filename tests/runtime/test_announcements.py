@@ -17,15 +17,12 @@ from mooring_agent.core.agent.work import Operation, WorkId
 from mooring_agent.core.errors import ErrorKind, RequestError, VolumeError
 from mooring_agent.runtime.engine.engine import Engine
 from mooring_agent.runtime.process.app import SystemClock
-from mooring_agent.runtime.work.announcements import Announcements
+from mooring_agent.runtime.work.announcements import Announcement, Announcements
 from mooring_agent.runtime.work.transfers import stage
-from mooring_api.v1 import agent_pb2
 
 
-def _request(rank: int) -> agent_pb2.AnnounceCheckpointRequest:
-    return agent_pb2.AnnounceCheckpointRequest(
-        path=f"/volume/rank-{rank}", step=1, name="checkpoint-1", save="save", rank=rank, world_size=2
-    )
+def _request(rank: int) -> Announcement:
+    return Announcement(path=f"/volume/rank-{rank}", step=1, name="checkpoint-1", save="save", rank=rank, world_size=2)
 
 
 async def test_a_rank_whose_save_failed_and_was_announced_again_by_another_is_told_that_it_failed(
@@ -53,7 +50,7 @@ async def test_a_rank_whose_save_failed_and_was_announced_again_by_another_is_to
                 at=clock.now(),
                 info=engine.state.checkpoints["save"].info,
                 rank=1,
-                source="/volume/rank-1",
+                path="/volume/rank-1",
                 files=(),
                 local_world_size=1,
             )
@@ -122,7 +119,7 @@ async def test_another_checkpoint_that_took_the_place_of_the_announced_one_is_no
 ) -> None:
     """An agent that died before it staged does so when it is back; the next attempt may have saved that step again."""
     checkpoint = tmp_path / "checkpoint-1"
-    request = agent_pb2.AnnounceCheckpointRequest(path=str(checkpoint), step=1, save="save", files=files)
+    request = Announcement(path=str(checkpoint), step=1, save="save", files=files)
     async with _agent(tmp_path) as agent:
         _write(checkpoint, "model")
         await agent.announcements.enter(request)
@@ -139,9 +136,7 @@ async def test_what_a_rank_writes_after_another_has_announced_their_directory_be
 ) -> None:
     checkpoint = tmp_path / "checkpoint-1"
     requests = [
-        agent_pb2.AnnounceCheckpointRequest(
-            path=str(checkpoint), step=1, save="save", rank=rank, world_size=2, local_world_size=2
-        )
+        Announcement(path=str(checkpoint), step=1, save="save", rank=rank, world_size=2, local_world_size=2)
         for rank in range(2)
     ]
     async with _agent(tmp_path) as agent:

@@ -18,6 +18,7 @@ from mooring_agent.runtime.api.server import AgentService
 from mooring_agent.runtime.monitors import monitors
 from mooring_agent.runtime.monitors.monitors import Monitors
 from mooring_agent.runtime.monitors.unannounced import UnannouncedRecovery
+from mooring_agent.runtime.work.announcements import Announcement
 from mooring_api.names import CHECKPOINT_DIRECTORY
 from mooring_api.v1 import agent_pb2
 
@@ -57,10 +58,10 @@ class _Announcements:
         self._engine = engine
         self.hangs = False
 
-    async def enter(self, request: agent_pb2.AnnounceCheckpointRequest, **_: object) -> None:
+    async def enter(self, announcement: Announcement) -> None:
         if self.hangs:
             await asyncio.Event().wait()
-        self._engine.news.append(f"step {request.step}")
+        self._engine.news.append(f"step {announcement.step}")
 
 
 class _Agent:

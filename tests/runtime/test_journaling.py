@@ -34,7 +34,7 @@ from mooring_agent.runtime.work.transfers import stage
 class _NothingStaged:
     """A staging area whose volume has nothing that the journal does not know."""
 
-    def make_durable(self, source: str, files: Sequence[str]) -> None: ...
+    def make_durable(self, path: str, files: Sequence[str]) -> None: ...
 
     def check_sent(
         self, manifest: RankManifest, files: Sequence[StagedFile], *, may_read: Callable[[], bool]
@@ -116,7 +116,7 @@ def _staged_on(volume: Path, save: str, step: int, announced_at: float = 1.0) ->
     source.mkdir(parents=True)
     (source / "model.bin").write_bytes(b"x" * step)
     info = SaveInfo(save=save, name=source.name, step=step, kind=Kind.PERIODIC, world_size=1)
-    announced = Announced(at=announced_at, info=info, rank=0, source=str(source), files=(), local_world_size=1)
+    announced = Announced(at=announced_at, info=info, rank=0, path=str(source), files=(), local_world_size=1)
     return [announced, _stage_on(volume, (announced,))]
 
 
@@ -185,7 +185,7 @@ def test_a_directory_that_ranks_share_is_found_again_with_all_of_them(tmp_path: 
     (source / "model.bin").write_bytes(b"x")
     info = SaveInfo(save="save-1", name=source.name, step=1, kind=Kind.PERIODIC, world_size=4)
     announcements = tuple(
-        Announced(at=3.0 - rank, info=info, rank=rank, source=str(source), files=(), local_world_size=2)
+        Announced(at=3.0 - rank, info=info, rank=rank, path=str(source), files=(), local_world_size=2)
         for rank in (0, 1)
     )
     _stage_on(tmp_path, announcements)
@@ -244,7 +244,7 @@ def test_what_is_found_again_on_the_volume_is_packed_as_it_was_when_it_was_stage
     for number in range(70):
         (source / f"{number}").write_bytes(b"x")
     info = SaveInfo(save="save-1", name=source.name, step=1, kind=Kind.PERIODIC, world_size=1)
-    announced = Announced(at=1.0, info=info, rank=0, source=str(source), files=(), local_world_size=1)
+    announced = Announced(at=1.0, info=info, rank=0, path=str(source), files=(), local_world_size=1)
     _stage_on(tmp_path, (announced,), pack_size_bytes)
     state, _ = recover(settings(), FakeJournal(), LocalStagingArea(tmp_path))
     assert len(state.checkpoints["save-1"].contributions[0].packs) == packs

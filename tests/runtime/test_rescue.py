@@ -20,8 +20,8 @@ from mooring_agent.adapters.volume.content_check import content_signature
 from mooring_agent.core.errors import ErrorKind, RequestError
 from mooring_agent.core.stored.object_layout import marker_key
 from mooring_agent.runtime.monitors.unannounced import UnannouncedRecovery
+from mooring_agent.runtime.work.announcements import Announcement
 from mooring_api.names import CHECKPOINT_DIRECTORY
-from mooring_api.v1 import agent_pb2
 
 
 class _Announced:
@@ -30,12 +30,12 @@ class _Announced:
     def __init__(self) -> None:
         self.steps: list[int] = []
         self.signatures: list[str] = []
-        self.recorded_at: list[float] = []
+        self.recorded_at: list[float | None] = []
 
-    async def enter(self, request: agent_pb2.AnnounceCheckpointRequest, *, signature: str, recorded_at: float) -> None:
-        self.steps.append(request.step)
-        self.signatures.append(signature)
-        self.recorded_at.append(recorded_at)
+    async def enter(self, announcement: Announcement) -> None:
+        self.steps.append(announcement.step)
+        self.signatures.append(announcement.signature)
+        self.recorded_at.append(announcement.recorded_at)
 
 
 class _Engine:
@@ -197,12 +197,10 @@ async def test_a_record_that_cannot_be_announced_is_one_line_and_hides_no_other(
     keep(tmp_path, 200, saved_at=200.0)
     enter = _Announced.enter
 
-    async def enter_some(
-        self: _Announced, request: agent_pb2.AnnounceCheckpointRequest, *, signature: str, recorded_at: float
-    ) -> None:
-        if request.step == 100:
+    async def enter_some(self: _Announced, announcement: Announcement) -> None:
+        if announcement.step == 100:
             raise error
-        await enter(self, request, signature=signature, recorded_at=recorded_at)
+        await enter(self, announcement)
 
     monkeypatch.setattr(_Announced, "enter", enter_some)
     with capture_logs() as log:

@@ -21,8 +21,7 @@ from mooring_agent.ports import StagedDescriptor
 from mooring_agent.runtime.engine.engine import Engine
 from mooring_agent.runtime.engine.journaling import recover
 from mooring_agent.runtime.process.app import SystemClock
-from mooring_agent.runtime.work.announcements import Announcements
-from mooring_api.v1 import agent_pb2
+from mooring_agent.runtime.work.announcements import Announcement, Announcements
 
 _LIMIT_SECONDS = 60
 
@@ -101,7 +100,7 @@ async def test_pins_wait_for_the_record_that_their_checkpoint_is_committed() -> 
 
 async def test_an_announcement_is_not_acknowledged_from_memory_alone(tmp_path: Path) -> None:
     """The first try is refused, but known; the second must not be answered as if it were on disk."""
-    request = agent_pb2.AnnounceCheckpointRequest(path="/volume/checkpoint-1", step=1, save="save", world_size=1)
+    request = Announcement(path="/volume/checkpoint-1", step=1, save="save")
     async with _running(Play()) as agent:
         with ThreadPoolExecutor(1) as executor:
             announcements = Announcements(

@@ -196,7 +196,7 @@ class AgentModel:
             at=self.life.now,
             info=planned.info,
             rank=planned.rank,
-            source=f"/volume/checkpoints/{planned.info.name}",
+            path=f"/volume/checkpoints/{planned.info.name}",
             files=() if planned.shared else tuple(file.path for file in planned.files),
             local_world_size=planned.local_world_size,
         )
@@ -615,7 +615,7 @@ class AgentModel:
                 checkpoint.reason,
                 checkpoint.pins_dropped,
                 {
-                    rank: (share.staged, share.manifest_stored, share.unstored_count, share.source)
+                    rank: (share.staged, share.manifest_stored, share.unstored_count, share.path)
                     for rank, share in checkpoint.contributions.items()
                 },
             )

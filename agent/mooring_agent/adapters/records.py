@@ -16,9 +16,9 @@ import msgspec
 import structlog
 from msgspec import Meta
 
+from mooring_agent.adapters.volume.announced_files import resolve_path
 from mooring_agent.adapters.volume.content_check import content_signature
 from mooring_agent.adapters.volume.shared_volume import Folder, open_volume
-from mooring_agent.adapters.volume.source_walk import resolve_source
 from mooring_agent.core.errors import MooringError, RequestError
 from mooring_agent.core.limits import (
     CLIENT_RECORD_BYTES,
@@ -254,7 +254,7 @@ def _damage(root: Folder, volume: Path, recorded: RecordedCheckpoint, file: _Fil
     It may be missing, have another size, or have been written to later, as when a framework uses a path again.
     """
     try:
-        found = resolve_source(volume, f"{recorded.path}/{file.path}".rstrip("/"))
+        found = resolve_path(volume, f"{recorded.path}/{file.path}".rstrip("/"))
         status = root.status(found)
     except OSError as error:
         return f"{file.path}: {error.strerror}"

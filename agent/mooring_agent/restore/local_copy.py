@@ -14,10 +14,10 @@ from typing import Final
 import msgspec
 
 from mooring_agent.adapters.checksum import region_checksum
+from mooring_agent.adapters.volume.announced_files import resolve_path
 from mooring_agent.adapters.volume.errors import folder_error, volume_error
 from mooring_agent.adapters.volume.shared_folders import make_own_folder, make_state_directory, open_state_directory
 from mooring_agent.adapters.volume.shared_volume import fingerprint, open_volume, path_in
-from mooring_agent.adapters.volume.source_walk import resolve_source
 from mooring_agent.catalog import CommittedCheckpoint, StoredFile
 from mooring_agent.core.errors import VolumeError
 from mooring_agent.core.limits import RECORD_BYTES
@@ -56,7 +56,7 @@ class LocalCopies:
                         incoming.remove(garbage.name)
                 if self._directory.is_relative_to(self._volume) and not self._directory.exists():
                     root.make_folder(path_in(self._volume, self._directory)).close()
-            self._checkpoints = resolve_source(self._volume, str(self._directory))
+            self._checkpoints = resolve_path(self._volume, str(self._directory))
         except OSError as error:
             raise folder_error(error, f"preparing {self._volume}/{_INCOMING} and {self._directory}") from error
 

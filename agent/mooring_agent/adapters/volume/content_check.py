@@ -18,29 +18,29 @@ from itertools import groupby
 from pathlib import Path
 
 from mooring_agent.adapters.checksum import check_region
+from mooring_agent.adapters.volume.announced_files import resolve_files, resolve_path
 from mooring_agent.adapters.volume.errors import volume_error
 from mooring_agent.adapters.volume.shared_volume import fingerprint, open_volume
-from mooring_agent.adapters.volume.source_walk import resolve_source, resolve_sources
 from mooring_agent.core.errors import ErrorKind, VolumeError
 from mooring_agent.core.model import FileEntry, RankManifest, Region, StagedFile
 
 
-def content_signature(volume: Path, source: str, files: Sequence[str] = ()) -> str:
-    """Return a signature that changes when a file below `source` is added, removed, replaced or rewritten.
+def content_signature(volume: Path, path: str, files: Sequence[str] = ()) -> str:
+    """Return a signature that changes when a file below `path` is added, removed, replaced or rewritten.
 
-    It reads names and times, no file's content. With `files`, which are relative to `source`, it covers these alone.
-    Raises RequestError or VolumeError if `source` is not in the volume, or if one of `files` is missing.
+    It reads names and times, no file's content. With `files`, which are relative to `path`, it covers these alone.
+    Raises RequestError or VolumeError if `path` is not in the volume, or if one of `files` is missing.
     """
     digest = hashlib.blake2b(digest_size=16)
     if files:
-        named = resolve_sources(volume, source, files)
+        named = resolve_files(volume, path, files)
         with contextlib.suppress(OSError), open_volume(volume) as root:
             for above, together in groupby(named.items(), key=lambda item: item[1].rpartition("/")[0]):
                 with root.folder(above) as folder:
-                    for path, found in together:
-                        _add(digest, path, folder.status(found.rpartition("/")[2]))
+                    for name, found in together:
+                        _add(digest, name, folder.status(found.rpartition("/")[2]))
         return digest.hexdigest()
-    found = resolve_source(volume, source)
+    found = resolve_path(volume, path)
     # Staging reports folders that cannot be listed and files that vanish meanwhile.
     with contextlib.suppress(OSError), open_volume(volume) as root:
         status = root.status(found) if found else os.fstat(root.descriptor)

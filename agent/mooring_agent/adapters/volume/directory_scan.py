@@ -16,8 +16,8 @@ from typing import BinaryIO, Final
 
 import msgspec
 
+from mooring_agent.adapters.volume.announced_files import resolve_path
 from mooring_agent.adapters.volume.shared_volume import Folder, open_volume
-from mooring_agent.adapters.volume.source_walk import resolve_source
 from mooring_agent.core.errors import ErrorKind, MooringError
 from mooring_agent.core.limits import SAFETENSORS_HEADER_BYTES, TRAINER_STATE_BYTES
 from mooring_agent.core.watch.checkpoint_layouts import DirectorySnapshot, FileSnapshot, Proof
@@ -83,7 +83,7 @@ class DirectoryScanner:
 
     def _open(self) -> Folder:
         try:
-            found = resolve_source(self._volume, str(self._directory))
+            found = resolve_path(self._volume, str(self._directory))
         except MooringError as error:
             number = errno.ENOENT if error.kind is ErrorKind.FILE_MISSING else errno.EXDEV
             raise OSError(number, str(error)) from error

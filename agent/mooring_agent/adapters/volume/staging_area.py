@@ -28,6 +28,7 @@ from typing import Final
 
 import structlog
 
+from mooring_agent.adapters.volume.announced_files import resolve_files, resolve_path
 from mooring_agent.adapters.volume.content_check import check_sent, content_signature, rewritten_in_place
 from mooring_agent.adapters.volume.disk import Reserve
 from mooring_agent.adapters.volume.errors import volume_error
@@ -38,7 +39,6 @@ from mooring_agent.adapters.volume.shared_volume import (
     fingerprint,
     open_volume,
 )
-from mooring_agent.adapters.volume.source_walk import resolve_source, resolve_sources
 from mooring_agent.core.errors import ErrorKind, MooringError, RequestError, VolumeError
 from mooring_agent.core.model import RankManifest, StagedFile
 from mooring_agent.core.stored.commit import DIFFERENT_FILES_HINT
@@ -67,21 +67,21 @@ class LocalStagingArea:
         self._pinner = Pinner(volume)
         self._reserve = Reserve(volume)
 
-    def make_durable(self, source: str, files: Sequence[str]) -> None:
+    def make_durable(self, path: str, files: Sequence[str]) -> None:
         try:
-            sources = list(resolve_sources(self._volume, source, files).values())
+            found = list(resolve_files(self._volume, path, files).values())
         except MooringError:
             return  # staging reports what is wrong
-        folders = {_folder_of(path) for path in sources}
+        folders = {_folder_of(file) for file in found}
         # Their parents hold the names of the folders themselves.
         folders |= {_folder_of(folder) for folder in folders}
         try:
             with open_volume(self._volume) as root:
-                self._sync(root, sources, sorted(folders))
+                self._sync(root, found, sorted(folders))
         except FileNotFoundError:
             return  # as above
         except OSError as error:
-            raise volume_error(error, f"cannot make {source} durable") from error
+            raise volume_error(error, f"cannot make {path} durable") from error
 
     def stage(self, request: StageRequest) -> tuple[StagedFile, ...]:
         try:
@@ -102,16 +102,16 @@ class LocalStagingArea:
                 staged = self._staged_before(root, folder)
                 if staged is not None:
                     return staged
-                sources = resolve_sources(self._volume, request.source, request.files)
-                announced = resolve_source(self._volume, request.source)
+                sources = resolve_files(self._volume, request.path, request.files)
+                announced = resolve_path(self._volume, request.path)
                 try:
                     files = self._pin_all(root, folder, sources, announced, request)
                     if request.signatures and (
-                        content_signature(self._volume, request.source, request.files) not in request.signatures
+                        content_signature(self._volume, request.path, request.files) not in request.signatures
                     ):
                         raise VolumeError(
                             ErrorKind.FILE_CHANGED,
-                            f"{request.source} was written to after it was announced",
+                            f"{request.path} was written to after it was announced",
                             hint="announce a checkpoint after its last file is written, and do not write to it again",
                         )
                     root.write_durably(f"{folder}.json", encode_descriptor(request.descriptor, files))
@@ -119,7 +119,7 @@ class LocalStagingArea:
                     self._undo(root, folder)
                     raise
         except OSError as error:
-            raise volume_error(error, f"cannot stage {request.source}") from error
+            raise volume_error(error, f"cannot stage {request.path}") from error
         return files
 
     def _staged_before(self, root: Folder, folder: str) -> tuple[StagedFile, ...] | None:

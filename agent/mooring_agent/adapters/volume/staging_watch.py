@@ -24,8 +24,9 @@ import structlog
 
 from mooring_agent.adapters.volume.directory_hints import DirectoryHints
 from mooring_agent.adapters.volume.directory_scan import DirectoryScanner
+from mooring_agent.core.limits import STEP
 from mooring_agent.core.watch.checkpoint_layouts import UNKNOWN_WORLD, DirectorySnapshot
-from mooring_agent.core.watch.directory_rules import LARGEST_STEP, Observation, Verdict, judge
+from mooring_agent.core.watch.directory_rules import Observation, Verdict, judge
 
 # Content that two scans find unchanged is not being written.
 _LOOKS_WITHOUT_WRITERS: Final = 2
@@ -42,7 +43,6 @@ class FoundCheckpoint:
     path: str
     name: str
     step: int
-    world_size: int
     signature: str
 
 
@@ -215,10 +215,10 @@ class StagingWatch:
         )
 
     def _report(self, snapshot: DirectorySnapshot, name: str, step: int | None, signature: str) -> None:
-        step = min(self._newest_step + 1, LARGEST_STEP) if step is None else step
+        step = min(self._newest_step + 1, STEP) if step is None else step
         self._newest_step = max(self._newest_step, step)
         path = str(self._directory / snapshot.name)
-        self._found.append(FoundCheckpoint(path=path, name=name, step=step, world_size=1, signature=signature))
+        self._found.append(FoundCheckpoint(path=path, name=name, step=step, signature=signature))
 
 
 def signature_of(volume: Path, path: Path) -> str | None:

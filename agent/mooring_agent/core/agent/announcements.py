@@ -28,17 +28,17 @@ def known_announcement(state: State, event: Announced) -> Checkpoint | None:
         # Its other ranks may announce after it was shed.
         return checkpoint
     contribution = checkpoint.contributions.get(event.rank)
-    return checkpoint if contribution is not None and contribution.source == event.source else None
+    return checkpoint if contribution is not None and contribution.path == event.path else None
 
 
-def same_content(state: State, *, source: str, rank: int, signature: str) -> Checkpoint | None:
-    """Return the newest checkpoint whose `rank` has this source and signature, for clients that give no save id."""
+def same_content(state: State, *, path: str, rank: int, signature: str) -> Checkpoint | None:
+    """Return the newest checkpoint whose `rank` has this path and signature, for clients that give no save id."""
     for checkpoint in reversed(state.checkpoints.values()):
         contribution = checkpoint.contributions.get(rank)
         if (
             contribution
             and checkpoint.phase is not Phase.FAILED
-            and (contribution.source, contribution.signature) == (source, signature)
+            and (contribution.path, contribution.signature) == (path, signature)
         ):
             return checkpoint
     return None
@@ -94,7 +94,7 @@ def check_announcement(state: State, event: Announced) -> None:
         )
     contribution = checkpoint.contributions.get(event.rank)
     other = next((one for one in checkpoint.contributions.values() if not (one.requested_files or event.files)), None)
-    if other is not None and other.local_world_size != max(1, event.local_world_size):
+    if other is not None and other.local_world_size != event.local_world_size:
         raise RequestError(
             ErrorKind.CONTRADICTION,
             f"rank {event.rank} announces save {info.save} as one of {event.local_world_size} ranks here, "
@@ -107,10 +107,10 @@ def check_announcement(state: State, event: Announced) -> None:
             f"save {info.save} has all its {other.local_world_size} ranks here, without rank {event.rank}",
             hint="local_world_size counts the ranks that announce this save to this agent without listing files",
         )
-    if contribution is not None and contribution.source != event.source:
+    if contribution is not None and contribution.path != event.path:
         raise RequestError(
             ErrorKind.CONTRADICTION,
-            f"rank {event.rank} of save {info.save} was announced from {contribution.source} before",
+            f"rank {event.rank} of save {info.save} was announced from {contribution.path} before",
             hint="a save id belongs to one save: take a new one for the next",
         )
     if contribution is None and checkpoint.durable:
@@ -142,10 +142,10 @@ def announced(state: State, event: Announced) -> None:
         checkpoint.move(Trigger.RANK_ANNOUNCED)
     checkpoint.contributions[event.rank] = RankContribution(
         rank=event.rank,
-        source=event.source,
+        path=event.path,
         requested_files=event.files,
         announced_at=event.at,
-        local_world_size=max(1, event.local_world_size),
+        local_world_size=event.local_world_size,
         signature=event.signature,
         save_made_here=event.save_made_here,
         recorded_at=event.recorded_at,
@@ -180,27 +180,27 @@ def staged(state: State, checkpoint: Checkpoint, event: Staged) -> Iterator[Comm
         lead.files[file.path] = progress
         checkpoint.size_bytes += file.size_bytes
     upload_queue.enqueue_contribution(checkpoint, lead)
-    came_before = state.staged_from(lead.source, before=checkpoint) is not None
+    came_before = state.staged_from(lead.path, before=checkpoint) is not None
     state.link(checkpoint, lead)
     if came_before and any(file.private for file in event.files):
         # An earlier checkpoint was pinned from this path, and its files were rewritten in place. Other paths of the
         # series were not seen to be. A first copy proves nothing, because some volumes cannot link at all.
-        state.rewritten_paths.add(lead.source)
+        state.rewritten_paths.add(lead.path)
     lead.unstored_count = len(lead.files)
     checkpoint.file_count += len(lead.files)
     if not lead.requested_files and lead.local_world_size > 1:
         # The first of the ranks contributes the files of the directory that they share; the others contribute none.
         for contribution in checkpoint.contributions.values():
-            contribution.staged |= not contribution.requested_files and contribution.source == lead.source
+            contribution.staged |= not contribution.requested_files and contribution.path == lead.path
     state.recent_sizes_bytes.append(checkpoint.size_bytes)
     checkpoint.move(Trigger.RANK_STAGED)
 
 
 def _fail_rewritten(state: State, checkpoint: Checkpoint, event: Staged) -> Iterator[Command]:
     """Fail the checkpoints whose pinned inodes have other content in this one: the trainer rewrites files in place."""
-    source = checkpoint.contributions[event.work.rank].source
+    path = checkpoint.contributions[event.work.rank].path
     for other, file in _rewritten_files(state, checkpoint, event):
-        state.rewritten_paths.add(source)
+        state.rewritten_paths.add(path)
         if state.live:
             yield Record(
                 event=Failed(

@@ -70,7 +70,7 @@ class RankContribution:
     """What one local rank contributes to a save."""
 
     rank: int
-    source: str
+    path: str
     requested_files: tuple[str, ...]
     announced_at: float
     local_world_size: int

@@ -25,7 +25,7 @@ class Started:
 class Announced:
     """A rank's part of a checkpoint is complete on disk.
 
-    `files` empty: everything below `source`. `local_world_size` > 1: other ranks share the directory, and the agent
+    `files` empty: everything below `path`. `local_world_size` > 1: other ranks share the directory, and the agent
     waits for all of them. `signature` is that of the files when the rank announced them: the agent stages only content
     that a rank of the directory has announced. `save_made_here`: the agent made the save id, and tells repeated
     announcements by their content. `recorded_at`: when the client recorded the checkpoint, if the agent found that
@@ -35,7 +35,7 @@ class Announced:
     at: float
     info: SaveInfo
     rank: Rank
-    source: str
+    path: str
     files: FileNames
     local_world_size: LocalRanks
     signature: str = ""

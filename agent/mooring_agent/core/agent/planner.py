@@ -116,8 +116,8 @@ def _checkpoint_work(state: State, checkpoint: Checkpoint) -> Iterator[Command]:
             yield Stage(
                 work=work,
                 announcements=tuple(_announcement(checkpoint, one) for one in _staged_with(checkpoint, contribution)),
-                private=state.rewrites(contribution.source),
-                rewritten_inodes=_inodes_pinned_there_before(state, checkpoint, contribution.source),
+                private=state.rewrites(contribution.path),
+                rewritten_inodes=_inodes_pinned_there_before(state, checkpoint, contribution.path),
                 part_size_bytes=preferred_part_size(
                     state.settings.transfer.part_size_bytes, state.upload_rate.wire_bytes_per_second, int(state.window)
                 ),
@@ -181,23 +181,19 @@ def _staged_with(checkpoint: Checkpoint, contribution: RankContribution) -> list
     if contribution.requested_files or contribution.local_world_size <= 1:
         return [contribution]
     sharing = (
-        one
-        for one in checkpoint.contributions.values()
-        if not one.requested_files and one.source == contribution.source
+        one for one in checkpoint.contributions.values() if not one.requested_files and one.path == contribution.path
     )
     return sorted(sharing, key=lambda one: one.rank)
 
 
-def _inodes_pinned_there_before(state: State, checkpoint: Checkpoint, source: str) -> frozenset[int]:
+def _inodes_pinned_there_before(state: State, checkpoint: Checkpoint, path: str) -> frozenset[int]:
     """Return the linked inodes of the last checkpoint from exactly this path.
 
     A file of this checkpoint that has one of them was rewritten in place.
     """
-    other = state.staged_from(source, before=checkpoint)
+    other = state.staged_from(path, before=checkpoint)
     contributions = (
-        [contribution for contribution in other.contributions.values() if contribution.source == source]
-        if other
-        else []
+        [contribution for contribution in other.contributions.values() if contribution.path == path] if other else []
     )
     return frozenset(
         progress.file.fingerprint.inode for contribution in contributions for progress in contribution.linked_files()
@@ -209,7 +205,7 @@ def _announcement(checkpoint: Checkpoint, contribution: RankContribution) -> Ann
         at=contribution.announced_at,
         info=checkpoint.info,
         rank=contribution.rank,
-        source=contribution.source,
+        path=contribution.path,
         files=contribution.requested_files,
         local_world_size=contribution.local_world_size,
         signature=contribution.signature,

@@ -160,9 +160,9 @@ class State:
     _newest_committed: Checkpoint | None = None
     _last_announced_committed: Checkpoint | None = None
 
-    def rewrites(self, source: str) -> bool:
+    def rewrites(self, path: str) -> bool:
         """Whether the trainer is known to rewrite checkpoint files of that path in place."""
-        return not self.rewritten_paths.isdisjoint((source, path_pattern(source)))
+        return not self.rewritten_paths.isdisjoint((path, path_pattern(path)))
 
     def newest(self) -> Checkpoint | None:
         """Return the last announced checkpoint that was neither shed nor failed."""
@@ -205,9 +205,9 @@ class State:
         """Return the work in flight for one save."""
         return self._in_flight_of.get(save, ())
 
-    def staged_from(self, source: str, *, before: Checkpoint) -> Checkpoint | None:
+    def staged_from(self, path: str, *, before: Checkpoint) -> Checkpoint | None:
         """Return the last known checkpoint other than `before` that was staged from exactly this path."""
-        saves = reversed(self._staged_from.get(source, {}))
+        saves = reversed(self._staged_from.get(path, {}))
         return next((self.checkpoints[save] for save in saves if save != before.info.save), None)
 
     def links_to(self, inode: int) -> Iterable[tuple[str, FileProgress]]:
@@ -259,15 +259,15 @@ class State:
         del self.checkpoints[save], self._settled[save]
         self._just_in_time.pop(save, None)
         for contribution in checkpoint.contributions.values():
-            saves = self._staged_from.get(contribution.source, {})
+            saves = self._staged_from.get(contribution.path, {})
             saves.pop(save, None)
             if not saves:
-                self._staged_from.pop(contribution.source, None)
+                self._staged_from.pop(contribution.path, None)
 
     def link(self, checkpoint: Checkpoint, contribution: RankContribution) -> None:
-        """Index the source and the linked inodes of a contribution whose files are pinned."""
+        """Index the path and the linked inodes of a contribution whose files are pinned."""
         save = checkpoint.info.save
-        saves = self._staged_from.setdefault(contribution.source, {})
+        saves = self._staged_from.setdefault(contribution.path, {})
         saves.pop(save, None)
         saves[save] = None
         for progress in contribution.linked_files():
@@ -329,9 +329,9 @@ class State:
         self.work_limits = work_limits()
 
 
-def path_pattern(source: str) -> str:
+def path_pattern(path: str) -> str:
     """Return the pattern of a path: paths that differ only in their numbers have the same."""
-    return re.sub(r"[0-9]+", "#", source)
+    return re.sub(r"[0-9]+", "#", path)
 
 
 def _urgency(checkpoint: Checkpoint) -> tuple[bool, int]:

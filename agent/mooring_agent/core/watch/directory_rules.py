@@ -10,12 +10,8 @@ import re
 from dataclasses import dataclass
 from typing import Final
 
+from mooring_agent.core.limits import NAME_CHARACTERS, STEP
 from mooring_agent.core.watch.checkpoint_layouts import DirectorySnapshot, FileSnapshot, missing, rank_files
-
-_NAME_LIMIT: Final = 128
-
-LARGEST_STEP: Final = 2**64 - 1
-"""The API's uint64."""
 
 SINGLE_FILE_SUFFIXES: Final = (".pt", ".pth", ".ckpt", ".safetensors")
 """A file of this kind directly in the watched directory is a checkpoint by itself."""
@@ -89,14 +85,14 @@ def checkpoint_name(entry: str) -> str:
     stem = _without_suffix(entry)
     suffix = entry.removeprefix(stem)
     name = re.sub(r"[^A-Za-z0-9._=+-]", "-", stem).lstrip("._=+-") or "checkpoint"
-    return name[: _NAME_LIMIT - len(suffix)] + suffix
+    return name[: NAME_CHARACTERS - len(suffix)] + suffix
 
 
 def step_of(entry: str) -> int | None:
     """Return the last number in a name, as in checkpoint-1200 or epoch=3-step=1200.ckpt; None if it can be no step."""
     numbers = re.findall(r"[0-9]+", _without_suffix(entry))
     step = int(numbers[-1]) if numbers else None
-    return step if step is not None and step <= LARGEST_STEP else None
+    return step if step is not None and step <= STEP else None
 
 
 def _without_suffix(entry: str) -> str:

@@ -30,7 +30,7 @@ from mooring_agent.runtime.engine.engine import Engine
 from mooring_agent.runtime.engine.telemetry import RefusalLog
 from mooring_agent.runtime.monitors.monitors import Monitors
 from mooring_agent.runtime.monitors.ranks import LiveRanks
-from mooring_agent.runtime.work.announcements import Announcements
+from mooring_agent.runtime.work.announcements import Announcement, Announcements
 from mooring_api.names import API_VERSION, socket_address
 from mooring_api.v1 import agent_pb2, agent_pb2_grpc
 
@@ -102,7 +102,20 @@ class AgentService(agent_pb2_grpc.AgentServicer):
     async def AnnounceCheckpoint(
         self, request: agent_pb2.AnnounceCheckpointRequest, context: Any
     ) -> agent_pb2.AnnounceCheckpointResponse:
-        checkpoint = await self._announcements.announce(request)
+        checkpoint = await self._announcements.announce(
+            Announcement(
+                path=request.path,
+                step=request.step,
+                name=request.name,
+                kind=status.kind_from_wire(request.kind),
+                save=request.save,
+                attempt=request.attempt,
+                rank=request.rank,
+                world_size=max(1, request.world_size),
+                local_world_size=max(1, request.local_world_size),
+                files=tuple(request.files),
+            )
+        )
         return agent_pb2.AnnounceCheckpointResponse(
             save=checkpoint.info.save,
             phase=status.phase_to_wire(checkpoint.phase),

@@ -31,10 +31,6 @@ def kind_from_wire(kind: agent_pb2.Kind) -> Kind:
     return next((ours for ours, theirs in _KINDS.items() if theirs == kind), Kind.PERIODIC)
 
 
-def kind_to_wire(kind: Kind) -> agent_pb2.Kind:
-    return _KINDS[kind]
-
-
 def phase_to_wire(phase: Phase) -> agent_pb2.Phase:
     return _PHASES[phase]
 

@@ -18,12 +18,10 @@ from mooring_agent.core.errors import ErrorKind, MooringError, StoreError
 from mooring_agent.core.model import AnnouncementTime, SaveInfo
 from mooring_agent.core.settings.values import Settings
 from mooring_agent.ports import ObjectStore
-from mooring_agent.runtime.engine import status
 from mooring_agent.runtime.engine.engine import Engine
-from mooring_agent.runtime.work.announcements import Announcements
+from mooring_agent.runtime.work.announcements import Announcement, Announcements
 from mooring_agent.runtime.work.committer import is_committed
 from mooring_agent.runtime.work.ready_store import ReadyStore
-from mooring_api.v1 import agent_pb2
 
 _BUG_HINT: Final = "this is a bug of the agent: please report it"
 
@@ -100,18 +98,19 @@ class UnannouncedRecovery:
         ranks = recorded.ranks or self._known_ranks(recorded.world_size)
         log.info("unannounced.found", path=str(recorded.path), step=recorded.step, save=recorded.save, ranks=ranks)
         for rank in ranks:
-            request = agent_pb2.AnnounceCheckpointRequest(
+            announcement = Announcement(
                 path=str(recorded.path),
-                name=recorded.path.name,
                 step=recorded.step,
-                kind=status.kind_to_wire(recorded.kind),
+                kind=recorded.kind,
                 save=recorded.save,
                 rank=rank,
                 world_size=recorded.world_size,
                 local_world_size=len(ranks),
+                signature=recorded.signature,
+                recorded_at=recorded.saved_at,
             )
             try:
-                await self._announcements.enter(request, signature=recorded.signature, recorded_at=recorded.saved_at)
+                await self._announcements.enter(announcement)
             except MooringError as error:
                 log.error("unannounced.refused", path=str(recorded.path), rank=rank, error=str(error), hint=error.hint)
                 # The other ranks would be refused for the same reason, with a log line each.

@@ -20,8 +20,7 @@ from mooring_agent.adapters.volume.staging_watch import FoundCheckpoint, Staging
 from mooring_agent.core.errors import MooringError
 from mooring_agent.core.settings.values import Settings
 from mooring_agent.runtime.engine.engine import Engine
-from mooring_agent.runtime.work.announcements import Announcements
-from mooring_api.v1 import agent_pb2
+from mooring_agent.runtime.work.announcements import Announcement, Announcements
 
 T = TypeVar("T")
 
@@ -85,14 +84,11 @@ class DirectoryWatcher:
                 # It is being written again, and will be found again.
                 return
             log.info("watch.found", path=found.path, step=found.step)
-            request = agent_pb2.AnnounceCheckpointRequest(
-                path=found.path, step=found.step, name=found.name, world_size=found.world_size
+            await self._announcements.enter(
+                Announcement(path=found.path, step=found.step, name=found.name, signature=signature)
             )
-            await self._announcements.enter(request, signature=signature)
         except MooringError as error:
             log.error("watch.refused", path=found.path, error=str(error), hint=error.hint)
-        except UnicodeEncodeError as error:
-            log.error("watch.refused", path=found.path, error=str(error), hint="the API is UTF-8: rename the file")
         except Exception:
             log.exception("watch.refused", path=found.path, hint="this is a bug of the agent: please report it")
 
@@ -117,5 +113,5 @@ class DirectoryWatcher:
             contribution.save_made_here
             for checkpoint in self._engine.state.checkpoints.values()
             for contribution in checkpoint.contributions.values()
-            if os.path.normpath(contribution.source) == path
+            if os.path.normpath(contribution.path) == path
         ]

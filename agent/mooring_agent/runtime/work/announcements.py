@@ -2,23 +2,47 @@
 
 import asyncio
 import secrets
-from collections.abc import Sequence
 from concurrent.futures import Executor
+from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
+from mooring_agent.adapters.volume.announced_files import check_path
 from mooring_agent.adapters.volume.content_check import content_signature
-from mooring_agent.adapters.volume.source_walk import check_source
 from mooring_agent.core.agent.announcements import check_announcement, known_announcement, same_content
 from mooring_agent.core.agent.checkpoint import Checkpoint
 from mooring_agent.core.agent.events import Announced
 from mooring_agent.core.agent.state import State
 from mooring_agent.core.errors import ErrorKind, MooringError, RequestError
-from mooring_agent.core.model import Phase, SaveInfo
+from mooring_agent.core.model import Kind, Phase, SaveInfo
 from mooring_agent.ports import Clock, StagingArea
-from mooring_agent.runtime.api.errors import check_request
-from mooring_agent.runtime.engine import status
 from mooring_agent.runtime.engine.engine import Engine
-from mooring_api.v1 import agent_pb2
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Announcement:
+    """A rank's part of a checkpoint is complete on disk; its values are within `core.limits`.
+
+    Attributes:
+        path: Absolute path of the checkpoint, a file or a directory, in the volume.
+        name: By default the last part of `path`.
+        save: By default the agent makes one, which begins with `attempt` if there is one.
+        files: Paths below `path`. By default everything below it.
+        signature: That of the content which the caller has seen and means. By default that of the files as they are.
+        recorded_at: When the client recorded the checkpoint, if it is announced by that record. Unix seconds.
+    """
+
+    path: str
+    step: int
+    name: str = ""
+    kind: Kind = Kind.PERIODIC
+    save: str = ""
+    attempt: str = ""
+    rank: int = 0
+    world_size: int = 1
+    local_world_size: int = 1
+    files: tuple[str, ...] = ()
+    signature: str = ""
+    recorded_at: float | None = None
 
 
 class Announcements:
@@ -40,42 +64,33 @@ class Announcements:
         self._clock = clock
         self._volume = volume
 
-    async def announce(self, request: agent_pb2.AnnounceCheckpointRequest) -> Checkpoint:
+    async def announce(self, announcement: Announcement) -> Checkpoint:
         """Announce; return once the files are staged (or wait for other local ranks). Raises why they cannot be."""
-        event = await self.enter(request)
+        event = await self.enter(announcement)
         await self._engine.until(lambda state: _settled(state, event))
         return _outcome(self._engine.state, event)
 
-    async def enter(
-        self, request: agent_pb2.AnnounceCheckpointRequest, *, signature: str = "", recorded_at: float | None = None
-    ) -> Announced:
-        """Announce; return once the announcement is durable, before its files are staged. Raises why it is refused.
-
-        `signature`: that of the content which the caller has seen and means; by default that of the files as they are.
-        `recorded_at`: when the client recorded the checkpoint, if it is announced by that record.
-        """
-        # Some callers are in this process, so the server has not checked their requests.
-        check_request(request)
-        source = _absolute(request.path)
-        world_size = max(1, request.world_size)
-        if not signature:
-            signature = await self._signature(source, request.files, must_be_there=not request.save)
+    async def enter(self, announcement: Announcement) -> Announced:
+        """Announce; return once the announcement is durable, before its files are staged. Raises why it is refused."""
+        check_path(announcement.path)
+        path = announcement.path.rstrip("/") or "/"
+        signature = announcement.signature or await self._signature(announcement, path)
         event = Announced(
             at=self._clock.now(),
             info=SaveInfo(
-                save=request.save or self._make_save(request, source, signature, world_size),
-                name=request.name or PurePosixPath(source).name,
-                step=request.step,
-                kind=status.kind_from_wire(request.kind),
-                world_size=world_size,
+                save=announcement.save or self._make_save(announcement, path, signature),
+                name=announcement.name or PurePosixPath(path).name,
+                step=announcement.step,
+                kind=announcement.kind,
+                world_size=announcement.world_size,
             ),
-            rank=request.rank,
-            source=source,
-            files=tuple(request.files),
-            local_world_size=max(1, request.local_world_size),
+            rank=announcement.rank,
+            path=path,
+            files=announcement.files,
+            local_world_size=announcement.local_world_size,
             signature=signature,
-            save_made_here=not request.save,
-            recorded_at=recorded_at,
+            save_made_here=not announcement.save,
+            recorded_at=announcement.recorded_at,
         )
 
         def is_news(state: State) -> bool:
@@ -83,39 +98,32 @@ class Announcements:
             return known_announcement(state, event) is None
 
         # The bytes must be on disk first: after a power cut, what the journal calls staged must really be there.
-        await asyncio.get_running_loop().run_in_executor(self._workers, self._staging.make_durable, source, event.files)
+        await asyncio.get_running_loop().run_in_executor(self._workers, self._staging.make_durable, path, event.files)
         await self._engine.submit(event, is_news)
         return event
 
-    async def _signature(self, source: str, files: Sequence[str], *, must_be_there: bool) -> str:
+    async def _signature(self, announcement: Announcement, path: str) -> str:
         """Return the content's signature. If an agent dies, another checkpoint may have the name when this is staged.
 
-        If the content cannot be read: "", or the error if it `must_be_there`.
+        If the content cannot be read: "", or the error if the announcement has no save id.
         """
         loop = asyncio.get_running_loop()
         try:
-            return await loop.run_in_executor(self._workers, content_signature, self._volume, source, files)
+            return await loop.run_in_executor(self._workers, content_signature, self._volume, path, announcement.files)
         except MooringError:
-            if must_be_there:
+            if not announcement.save:
                 raise
             return ""  # staging reports what is wrong
 
-    def _make_save(
-        self, request: agent_pb2.AnnounceCheckpointRequest, source: str, signature: str, world_size: int
-    ) -> str:
-        if world_size > 1:
+    def _make_save(self, announcement: Announcement, path: str, signature: str) -> str:
+        if announcement.world_size > 1:
             raise RequestError(
                 ErrorKind.BAD_REQUEST,
                 "several ranks write this checkpoint and the announcement has no save id",
                 hint="pass a `save` that is unique to this save and the same on all its ranks",
             )
-        known = same_content(self._engine.state, source=source, rank=request.rank, signature=signature)
-        return known.info.save if known else f"{request.attempt or secrets.token_hex(4)}-{secrets.token_hex(4)}"
-
-
-def _absolute(path: str) -> str:
-    check_source(path)
-    return path.rstrip("/") or "/"
+        known = same_content(self._engine.state, path=path, rank=announcement.rank, signature=signature)
+        return known.info.save if known else f"{announcement.attempt or secrets.token_hex(4)}-{secrets.token_hex(4)}"
 
 
 def _settled(state: State, event: Announced) -> bool:

@@ -32,7 +32,7 @@ async def stage(staging: StagingArea, clock: Clock, executor: Executor, command:
     request = StageRequest(
         save=command.work.save,
         rank=command.work.rank,
-        source=announced.source,
+        path=announced.path,
         files=announced.files,
         private=command.private,
         rewritten_inodes=command.rewritten_inodes,

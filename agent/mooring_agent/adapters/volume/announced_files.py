@@ -34,57 +34,61 @@ _KINDS: Final = (
 )
 
 
-def check_source(source: str) -> None:
-    """Raise RequestError unless `source` is an absolute path."""
-    if not source.startswith("/") or "\0" in source:
+def check_path(path: str) -> None:
+    """Raise RequestError unless `path` is an absolute path that the journal and the log can hold."""
+    if not path.startswith("/") or "\0" in path:
         raise RequestError(
             ErrorKind.BAD_REQUEST,
-            f"{source!r} is not an absolute path" if source else "the announcement has no path",
+            f"{path!r} is not an absolute path" if path else "the announcement has no path",
             hint="give the checkpoint's absolute path as trainer and agent both see it",
         )
+    try:
+        path.encode()
+    except UnicodeEncodeError as error:
+        raise RequestError(
+            ErrorKind.BAD_NAME, f"{os.fsencode(path)!r} is not UTF-8", hint="rename the file or the directory"
+        ) from error
 
 
-def resolve_source(volume: Path, source: str) -> str:
+def resolve_path(volume: Path, path: str) -> str:
     """Return where below the volume an announced path leads. Does not look at what is below it.
 
     Raises RequestError, and VolumeError if something is missing or unreadable.
     """
-    check_source(source)
     try:
         with open_volume(volume) as root:
-            return _Sources(root, volume).resolve(source)
+            return _Resolver(root, volume).resolve(path)
     except OSError as error:
-        raise _unreadable(volume, source, error) from error
+        raise _unreadable(volume, path, error) from error
 
 
-def resolve_sources(volume: Path, source: str, files: Sequence[str]) -> dict[str, str]:
+def resolve_files(volume: Path, path: str, files: Sequence[str]) -> dict[str, str]:
     """Map each path in the checkpoint to its file below the volume, sorted by path.
 
-    If `files` is empty, the checkpoint is everything below `source`. Raises RequestError, and VolumeError if something
+    If `files` is empty, the checkpoint is everything below `path`. Raises RequestError, and VolumeError if something
     is missing or unreadable.
     """
-    check_source(source)
     try:
         with open_volume(volume) as root:
-            found = dict(islice(_Sources(root, volume).files(source, files), FILES_PER_RANK + 1))
+            found = dict(islice(_Resolver(root, volume).files(path, files), FILES_PER_RANK + 1))
     except OSError as error:
-        raise _unreadable(volume, source, error) from error
+        raise _unreadable(volume, path, error) from error
     if len(found) > FILES_PER_RANK:
         raise RequestError(
             ErrorKind.BAD_REQUEST,
-            f"{source} has more than {FILES_PER_RANK:,} files",
+            f"{path} has more than {FILES_PER_RANK:,} files",
             hint="write fewer and larger files, or announce the files of each rank",
         )
-    for path in found:
-        check_file_path(path)
+    for name in found:
+        check_file_path(name)
     if not found:
         raise RequestError(
-            ErrorKind.CHECKPOINT_EMPTY, f"{source} has no files", hint="announce after the files are written"
+            ErrorKind.CHECKPOINT_EMPTY, f"{path} has no files", hint="announce after the files are written"
         )
     return dict(sorted(found.items()))
 
 
-class _Sources:
+class _Resolver:
     """Resolves announced paths to files of one volume."""
 
     def __init__(self, root: Folder, volume: Path) -> None:
@@ -94,24 +98,25 @@ class _Sources:
         self._starts = tuple(dict.fromkeys((str(volume), os.path.realpath(volume))))
         self._folders: dict[str, str] = {}
 
-    def files(self, source: str, files: Sequence[str]) -> Iterator[tuple[str, str]]:
-        found = self.resolve(source)
+    def files(self, announced: str, files: Sequence[str]) -> Iterator[tuple[str, str]]:
+        found = self.resolve(announced)
         if found and not stat.S_ISDIR(self._root.status(found).st_mode):
             if files:
                 raise RequestError(
                     ErrorKind.BAD_REQUEST,
-                    f"{source} is one file, and {len(files)} files of it were announced",
+                    f"{announced} is one file, and {len(files)} files of it were announced",
                     hint="announce the directory that holds the files",
                 )
-            yield source.rstrip("/").rpartition("/")[2], self._regular(found, source)
+            yield announced.rstrip("/").rpartition("/")[2], self._regular(found, announced)
         elif files:
             for path in dict.fromkeys(files):
-                yield path, self._named(source, path)
+                yield path, self._named(announced, path)
         else:
-            yield from self._walk(found, source, "", (found,))
+            yield from self._walk(found, announced, "", (found,))
 
     def resolve(self, path: str) -> str:
         """Return where below the volume an absolute path leads; empty for the volume itself."""
+        check_path(path)
         below = self._below(path)
         if below is None:
             # The path may use links outside the volume, which are not the trainer's.
@@ -169,15 +174,15 @@ class _Sources:
             waiting.extendleft(reversed(target.split("/")))
         return "/".join(done)
 
-    def _named(self, source: str, path: str) -> str:
+    def _named(self, announced: str, path: str) -> str:
         above, _, name = check_file_path(path).rpartition("/")
         if above not in self._folders:
-            self._folders[above] = self.resolve(f"{source}/{above}")
+            self._folders[above] = self.resolve(f"{announced}/{above}")
         folder = self._folders[above]
         found = f"{folder}/{name}" if folder else name
         if stat.S_ISLNK(self._root.status(found).st_mode):
-            found = self.resolve(f"{source}/{path}")
-        return self._regular(found, f"{source}/{path}")
+            found = self.resolve(f"{announced}/{path}")
+        return self._regular(found, f"{announced}/{path}")
 
     def _walk(self, found: str, named: str, prefix: str, ancestors: tuple[str, ...]) -> Iterator[tuple[str, str]]:
         """Yield every file below the folder `found`. `ancestors` are the folders that lead to it; it is the last."""
@@ -242,5 +247,5 @@ def _dangling(named: str, target: str) -> VolumeError:
     )
 
 
-def _unreadable(volume: Path, source: str, error: OSError) -> VolumeError:
-    return volume_error(error, f"cannot read {f'{volume}/{error.filename}' if error.filename else source}")
+def _unreadable(volume: Path, path: str, error: OSError) -> VolumeError:
+    return volume_error(error, f"cannot read {f'{volume}/{error.filename}' if error.filename else path}")
