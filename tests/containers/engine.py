@@ -1,7 +1,7 @@
 """buildah and podman with a storage of their own: what a test makes here is nobody else's, and is gone with it.
 
-They build and run inside another container too, as CI's machines often are: without systemd, overlay mounts and cgroup
-limits that only crun knows.
+They build and run inside another container too, as CI's machines often are: without systemd and cgroup limits that only
+crun knows, and without overlay mounts, where those are not allowed.
 """
 
 import functools
@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Final
 
 PACKAGES: Final = ("debootstrap", "buildah", "podman", "conmon", "runc")
-_COMMAND_SECONDS: Final = 240.0  # the storage copies the whole image for each container
+_COMMAND_SECONDS: Final = 240.0  # without overlay mounts the storage copies the whole image for each container
 _POLITE: Final = ("nice",)
 
 
@@ -31,7 +31,8 @@ class Engine:
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
-        self._storage = [f"--root={directory}/root", f"--runroot={directory}/run", "--storage-driver=vfs"]
+        driver = "overlay" if _mounts_overlays(directory) else "vfs"
+        self._storage = [f"--root={directory}/root", f"--runroot={directory}/run", f"--storage-driver={driver}"]
 
     def buildah(self, *arguments: str, timeout_seconds: float = _COMMAND_SECONDS) -> str:
         """Its standard output; AssertionError with all it said if it fails."""
@@ -58,3 +59,16 @@ class Engine:
         )
         assert not result.returncode, f"{' '.join(command)}: {result.stdout[-4000:]}{result.stderr[-4000:]}"
         return result.stdout
+
+
+def _mounts_overlays(directory: Path) -> bool:
+    folders = {name: directory / f"overlay-{name}" for name in ("lower", "upper", "work", "merged")}
+    for folder in folders.values():
+        folder.mkdir()
+    options = f"lowerdir={folders['lower']},upperdir={folders['upper']},workdir={folders['work']}"
+    merged = str(folders["merged"])
+    command = ["mount", "-t", "overlay", "overlay", "-o", options, merged]
+    mounted = subprocess.run(command, check=False, capture_output=True, timeout=_COMMAND_SECONDS).returncode == 0
+    if mounted:
+        subprocess.run(["umount", merged], check=True, timeout=_COMMAND_SECONDS)
+    return mounted

@@ -13,7 +13,6 @@ from tests.servers.server import Bucket
 MIB = 1024 * 1024
 SIZES = {"model.safetensors": 11 * MIB, "optimizer.pt": 2 * MIB, "config.json": 300}
 COMMAND_SECONDS = 90.0
-BUCKETS = ("rclone_bucket", "moto_bucket")
 
 
 def mooring(bucket: Bucket, command: str, *arguments: str) -> "subprocess.CompletedProcess[str]":
@@ -31,18 +30,16 @@ def flip_one_byte(bucket: Bucket, key: str, position: int) -> None:
     client.put_object(**place, Body=bytes(content))
 
 
-@pytest.fixture(params=BUCKETS)
-def bucket(request: pytest.FixtureRequest) -> Bucket:
-    found: Bucket = request.getfixturevalue(request.param)
-    return found
-
-
 @pytest.fixture
-def originals(bucket: Bucket, tmp_path: Path) -> dict[int, dict[str, bytes]]:
+def originals(rclone_bucket: Bucket, tmp_path: Path) -> dict[int, dict[str, bytes]]:
     """Steps 10 and 20, committed by a real agent; what they hold."""
     found = {}
     agent = AgentProcess(
-        tmp_path / "volume", bucket.destination, endpoint_url=bucket.endpoint_url, part_size_bytes="5MiB", watch=False
+        tmp_path / "volume",
+        rclone_bucket.destination,
+        endpoint_url=rclone_bucket.endpoint_url,
+        part_size_bytes="5MiB",
+        watch=False,
     )
     with agent:
         for step in (10, 20):
@@ -63,22 +60,22 @@ def only_key(view: BucketView, prefix: str, name: str) -> str:
     ids=["a large file", "a small file", "a manifest"],
 )
 def test_a_wrong_byte_is_named_and_the_older_checkpoint_is_restored(
-    bucket: Bucket, originals: dict[int, dict[str, bytes]], tmp_path: Path, name: str, position: int
+    rclone_bucket: Bucket, originals: dict[int, dict[str, bytes]], tmp_path: Path, name: str, position: int
 ) -> None:
-    key = only_key(BucketView(bucket), "checkpoint-20/", name)
-    flip_one_byte(bucket, key, position)
+    key = only_key(BucketView(rclone_bucket), "checkpoint-20/", name)
+    flip_one_byte(rclone_bucket, key, position)
 
-    verified = mooring(bucket, "verify")
+    verified = mooring(rclone_bucket, "verify")
     assert verified.returncode == 1, verified.stderr
     assert key in verified.stdout
-    everything = mooring(bucket, "verify", "--all", "--json")
+    everything = mooring(rclone_bucket, "verify", "--all", "--json")
     assert everything.returncode == 1
     newest, older = json.loads(everything.stdout)["checkpoints"]
     assert (newest["step"], older["step"]) == (20, 10)
     assert {problem["object"] for problem in newest["problems"]} == {key}
     assert older["problems"] == []
 
-    restored = mooring(bucket, "restore", f"--volume={tmp_path}/other")
+    restored = mooring(rclone_bucket, "restore", f"--volume={tmp_path}/other")
     assert restored.returncode == 0, restored.stderr
     (warning,) = [line for line in restored.stderr.splitlines() if line.startswith("warning: passed over: ")]
     assert key in warning
@@ -88,26 +85,26 @@ def test_a_wrong_byte_is_named_and_the_older_checkpoint_is_restored(
 
 
 def test_a_wrong_byte_in_a_marker_is_named_and_the_older_checkpoint_is_restored(
-    bucket: Bucket, originals: dict[int, dict[str, bytes]], tmp_path: Path
+    rclone_bucket: Bucket, originals: dict[int, dict[str, bytes]], tmp_path: Path
 ) -> None:
-    (key,) = [marker for marker in BucketView(bucket).markers() if "/000000000020." in marker]
-    flip_one_byte(bucket, key, 20)
-    verified = mooring(bucket, "verify")
+    (key,) = [marker for marker in BucketView(rclone_bucket).markers() if "/000000000020." in marker]
+    flip_one_byte(rclone_bucket, key, 20)
+    verified = mooring(rclone_bucket, "verify")
     assert verified.returncode == 1
     assert key in verified.stdout
-    restored = mooring(bucket, "restore", f"--volume={tmp_path}/other")
+    restored = mooring(rclone_bucket, "restore", f"--volume={tmp_path}/other")
     assert restored.returncode == 0, restored.stderr
     assert key in restored.stderr
     assert tree(tmp_path / "other/checkpoints/checkpoint-10") == originals[10]
 
 
 def test_with_every_checkpoint_damaged_restore_fails_and_names_them_all(
-    bucket: Bucket, originals: dict[int, dict[str, bytes]], tmp_path: Path
+    rclone_bucket: Bucket, originals: dict[int, dict[str, bytes]], tmp_path: Path
 ) -> None:
-    keys = [only_key(BucketView(bucket), f"checkpoint-{step}/", "/optimizer.pt") for step in originals]
+    keys = [only_key(BucketView(rclone_bucket), f"checkpoint-{step}/", "/optimizer.pt") for step in originals]
     for key in keys:
-        flip_one_byte(bucket, key, MIB)
-    restored = mooring(bucket, "restore", f"--volume={tmp_path}/other")
+        flip_one_byte(rclone_bucket, key, MIB)
+    restored = mooring(rclone_bucket, "restore", f"--volume={tmp_path}/other")
     assert restored.returncode == 1, restored.stdout
     assert restored.stderr.splitlines()[-2].startswith("error: ")
     assert restored.stderr.splitlines()[-1].startswith("hint: ")

@@ -1,6 +1,6 @@
-"""Every trainer, stopped in every way: nothing is lost, and where training is deterministic not a bit differs.
+"""Every trainer is stopped and loses nothing; where training is deterministic, not a bit differs.
 
-One job for each trainer and notice, and the moments spread over them, so that the matrix fits into a few minutes:
+Each of these stops is made with every other trainer, so that the matrix fits into a few minutes:
 
 | notice             | moment                                                         | besides                       |
 |--------------------|----------------------------------------------------------------|-------------------------------|
@@ -12,8 +12,8 @@ One job for each trainer and notice, and the moments spread over them, so that t
 Lightning tries its validation before a run's first step, and rank 1 alone is told then too.
 
 A trainer's jobs are one training run: each begins on an empty volume from what the one before it left in the bucket,
-the last one trains to the end, and the whole is compared with one uninterrupted run. `make soak` runs every notice at
-every moment, many times (see soak.py).
+the last one trains to the end, and the whole is compared with one uninterrupted run. `make soak` stops every trainer
+in all of these ways, and in all others, many times (see soak.py).
 """
 
 from pathlib import Path
@@ -27,14 +27,14 @@ from tests.trainers.trainers import STEPS, TRAINERS, Trainer
 pytestmark = [pytest.mark.trainers, pytest.mark.timeout(900)]
 
 
-@pytest.mark.parametrize("trainer", TRAINERS, ids=lambda trainer: trainer.name)
-def test_a_run_that_is_stopped_in_every_way_loses_nothing(
-    trainer: Trainer, rclone_bucket: Bucket, tmp_path: Path
+@pytest.mark.parametrize(("number", "trainer"), enumerate(TRAINERS), ids=lambda one: getattr(one, "name", ""))
+def test_a_run_that_is_stopped_again_and_again_loses_nothing(
+    number: int, trainer: Trainer, rclone_bucket: Bucket, tmp_path: Path
 ) -> None:
     chain = Chain(trainer, rclone_bucket, tmp_path)
     undisturbed = chain.train_undisturbed()
     expected = digests(chain.newest_checkpoint())
-    for stop in trainer.stops:
+    for stop in trainer.stops[number % 2 :: 2]:
         chain.stop(stop)
     chain.finish()
     assert chain.step == STEPS
