@@ -160,8 +160,9 @@ def test_a_second_just_in_time_sigterm_does_not_reach_them_either() -> None:
         assert started.end() == (0, ["stopping", "done"], "")
 
 
-@pytest.mark.parametrize("autoloaded", [False, True], ids=["installed", "autoload"])
-@pytest.mark.parametrize("early", [(), ("--early",)], ids=["writing", "starting"])
+@pytest.mark.parametrize(
+    ("early", "autoloaded"), [((), False), (("--early",), True)], ids=["writing, installed", "starting, autoload"]
+)
 def test_the_checkpoint_writer_finishes_after_the_groups_sigterm(
     tmp_path: Path, early: tuple[str, ...], autoloaded: bool
 ) -> None:

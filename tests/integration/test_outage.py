@@ -34,9 +34,9 @@ runpy.run_path({str(TRAINER)!r}, run_name="__main__")
 """
 
 
-@pytest.fixture(params=["rclone", "moto", "seaweed", "ceph"])
+@pytest.fixture(params=["rclone", "seaweed"])
 def bucket(request: pytest.FixtureRequest) -> Bucket:
-    """On a store that ignores conditions, and on those that honour them."""
+    """On a store that ignores conditions, and on one that honours them."""
     found: Bucket = request.getfixturevalue(f"{request.param}_bucket")
     return found
 

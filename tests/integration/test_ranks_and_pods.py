@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
-from itertools import permutations
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -155,7 +154,7 @@ def test_a_directory_of_two_ranks_survives_the_agents_death_at_every_step_of_its
     assert view.uploads() == []
 
 
-@pytest.mark.parametrize("order", list(permutations((0, 1, 2))), ids=str)
+@pytest.mark.parametrize("order", [(0, 1, 2), (1, 2, 0), (2, 1, 0)], ids=str)
 def test_ranks_may_announce_in_any_order_and_twice(
     make_pods: MakePods, rclone_bucket: Bucket, tmp_path: Path, order: tuple[int, ...]
 ) -> None:

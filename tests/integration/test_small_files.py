@@ -27,7 +27,7 @@ def accepted_packs(proxy: FaultProxy) -> Counter[str]:
     return Counter(request.path for request in proxy.log if is_pack(request) and request.status == 200)
 
 
-@pytest.mark.parametrize("server", ["rclone", "rclone_tls", "moto", "ceph"])
+@pytest.mark.parametrize("server", ["rclone_tls", "moto", "ceph"])
 def test_many_small_files_are_a_few_archives_that_tar_unpacks_and_restore_brings_back(
     server: str, request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

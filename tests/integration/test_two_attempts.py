@@ -75,8 +75,7 @@ def attempts(bucket: Bucket, tmp_path: Path) -> Iterator[dict[str, Attempt]]:
 DEAD_ENDS = {"its bytes": "partNumber=2", "its marker": "/.mooring/commits/"}
 
 
-@pytest.mark.parametrize("last", NAMES)
-@pytest.mark.parametrize("dead_end", DEAD_ENDS)
+@pytest.mark.parametrize(("last", "dead_end"), zip(NAMES, DEAD_ENDS, strict=True))
 def test_whoever_commits_last_no_key_is_shared_and_both_checkpoints_are_whole(
     attempts: dict[str, Attempt], bucket: Bucket, tmp_path: Path, last: str, dead_end: str
 ) -> None:
@@ -109,11 +108,10 @@ def test_whoever_commits_last_no_key_is_shared_and_both_checkpoints_are_whole(
     assert tree(view.restore(tmp_path / "restored-too")) == both[1 - chosen]
 
 
-@pytest.mark.parametrize("last", NAMES)
 def test_after_a_restart_with_the_same_volume_the_late_commit_changes_nothing(
-    attempts: dict[str, Attempt], bucket: Bucket, last: str
+    attempts: dict[str, Attempt], bucket: Bucket
 ) -> None:
-    (first,) = set(NAMES) - {last}
+    first, last = NAMES
     held, free = attempts[last], attempts[first]
     held.proxy.add(Rule(name="dead", fault=Fault.BLACKHOLE, method="PUT", target="/.mooring/commits/", times=-1))
     held.announce()

@@ -25,8 +25,8 @@ from mooring_agent.core.agent.commands import Abandon, Command, Exit
 from mooring_agent.core.agent.events import Announced, PackStored, PartStored, Staged, Started
 from mooring_agent.core.agent.state import State
 
-_LIVES = int(os.environ.get("MOORING_SIM_LIVES", "3000"))
-_PER_BATCH = 500
+_LIVES = int(os.environ.get("MOORING_SIM_LIVES", "1000"))
+_PER_BATCH = 250
 _ROOT = Path(__file__).parents[2]
 
 
