@@ -195,16 +195,6 @@ def leave_over(root: Path, *, age_seconds: float) -> list[Path]:
     return left
 
 
-async def test_leftovers_of_a_crash_are_swept_when_they_are_old(store: ObjectStore, root: Path) -> None:
-    old, young = leave_over(root, age_seconds=48 * 3600), leave_over(root, age_seconds=60)
-    alive = await store.create_upload("a")
-
-    await store.probe()
-
-    assert set((root / ".mooring" / "uploads").iterdir()) == {*young, root / ".mooring" / "uploads" / alive}
-    assert not any(path.exists() for path in old)
-
-
 async def test_leftovers_are_told_as_uploads_that_may_be_aborted(store: ObjectStore, root: Path) -> None:
     alive = await store.create_upload("a")
     left = leave_over(root, age_seconds=3600)

@@ -13,7 +13,6 @@ directory is fsynced. A version is the identity of the file that holds the objec
 import os
 import secrets
 import stat
-import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -47,7 +46,6 @@ _DESCRIPTION: Final = "upload.json"
 _PART: Final = "part-{number:05d}"
 _PARTS: Final = "part-[0-9]*[0-9]"
 _ASIDE: Final = "put-"
-_LEFTOVER_AGE_SECONDS: Final = 24 * 3600.0
 _DIRECTORY_RACES: Final = 64
 """How often a folder may vanish during a write because a delete found it empty."""
 
@@ -269,13 +267,6 @@ class ObjectDirectory:
                 folder.rmdir()
             except OSError:
                 return
-
-    def remove_leftovers(self) -> None:
-        """Remove what a crash left, once it is too old to be in use."""
-        limit = time.time() - _LEFTOVER_AGE_SECONDS
-        for leftover, started_at in self._leftovers():
-            if started_at < limit:
-                self._remove_leftover(leftover)
 
     def _leftovers(self) -> Iterator[tuple[Path, float]]:
         """Yield files written aside and uploads without a description, with their mtime. Some may still be in use."""

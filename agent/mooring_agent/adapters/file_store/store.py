@@ -197,7 +197,6 @@ def parse_directory(url: str) -> Path:
 
 def _links_refuse(objects: ObjectDirectory, key: str) -> bool:
     """Whether a hard link refuses to replace a file. False also without hard links, as on some network filesystems."""
-    objects.remove_leftovers()
     objects.write(key, b"")
     try:
         objects.write(key, b"", if_absent=True)
