@@ -23,7 +23,7 @@ from mooring_agent.core.errors import ErrorKind, MooringError, StoreError
 from mooring_agent.core.model import Region
 from mooring_agent.core.settings.values import MIB, StoreSettings
 from mooring_agent.core.stored.object_layout import PROBE_PREFIX
-from mooring_agent.ports import ObjectStore
+from mooring_agent.ports import ObjectStore, StoreReader, StoreWriter
 
 _Result = TypeVar("_Result")
 
@@ -93,7 +93,7 @@ async def _examine(store: ObjectStore, settings: StoreSettings) -> AsyncIterator
         yield finding
 
 
-async def _examine_clock(store: ObjectStore, key: str) -> Finding:
+async def _examine_clock(store: StoreReader, key: str) -> Finding:
     try:
         skew_seconds = (await _bounded(store.head(key))).modified_at - time.time()
     except MooringError as error:
@@ -110,7 +110,7 @@ async def _examine_clock(store: ObjectStore, key: str) -> Finding:
     )
 
 
-async def _examine_guarantees(store: ObjectStore) -> AsyncIterator[Finding]:
+async def _examine_guarantees(store: StoreWriter) -> AsyncIterator[Finding]:
     try:
         capabilities = await _bounded(store.probe())
     except MooringError as error:
@@ -183,21 +183,21 @@ def _make_parts(source: Path) -> list[tuple[Region, int]]:
 
 
 async def _upload(store: ObjectStore, key: str, parts: list[tuple[Region, int]]) -> None:
-    upload_id = await store.create_upload(key)
+    upload = await store.create_upload(key)
     try:
         async with asyncio.TaskGroup() as group:
             sending = [
-                group.create_task(store.put_part(key, upload_id, number, region, checksum))
+                group.create_task(store.put_part(key, upload, number, region, checksum))
                 for number, (region, checksum) in enumerate(parts, start=1)
             ]
-        await store.complete_upload(key, upload_id, [task.result() for task in sending])
+        await store.complete_upload(key, upload, [task.result() for task in sending])
     except BaseException:
-        await store.abort_upload(key, upload_id)
+        await store.abort_upload(key, upload)
         raise
 
 
-async def _download(store: ObjectStore, key: str, parts: list[tuple[Region, int]], target: Path) -> None:
-    etag = (await store.head(key)).etag
+async def _download(store: StoreReader, key: str, parts: list[tuple[Region, int]], target: Path) -> None:
+    version = (await store.head(key)).version
     descriptor = os.open(target, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o600)
     try:
         os.posix_fallocate(descriptor, 0, _PARTS * _PART_BYTES)
@@ -208,7 +208,7 @@ async def _download(store: ObjectStore, key: str, parts: list[tuple[Region, int]
                         key,
                         offset_bytes=region.offset_bytes,
                         size_bytes=region.size_bytes,
-                        etag=etag,
+                        version=version,
                         descriptor=descriptor,
                     )
                 )
@@ -270,7 +270,7 @@ async def _bounded(operation: Awaitable[_Result]) -> _Result:
         raise StoreError(ErrorKind.TIMED_OUT, f"no end after {OPERATION_SECONDS:.0f} s") from error
 
 
-async def _first_key(store: ObjectStore) -> None:
+async def _first_key(store: StoreReader) -> None:
     async for _ in store.list(PROBE_PREFIX):
         return
 

@@ -17,30 +17,40 @@ from mooring_agent.core.model import RankManifest, Region, StagedFile
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ObjectInfo:
-    """An object as a listing or a HEAD request shows it. `modified_at` is unix seconds by the store's clock."""
+    """An object as `head` and `list` show it. `modified_at` is unix seconds by the store's clock.
+
+    `version` is an opaque token of the bytes under the key, such as an ETag: other bytes have another one. `md5` as in
+    PartInfo.
+    """
 
     key: str
     size_bytes: int
-    etag: str
     modified_at: float
+    version: str
+    md5: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UploadInfo:
-    """A multipart upload that is neither completed nor aborted."""
+    """An upload in parts that is neither completed nor aborted. `upload` is the token of `create_upload`."""
 
     key: str
-    upload_id: str
+    upload: str
     started_at: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PartInfo:
-    """A part of a multipart upload that the store holds."""
+    """A part of an upload that the store holds. `receipt` is what `put_part` returned for it.
+
+    `md5` is the MD5 of its bytes in hexadecimal, if the store says it; else it is empty or anything that is no MD5 of
+    these bytes. By it the agent recognises what arrived just before a crash.
+    """
 
     number: int
     size_bytes: int
-    etag: str
+    receipt: str
+    md5: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,55 +65,14 @@ class StoreCapabilities:
     integrity: str
 
 
-class ObjectStore(Protocol):
-    """Objects below one destination's prefix. Keys are relative to it.
+class StoreReader(Protocol):
+    """Reads objects below one destination's prefix. Keys are relative to it.
 
     - Every method raises StoreError only; a missing key is NOT_FOUND, a missing bucket BUCKET_MISSING.
     - Every call is bounded by the store's own time-outs and may be cancelled at any point.
     - No method retries: retry policy belongs to the core (uploads) or to `retrying_store` (people waiting).
-    - A write that ended in an error may still take effect, at once or later. Repeating it with the same bytes is
-      harmless.
     - Reads and listings see every write that was acknowledged before they began.
     """
-
-    capabilities: StoreCapabilities
-
-    async def probe(self) -> StoreCapabilities:
-        """Test what the store enforces, below `.mooring/probe/`; then clean up and set `capabilities`."""
-
-    async def put(self, key: str, body: bytes, *, if_absent: bool = False) -> str:
-        """Write a small object whole; returns its ETag. ALREADY_EXISTS with `if_absent` if the key exists.
-
-        If `capabilities.conditional_put` is false, `if_absent` is not sent, and the object is written in any case.
-        """
-
-    async def put_region(self, key: str, region: Region, checksum: int) -> str:
-        """Write a file's bytes as one object; returns its ETag. FILE_CHANGED if they are not what `checksum` covers."""
-
-    async def put_bytes(self, key: str, body: bytearray, checksum: int) -> str:
-        """As `put_region`, for bytes in memory that have this CRC64NVME and do not change; returns the ETag."""
-
-    async def create_upload(self, key: str) -> str:
-        """Begin a multipart upload; returns its id."""
-
-    async def put_part(self, key: str, upload_id: str, number: int, region: Region, checksum: int) -> str:
-        """Send one part (`number` from 1); returns its ETag. UPLOAD_LOST if the store no longer knows the upload."""
-
-    async def list_parts(self, key: str, upload_id: str) -> Sequence[PartInfo]:
-        """Return the parts that the store holds, by number. UPLOAD_LOST if it no longer knows the upload."""
-
-    async def complete_upload(self, key: str, upload_id: str, etags: Sequence[str]) -> str:
-        """Assemble the object from parts 1…n; returns its ETag. UPLOAD_LOST if it was completed or aborted before.
-
-        The parts are consecutive regions of one file. Some stores (rclone) show another ETag in `head` and `list`:
-        compare those with each other, not with this one.
-        """
-
-    async def abort_upload(self, key: str, upload_id: str) -> None:
-        """Abort a multipart upload and free its parts. One that does not exist is fine."""
-
-    def list_uploads(self, prefix: str) -> AsyncIterator[UploadInfo]:
-        """Yield the multipart uploads in progress for keys that begin with `prefix`."""
 
     async def head(self, key: str) -> ObjectInfo:
         """Return what is stored under `key`."""
@@ -114,17 +83,74 @@ class ObjectStore(Protocol):
         `fresh`: use a new connection, if the store uses any, because the last answer made no sense.
         """
 
-    async def get_into(self, key: str, *, offset_bytes: int, size_bytes: int, etag: str, descriptor: int) -> int:
-        """Read bytes of an object into the same offset of an open file; returns their CRC64NVME.
+    async def get_into(self, key: str, *, offset_bytes: int, size_bytes: int, version: str, descriptor: int) -> int:
+        """Read at least one byte of an object into the same offset of an open file; returns the bytes' CRC64NVME.
 
-        CHECKPOINT_CORRUPT if the object is shorter or its ETag is not `etag`; DISK_FULL as VolumeError.
+        CHECKPOINT_CORRUPT if the object is shorter or not of this version any more; DISK_FULL as VolumeError.
         """
 
     def list(self, prefix: str) -> AsyncIterator[ObjectInfo]:
         """Yield every object whose key begins with `prefix` once, in the store's own order."""
 
+
+class StoreWriter(StoreReader, Protocol):
+    """Also writes small objects, and removes what is no longer needed. The contract of StoreReader holds, and:
+
+    - A write that ended in an error may still take effect, at once or later. Repeating it with the same bytes is
+      harmless.
+    - An object appears whole or not at all, and is durable when its write was acknowledged.
+    """
+
+    async def probe(self) -> StoreCapabilities:
+        """Test what the store enforces, below `.mooring/probe/`, and clean up. Writes rely on what the last one found.
+
+        Makes a destination that is missing, if the store can.
+        """
+
+    async def put(self, key: str, body: bytes, *, if_absent: bool = False) -> None:
+        """Write a small object. ALREADY_EXISTS with `if_absent` if the key exists.
+
+        If the probe found no conditional put, `if_absent` is not sent, and the object is written in any case.
+        """
+
     async def delete(self, key: str) -> None:
         """Remove an object. One that does not exist is fine."""
+
+    def list_uploads(self, prefix: str) -> AsyncIterator[UploadInfo]:
+        """Yield the uploads in progress for keys that begin with `prefix`. REQUEST_REFUSED if the store cannot."""
+
+    async def abort_upload(self, key: str, upload: str) -> None:
+        """Abort an upload and free its parts. One that does not exist is fine."""
+
+
+class ObjectStore(StoreWriter, Protocol):
+    """All that the agent needs: also sends a checkpoint's bytes. The contract of StoreWriter holds, and:
+
+    - Bytes of a file are sent only if they have the CRC64NVME that the caller names: FILE_CHANGED as VolumeError if
+      not, FILE_MISSING if the file is gone.
+    - Upload tokens and receipts are opaque strings of the store's own, which outlive this process in a journal.
+    """
+
+    async def put_data(self, key: str, content: Region | bytearray, checksum: int) -> None:
+        """Write a file's bytes, or bytes in memory that do not change, as one object. `checksum` is their CRC64NVME."""
+
+    async def create_upload(self, key: str) -> str:
+        """Begin to write an object in parts; returns the upload's token."""
+
+    async def put_part(self, key: str, upload: str, number: int, region: Region, checksum: int) -> str:
+        """Send one part; returns its receipt. `number` is its place in the object, from 1.
+
+        Parts come in any order, and again after a doubt. UPLOAD_LOST if the store no longer knows the upload.
+        """
+
+    async def list_parts(self, key: str, upload: str) -> Sequence[PartInfo]:
+        """Return the parts that the store holds, by number. UPLOAD_LOST if it no longer knows the upload."""
+
+    async def complete_upload(self, key: str, upload: str, receipts: Sequence[str]) -> None:
+        """Assemble the object from parts 1…n, whose receipts these are. The parts are consecutive regions of one file.
+
+        UPLOAD_LOST if the upload was completed or aborted before, or a receipt is not that of its part.
+        """
 
     async def close(self) -> None:
         """Release connections. Idempotent."""

@@ -23,6 +23,7 @@ from tests.servers.tls import Certificate
 
 from mooring_agent.adapters.checksum import crc64nvme, region_checksum
 from mooring_agent.adapters.open_store import open_store
+from mooring_agent.adapters.s3.store import S3Store
 from mooring_agent.adapters.transfer.receiving import download
 from mooring_agent.adapters.transfer.stall_timeout import StallTimeout
 from mooring_agent.adapters.transfer.tls_connector import use_own_tls
@@ -48,8 +49,8 @@ async def test_what_is_written_past_the_page_cache_is_what_was_stored(
     path = make_file(tmp_path / "file", size_bytes)
     region = region_of(path)
     async with open_store(settings) as store:
-        await store.put_region("a", region, region_checksum(region))
-        etag = (await store.head("a")).etag
+        await store.put_data("a", region, region_checksum(region))
+        version = (await store.head("a")).version
         try:
             descriptor = os.open(tmp_path / "into", os.O_WRONLY | os.O_CREAT | os.O_DIRECT)
         except OSError:
@@ -57,7 +58,7 @@ async def test_what_is_written_past_the_page_cache_is_what_was_stored(
         try:
             for offset in range(0, size_bytes, MIB):
                 size = min(MIB, size_bytes - offset)
-                await store.get_into("a", offset_bytes=offset, size_bytes=size, etag=etag, descriptor=descriptor)
+                await store.get_into("a", offset_bytes=offset, size_bytes=size, version=version, descriptor=descriptor)
         finally:
             os.close(descriptor)
 
@@ -73,7 +74,7 @@ async def test_reads_that_are_cancelled_in_the_queue_leave_no_descriptor(tmp_pat
         with into.open("wb") as file:
             reading = [
                 asyncio.create_task(
-                    store.get_into("dead", offset_bytes=0, size_bytes=1, etag="", descriptor=file.fileno())
+                    store.get_into("dead", offset_bytes=0, size_bytes=1, version="", descriptor=file.fileno())
                 )
                 for _ in range(16)
             ]
@@ -93,12 +94,12 @@ def test_uvloop_sends_and_receives_the_same_bytes(server: str, request: pytest.F
     async def there_and_back() -> None:
         region = region_of(path)
         async with open_store(bucket.settings()) as store:
-            await store.put_region("a", region, region_checksum(region))
-            etag = (await store.head("a")).etag
+            await store.put_data("a", region, region_checksum(region))
+            version = (await store.head("a")).version
             descriptor = os.open(tmp_path / "into", os.O_WRONLY | os.O_CREAT)
             try:
                 await store.get_into(
-                    "a", offset_bytes=0, size_bytes=region.size_bytes, etag=etag, descriptor=descriptor
+                    "a", offset_bytes=0, size_bytes=region.size_bytes, version=version, descriptor=descriptor
                 )
             finally:
                 os.close(descriptor)
@@ -119,11 +120,11 @@ async def test_memory_does_not_grow_with_the_size_of_a_part(
         await store.put("warm", b"up")
         tracemalloc.start()
         try:
-            await store.put_region("a", region, checksum)
-            etag = (await store.head("a")).etag
+            await store.put_data("a", region, checksum)
+            version = (await store.head("a")).version
             with (tmp_path / "into").open("wb") as into:
                 received = await store.get_into(
-                    "a", offset_bytes=0, size_bytes=region.size_bytes, etag=etag, descriptor=into.fileno()
+                    "a", offset_bytes=0, size_bytes=region.size_bytes, version=version, descriptor=into.fileno()
                 )
             _, peak_bytes = tracemalloc.get_traced_memory()
         finally:
@@ -156,13 +157,15 @@ def test_a_connection_serves_one_part_after_another(
             endpoint_url=proxy.endpoint_url, ca_bundle=str(certificate.certificate) if secure else ""
         )
         async with open_store(settings) as store:
+            assert isinstance(store, S3Store)
             store.capabilities = StoreCapabilities(conditional_put=False, integrity=integrity)
             for _ in range(10):
-                etag = await store.put_region("a", region, checksum)
+                await store.put_data("a", region, checksum)
+                version = (await store.head("a")).version
             with (tmp_path / "into").open("wb") as into:
                 for _ in range(10):
                     assert checksum == await store.get_into(
-                        "a", offset_bytes=0, size_bytes=region.size_bytes, etag=etag, descriptor=into.fileno()
+                        "a", offset_bytes=0, size_bytes=region.size_bytes, version=version, descriptor=into.fileno()
                     )
 
     try:

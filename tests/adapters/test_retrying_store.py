@@ -94,13 +94,9 @@ async def test_what_may_have_acted_is_not_tried_again() -> None:
     store, sleeper = FakeStore(), Sleeper()
     await store.probe()
     store.fail("put", ErrorKind.UNREACHABLE, after_acting=True)
-    store.fail("complete_upload", ErrorKind.UNREACHABLE, after_acting=True)
-    upload_id = await store.create_upload("b")
 
     with pytest.raises(StoreError, match="a test wants it"):
         await retrying(store, sleeper).put("a", b"x", if_absent=True)
-    with pytest.raises(StoreError, match="a test wants it"):
-        await retrying(store, sleeper).complete_upload("b", upload_id, [])
 
     assert sleeper.waits == []
     assert store.objects["a"].body == b"x"

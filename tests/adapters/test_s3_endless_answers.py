@@ -41,7 +41,7 @@ async def _list_uploads(store: ObjectStore, _: Path) -> object:
 
 async def _get_into(store: ObjectStore, folder: Path) -> object:
     with (folder / "into").open("wb") as file:
-        return await store.get_into("a", offset_bytes=0, size_bytes=MIB, etag="e", descriptor=file.fileno())
+        return await store.get_into("a", offset_bytes=0, size_bytes=MIB, version="e", descriptor=file.fileno())
 
 
 LISTS: dict[str, Operation] = {

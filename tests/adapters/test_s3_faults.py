@@ -204,30 +204,32 @@ async def test_a_skewed_clock_has_its_own_kind(ceph_bucket: Bucket, monkeypatch:
 async def test_an_error_of_the_store_is_told_once_and_not_retried(
     store: ObjectStore, fault_proxy: FaultProxy, region: Region, status: int, code: str, kind: ErrorKind
 ) -> None:
-    upload_id = await store.create_upload("big")
-    etag = await store.put_part("big", upload_id, 1, region, region_checksum(region))
+    upload = await store.create_upload("big")
+    receipt = await store.put_part("big", upload, 1, region, region_checksum(region))
     body = f"<Error><Code>{code}</Code><Message>no</Message></Error>".encode()
     fault_proxy.add(Rule(name="no", fault=Fault.STATUS, method="POST", times=-1, status=status, body=body))
 
-    await fails(kind, store.complete_upload("big", upload_id, [etag]))
+    await fails(kind, store.complete_upload("big", upload, [receipt]))
 
     assert fault_proxy.hits("no") == 1
 
 
 _OPERATIONS: dict[str, Callable[[ObjectStore, Region, str, str], Awaitable[object]]] = {
-    "put": lambda store, region, upload, etag: store.put("b", b"x"),
-    "put a region": lambda store, region, upload, etag: store.put_region("b", region, region_checksum(region)),
-    "put bytes": lambda store, region, upload, etag: store.put_bytes("b", bytearray(b"x"), crc64nvme(b"x")),
-    "create an upload": lambda store, region, upload, etag: store.create_upload("b"),
-    "put a part": lambda store, region, upload, etag: store.put_part("up", upload, 2, region, region_checksum(region)),
-    "list parts": lambda store, region, upload, etag: store.list_parts("up", upload),
-    "abort": lambda store, region, upload, etag: store.abort_upload("up", upload),
-    "list uploads": lambda store, region, upload, etag: _first_upload(store),
-    "get": lambda store, region, upload, etag: store.get("a", limit_bytes=9),
-    "get into": lambda store, region, upload, etag: _get_into(store, "a", 1, etag),
-    "list": lambda store, region, upload, etag: _first(store),
-    "delete": lambda store, region, upload, etag: store.delete("a"),
-    "probe": lambda store, region, upload, etag: store.probe(),
+    "put": lambda store, region, upload, version: store.put("b", b"x"),
+    "put a region": lambda store, region, upload, version: store.put_data("b", region, region_checksum(region)),
+    "put bytes": lambda store, region, upload, version: store.put_data("b", bytearray(b"x"), crc64nvme(b"x")),
+    "create an upload": lambda store, region, upload, version: store.create_upload("b"),
+    "put a part": lambda store, region, upload, version: store.put_part(
+        "up", upload, 2, region, region_checksum(region)
+    ),
+    "list parts": lambda store, region, upload, version: store.list_parts("up", upload),
+    "abort": lambda store, region, upload, version: store.abort_upload("up", upload),
+    "list uploads": lambda store, region, upload, version: _first_upload(store),
+    "get": lambda store, region, upload, version: store.get("a", limit_bytes=9),
+    "get into": lambda store, region, upload, version: _get_into(store, "a", 1, version),
+    "list": lambda store, region, upload, version: _first(store),
+    "delete": lambda store, region, upload, version: store.delete("a"),
+    "probe": lambda store, region, upload, version: store.probe(),
 }
 """How to call each operation with an object `a` of one byte with that ETag, and an upload of `up` in progress."""
 
@@ -238,28 +240,28 @@ async def test_a_404_of_a_gateway_is_a_failure_that_passes(
     store: ObjectStore, fault_proxy: FaultProxy, region: Region, operation: str, body: bytes
 ) -> None:
     await store.put("a", b"x")
-    etag = (await store.head("a")).etag
-    upload_id = await store.create_upload("up")
+    version = (await store.head("a")).version
+    upload = await store.create_upload("up")
     call = _OPERATIONS[operation]
     fault_proxy.add(Rule(name="gateway", fault=Fault.STATUS, status=404, body=body))
 
-    error = await fails(ErrorKind.STORE_FAILED, call(store, region, upload_id, etag))
+    error = await fails(ErrorKind.STORE_FAILED, call(store, region, upload, version))
 
     assert "gateway" in error.hint
-    assert (await store.head("a")).etag == etag
-    assert await store.list_parts("up", upload_id) == []
-    await call(store, region, upload_id, etag)
+    assert (await store.head("a")).version == version
+    assert await store.list_parts("up", upload) == []
+    await call(store, region, upload, version)
 
 
 async def test_a_404_of_a_gateway_to_the_last_request_of_an_upload_leaves_the_upload_as_it_was(
     store: ObjectStore, fault_proxy: FaultProxy, region: Region
 ) -> None:
-    upload_id = await store.create_upload("up")
-    etag = await store.put_part("up", upload_id, 1, region, region_checksum(region))
+    upload = await store.create_upload("up")
+    receipt = await store.put_part("up", upload, 1, region, region_checksum(region))
     fault_proxy.add(Rule(name="gateway", fault=Fault.STATUS, status=404, body=NGINX_NOT_FOUND))
 
-    await fails(ErrorKind.STORE_FAILED, store.complete_upload("up", upload_id, [etag]))
-    await store.complete_upload("up", upload_id, [etag])
+    await fails(ErrorKind.STORE_FAILED, store.complete_upload("up", upload, [receipt]))
+    await store.complete_upload("up", upload, [receipt])
 
     assert (await store.head("up")).size_bytes == region.size_bytes
 
@@ -281,7 +283,7 @@ async def test_a_page_in_answer_to_a_write_is_no_success(
     fault_proxy.add(Rule(name="page", fault=Fault.STATUS, method="PUT", status=200, body=page, times=-1))
 
     await fails(ErrorKind.STORE_FAILED, store.put("a", b"x"))
-    await fails(ErrorKind.STORE_FAILED, store.put_region("a", region, region_checksum(region)))
+    await fails(ErrorKind.STORE_FAILED, store.put_data("a", region, region_checksum(region)))
     await fails(ErrorKind.STORE_FAILED, store.put_part("up", upload, 1, region, region_checksum(region)))
 
 
@@ -305,7 +307,7 @@ async def test_a_cut_upload_is_unreachable(
 ) -> None:
     fault_proxy.add(Rule(name="cut", fault=fault, method="PUT", after_bytes=MIB))
 
-    await fails(ErrorKind.UNREACHABLE, store.put_region("a", region, region_checksum(region)))
+    await fails(ErrorKind.UNREACHABLE, store.put_data("a", region, region_checksum(region)))
 
     assert [request.rule for request in fault_proxy.log] == ["cut"]
 
@@ -323,7 +325,7 @@ async def test_a_duplicated_request_changes_nothing(
 ) -> None:
     fault_proxy.add(Rule(name="twice", fault=Fault.DUPLICATE, method="PUT"))
 
-    await store.put_region("a", region, region_checksum(region))
+    await store.put_data("a", region, region_checksum(region))
 
     assert (await store.head("a")).size_bytes == region.size_bytes
 
@@ -332,14 +334,16 @@ async def test_a_duplicated_request_changes_nothing(
 async def test_a_cut_download_is_unreachable(
     store: ObjectStore, fault_proxy: FaultProxy, region: Region, fault: Fault, tmp_path: Path
 ) -> None:
-    await store.put_region("a", region, region_checksum(region))
-    etag = (await store.head("a")).etag
+    await store.put_data("a", region, region_checksum(region))
+    version = (await store.head("a")).version
     fault_proxy.add(Rule(name="cut", fault=fault, method="GET", after_bytes=2 * MIB, times=2))
 
     with (tmp_path / "into").open("wb") as into:
         await fails(
             ErrorKind.UNREACHABLE,
-            store.get_into("a", offset_bytes=0, size_bytes=region.size_bytes, etag=etag, descriptor=into.fileno()),
+            store.get_into(
+                "a", offset_bytes=0, size_bytes=region.size_bytes, version=version, descriptor=into.fileno()
+            ),
         )
     await fails(ErrorKind.UNREACHABLE, store.get("a", limit_bytes=8 * MIB))
 
@@ -347,13 +351,13 @@ async def test_a_cut_download_is_unreachable(
 async def test_a_flipped_bit_shows_in_the_checksum_of_a_download(
     store: ObjectStore, fault_proxy: FaultProxy, region: Region, tmp_path: Path
 ) -> None:
-    await store.put_region("a", region, region_checksum(region))
-    etag = (await store.head("a")).etag
+    await store.put_data("a", region, region_checksum(region))
+    version = (await store.head("a")).version
     fault_proxy.add(Rule(name="flip", fault=Fault.FLIP_RESPONSE, method="GET", after_bytes=3 * MIB + 1))
 
     with (tmp_path / "into").open("wb") as into:
         checksum = await store.get_into(
-            "a", offset_bytes=0, size_bytes=region.size_bytes, etag=etag, descriptor=into.fileno()
+            "a", offset_bytes=0, size_bytes=region.size_bytes, version=version, descriptor=into.fileno()
         )
 
     assert checksum != region_checksum(region)
@@ -367,7 +371,7 @@ async def test_a_stalled_request_ends_in_a_bounded_time(
 
     async with asyncio.timeout(WAIT_SECONDS):
         await fails(ErrorKind.TIMED_OUT, impatient_store.head("a"))
-        await fails(ErrorKind.TIMED_OUT, impatient_store.put_region("a", region, region_checksum(region)))
+        await fails(ErrorKind.TIMED_OUT, impatient_store.put_data("a", region, region_checksum(region)))
         await fails(ErrorKind.TIMED_OUT, impatient_store.put("a", b"x" * 200_000))
 
 
@@ -389,7 +393,7 @@ async def test_a_slow_store_that_goes_on_is_waited_for(
     )
     fault_proxy.throttle(2 * MIB)  # nine seconds in all: longer than any time-out, but never silent for so long
     async with open_store(settings) as store:
-        await store.put_region("a", region, region_checksum(region))
+        await store.put_data("a", region, region_checksum(region))
 
         assert (await store.head("a")).size_bytes == region.size_bytes
 
@@ -398,7 +402,7 @@ async def test_a_cancelled_upload_leaves_no_descriptor_open(
     store: ObjectStore, fault_proxy: FaultProxy, region: Region
 ) -> None:
     fault_proxy.add(Rule(name="stall", fault=Fault.BLACKHOLE, method="PUT", after_bytes=100_000))
-    sending = asyncio.create_task(store.put_region("a", region, region_checksum(region)))
+    sending = asyncio.create_task(store.put_data("a", region, region_checksum(region)))
     await asyncio.to_thread(wait_until, lambda: fault_proxy.hits("stall") > 0, "the proxy stalls")
 
     sending.cancel()
@@ -417,11 +421,11 @@ async def test_a_bit_flipped_on_the_way_is_refused_by_a_store_that_checks_the_si
         async with open_store(ceph_bucket.settings(endpoint_url=proxy.endpoint_url)) as store:
             assert (await store.probe()).integrity == "sha256"
             proxy.add(Rule(name="flip", fault=Fault.FLIP_REQUEST, method="PUT", after_bytes=MIB))
-            await fails(ErrorKind.CORRUPTED_IN_TRANSIT, store.put_region("a", region, region_checksum(region)))
+            await fails(ErrorKind.CORRUPTED_IN_TRANSIT, store.put_data("a", region, region_checksum(region)))
             await fails(ErrorKind.NOT_FOUND, store.head("a"))
             proxy.add(Rule(name="flip", fault=Fault.FLIP_REQUEST, method="PUT", after_bytes=MIB))
             body = bytearray(2 * MIB)
-            await fails(ErrorKind.CORRUPTED_IN_TRANSIT, store.put_bytes("a", body, crc64nvme(body)))
+            await fails(ErrorKind.CORRUPTED_IN_TRANSIT, store.put_data("a", body, crc64nvme(body)))
             await fails(ErrorKind.NOT_FOUND, store.head("a"))
     finally:
         proxy.stop()
@@ -460,8 +464,8 @@ async def test_a_store_that_checks_crc64nvme_gets_unsigned_payloads_and_refuses_
     fault_proxy.add(Rule(name="check", fault=Fault.CHECK_CRC64NVME, method="PUT", times=-1))
     async with open_store(rclone_bucket.settings(endpoint_url=second_proxy.endpoint_url)) as store:
         assert (await store.probe()).integrity == "crc64nvme"
-        upload_id = await store.create_upload("big")
-        await store.put_part("big", upload_id, 1, region, region_checksum(region))
+        upload = await store.create_upload("big")
+        await store.put_part("big", upload, 1, region, region_checksum(region))
 
         sent = [request for request in second_proxy.log if "partNumber" in request.query][-1]
         assert sent.headers["x-amz-content-sha256"] == "UNSIGNED-PAYLOAD"
@@ -471,9 +475,9 @@ async def test_a_store_that_checks_crc64nvme_gets_unsigned_payloads_and_refuses_
         second_proxy.add(Rule(name="flip", fault=Fault.FLIP_REQUEST, target="partNumber=2", after_bytes=5))
         await fails(
             ErrorKind.CORRUPTED_IN_TRANSIT,
-            store.put_part("big", upload_id, 2, region, region_checksum(region)),
+            store.put_part("big", upload, 2, region, region_checksum(region)),
         )
-        assert [part.number for part in await store.list_parts("big", upload_id)] == [1]
+        assert [part.number for part in await store.list_parts("big", upload)] == [1]
 
 
 async def test_bytes_in_memory_are_declared_like_those_of_a_file(
@@ -483,7 +487,7 @@ async def test_bytes_in_memory_are_declared_like_those_of_a_file(
     fault_proxy.add(Rule(name="check", fault=Fault.CHECK_CRC64NVME, method="PUT", times=-1))
     async with open_store(rclone_bucket.settings(endpoint_url=second_proxy.endpoint_url)) as store:
         assert (await store.probe()).integrity == "crc64nvme"
-        await store.put_bytes("a", body, crc64nvme(body))
+        await store.put_data("a", body, crc64nvme(body))
 
         sent = [request for request in second_proxy.log if request.path.endswith("/a")][-1]
         assert sent.headers["x-amz-content-sha256"] == "UNSIGNED-PAYLOAD"
@@ -491,7 +495,7 @@ async def test_bytes_in_memory_are_declared_like_those_of_a_file(
         assert sent.body_bytes == len(body)
 
         second_proxy.add(Rule(name="flip", fault=Fault.FLIP_REQUEST, target="/b", after_bytes=5))
-        await fails(ErrorKind.CORRUPTED_IN_TRANSIT, store.put_bytes("b", body, crc64nvme(body)))
+        await fails(ErrorKind.CORRUPTED_IN_TRANSIT, store.put_data("b", body, crc64nvme(body)))
         await fails(ErrorKind.NOT_FOUND, store.head("b"))
 
 
@@ -500,7 +504,7 @@ async def test_bytes_that_a_server_does_not_read_time_out(
 ) -> None:
     body = bytearray(8 * MIB)
     fault_proxy.add(Rule(name="stall", fault=Fault.BLACKHOLE, method="PUT", after_bytes=100_000))
-    await fails(ErrorKind.TIMED_OUT, impatient_store.put_bytes("a", body, crc64nvme(body)))
+    await fails(ErrorKind.TIMED_OUT, impatient_store.put_data("a", body, crc64nvme(body)))
 
 
 async def test_a_store_that_refuses_every_checksum_counts_as_not_checking(
@@ -531,7 +535,7 @@ async def test_settings_of_objects_reach_the_store(
     )
     async with open_store(settings) as store:
         await store.put("small", b"x")
-        await store.put_region("large", region, region_checksum(region))
+        await store.put_data("large", region, region_checksum(region))
         await store.create_upload("parts")
 
     small, large, parts = (request.headers for request in fault_proxy.log)
@@ -543,9 +547,9 @@ async def test_settings_of_objects_reach_the_store(
     assert large["x-amz-storage-class"] == parts["x-amz-storage-class"] == "STANDARD_IA"
 
 
-async def _get_into(store: ObjectStore, key: str, size_bytes: int, etag: str) -> None:
+async def _get_into(store: ObjectStore, key: str, size_bytes: int, version: str) -> None:
     with tempfile.TemporaryFile() as into:
-        await store.get_into(key, offset_bytes=0, size_bytes=size_bytes, etag=etag, descriptor=into.fileno())
+        await store.get_into(key, offset_bytes=0, size_bytes=size_bytes, version=version, descriptor=into.fileno())
 
 
 async def _first(store: ObjectStore) -> None:

@@ -31,12 +31,12 @@ async def _list_uploads(store: ObjectStore, _: Path) -> object:
 
 async def _get_into(store: ObjectStore, folder: Path) -> object:
     with (folder / "into").open("wb") as file:
-        return await store.get_into("a", offset_bytes=0, size_bytes=9, etag="e", descriptor=file.fileno())
+        return await store.get_into("a", offset_bytes=0, size_bytes=9, version="e", descriptor=file.fileno())
 
 
-async def _put_region(store: ObjectStore, folder: Path) -> object:
+async def _put_region(store: ObjectStore, folder: Path) -> None:
     region = region_of(make_file(folder / "file", FILE_BYTES))
-    return await store.put_region("a", region, region_checksum(region))
+    await store.put_data("a", region, region_checksum(region))
 
 
 async def _put_part(store: ObjectStore, folder: Path) -> object:
@@ -47,7 +47,7 @@ async def _put_part(store: ObjectStore, folder: Path) -> object:
 OPERATIONS: dict[str, Operation] = {
     "put": lambda store, _: store.put("a", b"checkpoint"),
     "put-region": _put_region,
-    "put-bytes": lambda store, _: store.put_bytes("a", bytearray(b"pack"), crc64nvme(b"pack")),
+    "put-bytes": lambda store, _: store.put_data("a", bytearray(b"pack"), crc64nvme(b"pack")),
     "create-upload": lambda store, _: store.create_upload("a"),
     "put-part": _put_part,
     "complete-upload": lambda store, _: store.complete_upload("a", "upload", ["e"]),

@@ -20,6 +20,7 @@ from mooring_agent.adapters.checksum import crc64nvme, region_checksum
 from mooring_agent.adapters.open_store import open_store
 from mooring_agent.adapters.rate_limit import RateLimiter
 from mooring_agent.adapters.region_file import RegionFile
+from mooring_agent.adapters.s3.store import S3Store
 from mooring_agent.adapters.transfer.upload_body import PIECE_BYTES, BufferPool, FileBody
 from mooring_agent.core.errors import ErrorKind, StoreError, VolumeError
 from mooring_agent.core.model import Region
@@ -94,7 +95,7 @@ async def test_a_file_that_changes_on_its_way_to_a_store_is_not_stored(
     limiter = RateLimiter(1)
     async with open_store(bucket.settings(), limiter=limiter) as store:
         await store.probe()
-        sending = asyncio.create_task(store.put_region("a", region, checksum))
+        sending = asyncio.create_task(store.put_data("a", region, checksum))
         async with asyncio.timeout(WAIT_SECONDS):
             await _until_limited(limiter)
         change(path)
@@ -118,10 +119,11 @@ async def test_a_file_that_is_rewritten_in_secret_before_the_second_of_two_check
         file.write(b"secret")
     os.utime(path, ns=(0, region.fingerprint.mtime_ns))
     async with open_store(rclone_bucket.settings()) as store:
+        assert isinstance(store, S3Store)
         store.capabilities = StoreCapabilities(conditional_put=False, integrity="crc32c")
 
         with pytest.raises(VolumeError) as caught:
-            await store.put_region("a", region, checksum)
+            await store.put_data("a", region, checksum)
 
         assert caught.value.kind is ErrorKind.FILE_CHANGED
         assert [info.key async for info in store.list("")] == []
@@ -141,9 +143,8 @@ async def test_where_the_kernel_sends_no_such_file_its_bytes_arrive_all_the_same
 
     monkeypatch.setattr(os, "sendfile", refuse_later)
     async with open_store(verifying_bucket.settings()) as store:
-        await store.probe()
-        assert store.capabilities.integrity == "crc64nvme"
-        await store.put_region("a", region, region_checksum(region))
+        assert (await store.probe()).integrity == "crc64nvme"
+        await store.put_data("a", region, region_checksum(region))
 
         assert (await store.get("a", limit_bytes=region.size_bytes)) == path.read_bytes()
     assert next(calls) > 2
@@ -155,11 +156,12 @@ async def test_an_answer_that_comes_before_the_body_is_not_believed(
 ) -> None:
     region = region_of(make_file(tmp_path / "file", 16 * MIB))
     async with open_store(rclone_bucket.settings(endpoint_url=fault_proxy.endpoint_url)) as store:
+        assert isinstance(store, S3Store)
         store.capabilities = StoreCapabilities(conditional_put=False, integrity=integrity)
         fault_proxy.add(Rule(name="early", fault=Fault.EARLY_SUCCESS, method="PUT"))
 
         with pytest.raises(StoreError) as caught:
-            await store.put_region("a", region, region_checksum(region))
+            await store.put_data("a", region, region_checksum(region))
 
         assert caught.value.kind is ErrorKind.STORE_FAILED
         assert fault_proxy.hits("early") == 1
@@ -182,7 +184,7 @@ async def test_a_disk_that_is_slower_than_the_wire_is_no_silence(
         await store.probe()
         monkeypatch.setattr(os, "sendfile", send_slowly)
 
-        await store.put_region("a", region, region_checksum(region))
+        await store.put_data("a", region, region_checksum(region))
 
 
 @pytest.mark.parametrize("server", ["rclone", "rclone_tls", "verifying"])
@@ -196,7 +198,7 @@ async def test_a_file_that_is_rewritten_in_secret_on_its_way_is_not_stored(
     limiter = RateLimiter(1)
     async with open_store(bucket.settings(), limiter=limiter) as store:
         await store.probe()
-        sending = asyncio.create_task(store.put_region("a", region, region_checksum(region)))
+        sending = asyncio.create_task(store.put_data("a", region, region_checksum(region)))
         async with asyncio.timeout(WAIT_SECONDS):
             await _until_limited(limiter)
         before = path.stat()
@@ -243,7 +245,7 @@ async def test_an_upload_that_is_cancelled_while_its_file_is_being_opened_leaves
 
     monkeypatch.setattr(os, "open", slow_open)
     async with open_store(settings) as store:
-        sending = asyncio.create_task(store.put_region("a", region, checksum))
+        sending = asyncio.create_task(store.put_data("a", region, checksum))
         assert await asyncio.to_thread(opening.wait, WAIT_SECONDS)
         sending.cancel()
         await asyncio.sleep(0)
@@ -264,8 +266,8 @@ async def test_uploads_keep_to_the_cap(tmp_path: Path) -> None:
         now += seconds
 
     async with open_store(settings, limiter=RateLimiter(8 * MIB, clock=lambda: now, wait=wait)) as store:
-        await store.put_region("a", region, region_checksum(region))
-        await store.put_region("b", region, region_checksum(region))
+        await store.put_data("a", region, region_checksum(region))
+        await store.put_data("b", region, region_checksum(region))
 
     assert now == pytest.approx(2.0, abs=0.1)
 
@@ -284,7 +286,7 @@ async def test_bytes_in_memory_keep_to_the_cap_too(server: str, request: pytest.
 
     async with open_store(settings, limiter=RateLimiter(MIB, clock=lambda: now, wait=wait)) as store:
         for key in ("a", "b", "c"):
-            await store.put_bytes(key, body, crc64nvme(body))
+            await store.put_data(key, body, crc64nvme(body))
 
     # What the last put has taken is paid for by the next.
     assert 7.5 <= now <= 12.1

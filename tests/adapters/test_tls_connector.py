@@ -35,7 +35,7 @@ def test_a_store_behind_tls_is_reached_by_it(
 
     async def put() -> None:
         async with open_store(rclone_tls_bucket.settings()) as store:
-            await store.put_region("a", region, region_checksum(region))
+            await store.put_data("a", region, region_checksum(region))
 
     run(put())
     assert lent
@@ -71,11 +71,11 @@ def test_through_a_proxy_the_loops_own_tls_does_the_same(
             port = proxy.sockets[0].getsockname()[1]
             monkeypatch.setenv("HTTPS_PROXY", f"{proxy_scheme}://127.0.0.1:{port}")
             async with open_store(rclone_tls_bucket.settings()) as store:
-                await store.put_region("a", region, region_checksum(region))
-                etag = (await store.head("a")).etag
+                await store.put_data("a", region, region_checksum(region))
+                version = (await store.head("a")).version
                 with into.open("wb") as file:
                     await store.get_into(
-                        "a", offset_bytes=0, size_bytes=region.size_bytes, etag=etag, descriptor=file.fileno()
+                        "a", offset_bytes=0, size_bytes=region.size_bytes, version=version, descriptor=file.fileno()
                     )
 
     run(there_and_back())

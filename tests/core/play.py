@@ -203,10 +203,10 @@ class Play:
             case Reconcile():
                 return Reconciled(at=at, work=command.work, uploads=(), files=())
             case CreateUpload():
-                return UploadCreated(at=at, work=command.work, upload_id=f"upload of {command.key}")
+                return UploadCreated(at=at, work=command.work, upload=f"upload of {command.key}")
             case SendPart():
                 return PartStored(
-                    at=at, work=command.work, etag="etag", checksum=7, size_bytes=command.region.size_bytes
+                    at=at, work=command.work, receipt="receipt", checksum=7, size_bytes=command.region.size_bytes
                 )
             case PutFile():
                 size_bytes = command.region.size_bytes

@@ -234,7 +234,7 @@ def test_what_the_store_does_not_confirm_is_sent_again() -> None:
     play.announce("save", (PART_BYTES * 3,))
     play.answer(_CREATE)
     part = next(iter(play.in_flight))
-    play.feed(PartStored(at=play.now, work=part, etag="etag", checksum=7, size_bytes=PART_BYTES))
+    play.feed(PartStored(at=play.now, work=part, receipt="receipt", checksum=7, size_bytes=PART_BYTES))
     play.in_flight.clear()
     play.feed(Started(at=play.now, fresh=False))
     play.in_flight.clear()

@@ -57,11 +57,11 @@ def sends(commands: Sequence[Command], save: str) -> list[SendPart]:
 
 def created(save: str) -> UploadCreated:
     work = WorkId(Operation.CREATE_UPLOAD, save, 0, "model.bin")
-    return UploadCreated(at=2.0, work=work, upload_id=f"upload-{save}")
+    return UploadCreated(at=2.0, work=work, upload=f"upload-{save}")
 
 
 def stored(command: SendPart) -> PartStored:
-    return PartStored(at=3.0, work=command.work, etag="etag", checksum=1, size_bytes=PART_BYTES)
+    return PartStored(at=3.0, work=command.work, receipt="receipt", checksum=1, size_bytes=PART_BYTES)
 
 
 def test_older_parts_leave_the_wire_and_come_back_only_when_the_just_in_time_save_is_stored() -> None:

@@ -62,11 +62,11 @@ def restart_after(*replayed: Event, part_size_bytes: int = 8 * MIB) -> tuple[Sta
 
 def part_stored(number: int) -> PartStored:
     sent = work(Operation.SEND_PART, number, "upload-1")
-    return PartStored(at=1.0, work=sent, etag=f"etag-{number}", checksum=100 + number, size_bytes=8 * MIB)
+    return PartStored(at=1.0, work=sent, receipt=f"receipt-{number}", checksum=100 + number, size_bytes=8 * MIB)
 
 
 def test_a_file_that_was_completed_while_the_agent_died_keeps_the_checksums_of_its_parts() -> None:
-    created = UploadCreated(at=1.0, work=work(Operation.CREATE_UPLOAD), upload_id="upload-1")
+    created = UploadCreated(at=1.0, work=work(Operation.CREATE_UPLOAD), upload="upload-1")
     state, ready = restart_after(created, part_stored(1), part_stored(2))
     (reconcile,) = [command for command in ready.commands if isinstance(command, Reconcile)]
     found = FoundFile(rank=0, path=FILE.path, checksum=None)
@@ -78,11 +78,11 @@ def test_a_file_that_was_completed_while_the_agent_died_keeps_the_checksums_of_i
 
 @pytest.mark.parametrize("part_size_bytes", [5 * MIB, 16 * MIB])
 def test_what_was_staged_before_a_change_of_the_part_size_keeps_its_parts(part_size_bytes: int) -> None:
-    created = UploadCreated(at=1.0, work=work(Operation.CREATE_UPLOAD), upload_id="upload-1")
+    created = UploadCreated(at=1.0, work=work(Operation.CREATE_UPLOAD), upload="upload-1")
     _, ready = restart_after(created, part_stored(1), part_size_bytes=part_size_bytes)
     (reconcile,) = [command for command in ready.commands if isinstance(command, Reconcile)]
     assert [(known.part_size_bytes, known.parts) for known in reconcile.unfinished] == [
-        (8 * MIB, ((1, "etag-1", 101),))
+        (8 * MIB, ((1, "receipt-1", 101),))
     ]
 
     complete = FileStored(
@@ -105,7 +105,7 @@ def test_what_is_staged_after_a_change_of_the_part_size_has_the_new_one() -> Non
 
 
 def test_a_file_stored_before_the_restart_is_not_asked_for_again() -> None:
-    created = UploadCreated(at=1.0, work=work(Operation.CREATE_UPLOAD), upload_id="upload-1")
+    created = UploadCreated(at=1.0, work=work(Operation.CREATE_UPLOAD), upload="upload-1")
     complete = work(Operation.COMPLETE_UPLOAD, 0, "upload-1")
     stored = FileStored(at=1.0, work=complete, checksum=None, size_bytes=0)
     _, ready = restart_after(created, part_stored(1), part_stored(2), stored)

@@ -30,7 +30,7 @@ from mooring_agent.core.policies.restore_choice import Pin, encode_pin
 from mooring_agent.core.settings.values import RetentionSettings, StoreSettings
 from mooring_agent.core.stored.manifest import decode_manifest
 from mooring_agent.core.stored.object_layout import manifest_key, marker_key, pack_key, pin_key
-from mooring_agent.ports import ObjectStore
+from mooring_agent.ports import StoreWriter
 from mooring_agent.restore import Restored, restore
 from mooring_agent.runtime.process.app import SystemClock
 from mooring_agent.runtime.work.committer import commit
@@ -141,7 +141,7 @@ class Destination:
             shutil.rmtree(self._root / ".mooring" / "damaged", ignore_errors=True)
         found.rounds += 1
 
-    async def _look(self, store: ObjectStore, found: Found, *, with_pin: bool, seed: int) -> None:
+    async def _look(self, store: StoreWriter, found: Found, *, with_pin: bool, seed: int) -> None:
         for committed in await list_committed(store):
             try:
                 await read_marker(store, committed)
@@ -174,7 +174,7 @@ class Destination:
             return
         self._compare(restored, found, seed=seed)
 
-    async def _try_to_commit(self, store: ObjectStore, found: Found) -> None:
+    async def _try_to_commit(self, store: StoreWriter, found: Found) -> None:
         """As the pod does whose part is there; what it commits can be read."""
         try:
             outcome = await commit(store, SystemClock(), self._commit)
@@ -188,7 +188,7 @@ class Destination:
         else:
             found.refused += 1
 
-    async def _read_records(self, store: ObjectStore, found: Found, *, seed: int) -> None:
+    async def _read_records(self, store: StoreWriter, found: Found, *, seed: int) -> None:
         """As the agent and the client do when they start, and restore, which may take what is on the volume."""
         checkpoints = self._volume / CHECKPOINT_DIRECTORY
         list(unannounced(self._volume, checkpoints, known=()))
@@ -198,7 +198,7 @@ class Destination:
         assert restored.step == _NEWER_STEP, seed
         self._compare(restored, found, seed=seed)
 
-    async def _restore(self, store: ObjectStore, volume: Path, *, attempt: str) -> Restored | None:
+    async def _restore(self, store: StoreWriter, volume: Path, *, attempt: str) -> Restored | None:
         return await restore(
             store,
             checkpoint_directory=volume / CHECKPOINT_DIRECTORY,

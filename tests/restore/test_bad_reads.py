@@ -88,7 +88,7 @@ async def test_a_wrong_digit_in_a_listing_is_no_damage(store: FakeStore, volume:
     assert notes(store) == []
 
 
-async def test_an_etag_that_came_wrong_is_listed_again(store: FakeStore, volume: Path) -> None:
+async def test_a_version_that_came_wrong_is_listed_again(store: FakeStore, volume: Path) -> None:
     await store_checkpoint(store, 1)
 
     class OnceWrong(FlippingStore):
@@ -96,7 +96,7 @@ async def test_an_etag_that_came_wrong_is_listed_again(store: FakeStore, volume:
             wrong = prefix.startswith("checkpoint-1/") and not self.flipped
             self.flipped += prefix if wrong else ""
             async for one in store.list(prefix):
-                yield replace(one, etag="another") if wrong else one
+                yield replace(one, version="another") if wrong else one
 
     restored = await restore(
         OnceWrong(store, at=-1, position=0),

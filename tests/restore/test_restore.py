@@ -29,11 +29,11 @@ from mooring_agent.adapters.volume.shared_volume import Folder
 from mooring_agent.core.errors import ErrorKind, MooringError, RequestError, StoreError, VolumeError
 from mooring_agent.core.settings.values import StoreSettings
 from mooring_agent.core.stored.object_layout import file_key
-from mooring_agent.ports import ObjectStore
+from mooring_agent.ports import ObjectStore, StoreWriter
 from mooring_agent.restore import Restored, restore
 
 
-async def run(store: ObjectStore, volume: Path, **options: Any) -> Restored | None:
+async def run(store: StoreWriter, volume: Path, **options: Any) -> Restored | None:
     options = {"state_directory": volume / ".mooring" / "agent", **options}
     return await restore(store, checkpoint_directory=volume / "checkpoints", volume=volume, **options)
 
@@ -322,9 +322,9 @@ class _FlipsOnce(RetryingStore):
 
     flipped = False
 
-    async def get_into(self, key: str, *, offset_bytes: int, size_bytes: int, etag: str, descriptor: int) -> int:
+    async def get_into(self, key: str, *, offset_bytes: int, size_bytes: int, version: str, descriptor: int) -> int:
         checksum = await super().get_into(
-            key, offset_bytes=offset_bytes, size_bytes=size_bytes, etag=etag, descriptor=descriptor
+            key, offset_bytes=offset_bytes, size_bytes=size_bytes, version=version, descriptor=descriptor
         )
         if not self.flipped and size_bytes:
             self.flipped = True

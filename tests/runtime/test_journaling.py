@@ -64,8 +64,8 @@ def test_a_restart_knows_what_is_unfinished_down_to_the_part() -> None:
     play.answer(next(work for work in play.in_flight if work.number == 2))
     state, _ = recover(settings(), _journal_of(play), _NothingStaged())
     progress = state.checkpoints["one"].contributions[0].files["r0-0"]
-    assert set(progress.etags) == {2}
-    assert progress.upload_id == play.state.checkpoints["one"].contributions[0].files["r0-0"].upload_id
+    assert set(progress.receipts) == {2}
+    assert progress.upload == play.state.checkpoints["one"].contributions[0].files["r0-0"].upload
 
 
 def test_compaction_keeps_the_unfinished_and_the_newest_committed_and_nothing_else() -> None:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from tests.simulation.invariants import AgentChecks
 from tests.simulation.scenario import PlannedAgent, PlannedAnnouncement
-from tests.simulation.store_model import ViolationError, checksum_of, content_of, etag_of, pack_content
+from tests.simulation.store_model import ViolationError, checksum_of, content_of, pack_content, receipt_of
 
 from mooring_agent.core.agent import drain, planner
 from mooring_agent.core.agent.announcements import check_announcement, known_announcement
@@ -452,13 +452,13 @@ class AgentModel:
                 return self._reconcile(command)
             case CreateUpload():
                 self.checks.sending_file(work)
-                return UploadCreated(at=now, work=work, upload_id=store.create_upload(command.key, landed_late=False))
+                return UploadCreated(at=now, work=work, upload=store.create_upload(command.key, landed_late=False))
             case SendPart():
                 size_bytes = command.region.size_bytes
-                if not store.put_part(command.upload_id, work.number, content, size_bytes):
+                if not store.put_part(command.work.upload, work.number, content, size_bytes):
                     return self._failed(work, ErrorKind.UPLOAD_LOST)
                 return PartStored(
-                    at=now, work=work, etag=etag_of(content), checksum=checksum_of(content), size_bytes=size_bytes
+                    at=now, work=work, receipt=receipt_of(content), checksum=checksum_of(content), size_bytes=size_bytes
                 )
             case PutFile():
                 size_bytes = command.region.size_bytes
@@ -473,7 +473,7 @@ class AgentModel:
                 return PackStored(at=now, work=work, checksums=checksums, size_bytes=size_bytes)
             case CompleteUpload():
                 whole = content_of(work.save, work.path)
-                done = store.complete_upload(command.upload_id, command.etags, whole, command.size_bytes)
+                done = store.complete_upload(command.work.upload, command.receipts, whole, command.size_bytes)
                 if not done and command.key not in store.objects:
                     return self._failed(work, ErrorKind.UPLOAD_LOST)
                 return FileStored(at=now, work=work, checksum=None, size_bytes=0)
@@ -483,8 +483,8 @@ class AgentModel:
             case Commit():
                 return self._commit(command, running)
             case Abandon():
-                for _, upload_id in command.uploads:
-                    store.abort_upload(upload_id)
+                for _, token in command.uploads:
+                    store.abort_upload(token)
                 self._sweep(frozenset(command.sweep_keys), keep=frozenset())
                 if command.sweep_keys:
                     life.swept[self.index, work.save] = store.upload_count
@@ -562,7 +562,7 @@ class AgentModel:
             self._sweep_save(command.work.save)
             return Committed(at=self.life.now, work=command.work)
         ours = frozenset(file_key(command.info, file.path) for _, files in command.staged for file in files)
-        self._sweep(ours, keep=frozenset(known.upload_id for known in command.unfinished))
+        self._sweep(ours, keep=frozenset(known.upload for known in command.unfinished))
         uploads: list[FoundUpload] = []
         files: list[FoundFile] = []
         for known in command.unfinished:
@@ -571,7 +571,7 @@ class AgentModel:
                 whole = len(parts) == 1
                 checksum = checksum_of(content_of(command.info.save, known.file.path, 1)) if whole else None
                 files.append(FoundFile(rank=known.rank, path=known.file.path, checksum=checksum))
-            elif known.upload_id in store.uploads:
+            elif known.upload in store.uploads:
                 uploads.append(self._found_upload(command, known))
         return Reconciled(at=self.life.now, work=command.work, uploads=tuple(uploads), files=tuple(files))
 
@@ -580,23 +580,23 @@ class AgentModel:
             return False
         if part_count > 1:
             return len(known.parts) == part_count
-        # A single PUT is recognised by its ETag only where the store makes that the MD5.
-        return part_count == 0 or self.life.etag_is_digest
+        # A single PUT is recognised by its MD5 only where the store tells it.
+        return part_count == 0 or self.life.tells_md5
 
     def _found_upload(self, command: Reconcile, known: KnownFile) -> FoundUpload:
         journaled = {number for number, _, _ in known.parts}
-        held = self.life.store.uploads[known.upload_id].parts
+        held = self.life.store.uploads[known.upload].parts
         parts = tuple(
-            (number, etag, checksum_of(content_of(command.info.save, known.file.path, number)))
-            for number, (etag, _) in sorted(held.items())
-            if number in journaled or self.life.etag_is_digest
+            (number, receipt, checksum_of(content_of(command.info.save, known.file.path, number)))
+            for number, (receipt, _) in sorted(held.items())
+            if number in journaled or self.life.tells_md5
         )
-        return FoundUpload(rank=known.rank, path=known.file.path, upload_id=known.upload_id, parts=parts)
+        return FoundUpload(rank=known.rank, path=known.file.path, upload=known.upload, parts=parts)
 
     def _sweep(self, keys: frozenset[str], *, keep: frozenset[str]) -> None:
         uploads = self.life.store.uploads
-        for upload_id in [found for found, upload in uploads.items() if upload.key in keys and found not in keep]:
-            self.life.store.abort_upload(upload_id)
+        for token in [found for found, upload in uploads.items() if upload.key in keys and found not in keep]:
+            self.life.store.abort_upload(token)
 
     # --- what is left at the end -------------------------------------------------------------------------------
 

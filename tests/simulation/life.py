@@ -41,7 +41,7 @@ class Life:
         self.random = Random(seed)
         self.scenario = draw(self.random)
         self.journal_outages = journal_outages(Random(seed), self.scenario)
-        self.etag_is_digest = self.random.random() < 0.7
+        self.tells_md5 = self.random.random() < 0.7
         self.now = 0.0
         self.stormy, self.ending = True, False
         self.outage = False
@@ -241,8 +241,8 @@ class Life:
         for agent in self.agents:
             for save, ranks in agent.checks.acked.items():
                 self._check_outcome(agent, save, set(ranks))
-        for upload_id, upload in self.store.uploads.items():
-            self._check_upload(upload_id, upload.key, landed_late=upload.landed_late)
+        for token, upload in self.store.uploads.items():
+            self._check_upload(token, upload.key, landed_late=upload.landed_late)
 
     def _check_outcome(self, agent: AgentModel, save: str, ranks: set[int]) -> None:
         checkpoint = agent.state.checkpoints.get(save)
@@ -260,7 +260,7 @@ class Life:
         elif not checkpoint.ended and self._completable(save):
             raise ViolationError(f"{save} ended as {checkpoint.phase}")
 
-    def _check_upload(self, upload_id: str, key: str, *, landed_late: bool) -> None:
+    def _check_upload(self, token: str, key: str, *, landed_late: bool) -> None:
         _, save, path = key.split("/", 2)
         owner = next(
             self.agents[announcement.agent]
@@ -270,8 +270,8 @@ class Life:
         checkpoint = owner.state.checkpoints[save]
         if not checkpoint.ended or not checkpoint.pins_dropped:
             return
-        if not landed_late or int(upload_id[1:]) < self.swept.get((owner.index, save), 0):
-            raise ViolationError(f"multipart upload {upload_id} of {key} is left over")
+        if not landed_late or int(token[1:]) < self.swept.get((owner.index, save), 0):
+            raise ViolationError(f"multipart upload {token} of {key} is left over")
 
 
 def main() -> None:

@@ -41,8 +41,8 @@ def pack_content(save: str, pack: Pack) -> tuple[str, ...]:
     return tuple(f"{content_of(save, file.path)} at {offset_bytes}" for file, offset_bytes in placed)
 
 
-def etag_of(content: str) -> str:
-    return f"etag-{content}"
+def receipt_of(content: str) -> str:
+    return f"receipt-{content}"
 
 
 def checksum_of(content: str) -> int:
@@ -68,33 +68,33 @@ class StoreModel:
         self.objects[key] = StoredObject(content, size_bytes)
 
     def create_upload(self, key: str, *, landed_late: bool) -> str:
-        upload_id = f"u{self._next_upload}"
+        token = f"u{self._next_upload}"
         self._next_upload += 1
-        self.uploads[upload_id] = Upload(key, landed_late)
-        return upload_id
+        self.uploads[token] = Upload(key, landed_late)
+        return token
 
-    def put_part(self, upload_id: str, number: int, content: str, size_bytes: int) -> bool:
+    def put_part(self, token: str, number: int, content: str, size_bytes: int) -> bool:
         """False: the upload is unknown."""
-        upload = self.uploads.get(upload_id)
+        upload = self.uploads.get(token)
         if upload is None:
             return False
-        upload.parts[number] = (etag_of(content), size_bytes)
+        upload.parts[number] = (receipt_of(content), size_bytes)
         return True
 
-    def complete_upload(self, upload_id: str, etags: tuple[str, ...], content: str, size_bytes: int) -> bool:
+    def complete_upload(self, token: str, receipts: tuple[str, ...], content: str, size_bytes: int) -> bool:
         """False: the upload is unknown."""
-        upload = self.uploads.get(upload_id)
+        upload = self.uploads.get(token)
         if upload is None:
             return False
         held = tuple(upload.parts[number][0] for number in sorted(upload.parts))
-        if held != etags:
-            raise ViolationError(f"{upload.key} was completed of {etags}, but holds {held}")
+        if held != receipts:
+            raise ViolationError(f"{upload.key} was completed of {receipts}, but holds {held}")
         self.put(upload.key, content, size_bytes)
-        del self.uploads[upload_id]
+        del self.uploads[token]
         return True
 
-    def abort_upload(self, upload_id: str) -> None:
-        self.uploads.pop(upload_id, None)
+    def abort_upload(self, token: str) -> None:
+        self.uploads.pop(token, None)
 
     def sizes(self, info: SaveInfo) -> dict[str, int]:
         prefix = save_prefix(info)

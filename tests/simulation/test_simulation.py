@@ -174,7 +174,7 @@ def _put_another_pack_under_its_key(patch: pytest.MonkeyPatch) -> None:
 
 def _send_parts_again(patch: pytest.MonkeyPatch) -> None:
     def missing(checkpoint: Checkpoint, rank: int, progress: FileProgress) -> None:
-        progress.etags = {}
+        progress.receipts = {}
         enqueue(checkpoint, rank, progress)
 
     enqueue = upload_queue.enqueue

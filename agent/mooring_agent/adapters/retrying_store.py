@@ -1,21 +1,20 @@
 """Wraps a store with retries, for commands that people wait for: restore, `mooring ls`, prune.
 
-Never used for uploads by the agent. Retries passing errors only, with exponential backoff and full jitter. Two calls
-are not retried: `put` with `if_absent` and `complete_upload` may have worked although they failed, and a second try
-would then be refused because of the first. The caller, who knows the bytes, reads back what happened.
+Knows nothing of the agent's uploads, whose retries the core decides. Retries passing errors only, with exponential
+backoff and full jitter. One call is not retried: `put` with `if_absent` may have worked although it failed, and a
+second try would then be refused because of the first. The caller, who knows the bytes, reads back what happened.
 """
 
 import asyncio
 import random
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass
 from typing import TypeVar
 
 import structlog
 
 from mooring_agent.core.errors import PASSING, StoreError
-from mooring_agent.core.model import Region
-from mooring_agent.ports import ObjectInfo, ObjectStore, PartInfo, StoreCapabilities, UploadInfo
+from mooring_agent.ports import ObjectInfo, StoreCapabilities, StoreWriter, UploadInfo
 
 logger = structlog.get_logger(__name__)
 
@@ -32,11 +31,11 @@ class RetryPolicy:
 
 
 class RetryingStore:
-    """See `ports.ObjectStore`. Closing it closes the store inside."""
+    """See `ports.StoreWriter`. The store inside stays the caller's to close."""
 
     def __init__(
         self,
-        store: ObjectStore,
+        store: StoreWriter,
         policy: RetryPolicy | None = None,
         *,
         sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
@@ -47,56 +46,14 @@ class RetryingStore:
         self._sleep = sleep
         self._generator = generator or random.Random()  # noqa: S311 - jitter is no secret
 
-    @property
-    def capabilities(self) -> StoreCapabilities:
-        return self._store.capabilities
-
-    @capabilities.setter
-    def capabilities(self, capabilities: StoreCapabilities) -> None:
-        self._store.capabilities = capabilities
-
     async def probe(self) -> StoreCapabilities:
         return await self._retry(self._store.probe)
 
-    async def put(self, key: str, body: bytes, *, if_absent: bool = False) -> str:
+    async def put(self, key: str, body: bytes, *, if_absent: bool = False) -> None:
         if if_absent:
-            return await self._store.put(key, body, if_absent=True)
-        return await self._retry(lambda: self._store.put(key, body))
-
-    async def put_region(self, key: str, region: Region, checksum: int) -> str:
-        return await self._retry(lambda: self._store.put_region(key, region, checksum))
-
-    async def put_bytes(self, key: str, body: bytearray, checksum: int) -> str:
-        return await self._retry(lambda: self._store.put_bytes(key, body, checksum))
-
-    async def create_upload(self, key: str) -> str:
-        return await self._retry(lambda: self._store.create_upload(key))
-
-    async def put_part(self, key: str, upload_id: str, number: int, region: Region, checksum: int) -> str:
-        return await self._retry(lambda: self._store.put_part(key, upload_id, number, region, checksum))
-
-    async def list_parts(self, key: str, upload_id: str) -> Sequence[PartInfo]:
-        return await self._retry(lambda: self._store.list_parts(key, upload_id))
-
-    async def complete_upload(self, key: str, upload_id: str, etags: Sequence[str]) -> str:
-        return await self._store.complete_upload(key, upload_id, etags)
-
-    async def abort_upload(self, key: str, upload_id: str) -> None:
-        await self._retry(lambda: self._store.abort_upload(key, upload_id))
-
-    async def list_uploads(self, prefix: str) -> AsyncIterator[UploadInfo]:
-        seen: set[tuple[str, str]] = set()
-        attempt = 1
-        while True:
-            try:
-                async for upload in self._store.list_uploads(prefix):
-                    if (upload.key, upload.upload_id) not in seen:
-                        seen.add((upload.key, upload.upload_id))
-                        yield upload
-                return
-            except StoreError as error:
-                await self._wait(attempt, error)
-                attempt += 1
+            await self._store.put(key, body, if_absent=True)
+        else:
+            await self._retry(lambda: self._store.put(key, body))
 
     async def head(self, key: str) -> ObjectInfo:
         return await self._retry(lambda: self._store.head(key))
@@ -104,34 +61,42 @@ class RetryingStore:
     async def get(self, key: str, *, limit_bytes: int, fresh: bool = False) -> bytes:
         return await self._retry(lambda: self._store.get(key, limit_bytes=limit_bytes, fresh=fresh))
 
-    async def get_into(self, key: str, *, offset_bytes: int, size_bytes: int, etag: str, descriptor: int) -> int:
+    async def get_into(self, key: str, *, offset_bytes: int, size_bytes: int, version: str, descriptor: int) -> int:
         return await self._retry(
             lambda: self._store.get_into(
-                key, offset_bytes=offset_bytes, size_bytes=size_bytes, etag=etag, descriptor=descriptor
+                key, offset_bytes=offset_bytes, size_bytes=size_bytes, version=version, descriptor=descriptor
             )
         )
 
-    async def list(self, prefix: str) -> AsyncIterator[ObjectInfo]:
-        # A listing that broke off starts again and skips what was yielded. It cannot continue after the last key,
-        # because SeaweedFS has an order of its own.
-        seen: set[str] = set()
-        attempt = 1
-        while True:
-            try:
-                async for info in self._store.list(prefix):
-                    if info.key not in seen:
-                        seen.add(info.key)
-                        yield info
-                return
-            except StoreError as error:
-                await self._wait(attempt, error)
-                attempt += 1
+    def list(self, prefix: str) -> AsyncIterator[ObjectInfo]:
+        return self._listing(lambda: self._store.list(prefix), lambda info: info.key)
 
     async def delete(self, key: str) -> None:
         await self._retry(lambda: self._store.delete(key))
 
-    async def close(self) -> None:
-        await self._store.close()
+    def list_uploads(self, prefix: str) -> AsyncIterator[UploadInfo]:
+        return self._listing(lambda: self._store.list_uploads(prefix), lambda found: (found.key, found.upload))
+
+    async def abort_upload(self, key: str, upload: str) -> None:
+        await self._retry(lambda: self._store.abort_upload(key, upload))
+
+    async def _listing(
+        self, begin: Callable[[], AsyncIterator[_Result]], name_of: Callable[[_Result], object]
+    ) -> AsyncIterator[_Result]:
+        # A listing that broke off starts again and skips what was yielded. It cannot continue after the last key,
+        # because SeaweedFS has an order of its own.
+        seen: set[object] = set()
+        attempt = 1
+        while True:
+            try:
+                async for one in begin():
+                    if name_of(one) not in seen:
+                        seen.add(name_of(one))
+                        yield one
+                return
+            except StoreError as error:
+                await self._wait(attempt, error)
+                attempt += 1
 
     async def _retry(self, call: Callable[[], Awaitable[_Result]]) -> _Result:
         attempt = 1

@@ -12,11 +12,11 @@ from mooring_agent.catalog.reading import DAMAGE, CommittedCheckpoint, Problem, 
 from mooring_agent.core.errors import StoreError
 from mooring_agent.core.model import Part
 from mooring_agent.core.policies.restore_choice import CommittedSave
-from mooring_agent.ports import ObjectStore
+from mooring_agent.ports import StoreReader
 
 
 async def check(
-    store: ObjectStore,
+    store: StoreReader,
     committed: CommittedSave,
     *,
     deep: bool,
@@ -31,7 +31,7 @@ async def check(
 
 
 async def _check_bytes(
-    store: ObjectStore,
+    store: StoreReader,
     checkpoint: CommittedCheckpoint,
     concurrency: int,
     on_progress: Callable[[int, int], None],

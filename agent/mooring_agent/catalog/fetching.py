@@ -12,7 +12,7 @@ from mooring_agent.catalog.object_reads import at_once, get_whole
 from mooring_agent.catalog.reading import StoredFile
 from mooring_agent.core.errors import checkpoint_corrupt
 from mooring_agent.core.model import Part
-from mooring_agent.ports import ObjectStore
+from mooring_agent.ports import StoreReader
 
 PACKS_AT_ONCE: Final = 4
 """How many packs may be in memory. Each is there twice while it arrives."""
@@ -58,7 +58,7 @@ def packs_at_once(packs: Iterable[StoredPack], *, most: int) -> int:
     return at_once(sizes, most=min(most, PACKS_AT_ONCE), together_bytes=_TOGETHER_BYTES)
 
 
-async def fetch_pack(store: ObjectStore, pack: StoredPack) -> bytes:
+async def fetch_pack(store: StoreReader, pack: StoredPack) -> bytes:
     """Return the pack's bytes.
 
     Raises StoreError(CHECKPOINT_CORRUPT), which names the object and its first damaged file, if they are wrong.
@@ -82,7 +82,7 @@ def _is_intact(content: memoryview, file: StoredFile) -> bool:
     )
 
 
-async def fetch_part(store: ObjectStore, file: StoredFile, part: Part, descriptor: int) -> None:
+async def fetch_part(store: StoreReader, file: StoredFile, part: Part, descriptor: int) -> None:
     """Write the part to its offset in `descriptor`.
 
     Raises StoreError(CHECKPOINT_CORRUPT), which names the object, if the bytes are wrong.
@@ -93,7 +93,7 @@ async def fetch_part(store: ObjectStore, file: StoredFile, part: Part, descripto
             file.key,
             offset_bytes=part.offset_bytes,
             size_bytes=part.size_bytes,
-            etag=file.etag,
+            version=file.version,
             descriptor=descriptor,
         )
         if checksum == expected:

@@ -9,7 +9,7 @@ from collections.abc import Awaitable, Callable, Iterable
 from typing import TypeVar
 
 from mooring_agent.core.errors import ErrorKind, StoreError, checkpoint_corrupt
-from mooring_agent.ports import ObjectStore
+from mooring_agent.ports import StoreReader
 
 _Item = TypeVar("_Item")
 
@@ -44,7 +44,7 @@ _Value = TypeVar("_Value")
 
 
 async def read_object(
-    store: ObjectStore, key: str, decode: Callable[[bytes, str], _Value], *, limit_bytes: int
+    store: StoreReader, key: str, decode: Callable[[bytes, str], _Value], *, limit_bytes: int
 ) -> _Value:
     """Return `decode(body, key)`, which raises StoreError(CHECKPOINT_CORRUPT). Other errors are the store's."""
     try:
@@ -55,7 +55,17 @@ async def read_object(
     return decode(await get_whole(store, key, limit_bytes=limit_bytes, fresh=True), key)
 
 
-async def get_whole(store: ObjectStore, key: str, *, limit_bytes: int, fresh: bool = False) -> bytes:
+async def if_there(reading: Awaitable[_Value]) -> _Value | None:
+    """Return what is read; None if there is no such object."""
+    try:
+        return await reading
+    except StoreError as error:
+        if error.kind is ErrorKind.NOT_FOUND:
+            return None
+        raise
+
+
+async def get_whole(store: StoreReader, key: str, *, limit_bytes: int, fresh: bool = False) -> bytes:
     """Return all of an object. Raises CHECKPOINT_CORRUPT if it is larger than `limit_bytes`."""
     try:
         return await store.get(key, limit_bytes=limit_bytes, fresh=fresh)

@@ -15,7 +15,7 @@ from typing import Final
 
 import structlog
 
-from mooring_agent.catalog.object_reads import for_each, read_object
+from mooring_agent.catalog.object_reads import for_each, if_there, read_object
 from mooring_agent.catalog.reading import committed_save, examine, list_committed
 from mooring_agent.core.errors import ErrorKind, StoreError
 from mooring_agent.core.limits import PIN_BYTES
@@ -36,31 +36,29 @@ from mooring_agent.core.stored.object_layout import (
     RESUME_PREFIX,
     damage_key,
 )
-from mooring_agent.ports import ObjectInfo, ObjectStore, UploadInfo
+from mooring_agent.ports import ObjectInfo, StoreReader, StoreWriter, UploadInfo
 from mooring_api.names import STATE_DIRECTORY
 
 _log: structlog.typing.FilteringBoundLogger = structlog.get_logger()
 
 
-async def note_damage(store: ObjectStore, save: str, reason: str) -> None:
+async def note_damage(store: StoreWriter, save: str, reason: str) -> None:
     try:
         await store.put(damage_key(save), f"{reason}\n".encode(errors="backslashreplace"))
     except StoreError as error:
         _log.warning("damage.not_noted", save=save, error=str(error))
 
 
-async def clear_damage(store: ObjectStore, save: str) -> None:
+async def clear_damage(store: StoreWriter, save: str) -> None:
     """Remove a save's note of damage, because every byte of it was just found good."""
     key = damage_key(save)
     try:
         # The HEAD comes first: few saves have a note, and fewer readers may delete.
-        await store.head(key)
-        await store.delete(key)
+        if await if_there(store.head(key)):
+            await store.delete(key)
+            _log.info("damage.note_removed", save=save)
     except StoreError as error:
-        if error.kind is not ErrorKind.NOT_FOUND:
-            _log.warning("damage.note_stays", save=save, error=str(error))
-        return
-    _log.info("damage.note_removed", save=save)
+        _log.warning("damage.note_stays", save=save, error=str(error))
 
 
 _DELETES_AT_ONCE: Final = 8
@@ -95,7 +93,7 @@ class _Listing:
 
 
 async def prune(
-    store: ObjectStore,
+    store: StoreWriter,
     settings: RetentionSettings,
     *,
     now: float,
@@ -147,7 +145,7 @@ async def prune(
     return PruneReport(plan=plan, aborted_uploads=tuple(one.key for one in uploads), litter=litter, dry_run=dry_run)
 
 
-async def remove_litter(store: ObjectStore, settings: RetentionSettings, *, now: float) -> int:
+async def remove_litter(store: StoreWriter, settings: RetentionSettings, *, now: float) -> int:
     """Delete what `prune` deletes besides saves; return how many objects and uploads that was. Lists no saves."""
     long_ago = now - settings.orphan_age_seconds
     pins = [one async for one in store.list(RESUME_PREFIX)]
@@ -158,7 +156,7 @@ async def remove_litter(store: ObjectStore, settings: RetentionSettings, *, now:
     return len(litter) + len(uploads)
 
 
-async def _validated(store: ObjectStore, committed: Iterable[CommittedSave], *, enough: int) -> set[str]:
+async def _validated(store: StoreReader, committed: Iterable[CommittedSave], *, enough: int) -> set[str]:
     """Return the newest saves that sizes and manifests show to be restorable, at most `enough` of them."""
     validated: set[str] = set()
     for one in committed:
@@ -175,7 +173,7 @@ async def _validated(store: ObjectStore, committed: Iterable[CommittedSave], *, 
     return validated
 
 
-async def _list_all(store: ObjectStore) -> _Listing:
+async def _list_all(store: StoreReader) -> _Listing:
     committed: set[str] = set()
     pins: list[ObjectInfo] = []
     probes: list[ObjectInfo] = []
@@ -213,18 +211,15 @@ async def _list_all(store: ObjectStore) -> _Listing:
     )
 
 
-async def _pinned(store: ObjectStore, pins: Iterable[ObjectInfo], since: float) -> set[str]:
+async def _pinned(store: StoreReader, pins: Iterable[ObjectInfo], since: float) -> set[str]:
     """Return the saves named by pins that were written at or after `since`."""
     saves: set[str] = set()
     for one in pins:
         if one.modified_at < since:
             continue
-        try:
-            saves.add((await read_object(store, one.key, decode_pin, limit_bytes=PIN_BYTES)).save)
-        except StoreError as error:
-            # The pin was removed after the listing, so no attempt resumes by it.
-            if error.kind is not ErrorKind.NOT_FOUND:
-                raise
+        pin = await if_there(read_object(store, one.key, decode_pin, limit_bytes=PIN_BYTES))
+        # If the pin was removed after the listing, no attempt resumes by it.
+        saves |= {pin.save} if pin else set()
     return saves
 
 
@@ -232,9 +227,9 @@ def _litter(pins: Sequence[ObjectInfo], probes: Sequence[ObjectInfo], since: flo
     return (*_superseded(pins, since), *(one.key for one in probes if one.modified_at < since))
 
 
-async def _clear(store: ObjectStore, uploads: Iterable[UploadInfo], litter: Sequence[str]) -> None:
+async def _clear(store: StoreWriter, uploads: Iterable[UploadInfo], litter: Sequence[str]) -> None:
     for upload in uploads:
-        await store.abort_upload(upload.key, upload.upload_id)
+        await store.abort_upload(upload.key, upload.upload)
     await for_each(litter, store.delete, at_once=_DELETES_AT_ONCE)
 
 
@@ -247,7 +242,7 @@ def _superseded(pins: Iterable[ObjectInfo], since: float) -> list[str]:
     return [one.key for one in pins if one.modified_at < newest_old]
 
 
-async def _delete_saves(store: ObjectStore, deletions: Sequence[Deletion], damaged: Collection[str]) -> None:
+async def _delete_saves(store: StoreWriter, deletions: Sequence[Deletion], damaged: Collection[str]) -> None:
     committed: set[str] = set()
     if not all(one.committed for one in deletions):
         # List once more, as late as possible: a save that was not committed may be by this time.

@@ -11,7 +11,7 @@ from typing import Final
 
 from mooring_agent.adapters.checksum import crc64nvme
 from mooring_agent.adapters.control_group import memory_limit_bytes
-from mooring_agent.catalog.object_reads import at_once, for_each, read_object
+from mooring_agent.catalog.object_reads import at_once, for_each, if_there, read_object
 from mooring_agent.core.errors import ErrorKind, MooringError, StoreError, checkpoint_corrupt
 from mooring_agent.core.limits import MARKER_BYTES
 from mooring_agent.core.model import CommitMarker, FileEntry, ManifestReference, RankManifest
@@ -28,7 +28,7 @@ from mooring_agent.core.stored.object_layout import (
     parse_marker_key,
     save_prefix,
 )
-from mooring_agent.ports import ObjectInfo, ObjectStore
+from mooring_agent.ports import ObjectInfo, StoreReader
 
 _MANIFESTS_AT_ONCE: Final = 8
 _TOGETHER_BYTES: Final = 4 * 1024**2
@@ -58,13 +58,13 @@ class Problem:
 class StoredFile:
     """A file of a checkpoint and the object that holds it: its own, or its pack.
 
-    `etag` is the listing's. Reads of a part insist on it; a pack is read whole, and judged by its files' checksums
+    `version` is the listing's. Reads of a part insist on it; a pack is read whole, and judged by its files' checksums
     alone. `object_bytes` is the object's size.
     """
 
     entry: FileEntry
     key: str
-    etag: str
+    version: str
     object_bytes: int
 
 
@@ -113,7 +113,7 @@ class Examination:
             self.more_problems += 1
 
 
-async def list_committed(store: ObjectStore) -> tuple[CommittedSave, ...]:
+async def list_committed(store: StoreReader) -> tuple[CommittedSave, ...]:
     """Return every save with a commit marker, newest first. Reads only markers that share a step with another."""
     found = [one async for listed in store.list(COMMITS_PREFIX) if (one := committed_save(listed))]
     per_step = Counter(one.step for one in found)
@@ -122,7 +122,7 @@ async def list_committed(store: ObjectStore) -> tuple[CommittedSave, ...]:
     )
 
 
-async def read_marker(store: ObjectStore, committed: CommittedSave) -> CommitMarker:
+async def read_marker(store: StoreReader, committed: CommittedSave) -> CommitMarker:
     """Return the commit marker of a save.
 
     Raises StoreError(CHECKPOINT_CORRUPT), which names the marker, if it is missing or not what was written.
@@ -143,18 +143,12 @@ async def read_marker(store: ObjectStore, committed: CommittedSave) -> CommitMar
         raise
 
 
-async def has_marker(store: ObjectStore, committed: CommittedSave) -> bool:
+async def has_marker(store: StoreReader, committed: CommittedSave) -> bool:
     """Return whether the save still has its marker. A deletion removes that first, and what is left looks damaged."""
-    try:
-        await store.head(committed.key)
-    except StoreError as error:
-        if error.kind is ErrorKind.NOT_FOUND:
-            return False
-        raise
-    return True
+    return await if_there(store.head(committed.key)) is not None
 
 
-async def load(store: ObjectStore, committed: CommittedSave) -> CommittedCheckpoint:
+async def load(store: StoreReader, committed: CommittedSave) -> CommittedCheckpoint:
     """Return the checkpoint, checked as far as is possible without its files' bytes.
 
     Raises StoreError(CHECKPOINT_CORRUPT) if a check fails, and StoreError(MEMORY_SHORT) if its rank manifests do not
@@ -168,7 +162,7 @@ async def load(store: ObjectStore, committed: CommittedSave) -> CommittedCheckpo
     return examination.checkpoint
 
 
-async def examine(store: ObjectStore, committed: CommittedSave) -> Examination:
+async def examine(store: StoreReader, committed: CommittedSave) -> Examination:
     """Compare marker, rank manifests and listing, and collect every problem. Raises only what the store raises.
 
     If the first look finds problems, a second look is taken, and only its problems count.
@@ -181,7 +175,7 @@ async def examine(store: ObjectStore, committed: CommittedSave) -> Examination:
     return await _examine(store, committed)
 
 
-async def _examine(store: ObjectStore, committed: CommittedSave) -> Examination:
+async def _examine(store: StoreReader, committed: CommittedSave) -> Examination:
     examination = Examination()
     try:
         marker = await read_marker(store, committed)
@@ -220,7 +214,7 @@ def committed_save(marker: ObjectInfo) -> CommittedSave | None:
     return CommittedSave(key=marker.key, step=parsed[0], save=parsed[1], modified_at=marker.modified_at)
 
 
-async def _saved_at(store: ObjectStore, committed: CommittedSave) -> float:
+async def _saved_at(store: StoreReader, committed: CommittedSave) -> float:
     try:
         return (await read_marker(store, committed)).saved_at
     except StoreError as error:
@@ -248,7 +242,7 @@ def _has_room(marker: CommitMarker, examination: Examination, *, largest_pack_by
     return False
 
 
-async def _objects(store: ObjectStore, marker: CommitMarker, examination: Examination) -> dict[str, ObjectInfo]:
+async def _objects(store: StoreReader, marker: CommitMarker, examination: Examination) -> dict[str, ObjectInfo]:
     """Return the objects of a save, by key. Stops with a problem at more objects than a save may have."""
     objects: dict[str, ObjectInfo] = {}
     most = 2 * (marker.file_count + marker.info.world_size) + _OTHER_OBJECTS
@@ -262,7 +256,7 @@ async def _objects(store: ObjectStore, marker: CommitMarker, examination: Examin
 
 
 async def _examine_manifests(
-    store: ObjectStore, marker: CommitMarker, objects: dict[str, ObjectInfo], examination: Examination
+    store: StoreReader, marker: CommitMarker, objects: dict[str, ObjectInfo], examination: Examination
 ) -> None:
     files = 0
 
@@ -294,7 +288,7 @@ async def _examine_manifests(
 
 
 async def _read_manifest(
-    store: ObjectStore, marker: CommitMarker, reference: ManifestReference, objects: dict[str, ObjectInfo]
+    store: StoreReader, marker: CommitMarker, reference: ManifestReference, objects: dict[str, ObjectInfo]
 ) -> RankManifest | Problem:
     key = manifest_key(marker.info, reference.rank)
     listed = objects.get(key)
@@ -332,7 +326,7 @@ def _examine_files(manifest: RankManifest, objects: dict[str, ObjectInfo], exami
             listed = _listed(file_key(info, entry.path), entry.size_bytes, objects, examination)
         if listed is None:
             continue
-        found = StoredFile(entry=entry, key=listed.key, etag=listed.etag, object_bytes=listed.size_bytes)
+        found = StoredFile(entry=entry, key=listed.key, version=listed.version, object_bytes=listed.size_bytes)
         known = examination.files.setdefault(entry.path, found)
         if not known.entry.has_bytes_of(entry):
             examination.add(file_key(info, entry.path), "is claimed by two ranks with different bytes")

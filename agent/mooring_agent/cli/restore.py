@@ -17,7 +17,7 @@ from mooring_agent.cli.store_work import as_json_option, opened, print_json, pro
 from mooring_agent.core.errors import ErrorKind, StoreError
 from mooring_agent.core.settings.table import environment_variable, parse_bytes
 from mooring_agent.core.settings.values import StoreSettings, TransferSettings
-from mooring_agent.ports import ObjectStore
+from mooring_agent.ports import StoreWriter
 from mooring_api.names import (
     AGENT_STATE_DIRECTORY,
     CHECKPOINT_DIRECTORY,
@@ -156,7 +156,7 @@ async def _restore(
             )
 
 
-async def _find(store: ObjectStore, destination: str, volume: Path) -> None:
+async def _find(store: StoreWriter, destination: str, volume: Path) -> None:
     """Make sure that the destination answers. Creates a missing folder, unless the volume was used with it before."""
     try:
         await catalog.list_committed(store)

@@ -18,14 +18,14 @@ from mooring_agent.adapters.open_store import open_store
 from mooring_agent.adapters.retrying_store import RetryingStore
 from mooring_agent.cli.formatting import errors_reported
 from mooring_agent.core.settings.values import StoreSettings
-from mooring_agent.ports import ObjectStore
+from mooring_agent.ports import StoreWriter
 from mooring_agent.runtime.engine.telemetry import configure_logs
 
 as_json_option = click.option("--json", "as_json", is_flag=True, help="Print the result as JSON.")
 
 
 @asynccontextmanager
-async def opened(settings: StoreSettings) -> AsyncIterator[ObjectStore]:
+async def opened(settings: StoreSettings) -> AsyncIterator[StoreWriter]:
     """Open a store that retries, because somebody waits for the answer."""
     async with open_store(settings) as store:
         yield RetryingStore(store)

@@ -113,6 +113,15 @@ def checkpoint_corrupt(message: str) -> StoreError:
     )
 
 
+def object_too_large(place: object, size_bytes: int, limit_bytes: int) -> StoreError:
+    """The error for an object that has more bytes than its reader takes."""
+    return StoreError(
+        ErrorKind.REQUEST_REFUSED,
+        f"{place} has {size_bytes} bytes, more than {limit_bytes}",
+        hint="it is not what Mooring wrote: see who else writes below the destination",
+    )
+
+
 class VolumeError(MooringError):
     """The shared volume, or a file on it, is missing, changed, full or otherwise unusable."""
 

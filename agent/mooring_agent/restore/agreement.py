@@ -10,29 +10,23 @@ once.
 import asyncio
 from typing import Final
 
-from mooring_agent.catalog.object_reads import read_object
+from mooring_agent.catalog.object_reads import if_there, read_object
 from mooring_agent.core.errors import PASSING, ErrorKind, StoreError, retry_delay_seconds
 from mooring_agent.core.limits import PIN_BYTES
 from mooring_agent.core.policies.restore_choice import Pin, decode_pin, encode_pin
 from mooring_agent.core.stored.object_layout import pin_key
-from mooring_agent.ports import ObjectStore
+from mooring_agent.ports import StoreReader, StoreWriter
 
 _WRITES: Final = 5
 _POLL_SECONDS: Final = 1.0
 
 
-async def read_pin(store: ObjectStore, attempt: str) -> Pin | None:
+async def read_pin(store: StoreReader, attempt: str) -> Pin | None:
     """Return what the attempt resumes from; None while that is undecided."""
-    key = pin_key(attempt)
-    try:
-        return await read_object(store, key, decode_pin, limit_bytes=PIN_BYTES)
-    except StoreError as error:
-        if error.kind is ErrorKind.NOT_FOUND:
-            return None
-        raise
+    return await if_there(read_object(store, pin_key(attempt), decode_pin, limit_bytes=PIN_BYTES))
 
 
-async def agree(store: ObjectStore, wish: Pin, *, node_rank: int, timeout_seconds: float) -> Pin:
+async def agree(store: StoreWriter, wish: Pin, *, node_rank: int, timeout_seconds: float) -> Pin:
     """Return the pin in force: `wish` or another pod's. Raises StoreError(TIMED_OUT) if node 0 never decides."""
     capabilities = await store.probe()
     if capabilities.conditional_put or node_rank == 0:
@@ -40,7 +34,7 @@ async def agree(store: ObjectStore, wish: Pin, *, node_rank: int, timeout_second
     return await _wait(store, wish.attempt, timeout_seconds)
 
 
-async def _decide(store: ObjectStore, wish: Pin) -> Pin:
+async def _decide(store: StoreWriter, wish: Pin) -> Pin:
     doubt: StoreError | None = None
     for attempt in range(1, _WRITES + 1):
         pin = await read_pin(store, wish.attempt)
@@ -64,7 +58,7 @@ async def _decide(store: ObjectStore, wish: Pin) -> Pin:
     ) from doubt
 
 
-async def _wait(store: ObjectStore, attempt: str, timeout_seconds: float) -> Pin:
+async def _wait(store: StoreReader, attempt: str, timeout_seconds: float) -> Pin:
     try:
         async with asyncio.timeout(timeout_seconds):
             while True:

@@ -31,14 +31,14 @@ from mooring_agent.catalog import (
 from mooring_agent.catalog.object_reads import for_each
 from mooring_agent.core.errors import ErrorKind, VolumeError
 from mooring_agent.core.model import Part
-from mooring_agent.ports import ObjectStore
+from mooring_agent.ports import StoreReader
 
 _FILES_TOGETHER: Final = 32
 """How many files each thread has open, of the 1024 that a process usually may. More would not be on disk sooner."""
 
 
 async def fetch_packs(
-    store: ObjectStore,
+    store: StoreReader,
     packs: Sequence[StoredPack],
     folder: Folder,
     *,
@@ -99,7 +99,7 @@ _GIB: Final = 1024**3
 
 
 async def download(
-    store: ObjectStore,
+    store: StoreReader,
     checkpoint: CommittedCheckpoint,
     folder: str,
     *,
@@ -125,7 +125,7 @@ async def download(
 
 
 async def _fetch_all(
-    store: ObjectStore,
+    store: StoreReader,
     checkpoint: CommittedCheckpoint,
     target: Folder,
     *,

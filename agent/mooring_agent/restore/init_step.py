@@ -24,7 +24,7 @@ from mooring_agent.catalog.reading import DAMAGE
 from mooring_agent.core.errors import ErrorKind, StoreError
 from mooring_agent.core.policies.restore_choice import CommittedSave, GiveUp, Pin, StartFresh, Take, choose
 from mooring_agent.core.stored.object_layout import check_token
-from mooring_agent.ports import ObjectStore
+from mooring_agent.ports import StoreWriter
 from mooring_agent.restore.agreement import agree, read_pin
 from mooring_agent.restore.download import download
 from mooring_agent.restore.local_copy import LocalCopies
@@ -50,7 +50,7 @@ class Restored:
 
 
 async def restore(
-    store: ObjectStore,
+    store: StoreWriter,
     *,
     checkpoint_directory: Path,
     volume: Path,
@@ -86,7 +86,7 @@ class _InitStep:
 
     def __init__(
         self,
-        store: ObjectStore,
+        store: StoreWriter,
         local: LocalCopies,
         fetch: Callable[..., Awaitable[None]],
         disk: Executor,
@@ -226,7 +226,7 @@ def _seen(checkpoint: CommittedCheckpoint) -> bytes:
     """
     digest = sha256(repr(checkpoint.marker).encode())
     for file in checkpoint.files:
-        digest.update(f"{file.key}\n{file.etag}\n{file.object_bytes}\n".encode())
+        digest.update(f"{file.key}\n{file.version}\n{file.object_bytes}\n".encode())
     return digest.digest()
 
 

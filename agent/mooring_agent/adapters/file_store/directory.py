@@ -1,7 +1,7 @@
 """Stores objects as files below a directory: the blocking half of `file_store.store`.
 
 Owns the mapping of keys to files. A file appears whole or not at all: it is written aside, fsynced and renamed, and its
-directory is fsynced. An ETag is the identity of the file that holds the object. Raises OSError, and StoreError where
+directory is fsynced. A version is the identity of the file that holds the object. Raises OSError, and StoreError where
 `ports.ObjectStore` has an error kind for it. Invariants:
 
 - No reader ever sees half an object.
@@ -13,7 +13,6 @@ directory is fsynced. An ETag is the identity of the file that holds the object.
 import os
 import secrets
 import stat
-import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -29,8 +28,9 @@ from mooring_agent.adapters.durable_files import (
     write_all,
     write_durably,
 )
-from mooring_agent.core.errors import ErrorKind, StoreError
+from mooring_agent.core.errors import ErrorKind, StoreError, object_too_large
 from mooring_agent.core.limits import PIN_BYTES, Count
+from mooring_agent.core.model import Region
 from mooring_agent.core.stored import checked_json
 from mooring_agent.core.stored.checked_json import UndecodableError
 from mooring_agent.core.stored.object_layout import KEY_BYTES
@@ -46,7 +46,6 @@ _DESCRIPTION: Final = "upload.json"
 _PART: Final = "part-{number:05d}"
 _PARTS: Final = "part-[0-9]*[0-9]"
 _ASIDE: Final = "put-"
-_LEFTOVER_AGE_SECONDS: Final = 24 * 3600.0
 _DIRECTORY_RACES: Final = 64
 """How often a folder may vanish during a write because a delete found it empty."""
 
@@ -64,13 +63,7 @@ class _PartRecord:
 
     offset: Count
     size: Count
-    etag: str
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Part:
-    info: PartInfo
-    offset_bytes: int
+    receipt: str
 
 
 class ObjectDirectory:
@@ -119,11 +112,7 @@ class ObjectDirectory:
             if len(body) <= limit_bytes:
                 return body
             size_bytes = os.fstat(descriptor).st_size
-        raise StoreError(
-            ErrorKind.REQUEST_REFUSED,
-            f"{self.path(key)} has {size_bytes} bytes, more than {limit_bytes}",
-            hint="it is not what Mooring wrote: see who else writes below the destination",
-        )
+        raise object_too_large(self.path(key), size_bytes, limit_bytes)
 
     def _path_of_object(self, key: str) -> Path:
         path = self._place(key)
@@ -131,12 +120,12 @@ class ObjectDirectory:
             raise not_found(path)
         return path
 
-    def write(self, key: str, body: bytes | bytearray, *, if_absent: bool) -> str:
+    def write(self, key: str, body: bytes | bytearray, *, if_absent: bool = False) -> None:
         aside = self.new_aside()
         try:
             with opened(aside, os.O_WRONLY) as descriptor:
                 write_all(descriptor, body, 0)
-            return self.publish(aside, key, if_absent=if_absent)
+            self.publish(aside, key, if_absent=if_absent)
         finally:
             aside.unlink(missing_ok=True)
 
@@ -147,12 +136,11 @@ class ObjectDirectory:
         aside.touch(exist_ok=False)
         return aside
 
-    def publish(self, aside: Path, key: str, *, if_absent: bool = False) -> str:
-        """Make the file the object, durably. Return its ETag."""
+    def publish(self, aside: Path, key: str, *, if_absent: bool = False) -> None:
+        """Make the file the object, durably."""
         target = self.path(key)
         with opened(aside, os.O_RDWR) as descriptor:
             os.fsync(descriptor)
-            etag = _identity(os.fstat(descriptor))
         for _ in range(_DIRECTORY_RACES):
             make_folder(target.parent)
             try:
@@ -167,77 +155,76 @@ class ObjectDirectory:
             for folder in (target.parent, *target.parent.parents):
                 sync_folder(folder)
                 if folder == self.root:
-                    return etag
+                    return
         raise StoreError(ErrorKind.STORE_FAILED, f"{target.parent} is removed again and again")
 
     def create_upload(self, key: str) -> str:
         self.path(key)
-        upload_id = secrets.token_hex(16)
-        folder = self._uploads / upload_id
+        upload = secrets.token_hex(16)
+        folder = self._uploads / upload
         folder.mkdir(parents=True)
         (folder / _DATA).touch()
         write_durably(folder / _DESCRIPTION, checked_json.encode(_Description(key)))
         sync_folder(self._uploads)
-        return upload_id
+        return upload
 
-    def upload_data(self, key: str, upload_id: str) -> Path:
+    def upload_data(self, key: str, upload: str) -> Path:
         """Return the file that will be the object. Raises UPLOAD_LOST if the upload is over."""
-        folder = self._uploads / upload_id
+        folder = self._uploads / upload
         described = self._read_record(folder / _DESCRIPTION, _Description) if folder.parent == self._uploads else None
         if described != _Description(key):
-            raise _upload_lost(key, upload_id)
+            raise _upload_lost(key, upload)
         return folder / _DATA
 
-    def record_part(self, key: str, upload_id: str, number: int, offset_bytes: int, size_bytes: int, etag: str) -> None:
+    def record_part(self, key: str, upload: str, number: int, region: Region, receipt: str) -> None:
         """Make the part's bytes durable, then record the part."""
-        data = self.upload_data(key, upload_id)
+        data = self.upload_data(key, upload)
         with opened(data, os.O_RDWR) as descriptor:
             os.fdatasync(descriptor)
-        record = _PartRecord(offset=offset_bytes, size=size_bytes, etag=etag)
+        record = _PartRecord(offset=region.offset_bytes, size=region.size_bytes, receipt=receipt)
         write_durably(data.with_name(_PART.format(number=number)), checked_json.encode(record))
 
-    def parts(self, key: str, upload_id: str) -> Sequence[_Part]:
-        folder = self.upload_data(key, upload_id).parent
-        parts = []
+    def list_parts(self, key: str, upload: str) -> Sequence[PartInfo]:
+        return [
+            PartInfo(number=number, size_bytes=record.size, receipt=record.receipt)
+            for number, record in self._parts(self.upload_data(key, upload).parent)
+        ]
+
+    def _parts(self, folder: Path) -> Iterator[tuple[int, _PartRecord]]:
         for file in sorted(folder.glob(_PARTS)):
             record = self._read_record(file, _PartRecord)
-            if record is None:
-                continue
-            number = int(file.name.rpartition("-")[2])
-            info = PartInfo(number=number, size_bytes=record.size, etag=record.etag)
-            parts.append(_Part(info=info, offset_bytes=record.offset))
-        return parts
+            if record is not None:
+                yield int(file.name.rpartition("-")[2]), record
 
-    def complete_upload(self, key: str, upload_id: str, etags: Sequence[str]) -> str:
-        data = self.upload_data(key, upload_id)
-        parts = self.parts(key, upload_id)
-        if [part.info.etag for part in parts] != list(etags):
-            raise _upload_lost(key, upload_id)
+    def complete_upload(self, key: str, upload: str, receipts: Sequence[str]) -> None:
+        data = self.upload_data(key, upload)
+        parts = list(self._parts(data.parent))
+        if [record.receipt for _, record in parts] != list(receipts):
+            raise _upload_lost(key, upload)
         end = 0
-        for part in parts:
-            if part.offset_bytes != end:
-                raise StoreError(ErrorKind.REQUEST_REFUSED, f"{key}: part {part.info.number} does not follow the last")
-            end += part.info.size_bytes
+        for number, record in parts:
+            if record.offset != end:
+                raise StoreError(ErrorKind.REQUEST_REFUSED, f"{key}: part {number} does not follow the last")
+            end += record.size
         os.truncate(data, end)
-        etag = self.publish(data, key)
+        self.publish(data, key)
         _forget(data.parent)
-        return etag
 
-    def abort_upload(self, key: str, upload_id: str) -> None:
-        if key == f"{_UPLOADS}/{upload_id}" and "/" not in upload_id:
+    def abort_upload(self, key: str, upload: str) -> None:
+        if key == f"{_UPLOADS}/{upload}" and "/" not in upload:
             self._remove_leftover(self.root / key)
             return
         with suppress(StoreError):
-            _forget(self.upload_data(key, upload_id).parent)
+            _forget(self.upload_data(key, upload).parent)
 
     def uploads(self, prefix: str) -> Sequence[UploadInfo]:
-        """List the uploads, sorted by key.
+        """List the uploads.
 
         Leftovers of a crash (of an upload, or of an object that was written aside) are listed with their own path as
         the key.
         """
         uploads = [
-            UploadInfo(key=key, upload_id=leftover.name, started_at=started_at)
+            UploadInfo(key=key, upload=leftover.name, started_at=started_at)
             for leftover, started_at in self._leftovers()
             if (key := f"{_UPLOADS}/{leftover.name}").startswith(prefix)
         ]
@@ -246,9 +233,9 @@ class ObjectDirectory:
             with suppress(FileNotFoundError):
                 started_at = description.lstat().st_mtime
                 if described and described.key.startswith(prefix):
-                    upload_id = description.parent.name
-                    uploads.append(UploadInfo(key=described.key, upload_id=upload_id, started_at=started_at))
-        return sorted(uploads, key=lambda upload: (upload.key.encode(), upload.upload_id))
+                    upload = description.parent.name
+                    uploads.append(UploadInfo(key=described.key, upload=upload, started_at=started_at))
+        return uploads
 
     def head(self, key: str) -> ObjectInfo:
         return _info(key, self._path_of_object(key).lstat())
@@ -280,13 +267,6 @@ class ObjectDirectory:
                 folder.rmdir()
             except OSError:
                 return
-
-    def remove_leftovers(self) -> None:
-        """Remove what a crash left, once it is too old to be in use."""
-        limit = time.time() - _LEFTOVER_AGE_SECONDS
-        for leftover, started_at in self._leftovers():
-            if started_at < limit:
-                self._remove_leftover(leftover)
 
     def _leftovers(self) -> Iterator[tuple[Path, float]]:
         """Yield files written aside and uploads without a description, with their mtime. Some may still be in use."""
@@ -352,7 +332,7 @@ class ObjectDirectory:
 
 
 def identity(descriptor: int) -> str:
-    """Return the ETag of an open object."""
+    """Return the version of an open object."""
     return _identity(os.fstat(descriptor))
 
 
@@ -361,7 +341,7 @@ def _identity(status: os.stat_result) -> str:
 
 
 def _info(key: str, status: os.stat_result) -> ObjectInfo:
-    return ObjectInfo(key=key, size_bytes=status.st_size, etag=_identity(status), modified_at=status.st_mtime)
+    return ObjectInfo(key=key, size_bytes=status.st_size, modified_at=status.st_mtime, version=_identity(status))
 
 
 def _forget(folder: Path) -> None:
@@ -381,5 +361,5 @@ def _may_be_key(key: str) -> bool:
         return False
 
 
-def _upload_lost(key: str, upload_id: str) -> StoreError:
-    return StoreError(ErrorKind.UPLOAD_LOST, f"there is no upload {upload_id} of {key}")
+def _upload_lost(key: str, upload: str) -> StoreError:
+    return StoreError(ErrorKind.UPLOAD_LOST, f"there is no upload {upload} of {key}")

@@ -59,63 +59,59 @@ class FilesystemStore:
         self._executor = ThreadPoolExecutor(_THREADS, thread_name_prefix="mooring-store")
         self._outgoing = BufferPool(PIECE_BYTES)
         self._incoming = BufferPool(_INCOMING_BYTES)
-        # Bytes are checked while they are copied. After that, integrity is up to the filesystem.
-        self.capabilities = StoreCapabilities(conditional_put=False, integrity="crc64nvme")
+        self._conditional_put = False
 
     async def probe(self) -> StoreCapabilities:
         key = f"{PROBE_PREFIX}{secrets.token_hex(8)}"
-        works = await self._run(key, partial(_links_refuse, self._objects, key))
-        self.capabilities = StoreCapabilities(conditional_put=works, integrity="crc64nvme")
-        return self.capabilities
+        self._conditional_put = await self._run(key, partial(_links_refuse, self._objects, key))
+        # Bytes are checked while they are copied. After that, integrity is up to the filesystem.
+        return StoreCapabilities(conditional_put=self._conditional_put, integrity="crc64nvme")
 
-    async def put(self, key: str, body: bytes, *, if_absent: bool = False) -> str:
-        exclusive = if_absent and self.capabilities.conditional_put
-        return await self._run(key, partial(self._objects.write, key, body, if_absent=exclusive))
+    async def put(self, key: str, body: bytes, *, if_absent: bool = False) -> None:
+        exclusive = if_absent and self._conditional_put
+        await self._run(key, partial(self._objects.write, key, body, if_absent=exclusive))
 
-    async def put_region(self, key: str, region: Region, checksum: int) -> str:
+    async def put_data(self, key: str, content: Region | bytearray, checksum: int) -> None:
+        if isinstance(content, bytearray):
+            await self._limiter.take(len(content))
+            await self._run(key, partial(self._objects.write, key, content))
+            return
         aside = await self._run(key, self._objects.new_aside)
         try:
-            await self._copy(key, aside, region, checksum, 0)
-            return await self._run(key, partial(self._objects.publish, aside, key))
+            await self._copy(key, aside, content, checksum, 0)
+            await self._run(key, partial(self._objects.publish, aside, key))
         finally:
             # Not awaited: a cancelled put must end even if all threads hang in a dead mount.
             self._executor.submit(aside.unlink, missing_ok=True)
 
-    async def put_bytes(self, key: str, body: bytearray, checksum: int) -> str:
-        await self._limiter.take(len(body))
-        return await self._run(key, partial(self._objects.write, key, body, if_absent=False))
-
     async def create_upload(self, key: str) -> str:
         return await self._run(key, partial(self._objects.create_upload, key))
 
-    async def put_part(self, key: str, upload_id: str, number: int, region: Region, checksum: int) -> str:
-        etag = f"{checksum:016x}"
-        data = await self._run(key, partial(self._objects.upload_data, key, upload_id))
+    async def put_part(self, key: str, upload: str, number: int, region: Region, checksum: int) -> str:
+        data = await self._run(key, partial(self._objects.upload_data, key, upload))
         try:
             await self._copy(key, data, region, checksum, region.offset_bytes)
         except StoreError as error:
             if error.kind is ErrorKind.STORE_FAILED:
                 # If the upload was completed or aborted during the copy, raise UPLOAD_LOST instead.
-                await self._run(key, partial(self._objects.upload_data, key, upload_id))
+                await self._run(key, partial(self._objects.upload_data, key, upload))
             raise
-        await self._run(
-            key,
-            partial(self._objects.record_part, key, upload_id, number, region.offset_bytes, region.size_bytes, etag),
-        )
-        return etag
+        receipt = f"{checksum:016x}"
+        await self._run(key, partial(self._objects.record_part, key, upload, number, region, receipt))
+        return receipt
 
-    async def list_parts(self, key: str, upload_id: str) -> Sequence[PartInfo]:
-        return [part.info for part in await self._run(key, partial(self._objects.parts, key, upload_id))]
+    async def list_parts(self, key: str, upload: str) -> Sequence[PartInfo]:
+        return await self._run(key, partial(self._objects.list_parts, key, upload))
 
-    async def complete_upload(self, key: str, upload_id: str, etags: Sequence[str]) -> str:
-        return await self._run(key, partial(self._objects.complete_upload, key, upload_id, etags))
+    async def complete_upload(self, key: str, upload: str, receipts: Sequence[str]) -> None:
+        await self._run(key, partial(self._objects.complete_upload, key, upload, receipts))
 
-    async def abort_upload(self, key: str, upload_id: str) -> None:
-        await self._run(key, partial(self._objects.abort_upload, key, upload_id))
+    async def abort_upload(self, key: str, upload: str) -> None:
+        await self._run(key, partial(self._objects.abort_upload, key, upload))
 
     async def list_uploads(self, prefix: str) -> AsyncIterator[UploadInfo]:
-        for upload in await self._run(prefix, partial(self._objects.uploads, prefix)):
-            yield upload
+        for found in await self._run(prefix, partial(self._objects.uploads, prefix)):
+            yield found
 
     async def head(self, key: str) -> ObjectInfo:
         return await self._read(key, partial(self._objects.head, key))
@@ -123,10 +119,7 @@ class FilesystemStore:
     async def get(self, key: str, *, limit_bytes: int, fresh: bool = False) -> bytes:
         return await self._read(key, partial(self._objects.read, key, limit_bytes))
 
-    async def get_into(self, key: str, *, offset_bytes: int, size_bytes: int, etag: str, descriptor: int) -> int:
-        if not size_bytes:
-            await self._read(key, partial(_check_identity, self._objects, key, etag))
-            return 0
+    async def get_into(self, key: str, *, offset_bytes: int, size_bytes: int, version: str, descriptor: int) -> int:
         sink = PositionedFileWriter(descriptor, offset_bytes)
         buffer = self._incoming.take()
         checksum = 0
@@ -134,7 +127,7 @@ class FilesystemStore:
             for position in range(offset_bytes, offset_bytes + size_bytes, len(buffer)):
                 piece = buffer[: offset_bytes + size_bytes - position]
                 checksum = await self._read(
-                    key, partial(_copy_piece, self._objects, key, etag, position, piece, sink, checksum)
+                    key, partial(_copy_piece, self._objects, key, version, position, piece, sink, checksum)
                 )
             # Only on success: a thread that hangs in a dead mount may still write into the buffer at any time.
             self._incoming.release(buffer)
@@ -204,8 +197,7 @@ def parse_directory(url: str) -> Path:
 
 def _links_refuse(objects: ObjectDirectory, key: str) -> bool:
     """Whether a hard link refuses to replace a file. False also without hard links, as on some network filesystems."""
-    objects.remove_leftovers()
-    objects.write(key, b"", if_absent=False)
+    objects.write(key, b"")
     try:
         objects.write(key, b"", if_absent=True)
     except StoreError as error:
@@ -225,7 +217,7 @@ def _write_piece(target: Path, data: memoryview, position: int) -> None:
 def _copy_piece(
     objects: ObjectDirectory,
     key: str,
-    etag: str,
+    version: str,
     position: int,
     piece: memoryview,
     sink: PositionedFileWriter,
@@ -233,22 +225,13 @@ def _copy_piece(
 ) -> int:
     """Read a piece of the object into `piece` and write it to `sink`. Return the CRC64NVME so far."""
     with objects.opened_to_read(key) as source:
-        _check(objects.path(key), identity(source), etag)
+        if identity(source) != version:
+            raise _corrupt(objects.path(key), f"its version is {identity(source)} instead of {version}")
         count = os.preadv(source, [piece], position)
     if count < len(piece):
         raise _corrupt(objects.path(key), f"it ends at byte {position + count}")
     sink.write(piece)
     return crc64nvme(piece, checksum)
-
-
-def _check_identity(objects: ObjectDirectory, key: str, etag: str) -> None:
-    with objects.opened_to_read(key) as source:
-        _check(objects.path(key), identity(source), etag)
-
-
-def _check(path: Path, found: str, expected: str) -> None:
-    if found != expected:
-        raise _corrupt(path, f"its ETag is {found} instead of {expected}")
 
 
 def _corrupt(path: Path, reason: str) -> StoreError:

@@ -5,7 +5,8 @@ URLs with credentials, only the store's code and text); a hint says what the use
 """
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Final
 from urllib.parse import urlsplit
@@ -149,6 +150,16 @@ def translate(error: BaseException, operation: str, place: Place) -> StoreError:
     if kind is ErrorKind.NOT_FOUND:
         kind = _NO_SUCH_KEY.get(operation, ErrorKind.STORE_FAILED)
     return StoreError(kind, f"{operation} {place}: {reason}", hint=hint)
+
+
+@contextmanager
+def ignored(kind: ErrorKind) -> Iterator[None]:
+    """Let a request end well that found nothing to do, as this kind of error says."""
+    try:
+        yield
+    except StoreError as error:
+        if error.kind is not kind:
+            raise
 
 
 def redirect_details(headers: Mapping[str, str], body: bytes) -> dict[str, str]:

@@ -6,46 +6,38 @@ The probe tests what a store really enforces instead of trusting its name.
 import base64
 import hashlib
 import secrets
-from collections.abc import Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from contextlib import AbstractAsyncContextManager
+from functools import partial
 from typing import Any, Final
 
 from mooring_agent.adapters.checksum import crc32c, crc64nvme, region_crc32c, region_sha256
+from mooring_agent.adapters.s3.errors import ignored
 from mooring_agent.core.errors import ErrorKind, StoreError
 from mooring_agent.core.model import Region
 from mooring_agent.core.stored.object_layout import PROBE_PREFIX
 from mooring_agent.ports import StoreCapabilities
 
+REFUSALS: Final = frozenset({ErrorKind.CORRUPTED_IN_TRANSIT, ErrorKind.REQUEST_REFUSED})
+"""How stores refuse a body that does not match its announced checksum."""
 UNSIGNED_PAYLOAD: Final = "UNSIGNED-PAYLOAD"
 CHECKSUM_ALGORITHMS: Final = {"crc64nvme": "CRC64NVME", "crc32c": "CRC32C"}
 """Our names, mapped to S3's; the cheapest first."""
 
 
-def declare_region(integrity: str, region: Region, checksum: int) -> tuple[str, dict[str, str]]:
-    """Return (x-amz-content-sha256, request arguments) for a region whose CRC64NVME is `checksum`."""
-    return _declare(
-        integrity, checksum, crc32c=lambda: region_crc32c(region, checksum), sha256=lambda: region_sha256(region)
-    )
-
-
-def declare_body(integrity: str, body: bytearray, checksum: int) -> tuple[str, dict[str, str]]:
-    """Like `declare_region`, for bytes in memory."""
-    return _declare(integrity, checksum, crc32c=lambda: crc32c(body), sha256=lambda: hashlib.sha256(body).hexdigest())
-
-
-def _declare(
-    integrity: str, checksum: int, *, crc32c: Callable[[], int], sha256: Callable[[], str]
-) -> tuple[str, dict[str, str]]:
+def declare(integrity: str, content: Region | bytearray, checksum: int) -> tuple[str, dict[str, str]]:
+    """Return (x-amz-content-sha256, request arguments) for content whose CRC64NVME is `checksum`."""
     match integrity:
         case "crc64nvme":
             return UNSIGNED_PAYLOAD, {"ChecksumCRC64NVME": _encode(checksum, 8)}
         case "crc32c":
-            return UNSIGNED_PAYLOAD, {"ChecksumCRC32C": _encode(crc32c(), 4)}
+            value = crc32c(content) if isinstance(content, bytearray) else region_crc32c(content, checksum)
+            return UNSIGNED_PAYLOAD, {"ChecksumCRC32C": _encode(value, 4)}
         case "none":
             return UNSIGNED_PAYLOAD, {}
         case _:
             assert integrity == "sha256", integrity
-            return sha256(), {}
+            return hashlib.sha256(content).hexdigest() if isinstance(content, bytearray) else region_sha256(content), {}
 
 
 def declare_upload(integrity: str) -> dict[str, str]:
@@ -71,8 +63,6 @@ def _encode(checksum: int, size_bytes: int) -> str:
 
 
 _BODY: Final = b"Mooring probes what this store enforces."
-_REFUSALS: Final = frozenset({ErrorKind.CORRUPTED_IN_TRANSIT, ErrorKind.REQUEST_REFUSED})
-
 _Request = Callable[[str, str], AbstractAsyncContextManager[object]]
 
 
@@ -125,7 +115,7 @@ class _Experiment:
                     **self._target, **self._write_arguments, **declare_upload(integrity)
                 )
         except StoreError as error:
-            if error.kind in _REFUSALS:
+            if error.kind in REFUSALS:
                 return False
             raise
         upload = answer["UploadId"]
@@ -155,29 +145,27 @@ class _Experiment:
             await self._delete()
 
     async def _refuses_put(self, **arguments: str) -> bool:
-        try:
-            async with self._request("PutObject", self._key):
-                await self._client.put_object(**self._target, **self._write_arguments, **arguments, Body=_BODY)
-        except StoreError as error:
-            if error.kind in _REFUSALS:
-                return True
-            raise
-        return False
+        return await self._refuses(
+            "PutObject", partial(self._client.put_object, **self._target, **self._write_arguments, **arguments)
+        )
 
     async def _refuses_part(self, upload: str, **arguments: str) -> bool:
+        return await self._refuses(
+            "UploadPart",
+            partial(self._client.upload_part, **self._target, UploadId=upload, PartNumber=1, **arguments),
+        )
+
+    async def _refuses(self, operation: str, send: Callable[..., Awaitable[object]]) -> bool:
         try:
-            async with self._request("UploadPart", self._key):
-                await self._client.upload_part(**self._target, UploadId=upload, PartNumber=1, Body=_BODY, **arguments)
+            async with self._request(operation, self._key):
+                await send(Body=_BODY)
         except StoreError as error:
-            if error.kind in _REFUSALS:
+            if error.kind in REFUSALS:
                 return True
             raise
         return False
 
     async def _delete(self) -> None:
-        try:
+        with ignored(ErrorKind.NOT_FOUND):
             async with self._request("DeleteObject", self._key):
                 await self._client.delete_object(**self._target)
-        except StoreError as error:
-            if error.kind is not ErrorKind.NOT_FOUND:
-                raise

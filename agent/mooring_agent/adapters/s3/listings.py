@@ -6,11 +6,12 @@ lists by folder.
 """
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from contextlib import AbstractAsyncContextManager, asynccontextmanager
-from typing import Any, Final
+import re
+from collections.abc import AsyncIterator, Callable, Mapping
+from contextlib import AbstractAsyncContextManager
+from typing import Any, Final, TypeVar
 
-from mooring_agent.adapters.s3.errors import Place
+from mooring_agent.adapters.s3.errors import Place, ignored
 from mooring_agent.core.errors import ErrorKind, StoreError
 from mooring_agent.ports import ObjectInfo, PartInfo, UploadInfo
 
@@ -18,7 +19,25 @@ MOST_ENTRIES: Final = 1_000_000
 MOST_SECONDS: Final = 1800.0
 """Time spent in requests. The time that the caller spends on the entries does not count."""
 
+_Entry = TypeVar("_Entry")
 _Request = Callable[[str, str], AbstractAsyncContextManager[object]]
+
+
+def etag_of(entry: Mapping[str, Any]) -> str:
+    """Return the ETag without its quotes; empty if the store sends none."""
+    return str(entry.get("ETag", "")).strip('"')
+
+
+def object_info(key: str, entry: Mapping[str, Any], size_bytes: int) -> ObjectInfo:
+    """Return what the answer to a HEAD, or an entry of a listing, says about an object."""
+    etag = etag_of(entry)
+    modified_at = entry["LastModified"].timestamp()
+    return ObjectInfo(key=key, size_bytes=size_bytes, modified_at=modified_at, version=etag, md5=_md5(etag))
+
+
+def _md5(etag: str) -> str:
+    """Return the ETag if it may be the MD5 of the bytes, as most stores make it for what was sent in one piece."""
+    return etag if re.fullmatch("[0-9a-fA-F]{32}", etag) else ""
 
 
 class Listings:
@@ -36,83 +55,79 @@ class Listings:
         self._request = request
         self._place = place
 
-    async def objects(self, prefix: str) -> AsyncIterator[ObjectInfo]:
-        bounds = _Bounds("ListObjectsV2", self._place(prefix))
-        token = ""
-        while True:
-            async with self._request("ListObjectsV2", prefix), bounds.page():
-                answer = await self._client.list_objects_v2(
-                    Bucket=self._bucket,
-                    Prefix=self._prefix + prefix,
-                    **({"ContinuationToken": token} if token else {}),
-                )
-                found = [
-                    ObjectInfo(
-                        key=self._key(one, prefix),
-                        size_bytes=one["Size"],
-                        etag=str(one.get("ETag", "")).strip('"'),
-                        modified_at=one["LastModified"].timestamp(),
-                    )
-                    for one in answer.get("Contents", [])
-                ]
-                # Every S3 sends this. Without the check, a page of something else would read as an empty listing.
-                truncated = answer["IsTruncated"]
-            bounds.count(found)
-            for info in found:
-                yield info
-            if not truncated:
-                return
-            token = str(answer.get("NextContinuationToken", ""))
-            bounds.go_on_at(token)
+    def objects(self, prefix: str) -> AsyncIterator[ObjectInfo]:
+        def read(answer: Mapping[str, Any]) -> list[ObjectInfo]:
+            # Every S3 sends this. Without the check, a page of something else would read as an empty listing.
+            if "IsTruncated" not in answer:
+                raise KeyError("IsTruncated")
+            return [object_info(self._key(one, prefix), one, one["Size"]) for one in answer.get("Contents", [])]
+
+        return self._pages("ListObjectsV2", prefix, self._client.list_objects_v2, read, markers=["ContinuationToken"])
 
     async def uploads(self, prefix: str) -> AsyncIterator[UploadInfo]:
-        bounds = _Bounds("ListMultipartUploads", self._place(prefix))
-        markers: dict[str, str] = {}
-        while True:
-            try:
-                async with self._request("ListMultipartUploads", prefix), bounds.page():
-                    answer = await self._client.list_multipart_uploads(
-                        Bucket=self._bucket, Prefix=self._prefix + prefix, **markers
-                    )
-                    found = [
-                        UploadInfo(
-                            key=self._key(one, prefix),
-                            upload_id=one["UploadId"],
-                            started_at=one["Initiated"].timestamp(),
-                        )
-                        for one in answer.get("Uploads", [])
-                    ]
-            except StoreError as error:
-                if error.kind is ErrorKind.UPLOAD_LOST:
-                    return  # rclone says so that there are none
-                raise
-            bounds.count(found)
-            for upload in found:
+        def read(answer: Mapping[str, Any]) -> list[UploadInfo]:
+            return [
+                UploadInfo(key=self._key(one, prefix), upload=one["UploadId"], started_at=one["Initiated"].timestamp())
+                for one in answer.get("Uploads", [])
+            ]
+
+        call, markers = self._client.list_multipart_uploads, ["KeyMarker", "UploadIdMarker"]
+        with ignored(ErrorKind.UPLOAD_LOST):  # rclone says so if there are none
+            async for upload in self._pages("ListMultipartUploads", prefix, call, read, markers=markers):
                 yield upload
+
+    def parts(self, key: str, upload: str) -> AsyncIterator[PartInfo]:
+        def read(answer: Mapping[str, Any]) -> list[PartInfo]:
+            return [
+                PartInfo(number=one["PartNumber"], size_bytes=one["Size"], receipt=etag, md5=_md5(etag))
+                for one in answer.get("Parts", [])
+                for etag in [etag_of(one)]
+            ]
+
+        call, markers = self._client.list_parts, ["PartNumberMarker"]
+        return self._pages("ListParts", key, call, read, markers=markers, Key=self._prefix + key, UploadId=upload)
+
+    async def _pages(
+        self,
+        operation: str,
+        key: str,
+        call: Callable[..., Any],
+        read: Callable[[Mapping[str, Any]], list[_Entry]],
+        *,
+        markers: list[str],
+        **what: str,
+    ) -> AsyncIterator[_Entry]:
+        """Yield the entries of all pages. `markers` are the arguments that say where the next page begins.
+
+        Raises StoreError when the listing exceeds a limit.
+        """
+        what = what or {"Prefix": self._prefix + key}
+        name = f"{operation} {self._place(key)}"
+        loop = asyncio.get_running_loop()
+        entries, seconds, marker, places = 0, 0.0, dict[str, Any](), {""}
+        while True:
+            async with self._request(operation, key):
+                began_at = loop.time()
+                answer = await call(Bucket=self._bucket, **what, **marker)
+                found = read(answer)
+                seconds += loop.time() - began_at
+            entries += len(found)
+            if entries > MOST_ENTRIES:
+                raise _endless(f"{name}: the listing has more than {MOST_ENTRIES} entries")
+            for one in found:
+                yield one
             if not answer.get("IsTruncated"):
                 return
-            markers = {name: str(answer.get(f"Next{name}", "")) for name in ("KeyMarker", "UploadIdMarker")}
-            bounds.go_on_at("\0".join(markers.values()).strip("\0"))
-
-    async def parts(self, key: str, upload_id: str) -> Sequence[PartInfo]:
-        bounds = _Bounds("ListParts", self._place(key))
-        parts: list[PartInfo] = []
-        marker = 0
-        while True:
-            async with self._request("ListParts", key), bounds.page():
-                answer = await self._client.list_parts(
-                    Bucket=self._bucket, Key=self._prefix + key, UploadId=upload_id, PartNumberMarker=marker
+            marker = {argument: answer.get(f"Next{argument}") or "" for argument in markers}
+            place = "\0".join(map(str, marker.values())).strip("\0")
+            if place in places:
+                raise StoreError(
+                    ErrorKind.STORE_FAILED,
+                    f"{name}: the store says that there is more but not where, or where it was before",
                 )
-                found = [
-                    PartInfo(number=one["PartNumber"], size_bytes=one["Size"], etag=str(one.get("ETag", "")).strip('"'))
-                    for one in answer.get("Parts", [])
-                ]
-                marker = int(answer.get("NextPartNumberMarker", 0))
-            bounds.count(found)
-            parts += found
-            if not answer.get("IsTruncated"):
-                return parts
-            bounds.go_on_at(str(marker or ""))
+            places.add(place)
+            if seconds > MOST_SECONDS:
+                raise _endless(f"{name}: the listing takes longer than {MOST_SECONDS:.0f} seconds")
 
     def _key(self, entry: Mapping[str, Any], prefix: str) -> str:
         """Return the key relative to the destination. Raises ValueError if it does not begin with `prefix`."""
@@ -122,42 +137,7 @@ class Listings:
         return key[len(self._prefix) :]
 
 
-class _Bounds:
-    """The limits on one listing. Raises StoreError when the listing exceeds one."""
-
-    def __init__(self, operation: str, place: Place) -> None:
-        self._what = f"{operation} {place}"
-        self._entries = 0
-        self._seconds = 0.0
-        self._places = {""}
-
-    @asynccontextmanager
-    async def page(self) -> AsyncIterator[None]:
-        loop = asyncio.get_running_loop()
-        began_at = loop.time()
-        yield
-        self._seconds += loop.time() - began_at
-
-    def count(self, entries: Sequence[object]) -> None:
-        self._entries += len(entries)
-        if self._entries > MOST_ENTRIES:
-            raise self._endless(f"the listing has more than {MOST_ENTRIES} entries")
-
-    def go_on_at(self, place: str) -> None:
-        """Check that the listing may continue at `place`: not empty, not repeated, and within the time."""
-        if place in self._places:
-            raise StoreError(
-                ErrorKind.STORE_FAILED,
-                f"{self._what}: the store says that there is more but not where, or where it was before",
-            )
-        self._places.add(place)
-        if self._seconds > MOST_SECONDS:
-            raise self._endless(f"the listing takes longer than {MOST_SECONDS:.0f} seconds")
-
-    def _endless(self, reason: str) -> StoreError:
-        # Not a passing failure: a retry would begin the listing anew.
-        return StoreError(
-            ErrorKind.REQUEST_REFUSED,
-            f"{self._what}: {reason}",
-            hint="give each run a prefix of its own; if it has one, something else answers in the store's place",
-        )
+def _endless(message: str) -> StoreError:
+    # Not a passing failure: a retry would begin the listing anew.
+    hint = "give each run a prefix of its own; if it has one, something else answers in the store's place"
+    return StoreError(ErrorKind.REQUEST_REFUSED, message, hint=hint)

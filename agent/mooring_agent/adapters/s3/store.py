@@ -4,7 +4,9 @@ Owns the operations of `ports.ObjectStore`. `listings` owns those with many page
 `integrity` what the store enforces and how to use it, `errors` what errors mean, `transfer` how bytes move.
 
 Invariants: nothing is retried; no request outlives the store's time-outs, except a body that keeps moving at the
-minimum rate; no request waits in the HTTP library's pool, where nothing bounds the wait; ETags are without quotes.
+minimum rate; no request waits in the HTTP library's pool, where nothing bounds the wait.
+
+An upload's token is S3's upload id; a receipt and a version are ETags, without quotes.
 """
 
 import asyncio
@@ -20,20 +22,20 @@ from mooring_agent.adapters.checksum import check_region, region_checksum
 from mooring_agent.adapters.rate_limit import RateLimiter
 from mooring_agent.adapters.region_file import RegionFile
 from mooring_agent.adapters.s3.client import connect, parse_destination
-from mooring_agent.adapters.s3.errors import FOREIGN, Place, translate
+from mooring_agent.adapters.s3.errors import FOREIGN, Place, ignored, translate
 from mooring_agent.adapters.s3.http_session import over_a_new_connection
 from mooring_agent.adapters.s3.integrity import (
     CHECKSUM_ALGORITHMS,
-    declare_body,
+    REFUSALS,
+    declare,
     declare_bytes,
-    declare_region,
     declare_upload,
     probe,
 )
-from mooring_agent.adapters.s3.listings import Listings
+from mooring_agent.adapters.s3.listings import Listings, etag_of, object_info
 from mooring_agent.adapters.transfer.direct import Body, DirectTransfer, Transfer
 from mooring_agent.adapters.transfer.stall_timeout import StallTimeout
-from mooring_agent.core.errors import ErrorKind, StoreError, checkpoint_corrupt
+from mooring_agent.core.errors import ErrorKind, StoreError, checkpoint_corrupt, object_too_large
 from mooring_agent.core.model import Region
 from mooring_agent.core.settings.values import StoreSettings
 from mooring_agent.ports import ObjectInfo, PartInfo, StoreCapabilities, UploadInfo
@@ -41,8 +43,6 @@ from mooring_agent.ports import ObjectInfo, PartInfo, StoreCapabilities, UploadI
 logger = structlog.get_logger(__name__)
 
 _THREADS: Final = 4
-_REFUSALS: Final = frozenset({ErrorKind.CORRUPTED_IN_TRANSIT, ErrorKind.REQUEST_REFUSED})
-"""How stores refuse a body that does not match its announced checksum."""
 _GET_PIECE_BYTES: Final = 256 * 1024
 
 
@@ -69,7 +69,7 @@ class S3Store:
         self._executor = ThreadPoolExecutor(_THREADS, thread_name_prefix="mooring-store")
         self._transfer = make_transfer(self._executor, limiter)
         self._write_arguments = _write_arguments(settings)
-        self._file_arguments = {"StorageClass": settings.storage_class} if settings.storage_class else {}
+        self._data_arguments = {"StorageClass": settings.storage_class} if settings.storage_class else {}
         self._listings = Listings(client, self._bucket, self._prefix, request=self._request, place=self._place)
         # Before the probe we assume nothing of the store and sign every payload.
         self.capabilities = StoreCapabilities(conditional_put=False, integrity="sha256")
@@ -92,96 +92,66 @@ class S3Store:
             )
         return self.capabilities
 
-    async def put(self, key: str, body: bytes, *, if_absent: bool = False) -> str:
+    async def put(self, key: str, body: bytes, *, if_absent: bool = False) -> None:
         condition = {"IfNoneMatch": "*"} if if_absent and self.capabilities.conditional_put else {}
         # SeaweedFS, for one, accepts any signed SHA-256, and stores an empty object when the body never arrives.
         integrity = self.capabilities.integrity
         declared = declare_bytes(integrity, body) if integrity in CHECKSUM_ALGORITHMS else {}
         async with self._request("PutObject", key):
-            answer = await self._client.put_object(
-                Bucket=self._bucket, Key=self._prefix + key, Body=body, **declared, **condition, **self._write_arguments
-            )
-            return _written(answer)
+            await self._put_object(key, body, **declared, **condition)
 
-    async def put_region(self, key: str, region: Region, checksum: int) -> str:
-        if not region.size_bytes:
-            await self._run(region_checksum, region)
-            return await self.put(key, b"")
-        async with self._sending("PutObject", key, region, checksum) as (body, integrity):
-            answer = await self._client.put_object(
-                Bucket=self._bucket,
-                Key=self._prefix + key,
-                Body=body,
-                **integrity,
-                **self._write_arguments,
-                **self._file_arguments,
-            )
-            return _written(answer)
-
-    async def put_bytes(self, key: str, body: bytearray, checksum: int) -> str:
-        signature, integrity = await self._run(declare_body, self.capabilities.integrity, body, checksum)
-        async with self._request("PutObject", key) as stall:
-            sending = self._transfer.bytes_body(body, payload_signature=signature, stall=stall)
-            answer = await self._client.put_object(
-                Bucket=self._bucket,
-                Key=self._prefix + key,
-                Body=sending,
-                **integrity,
-                **self._write_arguments,
-                **self._file_arguments,
-            )
-        self._check_sent(sending, "PutObject", key)
-        return _written(answer)
+    async def put_data(self, key: str, content: Region | bytearray, checksum: int) -> None:
+        if isinstance(content, bytearray):
+            signature, declared = await self._run(declare, self.capabilities.integrity, content, checksum)
+            async with self._request("PutObject", key) as stall:
+                body = self._transfer.bytes_body(content, payload_signature=signature, stall=stall)
+                await self._put_object(key, body, **declared, **self._data_arguments)
+            self._check_sent(body, "PutObject", key)
+        elif content.size_bytes:
+            async with self._sending("PutObject", key, content, checksum) as (body, declared):
+                await self._put_object(key, body, **declared, **self._data_arguments)
+        else:
+            await self._run(region_checksum, content)
+            await self.put(key, b"")
 
     async def create_upload(self, key: str) -> str:
         async with self._request("CreateMultipartUpload", key):
             answer = await self._client.create_multipart_upload(
-                Bucket=self._bucket,
-                Key=self._prefix + key,
+                **self._target(key),
                 **declare_upload(self.capabilities.integrity),
                 **self._write_arguments,
-                **self._file_arguments,
+                **self._data_arguments,
             )
             return str(answer["UploadId"])
 
-    async def put_part(self, key: str, upload_id: str, number: int, region: Region, checksum: int) -> str:
-        async with self._sending("UploadPart", key, region, checksum) as (body, integrity):
+    async def put_part(self, key: str, upload: str, number: int, region: Region, checksum: int) -> str:
+        async with self._sending("UploadPart", key, region, checksum) as (body, declared):
             answer = await self._client.upload_part(
-                Bucket=self._bucket,
-                Key=self._prefix + key,
-                UploadId=upload_id,
-                PartNumber=number,
-                Body=body,
-                **integrity,
+                **self._target(key), UploadId=upload, PartNumber=number, Body=body, **declared
             )
             return _written(answer)
 
-    async def list_parts(self, key: str, upload_id: str) -> Sequence[PartInfo]:
-        return await self._listings.parts(key, upload_id)
+    async def list_parts(self, key: str, upload: str) -> Sequence[PartInfo]:
+        return [part async for part in self._listings.parts(key, upload)]
 
-    async def complete_upload(self, key: str, upload_id: str, etags: Sequence[str]) -> str:
-        parts = [{"PartNumber": number, "ETag": f'"{etag}"'} for number, etag in enumerate(etags, start=1)]
+    async def complete_upload(self, key: str, upload: str, receipts: Sequence[str]) -> None:
+        parts = [{"PartNumber": number, "ETag": f'"{etag}"'} for number, etag in enumerate(receipts, start=1)]
         try:
             async with self._request("CompleteMultipartUpload", key):
                 answer = await self._client.complete_multipart_upload(
-                    Bucket=self._bucket, Key=self._prefix + key, UploadId=upload_id, MultipartUpload={"Parts": parts}
+                    **self._target(key), UploadId=upload, MultipartUpload={"Parts": parts}
                 )
-                return _written(answer)
+                _written(answer)
         except StoreError as error:
             if error.kind is ErrorKind.STORE_FAILED:
                 # Ceph answers 500 for an upload that was aborted, every time.
-                await self._check_upload(key, upload_id)
+                await self._check_upload(key, upload)
             raise
 
-    async def abort_upload(self, key: str, upload_id: str) -> None:
-        try:
+    async def abort_upload(self, key: str, upload: str) -> None:
+        with ignored(ErrorKind.UPLOAD_LOST):
             async with self._request("AbortMultipartUpload", key):
-                await self._client.abort_multipart_upload(
-                    Bucket=self._bucket, Key=self._prefix + key, UploadId=upload_id
-                )
-        except StoreError as error:
-            if error.kind is not ErrorKind.UPLOAD_LOST:
-                raise
+                await self._client.abort_multipart_upload(**self._target(key), UploadId=upload)
 
     def list_uploads(self, prefix: str) -> AsyncIterator[UploadInfo]:
         return self._listings.uploads(prefix)
@@ -189,33 +159,24 @@ class S3Store:
     async def head(self, key: str) -> ObjectInfo:
         try:
             async with self._request("HeadObject", key):
-                answer = await self._client.head_object(Bucket=self._bucket, Key=self._prefix + key)
+                answer = await self._client.head_object(**self._target(key))
         except StoreError as error:
             if _status(error) != 404:
                 raise
             # The answer to a HEAD has no body: it says neither what is missing nor whether the store itself answered.
             async with self._request("GetObject", key):
-                answer = await self._client.get_object(Bucket=self._bucket, Key=self._prefix + key)
+                answer = await self._client.get_object(**self._target(key))
                 async with answer["Body"]:
                     pass
-        return ObjectInfo(
-            key=key,
-            size_bytes=answer["ContentLength"],
-            etag=_etag(answer),
-            modified_at=answer["LastModified"].timestamp(),
-        )
+        return object_info(key, answer, size_bytes=answer["ContentLength"])
 
     async def get(self, key: str, *, limit_bytes: int, fresh: bool = False) -> bytes:
         async with self._request("GetObject", key) as stall:
             with over_a_new_connection() if fresh else nullcontext():
-                answer = await self._client.get_object(Bucket=self._bucket, Key=self._prefix + key)
+                answer = await self._client.get_object(**self._target(key))
             async with answer["Body"] as body:
                 if answer["ContentLength"] > limit_bytes:
-                    raise StoreError(
-                        ErrorKind.REQUEST_REFUSED,
-                        f"{self._place(key)} has {answer['ContentLength']} bytes, more than {limit_bytes}",
-                        hint="it is not what Mooring wrote: see who else writes below the destination",
-                    )
+                    raise object_too_large(self._place(key), answer["ContentLength"], limit_bytes)
                 stall.moved()
                 pieces: list[bytes] = []
                 while piece := await body.read(_GET_PIECE_BYTES):
@@ -223,21 +184,18 @@ class S3Store:
                     pieces.append(piece)
                 return b"".join(pieces)
 
-    async def get_into(self, key: str, *, offset_bytes: int, size_bytes: int, etag: str, descriptor: int) -> int:
-        if not size_bytes:
-            self._check_etag(key, (await self.head(key)).etag, etag)
-            return 0
+    async def get_into(self, key: str, *, offset_bytes: int, size_bytes: int, version: str, descriptor: int) -> int:
         try:
             async with self._request("GetObject", key) as stall:
                 answer = await self._client.get_object(
-                    Bucket=self._bucket,
-                    Key=self._prefix + key,
+                    **self._target(key),
                     Range=f"bytes={offset_bytes}-{offset_bytes + size_bytes - 1}",
-                    IfMatch=f'"{etag}"',
+                    IfMatch=f'"{version}"',
                 )
                 async with answer["Body"] as body:
                     # Some stores ignore conditions or ranges and report success.
-                    self._check_etag(key, _etag(answer), etag)
+                    if etag_of(answer) != version:
+                        raise self._corrupt(key, f"its ETag is {etag_of(answer)} instead of {version}")
                     if answer["ContentLength"] != size_bytes or not _begins_at(answer, offset_bytes):
                         raise self._corrupt(key, f"bytes {offset_bytes} to {offset_bytes + size_bytes} are not there")
                     return await self._transfer.receive(
@@ -249,7 +207,7 @@ class S3Store:
                     )
         except StoreError as error:
             if error.kind is ErrorKind.ALREADY_EXISTS:  # 412: here the condition was the ETag
-                raise self._corrupt(key, f"its ETag is no longer {etag}") from error
+                raise self._corrupt(key, f"its ETag is no longer {version}") from error
             if _status(error) == 416:
                 raise self._corrupt(key, f"it ends before byte {offset_bytes}") from error
             raise
@@ -258,12 +216,9 @@ class S3Store:
         return self._listings.objects(prefix)
 
     async def delete(self, key: str) -> None:
-        try:
+        with ignored(ErrorKind.NOT_FOUND):
             async with self._request("DeleteObject", key):
-                await self._client.delete_object(Bucket=self._bucket, Key=self._prefix + key)
-        except StoreError as error:
-            if error.kind is not ErrorKind.NOT_FOUND:
-                raise
+                await self._client.delete_object(**self._target(key))
 
     async def close(self) -> None:
         await self._stack.aclose()
@@ -308,14 +263,14 @@ class S3Store:
             except StoreError as error:
                 if body and body.failure:
                     raise body.failure from error
-                if error.kind in _REFUSALS:
+                if error.kind in REFUSALS:
                     await self._run(check_region, region, checksum)
                 raise
         finally:
             await asyncio.shield(self._run(file.close))
 
     def _open_declared(self, file: RegionFile, region: Region, checksum: int) -> tuple[str, dict[str, str]]:
-        declared = declare_region(self.capabilities.integrity, region, checksum)
+        declared = declare(self.capabilities.integrity, region, checksum)
         file.open()
         return declared
 
@@ -328,20 +283,22 @@ class S3Store:
     async def _run(self, function: Any, *arguments: Any) -> Any:
         return await asyncio.get_running_loop().run_in_executor(self._executor, function, *arguments)
 
-    async def _check_upload(self, key: str, upload_id: str) -> None:
+    async def _check_upload(self, key: str, upload: str) -> None:
         """Raise UPLOAD_LOST if the store does not know the upload. Other errors are ignored: they say nothing of it."""
         try:
-            await self.list_parts(key, upload_id)
+            await self.list_parts(key, upload)
         except StoreError as error:
             if error.kind is ErrorKind.UPLOAD_LOST:
                 raise
 
+    async def _put_object(self, key: str, body: object, **arguments: str) -> None:
+        _written(await self._client.put_object(**self._target(key), Body=body, **arguments, **self._write_arguments))
+
+    def _target(self, key: str) -> dict[str, str]:
+        return {"Bucket": self._bucket, "Key": self._prefix + key}
+
     def _place(self, key: str) -> Place:
         return Place(bucket=self._bucket, key=self._prefix + key, endpoint=self._client.meta.endpoint_url)
-
-    def _check_etag(self, key: str, found: str, expected: str) -> None:
-        if found != expected:
-            raise self._corrupt(key, f"its ETag is {found} instead of {expected}")
 
     def _corrupt(self, key: str, reason: str) -> StoreError:
         return checkpoint_corrupt(f"{self._place(key)} is not what was written: {reason}")
@@ -374,10 +331,6 @@ def _write_arguments(settings: StoreSettings) -> dict[str, str]:
 def _written(answer: Mapping[str, Any]) -> str:
     """Return the ETag of a written object. Raises KeyError if there is none: something other than S3 answered."""
     return str(answer["ETag"]).strip('"')
-
-
-def _etag(answer: Mapping[str, Any]) -> str:
-    return str(answer.get("ETag", "")).strip('"')
 
 
 def _begins_at(answer: Mapping[str, Any], offset_bytes: int) -> bool:

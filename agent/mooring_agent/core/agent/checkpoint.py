@@ -29,8 +29,8 @@ class FileProgress:
     file: StagedFile
     part_size_bytes: int
     parts: tuple[Part, ...]
-    upload_id: str = ""
-    etags: dict[int, str] = field(default_factory=dict)
+    upload: str = ""
+    receipts: dict[int, str] = field(default_factory=dict)
     checksums: dict[int, int] = field(default_factory=dict)
     stored: bool = False
     # Set for a packed file, which is sent with its pack.
@@ -45,7 +45,7 @@ class FileProgress:
     def durable_bytes(self) -> int:
         if self.stored:
             return self.file.size_bytes
-        return sum(self.parts[number - 1].size_bytes for number in self.etags)
+        return sum(self.parts[number - 1].size_bytes for number in self.receipts)
 
     def entry(self) -> FileEntry:
         return FileEntry(

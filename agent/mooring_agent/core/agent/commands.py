@@ -31,12 +31,12 @@ class Stage:
 class KnownFile:
     """What the journal knows of a file that is not yet durable.
 
-    `upload_id` is empty if no upload was begun. `parts` are those that were stored, as (number, ETag, checksum).
+    `upload` is empty if no upload was begun. `parts` are those that were stored, as (number, receipt, checksum).
     """
 
     rank: int
     file: StagedFile
-    upload_id: str
+    upload: str
     part_size_bytes: int
     parts: tuple[tuple[int, str, int], ...]
 
@@ -67,11 +67,10 @@ class CreateUpload:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SendPart:
-    """Send one part. Ends in PartStored."""
+    """Send one part of `work.upload`. Ends in PartStored."""
 
     work: WorkId
     key: str
-    upload_id: str
     region: Region
 
 
@@ -96,12 +95,11 @@ class PutPack:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CompleteUpload:
-    """Assemble the object from its parts; on an error look whether it exists already. Ends in FileStored."""
+    """Assemble the object of `work.upload`; on an error look whether it exists already. Ends in FileStored."""
 
     work: WorkId
     key: str
-    upload_id: str
-    etags: tuple[str, ...]
+    receipts: tuple[str, ...]
     size_bytes: int
 
 
@@ -139,8 +137,8 @@ class Release:
 class Abandon:
     """Abort the multipart uploads of a save that is given up. Ends in Abandoned.
 
-    `uploads` are (key, id) pairs. `sweep_keys`: an answer may have been lost, so abort every multipart upload for these
-    keys, whatever its id.
+    `uploads` are (key, upload) pairs. `sweep_keys`: an answer may have been lost, so abort every multipart upload for
+    these keys.
     """
 
     work: WorkId

@@ -62,14 +62,14 @@ class Staged:
 class UploadCreated:
     at: float
     work: WorkId
-    upload_id: str
+    upload: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PartStored:
     at: float
     work: WorkId
-    etag: str
+    receipt: str
     checksum: int
     size_bytes: int
 
@@ -106,11 +106,11 @@ class ManifestStored:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FoundUpload:
-    """A multipart upload as the store has it. `parts` are certainly ours, as (number, ETag, checksum)."""
+    """A multipart upload as the store has it. `parts` are certainly ours, as (number, receipt, checksum)."""
 
     rank: int
     path: str
-    upload_id: str
+    upload: str
     parts: tuple[tuple[int, str, int], ...]
 
 

@@ -234,10 +234,11 @@ def _reconcile(checkpoint: Checkpoint, work: WorkId) -> Reconcile:
             KnownFile(
                 rank=contribution.rank,
                 file=progress.file,
-                upload_id=progress.upload_id,
+                upload=progress.upload,
                 part_size_bytes=progress.part_size_bytes,
                 parts=tuple(
-                    (number, etag, progress.checksums[number]) for number, etag in sorted(progress.etags.items())
+                    (number, receipt, progress.checksums[number])
+                    for number, receipt in sorted(progress.receipts.items())
                 ),
             )
             for contribution in staged
@@ -275,7 +276,7 @@ def _abandon(state: State, checkpoint: Checkpoint) -> Iterator[Command]:
     if any(work.operation in TRANSFERS for work in state.in_flight_of(checkpoint.info.save)):
         return
     files = [progress for contribution in checkpoint.contributions.values() for progress in contribution.files.values()]
-    uploads = [progress for progress in files if progress.upload_id and not progress.stored]
+    uploads = [progress for progress in files if progress.upload and not progress.stored]
     swept = [progress for progress in files if checkpoint.may_have_orphans and not progress.whole]
     if not uploads and not swept:
         checkpoint.uploads_aborted = True
@@ -286,7 +287,7 @@ def _abandon(state: State, checkpoint: Checkpoint) -> Iterator[Command]:
         yield Abandon(
             work=work,
             info=checkpoint.info,
-            uploads=tuple((file_key(checkpoint.info, progress.file.path), progress.upload_id) for progress in uploads),
+            uploads=tuple((file_key(checkpoint.info, progress.file.path), progress.upload) for progress in uploads),
             sweep_keys=tuple(file_key(checkpoint.info, progress.file.path) for progress in swept),
         )
 

@@ -202,7 +202,7 @@ def _work_ended(
         return
     if checkpoint.ended:
         if isinstance(event, UploadCreated):
-            progress_of(checkpoint, event.work).upload_id = event.upload_id
+            progress_of(checkpoint, event.work).upload = event.upload
         return
     if event.work.rank >= 0 and event.work.rank not in checkpoint.contributions:
         # The answer concerns a save that failed and was announced again meanwhile.
@@ -216,15 +216,15 @@ def _work_ended(
         case UploadCreated():
             progress = progress_of(checkpoint, event.work)
             forget_upload(checkpoint, progress)
-            progress.upload_id = event.upload_id
+            progress.upload = event.upload
             upload_queue.enqueue(checkpoint, event.work.rank, progress)
         case PartStored():
             progress = progress_of(checkpoint, event.work)
-            if progress.upload_id == event.work.upload and event.work.number not in progress.etags:
-                progress.etags[event.work.number] = event.etag
+            if progress.upload == event.work.upload and event.work.number not in progress.receipts:
+                progress.receipts[event.work.number] = event.receipt
                 progress.checksums[event.work.number] = event.checksum
                 checkpoint.durable_bytes += event.size_bytes
-                if len(progress.etags) == len(progress.parts):
+                if len(progress.receipts) == len(progress.parts):
                     upload_queue.enqueue(checkpoint, event.work.rank, progress)
             grow_window(state)
         case FileStored():

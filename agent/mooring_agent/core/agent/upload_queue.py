@@ -84,15 +84,15 @@ def enqueue(checkpoint: Checkpoint, rank: int, progress: FileProgress) -> None:
         return
     if progress.whole:
         checkpoint.pending.append(WorkId(Operation.PUT_FILE, save, rank, path))
-    elif not progress.upload_id:
+    elif not progress.upload:
         checkpoint.pending.append(WorkId(Operation.CREATE_UPLOAD, save, rank, path))
     else:
-        missing = [part.number for part in progress.parts if part.number not in progress.etags]
+        missing = [part.number for part in progress.parts if part.number not in progress.receipts]
         # A file that was begun goes first, so that fewer multipart uploads are open at a time.
         for number in reversed(missing):
-            checkpoint.pending.appendleft(WorkId(Operation.SEND_PART, save, rank, path, number, progress.upload_id))
+            checkpoint.pending.appendleft(WorkId(Operation.SEND_PART, save, rank, path, number, progress.upload))
         if not missing:
-            checkpoint.pending.appendleft(WorkId(Operation.COMPLETE_UPLOAD, save, rank, path, 0, progress.upload_id))
+            checkpoint.pending.appendleft(WorkId(Operation.COMPLETE_UPLOAD, save, rank, path, 0, progress.upload))
 
 
 def requeue(state: State, checkpoint: Checkpoint) -> None:
@@ -194,13 +194,12 @@ def _command(state: State, checkpoint: Checkpoint, work: WorkId) -> Command:
         case Operation.SEND_PART:
             part = progress.parts[work.number - 1]
             region = _region(state, progress, part.offset_bytes, part.size_bytes)
-            return SendPart(work=work, key=key, upload_id=work.upload, region=region)
+            return SendPart(work=work, key=key, region=region)
         case Operation.COMPLETE_UPLOAD:
             return CompleteUpload(
                 work=work,
                 key=key,
-                upload_id=work.upload,
-                etags=tuple(progress.etags[part.number] for part in progress.parts),
+                receipts=tuple(progress.receipts[part.number] for part in progress.parts),
                 size_bytes=progress.file.size_bytes,
             )
         case _:

@@ -52,8 +52,8 @@ STAYS_HERE: Final = frozenset({Operation.STAGE, Operation.RELEASE})
 class WorkId(NamedTuple):
     """Fields that do not apply are -1 (`rank`), 0 (`number`) or empty.
 
-    `number` is that of the part or the pack. `upload` is the id of the part's multipart upload: if the store loses an
-    upload, a part of the next one is other work.
+    `number` is that of the part or the pack. `upload` is the store's token of the part's multipart upload: if the store
+    loses an upload, a part of the next one is other work.
     """
 
     operation: Operation

@@ -68,11 +68,11 @@ def take_up_found(checkpoint: Checkpoint, event: Reconciled) -> None:
         for progress in contribution.files.values():
             if not progress.stored:
                 forget_upload(checkpoint, progress)
-    for upload in event.uploads:
-        progress = checkpoint.contributions[upload.rank].files[upload.path]
-        progress.upload_id = upload.upload_id
-        for number, etag, checksum in upload.parts:
-            progress.etags[number], progress.checksums[number] = etag, checksum
+    for found in event.uploads:
+        progress = checkpoint.contributions[found.rank].files[found.path]
+        progress.upload = found.upload
+        for number, receipt, checksum in found.parts:
+            progress.receipts[number], progress.checksums[number] = receipt, checksum
         checkpoint.durable_bytes += progress.durable_bytes
     checkpoint.pending.clear()
     for contribution in checkpoint.contributions.values():
@@ -84,10 +84,8 @@ def send_again(checkpoint: Checkpoint, event: ObjectsLost) -> None:
     """Queue the objects of ours that the store lost."""
     for rank, path in event.files:
         progress = checkpoint.contributions[rank].files[path]
-        checkpoint.durable_bytes -= progress.durable_bytes
+        forget_upload(checkpoint, progress)
         progress.stored = False
-        progress.upload_id = ""
-        progress.etags, progress.checksums = {}, {}
         checkpoint.contributions[rank].unstored_count += 1
         checkpoint.contributions[rank].manifest_stored = False
         upload_queue.enqueue(checkpoint, rank, progress)
@@ -97,8 +95,8 @@ def send_again(checkpoint: Checkpoint, event: ObjectsLost) -> None:
         packed.stored = False
         for file in packed.pack.files:
             progress = contribution.files[file.path]
-            checkpoint.durable_bytes -= progress.durable_bytes
-            progress.stored, progress.checksums = False, {}
+            forget_upload(checkpoint, progress)
+            progress.stored = False
         contribution.unstored_count += len(packed.pack.files)
         contribution.manifest_stored = False
         upload_queue.enqueue_pack(checkpoint, rank, packed)
@@ -108,15 +106,15 @@ def send_again(checkpoint: Checkpoint, event: ObjectsLost) -> None:
 
 
 def forget_upload(checkpoint: Checkpoint, progress: FileProgress) -> None:
-    """Forget a file's multipart upload and its parts: the file begins anew."""
+    """Forget what is stored of a file: it begins anew."""
     checkpoint.durable_bytes -= progress.durable_bytes
-    progress.upload_id = ""
-    progress.etags, progress.checksums = {}, {}
+    progress.upload = ""
+    progress.receipts, progress.checksums = {}, {}
 
 
 def is_stale(checkpoint: Checkpoint, work: WorkId) -> bool:
     """Whether the work belongs to a multipart upload that is not the file's current one."""
-    return bool(work.upload) and progress_of(checkpoint, work).upload_id != work.upload
+    return bool(work.upload) and progress_of(checkpoint, work).upload != work.upload
 
 
 def forget_commit_poll(checkpoint: Checkpoint) -> None:

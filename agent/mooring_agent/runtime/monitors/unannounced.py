@@ -17,7 +17,7 @@ from mooring_agent.adapters.records import RecordedCheckpoint, unannounced
 from mooring_agent.core.errors import ErrorKind, MooringError, StoreError
 from mooring_agent.core.model import AnnouncementTime, SaveInfo
 from mooring_agent.core.settings.values import Settings
-from mooring_agent.ports import ObjectStore
+from mooring_agent.ports import StoreReader
 from mooring_agent.runtime.engine.engine import Engine
 from mooring_agent.runtime.work.announcements import Announcement, Announcements
 from mooring_agent.runtime.work.committer import is_committed
@@ -126,7 +126,7 @@ class UnannouncedRecovery:
         return sorted(rank for rank in set(self._engine.state.ranks.values()) if rank < world_size)
 
 
-async def _is_committed(store: ObjectStore, recorded: RecordedCheckpoint) -> bool:
+async def _is_committed(store: StoreReader, recorded: RecordedCheckpoint) -> bool:
     """Whether the store has this save whole: a marker of its id, from an announcement made after the record."""
     info = SaveInfo(
         save=recorded.save,

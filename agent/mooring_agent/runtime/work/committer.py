@@ -15,7 +15,7 @@ import structlog
 
 from mooring_agent.adapters.checksum import crc64nvme
 from mooring_agent.adapters.control_group import memory_limit_bytes
-from mooring_agent.catalog.object_reads import get_whole, read_object
+from mooring_agent.catalog.object_reads import get_whole, if_there, read_object
 from mooring_agent.core.agent.commands import Commit, WriteManifest
 from mooring_agent.core.agent.events import Committed, CommitWaits, ManifestStored, ObjectsLost
 from mooring_agent.core.agent.state import State
@@ -34,12 +34,12 @@ from mooring_agent.core.stored.manifest import (
     shortage,
 )
 from mooring_agent.core.stored.object_layout import is_manifest_of, manifest_key, marker_key, save_prefix
-from mooring_agent.ports import Clock, ObjectStore
+from mooring_agent.ports import Clock, StoreReader, StoreWriter
 
 log = structlog.get_logger("mooring.committer")
 
 
-async def write_manifest(store: ObjectStore, clock: Clock, command: WriteManifest) -> ManifestStored:
+async def write_manifest(store: StoreWriter, clock: Clock, command: WriteManifest) -> ManifestStored:
     manifest = command.manifest
     key, body = manifest_key(manifest.info, manifest.rank), encode_manifest(manifest)
     _check_readable(decode_manifest, body, key)
@@ -47,7 +47,7 @@ async def write_manifest(store: ObjectStore, clock: Clock, command: WriteManifes
     return ManifestStored(at=clock.now(), work=command.work)
 
 
-async def commit(store: ObjectStore, clock: Clock, command: Commit) -> Committed | CommitWaits | ObjectsLost:
+async def commit(store: StoreWriter, clock: Clock, command: Commit) -> Committed | CommitWaits | ObjectsLost:
     """Try once to commit. Returns Committed after the marker was read back, else what is still missing."""
     sizes = await _sizes(store, command.info)
     verdict = judge_listing(command.info, command.manifests, sizes)
@@ -95,7 +95,7 @@ async def commit(store: ObjectStore, clock: Clock, command: Commit) -> Committed
     return Committed(at=clock.now(), work=command.work)
 
 
-async def is_committed(store: ObjectStore, info: SaveInfo, announced_at: Mapping[int, AnnouncementTime]) -> bool:
+async def is_committed(store: StoreReader, info: SaveInfo, announced_at: Mapping[int, AnnouncementTime]) -> bool:
     """Whether the save has a whole marker. `announced_at`: when our ranks announced the save, by rank.
 
     A marker that cannot be decoded commits nothing: `commit` completes one that was cut short, and refuses any other.
@@ -103,10 +103,10 @@ async def is_committed(store: ObjectStore, info: SaveInfo, announced_at: Mapping
     """
     marker = None
     try:
-        marker = await read_object(store, marker_key(info), decode_marker, limit_bytes=MARKER_BYTES)
-    except StoreError as error:
-        if error.kind is ErrorKind.NOT_FOUND:
+        marker = await if_there(read_object(store, marker_key(info), decode_marker, limit_bytes=MARKER_BYTES))
+        if marker is None:
             return False
+    except StoreError as error:
         if error.kind is not ErrorKind.CHECKPOINT_CORRUPT:
             raise
         log.warning("marker.damaged", save=info.save, error=str(error))
@@ -129,24 +129,24 @@ async def is_committed(store: ObjectStore, info: SaveInfo, announced_at: Mapping
 
 
 async def sweep_uploads(
-    store: ObjectStore, prefix: str, *, of: frozenset[str] | None, keep: frozenset[tuple[str, str]]
+    store: StoreWriter, prefix: str, *, of: frozenset[str] | None, keep: frozenset[tuple[str, str]]
 ) -> None:
     """Abort multipart uploads below `prefix`: those for the keys in `of` (None: all), but not those in `keep`.
 
-    `keep` has (key, upload id). Other agents upload their ranks' files below the same prefix.
+    `keep` has (key, upload). Other agents upload their ranks' files below the same prefix.
     """
     try:
-        found = [upload async for upload in store.list_uploads(prefix)]
+        found = [one async for one in store.list_uploads(prefix)]
     except StoreError as error:
         if error.kind is not ErrorKind.REQUEST_REFUSED:
             raise
         # The store cannot list uploads, so there is nothing to sweep by.
         log.warning("uploads.not_listable", error=str(error))
         return
-    for upload in found:
-        if (of is None or upload.key in of) and (upload.key, upload.upload_id) not in keep:
-            log.info("uploads.orphan_aborted", key=upload.key)
-            await store.abort_upload(upload.key, upload.upload_id)
+    for one in found:
+        if (of is None or one.key in of) and (one.key, one.upload) not in keep:
+            log.info("uploads.orphan_aborted", key=one.key)
+            await store.abort_upload(one.key, one.upload)
 
 
 def _is_torn(found: bytes, body: bytes) -> bool:
@@ -154,7 +154,7 @@ def _is_torn(found: bytes, body: bytes) -> bool:
     return len(found) < len(body) and body.startswith(found)
 
 
-async def _write_and_read_back(store: ObjectStore, key: str, body: bytes, *, if_absent: bool) -> bytes:
+async def _write_and_read_back(store: StoreWriter, key: str, body: bytes, *, if_absent: bool) -> bytes:
     ambiguous: StoreError | None = None
     try:
         await store.put(key, body, if_absent=if_absent)
@@ -169,17 +169,12 @@ async def _write_and_read_back(store: ObjectStore, key: str, body: bytes, *, if_
     return found
 
 
-async def read_if_there(store: ObjectStore, key: str, *, fresh: bool = False) -> bytes | None:
+async def read_if_there(store: StoreReader, key: str, *, fresh: bool = False) -> bytes | None:
     """A marker's bytes; None when there is no such object."""
-    try:
-        return await get_whole(store, key, limit_bytes=MARKER_BYTES, fresh=fresh)
-    except StoreError as error:
-        if error.kind is ErrorKind.NOT_FOUND:
-            return None
-        raise
+    return await if_there(get_whole(store, key, limit_bytes=MARKER_BYTES, fresh=fresh))
 
 
-async def _sizes(store: ObjectStore, info: SaveInfo) -> dict[str, int]:
+async def _sizes(store: StoreReader, info: SaveInfo) -> dict[str, int]:
     """Return the sizes of all objects of a save by key. Raises BAD_REQUEST if there are more than fit into memory."""
     limit = memory_limit_bytes()
     sizes: dict[str, int] = {}
@@ -204,7 +199,7 @@ def _check_room(info: SaveInfo, sizes: Mapping[str, int], *, files: int, largest
         raise _too_large_here(shortage(info.name, needed, limit))
 
 
-async def _all_manifests(store: ObjectStore, command: Commit, sizes: Mapping[str, int]) -> Mapping[int, RankManifest]:
+async def _all_manifests(store: StoreReader, command: Commit, sizes: Mapping[str, int]) -> Mapping[int, RankManifest]:
     """Return the manifests by rank, without those that were removed after the listing."""
     manifests = {manifest.rank: manifest for manifest in command.manifests}
     for rank in range(command.info.world_size):
@@ -219,7 +214,7 @@ async def _all_manifests(store: ObjectStore, command: Commit, sizes: Mapping[str
 
 
 async def _read_manifest_if_there(
-    store: ObjectStore, info: SaveInfo, rank: int, *, limit_bytes: int
+    store: StoreReader, info: SaveInfo, rank: int, *, limit_bytes: int
 ) -> tuple[RankManifest, ManifestReference] | None:
     """Return a rank's manifest and a marker's reference to it. Raises CHECKPOINT_CORRUPT if it is another save's."""
 
@@ -233,12 +228,7 @@ async def _read_manifest_if_there(
             )
         return manifest, _reference(rank, body)
 
-    try:
-        return await read_object(store, manifest_key(info, rank), decode, limit_bytes=limit_bytes)
-    except StoreError as error:
-        if error.kind is not ErrorKind.NOT_FOUND:
-            raise
-        return None
+    return await if_there(read_object(store, manifest_key(info, rank), decode, limit_bytes=limit_bytes))
 
 
 def _check_readable(decode: Callable[[bytes, str], object], body: bytes, key: str) -> None:
@@ -287,7 +277,7 @@ class DuplicateSaveGuard:
         self._state = state
         self._looks: dict[str, _Look] = {}
 
-    async def require_new(self, store: ObjectStore, save: str) -> None:
+    async def require_new(self, store: StoreReader, save: str) -> None:
         """Raise StoreError(CONTRADICTION) if the id is committed already and that is not the save that we have here."""
         checkpoint = self._state().checkpoints.get(save)
         if checkpoint is None:

@@ -5,7 +5,7 @@ Owns which task does which work; the core decides what work is done.
 
 import asyncio
 import random
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from concurrent.futures import Executor
 from functools import partial
 from typing import Final, assert_never
@@ -35,12 +35,12 @@ from mooring_agent.core.agent.commands import (
     WorkCommand,
     WriteManifest,
 )
-from mooring_agent.core.agent.events import Abandoned, Event, ManifestStored, Released, WorkCancelled, WorkFailed
+from mooring_agent.core.agent.events import Abandoned, Event, Released, WorkCancelled, WorkFailed
 from mooring_agent.core.agent.work import WorkId
 from mooring_agent.core.errors import ErrorKind, MooringError
 from mooring_agent.core.model import Kind
 from mooring_agent.core.stored.object_layout import save_prefix
-from mooring_agent.ports import Clock, ObjectStore, StagingArea
+from mooring_agent.ports import Clock, StagingArea, StoreWriter
 from mooring_agent.runtime.engine.telemetry import FailureLog
 from mooring_agent.runtime.work import committer, transfers
 from mooring_agent.runtime.work.committer import DuplicateSaveGuard
@@ -162,61 +162,48 @@ class Dispatcher:
                 return await stage(self._staging, self._clock, self._executor, command)
             case Release():
                 return await self._release(command)
-            case Abandon():
-                return await self._abandon(command)
-            case Reconcile():
-                return await self._with_store(lambda store: self._reconciler.reconcile(store, command))
-            case CreateUpload():
-                return await self._with_store(
-                    lambda store: transfers.create_upload(store, self._clock, command), new=command.work.save
-                )
-            case SendPart():
-                return await self._with_store(
-                    lambda store: transfers.send_part(store, self._clock, self._executor, command)
-                )
-            case PutFile():
-                return await self._with_store(
-                    lambda store: transfers.put_file(store, self._clock, self._executor, command),
-                    new=command.work.save,
-                )
-            case PutPack():
-                return await self._with_store(
-                    lambda store: transfers.put_pack(store, self._clock, self._executor, self._pack_room, command),
-                    new=command.work.save,
-                )
-            case CompleteUpload():
-                return await self._with_store(lambda store: transfers.complete_upload(store, self._clock, command))
             case WriteManifest():
-                return await self._write_manifest(command)
+                await self._check_sent(command)
+            case _:
+                pass
+        store = await self._store.get()
+        if isinstance(command, CreateUpload | PutFile | PutPack | WriteManifest):
+            # It may send the first byte of its save.
+            await self._duplicate_guard.require_new(store, command.work.save)
+        match command:
+            case Abandon():
+                return await self._abandon(store, command)
+            case Reconcile():
+                return await self._reconciler.reconcile(store, command)
+            case CreateUpload():
+                return await transfers.create_upload(store, self._clock, command)
+            case SendPart():
+                return await transfers.send_part(store, self._clock, self._executor, command)
+            case PutFile():
+                return await transfers.put_file(store, self._clock, self._executor, command)
+            case PutPack():
+                return await transfers.put_pack(store, self._clock, self._executor, self._pack_room, command)
+            case CompleteUpload():
+                return await transfers.complete_upload(store, self._clock, command)
+            case WriteManifest():
+                return await committer.write_manifest(store, self._clock, command)
             case Commit():
-                return await self._with_store(lambda store: committer.commit(store, self._clock, command))
+                return await committer.commit(store, self._clock, command)
             case Prune():
-                return await self._with_store(lambda store: self._pruner.prune(store, command))
+                return await self._pruner.prune(store, command)
             case _:
                 assert_never(command)
 
-    async def _with_store(self, use: Callable[[ObjectStore], Awaitable[Event]], *, new: str = "") -> Event:
-        """Run `use` with the store. `new`: a save to check for duplicates, as this may send its first byte."""
-        return await use(await (self._store_for(new) if new else self._store.get()))
-
-    async def _store_for(self, save: str) -> ObjectStore:
-        store = await self._store.get()
-        await self._duplicate_guard.require_new(store, save)
-        return store
-
-    async def _write_manifest(self, command: WriteManifest) -> ManifestStored:
+    async def _check_sent(self, command: WriteManifest) -> None:
         may_read = partial(self._may_read_again, command.manifest.info.kind)
         check = partial(self._staging.check_sent, command.manifest, command.pins, may_read=may_read)
         # Reading takes seconds per GB, so it must not delay other work, nor saves that are not read again.
         executor = self._readers if may_read() else self._executor
         await asyncio.get_running_loop().run_in_executor(executor, check)
-        store = await self._store_for(command.work.save)
-        return await committer.write_manifest(store, self._clock, command)
 
-    async def _abandon(self, command: Abandon) -> Abandoned:
-        store = await self._store.get()
-        for key, upload_id in command.uploads:
-            await store.abort_upload(key, upload_id)
+    async def _abandon(self, store: StoreWriter, command: Abandon) -> Abandoned:
+        for key, upload in command.uploads:
+            await store.abort_upload(key, upload)
         if command.sweep_keys:
             ours = frozenset(command.sweep_keys)
             await committer.sweep_uploads(store, save_prefix(command.info), of=ours, keep=frozenset())

@@ -16,7 +16,7 @@ from mooring_agent.core.agent.events import Committed, Event, Pruned
 from mooring_agent.core.agent.state import State
 from mooring_agent.core.errors import MooringError
 from mooring_agent.core.settings.values import RetentionSettings
-from mooring_agent.ports import Clock, ObjectStore
+from mooring_agent.ports import Clock, StoreWriter
 from mooring_agent.runtime.work.ready_store import ReadyStore
 
 log = structlog.get_logger("mooring.pruner")
@@ -30,7 +30,7 @@ class Pruner:
         self._clock = clock
         self._state_directory = state_directory
 
-    async def prune(self, store: ObjectStore, command: Prune) -> Pruned:
+    async def prune(self, store: StoreWriter, command: Prune) -> Pruned:
         state = self._state()
         newest = state.newest_committed()
         report = await prune(

@@ -1,13 +1,12 @@
 """Finds out after a restart what the store has of a save. What is certainly ours is kept; the rest is sent again.
 
-A part that arrived while the agent died is in the store and not in the journal. It is recognised by its ETag, which
-most stores make the MD5 of the bytes. On other stores the part is sent once more, which costs nothing but its bytes.
+A part that arrived while the agent died is in the store and not in the journal. It is recognised by its MD5, which most
+stores tell. On other stores the part is sent once more, which costs nothing but its bytes.
 """
 
 import asyncio
 from concurrent.futures import Executor
 from pathlib import Path
-from typing import Final
 
 from mooring_agent.adapters.checksum import region_checksum, region_md5
 from mooring_agent.core.agent.commands import KnownFile, Reconcile
@@ -18,8 +17,6 @@ from mooring_agent.core.stored.object_layout import file_key, save_prefix
 from mooring_agent.core.stored.packs_and_parts import plan
 from mooring_agent.ports import Clock, ObjectInfo, ObjectStore, StagingArea
 from mooring_agent.runtime.work.committer import is_committed, sweep_uploads
-
-_MD5_HEX_LENGTH: Final = 32
 
 
 class Reconciler:
@@ -41,7 +38,7 @@ class Reconciler:
         loop = asyncio.get_running_loop()
         for rank, staged in command.staged:
             await loop.run_in_executor(self._executor, self._staging.check, command.info.save, rank, staged)
-        known = {(file_key(command.info, file.file.path), file.upload_id) for file in command.unfinished}
+        known = {(file_key(command.info, file.file.path), file.upload) for file in command.unfinished}
         ours = frozenset(file_key(command.info, file.path) for _, staged in command.staged for file in staged)
         await sweep_uploads(store, save_prefix(command.info), of=ours, keep=frozenset(known))
         listing = {info.key: info async for info in store.list(save_prefix(command.info))}
@@ -52,7 +49,7 @@ class Reconciler:
             found = await self._found_file(known_file, stored) if stored else None
             if found:
                 files.append(found)
-            elif known_file.upload_id:
+            elif known_file.upload:
                 uploads += await self._found_upload(store, command.info, known_file)
         return Reconciled(at=self._clock.now(), work=command.work, uploads=tuple(uploads), files=tuple(files))
 
@@ -66,36 +63,33 @@ class Reconciler:
             return FoundFile(rank=known.rank, path=known.file.path, checksum=None) if complete else None
         if not parts:
             return FoundFile(rank=known.rank, path=known.file.path, checksum=None)
-        checksum = await self._checksum_if_ours(known, parts[0], stored.etag)
+        checksum = await self._checksum_if_ours(known, parts[0], stored.md5)
         return None if checksum is None else FoundFile(rank=known.rank, path=known.file.path, checksum=checksum)
 
     async def _found_upload(self, store: ObjectStore, info: SaveInfo, known: KnownFile) -> list[FoundUpload]:
         try:
-            held = await store.list_parts(file_key(info, known.file.path), known.upload_id)
+            held = await store.list_parts(file_key(info, known.file.path), known.upload)
         except StoreError as error:
             if error.kind is ErrorKind.UPLOAD_LOST:
                 return []
             raise
-        journaled = {number: (etag, checksum) for number, etag, checksum in known.parts}
+        journaled = {number: (receipt, checksum) for number, receipt, checksum in known.parts}
         planned = {part.number: part for part in plan(known.file.size_bytes, known.part_size_bytes)}
         parts: list[tuple[int, str, int]] = []
         for part in held:
             wanted = planned.get(part.number)
             if wanted is None or wanted.size_bytes != part.size_bytes:
                 continue
-            etag, checksum = journaled.get(part.number, ("", 0))
-            if etag == part.etag:
-                parts.append((part.number, etag, checksum))
-                continue
-            found = await self._checksum_if_ours(known, wanted, part.etag)
+            receipt, found = journaled.get(part.number, ("", None))
+            if receipt != part.receipt:
+                found = await self._checksum_if_ours(known, wanted, part.md5)
             if found is not None:
-                parts.append((part.number, part.etag, found))
-        return [FoundUpload(rank=known.rank, path=known.file.path, upload_id=known.upload_id, parts=tuple(parts))]
+                parts.append((part.number, part.receipt, found))
+        return [FoundUpload(rank=known.rank, path=known.file.path, upload=known.upload, parts=tuple(parts))]
 
-    async def _checksum_if_ours(self, known: KnownFile, part: Part, etag: str) -> int | None:
-        """Return the part's checksum if its ETag is the MD5 of our bytes, else None."""
-        bare = etag.strip('"').lower()
-        if len(bare) != _MD5_HEX_LENGTH:
+    async def _checksum_if_ours(self, known: KnownFile, part: Part, md5: str) -> int | None:
+        """Return the part's checksum if the store has our bytes as its MD5 tells, else None."""
+        if not md5:
             return None
         region = Region(
             volume=str(self._volume),
@@ -105,6 +99,6 @@ class Reconciler:
             fingerprint=known.file.fingerprint,
         )
         loop = asyncio.get_running_loop()
-        if await loop.run_in_executor(self._executor, region_md5, region) != bare:
+        if await loop.run_in_executor(self._executor, region_md5, region) != md5.lower():
             return None
         return await loop.run_in_executor(self._executor, region_checksum, region)

@@ -11,16 +11,11 @@ import structlog
 
 from mooring_agent.adapters.checksum import region_checksum
 from mooring_agent.adapters.pack import read_pack
+from mooring_agent.catalog.object_reads import if_there
 from mooring_agent.core.agent.commands import CompleteUpload, CreateUpload, PutFile, PutPack, SendPart, Stage
 from mooring_agent.core.agent.event_codec import encode_event
-from mooring_agent.core.agent.events import (
-    FileStored,
-    PackStored,
-    PartStored,
-    Staged,
-    UploadCreated,
-)
-from mooring_agent.core.errors import ErrorKind, StoreError
+from mooring_agent.core.agent.events import FileStored, PackStored, PartStored, Staged, UploadCreated
+from mooring_agent.core.errors import StoreError
 from mooring_agent.ports import Clock, ObjectStore, StagedDescriptor, StageRequest, StagingArea
 
 log = structlog.get_logger("mooring.staging")
@@ -60,23 +55,20 @@ def descriptor(command: Stage) -> StagedDescriptor:
 
 
 async def create_upload(store: ObjectStore, clock: Clock, command: CreateUpload) -> UploadCreated:
-    upload_id = await store.create_upload(command.key)
-    return UploadCreated(at=clock.now(), work=command.work, upload_id=upload_id)
+    upload = await store.create_upload(command.key)
+    return UploadCreated(at=clock.now(), work=command.work, upload=upload)
 
 
 async def send_part(store: ObjectStore, clock: Clock, executor: Executor, command: SendPart) -> PartStored:
-    loop = asyncio.get_running_loop()
-    checksum = await loop.run_in_executor(executor, region_checksum, command.region)
-    etag = await store.put_part(command.key, command.upload_id, command.work.number, command.region, checksum)
-    return PartStored(
-        at=clock.now(), work=command.work, etag=etag, checksum=checksum, size_bytes=command.region.size_bytes
-    )
+    work, region = command.work, command.region
+    checksum = await asyncio.get_running_loop().run_in_executor(executor, region_checksum, region)
+    receipt = await store.put_part(command.key, work.upload, work.number, region, checksum)
+    return PartStored(at=clock.now(), work=work, receipt=receipt, checksum=checksum, size_bytes=region.size_bytes)
 
 
 async def put_file(store: ObjectStore, clock: Clock, executor: Executor, command: PutFile) -> FileStored:
-    loop = asyncio.get_running_loop()
-    checksum = await loop.run_in_executor(executor, region_checksum, command.region)
-    await store.put_region(command.key, command.region, checksum)
+    checksum = await asyncio.get_running_loop().run_in_executor(executor, region_checksum, command.region)
+    await store.put_data(command.key, command.region, checksum)
     size_bytes = command.region.size_bytes
     return FileStored(
         at=clock.now(), work=command.work, checksum=checksum if size_bytes else None, size_bytes=size_bytes
@@ -90,7 +82,7 @@ async def put_pack(
     async with room:
         loop = asyncio.get_running_loop()
         body = await loop.run_in_executor(executor, read_pack, command.pack, Path(command.volume))
-        await store.put_bytes(command.key, body.data, body.checksum)
+        await store.put_data(command.key, body.data, body.checksum)
     size_bytes = sum(file.size_bytes for file in command.pack.files)
     return PackStored(at=clock.now(), work=command.work, checksums=body.file_checksums, size_bytes=size_bytes)
 
@@ -98,19 +90,10 @@ async def put_pack(
 async def complete_upload(store: ObjectStore, clock: Clock, command: CompleteUpload) -> FileStored:
     """Complete an upload, or find it complete: the key is this save's alone, so an object of our size is ours."""
     try:
-        await store.complete_upload(command.key, command.upload_id, command.etags)
+        await store.complete_upload(command.key, command.work.upload, command.receipts)
     except StoreError as error:
-        if not await _is_stored(store, command):
+        stored = await if_there(store.head(command.key))
+        if stored is None or stored.size_bytes != command.size_bytes:
             raise error
     # The parts were counted one by one; completing them adds no bytes.
     return FileStored(at=clock.now(), work=command.work, checksum=None, size_bytes=0)
-
-
-async def _is_stored(store: ObjectStore, command: CompleteUpload) -> bool:
-    try:
-        info = await store.head(command.key)
-    except StoreError as error:
-        if error.kind is ErrorKind.NOT_FOUND:
-            return False
-        raise
-    return info.size_bytes == command.size_bytes
