@@ -5,6 +5,7 @@ import json
 import sys
 import time
 from collections.abc import Sequence
+from dataclasses import asdict
 from datetime import UTC, datetime
 from functools import partial
 from typing import Any, Final
@@ -14,10 +15,10 @@ from rich.console import Console
 from rich.table import Column, Table
 from rich.text import Text
 
-from mooring_agent import catalog
+from mooring_agent.catalog import pruning
+from mooring_agent.catalog.deep_check import check
 from mooring_agent.catalog.object_reads import for_each
-from mooring_agent.catalog.pruning import clear_damage
-from mooring_agent.catalog.reading import DAMAGE
+from mooring_agent.catalog.reading import DAMAGE, Problem, has_marker, list_committed, read_marker
 from mooring_agent.cli.formatting import amount, errors_reported
 from mooring_agent.cli.store_options import destination_options
 from mooring_agent.cli.store_work import as_json_option, opened, print_json, progress_bar, run_work
@@ -163,16 +164,16 @@ def prune(settings: Settings, dry_run: bool, yes: bool, as_json: bool) -> None:
 
 async def _ls(settings: StoreSettings) -> list[dict[str, Any]]:
     async with opened(settings) as store:
-        committed = await catalog.list_committed(store)
+        committed = await list_committed(store)
         answers: dict[str, CommitMarker | str] = {}
 
         async def read(one: CommittedSave) -> None:
             try:
-                answers[one.save] = await catalog.read_marker(store, one)
+                answers[one.save] = await read_marker(store, one)
             except StoreError as error:
                 if error.kind not in (*DAMAGE, ErrorKind.FORMAT_UNKNOWN):
                     raise
-                if await catalog.has_marker(store, one):
+                if await has_marker(store, one):
                     answers[one.save] = str(error)
 
         await for_each(committed, read, at_once=_MARKERS_AT_ONCE)
@@ -197,10 +198,10 @@ def _row(committed: CommittedSave, answer: CommitMarker | str) -> dict[str, Any]
 
 async def _verify(
     settings: StoreSettings, step: int | None, everything: bool
-) -> list[tuple[CommittedSave, Sequence[catalog.Problem] | None]]:
+) -> list[tuple[CommittedSave, Sequence[Problem] | None]]:
     """Return each checkpoint with its problems; None if it was deleted meanwhile."""
     async with opened(settings) as store:
-        committed = await catalog.list_committed(store)
+        committed = await list_committed(store)
         if step is not None:
             committed = tuple(one for one in committed if one.step == step)
         if not committed:
@@ -208,32 +209,31 @@ async def _verify(
             raise StoreError(
                 ErrorKind.NO_CHECKPOINT, f"{settings.destination} has {what}", hint="`mooring ls` shows what there is"
             )
-        found: list[tuple[CommittedSave, Sequence[catalog.Problem] | None]] = []
+        found: list[tuple[CommittedSave, Sequence[Problem] | None]] = []
         for one in committed if everything or step is not None else committed[:1]:
-            problems: Sequence[catalog.Problem]
+            problems: Sequence[Problem]
             try:
                 with progress_bar() as advance:
-                    problems = await catalog.check(
+                    problems = await check(
                         store,
                         one,
-                        deep=True,
                         concurrency=TransferSettings().max_concurrency,
                         on_progress=partial(advance, f"step {one.step}"),
                     )
             except StoreError as error:
                 if error.kind is not ErrorKind.FORMAT_UNKNOWN:
                     raise
-                problems = [catalog.Problem(key=one.key, what=str(error).removeprefix(f"{one.key} "))]
+                problems = [Problem(key=one.key, what=str(error).removeprefix(f"{one.key} "))]
             if not problems:
-                await clear_damage(store, one.save)
-            deleted = bool(problems) and not await catalog.has_marker(store, one)
+                await pruning.clear_damage(store, one.save)
+            deleted = bool(problems) and not await has_marker(store, one)
             found.append((one, None if deleted else problems))
         return found
 
 
-async def _prune(settings: Settings, dry_run: bool) -> catalog.PruneReport:
+async def _prune(settings: Settings, dry_run: bool) -> pruning.PruneReport:
     async with opened(settings.store) as store:
-        return await catalog.prune(store, settings.retention, now=time.time(), dry_run=dry_run)
+        return await pruning.prune(store, settings.retention, now=time.time(), dry_run=dry_run)
 
 
 def _add_row(table: Table, *cells: str) -> None:
@@ -294,6 +294,5 @@ async def _examine(settings: Settings, as_json: bool) -> bool:
                 row.add_row("", Text(finding.hint, style="dim"))
             console.print(row)
     if as_json:
-        fields = ("name", "verdict", "detail", "hint")
-        click.echo(json.dumps([{name: getattr(finding, name) for name in fields} for finding in findings]))
+        click.echo(json.dumps([asdict(finding) for finding in findings]))
     return any(finding.verdict == "fail" for finding in findings)

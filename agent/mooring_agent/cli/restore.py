@@ -6,10 +6,9 @@ from pathlib import Path
 
 import click
 
-from mooring_agent import catalog
-from mooring_agent import restore as restoring
 from mooring_agent.adapters.volume import identity
 from mooring_agent.adapters.volume.shared_folders import make_shared_folders
+from mooring_agent.catalog.reading import list_committed
 from mooring_agent.cli.formatting import amount, errors_reported
 from mooring_agent.cli.run import copy_autoload
 from mooring_agent.cli.store_options import destination_options
@@ -17,6 +16,7 @@ from mooring_agent.cli.store_work import as_json_option, opened, print_json, pro
 from mooring_agent.core.errors import ErrorKind, StoreError
 from mooring_agent.core.settings.values import Settings
 from mooring_agent.ports import ObjectStore
+from mooring_agent.restore import init_step
 
 
 @click.command()
@@ -58,7 +58,7 @@ def restore(settings: Settings, autoload_to: Path | None, as_json: bool) -> None
     click.echo(f"{restored.name} (step {restored.step}, {amount(restored.size_bytes)}) {how} {restored.path}")
 
 
-async def _restore(settings: Settings) -> restoring.Restored | None:
+async def _restore(settings: Settings) -> init_step.Restored | None:
     volume, directory = Path(settings.volume), Path(settings.checkpoint_directory)
     async with opened(settings.store) as store:
         # The volume must not be bound to a destination that does not answer: it may be mistyped.
@@ -66,7 +66,7 @@ async def _restore(settings: Settings) -> restoring.Restored | None:
         await asyncio.to_thread(make_shared_folders, volume, directory)
         await asyncio.to_thread(identity.claim, volume, settings.store.destination)
         with progress_bar() as advance:
-            return await restoring.restore(
+            return await init_step.restore(
                 store,
                 checkpoint_directory=directory,
                 volume=volume,
@@ -82,7 +82,7 @@ async def _restore(settings: Settings) -> restoring.Restored | None:
 async def _find(store: ObjectStore, destination: str, volume: Path) -> None:
     """Make sure that the destination answers. Creates a missing folder, unless the volume was used with it before."""
     try:
-        await catalog.list_committed(store)
+        await list_committed(store)
     except StoreError as error:
         if error.kind is not ErrorKind.BUCKET_MISSING:
             raise

@@ -18,7 +18,7 @@ from mooring_agent.adapters.volume.errors import folder_error, volume_error
 from mooring_agent.adapters.volume.shared_folders import make_own_folder, make_state_directory, open_state_directory
 from mooring_agent.adapters.volume.shared_volume import fingerprint, open_volume, path_in
 from mooring_agent.adapters.volume.source_walk import resolve_source
-from mooring_agent.catalog import CommittedCheckpoint, StoredFile
+from mooring_agent.catalog.reading import CommittedCheckpoint, StoredFile
 from mooring_agent.core.errors import VolumeError
 from mooring_agent.core.limits import RECORD_BYTES
 from mooring_agent.core.model import Region
