@@ -17,7 +17,7 @@ from tests.restore.stored_checkpoints import (
     truncate,
 )
 
-from mooring_agent.adapters.records import resumed_from
+from mooring_agent.adapters.records import recorded_save
 from mooring_agent.catalog.deep_check import check
 from mooring_agent.catalog.pruning import prune
 from mooring_agent.catalog.reading import examine, list_committed, load
@@ -27,6 +27,7 @@ from mooring_agent.core.settings.values import RetentionSettings
 from mooring_agent.core.stored.object_layout import file_key, manifest_key, marker_key, pin_key
 from mooring_agent.ports import ObjectInfo
 from mooring_agent.restore.init_step import restore
+from mooring_api.names import RESUMED
 
 DAY = 24 * 3600.0
 
@@ -217,7 +218,7 @@ async def test_what_a_run_commits_after_it_fell_back_stays_though_the_damaged_on
     assert (await resume(store, tmp_path / "first")) == 900
     store.now += 100
     again = await store_checkpoint(store, 950)
-    for resumed in (resumed_from(tmp_path / "first" / "state"), ""):
+    for resumed in (recorded_save(tmp_path / "first" / "state", RESUMED), ""):
         await prune(store, RetentionSettings(keep_last=1), now=store.now, resumed_from=resumed, known=[again.save])
     assert [one.step for one in await list_committed(store)] == [1000, 950]
     assert (await resume(store, tmp_path / "second")) == 950
@@ -227,12 +228,12 @@ async def test_the_record_of_what_was_resumed_from_is_that_of_the_last_restore(
     store: FakeStore, tmp_path: Path
 ) -> None:
     older, newer = [await store_checkpoint(store, step) for step in (1, 2)]
-    assert resumed_from(tmp_path / "state") == ""
+    assert recorded_save(tmp_path / "state", RESUMED) == ""
     await resume(store, tmp_path)
-    assert resumed_from(tmp_path / "state") == newer.save
+    assert recorded_save(tmp_path / "state", RESUMED) == newer.save
     await truncate(store, file_key(newer, "model-0.safetensors"))
     await resume(store, tmp_path)
-    assert resumed_from(tmp_path / "state") == older.save
+    assert recorded_save(tmp_path / "state", RESUMED) == older.save
 
 
 async def resume(store: FakeStore, volume: Path) -> int:

@@ -10,18 +10,11 @@ from enum import StrEnum
 from typing import Final, overload
 
 from mooring_agent.core.limits import Step, WorldSize
+from mooring_api.records import Kind as Kind
 
 # How far the times of a client's record and of the agent's announcement may differ: both read the same machine's clock.
 _CLOCKS_DIFFER_SECONDS: Final = 5.0
 _CHECKSUM_BYTES: Final = 8
-
-
-class Kind(StrEnum):
-    """Why a checkpoint was saved."""
-
-    PERIODIC = "periodic"
-    JUST_IN_TIME = "just-in-time"
-    FINAL = "final"
 
 
 class Phase(StrEnum):
