@@ -1,8 +1,8 @@
 """Records: one small JSON file per local checkpoint that is complete, `<volume>/.mooring/records/<name>.json`.
 
-A record appears only after its checkpoint has its final name, and it lists every file with its size, so that a checkpoint
-cut short by a crash or a deletion can be told from a whole one. Records lie outside the checkpoints because frameworks
-order their checkpoint directories by modification time. `mooring_api.records` has the format.
+A record appears only after its checkpoint has its final name, and it lists every file with its size, so that a
+checkpoint cut short by a crash or a deletion can be told from a whole one. Records lie outside the checkpoints because
+frameworks order their checkpoint directories by modification time. `mooring_api.records` has the format.
 """
 
 import json
