@@ -72,7 +72,7 @@ def test_a_file_that_was_completed_while_the_agent_died_keeps_the_checksums_of_i
     found = FoundFile(rank=0, path=FILE.path, checksum=None)
     ready = advance(state, Reconciled(at=3.0, work=reconcile.work, uploads=(), files=(found,)))
     (write,) = [command for command in ready.commands if isinstance(command, WriteManifest)]
-    assert write.manifest.files[0].checksums == (101, 102)
+    assert list(write.manifest.files[0].checksums) == [101, 102]
     assert state.checkpoints[INFO.save].durable_bytes == FILE.fingerprint.size_bytes
 
 
