@@ -15,7 +15,6 @@ from typing import Any, Final
 from mooring_agent import __version__
 from mooring_agent.core.injection import volumes
 from mooring_agent.core.injection.containers import (
-    POD_SOCKET,
     Plan,
     agent_container,
     attempt_entry,
@@ -26,8 +25,8 @@ from mooring_agent.core.injection.json_patch import difference
 from mooring_agent.core.injection.pod import OURS, Container, Findings, find_trainer, others, present, shape_problems
 from mooring_agent.core.injection.pod_fitness import doubtful, impossible, unfit
 from mooring_agent.core.injection.spec import Injection, InjectionDefaults, Mutation, Pod, Refusal
-from mooring_agent.core.injection.trainer_changes import changed_trainer, trainer_variables
-from mooring_agent.core.injection.volumes import CheckpointPlace, find_place
+from mooring_agent.core.injection.trainer_changes import changed_trainer
+from mooring_agent.core.injection.volumes import find_place
 from mooring_api import names
 
 _THE_CLUSTERS: Final = frozenset({"image", "imagePullPolicy", "resources"})
@@ -93,25 +92,9 @@ def _changed(pod: Pod, injection: Injection, defaults: InjectionDefaults, findin
     attempt = attempt_entry(metadata, trainer, injection, findings)
     said_seconds: int = present(spec, "terminationGracePeriodSeconds", _KUBERNETES_GRACE_SECONDS)
     grace_seconds = max(said_seconds, injection.grace_seconds)
-    plan = plan_of(
-        pod,
-        trainer,
-        place,
-        injection,
-        defaults,
-        attempt=attempt,
-        grace_seconds=grace_seconds,
-        findings=findings,
-    )
-    new_trainer = _new_trainer(
-        trainer,
-        place,
-        injection,
-        attempt=attempt,
-        grace_seconds=grace_seconds,
-        injected=injected,
-        findings=findings,
-    )
+    shared: dict[str, Any] = {"attempt": attempt, "grace_seconds": grace_seconds, "findings": findings}
+    plan = plan_of(pod, trainer, place, injection, defaults, **shared)
+    new_trainer = changed_trainer(trainer, place, injection, injected=injected, **shared)
     made = _made(plan)
     new_spec = {
         **spec,
@@ -121,36 +104,6 @@ def _changed(pod: Pod, injection: Injection, defaults: InjectionDefaults, findin
     }
     annotations = {**present(metadata, "annotations", {}), names.ANNOTATION_INJECTED: made}
     return {**pod, "metadata": {**metadata, "annotations": annotations}, "spec": new_spec}
-
-
-def _new_trainer(
-    trainer: Container,
-    place: CheckpointPlace,
-    injection: Injection,
-    *,
-    attempt: Mapping[str, Any] | None,
-    grace_seconds: int,
-    injected: bool,
-    findings: Findings,
-) -> dict[str, Any]:
-    # Read-only, so that the trainer cannot replace the agent's socket. Connecting needs no write access to the mount.
-    mounts = [place.mount, {**volumes.SOCKET_MOUNT, "readOnly": True}]
-    if injection.autoload:
-        mounts.append({**volumes.AUTOLOAD_MOUNT, "readOnly": True})
-    return changed_trainer(
-        trainer,
-        variables=trainer_variables(
-            place,
-            socket=POD_SOCKET,
-            attempt=attempt,
-            grace_seconds=grace_seconds,
-            temporary_files=injection.temporary_files,
-        ),
-        mounts=mounts,
-        python_path=names.POD_AUTOLOAD_PATH if injection.autoload else "",
-        injected=injected,
-        findings=findings,
-    )
 
 
 def _containers(
