@@ -92,7 +92,8 @@ def test_what_was_staged_before_a_change_of_the_part_size_keeps_its_parts(part_s
     (reconcile,) = [command for command in ready.commands if isinstance(command, Reconcile)]
     ready = advance(state, Reconciled(at=3.0, work=reconcile.work, uploads=(), files=()))
     (write,) = [command for command in ready.commands if isinstance(command, WriteManifest)]
-    assert (write.manifest.files[0].part_size_bytes, write.manifest.files[0].checksums) == (8 * MIB, (101, 102))
+    (file,) = write.manifest.files
+    assert (file.part_size_bytes, list(file.checksums)) == (8 * MIB, [101, 102])
 
 
 def test_what_is_staged_after_a_change_of_the_part_size_has_the_new_one() -> None:

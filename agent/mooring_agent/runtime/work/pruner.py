@@ -48,7 +48,7 @@ class Pruner:
             log.warning("retention.refused", reason=report.plan.refused)
         elif deleted:
             log.info("retention.pruned", saves=deleted, freed_bytes=report.freed_bytes)
-        return Pruned(at=self._clock.now(), work=command.work, deleted=deleted)
+        return Pruned(at=self._clock.now(), work=command.work)
 
 
 class LeftoverRemover:
