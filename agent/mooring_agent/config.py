@@ -7,7 +7,7 @@ file, and the file beats other programs' variables.
 import difflib
 import re
 import tomllib
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Final
@@ -15,7 +15,7 @@ from typing import Any, Final
 from mooring_agent.core.errors import ConfigurationError
 from mooring_agent.core.settings.checks import setting_problems
 from mooring_agent.core.settings.table import RawSetting, build_settings, read_values, setting_fields, with_paths
-from mooring_agent.core.settings.values import Settings, StoreSettings
+from mooring_agent.core.settings.values import Settings
 
 _SERVICE_VARIABLE: Final = re.compile(
     r"MOORING(_\w+)?_(SERVICE_HOST|SERVICE_PORT(_\w+)?|PORT(_\d+_(TCP|UDP|SCTP)(_\w+)?)?)"
@@ -62,17 +62,19 @@ def load_settings(
     return build_settings(values)
 
 
-def load_store_settings(*, flags: Mapping[str, Any], environment: Mapping[str, str]) -> StoreSettings:
-    """Load the settings of the store alone, for commands that need no agent. Other settings are not read or checked.
+def load_some_settings(
+    keys: Collection[str], *, flags: Mapping[str, Any], environment: Mapping[str, str], defaults: Mapping[str, Any]
+) -> Settings:
+    """Load the store's settings and those of `keys`, for commands that need no agent. Others are not read or checked.
 
     Raises ConfigurationError.
     """
-    names = {
-        name for one in setting_fields(StoreSettings, "store") for name in (one.environment, *one.foreign_variables)
-    }
+    read = [one for one in setting_fields() if one.section == "store" or one.key in keys]
+    names = {name for one in read for name in (one.environment, *one.foreign_variables)}
     heard = {name: value for name, value in environment.items() if name in names}
-    # The only other required setting; its value is not used.
-    return load_settings(flags={**flags, "volume": "/volume"}, environment=heard).store
+    # These two must be valid, and are not used unless they are among the keys.
+    unused = {"volume": "/volume", "socket": "/socket"}
+    return load_settings(flags=flags, environment=heard, defaults={**unused, **defaults})
 
 
 def _read_file(path: Path, problems: list[str]) -> dict[str, Any]:

@@ -9,7 +9,7 @@ import os
 import secrets
 import tempfile
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
@@ -19,6 +19,7 @@ from mooring_agent.adapters.checksum import region_checksum
 from mooring_agent.adapters.control_group import cpu_limit
 from mooring_agent.adapters.open_store import open_store
 from mooring_agent.adapters.volume.shared_volume import fingerprint
+from mooring_agent.catalog.object_reads import for_each
 from mooring_agent.core.errors import ErrorKind, MooringError, StoreError
 from mooring_agent.core.model import Region
 from mooring_agent.core.settings.values import MIB, StoreSettings
@@ -58,7 +59,7 @@ async def examine(settings: StoreSettings) -> AsyncIterator[Finding]:
     """Yield findings as they come. What is wrong with the destination is a finding, never an exception."""
     if limit := cpu_limit():
         hint = "a drain is no faster, whatever the network: in a pod mooring.dev/cpu raises it"
-        yield Finding(name="cpu", verdict=Verdict.OK, detail=str(limit), hint=hint)
+        yield _ok("cpu", str(limit), hint)
     try:
         async with open_store(settings) as store:
             async for finding in _examine(store, settings):
@@ -71,15 +72,14 @@ async def _examine(store: ObjectStore, settings: StoreSettings) -> AsyncIterator
     key = f"{PROBE_PREFIX}doctor-{secrets.token_hex(8)}"
     try:
         await _bounded(_first_key(store))
+        listed = _ok("list", "objects can be listed")
     except MooringError as error:
         if error.kind in _UNREACHED:
             yield _failed("reachable", error)
             return
-        yield Finding(name="reachable", verdict=Verdict.OK, detail=f"{settings.destination} answers")
-        yield _failed("list", error)
-    else:
-        yield Finding(name="reachable", verdict=Verdict.OK, detail=f"{settings.destination} answers")
-        yield Finding(name="list", verdict=Verdict.OK, detail="objects can be listed")
+        listed = _failed("list", error)
+    yield _ok("reachable", f"{settings.destination} answers")
+    yield listed
     written = await _try("put", "objects can be written", store.put(key, b"Mooring was here."))
     yield written
     if written.verdict is Verdict.FAIL:
@@ -99,14 +99,11 @@ async def _examine_clock(store: StoreReader, key: str) -> Finding:
     except MooringError as error:
         return _failed("clock", error)
     if abs(skew_seconds) <= _MOST_SKEW_SECONDS:
-        return Finding(
-            name="clock", verdict=Verdict.OK, detail=f"the store's clock is within {_MOST_SKEW_SECONDS:.0f} s of ours"
-        )
-    return Finding(
-        name="clock",
-        verdict=Verdict.WARN,
-        detail=f"the store's clock differs from ours by {skew_seconds:+.0f} s",
-        hint="set this machine's clock (NTP); stores refuse signatures that are more than 15 minutes off",
+        return _ok("clock", f"the store's clock is within {_MOST_SKEW_SECONDS:.0f} s of ours")
+    return _warn(
+        "clock",
+        f"the store's clock differs from ours by {skew_seconds:+.0f} s",
+        "set this machine's clock (NTP); stores refuse signatures that are more than 15 minutes off",
     )
 
 
@@ -117,30 +114,23 @@ async def _examine_guarantees(store: StoreWriter) -> AsyncIterator[Finding]:
         yield _failed("probe", error)
         return
     if capabilities.conditional_put:
-        yield Finding(name="conditional writes", verdict=Verdict.OK, detail="the store honours If-None-Match")
+        yield _ok("conditional writes", "the store honours If-None-Match")
     else:
-        yield Finding(
-            name="conditional writes",
-            verdict=Verdict.WARN,
-            detail="the store ignores If-None-Match; Mooring does without it: pod 0 then chooses what to resume",
+        yield _warn(
+            "conditional writes",
+            "the store ignores If-None-Match; Mooring does without it: pod 0 then chooses what to resume",
         )
     match capabilities.integrity:
         case "none":
-            yield Finding(
-                name="integrity",
-                verdict=Verdict.WARN,
-                detail="the store checks no checksum: TLS alone protects uploads, restore verifies every byte",
+            yield _warn(
+                "integrity", "the store checks no checksum: TLS alone protects uploads, restore verifies every byte"
             )
         case "sha256":
-            yield Finding(
-                name="integrity",
-                verdict=Verdict.WARN,
-                detail="the store checks neither CRC64NVME nor CRC32C: uploads are signed by SHA-256, at more CPU",
+            yield _warn(
+                "integrity", "the store checks neither CRC64NVME nor CRC32C: uploads are signed by SHA-256, at more CPU"
             )
         case checksum:
-            yield Finding(
-                name="integrity", verdict=Verdict.OK, detail=f"the store refuses bytes whose {checksum} is wrong"
-            )
+            yield _ok("integrity", f"the store refuses bytes whose {checksum} is wrong")
 
 
 async def _examine_transfer(store: ObjectStore, key: str) -> AsyncIterator[Finding]:
@@ -149,15 +139,14 @@ async def _examine_transfer(store: ObjectStore, key: str) -> AsyncIterator[Findi
         source, target = Path(directory, "up"), Path(directory, "down")
         parts = await asyncio.to_thread(_make_parts, source)
         try:
-            seconds = await _timed(lambda: _upload(store, key, parts))
+            seconds = await _timed(_upload(store, key, parts))
         except MooringError as error:
             yield _failed("multipart", error)
             return
-        yield Finding(name="multipart", verdict=Verdict.OK, detail="objects can be written in parts")
+        yield _ok("multipart", "objects can be written in parts")
         yield _speed("upload", seconds)
         try:
-            seconds = await _timed(lambda: _download(store, key, parts, target))
-            yield _speed("download", seconds)
+            yield _speed("download", await _timed(_download(store, key, parts, target)))
         except MooringError as error:
             yield _failed("download", error)
         finally:
@@ -184,13 +173,15 @@ def _make_parts(source: Path) -> list[tuple[Region, int]]:
 
 async def _upload(store: ObjectStore, key: str, parts: list[tuple[Region, int]]) -> None:
     upload = await store.create_upload(key)
+    receipts: dict[int, str] = {}
+
+    async def send(number: int) -> None:
+        region, checksum = parts[number - 1]
+        receipts[number] = await store.put_part(key, upload, number, region, checksum)
+
     try:
-        async with asyncio.TaskGroup() as group:
-            sending = [
-                group.create_task(store.put_part(key, upload, number, region, checksum))
-                for number, (region, checksum) in enumerate(parts, start=1)
-            ]
-        await store.complete_upload(key, upload, [task.result() for task in sending])
+        await for_each(range(1, _PARTS + 1), send, at_once=_PARTS)
+        await store.complete_upload(key, upload, [receipts[number] for number in sorted(receipts)])
     except BaseException:
         await store.abort_upload(key, upload)
         raise
@@ -199,59 +190,44 @@ async def _upload(store: ObjectStore, key: str, parts: list[tuple[Region, int]])
 async def _download(store: StoreReader, key: str, parts: list[tuple[Region, int]], target: Path) -> None:
     version = (await store.head(key)).version
     descriptor = os.open(target, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o600)
-    try:
-        os.posix_fallocate(descriptor, 0, _PARTS * _PART_BYTES)
-        async with asyncio.TaskGroup() as group:
-            receiving = [
-                group.create_task(
-                    store.get_into(
-                        key,
-                        offset_bytes=region.offset_bytes,
-                        size_bytes=region.size_bytes,
-                        version=version,
-                        descriptor=descriptor,
-                    )
-                )
-                for region, _ in parts
-            ]
-        if [task.result() for task in receiving] != [checksum for _, checksum in parts]:
+
+    async def receive(part: tuple[Region, int]) -> None:
+        region, sent = part
+        received = await store.get_into(
+            key,
+            offset_bytes=region.offset_bytes,
+            size_bytes=region.size_bytes,
+            version=version,
+            descriptor=descriptor,
+        )
+        if received != sent:
             raise StoreError(
                 ErrorKind.CORRUPTED_IN_TRANSIT,
                 "the bytes that came back are not those that were sent",
                 hint="something between here and the store changes bytes: a proxy, a network card, memory",
             )
+
+    try:
+        os.posix_fallocate(descriptor, 0, _PARTS * _PART_BYTES)
+        await for_each(parts, receive, at_once=_PARTS)
     finally:
         os.close(descriptor)
 
 
-async def _timed(call: Callable[[], Awaitable[None]]) -> float:
-    """Return the seconds that the call took. Raises the first error of an exception group instead of the group."""
+async def _timed(work: Awaitable[None]) -> float:
+    """Return the seconds that the work took."""
     start = time.monotonic()
-    try:
-        await _bounded(call())
-    except ExceptionGroup as group:
-        raise _first_error(group) from group
+    await _bounded(work)
     return time.monotonic() - start
-
-
-def _first_error(group: ExceptionGroup[Exception]) -> Exception:
-    error: Exception = group
-    while isinstance(error, ExceptionGroup):
-        error = error.exceptions[0]
-    return error
 
 
 def _speed(name: str, seconds: float) -> Finding:
     rate = _PARTS * _PART_BYTES / seconds
     detail = f"{rate / MIB:.0f} MiB/s ({_PARTS * _PART_BYTES // MIB} MiB in {seconds:.1f} s)"
     if rate >= _SLOW_BYTES_PER_SECOND:
-        return Finding(name=name, verdict=Verdict.OK, detail=detail)
-    return Finding(
-        name=name,
-        verdict=Verdict.WARN,
-        detail=detail,
-        hint="at this speed a large checkpoint does not fit into a grace period: use a nearer endpoint or a longer one",
-    )
+        return _ok(name, detail)
+    hint = "at this speed a large checkpoint does not fit into a grace period: use a nearer endpoint or a longer one"
+    return _warn(name, detail, hint)
 
 
 async def _try(name: str, success: str, operation: Awaitable[object]) -> Finding:
@@ -259,7 +235,7 @@ async def _try(name: str, success: str, operation: Awaitable[object]) -> Finding
         await _bounded(operation)
     except MooringError as error:
         return _failed(name, error)
-    return Finding(name=name, verdict=Verdict.OK, detail=success)
+    return _ok(name, success)
 
 
 async def _bounded(operation: Awaitable[_Result]) -> _Result:
@@ -273,6 +249,14 @@ async def _bounded(operation: Awaitable[_Result]) -> _Result:
 async def _first_key(store: StoreReader) -> None:
     async for _ in store.list(PROBE_PREFIX):
         return
+
+
+def _ok(name: str, detail: str, hint: str = "") -> Finding:
+    return Finding(name=name, verdict=Verdict.OK, detail=detail, hint=hint)
+
+
+def _warn(name: str, detail: str, hint: str = "") -> Finding:
+    return Finding(name=name, verdict=Verdict.WARN, detail=detail, hint=hint)
 
 
 def _failed(name: str, error: MooringError) -> Finding:

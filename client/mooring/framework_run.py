@@ -75,28 +75,21 @@ class FrameworkRun:
         Positions must grow, and be the same on all ranks. After a termination notice the answer is SAVE_AND_EXIT until
         the just-in-time checkpoint is saved, and NOTHING from then on.
         """
-        if self._session.stopping or self._given_up:
+        if self._session.stopping:
             return Action.NOTHING
-        try:
-            ask = self._session.ask(step, tick)
-        except MooringError as error:
-            self._give_up(error)
-            return Action.NOTHING
-        self._exit_asked |= ask is Action.SAVE_AND_EXIT
-        return ask
+        action = self._unless_given_up(lambda: self._session.ask(step, tick), otherwise=Action.NOTHING)
+        self._exit_asked |= action is Action.SAVE_AND_EXIT
+        return action
 
     def admits(self, step: int) -> bool:
         """Return whether the agents have room for the periodic checkpoint that is due at `step`."""
-        if self._given_up:
-            return True
-        try:
-            if self._pending is not None:
-                self._session.abort(self._pending)
+
+        def admit() -> bool:
+            self._abort_pending()
             self._pending = self._session.admit(step, self._kind(None))
-        except MooringError as error:
-            self._give_up(error)
-            return True
-        return self._pending is not None
+            return self._pending is not None
+
+        return self._unless_given_up(admit, otherwise=True)
 
     def protects(self, path: Path) -> bool:
         """Return whether `path` lies in the volume, where the agent can take it. Warns once per directory if not."""
@@ -157,28 +150,29 @@ class FrameworkRun:
         self._outstanding = [one for one in self._outstanding if one.is_alive()] + [thread]
         thread.start()
 
+    def announce_failed(self, error: BaseException, path: Path, step: int) -> None:
+        """Tell the other ranks that this one could not write its part: they would wait for it."""
+        failed: Future[Any] = Future()
+        failed.set_exception(error)
+        self.announce_when(failed, path, step)
+
     def same(self, step: int, value: object) -> bool:
         """Return whether `value` is the same on all ranks, such as how many batches an evaluation after `step` has."""
-        if self._given_up:
-            return False
-        try:
-            return self._session.context().coordinator.same(f"same/{step}/{self._session.next_number()}", str(value))
-        except MooringError as error:
-            self._give_up(error)
-            return False
+        key = f"same/{step}/{self._session.next_number()}"
+        return self._unless_given_up(lambda: self._session.context().coordinator.same(key, str(value)), otherwise=False)
 
     def gather(self, step: int, value: str) -> Sequence[str] | None:
         """Return the values of all ranks, by rank, on rank 0; None on other ranks, and when some do not come.
 
         Not a collective, because a rank whose volume failed is not protected and would take no part in it.
         """
-        if self._given_up:
-            return None
-        try:
-            return self._session.context().coordinator.gather(f"gather/{step}/{self._session.next_number()}", value)
-        except MooringError as error:
-            self._give_up(error)
-            return None
+        key = f"gather/{step}/{self._session.next_number()}"
+        return self._unless_given_up(lambda: self._session.context().coordinator.gather(key, value), otherwise=None)
+
+    def recorded_step(self, path: Path) -> int | None:
+        """Return the step of a checkpoint that Mooring recorded or restored; None for any other."""
+        records = read_records(self._session.records)
+        return next((record.step for record in records if self._place(record).resolve() == path.resolve()), None)
 
     def newest(self) -> Path | None:
         """Return the checkpoint to resume from, the same on all ranks; None to start from step 0.
@@ -210,30 +204,25 @@ class FrameworkRun:
     def _shut(self) -> None:
         for thread in self._outstanding:
             thread.join(PATIENCE_SECONDS)
-        if self._pending is not None:
-            self._session.abort(self._pending)
-            self._pending = None
+        self._abort_pending()
         atexit.unregister(self.close)
         if FrameworkRun._current is self:
             FrameworkRun._current = None
 
     def _begin(self, path: Path, step: int, kind: Kind | None) -> PendingSave | None:
         """Return the save that a checkpoint belongs to; None when it cannot be announced."""
+        is_protected = self.protects(path)
+        if not is_protected or (self._pending is not None and self._pending.step != step):
+            self._abort_pending()
         pending, self._pending = self._pending, None
-        try:
-            if not self.protects(path):
-                if pending is not None:
-                    self._session.abort(pending)
-                return None
-            if pending is not None and pending.step != step:
-                self._session.abort(pending)
-                pending = None
-            if pending is None:
-                pending = self._session.begin(step, self._kind(kind))
-        except MooringError as error:
-            self._give_up(error)
-            return None
-        return replace(pending, kind=self._kind(kind)) if pending.together else None
+        if is_protected and pending is None:
+            pending = self._unless_given_up(lambda: self._session.begin(step, self._kind(kind)), otherwise=None)
+        return replace(pending, kind=self._kind(kind)) if pending is not None and pending.together else None
+
+    def _abort_pending(self) -> None:
+        if self._pending is not None:
+            self._session.abort(self._pending)
+            self._pending = None
 
     def _announce(self, path: Path, pending: PendingSave, *, written: bool = True) -> bool:
         context = self._session.context()
@@ -333,10 +322,17 @@ class FrameworkRun:
             return Kind.JUST_IN_TIME
         return kind or Kind.PERIODIC
 
-    def _give_up(self, error: MooringError) -> None:
-        self._given_up = True
-        _log.warning("not protected: error=%s hint=%s", error, error.hint)
-        self._session.close()
+    def _unless_given_up(self, work: Callable[[], _Result], *, otherwise: _Result) -> _Result:
+        """Return what `work` returns. If it raises a MooringError, nothing is protected from then on: `otherwise`."""
+        if self._given_up:
+            return otherwise
+        try:
+            return work()
+        except MooringError as error:
+            self._given_up = True
+            _log.warning("not protected: error=%s hint=%s", error, error.hint)
+            self._session.close()
+            return otherwise
 
 
 def guarded_save(run: FrameworkRun, path: Path, step: int, write: Callable[[], _Result]) -> _Result:
@@ -348,9 +344,7 @@ def guarded_save(run: FrameworkRun, path: Path, step: int, write: Callable[[], _
         try:
             result = write()
         except BaseException as error:
-            failed: Future[Any] = Future()
-            failed.set_exception(error)
-            run.announce_when(failed, path, step)
+            run.announce_failed(error, path, step)
             raise
         run.announce(path, step)
         return result

@@ -1,24 +1,17 @@
 """`mooring.protect(x)`: the one line of code for a framework's trainer.
 
-Owns the table of what it takes. Knows classes by their names alone, so that no framework is imported to ask.
+Takes what autoload takes. Knows classes by their names alone, so that no framework is imported to ask.
 """
 
 from importlib import import_module
 from typing import Final, TypeVar
 
 from mooring.autoload.post_import import reason, warn
+from mooring.autoload.zero_code import TRAINERS
 from mooring.errors import ErrorKind, UsageError
 
 T = TypeVar("T")
 
-_INTEGRATIONS: Final = {
-    ("transformers.trainer", "Trainer"): "hugging_face",
-    ("lightning.pytorch.trainer.trainer", "Trainer"): "lightning",
-    ("pytorch_lightning.trainer.trainer", "Trainer"): "lightning",
-    ("accelerate.accelerator", "Accelerator"): "accelerate",
-    ("deepspeed.runtime.engine", "DeepSpeedEngine"): "deepspeed",
-}
-"""(module, name) of a class -> the integration for it and for what derives from it."""
 _TAKEN: Final = (
     "a transformers Trainer (TRL's too), a Lightning Trainer, an Accelerate Accelerator or a DeepSpeedEngine; "
     "a plain loop makes a mooring.Checkpointer"
@@ -48,9 +41,9 @@ def protect(x: T) -> T:
     """
     integration = next(
         (
-            _INTEGRATIONS[cls.__module__, cls.__qualname__]
+            TRAINERS[cls.__module__, cls.__qualname__]
             for cls in type(x).__mro__
-            if (cls.__module__, cls.__qualname__) in _INTEGRATIONS
+            if (cls.__module__, cls.__qualname__) in TRAINERS
         ),
         None,
     )

@@ -53,8 +53,8 @@ def init_ranks(settings: Settings, sigterm: Sigterm, *, rank0_only: bool) -> Ran
         return _context(settings, SingleProcess(), SingleProcessGate(signal_path, sigterm), secrets.token_hex(4))
     try:
         store = open_rank_store(ranks, f"mooring/{next(_numbers)}")
-        met = rendezvous(store, _volume_identity(settings.state_directory))
-        store = store.below(met.nonce, met.ranks)
+        nonce, ranks = rendezvous(store, _volume_identity(settings.state_directory))
+        store = store.below(nonce, ranks)
     except StoreLostError as error:
         raise UsageError(
             ErrorKind.UNSUPPORTED,
@@ -62,8 +62,8 @@ def init_ranks(settings: Settings, sigterm: Sigterm, *, rank0_only: bool) -> Ran
             hint="use Mooring alike on every rank, or let rank 0 save for all, with Checkpointer(rank0_only=True) "
             "there and none elsewhere",
         ) from error
-    gate = RanksGate(signal_path, sigterm, store.below("gate", met.ranks))
-    return _context(settings, StoreCoordinator(store.below("job", met.ranks)), gate, met.nonce)
+    gate = RanksGate(signal_path, sigterm, store.below("gate", ranks))
+    return _context(settings, StoreCoordinator(store.below("job", ranks)), gate, nonce)
 
 
 def _context(settings: Settings, coordinator: RankCoordinator, gate: Gate, nonce: str) -> RankContext:

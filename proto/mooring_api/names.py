@@ -46,7 +46,7 @@ STAGED_DIRECTORY: Final = "staged"
 INCOMING_DIRECTORY: Final = "incoming"
 """Half-restored checkpoints; anything found here at start is garbage."""
 RECORDS_DIRECTORY: Final = "records"
-"""One JSON file per local checkpoint that is complete: <name>.json, see mooring.checkpoints.records."""
+"""One JSON file per local checkpoint that is complete: <name>.json, see `mooring_api.records`."""
 RESUMED: Final = "resumed.json"
 """Record of the checkpoint that the last restore on this volume chose to resume from."""
 RANKS_DIRECTORY: Final = "ranks"
@@ -55,7 +55,7 @@ SIGNAL_FILE: Final = "signal"
 """Small mapped file through which the agent asks trainers to save, see `mooring_api.signal_file`."""
 
 RECORD_FORMAT: Final = 1
-"""Format version of the records, which client, agent and restore write and read."""
+"""Format version of the records."""
 
 # Below <destination prefix>/.mooring/
 COMMITS_DIRECTORY: Final = "commits"

@@ -17,14 +17,17 @@ from tests.restore.stored_checkpoints import (
     truncate,
 )
 
-from mooring_agent.adapters.records import resumed_from
-from mooring_agent.catalog import check, list_committed, load, prune
+from mooring_agent.adapters.records import recorded_save
+from mooring_agent.catalog.deep_check import check
+from mooring_agent.catalog.pruning import prune
+from mooring_agent.catalog.reading import examine, list_committed, load
 from mooring_agent.core.errors import ErrorKind, StoreError
 from mooring_agent.core.policies.restore_choice import Pin, encode_pin
 from mooring_agent.core.settings.values import RetentionSettings
 from mooring_agent.core.stored.object_layout import file_key, manifest_key, marker_key, pin_key
 from mooring_agent.ports import ObjectInfo
-from mooring_agent.restore import restore
+from mooring_agent.restore.init_step import restore
+from mooring_api.names import RESUMED
 
 DAY = 24 * 3600.0
 
@@ -66,7 +69,7 @@ async def test_a_file_of_two_ranks_may_be_cut_into_different_parts_and_is_there_
     files = rank_files(1)
     await store_checkpoint(store, 1, ranks=[files, files], part_sizes_bytes={1: part_size_bytes})
     (committed,) = await list_committed(store)
-    assert await check(store, committed, deep=True) == ()
+    assert await check(store, committed) == ()
     checkpoint = await load(store, committed)
     assert [file.entry.path for file in checkpoint.files] == sorted(files)
 
@@ -79,7 +82,7 @@ async def test_two_ranks_that_claim_one_path_for_different_bytes_are_a_problem_t
     ranks = [{"state.pt": body}, {"state.pt": body[:-1] + bytes([body[-1] ^ 1])}]
     info = await store_checkpoint(store, 1, ranks=ranks, part_sizes_bytes={1: part_size_bytes})
     (committed,) = await list_committed(store)
-    (problem,) = await check(store, committed, deep=False)
+    (problem,) = tuple((await examine(store, committed)).problems)
     assert problem.key == file_key(info, "state.pt")
     assert problem.what == "is claimed by two ranks with different bytes"
 
@@ -88,7 +91,7 @@ async def test_two_ranks_that_claim_one_path_for_different_bytes_are_a_problem_t
 async def test_every_damage_is_a_problem_that_names_its_object(what: str, store: FakeStore) -> None:
     await DAMAGE[what](store, await store_checkpoint(store, 1))
     (committed,) = await list_committed(store)
-    (problem,) = await check(store, committed, deep=True)
+    (problem,) = await check(store, committed)
     assert DAMAGED_OBJECT[what] in problem.key
     assert problem.what
 
@@ -99,7 +102,7 @@ async def test_all_problems_are_found_at_once(store: FakeStore) -> None:
     await truncate(store, file_key(info, "optimizer/state-1.pt"))
     await store.put(manifest_key(info, 2), b"{}")
     (committed,) = await list_committed(store)
-    problems = await check(store, committed, deep=False)
+    problems = tuple((await examine(store, committed)).problems)
     assert {problem.key for problem in problems} == {
         file_key(info, "rng_state_0.pth"),
         file_key(info, "optimizer/state-1.pt"),
@@ -115,9 +118,9 @@ async def test_sizes_alone_do_not_see_a_flipped_byte_and_the_deep_check_says_whe
     for position in (PART_BYTES + 1, 4 * PART_BYTES):
         await flip_byte(store, key, position)
     (committed,) = await list_committed(store)
-    assert await check(store, committed, deep=False) == ()
+    assert tuple((await examine(store, committed)).problems) == ()
     seen: list[tuple[int, int]] = []
-    problems = await check(store, committed, deep=True, on_progress=lambda *progress: seen.append(progress))
+    problems = await check(store, committed, on_progress=lambda *progress: seen.append(progress))
     assert [problem.key for problem in problems] == [key, key]
     assert [f"bytes {part * PART_BYTES} to" in str(problems) for part in (0, 1, 4)] == [False, True, True]
     assert seen[-1][0] == seen[-1][1] == sum(len(body) for body in all_files(1).values())
@@ -146,14 +149,14 @@ async def test_trouble_with_the_store_is_raised_and_no_problem_of_the_checkpoint
     for method in ("get", "list", "get_into"):
         store.fail(method, ErrorKind.UNREACHABLE)
         with pytest.raises(StoreError) as caught:
-            await check(store, committed, deep=True)
+            await check(store, committed)
         assert caught.value.kind is ErrorKind.UNREACHABLE
 
 
 async def steps_left(store: FakeStore) -> list[int]:
     left = await list_committed(store)
     for one in left:
-        assert await check(store, one, deep=True) == ()
+        assert await check(store, one) == ()
     return [one.step for one in left]
 
 
@@ -215,7 +218,7 @@ async def test_what_a_run_commits_after_it_fell_back_stays_though_the_damaged_on
     assert (await resume(store, tmp_path / "first")) == 900
     store.now += 100
     again = await store_checkpoint(store, 950)
-    for resumed in (resumed_from(tmp_path / "first" / "state"), ""):
+    for resumed in (recorded_save(tmp_path / "first" / "state", RESUMED), ""):
         await prune(store, RetentionSettings(keep_last=1), now=store.now, resumed_from=resumed, known=[again.save])
     assert [one.step for one in await list_committed(store)] == [1000, 950]
     assert (await resume(store, tmp_path / "second")) == 950
@@ -225,12 +228,12 @@ async def test_the_record_of_what_was_resumed_from_is_that_of_the_last_restore(
     store: FakeStore, tmp_path: Path
 ) -> None:
     older, newer = [await store_checkpoint(store, step) for step in (1, 2)]
-    assert resumed_from(tmp_path / "state") == ""
+    assert recorded_save(tmp_path / "state", RESUMED) == ""
     await resume(store, tmp_path)
-    assert resumed_from(tmp_path / "state") == newer.save
+    assert recorded_save(tmp_path / "state", RESUMED) == newer.save
     await truncate(store, file_key(newer, "model-0.safetensors"))
     await resume(store, tmp_path)
-    assert resumed_from(tmp_path / "state") == older.save
+    assert recorded_save(tmp_path / "state", RESUMED) == older.save
 
 
 async def resume(store: FakeStore, volume: Path) -> int:

@@ -154,10 +154,10 @@ def test_prune_of_nothing_refuses(bucket: StoreSettings) -> None:
     [
         ("prune", "file:///x"),
         ("prune", "file:///x", "--yes", "--dry-run"),
-        ("prune", "file:///x", "--yes", "--keep-every", 5),
+        ("prune", "file:///x", "--yes", "--keep-every-steps", 5),
         ("verify", "file:///x", "--all", "--step", 1),
         ("restore", "file:///x", "--volume", "/x", "--size-limit-bytes", "much"),
-        ("restore", "file:///x", "--volume", "/x", "--directory", "/y"),
+        ("restore", "file:///x", "--volume", "/x", "--checkpoint-directory", "/y"),
         ("restore", "file:///x", "--volume", "/x", "--max-concurrency", 0),
         ("ls",),
         ("ls", "x"),

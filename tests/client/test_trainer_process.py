@@ -222,16 +222,17 @@ FORK_AFTER_EVERY_CALL = """
 import os, sys
 from pathlib import Path
 from mooring.agent_client.channel import Channel
+from mooring.checkpoints.records import Kind
 from mooring.errors import AgentError
 from mooring.ranks.rank_store import Ranks
 Channel._call.__kwdefaults__["deadline_seconds"] = 60.0
 channel = Channel(Path(sys.argv[1]), Ranks())
 for step in range(200):
-    channel.begin_save(step=step, kind="periodic", save="a")
+    channel.begin_save(step=step, kind=Kind.PERIODIC, save="a")
     process_id = os.fork()
     if process_id == 0:
         try:
-            channel.begin_save(step=step, kind="periodic", save="a")
+            channel.begin_save(step=step, kind=Kind.PERIODIC, save="a")
         except AgentError:
             # Through the interpreter's end or, as multiprocessing's children do, past it.
             sys.exit(0) if step % 2 else os._exit(0)

@@ -20,7 +20,9 @@ from mooring.checkpoints.records import read_records
 from mooring_agent.adapters.open_store import open_store
 from mooring_agent.adapters.records import unannounced
 from mooring_agent.adapters.retrying_store import RetryingStore
-from mooring_agent.catalog import check, list_committed, prune, read_marker
+from mooring_agent.catalog.deep_check import check
+from mooring_agent.catalog.pruning import prune
+from mooring_agent.catalog.reading import list_committed, read_marker
 from mooring_agent.core.agent.commands import Commit
 from mooring_agent.core.agent.events import Committed
 from mooring_agent.core.agent.work import Operation, WorkId
@@ -31,7 +33,7 @@ from mooring_agent.core.settings.values import RetentionSettings, StoreSettings
 from mooring_agent.core.stored.manifest import decode_manifest
 from mooring_agent.core.stored.object_layout import manifest_key, marker_key, pack_key, pin_key
 from mooring_agent.ports import StoreWriter
-from mooring_agent.restore import Restored, restore
+from mooring_agent.restore.init_step import Restored, restore
 from mooring_agent.runtime.process.app import SystemClock
 from mooring_agent.runtime.work.committer import commit
 from mooring_api.names import CHECKPOINT_DIRECTORY, RECORDS_DIRECTORY, STATE_DIRECTORY
@@ -149,7 +151,7 @@ class Destination:
                 if error.kind not in (ErrorKind.CHECKPOINT_CORRUPT, ErrorKind.FORMAT_UNKNOWN):
                     raise
             try:
-                await check(store, committed, deep=True)
+                await check(store, committed)
             except MooringError as error:
                 if error.kind is not ErrorKind.FORMAT_UNKNOWN:
                     raise

@@ -23,6 +23,7 @@ from mooring import protect
 from mooring.checkpoints.records import read_records, write_record
 from mooring.integrations import hugging_face, ownership
 from mooring.integrations.hugging_face import protection
+from mooring.integrations.ownership import protect_new
 from mooring_api import names, signal_file
 from mooring_api.v1 import agent_pb2
 
@@ -418,7 +419,7 @@ def test_every_trainer_is_protected_without_a_line_of_code(
     from transformers import trainer as module
 
     monkeypatch.setattr(module.Trainer, "__init__", module.Trainer.__init__)
-    hugging_face.autoload(module)
+    protect_new(module.Trainer, hugging_face.install)
     trainer = make(volume / "checkpoints", max_steps=2)
     # Also in a program that says it.
     protect(trainer)

@@ -12,7 +12,7 @@ from mooring_agent.core.errors import ErrorKind, StoreError
 from mooring_agent.core.policies.restore_choice import Pin, decode_pin, encode_pin
 from mooring_agent.core.stored.object_layout import file_key, marker_key, pin_key
 from mooring_agent.ports import ObjectInfo, ObjectStore
-from mooring_agent.restore import Restored, restore
+from mooring_agent.restore.init_step import Restored, restore
 
 WAIT_SECONDS = 100.0
 

@@ -13,16 +13,16 @@ from tests.servers.fault_proxy import FaultProxy
 from tests.servers.server import Bucket
 
 from mooring_agent.adapters.open_store import open_store
-from mooring_agent.catalog import check, list_committed
+from mooring_agent.catalog.deep_check import check
 from mooring_agent.catalog.pruning import note_damage
-from mooring_agent.catalog.reading import load, read_marker
+from mooring_agent.catalog.reading import list_committed, load, read_marker
 from mooring_agent.core.agent.commands import Commit
 from mooring_agent.core.agent.events import Committed
 from mooring_agent.core.agent.work import Operation, WorkId
 from mooring_agent.core.errors import StoreError
 from mooring_agent.core.stored.manifest import decode_manifest
 from mooring_agent.core.stored.object_layout import damage_key, file_key, manifest_key, marker_key
-from mooring_agent.restore import restore
+from mooring_agent.restore.init_step import restore
 from mooring_agent.runtime.process.app import SystemClock
 from mooring_agent.runtime.work.committer import commit
 
@@ -66,7 +66,7 @@ async def test_one_flipped_byte_on_the_way_spoils_no_commit(at: int, position: i
     assert isinstance(await commit(flipping, SystemClock(), command), Committed)
     assert flipping.flipped
     (committed,) = await list_committed(store)
-    assert await check(store, committed, deep=True) == ()
+    assert await check(store, committed) == ()
 
 
 async def test_a_wrong_digit_in_a_listing_is_no_damage(store: FakeStore, volume: Path) -> None:

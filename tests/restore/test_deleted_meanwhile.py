@@ -19,7 +19,7 @@ from mooring_agent.adapters.open_store import open_store
 from mooring_agent.core.errors import ErrorKind, StoreError
 from mooring_agent.core.model import SaveInfo
 from mooring_agent.core.stored.object_layout import damage_key, file_key, manifest_key, marker_key, save_prefix
-from mooring_agent.restore import Restored, restore
+from mooring_agent.restore.init_step import Restored, restore
 
 _NO_SUCH_KEY = b"<Error><Code>NoSuchKey</Code><Message>The specified key does not exist.</Message></Error>"
 

@@ -9,7 +9,9 @@ from tests.fakes.fake_store import FakeStore
 from tests.harness.forged_checkpoint import of_nothing, of_parts, store_forged
 from tests.restore.stored_checkpoints import store_checkpoint
 
-from mooring_agent.catalog import check, list_committed, load, prune, reading
+from mooring_agent.catalog import reading
+from mooring_agent.catalog.pruning import prune
+from mooring_agent.catalog.reading import examine, list_committed, load
 from mooring_agent.core.agent.commands import Commit
 from mooring_agent.core.agent.events import Committed
 from mooring_agent.core.agent.work import Operation, WorkId
@@ -19,7 +21,7 @@ from mooring_agent.core.model import FileEntry
 from mooring_agent.core.settings.values import RetentionSettings
 from mooring_agent.core.stored.manifest import decode_manifest, encode_marker, needed_bytes
 from mooring_agent.core.stored.object_layout import DAMAGED_PREFIX, manifest_key
-from mooring_agent.restore import Restored, restore
+from mooring_agent.restore.init_step import Restored, restore
 from mooring_agent.runtime.process.app import SystemClock
 from mooring_agent.runtime.work import committer
 
@@ -84,7 +86,7 @@ async def test_prune_does_not_count_on_a_checkpoint_that_needs_more_memory(store
 @pytest.mark.usefixtures("memory")
 async def test_verify_names_the_memory_that_a_checkpoint_needs(store: FakeStore) -> None:
     await store_forged(store, 2, of_parts, files_of_rank=8, ranks=4)
-    (problem,) = await check(store, (await list_committed(store))[0], deep=False)
+    (problem,) = tuple((await examine(store, (await list_committed(store))[0])).problems)
     assert "MiB of memory" in problem.what
 
 

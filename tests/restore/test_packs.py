@@ -14,13 +14,15 @@ from tests.restore import stored_checkpoints
 from tests.restore.stored_checkpoints import flip_byte, rank_files, store_packed_checkpoint, truncate
 
 from mooring_agent.adapters.volume.shared_volume import Folder
-from mooring_agent.catalog import check, list_committed, prune
+from mooring_agent.catalog.deep_check import check
+from mooring_agent.catalog.pruning import prune
+from mooring_agent.catalog.reading import examine, list_committed
 from mooring_agent.core.errors import ErrorKind, StoreError, VolumeError
 from mooring_agent.core.model import SaveInfo
 from mooring_agent.core.settings.values import RetentionSettings
 from mooring_agent.core.stored.object_layout import manifest_key, marker_key, pack_key
 from mooring_agent.ports import ObjectStore
-from mooring_agent.restore import Restored, restore
+from mooring_agent.restore.init_step import Restored, restore
 
 HANG_SECONDS = 20.0
 """What a test waits for at most, and what hangs because of a fault."""
@@ -96,7 +98,7 @@ async def test_a_damaged_pack_leads_to_the_next_older_checkpoint_and_is_named(
     assert "pack-00000-00001.tar" in reason
     assert not list((volume / ".mooring" / "incoming").iterdir())
     newest = (await list_committed(store))[0]
-    (problem,) = await check(store, newest, deep=True)
+    (problem,) = await check(store, newest)
     assert problem.key.endswith("pack-00000-00001.tar")
 
 
@@ -105,8 +107,8 @@ async def test_a_damaged_file_in_a_pack_is_named_with_the_object_that_holds_it(s
     body = store.objects[pack_key(info, 0, 0)].body
     await flip_byte(store, pack_key(info, 0, 0), body.index(b"1/50" * 5))
     (committed,) = await list_committed(store)
-    assert await check(store, committed, deep=False) == ()
-    (problem,) = await check(store, committed, deep=True)
+    assert tuple((await examine(store, committed)).problems) == ()
+    (problem,) = await check(store, committed)
     assert problem.key == pack_key(info, 0, 0)
     assert "shard-1/50.bin" in problem.what
 

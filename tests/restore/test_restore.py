@@ -30,7 +30,7 @@ from mooring_agent.core.errors import ErrorKind, MooringError, RequestError, Sto
 from mooring_agent.core.settings.values import StoreSettings
 from mooring_agent.core.stored.object_layout import file_key
 from mooring_agent.ports import ObjectStore, StoreWriter
-from mooring_agent.restore import Restored, restore
+from mooring_agent.restore.init_step import Restored, restore
 
 
 async def run(store: StoreWriter, volume: Path, **options: Any) -> Restored | None:
@@ -423,7 +423,7 @@ import asyncio, sys, time
 from pathlib import Path
 from mooring_agent.adapters.open_store import open_store
 from mooring_agent.core.settings.values import StoreSettings
-from mooring_agent.restore import restore
+from mooring_agent.restore.init_step import restore
 
 def hang_midway(name, done_bytes, total_bytes):
     if done_bytes > total_bytes // 2:

@@ -13,7 +13,7 @@ from mooring_agent.adapters.open_store import open_store
 from mooring_agent.adapters.retrying_store import RetryingStore, RetryPolicy
 from mooring_agent.core.errors import ErrorKind, StoreError
 from mooring_agent.core.settings.values import StoreSettings
-from mooring_agent.restore import Restored, restore
+from mooring_agent.restore.init_step import Restored, restore
 
 NOT_FOUND_PAGE = b"<html><head><title>404 Not Found</title></head><body><center>nginx</center></body></html>"
 PATIENCE = RetryPolicy(attempts=4, first_wait_seconds=0.05)

@@ -14,7 +14,8 @@ from mooring_agent.core.agent.events import Committed, Failed, WorkFailed
 from mooring_agent.core.agent.work import Operation, WorkId
 from mooring_agent.core.errors import ErrorKind
 from mooring_agent.core.model import Kind
-from mooring_agent.runtime.monitors.kubernetes_events import LAST_COMMITTED, KubernetesEvents
+from mooring_agent.runtime.monitors.kubernetes_events import KubernetesEvents
+from mooring_api.names import ANNOTATION_LAST_COMMITTED
 
 LONG_SECONDS = 3600.0
 # It bounds a hang and judges no speed.
@@ -83,7 +84,7 @@ async def test_a_just_in_time_save_is_an_event_and_every_commit_the_annotation(p
         pod.commit(news, "a", 10, Kind.JUST_IN_TIME)
         await until(lambda: bool(pod.cluster.annotations))
     assert pod.reasons() == ["CheckpointCommitted"]
-    said = json.loads(pod.cluster.annotations[LAST_COMMITTED])
+    said = json.loads(pod.cluster.annotations[ANNOTATION_LAST_COMMITTED])
     assert said["step"] == 10
     assert set(said) == {"name", "step", "at"}
 
@@ -153,7 +154,7 @@ async def test_what_the_account_may_not_is_said_once_and_the_other_goes_on(pod: 
         async with telling(news):
             for step in (10, 20, 30):
                 pod.commit(news, str(step), step, Kind.JUST_IN_TIME)
-                await until(lambda: LAST_COMMITTED in pod.cluster.annotations)
+                await until(lambda: ANNOTATION_LAST_COMMITTED in pod.cluster.annotations)
                 pod.cluster.annotations.clear()
     assert [line["event"] for line in logs] == ["kubernetes.forbidden"]
     assert len(pod.cluster.annotated) == 3
@@ -180,7 +181,7 @@ async def test_the_last_words_say_what_is_lost_and_what_was_not_told_yet(pod: Po
     await news.last_words(["checkpoint-20 (step 20) is staged"])
     assert pod.reasons() == ["CheckpointLost"]
     assert "checkpoint-20" in pod.cluster.events[0].message
-    assert json.loads(pod.cluster.annotations[LAST_COMMITTED])["step"] == 10
+    assert json.loads(pod.cluster.annotations[ANNOTATION_LAST_COMMITTED])["step"] == 10
 
 
 async def test_the_last_words_do_not_wait_for_a_cluster_that_does_not_answer(pod: Pod) -> None:

@@ -7,7 +7,7 @@ import pytest
 from tests.pages.settings_page import settings_page
 
 from mooring_agent.cli.store_options import environment_of
-from mooring_agent.config import load_settings, load_store_settings, unknown_variables
+from mooring_agent.config import load_settings, load_some_settings, unknown_variables
 from mooring_agent.core.errors import ConfigurationError
 from mooring_agent.core.settings.table import parse_bytes, setting_fields
 from mooring_agent.core.settings.values import GIB, MIB, Settings
@@ -209,7 +209,8 @@ def test_every_setting_survives_the_way_to_a_child_process(file: Path) -> None:
 def test_the_restore_step_of_a_run_reaches_the_store_as_the_run_does() -> None:
     settings = load(region="here", read_timeout_seconds="3", max_connections="5", tags="team=a%2Cb", verify_tls=False)
     environment = environment_of(settings)
-    assert load_store_settings(flags={"destination": "s3://bucket/run"}, environment=environment) == settings.store
+    flags = {"destination": "s3://bucket/run"}
+    assert load_some_settings((), flags=flags, environment=environment, defaults={}).store == settings.store
 
 
 def test_flags_and_variables_are_unique() -> None:

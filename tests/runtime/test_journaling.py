@@ -200,7 +200,7 @@ def test_a_directory_that_ranks_share_is_found_again_with_all_of_them(tmp_path: 
         0: (True, ["model.bin"]),
         1: (True, []),
     }
-    assert [share.announced_at for _, share in sorted(checkpoint.contributions.items())] == [3.0, 2.0]
+    assert [share.announced.at for _, share in sorted(checkpoint.contributions.items())] == [3.0, 2.0]
 
 
 def test_which_rank_is_which_outlives_compaction_and_not_an_orderly_end() -> None:

@@ -615,7 +615,7 @@ class AgentModel:
                 checkpoint.reason,
                 checkpoint.pins_dropped,
                 {
-                    rank: (share.staged, share.manifest_stored, share.unstored_count, share.path)
+                    rank: (share.staged, share.manifest_stored, share.unstored_count, share.announced.path)
                     for rank, share in checkpoint.contributions.items()
                 },
             )

@@ -36,25 +36,26 @@ from mooring_agent.core.limits import (
 )
 from mooring_agent.core.model import Kind
 from mooring_agent.core.stored.object_layout import check_token
-from mooring_api.names import RECORDS_DIRECTORY, RESUMED, STATE_DIRECTORY
+from mooring_api.names import RECORDS_DIRECTORY, STATE_DIRECTORY
+from mooring_api.records import SUFFIX
 
 
-class _Resumed(msgspec.Struct):
+class _Saved(msgspec.Struct):
+    """The part of a record that tells its save. Its files are not decoded: the trainer can write millions of them."""
+
     save: str
 
 
-def resumed_from(state_directory: Path) -> str:
-    """Return the save id of the checkpoint that the last restore chose; empty if there is none."""
+def recorded_save(volume: Path, path: str) -> str:
+    """Return the save id in the record at `path` below the volume; empty if none can be read."""
     try:
-        with open_volume(state_directory) as folder:
-            return msgspec.json.decode(folder.read(RESUMED, RECORD_BYTES), type=_Resumed).save
+        with open_volume(volume) as folder:
+            return msgspec.json.decode(folder.read(path, RECORD_BYTES), type=_Saved).save
     except (OSError, ValueError, RecursionError):
-        # An unreadable record counts as none.
         return ""
 
 
 _FOLDER: Final = f"{STATE_DIRECTORY}/{RECORDS_DIRECTORY}"
-_SUFFIX: Final = ".json"
 _UNREADABLE: Final = (OSError, ValueError)
 
 log = structlog.get_logger("mooring.unannounced")
@@ -132,7 +133,7 @@ def speaks_for(volume: Path, checkpoint: Path, checkpoint_directory: Path) -> bo
     """Whether a record is about this path: then a client announces it, or restore has fetched it. Blocks."""
     try:
         with open_volume(volume) as root, root.folder(_FOLDER) as folder:
-            recorded = _read(folder, f"{checkpoint.name}{_SUFFIX}", volume, checkpoint_directory)
+            recorded = _read(folder, f"{checkpoint.name}{SUFFIX}", volume, checkpoint_directory)
         return os.path.normpath(recorded.path) == os.path.normpath(checkpoint)
     except FileNotFoundError:
         return False
@@ -146,7 +147,7 @@ def _read_newest(folder: Folder, volume: Path, checkpoint_directory: Path) -> It
     stamped: list[tuple[int, str]] = []
     for entry in folder.entries():
         with suppress(OSError):
-            if entry.name.endswith(_SUFFIX):
+            if entry.name.endswith(SUFFIX):
                 stamped.append((entry.stat(follow_symlinks=False).st_mtime_ns, entry.name))
     for _, name in heapq.nlargest(CLIENT_RECORDS, stamped):
         try:
@@ -175,7 +176,7 @@ def _read(folder: Folder, name: str, volume: Path, checkpoint_directory: Path) -
         check_token(head.save, "save id")
     except RequestError as error:
         raise ValueError(str(error)) from error
-    if name != f"{head.name}{_SUFFIX}":
+    if name != f"{head.name}{SUFFIX}":
         raise ValueError(f"it is about {head.name!r}")
     if max(head.ranks, default=0) >= head.world_size:
         raise ValueError(f"it has rank {max(head.ranks)} of a world of {head.world_size}")
@@ -209,7 +210,7 @@ def _whole(root: Folder, folder: Folder, volume: Path, found: Sequence[RecordedC
     whole: list[RecordedCheckpoint] = []
     left = FILES_PER_RANK
     for recorded in reversed(found):
-        name = f"{recorded.path.name}{_SUFFIX}"
+        name = f"{recorded.path.name}{SUFFIX}"
         # The signature comes before the comparison: another checkpoint of that name may take its place at any time.
         signed = _signed(volume, recorded)
         try:

@@ -1,4 +1,4 @@
-"""`mooring verify`: finds every problem of a committed checkpoint, down to its last byte if asked.
+"""`mooring verify`: finds every problem of a committed checkpoint, down to its last byte.
 
 Keeps nothing of what it reads: the bytes are checked on their way into the null device.
 """
@@ -8,7 +8,7 @@ from collections.abc import Awaitable, Callable
 
 from mooring_agent.catalog.fetching import StoredPack, fetch_pack, fetch_part, packs_at_once, packs_of
 from mooring_agent.catalog.object_reads import for_each
-from mooring_agent.catalog.reading import DAMAGE, CommittedCheckpoint, Problem, StoredFile, examine
+from mooring_agent.catalog.reading import DAMAGE, Problem, StoredFile, examine
 from mooring_agent.core.errors import StoreError
 from mooring_agent.core.model import Part
 from mooring_agent.core.policies.restore_choice import CommittedSave
@@ -19,23 +19,14 @@ async def check(
     store: StoreReader,
     committed: CommittedSave,
     *,
-    deep: bool,
     concurrency: int = 8,
     on_progress: Callable[[int, int], None] = lambda done_bytes, total_bytes: None,
 ) -> tuple[Problem, ...]:
-    """Return all problems of a checkpoint; none if it can be restored. `deep` downloads and verifies every file."""
+    """Return all problems of a checkpoint; none if it can be restored. Downloads and verifies every file."""
     examination = await examine(store, committed)
-    if examination.checkpoint is None or not deep:
+    checkpoint = examination.checkpoint
+    if checkpoint is None:
         return tuple(examination.problems)
-    return await _check_bytes(store, examination.checkpoint, concurrency, on_progress)
-
-
-async def _check_bytes(
-    store: StoreReader,
-    checkpoint: CommittedCheckpoint,
-    concurrency: int,
-    on_progress: Callable[[int, int], None],
-) -> tuple[Problem, ...]:
     problems: list[Problem] = []
     done_bytes = 0
     # Computed once: it is a sum over all files.

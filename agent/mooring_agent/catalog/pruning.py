@@ -66,7 +66,7 @@ _DELETES_AT_ONCE: Final = 8
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PruneReport:
-    """What was deleted and aborted, or with `dry_run` would be. `plan.refused` says why nothing was.
+    """What was deleted and aborted, or would be in a dry run. `plan.refused` says why nothing was.
 
     `litter`: pins of attempts that are over, and what killed probes have left.
     """
@@ -74,7 +74,6 @@ class PruneReport:
     plan: PrunePlan
     aborted_uploads: tuple[str, ...]
     litter: tuple[str, ...]
-    dry_run: bool
 
     @property
     def freed_bytes(self) -> int:
@@ -142,7 +141,7 @@ async def prune(
     if not dry_run:
         await _delete_saves(store, plan.deletions, listing.damaged)
         await _clear(store, uploads, litter)
-    return PruneReport(plan=plan, aborted_uploads=tuple(one.key for one in uploads), litter=litter, dry_run=dry_run)
+    return PruneReport(plan=plan, aborted_uploads=tuple(one.key for one in uploads), litter=litter)
 
 
 async def remove_litter(store: StoreWriter, settings: RetentionSettings, *, now: float) -> int:

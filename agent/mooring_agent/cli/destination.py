@@ -5,6 +5,7 @@ import json
 import sys
 import time
 from collections.abc import Sequence
+from dataclasses import asdict
 from datetime import UTC, datetime
 from functools import partial
 from typing import Any, Final
@@ -14,18 +15,17 @@ from rich.console import Console
 from rich.table import Column, Table
 from rich.text import Text
 
-from mooring_agent import catalog
+from mooring_agent.catalog import pruning
+from mooring_agent.catalog.deep_check import check
 from mooring_agent.catalog.object_reads import for_each
-from mooring_agent.catalog.pruning import clear_damage
-from mooring_agent.catalog.reading import DAMAGE
+from mooring_agent.catalog.reading import DAMAGE, Problem, has_marker, list_committed, read_marker
 from mooring_agent.cli.formatting import amount, errors_reported
-from mooring_agent.cli.store_options import store_options
+from mooring_agent.cli.store_options import destination_options
 from mooring_agent.cli.store_work import as_json_option, opened, print_json, progress_bar, run_work
 from mooring_agent.core.errors import ErrorKind, StoreError, printable
 from mooring_agent.core.model import CommitMarker
 from mooring_agent.core.policies.restore_choice import CommittedSave
-from mooring_agent.core.settings.table import environment_variable
-from mooring_agent.core.settings.values import RetentionSettings, StoreSettings, TransferSettings
+from mooring_agent.core.settings.values import Settings, StoreSettings, TransferSettings
 
 _MARKERS_AT_ONCE: Final = 8
 _PIPED_WIDTH: Final = 1000
@@ -35,13 +35,13 @@ _SAVE_WIDTH: Final = 9
 
 
 @click.command()
-@store_options
+@destination_options()
 @as_json_option
-def ls(store_settings: StoreSettings, as_json: bool) -> None:
+def ls(settings: Settings, as_json: bool) -> None:
     """List the committed checkpoints at DEST, newest first."""
-    rows = run_work(_ls(store_settings))
+    rows = run_work(settings, _ls(settings.store))
     if as_json:
-        print_json({"destination": store_settings.destination, "checkpoints": rows})
+        print_json({"destination": settings.store.destination, "checkpoints": rows})
     else:
         # In a narrow terminal, names and ids wrap; they are never truncated.
         table = Table(
@@ -72,18 +72,18 @@ def ls(store_settings: StoreSettings, as_json: bool) -> None:
 
 
 @click.command()
-@store_options
+@destination_options()
 @click.option("--step", type=click.IntRange(min=0), help="Verify this step instead of the newest.")
 @click.option("--all", "everything", is_flag=True, help="Verify every committed checkpoint.")
 @as_json_option
-def verify(store_settings: StoreSettings, step: int | None, everything: bool, as_json: bool) -> None:
+def verify(settings: Settings, step: int | None, everything: bool, as_json: bool) -> None:
     """Read back checkpoints at DEST and name what is damaged.
 
     Compares every byte with the checksum of what was written. A checkpoint that is deleted meanwhile is not damaged.
     """
     if everything and step is not None:
         raise click.UsageError("give --step or --all, not both")
-    found = run_work(_verify(store_settings, step, everything))
+    found = run_work(settings, _verify(settings.store, step, everything))
     if as_json:
         checkpoints = [
             {
@@ -94,7 +94,7 @@ def verify(store_settings: StoreSettings, step: int | None, everything: bool, as
             }
             for committed, problems in found
         ]
-        print_json({"destination": store_settings.destination, "checkpoints": checkpoints})
+        print_json({"destination": settings.store.destination, "checkpoints": checkpoints})
     else:
         for committed, problems in found:
             if problems is None:
@@ -108,41 +108,11 @@ def verify(store_settings: StoreSettings, step: int | None, everything: bool, as
 
 
 @click.command()
-@store_options
+@destination_options("retention.keep_last", "retention.keep_every_steps", "retention.orphan_age_seconds")
 @click.option("--dry-run", is_flag=True, help="Only say what would be deleted.")
 @click.option("--yes", is_flag=True, help="Delete.")
-@click.option(
-    "--keep-last",
-    type=click.IntRange(min=0),
-    default=0,
-    envvar=environment_variable("retention.keep_last"),
-    help="Keep this many newest committed checkpoints; 0: all.",
-)
-@click.option(
-    "--keep-every",
-    type=click.IntRange(min=0),
-    default=0,
-    envvar=environment_variable("retention.keep_every_steps"),
-    help="Besides, keep those whose step is a multiple of this; 0: none.",
-)
-@click.option(
-    "--orphan-age-seconds",
-    type=click.FloatRange(min=0),
-    default=RetentionSettings().orphan_age_seconds,
-    show_default=True,
-    envvar=environment_variable("retention.orphan_age_seconds"),
-    help="Of saves that never committed and other leftovers, delete those that are older.",
-)
 @as_json_option
-def prune(
-    store_settings: StoreSettings,
-    dry_run: bool,
-    yes: bool,
-    keep_last: int,
-    keep_every: int,
-    orphan_age_seconds: float,
-    as_json: bool,
-) -> None:
+def prune(settings: Settings, dry_run: bool, yes: bool, as_json: bool) -> None:
     """Delete checkpoints at DEST that are no longer wanted.
 
     Also deletes saves that never committed. A committed checkpoint is deleted only if --keep-last newer ones are
@@ -151,17 +121,12 @@ def prune(
     """
     if dry_run == yes:
         raise click.UsageError("give --dry-run to look, or --yes to delete")
-    if keep_every and not keep_last:
-        raise click.UsageError("--keep-every needs --keep-last: without it all checkpoints are kept")
-    retention = RetentionSettings(
-        keep_last=keep_last, keep_every_steps=keep_every, orphan_age_seconds=orphan_age_seconds
-    )
-    report = run_work(_prune(store_settings, retention, dry_run))
+    report = run_work(settings, _prune(settings, dry_run))
     plan = report.plan
     if as_json:
         print_json(
             {
-                "destination": store_settings.destination,
+                "destination": settings.store.destination,
                 "dry_run": dry_run,
                 "refused": plan.refused,
                 "deleted": [
@@ -199,16 +164,16 @@ def prune(
 
 async def _ls(settings: StoreSettings) -> list[dict[str, Any]]:
     async with opened(settings) as store:
-        committed = await catalog.list_committed(store)
+        committed = await list_committed(store)
         answers: dict[str, CommitMarker | str] = {}
 
         async def read(one: CommittedSave) -> None:
             try:
-                answers[one.save] = await catalog.read_marker(store, one)
+                answers[one.save] = await read_marker(store, one)
             except StoreError as error:
                 if error.kind not in (*DAMAGE, ErrorKind.FORMAT_UNKNOWN):
                     raise
-                if await catalog.has_marker(store, one):
+                if await has_marker(store, one):
                     answers[one.save] = str(error)
 
         await for_each(committed, read, at_once=_MARKERS_AT_ONCE)
@@ -233,10 +198,10 @@ def _row(committed: CommittedSave, answer: CommitMarker | str) -> dict[str, Any]
 
 async def _verify(
     settings: StoreSettings, step: int | None, everything: bool
-) -> list[tuple[CommittedSave, Sequence[catalog.Problem] | None]]:
+) -> list[tuple[CommittedSave, Sequence[Problem] | None]]:
     """Return each checkpoint with its problems; None if it was deleted meanwhile."""
     async with opened(settings) as store:
-        committed = await catalog.list_committed(store)
+        committed = await list_committed(store)
         if step is not None:
             committed = tuple(one for one in committed if one.step == step)
         if not committed:
@@ -244,32 +209,31 @@ async def _verify(
             raise StoreError(
                 ErrorKind.NO_CHECKPOINT, f"{settings.destination} has {what}", hint="`mooring ls` shows what there is"
             )
-        found: list[tuple[CommittedSave, Sequence[catalog.Problem] | None]] = []
+        found: list[tuple[CommittedSave, Sequence[Problem] | None]] = []
         for one in committed if everything or step is not None else committed[:1]:
-            problems: Sequence[catalog.Problem]
+            problems: Sequence[Problem]
             try:
                 with progress_bar() as advance:
-                    problems = await catalog.check(
+                    problems = await check(
                         store,
                         one,
-                        deep=True,
                         concurrency=TransferSettings().max_concurrency,
                         on_progress=partial(advance, f"step {one.step}"),
                     )
             except StoreError as error:
                 if error.kind is not ErrorKind.FORMAT_UNKNOWN:
                     raise
-                problems = [catalog.Problem(key=one.key, what=str(error).removeprefix(f"{one.key} "))]
+                problems = [Problem(key=one.key, what=str(error).removeprefix(f"{one.key} "))]
             if not problems:
-                await clear_damage(store, one.save)
-            deleted = bool(problems) and not await catalog.has_marker(store, one)
+                await pruning.clear_damage(store, one.save)
+            deleted = bool(problems) and not await has_marker(store, one)
             found.append((one, None if deleted else problems))
         return found
 
 
-async def _prune(settings: StoreSettings, retention: RetentionSettings, dry_run: bool) -> catalog.PruneReport:
-    async with opened(settings) as store:
-        return await catalog.prune(store, retention, now=time.time(), dry_run=dry_run)
+async def _prune(settings: Settings, dry_run: bool) -> pruning.PruneReport:
+    async with opened(settings.store) as store:
+        return await pruning.prune(store, settings.retention, now=time.time(), dry_run=dry_run)
 
 
 def _add_row(table: Table, *cells: str) -> None:
@@ -303,25 +267,25 @@ _WIDE = 10_000
 
 
 @click.command()
-@store_options
+@destination_options()
 @click.option("--json", "as_json", is_flag=True, help="Print the findings as JSON.")
-def doctor(store_settings: StoreSettings, as_json: bool) -> None:
+def doctor(settings: Settings, as_json: bool) -> None:
     """Examine a destination, and leave nothing behind there.
 
     Checks access, conditional writes, checksums, the clock, and the speed of uploads and downloads.
     """
     with errors_reported():
-        failed = asyncio.run(_examine(store_settings, as_json))
+        failed = asyncio.run(_examine(settings, as_json))
     raise SystemExit(1 if failed else 0)
 
 
-async def _examine(store_settings: StoreSettings, as_json: bool) -> bool:
+async def _examine(settings: Settings, as_json: bool) -> bool:
     from mooring_agent.doctor import examine
 
     # In a file or a pipe, lines do not wrap.
     console = Console(highlight=False, width=None if sys.stdout.isatty() else _WIDE)
     findings = []
-    async for finding in examine(store_settings):
+    async for finding in examine(settings.store):
         findings.append(finding)
         if not as_json:
             row = Table.grid(padding=(0, 2, 0, 0))
@@ -330,6 +294,5 @@ async def _examine(store_settings: StoreSettings, as_json: bool) -> bool:
                 row.add_row("", Text(finding.hint, style="dim"))
             console.print(row)
     if as_json:
-        fields = ("name", "verdict", "detail", "hint")
-        click.echo(json.dumps([{name: getattr(finding, name) for name in fields} for finding in findings]))
+        click.echo(json.dumps([asdict(finding) for finding in findings]))
     return any(finding.verdict == "fail" for finding in findings)

@@ -1,7 +1,8 @@
-"""Makes the options of commands from `core.settings.table`: every setting, or those that locate the store."""
+"""Makes the options of commands from `core.settings.table`: every setting, or the store's and a few others."""
 
 import functools
 import os
+import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import MappingProxyType
@@ -10,10 +11,10 @@ from typing import Any, Final, TypeVar
 import click
 
 from mooring_agent.cli.formatting import errors_reported
-from mooring_agent.config import load_settings, load_store_settings
+from mooring_agent.config import load_settings, load_some_settings
 from mooring_agent.core.settings.table import SettingField, setting_fields, text_of_tags
-from mooring_agent.core.settings.values import Settings, StoreSettings
-from mooring_api.names import ENV_DESTINATION
+from mooring_agent.core.settings.values import Settings
+from mooring_api.names import ENV_DESTINATION, RUN_VOLUME
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -46,14 +47,14 @@ def environment_of(settings: Settings) -> dict[str, str]:
     return environment
 
 
-def setting_option(setting: SettingField) -> Callable[[F], F]:
-    """Return the option of one setting; its value is None if it is not given."""
+def setting_option(setting: SettingField, default: str | None = None) -> Callable[[F], F]:
+    """Return the option of one setting; its value is None if it is not given. `default` replaces the setting's own."""
     names = [setting.flag]
     if setting.value_type is bool:
         names = [f"{setting.flag}/--no-{setting.flag.removeprefix('--')}"]
     if setting.name == "destination":
         names.append("--to")
-    default = setting.default
+    default = default or setting.default
     shown = "" if default in (None, "", ()) else f"  [default: {default}]"
     kind: dict[str, Any] = {"type": bool} if setting.value_type is bool else {"metavar": "TEXT"}
     return click.option(
@@ -61,21 +62,32 @@ def setting_option(setting: SettingField) -> Callable[[F], F]:
     )
 
 
-# What a person at a terminal needs. The other settings come from the environment only.
-_OFFERED: Final = ("endpoint_url", "region", "addressing", "ca_bundle", "verify_tls")
+# What a person at a terminal needs. The store's other settings come from the environment only.
+_OFFERED: Final = frozenset(
+    f"store.{name}" for name in ("endpoint_url", "region", "addressing", "ca_bundle", "verify_tls")
+)
 
 
-def store_options(command: Callable[..., None]) -> Callable[..., None]:
-    """Add DEST and the store's options. The command gets them as `store_settings`. Flags beat the environment."""
+def destination_options(*keys: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Add DEST, the store's options, and those of the settings `keys`. The command gets all of these as `settings`.
 
-    @functools.wraps(command)
-    def wrapper(*, destination: str, **values: Any) -> None:
-        flags = {name: values.pop(name) for name in _OFFERED}
-        with errors_reported():
-            store_settings = load_store_settings(flags={**flags, "destination": destination}, environment=os.environ)
-        command(store_settings=store_settings, **values)
+    Flags beat the environment. The volume is that of `mooring run` by default, and logs are for people in a terminal.
+    """
+    offered = [one for one in setting_fields() if one.key in _OFFERED or one.key in keys]
 
-    decorated: Callable[..., None] = wrapper
-    for setting in reversed([one for one in setting_fields(StoreSettings, "store") if one.name in _OFFERED]):
-        decorated = setting_option(setting)(decorated)
-    return click.argument("destination", metavar="DEST", envvar=ENV_DESTINATION)(decorated)
+    def decorate(command: Callable[..., None]) -> Callable[..., None]:
+        @functools.wraps(command)
+        def wrapper(*, destination: str, **values: Any) -> None:
+            flags = {"destination": destination, **{one.name: values.pop(one.name) for one in offered}}
+            defaults = {"volume": RUN_VOLUME, "log_format": "console" if sys.stderr.isatty() else "json"}
+            with errors_reported():
+                settings = load_some_settings(keys, flags=flags, environment=os.environ, defaults=defaults)
+            command(settings=settings, **values)
+
+        decorated: Callable[..., None] = wrapper
+        shown = {"volume": f"./{RUN_VOLUME}", "log_format": "console in a terminal, else json"}
+        for setting in reversed(offered):
+            decorated = setting_option(setting, shown.get(setting.key))(decorated)
+        return click.argument("destination", metavar="DEST", envvar=ENV_DESTINATION)(decorated)
+
+    return decorate

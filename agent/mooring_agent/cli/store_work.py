@@ -5,7 +5,6 @@ Results go to stdout, as text or, with `--json`, as JSON. Progress, logs and err
 
 import asyncio
 import json
-import sys
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from typing import Any
@@ -17,7 +16,7 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeR
 from mooring_agent.adapters.open_store import open_store
 from mooring_agent.adapters.retrying_store import RetryingStore
 from mooring_agent.cli.formatting import errors_reported
-from mooring_agent.core.settings.values import StoreSettings
+from mooring_agent.core.settings.values import Settings, StoreSettings
 from mooring_agent.ports import StoreWriter
 from mooring_agent.runtime.engine.telemetry import configure_logs
 
@@ -31,8 +30,8 @@ async def opened(settings: StoreSettings) -> AsyncIterator[StoreWriter]:
         yield RetryingStore(store)
 
 
-def run_work(work: Coroutine[Any, Any, Any], log_format: str | None = None) -> Any:
-    configure_logs(log_format or ("console" if sys.stderr.isatty() else "json"))
+def run_work(settings: Settings, work: Coroutine[Any, Any, Any]) -> Any:
+    configure_logs(settings.log_format)
     with errors_reported():
         return asyncio.run(work)
 

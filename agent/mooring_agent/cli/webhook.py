@@ -1,5 +1,7 @@
 """`mooring webhook`: the admission webhook, which the Helm chart runs."""
 
+from collections.abc import Mapping
+from dataclasses import fields
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Final
@@ -24,14 +26,14 @@ def _address(_: click.Context, __: click.Parameter, value: str) -> tuple[str, in
     return host.strip("[]"), int(port)
 
 
-def _annotations(_: click.Context, __: click.Parameter, values: tuple[str, ...]) -> dict[str, str]:
+def _annotations(_: click.Context, __: click.Parameter, values: tuple[str, ...]) -> Mapping[str, str]:
     found = {}
     for value in values:
         name, equals, text = value.partition("=")
         if not equals or not name:
             raise click.BadParameter(f"{value!r} is no name=value, as in endpoint-url=https://minio.example")
         found[name if name.startswith(ANNOTATION_PREFIX) else ANNOTATION_PREFIX + name] = text
-    return found
+    return MappingProxyType(found)
 
 
 @click.command()
@@ -49,6 +51,7 @@ def _annotations(_: click.Context, __: click.Parameter, values: tuple[str, ...])
     type=click.Choice([policy.value for policy in FailurePolicy]),
     default=FailurePolicy.FAIL.value,
     show_default=True,
+    callback=lambda _, __, value: FailurePolicy(value),
     help="What becomes of a pod that asks for the injection and cannot have it.",
 )
 @click.option(
@@ -127,37 +130,17 @@ def webhook(**options: Any) -> None:
 def _settings(options: dict[str, Any]) -> WebhookSettings:
     if options["self_managed"] and not options["namespace"]:
         raise click.UsageError("--self-managed needs --namespace, or POD_NAMESPACE")
-    managed = (
-        "namespace",
-        "service",
-        "secret",
-        "configuration",
-        "kubernetes_host",
-        "kubernetes_port",
-        "service_account",
-    )
-    defaults = InjectionDefaults(
-        image=options["image"],
-        image_pull_policy=options["image_pull_policy"],
-        openshift=options["openshift"],
-        grace_seconds=options["grace_seconds"],
-        cpu=options["cpu"],
-        memory=options["memory"],
-        annotations=MappingProxyType(options["annotations"]),
-    )
+    defaults = InjectionDefaults(**_given(InjectionDefaults, options))
     if problems := default_problems(defaults):
         raise MooringError(
             ErrorKind.BAD_CONFIGURATION,
             f"no pod could be injected with these defaults: {'; '.join(problems)}",
             hint="what may be given to every pod is described in docs/annotations.md",
         )
-    return WebhookSettings(
-        certificates=options["certificates"],
-        defaults=defaults,
-        failure_policy=FailurePolicy(options["failure_policy"]),
-        listen=options["listen"],
-        http_listen=options["http_listen"],
-        read_seconds=options["read_seconds"],
-        lame_duck_seconds=options["lame_duck_seconds"],
-        self_managed=SelfManaged(**{name: options[name] for name in managed}) if options["self_managed"] else None,
-    )
+    managed = SelfManaged(**_given(SelfManaged, options)) if options["self_managed"] else None
+    return WebhookSettings(**{**_given(WebhookSettings, options), "defaults": defaults, "self_managed": managed})
+
+
+def _given(cls: Any, options: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the options that are fields of a class of settings."""
+    return {field.name: options[field.name] for field in fields(cls) if field.name in options}

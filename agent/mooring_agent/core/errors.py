@@ -50,28 +50,6 @@ class ErrorKind(StrEnum):
     SHUTTING_DOWN = "shutting-down"
 
 
-RETRYABLE: Final = frozenset(
-    {
-        ErrorKind.THROTTLED,
-        ErrorKind.UNREACHABLE,
-        ErrorKind.TIMED_OUT,
-        ErrorKind.STORE_FAILED,
-        ErrorKind.CORRUPTED_IN_TRANSIT,
-        ErrorKind.UPLOAD_LOST,
-        ErrorKind.ACCESS_DENIED,
-        ErrorKind.BUCKET_MISSING,
-        ErrorKind.CLOCK_SKEWED,
-        ErrorKind.STORE_FULL,
-        ErrorKind.REQUEST_REFUSED,
-        ErrorKind.BAD_CONFIGURATION,
-        ErrorKind.ALREADY_EXISTS,
-        ErrorKind.VOLUME_UNUSABLE,
-    }
-)
-"""Kinds for which trying again later can help an upload. Somebody may repair a full bucket, a wrong key or an
-unreadable file with certificates. An object that already exists and cannot be read back is being removed. A volume that
-does not answer may answer later; only a pin that is gone or changed (FILE_MISSING, FILE_CHANGED) is lost."""
-
 PASSING: Final = frozenset(
     {
         ErrorKind.THROTTLED,
@@ -82,6 +60,25 @@ PASSING: Final = frozenset(
     }
 )
 """Temporary kinds, which are retried on behalf of a person who waits at a terminal (restore, `mooring ls`)."""
+
+_NEEDS_A_PERSON: Final = frozenset(
+    {
+        ErrorKind.ACCESS_DENIED,
+        ErrorKind.BUCKET_MISSING,
+        ErrorKind.CLOCK_SKEWED,
+        ErrorKind.REQUEST_REFUSED,
+        ErrorKind.BAD_CONFIGURATION,
+    }
+)
+
+RETRYABLE: Final = (
+    PASSING
+    | _NEEDS_A_PERSON
+    | {ErrorKind.UPLOAD_LOST, ErrorKind.STORE_FULL, ErrorKind.ALREADY_EXISTS, ErrorKind.VOLUME_UNUSABLE}
+)
+"""Kinds for which trying again later can help an upload. Somebody may repair a full bucket, a wrong key or an
+unreadable file with certificates. An object that already exists and cannot be read back is being removed. A volume that
+does not answer may answer later; only a pin that is gone or changed (FILE_MISSING, FILE_CHANGED) is lost."""
 
 
 class MooringError(Exception):
@@ -159,15 +156,6 @@ _FIRST_DELAY_SECONDS: Final = 0.2
 _LONGEST_DELAY_SECONDS: Final = 10.0
 # A person has to act first, so frequent retries only cost.
 _LONGEST_DELAY_WHEN_REFUSED_SECONDS: Final = 30.0
-_NEEDS_A_PERSON: Final = frozenset(
-    {
-        ErrorKind.ACCESS_DENIED,
-        ErrorKind.BUCKET_MISSING,
-        ErrorKind.CLOCK_SKEWED,
-        ErrorKind.REQUEST_REFUSED,
-        ErrorKind.BAD_CONFIGURATION,
-    }
-)
 _ATTEMPTS_THAT_STILL_DOUBLE: Final = 12
 
 

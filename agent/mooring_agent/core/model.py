@@ -4,24 +4,17 @@ Owns shapes only. Sizes and offsets are bytes, times are unix seconds, checksums
 The field types from `limits` are for the decoders.
 """
 
+from array import array
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Final, overload
+from typing import Final
 
 from mooring_agent.core.limits import Step, WorldSize
+from mooring_api.records import Kind as Kind
 
 # How far the times of a client's record and of the agent's announcement may differ: both read the same machine's clock.
 _CLOCKS_DIFFER_SECONDS: Final = 5.0
-_CHECKSUM_BYTES: Final = 8
-
-
-class Kind(StrEnum):
-    """Why a checkpoint was saved."""
-
-    PERIODIC = "periodic"
-    JUST_IN_TIME = "just-in-time"
-    FINAL = "final"
 
 
 class Phase(StrEnum):
@@ -124,39 +117,6 @@ class PackPlace:
     offset_bytes: int
 
 
-class Checksums(Sequence[int]):
-    """Equal to the tuple of its checksums, with eight bytes for each instead of fifty: a save may have millions."""
-
-    __slots__ = ("_packed",)
-
-    def __init__(self, values: Iterable[int]) -> None:
-        self._packed = b"".join(value.to_bytes(_CHECKSUM_BYTES) for value in values)
-
-    @overload
-    def __getitem__(self, index: int) -> int: ...
-    @overload
-    def __getitem__(self, index: slice) -> "Checksums": ...
-    def __getitem__(self, index: int | slice) -> "int | Checksums":
-        if isinstance(index, slice):
-            return Checksums(self[at] for at in range(*index.indices(len(self))))
-        at = range(len(self))[index] * _CHECKSUM_BYTES
-        return int.from_bytes(self._packed[at : at + _CHECKSUM_BYTES])
-
-    def __len__(self) -> int:
-        return len(self._packed) // _CHECKSUM_BYTES
-
-    def __eq__(self, other: object) -> bool:
-        if isinstance(other, Checksums):
-            return self._packed == other._packed
-        return isinstance(other, tuple) and tuple(self) == other
-
-    def __hash__(self) -> int:
-        return hash(tuple(self))
-
-    def __repr__(self) -> str:
-        return repr(tuple(self))
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FileEntry:
     """A file in a rank manifest: `checksums[i]` covers bytes [i, i + 1) x `part_size_bytes`; the last part is shorter.
@@ -167,12 +127,12 @@ class FileEntry:
     path: str
     size_bytes: int
     part_size_bytes: int
-    checksums: Sequence[int]
+    checksums: Sequence[int] = field(hash=False)
     place: PackPlace | None = None
 
     def __post_init__(self) -> None:
-        if not isinstance(self.checksums, Checksums):
-            object.__setattr__(self, "checksums", Checksums(self.checksums))
+        # Eight bytes for each instead of fifty: a save may have millions.
+        object.__setattr__(self, "checksums", array("Q", self.checksums))
 
     def has_bytes_of(self, other: "FileEntry") -> bool:
         """Whether both have the same path and bytes, wherever these are stored and in whatever parts they were sent."""

@@ -2,7 +2,3 @@
 
 Knows nothing of how the store is reached. Pass a `RetryingStore`.
 """
-
-from mooring_agent.restore.init_step import Restored, restore
-
-__all__ = ["Restored", "restore"]

@@ -18,17 +18,9 @@ from mooring_agent.adapters.volume.disk import VolumeMeter
 from mooring_agent.adapters.volume.errors import volume_error
 from mooring_agent.adapters.volume.shared_folders import share_tree
 from mooring_agent.adapters.volume.shared_volume import Folder, open_volume
-from mooring_agent.catalog import (
-    PACKS_AT_ONCE,
-    CommittedCheckpoint,
-    StoredFile,
-    StoredPack,
-    fetch_pack,
-    fetch_part,
-    packs_at_once,
-    packs_of,
-)
+from mooring_agent.catalog.fetching import PACKS_AT_ONCE, StoredPack, fetch_pack, fetch_part, packs_at_once, packs_of
 from mooring_agent.catalog.object_reads import for_each
+from mooring_agent.catalog.reading import CommittedCheckpoint, StoredFile
 from mooring_agent.core.errors import ErrorKind, VolumeError
 from mooring_agent.core.model import Part
 from mooring_agent.ports import StoreReader

@@ -18,9 +18,8 @@ from typing import TypeVar, assert_never
 
 import structlog
 
-from mooring_agent.catalog import CommittedCheckpoint, has_marker, list_committed, load
 from mooring_agent.catalog.pruning import clear_damage, note_damage
-from mooring_agent.catalog.reading import DAMAGE
+from mooring_agent.catalog.reading import DAMAGE, CommittedCheckpoint, has_marker, list_committed, load
 from mooring_agent.core.errors import ErrorKind, StoreError
 from mooring_agent.core.policies.restore_choice import CommittedSave, GiveUp, Pin, StartFresh, Take, choose
 from mooring_agent.core.stored.object_layout import check_token

@@ -6,33 +6,25 @@ changes; what another save left under that name is moved aside first and removed
 raise VolumeError only.
 """
 
-import json
 import stat
 from pathlib import Path
 from typing import Final
 
-import msgspec
-
 from mooring_agent.adapters.checksum import region_checksum
+from mooring_agent.adapters.records import recorded_save
 from mooring_agent.adapters.volume.announced_files import resolve_path
 from mooring_agent.adapters.volume.errors import folder_error, volume_error
 from mooring_agent.adapters.volume.shared_folders import make_own_folder, make_state_directory, open_state_directory
 from mooring_agent.adapters.volume.shared_volume import fingerprint, open_volume, path_in
-from mooring_agent.catalog import CommittedCheckpoint, StoredFile
+from mooring_agent.catalog.reading import CommittedCheckpoint, StoredFile
 from mooring_agent.core.errors import VolumeError
-from mooring_agent.core.limits import RECORD_BYTES
 from mooring_agent.core.model import Region
-from mooring_api.names import INCOMING_DIRECTORY, RECORD_FORMAT, RECORDS_DIRECTORY, RESUMED, STATE_DIRECTORY
+from mooring_api.names import INCOMING_DIRECTORY, RECORDS_DIRECTORY, RESUMED, STATE_DIRECTORY
+from mooring_api.records import SUFFIX, Record, RecordedFile
 
 _INCOMING: Final = f"{STATE_DIRECTORY}/{INCOMING_DIRECTORY}"
 _RECORDS: Final = f"{STATE_DIRECTORY}/{RECORDS_DIRECTORY}"
 _REPLACED_SUFFIX: Final = ".replaced"
-
-
-class _Recorded(msgspec.Struct):
-    """The part of a record that is read. Its files are not decoded: the trainer can write one with millions of them."""
-
-    save: str
 
 
 class LocalCopies:
@@ -81,7 +73,7 @@ class LocalCopies:
 
         The bytes are read again: that is much cheaper than fetching them, and warms the page cache for the trainer.
         """
-        if self._recorded_save(checkpoint) != checkpoint.marker.info.save:
+        if recorded_save(self._volume, _record_path(checkpoint)) != checkpoint.marker.info.save:
             return False
         try:
             return all(self._is_intact(self._path_of(checkpoint, file), file) for file in checkpoint.files)
@@ -114,24 +106,25 @@ class LocalCopies:
         The client reads the first record, the agent the second.
         """
         info = checkpoint.marker.info
-        record = {
-            "format": RECORD_FORMAT,
-            "name": info.name,
-            "step": info.step,
-            "save": info.save,
-            "kind": info.kind.value,
-            "world_size": info.world_size,
-            "saved_at": checkpoint.marker.saved_at,
-            "committed": True,
-            "files": [{"path": _path_in(checkpoint, file), "size": file.entry.size_bytes} for file in checkpoint.files],
-        }
-        encoded = json.dumps(record, sort_keys=True).encode() + b"\n"
+        record = Record(
+            name=info.name,
+            step=info.step,
+            save=info.save,
+            kind=info.kind,
+            world_size=info.world_size,
+            saved_at=checkpoint.marker.saved_at,
+            committed=True,
+            files=tuple(
+                RecordedFile(path=_path_in(checkpoint, file), size_bytes=file.entry.size_bytes)
+                for file in checkpoint.files
+            ),
+        ).encode()
         try:
             # The agent's comes first: a checkpoint that training continues from must not be pruned.
             with open_state_directory(self._volume, self._state_directory) as state:
-                state.write_durably(RESUMED, encoded)
+                state.write_durably(RESUMED, record)
             with open_volume(self._volume) as root:
-                root.write_durably(_record_path(checkpoint), encoded)
+                root.write_durably(_record_path(checkpoint), record)
         except OSError as error:
             raise volume_error(error, f"writing {_record_path(checkpoint)}") from error
 
@@ -141,14 +134,6 @@ class LocalCopies:
 
     def _path_of(self, checkpoint: CommittedCheckpoint, file: StoredFile) -> str:
         return f"{self._place(checkpoint)}/{_path_in(checkpoint, file)}".rstrip("/")
-
-    def _recorded_save(self, checkpoint: CommittedCheckpoint) -> str:
-        try:
-            with open_volume(self._volume) as root:
-                record = root.read(_record_path(checkpoint), RECORD_BYTES)
-            return msgspec.json.decode(record, type=_Recorded).save
-        except (OSError, ValueError, RecursionError):
-            return ""
 
     def _is_intact(self, path: str, file: StoredFile) -> bool:
         with open_volume(self._volume) as root:
@@ -171,7 +156,7 @@ class LocalCopies:
 
 
 def _record_path(checkpoint: CommittedCheckpoint) -> str:
-    return f"{_RECORDS}/{checkpoint.marker.info.name}.json"
+    return f"{_RECORDS}/{checkpoint.marker.info.name}{SUFFIX}"
 
 
 def _path_in(checkpoint: CommittedCheckpoint, file: StoredFile) -> str:

@@ -10,10 +10,7 @@ import logging
 import os
 import sys
 import time
-from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any, Final
 
 from mooring_api import names
@@ -40,31 +37,6 @@ BACK_OFF_SECONDS: Final = 30.0
 """After a time-out, calls that are not urgent are skipped for so long, so that not every save waits for a deadline."""
 
 _OPTIONS: Final = (("grpc.enable_http_proxy", 0), ("grpc.use_local_subchannel_pool", 1))
-_WIRE_KINDS: Final[Mapping[Kind, agent_pb2.Kind]] = MappingProxyType(
-    {
-        Kind.PERIODIC: agent_pb2.KIND_PERIODIC,
-        Kind.JUST_IN_TIME: agent_pb2.KIND_JUST_IN_TIME,
-        Kind.FINAL: agent_pb2.KIND_FINAL,
-    }
-)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Admission:
-    """The agent's answer to a save that is about to begin."""
-
-    admitted: bool
-    reason: str
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Welcome:
-    """The agent's answer to a process that registers."""
-
-    terminating: bool
-    newest_committed_step: int | None
-    agent_version: str
-    api_version: int
 
 
 class Channel:
@@ -76,8 +48,7 @@ class Channel:
         self._process_id = os.getpid()
         self._silent_until = 0.0
 
-    def register(self, *, holds_liveness_lock: bool, client: str) -> Welcome:
-        """Register this process with the agent."""
+    def register(self, *, holds_liveness_lock: bool, client: str) -> agent_pb2.RegisterResponse:
         request = agent_pb2.RegisterRequest(
             local_rank=self._ranks.local_rank,
             rank=self._ranks.rank,
@@ -87,19 +58,13 @@ class Channel:
             client=client,
             api_version=names.API_VERSION,
         )
-        response = self._call("Register", request)
-        newest = response.newest_committed.step if response.HasField("newest_committed") else None
-        return Welcome(
-            terminating=response.terminating,
-            newest_committed_step=newest,
-            agent_version=response.agent_version,
-            api_version=response.api_version,
-        )
+        response: agent_pb2.RegisterResponse = self._call("Register", request)
+        return response
 
-    def begin_save(self, *, step: int, kind: Kind, save: str) -> Admission:
-        request = agent_pb2.BeginSaveRequest(step=step, kind=_WIRE_KINDS[kind], save=save)
-        response = self._call("BeginSave", request)
-        return Admission(admitted=response.admitted, reason=response.reason)
+    def begin_save(self, *, step: int, kind: Kind, save: str) -> agent_pb2.BeginSaveResponse:
+        request = agent_pb2.BeginSaveRequest(step=step, kind=f"KIND_{kind.name}", save=save)
+        response: agent_pb2.BeginSaveResponse = self._call("BeginSave", request)
+        return response
 
     def announce(self, *, path: Path, step: int, kind: Kind, save: str, ranks: Ranks, urgent: bool) -> None:
         """Announce a checkpoint.
@@ -110,7 +75,7 @@ class Channel:
             path=str(path),
             step=step,
             name=path.name,
-            kind=_WIRE_KINDS[kind],
+            kind=f"KIND_{kind.name}",
             save=save,
             rank=ranks.rank,
             world_size=ranks.world_size,

@@ -6,9 +6,10 @@ not know where checkpoints lie. Without a socket there is no agent, and gRPC is 
 
 import logging
 import time
+from collections.abc import Callable
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, TypeVar
 
 from mooring.autoload.post_import import reason
 from mooring.checkpoints.records import Kind
@@ -17,7 +18,10 @@ from mooring.ranks.rank_store import Ranks
 from mooring_api import names
 
 if TYPE_CHECKING:
-    from mooring.agent_client.channel import Admission, Channel, Welcome
+    from mooring.agent_client.channel import Channel
+    from mooring_api.v1.agent_pb2 import BeginSaveResponse, RegisterResponse
+
+_Answer = TypeVar("_Answer")
 
 _log: Final = logging.getLogger("mooring")
 RETRY_SECONDS: Final = 30.0
@@ -43,8 +47,7 @@ class Agent:
             _log.warning("no agent: checkpoints stay on the local disk; see `mooring run`")
             return
         self._channel = _open_channel(socket, ranks)
-        if self._channel is not None:
-            self._register(self._channel)
+        self._register()
 
     @property
     def unreachable(self) -> bool:
@@ -56,77 +59,71 @@ class Agent:
 
         Calls the agent only RETRY_SECONDS after the last failed call, and waits at most a second.
         """
-        if self._channel is None or not self._missed or time.monotonic() < self._look_at:
+        if not self._missed or time.monotonic() < self._look_at:
             return False
-        self._register(self._channel)
+        self._register()
         return not self._missed
 
-    def begin_save(self, *, step: int, kind: Kind, save: str) -> "Admission | None":
+    def begin_save(self, *, step: int, kind: Kind, save: str) -> "BeginSaveResponse | None":
         """Ask the agent for room for a save. Returns None when there is no agent or the call fails."""
-        if self._channel is None:
-            return None
-        try:
-            self._ensure_registered(self._channel)
-            answer = self._channel.begin_save(step=step, kind=kind, save=save)
-        except AgentError as error:
-            self._failed(error)
-            return None
-        self._answered()
-        return answer
+
+        def begin(channel: "Channel") -> "BeginSaveResponse":
+            self._ensure_registered(channel)
+            return channel.begin_save(step=step, kind=kind, save=save)
+
+        return self._call(begin)
 
     def announce(self, *, path: Path, step: int, kind: Kind, save: str, ranks: Ranks, urgent: bool) -> bool:
         """Announce a checkpoint; return whether the agent has taken it over.
 
         `urgent`: also call an agent that has just timed out.
         """
-        if self._channel is None:
-            return False
-        try:
-            self._channel.announce(path=path, step=step, kind=kind, save=save, ranks=ranks, urgent=urgent)
-        except AgentError as error:
-            self._failed(error)
+
+        def announce(channel: "Channel") -> bool:
+            channel.announce(path=path, step=step, kind=kind, save=save, ranks=ranks, urgent=urgent)
+            return True
+
+        if not self._call(announce):
             return False
         # The agent may have been restarted, and a rank that does not lead its pod calls no `begin_save`.
-        self._register(self._channel)
+        self._register()
         return True
 
     def abort_save(self, save: str) -> None:
-        if self._channel is None:
-            return
-        try:
-            self._channel.abort_save(save)
-        except AgentError as error:
-            self._failed(error)
+        self._call(lambda channel: channel.abort_save(save))
 
     def notify_termination(self, source: str) -> bool:
         """Tell the agent that the pod is ending; return whether it answered."""
-        if self._channel is None:
-            return False
-        try:
-            self._channel.notify_termination(source)
-        except AgentError as error:
-            self._failed(error)
-            return False
-        self._answered()
-        return True
 
-    def _register(self, channel: "Channel") -> None:
+        def notify(channel: "Channel") -> bool:
+            channel.notify_termination(source)
+            self._answered()
+            return True
+
+        return bool(self._call(notify))
+
+    def _call(self, call: Callable[["Channel"], _Answer]) -> _Answer | None:
+        """Return what `call` returns; None when there is no agent or it does not answer."""
         try:
-            self._ensure_registered(channel)
+            return None if self._channel is None else call(self._channel)
         except AgentError as error:
             self._failed(error)
-            return
-        self._answered()
+            return None
+
+    def _register(self) -> None:
+        self._call(self._ensure_registered)
 
     def _ensure_registered(self, channel: "Channel") -> None:
         if not self._registered:
             welcome = channel.register(holds_liveness_lock=self._holds_liveness_lock, client=self._client)
             self.terminating |= welcome.terminating
-            self.newest_committed_step = welcome.newest_committed_step
+            newest = welcome.newest_committed
+            self.newest_committed_step = newest.step if welcome.HasField("newest_committed") else None
             self._registered = True
             self._compare_versions(welcome)
+        self._answered()
 
-    def _compare_versions(self, welcome: "Welcome") -> None:
+    def _compare_versions(self, welcome: "RegisterResponse") -> None:
         if welcome.api_version != names.API_VERSION and not self._said_version:
             self._said_version = True
             older = "agent" if welcome.api_version < names.API_VERSION else "client"

@@ -15,12 +15,15 @@ if TYPE_CHECKING:
     from importlib.machinery import ModuleSpec
     from types import ModuleType
 
-_INTEGRATIONS = (
-    ("transformers.trainer", "mooring.integrations.hugging_face", "transformers.Trainer is"),
-    ("lightning.pytorch.trainer.trainer", "mooring.integrations.lightning", "lightning.Trainer is"),
-    ("pytorch_lightning.trainer.trainer", "mooring.integrations.lightning", "pytorch_lightning.Trainer is"),
-    ("accelerate.accelerator", "mooring.integrations.accelerate", "accelerate.Accelerator is"),
-    ("deepspeed.runtime.engine", "mooring.integrations.deepspeed", "DeepSpeedEngine is"),
+TRAINERS = {
+    ("transformers.trainer", "Trainer"): "hugging_face",
+    ("lightning.pytorch.trainer.trainer", "Trainer"): "lightning",
+    ("pytorch_lightning.trainer.trainer", "Trainer"): "lightning",
+    ("accelerate.accelerator", "Accelerator"): "accelerate",
+    ("deepspeed.runtime.engine", "DeepSpeedEngine"): "deepspeed",
+}
+"""(module, name) of a framework's class -> the integration for it and for what derives from it."""
+_MODULES = (
     ("torch.distributed.checkpoint.state_dict_saver", "mooring.integrations.dcp", "torch.distributed.checkpoint is"),
     ("torch.utils.data._utils.worker", "mooring.workers.worker_processes", "DataLoader workers are"),
     (
@@ -41,8 +44,11 @@ def begin(packages_folder: str) -> None:
     """Wait for the frameworks. `packages_folder` holds `mooring`, for interpreters that do not have it themselves."""
     sys.meta_path.append(_Packages(packages_folder))
     if not _serves_multiprocessing():
-        for module, integration, what in _INTEGRATIONS:
-            after_import(module, what, _caller(integration))
+        for (module, cls), integration in TRAINERS.items():
+            what = f"{module.partition('.')[0]}.{cls} is"
+            after_import(module, what, _caller(f"mooring.integrations.{integration}", cls))
+        for module, hook, what in _MODULES:
+            after_import(module, what, _caller(hook))
 
 
 class _Packages:
@@ -76,7 +82,9 @@ def _is_child_of_multiprocessing() -> bool:
     return process is not None and process.parent_process() is not None
 
 
-def _caller(integration: str) -> "Callable[[ModuleType], None]":
+def _caller(name: str, cls: str = "") -> "Callable[[ModuleType], None]":
+    """Return what has `mooring`'s module `name` protect each new object of `cls`, or hook the framework's module."""
+
     def call(module: "ModuleType") -> None:
         if _is_child_of_multiprocessing():
             return
@@ -88,6 +96,12 @@ def _caller(integration: str) -> "Callable[[ModuleType], None]":
             return
         from importlib import import_module
 
-        import_module(integration).autoload(module)
+        hook = import_module(name)
+        if cls:
+            from mooring.integrations.ownership import protect_new
+
+            protect_new(getattr(module, cls), hook.install)
+        else:
+            hook.autoload(module)
 
     return call

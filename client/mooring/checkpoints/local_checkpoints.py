@@ -30,7 +30,8 @@ from mooring.checkpoints.records import (
 )
 
 _log: Final = logging.getLogger("mooring")
-_SAVING: Final = ".saving-"
+SAVING: Final = ".saving-"
+"""Prefix of a directory that is being saved into."""
 _REPLACED: Final = ".replaced-"
 _REMOVING: Final = ".removing-"
 _REPLACED_NAME: Final = re.compile(r"\.replaced-(?P<name>checkpoint-\d+)-(?P<save>.+)")
@@ -53,14 +54,14 @@ class LocalCheckpoints:
         if not self._directory.is_dir():
             return
         for path in sorted(self._directory.iterdir()):
-            if path.name.startswith((_SAVING, _REMOVING)):
+            if path.name.startswith((SAVING, _REMOVING)):
                 _delete(path)
             elif (replaced := _REPLACED_NAME.fullmatch(path.name)) is not None:
                 self._settle(path, replaced["name"], replaced["save"])
 
     def being_saved(self, name: str) -> Path:
         """Return the directory that `begin` makes; the ranks of a pod share it."""
-        return self._temporary(_SAVING, name)
+        return self._temporary(SAVING, name)
 
     def whole(self) -> Sequence[Record]:
         """Return the whole checkpoints, the newest first. Forgets those that are gone, and skips damaged ones."""
@@ -79,21 +80,21 @@ class LocalCheckpoints:
 
     def begin(self, name: str) -> Path:
         """Make an empty directory to write a checkpoint into. Raises OSError."""
-        temporary = self._temporary(_SAVING, name)
+        temporary = self._temporary(SAVING, name)
         _delete(temporary)
         temporary.mkdir(parents=True)
         return temporary
 
     def abandon(self, name: str) -> None:
         """Remove the directory that `begin` made, if it was not published."""
-        _delete(self._temporary(_SAVING, name))
+        _delete(self._temporary(SAVING, name))
 
     def publish(self, name: str) -> tuple[RecordedFile, ...]:
         """Make what was written durable, give it its name, and return its files.
 
         Raises OSError, with the name untouched unless only the last sync of the directory failed.
         """
-        temporary, final = self._temporary(_SAVING, name), self.path(name)
+        temporary, final = self._temporary(SAVING, name), self.path(name)
         files = tuple(RecordedFile(path=path, size_bytes=size_bytes) for path, size_bytes in sync_tree(temporary))
         if not files:
             raise FileNotFoundError(f"nothing was saved in {temporary}")

@@ -1,78 +1,34 @@
 """Records: one small JSON file per local checkpoint that is complete, `<volume>/.mooring/records/<name>.json`.
 
-Owns the format, which `mooring restore` writes too. A record appears only after its checkpoint has its final name, and
-it lists every file with its size, so that a checkpoint cut short by a crash or a deletion can be told from a whole one.
-Records lie outside the checkpoints because frameworks order their checkpoint directories by modification time.
+A record appears only after its checkpoint has its final name, and it lists every file with its size, so that a
+checkpoint cut short by a crash or a deletion can be told from a whole one. Records lie outside the checkpoints because
+frameworks order their checkpoint directories by modification time. `mooring_api.records` has the format.
 """
 
 import json
 import logging
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass
-from enum import StrEnum
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 from mooring.checkpoints.durable import sync_directory
 from mooring_api import names
+from mooring_api.records import SUFFIX, Kind, Record, RecordedFile
+
+__all__ = ["Kind", "Record", "RecordedFile", "damage", "read_records", "remove_record", "write_record"]
 
 _log: Final = logging.getLogger("mooring")
-_SUFFIX: Final = ".json"
-
-
-class Kind(StrEnum):
-    """Why a checkpoint was saved."""
-
-    PERIODIC = "periodic"
-    JUST_IN_TIME = "just-in-time"
-    FINAL = "final"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RecordedFile:
-    """A file of a checkpoint. `path` is relative to it, with `/`, and empty when the checkpoint is that file."""
-
-    path: str
-    size_bytes: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Record:
-    """A complete local checkpoint. `saved_at` is unix seconds.
-
-    `committed`: it came from the destination. `announced`: an agent has it. With neither, an agent that was unreachable
-    takes it up by this record. `directory`: where a framework wrote it, relative to the volume; None when it lies in
-    the checkpoint directory and Mooring may delete it. `ranks`: the ranks of this pod, whose parts it holds; empty
-    where that is unknown, as in older records and those of restored checkpoints.
-    """
-
-    name: str
-    step: int
-    save: str
-    kind: Kind
-    world_size: int
-    saved_at: float
-    files: tuple[RecordedFile, ...]
-    committed: bool = False
-    announced: bool = False
-    directory: str | None = None
-    ranks: tuple[int, ...] = ()
-
-    @property
-    def order(self) -> tuple[int, float]:
-        """Greater is newer: the step decides, then the time."""
-        return self.step, self.saved_at
 
 
 def write_record(directory: Path, record: Record) -> None:
     """Write a record durably, in place of the record of that name. Raises OSError."""
     directory.mkdir(parents=True, exist_ok=True)
-    path = directory / f"{record.name}{_SUFFIX}"
+    path = directory / f"{record.name}{SUFFIX}"
     temporary = directory / f".{record.name}.{record.save}.tmp"
     try:
         with temporary.open("wb") as file:
-            file.write(_encode(record))
+            file.write(record.encode())
             file.flush()
             os.fsync(file.fileno())
         temporary.replace(path)
@@ -85,7 +41,7 @@ def write_record(directory: Path, record: Record) -> None:
 def read_records(directory: Path) -> Sequence[Record]:
     """Return every readable record, the newest first. An unreadable one is logged and left alone."""
     found: list[Record] = []
-    for path in directory.glob(f"*{_SUFFIX}"):
+    for path in directory.glob(f"*{SUFFIX}"):
         try:
             found.append(_decode(path))
         except FileNotFoundError:
@@ -98,7 +54,7 @@ def read_records(directory: Path) -> Sequence[Record]:
 
 def remove_record(directory: Path, name: str) -> None:
     """Remove a record, if it is there. Raises OSError."""
-    (directory / f"{name}{_SUFFIX}").unlink(missing_ok=True)
+    (directory / f"{name}{SUFFIX}").unlink(missing_ok=True)
 
 
 def damage(record: Record, checkpoint: Path) -> str | None:
@@ -115,29 +71,6 @@ def damage(record: Record, checkpoint: Path) -> str | None:
         if size_bytes != file.size_bytes:
             return f"{file.path} has {size_bytes} bytes instead of {file.size_bytes}"
     return None
-
-
-def _encode(record: Record) -> bytes:
-    value: dict[str, Any] = {
-        "format": names.RECORD_FORMAT,
-        "name": record.name,
-        "step": record.step,
-        "save": record.save,
-        "kind": record.kind.value,
-        "world_size": record.world_size,
-        "saved_at": record.saved_at,
-        "files": [{"path": file.path, "size": file.size_bytes} for file in record.files],
-    }
-    if record.committed:
-        value["committed"] = True
-    if record.announced:
-        value["announced"] = True
-    if record.directory is not None:
-        value["directory"] = record.directory
-    if record.ranks:
-        value["ranks"] = list(record.ranks)
-    # In ASCII, which can escape a file name that is not UTF-8.
-    return json.dumps(value).encode() + b"\n"
 
 
 def _decode(path: Path) -> Record:
@@ -159,6 +92,6 @@ def _decode(path: Path) -> Record:
         ranks=tuple(int(rank) for rank in value.get("ranks", ())),
     )
     # The name becomes a path that rotation may delete.
-    if f"{record.name}{_SUFFIX}" != path.name:
+    if f"{record.name}{SUFFIX}" != path.name:
         raise ValueError(f"it is about {record.name!r}")
     return record

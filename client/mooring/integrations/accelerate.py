@@ -8,24 +8,19 @@ Accelerate before the program does.
 
 import functools
 import logging
-import os
 import re
 import sys
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import ModuleType
 from typing import Any, Final
 
 from mooring.autoload.post_import import reason
-from mooring.checkpoints.records import read_records
 from mooring.errors import MooringError
 from mooring.framework_run import FrameworkRun, guarded_save, next_name
 from mooring.gate import Action
-from mooring.integrations.ownership import Owner, claim, owns, protect_new
-from mooring.settings import read_settings
+from mooring.integrations.ownership import Owner, claim, owns
 from mooring.workers import worker_processes
-from mooring_api import names
 
 _log: Final = logging.getLogger("mooring")
 _MARK: Final = "_mooring_loop"
@@ -42,11 +37,6 @@ def install(accelerator: Any) -> None:
         worker_processes.install()
         loop.attach()
         claim(Owner.ACCELERATE)
-
-
-def autoload(module: ModuleType) -> None:
-    """Protect every Accelerator that is made from now on."""
-    protect_new(module.Accelerator, install)
 
 
 class _Loop:
@@ -112,7 +102,7 @@ class _Loop:
         newest = run.newest() if run is not None and input_dir is None else None
         result = self._load_state(input_dir if newest is None else str(newest), *arguments, **named)
         if run is not None:
-            self._loaded(newest or (None if input_dir is None else Path(input_dir).expanduser()))
+            self._loaded(run, newest or (None if input_dir is None else Path(input_dir).expanduser()))
         return result
 
     def end_training(self) -> Any:
@@ -202,10 +192,10 @@ class _Loop:
     def _automatic_directory(self) -> Path:
         return Path(self._accelerator.project_dir, "checkpoints")
 
-    def _loaded(self, path: Path | None) -> None:
+    def _loaded(self, run: FrameworkRun, path: Path | None) -> None:
         self._asked_step = None
         self._stepped.clear()
-        step = None if path is None else _recorded_step(path.resolve())
+        step = None if path is None else run.recorded_step(path)
         self._counted = step or 0
         if path is None or step is None:
             return
@@ -235,16 +225,6 @@ class _Loop:
             return False
         modes = self._modes()
         return modes == self._trained_in if self._trained_in is not None else any(modes) or not modes
-
-
-def _recorded_step(path: Path) -> int | None:
-    """Return the step of a checkpoint that Mooring recorded or restored; None for any other."""
-    settings = read_settings(os.environ)
-    for record in read_records(settings.state_directory / names.RECORDS_DIRECTORY):
-        parent = settings.checkpoint_directory if record.directory is None else settings.volume / record.directory
-        if record.name == path.name and parent.resolve() == path.parent:
-            return record.step
-    return None
 
 
 def _hook_classes() -> None:

@@ -20,12 +20,11 @@ from types import ModuleType
 from typing import Any, Final
 
 from mooring.autoload.post_import import reason, warn
+from mooring.checkpoints.local_checkpoints import SAVING
 from mooring.framework_run import FrameworkRun
 from mooring.integrations.ownership import Owner, owns
 
 _log: Final = logging.getLogger("mooring")
-SAVING: Final = ".saving-"
-"""Prefix of a directory that a Checkpointer is saving into, see `mooring.checkpoints.local_checkpoints`."""
 _PACKAGE: Final = "torch.distributed.checkpoint"
 _Save = Callable[..., Any]
 _Tell = Callable[[FrameworkRun, Any, Path, int], object]

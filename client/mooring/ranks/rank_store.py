@@ -92,9 +92,9 @@ class RankStore:
         names = [self._key(key)]
         return self._look_until(lambda: not self._store.check(names), seconds)
 
-    def wait_for(self, key: str, seconds: float, *, until: Callable[[], bool] | None = None) -> str | None:
+    def wait_for(self, key: str, seconds: float) -> str | None:
         """Wait for the value of `key`; None when no rank publishes it in time."""
-        return self.read(key) if self.wait([key], seconds, until=until) else None
+        return self.read(key) if self.wait([key], seconds) else None
 
     def count(self, key: str) -> int:
         """Add one to a counter and return its value."""

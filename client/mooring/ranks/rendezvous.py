@@ -10,7 +10,7 @@ import json
 import secrets
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, Final
 
 from mooring.errors import StoreLostError
@@ -20,18 +20,10 @@ MEET_SECONDS: Final = 600.0
 """Long, because one rank may prepare its data before it comes."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Rendezvous:
-    """The result: `nonce` identifies this start of the job and is the same on all ranks."""
+def rendezvous(store: RankStore, volume: str, *, seconds: float = MEET_SECONDS) -> tuple[str, Ranks]:
+    """Wait for all ranks; return the nonce of this start of the job, the same on all of them, and this one's place.
 
-    nonce: str
-    ranks: Ranks
-
-
-def rendezvous(store: RankStore, volume: str, *, seconds: float = MEET_SECONDS) -> Rendezvous:
-    """Wait for all ranks. `volume` is the same for ranks that share one.
-
-    Raises StoreLostError, also when some ranks do not come.
+    `volume` is the same for ranks that share one. Raises StoreLostError, also when some ranks do not come.
     """
     token = secrets.token_hex(8)
     store.publish(f"token/{store.ranks.rank}", json.dumps([token, volume]))
@@ -47,7 +39,7 @@ def rendezvous(store: RankStore, volume: str, *, seconds: float = MEET_SECONDS) 
                 nonce = answer["nonce"]
                 store.publish(f"confirmed/{store.ranks.rank}", nonce)
             if store.read("met") == nonce:
-                return Rendezvous(nonce=nonce, ranks=replace(store.ranks, pod=tuple(answer["pod"])))
+                return nonce, replace(store.ranks, pod=tuple(answer["pod"]))
         time.sleep(store.look_seconds)
     # A rank with a token of an earlier start may be missing too, and cannot be told from one that has come.
     absent = store.ranks_without("token")

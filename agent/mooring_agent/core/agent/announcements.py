@@ -28,7 +28,7 @@ def known_announcement(state: State, event: Announced) -> Checkpoint | None:
         # Its other ranks may announce after it was shed.
         return checkpoint
     contribution = checkpoint.contributions.get(event.rank)
-    return checkpoint if contribution is not None and contribution.path == event.path else None
+    return checkpoint if contribution is not None and contribution.announced.path == event.path else None
 
 
 def same_content(state: State, *, path: str, rank: int, signature: str) -> Checkpoint | None:
@@ -38,7 +38,7 @@ def same_content(state: State, *, path: str, rank: int, signature: str) -> Check
         if (
             contribution
             and checkpoint.phase is not Phase.FAILED
-            and (contribution.path, contribution.signature) == (path, signature)
+            and (contribution.announced.path, contribution.announced.signature) == (path, signature)
         ):
             return checkpoint
     return None
@@ -79,7 +79,7 @@ def check_announcement(state: State, event: Announced) -> None:
             hint="more ranks than that cannot share one agent: announce the directory once for all of them",
         )
     if checkpoint.phase is Phase.FAILED:
-        if any(contribution.staged for contribution in checkpoint.contributions.values()):
+        if checkpoint.any_staged:
             raise RequestError(
                 ErrorKind.CONTRADICTION,
                 f"save {info.save} has failed after some of it may have been sent: {checkpoint.reason}",
@@ -93,24 +93,28 @@ def check_announcement(state: State, event: Announced) -> None:
             hint="all ranks of one save must give the same name, step, kind and world size",
         )
     contribution = checkpoint.contributions.get(event.rank)
-    other = next((one for one in checkpoint.contributions.values() if not (one.requested_files or event.files)), None)
-    if other is not None and other.local_world_size != event.local_world_size:
+    other = next((one for one in checkpoint.contributions.values() if not (one.announced.files or event.files)), None)
+    if other is not None and other.announced.local_world_size != event.local_world_size:
         raise RequestError(
             ErrorKind.CONTRADICTION,
             f"rank {event.rank} announces save {info.save} as one of {event.local_world_size} ranks here, "
-            f"and rank {other.rank} as one of {other.local_world_size}",
+            f"and rank {other.rank} as one of {other.announced.local_world_size}",
             hint="local_world_size counts the ranks that announce this save to this agent without listing files",
         )
-    if contribution is None and other is not None and _sharing_count(checkpoint) >= other.local_world_size > 1:
+    if (
+        contribution is None
+        and other is not None
+        and _sharing_count(checkpoint) >= other.announced.local_world_size > 1
+    ):
         raise RequestError(
             ErrorKind.CONTRADICTION,
-            f"save {info.save} has all its {other.local_world_size} ranks here, without rank {event.rank}",
+            f"save {info.save} has all its {other.announced.local_world_size} ranks here, without rank {event.rank}",
             hint="local_world_size counts the ranks that announce this save to this agent without listing files",
         )
-    if contribution is not None and contribution.path != event.path:
+    if contribution is not None and contribution.announced.path != event.path:
         raise RequestError(
             ErrorKind.CONTRADICTION,
-            f"rank {event.rank} of save {info.save} was announced from {contribution.path} before",
+            f"rank {event.rank} of save {info.save} was announced from {contribution.announced.path} before",
             hint="a save id belongs to one save: take a new one for the next",
         )
     if contribution is None and checkpoint.durable:
@@ -122,7 +126,7 @@ def check_announcement(state: State, event: Announced) -> None:
 
 
 def _sharing_count(checkpoint: Checkpoint) -> int:
-    return sum(not contribution.requested_files for contribution in checkpoint.contributions.values())
+    return sum(not contribution.announced.files for contribution in checkpoint.contributions.values())
 
 
 def _describe(info: object) -> str:
@@ -140,16 +144,7 @@ def announced(state: State, event: Announced) -> None:
         state.next_sequence += 1
     else:
         checkpoint.move(Trigger.RANK_ANNOUNCED)
-    checkpoint.contributions[event.rank] = RankContribution(
-        rank=event.rank,
-        path=event.path,
-        requested_files=event.files,
-        announced_at=event.at,
-        local_world_size=event.local_world_size,
-        signature=event.signature,
-        save_made_here=event.save_made_here,
-        recorded_at=event.recorded_at,
-    )
+    checkpoint.contributions[event.rank] = RankContribution(announced=event)
     state.begun.pop(save, None)
 
 
@@ -159,7 +154,7 @@ def staged(state: State, checkpoint: Checkpoint, event: Staged) -> Iterator[Comm
         return
     yield from _fail_rewritten(state, checkpoint, event)
     lead.staged = True
-    if checkpoint.phase is Phase.ANNOUNCED and lead.recorded_at is not None:
+    if checkpoint.phase is Phase.ANNOUNCED and lead.announced.recorded_at is not None:
         # As after a restart: an earlier agent may have stored some of it, or even have committed it.
         checkpoint.reconciled, checkpoint.may_have_orphans = False, True
     packs = plan_packs(event.files, event.pack_size_bytes)
@@ -180,25 +175,27 @@ def staged(state: State, checkpoint: Checkpoint, event: Staged) -> Iterator[Comm
         lead.files[file.path] = progress
         checkpoint.size_bytes += file.size_bytes
     upload_queue.enqueue_contribution(checkpoint, lead)
-    came_before = state.staged_from(lead.path, before=checkpoint) is not None
+    came_before = state.staged_from(lead.announced.path, before=checkpoint) is not None
     state.link(checkpoint, lead)
     if came_before and any(file.private for file in event.files):
         # An earlier checkpoint was pinned from this path, and its files were rewritten in place. Other paths of the
         # series were not seen to be. A first copy proves nothing, because some volumes cannot link at all.
-        state.rewritten_paths.add(lead.path)
+        state.rewritten_paths.add(lead.announced.path)
     lead.unstored_count = len(lead.files)
     checkpoint.file_count += len(lead.files)
-    if not lead.requested_files and lead.local_world_size > 1:
+    if not lead.announced.files and lead.announced.local_world_size > 1:
         # The first of the ranks contributes the files of the directory that they share; the others contribute none.
         for contribution in checkpoint.contributions.values():
-            contribution.staged |= not contribution.requested_files and contribution.path == lead.path
+            contribution.staged |= (
+                not contribution.announced.files and contribution.announced.path == lead.announced.path
+            )
     state.recent_sizes_bytes.append(checkpoint.size_bytes)
     checkpoint.move(Trigger.RANK_STAGED)
 
 
 def _fail_rewritten(state: State, checkpoint: Checkpoint, event: Staged) -> Iterator[Command]:
     """Fail the checkpoints whose pinned inodes have other content in this one: the trainer rewrites files in place."""
-    path = checkpoint.contributions[event.work.rank].path
+    path = checkpoint.contributions[event.work.rank].announced.path
     for other, file in _rewritten_files(state, checkpoint, event):
         state.rewritten_paths.add(path)
         if state.live:

@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from mooring_agent.core.agent import lifecycle
+from mooring_agent.core.agent.events import Announced
 from mooring_agent.core.agent.lifecycle import Trigger
 from mooring_agent.core.agent.work import WorkId
 from mooring_agent.core.errors import ErrorKind
@@ -67,16 +68,9 @@ class PackProgress:
 
 @dataclass(slots=True)
 class RankContribution:
-    """What one local rank contributes to a save."""
+    """What one local rank contributes to a save, as it announced it. Its `local_world_size` is at least 1."""
 
-    rank: int
-    path: str
-    requested_files: tuple[str, ...]
-    announced_at: float
-    local_world_size: int
-    signature: str
-    save_made_here: bool = False
-    recorded_at: float | None = None
+    announced: Announced
     staged: bool = False
     files: dict[str, FileProgress] = field(default_factory=dict)
     packs: list[PackProgress] = field(default_factory=list)
@@ -85,7 +79,11 @@ class RankContribution:
 
     @property
     def announcement_time(self) -> AnnouncementTime:
-        return AnnouncementTime(at=self.announced_at, recorded_at=self.recorded_at)
+        return AnnouncementTime(at=self.announced.at, recorded_at=self.announced.recorded_at)
+
+    @property
+    def rank(self) -> int:
+        return self.announced.rank
 
     def linked_files(self) -> Iterator[FileProgress]:
         """Return the files that share their inode with the trainer's."""
@@ -138,9 +136,11 @@ class Checkpoint:
     @property
     def begins_anew(self) -> bool:
         """Whether it failed before anything of it was pinned, so that another announcement is a new try."""
-        return self.phase is Phase.FAILED and not any(
-            contribution.staged for contribution in self.contributions.values()
-        )
+        return self.phase is Phase.FAILED and not self.any_staged
+
+    @property
+    def any_staged(self) -> bool:
+        return any(contribution.staged for contribution in self.contributions.values())
 
     @property
     def settled(self) -> bool:
@@ -174,7 +174,10 @@ class Checkpoint:
     def expected_local_ranks(self) -> int:
         """How many ranks will announce this save here, as far as the announcements say."""
         return max(
-            [len(self.contributions), *(contribution.local_world_size for contribution in self.contributions.values())]
+            [
+                len(self.contributions),
+                *(contribution.announced.local_world_size for contribution in self.contributions.values()),
+            ]
         )
 
     @property
@@ -188,7 +191,7 @@ class Checkpoint:
         return RankManifest(
             info=self.info,
             rank=rank,
-            saved_at=contribution.announced_at,
+            saved_at=contribution.announced.at,
             files=tuple(contribution.files[path].entry() for path in sorted(contribution.files)),
             single_file=any(progress.file.announced for progress in contribution.files.values()),
             pack_sizes_bytes=tuple(progress.pack.size_bytes for progress in contribution.packs),

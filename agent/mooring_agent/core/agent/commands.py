@@ -12,14 +12,18 @@ from mooring_agent.core.model import AnnouncementTime, Pack, RankManifest, Regio
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Stage:
+class _OfWork:
+    work: WorkId
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stage(_OfWork):
     """Pin the files of the first announcement's rank. Ends in Staged.
 
     The other announcements are those of the ranks that share its directory; they have no files of their own. `private`
     and `rewritten_inodes` are as in ports.StageRequest.
     """
 
-    work: WorkId
     announcements: tuple[Announced, ...]
     private: bool
     rewritten_inodes: frozenset[int]
@@ -42,7 +46,7 @@ class KnownFile:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Reconcile:
+class Reconcile(_OfWork):
     """Find out what the store has of a save, and abort uploads of our files that we do not know.
 
     Ends in Reconciled, or in Committed if the marker of these announcements already exists. `announced_at` and `staged`
@@ -50,7 +54,6 @@ class Reconcile:
     `staged` is theirs.
     """
 
-    work: WorkId
     info: SaveInfo
     announced_at: tuple[tuple[int, AnnouncementTime], ...]
     staged: tuple[tuple[int, tuple[StagedFile, ...]], ...]
@@ -58,68 +61,61 @@ class Reconcile:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class CreateUpload:
+class CreateUpload(_OfWork):
     """Begin a multipart upload. Ends in UploadCreated."""
 
-    work: WorkId
     key: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SendPart:
+class SendPart(_OfWork):
     """Send one part of `work.upload`. Ends in PartStored."""
 
-    work: WorkId
     key: str
     region: Region
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PutFile:
+class PutFile(_OfWork):
     """Send a file whole. Ends in FileStored."""
 
-    work: WorkId
     key: str
     region: Region
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PutPack:
+class PutPack(_OfWork):
     """Send many small files, whose pins are below `volume`, as one object. Ends in PackStored."""
 
-    work: WorkId
     key: str
     pack: Pack
     volume: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class CompleteUpload:
+class CompleteUpload(_OfWork):
     """Assemble the object of `work.upload`; on an error look whether it exists already. Ends in FileStored."""
 
-    work: WorkId
     key: str
     receipts: tuple[str, ...]
     size_bytes: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class WriteManifest:
+class WriteManifest(_OfWork):
     """Check the pins a last time, then write the rank manifest. Ends in ManifestStored."""
 
-    work: WorkId
     manifest: RankManifest
     pins: tuple[StagedFile, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Commit:
+class Commit(_OfWork):
     """List the save, compare, and write the marker if every rank's manifest is there and `may_write_marker`.
 
     Ends in Committed, CommitWaits or ObjectsLost. `sweep_uploads`: abort leftover multipart uploads after the commit.
     """
 
-    work: WorkId
     info: SaveInfo
     manifests: tuple[RankManifest, ...]
     may_write_marker: bool
@@ -127,38 +123,31 @@ class Commit:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Release:
+class Release(_OfWork):
     """Drop a save's pins to make room on the volume. Needs no store. Ends in Released."""
-
-    work: WorkId
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Abandon:
+class Abandon(_OfWork):
     """Abort the multipart uploads of a save that is given up. Ends in Abandoned.
 
     `uploads` are (key, upload) pairs. `sweep_keys`: an answer may have been lost, so abort every multipart upload for
     these keys.
     """
 
-    work: WorkId
     info: SaveInfo
     uploads: tuple[tuple[str, str], ...]
     sweep_keys: tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Prune:
+class Prune(_OfWork):
     """Apply the retention settings to the bucket. Ends in Pruned."""
-
-    work: WorkId
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class CancelWork:
+class CancelWork(_OfWork):
     """Stop a transfer. It ends in WorkCancelled unless it ended before."""
-
-    work: WorkId
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -4,7 +4,7 @@ Each record carries its own checksum, because the agent trusts its journal: a si
 checkpoint that nobody can restore.
 """
 
-from typing import Any, Final, Literal
+from typing import Final, Literal
 
 import msgspec
 
@@ -28,23 +28,18 @@ class UnknownRecordError(MooringError):
 class _Record(msgspec.Struct, forbid_unknown_fields=True):
     format: Literal[1]
     event: str
-    body: Any
-
-
-class _RawRecord(msgspec.Struct, forbid_unknown_fields=True):
-    format: Literal[1]
-    event: str
     body: msgspec.Raw
 
 
 def encode_event(event: DurableEvent) -> bytes:
-    return checked_json.encode(_Record(format=_FORMAT, event=EVENT_TAGS[type(event)], body=event))
+    body = msgspec.Raw(msgspec.json.encode(event, order="sorted"))
+    return checked_json.encode(_Record(format=_FORMAT, event=EVENT_TAGS[type(event)], body=body))
 
 
 def decode_event(record: bytes) -> DurableEvent:
     """Raises UnknownRecordError."""
     try:
-        raw = checked_json.decode(record, _RawRecord, limit_bytes=RECORD_BYTES)
+        raw = checked_json.decode(record, _Record, limit_bytes=RECORD_BYTES)
         event: DurableEvent = msgspec.json.decode(raw.body, type=_CLASSES[raw.event])
     except (UndecodableError, ValueError, KeyError, RecursionError, OverflowError) as error:
         raise UnknownRecordError(f"{record[:80]!r}: {error}") from error

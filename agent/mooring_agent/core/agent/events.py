@@ -3,9 +3,10 @@
 The classes in `DURABLE` are journaled before they take effect, and suffice to rebuild the state after a crash.
 """
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, get_args
 
 from mooring_agent.core.agent.work import WorkId
 from mooring_agent.core.errors import ErrorKind
@@ -19,6 +20,14 @@ class Started:
 
     at: float
     fresh: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkEnded:
+    """A piece of work has ended. `at` is unix seconds."""
+
+    at: float
+    work: WorkId
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,64 +53,53 @@ class Announced:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Staged:
+class Staged(WorkEnded):
     """A rank's files are pinned; the trainer may delete its own.
 
     `part_size_bytes` and `pack_size_bytes` are the sizes preferred at the time. Later events number parts and packs by
-    them, whatever is set later. `pack_size_bytes` is 0, as in the journals of older versions, if nothing is packed.
+    them, whatever is set later. `pack_size_bytes` is 0 if nothing is packed.
     """
 
-    at: float
-    work: WorkId
     files: tuple[StagedFile, ...]
     part_size_bytes: int
     pack_size_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class UploadCreated:
-    at: float
-    work: WorkId
+class UploadCreated(WorkEnded):
     upload: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PartStored:
-    at: float
-    work: WorkId
+class PartStored(WorkEnded):
     receipt: str
     checksum: int
     size_bytes: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class FileStored:
+class FileStored(WorkEnded):
     """An object is durable. `checksum` is None if the parts' checksums are known already, or the file is empty."""
 
-    at: float
-    work: WorkId
     checksum: int | None
     size_bytes: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PackStored:
+class PackStored(WorkEnded):
     """A pack is durable.
 
     `checksums` has one for each of its files, in order; that of an empty file means nothing. `size_bytes` is the sum of
     the files.
     """
 
-    at: float
-    work: WorkId
     checksums: tuple[int, ...]
     size_bytes: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ManifestStored:
-    at: float
-    work: WorkId
+class ManifestStored(WorkEnded):
+    """A rank manifest is durable."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -124,61 +122,48 @@ class FoundFile:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Reconciled:
+class Reconciled(WorkEnded):
     """What the store really has of a save, after a restart. Everything that is not named here is sent again."""
 
-    at: float
-    work: WorkId
     uploads: tuple[FoundUpload, ...]
     files: tuple[FoundFile, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ObjectsLost:
+class ObjectsLost(WorkEnded):
     """The listing lacks objects of ours, or shows them with another size.
 
     `files` are (rank, path) pairs, `packs` (rank, number) pairs, `manifests` the ranks of the rank manifests.
     """
 
-    at: float
-    work: WorkId
     files: tuple[tuple[int, str], ...]
     manifests: tuple[int, ...]
     packs: tuple[tuple[int, int], ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class CommitWaits:
+class CommitWaits(WorkEnded):
     """Our share is sealed, but `missing_ranks` ranks of other agents still lack their manifest or files.
 
     0: only the marker is missing, and another agent may be about to write it.
     """
 
-    at: float
-    work: WorkId
     missing_ranks: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Committed:
+class Committed(WorkEnded):
     """The marker exists and was read back."""
 
-    at: float
-    work: WorkId
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Abandoned:
+class Abandoned(WorkEnded):
     """No multipart upload of a given-up save is left in the store."""
 
-    at: float
-    work: WorkId
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Released:
-    at: float
-    work: WorkId
+class Released(WorkEnded):
+    """The pins of a save are dropped."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -227,11 +212,9 @@ class Exited:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class WorkFailed:
+class WorkFailed(WorkEnded):
     """A command ended without a known effect. `jitter` is in [0, 1)."""
 
-    at: float
-    work: WorkId
     kind: ErrorKind
     message: str
     hint: str
@@ -239,9 +222,8 @@ class WorkFailed:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class WorkCancelled:
-    at: float
-    work: WorkId
+class WorkCancelled(WorkEnded):
+    """A transfer was stopped before its end."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -295,10 +277,8 @@ class SaveRequested:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Pruned:
-    at: float
-    work: WorkId
-    deleted: int
+class Pruned(WorkEnded):
+    """The retention settings were applied to the bucket."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -344,25 +324,10 @@ Event = (
 )
 
 EVENT_TAGS: Final[Mapping[type[DurableEvent], str]] = {
-    Announced: "announced",
-    Staged: "staged",
-    UploadCreated: "upload-created",
-    PartStored: "part-stored",
-    FileStored: "file-stored",
-    PackStored: "pack-stored",
-    ManifestStored: "manifest-stored",
-    Reconciled: "reconciled",
-    ObjectsLost: "objects-lost",
-    Committed: "committed",
-    Released: "released",
-    Abandoned: "abandoned",
-    Shed: "shed",
-    Failed: "failed",
-    TerminationNoticed: "termination-noticed",
-    RankRegistered: "rank-registered",
-    Exited: "exited",
+    cls: re.sub(r"(?<=[a-z])(?=[A-Z])", "-", cls.__name__).lower() for cls in get_args(DurableEvent)
 }
-"""Events that the journal keeps, and their tags there. A tag never changes, because a journal outlives its agent."""
+"""Events that the journal keeps, and their tags there, made from their names. A journal outlives its agent, so these
+classes keep their names; `tests/formats` notices if one does not."""
 
 DURABLE: Final[tuple[type[DurableEvent], ...]] = tuple(EVENT_TAGS)
 

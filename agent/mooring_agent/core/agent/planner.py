@@ -23,7 +23,7 @@ from mooring_agent.core.agent.commands import (
     Stage,
     WriteManifest,
 )
-from mooring_agent.core.agent.events import Announced, Shed
+from mooring_agent.core.agent.events import Shed
 from mooring_agent.core.agent.state import State
 from mooring_agent.core.agent.work import CANCELLABLE, TRANSFERS, Operation, WorkId, work_limit_of
 from mooring_agent.core.model import Phase
@@ -115,9 +115,9 @@ def _checkpoint_work(state: State, checkpoint: Checkpoint) -> Iterator[Command]:
         if _take(state, checkpoint, work):
             yield Stage(
                 work=work,
-                announcements=tuple(_announcement(checkpoint, one) for one in _staged_with(checkpoint, contribution)),
-                private=state.rewrites(contribution.path),
-                rewritten_inodes=_inodes_pinned_there_before(state, checkpoint, contribution.path),
+                announcements=tuple(one.announced for one in _staged_with(checkpoint, contribution)),
+                private=state.rewrites(contribution.announced.path),
+                rewritten_inodes=_inodes_pinned_there_before(state, checkpoint, contribution.announced.path),
                 part_size_bytes=preferred_part_size(
                     state.settings.transfer.part_size_bytes, state.upload_rate.wire_bytes_per_second, int(state.window)
                 ),
@@ -168,20 +168,25 @@ def _ready_to_stage(checkpoint: Checkpoint) -> Iterator[RankContribution]:
     for contribution in checkpoint.contributions.values():
         if contribution.staged:
             continue
-        if contribution.requested_files or contribution.local_world_size <= 1:
+        if contribution.announced.files or contribution.announced.local_world_size <= 1:
             yield contribution
             continue
-        together = [other for other in checkpoint.contributions.values() if not other.requested_files]
-        if len(together) >= contribution.local_world_size and contribution is _staged_with(checkpoint, contribution)[0]:
+        together = [other for other in checkpoint.contributions.values() if not other.announced.files]
+        if (
+            len(together) >= contribution.announced.local_world_size
+            and contribution is _staged_with(checkpoint, contribution)[0]
+        ):
             yield contribution
 
 
 def _staged_with(checkpoint: Checkpoint, contribution: RankContribution) -> list[RankContribution]:
     """Return the contributions that are pinned together, as one piece of work of the first: a shared directory's."""
-    if contribution.requested_files or contribution.local_world_size <= 1:
+    if contribution.announced.files or contribution.announced.local_world_size <= 1:
         return [contribution]
     sharing = (
-        one for one in checkpoint.contributions.values() if not one.requested_files and one.path == contribution.path
+        one
+        for one in checkpoint.contributions.values()
+        if not one.announced.files and one.announced.path == contribution.announced.path
     )
     return sorted(sharing, key=lambda one: one.rank)
 
@@ -192,25 +197,11 @@ def _inodes_pinned_there_before(state: State, checkpoint: Checkpoint, path: str)
     A file of this checkpoint that has one of them was rewritten in place.
     """
     other = state.staged_from(path, before=checkpoint)
-    contributions = (
-        [contribution for contribution in other.contributions.values() if contribution.path == path] if other else []
-    )
     return frozenset(
-        progress.file.fingerprint.inode for contribution in contributions for progress in contribution.linked_files()
-    )
-
-
-def _announcement(checkpoint: Checkpoint, contribution: RankContribution) -> Announced:
-    return Announced(
-        at=contribution.announced_at,
-        info=checkpoint.info,
-        rank=contribution.rank,
-        path=contribution.path,
-        files=contribution.requested_files,
-        local_world_size=contribution.local_world_size,
-        signature=contribution.signature,
-        save_made_here=contribution.save_made_here,
-        recorded_at=contribution.recorded_at,
+        progress.file.fingerprint.inode
+        for contribution in (other.contributions.values() if other else ())
+        if contribution.announced.path == path
+        for progress in contribution.linked_files()
     )
 
 
@@ -258,9 +249,7 @@ def _release(state: State, checkpoint: Checkpoint) -> Iterator[Command]:
         if work.operation in CANCELLABLE and work not in state.cancelling:
             state.cancelling.add(work)
             yield CancelWork(work=work)
-    if checkpoint.phase is Phase.FAILED and any(
-        contribution.staged for contribution in checkpoint.contributions.values()
-    ):
+    if checkpoint.phase is Phase.FAILED and checkpoint.any_staged:
         newest = state.last_announced_committed()
         if newest is None or newest.sequence < checkpoint.sequence:
             return

@@ -275,7 +275,7 @@ def _given_up(state: State, event: Shed | Failed) -> None:
         if event.kind is ErrorKind.FILE_CHANGED:
             # The trainer will rewrite the files of the next checkpoint in place too.
             staged = (contribution for contribution in checkpoint.contributions.values() if contribution.staged)
-            state.rewritten_paths.update(path_pattern(contribution.path) for contribution in staged)
+            state.rewritten_paths.update(path_pattern(contribution.announced.path) for contribution in staged)
     state.outcomes[checkpoint.phase] = state.outcomes.get(checkpoint.phase, 0) + 1
     stop_sending(checkpoint)
 
@@ -302,7 +302,7 @@ def _started(state: State, event: Started) -> Iterator[Command]:
         checkpoint.pending.clear()
         checkpoint.delayed.clear()
         checkpoint.attempts.clear()
-        checkpoint.reconciled = not any(contribution.staged for contribution in checkpoint.contributions.values())
+        checkpoint.reconciled = not checkpoint.any_staged
     if state.termination.noticed:
         # The trainers that were told of the notice may have died together with the agent.
         yield LiftBandwidthCap()

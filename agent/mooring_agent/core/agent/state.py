@@ -259,15 +259,15 @@ class State:
         del self.checkpoints[save], self._settled[save]
         self._just_in_time.pop(save, None)
         for contribution in checkpoint.contributions.values():
-            saves = self._staged_from.get(contribution.path, {})
+            saves = self._staged_from.get(contribution.announced.path, {})
             saves.pop(save, None)
             if not saves:
-                self._staged_from.pop(contribution.path, None)
+                self._staged_from.pop(contribution.announced.path, None)
 
     def link(self, checkpoint: Checkpoint, contribution: RankContribution) -> None:
         """Index the path and the linked inodes of a contribution whose files are pinned."""
         save = checkpoint.info.save
-        saves = self._staged_from.setdefault(contribution.path, {})
+        saves = self._staged_from.setdefault(contribution.announced.path, {})
         saves.pop(save, None)
         saves[save] = None
         for progress in contribution.linked_files():

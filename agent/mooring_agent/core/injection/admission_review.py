@@ -8,7 +8,7 @@ import base64
 import json
 import traceback
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import Any, Final, assert_never
 
@@ -62,16 +62,20 @@ def answer(review: Any, defaults: InjectionDefaults, failure_policy: FailurePoli
     request = review.get("request") if isinstance(review, dict) else None
     uid = request.get("uid") if isinstance(request, dict) else None
     if not isinstance(request, dict) or not isinstance(uid, str) or not uid:
-        return _malformed("", "this is no AdmissionReview: it has no request with a uid")
+        # Without the right uid the API server applies its own failure policy.
+        message = "this is no AdmissionReview: it has no request with a uid"
+        response = {"uid": "", "allowed": False, "status": {"code": _BAD_REQUEST, "message": message}}
+        fields = {"outcome": Outcome.MALFORMED, "reason": message}
+        return Answer(review=_review(response), outcome=Outcome.MALFORMED, fields=fields)
     pod = request.get("object")
     try:
-        return _answered(uid, request, pod, defaults, failure_policy)
+        answered = _answered(uid, request, pod, defaults, failure_policy)
     except Exception as error:
         # A bug of ours must not do more harm than a webhook that is down.
         problem = f"a mistake of Mooring's own, {type(error).__name__}: {error}: please report it"
         answered = _refused(uid, pod, (problem,), failure_policy, code=_INTERNAL_ERROR)
-        fields = {**_fields(request), "outcome": Outcome.FAILED, "traceback": traceback.format_exc()}
-        return Answer(review=answered.review, outcome=Outcome.FAILED, fields=fields)
+        answered = replace(answered, outcome=Outcome.FAILED, fields={"traceback": traceback.format_exc()})
+    return replace(answered, fields={**_fields(request), "outcome": answered.outcome, **answered.fields})
 
 
 def _answered(
@@ -80,19 +84,16 @@ def _answered(
     result = _result(request, pod, defaults)
     match result:
         case Skip():
-            answered = _skipped(uid, pod, result)
+            patch, warnings = (_skip_patch(pod, result.reason), (result.reason,)) if result.warning else ((), ())
+            return _allowed(uid, Outcome.SKIPPED, patch, warnings, {"reason": result.reason})
         case Refusal():
-            answered = _refused(uid, pod, result.problems, failure_policy, code=_UNPROCESSABLE)
+            return _refused(uid, pod, result.problems, failure_policy, code=_UNPROCESSABLE)
         case Mutation():
             outcome = Outcome.INJECTED if result.patch else Outcome.UNCHANGED
-            answered = _allowed(uid, outcome, result.patch, result.warnings)
+            fields = {"warnings": result.warnings} if result.warnings else {}
+            return _allowed(uid, outcome, result.patch, result.warnings, fields)
         case _:
             assert_never(result)
-    return Answer(
-        review=answered.review,
-        outcome=answered.outcome,
-        fields={**_fields(request), "outcome": answered.outcome, **answered.fields},
-    )
 
 
 def _result(request: Mapping[str, Any], pod: Any, defaults: InjectionDefaults) -> Mutation | Skip | Refusal:
@@ -108,42 +109,25 @@ def _result(request: Mapping[str, Any], pod: Any, defaults: InjectionDefaults) -
     return asked if isinstance(asked, Skip | Refusal) else mutate(pod, asked, defaults)
 
 
-def _skipped(uid: str, pod: Mapping[str, Any], skip: Skip) -> Answer:
-    patch, warnings = ((), ()) if not skip.warning else (_skip_patch(pod, skip.reason), (skip.reason,))
-    answered = _allowed(uid, Outcome.SKIPPED, patch, warnings)
-    return Answer(review=answered.review, outcome=answered.outcome, fields={"reason": skip.reason})
-
-
 def _refused(uid: str, pod: Any, problems: tuple[str, ...], failure_policy: FailurePolicy, *, code: int) -> Answer:
     fields = {"problems": problems}
     if failure_policy is FailurePolicy.IGNORE:
         warnings = tuple(f"this pod runs without Mooring: {problem}" for problem in problems)
-        answered = _allowed(uid, Outcome.LET_THROUGH, _skip_patch(pod, "; ".join(problems)), warnings)
-        return Answer(review=answered.review, outcome=answered.outcome, fields=fields)
+        return _allowed(uid, Outcome.LET_THROUGH, _skip_patch(pod, "; ".join(problems)), warnings, fields)
     reason = "InternalError" if code == _INTERNAL_ERROR else "Invalid"
     status = {"code": code, "reason": reason, "message": "mooring cannot be injected: " + "; ".join(problems)}
     response = {"uid": uid, "allowed": False, "status": status}
     return Answer(review=_review(response), outcome=Outcome.REFUSED, fields=fields)
 
 
-def _malformed(uid: str, message: str) -> Answer:
-    """Refuse a body that is no review. Without the right uid the API server applies its own failure policy."""
-    response = {"uid": uid, "allowed": False, "status": {"code": _BAD_REQUEST, "message": message}}
-    return Answer(
-        review=_review(response),
-        outcome=Outcome.MALFORMED,
-        fields={"outcome": Outcome.MALFORMED, "reason": message},
-    )
-
-
-def _allowed(uid: str, outcome: Outcome, patch: Any, warnings: tuple[str, ...]) -> Answer:
+def _allowed(uid: str, outcome: Outcome, patch: Any, warnings: tuple[str, ...], fields: Mapping[str, Any]) -> Answer:
     response: dict[str, Any] = {"uid": uid, "allowed": True}
     if patch:
         response["patchType"] = "JSONPatch"
         response["patch"] = base64.b64encode(json.dumps(list(patch)).encode()).decode()
     if warnings:
         response["warnings"] = [f"mooring: {warning}" for warning in warnings]
-    return Answer(review=_review(response), outcome=outcome, fields={"warnings": warnings} if warnings else {})
+    return Answer(review=_review(response), outcome=outcome, fields=fields)
 
 
 def _review(response: Mapping[str, Any]) -> dict[str, Any]:

@@ -1,7 +1,6 @@
 """The two injected containers, restore and agent: their manifests, variables, mounts, resources and user."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, Final
 
 from mooring_agent.core.injection import pod_fitness
@@ -9,85 +8,18 @@ from mooring_agent.core.injection.container_identity import identity_mounts, ide
 from mooring_agent.core.injection.pod import Container, Findings, others, plain, present, variable
 from mooring_agent.core.injection.pod_resources import agent_resources, with_the_trainers_memory
 from mooring_agent.core.injection.spec import Injection, InjectionDefaults
-from mooring_agent.core.injection.volumes import CA_PATH, SOCKET_MOUNT, STATE_MOUNT, CheckpointPlace, store_mounts
+from mooring_agent.core.injection.volumes import (
+    AUTOLOAD_MOUNT,
+    CA_PATH,
+    SOCKET_MOUNT,
+    STATE_MOUNT,
+    CheckpointPlace,
+    store_mounts,
+)
 from mooring_agent.core.settings.table import environment_variable
 from mooring_api import names
 
 POD_SOCKET: Final = f"{names.POD_SOCKET_DIRECTORY}/{names.SOCKET}"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Plan:
-    """What both containers are made from. Both get `variables` and `mounts`."""
-
-    image: str
-    image_pull_policy: str
-    variables: Sequence[Mapping[str, Any]]
-    mounts: Sequence[Mapping[str, Any]]
-    resources: Mapping[str, Any]
-    restore_resources: Mapping[str, Any]
-    security_context: Mapping[str, Any]
-    autoload: bool
-    """Restore copies the files that the trainer's Python loads."""
-    old_volume: bool
-    """Another pod may have used the volume before: a termination notice found on it is not this pod's."""
-    serves_metrics: bool
-
-
-def restore_container(plan: Plan) -> dict[str, Any]:
-    """Return an ordinary init container: the trainer starts once it has succeeded."""
-    args, mounts = ["restore"], [*plan.mounts]
-    if plan.autoload:
-        args += ["--autoload-to", names.POD_AUTOLOAD_PATH]
-        mounts.append({"name": names.AUTOLOAD_VOLUME, "mountPath": names.POD_AUTOLOAD_PATH})
-    return {"name": names.RESTORE_CONTAINER, **_shared(plan, args, plan.variables, mounts, plan.restore_resources)}
-
-
-def agent_container(plan: Plan) -> dict[str, Any]:
-    """Return a sidecar: an init container that Kubernetes ends after the trainer. It is the last init container."""
-    args, variables = ["agent"], [*plan.variables]
-    if plan.old_volume:
-        args.append("--fresh")
-    if plan.serves_metrics:
-        # Without a host it listens on every address of the pod, which may have only IPv6 ones.
-        variables.append({"name": environment_variable("http_address"), "value": f":{names.POD_METRICS_PORT}"})
-    container = {"name": names.AGENT_CONTAINER, **_shared(plan, args, variables, plan.mounts, plan.resources)}
-    if plan.serves_metrics:
-        container["ports"] = [{"name": "mooring-metrics", "containerPort": names.POD_METRICS_PORT, "protocol": "TCP"}]
-    # A sidecar gets SIGTERM only after the trainer has ended; the preStop hook tells the agent earlier.
-    container["lifecycle"] = {"preStop": {"exec": {"command": ["mooring", "terminating"]}}}
-    container["restartPolicy"] = "Always"
-    # The trainer starts when the agent answers on its socket. The probe does not ask the store.
-    container["startupProbe"] = {
-        "exec": {"command": ["mooring", "ready"]},
-        "periodSeconds": 2,
-        "timeoutSeconds": 10,
-        "successThreshold": 1,
-        "failureThreshold": 150,
-    }
-    return container
-
-
-def _shared(
-    plan: Plan,
-    args: list[str],
-    variables: Sequence[Mapping[str, Any]],
-    mounts: Sequence[Mapping[str, Any]],
-    resources: Mapping[str, Any],
-) -> dict[str, Any]:
-    shared: dict[str, Any] = {
-        "image": plan.image,
-        "imagePullPolicy": plan.image_pull_policy,
-        "args": args,
-        # `kubectl describe pod` then says why restore failed.
-        "terminationMessagePolicy": "FallbackToLogsOnError",
-        "env": [dict(variable) for variable in variables],
-        "volumeMounts": [dict(mount) for mount in mounts],
-        "securityContext": dict(plan.security_context),
-    }
-    if resources:
-        shared["resources"] = resources
-    return shared
 
 
 _CLUSTER_EVENTS: Final = environment_variable("cluster.cluster_events")
@@ -99,7 +31,7 @@ _FROM_THE_POD: Final = {
 _EVICTION_THRESHOLD: Final = environment_variable("disk.eviction_threshold_percent")
 
 
-def plan_of(
+def our_containers(
     pod: Mapping[str, Any],
     trainer: Container,
     place: CheckpointPlace,
@@ -109,8 +41,12 @@ def plan_of(
     attempt: Mapping[str, Any] | None,
     grace_seconds: int,
     findings: Findings,
-) -> Plan:
-    """Plan both containers. `attempt` is an entry of `env`, the same as the trainer's."""
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return restore and agent, in the order of their start. `attempt` is an entry of `env`, the same as the trainer's.
+
+    Restore is an ordinary init container: the trainer starts once it has succeeded. The agent is a sidecar, an init
+    container that Kubernetes ends after the trainer; it is the last one.
+    """
     metadata, spec = present(pod, "metadata", {}), pod["spec"]
     texts = {
         names.ENV_DESTINATION: injection.destination,
@@ -125,30 +61,56 @@ def plan_of(
     }
     resources = agent_resources(spec, injection, defaults, findings)
     has_identity = not injection.claim and not injection.credentials
-    return Plan(
-        image=defaults.image,
-        image_pull_policy=defaults.image_pull_policy,
-        variables=[
+    shared: dict[str, Any] = {
+        "image": defaults.image,
+        "imagePullPolicy": defaults.image_pull_policy,
+        # `kubectl describe pod` then says why restore failed.
+        "terminationMessagePolicy": "FallbackToLogsOnError",
+        "env": [
             *(identity_variables(trainer) if has_identity else []),
             # The API server drops an empty value and keeps the name alone.
             *({"name": name, "value": text} if text else {"name": name} for name, text in texts.items()),
-            *([attempt] if attempt else []),
+            *([dict(attempt)] if attempt else []),
             *_own_name(spec, injection, findings),
         ],
-        mounts=[
+        "volumeMounts": [
             place.mount,
             SOCKET_MOUNT,
             STATE_MOUNT,
             *store_mounts(injection),
             *(_beside(place, identity_mounts(trainer)) if has_identity else []),
         ],
-        resources=resources,
-        restore_resources=with_the_trainers_memory(resources, trainer) if place.in_memory else resources,
-        security_context=security_context(spec, trainer, injection, openshift=defaults.openshift, findings=findings),
-        autoload=injection.autoload,
-        old_volume=place.outlives_pod,
-        serves_metrics=_may_serve_metrics(spec, findings),
-    )
+        "securityContext": security_context(spec, trainer, injection, openshift=defaults.openshift, findings=findings),
+    }
+    restore = {"name": names.RESTORE_CONTAINER, **shared, "args": ["restore"]}
+    agent = {"name": names.AGENT_CONTAINER, **shared, "args": ["agent"]}
+    if resources:
+        restore["resources"] = with_the_trainers_memory(resources, trainer) if place.in_memory else resources
+        agent["resources"] = resources
+    if injection.autoload:
+        # Restore copies the files that the trainer's Python loads.
+        restore["args"] += ["--autoload-to", names.POD_AUTOLOAD_PATH]
+        restore["volumeMounts"] = [*shared["volumeMounts"], AUTOLOAD_MOUNT]
+    if place.outlives_pod:
+        # Another pod may have used the volume before: a termination notice found on it is not this pod's.
+        agent["args"].append("--fresh")
+    if _may_serve_metrics(spec, findings):
+        # Without a host it listens on every address of the pod, which may have only IPv6 ones.
+        address = {"name": environment_variable("http_address"), "value": f":{names.POD_METRICS_PORT}"}
+        agent["env"] = [*shared["env"], address]
+        agent["ports"] = [{"name": "mooring-metrics", "containerPort": names.POD_METRICS_PORT, "protocol": "TCP"}]
+    # A sidecar gets SIGTERM only after the trainer has ended; the preStop hook tells the agent earlier.
+    agent["lifecycle"] = {"preStop": {"exec": {"command": ["mooring", "terminating"]}}}
+    agent["restartPolicy"] = "Always"
+    # The trainer starts when the agent answers on its socket. The probe does not ask the store.
+    agent["startupProbe"] = {
+        "exec": {"command": ["mooring", "ready"]},
+        "periodSeconds": 2,
+        "timeoutSeconds": 10,
+        "successThreshold": 1,
+        "failureThreshold": 150,
+    }
+    return restore, agent
 
 
 def _beside(place: CheckpointPlace, mounts: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:

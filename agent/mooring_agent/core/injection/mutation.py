@@ -9,25 +9,18 @@ and container sizes.
 
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 from mooring_agent import __version__
 from mooring_agent.core.injection import volumes
-from mooring_agent.core.injection.containers import (
-    POD_SOCKET,
-    Plan,
-    agent_container,
-    attempt_entry,
-    plan_of,
-    restore_container,
-)
+from mooring_agent.core.injection.containers import attempt_entry, our_containers
 from mooring_agent.core.injection.json_patch import difference
 from mooring_agent.core.injection.pod import OURS, Container, Findings, find_trainer, others, present, shape_problems
 from mooring_agent.core.injection.pod_fitness import doubtful, impossible, unfit
 from mooring_agent.core.injection.spec import Injection, InjectionDefaults, Mutation, Pod, Refusal
-from mooring_agent.core.injection.trainer_changes import changed_trainer, trainer_variables
-from mooring_agent.core.injection.volumes import CheckpointPlace, find_place
+from mooring_agent.core.injection.trainer_changes import changed_trainer
+from mooring_agent.core.injection.volumes import find_place
 from mooring_api import names
 
 _THE_CLUSTERS: Final = frozenset({"image", "imagePullPolicy", "resources"})
@@ -93,29 +86,13 @@ def _changed(pod: Pod, injection: Injection, defaults: InjectionDefaults, findin
     attempt = attempt_entry(metadata, trainer, injection, findings)
     said_seconds: int = present(spec, "terminationGracePeriodSeconds", _KUBERNETES_GRACE_SECONDS)
     grace_seconds = max(said_seconds, injection.grace_seconds)
-    plan = plan_of(
-        pod,
-        trainer,
-        place,
-        injection,
-        defaults,
-        attempt=attempt,
-        grace_seconds=grace_seconds,
-        findings=findings,
-    )
-    new_trainer = _new_trainer(
-        trainer,
-        place,
-        injection,
-        attempt=attempt,
-        grace_seconds=grace_seconds,
-        injected=injected,
-        findings=findings,
-    )
-    made = _made(plan)
+    shared: dict[str, Any] = {"attempt": attempt, "grace_seconds": grace_seconds, "findings": findings}
+    ours = our_containers(pod, trainer, place, injection, defaults, **shared)
+    new_trainer = changed_trainer(trainer, place, injection, injected=injected, **shared)
+    made = _made(ours)
     new_spec = {
         **spec,
-        **_containers(spec, trainer, new_trainer, plan, as_before=made_before == made),
+        **_containers(spec, trainer, new_trainer, ours, as_before=made_before == made),
         "volumes": volumes.with_volumes(spec, injection, place),
         "terminationGracePeriodSeconds": grace_seconds,
     }
@@ -123,38 +100,13 @@ def _changed(pod: Pod, injection: Injection, defaults: InjectionDefaults, findin
     return {**pod, "metadata": {**metadata, "annotations": annotations}, "spec": new_spec}
 
 
-def _new_trainer(
-    trainer: Container,
-    place: CheckpointPlace,
-    injection: Injection,
-    *,
-    attempt: Mapping[str, Any] | None,
-    grace_seconds: int,
-    injected: bool,
-    findings: Findings,
-) -> dict[str, Any]:
-    # Read-only, so that the trainer cannot replace the agent's socket. Connecting needs no write access to the mount.
-    mounts = [place.mount, {**volumes.SOCKET_MOUNT, "readOnly": True}]
-    if injection.autoload:
-        mounts.append({**volumes.AUTOLOAD_MOUNT, "readOnly": True})
-    return changed_trainer(
-        trainer,
-        variables=trainer_variables(
-            place,
-            socket=POD_SOCKET,
-            attempt=attempt,
-            grace_seconds=grace_seconds,
-            temporary_files=injection.temporary_files,
-        ),
-        mounts=mounts,
-        python_path=names.POD_AUTOLOAD_PATH if injection.autoload else "",
-        injected=injected,
-        findings=findings,
-    )
-
-
 def _containers(
-    spec: Mapping[str, Any], trainer: Container, new_trainer: dict[str, Any], plan: Plan, *, as_before: bool
+    spec: Mapping[str, Any],
+    trainer: Container,
+    new_trainer: dict[str, Any],
+    ours: Sequence[dict[str, Any]],
+    *,
+    as_before: bool,
 ) -> dict[str, Any]:
     """Return `initContainers` and `containers` with ours.
 
@@ -163,12 +115,11 @@ def _containers(
     the same plan, so somebody else made any difference.
     """
     there = {one["name"]: one for one in present(spec, "initContainers", []) if one.get("name") in OURS}
-    ours = (
-        ensured(there.get(wanted["name"], {}), wanted, as_before=as_before)
-        for wanted in (restore_container(plan), agent_container(plan))
-    )
     return {
-        "initContainers": [*others(spec, "initContainers"), *ours],
+        "initContainers": [
+            *others(spec, "initContainers"),
+            *(ensured(there.get(wanted["name"], {}), wanted, as_before=as_before) for wanted in ours),
+        ],
         "containers": [new_trainer if one is trainer else one for one in others(spec, "containers")],
     }
 
@@ -177,7 +128,7 @@ def _has_ours(spec: Mapping[str, Any]) -> bool:
     return any(one.get("name") in OURS for key in ("initContainers", "containers") for one in present(spec, key, []))
 
 
-def _made(plan: Plan) -> str:
+def _made(ours: Sequence[dict[str, Any]]) -> str:
     """Return the version that injects and a hash of both containers, which shows whether two pods were made alike."""
-    made = json.dumps([restore_container(plan), agent_container(plan)], sort_keys=True)
+    made = json.dumps(ours, sort_keys=True)
     return f"{__version__} {hashlib.sha256(made.encode()).hexdigest()[:_HASH_LENGTH]}"

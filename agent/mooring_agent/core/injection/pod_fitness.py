@@ -57,11 +57,6 @@ def attempt(metadata: Mapping[str, Any]) -> str:
         return ""
 
 
-def is_one_of_many(metadata: Mapping[str, Any]) -> bool:
-    """Whether other pods like this one may run at the same time."""
-    return node_rank(metadata) is not None
-
-
 def _replica(labels: Mapping[str, str]) -> int | None:
     """Return the index by Kubeflow's training operator, whose role label makes worker 0 the master if there is none."""
     index = _index(labels, f"{_TRAINING}replica-index")
@@ -149,7 +144,7 @@ def _overlap(one: str, other: str) -> bool:
 
 def doubtful(metadata: Mapping[str, Any], spec: Mapping[str, Any], place: CheckpointPlace) -> Iterator[str]:
     """Yield what works but may not be what the user intends."""
-    if place.outlives_pod and is_one_of_many(metadata):
+    if place.outlives_pod and node_rank(metadata) is not None:
         yield (
             f"checkpoints lie on the volume {place.volume}: pods that run at the same time must not share it; "
             "give each its own, or leave it to Mooring's emptyDir"

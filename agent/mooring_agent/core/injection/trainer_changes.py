@@ -7,7 +7,10 @@ variables come first: the user's may refer to them, and ours refer to none.
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
+from mooring_agent.core.injection import volumes
+from mooring_agent.core.injection.containers import POD_SOCKET
 from mooring_agent.core.injection.pod import Container, Findings, plain, present, value_of, variable
+from mooring_agent.core.injection.spec import Injection
 from mooring_agent.core.injection.volumes import CheckpointPlace
 from mooring_api import names
 
@@ -17,51 +20,23 @@ _SHUTDOWN_LEAST_SECONDS: Final = 30
 """torchrun's own default."""
 
 
-def trainer_variables(
-    place: CheckpointPlace,
-    *,
-    socket: str,
-    attempt: Mapping[str, Any] | None,
-    grace_seconds: int,
-    temporary_files: bool,
-) -> list[dict[str, Any]]:
-    """Return the `env` entries for the trainer; `attempt` is one.
-
-    `temporary_files`: set TMPDIR to the checkpoints' volume.
-    """
-    shutdown_seconds = max(_SHUTDOWN_LEAST_SECONDS, grace_seconds - _SHUTDOWN_RESERVE_SECONDS)
-    entries: list[dict[str, Any]] = [
-        {"name": names.ENV_VOLUME, "value": place.mount_path},
-        {"name": names.ENV_CHECKPOINT_DIRECTORY, "value": place.directory},
-        {"name": names.ENV_SOCKET, "value": socket},
-    ]
-    if attempt:
-        entries.append(dict(attempt))
-    entries += [
-        {"name": names.ENV_GRPC_FORK_HANDLERS, "value": "0"},
-        {"name": "TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "value": str(shutdown_seconds)},
-    ]
-    if temporary_files:
-        entries.append({"name": "TMPDIR", "value": place.mount_path})
-    return entries
-
-
 def changed_trainer(
     trainer: Container,
+    place: CheckpointPlace,
+    injection: Injection,
     *,
-    variables: Sequence[dict[str, Any]],
-    mounts: Sequence[Mapping[str, Any]],
-    python_path: str,
+    attempt: Mapping[str, Any] | None,
+    grace_seconds: int,
     injected: bool,
     findings: Findings,
 ) -> dict[str, Any]:
-    """Return the trainer with `variables` and `mounts`. `python_path` is autoload's folder; empty without autoload.
+    """Return the trainer with its mounts and variables. `attempt` is an entry of `env`.
 
     `injected`: the pod was injected before, so a differing variable of ours is from then and is replaced.
     """
     entries = list(present(trainer, "env", []))
     missing = []
-    for wanted in variables:
+    for wanted in _variables(place, injection, attempt, grace_seconds):
         name = wanted["name"]
         found = variable(trainer, name)
         if found is None:
@@ -71,12 +46,32 @@ def changed_trainer(
                 entries = [wanted if entry is found else entry for entry in entries]
             else:
                 findings.problems.append(_contradiction(trainer, wanted))
-    if python_path:
-        missing += _python_path(trainer, python_path, entries, findings)
+    # Read-only, so that the trainer cannot replace the agent's socket. Connecting needs no write access to the mount.
+    mounts = [place.mount, {**volumes.SOCKET_MOUNT, "readOnly": True}]
+    if injection.autoload:
+        mounts.append({**volumes.AUTOLOAD_MOUNT, "readOnly": True})
+        missing += _python_path(trainer, names.POD_AUTOLOAD_PATH, entries, findings)
     changed = {**trainer, "volumeMounts": _with_mounts(trainer, mounts, findings)}
     if missing or entries:
         changed["env"] = [*missing, *entries]
     return changed
+
+
+def _variables(
+    place: CheckpointPlace, injection: Injection, attempt: Mapping[str, Any] | None, grace_seconds: int
+) -> list[dict[str, Any]]:
+    shutdown_seconds = max(_SHUTDOWN_LEAST_SECONDS, grace_seconds - _SHUTDOWN_RESERVE_SECONDS)
+    entries = [
+        {"name": names.ENV_VOLUME, "value": place.mount_path},
+        {"name": names.ENV_CHECKPOINT_DIRECTORY, "value": place.directory},
+        {"name": names.ENV_SOCKET, "value": POD_SOCKET},
+        *([dict(attempt)] if attempt else []),
+        {"name": names.ENV_GRPC_FORK_HANDLERS, "value": "0"},
+        {"name": "TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "value": str(shutdown_seconds)},
+    ]
+    if injection.temporary_files:
+        entries.append({"name": "TMPDIR", "value": place.mount_path})
+    return entries
 
 
 def _contradiction(trainer: Container, wanted: Mapping[str, Any]) -> str:

@@ -7,6 +7,7 @@ comes from: `origin` only appears in the error.
 
 import math
 import re
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import MISSING, dataclass, fields, is_dataclass
 from decimal import Decimal
@@ -88,22 +89,15 @@ def environment_variable(key: str) -> str:
 
 def build_settings(values: Mapping[str, Any]) -> Settings:
     """Build the settings from valid `values` by key, which include the required ones. The rest gets defaults."""
-    settings = _build(Settings, "", values)
-    assert isinstance(settings, Settings)
-    return settings
-
-
-def _build(cls: Any, section: str, values: Mapping[str, Any]) -> Any:
-    arguments: dict[str, Any] = {}
-    hints = get_type_hints(cls)
-    for field in fields(cls):
-        if is_dataclass(hints[field.name]):
-            arguments[field.name] = _build(hints[field.name], field.name, values)
-            continue
-        key = f"{section}.{field.name}" if section else field.name
-        if key in values:
-            arguments[field.name] = values[key]
-    return cls(**arguments)
+    of_section: dict[str, dict[str, Any]] = defaultdict(dict)
+    for setting in setting_fields():
+        if setting.key in values:
+            of_section[setting.section][setting.name] = values[setting.key]
+    arguments = of_section[""]
+    for name, hint in get_type_hints(Settings).items():
+        if isinstance(hint, type) and is_dataclass(hint):
+            arguments[name] = hint(**of_section[name])
+    return Settings(**arguments)
 
 
 _UNITS: Final = {"": 1, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40, "KB": 10**3, "MB": 10**6, "GB": 10**9}

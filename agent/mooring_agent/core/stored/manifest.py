@@ -10,8 +10,10 @@ were measured with forged manifests of the worst shape (tests/integration/test_m
 never too low.
 """
 
+from array import array
 from collections.abc import Mapping, Sequence
-from typing import Annotated, Final, Literal
+from dataclasses import asdict
+from typing import Annotated, Any, Final, Literal
 
 from msgspec import Meta, Struct
 
@@ -31,7 +33,6 @@ from mooring_agent.core.limits import (
     WorldSize,
 )
 from mooring_agent.core.model import (
-    Checksums,
     CommitMarker,
     FileEntry,
     Kind,
@@ -103,18 +104,11 @@ class _Marker(_Save):
 
 
 def encode_manifest(manifest: RankManifest) -> bytes:
-    info = manifest.info
     return checked_json.encode(
         _Manifest(
+            **_of_save(manifest.info, manifest.saved_at),
             format=PACKED_FORMAT_VERSION if manifest.pack_sizes_bytes else FORMAT_VERSION,
-            save=info.save,
-            name=info.name,
-            step=info.step,
-            kind=info.kind,
-            world_size=info.world_size,
             rank=manifest.rank,
-            saved_at=float(manifest.saved_at),
-            checksum="crc64nvme",
             files=tuple(_encode_file(file) for file in manifest.files),
             packs=tuple(_Pack(size=size_bytes) for size_bytes in manifest.pack_sizes_bytes),
             single_file=manifest.single_file,
@@ -159,17 +153,10 @@ def commit_marker(manifests: Sequence[RankManifest], references: Mapping[int, Ma
 
 
 def encode_marker(marker: CommitMarker) -> bytes:
-    info = marker.info
     return checked_json.encode(
         _Marker(
+            **_of_save(marker.info, marker.saved_at),
             format=FORMAT_VERSION,
-            save=info.save,
-            name=info.name,
-            step=info.step,
-            kind=info.kind,
-            world_size=info.world_size,
-            saved_at=float(marker.saved_at),
-            checksum="crc64nvme",
             size=marker.size_bytes,
             file_count=marker.file_count,
             manifests=tuple(
@@ -205,6 +192,10 @@ def decode_marker(body: bytes, key: str) -> CommitMarker:
         raise _corrupt(key, error) from error
 
 
+def _of_save(info: SaveInfo, saved_at: float) -> dict[str, Any]:
+    return {**asdict(info), "saved_at": float(saved_at), "checksum": "crc64nvme"}
+
+
 def _encode_file(file: FileEntry) -> _File:
     return _File(
         path=file.path,
@@ -225,7 +216,7 @@ def _decode_file(file: _File) -> FileEntry:
         path=check_file_path(file.path),
         size_bytes=file.size,
         part_size_bytes=file.part_size,
-        checksums=Checksums(int(checksum, 16) for checksum in file.checksums),
+        checksums=array("Q", (int(checksum, 16) for checksum in file.checksums)),
         place=None
         if file.pack is None or file.offset is None
         else PackPlace(number=file.pack, offset_bytes=file.offset),

@@ -21,9 +21,8 @@ from mooring_agent.core.errors import ClusterError, ErrorKind
 from mooring_agent.core.model import Kind
 from mooring_agent.core.settings.values import ClusterSettings
 from mooring_agent.ports import Clock, Cluster, EventType, PodEvent
-from mooring_api.names import ANNOTATION_PREFIX
+from mooring_api.names import ANNOTATION_LAST_COMMITTED
 
-LAST_COMMITTED: Final = f"{ANNOTATION_PREFIX}last-committed"
 _QUEUE_LIMIT: Final = 32
 _BETWEEN_ANNOTATIONS_SECONDS: Final = 30.0
 _BETWEEN_STORAGE_ERRORS_SECONDS: Final = 300.0
@@ -138,7 +137,7 @@ class KubernetesEvents:
         now = asyncio.get_running_loop().time()
         committed = self._committed
         if committed != self._annotated and now >= self._annotate_at:
-            await self._allowed("pods", self._cluster.annotate, LAST_COMMITTED, committed)
+            await self._allowed("pods", self._cluster.annotate, ANNOTATION_LAST_COMMITTED, committed)
             self._annotated, self._annotate_at = committed, now + self._between_annotations_seconds
             return True
         return False

@@ -110,8 +110,8 @@ class DirectoryWatcher:
     def _saves_made_here(self, path: str) -> list[bool]:
         """For each known announcement of a path, whether the agent made its save id. Clients of ours make their own."""
         return [
-            contribution.save_made_here
+            contribution.announced.save_made_here
             for checkpoint in self._engine.state.checkpoints.values()
             for contribution in checkpoint.contributions.values()
-            if os.path.normpath(contribution.path) == path
+            if os.path.normpath(contribution.announced.path) == path
         ]

@@ -135,7 +135,7 @@ def _settled(state: State, event: Announced) -> bool:
         # The save failed, and another rank announced it again: what this call waits for will not come.
         return True
     return contribution.staged or (
-        not contribution.requested_files and len(checkpoint.contributions) < contribution.local_world_size
+        not contribution.announced.files and len(checkpoint.contributions) < contribution.announced.local_world_size
     )
 
 

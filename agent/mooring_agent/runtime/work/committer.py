@@ -292,7 +292,7 @@ class DuplicateSaveGuard:
             try:
                 # Exact times: Reconcile has looked for what an earlier agent may have committed by the same record.
                 announced_at = {
-                    rank: AnnouncementTime(at=contribution.announced_at)
+                    rank: AnnouncementTime(at=contribution.announced.at)
                     for rank, contribution in checkpoint.contributions.items()
                 }
                 await is_committed(store, checkpoint.info, announced_at)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import structlog
 
-from mooring_agent.adapters.records import resumed_from
+from mooring_agent.adapters.records import recorded_save
 from mooring_agent.catalog.pruning import prune, remove_litter
 from mooring_agent.core.agent.commands import Prune
 from mooring_agent.core.agent.events import Committed, Event, Pruned
@@ -18,6 +18,7 @@ from mooring_agent.core.errors import MooringError
 from mooring_agent.core.settings.values import RetentionSettings
 from mooring_agent.ports import Clock, StoreWriter
 from mooring_agent.runtime.work.ready_store import ReadyStore
+from mooring_api.names import RESUMED
 
 log = structlog.get_logger("mooring.pruner")
 
@@ -37,7 +38,7 @@ class Pruner:
             store,
             state.settings.retention,
             now=self._clock.now(),
-            resumed_from=resumed_from(self._state_directory),
+            resumed_from=recorded_save(self._state_directory, RESUMED),
             live=[checkpoint.info.save for checkpoint in state.unfinished()],
             # Nobody may have pruned the newest one, so a listing without it is incomplete.
             known=[newest.info.save] if newest else [],
@@ -47,7 +48,7 @@ class Pruner:
             log.warning("retention.refused", reason=report.plan.refused)
         elif deleted:
             log.info("retention.pruned", saves=deleted, freed_bytes=report.freed_bytes)
-        return Pruned(at=self._clock.now(), work=command.work, deleted=deleted)
+        return Pruned(at=self._clock.now(), work=command.work)
 
 
 class LeftoverRemover:

@@ -12,7 +12,6 @@ import logging
 import signal
 import threading
 from collections.abc import Callable
-from concurrent.futures import Future
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, Final
@@ -158,9 +157,7 @@ class Protection:
             save(*arguments, **keywords)
         except BaseException as error:
             self._claim.close()
-            failed: Future[None] = Future()
-            failed.set_exception(error)
-            self._run.announce_when(failed, self._checkpoint, self._step)
+            self._run.announce_failed(error, self._checkpoint, self._step)
             raise
 
     def saved(self) -> None:
