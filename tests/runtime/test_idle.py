@@ -30,8 +30,8 @@ FOR_S3 = {"aiobotocore", "botocore"}
 FOR_PAGES = {"aiohttp"}
 """S3 needs it too."""
 AT_THE_FIRST_SCRAPE = {"prometheus_client"}
-FOR_OTHERS = {"kubernetes", "cryptography", "psutil", "rich.console"}
-"""The webhook, settings that nobody made, and what prints tables."""
+FOR_OTHERS = {"kubernetes", "cryptography", "psutil"}
+"""The webhook, and settings that nobody made."""
 
 
 def loaded(agent: AgentProcess) -> set[str]:

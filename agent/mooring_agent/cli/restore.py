@@ -10,10 +10,10 @@ from mooring_agent import catalog
 from mooring_agent import restore as restoring
 from mooring_agent.adapters.volume import identity
 from mooring_agent.adapters.volume.shared_folders import make_shared_folders
-from mooring_agent.cli.formatting import amount, errors_reported
+from mooring_agent.cli.formatting import amount, errors_reported, progress_line
 from mooring_agent.cli.run import copy_autoload
 from mooring_agent.cli.store_options import store_options
-from mooring_agent.cli.store_work import as_json_option, opened, print_json, progress_bar, run_work
+from mooring_agent.cli.store_work import as_json_option, opened, print_json, run_work
 from mooring_agent.core.errors import ErrorKind, StoreError
 from mooring_agent.core.settings.table import environment_variable, parse_bytes
 from mooring_agent.core.settings.values import StoreSettings, TransferSettings
@@ -142,7 +142,7 @@ async def _restore(
         await _find(store, settings.destination, volume)
         await asyncio.to_thread(make_shared_folders, volume, directory)
         await asyncio.to_thread(identity.claim, volume, settings.destination)
-        with progress_bar() as advance:
+        with progress_line() as advance:
             return await restoring.restore(
                 store,
                 checkpoint_directory=directory,
