@@ -13,7 +13,7 @@ _HINT: Final = (
 )
 _PACKAGES: Final = frozenset(
     {"aiobotocore", "aiohttp", "awscrt", "botocore", "click", "cryptography", "google", "google.rpc", "grpc"}
-    | {"grpc_health", "grpc_reflection", "h11", "msgspec", "prometheus_client", "psutil", "rich"}
+    | {"grpc_health", "grpc_reflection", "msgspec", "prometheus_client", "psutil"}
     | {"structlog", "typing_extensions", "uvloop", "watchdog"}
 )
 """The import names of what those extras install."""

@@ -7,8 +7,7 @@ from tests.chart.rendering import NAMESPACE, Object, arguments_of, of_kind, rend
 from tests.chart.values_matrix import MATRIX
 
 from mooring_agent.cli.webhook import _settings, webhook
-from mooring_agent.webhook.listener import _FINISH_SECONDS
-from mooring_agent.webhook.settings import CertificateTimings, WebhookSettings
+from mooring_agent.webhook.settings import FINISH_SECONDS, CertificateTimings, WebhookSettings
 
 WITH_DEFAULTS_OF_THE_PROGRAM = {"log_format", "kubernetes_host", "kubernetes_port", "service_account"}
 
@@ -97,7 +96,7 @@ def test_what_has_begun_is_answered_before_the_pod_is_killed() -> None:
         objects = render(values)
         grace_seconds = webhook_pod(objects)["spec"]["terminationGracePeriodSeconds"]
         # Each of two ports is given its time to finish.
-        assert grace_seconds > settings_of(objects).lame_duck_seconds + 2 * _FINISH_SECONDS
+        assert grace_seconds > settings_of(objects).lame_duck_seconds + 2 * FINISH_SECONDS
 
 
 def test_probes_ask_the_port_without_tls_and_grant_the_time_that_first_certificates_take() -> None:

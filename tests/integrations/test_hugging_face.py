@@ -19,7 +19,7 @@ from tests.harness.claims import claims
 from tests.integrations.conftest import leaving
 
 import mooring.gate.signal_file
-from mooring import protect
+from mooring import private_members, protect
 from mooring.checkpoints.records import read_records, write_record
 from mooring.integrations import hugging_face, ownership
 from mooring.integrations.hugging_face import protection
@@ -430,6 +430,8 @@ def test_every_trainer_is_protected_without_a_line_of_code(
 def test_a_version_that_is_too_different_trains_unprotected(
     volume: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(hugging_face, "_NEEDED", ("_save_in_another_way",))
+    monkeypatch.setattr(private_members, "PRIVATE_MEMBERS", {"transformers.Trainer": ("_save_in_another_way",)})
     assert train(make(volume / "checkpoints", max_steps=2)).state.global_step == 2
-    assert capfd.readouterr().err.count("Trainer is not protected") == 1
+    said = capfd.readouterr().err
+    assert said.count("Trainer is not protected") == 1
+    assert f"transformers {transformers.__version__} has no transformers.Trainer._save_in_another_way" in said

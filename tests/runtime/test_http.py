@@ -102,15 +102,16 @@ def exchange(address: str, request: bytes) -> bytes:
         (b"HEAD /healthz HTTP/1.1\r\nHost: here\r\n\r\n", b"405"),
         (b"POST /metrics HTTP/1.1\r\nHost: here\r\nContent-Length: 2\r\n\r\nhi", b"405"),
         (b"\x16\x03\x01 what a TLS client says first\r\n\r\n", b"400"),
-        (b"GET /healthz HTTP/1.1\r\nHost: here\r\nLong: " + 20_000 * b"x", b"431"),
+        (b"GET /healthz HTTP/1.1\r\nHost: here\r\nLong: " + 20_000 * b"x", b"400"),
     ],
 )
 def test_whatever_is_asked_has_one_answer_and_then_the_connection_ends(
     agent: AgentProcess, address: str, request_bytes: bytes, status: bytes
 ) -> None:
     answer = exchange(address, request_bytes)
-    assert answer.startswith(b"HTTP/1.1 " + status)
+    assert answer.split()[1] == status
     assert get(address, "/healthz") == (200, "ok\n")
+    assert "Traceback" not in agent.log_text()
 
 
 def test_who_connects_and_asks_nothing_keeps_nobody_waiting(agent: AgentProcess, address: str) -> None:
@@ -146,7 +147,7 @@ def test_where_an_injected_pods_agent_listens_ipv4_and_ipv6_reach_it(tmp_path: P
 def test_an_address_in_use_is_a_clear_error(agent: AgentProcess, address: str, tmp_path: Path) -> None:
     other = AgentProcess(tmp_path / "other", f"file://{tmp_path}/bucket", http_address=address)
     assert other.start_refused() == 1
-    assert f"error: cannot serve /metrics on '{address}'" in other.log_text()
+    assert f"error: cannot listen on {address}" in other.log_text()
     assert "hint: give --http-address as host:port with a free port" in other.log_text()
 
 

@@ -4,6 +4,7 @@ Exit codes: 0 for success, 1 if a problem was found or the work failed, 2 for wr
 program's own code.
 """
 
+import os
 from collections.abc import Mapping
 from importlib import import_module
 from types import MappingProxyType
@@ -47,7 +48,14 @@ class _Commands(click.Group):
         return command
 
 
-@click.group(cls=_Commands, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110})
+_CONTEXT: Final = {
+    "help_option_names": ["-h", "--help"],
+    "max_content_width": 110,
+    "color": False if os.environ.get("NO_COLOR") else None,
+}
+
+
+@click.group(cls=_Commands, context_settings=_CONTEXT)
 @click.version_option(__version__, prog_name="mooring")
 def cli() -> None:
     """Keep a training job's checkpoints safe in object storage."""

@@ -2,7 +2,6 @@
 
 import os
 import signal
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +29,6 @@ def agent(fresh: bool, parent_pid: int | None, **options: Any) -> None:
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
     with errors_reported():
         settings = settings_from(options)
-        load_structlog_alone()
         # Imported here, so that the other commands do not wait for the whole agent to load.
         import structlog
         import uvloop
@@ -51,19 +49,3 @@ def agent(fresh: bool, parent_pid: int | None, **options: Any) -> None:
     # A normal exit would join threads that still hash a file, and SIGKILL may be near. Every log line is flushed
     # already.
     os._exit(code)
-
-
-def load_structlog_alone() -> None:
-    """Import structlog without rich. Every later `import structlog` gets the same module.
-
-    structlog imports rich for coloured tracebacks, which our logs do not have. Rich takes five megabytes, in a command
-    that runs beside a trainer for days, and most of structlog's time to load.
-    """
-    if "structlog" in sys.modules or "rich" in sys.modules:
-        return
-    # With None here, `import rich` fails as if it were not installed, which structlog supports.
-    sys.modules["rich"] = None  # type: ignore[assignment]  # None is documented, not typed
-    try:
-        import structlog  # noqa: F401 - only to load it
-    finally:
-        del sys.modules["rich"]

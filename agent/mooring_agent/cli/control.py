@@ -2,22 +2,20 @@
 
 import json
 import time
+from collections.abc import Iterator
 from typing import Any, Final
 
 import click
 from google.protobuf.message import Message
-from rich.console import Console, Group
-from rich.live import Live
-from rich.progress_bar import ProgressBar
-from rich.table import Table
-from rich.text import Text
 
 from mooring_agent.cli.agent_call import CALL_TIMEOUT_SECONDS, agent_stub
 from mooring_agent.cli.agent_options import agent_options
-from mooring_agent.cli.formatting import age, amount, errors_reported
+from mooring_agent.cli.formatting import age, amount, errors_reported, table
+from mooring_agent.core.errors import printable
 from mooring_api.v1 import agent_pb2
 
-_BAR_WIDTH: Final = 10
+_NAME_WIDTH: Final = 20
+_REASON_WIDTH: Final = 20
 
 
 @click.command()
@@ -35,13 +33,10 @@ def status(socket: str, follow: bool, as_json: bool) -> None:
             return
         updates = stub.WatchStatus(agent_pb2.WatchStatusRequest())
         try:
-            if as_json:
-                for update in updates:
-                    _show(update, as_json)
-                return
-            with Live(Text("waiting for the agent"), refresh_per_second=4) as live:
-                for update in updates:
-                    live.update(_picture(update))
+            for update in updates:
+                if not as_json:
+                    click.clear()
+                _show(update, as_json)
         except KeyboardInterrupt:
             return
 
@@ -71,7 +66,7 @@ def _show(update: agent_pb2.Status, as_json: bool) -> None:
     if as_json:
         click.echo(json.dumps(_values(update)))
     else:
-        Console().print(_picture(update))
+        click.echo("\n".join(_picture(update)))
 
 
 def _values(message: Message) -> dict[str, Any]:
@@ -94,48 +89,36 @@ def _word(name: str) -> str:
     return name.partition("_")[2].lower().replace("_", "-")
 
 
-def _picture(update: agent_pb2.Status) -> Group:
+def _picture(update: agent_pb2.Status) -> Iterator[str]:
     ranks = "1 live rank" if update.live_ranks == 1 else f"{update.live_ranks} live ranks"
-    lines = [Text(f"agent {update.agent_version} to {update.destination}, {ranks}")]
+    yield f"agent {update.agent_version} to {printable(update.destination)}, {ranks}"
     if update.HasField("newest_committed"):
         newest = update.newest_committed
-        lines.append(
-            Text(f"recovery point: step {newest.step} ({newest.name}), {age(update.recovery_point_age_seconds)} old")
-        )
+        old = age(update.recovery_point_age_seconds)
+        yield f"recovery point: step {newest.step} ({printable(newest.name)}), {old} old"
     else:
-        lines.append(Text("recovery point: none yet, a crash now would cost everything", style="yellow"))
+        yield click.style("recovery point: none yet, a crash now would cost everything", fg="yellow")
     rate = f"{amount(update.goodput_bytes_per_second)}/s" if update.goodput_bytes_per_second else "not measured yet"
     drain = age(update.drain_seconds) if update.drain_seconds >= 0 else "unknown"
-    lines.append(Text(f"backlog: {amount(update.backlog_bytes)}, upload rate {rate}, drain in {drain}"))
+    yield f"backlog: {amount(update.backlog_bytes)}, upload rate {rate}, drain in {drain}"
     if update.terminating:
         left = f"{max(0.0, update.deadline - time.time()):.0f} s left" if update.deadline else "no time limit"
-        lines.append(Text(f"terminating: {left}", style="bold red"))
+        yield click.style(f"terminating: {left}", fg="red", bold=True)
     if update.storage_error:
-        lines.append(Text(f"storage: {update.storage_error}", style="red"))
-    return Group(*lines, _table(update)) if update.checkpoints else Group(*lines)
+        yield click.style(f"storage: {printable(update.storage_error)}", fg="red")
+    if update.checkpoints:
+        rows = [("step", "checkpoint", "kind", "phase", "size", "durable", ""), *map(_row, update.checkpoints)]
+        yield from table(rows, right=(0, 4, 5), folded={6: _REASON_WIDTH, 1: _NAME_WIDTH})
 
 
-def _table(update: agent_pb2.Status) -> Table:
-    table = Table(box=None, pad_edge=False)
-    for column in ("step", "checkpoint", "kind", "phase", "size", "durable", ""):
-        # In a narrow terminal, names and reasons wrap; they are never truncated.
-        breaks = column in ("checkpoint", "")
-        table.add_column(
-            column,
-            justify="right" if column in ("step", "size") else "left",
-            overflow="fold",
-            no_wrap=not breaks,
-        )
-    for checkpoint in update.checkpoints:
-        size = max(1, checkpoint.size_bytes)
-        done = checkpoint.durable_bytes if checkpoint.size_bytes else size
-        table.add_row(
-            str(checkpoint.step),
-            checkpoint.name,
-            _word(agent_pb2.Kind.Name(checkpoint.kind)),
-            _word(agent_pb2.Phase.Name(checkpoint.phase)),
-            amount(checkpoint.size_bytes),
-            ProgressBar(total=size, completed=done, width=_BAR_WIDTH),
-            checkpoint.reason,
-        )
-    return table
+def _row(checkpoint: agent_pb2.Checkpoint) -> tuple[str, ...]:
+    durable = 100 * checkpoint.durable_bytes // checkpoint.size_bytes if checkpoint.size_bytes else 100
+    return (
+        str(checkpoint.step),
+        checkpoint.name,
+        _word(agent_pb2.Kind.Name(checkpoint.kind)),
+        _word(agent_pb2.Phase.Name(checkpoint.phase)),
+        amount(checkpoint.size_bytes),
+        f"{durable} %",
+        checkpoint.reason,
+    )

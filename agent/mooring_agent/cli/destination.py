@@ -2,7 +2,6 @@
 
 import asyncio
 import json
-import sys
 import time
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -11,27 +10,24 @@ from functools import partial
 from typing import Any, Final
 
 import click
-from rich.console import Console
-from rich.table import Column, Table
-from rich.text import Text
 
 from mooring_agent.catalog import pruning
 from mooring_agent.catalog.deep_check import check
 from mooring_agent.catalog.object_reads import for_each
 from mooring_agent.catalog.reading import DAMAGE, Problem, has_marker, list_committed, read_marker
-from mooring_agent.cli.formatting import amount, errors_reported
+from mooring_agent.cli.formatting import amount, errors_reported, progress_line, table
 from mooring_agent.cli.store_options import destination_options
-from mooring_agent.cli.store_work import as_json_option, opened, print_json, progress_bar, run_work
+from mooring_agent.cli.store_work import as_json_option, opened, print_json, run_work
 from mooring_agent.core.errors import ErrorKind, StoreError, printable
 from mooring_agent.core.model import CommitMarker
 from mooring_agent.core.policies.restore_choice import CommittedSave
 from mooring_agent.core.settings.values import Settings, StoreSettings, TransferSettings
 
 _MARKERS_AT_ONCE: Final = 8
-_PIPED_WIDTH: Final = 1000
 _NAME_WIDTH: Final = len("checkpoint-123456")
 _SAVE_WIDTH: Final = 9
 """A save's id wraps after the hyphen in its middle."""
+_REASON_WIDTH: Final = 30
 
 
 @click.command()
@@ -43,19 +39,9 @@ def ls(settings: Settings, as_json: bool) -> None:
     if as_json:
         print_json({"destination": settings.store.destination, "checkpoints": rows})
     else:
-        # In a narrow terminal, names and ids wrap; they are never truncated.
-        table = Table(
-            Column("STEP", justify="right", no_wrap=True),
-            Column("NAME", overflow="fold", min_width=_NAME_WIDTH),
-            Column("KIND", no_wrap=True),
-            Column("RANKS", justify="right", no_wrap=True),
-            Column("SIZE", justify="right", no_wrap=True),
-            Column("SAVED (UTC)", no_wrap=True),
-            Column("SAVE", overflow="fold", min_width=_SAVE_WIDTH),
-        )
-        for row in rows:
-            _add_row(
-                table,
+        cells = [("STEP", "NAME", "KIND", "RANKS", "SIZE", "SAVED (UTC)", "SAVE")]
+        cells += [
+            (
                 str(row["step"]),
                 row.get("name", ""),
                 row.get("kind", ""),
@@ -64,7 +50,10 @@ def ls(settings: Settings, as_json: bool) -> None:
                 _moment(row["saved_at"]) if "saved_at" in row else "damaged",
                 row["save"],
             )
-        _print_table(table, empty="no committed checkpoint")
+            for row in rows
+        ]
+        lines = table(cells, right=(0, 3, 4), folded={6: _SAVE_WIDTH, 1: _NAME_WIDTH})
+        click.echo("\n".join(lines) if rows else "no committed checkpoint")
         for row in rows:
             if row["problem"]:
                 click.echo(f"step {row['step']}: {printable(row['problem'])}")
@@ -147,12 +136,11 @@ def prune(settings: Settings, dry_run: bool, yes: bool, as_json: bool) -> None:
     elif plan.refused:
         click.echo(f"error: nothing was deleted: {printable(plan.refused)}", err=True)
     else:
-        table = Table("SAVE", "", "SIZE", "WHY")
-        for one in plan.deletions:
-            _add_row(table, one.save, "would go" if dry_run else "deleted", amount(one.size_bytes), one.reason)
-        for save, reason in plan.kept:
-            _add_row(table, save, "stays", "", reason)
-        _print_table(table, empty="nothing is there")
+        goes = "would go" if dry_run else "deleted"
+        cells = [(one.save, goes, amount(one.size_bytes), one.reason) for one in plan.deletions]
+        cells += [(save, "stays", "", reason) for save, reason in plan.kept]
+        lines = table([("SAVE", "", "SIZE", "WHY"), *cells], folded={3: _REASON_WIDTH, 0: _SAVE_WIDTH})
+        click.echo("\n".join(lines) if cells else "nothing is there")
         verb = "would be deleted" if dry_run else "deleted"
         click.echo(
             f"{len(plan.deletions)} saves {verb}, {amount(report.freed_bytes)}; "
@@ -213,7 +201,7 @@ async def _verify(
         for one in committed if everything or step is not None else committed[:1]:
             problems: Sequence[Problem]
             try:
-                with progress_bar() as advance:
+                with progress_line() as advance:
                     problems = await check(
                         store,
                         one,
@@ -236,23 +224,6 @@ async def _prune(settings: Settings, dry_run: bool) -> pruning.PruneReport:
         return await pruning.prune(store, settings.retention, now=time.time(), dry_run=dry_run)
 
 
-def _add_row(table: Table, *cells: str) -> None:
-    """Add a row of literal text. Names are untrusted: neither the terminal nor rich's markup may interpret them."""
-    table.add_row(*(Text(printable(cell)) for cell in cells))
-
-
-def _print_table(table: Table, *, empty: str) -> None:
-    if not table.row_count:
-        click.echo(empty)
-        return
-    table.box, table.pad_edge, table.collapse_padding = None, False, True
-    console = Console()
-    if not console.is_terminal:
-        # In a pipe or a file, a row stays on one line.
-        console = Console(width=_PIPED_WIDTH)
-    console.print(table)
-
-
 def _moment(unix_seconds: float) -> str:
     return datetime.fromtimestamp(unix_seconds, UTC).strftime("%Y-%m-%d %H:%M")
 
@@ -262,8 +233,7 @@ def _exit_with_problem(problem: bool) -> None:
         raise SystemExit(1)
 
 
-_MARKS = {"ok": "[green]ok  [/]", "warn": "[yellow]warn[/]", "fail": "[red]FAIL[/]"}
-_WIDE = 10_000
+_MARKS: Final = {"ok": ("ok  ", "green"), "warn": ("warn", "yellow"), "fail": ("FAIL", "red")}
 
 
 @click.command()
@@ -282,17 +252,14 @@ def doctor(settings: Settings, as_json: bool) -> None:
 async def _examine(settings: Settings, as_json: bool) -> bool:
     from mooring_agent.doctor import examine
 
-    # In a file or a pipe, lines do not wrap.
-    console = Console(highlight=False, width=None if sys.stdout.isatty() else _WIDE)
     findings = []
     async for finding in examine(settings.store):
         findings.append(finding)
         if not as_json:
-            row = Table.grid(padding=(0, 2, 0, 0))
-            row.add_row(_MARKS[finding.verdict], Text(f"{finding.name}: {finding.detail}"))
-            if finding.hint:
-                row.add_row("", Text(finding.hint, style="dim"))
-            console.print(row)
+            mark, colour = _MARKS[finding.verdict]
+            rows = [(mark, f"{finding.name}: {finding.detail}"), *([("", finding.hint)] if finding.hint else [])]
+            for line in table(rows, folded={1: _REASON_WIDTH}):
+                click.echo(click.style(line[: len(mark)], fg=colour) + line[len(mark) :])
     if as_json:
         click.echo(json.dumps([asdict(finding) for finding in findings]))
     return any(finding.verdict == "fail" for finding in findings)

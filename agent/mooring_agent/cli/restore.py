@@ -9,10 +9,10 @@ import click
 from mooring_agent.adapters.volume import identity
 from mooring_agent.adapters.volume.shared_folders import make_shared_folders
 from mooring_agent.catalog.reading import list_committed
-from mooring_agent.cli.formatting import amount, errors_reported
+from mooring_agent.cli.formatting import amount, errors_reported, progress_line
 from mooring_agent.cli.run import copy_autoload
 from mooring_agent.cli.store_options import destination_options
-from mooring_agent.cli.store_work import as_json_option, opened, print_json, progress_bar, run_work
+from mooring_agent.cli.store_work import as_json_option, opened, print_json, run_work
 from mooring_agent.core.errors import ErrorKind, StoreError
 from mooring_agent.core.settings.values import Settings
 from mooring_agent.ports import StoreWriter
@@ -65,7 +65,7 @@ async def _restore(settings: Settings) -> init_step.Restored | None:
         await _find(store, settings.store.destination, volume)
         await asyncio.to_thread(make_shared_folders, volume, directory)
         await asyncio.to_thread(identity.claim, volume, settings.store.destination)
-        with progress_bar() as advance:
+        with progress_line() as advance:
             return await init_step.restore(
                 store,
                 checkpoint_directory=directory,

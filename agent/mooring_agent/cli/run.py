@@ -14,7 +14,6 @@ from typing import Any
 import click
 
 from mooring_agent.adapters.volume.errors import folder_error
-from mooring_agent.cli.agent import load_structlog_alone
 from mooring_agent.cli.agent_call import CALL_TIMEOUT_SECONDS, agent_answers, agent_stub
 from mooring_agent.cli.formatting import errors_reported
 from mooring_agent.cli.store_options import environment_of, setting_options, settings_from
@@ -91,7 +90,6 @@ def run(wants_restore: bool, wants_autoload: bool, command: tuple[str, ...], **o
     """
     with errors_reported():
         settings = settings_from(options, defaults=_DEFAULTS)
-        load_structlog_alone()
         from mooring_agent.runtime.engine.telemetry import configure_logs
         from mooring_agent.runtime.process.runner import Runner
 

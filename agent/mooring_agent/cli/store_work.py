@@ -1,17 +1,15 @@
-"""Runs work on a destination from the command line: with a store that retries, a progress bar, and printed results.
+"""Runs work on a destination from the command line: with a store that retries, and printed results.
 
 Results go to stdout, as text or, with `--json`, as JSON. Progress, logs and errors go to stderr.
 """
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
-from contextlib import asynccontextmanager, contextmanager
+from collections.abc import AsyncIterator, Coroutine
+from contextlib import asynccontextmanager
 from typing import Any
 
 import click
-from rich.console import Console
-from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 
 from mooring_agent.adapters.open_store import open_store
 from mooring_agent.adapters.retrying_store import RetryingStore
@@ -34,18 +32,6 @@ def run_work(settings: Settings, work: Coroutine[Any, Any, Any]) -> Any:
     configure_logs(settings.log_format)
     with errors_reported():
         return asyncio.run(work)
-
-
-@contextmanager
-def progress_bar() -> Iterator[Callable[[str, int, int], None]]:
-    """Show a progress bar if stderr is a terminal. Yields the function that updates it."""
-    console = Console(stderr=True)
-    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
-    with Progress(
-        *columns, TimeRemainingColumn(), console=console, transient=True, disable=not console.is_terminal
-    ) as progress:
-        task = progress.add_task("", total=None)
-        yield lambda what, done, total: progress.update(task, description=what, completed=done, total=total)
 
 
 def print_json(value: object) -> None:

@@ -18,44 +18,50 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
-from rich.console import Console
-from rich.markup import escape
-from rich.text import Text
+import click
 
 from mooring_agent.core.errors import ErrorKind, MooringError
 from mooring_agent.demo.processes import LogLine, TrainingRun, child, find_rclone, read_along, read_log, s3_server
 from mooring_api.names import JUST_IN_TIME_EXIT_CODE
 
 _SECONDS_WIDTH: Final = 6
+_CLEARED: Final = "\x1b[K"
+"""Clears the line to its end. click leaves it out where there is no terminal."""
 
 
 class Timeline:
     """Prints events as they happen. On a terminal the last line shows what is going on now."""
 
     def __init__(self) -> None:
-        self._console = Console(highlight=False)
         self._start = time.time()
-        self._status = self._console.status("")
 
     def say(self, text: str, *, style: str = "", at: float | None = None) -> None:
         """Print an event. `at` is the Unix time in seconds when it happened, if not now."""
         seconds = (time.time() if at is None else at) - self._start
-        clock = Text(f"{seconds:{_SECONDS_WIDTH}.1f} s  ", style="dim")
-        self._console.print(clock + Text(text, style=style), soft_wrap=True)
+        click.echo(_CLEARED + click.style(f"{seconds:{_SECONDS_WIDTH}.1f} s  ", dim=True) + _styled(text, style))
 
     def heading(self, text: str) -> None:
-        self._console.print(f"\n[bold]{escape(text)}[/]")
+        self.plain(f"\n{text}", style="bold")
 
     def plain(self, text: str, *, style: str = "") -> None:
-        self._console.print(Text(text, style=style), soft_wrap=True)
+        click.echo(_CLEARED + _styled(text, style))
 
     @contextmanager
     def going_on(self) -> Iterator[None]:
-        with self._status:
+        try:
             yield
+        finally:
+            self.now("")
 
     def now(self, text: str) -> None:
-        self._status.update(f"[dim]{escape(text)}[/]")
+        if sys.stdout.isatty():
+            click.echo(f"{_CLEARED}{click.style(text, dim=True)}\r", nl=False)
+
+
+def _styled(text: str, style: str) -> str:
+    """Style a text as `style` names it: bold, a colour, or both."""
+    words = style.split()
+    return click.style(text, fg=next((word for word in words if word != "bold"), None), bold="bold" in words or None)
 
 
 _STEPS: Final = 100

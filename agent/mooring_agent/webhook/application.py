@@ -1,4 +1,4 @@
-"""Answers requests on the webhook's two ports: reviews over HTTPS; probes and metrics over plain HTTP.
+"""Answers reviews, and counts them.
 
 Owns the limits on requests, of each one and of all together. `core.injection.admission_review` answers the review
 itself.
@@ -13,7 +13,7 @@ from typing import Any
 
 import structlog
 from aiohttp import web
-from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 from mooring_agent.core.injection.admission_review import Outcome, answer
 from mooring_agent.webhook.settings import (
@@ -80,23 +80,6 @@ def reviewing(settings: WebhookSettings, metrics: Metrics) -> web.Application:
 
     application = web.Application()
     application.add_routes([web.post("/mutate", mutate)])
-    return application
-
-
-def probing(metrics: Metrics, is_ready: Callable[[], bool]) -> web.Application:
-    """Make the application that answers GET /healthz, /readyz and /metrics."""
-
-    async def healthy(_: web.Request) -> web.Response:
-        return web.Response(text="ok\n")
-
-    async def ready(_: web.Request) -> web.Response:
-        return web.Response(text="ok\n") if is_ready() else web.Response(status=503, text="leaving\n")
-
-    async def measured(_: web.Request) -> web.Response:
-        return web.Response(body=generate_latest(metrics.registry), headers={"Content-Type": CONTENT_TYPE_LATEST})
-
-    application = web.Application()
-    application.add_routes([web.get("/healthz", healthy), web.get("/readyz", ready), web.get("/metrics", measured)])
     return application
 
 

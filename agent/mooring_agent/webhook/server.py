@@ -2,16 +2,23 @@
 
 import asyncio
 import contextlib
+import functools
 import signal
 from contextlib import AbstractAsyncContextManager
 
 import structlog
 
 from mooring_agent import __version__
-from mooring_agent.webhook.application import Metrics, probing, reviewing
+from mooring_agent.adapters.http_server import probe_pages, serving
+from mooring_agent.webhook.application import Metrics, reviewing
 from mooring_agent.webhook.certificate_keeper import ServingCertificate, kept_certificates
-from mooring_agent.webhook.listener import serving
-from mooring_agent.webhook.settings import ANSWER_SECONDS, MOST_CONNECTIONS, MOST_PROBES, WebhookSettings
+from mooring_agent.webhook.settings import (
+    ANSWER_SECONDS,
+    FINISH_SECONDS,
+    MOST_CONNECTIONS,
+    MOST_PROBES,
+    WebhookSettings,
+)
 
 log = structlog.get_logger("mooring.webhook")
 
@@ -32,21 +39,20 @@ async def serve_webhook(settings: WebhookSettings) -> None:
             loading = asyncio.create_task(certificate.keep_loading())
             stack.callback(loading.cancel)
         metrics = Metrics(certificate.seconds_left)
-        ask_seconds = settings.read_seconds + ANSWER_SECONDS
-        await stack.enter_async_context(
-            serving(
-                reviewing(settings, metrics),
-                settings.listen,
-                certificate.context,
-                most=MOST_CONNECTIONS,
-                ask_seconds=ask_seconds,
-            )
+        bounded = functools.partial(
+            serving, ask_seconds=settings.read_seconds + ANSWER_SECONDS, finish_seconds=FINISH_SECONDS
         )
+        reviews = bounded(
+            reviewing(settings, metrics),
+            settings.listen,
+            certificate.context,
+            option="--listen",
+            most=MOST_CONNECTIONS,
+        )
+        await stack.enter_async_context(reviews)
         # Started after the review port, so that a replica that says it is ready takes reviews.
-        probed = probing(metrics, lambda: not leaving.is_set())
-        await stack.enter_async_context(
-            serving(probed, settings.http_listen, None, most=MOST_PROBES, ask_seconds=ask_seconds)
-        )
+        pages = probe_pages(lambda: metrics.registry, lambda: not leaving.is_set())
+        await stack.enter_async_context(bounded(pages, settings.http_listen, option="--http-listen", most=MOST_PROBES))
         log.info("webhook.serving", version=__version__, listen=settings.listen, failure_policy=settings.failure_policy)
         await leaving.wait()
         log.info("webhook.leaving", lame_duck_seconds=settings.lame_duck_seconds)

@@ -20,6 +20,8 @@ MOST_ANSWER_BYTES: Final = 512 * 1024
 
 ANSWER_SECONDS: Final = 1.0
 """What a request may take besides the arrival of the review: for its TLS handshake, and for sending the answer."""
+FINISH_SECONDS: Final = 10.0
+"""How long requests that have begun may take after the ports are closed."""
 
 
 SERVICE_ACCOUNT: Final = Path("/var/run/secrets/kubernetes.io/serviceaccount")

@@ -20,6 +20,7 @@ from mooring.errors import MooringError
 from mooring.framework_run import FrameworkRun, guarded_save, next_name
 from mooring.gate import Action
 from mooring.integrations.ownership import Owner, claim, owns
+from mooring.private_members import require
 from mooring.workers import worker_processes
 
 _log: Final = logging.getLogger("mooring")
@@ -32,6 +33,7 @@ _training: "_Loop | None" = None
 def install(accelerator: Any) -> None:
     """Protect what this Accelerator trains. Idempotent. Raises AttributeError in a version that is too different."""
     if getattr(accelerator, _MARK, None) is None:
+        require("accelerate.Accelerator", accelerator)
         loop = _Loop(accelerator)
         _hook_classes()
         worker_processes.install()

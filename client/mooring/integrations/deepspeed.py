@@ -15,6 +15,7 @@ from mooring.errors import MooringError
 from mooring.framework_run import FrameworkRun, guarded_save, next_name
 from mooring.gate import Action
 from mooring.integrations.ownership import Owner, claim, owns
+from mooring.private_members import require
 from mooring.workers import worker_processes
 
 _log: Final = logging.getLogger("mooring")
@@ -24,7 +25,7 @@ _current: "_Training | None" = None
 
 
 def install(engine: Any) -> None:
-    """Protect what this engine trains. Idempotent. Raises AttributeError in a version that is too different."""
+    """Protect what this engine trains. Idempotent."""
     global _current
     if engine.optimizer is None or _MARK in vars(engine):
         return
@@ -57,6 +58,10 @@ class _Training:
         self._warned = False
         self._asked_step: int | None = None
         self._has_training_mode = False
+        try:
+            require("deepspeed.DeepSpeedEngine", engine)
+        except AttributeError as error:
+            _log.warning("just-in-time checkpoints are without the client_state: error=%s", error)
         # The last checkpoint that the program saved or resumed from: its path and its step.
         self._place: Path | None = None
         self._place_step = -1

@@ -13,6 +13,7 @@ from functools import partial
 from typing import Any, Final, Protocol, TypeVar
 
 from mooring.errors import ErrorKind, StoreLostError, UsageError
+from mooring.private_members import require
 
 _Result = TypeVar("_Result")
 
@@ -156,11 +157,12 @@ def open_rank_store(ranks: Ranks, prefix: str) -> RankStore:
     distributed = _distributed()
     assert distributed is not None
     try:
+        require("torch.distributed.distributed_c10d", distributed.distributed_c10d)
         store = distributed.distributed_c10d._get_default_store().clone()
     except AttributeError as error:
         raise UsageError(
             ErrorKind.UNSUPPORTED,
-            "the ranks cannot agree on what to save: this torch cannot clone its store",
+            f"the ranks cannot agree on what to save, for which this torch must clone its store: {error}",
             hint="install torch 2.8 or newer, or let rank 0 save for all, with Checkpointer(rank0_only=True) there "
             "and none elsewhere",
         ) from error

@@ -18,17 +18,17 @@ and no other rank waits for it. The stager leaves this to its user:
 import logging
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Final
 
 import torch
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.planner import SavePlan
 from torch.distributed.tensor import DTensor
-from torch.utils._pytree import tree_leaves
 
 from mooring.checkpoint_writer import CheckpointWriter
 from mooring.errors import ErrorKind, MooringError, UsageError, VolumeError
+from mooring.private_members import require
 from mooring.torch_loop.storage import Storage
 
 try:
@@ -75,6 +75,11 @@ class Saver:
         if torch.cuda.is_available():
             # Pinning memory in one thread breaks a CUDA graph that another one captures.
             _attempt(lambda: self._copy(state))
+            return
+        try:
+            require("torch.distributed.checkpoint.staging.DefaultStager", self._stager)
+        except AttributeError as error:
+            _log.warning("training will wait longer for the first copy: error=%s", error)
         else:
             self._start(lambda: _attempt(lambda: self._make_memory(state)))
 
@@ -116,13 +121,12 @@ class Saver:
     def _make_memory(self, state: dict[str, Any]) -> dict[str, Any]:
         """Put memory for each tensor where the stager looks for it; the stager makes its own if there is none."""
         memory: Any = self._stager._state_dict_stager._cached_storage_mapping
-        for leaf in tree_leaves(state):
-            if isinstance(leaf, torch.Tensor):
-                storage = (leaf.to_local() if isinstance(leaf, DTensor) else leaf).untyped_storage()
-                if storage not in memory:
-                    pages = torch.UntypedStorage(storage.size())  # type: ignore[no-untyped-call]
-                    torch.empty(0, dtype=torch.uint8).set_(pages).zero_()
-                    memory[storage] = pages
+        for tensor in _tensors(state):
+            storage = (tensor.to_local() if isinstance(tensor, DTensor) else tensor).untyped_storage()
+            if storage not in memory:
+                pages = torch.UntypedStorage(storage.size())  # type: ignore[no-untyped-call]
+                torch.empty(0, dtype=torch.uint8).set_(pages).zero_()
+                memory[storage] = pages
         return state
 
     def _copy(self, state: dict[str, Any]) -> dict[str, Any]:
@@ -163,6 +167,14 @@ class _NothingToSave(DefaultSavePlanner):
 
     def create_local_plan(self) -> SavePlan:
         raise self._error
+
+
+def _tensors(part: Any) -> Iterator[torch.Tensor]:
+    if isinstance(part, torch.Tensor):
+        yield part
+    elif isinstance(part, Mapping | list | tuple):
+        for one in part.values() if isinstance(part, Mapping) else part:
+            yield from _tensors(one)
 
 
 def _attempt(work: Callable[[], dict[str, Any]]) -> dict[str, Any] | Exception:

@@ -11,10 +11,13 @@ import signal
 import sys
 from typing import Any
 
+from mooring.private_members import require
+
 
 def keep_alive() -> None:
     """Let fork servers that are started later survive SIGTERM. One that runs already stays as it is. Idempotent."""
     # The public function replaces the list, and what the user put there must stay.
+    require("multiprocessing.forkserver", multiprocessing.forkserver)
     server: Any = multiprocessing.forkserver._forkserver
     if __name__ not in server._preload_modules:
         server._preload_modules = [*server._preload_modules, __name__]

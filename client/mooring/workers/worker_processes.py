@@ -23,6 +23,7 @@ from types import ModuleType
 from typing import Any, Final
 
 from mooring.autoload.post_import import after_import
+from mooring.private_members import require
 from mooring.workers import fork_server
 
 _LOADER: Final = "torch.utils.data._utils.worker"
@@ -51,6 +52,7 @@ def autoload(module: ModuleType) -> None:
     """Wrap the entry function of `module`, which is one of those above."""
     if module.__name__ in _entries:
         return
+    require(module.__name__, module)
     _entries[module.__name__] = _entry(module)
     if module.__name__ in (_LOADER, _STATEFUL_LOADER):
         entry = loader_worker if module.__name__ == _LOADER else stateful_loader_worker

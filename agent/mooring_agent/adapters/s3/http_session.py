@@ -61,7 +61,9 @@ class _OneAttemptSession(AIOHTTPSession):  # type: ignore[misc]  # aiobotocore h
         guarded: _GuardedSession = await super()._get_session(proxy_url)
         guarded.session._retry_connection = False
         if not (proxy_url or "").startswith("https:"):
-            use_own_tls(guarded.session.connector)
+            connector = guarded.session.connector
+            _require("aiohttp", aiohttp.TCPConnector, "_loop", found=hasattr(connector, "_loop"))
+            use_own_tls(connector)
         return guarded
 
 
@@ -131,19 +133,26 @@ async def _read_bounded(response: aiohttp.ClientResponse) -> bytes:
 
 
 def require_internals() -> None:
-    """Check for the private members of libraries that are used here and in `tls_connector`. Raises StoreError."""
+    """Check for the private members of libraries that are used here and in `tls_connector`. Raises StoreError.
+
+    A connector's `_loop` is only there once it is made, and is checked then.
+    """
     for package, owner, name in (
         ("aiobotocore", AIOHTTPSession, "_get_session"),
         ("aiohttp", aiohttp.ClientSession, "_retry_connection"),
         ("aiohttp", aiohttp.TCPConnector, "_wrap_create_connection"),
     ):
         # aiohttp lists the attributes of instances.
-        if not hasattr(owner, name) and name not in getattr(owner, "ATTRS", ()):
-            raise StoreError(
-                ErrorKind.BAD_CONFIGURATION,
-                f"{package} {version(package)} has no {owner.__name__}.{name}, which Mooring relies on",
-                hint=f"install an older {package}, as the constraints.txt of this Mooring names it, and report this",
-            )
+        _require(package, owner, name, found=hasattr(owner, name) or name in getattr(owner, "ATTRS", ()))
+
+
+def _require(package: str, owner: type, name: str, *, found: bool) -> None:
+    if not found:
+        raise StoreError(
+            ErrorKind.BAD_CONFIGURATION,
+            f"{package} {version(package)} has no {owner.__name__}.{name}, which Mooring relies on",
+            hint=f"install an older {package}, as the constraints.txt of this Mooring names it, and report this",
+        )
 
 
 require_internals()

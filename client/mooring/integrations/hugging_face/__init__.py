@@ -10,13 +10,13 @@ from collections.abc import Callable
 from typing import Any
 
 from mooring.integrations.ownership import Owner, claim
+from mooring.private_members import require
 
 _PROTECTION = "_mooring_protection"
-_NEEDED = ("_maybe_log_save_evaluate", "_save_checkpoint", "_evaluate", "_determine_best_metric", "_get_output_dir")
 
 
 def install(trainer: Any) -> None:
-    """Protect what this Trainer trains. Idempotent. Raises RuntimeError in a version that is too different."""
+    """Protect what this Trainer trains. Idempotent. Raises AttributeError in a version that is too different."""
     if _PROTECTION in vars(trainer):
         return
     from transformers.trainer import Trainer
@@ -24,9 +24,7 @@ def install(trainer: Any) -> None:
     # These import torch and transformers, and autoload is called in the middle of that import.
     from mooring.integrations.hugging_face.protection import Callback, Protection
 
-    missing = [name for name in _NEEDED if not hasattr(trainer, name)]
-    if missing:
-        raise RuntimeError(f"this version of transformers has no {', '.join(missing)}")
+    require("transformers.Trainer", trainer)
     _wrap_train(Trainer)
     protection = Protection(trainer)
     _wrap(trainer, "_maybe_log_save_evaluate", protection.after_step)

@@ -25,6 +25,7 @@ from mooring.errors import MooringError
 from mooring.framework_run import FrameworkRun
 from mooring.gate import Action
 from mooring.integrations.ownership import Owner, owns
+from mooring.private_members import require
 
 _log: Final = logging.getLogger("mooring")
 
@@ -34,6 +35,7 @@ def remove_own_just_in_time(callback_handler: Any) -> None:
     for callback in list(callback_handler.callbacks):
         if type(callback).__name__ != "JITCheckpointCallback":
             continue
+        require("transformers.trainer_jit_checkpoint.CheckpointManager", callback.jit_manager)
         callback_handler.remove_callback(callback)
         previous = callback.jit_manager._original_sigterm_handler
         if threading.current_thread() is threading.main_thread():

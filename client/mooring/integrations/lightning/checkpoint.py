@@ -10,6 +10,7 @@ from typing import Any, Final
 
 from mooring.checkpoints.records import Kind
 from mooring.framework_run import FrameworkRun
+from mooring.private_members import require
 
 _BEGUN: Final = {"ready": 1, "started": 1, "processed": 0, "completed": 0}
 """Lightning's counters of an evaluation that is in its first batch."""
@@ -18,20 +19,18 @@ _RANDOM_STATES: Final = "mooring_random_states"
 
 
 def look_for_what_is_used(trainer: Any) -> None:
-    """Check that Lightning's loops have what is used here. Raises AttributeError or KeyError if they are too different.
+    """Check for what Mooring uses of Lightning. Raises AttributeError or KeyError if this version is too different.
 
-    Call it before anything depends on them.
+    Call it before anything depends on it.
     """
-    fit_loop = trainer.fit_loop
-    for owner, name in (
-        (fit_loop, "_data_fetcher"),
-        (fit_loop, "_combined_loader"),
-        (fit_loop, "_should_accumulate"),
-        (fit_loop.epoch_loop, "_should_check_val_fx"),
-        (fit_loop.epoch_progress.current, "processed"),
-    ):
-        getattr(owner, name)
-    state = fit_loop.state_dict()
+    require("lightning.Trainer", trainer)
+    if _is_a(trainer.strategy.checkpoint_io, "AsyncCheckpointIO"):
+        require("lightning.AsyncCheckpointIO", trainer.strategy.checkpoint_io)
+    for callback in trainer.callbacks:
+        if _is_a(callback, "BatchSizeFinder", "LearningRateFinder"):
+            require("lightning.callbacks", callback)
+    _ = trainer.fit_loop.epoch_progress.current.processed
+    state = trainer.fit_loop.state_dict()
     for progress in ("epoch_loop.batch_progress", "epoch_loop.val_loop.batch_progress"):
         for part in ("total", "current"):
             _ = {name: state[progress][part][name] for name in _BEGUN}
@@ -107,6 +106,10 @@ def kind(trainer: Any) -> Kind | None:
     return Kind.FINAL if steps_done or 0 < (trainer.max_epochs or 0) <= epochs else None
 
 
+def _is_a(found: Any, *classes: str) -> bool:
+    return any(cls.__name__ in classes for cls in type(found).__mro__)
+
+
 def written(trainer: Any, failure: OSError | None) -> "Future[Any] | None":
     """Return a future that is done when the checkpoint that was just saved is on disk; None if it already is.
 
@@ -117,7 +120,7 @@ def written(trainer: Any, failure: OSError | None) -> "Future[Any] | None":
         future.set_exception(failure)
         return future
     plugin = trainer.strategy.checkpoint_io
-    if not any(cls.__name__ == "AsyncCheckpointIO" for cls in type(plugin).__mro__):
+    if not _is_a(plugin, "AsyncCheckpointIO"):
         return None
     if plugin._executor is not None:
         # The executor's one thread comes to this after the write.

@@ -121,6 +121,7 @@ class Protection:
         self._random_states = contents.random_states(trainer, checkpoint)
 
     def _begin(self, trainer: Any) -> None:
+        contents.look_for_what_is_used(trainer)
         _complete_environment(trainer)
         methods = [
             (trainer, "save_checkpoint", self._save_checkpoint),
@@ -134,7 +135,6 @@ class Protection:
         else:
             warn(f"{type(trainer).__qualname__} is not saved just in time: SLURM's auto-requeue has the signals")
         originals = [getattr(owner, name) for owner, name, _ in methods]
-        contents.look_for_what_is_used(trainer)
         self._run = FrameworkRun.current()
         for (owner, name, ours), original in zip(methods, originals, strict=True):
             setattr(owner, name, functools.update_wrapper(functools.partial(ours, trainer, original), original))

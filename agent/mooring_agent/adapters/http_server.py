@@ -1,60 +1,102 @@
-"""A listening port that bounds the number of connections and the time that each may take for a request.
+"""An HTTP server that bounds the number of its connections and the time that each may take for a request.
 
 A connection owes a request from its start, TLS handshake included, and after an answer from the next byte that it
 sends; in between it is idle. It is closed if the request does not arrive within `ask_seconds`. When the port is full,
 a new connection takes the place of the one that has waited longest, if that has waited longer than an honest request
 takes; else the new one stays in the kernel's queue for a moment. So clients that hold connections open cost the memory
 of at most `most` connections and keep nobody out. Time is counted in regular checks of all connections, so the time
-that we spend on one review makes no other connection late.
+that we spend on one request makes no other connection late. Without a connection there are no checks.
 """
 
 import asyncio
 import contextlib
+import logging
 import socket
 import ssl
 from collections.abc import AsyncIterator, Callable
-from typing import Final, cast
+from typing import TYPE_CHECKING, Any, Final
 
 import structlog
 from aiohttp import web
+from aiohttp.http import HttpProcessingError
 
 from mooring_agent.core.errors import ErrorKind, MooringError
+
+if TYPE_CHECKING:
+    from prometheus_client import CollectorRegistry
 
 _LOOK_SECONDS: Final = 0.5
 _HONEST_LOOKS: Final = 2
 """An honest request has arrived before its connection is checked twice."""
 _ROOM_SECONDS: Final = 0.05
-_FINISH_SECONDS: Final = 10.0
-_LINGER_SECONDS: Final = 1.0
-_KEEP_ALIVE_SECONDS: Final = 120.0
-"""Longer than the API server keeps an idle connection, so that it never writes into one that we are closing."""
 
-log = structlog.get_logger("mooring.webhook")
+log = structlog.get_logger("mooring.http")
+
+
+def _is_bug(record: logging.LogRecord) -> bool:
+    return not (record.exc_info and isinstance(record.exc_info[1], HttpProcessingError))
+
+
+_bugs: Final = logging.getLogger("mooring.http")
+_bugs.addFilter(_is_bug)  # what strangers send is answered with 400 and fills no log
+_OPTIONS: Final[dict[str, Any]] = {
+    "access_log": None,
+    "logger": _bugs,
+    # So that nothing grows after it was received.
+    "auto_decompress": False,
+    # Longer than the API server keeps an idle connection, so that it never writes into one that we are closing.
+    "keepalive_timeout": 120.0,
+    "lingering_time": 1.0,
+}
+
+
+def probe_pages(registry: Callable[[], "CollectorRegistry"], is_ready: Callable[[], bool]) -> web.Application:
+    """Make the application that answers GET /healthz (the event loop runs), /readyz and /metrics, then hangs up."""
+
+    async def healthy(_: web.Request) -> web.Response:
+        return web.Response(text="ok\n")
+
+    async def ready(_: web.Request) -> web.Response:
+        return web.Response(text="ok\n") if is_ready() else web.Response(status=503, text="exiting\n")
+
+    async def measured(_: web.Request) -> web.Response:
+        # Imported here, so that a process that nobody scrapes does not load it.
+        from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
+
+        return web.Response(body=generate_latest(registry()), headers={"Content-Type": CONTENT_TYPE_LATEST})
+
+    async def hang_up(_: web.Request, answer: web.StreamResponse) -> None:
+        answer.headers["Connection"] = "close"
+        answer.force_close()
+
+    application = web.Application()
+    for path, page in (("/healthz", healthy), ("/readyz", ready), ("/metrics", measured)):
+        application.router.add_get(path, page, allow_head=False)
+    application.on_response_prepare.append(hang_up)
+    return application
 
 
 @contextlib.asynccontextmanager
 async def serving(
     application: web.Application,
     address: tuple[str, int],
-    context: ssl.SSLContext | None,
+    context: ssl.SSLContext | None = None,
     *,
+    option: str,
     most: int,
     ask_seconds: float,
+    finish_seconds: float,
 ) -> AsyncIterator[None]:
-    """Serve while the context is open. On exit, requests that have begun are answered. Raises MooringError."""
-    listening = _listen(*address)
-    # Bodies are not decompressed, so that nothing grows after it was received.
-    runner = web.AppRunner(
-        application,
-        access_log=None,
-        auto_decompress=False,
-        keepalive_timeout=_KEEP_ALIVE_SECONDS,
-        lingering_time=_LINGER_SECONDS,
-        shutdown_timeout=_FINISH_SECONDS,
-    )
-    connections = _Connections(runner, context, most, ask_seconds)
-    application.on_response_prepare.append(connections.answered)
+    """Serve while the context is open. On exit, requests that have begun are answered, within `finish_seconds`.
+
+    `option` is the one that the address comes from. Raises MooringError if it cannot listen there.
+    """
+    listening = _listen(*address, option)
+    runner = web.AppRunner(application, shutdown_timeout=finish_seconds)
+    application.on_response_prepare.append(_answered)
     await runner.setup()
+    assert runner.server is not None, "it is set up"
+    connections = _Connections(runner.server, context, most, ask_seconds)
     tasks = [asyncio.create_task(one) for one in (connections.accept(listening), connections.look())]
     try:
         yield
@@ -67,65 +109,58 @@ async def serving(
         connections.close()
 
 
-class _Connection(asyncio.Protocol):
-    """Passes everything on to the HTTP server's own protocol.
+async def _answered(request: web.Request, _: web.StreamResponse) -> None:
+    """Handle aiohttp's signal before each answer."""
+    assert isinstance(request.protocol, _Connection)
+    request.protocol.answered()
+
+
+class _Connection(web.RequestHandler):
+    """aiohttp's connection, with an account of what it owes.
 
     `looks` counts the checks since the connection began to owe a request (`asks`) or became idle.
     """
 
-    def __init__(self, inner: asyncio.Protocol, lost: Callable[["_Connection"], None]) -> None:
-        self.inner = inner
+    def __init__(self, server: web.Server, lost: Callable[["_Connection"], None]) -> None:
+        super().__init__(server, loop=asyncio.get_running_loop(), **_OPTIONS)
         self.looks = 0
         self.asks = True
         self.connecting: asyncio.Task[None] | None = None
         self._lost = lost
-        self._transport: asyncio.Transport | None = None
 
     def answered(self) -> None:
         self.looks, self.asks = 0, False
 
     def busy(self) -> bool:
         """Whether a request is not answered yet, or the client does not take its answer."""
-        return self.asks or (self._transport is not None and self._transport.get_write_buffer_size() > 0)
+        return self.asks or (self.transport is not None and self.transport.get_write_buffer_size() > 0)
 
     def end(self) -> None:
-        if self._transport is not None:
-            self._transport.abort()
+        if self.transport is not None:
+            self.transport.abort()
         elif self.connecting is not None:
             self.connecting.cancel()
-
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self._transport = cast(asyncio.Transport, transport)
-        self.inner.connection_made(transport)
 
     def data_received(self, data: bytes) -> None:
         if not self.asks:
             self.looks, self.asks = 0, True
-        self.inner.data_received(data)
+        super().data_received(data)
 
-    def eof_received(self) -> bool | None:
-        return self.inner.eof_received()
-
-    def pause_writing(self) -> None:
-        self.inner.pause_writing()
-
-    def resume_writing(self) -> None:
-        self.inner.resume_writing()
-
-    def connection_lost(self, exc: Exception | None) -> None:
+    def connection_lost(self, exc: BaseException | None) -> None:
         self._lost(self)
-        self.inner.connection_lost(exc)
+        super().connection_lost(exc)
 
 
 class _Connections:
-    """All connections of one port, by their HTTP server protocol."""
+    """All connections of one port."""
 
-    def __init__(self, runner: web.AppRunner, context: ssl.SSLContext | None, most: int, ask_seconds: float) -> None:
-        self._runner = runner
+    def __init__(self, server: web.Server, context: ssl.SSLContext | None, most: int, ask_seconds: float) -> None:
+        self._server = server
         self._context = context
         self._most = most
         self._ask_seconds = ask_seconds
-        self._open: dict[object, _Connection] = {}
+        self._open: set[_Connection] = set()
+        self._any_open = asyncio.Event()
 
     async def accept(self, listening: socket.socket) -> None:
         """Accept connections for ever."""
@@ -139,36 +174,30 @@ class _Connections:
                 await asyncio.sleep(_ROOM_SECONDS)
                 continue
             await self._room()
-            server = self._runner.server
-            assert server is not None, "accepting only while the runner is set up"
-            connection = _Connection(server(), self._lost)
-            self._open[connection.inner] = connection
+            connection = _Connection(self._server, self._lost)
+            self._open.add(connection)
+            self._any_open.set()
             connection.connecting = asyncio.create_task(self._connect(connection, accepted))
 
     async def look(self) -> None:
         """Check all connections for ever, and close those that are late."""
         while True:
+            await self._any_open.wait()
             await asyncio.sleep(_LOOK_SECONDS)
-            for one in tuple(self._open.values()):
+            for one in tuple(self._open):
                 one.looks += 1
                 if one.busy() and one.looks * _LOOK_SECONDS > self._ask_seconds:
                     self._end(one)
 
-    async def answered(self, request: web.Request, _: web.StreamResponse) -> None:
-        """Handle aiohttp's signal before each answer."""
-        connection = self._open.get(request.protocol)
-        if connection is not None:
-            connection.answered()
-
     def close(self) -> None:
         """End the connections that are left, which are still in their TLS handshake."""
-        for one in tuple(self._open.values()):
+        for one in tuple(self._open):
             self._end(one)
 
     async def _room(self) -> None:
         """Wait until there is room, and close the connection that has waited longest once it is overdue."""
         while len(self._open) >= self._most:
-            first = min(self._open.values(), key=lambda one: (not one.asks, -one.looks))
+            first = min(self._open, key=lambda one: (not one.asks, -one.looks))
             if first.looks >= _HONEST_LOOKS:
                 self._end(first)
             else:
@@ -179,7 +208,9 @@ class _Connections:
         connection.end()
 
     def _lost(self, connection: _Connection) -> None:
-        self._open.pop(connection.inner, None)
+        self._open.discard(connection)
+        if not self._open:
+            self._any_open.clear()
 
     async def _connect(self, connection: _Connection, accepted: socket.socket) -> None:
         seconds = None if self._context is None else self._ask_seconds
@@ -191,7 +222,7 @@ class _Connections:
             self._lost(connection)  # the client spoke no TLS, an incompatible version, or not at all
 
 
-def _listen(host: str, port: int) -> socket.socket:
+def _listen(host: str, port: int, option: str) -> socket.socket:
     """Listen on an address. An empty host means every address of this machine, IPv6 included. Raises MooringError."""
     try:
         if not host and socket.has_dualstack_ipv6():
@@ -203,7 +234,7 @@ def _listen(host: str, port: int) -> socket.socket:
         raise MooringError(
             ErrorKind.BAD_CONFIGURATION,
             f"cannot listen on {host}:{port}: {error}",
-            hint="give another address, or end whatever holds this one",
+            hint=f"give {option} as host:port with a free port",
         ) from error
     listening.setblocking(False)
     return listening

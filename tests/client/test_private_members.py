@@ -1,0 +1,119 @@
+"""Private members of libraries that the trainer's side uses: the installed releases have them, and a release without
+one is named in one line."""
+
+import importlib
+import logging
+import multiprocessing.forkserver
+import re
+import tomllib
+from pathlib import Path
+from types import MappingProxyType, SimpleNamespace
+from typing import Any, Final, cast
+
+import pytest
+import torch.distributed
+
+import mooring
+from mooring.integrations import accelerate, deepspeed
+from mooring.integrations.ownership import protect_new
+from mooring.private_members import PRIVATE_MEMBERS, require
+from mooring.ranks.rank_store import Ranks, open_rank_store
+from mooring.torch_loop.saver import Saver
+from mooring.torch_loop.storage import Storage
+from mooring.workers import fork_server
+
+_ROOT: Final = Path(__file__).parents[2]
+
+
+def _made(module: str, name: str, *arguments: Any, **named: Any) -> Any:
+    return getattr(importlib.import_module(module), name)(*arguments, **named)
+
+
+# How to get what is no module.
+_FOUND: Final = MappingProxyType(
+    {
+        "lightning.AsyncCheckpointIO": lambda: _made("lightning.pytorch.plugins.io", "AsyncCheckpointIO"),
+        "lightning.Trainer": lambda: _made(
+            "lightning.pytorch", "Trainer", accelerator="cpu", devices=1, logger=False, enable_checkpointing=False
+        ),
+        "lightning.callbacks": lambda: _made("lightning.pytorch.callbacks", "LearningRateFinder"),
+        "accelerate.Accelerator": lambda: _made("accelerate", "Accelerator", cpu=True),
+        "deepspeed.DeepSpeedEngine": lambda: importlib.import_module("deepspeed").DeepSpeedEngine,
+        "torch.distributed.checkpoint.staging.DefaultStager": lambda: Saver(cast(Storage, None))._stager,
+        "transformers.Trainer": lambda: importlib.import_module("transformers").Trainer,
+        "transformers.trainer_jit_checkpoint.CheckpointManager": lambda: _made(
+            "transformers.trainer_jit_checkpoint", "CheckpointManager", None
+        ),
+    }
+)
+
+
+@pytest.mark.filterwarnings("ignore")  # theirs, when they are made with nothing to train
+@pytest.mark.parametrize("owner", PRIVATE_MEMBERS)
+def test_the_installed_releases_have_what_is_used_of_them(owner: str) -> None:
+    pytest.importorskip(owner.partition(".")[0])
+    require(owner, _FOUND[owner]() if owner in _FOUND else importlib.import_module(owner))
+
+
+@pytest.mark.parametrize("owner", PRIVATE_MEMBERS)
+def test_a_release_without_one_is_named(owner: str) -> None:
+    with pytest.raises(AttributeError, match=rf"^\w+ ?[\w.+]* has no {owner}\.{PRIVATE_MEMBERS[owner][0]}, "):
+        require(owner, object())
+
+
+def test_the_page_lists_every_member_and_the_project_caps_every_library() -> None:
+    page = (_ROOT / "docs" / "compatibility.md").read_text()
+    extras = tomllib.loads((_ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    caps = {re.split(r"[<>=]", one)[0] for extra in extras.values() for one in extra if "<" in one}
+    for owner, members in PRIVATE_MEMBERS.items():
+        assert [path for path in members if f"`{path.rpartition('.')[2]}`" not in page] == []
+        assert owner.partition(".")[0] in caps | {"multiprocessing"}
+
+
+class Renamed:
+    """Has nothing that we know of."""
+
+
+def test_an_accelerator_that_lacks_one_is_not_protected_and_one_line_says_why(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    protect_new(Renamed, accelerate.install)
+    Renamed()
+    said = capfd.readouterr().err
+    assert said.startswith("mooring: Renamed is not protected: AttributeError: accelerate ")
+    assert "has no accelerate.Accelerator._models" in said
+    assert said.count("\n") == 1
+
+
+def test_a_deepspeed_that_lacks_one_saves_without_the_client_state_and_says_so(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    checkpoint_engine = SimpleNamespace(is_decoupled=lambda: False)
+    engine = SimpleNamespace(save_checkpoint=None, load_checkpoint=None, checkpoint_engine=checkpoint_engine)
+    deepspeed._Training(engine)
+    assert "has no deepspeed.DeepSpeedEngine._common_checkpoint_state" in caplog.text
+
+
+def test_a_python_whose_fork_server_is_another_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(multiprocessing.forkserver, "_forkserver")
+    with pytest.raises(AttributeError, match=r"^Python 3\S* has no multiprocessing\.forkserver\._forkserver"):
+        fork_server.keep_alive()
+
+
+def test_a_torch_whose_store_is_not_found_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+    monkeypatch.delattr(torch.distributed.distributed_c10d, "_get_default_store")
+    with pytest.raises(mooring.UsageError, match=r"torch \S+ has no .*\._get_default_store"):
+        open_rank_store(Ranks(world_size=2), "any")
+
+
+def test_a_torch_whose_stager_is_another_only_makes_the_first_copy_slower(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    saver = Saver(cast(Storage, None))
+    monkeypatch.delattr(saver._stager, "_state_dict_stager")
+    with caplog.at_level(logging.WARNING, logger="mooring"):
+        saver.warm_up(lambda: {"weights": torch.zeros(1)})
+    assert "training will wait longer for the first copy" in caplog.text
+    assert "_cached_storage_mapping" in caplog.text
