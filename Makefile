@@ -47,7 +47,7 @@ $(NODE_MODULES): examples/node/package-lock.json
 	npm ci --prefix examples/node || echo "npm found no packages: the tests of the Node.js example will skip"
 
 demo: setup
-	$(BIN)/mooring demo
+	$(BIN)/python -m examples.demo
 
 # Each test is in one of these, or in test-containers.
 test: test-quick test-slow test-trainers test-root
