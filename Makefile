@@ -8,6 +8,8 @@ NODE_MODULES := examples/node/node_modules/.package-lock.json
 # Old enough that a trainer image with any protobuf since 6.31 can load what it generates.
 PROTOC_VERSION := 1.74.0
 PROTOC := .tools/protoc
+# Both distributions of this checkout, and what the image and most tests need of them.
+PACKAGES := --editable . --editable './agent[webhook]'
 STUBS := proto/mooring_api/v1
 UV_VERSION := 0.13.9
 UV := .tools/uv
@@ -28,16 +30,17 @@ setup: $(READY)
 
 setup-tests: $(FRAMEWORKS) $(PROTOC) node
 
-# torch first and by itself, so that nothing else chooses its build.
-$(READY): pyproject.toml constraints.txt
+# pip first, as a Python's own may be too old for --group; torch by itself, so that nothing else chooses its build.
+$(READY): pyproject.toml agent/pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --upgrade pip
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt torch
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev]'
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt $(PACKAGES) --group dev
 	touch $@
 
 # The trainers that the tests run; a gigabyte that nobody else needs.
 $(FRAMEWORKS): $(READY)
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev,frameworks]'
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt $(PACKAGES) --group dev --group frameworks
 	touch $@
 
 # For the example in Node.js: where there is no npm, its tests say that they skip.
@@ -73,7 +76,8 @@ test-containers: $(READY)
 OTHER_PYTHON = .tools/$(shell $(PYTHON) -c 'import sys; print("python%d.%d" % sys.version_info[:2])')
 test-python:
 	$(PYTHON) -m venv $(OTHER_PYTHON)
-	$(OTHER_PYTHON)/bin/python -m pip install --quiet --constraint constraints.txt --editable '.[test]'
+	$(OTHER_PYTHON)/bin/python -m pip install --quiet --constraint constraints.txt --upgrade pip
+	$(OTHER_PYTHON)/bin/python -m pip install --quiet --constraint constraints.txt $(PACKAGES) --group test
 	$(OTHER_PYTHON)/bin/python -m pytest -n $(WORKERS) --dist worksteal -m "not (slow or trainers or root or containers)"
 
 # Objects and requests of strangers, in tens of thousands; the ordinary tests do some. ARGUMENTS="--objects 100 --seed 7"
@@ -131,11 +135,12 @@ $(UV): Makefile
 # The image's supply chain.
 .PHONY: lock image sbom
 
-# What the image installs, with the hash of every file of PyPI that it may be; after a change of pyproject or constraints.
+# What the image installs, with the hash of every file of PyPI that it may be; after a change of dependencies or constraints.
 LOCK := $(UV)/bin/uv --no-config pip compile --quiet --universal --python-version 3.11 --generate-hashes --no-annotate \
 	--default-index https://pypi.org/simple --constraint constraints.txt --custom-compile-command 'make lock'
 lock: $(UV)
-	$(LOCK) --extra webhook --output-file requirements.txt pyproject.toml
+	printf '%s\n' . './agent[webhook]' | $(LOCK) --no-emit-package mooring --no-emit-package mooring-agent \
+		--output-file requirements.txt -
 	$(PYTHON) -c 'import tomllib; print(*tomllib.load(open("pyproject.toml", "rb"))["build-system"]["requires"], sep="\n")' \
 		| $(LOCK) --output-file requirements-build.txt -
 
@@ -165,14 +170,14 @@ pages: setup
 # All pages as a site in build/site; a link that leads nowhere is an error.
 site: setup
 	rm -rf .tools/pages && mkdir -p .tools/pages
-	git ls-files -z -- '*.md' '*.png' examples proto benchmarks tests/chaos/oracle.py tests/formats/test_frozen_formats.py | xargs -0 cp --parents -t .tools/pages
+	git ls-files -z -- '*.md' ':!agent' ':!client' '*.png' examples proto benchmarks tests/chaos/oracle.py tests/formats/test_frozen_formats.py | xargs -0 cp --parents -t .tools/pages
 	$(BIN)/zensical build --strict
 
 docs: pages site
 	$(BIN)/zensical serve
 
 bench: setup
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev,bench]'
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt $(PACKAGES) --group dev --group bench
 	$(BIN)/python -m benchmarks.memory
 	$(BIN)/python -m benchmarks.idle
 	$(BIN)/python -m benchmarks.async_save
