@@ -133,7 +133,7 @@ $(UV): Makefile
 	touch $@
 
 # The image's supply chain.
-.PHONY: lock image sbom
+.PHONY: lock image sbom release
 
 # What the image installs, with the hash of every file of PyPI that it may be; after a change of dependencies or constraints.
 LOCK := $(UV)/bin/uv --no-config pip compile --quiet --universal --python-version 3.11 --generate-hashes --no-annotate \
@@ -149,7 +149,7 @@ image:
 	@echo '$(BASE_IMAGE)' | grep -Eq '^[^@]+@sha256:[0-9a-f]{64}$$' || { \
 		echo "error: BASE_IMAGE names no digest; hint: make image BASE_IMAGE=name:tag@sha256:…, as" \
 			"'docker buildx imagetools inspect name:tag' shows it"; exit 1; }
-	$(BUILDER) build --file Dockerfile.agent --tag '$(IMAGE)' --build-arg 'BASE_IMAGE=$(BASE_IMAGE)' \
+	$(BUILDER) build --file Dockerfile.agent $(or $(IMAGE_FLAGS),--tag '$(IMAGE)') --build-arg 'BASE_IMAGE=$(BASE_IMAGE)' \
 		--build-arg 'BASE_NAME=$(firstword $(subst @, ,$(BASE_IMAGE)))' \
 		--build-arg 'BASE_DIGEST=$(lastword $(subst @, ,$(BASE_IMAGE)))' \
 		--build-arg "REVISION=$$(git rev-parse HEAD)" .
@@ -159,6 +159,10 @@ sbom: setup
 	mkdir -p build
 	$(BIN)/cyclonedx-py requirements --pyproject pyproject.toml --mc-type application --output-reproducible \
 		--output-format JSON --output-file build/sbom.cdx.json requirements.txt
+
+# Packages, chart, image, SBOM, checksums and signatures in dist/, and what goes to registries; DRY_RUN=1 pushes nothing.
+release: sbom
+	BUILDER='$(BUILDER)' IMAGE='$(IMAGE)' .ci/release
 
 # The pages that are made from the code; tests compare them.
 pages: setup

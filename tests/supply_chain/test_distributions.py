@@ -14,7 +14,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 from packaging.requirements import Requirement
+from packaging.specifiers import SpecifierSet
 from packaging.utils import canonicalize_name
 from tests.supply_chain.distributions import FOLDERS, PROJECTS, ROOT, needed
 
@@ -163,6 +165,18 @@ def test_the_agents_package_asks_for_all_that_it_imports() -> None:
     providers = packages_distributions()
     asked = needed(["mooring-agent[webhook]"])
     assert [name for name in strangers if not asked & set(map(canonicalize_name, providers[name]))] == []
+
+
+@pytest.mark.parametrize("name", FOLDERS)
+def test_a_package_claims_the_pythons_that_ci_tests_and_no_others(name: str) -> None:
+    project = PROJECTS[name]["project"]
+    claimed = re.findall(r"Programming Language :: Python :: (3\.\d+)", "\n".join(project["classifiers"]))
+    jobs = yaml.safe_load((ROOT / ".github" / "workflows" / "ci.yml").read_text())["jobs"]
+    first, others = jobs["test"]["env"]["PYTHON"], jobs["other-pythons"]["strategy"]["matrix"]["python"]
+    assert claimed == [first.removeprefix("python"), *others]
+    assert project["requires-python"] == f">={claimed[0]}"
+    assert all(python in SpecifierSet(project["requires-python"]) for python in claimed)
+    assert (FOLDERS[name] / "LICENSE").read_bytes() == (ROOT / "LICENSE").read_bytes()
 
 
 @pytest.mark.slow
