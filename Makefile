@@ -8,6 +8,8 @@ NODE_MODULES := examples/node/node_modules/.package-lock.json
 # Old enough that a trainer image with any protobuf since 6.31 can load what it generates.
 PROTOC_VERSION := 1.74.0
 PROTOC := .tools/protoc
+# Both distributions of this checkout, and what the image and most tests need of them.
+PACKAGES := --editable . --editable './agent[webhook]'
 STUBS := proto/mooring_api/v1
 UV_VERSION := 0.13.9
 UV := .tools/uv
@@ -28,16 +30,17 @@ setup: $(READY)
 
 setup-tests: $(FRAMEWORKS) $(PROTOC) node
 
-# torch first and by itself, so that nothing else chooses its build.
-$(READY): pyproject.toml constraints.txt
+# pip first, as a Python's own may be too old for --group; torch by itself, so that nothing else chooses its build.
+$(READY): pyproject.toml agent/pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --upgrade pip
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt torch
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev]'
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt $(PACKAGES) --group dev
 	touch $@
 
 # The trainers that the tests run; a gigabyte that nobody else needs.
 $(FRAMEWORKS): $(READY)
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev,frameworks]'
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt $(PACKAGES) --group dev --group frameworks
 	touch $@
 
 # For the example in Node.js: where there is no npm, its tests say that they skip.
@@ -47,7 +50,7 @@ $(NODE_MODULES): examples/node/package-lock.json
 	npm ci --prefix examples/node || echo "npm found no packages: the tests of the Node.js example will skip"
 
 demo: setup
-	$(BIN)/mooring demo
+	$(BIN)/python -m examples.demo
 
 # Each test is in one of these, or in test-containers.
 test: test-quick test-slow test-trainers test-root
@@ -73,7 +76,8 @@ test-containers: $(READY)
 OTHER_PYTHON = .tools/$(shell $(PYTHON) -c 'import sys; print("python%d.%d" % sys.version_info[:2])')
 test-python:
 	$(PYTHON) -m venv $(OTHER_PYTHON)
-	$(OTHER_PYTHON)/bin/python -m pip install --quiet --constraint constraints.txt --editable '.[test]'
+	$(OTHER_PYTHON)/bin/python -m pip install --quiet --constraint constraints.txt --upgrade pip
+	$(OTHER_PYTHON)/bin/python -m pip install --quiet --constraint constraints.txt $(PACKAGES) --group test
 	$(OTHER_PYTHON)/bin/python -m pytest -n $(WORKERS) --dist worksteal -m "not (slow or trainers or root or containers)"
 
 # Objects and requests of strangers, in tens of thousands; the ordinary tests do some. ARGUMENTS="--objects 100 --seed 7"
@@ -129,13 +133,14 @@ $(UV): Makefile
 	touch $@
 
 # The image's supply chain.
-.PHONY: lock image sbom
+.PHONY: lock image sbom release
 
-# What the image installs, with the hash of every file of PyPI that it may be; after a change of pyproject or constraints.
+# What the image installs, with the hash of every file of PyPI that it may be; after a change of dependencies or constraints.
 LOCK := $(UV)/bin/uv --no-config pip compile --quiet --universal --python-version 3.11 --generate-hashes --no-annotate \
 	--default-index https://pypi.org/simple --constraint constraints.txt --custom-compile-command 'make lock'
 lock: $(UV)
-	$(LOCK) --extra webhook --output-file requirements.txt pyproject.toml
+	printf '%s\n' . './agent[webhook]' | $(LOCK) --no-emit-package mooring --no-emit-package mooring-agent \
+		--output-file requirements.txt -
 	$(PYTHON) -c 'import tomllib; print(*tomllib.load(open("pyproject.toml", "rb"))["build-system"]["requires"], sep="\n")' \
 		| $(LOCK) --output-file requirements-build.txt -
 
@@ -144,7 +149,7 @@ image:
 	@echo '$(BASE_IMAGE)' | grep -Eq '^[^@]+@sha256:[0-9a-f]{64}$$' || { \
 		echo "error: BASE_IMAGE names no digest; hint: make image BASE_IMAGE=name:tag@sha256:…, as" \
 			"'docker buildx imagetools inspect name:tag' shows it"; exit 1; }
-	$(BUILDER) build --file Dockerfile.agent --tag '$(IMAGE)' --build-arg 'BASE_IMAGE=$(BASE_IMAGE)' \
+	$(BUILDER) build --file Dockerfile.agent $(or $(IMAGE_FLAGS),--tag '$(IMAGE)') --build-arg 'BASE_IMAGE=$(BASE_IMAGE)' \
 		--build-arg 'BASE_NAME=$(firstword $(subst @, ,$(BASE_IMAGE)))' \
 		--build-arg 'BASE_DIGEST=$(lastword $(subst @, ,$(BASE_IMAGE)))' \
 		--build-arg "REVISION=$$(git rev-parse HEAD)" .
@@ -154,6 +159,10 @@ sbom: setup
 	mkdir -p build
 	$(BIN)/cyclonedx-py requirements --pyproject pyproject.toml --mc-type application --output-reproducible \
 		--output-format JSON --output-file build/sbom.cdx.json requirements.txt
+
+# Packages, chart, image, SBOM, checksums and signatures in dist/, and what goes to registries; DRY_RUN=1 pushes nothing.
+release: sbom
+	BUILDER='$(BUILDER)' IMAGE='$(IMAGE)' .ci/release
 
 # The pages that are made from the code; tests compare them.
 pages: setup
@@ -165,14 +174,14 @@ pages: setup
 # All pages as a site in build/site; a link that leads nowhere is an error.
 site: setup
 	rm -rf .tools/pages && mkdir -p .tools/pages
-	git ls-files -z -- '*.md' '*.png' examples proto benchmarks tests/chaos/oracle.py tests/formats/test_frozen_formats.py | xargs -0 cp --parents -t .tools/pages
+	git ls-files -z -- '*.md' ':!agent' ':!client' '*.png' examples proto benchmarks tests/chaos/oracle.py tests/formats/test_frozen_formats.py | xargs -0 cp --parents -t .tools/pages
 	$(BIN)/zensical build --strict
 
 docs: pages site
 	$(BIN)/zensical serve
 
 bench: setup
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev,bench]'
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt $(PACKAGES) --group dev --group bench
 	$(BIN)/python -m benchmarks.memory
 	$(BIN)/python -m benchmarks.idle
 	$(BIN)/python -m benchmarks.async_save

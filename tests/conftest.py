@@ -19,9 +19,7 @@ os.environ.setdefault(names.ENV_GRPC_FORK_HANDLERS, "0")
 pytest_plugins = ["tests.servers.fixtures"]
 
 _HAS_TORCH = importlib.util.find_spec("torch") is not None
-_IMPORTS_TORCH = re.compile(
-    rb"^ *(?:import|from) (?:torch|safetensors|mooring\.torch_loop|mooring\.demo_train)", re.MULTILINE
-)
+_IMPORTS_TORCH = re.compile(rb"^ *(?:import|from) (?:torch|safetensors|mooring\.torch_loop)", re.MULTILINE)
 
 
 def pytest_configure() -> None:

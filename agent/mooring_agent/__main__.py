@@ -1,4 +1,4 @@
-"""The `mooring` command. Says what to install if the agent's packages are missing."""
+"""Runs the command line: how a container ends by a signal, and what to install for the webhook."""
 
 import contextlib
 import os
@@ -6,17 +6,6 @@ import signal
 import sys
 import threading
 from types import FrameType
-from typing import Final
-
-_HINT: Final = (
-    "the command line needs the agent's packages: pip install 'mooring[agent]', or 'mooring[webhook]' for the webhook"
-)
-_PACKAGES: Final = frozenset(
-    {"aiobotocore", "aiohttp", "awscrt", "botocore", "click", "cryptography", "google", "google.rpc", "grpc"}
-    | {"grpc_health", "grpc_reflection", "msgspec", "prometheus_client", "psutil"}
-    | {"structlog", "typing_extensions", "uvloop", "watchdog"}
-)
-"""The import names of what those extras install."""
 
 
 def main() -> None:
@@ -27,11 +16,10 @@ def main() -> None:
 
         cli(prog_name="mooring")
     except ModuleNotFoundError as error:
-        if not _is_missing_package(error.name or ""):
+        if error.name != "cryptography":
             # A bug of ours, or a broken installation: the traceback says more.
             raise
-        # Caught for each command too: many trainer images have click alone. Our own error printing may be missing.
-        sys.stderr.write(f"error: {error}\nhint: {_HINT}\n")
+        sys.stderr.write(f"error: {error}\nhint: pip install 'mooring-agent[webhook]'\n")
         sys.exit(2)
     except SystemExit as leaving:
         _end_beside_store_threads(leaving)
@@ -41,12 +29,6 @@ def main() -> None:
 def _leave_at_once(number: int, frame: FrameType | None) -> None:
     """Exit without joining threads, which may hang. As after a SIGKILL, the next start cleans up."""
     os._exit(128 + number)
-
-
-def _is_missing_package(name: str) -> bool:
-    """Whether one of `_PACKAGES` is missing as a whole, rather than a module within it."""
-    root = name.partition(".")[0]
-    return name in _PACKAGES or (root in _PACKAGES and sys.modules.get(root) is None)
 
 
 def _end_beside_store_threads(leaving: SystemExit) -> None:

@@ -5,6 +5,7 @@ from mooring.checkpointer import Checkpointer
 from mooring.checkpoints.records import Kind
 from mooring.errors import AgentError, ErrorKind, MooringError, RanksError, UsageError, VolumeError
 from mooring.protect import protect
+from mooring_api import __version__ as __version__
 
 __all__ = [
     "AgentError",
@@ -18,12 +19,3 @@ __all__ = [
     "VolumeError",
     "protect",
 ]
-
-
-def __getattr__(name: str) -> str:
-    # Looked up on demand, because an injected client lies in a volume and is not installed, so it has no version.
-    if name == "__version__":
-        from importlib.metadata import version
-
-        return version("mooring")
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

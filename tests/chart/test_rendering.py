@@ -137,4 +137,5 @@ def test_one_port_for_two_things_is_refused() -> None:
 
 
 def test_the_chart_has_the_version_of_the_program() -> None:
-    assert yaml.safe_load((CHART / "Chart.yaml").read_text())["appVersion"] == mooring_agent.__version__
+    chart = yaml.safe_load((CHART / "Chart.yaml").read_text())
+    assert chart["version"] == chart["appVersion"] == mooring_agent.__version__

@@ -39,7 +39,7 @@ def build_image(engine: Engine, cache: Path, directory: Path) -> None:
     # By .dockerignore everything else stays out anyway; a checkout may hold gigabytes of it.
     for name in ("agent", "client", "proto"):
         shutil.copytree(ROOT / name, context / name, ignore=shutil.ignore_patterns("__pycache__"))
-    for name in ("Dockerfile.agent", ".dockerignore", "pyproject.toml", *_LOCKS, "README.md", "LICENSE"):
+    for name in ("Dockerfile.agent", ".dockerignore", "pyproject.toml", *_LOCKS, "LICENSE"):
         shutil.copy(ROOT / name, context)
     shutil.copytree(_wheelhouse(cache), context / "wheelhouse")
     arguments = ["--isolation=chroot", f"--build-arg=BASE_IMAGE={BASE}", f"--tag={IMAGE}"]

@@ -1,4 +1,4 @@
-"""`mooring demo` as a newcomer runs it, and what it says when a claim does not hold."""
+"""`make demo` as a newcomer runs it, and what it says when a claim does not hold."""
 
 import importlib.util
 import re
@@ -8,10 +8,10 @@ import sys
 from pathlib import Path
 
 import pytest
+from examples.demo import story
+from examples.demo.processes import TrainingRun
 
 from mooring_agent.core.errors import MooringError
-from mooring_agent.demo import run_demo, story
-from mooring_agent.demo.processes import TrainingRun
 
 
 @pytest.mark.slow
@@ -23,7 +23,7 @@ def test_the_demo_loses_not_a_single_step_and_leaves_nothing_behind(
     # The user's own settings take no part.
     monkeypatch.setenv("MOORING_DESTINATION", "s3://no-such-bucket/run")
     monkeypatch.setenv("AWS_PROFILE", "no-such-profile")
-    done = subprocess.run([sys.executable, "-m", "mooring_agent", "demo"], capture_output=True, text=True, timeout=280)
+    done = subprocess.run([sys.executable, "-m", "examples.demo"], capture_output=True, text=True, timeout=280)
     logs = "".join(path.read_text()[-1500:] for path in short_directory.rglob("*.log"))
     assert (done.returncode, done.stderr) == (0, ""), done.stdout + logs
     told, _, held = done.stdout.partition("What held")
@@ -47,7 +47,7 @@ def test_a_claim_that_does_not_hold_is_named_and_the_folder_stays(
     pytest.importorskip("torch")
     monkeypatch.setattr(story.tempfile, "tempdir", str(tmp_path))
     monkeypatch.setattr(story, "_trainer", lambda stage: [sys.executable, "-c", "raise SystemExit('no memory')"])
-    assert run_demo(keep=False) == 1
+    assert story.run_demo(keep=False) == 1
     (folder,) = tmp_path.iterdir()
     told = capsys.readouterr().out
     assert "This did not hold: the undisturbed training runs to its end" in told
@@ -82,10 +82,10 @@ def test_other_weights_are_noticed() -> None:
         story._compare(TrainingRun(losses=losses, weights="a"), TrainingRun(), TrainingRun(losses=losses, weights="b"))
 
 
-def test_missing_extras_are_named_with_the_command_that_installs_them(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_packages_are_named_with_the_command_that_installs_them(monkeypatch: pytest.MonkeyPatch) -> None:
     found = importlib.util.find_spec
     monkeypatch.setattr(story.importlib.util, "find_spec", lambda name: None if name == "torch" else found(name))
     monkeypatch.setattr(shutil, "which", lambda *_, **__: None)
     with pytest.raises(MooringError, match="needs torch and rclone") as error:
-        run_demo(keep=False)
-    assert error.value.hint == "pip install 'mooring[demo]'"
+        story.run_demo(keep=False)
+    assert "`make demo`" in error.value.hint

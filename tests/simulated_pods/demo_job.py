@@ -27,6 +27,7 @@ FOREVER_STEPS = 1_000_000
 START_SECONDS = 180.0
 END_SECONDS = 180.0
 
+_PROGRAM = Path(__file__).parents[2] / "examples" / "demo" / "train.py"
 _TEXT = "It is a truth universally acknowledged, that a single checkpoint in possession of a good fortune. " * 40
 RESTRICTED = {
     "runAsUser": 1234,
@@ -70,7 +71,7 @@ class DemoJob:
         command: Sequence[str] = (),
     ) -> "DemoPod":
         """One pod of the Job, as after its admission. `command`: another program than the demo's."""
-        demo = ["python", "-m", "mooring.demo_train", "--text", "/text/words"]
+        demo = ["python", str(_PROGRAM), "--text", "/text/words"]
         trainer = {
             "name": TRAINER,
             "image": "trainer",

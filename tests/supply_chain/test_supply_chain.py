@@ -4,16 +4,13 @@ import json
 import re
 import subprocess
 import sys
-import tomllib
-from importlib.metadata import requires
 from pathlib import Path
 
 import pytest
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
+from tests.supply_chain.distributions import PROJECTS, ROOT, needed
 
-ROOT = Path(__file__).parents[2]
-PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 DIGEST = f"sha256:{'a' * 64}"
 _SECONDS = 120.0
 
@@ -24,38 +21,11 @@ def pinned(name: str) -> dict[str, str]:
     return {canonicalize_name(package): version for package, version in lines}
 
 
-def needed(requirements: list[str]) -> set[str]:
-    """By these and all that they need in turn, as it is installed here."""
-    found: set[str] = set()
-    waiting = [Requirement(one) for one in requirements]
-    while waiting:
-        requirement = waiting.pop()
-        name = canonicalize_name(requirement.name)
-        if requirement.marker is not None and not requirement.marker.evaluate({"extra": ""}):
-            continue
-        if name == "mooring":
-            extras = PROJECT["project"]["optional-dependencies"]
-            waiting += [Requirement(one) for extra in requirement.extras for one in extras[extra]]
-        elif name not in found:
-            found.add(name)
-            waiting += [
-                _without_extra(one, extra) for one in requires(name) or [] for extra in requirement.extras | {""}
-            ]
-    return found
-
-
-def _without_extra(text: str, extra: str) -> Requirement:
-    """A requirement of a package, where its marker holds for this extra; else one that never counts."""
-    requirement = Requirement(text)
-    holds = requirement.marker is None or requirement.marker.evaluate({"extra": extra})
-    return Requirement(requirement.name if holds else f"{requirement.name}; python_version < '3'")
-
-
 @pytest.mark.parametrize(
     ("lock", "wanted"),
     [
-        ("requirements.txt", [*PROJECT["project"]["dependencies"], "mooring[webhook]"]),
-        ("requirements-build.txt", PROJECT["build-system"]["requires"]),
+        ("requirements.txt", ["mooring-agent[webhook]"]),
+        *(("requirements-build.txt", project["build-system"]["requires"]) for project in PROJECTS.values()),
     ],
 )
 def test_the_lock_holds_all_that_the_image_needs_as_it_is_tested(lock: str, wanted: list[str]) -> None:
@@ -64,7 +34,7 @@ def test_the_lock_holds_all_that_the_image_needs_as_it_is_tested(lock: str, want
     assert {name: version for name, version in locked.items() if constraints.get(name) != version} == {}
     for requirement in map(Requirement, wanted):
         name = canonicalize_name(requirement.name)
-        assert name == "mooring" or requirement.specifier.contains(locked[name])
+        assert name in PROJECTS or requirement.specifier.contains(locked[name])
 
 
 @pytest.mark.parametrize("lock", ["requirements.txt", "requirements-build.txt"])
@@ -84,7 +54,7 @@ def test_the_image_installs_nothing_but_what_is_locked() -> None:
     )
     assert len(commands) == 3
     for command in commands:
-        assert "--require-hashes" in command or "--no-deps --no-index dist/mooring-" in command
+        assert "--require-hashes" in command or "--no-deps --no-index dist/*.whl" in command
 
 
 def test_the_sbom_is_valid_and_names_every_locked_package(tmp_path: Path) -> None:

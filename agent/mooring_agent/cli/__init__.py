@@ -27,7 +27,6 @@ _MODULES: Final[Mapping[str, str]] = MappingProxyType(
         "verify": "destination",
         "prune": "destination",
         "doctor": "destination",
-        "demo": "demo",
         "webhook": "webhook",
     }
 )

@@ -17,7 +17,6 @@ from mooring_agent.adapters.volume.errors import folder_error
 from mooring_agent.cli.agent_call import CALL_TIMEOUT_SECONDS, agent_answers, agent_stub
 from mooring_agent.cli.formatting import errors_reported
 from mooring_agent.cli.store_options import environment_of, setting_options, settings_from
-from mooring_agent.core.errors import ErrorKind, MooringError
 from mooring_api import names
 from mooring_api.v1 import agent_pb2
 
@@ -25,7 +24,7 @@ _FOLDER = Path("autoload", "path")
 
 
 def with_autoload(environment: Mapping[str, str]) -> dict[str, str]:
-    """Return the environment with the client's autoload folder first on PYTHONPATH. Raises MooringError."""
+    """Return the environment with the client's autoload folder first on PYTHONPATH."""
     folder = str(_package("mooring") / _FOLDER)
     # An empty entry would mean the working directory.
     users = environment.get("PYTHONPATH")
@@ -55,14 +54,10 @@ def copy_autoload(to: Path) -> None:
 
 
 def _package(name: str) -> Path:
-    """Return a package's folder without importing it: the agent never imports the client. Raises MooringError."""
+    """Return a package's folder without importing it: the agent never imports the client."""
     found = find_spec(name)
-    if found is None or not found.submodule_search_locations:
-        raise MooringError(
-            ErrorKind.BAD_CONFIGURATION,
-            f"autoload needs the package {name} beside mooring_agent, and it is not there",
-            hint="install it with: pip install 'mooring[agent]'",
-        )
+    assert found is not None, "the agent's distribution requires it"
+    assert found.submodule_search_locations
     return Path(found.submodule_search_locations[0])
 
 

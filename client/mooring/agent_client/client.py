@@ -7,7 +7,6 @@ not know where checkpoints lie. Without a socket there is no agent, and gRPC is 
 import logging
 import time
 from collections.abc import Callable
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, TypeVar
 
@@ -15,7 +14,7 @@ from mooring.autoload.post_import import reason
 from mooring.checkpoints.records import Kind
 from mooring.errors import AgentError, ErrorKind
 from mooring.ranks.rank_store import Ranks
-from mooring_api import names
+from mooring_api import __version__, names
 
 if TYPE_CHECKING:
     from mooring.agent_client.channel import Channel
@@ -33,7 +32,7 @@ class Agent:
 
     def __init__(self, socket: Path | None, *, ranks: Ranks, holds_liveness_lock: bool) -> None:
         self._holds_liveness_lock = holds_liveness_lock
-        self._client = f"mooring-python/{_version()}"
+        self._client = f"mooring-python/{__version__}"
         self._channel: Channel | None = None
         self._registered = False
         self._missed = False
@@ -167,11 +166,3 @@ def _open_channel(socket: Path, ranks: Ranks) -> "Channel | None":
         )
         return None
     return channel.Channel(socket, ranks)
-
-
-def _version() -> str:
-    try:
-        return version("mooring")
-    except PackageNotFoundError:
-        # An injected client lies in a volume and is not installed.
-        return "injected"

@@ -19,9 +19,9 @@ from pathlib import Path
 from typing import Any, Final
 
 import click
+from examples.demo.processes import LogLine, TrainingRun, child, find_rclone, read_along, read_log, s3_server
 
 from mooring_agent.core.errors import ErrorKind, MooringError
-from mooring_agent.demo.processes import LogLine, TrainingRun, child, find_rclone, read_along, read_log, s3_server
 from mooring_api.names import JUST_IN_TIME_EXIT_CODE
 
 _SECONDS_WIDTH: Final = 6
@@ -71,6 +71,7 @@ _INTERRUPT_AFTER_STEP: Final = 46
 _BUCKET: Final = "mooring-demo"
 _DESTINATION: Final = f"s3://{_BUCKET}/runs/first"
 _LIMIT_SECONDS: Final = 240.0
+_PROGRAM: Final = Path(__file__).with_name("train.py")
 _PACKAGES: Final = ("mooring", "mooring_agent", "mooring_api")
 
 
@@ -103,7 +104,7 @@ def run_demo(*, keep: bool) -> int:
 
     On success its folder is removed, unless `keep`. Raises MooringError if the demo cannot start.
     """
-    _check_extras()
+    _check_packages()
     timeline = Timeline()
     folder = Path(tempfile.mkdtemp(prefix="mooring-demo-"))
     timeline.plain("A training job is preempted and loses its disk. Is anything of its work lost?", style="bold")
@@ -127,7 +128,7 @@ def run_demo(*, keep: bool) -> int:
     return 0
 
 
-def _check_extras() -> None:
+def _check_packages() -> None:
     missing = [name for name in ("torch", "numpy") if importlib.util.find_spec(name) is None]
     if find_rclone() is None:
         missing.append("rclone")
@@ -135,7 +136,7 @@ def _check_extras() -> None:
         raise MooringError(
             ErrorKind.BAD_CONFIGURATION,
             f"the demo trains a real model and serves a real bucket, and needs {' and '.join(missing)}",
-            hint="pip install 'mooring[demo]'",
+            hint="start it by `make demo`, which installs them",
         )
 
 
@@ -303,7 +304,7 @@ def _verify(stage: _Stage) -> int:
 
 
 def _trainer(stage: _Stage) -> list[str]:
-    return [sys.executable, "-m", "mooring.demo_train", "--text", str(stage.text), "--steps", str(_STEPS)]
+    return [sys.executable, str(_PROGRAM), "--text", str(stage.text), "--steps", str(_STEPS)]
 
 
 def _mooring_run(stage: _Stage, name: str) -> Any:
@@ -315,7 +316,7 @@ def _mooring_run(stage: _Stage, name: str) -> Any:
 def _mooring(stage: _Stage, *arguments: str) -> Any:
     """Return a command's JSON output, whatever its exit code. Raises ClaimError if it printed none."""
     with stage.log(arguments[0]).open("ab") as log:
-        done = subprocess.run(  # noqa: S603 - our own program
+        done = subprocess.run(
             [sys.executable, "-m", "mooring_agent", *arguments, "--json"],
             stdout=subprocess.PIPE,
             stderr=log,

@@ -1,8 +1,6 @@
-"""The training program of `mooring demo`: a small character-level transformer, bit-identical in every run.
+"""The training program of the demo: a small character-level transformer, bit-identical in every run.
 
-Owns only the training, not the demo around it: it prints one JSON object per line for the demo to read. With --plain it
-trains without Mooring and saves nothing. It needs torch, and no module imports it: the demo starts
-`python -m mooring.demo_train`.
+It prints one JSON object per line for the demo to read. With --plain it trains without Mooring and saves nothing.
 """
 
 import argparse
@@ -14,8 +12,7 @@ from typing import Final
 import torch
 from torch import nn
 
-from mooring.checkpointer import Checkpointer
-from mooring.checkpoints.records import Kind
+import mooring
 
 _CONTEXT: Final = 96
 _BATCH: Final = 8
@@ -66,7 +63,7 @@ class Training:
         logits = self.model(batch[:, :-1])
         loss = nn.functional.cross_entropy(logits.flatten(0, 1), batch[:, 1:].flatten())
         self.optimizer.zero_grad()
-        loss.backward()  # type: ignore[no-untyped-call]
+        loss.backward()
         self.optimizer.step()
         self.schedule.step()
         self.step += 1
@@ -121,7 +118,7 @@ def _train_plainly(training: Training, steps: int) -> None:
 
 
 def _train_safely(training: Training, steps: int, save_every: int) -> None:
-    checkpointer = Checkpointer()
+    checkpointer = mooring.Checkpointer()
     if (path := checkpointer.resume()) is not None:
         training.load(path / _STATE_FILE)
     _tell(begun=training.step)
@@ -129,7 +126,7 @@ def _train_safely(training: Training, steps: int, save_every: int) -> None:
         _tell_loss(training, training.train_one_step())
         last = training.step == steps
         if last or checkpointer.should_save(training.step, every=save_every):
-            with checkpointer.save(training.step, kind=Kind.FINAL if last else None) as directory:
+            with checkpointer.save(training.step, kind=mooring.Kind.FINAL if last else None) as directory:
                 training.save(directory / _STATE_FILE)
     checkpointer.finish()
 
@@ -140,7 +137,7 @@ def _tell_loss(training: Training, loss: float) -> None:
 
 
 def _tell(**fields: object) -> None:
-    print(json.dumps(fields), flush=True)  # noqa: T201 - its output is for the demo to read
+    print(json.dumps(fields), flush=True)
 
 
 if __name__ == "__main__":

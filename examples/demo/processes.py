@@ -36,7 +36,7 @@ class Child:
     ) -> None:
         with log.open("ab") as errors:
             # In a session of its own, so that Ctrl-C reaches only us, and its children can be killed with it.
-            self._process = subprocess.Popen(  # noqa: S603 - our own programs
+            self._process = subprocess.Popen(
                 command,
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE,

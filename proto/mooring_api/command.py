@@ -1,0 +1,25 @@
+"""The `mooring` command: prints the version itself and leaves everything else to the agent's package.
+
+The trainer's package installs the command, and has to do without the agent's. This module imports neither of them: that
+would slow down every probe and hook of a pod.
+"""
+
+import importlib
+import sys
+
+from mooring_api import __version__
+
+
+def main() -> None:
+    if sys.argv[1:] == ["--version"]:
+        print(f"mooring, version {__version__}")  # noqa: T201 - what the command is asked for
+        return
+    try:
+        agent = importlib.import_module("mooring_agent.__main__")
+    except ModuleNotFoundError as error:
+        if error.name != "mooring_agent":
+            # A bug of ours, or a broken installation: the traceback says more.
+            raise
+        sys.stderr.write("error: the command line is in the agent's package\nhint: pip install mooring-agent\n")
+        sys.exit(2)
+    agent.main()

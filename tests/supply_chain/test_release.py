@@ -1,0 +1,164 @@
+"""`make release` as a dry run, and the workflows of the public host that run our make targets."""
+
+import gzip
+import hashlib
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from tests.supply_chain.distributions import ROOT
+
+from mooring_api import __version__
+
+_SECONDS = 300.0
+pytestmark = pytest.mark.timeout(300)
+_FILES = {
+    f"mooring-{__version__}-py3-none-any.whl",
+    f"mooring-{__version__}.tar.gz",
+    f"mooring_agent-{__version__}-py3-none-any.whl",
+    f"mooring_agent-{__version__}.tar.gz",
+    f"mooring-{__version__}.tgz",
+    f"mooring-{__version__}.cdx.json",
+}
+WORKFLOWS = sorted((ROOT / ".github" / "workflows").glob("*.yml"))
+
+
+@pytest.fixture
+def checkout(tmp_path: Path) -> Path:
+    """A commit of its own with all that a release is made of, and this checkout's programs."""
+    if not shutil.which("git"):
+        pytest.skip("git is not installed")
+    folder = tmp_path / "checkout"
+    for name in (".ci", "agent", "charts", "client", "proto"):
+        shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("__pycache__"))
+    for name in (".gitignore", "Dockerfile.agent", "LICENSE", "Makefile", "pyproject.toml"):
+        shutil.copy(ROOT / name, folder)
+    git(folder, "init", "--quiet")
+    (folder / ".git" / "info" / "exclude").write_text(".venv\n")
+    (folder / ".venv").symlink_to(sys.prefix)
+    git(folder, "add", ".")
+    git(folder, "commit", "--quiet", "--message=all")
+    (folder / "build").mkdir()
+    (folder / "build" / "sbom.cdx.json").write_text("{}")
+    return folder
+
+
+def git(folder: Path, *arguments: str) -> None:
+    person = ["-c", "user.name=tests", "-c", "user.email=tests@example.org", "-c", "commit.gpgsign=false"]
+    subprocess.run(["git", *person, *arguments], cwd=folder, timeout=_SECONDS, check=True, env=_environment())
+
+
+def release(folder: Path, **variables: str) -> "subprocess.CompletedProcess[str]":
+    return subprocess.run(
+        [folder / ".ci" / "release"],
+        env={**_environment(), "BUILDER": "docker", "IMAGE": "registry.example/mooring", **variables},
+        capture_output=True,
+        text=True,
+        timeout=_SECONDS,
+    )
+
+
+def _environment() -> dict[str, str]:
+    """Without what a user, or a hook of git's that runs the tests, has set for git and for a release."""
+    ours = ("GIT_", "BASE_IMAGE", "CHARTS", "COSIGN_", "DRY_RUN", "GPG_KEY", "PLATFORMS")
+    return {name: value for name, value in os.environ.items() if not name.startswith(ours)}
+
+
+@pytest.mark.slow
+def test_a_dry_run_makes_the_same_files_each_time_and_says_what_it_leaves_out(checkout: Path) -> None:
+    made = []
+    for _ in range(2):
+        done = release(checkout, DRY_RUN="1")
+        assert done.returncode == 0, done.stderr
+        made.append({path.name: path.read_bytes() for path in (checkout / "dist").iterdir()})
+    assert made[0] == made[1]
+    assert made[0].keys() == _FILES | {"SHA256SUMS"}
+    sums = made[0].pop("SHA256SUMS").decode().splitlines()
+    assert sums == [f"{hashlib.sha256(content).hexdigest()}  {name}" for name, content in sorted(made[0].items())]
+    assert b"mooring/Chart.yaml" in gzip.decompress(made[0][f"mooring-{__version__}.tgz"])
+    assert f"dry run, left out: .venv/bin/helm push dist/mooring-{__version__}.tgz" in done.stdout
+    assert "not built: no BASE_IMAGE is given" in done.stdout
+    assert "not signed: neither GPG_KEY nor COSIGN_KEY is given" in done.stdout
+
+
+@pytest.mark.slow
+def test_the_image_is_built_for_the_given_platforms_and_pushed_only_by_a_release(checkout: Path) -> None:
+    base = f"registry.example/python:3.12@sha256:{'a' * 64}"
+    done = release(checkout, DRY_RUN="1", BUILDER="echo", BASE_IMAGE=base, PLATFORMS="linux/amd64,linux/arm64")
+    assert done.returncode == 0, done.stderr
+    image = f"registry.example/mooring:{__version__}"
+    assert f"--platform linux/amd64,linux/arm64 --manifest {image} --build-arg BASE_IMAGE={base}" in done.stdout
+    assert f"dry run, left out: echo manifest push --all {image} docker://{image}" in done.stdout
+
+
+@pytest.mark.slow
+def test_a_release_is_signed_by_the_keys_that_are_given(checkout: Path, short_directory: Path) -> None:
+    if not shutil.which("gpg"):
+        pytest.skip("gpg is not installed")
+    key = ["--batch", "--passphrase", "", "--quick-generate-key", "tests@example.org"]
+    gpg = {"GNUPGHOME": str(short_directory)}
+    environment = {**_environment(), **gpg}
+    subprocess.run(["gpg", *key], env=environment, capture_output=True, timeout=_SECONDS, check=True)
+    done = release(checkout, DRY_RUN="1", GPG_KEY="tests@example.org", COSIGN_KEY="key", **gpg)
+    assert done.returncode == 0, done.stderr
+    verify = ["gpg", "--verify", "SHA256SUMS.asc", "SHA256SUMS"]
+    subprocess.run(verify, cwd=checkout / "dist", env=environment, capture_output=True, timeout=_SECONDS, check=True)
+    subprocess.run(["gpgconf", "--kill", "all"], env=environment, timeout=_SECONDS, check=True)
+    assert "dry run, left out: cosign sign --yes --recursive --key key registry.example/mooring:" in done.stdout
+    assert "not signed" not in done.stdout
+
+
+def test_a_release_refuses_changes_that_are_not_committed(checkout: Path) -> None:
+    (checkout / "LICENSE").write_text("another")
+    done = release(checkout, DRY_RUN="1")
+    assert done.returncode == 1
+    assert done.stderr.startswith("error: the tree has changes; hint: ")
+
+
+def test_a_release_refuses_a_tag_of_another_version(checkout: Path) -> None:
+    git(checkout, "tag", "v9.9.9")
+    done = release(checkout, DRY_RUN="1")
+    assert done.returncode == 1
+    assert f"the tag is v9.9.9 and the version {__version__}" in done.stderr
+
+
+def test_a_release_that_is_no_dry_run_wants_a_tag_a_base_and_a_place_for_the_chart(checkout: Path) -> None:
+    assert f"the commit has no tag; hint: git tag v{__version__}" in release(checkout).stderr
+    git(checkout, "tag", f"v{__version__}")
+    assert "BASE_IMAGE is missing" in release(checkout).stderr
+    assert "CHARTS is missing" in release(checkout, BASE_IMAGE="python@sha256:abc").stderr
+
+
+@pytest.mark.parametrize("workflow", WORKFLOWS, ids=lambda path: path.name)
+def test_a_workflow_runs_make_targets_that_exist_with_the_least_rights(workflow: Path) -> None:
+    content = yaml.safe_load(workflow.read_text())
+    targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    assert content["permissions"] in ({}, {"contents": "read"})
+    for job in content["jobs"].values():
+        assert job["timeout-minutes"] <= 90
+        assert _targets(job) <= targets
+        for action in (step["uses"] for step in job["steps"] if "uses" in step):
+            assert re.fullmatch(r"[\w.-]+/[\w.-]+@(v\d+|release/v\d+)", action), action
+
+
+def test_the_workflow_of_ci_runs_every_lane() -> None:
+    (ci,) = [path for path in WORKFLOWS if path.name == "ci.yml"]
+    jobs = yaml.safe_load(ci.read_text())["jobs"].values()
+    lanes = set(re.findall(r"\bmake (lint|test-[a-z]+)", (ROOT / ".ci" / "run").read_text()))
+    assert lanes
+    assert lanes - set().union(*map(_targets, jobs)) == set()
+
+
+def _targets(job: dict[str, Any]) -> set[str]:
+    """What its steps give to make; what the matrix stands for included."""
+    runs = "\n".join(step["run"] for step in job["steps"] if "run" in step)
+    lanes = job.get("strategy", {}).get("matrix", {}).get("lane", [""])
+    return {
+        name for lane in lanes for name in re.findall(r"\bmake ([a-z-]+)", runs.replace("${{ matrix.lane }}", lane))
+    }
