@@ -57,7 +57,7 @@ class Finding:
 async def examine(settings: StoreSettings) -> AsyncIterator[Finding]:
     """Yield findings as they come. What is wrong with the destination is a finding, never an exception."""
     if limit := cpu_limit():
-        hint = "a drain is no faster, whatever the network: in a pod mooring.dev/cpu raises it"
+        hint = "no drain is faster than this; in a pod, raise mooring.dev/cpu"
         yield Finding(name="cpu", verdict=Verdict.OK, detail=str(limit), hint=hint)
     try:
         async with open_store(settings) as store:
@@ -122,20 +122,20 @@ async def _examine_guarantees(store: ObjectStore) -> AsyncIterator[Finding]:
         yield Finding(
             name="conditional writes",
             verdict=Verdict.WARN,
-            detail="the store ignores If-None-Match; Mooring does without it: pod 0 then chooses what to resume",
+            detail="the store ignores If-None-Match: pod 0 chooses what to resume from",
         )
     match capabilities.integrity:
         case "none":
             yield Finding(
                 name="integrity",
                 verdict=Verdict.WARN,
-                detail="the store checks no checksum: TLS alone protects uploads, restore verifies every byte",
+                detail="the store verifies no checksums: only TLS protects uploads, and restore verifies every byte",
             )
         case "sha256":
             yield Finding(
                 name="integrity",
                 verdict=Verdict.WARN,
-                detail="the store checks neither CRC64NVME nor CRC32C: uploads are signed by SHA-256, at more CPU",
+                detail="the store verifies neither CRC64NVME nor CRC32C: uploads are signed with SHA-256, at more CPU",
             )
         case checksum:
             yield Finding(
@@ -217,8 +217,8 @@ async def _download(store: ObjectStore, key: str, parts: list[tuple[Region, int]
         if [task.result() for task in receiving] != [checksum for _, checksum in parts]:
             raise StoreError(
                 ErrorKind.CORRUPTED_IN_TRANSIT,
-                "the bytes that came back are not those that were sent",
-                hint="something between here and the store changes bytes: a proxy, a network card, memory",
+                "the store returned other bytes than those that were sent",
+                hint="something on the way to the store changes bytes: a proxy, a network card or memory",
             )
     finally:
         os.close(descriptor)
@@ -250,7 +250,7 @@ def _speed(name: str, seconds: float) -> Finding:
         name=name,
         verdict=Verdict.WARN,
         detail=detail,
-        hint="at this speed a large checkpoint does not fit into a grace period: use a nearer endpoint or a longer one",
+        hint="large checkpoints do not fit into a grace period: use a nearer endpoint or a longer grace period",
     )
 
 
@@ -267,7 +267,7 @@ async def _bounded(operation: Awaitable[_Result]) -> _Result:
         async with asyncio.timeout(OPERATION_SECONDS):
             return await operation
     except TimeoutError as error:
-        raise StoreError(ErrorKind.TIMED_OUT, f"no end after {OPERATION_SECONDS:.0f} s") from error
+        raise StoreError(ErrorKind.TIMED_OUT, f"not finished after {OPERATION_SECONDS:.0f} s") from error
 
 
 async def _first_key(store: ObjectStore) -> None:

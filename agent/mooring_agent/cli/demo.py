@@ -9,7 +9,7 @@ from mooring_agent.cli.formatting import errors_reported
 
 
 @click.command()
-@click.option("--keep", is_flag=True, help="Keep the demo's folder, to look around in it afterwards.")
+@click.option("--keep", is_flag=True, help="Keep the demo's folder after it ends.")
 def demo(keep: bool) -> None:
     """Train, get preempted, lose the disk, resume, and compare.
 

@@ -109,7 +109,7 @@ def verify(store_settings: StoreSettings, step: int | None, everything: bool, as
 
 @click.command()
 @store_options
-@click.option("--dry-run", is_flag=True, help="Only say what would be deleted.")
+@click.option("--dry-run", is_flag=True, help="Print what would be deleted, and delete nothing.")
 @click.option("--yes", is_flag=True, help="Delete.")
 @click.option(
     "--keep-last",
@@ -123,7 +123,7 @@ def verify(store_settings: StoreSettings, step: int | None, everything: bool, as
     type=click.IntRange(min=0),
     default=0,
     envvar=environment_variable("retention.keep_every_steps"),
-    help="Besides, keep those whose step is a multiple of this; 0: none.",
+    help="Also keep those whose step is a multiple of this; 0: none.",
 )
 @click.option(
     "--orphan-age-seconds",
@@ -131,7 +131,7 @@ def verify(store_settings: StoreSettings, step: int | None, everything: bool, as
     default=RetentionSettings().orphan_age_seconds,
     show_default=True,
     envvar=environment_variable("retention.orphan_age_seconds"),
-    help="Of saves that never committed and other leftovers, delete those that are older.",
+    help="Delete saves that never committed, and other leftovers, once they are older than this.",
 )
 @as_json_option
 def prune(
@@ -150,7 +150,7 @@ def prune(
     it damaged, or if it was committed before one of a lower step.
     """
     if dry_run == yes:
-        raise click.UsageError("give --dry-run to look, or --yes to delete")
+        raise click.UsageError("add --dry-run to see what would be deleted, or --yes to delete it")
     if keep_every and not keep_last:
         raise click.UsageError("--keep-every needs --keep-last: without it all checkpoints are kept")
     retention = RetentionSettings(
@@ -184,10 +184,10 @@ def prune(
     else:
         table = Table("SAVE", "", "SIZE", "WHY")
         for one in plan.deletions:
-            _add_row(table, one.save, "would go" if dry_run else "deleted", amount(one.size_bytes), one.reason)
+            _add_row(table, one.save, "would be deleted" if dry_run else "deleted", amount(one.size_bytes), one.reason)
         for save, reason in plan.kept:
-            _add_row(table, save, "stays", "", reason)
-        _print_table(table, empty="nothing is there")
+            _add_row(table, save, "kept", "", reason)
+        _print_table(table, empty="the destination has no saves")
         verb = "would be deleted" if dry_run else "deleted"
         click.echo(
             f"{len(plan.deletions)} saves {verb}, {amount(report.freed_bytes)}; "
@@ -242,7 +242,7 @@ async def _verify(
         if not committed:
             what = "no committed checkpoint" if step is None else f"no committed checkpoint of step {step}"
             raise StoreError(
-                ErrorKind.NO_CHECKPOINT, f"{settings.destination} has {what}", hint="`mooring ls` shows what there is"
+                ErrorKind.NO_CHECKPOINT, f"{settings.destination} has {what}", hint="`mooring ls` lists the checkpoints"
             )
         found: list[tuple[CommittedSave, Sequence[catalog.Problem] | None]] = []
         for one in committed if everything or step is not None else committed[:1]:

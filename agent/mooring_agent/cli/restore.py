@@ -49,7 +49,7 @@ from mooring_api.names import (
     "--state-directory",
     type=click.Path(file_okay=False, path_type=Path),
     envvar=ENV_STATE_DIRECTORY,
-    help=f"The agent's, see docs/settings.md. Default: <volume>/{STATE_DIRECTORY}/{AGENT_STATE_DIRECTORY}.",
+    help=f"As the agent's, see docs/settings.md. Default: <volume>/{STATE_DIRECTORY}/{AGENT_STATE_DIRECTORY}.",
 )
 @click.option(
     "--log-format",
@@ -57,20 +57,20 @@ from mooring_api.names import (
     envvar=environment_variable("log_format"),
     help="Default: console in a terminal, else json.",
 )
-@click.option("--attempt", default="", envvar=ENV_ATTEMPT, help="This start of the run, the same on all its pods.")
+@click.option("--attempt", default="", envvar=ENV_ATTEMPT, help="Id of this start of the run, equal on all its pods.")
 @click.option(
     "--node-rank",
     type=click.IntRange(min=0),
     default=0,
     envvar=environment_variable("node_rank"),
-    help="Index of this pod in the job; 0 decides where the store cannot.",
+    help="Index of this pod in the job; pod 0 decides where the store cannot.",
 )
 @click.option(
     "--max-concurrency",
     type=click.IntRange(min=1),
     default=TransferSettings().max_concurrency,
     envvar=environment_variable("transfer.max_concurrency"),
-    help="Parts on the wire at the same time.",
+    help="Parts transferred at the same time.",
 )
 @click.option(
     "--size-limit-bytes",
@@ -82,7 +82,7 @@ from mooring_api.names import (
 @click.option(
     "--autoload-to",
     type=click.Path(file_okay=False, path_type=Path),
-    help="First copy there what a trainer's PYTHONPATH needs for autoload.",
+    help="First copy autoload's files, for a trainer's PYTHONPATH, to this directory.",
 )
 @as_json_option
 def restore(
@@ -122,8 +122,8 @@ def restore(
         click.echo(f"nothing to restore from {store_settings.destination}: the run starts from step 0")
         return
     for reason in restored.skipped:
-        click.echo(f"warning: passed over: {reason}", err=True)
-    how = "restored to" if restored.downloaded else "is here already:"
+        click.echo(f"warning: skipped: {reason}", err=True)
+    how = "restored to" if restored.downloaded else "is already here:"
     click.echo(f"{restored.name} (step {restored.step}, {amount(restored.size_bytes)}) {how} {restored.path}")
 
 
@@ -167,10 +167,10 @@ async def _find(store: ObjectStore, destination: str, volume: Path) -> None:
             raise StoreError(
                 error.kind,
                 f"{error}, and the volume {volume} was used with it before",
-                hint="mount it again; make it yourself if it is known to hold no checkpoint",
+                hint="mount it again, or create it yourself if you know that it holds no checkpoint",
             ) from error
         await store.probe()  # creates a missing folder; for a missing bucket it raises again
-        click.echo(f"warning: {destination} was not there and is new", err=True)
+        click.echo(f"warning: {destination} did not exist and was created", err=True)
 
 
 def _bytes(text: str) -> int:

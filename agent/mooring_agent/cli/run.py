@@ -61,7 +61,7 @@ def _package(name: str) -> Path:
     if found is None or not found.submodule_search_locations:
         raise MooringError(
             ErrorKind.BAD_CONFIGURATION,
-            f"autoload needs the package {name} beside mooring_agent, and it is not there",
+            f"autoload needs the package {name}, which is not installed beside mooring_agent",
             hint="install it with: pip install 'mooring[agent]'",
         )
     return Path(found.submodule_search_locations[0])

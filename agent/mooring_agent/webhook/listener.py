@@ -203,7 +203,7 @@ def _listen(host: str, port: int) -> socket.socket:
         raise MooringError(
             ErrorKind.BAD_CONFIGURATION,
             f"cannot listen on {host}:{port}: {error}",
-            hint="give another address, or end whatever holds this one",
+            hint="use another address, or stop what listens on this one",
         ) from error
     listening.setblocking(False)
     return listening

@@ -148,7 +148,7 @@ class _Bounds:
         if place in self._places:
             raise StoreError(
                 ErrorKind.STORE_FAILED,
-                f"{self._what}: the store says that there is more but not where, or where it was before",
+                f"{self._what}: the store says that the listing goes on, but gives no new place to continue at",
             )
         self._places.add(place)
         if self._seconds > MOST_SECONDS:
@@ -159,5 +159,5 @@ class _Bounds:
         return StoreError(
             ErrorKind.REQUEST_REFUSED,
             f"{self._what}: {reason}",
-            hint="give each run a prefix of its own; if it has one, something else answers in the store's place",
+            hint="give each run a prefix of its own; if it has one, something other than the store answers",
         )

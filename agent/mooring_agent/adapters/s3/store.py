@@ -88,7 +88,7 @@ class S3Store:
                 "store_checks_no_upload",
                 bucket=self._bucket,
                 endpoint=self._client.meta.endpoint_url,
-                consequence="TLS alone protects uploads on the way; restore verifies every byte",
+                consequence="only TLS protects uploads in transit; restore verifies every byte",
             )
         return self.capabilities
 
@@ -214,7 +214,7 @@ class S3Store:
                     raise StoreError(
                         ErrorKind.REQUEST_REFUSED,
                         f"{self._place(key)} has {answer['ContentLength']} bytes, more than {limit_bytes}",
-                        hint="it is not what Mooring wrote: see who else writes below the destination",
+                        hint="Mooring did not write it: find out what else writes below the destination",
                     )
                 stall.moved()
                 pieces: list[bytes] = []
@@ -239,7 +239,7 @@ class S3Store:
                     # Some stores ignore conditions or ranges and report success.
                     self._check_etag(key, _etag(answer), etag)
                     if answer["ContentLength"] != size_bytes or not _begins_at(answer, offset_bytes):
-                        raise self._corrupt(key, f"bytes {offset_bytes} to {offset_bytes + size_bytes} are not there")
+                        raise self._corrupt(key, f"bytes {offset_bytes} to {offset_bytes + size_bytes} do not exist")
                     return await self._transfer.receive(
                         body.raw_stream,
                         descriptor,
@@ -322,7 +322,7 @@ class S3Store:
     def _check_sent(self, body: Body, operation: str, key: str) -> None:
         if not body.sent_whole:
             raise StoreError(
-                ErrorKind.STORE_FAILED, f"{operation} {self._place(key)}: answered before it had the whole body"
+                ErrorKind.STORE_FAILED, f"{operation} {self._place(key)}: answered before the whole body was sent"
             )
 
     async def _run(self, function: Any, *arguments: Any) -> Any:

@@ -62,13 +62,13 @@ def answer(review: Any, defaults: InjectionDefaults, failure_policy: FailurePoli
     request = review.get("request") if isinstance(review, dict) else None
     uid = request.get("uid") if isinstance(request, dict) else None
     if not isinstance(request, dict) or not isinstance(uid, str) or not uid:
-        return _malformed("", "this is no AdmissionReview: it has no request with a uid")
+        return _malformed("", "this is not an AdmissionReview: it has no request with a uid")
     pod = request.get("object")
     try:
         return _answered(uid, request, pod, defaults, failure_policy)
     except Exception as error:
         # A bug of ours must not do more harm than a webhook that is down.
-        problem = f"a mistake of Mooring's own, {type(error).__name__}: {error}: please report it"
+        problem = f"a bug in Mooring, {type(error).__name__}: {error}: please report it"
         answered = _refused(uid, pod, (problem,), failure_policy, code=_INTERNAL_ERROR)
         fields = {**_fields(request), "outcome": Outcome.FAILED, "traceback": traceback.format_exc()}
         return Answer(review=answered.review, outcome=Outcome.FAILED, fields=fields)
@@ -97,7 +97,7 @@ def _answered(
 
 def _result(request: Mapping[str, Any], pod: Any, defaults: InjectionDefaults) -> Mutation | Skip | Refusal:
     if request.get("operation", "CREATE") != "CREATE" or request.get("subResource"):
-        return Skip(reason="only a pod's creation can be changed like this")
+        return Skip(reason="Mooring changes a pod only when it is created")
     annotations = _annotations(pod)
     asked = read_annotations(annotations, defaults)
     if isinstance(asked, Skip) and not asked.warning:
