@@ -114,4 +114,4 @@ def unknown_variables(environment: Mapping[str, str]) -> Iterator[str]:
     for name in sorted(environment):
         if name.startswith("MOORING_") and name not in known and not _SERVICE_VARIABLE.fullmatch(name):
             near = difflib.get_close_matches(name, known, 1, _SIMILAR_VARIABLES)
-            yield f"the variable {name} is no setting" + (f"; did you mean {near[0]}?" if near else "")
+            yield f"the variable {name} is not a setting" + (f"; did you mean {near[0]}?" if near else "")

@@ -58,7 +58,7 @@ class Finding:
 async def examine(settings: StoreSettings) -> AsyncIterator[Finding]:
     """Yield findings as they come. What is wrong with the destination is a finding, never an exception."""
     if limit := cpu_limit():
-        hint = "a drain is no faster, whatever the network: in a pod mooring.dev/cpu raises it"
+        hint = "no drain is faster than this; in a pod, raise mooring.dev/cpu"
         yield _ok("cpu", str(limit), hint)
     try:
         async with open_store(settings) as store:
@@ -118,16 +118,18 @@ async def _examine_guarantees(store: StoreWriter) -> AsyncIterator[Finding]:
     else:
         yield _warn(
             "conditional writes",
-            "the store ignores If-None-Match; Mooring does without it: pod 0 then chooses what to resume",
+            "the store ignores If-None-Match: pod 0 chooses what to resume from",
         )
     match capabilities.integrity:
         case "none":
             yield _warn(
-                "integrity", "the store checks no checksum: TLS alone protects uploads, restore verifies every byte"
+                "integrity",
+                "the store verifies no checksums: TLS alone protects uploads; restore verifies every byte",
             )
         case "sha256":
             yield _warn(
-                "integrity", "the store checks neither CRC64NVME nor CRC32C: uploads are signed by SHA-256, at more CPU"
+                "integrity",
+                "the store verifies neither CRC64NVME nor CRC32C: uploads take SHA-256, at more CPU",
             )
         case checksum:
             yield _ok("integrity", f"the store refuses bytes whose {checksum} is wrong")
@@ -203,8 +205,8 @@ async def _download(store: StoreReader, key: str, parts: list[tuple[Region, int]
         if received != sent:
             raise StoreError(
                 ErrorKind.CORRUPTED_IN_TRANSIT,
-                "the bytes that came back are not those that were sent",
-                hint="something between here and the store changes bytes: a proxy, a network card, memory",
+                "the store returned other bytes than those that were sent",
+                hint="something on the way to the store changes bytes: a proxy, a network card or memory",
             )
 
     try:
@@ -226,7 +228,7 @@ def _speed(name: str, seconds: float) -> Finding:
     detail = f"{rate / MIB:.0f} MiB/s ({_PARTS * _PART_BYTES // MIB} MiB in {seconds:.1f} s)"
     if rate >= _SLOW_BYTES_PER_SECOND:
         return _ok(name, detail)
-    hint = "at this speed a large checkpoint does not fit into a grace period: use a nearer endpoint or a longer one"
+    hint = "large checkpoints do not fit into a grace period: use a nearer endpoint or a longer grace period"
     return _warn(name, detail, hint)
 
 
@@ -243,7 +245,7 @@ async def _bounded(operation: Awaitable[_Result]) -> _Result:
         async with asyncio.timeout(OPERATION_SECONDS):
             return await operation
     except TimeoutError as error:
-        raise StoreError(ErrorKind.TIMED_OUT, f"no end after {OPERATION_SECONDS:.0f} s") from error
+        raise StoreError(ErrorKind.TIMED_OUT, f"not finished after {OPERATION_SECONDS:.0f} s") from error
 
 
 async def _first_key(store: StoreReader) -> None:

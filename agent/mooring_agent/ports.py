@@ -271,7 +271,7 @@ class Clock(Protocol):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Notice:
+class TerminationNotice:
     """A cloud is about to take this machine away.
 
     `key` stays the same for the same end. Nothing ends before `left_seconds` have passed since the look that found the
@@ -286,7 +286,7 @@ class Notice:
 class PreemptionSource(Protocol):
     """What one cloud says about the end of the machine that the agent runs on.
 
-    - `look` raises NoticesError only; every call is bounded and may be cancelled at any point.
+    - `look` raises PreemptionSourceError only; every call is bounded and may be cancelled at any point.
     - Every `look` returns a notice until it is over or withdrawn. There are none for other machines.
     - An event that does not end the machine, such as a live migration, is no notice.
     """
@@ -298,7 +298,7 @@ class PreemptionSource(Protocol):
     async def answers(self) -> bool:
         """Whether the agent runs in this cloud."""
 
-    async def look(self) -> Sequence[Notice]:
+    async def look(self) -> Sequence[TerminationNotice]:
         """Return all current notices. The first look returns at once; a later one may wait about a minute for news."""
 
     async def close(self) -> None:

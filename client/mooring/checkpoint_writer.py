@@ -151,7 +151,7 @@ class CheckpointWriter:
         return VolumeError(
             ErrorKind.VOLUME_UNUSABLE,
             f"cannot save {self._name}: {failure or 'another rank cannot'}",
-            hint="see whether the volume is full",
+            hint="check whether the volume is full",
         )
 
     def _take_back(self, *, published: bool) -> None:

@@ -140,7 +140,7 @@ class Checkpointer:
         self._schedule.at(step)
         if isinstance(interval, timedelta):
             self._request_if_due(interval)
-        action = self._session.ask(step)
+        action = self._session.action_at(step)
         periodic = isinstance(interval, int) and self._schedule.is_due(interval)
         if action is Action.NOTHING and not periodic:
             return None
@@ -223,7 +223,9 @@ class Checkpointer:
                 raise
             return
         # A notice that came while this was written needs no second save.
-        is_complete = saving.complete(None if kind is not None else lambda: _kind_for(self._session.ask(saving.step)))
+        is_complete = saving.complete(
+            None if kind is not None else lambda: _kind_for(self._session.action_at(saving.step))
+        )
         if saving.failure is not None:
             _warn_given_up(step, saving.failure)
         elif is_final and not is_complete:
@@ -236,7 +238,7 @@ class Checkpointer:
     def _started(self, step: int, kind: Kind | str | None) -> CheckpointWriter:
         step, chosen = _checked(step, kind)
         self._warn_if_not_resumed(step)
-        wanted = chosen or _kind_for(self._session.ask(step))
+        wanted = chosen or _kind_for(self._session.action_at(step))
         # With no room the user insists.
         pending = (self._admit(step, wanted) and self._pending) or self._session.begin(step, wanted)
         self._pending = None
@@ -321,7 +323,7 @@ class _SaveBlock(AbstractContextManager[Path]):
 
 
 def _warn_given_up(step: int, error: BaseException) -> None:
-    hint = getattr(error, "hint", "") or "see whether the volume is full"
+    hint = getattr(error, "hint", "") or "check whether the volume is full"
     # Its words alone: what the error refers to may keep a deleted file open, and its room taken.
     _log.warning("checkpoint given up, training goes on: step=%d error=%s hint=%s", step, reason(error), hint)
 

@@ -68,7 +68,7 @@ class StoreLostError(MooringError):
     """The store of the process group does not answer. It ends as a log line, or as the cause of a UsageError."""
 
     def __init__(self, reason: object) -> None:
-        super().__init__(ErrorKind.STORE_LOST, str(reason), hint="see whether rank 0, with which it lives, has ended")
+        super().__init__(ErrorKind.STORE_LOST, str(reason), hint="check whether rank 0, which holds it, has ended")
 
     def __reduce__(self) -> tuple[Any, ...]:
         return type(self), (str(self),)

@@ -69,7 +69,7 @@ class FrameworkRun:
         """Install the SIGTERM handler again after a framework has installed its own."""
         self._session.hold_sigterm()
 
-    def ask(self, step: int, tick: int = 0) -> Action:
+    def action_at(self, step: int, tick: int = 0) -> Action:
         """Return what to do after `step` optimizer steps and `tick` batches of an evaluation: the same on all ranks.
 
         Positions must grow, and be the same on all ranks. After a termination notice the answer is SAVE_AND_EXIT until
@@ -77,7 +77,7 @@ class FrameworkRun:
         """
         if self._session.stopping:
             return Action.NOTHING
-        action = self._unless_given_up(lambda: self._session.ask(step, tick), otherwise=Action.NOTHING)
+        action = self._unless_given_up(lambda: self._session.action_at(step, tick), otherwise=Action.NOTHING)
         self._exit_asked |= action is Action.SAVE_AND_EXIT
         return action
 
@@ -102,7 +102,7 @@ class FrameworkRun:
         if place not in self._warned_of:
             self._warned_of.add(place)
             _log.warning(
-                "not protected, it lies outside the volume: path=%s volume=%s hint=write checkpoints to %s",
+                "checkpoint not protected, it lies outside the volume: path=%s volume=%s hint=write checkpoints to %s",
                 path,
                 volume,
                 self.checkpoint_directory,
@@ -280,7 +280,7 @@ class FrameworkRun:
             return replace(coordinator.ranks, world_size=len(pod)), is_first
         if coordinator.agree(pending.key("here"), os.path.exists(path)):  # noqa: PTH110
             return coordinator.ranks, True
-        _log.warning("checkpoint not announced, a pod has no part of it: path=%s", path)
+        _log.warning("checkpoint not announced, it has no files in one of the pods: path=%s", path)
         return None
 
     def _record(self, path: Path, record: Record) -> Record | None:

@@ -49,7 +49,7 @@ def protect(x: T) -> T:
     )
     if integration is None:
         kind = f"{type(x).__module__}.{type(x).__qualname__}"
-        raise UsageError(ErrorKind.BAD_ARGUMENT, f"nothing in Mooring protects a {kind}", hint=f"give it {_TAKEN}")
+        raise UsageError(ErrorKind.BAD_ARGUMENT, f"Mooring cannot protect a {kind}", hint=f"pass {_TAKEN}")
     try:
         import_module(f"mooring.integrations.{integration}").install(x)
     except Exception as error:

@@ -95,9 +95,9 @@ class Session:
         # An asynchronous save is announced by another thread.
         self._announcing = threading.Lock()
         self._lock = settings.state_directory / names.RANKS_DIRECTORY / str(settings.ranks.local_rank)
-        self._lives = self._hold_lock()
+        self._holds_liveness_lock = self._hold_lock()
         worker_processes.install()
-        self.agent = Agent(settings.socket, ranks=settings.ranks, holds_liveness_lock=self._lives)
+        self.agent = Agent(settings.socket, ranks=settings.ranks, holds_liveness_lock=self._holds_liveness_lock)
         # Last, so that a failure above leaves the SIGTERM handler as it was.
         self._sigterm = Sigterm()
 
@@ -106,7 +106,7 @@ class Session:
         if self._context is None:
             try:
                 context = init_ranks(self.settings, self._sigterm, rank0_only=self._rank0_only)
-                if context.leads_pod and self._lives:
+                if context.leads_pod and self._holds_liveness_lock:
                     context.local.clean_up()
             except OSError as error:
                 raise self._unusable(error) from error
@@ -117,7 +117,7 @@ class Session:
                 context.gate.notice()
         return self._context
 
-    def ask(self, step: int, tick: int = 0) -> Action:
+    def action_at(self, step: int, tick: int = 0) -> Action:
         """Return what all ranks must do at this position. If the agent is back, announce what it missed."""
         action = (self._context or self.context()).gate.at(step, tick)
         self._asked = True
@@ -174,7 +174,7 @@ class Session:
     def claimed(self, path: Path) -> Iterator[None]:
         """While open, keep the agent's directory watch from taking up `path`: this process is about to announce it."""
         path, volume = path.resolve(), self.settings.volume.resolve()
-        if not self._lives or not path.is_relative_to(volume):
+        if not self._holds_liveness_lock or not path.is_relative_to(volume):
             yield
             return
         with claimed(self._lock, path.relative_to(volume).as_posix()):
@@ -219,13 +219,13 @@ class Session:
                 raise RanksError(
                     ErrorKind.RANKS_LATE,
                     "not all ranks came to say whether they have a checkpoint",
-                    hint="a warning above names the ranks; see in their logs what they do before they resume",
+                    hint="a warning above names the ranks; their logs show what they do before they resume",
                 )
             if not afresh:
                 raise VolumeError(
                     ErrorKind.VOLUME_UNUSABLE,
                     "the pods of this job have checkpoints, but none that is whole in all of them",
-                    hint="run `mooring restore` in every pod before training, or empty the volumes to begin afresh",
+                    hint="run `mooring restore` in every pod before training, or empty the volumes to start anew",
                 )
             return None
         committed_step = self.agent.newest_committed_step
@@ -318,5 +318,5 @@ class Session:
         return VolumeError(
             ErrorKind.VOLUME_UNUSABLE,
             f"{self.settings.volume} cannot be written: {error}",
-            hint="give a directory that this user may write, see Checkpointer(directory=…)",
+            hint="give a directory that this user can write, see Checkpointer(directory=…)",
         )

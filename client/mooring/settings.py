@@ -60,7 +60,9 @@ def read_settings(
     root = _absolute(volume)
     checkpoint_directory = _absolute(directory) if directory else root / names.CHECKPOINT_DIRECTORY
     if not checkpoint_directory.is_relative_to(root):
-        _log.warning("the agent takes only what lies in its volume: directory=%s volume=%s", checkpoint_directory, root)
+        _log.warning(
+            "not uploaded, the directory lies outside the volume: directory=%s volume=%s", checkpoint_directory, root
+        )
     return Settings(
         ranks=ranks,
         volume=root,
@@ -77,10 +79,12 @@ def _absolute(path: str | Path) -> Path:
         raise UsageError(ErrorKind.BAD_ARGUMENT, f"{str(path)!r} is not UTF-8", hint="rename the directory") from error
     except OSError as error:
         raise UsageError(
-            ErrorKind.BAD_ARGUMENT, f"{str(path)!r} is relative to a directory that is gone", hint="give a whole path"
+            ErrorKind.BAD_ARGUMENT,
+            f"{str(path)!r} is relative to a directory that is gone",
+            hint="give an absolute path",
         ) from error
     if "\0" in str(absolute):
-        raise UsageError(ErrorKind.BAD_ARGUMENT, f"{str(path)!r} is no path", hint="leave out the NUL character")
+        raise UsageError(ErrorKind.BAD_ARGUMENT, f"{str(path)!r} is not a path", hint="leave out the NUL character")
     return absolute
 
 

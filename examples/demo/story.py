@@ -152,7 +152,7 @@ def _play(folder: Path, timeline: Timeline) -> list[str]:
         stage = _Stage(folder=folder, timeline=timeline, environment=_environment(folder, url, *keys))
         timeline.say(f"an S3 server runs on {url.removeprefix('http://')} (rclone serve s3)")
         characters = _write_text(stage.text)
-        timeline.heading("What should come out")
+        timeline.heading("The expected result")
         undisturbed = _train_undisturbed(stage, characters)
         timeline.heading("The same training under `mooring run`, and a preemption")
         interrupted = _train_until_preempted(stage)

@@ -109,7 +109,7 @@ def main() -> None:
         _train_plainly(training, arguments.steps)
     else:
         _train_safely(training, arguments.steps, arguments.save_every)
-    _tell(finished=training.step, weights=training.weights_digest())
+    _print_fact(finished=training.step, weights=training.weights_digest())
 
 
 def _train_plainly(training: Training, steps: int) -> None:
@@ -121,7 +121,7 @@ def _train_safely(training: Training, steps: int, save_every: int) -> None:
     checkpointer = mooring.Checkpointer()
     if (path := checkpointer.resume()) is not None:
         training.load(path / _STATE_FILE)
-    _tell(begun=training.step)
+    _print_fact(begun=training.step)
     while training.step < steps and not checkpointer.stopping:
         _tell_loss(training, training.train_one_step())
         last = training.step == steps
@@ -133,10 +133,10 @@ def _train_safely(training: Training, steps: int, save_every: int) -> None:
 
 def _tell_loss(training: Training, loss: float) -> None:
     # Hexadecimal keeps every bit.
-    _tell(step=training.step, loss=loss.hex())
+    _print_fact(step=training.step, loss=loss.hex())
 
 
-def _tell(**fields: object) -> None:
+def _print_fact(**fields: object) -> None:
     print(json.dumps(fields), flush=True)
 
 

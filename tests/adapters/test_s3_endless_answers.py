@@ -109,7 +109,7 @@ async def test_a_listing_that_goes_round_in_a_circle_is_a_failure(
     operation: str, circle: int, s3_environment: None, tmp_path: Path
 ) -> None:
     async with asked(pages(lambda number: number % circle + 1)) as (store, server), asyncio.timeout(HANG_SECONDS):
-        with pytest.raises(StoreError, match="where it was before") as caught:
+        with pytest.raises(StoreError, match="no new place to continue") as caught:
             await LISTS[operation](store, tmp_path)
         assert len(server.asked) == circle + 1
     assert caught.value.kind is ErrorKind.STORE_FAILED

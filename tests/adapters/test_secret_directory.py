@@ -73,7 +73,10 @@ def test_a_connection_without_keys_leaves_them_to_the_workloads_identity(tmp_pat
         ({"password": "hush"}, "lacks an access key and its secret; it has password"),
         ({"accesskey": "hush", "user": "u"}, "lacks the secret of its access key; it has accesskey, user"),
         ({"secretkey": "hush"}, "lacks an access key and its secret; it has secretkey"),
-        ({"accesskey": "hush", "secretkey": "hush", "endpoint": "minio:9000"}, "'minio:9000' in the Secret is no URL"),
+        (
+            {"accesskey": "hush", "secretkey": "hush", "endpoint": "minio:9000"},
+            "'minio:9000' in the Secret is not a URL",
+        ),
     ],
 )
 def test_what_a_secret_lacks_is_said_by_its_keys_and_never_by_their_values(

@@ -16,7 +16,7 @@ from mooring_agent.adapters.volume.shared_folders import (
 from mooring_agent.adapters.volume.shared_volume import open_volume
 from mooring_agent.core.settings.values import Settings, StoreSettings
 from mooring_agent.restore.local_copy import LocalCopies
-from mooring_agent.runtime.process.open_volume import take_volume
+from mooring_agent.runtime.process.open_volume import claim_volume
 
 SHARED = (".mooring/records", ".mooring/ranks", "runs", "runs/checkpoints")
 
@@ -76,7 +76,7 @@ MAKERS: dict[str, Callable[[Path], object]] = {
     "state directory on the volume": lambda volume: make_state_directory(volume, volume / ".mooring" / "agent"),
     "the volume's destination": lambda volume: claim(volume, "s3://bucket/run"),
     "restore": lambda volume: LocalCopies(volume, volume / "checkpoints", volume.parent / "state").prepare(),
-    "agent": lambda volume: take_volume(
+    "agent": lambda volume: claim_volume(
         Settings(
             volume=str(volume),
             checkpoint_directory=f"{volume}/checkpoints",

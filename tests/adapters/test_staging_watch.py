@@ -17,11 +17,11 @@ from structlog.testing import capture_logs
 
 from mooring_agent.adapters.volume import directory_hints, directory_scan
 from mooring_agent.adapters.volume.directory_scan import DirectoryScanner
-from mooring_agent.adapters.volume.staging_watch import FoundCheckpoint, StagingWatch, WatchPace, signature_of
+from mooring_agent.adapters.volume.staging_watch import FoundCheckpoint, StagingWatch, WatchIntervals, signature_of
 from mooring_agent.core.limits import STEP
 from mooring_agent.core.watch.checkpoint_layouts import DirectorySnapshot, Proof
 
-PACE = WatchPace(quiet_seconds=0.15, busy_interval_seconds=0.03, idle_interval_seconds=0.3)
+INTERVALS = WatchIntervals(quiet_seconds=0.15, busy_interval_seconds=0.03, idle_interval_seconds=0.3)
 BOUND_SECONDS = 60.0
 
 Open = Callable[..., StagingWatch]
@@ -32,9 +32,11 @@ async def open_watch(tmp_path: Path) -> AsyncIterator[Open]:
     opened: list[StagingWatch] = []
     with ThreadPoolExecutor(1) as executor:
 
-        def open_one(directory: Path | None = None, pace: WatchPace = PACE, **options: object) -> StagingWatch:
+        def open_one(
+            directory: Path | None = None, intervals: WatchIntervals = INTERVALS, **options: object
+        ) -> StagingWatch:
             opened.append(
-                StagingWatch(tmp_path, directory or tmp_path, executor=executor, pace=pace, **options)  # type: ignore[arg-type]
+                StagingWatch(tmp_path, directory or tmp_path, executor=executor, intervals=intervals, **options)  # type: ignore[arg-type]
             )
             return opened[-1]
 
@@ -54,7 +56,7 @@ async def _nothing_until_canary(watch: StagingWatch, directory: Path) -> None:
     # Long enough that everything older has been judged in its quiet state.
     async with asyncio.timeout(BOUND_SECONDS):
         looking = asyncio.ensure_future(anext(watch))
-        await asyncio.wait({looking}, timeout=2 * PACE.quiet_seconds + 2 * PACE.busy_interval_seconds)
+        await asyncio.wait({looking}, timeout=2 * INTERVALS.quiet_seconds + 2 * INTERVALS.busy_interval_seconds)
         _save(canary)
         assert (await looking).path == str(canary)
     canary.unlink()
@@ -76,7 +78,7 @@ async def test_a_scan_that_takes_long_is_followed_by_a_longer_rest(
 
     def scan_slowly(self: DirectoryScanner, seen_at: float) -> list[DirectorySnapshot]:
         began = time.monotonic()
-        while time.monotonic() < began + PACE.busy_interval_seconds:
+        while time.monotonic() < began + INTERVALS.busy_interval_seconds:
             found = scan(self, seen_at)
         scans.append((began, time.monotonic()))
         return found
@@ -85,7 +87,7 @@ async def test_a_scan_that_takes_long_is_followed_by_a_longer_rest(
     _save(tmp_path / "step_20.pt")
     await _next(open_watch())
     gaps = [began - ended for (_, ended), (began, _) in pairwise(scans)]
-    assert min(gaps) > 5 * PACE.busy_interval_seconds
+    assert min(gaps) > 5 * INTERVALS.busy_interval_seconds
 
 
 async def test_torch_save_files_are_found_with_name_and_step(tmp_path: Path, open_watch: Open) -> None:
@@ -277,7 +279,9 @@ async def test_a_directory_that_appears_later_and_one_that_is_replaced_are_follo
 
 
 async def test_an_event_wakes_an_idle_watch_long_before_its_next_poll(tmp_path: Path, open_watch: Open) -> None:
-    watch = open_watch(pace=WatchPace(quiet_seconds=0.1, busy_interval_seconds=0.03, idle_interval_seconds=600.0))
+    watch = open_watch(
+        intervals=WatchIntervals(quiet_seconds=0.1, busy_interval_seconds=0.03, idle_interval_seconds=600.0)
+    )
     _save(tmp_path / "step_1.pt")
     assert (await _next(watch)).step == 1
     looking = asyncio.ensure_future(_next(watch))
@@ -381,7 +385,7 @@ async def test_the_last_look_reports_what_is_complete_at_once_and_nothing_twice(
     tmp_path: Path, open_watch: Open
 ) -> None:
     _save(tmp_path / "step_10.pt")
-    watch = open_watch(pace=WatchPace(quiet_seconds=600.0))
+    watch = open_watch(intervals=WatchIntervals(quiet_seconds=600.0))
     _save(tmp_path / "step_20.pt")
     _truncated(tmp_path / "step_20.pt", 100)
     _write_hugging_face(tmp_path / "checkpoint-30", ranks=1)
@@ -417,7 +421,7 @@ async def test_the_last_looks_wait_for_quiet_while_somebody_may_be_writing(tmp_p
 
 async def test_the_last_looks_end_in_time_and_without_what_was_not_quiet(tmp_path: Path, open_watch: Open) -> None:
     _save(tmp_path / "step_10.pt")
-    watch = open_watch(pace=WatchPace(quiet_seconds=600.0, busy_interval_seconds=0.03))
+    watch = open_watch(intervals=WatchIntervals(quiet_seconds=600.0, busy_interval_seconds=0.03))
     assert await _last_names(watch, writers_gone=False, limit_seconds=0.1) == []
     assert await _last_names(watch, writers_gone=False, limit_seconds=-5.0) == []
 

@@ -84,7 +84,7 @@ async def test_two_ranks_that_claim_one_path_for_different_bytes_are_a_problem_t
     (committed,) = await list_committed(store)
     (problem,) = tuple((await examine(store, committed)).problems)
     assert problem.key == file_key(info, "state.pt")
-    assert problem.what == "is claimed by two ranks with different bytes"
+    assert "different bytes" in problem.what
 
 
 @pytest.mark.parametrize("what", DAMAGE)

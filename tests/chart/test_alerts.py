@@ -58,7 +58,7 @@ CASES: dict[str, tuple[dict[str, str], set[str]]] = {
     "the bucket is full": ({f'{FAILURES}"store-full"}}': "0+2x200"}, {"MooringNeedsAPerson"}),
     "the store has been away for an hour": ({f'{FAILURES}"unreachable"}}': "0+0x140 0+10x60"}, {"MooringStoreFails"}),
     "the store was away for a moment": ({f'{FAILURES}"unreachable"}}': "0+0x194 0+10x2 20+0x3"}, set()),
-    "a checkpoint was given up": (
+    "a checkpoint failed": (
         {f'mooring_checkpoints_total{{{AGENT},outcome="failed"}}': "0+0x195 1+0x5"},
         {"MooringCheckpointFailed"},
     ),
@@ -127,4 +127,4 @@ def test_an_alert_fires_for_what_it_is_made_for_and_no_other_does(
 
 def test_a_webhook_that_nobody_hears_of_is_told_whatever_another_release_says(tmp_path: Path) -> None:
     other = {'mooring_webhook_certificate_seconds_left{namespace="other",pod="another"}': "5000000+0x200"}
-    assert firing(tmp_path, other) == {"MooringWebhookAway"}
+    assert firing(tmp_path, other) == {"MooringWebhookUnreachable"}

@@ -112,7 +112,7 @@ def test_verify_of_a_step_that_is_not_there_is_an_error_with_a_hint(bucket: Stor
     assert completed.returncode == 1
     assert completed.stderr.splitlines() == [
         f"error: {bucket.destination} has no committed checkpoint of step 7",
-        "hint: `mooring ls` shows what there is",
+        "hint: `mooring ls` lists the checkpoints",
     ]
 
 
@@ -176,7 +176,7 @@ def test_every_setting_of_the_store_is_read_and_its_mistakes_are_said(bucket: St
     refused = mooring(command, bucket.destination, "--addressing", "none", MOORING_GRACE_SECONDS="abc", **wrong)
     assert refused.returncode == 2
     assert refused.stderr.splitlines() == [
-        "error: --addressing: 'none' is none of auto, path, virtual",
+        "error: --addressing: 'none' is not one of auto, path, virtual",
         "error: MOORING_S3_CONNECT_TIMEOUT_SECONDS: 'abc' is not a number",
         "error: kms_key_id needs server_side_encryption aws:kms",
         "hint: every setting is described in docs/settings.md",
@@ -274,7 +274,7 @@ def test_a_first_restore_makes_the_folder_and_says_so(tmp_path: Path) -> None:
         completed = mooring("restore", destination, "--volume", tmp_path / "volume")
         assert completed.returncode == 0, completed.stderr
         assert "starts from step 0" in completed.stdout
-        assert (f"warning: {destination} was not there" in completed.stderr) == is_first
+        assert (f"warning: {destination} did not exist" in completed.stderr) == is_first
 
 
 def test_restore_does_not_start_anew_because_a_mount_is_away(tmp_path: Path) -> None:
@@ -288,7 +288,7 @@ def test_restore_does_not_start_anew_because_a_mount_is_away(tmp_path: Path) -> 
 
     completed = mooring("restore", destination, "--volume", volume)
     assert (completed.returncode, completed.stdout) == (1, "")
-    assert f"there is no folder {mount}/run, and the volume {volume} was used with it before" in completed.stderr
+    assert f"the folder {mount}/run does not exist, and the volume {volume} was used with it before" in completed.stderr
     assert "hint: mount it again" in completed.stderr
     assert list(mount.iterdir()) == []
 
@@ -336,8 +336,8 @@ def test_restore_refuses_a_volume_that_holds_another_runs_checkpoints(bucket: St
     refused = mooring("restore", other, "--volume", volume)
     assert refused.returncode == 1
     errors = [line for line in refused.stderr.splitlines() if line.startswith(("error:", "hint:"))]
-    assert errors[0] == f"error: the volume {volume} holds checkpoints of {bucket.destination}, and not of {other}"
-    assert errors[1].startswith("hint: give another --volume")
+    assert errors[0] == f"error: the volume {volume} belongs to {bucket.destination}, not to {other}"
+    assert errors[1].startswith("hint: use another --volume")
 
 
 @pytest.mark.parametrize("volume", ["/proc/no-such-volume", "file", "file/below"])
@@ -347,7 +347,7 @@ def test_a_run_says_that_its_volume_cannot_be_made(bucket: StoreSettings, tmp_pa
     assert refused.returncode == 1
     error, hint = refused.stderr.splitlines()
     assert error.startswith(f"error: cannot make {tmp_path / volume}")
-    assert hint == "hint: give a --volume that is a directory, or where one can be made"
+    assert hint.startswith("hint: set --volume to a directory")
 
 
 @pytest.mark.parametrize("volume", ["/proc/no-such-volume", "file/below"])
@@ -360,7 +360,7 @@ def test_a_restore_does_not_take_a_volume_that_cannot_be_made_for_a_missing_file
     errors = [line for line in refused.stderr.splitlines() if line.startswith(("error:", "hint:"))]
     assert errors[0].startswith("error: cannot ")
     assert str(tmp_path / volume) in errors[0]
-    assert errors[1] == "hint: give a --volume that is a directory, or where one can be made"
+    assert errors[1].startswith("hint: set --volume to a directory")
 
 
 @pytest.mark.parametrize(("log_format", "begins"), [("json", "{"), ("console", "2")])

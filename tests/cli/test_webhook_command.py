@@ -16,7 +16,7 @@ def test_defaults_with_which_no_pod_could_be_injected_are_refused_at_once() -> N
     assert done.stderr.splitlines() == [
         "error: no pod could be injected with these defaults: "
         "there is no annotation mooring.dev/keep-lasts: did you mean mooring.dev/keep-last?; "
-        "mooring.dev/memory: '1Mi' is less than the 128Mi that the agent needs: write it as 256Mi; "
-        "part_size_bytes 1 is less than the 5MiB that S3 wants of a part: give 5MiB or more",
-        "hint: what may be given to every pod is described in docs/annotations.md",
+        "mooring.dev/memory: '1Mi' is less than the 128Mi that the agent needs: write a size such as 256Mi; "
+        "part_size_bytes 1 is less than S3's minimum: give 5MiB or more",
+        "hint: docs/annotations.md says which annotations every pod may be given",
     ]

@@ -59,7 +59,7 @@ def test_a_volume_that_fills_up_while_a_checkpoint_is_written_costs_that_checkpo
     assert sorted(path.name for path in small_volume.iterdir()) == [".mooring", "checkpoint-1", "checkpoint-3"]
     (warning,) = [message for message in caplog.messages if "given up" in message]
     assert "step=2" in warning
-    assert re.search("see whether the volume.* is full", warning)
+    assert re.search("check whether the volume.* is full", warning)
 
 
 def test_where_not_even_a_directory_can_be_made_training_goes_on(

@@ -116,7 +116,7 @@ def test_outside_the_main_thread_the_signal_file_alone_is_watched(
     thread.start()
     thread.join(10)
     assert signal.getsignal(signal.SIGTERM) == before
-    assert "SIGTERM is not watched" in caplog.text
+    assert "SIGTERM is not handled" in caplog.text
     request_save(signal_path, 1, deadline_unix=time.time() + 30)
     assert gates[0].at(1) is Action.SAVE_AND_EXIT
 

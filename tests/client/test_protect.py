@@ -54,7 +54,7 @@ def test_a_frameworks_trainer_is_handed_to_its_integration_and_returned(
 
 @pytest.mark.parametrize("x", [None, 3, trainer_of("somewhere.trainer", "Trainer"), mooring.Kind, len])
 def test_anything_else_is_refused_with_what_it_takes(x: object) -> None:
-    with pytest.raises(mooring.UsageError, match="nothing in Mooring protects a") as raised:
+    with pytest.raises(mooring.UsageError, match="Mooring cannot protect a") as raised:
         mooring.protect(x)
     assert "Accelerator" in raised.value.hint
     assert "mooring.Checkpointer" in raised.value.hint

@@ -16,7 +16,7 @@ from tests.chart.rendering import NAMESPACE, Object, arguments_of, of_kind, rend
 from tests.cluster.api import ApiError
 from tests.cluster.control_plane import ControlPlane
 from tests.harness.agent_process import wait_until
-from tests.harness.hasty_webhook import PACE_VARIABLE
+from tests.harness.hasty_webhook import TIMINGS_VARIABLE
 from tests.harness.webhook_process import WebhookProcess, training_pod
 
 _OURS: Final = ("--listen=", "--http-listen=", "--certificates=", "--image=", "--lame-duck-seconds=")
@@ -109,7 +109,7 @@ class InstalledWebhook(WebhookProcess):
             f"--kubernetes-host={address.hostname}",
             f"--kubernetes-port={address.port}",
             f"--service-account={installation.service_account(folder / 'service-account')}",
-            launcher=("env", f"{PACE_VARIABLE}={_PACE}"),
+            launcher=("env", f"{TIMINGS_VARIABLE}={_PACE}"),
             module="tests.harness.hasty_webhook",
         )
         self.port = installation.port

@@ -106,7 +106,7 @@ def test_beside_an_agent_of_a_foreign_user_and_group_training_goes_on_and_the_ag
             assert trainer.wait() == 0, trainer.said()
             assert "done 4" in trainer.said()
         wait_until(lambda: bool(agent.log("ranks.unknown")), WAIT_SECONDS, "the agent says what is wrong")
-        assert "the agent needs the trainer's UID or GID" in agent.log("ranks.unknown")[0]["hint"]
+        assert "give the agent the trainer's UID or GID" in agent.log("ranks.unknown")[0]["hint"]
     assert BucketView(rclone_bucket).markers() == []
 
 

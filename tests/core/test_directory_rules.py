@@ -74,7 +74,7 @@ def test_dcp_is_complete_when_its_metadata_is_no_older_than_its_data() -> None:
 def test_dcp_is_not_complete_without_a_file_that_its_metadata_names_as_that_of_another_pod() -> None:
     named = replace(_file("model/.metadata"), names=frozenset({"__0_0.distcp", "__1_0.distcp"}))
     verdict = _judge_when_quiet(_directory(_file("model/__0_0.distcp"), named, *HUGGING_FACE))
-    assert verdict.reason == "model/__1_0.distcp, which model/.metadata names, is not here"
+    assert verdict.reason == "model/__1_0.distcp, which model/.metadata names, is missing"
     both = (_file("__0_0.distcp"), _file("__1_0.distcp"), replace(named, path=".metadata"))
     assert _judge_when_quiet(_directory(*both)).complete
 
@@ -124,7 +124,7 @@ def test_what_is_of_more_ranks_than_was_said_is_not_complete() -> None:
     third = _file("random_states_2.pkl", Proof.WHOLE)
     for files in ((*HUGGING_FACE, *rngs), (*ACCELERATE, third), _deepspeed(3)):
         reason = _judge_when_quiet(_directory(*files), world_size=2).reason
-        assert reason.startswith("it is of 3 ranks, and world_size says 2")
+        assert reason.startswith("3 ranks wrote it, world_size is 2")
 
 
 def test_deepspeed_of_one_pod_is_not_complete_whichever_it_is() -> None:
@@ -133,7 +133,7 @@ def test_deepspeed_of_one_pod_is_not_complete_whichever_it_is() -> None:
     first, second = (*of_four[0:2], *of_four[4:6]), (*of_four[2:4], *of_four[6:8])
     assert "2 of 4 ranks" in _judge_when_quiet(_directory(*first), world_size=4).reason
     assert "2 of 4 ranks" in _judge_when_quiet(_directory(*second), world_size=4).reason
-    assert "of 4 ranks" in _judge_when_quiet(_directory(*second), world_size=2).reason
+    assert "4 ranks wrote it" in _judge_when_quiet(_directory(*second), world_size=2).reason
     assert _judge_when_quiet(_directory(*of_four), world_size=4).complete
 
 

@@ -13,7 +13,7 @@ from mooring_agent.__main__ import main
 from mooring_agent.webhook import certificate_keeper, server
 from mooring_agent.webhook.settings import WebhookSettings
 
-PACE_VARIABLE: Final = "MOORING_TEST_PACE"
+TIMINGS_VARIABLE: Final = "MOORING_TEST_PACE"
 SETTLE_SECONDS: Final = 8.0
 """How long a new CA has to be seen published."""
 
@@ -25,8 +25,8 @@ async def _serve_hastily(settings: WebhookSettings) -> None:
     assert managed is not None
     managed = replace(
         managed,
-        lives=replace(managed.lives, settle=timedelta(seconds=SETTLE_SECONDS)),
-        pace=replace(managed.pace, **json.loads(os.environ[PACE_VARIABLE])),
+        lifetimes=replace(managed.lifetimes, settle=timedelta(seconds=SETTLE_SECONDS)),
+        timings=replace(managed.timings, **json.loads(os.environ[TIMINGS_VARIABLE])),
     )
     await _serve(replace(settings, self_managed=managed))
 

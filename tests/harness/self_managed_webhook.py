@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from tests.fakes.fake_api_server import FakeApiServer
-from tests.harness.hasty_webhook import PACE_VARIABLE
+from tests.harness.hasty_webhook import TIMINGS_VARIABLE
 from tests.harness.installed_chart import SERVICE, managed_in
 from tests.harness.webhook_process import WebhookProcess
 
@@ -17,10 +17,10 @@ _SECONDS = 30.0
 
 
 class SelfManagedWebhook(WebhookProcess):
-    """One replica, in a folder below the installed chart's. `pace` as in `settings.Pace`; a new CA is trusted soon.
+    """One replica, in a folder below the installed chart's. A new CA is trusted soon, by `timings`.
     Started on entry, perhaps not `awaited`."""
 
-    def __init__(self, folder: Path, api: FakeApiServer, *, pace: Mapping[str, float], awaited: bool = True) -> None:
+    def __init__(self, folder: Path, api: FakeApiServer, *, timings: Mapping[str, float], awaited: bool = True) -> None:
         managed = managed_in(api, folder.parent)
         own = ("namespace", "service", "secret", "configuration")
         names = (*own, "kubernetes_host", "kubernetes_port", "service_account")
@@ -29,7 +29,7 @@ class SelfManagedWebhook(WebhookProcess):
             "--self-managed",
             "--lame-duck-seconds=0",
             *(f"--{name.replace('_', '-')}={getattr(managed, name)}" for name in names),
-            launcher=("env", f"{PACE_VARIABLE}={json.dumps(dict(pace))}"),
+            launcher=("env", f"{TIMINGS_VARIABLE}={json.dumps(dict(timings))}"),
             module="tests.harness.hasty_webhook",
         )
         self._awaited = awaited

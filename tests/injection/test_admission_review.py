@@ -54,7 +54,7 @@ def test_a_pod_that_asks_gets_its_patch_and_warnings(policy: FailurePolicy) -> N
     assert (response["uid"], response["allowed"]) == ("u-1", True)
     assert {operation["op"] for operation in patch(response)} == {"add"}
     (warning,) = response["warnings"]
-    assert warning.startswith("mooring: as whom the trainer runs is unknown")
+    assert warning.startswith("mooring: the trainer's user is unknown")
     assert found.fields["namespace"] == "team"
     assert found.fields["pod"] == "train-"
 
@@ -69,7 +69,7 @@ def test_under_fail_a_pod_that_cannot_be_injected_is_refused_with_every_reason()
             "code": 422,
             "reason": "Invalid",
             "message": "mooring cannot be injected: there is no annotation mooring.dev/keep_last: "
-            "did you mean mooring.dev/keep-last?; mooring.dev/destination: 'bucket' is no destination: "
+            "did you mean mooring.dev/keep-last?; mooring.dev/destination: 'bucket' is not a destination: "
             "write s3://bucket/prefix or pvc://claim/path",
         },
     }
@@ -83,7 +83,7 @@ def test_under_ignore_it_runs_without_and_says_so_on_itself_and_to_its_author() 
     assert len(response["warnings"]) == 2
     (operation,) = patch(response)
     assert operation["path"] == "/metadata/annotations/mooring.dev~1skipped"
-    assert "'bucket' is no destination" in operation["value"]
+    assert "'bucket' is not a destination" in operation["value"]
 
 
 def test_a_pod_that_asks_for_nothing_is_none_of_our_business_whatever_it_looks_like() -> None:
@@ -140,5 +140,5 @@ def test_a_mistake_of_our_own_is_answered_by_the_policy_and_told_to_the_log(
     assert found.outcome is Outcome.FAILED
     assert response["allowed"] is allowed
     said = response["warnings"][0] if allowed else response["status"]["message"]
-    assert "a mistake of Mooring's own, ZeroDivisionError: here: please report it" in said
+    assert "a bug in Mooring, ZeroDivisionError: here" in said
     assert "in broken" in found.fields["traceback"]

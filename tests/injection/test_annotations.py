@@ -104,42 +104,42 @@ def test_a_destination_is_a_bucket_or_a_claim(text: str, destination: str, claim
 @pytest.mark.parametrize(
     ("name", "text", "problem"),
     [
-        ("destination", "bucket/run", "'bucket/run' is no destination: write s3://bucket/prefix or pvc://claim/path"),
-        ("destination", "s3://bucket//run", "'s3://bucket//run' is no destination"),
-        ("destination", "s3://my bucket", "'s3://my bucket' is no destination"),
-        ("destination", "pvc://claim/../other", "is no path in a claim: write it without . and .. and :"),
-        ("destination", "pvc://claim/a:b", "is no path in a claim"),
-        ("destination", "pvc:///path", "'' is no object's name"),
-        ("destination", "", "'' is no destination"),
-        ("credentials", "My_Secret", "'My_Secret' is no object's name: use small letters, digits, - and ."),
-        ("ca-bundle", "name", "names no bundle: write configmap/name/key, secret/name/key, or name/key"),
-        ("ca-bundle", "file/a/b", "names no bundle"),
-        ("ca-bundle", "a/b/c/d", "names no bundle"),
+        ("destination", "bucket/run", "'bucket/run' is not a destination: write s3://bucket/prefix"),
+        ("destination", "s3://bucket//run", "'s3://bucket//run' is not a destination"),
+        ("destination", "s3://my bucket", "'s3://my bucket' is not a destination"),
+        ("destination", "pvc://claim/../other", "is not a path in a claim"),
+        ("destination", "pvc://claim/a:b", "is not a path in a claim"),
+        ("destination", "pvc:///path", "'' is not an object's name"),
+        ("destination", "", "'' is not a destination"),
+        ("credentials", "My_Secret", "'My_Secret' is not an object's name"),
+        ("ca-bundle", "name", "write configmap/name/key, secret/name/key, or name/key"),
+        ("ca-bundle", "file/a/b", "does not name a bundle"),
+        ("ca-bundle", "a/b/c/d", "does not name a bundle"),
         ("container", "", "the name is empty"),
-        ("checkpoint-directory", "out", "'out' is no directory in the trainer: write an absolute path"),
-        ("checkpoint-directory", "/", "'/' is no directory in the trainer"),
-        ("checkpoint-directory", "/out/../etc", "is no directory in the trainer"),
+        ("checkpoint-directory", "out", "'out' is not a directory in the trainer"),
+        ("checkpoint-directory", "/", "'/' is not a directory in the trainer"),
+        ("checkpoint-directory", "/out/../etc", "is not a directory in the trainer"),
         ("checkpoint-directory", "/run", "'/run' collides with /run/mooring: choose another directory"),
         ("checkpoint-directory", "/proc/self", "collides with /proc"),
         ("checkpoint-directory", "/mooring-state/x", "collides with /mooring-state"),
-        ("size-limit", "-1Gi", "'-1Gi' is less than a byte: write it as 500Gi"),
-        ("size-limit", "500 GB", "'500 GB' is no quantity; write it as 500m, 2, 256Mi or 10Gi"),
+        ("size-limit", "-1Gi", "'-1Gi' is less than a byte"),
+        ("size-limit", "500 GB", "'500 GB' is not a quantity"),
         ("medium", "ssd", "'ssd' is neither memory nor disk"),
-        ("grace-seconds", "2m", "'2m' is no number of seconds from 1 to 604800"),
-        ("grace-seconds", "0", "'0' is no number of seconds"),
+        ("grace-seconds", "2m", "'2m' is not a number of seconds from 1 to 604800"),
+        ("grace-seconds", "0", "'0' is not a number of seconds"),
         ("autoload", "yes", "'yes' is neither true nor false"),
-        ("cpu", "0", "'0' is not more than nothing"),
-        ("memory", "256", "'256' is less than the 128Mi that the agent needs: write it as 256Mi"),
+        ("cpu", "0", "'0' must be more than 0"),
+        ("memory", "256", "'256' is less than the 128Mi"),
         ("memory", "64Mi", "'64Mi' is less than the 128Mi that the agent needs"),
-        ("run-as-user", "root", "'root' is no numeric user id, as 1000"),
-        ("run-as-user", "4294967296", "is no numeric user id"),
+        ("run-as-user", "root", "'root' is not a numeric user id"),
+        ("run-as-user", "4294967296", "is not a numeric user id"),
         ("attempt", "a/b", "attempt 'a/b' cannot be part of an object key"),
         ("keep-last", "all", "'all' is not a number"),
-        ("addressing", "dns", "'dns' is none of auto, path, virtual"),
+        ("addressing", "dns", "'dns' is not one of auto, path, virtual"),
         ("tags", "team", "'team' is not key=value"),
-        ("container", "a\nb", "the value is no plain text of one line"),
-        ("region", "\ud800", "the value is no plain text of one line"),
-        ("region", "a" * 5000, "the value is no plain text of one line and at most 4,096 letters"),
+        ("container", "a\nb", "one line of plain text"),
+        ("region", "\ud800", "one line of plain text"),
+        ("region", "a" * 5000, "at most 4,096 characters"),
     ],
 )
 def test_a_value_that_cannot_be_is_refused_with_what_to_write(name: str, text: str, problem: str) -> None:
@@ -178,9 +178,7 @@ def test_a_flood_of_annotations_is_answered_with_a_few_words() -> None:
 def test_a_destination_that_is_missing_is_said() -> None:
     found = read_annotations({"mooring.dev/inject": "true"}, DEFAULTS)
     assert isinstance(found, Refusal)
-    assert found.problems == (
-        "mooring.dev/destination is missing: say where checkpoints go, as s3://bucket/prefix or pvc://claim/path",
-    )
+    assert found.problems == ("mooring.dev/destination is missing: set it to s3://bucket/prefix or pvc://claim/path",)
 
 
 @pytest.mark.parametrize(
@@ -200,7 +198,7 @@ def test_a_destination_that_is_missing_is_said() -> None:
         ),
         (
             LEAST | {"kubernetes.io/config.mirror": "x"},
-            "the pod is a static one of its node, which nobody can change",
+            "the pod is a static pod of its node and cannot be changed",
             True,
         ),
     ],
@@ -227,8 +225,8 @@ def test_the_admins_own_mistakes_are_found_before_any_pod_comes() -> None:
     assert default_problems(DEFAULTS) == ()
     wrong = {"mooring.dev/keep-lasts": "2", "mooring.dev/part-size-bytes": "1", "mooring.dev/inject": "true"}
     assert default_problems(InjectionDefaults(image="i", memory="1", annotations=wrong)) == (
-        "mooring.dev/inject is not for everybody",
+        "mooring.dev/inject cannot be a default for all pods",
         "there is no annotation mooring.dev/keep-lasts: did you mean mooring.dev/keep-last?",
-        "mooring.dev/memory: '1' is less than the 128Mi that the agent needs: write it as 256Mi",
-        "part_size_bytes 1 is less than the 5MiB that S3 wants of a part: give 5MiB or more",
+        "mooring.dev/memory: '1' is less than the 128Mi that the agent needs: write a size such as 256Mi",
+        "part_size_bytes 1 is less than S3's minimum: give 5MiB or more",
     )

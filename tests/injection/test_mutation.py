@@ -110,7 +110,7 @@ class TestTheSecondTurn:
         before = pod(volumes=[claim], containers=[trainer(env=[{"name": "MOORING_VOLUME", "value": "/theirs"}])])
         before["metadata"]["annotations"] = {"mooring.dev/injected": ""}
         found = problems(before)
-        assert any("the pod has mooring-socket in its volumes already" in problem for problem in found)
+        assert any("the pod already has mooring-socket in its volumes" in problem for problem in found)
         assert any("the trainer sets MOORING_VOLUME '/theirs'" in problem for problem in found)
 
 
@@ -138,7 +138,7 @@ class TestTheTrainer:
     def test_otherwise_nobody_guesses(self, containers: list[str]) -> None:
         before = pod(containers=[{"name": name, "image": "example.com/image:1"} for name in containers])
         (problem,) = problems(before)
-        assert problem.startswith(f"which container trains? {', '.join(containers)}: name it")
+        assert problem.startswith(f"cannot tell which container trains ({', '.join(containers)})")
 
     def test_a_mesh_that_starts_after_restore_is_said(self) -> None:
         proxy = {"name": "istio-proxy", "image": "istio"}
@@ -189,7 +189,7 @@ class TestVariables:
         after = mutated(pod(containers=[trainer(env=[{"name": "MOORING_ATTEMPT"}])]))
         assert all({"name": "MOORING_ATTEMPT"} in container(after, name)["env"] for name in ("train", *OURS))
         (problem,) = problems(pod(containers=[trainer(env=[{"name": "MOORING_VOLUME"}])]))
-        assert "the trainer sets MOORING_VOLUME '', and it would be set to /mooring" in problem
+        assert "the trainer sets MOORING_VOLUME '', and the injection would set it to /mooring" in problem
 
     def test_an_attempt_of_the_users_own_is_the_agents_too(self) -> None:
         attempt = {"name": "MOORING_ATTEMPT", "valueFrom": {"fieldRef": {"fieldPath": "metadata.labels['start']"}}}
@@ -203,12 +203,12 @@ class TestShape:
     @pytest.mark.parametrize(
         ("value", "problem"),
         [
-            (None, "the pod is no object"),
-            ([], "the pod is no object"),
+            (None, "the pod is not an object"),
+            ([], "the pod is not an object"),
             ({}, "the pod has no containers"),
             ({"spec": {"containers": []}}, "the pod has no containers"),
-            ({"spec": {"containers": [1]}}, "the pod.spec.containers[0] is no object"),
-            ({"spec": {"containers": [{"env": {}}]}}, "the pod.spec.containers[0].env is no list"),
+            ({"spec": {"containers": [1]}}, "the pod.spec.containers[0] is not an object"),
+            ({"spec": {"containers": [{"env": {}}]}}, "the pod.spec.containers[0].env is not a list"),
             (
                 {"spec": {"containers": [{"env": [{"value": 1}]}]}},
                 "the pod.spec.containers[0].env[0].value is not a text",

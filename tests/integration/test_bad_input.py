@@ -394,7 +394,7 @@ def test_a_second_agent_on_a_volume_is_refused_and_the_first_goes_on(
     assert second.start_refused() == 1
     error, hint = second.log_text().splitlines()[-2:]
     assert error.startswith("error: ")
-    assert hint == "hint: another agent serves this volume: end it first"
+    assert hint.startswith("hint: another agent uses this volume")
     agent.wait_committed(agent.announce(good_checkpoint(agent), 7).save)
 
 

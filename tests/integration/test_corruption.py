@@ -77,7 +77,7 @@ def test_a_wrong_byte_is_named_and_the_older_checkpoint_is_restored(
 
     restored = mooring(rclone_bucket, "restore", f"--volume={tmp_path}/other")
     assert restored.returncode == 0, restored.stderr
-    (warning,) = [line for line in restored.stderr.splitlines() if line.startswith("warning: passed over: ")]
+    (warning,) = [line for line in restored.stderr.splitlines() if line.startswith("warning: skipped: ")]
     assert key in warning
     assert restored.stdout.startswith("checkpoint-10 (step 10, ")
     assert [path.name for path in (tmp_path / "other/checkpoints").iterdir()] == ["checkpoint-10"]

@@ -79,7 +79,7 @@ def test_a_ca_bundle_that_is_not_there_is_named_and_mended_by_putting_it_there(
     assert refused.returncode == 1
     assert refused.stderr.splitlines() == [
         f"error: cannot use the CA bundle {absent}: No such file or directory",
-        "hint: --ca-bundle names a PEM file with certificates that this process may read",
+        "hint: set --ca-bundle to a PEM file with certificates that this process can read",
     ]
     with make_agent(tmp_path / "volume", rclone_tls_bucket, ca_bundle=absent) as agent:
         save = agent.announce(write_checkpoint(agent.checkpoints / "checkpoint-7", SIZES), 7).save

@@ -61,7 +61,7 @@ def test_before_the_programs_own_first_save_its_client_state_is_the_one_it_loade
     assert trainer.run("--steps", "2").code == 0
     stopped = trainer.run("--load", trainer.checkpoints, "--told-at", "1", "--save-every", "100")
     assert stopped.code == JUST_IN_TIME_EXIT_CODE, stopped.errors
-    assert "client_state in it is the one of an earlier step" in stopped.errors
+    assert "saved client_state is of an earlier step" in stopped.errors
     assert trainer.records()[-1] == ("at-3", 3, "just-in-time")
 
     resumed = trainer.run("--load", trainer.checkpoints, "--steps", "4")

@@ -103,7 +103,7 @@ async def test_a_file_that_two_ranks_saved_alike_is_restored_once(store: FakeSto
 
 async def test_a_file_that_two_ranks_saved_with_different_bytes_is_damage(store: FakeStore, volume: Path) -> None:
     await store_checkpoint(store, 7, ranks=[{"config.json": b"1"}, {"config.json": b"2"}])
-    with pytest.raises(StoreError, match=r"config\.json is claimed by two ranks"):
+    with pytest.raises(StoreError, match=r"config\.json has different bytes on two ranks"):
         await run(store, volume)
 
 

@@ -122,7 +122,7 @@ def test_all_mistakes_are_reported_at_once(file: Path) -> None:
     )
     assert sorted(found) == sorted(
         [
-            "MOORING_S3_ADDRESSING: 'sideways' is none of auto, path, virtual",
+            "MOORING_S3_ADDRESSING: 'sideways' is not one of auto, path, virtual",
             "MOORING_S3_TAGS: 'team' is not key=value",
             "MOORING_PEAK_FACTOR: -1 must be 0 or more",
             "--grace-seconds: 'soon' is not a number",
@@ -153,8 +153,8 @@ def test_a_file_that_cannot_be_read_is_named(content: str | None, file: Path) ->
     [
         ("max_concurrency = true", "max_concurrency in {file}: 'true' is not a number"),
         ("part_size_bytes = false", "part_size_bytes in {file}: 'false' is not a size; write bytes"),
-        ("max_concurrency = [4]", "max_concurrency in {file}: one value is wanted, not a list or a table"),
-        ("part_size_bytes.a = 1", "part_size_bytes in {file}: one value is wanted, not a list or a table"),
+        ("max_concurrency = [4]", "max_concurrency in {file}: give a single value, not a list or a table"),
+        ("part_size_bytes.a = 1", "part_size_bytes in {file}: give a single value, not a list or a table"),
     ],
 )
 def test_a_value_of_the_wrong_sort_is_told_as_the_file_has_it(line: str, said: str, file: Path) -> None:
@@ -166,7 +166,7 @@ def test_a_value_of_the_wrong_sort_is_told_as_the_file_has_it(line: str, said: s
 def test_tags_in_a_list_are_no_tags(file: Path) -> None:
     file.write_text('[store]\ntags = ["team=vision"]\n')
     assert problems(file=file) == [
-        f"store.tags in {file}: tags are a table, or one text of key=value separated by commas"
+        f"store.tags in {file}: give tags as a table, or as one text of key=value pairs separated by commas"
     ]
 
 
@@ -227,9 +227,9 @@ def test_the_page_of_settings_is_what_the_settings_say() -> None:
 @pytest.mark.parametrize(
     ("given", "said"),
     [
-        ({"part_size_bytes": "0"}, "part_size_bytes 0 is less than the 5MiB that S3 wants"),
-        ({"part_size_bytes": "4MiB"}, "part_size_bytes 4194304 is less than the 5MiB that S3 wants"),
-        ({"part_size_bytes": "6GiB"}, "part_size_bytes 6442450944 is more than the 5GiB that S3 takes"),
+        ({"part_size_bytes": "0"}, "part_size_bytes 0 is less than S3's minimum"),
+        ({"part_size_bytes": "4MiB"}, "part_size_bytes 4194304 is less than S3's minimum"),
+        ({"part_size_bytes": "6GiB"}, "part_size_bytes 6442450944 is more than S3's maximum"),
         (
             {"destination": f"s3://bucket/{'ü' * 128}/"},
             f"the prefix in destination 's3://bucket/{'ü' * 48}'… has 256 bytes: give one of less than 256",
@@ -243,8 +243,8 @@ def test_the_page_of_settings_is_what_the_settings_say() -> None:
         ({"attempt": "job/1"}, "attempt 'job/1' cannot be part of an object key: use 1 to 128"),
         ({"nice": "20"}, "--nice: 20 must be 19 or less"),
         ({"nice": "-5"}, "--nice: -5 must be 0 or more"),
-        ({"io_priority": "8"}, "--io-priority: '8' is none of inherit, 0, 1, 2, 3, 4, 5, 6, 7, idle"),
-        ({"io_priority": "realtime"}, "--io-priority: 'realtime' is none of inherit, 0, 1, 2, 3, 4, 5, 6, 7, idle"),
+        ({"io_priority": "8"}, "--io-priority: '8' is not one of inherit, 0, 1, 2, 3, 4, 5, 6, 7, idle"),
+        ({"io_priority": "realtime"}, "--io-priority: 'realtime' is not one of inherit, 0, 1, 2, 3, 4, 5, 6, 7, idle"),
         ({"http_address": "9090"}, "http_address '9090' is not host:port"),
         ({"http_address": "localhost:http"}, "http_address 'localhost:http' is not host:port"),
         ({"http_address": ":70000"}, "http_address ':70000' is not host:port"),
@@ -274,8 +274,8 @@ def test_the_longest_prefix_and_the_largest_part_are_taken() -> None:
 def test_a_mistyped_variable_is_named_with_what_was_meant() -> None:
     environment = {"MOORING_DESTINATON": "s3://bucket/run", "MOORING_SINK": "1", "MOORING_VOLUME": "/volume"}
     said = [
-        "the variable MOORING_DESTINATON is no setting; did you mean MOORING_DESTINATION?",
-        "the variable MOORING_SINK is no setting",
+        "the variable MOORING_DESTINATON is not a setting; did you mean MOORING_DESTINATION?",
+        "the variable MOORING_SINK is not a setting",
     ]
     assert list(unknown_variables(environment)) == said
     assert problems(destination=None, environment=environment)[1:] == said

@@ -11,7 +11,7 @@ from tests.core.play import settings
 
 from mooring_agent.core.errors import ErrorKind, VolumeError
 from mooring_agent.runtime.process import app
-from mooring_agent.runtime.process.open_volume import take_volume
+from mooring_agent.runtime.process.open_volume import claim_volume
 
 
 async def test_signals_are_heard_while_a_long_journal_is_replayed(
@@ -43,5 +43,5 @@ async def test_signals_are_heard_while_a_long_journal_is_replayed(
 def test_no_journal_goes_to_the_working_directory(tmp_path: Path) -> None:
     """The settings fill in where it goes; where they did not, that is a bug of ours."""
     with pytest.raises(AssertionError, match="state directory"):
-        take_volume(replace(settings(), volume=str(tmp_path / "volume"), state_directory=""))
+        claim_volume(replace(settings(), volume=str(tmp_path / "volume"), state_directory=""))
     assert list(tmp_path.iterdir()) == []

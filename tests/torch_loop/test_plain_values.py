@@ -74,7 +74,7 @@ def small() -> Small:
 def test_a_pickle_in_an_item_of_a_checkpoint_runs_nothing_and_is_named(small: Small, name: str, tmp_path: Path) -> None:
     ran = tmp_path / "ran"
     save_with_hostile_item(small, tmp_path / "checkpoint", name, ran)
-    with pytest.raises(UsageError, match=rf"{name} is no plain value, it names posix\.mkdir") as raised:
+    with pytest.raises(UsageError, match=rf"{name} is not a plain value, it names posix\.mkdir") as raised:
         resumed(tmp_path / "checkpoint")
     assert not ran.exists()
     assert raised.value.kind is ErrorKind.PICKLE_REFUSED
@@ -157,7 +157,7 @@ def test_what_could_not_be_loaded_is_refused_when_it_is_saved_by_its_name(kept: 
     assert "trust_pickle=True" in raised.value.hint
     trusting = state_with(kept, trust_pickle=True)
     trusting.save(tmp_path)
-    with pytest.raises(UsageError, match=r"shared is no plain value"):
+    with pytest.raises(UsageError, match=r"shared is not a plain value"):
         state_with(None).restore(tmp_path)
     again = state_with(None, trust_pickle=True)
     again.restore(tmp_path)
@@ -237,7 +237,7 @@ def test_plain_values_that_no_training_saved_are_refused_in_a_sentence(shared: o
 
 
 def test_damaged_bytes_are_refused_in_a_sentence() -> None:
-    with pytest.raises(UsageError, match="shared is no plain value"):
+    with pytest.raises(UsageError, match="shared is not a plain value"):
         decode(b"garbage", "shared")
 
 

@@ -21,7 +21,7 @@ from mooring_agent.webhook.certificates import CertificateWithKey, make_authorit
 from mooring_agent.webhook.settings import CertificateTimings, SelfManaged
 
 SECONDS = 30.0
-PACE = CertificateTimings(
+TIMINGS = CertificateTimings(
     look_seconds=0.05,
     retry_seconds=0.05,
     call_seconds=10,
@@ -42,8 +42,8 @@ def certificate(tmp_path: Path) -> ServingCertificate:
     return ServingCertificate(tmp_path / "certificates")
 
 
-def managed(api: FakeApiServer, folder: Path, **pace: float) -> SelfManaged:
-    return replace(managed_in(api, folder), pace=replace(PACE, **pace))
+def managed(api: FakeApiServer, folder: Path, **timings: float) -> SelfManaged:
+    return replace(managed_in(api, folder), timings=replace(TIMINGS, **timings))
 
 
 def put_old_pair(certificate: ServingCertificate, begins_at: datetime | None = None) -> datetime:
@@ -101,7 +101,7 @@ async def test_without_a_right_that_it_needs_to_begin_it_ends_and_names_it(
         async with kept_certificates(managed(api, tmp_path, begin_seconds=0.2), certificate):
             raise AssertionError("it has none")
     assert caught.value.kind is ErrorKind.ACCESS_DENIED
-    assert "the rights to get and patch both" in caught.value.hint
+    assert "`helm upgrade`" in caught.value.hint
 
 
 @pytest.mark.parametrize("verb", ["get", "patch"])

@@ -30,7 +30,7 @@ from mooring_agent.webhook.certificates import CertificateWithKey, read_secret
 _SECONDS = 90.0
 _LAG_SECONDS = 4.0
 """API servers hear of a change in their configuration some time after it, up to `SETTLE_SECONDS`."""
-PACE = {"look_seconds": 0.5, "retry_seconds": 0.2}
+TIMINGS = {"look_seconds": 0.5, "retry_seconds": 0.2}
 REVIEW = review_of(training_pod())
 
 
@@ -40,10 +40,12 @@ def api(tmp_path: Path) -> Iterator[FakeApiServer]:
         yield api
 
 
-def two_replicas(folder: Path, api: FakeApiServer, stack: ExitStack, **pace: float) -> list[SelfManagedWebhook]:
+def two_replicas(folder: Path, api: FakeApiServer, stack: ExitStack, **timings: float) -> list[SelfManagedWebhook]:
     """Started at the same time."""
     replicas = [
-        stack.enter_context(SelfManagedWebhook(folder / str(number), api, pace={**PACE, **pace}, awaited=False))
+        stack.enter_context(
+            SelfManagedWebhook(folder / str(number), api, timings={**TIMINGS, **timings}, awaited=False)
+        )
         for number in range(2)
     ]
     for replica in replicas:
@@ -203,7 +205,7 @@ def test_a_secret_that_is_lost_is_filled_anew_and_all_replicas_serve_what_is_in_
 def test_one_that_starts_again_while_the_api_server_is_away_serves_with_what_it_has(
     api: FakeApiServer, tmp_path: Path
 ) -> None:
-    with SelfManagedWebhook(tmp_path / "replica", api, pace=PACE) as replica:
+    with SelfManagedWebhook(tmp_path / "replica", api, timings=TIMINGS) as replica:
         before: x509.Certificate = replica.served()
         replica.process.kill()
         replica.wait()
@@ -221,8 +223,8 @@ def test_one_that_starts_again_while_the_api_server_is_away_serves_with_what_it_
 
 def test_one_that_is_told_to_end_before_it_could_begin_ends_at_once(api: FakeApiServer, tmp_path: Path) -> None:
     api.mood = Mood.BROKEN
-    pace = {**PACE, "begin_seconds": 3600}
-    with SelfManagedWebhook(tmp_path / "replica", api, pace=pace, awaited=False) as replica:
+    timings = {**TIMINGS, "begin_seconds": 3600}
+    with SelfManagedWebhook(tmp_path / "replica", api, timings=timings, awaited=False) as replica:
         wait_until(lambda: "certificates.problem" in replica.log_text(), _SECONDS, "it waits")
         replica.terminate()
         assert replica.wait() == 0

@@ -69,8 +69,8 @@ def test_under_ignore_it_runs_without_and_its_author_is_told(tmp_path: Path) -> 
 @pytest.mark.parametrize(
     ("body", "content_type", "status", "says"),
     [
-        pytest.param(b"\x00\xff garbage", "application/json", 400, "no JSON", id="garbage"),
-        pytest.param(b"[" * 100_000, "application/json", 400, "no JSON", id="nested beyond sense"),
+        pytest.param(b"\x00\xff garbage", "application/json", 400, "not JSON", id="garbage"),
+        pytest.param(b"[" * 100_000, "application/json", 400, "not JSON", id="nested beyond sense"),
         pytest.param(b"{}", "text/plain", 415, "application/json", id="another type"),
         pytest.param(b" " * (4 * _MIB), "application/json", 413, "", id="larger than any pod"),
     ],
@@ -87,7 +87,7 @@ def test_what_is_no_review_gets_a_clean_refusal_and_the_next_one_an_answer(
 def test_json_that_is_no_review_is_not_allowed_and_says_why(webhook: WebhookProcess) -> None:
     response = ask(webhook.connect(), {"kind": "Pod"})
     assert not response["allowed"]
-    assert "no AdmissionReview" in response["status"]["message"]
+    assert "not an AdmissionReview" in response["status"]["message"]
 
 
 def test_a_body_that_does_not_come_is_given_up_while_others_are_answered(tmp_path: Path) -> None:

@@ -169,7 +169,7 @@ def _connect(path: Path) -> sqlite3.Connection:
         (version,) = connection.execute("PRAGMA user_version").fetchone()
         (tables,) = connection.execute("SELECT count(*) FROM sqlite_schema").fetchone()
         if version != _SCHEMA_VERSION and (version, tables) != (0, 0):
-            raise _ForeignDatabaseError(f"schema version {version} is not known here")
+            raise _ForeignDatabaseError(f"schema version {version} is unknown")
         connection.execute("PRAGMA journal_mode=WAL")
         connection.execute("PRAGMA synchronous=FULL")
         if version != _SCHEMA_VERSION:
@@ -194,7 +194,7 @@ def _refuse_links(path: Path) -> None:
         part = path.with_name(path.name + suffix)
         with suppress(FileNotFoundError):
             if not stat.S_ISREG(part.lstat().st_mode):
-                raise OSError(errno.ELOOP, f"{part.name} is a link or no plain file", str(part))
+                raise OSError(errno.ELOOP, f"{part.name} is not a regular file", str(part))
 
 
 def _refuse_foreign(path: Path) -> None:
@@ -266,7 +266,7 @@ def _translated(path: Path) -> Iterator[None]:
             raise VolumeError(
                 ErrorKind.DISK_FULL, f"{what}: {error}", hint="free space on the volume, or raise its sizeLimit"
             ) from error
-        hint = "the volume must be mounted read-write and be the agent's to write"
+        hint = "mount the volume read-write, and give the agent's user write access"
         if code in {sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED}:
-            hint = "another agent serves this volume: end it first"
+            hint = "another agent uses this volume: stop it first"
         raise VolumeError(ErrorKind.VOLUME_UNUSABLE, f"{what}: {error}", hint=hint) from error

@@ -110,8 +110,8 @@ class ApiServer:
             except (ssl.SSLError, ValueError) as error:
                 raise ClusterError(
                     ErrorKind.BAD_CONFIGURATION,
-                    f"the service account's ca.crt is no certificate: {error}",
-                    hint=f"see what is mounted as the service account{self._without}",
+                    f"the service account's ca.crt is not a certificate: {error}",
+                    hint=f"check what is mounted as the service account{self._without}",
                 ) from error
             self._session = aiohttp.ClientSession(
                 connector=aiohttp.TCPConnector(ssl=context, limit=1),
@@ -155,7 +155,7 @@ class KubernetesCluster:
             Path(settings.service_account_directory),
             executor,
             call_seconds=_CALL_SECONDS,
-            hint="a Role for the pod's service account needs the verb create on events and patch on pods",
+            hint="give the pod's service account a Role that may create events and patch pods",
             without=", or set cluster_events to false",
         )
 

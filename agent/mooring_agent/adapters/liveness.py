@@ -42,7 +42,7 @@ class RankLocks:
         except FileNotFoundError:
             return False
         except OSError as error:
-            raise self._cannot("ask for a lock in", error) from error
+            raise self._cannot("check the locks in", error) from error
 
     def live_ranks(self) -> frozenset[int]:
         """Return the local ranks whose lock is held at present. Raises VolumeError."""

@@ -27,7 +27,7 @@ async def open_store(settings: StoreSettings, *, limiter: RateLimiter | None = N
         case _:
             raise MooringError(
                 ErrorKind.BAD_CONFIGURATION,
-                f"{settings.destination!r} is no destination that Mooring knows",
+                f"{settings.destination!r} is not a destination that Mooring supports",
                 hint="write it as s3://bucket/prefix or file:///absolute/path",
             )
     thread = ThreadPoolExecutor(1, thread_name_prefix="mooring-store-opening")

@@ -73,7 +73,7 @@ def _read(folder: Folder, volume: Path, file: StagedFile, content: memoryview) -
     except OSError as error:
         raise volume_error(error, f"read {volume}/{file.pin}") from error
     if found != file.fingerprint:
-        raise file_changed(f"{volume}/{file.pin}", "it is not the file that was staged, or was written to since")
+        raise file_changed(f"{volume}/{file.pin}", "it was replaced or written to after it was staged")
     if count < len(content):
         raise file_changed(f"{volume}/{file.pin}", f"it ended at byte {count}")
 

@@ -40,7 +40,7 @@ def set_priority(*, nice: int, io_priority: str) -> None:
             nice=nice,
             io_priority=io_priority,
             error=str(error),
-            hint="the agent runs on as it is; a container's seccomp profile may forbid setpriority and ioprio_set",
+            hint="the priority stays as it is; a container's seccomp profile may forbid setpriority and ioprio_set",
         )
 
 

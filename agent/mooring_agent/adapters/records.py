@@ -163,7 +163,7 @@ def _say_unreadable(name: str, error: Exception) -> None:
         "unannounced.record_unreadable",
         record=name,
         error=str(error),
-        hint="if no agent had its checkpoint, an older one stays the newest committed",
+        hint="if its checkpoint was never announced, it is not uploaded",
     )
 
 
@@ -177,9 +177,9 @@ def _read(folder: Folder, name: str, volume: Path, checkpoint_directory: Path) -
     except RequestError as error:
         raise ValueError(str(error)) from error
     if name != f"{head.name}{SUFFIX}":
-        raise ValueError(f"it is about {head.name!r}")
+        raise ValueError(f"it names {head.name!r}")
     if max(head.ranks, default=0) >= head.world_size:
-        raise ValueError(f"it has rank {max(head.ranks)} of a world of {head.world_size}")
+        raise ValueError(f"it lists rank {max(head.ranks)}, but world_size is {head.world_size}")
     return RecordedCheckpoint(
         # `head.directory` is where a framework wrote it, relative to the volume.
         path=(checkpoint_directory if head.directory is None else volume / head.directory) / head.name,
@@ -222,7 +222,7 @@ def _whole(root: Folder, folder: Folder, volume: Path, found: Sequence[RecordedC
             continue
         left -= len(files)
         if left < 0:
-            log.warning("unannounced.too_many_files", record=name, hint="newer checkpoints were read, this one was not")
+            log.warning("unannounced.too_many_files", record=name, hint="it is not uploaded, newer ones are")
             break
         if _is_whole(root, volume, signed, files):
             whole.append(signed)
@@ -244,7 +244,7 @@ def _is_whole(root: Folder, volume: Path, recorded: RecordedCheckpoint, files: S
             path=str(recorded.path),
             step=recorded.step,
             reason=damage,
-            hint="no agent had it, and it is not what was saved any more: an older one stays the newest committed",
+            hint="the checkpoint was never announced and has changed since it was saved: it is not uploaded",
         )
     return damage is None
 

@@ -58,9 +58,9 @@ class RegionFile:
             try:
                 status = os.fstat(self._open_descriptor())
             except OSError as error:  # the volume is gone
-                raise volume_error(error, f"look at {self._region.file}") from error
+                raise volume_error(error, f"examine {self._region.file}") from error
         if fingerprint(status) != self._region.fingerprint:
-            raise file_changed(self._region.file, "it is not the file that was staged, or was written to since")
+            raise file_changed(self._region.file, "it was replaced or written to after it was staged")
 
     def read_cached(self, position: int, buffer: memoryview) -> int:
         """Fill `buffer` from `position` on, as far as pages are in memory, and return how many bytes. Never blocks.

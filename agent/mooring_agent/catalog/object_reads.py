@@ -76,4 +76,4 @@ async def get_whole(store: StoreReader, key: str, *, limit_bytes: int, fresh: bo
         size_bytes = (await store.head(key)).size_bytes
         if size_bytes <= limit_bytes:
             raise
-        raise checkpoint_corrupt(f"{key} has {size_bytes} bytes, it may have {limit_bytes}") from error
+        raise checkpoint_corrupt(f"{key} has {size_bytes} bytes, more than {limit_bytes}") from error

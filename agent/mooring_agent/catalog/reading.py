@@ -230,7 +230,7 @@ def _has_room(marker: CommitMarker, examination: Examination, *, largest_pack_by
     """
     sizes = [reference.size_bytes for reference in marker.manifests]
     if marker.file_count * _LEAST_ENTRY_BYTES > sum(sizes):
-        what = f"says {marker.file_count} files, for which rank manifests of {sum(sizes)} bytes have no room"
+        what = f"names {marker.file_count} files, more than rank manifests of {sum(sizes)} bytes can list"
         examination.add(marker_key(marker.info), what)
         return False
     needed = needed_bytes(files=marker.file_count, manifests_bytes=sizes, largest_pack_bytes=largest_pack_bytes)
@@ -277,12 +277,12 @@ async def _examine_manifests(
     await for_each(marker.manifests, read, at_once=together)
     examination.manifests.sort(key=lambda manifest: manifest.rank)
     if files > marker.file_count:
-        what = f"says {marker.file_count} files, the rank manifests {files} or more"
+        what = f"names {marker.file_count} files, the rank manifests at least {files}"
         examination.add(marker_key(marker.info), what)
         examination.manifests.clear()
     for key in sorted(objects):
         if key.startswith(manifests_prefix(marker.info)) and not is_manifest_of(marker.info, key):
-            examination.add(key, f"is more than the {marker.info.world_size} rank manifests that the marker names")
+            examination.add(key, f"is not one of the {marker.info.world_size} rank manifests that the marker names")
     packs = [size_bytes for manifest in examination.manifests for size_bytes in manifest.pack_sizes_bytes]
     _has_room(marker, examination, largest_pack_bytes=max(packs, default=0))
 
@@ -329,7 +329,7 @@ def _examine_files(manifest: RankManifest, objects: dict[str, ObjectInfo], exami
         found = StoredFile(entry=entry, key=listed.key, version=listed.version, object_bytes=listed.size_bytes)
         known = examination.files.setdefault(entry.path, found)
         if not known.entry.has_bytes_of(entry):
-            examination.add(file_key(info, entry.path), "is claimed by two ranks with different bytes")
+            examination.add(file_key(info, entry.path), "has different bytes on two ranks")
 
 
 def _listed(key: str, size_bytes: int, objects: dict[str, ObjectInfo], examination: Examination) -> ObjectInfo | None:

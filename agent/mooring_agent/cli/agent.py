@@ -15,8 +15,8 @@ from mooring_agent.config import unknown_variables
 
 @click.command()
 @setting_options
-@click.option("--fresh", is_flag=True, help="The pod is new: forget an earlier termination notice.")
-@click.option("--parent-pid", type=int, default=None, hidden=True, help="End when this process is gone.")
+@click.option("--fresh", is_flag=True, help="Forget earlier termination notices: the pod is new.")
+@click.option("--parent-pid", type=int, default=None, hidden=True, help="Exit when the process with this id is gone.")
 def agent(fresh: bool, parent_pid: int | None, **options: Any) -> None:
     """Run the agent beside a trainer, as a sidecar container does.
 

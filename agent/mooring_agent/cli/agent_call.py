@@ -27,7 +27,7 @@ def agent_stub(socket: str) -> Iterator[Any]:
             raise MooringError(
                 ErrorKind.UNREACHABLE,
                 f"no agent answers on {socket}",
-                hint="is the sidecar, or `mooring run`, running? --volume or --socket names another",
+                hint="start the sidecar or `mooring run`, or name another agent with --volume or --socket",
             ) from error
         raise MooringError(ErrorKind.BAD_REQUEST, f"the agent refused: {error.details()}") from error
 

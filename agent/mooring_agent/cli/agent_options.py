@@ -45,7 +45,7 @@ def _find_socket(socket: str | None, volume: str | None) -> str:
         return str(Path(volume).absolute() / STATE_DIRECTORY / SOCKET)
     raise MooringError(
         ErrorKind.BAD_CONFIGURATION,
-        "no agent to talk to: neither a socket nor a volume is known",
-        hint=f"give --volume or --socket, call from where `mooring run` was started, "
+        "cannot find an agent: neither a socket nor a volume is known",
+        hint=f"give --volume or --socket, run this where `mooring run` was started, "
         f"or set {ENV_VOLUME} or {ENV_SOCKET} as in the trainer's container",
     )

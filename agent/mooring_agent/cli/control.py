@@ -20,7 +20,7 @@ _REASON_WIDTH: Final = 20
 
 @click.command()
 @agent_options
-@click.option("--follow", "-f", is_flag=True, help="Stay and show every change, until interrupted.")
+@click.option("--follow", "-f", is_flag=True, help="Keep running and print every change.")
 @click.option("--json", "as_json", is_flag=True, help="Print the status as JSON; one line each with --follow.")
 def status(socket: str, follow: bool, as_json: bool) -> None:
     """Show what the agent knows and does.
@@ -43,7 +43,7 @@ def status(socket: str, follow: bool, as_json: bool) -> None:
 
 @click.command()
 @agent_options
-@click.option("--reason", default="mooring save", help="Who asks and why, for the log.")
+@click.option("--reason", default="mooring save", help="Who asks and why; appears in the log.")
 @click.option("--json", "as_json", is_flag=True, help="Print the answer as JSON.")
 def save(socket: str, reason: str, as_json: bool) -> None:
     """Ask the running trainers to save now, and to go on.
@@ -57,7 +57,7 @@ def save(socket: str, reason: str, as_json: bool) -> None:
     elif answer.ranks:
         click.echo(f"asked {answer.ranks} local rank{'s' if answer.ranks > 1 else ''} to save")
     else:
-        click.echo("nobody trains here that could be asked: no live rank is known", err=True)
+        click.echo("asked nobody to save: the agent knows no live rank", err=True)
     if not answer.ranks:
         raise SystemExit(1)
 
@@ -97,7 +97,7 @@ def _picture(update: agent_pb2.Status) -> Iterator[str]:
         old = age(update.recovery_point_age_seconds)
         yield f"recovery point: step {newest.step} ({printable(newest.name)}), {old} old"
     else:
-        yield click.style("recovery point: none yet, a crash now would cost everything", fg="yellow")
+        yield click.style("recovery point: none yet; a crash now would lose all work", fg="yellow")
     rate = f"{amount(update.goodput_bytes_per_second)}/s" if update.goodput_bytes_per_second else "not measured yet"
     drain = age(update.drain_seconds) if update.drain_seconds >= 0 else "unknown"
     yield f"backlog: {amount(update.backlog_bytes)}, upload rate {rate}, drain in {drain}"

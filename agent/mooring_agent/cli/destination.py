@@ -98,7 +98,7 @@ def verify(settings: Settings, step: int | None, everything: bool, as_json: bool
 
 @click.command()
 @destination_options("retention.keep_last", "retention.keep_every_steps", "retention.orphan_age_seconds")
-@click.option("--dry-run", is_flag=True, help="Only say what would be deleted.")
+@click.option("--dry-run", is_flag=True, help="Print what would be deleted, and delete nothing.")
 @click.option("--yes", is_flag=True, help="Delete.")
 @as_json_option
 def prune(settings: Settings, dry_run: bool, yes: bool, as_json: bool) -> None:
@@ -109,7 +109,7 @@ def prune(settings: Settings, dry_run: bool, yes: bool, as_json: bool) -> None:
     it damaged, or if it was committed before one of a lower step.
     """
     if dry_run == yes:
-        raise click.UsageError("give --dry-run to look, or --yes to delete")
+        raise click.UsageError("add --dry-run to see what would be deleted, or --yes to delete it")
     report = run_work(settings, _prune(settings, dry_run))
     plan = report.plan
     if as_json:
@@ -136,11 +136,11 @@ def prune(settings: Settings, dry_run: bool, yes: bool, as_json: bool) -> None:
     elif plan.refused:
         click.echo(f"error: nothing was deleted: {printable(plan.refused)}", err=True)
     else:
-        goes = "would go" if dry_run else "deleted"
+        goes = "would be deleted" if dry_run else "deleted"
         cells = [(one.save, goes, amount(one.size_bytes), one.reason) for one in plan.deletions]
-        cells += [(save, "stays", "", reason) for save, reason in plan.kept]
+        cells += [(save, "kept", "", reason) for save, reason in plan.kept]
         lines = table([("SAVE", "", "SIZE", "WHY"), *cells], folded={3: _REASON_WIDTH, 0: _SAVE_WIDTH})
-        click.echo("\n".join(lines) if cells else "nothing is there")
+        click.echo("\n".join(lines) if cells else "the destination has no saves")
         verb = "would be deleted" if dry_run else "deleted"
         click.echo(
             f"{len(plan.deletions)} saves {verb}, {amount(report.freed_bytes)}; "
@@ -195,7 +195,7 @@ async def _verify(
         if not committed:
             what = "no committed checkpoint" if step is None else f"no committed checkpoint of step {step}"
             raise StoreError(
-                ErrorKind.NO_CHECKPOINT, f"{settings.destination} has {what}", hint="`mooring ls` shows what there is"
+                ErrorKind.NO_CHECKPOINT, f"{settings.destination} has {what}", hint="`mooring ls` lists the checkpoints"
             )
         found: list[tuple[CommittedSave, Sequence[Problem] | None]] = []
         for one in committed if everything or step is not None else committed[:1]:

@@ -18,8 +18,8 @@ _CONNECT_SECONDS: Final = 10.0
 
 @click.command()
 @agent_options
-@click.option("--grace-seconds", type=float, default=0.0, help="Until SIGKILL, from now; 0: as configured.")
-@click.option("--source", default="preStop", help="Who says so, for the log.")
+@click.option("--grace-seconds", type=float, default=0.0, help="Seconds until SIGKILL; 0: as configured.")
+@click.option("--source", default="preStop", help="Who sends the notice; appears in the log.")
 def terminating(socket: str, grace_seconds: float, source: str) -> None:
     """Tell the agent that the pod is ending: a preStop hook.
 
@@ -51,5 +51,5 @@ def ready(socket: str) -> None:
             raise MooringError(
                 ErrorKind.UNREACHABLE,
                 f"no agent answers on {socket}: {error.strerror or error}",
-                hint="it may be starting still; --volume or --socket names another",
+                hint="it may still be starting; name another agent with --volume or --socket",
             ) from error

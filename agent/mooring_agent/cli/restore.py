@@ -33,7 +33,7 @@ from mooring_agent.restore import init_step
 @click.option(
     "--autoload-to",
     type=click.Path(file_okay=False, path_type=Path),
-    help="First copy there what a trainer's PYTHONPATH needs for autoload.",
+    help="First copy autoload's files, for a trainer's PYTHONPATH, to this directory.",
 )
 @as_json_option
 def restore(settings: Settings, autoload_to: Path | None, as_json: bool) -> None:
@@ -53,8 +53,8 @@ def restore(settings: Settings, autoload_to: Path | None, as_json: bool) -> None
         click.echo(f"nothing to restore from {settings.store.destination}: the run starts from step 0")
         return
     for reason in restored.skipped:
-        click.echo(f"warning: passed over: {reason}", err=True)
-    how = "restored to" if restored.downloaded else "is here already:"
+        click.echo(f"warning: skipped: {reason}", err=True)
+    how = "restored to" if restored.downloaded else "is already here:"
     click.echo(f"{restored.name} (step {restored.step}, {amount(restored.size_bytes)}) {how} {restored.path}")
 
 
@@ -90,7 +90,7 @@ async def _find(store: StoreWriter, destination: str, volume: Path) -> None:
             raise StoreError(
                 error.kind,
                 f"{error}, and the volume {volume} was used with it before",
-                hint="mount it again; make it yourself if it is known to hold no checkpoint",
+                hint="mount it again, or create it yourself if you know that it holds no checkpoint",
             ) from error
         await store.probe()  # creates a missing folder; for a missing bucket it raises again
-        click.echo(f"warning: {destination} was not there and is new", err=True)
+        click.echo(f"warning: {destination} did not exist and was created", err=True)

@@ -22,7 +22,7 @@ _SETTINGS: Final = WebhookSettings(certificates=Path("/certificates"), defaults=
 def _address(_: click.Context, __: click.Parameter, value: str) -> tuple[str, int]:
     host, colon, port = value.rpartition(":")
     if not colon or not port.isdecimal() or not 0 <= int(port) <= 65535:
-        raise click.BadParameter(f"{value!r} is no host:port, as in :8443 or 127.0.0.1:8443")
+        raise click.BadParameter(f"{value!r} is not host:port, such as :8443 or 127.0.0.1:8443")
     return host.strip("[]"), int(port)
 
 
@@ -31,44 +31,46 @@ def _annotations(_: click.Context, __: click.Parameter, values: tuple[str, ...])
     for value in values:
         name, equals, text = value.partition("=")
         if not equals or not name:
-            raise click.BadParameter(f"{value!r} is no name=value, as in endpoint-url=https://minio.example")
+            raise click.BadParameter(f"{value!r} is not name=value, such as endpoint-url=https://minio.example")
         found[name if name.startswith(ANNOTATION_PREFIX) else ANNOTATION_PREFIX + name] = text
     return MappingProxyType(found)
 
 
 @click.command()
-@click.option("--image", required=True, envvar="MOORING_IMAGE", help="Image of the containers that are injected.")
+@click.option("--image", required=True, envvar="MOORING_IMAGE", help="Image of the injected containers.")
 @click.option(
     "--image-pull-policy",
     type=click.Choice(["IfNotPresent", "Always", "Never"]),
     default="IfNotPresent",
     show_default=True,
-    help="Theirs.",
+    help="Their pull policy.",
 )
-@click.option("--openshift", is_flag=True, help="A pod's user comes from its security context constraints.")
+@click.option("--openshift", is_flag=True, help="OpenShift's security context constraints choose a pod's user.")
 @click.option(
     "--failure-policy",
     type=click.Choice([policy.value for policy in FailurePolicy]),
     default=FailurePolicy.FAIL.value,
     show_default=True,
     callback=lambda _, __, value: FailurePolicy(value),
-    help="What becomes of a pod that asks for the injection and cannot have it.",
+    help="What happens to a pod that asks for the injection and cannot have it.",
 )
 @click.option(
     "--grace-seconds",
     type=click.IntRange(min=1),
     default=_DEFAULTS.grace_seconds,
     show_default=True,
-    help="Least terminationGracePeriodSeconds of a pod, unless it says how much it needs.",
+    help="Minimum terminationGracePeriodSeconds of a pod whose annotations set none.",
 )
-@click.option("--cpu", default=_DEFAULTS.cpu, help="Of the agent, request and limit; by the pod's class if not given.")
-@click.option("--memory", default=_DEFAULTS.memory, show_default=True, help="Of the agent, request and limit.")
+@click.option(
+    "--cpu", default=_DEFAULTS.cpu, help="CPU request and limit of the agent; by default by the pod's QoS class."
+)
+@click.option("--memory", default=_DEFAULTS.memory, show_default=True, help="Memory request and limit of the agent.")
 @click.option(
     "--default-annotation",
     "annotations",
     multiple=True,
     callback=_annotations,
-    help="name=value for every pod that does not have it. Repeatable.",
+    help="Annotation, as name=value, for every pod that does not set it. Repeatable.",
 )
 @click.option(
     "--certificates",
@@ -78,34 +80,36 @@ def _annotations(_: click.Context, __: click.Parameter, values: tuple[str, ...])
     help="Folder with tls.crt and tls.key; read again when they change.",
 )
 @click.option("--listen", default=":8443", show_default=True, callback=_address, help="host:port of HTTPS.")
-@click.option("--http-listen", default=":8080", show_default=True, callback=_address, help="Of probes and metrics.")
+@click.option(
+    "--http-listen", default=":8080", show_default=True, callback=_address, help="host:port of probes and metrics."
+)
 @click.option(
     "--read-seconds",
     type=click.FloatRange(min=0, min_open=True),
     default=_SETTINGS.read_seconds,
     show_default=True,
-    help="How long a review may take to arrive.",
+    help="How long the webhook waits for a review to arrive.",
 )
 @click.option(
     "--lame-duck-seconds",
     type=click.FloatRange(min=0),
     default=_SETTINGS.lame_duck_seconds,
     show_default=True,
-    help="How long it still answers after SIGTERM, while others hear that it leaves.",
+    help="How long the webhook still answers after SIGTERM, until it gets no more reviews.",
 )
-@click.option("--self-managed", is_flag=True, help="Make and renew the certificates ourselves, in a Secret.")
-@click.option("--namespace", default="", envvar="POD_NAMESPACE", help="With --self-managed: of the webhook.")
-@click.option("--service", default="mooring-webhook", show_default=True, help="Its Service.")
-@click.option("--secret", default="mooring-webhook-certificates", show_default=True, help="Where they are kept.")
+@click.option("--self-managed", is_flag=True, help="Make and renew the certificates, and keep them in a Secret.")
+@click.option("--namespace", default="", envvar="POD_NAMESPACE", help="With --self-managed: the webhook's namespace.")
+@click.option("--service", default="mooring-webhook", show_default=True, help="The webhook's Service.")
+@click.option("--secret", default="mooring-webhook-certificates", show_default=True, help="The certificates' Secret.")
 @click.option("--configuration", default="mooring", show_default=True, help="The MutatingWebhookConfiguration.")
 @click.option("--kubernetes-host", default="", envvar="KUBERNETES_SERVICE_HOST", help="The API server.")
-@click.option("--kubernetes-port", default=443, envvar="KUBERNETES_SERVICE_PORT", help="Its port.")
+@click.option("--kubernetes-port", default=443, envvar="KUBERNETES_SERVICE_PORT", help="The API server's port.")
 @click.option(
     "--service-account",
     type=click.Path(file_okay=False, path_type=Path),
     default=SERVICE_ACCOUNT,
     show_default=True,
-    help="Folder with its token and the API server's ca.crt.",
+    help="Folder with the webhook's token and the API server's ca.crt.",
 )
 @click.option("--log-format", type=click.Choice(["json", "console"]), default="json", show_default=True)
 def webhook(**options: Any) -> None:
@@ -116,7 +120,7 @@ def webhook(**options: Any) -> None:
     with errors_reported():
         settings = _settings(options)
         if settings.self_managed is not None and not settings.self_managed.kubernetes_host:
-            raise click.UsageError("--self-managed needs a cluster: --kubernetes-host, or KUBERNETES_SERVICE_HOST")
+            raise click.UsageError("--self-managed needs a cluster: give --kubernetes-host or KUBERNETES_SERVICE_HOST")
         # Imported here, so that the other commands do not wait for a web server to load.
         import uvloop
 
@@ -129,13 +133,13 @@ def webhook(**options: Any) -> None:
 
 def _settings(options: dict[str, Any]) -> WebhookSettings:
     if options["self_managed"] and not options["namespace"]:
-        raise click.UsageError("--self-managed needs --namespace, or POD_NAMESPACE")
+        raise click.UsageError("--self-managed needs --namespace or POD_NAMESPACE")
     defaults = InjectionDefaults(**_given(InjectionDefaults, options))
     if problems := default_problems(defaults):
         raise MooringError(
             ErrorKind.BAD_CONFIGURATION,
             f"no pod could be injected with these defaults: {'; '.join(problems)}",
-            hint="what may be given to every pod is described in docs/annotations.md",
+            hint="docs/annotations.md says which annotations every pod may be given",
         )
     managed = SelfManaged(**_given(SelfManaged, options)) if options["self_managed"] else None
     return WebhookSettings(**{**_given(WebhookSettings, options), "defaults": defaults, "self_managed": managed})

@@ -127,7 +127,7 @@ class RequestError(MooringError):
     """A caller asked for something that cannot be done. Nothing was changed."""
 
 
-class NoticesError(MooringError):
+class PreemptionSourceError(MooringError):
     """A cloud's metadata service failed, or gave an answer that cannot be used."""
 
 

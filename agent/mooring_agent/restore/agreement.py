@@ -53,8 +53,8 @@ async def _decide(store: StoreWriter, wish: Pin) -> Pin:
         return pin
     raise StoreError(
         doubt.kind if doubt else ErrorKind.STORE_FAILED,
-        f"the resume pin {pin_key(wish.attempt)} cannot be written: {doubt or 'it does not show after it was written'}",
-        hint="restore needs permission to write below .mooring/resume/ when it is given an attempt",
+        f"the resume pin {pin_key(wish.attempt)} cannot be written: {doubt or 'it is missing after the write'}",
+        hint="with an attempt, restore needs permission to write below .mooring/resume/",
     ) from doubt
 
 
@@ -70,5 +70,5 @@ async def _wait(store: StoreReader, attempt: str, timeout_seconds: float) -> Pin
         raise StoreError(
             ErrorKind.TIMED_OUT,
             f"node 0 has not decided within {timeout_seconds:g} s what attempt {attempt} resumes from",
-            hint="see the log of restore on the pod with node rank 0; all pods of a start need the same attempt",
+            hint="see restore's log on the pod with node rank 0; all pods of a start need the same attempt",
         ) from error

@@ -32,7 +32,7 @@ class Metrics:
         self.registry = CollectorRegistry(auto_describe=False)
         self._reviews = Counter(
             "mooring_webhook_reviews",
-            "Reviews answered, by what became of the pod",
+            "Reviews answered, by result",
             ["outcome"],
             registry=self.registry,
         )
@@ -40,13 +40,13 @@ class Metrics:
             self._reviews.labels(outcome.value)
         self._seconds = Histogram(
             "mooring_webhook_review_seconds",
-            "From a review's first byte to its answer",
+            "Seconds from a review's first byte to its answer",
             buckets=(0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 1, 5),
             registry=self.registry,
         )
         Gauge(
             "mooring_webhook_certificate_seconds_left",
-            "Until the certificate that is served expires",
+            "Seconds until the serving certificate expires",
             registry=self.registry,
         ).set_function(certificate_seconds_left)
 
@@ -75,7 +75,7 @@ def reviewing(settings: WebhookSettings, metrics: Metrics) -> web.Application:
         log.info("review.answered", **answered.fields)
         text = json.dumps(answered.review)
         if len(text) > MOST_ANSWER_BYTES:  # it is ASCII, so characters are bytes
-            raise web.HTTPInternalServerError(text=f"the answer has {len(text)} bytes, {MOST_ANSWER_BYTES} may be\n")
+            raise web.HTTPInternalServerError(text=f"the answer has {len(text)} bytes, more than {MOST_ANSWER_BYTES}\n")
         return web.Response(text=text, content_type="application/json")
 
     application = web.Application()
@@ -110,7 +110,7 @@ def _announced_bytes(request: web.Request) -> int:
     """Return the body's size before any of it is read. Raises an HTTP error if it is missing or too large."""
     size = request.content_length
     if size is None:
-        raise web.HTTPLengthRequired(text="a review says how long it is, by Content-Length\n")
+        raise web.HTTPLengthRequired(text="a review needs a Content-Length\n")
     if size > MOST_BODY_BYTES:
         raise web.HTTPRequestEntityTooLarge(MOST_BODY_BYTES, size)
     return size
@@ -119,7 +119,7 @@ def _announced_bytes(request: web.Request) -> int:
 async def _body(request: web.Request, size: int, read_seconds: float) -> bytearray:
     """Read the whole body into a buffer of its size. A growing buffer would take up to twice as much memory."""
     if request.content_type != "application/json":
-        raise web.HTTPUnsupportedMediaType(text="an AdmissionReview as application/json is wanted\n")
+        raise web.HTTPUnsupportedMediaType(text="send an AdmissionReview as application/json\n")
     body, at = bytearray(size), 0
     try:
         async with asyncio.timeout(read_seconds):
@@ -138,4 +138,4 @@ def _parsed(body: bytearray) -> Any:
     try:
         return json.loads(body)
     except (ValueError, RecursionError):
-        raise web.HTTPBadRequest(text="the body is no JSON\n") from None
+        raise web.HTTPBadRequest(text="the body is not JSON\n") from None

@@ -54,7 +54,7 @@ class ServingCertificate:
             raise MooringError(
                 ErrorKind.BAD_CONFIGURATION,
                 f"the certificates cannot be written to {self._folder}: {error}",
-                hint="with --self-managed the folder must be writable: an emptyDir, no Secret",
+                hint="use an emptyDir, not a Secret: with --self-managed the folder must be writable",
             ) from error
         self.load()
 
@@ -113,8 +113,8 @@ async def kept_certificates(managed: SelfManaged, certificate: ServingCertificat
             managed.kubernetes_port,
             managed.service_account,
             stack.enter_context(ThreadPoolExecutor(max_workers=1, thread_name_prefix="certificates")),
-            call_seconds=managed.pace.call_seconds,
-            hint="the chart makes the Secret, the configuration and the rights to get and patch both: `helm upgrade`",
+            call_seconds=managed.timings.call_seconds,
+            hint="run `helm upgrade`: the chart creates the Secret, the configuration and the rights to both",
         )
         stack.push_async_callback(cluster.close)
         keeper = CertificateKeeper(cluster, managed, certificate, lambda: datetime.now(UTC))
@@ -136,11 +136,11 @@ class CertificateKeeper:
         self._configuration = f"{_CONFIGURATIONS}/{managed.configuration}"
         service = f"{managed.service}.{managed.namespace}.svc"
         self._names = (service, f"{service}.cluster.local")
-        self._lives, self._pace = managed.lives, managed.pace
+        self._lifetimes, self._timings = managed.lifetimes, managed.timings
         self._certificate = certificate
         self._now = now
         self._published_since: dict[str, datetime] = {}
-        self._told = ""
+        self._logged = ""
 
     async def begin(self) -> None:
         """Wait until there is a certificate that API servers trust.
@@ -154,22 +154,22 @@ class CertificateKeeper:
         while (problem := await self._look()) is not None:
             waited_seconds = time.monotonic() - began_at
             if self._certificate.seconds_left() > 0:
-                if problem.kind is ErrorKind.UNREACHABLE or waited_seconds >= self._pace.publish_seconds:
+                if problem.kind is ErrorKind.UNREACHABLE or waited_seconds >= self._timings.publish_seconds:
                     return
-            elif waited_seconds >= self._pace.begin_seconds:
+            elif waited_seconds >= self._timings.begin_seconds:
                 raise problem
             if waited_seconds >= _PATIENT_SECONDS:
-                self._tell(problem)
-            await asyncio.sleep(self._pace.retry_seconds)
+                self._log_problem(problem)
+            await asyncio.sleep(self._timings.retry_seconds)
 
     async def keep(self) -> None:
         """Check and renew for ever."""
         problem: MooringError | None = None
         while True:
             raced = problem is not None and problem.kind is ErrorKind.ALREADY_EXISTS
-            await asyncio.sleep(self._pace.retry_seconds if raced else self._pace.look_seconds)
+            await asyncio.sleep(self._timings.retry_seconds if raced else self._timings.look_seconds)
             problem = await self._look()
-            self._tell(problem)
+            self._log_problem(problem)
 
     async def _look(self) -> MooringError | None:
         try:
@@ -179,18 +179,18 @@ class CertificateKeeper:
         except Exception as error:
             # A bug of ours must not end a webhook that serves.
             log.exception("certificates.bug")
-            return MooringError(ErrorKind.BAD_CONFIGURATION, f"a mistake of ours: {error}", hint="please report it")
+            return MooringError(ErrorKind.BAD_CONFIGURATION, f"a bug in the webhook: {error}", hint="please report it")
         return None
 
-    def _tell(self, problem: MooringError | None) -> None:
+    def _log_problem(self, problem: MooringError | None) -> None:
         """Log a problem once, and once more when it is over. Conflicts are not logged: the next check resolves them."""
         if problem is None:
-            if self._told:
+            if self._logged:
                 log.info("certificates.well")
-            self._told = ""
-        elif problem.kind is not ErrorKind.ALREADY_EXISTS and str(problem) != self._told:
+            self._logged = ""
+        elif problem.kind is not ErrorKind.ALREADY_EXISTS and str(problem) != self._logged:
             log.error("certificates.problem", error=str(problem), kind=problem.kind.value, hint=problem.hint)
-            self._told = str(problem)
+            self._logged = str(problem)
 
     async def look(self) -> None:
         """Check once, and do what is due.
@@ -208,8 +208,8 @@ class CertificateKeeper:
         now = self._now()
         kept = read_secret(secret, self._names[0], now)
         self._serve(kept)
-        due = plan(now, *kept.terms, self._published_since, self._lives)
-        after = kept.after(due, self._names, now, self._lives)
+        due = plan(now, *kept.terms, self._published_since, self._lifetimes)
+        after = kept.after(due, self._names, now, self._lifetimes)
         if after != kept:
             await self._patch(self._secret, {"data": after.data()}, secret)
             log.info("certificates.renewed", new_authority=due.make_authority, new_certificate=bool(due.sign_with))

@@ -71,17 +71,19 @@ class SecretContent:
         leaf = None if self.leaf is None else self.leaf.term(self.issuer)
         return tuple(one.term(one.id) for one in self.authorities), leaf
 
-    def after(self, due: Plan, names: Collection[str], now: datetime, lives: CertificateLifetimes) -> "SecretContent":
+    def after(
+        self, due: Plan, names: Collection[str], now: datetime, lifetimes: CertificateLifetimes
+    ) -> "SecretContent":
         """Return the content after everything in `due` is done."""
         by_id = {one.id: one for one in self.authorities}
         authorities = tuple(by_id[one] for one in due.keep)
         if due.make_authority:
-            by_id[NEW] = make_authority(now, lives)
+            by_id[NEW] = make_authority(now, lifetimes)
             authorities = (by_id[NEW], *authorities)
         if due.sign_with is None:
             return replace(self, authorities=authorities)
         signer = by_id[due.sign_with]
-        return SecretContent(authorities=authorities, leaf=make_leaf(signer, names, now, lives), issuer=signer.id)
+        return SecretContent(authorities=authorities, leaf=make_leaf(signer, names, now, lifetimes), issuer=signer.id)
 
     def data(self) -> dict[str, str]:
         """Return the Secret's `data`. There must be a leaf."""
@@ -118,21 +120,21 @@ def fingerprint(certificate: x509.Certificate) -> str:
     return certificate.fingerprint(hashes.SHA256()).hex()
 
 
-def make_authority(now: datetime, lives: CertificateLifetimes) -> CertificateWithKey:
+def make_authority(now: datetime, lifetimes: CertificateLifetimes) -> CertificateWithKey:
     """Make a CA that signs leaves and no other CA."""
     name = f"{_NAME} CA {x509.random_serial_number():x}"[:64]
-    return _make(name, None, now - lives.backdated, now + lives.authority)
+    return _make(name, None, now - lifetimes.backdated, now + lifetimes.authority)
 
 
 def make_leaf(
-    authority: CertificateWithKey, names: Collection[str], now: datetime, lives: CertificateLifetimes
+    authority: CertificateWithKey, names: Collection[str], now: datetime, lifetimes: CertificateLifetimes
 ) -> CertificateWithKey:
     """Make a certificate to serve with under these names."""
     issuer = authority.certificate
-    begins_at = max(now - lives.backdated, issuer.not_valid_before_utc)
+    begins_at = max(now - lifetimes.backdated, issuer.not_valid_before_utc)
     served = x509.SubjectAlternativeName([x509.DNSName(name) for name in sorted(names)])
     uses = x509.ExtendedKeyUsage([ExtendedKeyUsageOID.SERVER_AUTH])
-    return _make(_NAME, authority, begins_at, lives.leaf_ends_at(now, issuer.not_valid_after_utc), uses, served)
+    return _make(_NAME, authority, begins_at, lifetimes.leaf_ends_at(now, issuer.not_valid_after_utc), uses, served)
 
 
 def _make(

@@ -45,7 +45,7 @@ class CertificateTimings:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SelfManaged:
-    """The Kubernetes objects of a webhook that makes its own certificates. Only tests change `lives` and `pace`."""
+    """The Kubernetes objects of a webhook that makes its own certificates. Only tests set `lifetimes` and `timings`."""
 
     namespace: str
     service: str
@@ -56,8 +56,8 @@ class SelfManaged:
     kubernetes_host: str = ""
     kubernetes_port: int = 443
     service_account: Path = SERVICE_ACCOUNT
-    lives: CertificateLifetimes = field(default_factory=CertificateLifetimes)
-    pace: CertificateTimings = field(default_factory=CertificateTimings)
+    lifetimes: CertificateLifetimes = field(default_factory=CertificateLifetimes)
+    timings: CertificateTimings = field(default_factory=CertificateTimings)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

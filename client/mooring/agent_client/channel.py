@@ -92,10 +92,10 @@ class Channel:
 
     def _call(self, method: str, request: Any, *, deadline_seconds: float = CALL_SECONDS, urgent: bool = False) -> Any:
         if os.getpid() != self._process_id:
-            raise AgentError(ErrorKind.AGENT_UNREACHABLE, "a forked process does not speak to the agent")
+            raise AgentError(ErrorKind.AGENT_UNREACHABLE, "a forked process does not call the agent")
         if time.monotonic() < self._silent_until and not urgent:
             raise AgentError(
-                ErrorKind.AGENT_SILENT, f"{method} not called: the agent did not answer lately", hint="see its log"
+                ErrorKind.AGENT_SILENT, f"{method} not called: the agent does not answer", hint="see the agent's log"
             )
         try:
             self._socket.stat()
@@ -118,11 +118,11 @@ class Channel:
             case grpc.StatusCode.DEADLINE_EXCEEDED:
                 self._silent_until = time.monotonic() + BACK_OFF_SECONDS
                 return AgentError(
-                    ErrorKind.AGENT_SILENT, f"{method} had no answer in {deadline_seconds:g} s", hint="see its log"
+                    ErrorKind.AGENT_SILENT, f"{method}: no answer in {deadline_seconds:g} s", hint="see the agent's log"
                 )
             case grpc.StatusCode.UNAVAILABLE:
                 return AgentError(
-                    ErrorKind.AGENT_UNREACHABLE, f"{method}: {details}", hint="see whether the agent runs"
+                    ErrorKind.AGENT_UNREACHABLE, f"{method}: {details}", hint="check whether the agent runs"
                 )
             case _:
                 return AgentError(ErrorKind.AGENT_REFUSED, f"{method}: {code.name}: {details}")

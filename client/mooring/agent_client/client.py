@@ -127,7 +127,7 @@ class Agent:
             self._said_version = True
             older = "agent" if welcome.api_version < names.API_VERSION else "client"
             _log.warning(
-                "the %s is older: client=%s api=%d agent=%s api=%d hint=what both know works; update the older one, "
+                "the %s is older: client=%s api=%d agent=%s api=%d hint=what both support works; update the older one, "
                 "see docs/compatibility.md",
                 older,
                 self._client,

@@ -93,5 +93,5 @@ def _decode(path: Path) -> Record:
     )
     # The name becomes a path that rotation may delete.
     if f"{record.name}{SUFFIX}" != path.name:
-        raise ValueError(f"it is about {record.name!r}")
+        raise ValueError(f"it names {record.name!r}")
     return record

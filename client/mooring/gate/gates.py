@@ -222,7 +222,7 @@ class RanksGate:
                 _log.warning("the ranks can no longer agree on a step to save at: error=%s", error)
         except Exception:
             # Nothing else reports this, and without the gate thread no notice has an effect.
-            _log.exception("the gate failed, no just-in-time save will be made")
+            _log.exception("the ranks' agreement on a step failed, there will be no just-in-time save")
         finally:
             with self._changed:
                 if self._decision is None:

@@ -32,7 +32,7 @@ class Sigterm:
         self._wake_reader: socket.socket | None = None
         self._wake_writer: socket.socket | None = None
         if threading.current_thread() is not threading.main_thread():
-            _log.warning("SIGTERM is not watched: only the main thread can, and the Checkpointer was made in another")
+            _log.warning("SIGTERM is not handled: the Checkpointer was not made in the main thread")
             return
         self._previous = signal.signal(signal.SIGTERM, self._handle)
         self._installed = True

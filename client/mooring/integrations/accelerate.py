@@ -139,12 +139,12 @@ class _Loop:
             return
         self._asked_step = step
         self._stepped.clear()
-        ask = run.ask(step)
-        if ask is Action.NOTHING:
+        action = run.action_at(step)
+        if action is Action.NOTHING:
             return
         if self._place_step != step:
             self._save_now(run, step)
-        if ask is Action.SAVE_AND_EXIT:
+        if action is Action.SAVE_AND_EXIT:
             run.leave()
 
     @property

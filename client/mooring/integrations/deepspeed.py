@@ -125,12 +125,12 @@ class _Training:
         if step == self._asked_step or not self._acts:
             return
         self._asked_step = step
-        ask = self.run.ask(step)
-        if ask is Action.NOTHING:
+        action = self.run.action_at(step)
+        if action is Action.NOTHING:
             return
         if self._place_step != step:
             self._save_now(step)
-        if ask is Action.SAVE_AND_EXIT:
+        if action is Action.SAVE_AND_EXIT:
             self.run.leave()
 
     def _before_forward(self, engine: Any, inputs: object) -> None:
@@ -163,7 +163,7 @@ class _Training:
             tag = next_name(self._place.name, self._place_step, step, default=default)
         client_state, passed_at = self._programs_client_state(), self._client_step
         if client_state and passed_at != step:
-            _log.warning("the client_state in it is the one of an earlier step: step=%d passed_at=%s", step, passed_at)
+            _log.warning("the saved client_state is of an earlier step: step=%d passed_at=%s", step, passed_at)
         try:
             self._engine.save_checkpoint(str(directory), tag, client_state)
         except Exception as error:
@@ -178,7 +178,7 @@ class _Training:
         try:
             own = engine._common_checkpoint_state({}, engine.zero_optimization(), save_frozen_param=False)
         except Exception as error:
-            _log.warning("the client_state is left out: step=%d error=%s", self.step, reason(error))
+            _log.warning("checkpoint saved without client_state: step=%d error=%s", self.step, reason(error))
             return {}
         own = {*own, "frozen_param_shapes", "frozen_param_fragments", "num_experts"}
         if not any(key in own for key in self._client_state):

@@ -109,13 +109,13 @@ class StoreCoordinator:
             raise RanksError(
                 ErrorKind.RANKS_LATE,
                 "the ranks cannot agree on what to resume from: their store does not answer",
-                hint="see whether rank 0, with which it lives, has ended",
+                hint="check whether rank 0, which holds it, has ended",
             )
         if outcome["late"]:
             raise RanksError(
                 ErrorKind.RANKS_LATE,
                 f"{named_ranks(outcome['late'])} did not come within {outcome['seconds']:.0f} s to choose a checkpoint",
-                hint="see in the logs of those ranks what they do before they resume; all ranks must resume together",
+                hint="the logs of those ranks show what they do before they resume; all ranks must resume together",
             )
         chosen = outcome["newest"]
         return None if chosen is None else (chosen[0], chosen[1])

@@ -52,7 +52,7 @@ def decode(encoded: bytes | IO[bytes], name: str, *, trust_pickle: bool = False)
     try:
         return torch.load(file, map_location="cpu", weights_only=not trust_pickle)
     except Exception as error:
-        raise _refused(f"not loaded: {name} is no plain value{_names_in(file)}") from error
+        raise _refused(f"not loaded: {name} is not a plain value{_names_in(file)}") from error
 
 
 class PlainReader(FileSystemReader):

@@ -106,7 +106,7 @@ class Saver:
             raise VolumeError(
                 ErrorKind.VOLUME_UNUSABLE,
                 f"the last checkpoint is still being written after {_PATIENCE_SECONDS:.0f} s",
-                hint="see whether the volume answers",
+                hint="check whether the volume answers",
             )
         self._busy = None
         waited_seconds = time.monotonic() - began_at

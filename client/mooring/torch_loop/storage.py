@@ -56,7 +56,7 @@ class Storage:
         except (Exception, CheckpointException) as error:
             _raise_ours(error)
             # On a full disk torch often raises something unrelated.
-            hint = "see whether the volume of that rank is full"
+            hint = "check whether the volume of that rank is full"
             raise VolumeError(ErrorKind.VOLUME_UNUSABLE, f"not written: {_reason(error)}", hint=hint) from error
 
     def load(self, state: dict[str, Any], directory: Path) -> None:

@@ -50,7 +50,7 @@ def checkpointer() -> None:
 def framework() -> None:
     run = FrameworkRun.current()
     for step in steps():
-        if run.ask(step) is Action.SAVE_AND_EXIT:
+        if run.action_at(step) is Action.SAVE_AND_EXIT:
             path = run.checkpoint_directory / f"checkpoint-{step}"
             path.mkdir(exist_ok=True)
             (path / f"rank-{RANK}").touch()

@@ -129,11 +129,11 @@ def framework() -> None:
 
     while step < int(os.environ.get("STEPS", "1000")):
         step = steps(step)
-        obey(run.ask(step), step)
+        obey(run.action_at(step), step)
         for tick in range(1, 4) if step % 2 == 0 else ():
             steps()
             say(f"tick {step} {tick}")
-            obey(run.ask(step, tick), step)
+            obey(run.action_at(step, tick), step)
         say(f"step {step}")
     run.close()
     say("done")
@@ -214,8 +214,8 @@ def framework_that_rank_1_does_without() -> None:
     if RANK == 0:
         rendezvous.rendezvous.__kwdefaults__["seconds"] = 0.5  # type: ignore[index]
         run = FrameworkRun.current()
-        asked = run.ask(1)
-        say(f"{asked} {run.same(1, 'batches')} {run.gather(1, 'state')} {run.admits(2)} {run.ask(2)}")
+        asked = run.action_at(1)
+        say(f"{asked} {run.same(1, 'batches')} {run.gather(1, 'state')} {run.admits(2)} {run.action_at(2)}")
         run.close()
     steps()
     say("done")

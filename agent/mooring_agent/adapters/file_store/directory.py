@@ -77,7 +77,7 @@ class ObjectDirectory:
         """Return where to write an object. Raises REQUEST_REFUSED for a key that would lead out of the root."""
         path = self._place(key)
         if not self._holds(path.parent):
-            raise StoreError(ErrorKind.REQUEST_REFUSED, f"{key!r} would lead out of {self.root}")
+            raise StoreError(ErrorKind.REQUEST_REFUSED, f"{key!r} is not below {self.root}")
         return path
 
     def _place(self, key: str) -> Path:
@@ -92,7 +92,7 @@ class ObjectDirectory:
             and self._uploads not in path.parents
         )
         if not inside:
-            raise StoreError(ErrorKind.REQUEST_REFUSED, f"{key!r} would lead out of {self.root}")
+            raise StoreError(ErrorKind.REQUEST_REFUSED, f"{key!r} is not below {self.root}")
         return path
 
     def _holds(self, folder: Path) -> bool:
@@ -156,7 +156,7 @@ class ObjectDirectory:
                 sync_folder(folder)
                 if folder == self.root:
                     return
-        raise StoreError(ErrorKind.STORE_FAILED, f"{target.parent} is removed again and again")
+        raise StoreError(ErrorKind.STORE_FAILED, f"{target.parent} keeps being removed")
 
     def create_upload(self, key: str) -> str:
         self.path(key)
@@ -204,7 +204,7 @@ class ObjectDirectory:
         end = 0
         for number, record in parts:
             if record.offset != end:
-                raise StoreError(ErrorKind.REQUEST_REFUSED, f"{key}: part {number} does not follow the last")
+                raise StoreError(ErrorKind.REQUEST_REFUSED, f"{key}: part {number} is out of order")
             end += record.size
         os.truncate(data, end)
         self.publish(data, key)
@@ -290,8 +290,8 @@ class ObjectDirectory:
         if not self.root.is_dir():
             raise StoreError(
                 ErrorKind.BUCKET_MISSING,
-                f"there is no folder {self.root}",
-                hint="see that it is written right and mounted; a new one is made by its first run, or by mkdir",
+                f"the folder {self.root} does not exist",
+                hint="check the path and the mount; the first run creates a new destination, or use mkdir",
             )
 
     def _walk(self, folder: Path, prefix: str) -> Iterator[ObjectInfo]:

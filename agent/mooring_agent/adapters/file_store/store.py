@@ -33,17 +33,17 @@ _INCOMING_BYTES: Final = 1024 * 1024
 _ERRNOS: Final = {
     errno.ENOSPC: (ErrorKind.STORE_FULL, "free space at the destination, or keep fewer checkpoints"),
     errno.EDQUOT: (ErrorKind.STORE_FULL, "raise the quota at the destination, or keep fewer checkpoints"),
-    errno.EACCES: (ErrorKind.ACCESS_DENIED, "the agent's user must be allowed to write the destination"),
-    errno.EPERM: (ErrorKind.ACCESS_DENIED, "the agent's user must be allowed to write the destination"),
-    errno.EROFS: (ErrorKind.ACCESS_DENIED, "the destination is mounted read-only"),
+    errno.EACCES: (ErrorKind.ACCESS_DENIED, "give the agent's user write access to the destination"),
+    errno.EPERM: (ErrorKind.ACCESS_DENIED, "give the agent's user write access to the destination"),
+    errno.EROFS: (ErrorKind.ACCESS_DENIED, "mount the destination read-write"),
     errno.ENAMETOOLONG: (ErrorKind.REQUEST_REFUSED, "use shorter file names in checkpoints"),
-    errno.EEXIST: (ErrorKind.REQUEST_REFUSED, "a file is in the way of a folder at the destination"),
-    errno.ENOTDIR: (ErrorKind.REQUEST_REFUSED, "a file is in the way of a folder at the destination"),
-    errno.EISDIR: (ErrorKind.REQUEST_REFUSED, "a folder is in the way of a file at the destination"),
-    errno.ENOTEMPTY: (ErrorKind.REQUEST_REFUSED, "a folder is in the way of a file at the destination"),
-    errno.EFBIG: (ErrorKind.REQUEST_REFUSED, "the destination's filesystem takes no file of that size"),
+    errno.EEXIST: (ErrorKind.REQUEST_REFUSED, "remove the file at the destination that is where a folder belongs"),
+    errno.ENOTDIR: (ErrorKind.REQUEST_REFUSED, "remove the file at the destination that is where a folder belongs"),
+    errno.EISDIR: (ErrorKind.REQUEST_REFUSED, "remove the folder at the destination that is where a file belongs"),
+    errno.ENOTEMPTY: (ErrorKind.REQUEST_REFUSED, "remove the folder at the destination that is where a file belongs"),
+    errno.EFBIG: (ErrorKind.REQUEST_REFUSED, "the destination's filesystem does not allow files of this size"),
     errno.ETIMEDOUT: (ErrorKind.TIMED_OUT, ""),
-    errno.ENOTCONN: (ErrorKind.UNREACHABLE, "the mount of the destination is broken"),
+    errno.ENOTCONN: (ErrorKind.UNREACHABLE, "mount the destination again: its mount is broken"),
 }
 """The error kind and hint for each errno; all others are STORE_FAILED."""
 
@@ -190,7 +190,7 @@ def parse_directory(url: str) -> Path:
     path = Path(url.removeprefix("file://"))
     if not url.startswith("file:///") or "\0" in url:
         raise MooringError(
-            ErrorKind.BAD_CONFIGURATION, f"{url!r} is no directory", hint="write it as file:///absolute/path"
+            ErrorKind.BAD_CONFIGURATION, f"{url!r} is not a directory", hint="write it as file:///absolute/path"
         )
     return path
 

@@ -11,7 +11,7 @@ from mooring_agent.ports import PreemptionSource
 
 
 def clouds(wanted: str, endpoint: str) -> Sequence[PreemptionSource]:
-    """Return the sources that the setting `notices` may mean; all of them for `auto`."""
+    """Return the sources that the setting `preemption_source` may mean; all of them for `auto`."""
     every: list[PreemptionSource] = [
         AwsPreemption(MetadataService(endpoint)),
         GcpPreemption(MetadataService(endpoint)),

@@ -10,8 +10,8 @@ from datetime import datetime
 from typing import Final
 
 from mooring_agent.adapters.preemption.metadata_service import Answer, MetadataService, not_understood, unix_seconds
-from mooring_agent.core.errors import ErrorKind, NoticesError
-from mooring_agent.ports import Notice
+from mooring_agent.core.errors import ErrorKind, PreemptionSourceError
+from mooring_agent.ports import TerminationNotice
 
 _TOKEN: Final = "/latest/api/token"  # noqa: S105 - a path
 _ROOT: Final = "/latest/meta-data/"
@@ -27,9 +27,9 @@ _ENDING_EVENTS: Final = frozenset(
 )
 _HOPS_HINT: Final = (
     "the machine's hop limit keeps pods from its metadata service: set HttpPutResponseHopLimit to 2, "
-    "or set notices to off"
+    "or set preemption_source to off"
 )
-_DISABLED_HINT: Final = "enable the machine's metadata service, or set notices to off"
+_DISABLED_HINT: Final = "enable the machine's metadata service, or set preemption_source to off"
 
 
 class AwsPreemption:
@@ -47,16 +47,16 @@ class AwsPreemption:
         try:
             if (await self._ask_token()).status == 200:
                 return True
-        except NoticesError:
+        except PreemptionSourceError:
             # Beyond the hop limit only the answer with the token is lost. The next request shows that this is AWS, and
             # `look` then reports what is wrong.
             pass
         try:
-            return (await self._service.ask(_ROOT)).status in (200, 401)
-        except NoticesError:
+            return (await self._service.request(_ROOT)).status in (200, 401)
+        except PreemptionSourceError:
             return False
 
-    async def look(self) -> Sequence[Notice]:
+    async def look(self) -> Sequence[TerminationNotice]:
         spot = await self._get(_SPOT)
         if spot is not None and (found := list(_spot_notices(spot))):
             return found
@@ -69,12 +69,12 @@ class AwsPreemption:
     async def _get(self, path: str) -> Answer | None:
         """Return the answer, or None for status 404: there is no notice of this sort."""
         headers = await self._headers()
-        answer = await self._service.ask(path, headers=headers)
+        answer = await self._service.request(path, headers=headers)
         if answer.status == 401:
             self._renew_at = 0.0
         if answer.status == 401 and headers:
             # The token may be older than it seems, if the machine slept.
-            answer = await self._service.ask(path, headers=await self._headers())
+            answer = await self._service.request(path, headers=await self._headers())
         if answer.status == 404:
             return None
         if answer.status != 200:
@@ -95,7 +95,7 @@ class AwsPreemption:
         """
         try:
             answer = await self._ask_token()
-        except NoticesError as error:
+        except PreemptionSourceError as error:
             if error.kind is ErrorKind.UNREACHABLE:
                 return ""
             raise
@@ -107,10 +107,10 @@ class AwsPreemption:
 
     async def _ask_token(self) -> Answer:
         headers = {"X-aws-ec2-metadata-token-ttl-seconds": str(_TOKEN_SECONDS)}
-        return await self._service.ask(_TOKEN, method="PUT", headers=headers)
+        return await self._service.request(_TOKEN, method="PUT", headers=headers)
 
 
-def _spot_notices(answer: Answer) -> Iterator[Notice]:
+def _spot_notices(answer: Answer) -> Iterator[TerminationNotice]:
     """Yield the notice unless it is a hibernation, which begins at once and after which the machine goes on."""
     told = answer.json()
     try:
@@ -121,10 +121,10 @@ def _spot_notices(answer: Answer) -> Iterator[Notice]:
     if action in _ENDING_ACTIONS:
         # Two minutes at most, in case a clock is wrong.
         left_seconds = min(left_seconds, _SPOT_SECONDS)
-        yield Notice(key=f"spot {action} {when}", left_seconds=left_seconds, source=f"aws spot {action}")
+        yield TerminationNotice(key=f"spot {action} {when}", left_seconds=left_seconds, source=f"aws spot {action}")
 
 
-def _maintenance_notices(answer: Answer) -> Iterator[Notice]:
+def _maintenance_notices(answer: Answer) -> Iterator[TerminationNotice]:
     told = answer.json()
     try:
         events = [(one["Code"], one.get("State", "active"), one["NotBefore"], one.get("EventId", "")) for one in told]
@@ -133,4 +133,4 @@ def _maintenance_notices(answer: Answer) -> Iterator[Notice]:
     for code, state, when, event in events:
         if state == "active" and code in _ENDING_EVENTS:
             left_seconds = unix_seconds(when) - answer.at
-            yield Notice(key=f"{event} {code} {when}", left_seconds=left_seconds, source=f"aws {code}")
+            yield TerminationNotice(key=f"{event} {code} {when}", left_seconds=left_seconds, source=f"aws {code}")

@@ -13,8 +13,8 @@ from mooring_agent.adapters.preemption.metadata_service import (
     not_understood,
     unix_seconds,
 )
-from mooring_agent.core.errors import NoticesError
-from mooring_agent.ports import Notice
+from mooring_agent.core.errors import PreemptionSourceError
+from mooring_agent.ports import TerminationNotice
 
 _HEADERS: Final = {"Metadata": "true"}
 _EVENTS: Final = "/metadata/scheduledevents"
@@ -40,11 +40,11 @@ class AzurePreemption:
     async def answers(self) -> bool:
         try:
             await self._own_name()
-        except NoticesError:
+        except PreemptionSourceError:
             return False
         return True
 
-    async def look(self) -> Sequence[Notice]:
+    async def look(self) -> Sequence[TerminationNotice]:
         name = await self._own_name()
         answer = await self._get(_EVENTS, _EVENTS_QUERY, _FIRST_ANSWER_SECONDS)
         return list(_notices(answer, name))
@@ -58,13 +58,13 @@ class AzurePreemption:
         return self._name
 
     async def _get(self, path: str, query: dict[str, str], answer_seconds: float = ANSWER_SECONDS) -> Answer:
-        answer = await self._service.ask(path, headers=_HEADERS, query=query, answer_seconds=answer_seconds)
+        answer = await self._service.request(path, headers=_HEADERS, query=query, answer_seconds=answer_seconds)
         if answer.status != 200:
             raise self._service.refusal(path, answer)
         return answer
 
 
-def _notices(answer: Answer, name: str) -> Iterator[Notice]:
+def _notices(answer: Answer, name: str) -> Iterator[TerminationNotice]:
     told = answer.json()
     try:
         events = [
@@ -76,4 +76,4 @@ def _notices(answer: Answer, name: str) -> Iterator[Notice]:
     for event_type, event, when, machines in events:
         if event_type in _ENDING_TYPES and name in machines:
             left_seconds = unix_seconds(when) - answer.at if when else 0.0
-            yield Notice(key=event, left_seconds=left_seconds, source=f"azure {event_type.lower()}")
+            yield TerminationNotice(key=event, left_seconds=left_seconds, source=f"azure {event_type.lower()}")

@@ -9,8 +9,8 @@ from collections.abc import Sequence
 from typing import Final
 
 from mooring_agent.adapters.preemption.metadata_service import ANSWER_SECONDS, MetadataService, not_understood
-from mooring_agent.core.errors import ErrorKind, NoticesError
-from mooring_agent.ports import Notice
+from mooring_agent.core.errors import ErrorKind, PreemptionSourceError
+from mooring_agent.ports import TerminationNotice
 
 _FLAVOR: Final = {"Metadata-Flavor": "Google"}
 _ROOT: Final = "/computeMetadata/v1/instance/"
@@ -39,12 +39,12 @@ class GcpPreemption:
 
     async def answers(self) -> bool:
         try:
-            answer = await self._service.ask(_ROOT, headers=_FLAVOR)
-        except NoticesError:
+            answer = await self._service.request(_ROOT, headers=_FLAVOR)
+        except PreemptionSourceError:
             return False
         return answer.headers.get("Metadata-Flavor") == "Google"
 
-    async def look(self) -> Sequence[Notice]:
+    async def look(self) -> Sequence[TerminationNotice]:
         tasks = {asyncio.create_task(self._hear(key)) for key in self._keys}
         try:
             unheard = self._keys - self._etags.keys()
@@ -56,7 +56,8 @@ class GcpPreemption:
             await asyncio.gather(*tasks, return_exceptions=True)
         now = asyncio.get_running_loop().time()
         found = [
-            Notice(key=key, left_seconds=ends_at - now, source=f"gcp {key}") for key, ends_at in self._ends.items()
+            TerminationNotice(key=key, left_seconds=ends_at - now, source=f"gcp {key}")
+            for key, ends_at in self._ends.items()
         ]
         # A notice from one value counts even if the other cannot be read.
         if errors and not found:
@@ -72,15 +73,15 @@ class GcpPreemption:
         if key in self._etags:
             query = {"wait_for_change": "true", "last_etag": self._etags[key], "timeout_sec": str(_WAIT_SECONDS)}
             answer_seconds = _WAIT_SECONDS + _LATE_SECONDS
-        answer = await self._service.ask(_ROOT + key, headers=_FLAVOR, query=query, answer_seconds=answer_seconds)
+        answer = await self._service.request(_ROOT + key, headers=_FLAVOR, query=query, answer_seconds=answer_seconds)
         if answer.status == 404:
             self._keys.discard(key)
             if not self._keys:
                 self._keys = set(_ENDING_VALUES)
-                raise NoticesError(
+                raise PreemptionSourceError(
                     ErrorKind.NOT_FOUND,
                     "the metadata server knows neither preempted nor maintenance-event",
-                    hint="use hostNetwork or another metadata server, or set notices to off",
+                    hint="use hostNetwork or another metadata server, or set preemption_source to off",
                 )
             return
         if answer.status != 200:

@@ -12,7 +12,7 @@ from typing import Any, Final
 
 import aiohttp
 
-from mooring_agent.core.errors import ErrorKind, NoticesError
+from mooring_agent.core.errors import ErrorKind, PreemptionSourceError
 
 LINK_LOCAL_URL: Final = "http://169.254.169.254"
 # The service is one hop away, so a slow answer means none.
@@ -30,7 +30,7 @@ class Answer:
     """Unix seconds by the service's clock if the answer has a date, else by this machine's."""
 
     def json(self) -> Any:
-        """Decode the text as JSON. Raises NoticesError."""
+        """Decode the text as JSON. Raises PreemptionSourceError."""
         try:
             return json.loads(self.text)
         except ValueError as error:
@@ -45,7 +45,7 @@ class MetadataService:
         self.url = (url if "://" in url else f"http://{url}").rstrip("/") if url else LINK_LOCAL_URL
         self._session: aiohttp.ClientSession | None = None
 
-    async def ask(
+    async def request(
         self,
         path: str,
         *,
@@ -54,7 +54,7 @@ class MetadataService:
         query: Mapping[str, str] | None = None,
         answer_seconds: float = ANSWER_SECONDS,
     ) -> Answer:
-        """Return the answer, whatever its status. Raises NoticesError (UNREACHABLE) if none comes in time."""
+        """Return the answer, whatever its status. Raises PreemptionSourceError (UNREACHABLE) if none comes in time."""
         if self._session is None:
             self._session = aiohttp.ClientSession(trust_env=False)
         timeout = aiohttp.ClientTimeout(total=answer_seconds, sock_connect=_CONNECT_SECONDS)
@@ -64,26 +64,26 @@ class MetadataService:
             ) as response:
                 text = await _text(response)
         except (aiohttp.ClientError, TimeoutError, OSError, ValueError) as error:
-            raise NoticesError(
+            raise PreemptionSourceError(
                 ErrorKind.UNREACHABLE,
                 f"the metadata service {self.url}{path} does not answer: {str(error) or type(error).__name__}",
-                hint="allow the pod to reach its machine's metadata service, or set notices to off",
+                hint="allow the pod to reach its machine's metadata service, or set preemption_source to off",
             ) from error
         return Answer(status=response.status, headers=response.headers, text=text, at=self._told_at(response.headers))
 
     def _told_at(self, headers: Mapping[str, str]) -> float:
         try:
             return unix_seconds(headers["Date"])
-        except (KeyError, NoticesError):
+        except (KeyError, PreemptionSourceError):
             return self._wall()
 
-    def refusal(self, path: str, answer: Answer, *, hint: str = "") -> NoticesError:
+    def refusal(self, path: str, answer: Answer, *, hint: str = "") -> PreemptionSourceError:
         """Return the error for a status that has no other meaning."""
         kind = ErrorKind.ACCESS_DENIED if answer.status in (401, 403) else ErrorKind.UNREACHABLE
-        return NoticesError(
+        return PreemptionSourceError(
             kind,
             f"the metadata service {self.url}{path} answers {answer.status}",
-            hint=hint or "if this machine has no such service, set notices to off",
+            hint=hint or "if this machine has no such service, set preemption_source to off",
         )
 
     async def close(self) -> None:
@@ -92,16 +92,16 @@ class MetadataService:
             self._session = None
 
 
-def not_understood(text: str) -> NoticesError:
-    return NoticesError(
+def not_understood(text: str) -> PreemptionSourceError:
+    return PreemptionSourceError(
         ErrorKind.BAD_REQUEST,
-        f"the metadata service answers what nobody understands: {text[:80]!r}",
-        hint="something else may answer in its place; notices_endpoint says where it is",
+        f"Mooring cannot parse the metadata service's answer: {text[:80]!r}",
+        hint="something else may answer at this address; set preemption_endpoint to the metadata service's URL",
     )
 
 
 def unix_seconds(date: object) -> float:
-    """Convert a date as in HTTP, with or without its weekday. Raises NoticesError."""
+    """Convert a date as in HTTP, with or without its weekday. Raises PreemptionSourceError."""
     try:
         return parsedate_to_datetime(str(date)).timestamp()
     except ValueError as error:

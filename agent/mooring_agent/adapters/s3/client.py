@@ -84,7 +84,7 @@ def _texts(directory: Path) -> Mapping[str, str]:
         raise MooringError(
             ErrorKind.BAD_CONFIGURATION,
             f"cannot read the Secret at {directory}: {error.strerror if isinstance(error, OSError) else 'no text'}",
-            hint="it is a directory with one text file per key, which this process may read",
+            hint="give a directory with one text file per key that this process can read",
         ) from error
 
 
@@ -98,8 +98,8 @@ def _endpoint(text: str) -> str:
     if not re.match(r"https?://", text):
         raise MooringError(
             ErrorKind.BAD_CONFIGURATION,
-            f"the endpoint {text!r} in the Secret is no URL",
-            hint="begin it with https:// or http://, or give the endpoint to Mooring itself, which wins",
+            f"the endpoint {text!r} in the Secret is not a URL",
+            hint="begin it with https:// or http://, or set --endpoint-url, which takes precedence",
         )
     return text
 
@@ -141,7 +141,7 @@ def parse_destination(url: str) -> Destination:
     prefix = prefix.strip("/")
     if not url.startswith("s3://") or not bucket or "//" in prefix:
         raise MooringError(
-            ErrorKind.BAD_CONFIGURATION, f"{url!r} is no S3 destination", hint="write it as s3://bucket/prefix"
+            ErrorKind.BAD_CONFIGURATION, f"{url!r} is not an S3 destination", hint="write it as s3://bucket/prefix"
         )
     return Destination(bucket=bucket, prefix=f"{prefix}/" if prefix else "")
 
@@ -168,8 +168,8 @@ async def connect(settings: StoreSettings, stack: AsyncExitStack) -> Any:
     except (BotoCoreError, ValueError, OSError) as error:
         raise MooringError(
             ErrorKind.BAD_CONFIGURATION,
-            f"no S3 client for {settings.destination}: {error}",
-            hint="see the endpoint, the region, the CA bundle and AWS_PROFILE",
+            f"cannot create an S3 client for {settings.destination}: {error}",
+            hint="check the endpoint, the region, the CA bundle and AWS_PROFILE",
         ) from error
     client.meta.events.register("choose-signer.s3", _choose_signer)
     refuse_redirects(client)
@@ -187,7 +187,7 @@ def _check_ca_bundle(path: str) -> None:
         raise MooringError(
             ErrorKind.BAD_CONFIGURATION,
             f"cannot use the CA bundle {path}: {error.strerror or error}",
-            hint="--ca-bundle names a PEM file with certificates that this process may read",
+            hint="set --ca-bundle to a PEM file with certificates that this process can read",
         ) from error
 
 

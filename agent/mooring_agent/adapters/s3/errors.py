@@ -26,13 +26,13 @@ _CREDENTIALS_HINT: Final = (
 _POLICY_HINT: Final = "the policy must allow s3:ListBucket, GetObject, PutObject, DeleteObject and AbortMultipartUpload"
 _CLOCK_HINT: Final = "set this machine's clock (NTP); stores refuse signatures that are more than 15 minutes off"
 _REGION_HINT: Final = "set the region of the bucket, e.g. AWS_REGION=eu-central-1"
-_GATEWAY_HINT: Final = "not the store's own word: see the endpoint, and what answers in its place (ingress, gateway)"
-_NETWORK_HINT: Final = "see that the endpoint is right and that a network policy or proxy lets this pod reach it"
+_GATEWAY_HINT: Final = "not the store's answer: check the endpoint, and the ingress or gateway before it"
+_NETWORK_HINT: Final = "check the endpoint, and that network policies and proxies let this pod reach it"
 
 _CODES: Final[Mapping[str, tuple[ErrorKind, str]]] = {
     "AccessDenied": (ErrorKind.ACCESS_DENIED, _POLICY_HINT),
-    "AccountProblem": (ErrorKind.ACCESS_DENIED, "the account itself is refused: ask its owner"),
-    "AllAccessDisabled": (ErrorKind.ACCESS_DENIED, "the account itself is refused: ask its owner"),
+    "AccountProblem": (ErrorKind.ACCESS_DENIED, "the store refuses the whole account: ask its owner"),
+    "AllAccessDisabled": (ErrorKind.ACCESS_DENIED, "the store refuses the whole account: ask its owner"),
     "ExpiredToken": (ErrorKind.ACCESS_DENIED, "the session token has expired: renew the credentials"),
     "ExpiredTokenException": (ErrorKind.ACCESS_DENIED, "the session token has expired: renew the credentials"),
     "InvalidAccessKeyId": (ErrorKind.ACCESS_DENIED, "the access key id is not known to this endpoint"),
@@ -41,7 +41,7 @@ _CODES: Final[Mapping[str, tuple[ErrorKind, str]]] = {
     "TokenRefreshRequired": (ErrorKind.ACCESS_DENIED, "the session token has expired: renew the credentials"),
     "InvalidObjectState": (ErrorKind.REQUEST_REFUSED, "the object is archived: restore it to a readable class first"),
     "NoSuchBucket": (ErrorKind.BUCKET_MISSING, "create the bucket, or correct the destination"),
-    "InvalidBucketName": (ErrorKind.BUCKET_MISSING, "correct the destination: that cannot be a bucket's name"),
+    "InvalidBucketName": (ErrorKind.BUCKET_MISSING, "correct the destination: the bucket's name is invalid"),
     "NoSuchKey": (ErrorKind.NOT_FOUND, ""),
     "NoSuchUpload": (ErrorKind.UPLOAD_LOST, ""),
     "InvalidPart": (ErrorKind.UPLOAD_LOST, ""),
@@ -67,8 +67,8 @@ _CODES: Final[Mapping[str, tuple[ErrorKind, str]]] = {
     "QuotaExceeded": (ErrorKind.STORE_FULL, "raise the quota, or keep fewer checkpoints"),
     "InsufficientCapacity": (ErrorKind.STORE_FULL, "give the store more space, or keep fewer checkpoints"),
     "XMinioStorageFull": (ErrorKind.STORE_FULL, "give the store more space, or keep fewer checkpoints"),
-    "EntityTooLarge": (ErrorKind.REQUEST_REFUSED, "the store takes no object or part of that size"),
-    "EntityTooSmall": (ErrorKind.REQUEST_REFUSED, "the store wants larger parts: raise the part size"),
+    "EntityTooLarge": (ErrorKind.REQUEST_REFUSED, "the store does not accept an object or part of this size"),
+    "EntityTooSmall": (ErrorKind.REQUEST_REFUSED, "raise part_size_bytes: the store requires larger parts"),
     "AuthorizationHeaderMalformed": (ErrorKind.REQUEST_REFUSED, _REGION_HINT),
     "IllegalLocationConstraintException": (ErrorKind.REQUEST_REFUSED, _REGION_HINT),
     "PermanentRedirect": (ErrorKind.REQUEST_REFUSED, _REGION_HINT),
@@ -84,7 +84,7 @@ _STATUSES: Final[Mapping[int, tuple[ErrorKind, str]]] = {
     409: (ErrorKind.STORE_FAILED, ""),
     412: (ErrorKind.ALREADY_EXISTS, ""),
     429: (ErrorKind.THROTTLED, ""),
-    501: (ErrorKind.REQUEST_REFUSED, "this store does not know that operation"),
+    501: (ErrorKind.REQUEST_REFUSED, "this store does not support the operation"),
     503: (ErrorKind.THROTTLED, ""),
     504: (ErrorKind.TIMED_OUT, ""),
     507: (ErrorKind.STORE_FULL, "give the store more space, or keep fewer checkpoints"),
@@ -207,7 +207,7 @@ def _classify(error: BaseException) -> tuple[ErrorKind, str, str]:
             hint = "give the CA that signed the endpoint's certificate as the CA bundle: --ca-bundle"
             return ErrorKind.UNREACHABLE, hint, f"TLS failed: {_inner(error)}"
         case exceptions.ProxyConnectionError():
-            return ErrorKind.UNREACHABLE, "see HTTP_PROXY, HTTPS_PROXY and NO_PROXY", "the proxy cannot be reached"
+            return ErrorKind.UNREACHABLE, "check HTTP_PROXY, HTTPS_PROXY and NO_PROXY", "the proxy cannot be reached"
         case (
             exceptions.EndpointConnectionError()
             | exceptions.ConnectionClosedError()
@@ -237,14 +237,14 @@ def _classify_answer(response: Mapping[str, Any]) -> tuple[ErrorKind, str, str]:
         return (
             kind,
             _redirect_hint(details),
-            f"{reason}: it redirects to {asked_for or 'another place'}, which is refused",
+            f"{reason}: it redirects to {asked_for or 'another place'}, which Mooring does not follow",
         )
     if code in _CODES:
         kind, hint = _CODES[code]
     elif code.startswith("KMS."):
         kind, hint = (
             ErrorKind.ACCESS_DENIED,
-            "see that the KMS key is enabled and that its policy admits this role",
+            "check that the KMS key is enabled and that its policy allows this role",
         )
     elif status in _STATUSES:
         kind, hint = _STATUSES[status]
@@ -269,8 +269,8 @@ def _redirect_hint(details: Mapping[str, Any]) -> str:
         return _region_hint(region)
     if "://" in endpoint:
         return (
-            "a redirect is not followed, as it would take the credentials along: "
-            f"if that is your store, set --endpoint-url {endpoint}"
+            "a redirect would give your credentials to another server: "
+            f"if it is your store, set --endpoint-url {endpoint}"
         )
     return _REGION_HINT if endpoint or details.get("Code") == "PermanentRedirect" else _GATEWAY_HINT
 

@@ -151,7 +151,7 @@ def _require(package: str, owner: type, name: str, *, found: bool) -> None:
         raise StoreError(
             ErrorKind.BAD_CONFIGURATION,
             f"{package} {version(package)} has no {owner.__name__}.{name}, which Mooring relies on",
-            hint=f"install an older {package}, as the constraints.txt of this Mooring names it, and report this",
+            hint=f"install the version of {package} that Mooring's constraints.txt names, and report this",
         )
 
 

@@ -88,7 +88,7 @@ class S3Store:
                 "store_checks_no_upload",
                 bucket=self._bucket,
                 endpoint=self._client.meta.endpoint_url,
-                consequence="TLS alone protects uploads on the way; restore verifies every byte",
+                consequence="only TLS protects uploads in transit; restore verifies every byte",
             )
         return self.capabilities
 
@@ -197,7 +197,7 @@ class S3Store:
                     if etag_of(answer) != version:
                         raise self._corrupt(key, f"its ETag is {etag_of(answer)} instead of {version}")
                     if answer["ContentLength"] != size_bytes or not _begins_at(answer, offset_bytes):
-                        raise self._corrupt(key, f"bytes {offset_bytes} to {offset_bytes + size_bytes} are not there")
+                        raise self._corrupt(key, f"bytes {offset_bytes} to {offset_bytes + size_bytes} do not exist")
                     return await self._transfer.receive(
                         body.raw_stream,
                         descriptor,
@@ -277,7 +277,7 @@ class S3Store:
     def _check_sent(self, body: Body, operation: str, key: str) -> None:
         if not body.sent_whole:
             raise StoreError(
-                ErrorKind.STORE_FAILED, f"{operation} {self._place(key)}: answered before it had the whole body"
+                ErrorKind.STORE_FAILED, f"{operation} {self._place(key)}: answered before the whole body was sent"
             )
 
     async def _run(self, function: Any, *arguments: Any) -> Any:

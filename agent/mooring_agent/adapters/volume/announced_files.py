@@ -164,7 +164,7 @@ class _Resolver:
             links += 1
             last_link = target
             if links > _MOST_LINKS:
-                raise RequestError(ErrorKind.BAD_REQUEST, f"{named} is a link in a circle", hint="remove the link")
+                raise RequestError(ErrorKind.BAD_REQUEST, f"{named} is part of a loop of links", hint="remove the link")
             if target.startswith("/"):
                 inside = self._below(target)
                 if inside is None:
@@ -190,8 +190,8 @@ class _Resolver:
             shown = named if len(named) <= _SHOWN_CHARACTERS else f"{named[:_SHOWN_CHARACTERS]}…"
             raise RequestError(
                 ErrorKind.BAD_REQUEST,
-                f"{shown} has more than {PATH_LEVELS} folders below each other",
-                hint="save into fewer folders",
+                f"{shown} has more than {PATH_LEVELS} nested folders",
+                hint="use fewer nested folders",
             )
         inside = f"{found}/" if found else ""
         with self._root.folder(found) as folder:
@@ -208,7 +208,7 @@ class _Resolver:
                 if path in ancestors:
                     raise RequestError(
                         ErrorKind.BAD_REQUEST,
-                        f"{shown} is a link to {self._volume}/{path}, which holds it",
+                        f"{shown} is a link to {self._volume}/{path}, the directory that contains it",
                         hint="remove the link: it would make the checkpoint endless",
                     )
                 yield from self._walk(path, shown, f"{prefix}{entry.name}/", (*ancestors, path))
@@ -217,9 +217,9 @@ class _Resolver:
         mode = self._root.status(found).st_mode
         if stat.S_ISREG(mode):
             return found
-        kind = next((name for test, name in _KINDS if test(mode)), "no regular file")
+        kind = next((name for test, name in _KINDS if test(mode)), "not a regular file")
         raise RequestError(
-            ErrorKind.BAD_REQUEST, f"{named} is {kind}", hint="a checkpoint is made of plain files: move it elsewhere"
+            ErrorKind.BAD_REQUEST, f"{named} is {kind}", hint="checkpoints hold only regular files: move it elsewhere"
         )
 
     def _outside(self, what: str) -> RequestError:

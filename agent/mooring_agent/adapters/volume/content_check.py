@@ -63,7 +63,7 @@ def check_sent(volume: Path, manifest: RankManifest, files: Sequence[StagedFile]
     try:
         suspects = list(_suspects(volume, manifest, files))
     except OSError as error:
-        raise volume_error(error, f"looking at save {manifest.info.save} again") from error
+        raise volume_error(error, f"checking save {manifest.info.save} again") from error
     for file, entry in suspects:
         for part, checksum in zip(entry.parts(), entry.checksums, strict=True):
             if not may_read():

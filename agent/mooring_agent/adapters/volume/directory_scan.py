@@ -262,7 +262,7 @@ def _largest_end(file: BinaryIO, header_bytes: int) -> int:
         largest = max(largest, *(int(end) for end in _TENSOR_END.findall(text)), 0)
         rest = text[-_TENSOR_END_BYTES:]
     if (first, last) != (b"{", b"}"):
-        raise ValueError("it is no JSON object")
+        raise ValueError("it is not a JSON object")
     return largest
 
 

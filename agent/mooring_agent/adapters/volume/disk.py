@@ -79,7 +79,7 @@ class VolumeMeter:
                 "disk.folder_unreadable",
                 folder=f"{self._volume}/{folder.rstrip('/')}",
                 reason=str(error),
-                hint="what it holds is not counted: give the agent the trainer's UID or GID if that is much",
+                hint="its contents are not counted; if they are large, give the agent the trainer's UID or GID",
             )
 
 

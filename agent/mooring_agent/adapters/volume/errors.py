@@ -33,16 +33,16 @@ def folder_error(error: OSError, what: str) -> VolumeError:
         )
     if error.errno in _NO_FOLDER:
         return VolumeError(
-            ErrorKind.VOLUME_UNUSABLE, message, hint="give a --volume that is a directory, or where one can be made"
+            ErrorKind.VOLUME_UNUSABLE, message, hint="set --volume to a directory, or where one can be created"
         )
     if error.errno in _FOREIGN:
         return VolumeError(
             ErrorKind.VOLUME_UNUSABLE,
             message,
-            hint="a link, another filesystem or no plain file is where Mooring keeps a folder or a file: remove it",
+            hint="remove it: Mooring keeps its own folder or file there, not a link, a mount or a special file",
         )
     return VolumeError(
         ErrorKind.VOLUME_UNUSABLE,
         message,
-        hint="the volume must be mounted read-write, and the agent needs the trainer's UID or GID",
+        hint="mount the volume read-write, and give the agent the trainer's UID or GID",
     )

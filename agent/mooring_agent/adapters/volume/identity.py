@@ -35,9 +35,9 @@ def claim(volume: Path, destination: str) -> None:
     if owner != wanted:
         raise MooringError(
             ErrorKind.BAD_CONFIGURATION,
-            f"the volume {volume} holds checkpoints of {owner}, and not of {wanted}",
-            hint=f"give another --volume, or the destination {owner}; "
-            "or remove the volume's content when nothing on it is needed any more",
+            f"the volume {volume} belongs to {owner}, not to {wanted}",
+            hint=f"use another --volume, or the destination {owner}; "
+            "or empty the volume if you no longer need anything on it",
         )
 
 

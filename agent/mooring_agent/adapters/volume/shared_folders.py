@@ -62,7 +62,7 @@ def make_state_directory(volume: Path, state_directory: Path) -> None:
         raise VolumeError(
             ErrorKind.VOLUME_UNUSABLE,
             f"cannot make the state directory {state_directory}: {error.strerror}",
-            hint="give a --state-directory that the agent's user may write",
+            hint="set --state-directory to a directory that the agent's user can write",
         ) from error
 
 

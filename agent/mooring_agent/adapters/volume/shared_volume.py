@@ -73,7 +73,7 @@ class Folder:
             except FileNotFoundError:
                 continue
             return found
-        raise FileNotFoundError(errno.ENOENT, "somebody removes the folder again and again", path)
+        raise FileNotFoundError(errno.ENOENT, "the folder keeps being removed", path)
 
     def open_file(self, path: str, flags: int = os.O_RDONLY, mode: int = 0o666) -> int:
         """Open a regular file and return its descriptor."""
@@ -152,7 +152,7 @@ class Folder:
         try:
             entries = self.entries()
             if not depth:
-                raise OSError(errno.ENAMETOOLONG, f"more than {PATH_LEVELS} folders below each other", prefix)
+                raise OSError(errno.ENAMETOOLONG, f"more than {PATH_LEVELS} nested folders", prefix)
         except OSError as error:
             if on_error is None:
                 raise

@@ -47,7 +47,7 @@ class FoundCheckpoint:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class WatchPace:
+class WatchIntervals:
     """How often to scan. A checkpoint is complete only after `quiet_seconds` without a change."""
 
     quiet_seconds: float = 3.0
@@ -68,7 +68,7 @@ class StagingWatch:
         spoken_for: Whether Mooring knows the checkpoint at a path (and of a step) from elsewhere, so that the log need
             not say that it is incomplete.
         claimed: Whether a live process claims a path; its checkpoint is not reported meanwhile.
-        pace: How often to scan.
+        intervals: How often to scan.
     """
 
     def __init__(
@@ -82,7 +82,7 @@ class StagingWatch:
         known: Iterable[str] = (),
         spoken_for: Callable[[str, int | None], bool] = lambda path, step: False,
         claimed: Callable[[Path], bool] = lambda path: False,
-        pace: WatchPace | None = None,
+        intervals: WatchIntervals | None = None,
     ) -> None:
         self._directory = directory
         self._executor = executor
@@ -91,7 +91,7 @@ class StagingWatch:
         self._known = set(known)
         self._spoken_for = spoken_for
         self._claimed = claimed
-        self._pace = pace or WatchPace()
+        self._intervals = intervals or WatchIntervals()
         self._scanner = DirectoryScanner(volume, directory)
         self._looking = asyncio.Lock()
         self._hint = asyncio.Event()
@@ -141,10 +141,10 @@ class StagingWatch:
                 if look == _LOOKS_WITHOUT_WRITERS:
                     return
                 continue
-            is_quiet = not self._busy and passed_seconds >= self._pace.quiet_seconds
-            if is_quiet or passed_seconds + self._pace.busy_interval_seconds > limit_seconds:
+            is_quiet = not self._busy and passed_seconds >= self._intervals.quiet_seconds
+            if is_quiet or passed_seconds + self._intervals.busy_interval_seconds > limit_seconds:
                 return
-            await asyncio.sleep(self._pace.busy_interval_seconds)
+            await asyncio.sleep(self._intervals.busy_interval_seconds)
 
     def add_known(self, signature: str) -> None:
         """Do not report this content, because it was announced."""
@@ -160,12 +160,12 @@ class StagingWatch:
             return
         if not self._busy:
             try:
-                async with asyncio.timeout(self._pace.idle_interval_seconds):
+                async with asyncio.timeout(self._intervals.idle_interval_seconds):
                     await self._hint.wait()
             except TimeoutError:
                 return
-        long_seconds = min(_REST_PER_SCAN * self._scan_seconds, self._pace.idle_interval_seconds)
-        rest_seconds = self._scanned_at + max(self._pace.busy_interval_seconds, long_seconds) - time.monotonic()
+        long_seconds = min(_REST_PER_SCAN * self._scan_seconds, self._intervals.idle_interval_seconds)
+        rest_seconds = self._scanned_at + max(self._intervals.busy_interval_seconds, long_seconds) - time.monotonic()
         await asyncio.sleep(max(0.0, rest_seconds))
 
     def _scan(self, hints: DirectoryHints | None) -> Sequence[DirectorySnapshot]:
@@ -210,7 +210,7 @@ class StagingWatch:
         return judge(
             snapshot,
             self._observations.get(snapshot.name),
-            quiet_seconds=0.0 if writers_gone else self._pace.quiet_seconds,
+            quiet_seconds=0.0 if writers_gone else self._intervals.quiet_seconds,
             world_size=self._world_size,
         )
 

@@ -75,15 +75,15 @@ def check_announcement(state: State, event: Announced) -> None:
     if len(checkpoint.contributions) >= LOCAL_RANKS and event.rank not in checkpoint.contributions:
         raise RequestError(
             ErrorKind.BAD_REQUEST,
-            f"save {info.save} has {LOCAL_RANKS} ranks here already",
-            hint="more ranks than that cannot share one agent: announce the directory once for all of them",
+            f"save {info.save} has {LOCAL_RANKS} ranks on this agent already",
+            hint="one agent cannot serve more ranks: announce the directory once for all of them",
         )
     if checkpoint.phase is Phase.FAILED:
         if checkpoint.any_staged:
             raise RequestError(
                 ErrorKind.CONTRADICTION,
                 f"save {info.save} has failed after some of it may have been sent: {checkpoint.reason}",
-                hint="a key is never reused for other bytes: take a new save id",
+                hint="use a new save id: Mooring never stores other bytes under the same key",
             )
         return
     if checkpoint.info != info:
@@ -108,19 +108,20 @@ def check_announcement(state: State, event: Announced) -> None:
     ):
         raise RequestError(
             ErrorKind.CONTRADICTION,
-            f"save {info.save} has all its {other.announced.local_world_size} ranks here, without rank {event.rank}",
+            f"save {info.save} already has its {other.announced.local_world_size} local ranks, without rank "
+            f"{event.rank}",
             hint="local_world_size counts the ranks that announce this save to this agent without listing files",
         )
     if contribution is not None and contribution.announced.path != event.path:
         raise RequestError(
             ErrorKind.CONTRADICTION,
             f"rank {event.rank} of save {info.save} was announced from {contribution.announced.path} before",
-            hint="a save id belongs to one save: take a new one for the next",
+            hint="use a new save id for every save",
         )
     if contribution is None and checkpoint.durable:
         raise RequestError(
             ErrorKind.CONTRADICTION,
-            f"save {info.save} is {checkpoint.phase} already, without rank {event.rank}",
+            f"save {info.save} is already {checkpoint.phase}, without rank {event.rank}",
             hint="announce every rank of a save with the same world_size and a local_world_size that counts them",
         )
 

@@ -3,10 +3,9 @@
 The classes in `DURABLE` are journaled before they take effect, and suffice to rebuild the state after a crash.
 """
 
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Final, get_args
+from typing import Final
 
 from mooring_agent.core.agent.work import WorkId
 from mooring_agent.core.errors import ErrorKind
@@ -324,10 +323,25 @@ Event = (
 )
 
 EVENT_TAGS: Final[Mapping[type[DurableEvent], str]] = {
-    cls: re.sub(r"(?<=[a-z])(?=[A-Z])", "-", cls.__name__).lower() for cls in get_args(DurableEvent)
+    Announced: "announced",
+    Staged: "staged",
+    UploadCreated: "upload-created",
+    PartStored: "part-stored",
+    FileStored: "file-stored",
+    PackStored: "pack-stored",
+    ManifestStored: "manifest-stored",
+    Reconciled: "reconciled",
+    ObjectsLost: "objects-lost",
+    Committed: "committed",
+    Released: "released",
+    Abandoned: "abandoned",
+    Shed: "shed",
+    Failed: "failed",
+    TerminationNoticed: "termination-noticed",
+    RankRegistered: "rank-registered",
+    Exited: "exited",
 }
-"""Events that the journal keeps, and their tags there, made from their names. A journal outlives its agent, so these
-classes keep their names; `tests/formats` notices if one does not."""
+"""Events that the journal keeps, and their tags there. A tag never changes, because a journal outlives its agent."""
 
 DURABLE: Final[tuple[type[DurableEvent], ...]] = tuple(EVENT_TAGS)
 

@@ -63,7 +63,7 @@ def answer(review: Any, defaults: InjectionDefaults, failure_policy: FailurePoli
     uid = request.get("uid") if isinstance(request, dict) else None
     if not isinstance(request, dict) or not isinstance(uid, str) or not uid:
         # Without the right uid the API server applies its own failure policy.
-        message = "this is no AdmissionReview: it has no request with a uid"
+        message = "this is not an AdmissionReview: it has no request with a uid"
         response = {"uid": "", "allowed": False, "status": {"code": _BAD_REQUEST, "message": message}}
         fields = {"outcome": Outcome.MALFORMED, "reason": message}
         return Answer(review=_review(response), outcome=Outcome.MALFORMED, fields=fields)
@@ -72,7 +72,7 @@ def answer(review: Any, defaults: InjectionDefaults, failure_policy: FailurePoli
         answered = _answered(uid, request, pod, defaults, failure_policy)
     except Exception as error:
         # A bug of ours must not do more harm than a webhook that is down.
-        problem = f"a mistake of Mooring's own, {type(error).__name__}: {error}: please report it"
+        problem = f"a bug in Mooring, {type(error).__name__}: {error}: please report it"
         answered = _refused(uid, pod, (problem,), failure_policy, code=_INTERNAL_ERROR)
         answered = replace(answered, outcome=Outcome.FAILED, fields={"traceback": traceback.format_exc()})
     return replace(answered, fields={**_fields(request), "outcome": answered.outcome, **answered.fields})
@@ -98,7 +98,7 @@ def _answered(
 
 def _result(request: Mapping[str, Any], pod: Any, defaults: InjectionDefaults) -> Mutation | Skip | Refusal:
     if request.get("operation", "CREATE") != "CREATE" or request.get("subResource"):
-        return Skip(reason="only a pod's creation can be changed like this")
+        return Skip(reason="Mooring changes a pod only when it is created")
     annotations = _annotations(pod)
     asked = read_annotations(annotations, defaults)
     if isinstance(asked, Skip) and not asked.warning:

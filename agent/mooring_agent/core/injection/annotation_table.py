@@ -53,15 +53,15 @@ def destination(text: str) -> tuple[str, Claim | None]:
         name, _, path = text.removeprefix("pvc://").partition("/")
         parts = [part for part in path.split("/") if part]
         if ".." in parts or "." in parts or ":" in path:
-            raise ValueError(f"{text!r} is no path in a claim: write it without . and .. and :")
+            raise ValueError(f"{text!r} is not a path in a claim: write it without . and .. and :")
         claim = Claim(name=object_name(name), path="/".join(parts))
         return f"file://{claim.mount_path}", claim
-    raise ValueError(f"{text!r} is no destination: write s3://bucket/prefix or pvc://claim/path")
+    raise ValueError(f"{text!r} is not a destination: write s3://bucket/prefix or pvc://claim/path")
 
 
 def object_name(text: str) -> str:
     if len(text) > 253 or not _OBJECT_NAME.fullmatch(text):
-        raise ValueError(f"{text!r} is no object's name: use small letters, digits, - and .")
+        raise ValueError(f"{text!r} is not an object's name: use lower-case letters, digits, - and .")
     return text
 
 
@@ -70,7 +70,7 @@ def ca_bundle(text: str) -> CaBundle:
     if len(parts) == 2:
         parts.insert(0, CaSource.CONFIG_MAP)
     if len(parts) != 3 or parts[0] not in set(CaSource) or not parts[1] or not _KEY.fullmatch(parts[2]):
-        raise ValueError(f"{text!r} names no bundle: write configmap/name/key, secret/name/key, or name/key")
+        raise ValueError(f"{text!r} does not name a bundle: write configmap/name/key, secret/name/key, or name/key")
     return CaBundle(source=CaSource(parts[0]), name=object_name(parts[1]), key=parts[2])
 
 
@@ -83,7 +83,7 @@ def container(text: str) -> str:
 def directory(text: str) -> str:
     path = plain(text)
     if not text.startswith("/") or not path or ".." in text.split("/") or ":" in text:
-        raise ValueError(f"{text!r} is no directory in the trainer: write an absolute path without .. and :")
+        raise ValueError(f"{text!r} is not a directory in the trainer: write an absolute path without .. and :")
     for taken in _NOT_OURS:
         if is_at_or_below(path, taken) or is_at_or_below(taken, path):
             raise ValueError(f"{text!r} collides with {taken}: choose another directory")
@@ -92,7 +92,7 @@ def directory(text: str) -> str:
 
 def size(text: str) -> str:
     if parse_quantity(text) < 1:
-        raise ValueError(f"{text!r} is less than a byte: write it as 500Gi")
+        raise ValueError(f"{text!r} is less than a byte: write a size such as 500Gi")
     return text
 
 
@@ -104,25 +104,25 @@ def is_memory(text: str) -> bool:
 
 def seconds(text: str) -> int:
     if not re.fullmatch(r"[0-9]{1,9}", text) or not 1 <= int(text) <= SECONDS:
-        raise ValueError(f"{text!r} is no number of seconds from 1 to {SECONDS}")
+        raise ValueError(f"{text!r} is not a number of seconds from 1 to {SECONDS}")
     return int(text)
 
 
 def amount(text: str) -> str:
     if parse_quantity(text) <= 0:
-        raise ValueError(f"{text!r} is not more than nothing")
+        raise ValueError(f"{text!r} must be more than 0")
     return text
 
 
 def memory(text: str) -> str:
     if parse_quantity(text) < parse_quantity(LEAST_MEMORY):
-        raise ValueError(f"{text!r} is less than the {LEAST_MEMORY} that the agent needs: write it as 256Mi")
+        raise ValueError(f"{text!r} is less than the {LEAST_MEMORY} that the agent needs: write a size such as 256Mi")
     return text
 
 
 def user(text: str) -> int:
     if not re.fullmatch(r"[0-9]{1,10}", text) or int(text) > _MOST_USER:
-        raise ValueError(f"{text!r} is no numeric user id, as 1000")
+        raise ValueError(f"{text!r} is not a numeric user id such as 1000")
     return int(text)
 
 
@@ -174,14 +174,14 @@ OWN: Final = (
     AnnotationField(
         name="inject",
         default="`false`",
-        help="`true`: restore and agent are added to the pod. Nothing else of this page does anything without it.",
+        help="`true` adds restore and agent to the pod. Without it, no other annotation of this page has an effect.",
     ),
     AnnotationField(
         name="destination",
         default="must be given",
         help="Where checkpoints go: `s3://bucket/prefix`, or `pvc://claim/path` for a PersistentVolumeClaim of the "
-        "pod's namespace, of which only that path is mounted. One run, one destination: all pods and restarts of a "
-        "job have the same.",
+        "pod's namespace, of which only that path is mounted. Each run needs its own; all pods and restarts of a job "
+        "share it.",
     ),
     AnnotationField(
         name="credentials",
@@ -205,65 +205,66 @@ OWN: Final = (
         name="checkpoint-directory",
         default=f"`{names.POD_VOLUME_PATH}/{names.CHECKPOINT_DIRECTORY}`",
         help="Where the trainer saves, as an absolute path in its container. If it mounts a volume there or above, "
-        "checkpoints stay on that; else an emptyDir is mounted there.",
+        "checkpoints stay on that volume; otherwise an emptyDir is mounted.",
     ),
-    AnnotationField(name="size-limit", default="none", help="`sizeLimit` of the emptyDir for checkpoints, as `500Gi`."),
+    AnnotationField(
+        name="size-limit", default="none", help="`sizeLimit` of the emptyDir for checkpoints, such as `500Gi`."
+    ),
     AnnotationField(
         name="medium",
         default="`disk`",
-        help="`memory` for an emptyDir in memory. It counts against the memory limits of the pod, and restore then has "
-        "the trainer's.",
+        help="`memory` for an emptyDir in memory. It counts against the pod's memory limits, and restore then gets "
+        "the trainer's limit.",
     ),
     AnnotationField(
         name="grace-seconds",
         default="the chart's",
-        help="Seconds between the notice of the pod's end and SIGKILL. terminationGracePeriodSeconds is raised to it, "
-        "and never lowered.",
+        help="Seconds between the termination notice and SIGKILL. It raises terminationGracePeriodSeconds and never "
+        "lowers it.",
     ),
     AnnotationField(
         name="autoload",
         default="`false`",
-        help="`true`: the trainer's framework is protected without a change to the program, see "
-        "[autoload](autoload.md).",
+        help="`true` protects the trainer's framework without a change to the program, see [autoload](autoload.md).",
     ),
     AnnotationField(
         name="temporary-files",
         default="`false`",
-        help="`true`: the trainer's TMPDIR is on the checkpoints' volume, and counts against its size. Lightning then "
-        "renames its checkpoints, rather than copy them in place.",
+        help="`true` puts the trainer's TMPDIR on the checkpoints' volume, where it counts against the size. Lightning "
+        "then renames its checkpoints instead of copying them.",
     ),
     AnnotationField(
         name="cpu",
         default=f"the chart's; else a request of `{REQUESTED_CPU}` without a limit, and `{GUARANTEED_CPU}` for both in "
         "a Guaranteed pod",
-        help="Request and limit of the agent, and of restore. Over TLS the agent uploads at most about 0.85 GB/s for "
+        help="CPU request and limit of agent and restore. Over TLS the agent uploads at most about 0.85 GB/s for "
         "each CPU of the limit. A BestEffort pod stays one unless this or `memory` is given.",
     ),
     AnnotationField(
         name="memory",
         default="the chart's; none in a BestEffort pod",
-        help=f"Request and limit of the agent, and of restore; at least `{LEAST_MEMORY}`.",
+        help=f"Memory request and limit of agent and restore; at least `{LEAST_MEMORY}`.",
     ),
     AnnotationField(
         name="run-as-user",
         default="the trainer's `runAsUser`",
-        help="Numeric user of the trainer's image, where the pod does not say it. Another user than the trainer's "
-        "must copy checkpoints that it could link, and may not be able to read them.",
+        help="Numeric user of the trainer's image, if the pod does not set it. An agent with another user "
+        "than the trainer must copy checkpoints instead of linking them, and may be unable to read them.",
     ),
     AnnotationField(
         name="attempt",
         default="a JobSet's uid and restart",
-        help="One start of the job, the same on all its pods and never used again: all of them then resume from the "
+        help="Id of one start of the job, the same on all its pods and never reused. All of them then resume from the "
         "same checkpoint.",
     ),
 )
 WRITTEN_BY_US: Final = (
     AnnotationField(
-        name="injected", default="", help="The version that injected, and a hash of the containers that it added."
+        name="injected", default="", help="Version of the webhook, and a hash of the containers that it added."
     ),
-    AnnotationField(name="skipped", default="", help="Why a pod goes without the injection."),
+    AnnotationField(name="skipped", default="", help="Why the pod was not injected."),
     AnnotationField(
-        name="last-committed", default="", help="The newest committed checkpoint, where the agent may say it."
+        name="last-committed", default="", help="The newest committed checkpoint, if the agent may report it."
     ),
 )
 

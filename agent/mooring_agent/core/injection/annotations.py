@@ -36,7 +36,7 @@ def read_annotations(annotations: Mapping[str, str], defaults: InjectionDefaults
     if not ours:
         return Skip(reason=f"the pod has no annotation {ANNOTATION_INJECT}")
     if _MIRROR in annotations:
-        return Skip(reason="the pod is a static one of its node, which nobody can change", warning=True)
+        return Skip(reason="the pod is a static pod of its node and cannot be changed", warning=True)
     reader = _Reader({**defaults.annotations, **ours})
     if ANNOTATION_INJECT in ours and not reader.take("inject", values.boolean, True):
         return Skip(reason=f"{ANNOTATION_INJECT} is false")
@@ -55,7 +55,7 @@ def default_problems(defaults: InjectionDefaults) -> tuple[str, ...]:
     sizes = {f"{ANNOTATION_PREFIX}memory": defaults.memory}
     if defaults.cpu:
         sizes[f"{ANNOTATION_PREFIX}cpu"] = defaults.cpu
-    problems = [f"{key} is not for everybody" for key in sorted(least.keys() & defaults.annotations.keys())]
+    problems = [f"{key} cannot be a default for all pods" for key in sorted(least.keys() & defaults.annotations.keys())]
     asked = read_annotations({**least, **sizes, **defaults.annotations}, replace(defaults, annotations={}))
     return (*problems, *(asked.problems if isinstance(asked, Refusal) else ()))
 
@@ -67,7 +67,7 @@ class _Reader:
         self.texts = texts
         self.unreadable = {key for key, text in texts.items() if not _is_text(text)}
         self.problems = [
-            f"{key}: the value is no plain text of one line and at most {_LONGEST_TEXT:,} letters"
+            f"{key}: the value must be one line of plain text with at most {_LONGEST_TEXT:,} characters"
             for key in sorted(self.unreadable)
         ]
 
@@ -85,7 +85,7 @@ class _Reader:
 def _read(reader: _Reader, defaults: InjectionDefaults) -> Injection:
     if ANNOTATION_PREFIX + "destination" not in reader.texts:
         reader.problems.append(
-            f"{ANNOTATION_PREFIX}destination is missing: say where checkpoints go, as s3://bucket/prefix or pvc://claim/path"
+            f"{ANNOTATION_PREFIX}destination is missing: set it to s3://bucket/prefix or pvc://claim/path"
         )
     nowhere: tuple[str, Claim | None] = ("", None)
     destination, claim = reader.take("destination", values.destination, nowhere)

@@ -68,12 +68,10 @@ def _user(said: Mapping[str, Any], injection: Injection, openshift: bool, findin
         return None
     hint = f"name the user of its image in the annotation {_ANNOTATION}, or in securityContext.runAsUser"
     if said.get("runAsNonRoot"):
-        findings.warnings.append(f"as whom the trainer runs is unknown, and others cannot reach its agent: {hint}")
+        findings.warnings.append(f"the trainer's user is unknown, and other users cannot reach its agent: {hint}")
         return None
     # Most images that name no user run as root.
-    findings.warnings.append(
-        f"as whom the trainer runs is unknown; unless it is root it cannot reach its agent: {hint}"
-    )
+    findings.warnings.append(f"the trainer's user is unknown; unless it is root, it cannot reach its agent: {hint}")
     return 0
 
 

@@ -140,7 +140,7 @@ def _own_name(spec: Mapping[str, Any], injection: Injection, findings: Findings)
         return []
     if spec.get("automountServiceAccountToken") is False:
         findings.warnings.append(
-            "the agent tells Kubernetes nothing: automountServiceAccountToken is false, and it has no token"
+            "the agent reports nothing to Kubernetes: it has no token, because automountServiceAccountToken is false"
         )
     return [
         {"name": name, "valueFrom": {"fieldRef": {"apiVersion": "v1", "fieldPath": path}}}

@@ -81,7 +81,7 @@ def present(value: Mapping[str, Any], key: str, otherwise: Any) -> Any:
 def _problems(value: Any, shape: Shape, path: str) -> Iterator[str]:
     if isinstance(shape, dict):
         if not isinstance(value, dict):
-            yield f"{path} is no object"
+            yield f"{path} is not an object"
             return
         for key, inner in value.items():
             expected = shape.get(key, shape.get("*"))
@@ -89,7 +89,7 @@ def _problems(value: Any, shape: Shape, path: str) -> Iterator[str]:
                 yield from _problems(inner, expected, f"{path}.{key}")
     elif isinstance(shape, tuple):
         if not isinstance(value, list):
-            yield f"{path} is no list"
+            yield f"{path} is not a list"
             return
         for index, inner in enumerate(value):
             yield from _problems(inner, shape[0], f"{path}[{index}]")
@@ -114,7 +114,7 @@ def parse_quantity(value: object) -> Decimal:
     text = str(value) if isinstance(value, str | int | float) and not isinstance(value, bool) else ""
     match = _QUANTITY.fullmatch(text)
     if not match or (match[3] or "") not in _SUFFIXES:
-        raise ValueError(f"{value!r} is no quantity; write it as 500m, 2, 256Mi or 10Gi")
+        raise ValueError(f"{value!r} is not a quantity such as 500m, 2, 256Mi or 10Gi")
     number = Decimal(match[1])
     return number.scaleb(int(match[2])) if match[2] else number * _SUFFIXES[match[3] or ""]
 
@@ -162,7 +162,7 @@ def find_trainer(
         if len(found) == 1:
             return containers[found[0]]
     findings.problems.append(
-        f"which container trains? {_listed(containers)}: name it in the annotation {ANNOTATION_PREFIX}container"
+        f"cannot tell which container trains ({_listed(containers)}): name it in {ANNOTATION_PREFIX}container"
     )
     return None
 

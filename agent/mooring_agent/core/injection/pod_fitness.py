@@ -98,7 +98,7 @@ def impossible(spec: Mapping[str, Any], injection: Injection, *, injected: bool)
     """
     of_node = present(spec, "nodeSelector", {})
     if present(spec, "os", {}).get("name") == "windows" or of_node.get("kubernetes.io/os") == "windows":
-        yield f"Mooring runs on Linux alone: remove {ANNOTATION_INJECT} from this Windows pod"
+        yield f"Mooring runs only on Linux: remove {ANNOTATION_INJECT} from this Windows pod"
     shared = next((key for key in ("shareProcessNamespace", "hostPID") if spec.get(key)), None)
     kept = _kept_from_the_trainer(injection)
     if shared and kept:
@@ -113,7 +113,7 @@ def impossible(spec: Mapping[str, Any], injection: Injection, *, injected: bool)
     )
     for name, kind, ours in all_names:
         if name in ours:
-            yield f"the pod has {name} in its {kind} already, which is Mooring's name: give yours another"
+            yield f"the pod already has {name} in its {kind}, a name that Mooring uses: rename yours"
 
 
 def _kept_from_the_trainer(injection: Injection) -> str:
@@ -128,13 +128,13 @@ def unfit(place: CheckpointPlace, injection: Injection) -> Iterator[str]:
     hidden = next((path for path in _IN_OUR_IMAGE if _overlap(path, place.mount_path)), None)
     if hidden:
         yield (
-            f"the volume {place.volume} at {place.mount_path} would hide {hidden} of Mooring's own image, in which it "
-            f"has the same path: mount it elsewhere, or choose another {ANNOTATION_PREFIX}checkpoint-directory"
+            f"the volume {place.volume} at {place.mount_path} would hide {hidden} in Mooring's image: "
+            f"mount it elsewhere, or choose another {ANNOTATION_PREFIX}checkpoint-directory"
         )
     if injection.temporary_files and place.directory == place.mount_path:
         yield (
-            f"{ANNOTATION_PREFIX}temporary-files would put them among the checkpoints: "
-            f"choose a {ANNOTATION_PREFIX}checkpoint-directory below a volume's mount, or none"
+            f"{ANNOTATION_PREFIX}temporary-files would mix temporary files with checkpoints: "
+            f"choose a {ANNOTATION_PREFIX}checkpoint-directory below a volume's mount, or leave that annotation out"
         )
 
 

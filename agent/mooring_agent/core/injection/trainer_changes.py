@@ -79,8 +79,8 @@ def _contradiction(trainer: Container, wanted: Mapping[str, Any]) -> str:
     said = value_of(trainer, name)
     shown = "from another object" if said is None else repr(said)
     value = wanted.get("value")
-    how = f"to {value}" if value else "by the injection"
-    return f"the trainer sets {name} {shown}, and it would be set {how}: remove it from the trainer's env"
+    how = f"to {value}" if value else "from another object"
+    return f"the trainer sets {name} {shown}, and the injection would set it {how}: remove it from the trainer's env"
 
 
 def _same(found: Mapping[str, Any], wanted: Mapping[str, Any]) -> bool:

@@ -60,15 +60,15 @@ def plan(
     authorities: Sequence[Validity],
     leaf: Validity | None,
     published_since: Mapping[str, datetime],
-    lives: CertificateLifetimes,
+    lifetimes: CertificateLifetimes,
 ) -> Plan:
     """Return what is due. `published_since`: since when each CA has been seen published without a break."""
     kept = sorted((one for one in authorities if now < one.ends_at), key=lambda one: one.begins_at, reverse=True)
     signers = [one for one in kept if one.begins_at <= now]
     make_authority = not signers or _is_old(signers[0], now)
     if leaf is not None and leaf.begins_at <= now < leaf.ends_at:
-        settled = {one for one, since in published_since.items() if now - since >= lives.settle}
-        sign_with = _renewal(now, leaf, signers, settled, lives)
+        settled = {one for one, since in published_since.items() if now - since >= lifetimes.settle}
+        sign_with = _renewal(now, leaf, signers, settled, lifetimes)
     else:
         published = [one.authority for one in signers if one.authority in published_since]
         sign_with = [*published, NEW if make_authority else signers[0].authority][0]
@@ -76,14 +76,14 @@ def plan(
 
 
 def _renewal(
-    now: datetime, leaf: Validity, signers: list[Validity], settled: Collection[str], lives: CertificateLifetimes
+    now: datetime, leaf: Validity, signers: list[Validity], settled: Collection[str], lifetimes: CertificateLifetimes
 ) -> str | None:
     """Return the CA that renews the leaf: a newer one that may sign, or its own if the leaf is due; else None."""
     able = [one for one in signers if one.authority in settled or one.authority == leaf.authority]
     if not able or (able[0].authority == leaf.authority and not _is_old(leaf, now)):
         return None
     # If a new CA cannot be published, the old one's leaves get shorter and shorter: renew only for a longer life.
-    return able[0].authority if lives.leaf_ends_at(now, able[0].ends_at) > leaf.ends_at else None
+    return able[0].authority if lifetimes.leaf_ends_at(now, able[0].ends_at) > leaf.ends_at else None
 
 
 def _is_old(one: Validity, now: datetime) -> bool:

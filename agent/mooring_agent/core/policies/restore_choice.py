@@ -57,7 +57,7 @@ def decode_pin(body: bytes, key: str) -> Pin:
         )
         named = (0, "") if pin.fresh_start else parse_marker_key(pin.marker)
         if named != (pin.step, pin.save):
-            raise UndecodableError(f"the marker {pin.marker!r} is not of step {pin.step} and save {pin.save!r}")
+            raise UndecodableError(f"the marker {pin.marker!r} is not that of step {pin.step} and save {pin.save!r}")
         return pin
     except (UndecodableError, RequestError) as error:
         raise StoreError(
@@ -128,13 +128,13 @@ def choose(committed: Sequence[CommittedSave], *, pin: Pin | None, failures: Map
     newest = ordered[0]
     return GiveUp(
         because=f"none of {len(ordered)} committed checkpoints can be restored; the newest: {failures[newest.save]}",
-        hint="`mooring verify --all` shows what is damaged; to start from nothing, use another destination",
+        hint="`mooring verify --all` shows what is damaged; to start from step 0, use another destination",
     )
 
 
 def _obey(committed: Sequence[CommittedSave], pin: Pin, failures: Mapping[str, str]) -> Choice:
     if pin.fresh_start:
-        return StartFresh(because=f"attempt {pin.attempt} was decided to start from nothing")
+        return StartFresh(because=f"attempt {pin.attempt} is pinned to start from step 0")
     which = f"step {pin.step} (save {pin.save}), which attempt {pin.attempt} resumes from,"
     hint = "start the run with a new attempt: it takes the newest checkpoint that can be restored"
     if pin.save in failures:

@@ -93,7 +93,7 @@ def plan_prune(
     listed = {one.save for one in committed}
     missing = sorted(set(known) - listed)
     if missing:
-        return PrunePlan(refused=f"the listing lacks committed saves that are known: {', '.join(missing[:3])}")
+        return PrunePlan(refused=f"the listing lacks known committed saves: {', '.join(missing[:3])}")
     if not committed:
         return PrunePlan(refused="the destination has no committed checkpoint")
     data = {one.save: one for one in stored}

@@ -61,18 +61,18 @@ def _impossible_sizes(values: Mapping[str, Any]) -> Iterator[str]:
         )
     part_size_bytes = values.get("transfer.part_size_bytes", TransferSettings().part_size_bytes)
     if to_s3 and part_size_bytes < _S3_PART_LEAST_BYTES:
-        yield f"part_size_bytes {part_size_bytes} is less than the 5MiB that S3 wants of a part: give 5MiB or more"
+        yield f"part_size_bytes {part_size_bytes} is less than S3's minimum: give 5MiB or more"
     elif to_s3 and part_size_bytes > _S3_PART_MOST_BYTES:
-        yield f"part_size_bytes {part_size_bytes} is more than the 5GiB that S3 takes in one request: give 5GiB or less"
+        yield f"part_size_bytes {part_size_bytes} is more than S3's maximum: give 5GiB or less"
     elif part_size_bytes < 1:
         yield "part_size_bytes must be 1 or more"
     if values.get("disk.eviction_threshold_percent", 0.0) >= 100:
-        yield "eviction_threshold_percent must be less than 100: no disk is emptier than empty"
+        yield "eviction_threshold_percent must be less than 100"
     if values.get("disk.peak_factor", 1.0) < 1:
         yield "peak_factor must be 1 or more: a save needs at least its final size"
     for name in ("connect_timeout_seconds", "read_timeout_seconds"):
         if values.get(f"store.{name}", 1.0) == 0:
-            yield f"{name} must be more than 0: no store answers at once"
+            yield f"{name} must be more than 0"
     defaults = TerminationSettings()
     grace_seconds = values.get("termination.grace_seconds", defaults.grace_seconds)
     reserve_seconds = values.get("termination.commit_reserve_seconds", defaults.commit_reserve_seconds)

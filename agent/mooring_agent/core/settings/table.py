@@ -23,7 +23,7 @@ from mooring_api.names import AGENT_STATE_DIRECTORY, CHECKPOINT_DIRECTORY, SOCKE
 # The clouds' own variables tell every program where a metadata service was moved to.
 _FOREIGN_VARIABLES: Final = {
     "store.region": ("AWS_DEFAULT_REGION", "AWS_REGION"),
-    "termination.notices_endpoint": ("AWS_EC2_METADATA_SERVICE_ENDPOINT", "GCE_METADATA_HOST"),
+    "termination.preemption_endpoint": ("AWS_EC2_METADATA_SERVICE_ENDPOINT", "GCE_METADATA_HOST"),
     "cluster.pod_name": ("POD_NAME",),
     "cluster.pod_namespace": ("POD_NAMESPACE",),
     "cluster.pod_uid": ("POD_UID",),
@@ -108,7 +108,7 @@ _CHOICES: Final = {
     "addressing": ("auto", "path", "virtual"),
     "io_priority": ("inherit", *map(str, range(8)), "idle"),
     "log_format": ("json", "console"),
-    "notices": ("off", "auto", "aws", "gcp", "azure"),
+    "preemption_source": ("off", "auto", "aws", "gcp", "azure"),
 }
 
 
@@ -167,7 +167,7 @@ def _value(setting: SettingField, raw: Any) -> Any:
         return _within_limit(setting, number, text)
     choices = _CHOICES.get(setting.name)
     if choices and text not in choices:
-        raise ValueError(f"{text!r} is none of {', '.join(choices)}")
+        raise ValueError(f"{text!r} is not one of {', '.join(choices)}")
     return text
 
 
@@ -181,7 +181,7 @@ def _within_limit(setting: SettingField, number: float, text: str) -> float:
 def _text(raw: Any) -> str:
     """Return one value as text. Booleans become `true` and `false`, as TOML writes them."""
     if isinstance(raw, list | dict):
-        raise ValueError("one value is wanted, not a list or a table")
+        raise ValueError("give a single value, not a list or a table")
     return str(raw).lower() if isinstance(raw, bool) else str(raw)
 
 
@@ -205,7 +205,7 @@ def _tags(raw: Any) -> tuple[tuple[str, str], ...]:
     if isinstance(raw, dict):
         return tuple((key, _text(value)) for key, value in raw.items())
     if isinstance(raw, list):
-        raise ValueError("tags are a table, or one text of key=value separated by commas")
+        raise ValueError("give tags as a table, or as one text of key=value pairs separated by commas")
     pairs = []
     for item in filter(None, str(raw).split(",")):
         key, separator, value = item.partition("=")

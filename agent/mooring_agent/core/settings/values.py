@@ -18,16 +18,17 @@ class StoreSettings:
     endpoint_url: Annotated[str, "S3 endpoint for stores that are not AWS; empty: AWS, or AWS_ENDPOINT_URL."] = ""
     region: Annotated[str, "S3 region; empty: AWS_DEFAULT_REGION, AWS_REGION or the AWS profile, else us-east-1."] = ""
     addressing: Annotated[
-        str, "auto, path or virtual: how the bucket is put into the URL. auto is path for a custom endpoint."
+        str, "How the bucket appears in the URL: auto, path or virtual. auto means path with a custom endpoint."
     ] = "auto"
     ca_bundle: Annotated[str, "PEM file with the CA that signed the endpoint's certificate."] = ""
     credentials_directory: Annotated[
         str,
         "Directory with one file per key, as Kubernetes mounts a Secret: AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, "
-        "or plain spellings, and endpoint and region where these are not given; empty: the AWS chain.",
+        "or similar names, and endpoint and region if these are not set; empty: the AWS chain.",
     ] = ""
     verify_tls: Annotated[
-        bool, "Off: accept any certificate. Anyone on the way can then read and change checkpoints."
+        bool,
+        "Whether to verify the store's certificate. Without it, anyone on the way can read and change checkpoints.",
     ] = True
     storage_class: Annotated[
         str, "S3 storage class for checkpoint files, e.g. STANDARD_IA; empty: the bucket's default."
@@ -40,9 +41,9 @@ class StoreSettings:
     ] = ()
     connect_timeout_seconds: Annotated[float, "How long to wait for a connection to the store."] = 10.0
     read_timeout_seconds: Annotated[
-        float, "How long the store may be silent, or slower than 1 KiB/s, in a request."
+        float, "How long a request may wait while the store is silent or slower than 1 KiB/s."
     ] = 60.0
-    max_connections: Annotated[int, "Connections to the store at the same time."] = 16
+    max_connections: Annotated[int, "Maximum number of connections to the store."] = 16
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,13 +52,13 @@ class TransferSettings:
 
     part_size_bytes: Annotated[
         int,
-        "Size of one part of a multipart upload; grown for files that would need more than 10,000, and down to 8 MiB "
-        "where the store is slow.",
+        "Size of one part of a multipart upload. The agent uses larger parts if a file would need more than 10,000, "
+        "and smaller ones, down to 8 MiB, if the store is slow.",
     ] = 32 * MIB
     max_concurrency: Annotated[
-        int, "Parts on the wire at the same time; lowered by itself when the store says SlowDown."
+        int, "Maximum number of parts transferred at the same time; the agent lowers it when the store says SlowDown."
     ] = 8
-    bandwidth_bytes_per_second: Annotated[int, "Cap on uploads; 0: none. Lifted while draining."] = 0
+    bandwidth_bytes_per_second: Annotated[int, "Maximum upload rate; 0: none. It does not apply while draining."] = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,8 +77,8 @@ class RetentionSettings:
     """Which committed checkpoints stay in the bucket. The newest valid one and the last committed always do."""
 
     keep_last: Annotated[int, "Keep this many newest committed checkpoints; 0: keep all."] = 0
-    keep_every_steps: Annotated[int, "Besides, keep those whose step is a multiple of this; 0: none."] = 0
-    orphan_age_seconds: Annotated[float, "Saves that never committed are removed once they are older than this."] = (
+    keep_every_steps: Annotated[int, "Also keep those whose step is a multiple of this; 0: none."] = 0
+    orphan_age_seconds: Annotated[float, "Delete saves that never committed once they are older than this."] = (
         24 * 3600.0
     )
 
@@ -90,14 +91,14 @@ class TerminationSettings:
         float, "Seconds between the termination notice and SIGKILL: the pod's terminationGracePeriodSeconds."
     ] = 30.0
     commit_reserve_seconds: Annotated[
-        float, "Time kept for manifests, listing and marker of the newest checkpoint; no older upload may use it."
+        float, "Time reserved for the newest checkpoint's manifests, listing and marker; older uploads may not use it."
     ] = 2.0
-    notices: Annotated[
+    preemption_source: Annotated[
         str,
-        "off, auto, aws, gcp or azure: listen to the cloud's metadata service for the end of a spot machine and for "
-        "maintenance, and have the trainers save and leave. auto finds out which cloud it is, and is quiet elsewhere.",
+        "Cloud whose metadata service announces a spot machine's end and maintenance: off, auto, aws, gcp or azure. "
+        "On such a notice the trainers save and leave. auto detects the cloud, and does nothing elsewhere.",
     ] = "off"
-    notices_endpoint: Annotated[
+    preemption_endpoint: Annotated[
         str,
         "URL of the metadata service; empty: AWS_EC2_METADATA_SERVICE_ENDPOINT, GCE_METADATA_HOST, or the clouds' own.",
     ] = ""
@@ -109,16 +110,16 @@ class ClusterSettings:
 
     cluster_events: Annotated[
         bool,
-        "Tell Kubernetes: Events on the pod (saved just in time, lost, storage errors), and the newest committed "
-        "checkpoint in its annotation mooring.dev/last-committed. The pod's service account must be allowed to create "
-        "events and to patch pods; what it may not is left out.",
+        "Report to Kubernetes: Events on the pod (saved just in time, lost, storage errors), and the newest committed "
+        "checkpoint in its annotation mooring.dev/last-committed. The pod's service account needs permission to create "
+        "events and to patch pods; the agent skips what is forbidden.",
     ] = False
     pod_name: Annotated[str, "The pod's name; empty: POD_NAME."] = ""
     pod_namespace: Annotated[str, "The pod's namespace; empty: POD_NAMESPACE, or the service account's."] = ""
     pod_uid: Annotated[str, "The pod's uid; empty: POD_UID. kubectl describe shows Events by it."] = ""
     kubernetes_host: Annotated[str, "The API server; empty: KUBERNETES_SERVICE_HOST."] = ""
-    kubernetes_port: Annotated[int, "The API server's port, else KUBERNETES_SERVICE_PORT."] = 443
-    service_account_directory: Annotated[str, "Where the service account's token, ca.crt and namespace are."] = (
+    kubernetes_port: Annotated[int, "The API server's port; if not given: KUBERNETES_SERVICE_PORT."] = 443
+    service_account_directory: Annotated[str, "Directory with the service account's token, ca.crt and namespace."] = (
         "/var/run/secrets/kubernetes.io/serviceaccount"
     )
 
@@ -128,14 +129,13 @@ class Settings:
     """All settings of the agent."""
 
     volume: Annotated[str, "Directory shared with the trainer; every announced path lies below it."]
-    checkpoint_directory: Annotated[str, "Where the trainer saves and restore puts checkpoints; below the volume."]
+    checkpoint_directory: Annotated[str, "Where the trainer saves checkpoints and restore puts them; below the volume."]
     socket: Annotated[str, "Unix socket to serve the API on."]
     state_directory: Annotated[
         str,
-        "Where the agent and restore keep what they believe: the journal, what is staged, what was resumed. Nobody "
-        "else may write there, so in a pod it is a volume of its own that the trainer does not mount. It must live as "
-        "long as the volume. By default it lies in the volume, which is enough where trainer and agent trust each "
-        "other, as under mooring run.",
+        "Where the agent and restore keep their state: the journal, what is staged, what was resumed. Nobody else may "
+        "write there, so in a pod it is a separate volume that the trainer does not mount. It must live as long as the "
+        "volume. By default it lies in the volume, which is enough if trainer and agent trust each other.",
     ] = ""
     store: StoreSettings
     transfer: TransferSettings = field(default_factory=TransferSettings)
@@ -143,29 +143,29 @@ class Settings:
     retention: RetentionSettings = field(default_factory=RetentionSettings)
     termination: TerminationSettings = field(default_factory=TerminationSettings)
     cluster: ClusterSettings = field(default_factory=ClusterSettings)
-    attempt: Annotated[str, "One start of the run, the same on all its pods; empty: no resume pin."] = ""
+    attempt: Annotated[str, "Id of this start of the run, the same on all its pods; empty: no resume pin."] = ""
     node_rank: Annotated[
-        int, "Index of this pod in the job; 0 chooses what to resume from where the store has no conditional writes."
+        int, "Index of this pod in the job. Pod 0 chooses what to resume from if the store has no conditional writes."
     ] = 0
-    watch: Annotated[
-        bool, "Find checkpoints of programs that never call the agent, by watching the checkpoint directory."
-    ] = True
+    watch: Annotated[bool, "Watch the checkpoint directory for checkpoints of programs that never call the agent."] = (
+        True
+    )
     world_size: Annotated[
-        int, "Ranks that write together what the watch finds; 0: unknown, and what numbers its ranks is left alone."
+        int,
+        "Ranks that write one checkpoint that the watch finds; 0: unknown, and those with numbered ranks are skipped.",
     ] = 0
     http_address: Annotated[
-        str, "host:port for /metrics, /healthz and /readyz; without a host: all addresses; empty: none."
+        str, "host:port that serves /metrics, /healthz and /readyz; without a host: all addresses; empty: none."
     ] = ""
-    log_format: Annotated[str, "json or console."] = "json"
+    log_format: Annotated[str, "Format of the log: json or console."] = "json"
     nice: Annotated[
         int,
-        "0 to 19, added to the niceness that the agent is started with: how far the trainer goes first where both want "
-        "the CPU. Counts where they share a cgroup, as under mooring run; between a pod's containers CPU requests "
-        "decide. It holds in the drain too, since only root can take it back.",
+        "CPU niceness of the agent, 0 to 19, added to that it starts with. It counts if trainer and agent share "
+        "a cgroup, as under mooring run; between a pod's containers CPU requests decide. It also holds in the drain, "
+        "because only root can lower it again.",
     ] = 0
     io_priority: Annotated[
         str,
-        "Of the agent's reads and writes: inherit, best effort from 0 (first) to 7 (last), or idle, when nobody else "
-        "wants the disk. Counts where the disk's scheduler knows priorities, as BFQ does, which otherwise go by nice. "
-        "It holds in the drain too.",
+        "Priority of the agent's reads and writes: inherit (by nice), best effort from 0 (first) to 7 (last), or idle. "
+        "It counts if the disk's scheduler supports priorities, as BFQ does. It also holds in the drain.",
     ] = "inherit"

@@ -64,15 +64,15 @@ def check_file_path(path: str) -> str:
         raise RequestError(
             ErrorKind.BAD_NAME,
             f"{path[:60]!r}… has more than {PATH_LEVELS - 1} folders",
-            hint="save into fewer folders below each other",
+            hint="use fewer nested folders",
         )
     if len(encoded) > KEY_BYTES - 2 * 128 - 2 - LONGEST_PREFIX_BYTES:
         raise RequestError(
-            ErrorKind.BAD_NAME, f"{path[:60]!r}… is too long", hint="S3 keys end at 1,024 bytes: shorten the path"
+            ErrorKind.BAD_NAME, f"{path[:60]!r}… is too long", hint="shorten the path: S3 keys have 1,024 bytes at most"
         )
     if any(len(part.encode()) > _NAME_BYTES for part in parts):
         raise RequestError(
-            ErrorKind.BAD_NAME, f"{path[:60]!r}… has a name that no disk takes", hint="255 bytes are the most"
+            ErrorKind.BAD_NAME, f"{path[:60]!r}… has a name of more than 255 bytes", hint="shorten that name"
         )
     return path
 

@@ -83,7 +83,7 @@ _DEEPSPEED_RANK: Final = re.compile(r"(?:[a-z0-9]+_)?zero_pp_rank_(\d+)_mp_rank_
 _DEEPSPEED_MODEL: Final = re.compile(r"[^/]*_model_states\.pt")
 _RANK_FILES: Final = (_HUGGING_FACE_RANK, _ACCELERATE_RANK, _DEEPSPEED_RANK)
 UNKNOWN_WORLD: Final = (
-    "it is not known how many ranks write it, and these may be one pod's: set world_size to all of the job's, "
+    "the number of its ranks is unknown, and these may be one pod's: set world_size to the job's number of ranks, "
     "or announce it"
 )
 
@@ -105,7 +105,7 @@ def missing(snapshot: DirectorySnapshot, world_size: int) -> str:
         return f"{broken} is cut short"
     if snapshot.single_file:
         whole = snapshot.files[0].proof is Proof.WHOLE
-        return "" if whole else "its format does not show whether it is whole: announce it"
+        return "" if whole else "its format does not show whether it is complete: announce it"
     temporary = [name for name in (snapshot.name, *snapshot.folders) if _ORBAX_TEMPORARY in name]
     if temporary or snapshot.name.startswith("tmp-"):
         return "it still has its temporary name"
@@ -122,7 +122,7 @@ def missing(snapshot: DirectorySnapshot, world_size: int) -> str:
         return _missing_in_deepspeed(paths, world_size)
     if "" in folders or any(path.rpartition("/")[2] in _ORBAX_FILES for path in paths):
         return ""
-    return "its layout is not one that shows when it is complete: announce it"
+    return "its layout does not show when it is complete: announce it"
 
 
 def _missing_in_dcp(snapshot: DirectorySnapshot, folder: str) -> str:
@@ -138,13 +138,13 @@ def _missing_in_dcp(snapshot: DirectorySnapshot, folder: str) -> str:
         return f"{newer} is newer than {metadata.path}"
     # Files of other pods' ranks are on other volumes, so such a checkpoint is incomplete here.
     absent = min({folder + name for name in metadata.names} - {file.path for file in here}, default="")
-    return f"{absent}, which {metadata.path} names, is not here" if absent else ""
+    return f"{absent}, which {metadata.path} names, is missing" if absent else ""
 
 
 def _missing_in_hugging_face(snapshot: DirectorySnapshot, paths: Collection[str], world_size: int) -> str:
     proof = next((file.proof for file in snapshot.files if file.path == _TRAINER_STATE), None)
     if proof is Proof.NONE:
-        return f"{_TRAINER_STATE} is too large to be looked at: announce it"
+        return f"{_TRAINER_STATE} is too large to read: announce it"
     if proof is not Proof.WHOLE:
         return f"{_TRAINER_STATE} is not written yet"
     # A single process writes rng_state.pth; several processes number theirs.
@@ -159,7 +159,7 @@ def _missing_in_deepspeed(paths: Collection[str], world_size: int) -> str:
     """Check the optimizer states of all ranks. Each file name holds a data parallel and a model parallel rank."""
     places = {(int(found[1]), int(found[2])) for path in paths if (found := _DEEPSPEED_RANK.fullmatch(path))}
     if not places:
-        return "no ZeRO optimizer state is written yet; without ZeRO its layout does not show its end: announce it"
+        return "no ZeRO optimizer state is written yet; without ZeRO its layout shows no end: announce it"
     if world_size == 0:
         return UNKNOWN_WORLD
     shown = (1 + max(data for data, _ in places)) * (1 + max(model for _, model in places))
@@ -182,7 +182,7 @@ def _missing_rank(paths: Collection[str], pattern: re.Pattern[str], name: str, w
 
 
 def _too_many(shown: int, world_size: int) -> str:
-    return f"it is of {shown} ranks, and world_size says {world_size}: set it to all of the job's, or announce it"
+    return f"{shown} ranks wrote it, world_size is {world_size}: set it to the job's number of ranks, or announce it"
 
 
 def _any_is(pattern: re.Pattern[str], paths: Collection[str]) -> bool:

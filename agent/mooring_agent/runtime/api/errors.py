@@ -45,8 +45,8 @@ def check_request(request: Message) -> None:
 def _refused(field: FieldDescriptor, what: str, limit: int) -> RequestError:
     return RequestError(
         ErrorKind.BAD_REQUEST,
-        f"{field.name} {what}, which makes no sense",
-        hint=f"it may be 0 to {limit:,}",
+        f"{field.name} {what}, beyond its limit",
+        hint=f"allowed are 0 to {limit:,}",
     )
 
 
@@ -83,7 +83,7 @@ def status_of(error: Exception) -> status_pb2.Status:
     if isinstance(error, MooringError):
         (code, reason), kind, hint = STATUS.get(error.kind, _FAILED), error.kind.value, error.hint
     else:
-        (code, reason), kind, hint = _INTERNAL, "internal", "this is a bug of the agent: its log says more, report it"
+        (code, reason), kind, hint = (_INTERNAL, "internal", "this is a bug: please report it with the log")
     detail = any_pb2.Any()
     detail.Pack(
         error_details_pb2.ErrorInfo(

@@ -61,7 +61,7 @@ class AgentService(agent_pb2_grpc.AgentServicer):
                 client=printable(request.client),
                 client_api=request.api_version,
                 agent_api=API_VERSION,
-                hint="what both know works; update the older one, see docs/compatibility.md",
+                hint="what both support works; update the older one, see docs/compatibility.md",
             )
         await self._monitors.look_at_ranks()
         state = self._engine.state
@@ -161,7 +161,7 @@ class AgentService(agent_pb2_grpc.AgentServicer):
             raise RequestError(
                 ErrorKind.CHECKPOINT_FAILED,
                 f"{checkpoint.info.name} is {checkpoint.phase}: {checkpoint.reason}",
-                hint=checkpoint.hint or "a newer checkpoint takes its place",
+                hint=checkpoint.hint or "a newer checkpoint replaces it",
             )
         return agent_pb2.WaitCommittedResponse(checkpoint=status.describe_checkpoint(checkpoint))
 
@@ -198,8 +198,8 @@ class AgentService(agent_pb2_grpc.AgentServicer):
         if checkpoint is None:
             raise RequestError(
                 ErrorKind.UNKNOWN_SAVE,
-                f"no save {save!r} is known here" if save else "nothing was announced yet",
-                hint="ListCheckpoints names those that are; the bucket's are shown by `mooring ls`",
+                f"this agent does not know save {save!r}" if save else "no checkpoint has been announced yet",
+                hint="ListCheckpoints returns the saves that it knows; `mooring ls` lists those in the bucket",
             )
         return checkpoint
 
@@ -226,7 +226,7 @@ async def serve_grpc(service: AgentService, socket: Path) -> AsyncIterator[None]
         raise MooringError(
             ErrorKind.BAD_CONFIGURATION,
             f"cannot serve on the socket {socket}: {error}",
-            hint="another agent may be running on this volume; or give --socket in a directory that is writable",
+            hint="another agent may be running on this volume; or set --socket to a path in a writable directory",
         ) from error
     for service_name in ("", name):
         await health_service.set(service_name, health_pb2.HealthCheckResponse.SERVING)

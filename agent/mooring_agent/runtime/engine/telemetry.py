@@ -159,35 +159,35 @@ class StateCollector:
         status = describe(state, self._now())
         gauges = {
             "mooring_recovery_point_age_seconds": (
-                "Age of the newest committed checkpoint: what a crash now would cost; -1 when there is none",
+                "Age of the newest committed checkpoint in seconds; -1 when there is none",
                 status.recovery_point_age_seconds,
             ),
             "mooring_recovery_point_step": (
                 "Step of the newest committed checkpoint; -1 when there is none",
                 status.newest_committed.step if status.HasField("newest_committed") else -1,
             ),
-            "mooring_backlog_bytes": ("Bytes staged and not yet durable", status.backlog_bytes),
+            "mooring_backlog_bytes": ("Bytes that are staged and not yet durable", status.backlog_bytes),
             "mooring_upload_rate_bytes_per_second": (
-                "Upload rate while uploading; 0 when unknown",
+                "Upload rate while uploading, in bytes per second; 0 when unknown",
                 status.goodput_bytes_per_second,
             ),
-            "mooring_drain_seconds": ("Seconds the backlog needs at that rate; -1 when unknown", status.drain_seconds),
-            "mooring_grace_seconds": ("Configured grace period", state.settings.termination.grace_seconds),
+            "mooring_drain_seconds": ("Seconds to upload the backlog; -1 when unknown", status.drain_seconds),
+            "mooring_grace_seconds": ("Configured grace period in seconds", state.settings.termination.grace_seconds),
             "mooring_volume_budget_bytes": ("Bytes that may still be written to the volume", status.budget_bytes),
             "mooring_live_ranks": ("Training processes alive in this pod", status.live_ranks),
             "mooring_terminating": ("1 after a termination notice", float(status.terminating)),
-            "mooring_upload_window": ("Parts on the wire at most", int(state.window)),
+            "mooring_upload_window": ("Maximum number of parts transferred at the same time", int(state.window)),
         }
         for name, (text, value) in gauges.items():
             yield GaugeMetricFamily(name, text, value=value)
-        phases = CounterMetricFamily("mooring_checkpoints", "Checkpoints by what became of them", labels=["outcome"])
+        phases = CounterMetricFamily("mooring_checkpoints", "Checkpoints, by how they ended", labels=["outcome"])
         for phase in (Phase.COMMITTED, Phase.SHED, Phase.FAILED):
             phases.add_metric([phase.value], state.outcomes.get(phase, 0))
         yield phases
         stored = CounterMetricFamily("mooring_stored_bytes", "Bytes made durable since the agent started")
         stored.add_metric([], state.stored_bytes)
         yield stored
-        failures = CounterMetricFamily("mooring_work_failures", "Failed tries by kind of error", labels=["kind"])
+        failures = CounterMetricFamily("mooring_work_failures", "Failed work, by kind of error", labels=["kind"])
         for kind, count in state.failures.items():
             failures.add_metric([kind.value], count)
         yield failures

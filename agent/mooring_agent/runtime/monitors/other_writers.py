@@ -69,7 +69,7 @@ class OtherWriters:
                 other_save=parsed[1],
                 world_size=info.world_size,
                 destination_key=key,
-                hint="another agent commits the same steps here as saves of its own. If both are pods of one job, let "
+                hint="another agent commits saves of the same steps here. If both are pods of one job, let "
                 "its processes know of each other (torchrun, or RANK and WORLD_SIZE): now each saves for itself, and "
                 "restore takes one of them. If they are two jobs, give each a destination of its own",
             )

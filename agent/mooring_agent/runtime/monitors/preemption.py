@@ -10,9 +10,9 @@ from typing import Final
 
 import structlog
 
-from mooring_agent.core.errors import NoticesError
+from mooring_agent.core.errors import PreemptionSourceError
 from mooring_agent.core.settings.values import TerminationSettings
-from mooring_agent.ports import Notice, PreemptionSource
+from mooring_agent.ports import PreemptionSource, TerminationNotice
 
 # More than a spot machine gets on any cloud, so its notice is never held back.
 _NEAR_SECONDS: Final = 180.0
@@ -22,7 +22,7 @@ _LONGEST_PAUSE_SECONDS: Final = 60.0
 # A pod's network may come up after its containers.
 _SEARCH_PAUSES_SECONDS: Final = (0.0, 5.0, 30.0)
 
-log = structlog.get_logger("mooring.notices")
+log = structlog.get_logger("mooring.preemption")
 
 Notify = Callable[[str, float], Awaitable[None]]
 """Takes the source of a notice and the seconds that are left."""
@@ -51,19 +51,19 @@ class PreemptionWatcher:
 
     async def watch(self) -> None:
         """Find the source that answers and watch it, until cancelled."""
-        notices = self._candidates()[0] if self._named else await self._search()
-        if notices is None:
+        source = self._candidates()[0] if self._named else await self._search()
+        if source is None:
             log.info("preemption.no_cloud", action="only Kubernetes' own notice of the end counts")
             await asyncio.Event().wait()
             return
-        log.info("preemption.listening", cloud=notices.cloud)
+        log.info("preemption.watching", cloud=source.cloud)
         try:
-            pause_seconds = notices.pause_seconds
+            pause_seconds = source.pause_seconds
             while True:
-                pause_seconds = await self._look(notices, pause_seconds)
+                pause_seconds = await self._look(source, pause_seconds)
                 await asyncio.sleep(pause_seconds)
         finally:
-            await notices.close()
+            await source.close()
 
     async def _search(self) -> PreemptionSource | None:
         from mooring_agent.adapters.preemption import the_one_that_answers
@@ -75,44 +75,44 @@ class PreemptionWatcher:
                 return found
         return None
 
-    async def _look(self, notices: PreemptionSource, pause_seconds: float) -> float:
+    async def _look(self, source: PreemptionSource, pause_seconds: float) -> float:
         """Look once; return how long to wait before the next look."""
         try:
-            standing = await notices.look()
-        except NoticesError as error:
+            standing = await source.look()
+        except PreemptionSourceError as error:
             if str(error) != self._last_problem:
                 self._last_problem = str(error)
-                log.warning("preemption.unheard", cloud=notices.cloud, error=str(error), hint=error.hint)
+                log.warning("preemption.source_failed", cloud=source.cloud, error=str(error), hint=error.hint)
             return min(_LONGEST_PAUSE_SECONDS, 2 * pause_seconds)
         if self._last_problem:
             self._last_problem = ""
-            log.info("preemption.heard_again", cloud=notices.cloud)
+            log.info("preemption.source_recovered", cloud=source.cloud)
         for notice in standing:
             await self._take(notice)
-        return notices.pause_seconds
+        return source.pause_seconds
 
-    async def _take(self, notice: Notice) -> None:
+    async def _take(self, notice: TerminationNotice) -> None:
         if notice.key in self._told:
             return
         if notice.left_seconds > self._near_seconds:
             if notice.key not in self._held_back:
                 self._held_back.add(notice.key)
-                log.info("preemption.clock_ahead", source=notice.source, left_seconds=round(notice.left_seconds))
+                log.info("preemption.notice_held_back", source=notice.source, left_seconds=round(notice.left_seconds))
             return
         self._told.add(notice.key)
         await self._notify(notice.source, max(notice.left_seconds, _AT_ONCE_SECONDS))
 
 
-def notice_watch(settings: TerminationSettings, *, notify: Notify) -> PreemptionWatcher | None:
+def preemption_watcher(settings: TerminationSettings, *, notify: Notify) -> PreemptionWatcher | None:
     """Make the watcher that the settings ask for; None if they turn it off."""
-    if settings.notices == "off":
+    if settings.preemption_source == "off":
         return None
     # Imported here and in `_search`: aiohttp takes ten megabytes, which an agent that does not watch need not hold.
     from mooring_agent.adapters.preemption import clouds
 
     return PreemptionWatcher(
-        candidates=lambda: clouds(settings.notices, settings.notices_endpoint),
-        named=settings.notices != "auto",
+        candidates=lambda: clouds(settings.preemption_source, settings.preemption_endpoint),
+        named=settings.preemption_source != "auto",
         notify=notify,
         near_seconds=max(_NEAR_SECONDS, settings.grace_seconds),
     )

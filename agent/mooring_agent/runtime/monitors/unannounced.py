@@ -23,7 +23,7 @@ from mooring_agent.runtime.work.announcements import Announcement, Announcements
 from mooring_agent.runtime.work.committer import is_committed
 from mooring_agent.runtime.work.ready_store import ReadyStore
 
-_BUG_HINT: Final = "this is a bug of the agent: please report it"
+_BUG_HINT: Final = "this is a bug in the agent: please report it"
 
 log = structlog.get_logger("mooring.unannounced")
 
@@ -91,7 +91,7 @@ class UnannouncedRecovery:
                         self._committed.add(recorded.save)
                         return
         except (TimeoutError, MooringError) as error:
-            log.warning("unannounced.store_not_asked", error=str(error) or "it does not answer")
+            log.warning("unannounced.store_not_asked", error=str(error) or "the store does not answer")
 
     async def _announce(self, recorded: RecordedCheckpoint) -> None:
         """Never raises: a record that cannot be announced must not hide the others."""

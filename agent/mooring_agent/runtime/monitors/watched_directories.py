@@ -66,7 +66,7 @@ class DirectoryWatcher:
                     await self._announce(found)
         except Exception:
             # Whatever lies in that directory, the agent must be able to end.
-            log.exception("watch.failed", hint="announce the last checkpoint with a call: it was not looked for")
+            log.exception("watch.failed", hint="announce the last checkpoint: the agent could not look for it")
         async with self._announcing:
             # Wait until what `run` has found is announced too.
             return
@@ -90,7 +90,7 @@ class DirectoryWatcher:
         except MooringError as error:
             log.error("watch.refused", path=found.path, error=str(error), hint=error.hint)
         except Exception:
-            log.exception("watch.refused", path=found.path, hint="this is a bug of the agent: please report it")
+            log.exception("watch.refused", path=found.path, hint="this is a bug in the agent: please report it")
 
     async def _run(self, function: Callable[..., T], *arguments: object) -> T:
         return await asyncio.get_running_loop().run_in_executor(self._executor, function, *arguments)

@@ -28,8 +28,8 @@ _HEALTHY_SECONDS: Final = 60.0
 _SHORTEST_PAUSE_SECONDS: Final = 0.5
 _LONGEST_PAUSE_SECONDS: Final = 30.0
 _DEATHS_WHILE_DRAINING: Final = 7
-_TELL_TRIES: Final = 3
-_TELL_PAUSE_SECONDS: Final = 0.5
+_DELIVERY_TRIES: Final = 3
+_DELIVERY_PAUSE_SECONDS: Final = 0.5
 _LISTEN_SECONDS: Final = 1.0
 _LEAST_GRACE_SECONDS: Final = 0.1
 _END_MARGIN_SECONDS: Final = 5.0
@@ -87,9 +87,9 @@ class AgentSupervisor:
         self._served = asyncio.Event()
         self._draining = asyncio.Event()
         self._ending = False
-        self._untold: deque[_Message] = deque()
+        self._undelivered: deque[_Message] = deque()
         self._news = asyncio.Event()
-        self._telling = asyncio.Lock()
+        self._delivering = asyncio.Lock()
 
     async def start(self) -> None:
         """Start the agent; return when it answers, or after `end`. Raises MooringError if it does not start."""
@@ -102,7 +102,7 @@ class AgentSupervisor:
 
     def notice(self, source: str) -> None:
         """Tell the agent that the machine is going away: at once, or as soon as an agent runs again."""
-        self._say(_Message(source=source, deadline=asyncio.get_running_loop().time() + self._grace_seconds))
+        self._enqueue(_Message(source=source, deadline=asyncio.get_running_loop().time() + self._grace_seconds))
 
     async def drain(self) -> int:
         """Wait, after the program's end, until an agent has made durable what it can.
@@ -140,13 +140,13 @@ class AgentSupervisor:
             was_draining, began = self._draining.is_set(), loop.time()
             code = await self._live(arguments)
             arguments = []
-            if self._ending or (code in _ORDERLY and self._draining.is_set() and not self._untold):
+            if self._ending or (code in _ORDERLY and self._draining.is_set() and not self._undelivered):
                 return code
             if not self._served.is_set():
                 raise MooringError(
                     ErrorKind.BAD_CONFIGURATION,
-                    f"the agent ended at its start with code {code}",
-                    hint="its own lines above say why",
+                    f"the agent exited at its start with code {code}",
+                    hint="see its log lines above",
                 )
             if self._draining.is_set() and not was_draining:
                 deaths = RestartBackoff()
@@ -184,7 +184,7 @@ class AgentSupervisor:
         talking = asyncio.create_task(self._talk(process), name="talk to agent")
         try:
             code = exit_code(await process.wait())
-            async with self._telling:
+            async with self._delivering:
                 # The agent may have left because of a call that is still open: wait, so that its answer counts.
                 return code
         finally:
@@ -212,25 +212,25 @@ class AgentSupervisor:
         silent_since: float | None = None
         while True:
             await self._wait_for_news()
-            message = self._untold[0] if self._untold else None
-            if await (self._tell(message) if message else asyncio.to_thread(self._answers)):
+            message = self._undelivered[0] if self._undelivered else None
+            if await (self._deliver(message) if message else asyncio.to_thread(self._answers)):
                 failures, silent_since = 0, None
                 continue
             now = loop.time()
             silent_since = silent_since or now
             failures += 1 if message else 0
-            ending = next((message for message in self._untold if message.trainers_gone), None)
-            if ending and failures >= _TELL_TRIES:
+            ending = next((message for message in self._undelivered if message.trainers_gone), None)
+            if ending and failures >= _DELIVERY_TRIES:
                 # The agent lives but does not answer calls. SIGTERM reaches it; its grace period begins here.
                 failures, silent_since = 0, now
                 self._terminate()
-                self._told(ending)
+                self._mark_delivered(ending)
             silent_seconds = now - silent_since
             if self._draining.is_set() and silent_seconds >= self._grace_seconds + _END_MARGIN_SECONDS:
                 log.error("run.agent_hangs", seconds=round(silent_seconds))
                 process.kill()
                 return
-            await asyncio.sleep(_TELL_PAUSE_SECONDS)
+            await asyncio.sleep(_DELIVERY_PAUSE_SECONDS)
 
     async def _wait_for_news(self) -> None:
         """Wait for a message. While draining, wait only briefly: the caller alone notices that the agent hangs."""
@@ -241,31 +241,31 @@ class AgentSupervisor:
             async with asyncio.timeout(_LISTEN_SECONDS):
                 await self._news.wait()
 
-    async def _tell(self, message: _Message) -> bool:
+    async def _deliver(self, message: _Message) -> bool:
         left_seconds = message.deadline - asyncio.get_running_loop().time()
         # To the agent, 0 means the configured grace period.
         grace_seconds = 0.0 if message.trainers_gone else max(left_seconds, _LEAST_GRACE_SECONDS)
-        async with self._telling:
+        async with self._delivering:
             try:
                 await asyncio.to_thread(self._notify, grace_seconds, message.source, message.trainers_gone)
             except MooringError as error:
                 log.warning("run.agent_unreachable", error=str(error))
                 return False
-            self._told(message)
+            self._mark_delivered(message)
         return True
 
     def _say_program_ended(self) -> None:
         """Tell each new agent that the program has ended. Unlike a notice, this is not in the agent's journal."""
-        if not any(message.trainers_gone for message in self._untold):
-            self._say(_Message(source="program ended", deadline=0.0, trainers_gone=True))
+        if not any(message.trainers_gone for message in self._undelivered):
+            self._enqueue(_Message(source="program ended", deadline=0.0, trainers_gone=True))
 
-    def _say(self, message: _Message) -> None:
-        self._untold.append(message)
+    def _enqueue(self, message: _Message) -> None:
+        self._undelivered.append(message)
         self._news.set()
 
-    def _told(self, message: _Message) -> None:
-        self._untold.remove(message)
-        if not self._untold:
+    def _mark_delivered(self, message: _Message) -> None:
+        self._undelivered.remove(message)
+        if not self._undelivered:
             self._news.clear()
 
     def _terminate(self) -> None:

@@ -35,11 +35,11 @@ from mooring_agent.runtime.engine.telemetry import say
 from mooring_agent.runtime.monitors.kubernetes_events import KubernetesEvents, cluster_news
 from mooring_agent.runtime.monitors.monitors import Monitors
 from mooring_agent.runtime.monitors.other_writers import OtherWriters
-from mooring_agent.runtime.monitors.preemption import notice_watch
+from mooring_agent.runtime.monitors.preemption import preemption_watcher
 from mooring_agent.runtime.monitors.ranks import LiveRanks, save_requester, termination_canceller
 from mooring_agent.runtime.monitors.unannounced import UnannouncedRecovery
 from mooring_agent.runtime.monitors.watched_directories import DirectoryWatcher
-from mooring_agent.runtime.process.open_volume import opened_journal, take_volume
+from mooring_agent.runtime.process.open_volume import claim_volume, volume_journal
 from mooring_agent.runtime.work.announcements import Announcements
 from mooring_agent.runtime.work.committer import DuplicateSaveGuard
 from mooring_agent.runtime.work.dispatcher import Dispatcher
@@ -162,14 +162,14 @@ async def run_agent(settings: Settings, *, fresh: bool = False, parent_pid: int 
     priority.share_one_heap()
     clock = SystemClock()
     volume = Path(settings.volume)
-    take_volume(settings)
+    claim_volume(settings)
     async with contextlib.AsyncExitStack() as stack:
         # First: PID 1 of a container does not even receive a SIGTERM for which it has no handler.
         signals = stack.enter_context(signals_to_end())
         executor = _threads(stack, "mooring", _WORKERS)
         monitor_threads = _threads(stack, "mooring-monitor", _MONITOR_THREADS)
         journaling = _threads(stack, "mooring-journal", 1)
-        journal = stack.enter_context(opened_journal(settings))
+        journal = stack.enter_context(volume_journal(settings))
         staging = LocalStagingArea(volume)
         # In a thread: a long journal or a slow volume must not delay the handling of a signal.
         state, unjournaled = await asyncio.get_running_loop().run_in_executor(
@@ -239,7 +239,7 @@ async def run_agent(settings: Settings, *, fresh: bool = False, parent_pid: int 
         await stack.enter_async_context(serve_http(settings.http_address, lambda: state, clock))
         log.info("agent.serving", version=__version__, socket=settings.socket, destination=settings.store.destination)
         if limit := cpu_limit():
-            log.info("cpu.limited", limit=str(limit), hint="in a pod mooring.dev/cpu raises it")
+            log.info("cpu.limited", limit=str(limit), hint="in a pod, raise mooring.dev/cpu")
         forever: list[Forever] = [
             lambda: monitors.watch_ranks(parent_pid),
             monitors.watch_disk,
@@ -250,9 +250,9 @@ async def run_agent(settings: Settings, *, fresh: bool = False, parent_pid: int 
         ]
         if watching is not None:
             forever.append(watching.run)
-        notices = notice_watch(settings.termination, notify=monitors.notice_termination)
-        if notices is not None:
-            forever.append(notices.watch)
+        watcher = preemption_watcher(settings.termination, notify=monitors.notice_termination)
+        if watcher is not None:
+            forever.append(watcher.watch)
         if news is not None:
             forever.append(news.tell)
         # Not only with the first upload: a trainer may wait for it, or the grace period may be running.

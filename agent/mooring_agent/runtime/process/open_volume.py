@@ -27,7 +27,7 @@ _PROBE: Final = f"{STATE_DIRECTORY}/.writable"
 log = structlog.get_logger("mooring.agent")
 
 
-def take_volume(settings: Settings) -> None:
+def claim_volume(settings: Settings) -> None:
     """Claim the volume for the destination and make the agent's state directory. Raises MooringError if it cannot."""
     assert settings.state_directory, "the settings lack the state directory, which is the volume's by default"
     volume = Path(settings.volume)
@@ -37,7 +37,7 @@ def take_volume(settings: Settings) -> None:
 
 
 @contextmanager
-def opened_journal(settings: Settings) -> Iterator[Journal]:
+def volume_journal(settings: Settings) -> Iterator[Journal]:
     """Keep the journal open while the context is. A damaged one is set aside, and a new one begun."""
     reserve = Reserve(Path(settings.volume))
     reserve.keep()
@@ -65,5 +65,5 @@ def _require_writable(volume: Path) -> None:
         raise VolumeError(
             ErrorKind.VOLUME_UNUSABLE,
             f"cannot write to the volume {volume}: {error.strerror}",
-            hint="mount the volume read-write for the user that the agent runs as, and leave it some room",
+            hint="mount the volume read-write for the agent's user, and make sure that it has free space",
         ) from error

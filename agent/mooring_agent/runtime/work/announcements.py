@@ -142,7 +142,7 @@ def _settled(state: State, event: Announced) -> bool:
 def _outcome(state: State, event: Announced) -> Checkpoint:
     checkpoint = state.checkpoints.get(event.info.save)
     if checkpoint is None:
-        raise RequestError(ErrorKind.UNKNOWN_SAVE, f"save {event.info.save} is over and forgotten", hint="")
+        raise RequestError(ErrorKind.UNKNOWN_SAVE, f"save {event.info.save} has ended and is forgotten", hint="")
     if event.rank not in checkpoint.contributions and checkpoint.phase is not Phase.SHED:
         raise RequestError(
             ErrorKind.CHECKPOINT_FAILED,

@@ -86,7 +86,7 @@ async def commit(store: StoreWriter, clock: Clock, command: Commit) -> Committed
     if found != body and await read_if_there(store, key, fresh=True) != body:
         raise StoreError(
             ErrorKind.CHECKPOINT_CORRUPT,
-            f"{key} holds another marker than the manifests of save {command.info.save} give",
+            f"{key} holds a marker that does not match the manifests of save {command.info.save}",
             hint="two jobs write to the same destination with the same save ids; give each run its own prefix",
         )
     if command.sweep_uploads:
@@ -123,7 +123,7 @@ async def is_committed(store: StoreReader, info: SaveInfo, announced_at: Mapping
         raise StoreError(
             ErrorKind.CONTRADICTION,
             f"save {info.save} is committed already, by an earlier announcement",
-            hint="a save id belongs to one save of one attempt: take a new one for the next",
+            hint="use a new save id for every save of every attempt",
         )
     return marker is not None
 
@@ -164,7 +164,9 @@ async def _write_and_read_back(store: StoreWriter, key: str, body: bytes, *, if_
     found = await read_if_there(store, key)
     if found is None:
         raise ambiguous or StoreError(
-            ErrorKind.STORE_FAILED, f"{key} was written and cannot be read", hint="the store broke read-after-write"
+            ErrorKind.STORE_FAILED,
+            f"{key} was written but cannot be read",
+            hint="the store broke read-after-write consistency",
         )
     return found
 
@@ -191,7 +193,7 @@ def _check_room(info: SaveInfo, sizes: Mapping[str, int], *, files: int, largest
     if sum(manifests_bytes) > MANIFESTS_BYTES or max(manifests_bytes) > MANIFEST_BYTES:
         raise _not_restorable(
             f"its rank manifests have {sum(manifests_bytes):,} bytes, the largest {max(manifests_bytes):,}; "
-            f"the most are {MANIFESTS_BYTES:,} and {MANIFEST_BYTES:,}"
+            f"the limits are {MANIFESTS_BYTES:,} and {MANIFEST_BYTES:,}"
         )
     limit = memory_limit_bytes()
     needed = needed_bytes(files=files, manifests_bytes=manifests_bytes, largest_pack_bytes=largest_pack_bytes)
@@ -223,7 +225,7 @@ async def _read_manifest_if_there(
         if manifest.info != info or manifest.rank != rank:
             raise StoreError(
                 ErrorKind.CHECKPOINT_CORRUPT,
-                f"{key} speaks of {manifest.info}, we of {info}",
+                f"{key} describes {manifest.info}, this agent announced {info}",
                 hint="all ranks of one save must give the same name, step, kind and world size",
             )
         return manifest, _reference(rank, body)
@@ -242,7 +244,7 @@ def _check_readable(decode: Callable[[bytes, str], object], body: bytes, key: st
 def _not_restorable(reason: object) -> RequestError:
     return RequestError(
         ErrorKind.BAD_REQUEST,
-        f"nobody could restore this save: {reason}",
+        f"this save could not be restored: {reason}",
         hint="save fewer and larger files, or let fewer ranks write them",
     )
 

@@ -208,9 +208,9 @@ class Protection:
         """Ask at a new position: an epoch's end and each batch of an evaluation are further ticks of their step."""
         step, tick = self._position
         self._position = (step, tick + 1) if step == self._step else (self._step, 0)
-        ask = run.ask(*self._position)
-        self._save_asked |= ask is Action.SAVE
-        return ask
+        action = run.action_at(*self._position)
+        self._save_asked |= action is Action.SAVE
+        return action
 
     def _evaluating(self, evaluate: Callable[..., None], /, *arguments: Any, **keywords: Any) -> None:
         self._random_states = random_generators.capture()

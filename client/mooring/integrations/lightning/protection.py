@@ -218,9 +218,9 @@ class Protection:
             return Action.NOTHING
         step, tick = self._position
         self._position = (step, tick + 1) if step == trainer.global_step else (trainer.global_step, 0)
-        ask = self._run.ask(*self._position)
-        self._exit_asked |= ask is Action.SAVE_AND_EXIT
-        return ask
+        action = self._run.action_at(*self._position)
+        self._exit_asked |= action is Action.SAVE_AND_EXIT
+        return action
 
     def _announce(self, trainer: Any, path: Path, failure: OSError | None) -> None:
         step = trainer.global_step

@@ -7,21 +7,21 @@ from dataclasses import replace
 
 import pytest
 from structlog.testing import capture_logs
-from tests.fakes.fake_notices import FakeNotices
+from tests.fakes.fake_preemption_source import FakePreemptionSource
 
 from mooring_agent.core.settings.values import TerminationSettings
-from mooring_agent.ports import Notice
-from mooring_agent.runtime.monitors.preemption import PreemptionWatcher, notice_watch
+from mooring_agent.ports import TerminationNotice
+from mooring_agent.runtime.monitors.preemption import PreemptionWatcher, preemption_watcher
 
 # It bounds a hang and judges no speed.
 LIMIT_SECONDS = 60.0
-SOON = Notice(key="spot", left_seconds=120.0, source="fake spot")
+SOON = TerminationNotice(key="spot", left_seconds=120.0, source="fake spot")
 
 
 class Listener:
     """What the watch hears, and what it passes on."""
 
-    def __init__(self, *clouds: FakeNotices) -> None:
+    def __init__(self, *clouds: FakePreemptionSource) -> None:
         self.clouds = list(clouds)
         self.noticed: list[tuple[str, float]] = []
         self.searches = 0
@@ -29,7 +29,7 @@ class Listener:
     async def notify(self, source: str, seconds: float) -> None:
         self.noticed.append((source, seconds))
 
-    def candidates(self) -> list[FakeNotices]:
+    def candidates(self) -> list[FakePreemptionSource]:
         self.searches += 1
         return self.clouds
 
@@ -60,11 +60,11 @@ async def until(holds: Callable[[], bool]) -> None:
 
 
 @pytest.fixture
-async def cloud() -> FakeNotices:
-    return FakeNotices(pause_seconds=0.001)
+async def cloud() -> FakePreemptionSource:
+    return FakePreemptionSource(pause_seconds=0.001)
 
 
-async def test_a_notice_is_passed_on_once_with_the_time_that_is_left(cloud: FakeNotices) -> None:
+async def test_a_notice_is_passed_on_once_with_the_time_that_is_left(cloud: FakePreemptionSource) -> None:
     listener = Listener(cloud)
     async with listener.listening():
         cloud.standing.append(SOON)
@@ -74,7 +74,7 @@ async def test_a_notice_is_passed_on_once_with_the_time_that_is_left(cloud: Fake
     assert cloud.closed
 
 
-async def test_what_is_far_ahead_is_held_back_until_it_is_near(cloud: FakeNotices) -> None:
+async def test_what_is_far_ahead_is_held_back_until_it_is_near(cloud: FakePreemptionSource) -> None:
     listener = Listener(cloud)
     cloud.standing.append(replace(SOON, left_seconds=3600.0))
     async with listener.listening():
@@ -85,7 +85,7 @@ async def test_what_is_far_ahead_is_held_back_until_it_is_near(cloud: FakeNotice
     assert listener.noticed == [("fake spot", 100.0)]
 
 
-async def test_what_is_far_ahead_and_taken_back_was_never_a_notice(cloud: FakeNotices) -> None:
+async def test_what_is_far_ahead_and_taken_back_was_never_a_notice(cloud: FakePreemptionSource) -> None:
     listener = Listener(cloud)
     cloud.standing.append(replace(SOON, left_seconds=3600.0))
     async with listener.listening():
@@ -95,7 +95,7 @@ async def test_what_is_far_ahead_and_taken_back_was_never_a_notice(cloud: FakeNo
     assert listener.noticed == []
 
 
-async def test_what_should_have_ended_already_leaves_a_moment_for_a_save(cloud: FakeNotices) -> None:
+async def test_what_should_have_ended_already_leaves_a_moment_for_a_save(cloud: FakePreemptionSource) -> None:
     listener = Listener(cloud)
     cloud.standing.append(replace(SOON, left_seconds=-10.0))
     async with listener.listening():
@@ -103,7 +103,7 @@ async def test_what_should_have_ended_already_leaves_a_moment_for_a_save(cloud: 
     assert listener.noticed[0][1] > 2
 
 
-async def test_a_service_that_fails_is_said_once_and_heard_again(cloud: FakeNotices) -> None:
+async def test_a_service_that_fails_is_said_once_and_heard_again(cloud: FakePreemptionSource) -> None:
     listener = Listener(cloud)
     cloud.silent = True
     with capture_logs() as logs:
@@ -114,12 +114,12 @@ async def test_a_service_that_fails_is_said_once_and_heard_again(cloud: FakeNoti
             cloud.standing.append(SOON)
             await until(lambda: bool(listener.noticed))
     events = [line["event"] for line in logs]
-    assert events.count("preemption.unheard") == 1
-    assert events.count("preemption.heard_again") == 1
+    assert events.count("preemption.source_failed") == 1
+    assert events.count("preemption.source_recovered") == 1
 
 
-async def test_auto_listens_to_whoever_answers_and_closes_the_others(cloud: FakeNotices) -> None:
-    other = FakeNotices()
+async def test_auto_listens_to_whoever_answers_and_closes_the_others(cloud: FakePreemptionSource) -> None:
+    other = FakePreemptionSource()
     other.silent = True
     listener = Listener(cloud, other)
     cloud.standing.append(SOON)
@@ -129,7 +129,7 @@ async def test_auto_listens_to_whoever_answers_and_closes_the_others(cloud: Fake
         assert not cloud.closed
 
 
-async def test_where_no_cloud_answers_it_is_looked_for_a_few_times_and_quietly(cloud: FakeNotices) -> None:
+async def test_where_no_cloud_answers_it_is_looked_for_a_few_times_and_quietly(cloud: FakePreemptionSource) -> None:
     cloud.silent = True
     listener = Listener(cloud)
     with capture_logs() as logs:
@@ -144,5 +144,5 @@ async def test_where_no_cloud_answers_it_is_looked_for_a_few_times_and_quietly(c
 )
 def test_nobody_listens_who_was_not_asked_to(wanted: str, listens: bool) -> None:
     listener = Listener()
-    watch = notice_watch(TerminationSettings(notices=wanted), notify=listener.notify)
+    watch = preemption_watcher(TerminationSettings(preemption_source=wanted), notify=listener.notify)
     assert (watch is not None) == listens

@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Protocol
 
 import pytest
-from tests.fakes.fake_notices import FakeNotices
+from tests.fakes.fake_preemption_source import FakePreemptionSource
 from tests.servers.metadata_servers import AwsServer, AzureServer, GcpServer, MetadataServer
 from tests.servers.process import free_port
 from tests.servers.scripted import Asked, ScriptedServer, response
@@ -18,8 +18,8 @@ from mooring_agent.adapters.preemption.aws import AwsPreemption
 from mooring_agent.adapters.preemption.azure import AzurePreemption
 from mooring_agent.adapters.preemption.gcp import GcpPreemption
 from mooring_agent.adapters.preemption.metadata_service import MetadataService
-from mooring_agent.core.errors import ErrorKind, NoticesError
-from mooring_agent.ports import Notice, PreemptionSource
+from mooring_agent.core.errors import ErrorKind, PreemptionSourceError
+from mooring_agent.ports import PreemptionSource, TerminationNotice
 
 # They bound a hang and judge no speed.
 LIMIT_SECONDS = 60.0
@@ -42,11 +42,11 @@ class World(Protocol):
 
 
 class FakeWorld:
-    def __init__(self, notices: FakeNotices) -> None:
-        self._notices = notices
+    def __init__(self, source: FakePreemptionSource) -> None:
+        self._source = source
 
     def announce(self, seconds: float, now: float) -> float:
-        self._notices.standing.append(Notice(key=f"spot {now}", left_seconds=seconds, source="fake spot"))
+        self._source.standing.append(TerminationNotice(key=f"spot {now}", left_seconds=seconds, source="fake spot"))
         return now + seconds
 
     maintain = announce
@@ -55,19 +55,19 @@ class FakeWorld:
         pass
 
     def take_back(self) -> None:
-        self._notices.standing.clear()
+        self._source.standing.clear()
 
 
 @pytest.fixture(params=["fake", *SERVERS])
 async def told(request: pytest.FixtureRequest) -> AsyncIterator[tuple[World, PreemptionSource]]:
     if request.param == "fake":
-        fake = FakeNotices()
+        fake = FakePreemptionSource()
         yield FakeWorld(fake), fake
         return
     with SERVERS[request.param]() as server:
-        notices = only(request.param, server.url)
-        yield server, notices
-        await notices.close()
+        source = only(request.param, server.url)
+        yield server, source
+        await source.close()
 
 
 def only(cloud: str, url: str) -> PreemptionSource:
@@ -75,88 +75,88 @@ def only(cloud: str, url: str) -> PreemptionSource:
     return found
 
 
-async def look(notices: PreemptionSource) -> Sequence[Notice]:
+async def look(source: PreemptionSource) -> Sequence[TerminationNotice]:
     async with asyncio.timeout(LIMIT_SECONDS):
-        return await notices.look()
+        return await source.look()
 
 
 async def test_a_machine_that_stays_has_no_notice_and_says_so_at_once(told: tuple[World, PreemptionSource]) -> None:
-    _, notices = told
-    assert await notices.answers()
-    assert list(await look(notices)) == []
+    _, source = told
+    assert await source.answers()
+    assert list(await look(source)) == []
 
 
 async def test_the_end_of_a_spot_machine_is_told_with_its_deadline_for_as_long_as_it_stands(
     told: tuple[World, PreemptionSource],
 ) -> None:
-    world, notices = told
+    world, source = told
     deadline = world.announce(90, time.time())
-    (first,) = await look(notices)
+    (first,) = await look(source)
     assert first.left_seconds == pytest.approx(deadline - time.time(), abs=10)
-    assert notices.cloud in first.source
+    assert source.cloud in first.source
 
 
 async def test_a_notice_comes_to_whoever_has_looked_before_and_keeps_its_key(
     told: tuple[World, PreemptionSource],
 ) -> None:
-    world, notices = told
-    assert list(await look(notices)) == []
+    world, source = told
+    assert list(await look(source)) == []
     world.announce(90, time.time())
-    (first,) = await look(notices)
+    (first,) = await look(source)
     world.maintain(90, time.time())
-    again = await look(notices)
+    again = await look(source)
     assert first.key in {notice.key for notice in again}
 
 
 async def test_a_maintenance_that_ends_the_machine_is_a_notice_too(told: tuple[World, PreemptionSource]) -> None:
-    world, notices = told
+    world, source = told
     deadline = world.maintain(600, time.time())
-    (notice,) = await look(notices)
+    (notice,) = await look(source)
     assert notice.left_seconds == pytest.approx(deadline - time.time(), abs=10)
 
 
 async def test_what_is_taken_back_stands_no_longer(told: tuple[World, PreemptionSource]) -> None:
-    world, notices = told
+    world, source = told
     world.maintain(600, time.time())
-    assert len(await look(notices)) == 1
+    assert len(await look(source)) == 1
     world.take_back()
-    assert list(await look(notices)) == []
+    assert list(await look(source)) == []
 
 
 async def test_what_does_not_end_this_machine_is_no_notice(told: tuple[World, PreemptionSource]) -> None:
-    world, notices = told
+    world, source = told
     world.spare()
-    assert list(await look(notices)) == []
+    assert list(await look(source)) == []
 
 
 async def test_nobody_is_polled_faster_than_once_a_second(told: tuple[World, PreemptionSource]) -> None:
-    _, notices = told
-    assert notices.pause_seconds >= (5 if notices.cloud == "aws" else 1)
+    _, source = told
+    assert source.pause_seconds >= (5 if source.cloud == "aws" else 1)
 
 
 @pytest.mark.parametrize("cloud", SERVERS)
 @pytest.mark.parametrize("status", [403, 429, 500, 503])
 async def test_an_error_of_the_service_is_an_error_with_a_hint_and_passes(cloud: str, status: int) -> None:
     with SERVERS[cloud]() as server:
-        notices = only(cloud, server.url)
+        source = only(cloud, server.url)
         server.fault = status
-        assert not await notices.answers()
-        with pytest.raises(NoticesError, match=str(status)) as refusal:
-            await look(notices)
+        assert not await source.answers()
+        with pytest.raises(PreemptionSourceError, match=str(status)) as refusal:
+            await look(source)
         assert refusal.value.hint
         server.fault = None
-        assert list(await look(notices)) == []
-        await notices.close()
+        assert list(await look(source)) == []
+        await source.close()
 
 
 @pytest.mark.parametrize("cloud", SERVERS)
 async def test_where_nothing_listens_that_is_said_in_moments(cloud: str) -> None:
-    notices = only(cloud, f"http://127.0.0.1:{free_port()}")
-    assert not await notices.answers()
-    with pytest.raises(NoticesError) as refusal:
-        await look(notices)
+    source = only(cloud, f"http://127.0.0.1:{free_port()}")
+    assert not await source.answers()
+    with pytest.raises(PreemptionSourceError) as refusal:
+        await look(source)
     assert refusal.value.kind is ErrorKind.UNREACHABLE
-    await notices.close()
+    await source.close()
 
 
 @pytest.mark.parametrize("cloud", SERVERS)
@@ -168,9 +168,9 @@ async def test_no_proxy_is_asked_for_an_address_of_the_machine_itself(
     monkeypatch.delenv("no_proxy", raising=False)
     monkeypatch.delenv("NO_PROXY", raising=False)
     with SERVERS[cloud]() as server:
-        notices = only(cloud, server.url)
-        assert list(await look(notices)) == []
-        await notices.close()
+        source = only(cloud, server.url)
+        assert list(await look(source)) == []
+        await source.close()
 
 
 @pytest.mark.parametrize("cloud", SERVERS)
@@ -189,46 +189,46 @@ async def test_auto_finds_nobody_elsewhere() -> None:
 
 async def test_a_token_of_aws_is_used_until_it_has_expired_and_then_renewed() -> None:
     with AwsServer() as server:
-        notices = AwsPreemption(MetadataService(server.url))
+        source = AwsPreemption(MetadataService(server.url))
         for _ in range(3):
-            await look(notices)
+            await look(source)
         assert len(server.times_asked("/token")) == 1
         server.expire_tokens()
-        assert list(await look(notices)) == []
+        assert list(await look(source)) == []
         assert len(server.times_asked("/token")) == 2
-        await notices.close()
+        await source.close()
 
 
 async def test_a_pod_beyond_the_hop_limit_of_aws_is_told_how_to_mend_it() -> None:
     with AwsServer(hop_limit_reached=True) as server:
-        notices = AwsPreemption(MetadataService(server.url))
-        assert await notices.answers()
-        with pytest.raises(NoticesError) as refusal:
-            await look(notices)
+        source = AwsPreemption(MetadataService(server.url))
+        assert await source.answers()
+        with pytest.raises(PreemptionSourceError) as refusal:
+            await look(source)
         assert "HttpPutResponseHopLimit" in refusal.value.hint
-        await notices.close()
+        await source.close()
 
 
 async def test_version_1_of_aws_is_enough_where_the_token_is_lost_on_the_way() -> None:
     with AwsServer(hop_limit_reached=True, tokens_required=False) as server:
-        notices = AwsPreemption(MetadataService(server.url))
+        source = AwsPreemption(MetadataService(server.url))
         server.announce(90, time.time())
-        assert len(await look(notices)) == 1
-        await look(notices)
+        assert len(await look(source)) == 1
+        await look(source)
         # It takes its time to find out, so not at every look.
         assert len(server.times_asked("/token")) == 1
-        await notices.close()
+        await source.close()
 
 
 async def test_a_metadata_service_of_aws_that_is_switched_off_is_said_to_be() -> None:
     with AwsServer() as server:
         server.disabled = True
-        notices = AwsPreemption(MetadataService(server.url))
-        assert not await notices.answers()
-        with pytest.raises(NoticesError) as refusal:
-            await look(notices)
+        source = AwsPreemption(MetadataService(server.url))
+        assert not await source.answers()
+        with pytest.raises(PreemptionSourceError) as refusal:
+            await look(source)
         assert refusal.value.kind is ErrorKind.ACCESS_DENIED
-        await notices.close()
+        await source.close()
 
 
 @pytest.mark.parametrize(
@@ -238,66 +238,66 @@ async def test_a_metadata_service_of_aws_that_is_switched_off_is_said_to_be() ->
 async def test_what_nobody_understands_is_an_error_and_not_the_end(spot: object) -> None:
     with AwsServer() as server:
         server.spot = spot
-        notices = AwsPreemption(MetadataService(server.url))
-        with pytest.raises(NoticesError, match="nobody understands"):
-            await look(notices)
-        await notices.close()
+        source = AwsPreemption(MetadataService(server.url))
+        with pytest.raises(PreemptionSourceError, match="cannot parse"):
+            await look(source)
+        await source.close()
 
 
 async def test_gcp_is_waited_for_rather_than_polled() -> None:
     with GcpServer() as server:
-        notices = GcpPreemption(MetadataService(server.url))
-        assert list(await look(notices)) == []
-        waiting = asyncio.create_task(look(notices))
+        source = GcpPreemption(MetadataService(server.url))
+        assert list(await look(source)) == []
+        waiting = asyncio.create_task(look(source))
         await _until(lambda: len(server.times_asked("preempted")) == 2)
         assert not waiting.done()
         server.announce(30, time.time())
         assert len(await waiting) == 1
         assert len(server.times_asked("preempted")) == 2
-        await notices.close()
+        await source.close()
 
 
 async def test_one_key_that_gcps_server_does_not_know_hides_not_the_other() -> None:
     with GcpServer() as server:
         del server.values["maintenance-event"]
-        notices = GcpPreemption(MetadataService(server.url))
-        assert list(await look(notices)) == []
+        source = GcpPreemption(MetadataService(server.url))
+        assert list(await look(source)) == []
         server.announce(30, time.time())
-        assert len(await look(notices)) == 1
+        assert len(await look(source)) == 1
         assert len(server.times_asked("maintenance-event")) == 1
-        await notices.close()
+        await source.close()
 
 
 async def test_a_metadata_server_that_knows_none_of_the_keys_is_an_error() -> None:
     with GcpServer() as server:
         server.values.clear()
-        notices = GcpPreemption(MetadataService(server.url))
-        with pytest.raises(NoticesError) as refusal:
-            await look(notices)
+        source = GcpPreemption(MetadataService(server.url))
+        with pytest.raises(PreemptionSourceError) as refusal:
+            await look(source)
         assert refusal.value.kind is ErrorKind.NOT_FOUND
-        await notices.close()
+        await source.close()
 
 
 async def test_an_event_of_azure_that_has_begun_is_due_now() -> None:
     with AzureServer() as server:
-        notices = AzurePreemption(MetadataService(server.url))
+        source = AzurePreemption(MetadataService(server.url))
         server.maintain(600, time.time())
-        (scheduled,) = await look(notices)
+        (scheduled,) = await look(source)
         server.begin()
-        (begun,) = await look(notices)
+        (begun,) = await look(source)
         assert begun.key == scheduled.key
         assert begun.left_seconds < scheduled.left_seconds - 60
-        await notices.close()
+        await source.close()
 
 
 async def test_a_machine_of_azure_is_known_whatever_the_case_of_its_name() -> None:
     with AzureServer() as server:
-        notices = AzurePreemption(MetadataService(server.url))
-        await look(notices)
+        source = AzurePreemption(MetadataService(server.url))
+        await look(source)
         server.name = server.name.upper()
         server.announce(30, time.time())
-        assert len(await look(notices)) == 1
-        await notices.close()
+        assert len(await look(source)) == 1
+        await source.close()
 
 
 @pytest.mark.parametrize("wrong_by_seconds", [-100.0, 100.0])
@@ -307,12 +307,12 @@ async def test_a_machines_clock_that_is_wrong_changes_nothing_of_the_time_that_i
 ) -> None:
     """The service tells the date with every answer; what a clock was when the agent started is of no matter at all."""
     with SERVERS[cloud]() as server:
-        notices = CLOUDS[cloud](MetadataService(server.url, wall=lambda: time.time() + wrong_by_seconds))
-        assert list(await look(notices)) == []
+        source = CLOUDS[cloud](MetadataService(server.url, wall=lambda: time.time() + wrong_by_seconds))
+        assert list(await look(source)) == []
         deadline = server.announce(SPOT_SECONDS[cloud], time.time())
-        (notice,) = await look(notices)
+        (notice,) = await look(source)
         assert notice.left_seconds == pytest.approx(deadline - time.time(), abs=10)
-        await notices.close()
+        await source.close()
 
 
 @pytest.mark.parametrize(("wrong_by_seconds", "left_seconds"), [(-100.0, 120), (0.0, 120), (100.0, 20)])
@@ -326,10 +326,10 @@ async def test_a_spot_notice_without_a_date_never_seems_farther_ahead_than_it_ca
         writer.write(response(200, told.encode() if asked.method == "GET" else b"token"))
 
     async with ScriptedServer(answer) as server:
-        notices = AwsPreemption(MetadataService(server.url, wall=lambda: time.time() + wrong_by_seconds))
-        (notice,) = await look(notices)
+        source = AwsPreemption(MetadataService(server.url, wall=lambda: time.time() + wrong_by_seconds))
+        (notice,) = await look(source)
         assert notice.left_seconds == pytest.approx(left_seconds, abs=10)
-        await notices.close()
+        await source.close()
 
 
 def test_an_address_without_scheme_is_taken_as_gces_variable_has_it() -> None:

@@ -76,10 +76,12 @@ def test_a_spot_notice_leads_to_a_committed_save_before_the_deadline(
 ) -> None:
     with (
         SERVERS[cloud]() as server,
-        agent_for(tmp_path, rclone_bucket, notices=cloud if named else "auto", notices_endpoint=server.url) as agent,
+        agent_for(
+            tmp_path, rclone_bucket, preemption_source=cloud if named else "auto", preemption_endpoint=server.url
+        ) as agent,
         training(agent) as trainer,
     ):
-        wait_until(lambda: bool(agent.log("preemption.listening")), LIMIT_SECONDS, "it listens")
+        wait_until(lambda: bool(agent.log("preemption.watching")), LIMIT_SECONDS, "it listens")
         assert not agent.status().terminating
         deadline = server.announce(SPOT_SECONDS[cloud], time.time())
         wait_until(lambda: bool(agent.log("checkpoint.committed")), LIMIT_SECONDS, "a save is committed")
@@ -102,11 +104,11 @@ def test_a_spot_notice_leads_to_a_committed_save_before_the_deadline(
 def test_a_maintenance_next_week_does_not_stop_training_today(tmp_path: Path, rclone_bucket: Bucket) -> None:
     with (
         AwsServer() as server,
-        agent_for(tmp_path, rclone_bucket, notices="aws", notices_endpoint=server.url) as agent,
+        agent_for(tmp_path, rclone_bucket, preemption_source="aws", preemption_endpoint=server.url) as agent,
         training(agent) as trainer,
     ):
         server.maintain(7 * 24 * 3600, time.time())
-        wait_until(lambda: bool(agent.log("preemption.clock_ahead")), LIMIT_SECONDS, "it knows of the maintenance")
+        wait_until(lambda: bool(agent.log("preemption.notice_held_back")), LIMIT_SECONDS, "it knows of the maintenance")
         seen = trainer.step()
         wait_until(lambda: trainer.step() > seen + 3, LIMIT_SECONDS, "it trains on")
         assert not agent.status().terminating
@@ -119,8 +121,8 @@ def test_the_clouds_own_variable_says_where_its_service_is(tmp_path: Path, rclon
             rclone_bucket.destination,
             environment={"GCE_METADATA_HOST": server.url.removeprefix("http://")},
             endpoint_url=rclone_bucket.endpoint_url,
-            notices="auto",
+            preemption_source="auto",
         )
         with agent:
-            wait_until(lambda: bool(agent.log("preemption.listening")), LIMIT_SECONDS, "it listens")
-            assert agent.log("preemption.listening")[0]["cloud"] == "gcp"
+            wait_until(lambda: bool(agent.log("preemption.watching")), LIMIT_SECONDS, "it listens")
+            assert agent.log("preemption.watching")[0]["cloud"] == "gcp"

@@ -2,18 +2,18 @@
 
 from collections.abc import Sequence
 
-from mooring_agent.core.errors import ErrorKind, NoticesError
-from mooring_agent.ports import Notice
+from mooring_agent.core.errors import ErrorKind, PreemptionSourceError
+from mooring_agent.ports import TerminationNotice
 
 
-class FakeNotices:
+class FakePreemptionSource:
     """`standing` is told at every look; `silent`: it does not answer."""
 
     cloud = "fake"
 
     def __init__(self, *, pause_seconds: float = 1.0) -> None:
         self.pause_seconds = pause_seconds
-        self.standing: list[Notice] = []
+        self.standing: list[TerminationNotice] = []
         self.silent = False
         self.looks = 0
         self.closed = False
@@ -21,10 +21,10 @@ class FakeNotices:
     async def answers(self) -> bool:
         return not self.silent
 
-    async def look(self) -> Sequence[Notice]:
+    async def look(self) -> Sequence[TerminationNotice]:
         self.looks += 1
         if self.silent:
-            raise NoticesError(ErrorKind.UNREACHABLE, "it is silent", hint="wait")
+            raise PreemptionSourceError(ErrorKind.UNREACHABLE, "it is silent", hint="wait")
         return list(self.standing)
 
     async def close(self) -> None:
