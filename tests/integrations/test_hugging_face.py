@@ -23,7 +23,6 @@ from mooring import private_members, protect
 from mooring.checkpoints.records import read_records, write_record
 from mooring.integrations import hugging_face, ownership
 from mooring.integrations.hugging_face import protection
-from mooring.integrations.ownership import protect_new
 from mooring_api import names, signal_file
 from mooring_api.v1 import agent_pb2
 
@@ -419,7 +418,7 @@ def test_every_trainer_is_protected_without_a_line_of_code(
     from transformers import trainer as module
 
     monkeypatch.setattr(module.Trainer, "__init__", module.Trainer.__init__)
-    protect_new(module.Trainer, hugging_face.install)
+    hugging_face.autoload(module)
     trainer = make(volume / "checkpoints", max_steps=2)
     # Also in a program that says it.
     protect(trainer)

@@ -22,7 +22,6 @@ from mooring import protect
 from mooring.checkpoints.records import read_records
 from mooring.integrations import lightning as integration
 from mooring.integrations import ownership
-from mooring.integrations.ownership import protect_new
 from mooring_api import names, signal_file
 from mooring_api.v1 import agent_pb2
 
@@ -454,7 +453,7 @@ def test_every_trainer_is_protected_without_a_line_of_code(
 ) -> None:
     module = pytest.importorskip(f"{package}.trainer.trainer")
     monkeypatch.setattr(module.Trainer, "__init__", module.Trainer.__init__)
-    protect_new(module.Trainer, integration.install)
+    integration.autoload(module)
     trainer = module.Trainer(enable_checkpointing=False, logger=False, accelerator="cpu")
     # Also in a program that says it.
     assert sum("MooringProtection" in type(callback).__name__ for callback in protect(trainer).callbacks) == 1

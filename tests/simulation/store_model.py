@@ -147,5 +147,5 @@ class StoreModel:
                 elif self.objects[file_key(info, file.path)].content != content_of(info.save, file.path):
                     raise ViolationError(f"{info.save} is committed with other bytes of {file.path}")
                 expected = tuple(checksum_of(content_of(info.save, file.path, part.number)) for part in file.parts())
-                if file.checksums != expected:
+                if tuple(file.checksums) != expected:
                     raise ViolationError(f"{info.save} is committed with wrong checksums of {file.path}")

@@ -46,7 +46,7 @@ def begin(packages_folder: str) -> None:
     if not _serves_multiprocessing():
         for (module, cls), integration in TRAINERS.items():
             what = f"{module.partition('.')[0]}.{cls} is"
-            after_import(module, what, _caller(f"mooring.integrations.{integration}", cls))
+            after_import(module, what, _caller(f"mooring.integrations.{integration}"))
         for module, hook, what in _MODULES:
             after_import(module, what, _caller(hook))
 
@@ -82,9 +82,7 @@ def _is_child_of_multiprocessing() -> bool:
     return process is not None and process.parent_process() is not None
 
 
-def _caller(name: str, cls: str = "") -> "Callable[[ModuleType], None]":
-    """Return what has `mooring`'s module `name` protect each new object of `cls`, or hook the framework's module."""
-
+def _caller(integration: str) -> "Callable[[ModuleType], None]":
     def call(module: "ModuleType") -> None:
         if _is_child_of_multiprocessing():
             return
@@ -96,12 +94,6 @@ def _caller(name: str, cls: str = "") -> "Callable[[ModuleType], None]":
             return
         from importlib import import_module
 
-        hook = import_module(name)
-        if cls:
-            from mooring.integrations.ownership import protect_new
-
-            protect_new(getattr(module, cls), hook.install)
-        else:
-            hook.autoload(module)
+        import_module(integration).autoload(module)
 
     return call

@@ -13,13 +13,14 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import ModuleType
 from typing import Any, Final
 
 from mooring.autoload.post_import import reason
 from mooring.errors import MooringError
 from mooring.framework_run import FrameworkRun, guarded_save, next_name
 from mooring.gate import Action
-from mooring.integrations.ownership import Owner, claim, owns
+from mooring.integrations.ownership import Owner, claim, owns, protect_new
 from mooring.private_members import require
 from mooring.workers import worker_processes
 
@@ -39,6 +40,11 @@ def install(accelerator: Any) -> None:
         worker_processes.install()
         loop.attach()
         claim(Owner.ACCELERATE)
+
+
+def autoload(module: ModuleType) -> None:
+    """Protect every Accelerator that is made from now on."""
+    protect_new(module.Accelerator, install)
 
 
 class _Loop:

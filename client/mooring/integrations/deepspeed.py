@@ -8,13 +8,14 @@ object that was passed to the last save, as it is by then, or what was loaded. I
 import functools
 import logging
 from pathlib import Path
+from types import ModuleType
 from typing import Any, Final
 
 from mooring.autoload.post_import import reason
 from mooring.errors import MooringError
 from mooring.framework_run import FrameworkRun, guarded_save, next_name
 from mooring.gate import Action
-from mooring.integrations.ownership import Owner, claim, owns
+from mooring.integrations.ownership import Owner, claim, owns, protect_new
 from mooring.private_members import require
 from mooring.workers import worker_processes
 
@@ -42,6 +43,11 @@ def install(engine: Any) -> None:
     if _current is not None and owns(Owner.DEEPSPEED):
         _log.warning("an earlier DeepSpeedEngine is no longer protected: the one that was made last is")
     _current = training
+
+
+def autoload(module: ModuleType) -> None:
+    """Protect every engine that is made from now on."""
+    protect_new(module.DeepSpeedEngine, install)
 
 
 class _Training:

@@ -7,9 +7,10 @@ is protected: a run is one training, and the first could not resume from what a 
 
 import functools
 from collections.abc import Callable
+from types import ModuleType
 from typing import Any
 
-from mooring.integrations.ownership import Owner, claim
+from mooring.integrations.ownership import Owner, claim, protect_new
 from mooring.private_members import require
 
 _PROTECTION = "_mooring_protection"
@@ -34,6 +35,11 @@ def install(trainer: Any) -> None:
     trainer.add_callback(Callback(protection))
     setattr(trainer, _PROTECTION, protection)
     claim(Owner.TRAINER)
+
+
+def autoload(module: ModuleType) -> None:
+    """Protect every Trainer that is made from now on. `module` is transformers.trainer."""
+    protect_new(module.Trainer, install)
 
 
 def _wrap_train(trainer_class: Any) -> None:

@@ -6,11 +6,12 @@ Owns where a Trainer is wrapped: one callback, and its `fit`. What happens there
 
 import functools
 import inspect
+from types import ModuleType
 from typing import Any, Final
 
 from mooring.autoload.post_import import warn
 from mooring.integrations.lightning.protection import Protection, make_protection
-from mooring.integrations.ownership import Owner, claim
+from mooring.integrations.ownership import Owner, claim, protect_new
 
 _MODULE: Final = ".trainer.trainer"
 """The module in which both packages have their Trainer, after the package's name."""
@@ -28,6 +29,11 @@ def install(trainer: Any) -> None:
     # Not a closure: a strategy that spawns its ranks pickles the Trainer for them.
     trainer.fit = functools.update_wrapper(functools.partial(_fit, protection, trainer.fit), trainer.fit)
     trainer.callbacks.append(protection)
+
+
+def autoload(module: ModuleType) -> None:
+    """Protect every Trainer that is made from now on. `module` is that of the class."""
+    protect_new(module.Trainer, install)
 
 
 def _fit(protection: Protection, fit: Any, *arguments: Any, **keywords: Any) -> Any:
