@@ -17,7 +17,7 @@ UV := .tools/uv
 BUILDER ?= docker
 IMAGE ?= mooring
 # More than two cores: tests wait for servers, agents and ranks half of their time.
-WORKERS ?= 4
+WORKERS ?= 6
 # A thousand processes of the tests would each compile our modules anew.
 unexport PYTHONDONTWRITEBYTECODE
 
