@@ -51,7 +51,7 @@ def _ways(folder: Path) -> Iterator[tuple[str, Callable[[int], object]]]:
     yield "Checkpointer.should_save", lambda step: checkpointer.should_save(step, 0)
     checkpointer.close()
     with _framework_run(folder) as run:
-        yield "FrameworkRun.ask", run.ask
+        yield "FrameworkRun.action_at", run.action_at
     with _ranks_gate(folder) as gate:
         yield "the gate of two ranks", gate.at
     model = torch.nn.Linear(1, 1)
