@@ -1,4 +1,4 @@
-"""What each cloud says of the end of a machine, over its own protocol; and which cloud it is."""
+"""Each cloud's preemption source, over the cloud's own protocol, and how the cloud is detected."""
 
 import asyncio
 import datetime

@@ -191,7 +191,7 @@ async def test_each_marker_goes_before_its_data(store: FakeStore) -> None:
 
 
 @pytest.mark.parametrize("what", DAMAGE)
-async def test_a_damaged_newest_that_restore_passed_over_does_not_cost_the_older_good_one(
+async def test_a_damaged_newest_that_restore_skipped_does_not_cost_the_older_good_one(
     what: str, store: FakeStore, tmp_path: Path
 ) -> None:
     await store_checkpoint(store, 1)

@@ -54,8 +54,8 @@ CASES: dict[str, tuple[dict[str, str], set[str]]] = {
         {f"mooring_drain_seconds{{{AGENT}}}": "-1+0x200", f"mooring_grace_seconds{{{AGENT}}}": "120+0x200"},
         set(),
     ),
-    "credentials are refused": ({f'{FAILURES}"access-denied"}}': "0+2x200"}, {"MooringNeedsAPerson"}),
-    "the bucket is full": ({f'{FAILURES}"store-full"}}': "0+2x200"}, {"MooringNeedsAPerson"}),
+    "credentials are refused": ({f'{FAILURES}"access-denied"}}': "0+2x200"}, {"MooringUploadsBlocked"}),
+    "the bucket is full": ({f'{FAILURES}"store-full"}}': "0+2x200"}, {"MooringUploadsBlocked"}),
     "the store has been away for an hour": ({f'{FAILURES}"unreachable"}}': "0+0x140 0+10x60"}, {"MooringStoreFails"}),
     "the store was away for a moment": ({f'{FAILURES}"unreachable"}}': "0+0x194 0+10x2 20+0x3"}, set()),
     "a checkpoint failed": (

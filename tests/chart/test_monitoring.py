@@ -99,7 +99,7 @@ def test_every_error_of_an_upload_that_does_not_end_leads_to_an_alert(objects: l
 
     begun_anew = {ErrorKind.UPLOAD_LOST, ErrorKind.ALREADY_EXISTS}
     assert kinds("MooringStoreFails") == {kind.value for kind in PASSING | begun_anew}
-    assert kinds("MooringNeedsAPerson") == {kind.value for kind in RETRYABLE - PASSING - begun_anew}
+    assert kinds("MooringUploadsBlocked") == {kind.value for kind in RETRYABLE - PASSING - begun_anew}
 
 
 def test_the_age_that_somebody_wants_to_know_of_is_a_value(objects: list[Object]) -> None:

@@ -293,7 +293,7 @@ def test_the_sitecustomize_that_an_interpreter_has_of_its_own_runs_too(stage: St
     assert (got.stdout, got.stderr) == (f"{alone.stdout}hooked transformers.trainer done\n", alone.stderr)
 
 
-def test_a_hidden_folder_without_code_is_passed_over(stage: Stage, tmp_path: Path) -> None:
+def test_a_hidden_folder_without_code_is_skipped(stage: Stage, tmp_path: Path) -> None:
     (tmp_path / "theirs" / "sitecustomize").mkdir(parents=True)
     got = run("-c", "print('program')", path=(stage.injected, tmp_path / "theirs"))
     assert (got.stdout, got.stderr) == ("program\n", "")

@@ -104,7 +104,7 @@ def test_the_same_step_saved_again_replaces_the_checkpoint(make: Make, directory
     assert (resumed / "other").read_text() == "second"
 
 
-def test_a_damaged_checkpoint_is_passed_over_for_an_older_one(
+def test_a_damaged_checkpoint_is_skipped_for_an_older_one(
     make: Make, directory: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     checkpointer = make()

@@ -1,4 +1,4 @@
-"""Records: what is written can be read, and what cannot be read is passed over."""
+"""Records: what is written can be read, and what cannot be read is skipped."""
 
 import json
 from pathlib import Path
@@ -62,7 +62,7 @@ def test_the_step_decides_what_is_newest_and_then_the_time(tmp_path: Path) -> No
 @pytest.mark.parametrize(
     "content", ["", "{", "[]", "null", '{"name": "checkpoint-7"}', '{"name": "../../etc", "step": 7}']
 )
-def test_a_record_that_cannot_be_read_is_passed_over(
+def test_a_record_that_cannot_be_read_is_skipped(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, content: str
 ) -> None:
     write_record(tmp_path, record(5))
@@ -71,7 +71,7 @@ def test_a_record_that_cannot_be_read_is_passed_over(
     assert caplog.text.count("record skipped") == 1
 
 
-def test_a_record_that_names_another_directory_is_passed_over(tmp_path: Path) -> None:
+def test_a_record_that_names_another_directory_is_skipped(tmp_path: Path) -> None:
     write_record(tmp_path, record(5))
     content = (tmp_path / "checkpoint-5.json").read_text().replace("checkpoint-5", "../somewhere")
     (tmp_path / "checkpoint-5.json").write_text(content)

@@ -79,7 +79,7 @@ def test_damaged_newer_ones_do_not_count() -> None:
     assert deleted(plan(found, validated=ids(1))) == set()
 
 
-def test_what_was_committed_last_stays_and_what_it_passed_over_is_no_reason_to_delete() -> None:
+def test_what_was_committed_last_stays_and_what_it_skipped_is_no_reason_to_delete() -> None:
     found = [committed(900), committed(1000, modified_at=NOW - 2 * DAY), committed(950, modified_at=NOW - DAY)]
     assert deleted(plan(found)) == ids(900)
     assert deleted(plan(found, keep_last=2)) == set()

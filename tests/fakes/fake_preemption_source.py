@@ -1,4 +1,4 @@
-"""`ports.Notices` in memory: what stands, and what it cannot say."""
+"""`ports.PreemptionSource` in memory."""
 
 from collections.abc import Sequence
 
@@ -7,7 +7,7 @@ from mooring_agent.ports import TerminationNotice
 
 
 class FakePreemptionSource:
-    """`standing` is told at every look; `silent`: it does not answer."""
+    """Every look returns the notices in `standing`; with `silent` it raises an error."""
 
     cloud = "fake"
 

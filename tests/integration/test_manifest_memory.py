@@ -73,7 +73,7 @@ def test_a_forged_checkpoint_that_is_let_in_fits_into_the_memory(
     assert "skipped" in restores_the_older(memory, tmp_path)
 
 
-def test_a_forged_checkpoint_of_four_large_manifests_is_passed_over_with_the_memory_it_needs(
+def test_a_forged_checkpoint_of_four_large_manifests_is_skipped_with_the_memory_it_needs(
     memory: ControlGroup, tmp_path: Path
 ) -> None:
     needed = forge(tmp_path, "many parts", files_of_rank=80, ranks=4)

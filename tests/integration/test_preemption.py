@@ -1,4 +1,4 @@
-"""A cloud takes its machine back: what a real trainer saves on its notice is committed before the deadline."""
+"""On a cloud's termination notice, a real trainer's save is committed before the deadline."""
 
 import json
 import os

@@ -324,7 +324,7 @@ def test_what_restore_fetched_is_resumed_from_wherever_the_trainer_saves(volume:
     assert (volume / "checkpoints" / "run" / f"checkpoint-{STEPS}").is_dir()
 
 
-def test_a_torn_checkpoint_that_the_trainer_would_take_is_passed_over(volume: Path) -> None:
+def test_a_torn_checkpoint_that_the_trainer_would_take_is_skipped(volume: Path) -> None:
     stop(make(volume / "checkpoints", At("on_step_end", 6, terminate)))
     (volume / "checkpoints" / "checkpoint-6" / "optimizer.pt").write_bytes(b"")
     resumed: list[int] = []

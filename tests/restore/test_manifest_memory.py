@@ -49,9 +49,7 @@ def fetched_manifests(store: FakeStore) -> list[str]:
 
 
 @pytest.mark.usefixtures("memory")
-async def test_a_checkpoint_that_needs_more_memory_is_passed_over_unread_and_said(
-    store: FakeStore, volume: Path
-) -> None:
+async def test_a_checkpoint_that_needs_more_memory_is_skipped_unread_and_said(store: FakeStore, volume: Path) -> None:
     await store_checkpoint(store, 1)
     sizes = await store_forged(store, 2, of_parts, files_of_rank=8, ranks=4)
     store.calls.clear()

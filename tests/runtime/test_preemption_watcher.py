@@ -1,4 +1,4 @@
-"""A cloud's notice becomes the pod's once and in time; a service that fails or is absent troubles nobody."""
+"""The preemption watcher passes each notice on once and in time. A service that fails or is absent does no harm."""
 
 import asyncio
 from collections.abc import AsyncIterator, Callable

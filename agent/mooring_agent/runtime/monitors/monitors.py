@@ -184,7 +184,7 @@ class Monitors:
             log.info("ranks.alive", local_ranks=sorted(alive))
             if not alive and self._engine.state.termination.stop_requested_at is not None:
                 # Before RanksSeen, which tells the core that nobody will announce and may leave it nothing to do.
-                await self._rescue_in_time()
+                await self._recover_unannounced()
             elif not alive:
                 self._clients_gone.set()
             await self._engine.submit(RanksSeen(at=self._clock.now(), alive=alive))
@@ -247,10 +247,10 @@ class Monitors:
             await self._watching.last_looks(
                 writers_gone=trainers_gone or self._clients_are_gone, limit_seconds=self._seconds_to_look_around()
             )
-        await self._rescue_in_time()
+        await self._recover_unannounced()
         await self._engine.submit(StopRequested(at=self._clock.now(), trainers_gone=trainers_gone))
 
-    async def _rescue_in_time(self) -> None:
+    async def _recover_unannounced(self) -> None:
         """Announce unannounced checkpoints in half of the time that is left, because they must still be sent."""
         until = drain.deadline(self._engine.state)
         left_seconds = None if until is None else max(0.0, until - self._clock.now())

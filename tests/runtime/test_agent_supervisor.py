@@ -1,4 +1,4 @@
-"""The keeper of an agent beside small programs in its place: which end counts, and who is told what."""
+"""The agent supervisor with small programs instead of an agent: when it restarts one, and what it tells each."""
 
 import asyncio
 import os

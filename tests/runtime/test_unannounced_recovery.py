@@ -1,4 +1,4 @@
-"""A save whose record says that no agent had it may be committed all the same: the store is asked before it is said."""
+"""Recovery of unannounced checkpoints asks the store first, because a save may be committed despite its record."""
 
 import asyncio
 from collections.abc import Iterator, Sequence

@@ -1,4 +1,4 @@
-"""Whether a save may be sent: its id is new, or what is committed under it is this very save."""
+"""A save may be uploaded only if its id is new, or if the save committed under that id is the same."""
 
 import asyncio
 from collections.abc import AsyncIterator

@@ -1,4 +1,4 @@
-"""How ranks find each other where earlier starts left their traces. Ranks are threads on torch's own store."""
+"""The rendezvous of ranks, also beside the keys of earlier starts. Ranks are threads on torch's own store."""
 
 import json
 import threading
