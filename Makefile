@@ -53,14 +53,16 @@ demo: setup
 	$(BIN)/python -m examples.demo
 
 # Each test is in one of these, or in test-containers.
-test: test-quick test-slow test-trainers test-root
+test: test-quick test-slow test-root
 
 test-quick: $(FRAMEWORKS) node
 	$(PYTEST) -m "not (slow or trainers or root or containers)"
 
+# One at a time to each process, the longest first.
 test-slow: $(FRAMEWORKS) node
-	$(PYTEST) -m "slow and not (trainers or root or containers)"
+	$(BIN)/python -m pytest -n $(WORKERS) --dist load --maxschedchunk 1 -m "(slow or trainers) and not (root or containers)"
 
+# The part of it that trains with the frameworks.
 test-trainers: $(FRAMEWORKS)
 	$(PYTEST) -m "trainers and not root"
 

@@ -44,6 +44,18 @@ def pytest_ignore_collect(collection_path: Path) -> bool | None:
     return bool(_IMPORTS_TORCH.search(collection_path.read_bytes())) or None
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Of the long tests those that may take longest begin first, so that none of them is left alone at the end."""
+    items.sort(key=_limit_seconds, reverse=True)
+
+
+def _limit_seconds(item: pytest.Item) -> float:
+    """The limit of a long test; 0 for all others, which keep their order."""
+    limit = item.get_closest_marker("timeout")
+    is_long = item.get_closest_marker("slow") or item.get_closest_marker("trainers")
+    return float(limit.args[0]) if limit and is_long else 0.0
+
+
 @pytest.fixture
 def short_directory() -> Iterator[Path]:
     """pytest's own directories are too deep for a unix socket."""

@@ -16,7 +16,7 @@ from tests.servers.server import Bucket
 from tests.servers.tls import Certificate
 
 MIB = 1024 * 1024
-KILLS = 50
+KILLS = 25
 PART_BYTES = 8 * MIB
 SIZES = {
     "model-00001.safetensors": 31 * MIB,
@@ -30,7 +30,7 @@ SIZES = {
     "config.json": 4096,
     "empty": 0,
 }
-# So slow that what is sent while a busy machine comes late to a kill, fifty times, leaves enough for all of them.
+# So slow that what is sent while a busy machine comes late to a kill, each time, leaves enough for all of them.
 BYTES_PER_SECOND = 8 * MIB
 LONGEST_BLIND_LIFE_BYTES = 8 * MIB
 LONGEST_WAIT_BYTES = 24 * MIB
@@ -119,7 +119,7 @@ def sent_twice(log: list[Request]) -> list[tuple[str, ...]]:
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-def test_fifty_kills_lose_nothing_leave_nothing_and_send_no_finished_part_twice(
+def test_kills_lose_nothing_leave_nothing_and_send_no_finished_part_twice(
     rclone_bucket: Bucket, fault_proxy: FaultProxy, tmp_path: Path
 ) -> None:
     deaths = live_and_die(rclone_bucket, fault_proxy, tmp_path, steps=(100, 200, 300), kills=KILLS)
