@@ -91,4 +91,4 @@ async def test_bytes_that_change_on_the_way_back_are_found(rclone_bucket: Bucket
     found = await findings(rclone_bucket.settings(endpoint_url=fault_proxy.endpoint_url))
 
     assert found["download"].verdict is Verdict.FAIL
-    assert "not those that were sent" in found["download"].detail
+    assert "other bytes than those that were sent" in found["download"].detail
