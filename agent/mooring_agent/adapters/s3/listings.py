@@ -123,7 +123,7 @@ class Listings:
             if place in places:
                 raise StoreError(
                     ErrorKind.STORE_FAILED,
-                    f"{name}: the store says that there is more but not where, or where it was before",
+                    f"{name}: the store says that the listing goes on, but gives no new place to continue at",
                 )
             places.add(place)
             if seconds > MOST_SECONDS:
