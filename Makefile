@@ -159,7 +159,7 @@ image:
 # What is in the image, as CycloneDX, by its lock.
 sbom: setup
 	mkdir -p build
-	$(BIN)/cyclonedx-py requirements --pyproject pyproject.toml --mc-type application --output-reproducible \
+	$(BIN)/cyclonedx-py requirements --pyproject agent/pyproject.toml --mc-type application --output-reproducible \
 		--output-format JSON --output-file build/sbom.cdx.json requirements.txt
 
 # Packages, chart, image, SBOM, checksums and signatures in dist/, and what goes to registries; DRY_RUN=1 pushes nothing.

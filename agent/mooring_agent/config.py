@@ -72,7 +72,7 @@ def load_some_settings(
     read = [one for one in setting_fields() if one.section == "store" or one.key in keys]
     names = {name for one in read for name in (one.environment, *one.foreign_variables)}
     heard = {name: value for name, value in environment.items() if name in names}
-    # These two must be valid, and are not used unless they are among the keys.
+    # These two must be valid. They are used only if they are among the keys, and then the command has other defaults.
     unused = {"volume": "/volume", "socket": "/socket"}
     return load_settings(flags=flags, environment=heard, defaults={**unused, **defaults})
 

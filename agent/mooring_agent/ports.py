@@ -68,7 +68,8 @@ class StoreCapabilities:
 class StoreReader(Protocol):
     """Reads objects below one destination's prefix. Keys are relative to it.
 
-    - Every method raises StoreError only; a missing key is NOT_FOUND, a missing bucket BUCKET_MISSING.
+    - Every method raises StoreError only, and VolumeError for the local file that it reads or writes. A missing key is
+      NOT_FOUND, a missing bucket BUCKET_MISSING.
     - Every call is bounded by the store's own time-outs and may be cancelled at any point.
     - No method retries: retry policy belongs to the core (uploads) or to `retrying_store` (people waiting).
     - Reads and listings see every write that was acknowledged before they began.
@@ -128,7 +129,8 @@ class ObjectStore(StoreWriter, Protocol):
 
     - Bytes of a file are sent only if they have the CRC64NVME that the caller names: FILE_CHANGED as VolumeError if
       not, FILE_MISSING if the file is gone.
-    - Upload tokens and receipts are opaque strings of the store's own, which outlive this process in a journal.
+    - Upload tokens and receipts are opaque strings of the store's own, never empty. They outlive this process in a
+      journal.
     """
 
     async def put_data(self, key: str, content: Region | bytearray, checksum: int) -> None:

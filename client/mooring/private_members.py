@@ -1,7 +1,7 @@
 """The private members of other libraries that Mooring uses, where those have no public way, and the check for them.
 
 Each is used in one place, after `require` has found it there. docs/compatibility.md lists them with their use, and
-pyproject.toml caps the version of each library. Imports nothing of these libraries.
+pyproject.toml caps the version of each library that is tested. Imports nothing of these libraries.
 """
 
 import platform
@@ -40,6 +40,8 @@ PRIVATE_MEMBERS: Final[Mapping[str, tuple[str, ...]]] = MappingProxyType(
             "_maybe_log_save_evaluate",
             "_save_checkpoint",
         ),
+        # Only looked for: older releases have none.
+        "transformers.Trainer since 5": ("_run_epoch",),
         "transformers.trainer_jit_checkpoint.CheckpointManager": ("_original_sigterm_handler",),
     }
 )

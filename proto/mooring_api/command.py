@@ -1,7 +1,7 @@
 """The `mooring` command: prints the version itself and leaves everything else to the agent's package.
 
-The trainer's package installs the command, and has to do without the agent's. This module imports neither of them: that
-would slow down every probe and hook of a pod.
+The trainer's package installs the command, and has to do without the agent's. This module never imports `mooring`,
+which would slow down every probe and hook of a pod, and imports the agent's package only when a command needs it.
 """
 
 import importlib

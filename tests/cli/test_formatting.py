@@ -1,7 +1,5 @@
 """Tables and progress, as the command line prints them."""
 
-import os
-import shutil
 import sys
 
 import pytest
@@ -28,7 +26,7 @@ def test_in_a_terminal_cells_wrap_where_they_may_and_lose_nothing(
     columns: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
-    monkeypatch.setattr(shutil, "get_terminal_size", lambda: os.terminal_size((columns, 24)))
+    monkeypatch.setenv("COLUMNS", str(columns))
     lines = list(table(ROWS, right=(0,), folded={2: 9, 1: 10}))
     assert max(map(len, lines)) <= max(columns, len("1200") + 2 + 10 + 2 + 9)
     names = [line[6:].split("  ")[0].strip() for line in lines[1:-1]]

@@ -102,7 +102,7 @@ def test_a_program_without_a_framework_gets_three_small_modules_and_no_package()
         "importlib.machinery",
         "warnings",
     }
-    ours = {"sitecustomize", "mooring.autoload.post_import", "mooring.autoload.zero_code"}
+    ours = {"sitecustomize", "mooring.autoload.post_import", "_mooring_autoload.zero_code"}
     assert got.stderr == ""
     # Debian's Python has a sitecustomize of its own.
     assert set(got.stdout.split()) - of_python - (without - ours) == ours
@@ -222,6 +222,15 @@ def test_a_damaged_autoload_is_off_with_one_warning_and_hides_nothing(
     assert (got.stdout, got.returncode) == ("theirs\ndone\n", 0)
     assert got.stderr.startswith("mooring: autoload is off: ")
     assert got.stderr.count("\n") == 1
+
+
+def test_an_autoload_of_another_version_leaves_the_package_its_own_table(stage: Stage) -> None:
+    file = stage.injected / "mooring" / "autoload" / "zero_code.py"
+    file.write_text(file.read_text().replace("TRAINERS", "OTHER_NAME"))
+    package = str(Path(autoload.__file__).parents[2])
+    got = stage.run(f"import sys; sys.path.insert(0, {package!r}); import mooring; print(mooring.protect)")
+    assert got.stdout.startswith("<function protect"), got.stderr
+    assert got.returncode == 0
 
 
 def test_a_program_without_stderr_is_not_broken_by_a_warning(stage: Stage) -> None:

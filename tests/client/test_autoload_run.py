@@ -15,7 +15,7 @@ _TIMEOUT_SECONDS = 100.0
 
 
 def run(tmp_path: Path, *options: str, **environment: str) -> "subprocess.CompletedProcess[str]":
-    code = "import os, sys; print(repr(os.environ.get('PYTHONPATH')), 'mooring.autoload.zero_code' in sys.modules)"
+    code = "import os, sys; print(repr(os.environ.get('PYTHONPATH')), '_mooring_autoload.zero_code' in sys.modules)"
     command = [sys.executable, "-m", "mooring_agent", "run", "--to", f"file://{tmp_path}/bucket", *options]
     (tmp_path / "bucket").mkdir(exist_ok=True)
     variables = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}

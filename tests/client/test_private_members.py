@@ -41,6 +41,7 @@ _FOUND: Final = MappingProxyType(
         "deepspeed.DeepSpeedEngine": lambda: importlib.import_module("deepspeed").DeepSpeedEngine,
         "torch.distributed.checkpoint.staging.DefaultStager": lambda: Saver(cast(Storage, None))._stager,
         "transformers.Trainer": lambda: importlib.import_module("transformers").Trainer,
+        "transformers.Trainer since 5": lambda: importlib.import_module("transformers").Trainer,
         "transformers.trainer_jit_checkpoint.CheckpointManager": lambda: _made(
             "transformers.trainer_jit_checkpoint", "CheckpointManager", None
         ),
@@ -63,8 +64,9 @@ def test_a_release_without_one_is_named(owner: str) -> None:
 
 def test_the_page_lists_every_member_and_the_project_caps_every_library() -> None:
     page = (_ROOT / "docs" / "compatibility.md").read_text()
-    extras = tomllib.loads((_ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
-    caps = {re.split(r"[<>=]", one)[0] for extra in extras.values() for one in extra if "<" in one}
+    project = tomllib.loads((_ROOT / "pyproject.toml").read_text())
+    lists = (*project["project"]["optional-dependencies"].values(), *project["dependency-groups"].values())
+    caps = {re.split(r"[<>=]", one)[0] for names in lists for one in names if isinstance(one, str) and "<" in one}
     for owner, members in PRIVATE_MEMBERS.items():
         assert [path for path in members if f"`{path.rpartition('.')[2]}`" not in page] == []
         assert owner.partition(".")[0] in caps | {"multiprocessing"}

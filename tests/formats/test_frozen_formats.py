@@ -1,7 +1,7 @@
 """What Mooring writes, as it was written once and for all: an upgrade meets these files, a downgrade newer ones.
 
-Each file in `frozen/` was written by the version that introduced its format and never changes. When a format changes,
-add a file, and raise the format's number: an older version then says what it met.
+Each file in `frozen/` was written by the version that introduced its format, and never changes once that version is
+released. When a format changes, add a file, and raise the format's number: an older version then says what it met.
 """
 
 import json

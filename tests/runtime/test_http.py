@@ -12,7 +12,7 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from prometheus_client.parser import text_string_to_metric_families
-from tests.harness.agent_process import AgentProcess, write_checkpoint
+from tests.harness.agent_process import AgentProcess, wait_until, write_checkpoint
 from tests.servers.loopback import needs_ipv6
 from tests.servers.process import free_port
 
@@ -33,6 +33,7 @@ def address() -> str:
 def agent(tmp_path: Path, address: str) -> Iterator[AgentProcess]:
     destination = f"file://{tmp_path}/bucket"
     with AgentProcess(tmp_path / "volume", destination, http_address=address, grace_seconds=77) as agent:
+        wait_until(lambda: bool(agent.log("http.serving")), CALL_SECONDS, "the pages are served")
         yield agent
 
 
@@ -139,7 +140,8 @@ def test_where_an_injected_pods_agent_listens_ipv4_and_ipv6_reach_it(tmp_path: P
     variables = {one["name"]: one["value"] for one in containers[-1]["env"]}
     port = free_port()
     injected = variables["MOORING_HTTP_ADDRESS"].replace(str(POD_METRICS_PORT), str(port))
-    with AgentProcess(tmp_path / "volume", f"file://{tmp_path}/bucket", http_address=injected):
+    with AgentProcess(tmp_path / "volume", f"file://{tmp_path}/bucket", http_address=injected) as agent:
+        wait_until(lambda: bool(agent.log("http.serving")), CALL_SECONDS, "the pages are served")
         assert get(f"127.0.0.1:{port}", "/healthz") == (200, "ok\n")
         assert get(f"[::1]:{port}", "/healthz") == (200, "ok\n")
 

@@ -77,6 +77,7 @@ def test_an_agent_with_pages_loads_what_they_need_when_they_are_asked_for(tmp_pa
         http_address=address,
     ) as agent:
         wait_ready(agent)
+        wait_until(lambda: bool(agent.log("http.serving")), CALL_SECONDS, "the pages are served")
         before = loaded(agent)
         assert before >= FOR_PAGES
         assert not before & (FOR_S3 | AT_THE_FIRST_SCRAPE | FOR_OTHERS)

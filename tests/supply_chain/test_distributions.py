@@ -34,7 +34,7 @@ path = checkpointer.resume()
 with checkpointer.save(7) as directory:
     (directory / "state").write_text("seven")
 checkpointer.finish()
-print(path, mooring.__version__, "mooring.autoload.zero_code" in sys.modules)
+print(path, mooring.__version__, "_mooring_autoload.zero_code" in sys.modules)
 """
 
 

@@ -91,7 +91,7 @@ def region_sha256(region: Region) -> str:
 
 
 def region_md5(region: Region) -> str:
-    """MD5 of a region as hexadecimal: most stores tell it, which identifies a part sent before a crash."""
+    """MD5 of a region as hexadecimal: most stores report it, so it identifies a part sent before a crash."""
     digest = hashlib.md5(usedforsecurity=False)
     _read(region, digest.update)
     return digest.hexdigest()

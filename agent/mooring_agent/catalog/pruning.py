@@ -125,19 +125,16 @@ async def prune(
         known={*known, *judged},
         now=now,
     )
-    uploads: tuple[UploadInfo, ...] = ()
-    litter: tuple[str, ...] = ()
-    if not plan.refused:
-        uploads = tuple(
-            [
-                one
-                async for one in store.list_uploads("")
-                if may_abort_upload(_save_of(one.key), one.started_at, settings, live, now)
-                # A probe's upload, or an object that was half-written to a directory.
-                or (one.key.startswith(f"{STATE_DIRECTORY}/") and one.started_at < long_ago)
-            ]
-        )
-        litter = _litter(listing.pins, listing.probes, long_ago)
+    uploads = tuple(
+        [
+            one
+            async for one in store.list_uploads("")
+            # A probe's upload, or an object that was half-written to a directory: they belong to no save.
+            if (one.key.startswith(f"{STATE_DIRECTORY}/") and one.started_at < long_ago)
+            or (not plan.refused and may_abort_upload(_save_of(one.key), one.started_at, settings, live, now))
+        ]
+    )
+    litter = () if plan.refused else _litter(listing.pins, listing.probes, long_ago)
     if not dry_run:
         await _delete_saves(store, plan.deletions, listing.damaged)
         await _clear(store, uploads, litter)

@@ -101,10 +101,10 @@ def progress_line() -> Iterator[Callable[[str, int, int], None]]:
             : shutil.get_terminal_size().columns - 1
         ]
         # The cursor returns, so that a line of the log replaces this one.
-        click.echo(f"{_TO_START_OF_CLEARED_LINE}{line}\r", nl=False, err=True)
+        click.echo(f"{_TO_START_OF_CLEARED_LINE}{line}\r", nl=False, err=True, color=True)
 
     try:
         yield advance
     finally:
         if drawn_at:
-            click.echo(_TO_START_OF_CLEARED_LINE, nl=False, err=True)
+            click.echo(_TO_START_OF_CLEARED_LINE, nl=False, err=True, color=True)

@@ -14,7 +14,13 @@ from mooring_agent.cli.formatting import errors_reported
 from mooring_agent.config import load_settings, load_some_settings
 from mooring_agent.core.settings.table import SettingField, setting_fields, text_of_tags
 from mooring_agent.core.settings.values import Settings
-from mooring_api.names import ENV_DESTINATION, RUN_VOLUME
+from mooring_api.names import (
+    AGENT_STATE_DIRECTORY,
+    CHECKPOINT_DIRECTORY,
+    ENV_DESTINATION,
+    RUN_VOLUME,
+    STATE_DIRECTORY,
+)
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -79,13 +85,20 @@ def destination_options(*keys: str) -> Callable[[Callable[..., None]], Callable[
         @functools.wraps(command)
         def wrapper(*, destination: str, **values: Any) -> None:
             flags = {"destination": destination, **{one.name: values.pop(one.name) for one in offered}}
-            defaults = {"volume": RUN_VOLUME, "log_format": "console" if sys.stderr.isatty() else "json"}
+            defaults = {"log_format": "console" if sys.stderr.isatty() else "json"}
+            if "volume" in keys:
+                defaults["volume"] = RUN_VOLUME
             with errors_reported():
                 settings = load_some_settings(keys, flags=flags, environment=os.environ, defaults=defaults)
             command(settings=settings, **values)
 
         decorated: Callable[..., None] = wrapper
-        shown = {"volume": f"./{RUN_VOLUME}", "log_format": "console in a terminal, else json"}
+        shown = {
+            "volume": f"./{RUN_VOLUME}",
+            "checkpoint_directory": f"<volume>/{CHECKPOINT_DIRECTORY}",
+            "state_directory": f"<volume>/{STATE_DIRECTORY}/{AGENT_STATE_DIRECTORY}",
+            "log_format": "console in a terminal, else json",
+        }
         for setting in reversed(offered):
             decorated = setting_option(setting, shown.get(setting.key))(decorated)
         return click.argument("destination", metavar="DEST", envvar=ENV_DESTINATION)(decorated)

@@ -6,7 +6,7 @@ imported. The first framework that is imported imports `mooring`; if that fails,
 
 import sys
 
-# sitecustomize has loaded this module before, so the line does not import the package.
+# sitecustomize has loaded that module before, so this line does not import the package.
 from mooring.autoload.post_import import after_import, forget_all, reason, warn
 
 TYPE_CHECKING = False

@@ -22,7 +22,7 @@ from multiprocessing import resource_tracker
 from types import ModuleType
 from typing import Any, Final
 
-from mooring.autoload.post_import import after_import
+from mooring.autoload.post_import import after_import, reason, warn
 from mooring.private_members import require
 from mooring.workers import fork_server
 
@@ -57,7 +57,10 @@ def autoload(module: ModuleType) -> None:
     if module.__name__ in (_LOADER, _STATEFUL_LOADER):
         entry = loader_worker if module.__name__ == _LOADER else stateful_loader_worker
         module._worker_loop = entry  # type: ignore[attr-defined]
-        fork_server.keep_alive()
+        try:
+            fork_server.keep_alive()
+        except AttributeError as error:
+            warn(f"workers of the start method forkserver are not protected: {reason(error)}")
     else:
         process = module._AsyncCheckpointProcess
         process._checkpointing_subprocess = staticmethod(checkpoint_writer)

@@ -37,10 +37,22 @@ _ERRNOS: Final = {
     errno.EPERM: (ErrorKind.ACCESS_DENIED, "give the agent's user write access to the destination"),
     errno.EROFS: (ErrorKind.ACCESS_DENIED, "mount the destination read-write"),
     errno.ENAMETOOLONG: (ErrorKind.REQUEST_REFUSED, "use shorter file names in checkpoints"),
-    errno.EEXIST: (ErrorKind.REQUEST_REFUSED, "remove the file at the destination that is where a folder belongs"),
-    errno.ENOTDIR: (ErrorKind.REQUEST_REFUSED, "remove the file at the destination that is where a folder belongs"),
-    errno.EISDIR: (ErrorKind.REQUEST_REFUSED, "remove the folder at the destination that is where a file belongs"),
-    errno.ENOTEMPTY: (ErrorKind.REQUEST_REFUSED, "remove the folder at the destination that is where a file belongs"),
+    errno.EEXIST: (
+        ErrorKind.REQUEST_REFUSED,
+        "two ranks use one path as a file and as a folder: rename one of them in the trainer",
+    ),
+    errno.ENOTDIR: (
+        ErrorKind.REQUEST_REFUSED,
+        "two ranks use one path as a file and as a folder: rename one of them in the trainer",
+    ),
+    errno.EISDIR: (
+        ErrorKind.REQUEST_REFUSED,
+        "two ranks use one path as a file and as a folder: rename one of them in the trainer",
+    ),
+    errno.ENOTEMPTY: (
+        ErrorKind.REQUEST_REFUSED,
+        "two ranks use one path as a file and as a folder: rename one of them in the trainer",
+    ),
     errno.EFBIG: (ErrorKind.REQUEST_REFUSED, "the destination's filesystem does not allow files of this size"),
     errno.ETIMEDOUT: (ErrorKind.TIMED_OUT, ""),
     errno.ENOTCONN: (ErrorKind.UNREACHABLE, "mount the destination again: its mount is broken"),

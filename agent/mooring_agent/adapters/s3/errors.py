@@ -188,8 +188,10 @@ def _classify(error: BaseException) -> tuple[ErrorKind, str, str]:
     exceptions = botocore.exceptions
     if isinstance(error, exceptions.HTTPClientError):
         inner = error.kwargs.get("error")
-        error = inner if isinstance(inner, OversizedAnswerError) else error
+        error = inner if isinstance(inner, OversizedAnswerError | StoreError) else error
     match error:
+        case StoreError():
+            return error.kind, str(error), error.hint
         case exceptions.ClientError():
             return _classify_answer(error.response)
         case (

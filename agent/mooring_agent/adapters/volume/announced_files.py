@@ -18,7 +18,7 @@ from typing import Final
 from mooring_agent.adapters.volume.errors import volume_error
 from mooring_agent.adapters.volume.shared_volume import Folder, open_volume
 from mooring_agent.core.errors import ErrorKind, RequestError, VolumeError
-from mooring_agent.core.limits import FILES_PER_RANK, PATH_LEVELS
+from mooring_agent.core.limits import FILES_PER_RANK, PATH_BYTES, PATH_LEVELS
 from mooring_agent.core.stored.object_layout import check_file_path
 from mooring_api.names import STATE_DIRECTORY
 
@@ -43,11 +43,17 @@ def check_path(path: str) -> None:
             hint="give the checkpoint's absolute path as trainer and agent both see it",
         )
     try:
-        path.encode()
+        size_bytes = len(path.encode())
     except UnicodeEncodeError as error:
         raise RequestError(
             ErrorKind.BAD_NAME, f"{os.fsencode(path)!r} is not UTF-8", hint="rename the file or the directory"
         ) from error
+    if size_bytes > PATH_BYTES:
+        raise RequestError(
+            ErrorKind.BAD_NAME,
+            f"the path {path[:_SHOWN_CHARACTERS]}… has {size_bytes} bytes",
+            hint=f"use a path of at most {PATH_BYTES} bytes",
+        )
 
 
 def resolve_path(volume: Path, path: str) -> str:

@@ -76,7 +76,7 @@ def admit(state: State, kind: Kind, size_bytes: int) -> Admission:
         return Admission(admitted=True)
     return Admission(
         admitted=False,
-        reason=f"{budget} bytes are left on the volume; this save and a just-in-time save need {needed}",
+        reason=f"{budget} bytes may still be written to the volume; this save and a just-in-time save need {needed}",
     )
 
 

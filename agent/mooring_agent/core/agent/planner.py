@@ -85,7 +85,7 @@ def _decisions(state: State) -> Iterator[Record]:
     given_up = {checkpoint.info.save for checkpoint in superseded}
     for checkpoint in _abandoned(state):
         if checkpoint.info.save not in given_up:
-            yield _shed(state, checkpoint, "superseded, and some of its ranks never announced it")
+            yield _shed(state, checkpoint, "superseded, and some of its ranks were never completed")
 
 
 def _shed(state: State, checkpoint: Checkpoint, reason: str) -> Record:

@@ -56,7 +56,7 @@ class TransferSettings:
         "and smaller ones, down to 8 MiB, if the store is slow.",
     ] = 32 * MIB
     max_concurrency: Annotated[
-        int, "Maximum number of parts transferred at the same time; the agent lowers it when the store says SlowDown."
+        int, "Maximum number of parts transferred at the same time; fewer while a store answers uploads with SlowDown."
     ] = 8
     bandwidth_bytes_per_second: Annotated[int, "Maximum upload rate; 0: none. It does not apply while draining."] = 0
 
@@ -78,9 +78,9 @@ class RetentionSettings:
 
     keep_last: Annotated[int, "Keep this many newest committed checkpoints; 0: keep all."] = 0
     keep_every_steps: Annotated[int, "Also keep those whose step is a multiple of this; 0: none."] = 0
-    orphan_age_seconds: Annotated[float, "Delete saves that never committed once they are older than this."] = (
-        24 * 3600.0
-    )
+    orphan_age_seconds: Annotated[
+        float, "Delete saves that never committed, old resume pins and other leftovers once they are older than this."
+    ] = 24 * 3600.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -160,9 +160,9 @@ class Settings:
     log_format: Annotated[str, "Format of the log: json or console."] = "json"
     nice: Annotated[
         int,
-        "CPU niceness of the agent, 0 to 19, added to that it starts with. It counts if trainer and agent share "
-        "a cgroup, as under mooring run; between a pod's containers CPU requests decide. It also holds in the drain, "
-        "because only root can lower it again.",
+        "CPU niceness of the agent, 0 to 19, added to the niceness that it starts with. It counts if trainer and agent "
+        "share a cgroup, as under mooring run; between a pod's containers CPU requests decide. It also holds in the "
+        "drain, because only root can lower it again.",
     ] = 0
     io_priority: Annotated[
         str,

@@ -1,7 +1,9 @@
 """Serves /metrics for Prometheus, /healthz (the event loop runs) and /readyz (the agent is not exiting)."""
 
+import asyncio
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from importlib import import_module
 from typing import TYPE_CHECKING, Final
 
 import structlog
@@ -27,7 +29,9 @@ async def serve_http(address: str, state: Callable[[], State], clock: Clock) -> 
     if not address:
         yield
         return
-    # Imported here: aiohttp takes 15 MiB, which an agent without these pages and without S3 need not hold.
+    # In a thread, because calls are served already. Here, because an agent without these pages and without S3 need not
+    # hold the ten megabytes that aiohttp takes.
+    await asyncio.to_thread(import_module, "mooring_agent.adapters.http_server")
     from mooring_agent.adapters.http_server import probe_pages, serving
 
     def registry() -> "CollectorRegistry":

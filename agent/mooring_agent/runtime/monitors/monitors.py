@@ -260,7 +260,10 @@ class Monitors:
                     asking_seconds=_ASKING_SECONDS if left_seconds is None else min(_ASKING_SECONDS, left_seconds / 4)
                 )
         except TimeoutError:
-            log.warning("unannounced.cut_short", hint="the others stay on the volume for the next start")
+            log.warning(
+                "unannounced.cut_short",
+                hint="checkpoints that were not announced stay on the volume for the next start",
+            )
 
     @property
     def _clients_are_gone(self) -> bool:

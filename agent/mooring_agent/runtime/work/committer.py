@@ -244,7 +244,7 @@ def _check_readable(decode: Callable[[bytes, str], object], body: bytes, key: st
 def _not_restorable(reason: object) -> RequestError:
     return RequestError(
         ErrorKind.BAD_REQUEST,
-        f"this save could not be restored: {reason}",
+        f"nobody could restore this save: {reason}",
         hint="save fewer and larger files, or let fewer ranks write them",
     )
 

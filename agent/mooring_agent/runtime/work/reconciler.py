@@ -88,7 +88,7 @@ class Reconciler:
         return [FoundUpload(rank=known.rank, path=known.file.path, upload=known.upload, parts=tuple(parts))]
 
     async def _checksum_if_ours(self, known: KnownFile, part: Part, md5: str) -> int | None:
-        """Return the part's checksum if the store has our bytes as its MD5 tells, else None."""
+        """Return the part's checksum if the store's MD5 is that of our bytes, else None."""
         if not md5:
             return None
         region = Region(

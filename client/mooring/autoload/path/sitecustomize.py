@@ -14,6 +14,8 @@ _HERE = os.path.dirname(os.path.abspath(__file__))  # noqa: PTH100, PTH120  path
 _NAME = "sitecustomize"
 _PASSED = "_mooring_autoload_passed"
 """Attribute of `sys`: the folders whose `sitecustomize` has had its turn, shared by all files like this on the path."""
+_TABLE = "_mooring_autoload.zero_code"
+"""Not its name in the package: the trainer's `mooring` may be of another version and have another table."""
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from importlib.machinery import ModuleSpec
@@ -27,7 +29,7 @@ def _home() -> str:
 
 
 def _load(name: str, folder: str) -> "ModuleType":
-    """Import a module of the package without the package, whose `__init__` is expensive. Later imports find it too."""
+    """Import the module that has the last part of this name, without its package, whose `__init__` is expensive."""
     spec = PathFinder.find_spec(name, [folder])
     if spec is None or spec.loader is None:
         raise ImportError("%s is not in %s" % (name, folder))  # noqa: UP031
@@ -43,12 +45,13 @@ def _load(name: str, folder: str) -> "ModuleType":
 
 
 def _begin() -> None:
-    if "mooring.autoload.zero_code" in sys.modules:
+    if _TABLE in sys.modules:
         return
     home = _home()
     folder = os.path.join(home, "autoload")  # noqa: PTH118
+    # The package imports this one too, for the hooks that wait in it.
     _load("mooring.autoload.post_import", folder)
-    _load("mooring.autoload.zero_code", folder).begin(os.path.dirname(home))  # noqa: PTH120
+    _load(_TABLE, folder).begin(os.path.dirname(home))  # noqa: PTH120
 
 
 def _hidden() -> "ModuleSpec | None":
