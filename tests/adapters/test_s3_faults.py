@@ -455,6 +455,20 @@ async def test_a_bit_of_a_small_object_that_was_flipped_on_the_way_is_refused(
         proxy.stop()
 
 
+async def test_bits_that_flip_during_the_probe_hide_no_check_of_the_store(
+    seaweed_bucket: Bucket, seaweed_server: SeaweedServer
+) -> None:
+    proxy = FaultProxy(seaweed_server.port)
+    proxy.start()
+    proxy.add(Rule(name="flip", fault=Fault.FLIP_REQUEST, method="PUT", after_bytes=5, times=4))
+    try:
+        async with open_store(seaweed_bucket.settings(endpoint_url=proxy.endpoint_url)) as store:
+            assert (await store.probe()).integrity == "crc64nvme"
+        assert proxy.hits("flip") == 4
+    finally:
+        proxy.stop()
+
+
 async def test_a_stores_log_says_who_asked(rclone_bucket: Bucket, fault_proxy: FaultProxy) -> None:
     async with open_store(rclone_bucket.settings(endpoint_url=fault_proxy.endpoint_url)) as store:
         await store.put("a", b"x")
