@@ -6,7 +6,7 @@ import botocore.parsers
 import pytest
 
 from mooring_agent.adapters.s3.errors import FOREIGN, Place, translate
-from mooring_agent.core.errors import ErrorKind
+from mooring_agent.core.errors import ErrorKind, StoreError
 
 PLACE = Place(bucket="bucket", key="run/key", endpoint="https://user:hunter2@store.example:9000")
 
@@ -72,6 +72,11 @@ def answer(status: int, code: str, message: str = "") -> botocore.exceptions.Cli
         (botocore.exceptions.ProxyConnectionError(proxy_url="x"), ErrorKind.UNREACHABLE),
         (botocore.exceptions.SSLError(endpoint_url="x", error="self-signed"), ErrorKind.UNREACHABLE),
         (botocore.exceptions.HTTPClientError(error="odd"), ErrorKind.UNREACHABLE),
+        # As aiobotocore wraps what our own session raises.
+        (
+            botocore.exceptions.HTTPClientError(error=StoreError(ErrorKind.BAD_CONFIGURATION, "a member is gone")),
+            ErrorKind.BAD_CONFIGURATION,
+        ),
         (botocore.exceptions.ResponseStreamingError(error="cut"), ErrorKind.UNREACHABLE),
         (botocore.exceptions.IncompleteReadError(actual_bytes=1, expected_bytes=2), ErrorKind.UNREACHABLE),
         (aiohttp.ClientPayloadError("cut"), ErrorKind.UNREACHABLE),
