@@ -104,7 +104,7 @@ def test_while_one_is_missing_nothing_is_pinned_sent_or_committed_and_the_next_s
     play.tick()
     play.finish()
     assert play.phase("save") is Phase.SHED
-    assert "never announced it" in play.state.checkpoints["save"].reason
+    assert "never completed" in play.state.checkpoints["save"].reason
     # The one that comes after all is told so, and it is no error.
     event = _announced(_RANKS[-1])
     check_announcement(play.state, event)
