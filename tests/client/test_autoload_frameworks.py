@@ -36,11 +36,11 @@ def hooked() -> "subprocess.CompletedProcess[str]":
     installed = {module: names for module, names in CLASSES.items() if find_spec(module.partition(".")[0])}
     code = f"""if True:
         import importlib
-        from mooring.protect import _INTEGRATIONS
+        from mooring.autoload.zero_code import TRAINERS
         for module, (name, _) in {installed}.items():
             one = getattr(importlib.import_module(module), name)
             hook = one.__init__.__globals__["__name__"]
-            print("framework", module, hook, _INTEGRATIONS.get((one.__module__, one.__qualname__)))
+            print("framework", module, hook, TRAINERS.get((one.__module__, one.__qualname__)))
     """
     return imported(code)
 

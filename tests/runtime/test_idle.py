@@ -44,10 +44,13 @@ def wait_ready(agent: AgentProcess) -> None:
 
 
 def s3_agent(tmp_path: Path, bucket: Bucket, *, endpoint_url: str = "", **environment: str) -> AgentProcess:
+    # As in the image, which has no rich: structlog would load it.
+    (tmp_path / "hidden").mkdir()
+    (tmp_path / "hidden" / "rich.py").write_text("raise ImportError\n")
     return AgentProcess(
         tmp_path / "volume",
         bucket.destination,
-        environment=environment,
+        environment={"PYTHONPATH": str(tmp_path / "hidden"), **environment},
         endpoint_url=endpoint_url or bucket.endpoint_url,
         ca_bundle=bucket.ca_bundle or "",
     )
