@@ -8,7 +8,6 @@ All methods block, unless they say otherwise, and raise VolumeError only; `send`
 import os
 import threading
 from pathlib import Path
-from types import TracebackType
 from typing import Self
 
 from mooring_agent.adapters.volume.errors import volume_error
@@ -35,9 +34,7 @@ class RegionFile:
             raise
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *exception: object) -> None:
         self.close()
 
     def open(self) -> None:
