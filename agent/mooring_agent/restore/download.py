@@ -14,6 +14,7 @@ from concurrent.futures import Executor, ThreadPoolExecutor
 from pathlib import Path
 from typing import Final
 
+from mooring_agent.adapters.durable_files import write_all
 from mooring_agent.adapters.volume.disk import VolumeMeter
 from mooring_agent.adapters.volume.errors import volume_error
 from mooring_agent.adapters.volume.shared_folders import share_tree
@@ -71,9 +72,7 @@ def _write_together(pack: StoredPack, files: Sequence[StoredFile], body: bytes, 
         for file in files:
             path = file.entry.path
             written[path] = folder.open_file(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL)
-            content = pack.content(body, file)
-            while content:
-                content = content[os.write(written[path], content) :]
+            write_all(written[path], pack.content(body, file), 0)
         for path in written:
             os.fsync(written[path])
     except OSError as error:
