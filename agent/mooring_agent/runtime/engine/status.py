@@ -1,7 +1,5 @@
 """Converts the state into the API's messages."""
 
-from typing import Final
-
 from mooring_agent import __version__
 from mooring_agent.core.agent import disk_pressure, drain
 from mooring_agent.core.agent.checkpoint import Checkpoint
@@ -9,30 +7,18 @@ from mooring_agent.core.agent.state import State
 from mooring_agent.core.model import Kind, Phase
 from mooring_api.v1 import agent_pb2
 
-_KINDS: Final[dict[Kind, agent_pb2.Kind]] = {
-    Kind.PERIODIC: agent_pb2.KIND_PERIODIC,
-    Kind.JUST_IN_TIME: agent_pb2.KIND_JUST_IN_TIME,
-    Kind.FINAL: agent_pb2.KIND_FINAL,
-}
-_PHASES: Final[dict[Phase, agent_pb2.Phase]] = {
-    Phase.ANNOUNCED: agent_pb2.PHASE_ANNOUNCED,
-    Phase.STAGED: agent_pb2.PHASE_STAGED,
-    Phase.UPLOADING: agent_pb2.PHASE_UPLOADING,
-    Phase.SEALED: agent_pb2.PHASE_SEALED,
-    Phase.COMMITTED: agent_pb2.PHASE_COMMITTED,
-    Phase.RELEASED: agent_pb2.PHASE_RELEASED,
-    Phase.SHED: agent_pb2.PHASE_SHED,
-    Phase.FAILED: agent_pb2.PHASE_FAILED,
-}
-
 
 def kind_from_wire(kind: agent_pb2.Kind) -> Kind:
     """Unspecified counts as periodic."""
-    return next((ours for ours, theirs in _KINDS.items() if theirs == kind), Kind.PERIODIC)
+    return next((ours for ours in Kind if _kind_to_wire(ours) == kind), Kind.PERIODIC)
+
+
+def _kind_to_wire(kind: Kind) -> agent_pb2.Kind:
+    return agent_pb2.Kind.Value(f"KIND_{kind.name}")
 
 
 def phase_to_wire(phase: Phase) -> agent_pb2.Phase:
-    return _PHASES[phase]
+    return agent_pb2.Phase.Value(f"PHASE_{phase.name}")
 
 
 def describe_checkpoint(checkpoint: Checkpoint) -> agent_pb2.Checkpoint:
@@ -40,8 +26,8 @@ def describe_checkpoint(checkpoint: Checkpoint) -> agent_pb2.Checkpoint:
         name=checkpoint.info.name,
         save=checkpoint.info.save,
         step=checkpoint.info.step,
-        kind=_KINDS[checkpoint.info.kind],
-        phase=_PHASES[checkpoint.phase],
+        kind=_kind_to_wire(checkpoint.info.kind),
+        phase=phase_to_wire(checkpoint.phase),
         world_size=checkpoint.info.world_size,
         size_bytes=checkpoint.size_bytes,
         durable_bytes=checkpoint.durable_bytes,
