@@ -5,6 +5,7 @@ import os
 import time
 from collections.abc import Callable
 from concurrent.futures import Executor
+from contextlib import suppress
 from pathlib import Path
 from typing import Final, TypeVar
 
@@ -131,11 +132,9 @@ class Monitors:
                     parent_pid = None
                     await self.stop("runner gone")
                 ending = self._engine.state.termination.noticed
-                try:
+                with suppress(TimeoutError):
                     async with asyncio.timeout(_ENDING_SECONDS if ending else _CALM_SECONDS):
                         await self._look.wait()
-                except TimeoutError:
-                    continue
 
     async def watch_unannounced(self) -> None:
         """Announce what clients saved and no agent took: at the start, and whenever the last client is gone.
@@ -157,12 +156,10 @@ class Monitors:
             least_seconds = max(_DISK_BUSY_SECONDS, rest_seconds)
             busy = any(True for _ in self._engine.state.unfinished())
             seen = self._engine.revision
-            try:
+            with suppress(TimeoutError):
                 async with asyncio.timeout(least_seconds if busy else _DISK_IDLE_SECONDS):
                     await self._engine.next_change(seen)
                     await asyncio.sleep(least_seconds)
-            except TimeoutError:
-                continue
 
     def look_soon(self) -> None:
         self._look.set()
@@ -212,11 +209,9 @@ class Monitors:
         verdict = disk_pressure.admit(self._engine.state, kind, size_bytes)
         if verdict.admitted:
             return verdict
-        try:
+        with suppress(TimeoutError):
             async with asyncio.timeout(_ADMISSION_WAIT_SECONDS):
                 await self._engine.until(lambda state: not state.awaits_room)
-        except TimeoutError:
-            pass
         await self.look_at_disk()
         return disk_pressure.admit(self._engine.state, kind, size_bytes)
 

@@ -164,11 +164,9 @@ class AgentSupervisor:
         if self._draining.is_set():
             await asyncio.sleep(seconds)
             return
-        try:
+        with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(seconds):
                 await self._draining.wait()
-        except TimeoutError:
-            return
 
     async def _live(self, arguments: Sequence[str]) -> int:
         """Run one agent process; return its exit code."""

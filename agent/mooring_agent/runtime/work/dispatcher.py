@@ -47,7 +47,6 @@ from mooring_agent.runtime.work.committer import DuplicateSaveGuard
 from mooring_agent.runtime.work.pruner import Pruner
 from mooring_agent.runtime.work.ready_store import ReadyStore
 from mooring_agent.runtime.work.reconciler import Reconciler
-from mooring_agent.runtime.work.transfers import stage
 
 _PACKS_IN_MEMORY: Final = 4
 
@@ -88,9 +87,9 @@ class Dispatcher:
         self._readers = readers
         self._may_read_again = may_read_again
         self._post = post
-        self._on_ring = on_save_request
+        self._on_save_request = on_save_request
         self._on_lift_cap = on_lift_cap
-        self._on_spared = on_cancelled
+        self._on_cancelled = on_cancelled
         self._on_exit = on_exit
         self._pack_room = asyncio.Semaphore(_PACKS_IN_MEMORY)
         self._failures = FailureLog()
@@ -104,11 +103,11 @@ class Dispatcher:
                 if task is not None:
                     task.cancel()
             case RequestSave():
-                self._on_ring(command)
+                self._on_save_request(command)
             case LiftBandwidthCap():
                 self._on_lift_cap()
             case CancelTermination():
-                self._on_spared()
+                self._on_cancelled()
             case Exit():
                 self._on_exit(command)
             case Record():
@@ -159,7 +158,7 @@ class Dispatcher:
     async def _perform(self, command: WorkCommand) -> Event:
         match command:
             case Stage():
-                return await stage(self._staging, self._clock, self._executor, command)
+                return await transfers.stage(self._staging, self._clock, self._executor, command)
             case Release():
                 return await self._release(command)
             case WriteManifest():
