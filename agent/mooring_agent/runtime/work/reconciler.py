@@ -9,10 +9,11 @@ from concurrent.futures import Executor
 from pathlib import Path
 
 from mooring_agent.adapters.checksum import region_checksum, region_md5
+from mooring_agent.adapters.region_file import part_region
 from mooring_agent.core.agent.commands import KnownFile, Reconcile
 from mooring_agent.core.agent.events import Committed, FoundFile, FoundUpload, Reconciled
 from mooring_agent.core.errors import ErrorKind, StoreError
-from mooring_agent.core.model import Part, Region, SaveInfo
+from mooring_agent.core.model import Part, SaveInfo
 from mooring_agent.core.stored.object_layout import file_key, save_prefix
 from mooring_agent.core.stored.packs_and_parts import plan
 from mooring_agent.ports import Clock, ObjectInfo, ObjectStore, StagingArea
@@ -91,13 +92,7 @@ class Reconciler:
         """Return the part's checksum if the store's MD5 is that of our bytes, else None."""
         if not md5:
             return None
-        region = Region(
-            volume=str(self._volume),
-            path=known.file.pin,
-            offset_bytes=part.offset_bytes,
-            size_bytes=part.size_bytes,
-            fingerprint=known.file.fingerprint,
-        )
+        region = part_region(self._volume, known.file.pin, part, known.file.fingerprint)
         loop = asyncio.get_running_loop()
         if await loop.run_in_executor(self._executor, region_md5, region) != md5.lower():
             return None
