@@ -130,21 +130,19 @@ async def _fetch_all(
     total_bytes = checkpoint.size_bytes
     on_progress(0, total_bytes)
 
-    async def fill(file: _IncomingFile) -> None:
-        nonlocal done_bytes
-        descriptor = file.open()
-        for part in file.waiting:
-            await fetch_part(store, file.stored, part, descriptor)
-            done_bytes += part.size_bytes
-            on_progress(done_bytes, total_bytes)
-        file.writers -= 1
-        if not file.writers:
-            await loop.run_in_executor(disk, file.finish)
-
-    def packed_files_are_there(size_bytes: int) -> None:
+    def arrived(size_bytes: int) -> None:
         nonlocal done_bytes
         done_bytes += size_bytes
         on_progress(done_bytes, total_bytes)
+
+    async def fill(file: _IncomingFile) -> None:
+        descriptor = file.open()
+        for part in file.waiting:
+            await fetch_part(store, file.stored, part, descriptor)
+            arrived(part.size_bytes)
+        file.writers -= 1
+        if not file.writers:
+            await loop.run_in_executor(disk, file.finish)
 
     # The largest first, so that no long file is left to the end.
     alone = [stored for stored in checkpoint.files if not stored.entry.place]
@@ -156,7 +154,7 @@ async def _fetch_all(
         # As above: a `finish` may have outlived its cancelled writer.
         await asyncio.shield(loop.run_in_executor(disk, _close, files))
     packs = packs_of(checkpoint.files)
-    await fetch_packs(store, packs, target, concurrency=concurrency, on_bytes=packed_files_are_there)
+    await fetch_packs(store, packs, target, concurrency=concurrency, on_bytes=arrived)
 
 
 class _IncomingFile:

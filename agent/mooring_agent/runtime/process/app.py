@@ -185,7 +185,7 @@ async def run_agent(settings: Settings, *, fresh: bool = False, parent_pid: int 
             journal=journal,
             clock=clock,
             executor=journaling,
-            listeners=[one.hear for one in (others, litter, news) if one is not None],
+            listeners=[others.hear, litter.hear, *([news.hear] if news else [])],
             unjournaled=unjournaled,
         )
         signal_file = SignalFile(volume)
