@@ -170,7 +170,6 @@ class _InitStep:
             # A copy without the traceback, which holds what was read: there is no memory for that twice.
             damage = StoreError(error.kind, str(error), hint=error.hint)
         else:
-            await clear_damage(self.store, candidate.save)
             return checkpoint, True
         del checkpoint
         gc.collect()
@@ -179,10 +178,10 @@ class _InitStep:
         if _seen(checkpoint) == seen:
             raise damage
         await self._download(checkpoint)
-        await clear_damage(self.store, candidate.save)
         return checkpoint, True
 
     async def _download(self, checkpoint: CommittedCheckpoint) -> None:
+        """Download all of a checkpoint. Its bytes are then known to be good, so a note of damage to them goes."""
         try:
             await self.fetch(
                 self.store,
@@ -193,6 +192,7 @@ class _InitStep:
         except BaseException:
             await self._on_disk(partial(self.local.discard, checkpoint))
             raise
+        await clear_damage(self.store, checkpoint.marker.info.save)
 
     async def _install(self, checkpoint: CommittedCheckpoint, downloaded: bool) -> Restored:
         await self._on_disk(partial(self.local.install if downloaded else self.local.record, checkpoint))
