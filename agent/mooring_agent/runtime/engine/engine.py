@@ -155,8 +155,8 @@ class Engine:
                 log_event(self.state, event)
             news = ready.durable if isinstance(item.event, DURABLE) else (*ready.durable, item.event)
             for listen in self._listeners:
-                for event in news:
-                    listen(self.state, event)
+                for one in news:
+                    listen(self.state, one)
             turn.commands += ready.commands
         if item.done is not None:
             # A known event waits too: if its first try was refused, only memory knows it.

@@ -1,5 +1,7 @@
 """Converts the state into the API's messages."""
 
+from typing import Final
+
 from mooring_agent import __version__
 from mooring_agent.core.agent import disk_pressure, drain
 from mooring_agent.core.agent.checkpoint import Checkpoint
@@ -7,18 +9,17 @@ from mooring_agent.core.agent.state import State
 from mooring_agent.core.model import Kind, Phase
 from mooring_api.v1 import agent_pb2
 
+_KINDS: Final[dict[Kind, agent_pb2.Kind]] = {kind: getattr(agent_pb2, f"KIND_{kind.name}") for kind in Kind}
+_PHASES: Final[dict[Phase, agent_pb2.Phase]] = {phase: getattr(agent_pb2, f"PHASE_{phase.name}") for phase in Phase}
+
 
 def kind_from_wire(kind: agent_pb2.Kind) -> Kind:
     """Unspecified counts as periodic."""
-    return next((ours for ours in Kind if _kind_to_wire(ours) == kind), Kind.PERIODIC)
-
-
-def _kind_to_wire(kind: Kind) -> agent_pb2.Kind:
-    return agent_pb2.Kind.Value(f"KIND_{kind.name}")
+    return next((ours for ours, theirs in _KINDS.items() if theirs == kind), Kind.PERIODIC)
 
 
 def phase_to_wire(phase: Phase) -> agent_pb2.Phase:
-    return agent_pb2.Phase.Value(f"PHASE_{phase.name}")
+    return _PHASES[phase]
 
 
 def describe_checkpoint(checkpoint: Checkpoint) -> agent_pb2.Checkpoint:
@@ -26,8 +27,8 @@ def describe_checkpoint(checkpoint: Checkpoint) -> agent_pb2.Checkpoint:
         name=checkpoint.info.name,
         save=checkpoint.info.save,
         step=checkpoint.info.step,
-        kind=_kind_to_wire(checkpoint.info.kind),
-        phase=phase_to_wire(checkpoint.phase),
+        kind=_KINDS[checkpoint.info.kind],
+        phase=_PHASES[checkpoint.phase],
         world_size=checkpoint.info.world_size,
         size_bytes=checkpoint.size_bytes,
         durable_bytes=checkpoint.durable_bytes,
