@@ -26,11 +26,8 @@ def write_durably(path: Path, content: bytes) -> None:
 
 def sync_folder(path: Path) -> None:
     """Make the names in a folder durable: new, renamed and removed ones."""
-    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
+    with opened(path, os.O_RDONLY | os.O_DIRECTORY) as descriptor:
         os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def make_folder(folder: Path) -> None:
@@ -67,8 +64,8 @@ def opened_regular(path: Path) -> Iterator[int]:
 
 
 @contextmanager
-def opened(path: Path, flags: int) -> Iterator[int]:
-    descriptor = os.open(path, flags | os.O_CLOEXEC)
+def opened(path: Path, flags: int, mode: int = 0o777) -> Iterator[int]:
+    descriptor = os.open(path, flags | os.O_CLOEXEC, mode)
     try:
         yield descriptor
     finally:

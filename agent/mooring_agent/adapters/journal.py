@@ -16,7 +16,7 @@ from typing import Final, TypeVar
 
 import structlog
 
-from mooring_agent.adapters.durable_files import sync_folder
+from mooring_agent.adapters.durable_files import opened, sync_folder
 from mooring_agent.adapters.volume.disk import Reserve
 from mooring_agent.adapters.volume.errors import volume_error
 from mooring_agent.core.errors import ErrorKind, VolumeError
@@ -209,11 +209,8 @@ def _create(path: Path) -> None:
     """Make an empty file with the folder's read and write bits for owner and group; SQLite's -wal gets them, too."""
     path.parent.mkdir(parents=True, exist_ok=True)
     mode = path.parent.stat().st_mode & 0o660
-    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, mode)
-    try:
+    with opened(path, os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW, mode) as descriptor:
         os.fchmod(descriptor, mode)
-    finally:
-        os.close(descriptor)
 
 
 def _move_away(path: Path) -> Path:

@@ -17,7 +17,6 @@ from typing import Final
 
 from mooring_agent.adapters.volume.errors import volume_error
 from mooring_agent.adapters.volume.shared_volume import Folder, open_volume
-from mooring_agent.core.errors import VolumeError
 from mooring_agent.core.limits import CLAIMS_BYTES
 from mooring_api.names import RANKS_DIRECTORY, STATE_DIRECTORY
 
@@ -34,16 +33,6 @@ class RankLocks:
     def __init__(self, volume: Path) -> None:
         self._volume = volume
 
-    def held(self, local_rank: int) -> bool:
-        """Whether a live process holds this rank's lock. False if there never was one. Raises VolumeError."""
-        try:
-            with open_volume(self._volume) as root, root.folder(_FOLDER) as folder:
-                return _is_held(folder, str(local_rank))
-        except FileNotFoundError:
-            return False
-        except OSError as error:
-            raise self._cannot("check the locks in", error) from error
-
     def live_ranks(self) -> frozenset[int]:
         """Return the local ranks whose lock is held at present. Raises VolumeError."""
         try:
@@ -52,7 +41,7 @@ class RankLocks:
         except FileNotFoundError:
             return frozenset()
         except OSError as error:
-            raise self._cannot("list", error) from error
+            raise volume_error(error, f"cannot list {self._volume}/{_FOLDER}") from error
 
     def claim(self, checkpoint: Path) -> bool:
         """Whether a live process is about to announce the checkpoint at this path. Never raises."""
@@ -71,9 +60,6 @@ class RankLocks:
         except (OSError, ValueError, TypeError, RecursionError):
             # It may be in the middle of a write. The next look can read it.
             return True
-
-    def _cannot(self, what: str, error: OSError) -> VolumeError:
-        return volume_error(error, f"cannot {what} {self._volume}/{_FOLDER}")
 
 
 def _held_names(folder: Folder) -> list[str]:

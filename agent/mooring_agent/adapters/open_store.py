@@ -5,7 +5,7 @@ seconds under a small CPU limit. Opening sends no request; call `probe` to learn
 """
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 
@@ -18,21 +18,9 @@ from mooring_agent.ports import ObjectStore
 @asynccontextmanager
 async def open_store(settings: StoreSettings, *, limiter: RateLimiter | None = None) -> AsyncIterator[ObjectStore]:
     """Open the store for `settings.destination`; close it at the end. Raises BAD_CONFIGURATION for other schemes."""
-    make: Callable[[StoreSettings, RateLimiter], ObjectStore]
-    match settings.destination.partition("://")[0]:
-        case "s3":
-            make = _make_s3_store
-        case "file":
-            make = _make_filesystem_store
-        case _:
-            raise MooringError(
-                ErrorKind.BAD_CONFIGURATION,
-                f"{settings.destination!r} is not a destination that Mooring supports",
-                hint="write it as s3://bucket/prefix or file:///absolute/path",
-            )
     thread = ThreadPoolExecutor(1, thread_name_prefix="mooring-store-opening")
     try:
-        store = await asyncio.get_running_loop().run_in_executor(thread, make, settings, limiter or RateLimiter())
+        store = await asyncio.get_running_loop().run_in_executor(thread, _make, settings, limiter or RateLimiter())
     finally:
         thread.shutdown(wait=False)
     try:
@@ -41,25 +29,26 @@ async def open_store(settings: StoreSettings, *, limiter: RateLimiter | None = N
         await store.close()
 
 
-# These functions import their store: an agent with one store must not load the other, and none on the event loop.
+def _make(settings: StoreSettings, limiter: RateLimiter) -> ObjectStore:
+    # Imported here: an agent with one store must not load the other, and none on the event loop.
+    match settings.destination.partition("://")[0]:
+        case "s3":
+            from mooring_agent.adapters.s3.store import open_s3_store
 
+            # In a loop of its own, because making a client parses megabytes. A client binds to the loop of its first
+            # request.
+            store: ObjectStore = asyncio.run(open_s3_store(settings, limiter))
+        case "file":
+            from mooring_agent.adapters.file_store.store import FilesystemStore
 
-def _make_s3_store(settings: StoreSettings, limiter: RateLimiter) -> ObjectStore:
-    from mooring_agent.adapters.s3.store import open_s3_store
-
-    _load_checksums()
-    # In a loop of its own, because making a client parses megabytes. A client binds to the loop of its first request.
-    return asyncio.run(open_s3_store(settings, limiter))
-
-
-def _make_filesystem_store(settings: StoreSettings, limiter: RateLimiter) -> ObjectStore:
-    from mooring_agent.adapters.file_store.store import FilesystemStore
-
-    _load_checksums()
-    return FilesystemStore(settings, limiter)
-
-
-def _load_checksums() -> None:
+            store = FilesystemStore(settings, limiter)
+        case _:
+            raise MooringError(
+                ErrorKind.BAD_CONFIGURATION,
+                f"{settings.destination!r} is not a destination that Mooring supports",
+                hint="write it as s3://bucket/prefix or file:///absolute/path",
+            )
     from mooring_agent.adapters.checksum import crc64nvme
 
-    crc64nvme(b"")
+    crc64nvme(b"")  # loads its library
+    return store

@@ -7,6 +7,7 @@ the bytes of files count, not the requests around them, which add 1 % for files 
 import asyncio
 import time
 from collections.abc import Awaitable, Callable
+from contextlib import suppress
 from typing import Final
 
 BURST_SECONDS: Final = 0.1
@@ -16,11 +17,9 @@ SHORTEST_WAIT_SECONDS: Final = 0.001
 
 
 async def _wait(changed: asyncio.Event, seconds: float) -> None:
-    try:
+    with suppress(TimeoutError):
         async with asyncio.timeout(seconds):
             await changed.wait()
-    except TimeoutError:
-        pass
 
 
 class RateLimiter:

@@ -8,13 +8,12 @@ All methods block, unless they say otherwise, and raise VolumeError only; `send`
 import os
 import threading
 from pathlib import Path
-from types import TracebackType
 from typing import Self
 
 from mooring_agent.adapters.volume.errors import volume_error
 from mooring_agent.adapters.volume.shared_volume import fingerprint, open_volume
 from mooring_agent.core.errors import ErrorKind, VolumeError
-from mooring_agent.core.model import Region
+from mooring_agent.core.model import Fingerprint, Part, Region
 
 
 class RegionFile:
@@ -35,9 +34,7 @@ class RegionFile:
             raise
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *exception: object) -> None:
         self.close()
 
     def open(self) -> None:
@@ -131,6 +128,17 @@ class RegionFile:
 
     def _too_short(self, end: int) -> VolumeError:
         return file_changed(self._region.file, f"it ends at byte {self._region.offset_bytes + end}")
+
+
+def part_region(volume: Path, path: str, part: Part, expected: Fingerprint) -> Region:
+    """Return the region that is one part of the file at `path` below the volume."""
+    return Region(
+        volume=str(volume),
+        path=path,
+        offset_bytes=part.offset_bytes,
+        size_bytes=part.size_bytes,
+        fingerprint=expected,
+    )
 
 
 def file_changed(path: str, detail: str) -> VolumeError:

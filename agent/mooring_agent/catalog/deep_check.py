@@ -36,9 +36,12 @@ async def check(
 
     async def check_one(key: str, size_bytes: int, fetch: Awaitable[object]) -> None:
         nonlocal done_bytes
-        problem = await _problem_of(key, fetch)
-        if problem:
-            problems.append(problem)
+        try:
+            await fetch
+        except StoreError as error:
+            if error.kind not in DAMAGE:
+                raise
+            problems.append(Problem(key=key, what=str(error).removeprefix(f"{key} ")))
         done_bytes += size_bytes
         on_progress(done_bytes, total_bytes)
 
@@ -57,13 +60,3 @@ async def check(
     finally:
         os.close(sink)
     return tuple(sorted(problems, key=str))
-
-
-async def _problem_of(key: str, fetch: Awaitable[object]) -> Problem | None:
-    try:
-        await fetch
-    except StoreError as error:
-        if error.kind not in DAMAGE:
-            raise
-        return Problem(key=key, what=str(error).removeprefix(f"{key} "))
-    return None

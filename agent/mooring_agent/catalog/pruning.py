@@ -9,8 +9,8 @@ more.
 """
 
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
 from typing import Final
 
 import structlog
@@ -80,15 +80,25 @@ class PruneReport:
         return sum(deletion.size_bytes for deletion in self.plan.deletions)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True)
 class _Listing:
     """The whole destination, sorted into what pruning distinguishes. Foreign objects are left out."""
 
-    committed: frozenset[str]
-    stored: tuple[StoredSave, ...]
-    pins: tuple[ObjectInfo, ...]
-    probes: tuple[ObjectInfo, ...]
-    damaged: frozenset[str]
+    committed: set[str] = field(default_factory=set)
+    saves: dict[tuple[str, str], list[ObjectInfo]] = field(default_factory=lambda: defaultdict(list))
+    pins: list[ObjectInfo] = field(default_factory=list)
+    probes: list[ObjectInfo] = field(default_factory=list)
+    damaged: set[str] = field(default_factory=set)
+
+    def stored(self) -> Iterator[StoredSave]:
+        for (name, save), objects in self.saves.items():
+            yield StoredSave(
+                name=name,
+                save=save,
+                keys=tuple(one.key for one in objects),
+                size_bytes=sum(one.size_bytes for one in objects),
+                modified_at=max(one.modified_at for one in objects),
+            )
 
 
 async def prune(
@@ -117,7 +127,7 @@ async def prune(
     protected = {resumed_from, *await _pinned(store, listing.pins, long_ago)} - {""}
     plan = plan_prune(
         tuple(one for one in committed if one.save in listing.committed),
-        tuple(one for one in listing.stored if one.save not in late),
+        tuple(one for one in listing.stored() if one.save not in late),
         settings,
         validated=validated,
         protected=protected,
@@ -170,41 +180,21 @@ async def _validated(store: StoreReader, committed: Iterable[CommittedSave], *, 
 
 
 async def _list_all(store: StoreReader) -> _Listing:
-    committed: set[str] = set()
-    pins: list[ObjectInfo] = []
-    probes: list[ObjectInfo] = []
-    damaged: set[str] = set()
-    saves: dict[tuple[str, str], list[ObjectInfo]] = defaultdict(list)
+    found = _Listing()
     async for one in store.list(""):
         if one.key.startswith(COMMITS_PREFIX):
-            marker = committed_save(one)
-            committed |= {marker.save} if marker else set()
+            if marker := committed_save(one):
+                found.committed.add(marker.save)
         elif one.key.startswith(RESUME_PREFIX):
-            pins.append(one)
+            found.pins.append(one)
         elif one.key.startswith(PROBE_PREFIX):
-            probes.append(one)
+            found.probes.append(one)
         elif one.key.startswith(DAMAGED_PREFIX):
-            damaged.add(one.key.removeprefix(DAMAGED_PREFIX))
+            found.damaged.add(one.key.removeprefix(DAMAGED_PREFIX))
         elif not one.key.startswith(f"{STATE_DIRECTORY}/") and one.key.count("/") >= 2:
             name, save, _ = one.key.split("/", 2)
-            saves[name, save].append(one)
-    stored = tuple(
-        StoredSave(
-            name=name,
-            save=save,
-            keys=tuple(one.key for one in objects),
-            size_bytes=sum(one.size_bytes for one in objects),
-            modified_at=max(one.modified_at for one in objects),
-        )
-        for (name, save), objects in saves.items()
-    )
-    return _Listing(
-        committed=frozenset(committed),
-        stored=stored,
-        pins=tuple(pins),
-        probes=tuple(probes),
-        damaged=frozenset(damaged),
-    )
+            found.saves[name, save].append(one)
+    return found
 
 
 async def _pinned(store: StoreReader, pins: Iterable[ObjectInfo], since: float) -> set[str]:
@@ -220,22 +210,22 @@ async def _pinned(store: StoreReader, pins: Iterable[ObjectInfo], since: float) 
 
 
 def _litter(pins: Sequence[ObjectInfo], probes: Sequence[ObjectInfo], since: float) -> tuple[str, ...]:
-    return (*_superseded(pins, since), *(one.key for one in probes if one.modified_at < since))
+    """Return what killed probes have left, and the pins of attempts that are over.
+
+    An attempt is over if a later attempt of the run began before `since`. The newest of the old pins stays, however old
+    it is: its attempt may be alive, and one of its pods may start again.
+    """
+    newest_old = max((one.modified_at for one in pins if one.modified_at < since), default=0.0)
+    return (
+        *(one.key for one in pins if one.modified_at < newest_old),
+        *(one.key for one in probes if one.modified_at < since),
+    )
 
 
 async def _clear(store: StoreWriter, uploads: Iterable[UploadInfo], litter: Sequence[str]) -> None:
     for upload in uploads:
         await store.abort_upload(upload.key, upload.upload)
     await for_each(litter, store.delete, at_once=_DELETES_AT_ONCE)
-
-
-def _superseded(pins: Iterable[ObjectInfo], since: float) -> list[str]:
-    """Return the pins of attempts that are over: a later attempt of the run began before `since`.
-
-    The newest of the old pins stays, however old it is: its attempt may be alive, and one of its pods may start again.
-    """
-    newest_old = max((one.modified_at for one in pins if one.modified_at < since), default=0.0)
-    return [one.key for one in pins if one.modified_at < newest_old]
 
 
 async def _delete_saves(store: StoreWriter, deletions: Sequence[Deletion], damaged: Collection[str]) -> None:

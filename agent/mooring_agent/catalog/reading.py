@@ -5,7 +5,6 @@ every file, every size) and safe to put on a disk (no path leaves the checkpoint
 """
 
 from collections import Counter
-from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Final
 
@@ -131,15 +130,14 @@ async def read_marker(store: StoreReader, committed: CommittedSave) -> CommitMar
     def decode(body: bytes, key: str) -> CommitMarker:
         marker = decode_marker(body, key)
         if (marker.info.step, marker.info.save) != (committed.step, committed.save):
-            what = f"is the marker of step {marker.info.step} (save {marker.info.save})"
-            raise _corrupt([Problem(key=key, what=what)])
+            raise checkpoint_corrupt(f"{key} is the marker of step {marker.info.step} (save {marker.info.save})")
         return marker
 
     try:
         return await read_object(store, committed.key, decode, limit_bytes=MARKER_BYTES)
     except StoreError as error:
         if error.kind in DAMAGE:
-            raise _corrupt(_problem(committed.key, error)) from error
+            raise checkpoint_corrupt(f"{committed.key} {_what(committed.key, error)}") from error
         raise
 
 
@@ -158,7 +156,9 @@ async def load(store: StoreReader, committed: CommittedSave) -> CommittedCheckpo
     if examination.shortage:
         raise examination.shortage
     if examination.checkpoint is None:
-        raise _corrupt(examination.problems, examination.more_problems)
+        count = len(examination.problems) - 1 + examination.more_problems
+        more = f" (and {count} more)" if count else ""
+        raise checkpoint_corrupt(f"{examination.problems[0]}{more}")
     return examination.checkpoint
 
 
@@ -182,7 +182,7 @@ async def _examine(store: StoreReader, committed: CommittedSave) -> Examination:
     except StoreError as error:
         if error.kind not in DAMAGE:
             raise
-        examination.add(committed.key, str(error).removeprefix(f"{committed.key} "))
+        examination.add(committed.key, _what(committed.key, error))
         return examination
     if not _has_room(marker, examination):
         return examination
@@ -265,12 +265,10 @@ async def _examine_manifests(
         if files > marker.file_count:
             # Reported once, at the end. More manifests would not fit into the memory that was checked.
             return
-        answer = await _read_manifest(store, marker, reference, objects)
-        if isinstance(answer, Problem):
-            examination.add(answer.key, answer.what)
-        else:
-            files += len(answer.files)
-            examination.manifests.append(answer)
+        manifest = await _read_manifest(store, marker, reference, objects, examination)
+        if manifest is not None:
+            files += len(manifest.files)
+            examination.manifests.append(manifest)
 
     sizes = [reference.size_bytes for reference in marker.manifests]
     together = at_once(sizes, most=_MANIFESTS_AT_ONCE, together_bytes=_TOGETHER_BYTES)
@@ -288,21 +286,23 @@ async def _examine_manifests(
 
 
 async def _read_manifest(
-    store: StoreReader, marker: CommitMarker, reference: ManifestReference, objects: dict[str, ObjectInfo]
-) -> RankManifest | Problem:
+    store: StoreReader,
+    marker: CommitMarker,
+    reference: ManifestReference,
+    objects: dict[str, ObjectInfo],
+    examination: Examination,
+) -> RankManifest | None:
+    """Return the rank manifest if it is as the marker says; otherwise add a problem and return None."""
     key = manifest_key(marker.info, reference.rank)
-    listed = objects.get(key)
-    if listed is None:
-        return Problem(key=key, what="is missing")
-    if listed.size_bytes != reference.size_bytes:
-        return Problem(key=key, what=f"has {listed.size_bytes} bytes, the marker says {reference.size_bytes}")
+    if _listed(key, reference.size_bytes, objects, examination, says="the marker") is None:
+        return None
 
     def decode(body: bytes, key: str) -> RankManifest:
         if crc64nvme(body) != reference.checksum:
-            raise _corrupt([Problem(key=key, what="does not have the checksum that the marker says")])
+            raise checkpoint_corrupt(f"{key} does not have the checksum that the marker says")
         manifest = decode_manifest(body, key)
         if (manifest.info, manifest.rank) != (marker.info, reference.rank):
-            raise _corrupt([Problem(key=key, what="is the manifest of another save or rank")])
+            raise checkpoint_corrupt(f"{key} is the manifest of another save or rank")
         return manifest
 
     try:
@@ -310,7 +310,8 @@ async def _read_manifest(
     except StoreError as error:
         if error.kind not in DAMAGE:
             raise
-        return _problem(key, error)[0]
+        examination.add(key, _what(key, error))
+        return None
 
 
 def _examine_files(manifest: RankManifest, objects: dict[str, ObjectInfo], examination: Examination) -> None:
@@ -332,14 +333,21 @@ def _examine_files(manifest: RankManifest, objects: dict[str, ObjectInfo], exami
             examination.add(file_key(info, entry.path), "has different bytes on two ranks")
 
 
-def _listed(key: str, size_bytes: int, objects: dict[str, ObjectInfo], examination: Examination) -> ObjectInfo | None:
-    """Return the listed object if it is as its rank manifest says; otherwise add a problem and return None."""
+def _listed(
+    key: str,
+    size_bytes: int,
+    objects: dict[str, ObjectInfo],
+    examination: Examination,
+    *,
+    says: str = "its rank manifest",
+) -> ObjectInfo | None:
+    """Return the listed object if it has the size that `says` names; otherwise add a problem and return None."""
     listed = objects.get(key)
     if listed is None:
         examination.add(key, "is missing")
         return None
     if listed.size_bytes != size_bytes:
-        examination.add(key, f"has {listed.size_bytes} bytes, its rank manifest says {size_bytes}")
+        examination.add(key, f"has {listed.size_bytes} bytes, {says} says {size_bytes}")
         return None
     return listed
 
@@ -365,12 +373,6 @@ def _examine_totals(committed: CommittedSave, marker: CommitMarker, examination:
         examination.add(committed.key, what)
 
 
-def _problem(key: str, error: MooringError) -> list[Problem]:
-    what = "is missing" if error.kind is ErrorKind.NOT_FOUND else str(error).removeprefix(f"{key} ")
-    return [Problem(key=key, what=what)]
-
-
-def _corrupt(problems: Sequence[Problem], not_kept: int = 0) -> StoreError:
-    count = len(problems) - 1 + not_kept
-    more = f" (and {count} more)" if count else ""
-    return checkpoint_corrupt(f"{problems[0]}{more}")
+def _what(key: str, error: MooringError) -> str:
+    """Return what is wrong with an object, by the error of reading it."""
+    return "is missing" if error.kind is ErrorKind.NOT_FOUND else str(error).removeprefix(f"{key} ")

@@ -14,6 +14,7 @@ from concurrent.futures import Executor, ThreadPoolExecutor
 from pathlib import Path
 from typing import Final
 
+from mooring_agent.adapters.durable_files import write_all
 from mooring_agent.adapters.volume.disk import VolumeMeter
 from mooring_agent.adapters.volume.errors import volume_error
 from mooring_agent.adapters.volume.shared_folders import share_tree
@@ -71,9 +72,7 @@ def _write_together(pack: StoredPack, files: Sequence[StoredFile], body: bytes, 
         for file in files:
             path = file.entry.path
             written[path] = folder.open_file(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL)
-            content = pack.content(body, file)
-            while content:
-                content = content[os.write(written[path], content) :]
+            write_all(written[path], pack.content(body, file), 0)
         for path in written:
             os.fsync(written[path])
     except OSError as error:
@@ -131,21 +130,19 @@ async def _fetch_all(
     total_bytes = checkpoint.size_bytes
     on_progress(0, total_bytes)
 
-    async def fill(file: _IncomingFile) -> None:
-        nonlocal done_bytes
-        descriptor = file.open()
-        for part in file.waiting:
-            await fetch_part(store, file.stored, part, descriptor)
-            done_bytes += part.size_bytes
-            on_progress(done_bytes, total_bytes)
-        file.writers -= 1
-        if not file.writers:
-            await loop.run_in_executor(disk, file.finish)
-
-    def packed_files_are_there(size_bytes: int) -> None:
+    def arrived(size_bytes: int) -> None:
         nonlocal done_bytes
         done_bytes += size_bytes
         on_progress(done_bytes, total_bytes)
+
+    async def fill(file: _IncomingFile) -> None:
+        descriptor = file.open()
+        for part in file.waiting:
+            await fetch_part(store, file.stored, part, descriptor)
+            arrived(part.size_bytes)
+        file.writers -= 1
+        if not file.writers:
+            await loop.run_in_executor(disk, file.finish)
 
     # The largest first, so that no long file is left to the end.
     alone = [stored for stored in checkpoint.files if not stored.entry.place]
@@ -157,7 +154,7 @@ async def _fetch_all(
         # As above: a `finish` may have outlived its cancelled writer.
         await asyncio.shield(loop.run_in_executor(disk, _close, files))
     packs = packs_of(checkpoint.files)
-    await fetch_packs(store, packs, target, concurrency=concurrency, on_bytes=packed_files_are_there)
+    await fetch_packs(store, packs, target, concurrency=concurrency, on_bytes=arrived)
 
 
 class _IncomingFile:

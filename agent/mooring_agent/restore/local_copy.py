@@ -12,13 +12,13 @@ from typing import Final
 
 from mooring_agent.adapters.checksum import region_checksum
 from mooring_agent.adapters.records import recorded_save
+from mooring_agent.adapters.region_file import part_region
 from mooring_agent.adapters.volume.announced_files import resolve_path
 from mooring_agent.adapters.volume.errors import folder_error, volume_error
 from mooring_agent.adapters.volume.shared_folders import make_own_folder, make_state_directory, open_state_directory
 from mooring_agent.adapters.volume.shared_volume import fingerprint, open_volume, path_in
 from mooring_agent.catalog.reading import CommittedCheckpoint, StoredFile
 from mooring_agent.core.errors import VolumeError
-from mooring_agent.core.model import Region
 from mooring_api.names import INCOMING_DIRECTORY, RECORDS_DIRECTORY, RESUMED, STATE_DIRECTORY
 from mooring_api.records import SUFFIX, Record, RecordedFile
 
@@ -140,18 +140,9 @@ class LocalCopies:
             status = root.status(path)
         if not stat.S_ISREG(status.st_mode) or status.st_size != file.entry.size_bytes:
             return False
-        regions = (
-            Region(
-                volume=str(self._volume),
-                path=path,
-                offset_bytes=part.offset_bytes,
-                size_bytes=part.size_bytes,
-                fingerprint=fingerprint(status),
-            )
-            for part in file.entry.parts()
-        )
         return all(
-            region_checksum(region) == checksum for region, checksum in zip(regions, file.entry.checksums, strict=True)
+            region_checksum(part_region(self._volume, path, part, fingerprint(status))) == checksum
+            for part, checksum in zip(file.entry.parts(), file.entry.checksums, strict=True)
         )
 
 

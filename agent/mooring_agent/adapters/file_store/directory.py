@@ -14,7 +14,7 @@ import os
 import secrets
 import stat
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, TypeVar
@@ -99,11 +99,9 @@ class ObjectDirectory:
         """Whether the folder is in the root when every symbolic link is followed."""
         return Path(os.path.realpath(folder)).is_relative_to(os.path.realpath(self.root))
 
-    @contextmanager
-    def opened_to_read(self, key: str) -> Iterator[int]:
+    def opened_to_read(self, key: str) -> AbstractContextManager[int]:
         """Open an object. Raises FileNotFoundError for a link, a folder, or a pipe, which would block."""
-        with opened_regular(self._path_of_object(key)) as descriptor:
-            yield descriptor
+        return opened_regular(self._path_of_object(key))
 
     def read(self, key: str, limit_bytes: int) -> bytes:
         """Read a whole object. Raises REQUEST_REFUSED if it is larger than `limit_bytes`."""

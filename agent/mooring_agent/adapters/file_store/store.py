@@ -33,25 +33,18 @@ _INCOMING_BYTES: Final = 1024 * 1024
 _ERRNOS: Final = {
     errno.ENOSPC: (ErrorKind.STORE_FULL, "free space at the destination, or keep fewer checkpoints"),
     errno.EDQUOT: (ErrorKind.STORE_FULL, "raise the quota at the destination, or keep fewer checkpoints"),
-    errno.EACCES: (ErrorKind.ACCESS_DENIED, "give the agent's user write access to the destination"),
-    errno.EPERM: (ErrorKind.ACCESS_DENIED, "give the agent's user write access to the destination"),
+    **dict.fromkeys(
+        (errno.EACCES, errno.EPERM),
+        (ErrorKind.ACCESS_DENIED, "give the agent's user write access to the destination"),
+    ),
     errno.EROFS: (ErrorKind.ACCESS_DENIED, "mount the destination read-write"),
     errno.ENAMETOOLONG: (ErrorKind.REQUEST_REFUSED, "use shorter file names in checkpoints"),
-    errno.EEXIST: (
-        ErrorKind.REQUEST_REFUSED,
-        "two ranks use one path as a file and as a folder: rename one of them in the trainer",
-    ),
-    errno.ENOTDIR: (
-        ErrorKind.REQUEST_REFUSED,
-        "two ranks use one path as a file and as a folder: rename one of them in the trainer",
-    ),
-    errno.EISDIR: (
-        ErrorKind.REQUEST_REFUSED,
-        "two ranks use one path as a file and as a folder: rename one of them in the trainer",
-    ),
-    errno.ENOTEMPTY: (
-        ErrorKind.REQUEST_REFUSED,
-        "two ranks use one path as a file and as a folder: rename one of them in the trainer",
+    **dict.fromkeys(
+        (errno.EEXIST, errno.ENOTDIR, errno.EISDIR, errno.ENOTEMPTY),
+        (
+            ErrorKind.REQUEST_REFUSED,
+            "two ranks use one path as a file and as a folder: rename one of them in the trainer",
+        ),
     ),
     errno.EFBIG: (ErrorKind.REQUEST_REFUSED, "the destination's filesystem does not allow files of this size"),
     errno.ETIMEDOUT: (ErrorKind.TIMED_OUT, ""),

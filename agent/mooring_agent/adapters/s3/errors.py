@@ -27,6 +27,7 @@ _POLICY_HINT: Final = "the policy must allow s3:ListBucket, GetObject, PutObject
 _CLOCK_HINT: Final = "set this machine's clock (NTP); stores refuse signatures that are more than 15 minutes off"
 _REGION_HINT: Final = "set the region of the bucket, e.g. AWS_REGION=eu-central-1"
 _GATEWAY_HINT: Final = "not the store's answer: check the endpoint, and the ingress or gateway before it"
+_SPACE_HINT: Final = "give the store more space, or keep fewer checkpoints"
 _NETWORK_HINT: Final = "check the endpoint, and that network policies and proxies let this pod reach it"
 
 _CODES: Final[Mapping[str, tuple[ErrorKind, str]]] = {
@@ -65,8 +66,8 @@ _CODES: Final[Mapping[str, tuple[ErrorKind, str]]] = {
     "XAmzContentSHA256Mismatch": (ErrorKind.CORRUPTED_IN_TRANSIT, ""),
     "InternalError": (ErrorKind.STORE_FAILED, ""),
     "QuotaExceeded": (ErrorKind.STORE_FULL, "raise the quota, or keep fewer checkpoints"),
-    "InsufficientCapacity": (ErrorKind.STORE_FULL, "give the store more space, or keep fewer checkpoints"),
-    "XMinioStorageFull": (ErrorKind.STORE_FULL, "give the store more space, or keep fewer checkpoints"),
+    "InsufficientCapacity": (ErrorKind.STORE_FULL, _SPACE_HINT),
+    "XMinioStorageFull": (ErrorKind.STORE_FULL, _SPACE_HINT),
     "EntityTooLarge": (ErrorKind.REQUEST_REFUSED, "the store does not accept an object or part of this size"),
     "EntityTooSmall": (ErrorKind.REQUEST_REFUSED, "raise part_size_bytes: the store requires larger parts"),
     "AuthorizationHeaderMalformed": (ErrorKind.REQUEST_REFUSED, _REGION_HINT),
@@ -87,7 +88,7 @@ _STATUSES: Final[Mapping[int, tuple[ErrorKind, str]]] = {
     501: (ErrorKind.REQUEST_REFUSED, "this store does not support the operation"),
     503: (ErrorKind.THROTTLED, ""),
     504: (ErrorKind.TIMED_OUT, ""),
-    507: (ErrorKind.STORE_FULL, "give the store more space, or keep fewer checkpoints"),
+    507: (ErrorKind.STORE_FULL, _SPACE_HINT),
 }
 
 _PASSING_REDIRECTS: Final[Mapping[int, ErrorKind]] = dict.fromkeys((302, 303, 307), ErrorKind.STORE_FAILED)
@@ -211,9 +212,7 @@ def _classify(error: BaseException) -> tuple[ErrorKind, str, str]:
         case exceptions.ProxyConnectionError():
             return ErrorKind.UNREACHABLE, "check HTTP_PROXY, HTTPS_PROXY and NO_PROXY", "the proxy cannot be reached"
         case (
-            exceptions.EndpointConnectionError()
-            | exceptions.ConnectionClosedError()
-            | exceptions.ConnectionError()
+            exceptions.ConnectionError()
             | exceptions.HTTPClientError()
             | exceptions.IncompleteReadError()
             | aiohttp.ClientError()

@@ -17,6 +17,7 @@ from aiohttp.abc import AbstractStreamWriter
 from aiohttp.http_writer import StreamWriter
 from aiohttp.payload import Payload
 
+from mooring_agent.adapters.transfer.tls_connector import until_ready
 from mooring_agent.adapters.transfer.tls_transport import TlsTransport
 from mooring_agent.adapters.transfer.upload_body import FileBody, UploadBody
 
@@ -66,7 +67,7 @@ async def _send_plain(body: UploadBody, writer: StreamWriter, transport: asyncio
         connection.setblocking(False)
         start = 0
         if isinstance(body, FileBody) and body.store_verifies:
-            start = await body.send_by_kernel(connection, partial(_until_writable, connection))
+            start = await body.send_by_kernel(connection, partial(until_ready, connection, writable=True))
         async for piece in body.pieces(start):
             await _send_all(connection, piece)
 
@@ -76,17 +77,7 @@ async def _send_all(connection: socket.socket, piece: memoryview) -> None:
         try:
             piece = piece[connection.send(piece) :]
         except BlockingIOError:
-            await _until_writable(connection)
-
-
-async def _until_writable(connection: socket.socket) -> None:
-    loop = asyncio.get_running_loop()
-    writable = asyncio.Event()
-    loop.add_writer(connection, writable.set)
-    try:
-        await writable.wait()
-    finally:
-        loop.remove_writer(connection)
+            await until_ready(connection, writable=True)
 
 
 async def _send_encrypted(body: UploadBody, writer: StreamWriter, transport: asyncio.WriteTransport) -> None:

@@ -11,6 +11,7 @@ import os
 import threading
 from typing import Final
 
+from mooring_agent.adapters.durable_files import write_all
 from mooring_agent.adapters.volume.errors import volume_error
 
 BLOCK_BYTES: Final = 4096
@@ -60,25 +61,18 @@ class PositionedFileWriter:
             return data
         end = len(data) // BLOCK_BYTES * BLOCK_BYTES
         try:
-            written = _write_all(self._descriptor, data[:end], self._offset)
+            write_all(self._descriptor, data[:end], self._offset)
         except OSError as error:
             if error.errno != errno.EINVAL:
                 raise
             self._direct = False
             return data
-        self._offset += written
-        return data[written:]
+        self._offset += end
+        return data[end:]
 
     def _write_cached(self, data: memoryview) -> None:
         if self._cached < 0:
             # Open the file again, without O_DIRECT: a duplicate of the descriptor would share that flag.
             self._cached = os.open(f"/proc/self/fd/{self._descriptor}", os.O_WRONLY | os.O_CLOEXEC)
-        self._offset += _write_all(self._cached, data, self._offset)
-
-
-def _write_all(descriptor: int, data: memoryview, offset: int) -> int:
-    """Write all of `data`; return its length."""
-    written = 0
-    while written < len(data):
-        written += os.pwrite(descriptor, data[written:], offset + written)
-    return written
+        write_all(self._cached, data, self._offset)
+        self._offset += len(data)

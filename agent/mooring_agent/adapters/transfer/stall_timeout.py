@@ -1,8 +1,7 @@
 """Ends a request in which nothing moves any more."""
 
 import asyncio
-from types import TracebackType
-from typing import Final
+from typing import Any, Final
 
 LEAST_BYTES_PER_SECOND: Final = 1024
 """The minimum rate of one arriving body. Below it no checkpoint is restored in a useful time: a server that sends one
@@ -32,12 +31,10 @@ class StallTimeout:
         self._look()
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *exception: Any) -> None:
         if self._timer:
             self._timer.cancel()
-        await self._timeout.__aexit__(kind, error, trace)
+        await self._timeout.__aexit__(*exception)
 
     def moved(self) -> None:
         """Note that something moved. Ends `allowed`."""

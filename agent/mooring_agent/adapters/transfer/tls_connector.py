@@ -26,9 +26,9 @@ async def open_tls_connection(
                 encrypted.do_handshake()
                 break
             except ssl.SSLWantReadError:
-                await _until(encrypted, writable=False)
+                await until_ready(encrypted, writable=False)
             except ssl.SSLWantWriteError:
-                await _until(encrypted, writable=True)
+                await until_ready(encrypted, writable=True)
         return TlsTransport(encrypted, protocol)
     except (ssl.SSLEOFError, ssl.SSLZeroReturnError) as error:  # the latter on Debian 12's Python
         encrypted.close()
@@ -40,7 +40,8 @@ async def open_tls_connection(
         raise
 
 
-async def _until(connection: socket.socket, *, writable: bool) -> None:
+async def until_ready(connection: socket.socket, *, writable: bool) -> None:
+    """Wait until the socket takes bytes, or has some."""
     loop = asyncio.get_running_loop()
     ready = asyncio.Event()
     watch, forget = (loop.add_writer, loop.remove_writer) if writable else (loop.add_reader, loop.remove_reader)

@@ -18,11 +18,12 @@ from itertools import groupby
 from pathlib import Path
 
 from mooring_agent.adapters.checksum import check_region
+from mooring_agent.adapters.region_file import part_region
 from mooring_agent.adapters.volume.announced_files import resolve_files, resolve_path
 from mooring_agent.adapters.volume.errors import volume_error
 from mooring_agent.adapters.volume.shared_volume import fingerprint, open_volume
 from mooring_agent.core.errors import ErrorKind, VolumeError
-from mooring_agent.core.model import FileEntry, RankManifest, Region, StagedFile
+from mooring_agent.core.model import FileEntry, RankManifest, StagedFile
 
 
 def content_signature(volume: Path, path: str, files: Sequence[str] = ()) -> str:
@@ -68,14 +69,7 @@ def check_sent(volume: Path, manifest: RankManifest, files: Sequence[StagedFile]
         for part, checksum in zip(entry.parts(), entry.checksums, strict=True):
             if not may_read():
                 return
-            region = Region(
-                volume=str(volume),
-                path=file.pin,
-                offset_bytes=part.offset_bytes,
-                size_bytes=part.size_bytes,
-                fingerprint=file.fingerprint,
-            )
-            check_region(region, checksum)
+            check_region(part_region(volume, file.pin, part, file.fingerprint), checksum)
 
 
 def rewritten_in_place(what: str) -> VolumeError:

@@ -6,7 +6,6 @@ the walk. The reserve is deleted when the disk is full, so that a just-in-time s
 directory entries, descriptor and journal records need a few blocks. The reserve file is fully allocated or absent.
 """
 
-import contextlib
 import errno
 import os
 import stat
@@ -108,7 +107,7 @@ class Reserve:
                         os.posix_fallocate(descriptor, 0, RESERVE_BYTES)
                     root.rename(partial, root, self._path)
                 except OSError:
-                    with contextlib.suppress(OSError):
+                    with suppress(OSError):
                         root.unlink(partial)
                     raise
         except OSError as error:

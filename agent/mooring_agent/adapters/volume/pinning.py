@@ -64,8 +64,7 @@ class Pinner:
     def _copy(self, descriptor: int, source: str, target: Folder, target_name: str) -> None:
         before = os.fstat(descriptor)
         try:
-            copy = target.open_file(target_name, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-            try:
+            with target.opened_file(target_name, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600) as copy:
                 try:
                     fcntl.ioctl(copy, _FICLONE, descriptor)
                 except OSError as error:
@@ -73,8 +72,6 @@ class Pinner:
                         raise
                     self._report_once("reflink_refused", error)
                     _copy_bytes(descriptor, copy, before.st_size)
-            finally:
-                os.close(copy)
         except OSError as error:
             raise volume_error(error, f"cannot copy {source}") from error
         after = os.fstat(descriptor)

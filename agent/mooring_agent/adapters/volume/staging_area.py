@@ -347,14 +347,11 @@ def _differ(root: Folder, pin: str, other: str) -> bool:
         # One has a folder where the other has a file.
         return True
     try:
-        first = root.open_file(pin)
-        try:
+        with root.opened_file(pin) as first:
             one, two = os.fstat(first), os.fstat(second)
             if one.st_ino == two.st_ino:
                 return False
             return one.st_size != two.st_size or not _same_bytes(first, second, one.st_size)
-        finally:
-            os.close(first)
     finally:
         os.close(second)
 

@@ -41,10 +41,6 @@ Listener = Callable[[State, Event], None]
 """Called in the engine's turn, after the event and every decision that follows from it. Must return at once."""
 
 
-def nobody_listens(_state: State, _event: Event) -> None:
-    pass
-
-
 @dataclass(slots=True)
 class _Item:
     event: Event
@@ -79,7 +75,7 @@ class Engine:
         journal: Journal,
         clock: Clock,
         executor: Executor,
-        listen: Listener = nobody_listens,
+        listeners: Sequence[Listener] = (),
         unjournaled: Sequence[bytes] = (),
     ) -> None:
         """`unjournaled`: records that `state` includes and the journal does not have yet."""
@@ -87,7 +83,7 @@ class Engine:
         self._journal = journal
         self._clock = clock
         self._executor = executor
-        self._listen = listen
+        self._listeners = listeners
         self._queue: asyncio.Queue[_Item] = asyncio.Queue(_QUEUE_LIMIT)
         self._changed = asyncio.Condition()
         self._unjournaled = list(unjournaled)
@@ -157,9 +153,10 @@ class Engine:
             turn.records += [encode_event(event) for event in ready.durable]
             for event in ready.durable:
                 log_event(self.state, event)
-                self._listen(self.state, event)
-            if not isinstance(item.event, DURABLE):
-                self._listen(self.state, item.event)
+            news = ready.durable if isinstance(item.event, DURABLE) else (*ready.durable, item.event)
+            for listen in self._listeners:
+                for one in news:
+                    listen(self.state, one)
             turn.commands += ready.commands
         if item.done is not None:
             # A known event waits too: if its first try was refused, only memory knows it.

@@ -41,8 +41,10 @@ def recover(settings: Settings, journal: Journal, staging: StagingArea) -> tuple
     Blocks. Raises VolumeError when the volume cannot be used. A full volume can be: what is staged on it can be sent.
     """
     records = list(journal.replay())
+    state = State(settings=settings)
     try:
-        state = _replay(settings, records)
+        for record in records:
+            step(state, decode_event(record))
     except Exception:
         log.exception("journal.unreadable", action="set aside; the staged directories are rescanned")
         journal.set_aside()
@@ -86,13 +88,6 @@ def compact(state: State, journal: Journal) -> int:
 def _after_last_exit(events: Sequence[DurableEvent]) -> int:
     """Return where the records of this life begin: notices before an orderly exit are void."""
     return max((position + 1 for position, event in enumerate(events) if isinstance(event, Exited)), default=0)
-
-
-def _replay(settings: Settings, records: Sequence[bytes]) -> State:
-    state = State(settings=settings)
-    for record in records:
-        step(state, decode_event(record))
-    return state
 
 
 def _is_needed(state: State, event: DurableEvent, *, is_current_life: bool) -> bool:

@@ -9,21 +9,8 @@ from mooring_agent.core.agent.state import State
 from mooring_agent.core.model import Kind, Phase
 from mooring_api.v1 import agent_pb2
 
-_KINDS: Final[dict[Kind, agent_pb2.Kind]] = {
-    Kind.PERIODIC: agent_pb2.KIND_PERIODIC,
-    Kind.JUST_IN_TIME: agent_pb2.KIND_JUST_IN_TIME,
-    Kind.FINAL: agent_pb2.KIND_FINAL,
-}
-_PHASES: Final[dict[Phase, agent_pb2.Phase]] = {
-    Phase.ANNOUNCED: agent_pb2.PHASE_ANNOUNCED,
-    Phase.STAGED: agent_pb2.PHASE_STAGED,
-    Phase.UPLOADING: agent_pb2.PHASE_UPLOADING,
-    Phase.SEALED: agent_pb2.PHASE_SEALED,
-    Phase.COMMITTED: agent_pb2.PHASE_COMMITTED,
-    Phase.RELEASED: agent_pb2.PHASE_RELEASED,
-    Phase.SHED: agent_pb2.PHASE_SHED,
-    Phase.FAILED: agent_pb2.PHASE_FAILED,
-}
+_KINDS: Final[dict[Kind, agent_pb2.Kind]] = {kind: getattr(agent_pb2, f"KIND_{kind.name}") for kind in Kind}
+_PHASES: Final[dict[Phase, agent_pb2.Phase]] = {phase: getattr(agent_pb2, f"PHASE_{phase.name}") for phase in Phase}
 
 
 def kind_from_wire(kind: agent_pb2.Kind) -> Kind:

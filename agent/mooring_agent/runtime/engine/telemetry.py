@@ -24,6 +24,9 @@ from mooring_agent.core.errors import ErrorKind, MooringError, printable
 from mooring_agent.core.model import Kind, Phase
 from mooring_agent.runtime.engine.status import describe
 
+if TYPE_CHECKING:
+    from prometheus_client.core import Metric
+
 _QUIET_SECONDS: Final = 5.0
 _REFUSALS_KEPT: Final = 64
 
@@ -84,12 +87,6 @@ class RefusalLog:
         )
 
 
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from prometheus_client.core import Metric
-
-
 def configure_logs(log_format: str) -> None:
     """Log one line per event on stderr: a constant event name and its fields."""
     renderers: list[structlog.typing.Processor] = (
@@ -148,7 +145,7 @@ def _stderr() -> TextIO:
 class StateCollector:
     """A prometheus collector over the agent's state; names are in docs/metrics.md."""
 
-    def __init__(self, state: "Callable[[], State]", now: "Callable[[], float]") -> None:
+    def __init__(self, state: Callable[[], State], now: Callable[[], float]) -> None:
         self._state = state
         self._now = now
 

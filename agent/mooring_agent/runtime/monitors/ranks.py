@@ -9,7 +9,6 @@ import contextlib
 import os
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from typing import Final
 
 import structlog
@@ -33,7 +32,7 @@ class LiveRanks:
         self._locks = locks
         self._streams: list[tuple[int, asyncio.Queue[agent_pb2.SaveRequest]]] = []
 
-    @contextmanager
+    @contextlib.contextmanager
     def attached(self, local_rank: int) -> "Iterator[asyncio.Queue[agent_pb2.SaveRequest]]":
         """The rank counts as alive while the context is open; the queue has its save requests."""
         entry = (local_rank, asyncio.Queue[agent_pb2.SaveRequest](_REQUESTS_KEPT))

@@ -164,11 +164,9 @@ class AgentSupervisor:
         if self._draining.is_set():
             await asyncio.sleep(seconds)
             return
-        try:
+        with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(seconds):
                 await self._draining.wait()
-        except TimeoutError:
-            return
 
     async def _live(self, arguments: Sequence[str]) -> int:
         """Run one agent process; return its exit code."""
@@ -234,11 +232,8 @@ class AgentSupervisor:
 
     async def _wait_for_news(self) -> None:
         """Wait for a message. While draining, wait only briefly: the caller alone notices that the agent hangs."""
-        if not self._draining.is_set():
-            await self._news.wait()
-            return
         with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(_LISTEN_SECONDS):
+            async with asyncio.timeout(_LISTEN_SECONDS if self._draining.is_set() else None):
                 await self._news.wait()
 
     async def _deliver(self, message: _Message) -> bool:

@@ -23,13 +23,12 @@ from mooring_agent.adapters.signal_file import SignalFile
 from mooring_agent.adapters.volume.staging_area import LocalStagingArea
 from mooring_agent.core.agent import drain
 from mooring_agent.core.agent.commands import Command, Exit
-from mooring_agent.core.agent.events import Event, Exited, Started
-from mooring_agent.core.agent.state import State
+from mooring_agent.core.agent.events import Exited, Started
 from mooring_agent.core.settings.values import Settings
 from mooring_agent.ports import Clock
 from mooring_agent.runtime.api.http import serve_http
 from mooring_agent.runtime.api.server import AgentService, serve_grpc
-from mooring_agent.runtime.engine.engine import Engine, Listener, nobody_listens
+from mooring_agent.runtime.engine.engine import Engine
 from mooring_agent.runtime.engine.journaling import recover
 from mooring_agent.runtime.engine.telemetry import say
 from mooring_agent.runtime.monitors.kubernetes_events import KubernetesEvents, cluster_news
@@ -186,11 +185,12 @@ async def run_agent(settings: Settings, *, fresh: bool = False, parent_pid: int 
             journal=journal,
             clock=clock,
             executor=journaling,
-            listen=_listeners(others.hear, litter.hear, nobody_listens if news is None else news.hear),
+            listeners=[others.hear, litter.hear, *([news.hear] if news else [])],
             unjournaled=unjournaled,
         )
         signal_file = SignalFile(volume)
-        if fresh or _is_past(state.termination.deadline, clock.now()):
+        noticed_deadline = state.termination.deadline
+        if fresh or (noticed_deadline is not None and noticed_deadline <= clock.now()):
             # Exited is journaled too, so that the next start does not find an old notice beside a new one.
             engine.post(Exited(at=clock.now()))
             signal_file.forget_termination()
@@ -260,14 +260,6 @@ async def run_agent(settings: Settings, *, fresh: bool = False, parent_pid: int 
         return await live(engine, dispatcher, clock, forever, leaving, news)
 
 
-def _listeners(*listeners: Listener) -> Listener:
-    def listen(state: State, event: Event) -> None:
-        for listener in listeners:
-            listener(state, event)
-
-    return listen
-
-
 async def _obey(signals: "asyncio.Queue[str]", monitors: Monitors) -> None:
     while True:
         await monitors.stop(await signals.get())
@@ -278,7 +270,3 @@ def _threads(stack: contextlib.AsyncExitStack, name: str, count: int) -> ThreadP
     executor = ThreadPoolExecutor(count, thread_name_prefix=name)
     stack.callback(executor.shutdown, wait=False, cancel_futures=True)
     return executor
-
-
-def _is_past(deadline: float | None, now: float) -> bool:
-    return deadline is not None and deadline <= now

@@ -6,7 +6,7 @@ Decides what a full volume, a damaged journal or another run's volume means for 
 import errno
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Final
 
@@ -42,12 +42,10 @@ def volume_journal(settings: Settings) -> Iterator[Journal]:
     reserve = Reserve(Path(settings.volume))
     reserve.keep()
     journal, was_damaged = open_journal(Path(settings.state_directory) / JOURNAL, reserve)
-    try:
+    with closing(journal):
         if was_damaged:
             log.error("journal.damaged", action="set aside; the staged directories are rescanned")
         yield journal
-    finally:
-        journal.close()
 
 
 def _require_writable(volume: Path) -> None:

@@ -13,10 +13,12 @@ import shutil
 import signal
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any, Final
 
 import structlog
 
+from mooring_agent.adapters.durable_files import opened
 from mooring_agent.core.errors import ErrorKind, MooringError
 from mooring_agent.core.settings.values import Settings
 from mooring_agent.runtime.process.agent_supervisor import AgentSupervisor, Notify, exit_code
@@ -159,12 +161,7 @@ def _starting_error(error: OSError, program: str, search_path: str | None) -> Mo
 def _hears_the_terminal(pid: int) -> bool:
     """Whether the terminal sends a typed Ctrl-C or Ctrl-\\ to both that process and us."""
     try:
-        terminal = os.open("/dev/tty", os.O_RDONLY | os.O_NOCTTY | os.O_CLOEXEC)
+        with opened(Path("/dev/tty"), os.O_RDONLY | os.O_NOCTTY) as terminal:
+            return os.tcgetpgrp(terminal) == os.getpgrp() == os.getpgid(pid)
     except OSError:
         return False
-    try:
-        return os.tcgetpgrp(terminal) == os.getpgrp() == os.getpgid(pid)
-    except OSError:
-        return False
-    finally:
-        os.close(terminal)
