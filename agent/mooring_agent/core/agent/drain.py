@@ -107,7 +107,7 @@ def _last_saves(state: State) -> Iterator[Checkpoint]:
     newest = state.newest()
     # Only the newest: a run that goes on after a final save owes another one.
     final = [newest] if newest is not None and newest.info.kind is Kind.FINAL else []
-    for checkpoint in (*state.just_in_time(), *final):
+    for checkpoint in (*state.just_in_time.values(), *final):
         if checkpoint.sequence >= state.termination.first_sequence and checkpoint.phase not in _OVER:
             yield checkpoint
 
@@ -153,7 +153,7 @@ def exit_verdict(state: State) -> Exit | None:
 def _holder(state: State) -> Checkpoint | None:
     """Return the newest unfinished checkpoint that is worth waiting for."""
     newest = newest_possible(state)
-    unfinished = reversed(state.unfinished())
+    unfinished = reversed(state.unfinished.values())
     return next((checkpoint for checkpoint in unfinished if _worth_staying(state, checkpoint, newest)), None)
 
 

@@ -250,7 +250,7 @@ def _release(state: State, checkpoint: Checkpoint) -> Iterator[Command]:
             state.cancelling.add(work)
             yield CancelWork(work=work)
     if checkpoint.phase is Phase.FAILED and checkpoint.any_staged:
-        newest = state.last_announced_committed()
+        newest = state.last_announced_committed
         if newest is None or newest.sequence < checkpoint.sequence:
             return
     work = WorkId(Operation.RELEASE, save)
@@ -287,10 +287,10 @@ def _abandoned(state: State) -> Iterator[Checkpoint]:
     A rank, here or elsewhere, died or gave the checkpoint up. If another agent seals it after all, that agent writes
     the marker: a contribution that this agent sealed stays in the bucket.
     """
-    newest = state.last_announced_committed()
+    newest = state.last_announced_committed
     if newest is None or state.now - newest.committed_at < _INCOMPLETE_KEPT_SECONDS:
         return
-    for checkpoint in state.unfinished():
+    for checkpoint in state.unfinished.values():
         if checkpoint.sequence > newest.sequence:
             return
         elsewhere = checkpoint.phase is Phase.SEALED and checkpoint.waits_for_ranks
@@ -300,8 +300,8 @@ def _abandoned(state: State) -> Iterator[Checkpoint]:
 
 def _forget(state: State) -> None:
     """Forget settled checkpoints except the newest committed one and the last eight."""
-    newest = state.newest_committed()
-    over = [checkpoint for checkpoint in state.settled() if checkpoint is not newest]
+    newest = state.newest_committed
+    over = [checkpoint for checkpoint in state.settled.values() if checkpoint is not newest]
     if len(over) > _ENDED_KEPT:
         for checkpoint in sorted(over, key=lambda checkpoint: checkpoint.sequence)[:-_ENDED_KEPT]:
             state.forget(checkpoint)

@@ -251,7 +251,7 @@ def _work_ended(
             checkpoint.durable_bytes = checkpoint.size_bytes
             state.storage_error = ""
             # Failed checkpoints may have kept their pins until a newer one is committed.
-            state.touched.update((older.info.save, None) for older in state.tidying())
+            state.touched.update((older.info.save, None) for older in state.tidying.values())
             state.prune_due = state.settings.retention.keep_last > 0 and 0 in checkpoint.contributions
             stop_sending(checkpoint)
         case WorkCancelled():
