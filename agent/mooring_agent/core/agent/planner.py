@@ -6,6 +6,7 @@ piece of work that it requests is marked as in flight at once, so that nothing i
 """
 
 from collections.abc import Iterator
+from itertools import chain
 from typing import Final
 
 from mooring_agent.core.agent import disk_pressure, drain, upload_queue
@@ -63,15 +64,11 @@ def follow_up(state: State) -> Iterator[Command]:
 
 def _work(state: State) -> Iterator[Command]:
     touched, state.touched = state.touched, {}
-    for save in touched:
+    waiting = (save for sort in state.work_limits for save in sort.next_saves())
+    for save in chain(touched, waiting):
         checkpoint = state.checkpoints.get(save)
         if checkpoint is not None:
             yield from _checkpoint_work(state, checkpoint)
-    for sort in state.work_limits:
-        for save in sort.next_saves():
-            checkpoint = state.checkpoints.get(save)
-            if checkpoint is not None:
-                yield from _checkpoint_work(state, checkpoint)
     if state.termination.noticed:
         yield from upload_queue.make_room(state)
     yield from upload_queue.next_transfers(state)

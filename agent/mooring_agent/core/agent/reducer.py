@@ -153,16 +153,13 @@ def _apply(state: State, event: Event) -> Iterator[Command]:
             state.begun.pop(event.save, None)
         case SaveRequested():
             yield RequestSave(terminating=False, deadline=0.0)
-        case Pruned():
-            state.land(event.work)
-            judge_store(state, event.work, event)
         case Ticked():
             pass
         case _:
             state.land(event.work)
             judge_store(state, event.work, event)
             found = state.checkpoints.get(event.work.save)
-            if found is not None:
+            if found is not None and not isinstance(event, Pruned):
                 yield from _work_ended(state, found, event)
                 state.reindex(found)
 
@@ -299,9 +296,7 @@ def _started(state: State, event: Started) -> Iterator[Command]:
         checkpoint.may_have_orphans = not checkpoint.durable
         if checkpoint.ended:
             continue
-        checkpoint.pending.clear()
-        checkpoint.delayed.clear()
-        checkpoint.attempts.clear()
+        stop_sending(checkpoint)
         checkpoint.reconciled = not checkpoint.any_staged
     if state.termination.noticed:
         # The trainers that were told of the notice may have died together with the agent.
