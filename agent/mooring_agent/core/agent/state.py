@@ -23,6 +23,7 @@ from typing import Final
 from mooring_agent.core.agent.checkpoint import Checkpoint, FileProgress, RankContribution
 from mooring_agent.core.agent.circuit_breaker import CircuitBreaker
 from mooring_agent.core.agent.events import DiskRead, SaveBegun
+from mooring_agent.core.agent.lifecycle import LOST_PHASES
 from mooring_agent.core.agent.work import TRANSFERS, WorkId, WorkLimit, work_limit_of, work_limits
 from mooring_agent.core.errors import ErrorKind
 from mooring_agent.core.model import Kind, Phase
@@ -168,8 +169,7 @@ class State:
 
     def newest(self) -> Checkpoint | None:
         """Return the last announced checkpoint that was neither shed nor failed."""
-        over = (Phase.FAILED, Phase.SHED)
-        return next((found for found in reversed(self.checkpoints.values()) if found.phase not in over), None)
+        return next((found for found in reversed(self.checkpoints.values()) if found.phase not in LOST_PHASES), None)
 
     @property
     def awaits_room(self) -> bool:
