@@ -19,7 +19,7 @@ from typing import Final
 from mooring.autoload.post_import import reason
 from mooring.checkpoint_writer import CheckpointWriter
 from mooring.checkpoints.records import Kind
-from mooring.errors import ErrorKind, UsageError, VolumeError
+from mooring.errors import ErrorKind, UsageError, final_checkpoint_lost
 from mooring.gate import Action
 from mooring.integrations.ownership import Owner, claim
 from mooring.ranks.coordinator import WRITE_SECONDS
@@ -229,11 +229,7 @@ class Checkpointer:
         if saving.failure is not None:
             _warn_given_up(step, saving.failure)
         elif is_final and not is_complete:
-            raise VolumeError(
-                ErrorKind.VOLUME_UNUSABLE,
-                f"the final checkpoint of step {step} was lost",
-                hint="a warning above says why",
-            )
+            raise final_checkpoint_lost(step)
 
     def _started(self, step: int, kind: Kind | str | None) -> CheckpointWriter:
         step, chosen = _checked(step, kind)

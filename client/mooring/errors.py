@@ -56,6 +56,13 @@ class VolumeError(MooringError):
     """There is no place to save to."""
 
 
+def final_checkpoint_lost(step: int) -> VolumeError:
+    """Return the error for the last save of all, which nothing makes up for."""
+    return VolumeError(
+        ErrorKind.VOLUME_UNUSABLE, f"the final checkpoint of step {step} was lost", hint="a warning above says why"
+    )
+
+
 class UsageError(MooringError):
     """An argument or a way of running makes no sense here; nothing was changed."""
 

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any, Final, NoReturn, TypeVar
 
 from mooring.checkpoints.durable import sync_tree
-from mooring.checkpoints.records import Kind, Record, RecordedFile, damage, read_records, remove_record, write_record
+from mooring.checkpoints.records import Kind, Record, RecordedFile, is_whole, read_records, remove_record, write_record
 from mooring.errors import MooringError
 from mooring.gate import Action
 from mooring.ranks.coordinator import PATIENCE_SECONDS, WRITE_SECONDS
@@ -298,16 +298,8 @@ class FrameworkRun:
         return record
 
     def _whole(self) -> list[Record]:
-        found: list[Record] = []
-        for record in read_records(self._session.records):
-            place = self._place(record)
-            if not place.exists():
-                continue
-            if (reason := damage(record, place)) is None:
-                found.append(record)
-            else:
-                _log.warning("checkpoint skipped: name=%s reason=%s", record.name, reason)
-        return found
+        there = ((record, self._place(record)) for record in read_records(self._session.records))
+        return [record for record, place in there if place.exists() and is_whole(record, place)]
 
     def _place(self, record: Record) -> Path:
         if record.directory is None:

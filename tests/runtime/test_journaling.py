@@ -83,7 +83,7 @@ def test_compaction_keeps_the_unfinished_and_the_newest_committed_and_nothing_el
         "save-29": Phase.RELEASED,
         "open": Phase.STAGED,
     }
-    assert state.newest_committed() is state.checkpoints["save-29"]
+    assert state.newest_committed is state.checkpoints["save-29"]
     assert compact(state, journal) == kept
 
 

@@ -157,10 +157,10 @@ class AgentChecks:
         """Looking at every checkpoint again finds nothing that looking at the changed ones has not."""
         known = list(state.checkpoints.values())
         listed = [
-            (state.unfinished(), [checkpoint for checkpoint in known if not checkpoint.ended]),
+            (state.unfinished.values(), [checkpoint for checkpoint in known if not checkpoint.ended]),
             (state.sending, sorted((one for one in known if one.sends), key=lambda one: one.urgency)),
-            (_in_order(state.tidying()), [one for one in known if one.ended and not one.settled]),
-            (_in_order(state.settled()), [one for one in known if one.settled]),
+            (_in_order(state.tidying.values()), [one for one in known if one.ended and not one.settled]),
+            (_in_order(state.settled.values()), [one for one in known if one.settled]),
         ]
         for kept, found in listed:
             if [checkpoint.info.save for checkpoint in kept] != [checkpoint.info.save for checkpoint in found]:
@@ -170,7 +170,7 @@ class AgentChecks:
             raise ViolationError(f"{coming_bytes} bytes are about to be free, and {state.coming_bytes} are counted")
         committed = [checkpoint for checkpoint in known if checkpoint.durable]
         newest = max(committed, key=lambda one: (one.info.step, one.sequence), default=None)
-        if newest is not state.newest_committed():
+        if newest is not state.newest_committed:
             raise ViolationError(f"{newest} is the newest that is committed")
         state.touched.update(dict.fromkeys(state.checkpoints))
         # What to give up is weighed with every event, so that may wait for the next.

@@ -16,21 +16,19 @@ from mooring_api.names import ENV_SOCKET, ENV_VOLUME, RUN_VOLUME, SOCKET, STATE_
 def agent_options(command: Callable[..., None]) -> Callable[..., None]:
     """Add --volume and --socket. The command gets the path of the agent's socket as `socket`."""
 
+    @click.option(
+        "--volume",
+        metavar="PATH",
+        help=f"The agent's volume.  [default: ./{RUN_VOLUME} where `mooring run` was used; env: {ENV_VOLUME}]",
+    )
+    @click.option("--socket", metavar="PATH", help=f"The agent's unix socket.  [env: {ENV_SOCKET}]")
     @functools.wraps(command)
     def wrapper(*, socket: str | None, volume: str | None, **values: Any) -> None:
         with errors_reported():
             found = _find_socket(socket, volume)
         command(socket=found, **values)
 
-    decorated: Callable[..., None] = wrapper
-    decorated = click.option("--socket", metavar="PATH", help=f"The agent's unix socket.  [env: {ENV_SOCKET}]")(
-        decorated
-    )
-    return click.option(
-        "--volume",
-        metavar="PATH",
-        help=f"The agent's volume.  [default: ./{RUN_VOLUME} where `mooring run` was used; env: {ENV_VOLUME}]",
-    )(decorated)
+    return wrapper
 
 
 def _find_socket(socket: str | None, volume: str | None) -> str:

@@ -136,12 +136,11 @@ def prune(settings: Settings, dry_run: bool, yes: bool, as_json: bool) -> None:
     elif plan.refused:
         click.echo(f"error: nothing was deleted: {printable(plan.refused)}", err=True)
     else:
-        goes = "would be deleted" if dry_run else "deleted"
-        cells = [(one.save, goes, amount(one.size_bytes), one.reason) for one in plan.deletions]
+        verb = "would be deleted" if dry_run else "deleted"
+        cells = [(one.save, verb, amount(one.size_bytes), one.reason) for one in plan.deletions]
         cells += [(save, "kept", "", reason) for save, reason in plan.kept]
         lines = table([("SAVE", "", "SIZE", "WHY"), *cells], folded={3: _REASON_WIDTH, 0: _SAVE_WIDTH})
         click.echo("\n".join(lines) if cells else "the destination has no saves")
-        verb = "would be deleted" if dry_run else "deleted"
         click.echo(
             f"{len(plan.deletions)} saves {verb}, {amount(report.freed_bytes)}; "
             f"{len(report.aborted_uploads)} unfinished uploads {verb.replace('deleted', 'aborted')}, "

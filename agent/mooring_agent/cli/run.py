@@ -7,6 +7,7 @@ import asyncio
 import os
 import shutil
 from collections.abc import Mapping
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -69,7 +70,7 @@ _DEFAULTS = {
 }
 
 
-@click.command(context_settings={"ignore_unknown_options": False})
+@click.command()
 @setting_options
 @click.option("--restore/--no-restore", "wants_restore", default=True, help="Fetch the newest checkpoint first.")
 @click.option(
@@ -98,9 +99,7 @@ def run(wants_restore: bool, wants_autoload: bool, command: tuple[str, ...], **o
                 )
                 stub.NotifyTermination(request, timeout=CALL_TIMEOUT_SECONDS)
 
-        def answers() -> bool:
-            return agent_answers(settings.socket)
-
+        answers = partial(agent_answers, settings.socket)
         environment = {
             "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": str(int(settings.termination.grace_seconds)),
             names.ENV_GRPC_FORK_HANDLERS: "0",

@@ -35,7 +35,8 @@ class Agent:
         self._client = f"mooring-python/{__version__}"
         self._channel: Channel | None = None
         self._registered = False
-        self._missed = False
+        self.unreachable = False
+        """Whether the agent did not answer the last call."""
         self._said_version = False
         self._look_at = 0.0
         self.newest_committed_step: int | None = None
@@ -48,20 +49,15 @@ class Agent:
         self._channel = _open_channel(socket, ranks)
         self._register()
 
-    @property
-    def unreachable(self) -> bool:
-        """Whether the agent is unreachable: it did not answer the last call."""
-        return self._missed
-
     def is_back(self) -> bool:
         """Return whether an agent that was unreachable answers again.
 
         Calls the agent only RETRY_SECONDS after the last failed call, and waits at most a second.
         """
-        if not self._missed or time.monotonic() < self._look_at:
+        if not self.unreachable or time.monotonic() < self._look_at:
             return False
         self._register()
-        return not self._missed
+        return not self.unreachable
 
     def begin_save(self, *, step: int, kind: Kind, save: str) -> "BeginSaveResponse | None":
         """Ask the agent for room for a save. Returns None when there is no agent or the call fails."""
@@ -143,13 +139,13 @@ class Agent:
         # The agent that answers next may be another one.
         self._registered = False
         self._look_at = time.monotonic() + RETRY_SECONDS
-        if not self._missed:
-            self._missed = True
+        if not self.unreachable:
+            self.unreachable = True
             _log.warning("agent unreachable, checkpoints stay on the local disk: error=%s hint=%s", error, error.hint)
 
     def _answered(self) -> None:
-        if self._missed:
-            self._missed = False
+        if self.unreachable:
+            self.unreachable = False
             _log.info("agent reachable again")
 
 

@@ -24,6 +24,7 @@ from mooring.checkpoints.records import (
     Record,
     RecordedFile,
     damage,
+    is_whole,
     read_records,
     remove_record,
     write_record,
@@ -72,10 +73,8 @@ class LocalCheckpoints:
                 continue
             if not checkpoint.exists():
                 self._forget(record.name)
-            elif (reason := damage(record, checkpoint)) is None:
+            elif is_whole(record, checkpoint):
                 found.append(record)
-            else:
-                _log.warning("checkpoint skipped: name=%s reason=%s", record.name, reason)
         return found
 
     def begin(self, name: str) -> Path:

@@ -16,7 +16,7 @@ from mooring.checkpoints.durable import sync_directory
 from mooring_api import names
 from mooring_api.records import SUFFIX, Kind, Record, RecordedFile
 
-__all__ = ["Kind", "Record", "RecordedFile", "damage", "read_records", "remove_record", "write_record"]
+__all__ = ["Kind", "Record", "RecordedFile", "damage", "is_whole", "read_records", "remove_record", "write_record"]
 
 _log: Final = logging.getLogger("mooring")
 
@@ -71,6 +71,14 @@ def damage(record: Record, checkpoint: Path) -> str | None:
         if size_bytes != file.size_bytes:
             return f"{file.path} has {size_bytes} bytes instead of {file.size_bytes}"
     return None
+
+
+def is_whole(record: Record, checkpoint: Path) -> bool:
+    """Whether the checkpoint is as its record says; if not, say that it is skipped."""
+    reason = damage(record, checkpoint)
+    if reason is not None:
+        _log.warning("checkpoint skipped: name=%s reason=%s", record.name, reason)
+    return reason is None
 
 
 def _decode(path: Path) -> Record:

@@ -12,7 +12,7 @@ import torch
 
 from mooring.checkpointer import Checkpointer
 from mooring.checkpoints.records import Kind
-from mooring.errors import ErrorKind, VolumeError
+from mooring.errors import VolumeError, final_checkpoint_lost
 from mooring.save_schedule import Interval
 from mooring.torch_loop.saver import Saver
 from mooring.torch_loop.state import TrainingState
@@ -139,11 +139,7 @@ class TorchLoop:
             self._save(background=False, kind=Kind.FINAL)
         self._leave()
         if self.steps_done != self._saver.saved_step:
-            raise VolumeError(
-                ErrorKind.VOLUME_UNUSABLE,
-                f"the final checkpoint of step {self.steps_done} was lost",
-                hint="a warning above says why",
-            )
+            raise final_checkpoint_lost(self.steps_done)
 
     def _save(self, *, background: bool, kind: Kind | None = None) -> None:
         if not self._wait():

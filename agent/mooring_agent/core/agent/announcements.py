@@ -80,54 +80,46 @@ def check_announcement(state: State, event: Announced) -> None:
         )
     if checkpoint.phase is Phase.FAILED:
         if checkpoint.any_staged:
-            raise RequestError(
-                ErrorKind.CONTRADICTION,
+            raise _contradiction(
                 f"save {info.save} has failed after some of it may have been sent: {checkpoint.reason}",
-                hint="use a new save id: Mooring never stores other bytes under the same key",
+                "use a new save id: Mooring never stores other bytes under the same key",
             )
         return
     if checkpoint.info != info:
-        raise RequestError(
-            ErrorKind.CONTRADICTION,
+        raise _contradiction(
             f"save {info.save} is known as {_describe(checkpoint.info)}, not as {_describe(info)}",
-            hint="all ranks of one save must give the same name, step, kind and world size",
+            "all ranks of one save must give the same name, step, kind and world size",
         )
     contribution = checkpoint.contributions.get(event.rank)
     other = next((one for one in checkpoint.contributions.values() if not (one.announced.files or event.files)), None)
-    if other is not None and other.announced.local_world_size != event.local_world_size:
-        raise RequestError(
-            ErrorKind.CONTRADICTION,
-            f"rank {event.rank} announces save {info.save} as one of {event.local_world_size} ranks here, "
-            f"and rank {other.rank} as one of {other.announced.local_world_size}",
-            hint="local_world_size counts the ranks that announce this save to this agent without listing files",
-        )
-    if (
-        contribution is None
-        and other is not None
-        and _sharing_count(checkpoint) >= other.announced.local_world_size > 1
-    ):
-        raise RequestError(
-            ErrorKind.CONTRADICTION,
-            f"save {info.save} already has its {other.announced.local_world_size} local ranks, without rank "
-            f"{event.rank}",
-            hint="local_world_size counts the ranks that announce this save to this agent without listing files",
-        )
+    if other is not None:
+        hint = "local_world_size counts the ranks that announce this save to this agent without listing files"
+        local_world_size = other.announced.local_world_size
+        if local_world_size != event.local_world_size:
+            raise _contradiction(
+                f"rank {event.rank} announces save {info.save} as one of {event.local_world_size} ranks here, "
+                f"and rank {other.rank} as one of {local_world_size}",
+                hint,
+            )
+        sharing = sum(not one.announced.files for one in checkpoint.contributions.values())
+        if contribution is None and sharing >= local_world_size > 1:
+            raise _contradiction(
+                f"save {info.save} already has its {local_world_size} local ranks, without rank {event.rank}", hint
+            )
     if contribution is not None and contribution.announced.path != event.path:
-        raise RequestError(
-            ErrorKind.CONTRADICTION,
+        raise _contradiction(
             f"rank {event.rank} of save {info.save} was announced from {contribution.announced.path} before",
-            hint="use a new save id for every save",
+            "use a new save id for every save",
         )
     if contribution is None and checkpoint.durable:
-        raise RequestError(
-            ErrorKind.CONTRADICTION,
+        raise _contradiction(
             f"save {info.save} is already {checkpoint.phase}, without rank {event.rank}",
-            hint="announce every rank of a save with the same world_size and a local_world_size that counts them",
+            "announce every rank of a save with the same world_size and a local_world_size that counts them",
         )
 
 
-def _sharing_count(checkpoint: Checkpoint) -> int:
-    return sum(not contribution.announced.files for contribution in checkpoint.contributions.values())
+def _contradiction(message: str, hint: str) -> RequestError:
+    return RequestError(ErrorKind.CONTRADICTION, message, hint=hint)
 
 
 def _describe(info: object) -> str:

@@ -173,12 +173,8 @@ class Checkpoint:
     @property
     def expected_local_ranks(self) -> int:
         """How many ranks will announce this save here, as far as the announcements say."""
-        return max(
-            [
-                len(self.contributions),
-                *(contribution.announced.local_world_size for contribution in self.contributions.values()),
-            ]
-        )
+        expected = [contribution.announced.local_world_size for contribution in self.contributions.values()]
+        return max([len(expected), *expected])
 
     @property
     def all_sealed(self) -> bool:

@@ -94,7 +94,7 @@ def to_shed(state: State) -> list[Checkpoint]:
     if shortage <= 0:
         return chosen
     newest_safe = _newest_safe(state)
-    for checkpoint in state.unfinished():
+    for checkpoint in state.unfinished.values():
         if shortage <= 0 or newest_safe is None or checkpoint.sequence >= newest_safe.sequence:
             break
         if _may_be_shed(state, checkpoint):
@@ -119,7 +119,7 @@ def _may_be_shed(state: State, checkpoint: Checkpoint) -> bool:
         return False
     if checkpoint.phase is Phase.SEALED:
         # Nothing is left to send: only ranks elsewhere can complete it, and they may have given it up.
-        committed = state.last_announced_committed()
+        committed = state.last_announced_committed
         return checkpoint.waits_for_ranks and committed is not None and committed.sequence > checkpoint.sequence
     if checkpoint.phase not in (Phase.STAGED, Phase.UPLOADING) or checkpoint.info.save == state.active_upload:
         return False

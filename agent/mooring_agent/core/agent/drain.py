@@ -10,6 +10,7 @@ from typing import Final
 
 from mooring_agent.core.agent.checkpoint import Checkpoint
 from mooring_agent.core.agent.commands import Exit
+from mooring_agent.core.agent.lifecycle import LOST_PHASES
 from mooring_agent.core.agent.state import State
 from mooring_agent.core.model import Kind, Phase
 
@@ -20,7 +21,6 @@ _FLOOR_AFTER_SIGTERM_SECONDS: Final = 2.0
 # Time to write the last log line and exit before SIGKILL.
 _EXIT_MARGIN_SECONDS: Final = 0.6
 _LAPSES_AFTER_SECONDS: Final = 60.0
-_OVER: Final = frozenset({Phase.FAILED, Phase.SHED})
 
 
 def deadline(state: State) -> float | None:
@@ -82,7 +82,7 @@ def newest_possible(state: State) -> Checkpoint | None:
         (
             checkpoint
             for checkpoint in reversed(state.checkpoints.values())
-            if checkpoint.phase not in _OVER and _can_be_complete(state, checkpoint)
+            if checkpoint.phase not in LOST_PHASES and _can_be_complete(state, checkpoint)
         ),
         None,
     )
@@ -107,8 +107,8 @@ def _last_saves(state: State) -> Iterator[Checkpoint]:
     newest = state.newest()
     # Only the newest: a run that goes on after a final save owes another one.
     final = [newest] if newest is not None and newest.info.kind is Kind.FINAL else []
-    for checkpoint in (*state.just_in_time(), *final):
-        if checkpoint.sequence >= state.termination.first_sequence and checkpoint.phase not in _OVER:
+    for checkpoint in (*state.just_in_time.values(), *final):
+        if checkpoint.sequence >= state.termination.first_sequence and checkpoint.phase not in LOST_PHASES:
             yield checkpoint
 
 
@@ -153,7 +153,7 @@ def exit_verdict(state: State) -> Exit | None:
 def _holder(state: State) -> Checkpoint | None:
     """Return the newest unfinished checkpoint that is worth waiting for."""
     newest = newest_possible(state)
-    unfinished = reversed(state.unfinished())
+    unfinished = reversed(state.unfinished.values())
     return next((checkpoint for checkpoint in unfinished if _worth_staying(state, checkpoint, newest)), None)
 
 

@@ -14,23 +14,28 @@ from mooring_agent.core.model import SaveInfo, StagedFile
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Started:
-    """The agent has started and replayed its journal. `fresh`: the pod is new, so old termination notices are void."""
+class _Happened:
+    """Something happened `at` that moment, in unix seconds."""
 
     at: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Started(_Happened):
+    """The agent has started and replayed its journal. `fresh`: the pod is new, so old termination notices are void."""
+
     fresh: bool
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class WorkEnded:
-    """A piece of work has ended. `at` is unix seconds."""
+class WorkEnded(_Happened):
+    """A piece of work has ended."""
 
-    at: float
     work: WorkId
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Announced:
+class Announced(_Happened):
     """A rank's part of a checkpoint is complete on disk.
 
     `files` empty: everything below `path`. `local_world_size` > 1: other ranks share the directory, and the agent
@@ -40,7 +45,6 @@ class Announced:
     record and no client announced it here.
     """
 
-    at: float
     info: SaveInfo
     rank: Rank
     path: str
@@ -166,19 +170,17 @@ class Released(WorkEnded):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Shed:
+class Shed(_Happened):
     """The core decided to give up a superseded checkpoint."""
 
-    at: float
     save: str
     reason: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Failed:
+class Failed(_Happened):
     """The core decided that a checkpoint cannot become durable. What is on disk stays there."""
 
-    at: float
     save: str
     kind: ErrorKind
     reason: str
@@ -186,28 +188,24 @@ class Failed:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TerminationNoticed:
+class TerminationNoticed(_Happened):
     """The pod is about to end. `deadline` is unix seconds; None: no time limit."""
 
-    at: float
     deadline: float | None
     source: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RankRegistered:
+class RankRegistered(_Happened):
     """A training process has registered: announcements of `rank` come from the process with this local rank."""
 
-    at: float
     local_rank: LocalRank
     rank: Rank
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Exited:
+class Exited(_Happened):
     """The agent exited in an orderly way. Its termination notice is void, and its trainers are gone."""
-
-    at: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -226,36 +224,32 @@ class WorkCancelled(WorkEnded):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class StopRequested:
+class StopRequested(_Happened):
     """The agent got SIGTERM, or the runner's program has ended (`trainers_gone`): exit once the drain is done."""
 
-    at: float
     trainers_gone: bool
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RanksSeen:
+class RanksSeen(_Happened):
     """Which local ranks are alive, by their locks and open streams."""
 
-    at: float
     alive: frozenset[int]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class DiskRead:
+class DiskRead(_Happened):
     """A reading of the volume, as in ports.DiskReading."""
 
-    at: float
     used_bytes: int
     free_bytes: int
     total_bytes: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SaveBegun:
+class SaveBegun(_Happened):
     """A trainer was admitted to write a checkpoint. `attempt` and `step` tell which earlier saves it follows."""
 
-    at: float
     save: str
     attempt: str
     step: int
@@ -263,16 +257,13 @@ class SaveBegun:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SaveAborted:
-    at: float
+class SaveAborted(_Happened):
     save: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SaveRequested:
+class SaveRequested(_Happened):
     """An operator wants a checkpoint now."""
-
-    at: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -281,10 +272,8 @@ class Pruned(WorkEnded):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Ticked:
+class Ticked(_Happened):
     """A moment at which the core asked to be woken has come."""
-
-    at: float
 
 
 DurableEvent = (

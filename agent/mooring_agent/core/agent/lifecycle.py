@@ -53,7 +53,8 @@ TRANSITIONS: Final[dict[tuple[Phase, Trigger], Phase]] = {
 }
 
 DURABLE_PHASES: Final = frozenset({Phase.COMMITTED, Phase.RELEASED})
-FINAL_PHASES: Final = frozenset({Phase.RELEASED, Phase.SHED, Phase.FAILED})
+LOST_PHASES: Final = frozenset({Phase.SHED, Phase.FAILED})
+FINAL_PHASES: Final = LOST_PHASES | {Phase.RELEASED}
 ENDED_PHASES: Final = DURABLE_PHASES | FINAL_PHASES
 """Phases in which nothing is left to upload."""
 

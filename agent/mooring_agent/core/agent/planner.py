@@ -6,6 +6,7 @@ piece of work that it requests is marked as in flight at once, so that nothing i
 """
 
 from collections.abc import Iterator
+from itertools import chain
 from typing import Final
 
 from mooring_agent.core.agent import disk_pressure, drain, upload_queue
@@ -63,15 +64,11 @@ def follow_up(state: State) -> Iterator[Command]:
 
 def _work(state: State) -> Iterator[Command]:
     touched, state.touched = state.touched, {}
-    for save in touched:
+    waiting = (save for sort in state.work_limits for save in sort.next_saves())
+    for save in chain(touched, waiting):
         checkpoint = state.checkpoints.get(save)
         if checkpoint is not None:
             yield from _checkpoint_work(state, checkpoint)
-    for sort in state.work_limits:
-        for save in sort.next_saves():
-            checkpoint = state.checkpoints.get(save)
-            if checkpoint is not None:
-                yield from _checkpoint_work(state, checkpoint)
     if state.termination.noticed:
         yield from upload_queue.make_room(state)
     yield from upload_queue.next_transfers(state)
@@ -250,7 +247,7 @@ def _release(state: State, checkpoint: Checkpoint) -> Iterator[Command]:
             state.cancelling.add(work)
             yield CancelWork(work=work)
     if checkpoint.phase is Phase.FAILED and checkpoint.any_staged:
-        newest = state.last_announced_committed()
+        newest = state.last_announced_committed
         if newest is None or newest.sequence < checkpoint.sequence:
             return
     work = WorkId(Operation.RELEASE, save)
@@ -287,10 +284,10 @@ def _abandoned(state: State) -> Iterator[Checkpoint]:
     A rank, here or elsewhere, died or gave the checkpoint up. If another agent seals it after all, that agent writes
     the marker: a contribution that this agent sealed stays in the bucket.
     """
-    newest = state.last_announced_committed()
+    newest = state.last_announced_committed
     if newest is None or state.now - newest.committed_at < _INCOMPLETE_KEPT_SECONDS:
         return
-    for checkpoint in state.unfinished():
+    for checkpoint in state.unfinished.values():
         if checkpoint.sequence > newest.sequence:
             return
         elsewhere = checkpoint.phase is Phase.SEALED and checkpoint.waits_for_ranks
@@ -300,8 +297,8 @@ def _abandoned(state: State) -> Iterator[Checkpoint]:
 
 def _forget(state: State) -> None:
     """Forget settled checkpoints except the newest committed one and the last eight."""
-    newest = state.newest_committed()
-    over = [checkpoint for checkpoint in state.settled() if checkpoint is not newest]
+    newest = state.newest_committed
+    over = [checkpoint for checkpoint in state.settled.values() if checkpoint is not newest]
     if len(over) > _ENDED_KEPT:
         for checkpoint in sorted(over, key=lambda checkpoint: checkpoint.sequence)[:-_ENDED_KEPT]:
             state.forget(checkpoint)

@@ -153,16 +153,13 @@ def _apply(state: State, event: Event) -> Iterator[Command]:
             state.begun.pop(event.save, None)
         case SaveRequested():
             yield RequestSave(terminating=False, deadline=0.0)
-        case Pruned():
-            state.land(event.work)
-            judge_store(state, event.work, event)
         case Ticked():
             pass
         case _:
             state.land(event.work)
             judge_store(state, event.work, event)
             found = state.checkpoints.get(event.work.save)
-            if found is not None:
+            if found is not None and not isinstance(event, Pruned):
                 yield from _work_ended(state, found, event)
                 state.reindex(found)
 
@@ -251,7 +248,7 @@ def _work_ended(
             checkpoint.durable_bytes = checkpoint.size_bytes
             state.storage_error = ""
             # Failed checkpoints may have kept their pins until a newer one is committed.
-            state.touched.update((older.info.save, None) for older in state.tidying())
+            state.touched.update((older.info.save, None) for older in state.tidying.values())
             state.prune_due = state.settings.retention.keep_last > 0 and 0 in checkpoint.contributions
             stop_sending(checkpoint)
         case WorkCancelled():
@@ -299,9 +296,7 @@ def _started(state: State, event: Started) -> Iterator[Command]:
         checkpoint.may_have_orphans = not checkpoint.durable
         if checkpoint.ended:
             continue
-        checkpoint.pending.clear()
-        checkpoint.delayed.clear()
-        checkpoint.attempts.clear()
+        stop_sending(checkpoint)
         checkpoint.reconciled = not checkpoint.any_staged
     if state.termination.noticed:
         # The trainers that were told of the notice may have died together with the agent.

@@ -15,7 +15,7 @@ twice the usual one does not change the rate, a longer one lowers it.
 import re
 from bisect import bisect_left
 from collections import deque
-from collections.abc import Collection, Iterable, Reversible
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 from heapq import heappop, heappush
 from typing import Final
@@ -23,12 +23,10 @@ from typing import Final
 from mooring_agent.core.agent.checkpoint import Checkpoint, FileProgress, RankContribution
 from mooring_agent.core.agent.circuit_breaker import CircuitBreaker
 from mooring_agent.core.agent.events import DiskRead, SaveBegun
+from mooring_agent.core.agent.lifecycle import LOST_PHASES
 from mooring_agent.core.agent.work import TRANSFERS, WorkId, WorkLimit, work_limit_of, work_limits
 from mooring_agent.core.errors import ErrorKind
-from mooring_agent.core.model import (
-    Kind,
-    Phase,
-)
+from mooring_agent.core.model import Kind, Phase
 from mooring_agent.core.settings.values import Settings
 
 _HALF_LIFE_SECONDS: Final = 10.0
@@ -147,18 +145,23 @@ class State:
     outcomes: dict[Phase, int] = field(default_factory=dict)
     failures: dict[ErrorKind, int] = field(default_factory=dict)
     stored_bytes: int = 0
+    # By save id: the checkpoints that still have to become durable, oldest first; the ended ones that still have pins
+    # here or uploads in the store, and those with nothing left to clean up; just-in-time saves in any phase.
+    unfinished: dict[str, Checkpoint] = field(default_factory=dict)
+    tidying: dict[str, Checkpoint] = field(default_factory=dict)
+    settled: dict[str, Checkpoint] = field(default_factory=dict)
+    just_in_time: dict[str, Checkpoint] = field(default_factory=dict)
+    # The committed checkpoint that a crash now would resume from: newest by step, then by announcement.
+    newest_committed: Checkpoint | None = None
+    # The committed checkpoint that was announced last; it supersedes those announced before it. It may have a lower
+    # step than `newest_committed`, because a run may fall back to an earlier step.
+    last_announced_committed: Checkpoint | None = None
     _in_flight_of: dict[str, set[WorkId]] = field(default_factory=dict)
-    _unfinished: dict[str, Checkpoint] = field(default_factory=dict)
-    _tidying: dict[str, Checkpoint] = field(default_factory=dict)
-    _settled: dict[str, Checkpoint] = field(default_factory=dict)
-    _just_in_time: dict[str, Checkpoint] = field(default_factory=dict)
     # Save -> its bytes in `coming_bytes`.
     _coming: dict[str, int] = field(default_factory=dict)
     # Path -> saves that were staged from there; inode -> files of unfinished saves that are links to it.
     _staged_from: dict[str, dict[str, None]] = field(default_factory=dict)
     _links: dict[int, dict[tuple[str, str], FileProgress]] = field(default_factory=dict)
-    _newest_committed: Checkpoint | None = None
-    _last_announced_committed: Checkpoint | None = None
 
     def rewrites(self, path: str) -> bool:
         """Whether the trainer is known to rewrite checkpoint files of that path in place."""
@@ -166,35 +169,7 @@ class State:
 
     def newest(self) -> Checkpoint | None:
         """Return the last announced checkpoint that was neither shed nor failed."""
-        over = (Phase.FAILED, Phase.SHED)
-        return next((found for found in reversed(self.checkpoints.values()) if found.phase not in over), None)
-
-    def newest_committed(self) -> Checkpoint | None:
-        """Return the committed checkpoint that a crash now would resume from: newest by step, then by announcement."""
-        return self._newest_committed
-
-    def last_announced_committed(self) -> Checkpoint | None:
-        """Return the committed checkpoint that was announced last. It supersedes those announced before it.
-
-        It may have a lower step than `newest_committed`, because a run may fall back to an earlier step.
-        """
-        return self._last_announced_committed
-
-    def unfinished(self) -> Reversible[Checkpoint]:
-        """Return the checkpoints that still have to become durable, oldest first."""
-        return self._unfinished.values()
-
-    def tidying(self) -> Iterable[Checkpoint]:
-        """Return the ended checkpoints that still have pins here or uploads in the store."""
-        return self._tidying.values()
-
-    def settled(self) -> Iterable[Checkpoint]:
-        """Return the ended checkpoints that have nothing left to clean up."""
-        return self._settled.values()
-
-    def just_in_time(self) -> Iterable[Checkpoint]:
-        """Return all known just-in-time saves, in any phase."""
-        return self._just_in_time.values()
+        return next((found for found in reversed(self.checkpoints.values()) if found.phase not in LOST_PHASES), None)
 
     @property
     def awaits_room(self) -> bool:
@@ -225,27 +200,27 @@ class State:
         save = checkpoint.info.save
         self.touched[save] = None
         # A failed checkpoint may have been announced again.
-        self._tidying.pop(save, None)
-        self._settled.pop(save, None)
+        self.tidying.pop(save, None)
+        self.settled.pop(save, None)
         if not checkpoint.ended:
-            self._unfinished[save] = checkpoint
+            self.unfinished[save] = checkpoint
         else:
-            if self._unfinished.pop(save, None) is not None:
+            if self.unfinished.pop(save, None) is not None:
                 self._unlink(checkpoint)
-            (self._settled if checkpoint.settled else self._tidying)[save] = checkpoint
+            (self.settled if checkpoint.settled else self.tidying)[save] = checkpoint
         if checkpoint.info.kind is Kind.JUST_IN_TIME:
-            self._just_in_time[save] = checkpoint
+            self.just_in_time[save] = checkpoint
         self.coming_bytes -= self._coming.pop(save, 0)
         if checkpoint.returns_room:
             self._coming[save] = checkpoint.size_bytes
             self.coming_bytes += checkpoint.size_bytes
-        newest = self._newest_committed
+        newest = self.newest_committed
         rank = (checkpoint.info.step, checkpoint.sequence)
         if checkpoint.durable and (newest is None or rank > (newest.info.step, newest.sequence)):
-            self._newest_committed = checkpoint
-        last = self._last_announced_committed
+            self.newest_committed = checkpoint
+        last = self.last_announced_committed
         if checkpoint.durable and (last is None or checkpoint.sequence > last.sequence):
-            self._last_announced_committed = checkpoint
+            self.last_announced_committed = checkpoint
         position = bisect_left(self.sending, checkpoint.urgency, key=_urgency)
         is_listed = position < len(self.sending) and self.sending[position] is checkpoint
         if checkpoint.sends and not is_listed:
@@ -256,8 +231,8 @@ class State:
     def forget(self, checkpoint: Checkpoint) -> None:
         """Remove a settled checkpoint from the state."""
         save = checkpoint.info.save
-        del self.checkpoints[save], self._settled[save]
-        self._just_in_time.pop(save, None)
+        del self.checkpoints[save], self.settled[save]
+        self.just_in_time.pop(save, None)
         for contribution in checkpoint.contributions.values():
             saves = self._staged_from.get(contribution.announced.path, {})
             saves.pop(save, None)

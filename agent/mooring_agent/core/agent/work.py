@@ -31,19 +31,11 @@ class Operation(StrEnum):
     PRUNE = "prune"
 
 
-TRANSFERS = frozenset(
-    {
-        Operation.CREATE_UPLOAD,
-        Operation.SEND_PART,
-        Operation.PUT_FILE,
-        Operation.PUT_PACK,
-        Operation.COMPLETE_UPLOAD,
-    }
-)
-"""Work that takes a place in the upload window."""
-
-CANCELLABLE = frozenset({Operation.SEND_PART, Operation.PUT_FILE, Operation.PUT_PACK})
+CANCELLABLE: Final = frozenset({Operation.SEND_PART, Operation.PUT_FILE, Operation.PUT_PACK})
 """Transfers that send bytes. Cancelling one of the others could leave an upload that the agent does not know."""
+
+TRANSFERS: Final = CANCELLABLE | {Operation.CREATE_UPLOAD, Operation.COMPLETE_UPLOAD}
+"""Work that takes a place in the upload window."""
 
 STAYS_HERE: Final = frozenset({Operation.STAGE, Operation.RELEASE})
 """Work on the volume that needs no store."""

@@ -159,7 +159,7 @@ def reset_backoff(state: State) -> None:
     """Make everything that waits for a retry due at once, because the pod is ending."""
     state.breaker.is_over()
     state.window = max(state.window, state.calm_window)
-    for checkpoint in state.unfinished():
+    for checkpoint in state.unfinished.values():
         checkpoint.delayed = dict.fromkeys(checkpoint.delayed, state.now)
         checkpoint.attempts.clear()
         state.touched[checkpoint.info.save] = None

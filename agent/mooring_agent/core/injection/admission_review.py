@@ -59,9 +59,9 @@ class Answer:
 
 def answer(review: Any, defaults: InjectionDefaults, failure_policy: FailurePolicy) -> Answer:
     """Answer one review. `review` is any JSON. Never raises."""
-    request = review.get("request") if isinstance(review, dict) else None
-    uid = request.get("uid") if isinstance(request, dict) else None
-    if not isinstance(request, dict) or not isinstance(uid, str) or not uid:
+    request = _object(review, "request")
+    uid = request.get("uid")
+    if not isinstance(uid, str) or not uid:
         # Without the right uid the API server applies its own failure policy.
         message = "this is not an AdmissionReview: it has no request with a uid"
         response = {"uid": "", "allowed": False, "status": {"code": _BAD_REQUEST, "message": message}}
@@ -145,17 +145,19 @@ def _skip_patch(pod: Any, reason: str) -> tuple[dict[str, Any], ...]:
 
 def _annotations(pod: Any) -> dict[str, str]:
     """Return the annotations whose values are strings. `pod` is any JSON."""
-    metadata = pod.get("metadata") if isinstance(pod, dict) else None
-    found = metadata.get("annotations") if isinstance(metadata, dict) else None
-    texts = found.items() if isinstance(found, dict) else ()
-    return {key: text for key, text in texts if isinstance(text, str)}
+    annotations = _object(_object(pod, "metadata"), "annotations")
+    return {key: text for key, text in annotations.items() if isinstance(text, str)}
+
+
+def _object(holder: Any, key: str) -> Mapping[str, Any]:
+    """Return the object at `key`; empty if there is none. `holder` is any JSON."""
+    found = holder.get(key) if isinstance(holder, Mapping) else None
+    return found if isinstance(found, Mapping) else {}
 
 
 def _fields(request: Mapping[str, Any]) -> dict[str, Any]:
     """Return log fields that identify the pod. It often has no name yet, only a generateName."""
-    pod = request.get("object")
-    metadata = pod.get("metadata") if isinstance(pod, dict) else None
-    named = metadata if isinstance(metadata, dict) else {}
+    named = _object(_object(request, "object"), "metadata")
     return {
         "uid": request["uid"],
         "namespace": str(request.get("namespace", "")),

@@ -12,7 +12,7 @@ from functools import cache
 from typing import Final
 
 from mooring_agent.core.errors import MooringError
-from mooring_agent.core.injection.pod import is_at_or_below, parse_quantity, plain
+from mooring_agent.core.injection.pod import overlap, parse_quantity, plain
 from mooring_agent.core.injection.pod_resources import GUARANTEED_CPU, REQUESTED_CPU
 from mooring_agent.core.injection.spec import CaBundle, CaSource, Claim
 from mooring_agent.core.limits import SECONDS
@@ -85,7 +85,7 @@ def directory(text: str) -> str:
     if not text.startswith("/") or not path or ".." in text.split("/") or ":" in text:
         raise ValueError(f"{text!r} is not a directory in the trainer: write an absolute path without .. and :")
     for taken in _NOT_OURS:
-        if is_at_or_below(path, taken) or is_at_or_below(taken, path):
+        if overlap(path, taken):
             raise ValueError(f"{text!r} collides with {taken}: choose another directory")
     return path
 

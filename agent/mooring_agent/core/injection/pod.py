@@ -199,6 +199,11 @@ def is_at_or_below(path: str, folder: str) -> bool:
     return bool(plain(folder)) and f"{plain(path)}/".startswith(f"{plain(folder)}/")
 
 
+def overlap(one: str, other: str) -> bool:
+    """Whether one of the two folders lies in the other, or they are the same."""
+    return is_at_or_below(one, other) or is_at_or_below(other, one)
+
+
 def plain(path: str) -> str:
     """Return the path without `.`, repeated slashes and the last slash; empty for the root."""
     return "".join(f"/{part}" for part in path.split("/") if part not in ("", "."))

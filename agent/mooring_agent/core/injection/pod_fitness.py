@@ -9,7 +9,7 @@ from typing import Any, Final
 
 from mooring_agent.core.errors import MooringError
 from mooring_agent.core.injection import volumes
-from mooring_agent.core.injection.pod import MESH_PROXIES, OURS, is_at_or_below, others, present
+from mooring_agent.core.injection.pod import MESH_PROXIES, OURS, others, overlap, present
 from mooring_agent.core.injection.spec import Injection
 from mooring_agent.core.injection.volumes import CheckpointPlace, ephemeral_limit
 from mooring_agent.core.stored.object_layout import check_token
@@ -125,7 +125,7 @@ def _kept_from_the_trainer(injection: Injection) -> str:
 
 def unfit(place: CheckpointPlace, injection: Injection) -> Iterator[str]:
     """Yield why checkpoints, or temporary files, cannot be in this place."""
-    hidden = next((path for path in _IN_OUR_IMAGE if _overlap(path, place.mount_path)), None)
+    hidden = next((path for path in _IN_OUR_IMAGE if overlap(path, place.mount_path)), None)
     if hidden:
         yield (
             f"the volume {place.volume} at {place.mount_path} would hide {hidden} in Mooring's image: "
@@ -136,10 +136,6 @@ def unfit(place: CheckpointPlace, injection: Injection) -> Iterator[str]:
             f"{ANNOTATION_PREFIX}temporary-files would mix temporary files with checkpoints: "
             f"choose a {ANNOTATION_PREFIX}checkpoint-directory below a volume's mount, or leave that annotation out"
         )
-
-
-def _overlap(one: str, other: str) -> bool:
-    return is_at_or_below(one, other) or is_at_or_below(other, one)
 
 
 def doubtful(metadata: Mapping[str, Any], spec: Mapping[str, Any], place: CheckpointPlace) -> Iterator[str]:

@@ -120,9 +120,8 @@ def choose(committed: Sequence[CommittedSave], *, pin: Pin | None, failures: Map
     if not committed:
         return StartFresh(because="the destination has no committed checkpoint")
     ordered = newest_first(committed)
-    for one in ordered:
+    for skipped, one in enumerate(ordered):
         if one.save not in failures:
-            skipped = ordered.index(one)
             because = "it is the newest" if not skipped else f"{skipped} newer cannot be restored"
             return Take(committed=one, because=because)
     newest = ordered[0]

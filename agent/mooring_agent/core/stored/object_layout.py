@@ -33,10 +33,9 @@ PROBE_PREFIX: Final = f"{STATE_DIRECTORY}/{PROBE_DIRECTORY}/"
 def check_token(value: str, what: str) -> str:
     """Return `value` if it can be one component of a key (name, save id, attempt); else raise RequestError."""
     if not _TOKEN.fullmatch(value):
-        raise RequestError(
-            ErrorKind.BAD_NAME,
+        raise _bad_name(
             f"{what} {value!r} cannot be part of an object key",
-            hint="use 1 to 128 letters, digits and . _ = + - and start with a letter or a digit",
+            "use 1 to 128 letters, digits and . _ = + - and start with a letter or a digit",
         )
     return value
 
@@ -46,35 +45,26 @@ def check_file_path(path: str) -> str:
     try:
         encoded = path.encode()
     except UnicodeEncodeError as error:
-        raise RequestError(
-            ErrorKind.BAD_NAME,
-            f"file name {path.encode(errors='surrogateescape')!r} is not UTF-8",
-            hint="object keys are UTF-8: rename the file",
-        ) from error
+        written = path.encode(errors="surrogateescape")
+        raise _bad_name(f"file name {written!r} is not UTF-8", "object keys are UTF-8: rename the file") from error
     if any(ord(character) < 0x20 or ord(character) == 0x7F for character in path):
-        raise RequestError(ErrorKind.BAD_NAME, f"file name {path!r} has a control character", hint="rename the file")
+        raise _bad_name(f"file name {path!r} has a control character", "rename the file")
     parts = path.split("/")
     if parts[0] == STATE_DIRECTORY:
-        raise RequestError(
-            ErrorKind.BAD_NAME, f"{path!r} lies in the reserved folder {STATE_DIRECTORY}", hint="rename the folder"
-        )
+        raise _bad_name(f"{path!r} lies in the reserved folder {STATE_DIRECTORY}", "rename the folder")
     if not all(parts) or "." in parts or ".." in parts:
-        raise RequestError(ErrorKind.BAD_NAME, f"{path!r} is not a plain relative path", hint="use names like a/b.pt")
+        raise _bad_name(f"{path!r} is not a plain relative path", "use names like a/b.pt")
     if len(parts) > PATH_LEVELS:
-        raise RequestError(
-            ErrorKind.BAD_NAME,
-            f"{path[:60]!r}… has more than {PATH_LEVELS - 1} folders",
-            hint="use fewer nested folders",
-        )
+        raise _bad_name(f"{path[:60]!r}… has more than {PATH_LEVELS - 1} folders", "use fewer nested folders")
     if len(encoded) > KEY_BYTES - 2 * 128 - 2 - LONGEST_PREFIX_BYTES:
-        raise RequestError(
-            ErrorKind.BAD_NAME, f"{path[:60]!r}… is too long", hint="shorten the path: S3 keys have 1,024 bytes at most"
-        )
+        raise _bad_name(f"{path[:60]!r}… is too long", "shorten the path: S3 keys have 1,024 bytes at most")
     if any(len(part.encode()) > _NAME_BYTES for part in parts):
-        raise RequestError(
-            ErrorKind.BAD_NAME, f"{path[:60]!r}… has a name of more than 255 bytes", hint="shorten that name"
-        )
+        raise _bad_name(f"{path[:60]!r}… has a name of more than 255 bytes", "shorten that name")
     return path
+
+
+def _bad_name(message: str, hint: str) -> RequestError:
+    return RequestError(ErrorKind.BAD_NAME, message, hint=hint)
 
 
 def save_prefix(info: SaveInfo) -> str:

@@ -65,7 +65,7 @@ class AgentService(agent_pb2_grpc.AgentServicer):
             )
         await self._monitors.look_at_ranks()
         state = self._engine.state
-        newest = state.newest_committed()
+        newest = state.newest_committed
         return agent_pb2.RegisterResponse(
             agent_version=__version__,
             volume=state.settings.volume,

@@ -100,7 +100,7 @@ def _is_needed(state: State, event: DurableEvent, *, is_current_life: bool) -> b
     if checkpoint is None:
         return False
     if checkpoint.settled:
-        return checkpoint is state.newest_committed() and isinstance(event, _ENDED_NEEDS)
+        return checkpoint is state.newest_committed and isinstance(event, _ENDED_NEEDS)
     return True
 
 

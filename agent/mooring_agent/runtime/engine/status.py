@@ -46,11 +46,11 @@ def describe_all(state: State) -> list[agent_pb2.Checkpoint]:
 
 
 def backlog_bytes(state: State) -> int:
-    return sum(checkpoint.remaining_bytes for checkpoint in state.unfinished())
+    return sum(checkpoint.remaining_bytes for checkpoint in state.unfinished.values())
 
 
 def describe(state: State, now: float) -> agent_pb2.Status:
-    newest = state.newest_committed()
+    newest = state.newest_committed
     rate = state.upload_rate.bytes_per_second
     backlog = backlog_bytes(state)
     budget = disk_pressure.budget_bytes(state)

@@ -36,7 +36,7 @@ log = structlog.get_logger("mooring.agent")
 
 def say_what_is_open(state: State, source: str, now: float) -> None:
     """Log what is not durable yet: one line for machines, then a line for people per checkpoint, the newest first."""
-    unfinished = list(reversed(state.unfinished()))
+    unfinished = list(reversed(state.unfinished.values()))
     awaits_save = drain.waiting_for_save(state)
     until = drain.deadline(state)
     left_seconds = None if until is None else round(until - now, 1)
@@ -147,7 +147,7 @@ class Monitors:
             await self.look_at_disk()
             rest_seconds = min(_DISK_REST_PER_WALK * (time.monotonic() - began), _DISK_IDLE_SECONDS)
             least_seconds = max(_DISK_BUSY_SECONDS, rest_seconds)
-            busy = any(True for _ in self.engine.state.unfinished())
+            busy = bool(self.engine.state.unfinished)
             seen = self.engine.revision
             with suppress(TimeoutError):
                 async with asyncio.timeout(least_seconds if busy else _DISK_IDLE_SECONDS):

@@ -34,7 +34,7 @@ class DirectoryWatcher:
         self._announcements = announcements
         self._engine = engine
         self._executor = executor
-        newest = engine.state.newest_committed()
+        newest = engine.state.newest_committed
         self._committed_step = newest.info.step if newest else -1
         self._volume, self._directory = Path(settings.volume), Path(settings.checkpoint_directory)
         self._locks = RankLocks(self._volume)

@@ -33,13 +33,13 @@ class Pruner:
 
     async def prune(self, store: StoreWriter, command: Prune) -> Pruned:
         state = self._state()
-        newest = state.newest_committed()
+        newest = state.newest_committed
         report = await prune(
             store,
             state.settings.retention,
             now=self._clock.now(),
             resumed_from=recorded_save(self._state_directory, RESUMED),
-            live=[checkpoint.info.save for checkpoint in state.unfinished()],
+            live=[checkpoint.info.save for checkpoint in state.unfinished.values()],
             # Nobody may have pruned the newest one, so a listing without it is incomplete.
             known=[newest.info.save] if newest else [],
         )

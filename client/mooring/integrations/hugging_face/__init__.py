@@ -23,7 +23,7 @@ def install(trainer: Any) -> None:
     from transformers.trainer import Trainer
 
     # These import torch and transformers, and autoload is called in the middle of that import.
-    from mooring.integrations.hugging_face.protection import Callback, Protection
+    from mooring.integrations.hugging_face.protection import Protection
 
     require("transformers.Trainer", trainer)
     _wrap_train(Trainer)
@@ -32,7 +32,7 @@ def install(trainer: Any) -> None:
     _wrap(trainer, "_save_checkpoint", protection.save)
     if hasattr(trainer, "_run_epoch"):
         _wrap(trainer, "_run_epoch", protection.epoch)
-    trainer.add_callback(Callback(protection))
+    trainer.add_callback(protection)
     setattr(trainer, _PROTECTION, protection)
     claim(Owner.TRAINER)
 

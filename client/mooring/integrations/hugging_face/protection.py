@@ -47,8 +47,8 @@ class _EvaluationLeftError(Exception):
     """Ends an evaluation early; the method that began the evaluation catches it."""
 
 
-class Protection:
-    """Protects one Trainer while `train` runs, in the first training of this process only."""
+class Protection(TrainerCallback):  # type: ignore[misc]  # transformers may not be installed where mypy is
+    """Protects one Trainer while `train` runs, in the first training of this process only. One of its callbacks."""
 
     _trained = False
 
@@ -86,7 +86,7 @@ class Protection:
             if not run.stopping:
                 run.close()
 
-    def begun(self) -> None:
+    def on_train_begin(self, *_: Any, **__: Any) -> None:
         """Called before the first step, with the state that training resumes from."""
         if self._run is None or self._resumed is None:
             return
@@ -95,9 +95,9 @@ class Protection:
         due = control.get("args", {}).get("should_evaluate", False)
         self._evaluation_owed = due and _evaluation_strategy(self._trainer.args) != "no"
         if self._is_last:
-            self.before_step()
+            self.on_step_begin()
 
-    def before_step(self) -> None:
+    def on_step_begin(self, *_: Any, **__: Any) -> None:
         """Called before each step: makes up for an evaluation. The random generators are restored by then."""
         if self._run is None or not self._evaluation_owed:
             return
@@ -139,7 +139,7 @@ class Protection:
             self._save_asked = False
             self._save()
 
-    def evaluated_batch(self) -> None:
+    def on_prediction_step(self, *_: Any, **__: Any) -> None:
         """Called after each batch of an evaluation. Raises _EvaluationLeftError if training must stop there.
 
         Does nothing in an evaluation that training did not begin.
@@ -162,7 +162,7 @@ class Protection:
             self._run.announce_failed(error, self._checkpoint, self._step)
             raise
 
-    def saved(self) -> None:
+    def on_save(self, *_: Any, **__: Any) -> None:
         """Announce the checkpoint: this rank has written its files, and so have other callbacks that add some."""
         if self._run is None or not owns(Owner.TRAINER):
             return
@@ -269,22 +269,3 @@ def _evaluation_strategy(arguments: Any) -> str:
 def _is_evaluation(entry: dict[str, Any], step: int) -> bool:
     """Whether this log entry is the result of an evaluation after `step`."""
     return entry.get("step") == step and any(key.startswith("eval_") for key in entry)
-
-
-class Callback(TrainerCallback):  # type: ignore[misc]  # transformers may not be installed where mypy is
-    """Passes the Trainer's events on to its protection."""
-
-    def __init__(self, protection: Protection) -> None:
-        self._protection = protection
-
-    def on_train_begin(self, *_: Any, **__: Any) -> None:
-        self._protection.begun()
-
-    def on_step_begin(self, *_: Any, **__: Any) -> None:
-        self._protection.before_step()
-
-    def on_prediction_step(self, *_: Any, **__: Any) -> None:
-        self._protection.evaluated_batch()
-
-    def on_save(self, *_: Any, **__: Any) -> None:
-        self._protection.saved()
