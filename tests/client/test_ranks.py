@@ -171,8 +171,8 @@ def test_the_store_of_the_ranks_does_not_grow_with_the_saves(tmp_path: Path, vol
         lines = ranks[0].rest()
         assert ranks[1].rest()[-1] == "done"
     keys = [int(line.split()[1]) for line in lines if line.startswith("keys")]
-    # One rank looks while another still has to read.
-    assert max(keys[-20:]) - max(keys[:20]) <= 4, keys
+    # Rank 0 looks while the other still has to read, so a single count says nothing.
+    assert min(keys[-20:]) - min(keys[:20]) <= 4, keys
 
 
 def test_a_rank_that_is_late_to_resume_is_named_and_not_taken_for_a_missing_checkpoint(

@@ -75,7 +75,7 @@ def attempts(bucket: Bucket, tmp_path: Path) -> Iterator[dict[str, Attempt]]:
 DEAD_ENDS = {"its bytes": "partNumber=2", "its marker": "/.mooring/commits/"}
 
 
-@pytest.mark.parametrize(("last", "dead_end"), zip(NAMES, DEAD_ENDS, strict=True))
+@pytest.mark.parametrize(("last", "dead_end"), list(zip(NAMES, DEAD_ENDS, strict=True)))
 def test_whoever_commits_last_no_key_is_shared_and_both_checkpoints_are_whole(
     attempts: dict[str, Attempt], bucket: Bucket, tmp_path: Path, last: str, dead_end: str
 ) -> None:

@@ -167,7 +167,7 @@ def test_no_name_in_the_watched_directory_ends_the_agent_or_hides_another(tmp_pa
         wait_until(lambda: len(agent.log("checkpoint.committed")) == 2, 60, "all but one are committed")
         wait_until(lambda: bool(agent.log("watch.refused")), 60, "the odd one is named")
         (refused,) = agent.log("watch.refused")
-        assert refused["hint"] == "the API is UTF-8: rename the file"
+        assert refused["hint"] == "rename the file or the directory"
         agent.terminate()
         assert agent.wait(60) == 0
         assert not agent.log("monitor.failed")

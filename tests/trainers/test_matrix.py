@@ -27,7 +27,7 @@ from tests.trainers.trainers import STEPS, TRAINERS, Trainer
 pytestmark = [pytest.mark.trainers, pytest.mark.timeout(900)]
 
 
-@pytest.mark.parametrize(("number", "trainer"), enumerate(TRAINERS), ids=lambda one: getattr(one, "name", ""))
+@pytest.mark.parametrize(("number", "trainer"), list(enumerate(TRAINERS)), ids=lambda one: getattr(one, "name", ""))
 def test_a_run_that_is_stopped_again_and_again_loses_nothing(
     number: int, trainer: Trainer, rclone_bucket: Bucket, tmp_path: Path
 ) -> None:
