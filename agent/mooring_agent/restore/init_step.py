@@ -10,7 +10,7 @@ import asyncio
 import gc
 from collections.abc import Awaitable, Callable
 from concurrent.futures import Executor, ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from hashlib import sha256
 from pathlib import Path
@@ -71,37 +71,42 @@ async def restore(
         check_token(attempt, "attempt")
     with ThreadPoolExecutor(max_workers=1, thread_name_prefix="mooring-restore-disk") as disk:
         step = _InitStep(
-            store=store,
-            local=LocalCopies(volume, checkpoint_directory, state_directory),
-            fetch=partial(
-                download, volume=volume, size_limit_bytes=size_limit_bytes, disk=disk, concurrency=concurrency
-            ),
-            disk=disk,
-            on_progress=on_progress,
+            store,
+            LocalCopies(volume, checkpoint_directory, state_directory),
+            partial(download, volume=volume, size_limit_bytes=size_limit_bytes, disk=disk, concurrency=concurrency),
+            disk,
+            on_progress,
         )
         return await step.run(attempt, node_rank, pin_timeout_seconds)
 
 
-@dataclass(kw_only=True, eq=False)
 class _InitStep:
     """One restore. `_failures` maps the id of each save that was tried to what is wrong with it."""
 
-    store: StoreWriter
-    local: LocalCopies
-    fetch: Callable[..., Awaitable[None]]
-    disk: Executor
-    on_progress: Progress
-    _failures: dict[str, str] = field(default_factory=dict, init=False)
+    def __init__(
+        self,
+        store: StoreWriter,
+        local: LocalCopies,
+        fetch: Callable[..., Awaitable[None]],
+        disk: Executor,
+        on_progress: Progress,
+    ) -> None:
+        self._store = store
+        self._local = local
+        self._fetch = fetch
+        self._disk = disk
+        self._on_progress = on_progress
+        self._failures: dict[str, str] = {}
 
     async def run(self, attempt: str, node_rank: int, pin_timeout_seconds: float) -> Restored | None:
-        await self._on_disk(self.local.prepare)
-        pin = await read_pin(self.store, attempt) if attempt else None
+        await self._on_disk(self._local.prepare)
+        pin = await read_pin(self._store, attempt) if attempt else None
         while True:  # ends: a second round has the pin, and the pin does not change
             checkpoint, downloaded = await self._gather(pin)
             try:
                 if attempt and pin is None:
                     pin = await agree(
-                        self.store,
+                        self._store,
                         _pin_for(attempt, checkpoint),
                         node_rank=node_rank,
                         timeout_seconds=pin_timeout_seconds,
@@ -112,11 +117,11 @@ class _InitStep:
                 return await self._install(checkpoint, downloaded) if checkpoint else None
             finally:
                 if checkpoint:
-                    await self._on_disk(partial(self.local.discard, checkpoint))
+                    await self._on_disk(partial(self._local.discard, checkpoint))
 
     async def _gather(self, pin: Pin | None) -> tuple[CommittedCheckpoint | None, bool]:
         """Return the checkpoint to resume from, whole and verified on this disk, and whether it was downloaded."""
-        committed = await list_committed(self.store)
+        committed = await list_committed(self._store)
         while True:  # ends: every round adds a failure, and `choose` gives up when all have failed
             choice = choose(committed, pin=pin, failures=self._failures)
             match choice:
@@ -134,17 +139,17 @@ class _InitStep:
                             raise
                         damaged, reason = error.kind in DAMAGE, str(error)
                     # Outside the `except`: the error holds everything that was read of that checkpoint.
-                    if damaged and not await has_marker(self.store, candidate):
+                    if damaged and not await has_marker(self._store, candidate):
                         # Retention deletes checkpoints that newer ones have replaced. A deleted one still counts as a
                         # failure: if none is left, somebody is emptying the destination, and that is no fresh start.
                         damaged, reason = False, f"{candidate.key} was deleted meanwhile"
-                        listed = (*committed, *await list_committed(self.store))
+                        listed = (*committed, *await list_committed(self._store))
                         committed = tuple({one.save: one for one in listed}.values())
-                    await self._pass_over(candidate, reason, damaged=damaged)
+                    await self._skip(candidate, reason, damaged=damaged)
                 case _:
                     assert_never(choice)
 
-    async def _pass_over(self, candidate: CommittedSave, reason: str, *, damaged: bool) -> None:
+    async def _skip(self, candidate: CommittedSave, reason: str, *, damaged: bool) -> None:
         """Skip a candidate, and note damage to it at the destination.
 
         Too little memory here, or a version of Mooring that is too old, says nothing about the checkpoint.
@@ -154,11 +159,11 @@ class _InitStep:
         # Reference cycles with errors and tasks would keep the checkpoint's values in memory beside the next one's.
         gc.collect()
         if damaged:
-            await note_damage(self.store, candidate.save, reason)
+            await note_damage(self._store, candidate.save, reason)
 
     async def _gather_one(self, candidate: CommittedSave) -> tuple[CommittedCheckpoint, bool]:
-        checkpoint = await load(self.store, candidate)
-        if await self._on_disk(partial(self.local.holds, checkpoint)):
+        checkpoint = await load(self._store, candidate)
+        if await self._on_disk(partial(self._local.holds, checkpoint)):
             # Its bytes at the destination were not read, so a note of damage to them stays.
             return checkpoint, False
         seen = _seen(checkpoint)
@@ -174,7 +179,7 @@ class _InitStep:
         del checkpoint
         gc.collect()
         # Perhaps the files are right, and the listing or what was read of a small object was wrong: load it again.
-        checkpoint = await load(self.store, candidate)
+        checkpoint = await load(self._store, candidate)
         if _seen(checkpoint) == seen:
             raise damage
         await self._download(checkpoint)
@@ -183,24 +188,24 @@ class _InitStep:
     async def _download(self, checkpoint: CommittedCheckpoint) -> None:
         """Download all of a checkpoint. Its bytes are then known to be good, so a note of damage to them goes."""
         try:
-            await self.fetch(
-                self.store,
+            await self._fetch(
+                self._store,
                 checkpoint,
-                self.local.incoming(checkpoint),
-                on_progress=partial(self.on_progress, checkpoint.marker.info.name),
+                self._local.incoming(checkpoint),
+                on_progress=partial(self._on_progress, checkpoint.marker.info.name),
             )
         except BaseException:
-            await self._on_disk(partial(self.local.discard, checkpoint))
+            await self._on_disk(partial(self._local.discard, checkpoint))
             raise
-        await clear_damage(self.store, checkpoint.marker.info.save)
+        await clear_damage(self._store, checkpoint.marker.info.save)
 
     async def _install(self, checkpoint: CommittedCheckpoint, downloaded: bool) -> Restored:
-        await self._on_disk(partial(self.local.install if downloaded else self.local.record, checkpoint))
+        await self._on_disk(partial(self._local.install if downloaded else self._local.record, checkpoint))
         info = checkpoint.marker.info
         size_bytes = checkpoint.size_bytes
         _log.info("restore.done", step=info.step, save=info.save, downloaded=downloaded, size_bytes=size_bytes)
         return Restored(
-            path=self.local.place(checkpoint),
+            path=self._local.place(checkpoint),
             name=info.name,
             step=info.step,
             save=info.save,
@@ -210,7 +215,7 @@ class _InitStep:
         )
 
     async def _on_disk(self, work: Callable[[], _Result]) -> _Result:
-        return await asyncio.get_running_loop().run_in_executor(self.disk, work)
+        return await asyncio.get_running_loop().run_in_executor(self._disk, work)
 
 
 def _seen(checkpoint: CommittedCheckpoint) -> bytes:

@@ -83,7 +83,7 @@ def status_of(error: Exception) -> status_pb2.Status:
     if isinstance(error, MooringError):
         (code, reason), kind, hint = STATUS.get(error.kind, _FAILED), error.kind.value, error.hint
     else:
-        (code, reason), kind, hint = (_INTERNAL, "internal", "this is a bug: please report it with the log")
+        (code, reason), kind, hint = _INTERNAL, "internal", "this is a bug: please report it with the log"
     detail = any_pb2.Any()
     detail.Pack(
         error_details_pb2.ErrorInfo(

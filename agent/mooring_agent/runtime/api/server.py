@@ -212,7 +212,7 @@ _STOP_SERVING_SECONDS: Final = 0.2
 async def serve_grpc(service: AgentService, socket: Path) -> AsyncIterator[None]:
     """Serve the API, with standard health and reflection, on a unix socket that the trainer's group may use."""
     server = grpc.aio.server(interceptors=[ErrorsAnswered()], options=[("grpc.so_reuseport", 0)])
-    agent_pb2_grpc.add_AgentServicer_to_server(service, server)  # type: ignore[no-untyped-call]
+    agent_pb2_grpc.add_AgentServicer_to_server(service, server)  # type: ignore[no-untyped-call]  # generated code
     health_service = health.aio.HealthServicer()
     health_pb2_grpc.add_HealthServicer_to_server(health_service, server)
     name = agent_pb2.DESCRIPTOR.services_by_name["Agent"].full_name

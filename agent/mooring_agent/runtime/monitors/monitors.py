@@ -6,7 +6,6 @@ import time
 from collections.abc import Callable
 from concurrent.futures import Executor
 from contextlib import suppress
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final, TypeVar
 
@@ -94,29 +93,37 @@ _DRAIN_SECONDS: Final = 1.0
 T = TypeVar("T")
 
 
-@dataclass(kw_only=True, eq=False)
 class Monitors:
     """Turns what it observes into the engine's events."""
 
-    engine: Engine
-    clock: Clock
-    live_ranks: LiveRanks
-    executor: Executor
-    settings: Settings
-    watching: DirectoryWatcher | None
-    unannounced: UnannouncedRecovery
-    _look: asyncio.Event = field(default_factory=asyncio.Event, init=False)
-    _clients_gone: asyncio.Event = field(default_factory=asyncio.Event, init=False)
-    _clients_seen: bool = field(default=False, init=False)
-    _unknown: str = field(default="", init=False)
-
-    def __post_init__(self) -> None:
-        self._reserve = Reserve(Path(self.settings.volume))
-        self._meter = VolumeMeter(Path(self.settings.volume))
+    def __init__(
+        self,
+        *,
+        engine: Engine,
+        clock: Clock,
+        live_ranks: LiveRanks,
+        executor: Executor,
+        settings: Settings,
+        watching: DirectoryWatcher | None,
+        unannounced: UnannouncedRecovery,
+    ) -> None:
+        self._engine = engine
+        self._clock = clock
+        self._live_ranks = live_ranks
+        self._executor = executor
+        self._settings = settings
+        self._watching = watching
+        self._unannounced = unannounced
+        self._reserve = Reserve(Path(settings.volume))
+        self._meter = VolumeMeter(Path(settings.volume))
+        self._look = asyncio.Event()
+        self._clients_gone = asyncio.Event()
+        self._clients_seen = False
+        self._unknown = ""
 
     async def watch_ranks(self, parent_pid: int | None) -> None:
         """Watch which ranks are alive, until cancelled. `parent_pid`: the runner; the agent stops when it is gone."""
-        with rank_hints(RankLocks(Path(self.settings.volume)), self._look):
+        with rank_hints(RankLocks(Path(self._settings.volume)), self._look):
             while True:
                 self._look.clear()
                 await self.look_at_ranks()
@@ -124,7 +131,7 @@ class Monitors:
                     log.warning("runner.gone")
                     parent_pid = None
                     await self.stop("runner gone")
-                ending = self.engine.state.termination.noticed
+                ending = self._engine.state.termination.noticed
                 with suppress(TimeoutError):
                     async with asyncio.timeout(_ENDING_SECONDS if ending else _CALM_SECONDS):
                         await self._look.wait()
@@ -137,7 +144,7 @@ class Monitors:
         """
         while True:
             self._clients_gone.clear()
-            await self.unannounced.look()
+            await self._unannounced.look()
             await self._clients_gone.wait()
 
     async def watch_disk(self) -> None:
@@ -147,11 +154,11 @@ class Monitors:
             await self.look_at_disk()
             rest_seconds = min(_DISK_REST_PER_WALK * (time.monotonic() - began), _DISK_IDLE_SECONDS)
             least_seconds = max(_DISK_BUSY_SECONDS, rest_seconds)
-            busy = bool(self.engine.state.unfinished)
-            seen = self.engine.revision
+            busy = bool(self._engine.state.unfinished)
+            seen = self._engine.revision
             with suppress(TimeoutError):
                 async with asyncio.timeout(least_seconds if busy else _DISK_IDLE_SECONDS):
-                    await self.engine.next_change(seen)
+                    await self._engine.next_change(seen)
                     await asyncio.sleep(least_seconds)
 
     def look_soon(self) -> None:
@@ -159,7 +166,7 @@ class Monitors:
 
     async def look_at_ranks(self) -> None:
         try:
-            alive = await self._run(self.live_ranks.alive)
+            alive = await self._run(self._live_ranks.alive)
         except MooringError as error:
             # Logged once: looks are frequent, and the error lasts for as long as another user's trainer runs.
             if str(error) != self._unknown:
@@ -170,14 +177,14 @@ class Monitors:
             self._unknown = ""
             log.info("ranks.known_again")
         self._clients_seen = self._clients_seen or bool(alive)
-        if alive != self.engine.state.alive_ranks:
+        if alive != self._engine.state.alive_ranks:
             log.info("ranks.alive", local_ranks=sorted(alive))
-            if not alive and self.engine.state.termination.stop_requested_at is not None:
+            if not alive and self._engine.state.termination.stop_requested_at is not None:
                 # Before RanksSeen, which tells the core that nobody will announce and may leave it nothing to do.
                 await self._recover_unannounced()
             elif not alive:
                 self._clients_gone.set()
-            await self.engine.submit(RanksSeen(at=self.clock.now(), alive=alive))
+            await self._engine.submit(RanksSeen(at=self._clock.now(), alive=alive))
 
     async def look_at_disk(self) -> None:
         try:
@@ -187,9 +194,9 @@ class Monitors:
             return
         if reading.free_bytes > _ROOM_TO_KEEP_A_RESERVE * RESERVE_BYTES:
             await self._run(self._reserve.keep)
-        await self.engine.submit(
+        await self._engine.submit(
             DiskRead(
-                at=self.clock.now(),
+                at=self._clock.now(),
                 used_bytes=reading.used_bytes,
                 free_bytes=reading.free_bytes,
                 total_bytes=reading.total_bytes,
@@ -199,24 +206,24 @@ class Monitors:
     async def admit(self, kind: Kind, size_bytes: int) -> Admission:
         """Say whether a save may begin, by a new reading of the disk. Gives pins that are being dropped a moment."""
         await self.look_at_disk()
-        verdict = disk_pressure.admit(self.engine.state, kind, size_bytes)
+        verdict = disk_pressure.admit(self._engine.state, kind, size_bytes)
         if verdict.admitted:
             return verdict
         with suppress(TimeoutError):
             async with asyncio.timeout(_ADMISSION_WAIT_SECONDS):
-                await self.engine.until(lambda state: not state.awaits_room)
+                await self._engine.until(lambda state: not state.awaits_room)
         await self.look_at_disk()
-        return disk_pressure.admit(self.engine.state, kind, size_bytes)
+        return disk_pressure.admit(self._engine.state, kind, size_bytes)
 
     async def notice_termination(self, source: str, grace_seconds: float = 0.0) -> None:
         """Take a termination notice. `grace_seconds` 0 means the configured grace period."""
-        now = self.clock.now()
-        deadline = now + (grace_seconds or self.settings.termination.grace_seconds)
+        now = self._clock.now()
+        deadline = now + (grace_seconds or self._settings.termination.grace_seconds)
         log.warning("termination.noticed", source=source, deadline=deadline)
         # First, because every look may take long on a volume or a store that hangs.
-        await self.engine.submit(TerminationNoticed(at=now, deadline=deadline, source=source))
+        await self._engine.submit(TerminationNoticed(at=now, deadline=deadline, source=source))
         await self.look_at_ranks()
-        say_what_is_open(self.engine.state, source, self.clock.now())
+        say_what_is_open(self._engine.state, source, self._clock.now())
         # Wakes `watch_ranks`, which looks more often until the end.
         self.look_soon()
 
@@ -231,20 +238,20 @@ class Monitors:
         await self._request_stop(trainers_gone=True)
 
     async def _request_stop(self, *, trainers_gone: bool) -> None:
-        if self.watching is not None:
-            await self.watching.last_looks(
+        if self._watching is not None:
+            await self._watching.last_looks(
                 writers_gone=trainers_gone or self._clients_are_gone, limit_seconds=self._seconds_to_look_around()
             )
         await self._recover_unannounced()
-        await self.engine.submit(StopRequested(at=self.clock.now(), trainers_gone=trainers_gone))
+        await self._engine.submit(StopRequested(at=self._clock.now(), trainers_gone=trainers_gone))
 
     async def _recover_unannounced(self) -> None:
         """Announce unannounced checkpoints in half of the time that is left, because they must still be sent."""
-        until = drain.deadline(self.engine.state)
-        left_seconds = None if until is None else max(0.0, until - self.clock.now())
+        until = drain.deadline(self._engine.state)
+        left_seconds = None if until is None else max(0.0, until - self._clock.now())
         try:
             async with asyncio.timeout(None if left_seconds is None else left_seconds / 2):
-                await self.unannounced.look(
+                await self._unannounced.look(
                     asking_seconds=_ASKING_SECONDS if left_seconds is None else min(_ASKING_SECONDS, left_seconds / 4)
                 )
         except TimeoutError:
@@ -255,15 +262,15 @@ class Monitors:
 
     @property
     def _clients_are_gone(self) -> bool:
-        return self._clients_seen and not self.engine.state.alive_ranks
+        return self._clients_seen and not self._engine.state.alive_ranks
 
     def _seconds_to_look_around(self) -> float:
         """How long to look for checkpoints of a program without a client; one with a client says when it has saved."""
-        state = self.engine.state
+        state = self._engine.state
         deadline = drain.deadline(state)
         if self._clients_seen or deadline is None:
             return 0.0
-        return deadline - self.clock.now() - state.settings.termination.commit_reserve_seconds - _DRAIN_SECONDS
+        return deadline - self._clock.now() - state.settings.termination.commit_reserve_seconds - _DRAIN_SECONDS
 
     async def _run(self, function: Callable[..., T], *arguments: object) -> T:
-        return await asyncio.get_running_loop().run_in_executor(self.executor, function, *arguments)
+        return await asyncio.get_running_loop().run_in_executor(self._executor, function, *arguments)

@@ -6,7 +6,6 @@ asked less and less often, and its error is logged once. If no cloud answers, th
 
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass, field
 from typing import Final
 
 import structlog
@@ -29,22 +28,30 @@ Notify = Callable[[str, float], Awaitable[None]]
 """Takes the source of a notice and the seconds that are left."""
 
 
-@dataclass(kw_only=True, eq=False)
 class PreemptionWatcher:
     """Watches one of the sources that each call of `candidates` makes. If `named`, there is only one."""
 
-    candidates: Callable[[], Sequence[PreemptionSource]]
-    named: bool
-    notify: Notify
-    near_seconds: float = _NEAR_SECONDS
-    search_pauses_seconds: Sequence[float] = _SEARCH_PAUSES_SECONDS
-    _told: set[str] = field(default_factory=set, init=False)
-    _held_back: set[str] = field(default_factory=set, init=False)
-    _last_problem: str = field(default="", init=False)
+    def __init__(
+        self,
+        *,
+        candidates: Callable[[], Sequence[PreemptionSource]],
+        named: bool,
+        notify: Notify,
+        near_seconds: float = _NEAR_SECONDS,
+        search_pauses_seconds: Sequence[float] = _SEARCH_PAUSES_SECONDS,
+    ) -> None:
+        self._candidates = candidates
+        self._named = named
+        self._notify = notify
+        self._near_seconds = near_seconds
+        self._search_pauses_seconds = search_pauses_seconds
+        self._told: set[str] = set()
+        self._held_back: set[str] = set()
+        self._last_problem = ""
 
     async def watch(self) -> None:
         """Find the source that answers and watch it, until cancelled."""
-        source = self.candidates()[0] if self.named else await self._search()
+        source = self._candidates()[0] if self._named else await self._search()
         if source is None:
             log.info("preemption.no_cloud", action="only Kubernetes' own notice of the end counts")
             await asyncio.Event().wait()
@@ -61,9 +68,9 @@ class PreemptionWatcher:
     async def _search(self) -> PreemptionSource | None:
         from mooring_agent.adapters.preemption import the_one_that_answers
 
-        for pause_seconds in self.search_pauses_seconds:
+        for pause_seconds in self._search_pauses_seconds:
             await asyncio.sleep(pause_seconds)
-            found = await the_one_that_answers(self.candidates())
+            found = await the_one_that_answers(self._candidates())
             if found is not None:
                 return found
         return None
@@ -87,13 +94,13 @@ class PreemptionWatcher:
     async def _take(self, notice: TerminationNotice) -> None:
         if notice.key in self._told:
             return
-        if notice.left_seconds > self.near_seconds:
+        if notice.left_seconds > self._near_seconds:
             if notice.key not in self._held_back:
                 self._held_back.add(notice.key)
                 log.info("preemption.notice_held_back", source=notice.source, left_seconds=round(notice.left_seconds))
             return
         self._told.add(notice.key)
-        await self.notify(notice.source, max(notice.left_seconds, _AT_ONCE_SECONDS))
+        await self._notify(notice.source, max(notice.left_seconds, _AT_ONCE_SECONDS))
 
 
 def preemption_watcher(settings: TerminationSettings, *, notify: Notify) -> PreemptionWatcher | None:

@@ -8,8 +8,6 @@ this agent does not remember the save. So the store is asked first.
 import asyncio
 from collections.abc import Sequence
 from concurrent.futures import Executor
-from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import Final
 
@@ -30,17 +28,26 @@ _BUG_HINT: Final = "this is a bug in the agent: please report it"
 log = structlog.get_logger("mooring.unannounced")
 
 
-@dataclass(kw_only=True, eq=False)
 class UnannouncedRecovery:
     """Recovers unannounced checkpoints in the checkpoint directory, if they have a client's record."""
 
-    announcements: Announcements
-    engine: Engine
-    settings: Settings
-    executor: Executor
-    store: ReadyStore
-    _committed: set[str] = field(default_factory=set, init=False)
-    _announcing: asyncio.Lock = field(default_factory=asyncio.Lock, init=False)
+    def __init__(
+        self,
+        *,
+        announcements: Announcements,
+        engine: Engine,
+        settings: Settings,
+        executor: Executor,
+        store: ReadyStore,
+    ) -> None:
+        self._announcements = announcements
+        self._store = store
+        self._committed: set[str] = set()
+        self._announcing = asyncio.Lock()
+        self._engine = engine
+        self._executor = executor
+        self._volume = Path(settings.volume)
+        self._directory = Path(settings.checkpoint_directory)
 
     async def look(self, *, asking_seconds: float | None = None) -> None:
         """Announce what an agent should have and has not. Never raises, because its callers have other work to do.
@@ -63,12 +70,13 @@ class UnannouncedRecovery:
             log.exception("unannounced.failed", hint=_BUG_HINT)
 
     def _known(self) -> set[str]:
-        return {*self.engine.state.checkpoints, *self._committed}
+        return {*self._engine.state.checkpoints, *self._committed}
 
     async def _unannounced(self) -> Sequence[RecordedCheckpoint]:
-        volume, directory = Path(self.settings.volume), Path(self.settings.checkpoint_directory)
-        look = partial(unannounced, volume, directory, known=self._known())
-        return await asyncio.get_running_loop().run_in_executor(self.executor, look)
+        known = self._known()
+        return await asyncio.get_running_loop().run_in_executor(
+            self._executor, lambda: unannounced(self._volume, self._directory, known=known)
+        )
 
     async def _ask(self, found: Sequence[RecordedCheckpoint], limit_seconds: float | None) -> None:
         """Note the newest of `found` that the store has whole, if it answers in time."""
@@ -76,7 +84,7 @@ class UnannouncedRecovery:
             return
         try:
             async with asyncio.timeout(limit_seconds):
-                store = await self.store.get()
+                store = await self._store.get()
                 for recorded in reversed(found):
                     if await _is_committed(store, recorded):
                         log.info("unannounced.committed_already", path=str(recorded.path), save=recorded.save)
@@ -102,7 +110,7 @@ class UnannouncedRecovery:
                 recorded_at=recorded.saved_at,
             )
             try:
-                await self.announcements.enter(announcement)
+                await self._announcements.enter(announcement)
             except MooringError as error:
                 log.error("unannounced.refused", path=str(recorded.path), rank=rank, error=str(error), hint=error.hint)
                 # The other ranks would be refused for the same reason, with a log line each.
@@ -115,7 +123,7 @@ class UnannouncedRecovery:
         """The ranks whose files a checkpoint has, as far as they registered here. A world of one has only rank 0."""
         if world_size == 1:
             return [0]
-        return sorted(rank for rank in set(self.engine.state.ranks.values()) if rank < world_size)
+        return sorted(rank for rank in set(self._engine.state.ranks.values()) if rank < world_size)
 
 
 async def _is_committed(store: StoreReader, recorded: RecordedCheckpoint) -> bool:

@@ -45,24 +45,30 @@ class Announcement:
     recorded_at: float | None = None
 
 
-@dataclass(kw_only=True, eq=False)
 class Announcements:
-    """Serves the gRPC API, the directory watch and the recovery of unannounced checkpoints.
+    """Serves the gRPC API, the directory watch and the recovery of unannounced checkpoints."""
 
-    `workers`: threads for what may take long.
-    """
-
-    engine: Engine
-    clock: Clock
-    volume: Path
-    staging: StagingArea
-    workers: Executor
+    def __init__(
+        self,
+        *,
+        engine: Engine,
+        clock: Clock,
+        volume: Path,
+        staging: StagingArea,
+        workers: Executor,
+    ) -> None:
+        """`workers`: threads for what may take long."""
+        self._engine = engine
+        self._staging = staging
+        self._workers = workers
+        self._clock = clock
+        self._volume = volume
 
     async def announce(self, announcement: Announcement) -> Checkpoint:
         """Announce; return once the files are staged (or wait for other local ranks). Raises why they cannot be."""
         event = await self.enter(announcement)
-        await self.engine.until(lambda state: _settled(state, event))
-        return _outcome(self.engine.state, event)
+        await self._engine.until(lambda state: _settled(state, event))
+        return _outcome(self._engine.state, event)
 
     async def enter(self, announcement: Announcement) -> Announced:
         """Announce; return once the announcement is durable, before its files are staged. Raises why it is refused."""
@@ -70,7 +76,7 @@ class Announcements:
         path = announcement.path.rstrip("/") or "/"
         signature = announcement.signature or await self._signature(announcement, path)
         event = Announced(
-            at=self.clock.now(),
+            at=self._clock.now(),
             info=SaveInfo(
                 save=announcement.save or self._make_save(announcement, path, signature),
                 name=announcement.name or PurePosixPath(path).name,
@@ -92,8 +98,8 @@ class Announcements:
             return known_announcement(state, event) is None
 
         # The bytes must be on disk first: after a power cut, what the journal calls staged must really be there.
-        await asyncio.get_running_loop().run_in_executor(self.workers, self.staging.make_durable, path, event.files)
-        await self.engine.submit(event, is_news)
+        await asyncio.get_running_loop().run_in_executor(self._workers, self._staging.make_durable, path, event.files)
+        await self._engine.submit(event, is_news)
         return event
 
     async def _signature(self, announcement: Announcement, path: str) -> str:
@@ -103,7 +109,7 @@ class Announcements:
         """
         loop = asyncio.get_running_loop()
         try:
-            return await loop.run_in_executor(self.workers, content_signature, self.volume, path, announcement.files)
+            return await loop.run_in_executor(self._workers, content_signature, self._volume, path, announcement.files)
         except MooringError:
             if not announcement.save:
                 raise
@@ -116,7 +122,7 @@ class Announcements:
                 "several ranks write this checkpoint and the announcement has no save id",
                 hint="pass a `save` that is unique to this save and the same on all its ranks",
             )
-        known = same_content(self.engine.state, path=path, rank=announcement.rank, signature=signature)
+        known = same_content(self._engine.state, path=path, rank=announcement.rank, signature=signature)
         return known.info.save if known else f"{announcement.attempt or secrets.token_hex(4)}-{secrets.token_hex(4)}"
 
 

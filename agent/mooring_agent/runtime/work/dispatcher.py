@@ -7,7 +7,6 @@ import asyncio
 import random
 from collections.abc import Callable
 from concurrent.futures import Executor
-from dataclasses import dataclass, field
 from functools import partial
 from typing import Final, assert_never
 
@@ -54,30 +53,47 @@ _PACKS_IN_MEMORY: Final = 4
 log = structlog.get_logger("mooring.dispatcher")
 
 
-@dataclass(kw_only=True, eq=False)
 class Dispatcher:
     """Runs commands in a TaskGroup. `post` takes the events; the `on_…` callbacks carry out commands without events.
 
     `readers` has the threads that read sent files again, while `may_read_again` allows it for the kind of save.
     """
 
-    store: ReadyStore
-    staging: StagingArea
-    reconciler: Reconciler
-    pruner: Pruner
-    duplicate_guard: DuplicateSaveGuard
-    clock: Clock
-    executor: Executor
-    readers: Executor
-    may_read_again: Callable[[Kind], bool]
-    post: Callable[[Event], None]
-    on_save_request: Callable[[RequestSave], None]
-    on_lift_cap: Callable[[], None]
-    on_cancelled: Callable[[], None]
-    on_exit: Callable[[Exit], None]
-    _pack_room: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(_PACKS_IN_MEMORY), init=False)
-    _failures: FailureLog = field(default_factory=FailureLog, init=False)
-    _tasks: dict[WorkId, asyncio.Task[None]] = field(default_factory=dict, init=False)
+    def __init__(
+        self,
+        *,
+        store: ReadyStore,
+        staging: StagingArea,
+        reconciler: Reconciler,
+        pruner: Pruner,
+        duplicate_guard: DuplicateSaveGuard,
+        clock: Clock,
+        executor: Executor,
+        readers: Executor,
+        may_read_again: Callable[[Kind], bool],
+        post: Callable[[Event], None],
+        on_save_request: Callable[[RequestSave], None],
+        on_lift_cap: Callable[[], None],
+        on_cancelled: Callable[[], None],
+        on_exit: Callable[[Exit], None],
+    ) -> None:
+        self._store = store
+        self._staging = staging
+        self._reconciler = reconciler
+        self._pruner = pruner
+        self._duplicate_guard = duplicate_guard
+        self._clock = clock
+        self._executor = executor
+        self._readers = readers
+        self._may_read_again = may_read_again
+        self._post = post
+        self._on_save_request = on_save_request
+        self._on_lift_cap = on_lift_cap
+        self._on_cancelled = on_cancelled
+        self._on_exit = on_exit
+        self._pack_room = asyncio.Semaphore(_PACKS_IN_MEMORY)
+        self._failures = FailureLog()
+        self._tasks: dict[WorkId, asyncio.Task[None]] = {}
 
     def dispatch(self, tasks: asyncio.TaskGroup, command: Command) -> None:
         """Begin a command. Never blocks, and raises nothing but our own bugs."""
@@ -87,13 +103,13 @@ class Dispatcher:
                 if task is not None:
                     task.cancel()
             case RequestSave():
-                self.on_save_request(command)
+                self._on_save_request(command)
             case LiftBandwidthCap():
-                self.on_lift_cap()
+                self._on_lift_cap()
             case CancelTermination():
-                self.on_cancelled()
+                self._on_cancelled()
             case Exit():
-                self.on_exit(command)
+                self._on_exit(command)
             case Record():
                 raise AssertionError("decisions are applied by the core, before commands come out")
             case _:
@@ -106,7 +122,7 @@ class Dispatcher:
             # A task that is cancelled before its first step never enters `_run`: the core would wait for it for ever.
             if task.cancelled():
                 del self._tasks[work]
-                self.post(WorkCancelled(at=self.clock.now(), work=work))
+                self._post(WorkCancelled(at=self._clock.now(), work=work))
 
         self._tasks[work] = tasks.create_task(self._run(command), name=str(work))
         self._tasks[work].add_done_callback(ended)
@@ -123,7 +139,7 @@ class Dispatcher:
             event = await self._perform(command)
         except asyncio.CancelledError:
             # If the core cancelled the work, this is an outcome like others; at the agent's end nobody reads it.
-            event = WorkCancelled(at=self.clock.now(), work=work)
+            event = WorkCancelled(at=self._clock.now(), work=work)
         except MooringError as error:
             self._failures.failed(work, error)
             event = self._failure(work, error.kind, str(error), error.hint)
@@ -133,55 +149,55 @@ class Dispatcher:
             hint = "please report this with the log"
             event = self._failure(work, ErrorKind.STORE_FAILED, f"{type(error).__name__}: {error}", hint)
         del self._tasks[work]
-        self.post(event)
+        self._post(event)
 
     def _failure(self, work: WorkId, kind: ErrorKind, message: str, hint: str) -> WorkFailed:
         jitter = random.random()  # noqa: S311 - spreads retries, guards nothing
-        return WorkFailed(at=self.clock.now(), work=work, kind=kind, message=message, hint=hint, jitter=jitter)
+        return WorkFailed(at=self._clock.now(), work=work, kind=kind, message=message, hint=hint, jitter=jitter)
 
     async def _perform(self, command: WorkCommand) -> Event:
         match command:
             case Stage():
-                return await transfers.stage(self.staging, self.clock, self.executor, command)
+                return await transfers.stage(self._staging, self._clock, self._executor, command)
             case Release():
                 return await self._release(command)
             case WriteManifest():
                 await self._check_sent(command)
             case _:
                 pass
-        store = await self.store.get()
+        store = await self._store.get()
         if isinstance(command, CreateUpload | PutFile | PutPack | WriteManifest):
             # It may send the first byte of its save.
-            await self.duplicate_guard.require_new(store, command.work.save)
+            await self._duplicate_guard.require_new(store, command.work.save)
         match command:
             case Abandon():
                 return await self._abandon(store, command)
             case Reconcile():
-                return await self.reconciler.reconcile(store, command)
+                return await self._reconciler.reconcile(store, command)
             case CreateUpload():
-                return await transfers.create_upload(store, self.clock, command)
+                return await transfers.create_upload(store, self._clock, command)
             case SendPart():
-                return await transfers.send_part(store, self.clock, self.executor, command)
+                return await transfers.send_part(store, self._clock, self._executor, command)
             case PutFile():
-                return await transfers.put_file(store, self.clock, self.executor, command)
+                return await transfers.put_file(store, self._clock, self._executor, command)
             case PutPack():
-                return await transfers.put_pack(store, self.clock, self.executor, self._pack_room, command)
+                return await transfers.put_pack(store, self._clock, self._executor, self._pack_room, command)
             case CompleteUpload():
-                return await transfers.complete_upload(store, self.clock, command)
+                return await transfers.complete_upload(store, self._clock, command)
             case WriteManifest():
-                return await committer.write_manifest(store, self.clock, command)
+                return await committer.write_manifest(store, self._clock, command)
             case Commit():
-                return await committer.commit(store, self.clock, command)
+                return await committer.commit(store, self._clock, command)
             case Prune():
-                return await self.pruner.prune(store, command)
+                return await self._pruner.prune(store, command)
             case _:
                 assert_never(command)
 
     async def _check_sent(self, command: WriteManifest) -> None:
-        may_read = partial(self.may_read_again, command.manifest.info.kind)
-        check = partial(self.staging.check_sent, command.manifest, command.pins, may_read=may_read)
+        may_read = partial(self._may_read_again, command.manifest.info.kind)
+        check = partial(self._staging.check_sent, command.manifest, command.pins, may_read=may_read)
         # Reading takes seconds per GB, so it must not delay other work, nor saves that are not read again.
-        executor = self.readers if may_read() else self.executor
+        executor = self._readers if may_read() else self._executor
         await asyncio.get_running_loop().run_in_executor(executor, check)
 
     async def _abandon(self, store: StoreWriter, command: Abandon) -> Abandoned:
@@ -190,12 +206,12 @@ class Dispatcher:
         if command.sweep_keys:
             ours = frozenset(command.sweep_keys)
             await committer.sweep_uploads(store, save_prefix(command.info), of=ours, keep=frozenset())
-        return Abandoned(at=self.clock.now(), work=command.work)
+        return Abandoned(at=self._clock.now(), work=command.work)
 
     async def _release(self, command: Release) -> Released:
         loop = asyncio.get_running_loop()
-        await loop.run_in_executor(self.executor, self.staging.release, command.work.save)
-        self.duplicate_guard.forget(command.work.save)
+        await loop.run_in_executor(self._executor, self._staging.release, command.work.save)
+        self._duplicate_guard.forget(command.work.save)
         # The checkpoint's memory is free, but this process still holds it.
-        await loop.run_in_executor(self.executor, priority.malloc_trim)
-        return Released(at=self.clock.now(), work=command.work)
+        await loop.run_in_executor(self._executor, priority.malloc_trim)
+        return Released(at=self._clock.now(), work=command.work)

@@ -6,7 +6,6 @@ stores tell. On other stores the part is sent once more, which costs nothing but
 
 import asyncio
 from concurrent.futures import Executor
-from dataclasses import dataclass
 from pathlib import Path
 
 from mooring_agent.adapters.checksum import region_checksum, region_md5
@@ -21,14 +20,14 @@ from mooring_agent.ports import Clock, ObjectInfo, ObjectStore, StagingArea
 from mooring_agent.runtime.work.committer import is_committed, sweep_uploads
 
 
-@dataclass(kw_only=True, eq=False)
 class Reconciler:
     """Compares saves with the store. `volume` is where pins lie; hashing and stat run on `executor`."""
 
-    staging: StagingArea
-    clock: Clock
-    executor: Executor
-    volume: Path
+    def __init__(self, *, staging: StagingArea, clock: Clock, executor: Executor, volume: Path) -> None:
+        self._staging = staging
+        self._clock = clock
+        self._executor = executor
+        self._volume = volume
 
     async def reconcile(self, store: ObjectStore, command: Reconcile) -> Reconciled | Committed:
         """Raises VolumeError when a pinned file is gone or was changed: that save cannot be completed."""
@@ -36,10 +35,10 @@ class Reconciler:
         if await is_committed(store, command.info, dict(command.announced_at)):
             # Every rank is sealed, so nobody needs an upload that is still open below this save.
             await sweep_uploads(store, save_prefix(command.info), of=None, keep=frozenset())
-            return Committed(at=self.clock.now(), work=command.work)
+            return Committed(at=self._clock.now(), work=command.work)
         loop = asyncio.get_running_loop()
         for rank, staged in command.staged:
-            await loop.run_in_executor(self.executor, self.staging.check, command.info.save, rank, staged)
+            await loop.run_in_executor(self._executor, self._staging.check, command.info.save, rank, staged)
         known = {(file_key(command.info, file.file.path), file.upload) for file in command.unfinished}
         ours = frozenset(file_key(command.info, file.path) for _, staged in command.staged for file in staged)
         await sweep_uploads(store, save_prefix(command.info), of=ours, keep=frozenset(known))
@@ -53,7 +52,7 @@ class Reconciler:
                 files.append(found)
             elif known_file.upload:
                 uploads += await self._found_upload(store, command.info, known_file)
-        return Reconciled(at=self.clock.now(), work=command.work, uploads=tuple(uploads), files=tuple(files))
+        return Reconciled(at=self._clock.now(), work=command.work, uploads=tuple(uploads), files=tuple(files))
 
     async def _found_file(self, known: KnownFile, stored: ObjectInfo) -> FoundFile | None:
         if stored.size_bytes != known.file.size_bytes:
@@ -93,8 +92,8 @@ class Reconciler:
         """Return the part's checksum if the store's MD5 is that of our bytes, else None."""
         if not md5:
             return None
-        region = part_region(self.volume, known.file.pin, part, known.file.fingerprint)
+        region = part_region(self._volume, known.file.pin, part, known.file.fingerprint)
         loop = asyncio.get_running_loop()
-        if await loop.run_in_executor(self.executor, region_md5, region) != md5.lower():
+        if await loop.run_in_executor(self._executor, region_md5, region) != md5.lower():
             return None
-        return await loop.run_in_executor(self.executor, region_checksum, region)
+        return await loop.run_in_executor(self._executor, region_checksum, region)
