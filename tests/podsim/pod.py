@@ -27,6 +27,7 @@ from tests.podsim.volumes import Volumes
 _TICK_SECONDS = 0.02
 _POLL_SECONDS = 0.01
 _END_SECONDS = 90.0
+_LAST_LINES = 20
 
 
 class Pod:
@@ -100,13 +101,21 @@ class Pod:
         return log.read_text(errors="replace") if log.exists() else ""
 
     def wait(self, holds: Callable[[], bool], timeout_seconds: float, what: str) -> None:
-        """AssertionError, with the pod's history, when it does not come true in time or the simulator failed."""
+        """AssertionError, with the pod's history, when it does not come true in time or before the pod has ended."""
         deadline = time.monotonic() + timeout_seconds
-        while not holds():
+        while True:
+            ended = self.ended
+            if holds():
+                return
             if self._problem is not None:
                 raise AssertionError(f"the simulator failed before {what}") from self._problem
-            assert time.monotonic() < deadline, f"not within {timeout_seconds} s: {what}\n{self.timeline}"
+            assert not ended, f"ended before: {what}\n{self._history()}"
+            assert time.monotonic() < deadline, f"not within {timeout_seconds} s: {what}\n{self._history()}"
             time.sleep(_POLL_SECONDS)
+
+    def _history(self) -> str:
+        logs = [f"{name} said at last:\n{_last_lines(self.log(name))}" for name in self._containers]
+        return "\n".join([str(self.timeline), *logs])
 
     def wait_started(self, name: str, timeout_seconds: float) -> None:
         self.wait(lambda: self._containers[name].started, timeout_seconds, f"{name} is started")
@@ -295,3 +304,7 @@ class Pod:
         assert process is not None, f"{container.name} does not run"
         assert self._view is not None
         return self._view.execute(container.start_with, process, words)
+
+
+def _last_lines(log: str) -> str:
+    return "\n".join(log.splitlines()[-_LAST_LINES:])
