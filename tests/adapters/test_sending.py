@@ -175,11 +175,11 @@ async def test_a_disk_that_is_slower_than_the_wire_is_no_silence(
     really_send = os.sendfile
 
     def send_slowly(connection: int, file: int, offset: int, size: int) -> int:
-        time.sleep(0.125)
+        time.sleep(0.3)
         return really_send(connection, file, offset, min(size, MIB))
 
-    # A burst takes a second, all of them ten: between both is room for a busy machine.
-    settings = verifying_bucket.settings(connect_timeout_seconds=2.0, read_timeout_seconds=6.0)
+    # A burst takes 2.4 s, all of them 24 s: between both is room for a busy machine.
+    settings = verifying_bucket.settings(connect_timeout_seconds=2.0, read_timeout_seconds=20.0)
     async with open_store(settings) as store:
         await store.probe()
         monkeypatch.setattr(os, "sendfile", send_slowly)

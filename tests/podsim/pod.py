@@ -102,14 +102,21 @@ class Pod:
 
     def wait(self, holds: Callable[[], bool], timeout_seconds: float, what: str) -> None:
         """AssertionError, with the pod's history, when it does not come true in time or before the pod has ended."""
-        deadline = time.monotonic() + timeout_seconds
-        while True:
+        ended = False
+
+        def settled() -> bool:
+            nonlocal ended
+            assert not ended, f"ended before: {what}\n{self._history()}"
             ended = self.ended
-            if holds():
-                return
+            return holds()
+
+        self._poll(settled, timeout_seconds, what)
+
+    def _poll(self, holds: Callable[[], bool], timeout_seconds: float, what: str) -> None:
+        deadline = time.monotonic() + timeout_seconds
+        while not holds():
             if self._problem is not None:
                 raise AssertionError(f"the simulator failed before {what}") from self._problem
-            assert not ended, f"ended before: {what}\n{self._history()}"
             assert time.monotonic() < deadline, f"not within {timeout_seconds} s: {what}\n{self._history()}"
             time.sleep(_POLL_SECONDS)
 
@@ -160,7 +167,7 @@ class Pod:
         self.reason, self._final = "NodeLost", Phase.UNKNOWN
         for container in self._containers.values():
             container.send(signal.SIGKILL)
-        self.wait(lambda: not any(one.running for one in self._containers.values()), _END_SECONDS, "all are killed")
+        self._poll(lambda: not any(one.running for one in self._containers.values()), _END_SECONDS, "all are killed")
         self._volumes.wipe()
 
     # Kubelet's thread.
