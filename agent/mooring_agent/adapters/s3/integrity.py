@@ -81,16 +81,19 @@ async def probe(
     """
     experiment = _Experiment(client, bucket, prefix, write_arguments, request)
     integrity = fallback
-    # Each of them twice: a bit that flips in transit makes a store refuse a right checksum.
-    for candidate in (*CHECKSUM_ALGORITHMS, *CHECKSUM_ALGORITHMS):
-        if await experiment.object_is_checked(candidate) and await experiment.part_is_checked(candidate):
-            integrity = candidate
-            break
-    return StoreCapabilities(conditional_put=await experiment.condition_holds(), integrity=integrity)
+    try:
+        conditional_put = await experiment.condition_holds()
+        for candidate in CHECKSUM_ALGORITHMS:
+            if await experiment.object_is_checked(candidate) and await experiment.part_is_checked(candidate):
+                integrity = candidate
+                break
+    finally:
+        await experiment.clean_up()
+    return StoreCapabilities(conditional_put=conditional_put, integrity=integrity)
 
 
 class _Experiment:
-    """Tests one store. Each method leaves nothing behind. Keys are unique: many agents may probe at the same time."""
+    """Tests one store with one object. Its key is unique: many agents may probe at the same time."""
 
     def __init__(
         self, client: Any, bucket: str, prefix: str, write_arguments: Mapping[str, str], request: _Request
@@ -101,15 +104,42 @@ class _Experiment:
         self._target = {"Bucket": bucket, "Key": prefix + self._key}
         self._write_arguments = write_arguments
 
-    async def object_is_checked(self, integrity: str) -> bool:
+    async def condition_holds(self) -> bool:
+        """Return whether the first conditional put passes and the second does not.
+
+        A store without conditional puts may refuse the first one.
+        """
+        if await self._refuses_put(IfNoneMatch="*"):
+            return False
         try:
-            if not await self._refuses_put(**declare_bytes(integrity, _BODY, flip=1)):
-                return False
-            return not await self._refuses_put(**declare_bytes(integrity, _BODY))
-        finally:
-            await self._delete()
+            return await self._refuses_put(IfNoneMatch="*")
+        except StoreError as error:
+            if error.kind is ErrorKind.ALREADY_EXISTS:
+                return True
+            raise
+
+    async def object_is_checked(self, integrity: str) -> bool:
+        return await self._is_checked(self._refuses_put, integrity)
 
     async def part_is_checked(self, integrity: str) -> bool:
+        upload = await self._begin_upload(integrity) or await self._begin_upload(integrity)
+        if not upload:
+            return False
+        try:
+            return await self._is_checked(partial(self._refuses_part, upload), integrity)
+        finally:
+            async with self._request("AbortMultipartUpload", self._key):
+                await self._client.abort_multipart_upload(**self._target, UploadId=upload)
+
+    async def _is_checked(self, refuses: Callable[..., Awaitable[bool]], integrity: str) -> bool:
+        if not await refuses(**declare_bytes(integrity, _BODY, flip=1)):
+            return False
+        right = declare_bytes(integrity, _BODY)
+        # Twice, as the upload above: a bit that flips in transit makes a store refuse what is right.
+        return not (await refuses(**right) and await refuses(**right))
+
+    async def _begin_upload(self, integrity: str) -> str:
+        """Return the upload's id; empty if the store refuses the declaration."""
         try:
             async with self._request("CreateMultipartUpload", self._key):
                 answer = await self._client.create_multipart_upload(
@@ -117,33 +147,10 @@ class _Experiment:
                 )
         except StoreError as error:
             if error.kind in REFUSALS:
-                return False
+                return ""
             raise
-        upload = answer["UploadId"]
-        try:
-            if not await self._refuses_part(upload, **declare_bytes(integrity, _BODY, flip=1)):
-                return False
-            return not await self._refuses_part(upload, **declare_bytes(integrity, _BODY))
-        finally:
-            async with self._request("AbortMultipartUpload", self._key):
-                await self._client.abort_multipart_upload(**self._target, UploadId=upload)
-
-    async def condition_holds(self) -> bool:
-        """Return whether the first conditional put passes and the second does not.
-
-        A store without conditional puts may refuse the first one.
-        """
-        try:
-            if await self._refuses_put(IfNoneMatch="*"):
-                return False
-            try:
-                return await self._refuses_put(IfNoneMatch="*")
-            except StoreError as error:
-                if error.kind is ErrorKind.ALREADY_EXISTS:
-                    return True
-                raise
-        finally:
-            await self._delete()
+        upload: str = answer["UploadId"]
+        return upload
 
     async def _refuses_put(self, **arguments: str) -> bool:
         return await self._refuses(
@@ -166,7 +173,7 @@ class _Experiment:
             raise
         return False
 
-    async def _delete(self) -> None:
+    async def clean_up(self) -> None:
         with ignored(ErrorKind.NOT_FOUND):
             async with self._request("DeleteObject", self._key):
                 await self._client.delete_object(**self._target)
