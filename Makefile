@@ -58,17 +58,22 @@ test: test-quick test-slow test-root
 test-quick: $(FRAMEWORKS) node
 	$(PYTEST) -m "not (slow or trainers or root or containers)"
 
+# The files that use a marker, and the folders where a conftest.py does. To import all others in every process takes
+# longer than some tests.
+marked = $(sort $(patsubst %/conftest.py,%,$(shell grep -rlE --include='*.py' 'mark\.($(1))' tests)))
+
 # One at a time to each process, the longest first.
 test-slow: $(FRAMEWORKS) node
-	$(BIN)/python -m pytest -n $(WORKERS) --dist load --maxschedchunk 1 -m "(slow or trainers) and not (root or containers)"
+	$(BIN)/python -m pytest -n $(WORKERS) --dist load --maxschedchunk 1 \
+		-m "(slow or trainers) and not (root or containers)" $(call marked,slow|trainers)
 
 # The part of it that trains with the frameworks.
 test-trainers: $(FRAMEWORKS)
-	$(PYTEST) -m "trainers and not root"
+	$(PYTEST) -m "trainers and not root" $(call marked,trainers)
 
 # What needs root, or shows more to root, so that all others run as any user. Says what it skips for whom.
 test-root: $(FRAMEWORKS)
-	$(PYTEST) -m "root and not containers"
+	$(PYTEST) -m "root and not containers" $(call marked,root)
 
 # The image built for real, and pods of it; one at a time, they share what was built. Says what is missing where it skips.
 test-containers: $(READY)

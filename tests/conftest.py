@@ -1,5 +1,6 @@
 """Fixtures that tests of several areas share."""
 
+import functools
 import importlib.util
 import os
 import re
@@ -8,6 +9,7 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
+import botocore.session
 import pytest
 
 from mooring.integrations import ownership
@@ -15,6 +17,11 @@ from mooring_api import names
 
 # Before anything loads gRPC: beside its fork handlers a fork right after a call may hang, in this process too.
 os.environ.setdefault(names.ENV_GRPC_FORK_HANDLERS, "0")
+# Dozens of trainers on two cores: with two threads each, they mostly wait for their other half.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+# DeepSpeed alone would load the whole compiler, seconds of it, and nobody compiles.
+os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
+os.environ.setdefault("DS_ACCELERATOR", "cpu")
 
 pytest_plugins = ["tests.servers.fixtures"]
 
@@ -54,6 +61,14 @@ def _limit_seconds(item: pytest.Item) -> float:
     limit = item.get_closest_marker("timeout")
     is_long = item.get_closest_marker("slow") or item.get_closest_marker("trainers")
     return float(limit.args[0]) if limit and is_long else 0.0
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _service_descriptions_read_once() -> Iterator[None]:
+    """Every session of botocore reads a megabyte of them, which takes longer than most tests with a store."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(botocore.session, "create_loader", functools.cache(botocore.session.create_loader))
+        yield
 
 
 @pytest.fixture

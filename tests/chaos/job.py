@@ -21,6 +21,7 @@ from tests.chaos.oracle import Oracle, Truth
 from tests.chaos.rank_store import KeyServer
 from tests.chaos.report import Loss, Report
 from tests.harness.agent_process import AgentProcess
+from tests.harness.warm_python import WarmProcess
 from tests.servers.server import Bucket
 
 GRACE_SECONDS = 15
@@ -28,6 +29,8 @@ KEEP_LAST = 3
 _LAUNCHER_PATIENCE_SECONDS = 10.0
 _BACK_OFF_SECONDS = 40.0
 """How long the agents of trainers that saved nothing live on: a kubelet too starts such a job ever more slowly."""
+
+_Process = subprocess.Popen[bytes] | subprocess.Popen[str] | WarmProcess
 
 
 class State(Enum):
@@ -49,9 +52,9 @@ class Node:
         self.restore: Command | None = None
         self.restored = False
 
-    def processes(self) -> "dict[str, subprocess.Popen[bytes] | subprocess.Popen[str]]":
+    def processes(self) -> dict[str, _Process]:
         """Those that run, by what they are."""
-        found: dict[str, subprocess.Popen[bytes] | subprocess.Popen[str]] = {}
+        found: dict[str, _Process] = {}
         if self.agent_runs():
             assert self.agent
             found["agent"] = self.agent.process

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, Self
 
 import grpc
+from tests.harness.warm_python import WarmProcess, starts_alike, warm_mooring
 
 from mooring_api.names import socket_address
 from mooring_api.v1 import agent_pb2, agent_pb2_grpc
@@ -47,9 +48,13 @@ class AgentProcess:
         environment: Mapping[str, str] | None = None,
         fresh: bool = False,
         module: str = "mooring_agent",
+        warm: bool = True,
         **settings: object,
     ) -> None:
-        """`module`: what python runs, the command line or a test's variant of it."""
+        """`module`: what python runs, the command line or a test's variant of it.
+
+        `warm`: forked from a process that has imported it; without, its memory and its time are its own.
+        """
         self.volume = volume
         self.destination = destination
         self.checkpoints = volume / "checkpoints"
@@ -61,7 +66,8 @@ class AgentProcess:
         self._fresh = fresh
         self._module = module
         self._log_path = volume.parent / f"{volume.name}.agent.log"
-        self._process: subprocess.Popen[bytes] | None = None
+        self._warm = warm and module == "mooring_agent" and starts_alike(self._environment)
+        self._process: subprocess.Popen[bytes] | WarmProcess | None = None
 
     def __enter__(self) -> Self:
         self.start()
@@ -75,10 +81,17 @@ class AgentProcess:
         """Start, or start again after an end; with `wait` return once it answers. `stderr`: instead of the log."""
         assert self._process is None or self._process.poll() is not None, "it is running"
         self.checkpoints.mkdir(parents=True, exist_ok=True)
-        command = [sys.executable, "-m", self._module, "agent", f"--volume={self.volume}"]
-        command += [f"--destination={self.destination}", *self._arguments, *(["--fresh"] if self._fresh else [])]
-        with self._log_path.open("ab") as log:
-            self._process = subprocess.Popen(command, env=self._environment, stdout=log, stderr=stderr or log)
+        words = ["-m", self._module, "agent", f"--volume={self.volume}", f"--destination={self.destination}"]
+        words += [*self._arguments, *(["--fresh"] if self._fresh else [])]
+        with self._log_path.open("ab") as log, Path(os.devnull).open("rb") as nothing:
+            out, errors = log.fileno(), stderr or log.fileno()
+            if self._warm:
+                self._process = warm_mooring().start(
+                    words, environment=self._environment, stdin=nothing.fileno(), stdout=out, stderr=errors
+                )
+            else:
+                command = [sys.executable, *words]
+                self._process = subprocess.Popen(command, env=self._environment, stdout=out, stderr=errors)
         if wait:
             self.wait_serving()
 
@@ -102,7 +115,7 @@ class AgentProcess:
         wait_until(answers, _START_SECONDS, "the agent serves")
 
     @property
-    def process(self) -> "subprocess.Popen[bytes]":
+    def process(self) -> "subprocess.Popen[bytes] | WarmProcess":
         assert self._process is not None, "not started"
         return self._process
 

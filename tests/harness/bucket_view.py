@@ -1,11 +1,11 @@
 """What a bucket really holds, seen with boto3's eyes and through our own command line, as an operator would look."""
 
 import json
-import subprocess
-import sys
+import os
 from pathlib import Path
 from typing import Any
 
+from tests.harness.warm_python import warm_mooring
 from tests.servers.server import Bucket
 
 # Bounds a hang and judges no speed: ten thousand files take a minute on a busy machine.
@@ -57,8 +57,8 @@ class BucketView:
 
     def _mooring(self, command: str, *arguments: str) -> str:
         """Its standard output; AssertionError with its standard error if it fails."""
-        line = [sys.executable, "-m", "mooring_agent", command, self._bucket.destination]
-        line += [f"--endpoint-url={self._bucket.endpoint_url}", *arguments]
-        result = subprocess.run(line, capture_output=True, text=True, timeout=_COMMAND_SECONDS, check=False)
-        assert not result.returncode, result.stdout + result.stderr
-        return result.stdout
+        words = ["-m", "mooring_agent", command, self._bucket.destination]
+        words += [f"--endpoint-url={self._bucket.endpoint_url}", *arguments]
+        ended = warm_mooring().run(words, os.environ, _COMMAND_SECONDS)
+        assert not ended.code, ended.output + ended.errors
+        return ended.output

@@ -2,13 +2,11 @@
 
 import json
 import os
-import subprocess
-import sys
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
+from tests.harness.warm_python import Ended, warm_python
 from tests.servers.process import free_port
 
 from mooring_api import names
@@ -18,20 +16,12 @@ END_SECONDS: Final = 200.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Ended:
-    """A program that has ended; `lines` are its stdout's, `errors` its stderr."""
-
-    code: int
-    lines: Sequence[str]
-    errors: str
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class OneProcess:
-    """`program` is started as the only rank of a job."""
+    """`program` is started as the only rank of a job. `libraries`: what it has imported before it begins."""
 
     program: Path
     volume: Path
+    libraries: tuple[str, ...]
 
     @property
     def checkpoints(self) -> Path:
@@ -45,24 +35,12 @@ class OneProcess:
             **ranks,
             names.ENV_VOLUME: str(self.volume),
             names.ENV_CHECKPOINT_DIRECTORY: str(self.checkpoints),
-            "DS_ACCELERATOR": "cpu",
             "MASTER_ADDR": "127.0.0.1",
             "MASTER_PORT": str(free_port()),
             "GLOO_SOCKET_IFNAME": "lo",
-            "OMP_NUM_THREADS": "1",
-            # DeepSpeed alone would load the whole compiler, seconds of it, and nobody compiles.
-            "TORCHDYNAMO_DISABLE": "1",
         }
-        done = subprocess.run(
-            [sys.executable, str(self.program), *map(str, arguments)],
-            env=environment,
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            text=True,
-            timeout=END_SECONDS,
-            check=False,
-        )
-        return Ended(code=done.returncode, lines=done.stdout.splitlines(), errors=done.stderr)
+        words = [str(self.program), *map(str, arguments)]
+        return warm_python(*self.libraries).run(words, environment, END_SECONDS)
 
     def records(self) -> list[tuple[str, int, str]]:
         """(name, step, kind) of every recorded checkpoint, by step."""

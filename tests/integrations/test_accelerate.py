@@ -13,11 +13,13 @@ from mooring_api.names import JUST_IN_TIME_EXIT_CODE
 pytest.importorskip("accelerate")
 pytestmark = pytest.mark.timeout(600)
 PROGRAM = Path(__file__).with_name("accelerate_program.py")
+WITH_DEEPSPEED = Path(__file__).with_name("accelerate_deepspeed_program.py")
+LIBRARIES = ("torch", "accelerate", "accelerate.utils.deepspeed")
 
 
 @pytest.fixture
 def trainer(tmp_path: Path) -> OneProcess:
-    return OneProcess(program=PROGRAM, volume=tmp_path / "volume")
+    return OneProcess(program=PROGRAM, volume=tmp_path / "volume", libraries=LIBRARIES)
 
 
 def test_a_notice_in_an_accumulation_is_obeyed_when_all_that_belongs_to_the_step_is_done(trainer: OneProcess) -> None:
@@ -89,7 +91,7 @@ def test_with_deepspeed_inside_it_an_evaluation_ends_before_a_notice_is_obeyed_a
     tmp_path: Path,
 ) -> None:
     pytest.importorskip("deepspeed")
-    trainer = OneProcess(program=PROGRAM.with_name("accelerate_deepspeed_program.py"), volume=tmp_path / "volume")
+    trainer = OneProcess(program=WITH_DEEPSPEED, volume=tmp_path / "volume", libraries=LIBRARIES)
     stopped = trainer.run("--evaluate-at", "2")
     assert stopped.code == JUST_IN_TIME_EXIT_CODE, stopped.errors
     assert stopped.lines == ["begin step=0", "step=1", "step=2", "evaluated"]

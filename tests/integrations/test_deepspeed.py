@@ -17,7 +17,7 @@ PROGRAM = Path(__file__).with_name("deepspeed_program.py")
 
 @pytest.fixture
 def trainer(tmp_path: Path) -> OneProcess:
-    return OneProcess(program=PROGRAM, volume=tmp_path / "volume")
+    return OneProcess(program=PROGRAM, volume=tmp_path / "volume", libraries=("torch", "deepspeed"))
 
 
 def test_a_notice_in_an_accumulation_is_obeyed_at_its_end_with_the_client_state_as_it_is_then(

@@ -16,7 +16,7 @@ from mooring_agent.core.limits import LOCAL_RANKS, WORLD_SIZE
 @pytest.fixture
 def agent(tmp_path: Path) -> Iterator[AgentProcess]:
     (tmp_path / "bucket").mkdir()
-    with AgentProcess(tmp_path / "volume", f"file://{tmp_path}/bucket", watch=False) as agent:
+    with AgentProcess(tmp_path / "volume", f"file://{tmp_path}/bucket", watch=False, warm=False) as agent:
         yield agent
 
 
@@ -91,7 +91,7 @@ def test_descriptors_beyond_all_limits_hang_no_agent_and_hide_no_checkpoint(tmp_
         (staged / "other" / "rank-00000.json").write_text(json.dumps({**value, "descriptor": [[]] * 3_000_000}))
         for journal in (slow.volume / ".mooring").rglob("journal.sqlite3*"):
             journal.unlink()
-    with AgentProcess(tmp_path / "volume", destination, watch=False) as agent:
+    with AgentProcess(tmp_path / "volume", destination, watch=False, warm=False) as agent:
         wait_until(lambda: agent.status().newest_committed.save == save, 60, "the good one is committed")
         assert "Traceback" not in agent.log_text()
         assert len(agent.log("staging.descriptor_unreadable")) == 4

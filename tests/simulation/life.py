@@ -38,6 +38,7 @@ class Life:
     """`run` raises ViolationError; `digest` is equal for equal lives."""
 
     def __init__(self, seed: int, *, verbose: bool = False) -> None:
+        self.seed = seed
         self.random = Random(seed)
         self.scenario = draw(self.random)
         self.journal_outages = journal_outages(Random(seed), self.scenario)

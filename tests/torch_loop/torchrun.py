@@ -48,7 +48,6 @@ def run(command: list[str], *, directory: Path, **environment: str) -> Ended:
             **os.environ,
             names.ENV_CHECKPOINT_DIRECTORY: str(directory),
             "GLOO_SOCKET_IFNAME": "lo",
-            "OMP_NUM_THREADS": "1",
             "PYTHONPATH": str(ROOT),
             "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "100",
             **environment,

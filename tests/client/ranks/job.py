@@ -4,14 +4,13 @@ import contextlib
 import os
 import queue
 import signal
-import subprocess
-import sys
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+from tests.harness.warm_python import warm_python
 from tests.servers.process import free_port
 
 # Bounds a hang and judges no speed: torch alone takes seconds to import on a busy machine.
@@ -24,15 +23,20 @@ class Rank:
 
     def __init__(self, scenario: str, environment: dict[str, str], log: Path) -> None:
         self._log = log
-        with log.open("ab") as errors:
-            self.process = subprocess.Popen(
-                [sys.executable, str(_TRAINER), scenario],
-                env={**os.environ, **environment},
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=errors,
-                text=True,
-            )
+        (stdin, ours), (theirs, stdout) = os.pipe(), os.pipe()
+        self._stdin, self._stdout = os.fdopen(ours, "w"), os.fdopen(theirs)
+        try:
+            with log.open("ab") as errors:
+                self.process = warm_python("torch", "torch.distributed").start(
+                    [str(_TRAINER), scenario],
+                    environment={**os.environ, **environment},
+                    stdin=stdin,
+                    stdout=stdout,
+                    stderr=errors.fileno(),
+                )
+        finally:
+            os.close(stdin)
+            os.close(stdout)
         self._lines: queue.Queue[str | None] = queue.Queue()
         threading.Thread(target=self._read, daemon=True).start()
 
@@ -51,10 +55,9 @@ class Rank:
 
     def go(self, steps: int = 1) -> None:
         """Let so many steps begin; a rank that has left needs none."""
-        assert self.process.stdin is not None
         with contextlib.suppress(BrokenPipeError):
-            self.process.stdin.write("\n" * steps)
-            self.process.stdin.flush()
+            self._stdin.write("\n" * steps)
+            self._stdin.flush()
 
     def rest(self) -> list[str]:
         """All lines until it ends."""
@@ -73,14 +76,11 @@ class Rank:
         if self.process.poll() is None:
             self.process.kill()
         self.process.wait(WAIT_SECONDS)
-        assert self.process.stdin is not None
-        assert self.process.stdout is not None
         with contextlib.suppress(BrokenPipeError):
-            self.process.stdin.close()
+            self._stdin.close()
 
     def _read(self) -> None:
-        assert self.process.stdout is not None
-        with self.process.stdout as lines:
+        with self._stdout as lines:
             for line in lines:
                 self._lines.put(line.rstrip("\n"))
         self._lines.put(None)
