@@ -15,6 +15,7 @@ from typing import Any
 
 import click
 import pytest
+from tests.harness import warm_python
 from tests.harness.agent_process import AgentProcess, wait_until, write_checkpoint
 from tests.servers.server import Bucket
 
@@ -26,16 +27,9 @@ LONG_NAME = "llama-42-sft-epoch-3-step-24000-global"
 
 def mooring(
     *arguments: object, columns: int = 100, directory: Path | None = None, **environment: str
-) -> subprocess.CompletedProcess[str]:
+) -> "subprocess.CompletedProcess[str]":
     environment = {"MOORING_SOCKET": "", "MOORING_VOLUME": "", "COLUMNS": str(columns), **environment}
-    return subprocess.run(
-        [sys.executable, "-m", "mooring_agent", *map(str, arguments)],
-        capture_output=True,
-        text=True,
-        timeout=60,
-        cwd=directory,
-        env={**os.environ, **environment},
-    )
+    return warm_python.mooring(*arguments, directory=directory, **environment)
 
 
 def shown_in_a_terminal(columns: int, *arguments: object, **environment: str) -> str:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.harness.warm_python import mooring
 from tests.restore.stored_checkpoints import PART_BYTES, all_files, flip_byte, store_checkpoint
 from tests.servers.fault_proxy import FaultProxy
 from tests.servers.server import Bucket
@@ -18,17 +19,6 @@ from mooring_agent.adapters.open_store import open_store
 from mooring_agent.core.model import SaveInfo
 from mooring_agent.core.settings.values import StoreSettings
 from mooring_agent.core.stored.object_layout import file_key, marker_key
-
-
-def mooring(*arguments: object, directory: Path | None = None, **environment: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "mooring_agent", *map(str, arguments)],
-        capture_output=True,
-        text=True,
-        timeout=60,
-        cwd=directory,
-        env={**os.environ, **environment},
-    )
 
 
 def fill(settings: StoreSettings, *steps: int, flip: int = -1) -> list[SaveInfo]:

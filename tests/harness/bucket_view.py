@@ -1,15 +1,11 @@
 """What a bucket really holds, seen with boto3's eyes and through our own command line, as an operator would look."""
 
 import json
-import os
 from pathlib import Path
 from typing import Any
 
-from tests.harness.warm_python import warm_mooring
+from tests.harness.warm_python import mooring
 from tests.servers.server import Bucket
-
-# Bounds a hang and judges no speed: ten thousand files take a minute on a busy machine.
-_COMMAND_SECONDS = 240.0
 
 
 class BucketView:
@@ -57,8 +53,11 @@ class BucketView:
 
     def _mooring(self, command: str, *arguments: str) -> str:
         """Its standard output; AssertionError with its standard error if it fails."""
-        words = ["-m", "mooring_agent", command, self._bucket.destination]
-        words += [f"--endpoint-url={self._bucket.endpoint_url}", *arguments]
-        ended = warm_mooring().run(words, os.environ, _COMMAND_SECONDS)
-        assert not ended.code, ended.output + ended.errors
-        return ended.output
+        ended = mooring(
+            command,
+            self._bucket.destination,
+            f"--endpoint-url={self._bucket.endpoint_url}",
+            *arguments,
+        )
+        assert not ended.returncode, ended.stdout + ended.stderr
+        return ended.stdout

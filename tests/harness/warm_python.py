@@ -28,6 +28,8 @@ from typing import Final
 _CODE: Final = struct.Struct("i")
 _LARGEST_REQUEST: Final = 1 << 17
 _START_SECONDS: Final = 60.0
+# It bounds a hang and judges no speed: to restore ten thousand files takes a minute on a busy machine.
+_COMMAND_SECONDS: Final = 240.0
 
 
 class WarmProcess:
@@ -72,19 +74,6 @@ class WarmProcess:
         return self.returncode
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Ended:
-    """A program that has ended, and what it said."""
-
-    code: int
-    output: str
-    errors: str
-
-    @property
-    def lines(self) -> list[str]:
-        return self.output.splitlines()
-
-
 class WarmPython:
     """A Python that has imported `modules`."""
 
@@ -101,10 +90,18 @@ class WarmPython:
         atexit.register(self._close)
 
     def start(
-        self, words: Sequence[str], *, environment: Mapping[str, str], stdin: int, stdout: int, stderr: int
+        self,
+        words: Sequence[str],
+        *,
+        environment: Mapping[str, str],
+        stdin: int,
+        stdout: int,
+        stderr: int,
+        directory: Path | None = None,
     ) -> WarmProcess:
         """Start what `python` would with these words: `-m` and a module, or a file, and its arguments."""
-        request = json.dumps({"words": words, "environment": dict(environment), "folder": str(Path.cwd())}).encode()
+        there = str(directory or Path.cwd())
+        request = json.dumps({"words": words, "environment": dict(environment), "directory": there}).encode()
         assert len(request) < _LARGEST_REQUEST, "the words and the environment are too long"
         status, told = os.pipe()
         try:
@@ -115,22 +112,29 @@ class WarmPython:
             os.close(told)
         return WarmProcess(pid, status)
 
-    def run(self, words: Sequence[str], environment: Mapping[str, str], timeout_seconds: float) -> Ended:
-        """Start it without input, and wait for its end; subprocess.TimeoutExpired when it does not come in time."""
+    def run(
+        self,
+        words: Sequence[str],
+        *,
+        environment: Mapping[str, str],
+        timeout_seconds: float,
+        directory: Path | None = None,
+    ) -> "subprocess.CompletedProcess[str]":
+        """As subprocess.run, without input. Raises subprocess.TimeoutExpired."""
         with (
             Path(os.devnull).open("rb") as nothing,
             tempfile.TemporaryFile("w+") as output,
             tempfile.TemporaryFile("w+") as errors,
         ):
             files = {"stdin": nothing.fileno(), "stdout": output.fileno(), "stderr": errors.fileno()}
-            process = self.start(words, environment=environment, **files)
+            process = self.start(words, environment=environment, directory=directory, **files)
             try:
                 code = process.wait(timeout_seconds)
             finally:
                 process.kill()
             output.seek(0)
             errors.seek(0)
-            return Ended(code=code, output=output.read(), errors=errors.read())
+            return subprocess.CompletedProcess(words, code, output.read(), errors.read())
 
     def _close(self) -> None:
         self._ours.close()
@@ -154,6 +158,15 @@ def warm_mooring() -> WarmPython:
     )
 
 
+def mooring(
+    *arguments: object, directory: Path | None = None, **environment: str
+) -> "subprocess.CompletedProcess[str]":
+    """Run the command line with `environment` besides this process's own."""
+    words = ["-m", "mooring_agent", *map(str, arguments)]
+    there = {**os.environ, **environment}
+    return warm_mooring().run(words, environment=there, timeout_seconds=_COMMAND_SECONDS, directory=directory)
+
+
 def starts_alike(environment: Mapping[str, str]) -> bool:
     """Whether nothing in `environment` changes how Python itself starts, which a forked one does not."""
     return all(
@@ -167,7 +180,7 @@ def starts_alike(environment: Mapping[str, str]) -> bool:
 class _Request:
     words: list[str]
     environment: dict[str, str]
-    folder: str
+    directory: str
 
 
 def _serve(connection: socket.socket) -> _Request | None:
@@ -207,7 +220,7 @@ def _serve(connection: socket.socket) -> _Request | None:
 def _run(request: _Request) -> None:
     os.environ.clear()
     os.environ.update(request.environment)
-    os.chdir(request.folder)
+    os.chdir(request.directory)
     first, *rest = request.words
     if first == "-m":
         sys.argv = rest

@@ -2,17 +2,27 @@
 
 import json
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
-from tests.harness.warm_python import Ended, warm_python
+from tests.harness.warm_python import warm_python
 from tests.servers.process import free_port
 
 from mooring_api import names
 
 # It bounds a hang and judges no speed.
 END_SECONDS: Final = 200.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ended:
+    """A program that has ended; `lines` are its stdout's, `errors` its stderr."""
+
+    code: int
+    lines: Sequence[str]
+    errors: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,7 +50,8 @@ class OneProcess:
             "GLOO_SOCKET_IFNAME": "lo",
         }
         words = [str(self.program), *map(str, arguments)]
-        return warm_python(*self.libraries).run(words, environment, END_SECONDS)
+        done = warm_python(*self.libraries).run(words, environment=environment, timeout_seconds=END_SECONDS)
+        return Ended(code=done.returncode, lines=done.stdout.splitlines(), errors=done.stderr)
 
     def records(self) -> list[tuple[str, int, str]]:
         """(name, step, kind) of every recorded checkpoint, by step."""
