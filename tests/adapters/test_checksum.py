@@ -3,6 +3,8 @@
 import errno
 import hashlib
 import os
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -75,3 +77,21 @@ def test_a_volume_that_is_taken_away_is_the_volumes_error(
 
     assert caught.value.kind is ErrorKind.VOLUME_UNUSABLE
     assert region.file in str(caught.value)
+
+
+_FORK = """
+import os
+from mooring_agent.adapters import checksum
+buffer = checksum._buffers.get()
+buffer[0] = 1
+if not os.fork():
+    buffer[0] = 2
+    os._exit(0)
+os.wait()
+print(buffer[0])
+"""
+
+
+def test_a_forked_process_reads_into_buffers_of_its_own() -> None:
+    done = subprocess.run([sys.executable, "-c", _FORK], capture_output=True, text=True, timeout=60)
+    assert (done.stdout, done.stderr) == ("1\n", "")

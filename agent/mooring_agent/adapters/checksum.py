@@ -23,9 +23,10 @@ seldom wait for the interpreter's lock."""
 _AT_ONCE: Final = 4
 _buffers: Final[LifoQueue[memoryview]] = LifoQueue()
 """One buffer for each thread of a store. More, for the threads that stage, would be no faster. Buffers are kept for
-good, because a new one costs as much as copying into it. A mapping takes memory only once it is used."""
+good, because a new one costs as much as copying into it. A mapping takes memory only once it is used. It is private,
+or a forked process would read into the buffers of the other."""
 for _ in range(_AT_ONCE):
-    _buffers.put(memoryview(mmap.mmap(-1, CHUNK_BYTES)))
+    _buffers.put(memoryview(mmap.mmap(-1, CHUNK_BYTES, flags=mmap.MAP_PRIVATE)))
 
 
 # awscrt is imported where it is used, because an agent serves before it opens its store, which needs awscrt.
