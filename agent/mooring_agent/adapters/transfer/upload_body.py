@@ -46,7 +46,7 @@ class BufferPool:
 
     def take(self) -> memoryview:
         """Return a writable buffer of `size_bytes`, with whatever it held before."""
-        return self._idle.pop() if self._idle else memoryview(mmap.mmap(-1, self.size_bytes, flags=mmap.MAP_PRIVATE))
+        return self._idle.pop() if self._idle else memoryview(mmap.mmap(-1, self.size_bytes))
 
     def release(self, buffer: memoryview) -> None:
         """Give back a whole buffer that `take` returned, once nothing else touches it."""
