@@ -3,6 +3,7 @@
 import asyncio
 import json
 import os
+import re
 import subprocess
 import sys
 import time
@@ -256,6 +257,16 @@ def test_a_command_ends_although_a_thread_hangs_in_a_dead_mount(
     )
     assert completed.returncode == 1
     assert "did not answer in time" in completed.stderr
+
+
+@pytest.mark.parametrize("command", ["restore", "ls", "verify"])
+def test_a_command_that_calls_no_agent_loads_no_grpc(command: str, tmp_path: Path) -> None:
+    words = ["-X", "importtime", "-m", "mooring_agent", command, f"file://{tmp_path}/run"]
+    words += ["--volume", str(tmp_path / "volume")] if command == "restore" else []
+    said = subprocess.run([sys.executable, *words], capture_output=True, text=True, timeout=60).stderr
+    loaded = set(re.findall(r"\| +(\w+)$", said, re.MULTILINE))
+    assert "click" in loaded
+    assert "grpc" not in loaded
 
 
 def test_a_first_restore_makes_the_folder_and_says_so(tmp_path: Path) -> None:

@@ -9,8 +9,8 @@ import click
 from mooring_agent.adapters.volume import identity
 from mooring_agent.adapters.volume.shared_folders import make_shared_folders
 from mooring_agent.catalog.reading import list_committed
+from mooring_agent.cli.autoload import copy_autoload
 from mooring_agent.cli.formatting import amount, errors_reported, progress_line
-from mooring_agent.cli.run import copy_autoload
 from mooring_agent.cli.store_options import destination_options
 from mooring_agent.cli.store_work import as_json_option, opened, print_json, run_work
 from mooring_agent.core.errors import ErrorKind, StoreError
