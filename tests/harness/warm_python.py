@@ -100,6 +100,7 @@ class WarmPython:
         directory: Path | None = None,
     ) -> WarmProcess:
         """Start what `python` would with these words: `-m` and a module, or a file, and its arguments."""
+        assert starts_alike(environment), "Python starts before it knows this environment"
         there = str(directory or Path.cwd())
         request = json.dumps({"words": words, "environment": dict(environment), "directory": there}).encode()
         assert len(request) < _LARGEST_REQUEST, "the words and the environment are too long"
