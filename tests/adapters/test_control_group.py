@@ -38,7 +38,7 @@ def test_doctor_says_the_rate_that_a_real_limit_allows(half_a_cpu: ControlGroup,
 
 @pytest.mark.root
 def test_an_agent_with_a_real_limit_says_the_rate_when_it_starts(half_a_cpu: ControlGroup, tmp_path: Path) -> None:
-    agent = AgentProcess(tmp_path / "volume", f"file://{tmp_path}/destination")
+    agent = AgentProcess(tmp_path / "volume", f"file://{tmp_path}/destination", warm=False)
     with half_a_cpu.inside():
         agent.start(wait=False)
     with contextlib.ExitStack() as stack:

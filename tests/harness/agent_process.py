@@ -53,7 +53,7 @@ class AgentProcess:
     ) -> None:
         """`module`: what python runs, the command line or a test's variant of it.
 
-        `warm`: forked from a process that has imported it; without, its memory and its time are its own.
+        `warm`: forked from a process that has imported it; without, its memory and its control group are its own.
         """
         self.volume = volume
         self.destination = destination

@@ -35,7 +35,7 @@ def test_with_the_least_memory_checkpoints_are_uploaded_and_restored_without_a_k
 ) -> None:
     volume, again = tmp_path / "volume", tmp_path / "again"
     tls: dict[str, Any] = {"endpoint_url": rclone_tls_bucket.endpoint_url, "ca_bundle": rclone_tls_bucket.ca_bundle}
-    agent = AgentProcess(volume, rclone_tls_bucket.destination, **tls)
+    agent = AgentProcess(volume, rclone_tls_bucket.destination, warm=False, **tls)
 
     def runs(*command: str) -> None:
         """As kubelet runs a hook, and restore: where the agent's limit counts."""
