@@ -25,6 +25,7 @@ os.environ.setdefault("DS_ACCELERATOR", "cpu")
 
 pytest_plugins = ["tests.servers.fixtures"]
 
+_LANES = ("slow", "trainers", "root")
 _HAS_TORCH = importlib.util.find_spec("torch") is not None
 _IMPORTS_TORCH = re.compile(rb"^ *(?:import|from) (?:torch|safetensors|mooring\.torch_loop)", re.MULTILINE)
 
@@ -54,6 +55,20 @@ def pytest_ignore_collect(collection_path: Path) -> bool | None:
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Of the long tests those that may take longest begin first, so that none of them is left alone at the end."""
     items.sort(key=_limit_seconds, reverse=True)
+    # Else the Makefile, which looks for it there, would not run them in any lane.
+    for item in items:
+        for lane in _LANES:
+            if item.get_closest_marker(lane) and not _names(item, lane):
+                raise pytest.UsageError(f"{item.nodeid}: neither its file nor a conftest.py beside it says mark.{lane}")
+
+
+def _names(item: pytest.Item, lane: str) -> bool:
+    return any(f"mark.{lane}" in _text(path) for path in (item.path, item.path.with_name("conftest.py")))
+
+
+@functools.cache
+def _text(path: Path) -> str:
+    return path.read_text() if path.exists() else ""
 
 
 def _limit_seconds(item: pytest.Item) -> float:

@@ -455,16 +455,17 @@ async def test_a_bit_of_a_small_object_that_was_flipped_on_the_way_is_refused(
         proxy.stop()
 
 
+@pytest.mark.parametrize(("target", "times"), [("", 4), ("partNumber=", 2)], ids=["objects", "parts"])
 async def test_bits_that_flip_during_the_probe_hide_no_check_of_the_store(
-    seaweed_bucket: Bucket, seaweed_server: SeaweedServer
+    seaweed_bucket: Bucket, seaweed_server: SeaweedServer, target: str, times: int
 ) -> None:
     proxy = FaultProxy(seaweed_server.port)
     proxy.start()
-    proxy.add(Rule(name="flip", fault=Fault.FLIP_REQUEST, method="PUT", after_bytes=5, times=4))
+    proxy.add(Rule(name="flip", fault=Fault.FLIP_REQUEST, method="PUT", target=target, after_bytes=5, times=times))
     try:
         async with open_store(seaweed_bucket.settings(endpoint_url=proxy.endpoint_url)) as store:
             assert (await store.probe()).integrity == "crc64nvme"
-        assert proxy.hits("flip") == 4
+        assert proxy.hits("flip") == times
     finally:
         proxy.stop()
 
@@ -535,6 +536,16 @@ async def test_a_store_that_refuses_every_checksum_counts_as_not_checking(
         fault_proxy.add(Rule(name="no", fault=Fault.STATUS, method=method, times=2, status=501, body=body))
 
     assert (await store.probe()).integrity == ("none" if way == "tls" else "sha256")
+
+
+async def test_a_probe_tells_its_first_error_and_not_that_of_the_removal(
+    rclone_bucket: Bucket, fault_proxy: FaultProxy
+) -> None:
+    denied = b"<Error><Code>AccessDenied</Code><Message>no</Message></Error>"
+    fault_proxy.add(Rule(name="put", fault=Fault.STATUS, method="PUT", times=-1, status=403, body=denied))
+    fault_proxy.add(Rule(name="delete", fault=Fault.STATUS, method="DELETE", times=-1, status=500, body=b""))
+    async with open_store(rclone_bucket.settings(endpoint_url=fault_proxy.endpoint_url)) as store:
+        await fails(ErrorKind.ACCESS_DENIED, store.probe())
 
 
 async def test_a_probe_that_is_denied_says_so(rclone_bucket: Bucket, monkeypatch: pytest.MonkeyPatch) -> None:

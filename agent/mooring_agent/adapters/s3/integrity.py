@@ -7,7 +7,7 @@ import base64
 import hashlib
 import secrets
 from collections.abc import Awaitable, Callable, Mapping
-from contextlib import AbstractAsyncContextManager
+from contextlib import AbstractAsyncContextManager, suppress
 from functools import partial
 from typing import Any, Final
 
@@ -87,8 +87,12 @@ async def probe(
             if await experiment.object_is_checked(candidate) and await experiment.part_is_checked(candidate):
                 integrity = candidate
                 break
-    finally:
-        await experiment.clean_up()
+    except StoreError:
+        # It says more than what may become of the removal.
+        with suppress(StoreError):
+            await experiment.clean_up()
+        raise
+    await experiment.clean_up()
     return StoreCapabilities(conditional_put=conditional_put, integrity=integrity)
 
 

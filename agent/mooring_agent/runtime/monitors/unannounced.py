@@ -41,13 +41,13 @@ class UnannouncedRecovery:
         store: ReadyStore,
     ) -> None:
         self._announcements = announcements
-        self._store = store
-        self._committed: set[str] = set()
-        self._announcing = asyncio.Lock()
         self._engine = engine
         self._executor = executor
+        self._store = store
         self._volume = Path(settings.volume)
         self._directory = Path(settings.checkpoint_directory)
+        self._committed: set[str] = set()
+        self._announcing = asyncio.Lock()
 
     async def look(self, *, asking_seconds: float | None = None) -> None:
         """Announce what an agent should have and has not. Never raises, because its callers have other work to do.
