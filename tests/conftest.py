@@ -11,17 +11,15 @@ from pathlib import Path
 
 import botocore.session
 import pytest
+from tests.harness.warm_python import TRAINER_ENVIRONMENT
 
 from mooring.integrations import ownership
 from mooring_api import names
 
 # Before anything loads gRPC: beside its fork handlers a fork right after a call may hang, in this process too.
 os.environ.setdefault(names.ENV_GRPC_FORK_HANDLERS, "0")
-# Dozens of trainers on two cores: with two threads each, they mostly wait for their other half.
-os.environ.setdefault("OMP_NUM_THREADS", "1")
-# DeepSpeed alone would load the whole compiler, seconds of it, and nobody compiles.
-os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
-os.environ.setdefault("DS_ACCELERATOR", "cpu")
+for name, value in TRAINER_ENVIRONMENT.items():
+    os.environ.setdefault(name, value)
 
 pytest_plugins = ["tests.servers.fixtures"]
 

@@ -87,7 +87,7 @@ class AgentProcess:
             out, errors = log.fileno(), stderr or log.fileno()
             if self._warm:
                 self._process = warm_mooring().start(
-                    words, environment=self._environment, stdin=nothing.fileno(), stdout=out, stderr=errors
+                    words, environment=self._environment, files=[nothing.fileno(), out, errors]
                 )
             else:
                 command = [sys.executable, *words]

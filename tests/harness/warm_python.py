@@ -9,6 +9,7 @@ import atexit
 import functools
 import gc
 import importlib
+import io
 import json
 import os
 import runpy
@@ -20,10 +21,22 @@ import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Final
+from typing import Final, Self
+
+TRAINER_ENVIRONMENT: Final = {
+    # Dozens of trainers on two cores: with two threads each, they mostly wait for their other half.
+    "OMP_NUM_THREADS": "1",
+    # DeepSpeed alone would load the whole compiler, seconds of it, and nobody compiles.
+    "TORCHDYNAMO_DISABLE": "1",
+    "DS_ACCELERATOR": "cpu",
+    "HF_HUB_OFFLINE": "1",
+    # Else pyarrow, which Hugging Face's datasets import, starts a thread at once.
+    "JE_ARROW_MALLOC_CONF": "background_thread:false",
+}
+"""What libraries of trainers look at when they are imported, before they know the environment of the program."""
 
 _CODE: Final = struct.Struct("i")
 _LARGEST_REQUEST: Final = 1 << 17
@@ -75,40 +88,62 @@ class WarmProcess:
 
 
 class WarmPython:
-    """A Python that has imported `modules`."""
+    """A Python that is forked for every program; it ends with the process that made it."""
 
-    def __init__(self, modules: Sequence[str]) -> None:
-        self._ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        self._ours.settimeout(_START_SECONDS)
+    def __init__(self, connection: socket.socket, wait: Callable[[], object]) -> None:
+        self._connection = connection
+        self._connection.settimeout(_START_SECONDS)
+        self._wait = wait
         self._lock = threading.Lock()
+        atexit.register(self._close)
+
+    @classmethod
+    def importing(cls, modules: Sequence[str]) -> Self:
+        """Start one that has imported these."""
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs:
-            self._process = subprocess.Popen(
+            process = subprocess.Popen(
                 [sys.executable, "-m", __name__, str(theirs.fileno()), *modules],
                 pass_fds=[theirs.fileno()],
                 stdin=subprocess.DEVNULL,
             )
-        atexit.register(self._close)
+        return cls(ours, lambda: process.wait(_START_SECONDS))
+
+    @classmethod
+    def fork(cls) -> Self:
+        """Fork one from this process, which has no threads yet."""
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        pid = os.fork()
+        if not pid:
+            ours.close()
+            _serve_and_run(theirs)
+            sys.exit()
+        theirs.close()
+        return cls(ours, lambda: os.waitpid(pid, 0))
 
     def start(
         self,
         words: Sequence[str],
         *,
         environment: Mapping[str, str],
-        stdin: int,
-        stdout: int,
-        stderr: int,
+        files: Sequence[int],
         directory: Path | None = None,
+        new_session: bool = False,
     ) -> WarmProcess:
-        """Start what `python` would with these words: `-m` and a module, or a file, and its arguments."""
+        """Start what `python` would with these words: `-u` or not, `-m` and a module, or a file, and its arguments.
+
+        `files`: the descriptors of its standard input, output and error.
+        """
         assert starts_alike(environment), "Python starts before it knows this environment"
         there = str(directory or Path.cwd())
-        request = json.dumps({"words": words, "environment": dict(environment), "directory": there}).encode()
+        asked = _Request(words=words, environment=environment, directory=there, new_session=new_session)
+        request = json.dumps(asdict(asked)).encode()
         assert len(request) < _LARGEST_REQUEST, "the words and the environment are too long"
         status, told = os.pipe()
         try:
             with self._lock:
-                socket.send_fds(self._ours, [request], [stdin, stdout, stderr, told])
-                (pid,) = _CODE.unpack(self._ours.recv(_CODE.size))
+                socket.send_fds(self._connection, [request], [*files, told])
+                (pid,) = _CODE.unpack(self._connection.recv(_CODE.size))
         finally:
             os.close(told)
         return WarmProcess(pid, status)
@@ -121,31 +156,34 @@ class WarmPython:
         timeout_seconds: float,
         directory: Path | None = None,
     ) -> "subprocess.CompletedProcess[str]":
-        """As subprocess.run, without input. Raises subprocess.TimeoutExpired."""
+        """As subprocess.run, without input."""
         with (
             Path(os.devnull).open("rb") as nothing,
             tempfile.TemporaryFile("w+") as output,
             tempfile.TemporaryFile("w+") as errors,
         ):
-            files = {"stdin": nothing.fileno(), "stdout": output.fileno(), "stderr": errors.fileno()}
-            process = self.start(words, environment=environment, directory=directory, **files)
+            files = [nothing.fileno(), output.fileno(), errors.fileno()]
+            process = self.start(words, environment=environment, files=files, directory=directory)
             try:
                 code = process.wait(timeout_seconds)
+            except subprocess.TimeoutExpired:
+                code = None
             finally:
                 process.kill()
             output.seek(0)
             errors.seek(0)
+            assert code is not None, f"{words} does not end:\n{output.read()}\n{errors.read()}"
             return subprocess.CompletedProcess(words, code, output.read(), errors.read())
 
     def _close(self) -> None:
-        self._ours.close()
-        self._process.wait(_START_SECONDS)
+        self._connection.close()
+        self._wait()
 
 
 @functools.cache
 def warm_python(*modules: str) -> WarmPython:
     """Return this process's own; it ends with it."""
-    return WarmPython(modules)
+    return WarmPython.importing(modules)
 
 
 def warm_mooring() -> WarmPython:
@@ -157,6 +195,11 @@ def warm_mooring() -> WarmPython:
         "mooring_agent.adapters.s3.store",
         "mooring_agent.runtime.process.app",
     )
+
+
+def warm_torchrun(*libraries: str) -> WarmPython:
+    """Return the one for `-m tests.harness.warm_torchrun`, whose ranks import these."""
+    return warm_python("torch.distributed.run", *libraries)
 
 
 def mooring(
@@ -177,11 +220,12 @@ def starts_alike(environment: Mapping[str, str]) -> bool:
     )
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class _Request:
-    words: list[str]
-    environment: dict[str, str]
+    words: Sequence[str]
+    environment: Mapping[str, str]
     directory: str
+    new_session: bool
 
 
 def _serve(connection: socket.socket) -> _Request | None:
@@ -218,16 +262,28 @@ def _serve(connection: socket.socket) -> _Request | None:
             connection.send(_CODE.pack(pid))
 
 
+def _serve_and_run(connection: socket.socket) -> None:
+    request = _serve(connection)
+    if request is not None:
+        _run(request)
+
+
 def _run(request: _Request) -> None:
     os.environ.clear()
     os.environ.update(request.environment)
     os.chdir(request.directory)
+    if request.new_session:
+        os.setsid()
     first, *rest = request.words
+    if first == "-u":
+        assert isinstance(sys.stdout, io.TextIOWrapper)
+        sys.stdout.reconfigure(line_buffering=True)
+        first, *rest = rest
     if first == "-m":
         sys.argv = rest
         runpy.run_module(rest[0], run_name="__main__", alter_sys=True)
     else:
-        sys.argv = request.words
+        sys.argv = [first, *rest]
         sys.path[0] = str(Path(first).parent)
         runpy.run_path(first, run_name="__main__")
 
@@ -240,9 +296,7 @@ def main() -> None:
     assert len(threads) == 1, "a library has started a thread, which a fork does not take along"
     gc.collect()
     gc.freeze()
-    request = _serve(connection)
-    if request is not None:
-        _run(request)
+    _serve_and_run(connection)
 
 
 if __name__ == "__main__":

@@ -1,7 +1,6 @@
 """Several ranks: the examples, stopped and started again, and what another number of ranks takes over."""
 
 import re
-import sys
 from pathlib import Path
 
 import pytest
@@ -46,7 +45,7 @@ def test_another_number_of_ranks_takes_over_weights_optimizer_and_place_in_the_d
     by_two, by_one = str(tmp_path / "by-two"), str(tmp_path / "by-one")
     two = torchrun(RESHARD, "-", "3", by_two, directory=tmp_path)
     assert two.code == 0, two.output
-    one = run([sys.executable, str(RESHARD), by_two, "4", by_one], directory=tmp_path)
+    one = run([str(RESHARD), by_two, "4", by_one], directory=tmp_path)
     assert one.code == 0, one.output
     again = torchrun(RESHARD, by_one, "100", "-", directory=tmp_path)
     assert again.code == 0, again.output

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Final, Self
 
 from tests.harness.agent_process import wait_until
+from tests.harness.warm_python import WarmProcess, starts_alike, warm_torchrun
 from tests.servers.process import free_port
 
 from mooring.autoload import path as autoload_path
@@ -29,7 +30,14 @@ START_SECONDS: Final = 150.0
 END_SECONDS: Final = 100.0
 _STACK_SECONDS: Final = 5.0
 _STILL_SECONDS: Final = 0.3
-_MARK: Final = "PACE_DIRECTORY"
+_LIBRARIES: Final = {
+    "accelerate_loop": "accelerate",
+    "deepspeed_zero3": "deepspeed",
+    "hugging_face": "transformers.trainer",
+    "lightning_trainer": "lightning.pytorch",
+    "trl_sft": "trl.trainer.sft_trainer",
+}
+"""What takes an example seconds to import. Under autoload it does so itself, as all its hooks must find that."""
 _FAST_SECONDS: Final = 0.03
 SLOW_SECONDS: Final = 3.0
 """A step after the notice at the longest: it is over when the ranks have agreed, as it is in real trainings."""
@@ -63,22 +71,17 @@ class Job:
         self.ranks = ranks
         self._folder = folder
         self._output = folder / "output.log"
-        self._command = [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={ranks}"]
-        self._command.append(f"--log-dir={folder / 'torchrun'}")
-        self._command += launcher if launcher is not None else one_node()
-        self._command += [str(PACED), str(program), *arguments]
+        self._library = _LIBRARIES.get(program.stem, "torchdata.stateful_dataloader")
+        self._words = [f"--nproc-per-node={ranks}", f"--log-dir={folder / 'torchrun'}"]
+        self._words += launcher if launcher is not None else one_node()
+        self._words += [str(PACED), str(program), *arguments]
         self._environment = {
             **os.environ,
             names.ENV_VOLUME: str(volume),
             names.ENV_CHECKPOINT_DIRECTORY: str(volume / names.CHECKPOINT_DIRECTORY),
-            _MARK: str(folder),
+            "PACE_DIRECTORY": str(folder),
             "PACE_BEGIN": str(begin),
             "GLOO_SOCKET_IFNAME": "lo",
-            "HF_HUB_OFFLINE": "1",
-            "OMP_NUM_THREADS": "1",
-            "PYTHONUNBUFFERED": "1",
-            # DeepSpeed alone would load the whole compiler, seconds of it, and nobody compiles.
-            "TORCHDYNAMO_DISABLE": "1",
             # As the injection sets it from the grace period.
             "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": str(int(END_SECONDS)),
             **(environment or {}),
@@ -90,21 +93,28 @@ class Job:
             self._environment["PACE_PATIENT"] = "1"
         if without_mooring:
             self._environment["PACE_WITHOUT_MOORING"] = "1"
-        self._process: subprocess.Popen[bytes] | None = None
+        self._process: subprocess.Popen[bytes] | WarmProcess | None = None
         self.order()
 
     def __enter__(self) -> Self:
-        with self._output.open("wb") as output:
-            self._process = subprocess.Popen(
-                self._command, env=self._environment, stdin=subprocess.DEVNULL, stdout=output, stderr=output
-            )
+        with self._output.open("wb") as out, Path(os.devnull).open("rb") as nothing:
+            if starts_alike(self._environment):
+                words = ["-m", "tests.harness.warm_torchrun", *self._words]
+                warm = warm_torchrun(self._library)
+                files = [nothing.fileno(), out.fileno(), out.fileno()]
+                self._process = warm.start(words, environment=self._environment, files=files, directory=self._folder)
+            else:
+                command = [sys.executable, "-m", "torch.distributed.run", *self._words]
+                self._process = subprocess.Popen(
+                    command, env=self._environment, cwd=self._folder, stdin=nothing, stdout=out, stderr=out
+                )
         return self
 
     def __exit__(self, *_: object) -> None:
         self.kill()
 
     @property
-    def process(self) -> "subprocess.Popen[bytes]":
+    def process(self) -> "subprocess.Popen[bytes] | WarmProcess":
         assert self._process is not None, "not started"
         return self._process
 
@@ -187,8 +197,8 @@ class Job:
 
     def _stuck(self, error: Exception) -> AssertionError:
         """With the stacks of the ranks that are there, and of the workers that they have forked."""
-        for pid, command in self.processes().items():
-            if str(PACED) in command and "torch.distributed.run" not in command:
+        for pid in self.processes():
+            if _catches(pid, signal.SIGUSR2):
                 said = len(self.output())
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGUSR2)
@@ -199,18 +209,14 @@ class Job:
     def _said_more(self, than: int) -> bool:
         return len(self.output()) > than
 
-    def processes(self) -> dict[int, str]:
-        """pid -> command line of everything that runs in its name: ranks, DataLoader workers, writers."""
-        mark = f"{_MARK}={self._folder}".encode()
-        found = {}
+    def processes(self) -> list[int]:
+        """All that runs in its folder: torchrun, ranks, DataLoader workers, writers."""
+        found = []
         for entry in Path("/proc").iterdir():
-            if not entry.name.isdecimal() or int(entry.name) == os.getpid():
-                continue
-            try:
-                if mark in (entry / "environ").read_bytes().split(b"\0"):
-                    found[int(entry.name)] = (entry / "cmdline").read_bytes().replace(b"\0", b" ").decode()
-            except OSError:
-                continue  # it is gone, or somebody else's
+            # It is gone, or somebody else's.
+            with contextlib.suppress(OSError):
+                if entry.name.isdecimal() and (entry / "cwd").samefile(self._folder):
+                    found.append(int(entry.name))
         return found
 
     def kill(self) -> None:
@@ -260,6 +266,15 @@ class Job:
         words = [line.split() for line in lines if line.endswith("\n")]
         pid = int(words[0][1]) if words else 0
         return pid, int(words[-1][0]) if len(words) > 1 else -1
+
+
+def _catches(pid: int, number: signal.Signals) -> bool:
+    """Whether the process has a handler of that signal, which would end it otherwise."""
+    with contextlib.suppress(OSError):
+        status = Path(f"/proc/{pid}/status").read_text()
+        caught = next(line for line in status.splitlines() if line.startswith("SigCgt:"))
+        return bool(int(caught.split()[1], 16) >> (number - 1) & 1)
+    return False
 
 
 def one_node() -> list[str]:

@@ -15,6 +15,7 @@ import traceback
 from collections.abc import Iterator
 from pathlib import Path
 
+from tests.harness.warm_python import TRAINER_ENVIRONMENT
 from tests.servers.rclone import RcloneServer
 from tests.servers.server import ENVIRONMENT, make_bucket
 from tests.trainers.chain import Chain
@@ -29,7 +30,7 @@ def main() -> int:
     parser.add_argument("--trainer", action="append", choices=[trainer.name for trainer in TRAINERS])
     parser.add_argument("--matrix", action="store_true")
     arguments = parser.parse_args()
-    os.environ.update(ENVIRONMENT, GRPC_ENABLE_FORK_SUPPORT="0")
+    os.environ.update(ENVIRONMENT, **TRAINER_ENVIRONMENT, GRPC_ENABLE_FORK_SUPPORT="0")
     failures = 0
     with tempfile.TemporaryDirectory(prefix="soak-") as folder:
         server = RcloneServer(Path(folder) / "data")

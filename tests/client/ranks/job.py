@@ -30,9 +30,7 @@ class Rank:
                 self.process = warm_python("torch", "torch.distributed").start(
                     [str(_TRAINER), scenario],
                     environment={**os.environ, **environment},
-                    stdin=stdin,
-                    stdout=stdout,
-                    stderr=errors.fileno(),
+                    files=[stdin, stdout, errors.fileno()],
                 )
         finally:
             os.close(stdin)
