@@ -1,13 +1,13 @@
 """A command of Mooring's as a process beside the job: restore, prune, verify. Polled, never waited for."""
 
 import json
-import subprocess
-import sys
+import os
 import time
 from pathlib import Path
 from typing import Any
 
 from tests.chaos.report import Loss, Report
+from tests.harness.warm_python import warm_mooring
 
 HANG_SECONDS = 600.0
 """Nothing takes so long, on however busy a machine: what has not ended then hangs."""
@@ -29,10 +29,14 @@ class Command:
         self.arguments = arguments
         self._output = directory / f"{arguments[0]}-{time.monotonic_ns()}"
         self.began = time.monotonic()
-        with self._output.open("wb") as out, self._output.with_suffix(".err").open("wb") as errors:
-            self.process = subprocess.Popen(
-                [sys.executable, "-m", "mooring_agent", *arguments], stdin=subprocess.DEVNULL, stdout=out, stderr=errors
-            )
+        with (
+            Path(os.devnull).open("rb") as nothing,
+            self._output.open("wb") as out,
+            self._output.with_suffix(".err").open("wb") as errors,
+        ):
+            words = ["-m", "mooring_agent", *arguments]
+            files = [nothing.fileno(), out.fileno(), errors.fileno()]
+            self.process = warm_mooring().start(words, environment=os.environ, files=files)
 
     def ended(self, report: Report) -> bool:
         """Whether it has; one that hangs is a loss and is killed."""

@@ -8,11 +8,10 @@ import heapq
 import itertools
 import random
 import signal
-import subprocess
 import time
 from collections.abc import Callable
 
-from tests.chaos.job import Job, State
+from tests.chaos.job import AnyProcess, Job, State
 from tests.chaos.report import Report
 from tests.chaos.store import Store
 from tests.servers.fault_proxy import Fault, Rule
@@ -141,8 +140,8 @@ class Faults:
     def _kill_restore(self) -> None:
         self._hit(self._random.choice(self._job.nodes).processes().get("restore"), "restores", "SIGKILL")
 
-    def _hit(self, process: object, whom: str, what: str) -> None:
-        if not isinstance(process, subprocess.Popen):
+    def _hit(self, process: AnyProcess | None, whom: str, what: str) -> None:
+        if process is None:
             return
         self._report.count(f"{what} of {whom}")
         process.send_signal(signal.Signals[what])

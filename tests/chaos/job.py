@@ -9,7 +9,6 @@ import random
 import shutil
 import signal
 import subprocess
-import sys
 import threading
 import time
 from enum import Enum, auto
@@ -21,7 +20,7 @@ from tests.chaos.oracle import Oracle, Truth
 from tests.chaos.rank_store import KeyServer
 from tests.chaos.report import Loss, Report
 from tests.harness.agent_process import AgentProcess
-from tests.harness.warm_python import WarmProcess
+from tests.harness.warm_python import WarmProcess, warm_python
 from tests.servers.server import Bucket
 
 GRACE_SECONDS = 15
@@ -30,7 +29,7 @@ _LAUNCHER_PATIENCE_SECONDS = 10.0
 _BACK_OFF_SECONDS = 40.0
 """How long the agents of trainers that saved nothing live on: a kubelet too starts such a job ever more slowly."""
 
-_Process = subprocess.Popen[bytes] | subprocess.Popen[str] | WarmProcess
+AnyProcess = subprocess.Popen[bytes] | WarmProcess
 
 
 class State(Enum):
@@ -48,13 +47,13 @@ class Node:
         self.volume = directory / f"node-{rank}"
         self.agent: AgentProcess | None = None
         self.agent_due_at = 0.0
-        self.trainer: subprocess.Popen[str] | None = None
+        self.trainer: WarmProcess | None = None
         self.restore: Command | None = None
         self.restored = False
 
-    def processes(self) -> dict[str, _Process]:
+    def processes(self) -> dict[str, AnyProcess]:
         """Those that run, by what they are."""
-        found: dict[str, _Process] = {}
+        found: dict[str, AnyProcess] = {}
         if self.agent_runs():
             assert self.agent
             found["agent"] = self.agent.process
@@ -226,7 +225,7 @@ class Job:
             node.trainer = self._start_trainer(node)
         self._enter(State.RUNNING)
 
-    def _start_trainer(self, node: Node) -> "subprocess.Popen[str]":
+    def _start_trainer(self, node: Node) -> WarmProcess:
         assert self._keys
         environment = {
             **os.environ,
@@ -238,22 +237,21 @@ class Job:
             "CHAOS_ATTEMPT": self._name,
             "CHAOS_KEYS": str(self._keys.port),
         }
-        with (self._directory / f"trainer-{node.rank}.log").open("ab") as errors:
-            trainer = subprocess.Popen(
-                [sys.executable, "-m", "tests.chaos.trainer"],
-                env=environment,
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.PIPE,
-                stderr=errors,
-                text=True,
-            )
+        output, told = os.pipe()
+        with (
+            Path(os.devnull).open("rb") as nothing,
+            os.fdopen(told, "wb") as out,
+            (self._directory / f"trainer-{node.rank}.log").open("ab") as errors,
+        ):
+            words = ["-m", "tests.chaos.trainer"]
+            files = [nothing.fileno(), out.fileno(), errors.fileno()]
+            trainer = warm_python("mooring.agent_client.client").start(words, environment=environment, files=files)
         self._report.count("lives of trainers")
-        threading.Thread(target=self._listen, args=(trainer, node.rank, self._name), daemon=True).start()
+        threading.Thread(target=self._listen, args=(output, node.rank, self._name), daemon=True).start()
         return trainer
 
-    def _listen(self, trainer: "subprocess.Popen[str]", rank: int, attempt: str) -> None:
-        assert trainer.stdout
-        with trainer.stdout as lines:
+    def _listen(self, output: int, rank: int, attempt: str) -> None:
+        with os.fdopen(output) as lines:
             for line in lines:
                 words = line.split()
                 # A trainer that was killed leaves half a line.

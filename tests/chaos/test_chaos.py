@@ -1,5 +1,6 @@
 """A minute of chaos in CI, with the seed of the day it was written; `make chaos` takes another each time."""
 
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -19,3 +20,4 @@ def test_a_minute_of_chaos_loses_nothing() -> None:
 
     assert not result.returncode, result.stdout + result.stderr
     assert "checkpoints committed" in result.stdout
+    assert re.search(r"SIG(KILL|STOP|TERM) of agents", result.stdout), result.stdout

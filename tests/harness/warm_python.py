@@ -136,7 +136,7 @@ class WarmPython:
         """
         assert starts_alike(environment), "Python starts before it knows this environment"
         there = str(directory or Path.cwd())
-        asked = _Request(words=words, environment=environment, directory=there, new_session=new_session)
+        asked = _Request(words=words, environment=dict(environment), directory=there, new_session=new_session)
         request = json.dumps(asdict(asked)).encode()
         assert len(request) < _LARGEST_REQUEST, "the words and the environment are too long"
         status, told = os.pipe()
