@@ -1,6 +1,7 @@
 """A program under torchrun, to its end."""
 
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
@@ -35,15 +36,22 @@ class Ended:
         return sorted(line.strip() for line in found)
 
 
-def torchrun(program: Path, *arguments: str, directory: Path, ranks: int = 2, **environment: str) -> Ended:
-    """`directory` is where it saves. Skips the test where there is no torch."""
+def torchrun(
+    program: Path,
+    *arguments: str,
+    directory: Path,
+    ranks: int = 2,
+    libraries: Sequence[str] = _LIBRARIES,
+    **environment: str,
+) -> Ended:
+    """`directory` is where it saves; `libraries`: what the program imports. Skips the test where there is no torch."""
     pytest.importorskip("torch")
     words = ["-m", "tests.harness.warm_torchrun", f"--nproc-per-node={ranks}", "--master-addr=127.0.0.1"]
     words += [f"--master-port={free_port()}", str(program), *arguments]
-    return run(words, directory=directory, **environment)
+    return run(words, directory=directory, libraries=libraries, **environment)
 
 
-def run(words: list[str], *, directory: Path, **environment: str) -> Ended:
+def run(words: list[str], *, directory: Path, libraries: Sequence[str] = _LIBRARIES, **environment: str) -> Ended:
     """Run what `python` would with these words."""
     there = {
         **os.environ,
@@ -52,5 +60,5 @@ def run(words: list[str], *, directory: Path, **environment: str) -> Ended:
         "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "100",
         **environment,
     }
-    done = warm_torchrun(*_LIBRARIES).run(words, environment=there, timeout_seconds=END_SECONDS)
+    done = warm_torchrun(*libraries).run(words, environment=there, timeout_seconds=END_SECONDS)
     return Ended(code=done.returncode, output=f"{done.stdout}\n{done.stderr}")
