@@ -6,6 +6,7 @@ what it shares of its memory, are those of the process that it was forked from.
 """
 
 import atexit
+import contextlib
 import functools
 import gc
 import importlib
@@ -65,7 +66,9 @@ class WarmProcess:
 
     def send_signal(self, number: signal.Signals) -> None:
         if self.poll() is None:
-            os.kill(self.pid, number)
+            # It may have been waited for, and we not told yet.
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self.pid, number)
 
     def terminate(self) -> None:
         self.send_signal(signal.SIGTERM)
