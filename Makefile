@@ -5,8 +5,8 @@ BIN := .venv/bin
 READY := .venv/.ready
 FRAMEWORKS := .venv/.frameworks
 NODE_MODULES := examples/node/node_modules/.package-lock.json
-# Old enough that a trainer image with any protobuf since 6.31 can load what it generates.
-PROTOC_VERSION := 1.74.0
+# Its code runs with every protobuf from 3.20.3 to 7 and every grpcio since 1.48: those of images of 2022 to today.
+PROTOC_VERSION := 1.62.3
 PROTOC := .tools/protoc
 # Both distributions of this checkout, and what the image and most tests need of them.
 PACKAGES := --editable . --editable './agent[webhook]'
@@ -23,12 +23,12 @@ unexport PYTHONDONTWRITEBYTECODE
 
 PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
 
-.PHONY: setup setup-tests node demo test test-quick test-slow test-trainers test-root test-containers test-python soak simulate hostile chaos lint format \
+.PHONY: setup setup-tests node demo test test-quick test-slow test-trainers test-root test-containers test-python test-compatibility compatibility soak simulate hostile chaos lint format \
 	proto proto-check pages site docs bench clean
 
 setup: $(READY)
 
-setup-tests: $(FRAMEWORKS) $(PROTOC) node
+setup-tests: $(FRAMEWORKS) $(PROTOC) node compatibility
 
 # pip first, as a Python's own may be too old for --group; torch by itself, so that nothing else chooses its build.
 $(READY): pyproject.toml agent/pyproject.toml constraints.txt
@@ -87,6 +87,17 @@ test-python:
 	$(OTHER_PYTHON)/bin/python -m pip install --quiet --constraint constraints.txt $(PACKAGES) --group test
 	$(OTHER_PYTHON)/bin/python -m pytest -n $(WORKERS) --dist worksteal -m "not (slow or trainers or root or containers)"
 
+# The trainer's package with every protobuf, grpcio and Python of tests/compatibility/environments.py, as far as these
+# Pythons are on the PATH.
+test-compatibility: $(FRAMEWORKS)
+	$(BIN)/python -m tests.compatibility.environments
+	$(PYTEST) tests/compatibility
+
+# The oldest and the newest of them that this Python can have.
+compatibility: $(READY)
+	$(BIN)/python -m tests.compatibility.environments \
+		python3.11-protobuf3.20.3-grpcio1.49.1 python3.11-protobuf7.36.2-grpcio1.85.1
+
 # Objects and requests of strangers, in tens of thousands; the ordinary tests do some. ARGUMENTS="--objects 100 --seed 7"
 hostile: $(READY)
 	$(BIN)/python -m tests.hostile $(ARGUMENTS)
@@ -109,6 +120,8 @@ lint: setup proto-check
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+	# The trainer's package runs on older Pythons than the agent's.
+	$(BIN)/mypy --python-version 3.10 --package mooring --package mooring_api
 	$(BIN)/lint-imports
 
 format: setup
@@ -117,7 +130,7 @@ format: setup
 
 $(PROTOC): Makefile
 	$(PYTHON) -m venv $@
-	$@/bin/python -m pip install --quiet grpcio-tools==$(PROTOC_VERSION) setuptools
+	$@/bin/python -m pip install --quiet grpcio-tools==$(PROTOC_VERSION) "setuptools<81"
 	touch $@
 
 proto: $(PROTOC)

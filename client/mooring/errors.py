@@ -3,13 +3,16 @@
 Only `VolumeError`, `UsageError` and `RanksError` ever reach a training script; an `AgentError` ends as a log line.
 """
 
-from enum import StrEnum
+from enum import Enum
 from functools import partial
 from typing import Any, Final
 
 
-class ErrorKind(StrEnum):
+class ErrorKind(str, Enum):
     """What went wrong, for code that must tell cases apart."""
+
+    # As StrEnum, which Python has since 3.11.
+    __str__ = str.__str__
 
     AGENT_UNREACHABLE = "agent-unreachable"
     AGENT_SILENT = "agent-silent"
@@ -36,7 +39,8 @@ class MooringError(Exception):
         self.kind = kind
         self.hint = hint
         if hint:
-            self.add_note(f"hint: {hint}")
+            # As add_note, which Python has since 3.11; older ones do not show notes.
+            self.__notes__ = [f"hint: {hint}"]
 
     def __reduce__(self) -> tuple[Any, ...]:
         # torch.distributed.checkpoint sends what one rank raised to the others.

@@ -6,7 +6,7 @@ writes is untrusted input there.
 
 import json
 from dataclasses import dataclass
-from enum import StrEnum
+from enum import Enum
 from typing import Any, Final
 
 from mooring_api.names import RECORD_FORMAT
@@ -14,8 +14,10 @@ from mooring_api.names import RECORD_FORMAT
 SUFFIX: Final = ".json"
 
 
-class Kind(StrEnum):
+class Kind(str, Enum):
     """Why a checkpoint was saved."""
+
+    __str__ = str.__str__
 
     PERIODIC = "periodic"
     JUST_IN_TIME = "just-in-time"

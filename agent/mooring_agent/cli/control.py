@@ -98,7 +98,11 @@ def _picture(update: agent_pb2.Status) -> Iterator[str]:
         yield f"recovery point: step {newest.step} ({printable(newest.name)}), {old} old"
     else:
         yield click.style("recovery point: none yet; a crash now would lose all work", fg="yellow")
-    rate = f"{amount(update.goodput_bytes_per_second)}/s" if update.goodput_bytes_per_second else "not measured yet"
+    rate = (
+        f"{amount(update.upload_rate_bytes_per_second)}/s"
+        if update.upload_rate_bytes_per_second
+        else "not measured yet"
+    )
     drain = age(update.drain_seconds) if update.drain_seconds >= 0 else "unknown"
     yield f"backlog: {amount(update.backlog_bytes)}, upload rate {rate}, drain in {drain}"
     if update.terminating:

@@ -19,7 +19,7 @@ import json
 import logging
 import threading
 from dataclasses import dataclass
-from enum import StrEnum
+from enum import Enum
 from pathlib import Path
 from typing import Final, Protocol, TypeAlias
 
@@ -32,8 +32,10 @@ Position: TypeAlias = tuple[int, int]
 """Completed optimizer steps, and ticks since then (batches of an evaluation). All ranks pass the same positions."""
 
 
-class Action(StrEnum):
+class Action(str, Enum):
     """What the ranks must do at a position."""
+
+    __str__ = str.__str__
 
     NOTHING = "nothing"
     SAVE = "save"

@@ -2,8 +2,7 @@ from google.protobuf.internal import containers as _containers
 from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
 from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message
-from collections.abc import Iterable as _Iterable, Mapping as _Mapping
-from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
+from typing import ClassVar as _ClassVar, Iterable as _Iterable, Mapping as _Mapping, Optional as _Optional, Union as _Union
 
 DESCRIPTOR: _descriptor.FileDescriptor
 
@@ -235,7 +234,7 @@ class Checkpoint(_message.Message):
     def __init__(self, name: _Optional[str] = ..., save: _Optional[str] = ..., step: _Optional[int] = ..., kind: _Optional[_Union[Kind, str]] = ..., phase: _Optional[_Union[Phase, str]] = ..., world_size: _Optional[int] = ..., size_bytes: _Optional[int] = ..., durable_bytes: _Optional[int] = ..., file_count: _Optional[int] = ..., announced_at: _Optional[float] = ..., committed_at: _Optional[float] = ..., reason: _Optional[str] = ...) -> None: ...
 
 class Status(_message.Message):
-    __slots__ = ("agent_version", "destination", "live_ranks", "checkpoints", "newest_committed", "recovery_point_age_seconds", "backlog_bytes", "goodput_bytes_per_second", "drain_seconds", "budget_bytes", "terminating", "deadline", "storage_error", "at")
+    __slots__ = ("agent_version", "destination", "live_ranks", "checkpoints", "newest_committed", "recovery_point_age_seconds", "backlog_bytes", "upload_rate_bytes_per_second", "drain_seconds", "budget_bytes", "terminating", "deadline", "storage_error", "at")
     AGENT_VERSION_FIELD_NUMBER: _ClassVar[int]
     DESTINATION_FIELD_NUMBER: _ClassVar[int]
     LIVE_RANKS_FIELD_NUMBER: _ClassVar[int]
@@ -243,7 +242,7 @@ class Status(_message.Message):
     NEWEST_COMMITTED_FIELD_NUMBER: _ClassVar[int]
     RECOVERY_POINT_AGE_SECONDS_FIELD_NUMBER: _ClassVar[int]
     BACKLOG_BYTES_FIELD_NUMBER: _ClassVar[int]
-    GOODPUT_BYTES_PER_SECOND_FIELD_NUMBER: _ClassVar[int]
+    UPLOAD_RATE_BYTES_PER_SECOND_FIELD_NUMBER: _ClassVar[int]
     DRAIN_SECONDS_FIELD_NUMBER: _ClassVar[int]
     BUDGET_BYTES_FIELD_NUMBER: _ClassVar[int]
     TERMINATING_FIELD_NUMBER: _ClassVar[int]
@@ -257,14 +256,14 @@ class Status(_message.Message):
     newest_committed: Checkpoint
     recovery_point_age_seconds: float
     backlog_bytes: int
-    goodput_bytes_per_second: float
+    upload_rate_bytes_per_second: float
     drain_seconds: float
     budget_bytes: int
     terminating: bool
     deadline: float
     storage_error: str
     at: float
-    def __init__(self, agent_version: _Optional[str] = ..., destination: _Optional[str] = ..., live_ranks: _Optional[int] = ..., checkpoints: _Optional[_Iterable[_Union[Checkpoint, _Mapping]]] = ..., newest_committed: _Optional[_Union[Checkpoint, _Mapping]] = ..., recovery_point_age_seconds: _Optional[float] = ..., backlog_bytes: _Optional[int] = ..., goodput_bytes_per_second: _Optional[float] = ..., drain_seconds: _Optional[float] = ..., budget_bytes: _Optional[int] = ..., terminating: bool = ..., deadline: _Optional[float] = ..., storage_error: _Optional[str] = ..., at: _Optional[float] = ...) -> None: ...
+    def __init__(self, agent_version: _Optional[str] = ..., destination: _Optional[str] = ..., live_ranks: _Optional[int] = ..., checkpoints: _Optional[_Iterable[_Union[Checkpoint, _Mapping]]] = ..., newest_committed: _Optional[_Union[Checkpoint, _Mapping]] = ..., recovery_point_age_seconds: _Optional[float] = ..., backlog_bytes: _Optional[int] = ..., upload_rate_bytes_per_second: _Optional[float] = ..., drain_seconds: _Optional[float] = ..., budget_bytes: _Optional[int] = ..., terminating: bool = ..., deadline: _Optional[float] = ..., storage_error: _Optional[str] = ..., at: _Optional[float] = ...) -> None: ...
 
 class WaitCommittedRequest(_message.Message):
     __slots__ = ("save",)

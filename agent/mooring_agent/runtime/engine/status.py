@@ -62,7 +62,7 @@ def describe(state: State, now: float) -> agent_pb2.Status:
         newest_committed=describe_checkpoint(newest) if newest else None,
         recovery_point_age_seconds=max(0.0, now - newest.announced_at) if newest else -1.0,
         backlog_bytes=backlog,
-        goodput_bytes_per_second=rate,
+        upload_rate_bytes_per_second=rate,
         drain_seconds=0.0 if not backlog else backlog / rate if rate else -1.0,
         budget_bytes=-1 if budget is None else budget,
         terminating=state.termination.noticed,

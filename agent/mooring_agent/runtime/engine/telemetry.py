@@ -166,7 +166,7 @@ class StateCollector:
             "mooring_backlog_bytes": ("Bytes that are staged and not yet durable", status.backlog_bytes),
             "mooring_upload_rate_bytes_per_second": (
                 "Upload rate while uploading, in bytes per second; 0 when unknown",
-                status.goodput_bytes_per_second,
+                status.upload_rate_bytes_per_second,
             ),
             "mooring_drain_seconds": ("Seconds to upload the backlog; -1 when unknown", status.drain_seconds),
             "mooring_grace_seconds": ("Configured grace period in seconds", state.settings.termination.grace_seconds),

@@ -1,0 +1,75 @@
+"""Pythons with the protobuf and grpcio of images old and new: `python -m tests.compatibility.environments [NAME ...]`.
+
+Makes a virtual environment for each in `.tools/compatibility`, with the trainer's package of this checkout as pip
+installs it. Without names: all, but those whose Python is not on the PATH.
+"""
+
+import shutil
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+ROOT: Final = Path(__file__).parents[2]
+_FOLDER: Final = ROOT / ".tools" / "compatibility"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Environment:
+    """One row of the table in docs/compatibility.md."""
+
+    python: str
+    protobuf: str
+    grpcio: str
+
+    @property
+    def name(self) -> str:
+        return f"python{self.python}-protobuf{self.protobuf}-grpcio{self.grpcio}"
+
+    @property
+    def interpreter(self) -> Path:
+        return _FOLDER / self.name / "bin" / "python"
+
+    def make(self) -> None:
+        """Make it, unless it is there. Raises subprocess.CalledProcessError."""
+        done = _FOLDER / self.name / ".ready"
+        if done.exists():
+            return
+        found = shutil.which(f"python{self.python}") or ""
+        subprocess.run([found, "-m", "venv", "--clear", _FOLDER / self.name], check=True)
+        pins = [f"protobuf=={self.protobuf}", f"grpcio=={self.grpcio}"]
+        subprocess.run(
+            [self.interpreter, "-m", "pip", "install", "--quiet", *pins, "--editable", ROOT], check=True, cwd=ROOT
+        )
+        done.touch()
+
+    def python_is_there(self) -> bool:
+        """Whether a program of that name is found and runs: it may be a stand-in for one that is not installed."""
+        found = shutil.which(f"python{self.python}")
+        return found is not None and not subprocess.run([found, "-c", ""], capture_output=True, check=False).returncode
+
+
+ENVIRONMENTS: Final = (
+    Environment(python="3.10", protobuf="3.20.3", grpcio="1.48.2"),
+    Environment(python="3.10", protobuf="4.25.3", grpcio="1.60.0"),
+    Environment(python="3.11", protobuf="3.20.3", grpcio="1.49.1"),
+    Environment(python="3.11", protobuf="5.29.5", grpcio="1.66.2"),
+    Environment(python="3.11", protobuf="7.36.2", grpcio="1.85.1"),
+    Environment(python="3.12", protobuf="6.31.1", grpcio="1.74.0"),
+    Environment(python="3.13", protobuf="7.36.2", grpcio="1.85.1"),
+)
+"""By Python, the oldest first. grpcio has no wheels for 3.11 before 1.49.1."""
+
+
+def main() -> None:
+    wanted = [one for one in ENVIRONMENTS if one.name in sys.argv[1:] or len(sys.argv) == 1]
+    for environment in wanted:
+        if environment.python_is_there():
+            environment.make()
+        else:
+            print(f"there is no python{environment.python} on the PATH: {environment.name} is left out")
+
+
+if __name__ == "__main__":
+    main()
