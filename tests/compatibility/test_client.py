@@ -3,6 +3,7 @@
 import shutil
 import signal
 from pathlib import Path
+from typing import Any
 
 import pytest
 from tests.compatibility.environments import ENVIRONMENTS, Environment
@@ -24,7 +25,7 @@ def test_a_stopped_trainer_goes_on_with_this_protobuf_and_grpcio(
     volume = tmp_path / "volume"
     # A warning at import would be one in everybody's log.
     command = (str(environment.interpreter), "-W", "error", str(TRAINER))
-    options = {"endpoint_url": rclone_bucket.endpoint_url, "grace_seconds": 60}
+    options: dict[str, Any] = {"endpoint_url": rclone_bucket.endpoint_url, "grace_seconds": 60}
     with RunProcess(volume, rclone_bucket.destination, command=command, **options) as run:
         run.wait_steps(5)
         run.signal(signal.SIGTERM)

@@ -99,6 +99,42 @@ def test_what_was_sent_is_read_again_only_while_no_deadline_can_be_missed_by_it(
     assert drain.may_read_again(play.state, Kind.PERIODIC), "the pod was spared"
 
 
+def _fails_until(play: Play, until: float) -> None:
+    """Every transfer fails, as those to a store that is away."""
+    while play.exit is None and play.now < until:
+        for work in [work for work in play.in_flight if work.operation is Operation.PUT_FILE]:
+            play.fail(work, ErrorKind.UNREACHABLE)
+        play.wait_until(lambda: bool(play.in_flight) or play.exit is not None)
+
+
+@pytest.mark.parametrize("lost", ["before the end", "after the end"])
+def test_without_a_deadline_a_store_that_is_away_is_given_up_after_a_grace_period(lost: str) -> None:
+    play = Play()
+    play.announce("save", (1,) * 4)
+    if lost == "before the end":
+        _fails_until(play, play.now + 1000)
+    _stop(play, trainers_gone=True)
+    ended_at = play.now
+    _fails_until(play, play.now + 1000)
+    assert play.exit is not None
+    assert play.exit.code == drain.EXIT_NOT_DURABLE
+    grace_seconds = play.state.settings.termination.grace_seconds
+    assert ended_at + grace_seconds <= play.now <= ended_at + grace_seconds + 10
+
+
+def test_without_a_deadline_a_store_that_comes_back_in_time_gets_everything() -> None:
+    play = Play()
+    play.announce("save", (1,) * 4)
+    _stop(play, trainers_gone=True)
+    for _ in range(3):
+        _fails_until(play, play.now + play.state.settings.termination.grace_seconds - 10)
+        assert play.exit is None
+        work = next(iter(play.in_flight))
+        play.answer(work)
+    play.finish(seconds_each=play.state.settings.termination.grace_seconds)
+    assert play.exit == Exit(code=0, lost=())
+
+
 def test_with_nothing_to_send_the_agent_leaves_at_once() -> None:
     play = Play()
     play.announce("save")

@@ -157,6 +157,22 @@ def test_an_agent_that_never_comes_back_is_given_up_and_the_programs_failure_sti
     assert len(run.log("run.agent_given_up")) == 1
 
 
+def test_with_a_lost_store_a_finished_program_ends_by_itself_and_the_code_says_so(tmp_path: Path) -> None:
+    options: dict[str, Any] = {"endpoint_url": f"http://127.0.0.1:{free_port()}", "restore": False, "grace_seconds": 3}
+    with RunProcess(tmp_path / "volume", "s3://bucket/run", trainer={"STEPS": 3}, **options) as run:
+        assert run.wait() == NOT_DURABLE, run.output()
+    assert [line["program_code"] for line in run.log("run.not_durable")] == [0]
+
+
+def test_a_just_in_time_save_that_a_lost_store_did_not_get_is_told_by_the_exit_code(tmp_path: Path) -> None:
+    options: dict[str, Any] = {"endpoint_url": f"http://127.0.0.1:{free_port()}", "restore": False, "grace_seconds": 8}
+    with RunProcess(tmp_path / "volume", "s3://bucket/run", **options) as run:
+        run.wait_steps(3)
+        run.signal(signal.SIGTERM)
+        assert run.wait() == NOT_DURABLE, run.output()
+    assert [line["program_code"] for line in run.log("run.not_durable")] == [JUST_IN_TIME]
+
+
 WAITS_FOR_A_FILE = """
 import os, signal, sys, time
 from pathlib import Path

@@ -35,8 +35,8 @@ def run(wants_restore: bool, wants_autoload: bool, command: tuple[str, ...], **o
     """Run a program with an agent beside it.
 
     Restores the newest checkpoint, runs the program, and drains when it has ended. On a termination notice the program
-    saves just in time. Exits with the program's code, or with 75 if the program succeeded but its newest checkpoint is
-    not durable.
+    saves just in time. Exits with the program's code, or with 75 if the program succeeded or was told to stop, and its
+    newest checkpoint is not durable.
     """
     with errors_reported():
         settings = settings_from(options, defaults=_DEFAULTS)

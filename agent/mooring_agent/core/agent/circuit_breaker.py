@@ -36,9 +36,13 @@ STORE_WIDE: Final = frozenset(
 
 @dataclass(slots=True)
 class CircuitBreaker:
-    """`next_at` is unix seconds: when the next request may go out while the store is unavailable."""
+    """Times are unix seconds.
+
+    `next_at`: when the next request may go out while the store is unavailable. `opened_at`: since when it has been so.
+    """
 
     next_at: float = 0.0
+    opened_at: float = 0.0
     _failures_in_a_row: int = 0
     _pauses: int = 0
     _asking: WorkId | None = None
@@ -73,6 +77,8 @@ class CircuitBreaker:
         if not self.is_open:
             return
         self._had_their_turn.add(work)
+        if not was_open:
+            self.opened_at = now
         if not was_open or work == self._asking:
             self._pauses += 1
             longest_seconds = _LONGEST_PAUSE_WHILE_ENDING_SECONDS if ending else _LONGEST_PAUSE_SECONDS

@@ -141,6 +141,9 @@ def exit_verdict(state: State) -> Exit | None:
     until = deadline(state)
     if until is not None and state.now >= until - _EXIT_MARGIN_SECONDS:
         return _exit(state)
+    gives_up_at = _gives_up_store_at(state)
+    if gives_up_at is not None and state.now >= gives_up_at:
+        return _exit(state)
     wait_until = _wait_until(state)
     if waiting_for_save(state) and (wait_until is None or state.now < wait_until):
         return None
@@ -148,6 +151,17 @@ def exit_verdict(state: State) -> Exit | None:
     # transfers of a checkpoint that does not fit.
     is_tidying = len(state.in_flight) > len(state.transfers)
     return None if is_tidying or _holder(state) is not None else _exit(state)
+
+
+def _gives_up_store_at(state: State) -> float | None:
+    """Return when a drain without a deadline ends, because the store has been away for a whole grace period by then.
+
+    Without an outage there is no such limit: the program of a run has ended, and its machine stays.
+    """
+    requested_at = state.termination.stop_requested_at
+    if requested_at is None or deadline(state) is not None or not state.breaker.is_open:
+        return None
+    return max(requested_at, state.breaker.opened_at) + state.settings.termination.grace_seconds
 
 
 def _holder(state: State) -> Checkpoint | None:
@@ -173,8 +187,10 @@ def next_wake(state: State) -> float | None:
     """Return the next moment (unix seconds) at which the verdict may change by time alone; None if there is none."""
     termination = state.termination
     until = deadline(state)
-    if termination.stop_requested_at is None or termination.exiting or until is None:
+    if termination.stop_requested_at is None or termination.exiting:
         return None
+    if until is None:
+        return _gives_up_store_at(state)
     moments = [until - _EXIT_MARGIN_SECONDS]
     wait_until = _wait_until(state)
     if wait_until is not None and waiting_for_save(state):

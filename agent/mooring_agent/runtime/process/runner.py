@@ -22,6 +22,7 @@ from mooring_agent.adapters.durable_files import opened
 from mooring_agent.core.errors import ErrorKind, MooringError
 from mooring_agent.core.settings.values import Settings
 from mooring_agent.runtime.process.agent_supervisor import AgentSupervisor, Notify, exit_code
+from mooring_api.names import JUST_IN_TIME_EXIT_CODE
 
 _RESTORE_END_SECONDS: Final = 10.0
 _NOTICES: Final = frozenset({signal.SIGTERM, signal.SIGHUP})
@@ -60,12 +61,15 @@ class Runner:
             answers=answers,
         )
         self._program: asyncio.subprocess.Process | None = None
+        self._noticed = False
         self._interrupted: asyncio.Future[signal.Signals] = asyncio.get_running_loop().create_future()
 
     async def run(self, *, restore: bool) -> int:
-        """Return the exit code: the program's own, or 75 if it succeeded but its newest checkpoint is not durable.
+        """Return the exit code: the program's own, or 75 if its newest checkpoint is not durable.
 
-        If the restore fails or a signal comes before the program runs, the exit code says that instead.
+        A program that failed by itself keeps its code. One that was told to stop, or that left after a just-in-time
+        save, did not: then 75 says that this save is not stored. If the restore fails or a signal comes before the
+        program runs, the exit code says that instead.
         """
         self._listen()
         if restore:
@@ -76,9 +80,10 @@ class Runner:
             return exit_code(-self._interrupted.result())
         code = await self._run_program()
         agent_code = await self._agent.drain()
-        if agent_code and not code:
-            log.error("run.not_durable", agent_code=agent_code)
-        return code or agent_code
+        if agent_code:
+            log.error("run.not_durable", agent_code=agent_code, program_code=code)
+        failed_by_itself = code not in (0, JUST_IN_TIME_EXIT_CODE) and not self._noticed
+        return code if failed_by_itself or not agent_code else agent_code
 
     def _listen(self) -> None:
         loop = asyncio.get_running_loop()
@@ -97,6 +102,7 @@ class Runner:
                 with contextlib.suppress(ProcessLookupError):
                     self._program.send_signal(number)
             if number in _NOTICES:
+                self._noticed = True
                 self._agent.notice(f"runner {number.name}")
         elif number not in _PROGRAMS_OWN:
             # The program has ended; limit the agent's drain.
