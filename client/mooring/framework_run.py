@@ -93,21 +93,23 @@ class FrameworkRun:
 
     def protects(self, path: Path) -> bool:
         """Return whether `path` lies in the volume, where the agent can take it. Warns once per directory if not."""
-        if self._given_up:
-            return False
+        if self._given_up or self.holds(path):
+            return not self._given_up
         volume = self._session.settings.volume
-        if path.resolve().is_relative_to(volume.resolve()):
-            return True
         place = path.parent
         if place not in self._warned_of:
             self._warned_of.add(place)
             _log.warning(
-                "checkpoint not protected, it lies outside the volume: path=%s volume=%s hint=write checkpoints to %s",
+                "checkpoints outside the volume are not stored: path=%s volume=%s hint=write them to %s",
                 path,
                 volume,
                 self.checkpoint_directory,
             )
         return False
+
+    def holds(self, path: Path) -> bool:
+        """Return whether `path` lies in the volume."""
+        return path.resolve().is_relative_to(self._session.settings.volume.resolve())
 
     def claimed(self, path: Path) -> AbstractContextManager[None]:
         """Claim a checkpoint while it is written: the agent's directory watch might take it for complete too early."""

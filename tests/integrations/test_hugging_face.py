@@ -379,16 +379,63 @@ def test_its_own_just_in_time_saving_is_replaced(
     assert sum("enable_jit_checkpoint is replaced" in message for message in caplog.messages) == 1
 
 
-def test_outside_the_volume_it_trains_as_ever_and_says_so_once(
-    volume: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+def test_outside_the_volume_only_what_is_saved_just_in_time_is_stored_and_it_says_so(
+    agent: AgentServer,
+    volume: Path,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    undisturbed: Callable[..., Any],
 ) -> None:
-    before = signal.getsignal(signal.SIGTERM)
-    handlers: list[Any] = []
-    look = At("on_step_end", 2, lambda: handlers.append(signal.getsignal(signal.SIGTERM)))
-    trainer = train(make(tmp_path / "elsewhere", look))
-    assert trainer.state.global_step == STEPS
-    assert handlers == [before]
+    elsewhere = tmp_path / "elsewhere"
+    # The Trainer has just saved that step, elsewhere.
+    stop(make(elsewhere, At("on_save", 8, terminate), save_total_limit=1))
+    assert announced(agent) == [(8, JUST_IN_TIME)]
+    assert not agent.requests("BeginSave"), "an agent keeps no room for what it does not get"
+    assert [path.name for path in elsewhere.glob("checkpoint-*")] == ["checkpoint-8"]
+    assert [path.name for path in (volume / "checkpoints").glob("checkpoint-*")] == ["checkpoint-8"]
     assert sum("outside the volume" in message for message in caplog.messages) == 1
+
+    # On another machine.
+    shutil.rmtree(elsewhere)
+    resumed = train(make(elsewhere))
+    assert logged(resumed) == logged(undisturbed())
+    assert weights(resumed) == weights(undisturbed())
+    assert announced(agent) == [(8, JUST_IN_TIME)]
+
+
+def test_the_newer_one_is_taken_of_a_directory_outside_the_volume_and_of_what_was_saved_just_in_time(
+    agent: AgentServer, volume: Path, tmp_path: Path
+) -> None:
+    elsewhere = tmp_path / "elsewhere"
+    trained: list[list[int]] = []
+
+    def go_on(*callbacks: Any) -> Any:
+        begins: list[int] = []
+        trained.append(begins)
+        count = TrainerCallback()
+        count.on_step_end = lambda args, state, control, **_: begins.append(state.global_step)
+        return make(elsewhere, count, *callbacks)
+
+    with leaving():
+        train(go_on(At("on_step_end", 6, terminate)), resume_from_checkpoint=None)
+    with leaving():
+        # It begins with step 7, and is stopped when the directory has step 8.
+        train(go_on(At("on_step_end", 9, terminate)), resume_from_checkpoint=True)
+    shutil.rmtree(volume / "checkpoints" / "checkpoint-9")
+    train(go_on(), resume_from_checkpoint=True)
+    assert trained == [[1, 2, 3, 4, 5, 6], [7, 8, 9], [9, 10, 11, 12]]
+
+
+def test_a_relative_directory_in_the_volume_is_announced_by_its_whole_path(
+    agent: AgentServer, volume: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    volume.mkdir(exist_ok=True)
+    monkeypatch.chdir(volume)
+    stop(make(Path("out"), At("on_step_end", 6, terminate)))
+    paths = [request.path for request in agent.requests("AnnounceCheckpoint")]
+    assert paths == [str(volume / "out" / f"checkpoint-{step}") for step in (4, 6)]
+    assert train(make(Path("out"))).state.global_step == STEPS
+    assert len(announced(agent)) == 4, "it resumed after step 6, and saved the steps 8 and 12"
 
 
 def test_a_second_training_is_neither_resumed_nor_announced(

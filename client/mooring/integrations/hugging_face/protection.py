@@ -11,12 +11,13 @@ SIGTERM.
 import logging
 import signal
 import threading
-from collections.abc import Callable
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, Final
 
 from transformers.trainer_callback import TrainerCallback
+from transformers.trainer_utils import get_last_checkpoint
 
 from mooring import random_generators
 from mooring.autoload.post_import import reason, warn
@@ -75,7 +76,7 @@ class Protection(TrainerCallback):  # type: ignore[misc]  # transformers may not
         self._run = run
         try:
             if resume_from_checkpoint is None or resume_from_checkpoint is True:
-                resume_from_checkpoint = run.newest() or resume_from_checkpoint
+                resume_from_checkpoint = self._newest(run, resume_from_checkpoint)
             if resume_from_checkpoint and resume_from_checkpoint is not True:
                 self._resumed = Path(resume_from_checkpoint)
                 resume_from_checkpoint = str(resume_from_checkpoint)
@@ -126,7 +127,7 @@ class Protection(TrainerCallback):  # type: ignore[misc]  # transformers may not
             control.should_evaluate = control.should_save = False
             log_evaluate_save(*arguments, **keywords)
             self._stop(run, evaluation_due=evaluation_due)
-        if control.should_save and not self._is_last and not run.admits(self._step):
+        if control.should_save and not self._is_last and run.holds(self._checkpoint) and not run.admits(self._step):
             control.should_save = False
         if control.should_evaluate:
             try:
@@ -151,7 +152,7 @@ class Protection(TrainerCallback):  # type: ignore[misc]  # transformers may not
 
     def save(self, save: Callable[..., None], /, *arguments: Any, **keywords: Any) -> None:
         """Replaces Trainer._save_checkpoint. If it fails on one rank, it tells the others, which then stop waiting."""
-        if self._run is None or not owns(Owner.TRAINER):
+        if self._run is None or not owns(Owner.TRAINER) or not self._run.holds(self._checkpoint):
             save(*arguments, **keywords)
             return
         self._claim.enter_context(self._run.claimed(self._checkpoint))
@@ -164,7 +165,7 @@ class Protection(TrainerCallback):  # type: ignore[misc]  # transformers may not
 
     def on_save(self, *_: Any, **__: Any) -> None:
         """Announce the checkpoint: this rank has written its files, and so have other callbacks that add some."""
-        if self._run is None or not owns(Owner.TRAINER):
+        if self._run is None or not owns(Owner.TRAINER) or not self._run.holds(self._checkpoint):
             return
         self._saved_step = self._step
         with self._claim:
@@ -185,11 +186,25 @@ class Protection(TrainerCallback):  # type: ignore[misc]  # transformers may not
         except (MooringError, AttributeError) as error:
             warn(f"{type(trainer).__qualname__} is not protected: {reason(error)}")
             return None
-        if not run.protects(Path(trainer.args.output_dir) / "checkpoint-*"):
-            run.close()
-            return None
+        # Only says so: what Mooring has saved lies in the volume in any case.
+        run.protects(Path(trainer.args.output_dir) / "checkpoint-*")
         run.hold_sigterm()
         return run
+
+    def _newest(self, run: FrameworkRun, wish: Any) -> Any:
+        """Return what to resume from, where the user says nothing, or True for the newest in the Trainer's directory.
+
+        That directory may lie outside the volume and outlive a pod. What it holds is taken if it is newer than what
+        Mooring knows, and the same on all ranks.
+        """
+        newest, output = run.newest(), Path(self._trainer.args.output_dir).absolute()
+        if wish is True and not run.holds(output):
+            last = get_last_checkpoint(output) if output.is_dir() else None
+            step = int(Path(last).name.rpartition("-")[2]) if last else -1
+            known = (run.recorded_step(newest) or 0) if newest else -1
+            if run.same(0, step) and step > known:
+                return wish
+        return newest or wish
 
     @property
     def _step(self) -> int:
@@ -198,7 +213,7 @@ class Protection(TrainerCallback):  # type: ignore[misc]  # transformers may not
 
     @property
     def _checkpoint(self) -> Path:
-        return Path(self._trainer._get_output_dir(None)) / f"checkpoint-{self._step}"
+        return Path(self._trainer._get_output_dir(None)).absolute() / f"checkpoint-{self._step}"
 
     @property
     def _is_last(self) -> bool:
@@ -247,9 +262,25 @@ class Protection(TrainerCallback):  # type: ignore[misc]  # transformers may not
     def _save(self) -> None:
         """Save this step, unless it is saved already: an agent may be uploading those files."""
         trainer = self._trainer
-        if self._saved_step != self._step:
+        if self._saved_step == self._step:
+            return
+        with self._within_volume():
             trainer._save_checkpoint(trainer.model, None)
             trainer.control = trainer.callback_handler.on_save(trainer.args, trainer.state, trainer.control)
+
+    @contextmanager
+    def _within_volume(self) -> Iterator[None]:
+        """Have the Trainer save into the checkpoint directory if its own directory lies outside the volume."""
+        assert self._run is not None
+        trainer, directory = self._trainer, str(self._run.checkpoint_directory)
+        if self._run.holds(self._checkpoint):
+            yield
+            return
+        trainer._get_output_dir = lambda trial: directory
+        try:
+            yield
+        finally:
+            del trainer._get_output_dir
 
     def _leave(self, run: FrameworkRun) -> None:
         # Not by should_training_stop: at its end a training loads the best model, and may delete what was just saved.
