@@ -6,7 +6,7 @@ import pytest
 from tests.core.play import PART_BYTES, Play
 
 from mooring_agent.core.agent.commands import CancelWork, CreateUpload
-from mooring_agent.core.agent.events import PartStored, TerminationNoticed
+from mooring_agent.core.agent.events import Committed, PartStored, TerminationNoticed
 from mooring_agent.core.agent.work import Operation, WorkId
 from mooring_agent.core.errors import ErrorKind
 from mooring_agent.core.model import Kind, Phase
@@ -52,6 +52,23 @@ def test_a_save_that_pushed_one_aside_is_not_pushed_aside_itself() -> None:
     assert play.transfers() == ["second"]
     play.finish("second")
     assert set(play.transfers()) == {"third"}
+
+
+@pytest.mark.parametrize("files", [1, 2])
+def test_of_several_small_ones_on_the_wire_at_most_one_is_committed_before_the_newest(files: int) -> None:
+    play = Play(max_concurrency=8)
+    for save in ("first", "second", "third", "fourth"):
+        play.announce(save, (PART_BYTES,) * files)
+        cancelled = [work for work in play.in_flight if work in play.state.cancelling]
+        for work in cancelled:
+            play.cancel(work)
+        assert len(set(play.transfers()) - {save}) <= 1
+    # "second" preempted "first", and is protected for it.
+    assert set(play.transfers()) == {"second", "fourth"}
+    play.finish()
+    committed = [event.work.save for event in play.journal if isinstance(event, Committed)]
+    assert committed.index("fourth") <= 1
+    assert len(committed) == 4
 
 
 @pytest.mark.parametrize("kind", [Kind.JUST_IN_TIME, Kind.FINAL])

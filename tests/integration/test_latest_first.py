@@ -81,6 +81,26 @@ def test_a_newer_checkpoint_is_committed_first_and_in_its_own_time(
     assert tree(view.restore(tmp_path / "other")) == tree(new_path)
 
 
+def test_of_several_small_checkpoints_on_the_wire_at_most_one_is_committed_before_the_newest(
+    agent: AgentProcess, fault_proxy: FaultProxy
+) -> None:
+    fault_proxy.throttle(0)
+    earlier = write_checkpoint(agent.checkpoints / "checkpoint-0", {"model.bin": 10 * PART_BYTES})
+    agent.wait_committed(agent.announce(earlier, 0).save)
+    begin = len(fault_proxy.log)
+    # So slow that all of them are announced before the first is stored.
+    fault_proxy.throttle(MIB // 16)
+    paths = [write_checkpoint(agent.checkpoints / f"checkpoint-{step}", {"model.bin": 4 * MIB}) for step in (1, 2, 3)]
+    saves = [agent.announce(path, step).save for step, path in enumerate(paths, start=1)]
+    fault_proxy.throttle(2 * MIB)
+    for save in saves:
+        agent.wait_committed(save)
+    markers = [one.path for one in fault_proxy.log[begin:] if one.method == "PUT" and "/.mooring/commits/" in one.path]
+    committed = [next(save for save in saves if save in marker) for marker in markers]
+    assert sorted(committed) == sorted(saves)
+    assert committed.index(saves[-1]) <= 1
+
+
 def test_a_just_in_time_checkpoint_takes_the_older_ones_parts_off_the_wire(
     agent: AgentProcess, fault_proxy: FaultProxy, rclone_bucket: Bucket
 ) -> None:

@@ -30,7 +30,7 @@ from mooring_agent.core.agent.events import (
 )
 from mooring_agent.core.agent.planner import follow_up
 from mooring_agent.core.agent.state import State
-from mooring_agent.core.agent.work import Operation, WorkId
+from mooring_agent.core.agent.work import CANCELLABLE, Operation, WorkId
 from mooring_agent.core.errors import ErrorKind
 from mooring_agent.core.model import Kind, Phase
 from mooring_agent.core.stored.object_layout import marker_key
@@ -152,6 +152,10 @@ class AgentChecks:
         has_last_save = state.termination.noticed and any(one.info.kind is Kind.JUST_IN_TIME for one in state.sending)
         if not has_last_save and len(state.transfers) < int(state.window):
             raise ViolationError(f"{newest.info.save} waits and a place is free: {sorted(state.in_flight)}")
+        sending = {work.save for work in state.transfers - state.cancelling if work.operation in CANCELLABLE}
+        older = sending - {newest.info.save}
+        if len(older) > 1 and not state.termination.noticed:
+            raise ViolationError(f"{sorted(older)} share the wire with {newest.info.save}")
 
     def nothing_overlooked(self, state: State) -> None:
         """Looking at every checkpoint again finds nothing that looking at the changed ones has not."""

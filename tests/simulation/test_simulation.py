@@ -143,7 +143,11 @@ def _oldest_first(patch: pytest.MonkeyPatch) -> None:
 
 
 def _wait_for_the_leader(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(upload_queue, "_has_the_wire_alone", upload_queue._has_files_to_store)
+    patch.setattr(upload_queue, "_must_wait", lambda state, _, first: upload_queue._has_files_to_store(state, first))
+
+
+def _share_with_all(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(upload_queue, "_sharing", lambda state: frozenset())
 
 
 def _forget_announcements(patch: pytest.MonkeyPatch) -> None:
@@ -246,6 +250,7 @@ def _keep_failed_work_to_itself(patch: pytest.MonkeyPatch) -> None:
         (_plan_by_the_setting_of_today, "IndexError"),
         (_oldest_first, "had the wire"),
         (_wait_for_the_leader, "a place is free"),
+        (_share_with_all, "share the wire"),
         (_forget_announcements, "another story"),
         (_drop_pins_ahead_of_the_record, "before its end was in the journal"),
         (_forget_parts, "KeyError"),

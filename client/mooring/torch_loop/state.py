@@ -231,7 +231,7 @@ def _untouched(optimizer: torch.optim.Optimizer) -> Iterator[None]:
 
 def _seed_anew(*parts: int) -> None:
     """Seed the generators from these numbers, for a rank that has no state of its own to continue from."""
-    seed = int.from_bytes(hashlib.sha256(repr(parts).encode()).digest()[:4])
+    seed = int.from_bytes(hashlib.sha256(repr(parts).encode()).digest()[:4], "big")
     random.seed(seed)
     torch.manual_seed(seed)
     numpy = sys.modules.get("numpy")

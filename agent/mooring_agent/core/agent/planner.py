@@ -69,9 +69,8 @@ def _work(state: State) -> Iterator[Command]:
         checkpoint = state.checkpoints.get(save)
         if checkpoint is not None:
             yield from _checkpoint_work(state, checkpoint)
-    if state.termination.noticed:
-        yield from upload_queue.make_room(state)
     yield from upload_queue.next_transfers(state)
+    yield from upload_queue.make_room(state)
 
 
 def _decisions(state: State) -> Iterator[Record]:

@@ -4,7 +4,8 @@ With newest-first alone, a trainer that saves faster than the store takes would 
 finishes, and nothing would ever commit. So a save that preempted an unfinished one stays the active upload until its
 files are stored; only a just-in-time or final save preempts it. The newest checkpoint waits for at most one older one,
 and for none after a termination notice. Until its bytes are sent, the newest shares the upload window with no other
-checkpoint, even if it cannot fill the window. A just-in-time save with a deadline cancels other transfers at once.
+checkpoint, even if it cannot fill the window, but for one older one that was on its way. A just-in-time save with a
+deadline cancels that too.
 """
 
 from collections import deque
@@ -110,14 +111,33 @@ def withdraw(checkpoint: Checkpoint, lost: WorkId) -> None:
 
 
 def make_room(state: State) -> Iterator[Command]:
-    """Cancel the transfers of other checkpoints if a just-in-time save with a deadline has files to store."""
-    first = next(_worth_the_wire(state), None)
-    if first is None or not _is_last_save(state, first) or not _has_files_to_store(state, first):
-        return
-    for work in sorted(state.transfers - state.cancelling):
-        if work.operation in CANCELLABLE and work.save != first.info.save:
+    """Cancel the transfers that the most important checkpoint must not share the connection with.
+
+    A just-in-time save with a deadline shares it with none. Any other newest checkpoint shares it with one older one at
+    most: files that are sent whole have no parts to be preempted between.
+    """
+    kept = _sharing(state)
+    for work in sorted(state.transfers - state.cancelling) if kept else ():
+        if work.operation in CANCELLABLE and work.save not in kept:
             state.cancelling.add(work)
             yield CancelWork(work=work)
+
+
+def _sharing(state: State) -> frozenset[str]:
+    """Return the saves that may be on the wire while the most important one has files to store; empty: all may."""
+    if state.termination.noticed:
+        first = next(_worth_the_wire(state), None)
+        alone = first is not None and _is_last_save(state, first) and _has_files_to_store(state, first)
+        return frozenset({first.info.save}) if first is not None and alone else frozenset()
+    newest, active = state.newest_sending(), _active(state)
+    if newest is None or state.breaker.is_open or not _has_files_to_store(state, newest):
+        return frozenset()
+    older = {work.save for work in state.transfers if work.operation in CANCELLABLE} - {newest.info.save}
+    if active is not None and active is not newest:
+        one = active.info.save
+    else:
+        one = max(older, key=lambda save: state.checkpoints[save].sequence, default="")
+    return frozenset({newest.info.save, one}) if len(older) > 1 else frozenset()
 
 
 def next_transfers(state: State) -> Iterator[Command]:
@@ -129,7 +149,7 @@ def next_transfers(state: State) -> Iterator[Command]:
         limit = min(limit, int(state.window) + len(state.hanging))
     first: Checkpoint | None = None
     for checkpoint in _worth_the_wire(state):
-        if len(state.transfers) >= limit or (first is not None and _has_the_wire_alone(state, first)):
+        if len(state.transfers) >= limit or (first is not None and _must_wait(state, checkpoint, first)):
             return
         first = first or checkpoint
         while len(state.transfers) < limit and (work := _next_of(state, checkpoint)) is not None:
@@ -156,16 +176,20 @@ def _next_of(state: State, checkpoint: Checkpoint) -> WorkId | None:
     return work
 
 
-def _has_the_wire_alone(state: State, first: Checkpoint) -> bool:
-    """Whether no other checkpoint may start a transfer. While the store is unavailable, every one may probe it."""
+def _must_wait(state: State, checkpoint: Checkpoint, first: Checkpoint) -> bool:
+    """Whether a checkpoint that is not the first may not start a transfer: until the last byte of the newest is sent.
+
+    While the store is unavailable, every one may probe it.
+    """
     if _is_last_save(state, first):
         return _has_files_to_store(state, first)
-    if state.breaker.is_open or first is not state.newest_sending():
+    newest = state.newest_sending()
+    if state.breaker.is_open or newest is None or checkpoint is newest:
         return False
     # A transfer that has failed before does not block others: it may fail forever.
     return any(
-        work.operation in _BEFORE_THE_LAST_BYTE and work not in first.attempts
-        for work in state.in_flight_of(first.info.save)
+        work.operation in _BEFORE_THE_LAST_BYTE and work not in newest.attempts
+        for work in state.in_flight_of(newest.info.save)
     )
 
 
