@@ -63,6 +63,6 @@ def require(owner: str, found: object) -> None:
             version = getattr(module, "__version__", None)
             release = f"{library} {version}" if version else f"Python {platform.python_version()}"
             raise AttributeError(
-                f"{release} has no {owner}.{path}, which Mooring uses: install an older one, as docs/compatibility.md "
-                "says, and report this"
+                f"{release} has no {owner}.{path}, which Mooring uses: install a release that "
+                "docs/compatibility.md names; if it is newer than those, report this"
             ) from None

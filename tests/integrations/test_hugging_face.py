@@ -481,3 +481,18 @@ def test_a_version_that_is_too_different_trains_unprotected(
     said = capfd.readouterr().err
     assert said.count("Trainer is not protected") == 1
     assert f"transformers {transformers.__version__} has no transformers.Trainer._save_in_another_way" in said
+
+
+def test_inside_a_trainer_that_is_too_different_nothing_is_saved_that_it_could_not_resume_from(
+    agent: AgentServer, volume: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    trainer = make(volume / "checkpoints")
+    protect(trainer.accelerator)
+    missing = {**private_members.PRIVATE_MEMBERS, "transformers.Trainer": ("_save_in_another_way",)}
+    monkeypatch.setattr(private_members, "PRIVATE_MEMBERS", missing)
+    # Whoever controlled the training would save and leave at once.
+    agent.terminating = True
+    assert train(trainer).state.global_step == STEPS
+    assert not announced(agent)
+    assert "Trainer is not protected" in capfd.readouterr().err
+    assert not (volume / names.STATE_DIRECTORY / names.RECORDS_DIRECTORY).exists()

@@ -34,12 +34,13 @@ _training: "_Loop | None" = None
 def install(accelerator: Any) -> None:
     """Protect what this Accelerator trains. Idempotent. Raises AttributeError in a version that is too different."""
     if getattr(accelerator, _MARK, None) is None:
+        # Also for one that cannot be protected: its program could not load what its DeepSpeedEngine would save.
+        claim(Owner.ACCELERATE)
         require("accelerate.Accelerator", accelerator)
         loop = _Loop(accelerator)
         _hook_classes()
         worker_processes.install()
         loop.attach()
-        claim(Owner.ACCELERATE)
 
 
 def autoload(module: ModuleType) -> None:

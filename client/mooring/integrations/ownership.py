@@ -2,10 +2,10 @@
 
 Hugging Face's Trainer trains with an Accelerator, and that with a DeepSpeedEngine. Each is protected when it is made,
 but only one may ask at a step, announce a checkpoint and choose what to resume from. The contract: an integration
-calls `claim` for its framework in `install`, once and for all, when it can protect what it was given; it asks `owns`
-at every step, save and load, because the inner framework's object is made before the outer one's. Where `owns` is
-false it does what the framework does without Mooring. Also hooks constructors, so that every new trainer object is
-protected.
+calls `claim` for its framework in `install`, once and for all, even if it cannot protect what it was given, because the
+outer framework could not resume from a checkpoint of the inner one; it asks `owns` at every step, save and load,
+because the inner framework's object is made before the outer one's. Where `owns` is false it does what the framework
+does without Mooring. Also hooks constructors, so that every new trainer object is protected.
 """
 
 import functools

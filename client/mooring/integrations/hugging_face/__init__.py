@@ -25,6 +25,8 @@ def install(trainer: Any) -> None:
     # These import torch and transformers, and autoload is called in the middle of that import.
     from mooring.integrations.hugging_face.protection import Protection
 
+    # Also for a Trainer that cannot be protected: it could not resume from what its Accelerator would save.
+    claim(Owner.TRAINER)
     require("transformers.Trainer", trainer)
     _wrap_train(Trainer)
     protection = Protection(trainer)
@@ -34,7 +36,6 @@ def install(trainer: Any) -> None:
         _wrap(trainer, "_run_epoch", protection.epoch)
     trainer.add_callback(protection)
     setattr(trainer, _PROTECTION, protection)
-    claim(Owner.TRAINER)
 
 
 def autoload(module: ModuleType) -> None:
