@@ -34,13 +34,13 @@ PRIVATE_MEMBERS: Final[Mapping[str, tuple[str, ...]]] = MappingProxyType(
         "torch.utils.data._utils.worker": ("_worker_loop",),
         "torchdata.stateful_dataloader.stateful_dataloader": ("_worker_loop",),
         "transformers.Trainer": (
-            "_determine_best_metric",
             "_evaluate",
             "_get_output_dir",
             "_maybe_log_save_evaluate",
             "_save_checkpoint",
         ),
         # Only looked for: older releases have none.
+        "transformers.Trainer since 4.47": ("_determine_best_metric",),
         "transformers.Trainer since 5": ("_run_epoch",),
         "transformers.trainer_jit_checkpoint.CheckpointManager": ("_original_sigterm_handler",),
     }

@@ -41,6 +41,7 @@ _FOUND: Final = MappingProxyType(
         "deepspeed.DeepSpeedEngine": lambda: importlib.import_module("deepspeed").DeepSpeedEngine,
         "torch.distributed.checkpoint.staging.DefaultStager": lambda: Saver(cast(Storage, None))._stager,
         "transformers.Trainer": lambda: importlib.import_module("transformers").Trainer,
+        "transformers.Trainer since 4.47": lambda: importlib.import_module("transformers").Trainer,
         "transformers.Trainer since 5": lambda: importlib.import_module("transformers").Trainer,
         "transformers.trainer_jit_checkpoint.CheckpointManager": lambda: _made(
             "transformers.trainer_jit_checkpoint", "CheckpointManager", None

@@ -1,12 +1,14 @@
-"""Pythons with the protobuf and grpcio of images old and new: `python -m tests.compatibility.environments [NAME ...]`.
+"""Libraries of images old and new, with the trainer's package of this checkout: one virtual environment for each.
 
-Makes a virtual environment for each in `.tools/compatibility`, with the trainer's package of this checkout as pip
-installs it. Without names: all, but those whose Python is not on the PATH.
+    python -m tests.compatibility.environments [NAME ...]
+
+makes them in `.tools/compatibility`. Without names: all, but those whose Python is not on the PATH.
 """
 
 import shutil
 import subprocess
 import sys
+import sysconfig
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
@@ -62,8 +64,49 @@ ENVIRONMENTS: Final = (
 """By Python, the oldest first. grpcio has no wheels for 3.11 before 1.49.1."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FrameworkEnvironment:
+    """Older releases of frameworks on this Python, its torch and the tests' own libraries."""
+
+    packages: tuple[str, ...]
+
+    @property
+    def name(self) -> str:
+        return "-".join(package.replace("==", "") for package in self.packages)
+
+    @property
+    def interpreter(self) -> Path:
+        return _FOLDER / self.name / "bin" / "python"
+
+    def make(self) -> None:
+        """Make it, unless it is there. Raises subprocess.CalledProcessError."""
+        folder = _FOLDER / self.name
+        if (folder / ".ready").exists():
+            return
+        subprocess.run([sys.executable, "-m", "venv", "--clear", folder], check=True)
+        (site,) = folder.glob("lib/python*/site-packages")
+        (folder / "base").mkdir()
+        for found in Path(sysconfig.get_path("purelib")).iterdir():
+            if not found.name.lower().startswith(_THEIRS):
+                (folder / "base" / found.name).symlink_to(found)
+        own = (ROOT / name for name in ("client", "proto", "agent"))
+        (site / "base.pth").write_text("".join(f"{path}\n" for path in (folder / "base", *own)))
+        subprocess.run([self.interpreter, "-m", "pip", "install", "--quiet", *self.packages], check=True)
+        (folder / ".ready").touch()
+
+
+# Frameworks, and what comes with a release of them; pip and what our own packages are found by.
+_THEIRS: Final = (
+    *("accelerate", "datasets", "deepspeed", "hf_xet", "huggingface_hub", "lightning", "pytorch_lightning"),
+    *("peft", "tokenizers", "torchmetrics", "transformers", "trl", "pip", "_mooring", "__editable__", "mooring"),
+)
+HUGGING_FACE: Final = FrameworkEnvironment(packages=("transformers==4.44.2", "accelerate==1.0.1"))
+
+
 def main() -> None:
     wanted = [one for one in ENVIRONMENTS if one.name in sys.argv[1:] or len(sys.argv) == 1]
+    if len(sys.argv) == 1:
+        HUGGING_FACE.make()
     for environment in wanted:
         if environment.python_is_there():
             environment.make()

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from packaging.version import Version
 from tests.client.agent_server import AgentServer, serving
 from tests.harness.claims import claims
 from tests.integrations.conftest import leaving
@@ -35,6 +36,9 @@ pytestmark = [
     pytest.mark.timeout(300),
 ]
 
+RELEASE = Version(transformers.__version__).release
+"""tests/compatibility runs this file with older ones."""
+SINCE_5 = pytest.mark.skipif(RELEASE < (5,), reason="older releases train one step more when training had ended")
 STEPS, EPOCH = 12, 8
 PERIODIC, JUST_IN_TIME, FINAL = agent_pb2.KIND_PERIODIC, agent_pb2.KIND_JUST_IN_TIME, agent_pb2.KIND_FINAL
 
@@ -206,6 +210,8 @@ def test_every_checkpoint_is_recorded_and_announced_and_the_last_one_is_final(ag
 BEST: dict[str, Any] = {"load_best_model_at_end": True, "metric_for_best_model": "even_loss"}
 EVALUATING = {**BEST, "eval_strategy": "steps", "eval_steps": 4, "greater_is_better": True}
 """The best model is that of the first evaluation."""
+ACCUMULATING = {**EVALUATING, "gradient_accumulation_steps": 3}
+EXACT = pytest.mark.skipif(RELEASE < (5,), reason="after 4.44 to 4.50 resumed in an accumulated epoch, losses differ")
 BY_EPOCH = {**BEST, "eval_strategy": "epoch", "save_strategy": "epoch", "greater_is_better": False}
 """That of the last one."""
 
@@ -216,7 +222,7 @@ BY_EPOCH = {**BEST, "eval_strategy": "epoch", "save_strategy": "epoch", "greater
         pytest.param(("on_train_begin", 0), 1, {}, id="the warm-up"),
         pytest.param(("on_step_begin", 0), 1, {}, id="the first step"),
         pytest.param(("on_step_end", 3), 3, EVALUATING, id="between steps"),
-        pytest.param(("on_substep_end", 2), 3, {**EVALUATING, "gradient_accumulation_steps": 3}, id="an accumulation"),
+        pytest.param(("on_substep_end", 2), 3, ACCUMULATING, id="an accumulation", marks=EXACT),
         pytest.param(("on_step_end", 4), 4, EVALUATING, id="a step that is evaluated"),
         pytest.param(("on_prediction_step", 4), 4, EVALUATING, id="an evaluation"),
         pytest.param(("on_prediction_step", 4, 4), 4, EVALUATING, id="a later evaluation of the same step"),
@@ -224,8 +230,8 @@ BY_EPOCH = {**BEST, "eval_strategy": "epoch", "save_strategy": "epoch", "greater
         pytest.param(("on_step_end", EPOCH), EPOCH, BY_EPOCH, id="the end of an epoch"),
         pytest.param(("on_prediction_step", EPOCH), EPOCH, BY_EPOCH, id="the evaluation of an epoch"),
         pytest.param(("on_step_end", 5), 5, {"save_strategy": "no"}, id="a training that saves nothing"),
-        pytest.param(("on_step_end", STEPS), STEPS, EVALUATING, id="the last step"),
-        pytest.param(("on_prediction_step", STEPS), STEPS, EVALUATING, id="the last evaluation"),
+        pytest.param(("on_step_end", STEPS), STEPS, EVALUATING, id="the last step", marks=SINCE_5),
+        pytest.param(("on_prediction_step", STEPS), STEPS, EVALUATING, id="the last evaluation", marks=SINCE_5),
     ],
 )  # fmt: skip
 def test_stopped_at_any_moment_it_resumes_there_and_nothing_differs(
@@ -247,7 +253,8 @@ def test_stopped_at_any_moment_it_resumes_there_and_nothing_differs(
     assert weights(resumed) == weights(expected)
     assert resumed.state.global_step == STEPS
     assert resumed.state.best_metric == expected.state.best_metric
-    assert resumed.state.best_global_step == expected.state.best_global_step
+    if RELEASE >= (4, 50):
+        assert resumed.state.best_global_step == expected.state.best_global_step
 
 
 def test_started_in_a_pod_that_ends_it_leaves_before_the_first_step(agent: AgentServer, volume: Path) -> None:
@@ -344,6 +351,7 @@ def test_what_the_user_wants_to_resume_from_is_what_happens(wish: Any, begins_at
     assert begun == [begins_at]
 
 
+@SINCE_5
 def test_a_finished_training_is_not_trained_further(volume: Path) -> None:
     finished = weights(train(make(volume / "checkpoints")))
     again = train(make(volume / "checkpoints"))
@@ -370,6 +378,7 @@ def test_an_operator_has_it_save_and_go_on(agent: AgentServer, volume: Path) -> 
     assert announced(agent) == [(4, PERIODIC), (6, PERIODIC), (8, FINAL)]
 
 
+@pytest.mark.skipif(RELEASE < (5,), reason="older releases have no just-in-time saving of their own")
 def test_its_own_just_in_time_saving_is_replaced(
     agent: AgentServer, volume: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

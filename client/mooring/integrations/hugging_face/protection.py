@@ -237,8 +237,25 @@ class Protection(TrainerCallback):  # type: ignore[misc]  # transformers may not
     def _make_up_for_evaluation(self) -> None:
         trainer = self._trainer
         metrics = trainer._evaluate(None, None)
-        if trainer._determine_best_metric(metrics=metrics, trial=None) and trainer.state.best_global_step == self._step:
+        if not hasattr(trainer, "_determine_best_metric"):
+            self._determine_best(metrics)
+        elif trainer._determine_best_metric(metrics=metrics, trial=None) and self._is_best():
             trainer.state.best_model_checkpoint = str(self._resumed)
+
+    def _is_best(self) -> bool:
+        """Whether the best model is that of this step. Releases before 4.50 do not say which step's it is."""
+        step: int = getattr(self._trainer.state, "best_global_step", self._step)
+        return step == self._step
+
+    def _determine_best(self, metrics: dict[str, float]) -> None:
+        """Choose the best model as transformers before 4.47 does, where that is a part of saving."""
+        arguments, state = self._trainer.args, self._trainer.state
+        if arguments.metric_for_best_model is None:
+            return
+        value = metrics[f"eval_{arguments.metric_for_best_model.removeprefix('eval_')}"]
+        best = None if state.best_model_checkpoint is None else state.best_metric
+        if best is None or (value > best if arguments.greater_is_better else value < best):
+            state.best_metric, state.best_model_checkpoint = value, str(self._resumed)
 
     def _evaluation_follows(self) -> bool:
         """Whether an epoch ends with this step and is evaluated then."""
