@@ -14,11 +14,8 @@ from mooring.errors import StoreLostError
 from mooring_agent.core import errors as agent_errors
 
 BROKEN = {
-    "protobuf is older than the generated code": "import google.protobuf.runtime_version as r\n"
-    "def refuse(*_): raise r.VersionError('gencode 6.31.1 runtime 5.29.0')\n"
-    "r.ValidateProtobufRuntimeVersion = refuse",
-    "protobuf is too old to check": "import sys\nsys.modules['google.protobuf.runtime_version'] = None",
-    "grpcio is older than the generated code": "import grpc\ngrpc.__version__ = '1.50.0'",
+    "protobuf is older than 3.20": "import sys\nsys.modules['google.protobuf.internal.builder'] = None",
+    "protobuf is missing": "import sys\nsys.modules['google.protobuf'] = None",
     "grpcio is missing": "import sys\nsys.modules['grpc'] = None",
     "grpcio is damaged": "import sys\nsys.modules['grpc'] = 'damaged'",
 }

@@ -38,8 +38,7 @@ class Environment:
         done = _FOLDER / self.name / ".ready"
         if done.exists():
             return
-        found = shutil.which(f"python{self.python}") or ""
-        subprocess.run([found, "-m", "venv", "--clear", _FOLDER / self.name], check=True)
+        subprocess.run([self._python_found() or "", "-m", "venv", "--clear", _FOLDER / self.name], check=True)
         pins = [f"protobuf=={self.protobuf}", f"grpcio=={self.grpcio}"]
         subprocess.run(
             [self.interpreter, "-m", "pip", "install", "--quiet", *pins, "--editable", ROOT], check=True, cwd=ROOT
@@ -48,8 +47,13 @@ class Environment:
 
     def python_is_there(self) -> bool:
         """Whether a program of that name is found and runs: it may be a stand-in for one that is not installed."""
-        found = shutil.which(f"python{self.python}")
+        found = self._python_found()
         return found is not None and not subprocess.run([found, "-c", ""], capture_output=True, check=False).returncode
+
+    def _python_found(self) -> str | None:
+        # Whoever runs the tests can run this Python, and perhaps not the one on the PATH of who makes the environments.
+        own = f"{sys.version_info.major}.{sys.version_info.minor}" == self.python
+        return sys.executable if own else shutil.which(f"python{self.python}")
 
 
 ENVIRONMENTS: Final = (
