@@ -100,7 +100,7 @@ def test_what_was_sent_is_read_again_only_while_no_deadline_can_be_missed_by_it(
 
 
 def _fails_until(play: Play, until: float) -> None:
-    """Every transfer fails, as those to a store that is away."""
+    """Every transfer fails, as those to a store that is unreachable."""
     while play.exit is None and play.now < until:
         for work in [work for work in play.in_flight if work.operation is Operation.PUT_FILE]:
             play.fail(work, ErrorKind.UNREACHABLE)
@@ -108,7 +108,7 @@ def _fails_until(play: Play, until: float) -> None:
 
 
 @pytest.mark.parametrize("lost", ["before the end", "after the end"])
-def test_without_a_deadline_a_store_that_is_away_is_given_up_after_a_grace_period(lost: str) -> None:
+def test_without_a_deadline_an_unreachable_store_is_given_up_after_a_grace_period(lost: str) -> None:
     play = Play()
     play.announce("save", (1,) * 4)
     if lost == "before the end":

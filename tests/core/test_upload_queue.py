@@ -55,7 +55,7 @@ def test_a_save_that_pushed_one_aside_is_not_pushed_aside_itself() -> None:
 
 
 @pytest.mark.parametrize("files", [1, 2])
-def test_of_several_small_ones_on_the_wire_at_most_one_is_committed_before_the_newest(files: int) -> None:
+def test_of_several_small_ones_at_most_one_is_committed_before_the_newest(files: int) -> None:
     play = Play(max_concurrency=8)
     for save in ("first", "second", "third", "fourth"):
         play.announce(save, (PART_BYTES,) * files)

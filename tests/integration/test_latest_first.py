@@ -81,7 +81,7 @@ def test_a_newer_checkpoint_is_committed_first_and_in_its_own_time(
     assert tree(view.restore(tmp_path / "other")) == tree(new_path)
 
 
-def test_of_several_small_checkpoints_on_the_wire_at_most_one_is_committed_before_the_newest(
+def test_of_several_small_checkpoints_at_most_one_is_committed_before_the_newest(
     agent: AgentProcess, fault_proxy: FaultProxy
 ) -> None:
     fault_proxy.throttle(0)

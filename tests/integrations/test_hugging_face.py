@@ -388,7 +388,7 @@ def test_its_own_just_in_time_saving_is_replaced(
     assert sum("enable_jit_checkpoint is replaced" in message for message in caplog.messages) == 1
 
 
-def test_outside_the_volume_only_what_is_saved_just_in_time_is_stored_and_it_says_so(
+def test_outside_the_volume_what_is_saved_just_in_time_is_stored_and_it_says_so(
     agent: AgentServer,
     volume: Path,
     tmp_path: Path,
@@ -412,7 +412,7 @@ def test_outside_the_volume_only_what_is_saved_just_in_time_is_stored_and_it_say
     assert announced(agent) == [(8, JUST_IN_TIME)]
 
 
-def test_the_newer_one_is_taken_of_a_directory_outside_the_volume_and_of_what_was_saved_just_in_time(
+def test_the_newer_is_taken_of_its_own_directory_and_what_was_saved_just_in_time(
     agent: AgentServer, volume: Path, tmp_path: Path
 ) -> None:
     elsewhere = tmp_path / "elsewhere"
@@ -492,7 +492,7 @@ def test_a_version_that_is_too_different_trains_unprotected(
     assert f"transformers {transformers.__version__} has no transformers.Trainer._save_in_another_way" in said
 
 
-def test_inside_a_trainer_that_is_too_different_nothing_is_saved_that_it_could_not_resume_from(
+def test_inside_a_trainer_that_is_too_different_nobody_else_saves(
     agent: AgentServer, volume: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     trainer = make(volume / "checkpoints")

@@ -17,10 +17,12 @@ Mooring assumes: read-after-write listings, and that no request lives longer tha
 """
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Final, NamedTuple
+from typing import Final, NamedTuple, TypeVar
+
+_State = TypeVar("_State")
 
 
 class Variant(StrEnum):
@@ -122,7 +124,7 @@ class Model:
             states += 1
             violation = self._violation(state)
             if violation:
-                return Result(states=states, violation=violation, history=_history(came_from, state))
+                return Result(states=states, violation=violation, history=history_of(came_from, state))
             for label, following in self._moves(state):
                 if following not in came_from:
                     came_from[following] = (label, state)
@@ -310,7 +312,8 @@ def explore(variant: Variant, bounds: Bounds) -> Result:
     return Model(variant, bounds).explore()
 
 
-def _history(came_from: dict[State, tuple[str, State] | None], state: State) -> tuple[str, ...]:
+def history_of(came_from: Mapping[_State, tuple[str, _State] | None], state: _State) -> tuple[str, ...]:
+    """Return the labels of the steps that led to `state`, in order."""
     labels: list[str] = []
     step = came_from[state]
     while step:

@@ -18,9 +18,10 @@ Requests of one process are in order, and listings show every write before them,
 
 from collections import deque
 from collections.abc import Iterator
-from dataclasses import dataclass
 from enum import StrEnum
 from typing import Final, NamedTuple
+
+from tests.model.commit_model import Result, history_of
 
 
 class Variant(StrEnum):
@@ -89,15 +90,6 @@ class State(NamedTuple):
     crashes: int = 0
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Result:
-    """`violation` is empty if there is none; `history` is then a shortest way to it."""
-
-    states: int
-    violation: str = ""
-    history: tuple[str, ...] = ()
-
-
 _OWNS: Final = {"A": frozenset("x"), "B": frozenset("y")}
 _NAMES: Final = {"A": frozenset("x"), "B": frozenset("xy"), "N": frozenset("xy")}
 _VICTIMS: Final = (frozenset("A"), frozenset("B"), frozenset("AB"))
@@ -123,7 +115,7 @@ class Model:
         while waiting:
             state = waiting.popleft()
             if violation := _violation(state):
-                return Result(states=len(came_from), violation=violation, history=_history(came_from, state))
+                return Result(states=len(came_from), violation=violation, history=history_of(came_from, state))
             for label, following in self._steps(state):
                 if following not in came_from:
                     came_from[following] = label, state
@@ -251,12 +243,3 @@ def _violation(state: State) -> str:
         if gone:
             return f"{snapshot} is committed, and {min(gone)} is gone"
     return ""
-
-
-def _history(came_from: dict[State, tuple[str, State] | None], state: State) -> tuple[str, ...]:
-    labels: list[str] = []
-    step = came_from[state]
-    while step:
-        labels.append(step[0])
-        step = came_from[step[1]]
-    return tuple(reversed(labels))

@@ -154,7 +154,7 @@ def exit_verdict(state: State) -> Exit | None:
 
 
 def _gives_up_store_at(state: State) -> float | None:
-    """Return when a drain without a deadline ends, because the store has been away for a whole grace period by then.
+    """Return when a drain without a deadline ends, because the store has been unreachable for a grace period by then.
 
     Without an outage there is no such limit: the program of a run has ended, and its machine stays.
     """

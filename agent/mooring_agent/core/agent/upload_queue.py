@@ -33,7 +33,7 @@ _BEFORE_THE_LAST_BYTE = TRANSFERS - {Operation.COMPLETE_UPLOAD}
 _PREEMPTING_KINDS = frozenset({Kind.JUST_IN_TIME, Kind.FINAL})
 
 
-def choose_leader(state: State) -> None:
+def choose_active_upload(state: State) -> None:
     """Make the newest checkpoint the active upload, unless the present one preempted another and still sends files."""
     newest, active = state.newest_sending(), _active(state)
     if newest is None or active is None:
@@ -142,7 +142,7 @@ def _sharing(state: State) -> frozenset[str]:
 
 def next_transfers(state: State) -> Iterator[Command]:
     """Start transfers until the upload window is full."""
-    choose_leader(state)
+    choose_active_upload(state)
     limit = state.settings.transfer.max_concurrency
     if not state.breaker.is_open:
         # Transfers that hang from an outage of the store take no place from those that start after it.
