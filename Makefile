@@ -207,6 +207,9 @@ bench: setup
 	$(BIN)/python -m benchmarks.async_save
 	$(BIN)/python -m benchmarks.webhook
 	$(BIN)/python -m benchmarks.just_in_time
+	$(BIN)/python -m benchmarks.mirror_costs
+	$(BIN)/python -m benchmarks.mirror_overhead
+	$(BIN)/python -m benchmarks.beside_sync
 	$(BIN)/python -m benchmarks.data_path --output benchmarks
 
 clean:

@@ -133,7 +133,7 @@ def mooring(scenario: Scenario, store: Store, checkpoints: Sequence[Path]) -> tu
         part_size_bytes=scenario.part_bytes,
         max_concurrency=scenario.connections,
         grace_seconds=LONGEST_SECONDS,
-        watch=False,
+        watch="off",
     )
     with agent, TrainerProcess(volume):
         for step, directory in enumerate(checkpoints[:-1], start=1):

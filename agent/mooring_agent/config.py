@@ -5,6 +5,7 @@ file, and the file beats other programs' variables.
 """
 
 import difflib
+import os
 import re
 import tomllib
 from collections.abc import Collection, Iterator, Mapping
@@ -102,7 +103,10 @@ def _report_unknown(left: Mapping[str, Any], file: Path | None, problems: list[s
 def _from_here(values: Mapping[str, Any]) -> dict[str, Any]:
     """Make paths absolute from the working directory, which the core does not know."""
     paths = ("volume", "checkpoint_directory", "state_directory") if values.get("volume") else ()
-    return {**values, **{name: str(Path(values[name]).absolute()) for name in paths if values.get(name)}}
+    absolute: dict[str, Any] = {name: str(Path(values[name]).absolute()) for name in paths if values.get(name)}
+    if values.get("watch"):
+        absolute["watch"] = tuple(os.path.normpath(Path(path).absolute()) for path in values["watch"])
+    return {**values, **absolute}
 
 
 def unknown_variables(environment: Mapping[str, str]) -> Iterator[str]:

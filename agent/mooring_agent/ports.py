@@ -12,7 +12,7 @@ from typing import Annotated, Protocol
 from msgspec import Meta
 
 from mooring_agent.core.limits import ANNOUNCEMENT_CHARACTERS, LEAST_ANNOUNCEMENT_CHARACTERS, LOCAL_RANKS, FileBytes
-from mooring_agent.core.model import RankManifest, Region, StagedFile
+from mooring_agent.core.model import RankManifest, Region, SourceFile, StagedFile
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -204,7 +204,8 @@ class StageRequest:
 
     `private`: copy or reflink instead of hard links, because this trainer rewrites files in place. The same holds for a
     file with one of `rewritten_inodes`. `signatures`: if there are any, `content_signature` must still return one of
-    them. `descriptor` is stored beside the links.
+    them. `descriptor` is stored beside the links. `sources`: pin these files of the output directories instead, each as
+    it says; `path`, `files`, `private` and `signatures` do not apply.
     """
 
     save: str
@@ -215,6 +216,12 @@ class StageRequest:
     descriptor: StagedDescriptor
     rewritten_inodes: frozenset[int] = frozenset()
     signatures: frozenset[str] = frozenset()
+    sources: tuple[SourceFile, ...] | None = None
+
+
+def save_of_pin(pin: str) -> str:
+    """Return the save that a pin belongs to, by the pin's path below the volume."""
+    return pin.split("/")[2]
 
 
 class StagingArea(Protocol):

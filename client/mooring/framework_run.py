@@ -65,6 +65,12 @@ class FrameworkRun:
         """Where to write a checkpoint if the program names no directory."""
         return self._session.settings.checkpoint_directory
 
+    @property
+    def on_one_node(self) -> bool:
+        """Whether all ranks share this volume. All ranks must ask, because the first question makes them meet."""
+        ranks = self._session.context().coordinator.ranks
+        return ranks.local_world_size == ranks.world_size
+
     def hold_sigterm(self) -> None:
         """Install the SIGTERM handler again after a framework has installed its own."""
         self._session.hold_sigterm()

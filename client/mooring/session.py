@@ -25,6 +25,7 @@ from mooring.gate import Action
 from mooring.gate.sigterm import Sigterm
 from mooring.rank_context import RankContext, init_ranks
 from mooring.ranks.coordinator import PATIENCE_SECONDS
+from mooring.ranks.spawned import outlive_parent
 from mooring.settings import Settings
 from mooring.workers import worker_processes
 from mooring_api import names
@@ -98,8 +99,9 @@ class Session:
         self._holds_liveness_lock = self._hold_lock()
         worker_processes.install()
         self.agent = Agent(settings.socket, ranks=settings.ranks, holds_liveness_lock=self._holds_liveness_lock)
-        # Last, so that a failure above leaves the SIGTERM handler as it was.
+        # Late, so that a failure above leaves the SIGTERM handler as it was.
         self._sigterm = Sigterm()
+        outlive_parent()
 
     def context(self) -> RankContext:
         """Return the ranks that save together. The first call waits for all of them. Raises UsageError, VolumeError."""

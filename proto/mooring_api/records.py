@@ -22,6 +22,8 @@ class Kind(str, Enum):
     PERIODIC = "periodic"
     JUST_IN_TIME = "just-in-time"
     FINAL = "final"
+    SNAPSHOT = "snapshot"
+    """The state of an output directory, as the agent found it. Never in a client's record."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -5,9 +5,9 @@ from pathlib import Path
 import pytest
 from tests.harness.deep_folders import deep_folders
 
+from mooring_agent.adapters.output.output_directories import OutputDirectories
 from mooring_agent.adapters.volume.announced_files import resolve_files
 from mooring_agent.adapters.volume.content_check import content_signature
-from mooring_agent.adapters.volume.directory_scan import DirectoryScanner
 from mooring_agent.adapters.volume.disk import VolumeMeter
 from mooring_agent.adapters.volume.shared_volume import open_volume
 from mooring_agent.core.errors import RequestError
@@ -18,8 +18,9 @@ def test_every_look_at_a_volume_ends_however_deep_its_folders_are(tmp_path: Path
     with deep_folders(tmp_path / "checkpoints" / "checkpoint-1") as deep:
         assert VolumeMeter(tmp_path).measure().used_bytes > 0
         assert content_signature(tmp_path, str(deep)) == content_signature(tmp_path, str(deep))
-        (found,) = DirectoryScanner(tmp_path, deep.parent).scan(0.0)
-        assert (found.name, found.files, len(found.folders)) == ("checkpoint-1", (), PATH_LEVELS)
+        found = OutputDirectories(tmp_path, [str(deep.parent)]).scan((), {})
+        assert not found.files
+        assert len(found.problems) == 1
         with pytest.raises(RequestError, match="nested folders"):
             resolve_files(tmp_path, str(deep), ())
 

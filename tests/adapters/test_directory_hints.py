@@ -7,9 +7,9 @@ import pytest
 from structlog.testing import capture_logs
 from watchdog.observers import Observer
 
-from mooring_agent.adapters.volume.directory_hints import DirectoryHints
+from mooring_agent.adapters.output.directory_hints import DirectoryHints
 
-_MODULE = "mooring_agent.adapters.volume.directory_hints"
+_MODULE = "mooring_agent.adapters.output.directory_hints"
 
 
 class _NoneLeft:
@@ -23,7 +23,7 @@ def test_hints_come_again_once_the_kernel_has_room_for_them(tmp_path: Path, monk
     monkeypatch.setattr(f"{_MODULE}._RETRY_SECONDS", 0.0, raising=False)
     monkeypatch.setattr(f"{_MODULE}.Observer", _NoneLeft)
     noticed = threading.Event()
-    hints = DirectoryHints(tmp_path, noticed.set)
+    hints = DirectoryHints(tmp_path, noticed.set, ignored=lambda path: False)
     try:
         with capture_logs() as logs:
             for _ in range(3):
@@ -38,7 +38,35 @@ def test_hints_come_again_once_the_kernel_has_room_for_them(tmp_path: Path, monk
 
 
 def test_a_closed_one_follows_nothing_any_more(tmp_path: Path) -> None:
-    hints = DirectoryHints(tmp_path, lambda: None)
+    hints = DirectoryHints(tmp_path, lambda: None, ignored=lambda path: False)
     hints.close()
     hints.follow()
     assert not any(thread.name.startswith("inotify") for thread in threading.enumerate())
+
+
+def test_files_at_any_depth_give_hints_but_ignored_ones_do_not(tmp_path: Path) -> None:
+    below = tmp_path / "a/b"
+    below.mkdir(parents=True)
+    asked: list[str] = []
+    noticed: list[None] = []
+    changed = threading.Event()
+
+    def is_log(path: str) -> bool:
+        asked.append(path)
+        return path.endswith(".log")
+
+    def notify() -> None:
+        noticed.append(None)
+        changed.set()
+
+    hints = DirectoryHints(tmp_path, notify, ignored=is_log)
+    try:
+        hints.follow()
+        (below / "train.log").write_text("1")
+        (below / "ckpt").write_text("1")
+        assert changed.wait(60)
+    finally:
+        hints.close()
+    logs = [path for path in asked if path.endswith("train.log")]
+    assert logs
+    assert len(noticed) == len(asked) - len(logs)

@@ -11,7 +11,7 @@ from structlog.testing import capture_logs
 
 from mooring.checkpoints.records import Kind, Record, RecordedFile, write_record
 from mooring_agent.adapters import records as records
-from mooring_agent.adapters.records import speaks_for, unannounced
+from mooring_agent.adapters.records import RecordedPaths, unannounced
 from mooring_agent.core.limits import CLIENT_RECORD_BYTES, CLIENT_RECORDS, FILES_PER_RANK, LOCAL_RANKS, STEP, WORLD_SIZE
 from mooring_api.names import CHECKPOINT_DIRECTORY, RECORDS_DIRECTORY, STATE_DIRECTORY
 
@@ -141,14 +141,21 @@ def test_a_record_says_whose_parts_it_has_or_nothing(tmp_path: Path) -> None:
     assert [one.ranks for one in found] == [(2, 3), ()]
 
 
-def test_a_record_speaks_for_the_path_it_is_about_and_for_no_other_of_that_name(tmp_path: Path) -> None:
+def test_a_recorded_path_is_where_the_checkpoint_was_written(tmp_path: Path) -> None:
     watched = tmp_path / CHECKPOINT_DIRECTORY
     keep(tmp_path, 100, saved_at=1.0)
     keep(tmp_path, 200, saved_at=2.0, directory="outputs")
     keep(tmp_path, 300, saved_at=3.0, directory=CHECKPOINT_DIRECTORY)
-    (tmp_path / STATE_DIRECTORY / RECORDS_DIRECTORY / "checkpoint-400.json").write_text("{")
-    spoken_for = [speaks_for(tmp_path, watched / f"checkpoint-{step}", watched) for step in (100, 200, 300, 400, 500)]
-    assert spoken_for == [True, False, True, True, False]
+    folder = tmp_path / STATE_DIRECTORY / RECORDS_DIRECTORY
+    (folder / "checkpoint-400.json").write_text("{")
+    paths = RecordedPaths(tmp_path, watched)
+    expected = {watched / "checkpoint-100", tmp_path / "outputs/checkpoint-200"}
+    expected |= {watched / "checkpoint-300", watched / "checkpoint-400"}
+    assert paths.find() == expected
+    (folder / "checkpoint-100.json").unlink()
+    change_record(tmp_path, 200, {"directory": "elsewhere/below"})
+    expected -= {watched / "checkpoint-100", tmp_path / "outputs/checkpoint-200"}
+    assert paths.find() == expected | {tmp_path / "elsewhere/below/checkpoint-200"}
 
 
 def change_record(volume: Path, step: int, change: dict[str, Any]) -> None:

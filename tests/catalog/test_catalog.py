@@ -19,8 +19,9 @@ from tests.restore.stored_checkpoints import (
 
 from mooring_agent.adapters.records import recorded_save
 from mooring_agent.catalog.deep_check import check
+from mooring_agent.catalog.markers import list_committed
 from mooring_agent.catalog.pruning import prune
-from mooring_agent.catalog.reading import examine, list_committed, load
+from mooring_agent.catalog.reading import examine, load
 from mooring_agent.core.errors import ErrorKind, StoreError
 from mooring_agent.core.policies.restore_choice import Pin, encode_pin
 from mooring_agent.core.settings.values import RetentionSettings

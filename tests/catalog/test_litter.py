@@ -5,8 +5,8 @@ from collections.abc import AsyncIterator
 from tests.fakes.fake_store import FakeStore
 from tests.restore.stored_checkpoints import store_checkpoint
 
+from mooring_agent.catalog.markers import list_committed
 from mooring_agent.catalog.pruning import prune, remove_litter
-from mooring_agent.catalog.reading import list_committed
 from mooring_agent.core.policies.restore_choice import Pin, encode_pin
 from mooring_agent.core.settings.values import RetentionSettings
 from mooring_agent.core.stored.object_layout import pin_key

@@ -19,6 +19,7 @@ from mooring import autoload
 HOOKS = (
     *(f"integrations/{name}.py" for name in ("hugging_face", "lightning", "accelerate", "deepspeed", "dcp")),
     "workers/worker_processes.py",
+    "ranks/spawned.py",
 )
 HOOKED = (
     "transformers.trainer",
@@ -30,6 +31,7 @@ HOOKED = (
     "torch.utils.data._utils.worker",
     "torch.distributed.checkpoint._async_process_executor",
     "torchdata.stateful_dataloader.stateful_dataloader",
+    "torch.multiprocessing.spawn",
 )
 _TIMEOUT_SECONDS = 100.0
 

@@ -16,7 +16,8 @@ _TIMEOUT_SECONDS = 100.0
 
 def run(tmp_path: Path, *options: str, **environment: str) -> "subprocess.CompletedProcess[str]":
     code = "import os, sys; print(repr(os.environ.get('PYTHONPATH')), '_mooring_autoload.zero_code' in sys.modules)"
-    command = [sys.executable, "-m", "mooring_agent", "run", "--to", f"file://{tmp_path}/bucket", *options]
+    command = [sys.executable, "-m", "mooring_agent", "run", "--to", f"file://{tmp_path}/bucket"]
+    command += ["--watch=off", *options]
     (tmp_path / "bucket").mkdir(exist_ok=True)
     variables = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     return subprocess.run(

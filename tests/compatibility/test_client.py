@@ -32,7 +32,7 @@ def test_a_stopped_trainer_goes_on_with_this_protobuf_and_grpcio(
         assert run.wait() == JUST_IN_TIME_EXIT_CODE, run.output()
         last_step = run.steps()[-1][0]
     assert "client-sigterm" in [line["source"] for line in run.log("termination.noticed")], "it called its agent"
-    assert not run.log("watch.found"), "it announced what it saved"
+    assert not run.log("snapshot.taken"), "it announced what it saved"
     assert len(BucketView(rclone_bucket).markers()) == 1
 
     shutil.rmtree(volume)

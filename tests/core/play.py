@@ -4,6 +4,7 @@ from collections.abc import Callable
 from zlib import crc32
 
 from mooring_agent.core.agent import planner
+from mooring_agent.core.agent.announcements import check_announcement
 from mooring_agent.core.agent.commands import (
     Abandon,
     CancelWork,
@@ -43,7 +44,17 @@ from mooring_agent.core.agent.reducer import advance
 from mooring_agent.core.agent.state import State
 from mooring_agent.core.agent.work import Operation, WorkId
 from mooring_agent.core.errors import ErrorKind
-from mooring_agent.core.model import Fingerprint, Kind, Phase, SaveInfo, StagedFile
+from mooring_agent.core.model import (
+    FileEntry,
+    Fingerprint,
+    Kind,
+    Phase,
+    PinMethod,
+    SaveInfo,
+    SnapshotContent,
+    SourceFile,
+    StagedFile,
+)
 from mooring_agent.core.settings.values import DiskSettings, Settings, StoreSettings, TransferSettings
 from mooring_agent.core.stored.packs_and_parts import MIN_PART_BYTES
 
@@ -68,6 +79,8 @@ def staged_file(path: str, size_bytes: int, *, inode: int = 1, mtime_ns: int = 1
 
 def files_of(command: Stage) -> tuple[str, ...]:
     """What is pinned by it: a directory that ranks share holds one file."""
+    if command.announcements[0].snapshot:
+        return tuple(file.path for file in command.announcements[0].snapshot.files)
     return command.announcements[0].files or ("shared",)
 
 
@@ -139,6 +152,29 @@ class Play:
                 local_world_size=local_world_size,
             )
         )
+
+    def take_snapshot(
+        self, save: str, sizes: tuple[int, ...] = (PART_BYTES,), *, kept: tuple[FileEntry, ...] = ()
+    ) -> tuple[Command, ...]:
+        """A snapshot that sends files of these sizes is announced, and they are staged at once."""
+        number = self.steps.setdefault(save, len(self.steps) + 1)
+        self.sizes[save, 0] = sizes
+        files = tuple(
+            SourceFile(
+                path=f"out/{save}-{index}",
+                fingerprint=Fingerprint(size_bytes=size, mtime_ns=number, inode=index),
+                method=PinMethod.LINK,
+            )
+            for index, size in enumerate(sizes)
+        )
+        info = SaveInfo(save=save, name="node-0", step=number, kind=Kind.SNAPSHOT, world_size=1)
+        content = SnapshotContent(base=None, kept=kept, files=files)
+        event = Announced(
+            at=self.now, info=info, rank=0, path="/volume/out", files=(), local_world_size=1, snapshot=content
+        )
+        check_announcement(self.state, event)
+        self.feed(event)
+        return self.answer(WorkId(Operation.STAGE, save, 0))
 
     def tick(self) -> tuple[Command, ...]:
         return self.feed(Ticked(at=self.now))

@@ -59,17 +59,17 @@ def test_every_setting_that_is_a_number_has_a_limit(setting: SettingField) -> No
     assert not problems
 
 
-@pytest.mark.parametrize("text", [str(10**20), "100001", "-1", "1e5", "9" * 4000])
-def test_the_webhook_refuses_a_world_size_that_the_agent_would_refuse(text: str) -> None:
+@pytest.mark.parametrize("text", [str(10**20), "1025", "-1", "1e5", "9" * 4000])
+def test_the_webhook_refuses_a_number_that_the_agent_would_refuse(text: str) -> None:
     annotations = {
         ANNOTATION_INJECT: "true",
         f"{ANNOTATION_PREFIX}destination": "s3://bucket/run",
-        f"{ANNOTATION_PREFIX}world-size": text,
+        f"{ANNOTATION_PREFIX}max-concurrency": text,
     }
     answer = read_annotations(annotations, InjectionDefaults(image="agent"))
     assert isinstance(answer, Refusal)
     assert len(answer.problems) == 1
-    assert answer.problems[0].startswith(f"{ANNOTATION_PREFIX}world-size: ")
+    assert answer.problems[0].startswith(f"{ANNOTATION_PREFIX}max-concurrency: ")
 
 
 def test_no_limit_is_of_something_that_is_gone() -> None:
@@ -78,4 +78,4 @@ def test_no_limit_is_of_something_that_is_gone() -> None:
     assert names >= SETTING_NUMBERS.keys()
     for unit in SETTING_UNITS:
         assert any(name.endswith(unit) for name in names)
-    assert f"{ANNOTATION_PREFIX}world-size" in settings_annotations()
+    assert f"{ANNOTATION_PREFIX}max-concurrency" in settings_annotations()

@@ -7,7 +7,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mooring_agent.core.policies.restore_choice import CommittedSave, newest_first
-from mooring_agent.core.policies.retention import PrunePlan, StoredSave, may_abort_upload, plan_prune
+from mooring_agent.core.policies.retention import (
+    PrunePlan,
+    SecondLook,
+    StoredSave,
+    may_abort_upload,
+    plan_prune,
+    without_named,
+    without_reserved,
+)
 from mooring_agent.core.settings.values import RetentionSettings
 
 NOW = 1_000_000.0
@@ -22,7 +30,7 @@ def committed(step: int, save: str = "", modified_at: float = NOW - 3 * DAY) -> 
 def stored(step: int, save: str = "", modified_at: float = NOW - 5 * DAY, *, manifest: bool = True) -> StoredSave:
     name, save = f"checkpoint-{step}", save or f"aaaaaaaa-{step:06d}"
     keys = [f"{name}/{save}/model.pt"] + [f"{name}/{save}/.mooring/rank-00000.json"] * manifest
-    return StoredSave(name=name, save=save, keys=tuple(keys), size_bytes=10, modified_at=modified_at)
+    return StoredSave(name=name, save=save, sizes_bytes=dict.fromkeys(keys, 5), modified_at=modified_at)
 
 
 def plan(
@@ -155,6 +163,114 @@ def test_only_old_uploads_of_ours_that_nobody_continues_are_aborted() -> None:
     assert not may_abort_upload("holiday", NOW - 2 * DAY, settings, (), NOW)
 
 
+def snapshot(number: int, series: str = "node-0", modified_at: float = NOW - 3 * DAY) -> CommittedSave:
+    save = f"{series[-1] * 8}-{number:06d}"
+    key = f".mooring/snapshots/{series}/{number:012d}.{save}.json"
+    return CommittedSave(key=key, step=number, save=save, series=series, modified_at=modified_at)
+
+
+def folder(one: CommittedSave, *files: str, modified_at: float = NOW - 5 * DAY, reserves: bool = True) -> StoredSave:
+    """What is stored of a snapshot: ten bytes for each file, and one for the others."""
+    prefix = f"{one.series}/{one.save}"
+    sizes_bytes = {f"{prefix}/{file}": 10 for file in files} | {f"{prefix}/.mooring/rank-00000.json": 1}
+    sizes_bytes |= {f"{prefix}/.mooring/base.json": 1} if reserves else {}
+    return StoredSave(name=one.series, save=one.save, sizes_bytes=sizes_bytes, modified_at=modified_at)
+
+
+def look(
+    committed: list[CommittedSave], stored: list[StoredSave], reserved: set[tuple[str, str]] | None = None
+) -> SecondLook:
+    return SecondLook(
+        folders={(one.name, one.save): one for one in stored}, reserved=reserved or set(), committed=committed
+    )
+
+
+def test_each_series_of_snapshots_and_the_checkpoints_are_judged_by_themselves() -> None:
+    found = [committed(step) for step in (10, 20)]
+    found += [snapshot(number) for number in (1, 2, 3)] + [snapshot(9, "node-1")]
+    assert deleted(plan(found, [])) == ids(10) | {snapshot(number).save for number in (1, 2)}
+    # What is valid or was committed late in one series says nothing of another.
+    assert deleted(plan(found, [], validated=[snapshot(9, "node-1").save])) == set()
+    late = [snapshot(1, "node-1", NOW), snapshot(2, "node-1", NOW)]
+    assert deleted(plan([*found, *late], [])) >= ids(10) | {snapshot(1, "node-1").save}
+
+
+def test_a_snapshot_number_is_no_step_to_keep() -> None:
+    found = [snapshot(number) for number in (10, 20, 30)]
+    assert deleted(plan(found, [], every=10)) == {snapshot(number).save for number in (10, 20)}
+
+
+def test_only_snapshots_and_orphans_beside_them_may_share_objects() -> None:
+    orphans = [ORPHAN, folder(snapshot(7), "a.pt")]
+    result = plan([committed(10), committed(20)], [*orphans, stored(10), stored(20)])
+    # A reservation without any snapshot: somebody was about to share.
+    assert {one.save: one.may_share for one in result.deletions} == {ORPHAN.save: True, "aaaaaaaa-000010": False}
+    beside = plan([committed(10), committed(20), snapshot(8)], orphans)
+    assert {one.save: one.may_share for one in beside.deletions} == {
+        ORPHAN.save: True,
+        snapshot(7).save: True,
+        "aaaaaaaa-000010": False,
+    }
+    assert not any(one.may_share for one in plan([committed(10), committed(20)], [ORPHAN]).deletions)
+
+
+def test_an_orphan_stays_until_something_newer_of_its_kind_is_committed() -> None:
+    orphan = folder(snapshot(2), "a.pt")
+    assert dict(plan([committed(10)], [orphan]).kept)[orphan.save] == "nothing of its kind is committed"
+    younger = folder(snapshot(2), "a.pt", modified_at=NOW - 4 * DAY)
+    older = snapshot(1, modified_at=NOW - 4.5 * DAY)
+    assert dict(plan([committed(10), older], [younger]).kept)[orphan.save] == "it is younger than the newest commit"
+    assert deleted(plan([committed(10), snapshot(3)], [younger])) == {orphan.save}
+
+
+def test_a_reservation_shows_that_it_is_a_save() -> None:
+    orphan = StoredSave(
+        name="node-0", save="mine", sizes_bytes={"node-0/mine/.mooring/base.json": 1}, modified_at=NOW - 5 * DAY
+    )
+    assert deleted(plan([snapshot(3)], [orphan])) == {"mine"}
+
+
+def test_what_is_named_stays_with_the_manifest_and_the_reservation_goes() -> None:
+    found = [snapshot(1), snapshot(2)]
+    first, second = (folder(one, "a.pt", "b.pt") for one in found)
+    planned = plan(found, [first, second])
+    assert planned.deletions[0].size_bytes == 22
+    prefix = f"node-0/{first.save}"
+    (reduced,) = without_named(planned, {f"{prefix}/a.pt"}, look(found, [first, second])).deletions
+    assert reduced.waves == ((found[0].key,), (f"{prefix}/b.pt",), (f"{prefix}/.mooring/base.json",))
+    assert (reduced.markers, reduced.size_bytes) == ((found[0].key,), 11)
+    (whole,) = without_named(planned, set(), look(found, [first, second])).deletions
+    assert (len(whole.data), whole.size_bytes) == (2, 22)
+
+
+def test_a_leftover_of_which_everything_is_named_stays() -> None:
+    leftover = folder(snapshot(1), "a.pt", reserves=False)
+    found = [snapshot(2)]
+    result = without_named(plan(found, [leftover]), {f"node-0/{leftover.save}/a.pt"}, look(found, [leftover]))
+    assert (result.deletions, dict(result.kept)[leftover.save]) == ((), "other snapshots share what is left of it")
+
+
+def test_what_changed_since_the_plan_was_made_is_withheld() -> None:
+    found = [snapshot(number) for number in (1, 2, 3)] + [committed(1), committed(2)]
+    orphan = folder(snapshot(0), "a.pt")
+    stored_now = [folder(one, "a.pt") for one in found[:3]] + [orphan]
+    planned = plan(found, stored_now)
+    every = {orphan.save, *(one.save for one in found[:2]), *ids(1)}
+    assert deleted(planned) == every
+    place = "node-0", found[0].save
+    written = folder(snapshot(0), "a.pt", modified_at=NOW)
+    for second, withheld in (
+        (look(found, stored_now), set[str]()),
+        (look(found, stored_now, {place}), {found[0].save}),
+        (look([*found, snapshot(0)], stored_now), {orphan.save}),
+        (look(found, [*stored_now[:3], written]), {orphan.save}),
+        # Another prune has deleted what should remain; or only what is to be deleted anyway.
+        (look([*found[:2], *found[3:]], stored_now), {one.save for one in found[:2]}),
+        (look(found[1:], stored_now), set[str]()),
+    ):
+        assert deleted(without_reserved(planned, found, second)) == every - withheld
+
+
 steps = st.lists(st.integers(0, 30), unique=True, min_size=1, max_size=12)
 
 
@@ -197,3 +313,22 @@ def test_pruning_twice_changes_nothing_more(found: list[int], keep_last: int) ->
     first = plan([committed(step) for step in found], keep_last=keep_last)
     left = [committed(step) for step in found if f"aaaaaaaa-{step:06d}" not in deleted(first)]
     assert plan(left, keep_last=keep_last).deletions == ()
+
+
+@given(st.lists(st.tuples(st.integers(0, 2), st.integers(0, 9)), unique=True, min_size=1), st.data(), st.integers(0, 3))
+def test_whatever_the_series_each_is_pruned_as_if_it_were_alone(
+    found: list[tuple[int, int]], data: st.DataObject, keep_last: int
+) -> None:
+    everything = [
+        snapshot(step, f"node-{series}", NOW - data.draw(st.integers(0, 9)) * DAY) if series else committed(step)
+        for series, step in found
+    ]
+    validated = data.draw(st.sets(st.sampled_from([one.save for one in everything])))
+    together = deleted(plan(everything, [], keep_last=keep_last, validated=validated))
+    alone: set[str] = set()
+    for series in {one.series for one in everything}:
+        group = [one for one in everything if one.series == series]
+        gone = deleted(plan(group, [], keep_last=keep_last, validated=validated))
+        assert newest_first(group)[0].save not in gone
+        alone |= gone
+    assert together == alone

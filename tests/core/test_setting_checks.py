@@ -1,4 +1,4 @@
-"""Where a checkpoint directory may lie is decided by what is written, as the settings' reader writes it."""
+"""Where a checkpoint directory and what is watched may lie is decided by what is written, as the reader writes it."""
 
 import pytest
 
@@ -38,3 +38,27 @@ def test_a_checkpoint_directory_may_be_the_volume_or_lie_anywhere_below_it(volum
 )
 def test_a_checkpoint_directory_elsewhere_is_refused(volume: str, directory: str) -> None:
     assert problems(volume, directory) == [f"checkpoint_directory {directory} must lie below the volume {volume}"]
+
+
+def watch_problems(*directories: str) -> list[str]:
+    return list(setting_problems({"volume": "/volume", "store.destination": "s3://bucket", "watch": directories}))
+
+
+@pytest.mark.parametrize(
+    "directories", [(), ("/volume/checkpoints",), ("/volume/checkpoints", "/out"), ("/out", "/output")]
+)
+def test_watched_directories_may_lie_anywhere_beside_each_other(directories: tuple[str, ...]) -> None:
+    assert watch_problems(*directories) == []
+
+
+@pytest.mark.parametrize(
+    ("directories", "problem"),
+    [
+        (("/b/out", "/a/out"), "watch /a/out and /b/out have the same last name: snapshots tell directories by it"),
+        (("/out", "/out/logs"), "watch /out/logs lies below /out: give only /out"),
+        (("/volume/.mooring",), "watch /volume/.mooring: '.mooring/file' lies in the reserved folder .mooring"),
+        (("/",), "watch /: '/file' is not a plain relative path"),
+    ],
+)
+def test_watched_directories_must_not_be_taken_for_each_other(directories: tuple[str, ...], problem: str) -> None:
+    assert watch_problems(*directories) == [problem]

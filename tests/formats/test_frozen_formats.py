@@ -23,8 +23,10 @@ from mooring_agent.adapters.volume.shared_volume import open_volume
 from mooring_agent.core.agent.event_codec import UnknownRecordError, decode_event, encode_event
 from mooring_agent.core.agent.events import EVENT_TAGS
 from mooring_agent.core.errors import ErrorKind, StoreError
+from mooring_agent.core.mirror.base import decode_base, encode_base
 from mooring_agent.core.policies.restore_choice import decode_pin, encode_pin
 from mooring_agent.core.stored.manifest import decode_manifest, decode_marker, encode_manifest, encode_marker
+from mooring_agent.core.stored.reservation import decode_reservation, encode_reservation
 from mooring_api import signal_file
 
 FROZEN: Final = Path(__file__).parent / "frozen"
@@ -33,6 +35,10 @@ JOURNAL: Final = (FROZEN / "journal.jsonl").read_bytes().splitlines(keepends=Tru
 AGAIN: Final[dict[str, Callable[[bytes], bytes]]] = {
     "manifest.json": lambda body: encode_manifest(decode_manifest(body, "key")),
     "manifest-with-packs.json": lambda body: encode_manifest(decode_manifest(body, "key")),
+    "manifest-of-a-snapshot.json": lambda body: encode_manifest(decode_manifest(body, "key")),
+    "base.json": lambda body: encode_reservation(decode_reservation(body, "key")),
+    "mirror.json": lambda body: encode_base(decode_base(body)),
+    "announced-snapshot.json": lambda body: encode_event(decode_event(body)),
     "marker.json": lambda body: encode_marker(decode_marker(body, "key")),
     "pin.json": lambda body: encode_pin(decode_pin(body, "key")),
     "signal": lambda body: signal_file.encode(signal_file.decode(body)),

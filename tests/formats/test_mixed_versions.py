@@ -11,8 +11,8 @@ from tests.formats.test_frozen_formats import newer
 from tests.restore.stored_checkpoints import store_checkpoint
 
 from mooring_agent.adapters.open_store import open_store
+from mooring_agent.catalog.markers import list_committed
 from mooring_agent.catalog.pruning import prune
-from mooring_agent.catalog.reading import list_committed
 from mooring_agent.core.errors import MooringError
 from mooring_agent.core.limits import MARKER_BYTES
 from mooring_agent.core.policies.restore_choice import Pin, encode_pin

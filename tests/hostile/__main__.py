@@ -67,7 +67,7 @@ def _without_growth(folder: Path, rounds: int, attack: Callable[[Path, int], _Re
 def attack_agent(folder: Path, *, count: int, seed: int) -> requests.Answers:
     """Raises AssertionError for what must not be."""
     (folder / "destination").mkdir(parents=True)
-    with AgentProcess(folder / "volume", f"file://{folder}/destination", watch=False) as agent:
+    with AgentProcess(folder / "volume", f"file://{folder}/destination", watch="off") as agent:
         paths = [write_checkpoint(agent.checkpoints / f"checkpoint-{n}", {"model.bin": 100}) for n in range(3)]
         requests.attack(agent, paths, requests=min(2 * _WARM_UP, count // 4), seed=seed + 1)
         before = agent.memory_bytes("VmHWM")

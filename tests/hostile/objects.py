@@ -21,8 +21,8 @@ from mooring_agent.adapters.open_store import open_store
 from mooring_agent.adapters.records import unannounced
 from mooring_agent.adapters.retrying_store import RetryingStore
 from mooring_agent.catalog.deep_check import check
+from mooring_agent.catalog.markers import list_committed, read_marker
 from mooring_agent.catalog.pruning import prune
-from mooring_agent.catalog.reading import list_committed, read_marker
 from mooring_agent.core.agent.commands import Commit
 from mooring_agent.core.agent.events import Committed
 from mooring_agent.core.agent.work import Operation, WorkId

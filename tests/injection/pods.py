@@ -124,6 +124,8 @@ def _containers(draw: st.DrawFn, name: str, volumes: list[str]) -> dict[str, Any
 _ANNOTATIONS: Final = _optional(
     **{
         PREFIX + "checkpoint-directory": st.sampled_from(["/out/checkpoints", "/data", "/mooring/x", "/workspace/a/b"]),
+        PREFIX + "output": st.sampled_from(["/out", "/workspace/logs", "/a/b:/logs", "/runs/checkpoints", "/data/x"]),
+        PREFIX + "watch": st.sampled_from(["true", "off"]),
         PREFIX + "credentials": st.just("secret"),
         PREFIX + "ca-bundle": st.sampled_from(["c/ca.crt", "secret/s/ca.crt"]),
         PREFIX + "size-limit": st.sampled_from(["200Gi", "1024Gi", "1.5Ti", "1000M", "1e9"]),
@@ -143,9 +145,13 @@ _ANNOTATIONS: Final = _optional(
 _ODD: Final = st.dictionaries(
     st.one_of(
         st.sampled_from(["inject", "destination", "grace-seconds", "size-limit", "container", "keep-last"]),
+        st.sampled_from(["output", "watch"]),
         st.sampled_from(["zzz", "", "credentials", "injected", "tags", "part-size-bytes", "run-as-user", "ca-bundle"]),
     ).map(lambda name: PREFIX + name),
-    st.one_of(_TEXTS, st.sampled_from(["true", "1e999", "-1", "pvc://a/../b", "s3://", "//", "a=b,c", "9" * 40])),
+    st.one_of(
+        _TEXTS,
+        st.sampled_from(["true", "1e999", "-1", "pvc://a/../b", "s3://", "//", "/a:/b/", "/a:/b/a", "a=b,c", "9" * 40]),
+    ),
     max_size=3,
 )
 

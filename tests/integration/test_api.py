@@ -79,7 +79,7 @@ def test_a_checkpoint_is_committed_only_when_every_agent_has_sealed_its_ranks(tm
 
 def test_ranks_that_write_one_file_name_with_different_bytes_are_told_so(tmp_path: Path) -> None:
     folder, destination = _destination(tmp_path)
-    with AgentProcess(tmp_path / "volume", destination, watch=False) as agent:
+    with AgentProcess(tmp_path / "volume", destination, watch="off") as agent:
         paths = [write_checkpoint(agent.checkpoints / f"rank-{rank}", {"state.pt": 1000}, seed=rank) for rank in (0, 1)]
         fields = {"save": "attempt-1", "name": "checkpoint-3", "world_size": 2}
         agent.announce(paths[0], 3, rank=0, **fields)
@@ -106,13 +106,13 @@ def test_no_marker_is_written_when_the_ranks_of_two_agents_contradict_each_other
 def test_an_id_of_a_committed_save_that_is_used_again_touches_nothing(volume: str, tmp_path: Path) -> None:
     folder, destination = _destination(tmp_path)
     count = 12 if volume == "volume" else 1
-    with AgentProcess(tmp_path / "volume", destination, watch=False) as agent:
+    with AgentProcess(tmp_path / "volume", destination, watch="off") as agent:
         for step in range(count):
             path = write_checkpoint(agent.checkpoints / f"checkpoint-{step}", {"model.bin": 1000})
             agent.announce(path, step, save=f"run-{step}")
             agent.wait_committed(f"run-{step}")
     before = tree(folder)
-    with AgentProcess(tmp_path / volume, destination, watch=False) as agent:
+    with AgentProcess(tmp_path / volume, destination, watch="off") as agent:
         path = write_checkpoint(agent.checkpoints / "again" / "checkpoint-0", {"model.bin": 1000}, seed=1)
         agent.announce(path, 0, save="run-0")
         with pytest.raises(grpc.RpcError, match="run-0 is committed already"):

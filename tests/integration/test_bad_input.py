@@ -37,7 +37,7 @@ def agent(tmp_path: Path, rclone_bucket: Bucket) -> Iterator[AgentProcess]:
 
 
 def make_agent(volume: Path, bucket: Bucket, **settings: Any) -> AgentProcess:
-    return AgentProcess(volume, bucket.destination, **{"endpoint_url": bucket.endpoint_url, "watch": False, **settings})
+    return AgentProcess(volume, bucket.destination, **{"endpoint_url": bucket.endpoint_url, "watch": "off", **settings})
 
 
 def good_checkpoint(agent: AgentProcess, step: int = 7) -> Path:

@@ -1,12 +1,12 @@
-"""What a live client is about to announce, the directory watch leaves to it; what a dead one was about to, it takes."""
+"""Snapshots leave out what a client is about to announce, and what it was about to when it died."""
 
 from pathlib import Path
 
 import pytest
 from tests.client.ranks.job import job
-from tests.harness.agent_process import AgentProcess, wait_until, write_checkpoint
+from tests.harness.agent_process import AgentProcess, wait_until
 
-# They bound a hang: two ranks import torch, and the watch looks every few seconds.
+# They bound a hang: two ranks import torch, and looks are seconds apart.
 pytestmark = pytest.mark.timeout(400)
 FOUND_SECONDS = 120.0
 
@@ -17,11 +17,16 @@ def announced(agent: AgentProcess, name: str) -> list[tuple[int, int]]:
     return sorted((line["rank"], line["world_size"]) for line in lines if line["name"] == name)
 
 
-def wait_until_all_there_is_was_looked_at(agent: AgentProcess) -> None:
-    """The watch takes what has long been quiet before what comes now."""
-    later = write_checkpoint(agent.checkpoints / ".later-2", {"__0_0.distcp": 100, ".metadata": 100})
-    later.rename(agent.checkpoints / "later-2")
-    wait_until(lambda: bool(announced(agent, "later-2")), FOUND_SECONDS, "the watch found what came later")
+def wait_until_a_snapshot_leaves_out(agent: AgentProcess, name: str, store: Path) -> None:
+    """Wait for a snapshot of what comes now, and check that it has nothing of that checkpoint."""
+    later = agent.checkpoints / f"later-{len(agent.log('snapshot.taken'))}"
+    later.write_text("later")
+
+    def stored() -> bool:
+        return any(path.name == later.name for path in (store / "node-0").rglob("later-*"))
+
+    wait_until(stored, FOUND_SECONDS, "a snapshot of what came later is stored")
+    assert not [path for path in (store / "node-0").rglob("*") if path.name == name]
 
 
 def test_a_frameworks_checkpoint_is_announced_once_however_long_its_ranks_take_to_agree(tmp_path: Path) -> None:
@@ -31,7 +36,7 @@ def test_a_frameworks_checkpoint_is_announced_once_however_long_its_ranks_take_t
         job("framework_with_a_slow_rank", tmp_path, [volume], local_world_size=2) as ranks,
     ):
         ranks[0].wait_for("written")
-        wait_until_all_there_is_was_looked_at(agent)
+        wait_until_a_snapshot_leaves_out(agent, "checkpoint-1", tmp_path / "store")
         assert announced(agent, "checkpoint-1") == []
         # Who comes to life meanwhile knows it, too.
         agent.kill()
@@ -45,17 +50,21 @@ def test_a_frameworks_checkpoint_is_announced_once_however_long_its_ranks_take_t
     assert len(list((tmp_path / "store/checkpoint-1").iterdir())) == 1
 
 
-def test_the_watch_takes_what_a_client_was_about_to_announce_when_it_was_killed(tmp_path: Path) -> None:
+def test_what_a_killed_client_was_about_to_announce_is_in_no_snapshot(tmp_path: Path) -> None:
     volume = tmp_path / "v"
     with (
         AgentProcess(volume, f"file://{tmp_path}/store") as agent,
         job("framework_with_a_slow_rank", tmp_path, [volume], local_world_size=2) as ranks,
     ):
         ranks[0].wait_for("written")
-        wait_until_all_there_is_was_looked_at(agent)
+        wait_until_a_snapshot_leaves_out(agent, "checkpoint-1", tmp_path / "store")
         assert announced(agent, "checkpoint-1") == []
         ranks[0].process.kill()
-        wait_until(lambda: announced(agent, "checkpoint-1") == [(0, 1)], FOUND_SECONDS, "the watch has taken it")
+        wait_until_a_snapshot_leaves_out(agent, "checkpoint-1", tmp_path / "store")
+        agent.kill()
+        agent.start()
+        wait_until_a_snapshot_leaves_out(agent, "checkpoint-1", tmp_path / "store")
+        assert announced(agent, "checkpoint-1") == []
 
 
 def test_a_pods_part_is_announced_once_however_long_another_pod_takes_for_its_own(tmp_path: Path) -> None:
@@ -65,16 +74,14 @@ def test_a_pods_part_is_announced_once_however_long_another_pod_takes_for_its_ow
         job("checkpointer_with_a_slow_pod", tmp_path, [first, second], local_world_size=1) as ranks,
     ):
         wait_until((agent.checkpoints / "checkpoint-1").exists, FOUND_SECONDS, "the first pod has its part")
-        wait_until_all_there_is_was_looked_at(agent)
+        wait_until_a_snapshot_leaves_out(agent, "checkpoint-1", tmp_path / "store")
         assert announced(agent, "checkpoint-1") == []
         ranks[1].go()
         ranks[0].wait_for("done")
         assert announced(agent, "checkpoint-1") == [(0, 2)]
 
 
-def test_a_pods_part_is_never_taken_for_a_checkpoint_though_all_ranks_were_killed_before_they_could_announce_it(
-    tmp_path: Path,
-) -> None:
+def test_a_pods_part_is_in_no_snapshot_though_all_ranks_were_killed(tmp_path: Path) -> None:
     first, second = tmp_path / "a", tmp_path / "b"
     with (
         AgentProcess(first, f"file://{tmp_path}/store") as agent,
@@ -83,6 +90,5 @@ def test_a_pods_part_is_never_taken_for_a_checkpoint_though_all_ranks_were_kille
         wait_until((agent.checkpoints / "checkpoint-1").exists, FOUND_SECONDS, "the first pod has its part")
         for rank in ranks:
             rank.process.kill()
-        wait_until(lambda: bool(agent.log("checkpoint_not_complete")), FOUND_SECONDS, "the watch has looked at it")
+        wait_until_a_snapshot_leaves_out(agent, "checkpoint-1", tmp_path / "store")
         assert announced(agent, "checkpoint-1") == []
-        assert "__1_0.distcp" in agent.log("checkpoint_not_complete")[0]["why"]

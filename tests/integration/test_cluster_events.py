@@ -43,7 +43,7 @@ def agent(tmp_path: Path, rclone_bucket: Bucket, server: FakeApiServer) -> Itera
         rclone_bucket.destination,
         environment=environment,
         endpoint_url=rclone_bucket.endpoint_url,
-        watch=False,
+        watch="off",
         cluster_events=True,
         service_account_directory=server.service_account(tmp_path / "account"),
     )

@@ -39,7 +39,7 @@ def originals(rclone_bucket: Bucket, tmp_path: Path) -> dict[int, dict[str, byte
         rclone_bucket.destination,
         endpoint_url=rclone_bucket.endpoint_url,
         part_size_bytes="5MiB",
-        watch=False,
+        watch="off",
     )
     with agent:
         for step in (10, 20):

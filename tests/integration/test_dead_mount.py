@@ -14,7 +14,7 @@ def test_an_agent_whose_destination_hangs_names_what_is_not_durable_and_leaves_i
     agent = AgentProcess(
         tmp_path / "volume",
         f"file://{store}",
-        watch=False,
+        watch="off",
         grace_seconds=GRACE_SECONDS,
         part_size_bytes="5MiB",
         bandwidth_bytes_per_second="1MiB",

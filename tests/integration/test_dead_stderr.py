@@ -14,7 +14,7 @@ def test_an_agent_whose_log_nobody_reads_any_more_commits_and_drains(
     tmp_path: Path, open_ends: Callable[[], tuple[int, int]]
 ) -> None:
     reader, writer = open_ends()
-    agent = AgentProcess(tmp_path / "volume", f"file://{tmp_path}/store", watch=False)
+    agent = AgentProcess(tmp_path / "volume", f"file://{tmp_path}/store", watch="off")
     try:
         agent.start(stderr=writer)
         os.close(writer)
@@ -28,7 +28,7 @@ def test_an_agent_whose_log_nobody_reads_any_more_commits_and_drains(
 
 def test_the_last_words_about_what_is_not_durable_cost_nobody_the_exit_code(tmp_path: Path) -> None:
     reader, writer = os.pipe()
-    settings: dict[str, Any] = {"endpoint_url": "http://127.0.0.1:9", "grace_seconds": 3, "watch": False}
+    settings: dict[str, Any] = {"endpoint_url": "http://127.0.0.1:9", "grace_seconds": 3, "watch": "off"}
     agent = AgentProcess(tmp_path / "volume", "s3://bucket/run", **settings)
     try:
         agent.start(stderr=writer)

@@ -226,7 +226,7 @@ def test_a_last_save_is_safe_though_hundreds_are_given_up_at_that_moment(
         rclone_bucket.destination,
         endpoint_url=fault_proxy.endpoint_url,
         size_limit_bytes=SIZE_LIMIT_BYTES,
-        watch=False,
+        watch="off",
     ) as agent:
         for step in range(1, BACKLOG + 1):
             agent.announce(write_checkpoint(agent.checkpoints / f"checkpoint-{step}", {"a": 1}), step)

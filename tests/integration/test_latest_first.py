@@ -30,6 +30,7 @@ def agent(rclone_bucket: Bucket, fault_proxy: FaultProxy, tmp_path: Path) -> Ite
         rclone_bucket.destination,
         endpoint_url=fault_proxy.endpoint_url,
         part_size_bytes=PART_BYTES,
+        watch="off",
         max_concurrency=CONCURRENCY,
         grace_seconds=120,
     )

@@ -138,7 +138,7 @@ def test_what_is_overwritten_during_its_upload_is_never_committed_as_a_mix(
         endpoint_url=fault_proxy.endpoint_url,
         part_size_bytes=5 * MIB,
         max_concurrency=1,
-        watch=False,
+        watch="off",
     )
     known = Bytes(rclone_bucket)
     with agent:
@@ -168,8 +168,15 @@ def test_what_is_overwritten_during_its_upload_is_never_committed_as_a_mix(
     assert _content(known.view.restore(tmp_path / "restored")) == known.announced[saves[4]]
 
 
+def _is_stored(view: BucketView, generations: dict[bytes, int], generation: int) -> bool:
+    """Whether a committed snapshot has sent the files of that generation."""
+    saves = [marker.rpartition("/")[2].split(".")[1] for marker in view.keys(".mooring/snapshots/")]
+    keys = [key for save in saves for key in view.keys(f"node-0/{save}/") if key.endswith("model.pt")]
+    return any(generations.get(hashlib.sha256(view.read(key)).digest()) == generation for key in keys)
+
+
 def _has_found(agent: AgentProcess, known: int) -> bool:
-    return len(agent.log("watch.found")) > known
+    return len(agent.log("snapshot.taken")) > known
 
 
 def _is_on_the_way(agent: AgentProcess, save: str) -> bool:
@@ -186,7 +193,7 @@ def test_the_one_before_remains_when_an_overwritten_one_was_the_last(
         rclone_bucket.destination,
         endpoint_url=fault_proxy.endpoint_url,
         part_size_bytes=5 * MIB,
-        watch=False,
+        watch="off",
     )
     known = Bytes(rclone_bucket)
     with agent:
@@ -209,7 +216,7 @@ def test_the_one_before_remains_when_an_overwritten_one_was_the_last(
     assert _content(known.view.restore(tmp_path / "restored")) == known.announced["attempt-1"]
 
 
-def test_a_watched_checkpoint_that_is_being_overwritten_is_committed_as_one_or_the_other(
+def test_a_snapshot_of_files_that_are_being_overwritten_is_of_one_save_or_the_other(
     rclone_bucket: Bucket, fault_proxy: FaultProxy, tmp_path: Path
 ) -> None:
     """Nobody waits for the agent here, so it may look at any moment."""
@@ -228,16 +235,17 @@ def test_a_watched_checkpoint_that_is_being_overwritten_is_committed_as_one_or_t
                 torch.save(torch.full((_FLOATS,), float(generation)), source / name)
                 generations[hashlib.sha256((source / name).read_bytes()).digest()] = generation
             (source / "trainer_state.json").write_text(f'{{"global_step": {generation}}}')
-            # It pauses for as long as it takes to be found complete, and writes on just then.
-            wait_until(partial(_has_found, agent, len(agent.log("watch.found"))), 60, "it was found")
+            # It pauses for as long as it takes until a snapshot is taken, and writes on just then.
+            wait_until(partial(_has_found, agent, len(agent.log("snapshot.taken"))), 60, "it was found")
             if generation >= 4 or time.monotonic() > deadline:
                 break
-        wait_until(lambda: bool(view.markers()), 120, "the last one is committed")
-    for marker in view.markers():
-        save = marker.split(".", 2)[-1].removesuffix(".json").rpartition(".")[-1]
+        last = generation
+        wait_until(partial(_is_stored, view, generations, last), 120, "the last one is committed")
+    for marker in view.keys(".mooring/snapshots/"):
+        save = marker.rpartition("/")[2].split(".")[1]
         stored = {
             key.rpartition("/")[2]: hashlib.sha256(view.read(key)).digest()
-            for key in view.keys(f"checkpoint-5/{save}/")
+            for key in view.keys(f"node-0/{save}/")
             if key.rpartition("/")[2] in names
         }
         assert len({generations[digest] for digest in stored.values()}) == 1, stored

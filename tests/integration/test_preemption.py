@@ -65,7 +65,7 @@ def training(agent: AgentProcess) -> Iterator[Trainer]:
 
 def agent_for(tmp_path: Path, bucket: Bucket, **settings: Any) -> AgentProcess:
     return AgentProcess(
-        tmp_path / "volume", bucket.destination, endpoint_url=bucket.endpoint_url, watch=False, **settings
+        tmp_path / "volume", bucket.destination, endpoint_url=bucket.endpoint_url, watch="off", **settings
     )
 
 

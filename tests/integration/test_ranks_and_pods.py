@@ -88,7 +88,7 @@ def make_pods(rclone_bucket: Bucket, tmp_path: Path) -> Iterator[MakePods]:
                     tmp_path / f"volume-{index}",
                     rclone_bucket.destination,
                     endpoint_url=proxy.endpoint_url,
-                    **{"part_size_bytes": PART_BYTES, "watch": False, **settings},
+                    **{"part_size_bytes": PART_BYTES, "watch": "off", **settings},
                 )
                 world_size = sum(map(len, ranks_of_pods))
                 pods.append(Pod(agent=stack.enter_context(agent), proxy=proxy, ranks=ranks, world_size=world_size))

@@ -1,4 +1,4 @@
-"""A checkpoint that is one file is that file again after a restore, for whoever reads it: found, or announced.
+"""A checkpoint that is one file is that file again after a restore.
 
 On the same paths: the volume is wiped in between, as where a pod starts anew.
 """
@@ -9,7 +9,6 @@ import shutil
 from pathlib import Path
 
 import pytest
-import torch
 from tests.harness.agent_process import AgentProcess, wait_until
 from tests.harness.bucket_view import BucketView
 from tests.harness.warm_python import warm_python
@@ -23,25 +22,6 @@ _PROGRAM_SECONDS = 300.0
 _COMMIT_SECONDS = 120.0
 
 PROGRAM = Path(__file__).with_name("lightning_program.py")
-
-
-def test_a_file_that_the_watch_found_is_that_file_again_and_not_taken_for_news(
-    rclone_bucket: Bucket, tmp_path: Path
-) -> None:
-    volume, view = tmp_path / "volume", BucketView(rclone_bucket)
-    with AgentProcess(volume, rclone_bucket.destination, endpoint_url=rclone_bucket.endpoint_url) as agent:
-        saved = agent.checkpoints / "epoch=1-step=10.ckpt"
-        torch.save({"step": 10}, saved)
-        wait_until(lambda: bool(agent.log("checkpoint.committed")), _COMMIT_SECONDS, "it is committed")
-    original = saved.read_bytes()
-    shutil.rmtree(volume)
-    assert view.restore(volume) == saved
-    assert saved.read_bytes() == original
-    assert [row["problems"] for row in view.verify()] == [[]]
-    with AgentProcess(volume, rclone_bucket.destination, endpoint_url=rclone_bucket.endpoint_url) as agent:
-        torch.save({"step": 20}, agent.checkpoints / "epoch=2-step=20.ckpt")
-        wait_until(lambda: len(view.markers()) == 2, _COMMIT_SECONDS, "the next one is committed")
-        assert saved.name not in {line["name"] for line in agent.log("checkpoint.announced")[1:]}
 
 
 @pytest.mark.parametrize("readers", [["best", ""], ["last"]], ids=["a step", "last"])

@@ -212,7 +212,7 @@ def run_that_says_what_it_is_sent(tmp_path: Path, *prefix: str) -> Iterator[RunP
     """Once its program is ready; it must end well."""
     may_end = tmp_path / "may-end"
     command = (sys.executable, "-c", SAYS_WHAT_IT_IS_SENT)
-    options: dict[str, Any] = {"command": command, "trainer": {"MAY_END": may_end}, "prefix": prefix}
+    options: dict[str, Any] = {"command": command, "trainer": {"MAY_END": may_end}, "prefix": prefix, "watch": "off"}
     with RunProcess(tmp_path / "volume", f"file://{tmp_path}/store", **options) as run:
         wait_until(lambda: "ready\n" in run.output(), 90, "the program runs")
         yield run

@@ -92,7 +92,7 @@ def test_what_was_saved_while_the_agent_was_away_is_committed_when_it_is_back(tm
 
 def test_an_agent_that_does_not_watch_takes_up_what_was_saved_without_it_too(tmp_path: Path) -> None:
     volume = tmp_path / "volume"
-    with AgentProcess(volume, f"file://{tmp_path}/store", watch=False) as agent:
+    with AgentProcess(volume, f"file://{tmp_path}/store", watch="off") as agent:
         agent.kill()
         with program(volume) as training:
             training.step(100)

@@ -37,7 +37,7 @@ class Pod:
             volume,
             bucket.destination,
             endpoint_url=proxy.endpoint_url,
-            watch=False,
+            watch="off",
             **{"part_size_bytes": "5MiB", "grace_seconds": GRACE_SECONDS, **settings},
         )
         self.view = BucketView(bucket)

@@ -17,7 +17,7 @@ COMMAND_SECONDS = 100.0
 
 def make_agent(volume: Path, bucket: Bucket, **settings: Any) -> AgentProcess:
     return AgentProcess(
-        volume, bucket.destination, endpoint_url=bucket.endpoint_url, part_size_bytes="5MiB", watch=False, **settings
+        volume, bucket.destination, endpoint_url=bucket.endpoint_url, part_size_bytes="5MiB", watch="off", **settings
     )
 
 

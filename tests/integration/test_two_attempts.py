@@ -28,7 +28,7 @@ class Attempt:
             bucket.destination,
             endpoint_url=proxy.endpoint_url,
             part_size_bytes="5MiB",
-            watch=False,
+            watch="off",
             # A line that went dead is given up soon.
             connect_timeout_seconds=1,
             read_timeout_seconds=1,

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from tests.integrations.one_process import OneProcess
 
+from mooring.integrations.deepspeed import require_same_ranks
 from mooring_api.names import JUST_IN_TIME_EXIT_CODE
 
 pytest.importorskip("deepspeed")
@@ -70,3 +71,22 @@ def test_before_the_programs_own_first_save_its_client_state_is_the_one_it_loade
 
     begun = trainer.run("--load", tmp_path, "--weights-only", "--steps", "0")
     assert "loaded=None" in begun.lines, "weights alone begin a training, with what the program says"
+
+
+def test_a_zero_checkpoint_of_another_number_of_ranks_is_refused_with_what_to_do(
+    trainer: OneProcess, tmp_path: Path
+) -> None:
+    mine = trainer.checkpoints / "mine"
+    stopped = trainer.run("--output", mine, "--told-at", "3")
+    assert stopped.code == JUST_IN_TIME_EXIT_CODE, stopped.errors
+    newest = mine / trainer.records()[-1][0]
+    shares = sorted(newest.glob("*zero_pp_rank_*_optim_states.pt"))
+    if not shares:
+        pytest.fail(f"the program writes no ZeRO states: {sorted(path.name for path in newest.iterdir())}")
+    require_same_ranks(newest, 1)
+    # As another rank would have left it.
+    shares[0].with_name(shares[0].name.replace("pp_rank_0", "pp_rank_1")).write_bytes(shares[0].read_bytes())
+    with pytest.raises(SystemExit, match="was saved by 2 ranks with ZeRO, and this job has 1") as raised:
+        require_same_ranks(newest, 1)
+    assert "ds_to_universal" in str(raised.value)
+    require_same_ranks(newest, 2)

@@ -28,15 +28,15 @@ FUNCTIONS = {
 HELD = ("adapters", "restore", "runtime")
 WHY_NOT = {
     "adapters/volume/shared_volume.py": "is the one way",
-    "adapters/volume/directory_hints.py": "hears that something changed, wherever a link may lead, and reads nothing",
+    "adapters/output/directory_hints.py": "hears that something changed, wherever a link may lead, and reads nothing",
     "adapters/durable_files.py": "writes below a file:// destination, and syncs the state directory",
     "adapters/volume/identity.py": "makes the volume itself",
     "adapters/volume/shared_folders.py": "makes a state directory that is not on the volume",
     "adapters/volume/content_check.py": "reads /proc/self/mountinfo",
-    "adapters/volume/staging_watch.py": "opens nothing",
     "adapters/journal.py": "lies in the state directory, and refuses links there",
     "adapters/file_store/directory.py": "is a file:// destination",
     "adapters/file_store/store.py": "is a file:// destination",
+    "adapters/output/program.py": "reads /proc",
     "adapters/control_group.py": "reads the control group's files",
     "adapters/kubernetes.py": "reads the service account's files",
     "adapters/s3/client.py": "reads a mounted Secret and a CA bundle",

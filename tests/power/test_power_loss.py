@@ -74,7 +74,7 @@ def test_a_power_cut_tears_no_checkpoint_and_loses_none_that_was_acknowledged(
     truth, report = Truth(run=RUN, world_size=1), Report()
     oracle = Oracle(rclone_bucket, truth, report, keep_last=1)
     with cut_volume(short_directory) as volume:
-        agent = AgentProcess(volume.root, rclone_bucket.destination, endpoint_url=fault_proxy.endpoint_url, watch=False)
+        agent = AgentProcess(volume.root, rclone_bucket.destination, endpoint_url=fault_proxy.endpoint_url, watch="off")
         with agent:
             fault_proxy.throttle(BYTES_PER_SECOND)
             for life in range(1, CUTS + 1):

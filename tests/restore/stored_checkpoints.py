@@ -60,7 +60,7 @@ async def store_checkpoint(
         for path, body in files.items():
             await store.put(file_key(info, path), body)
         part_size_bytes = (part_sizes_bytes or {}).get(rank, PART_BYTES)
-        entries = tuple(_entry(path, body, part_size_bytes) for path, body in files.items())
+        entries = tuple(file_entry(path, body, part_size_bytes) for path, body in files.items())
         manifest = RankManifest(
             info=info, rank=rank, saved_at=saved_at, files=entries, single_file=single_file and bool(entries)
         )
@@ -73,7 +73,7 @@ async def store_checkpoint(
     return info
 
 
-def _entry(path: str, body: bytes, part_size_bytes: int = PART_BYTES) -> FileEntry:
+def file_entry(path: str, body: bytes, part_size_bytes: int = PART_BYTES) -> FileEntry:
     pieces = [body[at : at + part_size_bytes] for at in range(0, len(body), part_size_bytes)]
     return FileEntry(
         path=path,
@@ -93,14 +93,14 @@ async def store_packed_checkpoint(
     info = SaveInfo(save=f"0123abcd-{step:06d}", name=f"checkpoint-{step}", step=step, kind=Kind.PERIODIC, world_size=1)
     for path, body in alone.items():
         await store.put(file_key(info, path), body)
-    entries = [_entry(path, body) for path, body in alone.items()]
+    entries = [file_entry(path, body) for path, body in alone.items()]
     sizes = []
     for number, paths in enumerate(_in_batches(sorted(packed))):
-        archive, offsets = _archive({path: packed[path] for path in paths})
+        archive, offsets = tar_of({path: packed[path] for path in paths})
         await store.put(pack_key(info, 0, number), archive)
         sizes.append(len(archive))
         entries += [
-            replace(_entry(path, packed[path]), place=PackPlace(number=number, offset_bytes=offsets[path]))
+            replace(file_entry(path, packed[path]), place=PackPlace(number=number, offset_bytes=offsets[path]))
             for path in paths
         ]
     manifest = RankManifest(info=info, rank=0, saved_at=1000.0, files=tuple(entries), pack_sizes_bytes=tuple(sizes))
@@ -115,7 +115,7 @@ def _in_batches(paths: Sequence[str]) -> list[Sequence[str]]:
     return [paths[at : at + _FILES_PER_PACK] for at in range(0, len(paths), _FILES_PER_PACK)]
 
 
-def _archive(files: Mapping[str, bytes]) -> tuple[bytes, dict[str, int]]:
+def tar_of(files: Mapping[str, bytes]) -> tuple[bytes, dict[str, int]]:
     stream = BytesIO()
     with tarfile.open(fileobj=stream, mode="w") as archive:
         for path, body in files.items():

@@ -10,8 +10,9 @@ from tests.harness.forged_checkpoint import of_nothing, of_parts, store_forged
 from tests.restore.stored_checkpoints import store_checkpoint
 
 from mooring_agent.catalog import reading
+from mooring_agent.catalog.markers import list_committed, read_marker
 from mooring_agent.catalog.pruning import prune
-from mooring_agent.catalog.reading import examine, list_committed, load
+from mooring_agent.catalog.reading import examine, load
 from mooring_agent.core.agent.commands import Commit
 from mooring_agent.core.agent.events import Committed
 from mooring_agent.core.agent.work import Operation, WorkId
@@ -183,7 +184,7 @@ def missing(number: int) -> FileEntry:
 async def forge_file_count(store: FakeStore, count: int) -> None:
     """Of the newest marker."""
     (committed, *_) = await list_committed(store)
-    marker = await reading.read_marker(store, committed)
+    marker = await read_marker(store, committed)
     changed = replace(marker, file_count=count)
     await store.put(committed.key, encode_marker(changed))
     store.calls.clear()
@@ -195,7 +196,7 @@ async def with_a_large_part_of_another_pod(
     """What the pod of rank 0 is about to commit."""
     await store_forged(store, 2, entry, files_of_rank=files_of_rank, ranks=2)
     (committed,) = await list_committed(store)
-    marker = await reading.read_marker(store, committed)
+    marker = await read_marker(store, committed)
     key = manifest_key(marker.info, 0)
     own = decode_manifest(await store.get(key, limit_bytes=1 << 30), key)
     await store.delete(committed.key)

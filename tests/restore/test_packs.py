@@ -15,8 +15,9 @@ from tests.restore.stored_checkpoints import flip_byte, rank_files, store_packed
 
 from mooring_agent.adapters.volume.shared_volume import Folder
 from mooring_agent.catalog.deep_check import check
+from mooring_agent.catalog.markers import list_committed
 from mooring_agent.catalog.pruning import prune
-from mooring_agent.catalog.reading import examine, list_committed
+from mooring_agent.catalog.reading import examine
 from mooring_agent.core.errors import ErrorKind, StoreError, VolumeError
 from mooring_agent.core.model import SaveInfo
 from mooring_agent.core.settings.values import RetentionSettings

@@ -40,7 +40,7 @@ class Stage:
     def __init__(self, folder: Path, *, grace_seconds: float = 10.0, notify: Notify | None = None) -> None:
         self.folder = folder
         self.deaf = False
-        self.told: list[tuple[float, str, bool]] = []
+        self.told: list[tuple[float, str, bool, float]] = []
         self.keeper = AgentSupervisor(
             (sys.executable, "-c", AGENT, str(folder)),
             environment=os.environ,
@@ -84,10 +84,10 @@ class Stage:
         pid = self.pid()
         return pid is not None and is_running(pid)
 
-    def _notify(self, grace_seconds: float, source: str, trainers_gone: bool) -> None:
+    def _notify(self, grace_seconds: float, source: str, trainers_gone: bool, trainers_failed_at: float) -> None:
         if self.deaf or not self._answers():
             raise MooringError(ErrorKind.UNREACHABLE, "it does not listen")
-        self.told.append((grace_seconds, source, trainers_gone))
+        self.told.append((grace_seconds, source, trainers_gone, trainers_failed_at))
 
 
 def is_running(pid: int) -> bool:
@@ -129,7 +129,7 @@ async def test_an_agent_that_does_not_answer_is_said_once(tmp_path: Path, monkey
         (sys.executable, "-c", AGENT, str(tmp_path)),
         environment=os.environ,
         grace_seconds=10.0,
-        notify=lambda grace_seconds, source, trainers_gone: None,
+        notify=lambda grace_seconds, source, trainers_gone, trainers_failed_at: None,
         answers=answers_late,
     )
     with capture_logs() as logs:
@@ -139,7 +139,7 @@ async def test_an_agent_that_does_not_answer_is_said_once(tmp_path: Path, monkey
 
 
 async def test_an_agent_whose_answer_is_seen_after_its_end_was_told(tmp_path: Path) -> None:
-    def leave_and_answer(grace_seconds: float, source: str, trainers_gone: bool) -> None:
+    def leave_and_answer(grace_seconds: float, source: str, trainers_gone: bool, trainers_failed_at: float) -> None:
         pid = stage.pid()
         stage.leave(0)
         deadline = time.monotonic() + WAIT_SECONDS
@@ -154,7 +154,7 @@ async def test_an_agent_whose_answer_is_seen_after_its_end_was_told(tmp_path: Pa
     stage = Stage(tmp_path, notify=leave_and_answer)
     with capture_logs() as logs:
         await stage.keeper.start()
-        draining = asyncio.create_task(stage.keeper.drain())
+        draining = asyncio.create_task(stage.keeper.drain(failed_at=0.0))
         await stage.until(seen.is_set)
         await stage.until(lambda: stage.keeper._process is None or stage.keeper._process.returncode is not None)
         may_answer.set()
@@ -164,7 +164,7 @@ async def test_an_agent_whose_answer_is_seen_after_its_end_was_told(tmp_path: Pa
 
 async def test_a_drain_ends_with_the_orderly_end_of_an_agent_that_was_told(tmp_path: Path) -> None:
     async with serving(tmp_path) as stage:
-        draining = asyncio.create_task(stage.keeper.drain())
+        draining = asyncio.create_task(stage.keeper.drain(failed_at=0.0))
         await stage.until(lambda: bool(stage.told))
         await stage.die()
         # The wish that it leaves died with the first.
@@ -172,7 +172,7 @@ async def test_a_drain_ends_with_the_orderly_end_of_an_agent_that_was_told(tmp_p
         assert not draining.done()
         stage.leave(0)
         assert await asyncio.wait_for(draining, WAIT_SECONDS) == 0
-        assert stage.told == [(0.0, "program ended", True)] * 2
+        assert stage.told == [(0.0, "program ended", True, 0.0)] * 2
 
 
 async def test_an_orderly_end_before_the_program_ended_is_not_the_end(tmp_path: Path) -> None:
@@ -182,7 +182,7 @@ async def test_an_orderly_end_before_the_program_ended_is_not_the_end(tmp_path: 
         (tmp_path / "pid").unlink()
         await stage.until(lambda: not Path(f"/proc/{first}").exists())
         (tmp_path / "leave").unlink()
-        draining = asyncio.create_task(stage.keeper.drain())
+        draining = asyncio.create_task(stage.keeper.drain(failed_at=0.0))
         await stage.until(lambda: bool(stage.told))
         assert stage.pid() != first
         stage.leave(75)
@@ -197,7 +197,7 @@ async def test_a_notice_keeps_its_deadline_while_nobody_listens(tmp_path: Path) 
         assert not stage.told
         stage.deaf = False
         await stage.until(lambda: bool(stage.told))
-        ((grace_seconds, source, trainers_gone),) = stage.told
+        ((grace_seconds, source, trainers_gone, _),) = stage.told
         assert (source, trainers_gone) == ("runner SIGTERM", False)
         assert 0.1 <= grace_seconds < 10.0
 
@@ -205,7 +205,7 @@ async def test_a_notice_keeps_its_deadline_while_nobody_listens(tmp_path: Path) 
 async def test_an_agent_that_does_not_listen_at_the_end_is_terminated(tmp_path: Path) -> None:
     async with serving(tmp_path) as stage:
         stage.deaf = True
-        draining = asyncio.create_task(stage.keeper.drain())
+        draining = asyncio.create_task(stage.keeper.drain(failed_at=0.0))
         assert await asyncio.wait_for(draining, WAIT_SECONDS) == 0
 
 
@@ -219,11 +219,11 @@ async def test_an_agent_that_hangs_while_draining_is_replaced_by_one_that_drains
             await stage.stop()
         # Nor does a notice that it does not hear stand in the way.
         stage.keeper.notice("runner SIGTERM")
-        draining = asyncio.create_task(stage.keeper.drain())
+        draining = asyncio.create_task(stage.keeper.drain(failed_at=0.0))
         if told_before:
             await stage.until(lambda: len(stage.told) == 2)
             await stage.stop()
-        await stage.until(lambda: stage.told.count((0.0, "program ended", True)) == 1 + told_before)
+        await stage.until(lambda: stage.told.count((0.0, "program ended", True, 0.0)) == 1 + told_before)
         assert stage.pid() != first
         stage.leave(75)
         assert await asyncio.wait_for(draining, WAIT_SECONDS) == 75

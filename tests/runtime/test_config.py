@@ -92,6 +92,37 @@ def test_a_path_loses_what_says_nothing_and_keeps_its_way_up() -> None:
 
 
 @pytest.mark.parametrize(
+    ("said", "watched"),
+    [
+        (None, ("/volume/checkpoints",)),
+        ("off", ()),
+        ("/out", ("/out",)),
+        ("/out: /logs/ :", ("/out", "/logs")),
+        (("/out", "/logs"), ("/out", "/logs")),
+        ("out", (str(Path.cwd() / "out"),)),
+        ("/data/./a//../out", ("/data/out",)),
+    ],
+)
+def test_what_is_watched_is_the_checkpoint_directory_or_what_is_said(said: Any, watched: tuple[str, ...]) -> None:
+    assert load(watch=said).watch == watched
+    if isinstance(said, str):
+        assert load(environment={"MOORING_WATCH": said}).watch == watched
+
+
+def test_the_watched_directories_reach_a_child_process_also_when_there_are_none() -> None:
+    settings = load(watch="off")
+    assert load_settings(flags={}, environment=environment_of(settings)) == settings
+
+
+def test_watched_directories_in_a_file_are_a_list_or_one_text(file: Path) -> None:
+    for text in ('["/out", "/logs"]', '"/out:/logs"'):
+        file.write_text(f"watch = {text}\n")
+        assert load(file=file).watch == ("/out", "/logs")
+    file.write_text("watch = [1]\n")
+    assert problems(file=file) == [f"watch in {file}: give directories, or off"]
+
+
+@pytest.mark.parametrize(
     ("text", "size_bytes"),
     [("0", 0), ("1000", 1000), ("64MiB", 64 * MIB), ("5 GB", 5 * 10**9), ("1.5gib", 3 * GIB // 2), ("2KB", 2000)],
 )
@@ -116,7 +147,7 @@ def test_all_mistakes_are_reported_at_once(file: Path) -> None:
         volume=None,
         destination="gs://bucket",
         grace_seconds="soon",
-        watch="perhaps",
+        verify_tls="perhaps",
         environment={"MOORING_S3_ADDRESSING": "sideways", "MOORING_S3_TAGS": "team", "MOORING_PEAK_FACTOR": "-1"},
         file=file,
     )
@@ -126,7 +157,7 @@ def test_all_mistakes_are_reported_at_once(file: Path) -> None:
             "MOORING_S3_TAGS: 'team' is not key=value",
             "MOORING_PEAK_FACTOR: -1 must be 0 or more",
             "--grace-seconds: 'soon' is not a number",
-            "--watch: 'perhaps' is neither true nor false",
+            "--verify-tls: 'perhaps' is neither true nor false",
             f"{file} has an unknown setting transfer.max_concurency; did you mean transfer.max_concurrency?",
             "volume is not set: give --volume or MOORING_VOLUME",
             "destination 'gs://bucket' is neither s3://bucket/prefix nor file:///absolute/path",
@@ -200,9 +231,10 @@ def test_tags_come_as_text_and_as_a_table(file: Path) -> None:
 def test_every_setting_survives_the_way_to_a_child_process(file: Path) -> None:
     tags = {"team, or group": "vision=best", " padded ": "100%25", "url": "s3://a/b?c=d&e", "unicode": "größe"}
     lines = "\n".join(f'"{key}" = "{value}"' for key, value in tags.items())
-    file.write_text(f"watch = false\n[disk]\npeak_factor = 1.25\n[store.tags]\n{lines}\n")
+    file.write_text(f'watch = ["/out", "/volume/logs"]\n[disk]\npeak_factor = 1.25\n[store.tags]\n{lines}\n')
     settings = load(file=file, log_format="console", part_size_bytes="64MiB")
     assert settings.store.tags == tuple(tags.items())
+    assert settings.watch == ("/out", "/volume/logs")
     assert load_settings(flags={}, environment=environment_of(settings)) == settings
 
 

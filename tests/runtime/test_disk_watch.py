@@ -64,7 +64,7 @@ async def test_a_walk_that_takes_long_is_followed_by_a_longer_rest(
         live_ranks=cast(Any, None),
         executor=executor,
         settings=cast(Any, SimpleNamespace(volume=str(tmp_path))),
-        watching=None,
+        mirror=None,
         unannounced=cast(Any, None),
     )
     watching = asyncio.create_task(watched.watch_disk())

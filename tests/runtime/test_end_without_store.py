@@ -87,7 +87,7 @@ class _Agent:
             live_ranks=live_ranks,
             executor=executor,
             settings=own,
-            watching=None,
+            mirror=None,
             unannounced=UnannouncedRecovery(
                 announcements=cast(Any, self.announcements),
                 engine=cast(Any, self.engine),

@@ -40,7 +40,7 @@ async def test_a_trouble_that_lasts_is_told_once_and_again_when_it_changes(
         live_ranks=cast(Any, live_ranks),
         executor=executor,
         settings=cast(Any, SimpleNamespace(volume=str(tmp_path))),
-        watching=None,
+        mirror=None,
         unannounced=cast(Any, None),
     )
     with capture_logs() as lines:

@@ -29,7 +29,7 @@ def agent() -> Iterator[AgentProcess]:
         (folder / "bucket").mkdir()
         (folder / "volume").mkdir()
         (folder / "volume").chmod(0o777)
-        with AgentProcess(folder / "volume", f"file://{folder}/bucket", watch=False) as agent:
+        with AgentProcess(folder / "volume", f"file://{folder}/bucket", watch="off") as agent:
             yield agent
 
 

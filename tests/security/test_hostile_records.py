@@ -16,7 +16,7 @@ from mooring_agent.core.limits import LOCAL_RANKS, WORLD_SIZE
 @pytest.fixture
 def agent(tmp_path: Path) -> Iterator[AgentProcess]:
     (tmp_path / "bucket").mkdir()
-    with AgentProcess(tmp_path / "volume", f"file://{tmp_path}/bucket", watch=False, warm=False) as agent:
+    with AgentProcess(tmp_path / "volume", f"file://{tmp_path}/bucket", watch="off", warm=False) as agent:
         yield agent
 
 
@@ -75,7 +75,7 @@ def forge_descriptor(agent: AgentProcess, save: str, announced: str, files: list
 def test_descriptors_beyond_all_limits_hang_no_agent_and_hide_no_checkpoint(tmp_path: Path) -> None:
     (tmp_path / "bucket").mkdir()
     destination = f"file://{tmp_path}/bucket"
-    with AgentProcess(tmp_path / "volume", destination, watch=False, bandwidth_bytes_per_second=10) as slow:
+    with AgentProcess(tmp_path / "volume", destination, watch="off", bandwidth_bytes_per_second=10) as slow:
         # The first file goes out at once, and the second one waits for minutes until it is paid for.
         files = {"model.bin": 5000, "second.bin": 5000}
         save = slow.announce(write_checkpoint(slow.checkpoints / "checkpoint-1", files), 1).save
@@ -91,7 +91,7 @@ def test_descriptors_beyond_all_limits_hang_no_agent_and_hide_no_checkpoint(tmp_
         (staged / "other" / "rank-00000.json").write_text(json.dumps({**value, "descriptor": [[]] * 3_000_000}))
         for journal in (slow.volume / ".mooring").rglob("journal.sqlite3*"):
             journal.unlink()
-    with AgentProcess(tmp_path / "volume", destination, watch=False, warm=False) as agent:
+    with AgentProcess(tmp_path / "volume", destination, watch="off", warm=False) as agent:
         wait_until(lambda: agent.status().newest_committed.save == save, 60, "the good one is committed")
         assert "Traceback" not in agent.log_text()
         assert len(agent.log("staging.descriptor_unreadable")) == 4

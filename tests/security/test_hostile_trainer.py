@@ -49,7 +49,7 @@ def other_run(tmp_path: Path) -> Path:
 @pytest.fixture
 def agent(tmp_path: Path) -> Iterator[AgentProcess]:
     (tmp_path / "bucket").mkdir()
-    with AgentProcess(tmp_path / "volume", f"file://{tmp_path}/bucket", watch=False) as agent:
+    with AgentProcess(tmp_path / "volume", f"file://{tmp_path}/bucket", watch="off") as agent:
         yield agent
 
 
@@ -129,7 +129,7 @@ def test_a_forged_descriptor_brings_nothing_into_the_bucket_that_is_not_on_the_v
 ) -> None:
     (tmp_path / "bucket").mkdir()
     destination = f"file://{tmp_path}/bucket"
-    with AgentProcess(tmp_path / "volume", destination, watch=False, bandwidth_bytes_per_second=10) as slow:
+    with AgentProcess(tmp_path / "volume", destination, watch="off", bandwidth_bytes_per_second=10) as slow:
         # The first file goes out at once, and the second one waits for minutes until it is paid for.
         slow.announce(write_checkpoint(slow.checkpoints / "checkpoint-1", {"model.bin": 5000, "second.bin": 5000}), 1)
         slow.kill()
@@ -137,7 +137,7 @@ def test_a_forged_descriptor_brings_nothing_into_the_bucket_that_is_not_on_the_v
         # As on a claim whose pod was replaced: only without their journal are descriptors asked at all.
         for journal in (slow.volume / ".mooring").rglob("journal.sqlite3*"):
             journal.unlink()
-    with AgentProcess(tmp_path / "volume", destination, watch=False) as agent:
+    with AgentProcess(tmp_path / "volume", destination, watch="off") as agent:
         save_honestly(agent, 2)
         agent.terminate()
         agent.wait(60)

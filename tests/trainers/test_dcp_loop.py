@@ -14,7 +14,7 @@ ARGUMENTS = ("--steps", "12", "--save-every", "5")
 
 
 def _agent(volume: Path, bucket: Bucket) -> AgentProcess:
-    return AgentProcess(volume, bucket.destination, endpoint_url=bucket.endpoint_url, watch=False)
+    return AgentProcess(volume, bucket.destination, endpoint_url=bucket.endpoint_url, watch="off")
 
 
 def steps(view: BucketView) -> list[int]:

@@ -12,6 +12,7 @@ import json
 import os
 import re
 import struct
+from contextlib import suppress
 from pathlib import Path
 from typing import Final
 
@@ -42,6 +43,16 @@ class RankLocks:
             return frozenset()
         except OSError as error:
             raise volume_error(error, f"cannot list {self._volume}/{_FOLDER}") from error
+
+    def claimed_paths(self) -> frozenset[Path]:
+        """Return what processes are about to announce, or were when they died. Never raises."""
+        found: set[Path] = set()
+        with suppress(OSError), open_volume(self._volume) as root, root.folder(_FOLDER) as folder:
+            for entry in folder.entries():
+                with suppress(OSError, ValueError, TypeError, RecursionError):
+                    content = folder.read(entry.name, CLAIMS_BYTES) if _RANK.fullmatch(entry.name) else b""
+                    found |= {self._volume / str(claim) for claim in (json.loads(content) if content else [])}
+        return frozenset(found)
 
     def claim(self, checkpoint: Path) -> bool:
         """Whether a live process is about to announce the checkpoint at this path. Never raises."""

@@ -5,7 +5,6 @@ its list of files is compared with what is on the volume.
 """
 
 import heapq
-import os
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -129,17 +128,40 @@ def unannounced(volume: Path, checkpoint_directory: Path, *, known: Collection[s
         return []
 
 
-def speaks_for(volume: Path, checkpoint: Path, checkpoint_directory: Path) -> bool:
-    """Whether a record is about this path: then a client announces it, or restore has fetched it. Blocks."""
-    try:
-        with open_volume(volume) as root, root.folder(_FOLDER) as folder:
-            recorded = _read(folder, f"{checkpoint.name}{SUFFIX}", volume, checkpoint_directory)
-        return os.path.normpath(recorded.path) == os.path.normpath(checkpoint)
-    except FileNotFoundError:
-        return False
-    except _UNREADABLE:
-        # An unreadable record still shows that something announces a checkpoint of that name.
-        return True
+class RecordedPaths:
+    """The paths of all checkpoints that have a record: a client announces them, or restore has fetched them.
+
+    Reads a record again only if it has changed, because the list of its files may be long.
+    """
+
+    def __init__(self, volume: Path, checkpoint_directory: Path) -> None:
+        self._volume = volume
+        self._checkpoint_directory = checkpoint_directory
+        self._read: dict[str, tuple[tuple[int, int], Path]] = {}
+
+    def find(self) -> frozenset[Path]:
+        """Return them. Blocks. An unreadable record still shows that something announces a checkpoint of its name."""
+        found: dict[str, tuple[tuple[int, int], Path]] = {}
+        with suppress(OSError), open_volume(self._volume) as root, root.folder(_FOLDER) as folder:
+            for entry in folder.entries():
+                if not entry.name.endswith(SUFFIX):
+                    continue
+                with suppress(FileNotFoundError):
+                    status = entry.stat(follow_symlinks=False)
+                    stamp = (status.st_mtime_ns, status.st_size)
+                    known = self._read.get(entry.name)
+                    is_known = known is not None and known[0] == stamp
+                    found[entry.name] = known if is_known and known else (stamp, self._path(folder, entry.name))
+        self._read = found
+        return frozenset(path for _, path in found.values())
+
+    def _path(self, folder: Folder, name: str) -> Path:
+        try:
+            return _read(folder, name, self._volume, self._checkpoint_directory).path
+        except FileNotFoundError:
+            raise
+        except _UNREADABLE:
+            return self._checkpoint_directory / name.removesuffix(SUFFIX)
 
 
 def _read_newest(folder: Folder, volume: Path, checkpoint_directory: Path) -> Iterator[RecordedCheckpoint]:

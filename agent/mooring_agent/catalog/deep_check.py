@@ -7,8 +7,8 @@ import os
 from collections.abc import Awaitable, Callable
 
 from mooring_agent.catalog.fetching import StoredPack, fetch_pack, fetch_part, packs_at_once, packs_of
-from mooring_agent.catalog.object_reads import for_each
-from mooring_agent.catalog.reading import DAMAGE, Problem, StoredFile, examine
+from mooring_agent.catalog.object_reads import DAMAGE, for_each
+from mooring_agent.catalog.reading import Problem, StoredFile, examine
 from mooring_agent.core.errors import StoreError
 from mooring_agent.core.model import Part
 from mooring_agent.core.policies.restore_choice import CommittedSave

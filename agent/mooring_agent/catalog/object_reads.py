@@ -6,10 +6,13 @@ have flipped on the way.
 
 import asyncio
 from collections.abc import Awaitable, Callable, Iterable
-from typing import TypeVar
+from typing import Final, TypeVar
 
-from mooring_agent.core.errors import ErrorKind, StoreError, checkpoint_corrupt
+from mooring_agent.core.errors import ErrorKind, MooringError, StoreError, checkpoint_corrupt
 from mooring_agent.ports import StoreReader
+
+# The answers that mean "this object is not what was written", as opposed to "the store cannot say now".
+DAMAGE: Final = frozenset({ErrorKind.CHECKPOINT_CORRUPT, ErrorKind.NOT_FOUND})
 
 _Item = TypeVar("_Item")
 
@@ -77,3 +80,8 @@ async def get_whole(store: StoreReader, key: str, *, limit_bytes: int, fresh: bo
         if size_bytes <= limit_bytes:
             raise
         raise checkpoint_corrupt(f"{key} has {size_bytes} bytes, more than {limit_bytes}") from error
+
+
+def problem_of(key: str, error: MooringError) -> str:
+    """Return what is wrong with an object, by the error of reading it."""
+    return "is missing" if error.kind is ErrorKind.NOT_FOUND else str(error).removeprefix(f"{key} ")

@@ -2,40 +2,37 @@
 
 Invariants: nothing is deleted unless two listings agree on what is committed and enough newer checkpoints were checked
 just now; a save that is committed meanwhile is neither judged nor touched; a save that a young pin names stays, and so
-does the pin of an attempt that may be alive; a save that restore noted as damaged never justifies a deletion.
+does the pin of an attempt that may be alive; a save that restore noted as damaged never justifies a deletion; of
+snapshots only those objects go that no remaining one names.
 
 A note of damage is a hint, not a condition: a reader without write access does without it, and a wrong note only keeps
 more.
 """
 
-from collections import defaultdict
-from collections.abc import Collection, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass
 from typing import Final
 
 import structlog
 
+from mooring_agent.catalog.listing import list_all
+from mooring_agent.catalog.markers import committed_save, in_order, list_committed
 from mooring_agent.catalog.object_reads import for_each, if_there, read_object
-from mooring_agent.catalog.reading import committed_save, examine, list_committed
+from mooring_agent.catalog.reading import examine
+from mooring_agent.catalog.sharing import spare_shared
 from mooring_agent.core.errors import ErrorKind, StoreError
 from mooring_agent.core.limits import PIN_BYTES
 from mooring_agent.core.policies.restore_choice import CommittedSave, decode_pin
 from mooring_agent.core.policies.retention import (
     Deletion,
     PrunePlan,
-    StoredSave,
+    by_series,
     may_abort_upload,
     plan_prune,
     skipped,
 )
 from mooring_agent.core.settings.values import RetentionSettings
-from mooring_agent.core.stored.object_layout import (
-    COMMITS_PREFIX,
-    DAMAGED_PREFIX,
-    PROBE_PREFIX,
-    RESUME_PREFIX,
-    damage_key,
-)
+from mooring_agent.core.stored.object_layout import PROBE_PREFIX, RESUME_PREFIX, damage_key
 from mooring_agent.ports import ObjectInfo, StoreReader, StoreWriter, UploadInfo
 from mooring_api.names import STATE_DIRECTORY
 
@@ -68,7 +65,7 @@ _DELETES_AT_ONCE: Final = 8
 class PruneReport:
     """What was deleted and aborted, or would be in a dry run. `plan.refused` says why nothing was.
 
-    `litter`: pins of attempts that are over, and what killed probes have left.
+    `litter`: pins of attempts that are over, and what killed probes and prunes have left.
     """
 
     plan: PrunePlan
@@ -78,27 +75,6 @@ class PruneReport:
     @property
     def freed_bytes(self) -> int:
         return sum(deletion.size_bytes for deletion in self.plan.deletions)
-
-
-@dataclass(slots=True)
-class _Listing:
-    """The whole destination, sorted into what pruning distinguishes. Foreign objects are left out."""
-
-    committed: set[str] = field(default_factory=set)
-    saves: dict[tuple[str, str], list[ObjectInfo]] = field(default_factory=lambda: defaultdict(list))
-    pins: list[ObjectInfo] = field(default_factory=list)
-    probes: list[ObjectInfo] = field(default_factory=list)
-    damaged: set[str] = field(default_factory=set)
-
-    def stored(self) -> Iterator[StoredSave]:
-        for (name, save), objects in self.saves.items():
-            yield StoredSave(
-                name=name,
-                save=save,
-                keys=tuple(one.key for one in objects),
-                size_bytes=sum(one.size_bytes for one in objects),
-                modified_at=max(one.modified_at for one in objects),
-            )
 
 
 async def prune(
@@ -116,17 +92,24 @@ async def prune(
     `resumed_from` is the save that the caller's volume resumed from: it is kept. `now` is in unix seconds.
     """
     long_ago = now - settings.orphan_age_seconds
-    committed = await list_committed(store)
+    announced = await list_committed(store)
+    listing = await list_all(store)
+    snapshots = by_series(one for one in listing.committed if one.series)
+    committed = (*announced, *[one for found in snapshots.values() for one in await in_order(store, found)])
     judged = {one.save for one in committed}
-    listing = await _list_all(store)
     suspects = listing.damaged | skipped(committed)
-    validated = await _validated(
-        store, [one for one in committed if one.save not in suspects], enough=settings.keep_last
-    )
-    late = listing.committed - judged
+    validated: set[str] = set()
+    for series, found in by_series(committed).items():
+        # Fewer snapshots than that are all kept anyway.
+        if not series or len(found) > settings.keep_last:
+            good = [one for one in found if one.save not in suspects]
+            validated |= await _validated(store, good, enough=settings.keep_last)
+    late = {one.save for one in listing.committed} - judged
     protected = {resumed_from, *await _pinned(store, listing.pins, long_ago)} - {""}
+    there = {one.key for one in listing.committed}
+    agreed = tuple(one for one in committed if one.key in there)
     plan = plan_prune(
-        tuple(one for one in committed if one.save in listing.committed),
+        agreed,
         tuple(one for one in listing.stored() if one.save not in late),
         settings,
         validated=validated,
@@ -135,6 +118,12 @@ async def prune(
         known={*known, *judged},
         now=now,
     )
+    # The second listing is as large.
+    listing.folders.clear()
+    tombstones: tuple[str, ...] = ()
+    if any(one.may_share for one in plan.deletions):
+        spared = await spare_shared(store, plan, agreed, dry_run=dry_run)
+        plan, tombstones = spared.plan, spared.tombstones
     uploads = tuple(
         [
             one
@@ -144,9 +133,11 @@ async def prune(
             or (not plan.refused and may_abort_upload(_save_of(one.key), one.started_at, settings, live, now))
         ]
     )
-    litter = () if plan.refused else _litter(listing.pins, listing.probes, long_ago)
+    litter = () if plan.refused else _litter(listing.pins, [*listing.probes, *listing.tombstones], long_ago)
     if not dry_run:
+        plan = await _without_late(store, plan)
         await _delete_saves(store, plan.deletions, listing.damaged)
+        await for_each(tombstones, store.delete, at_once=_DELETES_AT_ONCE)
         await _clear(store, uploads, litter)
     return PruneReport(plan=plan, aborted_uploads=tuple(one.key for one in uploads), litter=litter)
 
@@ -179,24 +170,6 @@ async def _validated(store: StoreReader, committed: Iterable[CommittedSave], *, 
     return validated
 
 
-async def _list_all(store: StoreReader) -> _Listing:
-    found = _Listing()
-    async for one in store.list(""):
-        if one.key.startswith(COMMITS_PREFIX):
-            if marker := committed_save(one):
-                found.committed.add(marker.save)
-        elif one.key.startswith(RESUME_PREFIX):
-            found.pins.append(one)
-        elif one.key.startswith(PROBE_PREFIX):
-            found.probes.append(one)
-        elif one.key.startswith(DAMAGED_PREFIX):
-            found.damaged.add(one.key.removeprefix(DAMAGED_PREFIX))
-        elif not one.key.startswith(f"{STATE_DIRECTORY}/") and one.key.count("/") >= 2:
-            name, save, _ = one.key.split("/", 2)
-            found.saves[name, save].append(one)
-    return found
-
-
 async def _pinned(store: StoreReader, pins: Iterable[ObjectInfo], since: float) -> set[str]:
     """Return the saves named by pins that were written at or after `since`."""
     saves: set[str] = set()
@@ -209,8 +182,8 @@ async def _pinned(store: StoreReader, pins: Iterable[ObjectInfo], since: float) 
     return saves
 
 
-def _litter(pins: Sequence[ObjectInfo], probes: Sequence[ObjectInfo], since: float) -> tuple[str, ...]:
-    """Return what killed probes have left, and the pins of attempts that are over.
+def _litter(pins: Sequence[ObjectInfo], leftovers: Sequence[ObjectInfo], since: float) -> tuple[str, ...]:
+    """Return the leftovers of killed probes and prunes that are old, and the pins of attempts that are over.
 
     An attempt is over if a later attempt of the run began before `since`. The newest of the old pins stays, however old
     it is: its attempt may be alive, and one of its pods may start again.
@@ -218,7 +191,7 @@ def _litter(pins: Sequence[ObjectInfo], probes: Sequence[ObjectInfo], since: flo
     newest_old = max((one.modified_at for one in pins if one.modified_at < since), default=0.0)
     return (
         *(one.key for one in pins if one.modified_at < newest_old),
-        *(one.key for one in probes if one.modified_at < since),
+        *(one.key for one in leftovers if one.modified_at < since),
     )
 
 
@@ -228,15 +201,22 @@ async def _clear(store: StoreWriter, uploads: Iterable[UploadInfo], litter: Sequ
     await for_each(litter, store.delete, at_once=_DELETES_AT_ONCE)
 
 
+async def _without_late(store: StoreReader, plan: PrunePlan) -> PrunePlan:
+    """List once more, as late as possible: a save that was not committed may be by this time."""
+    if all(one.committed for one in plan.deletions):
+        return plan
+    # One listing for both kinds of markers.
+    saves = {one.save async for listed in store.list(f"{STATE_DIRECTORY}/") if (one := committed_save(listed))}
+    return plan.withhold(lambda one: "it was committed meanwhile" if not one.committed and one.save in saves else "")
+
+
 async def _delete_saves(store: StoreWriter, deletions: Sequence[Deletion], damaged: Collection[str]) -> None:
-    committed: set[str] = set()
-    if not all(one.committed for one in deletions):
-        # List once more, as late as possible: a save that was not committed may be by this time.
-        committed = {one.save async for listed in store.list(COMMITS_PREFIX) if (one := committed_save(listed))}
+    # Snapshots share objects: none may go while one that is about to be deleted still has its marker.
     for deletion in deletions:
-        if not deletion.committed and deletion.save in committed:
-            continue
-        for wave in deletion.waves:
+        if deletion.may_share:
+            await for_each(deletion.markers, store.delete, at_once=_DELETES_AT_ONCE)
+    for deletion in deletions:
+        for wave in deletion.data if deletion.may_share else deletion.waves:
             await for_each(wave, store.delete, at_once=_DELETES_AT_ONCE)
         if deletion.save in damaged:
             await store.delete(damage_key(deletion.save))

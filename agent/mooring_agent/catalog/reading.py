@@ -1,32 +1,33 @@
-"""Reads one destination: which saves are committed, and whether marker, rank manifests and listing agree.
+"""Examines a committed save: whether its marker, its rank manifests and the listing agree.
 
 Owns every check that needs no file's bytes. Invariants: what `load` returns is complete by its own account (every rank,
 every file, every size) and safe to put on a disk (no path leaves the checkpoint); every problem names its object.
 """
 
-from collections import Counter
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from itertools import groupby
 from typing import Final
 
 from mooring_agent.adapters.checksum import crc64nvme
 from mooring_agent.adapters.control_group import memory_limit_bytes
-from mooring_agent.catalog.object_reads import at_once, for_each, if_there, read_object
-from mooring_agent.core.errors import ErrorKind, MooringError, StoreError, checkpoint_corrupt
-from mooring_agent.core.limits import MARKER_BYTES
+from mooring_agent.catalog.markers import read_marker
+from mooring_agent.catalog.object_reads import DAMAGE, at_once, for_each, problem_of, read_object
+from mooring_agent.core.errors import StoreError, checkpoint_corrupt
 from mooring_agent.core.model import CommitMarker, FileEntry, ManifestReference, RankManifest
-from mooring_agent.core.policies.restore_choice import CommittedSave, newest_first
-from mooring_agent.core.stored.manifest import decode_manifest, decode_marker, needed_bytes, shortage
+from mooring_agent.core.policies.restore_choice import CommittedSave
+from mooring_agent.core.stored.manifest import decode_manifest, needed_bytes, shortage
 from mooring_agent.core.stored.object_layout import (
-    COMMITS_PREFIX,
     file_key,
     is_manifest_of,
     manifest_key,
     manifests_prefix,
     marker_key,
+    object_key,
     pack_key,
-    parse_marker_key,
     save_prefix,
 )
+from mooring_agent.core.stored.packs_and_parts import LARGEST_PACK_BYTES
 from mooring_agent.ports import ObjectInfo, StoreReader
 
 _MANIFESTS_AT_ONCE: Final = 8
@@ -36,10 +37,9 @@ _LEAST_ENTRY_BYTES: Final = 40
 """The minimum size of a file's entry in a rank manifest."""
 _OTHER_OBJECTS: Final = 1_000
 """How many objects a save's folder may have beyond twice its files and ranks: a restarted agent may pack anew."""
+_LISTINGS_AT_ONCE: Final = 8
 _PROBLEMS: Final = 1_000
 """How many problems are kept. The rest are only counted."""
-# The answers that mean "this object is not what was written", as opposed to "the store cannot say now".
-DAMAGE: Final = frozenset({ErrorKind.CHECKPOINT_CORRUPT, ErrorKind.NOT_FOUND})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,7 +55,7 @@ class Problem:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoredFile:
-    """A file of a checkpoint and the object that holds it: its own, or its pack.
+    """A file of a checkpoint and the object that holds it: its own, or its pack, perhaps of an earlier snapshot.
 
     `version` is the listing's. Reads of a part insist on it; a pack is read whole, and judged by its files' checksums
     alone. `object_bytes` is the object's size.
@@ -69,15 +69,17 @@ class StoredFile:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CommittedCheckpoint:
-    """A checkpoint whose marker, rank manifests and listing agree. `files` has each path once.
+    """A checkpoint whose marker, rank manifests and listing agree. `files` and `links` have each path once.
 
-    On a disk the checkpoint is a folder of these files, or with `single_file` that file itself.
+    On a disk the checkpoint is a folder of these files, or with `single_file` that file itself. Only snapshots have
+    `links`, which are symbolic and have no object.
     """
 
     committed: CommittedSave
     marker: CommitMarker
     manifests: tuple[RankManifest, ...]
     files: tuple[StoredFile, ...]
+    links: tuple[FileEntry, ...] = ()
 
     @property
     def size_bytes(self) -> int:
@@ -103,6 +105,7 @@ class Examination:
     checkpoint: CommittedCheckpoint | None = None
     manifests: list[RankManifest] = field(default_factory=list)
     files: dict[str, StoredFile] = field(default_factory=dict)
+    links: dict[str, FileEntry] = field(default_factory=dict)
     more_problems: int = 0
 
     def add(self, key: str, what: str) -> None:
@@ -110,40 +113,6 @@ class Examination:
             self.problems.append(Problem(key=key, what=what))
         else:
             self.more_problems += 1
-
-
-async def list_committed(store: StoreReader) -> tuple[CommittedSave, ...]:
-    """Return every save with a commit marker, newest first. Reads only markers that share a step with another."""
-    found = [one async for listed in store.list(COMMITS_PREFIX) if (one := committed_save(listed))]
-    per_step = Counter(one.step for one in found)
-    return newest_first(
-        [one if per_step[one.step] == 1 else replace(one, saved_at=await _saved_at(store, one)) for one in found]
-    )
-
-
-async def read_marker(store: StoreReader, committed: CommittedSave) -> CommitMarker:
-    """Return the commit marker of a save.
-
-    Raises StoreError(CHECKPOINT_CORRUPT), which names the marker, if it is missing or not what was written.
-    """
-
-    def decode(body: bytes, key: str) -> CommitMarker:
-        marker = decode_marker(body, key)
-        if (marker.info.step, marker.info.save) != (committed.step, committed.save):
-            raise checkpoint_corrupt(f"{key} is the marker of step {marker.info.step} (save {marker.info.save})")
-        return marker
-
-    try:
-        return await read_object(store, committed.key, decode, limit_bytes=MARKER_BYTES)
-    except StoreError as error:
-        if error.kind in DAMAGE:
-            raise checkpoint_corrupt(f"{committed.key} {_what(committed.key, error)}") from error
-        raise
-
-
-async def has_marker(store: StoreReader, committed: CommittedSave) -> bool:
-    """Return whether the save still has its marker. A deletion removes that first, and what is left looks damaged."""
-    return await if_there(store.head(committed.key)) is not None
 
 
 async def load(store: StoreReader, committed: CommittedSave) -> CommittedCheckpoint:
@@ -182,18 +151,19 @@ async def _examine(store: StoreReader, committed: CommittedSave) -> Examination:
     except StoreError as error:
         if error.kind not in DAMAGE:
             raise
-        examination.add(committed.key, _what(committed.key, error))
+        examination.add(committed.key, problem_of(committed.key, error))
         return examination
     if not _has_room(marker, examination):
         return examination
     objects = await _objects(store, marker, examination)
     if not examination.problems:
         await _examine_manifests(store, marker, objects, examination)
-    if examination.shortage:
+        await _add_shared(store, examination.manifests, objects)
+    if not _has_room(marker, examination, largest_pack_bytes=_largest_pack_bytes(examination.manifests, objects)):
         return examination
     for manifest in examination.manifests:
         _examine_files(manifest, objects, examination)
-    _examine_paths(examination)
+    _examine_paths(marker, examination)
     if not examination.problems:
         _examine_totals(committed, marker, examination)
     if not examination.problems:
@@ -202,25 +172,9 @@ async def _examine(store: StoreReader, committed: CommittedSave) -> Examination:
             marker=marker,
             manifests=tuple(examination.manifests),
             files=tuple(file for _, file in sorted(examination.files.items())),
+            links=tuple(link for _, link in sorted(examination.links.items())),
         )
     return examination
-
-
-def committed_save(marker: ObjectInfo) -> CommittedSave | None:
-    """Return what the key of a listed marker says; None for any other object."""
-    parsed = parse_marker_key(marker.key)
-    if parsed is None:
-        return None
-    return CommittedSave(key=marker.key, step=parsed[0], save=parsed[1], modified_at=marker.modified_at)
-
-
-async def _saved_at(store: StoreReader, committed: CommittedSave) -> float:
-    try:
-        return (await read_marker(store, committed)).saved_at
-    except StoreError as error:
-        if error.kind not in (*DAMAGE, ErrorKind.FORMAT_UNKNOWN):
-            raise
-        return 0.0
 
 
 def _has_room(marker: CommitMarker, examination: Examination, *, largest_pack_bytes: int = 0) -> bool:
@@ -281,8 +235,47 @@ async def _examine_manifests(
     for key in sorted(objects):
         if key.startswith(manifests_prefix(marker.info)) and not is_manifest_of(marker.info, key):
             examination.add(key, f"is not one of the {marker.info.world_size} rank manifests that the marker names")
-    packs = [size_bytes for manifest in examination.manifests for size_bytes in manifest.pack_sizes_bytes]
-    _has_room(marker, examination, largest_pack_bytes=max(packs, default=0))
+
+
+async def _add_shared(store: StoreReader, manifests: Iterable[RankManifest], objects: dict[str, ObjectInfo]) -> None:
+    """Add the objects of other saves that the manifests name, as far as they are there, and no others."""
+    shared = {
+        object_key(manifest.info, manifest.rank, file)
+        for manifest in manifests
+        for file in manifest.files
+        if file.owner
+    }
+    by_owner = groupby(sorted(shared - objects.keys()), key=_folder_of)
+
+    async def add(owner: tuple[str, set[str]]) -> None:
+        folder, missing = owner
+        # The folder may hold many objects that this save does not need.
+        async for one in store.list(min(missing) if len(missing) == 1 else folder):
+            if one.key in missing:
+                objects[one.key] = one
+                missing.remove(one.key)
+                if not missing:
+                    return
+
+    await for_each(((folder, set(keys)) for folder, keys in by_owner), add, at_once=_LISTINGS_AT_ONCE)
+
+
+def _folder_of(key: str) -> str:
+    """Return the prefix of the save that an object belongs to."""
+    name, save, _ = key.split("/", 2)
+    return f"{name}/{save}/"
+
+
+def _largest_pack_bytes(manifests: Iterable[RankManifest], objects: dict[str, ObjectInfo]) -> int:
+    """Return the size of the largest pack that is to be read. One that is larger than any may be is not read."""
+    sizes = [0]
+    for manifest in manifests:
+        sizes += manifest.pack_sizes_bytes
+        for file in manifest.files:
+            if file.owner and file.place:
+                listed = objects.get(object_key(manifest.info, manifest.rank, file))
+                sizes.append(listed.size_bytes if listed else 0)
+    return max(size_bytes for size_bytes in sizes if size_bytes <= LARGEST_PACK_BYTES)
 
 
 async def _read_manifest(
@@ -310,26 +303,37 @@ async def _read_manifest(
     except StoreError as error:
         if error.kind not in DAMAGE:
             raise
-        examination.add(key, _what(key, error))
+        examination.add(key, problem_of(key, error))
         return None
 
 
 def _examine_files(manifest: RankManifest, objects: dict[str, ObjectInfo], examination: Examination) -> None:
     info = manifest.info
-    packs = [
-        _listed(pack_key(info, manifest.rank, number), size_bytes, objects, examination)
+    packs = {
+        (key := pack_key(info, manifest.rank, number)): _listed(key, size_bytes, objects, examination)
         for number, size_bytes in enumerate(manifest.pack_sizes_bytes)
-    ]
+    }
     for entry in manifest.files:
-        if entry.place:
-            listed = packs[entry.place.number]
+        if entry.link:
+            file = examination.files.get(entry.path)
+            known = file.entry if file else examination.links.setdefault(entry.path, entry)
         else:
-            listed = _listed(file_key(info, entry.path), entry.size_bytes, objects, examination)
-        if listed is None:
-            continue
-        found = StoredFile(entry=entry, key=listed.key, version=listed.version, object_bytes=listed.size_bytes)
-        known = examination.files.setdefault(entry.path, found)
-        if not known.entry.has_bytes_of(entry):
+            key = object_key(info, manifest.rank, entry)
+            if not entry.place:
+                listed = _listed(key, entry.size_bytes, objects, examination)
+            else:
+                if key not in packs:
+                    packs[key] = _listed_pack(key, objects, examination)
+                listed = packs[key]
+            if listed is None:
+                continue
+            if entry.place and entry.place.offset_bytes + entry.size_bytes > listed.size_bytes:
+                examination.add(key, f"has {listed.size_bytes} bytes, and {entry.path} does not lie in these")
+                continue
+            found = StoredFile(entry=entry, key=listed.key, version=listed.version, object_bytes=listed.size_bytes)
+            link = examination.links.get(entry.path)
+            known = link or examination.files.setdefault(entry.path, found).entry
+        if not known.has_bytes_of(entry):
             examination.add(file_key(info, entry.path), "has different bytes on two ranks")
 
 
@@ -352,14 +356,28 @@ def _listed(
     return listed
 
 
-def _examine_paths(examination: Examination) -> None:
-    """Add a problem for each file that lies below another file: a bucket allows that, a disk does not."""
-    for path, file in examination.files.items():
-        folder = path
-        while "/" in folder:
-            folder = folder.rpartition("/")[0]
-            if folder in examination.files:
-                examination.add(file.key, f"lies below the file {folder}")
+def _listed_pack(key: str, objects: dict[str, ObjectInfo], examination: Examination) -> ObjectInfo | None:
+    """Return the listed pack of another save, whose size no manifest here says; otherwise add a problem."""
+    listed = objects.get(key)
+    if listed is None:
+        examination.add(key, "is missing")
+        return None
+    if listed.size_bytes > LARGEST_PACK_BYTES:
+        examination.add(key, f"has {listed.size_bytes} bytes, more than the {LARGEST_PACK_BYTES} of a pack")
+        return None
+    return listed
+
+
+def _examine_paths(marker: CommitMarker, examination: Examination) -> None:
+    """Add a problem for what lies below a file or a link: a bucket allows that, a disk does not."""
+    for paths in (examination.files, examination.links):
+        for path in paths:
+            folder = path
+            while "/" in folder:
+                folder = folder.rpartition("/")[0]
+                if folder in examination.files or folder in examination.links:
+                    what = "link" if folder in examination.links else "file"
+                    examination.add(file_key(marker.info, path), f"lies below the {what} {folder}")
 
 
 def _examine_totals(committed: CommittedSave, marker: CommitMarker, examination: Examination) -> None:
@@ -371,8 +389,3 @@ def _examine_totals(committed: CommittedSave, marker: CommitMarker, examination:
             f"the rank manifests {file_count} and {size_bytes}"
         )
         examination.add(committed.key, what)
-
-
-def _what(key: str, error: MooringError) -> str:
-    """Return what is wrong with an object, by the error of reading it."""
-    return "is missing" if error.kind is ErrorKind.NOT_FOUND else str(error).removeprefix(f"{key} ")

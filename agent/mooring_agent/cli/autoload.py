@@ -12,6 +12,9 @@ from pathlib import Path
 from mooring_agent.adapters.volume.errors import folder_error
 
 _FOLDER = Path("autoload", "path")
+# As `mooring.autoload.own_copies` calls it. A folder of its own: the trainer's own packages come first.
+_VENDOR = "vendor"
+_CODE_ALONE = shutil.ignore_patterns("__pycache__", "*.pyi", "*.pxd", "*.pyx")
 
 
 def with_autoload(environment: Mapping[str, str]) -> dict[str, str]:
@@ -23,19 +26,18 @@ def with_autoload(environment: Mapping[str, str]) -> dict[str, str]:
 
 
 def copy_autoload(to: Path) -> None:
-    """Make `to` a folder for PYTHONPATH with everything that another interpreter needs, except grpcio and protobuf.
+    """Make `to` a folder for PYTHONPATH with everything that another interpreter needs.
 
-    Compiled files are not copied: they are for this version of Python. Raises MooringError.
+    grpcio and protobuf go where only a client that finds no others looks for them. gRPC's extension module is for this
+    version of Python alone; protobuf's is not copied, as it can do without. Raises MooringError.
     """
+    vendor = to / _VENDOR
     try:
         for name in ("mooring", "mooring_api"):
-            shutil.copytree(
-                _package(name),
-                to / name,
-                dirs_exist_ok=True,
-                ignore=shutil.ignore_patterns("__pycache__"),
-                copy_function=shutil.copyfile,
-            )
+            _copy(_package(name), to / name)
+        _copy(_package("grpc"), vendor / "grpc")
+        _copy(_package("google.protobuf"), vendor / "google" / "protobuf")
+        shutil.copyfile(_origin("typing_extensions"), vendor / "typing_extensions.py")
         for file in (to / "mooring" / _FOLDER).iterdir():
             shutil.copyfile(file, to / file.name)
     except shutil.Error as error:
@@ -44,9 +46,17 @@ def copy_autoload(to: Path) -> None:
         raise folder_error(error, f"cannot copy autoload to {to}") from error
 
 
+def _copy(package: Path, to: Path) -> None:
+    shutil.copytree(package, to, dirs_exist_ok=True, ignore=_CODE_ALONE, copy_function=shutil.copyfile)
+
+
 def _package(name: str) -> Path:
     """Return a package's folder without importing it: the agent never imports the client."""
+    return _origin(name).parent
+
+
+def _origin(name: str) -> Path:
     found = find_spec(name)
     assert found is not None, "the agent's distribution requires it"
-    assert found.submodule_search_locations
-    return Path(found.submodule_search_locations[0])
+    assert found.origin
+    return Path(found.origin)

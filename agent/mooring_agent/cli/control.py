@@ -81,7 +81,9 @@ def _values(message: Message) -> dict[str, Any]:
 def _value(field: Any, value: Any) -> Any:
     if field.message_type is not None:
         return [_values(one) for one in value] if field.is_repeated else _values(value)
-    return _word(field.enum_type.values_by_number[value].name) if field.enum_type is not None else value
+    if field.enum_type is not None:
+        return _word(field.enum_type.values_by_number[value].name)
+    return list(value) if field.is_repeated else value
 
 
 def _word(name: str) -> str:
@@ -96,6 +98,8 @@ def _picture(update: agent_pb2.Status) -> Iterator[str]:
         newest = update.newest_committed
         old = age(update.recovery_point_age_seconds)
         yield f"recovery point: step {newest.step} ({printable(newest.name)}), {old} old"
+    elif update.HasField("newest_snapshot"):
+        yield f"recovery point: a snapshot of the output directory, {age(update.recovery_point_age_seconds)} old"
     else:
         yield click.style("recovery point: none yet; a crash now would lose all work", fg="yellow")
     rate = (
@@ -110,6 +114,8 @@ def _picture(update: agent_pb2.Status) -> Iterator[str]:
         yield click.style(f"terminating: {left}", fg="red", bold=True)
     if update.storage_error:
         yield click.style(f"storage: {printable(update.storage_error)}", fg="red")
+    for line in update.not_stored:
+        yield click.style(f"not stored: {printable(line)}", fg="yellow")
     if update.checkpoints:
         rows = [("step", "checkpoint", "kind", "phase", "size", "durable", ""), *map(_row, update.checkpoints)]
         yield from table(rows, right=(0, 4, 5), folded={6: _REASON_WIDTH, 1: _NAME_WIDTH})
@@ -118,7 +124,7 @@ def _picture(update: agent_pb2.Status) -> Iterator[str]:
 def _row(checkpoint: agent_pb2.Checkpoint) -> tuple[str, ...]:
     durable = 100 * checkpoint.durable_bytes // checkpoint.size_bytes if checkpoint.size_bytes else 100
     return (
-        str(checkpoint.step),
+        "" if checkpoint.kind == agent_pb2.KIND_SNAPSHOT else str(checkpoint.step),
         checkpoint.name,
         _word(agent_pb2.Kind.Name(checkpoint.kind)),
         _word(agent_pb2.Phase.Name(checkpoint.phase)),

@@ -4,7 +4,7 @@ import asyncio
 import json
 import time
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from datetime import UTC, datetime
 from functools import partial
 from typing import Any, Final
@@ -13,8 +13,9 @@ import click
 
 from mooring_agent.catalog import pruning
 from mooring_agent.catalog.deep_check import check
-from mooring_agent.catalog.object_reads import for_each
-from mooring_agent.catalog.reading import DAMAGE, Problem, has_marker, list_committed, read_marker
+from mooring_agent.catalog.markers import has_marker, list_committed, list_snapshots, read_marker, saved_at
+from mooring_agent.catalog.object_reads import DAMAGE, for_each
+from mooring_agent.catalog.reading import Problem
 from mooring_agent.cli.formatting import amount, errors_reported, progress_line, table
 from mooring_agent.cli.store_options import destination_options
 from mooring_agent.cli.store_work import as_json_option, opened, print_json, run_work
@@ -22,6 +23,7 @@ from mooring_agent.core.errors import ErrorKind, StoreError, printable
 from mooring_agent.core.model import CommitMarker
 from mooring_agent.core.policies.restore_choice import CommittedSave
 from mooring_agent.core.settings.values import Settings, StoreSettings, TransferSettings
+from mooring_agent.ports import StoreReader
 
 _MARKERS_AT_ONCE: Final = 8
 _NAME_WIDTH: Final = len("checkpoint-123456")
@@ -34,17 +36,21 @@ _REASON_WIDTH: Final = 30
 @destination_options()
 @as_json_option
 def ls(settings: Settings, as_json: bool) -> None:
-    """List the committed checkpoints at DEST, newest first."""
-    rows = run_work(settings, _ls(settings.store))
+    """List the committed checkpoints at DEST, newest first.
+
+    Then the snapshots of output directories, node by node.
+    """
+    checkpoints, snapshots = run_work(settings, _ls(settings.store))
+    rows = [*checkpoints, *snapshots]
     if as_json:
-        print_json({"destination": settings.store.destination, "checkpoints": rows})
+        print_json({"destination": settings.store.destination, "checkpoints": checkpoints, "snapshots": snapshots})
     else:
         cells = [("STEP", "NAME", "KIND", "RANKS", "SIZE", "SAVED (UTC)", "SAVE")]
         cells += [
             (
-                str(row["step"]),
-                row.get("name", ""),
-                row.get("kind", ""),
+                str(row.get("step", "")),
+                row.get("name") or row.get("series", ""),
+                "snapshot" if "series" in row else row.get("kind", ""),
                 str(row.get("world_size", "")),
                 amount(row["size_bytes"]) if "size_bytes" in row else "",
                 _moment(row["saved_at"]) if "saved_at" in row else "damaged",
@@ -56,41 +62,48 @@ def ls(settings: Settings, as_json: bool) -> None:
         click.echo("\n".join(lines) if rows else "no committed checkpoint")
         for row in rows:
             if row["problem"]:
-                click.echo(f"step {row['step']}: {printable(row['problem'])}")
+                what = f"snapshot {row['number']} of {row['series']}" if "series" in row else f"step {row['step']}"
+                click.echo(f"{what}: {printable(row['problem'])}")
     _exit_with_problem(any(row["problem"] for row in rows))
 
 
 @click.command()
 @destination_options()
 @click.option("--step", type=click.IntRange(min=0), help="Verify this step instead of the newest.")
-@click.option("--all", "everything", is_flag=True, help="Verify every committed checkpoint.")
+@click.option("--all", "everything", is_flag=True, help="Verify every committed checkpoint and snapshot.")
 @as_json_option
 def verify(settings: Settings, step: int | None, everything: bool, as_json: bool) -> None:
     """Read back checkpoints at DEST and name what is damaged.
 
     Compares every byte with the checksum of what was written. A checkpoint that is deleted meanwhile is not damaged.
+    Without an option these are the newest checkpoint and the newest snapshot of each node.
     """
     if everything and step is not None:
         raise click.UsageError("give --step or --all, not both")
     found = run_work(settings, _verify(settings.store, step, everything))
     if as_json:
-        checkpoints = [
+        rows = [
             {
-                "step": committed.step,
-                "save": committed.save,
+                **_identity(committed),
                 "deleted": problems is None,
                 "problems": [{"object": problem.key, "problem": problem.what} for problem in problems or ()],
             }
             for committed, problems in found
         ]
-        print_json({"destination": settings.store.destination, "checkpoints": checkpoints})
+        print_json(
+            {
+                "destination": settings.store.destination,
+                "checkpoints": [row for row in rows if "step" in row],
+                "snapshots": [row for row in rows if "series" in row],
+            }
+        )
     else:
         for committed, problems in found:
             if problems is None:
                 verdict = "deleted since it was listed"
             else:
                 verdict = f"{len(problems)} problems" if problems else "every byte is as it was written"
-            click.echo(f"step {committed.step} (save {committed.save}): {verdict}")
+            click.echo(f"{_title(committed)} (save {committed.save}): {verdict}")
             for problem in problems or ():
                 click.echo(f"  {printable(str(problem))}")
     _exit_with_problem(any(problems for _, problems in found))
@@ -106,7 +119,7 @@ def prune(settings: Settings, dry_run: bool, yes: bool, as_json: bool) -> None:
 
     Also deletes saves that never committed. A committed checkpoint is deleted only if --keep-last newer ones are
     complete; the newest and the one committed last always stay. A checkpoint does not count as newer if restore found
-    it damaged, or if it was committed before one of a lower step.
+    it damaged, or if it was committed before one of a lower step. The snapshots of each node are judged by themselves.
     """
     if dry_run == yes:
         raise click.UsageError("add --dry-run to see what would be deleted, or --yes to delete it")
@@ -149,33 +162,37 @@ def prune(settings: Settings, dry_run: bool, yes: bool, as_json: bool) -> None:
     _exit_with_problem(bool(plan.refused))
 
 
-async def _ls(settings: StoreSettings) -> list[dict[str, Any]]:
+async def _ls(settings: StoreSettings) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """Return the rows of the announced checkpoints and those of the snapshots."""
     async with opened(settings) as store:
         committed = await list_committed(store)
+        snapshots = [one for series in (await list_snapshots(store)).values() for one in series]
         answers: dict[str, CommitMarker | str] = {}
 
         async def read(one: CommittedSave) -> None:
             try:
-                answers[one.save] = await read_marker(store, one)
+                answers[one.key] = await read_marker(store, one)
             except StoreError as error:
                 if error.kind not in (*DAMAGE, ErrorKind.FORMAT_UNKNOWN):
                     raise
                 if await has_marker(store, one):
-                    answers[one.save] = str(error)
+                    answers[one.key] = str(error)
 
-        await for_each(committed, read, at_once=_MARKERS_AT_ONCE)
-        return [_row(one, answers[one.save]) for one in committed if one.save in answers]
+        await for_each((*committed, *snapshots), read, at_once=_MARKERS_AT_ONCE)
+        checkpoints, snapshot_rows = (
+            [_row(one, answers[one.key]) for one in listed if one.key in answers] for listed in (committed, snapshots)
+        )
+        return checkpoints, snapshot_rows
 
 
 def _row(committed: CommittedSave, answer: CommitMarker | str) -> dict[str, Any]:
-    row: dict[str, Any] = {"step": committed.step, "save": committed.save}
+    row = _identity(committed)
     if isinstance(answer, str):
         return {**row, "problem": answer}
+    if not committed.series:
+        row |= {"name": answer.info.name, "kind": answer.info.kind.value, "world_size": answer.info.world_size}
     return {
         **row,
-        "name": answer.info.name,
-        "kind": answer.info.kind.value,
-        "world_size": answer.info.world_size,
         "file_count": answer.file_count,
         "size_bytes": answer.size_bytes,
         "saved_at": answer.saved_at,
@@ -183,21 +200,32 @@ def _row(committed: CommittedSave, answer: CommitMarker | str) -> dict[str, Any]
     }
 
 
+def _identity(committed: CommittedSave) -> dict[str, Any]:
+    """Return what says in JSON which checkpoint or snapshot it is."""
+    if committed.series:
+        return {"series": committed.series, "number": committed.step, "save": committed.save}
+    return {"step": committed.step, "save": committed.save}
+
+
+def _title(committed: CommittedSave) -> str:
+    if committed.series:
+        return f"snapshot {committed.series} {_moment(committed.saved_at or committed.modified_at)}"
+    return f"step {committed.step}"
+
+
 async def _verify(
     settings: StoreSettings, step: int | None, everything: bool
 ) -> list[tuple[CommittedSave, Sequence[Problem] | None]]:
     """Return each checkpoint with its problems; None if it was deleted meanwhile."""
     async with opened(settings) as store:
-        committed = await list_committed(store)
-        if step is not None:
-            committed = tuple(one for one in committed if one.step == step)
-        if not committed:
+        chosen = await _chosen(store, step, everything)
+        if not chosen:
             what = "no committed checkpoint" if step is None else f"no committed checkpoint of step {step}"
             raise StoreError(
                 ErrorKind.NO_CHECKPOINT, f"{settings.destination} has {what}", hint="`mooring ls` lists the checkpoints"
             )
         found: list[tuple[CommittedSave, Sequence[Problem] | None]] = []
-        for one in committed if everything or step is not None else committed[:1]:
+        for one in chosen:
             problems: Sequence[Problem]
             try:
                 with progress_line() as advance:
@@ -205,7 +233,7 @@ async def _verify(
                         store,
                         one,
                         concurrency=TransferSettings().max_concurrency,
-                        on_progress=partial(advance, f"step {one.step}"),
+                        on_progress=partial(advance, _title(one)),
                     )
             except StoreError as error:
                 if error.kind is not ErrorKind.FORMAT_UNKNOWN:
@@ -216,6 +244,19 @@ async def _verify(
             deleted = bool(problems) and not await has_marker(store, one)
             found.append((one, None if deleted else problems))
         return found
+
+
+async def _chosen(store: StoreReader, step: int | None, everything: bool) -> list[CommittedSave]:
+    """Return what to verify: a step, or the newest or all of the checkpoints and of each node's snapshots."""
+    committed = await list_committed(store)
+    if step is not None:
+        return [one for one in committed if one.step == step]
+    groups = [committed, *(await list_snapshots(store)).values()]
+    return [
+        replace(one, saved_at=await saved_at(store, one)) if one.series else one
+        for group in groups
+        for one in (group if everything else group[:1])
+    ]
 
 
 async def _prune(settings: Settings, dry_run: bool) -> pruning.PruneReport:

@@ -2,21 +2,25 @@
 
 import asyncio
 from dataclasses import asdict
+from datetime import UTC, datetime
 from pathlib import Path
 
 import click
 
 from mooring_agent.adapters.volume import identity
 from mooring_agent.adapters.volume.shared_folders import make_shared_folders
-from mooring_agent.catalog.reading import list_committed
+from mooring_agent.catalog.markers import list_committed
 from mooring_agent.cli.autoload import copy_autoload
 from mooring_agent.cli.formatting import amount, errors_reported, progress_line
 from mooring_agent.cli.store_options import destination_options
 from mooring_agent.cli.store_work import as_json_option, opened, print_json, run_work
-from mooring_agent.core.errors import ErrorKind, StoreError
+from mooring_agent.core.errors import ErrorKind, StoreError, printable
+from mooring_agent.core.limits import UNIX_SECONDS
+from mooring_agent.core.mirror.base import series_of
 from mooring_agent.core.settings.values import Settings
 from mooring_agent.ports import StoreWriter
 from mooring_agent.restore import init_step
+from mooring_agent.restore.snapshots import RestoredSnapshot, RestoredSnapshots, restore_snapshots
 
 
 @click.command()
@@ -24,6 +28,7 @@ from mooring_agent.restore import init_step
     "volume",
     "checkpoint_directory",
     "state_directory",
+    "watch",
     "transfer.max_concurrency",
     "disk.size_limit_bytes",
     "attempt",
@@ -39,26 +44,68 @@ from mooring_agent.restore import init_step
 def restore(settings: Settings, autoload_to: Path | None, as_json: bool) -> None:
     """Fetch the newest checkpoint at DEST that is intact.
 
-    Skips damaged checkpoints and says so. It is no error if DEST has no checkpoint: the run then starts from step 0.
+    Then, for programs that do not announce checkpoints, the files of the newest snapshots go back to the directories
+    of --watch, unless these have files of this run. Skips what is damaged and says so. It is no error if DEST has
+    nothing: the run then starts from step 0.
     """
     if autoload_to:
         with errors_reported():
             copy_autoload(autoload_to)
-    restored = run_work(settings, _restore(settings))
+    restored, snapshots = run_work(settings, _restore(settings))
     if as_json:
         value = {**asdict(restored), "path": str(restored.path)} if restored else None
-        print_json({"destination": settings.store.destination, "restored": value})
+        destination = settings.store.destination
+        print_json({"destination": destination, "restored": value, "snapshot": _as_json(snapshots)})
         return
-    if restored is None:
+    if restored is None and snapshots is None:
         click.echo(f"nothing to restore from {settings.store.destination}: the run starts from step 0")
-        return
-    for reason in restored.skipped:
-        click.echo(f"warning: skipped: {reason}", err=True)
-    how = "restored to" if restored.downloaded else "is already here:"
-    click.echo(f"{restored.name} (step {restored.step}, {amount(restored.size_bytes)}) {how} {restored.path}")
+    if restored is not None:
+        for reason in restored.skipped:
+            click.echo(f"warning: skipped: {printable(reason)}", err=True)
+        how = "restored to" if restored.downloaded else "is already here:"
+        click.echo(f"{restored.name} (step {restored.step}, {amount(restored.size_bytes)}) {how} {restored.path}")
+    if snapshots is not None:
+        _show_snapshots(snapshots, series_of(settings.node_rank))
 
 
-async def _restore(settings: Settings) -> init_step.Restored | None:
+def _show_snapshots(snapshots: RestoredSnapshots, own: str) -> None:
+    for reason in snapshots.skipped:
+        click.echo(f"warning: skipped: {printable(reason)}", err=True)
+    for warning in snapshots.warnings:
+        click.echo(f"warning: {printable(warning)}", err=True)
+    for one in snapshots.snapshots:
+        if one.files:
+            count = "1 file" if one.files == 1 else f"{one.files:,} files"
+            places = printable(" and ".join(map(str, one.directories)))
+            what = _title(one, own)
+            if one.put_in_place:
+                click.echo(f"{what} ({count}, {amount(one.size_bytes)}) restored to {places}")
+            else:
+                click.echo(f"{count} of {what} ({amount(one.size_bytes)}) restored to {places}")
+    for directory in snapshots.left:
+        click.echo(f"{printable(str(directory))} is left alone: it has this run's newer files")
+
+
+def _title(snapshot: RestoredSnapshot, own: str) -> str:
+    """Name a snapshot by the time that its number says, and by its node if that is another one."""
+    whose = "" if snapshot.series == own else f"{snapshot.series} of "
+    if snapshot.number > UNIX_SECONDS:
+        return f"snapshot of {whose}{snapshot.number}"
+    return f"snapshot of {whose}{datetime.fromtimestamp(snapshot.number, UTC):%Y-%m-%d %H:%M} UTC"
+
+
+def _as_json(snapshots: RestoredSnapshots | None) -> dict[str, object] | None:
+    if snapshots is None:
+        return None
+    return {
+        "snapshots": [{**asdict(one), "directories": list(map(str, one.directories))} for one in snapshots.snapshots],
+        "left": list(map(str, snapshots.left)),
+        "warnings": snapshots.warnings,
+        "skipped": snapshots.skipped,
+    }
+
+
+async def _restore(settings: Settings) -> tuple[init_step.Restored | None, RestoredSnapshots | None]:
     volume, directory = Path(settings.volume), Path(settings.checkpoint_directory)
     async with opened(settings.store) as store:
         # The volume must not be bound to a destination that does not answer: it may be mistyped.
@@ -66,7 +113,7 @@ async def _restore(settings: Settings) -> init_step.Restored | None:
         await asyncio.to_thread(make_shared_folders, volume, directory)
         await asyncio.to_thread(identity.claim, volume, settings.store.destination)
         with progress_line() as advance:
-            return await init_step.restore(
+            restored = await init_step.restore(
                 store,
                 checkpoint_directory=directory,
                 volume=volume,
@@ -77,6 +124,17 @@ async def _restore(settings: Settings) -> init_step.Restored | None:
                 size_limit_bytes=settings.disk.size_limit_bytes,
                 on_progress=advance,
             )
+            snapshots = await restore_snapshots(
+                store,
+                volume=volume,
+                directories=settings.watch,
+                state_directory=Path(settings.state_directory),
+                node_rank=settings.node_rank,
+                concurrency=settings.transfer.max_concurrency,
+                size_limit_bytes=settings.disk.size_limit_bytes,
+                on_progress=advance,
+            )
+    return restored, snapshots
 
 
 async def _find(store: StoreWriter, destination: str, volume: Path) -> None:

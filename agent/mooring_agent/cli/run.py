@@ -34,9 +34,9 @@ _DEFAULTS = {
 def run(wants_restore: bool, wants_autoload: bool, command: tuple[str, ...], **options: Any) -> None:
     """Run a program with an agent beside it.
 
-    Restores the newest checkpoint, runs the program, and drains when it has ended. On a termination notice the program
-    saves just in time. Exits with the program's code, or with 75 if the program succeeded or was told to stop, and its
-    newest checkpoint is not durable.
+    Restores the newest checkpoint, runs the program, and drains when it has ended. MOORING_RESUME tells the program
+    where a restored checkpoint lies. On a termination notice the program saves just in time. Exits with the program's
+    code, or with 75 if the program succeeded or was told to stop, and its newest checkpoint is not durable.
     """
     with errors_reported():
         settings = settings_from(options, defaults=_DEFAULTS)
@@ -46,10 +46,13 @@ def run(wants_restore: bool, wants_autoload: bool, command: tuple[str, ...], **o
         configure_logs(settings.log_format)
         _make_directory(Path(settings.checkpoint_directory))
 
-        def notify(grace_seconds: float, source: str, trainers_gone: bool) -> None:
+        def notify(grace_seconds: float, source: str, trainers_gone: bool, trainers_failed_at: float) -> None:
             with agent_stub(settings.socket) as stub:
                 request = agent_pb2.NotifyTerminationRequest(
-                    grace_seconds=grace_seconds, source=source, trainers_gone=trainers_gone
+                    grace_seconds=grace_seconds,
+                    source=source,
+                    trainers_gone=trainers_gone,
+                    trainers_failed_at=trainers_failed_at,
                 )
                 stub.NotifyTermination(request, timeout=CALL_TIMEOUT_SECONDS)
 
@@ -60,6 +63,8 @@ def run(wants_restore: bool, wants_autoload: bool, command: tuple[str, ...], **o
             **os.environ,
             **environment_of(settings),
         }
+        # That of a run around this one.
+        environment.pop(names.ENV_RESUME, None)
         if wants_autoload:
             environment = with_autoload(environment)
 

@@ -12,7 +12,7 @@ import click
 
 from mooring_agent.cli.formatting import errors_reported
 from mooring_agent.config import load_settings, load_some_settings
-from mooring_agent.core.settings.table import SettingField, setting_fields, text_of_tags
+from mooring_agent.core.settings.table import SettingField, setting_fields, text_of
 from mooring_agent.core.settings.values import Settings
 from mooring_api.names import (
     AGENT_STATE_DIRECTORY,
@@ -49,7 +49,7 @@ def environment_of(settings: Settings) -> dict[str, str]:
     for setting in setting_fields():
         holder = getattr(settings, setting.section) if setting.section else settings
         value = getattr(holder, setting.name)
-        environment[setting.environment] = text_of_tags(value) if isinstance(value, tuple) else str(value)
+        environment[setting.environment] = text_of(setting, value)
     return environment
 
 
@@ -63,6 +63,9 @@ def setting_option(setting: SettingField, default: str | None = None) -> Callabl
     default = default or setting.default
     shown = "" if default in (None, "", ()) else f"  [default: {default}]"
     kind: dict[str, Any] = {"type": bool} if setting.value_type is bool else {"metavar": "TEXT"}
+    if setting.value_type == tuple[str, ...]:
+        # click gives an empty tuple if the option is not given.
+        kind = {"metavar": "DIR", "multiple": True, "callback": lambda context, option, given: given or None}
     return click.option(
         *names, setting.name, default=None, help=f"{setting.help}{shown}  [env: {setting.environment}]", **kind
     )

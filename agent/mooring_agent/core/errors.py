@@ -33,6 +33,8 @@ class ErrorKind(StrEnum):
     MEMORY_SHORT = "memory-short"
     # The checkpoint may be intact, but a newer version of Mooring wrote it.
     FORMAT_UNKNOWN = "format-unknown"
+    # The snapshot that another one shares objects with was pruned.
+    BASE_PRUNED = "base-pruned"
     # The local volume.
     FILE_CHANGED = "file-changed"
     FILE_MISSING = "file-missing"

@@ -85,6 +85,7 @@ REQUEST_NUMBERS: Final[Mapping[str, int]] = {
     "step": STEP,
     "size_bytes": SAVE_BYTES,
     "grace_seconds": SECONDS,
+    "trainers_failed_at": UNIX_SECONDS,
     "interval_ms": 3_600_000,
 }
 """The largest value of each number in the API's requests, by the field's name. The smallest is 0."""
@@ -102,7 +103,6 @@ REQUEST_TEXTS: Final[Mapping[str, int]] = {
 """The longest text of each field, by the field's name. Texts that become part of an object key have further rules."""
 
 SETTING_NUMBERS: Final[Mapping[str, int]] = {
-    "world_size": WORLD_SIZE,
     "node_rank": WORLD_SIZE - 1,
     "max_concurrency": 1_024,
     "max_connections": 1_024,

@@ -32,13 +32,26 @@ class Phase(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SaveInfo:
-    """One save of one checkpoint, as all its ranks know it. `save` alone identifies it; no key is ever shared."""
+    """One save of one checkpoint, as all its ranks know it. `save` alone identifies it; no key is ever shared.
+
+    For a snapshot, `name` is its series, such as `node-0`, and `step` its number in the series.
+    """
 
     save: str
     name: str
     step: Step
     kind: Kind
     world_size: WorldSize
+
+    @property
+    def is_snapshot(self) -> bool:
+        return self.kind is Kind.SNAPSHOT
+
+    def __str__(self) -> str:
+        """Describe the save in one phrase, for people."""
+        if self.is_snapshot:
+            return f"snapshot {self.step} of {self.name}"
+        return f"{self.name} (step {self.step}, {self.kind})"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,6 +82,26 @@ class StagedFile:
     @property
     def size_bytes(self) -> int:
         return self.fingerprint.size_bytes
+
+
+class PinMethod(StrEnum):
+    """How a file of an output directory is pinned.
+
+    `COPY` where its program writes into the same inode again, `COPY_AS_IS` where it may be writing at this moment.
+    """
+
+    LINK = "link"
+    COPY = "copy"
+    COPY_AS_IS = "copy-as-is"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SourceFile:
+    """A file of an output directory that a snapshot sends. `path` begins with the name of the directory."""
+
+    path: str
+    fingerprint: Fingerprint
+    method: PinMethod
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -118,10 +151,31 @@ class PackPlace:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class SnapshotId:
+    """A snapshot: its series, its number there (a later one has a higher number), and its save."""
+
+    series: str
+    number: Step
+    save: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Owner:
+    """The save that stored a file's bytes, where that is another one. `path` is the file's path in that save."""
+
+    name: str
+    save: str
+    rank: int
+    path: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class FileEntry:
     """A file in a rank manifest: `checksums[i]` covers bytes [i, i + 1) x `part_size_bytes`; the last part is shorter.
 
-    An empty file has no checksums. Without a `place` the file is an object of its own.
+    An empty file has no checksums. Without a `place` the file is an object of its own. The other fields are only set in
+    snapshots: `owner` if an earlier snapshot stored the bytes, `modified_ns` the mtime, `link` the target of a symbolic
+    link, relative to the folder that holds it; a link has no bytes.
     """
 
     path: str
@@ -129,14 +183,22 @@ class FileEntry:
     part_size_bytes: int
     checksums: Sequence[int] = field(hash=False)
     place: PackPlace | None = None
+    owner: Owner | None = None
+    modified_ns: int | None = None
+    link: str = ""
 
     def __post_init__(self) -> None:
         # Eight bytes for each instead of fifty: a save may have millions.
         object.__setattr__(self, "checksums", array("Q", self.checksums))
 
+    @property
+    def is_own(self) -> bool:
+        """Whether its bytes are stored with the save whose manifest this is."""
+        return self.owner is None and not self.link
+
     def has_bytes_of(self, other: "FileEntry") -> bool:
         """Whether both have the same path and bytes, wherever these are stored and in whatever parts they were sent."""
-        if (self.path, self.size_bytes) != (other.path, other.size_bytes):
+        if (self.path, self.size_bytes, self.link) != (other.path, other.size_bytes, other.link):
             return False
         if self.part_size_bytes == other.part_size_bytes or len(self.checksums) == len(other.checksums) == 1:
             return self.checksums == other.checksums
@@ -158,6 +220,19 @@ class FileEntry:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class SnapshotContent:
+    """What a snapshot consists of: `files` to send, and `kept`, of which nothing is sent.
+
+    Kept are files that are stored already, with their owners, and symbolic links. `base` is the committed snapshot that
+    names these files too; None if there is none.
+    """
+
+    base: SnapshotId | None
+    kept: tuple[FileEntry, ...]
+    files: tuple[SourceFile, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class RankManifest:
     """What one rank contributed to a save. `saved_at` is when it was announced, unix seconds.
 
@@ -175,6 +250,11 @@ class RankManifest:
     @property
     def size_bytes(self) -> int:
         return sum(file.size_bytes for file in self.files)
+
+    @property
+    def own_files(self) -> tuple[FileEntry, ...]:
+        """The files whose bytes are stored with this save."""
+        return tuple(file for file in self.files if file.is_own)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,4 +1,4 @@
-"""Restores the newest checkpoint that can be restored from the destination to the volume, before training starts.
+"""Restores the newest checkpoint and the newest snapshots from the destination, before training starts.
 
 Knows nothing of how the store is reached. Pass a `RetryingStore`.
 """

@@ -1,30 +1,28 @@
 """`mooring restore`: runs before the trainer does.
 
-Invariants: nothing appears under a checkpoint's name before every byte of it is verified and on disk; damage to one
-checkpoint is reported, noted for prune, and leads to the next older one; trouble with the store or the disk leads to an
-error; "nothing to resume from" is an answer only when the destination was read and has no commit marker, or when the
-pin says so.
+Invariants: nothing appears under a checkpoint's name before every byte of it is verified and on disk; "nothing to
+resume from" is an answer only when the destination was read and has no commit marker, or when the pin says so. What
+becomes of damaged checkpoints is in `candidates`.
 """
 
 import asyncio
-import gc
 from collections.abc import Awaitable, Callable
 from concurrent.futures import Executor, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
-from hashlib import sha256
 from pathlib import Path
-from typing import TypeVar, assert_never
+from typing import TypeVar
 
 import structlog
 
-from mooring_agent.catalog.pruning import clear_damage, note_damage
-from mooring_agent.catalog.reading import DAMAGE, CommittedCheckpoint, has_marker, list_committed, load
-from mooring_agent.core.errors import ErrorKind, StoreError
-from mooring_agent.core.policies.restore_choice import CommittedSave, GiveUp, Pin, StartFresh, Take, choose
+from mooring_agent.catalog.markers import list_committed
+from mooring_agent.catalog.pruning import clear_damage
+from mooring_agent.catalog.reading import CommittedCheckpoint
+from mooring_agent.core.policies.restore_choice import Pin
 from mooring_agent.core.stored.object_layout import check_token
 from mooring_agent.ports import StoreWriter
 from mooring_agent.restore.agreement import agree, read_pin
+from mooring_agent.restore.candidates import Candidates
 from mooring_agent.restore.download import download
 from mooring_agent.restore.local_copy import LocalCopies
 
@@ -81,7 +79,7 @@ async def restore(
 
 
 class _InitStep:
-    """One restore. `_failures` maps the id of each save that was tried to what is wrong with it."""
+    """One restore."""
 
     def __init__(
         self,
@@ -96,7 +94,7 @@ class _InitStep:
         self._fetch = fetch
         self._disk = disk
         self._on_progress = on_progress
-        self._failures: dict[str, str] = {}
+        self._candidates = Candidates(store, partial(list_committed, store))
 
     async def run(self, attempt: str, node_rank: int, pin_timeout_seconds: float) -> Restored | None:
         await self._on_disk(self._local.prepare)
@@ -122,66 +120,12 @@ class _InitStep:
     async def _gather(self, pin: Pin | None) -> tuple[CommittedCheckpoint | None, bool]:
         """Return the checkpoint to resume from, whole and verified on this disk, and whether it was downloaded."""
         committed = await list_committed(self._store)
-        while True:  # ends: every round adds a failure, and `choose` gives up when all have failed
-            choice = choose(committed, pin=pin, failures=self._failures)
-            match choice:
-                case StartFresh():
-                    _log.info("restore.starts_fresh", because=choice.because)
-                    return None, False
-                case GiveUp():
-                    raise StoreError(ErrorKind.CHECKPOINT_CORRUPT, choice.because, hint=choice.hint)
-                case Take(committed=candidate):
-                    _log.info("restore.tries", step=candidate.step, save=candidate.save, because=choice.because)
-                    try:
-                        return await self._gather_one(candidate)
-                    except StoreError as error:
-                        if error.kind not in (*DAMAGE, ErrorKind.MEMORY_SHORT, ErrorKind.FORMAT_UNKNOWN):
-                            raise
-                        damaged, reason = error.kind in DAMAGE, str(error)
-                    # Outside the `except`: the error holds everything that was read of that checkpoint.
-                    if damaged and not await has_marker(self._store, candidate):
-                        # Retention deletes checkpoints that newer ones have replaced. A deleted one still counts as a
-                        # failure: if none is left, somebody is emptying the destination, and that is no fresh start.
-                        damaged, reason = False, f"{candidate.key} was deleted meanwhile"
-                        listed = (*committed, *await list_committed(self._store))
-                        committed = tuple({one.save: one for one in listed}.values())
-                    await self._skip(candidate, reason, damaged=damaged)
-                case _:
-                    assert_never(choice)
+        return await self._candidates.first(committed, self._gather_one, pin=pin) or (None, False)
 
-    async def _skip(self, candidate: CommittedSave, reason: str, *, damaged: bool) -> None:
-        """Skip a candidate, and note damage to it at the destination.
-
-        Too little memory here, or a version of Mooring that is too old, says nothing about the checkpoint.
-        """
-        self._failures[candidate.save] = reason
-        _log.warning("restore.skipped", step=candidate.step, save=candidate.save, reason=reason)
-        # Reference cycles with errors and tasks would keep the checkpoint's values in memory beside the next one's.
-        gc.collect()
-        if damaged:
-            await note_damage(self._store, candidate.save, reason)
-
-    async def _gather_one(self, candidate: CommittedSave) -> tuple[CommittedCheckpoint, bool]:
-        checkpoint = await load(self._store, candidate)
+    async def _gather_one(self, checkpoint: CommittedCheckpoint) -> tuple[CommittedCheckpoint, bool]:
         if await self._on_disk(partial(self._local.holds, checkpoint)):
             # Its bytes at the destination were not read, so a note of damage to them stays.
             return checkpoint, False
-        seen = _seen(checkpoint)
-        try:
-            await self._download(checkpoint)
-        except StoreError as error:
-            if error.kind not in DAMAGE:
-                raise
-            # A copy without the traceback, which holds what was read: there is no memory for that twice.
-            damage = StoreError(error.kind, str(error), hint=error.hint)
-        else:
-            return checkpoint, True
-        del checkpoint
-        gc.collect()
-        # Perhaps the files are right, and the listing or what was read of a small object was wrong: load it again.
-        checkpoint = await load(self._store, candidate)
-        if _seen(checkpoint) == seen:
-            raise damage
         await self._download(checkpoint)
         return checkpoint, True
 
@@ -211,22 +155,11 @@ class _InitStep:
             save=info.save,
             size_bytes=size_bytes,
             downloaded=downloaded,
-            skipped=tuple(self._failures.values()),
+            skipped=tuple(self._candidates.failures.values()),
         )
 
     async def _on_disk(self, work: Callable[[], _Result]) -> _Result:
         return await asyncio.get_running_loop().run_in_executor(self._disk, work)
-
-
-def _seen(checkpoint: CommittedCheckpoint) -> bytes:
-    """Return a digest of everything that was read or listed of a checkpoint.
-
-    The marker has the checksums of all rank manifests.
-    """
-    digest = sha256(repr(checkpoint.marker).encode())
-    for file in checkpoint.files:
-        digest.update(f"{file.key}\n{file.version}\n{file.object_bytes}\n".encode())
-    return digest.digest()
 
 
 def _pin_for(attempt: str, checkpoint: CommittedCheckpoint | None) -> Pin:

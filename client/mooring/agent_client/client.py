@@ -10,9 +10,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, TypeVar
 
+from mooring.autoload import own_copies
 from mooring.autoload.post_import import reason
 from mooring.checkpoints.records import Kind
 from mooring.errors import AgentError, ErrorKind
+from mooring.operating_system import HAS_AGENTS, warn_unprotected
 from mooring.ranks.rank_store import Ranks
 from mooring_api import __version__, names
 
@@ -43,6 +45,9 @@ class Agent:
         """Step of the newest committed checkpoint, as the agent said when this process last registered."""
         self.terminating = False
         """Whether the agent knew of a termination notice when this process registered."""
+        if not HAS_AGENTS:
+            warn_unprotected()
+            return
         if socket is None:
             _log.warning("no agent: checkpoints stay on the local disk; see `mooring run`")
             return
@@ -153,11 +158,12 @@ def _open_channel(socket: Path, ranks: Ranks) -> "Channel | None":
     """Return None where gRPC or protobuf is missing, broken, or older than the generated code needs."""
     try:
         # A broken installation must show here and not in a training step.
-        from mooring.agent_client import channel
+        with own_copies.importable():
+            from mooring.agent_client import channel
     except Exception as error:
         _log.warning(
-            "no agent: gRPC cannot be loaded, checkpoints are saved and not announced: error=%s "
-            "hint=pip install --upgrade mooring grpcio protobuf",
+            "no agent: gRPC cannot be loaded, an agent beside this program looks for its checkpoints every 30 seconds: "
+            "error=%s hint=pip install --upgrade 'grpcio>=1.48.2' 'protobuf>=3.20.3'",
             reason(error),
         )
         return None

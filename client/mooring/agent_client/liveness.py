@@ -5,10 +5,9 @@ volume. The agent's directory watch ignores them. A claim ends with its process,
 
 Owns the lock files' descriptors. Invariant: a descriptor, once open, is never closed and its file never opened again
 in this process, because closing any descriptor of a file drops all POSIX locks the process has on it. Forked workers
-inherit the descriptor but not the lock, and their exit does not drop it.
+inherit the descriptor but not the lock, and their exit does not drop it. Where no agent can run, nothing is locked.
 """
 
-import fcntl
 import json
 import logging
 import os
@@ -17,6 +16,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Final
+
+from mooring.operating_system import HAS_AGENTS
 
 _log: Final = logging.getLogger("mooring")
 _descriptors: Final[dict[Path, int]] = {}
@@ -27,8 +28,12 @@ _saying: Final = threading.Lock()
 def hold_liveness_lock(path: Path) -> bool:
     """Hold the lock for the life of this process; False if another live process has it. Raises OSError."""
     path = path.resolve()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    if not HAS_AGENTS:
+        return True
+    import fcntl  # Windows has none
+
     if path not in _descriptors:
-        path.parent.mkdir(parents=True, exist_ok=True)
         _descriptors[path] = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o660)
     try:
         fcntl.lockf(_descriptors[path], fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -43,6 +48,9 @@ def hold_liveness_lock(path: Path) -> bool:
 @contextmanager
 def claimed(path: Path, checkpoint: str) -> Iterator[None]:
     """While open, list `checkpoint` in the lock file `path` as about to be announced. Another thread may close it."""
+    if not HAS_AGENTS:
+        yield
+        return
     path = path.resolve()
     with _saying:
         _claims.setdefault(path, []).append(checkpoint)

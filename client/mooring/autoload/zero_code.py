@@ -36,13 +36,18 @@ _MODULES = (
         "mooring.workers.worker_processes",
         "the checkpoint writer process is",
     ),
+    ("torch.multiprocessing.spawn", "mooring.ranks.spawned", "the parent of torch.multiprocessing's ranks is"),
 )
 _PACKAGES = ("mooring", "mooring_api")
+packages_folder = ""
+"""Holds `mooring`, for interpreters that do not have it themselves; empty until `begin`."""
 
 
-def begin(packages_folder: str) -> None:
-    """Wait for the frameworks. `packages_folder` holds `mooring`, for interpreters that do not have it themselves."""
-    sys.meta_path.append(_Packages(packages_folder))
+def begin(folder: str) -> None:
+    """Wait for the frameworks. `folder` becomes `packages_folder`."""
+    global packages_folder
+    packages_folder = folder
+    sys.meta_path.append(_Packages(folder))
     if not _serves_multiprocessing():
         for (module, cls), integration in TRAINERS.items():
             what = f"{module.partition('.')[0]}.{cls} is"

@@ -4,10 +4,13 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
+from mooring.operating_system import DIRECTORY_FLAG, SYNC_MODE
+
 
 def sync_directory(directory: Path) -> None:
-    """Make what was created, renamed or removed in a directory survive. Raises OSError."""
-    _sync(directory, os.O_DIRECTORY)
+    """Make what was created, renamed or removed in a directory survive, where that can be done. Raises OSError."""
+    if DIRECTORY_FLAG is not None:
+        _sync(directory, os.O_RDONLY | DIRECTORY_FLAG)
 
 
 def sync_tree(root: Path) -> Iterator[tuple[str, int]]:
@@ -27,8 +30,8 @@ def sync_tree(root: Path) -> Iterator[tuple[str, int]]:
         sync_directory(Path(parent))
 
 
-def _sync(path: Path, flags: int = 0) -> int:
-    descriptor = os.open(path, os.O_RDONLY | flags)
+def _sync(path: Path, flags: int = SYNC_MODE) -> int:
+    descriptor = os.open(path, flags)
     try:
         os.fsync(descriptor)
         return os.fstat(descriptor).st_size

@@ -29,13 +29,13 @@ from mooring.checkpoints.records import (
     remove_record,
     write_record,
 )
+from mooring_api import names
 
 _log: Final = logging.getLogger("mooring")
-SAVING: Final = ".saving-"
-"""Prefix of a directory that is being saved into."""
-_REPLACED: Final = ".replaced-"
-_REMOVING: Final = ".removing-"
-_REPLACED_NAME: Final = re.compile(r"\.replaced-(?P<name>checkpoint-\d+)-(?P<save>.+)")
+SAVING: Final = names.SAVING_PREFIX
+_REPLACED: Final = names.REPLACED_PREFIX
+_REMOVING: Final = names.REMOVING_PREFIX
+_REPLACED_NAME: Final = re.compile(re.escape(_REPLACED) + r"(?P<name>checkpoint-\d+)-(?P<save>.+)")
 
 
 class LocalCheckpoints:

@@ -6,10 +6,10 @@ until `close`, else until the process ends.
 """
 
 import atexit
+import contextlib
 import functools
 import logging
 import os
-import select
 import signal
 import socket
 import threading
@@ -17,11 +17,13 @@ import weakref
 from types import FrameType
 from typing import Any, Final
 
+from mooring.operating_system import HAS_AGENTS
+
 _log: Final = logging.getLogger("mooring")
 
 
 class Sigterm:
-    """Handles SIGTERM and records that it was received. One other thread may `wait` for it."""
+    """Handles SIGTERM, on Linux alone, and records that it was received. One other thread may `wait` for it."""
 
     def __init__(self) -> None:
         self.received = False
@@ -31,6 +33,8 @@ class Sigterm:
         self._installed = False
         self._wake_reader: socket.socket | None = None
         self._wake_writer: socket.socket | None = None
+        if not HAS_AGENTS:
+            return
         if threading.current_thread() is not threading.main_thread():
             _log.warning("SIGTERM is not handled: the Checkpointer was not made in the main thread")
             return
@@ -63,11 +67,11 @@ class Sigterm:
         """Sleep until SIGTERM or `wake`, at most `seconds`, in the other thread. Returns whether SIGTERM has come."""
         reader = self._wake_reader
         assert reader is not None, "watch_from_thread comes first"
-        # Not select, which is limited to 1,024 descriptors: a trainer may have more files open.
-        poll = select.poll()
-        poll.register(reader, select.POLLIN)
-        if poll.poll(seconds * 1000) and signal.SIGTERM in reader.recv(256):
-            self.received = True
+        # Not select, which is limited to 1,024 descriptors: a trainer may have more files open. Windows has no poll.
+        reader.settimeout(seconds)
+        with contextlib.suppress(TimeoutError, BlockingIOError):
+            if signal.SIGTERM in reader.recv(256):
+                self.received = True
         return self.received
 
     def wake(self) -> None:

@@ -2,8 +2,10 @@
 
 Protects periodic saves only. Only the program knows its state and how to resume from it, so for just-in-time saves it
 must make a mooring.Checkpointer. SIGTERM keeps the program's handler. A save is announced if all ranks make it from
-their main threads, to a path whose name has a number in it. The last number is the step (`step-1200`), as it is for the
-agent's directory watch, which takes what is not announced here. Owns the two functions that it wraps.
+their main threads, to a path whose name has a number in it. The last number is the step (`step-1200`).
+On one node, a save into a folder below the checkpoint directory is left to the agent's snapshots: restore puts these
+back where they were, and an announced checkpoint into the checkpoint directory itself, where the program would not find
+it. Owns the two functions that it wraps.
 """
 
 import atexit
@@ -71,7 +73,11 @@ def _tell_safely(tell: _Tell, answer: Any, arguments: tuple[Any, ...], keywords:
         if step is None:
             _say_once(f"a save to {path} is not announced: its name has no number to take for the step")
             return
-        tell(_run(), answer, path, step)
+        run = _run()
+        top = run.checkpoint_directory
+        if path.parent != top and path.is_relative_to(top) and run.on_one_node:
+            return
+        tell(run, answer, path, step)
     except Exception as error:
         _state.given_up = True
         warn(f"{_PACKAGE} is not protected: {reason(error)}")

@@ -7,6 +7,8 @@ object that was passed to the last save, as it is by then, or what was loaded. I
 
 import functools
 import logging
+import re
+import sys
 from pathlib import Path
 from types import ModuleType
 from typing import Any, Final
@@ -111,6 +113,7 @@ class _Training:
         resumes = self._acts and tag is None and not named.get("load_module_only") and not self._universal
         newest = self.run.newest() if resumes else None
         if newest is not None:
+            require_same_ranks(newest, self._world_size())
             load_dir, tag = str(newest.parent), newest.name
         path, client_state = self._load(load_dir, tag, *arguments, **named)
         self._asked_step = None
@@ -144,6 +147,10 @@ class _Training:
         self._has_training_mode |= engine.module.training
         if engine.module.training or not self._has_training_mode:
             self.between_steps()
+
+    def _world_size(self) -> int:
+        distributed: Any = sys.modules["torch.distributed"]
+        return int(distributed.get_world_size()) if distributed.is_initialized() else 1
 
     @property
     def _acts(self) -> bool:
@@ -190,3 +197,21 @@ class _Training:
         if not any(key in own for key in self._client_state):
             return self._client_state
         return {key: value for key, value in self._client_state.items() if key not in own}
+
+
+_ZERO_SHARE: Final = re.compile(r"(?:[a-z0-9]+_)?zero_pp_rank_\d+_mp_rank_\d+_optim_states\.pt")
+
+
+def require_same_ranks(checkpoint: Path, world_size: int) -> None:
+    """Raise SystemExit, before anything is loaded, if a ZeRO checkpoint is of another number of ranks.
+
+    DeepSpeed cannot divide the optimizer's states anew, and finds out only after it has loaded the model.
+    """
+    saved_by = sum(_ZERO_SHARE.fullmatch(path.name) is not None for path in checkpoint.iterdir())
+    if saved_by not in (0, world_size):
+        raise SystemExit(
+            f"mooring: {checkpoint.name} was saved by {saved_by} ranks with ZeRO, and this job has {world_size}: "
+            f"DeepSpeed cannot load it; start the job with {saved_by} ranks, or convert the checkpoint with "
+            f"`python -m deepspeed.checkpoint.ds_to_universal --input_folder {checkpoint} --output_folder OUT` "
+            'and set {"checkpoint": {"load_universal": true}} in DeepSpeed\'s configuration'
+        )

@@ -23,8 +23,8 @@ from types import ModuleType
 from typing import Any, Final
 
 from mooring.autoload.post_import import after_import, reason, warn
+from mooring.operating_system import HAS_AGENTS
 from mooring.private_members import require
-from mooring.workers import fork_server
 
 _LOADER: Final = "torch.utils.data._utils.worker"
 _STATEFUL_LOADER: Final = "torchdata.stateful_dataloader.stateful_dataloader"
@@ -49,14 +49,17 @@ def install() -> None:
 
 
 def autoload(module: ModuleType) -> None:
-    """Wrap the entry function of `module`, which is one of those above."""
-    if module.__name__ in _entries:
+    """Wrap the entry function of `module`, which is one of those above, where there is anything to outlive."""
+    if module.__name__ in _entries or not HAS_AGENTS:
         return
     require(module.__name__, module)
     _entries[module.__name__] = _entry(module)
     if module.__name__ in (_LOADER, _STATEFUL_LOADER):
         entry = loader_worker if module.__name__ == _LOADER else stateful_loader_worker
         module._worker_loop = entry  # type: ignore[attr-defined]
+        # Not every operating system has a fork server.
+        from mooring.workers import fork_server
+
         try:
             fork_server.keep_alive()
         except AttributeError as error:

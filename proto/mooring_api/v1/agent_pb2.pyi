@@ -26,6 +26,7 @@ class Kind(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     KIND_PERIODIC: _ClassVar[Kind]
     KIND_JUST_IN_TIME: _ClassVar[Kind]
     KIND_FINAL: _ClassVar[Kind]
+    KIND_SNAPSHOT: _ClassVar[Kind]
 
 class Phase(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     __slots__ = ()
@@ -53,6 +54,7 @@ KIND_UNSPECIFIED: Kind
 KIND_PERIODIC: Kind
 KIND_JUST_IN_TIME: Kind
 KIND_FINAL: Kind
+KIND_SNAPSHOT: Kind
 PHASE_UNSPECIFIED: Phase
 PHASE_ANNOUNCED: Phase
 PHASE_STAGED: Phase
@@ -180,14 +182,16 @@ class RequestSaveResponse(_message.Message):
     def __init__(self, ranks: _Optional[int] = ...) -> None: ...
 
 class NotifyTerminationRequest(_message.Message):
-    __slots__ = ("grace_seconds", "source", "trainers_gone")
+    __slots__ = ("grace_seconds", "source", "trainers_gone", "trainers_failed_at")
     GRACE_SECONDS_FIELD_NUMBER: _ClassVar[int]
     SOURCE_FIELD_NUMBER: _ClassVar[int]
     TRAINERS_GONE_FIELD_NUMBER: _ClassVar[int]
+    TRAINERS_FAILED_AT_FIELD_NUMBER: _ClassVar[int]
     grace_seconds: float
     source: str
     trainers_gone: bool
-    def __init__(self, grace_seconds: _Optional[float] = ..., source: _Optional[str] = ..., trainers_gone: bool = ...) -> None: ...
+    trainers_failed_at: float
+    def __init__(self, grace_seconds: _Optional[float] = ..., source: _Optional[str] = ..., trainers_gone: bool = ..., trainers_failed_at: _Optional[float] = ...) -> None: ...
 
 class NotifyTerminationResponse(_message.Message):
     __slots__ = ("deadline",)
@@ -234,7 +238,7 @@ class Checkpoint(_message.Message):
     def __init__(self, name: _Optional[str] = ..., save: _Optional[str] = ..., step: _Optional[int] = ..., kind: _Optional[_Union[Kind, str]] = ..., phase: _Optional[_Union[Phase, str]] = ..., world_size: _Optional[int] = ..., size_bytes: _Optional[int] = ..., durable_bytes: _Optional[int] = ..., file_count: _Optional[int] = ..., announced_at: _Optional[float] = ..., committed_at: _Optional[float] = ..., reason: _Optional[str] = ...) -> None: ...
 
 class Status(_message.Message):
-    __slots__ = ("agent_version", "destination", "live_ranks", "checkpoints", "newest_committed", "recovery_point_age_seconds", "backlog_bytes", "upload_rate_bytes_per_second", "drain_seconds", "budget_bytes", "terminating", "deadline", "storage_error", "at")
+    __slots__ = ("agent_version", "destination", "live_ranks", "checkpoints", "newest_committed", "recovery_point_age_seconds", "backlog_bytes", "upload_rate_bytes_per_second", "drain_seconds", "budget_bytes", "terminating", "deadline", "storage_error", "at", "newest_snapshot", "not_stored")
     AGENT_VERSION_FIELD_NUMBER: _ClassVar[int]
     DESTINATION_FIELD_NUMBER: _ClassVar[int]
     LIVE_RANKS_FIELD_NUMBER: _ClassVar[int]
@@ -249,6 +253,8 @@ class Status(_message.Message):
     DEADLINE_FIELD_NUMBER: _ClassVar[int]
     STORAGE_ERROR_FIELD_NUMBER: _ClassVar[int]
     AT_FIELD_NUMBER: _ClassVar[int]
+    NEWEST_SNAPSHOT_FIELD_NUMBER: _ClassVar[int]
+    NOT_STORED_FIELD_NUMBER: _ClassVar[int]
     agent_version: str
     destination: str
     live_ranks: int
@@ -263,7 +269,9 @@ class Status(_message.Message):
     deadline: float
     storage_error: str
     at: float
-    def __init__(self, agent_version: _Optional[str] = ..., destination: _Optional[str] = ..., live_ranks: _Optional[int] = ..., checkpoints: _Optional[_Iterable[_Union[Checkpoint, _Mapping]]] = ..., newest_committed: _Optional[_Union[Checkpoint, _Mapping]] = ..., recovery_point_age_seconds: _Optional[float] = ..., backlog_bytes: _Optional[int] = ..., upload_rate_bytes_per_second: _Optional[float] = ..., drain_seconds: _Optional[float] = ..., budget_bytes: _Optional[int] = ..., terminating: bool = ..., deadline: _Optional[float] = ..., storage_error: _Optional[str] = ..., at: _Optional[float] = ...) -> None: ...
+    newest_snapshot: Checkpoint
+    not_stored: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, agent_version: _Optional[str] = ..., destination: _Optional[str] = ..., live_ranks: _Optional[int] = ..., checkpoints: _Optional[_Iterable[_Union[Checkpoint, _Mapping]]] = ..., newest_committed: _Optional[_Union[Checkpoint, _Mapping]] = ..., recovery_point_age_seconds: _Optional[float] = ..., backlog_bytes: _Optional[int] = ..., upload_rate_bytes_per_second: _Optional[float] = ..., drain_seconds: _Optional[float] = ..., budget_bytes: _Optional[int] = ..., terminating: bool = ..., deadline: _Optional[float] = ..., storage_error: _Optional[str] = ..., at: _Optional[float] = ..., newest_snapshot: _Optional[_Union[Checkpoint, _Mapping]] = ..., not_stored: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class WaitCommittedRequest(_message.Message):
     __slots__ = ("save",)

@@ -85,7 +85,7 @@ def _suspects(
 ) -> Iterator[tuple[StagedFile, FileEntry]]:
     with open_volume(volume) as root:
         read_all = _is_in_memory(os.fstat(root.descriptor).st_dev)
-        for file, entry in zip(files, manifest.files, strict=True):
+        for file, entry in zip(files, manifest.own_files, strict=True):
             if file.private:
                 continue
             try:

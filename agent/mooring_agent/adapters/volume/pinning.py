@@ -16,10 +16,10 @@ import msgspec
 import structlog
 
 from mooring_agent.adapters.volume.errors import volume_error
-from mooring_agent.adapters.volume.shared_volume import Folder
+from mooring_agent.adapters.volume.shared_volume import Folder, fingerprint
 from mooring_agent.core.errors import ErrorKind, RequestError, VolumeError
 from mooring_agent.core.limits import DESCRIPTOR_BYTES, FILES_PER_RANK, SAVE_BYTES, Count, FileBytes, PathText, Stamp
-from mooring_agent.core.model import Fingerprint, StagedFile
+from mooring_agent.core.model import Fingerprint, PinMethod, SourceFile, StagedFile
 from mooring_agent.core.stored.object_layout import check_file_path
 from mooring_agent.ports import StagedDescriptor
 
@@ -40,8 +40,26 @@ class Pinner:
         self._volume = volume
         self._reported: set[str] = set()
 
-    def pin(self, source: Folder, name: str, target: Folder, target_name: str, *, private: bool) -> bool:
-        """Make `target_name` hold the bytes of `name`. Return whether it has its own inode (a reflink or copy)."""
+    def pin_source(self, source: Folder, file: SourceFile, target: Folder) -> bool:
+        """Pin a file of an output directory, as `pin`. Raises FILE_CHANGED if it is not what a look has shown."""
+        name = file.path.rpartition("/")[2]
+        if file.method is not PinMethod.COPY_AS_IS:
+            try:
+                changed = fingerprint(source.status(name)) != file.fingerprint
+            except OSError as error:
+                raise volume_error(error, f"cannot open {file.path}") from error
+            if changed:
+                raise _changed(file.path)
+            return self.pin(source, name, target, name, private=file.method is PinMethod.COPY)
+        return self.pin(source, name, target, name, private=True, may_grow=True)
+
+    def pin(
+        self, source: Folder, name: str, target: Folder, target_name: str, *, private: bool, may_grow: bool = False
+    ) -> bool:
+        """Make `target_name` hold the bytes of `name`. Return whether it has its own inode (a reflink or copy).
+
+        With `may_grow` a copy has the bytes that were there at its start, even if the file changes meanwhile.
+        """
         try:
             descriptor = source.open_file(name)
         except OSError as error:
@@ -56,12 +74,12 @@ class Pinner:
                     self._report_once("hard_link_refused", error)
                 else:
                     return False
-            self._copy(descriptor, name, target, target_name)
+            self._copy(descriptor, name, target, target_name, may_grow=may_grow)
         finally:
             os.close(descriptor)
         return True
 
-    def _copy(self, descriptor: int, source: str, target: Folder, target_name: str) -> None:
+    def _copy(self, descriptor: int, source: str, target: Folder, target_name: str, *, may_grow: bool) -> None:
         before = os.fstat(descriptor)
         try:
             with target.opened_file(target_name, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600) as copy:
@@ -75,7 +93,7 @@ class Pinner:
         except OSError as error:
             raise volume_error(error, f"cannot copy {source}") from error
         after = os.fstat(descriptor)
-        if (before.st_size, before.st_mtime_ns) != (after.st_size, after.st_mtime_ns):
+        if not may_grow and (before.st_size, before.st_mtime_ns) != (after.st_size, after.st_mtime_ns):
             raise _changed(source)
 
     def _report_once(self, event: str, error: OSError) -> None:

@@ -21,13 +21,13 @@ import os
 import re
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from itertools import chain, groupby
+from itertools import groupby
 from pathlib import Path
 from typing import Final
 
 import structlog
 
+from mooring_agent.adapters.output.output_directories import OutputDirectories
 from mooring_agent.adapters.volume.announced_files import resolve_files, resolve_path
 from mooring_agent.adapters.volume.content_check import check_sent, content_signature, rewritten_in_place
 from mooring_agent.adapters.volume.disk import Reserve
@@ -39,8 +39,9 @@ from mooring_agent.adapters.volume.shared_volume import (
     fingerprint,
     open_volume,
 )
+from mooring_agent.adapters.volume.syncing import folder_of, sync_all
 from mooring_agent.core.errors import ErrorKind, MooringError, RequestError, VolumeError
-from mooring_agent.core.model import RankManifest, StagedFile
+from mooring_agent.core.model import RankManifest, SourceFile, StagedFile
 from mooring_agent.core.stored.commit import DIFFERENT_FILES_HINT
 from mooring_agent.core.stored.object_layout import check_token
 from mooring_agent.ports import StagedDescriptor, StageRequest
@@ -51,10 +52,6 @@ _DESCRIPTOR: Final = re.compile(r"(rank-\d{5,10})\.json")
 _COMPARED_BYTES: Final = 1024 * 1024
 # Kernels are built with ticks of at most 10 ms.
 _TICK_SECONDS: Final = 0.02
-# A filesystem commits its journal once for all threads that wait for it, so this many wait together.
-_SYNC_THREADS: Final = 16
-# Batches per thread. Each batch costs as much as a file, and many batches even out large and small files.
-_SYNC_TURNS: Final = 16
 
 _log: structlog.typing.FilteringBoundLogger = structlog.get_logger()
 
@@ -62,8 +59,10 @@ _log: structlog.typing.FilteringBoundLogger = structlog.get_logger()
 class LocalStagingArea:
     """`ports.StagingArea` on a local filesystem."""
 
-    def __init__(self, volume: Path) -> None:
+    def __init__(self, volume: Path, watched: Sequence[str] = ()) -> None:
+        """`watched`: the output directories whose files `StageRequest.sources` names."""
         self._volume = volume
+        self._output = OutputDirectories(volume, watched)
         self._pinner = Pinner(volume)
         self._reserve = Reserve(volume)
 
@@ -72,18 +71,20 @@ class LocalStagingArea:
             found = list(resolve_files(self._volume, path, files).values())
         except MooringError:
             return  # staging reports what is wrong
-        folders = {_folder_of(file) for file in found}
+        folders = {folder_of(file) for file in found}
         # Their parents hold the names of the folders themselves.
-        folders |= {_folder_of(folder) for folder in folders}
+        folders |= {folder_of(folder) for folder in folders}
         try:
             with open_volume(self._volume) as root:
-                self._sync(root, found, sorted(folders))
+                sync_all(self._volume, root, found, sorted(folders))
         except FileNotFoundError:
             return  # as above
         except OSError as error:
             raise volume_error(error, f"cannot make {path} durable") from error
 
     def stage(self, request: StageRequest) -> tuple[StagedFile, ...]:
+        if request.sources is not None:
+            return self._stage(request)
         try:
             files = self._stage(request)
         except VolumeError as error:
@@ -102,6 +103,8 @@ class LocalStagingArea:
                 staged = self._staged_before(root, folder)
                 if staged is not None:
                     return staged
+                if request.sources is not None:
+                    return self._stage_sources(root, folder, request.sources, request.descriptor)
                 sources = resolve_files(self._volume, request.path, request.files)
                 announced = resolve_path(self._volume, request.path)
                 try:
@@ -122,6 +125,40 @@ class LocalStagingArea:
             raise volume_error(error, f"cannot stage {request.path}") from error
         return files
 
+    def _stage_sources(
+        self, root: Folder, folder: str, sources: Sequence[SourceFile], descriptor: StagedDescriptor
+    ) -> tuple[StagedFile, ...]:
+        """Pin files of the output directories. A snapshot that only leaves files out has none."""
+        if not sources:
+            return ()
+        try:
+            root.remove(folder)
+            folders = _make_folders(root, folder, [file.path for file in sources])
+            private: list[bool] = []
+            for above, together in groupby(sources, key=lambda file: folder_of(file.path)):
+                with self._output.folder(above) as source, root.folder(f"{folder}/{above}") as target:
+                    private += [self._pinner.pin_source(source, file, target) for file in together]
+            found = sync_all(self._volume, root, [f"{folder}/{file.path}" for file in sources], folders)
+            files = tuple(
+                StagedFile(
+                    path=file.path,
+                    pin=f"{folder}/{file.path}",
+                    fingerprint=fingerprint(status),
+                    private=is_private,
+                    changed_ns=status.st_ctime_ns,
+                )
+                for file, is_private, status in zip(sources, private, found, strict=True)
+            )
+            for file, staged in zip(sources, files, strict=True):
+                if not staged.private and staged.fingerprint != file.fingerprint:
+                    raise rewritten_in_place(file.path)
+            _let_a_tick_pass(files)
+            root.write_durably(f"{folder}.json", encode_descriptor(descriptor, files))
+        except BaseException:
+            self._undo(root, folder)
+            raise
+        return files
+
     def _staged_before(self, root: Folder, folder: str) -> tuple[StagedFile, ...] | None:
         try:
             return read_descriptor(root, folder)[1]
@@ -139,7 +176,7 @@ class LocalStagingArea:
         root.remove(folder)
         folders = _make_folders(root, folder, sources)
         private = list(self._pin_each(root, folder, sources, request))
-        found = self._sync(root, [f"{folder}/{path}" for path in sources], folders)
+        found = sync_all(self._volume, root, [f"{folder}/{path}" for path in sources], folders)
         files = tuple(
             StagedFile(
                 path=path,
@@ -154,15 +191,6 @@ class LocalStagingArea:
         _let_a_tick_pass(files)
         return files
 
-    def _sync(self, root: Folder, files: Sequence[str], folders: Iterable[str]) -> list[os.stat_result]:
-        """Make the files durable, then the folders. Return each file's status, taken just after its fsync."""
-        with ThreadPoolExecutor(_SYNC_THREADS, "stage") as threads:
-            synced = threads.map(lambda paths: _sync_files(self._volume, paths), _turns(files))
-            found = list(chain.from_iterable(synced))
-            for _ in threads.map(lambda path: _sync_folder(root, path), folders):
-                pass
-        return found
-
     def _pin_each(self, root: Folder, folder: str, sources: Mapping[str, str], request: StageRequest) -> Iterator[bool]:
         """Pin each file, in order, and yield whether the pin has its own inode.
 
@@ -170,7 +198,7 @@ class LocalStagingArea:
         """
 
         def folders_of(item: tuple[str, str]) -> tuple[str, str]:
-            return _folder_of(item[0]), _folder_of(item[1])
+            return folder_of(item[0]), folder_of(item[1])
 
         for (above, source_above), together in groupby(sources.items(), key=folders_of):
             with root.folder(source_above) as source, root.folder(f"{folder}/{above}".rstrip("/")) as target:
@@ -212,7 +240,7 @@ class LocalStagingArea:
         what = f"pinned file of save {save}, rank {rank}"
         try:
             with open_volume(self._volume) as root:
-                for above, together in groupby(files, key=lambda file: _folder_of(file.pin)):
+                for above, together in groupby(files, key=lambda file: folder_of(file.pin)):
                     with root.folder(above) as folder:
                         for file in together:
                             what = f"{file.path} of save {save}, rank {rank}"
@@ -290,7 +318,7 @@ def _save_folder(save: str) -> str:
     return f"{_ROOT}/{check_token(save, 'save id')}"
 
 
-def _make_folders(root: Folder, folder: str, sources: Mapping[str, str]) -> list[str]:
+def _make_folders(root: Folder, folder: str, sources: Iterable[str]) -> list[str]:
     """Make every folder that the pins need. Return the folders whose entries must reach the disk."""
     needed = {folder}
     for leaf in {path.rpartition("/")[0] for path in sources}:
@@ -308,33 +336,6 @@ def _let_a_tick_pass(files: Sequence[StagedFile]) -> None:
     age_seconds = (time.time_ns() - newest_ns) / 1e9
     if 0 <= age_seconds < _TICK_SECONDS:
         time.sleep(_TICK_SECONDS - age_seconds)
-
-
-def _turns(paths: Sequence[str]) -> Iterator[Sequence[str]]:
-    """Split the paths, in order, into the batches that threads take."""
-    count = -(-len(paths) // (_SYNC_THREADS * _SYNC_TURNS))
-    return (paths[begin : begin + count] for begin in range(0, len(paths), count))
-
-
-def _sync_files(volume: Path, paths: Sequence[str]) -> list[os.stat_result]:
-    found = []
-    with open_volume(volume) as root:
-        for above, together in groupby(paths, key=_folder_of):
-            with root.folder(above) as folder:
-                for path in together:
-                    with folder.opened_file(path.rpartition("/")[2]) as descriptor:
-                        os.fsync(descriptor)
-                        found.append(os.fstat(descriptor))
-    return found
-
-
-def _folder_of(path: str) -> str:
-    return path.rpartition("/")[0]
-
-
-def _sync_folder(root: Folder, path: str) -> None:
-    with root.folder(path) as folder:
-        folder.sync()
 
 
 def _differ(root: Folder, pin: str, other: str) -> bool:

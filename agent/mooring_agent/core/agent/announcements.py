@@ -53,6 +53,8 @@ def check_announcement(state: State, event: Announced) -> None:
             hint="the checkpoint stays on the volume for the next start",
         )
     info = event.info
+    if info.is_snapshot != (event.snapshot is not None):
+        raise RequestError(ErrorKind.BAD_REQUEST, "only the agent takes snapshots", hint="announce another kind")
     check_token(info.name, "checkpoint name")
     check_token(info.save, "save id")
     for file in event.files:
@@ -123,7 +125,7 @@ def _contradiction(message: str, hint: str) -> RequestError:
 
 
 def _describe(info: object) -> str:
-    return str(info).removeprefix("SaveInfo")
+    return repr(info).removeprefix("SaveInfo")
 
 
 def announced(state: State, event: Announced) -> None:
@@ -170,7 +172,7 @@ def staged(state: State, checkpoint: Checkpoint, event: Staged) -> Iterator[Comm
     upload_queue.enqueue_contribution(checkpoint, lead)
     came_before = state.staged_from(lead.announced.path, before=checkpoint) is not None
     state.link(checkpoint, lead)
-    if came_before and any(file.private for file in event.files):
+    if came_before and not checkpoint.info.is_snapshot and any(file.private for file in event.files):
         # An earlier checkpoint was pinned from this path, and its files were rewritten in place. Other paths of the
         # series were not seen to be. A first copy proves nothing, because some volumes cannot link at all.
         state.rewritten_paths.add(lead.announced.path)
@@ -182,7 +184,8 @@ def staged(state: State, checkpoint: Checkpoint, event: Staged) -> Iterator[Comm
             contribution.staged |= (
                 not contribution.announced.files and contribution.announced.path == lead.announced.path
             )
-    state.recent_sizes_bytes.append(checkpoint.size_bytes)
+    if not checkpoint.info.is_snapshot:
+        state.recent_sizes_bytes.append(checkpoint.size_bytes)
     checkpoint.move(Trigger.RANK_STAGED)
 
 

@@ -2,7 +2,7 @@
 
 from collections import deque
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from mooring_agent.core.agent import lifecycle
 from mooring_agent.core.agent.events import Announced
@@ -19,6 +19,7 @@ from mooring_agent.core.model import (
     Phase,
     RankManifest,
     SaveInfo,
+    SnapshotId,
     StagedFile,
 )
 
@@ -85,6 +86,16 @@ class RankContribution:
     def rank(self) -> int:
         return self.announced.rank
 
+    def entries(self) -> Iterator[FileEntry]:
+        """Yield the entries of the rank manifest: of the files that were sent, and of those that a snapshot keeps."""
+        snapshot = self.announced.snapshot
+        if snapshot is None:
+            yield from (progress.entry() for progress in self.files.values())
+            return
+        yield from snapshot.kept
+        for source in snapshot.files:
+            yield replace(self.files[source.path].entry(), modified_ns=source.fingerprint.mtime_ns)
+
     def linked_files(self) -> Iterator[FileProgress]:
         """Return the files that share their inode with the trainer's."""
         return (progress for progress in self.files.values() if not progress.file.private)
@@ -123,6 +134,12 @@ class Checkpoint:
 
     def move(self, trigger: Trigger) -> None:
         self.phase = lifecycle.advance(self.phase, trigger)
+
+    @property
+    def snapshot_id(self) -> SnapshotId:
+        """Of a snapshot: its series and its number there."""
+        assert self.info.is_snapshot, self.info
+        return SnapshotId(series=self.info.name, number=self.info.step, save=self.info.save)
 
     @property
     def ended(self) -> bool:
@@ -188,7 +205,7 @@ class Checkpoint:
             info=self.info,
             rank=rank,
             saved_at=contribution.announced.at,
-            files=tuple(contribution.files[path].entry() for path in sorted(contribution.files)),
+            files=tuple(sorted(contribution.entries(), key=lambda entry: entry.path)),
             single_file=any(progress.file.announced for progress in contribution.files.values()),
             pack_sizes_bytes=tuple(progress.pack.size_bytes for progress in contribution.packs),
         )

@@ -104,12 +104,17 @@ def to_shed(state: State) -> list[Checkpoint]:
 
 
 def _newest_safe(state: State) -> Checkpoint | None:
-    """Return the newest pinned or durable checkpoint, which supersedes all before it.
+    """Return the newest pinned or durable checkpoint, which supersedes all before it. A snapshot supersedes none.
 
     A checkpoint that is only announced may still turn out to be missing or changed.
     """
     return next(
-        (found for found in reversed(state.checkpoints.values()) if found.durable or found.phase in _PINNED), None
+        (
+            found
+            for found in reversed(state.checkpoints.values())
+            if not found.info.is_snapshot and (found.durable or found.phase in _PINNED)
+        ),
+        None,
     )
 
 

@@ -77,15 +77,18 @@ def waiting_for_save(state: State) -> bool:
 
 
 def newest_possible(state: State) -> Checkpoint | None:
-    """Return the newest checkpoint that may become durable. One whose ranks died before they announced cannot."""
-    return next(
-        (
-            checkpoint
-            for checkpoint in reversed(state.checkpoints.values())
-            if checkpoint.phase not in LOST_PHASES and _can_be_complete(state, checkpoint)
-        ),
-        None,
-    )
+    """Return the newest checkpoint that may become durable. One whose ranks died before they announced cannot.
+
+    A snapshot only if the newest announced checkpoint needs nothing any more.
+    """
+    newest = None
+    for checkpoint in reversed(state.checkpoints.values()):
+        if checkpoint.phase in LOST_PHASES or not _can_be_complete(state, checkpoint):
+            continue
+        newest = newest or checkpoint
+        if not checkpoint.info.is_snapshot:
+            return newest if checkpoint.ended else checkpoint
+    return newest
 
 
 def _can_be_complete(state: State, checkpoint: Checkpoint) -> bool:
@@ -204,14 +207,14 @@ def next_wake(state: State) -> float | None:
 
 
 def _exit(state: State) -> Exit:
-    newest = max(state.checkpoints.values(), key=lambda checkpoint: checkpoint.sequence, default=None)
     lost = tuple(
-        f"{checkpoint.info.name} (step {checkpoint.info.step}, {checkpoint.info.kind}) is {checkpoint.phase}, "
+        f"{checkpoint.info} is {checkpoint.phase}, "
         f"{checkpoint.durable_bytes} of {checkpoint.size_bytes} bytes durable"
         + (f" ({checkpoint.reason})" if checkpoint.reason else "")
         + f"; its files lie under {state.settings.volume}"
         for checkpoint in sorted(state.checkpoints.values(), key=lambda checkpoint: -checkpoint.sequence)
         if not checkpoint.durable and checkpoint.phase is not Phase.SHED
     )
-    durable = newest is None or newest.durable
-    return Exit(code=0 if durable else EXIT_NOT_DURABLE, lost=lost)
+    newest = {checkpoint.info.is_snapshot: checkpoint for checkpoint in state.checkpoints.values()}
+    durable = all(checkpoint.durable for checkpoint in newest.values()) and not state.not_stored
+    return Exit(code=0 if durable else EXIT_NOT_DURABLE, lost=(*lost, *state.not_stored))

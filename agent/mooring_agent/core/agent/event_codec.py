@@ -32,7 +32,7 @@ class _Record(msgspec.Struct, forbid_unknown_fields=True):
 
 
 def encode_event(event: DurableEvent) -> bytes:
-    body = msgspec.Raw(msgspec.json.encode(event, order="sorted"))
+    body = msgspec.Raw(checked_json.encode_plain(event))
     return checked_json.encode(_Record(format=_FORMAT, event=EVENT_TAGS[type(event)], body=body))
 
 

@@ -10,7 +10,7 @@ from typing import Final
 from mooring_agent.core.agent.work import WorkId
 from mooring_agent.core.errors import ErrorKind
 from mooring_agent.core.limits import FileNames, LocalRank, LocalRanks, Rank
-from mooring_agent.core.model import SaveInfo, StagedFile
+from mooring_agent.core.model import SaveInfo, SnapshotContent, StagedFile
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,7 +42,7 @@ class Announced(_Happened):
     waits for all of them. `signature` is that of the files when the rank announced them: the agent stages only content
     that a rank of the directory has announced. `save_made_here`: the agent made the save id, and tells repeated
     announcements by their content. `recorded_at`: when the client recorded the checkpoint, if the agent found that
-    record and no client announced it here.
+    record and no client announced it here. `snapshot`: what a snapshot consists of; only the agent makes these.
     """
 
     info: SaveInfo
@@ -53,6 +53,7 @@ class Announced(_Happened):
     signature: str = ""
     save_made_here: bool = False
     recorded_at: float | None = None
+    snapshot: SnapshotContent | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -267,6 +268,13 @@ class SaveRequested(_Happened):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class OutputLooked(_Happened):
+    """The output directories were looked at. `not_stored`: a line for each file that no snapshot holds, and why."""
+
+    not_stored: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Pruned(WorkEnded):
     """The retention settings were applied to the bucket."""
 
@@ -307,6 +315,7 @@ Event = (
     | SaveBegun
     | SaveAborted
     | SaveRequested
+    | OutputLooked
     | Pruned
     | Ticked
 )

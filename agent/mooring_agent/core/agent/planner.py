@@ -129,7 +129,7 @@ def _checkpoint_work(state: State, checkpoint: Checkpoint) -> Iterator[Command]:
             work = WorkId(Operation.WRITE_MANIFEST, save, contribution.rank)
             if _take(state, checkpoint, work):
                 manifest = checkpoint.manifest(contribution.rank)
-                pins = tuple(contribution.files[file.path].file for file in manifest.files)
+                pins = tuple(contribution.files[file.path].file for file in manifest.own_files)
                 yield WriteManifest(work=work, manifest=manifest, pins=pins)
     if checkpoint.phase is Phase.SEALED:
         work = WorkId(Operation.COMMIT, save)
@@ -246,7 +246,7 @@ def _release(state: State, checkpoint: Checkpoint) -> Iterator[Command]:
             state.cancelling.add(work)
             yield CancelWork(work=work)
     if checkpoint.phase is Phase.FAILED and checkpoint.any_staged:
-        newest = state.last_announced_committed
+        newest = state.superseded_by(checkpoint)
         if newest is None or newest.sequence < checkpoint.sequence:
             return
     work = WorkId(Operation.RELEASE, save)
@@ -295,9 +295,8 @@ def _abandoned(state: State) -> Iterator[Checkpoint]:
 
 
 def _forget(state: State) -> None:
-    """Forget settled checkpoints except the newest committed one and the last eight."""
-    newest = state.newest_committed
-    over = [checkpoint for checkpoint in state.settled.values() if checkpoint is not newest]
+    """Forget settled checkpoints except the newest committed one, the newest snapshot and the last eight."""
+    over = [checkpoint for checkpoint in state.settled.values() if not state.is_newest(checkpoint)]
     if len(over) > _ENDED_KEPT:
         for checkpoint in sorted(over, key=lambda checkpoint: checkpoint.sequence)[:-_ENDED_KEPT]:
             state.forget(checkpoint)

@@ -31,6 +31,7 @@ from mooring_agent.core.agent.events import (
     FileStored,
     ManifestStored,
     ObjectsLost,
+    OutputLooked,
     PackStored,
     PartStored,
     Pruned,
@@ -153,6 +154,8 @@ def _apply(state: State, event: Event) -> Iterator[Command]:
             state.begun.pop(event.save, None)
         case SaveRequested():
             yield RequestSave(terminating=False, deadline=0.0)
+        case OutputLooked():
+            state.not_stored = event.not_stored
         case Ticked():
             pass
         case _:

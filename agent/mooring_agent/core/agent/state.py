@@ -151,8 +151,12 @@ class State:
     tidying: dict[str, Checkpoint] = field(default_factory=dict)
     settled: dict[str, Checkpoint] = field(default_factory=dict)
     just_in_time: dict[str, Checkpoint] = field(default_factory=dict)
-    # The committed checkpoint that a crash now would resume from: newest by step, then by announcement.
+    # The committed checkpoint that a crash now would resume from: newest by step, then by announcement. No snapshot.
     newest_committed: Checkpoint | None = None
+    # The committed snapshot that was taken last.
+    newest_snapshot: Checkpoint | None = None
+    # A line for each file of the output directories that no snapshot holds, and why, as of the last look.
+    not_stored: tuple[str, ...] = ()
     # The committed checkpoint that was announced last; it supersedes those announced before it. It may have a lower
     # step than `newest_committed`, because a run may fall back to an earlier step.
     last_announced_committed: Checkpoint | None = None
@@ -175,6 +179,14 @@ class State:
     def awaits_room(self) -> bool:
         """Whether pins are about to be dropped."""
         return bool(self._coming)
+
+    def superseded_by(self, checkpoint: Checkpoint) -> Checkpoint | None:
+        """Return the committed checkpoint, or snapshot if it is one, that was announced last; None if there is none."""
+        return self.newest_snapshot if checkpoint.info.is_snapshot else self.last_announced_committed
+
+    def is_newest(self, checkpoint: Checkpoint) -> bool:
+        """Whether it is the newest committed checkpoint, or the newest committed snapshot."""
+        return checkpoint is self.newest_committed or checkpoint is self.newest_snapshot
 
     def in_flight_of(self, save: str) -> Collection[WorkId]:
         """Return the work in flight for one save."""
@@ -214,19 +226,27 @@ class State:
         if checkpoint.returns_room:
             self._coming[save] = checkpoint.size_bytes
             self.coming_bytes += checkpoint.size_bytes
-        newest = self.newest_committed
-        rank = (checkpoint.info.step, checkpoint.sequence)
-        if checkpoint.durable and (newest is None or rank > (newest.info.step, newest.sequence)):
-            self.newest_committed = checkpoint
-        last = self.last_announced_committed
-        if checkpoint.durable and (last is None or checkpoint.sequence > last.sequence):
-            self.last_announced_committed = checkpoint
+        if checkpoint.durable:
+            self._note_durable(checkpoint)
         position = bisect_left(self.sending, checkpoint.urgency, key=_urgency)
         is_listed = position < len(self.sending) and self.sending[position] is checkpoint
         if checkpoint.sends and not is_listed:
             self.sending.insert(position, checkpoint)
         elif is_listed and not checkpoint.sends:
             del self.sending[position]
+
+    def _note_durable(self, checkpoint: Checkpoint) -> None:
+        last = self.superseded_by(checkpoint)
+        is_last = last is None or checkpoint.sequence > last.sequence
+        if checkpoint.info.is_snapshot:
+            self.newest_snapshot = checkpoint if is_last else last
+            return
+        if is_last:
+            self.last_announced_committed = checkpoint
+        newest = self.newest_committed
+        rank = (checkpoint.info.step, checkpoint.sequence)
+        if newest is None or rank > (newest.info.step, newest.sequence):
+            self.newest_committed = checkpoint
 
     def forget(self, checkpoint: Checkpoint) -> None:
         """Remove a settled checkpoint from the state."""

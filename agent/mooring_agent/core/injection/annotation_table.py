@@ -12,12 +12,12 @@ from functools import cache
 from typing import Final
 
 from mooring_agent.core.errors import MooringError
-from mooring_agent.core.injection.pod import overlap, parse_quantity, plain
+from mooring_agent.core.injection.pod import is_at_or_below, last_name, overlap, parse_quantity, plain
 from mooring_agent.core.injection.pod_resources import GUARANTEED_CPU, REQUESTED_CPU
 from mooring_agent.core.injection.spec import CaBundle, CaSource, Claim
 from mooring_agent.core.limits import SECONDS
 from mooring_agent.core.settings.table import SettingField, setting_fields
-from mooring_agent.core.stored.object_layout import check_token
+from mooring_agent.core.stored.object_layout import check_file_path, check_token
 from mooring_api import names
 from mooring_api.names import ANNOTATION_PREFIX
 
@@ -27,6 +27,7 @@ LEAST_MEMORY: Final = "128Mi"
 """Measured: with 64Mi an agent does not survive its first upload; 96Mi is enough for restore, and for uploads over TLS
 while a hook runs."""
 _MOST_USER: Final = 2**31 - 1
+_MOST_OUTPUTS: Final = 16
 _NOT_OURS: Final = (
     "/dev",
     "/proc",
@@ -82,12 +83,42 @@ def container(text: str) -> str:
 
 def directory(text: str) -> str:
     path = plain(text)
-    if not text.startswith("/") or not path or ".." in text.split("/") or ":" in text:
-        raise ValueError(f"{text!r} is not a directory in the trainer: write an absolute path without .. and :")
+    # Kubernetes would replace a `$(NAME)` in the agent's variables, and not in a mount.
+    if not text.startswith("/") or not path or ".." in text.split("/") or ":" in text or "$(" in text:
+        raise ValueError(f"{text!r} is not a directory in the trainer: write an absolute path without .., : or $(")
+    try:
+        # The agent refuses to watch a directory whose name cannot be part of an object's key.
+        check_file_path(f"{last_name(path)}/file")
+    except MooringError as error:
+        raise ValueError(f"{error}: {error.hint}") from error
     for taken in _NOT_OURS:
         if overlap(path, taken):
             raise ValueError(f"{text!r} collides with {taken}: choose another directory")
     return path
+
+
+def output_directories(text: str) -> tuple[str, ...]:
+    if "," in text:
+        raise ValueError(f"{text!r} has a comma: separate directories with colons")
+    paths = tuple(dict.fromkeys(directory(part.strip()) for part in text.split(":")))
+    if len(paths) > _MOST_OUTPUTS:
+        raise ValueError(f"{len(paths)} directories are too many: give at most {_MOST_OUTPUTS}")
+    of_name: dict[str, str] = {}
+    for path in paths:
+        name = last_name(path)
+        if name in of_name:
+            raise ValueError(f"{of_name[name]} and {path} have the same last name: Mooring tells directories by it")
+        of_name[name] = path
+        above = next((one for one in paths if one != path and is_at_or_below(path, one)), None)
+        if above:
+            raise ValueError(f"{path} lies in {above}: give only {above}")
+    return paths
+
+
+def is_watched(text: str) -> bool:
+    if text.lower() not in ("true", "false", "off"):
+        raise ValueError(f"{text!r} is neither true nor off: name directories in {ANNOTATION_PREFIX}output")
+    return text.lower() == "true"
 
 
 def size(text: str) -> str:
@@ -141,6 +172,7 @@ _SET_BY_THE_INJECTION: Final = frozenset(
         "state_directory",
         "attempt",
         "node_rank",
+        "watch",
         "http_address",
         "store.destination",
         "store.ca_bundle",
@@ -206,6 +238,19 @@ OWN: Final = (
         default=f"`{names.POD_VOLUME_PATH}/{names.CHECKPOINT_DIRECTORY}`",
         help="Where the trainer saves, as an absolute path in its container. If it mounts a volume there or above, "
         "checkpoints stay on that volume; otherwise an emptyDir is mounted.",
+    ),
+    AnnotationField(
+        name="output",
+        default="none",
+        help="Directories that the program writes to, as absolute paths in its container, separated by colons; their "
+        "last names must differ. The checkpoints' volume is mounted there, and Mooring keeps snapshots of them, see "
+        "[trainers](trainers.md#programs-that-know-nothing-of-mooring).",
+    ),
+    AnnotationField(
+        name="watch",
+        default="`true`",
+        help="`off` keeps no snapshots of the checkpoint directory. Announced checkpoints are stored all the same, and "
+        "so are snapshots of `output`.",
     ),
     AnnotationField(
         name="size-limit", default="none", help="`sizeLimit` of the emptyDir for checkpoints, such as `500Gi`."

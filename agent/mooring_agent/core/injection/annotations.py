@@ -97,6 +97,8 @@ def _read(reader: _Reader, defaults: InjectionDefaults) -> Injection:
         ca_bundle=reader.take("ca-bundle", values.ca_bundle, None),
         container=reader.take("container", values.container, ""),
         checkpoint_directory=reader.take("checkpoint-directory", values.directory, ""),
+        output=reader.take("output", values.output_directories, ()),
+        watch=reader.take("watch", values.is_watched, True),
         size_limit=reader.take("size-limit", values.size, ""),
         in_memory=reader.take("medium", values.is_memory, False),
         grace_seconds=grace_seconds,

@@ -5,6 +5,7 @@ from typing import Any, Final
 
 from mooring_agent.core.injection import pod_fitness
 from mooring_agent.core.injection.container_identity import identity_mounts, identity_variables, security_context
+from mooring_agent.core.injection.output_directories import watch_texts
 from mooring_agent.core.injection.pod import Container, Findings, others, plain, present, variable
 from mooring_agent.core.injection.pod_resources import agent_resources, with_the_trainers_memory
 from mooring_agent.core.injection.spec import Injection, InjectionDefaults
@@ -57,6 +58,7 @@ def our_containers(
         names.ENV_STATE_DIRECTORY: names.POD_STATE_DIRECTORY,
         environment_variable("termination.grace_seconds"): str(grace_seconds),
         **_place_texts(metadata, place),
+        **watch_texts(place, injection),
         **injection.settings,
     }
     resources = agent_resources(spec, injection, defaults, findings)

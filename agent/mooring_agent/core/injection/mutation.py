@@ -16,6 +16,7 @@ from mooring_agent import __version__
 from mooring_agent.core.injection import volumes
 from mooring_agent.core.injection.containers import attempt_entry, our_containers
 from mooring_agent.core.injection.json_patch import difference
+from mooring_agent.core.injection.output_directories import output_problems
 from mooring_agent.core.injection.pod import OURS, Container, Findings, find_trainer, others, present, shape_problems
 from mooring_agent.core.injection.pod_fitness import doubtful, impossible, unfit
 from mooring_agent.core.injection.spec import Injection, InjectionDefaults, Mutation, Pod, Refusal
@@ -82,6 +83,7 @@ def _changed(pod: Pod, injection: Injection, defaults: InjectionDefaults, findin
     if trainer is None or place is None:
         return None
     findings.problems += unfit(place, injection)
+    findings.problems += output_problems(trainer, place, injection)
     findings.warnings += doubtful(metadata, spec, place)
     attempt = attempt_entry(metadata, trainer, injection, findings)
     said_seconds: int = present(spec, "terminationGracePeriodSeconds", _KUBERNETES_GRACE_SECONDS)

@@ -207,3 +207,8 @@ def overlap(one: str, other: str) -> bool:
 def plain(path: str) -> str:
     """Return the path without `.`, repeated slashes and the last slash; empty for the root."""
     return "".join(f"/{part}" for part in path.split("/") if part not in ("", "."))
+
+
+def last_name(path: str) -> str:
+    """Return the last name of a plain path."""
+    return path.rpartition("/")[2]

@@ -84,6 +84,10 @@ class Injection:
     ca_bundle: CaBundle | None = None
     container: str = ""
     checkpoint_directory: str = ""
+    output: tuple[str, ...] = ()
+    """Where the program writes, as absolute paths in the trainer."""
+    watch: bool = True
+    """Whether the agent keeps snapshots of the checkpoint directory."""
     size_limit: str = ""
     in_memory: bool = False
     grace_seconds: int = 120

@@ -9,6 +9,7 @@ from typing import Any, Final
 
 from mooring_agent.core.injection import volumes
 from mooring_agent.core.injection.containers import POD_SOCKET
+from mooring_agent.core.injection.output_directories import missing_mounts
 from mooring_agent.core.injection.pod import Container, Findings, plain, present, value_of, variable
 from mooring_agent.core.injection.spec import Injection
 from mooring_agent.core.injection.volumes import CheckpointPlace
@@ -47,7 +48,7 @@ def changed_trainer(
             else:
                 findings.problems.append(_contradiction(trainer, wanted))
     # Read-only, so that the trainer cannot replace the agent's socket. Connecting needs no write access to the mount.
-    mounts = [place.mount, {**volumes.SOCKET_MOUNT, "readOnly": True}]
+    mounts = [place.mount, *missing_mounts(trainer, place, injection), {**volumes.SOCKET_MOUNT, "readOnly": True}]
     if injection.autoload:
         mounts.append({**volumes.AUTOLOAD_MOUNT, "readOnly": True})
         missing += _python_path(trainer, names.POD_AUTOLOAD_PATH, entries, findings)

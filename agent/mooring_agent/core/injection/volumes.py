@@ -1,8 +1,8 @@
 """Chooses where checkpoints are in a pod, and adds the volumes.
 
 Checkpoints go to a volume that the user already mounts, or else to an emptyDir that the injection adds. The volume is
-mounted whole and once, at the same path in trainer, restore and agent: hard links do not cross mounts, and a subPath
-is a mount of its own.
+mounted whole, at the same path in trainer, restore and agent: hard links do not cross mounts, and a subPath is a mount
+of its own. `output_directories` adds such mounts, for the trainer alone.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -57,7 +57,7 @@ def find_place(
     """Return where checkpoints go; None if `findings` say why there is no such place."""
     directory = injection.checkpoint_directory or f"{POD_VOLUME_PATH}/{CHECKPOINT_DIRECTORY}"
     mount = mount_above(present(trainer, "volumeMounts", []), directory)
-    if mount is None or mount.get("name") == CHECKPOINT_VOLUME:
+    if mount is None or (mount.get("name") == CHECKPOINT_VOLUME and not mount.get("subPath")):
         path = plain(mount["mountPath"]) if mount else _own_path(directory)
         return _own_place(spec, trainer, injection, directory, path)
     name = present(mount, "name", "")
@@ -164,7 +164,8 @@ def _own_limit(container: Container) -> Decimal:
 _SOCKET_LIMIT: Final = "1Mi"
 _STATE_LIMIT: Final = "1Gi"
 """Far more than the few MiB of a journal, because the pod is evicted beyond it."""
-_AUTOLOAD_LIMIT: Final = "16Mi"
+_AUTOLOAD_LIMIT: Final = "64Mi"
+"""Three times what `mooring restore --autoload-to` copies, gRPC included: the pod is evicted beyond it."""
 _CA_FILE: Final = "ca.crt"
 _MODE: Final = 0o644
 """Kubernetes' own default. We write out what the API server would add, or the next review would see a difference."""

@@ -71,13 +71,15 @@ def decode_pin(body: bytes, key: str) -> Pin:
 class CommittedSave:
     """A save that has a commit marker, as the listing shows it.
 
-    `saved_at` only breaks ties: it is read if several saves share a step, and is 0 otherwise. `modified_at` is when the
-    marker was written, by the store's clock.
+    `series` is empty for an announced checkpoint; for a snapshot `step` is its number in the series. `saved_at` only
+    breaks ties: it is read if several saves share a step, and is 0 otherwise. `modified_at` is when the marker was
+    written, by the store's clock.
     """
 
     key: str
     step: int
     save: str
+    series: str = ""
     saved_at: float = 0.0
     modified_at: float = 0.0
 

@@ -1,20 +1,24 @@
 """Decides what may be deleted from a destination. The last good checkpoint always stays.
 
-Owns the verdict over a whole listing; deletes nothing itself. Invariants:
+Owns the verdict over a whole listing; deletes nothing itself. Announced checkpoints are one series, and the snapshots
+of each node another. Invariants:
 
-- A committed save is deleted only if `keep_last` newer saves justify it, each of them validated and none skipped. So
-  the newest by step, the one committed last and the only valid one always stay.
+- A committed save is deleted only if `keep_last` newer saves of its series justify it, each of them validated and none
+  skipped. So of each series the newest by step, the one committed last and the only valid one always stay.
 - Its marker is deleted before its data, so no reader sees a marker whose data is being deleted.
+- Of a snapshot only those objects are deleted that no remaining snapshot names (docs/design/0014).
 - Objects that do not prove to be a save of Mooring are left alone.
 """
 
 import re
-from collections.abc import Collection, Iterable, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
 from mooring_agent.core.policies.restore_choice import CommittedSave, newest_first
 from mooring_agent.core.settings.values import RetentionSettings
+from mooring_agent.core.stored.object_layout import reserving_save
 from mooring_api.names import STATE_DIRECTORY
 
 # The save ids that client and agent generate when nobody chose the attempt: `<attempt>-<counter or nonce>`. A folder
@@ -24,24 +28,47 @@ _GENERATED_SAVE: Final = re.compile(r"[0-9a-f]{8}[0-9a-f-]*-(?:[0-9a-f]{8}|c?\d{
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoredSave:
-    """The objects below one `<name>/<save>/`. `modified_at` is that of the youngest object, by the store's clock."""
+    """The objects below one `<name>/<save>/`, by key. `modified_at` is that of the youngest, by the store's clock."""
 
     name: str
     save: str
-    keys: tuple[str, ...]
-    size_bytes: int
+    sizes_bytes: Mapping[str, int]
     modified_at: float
+
+    @property
+    def shows_save(self) -> bool:
+        """Whether the objects prove to be a save of Mooring."""
+        manifests = f"{self.name}/{self.save}/{STATE_DIRECTORY}/rank-"
+        return bool(_GENERATED_SAVE.fullmatch(self.save)) or any(
+            key.startswith(manifests) or reserving_save(key) for key in self.sizes_bytes
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Deletion:
-    """One save to delete. `waves` are deleted one after the other: the marker, the files, the rank manifests."""
+    """One save to delete. `waves` are deleted one after the other: the marker, the files, the rank manifests.
 
+    `name` and `save` are the folder of its objects, of which the youngest was written at `modified_at`. `may_share`:
+    snapshots may name some of them, so `without_named` has to say which may go.
+    """
+
+    name: str
     save: str
     waves: tuple[tuple[str, ...], ...]
     size_bytes: int
+    modified_at: float
     committed: bool
     reason: str
+    may_share: bool
+
+    @property
+    def markers(self) -> tuple[str, ...]:
+        return self.waves[0] if self.committed else ()
+
+    @property
+    def data(self) -> tuple[tuple[str, ...], ...]:
+        """The waves after the marker's."""
+        return self.waves[1:] if self.committed else self.waves
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,6 +79,15 @@ class PrunePlan:
     kept: tuple[tuple[str, str], ...] = ()
     refused: str = ""
 
+    def withhold(self, why_keep: Callable[[Deletion], str]) -> "PrunePlan":
+        """Return the plan without the deletions for which `why_keep` has a reason."""
+        reasons = [(one, why_keep(one)) for one in self.deletions]
+        return PrunePlan(
+            deletions=tuple(one for one, reason in reasons if not reason),
+            kept=(*self.kept, *((one.save, reason) for one, reason in reasons if reason)),
+            refused=self.refused,
+        )
+
 
 def is_live(save: str, live: Collection[str]) -> bool:
     """Whether a save is in `live`, which holds save ids and attempts (the part of an id before the counter)."""
@@ -59,19 +95,28 @@ def is_live(save: str, live: Collection[str]) -> bool:
 
 
 def skipped(committed: Iterable[CommittedSave]) -> set[str]:
-    """Return the saves that are newer than a save that was committed after them.
+    """Return the saves that are newer than a save of their series that was committed after them.
 
     A run continued from an older checkpoint then, perhaps because these cannot be restored although their sizes are
     right. They may be kept, but they justify no deletion. So the save that was committed last stays: all saves newer
     than that one are skipped.
     """
     found: set[str] = set()
-    last_commit_at = 0.0
-    for one in reversed(newest_first(committed)):
-        if one.modified_at < last_commit_at:
-            found.add(one.save)
-        last_commit_at = max(last_commit_at, one.modified_at)
+    for series in by_series(committed).values():
+        last_commit_at = 0.0
+        for one in reversed(newest_first(series)):
+            if one.modified_at < last_commit_at:
+                found.add(one.save)
+            last_commit_at = max(last_commit_at, one.modified_at)
     return found
+
+
+def by_series(committed: Iterable[CommittedSave]) -> dict[str, list[CommittedSave]]:
+    """Group saves by series. Announced checkpoints are that of the empty name."""
+    groups: defaultdict[str, list[CommittedSave]] = defaultdict(list)
+    for one in committed:
+        groups[one.series].append(one)
+    return groups
 
 
 def plan_prune(
@@ -87,8 +132,9 @@ def plan_prune(
 ) -> PrunePlan:
     """Return the verdict over one listing. All collections hold save ids; `live` may hold attempts too.
 
-    `validated`: marker, manifests and sizes agree, and no restore found the save damaged. `protected`: a run resumes
-    from it. `known`: known from elsewhere to be committed; if the listing lacks one, the plan refuses all deletions.
+    `committed` are announced checkpoints and snapshots. `validated`: marker, manifests and sizes agree, and no restore
+    found the save damaged. `protected`: a run resumes from it. `known`: known from elsewhere to be committed; if the
+    listing lacks one, the plan refuses all deletions.
     """
     listed = {one.save for one in committed}
     missing = sorted(set(known) - listed)
@@ -96,29 +142,93 @@ def plan_prune(
         return PrunePlan(refused=f"the listing lacks known committed saves: {', '.join(missing[:3])}")
     if not committed:
         return PrunePlan(refused="the destination has no committed checkpoint")
-    data = {one.save: one for one in stored}
+    folders = {(one.name, one.save): one for one in stored}
+    # The marker of an announced checkpoint does not say its name.
+    names = {one.save: one.name for one in stored}
     deletions: list[Deletion] = []
     kept: list[tuple[str, str]] = []
     justifying = set(validated) - skipped(committed)
-    newer_validated = 0
-    for one in newest_first(committed):
-        reason = _why_keep(one, settings, newer_validated, protected, live)
-        if reason:
-            kept.append((one.save, reason))
-        else:
-            deletions.append(_deletion(one.key, one.save, data.get(one.save), f"{settings.keep_last} newer are valid"))
-        newer_validated += one.save in justifying
-    newest_commit_at = max(one.modified_at for one in committed)
-    for orphan in stored:
-        if orphan.save in listed:
-            continue
-        reason = _why_keep_orphan(orphan, settings, newest_commit_at, protected, live, now)
-        if reason:
+    groups = by_series(committed)
+    for series, saves in groups.items():
+        newer_validated = 0
+        for one in newest_first(saves):
+            if reason := _why_keep(one, settings, newer_validated, protected, live):
+                kept.append((one.save, reason))
+            else:
+                why = f"{settings.keep_last} newer are valid"
+                name = series or names.get(one.save, "")
+                folder = folders.get((name, one.save))
+                deletions.append(_deletion(name, one.save, folder, why, marker=(one.key,), may_share=bool(series)))
+            newer_validated += one.save in justifying
+    newest_commit_at = {series: max(one.modified_at for one in saves) for series, saves in groups.items()}
+    orphans = [one for one in stored if one.save not in listed]
+    has_snapshots = any(groups) or any(_reserves(orphan) for orphan in orphans)
+    for orphan in orphans:
+        series = orphan.name if orphan.name in groups or _reserves(orphan) else ""
+        if reason := _why_keep_orphan(orphan, settings, newest_commit_at.get(series), protected, live, now):
             kept.append((orphan.save, reason))
         else:
-            deletions.append(_deletion("", orphan.save, orphan, "it was never committed"))
+            # What is left of a snapshot that was pruned looks like one that was never committed.
+            why = "it is not committed" if series else "it was never committed"
+            deletions.append(_deletion(orphan.name, orphan.save, orphan, why, may_share=has_snapshots))
     # Oldest first, so that an interrupted prune has removed the least important.
     return PrunePlan(deletions=tuple(reversed(deletions)), kept=tuple(kept))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SecondLook:
+    """What a prune sees after its tombstones are stored. `folders` are saves with objects, by name and save.
+
+    `committed` is listed after `reserved`, which has the name and save of each snapshot that is named by the
+    reservation of a save that is not in `committed`.
+    """
+
+    folders: Mapping[tuple[str, str], StoredSave]
+    reserved: Collection[tuple[str, str]]
+    committed: Sequence[CommittedSave]
+
+
+def without_reserved(plan: PrunePlan, committed: Iterable[CommittedSave], look: SecondLook) -> PrunePlan:
+    """Withhold what a snapshot in progress shares, and what has changed since the plan was made of `committed`."""
+    doomed = {key for one in plan.deletions for key in one.markers}
+    markers, saves = {one.key for one in look.committed}, {one.save for one in look.committed}
+    changed = {one.series for one in committed if one.key not in markers and one.key not in doomed}
+
+    def why_keep(one: Deletion) -> str:
+        place = one.name, one.save
+        if not one.may_share:
+            return ""
+        if place in look.reserved:
+            return "a snapshot in progress shares its objects"
+        if one.committed:
+            return "other snapshots of its series were deleted meanwhile" if one.name in changed else ""
+        if one.save in saves:
+            return "it was committed meanwhile"
+        folder = look.folders.get(place)
+        return "it is still being written" if folder and folder.modified_at > one.modified_at else ""
+
+    return plan.withhold(why_keep)
+
+
+def without_named(plan: PrunePlan, named: Collection[str], look: SecondLook) -> PrunePlan:
+    """Reduce the deletions to the objects that are not in `named`: the keys that remaining snapshots name."""
+    reduced = [
+        _deletion(
+            one.name,
+            one.save,
+            look.folders.get((one.name, one.save)),
+            one.reason,
+            marker=one.markers,
+            may_share=True,
+            named=named,
+        )
+        if one.may_share
+        else one
+        for one in plan.deletions
+    ]
+    return PrunePlan(deletions=tuple(reduced), kept=plan.kept, refused=plan.refused).withhold(
+        lambda one: "" if one.waves else "other snapshots share what is left of it"
+    )
 
 
 def may_abort_upload(
@@ -140,7 +250,7 @@ def _why_keep(
         return "all committed checkpoints are kept"
     if one.save in protected:
         return "it is being resumed from"
-    if settings.keep_every_steps > 0 and one.step % settings.keep_every_steps == 0:
+    if not one.series and settings.keep_every_steps > 0 and one.step % settings.keep_every_steps == 0:
         return f"its step is a multiple of {settings.keep_every_steps}"
     if newer_validated < settings.keep_last:
         return f"fewer than {settings.keep_last} newer are valid"
@@ -152,18 +262,20 @@ def _why_keep(
 def _why_keep_orphan(
     orphan: StoredSave,
     settings: RetentionSettings,
-    newest_commit_at: float,
+    newest_commit_at: float | None,
     protected: Collection[str],
     live: Collection[str],
     now: float,
 ) -> str:
-    has_manifest = any(key.startswith(f"{orphan.name}/{orphan.save}/{STATE_DIRECTORY}/rank-") for key in orphan.keys)
-    if not has_manifest and not _GENERATED_SAVE.fullmatch(orphan.save):
+    """`newest_commit_at` is that of the orphan's series; None if nothing of it is committed."""
+    if not orphan.shows_save:
         return "nothing shows that it is a save"
     if is_live(orphan.save, live):
         return "its attempt is alive"
     if orphan.save in protected:
         return "it is being resumed from"
+    if newest_commit_at is None:
+        return "nothing of its kind is committed"
     if orphan.modified_at >= newest_commit_at:
         return "it is younger than the newest commit"
     if orphan.modified_at >= now - settings.orphan_age_seconds:
@@ -171,16 +283,39 @@ def _why_keep_orphan(
     return ""
 
 
-def _deletion(marker_key: str, save: str, stored: StoredSave | None, reason: str) -> Deletion:
-    keys = sorted(stored.keys) if stored else []
-    manifests = tuple(key for key in keys if f"/{STATE_DIRECTORY}/rank-" in key)
-    files = tuple(key for key in keys if f"/{STATE_DIRECTORY}/rank-" not in key)
-    # Manifests last: after an interruption they still prove that the rest is a save of Mooring.
-    waves = ((marker_key,) if marker_key else (), files, manifests)
+def _reserves(one: StoredSave) -> bool:
+    """Whether a save has the reservation of a snapshot."""
+    return any(reserving_save(key) for key in one.sizes_bytes)
+
+
+def _deletion(
+    name: str,
+    save: str,
+    folder: StoredSave | None,
+    reason: str,
+    *,
+    marker: tuple[str, ...] = (),
+    may_share: bool,
+    named: Collection[str] = (),
+) -> Deletion:
+    sizes_bytes = folder.sizes_bytes if folder else {}
+    free = sorted(key for key in sizes_bytes if key not in named)
+    # Manifests and reservations last: after an interruption they still prove that the rest is a save of Mooring. The
+    # manifest of a save whose objects others share stays for that reason.
+    shared = any(key in named for key in sizes_bytes)
+    last = tuple(key for key in free if reserving_save(key) or (not shared and _is_manifest(key)))
+    files = tuple(key for key in free if not _is_manifest(key) and not reserving_save(key))
     return Deletion(
+        name=name,
         save=save,
-        waves=tuple(wave for wave in waves if wave),
-        size_bytes=stored.size_bytes if stored else 0,
-        committed=bool(marker_key),
-        reason=reason,
+        waves=tuple(wave for wave in (marker, files, last) if wave),
+        size_bytes=sum(sizes_bytes[key] for wave in (files, last) for key in wave),
+        modified_at=folder.modified_at if folder else 0.0,
+        committed=bool(marker),
+        reason=f"{reason}; others share some of its objects" if shared else reason,
+        may_share=may_share,
     )
+
+
+def _is_manifest(key: str) -> bool:
+    return f"/{STATE_DIRECTORY}/rank-" in key

@@ -4,12 +4,12 @@ Each value is already valid by itself: `read_values` parsed it. All problems are
 """
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Final
 
 from mooring_agent.core.errors import MooringError
 from mooring_agent.core.settings.values import GIB, MIB, TerminationSettings, TransferSettings
-from mooring_agent.core.stored.object_layout import LONGEST_PREFIX_BYTES, check_token
+from mooring_agent.core.stored.object_layout import LONGEST_PREFIX_BYTES, check_file_path, check_token
 from mooring_api.names import SOCKET_PATH_LIMIT_BYTES
 
 _S3_PART_LEAST_BYTES: Final = 5 * MIB
@@ -30,6 +30,7 @@ def setting_problems(values: Mapping[str, Any]) -> Iterator[str]:
     volume, directory = values.get("volume"), values.get("checkpoint_directory")
     if volume and directory and not _is_below(directory, volume):
         yield f"checkpoint_directory {directory} must lie below the volume {volume}"
+    yield from _watch_problems(values.get("watch", ()))
     if len(values.get("socket", "").encode()) > SOCKET_PATH_LIMIT_BYTES:
         yield f"socket {values['socket']} is longer than {SOCKET_PATH_LIMIT_BYTES} bytes: give --socket"
     if values.get("transfer.max_concurrency", 1) < 1 or values.get("store.max_connections", 1) < 1:
@@ -47,6 +48,21 @@ def setting_problems(values: Mapping[str, Any]) -> Iterator[str]:
     address = values.get("http_address")
     if address and not _is_address(address):
         yield f"http_address {address!r} is not host:port with a port from 1 to 65535, as 0.0.0.0:9090"
+
+
+def _watch_problems(directories: Sequence[str]) -> Iterator[str]:
+    """Yield a problem for each watched directory whose files could not be told from another's."""
+    for directory in directories:
+        name = directory.rpartition("/")[2]
+        try:
+            check_file_path(f"{name}/file")
+        except MooringError as error:
+            yield f"watch {directory}: {error}"
+        for other in directories:
+            if other < directory and other.rpartition("/")[2] == name:
+                yield f"watch {other} and {directory} have the same last name: snapshots tell directories by it"
+            if other != directory and _is_below(directory, other):
+                yield f"watch {directory} lies below {other}: give only {other}"
 
 
 def _impossible_sizes(values: Mapping[str, Any]) -> Iterator[str]:

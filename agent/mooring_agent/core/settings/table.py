@@ -102,6 +102,8 @@ def build_settings(values: Mapping[str, Any]) -> Settings:
 
 _UNITS: Final = {"": 1, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40, "KB": 10**3, "MB": 10**6, "GB": 10**9}
 _SHOWN_CHARACTERS: Final = 40
+_PATHS: Final = tuple[str, ...]
+_NO_PATHS: Final = "off"
 _TRUE: Final = frozenset({"1", "true", "yes", "on"})
 _FALSE: Final = frozenset({"0", "false", "no", "off"})
 _CHOICES: Final = {
@@ -143,10 +145,15 @@ def with_paths(values: Mapping[str, Any]) -> dict[str, Any]:
         "socket": f"{volume}/{STATE_DIRECTORY}/{SOCKET}",
         "state_directory": f"{volume}/{STATE_DIRECTORY}/{AGENT_STATE_DIRECTORY}",
     }
-    return {**values, **{name: values.get(name) or place for name, place in places.items()}}
+    completed = {**values, **{name: values.get(name) or place for name, place in places.items()}}
+    if values.get("watch") is None:
+        completed["watch"] = (completed["checkpoint_directory"],)
+    return completed
 
 
 def _value(setting: SettingField, raw: Any) -> Any:
+    if setting.value_type == _PATHS:
+        return _paths(raw)
     if get_origin(setting.value_type) is tuple:
         return _tags(raw)
     text = _text(raw).strip()
@@ -196,9 +203,30 @@ def parse_bytes(text: str) -> int:
     return int(Decimal(match[1]) * _UNITS[match[2].upper()])
 
 
+def text_of(setting: SettingField, value: Any) -> str:
+    """Format a setting's value as in a flag or a variable."""
+    if setting.value_type == _PATHS:
+        return ":".join(value) or _NO_PATHS
+    return text_of_tags(value) if isinstance(value, tuple) else str(value)
+
+
 def text_of_tags(tags: Iterable[tuple[str, str]]) -> str:
     """Format tags as in a flag or a variable, with special characters percent-encoded."""
     return ",".join(f"{quote(key, safe='')}={quote(value, safe='')}" for key, value in tags)
+
+
+def _paths(raw: Any) -> tuple[str, ...] | None:
+    """Parse paths separated by colons, or a list of them. `off` is none; None means the default."""
+    texts = list(raw) if isinstance(raw, list | tuple) else _text(raw).split(":")
+    if any(not isinstance(text, str) for text in texts):
+        raise ValueError(f"give directories, or {_NO_PATHS}")
+    paths = tuple(text.strip() for text in texts if text.strip())
+    word = paths[0].lower() if len(paths) == 1 else ""
+    if word in _TRUE:
+        raise ValueError(f"give directories, or {_NO_PATHS}")
+    if word in _FALSE | {_NO_PATHS}:
+        return ()
+    return paths or None
 
 
 def _tags(raw: Any) -> tuple[tuple[str, str], ...]:

@@ -147,13 +147,11 @@ class Settings:
     node_rank: Annotated[
         int, "Index of this pod in the job. Pod 0 chooses what to resume from if the store has no conditional writes."
     ] = 0
-    watch: Annotated[bool, "Watch the checkpoint directory for checkpoints of programs that never call the agent."] = (
-        True
-    )
-    world_size: Annotated[
-        int,
-        "Ranks that write one checkpoint that the watch finds; 0: unknown, and those with numbered ranks are skipped.",
-    ] = 0
+    watch: Annotated[
+        tuple[str, ...],
+        "Directories that the program writes to and Mooring keeps snapshots of, separated by colons; their last names "
+        "must differ. The flag may be repeated. Empty: the checkpoint directory; off: none.",
+    ] = ()
     http_address: Annotated[
         str, "host:port that serves /metrics, /healthz and /readyz; without a host: all addresses; empty: none."
     ] = ""

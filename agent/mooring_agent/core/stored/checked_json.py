@@ -32,8 +32,13 @@ class _Formatted(msgspec.Struct):
 
 def encode(value: Any) -> bytes:
     """Encode `value`, which is a mapping, struct or dataclass with at least one member."""
-    content = msgspec.json.encode(value, order="sorted").removesuffix(b"}")
+    content = encode_plain(value).removesuffix(b"}")
     return content + _END % crc32(content)
+
+
+def encode_plain(value: Any) -> bytes:
+    """Encode `value` as JSON with sorted members, and arrays as lists."""
+    return msgspec.json.encode(value, order="sorted", enc_hook=list)
 
 
 def decode(body: bytes, as_type: type[_Value], *, limit_bytes: int) -> _Value:

@@ -73,11 +73,11 @@ def is_listed(manifest: RankManifest, sizes: Mapping[str, int]) -> bool:
 
 
 def missing_files(manifest: RankManifest, sizes: Mapping[str, int]) -> list[str]:
-    """Return the unpacked files of a manifest that the listing lacks or shows with another size."""
+    """Return the own, unpacked files of a manifest that the listing lacks or shows with another size."""
     return [
         file.path
         for file in manifest.files
-        if file.place is None and sizes.get(file_key(manifest.info, file.path)) != file.size_bytes
+        if file.is_own and file.place is None and sizes.get(file_key(manifest.info, file.path)) != file.size_bytes
     ]
 
 

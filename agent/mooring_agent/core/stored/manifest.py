@@ -28,7 +28,9 @@ from mooring_agent.core.limits import (
     Count,
     FileBytes,
     Moment,
+    PathText,
     Rank,
+    Stamp,
     Step,
     WorldSize,
 )
@@ -37,18 +39,21 @@ from mooring_agent.core.model import (
     FileEntry,
     Kind,
     ManifestReference,
+    Owner,
     PackPlace,
     RankManifest,
     SaveInfo,
 )
 from mooring_agent.core.stored import checked_json
 from mooring_agent.core.stored.checked_json import UndecodableError, UnknownFormatError
-from mooring_agent.core.stored.object_layout import check_file_path, check_token
+from mooring_agent.core.stored.object_layout import check_file_path, check_link, check_token
 from mooring_agent.core.stored.packs_and_parts import LARGEST_PACK_BYTES
 
 FORMAT_VERSION: Final = 1
 PACKED_FORMAT_VERSION: Final = 2
 """The format of rank manifests with packs: a version that knows no packs refuses only these, and reads all others."""
+SNAPSHOT_FORMAT_VERSION: Final = 3
+"""The format of snapshots, whose files may lie with other saves and keep their mtime."""
 
 _Checksum = Annotated[str, Meta(pattern=r"^[0-9a-f]{16}\Z")]
 _PackBytes = Annotated[int, Meta(ge=0, le=LARGEST_PACK_BYTES)]
@@ -76,6 +81,16 @@ class _File(_Object):
     checksums: Annotated[tuple[_Checksum, ...], Meta(max_length=PARTS_PER_FILE)]
     pack: Annotated[int, Meta(ge=0, le=FILES_PER_RANK)] | None = None
     offset: _PackBytes | None = None
+    owner: Annotated[int, Meta(ge=0, le=FILES_PER_RANK)] | None = None
+    owner_path: str = ""
+    modified_ns: Stamp | None = None
+    link: PathText = ""
+
+
+class _Owner(_Object):
+    name: str
+    save: str
+    rank: Rank
 
 
 class _Pack(_Object):
@@ -83,11 +98,12 @@ class _Pack(_Object):
 
 
 class _Manifest(_Save):
-    format: Literal[1, 2]
+    format: Literal[1, 2, 3]
     rank: Rank
     files: Annotated[tuple[_File, ...], Meta(max_length=FILES_PER_RANK)]
     packs: Annotated[tuple[_Pack, ...], Meta(max_length=FILES_PER_RANK)] = ()
     single_file: bool = False
+    owners: Annotated[tuple[_Owner, ...], Meta(max_length=FILES_PER_RANK)] = ()
 
 
 class _Reference(_Object):
@@ -104,32 +120,46 @@ class _Marker(_Save):
 
 
 def encode_manifest(manifest: RankManifest) -> bytes:
+    owners = sorted({(file.owner.name, file.owner.save, file.owner.rank) for file in manifest.files if file.owner})
+    places = {owner: position for position, owner in enumerate(owners)}
     return checked_json.encode(
         _Manifest(
             **_of_save(manifest.info, manifest.saved_at),
-            format=PACKED_FORMAT_VERSION if manifest.pack_sizes_bytes else FORMAT_VERSION,
+            format=_format_of(manifest),
             rank=manifest.rank,
-            files=tuple(_encode_file(file) for file in manifest.files),
+            files=tuple(_encode_file(file, places) for file in manifest.files),
             packs=tuple(_Pack(size=size_bytes) for size_bytes in manifest.pack_sizes_bytes),
             single_file=manifest.single_file,
+            owners=tuple(_Owner(name=name, save=save, rank=rank) for name, save, rank in owners),
         )
     )
+
+
+def _format_of(manifest: RankManifest) -> Literal[1, 2, 3]:
+    if manifest.info.kind is Kind.SNAPSHOT:
+        return SNAPSHOT_FORMAT_VERSION
+    return PACKED_FORMAT_VERSION if manifest.pack_sizes_bytes else FORMAT_VERSION
 
 
 def decode_manifest(body: bytes, key: str) -> RankManifest:
     """Decode a rank manifest. Raises StoreError(CHECKPOINT_CORRUPT or FORMAT_UNKNOWN) that names `key`."""
     try:
         value = checked_json.decode(body, _Manifest, limit_bytes=MANIFEST_BYTES)
+        owners = [(check_token(one.name, "owner"), check_token(one.save, "owner"), one.rank) for one in value.owners]
         manifest = RankManifest(
             info=_decode_info(value),
             rank=value.rank,
             saved_at=value.saved_at,
-            files=tuple(_decode_file(file) for file in value.files),
+            files=tuple(_decode_file(file, owners) for file in value.files),
             single_file=value.single_file,
             pack_sizes_bytes=tuple(pack.size for pack in value.packs),
         )
-        if (value.format == PACKED_FORMAT_VERSION) != bool(value.packs):
-            raise UndecodableError(f"format {value.format} with {len(value.packs)} packs")
+        if value.format != _format_of(manifest):
+            raise UndecodableError(f"format {value.format} for a {value.kind} save with {len(value.packs)} packs")
+        if value.format != SNAPSHOT_FORMAT_VERSION and any(
+            file.owner or file.link or file.modified_ns is not None for file in manifest.files
+        ):
+            raise UndecodableError(f"format {value.format} with a file of another save, a link or a time")
         if manifest.single_file and len(manifest.files) != 1:
             raise UndecodableError(f"{len(manifest.files)} files are not the single file that it speaks of")
         _check_sizes(manifest)
@@ -196,7 +226,11 @@ def _of_save(info: SaveInfo, saved_at: float) -> dict[str, Any]:
     return {**asdict(info), "saved_at": float(saved_at), "checksum": "crc64nvme"}
 
 
-def _encode_file(file: FileEntry) -> _File:
+_Owners = Mapping[tuple[str, str, int], int]
+
+
+def _encode_file(file: FileEntry, owners: _Owners) -> _File:
+    owner = file.owner
     return _File(
         path=file.path,
         size=file.size_bytes,
@@ -204,12 +238,22 @@ def _encode_file(file: FileEntry) -> _File:
         checksums=tuple(f"{checksum:016x}" for checksum in file.checksums),
         pack=file.place.number if file.place else None,
         offset=file.place.offset_bytes if file.place else None,
+        owner=owners[owner.name, owner.save, owner.rank] if owner else None,
+        owner_path=owner.path if owner and owner.path != file.path else "",
+        modified_ns=file.modified_ns,
+        link=file.link,
     )
 
 
-def _decode_file(file: _File) -> FileEntry:
+def _decode_file(file: _File, owners: Sequence[tuple[str, str, int]]) -> FileEntry:
     if (file.pack is None) != (file.offset is None):
         raise UndecodableError(f"{file.path!r} has a pack or an offset without the other")
+    if file.owner is not None and file.owner >= len(owners):
+        raise UndecodableError(f"{file.path!r} names owner {file.owner} of {len(owners)}")
+    if file.owner is None and file.owner_path:
+        raise UndecodableError(f"{file.path!r} has an owner's path without an owner")
+    if file.link and (file.size or file.owner is not None or file.pack is not None):
+        raise UndecodableError(f"{file.path!r} is a link with bytes")
     if len(file.checksums) != -(-file.size // file.part_size):
         raise UndecodableError(f"{file.path!r}: {len(file.checksums)} checksums do not cover {file.size} bytes")
     return FileEntry(
@@ -220,7 +264,15 @@ def _decode_file(file: _File) -> FileEntry:
         place=None
         if file.pack is None or file.offset is None
         else PackPlace(number=file.pack, offset_bytes=file.offset),
+        owner=None if file.owner is None else _owner(owners[file.owner], file),
+        modified_ns=file.modified_ns,
+        link=check_link(file.path, file.link) if file.link else "",
     )
+
+
+def _owner(owner: tuple[str, str, int], file: _File) -> Owner:
+    name, save, rank = owner
+    return Owner(name=name, save=save, rank=rank, path=check_file_path(file.owner_path or file.path))
 
 
 def _check_sizes(manifest: RankManifest) -> None:
@@ -229,7 +281,7 @@ def _check_sizes(manifest: RankManifest) -> None:
         raise UndecodableError(f"files of {manifest.size_bytes:,} bytes, more than {SAVE_BYTES:,}")
     sizes = dict(enumerate(manifest.pack_sizes_bytes))
     for file in manifest.files:
-        if file.place and file.place.offset_bytes > sizes.get(file.place.number, -1) - file.size_bytes:
+        if file.is_own and file.place and file.place.offset_bytes > sizes.get(file.place.number, -1) - file.size_bytes:
             raise UndecodableError(f"{file.path!r} does not lie in pack {file.place.number}")
 
 

@@ -3,7 +3,10 @@
 <name>/<save>/<files as the trainer named them>
 <name>/<save>/.mooring/rank-00003.json            rank manifest
 <name>/<save>/.mooring/pack-00003-00000.tar       many small files of one rank; its manifest says which and where
+<name>/<save>/.mooring/base.json                  reservation: the snapshot that this one shares objects with
 .mooring/commits/<step, 12 digits>.<save>.json    commit marker
+.mooring/snapshots/<name>/<number, 12 digits>.<save>.json    commit marker of a snapshot; its name is its series
+.mooring/pruned/<save>/<prune>                    tombstone: a prune is about to delete that snapshot
 .mooring/resume/<attempt>.json                    the pin: what this attempt resumes from
 .mooring/damaged/<save>                           what restore found wrong with a save; prune does not rely on that save
 """
@@ -13,8 +16,16 @@ from typing import Final
 
 from mooring_agent.core.errors import ErrorKind, RequestError
 from mooring_agent.core.limits import PATH_LEVELS
-from mooring_agent.core.model import SaveInfo
-from mooring_api.names import COMMITS_DIRECTORY, DAMAGED_DIRECTORY, PROBE_DIRECTORY, RESUME_DIRECTORY, STATE_DIRECTORY
+from mooring_agent.core.model import FileEntry, Kind, Owner, SaveInfo, SnapshotId
+from mooring_api.names import (
+    COMMITS_DIRECTORY,
+    DAMAGED_DIRECTORY,
+    PROBE_DIRECTORY,
+    PRUNED_DIRECTORY,
+    RESUME_DIRECTORY,
+    SNAPSHOTS_DIRECTORY,
+    STATE_DIRECTORY,
+)
 
 _TOKEN: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._=+-]{0,127}")
 KEY_BYTES: Final = 1024
@@ -23,10 +34,16 @@ _NAME_BYTES: Final = 255
 LONGEST_PREFIX_BYTES: Final = 256
 """The longest prefix of a destination, its last slash included. The settings are checked for it."""
 
+_BASE: Final = "base.json"
 COMMITS_PREFIX: Final = f"{STATE_DIRECTORY}/{COMMITS_DIRECTORY}/"
 RESUME_PREFIX: Final = f"{STATE_DIRECTORY}/{RESUME_DIRECTORY}/"
 DAMAGED_PREFIX: Final = f"{STATE_DIRECTORY}/{DAMAGED_DIRECTORY}/"
 _MARKER_KEY: Final = re.compile(rf"{re.escape(COMMITS_PREFIX)}([0-9]{{12}})\.({_TOKEN.pattern})\.json")
+SNAPSHOTS_PREFIX: Final = f"{STATE_DIRECTORY}/{SNAPSHOTS_DIRECTORY}/"
+_SNAPSHOT_KEY: Final = re.compile(
+    rf"{re.escape(SNAPSHOTS_PREFIX)}({_TOKEN.pattern})/([0-9]{{12}})\.({_TOKEN.pattern})\.json"
+)
+PRUNED_PREFIX: Final = f"{STATE_DIRECTORY}/{PRUNED_DIRECTORY}/"
 PROBE_PREFIX: Final = f"{STATE_DIRECTORY}/{PROBE_DIRECTORY}/"
 
 
@@ -63,6 +80,18 @@ def check_file_path(path: str) -> str:
     return path
 
 
+def check_link(path: str, target: str) -> str:
+    """Return a link's target if it is relative and stays below the first folder of `path`; else raise RequestError.
+
+    A `..` may only come first: after a name, which may be a link itself, nobody knows where it leads.
+    """
+    names = target.split("/")
+    ups = next((position for position, name in enumerate(names) if name != ".."), len(names))
+    if target.startswith("/") or ".." in names[ups:] or ups > path.count("/") - 1 or "\0" in target:
+        raise _bad_name(f"{path!r} is a link to {target[:60]!r}, which leads elsewhere", "use a link inside it")
+    return target
+
+
 def _bad_name(message: str, hint: str) -> RequestError:
     return RequestError(ErrorKind.BAD_NAME, message, hint=hint)
 
@@ -93,7 +122,42 @@ def is_manifest_of(info: SaveInfo, key: str) -> bool:
 
 
 def pack_key(info: SaveInfo, rank: int, number: int) -> str:
-    return f"{save_prefix(info)}{STATE_DIRECTORY}/pack-{rank:05d}-{number:05d}.tar"
+    return _pack_key(save_prefix(info), rank, number)
+
+
+def _pack_key(prefix: str, rank: int, number: int) -> str:
+    return f"{prefix}{STATE_DIRECTORY}/pack-{rank:05d}-{number:05d}.tar"
+
+
+def object_key(info: SaveInfo, rank: int, file: FileEntry) -> str:
+    """Return the key of the object that holds a file's bytes: its own or a pack, of this save or of the file's owner.
+
+    `file` is no link, and `info` and `rank` are those of the manifest that names it.
+    """
+    owner = file.owner or Owner(name=info.name, save=info.save, rank=rank, path=file.path)
+    prefix = f"{owner.name}/{owner.save}/"
+    return _pack_key(prefix, owner.rank, file.place.number) if file.place else prefix + owner.path
+
+
+def base_key(info: SaveInfo) -> str:
+    """Return the key of a snapshot's reservation."""
+    return f"{save_prefix(info)}{STATE_DIRECTORY}/{_BASE}"
+
+
+def reserving_save(key: str) -> str | None:
+    """Return the save whose reservation has this key; None for any other key."""
+    parts = key.split("/")
+    return parts[1] if len(parts) == 4 and parts[2:] == [STATE_DIRECTORY, _BASE] else None
+
+
+def tombstones_prefix(save: str) -> str:
+    """Return the prefix of the tombstones of a snapshot, and of no other's."""
+    return f"{PRUNED_PREFIX}{save}/"
+
+
+def tombstone_key(save: str, prune: str) -> str:
+    """Return the key of a tombstone. `prune` is unique to one run of a prune."""
+    return tombstones_prefix(save) + prune
 
 
 def step_prefix(step: int) -> str:
@@ -102,13 +166,26 @@ def step_prefix(step: int) -> str:
 
 
 def marker_key(info: SaveInfo) -> str:
+    if info.kind is Kind.SNAPSHOT:
+        return snapshot_key(SnapshotId(series=info.name, number=info.step, save=info.save))
     return f"{step_prefix(info.step)}{info.save}.json"
 
 
+def snapshot_key(snapshot: SnapshotId) -> str:
+    """Return the key of a snapshot's marker."""
+    return f"{SNAPSHOTS_PREFIX}{snapshot.series}/{snapshot.number:012d}.{snapshot.save}.json"
+
+
 def parse_marker_key(key: str) -> tuple[int, str] | None:
-    """Return (step, save) of a marker's key; None for any other key."""
+    """Return (step, save) of an announced checkpoint's marker; None for any other key."""
     match = _MARKER_KEY.fullmatch(key)
     return (int(match[1]), match[2]) if match else None
+
+
+def parse_snapshot_key(key: str) -> SnapshotId | None:
+    """Return the snapshot whose marker has this key; None for any other key."""
+    match = _SNAPSHOT_KEY.fullmatch(key)
+    return SnapshotId(series=match[1], number=int(match[2]), save=match[3]) if match else None
 
 
 def pin_key(attempt: str) -> str:

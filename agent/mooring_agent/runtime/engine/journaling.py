@@ -25,7 +25,7 @@ from mooring_agent.core.errors import ErrorKind, RequestError, VolumeError
 from mooring_agent.core.model import StagedFile
 from mooring_agent.core.settings.values import Settings
 from mooring_agent.core.stored.packs_and_parts import PACK_BYTES
-from mooring_agent.ports import Journal, StagedDescriptor, StagingArea
+from mooring_agent.ports import Journal, StagedDescriptor, StagingArea, save_of_pin
 
 # The events of an ended checkpoint that status, idempotent announcements and retention still need.
 _ENDED_NEEDS = (Announced, Staged, Committed, Released)
@@ -100,7 +100,7 @@ def _is_needed(state: State, event: DurableEvent, *, is_current_life: bool) -> b
     if checkpoint is None:
         return False
     if checkpoint.settled:
-        return checkpoint is state.newest_committed and isinstance(event, _ENDED_NEEDS)
+        return state.is_newest(checkpoint) and isinstance(event, _ENDED_NEEDS)
     return True
 
 
@@ -110,7 +110,7 @@ def rescan(staging: StagingArea, state: State) -> Iterator[DurableEvent]:
     The caller applies each before it asks for the next. They come in the order of announcement, which decides which
     checkpoint is the newest. Trainers can write descriptors, so each one is checked as an announcement is.
     """
-    for announcements, described, files in sorted(_described(staging), key=lambda found: _order(found[0])):
+    for announcements, described, files in sorted(_described(staging, state), key=lambda found: _order(found[0])):
         first = announcements[0]
         try:
             for announcement in announcements:
@@ -138,10 +138,19 @@ def _shares(state: State, announced: Announced) -> Mapping[int, RankContribution
 
 
 def _described(
-    staging: StagingArea,
+    staging: StagingArea, state: State
 ) -> Iterator[tuple[Sequence[Announced], StagedDescriptor, tuple[StagedFile, ...]]]:
-    """Yield the announcements, the descriptor and the files of everything that is staged."""
+    """Yield the announcements, the descriptor and the files of everything that is staged.
+
+    Drops the pins of snapshots that `state` does not know: their files are still where the program wrote them.
+    """
     for described, files in staging.scan():
+        if not described.announcements:
+            save = save_of_pin(files[0].pin)
+            if save not in state.checkpoints:
+                log.info("staging.snapshot_dropped", save=save)
+                staging.release(save)
+            continue
         try:
             announcements = [decode_event(record.encode()) for record in described.announcements]
         except UnknownRecordError as error:

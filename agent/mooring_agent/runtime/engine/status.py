@@ -50,7 +50,8 @@ def backlog_bytes(state: State) -> int:
 
 
 def describe(state: State, now: float) -> agent_pb2.Status:
-    newest = state.newest_committed
+    newest, snapshot = state.newest_committed, state.newest_snapshot
+    recovery_point = max((one.announced_at for one in (newest, snapshot) if one), default=None)
     rate = state.upload_rate.bytes_per_second
     backlog = backlog_bytes(state)
     budget = disk_pressure.budget_bytes(state)
@@ -60,7 +61,9 @@ def describe(state: State, now: float) -> agent_pb2.Status:
         live_ranks=len(state.alive_ranks),
         checkpoints=describe_all(state),
         newest_committed=describe_checkpoint(newest) if newest else None,
-        recovery_point_age_seconds=max(0.0, now - newest.announced_at) if newest else -1.0,
+        newest_snapshot=describe_checkpoint(snapshot) if snapshot else None,
+        not_stored=state.not_stored,
+        recovery_point_age_seconds=-1.0 if recovery_point is None else max(0.0, now - recovery_point),
         backlog_bytes=backlog,
         upload_rate_bytes_per_second=rate,
         drain_seconds=0.0 if not backlog else backlog / rate if rate else -1.0,

@@ -65,7 +65,8 @@ class KubernetesEvents:
             case Committed() if (found := state.checkpoints.get(event.work.save)) is not None:
                 info = found.info
                 when = datetime.fromtimestamp(event.at, UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
-                self._committed = json.dumps({"name": info.name, "step": info.step, "at": when})
+                what = {"name": info.name} if info.is_snapshot else {"name": info.name, "step": info.step}
+                self._committed = json.dumps({**what, "at": when})
                 self._news.set()
                 if info.kind is Kind.JUST_IN_TIME:
                     text = f"{info.name} (step {info.step}) was saved just in time and is committed"

@@ -24,9 +24,9 @@ from mooring_agent.core.settings.values import Settings
 from mooring_agent.ports import Clock
 from mooring_agent.runtime.engine.engine import Engine
 from mooring_agent.runtime.engine.telemetry import say
+from mooring_agent.runtime.monitors.mirror import Mirror
 from mooring_agent.runtime.monitors.ranks import LiveRanks, rank_hints
 from mooring_agent.runtime.monitors.unannounced import UnannouncedRecovery
-from mooring_agent.runtime.monitors.watched_directories import DirectoryWatcher
 
 _LINES: Final = 10
 
@@ -69,7 +69,7 @@ def say_what_is_open(state: State, source: str, now: float) -> None:
 def _describe(state: State, checkpoint: Checkpoint) -> str:
     needed_seconds = drain.needed_seconds(state, checkpoint)
     return (
-        f"{checkpoint.info.name} (step {checkpoint.info.step}, {checkpoint.info.kind}) is {checkpoint.phase}, "
+        f"{checkpoint.info} is {checkpoint.phase}, "
         f"{checkpoint.remaining_bytes} of {checkpoint.size_bytes} bytes left"
         + (f", {needed_seconds:.1f} s" if needed_seconds else "")
     )
@@ -80,6 +80,7 @@ _CALM_SECONDS: Final = 10.0
 _ENDING_SECONDS: Final = 0.1
 _DISK_BUSY_SECONDS: Final = 1.0
 _DISK_IDLE_SECONDS: Final = 10.0
+_SILENT_SECONDS: Final = 30.0
 # Walking ten thousand files every second would slow their upload by a third.
 _DISK_REST_PER_WALK: Final = 10.0
 # The pins of a shed checkpoint are dropped within moments; a save waits no longer than this for the room.
@@ -89,6 +90,9 @@ _ROOM_TO_KEEP_A_RESERVE: Final = 4
 _ASKING_SECONDS: Final = 4.0
 # For the upload of what the last looks find.
 _DRAIN_SECONDS: Final = 1.0
+# A rank may end a moment after the program that started it, and the end of its connection is seen a moment later.
+_LEFT_BEHIND_AFTER_SECONDS: Final = 2.0
+_PROGRAM_ENDED: Final = "program ended"
 
 T = TypeVar("T")
 
@@ -104,7 +108,7 @@ class Monitors:
         live_ranks: LiveRanks,
         executor: Executor,
         settings: Settings,
-        watching: DirectoryWatcher | None,
+        mirror: Mirror | None,
         unannounced: UnannouncedRecovery,
     ) -> None:
         self._engine = engine
@@ -112,7 +116,7 @@ class Monitors:
         self._live_ranks = live_ranks
         self._executor = executor
         self._settings = settings
-        self._watching = watching
+        self._mirror = mirror
         self._unannounced = unannounced
         self._reserve = Reserve(Path(settings.volume))
         self._meter = VolumeMeter(Path(settings.volume))
@@ -120,6 +124,8 @@ class Monitors:
         self._clients_gone = asyncio.Event()
         self._clients_seen = False
         self._unknown = ""
+        # While ranks that the program has left behind may still save: until then, in unix seconds.
+        self._left_behind_until: float | None = None
 
     async def watch_ranks(self, parent_pid: int | None) -> None:
         """Watch which ranks are alive, until cancelled. `parent_pid`: the runner; the agent stops when it is gone."""
@@ -127,6 +133,7 @@ class Monitors:
             while True:
                 self._look.clear()
                 await self.look_at_ranks()
+                await self._drain_without_left_behind()
                 if parent_pid is not None and parent_pid != os.getppid():
                     log.warning("runner.gone")
                     parent_pid = None
@@ -139,13 +146,26 @@ class Monitors:
     async def watch_unannounced(self) -> None:
         """Announce what clients saved and no agent took: at the start, and whenever the last client is gone.
 
+        Also every half minute while a rank lives that has not registered: its image may lack gRPC.
+
         Runs until cancelled, apart from `watch_ranks`: the store is still being opened at the start, and asking it may
         take long.
         """
         while True:
             self._clients_gone.clear()
             await self._unannounced.look()
-            await self._clients_gone.wait()
+            await self._clients_gone_or_silent()
+
+    async def _clients_gone_or_silent(self) -> None:
+        """Return when the last client is gone, or after a while if a live rank has not registered: it has no gRPC."""
+        while True:
+            with suppress(TimeoutError):
+                async with asyncio.timeout(_SILENT_SECONDS):
+                    await self._clients_gone.wait()
+                    return
+            state = self._engine.state
+            if any(rank not in state.ranks for rank in state.alive_ranks):
+                return
 
     async def watch_disk(self) -> None:
         """Watch how full the volume is, until cancelled; less often while nothing goes on, or if a look takes long."""
@@ -232,15 +252,63 @@ class Monitors:
         await self.notice_termination(source)
         await self._request_stop(trainers_gone=False)
 
-    async def stop_without_trainers(self) -> None:
-        """Drain and exit; the runner has waited for the trainers' end."""
-        await self.look_at_ranks()
-        await self._request_stop(trainers_gone=True)
+    async def drain_after_program(self, *, failed_at: float | None) -> None:
+        """Drain and exit; the runner has waited for the program's end.
 
-    async def _request_stop(self, *, trainers_gone: bool) -> None:
-        if self._watching is not None:
-            await self._watching.last_looks(
-                writers_gone=trainers_gone or self._clients_are_gone, limit_seconds=self._seconds_to_look_around()
+        `failed_at`: when it ended, in unix seconds, if a signal or an error ended it.
+
+        The program may be a launcher that has left its ranks behind. They are asked to save and leave, and the drain
+        begins when they have left, but no later than a grace period from now, or than an earlier notice allows.
+        """
+        left_behind = await self._ranks_left_behind()
+        if not left_behind:
+            await self._request_stop(trainers_gone=True, failed_at=failed_at)
+            return
+        log.warning("ranks.left_behind", local_ranks=sorted(left_behind))
+        # Without a deadline: unless another notice sets one, the machine stays, and the upload may take its time.
+        await self._engine.submit(TerminationNoticed(at=self._clock.now(), deadline=None, source=_PROGRAM_ENDED))
+        until = drain.deadline(self._engine.state)
+        self._left_behind_until = (
+            self._clock.now() + self._settings.termination.grace_seconds
+            if until is None
+            else until - self._settings.termination.commit_reserve_seconds - _DRAIN_SECONDS
+        )
+        say_what_is_open(self._engine.state, _PROGRAM_ENDED, self._clock.now())
+        self.look_soon()
+
+    async def _ranks_left_behind(self) -> frozenset[int]:
+        """Return the ranks that are alive although the program has ended. Gives them a moment to end with it."""
+        until = time.monotonic() + _LEFT_BEHIND_AFTER_SECONDS
+        while True:
+            await self.look_at_ranks()
+            alive = self._ranks_known_alive
+            if not alive or self._engine.state.termination.noticed or time.monotonic() >= until:
+                return alive
+            await asyncio.sleep(_ENDING_SECONDS)
+
+    async def _drain_without_left_behind(self) -> None:
+        """Drain and exit if the ranks that were left behind have left, or their time is over."""
+        if self._left_behind_until is None:
+            return
+        alive = self._ranks_known_alive
+        if alive and self._clock.now() < self._left_behind_until:
+            return
+        self._left_behind_until = None
+        if alive:
+            log.warning("ranks.given_up", local_ranks=sorted(alive))
+        await self._request_stop(trainers_gone=True, failed_at=time.time() if alive else None)
+
+    @property
+    def _ranks_known_alive(self) -> frozenset[int]:
+        # While the ranks are unknown, the state holds those of an earlier look.
+        return frozenset() if self._unknown else self._engine.state.alive_ranks
+
+    async def _request_stop(self, *, trainers_gone: bool, failed_at: float | None = None) -> None:
+        if self._mirror is not None:
+            await self._mirror.last_looks(
+                writers_gone=trainers_gone or self._clients_are_gone,
+                failed_at=failed_at,
+                limit_seconds=self._seconds_to_look_around(),
             )
         await self._recover_unannounced()
         await self._engine.submit(StopRequested(at=self._clock.now(), trainers_gone=trainers_gone))

@@ -39,7 +39,12 @@ class OtherWriters:
         if isinstance(event, Committed):
             self._ours.append(event.work.save)
             checkpoint = state.checkpoints.get(event.work.save)
-            if checkpoint is not None and not state.termination.noticed and not self._committed.full():
+            if (
+                checkpoint is not None
+                and not checkpoint.info.is_snapshot
+                and not state.termination.noticed
+                and not self._committed.full()
+            ):
                 self._committed.put_nowait(checkpoint.info)
 
     async def watch(self) -> None:

@@ -37,8 +37,11 @@ _ORDERLY: Final = frozenset({0, EXIT_NOT_DURABLE})
 _NEVER_BORN: Final = 71
 """EX_OSERR: the process could not even be forked."""
 
-Notify = Callable[[float, str, bool], None]
-"""(grace seconds, source, trainers gone): tells the agent that the run is ending. Blocks; raises MooringError."""
+Notify = Callable[[float, str, bool, float], None]
+"""(grace seconds, source, trainers gone, when they failed): tells the agent that the run is ending.
+
+The last is in unix seconds; 0: they have not failed. Blocks; raises MooringError.
+"""
 
 log = structlog.get_logger("mooring.run")
 
@@ -63,6 +66,7 @@ class _Message:
     source: str
     deadline: float
     trainers_gone: bool = False
+    trainers_failed_at: float = 0.0
 
 
 class AgentSupervisor:
@@ -87,6 +91,7 @@ class AgentSupervisor:
         self._served = asyncio.Event()
         self._draining = asyncio.Event()
         self._ending = False
+        self._failed_at = 0.0
         self._undelivered: deque[_Message] = deque()
         self._news = asyncio.Event()
         self._delivering = asyncio.Lock()
@@ -104,12 +109,14 @@ class AgentSupervisor:
         """Tell the agent that the machine is going away: at once, or as soon as an agent runs again."""
         self._enqueue(_Message(source=source, deadline=asyncio.get_running_loop().time() + self._grace_seconds))
 
-    async def drain(self) -> int:
+    async def drain(self, *, failed_at: float) -> int:
         """Wait, after the program's end, until an agent has made durable what it can.
 
+        `failed_at`: when the program ended, in unix seconds, if a signal or an error ended it; else 0.
         Returns 0 if everything is durable, else 75.
         """
         assert self._keeping is not None
+        self._failed_at = failed_at
         self._draining.set()
         self._say_program_ended()
         try:
@@ -242,7 +249,9 @@ class AgentSupervisor:
         grace_seconds = 0.0 if message.trainers_gone else max(left_seconds, _LEAST_GRACE_SECONDS)
         async with self._delivering:
             try:
-                await asyncio.to_thread(self._notify, grace_seconds, message.source, message.trainers_gone)
+                await asyncio.to_thread(
+                    self._notify, grace_seconds, message.source, message.trainers_gone, message.trainers_failed_at
+                )
             except MooringError as error:
                 log.warning("run.agent_unreachable", error=str(error))
                 return False
@@ -252,7 +261,9 @@ class AgentSupervisor:
     def _say_program_ended(self) -> None:
         """Tell each new agent that the program has ended. Unlike a notice, this is not in the agent's journal."""
         if not any(message.trainers_gone for message in self._undelivered):
-            self._enqueue(_Message(source="program ended", deadline=0.0, trainers_gone=True))
+            self._enqueue(
+                _Message(source="program ended", deadline=0.0, trainers_gone=True, trainers_failed_at=self._failed_at)
+            )
 
     def _enqueue(self, message: _Message) -> None:
         self._undelivered.append(message)

@@ -32,12 +32,12 @@ from mooring_agent.runtime.engine.engine import Engine
 from mooring_agent.runtime.engine.journaling import recover
 from mooring_agent.runtime.engine.telemetry import say
 from mooring_agent.runtime.monitors.kubernetes_events import KubernetesEvents, cluster_news
+from mooring_agent.runtime.monitors.mirror import Mirror
 from mooring_agent.runtime.monitors.monitors import Monitors
 from mooring_agent.runtime.monitors.other_writers import OtherWriters
 from mooring_agent.runtime.monitors.preemption import preemption_watcher
 from mooring_agent.runtime.monitors.ranks import LiveRanks, save_requester, termination_canceller
 from mooring_agent.runtime.monitors.unannounced import UnannouncedRecovery
-from mooring_agent.runtime.monitors.watched_directories import DirectoryWatcher
 from mooring_agent.runtime.process.open_volume import claim_volume, volume_journal
 from mooring_agent.runtime.work.announcements import Announcements
 from mooring_agent.runtime.work.committer import DuplicateSaveGuard
@@ -169,7 +169,7 @@ async def run_agent(settings: Settings, *, fresh: bool = False, parent_pid: int 
         monitor_threads = _threads(stack, "mooring-monitor", _MONITOR_THREADS)
         journaling = _threads(stack, "mooring-journal", 1)
         journal = stack.enter_context(volume_journal(settings))
-        staging = LocalStagingArea(volume)
+        staging = LocalStagingArea(volume, settings.watch)
         # In a thread: a long journal or a slow volume must not delay the handling of a signal.
         state, unjournaled = await asyncio.get_running_loop().run_in_executor(
             journaling, recover, settings, journal, staging
@@ -198,8 +198,8 @@ async def run_agent(settings: Settings, *, fresh: bool = False, parent_pid: int 
         engine.post(Started(at=clock.now(), fresh=fresh))
         live_ranks = LiveRanks(RankLocks(volume))
         announcements = Announcements(engine=engine, clock=clock, volume=volume, staging=staging, workers=executor)
-        watching = (
-            DirectoryWatcher(announcements=announcements, engine=engine, settings=settings, executor=executor)
+        mirror = (
+            Mirror(engine=engine, settings=settings, clock=clock, executor=monitor_threads, parent_pid=parent_pid)
             if settings.watch
             else None
         )
@@ -209,7 +209,7 @@ async def run_agent(settings: Settings, *, fresh: bool = False, parent_pid: int 
             live_ranks=live_ranks,
             executor=monitor_threads,
             settings=settings,
-            watching=watching,
+            mirror=mirror,
             unannounced=UnannouncedRecovery(
                 announcements=announcements, engine=engine, settings=settings, executor=monitor_threads, store=store
             ),
@@ -248,8 +248,8 @@ async def run_agent(settings: Settings, *, fresh: bool = False, parent_pid: int 
             litter.watch,
             lambda: _obey(signals, monitors),
         ]
-        if watching is not None:
-            forever.append(watching.run)
+        if mirror is not None:
+            forever.append(mirror.run)
         watcher = preemption_watcher(settings.termination, notify=monitors.notice_termination)
         if watcher is not None:
             forever.append(watcher.watch)

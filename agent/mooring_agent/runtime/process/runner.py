@@ -8,21 +8,26 @@ reaches only the program. If this runner is killed, the agent notices it and ask
 
 import asyncio
 import contextlib
+import json
 import os
 import shutil
 import signal
 import sys
+import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
 import structlog
 
 from mooring_agent.adapters.durable_files import opened
+from mooring_agent.adapters.volume.shared_folders import open_state_directory
 from mooring_agent.core.errors import ErrorKind, MooringError
+from mooring_agent.core.limits import RECORD_BYTES
 from mooring_agent.core.settings.values import Settings
 from mooring_agent.runtime.process.agent_supervisor import AgentSupervisor, Notify, exit_code
-from mooring_api.names import JUST_IN_TIME_EXIT_CODE
+from mooring_api.names import ENV_RESUME, JUST_IN_TIME_EXIT_CODE, RESUMED
 
 _RESTORE_END_SECONDS: Final = 10.0
 _NOTICES: Final = frozenset({signal.SIGTERM, signal.SIGHUP})
@@ -34,6 +39,14 @@ _PROGRAMS_OWN: Final = frozenset({signal.SIGUSR1, signal.SIGUSR2})
 _MOORING: Final = (sys.executable, "-m", "mooring_agent")
 
 log = structlog.get_logger("mooring.run")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Resumed:
+    """What the last restore that found a checkpoint has put in place; `written` tells one restore from another."""
+
+    path: str = ""
+    written: tuple[int, ...] = ()
 
 
 class Runner:
@@ -51,6 +64,7 @@ class Runner:
         notify: Notify,
         answers: Callable[[], bool],
     ) -> None:
+        self._settings = settings
         self._command = command
         self._environment = dict(environment)
         self._agent = AgentSupervisor(
@@ -72,14 +86,23 @@ class Runner:
         program runs, the exit code says that instead.
         """
         self._listen()
+        resume: dict[str, str] = {}
         if restore:
+            before = await asyncio.to_thread(self._resumed)
             code = await self._restore()
             if code:
                 return code
+            after = await asyncio.to_thread(self._resumed)
+            if after != before:
+                resume = {ENV_RESUME: after.path}
         if not await self._start_agent():
             return exit_code(-self._interrupted.result())
-        code = await self._run_program()
-        agent_code = await self._agent.drain()
+        code = await self._run_program(resume)
+        assert self._program is not None
+        # Before anything else, because files are judged by their age at that time.
+        ended_at = time.time()
+        has_failed = self._program.returncode not in (0, JUST_IN_TIME_EXIT_CODE)
+        agent_code = await self._agent.drain(failed_at=ended_at if has_failed else 0.0)
         if agent_code:
             log.error("run.not_durable", agent_code=agent_code, program_code=code)
         failed_by_itself = code not in (0, JUST_IN_TIME_EXIT_CODE) and not self._noticed
@@ -142,9 +165,21 @@ class Runner:
         await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
         return self._interrupted.done()
 
-    async def _run_program(self) -> int:
+    def _resumed(self) -> "_Resumed":
+        """Return what restores of this volume have put in place until now. Blocks."""
         try:
-            self._program = await asyncio.create_subprocess_exec(*self._command, env=self._environment)
+            with open_state_directory(Path(self._settings.volume), Path(self._settings.state_directory)) as folder:
+                status = folder.status(RESUMED)
+                record = json.loads(folder.read(RESUMED, RECORD_BYTES))
+            path = Path(self._settings.checkpoint_directory) / record["name"]
+        except (OSError, ValueError, LookupError, TypeError):
+            return _Resumed()
+        return _Resumed(path=str(path), written=(status.st_ino, status.st_mtime_ns))
+
+    async def _run_program(self, variables: Mapping[str, str]) -> int:
+        environment = {**self._environment, **variables}
+        try:
+            self._program = await asyncio.create_subprocess_exec(*self._command, env=environment)
         except OSError as error:
             await self._agent.end()
             raise _starting_error(error, self._command[0], self._environment.get("PATH")) from error

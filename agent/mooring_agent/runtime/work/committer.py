@@ -21,7 +21,7 @@ from mooring_agent.core.agent.events import Committed, CommitWaits, ManifestStor
 from mooring_agent.core.agent.state import State
 from mooring_agent.core.errors import ErrorKind, MooringError, RequestError, StoreError
 from mooring_agent.core.limits import MANIFEST_BYTES, MANIFESTS_BYTES, MARKER_BYTES
-from mooring_agent.core.model import AnnouncementTime, ManifestReference, RankManifest, SaveInfo
+from mooring_agent.core.model import AnnouncementTime, ManifestReference, RankManifest, SaveInfo, SnapshotId
 from mooring_agent.core.stored.commit import DIFFERENT_FILES_HINT, contradiction, is_listed, judge_listing
 from mooring_agent.core.stored.manifest import (
     commit_marker,
@@ -33,7 +33,16 @@ from mooring_agent.core.stored.manifest import (
     needed_bytes,
     shortage,
 )
-from mooring_agent.core.stored.object_layout import is_manifest_of, manifest_key, marker_key, save_prefix
+from mooring_agent.core.stored.object_layout import (
+    base_key,
+    is_manifest_of,
+    manifest_key,
+    marker_key,
+    save_prefix,
+    snapshot_key,
+    tombstones_prefix,
+)
+from mooring_agent.core.stored.reservation import encode_reservation
 from mooring_agent.ports import Clock, StoreReader, StoreWriter
 
 log = structlog.get_logger("mooring.committer")
@@ -126,6 +135,21 @@ async def is_committed(store: StoreReader, info: SaveInfo, announced_at: Mapping
             hint="use a new save id for every save of every attempt",
         )
     return marker is not None
+
+
+async def reserve_base(store: StoreWriter, info: SaveInfo, base: SnapshotId) -> None:
+    """Reserve the snapshot that this one shares objects with, then make sure that it is there and stays.
+
+    Raises StoreError(BASE_PRUNED) if it is being pruned. The order matters: docs/design/0014.
+    """
+    await store.put(base_key(info), encode_reservation(base))
+    tombstones = [one.key async for one in store.list(tombstones_prefix(base.save))]
+    if tombstones or await if_there(store.head(snapshot_key(base))) is None:
+        raise StoreError(
+            ErrorKind.BASE_PRUNED,
+            f"snapshot {base.number} of {base.series} (save {base.save}), was pruned, and this one shares objects",
+            hint="nothing to do: the next snapshot sends everything",
+        )
 
 
 async def sweep_uploads(
@@ -279,8 +303,11 @@ class DuplicateSaveGuard:
         self._state = state
         self._looks: dict[str, _Look] = {}
 
-    async def require_new(self, store: StoreReader, save: str) -> None:
-        """Raise StoreError(CONTRADICTION) if the id is committed already and that is not the save that we have here."""
+    async def require_new(self, store: StoreWriter, save: str) -> None:
+        """Raise StoreError(CONTRADICTION) if the id is committed already and that is not the save that we have here.
+
+        Also reserves the base of a snapshot, in every life of the agent, and raises BASE_PRUNED.
+        """
         checkpoint = self._state().checkpoints.get(save)
         if checkpoint is None:
             return
@@ -297,7 +324,11 @@ class DuplicateSaveGuard:
                     rank: AnnouncementTime(at=contribution.announced.at)
                     for rank, contribution in checkpoint.contributions.items()
                 }
-                await is_committed(store, checkpoint.info, announced_at)
+                committed = await is_committed(store, checkpoint.info, announced_at)
+                for contribution in () if committed else checkpoint.contributions.values():
+                    snapshot = contribution.announced.snapshot
+                    if snapshot is not None and snapshot.base is not None:
+                        await reserve_base(store, checkpoint.info, snapshot.base)
             except MooringError as error:
                 look.error, look.failures = error, look.failures + 1
                 raise

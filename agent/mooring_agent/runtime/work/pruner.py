@@ -33,15 +33,15 @@ class Pruner:
 
     async def prune(self, store: StoreWriter, command: Prune) -> Pruned:
         state = self._state()
-        newest = state.newest_committed
+        newest = (state.newest_committed, state.newest_snapshot)
         report = await prune(
             store,
             state.settings.retention,
             now=self._clock.now(),
             resumed_from=recorded_save(self._state_directory, RESUMED),
             live=[checkpoint.info.save for checkpoint in state.unfinished.values()],
-            # Nobody may have pruned the newest one, so a listing without it is incomplete.
-            known=[newest.info.save] if newest else [],
+            # Nobody may have pruned the newest of each kind, so a listing without it is incomplete.
+            known=[checkpoint.info.save for checkpoint in newest if checkpoint],
         )
         deleted = len(report.plan.deletions)
         if report.plan.refused:

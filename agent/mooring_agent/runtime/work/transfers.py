@@ -34,6 +34,7 @@ async def stage(staging: StagingArea, clock: Clock, executor: Executor, command:
         # If several ranks write into one directory, the last to announce has seen what all of them wrote.
         signatures=frozenset(one.signature for one in command.announcements if one.signature),
         descriptor=descriptor(command),
+        sources=announced.snapshot.files if announced.snapshot else None,
     )
     files = await asyncio.get_running_loop().run_in_executor(executor, staging.stage, request)
     return Staged(
@@ -46,9 +47,11 @@ async def stage(staging: StagingArea, clock: Clock, executor: Executor, command:
 
 
 def descriptor(command: Stage) -> StagedDescriptor:
-    """Return what is stored beside the pins for `rescan`."""
+    """Return what is stored beside the pins for `rescan`. A snapshot cannot be found again: a new one is taken."""
     return StagedDescriptor(
-        announcements=tuple(encode_event(announcement).decode() for announcement in command.announcements),
+        announcements=tuple(
+            encode_event(announcement).decode() for announcement in command.announcements if not announcement.snapshot
+        ),
         part_size_bytes=command.part_size_bytes,
         pack_size_bytes=command.pack_size_bytes,
     )

@@ -29,6 +29,8 @@ def install(trainer: Any) -> None:
     # Not a closure: a strategy that spawns its ranks pickles the Trainer for them.
     trainer.fit = functools.update_wrapper(functools.partial(_fit, protection, trainer.fit), trainer.fit)
     trainer.callbacks.append(protection)
+    if not _begun:
+        protection.choose_directory(trainer)
 
 
 def autoload(module: ModuleType) -> None:
@@ -43,10 +45,12 @@ def _fit(protection: Protection, fit: Any, *arguments: Any, **keywords: Any) -> 
         return fit(*arguments, **keywords)
     if _begun:
         warn("this training is not protected: a run is one training, and this process has had its own")
+        protection.leave_directory()
         return fit(*arguments, **keywords)
     _begun = True
     claim(Owner.TRAINER)
-    protection.arm(resumes=inspect.signature(fit).bind(*arguments, **keywords).arguments.get("ckpt_path") is None)
+    given = inspect.signature(fit).bind(*arguments, **keywords).arguments
+    protection.arm(fit.__self__, resumes=given.get("ckpt_path") is None)
     try:
         return fit(*arguments, **keywords)
     finally:

@@ -6,6 +6,7 @@ places here, so they ask at the same positions.
 
 import functools
 import inspect
+import logging
 import os
 import shutil
 from collections.abc import Callable
@@ -19,9 +20,11 @@ from mooring.errors import MooringError
 from mooring.framework_run import FrameworkRun
 from mooring.gate import Action
 from mooring.integrations.lightning import checkpoint as contents
+from mooring.integrations.lightning import directory
 from mooring.integrations.ownership import Owner, owns
 from mooring_api import names
 
+_log: Final = logging.getLogger("mooring")
 _OWN: Final = "mooring-step="
 """Prefix of the names of our own checkpoints. No ModelCheckpoint makes such a name."""
 
@@ -48,17 +51,34 @@ class Protection:
         """The states of the checkpoint that training resumes from."""
         self._before_validation: dict[str, Any] = {}
         self._validates_evenly = False
+        self._directory: Path | None = None
+        """Where the ModelCheckpoints write that have no directory of their own."""
+        self._moved: list[Any] = []
 
     def __reduce__(self) -> tuple[Any, ...]:
         return make_protection, (self._package,), self.__dict__
 
-    def arm(self, *, resumes: bool) -> None:
+    def choose_directory(self, trainer: Any) -> None:
+        """Let the checkpoints of a new Trainer, whose program names no directory, be written where they are stored."""
+        self._directory = directory.directory_for(trainer)
+        self._put_into_directory(trainer)
+
+    def leave_directory(self) -> None:
+        """Undo `choose_directory`, unless a training was protected: the files of another one would mix with its own."""
+        for callback in self._moved:
+            callback.dirpath = None
+        self._directory, self._moved = None, []
+
+    def arm(self, trainer: Any, *, resumes: bool) -> None:
         """Protect the next fit. `resumes`: the program does not name the checkpoint to begin from."""
         self._armed, self._resumes = True, resumes
+        self._put_into_directory(trainer)
 
     def end(self) -> None:
         """End the protection after the fit, however it ended. Raises SystemExit after a just-in-time save."""
         self._armed = self._training = False
+        # The callbacks keep it, as they keep what Lightning chooses: the program may ask for its best checkpoint.
+        self._directory, self._moved = None, []
         while self._undo:
             self._undo.pop()()
         run, self._run = self._run, None
@@ -73,6 +93,10 @@ class Protection:
         # By this hook the process group exists, and this is the process that trains.
         if stage != "fit" or not self._armed:
             return
+        # Those of the model's `configure_callbacks`: Lightning puts them last, so they are set up after this.
+        self._put_into_directory(trainer)
+        if self._moved and trainer.is_global_zero:
+            _log.info("the program names no directory for its checkpoints: they go to %s", self._directory)
         # After the ModelCheckpoints: a step that one of them has just saved need not be saved again.
         trainer.callbacks = [callback for callback in trainer.callbacks if callback is not self] + [self]
         try:
@@ -119,6 +143,10 @@ class Protection:
 
     def on_load_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]) -> None:
         self._random_states = contents.random_states(trainer, checkpoint)
+
+    def _put_into_directory(self, trainer: Any) -> None:
+        if self._directory is not None:
+            self._moved += directory.put_into(self._directory, trainer)
 
     def _begin(self, trainer: Any) -> None:
         contents.look_for_what_is_used(trainer)
@@ -237,9 +265,9 @@ class Protection:
     def _own_directory(self, trainer: Any) -> Path:
         """Return the directory of the program's own checkpoints if an agent can take them there, else Mooring's."""
         assert self._run is not None
-        directory = getattr(trainer.checkpoint_callback, "dirpath", None)
-        if directory and "://" not in str(directory) and self._run.protects(Path(directory, _OWN).absolute()):
-            return Path(directory).absolute()
+        chosen = getattr(trainer.checkpoint_callback, "dirpath", None)
+        if chosen and "://" not in str(chosen) and self._run.protects(Path(chosen, _OWN).absolute()):
+            return Path(chosen).absolute()
         return self._run.checkpoint_directory
 
 

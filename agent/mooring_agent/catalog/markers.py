@@ -1,0 +1,99 @@
+"""Commit markers: which saves are committed, by a listing, and what the marker of each says."""
+
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import replace
+
+from mooring_agent.catalog.object_reads import DAMAGE, if_there, problem_of, read_object
+from mooring_agent.core.errors import ErrorKind, StoreError, checkpoint_corrupt
+from mooring_agent.core.limits import MARKER_BYTES
+from mooring_agent.core.model import CommitMarker
+from mooring_agent.core.policies.restore_choice import CommittedSave, newest_first
+from mooring_agent.core.policies.retention import by_series
+from mooring_agent.core.stored.manifest import decode_marker
+from mooring_agent.core.stored.object_layout import (
+    COMMITS_PREFIX,
+    SNAPSHOTS_PREFIX,
+    marker_key,
+    parse_marker_key,
+    parse_snapshot_key,
+)
+from mooring_agent.ports import ObjectInfo, StoreReader
+
+
+async def list_committed(store: StoreReader) -> tuple[CommittedSave, ...]:
+    """Return every committed announced checkpoint, newest first. Reads only markers that share a step with another."""
+    return await in_order(
+        store, [one async for listed in store.list(COMMITS_PREFIX) if (one := committed_save(listed))]
+    )
+
+
+async def list_snapshots(store: StoreReader) -> dict[str, tuple[CommittedSave, ...]]:
+    """Return the committed snapshots of every series, newest first. Reads only markers that share a number."""
+    groups = by_series([one async for listed in store.list(SNAPSHOTS_PREFIX) if (one := committed_save(listed))])
+    # `node-2` before `node-10`.
+    ordered = sorted(groups, key=lambda series: (len(series), series))
+    return {series: await in_order(store, groups[series]) for series in ordered}
+
+
+async def in_order(store: StoreReader, committed: Iterable[CommittedSave]) -> tuple[CommittedSave, ...]:
+    """Sort announced checkpoints, or the snapshots of one series, newest first. Reads markers that share a step."""
+    found = tuple(committed)
+    per_step = Counter(one.step for one in found)
+    return newest_first(
+        [one if per_step[one.step] == 1 else replace(one, saved_at=await saved_at(store, one)) for one in found]
+    )
+
+
+async def read_marker(store: StoreReader, committed: CommittedSave) -> CommitMarker:
+    """Return the commit marker of a save.
+
+    Raises StoreError(CHECKPOINT_CORRUPT), which names the marker, if it is missing or not what was written.
+    """
+
+    def decode(body: bytes, key: str) -> CommitMarker:
+        marker = decode_marker(body, key)
+        info = marker.info
+        if marker_key(info) != key:
+            what = f"{info.kind} of {info.name}, " if info.is_snapshot or committed.series else ""
+            raise checkpoint_corrupt(f"{key} is the marker of {what}step {info.step} (save {info.save})")
+        if info.is_snapshot and info.world_size != 1:
+            raise checkpoint_corrupt(f"{key} is the marker of a snapshot of {info.world_size} ranks")
+        return marker
+
+    try:
+        return await read_object(store, committed.key, decode, limit_bytes=MARKER_BYTES)
+    except StoreError as error:
+        if error.kind in DAMAGE:
+            raise checkpoint_corrupt(f"{committed.key} {problem_of(committed.key, error)}") from error
+        raise
+
+
+async def has_marker(store: StoreReader, committed: CommittedSave) -> bool:
+    """Return whether the save still has its marker. A deletion removes that first, and what is left looks damaged."""
+    return await if_there(store.head(committed.key)) is not None
+
+
+def committed_save(marker: ObjectInfo) -> CommittedSave | None:
+    """Return what the key of a listed marker says; None for any other object."""
+    if parsed := parse_marker_key(marker.key):
+        return CommittedSave(key=marker.key, step=parsed[0], save=parsed[1], modified_at=marker.modified_at)
+    if snapshot := parse_snapshot_key(marker.key):
+        return CommittedSave(
+            key=marker.key,
+            step=snapshot.number,
+            save=snapshot.save,
+            series=snapshot.series,
+            modified_at=marker.modified_at,
+        )
+    return None
+
+
+async def saved_at(store: StoreReader, committed: CommittedSave) -> float:
+    """Return when a save was announced, unix seconds; 0 if its marker cannot be read."""
+    try:
+        return (await read_marker(store, committed)).saved_at
+    except StoreError as error:
+        if error.kind not in (*DAMAGE, ErrorKind.FORMAT_UNKNOWN):
+            raise
+        return 0.0

@@ -1,1 +1,0 @@
-"""The rules of the directory watch: when a checkpoint that nothing announces is complete."""

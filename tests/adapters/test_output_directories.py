@@ -1,0 +1,135 @@
+"""Looking at output directories, and pinning what a look has shown."""
+
+import os
+from pathlib import Path
+
+import pytest
+
+from mooring_agent.adapters.output.output_directories import OutputDirectories
+from mooring_agent.adapters.volume.staging_area import LocalStagingArea
+from mooring_agent.core.errors import ErrorKind, VolumeError
+from mooring_agent.core.mirror.output_scan import OutputScan
+from mooring_agent.core.model import PinMethod, SourceFile, StagedFile
+from mooring_agent.ports import StagedDescriptor, StageRequest
+
+
+@pytest.fixture
+def volume(tmp_path: Path) -> Path:
+    folder = tmp_path / "volume"
+    (folder / "out/step-1").mkdir(parents=True)
+    (folder / "out/step-1/model").write_bytes(b"model")
+    (folder / "out/train.log").write_bytes(b"log")
+    return folder
+
+
+def look(volume: Path, *directories: Path, left_out: frozenset[str] = frozenset()) -> OutputScan:
+    return OutputDirectories(volume, [str(one) for one in directories or (volume / "out",)]).scan(left_out, {})
+
+
+def stage(volume: Path, method: PinMethod, *paths: str, scan: OutputScan | None = None) -> tuple[StagedFile, ...]:
+    found = (scan or look(volume)).files
+    request = StageRequest(
+        save="save",
+        rank=0,
+        path=str(volume / "out"),
+        files=(),
+        private=False,
+        descriptor=StagedDescriptor(announcements=()),
+        sources=tuple(SourceFile(path=path, fingerprint=found[path], method=method) for path in paths),
+    )
+    return LocalStagingArea(volume, [str(volume / "out")]).stage(request)
+
+
+def test_a_look_shows_every_file_and_link_by_the_name_of_its_directory(volume: Path, tmp_path: Path) -> None:
+    (volume / "out/latest").symlink_to("step-1")
+    other = tmp_path / "elsewhere/logs"
+    other.mkdir(parents=True)
+    (other / "a").write_text("a")
+    os.mkfifo(volume / "out/fifo")
+    found = look(volume, volume / "out", other)
+    assert set(found.files) == {"out/step-1/model", "out/train.log", "logs/a"}
+    assert found.links == {"out/latest": "step-1"}
+    assert not found.missing
+    assert not found.problems
+
+
+def test_a_directory_that_is_not_there_yet_is_empty(volume: Path) -> None:
+    found = look(volume, volume / "later")
+    assert found.missing
+    assert not found.files
+
+
+def test_what_is_announced_and_moorings_own_folder_are_left_out(volume: Path) -> None:
+    (volume / ".mooring").mkdir()
+    (volume / ".mooring/journal").write_text("x")
+    (volume / "out/.saving-checkpoint-2-abc").mkdir()
+    (volume / "out/.saving-checkpoint-2-abc/model").write_text("half")
+    assert set(look(volume, left_out=frozenset({"out/step-1"})).files) == {"out/train.log"}
+    assert set(look(volume, left_out=frozenset({"out/step-1/model"})).files) == {"out/train.log"}
+    assert set(look(volume, volume).files) == {"volume/out/step-1/model", "volume/out/train.log"}
+
+
+def test_no_link_below_the_volume_is_followed(volume: Path, tmp_path: Path) -> None:
+    secret = tmp_path / "secret"
+    secret.mkdir()
+    (secret / "key").write_text("key")
+    (volume / "evil").symlink_to(secret)
+    assert not look(volume, volume / "evil").files
+    (volume / "out/evil").symlink_to(secret)
+    assert "out/evil/key" not in look(volume).files
+
+
+def test_a_look_that_shows_nothing_new_uses_the_fingerprints_of_the_last(volume: Path) -> None:
+    directories = OutputDirectories(volume, [str(volume / "out")])
+    first = directories.scan((), {})
+    second = directories.scan((), first.files)
+    assert second == first
+    assert all(second.files[path] is first.files[path] for path in first.files)
+
+
+@pytest.mark.parametrize("method", list(PinMethod))
+def test_pins_keep_the_bytes_that_a_look_has_shown(volume: Path, method: PinMethod) -> None:
+    staged = stage(volume, method, "out/step-1/model", "out/train.log")
+    for path in ("step-1/model", "train.log"):
+        (volume / "out" / path).unlink()
+    assert [one.private for one in staged] == [method is not PinMethod.LINK] * 2
+    assert [(volume / one.pin).read_bytes() for one in staged] == [b"model", b"log"]
+
+
+@pytest.mark.parametrize("method", [PinMethod.LINK, PinMethod.COPY])
+def test_a_file_that_changed_since_the_look_is_not_pinned(volume: Path, method: PinMethod) -> None:
+    scan = look(volume)
+    (volume / "out/step-1/model").write_bytes(b"other!")
+    with pytest.raises(VolumeError) as raised:
+        stage(volume, method, "out/step-1/model", scan=scan)
+    assert raised.value.kind is ErrorKind.FILE_CHANGED
+    assert not list((volume / ".mooring/staged").iterdir())
+
+
+def test_a_log_is_copied_as_it_is_though_it_grew_since_the_look(volume: Path) -> None:
+    scan = look(volume)
+    with (volume / "out/train.log").open("a") as log:
+        log.write(" and more")
+    (staged,) = stage(volume, PinMethod.COPY_AS_IS, "out/train.log", scan=scan)
+    assert (volume / staged.pin).read_bytes() == b"log and more"
+
+
+def test_a_file_that_is_gone_since_the_look_is_missing(volume: Path) -> None:
+    scan = look(volume)
+    (volume / "out/train.log").unlink()
+    with pytest.raises(VolumeError) as raised:
+        stage(volume, PinMethod.COPY_AS_IS, "out/train.log", scan=scan)
+    assert raised.value.kind is ErrorKind.FILE_MISSING
+
+
+def test_a_snapshot_that_only_leaves_files_out_pins_none(volume: Path) -> None:
+    assert stage(volume, PinMethod.LINK) == ()
+
+
+def test_files_are_examined_by_their_format(volume: Path) -> None:
+    (volume / "out/a.safetensors").write_bytes(b"x")
+    (volume / "out/b.safetensors").write_bytes((2).to_bytes(8, "little") + b"{}")
+    directories = OutputDirectories(volume, [str(volume / "out")])
+    broken, whole = directories.examine(["out/a.safetensors", "out/b.safetensors", "out/step-1/model", "out/gone"])
+    assert set(broken) == {"out/a.safetensors", "out/gone"}
+    assert whole == {"out/b.safetensors"}

@@ -1,0 +1,242 @@
+"""What a snapshot of the output directories consists of."""
+
+from dataclasses import replace
+
+import pytest
+
+from mooring_agent.core.mirror.base import HeldFile, MirrorBase, decode_base, encode_base
+from mooring_agent.core.mirror.output_scan import OutputScan
+from mooring_agent.core.mirror.plan import (
+    FolderKinds,
+    SnapshotPlan,
+    Together,
+    changed_files,
+    plan_snapshot,
+    sent_together,
+    stored_together,
+    unfinished_folders,
+)
+from mooring_agent.core.model import FileEntry, Fingerprint, Owner, PinMethod, SnapshotId
+
+
+def seen(size_bytes: int, *, inode: int = 1, mtime_ns: int = 0) -> Fingerprint:
+    return Fingerprint(size_bytes=size_bytes, mtime_ns=mtime_ns, inode=inode)
+
+
+def held(path: str, fingerprint: Fingerprint, *, save: str = "s-1") -> HeldFile:
+    owner = Owner(name="node-0", save=save, rank=0, path=path)
+    entry = FileEntry(
+        path=path,
+        size_bytes=fingerprint.size_bytes,
+        part_size_bytes=8,
+        checksums=[1] * -(-fingerprint.size_bytes // 8),
+        owner=owner,
+        modified_ns=fingerprint.mtime_ns,
+    )
+    return HeldFile(fingerprint=fingerprint, entry=entry)
+
+
+def base_of(*files: HeldFile, others: dict[str, Fingerprint] | None = None) -> MirrorBase:
+    snapshot = SnapshotId(series="node-0", number=7, save="s-1")
+    return MirrorBase(snapshot=snapshot, files={one.entry.path: one for one in files}, others=others or {})
+
+
+def plan(
+    files: dict[str, Fingerprint],
+    base: MirrorBase,
+    *,
+    links: dict[str, str] | None = None,
+    problems: dict[str, str] | None = None,
+    held_back: frozenset[str] = frozenset(),
+    broken: dict[str, str] | None = None,
+    pinned_before: dict[str, Fingerprint] | None = None,
+    budget_bytes: int | None = None,
+) -> SnapshotPlan:
+    scan = OutputScan(files=files, links=links or {}, problems=problems or {})
+    known = {path: one.fingerprint for path, one in base.files.items()}
+    return plan_snapshot(
+        scan,
+        base,
+        held_back=held_back,
+        broken=broken or {},
+        pinned_before=known if pinned_before is None else pinned_before,
+        budget_bytes=budget_bytes,
+    )
+
+
+def sent(planned: SnapshotPlan) -> dict[str, PinMethod]:
+    return {file.path: file.method for file in planned.content.files}
+
+
+def kept(planned: SnapshotPlan) -> dict[str, str]:
+    return {entry.path: entry.owner.path if entry.owner else entry.link for entry in planned.content.kept}
+
+
+def test_only_what_has_changed_is_sent_and_the_rest_names_its_owner() -> None:
+    base = base_of(held("out/a", seen(5)), held("out/b", seen(5, inode=2)))
+    found = plan({"out/a": seen(5), "out/b": seen(6, inode=3), "out/c": seen(1, inode=4)}, base)
+    assert sent(found) == {"out/b": PinMethod.LINK, "out/c": PinMethod.LINK}
+    assert kept(found) == {"out/a": "out/a"}
+    assert found.content.base == base.snapshot
+    assert found.is_news
+
+
+def test_nothing_new_is_no_news_and_a_deletion_alone_is() -> None:
+    base = base_of(held("out/a", seen(5)), held("out/b", seen(5, inode=2)))
+    assert not plan({"out/a": seen(5), "out/b": seen(5, inode=2)}, base).is_news
+    without = plan({"out/a": seen(5)}, base)
+    assert without.is_news
+    assert not without.content.files
+
+
+def test_a_renamed_file_is_not_sent_again() -> None:
+    found = plan({"out/previous.pt": seen(5)}, base_of(held("out/ckpt.pt", seen(5))))
+    assert not found.content.files
+    assert kept(found) == {"out/previous.pt": "out/ckpt.pt"}
+    assert found.is_news
+
+
+def test_a_file_that_is_rewritten_in_place_is_copied_and_a_log_as_it_is() -> None:
+    base = base_of(held("out/ckpt.pt", seen(5)), held("out/a.log", seen(5, inode=2)))
+    found = plan({"out/ckpt.pt": seen(5, mtime_ns=9), "out/a.log": seen(9, inode=2)}, base)
+    assert sent(found) == {"out/ckpt.pt": PinMethod.COPY, "out/a.log": PinMethod.COPY_AS_IS}
+
+
+def test_a_file_that_an_earlier_snapshot_failed_with_is_copied_too() -> None:
+    found = plan({"out/ckpt.pt": seen(5, mtime_ns=9)}, MirrorBase(), pinned_before={"out/ckpt.pt": seen(5)})
+    assert sent(found) == {"out/ckpt.pt": PinMethod.COPY}
+
+
+def test_a_broken_file_keeps_its_last_version_and_a_new_one_is_left_out_and_both_are_told() -> None:
+    base = base_of(held("out/a.pt", seen(5)))
+    broken = {"out/a.pt": "cut short", "out/b.pt": "cut short"}
+    found = plan({"out/a.pt": seen(3), "out/b.pt": seen(3, inode=2)}, base, broken=broken)
+    assert not found.content.files
+    assert kept(found) == {"out/a.pt": "out/a.pt"}
+    assert found.looks == {"out/a.pt": seen(5)}
+    assert found.not_stored == ("out/a.pt: cut short", "out/b.pt: cut short")
+    assert not found.is_news
+
+
+def test_a_folder_that_is_held_back_stays_as_it_was_but_for_its_logs() -> None:
+    base = base_of(held("out/x/a", seen(5)))
+    files = {
+        "out/x/a": seen(6),
+        "out/x/new": seen(1, inode=2),
+        "out/x/a.log": seen(1, inode=3),
+        "out/b": seen(1, inode=4),
+    }
+    found = plan(files, base, held_back=frozenset({"out/x"}))
+    assert set(sent(found)) == {"out/b", "out/x/a.log"}
+    assert kept(found) == {"out/x/a": "out/x/a"}
+    assert len(found.not_stored) == 2
+
+
+def test_copies_that_do_not_fit_are_left_out_the_oldest_first() -> None:
+    files = {f"out/{name}": seen(10, inode=number, mtime_ns=number) for number, name in enumerate("abc")}
+    before = {path: seen(1, inode=one.inode) for path, one in files.items()}
+    found = plan(files, MirrorBase(), pinned_before=before, budget_bytes=25)
+    assert set(sent(found)) == {"out/b", "out/c"}
+    assert found.not_stored == ("out/a: a copy of its 10 bytes does not fit on the volume",)
+
+
+def test_links_stay_links_unless_they_lead_elsewhere() -> None:
+    links = {"out/latest": "step-9", "out/x/up": "../step-9", "out/away": "../../etc", "out/root": "/etc/passwd"}
+    found = plan({}, MirrorBase(), links=links)
+    assert kept(found) == {"out/latest": "step-9", "out/x/up": "../step-9"}
+    assert len(found.not_stored) == 2
+
+
+def test_files_of_other_nodes_are_no_part_of_this_nodes_snapshots_until_they_change() -> None:
+    base = base_of(held("out/a", seen(5)), others={"out/b": seen(5, inode=2)})
+    assert not plan({"out/a": seen(5), "out/b": seen(5, inode=2)}, base).is_news
+    assert set(sent(plan({"out/a": seen(5), "out/b": seen(6, inode=2)}, base))) == {"out/b"}
+
+
+def test_names_that_cannot_be_stored_are_told() -> None:
+    found = plan({"out/a\nb": seen(5)}, MirrorBase())
+    assert not found.content.files
+    assert "control character" in found.not_stored[0]
+
+
+def test_the_changed_files_are_those_whose_bytes_the_base_has_not() -> None:
+    base = base_of(held("out/a", seen(5)), others={"out/b": seen(5, inode=2)})
+    scan = OutputScan(files={"out/moved": seen(5), "out/b": seen(5, inode=2), "out/c": seen(1, inode=3)})
+    assert changed_files(scan, base) == ["out/c"]
+
+
+MODEL, OPTIMIZER = "out/step-20/model.pt", "out/step-20/optim.pt"
+TOGETHER = sent_together({"out/step-10/model.pt": seen(1), "out/step-10/optim.pt": seen(1, mtime_ns=1)})
+
+
+@pytest.mark.parametrize(
+    ("changed", "recent", "whole", "together", "is_finished"),
+    [
+        ([MODEL, OPTIMIZER], [OPTIMIZER], [OPTIMIZER], TOGETHER, True),
+        ([MODEL, OPTIMIZER], [], [], TOGETHER, True),
+        ([MODEL], [MODEL], [MODEL], TOGETHER, False),
+        ([MODEL, OPTIMIZER], [OPTIMIZER], [], TOGETHER, False),
+        ([MODEL, OPTIMIZER], [OPTIMIZER], [OPTIMIZER], {}, False),
+        ([OPTIMIZER, MODEL], [MODEL], [MODEL], TOGETHER, False),
+    ],
+    ids=[
+        "all-is-there",
+        "long-ago",
+        "a-kind-is-missing",
+        "not-provably-whole",
+        "nothing-is-known-of-it",
+        "the-first-file-of-the-next-save",
+    ],
+)
+def test_when_a_folder_of_a_killed_program_is_finished(
+    changed: list[str], recent: list[str], whole: list[str], together: Together, is_finished: bool
+) -> None:
+    files = {path: seen(1, mtime_ns=number) for number, path in enumerate(changed)}
+    found = unfinished_folders(files, recent=recent, whole=whole, together=together)
+    assert found == (set() if is_finished else {"out/step-20"})
+
+
+def test_a_rank_whose_file_is_missing_is_missed() -> None:
+    together = sent_together({"out/step-10/rank0.pt": seen(1), "out/step-10/rank1.pt": seen(1)})
+    only = {"out/step-20/rank0.pt": seen(1)}
+    assert unfinished_folders(only, recent=only, whole=only, together=together) == {"out/step-20"}
+
+
+def test_what_was_stored_together_is_known_from_the_base_too() -> None:
+    files = [
+        held("out/step-10/model.pt", seen(5), save="s-1"),
+        held("out/step-20/model.pt", seen(5, inode=2, mtime_ns=9), save="s-2"),
+        held("out/step-20/optim.pt", seen(5, inode=3, mtime_ns=10), save="s-2"),
+        held("out/config.json", seen(5, inode=4, mtime_ns=1), save="s-1"),
+        held("out/last.pt", seen(5, inode=5, mtime_ns=9), save="s-2"),
+    ]
+    assert stored_together(base_of(*files)) == {
+        "out/step-#": FolderKinds(
+            counts={"out/step-#/model.pt": 1, "out/step-#/optim.pt": 1}, last="out/step-#/optim.pt"
+        ),
+        "out": FolderKinds(counts={"out/last.pt": 1}, last="out/last.pt"),
+    }
+
+
+def test_while_a_new_file_is_left_out_none_that_it_replaces_is_given_up() -> None:
+    base = base_of(held("out/step-10/model", seen(5)))
+    new = {"out/step-20/model": seen(5, inode=2)}
+    found = plan(new, base, held_back=frozenset({"out/step-20"}))
+    assert kept(found) == {"out/step-10/model": "out/step-10/model"}
+    assert not found.is_news
+    assert set(kept(plan(new, base, broken={"out/step-20/model": "cut short"}))) == {"out/step-10/model"}
+    assert not kept(plan(new, base))
+
+
+def test_a_link_to_what_is_left_out_keeps_its_last_target() -> None:
+    base = replace(base_of(held("out/step-10/model", seen(5))), links={"out/latest": "step-10"})
+    files = {"out/step-10/model": seen(5), "out/step-20/model": seen(5, inode=2)}
+    left_out = plan(files, base, links={"out/latest": "step-20"}, held_back=frozenset({"out/step-20"}))
+    assert kept(left_out)["out/latest"] == "step-10"
+    assert "out/latest: what it leads to is not stored" in left_out.not_stored
+    assert kept(plan(files, base, links={"out/latest": "step-20"}))["out/latest"] == "step-20"
+
+
+def test_the_base_is_read_as_it_was_written() -> None:
+    base = base_of(held("out/a", seen(50)), others={"out/b": seen(5, inode=2)})
+    assert decode_base(encode_base(base)) == base

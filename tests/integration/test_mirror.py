@@ -1,0 +1,325 @@
+"""Programs that never call us: what they write into a watched directory is kept safe, and comes back where it was."""
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from tests.harness.agent_process import AgentProcess, json_lines, tree, wait_until, write_checkpoint
+from tests.harness.run_process import RunProcess
+from tests.harness.warm_python import mooring
+
+from mooring_api.names import ENV_VOLUME
+
+# They bound a hang: a machine may be busy, and looks are seconds apart.
+pytestmark = pytest.mark.timeout(300)
+RUN_SECONDS = 240.0
+
+SAVE = """
+import sys
+from pathlib import Path
+out = Path(sys.argv[1])
+out.mkdir(exist_ok=True)
+for name in sys.argv[2:]:
+    (out / name).parent.mkdir(parents=True, exist_ok=True)
+    (out / name).write_text(name * 100)
+"""
+
+
+class Place:
+    """A folder with a destination, a volume and an output directory."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.out = folder / "out"
+        self.volume = folder / "volume"
+        self.store = folder / "store"
+
+    def run(self, program: str, *arguments: str, code: int = 0) -> "subprocess.CompletedProcess[str]":
+        line = [sys.executable, "-m", "mooring_agent", "run", f"--to=file://{self.store}", f"--volume={self.volume}"]
+        line += [f"--watch={self.out}", "--log-format=json", "--", sys.executable, "-c", program, str(self.out)]
+        result = subprocess.run([*line, *arguments], capture_output=True, text=True, timeout=RUN_SECONDS, check=False)
+        assert result.returncode == code, result.stderr
+        return result
+
+    def lose_the_disk(self) -> None:
+        shutil.rmtree(self.out, ignore_errors=True)
+        shutil.rmtree(self.volume)
+
+    def snapshots(self) -> list[str]:
+        """The saves of the committed snapshots, the oldest first."""
+        return [path.name.split(".")[1] for path in sorted((self.store / ".mooring/snapshots/node-0").glob("*"))]
+
+    def sent(self, save: str) -> set[str]:
+        """The files that are stored with a snapshot itself."""
+        folder = self.store / "node-0" / save
+        return {path for path in tree(folder) if not path.startswith(".mooring/")}
+
+    def restore(self) -> None:
+        result = mooring("restore", f"file://{self.store}", f"--volume={self.volume}", f"--watch={self.out}")
+        assert result.returncode == 0, result.stderr
+
+
+@pytest.fixture
+def place(tmp_path: Path) -> Place:
+    return Place(tmp_path)
+
+
+def test_all_that_a_program_leaves_comes_back_where_it_was(place: Place) -> None:
+    names = ("ckpt.pth.tar", "a/b/c/d/state", "model.keras.txt", "train.log", "final.bin")
+    place.run(SAVE, *names)
+    written = tree(place.out)
+    times = {name: (place.out / name).stat().st_mtime_ns for name in names}
+    place.lose_the_disk()
+    place.restore()
+    assert tree(place.out) == written
+    assert {name: (place.out / name).stat().st_mtime_ns for name in names} == times
+
+
+def test_only_what_has_changed_is_sent_after_a_restore_too(place: Place) -> None:
+    place.run(SAVE, "step-1/model", "step-1/optim", "config.json")
+    place.lose_the_disk()
+    place.run(SAVE, "step-2/model")
+    first, second = place.snapshots()
+    assert place.sent(first) == {"out/step-1/model", "out/step-1/optim", "out/config.json"}
+    assert place.sent(second) == {"out/step-2/model"}
+    written = tree(place.out)
+    place.lose_the_disk()
+    place.restore()
+    assert tree(place.out) == written
+    assert len(written) == 4
+
+
+def test_a_restored_run_that_writes_nothing_is_no_failure_and_no_news(place: Place) -> None:
+    place.run(SAVE, "model")
+    place.lose_the_disk()
+    place.run("", code=0)
+    assert len(place.snapshots()) == 1
+
+
+REWRITE = """
+import sys, time
+from pathlib import Path
+path = Path(sys.argv[1], "ckpt.pt")
+path.parent.mkdir(exist_ok=True)
+print("found", path.read_text() if path.exists() else "nothing", flush=True)
+for content in sys.argv[2:]:
+    path.write_text(content)
+"""
+
+
+def test_a_file_that_is_rewritten_in_place_is_sent_after_each_restore(place: Place) -> None:
+    for life, found in enumerate(["nothing", "life 0", "life 1"]):
+        result = place.run(REWRITE, f"life {life}")
+        assert result.stdout == f"found {found}\n"
+        place.lose_the_disk()
+    assert len(place.snapshots()) == 3
+
+
+WAIT = SAVE + 'print("saved", flush=True)\nimport signal\nsignal.pause()\n'
+
+
+def test_a_snapshot_is_committed_while_its_program_goes_on(place: Place) -> None:
+    command = (sys.executable, "-c", WAIT, str(place.out), "step-1/model")
+    with RunProcess(place.volume, f"file://{place.store}", command=command, watch=place.out) as run:
+        wait_until(lambda: len(place.snapshots()) == 1, 120, "it is committed")
+        assert run.process.poll() is None
+        run.signal(signal.SIGTERM)
+        assert run.wait() == 128 + signal.SIGTERM
+    assert len(place.snapshots()) == 1
+
+
+def test_what_is_announced_is_in_no_snapshot_and_what_lies_beside_it_is(tmp_path: Path) -> None:
+    store = tmp_path / "store"
+    with AgentProcess(tmp_path / "volume", f"file://{store}") as agent:
+        environment = {**os.environ, ENV_VOLUME: str(agent.volume)}
+        subprocess.run([sys.executable, "-c", CLIENT], env=environment, check=True, timeout=RUN_SECONDS)
+        source = write_checkpoint(agent.checkpoints / "by-call-20", {"state": 100})
+        agent.wait_committed(agent.announce(source, 20, save="attempt-20").save)
+        write_checkpoint(agent.checkpoints / "final", {"model.bin": 100})
+        wait_until(lambda: bool(agent.log("snapshot.taken")), 60, "a snapshot is taken")
+        agent.terminate()
+        assert agent.wait(60) == 0
+    stored = {path.split("/", 2)[2] for path in tree(store / "node-0") if "/.mooring/" not in f"/{path}"}
+    assert {path for path in tree(store / "node-0") if path.endswith("model.bin")}
+    assert not {path for path in stored if "by-call-20" in path or "checkpoint-10" in path}
+
+
+CLIENT = """
+import mooring
+checkpointer = mooring.Checkpointer()
+with checkpointer.save(10) as directory:
+    (directory / "state").write_text("10")
+"""
+
+
+def test_a_file_cut_short_is_in_no_snapshot_and_the_last_lines_and_the_code_say_so(place: Place) -> None:
+    program = "import sys; from pathlib import Path; out = Path(sys.argv[1]); out.mkdir();"
+    program += "(out / 'model.safetensors').write_bytes(b'x'); (out / 'config').write_text('c')"
+    result = place.run(program, code=75)
+    assert "mooring: not durable: out/model.safetensors: its format shows that it is not complete" in result.stderr
+    (save,) = place.snapshots()
+    assert place.sent(save) == {"out/config"}
+
+
+READ = SAVE.replace("out.mkdir", "old = [path.read_text() for path in out.rglob('*') if path.is_file()]\nout.mkdir")
+
+
+def test_a_program_that_ignores_what_was_restored_is_told_so_at_its_end(place: Place) -> None:
+    place.run(SAVE, "step-1", "step-2")
+    place.lose_the_disk()
+    ignored = place.run(SAVE, "step-3")
+    assert "mooring: the program read none of the 2 files that were restored to " in ignored.stderr
+    place.lose_the_disk()
+    read = place.run(READ, "step-4")
+    assert "the program read none" not in read.stderr
+
+
+def test_a_run_that_stored_nothing_says_so_and_its_code_too(place: Place) -> None:
+    result = place.run("", code=75)
+    assert "mooring: not durable: nothing was stored: nothing was announced, and nothing is in " in result.stderr
+
+
+def test_no_name_in_an_output_directory_ends_the_agent_or_hides_another(tmp_path: Path) -> None:
+    with AgentProcess(tmp_path / "volume", f"file://{tmp_path}/store") as agent:
+        odd = os.fsdecode(b"ckpt-\xff-5.pt")
+        for name in (odd, "a\nb", "ckpt-7"):
+            (agent.checkpoints / name).write_text("x")
+        os.mkfifo(agent.checkpoints / "fifo")
+        (agent.checkpoints / "away").symlink_to("/etc/passwd")
+        wait_until(lambda: bool(agent.log("checkpoint.committed")), 60, "it is committed")
+        assert len(agent.status().not_stored) == 3
+        agent.terminate()
+        assert agent.wait(60) == 75
+        assert not agent.log("monitor.failed")
+    assert [path for path in tree(tmp_path / "store/node-0") if path.endswith("ckpt-7")]
+
+
+LATE_PROGRAM = """
+import signal, sys
+signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])
+print("ready", flush=True)
+signal.sigwait([signal.SIGTERM])
+with open(sys.argv[1], "wb") as file:
+    for _ in range(10):
+        file.write(b"x" * 1000)
+        file.flush()
+        signal.sigtimedwait([signal.SIGUSR1], 0.1)
+"""
+
+
+def test_what_the_program_saves_when_both_are_told_to_end_is_committed_too(tmp_path: Path) -> None:
+    store = tmp_path / "store"
+    with AgentProcess(tmp_path / "volume", f"file://{store}", grace_seconds=20) as agent:
+        line = [sys.executable, "-c", LATE_PROGRAM, str(agent.checkpoints / "model-20")]
+        with subprocess.Popen(line, stdout=subprocess.PIPE) as program:
+            try:
+                assert program.stdout is not None
+                assert program.stdout.readline() == b"ready\n"
+                # It writes for a second; the agent is told meanwhile, or must find what is there already.
+                program.send_signal(signal.SIGTERM)
+                agent.terminate()
+                assert program.wait(60) == 0
+                assert agent.wait(60) == 0
+            finally:
+                program.kill()
+    (path,) = (store / "node-0").rglob("model-20")
+    assert path.stat().st_size == 10_000
+
+
+def test_a_restarted_agent_sends_nothing_again(tmp_path: Path) -> None:
+    with AgentProcess(tmp_path / "volume", f"file://{tmp_path}/store") as agent:
+        (agent.checkpoints / "one").write_text("1")
+        wait_until(lambda: len(agent.log("checkpoint.committed")) == 1, 60, "the first is committed")
+        agent.kill()
+        agent.start()
+        (agent.checkpoints / "two").write_text("2")
+        wait_until(lambda: len(agent.log("checkpoint.committed")) == 2, 60, "the second is committed")
+        assert [(line["sent"], line["kept"]) for line in agent.log("snapshot.taken")] == [(1, 0), (1, 1)]
+
+
+def test_a_killed_agent_goes_on_with_the_snapshot_that_was_on_its_way(tmp_path: Path) -> None:
+    with AgentProcess(tmp_path / "volume", f"file://{tmp_path}/store", bandwidth_bytes_per_second=1000) as agent:
+        (agent.checkpoints / "large").write_bytes(bytes(1_000_000))
+        wait_until(lambda: bool(agent.log("checkpoint.staged")), 60, "it is pinned")
+        agent.kill()
+        (agent.checkpoints / "large").unlink()
+    with AgentProcess(tmp_path / "volume", f"file://{tmp_path}/store") as agent:
+        wait_until(lambda: bool(agent.log("checkpoint.committed")), 60, "it is committed")
+    (stored,) = (tmp_path / "store/node-0").rglob("large")
+    assert stored.stat().st_size == 1_000_000
+
+
+TWO_FILES = """
+import os, signal, sys, time
+from pathlib import Path
+out = Path(sys.argv[1])
+out.mkdir(exist_ok=True)
+def save(name, step):
+    header = b'{"w":{"dtype":"U8","shape":[400000],"data_offsets":[0,400000]}}'
+    (out / name).write_bytes(len(header).to_bytes(8, "little") + header + bytes([step]) * 400_000)
+for step in (1, 2, 3):
+    for name in ("model.safetensors", "optimizer.safetensors"):
+        save(name, step)
+        if step == 3:
+            os.kill(os.getpid(), signal.SIGKILL)
+    while not (out.parent / f"go-{step}").exists():
+        time.sleep(0.02)
+"""
+
+
+def test_a_kill_while_a_snapshot_is_on_its_way_mixes_no_two_saves(place: Place) -> None:
+    command = (sys.executable, "-c", TWO_FILES, str(place.out))
+    with RunProcess(
+        place.volume,
+        f"file://{place.store}",
+        command=command,
+        watch=place.out,
+        bandwidth_bytes_per_second=100_000,
+    ) as run:
+        wait_until(lambda: len(place.snapshots()) == 1, 120, "the first save is stored")
+        (place.folder / "go-1").touch()
+        wait_until(lambda: len(run.log("checkpoint.staged")) == 2, 120, "the second one is on its way")
+        (place.folder / "go-2").touch()
+        assert run.wait(240) == 128 + signal.SIGKILL
+    place.lose_the_disk()
+    place.restore()
+    steps = {path.name: path.read_bytes()[-1] for path in place.out.iterdir()}
+    assert steps == {"model.safetensors": 2, "optimizer.safetensors": 2}
+
+
+def test_ls_and_verify_show_snapshots(place: Place) -> None:
+    place.run(SAVE, "model")
+    listed = mooring("ls", f"file://{place.store}", "--json")
+    (row,) = json.loads(listed.stdout)["snapshots"]
+    assert (row["series"], row["file_count"], row["problem"]) == ("node-0", 1, "")
+    verified = mooring("verify", f"file://{place.store}")
+    assert verified.returncode == 0
+    assert "every byte is as it was written" in verified.stdout
+    assert json_lines(verified.stderr) == []
+
+
+def test_a_signal_after_the_programs_end_limits_the_wait_for_a_snapshot_on_its_way(place: Place) -> None:
+    large = "import sys, time; from pathlib import Path; out = Path(sys.argv[1]); out.mkdir(exist_ok=True);"
+    large += "(out / 'large').write_bytes(bytes(50_000_000)); go = out.parent / 'go'\n"
+    large += "while not go.exists(): time.sleep(0.02)\n(out / 'late').write_text('late')"
+    command = (sys.executable, "-c", large, str(place.out))
+    with RunProcess(
+        place.volume,
+        f"file://{place.store}",
+        command=command,
+        watch=place.out,
+        bandwidth_bytes_per_second=1000,
+        grace_seconds=6,
+    ) as run:
+        wait_until(lambda: len(run.log("checkpoint.staged")) == 1, 120, "the large one is on its way")
+        (place.folder / "go").touch()
+        wait_until(lambda: list(run.children()) == [run.agent_pid()], 60, "the program has ended")
+        run.signal(signal.SIGTERM)
+        run.wait(120)
+    # The notice lifts the cap, so that all is stored in time.
+    assert [path.name for path in (place.store / "node-0").rglob("late")] == ["late"]

@@ -1,0 +1,299 @@
+"""The lives of one program under `mooring run`: it is killed at a chosen moment, loses its disk, and starts again.
+
+Reads what the program prints, and what the destination holds after each snapshot. Every wait has a bound.
+"""
+
+import json
+import os
+import random
+import shutil
+import signal
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from enum import StrEnum
+from pathlib import Path
+from typing import Any, Final
+
+from tests.harness.agent_process import wait_until
+from tests.harness.run_process import RunProcess
+
+PACE: Final = {"STEP_SECONDS": "0.03", "WRITE_SECONDS": "0.03", "EVALUATION_SECONDS": "4.5"}
+"""An evaluation is longer than the quiet that a snapshot waits for, with the pause between two looks."""
+SLOW_PACE: Final = {**PACE, "WRITE_SECONDS": "0.2"}
+# They bound a hang and judge no speed.
+_WAIT_SECONDS: Final = 100.0
+# A snapshot of a quiet moment holds everything that was complete so long before.
+_QUIET_SECONDS: Final = 2.0
+_LATE_SECONDS: Final = 4.0
+_RANDOM_SECONDS: Final = 2.5
+_MOST_CHANGES: Final = 6
+
+
+class Moment(StrEnum):
+    """When a program is killed. All but the first two are after a snapshot of this life."""
+
+    EARLY_WRITE = "while it writes one of the first checkpoints"
+    JUST_SAVED = "when one of the first saves is complete"
+    WRITE = "while it writes a checkpoint"
+    ANY = "at any moment"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Snapshot:
+    """A stored snapshot: its `files` by path, as its manifest has them, and the keys of its own `objects`."""
+
+    number: int
+    save: str
+    files: Mapping[str, Mapping[str, Any]]
+    objects: frozenset[str]
+
+
+@dataclass(slots=True, kw_only=True)
+class Lives:
+    """All lives of one program.
+
+    `saved` are the steps that it may have complete, and `stored` is the one that it must not fall behind. `torn` counts
+    the saves that a kill cut short. `log` is what the last whole life printed, with its agent.
+    """
+
+    program: str
+    folder: Path
+    seed: int
+    command: tuple[str, ...] = (sys.executable,)
+    saved: set[int] = field(default_factory=lambda: {0})
+    stored: int = 0
+    resumed: list[int] = field(default_factory=list)
+    history: list[str] = field(default_factory=list)
+    torn: int = 0
+    log: str = ""
+
+    @property
+    def output(self) -> Path:
+        return self.folder / "out"
+
+    @property
+    def store(self) -> Path:
+        return self.folder / "store"
+
+    def killed(self, steps: int, moment: Moment) -> None:
+        """Start it, kill it at that moment, and lose its disk."""
+        with self._life(steps, PACE) as run:
+            self._wait_begun(run)
+            if moment in (Moment.WRITE, Moment.ANY):
+                self._wait_snapshot(run)
+            _MOMENTS[moment](run, self.output, random.Random(f"{self.program} {self.seed} {len(self.resumed)}"))
+            _kill(run, launched=len(self.command) > 1)
+            self._note_end(run, moment)
+
+    def killed_when(
+        self, steps: int, holds: Callable[[Path], bool], *, snapshot_first: bool = False, late_agent: bool = False
+    ) -> None:
+        """Start it, on a very slow disk, and kill it when something holds for its output directory.
+
+        `late_agent`: the agent learns of it seconds later.
+        """
+        with self._life(steps, SLOW_PACE) as run:
+            self._wait_begun(run)
+            if snapshot_first:
+                self._wait_snapshot(run)
+            _wait(run, lambda: holds(self.output), "the moment to kill it")
+            with _stopped(run.agent_pid() if late_agent else None):
+                _kill(run, launched=len(self.command) > 1)
+            self._note_end(run, "at a chosen moment")
+
+    def whole(self, steps: int) -> str:
+        """Let it come to its end, and lose its disk; return the digest of its final state."""
+        with self._life(steps, {}) as run:
+            code = run.wait(_WAIT_SECONDS)
+            assert code == 0
+            self._check_resumed(run)
+            self._note_saved(run)
+            (digest,) = (line[1] for line in _said(run, "done"))
+            self.log = run.output()
+        self.stored = steps
+        return digest
+
+    def snapshots(self) -> list[Snapshot]:
+        """All that are stored, in order."""
+        return [self._snapshot(marker) for marker in sorted(self._markers())]
+
+    @contextmanager
+    def _life(self, steps: int, pace: Mapping[str, str]) -> Iterator[RunProcess]:
+        """One start; its disk is lost at the end. An error tells all that was before."""
+        run = RunProcess(
+            self.folder / f"volume-{len(self.resumed)}",
+            f"file://{self.store}",
+            environment=pace,
+            command=(*self.command, "-m", f"tests.programs.{self.program}", str(self.output), str(steps)),
+            watch=self.output,
+        )
+        try:
+            with run:
+                yield run
+        except AssertionError as error:
+            stored = [
+                f"snapshot {one.number}: {sorted(one.files)}; sent {sorted(one.objects)}" for one in self.snapshots()
+            ]
+            error.add_note(
+                "\n".join([self.program, *self.history, *stored, f"here: {_names(self.output)}", run.output()])
+            )
+            raise
+        self._lose_disk()
+
+    def _wait_begun(self, run: RunProcess) -> None:
+        _wait(run, lambda: bool(_said(run, "resumed")), "it begins")
+        self._check_resumed(run)
+
+    def _wait_snapshot(self, run: RunProcess) -> None:
+        """Wait until another one is stored, and note what it must hold."""
+        before = self._markers()
+        _wait(run, lambda: self._markers() > before, "a snapshot is stored")
+        number = max(int(marker.partition(".")[0]) for marker in self._markers())
+        lines = [line for line in _said(run, "saved") if float(line[2]) <= number - _QUIET_SECONDS]
+        self.stored = max([self.stored, *(int(line[1]) for line in lines)])
+
+    def _note_end(self, run: RunProcess, moment: str) -> None:
+        code = run.wait(_WAIT_SECONDS)
+        self._note_saved(run)
+        self.history.append(f"killed {moment}: it said {_last(run)}; it had {_names(self.output)}")
+        assert code == 128 + signal.SIGKILL
+
+    def _check_resumed(self, run: RunProcess) -> None:
+        ((_, resumed),) = _said(run, "resumed")
+        assert int(resumed) in self.saved, f"resumed {resumed}, which it never saved"
+        assert int(resumed) >= self.stored, f"resumed {resumed}, but {self.stored} was stored"
+        self.resumed.append(int(resumed))
+        self.history.append(f"resumed {resumed}")
+
+    def _note_saved(self, run: RunProcess) -> None:
+        saving = [int(line[1]) for line in _said(run, "saving")]
+        saved = [int(line[1]) for line in _said(run, "saved")]
+        self.torn += saving[len(saved) :] != []
+        # It may be complete before the program says so.
+        self.saved.update(saving)
+
+    def _lose_disk(self) -> None:
+        shutil.rmtree(self.output)
+        for volume in self.folder.glob("volume-*/"):
+            shutil.rmtree(volume)
+
+    def _markers(self) -> frozenset[str]:
+        return frozenset(_names(self.store / ".mooring" / "snapshots" / "node-0"))
+
+    def _snapshot(self, marker: str) -> Snapshot:
+        number, save, _ = marker.split(".")
+        below = self.store / "node-0" / save
+        manifest = json.loads((below / ".mooring" / "rank-00000.json").read_bytes())
+        objects = frozenset(_names(below)) - {".mooring/rank-00000.json", ".mooring/base.json"}
+        files = {file["path"]: file for file in manifest["files"]}
+        return Snapshot(number=int(number), save=save, files=files, objects=objects)
+
+
+def _while_writing(run: RunProcess, output: Path, chance: random.Random) -> None:
+    """Wait until it begins a save, and its files have then changed some times."""
+    saving, changes = len(_said(run, "saving")), chance.randrange(1, _MOST_CHANGES)
+    _wait(run, lambda: len(_said(run, "saving")) > saving, "it saves")
+    seen = _look(output)
+
+    def changed() -> bool:
+        nonlocal seen, changes
+        now = _look(output)
+        changes -= now != seen
+        seen = now
+        return changes <= 0 or len(_said(run, "saved")) > saving
+
+    _wait(run, changed, "its files change")
+
+
+def _early_write(run: RunProcess, output: Path, chance: random.Random) -> None:
+    saves = len(_said(run, "saved")) + chance.randrange(2)
+    _wait(run, lambda: len(_said(run, "saved")) >= saves, "it saves")
+    _while_writing(run, output, chance)
+
+
+def _just_saved(run: RunProcess, output: Path, chance: random.Random) -> None:
+    saves = len(_said(run, "saved")) + chance.randrange(1, 3)
+    _wait(run, lambda: len(_said(run, "saved")) >= saves, "it has saved")
+
+
+def _any_moment(run: RunProcess, output: Path, chance: random.Random) -> None:
+    moment = time.monotonic() + chance.uniform(0, _RANDOM_SECONDS)
+    _wait(run, lambda: time.monotonic() >= moment, "the moment")
+
+
+_MOMENTS: Final = {
+    Moment.EARLY_WRITE: _early_write,
+    Moment.JUST_SAVED: _just_saved,
+    Moment.WRITE: _while_writing,
+    Moment.ANY: _any_moment,
+}
+
+
+def _wait(run: RunProcess, holds: Callable[[], bool], what: str) -> None:
+    def holds_and_it_lives() -> bool:
+        assert run.process.poll() is None, f"it ended with {run.process.returncode} before {what}"
+        return holds()
+
+    wait_until(holds_and_it_lives, _WAIT_SECONDS, what)
+
+
+@contextmanager
+def _stopped(pid: int | None) -> Iterator[None]:
+    """Stop a process for a while after what happens meanwhile, as on a machine that is very busy."""
+    if pid is not None:
+        os.kill(pid, signal.SIGSTOP)
+    yield
+    if pid is not None:
+        moment = time.monotonic() + _LATE_SECONDS
+        wait_until(lambda: time.monotonic() >= moment, 2 * _LATE_SECONDS, "it is late")
+        os.kill(pid, signal.SIGCONT)
+
+
+def _kill(run: RunProcess, *, launched: bool) -> None:
+    """SIGKILL the program and the processes that it has forked, but not what has launched it."""
+    for pid, line in run.children().items():
+        if " tests.programs." in line:
+            for one in (pid, *_forked(pid)) if not launched else _forked(pid):
+                # A rank may have ended because another one has.
+                with suppress(ProcessLookupError):
+                    os.kill(one, signal.SIGKILL)
+
+
+def _forked(pid: int) -> list[int]:
+    with suppress(FileNotFoundError, ProcessLookupError):
+        children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+        return [one for child in map(int, children) for one in (child, *_forked(child))]
+    return []
+
+
+def _said(run: RunProcess, word: str) -> list[list[str]]:
+    """The words of each line of the program that begins with this one."""
+    lines = run.output().splitlines(keepends=True)
+    return [line.split() for line in lines if line.startswith(f"{word} ") and line.endswith("\n")]
+
+
+def _last(run: RunProcess) -> str:
+    lines = [line for line in run.output().splitlines() if line.startswith(("resumed ", "saving ", "saved ", "done "))]
+    return lines[-1] if lines else "nothing"
+
+
+def _names(folder: Path) -> list[str]:
+    return sorted(path.relative_to(folder).as_posix() for path in _files(folder))
+
+
+def _look(folder: Path) -> dict[str, tuple[int, int]]:
+    found = {}
+    for path in _files(folder):
+        with suppress(FileNotFoundError):
+            status = path.lstat()
+            found[str(path)] = status.st_size, status.st_mtime_ns
+    return found
+
+
+def _files(folder: Path) -> Iterator[Path]:
+    # Unlike rglob, it does not mind what is deleted meanwhile.
+    for above, _, names in os.walk(folder):
+        yield from (Path(above, name) for name in names)

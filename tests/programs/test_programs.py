@@ -1,0 +1,232 @@
+"""Programs that know nothing of Mooring resume from snapshots of their output directories, whatever they write there.
+
+`training.py` says what the programs are like. A program that takes a checkpoint which is not whole, or a mix of two
+saves, crashes or ends with another digest.
+"""
+
+import os
+import sys
+import zipfile
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.harness.warm_python import warm_python
+from tests.programs.bin_shards import SHARDS
+from tests.programs.lives import Lives, Moment, Snapshot
+from tests.programs.training import PIECE_BYTES, newest
+
+PROGRAMS = {
+    "one-file": [
+        "one_file_in_place",
+        "one_file_replaced",
+        "keras_archive",
+        "msgpack_in_place",
+        "renames_previous",
+    ],
+    "files-side-by-side": [
+        "files_side_by_side",
+        "best_model_copy",
+        "weights_h5",
+        "bin_shards",
+        "growing_logs",
+    ],
+    "folders": [
+        "tracker_file",
+        "nested_four_deep",
+        "timestamped_runs",
+        "slow_writer",
+        "nested_dcp",
+    ],
+    "cut-short": [
+        "final_model_beside_checkpoints",
+        "keeps_one",
+        "keeps_two",
+        "two_ranks",
+        "latest_link",
+        "unknown_layout",
+    ],
+}
+WITH_TORCH = ("one_file_in_place", "best_model_copy")
+ALL = [name for group in PROGRAMS.values() for name in group]
+STEPS = 200
+MORE_STEPS = 220
+BEFORE = 40
+ROUNDS = (Moment.EARLY_WRITE, Moment.WRITE, Moment.ANY, Moment.JUST_SAVED, Moment.WRITE)
+_SECONDS = 60.0
+
+
+def uninterrupted(program: str, output: Path, steps: int) -> list[str]:
+    """Run it without Mooring; return its lines."""
+    words = ["-u", "-m", f"tests.programs.{program}", str(output), str(steps)]
+    # To fork one that has imported torch takes longer than most of these programs.
+    warm = warm_python("torch") if program in WITH_TORCH else warm_python("safetensors.numpy", "msgspec")
+    ended = warm.run(words, environment=os.environ, timeout_seconds=_SECONDS)
+    assert ended.returncode == 0, ended.stderr
+    return ended.stdout.splitlines()
+
+
+def test_every_program_resumes_by_itself_and_ends_with_the_same_state(tmp_path: Path) -> None:
+    ends = set()
+    for program in ALL:
+        whole = uninterrupted(program, tmp_path / program, 20)
+        parts = [uninterrupted(program, tmp_path / f"{program}-in-parts", steps) for steps in (12, 20)]
+        assert parts[1][0] == "resumed 12", program
+        assert parts[1][-1] == whole[-1], program
+        ends.add(whole[-1])
+    assert len(ends) == 1
+
+
+def test_a_program_resumes_from_the_snapshot_of_its_end(tmp_path: Path) -> None:
+    lives = Lives(program="one_file_replaced", folder=tmp_path, seed=0)
+    lives.whole(10)
+    assert lives.whole(20) == digest_of(uninterrupted("one_file_replaced", tmp_path / "alone", 20))
+    assert lives.resumed == [0, 10]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cut:
+    """A save that a kill cuts short: what holds of the output directory when the program is killed.
+
+    `ended_before`: an earlier life came to its end. `snapshot_first`: this one is killed after its first snapshot.
+    `late_agent`: the agent looks seconds after the kill.
+    """
+
+    program: str
+    holds: Callable[[Path], bool]
+    ended_before: bool = False
+    snapshot_first: bool = False
+    late_agent: bool = False
+    command: tuple[str, ...] = (sys.executable,)
+
+
+def only_first(folders: str, first: str, second: str) -> Callable[[Path], bool]:
+    """Whether the newest folder has the first of its two files, whole, and not the second."""
+
+    def holds(output: Path) -> bool:
+        folder = newest(output, folders)
+        return folder is not None and zipfile.is_zipfile(folder / first) and not (folder / second).exists()
+
+    return holds
+
+
+def one_shard_is_new(output: Path) -> bool:
+    first, second = (output / name for name in SHARDS)
+    return zipfile.is_zipfile(first) and first.stat().st_mtime_ns > second.stat().st_mtime_ns
+
+
+def one_piece_is_written(output: Path) -> bool:
+    return 0 < (output / "state.msgpack").stat().st_size <= PIECE_BYTES
+
+
+CUTS = {
+    "a-file-is-missing-in-the-first-life": Cut(
+        program="keeps_two", holds=only_first("ckpt-*", "optimizer.pt", "model.pt")
+    ),
+    "a-file-is-missing-in-a-later-life": Cut(
+        program="keeps_two", ended_before=True, holds=only_first("ckpt-*", "optimizer.pt", "model.pt")
+    ),
+    "a-file-is-missing-after-a-snapshot": Cut(
+        program="keeps_two", snapshot_first=True, holds=only_first("ckpt-*", "optimizer.pt", "model.pt")
+    ),
+    "a-rank-is-missing": Cut(
+        program="two_ranks", snapshot_first=True, holds=only_first("step-*", "rank0.pt", "rank1.pt")
+    ),
+    "files-of-two-saves-are-there": Cut(program="bin_shards", ended_before=True, holds=one_shard_is_new),
+    "a-link-leads-to-it": Cut(program="latest_link", holds=lambda output: (output / "latest").is_symlink()),
+    "a-file-of-the-last-save-is-deleted": Cut(
+        program="unknown_layout", snapshot_first=True, holds=lambda output: not (output / "state/DONE").exists()
+    ),
+    "the-last-save-is-deleted": Cut(
+        program="keeps_one", snapshot_first=True, holds=lambda output: not (output / "ckpt-20.json").exists()
+    ),
+    "the-agent-looks-after-seconds": Cut(
+        program="msgpack_in_place", snapshot_first=True, holds=one_piece_is_written, late_agent=True
+    ),
+    "a-shell-has-started-the-program": Cut(
+        program="msgpack_in_place",
+        snapshot_first=True,
+        holds=one_piece_is_written,
+        command=("sh", "-c", '"$0" "$@"; exit $?', sys.executable),
+    ),
+}
+
+
+@pytest.mark.slow
+def test_a_program_that_deletes_what_it_resumed_from_is_not_said_to_ignore_it(tmp_path: Path) -> None:
+    # It takes as long to start as a program that imports torch: the agent looks before it reads.
+    command = ("sh", "-c", 'sleep 2; exec "$0" "$@"', sys.executable)
+    lives = Lives(program="keeps_one", folder=tmp_path, seed=0, command=command)
+    lives.whole(10)
+    lives.whole(20)
+    assert lives.resumed == [0, 10]
+    assert "the program read none" not in lives.log
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("name", CUTS)
+def test_a_save_that_a_kill_cut_short_is_no_part_of_the_snapshot(name: str, tmp_path: Path) -> None:
+    cut = CUTS[name]
+    lives = Lives(program=cut.program, folder=tmp_path, seed=0, command=cut.command)
+    if cut.ended_before:
+        lives.whole(BEFORE)
+    lives.killed_when(STEPS, cut.holds, snapshot_first=cut.snapshot_first, late_agent=cut.late_agent)
+    assert lives.whole(STEPS) == digest_of(uninterrupted(cut.program, tmp_path / "alone", STEPS))
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("group", PROGRAMS)
+def test_a_killed_program_that_lost_its_disk_resumes_from_a_complete_save(group: str, tmp_path: Path) -> None:
+    # They mostly sleep.
+    with ThreadPoolExecutor(len(PROGRAMS[group])) as threads:
+        ended = [
+            threads.submit(live_and_die, program, tmp_path / str(number))
+            for number, program in enumerate(PROGRAMS[group])
+        ]
+    errors = [error for one in ended if isinstance(error := one.exception(), Exception)]
+    if errors:
+        raise ExceptionGroup(f"{len(errors)} of {len(ended)} programs", errors)
+
+
+def live_and_die(program: str, folder: Path, seed: int = 0) -> None:
+    folder.mkdir()
+    lives = Lives(program=program, folder=folder, seed=seed)
+    for moment in ROUNDS:
+        lives.killed(STEPS, moment)
+    digests = [lives.whole(steps) for steps in (STEPS, MORE_STEPS)]
+    assert digests == [digest_of(uninterrupted(program, folder / "alone", steps)) for steps in (STEPS, MORE_STEPS)]
+    assert max(lives.resumed[: len(ROUNDS)]) > 0, f"{program} resumed from {lives.resumed}"
+    assert lives.torn, f"{program} was never killed while it saved"
+    check_sent(lives.snapshots())
+
+
+def check_sent(snapshots: Sequence[Snapshot]) -> None:
+    """Check that each snapshot has sent the files that had changed since the one before, and no others."""
+    before: Mapping[str, Mapping[str, Any]] = {}
+    for snapshot in snapshots:
+        files = {path: file for path, file in snapshot.files.items() if "link" not in file}
+        sent = {path for path, file in files.items() if "owner" not in file}
+        changed = {path for path, file in files.items() if not same(file, before.get(path))}
+        renamed = {path for path in changed if any(same(files[path], other) for other in before.values())}
+        assert sent == changed - renamed
+        assert snapshot.objects == {place_of(files[path]) for path in sent}
+        before = files
+
+
+def same(file: Mapping[str, Any], other: Mapping[str, Any] | None) -> bool:
+    return other is not None and all(file[key] == other[key] for key in ("modified_ns", "size", "checksums"))
+
+
+def place_of(file: Mapping[str, Any]) -> str:
+    """The object of its bytes: its own, or the pack of small files that it is in."""
+    return f".mooring/pack-00000-{file['pack']:05}.tar" if "pack" in file else str(file["path"])
+
+
+def digest_of(lines: Sequence[str]) -> str:
+    (digest,) = (line.removeprefix("done ") for line in lines if line.startswith("done "))
+    return digest
