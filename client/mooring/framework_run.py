@@ -158,6 +158,37 @@ class FrameworkRun:
         self._outstanding = [one for one in self._outstanding if one.is_alive()] + [thread]
         thread.start()
 
+    def save_aside(self, path: Path, step: int, write: Callable[[Path], object]) -> bool:
+        """Have `write` save this rank's part of `path` elsewhere, and move it to `path` when all ranks have theirs.
+
+        A process that is killed meanwhile leaves nothing that its framework would take for a checkpoint. Returns
+        whether it is in place, to be announced. Raises what `write` raises, and tells the other ranks.
+        """
+        pending = self._begin(path, step, None)
+        if pending is None:
+            write(path)
+            return True
+        context = self._session.context()
+        aside = context.local.being_saved(path.name) / path.name
+        try:
+            write(aside)
+        except BaseException as error:
+            self._pending = pending
+            self.announce_failed(error, path, step)
+            raise
+        placed = context.coordinator.agree(pending.key("written"), seconds=WRITE_SECONDS) or False
+        if placed and context.leads_pod:
+            try:
+                context.local.move_to(path)
+            except OSError as error:
+                _log.warning("checkpoint not moved to its place: path=%s error=%s", path, error)
+                placed = False
+        if not context.coordinator.agree(pending.key("placed"), placed):
+            self._session.abort(pending)
+            return False
+        self._pending = replace(pending, written=True)
+        return True
+
     def announce_failed(self, error: BaseException, path: Path, step: int) -> None:
         """Tell the other ranks that this one could not write its part: they would wait for it."""
         failed: Future[Any] = Future()
@@ -234,7 +265,9 @@ class FrameworkRun:
 
     def _announce(self, path: Path, pending: PendingSave, *, written: bool = True) -> bool:
         context = self._session.context()
-        if not context.coordinator.agree(pending.key("written"), written, seconds=WRITE_SECONDS):
+        if not pending.written and not context.coordinator.agree(
+            pending.key("written"), written, seconds=WRITE_SECONDS
+        ):
             self._session.abort(pending)
             return False
         writers = self._writers(path, pending)

@@ -147,7 +147,7 @@ def make(output: Path, *callbacks: Any, every: int = 4, **arguments: Any) -> Any
     """A Trainer that saves after every so many steps."""
     # As in a process of its own.
     integration._begun = False
-    pl.seed_everything(7, verbose=False)
+    pl.seed_everything(7)
     saving = [ModelCheckpoint(output, every_n_train_steps=every)] if every else []
     settings = {
         "max_steps": STEPS,

@@ -180,19 +180,31 @@ class _Loop:
         return self._run if acts else None
 
     def _save_now(self, run: FrameworkRun, step: int) -> None:
-        place = None
-        if not self._project.automatic_checkpoint_naming:
-            name = next_name(
-                None if self._place is None else self._place.name,
-                self._place_step,
-                step,
-                default=f"checkpoint-{step}",
-            )
-            place = str((run.checkpoint_directory if self._place is None else self._place.parent) / name)
+        path = self._next_place(run, step)
         try:
-            self._accelerator.save_state(place, **self._arguments)
+            with run.claimed(path):
+                if run.save_aside(path, step, self._write):
+                    run.announce(path, step)
         except Exception as error:
             _log.warning("checkpoint lost: step=%d error=%s", step, reason(error))
+            return
+        self._place, self._place_step = path, step
+
+    def _write(self, path: Path) -> None:
+        """Save to exactly this path, and let Accelerate count it."""
+        named = self._project.automatic_checkpoint_naming
+        self._project.automatic_checkpoint_naming = False
+        try:
+            self._save_state(str(path), **self._arguments)
+        finally:
+            self._project.automatic_checkpoint_naming = named
+
+    def _next_place(self, run: FrameworkRun, step: int) -> Path:
+        if self._project.automatic_checkpoint_naming:
+            return self._next_automatic().absolute()
+        if self._place is None:
+            return run.checkpoint_directory / f"checkpoint-{step}"
+        return self._place.with_name(next_name(self._place.name, self._place_step, step, default=f"checkpoint-{step}"))
 
     def _next_automatic(self) -> Path:
         return self._automatic_directory / f"checkpoint_{self._accelerator.save_iteration}"

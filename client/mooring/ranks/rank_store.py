@@ -7,10 +7,11 @@ share a connection. Raises StoreLostError when the store does not answer: it liv
 
 import sys
 import time
+import uuid
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, Final, Protocol, TypeVar
+from typing import Any, Final, Protocol, TypeVar, cast
 
 from mooring.errors import ErrorKind, StoreLostError, UsageError
 from mooring.private_members import require
@@ -158,17 +159,29 @@ def open_rank_store(ranks: Ranks, prefix: str) -> RankStore:
     assert distributed is not None
     try:
         require("torch.distributed.distributed_c10d", distributed.distributed_c10d)
-        store = distributed.distributed_c10d._get_default_store().clone()
+        store = distributed.distributed_c10d._get_default_store()
+        store = store.clone() if hasattr(store, "clone") else _connected_again(distributed, store)
     except AttributeError as error:
         raise UsageError(
             ErrorKind.UNSUPPORTED,
-            f"the ranks cannot agree on what to save, for which this torch must clone its store: {error}",
-            hint="install torch 2.8 or newer, or let rank 0 save for all, with Checkpointer(rank0_only=True) there "
-            "and none elsewhere",
+            f"the ranks cannot agree on what to save, for which Mooring needs a connection of its own: {error}",
+            hint="install torch 2.8 or newer, or initialise the process group by env:// or tcp://, or let rank 0 save "
+            "for all, with Checkpointer(rank0_only=True) there and none elsewhere",
         ) from error
     except (RuntimeError, ValueError) as error:
         raise StoreLostError(error) from error
     return RankStore(store, ranks, f"{prefix}/")
+
+
+def _connected_again(distributed: Any, store: Any) -> KeyStore:
+    """What `store.clone()` does since torch 2.8, for a TCPStore. Raises AttributeError for any other store."""
+    # The prefixes below which this job's keys are cannot be read, and an earlier start may have used the same server.
+    namespace: str = store.compare_set("mooring", "", uuid.uuid4().hex).decode()
+    server = store
+    while hasattr(server, "underlying_store"):
+        server = server.underlying_store
+    connection = distributed.TCPStore(server.host, server.port, is_master=False, timeout=server.timeout)
+    return cast(KeyStore, distributed.PrefixStore(namespace, connection))
 
 
 def _answered(question: Callable[[], _Result]) -> _Result:

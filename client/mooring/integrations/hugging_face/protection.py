@@ -60,6 +60,7 @@ class Protection(TrainerCallback):  # type: ignore[misc]  # transformers may not
         self._position = (-1, 0)
         self._saved_step = -1
         self._save_asked = False
+        self._own_save = False
         self._evaluation_owed = False
         self._claim = ExitStack()
         """The claim on the checkpoint that the Trainer, and then other callbacks, are writing."""
@@ -152,7 +153,7 @@ class Protection(TrainerCallback):  # type: ignore[misc]  # transformers may not
 
     def save(self, save: Callable[..., None], /, *arguments: Any, **keywords: Any) -> None:
         """Replaces Trainer._save_checkpoint. If it fails on one rank, it tells the others, which then stop waiting."""
-        if self._run is None or not owns(Owner.TRAINER) or not self._run.holds(self._checkpoint):
+        if self._run is None or self._own_save or not owns(Owner.TRAINER) or not self._run.holds(self._checkpoint):
             save(*arguments, **keywords)
             return
         self._claim.enter_context(self._run.claimed(self._checkpoint))
@@ -277,23 +278,35 @@ class Protection(TrainerCallback):  # type: ignore[misc]  # transformers may not
         self._leave(run)
 
     def _save(self) -> None:
-        """Save this step, unless it is saved already: an agent may be uploading those files."""
-        trainer = self._trainer
-        if self._saved_step == self._step:
+        """Save this step, unless it is saved already: an agent may be uploading those files.
+
+        Into the checkpoint directory if the Trainer's own directory lies outside the volume. Killed in the middle, it
+        leaves no `checkpoint-*`, which the Trainer would resume from in vain.
+        """
+        trainer, run = self._trainer, self._run
+        if run is None or self._saved_step == self._step:
             return
-        with self._within_volume():
-            trainer._save_checkpoint(trainer.model, None)
-            trainer.control = trainer.callback_handler.on_save(trainer.args, trainer.state, trainer.control)
+        checkpoint = self._checkpoint
+        if not run.holds(checkpoint):
+            checkpoint = run.checkpoint_directory / checkpoint.name
+
+        def write(path: Path) -> None:
+            self._own_save = True
+            try:
+                with self._saving_into(path.parent):
+                    trainer._save_checkpoint(trainer.model, None)
+            finally:
+                self._own_save = False
+
+        with run.claimed(checkpoint):
+            if run.save_aside(checkpoint, self._step, write):
+                with self._saving_into(checkpoint.parent):
+                    trainer.control = trainer.callback_handler.on_save(trainer.args, trainer.state, trainer.control)
 
     @contextmanager
-    def _within_volume(self) -> Iterator[None]:
-        """Have the Trainer save into the checkpoint directory if its own directory lies outside the volume."""
-        assert self._run is not None
-        trainer, directory = self._trainer, str(self._run.checkpoint_directory)
-        if self._run.holds(self._checkpoint):
-            yield
-            return
-        trainer._get_output_dir = lambda trial: directory
+    def _saving_into(self, directory: Path) -> Iterator[None]:
+        trainer = self._trainer
+        trainer._get_output_dir = lambda trial: str(directory)
         try:
             yield
         finally:
