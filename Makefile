@@ -93,10 +93,10 @@ test-compatibility: $(FRAMEWORKS)
 	$(BIN)/python -m tests.compatibility.environments
 	$(PYTEST) tests/compatibility
 
-# The oldest and the newest of them that this Python can have.
-compatibility: $(READY)
+# The oldest and the newest client that this Python can have, and the oldest of one framework.
+compatibility: $(FRAMEWORKS)
 	$(BIN)/python -m tests.compatibility.environments \
-		python3.11-protobuf3.20.3-grpcio1.49.1 python3.11-protobuf7.36.2-grpcio1.85.1
+		python3.11-protobuf3.20.3-grpcio1.49.1 python3.11-protobuf7.36.2-grpcio1.85.1 hugging-face-2024
 
 # Objects and requests of strangers, in tens of thousands; the ordinary tests do some. ARGUMENTS="--objects 100 --seed 7"
 hostile: $(READY)

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any, Final, NoReturn, TypeVar
 
 from mooring.checkpoints.durable import sync_tree
+from mooring.checkpoints.local_checkpoints import LocalCheckpoints
 from mooring.checkpoints.records import Kind, Record, RecordedFile, is_whole, read_records, remove_record, write_record
 from mooring.errors import MooringError
 from mooring.gate import Action
@@ -165,29 +166,35 @@ class FrameworkRun:
         whether it is in place, to be announced. Raises what `write` raises, and tells the other ranks.
         """
         pending = self._begin(path, step, None)
-        if pending is None:
+        if pending is None and (self._given_up or not self._session.holds_whole_job):
             write(path)
             return True
         context = self._session.context()
-        aside = context.local.being_saved(path.name) / path.name
+        coordinator, local = context.coordinator, context.local
+        if not self.holds(path):
+            local = LocalCheckpoints(path.parent, self._session.records, context.nonce)
+        aside = local.being_saved(path.name) / path.name
+        key = f"aside/{step}/{self._session.next_number()}"
         try:
             write(aside)
-        except BaseException as error:
-            self._pending = pending
-            self.announce_failed(error, path, step)
+        except BaseException:
+            coordinator.agree(f"{key}/written", ok=False)
+            if pending is not None:
+                self._session.abort(pending)
             raise
-        placed = context.coordinator.agree(pending.key("written"), seconds=WRITE_SECONDS) or False
+        placed = coordinator.agree(f"{key}/written", seconds=WRITE_SECONDS) or False
         if placed and context.leads_pod:
             try:
-                context.local.move_to(path)
+                local.move_to(path)
             except OSError as error:
                 _log.warning("checkpoint not moved to its place: path=%s error=%s", path, error)
                 placed = False
-        if not context.coordinator.agree(pending.key("placed"), placed):
+        placed = coordinator.agree(f"{key}/placed", placed) or False
+        if placed:
+            self._pending = pending
+        elif pending is not None:
             self._session.abort(pending)
-            return False
-        self._pending = replace(pending, written=True)
-        return True
+        return placed
 
     def announce_failed(self, error: BaseException, path: Path, step: int) -> None:
         """Tell the other ranks that this one could not write its part: they would wait for it."""
@@ -265,9 +272,7 @@ class FrameworkRun:
 
     def _announce(self, path: Path, pending: PendingSave, *, written: bool = True) -> bool:
         context = self._session.context()
-        if not pending.written and not context.coordinator.agree(
-            pending.key("written"), written, seconds=WRITE_SECONDS
-        ):
+        if not context.coordinator.agree(pending.key("written"), written, seconds=WRITE_SECONDS):
             self._session.abort(pending)
             return False
         writers = self._writers(path, pending)

@@ -59,7 +59,7 @@ class PendingSave:
     """A save that has an id, the same on all ranks.
 
     `admitted_by_agent`: the agent keeps room for it. `together`: all ranks take part in it; if not, announcing what
-    some of them write is of no use. `written`: all ranks are known to have written their parts.
+    some of them write is of no use.
     """
 
     step: int
@@ -67,7 +67,6 @@ class PendingSave:
     kind: Kind
     admitted_by_agent: bool = False
     together: bool = True
-    written: bool = False
 
     def key(self, about: str) -> str:
         """Return the key of an agreement about this save.

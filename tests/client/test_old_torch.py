@@ -10,7 +10,7 @@ import torch.distributed
 from torch.distributed import HashStore, PrefixStore, TCPStore
 
 import mooring
-from mooring.ranks.rank_store import RankStore, Ranks, open_rank_store
+from mooring.ranks.rank_store import Ranks, RankStore, open_rank_store
 
 # As torch 2.8 is.
 TORCH_LOOP = """

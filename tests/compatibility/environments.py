@@ -5,6 +5,7 @@
 makes them in `.tools/compatibility`. Without names: all, but those whose Python is not on the PATH.
 """
 
+import os
 import shutil
 import subprocess
 import sys
@@ -70,13 +71,15 @@ ENVIRONMENTS: Final = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FrameworkEnvironment:
-    """Older releases of frameworks on this Python, its torch and the tests' own libraries."""
+    """Older releases of frameworks on this Python and the tests' own libraries; `tests`: those that are run there.
 
+    `environment`: what a user of these releases would set to load checkpoints at all.
+    """
+
+    name: str
     packages: tuple[str, ...]
-
-    @property
-    def name(self) -> str:
-        return "-".join(package.replace("==", "") for package in self.packages)
+    tests: tuple[str, ...]
+    environment: tuple[tuple[str, str], ...] = ()
 
     @property
     def interpreter(self) -> Path:
@@ -85,18 +88,27 @@ class FrameworkEnvironment:
     def make(self) -> None:
         """Make it, unless it is there. Raises subprocess.CalledProcessError."""
         folder = _FOLDER / self.name
-        if (folder / ".ready").exists():
+        wanted = "\n".join(self.packages)
+        ready = folder / ".ready"
+        if ready.exists() and ready.read_text() == wanted:
             return
+        theirs = _THEIRS if not any(package.startswith("torch==") for package in self.packages) else _THEIRS + _TORCH
         subprocess.run([sys.executable, "-m", "venv", "--clear", folder], check=True)
         (site,) = folder.glob("lib/python*/site-packages")
         (folder / "base").mkdir()
         for found in Path(sysconfig.get_path("purelib")).iterdir():
-            if not found.name.lower().startswith(_THEIRS):
+            if not found.name.lower().startswith(theirs):
                 (folder / "base" / found.name).symlink_to(found)
         own = (ROOT / name for name in ("client", "proto", "agent"))
         (site / "base.pth").write_text("".join(f"{path}\n" for path in (folder / "base", *own)))
-        subprocess.run([self.interpreter, "-m", "pip", "install", "--quiet", *self.packages], check=True)
-        (folder / ".ready").touch()
+        # DeepSpeed imports torch to be built, and compiles nothing here.
+        install = [str(self.interpreter), "-m", "pip", "install", "--quiet", "--no-build-isolation"]
+        environment = {**os.environ, "DS_BUILD_OPS": "0"}
+        for packages in (_TO_BUILD, self.packages[:1], self.packages):
+            subprocess.run([*install, *packages], env=environment, check=True)
+        # Some distributions bring a package of this name, which would hide ours.
+        shutil.rmtree(site / "tests", ignore_errors=True)
+        ready.write_text(wanted)
 
 
 # Frameworks, and what comes with a release of them; pip and what our own packages are found by.
@@ -104,18 +116,56 @@ _THEIRS: Final = (
     *("accelerate", "datasets", "deepspeed", "hf_xet", "huggingface_hub", "lightning", "pytorch_lightning"),
     *("peft", "tokenizers", "torchmetrics", "transformers", "trl", "pip", "_mooring", "__editable__", "mooring"),
 )
-HUGGING_FACE: Final = FrameworkEnvironment(packages=("transformers==4.44.2", "accelerate==1.0.1"))
+_TORCH: Final = ("torch", "functorch", "triton", "nvidia")
+_TO_BUILD: Final = ("setuptools", "wheel", "ninja", "packaging", "py-cpuinfo", "psutil")
+_HUGGING_FACE: Final = ("test_hugging_face.py", "test_hugging_face_killed.py")
+_ALL: Final = (
+    *_HUGGING_FACE,
+    "test_hugging_face_trl.py",
+    "test_lightning.py",
+    "test_accelerate.py",
+    "test_deepspeed.py",
+)
+FRAMEWORKS: Final = (
+    FrameworkEnvironment(
+        name="hugging-face-2024",
+        packages=("transformers==4.44.2", "accelerate==1.0.1"),
+        tests=_HUGGING_FACE,
+        # As the torch of that day did, which this release relies on to load what it has saved.
+        environment=(("TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD", "1"),),
+    ),
+    FrameworkEnvironment(
+        name="image-2024",
+        packages=(
+            *("torch==2.4.1", "torchdata==0.11.0", "transformers==4.46.3", "accelerate==1.0.1", "trl==0.12.2"),
+            *("lightning==2.2.5", "deepspeed==0.15.4"),
+        ),
+        tests=_ALL,
+    ),
+    FrameworkEnvironment(
+        name="frameworks-2025",
+        packages=(
+            *("transformers==4.51.3", "accelerate==1.6.0", "trl==0.17.0", "lightning==2.5.1"),
+            *("deepspeed==0.17.6", "torchdata==0.11.0"),
+        ),
+        tests=_ALL,
+    ),
+)
+"""The oldest first. torch 2.4 has no build without CUDA on PyPI: image-2024 takes five gigabytes."""
 
 
 def main() -> None:
-    wanted = [one for one in ENVIRONMENTS if one.name in sys.argv[1:] or len(sys.argv) == 1]
-    if len(sys.argv) == 1:
-        HUGGING_FACE.make()
-    for environment in wanted:
-        if environment.python_is_there():
+    wanted = sys.argv[1:]
+    for environment in FRAMEWORKS:
+        if not wanted or environment.name in wanted:
             environment.make()
+    for client in ENVIRONMENTS:
+        if wanted and client.name not in wanted:
+            continue
+        if client.python_is_there():
+            client.make()
         else:
-            print(f"there is no python{environment.python} on the PATH: {environment.name} is left out")
+            print(f"there is no python{client.python} on the PATH: {client.name} is left out")
 
 
 if __name__ == "__main__":

@@ -22,6 +22,10 @@ CONFIG = {
     "zero_allow_untested_optimizer": True,
 }
 
+OUTPUT = os.fdopen(os.dup(1), "w", buffering=1)
+# Older releases of DeepSpeed log to stdout.
+os.dup2(2, 1)
+
 
 def evaluate(accelerator: Any, model: Any) -> None:
     model.eval()
@@ -31,7 +35,7 @@ def evaluate(accelerator: Any, model: Any) -> None:
             model(batch)
             if number == 0:
                 os.kill(os.getpid(), signal.SIGTERM)
-    print("evaluated", flush=True)
+    print("evaluated", file=OUTPUT)
     model.train()
 
 
@@ -59,19 +63,19 @@ def main() -> None:
     if arguments.load:
         accelerator.load_state()
     engine = accelerator.deepspeed_engine_wrapped.engine
-    print(f"begin step={engine.global_steps}", flush=True)
+    print(f"begin step={engine.global_steps}", file=OUTPUT)
     for (batch,) in loader:
         if engine.global_steps == arguments.steps:
             break
         accelerator.backward(model(batch).square().mean())
         optimizer.step()
         optimizer.zero_grad()
-        print(f"step={engine.global_steps}", flush=True)
+        print(f"step={engine.global_steps}", file=OUTPUT)
         if engine.global_steps == arguments.evaluate_at:
             evaluate(accelerator, model)
     accelerator.save_state()
     accelerator.end_training()
-    print("done", flush=True)
+    print("done", file=OUTPUT)
 
 
 if __name__ == "__main__":

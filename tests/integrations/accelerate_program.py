@@ -43,6 +43,8 @@ class Program:
         loader = torch.utils.data.DataLoader(data, batch_size=4, num_workers=2)
         self._loader: Any = loader if arguments.loop == "bare" else self._accelerator.prepare(loader)
         self._accelerator.register_for_checkpointing(self)
+        if arguments.killed_in_save is not None:
+            self._accelerator.register_save_state_pre_hook(self._kill_in_save)
 
     def state_dict(self) -> dict[str, int]:
         return {"step": self.step}
@@ -92,6 +94,11 @@ class Program:
             print(f"evaluated step={self.step}", flush=True)
             self._model.train()
 
+    def _kill_in_save(self, models: object, weights: object, directory: str) -> None:
+        if self.step == self._arguments.killed_in_save:
+            (Path(directory) / "first.bin").write_bytes(b"written")
+            os.kill(os.getpid(), signal.SIGKILL)
+
     def _tell(self, moment: str) -> None:
         if self._arguments.told_at == [str(self.step), moment]:
             self._arguments.told_at = None
@@ -108,6 +115,7 @@ def main() -> None:
     parser.add_argument("--output", type=Path, default=Path(os.environ["MOORING_CHECKPOINT_DIRECTORY"]))
     parser.add_argument("--load", nargs="?", const="")
     parser.add_argument("--told-at", type=json.loads)
+    parser.add_argument("--killed-in-save", type=int)
     parser.add_argument("--evaluates", action="store_true")
     parser.add_argument("--trainer-owns", action="store_true")
     Program(parser.parse_args()).run()

@@ -21,6 +21,10 @@ CONFIG = {
     "zero_allow_untested_optimizer": True,
 }
 
+OUTPUT = os.fdopen(os.dup(1), "w", buffering=1)
+# Older releases of DeepSpeed log to stdout.
+os.dup2(2, 1)
+
 
 def evaluate(engine: deepspeed.DeepSpeedEngine) -> None:
     engine.eval()
@@ -30,7 +34,7 @@ def evaluate(engine: deepspeed.DeepSpeedEngine) -> None:
             if batch == 0:
                 os.kill(os.getpid(), signal.SIGTERM)
     engine.train()
-    print("evaluated", flush=True)
+    print("evaluated", file=OUTPUT)
 
 
 def main() -> None:
@@ -58,10 +62,10 @@ def main() -> None:
         path, loaded = engine.load_checkpoint(
             str(arguments.load), tag=arguments.tag, load_module_only=arguments.weights_only
         )
-        print(f"loaded={None if path is None else Path(path).parent.name}", flush=True)
+        print(f"loaded={None if path is None else Path(path).parent.name}", file=OUTPUT)
         if loaded is not None:
             state["mine"] = loaded["mine"]
-    print(f"begin step={engine.global_steps} mine={state['mine']}", flush=True)
+    print(f"begin step={engine.global_steps} mine={state['mine']}", file=OUTPUT)
     batches = 0
     while engine.global_steps < arguments.steps:
         if batches == arguments.told_at:
@@ -73,12 +77,12 @@ def main() -> None:
         if not ends_step:
             continue
         state["mine"] += 1
-        print(f"step={engine.global_steps}", flush=True)
+        print(f"step={engine.global_steps}", file=OUTPUT)
         if engine.global_steps % arguments.save_every == 0:
             engine.save_checkpoint(str(arguments.output), tag=f"at-{engine.global_steps}", client_state=state)
         if engine.global_steps == arguments.evaluate_at:
             evaluate(engine)
-    print("done", flush=True)
+    print("done", file=OUTPUT)
 
 
 if __name__ == "__main__":

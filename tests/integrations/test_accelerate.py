@@ -3,6 +3,7 @@
 Real runs of the real library; the ranks of `examples/accelerate_loop.py` are stopped in tests/trainers.
 """
 
+import signal
 from pathlib import Path
 
 import pytest
@@ -76,6 +77,21 @@ def test_outside_the_volume_it_saves_and_stops_all_the_same_and_warns_once(train
     assert stopped.errors.count("outside the volume") == 1
 
 
+@pytest.mark.parametrize("place", ["volume/checkpoints", "elsewhere"])
+@pytest.mark.parametrize("names", ["automatic", "steps"])
+def test_a_just_in_time_save_that_is_cut_off_leaves_no_checkpoint(
+    names: str, place: str, trainer: OneProcess, tmp_path: Path
+) -> None:
+    output = tmp_path / place
+    loop = ("--names", names, "--output", output)
+    killed = trainer.run(*loop, "--told-at", '["4", "forward"]', "--killed-in-save", "5")
+    assert killed.code == -signal.SIGKILL, killed.errors
+    automatic = names == "automatic"
+    folder = output / "checkpoints" if automatic else output
+    found = {one.name for one in folder.iterdir() if not one.name.startswith(".")}
+    assert found == ({"checkpoint_0", "checkpoint_1"} if automatic else {"step_2", "step_4"})
+
+
 def test_under_a_trainer_that_owns_the_run_nothing_is_announced_or_asked(trainer: OneProcess) -> None:
     ended = trainer.run("--trainer-owns", "--told-at", '["2", "forward"]')
     assert ended.code == -15, "SIGTERM is the trainer's"
@@ -91,7 +107,7 @@ def test_with_deepspeed_inside_it_an_evaluation_ends_before_a_notice_is_obeyed_a
     tmp_path: Path,
 ) -> None:
     pytest.importorskip("deepspeed")
-    trainer = OneProcess(program=WITH_DEEPSPEED, volume=tmp_path / "volume", libraries=LIBRARIES)
+    trainer = OneProcess(program=WITH_DEEPSPEED, volume=tmp_path / "volume", libraries=(*LIBRARIES, "deepspeed"))
     stopped = trainer.run("--evaluate-at", "2")
     assert stopped.code == JUST_IN_TIME_EXIT_CODE, stopped.errors
     assert stopped.lines == ["begin step=0", "step=1", "step=2", "evaluated"]

@@ -62,12 +62,14 @@ class _Training:
         self._save = engine.save_checkpoint
         self._load = engine.load_checkpoint
         self._train_batch = getattr(engine, "train_batch", None)
-        self._background = engine.checkpoint_engine.is_decoupled()
+        self._background = _writes_in_background(engine.checkpoint_engine)
         self._warned = False
         self._asked_step: int | None = None
         self._has_training_mode = False
+        self._own_keys = None if hasattr(engine, "_common_checkpoint_state") else _keys_before_0_19()
         try:
-            require("deepspeed.DeepSpeedEngine", engine)
+            if self._own_keys is None:
+                require("deepspeed.DeepSpeedEngine", engine)
         except AttributeError as error:
             _log.warning("just-in-time checkpoints are without the client_state: error=%s", error)
         # The last checkpoint that the program saved or resumed from: its path and its step.
@@ -189,7 +191,9 @@ class _Training:
         """
         engine = self._engine
         try:
-            own = engine._common_checkpoint_state({}, engine.zero_optimization(), save_frozen_param=False)
+            own = self._own_keys or engine._common_checkpoint_state(
+                {}, engine.zero_optimization(), save_frozen_param=False
+            )
         except Exception as error:
             _log.warning("checkpoint saved without client_state: step=%d error=%s", self.step, reason(error))
             return {}
@@ -197,6 +201,27 @@ class _Training:
         if not any(key in own for key in self._client_state):
             return self._client_state
         return {key: value for key, value in self._client_state.items() if key not in own}
+
+
+def _writes_in_background(checkpoint_engine: Any) -> bool:
+    # Releases before 0.17 do not say; one of their checkpoint engines does, Nebula's.
+    if not hasattr(checkpoint_engine, "is_decoupled"):
+        return type(checkpoint_engine).__name__ != "TorchCheckpointEngine"
+    return bool(checkpoint_engine.is_decoupled())
+
+
+def _keys_before_0_19() -> frozenset[str] | None:
+    """Return the keys of the engine's own state in a checkpoint, as all releases before 0.19 have them; else None."""
+    release = re.match(r"(\d+)\.(\d+)", sys.modules["deepspeed"].__version__)
+    if release is None or (int(release[1]), int(release[2])) >= (0, 19):
+        return None
+    return frozenset(
+        (
+            *("buffer_names", "data_sampler", "dp_world_size", "ds_config", "ds_version", "global_samples"),
+            *("global_steps", "lr_scheduler", "module", "mp_world_size", "optimizer", "param_shapes", "random_ltd"),
+            *("shared_params", "skipped_steps", "sparse_tensor_module_names"),
+        )
+    )
 
 
 _ZERO_SHARE: Final = re.compile(r"(?:[a-z0-9]+_)?zero_pp_rank_\d+_mp_rank_\d+_optim_states\.pt")

@@ -5,13 +5,16 @@ Owns what the integration knows of Lightning's loops and of its checkpoint's for
 
 import base64
 import io
+import logging
 from concurrent.futures import Future
+from importlib import import_module
 from typing import Any, Final
 
 from mooring.checkpoints.records import Kind
 from mooring.framework_run import FrameworkRun
 from mooring.private_members import require
 
+_log: Final = logging.getLogger("mooring")
 _BEGUN: Final = {"ready": 1, "started": 1, "processed": 0, "completed": 0}
 """Lightning's counters of an evaluation that is in its first batch."""
 _RANDOM_STATES: Final = "mooring_random_states"
@@ -35,6 +38,18 @@ def look_for_what_is_used(trainer: Any) -> None:
         for part in ("total", "current"):
             _ = {name: state[progress][part][name] for name in _BEGUN}
     _ = state["state_dict"], state["epoch_loop.batch_progress"]["is_last_batch"]
+
+
+def say_what_is_not_resumed(package: str, checkpoint: dict[str, Any]) -> None:
+    """Warn in a release that does less, resumed in the middle of an epoch, than it would have done uninterrupted."""
+    version = import_module(package.partition(".")[0]).__version__
+    ends_epoch = checkpoint["loops"]["fit_loop"]["epoch_loop.batch_progress"]["is_last_batch"]
+    if not ends_epoch and tuple(int(number) for number in version.split(".")[:2]) < (2, 5):
+        _log.warning(
+            "resuming within an epoch, where Lightning %s skips what is due at its end, such as a step of a learning "
+            "rate scheduler, and counts its batches anew: hint=install Lightning 2.5 or newer",
+            version,
+        )
 
 
 def owe_what_follows(trainer: Any, checkpoint: dict[str, Any]) -> None:

@@ -143,6 +143,7 @@ class Protection:
 
     def on_load_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]) -> None:
         self._random_states = contents.random_states(trainer, checkpoint)
+        contents.say_what_is_not_resumed(self._package, checkpoint)
 
     def _put_into_directory(self, trainer: Any) -> None:
         if self._directory is not None:
