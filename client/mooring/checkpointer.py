@@ -18,7 +18,8 @@ from typing import Final
 
 from mooring.autoload.post_import import reason
 from mooring.checkpoint_writer import CheckpointWriter
-from mooring.checkpoints.records import Kind
+from mooring.checkpoints.rank_files import file_of_a_rank
+from mooring.checkpoints.records import Kind, Record
 from mooring.errors import ErrorKind, UsageError, final_checkpoint_lost
 from mooring.gate import Action
 from mooring.integrations.ownership import Owner, claim
@@ -107,6 +108,7 @@ class Checkpointer:
             return None
         self._schedule.saved(newest.step, time.monotonic())
         _log.info("resuming: name=%s step=%d", newest.name, newest.step)
+        self._warn_of_other_ranks(newest)
         return local.path(newest.name)
 
     def should_save(self, step: int, every: Interval = 100) -> bool:
@@ -257,6 +259,17 @@ class Checkpointer:
             and self._session.context().coordinator.ranks.rank == 0
         ):
             self._session.request_save()
+
+    def _warn_of_other_ranks(self, newest: Record) -> None:
+        context = self._session.context()
+        saved_by, now = newest.world_size, context.coordinator.ranks.world_size
+        file = file_of_a_rank((file.path for file in newest.files), saved_by)
+        if saved_by != now and file is not None and context.leads_pod:
+            _log.warning(
+                "%s was saved by %d ranks, each into a file of its own such as %s, and this job has %d: "
+                "hint=start it with %d ranks, or have the program load and divide all of these files",
+                *(newest.name, saved_by, file, now, saved_by),
+            )
 
     def _warn_if_not_resumed(self, step: int) -> None:
         if self._resumed:
