@@ -3,10 +3,15 @@
 Real runs of the real library; the ranks of `examples/deepspeed_zero3.py` are stopped in tests/trainers.
 """
 
+import shutil
+import sys
 from pathlib import Path
 
 import pytest
-from tests.integrations.one_process import OneProcess
+from tests.harness.run_process import RunProcess
+from tests.harness.warm_python import TRAINER_ENVIRONMENT
+from tests.integrations.one_process import END_SECONDS, OneProcess
+from tests.servers.process import free_port
 
 from mooring.integrations.deepspeed import require_same_ranks
 from mooring_api.names import JUST_IN_TIME_EXIT_CODE
@@ -14,6 +19,7 @@ from mooring_api.names import JUST_IN_TIME_EXIT_CODE
 pytest.importorskip("deepspeed")
 pytestmark = pytest.mark.timeout(600)
 PROGRAM = Path(__file__).with_name("deepspeed_program.py")
+UNIVERSAL = Path(__file__).with_name("deepspeed_universal.py")
 
 
 @pytest.fixture
@@ -90,3 +96,28 @@ def test_a_zero_checkpoint_of_another_number_of_ranks_is_refused_with_what_to_do
         require_same_ranks(newest, 1)
     assert "ds_to_universal" in str(raised.value)
     require_same_ranks(newest, 2)
+
+
+@pytest.mark.slow
+def test_a_universal_checkpoint_comes_back_with_the_file_that_names_it(tmp_path: Path) -> None:
+    output = tmp_path / "out"
+    ranks = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1"}
+
+    def lines(store: str, until: int) -> list[str]:
+        """What it prints under `mooring run`; its disk is lost then."""
+        run = RunProcess(
+            tmp_path / f"{store}-{until}",
+            f"file://{tmp_path / store}",
+            command=(sys.executable, str(UNIVERSAL), str(output), str(until)),
+            environment={**TRAINER_ENVIRONMENT, **ranks, "MASTER_PORT": str(free_port())},
+            watch=output,
+        )
+        with run:
+            assert run.wait(END_SECONDS) == 0, run.output()
+        shutil.rmtree(output)
+        return [line for line in run.output().splitlines() if line.startswith(("begin ", "end "))]
+
+    assert lines("store", 3)[0] == "begin step=0"
+    begin, end = lines("store", 5)
+    assert begin == "begin step=3"
+    assert end == lines("other", 5)[1], "as uninterrupted"
