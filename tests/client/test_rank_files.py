@@ -26,6 +26,7 @@ Make = Callable[..., Checkpointer]
         ([".metadata", "__0_0.distcp", "__1_0.distcp"], 2, None),
         (["dcp/.metadata", "dcp/__0_0.distcp", "dcp/__1_0.distcp", "loader_0.pt", "loader_1.pt"], 2, "loader_0.pt"),
         (["state_0.pt"], 1, None),
+        (["."], 2, None),
         ([], 2, None),
     ],
 )

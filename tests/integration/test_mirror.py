@@ -234,12 +234,17 @@ def test_what_the_program_saves_when_both_are_told_to_end_is_committed_too(tmp_p
 def test_a_restarted_agent_sends_nothing_again(tmp_path: Path) -> None:
     with AgentProcess(tmp_path / "volume", f"file://{tmp_path}/store") as agent:
         (agent.checkpoints / "one").write_text("1")
-        wait_until(lambda: len(agent.log("checkpoint.committed")) == 1, 60, "the first is committed")
+        wait_until(lambda: base_is_stored(tmp_path / "volume"), 60, "the first is the base of the next")
         agent.kill()
         agent.start()
         (agent.checkpoints / "two").write_text("2")
-        wait_until(lambda: len(agent.log("checkpoint.committed")) == 2, 60, "the second is committed")
+        wait_until(lambda: len(agent.log("snapshot.taken")) == 2, 60, "the second is taken")
         assert [(line["sent"], line["kept"]) for line in agent.log("snapshot.taken")] == [(1, 0), (1, 1)]
+
+
+def base_is_stored(volume: Path) -> bool:
+    bases = list(volume.rglob("mirror.json"))
+    return bool(bases) and json.loads(bases[0].read_text())["snapshot"] is not None
 
 
 def test_a_killed_agent_goes_on_with_the_snapshot_that_was_on_its_way(tmp_path: Path) -> None:

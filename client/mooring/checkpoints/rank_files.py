@@ -18,7 +18,7 @@ def file_of_a_rank(paths: Iterable[str], world_size: int) -> str | None:
     groups: defaultdict[tuple[str, str], dict[int, str]] = defaultdict(dict)
     names = set(paths)
     for path in sorted(names):
-        if str(PurePosixPath(path).with_name(_DCP_METADATA)) in names:
+        if str(PurePosixPath(path).parent / _DCP_METADATA) in names:
             continue
         for found in _NUMBER.finditer(path):
             groups[path[: found.start()], path[found.end() :]][int(found[0])] = path
