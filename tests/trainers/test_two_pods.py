@@ -16,6 +16,7 @@ from tests.servers.server import Bucket
 from tests.trainers.job import END_SECONDS, SLOW_SECONDS, Job
 from tests.trainers.trainers import EXAMPLES, Moment
 
+from mooring.ranks.coordinator import PATIENCE_SECONDS
 from mooring_api import names
 from mooring_api.v1 import agent_pb2
 
@@ -120,9 +121,11 @@ def test_a_checkpoint_counts_when_both_pods_have_stored_it_and_a_pod_that_dies_b
         _cut(fault_proxy, 10)
         _train_to(11, first, second)
         _wait_sealed(first, 10)
+        # Killed earlier, it would have the other pod's background save wait for its word.
+        wait_until(lambda: second.phase(10) is not None, END_SECONDS, "the second has announced it")
         second.kill()
         first.job.order()
-        assert first.job.wait() != 0
+        assert first.job.wait(END_SECONDS + PATIENCE_SECONDS) != 0
         first.agent.kill()
         losses |= {step: loss for pod in (first, second) for step, loss in pod.job.losses().items() if step <= 5}
     assert pods.committed_steps() == [5]
