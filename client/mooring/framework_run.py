@@ -19,7 +19,6 @@ from pathlib import Path
 from typing import Any, Final, NoReturn, TypeVar
 
 from mooring.checkpoints.durable import sync_tree
-from mooring.checkpoints.local_checkpoints import LocalCheckpoints
 from mooring.checkpoints.records import Kind, Record, RecordedFile, is_whole, read_records, remove_record, write_record
 from mooring.errors import MooringError
 from mooring.gate import Action
@@ -162,39 +161,42 @@ class FrameworkRun:
     def save_aside(self, path: Path, step: int, write: Callable[[Path], object]) -> bool:
         """Have `write` save this rank's part of `path` elsewhere, and move it to `path` when all ranks have theirs.
 
-        A process that is killed meanwhile leaves nothing that its framework would take for a checkpoint. Returns
+        A process that is killed meanwhile leaves nothing that its framework or program would take for a checkpoint.
+        What cannot be announced, and what no rank's volume has a place for, is written to `path` at once. Returns
         whether it is in place, to be announced. Raises what `write` raises, and tells the other ranks.
         """
         pending = self._begin(path, step, None)
-        if pending is None and (self._given_up or not self._session.holds_whole_job):
+        if pending is None:
             write(path)
             return True
         context = self._session.context()
-        coordinator, local = context.coordinator, context.local
-        if not self.holds(path):
-            local = LocalCheckpoints(path.parent, self._session.records, context.nonce)
-        aside = local.being_saved(path.name) / path.name
-        key = f"aside/{step}/{self._session.next_number()}"
-        try:
-            write(aside)
-        except BaseException:
-            coordinator.agree(f"{key}/written", ok=False)
-            if pending is not None:
-                self._session.abort(pending)
-            raise
-        placed = coordinator.agree(f"{key}/written", seconds=WRITE_SECONDS) or False
-        if placed and context.leads_pod:
+        agree, aside = context.coordinator.agree, context.aside
+        if not agree(pending.key("aside"), aside.has_room(path.name)):
+            self._pending = pending
             try:
-                local.move_to(path)
+                write(path)
+            except BaseException as error:
+                self.announce_failed(error, path, step)
+                raise
+            return True
+        try:
+            write(aside.being_saved(path.name) / path.name)
+        except BaseException:
+            agree(pending.key("complete"), ok=False)
+            self._session.abort(pending)
+            raise
+        in_place = agree(pending.key("complete"), seconds=WRITE_SECONDS) or False
+        if in_place and context.leads_pod:
+            try:
+                aside.move_to(path)
             except OSError as error:
                 _log.warning("checkpoint not moved to its place: path=%s error=%s", path, error)
-                placed = False
-        placed = coordinator.agree(f"{key}/placed", placed) or False
-        if placed:
-            self._pending = pending
-        elif pending is not None:
+                in_place = False
+        if not agree(pending.key("placed"), in_place):
             self._session.abort(pending)
-        return placed
+            return False
+        self._pending = pending
+        return True
 
     def announce_failed(self, error: BaseException, path: Path, step: int) -> None:
         """Tell the other ranks that this one could not write its part: they would wait for it."""

@@ -27,11 +27,15 @@ _numbers: Final = itertools.count()
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankContext:
-    """The ranks that save together. `nonce` identifies this start of the job and is the same on all ranks."""
+    """The ranks that save together. `nonce` identifies this start of the job and is the same on all ranks.
+
+    `aside`: where a framework's checkpoint is written if it must not have its name before it is complete.
+    """
 
     coordinator: RankCoordinator
     gate: Gate
     local: LocalCheckpoints
+    aside: LocalCheckpoints
     nonce: str
 
     @property
@@ -69,7 +73,8 @@ def init_ranks(settings: Settings, sigterm: Sigterm, *, rank0_only: bool) -> Ran
 def _context(settings: Settings, coordinator: RankCoordinator, gate: Gate, nonce: str) -> RankContext:
     records = settings.state_directory / names.RECORDS_DIRECTORY
     local = LocalCheckpoints(settings.checkpoint_directory, records, nonce)
-    return RankContext(coordinator=coordinator, gate=gate, local=local, nonce=nonce)
+    aside = LocalCheckpoints(settings.state_directory / names.SAVING_DIRECTORY, records, nonce)
+    return RankContext(coordinator=coordinator, gate=gate, local=local, aside=aside, nonce=nonce)
 
 
 def _volume_identity(state_directory: Path) -> str:

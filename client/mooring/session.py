@@ -110,6 +110,7 @@ class Session:
                 context = init_ranks(self.settings, self._sigterm, rank0_only=self._rank0_only)
                 if context.leads_pod and self._holds_liveness_lock:
                     context.local.clean_up()
+                    context.aside.clean_up()
             except OSError as error:
                 raise self._unusable(error) from error
             # No rank may look for checkpoints while another one still cleans up there.

@@ -56,6 +56,8 @@ REPLACED_PREFIX: Final = ".replaced-"
 REMOVING_PREFIX: Final = ".removing-"
 TEMPORARY_PREFIXES: Final = (SAVING_PREFIX, REPLACED_PREFIX, REMOVING_PREFIX)
 """Of folders in the checkpoint directory that a Checkpointer fills, has moved aside, or removes."""
+SAVING_DIRECTORY: Final = "saving"
+"""Where a framework writes a checkpoint until it is complete: programs that list their own directories never see it."""
 RANKS_DIRECTORY: Final = "ranks"
 """Liveness locks: one file per local rank, held with fcntl.lockf while that process lives."""
 SIGNAL_FILE: Final = "signal"

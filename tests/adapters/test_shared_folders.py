@@ -18,7 +18,7 @@ from mooring_agent.core.settings.values import Settings, StoreSettings
 from mooring_agent.restore.local_copy import LocalCopies
 from mooring_agent.runtime.process.open_volume import claim_volume
 
-SHARED = (".mooring/records", ".mooring/ranks", "runs", "runs/checkpoints")
+SHARED = (".mooring/records", ".mooring/ranks", ".mooring/saving", "runs", "runs/checkpoints")
 
 
 @pytest.fixture(autouse=True)

@@ -109,21 +109,30 @@ class LocalCheckpoints:
         sync_directory(self._directory)
         return files
 
+    def has_room(self, name: str) -> bool:
+        """Make the directory `being_saved`, which ranks of one pod may do at once. Returns whether it is there."""
+        try:
+            self.being_saved(name).mkdir(parents=True, exist_ok=True)
+        except OSError:
+            return False
+        return True
+
     def move_to(self, path: Path) -> None:
         """Move what a framework wrote, below its own name in `being_saved`, to `path`. Raises OSError.
 
         Does nothing where this pod has no part in it.
         """
-        written = self.being_saved(path.name)
-        if not written.exists():
-            return
-        if path.exists():
-            removing = self._temporary(_REMOVING, path.name)
-            shutil.move(path, removing)
-            _delete(removing)
-        # Not by rename, which cannot cross mounts, and a program may have several in its volume.
-        shutil.move(written / path.name, path)
-        _delete(written)
+        folder = self.being_saved(path.name)
+        written = folder / path.name
+        if written.exists():
+            if path.exists():
+                removing = self._temporary(_REMOVING, path.name)
+                shutil.move(path, removing)
+                _delete(removing)
+            path.parent.mkdir(parents=True, exist_ok=True)
+            # Not by rename, which cannot cross mounts, and a program may have several in its volume.
+            shutil.move(written, path)
+        _delete(folder)
 
     def take_back(self, name: str) -> None:
         """Undo `publish`, for a checkpoint that was not recorded. Raises OSError."""

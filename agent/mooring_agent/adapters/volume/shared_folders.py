@@ -14,7 +14,7 @@ from typing import Final
 
 from mooring_agent.adapters.volume.shared_volume import Folder, open_volume, path_in
 from mooring_agent.core.errors import ErrorKind, VolumeError
-from mooring_api.names import RANKS_DIRECTORY, RECORDS_DIRECTORY, STATE_DIRECTORY
+from mooring_api.names import RANKS_DIRECTORY, RECORDS_DIRECTORY, SAVING_DIRECTORY, STATE_DIRECTORY
 
 _OTHERS_WRITE: Final = 0o022
 _OWN_MODE: Final = 0o755
@@ -34,7 +34,7 @@ def make_own_folder(root: Folder) -> Folder:
 
 def make_shared_folders(volume: Path, checkpoint_directory: Path) -> None:
     """Make the missing folders. Blocks. Raises nothing: the code that needs a folder reports what is wrong with it."""
-    shared = [f"{STATE_DIRECTORY}/{RECORDS_DIRECTORY}", f"{STATE_DIRECTORY}/{RANKS_DIRECTORY}"]
+    shared = [f"{STATE_DIRECTORY}/{name}" for name in (RECORDS_DIRECTORY, RANKS_DIRECTORY, SAVING_DIRECTORY)]
     if checkpoint_directory.is_relative_to(volume):
         names = path_in(volume, checkpoint_directory).split("/")
         shared += ["/".join(names[:depth]) for depth in range(1, len(names) + 1) if names[0]]
