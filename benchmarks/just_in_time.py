@@ -30,7 +30,7 @@ from tests.harness.trainer_process import TrainerProcess
 from tests.servers.server import ENVIRONMENT
 
 from mooring_agent.core.settings.values import MIB
-from mooring_agent.core.stored.object_layout import COMMITS_PREFIX
+from mooring_agent.core.stored.object_layout import step_prefix
 from mooring_agent.core.stored.packs_and_parts import MIN_PART_BYTES
 from mooring_api.v1 import agent_pb2
 
@@ -144,7 +144,7 @@ def mooring(scenario: Scenario, store: Store, checkpoints: Sequence[Path]) -> tu
         agent.terminate()
         step = len(checkpoints)
         save = agent.announce(checkpoints[-1], step, kind=agent_pb2.KIND_JUST_IN_TIME).save
-        return signalled_at, store.wait_stored(f"{COMMITS_PREFIX}{step:012d}.{save}.json")
+        return signalled_at, store.wait_stored(f"{step_prefix(step)}{save}.json")
 
 
 def plain_uploader(order: str, scenario: Scenario, store: Store, checkpoints: Sequence[Path]) -> tuple[float, float]:

@@ -162,16 +162,11 @@ class FrameworkRun:
         """Have `write` save this rank's part of `path` elsewhere, and move it to `path` when all ranks have theirs.
 
         A process that is killed meanwhile leaves nothing that its framework or program would take for a checkpoint.
-        What cannot be announced, and what no rank's volume has a place for, is written to `path` at once. Returns
-        whether it is in place, to be announced. Raises what `write` raises, and tells the other ranks.
+        What cannot be announced or has no place there is written to `path` at once. Returns whether it is in place, to
+        be announced. Raises what `write` raises, and tells the other ranks.
         """
         pending = self._begin(path, step, None)
-        if pending is None:
-            write(path)
-            return True
-        context = self._session.context()
-        agree, aside = context.coordinator.agree, context.aside
-        if not agree(pending.key("aside"), aside.has_room(path.name)):
+        if pending is None or not self._has_room_aside(pending, path):
             self._pending = pending
             try:
                 write(path)
@@ -179,6 +174,8 @@ class FrameworkRun:
                 self.announce_failed(error, path, step)
                 raise
             return True
+        context = self._session.context()
+        agree, aside = context.coordinator.agree, context.aside
         try:
             write(aside.being_saved(path.name) / path.name)
         except BaseException:
@@ -187,16 +184,12 @@ class FrameworkRun:
             raise
         in_place = agree(pending.key("complete"), seconds=WRITE_SECONDS) or False
         if in_place and context.leads_pod:
-            try:
-                aside.move_to(path)
-            except OSError as error:
-                _log.warning("checkpoint not moved to its place: path=%s error=%s", path, error)
-                in_place = False
-        if not agree(pending.key("placed"), in_place):
-            self._session.abort(pending)
-            return False
+            in_place = aside.move_to(path)
+        in_place = agree(pending.key("placed"), in_place) or False
         self._pending = pending
-        return True
+        if not in_place:
+            self._abort_pending()
+        return in_place
 
     def announce_failed(self, error: BaseException, path: Path, step: int) -> None:
         """Tell the other ranks that this one could not write its part: they would wait for it."""
@@ -266,6 +259,10 @@ class FrameworkRun:
         if is_protected and pending is None:
             pending = self._unless_given_up(lambda: self._session.begin(step, self._kind(kind)), otherwise=None)
         return replace(pending, kind=self._kind(kind)) if pending is not None and pending.together else None
+
+    def _has_room_aside(self, pending: PendingSave, path: Path) -> bool:
+        context = self._session.context()
+        return bool(context.coordinator.agree(pending.key("aside"), context.aside.has_room(path.name)))
 
     def _abort_pending(self) -> None:
         if self._pending is not None:

@@ -46,6 +46,19 @@ def answer(completed: subprocess.CompletedProcess[str]) -> Any:
     return json.loads(completed.stdout)
 
 
+def test_ls_shows_the_newest_of_a_long_history_and_says_that_there_are_older_ones(bucket: StoreSettings) -> None:
+    fill(bucket, *range(1, 23))
+    shown = answer(mooring("ls", bucket.destination, "--json"))
+    assert ([row["step"] for row in shown["checkpoints"]], shown["older_exist"]) == ([*range(22, 2, -1)], True)
+    assert mooring("ls", bucket.destination).stdout.endswith(
+        "older ones are not listed: raise --newest, which is 20, or add --all\n"
+    )
+    for arguments in (("--newest=22",), ("--all",)):
+        shown = answer(mooring("ls", bucket.destination, "--json", *arguments))
+        assert (len(shown["checkpoints"]), shown["older_exist"]) == (22, False)
+        assert "older" not in mooring("ls", bucket.destination, *arguments).stdout
+
+
 def test_ls_shows_the_newest_first_as_a_table_and_as_json(bucket: StoreSettings) -> None:
     fill(bucket, 100, 200)
     table = mooring("ls", bucket.destination)
@@ -383,8 +396,8 @@ def test_names_of_strangers_do_not_reach_the_terminal_as_they_are(bucket: StoreS
     root = Path(bucket.destination.removeprefix("file://"))
     evil = "\x1b[2J\x1b]0;owned\x07\u202e[red]x"
     # As large as a marker may be, and larger; an orphan's folders; something beside the rank manifests.
-    (root / ".mooring" / "commits" / "000000000300.evil.json").write_bytes(b"x" * 9_000_000)
-    (root / ".mooring" / "commits" / f"000000000400.{evil}.json").write_bytes(b"x")
+    (root / ".mooring" / "commits" / f"{10**12 - 1 - 300}.evil.json").write_bytes(b"x" * 9_000_000)
+    (root / ".mooring" / "commits" / f"{10**12 - 1 - 400}.{evil}.json").write_bytes(b"x")
     (root / evil / "0123abcd-000009").mkdir(parents=True)
     (root / evil / "0123abcd-000009" / evil).write_bytes(b"x")
     (root / "name" / evil).mkdir(parents=True)

@@ -31,7 +31,7 @@ def test_the_layout_is_the_one_in_the_docs() -> None:
     info = _info()
     assert file_key(info, "model/shard-0.bin") == "checkpoint-1200/a1-000001/model/shard-0.bin"
     assert manifest_key(info, 3) == "checkpoint-1200/a1-000001/.mooring/rank-00003.json"
-    assert marker_key(info) == ".mooring/commits/000000001200.a1-000001.json"
+    assert marker_key(info) == ".mooring/commits/999999998799.a1-000001.json"
     assert pin_key("attempt-7") == ".mooring/resume/attempt-7.json"
 
 
@@ -49,9 +49,9 @@ def test_a_marker_s_key_tells_step_and_save(save: str, step: int) -> None:
 
 
 @given(steps=st.lists(st.integers(0, 10**12 - 1), min_size=2))
-def test_markers_are_listed_in_the_order_of_their_steps(steps: list[int]) -> None:
+def test_the_marker_of_the_greatest_step_is_listed_first(steps: list[int]) -> None:
     keys = sorted(marker_key(_info(step=step)) for step in steps)
-    assert [found[0] for key in keys if (found := parse_marker_key(key))] == sorted(steps)
+    assert [found[0] for key in keys if (found := parse_marker_key(key))] == sorted(steps, reverse=True)
 
 
 @pytest.mark.parametrize(

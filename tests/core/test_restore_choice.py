@@ -15,7 +15,9 @@ from mooring_agent.core.policies.restore_choice import (
 
 
 def committed(step: int, save: str, saved_at: float = 0.0) -> CommittedSave:
-    return CommittedSave(key=f".mooring/commits/{step:012d}.{save}.json", step=step, save=save, saved_at=saved_at)
+    return CommittedSave(
+        key=f".mooring/commits/{10**12 - 1 - step}.{save}.json", step=step, save=save, saved_at=saved_at
+    )
 
 
 def pin(one: CommittedSave) -> Pin:

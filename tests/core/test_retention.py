@@ -24,7 +24,9 @@ DAY = 24 * 3600.0
 
 def committed(step: int, save: str = "", modified_at: float = NOW - 3 * DAY) -> CommittedSave:
     save = save or f"aaaaaaaa-{step:06d}"
-    return CommittedSave(key=f".mooring/commits/{step:012d}.{save}.json", step=step, save=save, modified_at=modified_at)
+    return CommittedSave(
+        key=f".mooring/commits/{10**12 - 1 - step}.{save}.json", step=step, save=save, modified_at=modified_at
+    )
 
 
 def stored(step: int, save: str = "", modified_at: float = NOW - 5 * DAY, *, manifest: bool = True) -> StoredSave:
@@ -97,7 +99,7 @@ def test_what_was_committed_last_stays_and_what_it_skipped_is_no_reason_to_delet
 def test_the_marker_goes_before_the_files_and_these_before_the_manifests() -> None:
     (deletion,) = plan([committed(1), committed(2)]).deletions
     assert [wave[0].split("/")[-1] for wave in deletion.waves] == [
-        "000000000001.aaaaaaaa-000001.json",
+        "999999999998.aaaaaaaa-000001.json",
         "model.pt",
         "rank-00000.json",
     ]
@@ -165,7 +167,7 @@ def test_only_old_uploads_of_ours_that_nobody_continues_are_aborted() -> None:
 
 def snapshot(number: int, series: str = "node-0", modified_at: float = NOW - 3 * DAY) -> CommittedSave:
     save = f"{series[-1] * 8}-{number:06d}"
-    key = f".mooring/snapshots/{series}/{number:012d}.{save}.json"
+    key = f".mooring/snapshots/{series}/{10**12 - 1 - number}.{save}.json"
     return CommittedSave(key=key, step=number, save=save, series=series, modified_at=modified_at)
 
 

@@ -25,7 +25,11 @@ class BucketView:
 
     def markers(self) -> list[str]:
         """Keys of the commit markers, oldest step first."""
-        return sorted(self.keys(".mooring/commits/"))
+        return sorted(self.keys(".mooring/commits/"), reverse=True)
+
+    def steps(self) -> list[int]:
+        """Return the committed steps, oldest first. The keys count down from the greatest step."""
+        return [10**12 - 1 - int(Path(key).name.split(".")[0]) for key in self.markers()]
 
     def read(self, key: str) -> bytes:
         answer = self._client.get_object(Bucket=self._bucket.name, Key=f"{self._bucket.prefix}/{key}")

@@ -52,7 +52,10 @@ class Place:
 
     def snapshots(self) -> list[str]:
         """The saves of the committed snapshots, the oldest first."""
-        return [path.name.split(".")[1] for path in sorted((self.store / ".mooring/snapshots/node-0").glob("*"))]
+        return [
+            path.name.split(".")[1]
+            for path in sorted((self.store / ".mooring/snapshots/node-0").glob("*"), reverse=True)
+        ]
 
     def sent(self, save: str) -> set[str]:
         """The files that are stored with a snapshot itself."""

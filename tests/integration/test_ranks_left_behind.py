@@ -57,7 +57,7 @@ def launcher_pid(run: RunProcess) -> int:
 
 
 def committed_steps(bucket: Bucket) -> list[int]:
-    return [int(Path(marker).name.split(".")[0]) for marker in BucketView(bucket).markers()]
+    return BucketView(bucket).steps()
 
 
 def test_a_rank_whose_launcher_dies_of_the_sigterm_saves_just_in_time(rclone_bucket: Bucket, tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import replace
+from typing import Final
 
 from mooring_agent.catalog.object_reads import DAMAGE, if_there, problem_of, read_object
 from mooring_agent.core.errors import ErrorKind, StoreError, checkpoint_corrupt
@@ -17,14 +18,48 @@ from mooring_agent.core.stored.object_layout import (
     marker_key,
     parse_marker_key,
     parse_snapshot_key,
+    step_prefix,
 )
 from mooring_agent.ports import ObjectInfo, StoreReader
+
+_PAGE: Final = 1_000
+"""How many keys a store lists at once."""
+NEWEST: Final = _PAGE // 2
+"""How many of the newest checkpoints are certainly found with one request."""
 
 
 async def list_committed(store: StoreReader) -> tuple[CommittedSave, ...]:
     """Return every committed announced checkpoint, newest first. Reads only markers that share a step with another."""
     return await in_order(
         store, [one async for listed in store.list(COMMITS_PREFIX) if (one := committed_save(listed))]
+    )
+
+
+async def newest_committed(store: StoreReader) -> tuple[CommittedSave, ...]:
+    """Return at least the newest 500 announced checkpoints, newest first; all of them if there are fewer.
+
+    Reads one page of the listing, whatever the number of checkpoints, and the markers that share a step.
+    """
+    found: list[CommittedSave] = []
+    async for listed in store.list(COMMITS_PREFIX):
+        if one := committed_save(listed):
+            found.append(one)
+        if len(found) == _PAGE:
+            break
+    steps = [one.step for one in found]
+    if len(found) < _PAGE:
+        return await in_order(store, found)
+    # The keys say the order, but not every store lists by keys. Others with the last step may be on the next page.
+    newest = [one for one in found if one.step > steps[-1]]
+    if steps != sorted(steps, reverse=True) or len(newest) < NEWEST:
+        return await list_committed(store)
+    return await in_order(store, newest)
+
+
+async def list_step(store: StoreReader, step: int) -> tuple[CommittedSave, ...]:
+    """Return the committed checkpoints of one step, newest first."""
+    return await in_order(
+        store, [one async for listed in store.list(step_prefix(step)) if (one := committed_save(listed))]
     )
 
 

@@ -13,7 +13,16 @@ import click
 
 from mooring_agent.catalog import pruning
 from mooring_agent.catalog.deep_check import check
-from mooring_agent.catalog.markers import has_marker, list_committed, list_snapshots, read_marker, saved_at
+from mooring_agent.catalog.markers import (
+    NEWEST,
+    has_marker,
+    list_committed,
+    list_snapshots,
+    list_step,
+    newest_committed,
+    read_marker,
+    saved_at,
+)
 from mooring_agent.catalog.object_reads import DAMAGE, for_each
 from mooring_agent.catalog.reading import Problem
 from mooring_agent.cli.formatting import amount, errors_reported, progress_line, table
@@ -34,16 +43,27 @@ _REASON_WIDTH: Final = 30
 
 @click.command()
 @destination_options()
+@click.option(
+    "--newest", type=click.IntRange(1, NEWEST - 1), default=20, show_default=True, help="List so many of each."
+)
+@click.option("--all", "everything", is_flag=True, help="List all of them, which reads a marker of each.")
 @as_json_option
-def ls(settings: Settings, as_json: bool) -> None:
+def ls(settings: Settings, newest: int, everything: bool, as_json: bool) -> None:
     """List the committed checkpoints at DEST, newest first.
 
     Then the snapshots of output directories, node by node.
     """
-    checkpoints, snapshots = run_work(settings, _ls(settings.store))
+    checkpoints, snapshots, older = run_work(settings, _ls(settings.store, None if everything else newest))
     rows = [*checkpoints, *snapshots]
     if as_json:
-        print_json({"destination": settings.store.destination, "checkpoints": checkpoints, "snapshots": snapshots})
+        print_json(
+            {
+                "destination": settings.store.destination,
+                "checkpoints": checkpoints,
+                "snapshots": snapshots,
+                "older_exist": older,
+            }
+        )
     else:
         cells = [("STEP", "NAME", "KIND", "RANKS", "SIZE", "SAVED (UTC)", "SAVE")]
         cells += [
@@ -60,6 +80,8 @@ def ls(settings: Settings, as_json: bool) -> None:
         ]
         lines = table(cells, right=(0, 3, 4), folded={6: _SAVE_WIDTH, 1: _NAME_WIDTH})
         click.echo("\n".join(lines) if rows else "no committed checkpoint")
+        if older:
+            click.echo(f"older ones are not listed: raise --newest, which is {newest}, or add --all")
         for row in rows:
             if row["problem"]:
                 what = f"snapshot {row['number']} of {row['series']}" if "series" in row else f"step {row['step']}"
@@ -162,11 +184,17 @@ def prune(settings: Settings, dry_run: bool, yes: bool, as_json: bool) -> None:
     _exit_with_problem(bool(plan.refused))
 
 
-async def _ls(settings: StoreSettings) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """Return the rows of the announced checkpoints and those of the snapshots."""
+async def _ls(settings: StoreSettings, newest: int | None) -> tuple[list[dict[str, Any]], list[dict[str, Any]], bool]:
+    """Return the rows of the announced checkpoints, those of the snapshots, and whether there are older ones.
+
+    `newest`: how many of the checkpoints and of each node's snapshots; None: all.
+    """
     async with opened(settings) as store:
-        committed = await list_committed(store)
-        snapshots = [one for series in (await list_snapshots(store)).values() for one in series]
+        groups = [await (list_committed if newest is None else newest_committed)(store)]
+        groups += (await list_snapshots(store)).values()
+        older = newest is not None and any(len(group) > newest for group in groups)
+        committed = groups[0][:newest]
+        snapshots = [one for group in groups[1:] for one in group[:newest]]
         answers: dict[str, CommitMarker | str] = {}
 
         async def read(one: CommittedSave) -> None:
@@ -182,7 +210,7 @@ async def _ls(settings: StoreSettings) -> tuple[list[dict[str, Any]], list[dict[
         checkpoints, snapshot_rows = (
             [_row(one, answers[one.key]) for one in listed if one.key in answers] for listed in (committed, snapshots)
         )
-        return checkpoints, snapshot_rows
+        return checkpoints, snapshot_rows, older
 
 
 def _row(committed: CommittedSave, answer: CommitMarker | str) -> dict[str, Any]:
@@ -248,9 +276,9 @@ async def _verify(
 
 async def _chosen(store: StoreReader, step: int | None, everything: bool) -> list[CommittedSave]:
     """Return what to verify: a step, or the newest or all of the checkpoints and of each node's snapshots."""
-    committed = await list_committed(store)
     if step is not None:
-        return [one for one in committed if one.step == step]
+        return list(await list_step(store, step))
+    committed = await (list_committed if everything else newest_committed)(store)
     groups = [committed, *(await list_snapshots(store)).values()]
     return [
         replace(one, saved_at=await saved_at(store, one)) if one.series else one

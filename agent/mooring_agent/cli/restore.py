@@ -9,7 +9,7 @@ import click
 
 from mooring_agent.adapters.volume import identity
 from mooring_agent.adapters.volume.shared_folders import make_shared_folders
-from mooring_agent.catalog.markers import list_committed
+from mooring_agent.catalog.markers import newest_committed
 from mooring_agent.cli.autoload import copy_autoload
 from mooring_agent.cli.formatting import amount, errors_reported, progress_line
 from mooring_agent.cli.store_options import destination_options
@@ -140,7 +140,7 @@ async def _restore(settings: Settings) -> tuple[init_step.Restored | None, Resto
 async def _find(store: StoreWriter, destination: str, volume: Path) -> None:
     """Make sure that the destination answers. Creates a missing folder, unless the volume was used with it before."""
     try:
-        await list_committed(store)
+        await newest_committed(store)
     except StoreError as error:
         if error.kind is not ErrorKind.BUCKET_MISSING:
             raise

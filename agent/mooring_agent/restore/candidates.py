@@ -26,7 +26,7 @@ _Taken = TypeVar("_Taken")
 class Candidates:
     """The saves of one restore. `failures` maps the id of each save that was tried to what is wrong with it.
 
-    `relist` returns what is committed now.
+    `relist` returns all that is committed now.
     """
 
     def __init__(self, store: StoreWriter, relist: Callable[[], Awaitable[Sequence[CommittedSave]]]) -> None:
@@ -43,16 +43,23 @@ class Candidates:
     ) -> _Taken | None:
         """Return what `take` makes of the newest save that can be restored; None if the run starts from nothing.
 
+        `committed` may be the newest ones alone: if all of them have failed, the others are listed.
+
         `take` reads the files, and raises StoreError if they are damaged. Raises StoreError(CHECKPOINT_CORRUPT) if
         there are saves and none can be restored.
         """
-        while True:  # ends: every round adds a failure, and `choose` gives up when all have failed
+        while True:  # ends: every round adds a failure or older saves, and `choose` gives up when all have failed
             choice = choose(committed, pin=pin, failures=self.failures)
             match choice:
                 case StartFresh():
                     _log.info("restore.starts_fresh", because=choice.because)
                     return None
                 case GiveUp():
+                    known = len(committed)
+                    committed = _joined(committed, await self._relist())
+                    if len(committed) > known:
+                        _log.info("restore.looks_further_back", saves=len(committed) - known)
+                        continue
                     raise StoreError(ErrorKind.CHECKPOINT_CORRUPT, choice.because, hint=choice.hint)
                 case Take(committed=candidate):
                     _log.info("restore.tries", **_fields(candidate), because=choice.because)
@@ -67,8 +74,7 @@ class Candidates:
                         # Retention deletes checkpoints that newer ones have replaced. A deleted one still counts as a
                         # failure: if none is left, somebody is emptying the destination, and that is no fresh start.
                         damaged, reason = False, f"{candidate.key} was deleted meanwhile"
-                        listed = (*committed, *await self._relist())
-                        committed = tuple({one.save: one for one in listed}.values())
+                        committed = _joined(committed, await self._relist())
                     await self._skip(candidate, reason, damaged=damaged)
                 case _:
                     assert_never(choice)
@@ -102,6 +108,10 @@ class Candidates:
         if _seen(checkpoint) == seen:
             raise damage
         return await take(checkpoint)
+
+
+def _joined(committed: Sequence[CommittedSave], more: Sequence[CommittedSave]) -> Sequence[CommittedSave]:
+    return tuple({one.save: one for one in (*committed, *more)}.values())
 
 
 def _fields(candidate: CommittedSave) -> dict[str, object]:

@@ -15,7 +15,7 @@ from typing import TypeVar
 
 import structlog
 
-from mooring_agent.catalog.markers import list_committed
+from mooring_agent.catalog.markers import list_committed, newest_committed
 from mooring_agent.catalog.pruning import clear_damage
 from mooring_agent.catalog.reading import CommittedCheckpoint
 from mooring_agent.core.policies.restore_choice import Pin
@@ -119,7 +119,7 @@ class _InitStep:
 
     async def _gather(self, pin: Pin | None) -> tuple[CommittedCheckpoint | None, bool]:
         """Return the checkpoint to resume from, whole and verified on this disk, and whether it was downloaded."""
-        committed = await list_committed(self._store)
+        committed = await newest_committed(self._store)
         return await self._candidates.first(committed, self._gather_one, pin=pin) or (None, False)
 
     async def _gather_one(self, checkpoint: CommittedCheckpoint) -> tuple[CommittedCheckpoint, bool]:

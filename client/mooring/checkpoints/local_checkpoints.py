@@ -117,22 +117,27 @@ class LocalCheckpoints:
             return False
         return True
 
-    def move_to(self, path: Path) -> None:
-        """Move what a framework wrote, below its own name in `being_saved`, to `path`. Raises OSError.
+    def move_to(self, path: Path) -> bool:
+        """Move what a framework wrote, below its own name in `being_saved`, to `path`. Returns False if that fails.
 
         Does nothing where this pod has no part in it.
         """
         folder = self.being_saved(path.name)
         written = folder / path.name
-        if written.exists():
-            if path.exists():
-                removing = self._temporary(_REMOVING, path.name)
-                shutil.move(path, removing)
-                _delete(removing)
-            path.parent.mkdir(parents=True, exist_ok=True)
-            # Not by rename, which cannot cross mounts, and a program may have several in its volume.
-            shutil.move(written, path)
+        try:
+            if written.exists():
+                if path.exists():
+                    removing = self._temporary(_REMOVING, path.name)
+                    shutil.move(path, removing)
+                    _delete(removing)
+                path.parent.mkdir(parents=True, exist_ok=True)
+                # Not by rename, which cannot cross mounts, and a program may have several in its volume.
+                shutil.move(written, path)
+        except OSError as error:
+            _log.warning("checkpoint not moved to its place: path=%s error=%s", path, error)
+            return False
         _delete(folder)
+        return True
 
     def take_back(self, name: str) -> None:
         """Undo `publish`, for a checkpoint that was not recorded. Raises OSError."""

@@ -4,8 +4,8 @@
 <name>/<save>/.mooring/rank-00003.json            rank manifest
 <name>/<save>/.mooring/pack-00003-00000.tar       many small files of one rank; its manifest says which and where
 <name>/<save>/.mooring/base.json                  reservation: the snapshot that this one shares objects with
-.mooring/commits/<step, 12 digits>.<save>.json    commit marker
-.mooring/snapshots/<name>/<number, 12 digits>.<save>.json    commit marker of a snapshot; its name is its series
+.mooring/commits/<descending step>.<save>.json    commit marker
+.mooring/snapshots/<name>/<descending number>.<save>.json    commit marker of a snapshot; its name is its series
 .mooring/pruned/<save>/<prune>                    tombstone: a prune is about to delete that snapshot
 .mooring/resume/<attempt>.json                    the pin: what this attempt resumes from
 .mooring/damaged/<save>                           what restore found wrong with a save; prune does not rely on that save
@@ -15,7 +15,7 @@ import re
 from typing import Final
 
 from mooring_agent.core.errors import ErrorKind, RequestError
-from mooring_agent.core.limits import PATH_LEVELS
+from mooring_agent.core.limits import PATH_LEVELS, STEP
 from mooring_agent.core.model import FileEntry, Kind, Owner, SaveInfo, SnapshotId
 from mooring_api.names import (
     COMMITS_DIRECTORY,
@@ -160,9 +160,14 @@ def tombstone_key(save: str, prune: str) -> str:
     return tombstones_prefix(save) + prune
 
 
+def _descending(number: int) -> str:
+    """Return twelve digits that put the greatest number first in the order of keys, in which stores list."""
+    return f"{STEP - number:012d}"
+
+
 def step_prefix(step: int) -> str:
     """Return the prefix of the markers of all saves of that step."""
-    return f"{COMMITS_PREFIX}{step:012d}."
+    return f"{COMMITS_PREFIX}{_descending(step)}."
 
 
 def marker_key(info: SaveInfo) -> str:
@@ -173,19 +178,19 @@ def marker_key(info: SaveInfo) -> str:
 
 def snapshot_key(snapshot: SnapshotId) -> str:
     """Return the key of a snapshot's marker."""
-    return f"{SNAPSHOTS_PREFIX}{snapshot.series}/{snapshot.number:012d}.{snapshot.save}.json"
+    return f"{SNAPSHOTS_PREFIX}{snapshot.series}/{_descending(snapshot.number)}.{snapshot.save}.json"
 
 
 def parse_marker_key(key: str) -> tuple[int, str] | None:
     """Return (step, save) of an announced checkpoint's marker; None for any other key."""
     match = _MARKER_KEY.fullmatch(key)
-    return (int(match[1]), match[2]) if match else None
+    return (STEP - int(match[1]), match[2]) if match else None
 
 
 def parse_snapshot_key(key: str) -> SnapshotId | None:
     """Return the snapshot whose marker has this key; None for any other key."""
     match = _SNAPSHOT_KEY.fullmatch(key)
-    return SnapshotId(series=match[1], number=int(match[2]), save=match[3]) if match else None
+    return SnapshotId(series=match[1], number=STEP - int(match[2]), save=match[3]) if match else None
 
 
 def pin_key(attempt: str) -> str:
