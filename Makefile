@@ -204,6 +204,7 @@ bench: setup
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt $(PACKAGES) --group dev --group bench
 	$(BIN)/python -m benchmarks.memory
 	$(BIN)/python -m benchmarks.idle
+	$(BIN)/python -m benchmarks.history
 	$(BIN)/python -m benchmarks.async_save
 	$(BIN)/python -m benchmarks.webhook
 	$(BIN)/python -m benchmarks.just_in_time

@@ -99,9 +99,9 @@ async def prune(
     judged = {one.save for one in committed}
     suspects = listing.damaged | skipped(committed)
     validated: set[str] = set()
-    for series, found in by_series(committed).items():
-        # Fewer snapshots than that are all kept anyway.
-        if not series or len(found) > settings.keep_last:
+    for found in by_series(committed).values():
+        # Fewer than that are all kept anyway.
+        if len(found) > settings.keep_last:
             good = [one for one in found if one.save not in suspects]
             validated |= await _validated(store, good, enough=settings.keep_last)
     late = {one.save for one in listing.committed} - judged
