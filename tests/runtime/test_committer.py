@@ -1,5 +1,6 @@
 """A commit beside other agents, who write and remove at the same time; and which marker means that a save is whole."""
 
+import asyncio
 from dataclasses import replace
 
 import pytest
@@ -33,6 +34,45 @@ async def test_another_ranks_manifest_that_vanished_since_the_listing_is_waited_
     assert isinstance(waits, CommitWaits)
     assert waits.missing_ranks == 1
     assert isinstance(await commit(store, clock, COMMIT), Committed)
+
+
+async def test_an_agent_that_finds_the_marker_reads_nothing_else() -> None:
+    info = replace(INFO, world_size=300)
+    store, _ = await _committed(info)
+    store.calls.clear()
+    mine = replace(MINE, info=info, rank=7)
+    command = replace(COMMIT, info=info, manifests=(mine,), may_write_marker=False)
+    assert isinstance(await commit(store, SystemClock(), command), Committed)
+    assert store.calls == [("get", marker_key(info))]
+
+
+async def test_a_marker_that_does_not_name_what_this_agent_has_sent_is_no_commit_of_it() -> None:
+    store, _ = await _committed()
+    other = replace(MINE, saved_at=2.0)
+    await store.put(manifest_key(INFO, 0), encode_manifest(other))
+    with pytest.raises(StoreError, match="does not match the manifests"):
+        await commit(store, SystemClock(), replace(COMMIT, manifests=(other,)))
+
+
+async def test_the_manifests_of_many_ranks_are_read_sixteen_at_a_time() -> None:
+    class Slow(FakeStore):
+        reading = most = 0
+
+        async def get(self, key: str, *, limit_bytes: int, fresh: bool = False) -> bytes:
+            self.reading += 1
+            self.most = max(self.most, self.reading)
+            await asyncio.sleep(0)
+            self.reading -= 1
+            return await super().get(key, limit_bytes=limit_bytes, fresh=fresh)
+
+    store = Slow()
+    info = replace(INFO, world_size=100)
+    manifests = [replace(MINE, info=info, rank=rank) for rank in range(info.world_size)]
+    for manifest in manifests:
+        await store.put(manifest_key(info, manifest.rank), encode_manifest(manifest))
+    command = replace(COMMIT, info=info, manifests=(manifests[0],))
+    assert isinstance(await commit(store, SystemClock(), command), Committed)
+    assert store.most == 16
 
 
 @pytest.mark.parametrize("bytes_left", [0, 100])

@@ -10,12 +10,13 @@ these ranks announced.
 import asyncio
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from typing import Final
 
 import structlog
 
 from mooring_agent.adapters.checksum import crc64nvme
 from mooring_agent.adapters.control_group import memory_limit_bytes
-from mooring_agent.catalog.object_reads import get_whole, if_there, read_object
+from mooring_agent.catalog.object_reads import at_once, for_each, get_whole, if_there, read_object
 from mooring_agent.core.agent.commands import Commit, WriteManifest
 from mooring_agent.core.agent.events import Committed, CommitWaits, ManifestStored, ObjectsLost
 from mooring_agent.core.agent.state import State
@@ -45,6 +46,10 @@ from mooring_agent.core.stored.object_layout import (
 from mooring_agent.core.stored.reservation import encode_reservation
 from mooring_agent.ports import Clock, StoreReader, StoreWriter
 
+_MANIFESTS_AT_ONCE: Final = 16
+_TOGETHER_BYTES: Final = 4 * 1024**2
+"""The most bytes of rank manifests that are read at a time, unless one alone has more."""
+
 log = structlog.get_logger("mooring.committer")
 
 
@@ -57,7 +62,14 @@ async def write_manifest(store: StoreWriter, clock: Clock, command: WriteManifes
 
 
 async def commit(store: StoreWriter, clock: Clock, command: Commit) -> Committed | CommitWaits | ObjectsLost:
-    """Try once to commit. Returns Committed after the marker was read back, else what is still missing."""
+    """Try once to commit. Returns Committed after the marker was read back, else what is still missing.
+
+    A marker that names the manifests of this agent is enough: whoever wrote it has compared those of all ranks.
+    """
+    key = marker_key(command.info)
+    found = await read_if_there(store, key)
+    if found is not None and _names_ours(found, key, command):
+        return await _committed(store, clock, command)
     sizes = await _sizes(store, command.info)
     verdict = judge_listing(command.info, command.manifests, sizes)
     if verdict.lost_files or verdict.lost_packs or verdict.lost_manifests:
@@ -70,8 +82,6 @@ async def commit(store: StoreWriter, clock: Clock, command: Commit) -> Committed
         )
     if verdict.missing_ranks:
         return CommitWaits(at=clock.now(), work=command.work, missing_ranks=verdict.missing_ranks)
-    key = marker_key(command.info)
-    found = await read_if_there(store, key)
     if found is None and not command.may_write_marker:
         return CommitWaits(at=clock.now(), work=command.work, missing_ranks=0)
     _check_room(command.info, sizes, files=len(sizes))
@@ -98,10 +108,23 @@ async def commit(store: StoreWriter, clock: Clock, command: Commit) -> Committed
             f"{key} holds a marker that does not match the manifests of save {command.info.save}",
             hint="two jobs write to the same destination with the same save ids; give each run its own prefix",
         )
+    return await _committed(store, clock, command)
+
+
+async def _committed(store: StoreWriter, clock: Clock, command: Commit) -> Committed:
     if command.sweep_uploads:
         # Every rank is sealed, so nobody needs an upload that is still open below this save.
         await sweep_uploads(store, save_prefix(command.info), of=None, keep=frozenset())
     return Committed(at=clock.now(), work=command.work)
+
+
+def _names_ours(body: bytes, key: str, command: Commit) -> bool:
+    try:
+        marker = decode_marker(body, key)
+    except StoreError:
+        return False
+    ours = {_reference(manifest.rank, encode_manifest(manifest)) for manifest in command.manifests}
+    return marker.info == command.info and ours <= set(marker.manifests)
 
 
 async def is_committed(store: StoreReader, info: SaveInfo, announced_at: Mapping[int, AnnouncementTime]) -> bool:
@@ -228,14 +251,19 @@ def _check_room(info: SaveInfo, sizes: Mapping[str, int], *, files: int, largest
 async def _all_manifests(store: StoreReader, command: Commit, sizes: Mapping[str, int]) -> Mapping[int, RankManifest]:
     """Return the manifests by rank, without those that were removed after the listing."""
     manifests = {manifest.rank: manifest for manifest in command.manifests}
-    for rank in range(command.info.world_size):
-        if rank in manifests:
-            continue
-        found = await _read_manifest_if_there(
-            store, command.info, rank, limit_bytes=sizes[manifest_key(command.info, rank)]
-        )
+    missing = {
+        rank: sizes[manifest_key(command.info, rank)]
+        for rank in range(command.info.world_size)
+        if rank not in manifests
+    }
+
+    async def read(rank: int) -> None:
+        found = await _read_manifest_if_there(store, command.info, rank, limit_bytes=missing[rank])
         if found is not None:
             manifests[rank], _ = found
+
+    together = at_once(missing.values(), most=_MANIFESTS_AT_ONCE, together_bytes=_TOGETHER_BYTES)
+    await for_each(missing, read, at_once=together)
     return manifests
 
 
