@@ -8,6 +8,11 @@ from tests.harness.warm_python import mooring
 from tests.servers.server import Bucket
 
 
+def step_of(marker: str) -> int:
+    """Return the step that the key of a commit marker stands for: keys count down, so that the newest come first."""
+    return 10**12 - 1 - int(marker.rpartition("/")[2].partition(".")[0])
+
+
 class BucketView:
     """Looks past every proxy, straight at the server of `bucket`."""
 
@@ -28,8 +33,8 @@ class BucketView:
         return sorted(self.keys(".mooring/commits/"), reverse=True)
 
     def steps(self) -> list[int]:
-        """Return the committed steps, oldest first. The keys count down from the greatest step."""
-        return [10**12 - 1 - int(Path(key).name.split(".")[0]) for key in self.markers()]
+        """Return the committed steps, oldest first."""
+        return [step_of(key) for key in self.markers()]
 
     def read(self, key: str) -> bytes:
         answer = self._client.get_object(Bucket=self._bucket.name, Key=f"{self._bucket.prefix}/{key}")

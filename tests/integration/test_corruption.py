@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from tests.harness.agent_process import AgentProcess, tree, write_checkpoint
-from tests.harness.bucket_view import BucketView
+from tests.harness.bucket_view import BucketView, step_of
 from tests.servers.server import Bucket
 
 MIB = 1024 * 1024
@@ -87,7 +87,7 @@ def test_a_wrong_byte_is_named_and_the_older_checkpoint_is_restored(
 def test_a_wrong_byte_in_a_marker_is_named_and_the_older_checkpoint_is_restored(
     rclone_bucket: Bucket, originals: dict[int, dict[str, bytes]], tmp_path: Path
 ) -> None:
-    (key,) = [marker for marker in BucketView(rclone_bucket).markers() if f"/{10**12 - 1 - 20}." in marker]
+    (key,) = [marker for marker in BucketView(rclone_bucket).markers() if step_of(marker) == 20]
     flip_one_byte(rclone_bucket, key, 20)
     verified = mooring(rclone_bucket, "verify")
     assert verified.returncode == 1

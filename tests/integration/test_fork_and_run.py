@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 from tests.harness.agent_process import wait_until
-from tests.harness.bucket_view import BucketView
+from tests.harness.bucket_view import BucketView, step_of
 from tests.harness.run_process import RunProcess
 from tests.servers.fault_proxy import FaultProxy
 from tests.servers.process import free_port
@@ -46,7 +46,7 @@ def test_a_stopped_run_saves_at_that_very_step_and_a_new_machine_resumes_there(
     assert "begin 0\n" in run.output()
     assert "just-in-time" in run.output()
     (marker,) = BucketView(rclone_bucket).markers()
-    assert int(Path(marker).name.split(".")[0]) == last_step
+    assert step_of(marker) == last_step
 
     # The machine is gone, and its disk with it.
     shutil.rmtree(volume)
@@ -138,7 +138,7 @@ def test_a_second_sigterm_changes_nothing_but_the_first_is_honoured(
         assert run.wait() == JUST_IN_TIME, run.output()
         last_step = run.steps()[-1][0]
     (marker,) = BucketView(rclone_bucket).markers()
-    assert int(Path(marker).name.split(".")[0]) == last_step
+    assert step_of(marker) == last_step
 
 
 @pytest.mark.parametrize(

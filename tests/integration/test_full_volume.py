@@ -10,6 +10,7 @@ from typing import Any
 import grpc
 import pytest
 from tests.harness.agent_process import AgentProcess, json_lines, wait_until, write_checkpoint
+from tests.harness.bucket_view import step_of
 from tests.harness.small_volume import mounted
 
 from mooring_api.v1 import agent_pb2
@@ -158,7 +159,7 @@ def test_every_acknowledged_save_on_a_full_volume_is_committed_or_reported(tmp_p
 
 
 def _committed_steps(destination: Path) -> set[int]:
-    return {int(marker.name.split(".")[0]) for marker in (destination / ".mooring/commits").glob("*")}
+    return {step_of(marker.name) for marker in (destination / ".mooring/commits").glob("*")}
 
 
 def _reported_steps(log: str) -> set[int]:

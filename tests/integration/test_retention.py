@@ -6,12 +6,13 @@ from pathlib import Path
 from typing import Any
 
 from tests.harness.agent_process import AgentProcess, wait_until, write_checkpoint
+from tests.harness.bucket_view import step_of
 
 from mooring_agent.core.stored.object_layout import pin_key
 
 
 def _steps(folder: Path) -> list[int]:
-    return sorted(int(path.name.split(".")[0]) for path in (folder / ".mooring/commits").glob("*.json"))
+    return sorted(step_of(path.name) for path in (folder / ".mooring/commits").glob("*.json"))
 
 
 def _names_with_files(folder: Path) -> set[str]:

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from tests.harness.agent_process import wait_until
+from tests.harness.bucket_view import step_of
 from tests.harness.run_process import RunProcess
 
 PACE: Final = {"STEP_SECONDS": "0.03", "WRITE_SECONDS": "0.03", "EVALUATION_SECONDS": "4.5"}
@@ -118,7 +119,7 @@ class Lives:
 
     def snapshots(self) -> list[Snapshot]:
         """All that are stored, in order."""
-        return [self._snapshot(marker) for marker in sorted(self._markers())]
+        return [self._snapshot(marker) for marker in sorted(self._markers(), reverse=True)]
 
     @contextmanager
     def _life(self, steps: int, pace: Mapping[str, str]) -> Iterator[RunProcess]:
@@ -151,7 +152,7 @@ class Lives:
         """Wait until another one is stored, and note what it must hold."""
         before = self._markers()
         _wait(run, lambda: self._markers() > before, "a snapshot is stored")
-        number = max(int(marker.partition(".")[0]) for marker in self._markers())
+        number = max(step_of(marker) for marker in self._markers())
         lines = [line for line in _said(run, "saved") if float(line[2]) <= number - _QUIET_SECONDS]
         self.stored = max([self.stored, *(int(line[1]) for line in lines)])
 
@@ -184,12 +185,12 @@ class Lives:
         return frozenset(_names(self.store / ".mooring" / "snapshots" / "node-0"))
 
     def _snapshot(self, marker: str) -> Snapshot:
-        number, save, _ = marker.split(".")
+        _, save, _ = marker.split(".")
         below = self.store / "node-0" / save
         manifest = json.loads((below / ".mooring" / "rank-00000.json").read_bytes())
         objects = frozenset(_names(below)) - {".mooring/rank-00000.json", ".mooring/base.json"}
         files = {file["path"]: file for file in manifest["files"]}
-        return Snapshot(number=int(number), save=save, files=files, objects=objects)
+        return Snapshot(number=step_of(marker), save=save, files=files, objects=objects)
 
 
 def _while_writing(run: RunProcess, output: Path, chance: random.Random) -> None:

@@ -97,7 +97,7 @@ class DemoJob:
 
     def stored_steps(self) -> list[int]:
         """Steps with a commit marker, straight from the server."""
-        return [int(key.rpartition("/")[2].partition(".")[0]) for key in self.view.markers()]
+        return self.view.steps()
 
     def wait_stored(self, step: int, pod: "DemoPod") -> None:
         pod.pod.wait(lambda: step in self.stored_steps(), END_SECONDS, f"step {step} is durable")

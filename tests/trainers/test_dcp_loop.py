@@ -19,7 +19,7 @@ def _agent(volume: Path, bucket: Bucket) -> AgentProcess:
 
 def steps(view: BucketView) -> list[int]:
     """Of the committed checkpoints."""
-    return [int(key.rpartition("/")[2].partition(".")[0]) for key in view.markers()]
+    return view.steps()
 
 
 @pytest.mark.parametrize("how", [(), ("--asynchronous",)], ids=["save", "async_save"])

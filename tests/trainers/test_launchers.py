@@ -87,7 +87,7 @@ def terminate(run: RunProcess, folder: Path, ranks: int) -> None:
 
 
 def committed_steps(bucket: Bucket) -> set[int]:
-    return {int(Path(marker).name.split(".")[0]) for marker in BucketView(bucket).markers()}
+    return set(BucketView(bucket).steps())
 
 
 def test_spawned_ranks_whose_parent_dies_of_the_sigterm_save_just_in_time(

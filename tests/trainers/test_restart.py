@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 from tests.harness.agent_process import AgentProcess, wait_until
-from tests.harness.bucket_view import BucketView
+from tests.harness.bucket_view import BucketView, step_of
 from tests.servers.server import Bucket
 from tests.trainers.chain import GRACE_SECONDS
 from tests.trainers.job import END_SECONDS, SLOW_SECONDS, Job
@@ -54,7 +54,7 @@ def test_ranks_that_were_started_again_resume_and_save_just_in_time_at_one_step(
     (step,) = stopped
     assert noticed <= step <= noticed + 2
     marker = BucketView(rclone_bucket).markers()[-1]
-    assert int(marker.rpartition("/")[2].partition(".")[0]) == step, job.output()
+    assert step_of(marker) == step, job.output()
 
 
 def test_ranks_that_torchrun_starts_again_after_the_just_in_time_save_leave_before_the_first_step(
@@ -86,4 +86,4 @@ def test_ranks_that_torchrun_starts_again_after_the_just_in_time_save_leave_befo
     assert 7 <= step <= 9
     assert re.findall(r"exitcode +: (-?\d+)", job.output()) == ["143", "143"], job.output()
     marker = BucketView(rclone_bucket).markers()[-1]
-    assert int(marker.rpartition("/")[2].partition(".")[0]) == step, job.output()
+    assert step_of(marker) == step, job.output()

@@ -96,7 +96,7 @@ class Pods:
             yield Pod(agent=agent, job=job)
 
     def committed_steps(self) -> list[int]:
-        return [int(key.rpartition("/")[2].partition(".")[0]) for key in self.view.markers()]
+        return self.view.steps()
 
 
 def test_a_checkpoint_counts_when_both_pods_have_stored_it_and_a_pod_that_dies_before_costs_only_that_one(
