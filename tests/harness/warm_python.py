@@ -41,7 +41,7 @@ TRAINER_ENVIRONMENT: Final = {
 
 _CODE: Final = struct.Struct("i")
 _LARGEST_REQUEST: Final = 1 << 17
-_START_SECONDS: Final = 60.0
+_START_SECONDS: Final = 240.0
 # It bounds a hang and judges no speed: to restore ten thousand files takes a minute on a busy machine.
 _COMMAND_SECONDS: Final = 240.0
 
