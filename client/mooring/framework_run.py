@@ -9,20 +9,20 @@ import atexit
 import logging
 import os
 import re
-import threading
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import CancelledError, Future
+from concurrent.futures import Future
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final, NoReturn, TypeVar
 
+from mooring.background_writes import BackgroundWrites
 from mooring.checkpoints.durable import sync_tree
 from mooring.checkpoints.records import Kind, Record, RecordedFile, is_whole, read_records, remove_record, write_record
 from mooring.errors import MooringError
 from mooring.gate import Action
-from mooring.ranks.coordinator import PATIENCE_SECONDS, WRITE_SECONDS
+from mooring.ranks.coordinator import WRITE_SECONDS
 from mooring.ranks.rank_store import Ranks
 from mooring.session import PendingSave, Session
 from mooring.settings import read_settings
@@ -43,7 +43,7 @@ class FrameworkRun:
         self._exit_asked = False
         self._given_up = False
         self._warned_of: set[Path] = set()
-        self._outstanding: list[threading.Thread] = []
+        self._writes = BackgroundWrites()
 
     @classmethod
     def current(cls) -> "FrameworkRun":
@@ -142,21 +142,15 @@ class FrameworkRun:
         claim = ExitStack()
         claim.enter_context(self.claimed(path))
 
-        def finish() -> None:
-            try:
-                failure = future.exception()
-            except CancelledError as cancelled:
-                failure = cancelled
+        def announce(failure: BaseException | None) -> None:
             if failure is not None:
                 _log.warning("checkpoint not announced, it could not be written: path=%s error=%s", path, failure)
             with claim:
                 self._announce(path, pending, written=failure is None)
 
-        thread = threading.Thread(target=finish, name="mooring-announce", daemon=True)
         # A thread inside the store's C++ when the interpreter ends would abort the process.
         atexit.register(self.close)
-        self._outstanding = [one for one in self._outstanding if one.is_alive()] + [thread]
-        thread.start()
+        self._writes.follow(future, announce)
 
     def save_aside(self, path: Path, step: int, write: Callable[[Path], object]) -> bool:
         """Have `write` save this rank's part of `path` elsewhere, and move it to `path` when all ranks have theirs.
@@ -243,8 +237,7 @@ class FrameworkRun:
         self._session.close()
 
     def _shut(self) -> None:
-        for thread in self._outstanding:
-            thread.join(PATIENCE_SECONDS)
+        self._writes.wait()
         self._abort_pending()
         atexit.unregister(self.close)
         if FrameworkRun._current is self:

@@ -18,12 +18,11 @@ from awscrt import checksums
 from botocore.exceptions import BotoCoreError, ClientError
 from tests.chaos.content import checkpoint_files
 from tests.chaos.report import Loss, Report
+from tests.harness.bucket_view import step_of
 from tests.servers.fault_proxy import Request
 from tests.servers.server import ACCESS_KEY, SECRET_KEY, Bucket
 
 _MARKER: Final = re.compile(r"/\.mooring/commits/(\d{12,})\.(.+)\.json")
-_GREATEST_STEP: Final = 10**12 - 1
-"""The number in a marker's key counts down from it."""
 _LOOK_SECONDS: Final = 1.0
 _LOOKS: Final = 4
 _READ_SECONDS: Final = 20.0
@@ -229,7 +228,7 @@ class Oracle:
             for entry in answer.get("Contents", []):
                 match = _MARKER.search(entry["Key"])
                 if match:
-                    found[entry["Key"]] = Marker(step=_GREATEST_STEP - int(match[1]), save=match[2], key=entry["Key"])
+                    found[entry["Key"]] = Marker(step=step_of(entry["Key"]), save=match[2], key=entry["Key"])
             if not answer.get("IsTruncated"):
                 return found
             token = {"ContinuationToken": answer["NextContinuationToken"]}

@@ -12,12 +12,11 @@ from mooring_agent.core.policies.restore_choice import (
     choose,
     newest_first,
 )
+from mooring_agent.core.stored.object_layout import step_prefix
 
 
 def committed(step: int, save: str, saved_at: float = 0.0) -> CommittedSave:
-    return CommittedSave(
-        key=f".mooring/commits/{10**12 - 1 - step}.{save}.json", step=step, save=save, saved_at=saved_at
-    )
+    return CommittedSave(key=f"{step_prefix(step)}{save}.json", step=step, save=save, saved_at=saved_at)
 
 
 def pin(one: CommittedSave) -> Pin:

@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from mooring_agent.core.model import SnapshotId
 from mooring_agent.core.policies.restore_choice import CommittedSave, newest_first
 from mooring_agent.core.policies.retention import (
     PrunePlan,
@@ -17,6 +18,7 @@ from mooring_agent.core.policies.retention import (
     without_reserved,
 )
 from mooring_agent.core.settings.values import RetentionSettings
+from mooring_agent.core.stored.object_layout import snapshot_key, step_prefix
 
 NOW = 1_000_000.0
 DAY = 24 * 3600.0
@@ -24,9 +26,7 @@ DAY = 24 * 3600.0
 
 def committed(step: int, save: str = "", modified_at: float = NOW - 3 * DAY) -> CommittedSave:
     save = save or f"aaaaaaaa-{step:06d}"
-    return CommittedSave(
-        key=f".mooring/commits/{10**12 - 1 - step}.{save}.json", step=step, save=save, modified_at=modified_at
-    )
+    return CommittedSave(key=f"{step_prefix(step)}{save}.json", step=step, save=save, modified_at=modified_at)
 
 
 def stored(step: int, save: str = "", modified_at: float = NOW - 5 * DAY, *, manifest: bool = True) -> StoredSave:
@@ -167,7 +167,7 @@ def test_only_old_uploads_of_ours_that_nobody_continues_are_aborted() -> None:
 
 def snapshot(number: int, series: str = "node-0", modified_at: float = NOW - 3 * DAY) -> CommittedSave:
     save = f"{series[-1] * 8}-{number:06d}"
-    key = f".mooring/snapshots/{series}/{10**12 - 1 - number}.{save}.json"
+    key = snapshot_key(SnapshotId(series=series, number=number, save=save))
     return CommittedSave(key=key, step=number, save=save, series=series, modified_at=modified_at)
 
 

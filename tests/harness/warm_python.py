@@ -41,8 +41,9 @@ TRAINER_ENVIRONMENT: Final = {
 
 _CODE: Final = struct.Struct("i")
 _LARGEST_REQUEST: Final = 1 << 17
+# They bound a hang and judge no speed: on a busy machine, importing what trainers need takes a minute, and so does
+# restoring ten thousand files.
 _START_SECONDS: Final = 240.0
-# It bounds a hang and judges no speed: to restore ten thousand files takes a minute on a busy machine.
 _COMMAND_SECONDS: Final = 240.0
 
 

@@ -24,8 +24,6 @@ from mooring_agent.ports import ObjectInfo, StoreReader
 
 _PAGE: Final = 1_000
 """How many keys a store lists at once."""
-NEWEST: Final = _PAGE // 2
-"""How many of the newest checkpoints are certainly found with one request."""
 
 
 async def list_committed(store: StoreReader) -> tuple[CommittedSave, ...]:
@@ -35,23 +33,24 @@ async def list_committed(store: StoreReader) -> tuple[CommittedSave, ...]:
     )
 
 
-async def newest_committed(store: StoreReader) -> tuple[CommittedSave, ...]:
-    """Return at least the newest 500 announced checkpoints, newest first; all of them if there are fewer.
+async def newest_committed(store: StoreReader, count: int = 20) -> tuple[CommittedSave, ...]:
+    """Return at least the `count` newest announced checkpoints, newest first; all of them if there are fewer.
 
-    Reads one page of the listing, whatever the number of checkpoints, and the markers that share a step.
+    Reads one page of the listing, unless `count` needs more, and the markers that share a step.
     """
+    most = max(_PAGE, 2 * count)
     found: list[CommittedSave] = []
     async for listed in store.list(COMMITS_PREFIX):
         if one := committed_save(listed):
             found.append(one)
-        if len(found) == _PAGE:
+        if len(found) == most:
             break
-    steps = [one.step for one in found]
-    if len(found) < _PAGE:
+    else:
         return await in_order(store, found)
-    # The keys say the order, but not every store lists by keys. Others with the last step may be on the next page.
+    steps = [one.step for one in found]
+    # The next page may have others with the last step. And not every store lists in the order of keys.
     newest = [one for one in found if one.step > steps[-1]]
-    if steps != sorted(steps, reverse=True) or len(newest) < NEWEST:
+    if len(newest) < count or steps != sorted(steps, reverse=True):
         return await list_committed(store)
     return await in_order(store, newest)
 

@@ -14,7 +14,6 @@ import click
 from mooring_agent.catalog import pruning
 from mooring_agent.catalog.deep_check import check
 from mooring_agent.catalog.markers import (
-    NEWEST,
     has_marker,
     list_committed,
     list_snapshots,
@@ -43,9 +42,7 @@ _REASON_WIDTH: Final = 30
 
 @click.command()
 @destination_options()
-@click.option(
-    "--newest", type=click.IntRange(1, NEWEST - 1), default=20, show_default=True, help="List so many of each."
-)
+@click.option("--newest", type=click.IntRange(min=1), default=20, show_default=True, help="List so many of each.")
 @click.option("--all", "everything", is_flag=True, help="List all of them, which reads a marker of each.")
 @as_json_option
 def ls(settings: Settings, newest: int, everything: bool, as_json: bool) -> None:
@@ -190,7 +187,7 @@ async def _ls(settings: StoreSettings, newest: int | None) -> tuple[list[dict[st
     `newest`: how many of the checkpoints and of each node's snapshots; None: all.
     """
     async with opened(settings) as store:
-        groups = [await (list_committed if newest is None else newest_committed)(store)]
+        groups = [await (list_committed(store) if newest is None else newest_committed(store, newest + 1))]
         groups += (await list_snapshots(store)).values()
         older = newest is not None and any(len(group) > newest for group in groups)
         committed = groups[0][:newest]

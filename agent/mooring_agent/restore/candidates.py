@@ -111,7 +111,7 @@ class Candidates:
 
 
 def _joined(committed: Sequence[CommittedSave], more: Sequence[CommittedSave]) -> Sequence[CommittedSave]:
-    return tuple({one.save: one for one in (*committed, *more)}.values())
+    return tuple({one.key: one for one in (*committed, *more)}.values())
 
 
 def _fields(candidate: CommittedSave) -> dict[str, object]:

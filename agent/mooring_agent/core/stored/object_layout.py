@@ -4,8 +4,8 @@
 <name>/<save>/.mooring/rank-00003.json            rank manifest
 <name>/<save>/.mooring/pack-00003-00000.tar       many small files of one rank; its manifest says which and where
 <name>/<save>/.mooring/base.json                  reservation: the snapshot that this one shares objects with
-.mooring/commits/<descending step>.<save>.json    commit marker
-.mooring/snapshots/<name>/<descending number>.<save>.json    commit marker of a snapshot; its name is its series
+.mooring/commits/<n>.<save>.json                  commit marker; n is 999999999999 - step: the newest is listed first
+.mooring/snapshots/<name>/<n>.<save>.json         commit marker of a snapshot; the name is its series, n as above
 .mooring/pruned/<save>/<prune>                    tombstone: a prune is about to delete that snapshot
 .mooring/resume/<attempt>.json                    the pin: what this attempt resumes from
 .mooring/damaged/<save>                           what restore found wrong with a save; prune does not rely on that save
