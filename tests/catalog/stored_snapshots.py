@@ -6,13 +6,12 @@ from collections.abc import Collection, Mapping
 from dataclasses import replace
 from io import BytesIO
 
-from tests.restore.stored_checkpoints import PART_BYTES
+from tests.restore.stored_checkpoints import PART_BYTES, reference_of
 
 from mooring_agent.adapters.checksum import crc64nvme
 from mooring_agent.core.model import (
     FileEntry,
     Kind,
-    ManifestReference,
     Owner,
     PackPlace,
     RankManifest,
@@ -94,7 +93,7 @@ async def store_snapshot(
         await store.put(base_key(info), encode_reservation(snapshot_id(base)))
     for key, body in objects.items():
         await store.put(key, body)
-    await store.put(manifest_key(info, 0), encode_manifest(manifest))
+    await store.put(manifest_key(info, 0, 1), encode_manifest([manifest]))
     if committed:
         await commit(store, manifest)
     return manifest
@@ -102,14 +101,13 @@ async def store_snapshot(
 
 async def commit(store: StoreWriter, manifest: RankManifest) -> None:
     """Store the marker. It fits the manifest, whatever that says."""
-    body = encode_manifest(manifest)
-    reference = ManifestReference(rank=0, size_bytes=len(body), checksum=crc64nvme(body))
-    await store.put(marker_key(manifest.info), encode_marker(commit_marker([manifest], {0: reference})))
+    reference = reference_of([manifest], encode_manifest([manifest]))
+    await store.put(marker_key(manifest.info), encode_marker(commit_marker([manifest], [reference])))
 
 
 async def forge(store: StoreWriter, manifest: RankManifest) -> None:
     """Replace a snapshot's manifest, and its marker to fit."""
-    await store.put(manifest_key(manifest.info, 0), encode_manifest(manifest))
+    await store.put(manifest_key(manifest.info, 0, 1), encode_manifest([manifest]))
     await commit(store, manifest)
 
 

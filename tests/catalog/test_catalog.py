@@ -101,13 +101,13 @@ async def test_all_problems_are_found_at_once(store: FakeStore) -> None:
     info = await store_checkpoint(store, 1, world_size=2)
     await store.delete(file_key(info, "rng_state_0.pth"))
     await truncate(store, file_key(info, "optimizer/state-1.pt"))
-    await store.put(manifest_key(info, 2), b"{}")
+    await store.put(manifest_key(info, 2, 1), b"{}")
     (committed,) = await list_committed(store)
     problems = tuple((await examine(store, committed)).problems)
     assert {problem.key for problem in problems} == {
         file_key(info, "rng_state_0.pth"),
         file_key(info, "optimizer/state-1.pt"),
-        manifest_key(info, 2),
+        manifest_key(info, 2, 1),
     }
     with pytest.raises(StoreError, match=r"\(and 2 more\)"):
         await load(store, committed)
@@ -138,9 +138,9 @@ async def test_a_manifest_of_another_save_is_damage(store: FakeStore) -> None:
     info = await store_checkpoint(store, 1)
     other = replace(info, save="99999999-000001")
     await store_checkpoint(store, 1, save=other.save)
-    await store.put(manifest_key(info, 0), await store.get(manifest_key(other, 0), limit_bytes=100_000))
+    await store.put(manifest_key(info, 0, 1), await store.get(manifest_key(other, 0, 1), limit_bytes=100_000))
     committed = {one.save: one for one in await list_committed(store)}
-    with pytest.raises(StoreError, match=r"rank-00000\.json"):
+    with pytest.raises(StoreError, match=r"manifest-00000-00001\.json"):
         await load(store, committed[info.save])
 
 
@@ -188,7 +188,7 @@ async def test_each_marker_goes_before_its_data(store: FakeStore) -> None:
     for info in infos[:2]:
         own = [key for key in deletes if info.save in key]
         assert own[0] == marker_key(info)
-        assert own[-1] == manifest_key(info, 0)
+        assert own[-1] == manifest_key(info, 0, 1)
 
 
 @pytest.mark.parametrize("what", DAMAGE)

@@ -71,10 +71,15 @@ async def test_what_a_remaining_snapshot_names_stays_and_everything_else_goes(st
     report = await pruned(store, keep_last=2)
     assert await left(store) == [4, 3]
     # With what stays, the manifest stays that shows whose it is.
-    assert objects_of(store, first) == {"out/a.pt", ".mooring/rank-00000.json"}
-    assert objects_of(store, second) == {"out/b.pt", ".mooring/rank-00000.json"}
-    assert objects_of(store, third) == {"out/c.pt", ".mooring/rank-00000.json", ".mooring/base.json"}
-    assert objects_of(store, fourth) == {"out/b.pt", "out/c.pt", ".mooring/rank-00000.json", ".mooring/base.json"}
+    assert objects_of(store, first) == {"out/a.pt", ".mooring/manifest-00000-00001.json"}
+    assert objects_of(store, second) == {"out/b.pt", ".mooring/manifest-00000-00001.json"}
+    assert objects_of(store, third) == {"out/c.pt", ".mooring/manifest-00000-00001.json", ".mooring/base.json"}
+    assert objects_of(store, fourth) == {
+        "out/b.pt",
+        "out/c.pt",
+        ".mooring/manifest-00000-00001.json",
+        ".mooring/base.json",
+    }
     assert tombstones(store) == []
     assert {one.save for one in report.plan.deletions} == {first.info.save, second.info.save}
     gone = {key: one for key, one in before.items() if key not in store.objects and not key.startswith(".")}
@@ -105,7 +110,7 @@ async def test_of_what_is_left_a_prune_takes_each_object_when_it_is_free(store: 
     await store_snapshot(store, 3, output(a=1, b=2, c=1), base=second)
     await pruned(store)
     assert await left(store) == [3]
-    assert objects_of(store, first) == {"out/a.pt", ".mooring/rank-00000.json"}
+    assert objects_of(store, first) == {"out/a.pt", ".mooring/manifest-00000-00001.json"}
     report = await pruned(store)
     assert dict(report.plan.kept)[first.info.save] == "other snapshots share what is left of it"
 
@@ -338,7 +343,7 @@ async def test_while_a_remaining_manifest_cannot_be_read_no_snapshot_goes(
     store.now -= 3600
     damaged = await store_snapshot(store, 1, output(z=1), series=series, save="0123abcd-100001")
     store.now += 3600
-    key = manifest_key(damaged.info, 0)
+    key = manifest_key(damaged.info, 0, 1)
     await (store.delete(key) if what == "missing" else flip_byte(store, key, 40))
     for step in (1, 2):
         await store_checkpoint(store, step)
@@ -414,7 +419,7 @@ async def test_a_prune_killed_at_any_step_leaves_all_whole_and_the_next_one_fini
         assert await left(store) == [7, 6]
         assert tombstones(store) == []
         assert [objects_of(store, one) for one in manifests] == [
-            {"out/a.pt", ".mooring/rank-00000.json"},
+            {"out/a.pt", ".mooring/manifest-00000-00001.json"},
             *[set[str]()] * 4,
         ]
         await store.close()

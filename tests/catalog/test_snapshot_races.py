@@ -22,7 +22,7 @@ from mooring_agent.core.settings.values import RetentionSettings
 from mooring_agent.core.stored.manifest import encode_manifest
 from mooring_agent.core.stored.object_layout import manifest_key, marker_key, object_key
 from mooring_agent.ports import ObjectInfo
-from mooring_agent.runtime.work.committer import reserve_base
+from mooring_agent.runtime.work.duplicate_save_guard import reserve_base
 
 DAY = 24 * 3600.0
 _SEEDS_PER_TEST = 15
@@ -171,7 +171,7 @@ class _Node:
         manifest, objects = self._decided
         for key, body in objects.items():
             await self._store.put(key, body)
-        await self._store.put(manifest_key(info, 0), encode_manifest(manifest))
+        await self._store.put(manifest_key(info, 0, 1), encode_manifest([manifest]))
         self._known[marker_key(info)] = manifest
         await commit(self._store, manifest)
         self._committed.append(manifest)
@@ -189,7 +189,7 @@ async def _simulate(seed: int) -> int:
         for key, manifest in known.items():
             if key in shared.objects:
                 keys = {object_key(manifest.info, 0, file) for file in manifest.files} | {
-                    manifest_key(manifest.info, 0)
+                    manifest_key(manifest.info, 0, 1)
                 }
                 assert keys <= shared.objects.keys(), (seed, key, keys - shared.objects.keys())
 

@@ -112,7 +112,7 @@ async def test_damage_at_an_owners_object_is_a_problem_of_who_names_it(store: Fa
     await truncate(store, key)
     (problem,) = (await examine(store, await newest(store))).problems
     assert problem.key == key
-    assert "its rank manifest says" in problem.what
+    assert "its manifest says" in problem.what
 
 
 async def test_every_missing_object_of_an_owner_is_named_once(store: FakeStore) -> None:
@@ -174,7 +174,7 @@ async def test_memory_is_counted_with_the_packs_of_owners(store: FakeStore, monk
         Owner(name=".mooring", save="commits", rank=0, path="x"),
         Owner(name="node-0/x", save="0123abcd-000001", rank=0, path="x"),
         Owner(name="node-0", save="0123abcd-000001", rank=0, path="../../x"),
-        Owner(name="node-0", save="0123abcd-000001", rank=0, path=".mooring/rank-00000.json"),
+        Owner(name="node-0", save="0123abcd-000001", rank=0, path=".mooring/manifest-00000-00001.json"),
     ],
     ids=str,
 )
@@ -184,7 +184,7 @@ async def test_a_hostile_owner_is_refused_and_nothing_of_it_is_asked_for(store: 
     await forge(store, replace(manifest, files=(replace(manifest.files[0], owner=owner),)))
     store.calls.clear()
     (problem,) = (await examine(store, await newest(store))).problems
-    assert problem.key == manifest_key(manifest.info, 0)
+    assert problem.key == manifest_key(manifest.info, 0, 1)
     asked = [".mooring/snapshots/", "node-0/0123abcd-000002/", marker_key(manifest.info), problem.key]
     assert {key for _, key in store.calls} <= set(asked)
 

@@ -144,14 +144,17 @@ class Oracle:
             return f"the marker speaks of save {value['save']}, step {value['step']}"
         prefix = f"{self._bucket.prefix}/{value['name']}/{value['save']}/"
         stored: dict[str, bytes] = {}
-        if sorted(one["rank"] for one in value["manifests"]) != list(range(self._truth.world_size)):
-            return f"the marker has manifests of {value['manifests']}"
+        ranks: list[int] = []
         for reference in value["manifests"]:
-            key = f"{prefix}.mooring/rank-{reference['rank']:05d}.json"
+            key = f"{prefix}.mooring/manifest-{reference['first_rank']:05d}-{reference['rank_count']:05d}.json"
             body = self._read(key)
             if (len(body), f"{checksums.crc64nvme(body):016x}") != (reference["size"], reference["checksum"]):
                 return f"{key} is not what the marker says"
-            stored |= self._files_of(json.loads(body), prefix)
+            for rank in json.loads(body)["ranks"]:
+                ranks.append(rank["rank"])
+                stored |= self._files_of(rank, prefix)
+        if sorted(ranks) != list(range(self._truth.world_size)):
+            return f"the manifests have ranks {sorted(ranks)}"
         if stored.keys() != expected.keys():
             return f"files differ: {sorted(stored.keys() ^ expected.keys())}"
         wrong = [path for path in expected if stored[path] != expected[path]]

@@ -83,7 +83,7 @@ def losses(report: Report) -> list[Loss]:
 def largest_object(bucket: Bucket, step: int) -> tuple[str, bytearray]:
     """Of a checkpoint, which has what the trainer wrote."""
     view = BucketView(bucket)
-    keys = [key for key in view.keys(f"checkpoint-{step}/") if "/.mooring/rank-" not in key]
+    keys = [key for key in view.keys(f"checkpoint-{step}/") if "/.mooring/manifest-" not in key]
     bodies = {key: bytearray(view.read(key)) for key in keys}
     return max(bodies.items(), key=lambda item: len(item[1]))
 
@@ -122,7 +122,7 @@ def test_a_committed_object_that_was_cut_short_is_a_loss(
     assert losses(report) == [Loss.BROKEN]
 
 
-@pytest.mark.parametrize("what", ["/.mooring/rank-", "model"])
+@pytest.mark.parametrize("what", ["/.mooring/manifest-", "model"])
 def test_a_missing_object_of_a_committed_checkpoint_is_a_loss(
     rclone_bucket: Bucket, oracle: Oracle, markers: list[Marker], report: Report, what: str
 ) -> None:

@@ -395,14 +395,14 @@ def test_names_of_strangers_do_not_reach_the_terminal_as_they_are(bucket: StoreS
     fill(bucket, 100, 200)
     root = Path(bucket.destination.removeprefix("file://"))
     evil = "\x1b[2J\x1b]0;owned\x07\u202e[red]x"
-    # As large as a marker may be, and larger; an orphan's folders; something beside the rank manifests.
+    # As large as a marker may be, and larger; an orphan's folders; something beside the manifests.
     (root / ".mooring" / "commits" / f"{10**12 - 1 - 300}.evil.json").write_bytes(b"x" * 9_000_000)
     (root / ".mooring" / "commits" / f"{10**12 - 1 - 400}.{evil}.json").write_bytes(b"x")
     (root / evil / "0123abcd-000009").mkdir(parents=True)
     (root / evil / "0123abcd-000009" / evil).write_bytes(b"x")
     (root / "name" / evil).mkdir(parents=True)
     (root / "name" / evil / "x").write_bytes(b"x")
-    (root / "checkpoint-200" / "0123abcd-000200" / ".mooring" / f"rank-{evil}.json").write_bytes(b"x")
+    (root / "checkpoint-200" / "0123abcd-000200" / ".mooring" / f"manifest-{evil}.json").write_bytes(b"x")
     for arguments in (("ls",), ("verify", "--all"), ("prune", "--dry-run", "--keep-last=1"), ("prune", "--yes")):
         completed = mooring(arguments[0], bucket.destination, *arguments[1:])
         written = completed.stdout + completed.stderr

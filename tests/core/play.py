@@ -8,6 +8,7 @@ from mooring_agent.core.agent.announcements import check_announcement
 from mooring_agent.core.agent.commands import (
     Abandon,
     CancelWork,
+    CheckSent,
     Command,
     Commit,
     CompleteUpload,
@@ -33,6 +34,7 @@ from mooring_agent.core.agent.events import (
     PartStored,
     Reconciled,
     Released,
+    SentChecked,
     Staged,
     Started,
     Ticked,
@@ -253,6 +255,8 @@ class Play:
                 return PackStored(at=at, work=command.work, checksums=tuple(range(len(files))), size_bytes=size_bytes)
             case CompleteUpload():
                 return FileStored(at=at, work=command.work, checksum=None, size_bytes=0)
+            case CheckSent():
+                return SentChecked(at=at, work=command.work)
             case WriteManifest():
                 return ManifestStored(at=at, work=command.work)
             case Commit():

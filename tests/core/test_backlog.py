@@ -136,10 +136,11 @@ def test_a_backlog_asks_the_store_few_things_at_once_and_the_newest_does_not_wai
     for number in range(100):
         play.announce(f"s{number}", (1,), world_size=2)
     _answer_all(play, Operation.PUT_FILE)
-    asked = Counter(work.operation for work in play.in_flight)
-    assert asked == {Operation.WRITE_MANIFEST: 16}
+    assert Counter(work.operation for work in play.in_flight) == {Operation.CHECK_SENT: 16}
+    _answer_all(play, Operation.CHECK_SENT)
+    assert Counter(work.operation for work in play.in_flight) == {Operation.WRITE_MANIFEST: 16}
     play.announce("newest", (1,))
-    for operation in (Operation.PUT_FILE, Operation.WRITE_MANIFEST, Operation.COMMIT):
+    for operation in (Operation.PUT_FILE, Operation.CHECK_SENT, Operation.WRITE_MANIFEST, Operation.COMMIT):
         play.answer(next(work for work in play.in_flight if (work.save, work.operation) == ("newest", operation)))
     assert play.phase("newest") is Phase.COMMITTED
     _answer_all(play, Operation.WRITE_MANIFEST)

@@ -2,20 +2,16 @@
 
 from dataclasses import replace
 
-import pytest
 from tests.core.play import PART_BYTES, Play, staged_file
 
-from mooring_agent.core.agent import planner
 from mooring_agent.core.agent.commands import Abandon, Commit, Stage
 from mooring_agent.core.agent.events import (
-    CommitWaits,
     DiskRead,
     ObjectsLost,
     PartStored,
     Reconciled,
     Staged,
     Started,
-    TerminationNoticed,
 )
 from mooring_agent.core.agent.work import Operation, WorkId
 from mooring_agent.core.errors import ErrorKind
@@ -28,15 +24,6 @@ _CREATE = WorkId(Operation.CREATE_UPLOAD, "save", 0, "r0-0")
 def _until(play: Play, work: WorkId) -> None:
     while work not in play.in_flight:
         play.answer(next(iter(play.in_flight)))
-
-
-def _commit_waits(play: Play, *, missing_ranks: int) -> float:
-    """Seconds until the next look."""
-    del play.in_flight[_COMMIT]
-    play.feed(CommitWaits(at=play.now, work=_COMMIT, missing_ranks=missing_ranks))
-    wake = planner.next_wake(play.state)
-    assert wake is not None
-    return wake - play.now
 
 
 def _shed(play: Play) -> None:
@@ -67,6 +54,7 @@ def test_files_then_manifest_then_marker_then_release() -> None:
         "send-part",
         "complete-upload",
         "put-file",
+        "check-sent",
         "write-manifest",
         "commit",
         "release",
@@ -80,63 +68,12 @@ def test_a_checkpoint_without_a_file_is_one_too() -> None:
     assert play.phase("save") is Phase.RELEASED
 
 
-def test_looks_for_other_ranks_become_rarer_but_never_rarer_than_five_seconds() -> None:
-    play = Play()
-    play.announce("save", world_size=2)
-    delays = []
-    for _ in range(12):
-        _until(play, _COMMIT)
-        delays.append(_commit_waits(play, missing_ranks=1))
-        play.now += delays[-1]
-        play.tick()
-    assert delays == sorted(delays)
-    assert delays[0] < 0.5
-    assert delays[-1] == pytest.approx(5.0)
-
-
-def test_in_a_drain_they_stay_frequent() -> None:
-    play = Play()
-    play.announce("save", world_size=2)
-    play.feed(TerminationNoticed(at=play.now, deadline=play.now + 30, source="test"))
-    for _ in range(12):
-        _until(play, _COMMIT)
-        delay = _commit_waits(play, missing_ranks=1)
-        play.now += delay
-        play.tick()
-    assert delay == pytest.approx(0.5)
-
-
-def test_an_agent_without_rank_0_leaves_the_marker_to_the_one_with_it_for_five_seconds() -> None:
-    play = Play()
-    play.announce("save", rank=1, world_size=2)
-    began = play.now
-    while True:
-        _until(play, _COMMIT)
-        command = play.in_flight[_COMMIT]
-        assert isinstance(command, Commit)
-        if command.may_write_marker:
-            break
-        play.now += _commit_waits(play, missing_ranks=0)
-        play.tick()
-    assert 5.0 <= play.now - began <= 11.0
-
-
-def test_in_a_drain_every_agent_may_write_the_marker() -> None:
-    play = Play()
-    play.announce("save", rank=1, world_size=2)
-    play.feed(TerminationNoticed(at=play.now, deadline=play.now + 30, source="test"))
-    _until(play, _COMMIT)
-    command = play.in_flight[_COMMIT]
-    assert isinstance(command, Commit)
-    assert command.may_write_marker
-
-
 def test_an_object_that_the_store_lost_is_sent_again_and_nothing_else() -> None:
     play = Play()
     play.announce("save", (PART_BYTES, PART_BYTES * 2))
     _until(play, _COMMIT)
     del play.in_flight[_COMMIT]
-    play.feed(ObjectsLost(at=play.now, work=_COMMIT, files=((0, "r0-0"),), manifests=()))
+    play.feed(ObjectsLost(at=play.now, work=_COMMIT, files=((0, "r0-0"),)))
     assert list(play.in_flight) == [WorkId(Operation.PUT_FILE, "save", 0, "r0-0")]
     play.finish()
     assert play.phase("save") is Phase.RELEASED

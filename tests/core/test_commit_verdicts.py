@@ -8,7 +8,14 @@ from hypothesis import strategies as st
 
 from mooring_agent.adapters.checksum import crc64nvme
 from mooring_agent.core.model import FileEntry, Kind, PackPlace, RankManifest, SaveInfo
-from mooring_agent.core.stored.commit import contradiction, is_listed, judge_listing, missing_files
+from mooring_agent.core.stored.commit import (
+    contradiction,
+    is_listed,
+    largest_disjoint,
+    lost_objects,
+    missing_files,
+    missing_ranks,
+)
 from mooring_agent.core.stored.manifest import encode_manifest
 from mooring_agent.core.stored.object_layout import file_key, manifest_key, manifests_prefix, pack_key
 
@@ -21,69 +28,70 @@ def _manifest(rank: int) -> RankManifest:
 
 
 def _listing(*manifests: RankManifest) -> dict[str, int]:
-    sizes = {manifest_key(_INFO, manifest.rank): len(encode_manifest(manifest)) for manifest in manifests}
+    """Of agents with one rank each."""
+    sizes = {manifest_key(_INFO, manifest.rank, 1): len(encode_manifest([manifest])) for manifest in manifests}
     return sizes | {file_key(_INFO, file.path): file.size_bytes for manifest in manifests for file in manifest.files}
 
 
-def test_a_listing_with_everything_of_every_rank_is_complete() -> None:
-    assert judge_listing(_INFO, [_manifest(0)], _listing(_manifest(0), _manifest(1))).complete
+def test_a_listing_with_everything_of_every_rank_lacks_nothing() -> None:
+    sizes = _listing(_manifest(0), _manifest(1))
+    assert not missing_ranks(_INFO, sizes)
+    assert not lost_objects([_manifest(0)], sizes)
+    assert is_listed(_manifest(1), sizes)
 
 
 def test_a_rank_without_manifest_is_missing() -> None:
-    verdict = judge_listing(_INFO, [_manifest(0)], _listing(_manifest(0)))
-    assert verdict.missing_ranks == 1
-    assert not verdict.complete
+    assert missing_ranks(_INFO, _listing(_manifest(0))) == 1
+
+
+def test_a_manifest_that_a_larger_one_replaces_counts_once() -> None:
+    info = replace(_INFO, world_size=8)
+    keys = [(0, 1), (0, 2), (0, 3), (4, 2)]
+    assert missing_ranks(info, {manifest_key(info, *key): 1 for key in keys}) == 3
 
 
 def test_a_file_of_ours_that_is_not_listed_is_lost() -> None:
     sizes = _listing(_manifest(0), _manifest(1))
     del sizes[file_key(_INFO, "rank-0.bin")]
-    assert judge_listing(_INFO, [_manifest(0)], sizes).lost_files == ((0, "rank-0.bin"),)
+    assert lost_objects([_manifest(0)], sizes).files == ((0, "rank-0.bin"),)
 
 
 def test_a_file_of_ours_with_another_size_is_lost() -> None:
     sizes = _listing(_manifest(0), _manifest(1)) | {file_key(_INFO, "rank-0.bin"): 9}
-    assert judge_listing(_INFO, [_manifest(0)], sizes).lost_files == ((0, "rank-0.bin"),)
-
-
-def test_a_manifest_of_ours_that_is_not_listed_or_has_another_size_is_lost() -> None:
-    sizes = _listing(_manifest(0), _manifest(1))
-    sizes[manifest_key(_INFO, 0)] += 1
-    assert judge_listing(_INFO, [_manifest(0)], sizes).lost_manifests == (0,)
-    del sizes[manifest_key(_INFO, 0)]
-    assert judge_listing(_INFO, [_manifest(0)], sizes).lost_manifests == (0,)
+    assert lost_objects([_manifest(0)], sizes).files == ((0, "rank-0.bin"),)
 
 
 def test_files_of_other_agents_are_not_ours_to_judge() -> None:
     sizes = _listing(_manifest(0), _manifest(1))
     del sizes[file_key(_INFO, "rank-1.bin")]
-    assert judge_listing(_INFO, [_manifest(0)], sizes).complete
+    assert not lost_objects([_manifest(0)], sizes)
     assert missing_files(_manifest(1), sizes) == ["rank-1.bin"]
 
 
 def test_a_pack_that_is_missing_or_of_another_size_is_lost_and_its_files_are_asked_for_by_it_alone() -> None:
     place = PackPlace(number=1, offset_bytes=512)
     packed = replace(_manifest(0), files=(replace(_ENTRY, place=place),), pack_sizes_bytes=(1024, 2048))
-    sizes = _listing(_manifest(1)) | {manifest_key(_INFO, 0): len(encode_manifest(packed))}
-    sizes |= {pack_key(_INFO, 0, 0): 1024, pack_key(_INFO, 0, 1): 2048}
-    assert judge_listing(_INFO, [packed], sizes).complete
+    sizes = {pack_key(_INFO, 0, 0): 1024, pack_key(_INFO, 0, 1): 2048}
+    assert not lost_objects([packed], sizes)
     assert is_listed(packed, sizes)
     for broken in (sizes | {pack_key(_INFO, 0, 1): 2047}, {k: v for k, v in sizes.items() if "00001.tar" not in k}):
-        verdict = judge_listing(_INFO, [packed], broken)
-        assert verdict.lost_packs == ((0, 1),)
-        assert (verdict.lost_files, verdict.lost_manifests) == ((), ())
+        lost = lost_objects([packed], broken)
+        assert (lost.packs, lost.files) == (((0, 1),), ())
         assert not is_listed(packed, broken)
 
 
-def test_objects_that_nobody_named_change_nothing() -> None:
-    sizes = _listing(_manifest(0), _manifest(1)) | {file_key(_INFO, "stray"): 1}
-    assert judge_listing(_INFO, [_manifest(0)], sizes).complete
+def test_a_marker_takes_the_largest_manifests_first_and_no_rank_twice() -> None:
+    def of(*ranks: int) -> list[RankManifest]:
+        return [_manifest(rank) for rank in ranks]
+
+    chosen = largest_disjoint([of(3), of(0), of(1, 3), of(0, 2), of(4)])
+    assert [[one.rank for one in ranks] for ranks in chosen] == [[0, 2], [1, 3], [4]]
 
 
 def test_a_manifest_of_another_save_is_not_counted() -> None:
     other = replace(_INFO, save="other")
-    sizes = _listing(_manifest(0)) | {manifest_key(other, 1): 1}
-    assert judge_listing(_INFO, [_manifest(0)], sizes).missing_ranks == 1
+    sizes = _listing(_manifest(0)) | {manifest_key(other, 1, 1): 1}
+    assert missing_ranks(_INFO, sizes) == 1
 
 
 def _files(rank: int, *files: FileEntry) -> RankManifest:
@@ -146,7 +154,6 @@ def test_different_sizes_are_a_contradiction_even_where_the_checksums_are_equal(
 def test_what_a_listing_lacks_is_found_without_counting_to_the_world_size() -> None:
     # Counting to it would take hours.
     info = replace(_INFO, world_size=2**62)
-    ours = replace(_manifest(0), info=info)
-    sizes = _listing(ours) | {manifest_key(info, rank): 1 for rank in (1, 5, 70_000, 123_456)}
-    sizes |= {f"{manifests_prefix(info)}{odd}.json": 1 for odd in ("2", "00002x", "123456789012", "-0001")}
-    assert judge_listing(info, [ours], sizes).missing_ranks == 2**62 - 5
+    sizes = {manifest_key(info, rank, 1): 1 for rank in (0, 1, 5, 70_000, 123_456)}
+    sizes |= {f"{manifests_prefix(info)}{odd}.json": 1 for odd in ("2-1", "00002x", "123456789012-00001", "-0001")}
+    assert missing_ranks(info, sizes) == 2**62 - 5

@@ -165,7 +165,7 @@ def test_what_is_sent_to_its_last_byte_and_not_yet_sealed_is_never_given_up() ->
     play.announce("old", (PART_BYTES,))
     play.announce("new", (PART_BYTES,) * 8)
     play.answer(WorkId(Operation.PUT_FILE, "old", 0, "r0-0"))
-    assert WorkId(Operation.WRITE_MANIFEST, "old", 0) in play.in_flight
+    assert WorkId(Operation.CHECK_SENT, "old", 0) in play.in_flight
     assert play.state.active_upload == "new"
     _read(play, free_bytes=0)
     assert play.phase("old") is Phase.UPLOADING

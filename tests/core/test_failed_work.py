@@ -49,7 +49,9 @@ def test_work_that_cannot_succeed_is_not_tried_once_more_beside_its_failure() ->
 
 
 @pytest.mark.parametrize("kind", [ErrorKind.VOLUME_UNUSABLE, ErrorKind.ALREADY_EXISTS])
-@pytest.mark.parametrize("operation", [Operation.PUT_FILE, Operation.WRITE_MANIFEST, Operation.COMMIT])
+@pytest.mark.parametrize(
+    "operation", [Operation.PUT_FILE, Operation.CHECK_SENT, Operation.WRITE_MANIFEST, Operation.COMMIT]
+)
 def test_what_fails_after_staging_for_a_reason_that_may_pass_is_tried_until_it_succeeds(
     operation: Operation, kind: ErrorKind
 ) -> None:

@@ -1,4 +1,4 @@
-"""Rank manifests and commit markers as JSON: one value, one encoding, and nothing half understood."""
+"""Manifests and commit markers as JSON: one value, one encoding, and nothing half understood."""
 
 import json
 from dataclasses import replace
@@ -67,17 +67,19 @@ def _packed(draw: st.DrawFn, pack_sizes_bytes: tuple[int, ...]) -> FileEntry:
     )
 
 
-@given(files=st.lists(_alone()), saved_at=st.floats(0, 1e11), rank=st.integers(0, 10_000))
-def test_a_manifest_comes_back_as_it_was(files: list[FileEntry], saved_at: float, rank: int) -> None:
-    manifest = RankManifest(info=_info(), rank=rank, saved_at=saved_at, files=tuple(files))
-    assert decode_manifest(encode_manifest(manifest), "key") == manifest
+@given(files=st.lists(_alone()), saved_at=st.floats(0, 1e11), ranks=st.sets(st.integers(0, 10_000), min_size=1))
+def test_a_manifest_comes_back_as_it_was(files: list[FileEntry], saved_at: float, ranks: set[int]) -> None:
+    manifest = [
+        RankManifest(info=_info(10_001), rank=rank, saved_at=saved_at, files=tuple(files)) for rank in sorted(ranks)
+    ]
+    assert decode_manifest(encode_manifest(manifest[::-1]), "key") == tuple(manifest)
 
 
 @given(data=st.data(), sizes=st.lists(st.integers(0, LARGEST_PACK_BYTES), min_size=1).map(tuple))
 def test_a_manifest_with_packs_comes_back_as_it_was(data: st.DataObject, sizes: tuple[int, ...]) -> None:
     files = tuple(data.draw(st.lists(_alone() | _packed(sizes))))
     manifest = RankManifest(info=_info(), rank=1, saved_at=1.0, files=files, pack_sizes_bytes=sizes)
-    assert decode_manifest(encode_manifest(manifest), "key") == manifest
+    assert decode_manifest(encode_manifest([manifest]), "key") == (manifest,)
 
 
 def _with_a_pack() -> RankManifest:
@@ -87,35 +89,31 @@ def _with_a_pack() -> RankManifest:
 
 
 def _changed(body: bytes, change: dict[str, object]) -> bytes:
-    """As somebody writes it who knows how, with members that make no sense."""
+    """As somebody writes it who knows how, with members that make no sense. `ranks` changes the only rank."""
     value = json.loads(body)
     del value["crc32"]
+    of_rank = change.get("ranks")
+    if isinstance(of_rank, dict):
+        change = {"ranks": [value["ranks"][0] | of_rank]}
     return checked_json.encode(value | change)
 
 
-def test_only_a_manifest_with_packs_is_of_the_format_that_older_versions_refuse() -> None:
-    packed = json.loads(encode_manifest(_with_a_pack()))
-    assert packed["format"] == 2
+def test_what_a_manifest_says_of_packs_is_left_out_where_there_are_none() -> None:
+    packed = json.loads(encode_manifest([_with_a_pack()]))["ranks"][0]
     assert packed["packs"] == [{"size": 2048}]
     assert packed["files"] == [
         {"path": "a", "size": 10, "part_size": 100, "checksums": [f"{7:016x}"], "pack": 0, "offset": 512}
     ]
-    alone = json.loads(encode_manifest(_manifests()[0]))
+    alone = json.loads(encode_manifest(_manifests()[:1]))
     assert alone["format"] == 1
-    assert set(alone) == {"format", "save", "name", "step", "kind", "world_size"} | {
-        "rank",
-        "saved_at",
-        "checksum",
-        "files",
-        "crc32",
-    }
-    assert set(alone["files"][0]) == {"path", "size", "part_size", "checksums"}
+    assert set(alone) == {"format", "save", "name", "step", "kind", "world_size", "checksum", "ranks", "crc32"}
+    assert set(alone["ranks"][0]) == {"rank", "saved_at", "files"}
+    assert set(alone["ranks"][0]["files"][0]) == {"path", "size", "part_size", "checksums"}
 
 
 @pytest.mark.parametrize(
     "change",
     [
-        {"format": 1},
         {"packs": []},
         {"packs": [{"size": 521}]},
         {"packs": [{"size": LARGEST_PACK_BYTES + 1}]},
@@ -127,7 +125,7 @@ def test_only_a_manifest_with_packs_is_of_the_format_that_older_versions_refuse(
     ],
 )
 def test_a_manifest_whose_files_do_not_lie_in_its_packs_is_corrupt(change: dict[str, object]) -> None:
-    body = _changed(encode_manifest(_with_a_pack()), change)
+    body = _changed(encode_manifest([_with_a_pack()]), {"ranks": change})
     with pytest.raises(StoreError, match="the-key") as refused:
         decode_manifest(body, "the-key")
     assert refused.value.kind is ErrorKind.CHECKPOINT_CORRUPT
@@ -140,9 +138,9 @@ def _entry(path: str) -> FileEntry:
 def test_a_manifest_says_that_its_file_is_the_checkpoint_and_one_that_says_nothing_means_a_folder() -> None:
     folder = RankManifest(info=_info(), rank=0, saved_at=1.0, files=(_entry("last.ckpt"),))
     file = replace(folder, single_file=True)
-    assert b"single_file" not in encode_manifest(folder)
-    assert decode_manifest(encode_manifest(folder), "key") == folder
-    assert decode_manifest(encode_manifest(file), "key") == file
+    assert b"single_file" not in encode_manifest([folder])
+    assert decode_manifest(encode_manifest([folder]), "key") == (folder,)
+    assert decode_manifest(encode_manifest([file]), "key") == (file,)
 
 
 @pytest.mark.parametrize("paths", [(), ("a", "b")])
@@ -150,7 +148,7 @@ def test_a_single_file_that_is_none_or_several_is_corrupt(paths: tuple[str, ...]
     files = tuple(_entry(path) for path in paths)
     manifest = RankManifest(info=_info(), rank=0, saved_at=1.0, files=files, single_file=True)
     with pytest.raises(StoreError, match="single file"):
-        decode_manifest(encode_manifest(manifest), "the-key")
+        decode_manifest(encode_manifest([manifest]), "the-key")
 
 
 def _manifests() -> list[RankManifest]:
@@ -165,15 +163,18 @@ def _manifests() -> list[RankManifest]:
     ]
 
 
-def _references() -> dict[int, ManifestReference]:
-    return {rank: ManifestReference(rank=rank, size_bytes=100 + rank, checksum=2**64 - 1 - rank) for rank in range(3)}
+def _references() -> list[ManifestReference]:
+    return [
+        ManifestReference(first_rank=rank, rank_count=1, size_bytes=100 + rank, checksum=2**64 - 1 - rank)
+        for rank in range(3)
+    ]
 
 
 def test_two_committers_write_the_same_marker_whatever_order_they_read_in() -> None:
     bodies = {
-        encode_marker(commit_marker(order, dict(references)))
+        encode_marker(commit_marker(order, references))
         for order in permutations(_manifests())
-        for references in permutations(_references().items())
+        for references in permutations(_references())
     }
     assert len(bodies) == 1
 
@@ -192,36 +193,44 @@ def test_a_marker_without_a_rank_is_a_bug() -> None:
 @pytest.mark.parametrize(
     "change",
     [
-        {"format": 2},
         {"checksum": "md5"},
         {"kind": "unheard-of"},
-        {"files": [{"path": "a", "size": 9, "part_size": 8, "checksums": ["07"]}]},
-        {"files": [{"path": "a", "size": 9, "part_size": 0, "checksums": ["07"]}]},
-        {"files": [{"path": "a", "size": 9, "part_size": 9, "checksums": ["-7"]}]},
-        {"files": [{"path": "a", "size": 9, "part_size": 9, "checksums": ["10000000000000000"]}]},
-        {"files": [{"path": "a", "size": -9, "part_size": -9, "checksums": ["07"]}]},
-        {"files": [{"path": "a", "size": 1 << 64, "part_size": 1 << 64, "checksums": ["07"]}]},
-        {"files": [{"path": "a", "size": 9}]},
-        {"files": [{"path": "../a", "size": 0, "part_size": 8, "checksums": []}]},
-        {"files": [{"path": "a" * 256, "size": 0, "part_size": 8, "checksums": []}]},
-        {"files": [{"path": "a\x1b[31m", "size": 0, "part_size": 8, "checksums": []}]},
-        {"files": [{"path": "a", "size": 10_001, "part_size": 1, "checksums": ["0" * 16] * 10_001}]},
-        {"files": [{"path": "a", "size": 2**50 + 1, "part_size": 2**50, "checksums": ["0" * 16] * 2}]},
-        {"files": [{"path": f"{n}", "size": 2**50, "part_size": 2**50, "checksums": ["0" * 16]} for n in range(2)]},
-        {"saved_at": 1e300},
-        {"saved_at": -1.0},
+        {"ranks": {"files": [{"path": "a", "size": 9, "part_size": 8, "checksums": ["07"]}]}},
+        {"ranks": {"files": [{"path": "a", "size": 9, "part_size": 0, "checksums": ["07"]}]}},
+        {"ranks": {"files": [{"path": "a", "size": 9, "part_size": 9, "checksums": ["-7"]}]}},
+        {"ranks": {"files": [{"path": "a", "size": 9, "part_size": 9, "checksums": ["10000000000000000"]}]}},
+        {"ranks": {"files": [{"path": "a", "size": -9, "part_size": -9, "checksums": ["07"]}]}},
+        {"ranks": {"files": [{"path": "a", "size": 1 << 64, "part_size": 1 << 64, "checksums": ["07"]}]}},
+        {"ranks": {"files": [{"path": "a", "size": 9}]}},
+        {"ranks": {"files": [{"path": "../a", "size": 0, "part_size": 8, "checksums": []}]}},
+        {"ranks": {"files": [{"path": "a" * 256, "size": 0, "part_size": 8, "checksums": []}]}},
+        {"ranks": {"files": [{"path": "a\x1b[31m", "size": 0, "part_size": 8, "checksums": []}]}},
+        {"ranks": {"files": [{"path": "a", "size": 10_001, "part_size": 1, "checksums": ["0" * 16] * 10_001}]}},
+        {"ranks": {"files": [{"path": "a", "size": 2**50 + 1, "part_size": 2**50, "checksums": ["0" * 16] * 2}]}},
+        {
+            "ranks": {
+                "files": [
+                    {"path": f"{n}", "size": 2**50, "part_size": 2**50, "checksums": ["0" * 16]} for n in range(2)
+                ]
+            }
+        },
+        {"ranks": {"saved_at": 1e300}},
+        {"ranks": {"saved_at": -1.0}},
         {"step": 10**12},
-        {"rank": -1},
+        {"ranks": {"rank": -1}},
+        {"ranks": {"rank": 3}},
+        {"ranks": {"added": 1}},
+        {"ranks": []},
         {"world_size": 10**9},
         {"name": "../up"},
         {"save": "a/b"},
         {"added": [[]]},
-        {"files": None},
+        {"ranks": {"files": None}},
         {"world_size": "many"},
     ],
 )
 def test_a_manifest_that_is_not_understood_to_the_last_byte_is_corrupt(change: dict[str, object]) -> None:
-    body = _changed(encode_manifest(_manifests()[0]), change)
+    body = _changed(encode_manifest(_manifests()[:1]), change)
     with pytest.raises(StoreError, match="the-key") as refused:
         decode_manifest(body, "the-key")
     assert refused.value.kind is ErrorKind.CHECKPOINT_CORRUPT
@@ -245,9 +254,20 @@ def test_a_marker_that_does_not_name_every_rank_once_is_corrupt() -> None:
     whole = encode_marker(commit_marker(_manifests(), _references()))
     named = json.loads(whole)["manifests"]
     assert decode_marker(_changed(whole, {"manifests": named}), "key").info == _info(3)
-    for ranks in ([*named, named[0]], named[:2], [named[0], named[2], named[1]], []):
+    twice = [named[0], named[0], named[2]]
+    for ranks in ([*named, named[0]], named[:2], [named[0], named[2], named[1]], twice):
         with pytest.raises(StoreError, match="every rank once"):
             decode_marker(_changed(whole, {"manifests": ranks}), "key")
+    with pytest.raises(StoreError):
+        decode_marker(_changed(whole, {"manifests": []}), "key")
+
+
+def test_a_manifest_whose_ranks_are_not_in_order_is_corrupt() -> None:
+    whole = encode_manifest(_manifests())
+    first, second, third = json.loads(whole)["ranks"]
+    for ranks in ([second, first, third], [first, first, second]):
+        with pytest.raises(StoreError, match="not in order"):
+            decode_manifest(_changed(whole, {"ranks": ranks}), "key")
 
 
 _FORGED = (
@@ -281,7 +301,7 @@ def test_an_object_that_is_larger_than_any_may_be_is_not_decoded() -> None:
 
 def test_one_flipped_bit_anywhere_in_an_object_is_seen() -> None:
     bodies = {
-        encode_manifest(_with_a_pack()): decode_manifest,
+        encode_manifest([_with_a_pack()]): decode_manifest,
         encode_marker(commit_marker(_manifests(), _references())): decode_marker,
         encode_pin(Pin(attempt="job-1")): decode_pin,
     }
@@ -294,10 +314,11 @@ def test_one_flipped_bit_anywhere_in_an_object_is_seen() -> None:
                 decode(bytes(flipped), "the-key")
 
 
-def test_all_rank_manifests_of_a_save_together_have_a_limit() -> None:
+def test_all_manifests_of_a_save_together_have_a_limit() -> None:
     count = MANIFESTS_BYTES // MANIFEST_BYTES + 1
-    references = {rank: ManifestReference(rank=rank, size_bytes=MANIFEST_BYTES, checksum=0) for rank in range(count)}
-    info = _info(len(references))
-    manifests = [RankManifest(info=info, rank=rank, saved_at=1.0, files=()) for rank in references]
-    with pytest.raises(StoreError, match="rank manifests of"):
-        decode_marker(encode_marker(commit_marker(manifests, references)), "the-key")
+    references = [
+        ManifestReference(first_rank=rank, rank_count=1, size_bytes=MANIFEST_BYTES, checksum=0) for rank in range(count)
+    ]
+    ranks = [RankManifest(info=_info(count), rank=rank, saved_at=1.0, files=()) for rank in range(count)]
+    with pytest.raises(StoreError, match="manifests of"):
+        decode_marker(encode_marker(commit_marker(ranks, references)), "the-key")

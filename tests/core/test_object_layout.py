@@ -1,5 +1,7 @@
 """Where things are in a bucket, and which names may be there."""
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -15,6 +17,7 @@ from mooring_agent.core.stored.object_layout import (
     manifest_key,
     manifests_prefix,
     marker_key,
+    parse_manifest_key,
     parse_marker_key,
     pin_key,
     save_prefix,
@@ -30,7 +33,7 @@ def _info(save: str = "a1-000001", step: int = 1200) -> SaveInfo:
 def test_the_layout_is_the_one_in_the_docs() -> None:
     info = _info()
     assert file_key(info, "model/shard-0.bin") == "checkpoint-1200/a1-000001/model/shard-0.bin"
-    assert manifest_key(info, 3) == "checkpoint-1200/a1-000001/.mooring/rank-00003.json"
+    assert manifest_key(info, 8, 16) == "checkpoint-1200/a1-000001/.mooring/manifest-00008-00016.json"
     assert marker_key(info) == ".mooring/commits/999999998799.a1-000001.json"
     assert pin_key("attempt-7") == ".mooring/resume/attempt-7.json"
 
@@ -38,9 +41,33 @@ def test_the_layout_is_the_one_in_the_docs() -> None:
 def test_everything_of_a_save_but_its_marker_lies_below_its_prefix() -> None:
     info = _info()
     assert file_key(info, "a").startswith(save_prefix(info))
-    assert manifest_key(info, 0).startswith(manifests_prefix(info))
+    assert manifest_key(info, 0, 1).startswith(manifests_prefix(info))
     assert manifests_prefix(info).startswith(save_prefix(info))
     assert marker_key(info).startswith(COMMITS_PREFIX)
+
+
+@given(first_rank=st.integers(0, 99), rank_count=st.integers(1, 99))
+def test_a_manifest_s_key_tells_which_ranks_it_may_have(first_rank: int, rank_count: int) -> None:
+    info = replace(_info(), world_size=100)
+    named = (first_rank, rank_count) if first_rank + rank_count <= info.world_size else None
+    assert parse_manifest_key(info, manifest_key(info, first_rank, rank_count)) == named
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "manifest-00000.json",
+        "manifest-0-1.json",
+        "manifest-00000-00000.json",
+        "manifest-00000-00001.jsonx",
+        "manifest--0001-00002.json",
+        "pack-00000-00001.tar",
+    ],
+)
+def test_what_is_no_manifest_s_key_is_none(name: str) -> None:
+    info = replace(_info(), world_size=100)
+    assert parse_manifest_key(info, f"{save_prefix(info)}.mooring/{name}") is None
+    assert parse_manifest_key(info, f"{save_prefix(_info('other'))}.mooring/manifest-00000-00001.json") is None
 
 
 @given(save=_tokens, step=st.integers(0, STEP))
@@ -86,7 +113,20 @@ def test_file_names_are_kept_as_the_trainer_gave_them(path: str) -> None:
 
 @pytest.mark.parametrize(
     "path",
-    ["", "/a", "a/", "a//b", "./a", "a/../b", "..", ".mooring/rank-00000.json", "a\x00b", "a\nb", "\udcff", "a" * 600],
+    [
+        "",
+        "/a",
+        "a/",
+        "a//b",
+        "./a",
+        "a/../b",
+        "..",
+        ".mooring/manifest-00000-00001.json",
+        "a\x00b",
+        "a\nb",
+        "\udcff",
+        "a" * 600,
+    ],
 )
 def test_a_file_name_that_could_leave_its_save_or_the_store_is_refused(path: str) -> None:
     with pytest.raises(RequestError) as refused:

@@ -2,7 +2,7 @@
 
 from tests.core.play import PART_BYTES, Play
 
-from mooring_agent.core.agent.commands import Commit, PutFile, PutPack, Reconcile, WriteManifest
+from mooring_agent.core.agent.commands import CheckSent, Commit, PutFile, PutPack, Reconcile
 from mooring_agent.core.agent.event_codec import decode_event, encode_event
 from mooring_agent.core.agent.events import ObjectsLost, Started
 from mooring_agent.core.agent.reducer import advance
@@ -34,8 +34,8 @@ def test_many_small_files_take_few_requests_and_each_file_is_in_the_manifest_wit
     ]
     for command in list(play.in_flight.values()):
         play.answer(command.work)  # type: ignore[union-attr]
-    (write,) = [command for command in play.in_flight.values() if isinstance(command, WriteManifest)]
-    manifest = write.manifest
+    (check,) = [command for command in play.in_flight.values() if isinstance(command, CheckSent)]
+    manifest = check.manifest
     assert manifest.pack_sizes_bytes == tuple(command.pack.size_bytes for command in packs)
     assert len(manifest.files) == 101
     placed = {file.path: (file.place.number, file.place.offset_bytes) for file in manifest.files if file.place}
@@ -113,11 +113,11 @@ def test_a_pack_that_the_store_has_lost_is_sent_again_and_its_manifest_too() -> 
         play.answer(next(iter(play.in_flight)))
     commit = WorkId(Operation.COMMIT, "s1")
     del play.in_flight[commit]
-    play.feed(ObjectsLost(at=play.now, work=commit, files=(), manifests=(), packs=((0, 2),)))
+    play.feed(ObjectsLost(at=play.now, work=commit, packs=((0, 2),)))
     (again,) = _packs_in_flight(play)
     assert again.work.number == 2
     assert play.state.checkpoints["s1"].remaining_bytes == len(again.pack.files) * _SMALL[0]
     play.answer(again.work)
-    assert [work.operation for work in play.in_flight] == [Operation.WRITE_MANIFEST]
+    assert [work.operation for work in play.in_flight] == [Operation.CHECK_SENT]
     play.finish()
     assert play.phase("s1") is Phase.RELEASED

@@ -3,7 +3,7 @@
 import pytest
 
 from mooring_agent.core.agent import planner
-from mooring_agent.core.agent.commands import CreateUpload, Reconcile, Release, Stage, WriteManifest
+from mooring_agent.core.agent.commands import CheckSent, CreateUpload, Reconcile, Release, Stage
 from mooring_agent.core.agent.events import (
     Announced,
     Committed,
@@ -71,8 +71,8 @@ def test_a_file_that_was_completed_while_the_agent_died_keeps_the_checksums_of_i
     (reconcile,) = [command for command in ready.commands if isinstance(command, Reconcile)]
     found = FoundFile(rank=0, path=FILE.path, checksum=None)
     ready = advance(state, Reconciled(at=3.0, work=reconcile.work, uploads=(), files=(found,)))
-    (write,) = [command for command in ready.commands if isinstance(command, WriteManifest)]
-    assert list(write.manifest.files[0].checksums) == [101, 102]
+    (check,) = [command for command in ready.commands if isinstance(command, CheckSent)]
+    assert list(check.manifest.files[0].checksums) == [101, 102]
     assert state.checkpoints[INFO.save].durable_bytes == FILE.fingerprint.size_bytes
 
 
@@ -91,8 +91,8 @@ def test_what_was_staged_before_a_change_of_the_part_size_keeps_its_parts(part_s
     state, ready = restart_after(created, part_stored(1), part_stored(2), complete, part_size_bytes=part_size_bytes)
     (reconcile,) = [command for command in ready.commands if isinstance(command, Reconcile)]
     ready = advance(state, Reconciled(at=3.0, work=reconcile.work, uploads=(), files=()))
-    (write,) = [command for command in ready.commands if isinstance(command, WriteManifest)]
-    (file,) = write.manifest.files
+    (check,) = [command for command in ready.commands if isinstance(command, CheckSent)]
+    (file,) = check.manifest.files
     assert (file.part_size_bytes, list(file.checksums)) == (8 * MIB, [101, 102])
 
 

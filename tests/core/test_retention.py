@@ -31,7 +31,7 @@ def committed(step: int, save: str = "", modified_at: float = NOW - 3 * DAY) -> 
 
 def stored(step: int, save: str = "", modified_at: float = NOW - 5 * DAY, *, manifest: bool = True) -> StoredSave:
     name, save = f"checkpoint-{step}", save or f"aaaaaaaa-{step:06d}"
-    keys = [f"{name}/{save}/model.pt"] + [f"{name}/{save}/.mooring/rank-00000.json"] * manifest
+    keys = [f"{name}/{save}/model.pt"] + [f"{name}/{save}/.mooring/manifest-00000-00001.json"] * manifest
     return StoredSave(name=name, save=save, sizes_bytes=dict.fromkeys(keys, 5), modified_at=modified_at)
 
 
@@ -101,7 +101,7 @@ def test_the_marker_goes_before_the_files_and_these_before_the_manifests() -> No
     assert [wave[0].split("/")[-1] for wave in deletion.waves] == [
         "999999999998.aaaaaaaa-000001.json",
         "model.pt",
-        "rank-00000.json",
+        "manifest-00000-00001.json",
     ]
 
 
@@ -174,7 +174,7 @@ def snapshot(number: int, series: str = "node-0", modified_at: float = NOW - 3 *
 def folder(one: CommittedSave, *files: str, modified_at: float = NOW - 5 * DAY, reserves: bool = True) -> StoredSave:
     """What is stored of a snapshot: ten bytes for each file, and one for the others."""
     prefix = f"{one.series}/{one.save}"
-    sizes_bytes = {f"{prefix}/{file}": 10 for file in files} | {f"{prefix}/.mooring/rank-00000.json": 1}
+    sizes_bytes = {f"{prefix}/{file}": 10 for file in files} | {f"{prefix}/.mooring/manifest-00000-00001.json": 1}
     sizes_bytes |= {f"{prefix}/.mooring/base.json": 1} if reserves else {}
     return StoredSave(name=one.series, save=one.save, sizes_bytes=sizes_bytes, modified_at=modified_at)
 

@@ -34,10 +34,10 @@ LINK = FileEntry(path="out/latest", size_bytes=0, part_size_bytes=1, checksums=(
 
 
 def manifest_of(play: Play, save: str) -> RankManifest:
-    """Return the rank manifest that the save's commit was asked for with."""
+    """Return the part of the manifest that the save's commit was asked for with."""
     commit = play.in_flight[WorkId(Operation.COMMIT, save)]
     assert isinstance(commit, Commit)
-    return commit.manifests[0]
+    return commit.ranks[0]
 
 
 def seal(play: Play, save: str) -> None:

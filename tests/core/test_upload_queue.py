@@ -89,7 +89,7 @@ def test_a_trainer_that_saves_faster_than_the_store_takes_still_gets_checkpoints
         play.announce(f"s{step}", (PART_BYTES,) * 6)
         # The store takes four of six files between two saves.
         _send(play, 4)
-        for save in [work.save for work in play.in_flight if work.operation is Operation.WRITE_MANIFEST]:
+        for save in [work.save for work in play.in_flight if work.operation is Operation.CHECK_SENT]:
             play.finish(save)
             committed.append(step - int(save[1:]))
     assert len(committed) >= 15

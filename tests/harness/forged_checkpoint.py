@@ -1,12 +1,12 @@
-"""Forged checkpoints whose rank manifests take much memory, beside real ones: all within the limits of their form."""
+"""Forged checkpoints whose manifests take much memory, beside real ones: all within the limits of their form."""
 
 from collections.abc import Callable, Mapping
 from typing import Final
 
-from mooring_agent.adapters.checksum import crc64nvme
-from mooring_agent.core.model import FileEntry, Kind, ManifestReference, PackPlace, RankManifest, SaveInfo
-from mooring_agent.core.stored.manifest import commit_marker, encode_manifest, encode_marker
-from mooring_agent.core.stored.object_layout import file_key, manifest_key, marker_key, pack_key
+from tests.restore.stored_checkpoints import store_ranks
+
+from mooring_agent.core.model import FileEntry, Kind, PackPlace, RankManifest, SaveInfo
+from mooring_agent.core.stored.object_layout import file_key, pack_key
 from mooring_agent.ports import ObjectStore
 
 PARTS: Final = 10_000
@@ -43,11 +43,11 @@ SHAPES: Final[Mapping[str, Callable[[int], FileEntry]]] = {
 async def store_forged(
     store: ObjectStore, step: int, entry: Callable[[int], FileEntry], *, files_of_rank: int, ranks: int
 ) -> list[int]:
-    """Commit it, as someone who may write to the bucket does; the sizes of its rank manifests."""
+    """Commit it, as someone who may write to the bucket does; the sizes of its manifests, one for each rank."""
     info = SaveInfo(
         save=f"f0f0f0f0-{step:06d}", name=f"checkpoint-{step}", step=step, kind=Kind.PERIODIC, world_size=ranks
     )
-    manifests, references = [], {}
+    manifests = []
     for rank in range(ranks):
         files = tuple(entry(rank * files_of_rank + number) for number in range(files_of_rank))
         packs = (_PACK_BYTES,) if any(file.place for file in files) else ()
@@ -57,9 +57,5 @@ async def store_forged(
         for file in files:
             if not file.place:
                 await store.put(file_key(info, file.path), bytes(file.size_bytes))
-        body = encode_manifest(manifest)
-        await store.put(manifest_key(info, rank), body)
-        manifests.append(manifest)
-        references[rank] = ManifestReference(rank=rank, size_bytes=len(body), checksum=crc64nvme(body))
-    await store.put(marker_key(info), encode_marker(commit_marker(manifests, references)))
-    return [reference.size_bytes for reference in references.values()]
+        manifests.append([manifest])
+    return [reference.size_bytes for reference in await store_ranks(store, manifests)]

@@ -21,7 +21,7 @@ TEXTS: Final = (
     "\u202egnp",
     "[red]x[/red]",
     "caf\u00e9\U0001f40b",
-    "rank-00000.json",
+    "manifest-00000-00001.json",
     "0" * 16,
     "g" * 16,
     "-1",
@@ -81,7 +81,7 @@ def mutated_bytes(body: bytes, generator: random.Random) -> bytes:
 
 
 def naming(marker: bytes, manifest: bytes) -> bytes:
-    """The marker, as if that rank manifest had been committed with it."""
+    """The marker, as if that manifest had been committed with it."""
     value = json.loads(marker)
     del value["crc32"]
     value["manifests"][0] |= {"size": len(manifest), "checksum": f"{crc64nvme(manifest):016x}"}

@@ -1,6 +1,6 @@
 """Hostile objects in a real destination, read by what reads destinations: restore, ls, verify, prune, another's commit.
 
-Each round damages the newest of two checkpoints in one way and looks; or the manifest that another pod contributes to a
+Each round damages the newest of two checkpoints in one way and looks; or the manifest that another pod has written of a
 save that is being committed; or the record of a checkpoint on a volume. Invariants: no exception but Mooring's own; no
 round takes longer than the bound; what is restored is the newer one, byte for byte, or the older one, byte for byte.
 """
@@ -23,7 +23,7 @@ from mooring_agent.adapters.retrying_store import RetryingStore
 from mooring_agent.catalog.deep_check import check
 from mooring_agent.catalog.markers import list_committed, read_marker
 from mooring_agent.catalog.pruning import prune
-from mooring_agent.core.agent.commands import Commit
+from mooring_agent.core.agent.commands import Commit, Turn
 from mooring_agent.core.agent.events import Committed
 from mooring_agent.core.agent.work import Operation, WorkId
 from mooring_agent.core.errors import ErrorKind, MooringError
@@ -35,14 +35,14 @@ from mooring_agent.core.stored.object_layout import manifest_key, marker_key, pa
 from mooring_agent.ports import StoreWriter
 from mooring_agent.restore.init_step import Restored, restore
 from mooring_agent.runtime.process.app import SystemClock
-from mooring_agent.runtime.work.committer import commit
+from mooring_agent.runtime.work.committer import Committer
 from mooring_api.names import CHECKPOINT_DIRECTORY, RECORDS_DIRECTORY, STATE_DIRECTORY
 
 HANG_SECONDS: Final = 60.0
 """Of one round. It finds what never ends and judges no machine: a round takes hundredths of a second."""
 WORK_SECONDS: Final = 2.0
 """Of one round, of the processor's time, which no other process takes part in."""
-_CONTRIBUTION: Final = "contribution"
+_OTHERS_MANIFEST: Final = "manifest of another agent"
 _RECORD: Final = "record"
 _HALF_STEP: Final = 0
 """Older than both, and without a marker: nobody restores it."""
@@ -88,23 +88,23 @@ class Destination:
             pin = Pin(attempt=_ATTEMPT, step=newer.step, save=newer.save, marker=marker_key(newer))
             await store.put(pin_key(_ATTEMPT), encode_pin(pin))
             self._half = await store_checkpoint(store, _HALF_STEP, world_size=2, committed=False)
-            key = manifest_key(self._half, 0)
+            key = manifest_key(self._half, 0, 1)
             own = decode_manifest(await store.get(key, limit_bytes=MANIFEST_BYTES), key)
             self._commit = Commit(
                 work=WorkId(Operation.COMMIT, self._half.save),
                 info=self._half,
-                manifests=(own,),
-                may_write_marker=True,
+                ranks=own,
+                turn=Turn.WRITE,
                 sweep_uploads=False,
             )
             self._restored.mkdir()
             await self._restore(RetryingStore(store), self._restored, attempt="")
         keys = {
             "marker": marker_key(newer),
-            "manifest": manifest_key(newer, 0),
+            "manifest": manifest_key(newer, 0, 1),
             "pack": pack_key(newer, 0, 0),
             "pin": pin_key(_ATTEMPT),
-            _CONTRIBUTION: manifest_key(self._half, 1),
+            _OTHERS_MANIFEST: manifest_key(self._half, 1, 1),
         }
         self._targets = {what: self._root / key for what, key in keys.items()}
         self._targets[_RECORD] = self._volume / STATE_DIRECTORY / RECORDS_DIRECTORY / f"{newer.name}.json"
@@ -124,7 +124,7 @@ class Destination:
             began = time.process_time()
             async with asyncio.timeout(HANG_SECONDS), open_store(self._settings) as opened:
                 store = RetryingStore(opened)
-                if what == _CONTRIBUTION:
+                if what == _OTHERS_MANIFEST:
                     await self._try_to_commit(store, found)
                 elif what == _RECORD:
                     await self._read_records(store, found, seed=seed)
@@ -179,7 +179,7 @@ class Destination:
     async def _try_to_commit(self, store: StoreWriter, found: Found) -> None:
         """As the pod does whose part is there; what it commits can be read."""
         try:
-            outcome = await commit(store, SystemClock(), self._commit)
+            outcome = await Committer(SystemClock()).commit(store, self._commit)
         except MooringError:
             found.refused += 1
             return

@@ -72,9 +72,9 @@ def test_a_checkpoint_is_committed_only_when_every_agent_has_sealed_its_ranks(tm
         for agent in (first, second):
             assert agent.wait_committed("attempt-1").world_size == 2
         assert len(list((folder / ".mooring/commits").iterdir())) == 1
-        manifest_path = folder / "checkpoint-3/attempt-1/.mooring/rank-00001.json"
-        manifest = decode_manifest(manifest_path.read_bytes(), "manifest")
-        assert [file.path for file in manifest.files] == ["rank1.pt"]
+        manifest_path = folder / "checkpoint-3/attempt-1/.mooring/manifest-00001-00001.json"
+        (rank,) = decode_manifest(manifest_path.read_bytes(), "manifest")
+        assert [file.path for file in rank.files] == ["rank1.pt"]
 
 
 def test_ranks_that_write_one_file_name_with_different_bytes_are_told_so(tmp_path: Path) -> None:
@@ -125,7 +125,7 @@ def test_an_agent_without_rank_0_commits_when_the_one_that_has_it_is_gone(tmp_pa
     fields = {"save": "attempt-1", "world_size": 2}
     with AgentProcess(tmp_path / "pod0", destination) as first:
         first.announce(write_checkpoint(first.checkpoints / "checkpoint-3", {"rank0.pt": 1000}), 3, rank=0, **fields)
-        manifest = folder / "checkpoint-3/attempt-1/.mooring/rank-00000.json"
+        manifest = folder / "checkpoint-3/attempt-1/.mooring/manifest-00000-00001.json"
         wait_until(manifest.exists, 30.0, "rank 0 is sealed")
         first.kill()
     with AgentProcess(tmp_path / "pod1", destination) as second:

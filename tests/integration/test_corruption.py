@@ -56,7 +56,7 @@ def only_key(view: BucketView, prefix: str, name: str) -> str:
 
 @pytest.mark.parametrize(
     ("name", "position"),
-    [("/model.safetensors", 7 * MIB + 3), ("/config.json", 0), ("/rank-00000.json", 40)],
+    [("/model.safetensors", 7 * MIB + 3), ("/config.json", 0), ("/manifest-00000-00001.json", 40)],
     ids=["a large file", "a small file", "a manifest"],
 )
 def test_a_wrong_byte_is_named_and_the_older_checkpoint_is_restored(

@@ -50,7 +50,7 @@ def is_list_parts(request: Request) -> bool:
 
 
 def is_manifest(request: Request) -> bool:
-    return request.method == "PUT" and "/.mooring/rank-" in request.path
+    return request.method == "PUT" and "/.mooring/manifest-" in request.path
 
 
 def is_marker(request: Request) -> bool:

@@ -79,11 +79,11 @@ def test_a_forged_checkpoint_of_four_large_manifests_is_skipped_with_the_memory_
     needed = forge(tmp_path, "many parts", files_of_rank=80, ranks=4)
     assert needed > 2 * MEMORY_BYTES
     said = restores_the_older(memory, tmp_path)
-    assert f"needs {-(-needed // MIB)} MiB of memory for its rank manifests, this process may have 256 MiB" in said
+    assert f"needs {-(-needed // MIB)} MiB of memory for its manifests, this process may have 256 MiB" in said
     assert "mooring.dev/memory" in said
 
 
 def spoil(folder: Path) -> None:
-    """One pack is missing: seen after all rank manifests were decoded."""
+    """One pack is missing: seen after all manifests were decoded."""
     (packs := sorted((folder / "destination/checkpoint-2").rglob("pack-*.tar")))[-1].unlink()
     assert len(packs) > 1

@@ -144,7 +144,7 @@ def test_a_gateway_that_answers_404_now_and_then_fails_no_checkpoint(
         "part": ("PUT", "partNumber="),
         "complete": ("POST", "?uploadId="),
         "whole": ("PUT", "small.bin"),
-        "manifest": ("PUT", "rank-00000.json"),
+        "manifest": ("PUT", "manifest-00000-00001.json"),
         "marker": ("PUT", "/.mooring/commits/"),
     }
     with start_agent(tmp_path / "volume", rclone_bucket, fault_proxy) as agent:

@@ -97,10 +97,6 @@ def make_pods(rclone_bucket: Bucket, tmp_path: Path) -> Iterator[MakePods]:
         yield make
 
 
-def is_manifest_of(rank: int) -> Callable[[Request], bool]:
-    return lambda request: request.method == "PUT" and f"/.mooring/rank-{rank:05d}" in request.path
-
-
 def seen(pod: Pod, happens: Callable[[Request], bool]) -> bool:
     return any(map(happens, pod.proxy.log))
 
@@ -109,8 +105,7 @@ MOMENTS: dict[str, Callable[[Request], bool]] = {
     "an upload begins": lambda request: request.method == "POST" and request.query.startswith("uploads"),
     "a part is sent": lambda request: request.method == "PUT" and "partNumber=2" in request.query,
     "a file is completed": lambda request: request.method == "POST" and "uploadId=" in request.query,
-    "the first rank's manifest": is_manifest_of(0),
-    "the second rank's manifest": is_manifest_of(1),
+    "the manifest": lambda request: request.method == "PUT" and "/.mooring/manifest-" in request.path,
     "the marker": lambda request: request.method == "PUT" and "/.mooring/commits/" in request.path,
 }
 
@@ -242,9 +237,8 @@ def test_two_pods_of_two_ranks_commit_when_both_have_sealed_and_not_before(
     view = BucketView(rclone_bucket)
     held, free = pods[last], pods[1 - last]
     originals = [tree(pod.write(1)) for pod in pods]
-    # All but its last rank manifest.
-    rank = held.ranks[-1]
-    held.proxy.add(Rule(name="held", fault=Fault.STATUS, method="PUT", target=f"/.mooring/rank-{rank:05d}", times=-1))
+    # All but its manifest.
+    held.proxy.add(Rule(name="held", fault=Fault.STATUS, method="PUT", target="/.mooring/manifest-", times=-1))
     for pod in pods:
         pod.announce(1)
     wait_until(lambda: free.phase(1) == agent_pb2.PHASE_SEALED, 60, "one pod has sealed")
@@ -285,9 +279,11 @@ def test_when_one_pod_is_killed_before_it_sealed_both_restore_the_checkpoint_bef
         case "between its ranks":
             killed.announce(2, [3])
         case "before it sealed":
-            killed.proxy.add(Rule(name="held", fault=Fault.BLACKHOLE, method="PUT", target="/.mooring/rank-", times=-1))
+            killed.proxy.add(
+                Rule(name="held", fault=Fault.BLACKHOLE, method="PUT", target="/.mooring/manifest-", times=-1)
+            )
             killed.announce(2)
-            wait_until(lambda: killed.proxy.hits("held") > 0, 60, "its first rank manifest is on the way")
+            wait_until(lambda: killed.proxy.hits("held") > 0, 60, "its manifest is on the way")
     killed.agent.kill()
     wait_until(lambda: survivor.phase(2) == agent_pb2.PHASE_SEALED, 60, "the other pod has sealed")
     survivor.agent.terminate()
@@ -300,9 +296,10 @@ def test_when_one_pod_is_killed_before_it_sealed_both_restore_the_checkpoint_bef
 
 
 def part_sizes(view: BucketView, path: str) -> list[int]:
-    """Of this file in the rank manifests of the second step's save, by rank."""
-    keys = sorted(view.keys(f"checkpoint-2/{save_of(2)}/.mooring/rank-"))
-    files = [file for key in keys for file in json.loads(view.read(key))["files"]]
+    """Of this file in the manifests of the second step's save, by rank."""
+    keys = sorted(view.keys(f"checkpoint-2/{save_of(2)}/.mooring/manifest-"))
+    ranks = [rank for key in keys for rank in json.loads(view.read(key))["ranks"]]
+    files = [file for rank in ranks for file in rank["files"]]
     return [file["part_size"] for file in files if file["path"] == path]
 
 

@@ -187,9 +187,9 @@ class Lives:
     def _snapshot(self, marker: str) -> Snapshot:
         _, save, _ = marker.split(".")
         below = self.store / "node-0" / save
-        manifest = json.loads((below / ".mooring" / "rank-00000.json").read_bytes())
-        objects = frozenset(_names(below)) - {".mooring/rank-00000.json", ".mooring/base.json"}
-        files = {file["path"]: file for file in manifest["files"]}
+        manifest = json.loads((below / ".mooring" / "manifest-00000-00001.json").read_bytes())
+        objects = frozenset(_names(below)) - {".mooring/manifest-00000-00001.json", ".mooring/base.json"}
+        files = {file["path"]: file for file in manifest["ranks"][0]["files"]}
         return Snapshot(number=step_of(marker), save=save, files=files, objects=objects)
 
 

@@ -8,9 +8,10 @@ from io import BytesIO
 
 from mooring_agent.adapters.checksum import crc64nvme
 from mooring_agent.core.model import FileEntry, Kind, ManifestReference, PackPlace, RankManifest, SaveInfo
+from mooring_agent.core.stored.commit import manifest_key_of
 from mooring_agent.core.stored.manifest import commit_marker, encode_manifest, encode_marker
 from mooring_agent.core.stored.object_layout import file_key, manifest_key, marker_key, pack_key
-from mooring_agent.ports import ObjectStore
+from mooring_agent.ports import ObjectStore, StoreWriter
 
 PART_BYTES = 64 * 1024
 
@@ -43,7 +44,7 @@ async def store_checkpoint(
     single_file: bool = False,
     part_sizes_bytes: Mapping[int, int] | None = None,
 ) -> SaveInfo:
-    """Files, rank manifests and, if `committed`, the marker. `ranks` are the files of each rank.
+    """Files, manifests and, if `committed`, the marker. `ranks` are the files of each rank; each has its own agent.
 
     `single_file`: whoever has a file announced that file itself. `part_sizes_bytes`: by rank, if not `PART_BYTES`.
     """
@@ -55,7 +56,7 @@ async def store_checkpoint(
         kind=Kind.PERIODIC,
         world_size=len(ranks),
     )
-    manifests, references = [], {}
+    manifests = []
     for rank, files in enumerate(ranks):
         for path, body in files.items():
             await store.put(file_key(info, path), body)
@@ -64,13 +65,33 @@ async def store_checkpoint(
         manifest = RankManifest(
             info=info, rank=rank, saved_at=saved_at, files=entries, single_file=single_file and bool(entries)
         )
-        encoded = encode_manifest(manifest)
-        await store.put(manifest_key(info, rank), encoded)
-        manifests.append(manifest)
-        references[rank] = ManifestReference(rank=rank, size_bytes=len(encoded), checksum=crc64nvme(encoded))
-    if committed:
-        await store.put(marker_key(info), encode_marker(commit_marker(manifests, references)))
+        manifests.append([manifest])
+    await store_ranks(store, manifests, committed=committed)
     return info
+
+
+async def store_ranks(
+    store: StoreWriter, agents: Sequence[Sequence[RankManifest]], *, committed: bool = True
+) -> list[ManifestReference]:
+    """Store the manifests of agents that have these ranks, and, if `committed`, the marker that names them."""
+    references = []
+    for ranks in agents:
+        encoded = encode_manifest(ranks)
+        await store.put(manifest_key_of(ranks), encoded)
+        references.append(reference_of(ranks, encoded))
+    if committed:
+        ranks = [one for together in agents for one in together]
+        await store.put(marker_key(ranks[0].info), encode_marker(commit_marker(ranks, references)))
+    return references
+
+
+def reference_of(ranks: Sequence[RankManifest], encoded: bytes) -> ManifestReference:
+    return ManifestReference(
+        first_rank=min(one.rank for one in ranks),
+        rank_count=len(ranks),
+        size_bytes=len(encoded),
+        checksum=crc64nvme(encoded),
+    )
 
 
 def file_entry(path: str, body: bytes, part_size_bytes: int = PART_BYTES) -> FileEntry:
@@ -104,10 +125,7 @@ async def store_packed_checkpoint(
             for path in paths
         ]
     manifest = RankManifest(info=info, rank=0, saved_at=1000.0, files=tuple(entries), pack_sizes_bytes=tuple(sizes))
-    encoded = encode_manifest(manifest)
-    await store.put(manifest_key(info, 0), encoded)
-    reference = ManifestReference(rank=0, size_bytes=len(encoded), checksum=crc64nvme(encoded))
-    await store.put(marker_key(info), encode_marker(commit_marker([manifest], {0: reference})))
+    await store_ranks(store, [[manifest]])
     return info
 
 
@@ -141,12 +159,12 @@ DAMAGE = {
     "a truncated object": lambda store, info: truncate(store, file_key(info, "model-0.safetensors")),
     "a missing file": lambda store, info: store.delete(file_key(info, "rng_state_0.pth")),
     "a missing empty file": lambda store, info: store.delete(file_key(info, "empty-0")),
-    "a missing manifest": lambda store, info: store.delete(manifest_key(info, 0)),
-    "a changed manifest": lambda store, info: flip_byte(store, manifest_key(info, 0), 40),
-    "a truncated manifest": lambda store, info: truncate(store, manifest_key(info, 0)),
+    "a missing manifest": lambda store, info: store.delete(manifest_key(info, 0, 1)),
+    "a changed manifest": lambda store, info: flip_byte(store, manifest_key(info, 0, 1), 40),
+    "a truncated manifest": lambda store, info: truncate(store, manifest_key(info, 0, 1)),
     "a garbage marker": lambda store, info: store.put(marker_key(info), b"\x00garbage"),
     "an empty marker": lambda store, info: store.put(marker_key(info), b""),
-    "an extra rank": lambda store, info: store.put(manifest_key(info, 1), b"{}"),
+    "an extra rank": lambda store, info: store.put(manifest_key(info, 1, 1), b"{}"),
 }
 """What can be wrong with a checkpoint of one rank -> how to make it so."""
 
@@ -155,11 +173,11 @@ DAMAGED_OBJECT = {
     "a truncated object": "model-0.safetensors",
     "a missing file": "rng_state_0.pth",
     "a missing empty file": "empty-0",
-    "a missing manifest": "rank-00000.json",
-    "a changed manifest": "rank-00000.json",
-    "a truncated manifest": "rank-00000.json",
+    "a missing manifest": "manifest-00000-00001.json",
+    "a changed manifest": "manifest-00000-00001.json",
+    "a truncated manifest": "manifest-00000-00001.json",
     "a garbage marker": ".mooring/commits/",
     "an empty marker": ".mooring/commits/",
-    "an extra rank": "rank-00001.json",
+    "an extra rank": "manifest-00001-00001.json",
 }
 """What can be wrong -> what a message about it has to name."""

@@ -4,12 +4,10 @@ import random
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from tests.restore.stored_checkpoints import PART_BYTES, file_entry, tar_of
+from tests.restore.stored_checkpoints import PART_BYTES, file_entry, store_ranks, tar_of
 
-from mooring_agent.adapters.checksum import crc64nvme
-from mooring_agent.core.model import FileEntry, Kind, ManifestReference, Owner, PackPlace, RankManifest, SaveInfo
-from mooring_agent.core.stored.manifest import commit_marker, encode_manifest, encode_marker
-from mooring_agent.core.stored.object_layout import file_key, manifest_key, marker_key, pack_key
+from mooring_agent.core.model import FileEntry, Kind, Owner, PackPlace, RankManifest, SaveInfo
+from mooring_agent.core.stored.object_layout import file_key, pack_key
 from mooring_agent.ports import ObjectStore
 
 SECOND_NS = 10**9
@@ -69,8 +67,5 @@ async def store_snapshot(
     manifest = RankManifest(
         info=info, rank=0, saved_at=float(number), files=tuple(entries.values()), pack_sizes_bytes=sizes
     )
-    encoded = encode_manifest(manifest)
-    await store.put(manifest_key(info, 0), encoded)
-    reference = ManifestReference(rank=0, size_bytes=len(encoded), checksum=crc64nvme(encoded))
-    await store.put(marker_key(info), encode_marker(commit_marker([manifest], {0: reference})))
+    await store_ranks(store, [[manifest]])
     return StoredSnapshot(info=info, entries=entries)

@@ -17,7 +17,7 @@ from mooring_agent.catalog.deep_check import check
 from mooring_agent.catalog.markers import list_committed, read_marker
 from mooring_agent.catalog.pruning import note_damage
 from mooring_agent.catalog.reading import load
-from mooring_agent.core.agent.commands import Commit
+from mooring_agent.core.agent.commands import Commit, Turn
 from mooring_agent.core.agent.events import Committed
 from mooring_agent.core.agent.work import Operation, WorkId
 from mooring_agent.core.errors import StoreError
@@ -25,7 +25,7 @@ from mooring_agent.core.stored.manifest import decode_manifest
 from mooring_agent.core.stored.object_layout import damage_key, file_key, manifest_key, marker_key
 from mooring_agent.restore.init_step import restore
 from mooring_agent.runtime.process.app import SystemClock
-from mooring_agent.runtime.work.committer import commit
+from mooring_agent.runtime.work.committer import Committer
 
 POSITIONS = (3, 40, 77, 111, 160, -3, -12)
 """Of bytes in names, numbers, checksums and the end of a small object."""
@@ -57,14 +57,12 @@ async def test_one_flipped_byte_on_the_way_never_makes_restore_pass_over_a_check
 @pytest.mark.parametrize("at", range(2))
 async def test_one_flipped_byte_on_the_way_spoils_no_commit(at: int, position: int, store: FakeStore) -> None:
     info = await store_checkpoint(store, 1, world_size=2, committed=False)
-    manifests = []
-    for rank in range(2):
-        key = manifest_key(info, rank)
-        manifests.append(decode_manifest(await store.get(key, limit_bytes=100_000), key))
+    key = manifest_key(info, 0, 1)
+    ours = decode_manifest(await store.get(key, limit_bytes=100_000), key)
     work = WorkId(Operation.COMMIT, info.save)
     flipping = FlippingStore(store, at=at, position=position)
-    command = Commit(work=work, info=info, manifests=(manifests[0],), may_write_marker=True, sweep_uploads=False)
-    assert isinstance(await commit(flipping, SystemClock(), command), Committed)
+    command = Commit(work=work, info=info, ranks=ours, turn=Turn.WRITE, sweep_uploads=False)
+    assert isinstance(await Committer(SystemClock()).commit(flipping, command), Committed)
     assert flipping.flipped
     (committed,) = await list_committed(store)
     assert await check(store, committed) == ()

@@ -52,7 +52,7 @@ async def run(store: PrunedStore, volume: Path) -> Restored | None:
 async def test_restore_takes_what_was_committed_while_retention_deleted_its_first_choice(tmp_path: Path) -> None:
     store = PrunedStore()
     info = store.save = await store_checkpoint(store, 1)
-    store.at = manifest_key(info, 0)
+    store.at = manifest_key(info, 0, 1)
     store.then = partial(store_checkpoint, store, 2)
     restored = await run(store, tmp_path)
     assert restored is not None

@@ -1,4 +1,4 @@
-"""Rank manifests are fetched only if they fit into the memory that there is; a forged one blocks no older save."""
+"""Manifests are fetched only if they fit into the memory that there is; a forged one blocks no older save."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -13,7 +13,7 @@ from mooring_agent.catalog import reading
 from mooring_agent.catalog.markers import list_committed, read_marker
 from mooring_agent.catalog.pruning import prune
 from mooring_agent.catalog.reading import examine, load
-from mooring_agent.core.agent.commands import Commit
+from mooring_agent.core.agent.commands import Commit, Turn
 from mooring_agent.core.agent.events import Committed
 from mooring_agent.core.agent.work import Operation, WorkId
 from mooring_agent.core.errors import ErrorKind, RequestError, StoreError
@@ -46,7 +46,7 @@ async def restored(store: FakeStore, volume: Path) -> Restored | None:
 
 
 def fetched_manifests(store: FakeStore) -> list[str]:
-    return [key for method, key in store.calls if method == "get" and "/.mooring/rank-" in key]
+    return [key for method, key in store.calls if method == "get" and "/.mooring/manifest-" in key]
 
 
 @pytest.mark.usefixtures("memory")
@@ -92,7 +92,7 @@ async def test_verify_names_the_memory_that_a_checkpoint_needs(store: FakeStore)
 async def test_a_marker_with_more_files_than_its_manifests_can_name_is_damage(store: FakeStore) -> None:
     await store_checkpoint(store, 2)
     await forge_file_count(store, 10**15)
-    with pytest.raises(StoreError, match="more than rank manifests") as refused:
+    with pytest.raises(StoreError, match="more than manifests") as refused:
         await load(store, (await list_committed(store))[0])
     assert refused.value.kind is ErrorKind.CHECKPOINT_CORRUPT
     assert not fetched_manifests(store)
@@ -136,7 +136,7 @@ async def test_of_thousands_of_problems_the_first_are_kept_and_all_are_counted(s
 async def test_a_commit_does_not_decode_others_manifests_that_no_restore_could_hold(store: FakeStore) -> None:
     commit = await with_a_large_part_of_another_pod(store, files_of_rank=16)
     with pytest.raises(RequestError, match=r"this agent cannot commit the save: .* MiB of memory"):
-        await committer.commit(store, SystemClock(), commit)
+        await committer.Committer(SystemClock()).commit(store, commit)
     assert not fetched_manifests(store)
 
 
@@ -144,13 +144,13 @@ async def test_a_commit_counts_packed_files_and_packs_as_restore_does(
     store: FakeStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     commit = await with_a_large_part_of_another_pod(store, files_of_rank=2000, entry=of_nothing)
-    sizes = [one.size_bytes async for one in store.list("checkpoint-2/") if "/rank-" in one.key]
+    sizes = [one.size_bytes async for one in store.list("checkpoint-2/") if "/manifest-" in one.key]
     needed = needed_bytes(files=4000, manifests_bytes=sizes, largest_pack_bytes=1024)
     monkeypatch.setattr(committer, "memory_limit_bytes", lambda: needed - 1)
     with pytest.raises(RequestError, match="MiB of memory"):
-        await committer.commit(store, SystemClock(), commit)
+        await committer.Committer(SystemClock()).commit(store, commit)
     monkeypatch.setattr(committer, "memory_limit_bytes", lambda: needed)
-    assert isinstance(await committer.commit(store, SystemClock(), commit), Committed)
+    assert isinstance(await committer.Committer(SystemClock()).commit(store, commit), Committed)
 
 
 async def test_without_a_memory_limit_a_commit_has_that_of_the_table(
@@ -161,7 +161,7 @@ async def test_without_a_memory_limit_a_commit_has_that_of_the_table(
     monkeypatch.setattr(committer, "MANIFEST_BYTES", MANIFEST_BYTES // 10)
     commit = await with_a_large_part_of_another_pod(store, files_of_rank=1 + MANIFEST_BYTES // 10 // 190_000)
     with pytest.raises(RequestError, match="nobody could restore this save"):
-        await committer.commit(store, SystemClock(), commit)
+        await committer.Committer(SystemClock()).commit(store, commit)
     assert not fetched_manifests(store)
 
 
@@ -174,7 +174,7 @@ async def test_a_commit_does_not_keep_a_listing_that_does_not_fit(
     for number in range(100):
         await store.put(f"{commit.info.name}/{commit.info.save}/other-{number}", b"")
     with pytest.raises(RequestError, match="this agent cannot commit"):
-        await committer.commit(store, SystemClock(), commit)
+        await committer.Committer(SystemClock()).commit(store, commit)
 
 
 def missing(number: int) -> FileEntry:
@@ -197,14 +197,14 @@ async def with_a_large_part_of_another_pod(
     await store_forged(store, 2, entry, files_of_rank=files_of_rank, ranks=2)
     (committed,) = await list_committed(store)
     marker = await read_marker(store, committed)
-    key = manifest_key(marker.info, 0)
+    key = manifest_key(marker.info, 0, 1)
     own = decode_manifest(await store.get(key, limit_bytes=1 << 30), key)
     await store.delete(committed.key)
     store.calls.clear()
     return Commit(
         work=WorkId(Operation.COMMIT, marker.info.save),
         info=marker.info,
-        manifests=(own,),
-        may_write_marker=True,
+        ranks=own,
+        turn=Turn.WRITE,
         sweep_uploads=False,
     )

@@ -171,7 +171,7 @@ async def test_a_pruned_save_loses_its_packs_before_its_manifests(store: FakeSto
     await prune(store, RetentionSettings(keep_last=1), now=store.now)
     deleted = [key for method, key in store.calls if method == "delete" and old.save in key]
     assert deleted[0] == marker_key(old)
-    assert deleted[-1] == manifest_key(old, 0)
+    assert deleted[-1] == manifest_key(old, 0, 1)
     assert pack_key(old, 0, 0) in deleted
     assert not [key for key in store.objects if old.save in key]
 

@@ -61,7 +61,7 @@ async def test_cut_connections_refusals_and_flipped_bits_on_the_way_cost_nothing
 
 
 @pytest.mark.parametrize(
-    "target", ["list-type=2", "/999999999799.0123abcd", "rank-00000.json", "model-0", "resume/job-1"]
+    "target", ["list-type=2", "/999999999799.0123abcd", "manifest-00000-00001.json", "model-0", "resume/job-1"]
 )
 async def test_a_404_that_a_gateway_gives_never_makes_it_take_an_older_checkpoint(
     rclone_bucket: Bucket, fault_proxy: FaultProxy, volume: Path, target: str

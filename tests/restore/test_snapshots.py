@@ -127,7 +127,7 @@ DAMAGE = {
     "a truncated file": lambda store, info: truncate(store, file_key(info, "out/a")),
     "a missing file": lambda store, info: store.delete(file_key(info, "out/a")),
     "a damaged pack": lambda store, info: flip_byte(store, pack_key(info, 0, 0), 512),
-    "a missing manifest": lambda store, info: store.delete(manifest_key(info, 0)),
+    "a missing manifest": lambda store, info: store.delete(manifest_key(info, 0, 1)),
     "a garbage marker": lambda store, info: store.put(marker_key(info), b"garbage"),
 }
 

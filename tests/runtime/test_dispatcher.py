@@ -8,16 +8,16 @@ from pathlib import Path
 
 from mooring_agent.adapters.rate_limit import RateLimiter
 from mooring_agent.adapters.volume.staging_area import LocalStagingArea
-from mooring_agent.core.agent.commands import CancelWork, Command, CreateUpload, PutFile, Release, WriteManifest
-from mooring_agent.core.agent.events import Event, ManifestStored, Released, WorkCancelled, WorkFailed
+from mooring_agent.core.agent.commands import CancelWork, CheckSent, Command, CreateUpload, PutFile, Release
+from mooring_agent.core.agent.events import Event, Released, SentChecked, WorkCancelled, WorkFailed
 from mooring_agent.core.agent.state import State
 from mooring_agent.core.agent.work import Operation, WorkId
 from mooring_agent.core.errors import ErrorKind
 from mooring_agent.core.model import Fingerprint, Kind, RankManifest, Region, SaveInfo, StagedFile
 from mooring_agent.core.settings.values import Settings, StoreSettings
 from mooring_agent.runtime.process.app import SystemClock
-from mooring_agent.runtime.work.committer import DuplicateSaveGuard
 from mooring_agent.runtime.work.dispatcher import Dispatcher
+from mooring_agent.runtime.work.duplicate_save_guard import DuplicateSaveGuard
 from mooring_agent.runtime.work.pruner import Pruner
 from mooring_agent.runtime.work.ready_store import ReadyStore
 from mooring_agent.runtime.work.reconciler import Reconciler
@@ -106,20 +106,20 @@ class _SlowReading(LocalStagingArea):
             raise AssertionError("what must not wait waits for a reading")
 
 
-def _write_manifest(save: str, kind: Kind) -> WriteManifest:
+def _check_sent(save: str, kind: Kind) -> CheckSent:
     info = SaveInfo(save=save, name="checkpoint-1", step=1, kind=kind, world_size=1)
     manifest = RankManifest(info=info, rank=0, saved_at=0.0, files=())
-    return WriteManifest(work=WorkId(Operation.WRITE_MANIFEST, save, 0), manifest=manifest, pins=())
+    return CheckSent(work=WorkId(Operation.CHECK_SENT, save, 0), manifest=manifest, pins=())
 
 
 async def test_neither_other_work_nor_a_just_in_time_save_waits_for_a_second_reading(tmp_path: Path) -> None:
-    periodic = [_write_manifest(f"periodic-{number}", Kind.PERIODIC) for number in range(8)]
+    periodic = [_check_sent(f"periodic-{number}", Kind.PERIODIC) for number in range(8)]
     release = Release(work=WorkId(Operation.RELEASE, "over"))
-    last = _write_manifest("last", Kind.JUST_IN_TIME)
+    last = _check_sent("last", Kind.JUST_IN_TIME)
     go_on, awaited = threading.Event(), {release.work, last.work}
 
     def happened(event: Event) -> None:
-        if isinstance(event, Released | ManifestStored):
+        if isinstance(event, Released | SentChecked):
             awaited.discard(event.work)
         if not awaited:
             go_on.set()

@@ -20,6 +20,7 @@ from mooring_agent.core.agent.commands import (
     Abandon,
     CancelTermination,
     CancelWork,
+    CheckSent,
     Command,
     Commit,
     CompleteUpload,
@@ -36,6 +37,7 @@ from mooring_agent.core.agent.commands import (
     RequestSave,
     SendPart,
     Stage,
+    Turn,
     WorkCommand,
     WriteManifest,
 )
@@ -59,6 +61,7 @@ from mooring_agent.core.agent.events import (
     RanksSeen,
     Reconciled,
     Released,
+    SentChecked,
     Shed,
     Staged,
     Started,
@@ -75,7 +78,14 @@ from mooring_agent.core.agent.work import Operation, WorkId
 from mooring_agent.core.errors import ErrorKind, RequestError
 from mooring_agent.core.model import Fingerprint, StagedFile
 from mooring_agent.core.settings.values import Settings
-from mooring_agent.core.stored.commit import ListingVerdict, judge_listing, missing_files, missing_packs
+from mooring_agent.core.stored.commit import (
+    LostObjects,
+    lost_objects,
+    manifest_key_of,
+    missing_files,
+    missing_packs,
+    missing_ranks,
+)
 from mooring_agent.core.stored.object_layout import file_key, marker_key
 from mooring_agent.core.stored.packs_and_parts import plan
 from mooring_agent.ports import StagedDescriptor
@@ -93,12 +103,14 @@ _TIMEOUT_SECONDS = 20.0
 
 @dataclass(slots=True)
 class _Running:
-    """A command under way. `seen`: what a Commit found when it looked; `body`: the marker it is about to write."""
+    """A command under way. `body`: the marker that a Commit is about to write; the rest is what it found missing."""
 
     command: WorkCommand
     fails: ErrorKind | None
     takes_effect: bool
-    seen: ListingVerdict | None = None
+    lost: LostObjects | None = None
+    lost_manifest: bool = False
+    missing_ranks: int | None = None
     body: bytes | None = None
 
 
@@ -427,17 +439,20 @@ class AgentModel:
         if self._in_flight.get(command.work) is not running:
             return
         store, info = self.life.store, command.info
-        sizes = store.sizes(info)
-        running.seen = judge_listing(info, command.manifests, sizes)
-        if not running.seen.complete:
+        is_committed = marker_key(info) in store.objects
+        if not is_committed and command.turn is Turn.READ:
             return
-        unlisted = sum(
-            bool(missing_files(manifest, sizes) or missing_packs(manifest, sizes))
-            for manifest in store.manifests(info).values()
+        sizes = store.sizes(info)
+        running.lost = lost_objects(command.ranks, sizes)
+        running.lost_manifest = manifest_key_of(command.ranks) not in sizes
+        running.missing_ranks = missing_ranks(info, sizes)
+        if running.lost or running.lost_manifest or running.missing_ranks:
+            return
+        ranks = store.ranks(info)
+        running.missing_ranks = info.world_size - sum(
+            not (missing_files(one, sizes) or missing_packs(one, sizes)) for one in ranks.values()
         )
-        if unlisted:
-            running.seen = ListingVerdict(lost_files=(), lost_packs=(), lost_manifests=(), missing_ranks=unlisted)
-        elif command.may_write_marker or marker_key(info) in store.objects:
+        if not running.missing_ranks and (command.turn is Turn.WRITE or is_committed):
             running.body = store.marker_body(info)
 
     def _effect(self, running: _Running) -> Event:
@@ -477,8 +492,10 @@ class AgentModel:
                 if not done and command.key not in store.objects:
                     return self._failed(work, ErrorKind.UPLOAD_LOST)
                 return FileStored(at=now, work=work, checksum=None, size_bytes=0)
+            case CheckSent():
+                return SentChecked(at=now, work=work)
             case WriteManifest():
-                store.put_manifest(command.manifest)
+                store.put_manifest(command.ranks)
                 return ManifestStored(at=now, work=work)
             case Commit():
                 return self._commit(command, running)
@@ -531,18 +548,11 @@ class AgentModel:
         )
 
     def _commit(self, command: Commit, running: _Running) -> Event:
-        now, work, seen = self.life.now, command.work, running.seen
-        assert seen is not None
-        if seen.lost_files or seen.lost_packs or seen.lost_manifests:
-            return ObjectsLost(
-                at=now,
-                work=work,
-                files=seen.lost_files,
-                manifests=seen.lost_manifests,
-                packs=seen.lost_packs,
-            )
-        if seen.missing_ranks or running.body is None:
-            return CommitWaits(at=now, work=work, missing_ranks=seen.missing_ranks)
+        now, work, lost = self.life.now, command.work, running.lost
+        if lost or running.lost_manifest:
+            return ObjectsLost(at=now, work=work, files=lost.files if lost else (), packs=lost.packs if lost else ())
+        if running.body is None:
+            return CommitWaits(at=now, work=work, missing_ranks=running.missing_ranks)
         store = self.life.store
         store.put_marker(command.info, running.body)
         if command.sweep_uploads:
@@ -614,8 +624,9 @@ class AgentModel:
                 checkpoint.sequence,
                 checkpoint.reason,
                 checkpoint.pins_dropped,
+                checkpoint.manifest_stored,
                 {
-                    rank: (share.staged, share.manifest_stored, share.unstored_count, share.announced.path)
+                    rank: (share.staged, share.unstored_count, share.announced.path)
                     for rank, share in checkpoint.contributions.items()
                 },
             )

@@ -108,7 +108,7 @@ class AgentChecks:
         if not any(other.phase is not Phase.FAILED for other in newer):
             raise ViolationError(f"{event.save} was shed though it is the newest")
         given_up_elsewhere = (
-            checkpoint.waits_for_ranks or len(checkpoint.contributions) < checkpoint.expected_local_ranks
+            checkpoint.waits_for_others or len(checkpoint.contributions) < checkpoint.expected_local_ranks
         )
         under_pressure = budget_bytes(state) == 0
         if not under_pressure and not (given_up_elsewhere and any(other.durable for other in newer)):

@@ -3,13 +3,15 @@
 A file's content is the name of its bytes, so a key that is ever written with two contents is seen at once.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import cast
 from zlib import crc32
 
 from mooring_agent.core.model import ManifestReference, Pack, RankManifest, SaveInfo
-from mooring_agent.core.stored.commit import missing_files, missing_packs
+from mooring_agent.core.stored.commit import largest_disjoint, manifest_key_of, missing_files, missing_packs
 from mooring_agent.core.stored.manifest import commit_marker, encode_manifest, encode_marker
-from mooring_agent.core.stored.object_layout import file_key, manifest_key, marker_key, pack_key, save_prefix
+from mooring_agent.core.stored.object_layout import file_key, manifests_prefix, marker_key, pack_key, save_prefix
 
 
 class ViolationError(Exception):
@@ -100,26 +102,32 @@ class StoreModel:
         prefix = save_prefix(info)
         return {key: found.size_bytes for key, found in self.objects.items() if key.startswith(prefix)}
 
-    def put_manifest(self, manifest: RankManifest) -> None:
-        self.put(manifest_key(manifest.info, manifest.rank), manifest, len(encode_manifest(manifest)))
+    def put_manifest(self, ranks: tuple[RankManifest, ...]) -> None:
+        self.put(manifest_key_of(ranks), ranks, len(encode_manifest(ranks)))
 
-    def manifests(self, info: SaveInfo) -> dict[int, RankManifest]:
-        found: dict[int, RankManifest] = {}
-        for rank in range(info.world_size):
-            stored = self.objects.get(manifest_key(info, rank))
-            if stored is not None:
-                assert isinstance(stored.content, RankManifest)
-                found[rank] = stored.content
-        return found
+    def manifests(self, info: SaveInfo) -> list[Sequence[RankManifest]]:
+        """Those that a marker would name."""
+        prefix = manifests_prefix(info)
+        stored = [found.content for key, found in self.objects.items() if key.startswith(prefix)]
+        return largest_disjoint(cast("list[Sequence[RankManifest]]", stored))
+
+    def ranks(self, info: SaveInfo) -> dict[int, RankManifest]:
+        return {one.rank: one for ranks in self.manifests(info) for one in ranks}
 
     def marker_body(self, info: SaveInfo) -> bytes:
         """As the committer makes it; every manifest must be there."""
-        manifests = self.manifests(info)
-        references = {}
-        for rank, manifest in manifests.items():
-            encoded = encode_manifest(manifest)
-            references[rank] = ManifestReference(rank=rank, size_bytes=len(encoded), checksum=crc32(encoded))
-        return encode_marker(commit_marker(list(manifests.values()), references))
+        references = []
+        for ranks in self.manifests(info):
+            encoded = encode_manifest(ranks)
+            references.append(
+                ManifestReference(
+                    first_rank=ranks[0].rank,
+                    rank_count=len(ranks),
+                    size_bytes=len(encoded),
+                    checksum=crc32(encoded),
+                )
+            )
+        return encode_marker(commit_marker(list(self.ranks(info).values()), references))
 
     def put_marker(self, info: SaveInfo, body: bytes) -> None:
         self.put(marker_key(info), body, len(body))
@@ -128,7 +136,7 @@ class StoreModel:
 
     def check_committed(self, info: SaveInfo) -> None:
         """A marker implies every manifest and every file of every rank, with the content that manifests speak of."""
-        manifests = self.manifests(info)
+        manifests = self.ranks(info)
         if marker_key(info) not in self.objects:
             raise ViolationError(f"the marker of {info.save} has disappeared")
         if len(manifests) != info.world_size:

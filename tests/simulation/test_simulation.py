@@ -21,9 +21,10 @@ from tests.simulation.store_model import ViolationError
 from mooring_agent.core.agent import disk_pressure, drain, planner, reducer, upload_queue
 from mooring_agent.core.agent import state as state_module
 from mooring_agent.core.agent.checkpoint import Checkpoint, FileProgress
-from mooring_agent.core.agent.commands import Abandon, Command, Exit
+from mooring_agent.core.agent.commands import Abandon, Command, Exit, WriteManifest
 from mooring_agent.core.agent.events import Announced, PackStored, PartStored, Staged, Started
 from mooring_agent.core.agent.state import State
+from mooring_agent.core.agent.work import Operation, WorkId
 
 _LIVES = int(os.environ.get("MOORING_SIM_LIVES", "600"))
 _PER_BATCH = 300
@@ -105,10 +106,13 @@ Mutation = Callable[[pytest.MonkeyPatch], None]
 
 
 def _seal_when_the_first_rank_has(patch: pytest.MonkeyPatch) -> None:
-    def all_sealed(checkpoint: Checkpoint) -> bool:
-        return any(share.manifest_stored for share in checkpoint.contributions.values())
+    def seal(state: State, checkpoint: Checkpoint) -> Iterator[Command]:
+        work = WorkId(Operation.WRITE_MANIFEST, checkpoint.info.save, number=len(checkpoint.contributions))
+        if checkpoint.any_staged and work not in state.in_flight:
+            state.launch(work)
+            yield WriteManifest(work=work, ranks=checkpoint.manifests())
 
-    patch.setattr(Checkpoint, "all_sealed", property(all_sealed))
+    patch.setattr(planner, "_seal", seal)
 
 
 def _commit_without_looking_for_the_files(patch: pytest.MonkeyPatch) -> None:

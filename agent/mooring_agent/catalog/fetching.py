@@ -100,5 +100,5 @@ async def fetch_part(store: StoreReader, file: StoredFile, part: Part, descripto
             return
     raise checkpoint_corrupt(
         f"{file.key} bytes {part.offset_bytes} to {part.offset_bytes + part.size_bytes} are not what was written: "
-        f"checksum {checksum:016x}, the rank manifest says {expected:016x}"
+        f"checksum {checksum:016x}, the manifest says {expected:016x}"
     )

@@ -1,4 +1,4 @@
-"""Examines a committed save: whether its marker, its rank manifests and the listing agree.
+"""Examines a committed save: whether its marker, its manifests and the listing agree.
 
 Owns every check that needs no file's bytes. Invariants: what `load` returns is complete by its own account (every rank,
 every file, every size) and safe to put on a disk (no path leaves the checkpoint); every problem names its object.
@@ -19,12 +19,12 @@ from mooring_agent.core.policies.restore_choice import CommittedSave
 from mooring_agent.core.stored.manifest import decode_manifest, needed_bytes, shortage
 from mooring_agent.core.stored.object_layout import (
     file_key,
-    is_manifest_of,
     manifest_key,
     manifests_prefix,
     marker_key,
     object_key,
     pack_key,
+    parse_manifest_key,
     save_prefix,
 )
 from mooring_agent.core.stored.packs_and_parts import LARGEST_PACK_BYTES
@@ -32,9 +32,9 @@ from mooring_agent.ports import ObjectInfo, StoreReader
 
 _MANIFESTS_AT_ONCE: Final = 8
 _TOGETHER_BYTES: Final = 4 * 1024**2
-"""The most bytes of rank manifests that are read at a time, unless one alone has more."""
+"""The most bytes of manifests that are read at a time, unless one alone has more."""
 _LEAST_ENTRY_BYTES: Final = 40
-"""The minimum size of a file's entry in a rank manifest."""
+"""The minimum size of a file's entry in a manifest."""
 _OTHER_OBJECTS: Final = 1_000
 """How many objects a save's folder may have beyond twice its files and ranks: a restarted agent may pack anew."""
 _LISTINGS_AT_ONCE: Final = 8
@@ -69,7 +69,7 @@ class StoredFile:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CommittedCheckpoint:
-    """A checkpoint whose marker, rank manifests and listing agree. `files` and `links` have each path once.
+    """A checkpoint whose marker, manifests and listing agree. `files` and `links` have each path once.
 
     On a disk the checkpoint is a folder of these files, or with `single_file` that file itself. Only snapshots have
     `links`, which are symbolic and have no object.
@@ -118,7 +118,7 @@ class Examination:
 async def load(store: StoreReader, committed: CommittedSave) -> CommittedCheckpoint:
     """Return the checkpoint, checked as far as is possible without its files' bytes.
 
-    Raises StoreError(CHECKPOINT_CORRUPT) if a check fails, and StoreError(MEMORY_SHORT) if its rank manifests do not
+    Raises StoreError(CHECKPOINT_CORRUPT) if a check fails, and StoreError(MEMORY_SHORT) if its manifests do not
     fit into the memory that this process may have.
     """
     examination = await examine(store, committed)
@@ -132,7 +132,7 @@ async def load(store: StoreReader, committed: CommittedSave) -> CommittedCheckpo
 
 
 async def examine(store: StoreReader, committed: CommittedSave) -> Examination:
-    """Compare marker, rank manifests and listing, and collect every problem. Raises only what the store raises.
+    """Compare marker, manifests and listing, and collect every problem. Raises only what the store raises.
 
     If the first look finds problems, a second look is taken, and only its problems count.
     """
@@ -184,7 +184,7 @@ def _has_room(marker: CommitMarker, examination: Examination, *, largest_pack_by
     """
     sizes = [reference.size_bytes for reference in marker.manifests]
     if marker.file_count * _LEAST_ENTRY_BYTES > sum(sizes):
-        what = f"names {marker.file_count} files, more than rank manifests of {sum(sizes)} bytes can list"
+        what = f"names {marker.file_count} files, more than manifests of {sum(sizes)} bytes can list"
         examination.add(marker_key(marker.info), what)
         return False
     needed = needed_bytes(files=marker.file_count, manifests_bytes=sizes, largest_pack_bytes=largest_pack_bytes)
@@ -219,22 +219,25 @@ async def _examine_manifests(
         if files > marker.file_count:
             # Reported once, at the end. More manifests would not fit into the memory that was checked.
             return
-        manifest = await _read_manifest(store, marker, reference, objects, examination)
-        if manifest is not None:
-            files += len(manifest.files)
-            examination.manifests.append(manifest)
+        for rank in await _read_manifest(store, marker, reference, objects, examination):
+            files += len(rank.files)
+            examination.manifests.append(rank)
 
     sizes = [reference.size_bytes for reference in marker.manifests]
     together = at_once(sizes, most=_MANIFESTS_AT_ONCE, together_bytes=_TOGETHER_BYTES)
     await for_each(marker.manifests, read, at_once=together)
     examination.manifests.sort(key=lambda manifest: manifest.rank)
     if files > marker.file_count:
-        what = f"names {marker.file_count} files, the rank manifests at least {files}"
+        what = f"names {marker.file_count} files, the manifests at least {files}"
         examination.add(marker_key(marker.info), what)
         examination.manifests.clear()
+    elif not examination.problems and [one.rank for one in examination.manifests] != list(
+        range(marker.info.world_size)
+    ):
+        examination.add(marker_key(marker.info), "names manifests that do not have every rank once")
     for key in sorted(objects):
-        if key.startswith(manifests_prefix(marker.info)) and not is_manifest_of(marker.info, key):
-            examination.add(key, f"is not one of the {marker.info.world_size} rank manifests that the marker names")
+        if key.startswith(manifests_prefix(marker.info)) and parse_manifest_key(marker.info, key) is None:
+            examination.add(key, f"is no manifest of a save of {marker.info.world_size} ranks")
 
 
 async def _add_shared(store: StoreReader, manifests: Iterable[RankManifest], objects: dict[str, ObjectInfo]) -> None:
@@ -284,19 +287,20 @@ async def _read_manifest(
     reference: ManifestReference,
     objects: dict[str, ObjectInfo],
     examination: Examination,
-) -> RankManifest | None:
-    """Return the rank manifest if it is as the marker says; otherwise add a problem and return None."""
-    key = manifest_key(marker.info, reference.rank)
+) -> tuple[RankManifest, ...]:
+    """Return a manifest's ranks if it is as the marker says; otherwise add a problem and return none."""
+    key = manifest_key(marker.info, reference.first_rank, reference.rank_count)
     if _listed(key, reference.size_bytes, objects, examination, says="the marker") is None:
-        return None
+        return ()
 
-    def decode(body: bytes, key: str) -> RankManifest:
+    def decode(body: bytes, key: str) -> tuple[RankManifest, ...]:
         if crc64nvme(body) != reference.checksum:
             raise checkpoint_corrupt(f"{key} does not have the checksum that the marker says")
-        manifest = decode_manifest(body, key)
-        if (manifest.info, manifest.rank) != (marker.info, reference.rank):
-            raise checkpoint_corrupt(f"{key} is the manifest of another save or rank")
-        return manifest
+        ranks = decode_manifest(body, key)
+        first = ranks[0]
+        if (first.info, first.rank, len(ranks)) != (marker.info, reference.first_rank, reference.rank_count):
+            raise checkpoint_corrupt(f"{key} is the manifest of another save or of other ranks")
+        return ranks
 
     try:
         return await read_object(store, key, decode, limit_bytes=reference.size_bytes)
@@ -304,7 +308,7 @@ async def _read_manifest(
         if error.kind not in DAMAGE:
             raise
         examination.add(key, problem_of(key, error))
-        return None
+        return ()
 
 
 def _examine_files(manifest: RankManifest, objects: dict[str, ObjectInfo], examination: Examination) -> None:
@@ -343,7 +347,7 @@ def _listed(
     objects: dict[str, ObjectInfo],
     examination: Examination,
     *,
-    says: str = "its rank manifest",
+    says: str = "its manifest",
 ) -> ObjectInfo | None:
     """Return the listed object if it has the size that `says` names; otherwise add a problem and return None."""
     listed = objects.get(key)
@@ -385,7 +389,6 @@ def _examine_totals(committed: CommittedSave, marker: CommitMarker, examination:
     file_count = sum(len(manifest.files) for manifest in examination.manifests)
     if (marker.size_bytes, marker.file_count) != (size_bytes, file_count):
         what = (
-            f"says {marker.file_count} files and {marker.size_bytes} bytes, "
-            f"the rank manifests {file_count} and {size_bytes}"
+            f"says {marker.file_count} files and {marker.size_bytes} bytes, the manifests {file_count} and {size_bytes}"
         )
         examination.add(committed.key, what)

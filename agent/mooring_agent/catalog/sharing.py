@@ -26,7 +26,7 @@ from mooring_api.names import STATE_DIRECTORY
 
 _REQUESTS_AT_ONCE: Final = 8
 _TOGETHER_BYTES: Final = 4 * 1024**2
-"""The most bytes of rank manifests that are read at a time, unless one alone has more."""
+"""The most bytes of manifests that are read at a time, unless one alone has more."""
 _UNREADABLE: Final = (*DAMAGE, ErrorKind.FORMAT_UNKNOWN)
 
 
@@ -43,7 +43,7 @@ async def spare_shared(
 ) -> SharedDeletions:
     """Withhold from a plan, which was made of `committed`, what other snapshots need.
 
-    If that cannot be found out, because a rank manifest or a reservation cannot be read, all of it is withheld.
+    If that cannot be found out, because a manifest or a reservation cannot be read, all of it is withheld.
     """
     prune = secrets.token_hex(8)
     tombstones = tuple(tombstone_key(one.save, prune) for one in plan.deletions if one.may_share and one.committed)
@@ -86,10 +86,15 @@ def _info(snapshot: CommittedSave) -> SaveInfo:
     return SaveInfo(save=snapshot.save, name=snapshot.series, step=snapshot.step, kind=Kind.SNAPSHOT, world_size=1)
 
 
+def _manifest_key(info: SaveInfo) -> str:
+    """Return the key of a snapshot's manifest: an agent takes it alone, as rank 0."""
+    return manifest_key(info, 0, 1)
+
+
 def _manifest_bytes(look: SecondLook, info: SaveInfo) -> int:
     """Return the size of a snapshot's manifest; 0 if it is not there."""
     folder = look.folders.get((info.name, info.save))
-    return folder.sizes_bytes.get(manifest_key(info, 0), 0) if folder else 0
+    return folder.sizes_bytes.get(_manifest_key(info), 0) if folder else 0
 
 
 async def _reserved(store: StoreReader, listing: Listing, committed: Iterable[CommittedSave]) -> list[SaveInfo]:
@@ -125,11 +130,11 @@ async def _named(store: StoreReader, snapshots: Sequence[SaveInfo], look: Second
     limit_bytes = largest_manifest_bytes(memory_limit_bytes(), MANIFEST_BYTES)
 
     async def read(info: SaveInfo) -> None:
-        key = manifest_key(info, 0)
+        key = _manifest_key(info)
 
         def decode(body: bytes, key: str) -> RankManifest:
-            manifest = decode_manifest(body, key)
-            if (manifest.info, manifest.rank) != (info, 0):
+            manifest, *others = decode_manifest(body, key)
+            if manifest.info != info or others:
                 raise checkpoint_corrupt(f"{key} is the manifest of another save")
             return manifest
 

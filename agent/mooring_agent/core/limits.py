@@ -12,7 +12,7 @@ from typing import Annotated, Final
 from msgspec import Meta
 
 WORLD_SIZE: Final = 100_000
-"""Ranks of a job. A commit marker names each."""
+"""Ranks of a job."""
 LOCAL_RANKS: Final = 1_024
 """Ranks that share one agent. The core's work for an event may grow with these, but never with the world size."""
 STEP: Final = 10**12 - 1
@@ -37,7 +37,7 @@ UNIX_SECONDS: Final = 253_402_300_799
 MARKER_BYTES: Final = 8 * 1024**2
 MANIFEST_BYTES: Final = 16 * 1024**2
 MANIFESTS_BYTES: Final = 64 * 1024**2
-"""All rank manifests of a save together, if there is enough memory: `core.stored.manifest` says how much."""
+"""All manifests of a save together, if there is enough memory: `core.stored.manifest` says how much."""
 PIN_BYTES: Final = 64 * 1024
 RECORD_BYTES: Final = 128 * 1024**2
 """A journal record, or the record that restore leaves on the volume."""

@@ -171,7 +171,7 @@ class Owner:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FileEntry:
-    """A file in a rank manifest: `checksums[i]` covers bytes [i, i + 1) x `part_size_bytes`; the last part is shorter.
+    """A file in a manifest: `checksums[i]` covers bytes [i, i + 1) x `part_size_bytes`; the last part is shorter.
 
     An empty file has no checksums. Without a `place` the file is an object of its own. The other fields are only set in
     snapshots: `owner` if an earlier snapshot stored the bytes, `modified_ns` the mtime, `link` the target of a symbolic
@@ -234,7 +234,7 @@ class SnapshotContent:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankManifest:
-    """What one rank contributed to a save. `saved_at` is when it was announced, unix seconds.
+    """One rank's part of a manifest: what it contributed to the save. `saved_at`: when it announced it, unix seconds.
 
     `single_file`: its one file was announced itself, not a directory that holds it. `pack_sizes_bytes[i]` is the size
     of the object that holds its pack `i`.
@@ -269,7 +269,7 @@ class AnnouncementTime:
     recorded_at: float | None = None
 
     def may_be(self, saved_at: float) -> bool:
-        """Whether a rank manifest with this `saved_at` may be of this announcement."""
+        """Whether a manifest's part with this `saved_at` may be of this announcement."""
         if saved_at == self.at:
             return True
         return self.recorded_at is not None and saved_at >= self.recorded_at - _CLOCKS_DIFFER_SECONDS
@@ -277,16 +277,17 @@ class AnnouncementTime:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ManifestReference:
-    """A rank manifest as the commit marker names it. The checksum covers the manifest's JSON."""
+    """A manifest as the commit marker names it: of `rank_count` ranks. The checksum covers the manifest's JSON."""
 
-    rank: int
+    first_rank: int
+    rank_count: int
     size_bytes: int
     checksum: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CommitMarker:
-    """The last object of a save: its presence alone means restorable. It is a pure function of the rank manifests."""
+    """The last object of a save: its presence alone means restorable. It is a pure function of the manifests."""
 
     info: SaveInfo
     saved_at: float

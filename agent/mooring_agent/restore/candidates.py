@@ -124,7 +124,7 @@ def _fields(candidate: CommittedSave) -> dict[str, object]:
 def _seen(checkpoint: CommittedCheckpoint) -> bytes:
     """Return a digest of everything that was read or listed of a checkpoint.
 
-    The marker has the checksums of all rank manifests.
+    The marker has the checksums of all manifests.
     """
     digest = sha256(repr(checkpoint.marker).encode())
     for file in checkpoint.files:

@@ -140,6 +140,7 @@ def announced(state: State, event: Announced) -> None:
     else:
         checkpoint.move(Trigger.RANK_ANNOUNCED)
     checkpoint.contributions[event.rank] = RankContribution(announced=event)
+    checkpoint.manifest_stored = False
     state.begun.pop(save, None)
 
 

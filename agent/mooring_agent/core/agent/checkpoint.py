@@ -76,7 +76,8 @@ class RankContribution:
     files: dict[str, FileProgress] = field(default_factory=dict)
     packs: list[PackProgress] = field(default_factory=list)
     unstored_count: int = 0
-    manifest_stored: bool = False
+    # What was sent was compared with the pins. Not journaled: after a restart it is compared again.
+    checked: bool = False
 
     @property
     def announcement_time(self) -> AnnouncementTime:
@@ -87,7 +88,7 @@ class RankContribution:
         return self.announced.rank
 
     def entries(self) -> Iterator[FileEntry]:
-        """Yield the entries of the rank manifest: of the files that were sent, and of those that a snapshot keeps."""
+        """Yield the entries of the manifest: of the files that were sent, and of those that a snapshot keeps."""
         snapshot = self.announced.snapshot
         if snapshot is None:
             yield from (progress.entry() for progress in self.files.values())
@@ -121,10 +122,15 @@ class Checkpoint:
     reconciled: bool = True
     # A multipart upload may exist that we do not know of.
     may_have_orphans: bool = False
-    # When this agent writes the marker itself (unix seconds). All manifests are there, and another agent may write it.
-    marker_due_at: float | None = None
-    # The last listing lacked manifests or files of other agents' ranks.
-    waits_for_ranks: bool = False
+    # The manifest of all ranks that have announced here is durable.
+    manifest_stored: bool = False
+    # When it became so, and when this agent lists the save next if another one is to commit it (unix seconds).
+    sealed_at: float = 0.0
+    lists_at: float = 0.0
+    # The last listing had every rank.
+    all_listed: bool = False
+    # Our ranks are sealed, and other agents have to seal theirs or to write the marker.
+    waits_for_others: bool = False
     committed_at: float = 0.0
     pins_dropped: bool = False
     uploads_aborted: bool = False
@@ -194,10 +200,12 @@ class Checkpoint:
         return max([len(expected), *expected])
 
     @property
-    def all_sealed(self) -> bool:
-        return len(self.contributions) >= self.expected_local_ranks and all(
-            contribution.manifest_stored for contribution in self.contributions.values()
-        )
+    def all_announced(self) -> bool:
+        return len(self.contributions) >= self.expected_local_ranks
+
+    def manifests(self) -> tuple[RankManifest, ...]:
+        """Return the parts of the manifest, by rank."""
+        return tuple(self.manifest(rank) for rank in sorted(self.contributions))
 
     def manifest(self, rank: int) -> RankManifest:
         contribution = self.contributions[rank]

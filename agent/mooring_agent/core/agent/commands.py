@@ -4,6 +4,7 @@ Each command with a `work` ends in exactly one event that carries the same `work
 """
 
 from dataclasses import dataclass
+from enum import IntEnum
 from typing import Final
 
 from mooring_agent.core.agent.events import Announced, Failed, Shed
@@ -102,23 +103,41 @@ class CompleteUpload(_OfWork):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class WriteManifest(_OfWork):
-    """Check the pins a last time, then write the rank manifest. Ends in ManifestStored."""
+class CheckSent(_OfWork):
+    """Compare a rank's pins with what was sent, a last time. Ends in SentChecked."""
 
     manifest: RankManifest
     pins: tuple[StagedFile, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Commit(_OfWork):
-    """List the save, compare, and write the marker if every rank's manifest is there and `may_write_marker`.
+class WriteManifest(_OfWork):
+    """Write the manifest of all ranks that this agent has of the save. Ends in ManifestStored."""
 
-    Ends in Committed, CommitWaits or ObjectsLost. `sweep_uploads`: abort leftover multipart uploads after the commit.
+    ranks: tuple[RankManifest, ...]
+
+
+class Turn(IntEnum):
+    """What an agent does in one try to commit a save; each includes those before it."""
+
+    READ = 1
+    """Read the marker, which another agent may have written."""
+    LIST = 2
+    """List the save, and find out which ranks are missing or which of our objects are lost."""
+    WRITE = 3
+    """Write the marker if everything of every rank is there."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Commit(_OfWork):
+    """Try once to commit a save, of which `ranks` are ours. Ends in Committed, CommitWaits or ObjectsLost.
+
+    `sweep_uploads`: abort leftover multipart uploads after the commit.
     """
 
     info: SaveInfo
-    manifests: tuple[RankManifest, ...]
-    may_write_marker: bool
+    ranks: tuple[RankManifest, ...]
+    turn: Turn
     sweep_uploads: bool
 
 
@@ -191,6 +210,7 @@ WorkCommand = (
     | PutFile
     | PutPack
     | CompleteUpload
+    | CheckSent
     | WriteManifest
     | Commit
     | Release

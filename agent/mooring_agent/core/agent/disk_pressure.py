@@ -125,7 +125,7 @@ def _may_be_shed(state: State, checkpoint: Checkpoint) -> bool:
     if checkpoint.phase is Phase.SEALED:
         # Nothing is left to send: only ranks elsewhere can complete it, and they may have given it up.
         committed = state.last_announced_committed
-        return checkpoint.waits_for_ranks and committed is not None and committed.sequence > checkpoint.sequence
+        return checkpoint.waits_for_others and committed is not None and committed.sequence > checkpoint.sequence
     if checkpoint.phase not in (Phase.STAGED, Phase.UPLOADING) or checkpoint.info.save == state.active_upload:
         return False
     # Once its last byte is sent it is about to be sealed and to free its room without any loss.

@@ -180,8 +180,8 @@ def _worth_staying(state: State, checkpoint: Checkpoint, newest: Checkpoint | No
         return False
     if checkpoint is newest:
         return True
-    if checkpoint.phase is Phase.SEALED and checkpoint.waits_for_ranks:
-        # Our contribution is stored; the agent that seals last writes the marker.
+    if checkpoint.phase is Phase.SEALED and checkpoint.waits_for_others:
+        # Our manifest is stored, and another agent can write the marker.
         return False
     return worth_sending(state, checkpoint)
 

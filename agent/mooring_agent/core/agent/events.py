@@ -102,8 +102,13 @@ class PackStored(WorkEnded):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class SentChecked(WorkEnded):
+    """What was sent of a rank is still what its pins hold."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ManifestStored(WorkEnded):
-    """A rank manifest is durable."""
+    """The manifest of this agent's ranks is durable."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -137,22 +142,22 @@ class Reconciled(WorkEnded):
 class ObjectsLost(WorkEnded):
     """The listing lacks objects of ours, or shows them with another size.
 
-    `files` are (rank, path) pairs, `packs` (rank, number) pairs, `manifests` the ranks of the rank manifests.
+    `files` are (rank, path) pairs, `packs` (rank, number) pairs. Our manifest is always written again.
     """
 
-    files: tuple[tuple[int, str], ...]
-    manifests: tuple[int, ...]
+    files: tuple[tuple[int, str], ...] = ()
     packs: tuple[tuple[int, int], ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CommitWaits(WorkEnded):
-    """Our share is sealed, but `missing_ranks` ranks of other agents still lack their manifest or files.
+    """Our ranks are sealed, and the marker is not there.
 
-    0: only the marker is missing, and another agent may be about to write it.
+    `missing_ranks`: so many ranks still lack their manifest or files. 0: another agent may be about to write the
+    marker. None: this try has not listed the save.
     """
 
-    missing_ranks: int
+    missing_ranks: int | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -306,6 +311,7 @@ DurableEvent = (
 Event = (
     DurableEvent
     | Started
+    | SentChecked
     | CommitWaits
     | WorkFailed
     | WorkCancelled

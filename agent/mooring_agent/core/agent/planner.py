@@ -9,11 +9,12 @@ from collections.abc import Iterator
 from itertools import chain
 from typing import Final
 
-from mooring_agent.core.agent import disk_pressure, drain, upload_queue
+from mooring_agent.core.agent import commit_turns, disk_pressure, drain, upload_queue
 from mooring_agent.core.agent.checkpoint import Checkpoint, RankContribution
 from mooring_agent.core.agent.commands import (
     Abandon,
     CancelWork,
+    CheckSent,
     Command,
     Commit,
     KnownFile,
@@ -124,21 +125,16 @@ def _checkpoint_work(state: State, checkpoint: Checkpoint) -> Iterator[Command]:
         if _take(state, checkpoint, work):
             yield _reconcile(checkpoint, work)
         return
-    for contribution in checkpoint.contributions.values():
-        if contribution.staged and not contribution.unstored_count and not contribution.manifest_stored:
-            work = WorkId(Operation.WRITE_MANIFEST, save, contribution.rank)
-            if _take(state, checkpoint, work):
-                manifest = checkpoint.manifest(contribution.rank)
-                pins = tuple(contribution.files[file.path].file for file in manifest.own_files)
-                yield WriteManifest(work=work, manifest=manifest, pins=pins)
+    if not checkpoint.manifest_stored:
+        yield from _seal(state, checkpoint)
     if checkpoint.phase is Phase.SEALED:
         work = WorkId(Operation.COMMIT, save)
         if _take(state, checkpoint, work):
             yield Commit(
                 work=work,
                 info=checkpoint.info,
-                manifests=tuple(checkpoint.manifest(rank) for rank in sorted(checkpoint.contributions)),
-                may_write_marker=_may_write_marker(state, checkpoint),
+                ranks=checkpoint.manifests(),
+                turn=commit_turns.turn(state, checkpoint),
                 sweep_uploads=checkpoint.may_have_orphans,
             )
 
@@ -201,10 +197,23 @@ def _inodes_pinned_there_before(state: State, checkpoint: Checkpoint, path: str)
     )
 
 
-def _may_write_marker(state: State, checkpoint: Checkpoint) -> bool:
-    if 0 in checkpoint.contributions or state.termination.noticed:
-        return True
-    return checkpoint.marker_due_at is not None and checkpoint.marker_due_at <= state.now
+def _seal(state: State, checkpoint: Checkpoint) -> Iterator[Command]:
+    """Check each rank when it is sent, and write the manifest when all are checked."""
+    save, unchecked = checkpoint.info.save, False
+    for contribution in checkpoint.contributions.values():
+        if contribution.checked:
+            continue
+        unchecked = True
+        if contribution.staged and not contribution.unstored_count:
+            work = WorkId(Operation.CHECK_SENT, save, contribution.rank)
+            if _take(state, checkpoint, work):
+                manifest = checkpoint.manifest(contribution.rank)
+                pins = tuple(contribution.files[file.path].file for file in manifest.own_files)
+                yield CheckSent(work=work, manifest=manifest, pins=pins)
+    if not unchecked and checkpoint.all_announced:
+        work = WorkId(Operation.WRITE_MANIFEST, save, number=len(checkpoint.contributions))
+        if _take(state, checkpoint, work):
+            yield WriteManifest(work=work, ranks=checkpoint.manifests())
 
 
 def _reconcile(checkpoint: Checkpoint, work: WorkId) -> Reconcile:
@@ -281,7 +290,7 @@ def _abandoned(state: State) -> Iterator[Checkpoint]:
     """Yield checkpoints that still wait for ranks although a newer one was committed ten minutes ago.
 
     A rank, here or elsewhere, died or gave the checkpoint up. If another agent seals it after all, that agent writes
-    the marker: a contribution that this agent sealed stays in the bucket.
+    the marker: the manifest that this agent has written stays in the bucket.
     """
     newest = state.last_announced_committed
     if newest is None or state.now - newest.committed_at < _INCOMPLETE_KEPT_SECONDS:
@@ -289,8 +298,8 @@ def _abandoned(state: State) -> Iterator[Checkpoint]:
     for checkpoint in state.unfinished.values():
         if checkpoint.sequence > newest.sequence:
             return
-        elsewhere = checkpoint.phase is Phase.SEALED and checkpoint.waits_for_ranks
-        if elsewhere or len(checkpoint.contributions) < checkpoint.expected_local_ranks:
+        elsewhere = checkpoint.phase is Phase.SEALED and checkpoint.waits_for_others
+        if elsewhere or not checkpoint.all_announced:
             yield checkpoint
 
 

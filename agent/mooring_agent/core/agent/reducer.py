@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import assert_never
 
-from mooring_agent.core.agent import disk_pressure, drain, planner, upload_queue
+from mooring_agent.core.agent import commit_turns, disk_pressure, drain, planner, upload_queue
 from mooring_agent.core.agent.announcements import announced, staged
 from mooring_agent.core.agent.checkpoint import Checkpoint
 from mooring_agent.core.agent.circuit_breaker import CircuitBreaker
@@ -42,6 +42,7 @@ from mooring_agent.core.agent.events import (
     SaveAborted,
     SaveBegun,
     SaveRequested,
+    SentChecked,
     Shed,
     Staged,
     Started,
@@ -56,8 +57,6 @@ from mooring_agent.core.agent.lifecycle import Trigger
 from mooring_agent.core.agent.state import State, Termination, UploadRate, path_pattern
 from mooring_agent.core.agent.work import TRANSFERS, Operation
 from mooring_agent.core.agent.work_results import (
-    commit_waits,
-    forget_commit_poll,
     forget_upload,
     grow_window,
     is_stale,
@@ -175,6 +174,7 @@ def _work_ended(
     | PartStored
     | FileStored
     | PackStored
+    | SentChecked
     | ManifestStored
     | Reconciled
     | ObjectsLost
@@ -207,7 +207,7 @@ def _work_ended(
     if event.work.rank >= 0 and event.work.rank not in checkpoint.contributions:
         # The answer concerns a save that failed and was announced again meanwhile.
         return
-    if event.work.operation not in (Operation.CREATE_UPLOAD, Operation.COMMIT):
+    if event.work.operation is not Operation.CREATE_UPLOAD:
         # Attempts to create an upload keep counting: a store that forgets uploads must not be asked in a hot loop.
         checkpoint.attempts.pop(event.work, None)
     match event:
@@ -233,17 +233,21 @@ def _work_ended(
         case PackStored():
             store_pack(checkpoint, event.work.rank, event.work.number, event.checksums)
             grow_window(state)
+        case SentChecked():
+            contribution = checkpoint.contributions[event.work.rank]
+            contribution.checked = contribution.staged and not contribution.unstored_count
         case ManifestStored():
-            checkpoint.contributions[event.work.rank].manifest_stored = True
-            if checkpoint.all_sealed:
+            # Another rank may have announced since it was begun.
+            if event.work.number == len(checkpoint.contributions):
+                checkpoint.manifest_stored = True
                 checkpoint.move(Trigger.ALL_SEALED)
-                forget_commit_poll(checkpoint)
+                commit_turns.begin(state, checkpoint)
         case Reconciled():
             take_up_found(checkpoint, event)
         case ObjectsLost():
             send_again(checkpoint, event)
         case CommitWaits():
-            commit_waits(state, checkpoint, event)
+            commit_turns.wait(state, checkpoint, event)
         case Committed():
             checkpoint.move(Trigger.MARKER_READ_BACK)
             checkpoint.committed_at = event.at

@@ -24,6 +24,7 @@ class Operation(StrEnum):
     PUT_FILE = "put-file"
     PUT_PACK = "put-pack"
     COMPLETE_UPLOAD = "complete-upload"
+    CHECK_SENT = "check-sent"
     WRITE_MANIFEST = "write-manifest"
     COMMIT = "commit"
     RELEASE = "release"
@@ -37,15 +38,15 @@ CANCELLABLE: Final = frozenset({Operation.SEND_PART, Operation.PUT_FILE, Operati
 TRANSFERS: Final = CANCELLABLE | {Operation.CREATE_UPLOAD, Operation.COMPLETE_UPLOAD}
 """Work that takes a place in the upload window."""
 
-STAYS_HERE: Final = frozenset({Operation.STAGE, Operation.RELEASE})
+STAYS_HERE: Final = frozenset({Operation.STAGE, Operation.CHECK_SENT, Operation.RELEASE})
 """Work on the volume that needs no store."""
 
 
 class WorkId(NamedTuple):
     """Fields that do not apply are -1 (`rank`), 0 (`number`) or empty.
 
-    `number` is that of the part or the pack. `upload` is the store's token of the part's multipart upload: if the store
-    loses an upload, a part of the next one is other work.
+    `number` is that of the part or the pack, or how many ranks a manifest has. `upload` is the store's token of the
+    part's multipart upload: if the store loses an upload, a part of the next one is other work.
     """
 
     operation: Operation
@@ -57,8 +58,10 @@ class WorkId(NamedTuple):
 
 
 _RELEASES: Final = frozenset({Operation.RELEASE})
+_CHECKS: Final = frozenset({Operation.CHECK_SENT})
 _REQUESTS: Final = frozenset({Operation.RECONCILE, Operation.WRITE_MANIFEST, Operation.COMMIT, Operation.ABANDON})
 _RELEASES_AT_ONCE: Final = 4
+_CHECKS_AT_ONCE: Final = 16
 _REQUESTS_AT_ONCE: Final = 16
 
 
@@ -86,7 +89,11 @@ class WorkLimit:
 
 
 def work_limits() -> tuple[WorkLimit, ...]:
-    return WorkLimit(_RELEASES, _RELEASES_AT_ONCE), WorkLimit(_REQUESTS, _REQUESTS_AT_ONCE)
+    return (
+        WorkLimit(_RELEASES, _RELEASES_AT_ONCE),
+        WorkLimit(_CHECKS, _CHECKS_AT_ONCE),
+        WorkLimit(_REQUESTS, _REQUESTS_AT_ONCE),
+    )
 
 
 def work_limit_of(sorts: tuple[WorkLimit, ...], work: WorkId) -> WorkLimit | None:

@@ -17,7 +17,6 @@ from mooring_agent.core.agent.checkpoint import Checkpoint, FileProgress
 from mooring_agent.core.agent.circuit_breaker import STORE_WIDE
 from mooring_agent.core.agent.commands import Command, Record
 from mooring_agent.core.agent.events import (
-    CommitWaits,
     Event,
     Failed,
     ObjectsLost,
@@ -29,7 +28,6 @@ from mooring_agent.core.agent.lifecycle import Trigger
 from mooring_agent.core.agent.state import State
 from mooring_agent.core.agent.work import STAYS_HERE, Operation, WorkId
 from mooring_agent.core.errors import ErrorKind, retry_delay_seconds
-from mooring_agent.core.stored.commit import WAIT_FOR_OTHER_COMMITTER_SECONDS
 
 
 def progress_of(checkpoint: Checkpoint, work: WorkId) -> FileProgress:
@@ -87,7 +85,7 @@ def send_again(checkpoint: Checkpoint, event: ObjectsLost) -> None:
         forget_upload(checkpoint, progress)
         progress.stored = False
         checkpoint.contributions[rank].unstored_count += 1
-        checkpoint.contributions[rank].manifest_stored = False
+        checkpoint.contributions[rank].checked = False
         upload_queue.enqueue(checkpoint, rank, progress)
     for rank, number in event.packs:
         contribution = checkpoint.contributions[rank]
@@ -98,10 +96,9 @@ def send_again(checkpoint: Checkpoint, event: ObjectsLost) -> None:
             forget_upload(checkpoint, progress)
             progress.stored = False
         contribution.unstored_count += len(packed.pack.files)
-        contribution.manifest_stored = False
+        contribution.checked = False
         upload_queue.enqueue_pack(checkpoint, rank, packed)
-    for rank in event.manifests:
-        checkpoint.contributions[rank].manifest_stored = False
+    checkpoint.manifest_stored = False
     checkpoint.move(Trigger.OBJECT_LOST)
 
 
@@ -117,13 +114,6 @@ def is_stale(checkpoint: Checkpoint, work: WorkId) -> bool:
     return bool(work.upload) and progress_of(checkpoint, work).upload != work.upload
 
 
-def forget_commit_poll(checkpoint: Checkpoint) -> None:
-    """Poll for the commit at once, and begin again with short pauses."""
-    work = WorkId(Operation.COMMIT, checkpoint.info.save)
-    checkpoint.delayed.pop(work, None)
-    checkpoint.attempts.pop(work, None)
-
-
 def stop_sending(checkpoint: Checkpoint) -> None:
     """Drop everything of a checkpoint that waits to be sent or retried."""
     checkpoint.pending.clear()
@@ -132,8 +122,6 @@ def stop_sending(checkpoint: Checkpoint) -> None:
 
 
 _WINDOW_CUT_PAUSE_SECONDS: Final = 1.0
-_LONGEST_COMMIT_POLL_SECONDS: Final = 5.0
-_LONGEST_COMMIT_POLL_WHILE_DRAINING_SECONDS: Final = 0.5
 _LONGEST_RETRY_WHILE_DRAINING_SECONDS: Final = 1.0
 _TIDYING_RETRY_SECONDS: Final = 5.0
 # Errors that show that the store is available.
@@ -198,16 +186,6 @@ def work_failed(state: State, checkpoint: Checkpoint, event: WorkFailed) -> Iter
         delay_seconds = min(delay_seconds, _LONGEST_RETRY_WHILE_DRAINING_SECONDS)
     checkpoint.attempts[work] = attempt
     state.delay(checkpoint, work, state.now + delay_seconds)
-
-
-def commit_waits(state: State, checkpoint: Checkpoint, event: CommitWaits) -> None:
-    checkpoint.waits_for_ranks = event.missing_ranks > 0
-    if event.missing_ranks == 0 and checkpoint.marker_due_at is None:
-        checkpoint.marker_due_at = event.at + WAIT_FOR_OTHER_COMMITTER_SECONDS
-    attempt = checkpoint.attempts.get(event.work, 0) + 1
-    checkpoint.attempts[event.work] = attempt
-    longest = _LONGEST_COMMIT_POLL_WHILE_DRAINING_SECONDS if state.termination.noticed else _LONGEST_COMMIT_POLL_SECONDS
-    state.delay(checkpoint, event.work, state.now + min(longest, 0.25 * 1.5 ** min(attempt, 12)))
 
 
 def grow_window(state: State) -> None:

@@ -18,11 +18,10 @@ from typing import Final
 
 from mooring_agent.core.policies.restore_choice import CommittedSave, newest_first
 from mooring_agent.core.settings.values import RetentionSettings
-from mooring_agent.core.stored.object_layout import reserving_save
-from mooring_api.names import STATE_DIRECTORY
+from mooring_agent.core.stored.object_layout import is_manifest, reserving_save
 
 # The save ids that client and agent generate when nobody chose the attempt: `<attempt>-<counter or nonce>`. A folder
-# with another name and without a rank manifest may be anybody's.
+# with another name and without a manifest may be anybody's.
 _GENERATED_SAVE: Final = re.compile(r"[0-9a-f]{8}[0-9a-f-]*-(?:[0-9a-f]{8}|c?\d{6,})")
 
 
@@ -38,15 +37,14 @@ class StoredSave:
     @property
     def shows_save(self) -> bool:
         """Whether the objects prove to be a save of Mooring."""
-        manifests = f"{self.name}/{self.save}/{STATE_DIRECTORY}/rank-"
         return bool(_GENERATED_SAVE.fullmatch(self.save)) or any(
-            key.startswith(manifests) or reserving_save(key) for key in self.sizes_bytes
+            is_manifest(key) or reserving_save(key) for key in self.sizes_bytes
         )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Deletion:
-    """One save to delete. `waves` are deleted one after the other: the marker, the files, the rank manifests.
+    """One save to delete. `waves` are deleted one after the other: the marker, the files, the manifests.
 
     `name` and `save` are the folder of its objects, of which the youngest was written at `modified_at`. `may_share`:
     snapshots may name some of them, so `without_named` has to say which may go.
@@ -303,8 +301,8 @@ def _deletion(
     # Manifests and reservations last: after an interruption they still prove that the rest is a save of Mooring. The
     # manifest of a save whose objects others share stays for that reason.
     shared = any(key in named for key in sizes_bytes)
-    last = tuple(key for key in free if reserving_save(key) or (not shared and _is_manifest(key)))
-    files = tuple(key for key in free if not _is_manifest(key) and not reserving_save(key))
+    last = tuple(key for key in free if reserving_save(key) or (not shared and is_manifest(key)))
+    files = tuple(key for key in free if not is_manifest(key) and not reserving_save(key))
     return Deletion(
         name=name,
         save=save,
@@ -315,7 +313,3 @@ def _deletion(
         reason=f"{reason}; others share some of its objects" if shared else reason,
         may_share=may_share,
     )
-
-
-def _is_manifest(key: str) -> bool:
-    return f"/{STATE_DIRECTORY}/rank-" in key

@@ -1,6 +1,6 @@
 """JSON objects that end in their own checksum: the last member is a checksum of all bytes before it.
 
-Markers, rank manifests, pins and journal records have this form, so a reader notices a flipped byte without another
+Markers, manifests, pins and journal records have this form, so a reader notices a flipped byte without another
 object to compare with. Invariants: the same value has the same bytes; input that is cut off, too large or otherwise
 impossible to decode raises UndecodableError.
 """

@@ -1,9 +1,9 @@
 """The commit protocol's verdicts: what a listing lacks of a save, and whether its ranks contradict each other.
 
-Files are written first, then rank manifests, then the marker, which is then read back. The marker is written only when
-every rank's manifest exists, the listing shows every file at its size, and no two ranks claim one name for different
-bytes. Its body is a pure function of the manifests, so two committers write the same bytes, and reading it resolves a
-lost answer. docs/design/0001 has the whole argument.
+Files are written first, then manifests, then the marker, which is then read back. An agent writes one manifest for its
+ranks. The marker is written only when manifests of all ranks exist, the listing shows every file at its size, and no
+two ranks claim one name for different bytes. Its body is a pure function of the manifests, so two committers write the
+same bytes, and reading it resolves a lost answer. docs/design/0001 has the whole argument.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -12,54 +12,70 @@ from itertools import accumulate
 from typing import Final
 
 from mooring_agent.core.model import FileEntry, RankManifest, SaveInfo
-from mooring_agent.core.stored.manifest import encode_manifest
-from mooring_agent.core.stored.object_layout import file_key, is_manifest_of, manifest_key, manifests_prefix, pack_key
+from mooring_agent.core.stored.object_layout import file_key, manifest_key, pack_key, parse_manifest_key
 
 DIFFERENT_FILES_HINT: Final = "ranks must write different file names, or announce the same directory"
 
-WAIT_FOR_OTHER_COMMITTER_SECONDS: Final = 5.0
-"""Rank 0's agent writes the marker at once. The others write it after this time, in case that agent has died."""
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ListingVerdict:
-    """What the listing of a save lacks of our objects, and how many ranks have no manifest yet (`missing_ranks`)."""
+class LostObjects:
+    """Objects that we have stored and the listing lacks: (rank, path) pairs, and (rank, number of the pack) pairs."""
 
-    lost_files: tuple[tuple[int, str], ...]
-    lost_packs: tuple[tuple[int, int], ...]
-    lost_manifests: tuple[int, ...]
-    missing_ranks: int
+    files: tuple[tuple[int, str], ...]
+    packs: tuple[tuple[int, int], ...]
 
-    @property
-    def complete(self) -> bool:
-        return not (self.lost_files or self.lost_packs or self.lost_manifests or self.missing_ranks)
+    def __bool__(self) -> bool:
+        return bool(self.files or self.packs)
 
 
-def judge_listing(info: SaveInfo, ours: Sequence[RankManifest], sizes: Mapping[str, int]) -> ListingVerdict:
-    """Compare `sizes` (key -> bytes) with what our ranks have stored. Other ranks' manifests are only counted."""
-    manifests = {key for key in sizes if key.startswith(manifests_prefix(info))}
-    there = manifests | {manifest_key(info, manifest.rank) for manifest in ours}
-    return ListingVerdict(
-        lost_files=tuple((manifest.rank, path) for manifest in ours for path in missing_files(manifest, sizes)),
-        lost_packs=tuple((manifest.rank, number) for manifest in ours for number in missing_packs(manifest, sizes)),
-        lost_manifests=tuple(
-            manifest.rank
-            for manifest in ours
-            if sizes.get(manifest_key(info, manifest.rank)) != len(encode_manifest(manifest))
-        ),
-        # Counts the manifests that exist, so that a large claimed world size does not make this slow.
-        missing_ranks=info.world_size - sum(is_manifest_of(info, key) for key in there),
+def lost_objects(ours: Sequence[RankManifest], sizes: Mapping[str, int]) -> LostObjects:
+    """Compare `sizes` (key -> bytes), a listing of the whole save, with what our ranks have stored."""
+    return LostObjects(
+        files=tuple((one.rank, path) for one in ours for path in missing_files(one, sizes)),
+        packs=tuple((one.rank, number) for one in ours for number in missing_packs(one, sizes)),
     )
 
 
-def contradiction(manifests: Iterable[RankManifest]) -> str:
+def manifest_key_of(ranks: Sequence[RankManifest]) -> str:
+    """Return the key of the manifest that has just these ranks."""
+    return manifest_key(ranks[0].info, min(one.rank for one in ranks), len(ranks))
+
+
+def missing_ranks(info: SaveInfo, sizes: Mapping[str, int]) -> int:
+    """Return how many ranks have no manifest, by the names of the manifests alone, so it may be too few.
+
+    Counts the manifests that exist, so that a large claimed world size does not make this slow.
+    """
+    counts: dict[int, int] = {}
+    for key in sizes:
+        named = parse_manifest_key(info, key)
+        if named:
+            first_rank, rank_count = named
+            # An agent writes a larger manifest when more ranks have announced to it.
+            counts[first_rank] = max(counts.get(first_rank, 0), rank_count)
+    return max(0, info.world_size - sum(counts.values()))
+
+
+def largest_disjoint(manifests: Iterable[Sequence[RankManifest]]) -> list[Sequence[RankManifest]]:
+    """Return the manifests that a marker names: the largest first, and none with a rank of one taken before."""
+    taken: set[int] = set()
+    chosen = []
+    for ranks in sorted(manifests, key=lambda ranks: (-len(ranks), ranks[0].rank)):
+        numbers = {one.rank for one in ranks}
+        if not numbers & taken:
+            taken |= numbers
+            chosen.append(ranks)
+    return chosen
+
+
+def contradiction(ranks: Iterable[RankManifest]) -> str:
     """Return why these ranks' files cannot lie in one folder; empty if they can. The same entry twice is fine."""
     found: dict[str, tuple[int, FileEntry]] = {}
-    for manifest in manifests:
-        for file in manifest.files:
-            rank, entry = found.setdefault(file.path, (manifest.rank, file))
+    for one in ranks:
+        for file in one.files:
+            rank, entry = found.setdefault(file.path, (one.rank, file))
             if not entry.has_bytes_of(file):
-                return f"ranks {rank} and {manifest.rank} have different bytes for {file.path}"
+                return f"ranks {rank} and {one.rank} have different bytes for {file.path}"
     for path, (rank, _) in found.items():
         for folder in accumulate(path.split("/")[:-1], "{}/{}".format):
             if folder in found:
@@ -68,12 +84,12 @@ def contradiction(manifests: Iterable[RankManifest]) -> str:
 
 
 def is_listed(manifest: RankManifest, sizes: Mapping[str, int]) -> bool:
-    """Whether the listing shows all files and packs of a manifest."""
+    """Whether the listing shows all files and packs of a rank."""
     return not missing_files(manifest, sizes) and not missing_packs(manifest, sizes)
 
 
 def missing_files(manifest: RankManifest, sizes: Mapping[str, int]) -> list[str]:
-    """Return the own, unpacked files of a manifest that the listing lacks or shows with another size."""
+    """Return the own, unpacked files of a rank that the listing lacks or shows with another size."""
     return [
         file.path
         for file in manifest.files
@@ -82,7 +98,7 @@ def missing_files(manifest: RankManifest, sizes: Mapping[str, int]) -> list[str]
 
 
 def missing_packs(manifest: RankManifest, sizes: Mapping[str, int]) -> list[int]:
-    """Return the packs of a manifest that the listing lacks or shows with another size."""
+    """Return the packs of a rank that the listing lacks or shows with another size."""
     return [
         number
         for number, size_bytes in enumerate(manifest.pack_sizes_bytes)

@@ -1,8 +1,9 @@
-"""Encodes and decodes rank manifests and commit markers as JSON, and estimates the memory that reading them takes.
+"""Encodes and decodes manifests and commit markers as JSON, and estimates the memory that reading them takes.
 
-Two committers must write the same bytes, so the marker is computed from the manifests alone, and a value has exactly
-one encoding. Decoding refuses unknown fields and values beyond the limits: a checkpoint is restored only if every byte
-is accounted for, and decoded paths never leave the checkpoint.
+A manifest has the ranks that one agent sealed together. Two committers must write the same bytes, so the marker is
+computed from the manifests alone, and a value has exactly one encoding. Decoding refuses unknown fields and values
+beyond the limits: a checkpoint is restored only if every byte is accounted for, and decoded paths never leave the
+checkpoint.
 
 Restore and commit hold all manifests in memory. If they exceeded the memory limit, the kernel would kill the process,
 and again after every restart. So the memory is estimated from the manifests' sizes before any is fetched. The factors
@@ -11,8 +12,9 @@ never too low.
 """
 
 from array import array
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict
+from itertools import pairwise
 from typing import Annotated, Any, Final, Literal
 
 from msgspec import Meta, Struct
@@ -20,11 +22,13 @@ from msgspec import Meta, Struct
 from mooring_agent.core.errors import ErrorKind, RequestError, StoreError, checkpoint_corrupt
 from mooring_agent.core.limits import (
     FILES_PER_RANK,
+    LOCAL_RANKS,
     MANIFEST_BYTES,
     MANIFESTS_BYTES,
     MARKER_BYTES,
     PARTS_PER_FILE,
     SAVE_BYTES,
+    WORLD_SIZE,
     Count,
     FileBytes,
     Moment,
@@ -50,10 +54,6 @@ from mooring_agent.core.stored.object_layout import check_file_path, check_link,
 from mooring_agent.core.stored.packs_and_parts import LARGEST_PACK_BYTES
 
 FORMAT_VERSION: Final = 1
-PACKED_FORMAT_VERSION: Final = 2
-"""The format of rank manifests with packs: a version that knows no packs refuses only these, and reads all others."""
-SNAPSHOT_FORMAT_VERSION: Final = 3
-"""The format of snapshots, whose files may lie with other saves and keep their mtime."""
 
 _Checksum = Annotated[str, Meta(pattern=r"^[0-9a-f]{16}\Z")]
 _PackBytes = Annotated[int, Meta(ge=0, le=LARGEST_PACK_BYTES)]
@@ -70,7 +70,6 @@ class _Save(_Object):
     step: Step
     kind: Kind
     world_size: WorldSize
-    saved_at: Moment
     checksum: Literal["crc64nvme"]
 
 
@@ -97,100 +96,119 @@ class _Pack(_Object):
     size: _PackBytes
 
 
-class _Manifest(_Save):
-    format: Literal[1, 2, 3]
+class _Rank(_Object):
     rank: Rank
+    saved_at: Moment
     files: Annotated[tuple[_File, ...], Meta(max_length=FILES_PER_RANK)]
     packs: Annotated[tuple[_Pack, ...], Meta(max_length=FILES_PER_RANK)] = ()
     single_file: bool = False
     owners: Annotated[tuple[_Owner, ...], Meta(max_length=FILES_PER_RANK)] = ()
 
 
+class _Manifest(_Save):
+    format: Literal[1]
+    ranks: Annotated[tuple[_Rank, ...], Meta(min_length=1, max_length=LOCAL_RANKS)]
+
+
 class _Reference(_Object):
-    rank: Rank
+    first_rank: Rank
+    rank_count: Annotated[int, Meta(ge=1, le=LOCAL_RANKS)]
     size: _ManifestBytes
     checksum: _Checksum
 
 
 class _Marker(_Save):
     format: Literal[1]
+    saved_at: Moment
     size: Count
     file_count: Count
-    manifests: tuple[_Reference, ...]
+    manifests: Annotated[tuple[_Reference, ...], Meta(min_length=1, max_length=WORLD_SIZE)]
 
 
-def encode_manifest(manifest: RankManifest) -> bytes:
-    owners = sorted({(file.owner.name, file.owner.save, file.owner.rank) for file in manifest.files if file.owner})
-    places = {owner: position for position, owner in enumerate(owners)}
+def encode_manifest(ranks: Sequence[RankManifest]) -> bytes:
+    """Encode the manifest of an agent's ranks, which are of one save."""
+    ordered = sorted(ranks, key=lambda one: one.rank)
     return checked_json.encode(
-        _Manifest(
-            **_of_save(manifest.info, manifest.saved_at),
-            format=_format_of(manifest),
-            rank=manifest.rank,
-            files=tuple(_encode_file(file, places) for file in manifest.files),
-            packs=tuple(_Pack(size=size_bytes) for size_bytes in manifest.pack_sizes_bytes),
-            single_file=manifest.single_file,
-            owners=tuple(_Owner(name=name, save=save, rank=rank) for name, save, rank in owners),
-        )
+        _Manifest(**_of_save(ordered[0].info), format=FORMAT_VERSION, ranks=tuple(map(_encode_rank, ordered)))
     )
 
 
-def _format_of(manifest: RankManifest) -> Literal[1, 2, 3]:
-    if manifest.info.kind is Kind.SNAPSHOT:
-        return SNAPSHOT_FORMAT_VERSION
-    return PACKED_FORMAT_VERSION if manifest.pack_sizes_bytes else FORMAT_VERSION
+def _encode_rank(manifest: RankManifest) -> _Rank:
+    owners = sorted({(file.owner.name, file.owner.save, file.owner.rank) for file in manifest.files if file.owner})
+    places = {owner: position for position, owner in enumerate(owners)}
+    return _Rank(
+        rank=manifest.rank,
+        saved_at=float(manifest.saved_at),
+        files=tuple(_encode_file(file, places) for file in manifest.files),
+        packs=tuple(_Pack(size=size_bytes) for size_bytes in manifest.pack_sizes_bytes),
+        single_file=manifest.single_file,
+        owners=tuple(_Owner(name=name, save=save, rank=rank) for name, save, rank in owners),
+    )
 
 
-def decode_manifest(body: bytes, key: str) -> RankManifest:
-    """Decode a rank manifest. Raises StoreError(CHECKPOINT_CORRUPT or FORMAT_UNKNOWN) that names `key`."""
+def decode_manifest(body: bytes, key: str) -> tuple[RankManifest, ...]:
+    """Decode a manifest into its ranks, the lowest first.
+
+    Raises StoreError(CHECKPOINT_CORRUPT or FORMAT_UNKNOWN) that names `key`.
+    """
     try:
         value = checked_json.decode(body, _Manifest, limit_bytes=MANIFEST_BYTES)
-        owners = [(check_token(one.name, "owner"), check_token(one.save, "owner"), one.rank) for one in value.owners]
-        manifest = RankManifest(
-            info=_decode_info(value),
-            rank=value.rank,
-            saved_at=value.saved_at,
-            files=tuple(_decode_file(file, owners) for file in value.files),
-            single_file=value.single_file,
-            pack_sizes_bytes=tuple(pack.size for pack in value.packs),
-        )
-        if value.format != _format_of(manifest):
-            raise UndecodableError(f"format {value.format} for a {value.kind} save with {len(value.packs)} packs")
-        if value.format != SNAPSHOT_FORMAT_VERSION and any(
-            file.owner or file.link or file.modified_ns is not None for file in manifest.files
-        ):
-            raise UndecodableError(f"format {value.format} with a file of another save, a link or a time")
-        if manifest.single_file and len(manifest.files) != 1:
-            raise UndecodableError(f"{len(manifest.files)} files are not the single file that it speaks of")
-        _check_sizes(manifest)
+        info = _decode_info(value)
+        if any(one.rank >= following.rank for one, following in pairwise(value.ranks)):
+            raise UndecodableError("its ranks are not in order")
+        if value.ranks[-1].rank >= info.world_size:
+            raise UndecodableError(f"rank {value.ranks[-1].rank} in a world of {info.world_size}")
+        return tuple(_decode_rank(info, one) for one in value.ranks)
     except (UndecodableError, RequestError) as error:
         raise _corrupt(key, error) from error
+
+
+def _decode_rank(info: SaveInfo, value: _Rank) -> RankManifest:
+    owners = [(check_token(one.name, "owner"), check_token(one.save, "owner"), one.rank) for one in value.owners]
+    manifest = RankManifest(
+        info=info,
+        rank=value.rank,
+        saved_at=value.saved_at,
+        files=tuple(_decode_file(file, owners) for file in value.files),
+        single_file=value.single_file,
+        pack_sizes_bytes=tuple(pack.size for pack in value.packs),
+    )
+    if not info.is_snapshot and any(file.owner or file.link or file.modified_ns is not None for file in manifest.files):
+        raise UndecodableError(f"a {info.kind} save with a file of another save, a link or a time")
+    if manifest.single_file and len(manifest.files) != 1:
+        raise UndecodableError(f"{len(manifest.files)} files are not the single file that it speaks of")
+    _check_sizes(manifest)
     return manifest
 
 
-def commit_marker(manifests: Sequence[RankManifest], references: Mapping[int, ManifestReference]) -> CommitMarker:
-    """Compute the marker of a save from all its rank manifests and the references to their encoded form."""
-    ordered = sorted(manifests, key=lambda manifest: manifest.rank)
-    info = ordered[0].info
-    assert [manifest.rank for manifest in ordered] == list(range(info.world_size)), "a marker needs every rank"
+def commit_marker(ranks: Sequence[RankManifest], references: Iterable[ManifestReference]) -> CommitMarker:
+    """Compute the marker of a save from all its ranks, and the references to the manifests that have them."""
+    info = ranks[0].info
+    assert sorted(one.rank for one in ranks) == list(range(info.world_size)), "a marker needs every rank"
     return CommitMarker(
         info=info,
-        saved_at=max(manifest.saved_at for manifest in ordered),
-        size_bytes=sum(manifest.size_bytes for manifest in ordered),
-        file_count=sum(len(manifest.files) for manifest in ordered),
-        manifests=tuple(references[manifest.rank] for manifest in ordered),
+        saved_at=max(one.saved_at for one in ranks),
+        size_bytes=sum(one.size_bytes for one in ranks),
+        file_count=sum(len(one.files) for one in ranks),
+        manifests=tuple(sorted(references, key=lambda one: one.first_rank)),
     )
 
 
 def encode_marker(marker: CommitMarker) -> bytes:
     return checked_json.encode(
         _Marker(
-            **_of_save(marker.info, marker.saved_at),
+            **_of_save(marker.info),
             format=FORMAT_VERSION,
+            saved_at=float(marker.saved_at),
             size=marker.size_bytes,
             file_count=marker.file_count,
             manifests=tuple(
-                _Reference(rank=one.rank, size=one.size_bytes, checksum=f"{one.checksum:016x}")
+                _Reference(
+                    first_rank=one.first_rank,
+                    rank_count=one.rank_count,
+                    size=one.size_bytes,
+                    checksum=f"{one.checksum:016x}",
+                )
                 for one in marker.manifests
             ),
         )
@@ -201,20 +219,25 @@ def decode_marker(body: bytes, key: str) -> CommitMarker:
     """Decode a commit marker. Raises StoreError(CHECKPOINT_CORRUPT or FORMAT_UNKNOWN) that names `key`."""
     try:
         value = checked_json.decode(body, _Marker, limit_bytes=MARKER_BYTES)
-        if len(value.manifests) != value.world_size or any(
-            reference.rank != rank for rank, reference in enumerate(value.manifests)
+        if sum(one.rank_count for one in value.manifests) != value.world_size or any(
+            one.first_rank >= following.first_rank for one, following in pairwise(value.manifests)
         ):
             raise UndecodableError("the marker does not name every rank once")
         manifests_bytes = sum(reference.size for reference in value.manifests)
         if manifests_bytes > MANIFESTS_BYTES:
-            raise UndecodableError(f"rank manifests of {manifests_bytes:,} bytes, more than {MANIFESTS_BYTES:,}")
+            raise UndecodableError(f"manifests of {manifests_bytes:,} bytes, more than {MANIFESTS_BYTES:,}")
         return CommitMarker(
             info=_decode_info(value),
             saved_at=value.saved_at,
             size_bytes=value.size,
             file_count=value.file_count,
             manifests=tuple(
-                ManifestReference(rank=one.rank, size_bytes=one.size, checksum=int(one.checksum, 16))
+                ManifestReference(
+                    first_rank=one.first_rank,
+                    rank_count=one.rank_count,
+                    size_bytes=one.size,
+                    checksum=int(one.checksum, 16),
+                )
                 for one in value.manifests
             ),
         )
@@ -222,8 +245,8 @@ def decode_marker(body: bytes, key: str) -> CommitMarker:
         raise _corrupt(key, error) from error
 
 
-def _of_save(info: SaveInfo, saved_at: float) -> dict[str, Any]:
-    return {**asdict(info), "saved_at": float(saved_at), "checksum": "crc64nvme"}
+def _of_save(info: SaveInfo) -> dict[str, Any]:
+    return {**asdict(info), "checksum": "crc64nvme"}
 
 
 _Owners = Mapping[tuple[str, str, int], int]
@@ -322,7 +345,7 @@ HINT: Final = "raise its memory limit (`mooring.dev/memory`), or save fewer and 
 
 
 def needed_bytes(*, files: int, manifests_bytes: Sequence[int] = (), largest_pack_bytes: int = 0) -> int:
-    """Return the memory that a process needs to read rank manifests of these sizes with so many files."""
+    """Return the memory that a process needs to read manifests of these sizes with so many files."""
     return (
         _PROCESS_BYTES
         + _FILE_BYTES * files
@@ -333,7 +356,7 @@ def needed_bytes(*, files: int, manifests_bytes: Sequence[int] = (), largest_pac
 
 
 def largest_manifest_bytes(limit_bytes: int | None, most_bytes: int) -> int:
-    """Return the size of the largest rank manifest that can be read alone, at most `most_bytes`."""
+    """Return the size of the largest manifest that can be read alone, at most `most_bytes`."""
     if limit_bytes is None:
         return most_bytes
     return max(0, min(most_bytes, (limit_bytes - _PROCESS_BYTES) // (_KEPT_FACTOR + _DECODING_FACTOR)))
@@ -343,7 +366,7 @@ def shortage(name: str, needed_bytes: int, limit_bytes: int) -> StoreError:
     """Return the error for a checkpoint whose manifests do not fit. It is not damaged, it only needs more memory."""
     return StoreError(
         ErrorKind.MEMORY_SHORT,
-        f"{name} needs {-(-needed_bytes // _MIB):,} MiB of memory for its rank manifests, "
+        f"{name} needs {-(-needed_bytes // _MIB):,} MiB of memory for its manifests, "
         f"this process may have {limit_bytes // _MIB:,} MiB: {HINT}",
         hint=HINT,
     )

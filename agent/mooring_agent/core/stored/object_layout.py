@@ -1,8 +1,8 @@
 """Where objects lie below a destination's prefix. Keys are relative to it; `<save>` makes each of them unique.
 
 <name>/<save>/<files as the trainer named them>
-<name>/<save>/.mooring/rank-00003.json            rank manifest
-<name>/<save>/.mooring/pack-00003-00000.tar       many small files of one rank; its manifest says which and where
+<name>/<save>/.mooring/manifest-00008-00008.json  manifest of one agent: its lowest rank, how many ranks it has
+<name>/<save>/.mooring/pack-00003-00000.tar       many small files of one rank; the manifest says which and where
 <name>/<save>/.mooring/base.json                  reservation: the snapshot that this one shares objects with
 .mooring/commits/<n>.<save>.json                  commit marker; n is 999999999999 - step: the newest is listed first
 .mooring/snapshots/<name>/<n>.<save>.json         commit marker of a snapshot; the name is its series, n as above
@@ -35,6 +35,8 @@ LONGEST_PREFIX_BYTES: Final = 256
 """The longest prefix of a destination, its last slash included. The settings are checked for it."""
 
 _BASE: Final = "base.json"
+_MANIFEST: Final = "manifest-"
+_MANIFEST_NAME: Final = re.compile(r"([0-9]{5,10})-([0-9]{5,10})\.json")
 COMMITS_PREFIX: Final = f"{STATE_DIRECTORY}/{COMMITS_DIRECTORY}/"
 RESUME_PREFIX: Final = f"{STATE_DIRECTORY}/{RESUME_DIRECTORY}/"
 DAMAGED_PREFIX: Final = f"{STATE_DIRECTORY}/{DAMAGED_DIRECTORY}/"
@@ -106,19 +108,26 @@ def file_key(info: SaveInfo, path: str) -> str:
 
 
 def manifests_prefix(info: SaveInfo) -> str:
-    """Return the prefix of all rank manifests of a save, and of no other objects."""
-    return f"{save_prefix(info)}{STATE_DIRECTORY}/rank-"
+    """Return the prefix of all manifests of a save, and of no other objects."""
+    return f"{save_prefix(info)}{STATE_DIRECTORY}/{_MANIFEST}"
 
 
-def manifest_key(info: SaveInfo, rank: int) -> str:
-    return f"{manifests_prefix(info)}{rank:05d}.json"
+def manifest_key(info: SaveInfo, first_rank: int, rank_count: int) -> str:
+    """Return the key of the manifest of `rank_count` ranks, of which `first_rank` is the lowest."""
+    return f"{manifests_prefix(info)}{first_rank:05d}-{rank_count:05d}.json"
 
 
-def is_manifest_of(info: SaveInfo, key: str) -> bool:
-    """Whether a key is the one of a rank manifest of the save."""
-    digits = key.removeprefix(manifests_prefix(info)).removesuffix(".json")
-    rank = int(digits) if re.fullmatch(r"[0-9]{5,10}", digits) else info.world_size
-    return rank < info.world_size and key == manifest_key(info, rank)
+def parse_manifest_key(info: SaveInfo, key: str) -> tuple[int, int] | None:
+    """Return (first rank, rank count) of a manifest of the save; None for any other key."""
+    match = _MANIFEST_NAME.fullmatch(key, len(manifests_prefix(info)))
+    first_rank, rank_count = (int(match[1]), int(match[2])) if match else (0, 0)
+    fits = 0 < rank_count <= info.world_size - first_rank
+    return (first_rank, rank_count) if fits and key == manifest_key(info, first_rank, rank_count) else None
+
+
+def is_manifest(key: str) -> bool:
+    """Whether a key may be the one of a manifest of any save."""
+    return f"/{STATE_DIRECTORY}/{_MANIFEST}" in key
 
 
 def pack_key(info: SaveInfo, rank: int, number: int) -> str:

@@ -20,7 +20,7 @@ from mooring_agent.core.settings.values import Settings
 from mooring_agent.ports import StoreReader
 from mooring_agent.runtime.engine.engine import Engine
 from mooring_agent.runtime.work.announcements import Announcement, Announcements
-from mooring_agent.runtime.work.committer import is_committed
+from mooring_agent.runtime.work.duplicate_save_guard import is_committed
 from mooring_agent.runtime.work.ready_store import ReadyStore
 
 _BUG_HINT: Final = "this is a bug in the agent: please report it"

@@ -40,8 +40,8 @@ from mooring_agent.runtime.monitors.ranks import LiveRanks, save_requester, term
 from mooring_agent.runtime.monitors.unannounced import UnannouncedRecovery
 from mooring_agent.runtime.process.open_volume import claim_volume, volume_journal
 from mooring_agent.runtime.work.announcements import Announcements
-from mooring_agent.runtime.work.committer import DuplicateSaveGuard
 from mooring_agent.runtime.work.dispatcher import Dispatcher
+from mooring_agent.runtime.work.duplicate_save_guard import DuplicateSaveGuard
 from mooring_agent.runtime.work.pruner import LeftoverRemover, Pruner
 from mooring_agent.runtime.work.ready_store import ReadyStore
 from mooring_agent.runtime.work.reconciler import Reconciler

@@ -1,15 +1,12 @@
-"""Writes rank manifests and commit markers, and resolves every doubt by reading back. Verdicts: core.stored.commit.
+"""Writes manifests and commit markers, and resolves every doubt by reading back. Verdicts: core.stored.commit.
 
-Before the first byte of a save is sent, `DuplicateSaveGuard` looks for a commit marker of its id. If the id is
-committed already, nothing of it is touched. The core cannot tell: it remembers only the saves that ended last, and
-nothing from an earlier volume, while the marker stays. The look costs one request per save and life of the agent.
-The marker may also be our own, written just before the agent died: then our rank manifests hold the times at which
-these ranks announced.
+Who lists and writes at what time: core.agent.commit_turns. What a try has read of other agents' manifests is kept for
+the next one, because manifests never change: so the last one to come is the only one that is read at the end.
 """
 
-import asyncio
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
 from typing import Final
 
 import structlog
@@ -17,162 +14,166 @@ import structlog
 from mooring_agent.adapters.checksum import crc64nvme
 from mooring_agent.adapters.control_group import memory_limit_bytes
 from mooring_agent.catalog.object_reads import at_once, for_each, get_whole, if_there, read_object
-from mooring_agent.core.agent.commands import Commit, WriteManifest
+from mooring_agent.core.agent.commands import Commit, Turn, WriteManifest
 from mooring_agent.core.agent.events import Committed, CommitWaits, ManifestStored, ObjectsLost
-from mooring_agent.core.agent.state import State
-from mooring_agent.core.errors import ErrorKind, MooringError, RequestError, StoreError
+from mooring_agent.core.errors import ErrorKind, RequestError, StoreError, checkpoint_corrupt
 from mooring_agent.core.limits import MANIFEST_BYTES, MANIFESTS_BYTES, MARKER_BYTES
-from mooring_agent.core.model import AnnouncementTime, ManifestReference, RankManifest, SaveInfo, SnapshotId
-from mooring_agent.core.stored.commit import DIFFERENT_FILES_HINT, contradiction, is_listed, judge_listing
+from mooring_agent.core.model import ManifestReference, RankManifest, SaveInfo
+from mooring_agent.core.stored.commit import (
+    DIFFERENT_FILES_HINT,
+    contradiction,
+    is_listed,
+    largest_disjoint,
+    lost_objects,
+    manifest_key_of,
+    missing_ranks,
+)
 from mooring_agent.core.stored.manifest import (
     commit_marker,
     decode_manifest,
     decode_marker,
     encode_manifest,
     encode_marker,
-    largest_manifest_bytes,
     needed_bytes,
     shortage,
 )
 from mooring_agent.core.stored.object_layout import (
-    base_key,
-    is_manifest_of,
-    manifest_key,
+    manifests_prefix,
     marker_key,
+    parse_manifest_key,
     save_prefix,
-    snapshot_key,
-    tombstones_prefix,
 )
-from mooring_agent.core.stored.reservation import encode_reservation
 from mooring_agent.ports import Clock, StoreReader, StoreWriter
 
 _MANIFESTS_AT_ONCE: Final = 16
 _TOGETHER_BYTES: Final = 4 * 1024**2
-"""The most bytes of rank manifests that are read at a time, unless one alone has more."""
+"""The most bytes of manifests that are read at a time, unless one alone has more."""
 
 log = structlog.get_logger("mooring.committer")
 
 
 async def write_manifest(store: StoreWriter, clock: Clock, command: WriteManifest) -> ManifestStored:
-    manifest = command.manifest
-    key, body = manifest_key(manifest.info, manifest.rank), encode_manifest(manifest)
+    key, body = manifest_key_of(command.ranks), encode_manifest(command.ranks)
     _check_readable(decode_manifest, body, key)
     await store.put(key, body)
     return ManifestStored(at=clock.now(), work=command.work)
 
 
-async def commit(store: StoreWriter, clock: Clock, command: Commit) -> Committed | CommitWaits | ObjectsLost:
-    """Try once to commit. Returns Committed after the marker was read back, else what is still missing.
-
-    A marker that names the manifests of this agent is enough: whoever wrote it has compared those of all ranks.
-    """
-    key = marker_key(command.info)
-    found = await read_if_there(store, key)
-    if found is not None and _names_ours(found, key, command):
-        return await _committed(store, clock, command)
-    sizes = await _sizes(store, command.info)
-    verdict = judge_listing(command.info, command.manifests, sizes)
-    if verdict.lost_files or verdict.lost_packs or verdict.lost_manifests:
-        return ObjectsLost(
-            at=clock.now(),
-            work=command.work,
-            files=verdict.lost_files,
-            manifests=verdict.lost_manifests,
-            packs=verdict.lost_packs,
-        )
-    if verdict.missing_ranks:
-        return CommitWaits(at=clock.now(), work=command.work, missing_ranks=verdict.missing_ranks)
-    if found is None and not command.may_write_marker:
-        return CommitWaits(at=clock.now(), work=command.work, missing_ranks=0)
-    _check_room(command.info, sizes, files=len(sizes))
-    manifests = await _all_manifests(store, command, sizes)
-    # Check again, with packs and the files in them: restore counts them all.
-    files = sum(len(manifest.files) for manifest in manifests.values())
-    packs = (size_bytes for manifest in manifests.values() for size_bytes in manifest.pack_sizes_bytes)
-    _check_room(command.info, sizes, files=files, largest_pack_bytes=max(packs, default=0))
-    unlisted = command.info.world_size - len(manifests)
-    unlisted += sum(not is_listed(manifest, sizes) for manifest in manifests.values())
-    if unlisted:
-        # These are another agent's files, or its manifest: that agent finds them missing and sends them again.
-        return CommitWaits(at=clock.now(), work=command.work, missing_ranks=unlisted)
-    reason = contradiction(manifests[rank] for rank in sorted(manifests))
-    if reason:
-        raise StoreError(ErrorKind.CONTRADICTION, f"save {command.info.save}: {reason}", hint=DIFFERENT_FILES_HINT)
-    body = _marker_body(manifests)
-    if found is None or _is_torn(found, body):
-        _check_readable(decode_marker, body, key)
-        found = await _write_and_read_back(store, key, body, if_absent=found is None)
-    if found != body and await read_if_there(store, key, fresh=True) != body:
-        raise StoreError(
-            ErrorKind.CHECKPOINT_CORRUPT,
-            f"{key} holds a marker that does not match the manifests of save {command.info.save}",
-            hint="two jobs write to the same destination with the same save ids; give each run its own prefix",
-        )
-    return await _committed(store, clock, command)
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Manifest:
+    ranks: Sequence[RankManifest]
+    reference: ManifestReference
 
 
-async def _committed(store: StoreWriter, clock: Clock, command: Commit) -> Committed:
-    if command.sweep_uploads:
-        # Every rank is sealed, so nobody needs an upload that is still open below this save.
-        await sweep_uploads(store, save_prefix(command.info), of=None, keep=frozenset())
-    return Committed(at=clock.now(), work=command.work)
+class Committer:
+    """Tries to commit saves, and keeps what it has read of those that wait for other agents."""
 
+    def __init__(self, clock: Clock) -> None:
+        self._clock = clock
+        self._read: dict[str, dict[str, _Manifest]] = {}
 
-def _names_ours(body: bytes, key: str, command: Commit) -> bool:
-    try:
-        marker = decode_marker(body, key)
-    except StoreError:
-        return False
-    ours = {_reference(manifest.rank, encode_manifest(manifest)) for manifest in command.manifests}
-    return marker.info == command.info and ours <= set(marker.manifests)
+    async def commit(self, store: StoreWriter, command: Commit) -> Committed | CommitWaits | ObjectsLost:
+        """Try once to commit. Returns Committed after the marker was read back, else what is still missing.
 
+        A marker that names our manifest is enough: whoever wrote it has compared those of all ranks.
+        """
+        info, key = command.info, marker_key(command.info)
+        found = await read_if_there(store, key)
+        if found is not None and self._names_ours(found, key, command):
+            return await self._committed(store, command)
+        if found is None and command.turn is Turn.READ:
+            return self._waits(command)
+        alone = len(command.ranks) == info.world_size
+        listed = await _sizes(store, info, save_prefix(info) if alone else manifests_prefix(info))
+        if listed.get(manifest_key_of(command.ranks)) != self._ours(command).reference.size_bytes:
+            return ObjectsLost(at=self._clock.now(), work=command.work)
+        missing = missing_ranks(info, listed)
+        if command.turn is Turn.WRITE:
+            _check_room(info, listed, files=len(listed))
+            await self._read_new(store, command, listed)
+        if missing:
+            return self._waits(command, missing)
+        sizes = listed if alone else await _sizes(store, info, save_prefix(info))
+        lost = lost_objects(command.ranks, sizes)
+        if lost:
+            return ObjectsLost(at=self._clock.now(), work=command.work, files=lost.files, packs=lost.packs)
+        if found is None and command.turn is not Turn.WRITE:
+            return self._waits(command, 0)
+        return await self._write_marker(store, command, sizes, found)
 
-async def is_committed(store: StoreReader, info: SaveInfo, announced_at: Mapping[int, AnnouncementTime]) -> bool:
-    """Whether the save has a whole marker. `announced_at`: when our ranks announced the save, by rank.
+    def forget(self, save: str) -> None:
+        """Forget what was read of a save that is over."""
+        self._read.pop(save, None)
 
-    A marker that cannot be decoded commits nothing: `commit` completes one that was cut short, and refuses any other.
-    Raises StoreError(CONTRADICTION) when the save belongs to other announcements: then its keys are not ours.
-    """
-    marker = None
-    try:
-        marker = await if_there(read_object(store, marker_key(info), decode_marker, limit_bytes=MARKER_BYTES))
-        if marker is None:
+    async def _write_marker(
+        self, store: StoreWriter, command: Commit, sizes: Mapping[str, int], found: bytes | None
+    ) -> Committed | CommitWaits:
+        info, key = command.info, marker_key(command.info)
+        read = await self._read_new(store, command, sizes)
+        chosen = largest_disjoint(one.ranks for manifest_key, one in read.items() if manifest_key in sizes)
+        ranks = sorted((one for together in chosen for one in together), key=lambda one: one.rank)
+        # Check again, with packs and the files in them: restore counts them all.
+        packs = (size_bytes for one in ranks for size_bytes in one.pack_sizes_bytes)
+        files = sum(len(one.files) for one in ranks)
+        _check_room(info, sizes, files=files, largest_pack_bytes=max(packs, default=0))
+        unlisted = info.world_size - sum(is_listed(one, sizes) for one in ranks)
+        if unlisted:
+            # These are another agent's files, or its manifest: that agent finds them missing and sends them again.
+            return self._waits(command, unlisted)
+        reason = contradiction(ranks)
+        if reason:
+            raise StoreError(ErrorKind.CONTRADICTION, f"save {info.save}: {reason}", hint=DIFFERENT_FILES_HINT)
+        references = [read[manifest_key_of(together)].reference for together in chosen]
+        body = encode_marker(commit_marker(ranks, references))
+        if found is None or _is_torn(found, body):
+            _check_readable(decode_marker, body, key)
+            found = await _write_and_read_back(store, key, body, if_absent=found is None)
+        if found != body and await read_if_there(store, key, fresh=True) != body:
+            raise StoreError(
+                ErrorKind.CHECKPOINT_CORRUPT,
+                f"{key} holds a marker that does not match the manifests of save {info.save}",
+                hint="two jobs write to the same destination with the same save ids; give each run its own prefix",
+            )
+        return await self._committed(store, command)
+
+    async def _read_new(self, store: StoreReader, command: Commit, sizes: Mapping[str, int]) -> Mapping[str, _Manifest]:
+        """Read the listed manifests that were not read before. Those that were removed meanwhile are left out."""
+        info = command.info
+        read = self._read[info.save]
+        new = {key: size for key, size in sizes.items() if key not in read and parse_manifest_key(info, key)}
+
+        async def read_one(key: str) -> None:
+            found = await if_there(read_object(store, key, partial(_decode, info), limit_bytes=new[key]))
+            if found is not None:
+                read[key] = found
+
+        together = at_once(new.values(), most=_MANIFESTS_AT_ONCE, together_bytes=_TOGETHER_BYTES)
+        await for_each(new, read_one, at_once=together)
+        return read
+
+    def _ours(self, command: Commit) -> _Manifest:
+        read, key = self._read.setdefault(command.info.save, {}), manifest_key_of(command.ranks)
+        if key not in read:
+            body = encode_manifest(command.ranks)
+            read[key] = _Manifest(ranks=command.ranks, reference=_reference(command.ranks, body))
+        return read[key]
+
+    def _names_ours(self, body: bytes, key: str, command: Commit) -> bool:
+        try:
+            marker = decode_marker(body, key)
+        except StoreError:
             return False
-    except StoreError as error:
-        if error.kind is not ErrorKind.CHECKPOINT_CORRUPT:
-            raise
-        log.warning("marker.damaged", save=info.save, error=str(error))
-    ours = marker is None or marker.info == info
-    limit_bytes = largest_manifest_bytes(memory_limit_bytes(), MANIFEST_BYTES)
-    for rank in sorted(announced_at) if ours else ():
-        found = await _read_manifest_if_there(store, info, rank, limit_bytes=limit_bytes)
-        if found is None:
-            ours &= marker is None
-            continue
-        manifest, reference = found
-        ours &= announced_at[rank].may_be(manifest.saved_at) and (marker is None or reference in marker.manifests)
-    if not ours:
-        raise StoreError(
-            ErrorKind.CONTRADICTION,
-            f"save {info.save} is committed already, by an earlier announcement",
-            hint="use a new save id for every save of every attempt",
-        )
-    return marker is not None
+        return marker.info == command.info and self._ours(command).reference in marker.manifests
 
+    def _waits(self, command: Commit, missing: int | None = None) -> CommitWaits:
+        return CommitWaits(at=self._clock.now(), work=command.work, missing_ranks=missing)
 
-async def reserve_base(store: StoreWriter, info: SaveInfo, base: SnapshotId) -> None:
-    """Reserve the snapshot that this one shares objects with, then make sure that it is there and stays.
-
-    Raises StoreError(BASE_PRUNED) if it is being pruned. The order matters: docs/design/0014.
-    """
-    await store.put(base_key(info), encode_reservation(base))
-    tombstones = [one.key async for one in store.list(tombstones_prefix(base.save))]
-    if tombstones or await if_there(store.head(snapshot_key(base))) is None:
-        raise StoreError(
-            ErrorKind.BASE_PRUNED,
-            f"snapshot {base.number} of {base.series} (save {base.save}), was pruned, and this one shares objects",
-            hint="nothing to do: the next snapshot sends everything",
-        )
+    async def _committed(self, store: StoreWriter, command: Commit) -> Committed:
+        self.forget(command.info.save)
+        if command.sweep_uploads:
+            # Every rank is sealed, so nobody needs an upload that is still open below this save.
+            await sweep_uploads(store, save_prefix(command.info), of=None, keep=frozenset())
+        return Committed(at=self._clock.now(), work=command.work)
 
 
 async def sweep_uploads(
@@ -223,11 +224,11 @@ async def read_if_there(store: StoreReader, key: str, *, fresh: bool = False) ->
     return await if_there(get_whole(store, key, limit_bytes=MARKER_BYTES, fresh=fresh))
 
 
-async def _sizes(store: StoreReader, info: SaveInfo) -> dict[str, int]:
-    """Return the sizes of all objects of a save by key. Raises BAD_REQUEST if there are more than fit into memory."""
+async def _sizes(store: StoreReader, info: SaveInfo, prefix: str) -> dict[str, int]:
+    """Return the sizes of the objects below `prefix` by key. Raises BAD_REQUEST if more than fit into memory."""
     limit = memory_limit_bytes()
     sizes: dict[str, int] = {}
-    async for one in store.list(save_prefix(info)):
+    async for one in store.list(prefix):
         sizes[one.key] = one.size_bytes
         if limit is not None and needed_bytes(files=len(sizes)) > limit:
             raise _too_large_here(shortage(info.name, needed_bytes(files=len(sizes)), limit))
@@ -235,11 +236,11 @@ async def _sizes(store: StoreReader, info: SaveInfo) -> dict[str, int]:
 
 
 def _check_room(info: SaveInfo, sizes: Mapping[str, int], *, files: int, largest_pack_bytes: int = 0) -> None:
-    """Raise BAD_REQUEST unless all listed rank manifests can be read again and fit into this process."""
-    manifests_bytes = [size_bytes for key, size_bytes in sizes.items() if is_manifest_of(info, key)]
+    """Raise BAD_REQUEST unless all listed manifests can be read again and fit into this process."""
+    manifests_bytes = [size_bytes for key, size_bytes in sizes.items() if parse_manifest_key(info, key)]
     if sum(manifests_bytes) > MANIFESTS_BYTES or max(manifests_bytes) > MANIFEST_BYTES:
         raise _not_restorable(
-            f"its rank manifests have {sum(manifests_bytes):,} bytes, the largest {max(manifests_bytes):,}; "
+            f"its manifests have {sum(manifests_bytes):,} bytes, the largest {max(manifests_bytes):,}; "
             f"the limits are {MANIFESTS_BYTES:,} and {MANIFEST_BYTES:,}"
         )
     limit = memory_limit_bytes()
@@ -248,41 +249,17 @@ def _check_room(info: SaveInfo, sizes: Mapping[str, int], *, files: int, largest
         raise _too_large_here(shortage(info.name, needed, limit))
 
 
-async def _all_manifests(store: StoreReader, command: Commit, sizes: Mapping[str, int]) -> Mapping[int, RankManifest]:
-    """Return the manifests by rank, without those that were removed after the listing."""
-    manifests = {manifest.rank: manifest for manifest in command.manifests}
-    missing = {
-        rank: sizes[manifest_key(command.info, rank)]
-        for rank in range(command.info.world_size)
-        if rank not in manifests
-    }
-
-    async def read(rank: int) -> None:
-        found = await _read_manifest_if_there(store, command.info, rank, limit_bytes=missing[rank])
-        if found is not None:
-            manifests[rank], _ = found
-
-    together = at_once(missing.values(), most=_MANIFESTS_AT_ONCE, together_bytes=_TOGETHER_BYTES)
-    await for_each(missing, read, at_once=together)
-    return manifests
-
-
-async def _read_manifest_if_there(
-    store: StoreReader, info: SaveInfo, rank: int, *, limit_bytes: int
-) -> tuple[RankManifest, ManifestReference] | None:
-    """Return a rank's manifest and a marker's reference to it. Raises CHECKPOINT_CORRUPT if it is another save's."""
-
-    def decode(body: bytes, key: str) -> tuple[RankManifest, ManifestReference]:
-        manifest = decode_manifest(body, key)
-        if manifest.info != info or manifest.rank != rank:
-            raise StoreError(
-                ErrorKind.CHECKPOINT_CORRUPT,
-                f"{key} describes {manifest.info}, this agent announced {info}",
-                hint="all ranks of one save must give the same name, step, kind and world size",
-            )
-        return manifest, _reference(rank, body)
-
-    return await if_there(read_object(store, manifest_key(info, rank), decode, limit_bytes=limit_bytes))
+def _decode(info: SaveInfo, body: bytes, key: str) -> _Manifest:
+    ranks = decode_manifest(body, key)
+    if ranks[0].info != info:
+        raise StoreError(
+            ErrorKind.CHECKPOINT_CORRUPT,
+            f"{key} describes {ranks[0].info}, this agent announced {info}",
+            hint="all ranks of one save must give the same name, step, kind and world size",
+        )
+    if manifest_key_of(ranks) != key:
+        raise checkpoint_corrupt(f"{key} does not have the ranks that its name says")
+    return _Manifest(ranks=ranks, reference=_reference(ranks, body))
 
 
 def _check_readable(decode: Callable[[bytes, str], object], body: bytes, key: str) -> None:
@@ -305,63 +282,10 @@ def _too_large_here(error: StoreError) -> RequestError:
     return RequestError(ErrorKind.BAD_REQUEST, f"this agent cannot commit the save: {error}", hint=error.hint)
 
 
-def _marker_body(manifests: Mapping[int, RankManifest]) -> bytes:
-    references = {rank: _reference(rank, encode_manifest(manifest)) for rank, manifest in manifests.items()}
-    return encode_marker(commit_marker(list(manifests.values()), references))
-
-
-def _reference(rank: int, body: bytes) -> ManifestReference:
-    return ManifestReference(rank=rank, size_bytes=len(body), checksum=crc64nvme(body))
-
-
-@dataclass(slots=True)
-class _Look:
-    """The look for one save's marker. Transfers that wait for it fail with it, so that a dead store is asked once."""
-
-    lock: asyncio.Lock = field(default_factory=asyncio.Lock)
-    clear: bool = False
-    failures: int = 0
-    error: MooringError | None = None
-
-
-class DuplicateSaveGuard:
-    """Looks before the first byte of a save whether its id is committed already. `state` returns the current state."""
-
-    def __init__(self, state: Callable[[], State]) -> None:
-        self._state = state
-        self._looks: dict[str, _Look] = {}
-
-    async def require_new(self, store: StoreWriter, save: str) -> None:
-        """Raise StoreError(CONTRADICTION) if the id is committed already and that is not the save that we have here.
-
-        Also reserves the base of a snapshot, in every life of the agent, and raises BASE_PRUNED.
-        """
-        checkpoint = self._state().checkpoints.get(save)
-        if checkpoint is None:
-            return
-        look = self._looks.setdefault(save, _Look())
-        failures = look.failures
-        async with look.lock:
-            if look.clear:
-                return
-            if look.error is not None and look.failures > failures:
-                raise look.error
-            try:
-                # Exact times: Reconcile has looked for what an earlier agent may have committed by the same record.
-                announced_at = {
-                    rank: AnnouncementTime(at=contribution.announced.at)
-                    for rank, contribution in checkpoint.contributions.items()
-                }
-                committed = await is_committed(store, checkpoint.info, announced_at)
-                for contribution in () if committed else checkpoint.contributions.values():
-                    snapshot = contribution.announced.snapshot
-                    if snapshot is not None and snapshot.base is not None:
-                        await reserve_base(store, checkpoint.info, snapshot.base)
-            except MooringError as error:
-                look.error, look.failures = error, look.failures + 1
-                raise
-            look.clear = True
-
-    def forget(self, save: str) -> None:
-        """Forget the look for a save that is over."""
-        self._looks.pop(save, None)
+def _reference(ranks: Sequence[RankManifest], body: bytes) -> ManifestReference:
+    return ManifestReference(
+        first_rank=min(one.rank for one in ranks),
+        rank_count=len(ranks),
+        size_bytes=len(body),
+        checksum=crc64nvme(body),
+    )

@@ -17,6 +17,7 @@ from mooring_agent.core.agent.commands import (
     Abandon,
     CancelTermination,
     CancelWork,
+    CheckSent,
     Command,
     Commit,
     CompleteUpload,
@@ -35,15 +36,16 @@ from mooring_agent.core.agent.commands import (
     WorkCommand,
     WriteManifest,
 )
-from mooring_agent.core.agent.events import Abandoned, Event, Released, WorkCancelled, WorkFailed
+from mooring_agent.core.agent.events import Abandoned, Event, Released, SentChecked, WorkCancelled, WorkFailed
 from mooring_agent.core.agent.work import WorkId
 from mooring_agent.core.errors import ErrorKind, MooringError
 from mooring_agent.core.model import Kind
 from mooring_agent.core.stored.object_layout import save_prefix
 from mooring_agent.ports import Clock, StagingArea, StoreWriter
 from mooring_agent.runtime.engine.telemetry import FailureLog
-from mooring_agent.runtime.work import committer, transfers
-from mooring_agent.runtime.work.committer import DuplicateSaveGuard
+from mooring_agent.runtime.work import transfers
+from mooring_agent.runtime.work.committer import Committer, sweep_uploads, write_manifest
+from mooring_agent.runtime.work.duplicate_save_guard import DuplicateSaveGuard
 from mooring_agent.runtime.work.pruner import Pruner
 from mooring_agent.runtime.work.ready_store import ReadyStore
 from mooring_agent.runtime.work.reconciler import Reconciler
@@ -91,6 +93,7 @@ class Dispatcher:
         self._on_lift_cap = on_lift_cap
         self._on_cancelled = on_cancelled
         self._on_exit = on_exit
+        self._committer = Committer(clock)
         self._pack_room = asyncio.Semaphore(_PACKS_IN_MEMORY)
         self._failures = FailureLog()
         self._tasks: dict[WorkId, asyncio.Task[None]] = {}
@@ -161,8 +164,8 @@ class Dispatcher:
                 return await transfers.stage(self._staging, self._clock, self._executor, command)
             case Release():
                 return await self._release(command)
-            case WriteManifest():
-                await self._check_sent(command)
+            case CheckSent():
+                return await self._check_sent(command)
             case _:
                 pass
         store = await self._store.get()
@@ -185,33 +188,35 @@ class Dispatcher:
             case CompleteUpload():
                 return await transfers.complete_upload(store, self._clock, command)
             case WriteManifest():
-                return await committer.write_manifest(store, self._clock, command)
+                return await write_manifest(store, self._clock, command)
             case Commit():
-                return await committer.commit(store, self._clock, command)
+                return await self._committer.commit(store, command)
             case Prune():
                 return await self._pruner.prune(store, command)
             case _:
                 assert_never(command)
 
-    async def _check_sent(self, command: WriteManifest) -> None:
+    async def _check_sent(self, command: CheckSent) -> SentChecked:
         may_read = partial(self._may_read_again, command.manifest.info.kind)
         check = partial(self._staging.check_sent, command.manifest, command.pins, may_read=may_read)
         # Reading takes seconds per GB, so it must not delay other work, nor saves that are not read again.
         executor = self._readers if may_read() else self._executor
         await asyncio.get_running_loop().run_in_executor(executor, check)
+        return SentChecked(at=self._clock.now(), work=command.work)
 
     async def _abandon(self, store: StoreWriter, command: Abandon) -> Abandoned:
         for key, upload in command.uploads:
             await store.abort_upload(key, upload)
         if command.sweep_keys:
             ours = frozenset(command.sweep_keys)
-            await committer.sweep_uploads(store, save_prefix(command.info), of=ours, keep=frozenset())
+            await sweep_uploads(store, save_prefix(command.info), of=ours, keep=frozenset())
         return Abandoned(at=self._clock.now(), work=command.work)
 
     async def _release(self, command: Release) -> Released:
         loop = asyncio.get_running_loop()
         await loop.run_in_executor(self._executor, self._staging.release, command.work.save)
         self._duplicate_guard.forget(command.work.save)
+        self._committer.forget(command.work.save)
         # The checkpoint's memory is free, but this process still holds it.
         await loop.run_in_executor(self._executor, priority.malloc_trim)
         return Released(at=self._clock.now(), work=command.work)

@@ -17,7 +17,8 @@ from mooring_agent.core.model import Part, SaveInfo
 from mooring_agent.core.stored.object_layout import file_key, save_prefix
 from mooring_agent.core.stored.packs_and_parts import plan
 from mooring_agent.ports import Clock, ObjectInfo, ObjectStore, StagingArea
-from mooring_agent.runtime.work.committer import is_committed, sweep_uploads
+from mooring_agent.runtime.work.committer import sweep_uploads
+from mooring_agent.runtime.work.duplicate_save_guard import is_committed
 
 
 class Reconciler:
