@@ -24,7 +24,7 @@ unexport PYTHONDONTWRITEBYTECODE
 PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
 
 .PHONY: setup setup-tests node demo test test-quick test-slow test-trainers test-root test-containers test-python test-compatibility compatibility soak simulate hostile chaos lint format \
-	proto proto-check pages site docs bench clean
+	proto proto-check pages site docs bench scale clean
 
 setup: $(READY)
 
@@ -199,6 +199,10 @@ site: setup
 
 docs: pages site
 	$(BIN)/zensical serve
+
+# Many agents and one commit, as few machines can show it.
+scale: setup
+	$(BIN)/python -m benchmarks.scale
 
 bench: setup
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt $(PACKAGES) --group dev --group bench

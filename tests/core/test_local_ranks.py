@@ -7,13 +7,13 @@ from tests.core.play import Play
 
 from mooring_agent.core.agent.announcements import check_announcement, known_announcement
 from mooring_agent.core.agent.commands import Commit, Stage, WriteManifest
-from mooring_agent.core.agent.event_codec import decode_event, encode_event
 from mooring_agent.core.agent.events import Announced, Started
 from mooring_agent.core.agent.reducer import advance
 from mooring_agent.core.agent.state import State
 from mooring_agent.core.agent.work import Operation, WorkId
 from mooring_agent.core.errors import ErrorKind, RequestError
 from mooring_agent.core.model import Kind, Phase, SaveInfo
+from mooring_agent.runtime.engine.event_codec import decode_event, encode_event
 
 _RANKS = (4, 5, 6)
 _INFO = SaveInfo(save="save", name="checkpoint-1", step=1, kind=Kind.PERIODIC, world_size=12)

@@ -3,7 +3,6 @@
 from tests.core.play import PART_BYTES, Play
 
 from mooring_agent.core.agent.commands import CheckSent, Commit, PutFile, PutPack, Reconcile
-from mooring_agent.core.agent.event_codec import decode_event, encode_event
 from mooring_agent.core.agent.events import ObjectsLost, Started
 from mooring_agent.core.agent.reducer import advance
 from mooring_agent.core.agent.state import State
@@ -12,6 +11,7 @@ from mooring_agent.core.errors import ErrorKind
 from mooring_agent.core.model import Kind, Phase
 from mooring_agent.core.settings.values import MIB
 from mooring_agent.core.stored.packs_and_parts import PACK_BYTES
+from mooring_agent.runtime.engine.event_codec import decode_event, encode_event
 
 _SMALL = (100 * 1024,) * 100
 _PACKS = 3

@@ -7,7 +7,6 @@ from tests.core.play import PART_BYTES, Play
 
 from mooring_agent.core.agent.announcements import check_announcement
 from mooring_agent.core.agent.commands import Commit
-from mooring_agent.core.agent.event_codec import decode_event, encode_event
 from mooring_agent.core.agent.events import (
     Announced,
     DiskRead,
@@ -21,6 +20,7 @@ from mooring_agent.core.agent.state import State
 from mooring_agent.core.agent.work import Operation, WorkId
 from mooring_agent.core.errors import ErrorKind, RequestError
 from mooring_agent.core.model import FileEntry, Kind, Owner, Phase, RankManifest
+from mooring_agent.runtime.engine.event_codec import decode_event, encode_event
 
 KEPT = FileEntry(
     path="out/kept",

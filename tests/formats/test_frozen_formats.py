@@ -20,13 +20,13 @@ from mooring.checkpoints.records import read_records, write_record
 from mooring_agent.adapters.records import unannounced
 from mooring_agent.adapters.volume.pinning import encode_descriptor, read_descriptor
 from mooring_agent.adapters.volume.shared_volume import open_volume
-from mooring_agent.core.agent.event_codec import UnknownRecordError, decode_event, encode_event
 from mooring_agent.core.agent.events import EVENT_TAGS
 from mooring_agent.core.errors import ErrorKind, StoreError
 from mooring_agent.core.mirror.base import decode_base, encode_base
 from mooring_agent.core.policies.restore_choice import decode_pin, encode_pin
 from mooring_agent.core.stored.manifest import decode_manifest, decode_marker, encode_manifest, encode_marker
 from mooring_agent.core.stored.reservation import decode_reservation, encode_reservation
+from mooring_agent.runtime.engine.event_codec import UnknownRecordError, decode_event, encode_event
 from mooring_api import signal_file
 
 FROZEN: Final = Path(__file__).parent / "frozen"

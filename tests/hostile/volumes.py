@@ -27,11 +27,11 @@ from mooring_agent.adapters.journal import SqliteJournal, open_journal
 from mooring_agent.adapters.volume.disk import Reserve
 from mooring_agent.adapters.volume.staging_area import LocalStagingArea
 from mooring_agent.core.agent.commands import Stage
-from mooring_agent.core.agent.event_codec import encode_event
 from mooring_agent.core.agent.events import Announced, DurableEvent, RankRegistered, Started, TerminationNoticed, Ticked
 from mooring_agent.core.agent.reducer import advance
 from mooring_agent.core.agent.work import Operation, WorkId
 from mooring_agent.core.model import Kind, Phase, SaveInfo
+from mooring_agent.runtime.engine.event_codec import encode_event
 from mooring_agent.runtime.engine.journaling import recover
 from mooring_agent.runtime.engine.status import describe
 from mooring_agent.runtime.process.app import SystemClock

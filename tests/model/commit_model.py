@@ -1,10 +1,12 @@
 """An exhaustive explicit-state model of commit, prune and orphan collection against an object store.
 
-The world: checkpoint 1 is committed by an earlier attempt. The ranks of the running attempt upload checkpoint 2: each
-writes its data, then its rank manifest; rank 0 writes the commit marker when every rank's manifest is there. A pruner
-keeps one checkpoint, an orphan collector removes what never committed. Meanwhile, within bounds: the whole job crashes
-and starts again from checkpoint 1 with other bytes (training is not deterministic), a sidecar alone crashes and repeats
-its uploads, answers are lost and requests land late, an object is lost in the store. A reader looks at every state.
+The world: checkpoint 1 is committed by an earlier attempt. The agents of the running attempt upload checkpoint 2: each
+writes the data of its rank, then its manifest. The last agent has two ranks that announce one after the other, the
+higher one first: it writes a manifest of one rank, and later one of both. Any agent writes the commit marker, at any
+time, if it sees manifests of every rank. A pruner keeps one checkpoint, an orphan collector removes what never
+committed. Meanwhile, within bounds: the whole job crashes and starts again from checkpoint 1 with other bytes (training
+is not deterministic), an agent alone crashes and repeats its uploads, answers are lost and requests land late, an
+object is lost in the store. A reader looks at every state.
 
 What no state may show:
 - a commit marker that a reader accepts and whose ranks are of different incarnations,
@@ -17,7 +19,7 @@ Mooring assumes: read-after-write listings, and that no request lives longer tha
 """
 
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Final, NamedTuple, TypeVar
@@ -31,7 +33,9 @@ class Variant(StrEnum):
     GOOD = "as designed"
     MARKER_FIRST = "marker before data"
     REUSED_KEYS = "no save id in the keys"
-    COUNT_ANY_SAVE = "committer counts rank manifests of the step, whichever save they belong to"
+    COUNT_ANY_SAVE = "committer counts manifests of the step, whichever save they belong to"
+    COUNT_AGENTS = "committer counts agents with a manifest, whichever ranks it has"
+    SAME_NAME_GROWS = "a manifest that grows keeps its name"
     PRUNE_MARKER_LAST = "prune removes data before the marker"
     PRUNE_UNVALIDATED = "prune counts markers, not validated checkpoints"
     ORPHANS_AT_ONCE = "orphans are collected without an age margin"
@@ -42,7 +46,7 @@ class Variant(StrEnum):
 class Bounds:
     """How much may go wrong in one history."""
 
-    ranks: int = 2
+    agents: int = 2
     crashes: int = 1
     late_requests: int = 1
     lost_objects: int = 0
@@ -55,23 +59,23 @@ class Thing(StrEnum):
 
 
 class Key(NamedTuple):
-    """An object's key. A marker belongs to no rank."""
+    """An object's key. `ranks`: one for data, those of the agent for a manifest, none for a marker."""
 
     thing: Thing
     step: int
     save: str
-    rank: int = -1
+    ranks: tuple[int, ...] = ()
 
 
 class Put(NamedTuple):
-    """A request. A body is what a rank wrote, `incarnation/rank`; a marker's is those of all ranks."""
+    """A request. A body is what each rank wrote, `incarnation/rank`; a marker's is those of all ranks."""
 
     key: Key
     body: tuple[str, ...]
 
 
-class Rank(NamedTuple):
-    """How far a rank's uploads are, and which start of the job it belongs to."""
+class Agent(NamedTuple):
+    """How far an agent's uploads are, and which start of the job it belongs to."""
 
     done: int
     incarnation: int
@@ -86,7 +90,7 @@ class PruneProgress(StrEnum):
 class State(NamedTuple):
     objects: frozenset[Put]
     in_flight: frozenset[Put]
-    ranks: tuple[Rank, ...]
+    agents: tuple[Agent, ...]
     pruned: PruneProgress
     acknowledged: Key | None
     crashes: int
@@ -104,7 +108,6 @@ class Result:
 
 
 _OLD: Final = "old"
-_DONE: Final = 3
 
 
 class Model:
@@ -113,6 +116,17 @@ class Model:
     def __init__(self, variant: Variant, bounds: Bounds) -> None:
         self._variant = variant
         self._bounds = bounds
+        self._ranks = range(bounds.agents + 1)
+        alone = [self._steps((agent,)) for agent in self._ranks[:-2]]
+        self._steps_of = [*alone, self._steps(self._ranks[-1:], self._ranks[-2:])]
+
+    def _steps(self, *manifests: Sequence[int]) -> list[tuple[Thing, tuple[int, ...]]]:
+        """What an agent writes, in order, that has these ranks, one more in each of its manifests."""
+        steps: list[tuple[Thing, tuple[int, ...]]] = []
+        for ranks in manifests:
+            steps += [(Thing.DATA, (ranks[0],)), (Thing.MANIFEST, tuple(ranks))]
+        marker = (Thing.MARKER, ())
+        return [marker, *steps] if self._variant is Variant.MARKER_FIRST else [*steps, marker]
 
     def explore(self) -> Result:
         first = self._first()
@@ -132,14 +146,15 @@ class Model:
         return Result(states=states)
 
     def _first(self) -> State:
-        bodies = [f"{_OLD}/{rank}" for rank in range(self._bounds.ranks)]
-        objects = {Put(Key(Thing.MARKER, 1, _OLD), tuple(bodies))}
-        for rank, body in enumerate(bodies):
-            objects |= {Put(Key(thing, 1, _OLD, rank), (body,)) for thing in (Thing.DATA, Thing.MANIFEST)}
+        objects = {Put(Key(Thing.MARKER, 1, _OLD), tuple(f"{_OLD}/{rank}" for rank in self._ranks))}
+        for steps in self._steps_of:
+            for thing, ranks in steps:
+                if thing is not Thing.MARKER:
+                    objects.add(Put(Key(thing, 1, _OLD, ranks), tuple(f"{_OLD}/{rank}" for rank in ranks)))
         return State(
             objects=frozenset(objects),
             in_flight=frozenset(),
-            ranks=tuple(Rank(0, 0) for _ in range(self._bounds.ranks)),
+            agents=tuple(Agent(0, 0) for _ in self._steps_of),
             pruned=PruneProgress.IDLE,
             acknowledged=None,
             crashes=0,
@@ -151,7 +166,7 @@ class Model:
 
     def _moves(self, state: State) -> Iterator[tuple[str, State]]:
         yield from self._late_requests_land(state)
-        yield from self._ranks_work(state)
+        yield from self._agents_work(state)
         yield from self._job_crashes(state)
         yield from self._store_loses(state)
         yield from self._pruner_works(state)
@@ -164,20 +179,20 @@ class Model:
                 state._replace(objects=_put(state.objects, request), in_flight=state.in_flight - {request}),
             )
 
-    def _ranks_work(self, state: State) -> Iterator[tuple[str, State]]:
-        for rank, one in enumerate(state.ranks):
-            request = self._next_request(state, rank)
+    def _agents_work(self, state: State) -> Iterator[tuple[str, State]]:
+        for agent, one in enumerate(state.agents):
+            request = self._next_request(state, agent)
             if request is None:
                 continue
             after = state._replace(
                 objects=_put(state.objects, request),
-                ranks=_with(state.ranks, rank, one._replace(done=one.done + 1)),
+                agents=_with(state.agents, agent, one._replace(done=one.done + 1)),
                 acknowledged=request.key if request.key.thing is Thing.MARKER else state.acknowledged,
             )
-            yield f"rank {rank} puts {_name(request.key)}", after
+            yield f"agent {agent} puts {_name(request.key)}", after
             if state.late_requests < self._bounds.late_requests:
                 yield (
-                    f"rank {rank} puts {_name(request.key)}, the answer is lost, a copy stays in flight",
+                    f"agent {agent} puts {_name(request.key)}, the answer is lost, a copy stays in flight",
                     after._replace(in_flight=state.in_flight | {request}, late_requests=state.late_requests + 1),
                 )
 
@@ -185,22 +200,22 @@ class Model:
         if state.crashes == self._bounds.crashes:
             return
         restarted = state._replace(
-            ranks=tuple(Rank(0, one.incarnation + 1) for one in state.ranks),
+            agents=tuple(Agent(0, one.incarnation + 1) for one in state.agents),
             pruned=PruneProgress.IDLE if state.pruned is PruneProgress.BEGUN else state.pruned,
             crashes=state.crashes + 1,
         )
         yield "the job crashes", restarted
-        for rank, one in enumerate(state.ranks):
-            request = self._next_request(state, rank)
+        for agent, one in enumerate(state.agents):
+            request = self._next_request(state, agent)
             if request is not None and state.late_requests < self._bounds.late_requests:
                 yield (
-                    f"the job crashes while {_name(request.key)} of rank {rank} is in flight",
+                    f"the job crashes while {_name(request.key)} of agent {agent} is in flight",
                     restarted._replace(in_flight=state.in_flight | {request}, late_requests=state.late_requests + 1),
                 )
             if one.done:
                 yield (
-                    f"the sidecar of rank {rank} crashes and uploads its staged bytes again",
-                    state._replace(ranks=_with(state.ranks, rank, one._replace(done=0)), crashes=state.crashes + 1),
+                    f"agent {agent} crashes and uploads its staged bytes again",
+                    state._replace(agents=_with(state.agents, agent, one._replace(done=0)), crashes=state.crashes + 1),
                 )
 
     def _store_loses(self, state: State) -> Iterator[tuple[str, State]]:
@@ -235,7 +250,7 @@ class Model:
 
     def _collector_works(self, state: State) -> Iterator[tuple[str, State]]:
         committed = {(key.step, key.save) for key in _markers(state.objects)}
-        alive = {self._save(one.incarnation) for one in state.ranks}
+        alive = {self._save(one.incarnation) for one in state.agents}
         busy = {request.key.save for request in state.in_flight}
         for save in {one.key.save for one in state.objects if (one.key.step, one.key.save) not in committed}:
             if self._variant is not Variant.ORPHANS_AT_ONCE:
@@ -247,38 +262,37 @@ class Model:
             keys = [one.key for one in state.objects if one.key.save == save]
             yield f"the orphans of {save} are collected", state._replace(objects=_without(state.objects, *keys))
 
-    def _next_request(self, state: State, rank: int) -> Put | None:
-        one = state.ranks[rank]
-        if one.done == _DONE:
+    def _next_request(self, state: State, agent: int) -> Put | None:
+        one, steps = state.agents[agent], self._steps_of[agent]
+        if one.done == len(steps):
             return None
-        order = [Thing.DATA, Thing.MANIFEST, Thing.MARKER]
-        if self._variant is Variant.MARKER_FIRST:
-            order = [Thing.MARKER, Thing.DATA, Thing.MANIFEST]
-        thing, save = order[one.done], self._save(one.incarnation)
+        (thing, ranks), save = steps[one.done], self._save(one.incarnation)
         if thing is Thing.MARKER:
-            return self._marker_request(state, rank, save)
-        return Put(Key(thing, 2, save, rank), (_body(one.incarnation, rank),))
+            return self._marker_request(state, one, save)
+        name = ranks[-1:] if self._variant is Variant.SAME_NAME_GROWS else ranks
+        return Put(Key(thing, 2, save, name), tuple(_body(one.incarnation, rank) for rank in ranks))
 
-    def _marker_request(self, state: State, rank: int, save: str) -> Put | None:
-        if rank:
-            return None
+    def _marker_request(self, state: State, agent: Agent, save: str) -> Put | None:
         key = Key(Thing.MARKER, 2, save)
-        ranks = range(self._bounds.ranks)
         if self._variant is Variant.MARKER_FIRST:
-            return Put(key, tuple(_body(state.ranks[0].incarnation, other) for other in ranks))
+            return Put(key, tuple(_body(agent.incarnation, rank) for rank in self._ranks))
+        named = self._named(state.objects, 2, None if self._variant is Variant.COUNT_ANY_SAVE else save)
+        wanted = len(self._steps_of) if self._variant is Variant.COUNT_AGENTS else len(self._ranks)
+        return Put(key, named) if len(named) >= wanted else None
+
+    def _named(self, objects: frozenset[Put], step: int, save: str | None) -> tuple[str, ...]:
+        """What the manifests say of each rank, the largest first, and none with a rank that another one has."""
+        found: dict[int, str] = {}
         manifests = [
-            next(
-                (
-                    one.body[0]
-                    for one in sorted(state.objects, reverse=True)
-                    if (one.key.thing, one.key.step, one.key.rank) == (Thing.MANIFEST, 2, other)
-                    and (one.key.save == save or self._variant is Variant.COUNT_ANY_SAVE)
-                ),
-                "",
-            )
-            for other in ranks
+            one
+            for one in objects
+            if (one.key.thing, one.key.step) == (Thing.MANIFEST, step) and save in (None, one.key.save)
         ]
-        return Put(key, tuple(manifests)) if all(manifests) else None
+        for one in sorted(manifests, key=lambda one: (-len(one.body), one)):
+            bodies = {int(body.partition("/")[2]): body for body in one.body}
+            if not bodies.keys() & found.keys():
+                found |= bodies
+        return tuple(body for _, body in sorted(found.items()))
 
     def _save(self, incarnation: int) -> str:
         return "same" if self._variant is Variant.REUSED_KEYS else f"attempt{incarnation}"
@@ -286,9 +300,14 @@ class Model:
     # What a reader makes of it.
 
     def _accepted(self, objects: frozenset[Put], marker: Key) -> bool:
-        """The reader's rule: every rank's data is there and is what the marker says."""
+        """The reader's rule: every rank's data is there and is what the marker says, and so are the manifests."""
         bodies = dict(objects)
-        data = [bodies.get(Key(Thing.DATA, marker.step, marker.save, rank)) for rank in range(self._bounds.ranks)]
+        if (
+            self._variant is not Variant.MARKER_FIRST
+            and self._named(objects, marker.step, marker.save) != bodies[marker]
+        ):
+            return False
+        data = [bodies.get(Key(Thing.DATA, marker.step, marker.save, (rank,))) for rank in self._ranks]
         return data == [(body,) for body in bodies[marker]]
 
     def _violation(self, state: State) -> str:
@@ -338,10 +357,10 @@ def _without(objects: frozenset[Put], *keys: Key) -> frozenset[Put]:
     return frozenset(one for one in objects if one.key not in keys)
 
 
-def _with(ranks: tuple[Rank, ...], index: int, rank: Rank) -> tuple[Rank, ...]:
-    return (*ranks[:index], rank, *ranks[index + 1 :])
+def _with(agents: tuple[Agent, ...], index: int, agent: Agent) -> tuple[Agent, ...]:
+    return (*agents[:index], agent, *agents[index + 1 :])
 
 
 def _name(key: Key) -> str:
-    of = f" of rank {key.rank}" if key.rank >= 0 else ""
+    of = f" of {', '.join(map(str, key.ranks))}" if key.ranks else ""
     return f"{key.thing.value} {key.step}.{key.save}{of}"

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 from tests.harness.agent_process import AgentProcess, wait_until, write_checkpoint
 
-from mooring_agent.core.agent.event_codec import decode_event, encode_event
 from mooring_agent.core.agent.events import Announced
 from mooring_agent.core.limits import LOCAL_RANKS, WORLD_SIZE
+from mooring_agent.runtime.engine.event_codec import decode_event, encode_event
 
 
 @pytest.fixture

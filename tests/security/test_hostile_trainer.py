@@ -21,8 +21,8 @@ import pytest
 from tests.harness.agent_process import AgentProcess, tree, wait_until, write_checkpoint
 from tests.harness.deep_folders import deep_folders
 
-from mooring_agent.core.agent.event_codec import decode_event, encode_event
 from mooring_agent.core.agent.events import Announced
+from mooring_agent.runtime.engine.event_codec import decode_event, encode_event
 
 SECRET = b"aws_secret_access_key = " + b"never-in-the-bucket" * 10
 FORGED = "forged-1"

@@ -12,6 +12,7 @@ import socket
 import ssl
 import struct
 import threading
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -83,7 +84,10 @@ class Rule:
 
 @dataclass(slots=True, kw_only=True)
 class Request:
-    """One request as the proxy saw it. `status` is what the client was sent, 0 if nothing."""
+    """One request as the proxy saw it. `status` is what the client was sent, 0 if nothing.
+
+    `answered_at`: when the server's whole answer had gone to the client, in seconds of time.monotonic; 0 if it had not.
+    """
 
     method: str
     path: str
@@ -91,6 +95,7 @@ class Request:
     headers: dict[str, str] = field(repr=False)
     body_bytes: int = 0
     status: int = 0
+    answered_at: float = 0.0
     rule: str = ""
 
     @property
@@ -342,6 +347,7 @@ class _Connection:
             size = 0 if empty else int(headers.get("content-length", "0"))
             await self._forward_body(reader, size, rule)
         await self._writer.drain()
+        request.answered_at = time.monotonic()
         if headers.get("connection", "").lower() == "close":
             raise _BrokenError
 

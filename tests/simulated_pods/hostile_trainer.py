@@ -15,10 +15,10 @@ from pathlib import Path
 import grpc
 
 from mooring_agent.adapters.volume.pinning import encode_descriptor
-from mooring_agent.core.agent.event_codec import encode_event
 from mooring_agent.core.agent.events import Announced
 from mooring_agent.core.model import Fingerprint, Kind, SaveInfo, StagedFile
 from mooring_agent.ports import StagedDescriptor
+from mooring_agent.runtime.engine.event_codec import encode_event
 from mooring_api import names
 from mooring_api.v1 import agent_pb2, agent_pb2_grpc
 

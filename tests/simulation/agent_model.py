@@ -41,7 +41,6 @@ from mooring_agent.core.agent.commands import (
     WorkCommand,
     WriteManifest,
 )
-from mooring_agent.core.agent.event_codec import decode_event, encode_event
 from mooring_agent.core.agent.events import (
     Abandoned,
     Announced,
@@ -89,6 +88,7 @@ from mooring_agent.core.stored.commit import (
 from mooring_agent.core.stored.object_layout import file_key, marker_key
 from mooring_agent.core.stored.packs_and_parts import plan
 from mooring_agent.ports import StagedDescriptor
+from mooring_agent.runtime.engine.event_codec import decode_event, encode_event
 from mooring_agent.runtime.engine.journaling import rescan
 from mooring_agent.runtime.work.transfers import descriptor
 

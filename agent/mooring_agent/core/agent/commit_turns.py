@@ -25,8 +25,10 @@ _DEPUTY_SECONDS: Final = 1.0
 _SHARE_OF_WAIT: Final = 0.2
 """A pause is a fifth of the time waited so far, within these bounds."""
 _COMMITTER_PAUSE_SECONDS: Final = (0.1, 1.0)
-_READER_PAUSE_SECONDS: Final = (0.5, 30.0)
-_LONGEST_PAUSE_WHILE_DRAINING_SECONDS: Final = 0.5
+_READER_PAUSE_SECONDS: Final = (1.0, 30.0)
+_COMMITTER_ENDING_SECONDS: Final = 0.5
+"""The longest pauses while the pod ends."""
+_READER_ENDING_SECONDS: Final = 1.0
 
 
 def place(checkpoint: Checkpoint) -> int:
@@ -68,7 +70,7 @@ def _delay(state: State, checkpoint: Checkpoint, work: WorkId) -> None:
     own = place(checkpoint)
     least, most = _READER_PAUSE_SECONDS if own else _COMMITTER_PAUSE_SECONDS
     if state.termination.noticed:
-        most = _LONGEST_PAUSE_WHILE_DRAINING_SECONDS
+        most = _READER_ENDING_SECONDS if own else _COMMITTER_ENDING_SECONDS
     pause_seconds = min(most, max(least, _SHARE_OF_WAIT * (state.now - checkpoint.sealed_at)))
     until = state.now + pause_seconds
     lists_at = _lists_at(state, checkpoint)

@@ -53,7 +53,7 @@ from mooring_agent.core.stored.checked_json import UndecodableError, UnknownForm
 from mooring_agent.core.stored.object_layout import check_file_path, check_link, check_token
 from mooring_agent.core.stored.packs_and_parts import LARGEST_PACK_BYTES
 
-FORMAT_VERSION: Final = 1
+_FORMAT_VERSION: Final = 1
 
 _Checksum = Annotated[str, Meta(pattern=r"^[0-9a-f]{16}\Z")]
 _PackBytes = Annotated[int, Meta(ge=0, le=LARGEST_PACK_BYTES)]
@@ -129,7 +129,7 @@ def encode_manifest(ranks: Sequence[RankManifest]) -> bytes:
     """Encode the manifest of an agent's ranks, which are of one save."""
     ordered = sorted(ranks, key=lambda one: one.rank)
     return checked_json.encode(
-        _Manifest(**_of_save(ordered[0].info), format=FORMAT_VERSION, ranks=tuple(map(_encode_rank, ordered)))
+        _Manifest(**_of_save(ordered[0].info), format=_FORMAT_VERSION, ranks=tuple(map(_encode_rank, ordered)))
     )
 
 
@@ -198,7 +198,7 @@ def encode_marker(marker: CommitMarker) -> bytes:
     return checked_json.encode(
         _Marker(
             **_of_save(marker.info),
-            format=FORMAT_VERSION,
+            format=_FORMAT_VERSION,
             saved_at=float(marker.saved_at),
             size=marker.size_bytes,
             file_count=marker.file_count,

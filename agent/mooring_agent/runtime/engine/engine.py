@@ -15,12 +15,12 @@ import structlog
 
 from mooring_agent.core.agent import planner
 from mooring_agent.core.agent.commands import AFTER_ITS_RECORD, Command, Release
-from mooring_agent.core.agent.event_codec import encode_event
 from mooring_agent.core.agent.events import DURABLE, Announced, DurableEvent, Event, Ticked, WorkFailed
 from mooring_agent.core.agent.reducer import advance
 from mooring_agent.core.agent.state import State
 from mooring_agent.core.errors import MooringError
 from mooring_agent.ports import Clock, Journal
+from mooring_agent.runtime.engine.event_codec import encode_event
 from mooring_agent.runtime.engine.journaling import compact
 from mooring_agent.runtime.engine.telemetry import log_event
 

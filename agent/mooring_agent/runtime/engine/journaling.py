@@ -6,7 +6,6 @@ import structlog
 
 from mooring_agent.core.agent.announcements import check_announcement
 from mooring_agent.core.agent.checkpoint import RankContribution
-from mooring_agent.core.agent.event_codec import UnknownRecordError, decode_event, encode_event
 from mooring_agent.core.agent.events import (
     Announced,
     Committed,
@@ -26,6 +25,7 @@ from mooring_agent.core.model import StagedFile
 from mooring_agent.core.settings.values import Settings
 from mooring_agent.core.stored.packs_and_parts import PACK_BYTES
 from mooring_agent.ports import Journal, StagedDescriptor, StagingArea, save_of_pin
+from mooring_agent.runtime.engine.event_codec import UnknownRecordError, decode_event, encode_event
 
 # The events of an ended checkpoint that status, idempotent announcements and retention still need.
 _ENDED_NEEDS = (Announced, Staged, Committed, Released)

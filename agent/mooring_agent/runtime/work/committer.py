@@ -88,12 +88,22 @@ class Committer:
         if listed.get(manifest_key_of(command.ranks)) != self._ours(command).reference.size_bytes:
             return ObjectsLost(at=self._clock.now(), work=command.work)
         missing = missing_ranks(info, listed)
-        if command.turn is Turn.WRITE:
-            _check_room(info, listed, files=len(listed))
-            await self._read_new(store, command, listed)
+        sizes = listed
+
+        async def read_manifests() -> None:
+            if command.turn is Turn.WRITE:
+                _check_room(info, listed, files=len(listed))
+                await self._read_new(store, command, listed)
+
+        async def list_files() -> None:
+            # What is listed from now on includes the files of every rank, as each manifest is stored after its files.
+            nonlocal sizes
+            if not alone and not missing:
+                sizes = await _sizes(store, info, save_prefix(info))
+
+        await for_each((read_manifests, list_files), lambda work: work(), at_once=2)
         if missing:
             return self._waits(command, missing)
-        sizes = listed if alone else await _sizes(store, info, save_prefix(info))
         lost = lost_objects(command.ranks, sizes)
         if lost:
             return ObjectsLost(at=self._clock.now(), work=command.work, files=lost.files, packs=lost.packs)

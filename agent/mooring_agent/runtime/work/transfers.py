@@ -13,10 +13,10 @@ from mooring_agent.adapters.checksum import region_checksum
 from mooring_agent.adapters.pack import read_pack
 from mooring_agent.catalog.object_reads import if_there
 from mooring_agent.core.agent.commands import CompleteUpload, CreateUpload, PutFile, PutPack, SendPart, Stage
-from mooring_agent.core.agent.event_codec import encode_event
 from mooring_agent.core.agent.events import FileStored, PackStored, PartStored, Staged, UploadCreated
 from mooring_agent.core.errors import StoreError
 from mooring_agent.ports import Clock, ObjectStore, StagedDescriptor, StageRequest, StagingArea
+from mooring_agent.runtime.engine.event_codec import encode_event
 
 log = structlog.get_logger("mooring.staging")
 
