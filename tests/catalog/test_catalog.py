@@ -251,7 +251,7 @@ async def test_what_is_resumed_from_and_what_a_recent_pin_names_stay(store: Fake
     for attempt, step, age in (("new", 1, 0.0), ("old", 3, 2 * DAY)):
         store.now -= age
         pin = Pin(attempt=attempt, step=step, save=infos[step].save, marker=marker_key(infos[step]))
-        await store.put(pin_key(attempt), encode_pin(pin))
+        await store.put(pin_key(attempt, 0), encode_pin(pin))
         store.now += age
     await prune(store, RetentionSettings(keep_last=1), now=store.now, resumed_from=infos[2].save)
     assert await steps_left(store) == [4, 2, 1]

@@ -9,14 +9,14 @@ from mooring_agent.catalog.markers import list_committed
 from mooring_agent.catalog.pruning import prune, remove_litter
 from mooring_agent.core.policies.restore_choice import Pin, encode_pin
 from mooring_agent.core.settings.values import RetentionSettings
-from mooring_agent.core.stored.object_layout import pin_key
+from mooring_agent.core.stored.object_layout import pin_key, place_key
 from mooring_agent.ports import ObjectInfo
 
 DAY = 24 * 3600.0
 
 
 async def pinned(store: FakeStore, attempt: str) -> str:
-    key = pin_key(attempt)
+    key = pin_key(attempt, 0)
     await store.put(key, encode_pin(Pin(attempt=attempt)))
     return key
 
@@ -56,7 +56,7 @@ class _LosesAPin(FakeStore):
     async def list(self, prefix: str) -> AsyncIterator[ObjectInfo]:
         async for one in super().list(prefix):
             yield one
-        self.objects.pop(pin_key("gone"), None)
+        self.objects.pop(pin_key("gone", 0), None)
 
 
 async def test_a_pin_that_is_removed_while_prune_looks_stops_nothing() -> None:
@@ -91,10 +91,23 @@ async def test_litter_goes_and_saves_stay_where_only_litter_is_to_go(store: Fake
     store.now += 2 * DAY
     second = await pinned(store, "second")
     store.now += 2 * DAY
-    kept = {key for key in store.objects if not key.startswith(".mooring/probe/")} - {pin_key("first")}
+    kept = {key for key in store.objects if not key.startswith(".mooring/probe/")} - {pin_key("first", 0)}
     store.calls.clear()
     assert await remove_litter(store, RetentionSettings(), now=store.now) == 3
     assert set(store.objects) == kept
     assert second in kept
     assert list(store.uploads) == [unfinished]
     assert "" not in [key for method, key in store.calls if method == "list"]
+
+
+async def test_the_pins_and_places_of_starts_that_are_over_go_together(store: FakeStore) -> None:
+    await store_checkpoint(store, 1)
+    for generation in range(2):
+        await store.put(pin_key("job", generation), encode_pin(Pin(attempt="job")))
+        store.now += DAY / 2
+        # It is taken when the checkpoint is on the pod's disk.
+        await store.put(place_key("job", generation, "node-0"), b"")
+        store.now += 10 * DAY
+    await prune(store, RetentionSettings(), now=store.now)
+    # The newest start may be alive, and one of its pods may start again.
+    assert await pins_left(store) == [pin_key("job", 1), place_key("job", 1, "node-0")]

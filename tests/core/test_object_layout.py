@@ -19,7 +19,10 @@ from mooring_agent.core.stored.object_layout import (
     marker_key,
     parse_manifest_key,
     parse_marker_key,
+    parse_pin_key,
+    parse_place_key,
     pin_key,
+    place_key,
     save_prefix,
 )
 
@@ -35,7 +38,8 @@ def test_the_layout_is_the_one_in_the_docs() -> None:
     assert file_key(info, "model/shard-0.bin") == "checkpoint-1200/a1-000001/model/shard-0.bin"
     assert manifest_key(info, 8, 16) == "checkpoint-1200/a1-000001/.mooring/manifest-00008-00016.json"
     assert marker_key(info) == ".mooring/commits/999999998799.a1-000001.json"
-    assert pin_key("attempt-7") == ".mooring/resume/attempt-7.json"
+    assert pin_key("attempt-7", 3) == ".mooring/resume/attempt-7/000003.json"
+    assert place_key("attempt-7", 3, "worker-1") == ".mooring/resume/attempt-7/000003.worker-1.pod"
 
 
 def test_everything_of_a_save_but_its_marker_lies_below_its_prefix() -> None:
@@ -86,6 +90,13 @@ def test_the_marker_of_the_greatest_step_is_listed_first(steps: list[int]) -> No
 )
 def test_what_is_no_marker_s_key_is_none(key: str) -> None:
     assert parse_marker_key(key) is None
+
+
+@given(attempt=_tokens, generation=st.integers(0, 10**9 - 1), place=_tokens)
+def test_the_keys_of_pins_and_places_tell_whose_they_are(attempt: str, generation: int, place: str) -> None:
+    pin, taken = pin_key(attempt, generation), place_key(attempt, generation, place)
+    assert (parse_pin_key(pin), parse_place_key(pin)) == ((attempt, generation), None)
+    assert (parse_pin_key(taken), parse_place_key(taken)) == (None, (attempt, generation, place))
 
 
 @given(first=_tokens, second=_tokens, path=st.sampled_from(["a", "b/c"]))

@@ -68,7 +68,7 @@ async def test_a_pin_of_a_newer_version_ends_restore(settings: StoreSettings, tm
     volume = tmp_path / "volume"
     volume.mkdir()
     async with open_store(settings) as store:
-        await store.put(".mooring/resume/one.json", newer(encode_pin(Pin(attempt="one"))))
+        await store.put(".mooring/resume/one/000000.json", newer(encode_pin(Pin(attempt="one"))))
     with pytest.raises(MooringError, match="update Mooring"):
         await run(settings, volume, attempt="one")
 

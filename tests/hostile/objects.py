@@ -86,7 +86,7 @@ class Destination:
             alone = {"model.bin": self._files[_NEWER_STEP]["model.bin"]}
             newer = await store_packed_checkpoint(store, _NEWER_STEP, alone=alone, packed=packed)
             pin = Pin(attempt=_ATTEMPT, step=newer.step, save=newer.save, marker=marker_key(newer))
-            await store.put(pin_key(_ATTEMPT), encode_pin(pin))
+            await store.put(pin_key(_ATTEMPT, 0), encode_pin(pin))
             self._half = await store_checkpoint(store, _HALF_STEP, world_size=2, committed=False)
             key = manifest_key(self._half, 0, 1)
             own = decode_manifest(await store.get(key, limit_bytes=MANIFEST_BYTES), key)
@@ -103,7 +103,7 @@ class Destination:
             "marker": marker_key(newer),
             "manifest": manifest_key(newer, 0, 1),
             "pack": pack_key(newer, 0, 0),
-            "pin": pin_key(_ATTEMPT),
+            "pin": pin_key(_ATTEMPT, 0),
             _OTHERS_MANIFEST: manifest_key(self._half, 1, 1),
         }
         self._targets = {what: self._root / key for what, key in keys.items()}

@@ -20,6 +20,8 @@ from tests.injection.small_pods import (
 from mooring_agent.core.injection.spec import Injection
 
 ROOT = Path(__file__).parents[2]
+_JOBSET = "jobset.sigs.k8s.io/"
+_LWS = "leaderworkerset.sigs.k8s.io/"
 
 
 class TestPlaces:
@@ -135,16 +137,60 @@ class TestJobs:
         assert variables(mutated(before), "mooring-agent").get("MOORING_NODE_RANK") == rank
 
     @pytest.mark.parametrize(
-        ("labels", "attempt"),
+        ("labels", "more", "attempt", "place"),
         [
-            ({"jobset-uid": "a-b", "restart-attempt": "2"}, "a-b-2"),
-            ({"jobset-name": "llama", "restart-attempt": "2"}, None),
-            ({"jobset-uid": "a-b"}, None),
-            ({"jobset-uid": "a/b", "restart-attempt": "2"}, None),
+            (
+                {f"{_JOBSET}jobset-uid": "a-b", f"{_JOBSET}restart-attempt": "2"}
+                | {f"{_JOBSET}replicatedjob-name": "node", f"{_JOBSET}job-index": "1"},
+                {"annotations": {"batch.kubernetes.io/job-completion-index": "3"}},
+                "a-b-2",
+                "node-1-3",
+            ),
+            (
+                {f"{_JOBSET}jobset-uid": "a-b", f"{_JOBSET}restart-attempt": "2"}
+                | {f"{_JOBSET}replicatedjob-name": "node", f"{_JOBSET}job-index": "0"},
+                {"annotations": {f"{_JOBSET}execute-attempt": "7"}},
+                "a-b-2-7",
+                "node-0-0",
+            ),
+            ({f"{_JOBSET}jobset-name": "llama", f"{_JOBSET}restart-attempt": "2"}, {}, None, None),
+            ({f"{_JOBSET}jobset-uid": "a/b", f"{_JOBSET}restart-attempt": "2"}, {}, None, None),
+            (
+                {"batch.kubernetes.io/controller-uid": "c-d", "batch.kubernetes.io/job-completion-index": "4"},
+                {},
+                "c-d",
+                "4",
+            ),
+            (
+                {f"{_LWS}name": "llama", f"{_LWS}group-index": "0", f"{_LWS}worker-index": "3"},
+                {},
+                "llama-group-0",
+                "0-3",
+            ),
+            (
+                {"training.kubeflow.org/replica-type": "worker", "training.kubeflow.org/replica-index": "0"},
+                {"ownerReferences": [{"kind": "PyTorchJob", "uid": "e-f", "controller": True}]},
+                "e-f",
+                "worker-0",
+            ),
+            (
+                {"apps.kubernetes.io/pod-index": "9"},
+                {"ownerReferences": [{"kind": "StatefulSet", "uid": "g-h", "controller": True}]},
+                "g-h",
+                "9",
+            ),
+            # Pods without places: of a Job without indexes, and of a Deployment.
+            ({"batch.kubernetes.io/controller-uid": "c-d"}, {}, None, None),
+            ({}, {"ownerReferences": [{"kind": "ReplicaSet", "uid": "i-j", "controller": True}]}, None, None),
+            ({}, {}, None, None),
         ],
     )
-    def test_an_attempt_needs_what_is_unique_to_it(self, labels: dict[str, str], attempt: str | None) -> None:
+    def test_a_job_and_a_pods_place_in_it_are_what_its_launcher_says(
+        self, labels: dict[str, str], more: dict[str, Any], attempt: str | None, place: str | None
+    ) -> None:
         before = pod()
-        before["metadata"]["labels"] = {f"jobset.sigs.k8s.io/{key}": text for key, text in labels.items()}
+        annotations = {**before["metadata"].get("annotations", {}), **more.get("annotations", {})}
+        before["metadata"] |= {**more, "labels": labels, "annotations": annotations}
         after = mutated(before)
         assert {variables(after, name).get("MOORING_ATTEMPT") for name in ("train", *OURS)} == {attempt}
+        assert {variables(after, name).get("MOORING_PLACE") for name in OURS} == {place}

@@ -36,7 +36,7 @@ def test_every_commit_prunes_down_to_keep_last_and_keep_every(tmp_path: Path) ->
 
 def test_an_agent_that_keeps_all_checkpoints_removes_the_pins_of_old_attempts(tmp_path: Path) -> None:
     folder = tmp_path / "destination"
-    old, newest = [folder / pin_key(attempt) for attempt in ("old", "newest")]
+    old, newest = [folder / pin_key(attempt, 0) for attempt in ("old", "newest")]
     for age, pin in enumerate((newest, old), start=2):
         pin.parent.mkdir(parents=True, exist_ok=True)
         pin.write_bytes(b"")

@@ -8,7 +8,7 @@ import pytest
 from tests.fakes.fake_store import FakeStore
 from tests.restore.stored_checkpoints import DAMAGE, all_files, flip_byte, store_checkpoint
 
-from mooring_agent.core.errors import ErrorKind, StoreError
+from mooring_agent.core.errors import ErrorKind, RequestError, StoreError
 from mooring_agent.core.policies.restore_choice import Pin, decode_pin, encode_pin
 from mooring_agent.core.stored.object_layout import file_key, marker_key, pin_key
 from mooring_agent.ports import ObjectInfo, ObjectStore
@@ -23,8 +23,10 @@ async def pod(
     node_rank: int,
     *,
     attempt: str = "job-1",
+    named: bool = True,
     pin_timeout_seconds: float = WAIT_SECONDS,
 ) -> Restored | None:
+    """`named`: something tells the pods of the job apart."""
     volume = folder / f"pod-{node_rank}"
     return await restore(
         store,
@@ -32,13 +34,14 @@ async def pod(
         volume=volume,
         state_directory=volume / "state",
         attempt=attempt,
+        place=str(node_rank) if named else "",
         node_rank=node_rank,
         pin_timeout_seconds=pin_timeout_seconds,
     )
 
 
 async def pinned(store: ObjectStore, attempt: str = "job-1") -> Pin:
-    return decode_pin(await store.get(pin_key(attempt), limit_bytes=10_000), pin_key(attempt))
+    return decode_pin(await store.get(pin_key(attempt, 0), limit_bytes=10_000), pin_key(attempt, 0))
 
 
 @pytest.fixture(params=[True, False], ids=["conditional puts", "no conditional puts"])
@@ -109,7 +112,7 @@ class _CommitsWhileListing(FakeStore):
             self._raced = True
             key = next(key for key in self.objects if key.startswith(".mooring/commits/"))
             pin = Pin(attempt="job-1", step=100, save="0123abcd-000100", marker=key)
-            await self.put(pin_key("job-1"), encode_pin(pin))
+            await self.put(pin_key("job-1", 0), encode_pin(pin))
             await store_checkpoint(self, 200)
         async for one in super().list(prefix):
             yield one
@@ -129,6 +132,81 @@ async def test_a_pin_that_cannot_be_written_is_an_error(store: FakeStore, tmp_pa
         await pod(store, tmp_path, 0)
     assert caught.value.kind is ErrorKind.ACCESS_DENIED
     assert not list((tmp_path / "pod-0" / "checkpoints").iterdir())
+
+
+async def _train(store: FakeStore, step: int, run: str) -> None:
+    """A run of the job commits a checkpoint, some time later."""
+    store.now += 60.0
+    await store_checkpoint(store, step, save=f"{run}-c{step:06d}")
+    store.now += 60.0
+
+
+@pytest.mark.parametrize("named", [True, False])
+async def test_a_job_that_is_started_again_as_the_same_attempt_goes_on_from_its_newest_checkpoint(
+    any_store: FakeStore, tmp_path: Path, named: bool
+) -> None:
+    """As a JobSet does that is suspended and resumed, and any job whose containers are restarted in place."""
+    assert [await pod(any_store, tmp_path / "first", node, named=named) for node in range(2)] == [None, None]
+    for number, (run, step) in enumerate((("aaaaaaaa", 100), ("bbbbbbbb", 200))):
+        await _train(any_store, step, run)
+        restored = [await pod(any_store, tmp_path / f"next-{number}", node, named=named) for node in range(2)]
+        assert [step_of(one) for one in restored] == [step, step]
+
+
+async def test_a_straggler_of_the_run_before_splits_no_start(any_store: FakeStore, tmp_path: Path) -> None:
+    await _train(any_store, 100, "aaaaaaaa")
+    assert step_of(await pod(any_store, tmp_path, 0)) == 100
+    await _train(any_store, 110, "aaaaaaaa")
+    assert step_of(await pod(any_store, tmp_path, 1)) == 100
+    # What it has saved is not lost: the next start takes it, although nothing was committed by this one.
+    restored = [await pod(any_store, tmp_path / "again", node) for node in range(2)]
+    assert [step_of(one) for one in restored] == [110, 110]
+
+
+async def test_one_pod_that_is_replaced_gets_the_newest_and_the_next_start_of_all_too(
+    store: FakeStore, tmp_path: Path
+) -> None:
+    await _train(store, 100, "aaaaaaaa")
+    for node in range(4):
+        await pod(store, tmp_path, node)
+    await _train(store, 200, "bbbbbbbb")
+    assert step_of(await pod(store, tmp_path / "replaced", 2)) == 200
+    await _train(store, 300, "cccccccc")
+    restored = [await pod(store, tmp_path / "again", node) for node in range(4)]
+    assert [step_of(one) for one in restored] == [300] * 4
+
+
+async def test_a_pod_that_is_evicted_while_it_restores_joins_its_peers_again(store: FakeStore, tmp_path: Path) -> None:
+    await _train(store, 100, "aaaaaaaa")
+    assert step_of(await pod(store, tmp_path, 0)) == 100
+    store.fail("put", ErrorKind.STORE_FAILED, times=1)
+    with pytest.raises(StoreError):
+        # It has the checkpoint, and ends before its place is taken.
+        await pod(store, tmp_path, 1)
+    await _train(store, 110, "aaaaaaaa")
+    assert step_of(await pod(store, tmp_path / "again", 1)) == 100
+
+
+async def test_a_replaced_pod_waits_for_no_node_0_that_trains(tmp_path: Path) -> None:
+    store = FakeStore(conditional_put=False)
+    await _train(store, 100, "aaaaaaaa")
+    for node in range(2):
+        await pod(store, tmp_path, node)
+    await _train(store, 200, "bbbbbbbb")
+    assert step_of(await pod(store, tmp_path / "replaced", 1, pin_timeout_seconds=0.1)) == 200
+    await store.close()
+
+
+async def test_a_place_that_cannot_be_part_of_a_key_is_refused(store: FakeStore, tmp_path: Path) -> None:
+    with pytest.raises(RequestError, match="place"):
+        await restore(
+            store,
+            checkpoint_directory=tmp_path / "checkpoints",
+            volume=tmp_path,
+            state_directory=tmp_path / "state",
+            attempt="job-1",
+            place="../up",
+        )
 
 
 async def test_without_conditional_puts_the_others_wait_for_node_0(tmp_path: Path) -> None:
@@ -152,7 +230,7 @@ class _SaysWhenWaiting(FakeStore):
         self.waiting = asyncio.Event()
 
     async def get(self, key: str, *, limit_bytes: int, fresh: bool = False) -> bytes:
-        if key == pin_key("job-1") and any(method == "probe" for method, _ in self.calls):
+        if key == pin_key("job-1", 0) and any(method == "probe" for method, _ in self.calls):
             self.waiting.set()
         return await super().get(key, limit_bytes=limit_bytes, fresh=fresh)
 
@@ -175,7 +253,9 @@ async def test_a_follower_never_takes_another_checkpoint_than_the_pinned_one_eve
     info = await store_checkpoint(any_store, 100)
     await pod(any_store, tmp_path, 0)
     await flip_byte(any_store, file_key(info, "model-0.safetensors"), 5)
-    with pytest.raises(StoreError, match=r"step 100 .* job-1 resumes from, .*model-0\.safetensors") as caught:
+    with pytest.raises(
+        StoreError, match=r"step 100 .* this start of job-1 resumes from, .*model-0\.safetensors"
+    ) as caught:
         await pod(any_store, tmp_path, 1)
     assert "new attempt" in caught.value.hint
     assert not list((tmp_path / "pod-1" / "checkpoints").iterdir())
@@ -192,8 +272,8 @@ async def test_a_pinned_checkpoint_that_is_gone_is_an_error(any_store: FakeStore
 
 async def test_a_pin_that_cannot_be_read_is_an_error_and_not_overruled(any_store: FakeStore, tmp_path: Path) -> None:
     await store_checkpoint(any_store, 100)
-    await any_store.put(pin_key("job-1"), b"{")
-    with pytest.raises(StoreError, match=r"\.mooring/resume/job-1\.json"):
+    await any_store.put(pin_key("job-1", 0), b"{")
+    with pytest.raises(StoreError, match=r"\.mooring/resume/job-1/000000\.json"):
         await pod(any_store, tmp_path, 0)
 
 

@@ -30,7 +30,7 @@ class _MayNotDelete(FakeStore):
 
 async def _with_two_old_pins(store: FakeStore) -> FakeStore:
     for attempt in ("first", "second"):
-        await store.put(pin_key(attempt), encode_pin(Pin(attempt=attempt)))
+        await store.put(pin_key(attempt, 0), encode_pin(Pin(attempt=attempt)))
         store.now += 2 * DAY
     store.calls.clear()
     return store
@@ -61,7 +61,7 @@ async def _calls_after_a_commit(store: FakeStore, settings: RetentionSettings, *
 async def test_old_pins_go_once_after_the_first_commit_where_all_checkpoints_are_kept() -> None:
     store = await _with_two_old_pins(FakeStore())
     assert (await _calls_after_a_commit(store, RetentionSettings())).count("delete") == 1
-    assert list(store.objects) == [pin_key("second")]
+    assert list(store.objects) == [pin_key("second", 0)]
 
 
 @pytest.mark.parametrize(("keep_last", "rank"), [(1, 0), (0, 1)], ids=["prune does it", "another agent does it"])

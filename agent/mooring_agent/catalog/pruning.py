@@ -32,7 +32,13 @@ from mooring_agent.core.policies.retention import (
     skipped,
 )
 from mooring_agent.core.settings.values import RetentionSettings
-from mooring_agent.core.stored.object_layout import PROBE_PREFIX, RESUME_PREFIX, damage_key
+from mooring_agent.core.stored.object_layout import (
+    PROBE_PREFIX,
+    RESUME_PREFIX,
+    damage_key,
+    parse_pin_key,
+    parse_place_key,
+)
 from mooring_agent.ports import ObjectInfo, StoreReader, StoreWriter, UploadInfo
 from mooring_api.names import STATE_DIRECTORY
 
@@ -65,7 +71,7 @@ _DELETES_AT_ONCE: Final = 8
 class PruneReport:
     """What was deleted and aborted, or would be in a dry run. `plan.refused` says why nothing was.
 
-    `litter`: pins of attempts that are over, and what killed probes and prunes have left.
+    `litter`: pins and places of starts that are over, and what killed probes and prunes have left.
     """
 
     plan: PrunePlan
@@ -174,7 +180,7 @@ async def _pinned(store: StoreReader, pins: Iterable[ObjectInfo], since: float) 
     """Return the saves named by pins that were written at or after `since`."""
     saves: set[str] = set()
     for one in pins:
-        if one.modified_at < since:
+        if one.modified_at < since or not parse_pin_key(one.key):
             continue
         pin = await if_there(read_object(store, one.key, decode_pin, limit_bytes=PIN_BYTES))
         # If the pin was removed after the listing, no attempt resumes by it.
@@ -183,14 +189,20 @@ async def _pinned(store: StoreReader, pins: Iterable[ObjectInfo], since: float) 
 
 
 def _litter(pins: Sequence[ObjectInfo], leftovers: Sequence[ObjectInfo], since: float) -> tuple[str, ...]:
-    """Return the leftovers of killed probes and prunes that are old, and the pins of attempts that are over.
+    """Return the leftovers of killed probes and prunes that are old, and the pins and places of starts that are over.
 
-    An attempt is over if a later attempt of the run began before `since`. The newest of the old pins stays, however old
-    it is: its attempt may be alive, and one of its pods may start again.
+    A start is over if a later one of the run began before `since`. The newest of the old pins stays, however old it is:
+    that start may be alive, and one of its pods may start again.
     """
-    newest_old = max((one.modified_at for one in pins if one.modified_at < since), default=0.0)
+    begun = {found: one.modified_at for one in pins if (found := parse_pin_key(one.key))}
+    newest_old = max((moment for moment in begun.values() if moment < since), default=0.0)
+
+    def begun_at(one: ObjectInfo) -> float:
+        place = parse_place_key(one.key)
+        return begun.get(place[:2], 0.0) if place else one.modified_at
+
     return (
-        *(one.key for one in pins if one.modified_at < newest_old),
+        *(one.key for one in pins if one.modified_at < since and begun_at(one) < newest_old),
         *(one.key for one in leftovers if one.modified_at < since),
     )
 

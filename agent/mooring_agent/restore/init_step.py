@@ -21,7 +21,7 @@ from mooring_agent.catalog.reading import CommittedCheckpoint
 from mooring_agent.core.policies.restore_choice import Pin
 from mooring_agent.core.stored.object_layout import check_token
 from mooring_agent.ports import StoreWriter
-from mooring_agent.restore.agreement import agree, read_pin
+from mooring_agent.restore.agreement import Agreement
 from mooring_agent.restore.candidates import Candidates
 from mooring_agent.restore.download import download
 from mooring_agent.restore.local_copy import LocalCopies
@@ -53,6 +53,7 @@ async def restore(
     volume: Path,
     state_directory: Path,
     attempt: str = "",
+    place: str = "",
     node_rank: int = 0,
     concurrency: int = 8,
     size_limit_bytes: int = 0,
@@ -61,12 +62,26 @@ async def restore(
 ) -> Restored | None:
     """Put the newest restorable checkpoint into `checkpoint_directory`. Returns None if the run starts from nothing.
 
-    With an `attempt`, all its pods get the same checkpoint. `size_limit_bytes` is the emptyDir's limit; 0 means none.
+    With an `attempt`, all pods of a start of it get the same checkpoint. `place` is the pod's in the job, the same for
+    its replacement; it tells the next start from this one. `size_limit_bytes` is the emptyDir's limit; 0 means none.
     Raises StoreError, VolumeError or RequestError; then only Mooring's own folder has changed. CHECKPOINT_CORRUPT means
     that there are checkpoints and none can be restored.
     """
-    if attempt:
-        check_token(attempt, "attempt")
+    for name, word in (("attempt", attempt), ("place", place)):
+        if word:
+            check_token(word, name)
+    agreement = (
+        Agreement(
+            store,
+            attempt,
+            partial(newest_committed, store),
+            place=place,
+            node_rank=node_rank,
+            timeout_seconds=pin_timeout_seconds,
+        )
+        if attempt
+        else None
+    )
     with ThreadPoolExecutor(max_workers=1, thread_name_prefix="mooring-restore-disk") as disk:
         step = _InitStep(
             store,
@@ -75,7 +90,7 @@ async def restore(
             disk,
             on_progress,
         )
-        return await step.run(attempt, node_rank, pin_timeout_seconds)
+        return await step.run(attempt, agreement)
 
 
 class _InitStep:
@@ -96,23 +111,19 @@ class _InitStep:
         self._on_progress = on_progress
         self._candidates = Candidates(store, partial(list_committed, store))
 
-    async def run(self, attempt: str, node_rank: int, pin_timeout_seconds: float) -> Restored | None:
+    async def run(self, attempt: str, agreement: Agreement | None) -> Restored | None:
         await self._on_disk(self._local.prepare)
-        pin = await read_pin(self._store, attempt) if attempt else None
-        while True:  # ends: a second round has the pin, and the pin does not change
+        while True:  # ends: another round follows only if another pod has begun a generation meanwhile
+            pin = await agreement.join() if agreement else None
             checkpoint, downloaded = await self._gather(pin)
             try:
-                if attempt and pin is None:
-                    pin = await agree(
-                        self._store,
-                        _pin_for(attempt, checkpoint),
-                        node_rank=node_rank,
-                        timeout_seconds=pin_timeout_seconds,
-                    )
-                    if pin != _pin_for(attempt, checkpoint):
-                        _log.info("restore.follows_pin", attempt=attempt, step=pin.step, save=pin.save)
-                        continue
-                return await self._install(checkpoint, downloaded) if checkpoint else None
+                if agreement and pin is None and not await agreement.begin(_pin_for(attempt, checkpoint)):
+                    _log.info("restore.follows_another_pod", attempt=attempt)
+                    continue
+                restored = await self._install(checkpoint, downloaded) if checkpoint else None
+                if agreement:
+                    await agreement.take_place()
+                return restored
             finally:
                 if checkpoint:
                     await self._on_disk(partial(self._local.discard, checkpoint))

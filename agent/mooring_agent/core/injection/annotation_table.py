@@ -171,6 +171,7 @@ _SET_BY_THE_INJECTION: Final = frozenset(
         "socket",
         "state_directory",
         "attempt",
+        "place",
         "node_rank",
         "watch",
         "http_address",
@@ -298,9 +299,8 @@ OWN: Final = (
     ),
     AnnotationField(
         name="attempt",
-        default="a JobSet's uid and restart",
-        help="Id of one start of the job, the same on all its pods and never reused. All of them then resume from the "
-        "same checkpoint.",
+        default="the job's uid, and its restarts as far as it counts them",
+        help="Id of the job, the same on all its pods. Those that start together then resume from the same checkpoint.",
     ),
 )
 WRITTEN_BY_US: Final = (

@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
-from mooring_agent.core.injection import pod_fitness
+from mooring_agent.core.injection import job_identity
 from mooring_agent.core.injection.container_identity import identity_mounts, identity_variables, security_context
 from mooring_agent.core.injection.output_directories import watch_texts
 from mooring_agent.core.injection.pod import Container, Findings, others, plain, present, variable
@@ -132,7 +132,7 @@ def attempt_entry(
                 f"use the annotation {names.ANNOTATION_PREFIX}attempt"
             )
         return entry
-    text = said or pod_fitness.attempt(metadata)
+    text = said or job_identity.attempt(metadata)
     return {"name": names.ENV_ATTEMPT, "value": text} if text else None
 
 
@@ -163,9 +163,11 @@ def _credential_texts(injection: Injection) -> dict[str, str]:
 
 def _place_texts(metadata: Mapping[str, Any], place: CheckpointPlace) -> dict[str, str]:
     texts = {}
-    rank = pod_fitness.node_rank(metadata)
+    rank = job_identity.node_rank(metadata)
     if rank is not None:
         texts[environment_variable("node_rank")] = str(rank)
+    if own_place := job_identity.place(metadata):
+        texts[environment_variable("place")] = own_place
     if place.limit_bytes:
         texts[environment_variable("disk.size_limit_bytes")] = str(place.limit_bytes)
     if not place.on_node_disk:

@@ -1,77 +1,14 @@
-"""Finds what forbids injecting a pod, what its author may not intend, and the pod's index and attempt in its job.
-
-Index and attempt come from labels: the variables by which launchers identify a rank reach only the trainer's container,
-and often only when it starts.
-"""
+"""Finds what forbids injecting a pod, and what its author may not intend."""
 
 from collections.abc import Iterator, Mapping
 from typing import Any, Final
 
-from mooring_agent.core.errors import MooringError
 from mooring_agent.core.injection import volumes
+from mooring_agent.core.injection.job_identity import node_rank
 from mooring_agent.core.injection.pod import MESH_PROXIES, OURS, others, overlap, present
 from mooring_agent.core.injection.spec import Injection
 from mooring_agent.core.injection.volumes import CheckpointPlace, ephemeral_limit
-from mooring_agent.core.stored.object_layout import check_token
 from mooring_api.names import ANNOTATION_INJECT, ANNOTATION_PREFIX
-
-_COMPLETION_INDEX: Final = "batch.kubernetes.io/job-completion-index"
-_JOBSET: Final = "jobset.sigs.k8s.io/"
-_TRAINING: Final = "training.kubeflow.org/"
-_LEADER_WORKER: Final = "leaderworkerset.sigs.k8s.io/"
-_STATEFUL_SET: Final = "apps.kubernetes.io/"
-
-
-def node_rank(metadata: Mapping[str, Any]) -> int | None:
-    """Return the pod's index in its job; None if nothing tells it. Exactly one pod of a job has 0."""
-    labels = present(metadata, "labels", {})
-    completion = _index(present(metadata, "annotations", {}), _COMPLETION_INDEX)
-    if completion is None:
-        completion = _index(labels, _COMPLETION_INDEX)
-    # Not job-global-index: it counts a TrainJob's initializers first, and these have no agent.
-    job = _index(labels, f"{_JOBSET}job-index")
-    if job is not None:
-        return job + (completion or 0)
-    if completion is not None:
-        return completion
-    found = (
-        _index(labels, f"{_LEADER_WORKER}worker-index"),
-        _replica(labels),
-        _index(labels, f"{_STATEFUL_SET}pod-index"),
-    )
-    return next((index for index in found if index is not None), None)
-
-
-def attempt(metadata: Mapping[str, Any]) -> str:
-    """Return an id that is unique to one start of the job and the same on all its pods.
-
-    Empty if no label tells it; the run then has no resume pin.
-    """
-    labels = present(metadata, "labels", {})
-    uid, restart = labels.get(f"{_JOBSET}jobset-uid"), _index(labels, f"{_JOBSET}restart-attempt")
-    if not uid or restart is None:
-        return ""
-    try:
-        return check_token(f"{uid}-{restart}", "attempt")
-    except MooringError:
-        return ""
-
-
-def _replica(labels: Mapping[str, str]) -> int | None:
-    """Return the index by Kubeflow's training operator, whose role label makes worker 0 the master if there is none."""
-    index = _index(labels, f"{_TRAINING}replica-index")
-    if index is None:
-        return None
-    kind = labels.get(f"{_TRAINING}replica-type", "").lower()
-    if labels.get(f"{_TRAINING}job-role") == "master" or kind in ("master", "chief"):
-        return 0
-    return index if "mpi" in labels.get(f"{_TRAINING}operator-name", "") else index + 1
-
-
-def _index(texts: Mapping[str, str], key: str) -> int | None:
-    text = texts.get(key, "")
-    return int(text) if text.isascii() and text.isdecimal() and len(text) < 10 else None
-
 
 _IN_OUR_IMAGE: Final = (
     "/bin",

@@ -1,8 +1,8 @@
-"""Which committed checkpoint to restore, what to fall back to, and the pin that makes all pods of an attempt agree.
+"""Which committed checkpoint to restore, what to fall back to, and the pin that makes all pods of a start agree.
 
-Invariants: a run whose checkpoints are all damaged stops and never silently starts from nothing; a pinned attempt
-takes the pinned checkpoint or none; a pin has exactly one encoding, so that a pod recognises its own pin when it reads
-it back.
+Invariants: a run whose checkpoints are all damaged stops and never silently starts from nothing; a pinned start takes
+the pinned checkpoint or none; a pin has exactly one encoding, so that a pod recognises its own pin when it reads it
+back.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -22,7 +22,10 @@ _FORMAT_VERSION: Final = 1
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pin:
-    """What an attempt resumes from. `marker` is the commit marker's key; empty (with step 0 and no save): nothing."""
+    """What one start of an attempt resumes from.
+
+    `marker` is the commit marker's key; empty (with step 0 and no save): nothing.
+    """
 
     attempt: str
     step: int = 0
@@ -63,7 +66,7 @@ def decode_pin(body: bytes, key: str) -> Pin:
         raise StoreError(
             ErrorKind.CHECKPOINT_CORRUPT,
             f"the resume pin {key} cannot be read: {error}",
-            hint="remove that object, or start the run with a new attempt",
+            hint="remove that object, or start the run with another attempt",
         ) from error
 
 
@@ -110,6 +113,38 @@ class GiveUp:
 Choice = Take | StartFresh | GiveUp
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Generation:
+    """The pods of one start of an attempt: what they resume from, and the places of those that have it on their disk.
+
+    Generations count from 0. `begun_at` is when the pin was written, by the store's clock.
+    """
+
+    number: int
+    pin: Pin
+    begun_at: float
+    places: frozenset[str]
+
+
+def may_join(generation: Generation, place: str, committed: Iterable[CommittedSave]) -> bool:
+    """Whether a pod that starts now belongs to this generation, which is the newest; else it begins another one.
+
+    It does not if the job has been started since: then the pod's place is taken, or another run than the one that this
+    generation resumes from has committed something. A commit of that same run is no sign: it drains while its
+    successors start. `place` is empty if nothing tells the pods of a job apart. tests/model/resume_model.py has every
+    kind of restart.
+    """
+    if place and place in generation.places:
+        return False
+    resumed = run_of(generation.pin.save)
+    return not any(one.modified_at > generation.begun_at and run_of(one.save) != resumed for one in committed)
+
+
+def run_of(save: str) -> str:
+    """Return what the saves of one run of a job have in common: their id up to its counter."""
+    return save.rpartition("-")[0]
+
+
 def newest_first(committed: Iterable[CommittedSave]) -> tuple[CommittedSave, ...]:
     """Sort by step, then by `saved_at`, newest first; the save id makes the order total."""
     return tuple(sorted(committed, key=lambda one: (one.step, one.saved_at, one.save), reverse=True))
@@ -135,12 +170,12 @@ def choose(committed: Sequence[CommittedSave], *, pin: Pin | None, failures: Map
 
 def _obey(committed: Sequence[CommittedSave], pin: Pin, failures: Mapping[str, str]) -> Choice:
     if pin.fresh_start:
-        return StartFresh(because=f"attempt {pin.attempt} is pinned to start from step 0")
-    which = f"step {pin.step} (save {pin.save}), which attempt {pin.attempt} resumes from,"
-    hint = "start the run with a new attempt: it takes the newest checkpoint that can be restored"
+        return StartFresh(because=f"this start of attempt {pin.attempt} is pinned to start from step 0")
+    which = f"step {pin.step} (save {pin.save}), which this start of {pin.attempt} resumes from,"
+    hint = "start all pods of the run again, or give it a new attempt: it takes the newest that can be restored"
     if pin.save in failures:
         return GiveUp(because=f"{which} cannot be restored: {failures[pin.save]}", hint=hint)
     for one in committed:
         if one.save == pin.save:
-            return Take(committed=one, because=f"attempt {pin.attempt} is pinned to it")
+            return Take(committed=one, because=f"this start of attempt {pin.attempt} is pinned to it")
     return GiveUp(because=f"{which} is no longer at the destination", hint=hint)

@@ -16,7 +16,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from mooring_agent.core.policies.restore_choice import CommittedSave, newest_first
+from mooring_agent.core.policies.restore_choice import CommittedSave, newest_first, run_of
 from mooring_agent.core.settings.values import RetentionSettings
 from mooring_agent.core.stored.object_layout import is_manifest, reserving_save
 
@@ -89,7 +89,7 @@ class PrunePlan:
 
 def is_live(save: str, live: Collection[str]) -> bool:
     """Whether a save is in `live`, which holds save ids and attempts (the part of an id before the counter)."""
-    return save in live or save.rpartition("-")[0] in live
+    return save in live or run_of(save) in live
 
 
 def skipped(committed: Iterable[CommittedSave]) -> set[str]:

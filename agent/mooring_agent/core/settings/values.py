@@ -143,7 +143,16 @@ class Settings:
     retention: RetentionSettings = field(default_factory=RetentionSettings)
     termination: TerminationSettings = field(default_factory=TerminationSettings)
     cluster: ClusterSettings = field(default_factory=ClusterSettings)
-    attempt: Annotated[str, "Id of this start of the run, the same on all its pods; empty: no resume pin."] = ""
+    attempt: Annotated[
+        str,
+        "Id of the run's job, the same on all its pods. All pods that start together then resume from the same "
+        "checkpoint. Empty: no resume pin.",
+    ] = ""
+    place: Annotated[
+        str,
+        "Which of the job's pods this is, in one word that its replacement has too. With it, a start is told from the "
+        "one before it although both have the same attempt.",
+    ] = ""
     node_rank: Annotated[
         int, "Index of this pod in the job. Pod 0 chooses what to resume from if the store has no conditional writes."
     ] = 0

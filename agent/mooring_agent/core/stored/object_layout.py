@@ -7,7 +7,8 @@
 .mooring/commits/<n>.<save>.json                  commit marker; n is 999999999999 - step: the newest is listed first
 .mooring/snapshots/<name>/<n>.<save>.json         commit marker of a snapshot; the name is its series, n as above
 .mooring/pruned/<save>/<prune>                    tombstone: a prune is about to delete that snapshot
-.mooring/resume/<attempt>.json                    the pin: what this attempt resumes from
+.mooring/resume/<attempt>/<generation>.json       the pin: what a start of this attempt resumes from
+.mooring/resume/<attempt>/<generation>.<place>.pod    that pod of the start has it on its disk
 .mooring/damaged/<save>                           what restore found wrong with a save; prune does not rely on that save
 """
 
@@ -45,6 +46,8 @@ SNAPSHOTS_PREFIX: Final = f"{STATE_DIRECTORY}/{SNAPSHOTS_DIRECTORY}/"
 _SNAPSHOT_KEY: Final = re.compile(
     rf"{re.escape(SNAPSHOTS_PREFIX)}({_TOKEN.pattern})/([0-9]{{12}})\.({_TOKEN.pattern})\.json"
 )
+_PIN_KEY: Final = re.compile(rf"{re.escape(RESUME_PREFIX)}({_TOKEN.pattern})/([0-9]{{6,9}})\.json")
+_PLACE_KEY: Final = re.compile(rf"{re.escape(RESUME_PREFIX)}({_TOKEN.pattern})/([0-9]{{6,9}})\.({_TOKEN.pattern})\.pod")
 PRUNED_PREFIX: Final = f"{STATE_DIRECTORY}/{PRUNED_DIRECTORY}/"
 PROBE_PREFIX: Final = f"{STATE_DIRECTORY}/{PROBE_DIRECTORY}/"
 
@@ -202,8 +205,29 @@ def parse_snapshot_key(key: str) -> SnapshotId | None:
     return SnapshotId(series=match[1], number=STEP - int(match[2]), save=match[3]) if match else None
 
 
-def pin_key(attempt: str) -> str:
-    return f"{RESUME_PREFIX}{attempt}.json"
+def pins_prefix(attempt: str) -> str:
+    """Return the prefix of all pins and places of an attempt, and of no other's."""
+    return f"{RESUME_PREFIX}{attempt}/"
+
+
+def pin_key(attempt: str, generation: int) -> str:
+    return f"{pins_prefix(attempt)}{generation:06d}.json"
+
+
+def place_key(attempt: str, generation: int, place: str) -> str:
+    return f"{pins_prefix(attempt)}{generation:06d}.{place}.pod"
+
+
+def parse_pin_key(key: str) -> tuple[str, int] | None:
+    """Return (attempt, generation) of a pin; None for any other key."""
+    match = _PIN_KEY.fullmatch(key)
+    return (match[1], int(match[2])) if match else None
+
+
+def parse_place_key(key: str) -> tuple[str, int, str] | None:
+    """Return (attempt, generation, place) of a pod's place; None for any other key."""
+    match = _PLACE_KEY.fullmatch(key)
+    return (match[1], int(match[2]), match[3]) if match else None
 
 
 def damage_key(save: str) -> str:
