@@ -104,6 +104,11 @@ class Container:
         if self.started:
             self._timeline.note(What.READY, self.name)
 
+    def begin_again(self) -> None:
+        """It is as it was before its first start."""
+        self.endings.clear()
+        self.started, self.start_count, self.may_start_at = False, 0, 0.0
+
     def not_begun(self, problem: str) -> None:
         """The runtime could not start it, say because its program is not in the image."""
         self.start_count += 1

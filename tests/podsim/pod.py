@@ -62,6 +62,7 @@ class Pod:
         self._final: Phase | None = None
         self._problem: BaseException | None = None
         self._closing = threading.Event()
+        self._restarting = threading.Event()
         self._thread = threading.Thread(target=self._live, name=f"kubelet {name}", daemon=True)
         self._thread.start()
 
@@ -161,6 +162,14 @@ class Pod:
         """A container's program dies by itself, or is told something by somebody else than kubelet."""
         self._containers[name].send(number)
 
+    def restart_in_place(self) -> None:
+        """Every container is killed without preStop or grace, and the pod begins again with its init containers.
+
+        Pod and volumes stay [KEP-5532, RestartAllContainers].
+        """
+        self.timeline.note(What.RESTARTED)
+        self._restarting.set()
+
     def lose(self) -> None:
         """The node is gone: every process at once and without a word, and the node's disk with them."""
         self.timeline.note(What.NODE_LOST)
@@ -200,12 +209,24 @@ class Pod:
                 self._has_ended(container)
         if self._final is not None:
             return
+        if self._restarting.is_set():
+            self._begin_again()
+            return
         while self._requests:
             self._end_all(self._requests.pop(0))
         if not self._kills:
             self._advance()
         elif not any(thread.is_alive() for thread in self._kills):
             self._finish()
+
+    def _begin_again(self) -> None:
+        running = [one for one in self._containers.values() if one.running]
+        for container in running:
+            container.send(signal.SIGKILL)
+        if not running:
+            for container in self._containers.values():
+                container.begin_again()
+            self._restarting.clear()
 
     def _advance(self) -> None:
         """What is to be started now, and whether all is over."""

@@ -20,6 +20,7 @@ class What(StrEnum):
     DELETED = "deleted"
     EVICTED = "evicted"
     NODE_LOST = "node lost"
+    RESTARTED = "restarted in place"
     ENDED = "ended"
     """No container of the pod runs, and none will."""
 

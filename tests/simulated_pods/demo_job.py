@@ -1,7 +1,7 @@
 """The demo's trainer as a Job's pod: what a user writes, put through the injection, and run on a simulated node."""
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -69,8 +69,12 @@ class DemoJob:
         grace_seconds: int = 120,
         restart_policy: str = "Never",
         command: Sequence[str] = (),
+        labels: Mapping[str, str] | None = None,
     ) -> "DemoPod":
-        """One pod of the Job, as after its admission. `command`: another program than the demo's."""
+        """One pod of the Job, as after its admission. `command`: another program than the demo's.
+
+        `labels`: as its launcher sets them.
+        """
         demo = ["python", str(_PROGRAM), "--text", "/text/words"]
         trainer = {
             "name": TRAINER,
@@ -83,7 +87,7 @@ class DemoJob:
         pod = {
             "apiVersion": "v1",
             "kind": "Pod",
-            "metadata": {"generateName": "demo-", "annotations": said},
+            "metadata": {"generateName": "demo-", "annotations": said, "labels": dict(labels or {})},
             "spec": {
                 "restartPolicy": restart_policy,
                 "terminationGracePeriodSeconds": grace_seconds,

@@ -1,0 +1,77 @@
+"""A job is started again under the same name: suspended and resumed, restarted in place, evicted while it restores.
+
+Its launcher gives every start the same labels, so nothing but what is stored tells one start from the next.
+"""
+
+from typing import Final
+
+import pytest
+from tests.servers.fault_proxy import Fault, Rule
+from tests.simulated_pods.demo_job import END_SECONDS, RESTORE, START_SECONDS, DemoJob, DemoPod
+
+pytestmark = [pytest.mark.root, pytest.mark.slow, pytest.mark.timeout(900)]
+
+# Of a JobSet that Kueue has suspended and resumed: neither uid nor restart count changes.
+_LABELS: Final = {
+    "jobset.sigs.k8s.io/jobset-uid": "0b2cfb0e-9d4c-4d1f-a2f5-3a2a0f0f6d11",
+    "jobset.sigs.k8s.io/restart-attempt": "0",
+    "jobset.sigs.k8s.io/replicatedjob-name": "node",
+    "jobset.sigs.k8s.io/job-index": "0",
+    "batch.kubernetes.io/job-completion-index": "0",
+}
+
+
+def _suspend(demo: DemoPod) -> int:
+    """Delete the pod, as suspending does; the step at which it stopped."""
+    demo.pod.delete()
+    demo.pod.wait_ended(END_SECONDS)
+    return demo.steps()[-1]
+
+
+def _downloads(job: DemoJob) -> list[str]:
+    """The files of checkpoints that were fetched, the small ones of the commit protocol left out."""
+    return [
+        request.path
+        for request in job.proxy.log
+        if request.method == "GET" and "/checkpoint-" in request.path and "/.mooring/" not in request.path
+    ]
+
+
+def test_a_job_that_is_suspended_and_resumed_goes_on_where_it_stopped_each_time(job: DemoJob) -> None:
+    demo = job.start(labels=_LABELS)
+    assert demo.wait_begun() == 0
+    for _ in range(3):
+        demo.wait_step(max([0, *demo.begun()]) + 2)
+        stopped_at = _suspend(demo)
+        assert job.stored_steps()[-1] == stopped_at
+        demo = job.start(labels=_LABELS)
+        assert demo.wait_begun() == stopped_at
+
+
+def test_a_pod_that_is_restarted_in_place_goes_on_from_its_own_disk_and_fetches_nothing(job: DemoJob) -> None:
+    demo = job.start(labels=_LABELS)
+    demo.wait_begun()
+    for times in (2, 3):
+        durable = demo.save_now()
+        job.wait_stored(durable, demo)
+        demo.wait_step(durable + 1)
+        job.proxy.log.clear()
+        demo.pod.restart_in_place()
+        assert demo.wait_begun(times) == durable
+        assert _downloads(job) == []
+    assert not any(row["problems"] for row in job.view.verify())
+
+
+def test_a_pod_that_is_evicted_while_it_restores_is_replaced_by_one_that_does(job: DemoJob) -> None:
+    demo = job.start(labels=_LABELS)
+    demo.wait_begun()
+    demo.wait_step(3)
+    stopped_at = _suspend(demo)
+    job.proxy.add(Rule(name="slow", fault=Fault.BLACKHOLE, method="GET", target="/checkpoint-", times=-1))
+    evicted = job.start(labels=_LABELS)
+    evicted.pod.wait(lambda: job.proxy.hits("slow") > 0, START_SECONDS, "it restores")
+    evicted.pod.evict()
+    evicted.pod.wait_ended(END_SECONDS)
+    assert evicted.pod.container(RESTORE).start_count == 1
+    job.proxy.clear()
+    assert job.start(labels=_LABELS).wait_begun() == stopped_at
