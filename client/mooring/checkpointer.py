@@ -1,8 +1,9 @@
 """The entry point for a training loop: resume, ask whether to save, save, stop in time.
 
 Owns which step is saved and what is still being written. Past the constructor it raises only what the user's own code
-raised while saving, UsageError for arguments that make no sense, VolumeError when there is nothing to resume from or
-the last save of all is lost, and RanksError when ranks stay away from a resume. The ranks of a pod share its directory.
+raised while saving, UsageError for arguments that make no sense, VolumeError when the pods have no checkpoint in common
+or the last save of all is lost, and RanksError or RestoreError when nobody can tell what to resume from. The ranks of a
+pod share its directory.
 """
 
 import logging
@@ -18,12 +19,14 @@ from typing import Final
 
 from mooring.autoload.post_import import reason
 from mooring.checkpoint_writer import CheckpointWriter
+from mooring.checkpoints.local_checkpoints import LocalCheckpoints
 from mooring.checkpoints.rank_files import file_of_a_rank
 from mooring.checkpoints.records import Kind, Record
 from mooring.errors import ErrorKind, UsageError, final_checkpoint_lost
 from mooring.gate import Action
 from mooring.integrations.ownership import Owner, claim
 from mooring.ranks.coordinator import WRITE_SECONDS
+from mooring.resuming import PartialCheckpoint, choose, choose_partial
 from mooring.save_schedule import Interval, SaveSchedule, parse_interval
 from mooring.session import PendingSave, Session
 from mooring.settings import read_settings
@@ -97,19 +100,44 @@ class Checkpointer:
         Raises:
             VolumeError: The pods of the job have checkpoints, but none in common.
             RanksError: Some ranks did not come.
+            RestoreError: There may be a checkpoint at the destination, and it cannot be had.
             SystemExit: With code 143, when the pod is already ending and no step was done.
         """
+        local = self._local_checkpoints()
+        newest = choose(self._session, local.whole)
+        if newest is None:
+            return None
+        self._warn_of_other_ranks(newest)
+        return self._resume_from(newest)
+
+    def resume_partially(self, first: str) -> PartialCheckpoint | Path | None:
+        """Choose as `resume`, for a reader that knows which bytes it needs. Errors as `resume`.
+
+        Args:
+            first: Path of the file, relative to the checkpoint, that says where everything else is.
+
+        Returns:
+            With lazy restore a checkpoint whose `fetch` brings what is read; only `first` is on this volume. Otherwise
+            its directory, as `resume` does.
+        """
+        local = self._local_checkpoints()
+        newest = choose_partial(self._session, local.whole, [(first, 0, 0)])
+        if isinstance(newest, PartialCheckpoint):
+            self._schedule.saved(newest.step, time.monotonic())
+            return newest
+        return None if newest is None else self._resume_from(newest)
+
+    def _local_checkpoints(self) -> LocalCheckpoints:
+        """Return the checkpoints of this volume, once all ranks have come to resume. Leaves if the pod is ending."""
         self._resumed = True
         if self._session.ends_untrained():
             self._session.leave()
-        local = self._session.context().local
-        newest = self._session.choose(local.whole())
-        if newest is None:
-            return None
+        return self._session.context().local
+
+    def _resume_from(self, newest: Record) -> Path:
         self._schedule.saved(newest.step, time.monotonic())
         _log.info("resuming: name=%s step=%d", newest.name, newest.step)
-        self._warn_of_other_ranks(newest)
-        return local.path(newest.name)
+        return self._session.context().local.path(newest.name)
 
     def should_save(self, step: int, every: Interval = 100) -> bool:
         """Whether to save now. Call it once per step.

@@ -1,6 +1,7 @@
 """The client's one error tree: every error has a kind, a hint that says what the user can do, and whether to retry.
 
-Only `VolumeError`, `UsageError` and `RanksError` ever reach a training script; an `AgentError` ends as a log line.
+Only `VolumeError`, `UsageError`, `RanksError` and `RestoreError` ever reach a training script; an `AgentError` ends as
+a log line.
 """
 
 from enum import Enum
@@ -17,6 +18,8 @@ class ErrorKind(str, Enum):
     AGENT_UNREACHABLE = "agent-unreachable"
     AGENT_SILENT = "agent-silent"
     AGENT_REFUSED = "agent-refused"
+    CHECKPOINT_DAMAGED = "checkpoint-damaged"
+    NOT_RESTORED = "not-restored"
     VOLUME_UNUSABLE = "volume-unusable"
     BAD_ARGUMENT = "bad-argument"
     UNSUPPORTED = "unsupported"
@@ -26,7 +29,13 @@ class ErrorKind(str, Enum):
 
 
 RETRYABLE: Final = frozenset(
-    {ErrorKind.AGENT_UNREACHABLE, ErrorKind.AGENT_SILENT, ErrorKind.VOLUME_UNUSABLE, ErrorKind.RANKS_LATE}
+    {
+        ErrorKind.AGENT_UNREACHABLE,
+        ErrorKind.AGENT_SILENT,
+        ErrorKind.VOLUME_UNUSABLE,
+        ErrorKind.RANKS_LATE,
+        ErrorKind.NOT_RESTORED,
+    }
 )
 """Kinds for which trying the same thing later can help."""
 
@@ -69,6 +78,10 @@ def final_checkpoint_lost(step: int) -> VolumeError:
 
 class UsageError(MooringError):
     """An argument or a way of running makes no sense here; nothing was changed."""
+
+
+class RestoreError(MooringError):
+    """There may be a checkpoint to resume from, and it cannot be had. Starting from step 0 would lose it."""
 
 
 class RanksError(MooringError):

@@ -24,6 +24,7 @@ from mooring.errors import MooringError
 from mooring.gate import Action
 from mooring.ranks.coordinator import WRITE_SECONDS
 from mooring.ranks.rank_store import Ranks
+from mooring.resuming import choose
 from mooring.session import PendingSave, Session
 from mooring.settings import read_settings
 
@@ -217,7 +218,7 @@ class FrameworkRun:
         try:
             if self._session.ends_untrained():
                 self.leave()
-            chosen = self._session.choose(self._whole())
+            chosen = choose(self._session, self._whole)
         except MooringError as error:
             # Training from step 0 over what was saved would be worse than stopping.
             raise SystemExit(f"mooring: {error}; {error.hint}") from error

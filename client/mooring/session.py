@@ -2,8 +2,7 @@
 
 Owns this process's place in the job, the termination notice, the requests and announcements to the agent, and the exit
 after a just-in-time save. Does not know how a checkpoint is written or named. After its constructor it raises
-UsageError when the ranks cannot save together, VolumeError when they have no checkpoint in common to resume from, and
-RanksError when some ranks do not come.
+UsageError when the ranks cannot save together, and VolumeError.
 """
 
 import logging
@@ -11,7 +10,7 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -20,7 +19,7 @@ from typing import Final, NoReturn
 from mooring.agent_client.client import Agent
 from mooring.agent_client.liveness import claimed, hold_liveness_lock
 from mooring.checkpoints.records import Kind, Record, write_record
-from mooring.errors import ErrorKind, RanksError, VolumeError
+from mooring.errors import ErrorKind, VolumeError
 from mooring.gate import Action
 from mooring.gate.sigterm import Sigterm
 from mooring.rank_context import RankContext, init_ranks
@@ -205,36 +204,10 @@ class Session:
         ranks = self.context().coordinator.ranks
         return ranks.local_world_size == ranks.world_size
 
-    def choose(self, records: Sequence[Record]) -> Record | None:
-        """Return the newest of these whole local checkpoints that all ranks have; None when no rank has any.
-
-        With several pods, each pod wrote only its own part, so only restored checkpoints are whole there. Raises
-        VolumeError when pods have checkpoints, but none in common: starting from step 0 would lose them. Raises
-        RanksError when some ranks do not come.
-        """
-        usable = {(one.step, one.save): one for one in records if one.committed or self.holds_whole_job}
-        number = self.next_number()
-        coordinator = self.context().coordinator
-        chosen = coordinator.choose_newest(f"resume/{number}", list(usable))
-        if chosen is None:
-            afresh = coordinator.agree(f"resume/{number}/afresh", ok=not records)
-            if afresh is None:
-                raise RanksError(
-                    ErrorKind.RANKS_LATE,
-                    "not all ranks came to say whether they have a checkpoint",
-                    hint="a warning above names the ranks; their logs show what they do before they resume",
-                )
-            if not afresh:
-                raise VolumeError(
-                    ErrorKind.VOLUME_UNUSABLE,
-                    "the pods of this job have checkpoints, but none that is whole in all of them",
-                    hint="run `mooring restore` in every pod before training, or empty the volumes to start anew",
-                )
-            return None
-        committed_step = self.agent.newest_committed_step
-        if committed_step is not None and committed_step > chosen[0]:
-            _log.warning("a newer checkpoint is committed: step=%d hint=run `mooring restore` first", committed_step)
-        return usable[chosen]
+    @property
+    def told_to_end(self) -> bool:
+        """Whether this process has received SIGTERM."""
+        return self._sigterm.received
 
     def ends_untrained(self) -> bool:
         """Return whether the pod of any rank is ending before a step was done. All ranks must leave then.

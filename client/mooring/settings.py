@@ -20,11 +20,15 @@ LOCAL_DIRECTORY: Final = "checkpoints"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Settings:
-    """Absolute paths. `socket` is None when no agent is configured. `ranks`: as the launcher says."""
+    """Absolute paths. `socket` is None when no agent is configured. `ranks`: as the launcher says.
+
+    `lazy`: nothing was restored before this program, and the agent brings what it asks for.
+    """
 
     volume: Path
     checkpoint_directory: Path
     socket: Path | None
+    lazy: bool = False
     ranks: Ranks = field(default_factory=Ranks)
 
     @property
@@ -67,6 +71,7 @@ def read_settings(
         ranks=ranks,
         volume=root,
         checkpoint_directory=checkpoint_directory,
+        lazy=environment.get(names.ENV_RESTORE) == names.LAZY,
         socket=_absolute(socket) if socket else root / names.STATE_DIRECTORY / names.SOCKET,
     )
 

@@ -1,5 +1,7 @@
 """One table of limits, which leaves out nothing that may come from outside."""
 
+from typing import Any
+
 import pytest
 from google.protobuf.descriptor import FieldDescriptor
 from google.protobuf.message import Message
@@ -9,19 +11,28 @@ from mooring_agent.core.errors import ErrorKind, RequestError
 from mooring_agent.core.injection.annotation_table import settings_annotations
 from mooring_agent.core.injection.annotations import read_annotations
 from mooring_agent.core.injection.spec import InjectionDefaults, Refusal
-from mooring_agent.core.limits import REQUEST_NUMBERS, REQUEST_TEXTS, SETTING_NUMBERS, SETTING_UNITS, largest_setting
+from mooring_agent.core.limits import (
+    REQUEST_MESSAGES,
+    REQUEST_NUMBERS,
+    REQUEST_TEXTS,
+    SETTING_NUMBERS,
+    SETTING_UNITS,
+    largest_setting,
+)
 from mooring_agent.core.settings.table import RawSetting, SettingField, read_values, setting_fields
 from mooring_agent.runtime.api.errors import check_request
 from mooring_api.names import ANNOTATION_INJECT, ANNOTATION_PREFIX
 from mooring_api.v1 import agent_pb2
 
 REQUESTS = [method.input_type for method in agent_pb2.DESCRIPTOR.services_by_name["Agent"].methods]
+PARTS: list[Any] = [agent_pb2.FileRange.DESCRIPTOR]
+"""Messages within requests."""
 NUMBERS = [setting for setting in setting_fields() if setting.value_type in (int, float)]
 
 
 def bounded_fields() -> list[FieldDescriptor]:
-    unbounded = (FieldDescriptor.CPPTYPE_BOOL, FieldDescriptor.CPPTYPE_ENUM)
-    return [field for message in REQUESTS for field in message.fields if field.cpp_type not in unbounded]
+    unbounded = (FieldDescriptor.CPPTYPE_BOOL, FieldDescriptor.CPPTYPE_ENUM, FieldDescriptor.CPPTYPE_MESSAGE)
+    return [field for message in (*REQUESTS, *PARTS) for field in message.fields if field.cpp_type not in unbounded]
 
 
 def request_with(field: FieldDescriptor, value: object) -> Message:
@@ -39,6 +50,18 @@ def test_every_field_of_every_request_takes_its_limit_and_nothing_more(field: Fi
     assert refused.value.kind is ErrorKind.BAD_REQUEST
     assert field.name in str(refused.value)
     assert f"{most:,}" in refused.value.hint
+
+
+def test_a_request_has_only_so_many_messages_and_each_is_checked() -> None:
+    most = REQUEST_MESSAGES["ranges"]
+    check_request(agent_pb2.FetchRequest(ranges=[agent_pb2.FileRange(path="a")] * most))
+    for beyond in ([agent_pb2.FileRange(path="a")] * (most + 1), [agent_pb2.FileRange(offset_bytes=2**63)]):
+        with pytest.raises(RequestError):
+            check_request(agent_pb2.FetchRequest(ranges=beyond))
+    described = [field for message in REQUESTS for field in message.fields]
+    messages = {field.name: field.message_type for field in described if field.message_type is not None}
+    assert messages.keys() == REQUEST_MESSAGES.keys()
+    assert list(messages.values()) == PARTS
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -1.0, 1e300])

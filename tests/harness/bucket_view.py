@@ -41,6 +41,12 @@ class BucketView:
         body: bytes = answer["Body"].read()
         return body
 
+    def flip(self, key: str, position: int) -> None:
+        """Change one byte behind everybody's back, as a bad disk would: same size, same name."""
+        content = bytearray(self.read(key))
+        content[position] ^= 1
+        self._client.put_object(Bucket=self._bucket.name, Key=f"{self._bucket.prefix}/{key}", Body=bytes(content))
+
     def delete(self, key: str) -> None:
         self._client.delete_object(Bucket=self._bucket.name, Key=f"{self._bucket.prefix}/{key}")
 

@@ -30,7 +30,7 @@ class RunProcess:
         environment: Mapping[str, str] | None = None,
         trainer: Mapping[str, object] | None = None,
         command: tuple[str, ...] = (sys.executable, str(TRAINER)),
-        restore: bool = True,
+        restore: str = "whole",
         prefix: tuple[str, ...] = (),
         **settings: object,
     ) -> None:
@@ -43,7 +43,7 @@ class RunProcess:
         self._command = [*prefix, sys.executable, "-m", "mooring_agent", "run"]
         self._command += ["--to", destination, "--volume", str(volume)]
         self._command += ["--log-format=json", *(f"--{name.replace('_', '-')}={settings[name]}" for name in settings)]
-        self._command += [*([] if restore else ["--no-restore"]), "--", *command]
+        self._command += [f"--restore={restore}", "--", *command]
         self._process: subprocess.Popen[bytes] | None = None
 
     def __enter__(self) -> Self:

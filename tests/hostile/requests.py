@@ -13,7 +13,7 @@ from typing import Any, Final
 
 import grpc
 import psutil
-from google.protobuf.descriptor import FieldDescriptor, MethodDescriptor
+from google.protobuf.descriptor import Descriptor, FieldDescriptor, MethodDescriptor
 from google.protobuf.message import Message
 from google.protobuf.message_factory import GetMessageClass
 from tests.harness.agent_process import AgentProcess
@@ -44,8 +44,12 @@ class Answers:
 
 def hostile_request(method: MethodDescriptor, paths: list[str], generator: random.Random) -> Message:
     """Some of the fields, each with a value at, near or far beyond what makes sense."""
-    request = GetMessageClass(method.input_type)()
-    for one in method.input_type.fields:
+    return _hostile_message(method.input_type, paths, generator)
+
+
+def _hostile_message(described: Descriptor, paths: list[str], generator: random.Random) -> Message:
+    request = GetMessageClass(described)()
+    for one in described.fields:
         if generator.random() < 0.6:
             value = [_value(one, paths, generator) for _ in range(generator.choice([1, 1, 2, 500]))]
             if one.is_repeated:
@@ -59,6 +63,8 @@ def _value(one: FieldDescriptor, paths: list[str], generator: random.Random) -> 
     if one.cpp_type == FieldDescriptor.CPPTYPE_BOOL:
         # What ends the agent as it is asked to is no attack.
         return one.name != "trainers_gone" and generator.random() < 0.5
+    if one.message_type is not None:
+        return _hostile_message(one.message_type, paths, generator)
     if one.cpp_type == FieldDescriptor.CPPTYPE_ENUM:
         return generator.choice([0, 1, 2, 3, 4, 1000, 2**31 - 1, -1])
     if one.cpp_type == FieldDescriptor.CPPTYPE_DOUBLE:

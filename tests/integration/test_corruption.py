@@ -21,15 +21,6 @@ def mooring(bucket: Bucket, command: str, *arguments: str) -> "subprocess.Comple
     return subprocess.run(line, capture_output=True, text=True, timeout=COMMAND_SECONDS, check=False)
 
 
-def flip_one_byte(bucket: Bucket, key: str, position: int) -> None:
-    """Behind everybody's back, as a bad disk would: same size, same name."""
-    client = bucket.client()
-    place = {"Bucket": bucket.name, "Key": f"{bucket.prefix}/{key}"}
-    content = bytearray(client.get_object(**place)["Body"].read())
-    content[position] ^= 1
-    client.put_object(**place, Body=bytes(content))
-
-
 @pytest.fixture
 def originals(rclone_bucket: Bucket, tmp_path: Path) -> dict[int, dict[str, bytes]]:
     """Steps 10 and 20, committed by a real agent; what they hold."""
@@ -63,7 +54,7 @@ def test_a_wrong_byte_is_named_and_the_older_checkpoint_is_restored(
     rclone_bucket: Bucket, originals: dict[int, dict[str, bytes]], tmp_path: Path, name: str, position: int
 ) -> None:
     key = only_key(BucketView(rclone_bucket), "checkpoint-20/", name)
-    flip_one_byte(rclone_bucket, key, position)
+    BucketView(rclone_bucket).flip(key, position)
 
     verified = mooring(rclone_bucket, "verify")
     assert verified.returncode == 1, verified.stderr
@@ -88,7 +79,7 @@ def test_a_wrong_byte_in_a_marker_is_named_and_the_older_checkpoint_is_restored(
     rclone_bucket: Bucket, originals: dict[int, dict[str, bytes]], tmp_path: Path
 ) -> None:
     (key,) = [marker for marker in BucketView(rclone_bucket).markers() if step_of(marker) == 20]
-    flip_one_byte(rclone_bucket, key, 20)
+    BucketView(rclone_bucket).flip(key, 20)
     verified = mooring(rclone_bucket, "verify")
     assert verified.returncode == 1
     assert key in verified.stdout
@@ -103,7 +94,7 @@ def test_with_every_checkpoint_damaged_restore_fails_and_names_them_all(
 ) -> None:
     keys = [only_key(BucketView(rclone_bucket), f"checkpoint-{step}/", "/optimizer.pt") for step in originals]
     for key in keys:
-        flip_one_byte(rclone_bucket, key, MIB)
+        BucketView(rclone_bucket).flip(key, MIB)
     restored = mooring(rclone_bucket, "restore", f"--volume={tmp_path}/other")
     assert restored.returncode == 1, restored.stdout
     assert restored.stderr.splitlines()[-2].startswith("error: ")

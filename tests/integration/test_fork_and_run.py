@@ -110,7 +110,7 @@ def test_a_run_that_succeeds_but_cannot_store_its_result_says_so_when_it_is_told
     grace_seconds = 4.0
     options: dict[str, Any] = {"endpoint_url": f"http://127.0.0.1:{free_port()}", "grace_seconds": grace_seconds}
     trainer = {"STEPS": 3}
-    with RunProcess(tmp_path / "volume", "s3://bucket/run", trainer=trainer, restore=False, **options) as run:
+    with RunProcess(tmp_path / "volume", "s3://bucket/run", trainer=trainer, restore="off", **options) as run:
         run.wait_program_ended()
         wait_until(lambda: bool(run.log("work.failed")), 30, "the drain meets the absent store")
         # With time left the drain goes on: the store may come back.

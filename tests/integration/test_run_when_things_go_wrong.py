@@ -359,7 +359,7 @@ def test_a_run_whose_stderr_nobody_reads_any_more_still_saves_just_in_time(
 def test_a_drain_is_hurried_by_a_signal_that_came_while_its_agent_was_away(tmp_path: Path) -> None:
     options: dict[str, Any] = {"endpoint_url": f"http://127.0.0.1:{free_port()}", "grace_seconds": 3.0}
     trainer = {"STEPS": 3}
-    with RunProcess(tmp_path / "volume", "s3://bucket/run", trainer=trainer, restore=False, **options) as run:
+    with RunProcess(tmp_path / "volume", "s3://bucket/run", trainer=trainer, restore="off", **options) as run:
         run.wait_program_ended()
         agent_pid = run.agent_pid()
         assert agent_pid is not None

@@ -44,6 +44,7 @@ async def test_a_save_whose_caller_is_gone_is_aborted_for_it() -> None:
         engine=cast(Any, engine),
         clock=SystemClock(),
         announcements=cast(Any, None),
+        fetches=cast(Any, None),
         live_ranks=cast(Any, None),
         monitors=cast(Any, _Sensors()),
     )

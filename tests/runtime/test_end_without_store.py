@@ -100,6 +100,7 @@ class _Agent:
             engine=cast(Any, self.engine),
             clock=clock,
             announcements=cast(Any, self.announcements),
+            fetches=cast(Any, SimpleNamespace(progress=lambda: None)),
             live_ranks=live_ranks,
             monitors=self.monitors,
         )

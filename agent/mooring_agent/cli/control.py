@@ -112,6 +112,13 @@ def _picture(update: agent_pb2.Status) -> Iterator[str]:
     if update.terminating:
         left = f"{max(0.0, update.deadline - time.time()):.0f} s left" if update.deadline else "no time limit"
         yield click.style(f"terminating: {left}", fg="red", bold=True)
+    if update.HasField("fetching"):
+        fetching = update.fetching
+        how_far = (
+            f"{amount(fetching.done_bytes)} of {amount(fetching.total_bytes)}" if fetching.total_bytes else "begun"
+        )
+        trouble = f"; {printable(fetching.storage_error)}" if fetching.storage_error else ""
+        yield f"restoring step {fetching.step}: {how_far}{trouble}"
     if update.storage_error:
         yield click.style(f"storage: {printable(update.storage_error)}", fg="red")
     for line in update.not_stored:

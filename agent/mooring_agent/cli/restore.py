@@ -21,6 +21,7 @@ from mooring_agent.core.settings.values import Settings
 from mooring_agent.ports import StoreWriter
 from mooring_agent.restore import init_step
 from mooring_agent.restore.snapshots import RestoredSnapshot, RestoredSnapshots, restore_snapshots
+from mooring_api.names import LAZY, OFF
 
 
 @click.command()
@@ -28,6 +29,7 @@ from mooring_agent.restore.snapshots import RestoredSnapshot, RestoredSnapshots,
     "volume",
     "checkpoint_directory",
     "state_directory",
+    "restore",
     "watch",
     "transfer.max_concurrency",
     "disk.size_limit_bytes",
@@ -47,18 +49,24 @@ def restore(settings: Settings, autoload_to: Path | None, as_json: bool) -> None
 
     Then, for programs that do not announce checkpoints, the files of the newest snapshots go back to the directories
     of --watch, unless these have files of this run. Skips what is damaged and says so. It is no error if DEST has
-    nothing: the run then starts from step 0.
+    nothing: the run then starts from step 0. With --restore lazy only the volume and DEST are checked: the agent brings
+    what the program asks for.
     """
     if autoload_to:
         with errors_reported():
             copy_autoload(autoload_to)
+    if settings.restore == OFF:
+        click.echo("nothing is restored: --restore is off")
+        return
     restored, snapshots = run_work(settings, _restore(settings))
     if as_json:
         value = {**asdict(restored), "path": str(restored.path)} if restored else None
         destination = settings.store.destination
         print_json({"destination": destination, "restored": value, "snapshot": _as_json(snapshots)})
         return
-    if restored is None and snapshots is None:
+    if settings.restore == LAZY:
+        click.echo(f"the agent brings what the program asks for from {settings.store.destination}")
+    elif restored is None and snapshots is None:
         click.echo(f"nothing to restore from {settings.store.destination}: the run starts from step 0")
     if restored is not None:
         for reason in restored.skipped:
@@ -114,18 +122,20 @@ async def _restore(settings: Settings) -> tuple[init_step.Restored | None, Resto
         await asyncio.to_thread(make_shared_folders, volume, directory)
         await asyncio.to_thread(identity.claim, volume, settings.store.destination)
         with progress_line() as advance:
-            restored = await init_step.restore(
-                store,
-                checkpoint_directory=directory,
-                volume=volume,
-                state_directory=Path(settings.state_directory),
-                attempt=settings.attempt,
-                place=settings.place,
-                node_rank=settings.node_rank,
-                concurrency=settings.transfer.max_concurrency,
-                size_limit_bytes=settings.disk.size_limit_bytes,
-                on_progress=advance,
-            )
+            restored = None
+            if settings.restore != LAZY:
+                restored = await init_step.restore(
+                    store,
+                    checkpoint_directory=directory,
+                    volume=volume,
+                    state_directory=Path(settings.state_directory),
+                    attempt=settings.attempt,
+                    place=settings.place,
+                    node_rank=settings.node_rank,
+                    concurrency=settings.transfer.max_concurrency,
+                    size_limit_bytes=settings.disk.size_limit_bytes,
+                    on_progress=advance,
+                )
             snapshots = await restore_snapshots(
                 store,
                 volume=volume,

@@ -26,17 +26,16 @@ _DEFAULTS = {
 
 @click.command()
 @setting_options
-@click.option("--restore/--no-restore", "wants_restore", default=True, help="Fetch the newest checkpoint first.")
 @click.option(
     "--autoload", "wants_autoload", is_flag=True, help="Protect a Python program's framework, see docs/autoload.md."
 )
 @click.argument("command", nargs=-1, required=True, metavar="-- CMD…")
-def run(wants_restore: bool, wants_autoload: bool, command: tuple[str, ...], **options: Any) -> None:
+def run(wants_autoload: bool, command: tuple[str, ...], **options: Any) -> None:
     """Run a program with an agent beside it.
 
-    Restores the newest checkpoint, runs the program, and drains when it has ended. MOORING_RESUME tells the program
-    where a restored checkpoint lies. On a termination notice the program saves just in time. Exits with the program's
-    code, or with 75 if the program succeeded or was told to stop, and its newest checkpoint is not durable.
+    Restores the newest checkpoint (see --restore), runs the program, and drains when it has ended. MOORING_RESUME tells
+    the program where a restored checkpoint lies. On a termination notice the program saves just in time. Exits with the
+    program's code, or with 75 if the program succeeded or was told to stop, and its newest checkpoint is not durable.
     """
     with errors_reported():
         settings = settings_from(options, defaults=_DEFAULTS)
@@ -70,7 +69,7 @@ def run(wants_restore: bool, wants_autoload: bool, command: tuple[str, ...], **o
 
         async def whole_run() -> int:
             runner = Runner(settings, command, environment=environment, notify=notify, answers=answers)
-            return await runner.run(restore=wants_restore)
+            return await runner.run()
 
         code = asyncio.run(whole_run())
     raise SystemExit(code)

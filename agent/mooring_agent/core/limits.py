@@ -87,8 +87,14 @@ REQUEST_NUMBERS: Final[Mapping[str, int]] = {
     "grace_seconds": SECONDS,
     "trainers_failed_at": UNIX_SECONDS,
     "interval_ms": 3_600_000,
+    "wait_ms": 60_000,
+    "offset_bytes": SAVE_BYTES,
+    "length_bytes": SAVE_BYTES,
 }
 """The largest value of each number in the API's requests, by the field's name. The smallest is 0."""
+
+REQUEST_MESSAGES: Final[Mapping[str, int]] = {"ranges": 10_000}
+"""How many messages each field of the API's requests may have, by the field's name."""
 
 REQUEST_TEXTS: Final[Mapping[str, int]] = {
     "client": TEXT_CHARACTERS,

@@ -105,11 +105,13 @@ async def download(
     Raises StoreError or VolumeError. DISK_FULL says how much is needed and how much is free.
     """
     loop = asyncio.get_running_loop()
-    await loop.run_in_executor(disk, _check_room, checkpoint, volume, size_limit_bytes)
+    needed_bytes = sum(-(-file.entry.size_bytes // _BLOCK_BYTES) * _BLOCK_BYTES for file in checkpoint.files)
+    name = checkpoint.marker.info.name
+    await loop.run_in_executor(disk, check_room, name, needed_bytes, volume, size_limit_bytes)
     target = await loop.run_in_executor(disk, _make_room, checkpoint, volume, folder)
     try:
         await _fetch_all(store, checkpoint, target, disk=disk, concurrency=concurrency, on_progress=on_progress)
-        await loop.run_in_executor(disk, _sync_folders, target, f"{volume}/{folder}")
+        await loop.run_in_executor(disk, sync_folders, target, f"{volume}/{folder}")
     finally:
         # On the disk's one thread: work whose writer was cancelled may still run there.
         await asyncio.shield(loop.run_in_executor(disk, target.close))
@@ -172,7 +174,7 @@ class _IncomingFile:
         """Return the descriptor to write to. The first writer opens it, so that few are open at a time."""
         if self._descriptor < 0:
             try:
-                self._descriptor = _open_to_write(self._target, self._path, self.stored.entry.size_bytes)
+                self._descriptor = open_to_write(self._target, self._path, self.stored.entry.size_bytes)
             except OSError as error:
                 raise volume_error(error, f"opening {self._path}") from error
         return self._descriptor
@@ -192,7 +194,8 @@ class _IncomingFile:
             self._descriptor = -1
 
 
-def _open_to_write(target: Folder, path: str, size_bytes: int) -> int:
+def open_to_write(target: Folder, path: str, size_bytes: int) -> int:
+    """Open an existing file, of this size when it is whole, past the page cache if it is large. Raises OSError."""
     if size_bytes >= _DIRECT_FROM_BYTES:
         try:
             return target.open_file(path, os.O_WRONLY | os.O_DIRECT)
@@ -208,16 +211,16 @@ def _close(files: Iterable[_IncomingFile]) -> None:
         file.close()
 
 
-def _check_room(checkpoint: CommittedCheckpoint, volume: Path, size_limit_bytes: int) -> None:
+def check_room(name: str, needed_bytes: int, volume: Path, size_limit_bytes: int) -> None:
+    """Raise VolumeError(DISK_FULL) if the checkpoint `name` does not fit. `size_limit_bytes` 0: none. Blocks."""
     reading = VolumeMeter(volume).measure()
-    needed_bytes = sum(-(-file.entry.size_bytes // _BLOCK_BYTES) * _BLOCK_BYTES for file in checkpoint.files)
     free_bytes = reading.free_bytes
     if size_limit_bytes:
         free_bytes = min(free_bytes, max(0, size_limit_bytes - reading.used_bytes))
     if needed_bytes > free_bytes:
         raise VolumeError(
             ErrorKind.DISK_FULL,
-            f"{checkpoint.marker.info.name} needs {needed_bytes:,} bytes ({needed_bytes / _GIB:.1f} GiB), "
+            f"{name} needs {needed_bytes:,} bytes ({needed_bytes / _GIB:.1f} GiB), "
             f"{volume} has {free_bytes:,} ({free_bytes / _GIB:.1f} GiB) free",
             hint="make the volume larger, or remove local checkpoints that are no longer needed",
         )
@@ -249,7 +252,7 @@ def _make_room(checkpoint: CommittedCheckpoint, volume: Path, folder: str) -> Fo
     return target
 
 
-def _sync_folders(target: Folder, shown: str) -> None:
+def sync_folders(target: Folder, shown: str) -> None:
     """Sync `target` and all folders below it. Whoever renames `target` makes its name durable."""
     try:
         for _, folder, _ in target.walk():

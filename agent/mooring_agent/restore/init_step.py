@@ -16,6 +16,7 @@ from typing import TypeVar
 import structlog
 
 from mooring_agent.catalog.markers import list_committed, newest_committed
+from mooring_agent.catalog.object_reads import for_each
 from mooring_agent.catalog.pruning import clear_damage
 from mooring_agent.catalog.reading import CommittedCheckpoint
 from mooring_agent.core.policies.restore_choice import Pin
@@ -25,6 +26,7 @@ from mooring_agent.restore.agreement import Agreement
 from mooring_agent.restore.candidates import Candidates
 from mooring_agent.restore.download import download
 from mooring_agent.restore.local_copy import LocalCopies
+from mooring_agent.restore.partial_copy import PartialCopy, Piece
 
 _log: structlog.typing.FilteringBoundLogger = structlog.get_logger()
 _Result = TypeVar("_Result")
@@ -83,10 +85,19 @@ async def restore(
         else None
     )
     with ThreadPoolExecutor(max_workers=1, thread_name_prefix="mooring-restore-disk") as disk:
+        local = LocalCopies(volume, checkpoint_directory, state_directory)
         step = _InitStep(
             store,
-            LocalCopies(volume, checkpoint_directory, state_directory),
+            local,
             partial(download, volume=volume, size_limit_bytes=size_limit_bytes, disk=disk, concurrency=concurrency),
+            partial(
+                _complete,
+                local=local,
+                volume=volume,
+                size_limit_bytes=size_limit_bytes,
+                disk=disk,
+                concurrency=concurrency,
+            ),
             disk,
             on_progress,
         )
@@ -101,12 +112,14 @@ class _InitStep:
         store: StoreWriter,
         local: LocalCopies,
         fetch: Callable[..., Awaitable[None]],
+        complete: Callable[..., Awaitable[None]],
         disk: Executor,
         on_progress: Progress,
     ) -> None:
         self._store = store
         self._local = local
         self._fetch = fetch
+        self._complete = complete
         self._disk = disk
         self._on_progress = on_progress
         self._candidates = Candidates(store, partial(list_committed, store))
@@ -142,13 +155,13 @@ class _InitStep:
 
     async def _download(self, checkpoint: CommittedCheckpoint) -> None:
         """Download all of a checkpoint. Its bytes are then known to be good, so a note of damage to them goes."""
+        on_progress = partial(self._on_progress, checkpoint.marker.info.name)
         try:
-            await self._fetch(
-                self._store,
-                checkpoint,
-                self._local.incoming(checkpoint),
-                on_progress=partial(self._on_progress, checkpoint.marker.info.name),
-            )
+            if await self._on_disk(partial(self._local.is_recorded, checkpoint)):
+                await self._complete(self._store, checkpoint, on_progress=on_progress)
+            else:
+                incoming = self._local.incoming(checkpoint)
+                await self._fetch(self._store, checkpoint, incoming, on_progress=on_progress)
         except BaseException:
             await self._on_disk(partial(self._local.discard, checkpoint))
             raise
@@ -171,6 +184,35 @@ class _InitStep:
 
     async def _on_disk(self, work: Callable[[], _Result]) -> _Result:
         return await asyncio.get_running_loop().run_in_executor(self._disk, work)
+
+
+async def _complete(
+    store: StoreWriter,
+    checkpoint: CommittedCheckpoint,
+    *,
+    local: LocalCopies,
+    volume: Path,
+    size_limit_bytes: int,
+    disk: Executor,
+    concurrency: int,
+    on_progress: Callable[[int, int], None],
+) -> None:
+    """Download what this volume lacks of a checkpoint that its pod has contributed to, or that was damaged here."""
+    copy = PartialCopy(store, checkpoint, local, volume, disk)
+    await copy.prepare()
+    await copy.check_room(size_limit_bytes)
+    pieces = copy.all_pieces()
+    total_bytes = sum(map(copy.size_bytes, pieces))
+    done_bytes = 0
+
+    async def bring(piece: Piece) -> None:
+        nonlocal done_bytes
+        await copy.bring(piece)
+        done_bytes += copy.size_bytes(piece)
+        on_progress(done_bytes, total_bytes)
+
+    await for_each(pieces, bring, at_once=concurrency)
+    await copy.make_durable()
 
 
 def _pin_for(attempt: str, checkpoint: CommittedCheckpoint | None) -> Pin:

@@ -36,8 +36,8 @@ class LocalCopies:
         self._state_directory = state_directory
         self._checkpoints = ""
 
-    def prepare(self) -> None:
-        """Make the folders, and remove what an earlier restore left unfinished."""
+    def prepare(self, *, keep: str = "") -> None:
+        """Make the folders, and remove what an earlier restore left unfinished, except of the save `keep`."""
         make_state_directory(self._volume, self._state_directory)
         try:
             with open_volume(self._volume) as root:
@@ -45,7 +45,8 @@ class LocalCopies:
                 root.make_folder(_RECORDS).close()
                 with root.make_folder(_INCOMING) as incoming:
                     for garbage in incoming.entries():
-                        incoming.remove(garbage.name)
+                        if garbage.name != keep:
+                            incoming.remove(garbage.name)
                 if self._directory.is_relative_to(self._volume) and not self._directory.exists():
                     root.make_folder(path_in(self._volume, self._directory)).close()
             self._checkpoints = resolve_path(self._volume, str(self._directory))
@@ -68,15 +69,23 @@ class LocalCopies:
         except OSError as error:
             raise volume_error(error, f"removing {self.incoming(checkpoint)}") from error
 
+    def is_recorded(self, checkpoint: CommittedCheckpoint) -> bool:
+        """Return whether a checkpoint of this very save was in place here: all of it, or what this pod contributed."""
+        return recorded_save(self._volume, _record_path(checkpoint)) == checkpoint.marker.info.save
+
+    def path_of(self, checkpoint: CommittedCheckpoint, file: StoredFile) -> str:
+        """Return where a file goes, relative to the volume."""
+        return f"{self._place(checkpoint)}/{_path_in(checkpoint, file)}".rstrip("/")
+
     def holds(self, checkpoint: CommittedCheckpoint) -> bool:
         """Return whether this very save is in place, with every byte as it was written.
 
         The bytes are read again: that is much cheaper than fetching them, and warms the page cache for the trainer.
         """
-        if recorded_save(self._volume, _record_path(checkpoint)) != checkpoint.marker.info.save:
+        if not self.is_recorded(checkpoint):
             return False
         try:
-            return all(self._is_intact(self._path_of(checkpoint, file), file) for file in checkpoint.files)
+            return all(self._is_intact(self.path_of(checkpoint, file), file) for file in checkpoint.files)
         except (OSError, VolumeError):
             return False
 
@@ -105,35 +114,25 @@ class LocalCopies:
 
         The client reads the first record, the agent the second.
         """
-        info = checkpoint.marker.info
-        record = Record(
-            name=info.name,
-            step=info.step,
-            save=info.save,
-            kind=info.kind,
-            world_size=info.world_size,
-            saved_at=checkpoint.marker.saved_at,
-            committed=True,
-            files=tuple(
-                RecordedFile(path=_path_in(checkpoint, file), size_bytes=file.entry.size_bytes)
-                for file in checkpoint.files
-            ),
-        ).encode()
+        # The agent's comes first: a checkpoint that training continues from must not be pruned.
+        self.note_resumed(checkpoint)
         try:
-            # The agent's comes first: a checkpoint that training continues from must not be pruned.
-            with open_state_directory(self._volume, self._state_directory) as state:
-                state.write_durably(RESUMED, record)
             with open_volume(self._volume) as root:
-                root.write_durably(_record_path(checkpoint), record)
+                root.write_durably(_record_path(checkpoint), _encoded_record(checkpoint))
         except OSError as error:
             raise volume_error(error, f"writing {_record_path(checkpoint)}") from error
+
+    def note_resumed(self, checkpoint: CommittedCheckpoint) -> None:
+        """Record that this volume resumes from the checkpoint."""
+        try:
+            with open_state_directory(self._volume, self._state_directory) as state:
+                state.write_durably(RESUMED, _encoded_record(checkpoint))
+        except OSError as error:
+            raise volume_error(error, f"writing {self._state_directory}/{RESUMED}") from error
 
     def _place(self, checkpoint: CommittedCheckpoint) -> str:
         name = checkpoint.marker.info.name
         return f"{self._checkpoints}/{name}" if self._checkpoints else name
-
-    def _path_of(self, checkpoint: CommittedCheckpoint, file: StoredFile) -> str:
-        return f"{self._place(checkpoint)}/{_path_in(checkpoint, file)}".rstrip("/")
 
     def _is_intact(self, path: str, file: StoredFile) -> bool:
         with open_volume(self._volume) as root:
@@ -144,6 +143,22 @@ class LocalCopies:
             region_checksum(part_region(self._volume, path, part, fingerprint(status))) == checksum
             for part, checksum in zip(file.entry.parts(), file.entry.checksums, strict=True)
         )
+
+
+def _encoded_record(checkpoint: CommittedCheckpoint) -> bytes:
+    info = checkpoint.marker.info
+    return Record(
+        name=info.name,
+        step=info.step,
+        save=info.save,
+        kind=info.kind,
+        world_size=info.world_size,
+        saved_at=checkpoint.marker.saved_at,
+        committed=True,
+        files=tuple(
+            RecordedFile(path=_path_in(checkpoint, file), size_bytes=file.entry.size_bytes) for file in checkpoint.files
+        ),
+    ).encode()
 
 
 def _record_path(checkpoint: CommittedCheckpoint) -> str:

@@ -10,6 +10,7 @@ import logging
 import os
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Final
 
@@ -35,6 +36,8 @@ CALL_SECONDS: Final = 1.0
 ANNOUNCE_SECONDS: Final = 5.0
 BACK_OFF_SECONDS: Final = 30.0
 """After a time-out, calls that are not urgent are skipped for so long, so that not every save waits for a deadline."""
+_ANSWER_SECONDS: Final = 30.0
+"""For an answer after the time that the agent was told to wait: it may be busy with the checkpoint itself."""
 
 _OPTIONS: Final = (("grpc.enable_http_proxy", 0), ("grpc.use_local_subchannel_pool", 1))
 
@@ -90,6 +93,31 @@ class Channel:
         """Tell the agent that the pod is ending. The agent applies its own configured grace period."""
         self._call("NotifyTermination", agent_pb2.NotifyTerminationRequest(grace_seconds=0, source=source))
 
+    def list_restorable(self, wait_seconds: float) -> agent_pb2.ListRestorableResponse:
+        request = agent_pb2.ListRestorableRequest(wait_ms=round(1000 * wait_seconds))
+        deadline_seconds = wait_seconds + _ANSWER_SECONDS
+        response: agent_pb2.ListRestorableResponse = self._call(
+            "ListRestorable", request, deadline_seconds=deadline_seconds, urgent=True
+        )
+        return response
+
+    def fetch(
+        self, save: str, ranges: Sequence[tuple[str, int, int]] | None, wait_seconds: float
+    ) -> agent_pb2.FetchResponse:
+        """Ask for ranges (path, offset and length in bytes) of a committed checkpoint, or for all of it if None."""
+        request = agent_pb2.FetchRequest(
+            save=save,
+            whole=ranges is None,
+            ranges=[
+                agent_pb2.FileRange(path=path, offset_bytes=offset_bytes, length_bytes=length_bytes)
+                for path, offset_bytes, length_bytes in ranges or ()
+            ],
+            wait_ms=round(1000 * wait_seconds),
+        )
+        deadline_seconds = wait_seconds + _ANSWER_SECONDS
+        response: agent_pb2.FetchResponse = self._call("Fetch", request, deadline_seconds=deadline_seconds, urgent=True)
+        return response
+
     def _call(self, method: str, request: Any, *, deadline_seconds: float = CALL_SECONDS, urgent: bool = False) -> Any:
         if os.getpid() != self._process_id:
             raise AgentError(ErrorKind.AGENT_UNREACHABLE, "a forked process does not call the agent")
@@ -124,5 +152,10 @@ class Channel:
                 return AgentError(
                     ErrorKind.AGENT_UNREACHABLE, f"{method}: {details}", hint="check whether the agent runs"
                 )
+            case grpc.StatusCode.DATA_LOSS:
+                return AgentError(ErrorKind.CHECKPOINT_DAMAGED, str(details))
+            case grpc.StatusCode.NOT_FOUND if method == "Fetch":
+                # It was deleted since it was listed.
+                return AgentError(ErrorKind.CHECKPOINT_DAMAGED, str(details))
             case _:
                 return AgentError(ErrorKind.AGENT_REFUSED, f"{method}: {code.name}: {details}")

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, TypeVar
 
+from mooring.agent_client.restores import Restores
 from mooring.autoload import own_copies
 from mooring.autoload.post_import import reason
 from mooring.checkpoints.records import Kind
@@ -88,6 +89,10 @@ class Agent:
         # The agent may have been restarted, and a rank that does not lead its pod calls no `begin_save`.
         self._register()
         return True
+
+    def restores(self) -> Restores | None:
+        """Return what asks the agent to bring checkpoints here; None when there is no agent."""
+        return None if self._channel is None else Restores(self._channel)
 
     def abort_save(self, save: str) -> None:
         self._call(lambda channel: channel.abort_save(save))

@@ -9,6 +9,7 @@ that the store, which is in the first rank's memory, does not grow.
 
 import json
 import logging
+import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Any, Final, Protocol, TypeVar
@@ -23,6 +24,8 @@ PATIENCE_SECONDS: Final = 300.0
 """Wait for ranks that come to an agreement at about the same time; one may have run an evaluation alone before."""
 WRITE_SECONDS: Final = 1800.0
 """Wait for ranks that may still be writing long after others are done."""
+_LOOK_SECONDS: Final = 30.0
+"""How often a rank that waits looks at the progress of those it waits for."""
 _READ_SECONDS: Final = 5.0
 """Wait for ranks that have come and are about to read an answer. Only one that dies meanwhile makes it that long."""
 _ANSWERS: Final = {"yes": True, "no": False, "late": None}
@@ -33,8 +36,14 @@ class RankCoordinator(Protocol):
 
     ranks: Ranks
 
-    def agree(self, key: str, ok: bool = True, *, seconds: float = PATIENCE_SECONDS) -> bool | None:
-        """Return whether `ok` is true on all ranks; None when some do not come in time, or the store is lost."""
+    def agree(self, key: str, ok: bool = True, *, seconds: float = PATIENCE_SECONDS, progress: str = "") -> bool | None:
+        """Return whether `ok` is true on all ranks; None when some do not come in time, or the store is lost.
+
+        With `progress`, the time begins anew whenever a rank has published something under that key.
+        """
+
+    def publish(self, progress: str, line: str) -> None:
+        """Tell the ranks that wait with this `progress` how far this one is."""
 
     def arrive(self, key: str) -> None:
         """Agree without waiting for the answer. Other ranks may wait for it."""
@@ -45,8 +54,11 @@ class RankCoordinator(Protocol):
     def gather(self, key: str, value: str) -> Sequence[str] | None:
         """Return the values of all ranks, by rank, on rank 0; None on other ranks, and when some come too late."""
 
-    def choose_newest(self, key: str, candidates: Sequence[tuple[int, str]]) -> tuple[int, str] | None:
-        """Return the greatest (step, save) that every rank has, or None. Raises RanksError when some do not come."""
+    def choose_newest(self, key: str, candidates: Sequence[tuple[int, str]] | None) -> tuple[int, str] | None:
+        """Return the greatest (step, save) that every rank has, or None. Raises RanksError when some do not come.
+
+        `candidates` None: what the first rank of this rank's pod has.
+        """
 
     def leave(self) -> None:
         """Wait for all ranks before `close`, to leave together: when the first rank exits, torchrun ends the others."""
@@ -60,8 +72,11 @@ class SingleProcess:
 
     ranks = Ranks()
 
-    def agree(self, key: str, ok: bool = True, *, seconds: float = PATIENCE_SECONDS) -> bool | None:
+    def agree(self, key: str, ok: bool = True, *, seconds: float = PATIENCE_SECONDS, progress: str = "") -> bool | None:
         return ok
+
+    def publish(self, progress: str, line: str) -> None:
+        return
 
     def arrive(self, key: str) -> None:
         return
@@ -72,8 +87,8 @@ class SingleProcess:
     def gather(self, key: str, value: str) -> Sequence[str] | None:
         return [value]
 
-    def choose_newest(self, key: str, candidates: Sequence[tuple[int, str]]) -> tuple[int, str] | None:
-        return max(candidates, default=None)
+    def choose_newest(self, key: str, candidates: Sequence[tuple[int, str]] | None) -> tuple[int, str] | None:
+        return max(candidates or (), default=None)
 
     def leave(self) -> None:
         return
@@ -91,8 +106,11 @@ class StoreCoordinator:
         self._lost = False
         self._unread: str | None = None
 
-    def agree(self, key: str, ok: bool = True, *, seconds: float = PATIENCE_SECONDS) -> bool | None:
-        return self._ask(key, lambda: self._agree(key, ok, seconds))
+    def agree(self, key: str, ok: bool = True, *, seconds: float = PATIENCE_SECONDS, progress: str = "") -> bool | None:
+        return self._ask(key, lambda: self._agree(key, ok, seconds, progress))
+
+    def publish(self, progress: str, line: str) -> None:
+        self._ask(progress, lambda: self._store.publish(progress, f"rank {self.ranks.rank}: {line}"))
 
     def arrive(self, key: str) -> None:
         self._ask(key, lambda: self._arrive(key))
@@ -103,7 +121,7 @@ class StoreCoordinator:
     def gather(self, key: str, value: str) -> Sequence[str] | None:
         return self._ask(key, lambda: self._gather(key, value))
 
-    def choose_newest(self, key: str, candidates: Sequence[tuple[int, str]]) -> tuple[int, str] | None:
+    def choose_newest(self, key: str, candidates: Sequence[tuple[int, str]] | None) -> tuple[int, str] | None:
         outcome = self._ask(key, lambda: self._choose_newest(key, candidates))
         if outcome is None:
             raise RanksError(
@@ -128,21 +146,35 @@ class StoreCoordinator:
         if self.ranks.rank == 0 and unread is not None:
             self._ask("close", lambda: self._store.wait_until_forgotten(unread, _READ_SECONDS))
 
-    def _agree(self, key: str, ok: bool, seconds: float = PATIENCE_SECONDS) -> bool | None:
+    def _agree(self, key: str, ok: bool, seconds: float = PATIENCE_SECONDS, progress: str = "") -> bool | None:
         answer = f"{key}/answer"
         if not ok:
             stands = self._store.set_if_absent(answer, "no")
         elif self._counts_last(key):
             stands = self._store.set_if_absent(answer, "yes")
         else:
-            stands = self._store.wait_for(answer, seconds) or self._store.set_if_absent(answer, self._late(key))
+            stands = self._wait_for(answer, seconds, progress) or self._store.set_if_absent(answer, self._late(key))
         word, _, late = stands.partition(" ")
         if word == "late":
             _log.warning("not all ranks came in time: about=%s seconds=%.0f waited_for=%s", key, seconds, late)
-        self._forget_when_read(key)
+        self._forget_when_read(key, *([progress] if progress else []))
         if word == "late":
             self._unread = None
         return _ANSWERS[word]
+
+    def _wait_for(self, answer: str, seconds: float, progress: str) -> str | None:
+        if not progress:
+            return self._store.wait_for(answer, seconds)
+        seen, give_up_at = None, time.monotonic() + seconds
+        while time.monotonic() < give_up_at:
+            stands = self._store.wait_for(answer, min(seconds, _LOOK_SECONDS))
+            if stands is not None:
+                return stands
+            line = self._store.read(progress)
+            if line != seen:
+                seen, give_up_at = line, time.monotonic() + seconds
+                _log.info("waiting for other ranks: %s", line)
+        return None
 
     def _late(self, key: str) -> str:
         return f"late {named_ranks(self._store.ranks_without('at', key))}"
@@ -183,8 +215,9 @@ class StoreCoordinator:
         self._store.forget_all(key)
         return values
 
-    def _choose_newest(self, key: str, candidates: Sequence[tuple[int, str]]) -> dict[str, Any]:
-        self._store.publish(f"{key}/has/{self.ranks.rank}", json.dumps(list(candidates)))
+    def _choose_newest(self, key: str, candidates: Sequence[tuple[int, str]] | None) -> dict[str, Any]:
+        own = None if candidates is None else list(candidates)
+        self._store.publish(f"{key}/has/{self.ranks.rank}", json.dumps(own))
         outcome: dict[str, Any] = {"newest": None, "late": [0], "seconds": 2 * PATIENCE_SECONDS}
         if self.ranks.rank == 0:
             answers, late = self._store.gather(f"{key}/has", PATIENCE_SECONDS), list[int]()
@@ -192,7 +225,8 @@ class StoreCoordinator:
                 late = self._store.ranks_without(f"{key}/has")
                 # The last rank may have come just now.
                 answers = None if late else self._store.gather(f"{key}/has", 0.0)
-            common = [{(step, save) for step, save in json.loads(answer)} for answer in answers or ["[]"]]
+            named = [found for answer in answers or ["[]"] if (found := json.loads(answer)) is not None]
+            common = [{(step, save) for step, save in found} for found in named]
             newest = max(set.intersection(*common), default=None)
             outcome = {"newest": newest, "late": late, "seconds": PATIENCE_SECONDS}
         else:

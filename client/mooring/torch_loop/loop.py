@@ -12,8 +12,9 @@ import torch
 
 from mooring.checkpointer import Checkpointer
 from mooring.checkpoints.records import Kind
-from mooring.errors import VolumeError, final_checkpoint_lost
+from mooring.errors import ErrorKind, RestoreError, VolumeError, final_checkpoint_lost
 from mooring.save_schedule import Interval
+from mooring.torch_loop.partial_reader import METADATA_FILE
 from mooring.torch_loop.saver import Saver
 from mooring.torch_loop.state import TrainingState
 from mooring.workers import worker_processes
@@ -39,6 +40,7 @@ class TorchLoop:
     Raises:
         UsageError: There is a checkpoint that is not of this training.
         VolumeError: There is nowhere to save to.
+        RestoreError: There may be a checkpoint at the destination, and it cannot be had.
 
     Example:
         ```python
@@ -71,10 +73,7 @@ class TorchLoop:
         self._checkpointer = Checkpointer() if checkpointer is None else checkpointer
         self._saver = Saver(self._state.storage)
         self._warm = False
-        path = self._checkpointer.resume()
-        if path is not None:
-            self._state.restore(path)
-            self._saver.saved_step = self._state.step
+        self._resume()
 
     @property
     def steps_done(self) -> int:
@@ -140,6 +139,19 @@ class TorchLoop:
         self._leave()
         if self.steps_done != self._saver.saved_step:
             raise final_checkpoint_lost(self.steps_done)
+
+    def _resume(self) -> None:
+        while (found := self._checkpointer.resume_partially(METADATA_FILE)) is not None:
+            try:
+                self._state.restore(found)
+            except RestoreError as error:
+                if error.kind is not ErrorKind.CHECKPOINT_DAMAGED:
+                    raise
+                # On all ranks. Its agent does not offer that checkpoint again.
+                _log.warning("resuming from another checkpoint: error=%s", error)
+                continue
+            self._saver.saved_step = self._state.step
+            return
 
     def _save(self, *, background: bool, kind: Kind | None = None) -> None:
         if not self._wait():

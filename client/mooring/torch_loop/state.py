@@ -26,7 +26,7 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 from mooring import random_generators
 from mooring.errors import ErrorKind, UsageError
 from mooring.torch_loop.plain_values import decode, encode, require_plain
-from mooring.torch_loop.storage import Storage, not_ours
+from mooring.torch_loop.storage import Source, Storage, not_ours
 
 _RANKS: Final = "ranks"
 _SHARED: Final = "shared"
@@ -82,8 +82,8 @@ class TrainingState:
         """
         self.storage.save(self.capture(), directory)
 
-    def restore(self, directory: Path) -> None:
-        """Load what `save` wrote, with the same or another number of ranks. Collective.
+    def restore(self, directory: Source) -> None:
+        """Load what `save` wrote, as far as this rank needs it, with the same or another number of ranks. Collective.
 
         The random generators continue where they were when `batches` has made its iterator, or at once without loader.
 

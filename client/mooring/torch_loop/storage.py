@@ -13,9 +13,15 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.planner import SavePlanner
+from torch.distributed.checkpoint.storage import StorageReader
 
 from mooring.errors import ErrorKind, MooringError, UsageError, VolumeError
+from mooring.resuming import PartialCheckpoint
+from mooring.torch_loop.partial_reader import PartialReader
 from mooring.torch_loop.plain_values import PlainPlanner, PlainReader
+
+Source = Path | PartialCheckpoint
+"""Where a state is loaded from: its directory, or what the agent brings of it."""
 
 
 class Storage:
@@ -59,24 +65,32 @@ class Storage:
             hint = "check whether the volume of that rank is full"
             raise VolumeError(ErrorKind.VOLUME_UNUSABLE, f"not written: {_reason(error)}", hint=hint) from error
 
-    def load(self, state: dict[str, Any], directory: Path) -> None:
-        """Load into the tensors of `state`, and replace its other values. Raises UsageError on all ranks."""
+    def load(self, state: dict[str, Any], source: Source) -> None:
+        """Load into the tensors of `state`, and replace its other values.
+
+        Raises UsageError, or RestoreError if a part of the checkpoint cannot be had, on all ranks.
+        """
         planner = None if self.trust_pickle else PlainPlanner()
         try:
-            dcp.load(state, storage_reader=self._reader(directory), planner=planner, **self.options())
+            dcp.load(state, storage_reader=self._reader(source), planner=planner, **self.options())
         except CheckpointException as error:
             _raise_ours(error)
-            raise not_ours(directory, _reason(error)) from error
+            raise not_ours(source, _reason(error)) from error
 
-    def items(self, directory: Path) -> set[str]:
+    def items(self, source: Source) -> set[str]:
         """Return the names of the stored items. Raises UsageError."""
         try:
-            return set(self._reader(directory).read_metadata().state_dict_metadata)
+            return set(self._reader(source).read_metadata().state_dict_metadata)
+        except MooringError:
+            raise
         except Exception as error:
-            raise not_ours(directory, repr(error)) from error
+            raise not_ours(source, repr(error)) from error
 
-    def _reader(self, directory: Path) -> dcp.FileSystemReader:
-        return dcp.FileSystemReader(directory) if self.trust_pickle else PlainReader(directory)
+    def _reader(self, source: Source) -> StorageReader:
+        make = dcp.FileSystemReader if self.trust_pickle else PlainReader
+        if isinstance(source, PartialCheckpoint):
+            return PartialReader(source, make, self.options().get("process_group"))
+        return make(source)
 
 
 def _raise_ours(error: BaseException) -> None:
@@ -98,10 +112,11 @@ def _is_distributed() -> bool:
     return dist.is_available() and dist.is_initialized()
 
 
-def not_ours(directory: Path, why: str) -> UsageError:
+def not_ours(source: Source, why: str) -> UsageError:
     """Return the error to raise for a checkpoint that this training did not write."""
+    what = f"the checkpoint of step {source.step}" if isinstance(source, PartialCheckpoint) else source
     return UsageError(
         ErrorKind.BAD_ARGUMENT,
-        f"{directory} does not hold the state of this training: {why}",
+        f"{what} does not hold the state of this training: {why}",
         hint="resume with the model, optimizer and loader that it was saved with, or begin in an empty directory",
     )

@@ -19,6 +19,7 @@ class ErrorReason(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     ERROR_REASON_CHECKPOINT_FAILED: _ClassVar[ErrorReason]
     ERROR_REASON_VOLUME_UNUSABLE: _ClassVar[ErrorReason]
     ERROR_REASON_SHUTTING_DOWN: _ClassVar[ErrorReason]
+    ERROR_REASON_CHECKPOINT_DAMAGED: _ClassVar[ErrorReason]
 
 class Kind(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     __slots__ = ()
@@ -50,6 +51,7 @@ ERROR_REASON_UNKNOWN_SAVE: ErrorReason
 ERROR_REASON_CHECKPOINT_FAILED: ErrorReason
 ERROR_REASON_VOLUME_UNUSABLE: ErrorReason
 ERROR_REASON_SHUTTING_DOWN: ErrorReason
+ERROR_REASON_CHECKPOINT_DAMAGED: ErrorReason
 KIND_UNSPECIFIED: Kind
 KIND_PERIODIC: Kind
 KIND_JUST_IN_TIME: Kind
@@ -238,7 +240,7 @@ class Checkpoint(_message.Message):
     def __init__(self, name: _Optional[str] = ..., save: _Optional[str] = ..., step: _Optional[int] = ..., kind: _Optional[_Union[Kind, str]] = ..., phase: _Optional[_Union[Phase, str]] = ..., world_size: _Optional[int] = ..., size_bytes: _Optional[int] = ..., durable_bytes: _Optional[int] = ..., file_count: _Optional[int] = ..., announced_at: _Optional[float] = ..., committed_at: _Optional[float] = ..., reason: _Optional[str] = ...) -> None: ...
 
 class Status(_message.Message):
-    __slots__ = ("agent_version", "destination", "live_ranks", "checkpoints", "newest_committed", "recovery_point_age_seconds", "backlog_bytes", "upload_rate_bytes_per_second", "drain_seconds", "budget_bytes", "terminating", "deadline", "storage_error", "at", "newest_snapshot", "not_stored")
+    __slots__ = ("agent_version", "destination", "live_ranks", "checkpoints", "newest_committed", "recovery_point_age_seconds", "backlog_bytes", "upload_rate_bytes_per_second", "drain_seconds", "budget_bytes", "terminating", "deadline", "storage_error", "at", "newest_snapshot", "not_stored", "fetching")
     AGENT_VERSION_FIELD_NUMBER: _ClassVar[int]
     DESTINATION_FIELD_NUMBER: _ClassVar[int]
     LIVE_RANKS_FIELD_NUMBER: _ClassVar[int]
@@ -255,6 +257,7 @@ class Status(_message.Message):
     AT_FIELD_NUMBER: _ClassVar[int]
     NEWEST_SNAPSHOT_FIELD_NUMBER: _ClassVar[int]
     NOT_STORED_FIELD_NUMBER: _ClassVar[int]
+    FETCHING_FIELD_NUMBER: _ClassVar[int]
     agent_version: str
     destination: str
     live_ranks: int
@@ -271,7 +274,8 @@ class Status(_message.Message):
     at: float
     newest_snapshot: Checkpoint
     not_stored: _containers.RepeatedScalarFieldContainer[str]
-    def __init__(self, agent_version: _Optional[str] = ..., destination: _Optional[str] = ..., live_ranks: _Optional[int] = ..., checkpoints: _Optional[_Iterable[_Union[Checkpoint, _Mapping]]] = ..., newest_committed: _Optional[_Union[Checkpoint, _Mapping]] = ..., recovery_point_age_seconds: _Optional[float] = ..., backlog_bytes: _Optional[int] = ..., upload_rate_bytes_per_second: _Optional[float] = ..., drain_seconds: _Optional[float] = ..., budget_bytes: _Optional[int] = ..., terminating: bool = ..., deadline: _Optional[float] = ..., storage_error: _Optional[str] = ..., at: _Optional[float] = ..., newest_snapshot: _Optional[_Union[Checkpoint, _Mapping]] = ..., not_stored: _Optional[_Iterable[str]] = ...) -> None: ...
+    fetching: Fetching
+    def __init__(self, agent_version: _Optional[str] = ..., destination: _Optional[str] = ..., live_ranks: _Optional[int] = ..., checkpoints: _Optional[_Iterable[_Union[Checkpoint, _Mapping]]] = ..., newest_committed: _Optional[_Union[Checkpoint, _Mapping]] = ..., recovery_point_age_seconds: _Optional[float] = ..., backlog_bytes: _Optional[int] = ..., upload_rate_bytes_per_second: _Optional[float] = ..., drain_seconds: _Optional[float] = ..., budget_bytes: _Optional[int] = ..., terminating: bool = ..., deadline: _Optional[float] = ..., storage_error: _Optional[str] = ..., at: _Optional[float] = ..., newest_snapshot: _Optional[_Union[Checkpoint, _Mapping]] = ..., not_stored: _Optional[_Iterable[str]] = ..., fetching: _Optional[_Union[Fetching, _Mapping]] = ...) -> None: ...
 
 class WaitCommittedRequest(_message.Message):
     __slots__ = ("save",)
@@ -294,6 +298,80 @@ class ListCheckpointsResponse(_message.Message):
     CHECKPOINTS_FIELD_NUMBER: _ClassVar[int]
     checkpoints: _containers.RepeatedCompositeFieldContainer[Checkpoint]
     def __init__(self, checkpoints: _Optional[_Iterable[_Union[Checkpoint, _Mapping]]] = ...) -> None: ...
+
+class ListRestorableRequest(_message.Message):
+    __slots__ = ("wait_ms",)
+    WAIT_MS_FIELD_NUMBER: _ClassVar[int]
+    wait_ms: int
+    def __init__(self, wait_ms: _Optional[int] = ...) -> None: ...
+
+class RestorableCheckpoint(_message.Message):
+    __slots__ = ("step", "save")
+    STEP_FIELD_NUMBER: _ClassVar[int]
+    SAVE_FIELD_NUMBER: _ClassVar[int]
+    step: int
+    save: str
+    def __init__(self, step: _Optional[int] = ..., save: _Optional[str] = ...) -> None: ...
+
+class ListRestorableResponse(_message.Message):
+    __slots__ = ("ready", "checkpoints", "storage_error")
+    READY_FIELD_NUMBER: _ClassVar[int]
+    CHECKPOINTS_FIELD_NUMBER: _ClassVar[int]
+    STORAGE_ERROR_FIELD_NUMBER: _ClassVar[int]
+    ready: bool
+    checkpoints: _containers.RepeatedCompositeFieldContainer[RestorableCheckpoint]
+    storage_error: str
+    def __init__(self, ready: bool = ..., checkpoints: _Optional[_Iterable[_Union[RestorableCheckpoint, _Mapping]]] = ..., storage_error: _Optional[str] = ...) -> None: ...
+
+class FileRange(_message.Message):
+    __slots__ = ("path", "offset_bytes", "length_bytes")
+    PATH_FIELD_NUMBER: _ClassVar[int]
+    OFFSET_BYTES_FIELD_NUMBER: _ClassVar[int]
+    LENGTH_BYTES_FIELD_NUMBER: _ClassVar[int]
+    path: str
+    offset_bytes: int
+    length_bytes: int
+    def __init__(self, path: _Optional[str] = ..., offset_bytes: _Optional[int] = ..., length_bytes: _Optional[int] = ...) -> None: ...
+
+class FetchRequest(_message.Message):
+    __slots__ = ("save", "whole", "ranges", "wait_ms")
+    SAVE_FIELD_NUMBER: _ClassVar[int]
+    WHOLE_FIELD_NUMBER: _ClassVar[int]
+    RANGES_FIELD_NUMBER: _ClassVar[int]
+    WAIT_MS_FIELD_NUMBER: _ClassVar[int]
+    save: str
+    whole: bool
+    ranges: _containers.RepeatedCompositeFieldContainer[FileRange]
+    wait_ms: int
+    def __init__(self, save: _Optional[str] = ..., whole: bool = ..., ranges: _Optional[_Iterable[_Union[FileRange, _Mapping]]] = ..., wait_ms: _Optional[int] = ...) -> None: ...
+
+class FetchResponse(_message.Message):
+    __slots__ = ("done", "path", "done_bytes", "total_bytes", "storage_error")
+    DONE_FIELD_NUMBER: _ClassVar[int]
+    PATH_FIELD_NUMBER: _ClassVar[int]
+    DONE_BYTES_FIELD_NUMBER: _ClassVar[int]
+    TOTAL_BYTES_FIELD_NUMBER: _ClassVar[int]
+    STORAGE_ERROR_FIELD_NUMBER: _ClassVar[int]
+    done: bool
+    path: str
+    done_bytes: int
+    total_bytes: int
+    storage_error: str
+    def __init__(self, done: bool = ..., path: _Optional[str] = ..., done_bytes: _Optional[int] = ..., total_bytes: _Optional[int] = ..., storage_error: _Optional[str] = ...) -> None: ...
+
+class Fetching(_message.Message):
+    __slots__ = ("save", "step", "done_bytes", "total_bytes", "storage_error")
+    SAVE_FIELD_NUMBER: _ClassVar[int]
+    STEP_FIELD_NUMBER: _ClassVar[int]
+    DONE_BYTES_FIELD_NUMBER: _ClassVar[int]
+    TOTAL_BYTES_FIELD_NUMBER: _ClassVar[int]
+    STORAGE_ERROR_FIELD_NUMBER: _ClassVar[int]
+    save: str
+    step: int
+    done_bytes: int
+    total_bytes: int
+    storage_error: str
+    def __init__(self, save: _Optional[str] = ..., step: _Optional[int] = ..., done_bytes: _Optional[int] = ..., total_bytes: _Optional[int] = ..., storage_error: _Optional[str] = ...) -> None: ...
 
 class AttachRequest(_message.Message):
     __slots__ = ("local_rank", "rank", "world_size", "client")

@@ -64,6 +64,16 @@ class AgentStub(object):
                 request_serializer=mooring__api_dot_v1_dot_agent__pb2.ListCheckpointsRequest.SerializeToString,
                 response_deserializer=mooring__api_dot_v1_dot_agent__pb2.ListCheckpointsResponse.FromString,
                 )
+        self.ListRestorable = channel.unary_unary(
+                '/mooring.v1.Agent/ListRestorable',
+                request_serializer=mooring__api_dot_v1_dot_agent__pb2.ListRestorableRequest.SerializeToString,
+                response_deserializer=mooring__api_dot_v1_dot_agent__pb2.ListRestorableResponse.FromString,
+                )
+        self.Fetch = channel.unary_unary(
+                '/mooring.v1.Agent/Fetch',
+                request_serializer=mooring__api_dot_v1_dot_agent__pb2.FetchRequest.SerializeToString,
+                response_deserializer=mooring__api_dot_v1_dot_agent__pb2.FetchResponse.FromString,
+                )
         self.Attach = channel.unary_stream(
                 '/mooring.v1.Agent/Attach',
                 request_serializer=mooring__api_dot_v1_dot_agent__pb2.AttachRequest.SerializeToString,
@@ -150,6 +160,24 @@ class AgentServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def ListRestorable(self, request, context):
+        """The newest committed checkpoints of the destination that this pod can have, the newest first. With `ready` false the
+        store has not answered yet: call again.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Fetch(self, request, context):
+        """Brings a committed checkpoint from the destination to the volume, every byte verified: all of it to its place, or
+        ranges of its files for readers that know what they need. The agent goes on between the calls: call again with the
+        same request until `done`. What is on the volume already is not fetched again. Fails with CHECKPOINT_DAMAGED when
+        what is stored is not what was written; ListRestorable then leaves it out.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def Attach(self, request, context):
         """Liveness for a client that cannot hold the POSIX lock: the process counts as alive while the stream is open.
         The agent sends every save request on it.
@@ -210,6 +238,16 @@ def add_AgentServicer_to_server(servicer, server):
                     servicer.ListCheckpoints,
                     request_deserializer=mooring__api_dot_v1_dot_agent__pb2.ListCheckpointsRequest.FromString,
                     response_serializer=mooring__api_dot_v1_dot_agent__pb2.ListCheckpointsResponse.SerializeToString,
+            ),
+            'ListRestorable': grpc.unary_unary_rpc_method_handler(
+                    servicer.ListRestorable,
+                    request_deserializer=mooring__api_dot_v1_dot_agent__pb2.ListRestorableRequest.FromString,
+                    response_serializer=mooring__api_dot_v1_dot_agent__pb2.ListRestorableResponse.SerializeToString,
+            ),
+            'Fetch': grpc.unary_unary_rpc_method_handler(
+                    servicer.Fetch,
+                    request_deserializer=mooring__api_dot_v1_dot_agent__pb2.FetchRequest.FromString,
+                    response_serializer=mooring__api_dot_v1_dot_agent__pb2.FetchResponse.SerializeToString,
             ),
             'Attach': grpc.unary_stream_rpc_method_handler(
                     servicer.Attach,
@@ -393,6 +431,40 @@ class Agent(object):
         return grpc.experimental.unary_unary(request, target, '/mooring.v1.Agent/ListCheckpoints',
             mooring__api_dot_v1_dot_agent__pb2.ListCheckpointsRequest.SerializeToString,
             mooring__api_dot_v1_dot_agent__pb2.ListCheckpointsResponse.FromString,
+            options, channel_credentials,
+            insecure, call_credentials, compression, wait_for_ready, timeout, metadata)
+
+    @staticmethod
+    def ListRestorable(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(request, target, '/mooring.v1.Agent/ListRestorable',
+            mooring__api_dot_v1_dot_agent__pb2.ListRestorableRequest.SerializeToString,
+            mooring__api_dot_v1_dot_agent__pb2.ListRestorableResponse.FromString,
+            options, channel_credentials,
+            insecure, call_credentials, compression, wait_for_ready, timeout, metadata)
+
+    @staticmethod
+    def Fetch(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(request, target, '/mooring.v1.Agent/Fetch',
+            mooring__api_dot_v1_dot_agent__pb2.FetchRequest.SerializeToString,
+            mooring__api_dot_v1_dot_agent__pb2.FetchResponse.FromString,
             options, channel_credentials,
             insecure, call_credentials, compression, wait_for_ready, timeout, metadata)
 

@@ -11,7 +11,7 @@ from types import MappingProxyType
 from typing import Any
 
 from mooring_agent.core.injection.json_patch import Operation
-from mooring_api.names import POD_DESTINATION_PATH
+from mooring_api.names import ENV_RESTORE, LAZY, POD_DESTINATION_PATH
 
 Pod = Mapping[str, Any]
 """A pod as JSON in an AdmissionReview. Its name may be missing; it then has a generateName."""
@@ -98,6 +98,11 @@ class Injection:
     run_as_user: int | None = None
     attempt: str = ""
     settings: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}))
+
+    @property
+    def restores_lazily(self) -> bool:
+        """Whether the trainer's client asks the agent for what it resumes from."""
+        return self.settings.get(ENV_RESTORE) == LAZY
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

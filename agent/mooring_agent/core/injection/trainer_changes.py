@@ -67,6 +67,7 @@ def _variables(
         {"name": names.ENV_CHECKPOINT_DIRECTORY, "value": place.directory},
         {"name": names.ENV_SOCKET, "value": POD_SOCKET},
         *([dict(attempt)] if attempt else []),
+        *([{"name": names.ENV_RESTORE, "value": names.LAZY}] if injection.restores_lazily else []),
         {"name": names.ENV_GRPC_FORK_HANDLERS, "value": "0"},
         {"name": "TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "value": str(shutdown_seconds)},
     ]

@@ -17,7 +17,7 @@ from urllib.parse import quote, unquote
 
 from mooring_agent.core.limits import largest_setting
 from mooring_agent.core.settings.values import Settings
-from mooring_api.names import AGENT_STATE_DIRECTORY, CHECKPOINT_DIRECTORY, SOCKET, STATE_DIRECTORY
+from mooring_api.names import AGENT_STATE_DIRECTORY, CHECKPOINT_DIRECTORY, LAZY, OFF, SOCKET, STATE_DIRECTORY
 
 # botocore reads only the first region variable; every other AWS SDK reads the second, which EKS and Lambda set.
 # The clouds' own variables tell every program where a metadata service was moved to.
@@ -110,6 +110,7 @@ _CHOICES: Final = {
     "addressing": ("auto", "path", "virtual"),
     "io_priority": ("inherit", *map(str, range(8)), "idle"),
     "log_format": ("json", "console"),
+    "restore": ("whole", LAZY, OFF),
     "preemption_source": ("off", "auto", "aws", "gcp", "azure"),
 }
 

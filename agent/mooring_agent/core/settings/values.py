@@ -156,6 +156,11 @@ class Settings:
     node_rank: Annotated[
         int, "Index of this pod in the job. Pod 0 chooses what to resume from if the store has no conditional writes."
     ] = 0
+    restore: Annotated[
+        str,
+        "How a checkpoint gets to the volume. whole: all of it, before the program starts. lazy: while the program "
+        "starts and as far as it asks, for programs that resume with Mooring's client. off: not at all.",
+    ] = "whole"
     watch: Annotated[
         tuple[str, ...],
         "Directories that the program writes to and Mooring keeps snapshots of, separated by colons; their last names "

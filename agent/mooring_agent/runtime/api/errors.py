@@ -17,7 +17,7 @@ from google.protobuf.message import Message
 from google.rpc import error_details_pb2, status_pb2
 
 from mooring_agent.core.errors import ErrorKind, MooringError, RequestError
-from mooring_agent.core.limits import FILES_PER_RANK, REQUEST_NUMBERS, REQUEST_TEXTS
+from mooring_agent.core.limits import FILES_PER_RANK, REQUEST_MESSAGES, REQUEST_NUMBERS, REQUEST_TEXTS
 from mooring_api.names import ERROR_DOMAIN
 from mooring_api.v1 import agent_pb2
 
@@ -30,7 +30,12 @@ def check_request(request: Message) -> None:
     for field, value in request.ListFields():
         if field.cpp_type in _CLOSED:
             continue
-        if field.cpp_type == FieldDescriptor.CPPTYPE_STRING:
+        if field.cpp_type == FieldDescriptor.CPPTYPE_MESSAGE:
+            if len(value) > REQUEST_MESSAGES.get(field.name, 0):
+                raise _refused(field, f"has {len(value)} values", REQUEST_MESSAGES.get(field.name, 0))
+            for one in value:
+                check_request(one)
+        elif field.cpp_type == FieldDescriptor.CPPTYPE_STRING:
             texts = [value] if isinstance(value, str) else value
             if len(texts) > FILES_PER_RANK:
                 raise _refused(field, f"has {len(texts)} values", FILES_PER_RANK)
@@ -67,6 +72,7 @@ STATUS: Final[dict[ErrorKind, tuple[grpc.StatusCode, agent_pb2.ErrorReason]]] = 
     ErrorKind.CHECKPOINT_FAILED: _FAILED,
     ErrorKind.VOLUME_UNUSABLE: (grpc.StatusCode.UNAVAILABLE, agent_pb2.ERROR_REASON_VOLUME_UNUSABLE),
     ErrorKind.DISK_FULL: (grpc.StatusCode.RESOURCE_EXHAUSTED, agent_pb2.ERROR_REASON_VOLUME_UNUSABLE),
+    ErrorKind.CHECKPOINT_CORRUPT: (grpc.StatusCode.DATA_LOSS, agent_pb2.ERROR_REASON_CHECKPOINT_DAMAGED),
     ErrorKind.SHUTTING_DOWN: (grpc.StatusCode.UNAVAILABLE, agent_pb2.ERROR_REASON_SHUTTING_DOWN),
 }
 """The kinds with a status of their own; any other kind is why a checkpoint failed."""

@@ -24,6 +24,7 @@ from mooring_agent.core.agent.events import RankRegistered, SaveAborted, SaveBeg
 from mooring_agent.core.errors import ErrorKind, MooringError, RequestError, printable
 from mooring_agent.core.stored.object_layout import check_token
 from mooring_agent.ports import Clock
+from mooring_agent.restore.partial_copy import FileRange
 from mooring_agent.runtime.api.errors import ErrorsAnswered
 from mooring_agent.runtime.engine import status
 from mooring_agent.runtime.engine.engine import Engine
@@ -31,6 +32,7 @@ from mooring_agent.runtime.engine.telemetry import RefusalLog
 from mooring_agent.runtime.monitors.monitors import Monitors
 from mooring_agent.runtime.monitors.ranks import LiveRanks
 from mooring_agent.runtime.work.announcements import Announcement, Announcements
+from mooring_agent.runtime.work.fetches import Fetches
 from mooring_api.names import API_VERSION, socket_address
 from mooring_api.v1 import agent_pb2, agent_pb2_grpc
 
@@ -42,11 +44,19 @@ class AgentService(agent_pb2_grpc.AgentServicer):
     """The servicer of `mooring.v1.Agent`."""
 
     def __init__(
-        self, *, engine: Engine, clock: Clock, announcements: Announcements, live_ranks: LiveRanks, monitors: Monitors
+        self,
+        *,
+        engine: Engine,
+        clock: Clock,
+        announcements: Announcements,
+        fetches: Fetches,
+        live_ranks: LiveRanks,
+        monitors: Monitors,
     ) -> None:
         self._engine = engine
         self._clock = clock
         self._announcements = announcements
+        self._fetches = fetches
         self._live_ranks = live_ranks
         self._monitors = monitors
         self._refusals = RefusalLog()
@@ -142,15 +152,16 @@ class AgentService(agent_pb2_grpc.AgentServicer):
         return agent_pb2.NotifyTerminationResponse(deadline=drain.deadline(self._engine.state) or 0.0)
 
     async def GetStatus(self, request: agent_pb2.GetStatusRequest, context: Any) -> agent_pb2.Status:
-        return status.describe(self._engine.state, self._clock.now())
+        return self._status()
 
     async def WatchStatus(self, request: agent_pb2.WatchStatusRequest, context: Any) -> AsyncIterator[agent_pb2.Status]:
         interval_seconds = (request.interval_ms or _DEFAULT_STATUS_INTERVAL_MS) / 1000
         while True:
             seen = self._engine.revision
-            yield status.describe(self._engine.state, self._clock.now())
+            yield self._status()
             await asyncio.sleep(interval_seconds)
-            await self._engine.next_change(seen)
+            if self._fetches.progress() is None:
+                await self._engine.next_change(seen)
 
     async def WaitCommitted(
         self, request: agent_pb2.WaitCommittedRequest, context: Any
@@ -169,6 +180,38 @@ class AgentService(agent_pb2_grpc.AgentServicer):
         self, request: agent_pb2.ListCheckpointsRequest, context: Any
     ) -> agent_pb2.ListCheckpointsResponse:
         return agent_pb2.ListCheckpointsResponse(checkpoints=status.describe_all(self._engine.state))
+
+    async def ListRestorable(
+        self, request: agent_pb2.ListRestorableRequest, context: Any
+    ) -> agent_pb2.ListRestorableResponse:
+        found = await self._fetches.restorable(request.wait_ms / 1000)
+        return agent_pb2.ListRestorableResponse(
+            ready=found.committed is not None,
+            checkpoints=[agent_pb2.RestorableCheckpoint(step=one.step, save=one.save) for one in found.committed or ()],
+            storage_error=found.storage_error,
+        )
+
+    async def Fetch(self, request: agent_pb2.FetchRequest, context: Any) -> agent_pb2.FetchResponse:
+        if request.whole == bool(request.ranges):
+            raise RequestError(
+                ErrorKind.BAD_REQUEST, "ask for the whole checkpoint or for ranges", hint="set one of whole and ranges"
+            )
+        progress = await self._fetches.fetch(
+            check_token(request.save, "save id"),
+            [
+                FileRange(path=one.path, offset_bytes=one.offset_bytes, length_bytes=one.length_bytes)
+                for one in request.ranges
+            ],
+            whole=request.whole,
+            wait_seconds=request.wait_ms / 1000,
+        )
+        return agent_pb2.FetchResponse(
+            done=progress.path is not None,
+            path=str(progress.path or ""),
+            done_bytes=progress.done_bytes,
+            total_bytes=progress.total_bytes,
+            storage_error=progress.storage_error,
+        )
 
     async def Attach(self, request: agent_pb2.AttachRequest, context: Any) -> AsyncIterator[agent_pb2.SaveRequest]:
         await self._register(request)
@@ -191,6 +234,21 @@ class AgentService(agent_pb2_grpc.AgentServicer):
             )
         registered = RankRegistered(at=self._clock.now(), local_rank=request.local_rank, rank=request.rank)
         await self._engine.submit(registered, lambda state: state.ranks.get(registered.local_rank) != registered.rank)
+
+    def _status(self) -> agent_pb2.Status:
+        described = status.describe(self._engine.state, self._clock.now())
+        progress = self._fetches.progress()
+        if progress is not None:
+            described.fetching.CopyFrom(
+                agent_pb2.Fetching(
+                    save=progress.save,
+                    step=progress.step,
+                    done_bytes=progress.done_bytes,
+                    total_bytes=progress.total_bytes,
+                    storage_error=progress.storage_error,
+                )
+            )
+        return described
 
     def _find(self, save: str) -> Checkpoint:
         state = self._engine.state

@@ -42,6 +42,7 @@ from mooring_agent.runtime.process.open_volume import claim_volume, volume_journ
 from mooring_agent.runtime.work.announcements import Announcements
 from mooring_agent.runtime.work.dispatcher import Dispatcher
 from mooring_agent.runtime.work.duplicate_save_guard import DuplicateSaveGuard
+from mooring_agent.runtime.work.fetches import Fetches
 from mooring_agent.runtime.work.pruner import LeftoverRemover, Pruner
 from mooring_agent.runtime.work.ready_store import ReadyStore
 from mooring_agent.runtime.work.reconciler import Reconciler
@@ -179,13 +180,14 @@ async def run_agent(settings: Settings, *, fresh: bool = False, parent_pid: int 
         stack.push_async_callback(store.close)
         others = OtherWriters(store, clock)
         litter = LeftoverRemover(store, clock, settings.retention)
+        fetches = Fetches(store=store, settings=settings, disk=_threads(stack, "mooring-fetch", 1))
         news = await stack.enter_async_context(cluster_news(settings.cluster, clock=clock, executor=monitor_threads))
         engine = Engine(
             state=state,
             journal=journal,
             clock=clock,
             executor=journaling,
-            listeners=[others.hear, litter.hear, *([news.hear] if news else [])],
+            listeners=[others.hear, litter.hear, fetches.hear, *([news.hear] if news else [])],
             unjournaled=unjournaled,
         )
         signal_file = SignalFile(volume)
@@ -232,7 +234,12 @@ async def run_agent(settings: Settings, *, fresh: bool = False, parent_pid: int 
             on_exit=leaving.set_result,
         )
         service = AgentService(
-            engine=engine, clock=clock, announcements=announcements, live_ranks=live_ranks, monitors=monitors
+            engine=engine,
+            clock=clock,
+            announcements=announcements,
+            fetches=fetches,
+            live_ranks=live_ranks,
+            monitors=monitors,
         )
         await stack.enter_async_context(serve_grpc(service, Path(settings.socket)))
         # After the API, so that an agent that says it is ready serves it.
@@ -246,6 +253,7 @@ async def run_agent(settings: Settings, *, fresh: bool = False, parent_pid: int 
             monitors.watch_unannounced,
             others.watch,
             litter.watch,
+            fetches.run,
             lambda: _obey(signals, monitors),
         ]
         if mirror is not None:

@@ -27,7 +27,7 @@ from mooring_agent.core.errors import ErrorKind, MooringError
 from mooring_agent.core.limits import RECORD_BYTES
 from mooring_agent.core.settings.values import Settings
 from mooring_agent.runtime.process.agent_supervisor import AgentSupervisor, Notify, exit_code
-from mooring_api.names import ENV_RESUME, JUST_IN_TIME_EXIT_CODE, RESUMED
+from mooring_api.names import ENV_RESUME, JUST_IN_TIME_EXIT_CODE, OFF, RESUMED
 
 _RESTORE_END_SECONDS: Final = 10.0
 _NOTICES: Final = frozenset({signal.SIGTERM, signal.SIGHUP})
@@ -78,7 +78,7 @@ class Runner:
         self._noticed = False
         self._interrupted: asyncio.Future[signal.Signals] = asyncio.get_running_loop().create_future()
 
-    async def run(self, *, restore: bool) -> int:
+    async def run(self) -> int:
         """Return the exit code: the program's own, or 75 if its newest checkpoint is not durable.
 
         A program that failed by itself keeps its code. One that was told to stop, or that left after a just-in-time
@@ -87,7 +87,7 @@ class Runner:
         """
         self._listen()
         resume: dict[str, str] = {}
-        if restore:
+        if self._settings.restore != OFF:
             before = await asyncio.to_thread(self._resumed)
             code = await self._restore()
             if code:

@@ -1,0 +1,384 @@
+"""Brings committed checkpoints to the volume while the trainer runs, as far as its client asks: the lazy restore.
+
+At the agent's start it guesses: it fetches what this pod most likely needs of the newest checkpoint, while the trainer
+imports its libraries. What a client asks for comes first. A storage error that may pass is tried again for as long as
+somebody asks, and is told to whoever waits; damage to a checkpoint ends its fetch, and `restorable` leaves it out.
+"""
+
+import asyncio
+import random
+from collections.abc import Awaitable, Callable, Iterable, Sequence
+from concurrent.futures import Executor
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Final, TypeVar
+
+import structlog
+
+from mooring_agent.catalog.markers import has_marker, list_committed, newest_committed
+from mooring_agent.catalog.object_reads import DAMAGE
+from mooring_agent.catalog.pruning import clear_damage, note_damage
+from mooring_agent.catalog.reading import load
+from mooring_agent.core.agent.events import Announced, Committed, Event, TerminationNoticed
+from mooring_agent.core.agent.state import State
+from mooring_agent.core.errors import (
+    ErrorKind,
+    MooringError,
+    RequestError,
+    StoreError,
+    checkpoint_corrupt,
+    retry_delay_seconds,
+)
+from mooring_agent.core.model import SaveInfo
+from mooring_agent.core.policies.restore_choice import CommittedSave
+from mooring_agent.core.settings.values import Settings
+from mooring_agent.restore.local_copy import LocalCopies
+from mooring_agent.restore.partial_copy import FileRange, PartialCopy, Piece
+from mooring_agent.runtime.work.fetch_requests import Fetch
+from mooring_agent.runtime.work.ready_store import ReadyStore
+from mooring_api.names import LAZY
+
+_NEWEST: Final = 20
+"""How many checkpoints a pod offers its peers: they choose the newest that all of them name."""
+_Result = TypeVar("_Result")
+
+log = structlog.get_logger("mooring.fetch")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Restorable:
+    """What a start can resume from, the newest first; None as long as the store has not answered."""
+
+    committed: Sequence[CommittedSave] | None
+    storage_error: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FetchProgress:
+    """How far the fetch of a checkpoint is. `path` is where to read, once it is done."""
+
+    save: str
+    step: int
+    done_bytes: int
+    total_bytes: int
+    path: Path | None = None
+    storage_error: str = ""
+
+
+class Fetches:
+    """`run` works until it is cancelled; `hear` is the engine's listener. `disk` has one thread of its own."""
+
+    def __init__(self, *, store: ReadyStore, settings: Settings, disk: Executor) -> None:
+        self._store = store
+        self._settings = settings
+        self._disk = disk
+        self._volume = Path(settings.volume)
+        self._local = LocalCopies(self._volume, Path(settings.checkpoint_directory), Path(settings.state_directory))
+        self._failures: dict[str, str] = {}
+        self._known: dict[str, CommittedSave] = {}
+        self._current: Fetch | None = None
+        self._carrying: asyncio.Task[None] | None = None
+        self._trains = False
+        self._was_asked = False
+        self._newest_at_start: CommittedSave | None = None
+        self._began = asyncio.Event()
+
+    async def run(self) -> None:
+        """Carry out what is asked for, one checkpoint at a time."""
+        guessing = asyncio.create_task(self._guess())
+        try:
+            while True:
+                self._began.clear()
+                if self._current is None:
+                    await self._began.wait()
+                elif self._current.failure is None:
+                    await self._carry_out(self._current)
+                else:
+                    await self._began.wait()
+        finally:
+            guessing.cancel()
+            await asyncio.gather(guessing, return_exceptions=True)
+
+    def hear(self, state: State, event: Event) -> None:
+        """End the guess when the trainer saves, and the fetch when a newer checkpoint is committed or the pod ends."""
+        fetch = self._current
+        match event:
+            case Announced():
+                self._warn_if_not_asked(event.info)
+                if event.info.is_snapshot:
+                    return
+                self._trains = True
+                if fetch is not None:
+                    fetch.guessed.clear()
+            case Committed() if fetch is not None and (found := state.checkpoints.get(event.work.save)) is not None:
+                if not found.info.is_snapshot and found.info.step > fetch.committed.step:
+                    fetch.is_superseded = True
+                    self._end(fetch)
+            case TerminationNoticed() if fetch is not None:
+                self._end(fetch)
+            case _:
+                pass
+
+    def progress(self) -> FetchProgress | None:
+        """Return how far the current fetch is; None if there is none, or nothing is left to do."""
+        fetch = self._current
+        if fetch is None or fetch.failure is not None:
+            return None
+        if fetch.copy is None:
+            return self._progress(fetch, ())
+        pieces = [*fetch.asked, *(piece for piece in fetch.guessed if piece not in fetch.asked)]
+        return None if all(map(fetch.copy.has, pieces)) else self._progress(fetch, pieces)
+
+    async def restorable(self, wait_seconds: float) -> Restorable:
+        """Return what is committed and not known to be damaged. Waits so long for a store that does not answer.
+
+        Raises StoreError(CHECKPOINT_CORRUPT) if there are checkpoints and all of them are damaged.
+        """
+        self._was_asked = True
+        storage_error = "the store has not answered yet"
+        with suppress(TimeoutError):
+            async with asyncio.timeout(wait_seconds):
+                attempt = 1
+                while True:
+                    try:
+                        return Restorable(committed=await self._list())
+                    except StoreError as failure:
+                        if failure.kind is ErrorKind.CHECKPOINT_CORRUPT:
+                            raise
+                        storage_error = _line(failure)
+                        delay_seconds = retry_delay_seconds(failure.kind, attempt, random.random())  # noqa: S311
+                        if delay_seconds is None:
+                            raise
+                    attempt += 1
+                    await asyncio.sleep(delay_seconds)
+        return Restorable(committed=None, storage_error=storage_error)
+
+    async def fetch(self, save: str, ranges: Sequence[FileRange], *, whole: bool, wait_seconds: float) -> FetchProgress:
+        """Ask for all of a committed checkpoint or for ranges of its files, and wait so long.
+
+        Raises StoreError(CHECKPOINT_CORRUPT) if it is damaged, VolumeError, and RequestError for a save or a file that
+        does not exist.
+        """
+        if save in self._failures:
+            raise checkpoint_corrupt(f"save {save} cannot be restored: {self._failures[save]}")
+        fetch = await self._begin(save)
+        give_up_at = asyncio.get_running_loop().time() + wait_seconds
+        await _wait(fetch.loaded, give_up_at)
+        if fetch.failure is not None:
+            raise fetch.failure
+        if fetch.copy is None:
+            return self._progress(fetch, ())
+        pieces = fetch.copy.all_pieces() if whole else fetch.copy.pieces_of(ranges)
+        if not whole:
+            # A reader that knows what it needs makes every guess worse.
+            fetch.guessed.clear()
+        request = fetch.ask(pieces)
+        try:
+            if whole:
+                fetch.wants_place.set()
+                await _wait(fetch.settled, give_up_at)
+            else:
+                await _wait(request.settled, give_up_at)
+        finally:
+            fetch.requests.remove(request)
+        if fetch.failure is not None:
+            raise fetch.failure
+        is_done = fetch.copy.is_in_place or (not whole and not request.missing)
+        return self._progress(fetch, pieces, path=fetch.copy.path if is_done else None)
+
+    async def _begin(self, save: str) -> Fetch:
+        current = self._current
+        if current is not None and current.committed.save == save:
+            # After a failure that says nothing about the checkpoint, such as a full disk, it may work now.
+            return current if current.failure is None else self._begin_anew(current.committed)
+        if save not in self._known:
+            await self._list(further_back=True)
+        if save not in self._known:
+            raise RequestError(
+                ErrorKind.UNKNOWN_SAVE,
+                f"no checkpoint with save id {save!r} is committed",
+                hint="ask for one that ListRestorable returns",
+            )
+        return self._begin_anew(self._known[save])
+
+    def _begin_anew(self, committed: CommittedSave) -> Fetch:
+        if self._current is not None:
+            self._end(self._current)
+        self._current = Fetch(committed)
+        self._began.set()
+        return self._current
+
+    def _end(self, fetch: Fetch) -> None:
+        fetch.fail(
+            RequestError(
+                ErrorKind.UNKNOWN_SAVE,
+                "the fetch was ended: another checkpoint is wanted, a newer one is committed, or the pod ends",
+                hint="ask ListRestorable again",
+            )
+        )
+        if self._carrying is not None:
+            self._carrying.cancel()
+
+    async def _list(self, *, further_back: bool = False) -> Sequence[CommittedSave]:
+        store = await self._store.get()
+        committed = await (list_committed(store) if further_back else newest_committed(store, _NEWEST))
+        usable = [one for one in committed if one.save not in self._failures]
+        if committed and not usable and not further_back:
+            usable = list(await self._list(further_back=True))
+        if committed and not usable:
+            raise checkpoint_corrupt("none of the committed checkpoints can be restored")
+        self._known |= {one.save: one for one in usable}
+        return usable
+
+    async def _guess(self) -> None:
+        """Begin to fetch the newest checkpoint before anybody asks. Gives up at the first error: it is only a guess."""
+        if self._settings.restore != LAZY:
+            return
+        try:
+            committed = await self._list()
+        except MooringError as error:
+            log.info("fetch.not_guessed", error=str(error))
+            return
+        if not committed:
+            return
+        self._newest_at_start = committed[0]
+        if self._current is not None:
+            return
+        fetch = self._begin_anew(committed[0])
+        await fetch.loaded.wait()
+        if fetch.copy is None or fetch.asked or self._trains:
+            return
+        if len(fetch.copy.checkpoint.marker.manifests) == 1:
+            fetch.guessed.extend(fetch.copy.all_pieces())
+        elif self._settings.place:
+            fetch.guessed.extend(fetch.copy.contribution(self._settings.node_rank))
+        log.info("fetch.guessed", step=fetch.committed.step, pieces=len(fetch.guessed))
+        fetch.work.set()
+
+    async def _carry_out(self, fetch: Fetch) -> None:
+        """Work on a fetch until it fails or is ended."""
+        self._carrying = asyncio.create_task(self._work(fetch))
+        working = self._carrying
+        try:
+            await asyncio.wait({working})
+        finally:
+            # The agent ends, or `_end` was called, or it has failed.
+            working.cancel()
+            await asyncio.wait({working})
+        if not working.cancelled() and (error := working.exception()) is not None:
+            await self._fail(fetch, error)
+        if fetch.is_superseded:
+            await self._discard(fetch)
+
+    async def _work(self, fetch: Fetch) -> None:
+        store = await self._until_it_works(fetch, self._store.get)
+        checkpoint = await self._until_it_works(fetch, partial(load, store, fetch.committed))
+        copy = PartialCopy(store, checkpoint, self._local, self._volume, self._disk)
+        await copy.prepare()
+        await asyncio.get_running_loop().run_in_executor(self._disk, self._local.note_resumed, checkpoint)
+        fetch.copy = copy
+        fetch.loaded.set()
+        async with asyncio.TaskGroup() as workers:
+            for _ in range(self._settings.transfer.max_concurrency):
+                workers.create_task(self._bring_pieces(fetch, copy))
+            workers.create_task(self._put_in_place(fetch, copy))
+
+    async def _bring_pieces(self, fetch: Fetch, copy: PartialCopy) -> None:
+        while True:
+            piece = await fetch.next_piece()
+            await self._until_it_works(fetch, partial(copy.bring, piece))
+            fetch.arrived(piece)
+
+    async def _put_in_place(self, fetch: Fetch, copy: PartialCopy) -> None:
+        await fetch.wants_place.wait()
+        if not await copy.take_place_if_whole():
+            await copy.check_room(self._settings.disk.size_limit_bytes)
+            request = fetch.ask(copy.all_pieces())
+            await request.settled.wait()
+            fetch.requests.remove(request)
+            await copy.put_in_place()
+            await clear_damage(await self._store.get(), fetch.committed.save)
+        log.info("fetch.done", step=fetch.committed.step, save=fetch.committed.save)
+        fetch.settled.set()
+
+    async def _discard(self, fetch: Fetch) -> None:
+        """Remove what was fetched and has no place: a newer checkpoint is committed, so no start resumes from it."""
+        if fetch.copy is None or fetch.copy.is_in_place:
+            return
+        try:
+            discard = partial(self._local.discard, fetch.copy.checkpoint)
+            await asyncio.get_running_loop().run_in_executor(self._disk, discard)
+        except MooringError as error:
+            log.info("fetch.not_discarded", error=str(error))
+
+    async def _until_it_works(self, fetch: Fetch, work: Callable[[], Awaitable[_Result]]) -> _Result:
+        """Try until it works, or fails for good."""
+        attempt = 1
+        while True:
+            try:
+                result = await work()
+            except StoreError as error:
+                delay_seconds = retry_delay_seconds(error.kind, attempt, random.random())  # noqa: S311 - jitter
+                if delay_seconds is None or error.kind in DAMAGE:
+                    raise
+                if fetch.storage_error != _line(error):
+                    log.warning("fetch.waits", kind=error.kind.value, error=str(error), hint=error.hint)
+                fetch.storage_error = _line(error)
+                attempt += 1
+                await asyncio.sleep(delay_seconds)
+                continue
+            fetch.storage_error = ""
+            return result
+
+    async def _fail(self, fetch: Fetch, raised: BaseException) -> None:
+        error = raised.exceptions[0] if isinstance(raised, ExceptionGroup) else raised
+        save = fetch.committed.save
+        if not isinstance(error, MooringError):
+            log.error("fetch.failed", save=save, exc_info=error)
+            error = StoreError(ErrorKind.STORE_FAILED, f"the fetch failed: {error!r}", hint="this is a bug: report it")
+        log.warning("fetch.failed", step=fetch.committed.step, save=save, error=str(error), hint=error.hint)
+        if error.kind in (*DAMAGE, ErrorKind.MEMORY_SHORT, ErrorKind.FORMAT_UNKNOWN):
+            self._failures[save] = str(error)
+            with suppress(StoreError):
+                store = await self._store.get()
+                if error.kind in DAMAGE and await has_marker(store, fetch.committed):
+                    await note_damage(store, save, str(error))
+            error = checkpoint_corrupt(str(error))
+        fetch.fail(error)
+
+    def _warn_if_not_asked(self, info: SaveInfo) -> None:
+        """Say it, once, if the program has begun anew because it did not ask for what is committed."""
+        newest = self._newest_at_start
+        if newest is not None and not self._was_asked and (info.is_snapshot or info.step <= newest.step):
+            self._was_asked = True
+            log.warning(
+                "restore.nobody_asked",
+                committed_step=newest.step,
+                hint="restore is lazy and the program did not ask what to resume from, so it has begun anew; "
+                "resume with Mooring's client, or restore whole: --restore whole, mooring.dev/restore: whole",
+            )
+
+    def _progress(self, fetch: Fetch, pieces: Iterable[Piece], path: Path | None = None) -> FetchProgress:
+        copy = fetch.copy
+        sizes = [(copy.size_bytes(piece), copy.has(piece)) for piece in pieces] if copy is not None else []
+        return FetchProgress(
+            save=fetch.committed.save,
+            step=fetch.committed.step,
+            done_bytes=sum(size_bytes for size_bytes, is_here in sizes if is_here),
+            total_bytes=sum(size_bytes for size_bytes, _ in sizes),
+            path=path,
+            storage_error=fetch.storage_error,
+        )
+
+
+async def _wait(event: asyncio.Event, until: float) -> None:
+    """Wait for the event, at most until this time of the loop's clock."""
+    with suppress(TimeoutError):
+        async with asyncio.timeout_at(until):
+            await event.wait()
+
+
+def _line(error: MooringError) -> str:
+    return f"{error} ({error.hint})" if error.hint else str(error)

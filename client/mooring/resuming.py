@@ -1,0 +1,189 @@
+"""What a start of the job resumes from: the same checkpoint on all ranks, the newest that every pod can have.
+
+Where a restore step ran before the program, that is the newest checkpoint that is whole in every pod. With lazy restore
+nothing was chosen before: the ranks decide here, after they have met, among what lies in their volumes and what is
+committed at the destination, and each pod's agent brings what it lacks. So it does not matter what was started: a new
+job, a suspended one, a replaced pod, or containers that were restarted in place. If one pod finds the choice damaged,
+all choose again without it.
+"""
+
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+from mooring.agent_client.restores import FileRange, Restores
+from mooring.checkpoints.records import Record
+from mooring.errors import ErrorKind, RanksError, RestoreError, VolumeError
+from mooring.ranks.coordinator import WRITE_SECONDS
+from mooring.session import Session
+from mooring_api import names
+
+_log: Final = logging.getLogger("mooring")
+
+_Wanted = Sequence[FileRange] | None
+"""What every pod must have of a checkpoint before all resume from it; None for all of it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PartialCheckpoint:
+    """A checkpoint of which only parts are on this volume. `fetch` has more brought, and returns where to read it.
+
+    `fetch` raises RestoreError if the checkpoint is damaged: then all ranks choose again. It waits for the agent.
+    """
+
+    step: int
+    fetch: Callable[[Sequence[FileRange]], Path]
+
+
+def choose(session: Session, whole: Callable[[], Sequence[Record]]) -> Record | None:
+    """Return the checkpoint to resume from, which is whole on this volume; None to start from step 0.
+
+    `whole` returns the whole local checkpoints. Raises VolumeError when pods have checkpoints, but none in common,
+    RanksError when some ranks do not come, and RestoreError when there may be a checkpoint that cannot be had.
+    """
+    chosen = _chosen(session, whole, None)
+    if not isinstance(chosen, tuple):
+        return chosen
+    step, save = chosen
+    found = next((record for record in whole() if record.save == save), None)
+    if found is None:
+        raise RestoreError(
+            ErrorKind.NOT_RESTORED,
+            f"the agent has brought the checkpoint of step {step}, and it is not in {session.settings.volume}",
+            hint="the program and its agent must share one volume and one checkpoint directory",
+        )
+    return found
+
+
+def choose_partial(
+    session: Session, whole: Callable[[], Sequence[Record]], first: Sequence[FileRange]
+) -> PartialCheckpoint | Record | None:
+    """As `choose`, for a reader that knows what it needs: only `first` is brought, in every pod.
+
+    Returns a record if the checkpoint is whole here, and nothing needs to be brought.
+    """
+    chosen = _chosen(session, whole, first)
+    if not isinstance(chosen, tuple):
+        return chosen
+    step, save = chosen
+    _log.info("resuming, as far as it is read: step=%d", step)
+    return PartialCheckpoint(step=step, fetch=lambda ranges: _fetch(session, save, ranges, ""))
+
+
+def _chosen(
+    session: Session, whole: Callable[[], Sequence[Record]], wanted: _Wanted
+) -> Record | tuple[int, str] | None:
+    """Return a local checkpoint, or the step and save of a committed one that was brought as far as it is `wanted`."""
+    return _choose_any(session, whole, wanted) if session.settings.lazy else _choose_local(session, whole())
+
+
+def _choose_local(session: Session, records: Sequence[Record]) -> Record | None:
+    # With several pods, each pod wrote only its own part, so only restored checkpoints are whole there.
+    usable = {(one.step, one.save): one for one in records if one.committed or session.holds_whole_job}
+    number = session.next_number()
+    chosen = session.context().coordinator.choose_newest(f"resume/{number}", list(usable))
+    if chosen is None:
+        _require_all_afresh(session, number, has_none=not records)
+        return None
+    committed_step = session.agent.newest_committed_step
+    if committed_step is not None and committed_step > chosen[0]:
+        _log.warning("a newer checkpoint is committed: step=%d hint=run `mooring restore` first", committed_step)
+    return usable[chosen]
+
+
+def _choose_any(
+    session: Session, whole: Callable[[], Sequence[Record]], wanted: _Wanted
+) -> Record | tuple[int, str] | None:
+    """Choose among what pods have and what is committed, and have `wanted` of it brought to each pod."""
+    context = session.context()
+    while True:  # ends: a checkpoint that a pod found damaged is not offered by that pod again
+        number = session.next_number()
+        # Of a job in several pods, no pod's own part is enough. What came from the destination may be damaged by now.
+        records = whole() if session.holds_whole_job else ()
+        own = {(record.step, record.save): record for record in records if not record.committed}
+        offered: Sequence[tuple[int, str]] | None = None
+        if context.leads_pod:
+            offered = [*own, *_restores(session).newest(_waiting(session, f"resume/{number}/progress"))]
+        chosen = context.coordinator.choose_newest(f"resume/{number}", offered)
+        if chosen is None:
+            _require_all_afresh(session, number, has_none=not offered)
+            return None
+        if chosen in own:
+            return own[chosen]
+        if _is_brought(session, number, chosen, wanted):
+            return chosen
+
+
+def _is_brought(session: Session, number: int, chosen: tuple[int, str], wanted: _Wanted) -> bool:
+    """Have the choice brought to every pod; return False if a pod found it damaged. Raises RestoreError."""
+    coordinator = session.context().coordinator
+    progress = f"resume/{number}/progress"
+    failure: RestoreError | None = None
+    if session.context().leads_pod:
+        try:
+            _fetch(session, chosen[1], wanted, progress)
+        except RestoreError as error:
+            failure = error
+            _log.warning("not restored: step=%d error=%s hint=%s", chosen[0], error, error.hint)
+    is_here_everywhere = coordinator.agree(
+        f"resume/{number}/here", failure is None, seconds=WRITE_SECONDS, progress=progress
+    )
+    if is_here_everywhere:
+        return True
+    may_choose_again = failure is None or failure.kind is ErrorKind.CHECKPOINT_DAMAGED
+    if is_here_everywhere is not None and coordinator.agree(
+        f"resume/{number}/again", may_choose_again, seconds=WRITE_SECONDS, progress=f"{progress}-again"
+    ):
+        return False
+    raise failure or RestoreError(
+        ErrorKind.NOT_RESTORED,
+        f"another rank cannot have the checkpoint of step {chosen[0]}, or has not come",
+        hint="see the logs of the other ranks",
+    )
+
+
+def _fetch(session: Session, save: str, wanted: _Wanted, progress: str) -> Path:
+    return _restores(session).fetch(save, wanted, _waiting(session, progress))
+
+
+def _waiting(session: Session, progress: str) -> Callable[[str], None]:
+    """Return what to do while the agent is asked: tell the other ranks, and leave when the pod ends."""
+
+    def waiting(line: str) -> None:
+        if session.told_to_end:
+            # There is nothing to save yet, and no other rank may wait for this one.
+            raise SystemExit(names.JUST_IN_TIME_EXIT_CODE)
+        if progress:
+            session.context().coordinator.publish(progress, line)
+
+    return waiting
+
+
+def _restores(session: Session) -> Restores:
+    restores = session.agent.restores()
+    if restores is None:
+        raise RestoreError(
+            ErrorKind.NOT_RESTORED,
+            "nobody knows what to resume from: restore is lazy, and there is no agent",
+            hint="start the program with `mooring run` or in an injected pod, or unset MOORING_RESTORE",
+        )
+    return restores
+
+
+def _require_all_afresh(session: Session, number: int, *, has_none: bool) -> None:
+    """Raise an error unless no rank has anything to resume from."""
+    afresh = session.context().coordinator.agree(f"resume/{number}/afresh", ok=has_none)
+    if afresh is None:
+        raise RanksError(
+            ErrorKind.RANKS_LATE,
+            "not all ranks came to say whether they have a checkpoint",
+            hint="a warning above names the ranks; their logs show what they do before they resume",
+        )
+    if not afresh:
+        raise VolumeError(
+            ErrorKind.VOLUME_UNUSABLE,
+            "the pods of this job have checkpoints, but none that is whole in all of them",
+            hint="run `mooring restore` in every pod before training, or empty the volumes to start anew",
+        )

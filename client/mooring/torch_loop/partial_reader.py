@@ -1,0 +1,249 @@
+"""Reads a DCP checkpoint of which the agent brings only what this rank's plan asks for.
+
+Owns how a plan becomes ranges of files, and who reads what all ranks need.
+
+A state has thousands of small items that every rank needs, such as the learning rate of each parameter, and DCP spreads
+them over the files of all ranks. If each rank read them, it would have a part of every file brought. So one rank reads
+those of a file, which reads other things in that file, and the ranks tell each other what they have read.
+
+If a stored tensor is larger than what this rank needs of it, as after a change
+of the number of ranks, the rows that it needs are enough: `torch.load` then finds zeros in the others, and nobody looks
+at them. That holds only for tensors whose elements lie in order, so their layout is read first.
+"""
+
+import io
+import math
+import os
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+import torch.distributed as dist
+from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
+from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
+from torch.distributed.checkpoint.storage import StorageReader
+from torch.futures import Future
+
+from mooring.agent_client.restores import FileRange
+from mooring.resuming import PartialCheckpoint
+
+METADATA_FILE: Final = ".metadata"
+_SMALL_BYTES: Final = 64 * 1024
+"""The largest item that ranks tell each other. An agent has a part of a file brought for it, many times as large."""
+_WORTH_BYTES: Final = 5 * 1024**2
+"""Fewer bytes than this are not left out: the agent brings parts of at least that size."""
+
+
+class PartialReader(StorageReader):
+    """Has `checkpoint` brought as far as it is read.
+
+    `make` returns the reader for a directory. `group` is that of all ranks that load; None if this process loads alone.
+    """
+
+    def __init__(self, checkpoint: PartialCheckpoint, make: Any, group: "dist.ProcessGroup | None") -> None:
+        super().__init__()
+        self._group = group
+        self._checkpoint = checkpoint
+        self._directory = checkpoint.fetch([(METADATA_FILE, 0, 0)])
+        self._reader: FileSystemReader = make(self._directory)
+        self._metadata: Metadata | None = None
+
+    def reset(self, checkpoint_id: Any = None) -> None:
+        self._reader.reset(checkpoint_id)
+
+    def read_metadata(self, *arguments: Any, **named: Any) -> Metadata:
+        return self._reader.read_metadata()
+
+    def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *arguments: Any, **named: Any) -> None:
+        self._metadata = metadata
+        self._reader.set_up_storage_reader(metadata, is_coordinator, *arguments, **named)
+
+    def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
+        return self._reader.prepare_local_plan(plan)
+
+    def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
+        """On one rank: choose who reads what several ranks need. The choice is in each plan's `storage_data`."""
+        needed = Counter(item.storage_index for plan in plans for item in plan.items if self._is_small(item))
+        common = {index for index, count in needed.items() if count > 1}
+        first: dict[str, tuple[int, int]] = {}
+        for rank, plan in enumerate(plans):
+            for item in plan.items:
+                if item.storage_index not in common:
+                    path, offset, _ = self._whole(item)
+                    # Small items are at the beginning of a file.
+                    first[path] = min(first.get(path, (offset, rank)), (offset, rank))
+        to_read: dict[int, list[MetadataIndex]] = {}
+        for index in common:
+            path = self._reader.storage_data[index].relative_path
+            rank = first[path][1] if path in first else 0
+            to_read.setdefault(rank, []).append(index)
+        return [
+            replace(plan, storage_data=_Common(all=common, to_read=to_read.get(rank, [])))
+            for rank, plan in enumerate(self._reader.prepare_global_plan(plans))
+        ]
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> "Future[None]":
+        """Raises RestoreError if the checkpoint is damaged; then DCP has every rank raise."""
+        common: _Common = plan.storage_data
+        own = replace(plan, items=[item for item in plan.items if item.storage_index not in common.all])
+        failure: Exception | None = None
+        read: dict[MetadataIndex, bytes] = {}
+        try:
+            self._fetch(own, common.to_read)
+            read = {index: self._bytes(index) for index in common.to_read}
+        except Exception as error:
+            # The other ranks wait for this one.
+            failure = error
+        told = self._exchanged(read if failure is None else failure) if common.all else [failure or {}]
+        for answer in told:
+            if isinstance(answer, Exception):
+                raise answer
+        stored = {index: content for answer in told for index, content in answer.items()}
+        for item in plan.items:
+            if item.storage_index in common.all:
+                _take(item, stored[item.storage_index], planner)
+        return self._reader.read_data(own, planner)
+
+    def _fetch(self, plan: LoadPlan, more: Sequence[MetadataIndex]) -> None:
+        narrow = {item: rows for item in plan.items if (rows := self._rows(item)) is not None}
+        if narrow:
+            self._checkpoint.fetch([one for item, (_, slack) in narrow.items() for one in self._ends(item, slack)])
+        ranges = [
+            self._range(item, *narrow[item]) if item in narrow and self._is_in_order(item) else self._whole(item)
+            for item in plan.items
+        ]
+        ranges += [_range_of(self._reader.storage_data[index]) for index in more]
+        if ranges:
+            self._checkpoint.fetch(_merged(ranges))
+
+    def _exchanged(self, read: Any) -> list[Any]:
+        told: list[Any] = [None] * dist.get_world_size(self._group)
+        dist.all_gather_object(told, read, group=self._group)
+        return told
+
+    def _bytes(self, index: MetadataIndex) -> bytes:
+        path, offset, length = _range_of(self._reader.storage_data[index])
+        with Path(self._directory, path).open("rb") as file:
+            file.seek(offset)
+            return file.read(length)
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: Any) -> bool:
+        return FileSystemReader.validate_checkpoint_id(checkpoint_id)
+
+    def _is_small(self, item: ReadItem) -> bool:
+        """Whether the item is small, and read as it was stored."""
+        stored = self._reader.storage_data[item.storage_index]
+        if stored.length > _SMALL_BYTES or getattr(stored, "transform_descriptors", None):
+            return False
+        return item.type is LoadItemType.BYTE_IO or self._sizes(item) == item.lengths
+
+    def _sizes(self, item: ReadItem) -> "torch.Size | None":
+        """Return the size of the stored tensor that `item` is a part of."""
+        assert self._metadata is not None
+        described = self._metadata.state_dict_metadata[item.storage_index.fqn]
+        if not isinstance(described, TensorStorageMetadata):
+            return None
+        offset = item.storage_index.offset
+        return next((chunk.sizes for chunk in described.chunks if chunk.offsets == offset), None)
+
+    def _rows(self, item: ReadItem) -> "tuple[range, int] | None":
+        """Return the needed bytes of a stored tensor, and how much later they may begin; None if it is read whole."""
+        stored = self._reader.storage_data[item.storage_index]
+        if item.type is not LoadItemType.TENSOR or getattr(stored, "transform_descriptors", None):
+            return None
+        sizes = self._sizes(item)
+        if not sizes:
+            return None
+        assert self._metadata is not None
+        described: Any = self._metadata.state_dict_metadata[item.storage_index.fqn]
+        element_bytes = described.properties.dtype.itemsize
+        # What torch.save writes around the tensor's bytes, before and after them.
+        slack = stored.length - math.prod(sizes) * element_bytes
+        strides = [math.prod(sizes[axis + 1 :]) for axis in range(len(sizes))]
+        first = sum(at * stride for at, stride in zip(item.storage_offsets, strides, strict=True))
+        last = first + sum((length - 1) * stride for length, stride in zip(item.lengths, strides, strict=True))
+        needed = range(first * element_bytes, (last + 1) * element_bytes)
+        is_worth_it = stored.length - len(needed) >= _WORTH_BYTES
+        return (needed, slack) if 0 <= slack < _WORTH_BYTES and is_worth_it else None
+
+    def _is_in_order(self, item: ReadItem) -> bool:
+        stored = self._reader.storage_data[item.storage_index]
+        with Path(self._directory, stored.relative_path).open("rb", buffering=0) as file:
+            region: Any = _Region(file, stored.offset, stored.length)
+            return bool(torch.load(region, map_location="cpu", weights_only=True).is_contiguous())
+
+    def _whole(self, item: ReadItem) -> FileRange:
+        return _range_of(self._reader.storage_data[item.storage_index])
+
+    def _range(self, item: ReadItem, needed: range, slack: int) -> FileRange:
+        stored = self._reader.storage_data[item.storage_index]
+        return stored.relative_path, stored.offset + needed.start, len(needed) + slack
+
+    def _ends(self, item: ReadItem, slack: int) -> Sequence[FileRange]:
+        path, offset, length = self._whole(item)
+        return ((path, offset, slack), (path, offset + length - slack, slack))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Common:
+    """Items that several ranks need, and those of them that this rank reads for all."""
+
+    all: "set[MetadataIndex]"
+    to_read: "Sequence[MetadataIndex]"
+
+
+def _range_of(stored: Any) -> FileRange:
+    return stored.relative_path, stored.offset, stored.length
+
+
+def _take(item: ReadItem, content: bytes, planner: LoadPlanner) -> None:
+    if item.type is LoadItemType.BYTE_IO:
+        planner.load_bytes(item, io.BytesIO(content))
+        return
+    target = planner.resolve_tensor(item).detach()
+    target.copy_(torch.load(io.BytesIO(content), map_location="cpu", weights_only=True))
+    planner.commit_tensor(item, target)
+
+
+class _Region(io.RawIOBase):
+    """A part of an open file, as a file."""
+
+    def __init__(self, file: io.FileIO, offset_bytes: int, size_bytes: int) -> None:
+        self._file = file
+        self._offset_bytes = offset_bytes
+        self._size_bytes = size_bytes
+        self._position = 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
+        origin = {os.SEEK_SET: 0, os.SEEK_CUR: self._position, os.SEEK_END: self._size_bytes}[whence]
+        self._position = origin + offset
+        return self._position
+
+    def readinto(self, buffer: Any) -> int:
+        self._file.seek(self._offset_bytes + self._position)
+        count = self._file.readinto(memoryview(buffer)[: max(0, self._size_bytes - self._position)])
+        self._position += count
+        return count
+
+
+def _merged(ranges: Sequence[FileRange]) -> list[FileRange]:
+    """Join ranges that touch, in the order of the files: there is one for each tensor."""
+    merged: list[FileRange] = []
+    for path, offset, length in sorted(ranges):
+        if merged and merged[-1][0] == path and offset <= merged[-1][1] + merged[-1][2]:
+            begin = merged[-1][1]
+            merged[-1] = (path, begin, max(begin + merged[-1][2], offset + length) - begin)
+        else:
+            merged.append((path, offset, length))
+    return merged
