@@ -246,6 +246,49 @@ def test_a_program_that_dies_of_a_passed_on_signal_ends_the_run_with_its_code(tm
         run.signal(signal.SIGUSR1)
         assert run.wait() == 128 + signal.SIGUSR1, run.output()
     assert not [pid for pid in children if Path(f"/proc/{pid}").exists()]
+    assert [line["signal"] for line in run.log("run.program_has_no_handler")] == ["SIGUSR1"]
+
+
+def test_a_launcher_that_is_told_to_stop_has_its_code_replaced_if_all_is_stored(tmp_path: Path) -> None:
+    launcher = (
+        f"{sys.executable} {TRAINER} & rank=$!\ntrap 'kill -TERM $rank; wait $rank; exit 1' TERM\nwait $rank\nexit 1\n"
+    )
+    with RunProcess(tmp_path / "volume", f"file://{tmp_path}/store", command=("bash", "-c", launcher)) as run:
+        run.wait_steps(2)
+        run.signal(signal.SIGTERM)
+        assert run.wait() == JUST_IN_TIME, run.output()
+    with RunProcess(
+        tmp_path / "volume", f"file://{tmp_path}/store", command=("bash", "-c", launcher), trainer={"STEPS": 1}
+    ) as run:
+        assert run.wait() == 1, run.output()
+
+
+def test_a_second_run_on_a_volume_is_refused_and_named_the_first(tmp_path: Path) -> None:
+    volume, destination = tmp_path / "volume", f"file://{tmp_path}/store"
+    with RunProcess(volume, destination) as first:
+        first.wait_steps(2)
+        again = [
+            sys.executable,
+            "-m",
+            "mooring_agent",
+            "run",
+            "--to",
+            destination,
+            "--volume",
+            str(volume),
+            "--",
+            "true",
+        ]
+        second = subprocess.run(again, capture_output=True, text=True, timeout=90, check=False)
+        assert second.returncode == 1
+        holder = f"process {first.process.pid} on {socket.gethostname()}"
+        assert second.stderr.splitlines()[0] == f"error: another `mooring run` uses the volume {volume}: {holder}"
+        assert second.stderr.splitlines()[1].startswith("hint: ")
+        first.kill_agent()
+        first.signal(signal.SIGTERM)
+        assert first.wait() == JUST_IN_TIME, first.output()
+    # With the first one the lock is gone, however it ended.
+    assert subprocess.run(again, capture_output=True, timeout=90, check=False).returncode == 0
 
 
 @pytest.fixture

@@ -40,6 +40,7 @@ def run(wants_autoload: bool, command: tuple[str, ...], **options: Any) -> None:
     with errors_reported():
         settings = settings_from(options, defaults=_DEFAULTS)
         from mooring_agent.runtime.engine.telemetry import configure_logs
+        from mooring_agent.runtime.process.open_volume import held_volume
         from mooring_agent.runtime.process.runner import Runner
 
         configure_logs(settings.log_format)
@@ -71,7 +72,8 @@ def run(wants_autoload: bool, command: tuple[str, ...], **options: Any) -> None:
             runner = Runner(settings, command, environment=environment, notify=notify, answers=answers)
             return await runner.run()
 
-        code = asyncio.run(whole_run())
+        with held_volume(settings):
+            code = asyncio.run(whole_run())
     raise SystemExit(code)
 
 

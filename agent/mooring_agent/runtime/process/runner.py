@@ -82,8 +82,9 @@ class Runner:
         """Return the exit code: the program's own, or 75 if its newest checkpoint is not durable.
 
         A program that failed by itself keeps its code. One that was told to stop, or that left after a just-in-time
-        save, did not: then 75 says that this save is not stored. If the restore fails or a signal comes before the
-        program runs, the exit code says that instead.
+        save, did not: then 75 says that this save is not stored, and 143 that all is. Launchers that are told to stop
+        have codes of their own for it, torchrun 1 or 134. If the restore fails or a signal comes before the program
+        runs, the exit code says that instead.
         """
         self._listen()
         resume: dict[str, str] = {}
@@ -105,8 +106,9 @@ class Runner:
         agent_code = await self._agent.drain(failed_at=ended_at if has_failed else 0.0)
         if agent_code:
             log.error("run.not_durable", agent_code=agent_code, program_code=code)
-        failed_by_itself = code not in (0, JUST_IN_TIME_EXIT_CODE) and not self._noticed
-        return code if failed_by_itself or not agent_code else agent_code
+        if code not in (0, JUST_IN_TIME_EXIT_CODE) and not self._noticed:
+            return code
+        return agent_code or (JUST_IN_TIME_EXIT_CODE if code else 0)
 
     def _listen(self) -> None:
         loop = asyncio.get_running_loop()
@@ -186,7 +188,14 @@ class Runner:
         if self._interrupted.done():
             # The signal came while the program was being started.
             self._take(self._interrupted.result())
-        return exit_code(await self._program.wait())
+        returned = await self._program.wait()
+        if -returned in _PROGRAMS_OWN:
+            log.error(
+                "run.program_has_no_handler",
+                signal=signal.Signals(-returned).name,
+                hint="the program died of it and did not save; if `sbatch --signal` sent it, let that send TERM",
+            )
+        return exit_code(returned)
 
 
 def _starting_error(error: OSError, program: str, search_path: str | None) -> MooringError:
