@@ -291,6 +291,17 @@ def test_a_second_run_on_a_volume_is_refused_and_named_the_first(tmp_path: Path)
     assert subprocess.run(again, capture_output=True, timeout=90, check=False).returncode == 0
 
 
+def test_a_run_of_srun_is_warned_that_its_ranks_have_no_agent(tmp_path: Path) -> None:
+    srun = tmp_path / "srun"
+    srun.write_text('#!/bin/sh\nexec "$@"\n')
+    srun.chmod(0o755)
+    command = (str(srun), sys.executable, str(TRAINER))
+    with RunProcess(tmp_path / "volume", f"file://{tmp_path}/store", command=command, trainer={"STEPS": 1}) as run:
+        assert run.wait() == 0, run.output()
+    (warning,) = run.log("run.launcher")
+    assert "write srun before mooring" in warning["problem"]
+
+
 @pytest.fixture
 def terminal() -> Iterator[tuple[int, str]]:
     """The keyboard's end of a terminal, and the path of the other one."""

@@ -12,6 +12,7 @@ from mooring_agent.adapters.volume.errors import folder_error
 from mooring_agent.cli.agent_call import CALL_TIMEOUT_SECONDS, agent_answers, agent_stub
 from mooring_agent.cli.autoload import with_autoload
 from mooring_agent.cli.formatting import errors_reported
+from mooring_agent.cli.slurm import launcher_problem, slurm_defaults, slurm_facts
 from mooring_agent.cli.store_options import environment_of, setting_options, settings_from
 from mooring_api import names
 from mooring_api.v1 import agent_pb2
@@ -38,12 +39,25 @@ def run(wants_autoload: bool, command: tuple[str, ...], **options: Any) -> None:
     program's code, or with 75 if the program succeeded or was told to stop, and its newest checkpoint is not durable.
     """
     with errors_reported():
-        settings = settings_from(options, defaults=_DEFAULTS)
+        settings = settings_from(options, defaults={**_DEFAULTS, **slurm_defaults(os.environ)})
+        import structlog
+
         from mooring_agent.runtime.engine.telemetry import configure_logs
         from mooring_agent.runtime.process.open_volume import held_volume
         from mooring_agent.runtime.process.runner import Runner
 
         configure_logs(settings.log_format)
+        log = structlog.get_logger("mooring.run")
+        if facts := slurm_facts(os.environ):
+            log.info(
+                "run.slurm",
+                **facts,
+                volume=settings.volume,
+                attempt=settings.attempt,
+                grace_seconds=settings.termination.grace_seconds,
+            )
+        if problem := launcher_problem(command):
+            log.warning("run.launcher", problem=problem)
         _make_directory(Path(settings.checkpoint_directory))
 
         def notify(grace_seconds: float, source: str, trainers_gone: bool, trainers_failed_at: float) -> None:
