@@ -1,6 +1,7 @@
 """Where the checkpoints lie in a pod, and which place the pod has in its job."""
 
 import re
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -141,7 +142,9 @@ class TestJobs:
         [
             (
                 {f"{_JOBSET}jobset-uid": "a-b", f"{_JOBSET}restart-attempt": "2"}
-                | {f"{_JOBSET}replicatedjob-name": "node", f"{_JOBSET}job-index": "1"},
+                | {f"{_JOBSET}replicatedjob-name": "node", f"{_JOBSET}job-index": "1"}
+                # Counted for each Job of the set: its other pods go on.
+                | {f"{_JOBSET}job-restart-attempt": "5"},
                 {"annotations": {"batch.kubernetes.io/job-completion-index": "3"}},
                 "a-b-2",
                 "node-1-3",
@@ -149,7 +152,7 @@ class TestJobs:
             (
                 {f"{_JOBSET}jobset-uid": "a-b", f"{_JOBSET}restart-attempt": "2"}
                 | {f"{_JOBSET}replicatedjob-name": "node", f"{_JOBSET}job-index": "0"},
-                {"annotations": {f"{_JOBSET}execute-attempt": "7"}},
+                {"annotations": {f"{_JOBSET}execution-attempt": "7"}},
                 "a-b-2-7",
                 "node-0-0",
             ),
@@ -157,7 +160,7 @@ class TestJobs:
             ({f"{_JOBSET}jobset-uid": "a/b", f"{_JOBSET}restart-attempt": "2"}, {}, None, None),
             (
                 {"batch.kubernetes.io/controller-uid": "c-d", "batch.kubernetes.io/job-completion-index": "4"},
-                {},
+                {"annotations": {"batch.kubernetes.io/job-index-failure-count": "2"}},
                 "c-d",
                 "4",
             ),
@@ -194,3 +197,41 @@ class TestJobs:
         after = mutated(before)
         assert {variables(after, name).get("MOORING_ATTEMPT") for name in ("train", *OURS)} == {attempt}
         assert {variables(after, name).get("MOORING_PLACE") for name in OURS} == {place}
+
+    def test_all_pods_of_a_jobset_of_several_jobs_have_numbers_of_their_own(self) -> None:
+        found: dict[str | None, str | None] = {}
+        for job, completion in product(range(3), range(4)):
+            before = pod()
+            before["metadata"]["labels"] = {
+                f"{_JOBSET}job-index": str(job),
+                f"{_JOBSET}replicatedjob-name": "node",
+                f"{_JOBSET}replicatedjob-replicas": "3",
+                f"{_JOBSET}jobset-uid": "a-b",
+                f"{_JOBSET}restart-attempt": "0",
+            }
+            before["metadata"]["annotations"] = {"batch.kubernetes.io/job-completion-index": str(completion)}
+            given = variables(mutated(before), "mooring-agent")
+            found[given["MOORING_NODE_RANK"]] = given["MOORING_PLACE"]
+        assert sorted(int(rank or "") for rank in found) == list(range(12))
+        assert len(set(found.values())) == 12
+        assert found["0"] == "node-0-0"
+
+    @pytest.mark.parametrize(("group", "worker", "late"), [("1", "0", "group-index"), ("0", "1", "worker-index")])
+    def test_labels_that_another_webhook_writes_after_ours_change_nothing(
+        self, group: str, worker: str, late: str
+    ) -> None:
+        """LeaderWorkerSet numbers leaders' groups and workers in its own webhook, and the order is that of names."""
+        labels = {f"{_LWS}name": "llama", f"{_LWS}group-index": group, f"{_LWS}worker-index": worker}
+        before = pod()
+        before["metadata"] |= {
+            "labels": {**labels, "apps.kubernetes.io/pod-index": "1"},
+            "ownerReferences": [{"kind": "StatefulSet", "uid": "g-h", "controller": True}],
+        }
+        whole = mutated(before)
+        del before["metadata"]["labels"][f"{_LWS}{late}"]
+        early = mutated(before)
+        early["metadata"]["labels"][f"{_LWS}{late}"] = labels[f"{_LWS}{late}"]
+        assert mutated(early) == early
+        assert early["spec"] == whole["spec"]
+        assert variables(whole, "mooring-agent")["MOORING_PLACE"] == f"{group}-{worker}"
+        assert variables(whole, "train")["MOORING_ATTEMPT"] == f"llama-group-{group}"

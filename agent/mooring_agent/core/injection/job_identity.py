@@ -21,17 +21,21 @@ _STATEFUL_SET: Final = "apps.kubernetes.io/"
 
 
 def node_rank(metadata: Mapping[str, Any]) -> int | None:
-    """Return the pod's index in its job; None if nothing tells it. Exactly one pod of a job has 0."""
+    """Return the pod's index in its job; None if nothing tells it.
+
+    All pods of a job have different ones, and one has 0. The order is not always that of the trainer's ranks.
+    """
     labels = present(metadata, "labels", {})
     completion = _completion(metadata)
     # Not job-global-index: it counts a TrainJob's initializers first, and these have no agent.
     job = _index(labels, f"{_JOBSET}job-index")
     if job is not None:
-        return job + (completion or 0)
+        # Nothing says how many pods each of the jobs has.
+        return job + (completion or 0) * (_index(labels, f"{_JOBSET}replicatedjob-replicas") or 1)
     if completion is not None:
         return completion
     found = (
-        _index(labels, f"{_LEADER_WORKER}worker-index"),
+        _group_and_worker(labels)[1],
         _replica(labels),
         _index(labels, f"{_STATEFUL_SET}pod-index"),
     )
@@ -48,7 +52,7 @@ def place(metadata: Mapping[str, Any]) -> str:
     found: tuple[tuple[str | int | None, ...], ...] = (
         (labels.get(f"{_JOBSET}replicatedjob-name"), _index(labels, f"{_JOBSET}job-index"), completion or 0),
         (completion,),
-        (_index(labels, f"{_LEADER_WORKER}group-index"), _index(labels, f"{_LEADER_WORKER}worker-index")),
+        _group_and_worker(labels),
         (labels.get(f"{_TRAINING}replica-type"), _index(labels, f"{_TRAINING}replica-index")),
         (_index(labels, f"{_STATEFUL_SET}pod-index"),),
     )
@@ -63,13 +67,14 @@ def attempt(metadata: Mapping[str, Any]) -> str:
     if not place(metadata):
         return ""
     labels = present(metadata, "labels", {})
-    # A JobSet that is suspended and resumed keeps its restart count. Newer ones count these starts as well.
-    executed = _index(present(metadata, "annotations", {}), f"{_JOBSET}execute-attempt")
+    # Not what counts the restarts of one Job of a set, or of one index of a Job: the job's other pods go on. A JobSet
+    # that is suspended and resumed keeps its restart count. Newer ones count these starts as well.
+    executed = _index(present(metadata, "annotations", {}), f"{_JOBSET}execution-attempt")
     jobset = (labels.get(f"{_JOBSET}jobset-uid"), _index(labels, f"{_JOBSET}restart-attempt"))
     found: tuple[tuple[str | int | None, ...], ...] = (
         jobset if executed is None else (*jobset, executed),
         (labels.get(f"{_JOB}controller-uid"),),
-        (labels.get(f"{_LEADER_WORKER}name"), "group", _index(labels, f"{_LEADER_WORKER}group-index")),
+        (labels.get(f"{_LEADER_WORKER}name"), "group", _group_and_worker(labels)[0]),
         (_owner(metadata),),
     )
     return _first_word(found)
@@ -105,6 +110,20 @@ def _replica(labels: Mapping[str, str]) -> int | None:
     if labels.get(f"{_TRAINING}job-role") == "master" or kind in ("master", "chief"):
         return 0
     return index if "mpi" in labels.get(f"{_TRAINING}operator-name", "") else index + 1
+
+
+def _group_and_worker(labels: Mapping[str, str]) -> tuple[int | None, int | None]:
+    """Return the group of a LeaderWorkerSet and the pod's number in it.
+
+    A webhook of LeaderWorkerSet writes the group of a leader and the number of a worker, perhaps after ours was called.
+    Both are then the pod's index in its StatefulSet.
+    """
+    group, worker = (_index(labels, f"{_LEADER_WORKER}{name}-index") for name in ("group", "worker"))
+    if f"{_LEADER_WORKER}name" in labels:
+        ordinal = _index(labels, f"{_STATEFUL_SET}pod-index")
+        worker = ordinal if worker is None else worker
+        group = ordinal if group is None and worker == 0 else group
+    return group, worker
 
 
 def _index(texts: Mapping[str, str], key: str) -> int | None:
