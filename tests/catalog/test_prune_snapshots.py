@@ -10,8 +10,10 @@ from tests.restore.stored_checkpoints import flip_byte, store_checkpoint, trunca
 from mooring_agent.catalog.deep_check import check
 from mooring_agent.catalog.markers import list_committed, list_snapshots
 from mooring_agent.catalog.pruning import PruneReport, note_damage, prune
+from mooring_agent.catalog.recent_pruning import prune_recent
 from mooring_agent.core.errors import ErrorKind, StoreError
 from mooring_agent.core.model import RankManifest
+from mooring_agent.core.policies.retention import Horizon
 from mooring_agent.core.settings.values import RetentionSettings
 from mooring_agent.core.stored.object_layout import (
     PRUNED_PREFIX,
@@ -41,6 +43,14 @@ async def chain(store: FakeStore, count: int = 4, *, series: str = "node-0") -> 
 
 async def pruned(store: FakeStore, keep_last: int = 1, **options: object) -> PruneReport:
     return await prune(store, RetentionSettings(keep_last=keep_last), now=store.now, **options)  # type: ignore[arg-type]
+
+
+async def pruned_recent(store: FakeStore, keep_last: int = 1, *, series: str = "node-0") -> PruneReport:
+    report = await prune_recent(
+        store, RetentionSettings(keep_last=keep_last), Horizon(), series={series}, now=store.now
+    )
+    assert report is not None
+    return report
 
 
 async def left(store: FakeStore, series: str = "node-0") -> list[int]:
@@ -393,7 +403,36 @@ async def test_old_tombstones_of_a_killed_prune_are_litter_and_young_ones_are_no
     assert tombstones(store) == [young]
 
 
-async def test_a_prune_killed_at_any_step_leaves_all_whole_and_the_next_one_finishes() -> None:
+async def test_after_a_commit_the_series_alone_is_pruned_and_what_others_name_stays(store: FakeStore) -> None:
+    for step in (100, 200):
+        await store_checkpoint(store, step)
+    first, *_ = await chain(store)
+    await chain(store, 3, series="node-1")
+    # A volume that came from another node: what it has not changed belongs to that node's snapshot.
+    await store_snapshot(store, 9, output(a=1, c=9), base=first, series="node-7")
+    store.calls.clear()
+    report = await pruned_recent(store)
+    listed = {key for method, key in store.calls if method == "list"}
+    assert not listed & {"", ".mooring/", ".mooring/commits/"}
+    assert [await left(store, series) for series in ("node-0", "node-1", "node-7")] == [[4], [3, 2, 1], [9]]
+    assert [one.step for one in await list_committed(store)] == [200, 100]
+    assert len(report.plan.deletions) == 3
+    assert tombstones(store) == []
+
+
+async def test_after_a_commit_a_reserved_snapshot_stays_whoever_reserves_it(store: FakeStore) -> None:
+    manifests = await chain(store)
+    files = output(a=1, c=9)
+    await store_snapshot(store, 9, files, base=manifests[1], series="node-7", committed=False)
+    report = await pruned_recent(store)
+    assert await left(store) == [4, 2]
+    assert dict(report.plan.kept)[manifests[1].info.save] == "a snapshot in progress shares its objects"
+
+
+@pytest.mark.parametrize("killed", [pruned, pruned_recent], ids=["of everything", "after a commit"])
+async def test_a_prune_killed_at_any_step_leaves_all_whole_and_the_next_one_finishes(
+    killed: Callable[..., Awaitable[PruneReport]],
+) -> None:
     died, step = True, 0
     while died:
         store = FakeStore()
@@ -402,7 +441,7 @@ async def test_a_prune_killed_at_any_step_leaves_all_whole_and_the_next_one_fini
         step += 1
         _die_after(store, step)
         try:
-            await pruned(store, keep_last=2)
+            await killed(store, keep_last=2)
             died = False
         except _KilledError:
             pass

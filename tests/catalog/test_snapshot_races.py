@@ -1,7 +1,7 @@
 """Snapshots, prunes and crashes in random order: no committed snapshot ever lacks an object.
 
-The real prune and the real reservation run over a store that lets one request through at a time. tests/model has the
-protocol itself, searched exhaustively; this finds where the code differs from it.
+The real prunes, of everything and of the newest alone, and the real reservation run over a store that lets one request
+through at a time. tests/model has the protocol itself, searched exhaustively; this finds where the code differs.
 """
 
 import asyncio
@@ -16,8 +16,10 @@ from tests.fakes.memory_store import MemoryStore
 from mooring_agent.catalog.deep_check import check
 from mooring_agent.catalog.markers import list_snapshots
 from mooring_agent.catalog.pruning import prune
+from mooring_agent.catalog.recent_pruning import prune_recent
 from mooring_agent.core.errors import ErrorKind, StoreError
 from mooring_agent.core.model import RankManifest
+from mooring_agent.core.policies.retention import Horizon
 from mooring_agent.core.settings.values import RetentionSettings
 from mooring_agent.core.stored.manifest import encode_manifest
 from mooring_agent.core.stored.object_layout import manifest_key, marker_key, object_key
@@ -137,7 +139,7 @@ class _Node:
     def __init__(self, store: MemoryStore, turns: _Turns, series: str, known: dict[str, RankManifest]) -> None:
         self._store = store
         self._random = turns.random
-        self._series = series
+        self.series = series
         self._known = known
         self._number = 0
         self._versions = dict.fromkeys("abc", 0)
@@ -153,7 +155,7 @@ class _Node:
                 self._versions[name] += self._random.random() < 0.4
             # Not always the newest, which no prune deletes: a volume may come back, or be restored from an older one.
             self._base = self._random.choice([*self._committed[-3:], None])
-        info = snapshot_info(self._number, series=self._series)
+        info = snapshot_info(self._number, series=self.series)
         base = self._base
         if base is not None:
             try:
@@ -199,7 +201,12 @@ async def _simulate(seed: int) -> int:
     def pruner(who: str) -> Callable[[], Coroutine[Any, Any, None]]:
         async def work() -> None:
             settings = RetentionSettings(keep_last=turns.random.choice([1, 1, 2]))
-            await prune(_TurnStore(shared, turns, who), settings, now=shared.now)
+            store = _TurnStore(shared, turns, who)
+            series = turns.random.choice(["", *(node.series for node in nodes)])
+            if series:
+                await prune_recent(store, settings, Horizon(), series={series}, now=shared.now)
+            else:
+                await prune(store, settings, now=shared.now)
 
         return work
 

@@ -1,19 +1,23 @@
 """What may be deleted: whatever is listed, valid, pinned or live, the last good checkpoint stays."""
 
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from mooring_agent.core.model import SnapshotId
+from mooring_agent.core.policies import retention
 from mooring_agent.core.policies.restore_choice import CommittedSave, newest_first
 from mooring_agent.core.policies.retention import (
     PrunePlan,
     SecondLook,
     StoredSave,
+    horizon_of,
     may_abort_upload,
     plan_prune,
+    skipped,
     without_named,
     without_reserved,
 )
@@ -308,6 +312,33 @@ def test_whatever_is_listed_the_promises_hold(
     assert sorted([*gone, *(save for save, _ in result.kept)]) == sorted(
         [one.save for one in all_committed] + [one.save for one in orphans]
     )
+
+
+@given(steps, steps, st.data(), st.integers(0, 4), st.integers(0, 7))
+def test_above_a_horizon_the_verdict_is_that_over_everything(
+    found: list[int], later: list[int], data: st.DataObject, keep_last: int, every: int
+) -> None:
+    settings = RetentionSettings(keep_last=keep_last, keep_every_steps=every)
+    ages = st.integers(0, 9)
+    old = [committed(step, modified_at=NOW - data.draw(ages) * DAY) for step in sorted(found, reverse=True)]
+    with patch.object(retention, "_RECENT", data.draw(st.integers(1, 6))):
+        horizon = horizon_of(old, settings)
+    # Since the whole prune, only checkpoints above its horizon were committed, as far as anybody can know.
+    new = [committed(step, f"bbbbbbbb-{step:06d}", NOW) for step in later if step >= horizon.step]
+    everything = newest_first([*old, *new])
+    visible = [one for one in everything if one.step >= horizon.step]
+    validated = data.draw(st.sets(st.sampled_from([one.save for one in everything])))
+    whole = plan(list(everything), [], keep_last=keep_last, every=every, validated=validated)
+    recent = plan(visible, [], keep_last=keep_last, every=every, validated=validated - horizon.skipped(visible))
+    assert deleted(recent) == deleted(whole) & {one.save for one in visible}
+    assert horizon.skipped(visible) == skipped(everything) & {one.save for one in visible}
+
+
+def test_a_store_with_an_order_of_its_own_has_no_horizon() -> None:
+    listed = [committed(step) for step in range(1_000)]
+    assert horizon_of(listed, RetentionSettings()).step == 0
+    assert horizon_of(listed[::-1], RetentionSettings()).step == 500
+    assert horizon_of(listed[::-1], RetentionSettings(keep_last=300)).step == 400
 
 
 @given(steps, st.integers(1, 4))

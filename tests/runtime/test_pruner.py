@@ -1,7 +1,8 @@
-"""What the agent removes where retention is off."""
+"""When the agent looks at everything and when only at the newest, and what it removes where retention is off."""
 
 import asyncio
 from dataclasses import replace
+from pathlib import Path
 from typing import Any, cast
 
 import pytest
@@ -9,14 +10,19 @@ from structlog.testing import capture_logs
 from tests.core.play import Play
 from tests.fakes.fake_ready_store import FakeReadyStore, StoreClock
 from tests.fakes.fake_store import FakeStore
+from tests.restore.stored_checkpoints import store_checkpoint
 
+from mooring_agent.catalog.markers import list_committed
+from mooring_agent.core.agent.commands import Prune
 from mooring_agent.core.agent.events import Committed
 from mooring_agent.core.agent.work import Operation, WorkId
 from mooring_agent.core.errors import ErrorKind, StoreError
+from mooring_agent.core.policies import retention
 from mooring_agent.core.policies.restore_choice import Pin, encode_pin
 from mooring_agent.core.settings.values import RetentionSettings
 from mooring_agent.core.stored.object_layout import pin_key
-from mooring_agent.runtime.work.pruner import LeftoverRemover
+from mooring_agent.runtime.work import pruner
+from mooring_agent.runtime.work.pruner import LeftoverRemover, Pruner
 
 DAY = 24 * 3600.0
 _LIMIT_SECONDS = 60.0
@@ -75,3 +81,88 @@ async def test_credentials_that_may_not_delete_cost_one_line_in_the_log() -> Non
     with capture_logs() as logs:
         assert (await _calls_after_a_commit(store, RetentionSettings())).count("delete") == 1
     assert [line["log_level"] for line in logs if line["event"] == "leftovers.not_removed"] == ["info"]
+
+
+class _Agent:
+    """An agent that commits and prunes."""
+
+    def __init__(self, store: FakeStore, state_directory: Path) -> None:
+        self._store = store
+        self._play = Play()
+        self.retention = RetentionSettings(keep_last=2)
+        self._pruner = Pruner(
+            state=lambda: self._play.state, clock=cast(Any, StoreClock(store)), state_directory=state_directory
+        )
+
+    async def looks_at_everything(self, step: int) -> bool:
+        """Commit a checkpoint of that step and prune; return whether everything is listed for that."""
+        info = await store_checkpoint(self._store, step, ranks=[{"model.pt": b""}])
+        self._play.steps[info.save] = step
+        self._play.announce(info.save)
+        self._play.finish(info.save)
+        self._store.calls.clear()
+        without = self._play.state.settings
+        self._play.state.settings = replace(without, retention=self.retention)
+        try:
+            await self._pruner.prune(self._store, Prune(work=WorkId(Operation.PRUNE, "")))
+        finally:
+            self._play.state.settings = without
+            self._store.now += 60
+        return "" in [key for method, key in self._store.calls if method == "list"]
+
+
+async def _steps(store: FakeStore) -> list[int]:
+    return [one.step for one in await list_committed(store)]
+
+
+async def test_an_agent_looks_at_everything_after_its_first_commit_and_four_times_a_day(tmp_path: Path) -> None:
+    store = FakeStore()
+    agent = _Agent(store, tmp_path)
+    assert [await agent.looks_at_everything(step) for step in range(1, 6)] == [True, False, False, False, False]
+    assert await _steps(store) == [5, 4]
+    store.now += DAY / 4
+    assert [await agent.looks_at_everything(step) for step in (6, 7)] == [True, False]
+    assert await _Agent(store, tmp_path).looks_at_everything(8)
+    assert await _steps(store) == [8, 7]
+
+
+async def test_an_agent_looks_at_everything_after_many_commits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pruner, "_WHOLE_PRUNE_COMMITS", 3)
+    agent = _Agent(FakeStore(), tmp_path)
+    looks = [await agent.looks_at_everything(step) for step in range(1, 10)]
+    assert looks == [True, False, False, False, True, False, False, False, True]
+
+
+async def test_an_agent_looks_at_everything_after_a_prune_that_failed_or_refused(tmp_path: Path) -> None:
+    store = FakeStore()
+    agent = _Agent(store, tmp_path)
+    assert [await agent.looks_at_everything(step) for step in (10, 20)] == [True, False]
+    store.fail("delete", ErrorKind.UNREACHABLE)
+    with pytest.raises(StoreError):
+        await agent.looks_at_everything(30)
+    assert [await agent.looks_at_everything(step) for step in (40, 50)] == [True, False]
+    del store.objects[(await list_committed(store))[0].key]
+    with capture_logs() as logs:
+        assert [await agent.looks_at_everything(step) for step in (45, 46)] == [True, True]
+    assert [line["event"] for line in logs] == ["retention.refused"] * 2
+    assert await _steps(store) == [46, 45, 40]
+
+
+async def test_an_agent_that_fell_back_below_what_it_looks_at_looks_at_everything(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(retention, "_RECENT", 3)
+    store = FakeStore()
+    for step in range(1, 8):
+        await store_checkpoint(store, 10 * step, save=f"89abcdef-{step:06d}", ranks=[{"model.pt": b""}])
+    agent = _Agent(store, tmp_path)
+    # For once everything stays, so that something lies below.
+    agent.retention, wanted = RetentionSettings(), agent.retention
+    assert await agent.looks_at_everything(80)
+    agent.retention = wanted
+    assert await agent.looks_at_everything(15)
+    assert await _steps(store) == [80, 70, 60, 50, 40, 30, 20, 15, 10]
+    assert not await agent.looks_at_everything(81)
+    assert await _steps(store) == [81, 80, 70, 60, 50, 40, 30, 20, 15, 10]
+    assert not await agent.looks_at_everything(82)
+    assert await _steps(store) == [82, 81, 40, 30, 20, 15, 10]

@@ -40,9 +40,10 @@ class Listing:
             )
 
 
-async def list_all(store: StoreReader) -> Listing:
+async def list_all(store: StoreReader, prefix: str = "") -> Listing:
+    """List what lies below `prefix`."""
     found = Listing()
-    async for one in store.list(""):
+    async for one in store.list(prefix):
         if marker := committed_save(one):
             found.committed.append(marker)
         elif one.key.startswith(RESUME_PREFIX):

@@ -28,9 +28,18 @@ _PAGE: Final = 1_000
 
 async def list_committed(store: StoreReader) -> tuple[CommittedSave, ...]:
     """Return every committed announced checkpoint, newest first. Reads only markers that share a step with another."""
-    return await in_order(
-        store, [one async for listed in store.list(COMMITS_PREFIX) if (one := committed_save(listed))]
-    )
+    return await in_order(store, await list_down_to(store, 0))
+
+
+async def list_down_to(store: StoreReader, step: int) -> list[CommittedSave]:
+    """Return the committed announced checkpoints up to the first one below `step`, in the order of the listing."""
+    found: list[CommittedSave] = []
+    async for listed in store.list(COMMITS_PREFIX):
+        if one := committed_save(listed):
+            if one.step < step:
+                break
+            found.append(one)
+    return found
 
 
 async def newest_committed(store: StoreReader, count: int = 20) -> tuple[CommittedSave, ...]:

@@ -16,7 +16,7 @@ from typing import Final
 import structlog
 
 from mooring_agent.catalog.listing import list_all
-from mooring_agent.catalog.markers import committed_save, in_order, list_committed
+from mooring_agent.catalog.markers import committed_save, in_order, list_down_to
 from mooring_agent.catalog.object_reads import for_each, if_there, read_object
 from mooring_agent.catalog.reading import examine
 from mooring_agent.catalog.sharing import spare_shared
@@ -25,8 +25,10 @@ from mooring_agent.core.limits import PIN_BYTES
 from mooring_agent.core.policies.restore_choice import CommittedSave, decode_pin
 from mooring_agent.core.policies.retention import (
     Deletion,
+    Horizon,
     PrunePlan,
     by_series,
+    horizon_of,
     may_abort_upload,
     plan_prune,
     skipped,
@@ -64,19 +66,21 @@ async def clear_damage(store: StoreWriter, save: str) -> None:
         _log.warning("damage.note_stays", save=save, error=str(error))
 
 
-_DELETES_AT_ONCE: Final = 8
+REQUESTS_AT_ONCE: Final = 8
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PruneReport:
     """What was deleted and aborted, or would be in a dry run. `plan.refused` says why nothing was.
 
-    `litter`: pins and places of starts that are over, and what killed probes and prunes have left.
+    `litter`: pins and places of starts that are over, and what killed probes and prunes have left. `horizon`: how far
+    down `prune_recent` has to look from now on.
     """
 
     plan: PrunePlan
-    aborted_uploads: tuple[str, ...]
-    litter: tuple[str, ...]
+    horizon: Horizon
+    aborted_uploads: tuple[str, ...] = ()
+    litter: tuple[str, ...] = ()
 
     @property
     def freed_bytes(self) -> int:
@@ -98,7 +102,9 @@ async def prune(
     `resumed_from` is the save that the caller's volume resumed from: it is kept. `now` is in unix seconds.
     """
     long_ago = now - settings.orphan_age_seconds
-    announced = await list_committed(store)
+    listed = await list_down_to(store, 0)
+    horizon = horizon_of(listed, settings)
+    announced = await in_order(store, listed)
     listing = await list_all(store)
     snapshots = by_series(one for one in listing.committed if one.series)
     committed = (*announced, *[one for found in snapshots.values() for one in await in_order(store, found)])
@@ -109,9 +115,9 @@ async def prune(
         # Fewer than that are all kept anyway.
         if len(found) > settings.keep_last:
             good = [one for one in found if one.save not in suspects]
-            validated |= await _validated(store, good, enough=settings.keep_last)
+            validated |= await validate(store, good, enough=settings.keep_last)
     late = {one.save for one in listing.committed} - judged
-    protected = {resumed_from, *await _pinned(store, listing.pins, long_ago)} - {""}
+    protected = {resumed_from, *await pinned(store, listing.pins, long_ago)} - {""}
     there = {one.key for one in listing.committed}
     agreed = tuple(one for one in committed if one.key in there)
     plan = plan_prune(
@@ -142,10 +148,10 @@ async def prune(
     litter = () if plan.refused else _litter(listing.pins, [*listing.probes, *listing.tombstones], long_ago)
     if not dry_run:
         plan = await _without_late(store, plan)
-        await _delete_saves(store, plan.deletions, listing.damaged)
-        await for_each(tombstones, store.delete, at_once=_DELETES_AT_ONCE)
+        await delete_saves(store, plan.deletions, listing.damaged)
+        await for_each(tombstones, store.delete, at_once=REQUESTS_AT_ONCE)
         await _clear(store, uploads, litter)
-    return PruneReport(plan=plan, aborted_uploads=tuple(one.key for one in uploads), litter=litter)
+    return PruneReport(plan=plan, horizon=horizon, aborted_uploads=tuple(one.key for one in uploads), litter=litter)
 
 
 async def remove_litter(store: StoreWriter, settings: RetentionSettings, *, now: float) -> int:
@@ -159,7 +165,7 @@ async def remove_litter(store: StoreWriter, settings: RetentionSettings, *, now:
     return len(litter) + len(uploads)
 
 
-async def _validated(store: StoreReader, committed: Iterable[CommittedSave], *, enough: int) -> set[str]:
+async def validate(store: StoreReader, committed: Iterable[CommittedSave], *, enough: int) -> set[str]:
     """Return the newest saves that sizes and manifests show to be restorable, at most `enough` of them."""
     validated: set[str] = set()
     for one in committed:
@@ -176,7 +182,7 @@ async def _validated(store: StoreReader, committed: Iterable[CommittedSave], *, 
     return validated
 
 
-async def _pinned(store: StoreReader, pins: Iterable[ObjectInfo], since: float) -> set[str]:
+async def pinned(store: StoreReader, pins: Iterable[ObjectInfo], since: float) -> set[str]:
     """Return the saves named by pins that were written at or after `since`."""
     saves: set[str] = set()
     for one in pins:
@@ -210,7 +216,7 @@ def _litter(pins: Sequence[ObjectInfo], leftovers: Sequence[ObjectInfo], since: 
 async def _clear(store: StoreWriter, uploads: Iterable[UploadInfo], litter: Sequence[str]) -> None:
     for upload in uploads:
         await store.abort_upload(upload.key, upload.upload)
-    await for_each(litter, store.delete, at_once=_DELETES_AT_ONCE)
+    await for_each(litter, store.delete, at_once=REQUESTS_AT_ONCE)
 
 
 async def _without_late(store: StoreReader, plan: PrunePlan) -> PrunePlan:
@@ -222,14 +228,14 @@ async def _without_late(store: StoreReader, plan: PrunePlan) -> PrunePlan:
     return plan.withhold(lambda one: "it was committed meanwhile" if not one.committed and one.save in saves else "")
 
 
-async def _delete_saves(store: StoreWriter, deletions: Sequence[Deletion], damaged: Collection[str]) -> None:
+async def delete_saves(store: StoreWriter, deletions: Sequence[Deletion], damaged: Collection[str]) -> None:
     # Snapshots share objects: none may go while one that is about to be deleted still has its marker.
     for deletion in deletions:
         if deletion.may_share:
-            await for_each(deletion.markers, store.delete, at_once=_DELETES_AT_ONCE)
+            await for_each(deletion.markers, store.delete, at_once=REQUESTS_AT_ONCE)
     for deletion in deletions:
         for wave in deletion.data if deletion.may_share else deletion.waves:
-            await for_each(wave, store.delete, at_once=_DELETES_AT_ONCE)
+            await for_each(wave, store.delete, at_once=REQUESTS_AT_ONCE)
         if deletion.save in damaged:
             await store.delete(damage_key(deletion.save))
 

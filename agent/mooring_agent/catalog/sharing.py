@@ -19,7 +19,14 @@ from mooring_agent.core.model import Kind, RankManifest, SaveInfo
 from mooring_agent.core.policies.restore_choice import CommittedSave
 from mooring_agent.core.policies.retention import PrunePlan, SecondLook, without_named, without_reserved
 from mooring_agent.core.stored.manifest import decode_manifest, largest_manifest_bytes
-from mooring_agent.core.stored.object_layout import base_key, manifest_key, object_key, tombstone_key
+from mooring_agent.core.stored.object_layout import (
+    SERIES,
+    SNAPSHOTS_PREFIX,
+    base_key,
+    manifest_key,
+    object_key,
+    tombstone_key,
+)
 from mooring_agent.core.stored.reservation import RESERVATION_BYTES, decode_reservation
 from mooring_agent.ports import StoreReader, StoreWriter
 from mooring_api.names import STATE_DIRECTORY
@@ -39,19 +46,26 @@ class SharedDeletions:
 
 
 async def spare_shared(
-    store: StoreWriter, plan: PrunePlan, committed: Sequence[CommittedSave], *, dry_run: bool
+    store: StoreWriter,
+    plan: PrunePlan,
+    committed: Sequence[CommittedSave],
+    *,
+    snapshots_alone: bool = False,
+    dry_run: bool = False,
 ) -> SharedDeletions:
     """Withhold from a plan, which was made of `committed`, what other snapshots need.
 
-    If that cannot be found out, because a manifest or a reservation cannot be read, all of it is withheld.
+    If that cannot be found out, because a manifest or a reservation cannot be read, all of it is withheld. With
+    `snapshots_alone` the plan deletes no save that is not committed; then only what snapshots consist of is listed.
     """
     prune = secrets.token_hex(8)
     tombstones = tuple(tombstone_key(one.save, prune) for one in plan.deletions if one.may_share and one.committed)
     if not dry_run:
         await for_each(tombstones, lambda key: store.put(key, b""), at_once=_REQUESTS_AT_ONCE)
-    listing = await list_all(store)
+    listing = await list_all(store, SERIES if snapshots_alone else "")
     # A reservation counts until its save is committed. So the markers are listed after the reservations.
-    markers = [one async for listed in store.list(f"{STATE_DIRECTORY}/") if (one := committed_save(listed))]
+    below = SNAPSHOTS_PREFIX if snapshots_alone else f"{STATE_DIRECTORY}/"
+    markers = [one async for listed in store.list(below) if (one := committed_save(listed))]
     try:
         reserved = await _reserved(store, listing, markers)
         look = _second_look(plan, listing, reserved, markers)

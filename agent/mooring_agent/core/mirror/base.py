@@ -13,6 +13,7 @@ import msgspec
 from mooring_agent.core.limits import FILES_PER_RANK, RECORD_BYTES, NameText, PathText
 from mooring_agent.core.model import FileEntry, Fingerprint, Owner, RankManifest, SnapshotId
 from mooring_agent.core.stored import checked_json
+from mooring_agent.core.stored.object_layout import SERIES
 
 BASE_FILE: Final = "mirror.json"
 """The base's file in the state directory."""
@@ -21,7 +22,7 @@ BASE_FILE_BYTES: Final = RECORD_BYTES
 
 def series_of(node_rank: int) -> str:
     """Return the series of a node's snapshots."""
-    return f"node-{node_rank}"
+    return f"{SERIES}{node_rank}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,7 +1,7 @@
 """Decides what may be deleted from a destination. The last good checkpoint always stays.
 
-Owns the verdict over a whole listing; deletes nothing itself. Announced checkpoints are one series, and the snapshots
-of each node another. Invariants:
+Owns the verdict over a listing, whole or down to a horizon; deletes nothing itself. Announced checkpoints are one
+series, and the snapshots of each node another. Invariants:
 
 - A committed save is deleted only if `keep_last` newer saves of its series justify it, each of them validated and none
   skipped. So of each series the newest by step, the one committed last and the only valid one always stay.
@@ -23,6 +23,10 @@ from mooring_agent.core.stored.object_layout import is_manifest, reserving_save
 # The save ids that client and agent generate when nobody chose the attempt: `<attempt>-<counter or nonce>`. A folder
 # with another name and without a manifest may be anybody's.
 _GENERATED_SAVE: Final = re.compile(r"[0-9a-f]{8}[0-9a-f-]*-(?:[0-9a-f]{8}|c?\d{6,})")
+
+_RECENT: Final = 500
+"""The least announced checkpoints above a horizon. They fill half of what a store lists at a time, so as many may come
+before a second request is needed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -115,6 +119,35 @@ def by_series(committed: Iterable[CommittedSave]) -> dict[str, list[CommittedSav
     for one in committed:
         groups[one.series].append(one)
     return groups
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Horizon:
+    """How far down a prune has to look if a whole one looked at everything a while ago: to `step`, that one included.
+
+    `older_commit_at`: when the last of the checkpoints below was committed; 0 if there is none.
+    """
+
+    step: int = 0
+    older_commit_at: float = 0.0
+
+    def skipped(self, committed: Iterable[CommittedSave]) -> set[str]:
+        """Return what `skipped` does of all announced checkpoints, those below the horizon included."""
+        found = tuple(committed)
+        return skipped(found) | {one.save for one in found if not one.series and one.modified_at < self.older_commit_at}
+
+
+def horizon_of(announced: Sequence[CommittedSave], settings: RetentionSettings) -> Horizon:
+    """Return the horizon below the newest of all announced checkpoints, which are in the order of a store's listing."""
+    count = max(_RECENT, 2 * settings.keep_last)
+    steps = [one.step for one in announced]
+    # A store with an order of its own shows the newest anywhere.
+    if len(steps) <= count or steps != sorted(steps, reverse=True):
+        return Horizon()
+    step = steps[count - 1]
+    return Horizon(
+        step=step, older_commit_at=max((one.modified_at for one in announced if one.step < step), default=0.0)
+    )
 
 
 def plan_prune(

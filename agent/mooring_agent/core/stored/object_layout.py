@@ -48,6 +48,8 @@ _SNAPSHOT_KEY: Final = re.compile(
 )
 _PIN_KEY: Final = re.compile(rf"{re.escape(RESUME_PREFIX)}({_TOKEN.pattern})/([0-9]{{6,9}})\.json")
 _PLACE_KEY: Final = re.compile(rf"{re.escape(RESUME_PREFIX)}({_TOKEN.pattern})/([0-9]{{6,9}})\.({_TOKEN.pattern})\.pod")
+SERIES: Final = "node-"
+"""What the name of every series of snapshots begins with. The rank of its node follows."""
 PRUNED_PREFIX: Final = f"{STATE_DIRECTORY}/{PRUNED_DIRECTORY}/"
 PROBE_PREFIX: Final = f"{STATE_DIRECTORY}/{PROBE_DIRECTORY}/"
 
@@ -188,9 +190,14 @@ def marker_key(info: SaveInfo) -> str:
     return f"{step_prefix(info.step)}{info.save}.json"
 
 
+def series_prefix(series: str) -> str:
+    """Return the prefix of the markers of a series' snapshots, and of no others."""
+    return f"{SNAPSHOTS_PREFIX}{series}/"
+
+
 def snapshot_key(snapshot: SnapshotId) -> str:
     """Return the key of a snapshot's marker."""
-    return f"{SNAPSHOTS_PREFIX}{snapshot.series}/{_descending(snapshot.number)}.{snapshot.save}.json"
+    return f"{series_prefix(snapshot.series)}{_descending(snapshot.number)}.{snapshot.save}.json"
 
 
 def parse_marker_key(key: str) -> tuple[int, str] | None:

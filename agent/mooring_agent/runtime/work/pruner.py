@@ -1,26 +1,38 @@
 """Applies the retention settings after a commit, and removes leftovers if these settings keep all checkpoints.
 
+Most commits are followed by a prune of the newest saves, which lists little. A whole prune, which also finds what was
+never committed, follows the first commit of the agent's life, and another one from time to time.
+
 `core.policies.retention` decides what may be deleted.
 """
 
 import asyncio
 from collections.abc import Callable
 from pathlib import Path
+from typing import Final
 
 import structlog
 
 from mooring_agent.adapters.records import recorded_save
-from mooring_agent.catalog.pruning import prune, remove_litter
+from mooring_agent.catalog.pruning import PruneReport, prune, remove_litter
+from mooring_agent.catalog.recent_pruning import prune_recent
 from mooring_agent.core.agent.commands import Prune
 from mooring_agent.core.agent.events import Committed, Event, Pruned
 from mooring_agent.core.agent.state import State
 from mooring_agent.core.errors import MooringError
+from mooring_agent.core.policies.retention import Horizon
 from mooring_agent.core.settings.values import RetentionSettings
 from mooring_agent.ports import Clock, StoreWriter
 from mooring_agent.runtime.work.ready_store import ReadyStore
 from mooring_api.names import RESUMED
 
 log = structlog.get_logger("mooring.pruner")
+
+
+_WHOLE_PRUNE_COMMITS: Final = 500
+"""How many commits may follow a whole prune before the next one."""
+_WHOLE_PRUNES_PER_ORPHAN_AGE: Final = 4
+"""So what was never committed is deleted when it is at most a quarter older than it has to be."""
 
 
 class Pruner:
@@ -30,25 +42,59 @@ class Pruner:
         self._state = state
         self._clock = clock
         self._state_directory = state_directory
+        # None: the next prune is a whole one.
+        self._horizon: Horizon | None = None
+        self._whole_at = 0.0
+        self._commits = 0
 
     async def prune(self, store: StoreWriter, command: Prune) -> Pruned:
-        state = self._state()
-        newest = (state.newest_committed, state.newest_snapshot)
-        report = await prune(
-            store,
-            state.settings.retention,
-            now=self._clock.now(),
-            resumed_from=recorded_save(self._state_directory, RESUMED),
-            live=[checkpoint.info.save for checkpoint in state.unfinished.values()],
-            # Nobody may have pruned the newest of each kind, so a listing without it is incomplete.
-            known=[checkpoint.info.save for checkpoint in newest if checkpoint],
-        )
+        # After a failure or a refusal, what the last whole prune saw may no longer be true.
+        horizon, self._horizon = self._horizon, None
+        report = await self._prune(store, horizon)
         deleted = len(report.plan.deletions)
         if report.plan.refused:
             log.warning("retention.refused", reason=report.plan.refused)
-        elif deleted:
+        else:
+            self._horizon = report.horizon
+        if deleted:
             log.info("retention.pruned", saves=deleted, freed_bytes=report.freed_bytes)
         return Pruned(at=self._clock.now(), work=command.work)
+
+    async def _prune(self, store: StoreWriter, horizon: Horizon | None) -> PruneReport:
+        state, now = self._state(), self._clock.now()
+        retention = state.settings.retention
+        # Nobody may have pruned the newest of each kind, so a listing without it is incomplete.
+        newest = [one for one in (state.newest_committed, state.newest_snapshot) if one]
+        live = [checkpoint.info.save for checkpoint in state.unfinished.values()]
+        resumed_from = recorded_save(self._state_directory, RESUMED)
+        if horizon is not None and not self._whole_is_due(retention, now):
+            # The last one may be below the horizon, because a run may fall back. Where rank 0 is elsewhere, the agent
+            # there prunes.
+            last = [state.last_announced_committed] if state.last_announced_committed else []
+            own = [one.info for one in (*newest, *last) if 0 in one.contributions]
+            recent = await prune_recent(
+                store,
+                retention,
+                horizon,
+                series={info.name if info.is_snapshot else "" for info in own},
+                now=now,
+                resumed_from=resumed_from,
+                live=live,
+                known={info.save for info in own},
+            )
+            if recent is not None:
+                self._commits += 1
+                return recent
+        known = [checkpoint.info.save for checkpoint in newest]
+        report = await prune(store, retention, now=now, resumed_from=resumed_from, live=live, known=known)
+        self._whole_at, self._commits = now, 0
+        return report
+
+    def _whole_is_due(self, retention: RetentionSettings, now: float) -> bool:
+        return (
+            self._commits >= _WHOLE_PRUNE_COMMITS
+            or now - self._whole_at >= retention.orphan_age_seconds / _WHOLE_PRUNES_PER_ORPHAN_AGE
+        )
 
 
 class LeftoverRemover:
