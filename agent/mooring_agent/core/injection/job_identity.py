@@ -23,14 +23,15 @@ _STATEFUL_SET: Final = "apps.kubernetes.io/"
 def node_rank(metadata: Mapping[str, Any]) -> int | None:
     """Return the pod's index in its job; None if nothing tells it.
 
-    All pods of a job have different ones, and one has 0. The order is not always that of the trainer's ranks.
+    All pods of a job have different ones, and one has 0; of a JobSet these are the pods of one replicated job. Their
+    order is not always that of the trainer's ranks.
     """
     labels = present(metadata, "labels", {})
     completion = _completion(metadata)
     # Not job-global-index: it counts a TrainJob's initializers first, and these have no agent.
     job = _index(labels, f"{_JOBSET}job-index")
     if job is not None:
-        # Nothing says how many pods each of the jobs has.
+        # Nothing says how many pods each job has, so the first pods of all jobs come first.
         return job + (completion or 0) * (_index(labels, f"{_JOBSET}replicatedjob-replicas") or 1)
     if completion is not None:
         return completion
