@@ -70,6 +70,7 @@ class DemoJob:
         restart_policy: str = "Never",
         command: Sequence[str] = (),
         labels: Mapping[str, str] | None = None,
+        restore: str = "whole",
     ) -> "DemoPod":
         """One pod of the Job, as after its admission. `command`: another program than the demo's.
 
@@ -83,7 +84,11 @@ class DemoJob:
             "volumeMounts": [{"name": "text", "mountPath": "/text"}],
             "securityContext": RESTRICTED,
         }
-        said = {**self._annotations, "mooring.dev/grace-seconds": str(grace_seconds)}
+        said = {
+            **self._annotations,
+            "mooring.dev/grace-seconds": str(grace_seconds),
+            "mooring.dev/restore": restore,
+        }
         pod = {
             "apiVersion": "v1",
             "kind": "Pod",

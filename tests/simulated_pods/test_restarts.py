@@ -9,7 +9,13 @@ import pytest
 from tests.servers.fault_proxy import Fault, Rule
 from tests.simulated_pods.demo_job import END_SECONDS, RESTORE, START_SECONDS, DemoJob, DemoPod
 
-pytestmark = [pytest.mark.root, pytest.mark.slow, pytest.mark.timeout(900)]
+# Restored before the program starts, agreed by a pin; or while it starts, as its client asks.
+pytestmark = [
+    pytest.mark.parametrize("restore", ["whole", "lazy"]),
+    pytest.mark.root,
+    pytest.mark.slow,
+    pytest.mark.timeout(900),
+]
 
 # Of a JobSet that Kueue has suspended and resumed: neither uid nor restart count changes.
 _LABELS: Final = {
@@ -37,19 +43,19 @@ def _downloads(job: DemoJob) -> list[str]:
     ]
 
 
-def test_a_job_that_is_suspended_and_resumed_goes_on_where_it_stopped_each_time(job: DemoJob) -> None:
-    demo = job.start(labels=_LABELS)
+def test_a_job_that_is_suspended_and_resumed_goes_on_where_it_stopped_each_time(restore: str, job: DemoJob) -> None:
+    demo = job.start(labels=_LABELS, restore=restore)
     assert demo.wait_begun() == 0
     for _ in range(3):
         demo.wait_step(max([0, *demo.begun()]) + 2)
         stopped_at = _suspend(demo)
         assert job.stored_steps()[-1] == stopped_at
-        demo = job.start(labels=_LABELS)
+        demo = job.start(labels=_LABELS, restore=restore)
         assert demo.wait_begun() == stopped_at
 
 
-def test_a_pod_that_is_restarted_in_place_goes_on_from_its_own_disk_and_fetches_nothing(job: DemoJob) -> None:
-    demo = job.start(labels=_LABELS)
+def test_a_pod_that_is_restarted_in_place_goes_on_and_fetches_nothing(restore: str, job: DemoJob) -> None:
+    demo = job.start(labels=_LABELS, restore=restore)
     demo.wait_begun()
     for times in (2, 3):
         durable = demo.save_now()
@@ -62,16 +68,16 @@ def test_a_pod_that_is_restarted_in_place_goes_on_from_its_own_disk_and_fetches_
     assert not any(row["problems"] for row in job.view.verify())
 
 
-def test_a_pod_that_is_evicted_while_it_restores_is_replaced_by_one_that_does(job: DemoJob) -> None:
-    demo = job.start(labels=_LABELS)
+def test_a_pod_that_is_evicted_while_it_restores_is_replaced_by_one_that_does(restore: str, job: DemoJob) -> None:
+    demo = job.start(labels=_LABELS, restore=restore)
     demo.wait_begun()
     demo.wait_step(3)
     stopped_at = _suspend(demo)
     job.proxy.add(Rule(name="slow", fault=Fault.BLACKHOLE, method="GET", target="/checkpoint-", times=-1))
-    evicted = job.start(labels=_LABELS)
+    evicted = job.start(labels=_LABELS, restore=restore)
     evicted.pod.wait(lambda: job.proxy.hits("slow") > 0, START_SECONDS, "it restores")
     evicted.pod.evict()
     evicted.pod.wait_ended(END_SECONDS)
     assert evicted.pod.container(RESTORE).start_count == 1
     job.proxy.clear()
-    assert job.start(labels=_LABELS).wait_begun() == stopped_at
+    assert job.start(labels=_LABELS, restore=restore).wait_begun() == stopped_at
