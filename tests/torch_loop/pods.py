@@ -22,7 +22,9 @@ _LIBRARIES: Final = ("torch.distributed.checkpoint.state_dict", "torch.distribut
 class Pod:
     """One of them. Its volume stays until `replace`."""
 
-    def __init__(self, folder: Path, number: int, destination: str, settings: Mapping[str, Any]) -> None:
+    def __init__(self, folder: Path, number: int, destination: str, program: Path, settings: Mapping[str, Any]) -> None:
+        self._program = program
+        self._restore = settings["restore"]
         self.volume = folder / f"pod-{number}"
         self.agent = AgentProcess(self.volume, destination, watch="off", **settings)
         self._output = folder / f"pod-{number}.output"
@@ -30,10 +32,12 @@ class Pod:
 
     def start_trainer(self, words: Sequence[str], environment: Mapping[str, str]) -> None:
         there = {**os.environ, **TRAINER_ENVIRONMENT, **environment, names.ENV_VOLUME: str(self.volume)}
-        there[names.ENV_RESTORE] = names.LAZY
+        there[names.ENV_RESTORE] = self._restore
         with Path(os.devnull).open("rb") as nothing, self._output.open("wb") as output:
             files = [nothing.fileno(), output.fileno(), output.fileno()]
-            self._trainer = warm_torchrun(*_LIBRARIES).start([str(PROGRAM), *words], environment=there, files=files)
+            self._trainer = warm_torchrun(*_LIBRARIES).start(
+                [str(self._program), *words], environment=there, files=files
+            )
 
     def output(self) -> str:
         return self._output.read_text(errors="replace")
@@ -61,12 +65,24 @@ class Pod:
 
 
 class Pods:
-    """A job of `count` pods behind a proxy that counts what they read. A context manager."""
+    """A job of `count` pods behind a proxy that counts what they read. A context manager.
 
-    def __init__(self, folder: Path, count: int, destination: str, proxy: FaultProxy, **settings: Any) -> None:
+    With another `restore` than lazy, whoever uses it restores the volumes before.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        count: int,
+        destination: str,
+        proxy: FaultProxy,
+        *,
+        program: Path = PROGRAM,
+        **settings: Any,
+    ) -> None:
         self.proxy = proxy
         roomy = {"endpoint_url": proxy.endpoint_url, "part_size_bytes": "5MiB", "restore": names.LAZY, **settings}
-        self.pods = [Pod(folder, number, destination, roomy) for number in range(count)]
+        self.pods = [Pod(folder, number, destination, program, roomy) for number in range(count)]
         self._stack = ExitStack()
 
     def __enter__(self) -> Self:

@@ -1,0 +1,47 @@
+"""Trains a model of one weight matrix per layer, and says when it has done its first step.
+
+    python benchmarks/resuming_program.py LAYERS WIDTH STEPS [--no-save]
+
+On several ranks FSDP2 shards it. Without --no-save it saves the last step.
+"""
+
+import os
+import sys
+import time
+
+import torch
+import torch.distributed as dist
+from torch.distributed.fsdp import fully_shard
+
+import mooring.torch_loop
+
+
+def main() -> None:
+    layers, width, steps = (int(word) for word in sys.argv[1:4])
+    model: torch.nn.Module = torch.nn.Sequential(*(torch.nn.Linear(width, width, bias=False) for _ in range(layers)))
+    momentum = 0.0
+    if "RANK" in os.environ:
+        dist.init_process_group("gloo")
+        fully_shard(model, mesh=dist.init_device_mesh("cpu", (dist.get_world_size(),)))
+        momentum = 0.9
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=momentum)
+    loop = mooring.torch_loop.TorchLoop(model, optimizer)
+    print(f"resumed {loop.steps_done}", flush=True)
+    said = False
+    while not said or loop.steps_done < steps:
+        model(torch.ones(1, width)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        if not said:
+            print(f"first step at {time.time()}", flush=True)
+            said = True
+        loop.step(every=0)
+    if "--no-save" in sys.argv:
+        os._exit(0)
+    loop.finish()
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
