@@ -15,6 +15,7 @@ from mooring_agent.core.agent.work import Operation, WorkId
 from mooring_agent.core.errors import ErrorKind
 from mooring_agent.core.model import Kind
 from mooring_agent.runtime.monitors.kubernetes_events import KubernetesEvents
+from mooring_agent.runtime.work.fetches import FetchProgress
 from mooring_api.names import ANNOTATION_LAST_COMMITTED
 
 LONG_SECONDS = 3600.0
@@ -192,3 +193,21 @@ async def test_the_last_words_do_not_wait_for_a_cluster_that_does_not_answer(pod
     news = KubernetesEvents(cluster=Deaf(), clock=StillClock())
     async with asyncio.timeout(LIMIT_SECONDS):
         await news.last_words(["checkpoint-20"])
+
+
+@pytest.mark.parametrize("trouble", ["", "the store is away"])
+async def test_a_restore_that_takes_long_is_reported_with_what_the_store_said(trouble: str) -> None:
+    pod = Pod()
+    news = KubernetesEvents(
+        cluster=pod.cluster, clock=StillClock(), shortest_pause_seconds=0.001, between_restores_seconds=0.001
+    )
+    gib = 1024**3
+    at = FetchProgress(save="s", step=7, done_bytes=gib, total_bytes=4 * gib, storage_error=trouble)
+    watching = asyncio.create_task(news.watch_restore(lambda: at))
+    async with telling(news):
+        await until(lambda: bool(pod.cluster.events))
+    watching.cancel()
+    event = pod.cluster.events[0]
+    assert (event.reason, event.event_type) == ("RestoreProgress", "Warning" if trouble else "Normal")
+    assert event.message.startswith("step 7: 1.0 of 4.0 GiB are here")
+    assert trouble in event.message

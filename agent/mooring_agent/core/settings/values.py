@@ -110,9 +110,9 @@ class ClusterSettings:
 
     cluster_events: Annotated[
         bool,
-        "Report to Kubernetes: Events on the pod (saved just in time, lost, storage errors), and the newest committed "
-        "checkpoint in its annotation mooring.dev/last-committed. The pod's service account needs permission to create "
-        "events and to patch pods; the agent skips what is forbidden.",
+        "Report to Kubernetes: Events on the pod (saved just in time, lost, storage errors, long restores), and the "
+        "newest committed checkpoint in its annotation mooring.dev/last-committed. The pod's service account needs "
+        "permission to create events and to patch pods; the agent skips what is forbidden.",
     ] = False
     pod_name: Annotated[str, "The pod's name; empty: POD_NAME."] = ""
     pod_namespace: Annotated[str, "The pod's namespace; empty: POD_NAMESPACE, or the service account's."] = ""

@@ -21,11 +21,14 @@ from mooring_agent.core.errors import ClusterError, ErrorKind
 from mooring_agent.core.model import Kind
 from mooring_agent.core.settings.values import ClusterSettings
 from mooring_agent.ports import Clock, Cluster, EventType, PodEvent
+from mooring_agent.runtime.work.fetches import FetchProgress
 from mooring_api.names import ANNOTATION_LAST_COMMITTED
 
 _QUEUE_LIMIT: Final = 32
 _BETWEEN_ANNOTATIONS_SECONDS: Final = 30.0
 _BETWEEN_STORAGE_ERRORS_SECONDS: Final = 300.0
+_BETWEEN_RESTORES_SECONDS: Final = 60.0
+_GIB: Final = 1024**3
 _SHORTEST_PAUSE_SECONDS: Final = 1.0
 _LONGEST_PAUSE_SECONDS: Final = 60.0
 # The process has two seconds to close in, and SIGKILL may be near.
@@ -46,11 +49,13 @@ class KubernetesEvents:
         clock: Clock,
         between_annotations_seconds: float = _BETWEEN_ANNOTATIONS_SECONDS,
         shortest_pause_seconds: float = _SHORTEST_PAUSE_SECONDS,
+        between_restores_seconds: float = _BETWEEN_RESTORES_SECONDS,
     ) -> None:
         self._cluster = cluster
         self._clock = clock
         self._between_annotations_seconds = between_annotations_seconds
         self._shortest_pause_seconds = shortest_pause_seconds
+        self._between_restores_seconds = between_restores_seconds
         self._events: deque[PodEvent] = deque(maxlen=_QUEUE_LIMIT)
         self._committed = ""
         self._annotated = ""
@@ -94,6 +99,17 @@ class KubernetesEvents:
                 self._say(error)
                 pause_seconds = min(_LONGEST_PAUSE_SECONDS, 2 * pause_seconds)
             await asyncio.sleep(pause_seconds)
+
+    async def watch_restore(self, progress: Callable[[], FetchProgress | None]) -> None:
+        """Report from time to time how far a restore is that takes long, until cancelled."""
+        while True:
+            await asyncio.sleep(self._between_restores_seconds)
+            now = progress()
+            if now is not None:
+                text = f"step {now.step}: {now.done_bytes / _GIB:.1f} of {now.total_bytes / _GIB:.1f} GiB are here"
+                event_type = EventType.WARNING if now.storage_error else EventType.NORMAL
+                trouble = f"; {now.storage_error}" if now.storage_error else ""
+                self._note(event_type, "RestoreProgress", f"{text}{trouble}", self._clock.now())
 
     async def last_words(self, lost: Sequence[str]) -> None:
         """Send what is not durable, and the news that is left, at the agent's end. Takes only a moment, or gives up."""

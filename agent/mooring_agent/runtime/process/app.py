@@ -262,7 +262,7 @@ async def run_agent(settings: Settings, *, fresh: bool = False, parent_pid: int 
         if watcher is not None:
             forever.append(watcher.watch)
         if news is not None:
-            forever.append(news.tell)
+            forever += [news.tell, lambda: news.watch_restore(fetches.progress)]
         # Not only with the first upload: a trainer may wait for it, or the grace period may be running.
         store.prepare()
         return await live(engine, dispatcher, clock, forever, leaving, news)
