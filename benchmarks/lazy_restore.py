@@ -131,7 +131,7 @@ def _resumed(
     if how == "whole":
         _restore_all([pod.volume for pod in job.pods], bucket, proxy)
     with job:
-        job.start(*model, 2)
+        job.start(*model, 2, "--no-save")
         job.finish()
         first_steps = [float(said) for pod in job.pods for said in pod.says("first step at")]
         read_bytes = job.read_bytes()

@@ -37,6 +37,8 @@ def main() -> None:
             said = True
         loop.step(every=0)
     if "--no-save" in sys.argv:
+        if dist.is_initialized():
+            dist.barrier()
         os._exit(0)
     loop.finish()
     if dist.is_initialized():
