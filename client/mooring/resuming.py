@@ -100,13 +100,14 @@ def _choose_any(
     context = session.context()
     while True:  # ends: a checkpoint that a pod found damaged is not offered by that pod again
         number = session.next_number()
+        progress = f"resume/{number}/listing"
         # Of a job in several pods, no pod's own part is enough. What came from the destination may be damaged by now.
         records = whole() if session.holds_whole_job else ()
         own = {(record.step, record.save): record for record in records if not record.committed}
         offered: Sequence[tuple[int, str]] | None = None
         if context.leads_pod:
-            offered = [*own, *_restores(session).newest(_waiting(session, f"resume/{number}/progress"))]
-        chosen = context.coordinator.choose_newest(f"resume/{number}", offered)
+            offered = [*own, *_restores(session).newest(_waiting(session, progress))]
+        chosen = context.coordinator.choose_newest(f"resume/{number}", offered, progress=progress)
         if chosen is None:
             _require_all_afresh(session, number, has_none=not offered)
             return None

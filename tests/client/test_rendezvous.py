@@ -3,6 +3,7 @@
 import json
 import threading
 from collections.abc import Sequence
+from types import SimpleNamespace
 
 import pytest
 import torch.distributed as distributed
@@ -199,3 +200,27 @@ def test_who_has_not_come_to_the_start_of_the_job_is_named() -> None:
     store = RankStore(distributed.HashStore(), Ranks(rank=1, world_size=20))
     with pytest.raises(StoreLostError, match=r"no sign of ranks 0, 2, 3, 4, 5, 6, 7, 8 and 11 more"):
         rendezvous(store, "a", seconds=0.05)
+
+
+@pytest.mark.parametrize(("lines", "answer"), [("abcdefgh", True), ("abbbbbbb", None)], ids=["moves", "stands still"])
+def test_a_rank_is_waited_for_as_long_as_it_says_something_new(
+    lines: str, answer: bool | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The second rank comes after eight looks, each a second after the last; none may bring nothing new for four."""
+    seconds = iter(range(1000))
+    monkeypatch.setattr(coordinator, "time", SimpleNamespace(monotonic=lambda: float(next(seconds))))
+    monkeypatch.setattr(coordinator, "_LOOK_SECONDS", 0.0)
+    first, second = jobs(2)
+    said = iter(lines)
+    read = RankStore.read
+
+    def look(store: RankStore, key: str) -> str | None:
+        if key == "far":
+            line = next(said, None)
+            if line is None:
+                second.agree("here", seconds=0.0)
+            return line
+        return read(store, key)
+
+    monkeypatch.setattr(RankStore, "read", look)
+    assert first.agree("here", seconds=4.0, progress="far") is answer

@@ -54,10 +54,12 @@ class RankCoordinator(Protocol):
     def gather(self, key: str, value: str) -> Sequence[str] | None:
         """Return the values of all ranks, by rank, on rank 0; None on other ranks, and when some come too late."""
 
-    def choose_newest(self, key: str, candidates: Sequence[tuple[int, str]] | None) -> tuple[int, str] | None:
+    def choose_newest(
+        self, key: str, candidates: Sequence[tuple[int, str]] | None, *, progress: str = ""
+    ) -> tuple[int, str] | None:
         """Return the greatest (step, save) that every rank has, or None. Raises RanksError when some do not come.
 
-        `candidates` None: what the first rank of this rank's pod has.
+        `candidates` None: what the first rank of this rank's pod has. `progress` as for `agree`.
         """
 
     def leave(self) -> None:
@@ -87,7 +89,9 @@ class SingleProcess:
     def gather(self, key: str, value: str) -> Sequence[str] | None:
         return [value]
 
-    def choose_newest(self, key: str, candidates: Sequence[tuple[int, str]] | None) -> tuple[int, str] | None:
+    def choose_newest(
+        self, key: str, candidates: Sequence[tuple[int, str]] | None, *, progress: str = ""
+    ) -> tuple[int, str] | None:
         return max(candidates or (), default=None)
 
     def leave(self) -> None:
@@ -121,8 +125,10 @@ class StoreCoordinator:
     def gather(self, key: str, value: str) -> Sequence[str] | None:
         return self._ask(key, lambda: self._gather(key, value))
 
-    def choose_newest(self, key: str, candidates: Sequence[tuple[int, str]] | None) -> tuple[int, str] | None:
-        outcome = self._ask(key, lambda: self._choose_newest(key, candidates))
+    def choose_newest(
+        self, key: str, candidates: Sequence[tuple[int, str]] | None, *, progress: str = ""
+    ) -> tuple[int, str] | None:
+        outcome = self._ask(key, lambda: self._choose_newest(key, candidates, progress))
         if outcome is None:
             raise RanksError(
                 ErrorKind.RANKS_LATE,
@@ -153,7 +159,9 @@ class StoreCoordinator:
         elif self._counts_last(key):
             stands = self._store.set_if_absent(answer, "yes")
         else:
-            stands = self._wait_for(answer, seconds, progress) or self._store.set_if_absent(answer, self._late(key))
+            stands = self._while_it_moves(
+                lambda seconds: self._store.wait_for(answer, seconds), seconds, progress
+            ) or self._store.set_if_absent(answer, self._late(key))
         word, _, late = stands.partition(" ")
         if word == "late":
             _log.warning("not all ranks came in time: about=%s seconds=%.0f waited_for=%s", key, seconds, late)
@@ -162,14 +170,15 @@ class StoreCoordinator:
             self._unread = None
         return _ANSWERS[word]
 
-    def _wait_for(self, answer: str, seconds: float, progress: str) -> str | None:
+    def _while_it_moves(self, look: Callable[[float], _Result | None], seconds: float, progress: str) -> _Result | None:
+        """Return what `look` finds within its seconds; with `progress`, look on for as long as that changes."""
         if not progress:
-            return self._store.wait_for(answer, seconds)
+            return look(seconds)
         seen, give_up_at = None, time.monotonic() + seconds
         while time.monotonic() < give_up_at:
-            stands = self._store.wait_for(answer, min(seconds, _LOOK_SECONDS))
-            if stands is not None:
-                return stands
+            found = look(min(seconds, _LOOK_SECONDS))
+            if found is not None:
+                return found
             line = self._store.read(progress)
             if line != seen:
                 seen, give_up_at = line, time.monotonic() + seconds
@@ -215,12 +224,15 @@ class StoreCoordinator:
         self._store.forget_all(key)
         return values
 
-    def _choose_newest(self, key: str, candidates: Sequence[tuple[int, str]] | None) -> dict[str, Any]:
+    def _choose_newest(self, key: str, candidates: Sequence[tuple[int, str]] | None, progress: str) -> dict[str, Any]:
         own = None if candidates is None else list(candidates)
         self._store.publish(f"{key}/has/{self.ranks.rank}", json.dumps(own))
         outcome: dict[str, Any] = {"newest": None, "late": [0], "seconds": 2 * PATIENCE_SECONDS}
         if self.ranks.rank == 0:
-            answers, late = self._store.gather(f"{key}/has", PATIENCE_SECONDS), list[int]()
+            late: list[int] = []
+            answers = self._while_it_moves(
+                lambda seconds: self._store.gather(f"{key}/has", seconds), PATIENCE_SECONDS, progress
+            )
             if answers is None:
                 late = self._store.ranks_without(f"{key}/has")
                 # The last rank may have come just now.
@@ -230,7 +242,9 @@ class StoreCoordinator:
             newest = max(set.intersection(*common), default=None)
             outcome = {"newest": newest, "late": late, "seconds": PATIENCE_SECONDS}
         else:
-            self._store.wait([f"{key}/answer"], 2 * PATIENCE_SECONDS)
+            self._while_it_moves(
+                lambda seconds: self._store.wait_for(f"{key}/answer", seconds), 2 * PATIENCE_SECONDS, progress
+            )
         stands: dict[str, Any] = json.loads(self._store.set_if_absent(f"{key}/answer", json.dumps(outcome)))
         self._forget_when_read(key, *(f"{key}/has/{rank}" for rank in range(self.ranks.world_size)))
         return stands
