@@ -22,7 +22,10 @@ def main() -> None:
     momentum = 0.0
     if "RANK" in os.environ:
         dist.init_process_group("gloo")
-        fully_shard(model, mesh=dist.init_device_mesh("cpu", (dist.get_world_size(),)))
+        mesh = dist.init_device_mesh("cpu", (dist.get_world_size(),))
+        # One layer at a time is whole in memory: all ranks share this machine's.
+        for part in (*model.children(), model):
+            fully_shard(part, mesh=mesh)
         momentum = 0.9
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=momentum)
     loop = mooring.torch_loop.TorchLoop(model, optimizer)
