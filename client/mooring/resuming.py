@@ -8,6 +8,7 @@ all choose again without it.
 """
 
 import logging
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -69,7 +70,7 @@ def choose_partial(
         return chosen
     step, save = chosen
     _log.info("resuming, as far as it is read: step=%d", step)
-    return PartialCheckpoint(step=step, fetch=lambda ranges: _fetch(session, save, ranges, ""))
+    return PartialCheckpoint(step=step, fetch=lambda ranges: _fetch(session, save, ranges))
 
 
 def _chosen(
@@ -117,27 +118,36 @@ def _choose_any(
             return chosen
 
 
+class _Overruled(Exception):  # noqa: N818 - it ends a wait, and is no error
+    """Another pod has found that the choice cannot be had: what this one brings of it is of no use."""
+
+
 def _is_brought(session: Session, number: int, chosen: tuple[int, str], wanted: _Wanted) -> bool:
     """Have the choice brought to every pod; return False if a pod found it damaged. Raises RestoreError."""
     coordinator = session.context().coordinator
-    progress = f"resume/{number}/progress"
+    key, progress = f"resume/{number}/here", f"resume/{number}/progress"
     failure: RestoreError | None = None
     if session.context().leads_pod:
         try:
-            _fetch(session, chosen[1], wanted, progress)
+            _restores(session).fetch(chosen[1], wanted, _waiting(session, progress, ends_with=key))
         except RestoreError as error:
             failure = error
             _log.warning("not restored: step=%d error=%s hint=%s", chosen[0], error, error.hint)
-    is_here_everywhere = coordinator.agree(
-        f"resume/{number}/here", failure is None, seconds=WRITE_SECONDS, progress=progress
-    )
+        except _Overruled:
+            pass
+        except SystemExit:
+            # No other rank may wait for this one.
+            coordinator.agree(key, ok=False)
+            coordinator.agree(f"{key}/again", ok=False)
+            raise
+    is_here_everywhere = coordinator.agree(key, failure is None, seconds=WRITE_SECONDS, progress=progress)
     if is_here_everywhere:
         return True
     may_choose_again = failure is None or failure.kind is ErrorKind.CHECKPOINT_DAMAGED
-    if is_here_everywhere is not None and coordinator.agree(
-        f"resume/{number}/again", may_choose_again, seconds=WRITE_SECONDS, progress=f"{progress}-again"
-    ):
+    if is_here_everywhere is not None and coordinator.agree(f"{key}/again", may_choose_again):
         return False
+    if session.told_to_end:
+        raise SystemExit(names.JUST_IN_TIME_EXIT_CODE)
     raise failure or RestoreError(
         ErrorKind.NOT_RESTORED,
         f"another rank cannot have the checkpoint of step {chosen[0]}, or has not come",
@@ -145,19 +155,27 @@ def _is_brought(session: Session, number: int, chosen: tuple[int, str], wanted: 
     )
 
 
-def _fetch(session: Session, save: str, wanted: _Wanted, progress: str) -> Path:
-    return _restores(session).fetch(save, wanted, _waiting(session, progress))
+def _fetch(session: Session, save: str, ranges: Sequence[FileRange]) -> Path:
+    return _restores(session).fetch(save, ranges, _waiting(session))
 
 
-def _waiting(session: Session, progress: str) -> Callable[[str], None]:
-    """Return what to do while the agent is asked: tell the other ranks, and leave when the pod ends."""
+def _waiting(session: Session, progress: str = "", *, ends_with: str = "") -> Callable[[str], None]:
+    """Return what to do while the agent is asked: tell the other ranks, and leave when the pod ends.
+
+    `ends_with`: the agreement that makes waiting useless once it is answered.
+    """
+    began_at = time.monotonic()
 
     def waiting(line: str) -> None:
         if session.told_to_end:
-            # There is nothing to save yet, and no other rank may wait for this one.
+            # There is nothing to save yet.
             raise SystemExit(names.JUST_IN_TIME_EXIT_CODE)
         if progress:
-            session.context().coordinator.publish(progress, line)
+            # The seconds show that this rank is alive while nothing arrives.
+            coordinator = session.context().coordinator
+            coordinator.publish(progress, f"{line} after {time.monotonic() - began_at:.0f} s")
+            if ends_with and coordinator.is_answered(ends_with):
+                raise _Overruled
 
     return waiting
 

@@ -37,6 +37,9 @@ class Pod(AgentServer):
         self.refuses: dict[str, grpc.StatusCode] = {}
         self.late = 0
         """How many questions it answers with "not yet"."""
+        self.late_fetches = 0
+        """The same, of `Fetch` for the newest it has listed."""
+        self.was_asked = False
         self.brought: list[str] = []
 
     def ListRestorable(self, request: Any, context: grpc.ServicerContext) -> Any:  # noqa: N802
@@ -47,11 +50,15 @@ class Pod(AgentServer):
         return agent_pb2.ListRestorableResponse(ready=True, checkpoints=found)
 
     def Fetch(self, request: Any, context: grpc.ServicerContext) -> Any:  # noqa: N802
+        self.was_asked = True
         if request.save in self.damaged:
             self.committed = [one for one in self.committed if one[1] != request.save]
             context.abort(grpc.StatusCode.DATA_LOSS, "a byte is wrong")
         if request.save in self.refuses:
             context.abort(self.refuses[request.save], "no room")
+        if self.late_fetches and request.save == self.committed[0][1]:
+            self.late_fetches -= 1
+            return agent_pb2.FetchResponse(done_bytes=self.late_fetches, total_bytes=10)
         if self.late:
             self.late -= 1
             return agent_pb2.FetchResponse(done_bytes=self.late, total_bytes=10)
@@ -69,6 +76,8 @@ class Job:
         self._per_pod = per_pod
         self.own: Mapping[int, Sequence[Record]] = {}
         self.told_to_end = False
+        self.ends_in: set[int] = set()
+        """Ranks that are told to end once their agent was asked to fetch."""
 
     def choose(self, rank: int, *, partially: bool = False) -> Any:
         """What the rank resumes from, or the error."""
@@ -112,14 +121,20 @@ class Job:
         )
         coordinator = StoreCoordinator(RankStore(self._store, ranks))
         numbers = iter(range(100))
-        return SimpleNamespace(
+        return _Session(
+            is_told_to_end=lambda: self.told_to_end or (rank in self.ends_in and self._pod(rank).was_asked),
             settings=SimpleNamespace(lazy=True, volume=self.folder),
             context=lambda: SimpleNamespace(coordinator=coordinator, leads_pod=ranks.leads_pod),
             next_number=lambda: next(numbers),
             holds_whole_job=len(self.pods) == 1,
-            told_to_end=self.told_to_end,
             agent=Agent(self.folder / f"{rank // self._per_pod}.sock", ranks=ranks, holds_liveness_lock=True),
         )
+
+
+class _Session(SimpleNamespace):
+    @property
+    def told_to_end(self) -> bool:
+        return bool(self.is_told_to_end())
 
 
 def record(step: int, save: str, *, committed: bool = False) -> Record:
@@ -207,6 +222,22 @@ def test_a_pods_own_part_of_a_save_of_many_is_not_enough(job: Callable[..., Job]
     pods.own = {0: [record(*OLD)], 1: [record(*OLD)]}
     assert [one.step for one in pods.choose_all(partially=True)] == [1, 1]
     assert [pod.brought for pod in pods.pods] == [["s1"], ["s1"]]
+
+
+def test_a_pod_that_still_downloads_what_another_found_damaged_stops(job: Callable[..., Job]) -> None:
+    pods = job([NEW, OLD], [NEW, OLD])
+    pods.pods[1].damaged = {"s2"}
+    pods.pods[0].late_fetches = 10**6
+    assert saves(pods.choose_all()) == {"s1"}
+
+
+def test_a_pod_that_ends_while_it_restores_holds_no_other(job: Callable[..., Job]) -> None:
+    pods = job([OLD], [OLD])
+    pods.pods[1].late_fetches = 10**6
+    pods.ends_in = {1}
+    other, ending = pods.choose_all()
+    assert isinstance(ending, SystemExit)
+    assert isinstance(other, RestoreError)
 
 
 def test_an_agent_that_dies_is_waited_for_and_then_named(

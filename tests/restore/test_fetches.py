@@ -24,11 +24,12 @@ from tests.restore.stored_checkpoints import (
 
 from mooring_agent.adapters.records import recorded_save
 from mooring_agent.core.agent.events import Announced, Committed
-from mooring_agent.core.errors import ErrorKind, RequestError, StoreError
+from mooring_agent.core.errors import ErrorKind, RequestError, StoreError, VolumeError
 from mooring_agent.core.model import SaveInfo
 from mooring_agent.core.settings.values import Settings, StoreSettings
 from mooring_agent.core.stored.object_layout import file_key, marker_key
 from mooring_agent.ports import ObjectStore
+from mooring_agent.restore import partial_copy
 from mooring_agent.restore.init_step import restore
 from mooring_agent.restore.partial_copy import FileRange
 from mooring_agent.runtime.work.fetches import Fetches, FetchProgress
@@ -72,7 +73,7 @@ async def pod(
 
     volume.mkdir(exist_ok=True)  # noqa: ASYNC240 - a local disk
     with ThreadPoolExecutor(1) as disk:
-        fetches = Fetches(store=cast(Any, SimpleNamespace(get=get)), settings=settings, disk=disk)
+        fetches = Fetches(store=cast(Any, SimpleNamespace(get=get)), settings=settings, disk=disk, guesses=True)
         running = asyncio.create_task(fetches.run())
         try:
             yield Pod(store, volume, fetches)
@@ -323,16 +324,97 @@ async def test_another_checkpoint_replaces_the_one_being_fetched(store: FakeStor
         assert on_disk(done.path)["rng_state_0.pth"] == rank_files(100)["rng_state_0.pth"]
 
 
-async def test_what_was_fetched_goes_when_a_newer_checkpoint_is_committed(store: FakeStore, volume: Path) -> None:
+def committed(save: str) -> Committed:
+    return Committed(at=0.0, work=cast(Any, SimpleNamespace(save=save)))
+
+
+@pytest.mark.parametrize("step", [1, 200], ids=["of a run that began anew", "of the next steps"])
+async def test_what_was_fetched_goes_when_the_trainer_has_saved(step: int, store: FakeStore, volume: Path) -> None:
     info = await store_checkpoint(store, 100)
-    newer = SaveInfo(save="new-1", name="checkpoint-200", step=200, kind=info.kind, world_size=1)
-    state: Any = SimpleNamespace(checkpoints={"new-1": SimpleNamespace(info=newer)})
+    newer = replace(info, save="new-1", name=f"checkpoint-{step}", step=step)
+    incoming = volume / ".mooring" / "incoming"
+    nobody = cast(Any, None)
+    async with pod(store, volume) as one:
+        done = await one.fetch(info, FileRange(path="rng_state_0.pth"))
+        # One that was announced before this start is committed while its ranks read.
+        one.fetches.hear(nobody, committed("of-before-1"))
+        assert on_disk(done.path)
+        one.fetches.hear(nobody, announced(newer))
+        one.fetches.hear(nobody, committed("new-1"))
+        await until(lambda: not list(incoming.iterdir()))
+
+
+async def test_what_a_fetch_that_failed_has_left_goes_too(store: FakeStore, volume: Path) -> None:
+    info = await store_checkpoint(store, 100)
+    newer = replace(info, save="new-1", name="checkpoint-200", step=200)
+    incoming = volume / ".mooring" / "incoming"
     async with pod(store, volume) as one:
         await one.fetch(info, FileRange(path="rng_state_0.pth"))
-        event: Any = Committed(at=0.0, work=cast(Any, SimpleNamespace(save="new-1")))
-        one.fetches.hear(state, event)
-        incoming = volume / ".mooring" / "incoming"
+        store.fail("get_into", ErrorKind.CHECKPOINT_CORRUPT, times=100)
+        with pytest.raises(StoreError):
+            await one.fetch(info)
+        one.fetches.hear(cast(Any, None), announced(newer))
+        one.fetches.hear(cast(Any, None), committed("new-1"))
         await until(lambda: not list(incoming.iterdir()))
+
+
+async def test_a_piece_that_is_on_its_way_is_not_fetched_again(store: FakeStore, volume: Path) -> None:
+    """The guess fetches it already when a client asks: it must not be written to once it was verified."""
+    info = await store_checkpoint(store, 100)
+    begun, may_go_on = asyncio.Event(), asyncio.Event()
+    get_into = store.get_into
+
+    async def slow(*arguments: Any, **named: Any) -> int:
+        begun.set()
+        await may_go_on.wait()
+        return await get_into(*arguments, **named)
+
+    store.get_into = slow  # type: ignore[method-assign]
+    async with pod(store, volume, mode="lazy") as one:
+        await begun.wait()
+        asking = asyncio.create_task(one.fetch(info))
+        await until(lambda: one.fetches.progress() is not None)
+        may_go_on.set()
+        assert on_disk((await asking).path) == all_files(100)
+    assert sorted(fetched(store)) == sorted([*["model-0.safetensors"] * 6, "state-0.pt", "rng_state_0.pth"])
+
+
+async def test_an_agent_that_was_started_again_waits_for_the_store_too(store: FakeStore, volume: Path) -> None:
+    info = await store_checkpoint(store, 100)
+    async with pod(store, volume) as one:
+        store.fail("list", ErrorKind.UNREACHABLE, times=2)
+        assert on_disk((await one.fetch(info)).path) == all_files(100)
+
+
+async def test_a_guess_that_has_no_room_is_not_made(
+    store: FakeStore, volume: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def no_room(name: str, *_: Any) -> None:
+        raise VolumeError(ErrorKind.DISK_FULL, f"{name} does not fit", hint="make room")
+
+    monkeypatch.setattr(partial_copy, "check_room", no_room)
+    info = await store_checkpoint(store, 100)
+    with capture_logs() as logs:
+        async with pod(store, volume, mode="lazy") as one:
+            await until(lambda: any(line["event"] == "fetch.not_guessed" for line in logs))
+            for ranges in ([], [FileRange(path="rng_state_0.pth")]):
+                with pytest.raises(VolumeError):
+                    await one.fetch(info, *ranges)
+    assert fetched(store) == []
+
+
+async def test_what_was_only_guessed_is_not_what_the_run_resumed_from(store: FakeStore, volume: Path) -> None:
+    await store_checkpoint(store, 100)
+    async with pod(store, volume, mode="lazy"):
+        await until(lambda: len(fetched(store)) == 8)
+    assert recorded_save(volume / "state", RESUMED) == ""
+
+
+async def test_a_pod_offers_twenty_checkpoints_and_not_its_whole_history(store: FakeStore, volume: Path) -> None:
+    for step in range(30):
+        await store_checkpoint(store, step, ranks=[{"a": b"b"}])
+    async with pod(store, volume) as one:
+        assert await one.offered() == list(range(29, 9, -1))
 
 
 async def test_a_checkpoint_that_is_deleted_meanwhile_is_not_called_damaged(store: FakeStore, volume: Path) -> None:

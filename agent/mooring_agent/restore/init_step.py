@@ -200,8 +200,8 @@ async def _complete(
     """Download what this volume lacks of a checkpoint that its pod has contributed to, or that was damaged here."""
     copy = PartialCopy(store, checkpoint, local, volume, disk)
     await copy.prepare()
-    await copy.check_room(size_limit_bytes)
     pieces = copy.all_pieces()
+    await copy.check_room(pieces, size_limit_bytes)
     total_bytes = sum(map(copy.size_bytes, pieces))
     done_bytes = 0
 

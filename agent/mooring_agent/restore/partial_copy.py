@@ -26,7 +26,7 @@ from mooring_agent.adapters.durable_files import write_all
 from mooring_agent.adapters.volume.errors import volume_error
 from mooring_agent.adapters.volume.shared_folders import share_tree
 from mooring_agent.adapters.volume.shared_volume import Folder, open_volume
-from mooring_agent.catalog.fetching import StoredPack, fetch_pack, fetch_part, packs_of
+from mooring_agent.catalog.fetching import PACKS_AT_ONCE, StoredPack, fetch_pack, fetch_part, packs_at_once, packs_of
 from mooring_agent.catalog.reading import CommittedCheckpoint, StoredFile
 from mooring_agent.core.errors import ErrorKind, RequestError
 from mooring_agent.core.model import Part, RankManifest
@@ -71,6 +71,9 @@ class PartialCopy:
         self._files = {file.entry.path: file for file in checkpoint.files}
         self._packs = {pack.key: pack for pack in packs_of(checkpoint.files)}
         self._here: set[Piece] = set()
+        self._coming: dict[Piece, asyncio.Task[None]] = {}
+        # A pack is in memory while it arrives.
+        self._pack_slots = asyncio.Semaphore(packs_at_once(self._packs.values(), most=PACKS_AT_ONCE))
         # Files that were made empty here, in which nothing needs to be looked for.
         self._new: set[str] = set()
         self._opened: set[str] = set()
@@ -137,22 +140,38 @@ class PartialCopy:
             self._is_in_place = True
         return self._is_in_place
 
-    async def check_room(self, size_limit_bytes: int) -> None:
-        """Raise VolumeError(DISK_FULL) if there is no room for all that is not here. `size_limit_bytes` 0: none."""
+    async def check_room(self, pieces: Sequence[Piece], size_limit_bytes: int) -> None:
+        """Raise VolumeError(DISK_FULL) if there is no room for these pieces. `size_limit_bytes` 0: none."""
         if self._has_own:
             await self._on_disk(self._link_all_own)
-        missing_bytes = sum(self.size_bytes(piece) for piece in self.all_pieces() if piece not in self._here)
+        missing_bytes = sum(self.size_bytes(piece) for piece in pieces if piece not in self._here)
         name = self.checkpoint.marker.info.name
         await self._on_disk(partial(check_room, name, missing_bytes, self._volume, size_limit_bytes))
 
     async def bring(self, piece: Piece) -> None:
-        """Fetch and verify a piece unless it is here. Raises StoreError or VolumeError."""
-        if self.has(piece):
-            return
+        """Fetch and verify a piece unless it is here. Raises StoreError or VolumeError.
+
+        Never twice at a time: what was verified must not be written to again.
+        """
+        while not self.has(piece):
+            coming = self._coming.get(piece)
+            if coming is not None:
+                await asyncio.wait({coming})
+                continue
+            coming = self._coming[piece] = asyncio.create_task(self._bring(piece))
+            try:
+                await coming
+            finally:
+                coming.cancel()
+                await asyncio.wait({coming})
+                del self._coming[piece]
+
+    async def _bring(self, piece: Piece) -> None:
         if piece.number:
             await self._bring_part(self._files[piece.name], piece)
         else:
-            await self._bring_pack(self._packs[piece.name])
+            async with self._pack_slots:
+                await self._bring_pack(self._packs[piece.name])
         self._here.add(piece)
 
     async def make_durable(self) -> None:
@@ -171,11 +190,14 @@ class PartialCopy:
         part = _part(file, piece.number)
         if await self._on_disk(partial(self._finds, file, part)):
             return
-        descriptor = await self._on_disk(partial(self._open, file, part))
+        opening = asyncio.ensure_future(self._on_disk(partial(self._open, file, part)))
         try:
-            await fetch_part(self._store, file, part, descriptor)
+            await fetch_part(self._store, file, part, await asyncio.shield(opening))
         finally:
-            await asyncio.shield(self._on_disk(partial(os.close, descriptor)))
+            # Also if this was cancelled while the thread still opened it.
+            await asyncio.wait({opening})
+            if not opening.exception():
+                await self._on_disk(partial(os.close, opening.result()))
 
     async def _bring_pack(self, pack: StoredPack) -> None:
         if await self._on_disk(lambda: all(self._finds_whole(file) for file in pack.files)):
@@ -256,13 +278,10 @@ class PartialCopy:
     def _open(self, file: StoredFile, part: Part) -> int:
         try:
             with open_volume(self._volume) as root, root.folder(self._local.incoming(self.checkpoint)) as folder:
-                descriptor = open_to_write(folder, file.entry.path, file.entry.size_bytes)
-                try:
+                # Readable, because libc reads where a filesystem cannot allocate by itself.
+                with folder.opened_file(file.entry.path, os.O_RDWR) as descriptor:
                     os.posix_fallocate(descriptor, part.offset_bytes, part.size_bytes)
-                except BaseException:
-                    os.close(descriptor)
-                    raise
-                return descriptor
+                return open_to_write(folder, file.entry.path, file.entry.size_bytes)
         except OSError as error:
             raise volume_error(error, f"opening {file.entry.path}") from error
 

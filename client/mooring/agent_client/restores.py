@@ -22,7 +22,9 @@ WAIT_SECONDS: Final = 5.0
 AGENT_SECONDS: Final = 300.0
 """How long to wait for an agent that does not answer: kubelet starts a killed one again after up to five minutes."""
 STORE_SECONDS: Final = 1800.0
-"""How long to wait while nothing arrives from the store."""
+"""How long to wait while nothing arrives and the store gives errors."""
+TOTAL_SECONDS: Final = 24 * 3600.0
+"""How long to wait for a checkpoint in all."""
 _SAY_SECONDS: Final = 30.0
 _PAUSE_SECONDS: Final = 1.0
 _GIB: Final = 1024**3
@@ -81,7 +83,7 @@ class _Patience:
     def __init__(self, on_wait: Callable[[str], object], about: str) -> None:
         self._on_wait = on_wait
         self._about = about
-        self._answered_at = self._moved_at = self._said_at = time.monotonic()
+        self._began_at = self._answered_at = self._moved_at = self._said_at = time.monotonic()
         self._done_bytes = 0
 
     def answer(self, call: Callable[[], Any]) -> Any:
@@ -110,13 +112,14 @@ class _Patience:
     def wait(self, done_bytes: int, total_bytes: int, storage_error: str) -> None:
         """Note how far the agent is. Raises RestoreError if that has been the same for too long."""
         now = time.monotonic()
-        if done_bytes != self._done_bytes:
+        if done_bytes != self._done_bytes or not storage_error:
+            # Without an error the agent verifies what is here, which may take long.
             self._done_bytes, self._moved_at = done_bytes, now
         trouble = f", {storage_error}" if storage_error else ""
-        if now - self._moved_at > STORE_SECONDS:
+        if now - self._moved_at > STORE_SECONDS or now - self._began_at > TOTAL_SECONDS:
             raise RestoreError(
                 ErrorKind.NOT_RESTORED,
-                f"nothing of {self._about} has arrived for {STORE_SECONDS:.0f} s{trouble}",
+                f"{self._about} cannot be had, after {now - self._began_at:.0f} s{trouble}",
                 hint="check whether the destination can be reached; `mooring doctor` examines it",
             )
         self._say(f"{done_bytes / _GIB:.1f} of {total_bytes / _GIB:.1f} GiB{trouble}")

@@ -45,6 +45,9 @@ class RankCoordinator(Protocol):
     def publish(self, progress: str, line: str) -> None:
         """Tell the ranks that wait with this `progress` how far this one is."""
 
+    def is_answered(self, key: str) -> bool:
+        """Whether the agreement has an answer already, which is then "no": this rank has not come yet."""
+
     def arrive(self, key: str) -> None:
         """Agree without waiting for the answer. Other ranks may wait for it."""
 
@@ -79,6 +82,9 @@ class SingleProcess:
 
     def publish(self, progress: str, line: str) -> None:
         return
+
+    def is_answered(self, key: str) -> bool:
+        return False
 
     def arrive(self, key: str) -> None:
         return
@@ -115,6 +121,9 @@ class StoreCoordinator:
 
     def publish(self, progress: str, line: str) -> None:
         self._ask(progress, lambda: self._store.publish(progress, f"rank {self.ranks.rank}: {line}"))
+
+    def is_answered(self, key: str) -> bool:
+        return self._ask(key, lambda: self._store.read(f"{key}/answer")) is not None
 
     def arrive(self, key: str) -> None:
         self._ask(key, lambda: self._arrive(key))
@@ -246,7 +255,8 @@ class StoreCoordinator:
                 lambda seconds: self._store.wait_for(f"{key}/answer", seconds), 2 * PATIENCE_SECONDS, progress
             )
         stands: dict[str, Any] = json.loads(self._store.set_if_absent(f"{key}/answer", json.dumps(outcome)))
-        self._forget_when_read(key, *(f"{key}/has/{rank}" for rank in range(self.ranks.world_size)))
+        has = [f"{key}/has/{rank}" for rank in range(self.ranks.world_size)]
+        self._forget_when_read(key, *has, *([progress] if progress else []))
         return stands
 
     def _ask(self, key: str, question: Callable[[], _Result | None]) -> _Result | None:

@@ -48,14 +48,18 @@ class PartialReader(StorageReader):
         super().__init__()
         self._group = group
         self._checkpoint = checkpoint
-        self._directory = checkpoint.fetch([(METADATA_FILE, 0, 0)])
-        self._reader: FileSystemReader = make(self._directory)
+        self._make = make
+        self._directory = Path()
+        self._reader: FileSystemReader
         self._metadata: Metadata | None = None
 
     def reset(self, checkpoint_id: Any = None) -> None:
-        self._reader.reset(checkpoint_id)
+        return
 
     def read_metadata(self, *arguments: Any, **named: Any) -> Metadata:
+        # Not before: DCP tells all ranks what one raises here.
+        self._directory = self._checkpoint.fetch([(METADATA_FILE, 0, 0)])
+        self._reader = self._make(self._directory)
         return self._reader.read_metadata()
 
     def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *arguments: Any, **named: Any) -> None:
@@ -82,7 +86,7 @@ class PartialReader(StorageReader):
             rank = first[path][1] if path in first else 0
             to_read.setdefault(rank, []).append(index)
         return [
-            replace(plan, storage_data=_Common(all=common, to_read=to_read.get(rank, [])))
+            replace(plan, storage_data=_Common(all=common, readers=sorted(to_read), to_read=to_read.get(rank, [])))
             for rank, plan in enumerate(self._reader.prepare_global_plan(plans))
         ]
 
@@ -90,19 +94,14 @@ class PartialReader(StorageReader):
         """Raises RestoreError if the checkpoint is damaged; then DCP has every rank raise."""
         common: _Common = plan.storage_data
         own = replace(plan, items=[item for item in plan.items if item.storage_index not in common.all])
-        failure: Exception | None = None
-        read: dict[MetadataIndex, bytes] = {}
+        read: dict[MetadataIndex, bytes] | BaseException
         try:
             self._fetch(own, common.to_read)
             read = {index: self._bytes(index) for index in common.to_read}
-        except Exception as error:
+        except BaseException as error:
             # The other ranks wait for this one.
-            failure = error
-        told = self._exchanged(read if failure is None else failure) if common.all else [failure or {}]
-        for answer in told:
-            if isinstance(answer, Exception):
-                raise answer
-        stored = {index: content for answer in told for index, content in answer.items()}
+            read = error
+        stored = self._told_by_all(read, common)
         for item in plan.items:
             if item.storage_index in common.all:
                 _take(item, stored[item.storage_index], planner)
@@ -120,10 +119,21 @@ class PartialReader(StorageReader):
         if ranges:
             self._checkpoint.fetch(_merged(ranges))
 
-    def _exchanged(self, read: Any) -> list[Any]:
-        told: list[Any] = [None] * dist.get_world_size(self._group)
-        dist.all_gather_object(told, read, group=self._group)
-        return told
+    def _told_by_all(self, read: Any, common: "_Common") -> "dict[MetadataIndex, bytes]":
+        """Exchange what ranks have read, or raise what one of them raised. One rank tells the others at a time."""
+        own_rank = dist.get_rank(self._group) if common.readers else 0
+        stored: dict[MetadataIndex, bytes] = {}
+        failure: BaseException | None = read if isinstance(read, BaseException) else None
+        for rank in common.readers:
+            told = [read if rank == own_rank else None]
+            dist.broadcast_object_list(told, src=rank, group=self._group)
+            if isinstance(told[0], BaseException):
+                failure = failure or told[0]
+            else:
+                stored.update(told[0] or {})
+        if failure is not None:
+            raise failure
+        return stored
 
     def _bytes(self, index: MetadataIndex) -> bytes:
         path, offset, length = _range_of(self._reader.storage_data[index])
@@ -191,9 +201,10 @@ class PartialReader(StorageReader):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Common:
-    """Items that several ranks need, and those of them that this rank reads for all."""
+    """Items that several ranks need, the ranks that read them for all, and those of them that this rank reads."""
 
     all: "set[MetadataIndex]"
+    readers: "Sequence[int]"
     to_read: "Sequence[MetadataIndex]"
 
 

@@ -78,13 +78,23 @@ class Storage:
             raise not_ours(source, _reason(error)) from error
 
     def items(self, source: Source) -> set[str]:
-        """Return the names of the stored items. Raises UsageError."""
+        """Return the names of the stored items. Raises UsageError; what one rank raises for a partial one, all do."""
+        found: set[str] | BaseException
         try:
-            return set(self._reader(source).read_metadata().state_dict_metadata)
-        except MooringError:
-            raise
+            found = set(self._reader(source).read_metadata().state_dict_metadata)
+        except MooringError as error:
+            found = error
         except Exception as error:
-            raise not_ours(source, repr(error)) from error
+            found = not_ours(source, repr(error))
+        except SystemExit as error:
+            found = error
+        if isinstance(source, PartialCheckpoint) and (group := self.options().get("process_group")) is not None:
+            failures: list[Any] = [None] * self.world_size
+            dist.all_gather_object(failures, found if isinstance(found, BaseException) else None, group=group)
+            found = next((failure for failure in failures if failure is not None), found)
+        if isinstance(found, BaseException):
+            raise found
+        return found
 
     def _reader(self, source: Source) -> StorageReader:
         make = dcp.FileSystemReader if self.trust_pickle else PlainReader
@@ -94,9 +104,12 @@ class Storage:
 
 
 def _raise_ours(error: BaseException) -> None:
-    """Raise the MooringError with which a rank failed, if DCP wraps one: it says more than DCP's own error."""
+    """Raise the MooringError with which a rank failed, if DCP wraps one: it says more than DCP's own error.
+
+    Or the SystemExit with which it leaves because its pod ends.
+    """
     failures = error.failures.values() if isinstance(error, CheckpointException) else ()
-    ours = next((failure for failure, _ in failures if isinstance(failure, MooringError)), None)
+    ours = next((failure for failure, _ in failures if isinstance(failure, MooringError | SystemExit)), None)
     if ours is not None:
         raise ours from error
 

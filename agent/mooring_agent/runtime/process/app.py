@@ -180,7 +180,13 @@ async def run_agent(settings: Settings, *, fresh: bool = False, parent_pid: int 
         stack.push_async_callback(store.close)
         others = OtherWriters(store, clock)
         litter = LeftoverRemover(store, clock, settings.retention)
-        fetches = Fetches(store=store, settings=settings, disk=_threads(stack, "mooring-fetch", 1))
+        # An agent that was started again in the midst of training has checkpoints in its journal.
+        fetches = Fetches(
+            store=store,
+            settings=settings,
+            disk=_threads(stack, "mooring-fetch", 1),
+            guesses=not state.checkpoints and not state.termination.noticed,
+        )
         news = await stack.enter_async_context(cluster_news(settings.cluster, clock=clock, executor=monitor_threads))
         engine = Engine(
             state=state,

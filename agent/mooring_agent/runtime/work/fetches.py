@@ -7,7 +7,7 @@ somebody asks, and is told to whoever waits; damage to a checkpoint ends its fet
 
 import asyncio
 import random
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import Executor
 from contextlib import suppress
 from dataclasses import dataclass
@@ -61,8 +61,8 @@ class FetchProgress:
 
     save: str
     step: int
-    done_bytes: int
-    total_bytes: int
+    done_bytes: int = 0
+    total_bytes: int = 0
     path: Path | None = None
     storage_error: str = ""
 
@@ -70,7 +70,8 @@ class FetchProgress:
 class Fetches:
     """`run` works until it is cancelled; `hear` is the engine's listener. `disk` has one thread of its own."""
 
-    def __init__(self, *, store: ReadyStore, settings: Settings, disk: Executor) -> None:
+    def __init__(self, *, store: ReadyStore, settings: Settings, disk: Executor, guesses: bool) -> None:
+        """`guesses`: the trainer has not begun, so what it needs of the newest checkpoint is worth a guess."""
         self._store = store
         self._settings = settings
         self._disk = disk
@@ -80,7 +81,7 @@ class Fetches:
         self._known: dict[str, CommittedSave] = {}
         self._current: Fetch | None = None
         self._carrying: asyncio.Task[None] | None = None
-        self._trains = False
+        self._guesses = guesses and settings.restore == LAZY
         self._was_asked = False
         self._newest_at_start: CommittedSave | None = None
         self._began = asyncio.Event()
@@ -91,10 +92,13 @@ class Fetches:
         try:
             while True:
                 self._began.clear()
-                if self._current is None:
-                    await self._began.wait()
-                elif self._current.failure is None:
-                    await self._carry_out(self._current)
+                fetch = self._current
+                if fetch is not None and fetch.failure is None:
+                    await self._carry_out(fetch)
+                elif fetch is not None and fetch.is_superseded:
+                    await self._discard(fetch)
+                    # What was read of its manifests takes memory.
+                    self._current = None if self._current is fetch else self._current
                 else:
                     await self._began.wait()
         finally:
@@ -102,58 +106,42 @@ class Fetches:
             await asyncio.gather(guessing, return_exceptions=True)
 
     def hear(self, state: State, event: Event) -> None:
-        """End the guess when the trainer saves, and the fetch when a newer checkpoint is committed or the pod ends."""
+        """End the guess when the trainer saves, and the fetch when what it saved is committed or the pod ends."""
         fetch = self._current
         match event:
             case Announced():
                 self._warn_if_not_asked(event.info)
                 if event.info.is_snapshot:
                     return
-                self._trains = True
+                self._guesses = False
                 if fetch is not None:
-                    fetch.guessed.clear()
-            case Committed() if fetch is not None and (found := state.checkpoints.get(event.work.save)) is not None:
-                if not found.info.is_snapshot and found.info.step > fetch.committed.step:
-                    fetch.is_superseded = True
-                    self._end(fetch)
-            case TerminationNoticed() if fetch is not None:
+                    fetch.forget_guess()
+                    fetch.announced_since.add(event.info.save)
+            case Committed() if fetch is not None and event.work.save in fetch.announced_since:
+                # Not every commit: a save from before this start may be committed while its ranks still read.
+                fetch.is_superseded = True
                 self._end(fetch)
+            case TerminationNoticed():
+                self._guesses = False
+                if fetch is not None:
+                    self._end(fetch)
             case _:
                 pass
 
     def progress(self) -> FetchProgress | None:
         """Return how far the current fetch is; None if there is none, or nothing is left to do."""
         fetch = self._current
-        if fetch is None or fetch.failure is not None:
+        if fetch is None or fetch.failure is not None or not fetch.is_busy:
             return None
-        if fetch.copy is None:
-            return self._progress(fetch, ())
-        pieces = [*fetch.asked, *(piece for piece in fetch.guessed if piece not in fetch.asked)]
-        return None if all(map(fetch.copy.has, pieces)) else self._progress(fetch, pieces)
+        return self._progress(fetch, fetch.done_bytes, fetch.wanted_bytes)
 
     async def restorable(self, wait_seconds: float) -> Restorable:
-        """Return what is committed and not known to be damaged. Waits so long for a store that does not answer.
+        """Return the newest that are committed and not known to be damaged. Waits so long for a store that is away.
 
         Raises StoreError(CHECKPOINT_CORRUPT) if there are checkpoints and all of them are damaged.
         """
         self._was_asked = True
-        storage_error = "the store has not answered yet"
-        with suppress(TimeoutError):
-            async with asyncio.timeout(wait_seconds):
-                attempt = 1
-                while True:
-                    try:
-                        return Restorable(committed=await self._list())
-                    except StoreError as failure:
-                        if failure.kind is ErrorKind.CHECKPOINT_CORRUPT:
-                            raise
-                        storage_error = _line(failure)
-                        delay_seconds = retry_delay_seconds(failure.kind, attempt, random.random())  # noqa: S311
-                        if delay_seconds is None:
-                            raise
-                    attempt += 1
-                    await asyncio.sleep(delay_seconds)
-        return Restorable(committed=None, storage_error=storage_error)
+        return await self._listed(_after(wait_seconds))
 
     async def fetch(self, save: str, ranges: Sequence[FileRange], *, whole: bool, wait_seconds: float) -> FetchProgress:
         """Ask for all of a committed checkpoint or for ranges of its files, and wait so long.
@@ -161,40 +149,57 @@ class Fetches:
         Raises StoreError(CHECKPOINT_CORRUPT) if it is damaged, VolumeError, and RequestError for a save or a file that
         does not exist.
         """
+        give_up_at = _after(wait_seconds)
         if save in self._failures:
             raise checkpoint_corrupt(f"save {save} cannot be restored: {self._failures[save]}")
-        fetch = await self._begin(save)
-        give_up_at = asyncio.get_running_loop().time() + wait_seconds
+        if self._is_unknown(save):
+            listed = await self._listed(give_up_at, further_back=True)
+            if listed.committed is None:
+                return FetchProgress(save=save, step=0, storage_error=listed.storage_error)
+        fetch = self._begin(save)
         await _wait(fetch.loaded, give_up_at)
         if fetch.failure is not None:
             raise fetch.failure
         if fetch.copy is None:
-            return self._progress(fetch, ())
-        pieces = fetch.copy.all_pieces() if whole else fetch.copy.pieces_of(ranges)
-        if not whole:
-            # A reader that knows what it needs makes every guess worse.
-            fetch.guessed.clear()
-        request = fetch.ask(pieces)
-        try:
-            if whole:
-                fetch.wants_place.set()
-                await _wait(fetch.settled, give_up_at)
-            else:
-                await _wait(request.settled, give_up_at)
-        finally:
-            fetch.requests.remove(request)
+            return self._progress(fetch, 0, 0)
+        if not fetch.is_asked_for:
+            await self._on_disk(partial(self._local.note_resumed, fetch.copy.checkpoint))
+            fetch.is_asked_for = True
+        return await (self._whole(fetch, give_up_at) if whole else self._parts(fetch, ranges, give_up_at))
+
+    async def _whole(self, fetch: Fetch, give_up_at: float) -> FetchProgress:
+        assert fetch.copy is not None
+        fetch.wants_place.set()
+        await _wait(fetch.settled, give_up_at)
         if fetch.failure is not None:
             raise fetch.failure
-        is_done = fetch.copy.is_in_place or (not whole and not request.missing)
-        return self._progress(fetch, pieces, path=fetch.copy.path if is_done else None)
+        path = fetch.copy.path if fetch.copy.is_in_place else None
+        return self._progress(fetch, fetch.done_bytes, fetch.wanted_bytes, path)
 
-    async def _begin(self, save: str) -> Fetch:
+    async def _parts(self, fetch: Fetch, ranges: Sequence[FileRange], give_up_at: float) -> FetchProgress:
+        assert fetch.copy is not None
+        pieces = fetch.copy.pieces_of(ranges)
+        # A reader that knows what it needs makes every guess worse.
+        fetch.forget_guess()
+        await fetch.copy.check_room(pieces, self._settings.disk.size_limit_bytes)
+        fetch.ask(pieces)
+        with fetch.waiting(pieces) as request:
+            await _wait(request.settled, give_up_at)
+            if fetch.failure is not None:
+                raise fetch.failure
+            total_bytes = sum(map(fetch.copy.size_bytes, pieces))
+            missing_bytes = sum(map(fetch.copy.size_bytes, request.missing))
+            path = None if request.missing else fetch.copy.path
+            return self._progress(fetch, total_bytes - missing_bytes, total_bytes, path)
+
+    def _is_unknown(self, save: str) -> bool:
+        return save not in self._known and (self._current is None or self._current.committed.save != save)
+
+    def _begin(self, save: str) -> Fetch:
         current = self._current
         if current is not None and current.committed.save == save:
             # After a failure that says nothing about the checkpoint, such as a full disk, it may work now.
             return current if current.failure is None else self._begin_anew(current.committed)
-        if save not in self._known:
-            await self._list(further_back=True)
         if save not in self._known:
             raise RequestError(
                 ErrorKind.UNKNOWN_SAVE,
@@ -220,42 +225,68 @@ class Fetches:
         )
         if self._carrying is not None:
             self._carrying.cancel()
+        self._began.set()
+
+    async def _listed(self, give_up_at: float, *, further_back: bool = False) -> Restorable:
+        """List what is committed, again and again until this time if the store is away."""
+        storage_error = "the store has not answered yet"
+        with suppress(TimeoutError):
+            async with asyncio.timeout_at(give_up_at):
+                attempt = 1
+                while True:
+                    try:
+                        return Restorable(committed=await self._list(further_back=further_back))
+                    except StoreError as failure:
+                        delay_seconds = retry_delay_seconds(failure.kind, attempt, random.random())  # noqa: S311
+                        if delay_seconds is None:
+                            raise
+                        storage_error = _line(failure)
+                    attempt += 1
+                    await asyncio.sleep(delay_seconds)
+        return Restorable(committed=None, storage_error=storage_error)
 
     async def _list(self, *, further_back: bool = False) -> Sequence[CommittedSave]:
         store = await self._store.get()
         committed = await (list_committed(store) if further_back else newest_committed(store, _NEWEST))
         usable = [one for one in committed if one.save not in self._failures]
         if committed and not usable and not further_back:
-            usable = list(await self._list(further_back=True))
+            return await self._list(further_back=True)
         if committed and not usable:
             raise checkpoint_corrupt("none of the committed checkpoints can be restored")
-        self._known |= {one.save: one for one in usable}
-        return usable
+        self._known = {one.save: one for one in usable}
+        return usable if further_back else usable[:_NEWEST]
 
     async def _guess(self) -> None:
         """Begin to fetch the newest checkpoint before anybody asks. Gives up at the first error: it is only a guess."""
-        if self._settings.restore != LAZY:
+        if not self._guesses:
             return
         try:
             committed = await self._list()
+            self._newest_at_start = committed[0] if committed else None
+            if not committed or self._current is not None:
+                return
+            fetch = self._begin_anew(committed[0])
+            await fetch.loaded.wait()
+            pieces = self._likely_pieces(fetch)
+            if pieces and fetch.copy is not None:
+                await fetch.copy.check_room(pieces, self._settings.disk.size_limit_bytes)
         except MooringError as error:
             log.info("fetch.not_guessed", error=str(error))
             return
-        if not committed:
-            return
-        self._newest_at_start = committed[0]
-        if self._current is not None:
-            return
-        fetch = self._begin_anew(committed[0])
-        await fetch.loaded.wait()
-        if fetch.copy is None or fetch.asked or self._trains:
-            return
+        if pieces and self._may_guess(fetch):
+            log.info("fetch.guessed", step=fetch.committed.step, pieces=len(pieces))
+            fetch.guess(pieces)
+
+    def _may_guess(self, fetch: Fetch) -> bool:
+        return self._guesses and not fetch.is_asked_for
+
+    def _likely_pieces(self, fetch: Fetch) -> Sequence[Piece]:
+        """Return what this pod most likely needs: all that one agent wrote, or what its own place wrote among many."""
+        if fetch.copy is None:
+            return ()
         if len(fetch.copy.checkpoint.marker.manifests) == 1:
-            fetch.guessed.extend(fetch.copy.all_pieces())
-        elif self._settings.place:
-            fetch.guessed.extend(fetch.copy.contribution(self._settings.node_rank))
-        log.info("fetch.guessed", step=fetch.committed.step, pieces=len(fetch.guessed))
-        fetch.work.set()
+            return fetch.copy.all_pieces()
+        return fetch.copy.contribution(self._settings.node_rank) if self._settings.place else ()
 
     async def _carry_out(self, fetch: Fetch) -> None:
         """Work on a fetch until it fails or is ended."""
@@ -269,15 +300,12 @@ class Fetches:
             await asyncio.wait({working})
         if not working.cancelled() and (error := working.exception()) is not None:
             await self._fail(fetch, error)
-        if fetch.is_superseded:
-            await self._discard(fetch)
 
     async def _work(self, fetch: Fetch) -> None:
         store = await self._until_it_works(fetch, self._store.get)
         checkpoint = await self._until_it_works(fetch, partial(load, store, fetch.committed))
         copy = PartialCopy(store, checkpoint, self._local, self._volume, self._disk)
         await copy.prepare()
-        await asyncio.get_running_loop().run_in_executor(self._disk, self._local.note_resumed, checkpoint)
         fetch.copy = copy
         fetch.loaded.set()
         async with asyncio.TaskGroup() as workers:
@@ -288,16 +316,25 @@ class Fetches:
     async def _bring_pieces(self, fetch: Fetch, copy: PartialCopy) -> None:
         while True:
             piece = await fetch.next_piece()
-            await self._until_it_works(fetch, partial(copy.bring, piece))
+            try:
+                await self._until_it_works(fetch, partial(copy.bring, piece))
+            except MooringError as error:
+                if fetch.is_asked(piece):
+                    raise
+                # Nobody waits for it. Whoever asks for it will hear.
+                log.info("fetch.not_guessed", error=str(error))
+                fetch.forget_guess()
+                continue
             fetch.arrived(piece)
 
     async def _put_in_place(self, fetch: Fetch, copy: PartialCopy) -> None:
         await fetch.wants_place.wait()
         if not await copy.take_place_if_whole():
-            await copy.check_room(self._settings.disk.size_limit_bytes)
-            request = fetch.ask(copy.all_pieces())
-            await request.settled.wait()
-            fetch.requests.remove(request)
+            pieces = copy.all_pieces()
+            await copy.check_room(pieces, self._settings.disk.size_limit_bytes)
+            fetch.ask(pieces)
+            with fetch.waiting(pieces) as request:
+                await request.settled.wait()
             await copy.put_in_place()
             await clear_damage(await self._store.get(), fetch.committed.save)
         log.info("fetch.done", step=fetch.committed.step, save=fetch.committed.save)
@@ -308,8 +345,7 @@ class Fetches:
         if fetch.copy is None or fetch.copy.is_in_place:
             return
         try:
-            discard = partial(self._local.discard, fetch.copy.checkpoint)
-            await asyncio.get_running_loop().run_in_executor(self._disk, discard)
+            await self._on_disk(partial(self._local.discard, fetch.copy.checkpoint))
         except MooringError as error:
             log.info("fetch.not_discarded", error=str(error))
 
@@ -360,17 +396,22 @@ class Fetches:
                 "resume with Mooring's client, or restore whole: --restore whole, mooring.dev/restore: whole",
             )
 
-    def _progress(self, fetch: Fetch, pieces: Iterable[Piece], path: Path | None = None) -> FetchProgress:
-        copy = fetch.copy
-        sizes = [(copy.size_bytes(piece), copy.has(piece)) for piece in pieces] if copy is not None else []
+    def _progress(self, fetch: Fetch, done_bytes: int, total_bytes: int, path: Path | None = None) -> FetchProgress:
         return FetchProgress(
             save=fetch.committed.save,
             step=fetch.committed.step,
-            done_bytes=sum(size_bytes for size_bytes, is_here in sizes if is_here),
-            total_bytes=sum(size_bytes for size_bytes, _ in sizes),
+            done_bytes=done_bytes,
+            total_bytes=total_bytes,
             path=path,
             storage_error=fetch.storage_error,
         )
+
+    async def _on_disk(self, work: Callable[[], _Result]) -> _Result:
+        return await asyncio.get_running_loop().run_in_executor(self._disk, work)
+
+
+def _after(seconds: float) -> float:
+    return asyncio.get_running_loop().time() + seconds
 
 
 async def _wait(event: asyncio.Event, until: float) -> None:
