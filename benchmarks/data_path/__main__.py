@@ -10,7 +10,7 @@ import tempfile
 from pathlib import Path
 
 from benchmarks.data_path import series, small_files
-from benchmarks.data_path.comparison import MODES, Result, compare, only, source_sizes
+from benchmarks.data_path.comparison import MODES, Result, compare, measured, only, source_sizes
 from benchmarks.data_path.goals import comparison_goals
 from benchmarks.data_path.memory import measure_memory
 from benchmarks.data_path.mooring import Mooring
@@ -29,6 +29,7 @@ def main() -> int:
     parser.add_argument("--mode", action="append", choices=MODES, help="in the comparison; may be repeated")
     parser.add_argument("--size", type=float, default=2.0, help="GiB of the comparison, in four files")
     parser.add_argument("--rounds", type=int, default=5, help="of the comparison and of small files")
+    parser.add_argument("--beside", type=Path, help="in the comparison: another checkout, whose code is measured too")
     parser.add_argument("--quick", action="store_true", help="a smoke test: one round of everything, small")
     parser.add_argument("--output", type=Path, help="folder for RESULTS.md and the plots")
     options = parser.parse_args()
@@ -36,7 +37,7 @@ def main() -> int:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     if options.quick:
         options.size, options.rounds = 0.125, 1
-    elif options.only or options.mode:
+    elif options.only or options.mode or options.beside:
         options.section = options.section or ["comparison"]
     sections = options.section or SECTIONS
     report = Report()
@@ -69,6 +70,9 @@ def _comparison(report: Report, options: argparse.Namespace, plots: Path) -> Non
     with open_workplace(source_sizes(options.size)) as place:
         mooring = Mooring()
         tools: list[Tool] = only([mooring, *limits(place.programs.limits), *peers()], options.only)
+        other = Mooring(checkout=options.beside.resolve()) if options.beside else None
+        if other:
+            tools.append(other)
         modes = options.mode or list(MODES)
         if mooring in tools and any(mode.startswith("download") for mode in modes):
             with place.job(upload=True, secure=False) as job:
@@ -78,6 +82,9 @@ def _comparison(report: Report, options: argparse.Namespace, plots: Path) -> Non
             report.comparison(mode, results[mode])
             plot_comparison(mode, results[mode], plots / f"data-path-{mode}.png")
             report.lines += ["", f"![{mode}](data-path-{mode}.png)"]
+            by_name = {result.tool: result for result in measured(results[mode])}
+            if other and mooring.name in by_name and other.name in by_name:
+                report.beside(mode, by_name[mooring.name], by_name[other.name])
     report.goals += comparison_goals(results)
 
 

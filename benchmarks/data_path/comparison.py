@@ -46,12 +46,21 @@ class Result:
         return self.figures(lambda measurement: measurement.cpu_seconds / (self.size_bytes / 1e9))
 
     @property
+    def main_thread_costs(self) -> list[float]:
+        """CPU seconds per GB of the first thread alone."""
+        return self.figures(lambda measurement: measurement.main_thread_cpu_seconds / (self.size_bytes / 1e9))
+
+    @property
     def rate(self) -> float:
         return median(self.rates)
 
     @property
     def cost(self) -> float:
         return median(self.costs)
+
+    @property
+    def main_thread_cost(self) -> float:
+        return median(self.main_thread_costs)
 
     @property
     def check(self) -> str:
@@ -92,7 +101,11 @@ def compare(
                 say(f"{mode} {tool.name}: FAILED {failure}")
                 continue
             result.measurements.append(measurement)
-            say(f"{mode} round {number + 1} {tool.name}: {result.rates[-1]:.2f} GB/s, {result.costs[-1]:.3f} CPU s/GB")
+            say(
+                f"{mode} round {number + 1} {tool.name}: {result.rates[-1]:.2f} GB/s, "
+                f"{result.costs[-1]:.3f} CPU s/GB, "
+                f"{result.main_thread_costs[-1]:.3f} of its main thread"
+            )
     return list(results.values())
 
 
@@ -107,7 +120,7 @@ def _is_hopeless(result: Result, results: Sequence[Result]) -> bool:
 
 
 def is_peer(tool: str) -> bool:
-    return tool != MOORING and not tool.startswith(LIMITS)
+    return not tool.startswith(MOORING) and not tool.startswith(LIMITS)
 
 
 def _check(job: Job, tool: Tool, *, compare_bytes: bool) -> None:

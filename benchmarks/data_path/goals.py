@@ -6,8 +6,12 @@ A ratio is the median of the ratios of each round: what slows the machine down i
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
+from typing import Final
 
 from benchmarks.data_path.comparison import MOORING, Result, is_peer, measured
+
+LOOP_COST_GOAL: Final = 0.08
+"""CPU seconds per GB. No number of cores brings one agent past the inverse of it, in GB/s."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,6 +39,7 @@ def comparison_goals(results: Mapping[str, Sequence[Result]]) -> list[Goal]:
         factor, name = limits[mode]
         if name in by_name:
             goals.append(_at_most(f"{mode}: CPU s/GB", ours, by_name[name], factor))
+        goals.append(_loop_goal(mode, ours))
         others = [row for row in by_name.values() if is_peer(row.tool)]
         rivals = [row for row in others if row.check] if mode.startswith("upload") else others
         if rivals:
@@ -44,6 +49,15 @@ def comparison_goals(results: Mapping[str, Sequence[Result]]) -> list[Goal]:
             fastest = max(others, key=lambda row: row.rate)
             goals.append(at_least(f"{mode}: throughput", ours, fastest))
     return goals
+
+
+def _loop_goal(mode: str, ours: Result) -> Goal:
+    return Goal(
+        figure=f"{mode}: CPU s/GB of the event loop's thread",
+        bound=f"≤ {LOOP_COST_GOAL:g}",
+        found=f"{ours.main_thread_cost:.3f}",
+        met=ours.main_thread_cost <= LOOP_COST_GOAL,
+    )
 
 
 def ratio(ours: Result, theirs: Result, of: Callable[[Result], list[float]]) -> float:

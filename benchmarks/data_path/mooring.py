@@ -14,7 +14,8 @@ from contextlib import ExitStack, nullcontext
 from pathlib import Path
 from typing import Final
 
-from benchmarks.data_path.process import Measurement, Watch, measure, process_cpu_ns
+from benchmarks.data_path.comparison import MOORING
+from benchmarks.data_path.process import Measurement, Watch, cpu_times, measure
 from benchmarks.data_path.tools import TIMEOUT_SECONDS, Job, plain_environment
 from tests.harness.agent_process import AgentProcess, write_checkpoint
 from tests.harness.control_group import ControlGroup
@@ -27,12 +28,16 @@ _HOUSEKEEPING_SECONDS: Final = 0.3
 
 
 class Mooring:
-    name: Final = "mooring"
     version: Final = mooring_agent.__version__
 
-    def __init__(self, group: ControlGroup | None = None) -> None:
-        """In a `group` the agent, or the restore, has to do with its memory."""
+    def __init__(self, group: ControlGroup | None = None, *, checkout: Path | None = None) -> None:
+        """In a `group` the agent, or the restore, has to do with its memory. `checkout`: whose code it is, if not ours.
+
+        Another checkout must need the same libraries: they come from this environment.
+        """
+        self.name = f"{MOORING} of {checkout.name}" if checkout else MOORING
         self._group = group
+        self._checkout = checkout
 
     def can(self, *, upload: bool, secure: bool) -> bool:
         return True
@@ -46,13 +51,13 @@ class Mooring:
 
     def _upload(self, job: Job, destination: str) -> Measurement:
         started = time.monotonic()
-        agent = _agent(job, destination)
+        agent = self._agent(job, destination)
         with self._group.inside() if self._group else nullcontext():
             agent.start()
         with ExitStack() as stack:
             stack.push(agent)
             start_seconds = time.monotonic() - started
-            start_cpu_ns = process_cpu_ns(agent.process.pid)
+            start = cpu_times(agent.process.pid)
             small = write_checkpoint(agent.checkpoints / "checkpoint-1", {"small.bin": 1 << 20})
             agent.wait_committed(agent.announce(small, 1).save, TIMEOUT_SECONDS)
             folder = agent.checkpoints / "checkpoint-2"
@@ -60,17 +65,18 @@ class Mooring:
             job.server.reset()
             watch = Watch(agent.process.pid)
             watch.start()
-            began, cpu_ns = time.monotonic(), process_cpu_ns(agent.process.pid)
+            before = cpu_times(agent.process.pid)
             agent.wait_committed(agent.announce(folder, 2).save, TIMEOUT_SECONDS)
-            wall_seconds = time.monotonic() - began
+            wall_seconds = (time.monotonic_ns() - before.at) / 1e9
             time.sleep(_HOUSEKEEPING_SECONDS)  # it lets go of its copies after that; it is the checkpoint's cost
-            cpu_ns = process_cpu_ns(agent.process.pid) - cpu_ns
+            after = cpu_times(agent.process.pid)
             watch.stop()
             return Measurement(
                 wall_seconds=wall_seconds,
-                cpu_seconds=cpu_ns / 1e9,
+                cpu_seconds=(after.process - before.process) / 1e9,
+                main_thread_cpu_seconds=(after.main_thread - before.main_thread) / 1e9,
                 start_wall_seconds=start_seconds,
-                start_cpu_seconds=start_cpu_ns / 1e9,
+                start_cpu_seconds=start.process / 1e9,
                 peak_rss_bytes=watch.peak_rss_bytes,
                 peak_anonymous_bytes=watch.peak_anonymous_bytes,
                 counts=job.server.counts(),
@@ -84,7 +90,7 @@ class Mooring:
         measurement = measure(
             self._group.wrap(command) if self._group else command,
             server=job.server,
-            environment=plain_environment(job),
+            environment=self._environment(job),
             log=job.work / "log",
             timeout_seconds=TIMEOUT_SECONDS,
             written_to=volume,
@@ -92,15 +98,22 @@ class Mooring:
         (volume / "checkpoints" / "checkpoint-2").rename(job.destination)
         return measurement
 
+    def _agent(self, job: Job, destination: str) -> AgentProcess:
+        return AgentProcess(
+            job.work / "volume",
+            destination,
+            environment=self._environment(job),
+            endpoint_url=job.endpoint_url,
+            ca_bundle=job.server.ca_bundle,
+            # A process of its own, whose start and memory are what a user has.
+            warm=False,
+        )
 
-def _agent(job: Job, destination: str) -> AgentProcess:
-    return AgentProcess(
-        job.work / "volume",
-        destination,
-        environment=plain_environment(job),
-        endpoint_url=job.endpoint_url,
-        ca_bundle=job.server.ca_bundle,
-    )
+    def _environment(self, job: Job) -> dict[str, str]:
+        if self._checkout is None:
+            return plain_environment(job)
+        packages = (self._checkout / name for name in ("agent", "client", "proto"))
+        return {**plain_environment(job), "PYTHONPATH": os.pathsep.join(map(str, packages))}
 
 
 def link_all(paths: Iterable[Path], folder: Path) -> None:

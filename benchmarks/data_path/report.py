@@ -33,12 +33,30 @@ class Report:
         speed = "files/s" if files else "GB/s"
         self.section(
             title,
-            f"| tool | version | rounds | check sent | CPU s/GB | its spread | {speed} | its spread | anonymous MiB "
-            "| RSS MiB | start-up s (CPU s) | requests | MB on the wire |",
-            "|---|---|---|---|---|---|---|---|---|---|---|---|---|",
+            f"| tool | version | rounds | check sent | CPU s/GB | its spread | main thread's | {speed} | its spread "
+            "| anonymous MiB | RSS MiB | start-up s (CPU s) | requests | MB on the wire |",
+            "|---|---|---|---|---|---|---|---|---|---|---|---|---|---|",
             *(_row(row, files) for row in rows),
         )
         self.failures += [f"{title}: {row.tool}: {row.failure.splitlines()[0]}" for row in results if row.failure]
+
+    def beside(self, mode: str, ours: Result, theirs: Result) -> None:
+        """Ratios of ours to those of another checkout: the median, the least and the most of the rounds."""
+        ways: Mapping[str, list[tuple[float, float]]] = {
+            "CPU s/GB of the event loop's thread": _pairs(ours.main_thread_costs, theirs.main_thread_costs),
+            "CPU s/GB": _pairs(ours.costs, theirs.costs),
+            "GB/s": _pairs(ours.rates, theirs.rates),
+            "peak RSS": _pairs(*(row.figures(lambda one: one.peak_rss_bytes) for row in (ours, theirs))),
+            "peak anonymous memory": _pairs(
+                *(row.figures(lambda one: one.peak_anonymous_bytes) for row in (ours, theirs))
+            ),
+        }
+        rows = []
+        for figure, pairs in ways.items():
+            ratios = [one / other for one, other in pairs]
+            rows.append(f"| {figure} | {median(ratios):.2f} | {min(ratios):.2f} to {max(ratios):.2f} |")
+        title = f"{mode}: {ours.tool} / {theirs.tool}"
+        self.section(title, "| figure | median of the ratios of rounds | spread |", "|---|---|---|", *rows)
 
     def series(self, title: str, unit: str, results: Mapping[int, Sequence[Result]]) -> None:
         names = sorted({row.tool for rows in results.values() for row in rows})
@@ -113,7 +131,7 @@ def _row(row: Result, files: int) -> str:
     counts = row.measurements[-1].counts
     return (
         f"| {row.tool} | {row.version} | {len(row.measurements)} | {row.check or '-'} | {row.cost:.3f} "
-        f"| {min(row.costs):.3f} to {max(row.costs):.3f} | {median(rates):.{digits}f} "
+        f"| {min(row.costs):.3f} to {max(row.costs):.3f} | {row.main_thread_cost:.3f} | {median(rates):.{digits}f} "
         f"| {min(rates):.{digits}f} to {max(rates):.{digits}f} "
         f"| {_peak(row.figures(lambda one: one.peak_anonymous_bytes))} "
         f"| {_peak(row.figures(lambda one: one.peak_rss_bytes))} "
@@ -121,6 +139,11 @@ def _row(row: Result, files: int) -> str:
         f"({median(row.figures(lambda one: one.start_cpu_seconds)):.2f}) "
         f"| {counts.requests} | {(counts.bytes_in + counts.bytes_out) / 1e6:.0f} |"
     )
+
+
+def _pairs(ours: list[float], theirs: list[float]) -> list[tuple[float, float]]:
+    """The rounds that both have."""
+    return list(zip(ours, theirs, strict=False))
 
 
 def _peak(sizes_bytes: Sequence[float]) -> str:
