@@ -21,7 +21,7 @@ from tests.servers.tls import Certificate
 from mooring_agent.adapters.checksum import crc64nvme
 from mooring_agent.adapters.region_file import RegionFile
 from mooring_agent.adapters.transfer import tls_transport
-from mooring_agent.adapters.transfer.socket_writers import TlsWriter
+from mooring_agent.adapters.transfer.socket_writers import BufferWriter
 from mooring_agent.adapters.transfer.tls_connector import open_tls_connection
 from mooring_agent.adapters.transfer.tls_transport import TlsTransport
 from mooring_agent.core.settings.values import MIB
@@ -242,11 +242,13 @@ def test_a_thread_sends_a_file_through_a_socket_that_fills_up(
         recorder = Recorder()
         async with connected(certificate, receive, recorder) as (transport, peer):
             with RegionFile(region_of(path)) as file:
-                outlet = TlsWriter(file, transport.get_extra_info("socket"), memoryview(bytearray(MIB)), sums_up=True)
+                connection = transport.get_extra_info("socket")
+                buffer = memoryview(bytearray(MIB))
+                writer = BufferWriter(file, connection, buffer, lambda: None, sums_up=True)
                 position = waits = 0
                 while position < MORE_THAN_THE_KERNEL_HOLDS:
                     position += await transport.lend(
-                        executor, outlet.send, position, MORE_THAN_THE_KERNEL_HOLDS - position
+                        executor, writer.send, position, MORE_THAN_THE_KERNEL_HOLDS - position
                     )
                     if position < MORE_THAN_THE_KERNEL_HOLDS:
                         waits += 1
@@ -256,7 +258,7 @@ def test_a_thread_sends_a_file_through_a_socket_that_fills_up(
             assert peer.error is None
             assert waits
             assert recorder.received == b"early"
-            assert outlet.checksum == crc64nvme(path.read_bytes())
+            assert writer.checksum == crc64nvme(path.read_bytes())
 
     run(send())
     assert received == path.read_bytes()
@@ -294,26 +296,23 @@ def test_a_connection_is_not_closed_while_a_thread_has_it(
     assert found[0] >= 0
 
 
-class Filling(asyncio.BufferedProtocol):
-    """Has room for so much, then pauses."""
+class Filling(asyncio.Protocol):
+    """Pauses when it has so much, or more."""
 
     def __init__(self, size_bytes: int) -> None:
-        self.buffer = bytearray(size_bytes)
-        self.filled = 0
+        self.received = bytearray()
         self.full = asyncio.Event()
         self.lost = asyncio.Event()
         self.transport: Any = None
+        self._size_bytes = size_bytes
 
     def connection_made(self, transport: Any) -> None:
         self.transport = transport
 
-    def get_buffer(self, sizehint: int) -> memoryview:
-        assert self.filled < len(self.buffer), "reading was paused"
-        return memoryview(self.buffer)[self.filled :]
-
-    def buffer_updated(self, nbytes: int) -> None:
-        self.filled += nbytes
-        if self.filled == len(self.buffer):
+    def data_received(self, data: bytes) -> None:
+        assert not self.full.is_set(), "reading was paused"
+        self.received += data
+        if len(self.received) >= self._size_bytes:
             self.transport.pause_reading()
             self.full.set()
 
@@ -328,7 +327,7 @@ def test_all_that_a_peer_sent_before_it_closed_arrives_however_late_there_is_roo
     sent = _bytes(3 * MIB + 777)
 
     async def receive() -> None:
-        first, second = Filling(2 * MIB), Filling(2 * MIB)
+        first, second = Filling(2 * MIB), Filling(4 * MIB)
         async with connected(certificate, partial(_send_and_go, data=sent), first) as (transport, peer):
             async with asyncio.timeout(WAIT_SECONDS):
                 await first.full.wait()
@@ -339,7 +338,7 @@ def test_all_that_a_peer_sent_before_it_closed_arrives_however_late_there_is_roo
             transport.resume_reading()
             async with asyncio.timeout(WAIT_SECONDS):
                 await second.lost.wait()
-        assert bytes(first.buffer) + bytes(second.buffer[: second.filled]) == sent
+        assert bytes(first.received + second.received) == sent
 
     run(receive())
 

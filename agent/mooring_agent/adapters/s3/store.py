@@ -67,7 +67,9 @@ class S3Store:
         self._stall_seconds = settings.connect_timeout_seconds + settings.read_timeout_seconds
         self._slots = asyncio.Semaphore(settings.max_connections)
         self._executor = ThreadPoolExecutor(_THREADS, thread_name_prefix="mooring-store")
-        self._transfer = make_transfer(self._executor, limiter)
+        # One thread per connection: a body keeps it as long as the store takes or sends bytes.
+        self._movers = ThreadPoolExecutor(settings.max_connections, thread_name_prefix="mooring-bodies")
+        self._transfer = make_transfer(self._movers, limiter)
         self._write_arguments = _write_arguments(settings)
         self._data_arguments = {"StorageClass": settings.storage_class} if settings.storage_class else {}
         self._listings = Listings(client, self._bucket, self._prefix, request=self._request, place=self._place)
@@ -223,6 +225,7 @@ class S3Store:
     async def close(self) -> None:
         await self._stack.aclose()
         self._executor.shutdown(wait=False)
+        self._movers.shutdown(wait=False)
 
     @asynccontextmanager
     async def _request(self, operation: str, key: str) -> AsyncIterator[StallTimeout]:

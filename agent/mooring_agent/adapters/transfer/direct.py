@@ -65,6 +65,7 @@ class DirectTransfer:
     """See Transfer."""
 
     def __init__(self, executor: ThreadPoolExecutor, limiter: RateLimiter) -> None:
+        """`executor` has a thread for each connection: a body keeps one as long as it is on the wire."""
         self._executor = executor
         self._limiter = limiter
         self._outgoing = BufferPool(BUFFER_BYTES)

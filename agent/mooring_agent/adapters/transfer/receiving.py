@@ -1,29 +1,38 @@
-"""Writes the body of an answer to a file: the connection fills our buffers, and worker threads empty them.
+"""Writes the body of an answer to a file: a worker thread takes it off the socket, buffer by buffer.
 
-aiohttp would make several objects of every piece and copy it twice. While a body of known length arrives, the transport
-talks to a protocol of ours instead, by way of asyncio's `set_protocol` and `BufferedProtocol`. Afterwards aiohttp gets
-its connection back and may use it again. Over TLS it works the same.
+aiohttp would make several objects of every piece and copy it twice, all on the event loop. So while a body of known
+length arrives, aiohttp is told to read no more, and one thread receives, computes the checksum and writes. Afterwards
+aiohttp gets its connection back and may use it again. Where only aiohttp can read the connection, because the event
+loop's own TLS is in between, the event loop fills the buffer.
 
-Invariants: each body uses two buffers, whatever its size; one buffer is written while the next fills, never two at
-once, because parallel writes to one file only contend for its lock; a connection that brought more than the body serves
-no other request. Bytes that arrive even later look like the next answer to any client, so callers check that an answer
-is the one they asked for.
+Invariants: each body uses one buffer, whatever its size; a connection that brought more than the body serves no other
+request. Bytes that arrive even later look like the next answer to any client, so callers check that an answer is the
+one they asked for.
 """
 
 import asyncio
-from collections import deque
+import select
+import socket
+import ssl
 from concurrent.futures import Executor
+from contextlib import closing
 from typing import Final
 
 import aiohttp
-from aiohttp.client_proto import ResponseHandler
 
 from mooring_agent.adapters.checksum import crc64nvme
 from mooring_agent.adapters.transfer.sink import PositionedFileWriter
 from mooring_agent.adapters.transfer.stall_timeout import StallTimeout
+from mooring_agent.adapters.transfer.thread_sockets import BUSY, LentSocket, wait_until_ready
+from mooring_agent.adapters.transfer.tls_transport import TlsTransport
 from mooring_agent.adapters.transfer.upload_body import BufferPool
 
-_BUFFERS: Final = 2
+_SUM_BYTES: Final = 256 * 1024
+"""The checksum of so many bytes is computed at a time: they are still in the core's cache."""
+_AT_ONCE_BYTES: Final = 256 * 1024
+"""A thread waits for so many bytes, if that many are to come, and does not wake up for every packet."""
+_TLS_RECORD_BYTES: Final = 17 * 1024
+"""What OpenSSL may hold of a record that has not arrived whole."""
 
 
 async def download(
@@ -42,185 +51,186 @@ async def download(
     disk is waited for. Raises aiohttp's ClientError if the body ends early, and VolumeError if the disk refuses. After
     either the connection is closed.
     """
-    loop = asyncio.get_running_loop()
     sink = PositionedFileWriter(descriptor, offset_bytes)
-    receiver = _Receiver(response, size_bytes, buffers, stall)
+    buffer = buffers.take()
+    body = _Body(size_bytes, buffer, sink, stall)
+    # A short body may have arrived whole, and aiohttp has already released its connection.
+    transport = response.connection.transport if response.connection else None
     try:
-        receiver.begin()
-        written = 0
-        while written < size_bytes:
-            piece = await receiver.piece()
-            await loop.run_in_executor(executor, sink.write, piece)
-            written += len(piece)
-            receiver.written()
-        receiver.end()
-        return receiver.checksum
+        if transport is None or isinstance(transport, TlsTransport) or not transport.get_extra_info("sslcontext"):
+            await _receive_in_thread(response, body, executor)
+        else:
+            await _receive_here(response, body, executor)
     except BaseException:
-        receiver.abort()
+        body.stop()
+        # If aiohttp saw the end of a short body, the connection may already serve another request and is left alone.
+        if transport is not None and not response.content.is_eof():
+            transport.abort()
+        # This waits for a write in progress. The buffer is dropped: the thread may still touch it.
+        await asyncio.shield(asyncio.get_running_loop().run_in_executor(executor, sink.close))
         raise
-    finally:
-        await asyncio.shield(loop.run_in_executor(executor, sink.close))
+    buffers.release(buffer)
+    return body.checksum
 
 
-class _Receiver(asyncio.BufferedProtocol):
-    """Takes the body off the connection. The caller alternates `piece` and `written`."""
+async def _receive_in_thread(response: aiohttp.ClientResponse, body: "_Body", executor: Executor) -> None:
+    stream = response.content
+    while data := stream.read_nowait():
+        if body.take(data):
+            raise aiohttp.ClientPayloadError("more arrived at once than aiohttp keeps")
+    connection = response.connection
+    if stream.is_eof() or connection is None or connection.protocol is None or connection.transport is None:
+        if body.missing_bytes:
+            raise body.cut_off()
+        await asyncio.get_running_loop().run_in_executor(executor, body.finish)
+        return
+    handler, transport = connection.protocol, connection.transport
+    # This stops aiohttp's own time-out as well. Its parser never sees the rest of the body.
+    handler.pause_reading()
+    try:
+        if isinstance(transport, TlsTransport):
+            await transport.lend(executor, body.receive, transport.get_extra_info("socket"))
+        else:
+            with closing(LentSocket(transport)) as lent:
+                await lent.lend(executor, body.receive, lent.connection)
+    except OSError as error:
+        raise body.cut_off() from error
+    if body.brought_more:
+        # The surplus would look like the next answer.
+        handler.force_close()
+    stream.feed_eof()
 
-    def __init__(
-        self, response: aiohttp.ClientResponse, size_bytes: int, buffers: BufferPool, stall: StallTimeout
-    ) -> None:
+
+async def _receive_here(response: aiohttp.ClientResponse, body: "_Body", executor: Executor) -> None:
+    loop = asyncio.get_running_loop()
+    while body.missing_bytes:
+        data = await response.content.readany()
+        if not data:
+            raise body.cut_off()
+        while data := body.take(data):
+            await loop.run_in_executor(executor, body.write)
+    await loop.run_in_executor(executor, body.finish)
+
+
+class _Body:
+    """The bytes of one body on their way to the file. Methods that block are for a worker thread."""
+
+    def __init__(self, size_bytes: int, buffer: memoryview, sink: PositionedFileWriter, stall: StallTimeout) -> None:
         self.checksum = 0
-        self._stream = response.content
-        self._missing = size_bytes
+        self.missing_bytes = size_bytes
+        self.brought_more = False
         self._size_bytes = size_bytes
-        self._buffers = buffers
+        self._buffer = buffer
+        self._filled = self._summed = 0
+        self._sink = sink
         self._stall = stall
-        self._taken: list[memoryview] = []
-        self._idle: deque[memoryview] = deque()
-        self._full: deque[tuple[memoryview, int]] = deque()
-        self._current: memoryview | None = None
-        self._filled = 0
-        self._changed = asyncio.Event()
-        self._lost: BaseException | None = None
-        self._surplus = memoryview(bytearray(1))
-        self._brought_more = False
-        connection = response.connection
-        # A short body may have arrived whole, and aiohttp has already released its connection.
-        self._handler: ResponseHandler | None = connection.protocol if connection else None
-        self._transport: asyncio.Transport | None = connection.transport if connection else None
-
-    def begin(self) -> None:
-        """Take what aiohttp has already read of the body, then take over the connection."""
-        while data := self._stream.read_nowait():
-            self._take(data)
-        if self._stream.is_eof() and self._missing:
-            raise self._cut_off()
-        if not self._missing:
-            self._moved(0)
-            return
-        if self._handler is None or self._transport is None:
-            raise self._cut_off()
-        # This stops aiohttp's own time-out as well. Its parser never sees the rest of the body.
-        self._handler.pause_reading()
-        self._transport.set_protocol(self)
-        if self._current is not None or self._next_buffer():
-            self._transport.resume_reading()
+        self._stopped = False
         self._stall.moved()
-        self._moved(0)
 
-    async def piece(self) -> memoryview:
-        """Return the next full buffer, or the last one. Raises ClientPayloadError if the connection was lost."""
-        while not self._full:
-            if self._lost:
-                raise self._lost
-            self._changed.clear()
-            await self._changed.wait()
-        buffer, size = self._full[0]
-        return buffer[:size]
+    def take(self, data: bytes) -> bytes:
+        """Copy bytes that have arrived into the buffer; return those for which it has no room.
 
-    def written(self) -> None:
-        """Note that the piece was written: its buffer may be filled again."""
-        self._idle.append(self._full.popleft()[0])
-        if self._current is None and self._missing and self._transport is not None and self._next_buffer():
-            self._transport.resume_reading()
-        self._moved(0)
+        Raises ClientPayloadError if they are more than the body has.
+        """
+        if len(data) > self.missing_bytes:
+            raise aiohttp.ClientPayloadError(f"more than {self._size_bytes} bytes arrived")
+        count = min(len(data), len(self._buffer) - self._filled)
+        self._buffer[self._filled : self._filled + count] = data[:count]
+        self._arrived(count)
+        return data[count:]
+
+    def receive(self, connection: socket.socket) -> int:
+        """Receive what is missing from a non-blocking socket, write everything, and return 0. Blocks.
+
+        Raises ClientPayloadError if the connection breaks or `stop` is called, and VolumeError.
+        """
+        patience = _Patience(connection)
+        while self.missing_bytes:
+            if self._filled == len(self._buffer):
+                self.write()
+            room = self._buffer[self._filled : self._filled + self.missing_bytes]
+            try:
+                count = connection.recv_into(room)
+            except BUSY as error:
+                patience.wait(self.missing_bytes, error)
+                count = -1
+            except OSError as error:
+                raise self.cut_off() from error
+            if self._stopped or not count:
+                raise self.cut_off()
+            if count > 0:
+                self._arrived(count)
+        patience.end()
+        self.finish()
+        self.brought_more = _has_more(connection)
+        return 0
+
+    def write(self) -> None:
+        """Write what the buffer holds, and empty it. Blocks."""
+        self._sum_up()
+        self._stall.allowed()
+        self._sink.write(self._buffer[: self._filled])
+        self._filled = self._summed = 0
+        self._stall.moved()
+
+    def finish(self) -> None:
+        """Write the rest, and close the file. Blocks."""
+        self.write()
+        # From here on only the store's next answer is waited for, by another request.
+        self._stall.allowed()
+        self._sink.close()
+
+    def stop(self) -> None:
+        """Make `receive` in another thread raise soon."""
+        self._stopped = True
+
+    def cut_off(self) -> aiohttp.ClientPayloadError:
+        return aiohttp.ClientPayloadError(
+            f"{self._size_bytes - self.missing_bytes} bytes arrived instead of {self._size_bytes}"
+        )
+
+    def _arrived(self, count: int) -> None:
+        self._filled += count
+        self.missing_bytes -= count
+        if self._filled - self._summed >= _SUM_BYTES:
+            self._sum_up()
+        self._stall.received(count)
+
+    def _sum_up(self) -> None:
+        self.checksum = crc64nvme(self._buffer[self._summed : self._filled], self.checksum)
+        self._summed = self._filled
+
+
+class _Patience:
+    """Waits for a connection until much has arrived, and not for every packet."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        self._connection = connection
+        self._held_back_bytes = _TLS_RECORD_BYTES if isinstance(connection, ssl.SSLSocket) else 0
+        self._at_once_bytes = 1
+
+    def wait(self, missing_bytes: int, error: Exception) -> None:
+        """`error` is what the connection raised; `missing_bytes` are still to come."""
+        self._wait_for(max(1, min(_AT_ONCE_BYTES, missing_bytes - self._held_back_bytes)))
+        wants_to_write = isinstance(error, ssl.SSLWantWriteError)
+        wait_until_ready(self._connection, select.POLLOUT if wants_to_write else select.POLLIN)
 
     def end(self) -> None:
-        """Return the connection to aiohttp and the buffers to the pool.
+        """Leave the connection as it was."""
+        self._wait_for(1)
 
-        A connection that brought more than the body is closed: the surplus would look like the next answer.
-        """
-        if not self._stream.is_eof():
-            if self._transport is not None and self._handler is not None:
-                self._transport.set_protocol(self._handler)
-                if self._brought_more:
-                    self._handler.force_close()
-            self._stream.feed_eof()
-        for buffer in self._taken:
-            self._buffers.release(buffer)
+    def _wait_for(self, size_bytes: int) -> None:
+        if size_bytes != self._at_once_bytes:
+            self._connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, size_bytes)
+            self._at_once_bytes = size_bytes
 
-    def abort(self) -> None:
-        """Abort the connection, and drop the buffers, which a thread may still read.
 
-        If aiohttp saw the end of a short body, the connection may already serve another request and is left alone.
-        """
-        if self._transport is not None and self._handler is not None and not self._stream.is_eof():
-            self._transport.set_protocol(self._handler)
-            self._transport.abort()
-
-    def get_buffer(self, sizehint: int) -> memoryview:
-        if not self._missing:
-            return self._surplus
-        assert self._current is not None, "reading was paused"
-        return self._current[self._filled : self._filled + self._missing]
-
-    def buffer_updated(self, nbytes: int) -> None:
-        if not self._missing:
-            self._brought_more = True
-            self._pause()
-            return
-        self._advance(nbytes)
-        # With nothing missing, reading goes on, to notice bytes beyond the body.
-        if self._missing and self._current is None and not self._next_buffer():
-            self._pause()
-        self._moved(nbytes)
-
-    def connection_lost(self, exc: Exception | None) -> None:
-        self._lost = self._cut_off()
-        self._changed.set()
-        if self._handler is not None:
-            self._handler.connection_lost(exc)
-        self._transport = None
-
-    def _take(self, data: bytes) -> None:
-        while data:
-            if len(data) > self._missing:
-                raise aiohttp.ClientPayloadError(f"more than {self._size_bytes} bytes arrived")
-            if self._current is None and not self._next_buffer():
-                raise aiohttp.ClientPayloadError("more arrived at once than aiohttp keeps")
-            assert self._current is not None
-            room = self._current[self._filled :]
-            count = min(len(room), len(data))
-            room[:count] = data[:count]
-            data = data[count:]
-            self._advance(count)
-
-    def _advance(self, count: int) -> None:
-        assert self._current is not None
-        # Here and not in the writing thread: the core's cache still holds what has just arrived.
-        self.checksum = crc64nvme(self._current[self._filled : self._filled + count], self.checksum)
-        self._filled += count
-        self._missing -= count
-        if self._filled == len(self._current) or not self._missing:
-            self._full.append((self._current, self._filled))
-            self._current = None
-            self._changed.set()
-
-    def _next_buffer(self) -> bool:
-        """Make an idle buffer the current one; return whether there was any."""
-        if not self._idle and len(self._taken) < _BUFFERS:
-            buffer = self._buffers.take()
-            self._taken.append(buffer)
-            self._idle.append(buffer)
-        if not self._idle:
-            return False
-        self._current, self._filled = self._idle.popleft(), 0
+def _has_more(connection: socket.socket) -> bool:
+    """Whether a connection from which nothing is expected brought something, if only its end."""
+    try:
+        connection.recv(1)
+    except BUSY:
+        return False
+    except OSError:
         return True
-
-    def _pause(self) -> None:
-        assert self._transport is not None
-        self._transport.pause_reading()
-
-    def _moved(self, size_bytes: int) -> None:
-        """Report progress to the stall time-out, or suspend it while the store owes us nothing.
-
-        That is when no buffer has room, or when nothing is missing: then only the disk is waited for.
-        """
-        if self._missing and self._current is not None:
-            self._stall.received(size_bytes)
-        else:
-            self._stall.allowed()
-
-    def _cut_off(self) -> aiohttp.ClientPayloadError:
-        return aiohttp.ClientPayloadError(
-            f"{self._size_bytes - self._missing} bytes arrived instead of {self._size_bytes}"
-        )
+    return True

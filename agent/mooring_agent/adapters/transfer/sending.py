@@ -7,16 +7,16 @@ write buffer is empty, the transport has encrypted (and so copied) what it was g
 """
 
 import asyncio
-import os
 import socket
 import struct
-from functools import partial
+from contextlib import closing
 from typing import NoReturn
 
 from aiohttp.abc import AbstractStreamWriter
 from aiohttp.http_writer import StreamWriter
 from aiohttp.payload import Payload
 
+from mooring_agent.adapters.transfer.thread_sockets import LentSocket
 from mooring_agent.adapters.transfer.tls_connector import until_ready
 from mooring_agent.adapters.transfer.tls_transport import TlsTransport
 from mooring_agent.adapters.transfer.upload_body import FileBody, UploadBody
@@ -62,14 +62,10 @@ async def _send_plain(body: UploadBody, writer: StreamWriter, transport: asyncio
     writer.send_headers()
     await writer.drain()
     transport.set_write_buffer_limits()
-    # A descriptor of our own: when the transport closes its own, that number may soon belong to another file.
-    with socket.socket(fileno=os.dup(transport.get_extra_info("socket").fileno())) as connection:
-        connection.setblocking(False)
-        start = 0
-        if isinstance(body, FileBody) and body.store_verifies:
-            start = await body.send_by_kernel(connection, partial(until_ready, connection, writable=True))
-        async for piece in body.pieces(start):
-            await _send_all(connection, piece)
+    with closing(LentSocket(transport)) as lent:
+        pieces = body.pieces(*await body.send_plain(lent)) if isinstance(body, FileBody) else body.pieces()
+        async for piece in pieces:
+            await _send_all(lent.connection, piece)
 
 
 async def _send_all(connection: socket.socket, piece: memoryview) -> None:

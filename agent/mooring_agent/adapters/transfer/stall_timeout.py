@@ -1,6 +1,7 @@
 """Ends a request in which nothing moves any more."""
 
 import asyncio
+import time
 from typing import Any, Final
 
 LEAST_BYTES_PER_SECOND: Final = 1024
@@ -13,13 +14,15 @@ class StallTimeout:
 
     aiohttp's own read time-out starts only after the body is sent, so a stalled upload would wait for ever. Movement
     is reported thousands of times a second, so reporting only notes the time; one timer checks it from time to time.
+    One thread at a time may report it, whichever it is.
     """
 
     def __init__(self, seconds: float) -> None:
         self._seconds = seconds
         self._timeout = asyncio.timeout(None)
         self._loop = asyncio.get_running_loop()
-        self._moved_at = self._loop.time()
+        # A loop's own clock may stand still while the loop sleeps, and threads read this one.
+        self._moved_at = time.monotonic()
         self._least_bytes = seconds * LEAST_BYTES_PER_SECOND
         self._received_bytes = 0
         self._watching = True
@@ -38,7 +41,7 @@ class StallTimeout:
 
     def moved(self) -> None:
         """Note that something moved. Ends `allowed`."""
-        self._moved_at = self._loop.time()
+        self._moved_at = time.monotonic()
         self._received_bytes = 0
         self._watching = True
 
@@ -56,8 +59,8 @@ class StallTimeout:
         self._watching = False
 
     def _look(self) -> None:
-        ends_at = self._moved_at + self._seconds if self._watching else self._loop.time() + self._seconds
-        if ends_at > self._loop.time():
-            self._timer = self._loop.call_at(ends_at, self._look)
+        idle_seconds = time.monotonic() - self._moved_at if self._watching else 0.0
+        if idle_seconds < self._seconds:
+            self._timer = self._loop.call_later(self._seconds - idle_seconds, self._look)
         else:
-            self._timeout.reschedule(ends_at)
+            self._timeout.reschedule(self._loop.time())

@@ -19,6 +19,8 @@ from concurrent.futures import Executor, Future
 from contextlib import suppress
 from typing import Any, Final
 
+from mooring_agent.adapters.transfer.thread_sockets import break_off
+
 _TURN_BYTES: Final = 256 * 1024
 """After this many bytes others get a turn on the event loop."""
 _HIGH_WATER_BYTES: Final = 64 * 1024
@@ -59,8 +61,8 @@ class TlsTransport(asyncio.Transport):
     async def lend(self, executor: Executor, function: Callable[..., int], *arguments: object) -> int:
         """Run a function in a thread, which has the connection to itself meanwhile. Nothing may be unsent.
 
-        Raises ConnectionResetError if the connection is closed. A cancelled caller leaves the thread behind: a
-        connection that is closed meanwhile is torn down when the thread is done.
+        Raises ConnectionResetError if the connection is closed. A cancelled caller leaves the thread behind: to close
+        the connection breaks it off, so that the thread is soon done, and only then is it torn down.
         """
         assert not self._unsent
         assert not self._lent
@@ -144,7 +146,9 @@ class TlsTransport(asyncio.Transport):
         if not self._closing:
             self._closing = True
             self._room.set()
-            if not self._lent:
+            if self._lent:
+                break_off(self._connection)
+            else:
                 self._loop.remove_reader(self._connection)
                 if self._unsent:
                     self._close_timer = self._loop.call_later(_CLOSE_SECONDS, self.abort)
@@ -196,24 +200,10 @@ class TlsTransport(asyncio.Transport):
 
         Raises SSLWantReadError if there are none yet.
         """
-        if not isinstance(self._protocol, asyncio.BufferedProtocol):
-            data = self._connection.recv(_TURN_BYTES)
-            if data:
-                self._protocol.data_received(data)
-            return len(data)
-        protocol = self._protocol
-        buffer = memoryview(protocol.get_buffer(-1))[:_TURN_BYTES]
-        filled = 0
-        try:
-            while filled < len(buffer) and (count := self._connection.recv_into(buffer[filled:])):
-                filled += count
-        except _WAIT:
-            if not filled:
-                raise
-        finally:
-            if filled:
-                protocol.buffer_updated(filled)
-        return filled
+        data = self._connection.recv(_TURN_BYTES)
+        if data:
+            self._protocol.data_received(data)
+        return len(data)
 
     def _hear_end(self) -> None:
         # Python's OpenSSL reports a reset like any other end. Only the socket knows that the peer is gone.
@@ -265,6 +255,8 @@ class TlsTransport(asyncio.Transport):
         self._closing = True
         self._unsent.clear()
         self._room.set()
+        if self._lent:
+            break_off(self._connection)
         if ending or self._lent:
             return
         self._loop.remove_reader(self._connection)

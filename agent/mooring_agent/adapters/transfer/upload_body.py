@@ -1,8 +1,8 @@
 """The bodies of uploads: a region of a file, verified while it is sent, or bytes in memory.
 
 If the store checks the announced checksum, it refuses bytes that changed since, and the kernel may send the file
-itself. Otherwise the checksum is computed again while the bytes leave. Worker threads send most of a region
-(`send_by_kernel`, `send_encrypted`). The event loop sends its end, or all of it where the threads cannot (`pieces`).
+itself. Otherwise the checksum is computed again while the bytes leave. One worker thread sends nearly all of a region
+(`send_plain`, `send_encrypted`). The event loop sends its end, or all of it where the threads cannot (`pieces`).
 
 Invariants: a body uses at most one buffer, whatever the size of its region; the last bytes leave only if the file is
 still the one that was staged and, unless the store checks, every byte matches the expected checksum, so no store
@@ -20,6 +20,7 @@ import asyncio
 import mmap
 import os
 import socket
+import ssl
 from collections.abc import AsyncIterator, Awaitable, Callable
 from concurrent.futures import Executor
 from functools import partial
@@ -28,8 +29,9 @@ from typing import Final, NoReturn
 from mooring_agent.adapters.checksum import crc64nvme, require_checksum
 from mooring_agent.adapters.rate_limit import RateLimiter
 from mooring_agent.adapters.region_file import RegionFile
-from mooring_agent.adapters.transfer.socket_writers import SendfileWriter, SocketWriter, TlsWriter
+from mooring_agent.adapters.transfer.socket_writers import BufferWriter, SendfileWriter, SocketWriter
 from mooring_agent.adapters.transfer.stall_timeout import StallTimeout
+from mooring_agent.adapters.transfer.thread_sockets import LentSocket
 from mooring_agent.adapters.transfer.tls_transport import TlsTransport
 from mooring_agent.core.errors import MooringError
 from mooring_agent.core.model import Region
@@ -131,9 +133,10 @@ class BytesBody(UploadBody):
             self._moved()
 
 
-_BURST_BYTES: Final = 8 * 1024 * 1024
-"""The most that a thread sends before others get a turn and the movement is reported."""
-_Run = Callable[[Callable[[int, int], int], int, int], Awaitable[int]]
+_LOOK_BYTES: Final = 8 * 1024 * 1024
+"""After so many bytes a thread looks whether there is a cap by now."""
+_LAST_BYTES: Final = 16 * 1024
+_Run = Callable[..., Awaitable[int]]
 
 
 class FileBody(UploadBody):
@@ -163,6 +166,9 @@ class FileBody(UploadBody):
         self._region = region
         self._checksum = checksum
         self._buffers = buffers
+        # What is left for the event loop. A region of one piece is not worth a thread.
+        self._last_at = region.size_bytes - _LAST_BYTES if region.size_bytes > PIECE_BYTES else 0
+        self._last: memoryview | None = None
 
     async def pieces(self, start: int = 0, checksum: int = 0) -> AsyncIterator[memoryview]:
         """Yield the region's bytes from `start` on, in order.
@@ -171,6 +177,13 @@ class FileBody(UploadBody):
         changed if the checksum of all bytes is not the announced one. `checksum` is that of the bytes before `start`.
         The next piece overwrites the last: ask for it only when done with the last.
         """
+        if self._last is not None:
+            assert start == self._last_at
+            await self._wait_for_turn(len(self._last))
+            self.sent_whole = True
+            yield self._last
+            self._moved()
+            return
         buffer = self._buffers.take()
         size_bytes = self._region.size_bytes
         position = start
@@ -197,51 +210,77 @@ class FileBody(UploadBody):
         # Not in a `finally`: after a cancellation a thread may still read into it.
         self._buffers.release(buffer)
 
-    async def send_by_kernel(self, connection: socket.socket, writable: Callable[[], Awaitable[None]]) -> int:
-        """Have the kernel send all but the last piece to a non-blocking socket; return how many bytes were sent.
+    async def send_plain(self, lent: LentSocket) -> tuple[int, int]:
+        """Send all but the last piece from a thread; return how many bytes were sent, and their checksum.
 
-        It sends fewer, and perhaps none, if sendfile does not work for this file. Raises VolumeError if the file ends
-        early, and OSError if the connection broke. The caller sends the last piece, because an answer may come before a
-        thread has reported that it is done.
+        The checksum is 0 if the store verifies. Then the kernel sends the file, and fewer bytes, perhaps none, were
+        sent if it cannot. Raises VolumeError if the file changed or ends early, and OSError if the connection broke.
+        The caller sends the last piece, because an answer may come before a thread has reported that it is done.
         """
-        assert self.store_verifies
-        writer = SendfileWriter(self._file, connection)
-        loop = asyncio.get_running_loop()
-        try:
-            return await self._send(writer, partial(loop.run_in_executor, self._executor), writable)
-        finally:
-            self._executor.submit(writer.close)
+        run = partial(lent.lend, self._executor)
+        if self.store_verifies:
+            return await self._send(SendfileWriter(self._file, lent.connection, self._moved), run), 0
+        return await self._send_buffered(lent.connection, run)
 
     async def send_encrypted(self, transport: TlsTransport) -> tuple[int, int]:
-        """Send all but the last piece; return how many bytes were sent, and their checksum (0 if the store verifies).
+        """Do the same as `send_plain` over TLS."""
+        connection: ssl.SSLSocket = transport.get_extra_info("socket")
+        return await self._send_buffered(connection, partial(transport.lend, self._executor), transport.writable)
 
-        Errors as `send_by_kernel`.
-        """
+    async def _send_buffered(
+        self, connection: socket.socket, run: _Run, writable: Callable[[], Awaitable[None]] | None = None
+    ) -> tuple[int, int]:
         buffer = self._buffers.take()
-        connection = transport.get_extra_info("socket")
-        writer = TlsWriter(self._file, connection, buffer, sums_up=not self.store_verifies)
-        sent = await self._send(writer, partial(transport.lend, self._executor), transport.writable)
+        writer = BufferWriter(self._file, connection, buffer, self._moved, sums_up=not self.store_verifies)
+        sent = await self._send(writer, run, writable)
         # Not in a `finally`: after a cancellation a thread may still read into it.
         self._buffers.release(buffer)
         return sent, writer.checksum
 
-    async def _send(self, writer: SocketWriter, run: _Run, writable: Callable[[], Awaitable[None]]) -> int:
-        end = self._region.size_bytes - PIECE_BYTES
+    async def _send(
+        self, writer: SocketWriter, run: _Run, writable: Callable[[], Awaitable[None]] | None = None
+    ) -> int:
         position = 0
         try:
-            while position < end and not writer.refused:
-                limited = self._limiter.bytes_per_second
-                burst_end = position + min(end - position, PIECE_BYTES if limited else _BURST_BYTES)
+            while position < self._last_at and not writer.refused:
+                capped = self._limiter.bytes_per_second
+                left = self._last_at - position
+                burst_end = position + (min(left, PIECE_BYTES) if capped else left)
                 await self._wait_for_turn(burst_end - position)
-                while position < burst_end and not writer.refused:
-                    position += await run(writer.send, position, burst_end - position)
-                    self._moved()
-                    if position < burst_end and not writer.refused:
+                # What a cap allowed may be sent. What began without one pays once there is one.
+                while position < burst_end and (capped or not self._limiter.bytes_per_second) and not writer.refused:
+                    position = await run(self._burst, writer, position, burst_end)
+                    if position < burst_end and writable:
                         await writable()
         except MooringError as error:
             self.failure = error
             raise
         return position
+
+    def _burst(self, writer: SocketWriter, position: int, end: int) -> int:
+        """Send to `end`, and get the last piece ready if that is next; return how far it went. For a worker thread.
+
+        It stops earlier where the writer does, and when a cap is set meanwhile.
+        """
+        capped = self._limiter.bytes_per_second
+        while position < end and self._limiter.bytes_per_second == capped:
+            size_bytes = min(end - position, _LOOK_BYTES)
+            sent = writer.send(position, size_bytes)
+            position += sent
+            if sent < size_bytes:
+                break
+        if position == self._last_at:
+            self._prepare_last(writer.checksum)
+            writer.wait_for_room()
+        return position
+
+    def _prepare_last(self, checksum: int) -> None:
+        last = memoryview(bytearray(_LAST_BYTES))
+        self._file.read_into(self._last_at, last)
+        self._file.check()
+        if not self.store_verifies:
+            require_checksum(self._region, crc64nvme(last, checksum), self._checksum)
+        self._last = last
 
     async def _read(self, position: int, piece: memoryview) -> None:
         # Copy here what the checksum pass left in the page cache: a round trip to a thread costs more.
