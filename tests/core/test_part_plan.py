@@ -60,7 +60,7 @@ def test_the_largest_object_takes_all_the_parts_there_are() -> None:
 def test_a_window_of_parts_lands_within_five_seconds_where_parts_of_8_mib_allow_it(
     configured_bytes: int, bytes_per_second: float, window: int
 ) -> None:
-    size_bytes = preferred_part_size(configured_bytes, bytes_per_second, window)
+    size_bytes = preferred_part_size(configured_bytes, bytes_per_second, window, is_certain=True, expected_bytes=0)
     assert min(configured_bytes, 8 * MIB) <= size_bytes <= configured_bytes
     if bytes_per_second:
         assert size_bytes < 16 * MIB or size_bytes * window <= 5 * bytes_per_second
@@ -68,12 +68,35 @@ def test_a_window_of_parts_lands_within_five_seconds_where_parts_of_8_mib_allow_
         assert size_bytes == configured_bytes or 2 * (size_bytes + 1) * window > 5 * bytes_per_second
 
 
-@given(configured_bytes=st.integers(1, GIB), window=st.integers(1, 64))
-def test_while_nothing_was_measured_parts_have_the_configured_size(configured_bytes: int, window: int) -> None:
-    assert preferred_part_size(configured_bytes, 0.0, window) == configured_bytes
+@given(
+    configured_bytes=st.integers(1, 2 * GIB),
+    bytes_per_second=st.floats(0, 1e12),
+    window=st.integers(1, 64),
+    expected_bytes=st.integers(0, 1 << 42),
+)
+def test_parts_grow_with_the_rate_while_a_checkpoint_fills_four_windows_of_them(
+    configured_bytes: int, bytes_per_second: float, window: int, expected_bytes: int
+) -> None:
+    size_bytes = preferred_part_size(
+        configured_bytes, bytes_per_second, window, is_certain=False, expected_bytes=expected_bytes
+    )
+    assert configured_bytes <= size_bytes <= 4 * configured_bytes
+    if size_bytes > configured_bytes:
+        assert size_bytes <= GIB
+        assert size_bytes * window * 4 <= expected_bytes
+        # No larger than a second asks for.
+        assert size_bytes // 2 * window < bytes_per_second
 
 
-def test_a_slow_wire_gets_smaller_parts_from_the_next_checkpoint_on() -> None:
+@given(configured_bytes=st.integers(1, GIB), window=st.integers(1, 64), is_certain=st.booleans())
+def test_while_nothing_was_measured_parts_have_the_configured_size(
+    configured_bytes: int, window: int, is_certain: bool
+) -> None:
+    size_bytes = preferred_part_size(configured_bytes, 0.0, window, is_certain=is_certain, expected_bytes=1 << 42)
+    assert size_bytes == configured_bytes
+
+
+def test_a_slow_wire_gets_smaller_parts_and_a_fast_one_larger_for_the_next() -> None:
     play = Play(max_concurrency=2)
     play.state.settings = replace(
         play.state.settings, transfer=TransferSettings(part_size_bytes=32 * MIB, max_concurrency=2)
@@ -93,3 +116,7 @@ def test_a_slow_wire_gets_smaller_parts_from_the_next_checkpoint_on() -> None:
     assert store("second", seconds_each=20.0) == 16 * MIB
     assert store("third", seconds_each=0.3) == 8 * MIB
     assert store("fourth", seconds_each=0.3) == 32 * MIB
+    sizes = [store(f"fast-{number}", seconds_each=0.1) for number in range(40)]
+    assert sizes == sorted(sizes)
+    assert sizes[0] == 32 * MIB
+    assert sizes[-1] == 64 * MIB

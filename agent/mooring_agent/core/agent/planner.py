@@ -116,7 +116,11 @@ def _checkpoint_work(state: State, checkpoint: Checkpoint) -> Iterator[Command]:
                 private=state.rewrites(contribution.announced.path),
                 rewritten_inodes=_inodes_pinned_there_before(state, checkpoint, contribution.announced.path),
                 part_size_bytes=preferred_part_size(
-                    state.settings.transfer.part_size_bytes, state.upload_rate.wire_bytes_per_second, int(state.window)
+                    state.settings.transfer.part_size_bytes,
+                    state.upload_rate.bytes_per_second,
+                    int(state.window),
+                    is_certain=state.upload_rate.is_certain,
+                    expected_bytes=disk_pressure.forecast_bytes(state),
                 ),
                 pack_size_bytes=PACK_BYTES,
             )

@@ -66,9 +66,9 @@ class UploadRate:
         return size_bytes / seconds if seconds > 0 else 0.0
 
     @property
-    def wire_bytes_per_second(self) -> float:
-        """The rate once two seconds were measured, else 0: a few small files show only how long requests take."""
-        return self.bytes_per_second if self._seconds >= _TELLING_SECONDS else 0.0
+    def is_certain(self) -> bool:
+        """Whether two seconds were measured: a few small files show only how long requests take."""
+        return self._seconds >= _TELLING_SECONDS
 
     def _after(self, elapsed_seconds: float) -> tuple[float, float]:
         """Return the weighted bytes and seconds after more busy time in which nothing was stored."""

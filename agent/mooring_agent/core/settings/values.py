@@ -53,7 +53,8 @@ class TransferSettings:
     part_size_bytes: Annotated[
         int,
         "Size of one part of a multipart upload. The agent uses larger parts if a file would need more than 10,000, "
-        "and smaller ones, down to 8 MiB, if the store is slow.",
+        "up to four times larger ones for a large checkpoint if the store is fast, and smaller ones, down to 8 MiB, "
+        "if it is slow.",
     ] = 32 * MIB
     max_concurrency: Annotated[
         int, "Maximum number of parts transferred at the same time; fewer while a store answers uploads with SlowDown."

@@ -6,10 +6,11 @@ in every version, because journals refer to parts and packs by number alone.
 
 The part size is chosen when a checkpoint is staged, recorded with its pins, and fixed from then on. Two agents may
 choose differently for the same file. A slow network gets smaller parts, because the parts in flight delay the next
-checkpoint, and are lost when a request breaks or a just-in-time save cancels them. A fast network gets the configured
-size and no more: from 32 to 64 MiB a byte costs hardly less CPU, while a file needs eight parts to use eight
-connections. The rate is what all connections achieve together over at least two seconds. After many small files it may
-be too low, which costs some CPU until parts are measured.
+checkpoint, and are lost when a request breaks or a just-in-time save cancels them. A fast network gets larger ones: a
+request costs the event loop milliseconds, however much it carries, and it has only so many of them per second. They
+grow no further than a checkpoint of the expected size still keeps all connections busy. The rate is what all
+connections achieve together. After many small files it may be too low, so it makes parts smaller only once it was
+measured for two seconds; parts that do not grow cost some CPU until parts are measured.
 """
 
 from collections.abc import Sequence
@@ -23,19 +24,34 @@ _GRANULE_BYTES: Final = 1024 * 1024
 # Below it the overhead of the requests begins to count.
 _LEAST_PREFERRED_BYTES: Final = 8 * 1024 * 1024
 _LONGEST_WINDOW_SECONDS: Final = 5.0
+_SHORTEST_WINDOW_SECONDS: Final = 1.0
+_MOST_TIMES: Final = 4
+"""How much larger than configured parts may become. More would save the event loop little."""
+_LARGEST_PREFERRED_BYTES: Final = 1024 * 1024 * 1024
+_LEAST_WINDOWS: Final = 4
+"""How many windows of larger parts a checkpoint has at least: with few, most connections wait for the last ones."""
 
 
-def preferred_part_size(configured_bytes: int, bytes_per_second: float, window: int) -> int:
-    """Return the configured size, halved until a window of parts is sent within five seconds, but not below 8 MiB.
+def preferred_part_size(
+    configured_bytes: int, bytes_per_second: float, window: int, *, is_certain: bool, expected_bytes: int
+) -> int:
+    """Return the configured size, halved or doubled until it takes 1 to 5 seconds to send a window of parts.
 
+    It becomes no smaller than 8 MiB, and smaller only if the rate `is_certain`. It becomes no larger than four times
+    the configured size, and larger only if a checkpoint of `expected_bytes` has four windows of such parts.
     `bytes_per_second` is the upload rate of the whole window; 0: nothing was measured.
     """
     size_bytes = configured_bytes
     while (
-        size_bytes // 2 >= _LEAST_PREFERRED_BYTES
+        is_certain
+        and size_bytes // 2 >= _LEAST_PREFERRED_BYTES
         and 0 < bytes_per_second * _LONGEST_WINDOW_SECONDS < size_bytes * window
     ):
         size_bytes //= 2
+    fitting_bytes = expected_bytes // (window * _LEAST_WINDOWS)
+    most_bytes = min(configured_bytes * _MOST_TIMES, _LARGEST_PREFERRED_BYTES, fitting_bytes)
+    while size_bytes * 2 <= most_bytes and size_bytes * window < bytes_per_second * _SHORTEST_WINDOW_SECONDS:
+        size_bytes *= 2
     return size_bytes
 
 
