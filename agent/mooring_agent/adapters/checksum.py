@@ -36,6 +36,13 @@ def crc64nvme(data: "Buffer", previous: int = 0) -> int:
     return int(checksums.crc64nvme(data, previous))
 
 
+def joined_crc64nvme(first: int, second: int, second_bytes: int) -> int:
+    """CRC64NVME of two pieces in a row, from that of each. `second_bytes` is the size of the second."""
+    from awscrt import checksums
+
+    return int(checksums.combine_crc64nvme(first, second, second_bytes))
+
+
 def crc32c(data: "Buffer", previous: int = 0) -> int:
     from awscrt import checksums
 

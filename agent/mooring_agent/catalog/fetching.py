@@ -1,13 +1,13 @@
-"""Fetches the bytes of a checkpoint: a part of a file into a descriptor, a pack of small files into memory.
+"""Fetches the bytes of a checkpoint: parts of a file into a descriptor, a pack of small files into memory.
 
 Both raise an error unless the bytes are what was written.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from mooring_agent.adapters.checksum import crc64nvme
+from mooring_agent.adapters.checksum import crc64nvme, joined_crc64nvme
 from mooring_agent.catalog.object_reads import at_once, get_whole
 from mooring_agent.catalog.reading import StoredFile
 from mooring_agent.core.errors import checkpoint_corrupt
@@ -102,3 +102,23 @@ async def fetch_part(store: StoreReader, file: StoredFile, part: Part, descripto
         f"{file.key} bytes {part.offset_bytes} to {part.offset_bytes + part.size_bytes} are not what was written: "
         f"checksum {checksum:016x}, the manifest says {expected:016x}"
     )
+
+
+async def fetch_parts(store: StoreReader, file: StoredFile, parts: Sequence[Part], descriptor: int) -> None:
+    """Write parts that follow each other, with one request if all are what was written. Errors as `fetch_part`."""
+    if len(parts) > 1:
+        expected = 0
+        for part in parts:
+            expected = joined_crc64nvme(expected, file.entry.checksums[part.number - 1], part.size_bytes)
+        checksum = await store.get_into(
+            file.key,
+            offset_bytes=parts[0].offset_bytes,
+            size_bytes=sum(part.size_bytes for part in parts),
+            version=file.version,
+            descriptor=descriptor,
+        )
+        if checksum == expected:
+            return
+    # One by one they show which of them is damaged, and whether it was only so on the way.
+    for part in parts:
+        await fetch_part(store, file, part, descriptor)

@@ -11,6 +11,7 @@ import errno
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
+from itertools import islice
 from pathlib import Path
 from typing import Final
 
@@ -19,7 +20,7 @@ from mooring_agent.adapters.volume.disk import VolumeMeter
 from mooring_agent.adapters.volume.errors import volume_error
 from mooring_agent.adapters.volume.shared_folders import share_tree
 from mooring_agent.adapters.volume.shared_volume import Folder, open_volume
-from mooring_agent.catalog.fetching import PACKS_AT_ONCE, StoredPack, fetch_pack, fetch_part, packs_at_once, packs_of
+from mooring_agent.catalog.fetching import PACKS_AT_ONCE, StoredPack, fetch_pack, fetch_parts, packs_at_once, packs_of
 from mooring_agent.catalog.object_reads import for_each
 from mooring_agent.catalog.reading import CommittedCheckpoint, StoredFile
 from mooring_agent.core.errors import ErrorKind, VolumeError
@@ -86,6 +87,9 @@ _WRITERS_PER_FILE: Final = 2
 _DIRECT_FROM_BYTES: Final = 8 * 1024**2
 """A file of at least this size is written past the page cache. The kernel may gather the many smaller ones."""
 _BLOCK_BYTES: Final = 4096
+_MOST_BYTES_AT_ONCE: Final = 128 * 1024**2
+_SHORT_SECONDS: Final = 1.0
+"""A request costs the event loop milliseconds, whatever it brings. After one that took less, the next brings more."""
 _GIB: Final = 1024**3
 
 
@@ -139,9 +143,12 @@ async def _fetch_all(
 
     async def fill(file: _IncomingFile) -> None:
         descriptor = file.open()
-        for part in file.waiting:
-            await fetch_part(store, file.stored, part, descriptor)
-            arrived(part.size_bytes)
+        at_once = 1
+        while parts := file.take(at_once):
+            began_at = loop.time()
+            await fetch_parts(store, file.stored, parts, descriptor)
+            at_once = at_once * 2 if loop.time() - began_at < _SHORT_SECONDS else 1
+            arrived(sum(part.size_bytes for part in parts))
         file.writers -= 1
         if not file.writers:
             await loop.run_in_executor(disk, file.finish)
@@ -164,11 +171,23 @@ class _IncomingFile:
 
     def __init__(self, stored: StoredFile, target: Folder) -> None:
         self.stored = stored
-        self.waiting: Iterator[Part] = stored.entry.parts()
         self.writers = max(1, min(_WRITERS_PER_FILE, len(stored.entry.checksums)))
+        self._waiting: Iterator[Part] = iter(stored.entry.parts())
+        self._waiting_count = len(stored.entry.checksums)
         self._target = target
         self._path = stored.entry.path
         self._descriptor = -1
+
+    def take(self, count: int) -> Sequence[Part]:
+        """Return the next parts, at most `count`; none at the end.
+
+        They are fewer where they are large, and towards the end of the file, so that no writer waits long for others.
+        """
+        part_bytes = max(1, self.stored.entry.size_bytes // max(1, len(self.stored.entry.checksums)))
+        fair = self._waiting_count // (2 * _WRITERS_PER_FILE)
+        parts = tuple(islice(self._waiting, max(1, min(count, fair, _MOST_BYTES_AT_ONCE // part_bytes))))
+        self._waiting_count -= len(parts)
+        return parts
 
     def open(self) -> int:
         """Return the descriptor to write to. The first writer opens it, so that few are open at a time."""

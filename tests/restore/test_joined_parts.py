@@ -1,0 +1,89 @@
+"""A store that is fast is asked for several parts of a file at a time; each part is verified all the same."""
+
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.fakes.fake_store import FakeStore
+from tests.restore.stored_checkpoints import PART_BYTES, flip_byte, store_checkpoint
+
+from mooring_agent.adapters.checksum import crc64nvme, joined_crc64nvme
+from mooring_agent.core.stored.object_layout import file_key
+from mooring_agent.restore.init_step import restore
+
+PARTS = 64
+
+
+class CountingStore:
+    """Remembers how many bytes each request for parts asked for; the answer to the `wrong_at`-th is wrong."""
+
+    def __init__(self, store: FakeStore, *, wrong_at: int = -1) -> None:
+        self.sizes_bytes: list[int] = []
+        self._store = store
+        self._wrong_at = wrong_at
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._store, name)
+
+    async def get_into(self, key: str, *, size_bytes: int, **options: Any) -> int:
+        self.sizes_bytes.append(size_bytes)
+        wrong = len(self.sizes_bytes) - 1 == self._wrong_at
+        checksum = await self._store.get_into(key, size_bytes=size_bytes, **options)
+        return checksum ^ 1 if wrong else checksum
+
+
+async def restored_from(store: Any, volume: Path) -> Any:
+    return await restore(
+        store, checkpoint_directory=volume / "checkpoints", volume=volume, state_directory=volume / ".mooring"
+    )
+
+
+def large() -> bytes:
+    return random.Random(7).randbytes(PARTS * PART_BYTES - 5)
+
+
+async def test_a_file_of_many_parts_is_fetched_once_with_far_fewer_requests(store: FakeStore, volume: Path) -> None:
+    await store_checkpoint(store, 1, ranks=[{"model.pt": large()}])
+    counting = CountingStore(store)
+
+    restored = await restored_from(counting, volume)
+
+    assert (restored.path / "model.pt").read_bytes() == large()
+    assert sum(counting.sizes_bytes) == len(large())
+    assert len(counting.sizes_bytes) <= PARTS / 2
+    # So that no writer waits long for the other.
+    assert counting.sizes_bytes[-1] <= PART_BYTES
+
+
+@pytest.mark.parametrize("wrong_at", [0, 4])
+async def test_parts_that_arrive_wrong_together_are_fetched_again_one_by_one(
+    wrong_at: int, store: FakeStore, volume: Path
+) -> None:
+    await store_checkpoint(store, 1, ranks=[{"model.pt": large()}])
+    counting = CountingStore(store, wrong_at=wrong_at)
+
+    restored = await restored_from(counting, volume)
+
+    assert restored.skipped == ()
+    assert (restored.path / "model.pt").read_bytes() == large()
+    assert sum(counting.sizes_bytes) == len(large()) + counting.sizes_bytes[wrong_at]
+
+
+async def test_of_joined_parts_the_damaged_one_is_named(store: FakeStore, volume: Path) -> None:
+    await store_checkpoint(store, 1)
+    info = await store_checkpoint(store, 2, ranks=[{"model.pt": large()}])
+    damaged = 20 * PART_BYTES
+    await flip_byte(store, file_key(info, "model.pt"), damaged + 3)
+
+    restored = await restored_from(store, volume)
+
+    assert restored.step == 1
+    (skipped,) = restored.skipped
+    assert f"bytes {damaged} to {damaged + PART_BYTES}" in str(skipped)
+
+
+@pytest.mark.parametrize("sizes", [(1, 1), (0, 5), (100, 4096), (PART_BYTES, 77)])
+def test_the_checksum_of_two_pieces_is_that_of_both_in_a_row(sizes: tuple[int, int]) -> None:
+    first, second = (random.Random(size).randbytes(size) for size in sizes)
+    assert joined_crc64nvme(crc64nvme(first), crc64nvme(second), len(second)) == crc64nvme(first + second)
