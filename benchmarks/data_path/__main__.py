@@ -1,6 +1,7 @@
 """Mooring's data path beside its peers: CPU, throughput and memory of the same transfers, in one run.
 
-Prints the tables; with --output it writes RESULTS.md and plots into that folder. Exits 1 if a goal is missed.
+Prints the tables; with --output it writes RESULTS.md and plots into that folder, or EVENT_LOOP.md alone if another
+checkout is measured beside this one. Exits 1 if a goal is missed.
 """
 
 import argparse
@@ -42,7 +43,7 @@ def main() -> int:
     sections = options.section or SECTIONS
     report = Report()
     with tempfile.TemporaryDirectory(prefix="mooring-plots-") as unwanted:
-        plots = options.output or Path(unwanted)
+        plots = Path(unwanted) if options.beside else options.output or Path(unwanted)
         plots.mkdir(parents=True, exist_ok=True)
         if "comparison" in sections:
             _comparison(report, options, plots)
@@ -58,10 +59,10 @@ def main() -> int:
             plot_series("MiB in four files", found, plots / "data-path-size.png")
         if "memory" in sections:
             _memory(report, gibibytes=0.5 if options.quick else 8.0)
-        text = report.text(heading(rounds=options.rounds, gibibytes=options.size))
+        text = report.text(heading(rounds=options.rounds, gibibytes=options.size, beside=bool(options.beside)))
         print(text)
         if options.output:
-            (options.output / "RESULTS.md").write_text(text)
+            (options.output / ("EVENT_LOOP.md" if options.beside else "RESULTS.md")).write_text(text)
     return 0 if all(goal.met for goal in report.goals) and not report.failures else 1
 
 
@@ -81,7 +82,8 @@ def _comparison(report: Report, options: argparse.Namespace, plots: Path) -> Non
             results[mode] = compare(place, tools, mode=mode, rounds=options.rounds, say=_say)
             report.comparison(mode, results[mode])
             plot_comparison(mode, results[mode], plots / f"data-path-{mode}.png")
-            report.lines += ["", f"![{mode}](data-path-{mode}.png)"]
+            if not other:
+                report.lines += ["", f"![{mode}](data-path-{mode}.png)"]
             by_name = {result.tool: result for result in measured(results[mode])}
             if other and mooring.name in by_name and other.name in by_name:
                 report.beside(mode, by_name[mooring.name], by_name[other.name])

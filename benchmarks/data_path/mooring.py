@@ -1,8 +1,9 @@
 """Mooring's own: a running agent that is announced a checkpoint, and the whole command `mooring restore`.
 
 An agent runs before the checkpoint is there, so its clock starts with the announcement and ends when the checkpoint is
-committed: manifests, listing, marker and its readback are in it. It has committed a small checkpoint before, since the
-modules that it loads with its first one are start-up, which is taken off every other tool too.
+committed: manifests, listing, marker and its readback are in it. It has committed the same files before, as in any run
+but for its first save: the modules that it loads with its first one are start-up, which is taken off every other tool
+too, and by then it has measured the store's rate, by which it chooses the size of parts.
 """
 
 import os
@@ -17,7 +18,7 @@ from typing import Final
 from benchmarks.data_path.comparison import MOORING
 from benchmarks.data_path.process import Measurement, Watch, cpu_times, measure
 from benchmarks.data_path.tools import TIMEOUT_SECONDS, Job, plain_environment
-from tests.harness.agent_process import AgentProcess, write_checkpoint
+from tests.harness.agent_process import AgentProcess
 from tests.harness.control_group import ControlGroup
 
 import mooring_agent
@@ -58,8 +59,10 @@ class Mooring:
             stack.push(agent)
             start_seconds = time.monotonic() - started
             start = cpu_times(agent.process.pid)
-            small = write_checkpoint(agent.checkpoints / "checkpoint-1", {"small.bin": 1 << 20})
-            agent.wait_committed(agent.announce(small, 1).save, TIMEOUT_SECONDS)
+            first = agent.checkpoints / "checkpoint-1"
+            link_all(job.sources.iterdir(), first)
+            agent.wait_committed(agent.announce(first, 1).save, TIMEOUT_SECONDS)
+            time.sleep(_HOUSEKEEPING_SECONDS)
             folder = agent.checkpoints / "checkpoint-2"
             link_all(job.sources.iterdir(), folder)
             job.server.reset()

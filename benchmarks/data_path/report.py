@@ -90,21 +90,35 @@ client the same. The column of checks is what it saw in the requests. Over TLS a
 
 CPU is user + system of the tool's process. The clock starts with its first request, and what was spent before is its
 start-up (so is what some peers read of a small file before they ask for anything). For Mooring's agent, which runs
-already, it starts with the announcement and ends when the checkpoint is committed. Else it ends with the process, after
-a download when the file system is synchronised. Mooring's restore checks every byte by CRC64NVME; no peer verifies what
-it downloads in ranges.
+already and has committed the same files before, it starts with the announcement and ends when the checkpoint is
+committed. Else it ends with the process, after a download when the file system is synchronised. What the main thread
+takes of it is, for Mooring, what the event loop takes. Mooring's restore checks every byte by CRC64NVME; no peer
+verifies what it downloads in ranges.
 
-Tuned: parts of 32 MiB and 8 connections where a tool can be told (s5cmd, rclone: 4 files x 2), as Mooring's defaults
-and the C limits have; else its defaults. boto3, aws and obstore are tuned to send a checksum instead of a signed
+Tuned: parts of 32 MiB and 8 connections where a tool can be told (s5cmd, rclone: 4 files x 2), as the C limits have and
+Mooring begins with; else its defaults. boto3, aws and obstore are tuned to send a checksum instead of a signed
 payload, or nothing (unchecked)."""
 
 
-def heading(*, rounds: int, gibibytes: float) -> list[str]:
+_BESIDE: Final = [
+    "# What moving a checkpoint costs the event loop",
+    "",
+    "Made by `python -m benchmarks.data_path --only mooring --beside CHECKOUT --output benchmarks`; do not edit. This "
+    "code and that of another checkout make the same transfers in the same rounds. The event loop is the main thread "
+    "of Mooring's processes; its CPU time is what the kernel's scheduler counts for that thread.",
+]
+
+
+def heading(*, rounds: int, gibibytes: float, beside: bool = False) -> list[str]:
+    """`beside`: of the page that compares with another checkout."""
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / (1 << 30)
-    return [
+    title = [
         "# What moving a checkpoint costs",
         "",
         "Made by `make bench` (`python -m benchmarks.data_path`); do not edit.",
+    ]
+    return [
+        *(_BESIDE if beside else title),
         "",
         f"{time.strftime('%Y-%m-%d', time.gmtime())}; {os.cpu_count()} cores ({platform.machine()}), {memory:.0f} GiB "
         f"of memory, Linux {platform.release().split('-')[0]}, Python {platform.python_version()}; load after it "
