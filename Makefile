@@ -209,6 +209,7 @@ bench: setup
 	$(BIN)/python -m benchmarks.memory
 	$(BIN)/python -m benchmarks.idle
 	$(BIN)/python -m benchmarks.history
+	$(BIN)/python -m benchmarks.lazy_restore
 	$(BIN)/python -m benchmarks.async_save
 	$(BIN)/python -m benchmarks.webhook
 	$(BIN)/python -m benchmarks.just_in_time
