@@ -13,11 +13,11 @@ from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Final, TypeVar
+from typing import TypeVar
 
 import structlog
 
-from mooring_agent.catalog.markers import has_marker, list_committed, newest_committed
+from mooring_agent.catalog.markers import has_marker
 from mooring_agent.catalog.object_reads import DAMAGE
 from mooring_agent.catalog.pruning import clear_damage, note_damage
 from mooring_agent.catalog.reading import load
@@ -38,21 +38,12 @@ from mooring_agent.restore.local_copy import LocalCopies
 from mooring_agent.restore.partial_copy import FileRange, PartialCopy, Piece
 from mooring_agent.runtime.work.fetch_requests import Fetch
 from mooring_agent.runtime.work.ready_store import ReadyStore
+from mooring_agent.runtime.work.restorable import Restorable, RestorableListing, line_of
 from mooring_api.names import LAZY
 
-_NEWEST: Final = 20
-"""How many checkpoints a pod offers its peers: they choose the newest that all of them name."""
 _Result = TypeVar("_Result")
 
 log = structlog.get_logger("mooring.fetch")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Restorable:
-    """What a start can resume from, the newest first; None as long as the store has not answered."""
-
-    committed: Sequence[CommittedSave] | None
-    storage_error: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,8 +68,7 @@ class Fetches:
         self._disk = disk
         self._volume = Path(settings.volume)
         self._local = LocalCopies(self._volume, Path(settings.checkpoint_directory), Path(settings.state_directory))
-        self._failures: dict[str, str] = {}
-        self._known: dict[str, CommittedSave] = {}
+        self._listing = RestorableListing(store)
         self._current: Fetch | None = None
         self._carrying: asyncio.Task[None] | None = None
         self._guesses = guesses and settings.restore == LAZY
@@ -141,7 +131,7 @@ class Fetches:
         Raises StoreError(CHECKPOINT_CORRUPT) if there are checkpoints and all of them are damaged.
         """
         self._was_asked = True
-        return await self._listed(_after(wait_seconds))
+        return await self._listing.until(_after(wait_seconds))
 
     async def fetch(self, save: str, ranges: Sequence[FileRange], *, whole: bool, wait_seconds: float) -> FetchProgress:
         """Ask for all of a committed checkpoint or for ranges of its files, and wait so long.
@@ -150,10 +140,10 @@ class Fetches:
         does not exist.
         """
         give_up_at = _after(wait_seconds)
-        if save in self._failures:
-            raise checkpoint_corrupt(f"save {save} cannot be restored: {self._failures[save]}")
+        if save in self._listing.failures:
+            raise checkpoint_corrupt(f"save {save} cannot be restored: {self._listing.failures[save]}")
         if self._is_unknown(save):
-            listed = await self._listed(give_up_at, further_back=True)
+            listed = await self._listing.until(give_up_at, further_back=True)
             if listed.committed is None:
                 return FetchProgress(save=save, step=0, storage_error=listed.storage_error)
         fetch = self._begin(save)
@@ -193,20 +183,20 @@ class Fetches:
             return self._progress(fetch, total_bytes - missing_bytes, total_bytes, path)
 
     def _is_unknown(self, save: str) -> bool:
-        return save not in self._known and (self._current is None or self._current.committed.save != save)
+        return save not in self._listing.known and (self._current is None or self._current.committed.save != save)
 
     def _begin(self, save: str) -> Fetch:
         current = self._current
         if current is not None and current.committed.save == save:
             # After a failure that says nothing about the checkpoint, such as a full disk, it may work now.
             return current if current.failure is None else self._begin_anew(current.committed)
-        if save not in self._known:
+        if save not in self._listing.known:
             raise RequestError(
                 ErrorKind.UNKNOWN_SAVE,
                 f"no checkpoint with save id {save!r} is committed",
                 hint="ask for one that ListRestorable returns",
             )
-        return self._begin_anew(self._known[save])
+        return self._begin_anew(self._listing.known[save])
 
     def _begin_anew(self, committed: CommittedSave) -> Fetch:
         if self._current is not None:
@@ -227,41 +217,12 @@ class Fetches:
             self._carrying.cancel()
         self._began.set()
 
-    async def _listed(self, give_up_at: float, *, further_back: bool = False) -> Restorable:
-        """List what is committed, again and again until this time if the store is away."""
-        storage_error = "the store has not answered yet"
-        with suppress(TimeoutError):
-            async with asyncio.timeout_at(give_up_at):
-                attempt = 1
-                while True:
-                    try:
-                        return Restorable(committed=await self._list(further_back=further_back))
-                    except StoreError as failure:
-                        delay_seconds = retry_delay_seconds(failure.kind, attempt, random.random())  # noqa: S311
-                        if delay_seconds is None:
-                            raise
-                        storage_error = _line(failure)
-                    attempt += 1
-                    await asyncio.sleep(delay_seconds)
-        return Restorable(committed=None, storage_error=storage_error)
-
-    async def _list(self, *, further_back: bool = False) -> Sequence[CommittedSave]:
-        store = await self._store.get()
-        committed = await (list_committed(store) if further_back else newest_committed(store, _NEWEST))
-        usable = [one for one in committed if one.save not in self._failures]
-        if committed and not usable and not further_back:
-            return await self._list(further_back=True)
-        if committed and not usable:
-            raise checkpoint_corrupt("none of the committed checkpoints can be restored")
-        self._known = {one.save: one for one in usable}
-        return usable if further_back else usable[:_NEWEST]
-
     async def _guess(self) -> None:
         """Begin to fetch the newest checkpoint before anybody asks. Gives up at the first error: it is only a guess."""
         if not self._guesses:
             return
         try:
-            committed = await self._list()
+            committed = await self._listing.read()
             self._newest_at_start = committed[0] if committed else None
             if not committed or self._current is not None:
                 return
@@ -359,9 +320,9 @@ class Fetches:
                 delay_seconds = retry_delay_seconds(error.kind, attempt, random.random())  # noqa: S311 - jitter
                 if delay_seconds is None or error.kind in DAMAGE:
                     raise
-                if fetch.storage_error != _line(error):
+                if fetch.storage_error != line_of(error):
                     log.warning("fetch.waits", kind=error.kind.value, error=str(error), hint=error.hint)
-                fetch.storage_error = _line(error)
+                fetch.storage_error = line_of(error)
                 attempt += 1
                 await asyncio.sleep(delay_seconds)
                 continue
@@ -376,7 +337,7 @@ class Fetches:
             error = StoreError(ErrorKind.STORE_FAILED, f"the fetch failed: {error!r}", hint="this is a bug: report it")
         log.warning("fetch.failed", step=fetch.committed.step, save=save, error=str(error), hint=error.hint)
         if error.kind in (*DAMAGE, ErrorKind.MEMORY_SHORT, ErrorKind.FORMAT_UNKNOWN):
-            self._failures[save] = str(error)
+            self._listing.failures[save] = str(error)
             with suppress(StoreError):
                 store = await self._store.get()
                 if error.kind in DAMAGE and await has_marker(store, fetch.committed):
@@ -419,7 +380,3 @@ async def _wait(event: asyncio.Event, until: float) -> None:
     with suppress(TimeoutError):
         async with asyncio.timeout_at(until):
             await event.wait()
-
-
-def _line(error: MooringError) -> str:
-    return f"{error} ({error.hint})" if error.hint else str(error)
