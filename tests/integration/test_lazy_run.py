@@ -61,3 +61,16 @@ def test_a_program_that_does_not_ask_is_told_what_it_has_left_behind(tmp_path: P
     output = ended(RunProcess(volume, store, command=command, restore="lazy"))
     (told,) = [line for line in json_lines(output) if line["event"] == "restore.nobody_asked"]
     assert told["committed_step"] == 10
+
+
+def test_a_checkpoint_that_does_not_fit_the_volume_stops_the_program_and_says_so(tmp_path: Path) -> None:
+    volume, store = tmp_path / "volume", f"file://{tmp_path}/store"
+    trainer = {"EVERY": 5, "STEPS": 10, "STEP_SECONDS": 0.0, "SAVE_BYTES": SAVED_BYTES}
+    ended(RunProcess(volume, store, trainer=trainer))
+    shutil.rmtree(volume)
+    with RunProcess(volume, store, trainer=trainer, restore="lazy", size_limit_bytes="1MB") as run:
+        assert run.wait() == 1, run.output()
+    output = run.output()
+    assert "RestoreError" in output
+    assert "checkpoint-10 needs" in output
+    assert not lines(output.rpartition("done 10")[2], "begin")
