@@ -3,7 +3,7 @@
 from mooring.checkpoint_writer import CheckpointWriter
 from mooring.checkpointer import Checkpointer
 from mooring.checkpoints.records import Kind
-from mooring.errors import AgentError, ErrorKind, MooringError, RanksError, UsageError, VolumeError
+from mooring.errors import AgentError, ErrorKind, MooringError, RanksError, RestoreError, UsageError, VolumeError
 from mooring.protect import protect
 from mooring_api import __version__ as __version__
 
@@ -15,6 +15,7 @@ __all__ = [
     "Kind",
     "MooringError",
     "RanksError",
+    "RestoreError",
     "UsageError",
     "VolumeError",
     "protect",
