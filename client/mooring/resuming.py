@@ -106,9 +106,17 @@ def _choose_any(
         records = whole() if session.holds_whole_job else ()
         own = {(record.step, record.save): record for record in records if not record.committed}
         offered: Sequence[tuple[int, str]] | None = None
-        if context.leads_pod:
-            offered = [*own, *_restores(session).newest(_waiting(session, progress))]
-        chosen = context.coordinator.choose_newest(f"resume/{number}", offered, progress=progress)
+        try:
+            if context.leads_pod:
+                offered = [*own, *_restores(session).newest(_waiting(session, progress))]
+            chosen = context.coordinator.choose_newest(f"resume/{number}", offered, progress=progress)
+        except SystemExit:
+            context.coordinator.withdraw(f"resume/{number}")
+            raise
+        except RanksError:
+            if session.told_to_end:
+                raise SystemExit(names.JUST_IN_TIME_EXIT_CODE) from None
+            raise
         if chosen is None:
             _require_all_afresh(session, number, has_none=not offered)
             return None

@@ -18,7 +18,7 @@ from mooring import resuming
 from mooring.agent_client import restores
 from mooring.agent_client.client import Agent
 from mooring.checkpoints.records import Kind, Record
-from mooring.errors import ErrorKind, RestoreError
+from mooring.errors import ErrorKind, RanksError, RestoreError
 from mooring.ranks.coordinator import StoreCoordinator
 from mooring.ranks.rank_store import Ranks, RankStore
 from mooring_api import names
@@ -238,6 +238,17 @@ def test_a_pod_that_ends_while_it_restores_holds_no_other(job: Callable[..., Job
     other, ending = pods.choose_all()
     assert isinstance(ending, SystemExit)
     assert isinstance(other, RestoreError)
+
+
+def test_a_pod_that_ends_while_its_store_is_away_holds_no_other(job: Callable[..., Job]) -> None:
+    for leaving in (0, 1):
+        pods = job([OLD], [OLD])
+        pods.pods[leaving].late = 10**6
+        pods.ends_in = {leaving}
+        pods.pods[leaving].was_asked = True
+        chosen = pods.choose_all()
+        assert isinstance(chosen[leaving], SystemExit)
+        assert isinstance(chosen[1 - leaving], RanksError)
 
 
 def test_an_agent_that_dies_is_waited_for_and_then_named(

@@ -65,6 +65,9 @@ class RankCoordinator(Protocol):
         `candidates` None: what the first rank of this rank's pod has. `progress` as for `agree`.
         """
 
+    def withdraw(self, key: str) -> None:
+        """End `choose_newest` for all ranks, because this one leaves before it has named what it has."""
+
     def leave(self) -> None:
         """Wait for all ranks before `close`, to leave together: when the first rank exits, torchrun ends the others."""
 
@@ -99,6 +102,9 @@ class SingleProcess:
         self, key: str, candidates: Sequence[tuple[int, str]] | None, *, progress: str = ""
     ) -> tuple[int, str] | None:
         return max(candidates or (), default=None)
+
+    def withdraw(self, key: str) -> None:
+        return
 
     def leave(self) -> None:
         return
@@ -153,6 +159,10 @@ class StoreCoordinator:
         chosen = outcome["newest"]
         return None if chosen is None else (chosen[0], chosen[1])
 
+    def withdraw(self, key: str) -> None:
+        outcome = json.dumps({"newest": None, "late": [self.ranks.rank], "seconds": 0.0})
+        self._ask(key, lambda: self._store.set_if_absent(f"{key}/answer", outcome))
+
     def leave(self) -> None:
         self.agree("leaving")
 
@@ -179,14 +189,23 @@ class StoreCoordinator:
             self._unread = None
         return _ANSWERS[word]
 
-    def _while_it_moves(self, look: Callable[[float], _Result | None], seconds: float, progress: str) -> _Result | None:
-        """Return what `look` finds within its seconds; with `progress`, look on for as long as that changes."""
+    def _while_it_moves(
+        self,
+        look: Callable[[float], _Result | None],
+        seconds: float,
+        progress: str,
+        until: Callable[[], bool] = lambda: False,
+    ) -> _Result | None:
+        """Return what `look` finds within its seconds; with `progress`, look on for as long as that changes.
+
+        Not after `until` is true.
+        """
         if not progress:
             return look(seconds)
         seen, give_up_at = None, time.monotonic() + seconds
         while time.monotonic() < give_up_at:
             found = look(min(seconds, _LOOK_SECONDS))
-            if found is not None:
+            if found is not None or until():
                 return found
             line = self._store.read(progress)
             if line != seen:
@@ -240,7 +259,10 @@ class StoreCoordinator:
         if self.ranks.rank == 0:
             late: list[int] = []
             answers = self._while_it_moves(
-                lambda seconds: self._store.gather(f"{key}/has", seconds), PATIENCE_SECONDS, progress
+                lambda seconds: self._store.gather(f"{key}/has", seconds, until=lambda: self.is_answered(key)),
+                PATIENCE_SECONDS,
+                progress,
+                until=lambda: self.is_answered(key),
             )
             if answers is None:
                 late = self._store.ranks_without(f"{key}/has")
