@@ -73,7 +73,7 @@ def test_a_signal_while_the_agent_starts_ends_the_run_before_the_program(
     tmp_path: Path, number: signal.Signals
 ) -> None:
     volume = tmp_path / "volume"
-    options: dict[str, Any] = {"restore": False, "grace_seconds": 3}
+    options: dict[str, Any] = {"restore": "off", "grace_seconds": 3}
     with journal_held(volume), RunProcess(volume, f"file://{tmp_path}/store", **options) as run:
         wait_until(lambda: run.agent_pid() is not None, 60, "the agent starts")
         agent_pid = run.agent_pid()
@@ -158,14 +158,14 @@ def test_an_agent_that_never_comes_back_is_given_up_and_the_programs_failure_sti
 
 
 def test_with_a_lost_store_a_finished_program_ends_by_itself_and_the_code_says_so(tmp_path: Path) -> None:
-    options: dict[str, Any] = {"endpoint_url": f"http://127.0.0.1:{free_port()}", "restore": False, "grace_seconds": 3}
+    options: dict[str, Any] = {"endpoint_url": f"http://127.0.0.1:{free_port()}", "restore": "off", "grace_seconds": 3}
     with RunProcess(tmp_path / "volume", "s3://bucket/run", trainer={"STEPS": 3}, **options) as run:
         assert run.wait() == NOT_DURABLE, run.output()
     assert [line["program_code"] for line in run.log("run.not_durable")] == [0]
 
 
 def test_a_just_in_time_save_that_a_lost_store_did_not_get_is_told_by_the_exit_code(tmp_path: Path) -> None:
-    options: dict[str, Any] = {"endpoint_url": f"http://127.0.0.1:{free_port()}", "restore": False, "grace_seconds": 8}
+    options: dict[str, Any] = {"endpoint_url": f"http://127.0.0.1:{free_port()}", "restore": "off", "grace_seconds": 8}
     with RunProcess(tmp_path / "volume", "s3://bucket/run", **options) as run:
         run.wait_steps(3)
         run.signal(signal.SIGTERM)

@@ -74,6 +74,7 @@ class Fetches:
         self._guesses = guesses and settings.restore == LAZY
         self._was_asked = False
         self._newest_at_start: CommittedSave | None = None
+        self._first_announced: SaveInfo | None = None
         self._began = asyncio.Event()
 
     async def run(self) -> None:
@@ -224,7 +225,10 @@ class Fetches:
         try:
             committed = await self._listing.read()
             self._newest_at_start = committed[0] if committed else None
-            if not committed or self._current is not None:
+            if self._first_announced is not None:
+                # The program was faster than the store.
+                self._warn_if_not_asked(self._first_announced)
+            if not committed or self._current is not None or self._first_announced is not None:
                 return
             fetch = self._begin_anew(committed[0])
             await fetch.loaded.wait()
@@ -347,6 +351,7 @@ class Fetches:
 
     def _warn_if_not_asked(self, info: SaveInfo) -> None:
         """Say it, once, if the program has begun anew because it did not ask for what is committed."""
+        self._first_announced = self._first_announced or info
         newest = self._newest_at_start
         if newest is not None and not self._was_asked and (info.is_snapshot or info.step <= newest.step):
             self._was_asked = True
