@@ -32,7 +32,7 @@ def main() -> None:
     saver._PATIENCE_SECONDS = SHORT_SECONDS  # type: ignore[misc]
     agree = StoreCoordinator._agree
 
-    def agree_soon(ranks: StoreCoordinator, key: str, ok: bool, _: float = 0.0) -> bool | None:
+    def agree_soon(ranks: StoreCoordinator, key: str, ok: bool, *_: object) -> bool | None:
         return agree(ranks, key, ok, SHORT_SECONDS)
 
     StoreCoordinator._agree = agree_soon  # type: ignore[method-assign,assignment]
