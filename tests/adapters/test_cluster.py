@@ -1,5 +1,9 @@
 """What the agent tells Kubernetes arrives there, with the rights and the certificate that a pod has."""
 
+import asyncio
+import gc
+import socket
+import ssl
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -12,11 +16,12 @@ from tests.fakes.fake_api_server import FakeApiServer, Mood
 from tests.fakes.fake_cluster import FakeCluster
 from tests.servers.tls import Certificate, make_certificate
 
-from mooring_agent.adapters.kubernetes import KubernetesCluster
+from mooring_agent.adapters.kubernetes import ApiServer, KubernetesCluster
 from mooring_agent.core.errors import ClusterError, ErrorKind
 from mooring_agent.core.settings.values import ClusterSettings
 from mooring_agent.ports import Cluster, EventType, PodEvent
 
+SECONDS = 30.0
 KEY = "mooring.dev/last-committed"
 EVENT = PodEvent(event_type=EventType.WARNING, reason="CheckpointLost", message="it is lost", at=1_800_000_000.0)
 
@@ -169,6 +174,36 @@ async def test_a_server_with_another_ca_is_not_told_the_token(
     authority.write_bytes(right)
     await cluster.tell(EVENT)
     await cluster.close()
+
+
+def test_a_connection_that_the_server_does_not_end_ends_with_the_call(
+    server: FakeApiServer, settings: ClusterSettings, certificate: Certificate
+) -> None:
+    """An event loop's own TLS would wait for the server's goodbye, and be garbage with an open socket."""
+    context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+    context.load_cert_chain(certificate.certificate, certificate.key)
+    with socket.create_server(("127.0.0.1", 0)) as listener, ThreadPoolExecutor(2) as executor:
+        taken = executor.submit(lambda: context.wrap_socket(listener.accept()[0], server_side=True))
+        api_server = ApiServer(
+            "127.0.0.1",
+            listener.getsockname()[1],
+            Path(settings.service_account_directory),
+            executor,
+            call_seconds=1,
+            hint="",
+        )
+
+        async def call() -> None:
+            with pytest.raises(ClusterError):
+                await api_server.call("GET", "/")
+            await api_server.close()
+
+        asyncio.run(call())
+        with taken.result(SECONDS) as connection:
+            connection.settimeout(SECONDS)
+            while connection.recv(1024):
+                pass
+    gc.collect()  # pytest would report a socket that is open
 
 
 @pytest.mark.parametrize("missing", ["token", "ca.crt", "namespace"])

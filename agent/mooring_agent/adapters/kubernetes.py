@@ -12,6 +12,7 @@ from typing import Any, Final
 
 import aiohttp
 
+from mooring_agent.adapters.transfer.tls_connector import use_own_tls
 from mooring_agent.core.errors import ClusterError, ErrorKind
 from mooring_agent.core.settings.values import ClusterSettings
 from mooring_agent.ports import PodEvent
@@ -113,8 +114,11 @@ class ApiServer:
                     f"the service account's ca.crt is not a certificate: {error}",
                     hint=f"check what is mounted as the service account{self._without}",
                 ) from error
+            connector = aiohttp.TCPConnector(ssl=context, limit=1)
+            # An event loop's own TLS would wait, after a call without answer, for a server that may be gone.
+            use_own_tls(connector)
             self._session = aiohttp.ClientSession(
-                connector=aiohttp.TCPConnector(ssl=context, limit=1),
+                connector=connector,
                 timeout=aiohttp.ClientTimeout(total=self._call_seconds),
                 trust_env=False,
             )
