@@ -18,12 +18,19 @@ import mooring.torch_loop
 
 def main() -> None:
     layers, width, steps = (int(word) for word in sys.argv[1:4])
-    model: torch.nn.Module = torch.nn.Sequential(*(torch.nn.Linear(width, width, bias=False) for _ in range(layers)))
+    # As FSDP2's own examples do: no rank ever has the whole model.
+    with torch.device("meta"):
+        model: torch.nn.Module = torch.nn.Sequential(
+            *(torch.nn.Linear(width, width, bias=False) for _ in range(layers))
+        )
     momentum = 0.0
     if "RANK" in os.environ:
         dist.init_process_group("gloo")
         fully_shard(model, mesh=dist.init_device_mesh("cpu", (dist.get_world_size(),)))
         momentum = 0.9
+    model.to_empty(device="cpu")
+    for parameter in model.parameters():
+        torch.nn.init.uniform_(parameter, -0.01, 0.01)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=momentum)
     loop = mooring.torch_loop.TorchLoop(model, optimizer)
     print(f"resumed {loop.steps_done}", flush=True)

@@ -114,11 +114,11 @@ class Checkpointer:
         """Choose as `resume`, for a reader that knows which bytes it needs. Errors as `resume`.
 
         Args:
-            first: Path of the file, relative to the checkpoint, that says where everything else is.
+            first: Path of the file, relative to the checkpoint, that says where everything else is. Rank 0 reads it.
 
         Returns:
-            With lazy restore a checkpoint whose `fetch` brings what is read; only `first` is on this volume. Otherwise
-            its directory, as `resume` does.
+            With lazy restore a checkpoint whose `fetch` brings what is read. Only `first` is on a volume, that of rank
+            0. Otherwise its directory, as `resume` does.
         """
         local = self._local_checkpoints()
         newest = choose_partial(self._session, local.whole, [(first, 0, 0)])

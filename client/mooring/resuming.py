@@ -24,17 +24,19 @@ from mooring_api import names
 _log: Final = logging.getLogger("mooring")
 
 _Wanted = Sequence[FileRange] | None
-"""What every pod must have of a checkpoint before all resume from it; None for all of it."""
+"""What this pod must have of a checkpoint before all resume from it; None for all of it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PartialCheckpoint:
     """A checkpoint of which only parts are on this volume. `fetch` has more brought, and returns where to read it.
 
-    `fetch` raises RestoreError if the checkpoint is damaged: then all ranks choose again. It waits for the agent.
+    `fetch` raises RestoreError if the checkpoint is damaged: then all ranks choose again. It waits for the agent. `ask`
+    does not: the agent brings these ranges, in this order, while the caller does something else.
     """
 
     step: int
+    ask: Callable[[Sequence[FileRange]], None]
     fetch: Callable[[Sequence[FileRange]], Path]
 
 
@@ -61,16 +63,20 @@ def choose(session: Session, whole: Callable[[], Sequence[Record]]) -> Record | 
 def choose_partial(
     session: Session, whole: Callable[[], Sequence[Record]], first: Sequence[FileRange]
 ) -> PartialCheckpoint | Record | None:
-    """As `choose`, for a reader that knows what it needs: only `first` is brought, in every pod.
+    """As `choose`, for a reader that knows what it needs: only `first` is brought, and only to the pod of rank 0.
 
     Returns a record if the checkpoint is whole here, and nothing needs to be brought.
     """
-    chosen = _chosen(session, whole, first)
+    chosen = _chosen(session, whole, first if session.context().coordinator.ranks.rank == 0 else ())
     if not isinstance(chosen, tuple):
         return chosen
     step, save = chosen
     _log.info("resuming, as far as it is read: step=%d", step)
-    return PartialCheckpoint(step=step, fetch=lambda ranges: _fetch(session, save, ranges))
+    return PartialCheckpoint(
+        step=step,
+        ask=lambda ranges: _restores(session).ask(save, ranges),
+        fetch=lambda ranges: _restores(session).fetch(save, ranges, _waiting(session)),
+    )
 
 
 def _chosen(
@@ -161,10 +167,6 @@ def _is_brought(session: Session, number: int, chosen: tuple[int, str], wanted: 
         f"another rank cannot have the checkpoint of step {chosen[0]}, or has not come",
         hint="see the logs of the other ranks",
     )
-
-
-def _fetch(session: Session, save: str, ranges: Sequence[FileRange]) -> Path:
-    return _restores(session).fetch(save, ranges, _waiting(session))
 
 
 def _waiting(session: Session, progress: str = "", *, ends_with: str = "") -> Callable[[str], None]:

@@ -2,6 +2,7 @@
 
 import os
 import shutil
+import signal
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
@@ -26,7 +27,10 @@ class Pod:
         self._program = program
         self._restore = settings["restore"]
         self.volume = folder / f"pod-{number}"
-        self.agent = AgentProcess(self.volume, destination, watch="off", **settings)
+        # The server does not look at it. So requests say whose they are.
+        self.token = f"pod-{number}"
+        environment = {"AWS_SESSION_TOKEN": self.token}
+        self.agent = AgentProcess(self.volume, destination, environment=environment, watch="off", **settings)
         self._output = folder / f"pod-{number}.output"
         self._trainer: WarmProcess | None = None
 
@@ -55,6 +59,12 @@ class Pod:
         if self._trainer is not None:
             self._trainer.kill()
             self._trainer.wait(END_SECONDS)
+
+    def end_trainer(self) -> None:
+        """Tell it to end, as kubelet does, and wait until it has."""
+        assert self._trainer is not None
+        self._trainer.send_signal(signal.SIGTERM)
+        self.wait_trainer()
 
     def replace(self) -> None:
         """Lose the pod and its volume; a new one takes its place."""
@@ -120,9 +130,13 @@ class Pods:
             wait_until(lambda pod=pod, step=step: _committed(pod) == step, END_SECONDS, f"step {step} is committed")  # type: ignore[misc]
         return [word for pod in self.pods for word in pod.says("resumed")]
 
-    def read_bytes(self) -> int:
-        """How many bytes of files all pods have asked the store for since the log was cleared."""
-        return sum(_range_bytes(request.headers["range"]) for request in self.proxy.log if "range" in request.headers)
+    def read_bytes(self, pod: Pod | None = None) -> int:
+        """How many bytes of files all pods, or this one, have asked the store for since the log was cleared."""
+        return sum(
+            _range_bytes(request.headers["range"])
+            for request in self.proxy.log
+            if "range" in request.headers and (pod is None or pod.token == request.headers["x-amz-security-token"])
+        )
 
     def stored_bytes(self) -> int:
         return sum(pod.agent.status().newest_committed.size_bytes for pod in self.pods)

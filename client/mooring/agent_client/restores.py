@@ -7,6 +7,7 @@ so an agent that is killed and started again costs time and nothing else. Raises
 import logging
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
@@ -66,6 +67,12 @@ class Restores:
         for first in range(0, len(ranges), RANGES_AT_ONCE):
             path = self._fetch(save, ranges[first : first + RANGES_AT_ONCE], on_wait)
         return path
+
+    def ask(self, save: str, ranges: Sequence[FileRange]) -> None:
+        """Have the agent begin to bring these ranges, without waiting. What it does not hear, `fetch` asks for."""
+        for first in range(0, len(ranges), RANGES_AT_ONCE):
+            with suppress(AgentError):
+                self._channel.fetch(save, ranges[first : first + RANGES_AT_ONCE], 0)
 
     def _fetch(self, save: str, ranges: Sequence[FileRange] | None, on_wait: Callable[[str], object]) -> Path:
         patience = _Patience(on_wait, f"save {save}")

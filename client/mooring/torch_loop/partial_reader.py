@@ -14,8 +14,9 @@ at them. That holds only for tensors whose elements lie in order, so their layou
 import io
 import math
 import os
+import pickle
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final
@@ -29,6 +30,7 @@ from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
 from mooring.agent_client.restores import FileRange
+from mooring.errors import MooringError
 from mooring.resuming import PartialCheckpoint
 
 METADATA_FILE: Final = ".metadata"
@@ -36,12 +38,15 @@ _SMALL_BYTES: Final = 64 * 1024
 """The largest item that ranks tell each other. An agent has a part of a file brought for it, many times as large."""
 _WORTH_BYTES: Final = 5 * 1024**2
 """Fewer bytes than this are not left out: the agent brings parts of at least that size."""
+_BATCH_BYTES: Final = 64 * 1024**2
+"""So much is waited for and then read, while what follows arrives."""
 
 
 class PartialReader(StorageReader):
     """Has `checkpoint` brought as far as it is read.
 
     `make` returns the reader for a directory. `group` is that of all ranks that load; None if this process loads alone.
+    Making one is collective: rank 0 reads where everything is, and tells the others. All raise what it raises.
     """
 
     def __init__(self, checkpoint: PartialCheckpoint, make: Any, group: "dist.ProcessGroup | None") -> None:
@@ -50,24 +55,38 @@ class PartialReader(StorageReader):
         self._checkpoint = checkpoint
         self._make = make
         self._directory = Path()
-        self._reader: FileSystemReader
-        self._metadata: Metadata | None = None
+        self._is_coordinator = False
+        self._metadata = self._read_metadata()
+
+    def _read_metadata(self) -> Metadata:
+        told: list[Any] = [None]
+        if self._group is None or dist.get_rank(self._group) == 0:
+            # The other ranks wait for this one, whatever happens.
+            try:
+                directory = self._checkpoint.fetch([(METADATA_FILE, 0, 0)])
+                told = [self._make(directory).read_metadata()]
+            except (MooringError, SystemExit) as error:
+                told = [error]
+            except Exception as error:
+                told = [pickle.UnpicklingError(repr(error))]
+        if self._group is not None:
+            dist.broadcast_object_list(told, src=0, group=self._group)
+        if isinstance(told[0], BaseException):
+            raise told[0]
+        metadata: Metadata = told[0]
+        return metadata
 
     def reset(self, checkpoint_id: Any = None) -> None:
         return
 
     def read_metadata(self, *arguments: Any, **named: Any) -> Metadata:
-        # Not before: DCP tells all ranks what one raises here.
-        self._directory = self._checkpoint.fetch([(METADATA_FILE, 0, 0)])
-        self._reader = self._make(self._directory)
-        return self._reader.read_metadata()
+        return self._metadata
 
     def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *arguments: Any, **named: Any) -> None:
-        self._metadata = metadata
-        self._reader.set_up_storage_reader(metadata, is_coordinator, *arguments, **named)
+        self._is_coordinator = is_coordinator
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
-        return self._reader.prepare_local_plan(plan)
+        return plan
 
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
         """On one rank: choose who reads what several ranks need. The choice is in each plan's `storage_data`."""
@@ -82,21 +101,21 @@ class PartialReader(StorageReader):
                     first[path] = min(first.get(path, (offset, rank)), (offset, rank))
         to_read: dict[int, list[MetadataIndex]] = {}
         for index in common:
-            path = self._reader.storage_data[index].relative_path
+            path = self._stored(index).relative_path
             rank = first[path][1] if path in first else 0
             to_read.setdefault(rank, []).append(index)
         return [
             replace(plan, storage_data=_Common(all=common, readers=sorted(to_read), to_read=to_read.get(rank, [])))
-            for rank, plan in enumerate(self._reader.prepare_global_plan(plans))
+            for rank, plan in enumerate(plans)
         ]
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> "Future[None]":
         """Raises RestoreError if the checkpoint is damaged; then DCP has every rank raise."""
         common: _Common = plan.storage_data
-        own = replace(plan, items=[item for item in plan.items if item.storage_index not in common.all])
+        own = [item for item in plan.items if item.storage_index not in common.all]
         read: dict[MetadataIndex, bytes] | BaseException
         try:
-            self._fetch(own, common.to_read)
+            self._read(own, common.to_read, planner)
             read = {index: self._bytes(index) for index in common.to_read}
         except BaseException as error:
             # The other ranks wait for this one.
@@ -105,19 +124,28 @@ class PartialReader(StorageReader):
         for item in plan.items:
             if item.storage_index in common.all:
                 _take(item, stored[item.storage_index], planner)
-        return self._reader.read_data(own, planner)
+        done: Future[None] = Future()
+        done.set_result(None)
+        return done
 
-    def _fetch(self, plan: LoadPlan, more: Sequence[MetadataIndex]) -> None:
-        narrow = {item: rows for item in plan.items if (rows := self._rows(item)) is not None}
-        if narrow:
-            self._checkpoint.fetch([one for item, (_, slack) in narrow.items() for one in self._ends(item, slack)])
-        ranges = [
-            self._range(item, *narrow[item]) if item in narrow and self._is_in_order(item) else self._whole(item)
-            for item in plan.items
-        ]
-        ranges += [_range_of(self._reader.storage_data[index]) for index in more]
-        if ranges:
-            self._checkpoint.fetch(_merged(ranges))
+    def _read(self, items: Sequence[ReadItem], more: Sequence[MetadataIndex], planner: LoadPlanner) -> None:
+        """Read `items` as they arrive, and have the items of `more` brought."""
+        narrow = {item: rows for item in items if (rows := self._rows(item)) is not None}
+        ends = [one for item, (_, slack) in narrow.items() for one in self._ends(item, slack)]
+        ranges = {item: self._whole(item) for item in items}
+        shared = [_range_of(self._stored(index)) for index in more]
+        self._checkpoint.ask(_merged([*ends, *shared, *(ranges[item] for item in items if item not in narrow)]))
+        if ends:
+            self._directory = self._checkpoint.fetch(_merged(ends))
+            ranges.update({item: self._range(item, *rows) for item, rows in narrow.items() if self._is_in_order(item)})
+            self._checkpoint.ask(_merged([ranges[item] for item in narrow]))
+        for batch in _batches(sorted(items, key=ranges.__getitem__), ranges):
+            self._directory = self._checkpoint.fetch(_merged([ranges[item] for item in batch]))
+            reader = self._make(self._directory)
+            reader.set_up_storage_reader(self._metadata, self._is_coordinator)
+            reader.read_data(LoadPlan(batch), planner).wait()
+        if shared:
+            self._directory = self._checkpoint.fetch(_merged(shared))
 
     def _told_by_all(self, read: Any, common: "_Common") -> "dict[MetadataIndex, bytes]":
         """Exchange what ranks have read, or raise what one of them raised. One rank tells the others at a time."""
@@ -136,7 +164,7 @@ class PartialReader(StorageReader):
         return stored
 
     def _bytes(self, index: MetadataIndex) -> bytes:
-        path, offset, length = _range_of(self._reader.storage_data[index])
+        path, offset, length = _range_of(self._stored(index))
         with Path(self._directory, path).open("rb") as file:
             file.seek(offset)
             return file.read(length)
@@ -145,16 +173,19 @@ class PartialReader(StorageReader):
     def validate_checkpoint_id(cls, checkpoint_id: Any) -> bool:
         return FileSystemReader.validate_checkpoint_id(checkpoint_id)
 
+    def _stored(self, index: MetadataIndex) -> Any:
+        """Return the file, the offset and the length of a stored item."""
+        return self._metadata.storage_data[index]
+
     def _is_small(self, item: ReadItem) -> bool:
         """Whether the item is small, and read as it was stored."""
-        stored = self._reader.storage_data[item.storage_index]
+        stored = self._stored(item.storage_index)
         if stored.length > _SMALL_BYTES or getattr(stored, "transform_descriptors", None):
             return False
         return item.type is LoadItemType.BYTE_IO or self._sizes(item) == item.lengths
 
     def _sizes(self, item: ReadItem) -> "torch.Size | None":
         """Return the size of the stored tensor that `item` is a part of."""
-        assert self._metadata is not None
         described = self._metadata.state_dict_metadata[item.storage_index.fqn]
         if not isinstance(described, TensorStorageMetadata):
             return None
@@ -163,13 +194,12 @@ class PartialReader(StorageReader):
 
     def _rows(self, item: ReadItem) -> "tuple[range, int] | None":
         """Return the needed bytes of a stored tensor, and how much later they may begin; None if it is read whole."""
-        stored = self._reader.storage_data[item.storage_index]
+        stored = self._stored(item.storage_index)
         if item.type is not LoadItemType.TENSOR or getattr(stored, "transform_descriptors", None):
             return None
         sizes = self._sizes(item)
         if not sizes:
             return None
-        assert self._metadata is not None
         described: Any = self._metadata.state_dict_metadata[item.storage_index.fqn]
         element_bytes = described.properties.dtype.itemsize
         # What torch.save writes around the tensor's bytes, before and after them.
@@ -182,16 +212,16 @@ class PartialReader(StorageReader):
         return (needed, slack) if 0 <= slack < _WORTH_BYTES and is_worth_it else None
 
     def _is_in_order(self, item: ReadItem) -> bool:
-        stored = self._reader.storage_data[item.storage_index]
+        stored = self._stored(item.storage_index)
         with Path(self._directory, stored.relative_path).open("rb", buffering=0) as file:
             region: Any = _Region(file, stored.offset, stored.length)
             return bool(torch.load(region, map_location="cpu", weights_only=True).is_contiguous())
 
     def _whole(self, item: ReadItem) -> FileRange:
-        return _range_of(self._reader.storage_data[item.storage_index])
+        return _range_of(self._stored(item.storage_index))
 
     def _range(self, item: ReadItem, needed: range, slack: int) -> FileRange:
-        stored = self._reader.storage_data[item.storage_index]
+        stored = self._stored(item.storage_index)
         return stored.relative_path, stored.offset + needed.start, len(needed) + slack
 
     def _ends(self, item: ReadItem, slack: int) -> Sequence[FileRange]:
@@ -210,6 +240,20 @@ class _Common:
 
 def _range_of(stored: Any) -> FileRange:
     return stored.relative_path, stored.offset, stored.length
+
+
+def _batches(items: Sequence[ReadItem], ranges: Mapping[ReadItem, FileRange]) -> Iterator[list[ReadItem]]:
+    """Divide items: what is read at a time, while more of them arrive."""
+    batch: list[ReadItem] = []
+    size_bytes = 0
+    for item in items:
+        batch.append(item)
+        size_bytes += ranges[item][2]
+        if size_bytes >= _BATCH_BYTES:
+            yield batch
+            batch, size_bytes = [], 0
+    if batch:
+        yield batch
 
 
 def _take(item: ReadItem, content: bytes, planner: LoadPlanner) -> None:

@@ -90,12 +90,12 @@ class TrainingState:
         Raises:
             UsageError: It is not the state of this training.
         """
-        rank, stored = str(self.storage.rank), self.storage.items(directory)
-        has_own = f"{_RANKS}.{rank}" in stored
-        has_moments = any(item.startswith("optimizer.state.") for item in stored)
+        rank, stored = str(self.storage.rank), self.storage.open(directory)
+        has_own = f"{_RANKS}.{rank}" in stored.items
+        has_moments = any(item.startswith("optimizer.state.") for item in stored.items)
         with nullcontext() if has_moments else _untouched(self._optimizer):
             state = {**self._model_and_optimizer(), _SHARED: b"", _RANKS: {rank: b""} if has_own else {}}
-            self.storage.load(state, directory)
+            stored.load(state)
             set_state_dict(
                 self._model, self._optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"]
             )

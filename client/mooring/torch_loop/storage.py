@@ -12,7 +12,7 @@ from typing import Any
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.planner import SavePlanner
+from torch.distributed.checkpoint.planner import LoadPlanner, SavePlanner
 from torch.distributed.checkpoint.storage import StorageReader
 
 from mooring.errors import ErrorKind, MooringError, UsageError, VolumeError
@@ -65,42 +65,47 @@ class Storage:
             hint = "check whether the volume of that rank is full"
             raise VolumeError(ErrorKind.VOLUME_UNUSABLE, f"not written: {_reason(error)}", hint=hint) from error
 
-    def load(self, state: dict[str, Any], source: Source) -> None:
-        """Load into the tensors of `state`, and replace its other values.
+    def open(self, source: Source) -> "StoredState":
+        """Find out what there is to load. Collective.
+
+        Raises UsageError; for a partial checkpoint also what rank 0 raises, on all ranks.
+        """
+        make = dcp.FileSystemReader if self.trust_pickle else PlainReader
+        try:
+            if isinstance(source, PartialCheckpoint):
+                reader: StorageReader = PartialReader(source, make, self.options().get("process_group"))
+            else:
+                reader = make(source)
+            items = set(reader.read_metadata().state_dict_metadata)
+        except MooringError:
+            raise
+        except Exception as error:
+            raise not_ours(source, repr(error)) from error
+        return StoredState(source, reader, items, None if self.trust_pickle else PlainPlanner(), self.options())
+
+
+class StoredState:
+    """A state dict as it was saved. `items` are the names of what it holds."""
+
+    def __init__(
+        self, source: Source, reader: StorageReader, items: set[str], planner: LoadPlanner | None, options: Any
+    ) -> None:
+        self.items = items
+        self._source = source
+        self._reader = reader
+        self._planner = planner
+        self._options = options
+
+    def load(self, state: dict[str, Any]) -> None:
+        """Load into the tensors of `state`, and replace its other values. Collective.
 
         Raises UsageError, or RestoreError if a part of the checkpoint cannot be had, on all ranks.
         """
-        planner = None if self.trust_pickle else PlainPlanner()
         try:
-            dcp.load(state, storage_reader=self._reader(source), planner=planner, **self.options())
+            dcp.load(state, storage_reader=self._reader, planner=self._planner, **self._options)
         except CheckpointException as error:
             _raise_ours(error)
-            raise not_ours(source, _reason(error)) from error
-
-    def items(self, source: Source) -> set[str]:
-        """Return the names of the stored items. Raises UsageError; what one rank raises for a partial one, all do."""
-        found: set[str] | BaseException
-        try:
-            found = set(self._reader(source).read_metadata().state_dict_metadata)
-        except MooringError as error:
-            found = error
-        except Exception as error:
-            found = not_ours(source, repr(error))
-        except SystemExit as error:
-            found = error
-        if isinstance(source, PartialCheckpoint) and (group := self.options().get("process_group")) is not None:
-            failures: list[Any] = [None] * self.world_size
-            dist.all_gather_object(failures, found if isinstance(found, BaseException) else None, group=group)
-            found = next((failure for failure in failures if failure is not None), found)
-        if isinstance(found, BaseException):
-            raise found
-        return found
-
-    def _reader(self, source: Source) -> StorageReader:
-        make = dcp.FileSystemReader if self.trust_pickle else PlainReader
-        if isinstance(source, PartialCheckpoint):
-            return PartialReader(source, make, self.options().get("process_group"))
-        return make(source)
+            raise not_ours(self._source, _reason(error)) from error
 
 
 def _raise_ours(error: BaseException) -> None:
