@@ -17,12 +17,18 @@ from mooring_agent.core.errors import ErrorKind, MooringError
 from mooring_agent.runtime.process import agent_supervisor
 from mooring_agent.runtime.process.agent_supervisor import AgentSupervisor, Notify, RestartBackoff
 
-# Writes down its pid; ends with the code that somebody gives it, and in order when it is terminated.
+# Begins when it is told to. Writes down its pid; ends with the code that somebody gives it, and in order when it is
+# terminated.
 AGENT = """
 import os, signal, sys, time
 from pathlib import Path
-signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
+signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
 folder = Path(sys.argv[1])
+(folder / "loaded").touch()
+if not sys.stdin.buffer.read(1):
+    sys.exit(0)
+signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
+signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
 (folder / "pid.new").write_text(str(os.getpid()))
 (folder / "pid.new").rename(folder / "pid")
 deadline = time.monotonic() + 60
@@ -108,6 +114,26 @@ async def serving(folder: Path, *, grace_seconds: float = 10.0) -> AsyncIterator
     finally:
         stage.leave(0)
         await stage.keeper.end()
+
+
+async def test_an_agent_that_has_only_loaded_begins_when_it_is_told(tmp_path: Path) -> None:
+    stage = Stage(tmp_path)
+    stage.keeper.load()
+    await stage.until((tmp_path / "loaded").exists)
+    assert stage.pid() is None
+    await stage.keeper.start()
+    assert stage.pid() is not None
+    await stage.keeper.end()
+
+
+async def test_an_agent_that_has_only_loaded_ends_at_once(tmp_path: Path) -> None:
+    """It does not hear SIGTERM yet; SIGKILL would be an hour away."""
+    stage = Stage(tmp_path, grace_seconds=3600.0)
+    stage.keeper.load()
+    await stage.until((tmp_path / "loaded").exists)
+    async with asyncio.timeout(WAIT_SECONDS):
+        await stage.keeper.end()
+    assert stage.pid() is None
 
 
 async def test_an_agent_that_cannot_start_is_an_error(tmp_path: Path) -> None:

@@ -5,7 +5,7 @@ seconds under a small CPU limit. Opening sends no request; call `probe` to learn
 """
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 
@@ -29,26 +29,35 @@ async def open_store(settings: StoreSettings, *, limiter: RateLimiter | None = N
         await store.close()
 
 
+def load_modules(destination: str) -> None:
+    """Import what `open_store` needs for this destination. Blocks."""
+    _opener(destination)
+    from mooring_agent.adapters.checksum import crc64nvme
+
+    crc64nvme(b"")  # loads its library
+
+
 def _make(settings: StoreSettings, limiter: RateLimiter) -> ObjectStore:
+    load_modules(settings.destination)
+    return _opener(settings.destination)(settings, limiter)
+
+
+def _opener(destination: str) -> Callable[[StoreSettings, RateLimiter], ObjectStore]:
     # Imported here: an agent with one store must not load the other, and none on the event loop.
-    match settings.destination.partition("://")[0]:
+    match destination.partition("://")[0]:
         case "s3":
             from mooring_agent.adapters.s3.store import open_s3_store
 
             # In a loop of its own, because making a client parses megabytes. A client binds to the loop of its first
             # request.
-            store: ObjectStore = asyncio.run(open_s3_store(settings, limiter))
+            return lambda settings, limiter: asyncio.run(open_s3_store(settings, limiter))
         case "file":
             from mooring_agent.adapters.file_store.store import FilesystemStore
 
-            store = FilesystemStore(settings, limiter)
+            return FilesystemStore
         case _:
             raise MooringError(
                 ErrorKind.BAD_CONFIGURATION,
-                f"{settings.destination!r} is not a destination that Mooring supports",
+                f"{destination!r} is not a destination that Mooring supports",
                 hint="write it as s3://bucket/prefix or file:///absolute/path",
             )
-    from mooring_agent.adapters.checksum import crc64nvme
-
-    crc64nvme(b"")  # loads its library
-    return store

@@ -2,6 +2,7 @@
 
 import os
 import signal
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,8 @@ from mooring_agent.config import unknown_variables
 @setting_options
 @click.option("--fresh", is_flag=True, help="Forget earlier termination notices: the pod is new.")
 @click.option("--parent-pid", type=int, default=None, hidden=True, help="Exit when the process with this id is gone.")
-def agent(fresh: bool, parent_pid: int | None, **options: Any) -> None:
+@click.option("--begin-when-told", is_flag=True, hidden=True, help="Wait for a byte on standard input, or its end.")
+def agent(fresh: bool, parent_pid: int | None, begin_when_told: bool, **options: Any) -> None:
     """Run the agent beside a trainer, as a sidecar container does.
 
     When it is terminated, it makes durable what fits into the grace period, then exits.
@@ -33,10 +35,15 @@ def agent(fresh: bool, parent_pid: int | None, **options: Any) -> None:
         import structlog
         import uvloop
 
+        from mooring_agent.adapters.open_store import load_modules
         from mooring_agent.adapters.priority import set_priority
         from mooring_agent.runtime.engine.telemetry import configure_logs
         from mooring_agent.runtime.process.app import run_agent
 
+        if begin_when_told:
+            load_modules(settings.store.destination)
+            if not sys.stdin.buffer.read(1):
+                os._exit(0)
         configure_logs(settings.log_format)
         log = structlog.get_logger("mooring.agent")
         for line in unknown_variables(os.environ):

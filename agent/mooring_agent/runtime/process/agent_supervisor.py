@@ -1,4 +1,8 @@
-"""Supervises the agent process of a run: starts it, restarts it when it dies, and ends it in order."""
+"""Supervises the agent process of a run: starts it, restarts it when it dies, and ends it in order.
+
+An agent's process loads its libraries at once, and begins to work when it gets a byte on its standard input. Without
+one it ends with its standard input.
+"""
 
 import asyncio
 import contextlib
@@ -88,6 +92,7 @@ class AgentSupervisor:
         self._answers = answers
         self._process: asyncio.subprocess.Process | None = None
         self._keeping: asyncio.Task[int] | None = None
+        self._may_begin = asyncio.Event()
         self._served = asyncio.Event()
         self._draining = asyncio.Event()
         self._ending = False
@@ -96,9 +101,16 @@ class AgentSupervisor:
         self._news = asyncio.Event()
         self._delivering = asyncio.Lock()
 
-    async def start(self) -> None:
-        """Start the agent; return when it answers, or after `end`. Raises MooringError if it does not start."""
+    def load(self) -> None:
+        """Start the agent's process, so that it has loaded its libraries when `start` is called."""
         self._keeping = asyncio.create_task(self._keep(), name="keep agent")
+
+    async def start(self) -> None:
+        """Let the agent work; return when it answers, or after `end`. Raises MooringError if it does not start."""
+        if self._keeping is None:
+            self.load()
+        assert self._keeping is not None
+        self._may_begin.set()
         served = asyncio.create_task(self._served.wait())
         await asyncio.wait({self._keeping, served}, return_when=asyncio.FIRST_COMPLETED)
         served.cancel()
@@ -177,9 +189,11 @@ class AgentSupervisor:
 
     async def _live(self, arguments: Sequence[str]) -> int:
         """Run one agent process; return its exit code."""
-        command = [*self._command, "--parent-pid", str(os.getpid()), *arguments]
+        command = [*self._command, "--parent-pid", str(os.getpid()), "--begin-when-told", *arguments]
         try:
-            process = await asyncio.create_subprocess_exec(*command, env=self._environment, start_new_session=True)
+            process = await asyncio.create_subprocess_exec(
+                *command, env=self._environment, stdin=asyncio.subprocess.PIPE, start_new_session=True
+            )
         except OSError as error:
             log.error("run.agent_not_started", error=str(error))
             return _NEVER_BORN
@@ -199,6 +213,10 @@ class AgentSupervisor:
 
     async def _talk(self, process: asyncio.subprocess.Process) -> None:
         """Wait until the agent answers, then deliver messages for as long as it lives. Kills an agent that hangs."""
+        await self._may_begin.wait()
+        assert process.stdin is not None
+        process.stdin.write(b"\n")
+        process.stdin.close()
         loop = asyncio.get_running_loop()
         began = loop.time()
         has_said = False
@@ -276,4 +294,7 @@ class AgentSupervisor:
 
     def _terminate(self) -> None:
         if self._process is not None and self._process.returncode is None:
+            if self._process.stdin is not None:
+                # One that was not told to begin does not hear SIGTERM yet.
+                self._process.stdin.close()
             self._process.terminate()

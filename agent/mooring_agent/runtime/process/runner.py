@@ -1,6 +1,7 @@
 """Runs a program and its agent together, without Kubernetes: `mooring run`.
 
-Restores first, then runs the program beside its agent, passes signals on, and waits for the drain. Signals are handled
+Restores first, while the agent's process loads its libraries, then runs the program beside its agent, passes signals
+on, and waits for the drain. Signals are handled
 from the first moment: before the program runs they end the run; while it runs they go to the program; after its end
 those that mean an end limit the drain to one grace period. The agent has its own session, so that Ctrl-C in a terminal
 reaches only the program. If this runner is killed, the agent notices it and asks the trainers to save and leave.
@@ -87,11 +88,13 @@ class Runner:
         runs, the exit code says that instead.
         """
         self._listen()
+        self._agent.load()
         resume: dict[str, str] = {}
         if self._settings.restore != OFF:
             before = await asyncio.to_thread(self._resumed)
             code = await self._restore()
             if code:
+                await self._agent.end()
                 return code
             after = await asyncio.to_thread(self._resumed)
             if after != before:
@@ -152,6 +155,7 @@ class Runner:
     async def _start_agent(self) -> bool:
         """Start the agent; return False if a signal ended the run first. Raises MooringError."""
         if self._interrupted.done():
+            await self._agent.end()
             return False
         starting = asyncio.create_task(self._agent.start())
         if await self._interrupted_before(starting):
