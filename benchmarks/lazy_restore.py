@@ -68,8 +68,8 @@ def main() -> int:
     parser.add_argument("--quick", action="store_true", help="a small model, one round, and no page")
     arguments = parser.parse_args()
     os.environ.update({**ENVIRONMENT, **TRAINER_ENVIRONMENT})
-    # Layers and width; each weight has a moment.
-    model, lone_width = ((2, 1024), 2048) if arguments.quick else ((4, 8192), 16384)
+    # Layers and width; in pods each weight has a moment.
+    model, lone_model = ((2, 1024), (2, 1024)) if arguments.quick else ((4, 8192), (16, 4096))
     with tempfile.TemporaryDirectory(prefix="mooring-lazy-") as folder:
         server = RcloneServer(Path(folder) / "served")
         server.start()
@@ -78,11 +78,11 @@ def main() -> int:
         try:
             jobs = measure_pods(Path(folder), server, proxy, model)
             rounds = 1 if arguments.quick else _ROUNDS
-            overlap = measure_overlap(Path(folder), server, proxy, lone_width, rounds=rounds)
+            overlap = measure_overlap(Path(folder), server, proxy, lone_model, rounds=rounds)
         finally:
             proxy.stop()
             server.stop()
-    text = page(jobs, overlap, model, lone_width)
+    text = page(jobs, overlap, model, lone_model)
     print(text)
     if not arguments.quick:
         REPORT.write_text(text)
@@ -151,40 +151,49 @@ def _restore_all(volumes: Sequence[Path], bucket: Bucket, proxy: FaultProxy) -> 
     running = []
     with Path(os.devnull).open("r+b") as nothing:
         for volume in volumes:
-            words = ["-m", "mooring_agent", "restore", bucket.destination, f"--volume={volume}"]
-            words += [f"--endpoint-url={proxy.endpoint_url}", "--watch=off"]
+            words = _restore_words(volume, bucket, proxy)
             files = [nothing.fileno(), nothing.fileno(), sys.stderr.fileno()]
             running.append(warm_mooring().start(words, environment=dict(os.environ), files=files))
     codes = [process.wait(_LONGEST_SECONDS) for process in running]
     assert codes == [0] * len(codes)
 
 
-def measure_overlap(folder: Path, server: RcloneServer, proxy: FaultProxy, width: int, *, rounds: int) -> Overlap:
+def _restore_words(volume: Path, bucket: Bucket, proxy: FaultProxy) -> list[str]:
+    words = ["-m", "mooring_agent", "restore", bucket.destination, f"--volume={volume}"]
+    return [*words, f"--endpoint-url={proxy.endpoint_url}", "--watch=off"]
+
+
+def measure_overlap(
+    folder: Path, server: RcloneServer, proxy: FaultProxy, model: tuple[int, int], *, rounds: int
+) -> Overlap:
     """One program and its agent, started cold by `mooring run`; the least of some interleaved rounds."""
     bucket = make_bucket(server)
-    _run(folder / "lone-saved", bucket, proxy, width, "lazy")
+    _run(folder / "lone-saved", bucket, proxy, model, "lazy")
     proxy.throttle(_LONE_RATE)
     seconds: dict[str, list[float]] = {"importing": [], "downloading": [], "whole": [], "lazy": []}
     for number in range(rounds):
         place = folder / f"lone-{number}"
         # Begins anew, as nothing is restored: what it takes without any download.
-        seconds["importing"].append(_run(place / "importing", bucket, proxy, width, "off", saves=False))
+        seconds["importing"].append(_run(place / "importing", bucket, proxy, model, "off", saves=False))
         began_at = time.time()
-        _restore_all([place / "downloading"], bucket, proxy)
+        command = [sys.executable, *_restore_words(place / "downloading", bucket, proxy)]
+        subprocess.run(command, capture_output=True, timeout=_LONGEST_SECONDS, check=True)
         seconds["downloading"].append(time.time() - began_at)
         for how in ("whole", "lazy"):
-            seconds[how].append(_run(place / how, bucket, proxy, width, how, saves=False))
+            seconds[how].append(_run(place / how, bucket, proxy, model, how, saves=False))
         subprocess.run(["rm", "-rf", str(place)], check=True)
     proxy.throttle(0)
     print(seconds, flush=True)
     return Overlap(**{what: min(found) for what, found in seconds.items()})
 
 
-def _run(volume: Path, bucket: Bucket, proxy: FaultProxy, width: int, restore: str, *, saves: bool = True) -> float:
+def _run(
+    volume: Path, bucket: Bucket, proxy: FaultProxy, model: tuple[int, int], restore: str, *, saves: bool = True
+) -> float:
     """Return the seconds to the program's first step."""
     command = [sys.executable, "-m", "mooring_agent", "run", "--to", bucket.destination, f"--volume={volume}"]
     command += [f"--endpoint-url={proxy.endpoint_url}", "--watch=off", f"--restore={restore}", "--"]
-    command += [sys.executable, str(_PROGRAM), "1", str(width), "1", *([] if saves else ["--no-save"])]
+    command += [sys.executable, str(_PROGRAM), *map(str, model), "1", *([] if saves else ["--no-save"])]
     volume.parent.mkdir(parents=True, exist_ok=True)
     began_at = time.time()
     done = subprocess.run(command, capture_output=True, text=True, timeout=_LONGEST_SECONDS, check=False)
@@ -214,10 +223,10 @@ def goals(jobs: Sequence[Resumed], overlap: Overlap) -> list[tuple[str, str, boo
     return found
 
 
-def page(jobs: Sequence[Resumed], overlap: Overlap, model: tuple[int, int], lone_width: int) -> str:
+def page(jobs: Sequence[Resumed], overlap: Overlap, model: tuple[int, int], lone_model: tuple[int, int]) -> str:
     layers, width = model
     gib = 8 * layers * width * width / 1024**3
-    lone_gib = 4 * lone_width * lone_width / 1024**3
+    lone_gib = 4 * lone_model[0] * lone_model[1] ** 2 / 1024**3
     load = os.getloadavg()[1]
     rows = [
         f"| {one.how} | {one.saved_by} | {one.pods} | {one.times_read:.2f} x | {one.seconds:.1f} s |" for one in jobs
@@ -233,8 +242,8 @@ def page(jobs: Sequence[Resumed], overlap: Overlap, model: tuple[int, int], lone
     )
     lone = textwrap.fill(
         f"`mooring run` with one process that imports torch, behind {_LONE_RATE / _MEGABYTE:.0f} MB/s; the checkpoint "
-        f"has {lone_gib:.1f} GiB. Importing is the time to the first step without a restore. The least of interleaved "
-        "rounds.",
+        f"has {lone_gib:.1f} GiB in {lone_model[0]} tensors. Importing is the time to the first step without restore; "
+        "downloading is that of `mooring restore`. All start cold. The least of interleaved rounds.",
         width=118,
     )
     return "\n".join(
