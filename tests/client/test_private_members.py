@@ -91,6 +91,7 @@ def test_an_accelerator_that_lacks_one_is_not_protected_and_one_line_says_why(
 def test_a_deepspeed_that_lacks_one_saves_without_the_client_state_and_says_so(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
+    pytest.importorskip("deepspeed")  # its release is asked for
     checkpoint_engine = SimpleNamespace(is_decoupled=lambda: False)
     engine = SimpleNamespace(save_checkpoint=None, load_checkpoint=None, checkpoint_engine=checkpoint_engine)
     deepspeed._Training(engine)

@@ -78,6 +78,7 @@ class PartialCopy:
         self._new: set[str] = set()
         self._opened: set[str] = set()
         self._has_own = False
+        self._has_linked_own = False
         self._is_in_place = False
 
     @property
@@ -142,8 +143,9 @@ class PartialCopy:
 
     async def check_room(self, pieces: Sequence[Piece], size_limit_bytes: int) -> None:
         """Raise VolumeError(DISK_FULL) if there is no room for these pieces. `size_limit_bytes` 0: none."""
-        if self._has_own:
+        if self._has_own and not self._has_linked_own:
             await self._on_disk(self._link_all_own)
+            self._has_linked_own = True
         missing_bytes = sum(self.size_bytes(piece) for piece in pieces if piece not in self._here)
         name = self.checkpoint.marker.info.name
         await self._on_disk(partial(check_room, name, missing_bytes, self._volume, size_limit_bytes))
