@@ -8,7 +8,6 @@ raises only SystemExit, from `leave` and `newest`.
 import atexit
 import logging
 import os
-import re
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
@@ -24,7 +23,7 @@ from mooring.errors import MooringError
 from mooring.gate import Action
 from mooring.ranks.coordinator import WRITE_SECONDS
 from mooring.ranks.rank_store import Ranks
-from mooring.resuming import choose
+from mooring.resuming import SomeFiles, choose, choose_files
 from mooring.session import PendingSave, Session
 from mooring.settings import read_settings
 
@@ -215,17 +214,36 @@ class FrameworkRun:
 
         Raises SystemExit when the pod is ending, and when the ranks cannot choose a checkpoint.
         """
+        chosen = self._chosen(lambda: choose(self._session, self._whole))
+        return None if chosen is None else self._place(chosen)
+
+    def newest_files(self, needed: Callable[[Sequence[str], Sequence[int]], Sequence[str]]) -> SomeFiles | None:
+        """As `newest`, for a framework whose ranks read files of their own.
+
+        `needed` gets the paths of all files, and this pod's ranks; it returns those to bring, or none for all.
+        """
+
+        def choose_some() -> SomeFiles | Record | None:
+            ranks = self._session.context().coordinator.ranks
+            return choose_files(self._session, self._whole, lambda files: needed(files, ranks.pod or (ranks.rank,)))
+
+        chosen = self._chosen(choose_some)
+        if not isinstance(chosen, Record):
+            return chosen
+        place = self._place(chosen)
+        return SomeFiles(step=chosen.step, place=place, directory=place, files=())
+
+    def _chosen(self, choose: Callable[[], _Result]) -> _Result:
         try:
             if self._session.ends_untrained():
                 self.leave()
-            chosen = choose(self._session, self._whole)
+            chosen = choose()
         except MooringError as error:
             # Training from step 0 over what was saved would be worse than stopping.
             raise SystemExit(f"mooring: {error}; {error.hint}") from error
-        if chosen is None:
-            return None
-        _log.info("resuming: name=%s step=%d", chosen.name, chosen.step)
-        return self._place(chosen)
+        if isinstance(chosen, Record):
+            _log.info("resuming: name=%s step=%d", chosen.name, chosen.step)
+        return chosen
 
     def leave(self) -> NoReturn:
         """Leave after a just-in-time save: wait for running writes and for the other ranks, then exit with 143."""
@@ -379,15 +397,3 @@ def guarded_save(run: FrameworkRun, path: Path, step: int, write: Callable[[], _
             raise
         run.announce(path, step)
         return result
-
-
-def next_name(last_name: str | None, last_step: int, step: int, *, default: str) -> str:
-    """Return `last_name` with `step` in place of `last_step`; `default` if that is None or lacks its step.
-
-    Also `default` if the step is in the name more than once. Programs find their checkpoints by name, and often read
-    the step from it.
-    """
-    if last_name is None:
-        return default
-    name, replaced = re.subn(rf"(?<!\d){last_step}(?!\d)", str(step), last_name)
-    return name if replaced == 1 else default

@@ -23,8 +23,8 @@ from mooring_api import names
 
 _log: Final = logging.getLogger("mooring")
 
-_Wanted = Sequence[FileRange] | None
-"""What this pod must have of a checkpoint before all resume from it; None for all of it."""
+_Bring = Callable[[Restores, str, Callable[[str], None]], object]
+"""Brings to this pod what it must have of a save before all ranks resume from it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,13 +40,26 @@ class PartialCheckpoint:
     fetch: Callable[[Sequence[FileRange]], Path]
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SomeFiles:
+    """A checkpoint of which some files are on this volume, in `directory`. `files`: the paths of all, unless too many.
+
+    `place` is where it would have its name.
+    """
+
+    step: int
+    place: Path
+    directory: Path
+    files: Sequence[str]
+
+
 def choose(session: Session, whole: Callable[[], Sequence[Record]]) -> Record | None:
     """Return the checkpoint to resume from, which is whole on this volume; None to start from step 0.
 
     `whole` returns the whole local checkpoints. Raises VolumeError when pods have checkpoints, but none in common,
     RanksError when some ranks do not come, and RestoreError when there may be a checkpoint that cannot be had.
     """
-    chosen = _chosen(session, whole, None)
+    chosen = _chosen(session, whole, _bring_all)
     if not isinstance(chosen, tuple):
         return chosen
     step, save = chosen
@@ -67,7 +80,10 @@ def choose_partial(
 
     Returns a record if the checkpoint is whole here, and nothing needs to be brought.
     """
-    chosen = _chosen(session, whole, first if session.context().coordinator.ranks.rank == 0 else ())
+    is_first = session.context().coordinator.ranks.rank == 0
+    chosen = _chosen(
+        session, whole, lambda restores, save, waiting: restores.fetch(save, first if is_first else (), waiting)
+    )
     if not isinstance(chosen, tuple):
         return chosen
     step, save = chosen
@@ -79,11 +95,38 @@ def choose_partial(
     )
 
 
-def _chosen(
-    session: Session, whole: Callable[[], Sequence[Record]], wanted: _Wanted
-) -> Record | tuple[int, str] | None:
-    """Return a local checkpoint, or the step and save of a committed one that was brought as far as it is `wanted`."""
-    return _choose_any(session, whole, wanted) if session.settings.lazy else _choose_local(session, whole())
+def choose_files(
+    session: Session, whole: Callable[[], Sequence[Record]], needed: Callable[[Sequence[str]], Sequence[str]]
+) -> SomeFiles | Record | None:
+    """As `choose`, for a reader that needs some of the files: `needed` chooses among the paths of all; none means all.
+
+    Returns a record if the checkpoint is whole here.
+    """
+    if not session.settings.lazy or session.holds_whole_job:
+        return choose(session, whole)
+
+    def bring(restores: Restores, save: str, waiting: Callable[[str], None]) -> tuple[Path, Path, Sequence[str]]:
+        place, files = restores.files(save, waiting)
+        ranges = [(path, 0, 0) for path in needed(files)]
+        return place, restores.fetch(save, ranges or None, waiting), files
+
+    chosen = _chosen(session, whole, bring)
+    if not isinstance(chosen, tuple):
+        return chosen
+    step, save = chosen
+    _log.info("resuming, as far as it is read: step=%d", step)
+    # At once: it is here.
+    place, directory, files = bring(_restores(session), save, _waiting(session))
+    return SomeFiles(step=step, place=place, directory=directory, files=files)
+
+
+def _bring_all(restores: Restores, save: str, waiting: Callable[[str], None]) -> Path:
+    return restores.fetch(save, None, waiting)
+
+
+def _chosen(session: Session, whole: Callable[[], Sequence[Record]], bring: _Bring) -> Record | tuple[int, str] | None:
+    """Return a local checkpoint, or the step and save of a committed one, after `bring`."""
+    return _choose_any(session, whole, bring) if session.settings.lazy else _choose_local(session, whole())
 
 
 def _choose_local(session: Session, records: Sequence[Record]) -> Record | None:
@@ -101,9 +144,9 @@ def _choose_local(session: Session, records: Sequence[Record]) -> Record | None:
 
 
 def _choose_any(
-    session: Session, whole: Callable[[], Sequence[Record]], wanted: _Wanted
+    session: Session, whole: Callable[[], Sequence[Record]], bring: _Bring
 ) -> Record | tuple[int, str] | None:
-    """Choose among what pods have and what is committed, and have `wanted` of it brought to each pod."""
+    """Choose among what pods have and what is committed, and `bring` it to each pod."""
     context = session.context()
     while True:  # ends: a checkpoint that a pod found damaged is not offered by that pod again
         number = session.next_number()
@@ -128,7 +171,7 @@ def _choose_any(
             return None
         if chosen in own:
             return own[chosen]
-        if _is_brought(session, number, chosen, wanted):
+        if _is_brought(session, number, chosen, bring):
             return chosen
 
 
@@ -136,14 +179,14 @@ class _Overruled(Exception):  # noqa: N818 - it ends a wait, and is no error
     """Another pod has found that the choice cannot be had: what this one brings of it is of no use."""
 
 
-def _is_brought(session: Session, number: int, chosen: tuple[int, str], wanted: _Wanted) -> bool:
+def _is_brought(session: Session, number: int, chosen: tuple[int, str], bring: _Bring) -> bool:
     """Have the choice brought to every pod; return False if a pod found it damaged. Raises RestoreError."""
     coordinator = session.context().coordinator
     key, progress = f"resume/{number}/here", f"resume/{number}/progress"
     failure: RestoreError | None = None
     if session.context().leads_pod:
         try:
-            _restores(session).fetch(chosen[1], wanted, _waiting(session, progress, ends_with=key))
+            bring(_restores(session), chosen[1], _waiting(session, progress, ends_with=key))
         except RestoreError as error:
             failure = error
             _log.warning("not restored: step=%d error=%s hint=%s", chosen[0], error, error.hint)

@@ -41,6 +41,9 @@ class Pod(AgentServer):
         """The same, of `Fetch` for the newest it has listed."""
         self.was_asked = False
         self.brought: list[str] = []
+        self.files: list[str] = []
+        self.asked_for: list[list[str]] = []
+        """The files of each request; none for all."""
 
     def ListRestorable(self, request: Any, context: grpc.ServicerContext) -> Any:  # noqa: N802
         if self.late:
@@ -62,7 +65,10 @@ class Pod(AgentServer):
         if self.late:
             self.late -= 1
             return agent_pb2.FetchResponse(done_bytes=self.late, total_bytes=10)
+        if not request.whole and not request.ranges:
+            return agent_pb2.FetchResponse(done=True, path="/place", files=self.files)
         self.brought.append(request.save)
+        self.asked_for.append([one.path for one in request.ranges])
         return agent_pb2.FetchResponse(done=True, path="/there")
 
 
@@ -79,12 +85,14 @@ class Job:
         self.ends_in: set[int] = set()
         """Ranks that are told to end once their agent was asked to fetch."""
 
-    def choose(self, rank: int, *, partially: bool = False) -> Any:
-        """What the rank resumes from, or the error."""
+    def choose(self, rank: int, *, partially: bool = False, own_files: bool = False) -> Any:
+        """What the rank resumes from, or the error. `own_files`: those with its number in their names."""
         session, whole = self._session(rank), lambda: self._whole(rank)
         try:
             if partially:
                 return resuming.choose_partial(session, whole, [(".metadata", 0, 0)])
+            if own_files:
+                return resuming.choose_files(session, whole, lambda files: [one for one in files if str(rank) in one])
             return resuming.choose(session, whole)
         except (Exception, SystemExit) as error:
             return error
@@ -222,6 +230,25 @@ def test_a_pods_own_part_of_a_save_of_many_is_not_enough(job: Callable[..., Job]
     pods.own = {0: [record(*OLD)], 1: [record(*OLD)]}
     assert [one.step for one in pods.choose_all(partially=True)] == [1, 1]
     assert [pod.brought for pod in pods.pods] == [["s1"], []], "rank 0 alone reads where everything is"
+
+
+def test_each_pod_is_brought_the_files_that_its_ranks_need(job: Callable[..., Job]) -> None:
+    pods = job([NEW, OLD], [NEW, OLD])
+    for pod in pods.pods:
+        pod.files = ["share-0", "share-1"]
+    pods.pods[1].damaged = {"s2"}
+    chosen = pods.choose_all(own_files=True)
+    assert [one.step for one in chosen] == [1, 1]
+    assert [str(one.place) for one in chosen] == ["/place"] * 2
+    assert [str(one.directory) for one in chosen] == ["/there"] * 2
+    assert [pod.asked_for[-1] for pod in pods.pods] == [["share-0"], ["share-1"]]
+    assert pods.pods[1].brought == ["s1", "s1"], "once before they agree, and once to read"
+
+
+def test_files_that_are_too_many_to_list_are_all_brought(job: Callable[..., Job]) -> None:
+    pods = job([OLD], [OLD])
+    assert [one.step for one in pods.choose_all(own_files=True)] == [1, 1]
+    assert [pod.asked_for[-1] for pod in pods.pods] == [[], []]
 
 
 def test_a_pod_that_still_downloads_what_another_found_damaged_stops(job: Callable[..., Job]) -> None:

@@ -39,6 +39,7 @@ def evaluate(engine: deepspeed.DeepSpeedEngine) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser()
+    parser.add_argument("--width", type=int, default=4)
     parser.add_argument("--steps", type=int, default=4)
     parser.add_argument("--save-every", type=int, default=2)
     parser.add_argument("--output", type=Path, default=Path(os.environ["MOORING_CHECKPOINT_DIRECTORY"]))
@@ -52,7 +53,7 @@ def main() -> None:
 
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     torch.manual_seed(0)
-    model = torch.nn.Linear(4, 1)
+    model = torch.nn.Linear(arguments.width, 1)
     optimizer = torch.optim.AdamW(model.parameters())
     engine, _, _, _ = deepspeed.initialize(model=model, optimizer=optimizer, config=CONFIG)
     mooring.protect(mooring.protect(engine))
@@ -66,12 +67,13 @@ def main() -> None:
         if loaded is not None:
             state["mine"] = loaded["mine"]
     print(f"begin step={engine.global_steps} mine={state['mine']}", file=OUTPUT)
-    batches = 0
+    batches, loss = 0, torch.zeros(())
     while engine.global_steps < arguments.steps:
         if batches == arguments.told_at:
             os.kill(os.getpid(), signal.SIGTERM)
         batches += 1
-        engine.backward(engine(torch.ones(2, 4)).square().mean())
+        loss = engine(torch.ones(2, arguments.width)).square().mean()
+        engine.backward(loss)
         ends_step = engine.is_gradient_accumulation_boundary()
         engine.step()
         if not ends_step:
@@ -82,6 +84,7 @@ def main() -> None:
             engine.save_checkpoint(str(arguments.output), tag=f"at-{engine.global_steps}", client_state=state)
         if engine.global_steps == arguments.evaluate_at:
             evaluate(engine)
+    print(f"loss={loss.item()!r}", file=OUTPUT)
     print("done", file=OUTPUT)
 
 

@@ -136,6 +136,18 @@ async def test_ranges_are_fetched_in_parts_and_nothing_else_is(store: FakeStore,
         assert sorted(fetched(store)) == [*["model-0.safetensors"] * 4, "state-0.pt"]
 
 
+async def test_whoever_asks_for_nothing_is_told_the_files_and_the_place(store: FakeStore, volume: Path) -> None:
+    info = await store_checkpoint(store, 100, world_size=2)
+    async with pod(store, volume) as one:
+        store.calls.clear()
+        told = await one.fetches.fetch(info.save, [], whole=False, wait_seconds=WAIT_SECONDS)
+        assert set(told.files) == set(all_files(100, ranks=2))
+        assert told.path == volume / "checkpoints" / "checkpoint-100"
+        assert fetched(store) == []
+        assert not told.path.exists()
+        assert not (volume / "state" / RESUMED).exists(), "it is not what the run resumes from yet"
+
+
 async def test_packed_files_are_fetched_by_their_pack(store: FakeStore, volume: Path) -> None:
     packed = {f"small/{number:03d}": bytes([number]) * 50 for number in range(60)}
     info = await store_packed_checkpoint(store, 100, alone={"large": b"x" * 100}, packed=packed)

@@ -37,6 +37,7 @@ class Pod:
     def start_trainer(self, words: Sequence[str], environment: Mapping[str, str]) -> None:
         there = {**os.environ, **TRAINER_ENVIRONMENT, **environment, names.ENV_VOLUME: str(self.volume)}
         there[names.ENV_RESTORE] = self._restore
+        there[names.ENV_CHECKPOINT_DIRECTORY] = str(self.agent.checkpoints)
         with Path(os.devnull).open("rb") as nothing, self._output.open("wb") as output:
             files = [nothing.fileno(), output.fileno(), output.fileno()]
             self._trainer = warm_torchrun(*_LIBRARIES).start(

@@ -84,9 +84,17 @@ class PartialCopy:
     @property
     def path(self) -> Path:
         """Where to read: the checkpoint's place, or the folder with what has arrived."""
-        if self._is_in_place:
-            return self._local.place(self.checkpoint)
-        return self._volume / self._local.incoming(self.checkpoint)
+        return self.place if self._is_in_place else self._volume / self._local.incoming(self.checkpoint)
+
+    @property
+    def place(self) -> Path:
+        """Where the whole checkpoint has its place."""
+        return self._local.place(self.checkpoint)
+
+    @property
+    def files(self) -> Sequence[str]:
+        """The paths of all files, relative to the checkpoint."""
+        return list(self._files)
 
     @property
     def is_in_place(self) -> bool:

@@ -104,7 +104,10 @@ class Channel:
     def fetch(
         self, save: str, ranges: Sequence[tuple[str, int, int]] | None, wait_seconds: float
     ) -> agent_pb2.FetchResponse:
-        """Ask for ranges (path, offset and length in bytes) of a committed checkpoint, or for all of it if None."""
+        """Ask for ranges (path, offset and length in bytes) of a committed checkpoint, or for all of it if None.
+
+        Without ranges only ask what it consists of.
+        """
         request = agent_pb2.FetchRequest(
             save=save,
             whole=ranges is None,

@@ -15,6 +15,7 @@ from mooring.errors import AgentError, ErrorKind, RestoreError
 
 if TYPE_CHECKING:
     from mooring.agent_client.channel import Channel
+    from mooring_api.v1 import agent_pb2
 
 _log: Final = logging.getLogger("mooring")
 
@@ -62,11 +63,19 @@ class Restores:
         had, and another one perhaps can.
         """
         if ranges is None:
-            return self._fetch(save, None, on_wait)
+            return Path(self._ask_until_done(save, None, on_wait).path)
         path = Path()
         for first in range(0, len(ranges), RANGES_AT_ONCE):
-            path = self._fetch(save, ranges[first : first + RANGES_AT_ONCE], on_wait)
+            path = Path(self._ask_until_done(save, ranges[first : first + RANGES_AT_ONCE], on_wait).path)
         return path
+
+    def files(self, save: str, on_wait: Callable[[str], object]) -> tuple[Path, Sequence[str]]:
+        """Return where a checkpoint has its place, and the paths of all its files; none if they are too many to list.
+
+        Fetches nothing. `on_wait` and errors as for `fetch`.
+        """
+        answer = self._ask_until_done(save, (), on_wait)
+        return Path(answer.path), answer.files
 
     def ask(self, save: str, ranges: Sequence[FileRange]) -> None:
         """Have the agent begin to bring these ranges, without waiting. What it does not hear, `fetch` asks for."""
@@ -74,12 +83,15 @@ class Restores:
             with suppress(AgentError):
                 self._channel.fetch(save, ranges[first : first + RANGES_AT_ONCE], 0)
 
-    def _fetch(self, save: str, ranges: Sequence[FileRange] | None, on_wait: Callable[[str], object]) -> Path:
+    def _ask_until_done(
+        self, save: str, ranges: Sequence[FileRange] | None, on_wait: Callable[[str], object]
+    ) -> "agent_pb2.FetchResponse":
         patience = _Patience(on_wait, f"save {save}")
         while True:
             answer = patience.answer(lambda: self._channel.fetch(save, ranges, WAIT_SECONDS))
             if answer is not None and answer.done:
-                return Path(answer.path)
+                response: agent_pb2.FetchResponse = answer
+                return response
             if answer is not None:
                 patience.wait(answer.done_bytes, answer.total_bytes, answer.storage_error)
 

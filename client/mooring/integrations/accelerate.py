@@ -17,8 +17,9 @@ from types import ModuleType
 from typing import Any, Final
 
 from mooring.autoload.post_import import reason
+from mooring.checkpoints.next_name import next_name
 from mooring.errors import MooringError
-from mooring.framework_run import FrameworkRun, guarded_save, next_name
+from mooring.framework_run import FrameworkRun, guarded_save
 from mooring.gate import Action
 from mooring.integrations.ownership import Owner, claim, owns, protect_new
 from mooring.private_members import require

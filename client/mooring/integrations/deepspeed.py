@@ -9,13 +9,15 @@ import functools
 import logging
 import re
 import sys
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any, Final
 
 from mooring.autoload.post_import import reason
+from mooring.checkpoints.next_name import next_name
 from mooring.errors import MooringError
-from mooring.framework_run import FrameworkRun, guarded_save, next_name
+from mooring.framework_run import FrameworkRun, guarded_save
 from mooring.gate import Action
 from mooring.integrations.ownership import Owner, claim, owns, protect_new
 from mooring.private_members import require
@@ -113,14 +115,18 @@ class _Training:
         Loading the weights alone begins a training and continues none.
         """
         resumes = self._acts and tag is None and not named.get("load_module_only") and not self._universal
-        newest = self.run.newest() if resumes else None
+        # Then it reads more than each rank's own shares.
+        reads_all = arguments or not named.get("load_optimizer_states", True) or self._engine.zero_elastic_checkpoint()
+        needed = _all_files if reads_all else functools.partial(files_of, world_size=self._world_size())
+        newest = self.run.newest_files(needed) if resumes else None
         if newest is not None:
-            require_same_ranks(newest, self._world_size())
-            load_dir, tag = str(newest.parent), newest.name
+            names = newest.files or [path.name for path in newest.directory.iterdir()]
+            require_same_ranks(newest.place, names, self._world_size())
+            load_dir, tag = str(newest.directory.parent), newest.directory.name
         path, client_state = self._load(load_dir, tag, *arguments, **named)
         self._asked_step = None
         if newest is not None:
-            self._place, self._place_step = newest, self.step
+            self._place, self._place_step = newest.place, self.step
         if path is not None:
             self._client_state, self._client_step = client_state, self.step
         return path, client_state
@@ -224,15 +230,33 @@ def _keys_before_0_19() -> frozenset[str] | None:
     )
 
 
-_ZERO_SHARE: Final = re.compile(r"(?:[a-z0-9]+_)?zero_pp_rank_\d+_mp_rank_\d+_optim_states\.pt")
+_ZERO_SHARE: Final = re.compile(r"(?:[a-z0-9]+_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_(optim|model)_states\.pt")
 
 
-def require_same_ranks(checkpoint: Path, world_size: int) -> None:
+def _all_files(files: Sequence[str], ranks: Sequence[int]) -> Sequence[str]:
+    return ()
+
+
+def files_of(files: Sequence[str], ranks: Sequence[int], *, world_size: int) -> Sequence[str]:
+    """Return the files of a checkpoint that these ranks read; none for all.
+
+    With ZeRO each rank has shares of its own, and reads no other. Where models are parallel too, the numbers in their
+    names are not those of ranks.
+    """
+    shares = {path: found for path in files if (found := _ZERO_SHARE.fullmatch(path)) is not None}
+    optimizers = sorted(int(found[1]) for found in shares.values() if found[3] == "optim" and int(found[2]) == 0)
+    if len(optimizers) != sum(found[3] == "optim" for found in shares.values()) or optimizers != [*range(world_size)]:
+        return ()
+    return [path for path in files if path not in shares or int(shares[path][1]) in ranks]
+
+
+def require_same_ranks(checkpoint: Path, files: Iterable[str], world_size: int) -> None:
     """Raise SystemExit, before anything is loaded, if a ZeRO checkpoint is of another number of ranks.
 
     DeepSpeed cannot divide the optimizer's states anew, and finds out only after it has loaded the model.
     """
-    saved_by = sum(_ZERO_SHARE.fullmatch(path.name) is not None for path in checkpoint.iterdir())
+    shares = filter(None, map(_ZERO_SHARE.fullmatch, files))
+    saved_by = sum(found[3] == "optim" for found in shares)
     if saved_by not in (0, world_size):
         raise SystemExit(
             f"mooring: {checkpoint.name} was saved by {saved_by} ranks with ZeRO, and this job has {world_size}: "

@@ -346,18 +346,20 @@ class FetchRequest(_message.Message):
     def __init__(self, save: _Optional[str] = ..., whole: bool = ..., ranges: _Optional[_Iterable[_Union[FileRange, _Mapping]]] = ..., wait_ms: _Optional[int] = ...) -> None: ...
 
 class FetchResponse(_message.Message):
-    __slots__ = ("done", "path", "done_bytes", "total_bytes", "storage_error")
+    __slots__ = ("done", "path", "done_bytes", "total_bytes", "storage_error", "files")
     DONE_FIELD_NUMBER: _ClassVar[int]
     PATH_FIELD_NUMBER: _ClassVar[int]
     DONE_BYTES_FIELD_NUMBER: _ClassVar[int]
     TOTAL_BYTES_FIELD_NUMBER: _ClassVar[int]
     STORAGE_ERROR_FIELD_NUMBER: _ClassVar[int]
+    FILES_FIELD_NUMBER: _ClassVar[int]
     done: bool
     path: str
     done_bytes: int
     total_bytes: int
     storage_error: str
-    def __init__(self, done: bool = ..., path: _Optional[str] = ..., done_bytes: _Optional[int] = ..., total_bytes: _Optional[int] = ..., storage_error: _Optional[str] = ...) -> None: ...
+    files: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, done: bool = ..., path: _Optional[str] = ..., done_bytes: _Optional[int] = ..., total_bytes: _Optional[int] = ..., storage_error: _Optional[str] = ..., files: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class Fetching(_message.Message):
     __slots__ = ("save", "step", "done_bytes", "total_bytes", "storage_error")

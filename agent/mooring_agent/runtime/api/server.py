@@ -192,7 +192,7 @@ class AgentService(agent_pb2_grpc.AgentServicer):
         )
 
     async def Fetch(self, request: agent_pb2.FetchRequest, context: Any) -> agent_pb2.FetchResponse:
-        if request.whole == bool(request.ranges):
+        if request.whole and request.ranges:
             raise RequestError(
                 ErrorKind.BAD_REQUEST, "ask for the whole checkpoint or for ranges", hint="set one of whole and ranges"
             )
@@ -205,12 +205,14 @@ class AgentService(agent_pb2_grpc.AgentServicer):
             whole=request.whole,
             wait_seconds=request.wait_ms / 1000,
         )
+        files = progress.files if len(progress.files) <= _MOST_LISTED else ()
         return agent_pb2.FetchResponse(
             done=progress.path is not None,
             path=str(progress.path or ""),
             done_bytes=progress.done_bytes,
             total_bytes=progress.total_bytes,
             storage_error=progress.storage_error,
+            files=files,
         )
 
     async def Attach(self, request: agent_pb2.AttachRequest, context: Any) -> AsyncIterator[agent_pb2.SaveRequest]:
@@ -262,6 +264,8 @@ class AgentService(agent_pb2_grpc.AgentServicer):
         return checkpoint
 
 
+_MOST_LISTED: Final = 20_000
+"""How many files an answer lists: a client takes 4 MiB."""
 _SOCKET_MODE: Final = 0o660
 _STOP_SERVING_SECONDS: Final = 0.2
 

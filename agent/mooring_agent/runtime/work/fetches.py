@@ -10,7 +10,7 @@ import random
 from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import Executor
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import TypeVar
@@ -48,7 +48,10 @@ log = structlog.get_logger("mooring.fetch")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FetchProgress:
-    """How far the fetch of a checkpoint is. `path` is where to read, once it is done."""
+    """How far the fetch of a checkpoint is. `path` is where to read, once it is done.
+
+    `files`: the paths of all files of the checkpoint, if nothing was asked for.
+    """
 
     save: str
     step: int
@@ -56,6 +59,7 @@ class FetchProgress:
     total_bytes: int = 0
     path: Path | None = None
     storage_error: str = ""
+    files: Sequence[str] = ()
 
 
 class Fetches:
@@ -137,6 +141,8 @@ class Fetches:
     async def fetch(self, save: str, ranges: Sequence[FileRange], *, whole: bool, wait_seconds: float) -> FetchProgress:
         """Ask for all of a committed checkpoint or for ranges of its files, and wait so long.
 
+        Without ranges, and not `whole`, only tell what it consists of; its path is then its place.
+
         Raises StoreError(CHECKPOINT_CORRUPT) if it is damaged, VolumeError, and RequestError for a save or a file that
         does not exist.
         """
@@ -153,6 +159,8 @@ class Fetches:
             raise fetch.failure
         if fetch.copy is None:
             return self._progress(fetch, 0, 0)
+        if not whole and not ranges:
+            return replace(self._progress(fetch, 0, 0, fetch.copy.place), files=fetch.copy.files)
         if not fetch.is_asked_for:
             await self._on_disk(partial(self._local.note_resumed, fetch.copy.checkpoint))
             fetch.is_asked_for = True
