@@ -157,9 +157,10 @@ def _choose_any(
         offered: Sequence[tuple[int, str]] | None = None
         try:
             if context.leads_pod:
-                offered = [*own, *_restores(session).newest(_waiting(session, progress))]
+                offered = [*own, *_committed(session, progress, can_do_without=bool(own))]
             chosen = context.coordinator.choose_newest(f"resume/{number}", offered, progress=progress)
-        except SystemExit:
+        except (RestoreError, SystemExit):
+            # No other rank may wait for this one.
             context.coordinator.withdraw(f"resume/{number}")
             raise
         except RanksError:
@@ -173,6 +174,17 @@ def _choose_any(
             return own[chosen]
         if _is_brought(session, number, chosen, bring):
             return chosen
+
+
+def _committed(session: Session, progress: str, *, can_do_without: bool) -> Sequence[tuple[int, str]]:
+    """Return the committed checkpoints that this pod can have. Raises RestoreError."""
+    try:
+        return _restores(session).newest(_waiting(session, progress))
+    except RestoreError as error:
+        # All of them are damaged.
+        if error.kind is ErrorKind.CHECKPOINT_DAMAGED and can_do_without:
+            return ()
+        raise
 
 
 class _Overruled(Exception):  # noqa: N818 - it ends a wait, and is no error

@@ -180,7 +180,7 @@ def test_a_rank_that_is_late_to_resume_is_named_and_not_taken_for_a_missing_chec
 ) -> None:
     scenario = "checkpointer_that_a_rank_is_late_to_resume"
     with job(scenario, tmp_path, [volume], local_world_size=2) as ranks:
-        expected = "RanksError: rank 1 did not come within 1 s to choose a checkpoint"
+        expected = "RanksError: rank 1 did not come within 1 s to name the checkpoints to choose from"
         assert ranks[0].line() == expected
         ranks[1].go()
         assert ranks[1].line() == expected

@@ -49,6 +49,8 @@ class Pod(AgentServer):
         if self.late:
             self.late -= 1
             return agent_pb2.ListRestorableResponse(storage_error="the store is away")
+        if self.damaged and not self.committed:
+            context.abort(grpc.StatusCode.DATA_LOSS, "none can be restored")
         found = [agent_pb2.RestorableCheckpoint(step=step, save=save) for step, save in self.committed]
         return agent_pb2.ListRestorableResponse(ready=True, checkpoints=found)
 
@@ -202,6 +204,24 @@ def test_a_store_that_does_not_answer_yet_is_waited_for(job: Callable[..., Job])
 def test_what_one_pod_finds_damaged_no_pod_resumes_from(job: Callable[..., Job]) -> None:
     pods = job([NEW, OLD], [NEW, OLD], [NEW, OLD])
     pods.pods[1].damaged = {"s2"}
+    assert saves(pods.choose_all()) == {"s1"}
+
+
+def test_a_pod_that_finds_everything_damaged_holds_no_other(job: Callable[..., Job]) -> None:
+    for finding in (0, 1):
+        pods = job([OLD], [OLD])
+        pods.pods[finding].damaged = {"s1"}
+        chosen = pods.choose_all()
+        assert isinstance(chosen[finding], RestoreError)
+        assert chosen[finding].kind is ErrorKind.CHECKPOINT_DAMAGED
+        assert isinstance(chosen[1 - finding], RanksError)
+        assert f"rank {finding} left" in str(chosen[1 - finding])
+
+
+def test_a_pod_with_all_ranks_takes_its_own_save_if_all_that_is_committed_is_damaged(job: Callable[..., Job]) -> None:
+    pods = job([NEW], per_pod=2)
+    pods.own = {0: [record(*OLD)]}
+    pods.pods[0].damaged = {"s2"}
     assert saves(pods.choose_all()) == {"s1"}
 
 

@@ -151,16 +151,18 @@ class StoreCoordinator:
                 hint="check whether rank 0, which holds it, has ended",
             )
         if outcome["late"]:
+            seconds = outcome["seconds"]
+            what = "left and did not name" if seconds is None else f"did not come within {seconds:.0f} s to name"
             raise RanksError(
                 ErrorKind.RANKS_LATE,
-                f"{named_ranks(outcome['late'])} did not come within {outcome['seconds']:.0f} s to choose a checkpoint",
+                f"{named_ranks(outcome['late'])} {what} the checkpoints to choose from",
                 hint="the logs of those ranks show what they do before they resume; all ranks must resume together",
             )
         chosen = outcome["newest"]
         return None if chosen is None else (chosen[0], chosen[1])
 
     def withdraw(self, key: str) -> None:
-        outcome = json.dumps({"newest": None, "late": [self.ranks.rank], "seconds": 0.0})
+        outcome = json.dumps({"newest": None, "late": [self.ranks.rank], "seconds": None})
         self._ask(key, lambda: self._store.set_if_absent(f"{key}/answer", outcome))
 
     def leave(self) -> None:
