@@ -22,10 +22,11 @@ _DEPUTIES: Final = 8
 """So many agents after the committer may write the marker."""
 _DEPUTY_SECONDS: Final = 1.0
 """The pause between the listings of the first of them; it doubles from one to the next."""
-_SHARE_OF_WAIT: Final = 0.2
-"""A pause is a fifth of the time waited so far, within these bounds."""
 _COMMITTER_PAUSE_SECONDS: Final = (0.1, 1.0)
+_COMMITTER_SHARE_OF_WAIT: Final = 0.1
+"""A pause is this share of the time waited so far, within these bounds. All wait for the committer: it pauses less."""
 _READER_PAUSE_SECONDS: Final = (1.0, 30.0)
+_READER_SHARE_OF_WAIT: Final = 0.2
 _COMMITTER_ENDING_SECONDS: Final = 0.5
 """The longest pauses while the pod ends."""
 _READER_ENDING_SECONDS: Final = 1.0
@@ -69,9 +70,10 @@ def wait(state: State, checkpoint: Checkpoint, event: CommitWaits) -> None:
 def _delay(state: State, checkpoint: Checkpoint, work: WorkId) -> None:
     own = place(checkpoint)
     least, most = _READER_PAUSE_SECONDS if own else _COMMITTER_PAUSE_SECONDS
+    share = _READER_SHARE_OF_WAIT if own else _COMMITTER_SHARE_OF_WAIT
     if state.termination.noticed:
         most = _READER_ENDING_SECONDS if own else _COMMITTER_ENDING_SECONDS
-    pause_seconds = min(most, max(least, _SHARE_OF_WAIT * (state.now - checkpoint.sealed_at)))
+    pause_seconds = min(most, max(least, share * (state.now - checkpoint.sealed_at)))
     until = state.now + pause_seconds
     lists_at = _lists_at(state, checkpoint)
     # Within the last chance every try lists, so only the pause counts.
