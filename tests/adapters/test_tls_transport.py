@@ -89,6 +89,48 @@ def test_more_than_the_kernel_holds_goes_there_and_comes_back(
 
 
 @on_both_loops
+@pytest.mark.parametrize("paused", [False, True])
+def test_who_hears_one_record_has_a_turn_before_the_next(paused: bool, run: Run, certificate: Certificate) -> None:
+    """A thread receives the body of an answer at a fraction of the event loop's cost, if it is there in time."""
+    sent = _bytes(20 * 1024)
+    waits, arrived = threading.Event(), threading.Event()
+
+    def send(connection: ssl.SSLSocket) -> None:
+        assert waits.wait(WAIT_SECONDS)
+        connection.send(sent[:100])
+        connection.sendall(sent[100:])
+        arrived.set()
+        connection.recv(1)  # until the other end is gone
+
+    class Pausing(Recorder):
+        def data_received(self, data: bytes) -> None:
+            super().data_received(data)
+            asyncio.get_running_loop().call_soon(self.pause)
+
+        def pause(self) -> None:
+            transports[0].pause_reading()
+            self.changed.set()
+
+    transports: list[TlsTransport] = []
+
+    async def listen() -> None:
+        recorder = Pausing()
+        async with connected(certificate, send, recorder) as (transport, _):
+            transports.append(transport)
+            await asyncio.sleep(0)  # it looks once for what came with the handshake
+            if paused:
+                transport.pause_reading()
+            waits.set()
+            # All of it has come before the event loop looks again.
+            assert arrived.wait(WAIT_SECONDS)
+            transport.resume_reading()
+            await recorder.until(lambda: not transport.is_reading())
+            assert recorder.received == sent[:100]
+
+    run(listen())
+
+
+@on_both_loops
 def test_what_a_closed_transport_had_not_sent_yet_arrives_and_so_does_the_goodbye(
     run: Run, certificate: Certificate
 ) -> None:

@@ -70,7 +70,7 @@ class TlsTransport(asyncio.Transport):
             raise ConnectionResetError("the connection was closed before the body was sent")
         work: Future[int] = executor.submit(function, *arguments)
         self._lent = True
-        self._loop.remove_reader(self._connection)
+        self._loop.remove_reader(self._connection.fileno())
         work.add_done_callback(self._call_take_back)
         return await asyncio.wrap_future(work)
 
@@ -79,12 +79,12 @@ class TlsTransport(asyncio.Transport):
         self._room.clear()
         if self._closing:
             return
-        self._loop.add_writer(self._connection, self._room.set)
+        self._loop.add_writer(self._connection.fileno(), self._room.set)
         try:
             await self._room.wait()
         finally:
             if not self._closing:
-                self._loop.remove_writer(self._connection)
+                self._loop.remove_writer(self._connection.fileno())
 
     def write(self, data: bytes | bytearray | memoryview) -> None:
         assert not self._lent
@@ -95,7 +95,7 @@ class TlsTransport(asyncio.Transport):
         if len(self._unsent) == 1:
             self._flush()
             if self._unsent:
-                self._loop.add_writer(self._connection, self._flush)
+                self._loop.add_writer(self._connection.fileno(), self._flush)
         if self._unsent:
             # Copy the rest: the caller may reuse its memory.
             self._unsent[-1] = memoryview(bytes(self._unsent[-1]))
@@ -121,7 +121,7 @@ class TlsTransport(asyncio.Transport):
     def pause_reading(self) -> None:
         self._reading = False
         if not self._lent and not self._closing:
-            self._loop.remove_reader(self._connection)
+            self._loop.remove_reader(self._connection.fileno())
 
     def resume_reading(self) -> None:
         if not self._reading:
@@ -149,7 +149,7 @@ class TlsTransport(asyncio.Transport):
             if self._lent:
                 break_off(self._connection)
             else:
-                self._loop.remove_reader(self._connection)
+                self._loop.remove_reader(self._connection.fileno())
                 if self._unsent:
                     self._close_timer = self._loop.call_later(_CLOSE_SECONDS, self.abort)
                 else:
@@ -175,13 +175,21 @@ class TlsTransport(asyncio.Transport):
     def _resume(self) -> None:
         """Read what OpenSSL already holds and what has arrived meanwhile, then wait for more."""
         if self.is_reading() and not self._lent:
-            self._loop.add_reader(self._connection, self._read)
+            self._loop.add_reader(self._connection.fileno(), self._read)
             self._read()
 
     def _read(self) -> None:
+        """Read one record, and more after others had a turn: who hears the head of an answer may lend the body away."""
+        self._receive(1)
+
+    def _read_on(self) -> None:
+        if not self._lent:
+            self._receive(_TURN_BYTES)
+
+    def _receive(self, enough_bytes: int) -> None:
         taken = 0
         try:
-            while self.is_reading() and taken < _TURN_BYTES:
+            while self.is_reading() and taken < enough_bytes:
                 count = self._take()
                 if not count:
                     self._hear_end()
@@ -193,7 +201,7 @@ class TlsTransport(asyncio.Transport):
             return
         if self.is_reading():
             # What OpenSSL holds does not make the socket readable.
-            self._loop.call_soon(self._resume)
+            self._loop.call_soon(self._read_on)
 
     def _take(self) -> int:
         """Pass received bytes to the protocol; return how many, 0 at the end of the stream.
@@ -230,7 +238,7 @@ class TlsTransport(asyncio.Transport):
             return
         self._regulate()
         if not self._unsent:
-            self._loop.remove_writer(self._connection)
+            self._loop.remove_writer(self._connection.fileno())
             if self._closing:
                 self._say_goodbye()
                 self._loop.call_soon(self._end, None)
@@ -259,14 +267,14 @@ class TlsTransport(asyncio.Transport):
             break_off(self._connection)
         if ending or self._lent:
             return
-        self._loop.remove_reader(self._connection)
-        self._loop.remove_writer(self._connection)
+        self._loop.remove_reader(self._connection.fileno())
+        self._loop.remove_writer(self._connection.fileno())
         self._loop.call_soon(self._end, error)
 
     def _end(self, error: Exception | None) -> None:
         # A loop that still watches a closed descriptor mistakes the next socket with that number for it.
-        self._loop.remove_reader(self._connection)
-        self._loop.remove_writer(self._connection)
+        self._loop.remove_reader(self._connection.fileno())
+        self._loop.remove_writer(self._connection.fileno())
         if self._close_timer:
             self._close_timer.cancel()
         try:
