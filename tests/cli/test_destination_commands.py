@@ -1,6 +1,7 @@
 """ls, verify, prune and restore as an operator or an init container runs them: real processes, real stores."""
 
 import asyncio
+import gc
 import json
 import os
 import re
@@ -17,6 +18,7 @@ from tests.servers.fault_proxy import FaultProxy
 from tests.servers.server import Bucket
 
 from mooring_agent.adapters.open_store import open_store
+from mooring_agent.cli.store_work import opened
 from mooring_agent.core.model import SaveInfo
 from mooring_agent.core.settings.values import StoreSettings
 from mooring_agent.core.stored.object_layout import file_key, marker_key
@@ -44,6 +46,16 @@ def bucket(tmp_path: Path) -> StoreSettings:
 
 def answer(completed: subprocess.CompletedProcess[str]) -> Any:
     return json.loads(completed.stdout)
+
+
+async def test_the_garbage_collector_no_longer_looks_at_what_an_open_store_keeps(bucket: StoreSettings) -> None:
+    kept: list[object] = [[]]
+    assert any(one is kept for one in gc.get_objects())
+    try:
+        async with opened(bucket):
+            assert not any(one is kept for one in gc.get_objects())
+    finally:
+        gc.unfreeze()
 
 
 def test_ls_shows_the_newest_of_a_long_history_and_says_that_there_are_older_ones(bucket: StoreSettings) -> None:

@@ -4,6 +4,7 @@ Results go to stdout, as text or, with `--json`, as JSON. Progress, logs and err
 """
 
 import asyncio
+import gc
 import json
 from collections.abc import AsyncIterator, Coroutine
 from contextlib import asynccontextmanager
@@ -25,6 +26,9 @@ as_json_option = click.option("--json", "as_json", is_flag=True, help="Print the
 async def opened(settings: StoreSettings) -> AsyncIterator[StoreWriter]:
     """Open a store that retries, because somebody waits for the answer."""
     async with open_store(settings) as store:
+        # What a store keeps stays for good. The garbage collector would look at it again and again, and twice when the
+        # process ends, which would then take 0.15 s longer.
+        gc.freeze()
         yield RetryingStore(store)
 
 
