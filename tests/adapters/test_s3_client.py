@@ -7,8 +7,11 @@ import botocore.session
 import pytest
 from aiobotocore.session import get_session
 from botocore.regions import EndpointResolver
+from botocore.utils import parse_timestamp
+from tests.servers.server import Bucket
 
-from mooring_agent.adapters.s3.client import connect, forget_other_services
+from mooring_agent.adapters.open_store import open_store
+from mooring_agent.adapters.s3.client import connect, forget_other_services, read_time
 from mooring_agent.core.settings.values import StoreSettings
 
 REGIONS = ["us-east-1", "eu-central-1", "ap-southeast-2", "cn-north-1", "us-gov-west-1", "xx-unheard-of-1"]
@@ -45,3 +48,35 @@ def test_of_the_services_of_aws_only_a_few_stay_in_memory() -> None:
     forget_other_services(session)
     partitions = session.get_component("data_loader").load_data("endpoints")["partitions"]
     assert {service for partition in partitions for service in partition["services"]} <= set(SERVICES)
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        "Wed, 25 Nov 2026 02:24:00 GMT",
+        "2026-11-25T02:24:00.123Z",
+        "2026-11-25T02:24:00Z",
+        "2026-11-25T03:24:00+01:00",
+        "Wednesday, 25-Nov-26 02:24:00 GMT",
+        "1795573440",
+        1795573440.5,
+    ],
+)
+def test_a_time_is_what_botocore_takes_it_for(said: object) -> None:
+    assert read_time(said).timestamp() == parse_timestamp(said).timestamp()
+
+
+@pytest.mark.parametrize("said", ["", "soon", "Z", "yesterday GMT"])
+def test_what_is_no_time_is_refused_as_botocore_does(said: str) -> None:
+    with pytest.raises(ValueError, match="Invalid timestamp"):
+        read_time(said)
+
+
+async def test_times_in_answers_are_read_without_trying_every_format(
+    rclone_bucket: Bucket, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with open_store(rclone_bucket.settings()) as store:
+        await store.put("a", b"x")
+        monkeypatch.setattr("dateutil.parser.parse", None)
+        (listed,) = [one async for one in store.list("")]
+        assert int(listed.modified_at) == (await store.head("a")).modified_at > 0

@@ -11,8 +11,10 @@ switch is BOTO_DISABLE_CRT in the environment. Choosing our own signer below has
 import re
 import ssl
 from collections.abc import Mapping
-from contextlib import AsyncExitStack
+from contextlib import AsyncExitStack, suppress
 from dataclasses import dataclass, replace
+from datetime import datetime
+from email.utils import parsedate_to_datetime
 from pathlib import Path
 from typing import Any, Final
 
@@ -22,6 +24,7 @@ from aiobotocore.config import AioConfig
 from aiobotocore.session import get_session
 from botocore.auth import AUTH_TYPE_MAPS, S3SigV4Auth
 from botocore.exceptions import BotoCoreError
+from botocore.utils import parse_timestamp
 
 import mooring_agent
 from mooring_agent.adapters.s3.http_session import StoreSession, refuse_redirects
@@ -194,6 +197,7 @@ def _check_ca_bundle(path: str) -> None:
 def _client(settings: StoreSettings, keys: SecretKeys, addressing: str) -> Any:
     session = get_session()
     forget_other_services(session)
+    session.get_component("response_parser_factory").set_parser_defaults(timestamp_parser=read_time)
     region = settings.region or session.get_config_variable("region") or _DEFAULT_REGION
     return session.create_client(
         "s3",
@@ -227,6 +231,21 @@ def forget_other_services(session: Any) -> None:
     for partition in session.get_component("data_loader").load_data("endpoints")["partitions"]:
         for service in partition["services"].keys() - _SERVICES:
             del partition["services"][service]
+
+
+def read_time(value: Any) -> datetime:
+    """Read a time of an answer. Raises ValueError if it is none.
+
+    botocore's own parser tries every format that there is, a hundred microseconds for each object of a listing.
+    """
+    if isinstance(value, str):
+        with suppress(ValueError):
+            if value.endswith(" GMT"):
+                return parsedate_to_datetime(value)
+            if value.endswith("Z"):
+                return datetime.fromisoformat(value)
+    parsed: datetime = parse_timestamp(value)
+    return parsed
 
 
 def _choose_signer(signature_version: str, **_: object) -> str | None:
