@@ -1,5 +1,6 @@
 """A store that is fast is asked for several parts of a file at a time; each part is verified all the same."""
 
+import asyncio
 import random
 from pathlib import Path
 from typing import Any
@@ -16,26 +17,38 @@ PARTS = 64
 
 
 class CountingStore:
-    """Remembers how many bytes each request for parts asked for; the answer to the `wrong_at`-th is wrong."""
+    """Remembers how many bytes each request for parts asked for; the answer to the `wrong_at`-th is wrong.
 
-    def __init__(self, store: FakeStore, *, wrong_at: int = -1) -> None:
+    With a rate, the event loop's clock advances by what each request would take.
+    """
+
+    def __init__(self, store: FakeStore, *, wrong_at: int = -1, bytes_per_second: float = 0.0) -> None:
         self.sizes_bytes: list[int] = []
         self._store = store
         self._wrong_at = wrong_at
+        self._bytes_per_second = bytes_per_second
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._store, name)
 
     async def get_into(self, key: str, *, size_bytes: int, **options: Any) -> int:
         self.sizes_bytes.append(size_bytes)
+        if self._bytes_per_second:
+            loop = asyncio.get_running_loop()
+            now, seconds = loop.time, size_bytes / self._bytes_per_second
+            loop.time = lambda: now() + seconds  # type: ignore[method-assign]
         wrong = len(self.sizes_bytes) - 1 == self._wrong_at
         checksum = await self._store.get_into(key, size_bytes=size_bytes, **options)
         return checksum ^ 1 if wrong else checksum
 
 
-async def restored_from(store: Any, volume: Path) -> Any:
+async def restored_from(store: Any, volume: Path, *, concurrency: int = 8) -> Any:
     return await restore(
-        store, checkpoint_directory=volume / "checkpoints", volume=volume, state_directory=volume / ".mooring"
+        store,
+        checkpoint_directory=volume / "checkpoints",
+        volume=volume,
+        state_directory=volume / ".mooring",
+        concurrency=concurrency,
     )
 
 
@@ -54,6 +67,33 @@ async def test_a_file_of_many_parts_is_fetched_once_with_far_fewer_requests(stor
     assert len(counting.sizes_bytes) <= PARTS / 2
     # So that no writer waits long for the other.
     assert counting.sizes_bytes[-1] <= PART_BYTES
+
+
+async def test_the_next_file_is_fetched_with_as_large_requests_as_the_last(store: FakeStore, volume: Path) -> None:
+    content = large()[: 16 * PART_BYTES]
+    await store_checkpoint(store, 1, ranks=[{"a": content, "b": content, "c": content, "d": content}])
+    counting = CountingStore(store)
+
+    restored = await restored_from(counting, volume, concurrency=1)
+
+    assert {path.read_bytes() for path in restored.path.iterdir()} == {content}
+    first, *later = counting.sizes_bytes
+    assert first == PART_BYTES
+    # 1, 2, 4, 8 and the last one of the first file.
+    assert later[4:] == [16 * PART_BYTES] * 3
+
+
+@pytest.mark.parametrize(("parts_per_second", "most_parts"), [(0.1, 1), (2, 8), (4, 16)])
+async def test_no_request_asks_for_more_than_arrives_in_four_seconds(
+    parts_per_second: float, most_parts: int, store: FakeStore, volume: Path
+) -> None:
+    await store_checkpoint(store, 1, ranks=[{"model.pt": large()}])
+    counting = CountingStore(store, bytes_per_second=parts_per_second * PART_BYTES)
+
+    restored = await restored_from(counting, volume, concurrency=1)
+
+    assert (restored.path / "model.pt").read_bytes() == large()
+    assert max(counting.sizes_bytes) == most_parts * PART_BYTES
 
 
 @pytest.mark.parametrize("wrong_at", [0, 4])

@@ -87,9 +87,10 @@ _WRITERS_PER_FILE: Final = 2
 _DIRECT_FROM_BYTES: Final = 8 * 1024**2
 """A file of at least this size is written past the page cache. The kernel may gather the many smaller ones."""
 _BLOCK_BYTES: Final = 4096
-_MOST_BYTES_AT_ONCE: Final = 128 * 1024**2
-_SHORT_SECONDS: Final = 1.0
-"""A request costs the event loop milliseconds, whatever it brings. After one that took less, the next brings more."""
+_MOST_BYTES_AT_ONCE: Final = 256 * 1024**2
+_REQUEST_SECONDS: Final = 4.0
+"""How long a request should take at most. A request costs the event loop milliseconds, whatever it brings, but one that
+breaks off is repeated whole."""
 _GIB: Final = 1024**3
 
 
@@ -143,12 +144,13 @@ async def _fetch_all(
 
     async def fill(file: _IncomingFile) -> None:
         descriptor = file.open()
-        at_once = 1
-        while parts := file.take(at_once):
+        while parts := file.take(sizes.next_bytes()):
+            size_bytes = sum(part.size_bytes for part in parts)
+            sizes.asked(size_bytes)
             began_at = loop.time()
             await fetch_parts(store, file.stored, parts, descriptor)
-            at_once = at_once * 2 if loop.time() - began_at < _SHORT_SECONDS else 1
-            arrived(sum(part.size_bytes for part in parts))
+            sizes.took(size_bytes, loop.time() - began_at)
+            arrived(size_bytes)
         file.writers -= 1
         if not file.writers:
             await loop.run_in_executor(disk, file.finish)
@@ -157,13 +159,43 @@ async def _fetch_all(
     alone = [stored for stored in checkpoint.files if not stored.entry.place]
     ordered = sorted(alone, key=lambda stored: stored.entry.size_bytes, reverse=True)
     files = [_IncomingFile(stored, target) for stored in ordered]
+    writers = [file for file in files for _ in range(file.writers)]
+    sizes = _RequestSizes(sum(stored.entry.size_bytes for stored in alone), min(concurrency, len(writers)))
     try:
-        await for_each([file for file in files for _ in range(file.writers)], fill, at_once=concurrency)
+        await for_each(writers, fill, at_once=concurrency)
     finally:
         # As above: a `finish` may have outlived its cancelled writer.
         await asyncio.shield(loop.run_in_executor(disk, _close, files))
     packs = packs_of(checkpoint.files)
     await fetch_packs(store, packs, target, concurrency=concurrency, on_bytes=arrived)
+
+
+class _RequestSizes:
+    """How many bytes the next request asks for, whichever file they belong to.
+
+    It begins with one part, and doubles as long as requests are short. Requests that are not ask for what arrives in
+    `_REQUEST_SECONDS` at their rate. None asks for more than one connection's share of what is left, so that no
+    connection waits long for others at the end.
+    """
+
+    def __init__(self, left_bytes: int, connections: int) -> None:
+        self._left_bytes = left_bytes
+        self._connections = connections
+        self._at_once_bytes = 0
+
+    def next_bytes(self) -> int:
+        return min(self._at_once_bytes, self._left_bytes // self._connections, _MOST_BYTES_AT_ONCE)
+
+    def asked(self, size_bytes: int) -> None:
+        self._left_bytes -= size_bytes
+
+    def took(self, size_bytes: int, seconds: float) -> None:
+        """Note how long a request took that ended just now."""
+        if seconds < _REQUEST_SECONDS / 2:
+            # The end of a file may be small, and says nothing of larger requests.
+            self._at_once_bytes = max(self._at_once_bytes, 2 * size_bytes)
+        else:
+            self._at_once_bytes = int(size_bytes / seconds * _REQUEST_SECONDS)
 
 
 class _IncomingFile:
@@ -173,21 +205,14 @@ class _IncomingFile:
         self.stored = stored
         self.writers = max(1, min(_WRITERS_PER_FILE, len(stored.entry.checksums)))
         self._waiting: Iterator[Part] = iter(stored.entry.parts())
-        self._waiting_count = len(stored.entry.checksums)
+        self._part_bytes = max(1, stored.entry.size_bytes // max(1, len(stored.entry.checksums)))
         self._target = target
         self._path = stored.entry.path
         self._descriptor = -1
 
-    def take(self, count: int) -> Sequence[Part]:
-        """Return the next parts, at most `count`; none at the end.
-
-        They are fewer where they are large, and towards the end of the file, so that no writer waits long for others.
-        """
-        part_bytes = max(1, self.stored.entry.size_bytes // max(1, len(self.stored.entry.checksums)))
-        fair = self._waiting_count // (2 * _WRITERS_PER_FILE)
-        parts = tuple(islice(self._waiting, max(1, min(count, fair, _MOST_BYTES_AT_ONCE // part_bytes))))
-        self._waiting_count -= len(parts)
-        return parts
+    def take(self, size_bytes: int) -> Sequence[Part]:
+        """Return the next parts, about so many bytes and at least one part; none at the end."""
+        return tuple(islice(self._waiting, max(1, round(size_bytes / self._part_bytes))))
 
     def open(self) -> int:
         """Return the descriptor to write to. The first writer opens it, so that few are open at a time."""
