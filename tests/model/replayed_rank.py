@@ -207,7 +207,7 @@ class ReplayedRank:
         replay = _Replay(answers)
         session = cast(Session, _Session(self.ranks, replay))
         try:
-            chosen = resuming._choose_any(session, lambda: self.own, None)
+            chosen = resuming._choose_any(session, lambda: self.own, resuming._bring_all)
         except _Unanswered as unanswered:
             return unanswered.question
         except SystemExit:
