@@ -233,11 +233,11 @@ class FrameworkRun:
         place = self._place(chosen)
         return SomeFiles(step=chosen.step, place=place, directory=place, files=())
 
-    def _chosen(self, choose: Callable[[], _Result]) -> _Result:
+    def _chosen(self, ask_ranks: Callable[[], _Result]) -> _Result:
         try:
             if self._session.ends_untrained():
                 self.leave()
-            chosen = choose()
+            chosen = ask_ranks()
         except MooringError as error:
             # Training from step 0 over what was saved would be worse than stopping.
             raise SystemExit(f"mooring: {error}; {error.hint}") from error

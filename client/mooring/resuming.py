@@ -81,9 +81,12 @@ def choose_partial(
     Returns a record if the checkpoint is whole here, and nothing needs to be brought.
     """
     is_first = session.context().coordinator.ranks.rank == 0
-    chosen = _chosen(
-        session, whole, lambda restores, save, waiting: restores.fetch(save, first if is_first else (), waiting)
-    )
+
+    def bring(restores: Restores, save: str, waiting: Callable[[str], None]) -> object:
+        # The others' agents read the manifests meanwhile, and so are ready for what is asked of them next.
+        return restores.fetch(save, first, waiting) if is_first else restores.files(save, waiting)
+
+    chosen = _chosen(session, whole, bring)
     if not isinstance(chosen, tuple):
         return chosen
     step, save = chosen
@@ -115,8 +118,16 @@ def choose_files(
         return chosen
     step, save = chosen
     _log.info("resuming, as far as it is read: step=%d", step)
-    # At once: it is here.
-    place, directory, files = bring(_restores(session), save, _waiting(session))
+    # It is here already; an agent that was started again meanwhile verifies it once more.
+    key = f"resume/{session.next_number()}/read"
+    try:
+        place, directory, files = bring(_restores(session), save, _waiting(session))
+    except (RestoreError, SystemExit):
+        # No other rank may wait for this one.
+        session.context().coordinator.agree(key, ok=False)
+        raise
+    if not session.context().coordinator.agree(key, ok=True, seconds=WRITE_SECONDS):
+        raise _not_had_by_another(step)
     return SomeFiles(step=step, place=place, directory=directory, files=files)
 
 
@@ -217,9 +228,13 @@ def _is_brought(session: Session, number: int, chosen: tuple[int, str], bring: _
         return False
     if session.told_to_end:
         raise SystemExit(names.JUST_IN_TIME_EXIT_CODE)
-    raise failure or RestoreError(
+    raise failure or _not_had_by_another(chosen[0])
+
+
+def _not_had_by_another(step: int) -> RestoreError:
+    return RestoreError(
         ErrorKind.NOT_RESTORED,
-        f"another rank cannot have the checkpoint of step {chosen[0]}, or has not come",
+        f"another rank cannot have the checkpoint of step {step}, or has not come",
         hint="see the logs of the other ranks",
     )
 

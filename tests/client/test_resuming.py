@@ -87,14 +87,15 @@ class Job:
         self.ends_in: set[int] = set()
         """Ranks that are told to end once their agent was asked to fetch."""
 
-    def choose(self, rank: int, *, partially: bool = False, own_files: bool = False) -> Any:
+    def choose(self, rank: int, *, partially: bool = False, own_files: bool = False, needed: Any = None) -> Any:
         """What the rank resumes from, or the error. `own_files`: those with its number in their names."""
         session, whole = self._session(rank), lambda: self._whole(rank)
         try:
             if partially:
                 return resuming.choose_partial(session, whole, [(".metadata", 0, 0)])
-            if own_files:
-                return resuming.choose_files(session, whole, lambda files: [one for one in files if str(rank) in one])
+            if own_files or needed:
+                own = needed or (lambda files: [one for one in files if str(rank) in one])
+                return resuming.choose_files(session, whole, own)
             return resuming.choose(session, whole)
         except (Exception, SystemExit) as error:
             return error
@@ -250,6 +251,7 @@ def test_a_pods_own_part_of_a_save_of_many_is_not_enough(job: Callable[..., Job]
     pods.own = {0: [record(*OLD)], 1: [record(*OLD)]}
     assert [one.step for one in pods.choose_all(partially=True)] == [1, 1]
     assert [pod.brought for pod in pods.pods] == [["s1"], []], "rank 0 alone reads where everything is"
+    assert pods.pods[1].was_asked, "the other's agent is ready for what is asked next"
 
 
 def test_each_pod_is_brought_the_files_that_its_ranks_need(job: Callable[..., Job]) -> None:
@@ -263,6 +265,27 @@ def test_each_pod_is_brought_the_files_that_its_ranks_need(job: Callable[..., Jo
     assert [str(one.directory) for one in chosen] == ["/there"] * 2
     assert [pod.asked_for[-1] for pod in pods.pods] == [["share-0"], ["share-1"]]
     assert pods.pods[1].brought == ["s1", "s1"], "once before they agree, and once to read"
+
+
+def test_a_reader_that_asks_without_waiting_hears_a_refusal_and_no_silence(job: Callable[..., Job]) -> None:
+    pods = job([OLD])
+    pods.pods[0].refuses = {"s1": grpc.StatusCode.RESOURCE_EXHAUSTED}
+    session = pods._session(0)
+    with pytest.raises(RestoreError, match="no room"):
+        session.agent.restores().ask("s1", [("a", 0, 0)])
+    pods.pods[0].refuses = {"s1": grpc.StatusCode.UNAVAILABLE}
+    session.agent.restores().ask("s1", [("a", 0, 0)])
+
+
+def test_files_that_no_rank_could_read_are_refused_by_all_before_they_are_brought(job: Callable[..., Job]) -> None:
+    def needed(files: Sequence[str]) -> Sequence[str]:
+        raise RestoreError(ErrorKind.NOT_RESTORED, "of other ranks", hint="")
+
+    pods = job([OLD], [OLD])
+    for pod in pods.pods:
+        pod.files = ["share-0"]
+    assert {str(error) for error in pods.choose_all(needed=needed)} == {"of other ranks"}
+    assert [pod.brought for pod in pods.pods] == [[], []]
 
 
 def test_files_that_are_too_many_to_list_are_all_brought(job: Callable[..., Job]) -> None:

@@ -60,9 +60,11 @@ def test_pods_read_their_own_shares_and_go_on_bit_identical(
         read_bytes = [second.read_bytes(pod) for pod in second.pods]
         resumed = [pod.says("loss=") for pod in second.pods]
         begun = [pod.says("begin") for pod in second.pods]
+        loaded = [pod.says("loaded=") for pod in second.pods]
     with job("third", f"{rclone_bucket.destination}-uninterrupted") as third:
         third.train("--width", WIDTH, "--steps", 4)
         assert [pod.says("loss=") for pod in third.pods] == resumed
     assert begun == [["step=2 mine=2"]] * 2
+    assert loaded == [["at-2"]] * 2, "programs read the step from the path"
     assert max(read_bytes) < 0.7 * whole_bytes
     assert sum(read_bytes) <= 1.1 * whole_bytes

@@ -148,6 +148,24 @@ async def test_whoever_asks_for_nothing_is_told_the_files_and_the_place(store: F
         assert not (volume / "state" / RESUMED).exists(), "it is not what the run resumes from yet"
 
 
+async def test_a_volume_is_measured_for_what_is_asked_for_the_first_time(
+    store: FakeStore, volume: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It takes seconds per million files."""
+    measured = 0
+
+    def check_room(*arguments: object) -> None:
+        nonlocal measured
+        measured += 1
+
+    monkeypatch.setattr(partial_copy, "check_room", check_room)
+    info = await store_checkpoint(store, 100)
+    async with pod(store, volume) as one:
+        for _ in range(3):
+            await one.fetch(info, FileRange(path="model-0.safetensors"))
+    assert measured == 1
+
+
 async def test_packed_files_are_fetched_by_their_pack(store: FakeStore, volume: Path) -> None:
     packed = {f"small/{number:03d}": bytes([number]) * 50 for number in range(60)}
     info = await store_packed_checkpoint(store, 100, alone={"large": b"x" * 100}, packed=packed)

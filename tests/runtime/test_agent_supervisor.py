@@ -126,8 +126,24 @@ async def test_an_agent_that_has_only_loaded_begins_when_it_is_told(tmp_path: Pa
     await stage.keeper.end()
 
 
+async def test_an_agent_that_dies_while_it_only_waits_costs_nothing(tmp_path: Path) -> None:
+    """A restore may take hours, and need the memory."""
+    stage = Stage(tmp_path)
+    stage.keeper.load()
+    await stage.until((tmp_path / "loaded").exists)
+    waiting = stage.keeper._process
+    assert waiting is not None
+    waiting.kill()
+    await stage.until(lambda: stage.keeper._process is None)
+    with capture_logs() as logs:
+        await stage.keeper.start()
+    assert stage.pid() not in (None, waiting.pid)
+    await stage.keeper.end()
+    assert logs == []
+
+
 async def test_an_agent_that_has_only_loaded_ends_at_once(tmp_path: Path) -> None:
-    """It does not hear SIGTERM yet; SIGKILL would be an hour away."""
+    """It does not hear SIGTERM yet."""
     stage = Stage(tmp_path, grace_seconds=3600.0)
     stage.keeper.load()
     await stage.until((tmp_path / "loaded").exists)

@@ -6,11 +6,68 @@ from typing import Any
 
 import pytest
 import torch
+from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, ReadItem
 
 from mooring.agent_client.restores import FileRange
 from mooring.resuming import PartialCheckpoint
 from mooring.torch_loop import partial_reader
 from mooring.torch_loop.storage import Storage
+
+
+class Planner:
+    """Gives each item its target, as DCP's own planner does."""
+
+    def __init__(self, targets: dict[str, Any]) -> None:
+        self.targets = targets
+
+    def resolve_tensor(self, item: ReadItem) -> Any:
+        return self.targets[item.storage_index.fqn]
+
+    def commit_tensor(self, item: ReadItem, tensor: Any) -> None:
+        pass
+
+
+def test_the_ends_of_a_tensor_of_which_some_rows_are_needed_come_first(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(partial_reader, "_WORTH_BYTES", 10_000)
+    stored = {"a": torch.arange(20_000.0), "some": torch.arange(20_000.0).reshape(2000, 10)}
+    Storage().save(stored, tmp_path)
+    asked: list[Sequence[FileRange]] = []
+    fetched: list[Sequence[FileRange]] = []
+
+    def fetch(ranges: Sequence[FileRange]) -> Path:
+        fetched.append(ranges)
+        return tmp_path
+
+    checkpoint = PartialCheckpoint(step=1, ask=asked.append, fetch=fetch)
+    reader = partial_reader.PartialReader(
+        checkpoint, FileSystemReader, lambda path: FileSystemReader(path).read_metadata(), None
+    )
+    metadata = reader.read_metadata()
+    items = [
+        ReadItem(
+            type=LoadItemType.TENSOR,
+            dest_index=index,
+            dest_offsets=torch.Size([0] * len(shape)),
+            storage_index=index,
+            storage_offsets=torch.Size([0] * len(shape)),
+            lengths=torch.Size(shape),
+        )
+        for index in metadata.storage_data
+        for shape in [[20_000] if index.fqn == "a" else [100, 10]]
+    ]
+    targets = {"a": torch.zeros(20_000), "some": torch.zeros(100, 10)}
+    (plan,) = reader.prepare_global_plan([LoadPlan(items)])
+    reader.read_data(plan, Planner(targets)).wait()  # type: ignore[arg-type]
+    assert torch.equal(targets["a"], stored["a"])
+    assert torch.equal(targets["some"], stored["some"][:100])
+    ends, wholes, rows = asked
+    assert fetched[1] == ends
+    assert sum(length for _, _, length in ends) < 10_000
+    assert sum(length for _, _, length in wholes) > 80_000
+    assert 4_000 < sum(length for _, _, length in rows) < 10_000
 
 
 def test_what_has_arrived_is_read_while_the_rest_arrives(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,7 +7,7 @@ so an agent that is killed and started again costs time and nothing else. Raises
 import logging
 import time
 from collections.abc import Callable, Sequence
-from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
@@ -78,10 +78,14 @@ class Restores:
         return Path(answer.path), answer.files
 
     def ask(self, save: str, ranges: Sequence[FileRange]) -> None:
-        """Have the agent begin to bring these ranges, without waiting. What it does not hear, `fetch` asks for."""
+        """Have the agent begin to bring these ranges, in this order, without waiting for them.
+
+        Raises RestoreError if it refuses, such as for want of room. An agent that does not answer is left alone: what
+        it has not heard, `fetch` asks for.
+        """
+        patience = _Patience(lambda line: None, f"save {save}")
         for first in range(0, len(ranges), RANGES_AT_ONCE):
-            with suppress(AgentError):
-                self._channel.fetch(save, ranges[first : first + RANGES_AT_ONCE], 0)
+            patience.answer(partial(self._channel.fetch, save, ranges[first : first + RANGES_AT_ONCE], 0))
 
     def _ask_until_done(
         self, save: str, ranges: Sequence[FileRange] | None, on_wait: Callable[[str], object]

@@ -17,7 +17,7 @@ from types import ModuleType
 from typing import Any, Final
 
 from mooring.autoload.post_import import reason
-from mooring.checkpoints.next_name import next_name
+from mooring.checkpoints.local_checkpoints import next_name
 from mooring.errors import MooringError
 from mooring.framework_run import FrameworkRun, guarded_save
 from mooring.gate import Action

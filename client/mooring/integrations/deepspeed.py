@@ -15,8 +15,8 @@ from types import ModuleType
 from typing import Any, Final
 
 from mooring.autoload.post_import import reason
-from mooring.checkpoints.next_name import next_name
-from mooring.errors import MooringError
+from mooring.checkpoints.local_checkpoints import next_name
+from mooring.errors import ErrorKind, MooringError, RestoreError
 from mooring.framework_run import FrameworkRun, guarded_save
 from mooring.gate import Action
 from mooring.integrations.ownership import Owner, claim, owns, protect_new
@@ -117,13 +117,16 @@ class _Training:
         resumes = self._acts and tag is None and not named.get("load_module_only") and not self._universal
         # Then it reads more than each rank's own shares.
         reads_all = arguments or not named.get("load_optimizer_states", True) or self._engine.zero_elastic_checkpoint()
-        needed = _all_files if reads_all else functools.partial(files_of, world_size=self._world_size())
-        newest = self.run.newest_files(needed) if resumes else None
+        newest = self.run.newest_files(functools.partial(self._needed, bool(reads_all))) if resumes else None
         if newest is not None:
-            names = newest.files or [path.name for path in newest.directory.iterdir()]
-            require_same_ranks(newest.place, names, self._world_size())
+            names = [path.name for path in newest.directory.iterdir()]
+            if not newest.files and (error := other_ranks_error(str(newest.place), names, self._world_size())):
+                raise SystemExit(f"mooring: {error}; {error.hint}")
             load_dir, tag = str(newest.directory.parent), newest.directory.name
         path, client_state = self._load(load_dir, tag, *arguments, **named)
+        if newest is not None and path is not None and newest.directory != newest.place:
+            # Programs read the step from it.
+            path = str(newest.place / Path(path).relative_to(newest.directory))
         self._asked_step = None
         if newest is not None:
             self._place, self._place_step = newest.place, self.step
@@ -155,6 +158,12 @@ class _Training:
         self._has_training_mode |= engine.module.training
         if engine.module.training or not self._has_training_mode:
             self.between_steps()
+
+    def _needed(self, reads_all: bool, files: Sequence[str], ranks: Sequence[int]) -> Sequence[str]:
+        """Return the files that these ranks read; none for all. Raises RestoreError before anything is brought."""
+        if (error := other_ranks_error("the newest checkpoint", files, self._world_size())) is not None:
+            raise error
+        return () if reads_all else files_of(files, ranks, world_size=self._world_size())
 
     def _world_size(self) -> int:
         distributed: Any = sys.modules["torch.distributed"]
@@ -233,10 +242,6 @@ def _keys_before_0_19() -> frozenset[str] | None:
 _ZERO_SHARE: Final = re.compile(r"(?:[a-z0-9]+_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_(optim|model)_states\.pt")
 
 
-def _all_files(files: Sequence[str], ranks: Sequence[int]) -> Sequence[str]:
-    return ()
-
-
 def files_of(files: Sequence[str], ranks: Sequence[int], *, world_size: int) -> Sequence[str]:
     """Return the files of a checkpoint that these ranks read; none for all.
 
@@ -250,17 +255,19 @@ def files_of(files: Sequence[str], ranks: Sequence[int], *, world_size: int) -> 
     return [path for path in files if path not in shares or int(shares[path][1]) in ranks]
 
 
-def require_same_ranks(checkpoint: Path, files: Iterable[str], world_size: int) -> None:
-    """Raise SystemExit, before anything is loaded, if a ZeRO checkpoint is of another number of ranks.
+def other_ranks_error(name: str, files: Iterable[str], world_size: int) -> RestoreError | None:
+    """Return the error for a ZeRO checkpoint of another number of ranks; None if it has as many, or no shares.
 
     DeepSpeed cannot divide the optimizer's states anew, and finds out only after it has loaded the model.
     """
     shares = filter(None, map(_ZERO_SHARE.fullmatch, files))
     saved_by = sum(found[3] == "optim" for found in shares)
-    if saved_by not in (0, world_size):
-        raise SystemExit(
-            f"mooring: {checkpoint.name} was saved by {saved_by} ranks with ZeRO, and this job has {world_size}: "
-            f"DeepSpeed cannot load it; start the job with {saved_by} ranks, or convert the checkpoint with "
-            f"`python -m deepspeed.checkpoint.ds_to_universal --input_folder {checkpoint} --output_folder OUT` "
-            'and set {"checkpoint": {"load_universal": true}} in DeepSpeed\'s configuration'
-        )
+    if saved_by in (0, world_size):
+        return None
+    return RestoreError(
+        ErrorKind.NOT_RESTORED,
+        f"{name} was saved by {saved_by} ranks with ZeRO, and this job has {world_size}: DeepSpeed cannot load it",
+        hint=f"start the job with {saved_by} ranks, or convert the checkpoint with "
+        f"`python -m deepspeed.checkpoint.ds_to_universal --input_folder {name} --output_folder OUT` "
+        'and set {"checkpoint": {"load_universal": true}} in DeepSpeed\'s configuration',
+    )

@@ -14,9 +14,8 @@ at them. That holds only for tensors whose elements lie in order, so their layou
 import io
 import math
 import os
-import pickle
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final
@@ -30,7 +29,6 @@ from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
 from mooring.agent_client.restores import FileRange
-from mooring.errors import MooringError
 from mooring.resuming import PartialCheckpoint
 
 METADATA_FILE: Final = ".metadata"
@@ -45,35 +43,40 @@ _BATCH_BYTES: Final = 64 * 1024**2
 class PartialReader(StorageReader):
     """Has `checkpoint` brought as far as it is read.
 
-    `make` returns the reader for a directory. `group` is that of all ranks that load; None if this process loads alone.
-    Making one is collective: rank 0 reads where everything is, and tells the others. All raise what it raises.
+    `make` returns the reader for a directory, `read` the metadata in it, or raises a MooringError. `group` is that of
+    all ranks that load; None if this process loads alone. Making one is collective: rank 0 reads the metadata and sends
+    it to the others. All raise what it raises.
     """
 
-    def __init__(self, checkpoint: PartialCheckpoint, make: Any, group: "dist.ProcessGroup | None") -> None:
+    def __init__(
+        self,
+        checkpoint: PartialCheckpoint,
+        make: Callable[[Path], FileSystemReader],
+        read: Callable[[Path], Metadata],
+        group: "dist.ProcessGroup | None",
+    ) -> None:
         super().__init__()
         self._group = group
         self._checkpoint = checkpoint
         self._make = make
         self._directory = Path()
         self._is_coordinator = False
-        self._metadata = self._read_metadata()
+        self._metadata = self._read_on_rank_0(read)
 
-    def _read_metadata(self) -> Metadata:
-        told: list[Any] = [None]
+    def _read_on_rank_0(self, read: Callable[[Path], Metadata]) -> Metadata:
+        metadata_or_error: list[Any] = [None]
         if self._group is None or dist.get_rank(self._group) == 0:
-            # The other ranks wait for this one, whatever happens.
             try:
-                directory = self._checkpoint.fetch([(METADATA_FILE, 0, 0)])
-                told = [self._make(directory).read_metadata()]
-            except (MooringError, SystemExit) as error:
-                told = [error]
-            except Exception as error:
-                told = [pickle.UnpicklingError(repr(error))]
+                metadata_or_error = [read(self._checkpoint.fetch([(METADATA_FILE, 0, 0)]))]
+            except BaseException as error:
+                # The other ranks wait for this one.
+                metadata_or_error = [error]
         if self._group is not None:
-            dist.broadcast_object_list(told, src=0, group=self._group)
-        if isinstance(told[0], BaseException):
-            raise told[0]
-        metadata: Metadata = told[0]
+            dist.broadcast_object_list(metadata_or_error, src=0, group=self._group)
+        (found,) = metadata_or_error
+        if isinstance(found, BaseException):
+            raise found
+        metadata: Metadata = found
         return metadata
 
     def reset(self, checkpoint_id: Any = None) -> None:
@@ -134,7 +137,9 @@ class PartialReader(StorageReader):
         ends = [one for item, (_, slack) in narrow.items() for one in self._ends(item, slack)]
         ranges = {item: self._whole(item) for item in items}
         shared = [_range_of(self._stored(index)) for index in more]
-        self._checkpoint.ask(_merged([*ends, *shared, *(ranges[item] for item in items if item not in narrow)]))
+        # The ends first: only then is it known what is needed of their tensors.
+        self._checkpoint.ask(_merged(ends))
+        self._checkpoint.ask(_merged([*shared, *(ranges[item] for item in items if item not in narrow)]))
         if ends:
             self._directory = self._checkpoint.fetch(_merged(ends))
             ranges.update({item: self._range(item, *rows) for item, rows in narrow.items() if self._is_in_order(item)})

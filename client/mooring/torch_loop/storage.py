@@ -6,15 +6,20 @@ group, one process saves and loads alone. Several processes can load what one sa
 """
 
 import warnings
+from collections.abc import Callable
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import LoadPlanner, SavePlanner
 from torch.distributed.checkpoint.storage import StorageReader
 
+from mooring.agent_client.restores import TOTAL_SECONDS
 from mooring.errors import ErrorKind, MooringError, UsageError, VolumeError
 from mooring.resuming import PartialCheckpoint
 from mooring.torch_loop.partial_reader import PartialReader
@@ -33,6 +38,7 @@ class Storage:
     def __init__(self, *, trust_pickle: bool = False) -> None:
         self.trust_pickle = trust_pickle
         self._group: dist.ProcessGroup | None = None
+        self._patient_group: dist.ProcessGroup | None = None
 
     @property
     def rank(self) -> int:
@@ -70,18 +76,31 @@ class Storage:
 
         Raises UsageError; for a partial checkpoint also what rank 0 raises, on all ranks.
         """
-        make = dcp.FileSystemReader if self.trust_pickle else PlainReader
-        try:
-            if isinstance(source, PartialCheckpoint):
-                reader: StorageReader = PartialReader(source, make, self.options().get("process_group"))
-            else:
-                reader = make(source)
-            items = set(reader.read_metadata().state_dict_metadata)
-        except MooringError:
-            raise
-        except Exception as error:
-            raise not_ours(source, repr(error)) from error
-        return StoredState(source, reader, items, None if self.trust_pickle else PlainPlanner(), self.options())
+        make: Callable[[Path], FileSystemReader] = dcp.FileSystemReader if self.trust_pickle else PlainReader
+
+        def read(directory: Path) -> Metadata:
+            try:
+                return make(directory).read_metadata()
+            except Exception as error:
+                raise not_ours(source, repr(error)) from error
+
+        reader: StorageReader
+        if isinstance(source, PartialCheckpoint):
+            options = self._patient_options()
+            reader = PartialReader(source, make, read, options.get("process_group"))
+            metadata = reader.read_metadata()
+        else:
+            options, reader, metadata = self.options(), make(source), read(source)
+        planner = None if self.trust_pickle else PlainPlanner()
+        return StoredState(source, reader, set(metadata.state_dict_metadata), planner, options)
+
+    def _patient_options(self) -> dict[str, Any]:
+        """As `options`, for ranks that wait for others behind a slow store."""
+        if not _is_distributed():
+            return self.options()
+        if self._patient_group is None:
+            self._patient_group = dist.new_group(backend="gloo", timeout=timedelta(seconds=TOTAL_SECONDS))
+        return {"process_group": self._patient_group}
 
 
 class StoredState:

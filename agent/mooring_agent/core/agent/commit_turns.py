@@ -22,11 +22,12 @@ _DEPUTIES: Final = 8
 """So many agents after the committer may write the marker."""
 _DEPUTY_SECONDS: Final = 1.0
 """The pause between the listings of the first of them; it doubles from one to the next."""
-_COMMITTER_PAUSE_SECONDS: Final = (0.1, 1.0)
 _COMMITTER_SHARE_OF_WAIT: Final = 0.1
-"""A pause is this share of the time waited so far, within these bounds. All wait for the committer: it pauses less."""
-_READER_PAUSE_SECONDS: Final = (1.0, 30.0)
 _READER_SHARE_OF_WAIT: Final = 0.2
+"""A pause is this share of the time waited so far, within the bounds below. All wait for the committer: it pauses
+less."""
+_COMMITTER_PAUSE_SECONDS: Final = (0.1, 1.0)
+_READER_PAUSE_SECONDS: Final = (1.0, 30.0)
 _COMMITTER_ENDING_SECONDS: Final = 0.5
 """The longest pauses while the pod ends."""
 _READER_ENDING_SECONDS: Final = 1.0

@@ -205,14 +205,14 @@ class AgentService(agent_pb2_grpc.AgentServicer):
             whole=request.whole,
             wait_seconds=request.wait_ms / 1000,
         )
-        files = progress.files if len(progress.files) <= _MOST_LISTED else ()
+        lists_files = sum(len(path.encode()) for path in progress.files) <= _LISTED_BYTES
         return agent_pb2.FetchResponse(
             done=progress.path is not None,
             path=str(progress.path or ""),
             done_bytes=progress.done_bytes,
             total_bytes=progress.total_bytes,
             storage_error=progress.storage_error,
-            files=files,
+            files=progress.files if lists_files else (),
         )
 
     async def Attach(self, request: agent_pb2.AttachRequest, context: Any) -> AsyncIterator[agent_pb2.SaveRequest]:
@@ -264,8 +264,8 @@ class AgentService(agent_pb2_grpc.AgentServicer):
         return checkpoint
 
 
-_MOST_LISTED: Final = 20_000
-"""How many files an answer lists: a client takes 4 MiB."""
+_LISTED_BYTES: Final = 2 * 1024**2
+"""How long the paths of the files that an answer lists are at most: a client takes 4 MiB."""
 _SOCKET_MODE: Final = 0o660
 _STOP_SERVING_SECONDS: Final = 0.2
 

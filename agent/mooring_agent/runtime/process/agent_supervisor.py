@@ -148,7 +148,7 @@ class AgentSupervisor:
         await asyncio.wait({self._keeping}, timeout=self._grace_seconds + _END_MARGIN_SECONDS)
         if self._process is not None:
             self._process.kill()
-        await asyncio.wait({self._keeping})
+        await asyncio.gather(self._keeping, return_exceptions=True)
 
     async def _keep(self) -> int:
         """Run one agent after the other; return the exit code of the last."""
@@ -159,6 +159,11 @@ class AgentSupervisor:
             was_draining, began = self._draining.is_set(), loop.time()
             code = await self._live(arguments)
             arguments = []
+            if not self._ending and not self._may_begin.is_set():
+                # It has only waited, and perhaps was in the way of a restore that needs the memory.
+                await _first_of(self._may_begin, self._draining)
+                arguments = ["--fresh"]
+                continue
             if self._ending or (code in _ORDERLY and self._draining.is_set() and not self._undelivered):
                 return code
             if not self._served.is_set():
@@ -294,7 +299,19 @@ class AgentSupervisor:
 
     def _terminate(self) -> None:
         if self._process is not None and self._process.returncode is None:
-            if self._process.stdin is not None:
-                # One that was not told to begin does not hear SIGTERM yet.
-                self._process.stdin.close()
-            self._process.terminate()
+            if self._may_begin.is_set():
+                self._process.terminate()
+            else:
+                # It does not hear SIGTERM yet, and has nothing to lose.
+                self._process.kill()
+
+
+async def _first_of(*events: asyncio.Event) -> None:
+    """Wait until one of the events is set."""
+    waiting = {asyncio.create_task(event.wait()) for event in events}
+    try:
+        await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        for task in waiting:
+            task.cancel()
+        await asyncio.gather(*waiting, return_exceptions=True)

@@ -1,10 +1,10 @@
 """Runs a program and its agent together, without Kubernetes: `mooring run`.
 
 Restores first, while the agent's process loads its libraries, then runs the program beside its agent, passes signals
-on, and waits for the drain. Signals are handled
-from the first moment: before the program runs they end the run; while it runs they go to the program; after its end
-those that mean an end limit the drain to one grace period. The agent has its own session, so that Ctrl-C in a terminal
-reaches only the program. If this runner is killed, the agent notices it and asks the trainers to save and leave.
+on, and waits for the drain. Signals are handled from the first moment: before the program runs they end the run; while
+it runs they go to the program; after its end those that mean an end limit the drain to one grace period. The agent has
+its own session, so that Ctrl-C in a terminal reaches only the program. If this runner is killed, the agent notices it
+and asks the trainers to save and leave.
 """
 
 import asyncio

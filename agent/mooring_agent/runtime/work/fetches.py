@@ -180,8 +180,11 @@ class Fetches:
         pieces = fetch.copy.pieces_of(ranges)
         # A reader that knows what it needs makes every guess worse.
         fetch.forget_guess()
-        await fetch.copy.check_room(pieces, self._settings.disk.size_limit_bytes)
-        fetch.ask(pieces)
+        # Not of what was asked for before: to measure a volume takes seconds per million files.
+        new = [piece for piece in pieces if not fetch.is_asked(piece)]
+        if new:
+            await fetch.copy.check_room(new, self._settings.disk.size_limit_bytes)
+            fetch.ask(new)
         with fetch.waiting(pieces) as request:
             await _wait(request.settled, give_up_at)
             if fetch.failure is not None:
