@@ -181,7 +181,7 @@ def test_the_store_holds_no_more_after_a_thousand_agreements(monkeypatch: pytest
 def test_ranks_that_do_not_come_to_choose_are_named_on_all(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(coordinator, "PATIENCE_SECONDS", 0.05)
     first, second, third = jobs(3)
-    with pytest.raises(RanksError, match=r"ranks 1, 2 did not come within 0 s to choose") as raised:
+    with pytest.raises(RanksError, match=r"ranks 1, 2 did not come within 0 s to name") as raised:
         first.choose_newest("resume", [(1, "a")])
     assert raised.value.kind is ErrorKind.RANKS_LATE
     for late in (second, third):

@@ -131,6 +131,7 @@ async def test_an_agent_that_dies_while_it_only_waits_costs_nothing(tmp_path: Pa
     stage = Stage(tmp_path)
     stage.keeper.load()
     await stage.until((tmp_path / "loaded").exists)
+    await stage.until(lambda: stage.keeper._process is not None)
     waiting = stage.keeper._process
     assert waiting is not None
     waiting.kill()
