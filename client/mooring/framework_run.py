@@ -231,7 +231,7 @@ class FrameworkRun:
         if not isinstance(chosen, Record):
             return chosen
         place = self._place(chosen)
-        return SomeFiles(step=chosen.step, place=place, directory=place, files=())
+        return SomeFiles(place=place, directory=place, files=())
 
     def _chosen(self, ask_ranks: Callable[[], _Result]) -> _Result:
         try:

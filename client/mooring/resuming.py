@@ -47,7 +47,6 @@ class SomeFiles:
     `place` is where it would have its name.
     """
 
-    step: int
     place: Path
     directory: Path
     files: Sequence[str]
@@ -128,7 +127,7 @@ def choose_files(
         raise
     if not session.context().coordinator.agree(key, ok=True, seconds=WRITE_SECONDS):
         raise _not_had_by_another(step)
-    return SomeFiles(step=step, place=place, directory=directory, files=files)
+    return SomeFiles(place=place, directory=directory, files=files)
 
 
 def _bring_all(restores: Restores, save: str, waiting: Callable[[str], None]) -> Path:

@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import select
 import socket
 import ssl
 import struct
@@ -126,6 +127,33 @@ def test_who_hears_one_record_has_a_turn_before_the_next(paused: bool, run: Run,
             transport.resume_reading()
             await recorder.until(lambda: not transport.is_reading())
             assert recorder.received == sent[:100]
+
+    run(listen())
+
+
+@on_both_loops
+def test_a_sender_that_never_pauses_is_read_at_most_twice_a_turn(
+    run: Run, certificate: Certificate, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Once because the socket is readable, and once for what OpenSSL may hold: not once more in each turn."""
+    turns, takes = 100, 0
+
+    def take(_: TlsTransport) -> int:
+        nonlocal takes
+        takes += 1
+        return tls_transport._TURN_BYTES
+
+    def send(connection: ssl.SSLSocket) -> None:
+        connection.sendall(b"never taken, so that the socket stays readable")
+        connection.recv(1)  # until the other end is gone
+
+    async def listen() -> None:
+        async with connected(certificate, send) as (transport, _):
+            monkeypatch.setattr(TlsTransport, "_take", take)
+            await asyncio.to_thread(select.select, [transport.get_extra_info("socket")], [], [], WAIT_SECONDS)
+            for _ in range(turns):
+                await asyncio.sleep(0)
+        assert turns / 2 < takes <= 3 * turns
 
     run(listen())
 

@@ -260,7 +260,7 @@ def test_each_pod_is_brought_the_files_that_its_ranks_need(job: Callable[..., Jo
         pod.files = ["share-0", "share-1"]
     pods.pods[1].damaged = {"s2"}
     chosen = pods.choose_all(own_files=True)
-    assert [one.step for one in chosen] == [1, 1]
+    assert [pod.brought[-1] for pod in pods.pods] == ["s1", "s1"]
     assert [str(one.place) for one in chosen] == ["/place"] * 2
     assert [str(one.directory) for one in chosen] == ["/there"] * 2
     assert [pod.asked_for[-1] for pod in pods.pods] == [["share-0"], ["share-1"]]
@@ -290,7 +290,7 @@ def test_files_that_no_rank_could_read_are_refused_by_all_before_they_are_brough
 
 def test_files_that_are_too_many_to_list_are_all_brought(job: Callable[..., Job]) -> None:
     pods = job([OLD], [OLD])
-    assert [one.step for one in pods.choose_all(own_files=True)] == [1, 1]
+    assert [str(one.directory) for one in pods.choose_all(own_files=True)] == ["/there"] * 2
     assert [pod.asked_for[-1] for pod in pods.pods] == [[], []]
 
 

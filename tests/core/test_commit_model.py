@@ -1,7 +1,8 @@
 """The commit protocol, every state of it; and that the model would notice if one of its ideas were missing."""
 
 import pytest
-from tests.model.commit_model import Bounds, Result, Variant, explore
+from tests.model.commit_model import Bounds, Variant, explore
+from tests.model.search import Result
 
 _FAST = Bounds(crashes=1, late_requests=1, lost_objects=1)
 

@@ -23,7 +23,6 @@ damaged, they have none in common, and the start fails.
 """
 
 import json
-from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -45,8 +44,8 @@ from tests.model.choice_world import (
     save_of,
     with_start,
 )
-from tests.model.commit_model import Result, history_of
 from tests.model.replayed_rank import Answer, Asked, End, How, Question, Refused, ReplayedRank, Save, Word, replaying
+from tests.model.search import Result, search
 
 from mooring import resuming
 from mooring.errors import ErrorKind
@@ -76,22 +75,12 @@ class Model:
     def explore(self) -> Result:
         committed = frozenset(save_of(2 * number) for number in range(1, self._bounds.committed + 1))
         with replaying(), _mutation(self._variant):
-            first = State(committed, frozenset(), (self._start(1, committed),))
-            came_from: dict[State, tuple[str, State] | None] = {first: None}
-            waiting = deque([first])
-            states = 0
-            while waiting:
-                state = waiting.popleft()
-                states += 1
-                steps = [list(self._ranks_move(state, index)) for index in range(len(state.starts))]
-                violation = self._violation(state, steps)
-                if violation:
-                    return Result(states=states, violation=violation, history=history_of(came_from, state))
-                for label, following in [*(step for of_one in steps for step in of_one), *self._happenings(state)]:
-                    if following not in came_from:
-                        came_from[following] = (label, state)
-                        waiting.append(following)
-        return Result(states=states)
+            return search(State(committed, frozenset(), (self._start(1, committed),)), self._look)
+
+    def _look(self, state: State) -> tuple[str, list[tuple[str, State]]]:
+        steps = [list(self._ranks_move(state, index)) for index in range(len(state.starts))]
+        moves = [*(step for of_one in steps for step in of_one), *self._happenings(state)]
+        return self._violation(state, steps), moves
 
     def _start(self, number: int, committed: frozenset[Save]) -> Start:
         return Start(

@@ -18,13 +18,12 @@ What no state may show:
 Mooring assumes: read-after-write listings, and that no request lives longer than `orphan_age_seconds`.
 """
 
-from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Final, NamedTuple, TypeVar
+from typing import Final, NamedTuple
 
-_State = TypeVar("_State")
+from tests.model.search import Result, search
 
 
 class Variant(StrEnum):
@@ -98,15 +97,6 @@ class State(NamedTuple):
     lost: frozenset[Key]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Result:
-    """`violation` is empty when every reachable state is in order; else `history` leads to it."""
-
-    states: int
-    violation: str = ""
-    history: tuple[str, ...] = ()
-
-
 _OLD: Final = "old"
 
 
@@ -130,20 +120,7 @@ class Model:
 
     def explore(self) -> Result:
         first = self._first()
-        came_from: dict[State, tuple[str, State] | None] = {first: None}
-        waiting = deque([first])
-        states = 0
-        while waiting:
-            state = waiting.popleft()
-            states += 1
-            violation = self._violation(state)
-            if violation:
-                return Result(states=states, violation=violation, history=history_of(came_from, state))
-            for label, following in self._moves(state):
-                if following not in came_from:
-                    came_from[following] = (label, state)
-                    waiting.append(following)
-        return Result(states=states)
+        return search(first, lambda state: (self._violation(state), self._moves(state)))
 
     def _first(self) -> State:
         objects = {Put(Key(Thing.MARKER, 1, _OLD), tuple(f"{_OLD}/{rank}" for rank in self._ranks))}
@@ -329,16 +306,6 @@ class Model:
 def explore(variant: Variant, bounds: Bounds) -> Result:
     """Every state that `variant` can reach within `bounds`, or the shortest way to a violation."""
     return Model(variant, bounds).explore()
-
-
-def history_of(came_from: Mapping[_State, tuple[str, _State] | None], state: _State) -> tuple[str, ...]:
-    """Return the labels of the steps that led to `state`, in order."""
-    labels: list[str] = []
-    step = came_from[state]
-    while step:
-        labels.append(step[0])
-        step = came_from[step[1]]
-    return tuple(reversed(labels))
 
 
 def _body(incarnation: int, rank: int) -> str:

@@ -15,13 +15,12 @@ Both are too much to ask where a commit comes late and an earlier start was not 
 `lingering`, `replacements`): this is the known limit of docs/design/0005. The model shows that it takes both.
 """
 
-from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Final, NamedTuple
 
-from tests.model.commit_model import Result, history_of
+from tests.model.search import Result, search
 
 _NODES: Final = (0, 1)
 
@@ -105,20 +104,7 @@ class Model:
         first = State(
             (), frozenset(), Checkpoint(1, 0), tuple(Pod(0, node) for node in _NODES), (1,), 0, 0, 0, trained=False
         )
-        came_from: dict[State, tuple[str, State] | None] = {first: None}
-        waiting = deque([first])
-        states = 0
-        while waiting:
-            state = waiting.popleft()
-            states += 1
-            violation = self._violation(state)
-            if violation:
-                return Result(states=states, violation=violation, history=history_of(came_from, state))
-            for label, following in self._moves(state):
-                if following not in came_from:
-                    came_from[following] = (label, state)
-                    waiting.append(following)
-        return Result(states=states)
+        return search(first, lambda state: (self._violation(state), self._moves(state)))
 
     # What can happen next.
 

@@ -16,12 +16,11 @@ What no state may show:
 Requests of one process are in order, and listings show every write before them, as on S3 since 2020.
 """
 
-from collections import deque
 from collections.abc import Iterator
 from enum import StrEnum
 from typing import Final, NamedTuple
 
-from tests.model.commit_model import Result, history_of
+from tests.model.search import Result, search
 
 
 class Variant(StrEnum):
@@ -110,17 +109,7 @@ class Model:
 
     def explore(self) -> Result:
         start = State(snapshot=Snapshot(step=self._order[0]))
-        came_from: dict[State, tuple[str, State] | None] = {start: None}
-        waiting = deque([start])
-        while waiting:
-            state = waiting.popleft()
-            if violation := _violation(state):
-                return Result(states=len(came_from), violation=violation, history=history_of(came_from, state))
-            for label, following in self._steps(state):
-                if following not in came_from:
-                    came_from[following] = label, state
-                    waiting.append(following)
-        return Result(states=len(came_from))
+        return search(start, lambda state: (_violation(state), self._steps(state)))
 
     def _steps(self, state: State) -> Iterator[tuple[str, State]]:
         yield from self._snapshot_steps(state)

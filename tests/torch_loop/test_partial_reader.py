@@ -1,15 +1,18 @@
 """A reader that has a checkpoint brought in pieces, and reads each as it arrives."""
 
 from collections.abc import Sequence
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, ReadItem
 
-from mooring.agent_client.restores import FileRange
+from mooring import UsageError
+from mooring.agent_client.restores import TOTAL_SECONDS, FileRange
 from mooring.resuming import PartialCheckpoint
 from mooring.torch_loop import partial_reader
 from mooring.torch_loop.storage import Storage
@@ -90,3 +93,50 @@ def test_what_has_arrived_is_read_while_the_rest_arrives(tmp_path: Path, monkeyp
     state.load(loaded)
     assert [(count, len(ready)) for count, ready in fetched] == [(1, 0), (1, 1)]
     assert all(torch.equal(loaded[name], stored[name]) for name in stored)
+
+
+def not_asked(ranges: Sequence[FileRange]) -> None:
+    raise AssertionError("nothing is known yet")
+
+
+def test_what_is_no_metadata_is_not_the_state_of_this_training(tmp_path: Path) -> None:
+    (tmp_path / partial_reader.METADATA_FILE).write_bytes(b"anything")
+    with pytest.raises(UsageError, match="the checkpoint of step 1 does not hold the state of this training"):
+        Storage().open(PartialCheckpoint(step=1, ask=not_asked, fetch=lambda ranges: tmp_path))
+
+
+def test_a_rank_that_is_lost_meanwhile_is_not_called_another_training(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whoever then began in an empty directory, as the hint says, would lose the checkpoint."""
+
+    def lost(*arguments: object, **named: object) -> None:
+        raise RuntimeError("Connection closed by peer")
+
+    monkeypatch.setattr(dist, "get_rank", lambda group: 1)
+    monkeypatch.setattr(dist, "broadcast_object_list", lost)
+    monkeypatch.setattr(Storage, "_patient_options", lambda _: {"process_group": "of two ranks"})
+    with pytest.raises(RuntimeError, match="closed by peer"):
+        Storage().open(PartialCheckpoint(step=1, ask=not_asked, fetch=lambda ranges: tmp_path))
+
+
+def test_ranks_wait_for_one_behind_a_slow_store_as_long_as_that_one_does(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        storage = Storage()
+        storage.save({"one": torch.ones(1)}, tmp_path)
+        patience: list[float] = []
+        make = dist.new_group
+
+        def new_group(*, backend: str, timeout: timedelta) -> Any:
+            patience.append(timeout.total_seconds())
+            return make(backend=backend, timeout=timeout)
+
+        monkeypatch.setattr(dist, "new_group", new_group)
+        checkpoint = PartialCheckpoint(step=1, ask=lambda ranges: None, fetch=lambda ranges: tmp_path)
+        storage.open(checkpoint).load({"one": torch.zeros(1)})
+        assert patience == [TOTAL_SECONDS]
+    finally:
+        dist.destroy_process_group()

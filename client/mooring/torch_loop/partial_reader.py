@@ -60,7 +60,6 @@ class PartialReader(StorageReader):
         self._checkpoint = checkpoint
         self._make = make
         self._directory = Path()
-        self._is_coordinator = False
         self._metadata = self._read_on_rank_0(read)
 
     def _read_on_rank_0(self, read: Callable[[Path], Metadata]) -> Metadata:
@@ -86,7 +85,7 @@ class PartialReader(StorageReader):
         return self._metadata
 
     def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *arguments: Any, **named: Any) -> None:
-        self._is_coordinator = is_coordinator
+        return
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
         return plan
@@ -147,7 +146,7 @@ class PartialReader(StorageReader):
         for batch in _batches(sorted(items, key=ranges.__getitem__), ranges):
             self._directory = self._checkpoint.fetch(_merged([ranges[item] for item in batch]))
             reader = self._make(self._directory)
-            reader.set_up_storage_reader(self._metadata, self._is_coordinator)
+            reader.set_up_storage_reader(self._metadata, is_coordinator=False)
             reader.read_data(LoadPlan(batch), planner).wait()
         if shared:
             self._directory = self._checkpoint.fetch(_merged(shared))

@@ -51,6 +51,7 @@ class TlsTransport(asyncio.Transport):
         self._high, self._low = _HIGH_WATER_BYTES, _HIGH_WATER_BYTES // 4
         self._writing_paused = False
         self._reading = True
+        self._reads_on = False
         self._lent = False
         self._closing = False
         self._close_timer: asyncio.TimerHandle | None = None
@@ -183,6 +184,7 @@ class TlsTransport(asyncio.Transport):
         self._receive(1)
 
     def _read_on(self) -> None:
+        self._reads_on = False
         if not self._lent:
             self._receive(_TURN_BYTES)
 
@@ -199,8 +201,10 @@ class TlsTransport(asyncio.Transport):
         except OSError as error:
             self._lose(error)
             return
-        if self.is_reading():
-            # What OpenSSL holds does not make the socket readable.
+        if self.is_reading() and not self._reads_on:
+            # What OpenSSL holds does not make the socket readable. Once: a socket that is readable too adds a turn each
+            # time.
+            self._reads_on = True
             self._loop.call_soon(self._read_on)
 
     def _take(self) -> int:

@@ -42,7 +42,7 @@ class RestorableListing:
                     try:
                         return Restorable(committed=await self.read(further_back=further_back))
                     except StoreError as failure:
-                        delay_seconds = retry_delay_seconds(failure.kind, attempt, random.random())  # noqa: S311
+                        delay_seconds = retry_delay_seconds(failure.kind, attempt, random.random())  # noqa: S311 - jitter
                         if delay_seconds is None:
                             raise
                         storage_error = line_of(failure)
