@@ -18,6 +18,7 @@ from mooring import autoload
 
 HOOKS = (
     *(f"integrations/{name}.py" for name in ("hugging_face", "lightning", "accelerate", "deepspeed", "dcp")),
+    "integrations/process_group.py",
     "workers/worker_processes.py",
     "ranks/spawned.py",
 )
@@ -80,7 +81,7 @@ def stage(tmp_path: Path) -> Stage:
         text = "def autoload(module):\n    print('hooked', module.__name__, module.DONE, flush=True)\n"
         write(injected / "mooring" / name, text)
         write((injected / "mooring" / name).parent / "__init__.py", "")
-    for name in HOOKED:
+    for name in (*HOOKED, "torch.distributed.distributed_c10d"):
         folder = frameworks
         for part in name.split(".")[:-1]:
             folder = folder / part
@@ -126,6 +127,15 @@ def test_the_start_of_an_interpreter_costs_less_than_20_milliseconds() -> None:
 def test_each_framework_is_hooked_once_its_module_is_complete(stage: Stage, name: str) -> None:
     got = stage.run(f"import {name}; import {name}; print('program')")
     assert (got.stdout, got.stderr) == (f"hooked {name} done\nprogram\n", "")
+
+
+@pytest.mark.parametrize(("restore", "hooked"), [("lazy", True), ("whole", False), ("", False)])
+def test_process_groups_are_hooked_for_lazy_restore_alone(stage: Stage, restore: str, hooked: bool) -> None:
+    """Every process that imports torch imports that module."""
+    name = "torch.distributed.distributed_c10d"
+    got = stage.run(f"import {name}, sys; print('mooring.integrations' in sys.modules)", MOORING_RESTORE=restore)
+    expected = f"hooked {name} done\nTrue\n" if hooked else "False\n"
+    assert (got.stdout, got.stderr) == (expected, "")
 
 
 def test_the_finder_leaves_when_nothing_is_waited_for(stage: Stage) -> None:

@@ -4,6 +4,7 @@ Owns the table, and the decision where it does not apply. Runs at the start of e
 imported. The first framework that is imported imports `mooring`; if that fails, autoload is off.
 """
 
+import os
 import sys
 
 # sitecustomize has loaded that module before, so this line does not import the package.
@@ -38,6 +39,10 @@ _MODULES = (
     ),
     ("torch.multiprocessing.spawn", "mooring.ranks.spawned", "the parent of torch.multiprocessing's ranks is"),
 )
+_MODULES_WHEN_LAZY = (
+    ("torch.distributed.distributed_c10d", "mooring.integrations.process_group", "resuming with lazy restore is"),
+)
+"""Every process that imports torch would import `mooring` for these."""
 _PACKAGES = ("mooring", "mooring_api")
 packages_folder = ""
 """Holds `mooring`, for interpreters that do not have it themselves; empty until `begin`."""
@@ -52,7 +57,8 @@ def begin(folder: str) -> None:
         for (module, cls), integration in TRAINERS.items():
             what = f"{module.partition('.')[0]}.{cls} is"
             after_import(module, what, _caller(f"mooring.integrations.{integration}"))
-        for module, hook, what in _MODULES:
+        is_lazy = os.environ.get("MOORING_RESTORE") == "lazy"
+        for module, hook, what in (*_MODULES, *(_MODULES_WHEN_LAZY if is_lazy else ())):
             after_import(module, what, _caller(hook))
 
 

@@ -1,0 +1,78 @@
+"""A program that looks for its checkpoint itself, under lazy restore: all of it is brought once the ranks have met.
+
+Such a program, as one with torch.distributed.checkpoint, looks for the newest folder before it loads. So by then the
+folder must be there, and whole: nobody who opens it would notice a hole. Autoload hooks init_process_group, which all
+ranks call, and they decide there. Does nothing where the program uses a framework that Mooring protects, or TorchLoop:
+these ask for themselves, and some of them for less. Not for a program without a process group, which has no such call.
+"""
+
+import functools
+import os
+import sys
+import threading
+from typing import Any, Final
+
+from mooring.errors import MooringError
+from mooring.framework_run import FrameworkRun
+from mooring_api import names
+
+_ASK_THEMSELVES: Final = frozenset(
+    {
+        "transformers.trainer",
+        "lightning.pytorch.trainer.trainer",
+        "pytorch_lightning.trainer.trainer",
+        "accelerate.accelerator",
+        "deepspeed.runtime.engine",
+        "mooring.torch_loop",
+    }
+)
+"""Modules of frameworks that autoload hooks, and of our own: whoever has imported one asks when it resumes."""
+
+
+def autoload(module: Any) -> None:
+    """Wrap `init_process_group` of torch.distributed.distributed_c10d; idempotent."""
+    original = module.init_process_group
+    if hasattr(original, "__mooring__"):
+        return
+
+    @functools.wraps(original)
+    def init_process_group(*arguments: Any, **keywords: Any) -> None:
+        original(*arguments, **keywords)
+        if _is_of_the_job(module):
+            _bring()
+
+    init_process_group.__mooring__ = True  # type: ignore[attr-defined]
+    module.init_process_group = init_process_group
+
+
+_brought = False
+
+
+def _is_of_the_job(distributed: Any) -> bool:
+    """Whether these are the ranks that the launcher has started, for the first time, and nobody else asks for them."""
+    # Helpers have groups of their own, such as an inference server beside the trainer.
+    launched = os.environ.get("WORLD_SIZE", str(distributed.get_world_size()))
+    return (
+        not _brought
+        and launched == str(distributed.get_world_size())
+        and threading.current_thread() is threading.main_thread()
+        and _ASK_THEMSELVES.isdisjoint(sys.modules)
+    )
+
+
+def _bring() -> None:
+    """Have the newest checkpoint brought to its place, and name it in MOORING_RESUME. Raises SystemExit."""
+    global _brought
+    _brought = True
+    try:
+        run = FrameworkRun()
+    except MooringError as error:
+        # Training from step 0 over what was saved would be worse than stopping.
+        raise SystemExit(f"mooring: {error}; {error.hint}") from error
+    try:
+        newest = run.newest()
+    finally:
+        # SIGTERM is the program's again.
+        run.close()
+    if newest is not None:
+        os.environ[names.ENV_RESUME] = str(newest)
