@@ -15,12 +15,13 @@ from benchmarks.data_path.comparison import MODES, Result, compare, measured, on
 from benchmarks.data_path.goals import comparison_goals
 from benchmarks.data_path.memory import measure_memory
 from benchmarks.data_path.mooring import Mooring
+from benchmarks.data_path.notice import ROUNDS, measure_notice
 from benchmarks.data_path.plots import plot_comparison, plot_series
 from benchmarks.data_path.report import Report, heading
 from benchmarks.data_path.tools import Tool, limits, peers
 from benchmarks.data_path.workplace import open_workplace
 
-SECTIONS = ("comparison", "small-files", "number", "size", "memory")
+SECTIONS = ("comparison", "small-files", "number", "size", "memory", "notice")
 
 
 def main() -> int:
@@ -59,6 +60,8 @@ def main() -> int:
             plot_series("MiB in four files", found, plots / "data-path-size.png")
         if "memory" in sections:
             _memory(report, gibibytes=0.5 if options.quick else 8.0)
+        if "notice" in sections:
+            _notice(report, rounds=1 if options.quick else ROUNDS, gibibytes=0.5 if options.quick else 2.0)
         text = report.text(heading(rounds=options.rounds, gibibytes=options.size, beside=bool(options.beside)))
         print(text)
         if options.output:
@@ -103,6 +106,14 @@ def _memory(report: Report, *, gibibytes: float) -> None:
         rows, goals = measure_memory(place, _say)
     title = f"Memory of Mooring for {gibibytes:g} GiB"
     report.section(title, "| transfer | anonymous MiB, peak | RSS MiB, peak |", "|---|---|---|", *rows)
+    report.goals += goals
+
+
+def _notice(report: Report, *, rounds: int, gibibytes: float) -> None:
+    with open_workplace(source_sizes(gibibytes)) as place:
+        rows, goals = measure_notice(place, _say, rounds)
+    head = "| while it is busy with | rounds | ms, median | ms, worst |"
+    report.section("From a termination notice to the signal that the ranks read", head, "|---|---|---|---|", *rows)
     report.goals += goals
 
 

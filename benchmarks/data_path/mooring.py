@@ -18,14 +18,16 @@ from typing import Final
 from benchmarks.data_path.comparison import MOORING
 from benchmarks.data_path.process import Measurement, Watch, cpu_times, measure
 from benchmarks.data_path.tools import TIMEOUT_SECONDS, Job, plain_environment
-from tests.harness.agent_process import AgentProcess
+from tests.harness.agent_process import AgentProcess, wait_until
 from tests.harness.control_group import ControlGroup
 
 import mooring_agent
+from mooring_api import names, signal_file
 
 KEPT: Final = "s3://keep/restored"
 """Where the server keeps what it gets: a checkpoint with the sources' bytes, to restore."""
 _HOUSEKEEPING_SECONDS: Final = 0.3
+_LOOK_SECONDS: Final = 0.001
 
 
 class Mooring:
@@ -84,6 +86,26 @@ class Mooring:
                 peak_anonymous_bytes=watch.peak_anonymous_bytes,
                 counts=job.server.counts(),
             )
+
+    def notice_seconds(self, job: Job) -> float:
+        """From a SIGTERM in the middle of an upload until the signal file tells the ranks."""
+        with self._agent(job, f"s3://bench/{job.prefix}") as agent:
+            folder = agent.checkpoints / "checkpoint-1"
+            link_all(job.sources.iterdir(), folder)
+            size_bytes = sum(path.stat().st_size for path in job.sources.iterdir())
+            job.server.reset()
+            agent.announce(folder, 1)
+            wait_until(lambda: job.server.counts().bytes_in > size_bytes / 4, TIMEOUT_SECONDS, "a quarter is sent")
+            path = agent.volume / names.STATE_DIRECTORY / names.SIGNAL_FILE
+            told_at = time.monotonic()
+            agent.terminate()
+            while not path.exists() or not signal_file.decode(path.read_bytes()).terminating:
+                assert time.monotonic() - told_at < TIMEOUT_SECONDS, "the ranks are not told"
+                time.sleep(_LOOK_SECONDS)
+            seconds = time.monotonic() - told_at
+            assert job.server.counts().bytes_in < size_bytes, "the upload was over"
+            agent.kill()
+            return seconds
 
     def _restore(self, job: Job) -> Measurement:
         volume = job.work / "volume"

@@ -1,0 +1,34 @@
+"""How soon the ranks can know of a termination notice that comes while the agent uploads as fast as it can."""
+
+from collections.abc import Callable
+from statistics import median
+from typing import Final
+
+from benchmarks.data_path.goals import Goal
+from benchmarks.data_path.mooring import Mooring
+from benchmarks.data_path.workplace import Workplace
+
+MEDIAN_GOAL_MS: Final = 50
+ROUNDS: Final = 10
+
+
+def measure_notice(workplace: Workplace, say: Callable[[str], None], rounds: int) -> tuple[list[str], list[Goal]]:
+    """Rows of a table, and the goals."""
+    rows, goals = [], []
+    for secure in (False, True):
+        what = "upload-tls" if secure else "upload-http"
+        found_ms = []
+        for _ in range(rounds):
+            with workplace.job(upload=True, secure=secure) as job:
+                found_ms.append(Mooring().notice_seconds(job) * 1e3)
+            say(f"{what}: the ranks can know after {found_ms[-1]:.1f} ms")
+        rows.append(f"| {what} | {len(found_ms)} | {median(found_ms):.0f} | {max(found_ms):.0f} |")
+        goals.append(
+            Goal(
+                figure=f"{what}: ms from a notice to the ranks' signal",
+                bound=f"≤ {MEDIAN_GOAL_MS}",
+                found=f"{median(found_ms):.0f}",
+                met=median(found_ms) <= MEDIAN_GOAL_MS,
+            )
+        )
+    return rows, goals
