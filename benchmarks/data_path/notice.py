@@ -18,15 +18,23 @@ def measure_notice(workplace: Workplace, say: Callable[[str], None], rounds: int
     for secure in (False, True):
         what = "upload-tls" if secure else "upload-http"
         found_ms = []
-        for _ in range(rounds):
-            with workplace.job(upload=True, secure=secure) as job:
-                found_ms.append(Mooring().notice_seconds(job) * 1e3)
-            say(f"{what}: the ranks can know after {found_ms[-1]:.1f} ms")
+        figure, bound = f"{what}: ms from a notice to the ranks' signal", f"≤ {MEDIAN_GOAL_MS}"
+        try:
+            for _ in range(rounds):
+                with workplace.job(upload=True, secure=secure) as job:
+                    found_ms.append(Mooring().notice_seconds(job) * 1e3)
+                say(f"{what}: the ranks can know after {found_ms[-1]:.1f} ms")
+        except AssertionError as failure:
+            # What the other sections have measured takes hours, and is kept.
+            say(f"{what}: {failure}")
+            rows.append(f"| {what} | did not complete | | |")
+            goals.append(Goal(figure=figure, bound=bound, found="did not complete", met=False))
+            continue
         rows.append(f"| {what} | {len(found_ms)} | {median(found_ms):.0f} | {max(found_ms):.0f} |")
         goals.append(
             Goal(
-                figure=f"{what}: ms from a notice to the ranks' signal",
-                bound=f"≤ {MEDIAN_GOAL_MS}",
+                figure=figure,
+                bound=bound,
                 found=f"{median(found_ms):.0f}",
                 met=median(found_ms) <= MEDIAN_GOAL_MS,
             )

@@ -1,9 +1,9 @@
 """A program that looks for its checkpoint itself, under lazy restore: all of it is brought once the ranks have met.
 
-Such a program, as one with torch.distributed.checkpoint, looks for the newest folder before it loads. So by then the
-folder must be there, and whole: nobody who opens it would notice a hole. Autoload hooks init_process_group, which all
-ranks call, and they decide there. Does nothing where the program uses a framework that Mooring protects, or TorchLoop:
-these ask for themselves, and some of them for less. Not for a program without a process group, which has no such call.
+A program that calls torch.distributed.checkpoint looks for the newest folder before it loads. So the folder must be
+there by then, and whole: whoever opens it would not notice a hole. Autoload hooks init_process_group, because all ranks
+call it, and they choose there. Frameworks that Mooring protects and TorchLoop ask for themselves, some of them for
+less, so this module leaves their programs alone. A program without a process group makes no such call.
 """
 
 import functools
@@ -38,7 +38,7 @@ def autoload(module: Any) -> None:
     @functools.wraps(original)
     def init_process_group(*arguments: Any, **keywords: Any) -> None:
         original(*arguments, **keywords)
-        if _is_of_the_job(module):
+        if _must_bring(module):
             _bring()
 
     init_process_group.__mooring__ = True  # type: ignore[attr-defined]
@@ -48,8 +48,8 @@ def autoload(module: Any) -> None:
 _brought = False
 
 
-def _is_of_the_job(distributed: Any) -> bool:
-    """Whether these are the ranks that the launcher has started, for the first time, and nobody else asks for them."""
+def _must_bring(distributed: Any) -> bool:
+    """Return whether this is the first group of all ranks that the launcher has started, and nobody else asks."""
     # Helpers have groups of their own, such as an inference server beside the trainer.
     launched = os.environ.get("WORLD_SIZE", str(distributed.get_world_size()))
     return (
