@@ -211,6 +211,7 @@ bench: setup
 	$(BIN)/python -m benchmarks.history
 	$(BIN)/python -m benchmarks.lazy_restore
 	$(BIN)/python -m benchmarks.async_save
+	$(BIN)/python -m benchmarks.framework_saves
 	$(BIN)/python -m benchmarks.webhook
 	$(BIN)/python -m benchmarks.just_in_time
 	$(BIN)/python -m benchmarks.mirror_costs

@@ -14,6 +14,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Final
 
+from mooring.asynchronous_saves import path_guard
+from mooring.asynchronous_saves.background_writer import BackgroundSave
+from mooring.autoload.post_import import reason
 from mooring.checkpoints.records import Kind, Record, RecordedFile
 from mooring.errors import ErrorKind, VolumeError
 from mooring.ranks.coordinator import WRITE_SECONDS
@@ -47,6 +50,11 @@ class CheckpointWriter:
         self.directory: Path = self._context.local.being_saved(self._name)
 
     @property
+    def path(self) -> Path:
+        """Where the checkpoint is when it is complete."""
+        return self._context.local.path(self._name)
+
+    @property
     def step(self) -> int:
         """Optimizer steps of this checkpoint."""
         return self._pending.step
@@ -71,6 +79,25 @@ class CheckpointWriter:
         # Another pod may still be making its part durable when ours already has its name.
         with self._session.claimed(self._context.local.path(self._name)):
             return self._complete(kind)
+
+    def complete_later(self, save: BackgroundSave, kind: Kind) -> None:
+        """Complete it, in another thread, when the files that were handed in to `save` are written.
+
+        Until then, whoever in this process touches the checkpoint waits.
+        """
+        path_guard.hold(str(self.path), save.wait)
+
+        def complete(failure: BaseException | None) -> None:
+            try:
+                if failure is None:
+                    self.complete(lambda: kind)
+                else:
+                    warn_given_up(self.step, failure)
+                    self.abandon()
+            finally:
+                path_guard.release(str(self.path))
+
+        save.then(complete)
 
     def abandon(self) -> None:
         """Give the checkpoint up: nothing of it stays on any rank that has not published it."""
@@ -229,3 +256,10 @@ def _takes_a_write(directory: Path) -> bool:
     except OSError:
         return False
     return True
+
+
+def warn_given_up(step: int, error: BaseException) -> None:
+    """Say that the checkpoint of `step` is lost, and why."""
+    hint = getattr(error, "hint", "") or "check whether the volume is full"
+    # Its words alone: what the error refers to may keep a deleted file open, and its room taken.
+    _log.warning("checkpoint given up, training goes on: step=%d error=%s hint=%s", step, reason(error), hint)

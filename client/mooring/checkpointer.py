@@ -10,15 +10,16 @@ import logging
 import os
 import time
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from types import TracebackType
 from typing import Final
 
-from mooring.autoload.post_import import reason
-from mooring.checkpoint_writer import CheckpointWriter
+from mooring.asynchronous_saves.background_writer import BackgroundWriter
+from mooring.asynchronous_saves.save_functions import handing_in
+from mooring.checkpoint_writer import CheckpointWriter, warn_given_up
 from mooring.checkpoints.local_checkpoints import LocalCheckpoints
 from mooring.checkpoints.rank_files import file_of_a_rank
 from mooring.checkpoints.records import Kind, Record
@@ -47,6 +48,9 @@ class Checkpointer:
         socket: The agent's unix socket. From the environment by default.
         keep_local: How many complete checkpoints stay on the local disk.
         rank0_only: This process saves for all ranks; the other ranks make no Checkpointer.
+        asynchronous: True: training waits for a copy of what `torch.save` and safetensors' `save_file` get in a
+            periodic save, and the files are written while it continues. This takes memory for one more copy of the
+            state. By default the environment decides, else it is false.
 
     Raises:
         UsageError: An argument makes no sense.
@@ -75,6 +79,7 @@ class Checkpointer:
         socket: str | Path | None = None,
         keep_local: int = 1,
         rank0_only: bool = False,
+        asynchronous: bool | None = None,
     ) -> None:
         if keep_local < 1:
             raise UsageError(ErrorKind.BAD_ARGUMENT, f"keep_local is {keep_local}", hint="keep at least one checkpoint")
@@ -84,6 +89,11 @@ class Checkpointer:
         self._schedule = SaveSchedule(time.monotonic())
         self._resumed = False
         self._session = Session(settings, rank0_only=rank0_only)
+        self._asynchronous = settings.asynchronous if asynchronous is None else asynchronous
+        self._writer = BackgroundWriter()
+        if self._asynchronous and settings.ranks.rank == 0:
+            # Which other ranks write as much is not known.
+            self._writer.expect()
         claim(Owner.CHECKPOINTER)
 
     @property
@@ -130,6 +140,7 @@ class Checkpointer:
     def _local_checkpoints(self) -> LocalCheckpoints:
         """Return the checkpoints of this volume, once all ranks have come to resume. Leaves if the pod is ending."""
         self._resumed = True
+        self._writer.wait()
         if self._session.ends_untrained():
             self._session.leave()
         return self._session.context().local
@@ -180,8 +191,10 @@ class Checkpointer:
     def save(self, step: int, kind: Kind | str | None = None) -> AbstractContextManager[Path]:
         """Save the checkpoint of `step`: `with checkpointer.save(step) as directory:`, then write into `directory`.
 
-        When the block has ended on all ranks, the checkpoint is durable, is called `checkpoint-<step>` and is announced
-        to the agent. If the block raises on any rank, nothing of the checkpoint stays.
+        When the block has ended on all ranks, the checkpoint is made durable, is called `checkpoint-<step>` and is
+        announced to the agent: at once, or while training continues if saves are asynchronous and the block used
+        `torch.save` or safetensors' `save_file`. Until then, what opens, lists or changes its files waits. If the block
+        raises on any rank, nothing of the checkpoint stays.
 
         Args:
             step: Optimizer steps that are done.
@@ -225,6 +238,7 @@ class Checkpointer:
         Raises:
             SystemExit: With code 143, after a just-in-time save.
         """
+        self._writer.wait()
         self._forget_begun()
         if self._session.stopping:
             self._session.leave()
@@ -232,6 +246,7 @@ class Checkpointer:
 
     def close(self) -> None:
         """Stop handling SIGTERM, without leaving. Idempotent."""
+        self._writer.wait()
         self._forget_begun()
         self._session.close()
 
@@ -241,28 +256,38 @@ class Checkpointer:
         is_final = kind == Kind.FINAL
         if is_final and saving.failure is not None:
             raise saving.failure
+        behind = self._writer.begin(saving.directory)
+        may_wait = self._asynchronous and saving.failure is None and saving.kind is Kind.PERIODIC
         try:
-            yield saving.directory
+            with handing_in(behind) if may_wait else nullcontext():
+                yield saving.directory
         except BaseException as error:
             if is_final or not saving.failed_by_volume(error):
                 saving.abandon()
                 raise
-            _warn_given_up(step, saving.failure or error)
+            warn_given_up(step, saving.failure or error)
             if not saving.abandon_together():
                 # The other ranks may wait for this one in the midst of writing: they must not meet its next step there.
                 raise
             return
-        # A notice that came while this was written needs no second save.
+        if behind.has_files:
+            # As after any save, a notice that has come needs no second one.
+            chosen = Kind(kind) if kind is not None else _kind_for(self._session.action_at(saving.step))
+            saving.complete_later(behind, chosen)
+            if chosen is not Kind.PERIODIC:
+                self._writer.wait()
+            return
         is_complete = saving.complete(
             None if kind is not None else lambda: _kind_for(self._session.action_at(saving.step))
         )
         if saving.failure is not None:
-            _warn_given_up(step, saving.failure)
+            warn_given_up(step, saving.failure)
         elif is_final and not is_complete:
             raise final_checkpoint_lost(step)
 
     def _started(self, step: int, kind: Kind | str | None) -> CheckpointWriter:
         step, chosen = _checked(step, kind)
+        self._writer.wait()
         self._warn_if_not_resumed(step)
         wanted = chosen or _kind_for(self._session.action_at(step))
         # With no room the user insists.
@@ -357,12 +382,6 @@ class _SaveBlock(AbstractContextManager[Path]):
             f"checkpointer.save({self._step}) was not used in a `with` statement, so nothing was saved",
             hint=f"write `with checkpointer.save({self._step}) as directory:` and save into that directory",
         )
-
-
-def _warn_given_up(step: int, error: BaseException) -> None:
-    hint = getattr(error, "hint", "") or "check whether the volume is full"
-    # Its words alone: what the error refers to may keep a deleted file open, and its room taken.
-    _log.warning("checkpoint given up, training goes on: step=%d error=%s hint=%s", step, reason(error), hint)
 
 
 def _kind_for(action: Action) -> Kind:

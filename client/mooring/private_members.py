@@ -31,6 +31,7 @@ PRIVATE_MEMBERS: Final[Mapping[str, tuple[str, ...]]] = MappingProxyType(
         "torch.distributed.checkpoint._async_process_executor": ("_AsyncCheckpointProcess._checkpointing_subprocess",),
         "torch.distributed.checkpoint.staging.DefaultStager": ("_state_dict_stager._cached_storage_mapping",),
         "torch.distributed.distributed_c10d": ("_get_default_store",),
+        "torch.storage.TypedStorage": ("_untyped_storage",),
         "torch.utils.data._utils.worker": ("_worker_loop",),
         "torchdata.stateful_dataloader.stateful_dataloader": ("_worker_loop",),
         "transformers.Trainer": (
@@ -41,6 +42,7 @@ PRIVATE_MEMBERS: Final[Mapping[str, tuple[str, ...]]] = MappingProxyType(
         ),
         # Only looked for: older releases have none.
         "transformers.Trainer since 4.47": ("_determine_best_metric",),
+        "transformers.Trainer before 5": ("_rotate_checkpoints",),
         "transformers.Trainer since 5": ("_run_epoch",),
         "transformers.trainer_jit_checkpoint.CheckpointManager": ("_original_sigterm_handler",),
     }

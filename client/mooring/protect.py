@@ -9,6 +9,7 @@ from typing import Final, TypeVar
 from mooring.autoload.post_import import reason, warn
 from mooring.autoload.zero_code import TRAINERS
 from mooring.errors import ErrorKind, UsageError
+from mooring.framework_run import FrameworkRun
 
 T = TypeVar("T")
 
@@ -18,7 +19,7 @@ _TAKEN: Final = (
 )
 
 
-def protect(x: T) -> T:
+def protect(x: T, *, asynchronous: bool | None = None) -> T:
     """Protect a framework's trainer: its checkpoints are announced, it saves just in time, and it resumes.
 
     If something goes wrong inside the framework, the trainer is not protected, one warning says so, and training
@@ -26,6 +27,8 @@ def protect(x: T) -> T:
 
     Args:
         x: A transformers Trainer (or TRL's), a Lightning Trainer, an Accelerate Accelerator, or a DeepSpeedEngine.
+        asynchronous: True: training waits for a copy of each checkpoint, which is written while it continues. This
+            takes memory for one more copy of the state. By default the environment decides, else it is false.
 
     Returns:
         `x` itself.
@@ -50,6 +53,7 @@ def protect(x: T) -> T:
     if integration is None:
         kind = f"{type(x).__module__}.{type(x).__qualname__}"
         raise UsageError(ErrorKind.BAD_ARGUMENT, f"Mooring cannot protect a {kind}", hint=f"pass {_TAKEN}")
+    FrameworkRun.saves_behind = asynchronous
     try:
         import_module(f"mooring.integrations.{integration}").install(x)
     except Exception as error:

@@ -16,19 +16,22 @@ from mooring_api import names
 
 _log: Final = logging.getLogger("mooring")
 LOCAL_DIRECTORY: Final = "checkpoints"
+_SWITCH: Final = {"true": True, "on": True, "1": True, "false": False, "off": False, "0": False}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Settings:
     """Absolute paths. `socket` is None when no agent is configured. `ranks`: as the launcher says.
 
-    `lazy`: nothing was restored before this program, and the agent brings what it asks for.
+    `lazy`: nothing was restored before this program, and the agent brings what it asks for. `asynchronous`: frameworks'
+    checkpoints are written while training continues.
     """
 
     volume: Path
     checkpoint_directory: Path
     socket: Path | None
     lazy: bool = False
+    asynchronous: bool = False
     ranks: Ranks = field(default_factory=Ranks)
 
     @property
@@ -52,6 +55,7 @@ def read_settings(
         # Any number that no other process of this pod has is enough.
         local_rank=_number(environment, ("LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID"), rank),
     )
+    asynchronous = _switch(environment, names.ENV_ASYNCHRONOUS_SAVES)
     volume = volume or environment.get(names.ENV_VOLUME)
     directory = directory or environment.get(names.ENV_CHECKPOINT_DIRECTORY)
     socket = socket or environment.get(names.ENV_SOCKET)
@@ -59,7 +63,11 @@ def read_settings(
         # Write nothing outside the one directory that the user knows of.
         local = _absolute(directory or LOCAL_DIRECTORY)
         return Settings(
-            ranks=ranks, volume=local, checkpoint_directory=local, socket=_absolute(socket) if socket else None
+            ranks=ranks,
+            volume=local,
+            checkpoint_directory=local,
+            asynchronous=asynchronous,
+            socket=_absolute(socket) if socket else None,
         )
     root = _absolute(volume)
     checkpoint_directory = _absolute(directory) if directory else root / names.CHECKPOINT_DIRECTORY
@@ -72,6 +80,7 @@ def read_settings(
         volume=root,
         checkpoint_directory=checkpoint_directory,
         lazy=environment.get(names.ENV_RESTORE) == names.LAZY,
+        asynchronous=asynchronous,
         socket=_absolute(socket) if socket else root / names.STATE_DIRECTORY / names.SOCKET,
     )
 
@@ -91,6 +100,14 @@ def _absolute(path: str | Path) -> Path:
     if "\0" in str(absolute):
         raise UsageError(ErrorKind.BAD_ARGUMENT, f"{str(path)!r} is not a path", hint="leave out the NUL character")
     return absolute
+
+
+def _switch(environment: Mapping[str, str], name: str) -> bool:
+    """Return what a variable says that is off by default. Raises UsageError."""
+    value = environment.get(name) or "false"
+    if value.lower() not in _SWITCH:
+        raise UsageError(ErrorKind.BAD_ARGUMENT, f"{name} is {value!r}", hint="use true or false")
+    return _SWITCH[value.lower()]
 
 
 def _number(environment: Mapping[str, str], spellings: tuple[str, ...], default: int) -> int:

@@ -55,6 +55,7 @@ def test_a_volume_that_fills_up_while_a_checkpoint_is_written_costs_that_checkpo
         assert checkpointer.should_save(step, every=1)
         with checkpointer.save(step) as directory:
             write(directory, size_bytes)
+    checkpointer.finish()
     assert steps_saved(small_volume) == [1, 3]
     assert sorted(path.name for path in small_volume.iterdir()) == [".mooring", "checkpoint-1", "checkpoint-3"]
     (warning,) = [message for message in caplog.messages if "given up" in message]

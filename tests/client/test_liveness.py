@@ -9,7 +9,7 @@ import pytest
 from tests.harness.claims import claims
 
 from mooring.agent_client.liveness import claimed, hold_liveness_lock
-from mooring.framework_run import FrameworkRun, guarded_save
+from mooring.framework_run import FrameworkRun
 from mooring_agent.adapters.liveness import RankLocks
 from mooring_api import names
 
@@ -137,8 +137,11 @@ def test_what_a_framework_writes_is_claimed_before_its_first_file(
     monkeypatch.setenv(names.ENV_VOLUME, str(tmp_path))
     run = FrameworkRun.current()
     try:
-        seen = guarded_save(run, tmp_path / "out" / "checkpoint-1", 1, lambda: claims(tmp_path))
+        seen: list[list[str]] = []
+        run.save_behind(tmp_path / "out" / "checkpoint-1", 1, lambda _: seen.append(claims(tmp_path)))
+        run.announce_behind()
+        run.wait()
     finally:
         run.close()
-    assert seen == ["out/checkpoint-1"]
+    assert seen == [["out/checkpoint-1"]]
     assert claims(tmp_path) == []

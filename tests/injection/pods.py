@@ -133,6 +133,7 @@ _ANNOTATIONS: Final = _optional(
         PREFIX + "medium": st.sampled_from(["memory", "disk"]),
         PREFIX + "grace-seconds": st.sampled_from(["5", "60", "3600"]),
         PREFIX + "autoload": st.sampled_from(["true", "false"]),
+        PREFIX + "asynchronous-saves": st.sampled_from(["true", "false"]),
         PREFIX + "temporary-files": st.sampled_from(["true", "false"]),
         PREFIX + "run-as-user": st.sampled_from(["0", "1000"]),
         PREFIX + "attempt": st.just("one"),

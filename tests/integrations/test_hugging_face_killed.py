@@ -36,6 +36,9 @@ STARTS_AFTER = {
     "before the first step": 0,
     "before the first save": 0,
     "after a periodic save": 2 * SAVE_STEPS,
+    "when the checkpoint has its name": 2 * SAVE_STEPS,
+    "when the checkpoint is recorded": 2 * SAVE_STEPS,
+    "when the checkpoint is announced": 2 * SAVE_STEPS,
     "before the just-in-time save is announced": NOTICE_STEP,
     "at the end of the just-in-time save": NOTICE_STEP,
 }

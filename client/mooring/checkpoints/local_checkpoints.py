@@ -120,7 +120,8 @@ class LocalCheckpoints:
     def move_to(self, path: Path) -> bool:
         """Move what a framework wrote, below its own name in `being_saved`, to `path`. Returns False if that fails.
 
-        Does nothing where this pod has no part in it.
+        Then what it wrote beside it, such as a file that names its newest checkpoint. Does nothing where this pod has
+        no part in it.
         """
         folder = self.being_saved(path.name)
         written = folder / path.name
@@ -133,6 +134,8 @@ class LocalCheckpoints:
                 path.parent.mkdir(parents=True, exist_ok=True)
                 # Not by rename, which cannot cross mounts, and a program may have several in its volume.
                 shutil.move(written, path)
+                for beside in sorted(folder.iterdir()):
+                    shutil.move(beside, path.with_name(beside.name))
         except OSError as error:
             _log.warning("checkpoint not moved to its place: path=%s error=%s", path, error)
             return False

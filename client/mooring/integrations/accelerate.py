@@ -9,6 +9,7 @@ Accelerate before the program does.
 import functools
 import logging
 import re
+import shutil
 import sys
 import threading
 from collections.abc import Callable, Iterator
@@ -19,7 +20,7 @@ from typing import Any, Final
 from mooring.autoload.post_import import reason
 from mooring.checkpoints.local_checkpoints import next_name
 from mooring.errors import MooringError
-from mooring.framework_run import FrameworkRun, guarded_save
+from mooring.framework_run import FrameworkRun
 from mooring.gate import Action
 from mooring.integrations.ownership import Owner, claim, owns, protect_new
 from mooring.private_members import require
@@ -103,9 +104,17 @@ class _Loop:
         if run is None or place is None:
             return self._save_state(output_dir, *arguments, **named)
         path, step = Path(place).absolute(), self.step
-        result = guarded_save(run, path, step, lambda: self._save_state(output_dir, *arguments, **named))
+
+        def write(aside: Path) -> None:
+            if aside == path:
+                self._save_state(output_dir, *arguments, **named)
+            else:
+                self._write(aside, *arguments, **named)
+
+        run.save_behind(path, step, write)
+        run.announce_behind(then=lambda _: self._delete_old())
         self._place, self._place_step, self._arguments = path, step, named
-        return result
+        return Path(place)
 
     def load_state(self, input_dir: Any = None, *arguments: Any, **named: Any) -> Any:
         run = self._acting_run()
@@ -174,6 +183,8 @@ class _Loop:
         if _training is not None and owns(Owner.ACCELERATE):
             _log.warning("an earlier Accelerator is no longer protected: the one that prepared an optimizer last is")
         _training = self
+        if self._accelerator.is_main_process or self._deepspeed_engine is not None:
+            self._run.expect_saves()
 
     def _acting_run(self) -> FrameworkRun | None:
         """Return the run; None where another framework controls the training, or nothing is protected."""
@@ -184,21 +195,34 @@ class _Loop:
         path = self._next_place(run, step)
         try:
             with run.claimed(path):
-                if run.save_aside(path, step, self._write):
+                if run.save_aside(path, step, functools.partial(self._write, **self._arguments)):
                     run.announce(path, step)
         except Exception as error:
             _log.warning("checkpoint lost: step=%d error=%s", step, reason(error))
             return
         self._place, self._place_step = path, step
 
-    def _write(self, path: Path) -> None:
+    def _write(self, path: Path, *arguments: Any, **named: Any) -> None:
         """Save to exactly this path, and let Accelerate count it."""
-        named = self._project.automatic_checkpoint_naming
+        automatic = self._project.automatic_checkpoint_naming
         self._project.automatic_checkpoint_naming = False
         try:
-            self._save_state(str(path), **self._arguments)
+            self._save_state(str(path), *arguments, **named)
         finally:
-            self._project.automatic_checkpoint_naming = named
+            self._project.automatic_checkpoint_naming = automatic
+
+    def _delete_old(self) -> None:
+        """Delete what is too old, as Accelerate does before it saves."""
+        limit = self._project.total_limit
+        if limit is None or not self._project.automatic_checkpoint_naming or not self._accelerator.is_main_process:
+            return
+        numbers = {
+            int(found[1]): path
+            for path in self._automatic_directory.iterdir()
+            if (found := _AUTOMATIC_NAME.fullmatch(path.name))
+        }
+        for number in sorted(numbers)[:-limit]:
+            shutil.rmtree(numbers[number], ignore_errors=True)
 
     def _next_place(self, run: FrameworkRun, step: int) -> Path:
         if self._project.automatic_checkpoint_naming:

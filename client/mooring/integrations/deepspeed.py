@@ -17,7 +17,7 @@ from typing import Any, Final
 from mooring.autoload.post_import import reason
 from mooring.checkpoints.local_checkpoints import next_name
 from mooring.errors import ErrorKind, MooringError, RestoreError
-from mooring.framework_run import FrameworkRun, guarded_save
+from mooring.framework_run import FrameworkRun
 from mooring.gate import Action
 from mooring.integrations.ownership import Owner, claim, owns, protect_new
 from mooring.private_members import require
@@ -47,6 +47,7 @@ def install(engine: Any) -> None:
     if _current is not None and owns(Owner.DEEPSPEED):
         _log.warning("an earlier DeepSpeedEngine is no longer protected: the one that was made last is")
     _current = training
+    training.run.expect_saves()
 
 
 def autoload(module: ModuleType) -> None:
@@ -100,14 +101,21 @@ class _Training:
         step = self.step
         tag = f"global_step{step}" if tag is None else str(tag)
         client_state = {} if client_state is None else client_state
-        write = functools.partial(self._save, save_dir, tag, client_state, *arguments, **named)
         if not self._acts or not self._announceable:
-            return write()
+            return self._save(save_dir, tag, client_state, *arguments, **named)
         path = Path(save_dir, tag).absolute()
-        result = guarded_save(self.run, path, step, write)
+
+        def write(place: Path) -> None:
+            # The file that names the newest checkpoint is written beside it, and follows it.
+            directory = save_dir if place == path else str(place.parent)
+            self._save(directory, tag, client_state, *arguments, **named)
+
+        # A tag may have folders in it.
+        self.run.save_behind(path, step, write, elsewhere=path.name == tag)
+        self.run.announce_behind()
         self._place, self._place_step = path, step
         self._client_state, self._client_step = client_state, step
-        return result
+        return True
 
     def load_checkpoint(self, load_dir: Any, tag: Any = None, *arguments: Any, **named: Any) -> Any:
         """Resume from the newest checkpoint, unless the program names a tag or loads the weights alone.

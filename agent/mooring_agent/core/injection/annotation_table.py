@@ -274,6 +274,12 @@ OWN: Final = (
         help="`true` protects the trainer's framework without a change to the program, see [autoload](autoload.md).",
     ),
     AnnotationField(
+        name="asynchronous-saves",
+        default="`false`",
+        help="`true` makes the training wait only for a copy of each checkpoint, and not until it is written. The copy "
+        "takes memory of the trainer's container, see [trainers](trainers.md#saving-while-training-goes-on).",
+    ),
+    AnnotationField(
         name="temporary-files",
         default="`false`",
         help="`true` puts the trainer's TMPDIR on the checkpoints' volume, where it counts against the size. Lightning "

@@ -12,12 +12,12 @@ import logging
 import signal
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Final
 
+from transformers import trainer_utils
 from transformers.trainer_callback import TrainerCallback
-from transformers.trainer_utils import get_last_checkpoint
 
 from mooring import random_generators
 from mooring.autoload.post_import import reason, warn
@@ -61,9 +61,8 @@ class Protection(TrainerCallback):  # type: ignore[misc]  # transformers may not
         self._saved_step = -1
         self._save_asked = False
         self._own_save = False
+        self._said = False
         self._evaluation_owed = False
-        self._claim = ExitStack()
-        """The claim on the checkpoint that the Trainer, and then other callbacks, are writing."""
         self._random_states: dict[str, Any] | None = None
         """The states before the evaluation that is under way; None outside of one."""
 
@@ -84,7 +83,6 @@ class Protection(TrainerCallback):  # type: ignore[misc]  # transformers may not
             return train(resume_from_checkpoint, *arguments, **keywords)
         finally:
             self._run = None
-            self._claim.close()
             if not run.stopping:
                 run.close()
 
@@ -137,9 +135,13 @@ class Protection(TrainerCallback):  # type: ignore[misc]  # transformers may not
                 self._stop(run, evaluation_due=True)
         else:
             log_evaluate_save(*arguments, **keywords)
+        self._announce()
         if self._save_asked:
             self._save_asked = False
             self._save()
+        if self._is_last or control.should_training_stop:
+            # What follows loads the best checkpoint, and deletes some.
+            run.wait()
 
     def on_prediction_step(self, *_: Any, **__: Any) -> None:
         """Called after each batch of an evaluation. Raises _EvaluationLeftError if training must stop there.
@@ -152,25 +154,33 @@ class Protection(TrainerCallback):  # type: ignore[misc]  # transformers may not
             raise _EvaluationLeftError
 
     def save(self, save: Callable[..., None], /, *arguments: Any, **keywords: Any) -> None:
-        """Replaces Trainer._save_checkpoint. If it fails on one rank, it tells the others, which then stop waiting."""
-        if self._run is None or self._own_save or not owns(Owner.TRAINER) or not self._run.holds(self._checkpoint):
-            save(*arguments, **keywords)
-            return
-        self._claim.enter_context(self._run.claimed(self._checkpoint))
-        try:
-            save(*arguments, **keywords)
-        except BaseException as error:
-            self._claim.close()
-            self._run.announce_failed(error, self._checkpoint, self._step)
-            raise
+        """Replaces Trainer._save_checkpoint: copies what it saves, and has it written behind the training.
 
-    def on_save(self, *_: Any, **__: Any) -> None:
-        """Announce the checkpoint: this rank has written its files, and so have other callbacks that add some."""
-        if self._run is None or not owns(Owner.TRAINER) or not self._run.holds(self._checkpoint):
+        If it fails on one rank, the others are told, and stop waiting.
+        """
+        run, checkpoint = self._run, self._checkpoint
+        if run is None or self._own_save or not owns(Owner.TRAINER) or not run.holds(checkpoint):
+            save(*arguments, **keywords)
             return
+
+        def write(path: Path) -> None:
+            with self._saving_into(path.parent, checkpoint.parent):
+                save(*arguments, **keywords)
+
+        run.save_behind(
+            checkpoint,
+            self._step,
+            write,
+            elsewhere=not self._trainer.args.push_to_hub and self._can_save_elsewhere(),
+        )
         self._saved_step = self._step
-        with self._claim:
-            self._run.announce(self._checkpoint, self._step, Kind.FINAL if self._is_last else None)
+
+    def _announce(self) -> None:
+        """Announce the checkpoint: this rank has saved its files, and other callbacks have added theirs."""
+        run, directory = self._run, self._checkpoint.parent
+        if run is not None:
+            kind = Kind.FINAL if self._is_last else None
+            run.announce_behind(kind, then=lambda _: self._rotate(directory) if run.asynchronous else None)
 
     def _begin(self) -> FrameworkRun | None:
         """Return the run; None when this training is not protected."""
@@ -190,6 +200,8 @@ class Protection(TrainerCallback):  # type: ignore[misc]  # transformers may not
         # Only says so: what Mooring has saved lies in the volume in any case.
         run.protects(Path(trainer.args.output_dir) / "checkpoint-*")
         run.hold_sigterm()
+        if trainer.args.should_save or trainer.is_deepspeed_enabled or trainer.is_fsdp_enabled:
+            run.expect_saves()
         return run
 
     def _newest(self, run: FrameworkRun, wish: Any) -> Any:
@@ -200,7 +212,7 @@ class Protection(TrainerCallback):  # type: ignore[misc]  # transformers may not
         """
         newest, output = run.newest(), Path(self._trainer.args.output_dir).absolute()
         if wish is True and not run.holds(output):
-            last = get_last_checkpoint(output) if output.is_dir() else None
+            last = trainer_utils.get_last_checkpoint(output) if output.is_dir() else None
             step = int(Path(last).name.rpartition("-")[2]) if last else -1
             known = (run.recorded_step(newest) or 0) if newest else -1
             if run.same(0, step) and step > known:
@@ -293,24 +305,66 @@ class Protection(TrainerCallback):  # type: ignore[misc]  # transformers may not
         def write(path: Path) -> None:
             self._own_save = True
             try:
-                with self._saving_into(path.parent):
+                with self._saving_into(path.parent, checkpoint.parent):
                     trainer._save_checkpoint(trainer.model, None)
             finally:
                 self._own_save = False
 
         with run.claimed(checkpoint):
-            if run.save_aside(checkpoint, self._step, write):
-                with self._saving_into(checkpoint.parent):
+            if run.save_aside(checkpoint, self._step, write, elsewhere=self._can_save_elsewhere()):
+                with self._saving_into(checkpoint.parent, checkpoint.parent):
                     trainer.control = trainer.callback_handler.on_save(trainer.args, trainer.state, trainer.control)
+                run.announce(checkpoint, self._step, Kind.FINAL if self._is_last else None)
+                self._saved_step = self._step
 
     @contextmanager
-    def _saving_into(self, directory: Path) -> Iterator[None]:
-        trainer = self._trainer
-        trainer._get_output_dir = lambda trial: str(directory)
+    def _saving_into(self, directory: Path, place: Path) -> Iterator[None]:
+        """Let the Trainer save into `directory`, and note of its checkpoints that they are in `place`."""
+        trainer, state = self._trainer, self._trainer.state
+        save_to_json = state.save_to_json
+
+        def name_later_place() -> None:
+            best = state.best_model_checkpoint
+            if best is not None and Path(best).parent == directory:
+                state.best_model_checkpoint = str(place / Path(best).name)
+
+        def save_state(*arguments: Any, **keywords: Any) -> None:
+            name_later_place()
+            save_to_json(*arguments, **keywords)
+
+        trainer._get_output_dir, state.save_to_json = lambda trial: str(directory), save_state
         try:
             yield
         finally:
-            del trainer._get_output_dir
+            del trainer._get_output_dir, state.save_to_json
+            name_later_place()
+
+    def _can_save_elsewhere(self) -> bool:
+        """Whether all that saves asks where to: another's method may add files to where a checkpoint usually lies."""
+        owner = next(cls for cls in type(self._trainer).__mro__ if "_save_checkpoint" in vars(cls))
+        known = owner.__module__.partition(".")[0] in ("transformers", "trl")
+        if not known and not self._said:
+            self._said = True
+            _log.info("training waits for each checkpoint: %s has a method of its own to save it", owner.__qualname__)
+        return known
+
+    def _rotate(self, directory: Path) -> None:
+        """Delete old checkpoints, as the Trainer does it after a save."""
+        arguments, state = self._trainer.args, self._trainer.state
+        if not arguments.should_save:
+            return
+        try:
+            if hasattr(self._trainer, "_rotate_checkpoints"):
+                self._trainer._rotate_checkpoints(use_mtime=True, output_dir=str(directory))
+            else:
+                trainer_utils.rotate_checkpoints(
+                    output_dir=str(directory),
+                    save_total_limit=arguments.save_total_limit,
+                    best_model_checkpoint=state.best_model_checkpoint,
+                    use_mtime=True,
+                )
+        except OSError as error:
+            _log.warning("older checkpoints not deleted: path=%s error=%s", directory, error)
 
     def _leave(self, run: FrameworkRun) -> None:
         # Not by should_training_stop: at its end a training loads the best model, and may delete what was just saved.

@@ -6,10 +6,15 @@ Owns what the integration knows of Lightning's loops and of its checkpoint's for
 import base64
 import io
 import logging
+import tempfile
+from collections.abc import Iterator
 from concurrent.futures import Future
+from contextlib import contextmanager
 from importlib import import_module
+from pathlib import Path
 from typing import Any, Final
 
+from mooring.asynchronous_saves.save_functions import hand_in
 from mooring.checkpoints.records import Kind
 from mooring.framework_run import FrameworkRun
 from mooring.private_members import require
@@ -144,6 +149,40 @@ def written(trainer: Any, failure: OSError | None) -> "Future[Any] | None":
         # Another rank writes.
         future.set_result(None)
     return future
+
+
+@contextmanager
+def handing_in(trainer: Any) -> Iterator[None]:
+    """Let the file of Lightning's checkpoint be written later, where Mooring's save is open."""
+    plugin = trainer.strategy.checkpoint_io
+    save = plugin.save_checkpoint
+
+    def save_checkpoint(checkpoint: dict[str, Any], path: Any, storage_options: Any = None) -> None:
+        Path(path).parent.mkdir(parents=True, exist_ok=True)
+        if storage_options is not None or not hand_in(checkpoint, path, _write):
+            save(checkpoint, path, storage_options)
+
+    plugin.save_checkpoint = save_checkpoint
+    try:
+        yield
+    finally:
+        del plugin.save_checkpoint
+
+
+def _write(checkpoint: dict[str, Any], path: str) -> None:
+    """Write what Lightning writes, byte by byte, without the memory in which it first collects the whole file."""
+    import torch
+
+    with tempfile.TemporaryDirectory(dir=Path(path).parent) as folder:
+        # The file's own name is in it: this is the one that torch takes where there is none, as in memory.
+        file = Path(folder, "archive")
+        torch.save(checkpoint, file)
+        file.replace(path)
+
+
+def can_be_elsewhere(trainer: Any) -> bool:
+    """Whether a checkpoint can be written to another path than Lightning's, and to its own later."""
+    return type(trainer.strategy.checkpoint_io).__name__ == "TorchCheckpointIO"
 
 
 def is_accumulating(trainer: Any) -> bool:

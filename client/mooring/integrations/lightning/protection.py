@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from mooring import random_generators
+from mooring.asynchronous_saves import path_guard
 from mooring.autoload.post_import import reason, warn
 from mooring.errors import MooringError
 from mooring.framework_run import FrameworkRun
@@ -152,11 +153,13 @@ class Protection:
     def _begin(self, trainer: Any) -> None:
         contents.look_for_what_is_used(trainer)
         _complete_environment(trainer)
-        methods = [
+        methods: list[tuple[Any, str, Callable[..., Any]]] = [
             (trainer, "save_checkpoint", self._save_checkpoint),
             (trainer._checkpoint_connector, "resume_start", self._resume_start),
             (trainer.fit_loop.epoch_loop.val_loop, "run", self._validate),
             (trainer.fit_loop, "_load_combined_loader_states", self._load_loaders),
+            (trainer.strategy, "remove_checkpoint", self._remove_checkpoint),
+            *((one, "file_exists", self._file_exists) for one in trainer.callbacks if hasattr(one, "file_exists")),
         ]
         self._just_in_time = not _requeues(trainer)
         if self._just_in_time:
@@ -165,6 +168,8 @@ class Protection:
             warn(f"{type(trainer).__qualname__} is not saved just in time: SLURM's auto-requeue has the signals")
         originals = [getattr(owner, name) for owner, name, _ in methods]
         self._run = FrameworkRun.current()
+        if trainer.is_global_zero:
+            self._run.expect_saves()
         for (owner, name, ours), original in zip(methods, originals, strict=True):
             setattr(owner, name, functools.update_wrapper(functools.partial(ours, trainer, original), original))
             self._undo.append(functools.partial(vars(owner).pop, name, None))
@@ -198,14 +203,43 @@ class Protection:
             self._run.hold_sigterm()
 
     def _save_checkpoint(self, trainer: Any, save: Callable[..., None], *arguments: Any, **keywords: Any) -> None:
-        call = inspect.signature(save).bind(*arguments, **keywords).arguments
-        path = str(call["filepath"])
-        ours = self._training and not self._leaving and not call.get("weights_only") and "://" not in path
+        call = inspect.signature(save).bind(*arguments, **keywords)
+        place = str(call.arguments["filepath"])
+        ours = self._training and not self._leaving and not call.arguments.get("weights_only") and "://" not in place
         if not ours or self._run is None or not owns(Owner.TRAINER):
             save(*arguments, **keywords)
             return
-        with self._run.claimed(Path(path).absolute()):
-            self._save_ours(trainer, functools.partial(save, *arguments, **keywords), Path(path).absolute())
+        path = Path(place).absolute()
+        if contents.can_be_elsewhere(trainer):
+            self._save_behind(self._run, trainer, functools.partial(_save_to, save, call), path)
+        else:
+            with self._run.claimed(path):
+                self._save_ours(trainer, functools.partial(save, *arguments, **keywords), path)
+
+    def _save_behind(self, run: FrameworkRun, trainer: Any, save: Callable[[Path], None], path: Path) -> None:
+        def write(place: Path) -> None:
+            try:
+                with contents.handing_in(trainer):
+                    save(place)
+            except OSError:
+                if self._visiting:
+                    # The other ranks wait in it.
+                    trainer.strategy.barrier()
+                raise
+
+        try:
+            run.save_behind(path, trainer.global_step, write)
+        except OSError as error:
+            if not self._visiting:
+                raise
+            # The program did not ask for this save, and training continues without it.
+            _log.warning("checkpoint lost: path=%s error=%s", path, error)
+        self._ask_after_save(trainer)
+        if self._is_copy(trainer):
+            run.leave_unannounced()
+        else:
+            run.announce_behind(contents.kind(trainer), then=lambda told: _remove_own(trainer, path) if told else None)
+        self._leaving = self._exit_asked
 
     def _save_ours(self, trainer: Any, save: Callable[[], None], path: Path) -> None:
         failure: OSError | None = None
@@ -218,11 +252,22 @@ class Protection:
             failure = error
             trainer.strategy.barrier()
         # `save` ends in a barrier: the checkpoint is complete, or an AsyncCheckpointIO is writing it.
-        if not contents.is_accumulating(trainer):
-            # A notice that came while this was written needs no second save.
-            self._ask(trainer)
-        self._announce(trainer, path, failure)
+        self._ask_after_save(trainer)
+        if not self._is_copy(trainer):
+            self._announce(trainer, path, failure)
         self._leaving = self._exit_asked
+
+    def _ask_after_save(self, trainer: Any) -> None:
+        """A notice that came during a save needs no second one."""
+        if not contents.is_accumulating(trainer):
+            self._ask(trainer)
+
+    def _is_copy(self, trainer: Any) -> bool:
+        """Whether this step is announced already, so that this is a second copy of its state, such as `last.ckpt`."""
+        step = trainer.global_step
+        is_copy = step == self._announced_step and not self._exit_asked
+        self._announced_step = step
+        return is_copy
 
     def _visit(self, trainer: Any) -> None:
         """Ask, at a place where the state can be saved, and save and leave if asked to."""
@@ -252,16 +297,21 @@ class Protection:
         return action
 
     def _announce(self, trainer: Any, path: Path, failure: OSError | None) -> None:
-        step = trainer.global_step
-        if self._run is None or (step == self._announced_step and not self._exit_asked):
-            # A second copy of the same state, such as `last.ckpt`.
-            return
-        self._announced_step = step
+        assert self._run is not None
         kind, written = contents.kind(trainer), contents.written(trainer, failure)
         if written is not None:
-            self._run.announce_when(written, path, step, kind)
-        elif self._run.announce(path, step, kind) and path.name.startswith(_OWN) and trainer.local_rank == 0:
-            _remove_others(path)
+            self._run.announce_when(written, path, trainer.global_step, kind)
+        elif self._run.announce(path, trainer.global_step, kind):
+            _remove_own(trainer, path)
+
+    def _remove_checkpoint(self, _: Any, remove: Callable[..., None], *arguments: Any, **keywords: Any) -> None:
+        """Lightning removes an older checkpoint when a newer one is saved: not before that is there."""
+        assert self._run is not None
+        self._run.when_saved(functools.partial(remove, *arguments, **keywords))
+
+    def _file_exists(self, _: Any, exists: Callable[..., bool], path: Any, *arguments: Any) -> bool:
+        path_guard.wait_for(path)
+        return exists(path, *arguments)
 
     def _own_directory(self, trainer: Any) -> Path:
         """Return the directory of the program's own checkpoints if an agent can take them there, else Mooring's."""
@@ -296,8 +346,16 @@ def _requeues(trainer: Any) -> bool:
     return is_slurm and bool(environment.auto_requeue)
 
 
-def _remove_others(path: Path) -> None:
-    """Remove our own older checkpoints: only the newest is ever read, and nothing else removes the others."""
+def _save_to(save: Callable[..., None], call: inspect.BoundArguments, path: Path) -> None:
+    """Call `save` as the program does, with another path."""
+    call.arguments["filepath"] = str(path)
+    save(*call.args, **call.kwargs)
+
+
+def _remove_own(trainer: Any, path: Path) -> None:
+    """Remove our own checkpoints before `path`: only the newest is ever read, and nothing else removes the others."""
+    if not path.name.startswith(_OWN) or trainer.local_rank != 0:
+        return
     for other in path.parent.glob(f"{_OWN}*.ckpt"):
         if other != path and other.is_dir():
             shutil.rmtree(other, ignore_errors=True)

@@ -1,28 +1,26 @@
 """A run whose checkpoints a framework writes: when it must save and stop, and how its checkpoints reach the agent.
 
-Owns the way from a framework's checkpoint directory (or file) to the agent, and the one run of this process. Must not
-know any framework. Never writes into a checkpoint, because Hugging Face rotates by modification time. Once made, a run
-raises only SystemExit, from `leave` and `newest`.
+Owns when a framework's checkpoint is written, moved and announced, and the one run of this process. Must not know any
+framework. Once made, a run raises only SystemExit, from `leave` and `newest`, and what the framework raises as it
+writes.
 """
 
 import atexit
 import logging
 import os
-import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, ExitStack
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Final, NoReturn, TypeVar
+from typing import Any, ClassVar, Final, NoReturn, TypeVar
 
-from mooring.background_writes import BackgroundWrites
-from mooring.checkpoints.durable import sync_tree
-from mooring.checkpoints.records import Kind, Record, RecordedFile, is_whole, read_records, remove_record, write_record
+from mooring.checkpoints.records import Kind, Record
 from mooring.errors import MooringError
+from mooring.framework_run.aside_saves import AsideSaves
+from mooring.framework_run.background_writes import BackgroundWrites
+from mooring.framework_run.checkpoints import FrameworkCheckpoints
 from mooring.gate import Action
-from mooring.ranks.coordinator import WRITE_SECONDS
-from mooring.ranks.rank_store import Ranks
 from mooring.resuming import SomeFiles, choose, choose_files
 from mooring.session import PendingSave, Session
 from mooring.settings import read_settings
@@ -31,19 +29,34 @@ _log: Final = logging.getLogger("mooring")
 _Result = TypeVar("_Result")
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Unannounced:
+    """A checkpoint that is saved. `behind`: its files are still being written."""
+
+    path: Path
+    step: int
+    behind: bool
+    claim: ExitStack
+
+
 class FrameworkRun:
     """Every rank has one and calls the same methods in the same order. `current` returns the one of this process."""
 
+    saves_behind: ClassVar[bool | None] = None
+    """Whether the program asks for asynchronous saves; None if it leaves that to the environment."""
     _current: "FrameworkRun | None" = None
 
     def __init__(self) -> None:
         """Raises UsageError or VolumeError."""
         self._session = Session(read_settings(os.environ))
+        self._checkpoints = FrameworkCheckpoints(self._session)
         self._pending: PendingSave | None = None
         self._exit_asked = False
         self._given_up = False
         self._warned_of: set[Path] = set()
         self._writes = BackgroundWrites()
+        self._aside = AsideSaves(self._session, self._checkpoints)
+        self._unannounced: _Unannounced | None = None
 
     @classmethod
     def current(cls) -> "FrameworkRun":
@@ -59,6 +72,12 @@ class FrameworkRun:
     def stopping(self) -> bool:
         """Whether the pod is ending and the just-in-time checkpoint is saved: leave then."""
         return self._session.stopping
+
+    @property
+    def asynchronous(self) -> bool:
+        """Whether `save_behind` returns before the files are written. The same on all ranks."""
+        asked = FrameworkRun.saves_behind
+        return self._session.settings.asynchronous if asked is None else asked
 
     @property
     def checkpoint_directory(self) -> Path:
@@ -131,7 +150,7 @@ class FrameworkRun:
         if pending is None:
             return False
         with self.claimed(path):
-            return self._announce(path, pending)
+            return self._checkpoints.announce(path, pending)
 
     def announce_when(self, future: "Future[Any]", path: Path, step: int, kind: Kind | None = None) -> None:
         """Announce the checkpoint from another thread once `future` is done. If it fails, announce nothing."""
@@ -146,44 +165,103 @@ class FrameworkRun:
             if failure is not None:
                 _log.warning("checkpoint not announced, it could not be written: path=%s error=%s", path, failure)
             with claim:
-                self._announce(path, pending, written=failure is None)
+                self._checkpoints.announce(path, pending, written=failure is None)
 
         # A thread inside the store's C++ when the interpreter ends would abort the process.
         atexit.register(self.close)
         self._writes.follow(future, announce)
 
-    def save_aside(self, path: Path, step: int, write: Callable[[Path], object]) -> bool:
+    def save_aside(self, path: Path, step: int, write: Callable[[Path], object], *, elsewhere: bool = True) -> bool:
         """Have `write` save this rank's part of `path` elsewhere, and move it to `path` when all ranks have theirs.
 
         A process that is killed meanwhile leaves nothing that its framework or program would take for a checkpoint.
         What cannot be announced or has no place there is written to `path` at once. Returns whether it is in place, to
-        be announced. Raises what `write` raises, and tells the other ranks.
+        be announced. Raises what `write` raises, and tells the other ranks. `elsewhere`: whether `write` can save to
+        another path.
         """
+        self.wait()
         pending = self._begin(path, step, None)
-        if pending is None or not self._has_room_aside(pending, path):
+        if pending is None or not elsewhere or not self._aside.has_room(path, pending):
             self._pending = pending
-            try:
-                write(path)
-            except BaseException as error:
-                self.announce_failed(error, path, step)
-                raise
+            self._write_in_place(path, step, write)
             return True
-        context = self._session.context()
-        agree, aside = context.coordinator.agree, context.aside
-        try:
-            write(aside.being_saved(path.name) / path.name)
-        except BaseException:
-            agree(pending.key("complete"), ok=False)
-            self._session.abort(pending)
-            raise
-        in_place = agree(pending.key("complete"), seconds=WRITE_SECONDS) or False
-        if in_place and context.leads_pod:
-            in_place = aside.move_to(path)
-        in_place = agree(pending.key("placed"), in_place) or False
+        in_place = self._aside.save(path, pending, write)
         self._pending = pending
         if not in_place:
             self._abort_pending()
         return in_place
+
+    def save_behind(
+        self,
+        path: Path,
+        step: int,
+        write: Callable[[Path], object],
+        *,
+        elsewhere: bool = True,
+    ) -> None:
+        """As `save_aside`, but copy what `write` saves, and write it and move it behind the training.
+
+        Call `announce_behind` next. Until the checkpoint is in place, whoever in this process touches `path` waits.
+        `placed`: called then, in another thread. It must raise nothing.
+        """
+        claim = ExitStack()
+        with claim:
+            claim.enter_context(self.claimed(path))
+            if self._exit_asked and self.asynchronous:
+                # Nothing goes on that could change what is saved.
+                if self.save_aside(path, step, write, elsewhere=elsewhere):
+                    self._unannounced = _Unannounced(path=path, step=step, behind=False, claim=claim.pop_all())
+                return
+            self.wait()
+            pending = self._begin(path, step, None)
+            behind = pending is not None and elsewhere and self.asynchronous and self._aside.has_room(path, pending)
+            if pending is not None and behind:
+                self._aside.save_behind(path, pending, write)
+            else:
+                self._pending = pending
+                self._write_in_place(path, step, write)
+            self._unannounced = _Unannounced(path=path, step=step, behind=behind, claim=claim.pop_all())
+
+    def expect_saves(self) -> None:
+        """Prepare for `save_behind`, before training, in a rank that will have the training's state to write."""
+        if self.asynchronous:
+            self._aside.expect()
+
+    def announce_behind(self, kind: Kind | None = None, *, then: Callable[[bool], object] = lambda _: None) -> None:
+        """Announce what `save_behind` saved, once it is in place. Does not wait for that. `kind` as for `announce`.
+
+        `then`: called after that, perhaps in another thread, with whether it was announced; not if it is lost.
+        """
+        saved, self._unannounced = self._unannounced, None
+        if saved is not None and saved.behind:
+            self._aside.announce(self._kind(kind), then, saved.claim.close)
+        elif saved is not None:
+            with saved.claim:
+                then(self.announce(saved.path, saved.step, kind))
+
+    def leave_unannounced(self) -> None:
+        """Do not announce what `save_behind` saved. It gets its name all the same."""
+        saved, self._unannounced = self._unannounced, None
+        if saved is not None and saved.behind:
+            self._aside.announce(None, lambda _: None, saved.claim.close)
+        elif saved is not None:
+            saved.claim.close()
+            self._abort_pending()
+
+    def when_saved(self, work: Callable[[], object]) -> None:
+        """Call `work` when what was saved last is announced, perhaps in another thread; not if it is lost."""
+        self._aside.when_saved(work)
+
+    def wait(self) -> None:
+        """Wait until what was saved last is in place, and announced as far as it is to be."""
+        self._aside.wait()
+
+    def _write_in_place(self, path: Path, step: int, write: Callable[[Path], object]) -> None:
+        try:
+            write(path)
+        except BaseException as error:
+            self.announce_failed(error, path, step)
+            raise
 
     def announce_failed(self, error: BaseException, path: Path, step: int) -> None:
         """Tell the other ranks that this one could not write its part: they would wait for it."""
@@ -206,16 +284,15 @@ class FrameworkRun:
 
     def recorded_step(self, path: Path) -> int | None:
         """Return the step of a checkpoint that Mooring recorded or restored; None for any other."""
-        records = read_records(self._session.records)
-        return next((record.step for record in records if self._place(record).resolve() == path.resolve()), None)
+        return self._checkpoints.recorded_step(path)
 
     def newest(self) -> Path | None:
         """Return the checkpoint to resume from, the same on all ranks; None to start from step 0.
 
         Raises SystemExit when the pod is ending, and when the ranks cannot choose a checkpoint.
         """
-        chosen = self._chosen(lambda: choose(self._session, self._whole))
-        return None if chosen is None else self._place(chosen)
+        chosen = self._chosen(lambda: choose(self._session, self._checkpoints.whole))
+        return None if chosen is None else self._checkpoints.place(chosen)
 
     def newest_files(self, needed: Callable[[Sequence[str], Sequence[int]], Sequence[str]]) -> SomeFiles | None:
         """As `newest`, for a framework whose ranks read files of their own.
@@ -225,12 +302,14 @@ class FrameworkRun:
 
         def choose_some() -> SomeFiles | Record | None:
             ranks = self._session.context().coordinator.ranks
-            return choose_files(self._session, self._whole, lambda files: needed(files, ranks.pod or (ranks.rank,)))
+            return choose_files(
+                self._session, self._checkpoints.whole, lambda files: needed(files, ranks.pod or (ranks.rank,))
+            )
 
         chosen = self._chosen(choose_some)
         if not isinstance(chosen, Record):
             return chosen
-        place = self._place(chosen)
+        place = self._checkpoints.place(chosen)
         return SomeFiles(place=place, directory=place, files=())
 
     def _chosen(self, ask_ranks: Callable[[], _Result]) -> _Result:
@@ -256,6 +335,8 @@ class FrameworkRun:
         self._session.close()
 
     def _shut(self) -> None:
+        self.leave_unannounced()
+        self.wait()
         self._writes.wait()
         self._abort_pending()
         atexit.unregister(self.close)
@@ -272,99 +353,10 @@ class FrameworkRun:
             pending = self._unless_given_up(lambda: self._session.begin(step, self._kind(kind)), otherwise=None)
         return replace(pending, kind=self._kind(kind)) if pending is not None and pending.together else None
 
-    def _has_room_aside(self, pending: PendingSave, path: Path) -> bool:
-        context = self._session.context()
-        return bool(context.coordinator.agree(pending.key("aside"), context.aside.has_room(path.name)))
-
     def _abort_pending(self) -> None:
         if self._pending is not None:
             self._session.abort(self._pending)
             self._pending = None
-
-    def _announce(self, path: Path, pending: PendingSave, *, written: bool = True) -> bool:
-        context = self._session.context()
-        if not context.coordinator.agree(pending.key("written"), written, seconds=WRITE_SECONDS):
-            self._session.abort(pending)
-            return False
-        writers = self._writers(path, pending)
-        if writers is None:
-            self._session.abort(pending)
-            return False
-        ranks, brings = writers
-        record = Record(
-            name=path.name,
-            step=pending.step,
-            save=pending.save,
-            kind=pending.kind,
-            world_size=ranks.world_size,
-            saved_at=time.time(),
-            files=(),
-            directory=self._directory(path),
-            ranks=ranks.pod,
-        )
-        recorded: Record | None = record
-        if context.leads_pod and brings:
-            recorded = self._record(path, record)
-        if (
-            not context.coordinator.agree(pending.key("recorded"), recorded is not None, seconds=WRITE_SECONDS)
-            or recorded is None
-        ):
-            self._session.abort(pending)
-            return False
-        if pending.kind is Kind.JUST_IN_TIME:
-            self._session.stopping = True
-        if not brings:
-            self._session.abort(pending)
-        told = not brings or self._session.announce(recorded, path)
-        announced = context.coordinator.agree(pending.key("announced"), told) or False
-        _log.info("saved: name=%s kind=%s save=%s announced=%s", path.name, pending.kind, pending.save, announced)
-        return announced
-
-    def _writers(self, path: Path, pending: PendingSave) -> tuple[Ranks, bool] | None:
-        """Return this rank among those that write it, and whether its pod has a part; None when a part is missing.
-
-        Either every pod has a part, or the checkpoint is one file of rank 0, as Lightning writes it. That file is whole
-        in its pod, whatever an earlier restore left under its name in other pods.
-        """
-        coordinator = self._session.context().coordinator
-        if self._session.holds_whole_job:
-            return coordinator.ranks, True
-        pod = coordinator.ranks.pod
-        is_first = 0 in pod
-        # Not by Path, which raises when the volume fails.
-        alone = os.path.isfile(path) and pod == tuple(range(len(pod))) if is_first else not os.path.isdir(path)  # noqa: PTH112, PTH113
-        if coordinator.agree(pending.key("alone"), alone):
-            return replace(coordinator.ranks, world_size=len(pod)), is_first
-        if coordinator.agree(pending.key("here"), os.path.exists(path)):  # noqa: PTH110
-            return coordinator.ranks, True
-        _log.warning("checkpoint not announced, it has no files in one of the pods: path=%s", path)
-        return None
-
-    def _record(self, path: Path, record: Record) -> Record | None:
-        """Make the checkpoint durable and record it; remove the records of those that the framework has deleted."""
-        try:
-            files = tuple(RecordedFile(path=name, size_bytes=size_bytes) for name, size_bytes in sync_tree(path))
-            record = replace(record, files=files)
-            write_record(self._session.records, record)
-            for older in read_records(self._session.records):
-                if not self._place(older).exists():
-                    remove_record(self._session.records, older.name)
-        except OSError as error:
-            _log.warning("checkpoint not recorded: path=%s error=%s", path, error)
-            return None
-        return record
-
-    def _whole(self) -> list[Record]:
-        there = ((record, self._place(record)) for record in read_records(self._session.records))
-        return [record for record, place in there if place.exists() and is_whole(record, place)]
-
-    def _place(self, record: Record) -> Path:
-        if record.directory is None:
-            return self.checkpoint_directory / record.name
-        return self._session.settings.volume / record.directory / record.name
-
-    def _directory(self, path: Path) -> str:
-        return path.resolve().parent.relative_to(self._session.settings.volume.resolve()).as_posix()
 
     def _kind(self, kind: Kind | None) -> Kind:
         if self._exit_asked:
@@ -382,18 +374,3 @@ class FrameworkRun:
             _log.warning("not protected: error=%s hint=%s", error, error.hint)
             self._session.close()
             return otherwise
-
-
-def guarded_save(run: FrameworkRun, path: Path, step: int, write: Callable[[], _Result]) -> _Result:
-    """Call `write`, which writes this rank's part of `path`, and announce the checkpoint. Returns what `write` returns.
-
-    Raises what `write` raises, and tells the other ranks.
-    """
-    with run.claimed(path):
-        try:
-            result = write()
-        except BaseException as error:
-            run.announce_failed(error, path, step)
-            raise
-        run.announce(path, step)
-        return result

@@ -1,0 +1,233 @@
+"""Writes what the training saves behind it: the training waits for a copy, and a thread writes the files.
+
+Owns the thread, the order of its work, and the rule that no new copy is made before the last save is done. During a
+save, `save_functions` hands in what the program gives to `torch.save` and the like. The file appears at once, empty:
+the program finds it, and may rename it. Whoever opens it waits for its content. Where memory does not suffice for a
+copy, the program writes its files itself, as it would without Mooring.
+"""
+
+import contextlib
+import logging
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+from mooring.asynchronous_saves import path_guard, state_size
+from mooring.asynchronous_saves.host_memory import HostMemory, pins_memory
+
+_log: Final = logging.getLogger("mooring")
+_PATIENCE_SECONDS: Final = 3600.0
+"""How long training waits for one save. If that is not enough, later ones are not asynchronous."""
+_NOTABLE_SECONDS: Final = 1.0
+_NICE: Final = 10
+"""CPU niceness of the thread: it has time until the next save."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _EmptyFile:
+    """A file whose content is yet to come. `inode`: device and number, which it keeps when the program renames it."""
+
+    path: Path
+    inode: tuple[int, int]
+
+    def find(self, root: Path) -> Path | None:
+        """Return where it is by now; None if the program has removed or replaced it."""
+        elsewhere = (path for path in root.rglob("*") if _inode(path) == self.inode)
+        return self.path if _inode(self.path) == self.inode else next(elsewhere, None)
+
+
+class BackgroundSave:
+    """One save into `directory`: what is handed in is written behind the training."""
+
+    def __init__(self, writer: "BackgroundWriter", directory: Path) -> None:
+        self._writer = writer
+        self._directory = directory
+        self._failure: BaseException | None = None
+        self._begun = threading.Event()
+        self.has_files = False
+        """Whether anything was handed in."""
+
+    def take(
+        self,
+        path: str | os.PathLike[str],
+        copy: Callable[[Callable[[Sequence[int]], list[Any] | None]], Any],
+        write: Callable[[Any, str], object],
+    ) -> bool:
+        """Copy a value now and write it later. Returns False where the caller must write it by itself.
+
+        Args:
+            path: The file.
+            copy: Returns the copy. Gets `HostMemory.take`, and returns None if that does.
+            write: Gets the copy and a path, in the thread.
+        """
+        file = Path(path).absolute()
+        if not file.is_relative_to(self._directory) or not file.parent.is_dir():
+            return False
+        try:
+            copied = self._writer.copy(copy)
+            empty = None if copied is None else _make_empty(file)
+        except Exception as error:
+            # The program's own call then meets what is wrong, and says it as it always does.
+            _log.debug("not written in the background: path=%s error=%r", file, error)
+            return False
+        if empty is None:
+            return False
+        self.has_files = True
+        self._write_later(empty, lambda target: write(copied, target))
+        return True
+
+    def begin_writing(self) -> None:
+        """Let the thread begin. Until then it would take time from the copies that are still to be made."""
+        self._begun.set()
+
+    def then(self, work: Callable[[BaseException | None], object]) -> None:
+        """Call `work` in the thread when all files are written, with what failed or None."""
+
+        def run() -> None:
+            try:
+                work(self._failure)
+            except Exception:
+                # Nothing else would report it.
+                _log.exception("a checkpoint is lost, training goes on: path=%s", self._directory)
+
+        self._writer.submit(run)
+
+    def wait(self) -> None:
+        """Wait until everything is done, also what `then` was asked for."""
+        self.begin_writing()
+        self._writer.wait()
+
+    def cancel(self) -> None:
+        """Write none of the files that are still to be written."""
+        self.begin_writing()
+        self._failure = self._failure or InterruptedError("the save was given up")
+
+    def _write_later(self, empty: _EmptyFile, write: Callable[[str], object]) -> None:
+        def run() -> None:
+            self._begun.wait(_PATIENCE_SECONDS)
+            try:
+                target = None if self._failure is not None else empty.find(self._directory)
+                if target is not None:
+                    write(str(target))
+            except BaseException as error:
+                # What the error's frames refer to may keep a deleted file open, and its room taken.
+                _forget_frames(error)
+                self._failure = error
+            finally:
+                path_guard.release(str(empty.path))
+
+        def wait_for_it() -> None:
+            self.begin_writing()
+            wait([written], _PATIENCE_SECONDS)
+
+        # Not before it is submitted: the file is still to be touched by this thread.
+        written = self._writer.submit(run)
+        path_guard.hold(str(empty.path), wait_for_it)
+        if written.done():
+            path_guard.release(str(empty.path))
+
+
+class BackgroundWriter:
+    """The saves of one process, one after the other. Used by one thread."""
+
+    def __init__(self, *, is_on: bool = True) -> None:
+        self.is_on = is_on
+        """Whether saves are written in the background."""
+        self._memory = HostMemory()
+        self._thread: ThreadPoolExecutor | None = None
+        self._last: Future[Any] | None = None
+
+    def begin(self, directory: Path) -> BackgroundSave:
+        """Begin a save, after the last one is done."""
+        self.wait()
+        self._memory.reset()
+        return BackgroundSave(self, directory)
+
+    def expect(self) -> None:
+        """Have the memory for a copy before the first save needs it: it is made in the background after two steps."""
+        if self.is_on:
+            state_size.when_known(self._reserve)
+
+    def _reserve(self, size_bytes: int) -> None:
+        if not self.is_on or self._last is not None:
+            return
+        if pins_memory():
+            # In another thread this would break a CUDA graph that this one captures.
+            self._memory.reserve(size_bytes)
+        else:
+            self.submit(lambda: self._memory.reserve(size_bytes))
+
+    def wait(self) -> None:
+        """Wait until all that was handed in is done."""
+        if self._last is None:
+            return
+        began_at = time.monotonic()
+        done = wait([self._last], _PATIENCE_SECONDS).done
+        seconds = time.monotonic() - began_at
+        if not done:
+            self._give_up(f"the last save is still being written after {seconds:.0f} s")
+        elif seconds > _NOTABLE_SECONDS:
+            _log.info("training waited for the last save: seconds=%.1f hint=save less often", seconds)
+
+    def copy(self, copy: Callable[[Callable[[Sequence[int]], list[Any] | None]], Any]) -> Any:
+        """Return what `copy` makes of our memory; None if saves are not written in the background."""
+        copied = copy(self._memory.take) if self.is_on else None
+        if copied is None and self.is_on:
+            self._give_up("the memory does not suffice for a copy of the state")
+        return copied
+
+    def submit(self, work: Callable[[], object]) -> "Future[Any]":
+        """Do `work` in the thread, after everything before it."""
+        if self._thread is None:
+            self._thread = ThreadPoolExecutor(1, "mooring-save", _begin_thread)
+        try:
+            self._last = self._thread.submit(work)
+        except RuntimeError:
+            # The interpreter is ending, and begins no work in threads.
+            self._last = Future()
+            self._last.set_result(work())
+        return self._last
+
+    def _give_up(self, why: str) -> None:
+        self.is_on = False
+        self._memory = HostMemory()
+        _log.warning("training waits for each checkpoint from now on: reason=%s", why)
+
+
+def _make_empty(path: Path) -> _EmptyFile:
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o666)
+    try:
+        found = os.fstat(descriptor)
+    finally:
+        os.close(descriptor)
+    return _EmptyFile(path=path, inode=(found.st_dev, found.st_ino))
+
+
+def _inode(path: Path) -> tuple[int, int] | None:
+    try:
+        found = path.lstat()
+    except OSError:
+        return None
+    return found.st_dev, found.st_ino
+
+
+def _forget_frames(error: BaseException | None) -> None:
+    seen: list[BaseException] = []
+    while error is not None and error not in seen:
+        seen.append(error)
+        error.__traceback__ = None
+        error = error.__cause__ or error.__context__
+
+
+def _begin_thread() -> None:
+    path_guard.let_pass()
+    if sys.platform == "linux":
+        # Of this thread alone, and of those that libraries make in it.
+        with contextlib.suppress(OSError):
+            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICE)

@@ -1,0 +1,117 @@
+"""A copy of anything that `torch.save` takes, whose tensors are in memory that is kept from save to save.
+
+The value is taken apart as `torch.save` itself does it: pickled, with each storage in a place of its own. So tensors
+that share a storage share its copy, a view stays a view, what is not a tensor becomes a copy too, and the file that is
+written from the copy is the one that would have been written from the value. The copy of a GPU's tensor lies in the
+memory of the host, and its file still names the GPU. Imports torch, so it is imported by programs that use it.
+"""
+
+import io
+import pickle
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Final, TypeAlias
+
+import torch
+
+from mooring.private_members import require
+
+Take: TypeAlias = Callable[[Sequence[int]], list[Any] | None]
+"""Returns storages of these sizes in bytes, as `HostMemory.take`, or None."""
+
+_PROTOCOL: Final = 2
+"""The protocol of `torch.save`: with another one, an object may be pickled in another way."""
+_FIRST: Final = -1
+"""Priority of our tags: before those of torch."""
+
+_locations: Final[dict[int, str]] = {}
+"""Address of a copy -> where the storage was that it is a copy of, if that was not the memory of the host."""
+
+
+def copy_to_host(value: Any, take: Take) -> Any:
+    """Return the copy; None where there is no room for it.
+
+    Args:
+        value: What `torch.save` takes.
+        take: Returns the memory.
+
+    Raises:
+        Exception: What pickling raises, as `torch.save` would, and what unpickling it again raises.
+    """
+    pickled = io.BytesIO()
+    splitter = _Splitter(pickled)
+    splitter.dump(value)
+    copies = take([storage.nbytes() for storage in splitter.storages])
+    if copies is None:
+        return None
+    for storage, copy in zip(splitter.storages, copies, strict=True):
+        copy.copy_(storage)
+        _keep_location(storage, copy)
+    return _Joiner(pickled.getvalue(), copies).load()
+
+
+class _Splitter(pickle.Pickler):
+    """Pickles a value without its storages, and collects these."""
+
+    def __init__(self, file: io.BytesIO) -> None:
+        super().__init__(file, protocol=_PROTOCOL)
+        self.storages: list[torch.UntypedStorage] = []
+        self._numbers: dict[int, int] = {}
+
+    def persistent_id(self, found: Any) -> tuple[int, torch.dtype | None] | None:
+        storage: Any
+        if isinstance(found, torch.storage.TypedStorage):
+            # Its public way to this warns that there will be no TypedStorage some day.
+            require("torch.storage.TypedStorage", found)
+            storage, dtype = found._untyped_storage, found.dtype
+        elif torch.is_storage(found):
+            storage, dtype = found, None
+        else:
+            return None
+        # Several objects of Python may stand for one storage.
+        number = self._numbers.setdefault(storage._cdata, len(self.storages))
+        if number == len(self.storages):
+            self.storages.append(storage)
+        return number, dtype
+
+
+class _Joiner(pickle.Unpickler):
+    """Makes the value again, over copies of its storages. The pickle is this process's own."""
+
+    def __init__(self, pickled: bytes, copies: Sequence[Any]) -> None:
+        super().__init__(io.BytesIO(pickled))
+        self._copies = copies
+
+    def persistent_load(self, found: tuple[int, torch.dtype | None]) -> Any:
+        number, dtype = found
+        copy = self._copies[number]
+        if dtype is None:
+            # Where newer types of tensors are loaded, torch looks for this, as each storage is a TypedStorage there.
+            copy._untyped_storage = copy
+            return copy
+        typed: Any = torch.storage.TypedStorage
+        return typed(wrap_storage=copy, dtype=dtype, _internal=True)
+
+
+def _keep_location(storage: torch.UntypedStorage, copy: torch.UntypedStorage) -> None:
+    if storage.device.type == "cpu":
+        _locations.pop(copy.data_ptr(), None)
+        return
+    if not _locations:
+        torch.serialization.register_package(_FIRST, _location, lambda *_: None)
+    _locations[copy.data_ptr()] = torch.serialization.location_tag(storage)
+
+
+def _location(storage: Any) -> str | None:
+    return _locations.get(storage.data_ptr())
+
+
+def copy_tensors_to_host(tensors: Mapping[str, torch.Tensor], take: Take) -> dict[str, torch.Tensor] | None:
+    """Return copies of dense tensors, each in a storage of its own; None where there is no room for them."""
+    copies = take([tensor.nbytes for tensor in tensors.values()])
+    if copies is None:
+        return None
+    copied = {}
+    for (name, tensor), copy in zip(tensors.items(), copies, strict=True):
+        copied[name] = torch.empty(0, dtype=tensor.dtype).set_(copy, 0, tensor.shape, tensor.stride())
+        copied[name].copy_(tensor.detach())
+    return copied

@@ -1,0 +1,109 @@
+"""The functions with which programs and frameworks write their tensors, as they behave within a save of Mooring.
+
+Owns their replacements: `torch.save` and safetensors' `save_file` hand what they were given to the save that is open
+in their thread. In any other thread, and outside of a save, they do what they always did. Imports nothing of these
+libraries before the program does.
+"""
+
+import functools
+import itertools
+import os
+import sys
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, Final
+
+from mooring.asynchronous_saves.background_writer import BackgroundSave
+
+_MARK: Final = "__mooring_saves__"
+_open = threading.local()
+
+
+@contextmanager
+def handing_in(save: BackgroundSave) -> Iterator[None]:
+    """While open, what this thread saves is handed to `save`; if this block raises, nothing more of it is written."""
+    _install()
+    before, _open.save = _current(), save
+    try:
+        yield
+    except BaseException:
+        save.cancel()
+        raise
+    finally:
+        _open.save = before
+        save.begin_writing()
+
+
+def hand_in(value: Any, path: str | os.PathLike[str], write: Callable[[Any, str], object]) -> bool:
+    """Hand what `torch.save` takes to the save that is open in this thread, to be written later by `write`.
+
+    Returns False where the caller must write it by itself.
+    """
+    save = _current()
+    if save is None:
+        return False
+    from mooring.asynchronous_saves.host_copy import copy_to_host
+
+    return save.take(path, functools.partial(copy_to_host, value), write)
+
+
+def _current() -> BackgroundSave | None:
+    save: BackgroundSave | None = getattr(_open, "save", None)
+    return save
+
+
+def _install() -> None:
+    for module, name, make in (("torch", "save", _torch_save), ("safetensors.torch", "save_file", _save_file)):
+        original = getattr(sys.modules.get(module), name, None)
+        if original is not None and not hasattr(original, _MARK):
+            ours = functools.wraps(original)(make(original))
+            setattr(ours, _MARK, True)
+            _replace(original, ours)
+
+
+def _replace(original: Any, ours: Any) -> None:
+    """Replace a function in every module that has it: most import it by its name."""
+    for module in list(sys.modules.values()):
+        for name, value in list(getattr(module, "__dict__", {}).items()):
+            if value is original:
+                setattr(module, name, ours)
+
+
+def _torch_save(save: Callable[..., Any]) -> Callable[..., Any]:
+    def handing_save(obj: Any, f: Any, *arguments: Any, **keywords: Any) -> Any:
+        # With further arguments it writes other formats.
+        is_plain = not arguments and not keywords and isinstance(f, str | os.PathLike)
+        return None if is_plain and hand_in(obj, f, save) else save(obj, f, *arguments, **keywords)
+
+    return handing_save
+
+
+def _save_file(save_file: Callable[..., Any]) -> Callable[..., Any]:
+    def handing_save_file(tensors: Any, filename: Any, metadata: Mapping[str, str] | None = None) -> Any:
+        current = _current()
+        if current is not None and _are_apart(tensors):
+            from mooring.asynchronous_saves.host_copy import copy_tensors_to_host
+
+            kept = None if metadata is None else dict(metadata)
+            copy = functools.partial(copy_tensors_to_host, tensors)
+            if current.take(filename, copy, lambda copied, path: save_file(copied, path, metadata=kept)):
+                return None
+        return save_file(tensors, filename, metadata=metadata)
+
+    return handing_save_file
+
+
+def _are_apart(tensors: Any) -> bool:
+    """Whether these are dense tensors without holes, none of which overlaps another.
+
+    Of others the function itself says, before it returns, why it does not save them.
+    """
+    import torch
+
+    if not isinstance(tensors, dict) or not all(isinstance(one, torch.Tensor) for one in tensors.values()):
+        return False
+    if not all(one.layout == torch.strided and one.is_contiguous() for one in tensors.values()):
+        return False
+    spans = sorted((one.data_ptr(), one.data_ptr() + one.nbytes) for one in tensors.values() if one.nbytes)
+    return all(end <= start for (_, end), (start, _) in itertools.pairwise(spans))

@@ -1,0 +1,54 @@
+"""How large a training's state is, found out at its first steps: by then the optimizers have made theirs.
+
+So the memory for the first copy can be made before the first save, which then costs no more than later ones.
+"""
+
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any, Final
+
+_hooked: Final[set[int]] = set()
+"""The modules of optimizers that tell us of their steps. One hook stays for ever: to remove it within a step fails."""
+_asking: Final[list[Callable[[int], object]]] = []
+_stepped: Final[list[Any]] = []
+
+
+def when_known(tell: Callable[[int], object]) -> None:
+    """Call `tell` once with the bytes of what this process's optimizers train and keep, after each one's first step.
+
+    Never, if the program has not imported torch.optim, or trains without it.
+    """
+    optimizers: Any = sys.modules.get("torch.optim.optimizer")
+    if not hasattr(optimizers, "register_optimizer_step_post_hook"):
+        return
+    _asking.append(tell)
+    if id(optimizers) not in _hooked:
+        _hooked.add(id(optimizers))
+        optimizers.register_optimizer_step_post_hook(_after_step)
+
+
+def _after_step(optimizer: Any, *_: Any) -> None:
+    if not _asking:
+        return
+    if not any(one is optimizer for one in _stepped):
+        _stepped.append(optimizer)
+        return
+    # The first one steps again.
+    sizes = {tensor.data_ptr(): tensor.nbytes for one in _stepped for tensor in _tensors(one)}
+    asking = list(_asking)
+    _asking.clear()
+    _stepped.clear()
+    for tell in asking:
+        tell(sum(sizes.values()))
+
+
+def _tensors(optimizer: Any) -> Iterator[Any]:
+    import torch
+
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            kept = optimizer.state.get(parameter, {})
+            for one in (parameter, *(kept.values() if isinstance(kept, dict) else ())):
+                local = getattr(one, "_local_tensor", one)
+                if isinstance(local, torch.Tensor):
+                    yield local

@@ -1,0 +1,135 @@
+"""Checkpoints of a framework that are written aside, and get their names when all ranks have written all of them.
+
+Owns the steps from the first file to the name, on all ranks, and the one checkpoint that is written behind the
+training. A process that is killed meanwhile leaves nothing that its framework would take for a checkpoint.
+"""
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Final
+
+from mooring.asynchronous_saves import path_guard
+from mooring.asynchronous_saves.background_writer import BackgroundSave, BackgroundWriter
+from mooring.asynchronous_saves.save_functions import handing_in
+from mooring.checkpoints.records import Kind
+from mooring.framework_run.checkpoints import FrameworkCheckpoints
+from mooring.ranks.coordinator import WRITE_SECONDS
+from mooring.session import PendingSave, Session
+
+_log: Final = logging.getLogger("mooring")
+_Write = Callable[[Path], object]
+
+
+@dataclass(slots=True, kw_only=True)
+class _Behind:
+    path: Path
+    pending: PendingSave
+    save: BackgroundSave
+    in_place: bool = False
+
+
+class AsideSaves:
+    """The checkpoints of one run, one after the other. All ranks make the same calls."""
+
+    def __init__(self, session: Session, checkpoints: FrameworkCheckpoints) -> None:
+        self._session = session
+        self._checkpoints = checkpoints
+        self._writer = BackgroundWriter()
+        self._behind: _Behind | None = None
+        """Saved, and not to be announced yet."""
+        self._last: _Behind | None = None
+
+    def has_room(self, path: Path, pending: PendingSave) -> bool:
+        """Make the directory in which `path` is written; return whether all ranks have it."""
+        context = self._session.context()
+        return bool(context.coordinator.agree(pending.key("aside"), context.aside.has_room(path.name)))
+
+    def expect(self) -> None:
+        """Prepare for `save_behind`, in a rank that will have the training's state to write."""
+        self._writer.expect()
+
+    def save(self, path: Path, pending: PendingSave, write: _Write) -> bool:
+        """Write this rank's part, and return whether the checkpoint is at `path` now, with the parts of all ranks.
+
+        Raises what `write` raises, and tells the other ranks.
+        """
+        self._write(path, pending, write)
+        return self._put_in_place(path, pending)
+
+    def save_behind(self, path: Path, pending: PendingSave, write: _Write) -> None:
+        """Copy this rank's part; write it and put the checkpoint in place behind the training. Call `announce` next.
+
+        Raises what `write` raises, and tells the other ranks.
+        """
+        save = self._writer.begin(self._session.context().aside.being_saved(path.name))
+        with handing_in(save):
+            self._write(path, pending, write)
+        behind = self._behind = _Behind(path=path, pending=pending, save=save)
+        path_guard.hold(str(path), self._writer.wait)
+
+        def finish(failure: BaseException | None) -> None:
+            if failure is not None:
+                _log.warning("checkpoint lost, training goes on: path=%s error=%r", path, failure)
+            try:
+                behind.in_place = self._put_in_place(path, pending, written=failure is None)
+            finally:
+                path_guard.release(str(path))
+
+        save.then(finish)
+
+    def announce(self, kind: Kind | None, then: Callable[[bool], object], ended: Callable[[], object]) -> None:
+        """Announce the checkpoint that `save_behind` saved when it is in place. Waits for nothing.
+
+        `kind` None: tell the other ranks that this one does not announce it. `then`: called with whether it was
+        announced, if it is in place. `ended`: called in any case.
+        """
+        behind, self._behind = self._behind, None
+        assert behind is not None
+        pending = behind.pending if kind is None else replace(behind.pending, kind=kind)
+
+        def announce(_: BaseException | None) -> None:
+            try:
+                if behind.in_place:
+                    announced = self._checkpoints.announce(behind.path, pending, written=kind is not None)
+                    then(announced)
+                else:
+                    self._session.abort(pending)
+            finally:
+                ended()
+
+        self._last = behind
+        behind.save.then(announce)
+
+    def when_saved(self, work: Callable[[], object]) -> None:
+        """Call `work` after all that was saved, in the thread or at once; not if the last checkpoint is lost."""
+        last = self._last
+        if last is None:
+            work()
+        else:
+            last.save.then(lambda _: work() if last.in_place else None)
+
+    def wait(self) -> None:
+        """Wait until all that was saved is in place, and announced as far as it is to be."""
+        self._writer.wait()
+
+    def _write(self, path: Path, pending: PendingSave, write: _Write) -> None:
+        context = self._session.context()
+        try:
+            write(context.aside.being_saved(path.name) / path.name)
+        except BaseException:
+            context.coordinator.agree(pending.key("complete"), ok=False)
+            self._session.abort(pending)
+            raise
+
+    def _put_in_place(self, path: Path, pending: PendingSave, *, written: bool = True) -> bool:
+        """Give the checkpoint its name when all ranks have written it; return whether it has it on all of them."""
+        context = self._session.context()
+        in_place = context.coordinator.agree(pending.key("complete"), written, seconds=WRITE_SECONDS) or False
+        if context.leads_pod:
+            if in_place:
+                in_place = context.aside.move_to(path)
+            else:
+                context.aside.abandon(path.name)
+        return context.coordinator.agree(pending.key("placed"), in_place) or False

@@ -1,0 +1,208 @@
+"""Files are written behind the program in the order of its saves, and whoever touches them waits."""
+
+import logging
+import os
+import shutil
+import subprocess
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from mooring.asynchronous_saves import background_writer, host_memory, path_guard
+from mooring.asynchronous_saves.background_writer import BackgroundSave, BackgroundWriter
+
+
+class Slow:
+    """Writes when it is let go."""
+
+    def __init__(self) -> None:
+        self.begun = threading.Event()
+        self.go = threading.Event()
+        self.written: list[str] = []
+
+    def write(self, value: str, path: str) -> None:
+        self.begun.set()
+        assert self.go.wait(60)
+        Path(path).write_text(value)
+        self.written.append(value)
+
+
+@pytest.fixture
+def slow() -> Iterator[Slow]:
+    slow = Slow()
+    yield slow
+    slow.go.set()
+
+
+@pytest.fixture
+def writer() -> BackgroundWriter:
+    return BackgroundWriter()
+
+
+def hand_in(save: BackgroundSave, path: Path, value: str, write: Callable[[Any, str], object]) -> None:
+    assert save.take(path, lambda _: value, write)
+
+
+def let_go_soon(slow: Slow) -> None:
+    """Let it go when somebody waits, or a little later than that: nothing depends on how much later."""
+    threading.Timer(0.2, slow.go.set).start()
+
+
+TOUCHES: dict[str, Callable[[Path], object]] = {
+    "reads it": lambda path: path.read_text(),
+    "opens it": lambda path: os.close(os.open(path, os.O_RDONLY)),
+    "copies it": lambda path: shutil.copy(path, path.with_name("copy")),
+    "links it": lambda path: os.link(path, path.with_name("link")),
+    "removes it": lambda path: path.unlink(),
+    "runs a program on it": lambda path: subprocess.run(["cat", str(path)], check=True, capture_output=True),
+    "lists its folder": lambda path: os.listdir(path.parent),  # noqa: PTH208
+    "looks for files": lambda path: list(path.parent.rglob("*")),
+    "names it in bytes": lambda path: open(os.fsencode(path)).close(),  # noqa: PTH123
+}
+
+
+@pytest.mark.parametrize("touch", list(TOUCHES))
+def test_whoever_touches_a_file_that_is_not_written_yet_waits(
+    touch: str, writer: BackgroundWriter, slow: Slow, tmp_path: Path
+) -> None:
+    save = writer.begin(tmp_path)
+    hand_in(save, tmp_path / "a", "text", slow.write)
+    let_go_soon(slow)
+    TOUCHES[touch](tmp_path / "a")
+    assert slow.written == ["text"]
+
+
+def test_who_touches_other_files_does_not_wait(writer: BackgroundWriter, slow: Slow, tmp_path: Path) -> None:
+    folder = tmp_path / "save"
+    folder.mkdir()
+    save = writer.begin(folder)
+    hand_in(save, folder / "a", "text", slow.write)
+    save.begin_writing()
+    assert slow.begun.wait(60)
+    (tmp_path / "other").write_text("x")
+    (folder / "b").write_text("x")
+    assert [path.name for path in sorted(tmp_path.iterdir())] == ["other", "save"]
+    assert slow.written == []
+
+
+def test_a_file_that_the_program_renames_gets_its_content_there(
+    writer: BackgroundWriter, slow: Slow, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Renaming waits in this process. Another one, such as `mv`, does not.
+    monkeypatch.setattr(path_guard, "hold", lambda *_: None)
+    save = writer.begin(tmp_path)
+    hand_in(save, tmp_path / "a.tmp", "text", slow.write)
+    (tmp_path / "below").mkdir()
+    (tmp_path / "a.tmp").rename(tmp_path / "below" / "a")
+    slow.go.set()
+    save.wait()
+    assert (tmp_path / "below" / "a").read_text() == "text"
+    assert not (tmp_path / "a.tmp").exists()
+
+
+def test_a_file_that_is_gone_is_not_written(
+    writer: BackgroundWriter, slow: Slow, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(path_guard, "hold", lambda *_: None)
+    save = writer.begin(tmp_path)
+    hand_in(save, tmp_path / "a", "text", slow.write)
+    (tmp_path / "a").unlink()
+    slow.go.set()
+    save.wait()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_file_that_is_saved_twice_has_what_was_saved_last(
+    writer: BackgroundWriter, slow: Slow, tmp_path: Path
+) -> None:
+    slow.go.set()
+    save = writer.begin(tmp_path)
+    hand_in(save, tmp_path / "a", "first", slow.write)
+    save.begin_writing()
+    hand_in(save, tmp_path / "a", "second", slow.write)
+    save.wait()
+    assert (tmp_path / "a").read_text() == "second"
+
+
+def test_what_follows_comes_after_all_files_and_hears_of_a_failure(writer: BackgroundWriter, tmp_path: Path) -> None:
+    seen: list[Any] = []
+
+    def fail(value: str, path: str) -> None:
+        raise OSError(28, "No space left on device")
+
+    good, bad = writer.begin(tmp_path), None
+    hand_in(good, tmp_path / "a", "1", lambda value, path: seen.append(value))
+    hand_in(good, tmp_path / "b", "2", lambda value, path: seen.append(value))
+    good.then(seen.append)
+    good.begin_writing()
+    bad = writer.begin(tmp_path)
+    hand_in(bad, tmp_path / "c", "3", fail)
+    hand_in(bad, tmp_path / "d", "4", lambda value, path: seen.append(value))
+    bad.then(lambda failure: seen.append(type(failure)))
+    bad.wait()
+    assert seen == ["1", "2", None, OSError]
+
+
+def test_a_save_that_comes_too_early_waits_for_the_last_one(
+    writer: BackgroundWriter, slow: Slow, tmp_path: Path
+) -> None:
+    save = writer.begin(tmp_path)
+    hand_in(save, tmp_path / "a", "text", slow.write)
+    save.begin_writing()
+    let_go_soon(slow)
+    writer.begin(tmp_path)
+    assert slow.written == ["text"]
+
+
+def test_without_memory_for_a_copy_the_program_writes_and_hears_of_it_once(
+    writer: BackgroundWriter, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(host_memory, "free_memory_bytes", lambda: 0)
+
+    def copy(take: Callable[[Sequence[int]], Any]) -> Any:
+        return take([100])
+
+    for name in ("a", "b"):
+        save = writer.begin(tmp_path)
+        assert not save.take(tmp_path / name, copy, lambda *_: None)
+        assert not save.has_files
+    assert not writer.is_on
+    said = [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
+    assert len(said) == 1
+    assert "the memory does not suffice for a copy of the state" in said[0]
+
+
+def test_a_writer_that_hangs_ends_asynchronous_saves_and_not_the_training(
+    writer: BackgroundWriter, slow: Slow, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(background_writer, "_PATIENCE_SECONDS", 0.1)
+    save = writer.begin(tmp_path)
+    hand_in(save, tmp_path / "a", "text", slow.write)
+    save.begin_writing()
+    assert slow.begun.wait(60)
+    assert not writer.begin(tmp_path).take(tmp_path / "b", lambda _: "x", slow.write)
+
+
+def test_the_thread_that_writes_gives_way_to_the_training(writer: BackgroundWriter, tmp_path: Path) -> None:
+    nice: list[int] = []
+    save = writer.begin(tmp_path)
+    save.then(lambda _: nice.append(os.getpriority(os.PRIO_PROCESS, threading.get_native_id())))
+    save.wait()
+    assert nice[0] >= min(19, os.getpriority(os.PRIO_PROCESS, 0))
+    assert nice[0] == 10
+
+
+def test_the_memory_is_there_before_the_first_save(writer: BackgroundWriter) -> None:
+    writer.expect()
+    model = torch.nn.Linear(64, 64)
+    optimizer = torch.optim.AdamW(model.parameters())
+    for _ in range(3):
+        model(torch.ones(1, 64)).sum().backward()
+        optimizer.step()
+    writer.wait()
+    state = [*model.parameters(), *(tensor for kept in optimizer.state.values() for tensor in kept.values())]
+    assert writer._memory.size_bytes >= sum(tensor.nbytes for tensor in state)

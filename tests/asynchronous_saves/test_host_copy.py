@@ -1,0 +1,129 @@
+"""A copy of a state is written as the state itself would have been, and shows nothing of what happens later."""
+
+import io
+from collections import OrderedDict
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from mooring.asynchronous_saves import host_copy
+from mooring.asynchronous_saves.host_copy import copy_tensors_to_host, copy_to_host
+from mooring.asynchronous_saves.host_memory import HostMemory
+
+
+def copied(value: Any) -> Any:
+    return copy_to_host(value, HostMemory().take)
+
+
+def written(value: Any) -> bytes:
+    file = io.BytesIO()
+    torch.save(value, file)
+    return file.getvalue()
+
+
+def trained() -> dict[str, Any]:
+    model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.BatchNorm1d(8), torch.nn.Linear(8, 2))
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.randn(4, 8)).sum().backward()
+    optimizer.step()
+    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 2)
+    return {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "schedule": schedule.state_dict()}
+
+
+def tied() -> dict[str, Any]:
+    weight = torch.randn(6, 4)
+    return {"one": weight, "same": weight, "row": weight[2], "turned": weight.t(), "other": torch.zeros(3)}
+
+
+VALUES: dict[str, Callable[[], Any]] = {
+    "a trained model": trained,
+    "tied weights and views": tied,
+    "a module": lambda: torch.nn.Linear(3, 3),
+    "parameters": lambda: [torch.nn.Parameter(torch.ones(2), requires_grad=False), torch.nn.Parameter(torch.ones(2))],
+    "half precision": lambda: {"a": torch.ones(5, dtype=torch.bfloat16), "b": torch.ones(5, dtype=torch.float16)},
+    "other types": lambda: [torch.tensor([True, False]), torch.tensor([1 + 2j]), torch.tensor(3, dtype=torch.int64)],
+    "a float8": lambda: torch.ones(4).to(torch.float8_e4m3fn),
+    "sparse": lambda: torch.eye(4).to_sparse(),
+    "sparse rows": lambda: torch.eye(4).to_sparse_csr(),
+    "quantized": lambda: torch.quantize_per_tensor(torch.ones(4), 0.5, 1, torch.qint8),
+    "nothing in it": lambda: {"a": torch.empty(0), "b": torch.empty(0, 7)},
+    "conjugate and negative": lambda: [torch.tensor([1j]).conj(), torch.tensor([1j]).conj().imag],
+    "storages": lambda: [torch.ones(3).untyped_storage(), torch.ones(2).to(torch.int32)],
+    "random states": lambda: {"torch": torch.get_rng_state(), "numpy": np.random.get_state()},
+    "an array": lambda: {"a": np.arange(100_000)},
+    "plain values": lambda: OrderedDict(a=[1, "a", None, (1.5, b"x" * 1000)], b={"c": {1, 2}}, d="a"),
+    "text that is there twice": lambda: (lambda text: {"a": text, "b": text, text: 1})("".join(["long ", "text"])),
+}
+
+
+@pytest.mark.filterwarnings("ignore:.*quantize", "ignore:Sparse CSR", "ignore:.*TypedStorage")
+@pytest.mark.parametrize("make", list(VALUES))
+def test_the_file_of_a_copy_is_the_file_of_the_value_byte_by_byte(make: str) -> None:
+    value = VALUES[make]()
+    assert written(copied(value)) == written(value)
+
+
+def test_values_whose_pickle_depends_on_which_texts_are_one_object_are_equal_all_the_same() -> None:
+    value: dict[str, Any] = {"array": np.arange(10), "number": np.float32(3), "type": np.dtype("<i4")}
+    copy = copied(value)
+    assert copy["array"].tolist() == value["array"].tolist()
+    assert (copy["number"], copy["type"]) == (value["number"], value["type"])
+
+
+def test_what_changes_later_is_not_in_the_copy() -> None:
+    value: dict[str, Any] = {"weight": torch.ones(4), "steps": [1], "nested": {"name": "a"}}
+    before = written(value)
+    copy = copied(value)
+    value["weight"].add_(1)
+    value["steps"].append(2)
+    value["nested"]["name"] = "b"
+    assert written(copy) == before
+
+
+def test_a_storage_is_copied_once_however_often_it_is_shared() -> None:
+    sizes: list[int] = []
+    memory = HostMemory()
+
+    def take(wanted: Any) -> Any:
+        sizes.extend(wanted)
+        return memory.take(wanted)
+
+    copy = copy_to_host(tied(), take)
+    assert sizes == [6 * 4 * 4, 3 * 4]
+    copy["one"][2, 1] = 7.0
+    assert copy["same"][2, 1] == copy["row"][1] == copy["turned"][1, 2] == 7.0
+
+
+def test_where_there_is_no_room_there_is_no_copy() -> None:
+    assert copy_to_host(tied(), lambda _: None) is None
+    assert copy_tensors_to_host({"a": torch.ones(2)}, lambda _: None) is None
+
+
+def test_a_tensor_for_safetensors_is_copied_without_the_rest_of_its_storage() -> None:
+    flat = torch.arange(10.0)
+    sizes: list[int] = []
+    memory = HostMemory()
+
+    def take(wanted: Any) -> Any:
+        sizes.extend(wanted)
+        return memory.take(wanted)
+
+    copies = copy_tensors_to_host({"a": flat[:2], "b": flat[2:4].view(2, 1), "c": torch.nn.Parameter(flat[8:])}, take)
+    flat.zero_()
+    assert copies is not None
+    assert sizes == [8, 8, 8]
+    assert {name: copy.tolist() for name, copy in copies.items()} == {"a": [0, 1], "b": [[2], [3]], "c": [8, 9]}
+
+
+def test_the_file_of_a_copy_names_the_device_that_the_value_was_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    # This stands for a copy from a GPU, which a machine that runs this test need not have.
+    memory = HostMemory()
+    (storage,) = memory.take([16]) or [None]
+    monkeypatch.setitem(host_copy._locations, storage.data_ptr(), "cuda:1")
+    monkeypatch.setattr(torch.serialization, "_package_registry", list(torch.serialization._package_registry))
+    torch.serialization.register_package(-1, host_copy._location, lambda *_: None)
+    assert torch.serialization.location_tag(storage) == "cuda:1"
+    assert torch.serialization.location_tag(torch.ones(4).untyped_storage()) == "cpu"

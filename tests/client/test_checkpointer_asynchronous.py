@@ -1,0 +1,94 @@
+"""A Checkpointer whose program asks for it writes what `torch.save` got while training continues."""
+
+import os
+import signal
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from mooring import Checkpointer, Kind
+from mooring.checkpoints.records import read_records
+from mooring_api import names
+
+Make = Callable[..., Checkpointer]
+
+
+def saved(checkpointer: Checkpointer, step: int, weight: torch.Tensor, kind: Kind | None = None) -> Path:
+    """Save, change the state as the next step would, and return where the checkpoint will be."""
+    with checkpointer.save(step, kind) as directory:
+        torch.save({"weight": weight, "step": step}, directory / "state.pt")
+        (directory / "note.txt").write_text("by the program itself")
+    weight.add_(1)
+    return directory.parent / f"checkpoint-{step}"
+
+
+def loaded(path: Path) -> float:
+    return float(torch.load(path / "state.pt", weights_only=True)["weight"][0])
+
+
+def test_a_checkpoint_has_the_state_of_its_own_step(make_checkpointer: Make) -> None:
+    checkpointer = make_checkpointer(asynchronous=True, keep_local=3)
+    weight = torch.zeros(1000)
+    paths = [saved(checkpointer, step, weight) for step in (1, 2, 3)]
+    assert [loaded(path) for path in paths] == [0, 1, 2]
+    assert all((path / "note.txt").read_text() for path in paths)
+    checkpointer.finish()
+
+
+def test_what_is_saved_in_another_way_is_there_when_the_block_ends(make_checkpointer: Make) -> None:
+    checkpointer = make_checkpointer(asynchronous=True)
+    with checkpointer.save(1) as directory:
+        (directory / "state").write_text("x")
+    # A question that no hook sees: nobody has waited.
+    assert os.path.exists(directory.parent / "checkpoint-1")  # noqa: PTH110
+
+
+@pytest.mark.parametrize("kind", [Kind.FINAL, Kind.JUST_IN_TIME])
+def test_the_last_save_of_a_process_is_complete_when_its_block_ends(make_checkpointer: Make, kind: Kind) -> None:
+    checkpointer = make_checkpointer(asynchronous=True)
+    path = saved(checkpointer, 1, torch.zeros(10), kind)
+    assert os.path.exists(path / "state.pt")  # noqa: PTH110
+
+
+def test_a_notice_after_the_copy_is_obeyed_when_the_checkpoint_is_there(make_checkpointer: Make) -> None:
+    checkpointer = make_checkpointer(asynchronous=True)
+    assert not checkpointer.should_save(1, every=0)
+    with checkpointer.save(1) as directory:
+        torch.save({"weight": torch.ones(10)}, directory / "state.pt")
+        os.kill(os.getpid(), signal.SIGTERM)
+    assert checkpointer.stopping
+    (record,) = read_records(directory.parents[1] / ".mooring" / "records")
+    assert (record.step, record.kind) == (1, Kind.JUST_IN_TIME)
+    with pytest.raises(SystemExit):
+        checkpointer.finish()
+
+
+def test_an_exception_in_the_block_leaves_nothing(make_checkpointer: Make) -> None:
+    checkpointer = make_checkpointer(asynchronous=True)
+    seen: list[Path] = []
+
+    def fail() -> None:
+        with checkpointer.save(1) as directory:
+            seen.append(directory)
+            torch.save({"weight": torch.ones(10)}, directory / "state.pt")
+            raise KeyError("the program's own")
+
+    with pytest.raises(KeyError):
+        fail()
+    checkpointer.finish()
+    assert [path.name for path in seen[0].parent.iterdir() if not path.name.startswith(".mooring")] == []
+
+
+@pytest.mark.parametrize(("value", "is_behind"), [("true", True), ("off", False), (None, False)])
+def test_the_environment_decides_where_the_program_does_not(
+    value: str | None, is_behind: bool, make_checkpointer: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if value is not None:
+        monkeypatch.setenv(names.ENV_ASYNCHRONOUS_SAVES, value)
+    checkpointer = make_checkpointer()
+    with checkpointer.save(1) as directory:
+        torch.save({"weight": torch.ones(10)}, directory / "state.pt")
+        assert ((directory / "state.pt").stat().st_size == 0) is is_behind
+    checkpointer.finish()
