@@ -53,7 +53,7 @@ def protect(x: T, *, asynchronous: bool | None = None) -> T:
     if integration is None:
         kind = f"{type(x).__module__}.{type(x).__qualname__}"
         raise UsageError(ErrorKind.BAD_ARGUMENT, f"Mooring cannot protect a {kind}", hint=f"pass {_TAKEN}")
-    FrameworkRun.saves_behind = asynchronous
+    FrameworkRun.asynchronous_by_program = asynchronous
     try:
         import_module(f"mooring.integrations.{integration}").install(x)
     except Exception as error:

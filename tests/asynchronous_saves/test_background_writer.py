@@ -3,7 +3,9 @@
 import logging
 import os
 import shutil
+import signal
 import subprocess
+import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -87,6 +89,32 @@ def test_who_touches_other_files_does_not_wait(writer: BackgroundWriter, slow: S
     (folder / "b").write_text("x")
     assert [path.name for path in sorted(tmp_path.iterdir())] == ["other", "save"]
     assert slow.written == []
+
+
+@pytest.mark.skipif(sys.version_info >= (3, 12), reason="Python warns of a fork beside threads, which this is about")
+def test_a_forked_child_does_not_wait_for_a_thread_that_it_has_not(
+    writer: BackgroundWriter, slow: Slow, tmp_path: Path
+) -> None:
+    save = writer.begin(tmp_path)
+    hand_in(save, tmp_path / "a", "text", slow.write)
+    child = os.fork()
+    if child == 0:
+        signal.alarm(60)
+        os._exit(len((tmp_path / "a").read_bytes()))
+    assert os.waitpid(child, 0)[1] == 0
+    assert slow.written == []
+
+
+def test_a_copy_that_fails_is_said_once_and_the_program_writes(
+    writer: BackgroundWriter, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fail(take: object) -> None:
+        raise AttributeError("no _untyped_storage")
+
+    save = writer.begin(tmp_path)
+    assert [save.take(tmp_path / name, fail, lambda *_: None) for name in "ab"] == [False, False]
+    assert len(caplog.messages) == 1
+    assert "no _untyped_storage" in caplog.messages[0]
 
 
 def test_a_file_that_the_program_renames_gets_its_content_there(

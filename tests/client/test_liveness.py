@@ -138,8 +138,8 @@ def test_what_a_framework_writes_is_claimed_before_its_first_file(
     run = FrameworkRun.current()
     try:
         seen: list[list[str]] = []
-        run.save_behind(tmp_path / "out" / "checkpoint-1", 1, lambda _: seen.append(claims(tmp_path)))
-        run.announce_behind()
+        run.save_in_background(tmp_path / "out" / "checkpoint-1", 1, lambda _: seen.append(claims(tmp_path)))
+        run.announce_in_background()
         run.wait()
     finally:
         run.close()

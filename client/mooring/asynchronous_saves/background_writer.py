@@ -12,14 +12,14 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
 from mooring.asynchronous_saves import path_guard, state_size
-from mooring.asynchronous_saves.host_memory import HostMemory, pins_memory
+from mooring.asynchronous_saves.host_memory import HostMemory, Take, pins_memory
 
 _log: Final = logging.getLogger("mooring")
 _PATIENCE_SECONDS: Final = 3600.0
@@ -56,7 +56,7 @@ class BackgroundSave:
     def take(
         self,
         path: str | os.PathLike[str],
-        copy: Callable[[Callable[[Sequence[int]], list[Any] | None]], Any],
+        copy: Callable[[Take], Any],
         write: Callable[[Any, str], object],
     ) -> bool:
         """Copy a value now and write it later. Returns False where the caller must write it by itself.
@@ -74,7 +74,7 @@ class BackgroundSave:
             empty = None if copied is None else _make_empty(file)
         except Exception as error:
             # The program's own call then meets what is wrong, and says it as it always does.
-            _log.debug("not written in the background: path=%s error=%r", file, error)
+            self._writer.say_once(f"a file is written while training waits: path={file} error={error!r}")
             return False
         if empty is None:
             return False
@@ -136,12 +136,13 @@ class BackgroundSave:
 class BackgroundWriter:
     """The saves of one process, one after the other. Used by one thread."""
 
-    def __init__(self, *, is_on: bool = True) -> None:
-        self.is_on = is_on
+    def __init__(self) -> None:
+        self.is_on = True
         """Whether saves are written in the background."""
         self._memory = HostMemory()
         self._thread: ThreadPoolExecutor | None = None
         self._last: Future[Any] | None = None
+        self._said = False
 
     def begin(self, directory: Path) -> BackgroundSave:
         """Begin a save, after the last one is done."""
@@ -175,7 +176,7 @@ class BackgroundWriter:
         elif seconds > _NOTABLE_SECONDS:
             _log.info("training waited for the last save: seconds=%.1f hint=save less often", seconds)
 
-    def copy(self, copy: Callable[[Callable[[Sequence[int]], list[Any] | None]], Any]) -> Any:
+    def copy(self, copy: Callable[[Take], Any]) -> Any:
         """Return what `copy` makes of our memory; None if saves are not written in the background."""
         copied = copy(self._memory.take) if self.is_on else None
         if copied is None and self.is_on:
@@ -193,6 +194,12 @@ class BackgroundWriter:
             self._last = Future()
             self._last.set_result(work())
         return self._last
+
+    def say_once(self, what: str) -> None:
+        """Warn, unless this has warned before."""
+        if not self._said:
+            self._said = True
+            _log.warning("%s", what)
 
     def _give_up(self, why: str) -> None:
         self.is_on = False

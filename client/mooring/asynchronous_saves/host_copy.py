@@ -8,15 +8,13 @@ memory of the host, and its file still names the GPU. Imports torch, so it is im
 
 import io
 import pickle
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Final, TypeAlias
+from collections.abc import Mapping, Sequence
+from typing import Any, Final
 
 import torch
 
+from mooring.asynchronous_saves.host_memory import Take
 from mooring.private_members import require
-
-Take: TypeAlias = Callable[[Sequence[int]], list[Any] | None]
-"""Returns storages of these sizes in bytes, as `HostMemory.take`, or None."""
 
 _PROTOCOL: Final = 2
 """The protocol of `torch.save`: with another one, an object may be pickled in another way."""

@@ -9,9 +9,12 @@ import logging
 import mmap
 import sys
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, TypeAlias
+
+Take: TypeAlias = "Callable[[Sequence[int]], list[Any] | None]"
+"""`HostMemory.take`, for those who copy."""
 
 _log: Final = logging.getLogger("mooring")
 _ALIGNMENT_BYTES: Final = 64
@@ -40,11 +43,6 @@ class HostMemory:
     def reset(self) -> None:
         """Take back all pieces: nobody reads them any more."""
         self._block = self._offset = 0
-
-    def free(self) -> None:
-        """Give the memory back to the system, as soon as nobody reads it."""
-        self._blocks = []
-        self.reset()
 
     def reserve(self, size_bytes: int) -> None:
         """Have `size_bytes` in all, and touch the pages, which the first copy would do. Does nothing if too large."""

@@ -25,8 +25,8 @@ _PROGRAMS: Final = frozenset(("subprocess.Popen", "os.system", "os.exec", "os.po
 
 _waits: Final[dict[str, Callable[[], object]]] = {}
 """Absolute path -> what waits until it is complete. Raises nothing."""
-_writers: Final[set[int]] = set()
-"""The threads that are never held up."""
+_this_thread = threading.local()
+"""Its `writes` is set in threads that are never held up."""
 
 
 def hold(path: str, wait: Callable[[], object]) -> None:
@@ -47,17 +47,20 @@ def wait_for(path: str | os.PathLike[str]) -> None:
 
 def let_pass() -> None:
     """Never hold up the calling thread, which writes."""
-    _writers.add(threading.get_ident())
+    _this_thread.writes = True
 
 
 @lru_cache(maxsize=1)
 def _install() -> None:
     # For the life of the process: nothing removes a hook.
     sys.addaudithook(_hook)
+    if hasattr(os, "register_at_fork"):
+        # A forked child has no thread that it could wait for.
+        os.register_at_fork(after_in_child=_waits.clear)
 
 
 def _hook(event: str, arguments: tuple[Any, ...]) -> None:
-    if not _waits or threading.get_ident() in _writers:
+    if not _waits or hasattr(_this_thread, "writes"):
         return
     if event in _PATHS:
         touched = [_absolute(path) for path in arguments[: _PATHS[event]]]

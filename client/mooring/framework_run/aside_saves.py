@@ -23,7 +23,7 @@ _Write = Callable[[Path], object]
 
 
 @dataclass(slots=True, kw_only=True)
-class _Behind:
+class _BackgroundCheckpoint:
     path: Path
     pending: PendingSave
     save: BackgroundSave
@@ -37,9 +37,9 @@ class AsideSaves:
         self._session = session
         self._checkpoints = checkpoints
         self._writer = BackgroundWriter()
-        self._behind: _Behind | None = None
+        self._behind: _BackgroundCheckpoint | None = None
         """Saved, and not to be announced yet."""
-        self._last: _Behind | None = None
+        self._last: _BackgroundCheckpoint | None = None
 
     def has_room(self, path: Path, pending: PendingSave) -> bool:
         """Make the directory in which `path` is written; return whether all ranks have it."""
@@ -47,7 +47,7 @@ class AsideSaves:
         return bool(context.coordinator.agree(pending.key("aside"), context.aside.has_room(path.name)))
 
     def expect(self) -> None:
-        """Prepare for `save_behind`, in a rank that will have the training's state to write."""
+        """Prepare for `save_in_background`, in a rank that will have the training's state to write."""
         self._writer.expect()
 
     def save(self, path: Path, pending: PendingSave, write: _Write) -> bool:
@@ -58,7 +58,7 @@ class AsideSaves:
         self._write(path, pending, write)
         return self._put_in_place(path, pending)
 
-    def save_behind(self, path: Path, pending: PendingSave, write: _Write) -> None:
+    def save_in_background(self, path: Path, pending: PendingSave, write: _Write) -> None:
         """Copy this rank's part; write it and put the checkpoint in place behind the training. Call `announce` next.
 
         Raises what `write` raises, and tells the other ranks.
@@ -66,7 +66,7 @@ class AsideSaves:
         save = self._writer.begin(self._session.context().aside.being_saved(path.name))
         with handing_in(save):
             self._write(path, pending, write)
-        behind = self._behind = _Behind(path=path, pending=pending, save=save)
+        behind = self._behind = _BackgroundCheckpoint(path=path, pending=pending, save=save)
         path_guard.hold(str(path), self._writer.wait)
 
         def finish(failure: BaseException | None) -> None:
@@ -80,7 +80,7 @@ class AsideSaves:
         save.then(finish)
 
     def announce(self, kind: Kind | None, then: Callable[[bool], object], ended: Callable[[], object]) -> None:
-        """Announce the checkpoint that `save_behind` saved when it is in place. Waits for nothing.
+        """Announce the checkpoint that `save_in_background` saved when it is in place. Waits for nothing.
 
         `kind` None: tell the other ranks that this one does not announce it. `then`: called with whether it was
         announced, if it is in place. `ended`: called in any case.
@@ -120,6 +120,8 @@ class AsideSaves:
             write(context.aside.being_saved(path.name) / path.name)
         except BaseException:
             context.coordinator.agree(pending.key("complete"), ok=False)
+            if context.leads_pod:
+                context.aside.abandon(path.name)
             self._session.abort(pending)
             raise
 

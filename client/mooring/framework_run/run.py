@@ -42,7 +42,7 @@ class _Unannounced:
 class FrameworkRun:
     """Every rank has one and calls the same methods in the same order. `current` returns the one of this process."""
 
-    saves_behind: ClassVar[bool | None] = None
+    asynchronous_by_program: ClassVar[bool | None] = None
     """Whether the program asks for asynchronous saves; None if it leaves that to the environment."""
     _current: "FrameworkRun | None" = None
 
@@ -75,8 +75,8 @@ class FrameworkRun:
 
     @property
     def asynchronous(self) -> bool:
-        """Whether `save_behind` returns before the files are written. The same on all ranks."""
-        asked = FrameworkRun.saves_behind
+        """Whether `save_in_background` returns before the files are written. The same on all ranks."""
+        asked = FrameworkRun.asynchronous_by_program
         return self._session.settings.asynchronous if asked is None else asked
 
     @property
@@ -191,7 +191,7 @@ class FrameworkRun:
             self._abort_pending()
         return in_place
 
-    def save_behind(
+    def save_in_background(
         self,
         path: Path,
         step: int,
@@ -201,8 +201,7 @@ class FrameworkRun:
     ) -> None:
         """As `save_aside`, but copy what `write` saves, and write it and move it behind the training.
 
-        Call `announce_behind` next. Until the checkpoint is in place, whoever in this process touches `path` waits.
-        `placed`: called then, in another thread. It must raise nothing.
+        Call `announce_in_background` next. Whoever in this process touches `path` waits until the checkpoint is there.
         """
         claim = ExitStack()
         with claim:
@@ -216,19 +215,21 @@ class FrameworkRun:
             pending = self._begin(path, step, None)
             behind = pending is not None and elsewhere and self.asynchronous and self._aside.has_room(path, pending)
             if pending is not None and behind:
-                self._aside.save_behind(path, pending, write)
+                self._aside.save_in_background(path, pending, write)
             else:
                 self._pending = pending
                 self._write_in_place(path, step, write)
             self._unannounced = _Unannounced(path=path, step=step, behind=behind, claim=claim.pop_all())
 
     def expect_saves(self) -> None:
-        """Prepare for `save_behind`, before training, in a rank that will have the training's state to write."""
+        """Prepare for `save_in_background`, before training, in a rank that will have the training's state to write."""
         if self.asynchronous:
             self._aside.expect()
 
-    def announce_behind(self, kind: Kind | None = None, *, then: Callable[[bool], object] = lambda _: None) -> None:
-        """Announce what `save_behind` saved, once it is in place. Does not wait for that. `kind` as for `announce`.
+    def announce_in_background(
+        self, kind: Kind | None = None, *, then: Callable[[bool], object] = lambda _: None
+    ) -> None:
+        """Announce what `save_in_background` saved, once it is in place, without waiting. `kind` as for `announce`.
 
         `then`: called after that, perhaps in another thread, with whether it was announced; not if it is lost.
         """
@@ -240,7 +241,7 @@ class FrameworkRun:
                 then(self.announce(saved.path, saved.step, kind))
 
     def leave_unannounced(self) -> None:
-        """Do not announce what `save_behind` saved. It gets its name all the same."""
+        """Do not announce what `save_in_background` saved. It gets its name all the same."""
         saved, self._unannounced = self._unannounced, None
         if saved is not None and saved.behind:
             self._aside.announce(None, lambda _: None, saved.claim.close)

@@ -111,8 +111,8 @@ class _Loop:
             else:
                 self._write(aside, *arguments, **named)
 
-        run.save_behind(path, step, write)
-        run.announce_behind(then=lambda _: self._delete_old())
+        run.save_in_background(path, step, write)
+        run.announce_in_background(then=lambda _: self._delete_old())
         self._place, self._place_step, self._arguments = path, step, named
         return Path(place)
 

@@ -111,8 +111,8 @@ class _Training:
             self._save(directory, tag, client_state, *arguments, **named)
 
         # A tag may have folders in it.
-        self.run.save_behind(path, step, write, elsewhere=path.name == tag)
-        self.run.announce_behind()
+        self.run.save_in_background(path, step, write, elsewhere=path.name == tag)
+        self.run.announce_in_background()
         self._place, self._place_step = path, step
         self._client_state, self._client_step = client_state, step
         return True

@@ -167,7 +167,7 @@ class Protection(TrainerCallback):  # type: ignore[misc]  # transformers may not
             with self._saving_into(path.parent, checkpoint.parent):
                 save(*arguments, **keywords)
 
-        run.save_behind(
+        run.save_in_background(
             checkpoint,
             self._step,
             write,
@@ -180,7 +180,7 @@ class Protection(TrainerCallback):  # type: ignore[misc]  # transformers may not
         run, directory = self._run, self._checkpoint.parent
         if run is not None:
             kind = Kind.FINAL if self._is_last else None
-            run.announce_behind(kind, then=lambda _: self._rotate(directory) if run.asynchronous else None)
+            run.announce_in_background(kind, then=lambda _: self._rotate(directory) if run.asynchronous else None)
 
     def _begin(self) -> FrameworkRun | None:
         """Return the run; None when this training is not protected."""
@@ -343,7 +343,7 @@ class Protection(TrainerCallback):  # type: ignore[misc]  # transformers may not
         """Whether all that saves asks where to: another's method may add files to where a checkpoint usually lies."""
         owner = next(cls for cls in type(self._trainer).__mro__ if "_save_checkpoint" in vars(cls))
         known = owner.__module__.partition(".")[0] in ("transformers", "trl")
-        if not known and not self._said:
+        if not known and not self._said and self._run is not None and self._run.asynchronous:
             self._said = True
             _log.info("training waits for each checkpoint: %s has a method of its own to save it", owner.__qualname__)
         return known

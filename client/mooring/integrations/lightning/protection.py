@@ -211,12 +211,12 @@ class Protection:
             return
         path = Path(place).absolute()
         if contents.can_be_elsewhere(trainer):
-            self._save_behind(self._run, trainer, functools.partial(_save_to, save, call), path)
+            self._save_in_background(self._run, trainer, functools.partial(_save_to, save, call), path)
         else:
             with self._run.claimed(path):
                 self._save_ours(trainer, functools.partial(save, *arguments, **keywords), path)
 
-    def _save_behind(self, run: FrameworkRun, trainer: Any, save: Callable[[Path], None], path: Path) -> None:
+    def _save_in_background(self, run: FrameworkRun, trainer: Any, save: Callable[[Path], None], path: Path) -> None:
         def write(place: Path) -> None:
             try:
                 with contents.handing_in(trainer):
@@ -228,7 +228,7 @@ class Protection:
                 raise
 
         try:
-            run.save_behind(path, trainer.global_step, write)
+            run.save_in_background(path, trainer.global_step, write)
         except OSError as error:
             if not self._visiting:
                 raise
@@ -238,7 +238,9 @@ class Protection:
         if self._is_copy(trainer):
             run.leave_unannounced()
         else:
-            run.announce_behind(contents.kind(trainer), then=lambda told: _remove_own(trainer, path) if told else None)
+            run.announce_in_background(
+                contents.kind(trainer), then=lambda told: _remove_own(trainer, path) if told else None
+            )
         self._leaving = self._exit_asked
 
     def _save_ours(self, trainer: Any, save: Callable[[], None], path: Path) -> None:
