@@ -15,7 +15,9 @@ from mooring.asynchronous_saves.host_memory import HostMemory
 
 
 def copied(value: Any) -> Any:
-    return copy_to_host(value, HostMemory().take)
+    copy = copy_to_host(value, HostMemory().take)
+    assert copy is not None
+    return copy.value
 
 
 def written(value: Any) -> bytes:
@@ -92,9 +94,11 @@ def test_a_storage_is_copied_once_however_often_it_is_shared() -> None:
         return memory.take(wanted)
 
     copy = copy_to_host(tied(), take)
+    assert copy is not None
     assert sizes == [6 * 4 * 4, 3 * 4]
-    copy["one"][2, 1] = 7.0
-    assert copy["same"][2, 1] == copy["row"][1] == copy["turned"][1, 2] == 7.0
+    assert copy.size_bytes == sum(sizes)
+    copy.value["one"][2, 1] = 7.0
+    assert copy.value["same"][2, 1] == copy.value["row"][1] == copy.value["turned"][1, 2] == 7.0
 
 
 def test_where_there_is_no_room_there_is_no_copy() -> None:
@@ -115,7 +119,7 @@ def test_a_tensor_for_safetensors_is_copied_without_the_rest_of_its_storage() ->
     flat.zero_()
     assert copies is not None
     assert sizes == [8, 8, 8]
-    assert {name: copy.tolist() for name, copy in copies.items()} == {"a": [0, 1], "b": [[2], [3]], "c": [8, 9]}
+    assert {name: copy.tolist() for name, copy in copies.value.items()} == {"a": [0, 1], "b": [[2], [3]], "c": [8, 9]}
 
 
 def test_the_file_of_a_copy_names_the_device_that_the_value_was_on(monkeypatch: pytest.MonkeyPatch) -> None:

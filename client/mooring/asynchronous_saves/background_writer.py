@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from mooring.asynchronous_saves import path_guard, state_size
-from mooring.asynchronous_saves.host_memory import HostMemory, Take, pins_memory
+from mooring.asynchronous_saves.host_memory import HostMemory, Take
 
 _log: Final = logging.getLogger("mooring")
 _PATIENCE_SECONDS: Final = 3600.0
@@ -151,18 +151,14 @@ class BackgroundWriter:
         return BackgroundSave(self, directory)
 
     def expect(self) -> None:
-        """Have the memory for a copy before the first save needs it: it is made in the background after two steps."""
+        """Have the memory for a copy before the first save needs it: it is made after two steps."""
         if self.is_on:
             state_size.when_known(self._reserve)
 
     def _reserve(self, size_bytes: int) -> None:
-        if not self.is_on or self._last is not None:
-            return
-        if pins_memory():
-            # In another thread this would break a CUDA graph that this one captures.
+        # Now: training waits for it once, a fraction of what a thread would take from the steps meanwhile.
+        if self.is_on and self._last is None:
             self._memory.reserve(size_bytes)
-        else:
-            self.submit(lambda: self._memory.reserve(size_bytes))
 
     def wait(self) -> None:
         """Wait until all that was handed in is done."""

@@ -9,6 +9,7 @@ memory of the host, and its file still names the GPU. Imports torch, so it is im
 import io
 import pickle
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Final
 
 import torch
@@ -25,7 +26,15 @@ _locations: Final[dict[int, str]] = {}
 """Address of a copy -> where the storage was that it is a copy of, if that was not the memory of the host."""
 
 
-def copy_to_host(value: Any, take: Take) -> Any:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HostCopy:
+    """`value`: what was copied. `size_bytes`: of its tensors."""
+
+    value: Any
+    size_bytes: int
+
+
+def copy_to_host(value: Any, take: Take) -> HostCopy | None:
     """Return the copy; None where there is no room for it.
 
     Args:
@@ -44,7 +53,8 @@ def copy_to_host(value: Any, take: Take) -> Any:
     for storage, copy in zip(splitter.storages, copies, strict=True):
         copy.copy_(storage)
         _keep_location(storage, copy)
-    return _Joiner(pickled.getvalue(), copies).load()
+    joined = _Joiner(pickled.getvalue(), copies).load()
+    return HostCopy(value=joined, size_bytes=sum(storage.nbytes() for storage in splitter.storages))
 
 
 class _Splitter(pickle.Pickler):
@@ -103,8 +113,8 @@ def _location(storage: Any) -> str | None:
     return _locations.get(storage.data_ptr())
 
 
-def copy_tensors_to_host(tensors: Mapping[str, torch.Tensor], take: Take) -> dict[str, torch.Tensor] | None:
-    """Return copies of dense tensors, each in a storage of its own; None where there is no room for them."""
+def copy_tensors_to_host(tensors: Mapping[str, torch.Tensor], take: Take) -> HostCopy | None:
+    """Return copies of dense tensors, by name, each in a storage of its own; None where there is no room for them."""
     copies = take([tensor.nbytes for tensor in tensors.values()])
     if copies is None:
         return None
@@ -112,4 +122,4 @@ def copy_tensors_to_host(tensors: Mapping[str, torch.Tensor], take: Take) -> dic
     for (name, tensor), copy in zip(tensors.items(), copies, strict=True):
         copied[name] = torch.empty(0, dtype=tensor.dtype).set_(copy, 0, tensor.shape, tensor.stride())
         copied[name].copy_(tensor.detach())
-    return copied
+    return HostCopy(value=copied, size_bytes=sum(tensor.nbytes for tensor in tensors.values()))

@@ -8,7 +8,6 @@ configured otherwise, and what does not fit there ends the process by SIGBUS.
 import logging
 import mmap
 import sys
-import threading
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Final, TypeAlias
@@ -18,7 +17,6 @@ Take: TypeAlias = "Callable[[Sequence[int]], list[Any] | None]"
 
 _log: Final = logging.getLogger("mooring")
 _ALIGNMENT_BYTES: Final = 64
-_TOUCHED_AT_ONCE_BYTES: Final = 8 * 1024 * 1024
 _LEFT_FREE_BYTES: Final = 256 * 1024 * 1024
 """What a copy leaves to everything else: a container that reaches its limit is killed."""
 _CGROUPS: Final = Path("/sys/fs/cgroup")
@@ -27,13 +25,12 @@ _MEMORY_OF_MACHINE: Final = Path("/proc/meminfo")
 
 
 class HostMemory:
-    """Blocks of memory. One thread takes pieces of them; another may `reserve` meanwhile."""
+    """Blocks of memory, of which one thread takes pieces."""
 
     def __init__(self) -> None:
         self._blocks: list[mmap.mmap] = []
         self._block = 0
         self._offset = 0
-        self._growing = threading.Lock()
 
     @property
     def size_bytes(self) -> int:
@@ -48,17 +45,13 @@ class HostMemory:
         """Have `size_bytes` in all, and touch the pages, which the first copy would do. Does nothing if too large."""
         import torch
 
-        with self._growing:
-            missing = size_bytes - self.size_bytes
-            if missing <= 0 or not self._grow(missing):
-                return
-            for piece in torch.frombuffer(self._blocks[-1], dtype=torch.uint8).split(_TOUCHED_AT_ONCE_BYTES):  # type: ignore[no-untyped-call]
-                piece.zero_()
+        missing = size_bytes - self.size_bytes
+        if missing > 0 and self._grow(missing):
+            torch.frombuffer(self._blocks[-1], dtype=torch.uint8).zero_()
 
     def take(self, sizes: Sequence[int]) -> list[Any] | None:
         """Return a `torch.UntypedStorage` of each of these sizes, in bytes; None where they leave too little memory."""
-        with self._growing:
-            places = self._places(sizes)
+        places = self._places(sizes)
         if places is None:
             return None
         return [self._piece(block, start, size) for (block, start), size in zip(places, sizes, strict=True)]

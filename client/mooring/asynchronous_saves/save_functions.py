@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, Final
 
+from mooring.asynchronous_saves import direct_file
 from mooring.asynchronous_saves.background_writer import BackgroundSave
 
 _MARK: Final = "__mooring_saves__"
@@ -35,17 +36,23 @@ def handing_in(save: BackgroundSave) -> Iterator[None]:
         save.begin_writing()
 
 
-def hand_in(value: Any, path: str | os.PathLike[str], write: Callable[[Any, str], object]) -> bool:
+def hand_in(value: Any, path: str | os.PathLike[str], write: Callable[[Any, Any], object]) -> bool:
     """Hand what `torch.save` takes to the save that is open in this thread, to be written later by `write`.
 
-    Returns False where the caller must write it by itself.
+    `write` gets a copy of it, and the path of an empty file or an object that has a file's `write`. Returns False where
+    the caller must write it by itself.
     """
     save = _current()
     if save is None:
         return False
     from mooring.asynchronous_saves.host_copy import copy_to_host
 
-    return save.take(path, functools.partial(copy_to_host, value), write)
+    return save.take(path, functools.partial(copy_to_host, value), functools.partial(_write, write))
+
+
+def _write(write: Callable[[Any, Any], object], copied: Any, path: str) -> None:
+    with direct_file.opened(path, copied.size_bytes) as file:
+        write(copied.value, path if file is None else file)
 
 
 def _current() -> BackgroundSave | None:
@@ -84,10 +91,18 @@ def _save_file(save_file: Callable[..., Any]) -> Callable[..., Any]:
         current = _current()
         if current is not None and _are_apart(tensors):
             from mooring.asynchronous_saves.host_copy import copy_tensors_to_host
+            from mooring.asynchronous_saves.safetensors_file import write_tensors
 
             kept = None if metadata is None else dict(metadata)
+
+            def write(copied: Any, target: Any) -> None:
+                if isinstance(target, str):
+                    save_file(copied, target, metadata=kept)
+                else:
+                    write_tensors(copied, target, kept)
+
             copy = functools.partial(copy_tensors_to_host, tensors)
-            if current.take(filename, copy, lambda copied, path: save_file(copied, path, metadata=kept)):
+            if current.take(filename, copy, functools.partial(_write, write)):
                 return None
         return save_file(tensors, filename, metadata=metadata)
 

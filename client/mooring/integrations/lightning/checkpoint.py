@@ -6,10 +6,9 @@ Owns what the integration knows of Lightning's loops and of its checkpoint's for
 import base64
 import io
 import logging
-import tempfile
 from collections.abc import Iterator
 from concurrent.futures import Future
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from importlib import import_module
 from pathlib import Path
 from typing import Any, Final
@@ -169,15 +168,13 @@ def handing_in(trainer: Any) -> Iterator[None]:
         del plugin.save_checkpoint
 
 
-def _write(checkpoint: dict[str, Any], path: str) -> None:
+def _write(checkpoint: dict[str, Any], target: Any) -> None:
     """Write what Lightning writes, byte by byte, without the memory in which it first collects the whole file."""
     import torch
 
-    with tempfile.TemporaryDirectory(dir=Path(path).parent) as folder:
-        # The file's own name is in it: this is the one that torch takes where there is none, as in memory.
-        file = Path(folder, "archive")
+    # A path would make the file's own name a part of it.
+    with open(target, "wb") if isinstance(target, str) else nullcontext(target) as file:  # noqa: PTH123
         torch.save(checkpoint, file)
-        file.replace(path)
 
 
 def can_be_elsewhere(trainer: Any) -> bool:
