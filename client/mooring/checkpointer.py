@@ -48,9 +48,9 @@ class Checkpointer:
         socket: The agent's unix socket. From the environment by default.
         keep_local: How many complete checkpoints stay on the local disk.
         rank0_only: This process saves for all ranks; the other ranks make no Checkpointer.
-        asynchronous: True: training waits for a copy of what `torch.save` and safetensors' `save_file` get in a
-            periodic save, and the files are written while it continues. This takes memory for one more copy of the
-            state. By default the environment decides, else it is false.
+        asynchronous: False: training waits until a periodic save is written, and not only for a copy of what
+            `torch.save` and safetensors' `save_file` get. The copy takes memory for one more state. By default the
+            environment decides, else it is true.
 
     Raises:
         UsageError: An argument makes no sense.

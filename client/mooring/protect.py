@@ -27,8 +27,8 @@ def protect(x: T, *, asynchronous: bool | None = None) -> T:
 
     Args:
         x: A transformers Trainer (or TRL's), a Lightning Trainer, an Accelerate Accelerator, or a DeepSpeedEngine.
-        asynchronous: True: training waits for a copy of each checkpoint, which is written while it continues. This
-            takes memory for one more copy of the state. By default the environment decides, else it is false.
+        asynchronous: False: training waits until each checkpoint is written, and not only for a copy of it. The copy
+            takes memory for one more state. By default the environment decides, else it is true.
 
     Returns:
         `x` itself.

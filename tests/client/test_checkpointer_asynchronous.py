@@ -81,7 +81,7 @@ def test_an_exception_in_the_block_leaves_nothing(make_checkpointer: Make) -> No
     assert [path.name for path in seen[0].parent.iterdir() if not path.name.startswith(".mooring")] == []
 
 
-@pytest.mark.parametrize(("value", "is_behind"), [("true", True), ("off", False), (None, False)])
+@pytest.mark.parametrize(("value", "is_behind"), [("true", True), ("off", False), (None, True)])
 def test_the_environment_decides_where_the_program_does_not(
     value: str | None, is_behind: bool, make_checkpointer: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:

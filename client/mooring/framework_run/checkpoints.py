@@ -96,18 +96,22 @@ class FrameworkCheckpoints:
         return None
 
     def _record(self, path: Path, record: Record) -> Record | None:
-        """Make the checkpoint durable and record it; remove the records of those that the framework has deleted."""
+        """Make the checkpoint durable and record it."""
         try:
             files = tuple(RecordedFile(path=name, size_bytes=size_bytes) for name, size_bytes in sync_tree(path))
             record = replace(record, files=files)
             write_record(self._session.records, record)
-            for older in read_records(self._session.records):
-                if not self.place(older).exists():
-                    remove_record(self._session.records, older.name)
+            self.forget_deleted()
         except OSError as error:
             _log.warning("checkpoint not recorded: path=%s error=%s", path, error)
             return None
         return record
+
+    def forget_deleted(self) -> None:
+        """Remove the records of checkpoints that the framework has deleted. Raises OSError."""
+        for record in read_records(self._session.records):
+            if not self.place(record).exists():
+                remove_record(self._session.records, record.name)
 
     def whole(self) -> list[Record]:
         """Return the records of the checkpoints that are here and whole."""

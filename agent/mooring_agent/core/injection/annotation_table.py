@@ -275,9 +275,9 @@ OWN: Final = (
     ),
     AnnotationField(
         name="asynchronous-saves",
-        default="`false`",
-        help="`true` makes the training wait only for a copy of each checkpoint, and not until it is written. The copy "
-        "takes memory of the trainer's container, see [trainers](trainers.md#saving-while-training-goes-on).",
+        default="`true`",
+        help="`false` makes the training wait until each checkpoint is written, and not only for a copy of it. The "
+        "copy takes memory of the trainer's container, see [trainers](trainers.md#saving-while-training-goes-on).",
     ),
     AnnotationField(
         name="temporary-files",

@@ -92,7 +92,7 @@ class Injection:
     in_memory: bool = False
     grace_seconds: int = 120
     autoload: bool = False
-    asynchronous_saves: bool = False
+    asynchronous_saves: bool = True
     temporary_files: bool = False
     cpu: str = ""
     memory: str = ""
