@@ -1,86 +1,75 @@
-"""How long Hugging Face's Trainer and Accelerate wait for a save of 1 GiB, alone and with Mooring's asynchronous saves.
+"""How long training in five frameworks waits for a save of 1 GiB, alone and with Mooring, and what else it costs.
 
-    python -m benchmarks.framework_saves [--rounds 3]
+    python -m benchmarks.framework_saves [--rounds 1] [--framework NAME …]
 
-Both ways take turns, each in a process of its own, so that what else the machine does meets both alike. Writes
-benchmarks/FRAMEWORK_SAVES.md, and exits 1 if a save takes more than a tenth of the framework's own. Needs 8 GiB of
-memory and 4 GiB of free disk below the temporary directory.
+All ways take turns, each in processes of their own, so that what else the machine does meets all alike. Writes
+benchmarks/FRAMEWORK_SAVES.md and the plot beside it, and exits 1 if a goal is missed. Needs 16 GiB of memory and 8 GiB
+of free disk below the temporary directory; a round takes half an hour on two cores.
 """
 
 import argparse
 import json
 import os
-import statistics
+import socket
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
-from pathlib import Path
 from typing import Any, Final
+
+from benchmarks.framework_saves.program import FRAMEWORKS
+from benchmarks.framework_saves.report import ALONE, MOORING, NO_SAVES, SAVE_EVERY, Runs, missed, plot, report
 
 from mooring_api import names
 
-STEPS: Final = 45
-SAVE_EVERY: Final = 20
-GOAL: Final = 0.1
-"""How long training may wait for a save at most, as a part of the framework's own time for it."""
-FRAMEWORKS: Final = ("hugging-face", "accelerate")
-_REPORT: Final = Path(__file__).parents[1] / "FRAMEWORK_SAVES.md"
-_HEAD: Final = """# What a save costs in a framework
-
-`python -m benchmarks.framework_saves`: {steps} steps of about half a second with a save of 1 GiB every {save_every}, on
-two cores, without an agent. Rounds in which both ways take turns: {rounds}; the numbers are medians. Between saves
-there is time to write. "Training" is from the first step to the end, when all is written.
-
-| framework | first save, alone | asynchronous | | later, alone | asynchronous | | training, asynchronous / alone |
-|---|---|---|---|---|---|---|---|
-"""
+_STEPS: Final = {NO_SAVES: 60, ALONE: 65, MOORING: 200}
+_STEPS_OF_TWO_RANKS: Final = 45
 
 
 def main() -> int:
     parser = argparse.ArgumentParser()
-    parser.add_argument("--rounds", type=int, default=3)
-    rounds: int = parser.parse_args().rounds
-    rows, is_missed = [], False
-    for framework in FRAMEWORKS:
-        alone, ours = [], []
-        for _ in range(rounds):
-            alone.append(_trained(framework))
-            ours.append(_trained(framework, "--mooring"))
-        row, ratios = _row(framework, alone, ours)
-        rows.append(row)
-        is_missed |= max(ratios) > GOAL
-        print(rows[-1], flush=True)
-    head = _HEAD.format(steps=STEPS, save_every=SAVE_EVERY, rounds=rounds)
-    _REPORT.write_text(head + "\n".join(rows) + "\n")
-    return int(is_missed)
+    parser.add_argument("--rounds", type=int, default=1)
+    parser.add_argument("--framework", action="append", choices=list(FRAMEWORKS))
+    options = parser.parse_args()
+    runs: Runs = {}
+    for framework in options.framework or FRAMEWORKS:
+        for _ in range(options.rounds):
+            for way, steps in _STEPS.items():
+                runs.setdefault((framework, 1, way), []).append(_trained(framework, way, steps, ranks=1))
+            for way in (ALONE, MOORING):
+                two = _trained(framework, way, _STEPS_OF_TWO_RANKS, ranks=2)
+                runs.setdefault((framework, 2, way), []).append(two)
+        # A page after each framework: a round takes long.
+        report(runs, options.rounds)
+    plot(runs)
+    print(*missed(runs), sep="\n", flush=True)
+    return int(bool(missed(runs)))
 
 
-def _trained(framework: str, *more: str) -> dict[str, Any]:
-    with tempfile.TemporaryDirectory(prefix="framework-saves-") as folder:
-        arguments = [framework, folder, str(STEPS), str(SAVE_EVERY), *more]
-        environment = {**os.environ, names.ENV_VOLUME: folder, names.ENV_ASYNCHRONOUS_SAVES: "true"}
-        ended = subprocess.run(
-            [sys.executable, "-m", "benchmarks.framework_saves.program", *arguments],
-            env=environment,
-            stdout=subprocess.PIPE,
-            text=True,
-            check=True,
-        )
-    measured: dict[str, Any] = json.loads(ended.stdout.splitlines()[-1])
+def _trained(framework: str, way: str, steps: int, *, ranks: int) -> dict[str, Any]:
+    with tempfile.TemporaryDirectory(prefix="framework-saves-") as folder, socket.socket() as reserved:
+        reserved.bind(("127.0.0.1", 0))
+        port = reserved.getsockname()[1]
+        reserved.close()
+        save_every = 0 if way == NO_SAVES else SAVE_EVERY
+        arguments = [framework, folder, str(steps), str(save_every), *(["--mooring"] if way == MOORING else [])]
+        processes = []
+        for rank in range(ranks):
+            environment = {
+                **os.environ,
+                names.ENV_VOLUME: folder,
+                **{"RANK": str(rank), "LOCAL_RANK": str(rank)},
+                **{"WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks)},
+                **{"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "GLOO_SOCKET_IFNAME": "lo"},
+                **({"OMP_NUM_THREADS": "1"} if ranks > 1 else {}),
+            }
+            command = [sys.executable, "-m", "benchmarks.framework_saves.program", *arguments]
+            processes.append(subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True))
+        outputs = [process.communicate()[0] for process in processes]
+    if any(process.returncode for process in processes):
+        raise SystemExit(f"{framework}, {way}, {ranks} ranks: a rank failed")
+    measured: dict[str, Any] = json.loads(outputs[0].splitlines()[-1])
+    print(framework, way, f"ranks={ranks}", f"saves={[round(one, 2) for one in measured['saves']]}", flush=True)
     return measured
-
-
-def _row(framework: str, alone: Sequence[dict[str, Any]], ours: Sequence[dict[str, Any]]) -> tuple[str, list[float]]:
-    cells, ratios = [framework], []
-    for some in (slice(0, 1), slice(1, 2)):
-        theirs_seconds, our_seconds = (
-            statistics.median(seconds for run in runs for seconds in run["saves"][some]) for runs in (alone, ours)
-        )
-        cells += [f"{theirs_seconds:.2f} s", f"{our_seconds:.2f} s", f"{our_seconds / theirs_seconds:.2f} x"]
-        ratios.append(our_seconds / theirs_seconds)
-    totals = [statistics.median(run["seconds"] for run in runs) for runs in (ours, alone)]
-    return f"| {' | '.join([*cells, f'{totals[0] / totals[1]:.2f} x'])} |", ratios
 
 
 if __name__ == "__main__":

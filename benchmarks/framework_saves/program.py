@@ -2,11 +2,14 @@
 
     program.py FRAMEWORK DIRECTORY STEPS SAVE_EVERY [--mooring]
 
-The frameworks get the same model and the same steps. A save is what the framework's own method for it takes.
+The frameworks get the same model and the same steps, TRL a language model of the same size. A save is what the
+framework's own method for it takes. With more ranks, rank 0 prints.
 """
 
 import argparse
 import json
+import os
+import resource
 import shutil
 import time
 from collections.abc import Callable
@@ -19,6 +22,7 @@ LAYERS: Final = 21
 SIDE: Final = 2048
 """21 layers of 2048 x 2048: with the two moments of AdamW they have 1 GiB of fp32."""
 ROWS: Final = 64
+RANKS: Final = int(os.environ.get("WORLD_SIZE", "1"))
 
 
 class Model(torch.nn.Module):
@@ -41,11 +45,12 @@ class Rows(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
 
 
 class Clock:
-    """How long saves took, and when steps ended."""
+    """How long saves took, when steps ended, and during which of them a checkpoint was being written."""
 
     def __init__(self) -> None:
         self.saves: list[float] = []
         self.steps: list[float] = []
+        self.in_flight: list[bool] = []
 
     def timed(self, save: Callable[..., Any]) -> Callable[..., Any]:
         def timed(*arguments: Any, **keywords: Any) -> Any:
@@ -58,45 +63,145 @@ class Clock:
         return timed
 
     def stepped(self) -> None:
+        from mooring.asynchronous_saves import path_guard
+
         self.steps.append(time.perf_counter())
+        # What is not in place yet is held up.
+        self.in_flight.append(bool(path_guard._waits))
 
 
 def hugging_face(options: argparse.Namespace, clock: Clock) -> None:
+    import transformers
+
+    arguments = transformers.TrainingArguments(**_trainer_arguments(options), per_device_train_batch_size=ROWS)
+    _train_trainer(transformers.Trainer(model=Model(), args=arguments, train_dataset=Rows()), options, clock)
+
+
+def trl(options: argparse.Namespace, clock: Clock) -> None:
+    import tokenizers
+    import transformers
+    import trl
+    from datasets import Dataset
+
+    words = {"<eos>": 0, "<unk>": 1} | {f"w{number}": number for number in range(2, 64)}
+    tokenizer = transformers.PreTrainedTokenizerFast(
+        tokenizer_object=tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="<unk>")),
+        eos_token="<eos>",
+        pad_token="<eos>",
+    )
+    config = transformers.LlamaConfig(
+        vocab_size=64, hidden_size=1024, intermediate_size=2816, num_hidden_layers=7, num_attention_heads=8
+    )
+    rows = Dataset.from_dict({"input_ids": [[(row + place) % 64 for place in range(32)] for row in range(20_000)]})
+    trainer = trl.SFTTrainer(
+        model=transformers.LlamaForCausalLM(config),
+        args=trl.SFTConfig(**_trainer_arguments(options), per_device_train_batch_size=2, bf16=False),
+        train_dataset=rows,
+        processing_class=tokenizer,
+    )
+    _train_trainer(trainer, options, clock)
+
+
+def _trainer_arguments(options: argparse.Namespace) -> dict[str, Any]:
+    return {
+        "output_dir": str(options.directory / "out"),
+        "use_cpu": True,
+        "max_steps": options.steps,
+        "save_steps": options.save_every or 1,
+        "save_strategy": "steps" if options.save_every else "no",
+        "save_total_limit": 1,
+        "report_to": "none",
+        "disable_tqdm": True,
+        "logging_steps": 10_000,
+    }
+
+
+def _train_trainer(trainer: Any, options: argparse.Namespace, clock: Clock) -> None:
     import transformers
 
     class Stepped(transformers.TrainerCallback):  # type: ignore[misc]  # may not be installed where mypy is
         def on_step_end(self, *_: Any, **__: Any) -> None:
             clock.stepped()
 
-    arguments = transformers.TrainingArguments(
-        output_dir=str(options.directory / "out"),
-        use_cpu=True,
-        max_steps=options.steps,
-        per_device_train_batch_size=ROWS,
-        save_steps=options.save_every,
-        save_strategy="steps" if options.save_every else "no",
-        save_total_limit=1,
-        report_to="none",
-        disable_tqdm=True,
-        logging_steps=10_000,
-    )
-    trainer = transformers.Trainer(model=Model(), args=arguments, train_dataset=Rows(), callbacks=[Stepped()])
-    if options.mooring:
-        import mooring
-
-        mooring.protect(trainer)
+    trainer.add_callback(Stepped())
+    _protect(trainer, options)
     trainer._save_checkpoint = clock.timed(trainer._save_checkpoint)
     trainer.train()
+
+
+def lightning(options: argparse.Namespace, clock: Clock) -> None:
+    import lightning.pytorch as lightning
+    from lightning.pytorch.callbacks import Callback, ModelCheckpoint
+
+    class Module(lightning.LightningModule):  # type: ignore[misc]  # may not be installed where mypy is
+        def __init__(self) -> None:
+            super().__init__()
+            self.model = Model()
+
+        def training_step(self, batch: dict[str, torch.Tensor], _: int) -> torch.Tensor:
+            return self.model(**batch)["loss"]  # type: ignore[no-any-return]
+
+        def configure_optimizers(self) -> torch.optim.Optimizer:
+            return torch.optim.AdamW(self.parameters())
+
+    class Stepped(Callback):  # type: ignore[misc]
+        def on_train_batch_end(self, *_: Any, **__: Any) -> None:
+            clock.stepped()
+
+    checkpoint = ModelCheckpoint(options.directory / "out", every_n_train_steps=options.save_every or options.steps + 1)
+    trainer = lightning.Trainer(
+        accelerator="cpu",
+        devices=RANKS,
+        strategy="ddp" if RANKS > 1 else "auto",
+        max_steps=options.steps,
+        callbacks=[Stepped(), checkpoint],
+        logger=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    _protect(trainer, options)
+    after_batch, saving_after_batch = checkpoint.on_train_batch_end, clock.timed(checkpoint.on_train_batch_end)
+
+    def timed(*arguments: Any, **keywords: Any) -> None:
+        is_due = options.save_every and trainer.global_step % options.save_every == 0
+        (saving_after_batch if is_due else after_batch)(*arguments, **keywords)
+
+    checkpoint.on_train_batch_end = timed
+    trainer.fit(Module(), torch.utils.data.DataLoader(Rows(), batch_size=ROWS))
+
+
+def deepspeed(options: argparse.Namespace, clock: Clock) -> None:
+    import deepspeed
+
+    # DeepSpeed would compile it at the first start, for a minute.
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    config = {
+        "train_micro_batch_size_per_gpu": ROWS,
+        "zero_optimization": {"stage": 1},
+        "zero_allow_untested_optimizer": True,
+    }
+    model = Model()
+    engine, *_ = deepspeed.initialize(model=model, optimizer=torch.optim.AdamW(model.parameters()), config=config)
+    _protect(engine, options)
+    save = clock.timed(engine.save_checkpoint)
+    for step, batch in enumerate(torch.utils.data.DataLoader(Rows(), batch_size=ROWS), 1):
+        engine.backward(engine(**batch)["loss"])
+        engine.step()
+        clock.stepped()
+        if options.save_every and step % options.save_every == 0:
+            save(str(options.directory / "out"), tag=f"step-{step}")
+            if os.environ.get("RANK", "0") == "0":
+                shutil.rmtree(options.directory / "out" / f"step-{step - options.save_every}", ignore_errors=True)
+        if step == options.steps:
+            break
+    engine.destroy()
 
 
 def accelerate(options: argparse.Namespace, clock: Clock) -> None:
     import accelerate
 
     accelerator = accelerate.Accelerator(cpu=True)
-    if options.mooring:
-        import mooring
-
-        mooring.protect(accelerator)
+    _protect(accelerator, options)
     model = Model()
     optimizer = torch.optim.AdamW(model.parameters())
     loader = torch.utils.data.DataLoader(Rows(), batch_size=ROWS)
@@ -109,10 +214,18 @@ def accelerate(options: argparse.Namespace, clock: Clock) -> None:
         clock.stepped()
         if options.save_every and step % options.save_every == 0:
             save(str(options.directory / "out" / f"step-{step}"))
-            shutil.rmtree(options.directory / "out" / f"step-{step - options.save_every}", ignore_errors=True)
+            if accelerator.is_main_process:
+                shutil.rmtree(options.directory / "out" / f"step-{step - options.save_every}", ignore_errors=True)
         if step == options.steps:
             break
     accelerator.end_training()
+
+
+def _protect(trainer: Any, options: argparse.Namespace) -> None:
+    if options.mooring:
+        import mooring
+
+        mooring.protect(trainer)
 
 
 def main() -> None:
@@ -127,10 +240,24 @@ def main() -> None:
     clock = Clock()
     FRAMEWORKS[options.framework](options, clock)
     ended_at = time.perf_counter()
-    print(json.dumps({"saves": clock.saves, "steps": clock.steps, "seconds": ended_at - clock.steps[0]}))
+    measured = {
+        "saves": clock.saves,
+        "steps": clock.steps,
+        "in_flight": clock.in_flight,
+        "seconds": ended_at - clock.steps[0],
+        "peak_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
+    }
+    if os.environ.get("RANK", "0") == "0":
+        print(json.dumps(measured))
 
 
-FRAMEWORKS: Final = {"hugging-face": hugging_face, "accelerate": accelerate}
+FRAMEWORKS: Final = {
+    "hugging-face": hugging_face,
+    "trl": trl,
+    "lightning": lightning,
+    "accelerate": accelerate,
+    "deepspeed": deepspeed,
+}
 
 if __name__ == "__main__":
     main()
