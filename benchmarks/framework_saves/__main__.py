@@ -10,7 +10,6 @@ of free disk below the temporary directory; a round takes half an hour on two co
 import argparse
 import json
 import os
-import socket
 import subprocess
 import sys
 import tempfile
@@ -18,6 +17,7 @@ from typing import Any, Final
 
 from benchmarks.framework_saves.program import FRAMEWORKS
 from benchmarks.framework_saves.report import ALONE, MOORING, NO_SAVES, SAVE_EVERY, Runs, missed, plot, report
+from tests.servers.process import free_port
 
 from mooring_api import names
 
@@ -46,10 +46,8 @@ def main() -> int:
 
 
 def _trained(framework: str, way: str, steps: int, *, ranks: int) -> dict[str, Any]:
-    with tempfile.TemporaryDirectory(prefix="framework-saves-") as folder, socket.socket() as reserved:
-        reserved.bind(("127.0.0.1", 0))
-        port = reserved.getsockname()[1]
-        reserved.close()
+    with tempfile.TemporaryDirectory(prefix="framework-saves-") as folder:
+        port = free_port()
         save_every = 0 if way == NO_SAVES else SAVE_EVERY
         arguments = [framework, folder, str(steps), str(save_every), *(["--mooring"] if way == MOORING else [])]
         processes = []

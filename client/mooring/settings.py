@@ -55,7 +55,7 @@ def read_settings(
         # Any number that no other process of this pod has is enough.
         local_rank=_number(environment, ("LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID"), rank),
     )
-    asynchronous = _switch(environment, names.ENV_ASYNCHRONOUS_SAVES, default=True)
+    asynchronous = _switch(environment, names.ENV_ASYNCHRONOUS_SAVES)
     volume = volume or environment.get(names.ENV_VOLUME)
     directory = directory or environment.get(names.ENV_CHECKPOINT_DIRECTORY)
     socket = socket or environment.get(names.ENV_SOCKET)
@@ -102,9 +102,9 @@ def _absolute(path: str | Path) -> Path:
     return absolute
 
 
-def _switch(environment: Mapping[str, str], name: str, *, default: bool) -> bool:
-    """Return what a variable says, or `default` if it is not set. Raises UsageError."""
-    value = environment.get(name) or str(default)
+def _switch(environment: Mapping[str, str], name: str) -> bool:
+    """Return what a variable says that is on by default. Raises UsageError."""
+    value = environment.get(name) or "true"
     if value.lower() not in _SWITCH:
         raise UsageError(ErrorKind.BAD_ARGUMENT, f"{name} is {value!r}", hint="use true or false")
     return _SWITCH[value.lower()]

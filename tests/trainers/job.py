@@ -30,7 +30,7 @@ START_SECONDS: Final = 150.0
 END_SECONDS: Final = 100.0
 _STACK_SECONDS: Final = 5.0
 _STILL_SECONDS: Final = 0.3
-_LIBRARIES: Final = {
+LIBRARIES: Final = {
     "accelerate_loop": "accelerate",
     "deepspeed_zero3": "deepspeed",
     "hugging_face": "transformers.trainer",
@@ -71,7 +71,7 @@ class Job:
         self.ranks = ranks
         self._folder = folder
         self._output = folder / "output.log"
-        self._library = _LIBRARIES.get(program.stem, "torchdata.stateful_dataloader")
+        self._library = LIBRARIES.get(program.stem, "torchdata.stateful_dataloader")
         self._words = [f"--nproc-per-node={ranks}", f"--log-dir={folder / 'torchrun'}"]
         self._words += launcher if launcher is not None else one_node()
         self._words += [str(PACED), str(program), *arguments]

@@ -13,7 +13,7 @@ import re
 import signal
 import subprocess
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Final
@@ -22,19 +22,13 @@ import pytest
 from tests.harness.agent_process import wait_until
 from tests.harness.warm_python import WarmProcess, warm_python
 from tests.servers.process import free_port
+from tests.trainers.job import LIBRARIES
 from tests.trainers.trainers import EXAMPLES
 
 from mooring.checkpoints.records import is_whole, read_records
 from mooring_api import names
 
 DISTURBED: Final = Path(__file__).with_name("disturbed.py")
-LIBRARIES: Final[Mapping[str, str]] = {
-    "hugging_face": "transformers.trainer",
-    "trl_sft": "trl.trainer.sft_trainer",
-    "lightning_trainer": "lightning.pytorch",
-    "accelerate_loop": "accelerate",
-    "deepspeed_zero3": "deepspeed",
-}
 ENDS_OF_ONE_RANK: Final = 150
 ENDS_OF_TWO_RANKS: Final = 50
 STEPS: Final = 60

@@ -92,7 +92,7 @@ def _aligned(size_bytes: int) -> int:
     return -(-size_bytes // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
 
 
-def pins_memory() -> bool:
+def _pins_memory() -> bool:
     """Whether this process uses a GPU, which can then copy into our memory by itself."""
     import torch
 
@@ -102,7 +102,7 @@ def pins_memory() -> bool:
 def _pin(block: mmap.mmap) -> None:
     import torch
 
-    if not pins_memory():
+    if not _pins_memory():
         return
     pages = torch.frombuffer(block, dtype=torch.uint8)
     failure = torch.cuda.cudart().cudaHostRegister(pages.data_ptr(), len(block), 0)  # type: ignore[no-untyped-call]

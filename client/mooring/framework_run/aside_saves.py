@@ -6,7 +6,6 @@ training. A process that is killed meanwhile leaves nothing that its framework w
 
 import logging
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final
@@ -95,10 +94,7 @@ class AsideSaves:
                 if behind.in_place:
                     announced = self._checkpoints.announce(behind.path, pending, written=kind is not None)
                     then(announced)
-                    if self._session.context().leads_pod:
-                        # If the disk refuses, the next save tries again.
-                        with suppress(OSError):
-                            self._checkpoints.forget_deleted()
+                    self._checkpoints.forget_deleted()
                 else:
                     self._session.abort(pending)
             finally:

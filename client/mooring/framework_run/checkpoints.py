@@ -8,6 +8,7 @@ nothing but the errors of programs that call it wrongly.
 import logging
 import os
 import time
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Final
@@ -101,17 +102,21 @@ class FrameworkCheckpoints:
             files = tuple(RecordedFile(path=name, size_bytes=size_bytes) for name, size_bytes in sync_tree(path))
             record = replace(record, files=files)
             write_record(self._session.records, record)
-            self.forget_deleted()
         except OSError as error:
             _log.warning("checkpoint not recorded: path=%s error=%s", path, error)
             return None
+        self.forget_deleted()
         return record
 
     def forget_deleted(self) -> None:
-        """Remove the records of checkpoints that the framework has deleted. Raises OSError."""
-        for record in read_records(self._session.records):
-            if not self.place(record).exists():
-                remove_record(self._session.records, record.name)
+        """Remove the pod's records of checkpoints that the framework has deleted."""
+        if not self._session.context().leads_pod:
+            return
+        # What the disk refuses is tried again at the next save; until then it does no harm.
+        with suppress(OSError):
+            for record in read_records(self._session.records):
+                if not self.place(record).exists():
+                    remove_record(self._session.records, record.name)
 
     def whole(self) -> list[Record]:
         """Return the records of the checkpoints that are here and whole."""
