@@ -45,6 +45,14 @@ def test_what_torch_saves_is_written_when_the_program_goes_on(save: BackgroundSa
     assert (tmp_path / "state.pt").read_bytes() == as_torch_writes_it(STATE, tmp_path / "alone" / "state.pt")
 
 
+def test_the_usual_format_may_be_asked_for_by_name(save: BackgroundSave, tmp_path: Path) -> None:
+    with handing_in(save):
+        torch.save(STATE, tmp_path / "state.pt", _use_new_zipfile_serialization=True)
+        assert (tmp_path / "state.pt").stat().st_size == 0
+    save.wait()
+    assert torch.load(tmp_path / "state.pt", weights_only=True)["step"] == 3
+
+
 def test_what_safetensors_saves_is_written_by_any_name_of_the_function(save: BackgroundSave, tmp_path: Path) -> None:
     # The first use replaces the function in every module, so this module's own name for it too.
     with handing_in(save):

@@ -18,6 +18,7 @@ from mooring.asynchronous_saves import direct_file
 from mooring.asynchronous_saves.background_writer import BackgroundSave
 
 _MARK: Final = "__mooring_saves__"
+_USUAL: Final = {"_use_new_zipfile_serialization": True}
 _open = threading.local()
 
 
@@ -79,8 +80,8 @@ def _replace(original: Any, ours: Any) -> None:
 
 def _torch_save(save: Callable[..., Any]) -> Callable[..., Any]:
     def handing_save(obj: Any, f: Any, *arguments: Any, **keywords: Any) -> Any:
-        # With further arguments it writes other formats.
-        is_plain = not arguments and not keywords and isinstance(f, str | os.PathLike)
+        # With further arguments it writes other formats. DeepSpeed asks for the usual one by name.
+        is_plain = not arguments and keywords.items() <= _USUAL.items() and isinstance(f, str | os.PathLike)
         return None if is_plain and hand_in(obj, f, save) else save(obj, f, *arguments, **keywords)
 
     return handing_save
