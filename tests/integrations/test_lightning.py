@@ -314,6 +314,18 @@ def test_stopped_at_any_moment_it_resumes_there_and_nothing_differs(
     assert weights(resumed) == weights(expected)
 
 
+def test_in_the_midst_of_an_accumulation_no_step_is_saved_once_more(agent: AgentServer, volume: Path) -> None:
+    arguments = {"every": 2, "accumulate_grad_batches": 3}
+    stop(make(volume / "checkpoints", At("on_save_checkpoint", 2, terminate), **arguments))
+    kept = volume / "checkpoints" / "epoch=0-step=2.ckpt"
+    saved = kept.read_bytes()
+    # The resumed training's first accumulation, before its first step.
+    trainer = make(volume / "checkpoints", At("on_train_batch_end", 2, terminate, after=1), **arguments)
+    stop(trainer)
+    assert kept.read_bytes() == saved
+    assert announced(agent) == [(2, JUST_IN_TIME), (3, JUST_IN_TIME)]
+
+
 def test_a_rank_that_alone_is_not_protected_holds_nobody_up(tmp_path: Path) -> None:
     ended = torchrun(UNLIKE_RANKS, str(tmp_path / "v"), directory=tmp_path / "v", libraries=["lightning.pytorch"])
     assert ended.code == 0, ended.output

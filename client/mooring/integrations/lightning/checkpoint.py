@@ -36,6 +36,8 @@ def look_for_what_is_used(trainer: Any) -> None:
     for callback in trainer.callbacks:
         if _is_a(callback, "BatchSizeFinder", "LearningRateFinder"):
             require("lightning.callbacks", callback)
+        if _is_a(callback, "ModelCheckpoint"):
+            require("lightning.ModelCheckpoint", callback)
     _ = trainer.fit_loop.epoch_progress.current.processed
     state = trainer.fit_loop.state_dict()
     for progress in ("epoch_loop.batch_progress", "epoch_loop.val_loop.batch_progress"):
@@ -116,6 +118,23 @@ def tell_samplers_epoch(trainer: Any) -> None:
             set_epoch = getattr(getattr(owner, "sampler", None), "set_epoch", None)
             if callable(set_epoch):
                 set_epoch(fit_loop.epoch_progress.current.processed)
+
+
+def leave_step_saved(trainer: Any) -> None:
+    """Let no ModelCheckpoint save the step that training resumes from once more.
+
+    It does not know that it has saved that step, and with gradient accumulation the step's number still is the same
+    after the next batch. Its file of the whole step would become one of the midst of an accumulation.
+    """
+    step = trainer.global_step
+    for callback in trainer.callbacks:
+        # Those that save after a validation or an epoch may not have saved this step yet.
+        if (
+            _is_a(callback, "ModelCheckpoint")
+            and callback._every_n_train_steps
+            and not (step % callback._every_n_train_steps)
+        ):
+            callback._last_global_step_saved = step
 
 
 def kind(trainer: Any) -> Kind | None:

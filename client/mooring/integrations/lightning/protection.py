@@ -109,6 +109,8 @@ class Protection:
         # Not earlier: a LearningRateFinder trains for trial, and saves, before this hook.
         self._training = self._run is not None
         self._steps_done = trainer.global_step
+        if self._training:
+            contents.leave_step_saved(trainer)
         if self._training and self._random_states is not None:
             # The loaders' iterators exist, and making them has drawn from the generators.
             random_generators.restore(self._random_states)
