@@ -287,9 +287,11 @@ class Checkpointer:
 
     def _started(self, step: int, kind: Kind | str | None) -> CheckpointWriter:
         step, chosen = _checked(step, kind)
+        wanted = chosen or _kind_for(self._session.action_at(step))
+        if wanted is Kind.JUST_IN_TIME and self._asynchronous:
+            self._session.make_time(self._writer)
         self._writer.wait()
         self._warn_if_not_resumed(step)
-        wanted = chosen or _kind_for(self._session.action_at(step))
         # With no room the user insists.
         pending = (self._admit(step, wanted) and self._pending) or self._session.begin(step, wanted)
         self._pending = None

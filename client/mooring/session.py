@@ -6,6 +6,7 @@ UsageError when the ranks cannot save together, and VolumeError.
 """
 
 import logging
+import math
 import os
 import sys
 import threading
@@ -18,6 +19,7 @@ from typing import Final, NoReturn
 
 from mooring.agent_client.client import Agent
 from mooring.agent_client.liveness import claimed, hold_liveness_lock
+from mooring.asynchronous_saves.background_writer import BackgroundWriter
 from mooring.checkpoints.records import Kind, Record, write_record
 from mooring.errors import ErrorKind, VolumeError
 from mooring.gate import Action
@@ -229,6 +231,25 @@ class Session:
         """Tell the agent once that SIGTERM has come. If the call fails, the next call of this method tries again."""
         if self._sigterm.received and not self._agent_knows_notice:
             self._agent_knows_notice = self.agent.notify_termination("client-sigterm")
+
+    def make_time(self, writer: BackgroundWriter) -> None:
+        """Before a just-in-time save: give up what `writer` is writing if the grace period does not suffice for both.
+
+        All ranks make this call. By the rates measured so far; where there are none, it does not suffice.
+        """
+        flight = writer.in_flight()
+        left = None
+        if flight is not None:
+            self.tell_notice()
+            left = self.agent.seconds_to_write(flight.size_bytes * self.context().coordinator.ranks.local_world_size)
+        needed = math.inf
+        if flight is not None and flight.bytes_per_second:
+            needed = (flight.left_bytes + flight.size_bytes) / flight.bytes_per_second
+        fits = left is None or needed <= left
+        if not fits:
+            _log.info("no time for the save before the last one: needed_seconds=%.1f left_seconds=%.1f", needed, left)
+        if self.context().coordinator.agree(f"fits/{self.next_number()}", fits) is False:
+            writer.give_up("the pod ends too soon: the just-in-time save takes its place")
 
     def hold_sigterm(self) -> None:
         """Install the SIGTERM handler again after a framework has installed its own."""

@@ -16,6 +16,7 @@ import torch
 
 from mooring.asynchronous_saves import background_writer, host_memory, path_guard
 from mooring.asynchronous_saves.background_writer import BackgroundSave, BackgroundWriter
+from mooring.asynchronous_saves.host_copy import HostCopy
 
 
 class Slow:
@@ -46,7 +47,9 @@ def writer() -> BackgroundWriter:
 
 
 def hand_in(save: BackgroundSave, path: Path, value: str, write: Callable[[Any, str], object]) -> None:
-    assert save.take(path, lambda _: value, write)
+    assert save.take(
+        path, lambda _: HostCopy(value=value, size_bytes=1000), lambda copy, where: write(copy.value, where)
+    )
 
 
 def let_go_soon(slow: Slow) -> None:
@@ -212,7 +215,7 @@ def test_a_writer_that_hangs_ends_asynchronous_saves_and_not_the_training(
     hand_in(save, tmp_path / "a", "text", slow.write)
     save.begin_writing()
     assert slow.begun.wait(60)
-    assert not writer.begin(tmp_path).take(tmp_path / "b", lambda _: "x", slow.write)
+    assert not writer.begin(tmp_path).take(tmp_path / "b", lambda _: HostCopy(value="x", size_bytes=1), slow.write)
 
 
 def test_the_thread_that_writes_gives_way_to_the_training(writer: BackgroundWriter, tmp_path: Path) -> None:
@@ -234,3 +237,40 @@ def test_the_memory_is_there_before_the_first_save(writer: BackgroundWriter) -> 
     writer.wait()
     state = [*model.parameters(), *(tensor for kept in optimizer.state.values() for tensor in kept.values())]
     assert writer._memory.size_bytes >= sum(tensor.nbytes for tensor in state)
+
+
+def test_how_much_is_left_of_a_save_is_known_and_the_rest_can_be_given_up(
+    writer: BackgroundWriter, slow: Slow, tmp_path: Path
+) -> None:
+    ended: list[BaseException | None] = []
+    assert writer.in_flight() is None
+    save = writer.begin(tmp_path)
+    save.then(ended.append)
+    hand_in(save, tmp_path / "a", "a", lambda *_: None)
+    save.wait()
+    assert writer.in_flight() is None
+
+    def quarter_and_rest(value: str, path: str) -> None:
+        save.wrote(250)
+        slow.write(value, path)
+        save.wrote(750)
+
+    save = writer.begin(tmp_path)
+    hand_in(save, tmp_path / "b", "b", lambda *_: save.wrote(400))
+    hand_in(save, tmp_path / "c", "c", quarter_and_rest)
+    hand_in(save, tmp_path / "d", "d", slow.write)
+    save.then(ended.append)
+    save.begin_writing()
+    assert slow.begun.wait(60)
+    flight = writer.in_flight()
+    assert flight is not None
+    # Of all of `a` and `b`, and of a quarter of `c`.
+    assert (flight.left_bytes, flight.size_bytes) == (1750, 3000)
+    assert flight.bytes_per_second > 0
+
+    writer.give_up("no time")
+    slow.go.set()
+    save.wait()
+    assert writer.in_flight() is None
+    assert [str(failure) for failure in ended] == ["None", "no time"]
+    assert slow.written == ["c"], "it was being written; what followed was not"

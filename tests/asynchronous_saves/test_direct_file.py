@@ -3,6 +3,7 @@
 import errno
 import io
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -26,10 +27,10 @@ def in_memory(value: Any) -> bytes:
     return file.getvalue()
 
 
-def save_directly(value: Any, path: Path) -> None:
+def save_directly(value: Any, path: Path, wrote: Callable[[int], object] = lambda _: None) -> None:
     path.touch()
     file: Any
-    with direct_file.opened(str(path), 16 * MIB) as file:
+    with direct_file.opened(str(path), 16 * MIB, wrote) as file:
         if file is None:
             pytest.skip("this filesystem has no O_DIRECT")
         torch.save(value, file)
@@ -86,18 +87,31 @@ def test_a_full_disk_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
         save_directly(large(), tmp_path / "state.pt")
 
 
+def test_who_hears_how_it_grows_can_end_it(tmp_path: Path) -> None:
+    heard: list[int] = []
+
+    def wrote(count: int) -> None:
+        heard.append(count)
+        if sum(heard) >= 8 * MIB:
+            raise InterruptedError("enough")
+
+    with pytest.raises(InterruptedError, match="enough"):
+        save_directly(large(), tmp_path / "state.pt", wrote)
+    assert (tmp_path / "state.pt").stat().st_size == sum(heard) == 8 * MIB
+
+
 def test_a_small_file_and_one_without_direct_writes_are_written_as_usual(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "a").touch()
-    with direct_file.opened(str(tmp_path / "a"), direct_file.LARGE_BYTES - 1) as file:
+    with direct_file.opened(str(tmp_path / "a"), direct_file.LARGE_BYTES - 1, print) as file:
         assert file is None
 
     def refusing(*_: Any, **__: Any) -> int:
         raise OSError(errno.EINVAL, "no such flag here")
 
     monkeypatch.setattr(os, "open", refusing)
-    with direct_file.opened(str(tmp_path / "a"), 16 * MIB) as file:
+    with direct_file.opened(str(tmp_path / "a"), 16 * MIB, print) as file:
         assert file is None
 
 

@@ -30,6 +30,7 @@ class AgentServer(agent_pb2_grpc.AgentServicer):
         self.api_version = names.API_VERSION
         self.refuse_with: grpc.StatusCode | None = None
         self.die_in = ""
+        self.status = agent_pb2.Status()
         self.answering = threading.Event()
         self.answering.set()
 
@@ -67,6 +68,10 @@ class AgentServer(agent_pb2_grpc.AgentServicer):
     def NotifyTermination(self, request: Any, context: grpc.ServicerContext) -> Any:  # noqa: N802
         self._take("NotifyTermination", request, context)
         return agent_pb2.NotifyTerminationResponse()
+
+    def GetStatus(self, request: Any, context: grpc.ServicerContext) -> Any:  # noqa: N802
+        self._take("GetStatus", request, context)
+        return self.status
 
 
 @contextmanager

@@ -2,15 +2,21 @@
 
 import os
 import signal
+import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
+from tests.client.agent_server import AgentServer
 
 from mooring import Checkpointer, Kind
+from mooring.asynchronous_saves.background_writer import BackgroundWriter
+from mooring.asynchronous_saves.empty_file import EmptyFile
 from mooring.checkpoints.records import read_records
 from mooring_api import names
+from mooring_api.v1 import agent_pb2
 
 Make = Callable[..., Checkpointer]
 
@@ -61,6 +67,52 @@ def test_a_notice_after_the_copy_is_obeyed_when_the_checkpoint_is_there(make_che
     assert checkpointer.stopping
     (record,) = read_records(directory.parents[1] / ".mooring" / "records")
     assert (record.step, record.kind) == (1, Kind.JUST_IN_TIME)
+    with pytest.raises(SystemExit):
+        checkpointer.finish()
+
+
+@pytest.mark.parametrize(
+    ("grace_seconds", "upload_rate", "is_finished"),
+    [(3600, 0.0, True), (3600, 1e9, True), (0, 1e9, False), (3600, 1.0, False), (None, 0.0, True)],
+    ids=["there is time", "for the upload too", "none is left", "the upload takes it", "nothing ends"],
+)
+def test_a_save_in_flight_is_finished_before_the_just_in_time_save_if_there_is_time_for_both(
+    grace_seconds: float | None,
+    upload_rate: float,
+    is_finished: bool,
+    agent: AgentServer,
+    make_checkpointer: Make,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    deadline = 0.0 if grace_seconds is None else time.time() + grace_seconds
+    agent.status = agent_pb2.Status(deadline=deadline, upload_rate_bytes_per_second=upload_rate)
+    checkpointer = make_checkpointer(asynchronous=True, keep_local=3)
+    weight = torch.zeros(10_000)
+    loaded(saved(checkpointer, 1, weight))
+
+    decided, find, wait = threading.Event(), EmptyFile.find, BackgroundWriter.wait
+
+    def find_when_decided(file: EmptyFile, root: Path) -> Path | None:
+        assert decided.wait(60)
+        return find(file, root)
+
+    def decided_and_wait(writer: BackgroundWriter) -> None:
+        if agent.requests("GetStatus"):
+            decided.set()
+        wait(writer)
+
+    monkeypatch.setattr(EmptyFile, "find", find_when_decided)
+    monkeypatch.setattr(BackgroundWriter, "wait", decided_and_wait)
+    with checkpointer.save(2) as directory:
+        for name in "ab":
+            torch.save({"weight": weight}, directory / name)
+    os.kill(os.getpid(), signal.SIGTERM)
+    assert checkpointer.should_save(3)
+    path = saved(checkpointer, 3, weight)
+    assert (path.parent / "checkpoint-2").exists() is is_finished
+    assert loaded(path) == 1
+    announced = [request.step for request in agent.requests("AnnounceCheckpoint")]
+    assert announced == ([1, 2, 3] if is_finished else [1, 3])
     with pytest.raises(SystemExit):
         checkpointer.finish()
 

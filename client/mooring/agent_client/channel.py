@@ -93,6 +93,10 @@ class Channel:
         """Tell the agent that the pod is ending. The agent applies its own configured grace period."""
         self._call("NotifyTermination", agent_pb2.NotifyTerminationRequest(grace_seconds=0, source=source))
 
+    def status(self) -> agent_pb2.Status:
+        status: agent_pb2.Status = self._call("GetStatus", agent_pb2.GetStatusRequest())
+        return status
+
     def list_restorable(self, wait_seconds: float) -> agent_pb2.ListRestorableResponse:
         request = agent_pb2.ListRestorableRequest(wait_ms=round(1000 * wait_seconds))
         deadline_seconds = wait_seconds + _ANSWER_SECONDS

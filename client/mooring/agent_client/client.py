@@ -107,6 +107,18 @@ class Agent:
 
         return bool(self._call(notify))
 
+    def seconds_to_write(self, size_bytes: int) -> float | None:
+        """Return how long a checkpoint of this size may take to be written until the pod's end comes too early for it.
+
+        That is the time to the end of the grace period, less that of the upload at the agent's measured rate. None
+        when there is no agent or no such end.
+        """
+        status = self._call(lambda channel: channel.status())
+        if status is None or not status.deadline:
+            return None
+        rate = status.upload_rate_bytes_per_second
+        return float(status.deadline - time.time() - (size_bytes / rate if rate else 0.0))
+
     def _call(self, call: Callable[["Channel"], _Answer]) -> _Answer | None:
         """Return what `call` returns; None when there is no agent or it does not answer."""
         try:

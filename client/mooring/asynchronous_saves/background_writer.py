@@ -16,10 +16,14 @@ from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from mooring.asynchronous_saves import path_guard, state_size
+from mooring.asynchronous_saves.empty_file import EmptyFile, make_empty
 from mooring.asynchronous_saves.host_memory import HostMemory, Take
+
+if TYPE_CHECKING:
+    from mooring.asynchronous_saves.host_copy import HostCopy
 
 _log: Final = logging.getLogger("mooring")
 _PATIENCE_SECONDS: Final = 3600.0
@@ -30,16 +34,15 @@ _NICE: Final = 10
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _EmptyFile:
-    """A file whose content is yet to come. `inode`: device and number, which it keeps when the program renames it."""
+class InFlight:
+    """The save that is being written: `left_bytes` of its `size_bytes` are not on disk yet.
 
-    path: Path
-    inode: tuple[int, int]
+    `bytes_per_second`: how fast this process has written so far; 0 if it has not.
+    """
 
-    def find(self, root: Path) -> Path | None:
-        """Return where it is by now; None if the program has removed or replaced it."""
-        elsewhere = (path for path in root.rglob("*") if _inode(path) == self.inode)
-        return self.path if _inode(self.path) == self.inode else next(elsewhere, None)
+    left_bytes: int
+    size_bytes: int
+    bytes_per_second: float
 
 
 class BackgroundSave:
@@ -52,11 +55,17 @@ class BackgroundSave:
         self._begun = threading.Event()
         self.has_files = False
         """Whether anything was handed in."""
+        self.size_bytes = 0
+        """Of all that was handed in."""
+        self.written_bytes = 0
+        """How much of that is written, or will not be."""
+        self.writing_seconds = 0.0
+        self._noted_at = 0.0
 
     def take(
         self,
         path: str | os.PathLike[str],
-        copy: Callable[[Take], Any],
+        copy: Callable[[Take], "HostCopy | None"],
         write: Callable[[Any, str], object],
     ) -> bool:
         """Copy a value now and write it later. Returns False where the caller must write it by itself.
@@ -64,14 +73,14 @@ class BackgroundSave:
         Args:
             path: The file.
             copy: Returns the copy. Gets `HostMemory.take`, and returns None if that does.
-            write: Gets the copy and a path, in the thread.
+            write: Gets the copy and a path, in the thread. It may call `wrote` as it goes.
         """
         file = Path(path).absolute()
         if not file.is_relative_to(self._directory) or not file.parent.is_dir():
             return False
         try:
             copied = self._writer.copy(copy)
-            empty = None if copied is None else _make_empty(file)
+            empty = None if copied is None else make_empty(file)
         except Exception as error:
             # The program's own call then meets what is wrong, and says it as it always does.
             self._writer.say_once(f"a file is written while training waits: path={file} error={error!r}")
@@ -79,8 +88,16 @@ class BackgroundSave:
         if empty is None:
             return False
         self.has_files = True
-        self._write_later(empty, lambda target: write(copied, target))
+        self.size_bytes += copied.size_bytes
+        self._write_later(empty, copied.size_bytes, lambda target: write(copied, target))
         return True
+
+    def wrote(self, count_bytes: int) -> None:
+        """Note that so much of a file is written. Raises InterruptedError when the save is given up."""
+        self._note_time()
+        self.written_bytes += count_bytes
+        if self._failure is not None:
+            raise InterruptedError(str(self._failure))
 
     def begin_writing(self) -> None:
         """Let the thread begin. Until then it would take time from the copies that are still to be made."""
@@ -103,14 +120,21 @@ class BackgroundSave:
         self.begin_writing()
         self._writer.wait()
 
-    def cancel(self) -> None:
-        """Write none of the files that are still to be written."""
+    def cancel(self, why: str = "the save was given up") -> None:
+        """Write nothing of what is still to be written."""
         self.begin_writing()
-        self._failure = self._failure or InterruptedError("the save was given up")
+        self._failure = self._failure or InterruptedError(why)
 
-    def _write_later(self, empty: _EmptyFile, write: Callable[[str], object]) -> None:
+    def _note_time(self) -> None:
+        now = time.monotonic()
+        self.writing_seconds += now - self._noted_at
+        self._noted_at = now
+
+    def _write_later(self, empty: EmptyFile, size_bytes: int, write: Callable[[str], object]) -> None:
         def run() -> None:
             self._begun.wait(_PATIENCE_SECONDS)
+            self._noted_at = time.monotonic()
+            written_bytes = self.written_bytes + size_bytes
             try:
                 target = None if self._failure is not None else empty.find(self._directory)
                 if target is not None:
@@ -118,8 +142,10 @@ class BackgroundSave:
             except BaseException as error:
                 # What the error's frames refer to may keep a deleted file open, and its room taken.
                 _forget_frames(error)
-                self._failure = error
+                self._failure = self._failure or error
             finally:
+                self._note_time()
+                self.written_bytes = written_bytes
                 path_guard.release(str(empty.path))
 
         def wait_for_it() -> None:
@@ -142,13 +168,41 @@ class BackgroundWriter:
         self._memory = HostMemory()
         self._thread: ThreadPoolExecutor | None = None
         self._last: Future[Any] | None = None
+        self._save: BackgroundSave | None = None
+        self._rate = (0, 0.0)
+        """Bytes that the saves before wrote, and in how many seconds."""
         self._said = False
 
     def begin(self, directory: Path) -> BackgroundSave:
         """Begin a save, after the last one is done."""
         self.wait()
         self._memory.reset()
-        return BackgroundSave(self, directory)
+        self._rate = self._written()
+        self._save = BackgroundSave(self, directory)
+        return self._save
+
+    def in_flight(self) -> InFlight | None:
+        """Return how far the last save is; None when its files are written."""
+        left_bytes = 0 if self._save is None else self._save.size_bytes - self._save.written_bytes
+        if self._save is None or left_bytes <= 0:
+            return None
+        size_bytes, seconds = self._written()
+        return InFlight(
+            left_bytes=left_bytes,
+            size_bytes=self._save.size_bytes,
+            bytes_per_second=size_bytes / seconds if seconds else 0.0,
+        )
+
+    def give_up(self, why: str) -> None:
+        """Write nothing more of the last save. What waits for it hears that it failed."""
+        if self._save is not None:
+            self._save.cancel(why)
+
+    def _written(self) -> tuple[int, float]:
+        size_bytes, seconds = self._rate
+        if self._save is None:
+            return size_bytes, seconds
+        return size_bytes + self._save.written_bytes, seconds + self._save.writing_seconds
 
     def expect(self) -> None:
         """Have the memory for a copy before the first save needs it: it is made after two steps."""
@@ -201,23 +255,6 @@ class BackgroundWriter:
         self.is_on = False
         self._memory = HostMemory()
         _log.warning("training waits for each checkpoint from now on: reason=%s", why)
-
-
-def _make_empty(path: Path) -> _EmptyFile:
-    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o666)
-    try:
-        found = os.fstat(descriptor)
-    finally:
-        os.close(descriptor)
-    return _EmptyFile(path=path, inode=(found.st_dev, found.st_ino))
-
-
-def _inode(path: Path) -> tuple[int, int] | None:
-    try:
-        found = path.lstat()
-    except OSError:
-        return None
-    return found.st_dev, found.st_ino
 
 
 def _forget_frames(error: BaseException | None) -> None:

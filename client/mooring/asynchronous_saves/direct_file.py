@@ -8,7 +8,7 @@ at the end that fill no block.
 import errno
 import mmap
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, Final
 
@@ -19,8 +19,11 @@ _DIRECT: Final = getattr(os, "O_DIRECT", 0)
 
 
 @contextmanager
-def opened(path: str, size_bytes: int) -> Iterator["DirectFile | None"]:
-    """Open an existing file of about this size; None where it is to be written as usual. Raises OSError."""
+def opened(path: str, size_bytes: int, wrote: Callable[[int], object]) -> Iterator["DirectFile | None"]:
+    """Open an existing file of about this size; None where it is to be written as usual. Raises OSError.
+
+    `wrote`: called as the file grows, with how many bytes were written. It may raise OSError.
+    """
     descriptor = -1
     if _DIRECT and size_bytes >= LARGE_BYTES:
         try:
@@ -32,7 +35,7 @@ def opened(path: str, size_bytes: int) -> Iterator["DirectFile | None"]:
     if descriptor < 0:
         yield None
         return
-    file = DirectFile(descriptor)
+    file = DirectFile(descriptor, wrote)
     try:
         yield file
         file.flush()
@@ -46,17 +49,18 @@ def opened(path: str, size_bytes: int) -> Iterator["DirectFile | None"]:
 class DirectFile:
     """What `torch.save` needs of a file. Releases the interpreter's lock while it copies and writes."""
 
-    def __init__(self, descriptor: int) -> None:
+    def __init__(self, descriptor: int, wrote: Callable[[int], object]) -> None:
         import numpy as np
 
         self._descriptor = descriptor
+        self._wrote = wrote
         # Anonymous memory begins on a page.
         self._buffer = memoryview(mmap.mmap(-1, _BUFFER_BYTES))
         self._pages = np.frombuffer(self._buffer, np.uint8)
         self._filled = 0
         self._direct = True
         self.failure: OSError | None = None
-        """What the disk refused."""
+        """What the disk or `wrote` refused."""
 
     def write(self, data: Any) -> int:
         """Write any buffer of bytes. Raises OSError."""
@@ -83,7 +87,9 @@ class DirectFile:
         rest = self._buffer[: self._filled]
         while rest:
             try:
-                rest = rest[os.write(self._descriptor, rest) :]
+                count = os.write(self._descriptor, rest)
+                self._wrote(count)
+                rest = rest[count:]
             except OSError as error:
                 if not (self._direct and error.errno == errno.EINVAL):
                     self.failure = error

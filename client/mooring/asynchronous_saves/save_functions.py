@@ -48,11 +48,11 @@ def hand_in(value: Any, path: str | os.PathLike[str], write: Callable[[Any, Any]
         return False
     from mooring.asynchronous_saves.host_copy import copy_to_host
 
-    return save.take(path, functools.partial(copy_to_host, value), functools.partial(_write, write))
+    return save.take(path, functools.partial(copy_to_host, value), functools.partial(_write, write, save.wrote))
 
 
-def _write(write: Callable[[Any, Any], object], copied: Any, path: str) -> None:
-    with direct_file.opened(path, copied.size_bytes) as file:
+def _write(write: Callable[[Any, Any], object], wrote: Callable[[int], object], copied: Any, path: str) -> None:
+    with direct_file.opened(path, copied.size_bytes, wrote) as file:
         write(copied.value, path if file is None else file)
 
 
@@ -103,7 +103,7 @@ def _save_file(save_file: Callable[..., Any]) -> Callable[..., Any]:
                     write_tensors(copied, target, kept)
 
             copy = functools.partial(copy_tensors_to_host, tensors)
-            if current.take(filename, copy, functools.partial(_write, write)):
+            if current.take(filename, copy, functools.partial(_write, write, current.wrote)):
                 return None
         return save_file(tensors, filename, metadata=metadata)
 

@@ -111,6 +111,10 @@ class AsideSaves:
         else:
             last.save.then(lambda _: work() if last.in_place else None)
 
+    def make_time(self) -> None:
+        """Before a just-in-time save: give up the checkpoint in flight if both do not fit into the grace period."""
+        self._session.make_time(self._writer)
+
     def wait(self) -> None:
         """Wait until all that was saved is in place, and announced as far as it is to be."""
         self._writer.wait()

@@ -179,6 +179,8 @@ class FrameworkRun:
         be announced. Raises what `write` raises, and tells the other ranks. `elsewhere`: whether `write` can save to
         another path.
         """
+        if self._exit_asked and self.asynchronous:
+            self._unless_given_up(self._aside.make_time, otherwise=None)
         self.wait()
         pending = self._begin(path, step, None)
         if pending is None or not elsewhere or not self._aside.has_room(path, pending):
