@@ -16,7 +16,7 @@ PRIVATE_MEMBERS: Final[Mapping[str, tuple[str, ...]]] = MappingProxyType(
         "accelerate.Accelerator": ("_models", "_optimizers"),
         "deepspeed.DeepSpeedEngine": ("_common_checkpoint_state",),
         "lightning.AsyncCheckpointIO": ("_executor",),
-        "lightning.ModelCheckpoint": ("_every_n_train_steps", "_last_global_step_saved"),
+        "lightning.ModelCheckpoint": ("_every_n_train_steps", "_last_global_step_saved", "_link_checkpoint"),
         "lightning.Trainer": (
             "_accelerator_connector.cluster_environment",
             "_checkpoint_connector.resume_start",

@@ -7,7 +7,7 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,7 @@ import torch
 from mooring.asynchronous_saves import background_writer, host_memory, path_guard
 from mooring.asynchronous_saves.background_writer import BackgroundSave, BackgroundWriter
 from mooring.asynchronous_saves.host_copy import HostCopy
+from mooring.asynchronous_saves.host_memory import HostMemory
 
 
 class Slow:
@@ -194,8 +195,8 @@ def test_without_memory_for_a_copy_the_program_writes_and_hears_of_it_once(
 ) -> None:
     monkeypatch.setattr(host_memory, "free_memory_bytes", lambda: 0)
 
-    def copy(take: Callable[[Sequence[int]], Any]) -> Any:
-        return take([100])
+    def copy(memory: HostMemory) -> Any:
+        return memory.take([100])
 
     for name in ("a", "b"):
         save = writer.begin(tmp_path)
@@ -227,8 +228,9 @@ def test_the_thread_that_writes_gives_way_to_the_training(writer: BackgroundWrit
     assert nice[0] == 10
 
 
-def test_the_memory_is_there_before_the_first_save(writer: BackgroundWriter) -> None:
-    writer.expect()
+@pytest.mark.parametrize("other", [None, torch.nn.Linear(100, 200)], ids=["one model", "a model beside it"])
+def test_the_memory_is_there_before_the_first_save(other: torch.nn.Module | None, writer: BackgroundWriter) -> None:
+    writer.expect(other)
     model = torch.nn.Linear(64, 64)
     optimizer = torch.optim.AdamW(model.parameters())
     for _ in range(3):
@@ -236,7 +238,8 @@ def test_the_memory_is_there_before_the_first_save(writer: BackgroundWriter) -> 
         optimizer.step()
     writer.wait()
     state = [*model.parameters(), *(tensor for kept in optimizer.state.values() for tensor in kept.values())]
-    assert writer._memory.size_bytes >= sum(tensor.nbytes for tensor in state)
+    beside = [] if other is None else [*other.parameters()]
+    assert writer._memory.size_bytes >= sum(tensor.nbytes for tensor in [*state, *beside])
 
 
 def test_how_much_is_left_of_a_save_is_known_and_the_rest_can_be_given_up(
@@ -274,3 +277,33 @@ def test_how_much_is_left_of_a_save_is_known_and_the_rest_can_be_given_up(
     assert writer.in_flight() is None
     assert [str(failure) for failure in ended] == ["None", "no time"]
     assert slow.written == ["c"], "it was being written; what followed was not"
+
+
+def test_a_second_save_of_one_state_waits_for_nothing(writer: BackgroundWriter, slow: Slow, tmp_path: Path) -> None:
+    first = writer.begin(tmp_path)
+    hand_in(first, tmp_path / "a", "first", slow.write)
+    first.begin_writing()
+    second = writer.begin(tmp_path, same_state=True)
+    hand_in(second, tmp_path / "b", "second", slow.write)
+    assert slow.written == []
+    let_go_soon(slow)
+    second.wait()
+    assert slow.written == ["first", "second"]
+
+
+def test_without_room_beside_the_first_copy_a_second_save_of_one_step_waits(
+    writer: BackgroundWriter, slow: Slow, tmp_path: Path
+) -> None:
+    def one_at_a_time(memory: HostMemory) -> HostCopy | None:
+        return None if memory.copies else HostCopy(value=memory.copies.setdefault(("cpu", 1, 1), "x"), size_bytes=1)
+
+    first = writer.begin(tmp_path)
+    assert first.take(tmp_path / "a", one_at_a_time, lambda _, path: slow.write("first", path))
+    first.begin_writing()
+    second = writer.begin(tmp_path, same_state=True)
+    let_go_soon(slow)
+    assert second.take(tmp_path / "b", one_at_a_time, lambda _, path: slow.write("second", path))
+    assert slow.written == ["first"]
+    assert writer.is_on
+    second.wait()
+    assert slow.written == ["first", "second"]

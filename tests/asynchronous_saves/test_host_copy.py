@@ -2,7 +2,7 @@
 
 import io
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -15,7 +15,7 @@ from mooring.asynchronous_saves.host_memory import HostMemory
 
 
 def copied(value: Any) -> Any:
-    copy = copy_to_host(value, HostMemory().take)
+    copy = copy_to_host(value, HostMemory())
     assert copy is not None
     return copy.value
 
@@ -85,40 +85,66 @@ def test_what_changes_later_is_not_in_the_copy() -> None:
     assert written(copy) == before
 
 
+class Counted(HostMemory):
+    """Knows what was taken of it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.sizes: list[int] = []
+
+    def take(self, sizes: Sequence[int]) -> list[Any] | None:
+        self.sizes.extend(sizes)
+        return super().take(sizes)
+
+
+class Full(HostMemory):
+    def take(self, sizes: Sequence[int]) -> list[Any] | None:
+        return None
+
+
 def test_a_storage_is_copied_once_however_often_it_is_shared() -> None:
-    sizes: list[int] = []
-    memory = HostMemory()
-
-    def take(wanted: Any) -> Any:
-        sizes.extend(wanted)
-        return memory.take(wanted)
-
-    copy = copy_to_host(tied(), take)
+    memory = Counted()
+    copy = copy_to_host(tied(), memory)
     assert copy is not None
-    assert sizes == [6 * 4 * 4, 3 * 4]
-    assert copy.size_bytes == sum(sizes)
+    assert memory.sizes == [6 * 4 * 4, 3 * 4]
+    assert copy.size_bytes == sum(memory.sizes)
     copy.value["one"][2, 1] = 7.0
     assert copy.value["same"][2, 1] == copy.value["row"][1] == copy.value["turned"][1, 2] == 7.0
 
 
+def test_what_was_copied_before_is_copied_again_only_if_it_has_changed() -> None:
+    memory = Counted()
+    value: dict[str, Any] = {"kept": torch.ones(5_000_000), "changed": torch.ones(3_000_000), "step": 1}
+    first = copy_to_host(value, memory)
+    # In the last of the parts that are compared.
+    value["changed"][-1], value["step"] = 2.0, 2
+    second = copy_to_host(value, memory)
+    tensors = copy_tensors_to_host({"kept": value["kept"]}, memory)
+    assert first is not None
+    assert second is not None
+    assert tensors is not None
+    assert memory.sizes == [20_000_000, 12_000_000, 12_000_000]
+    assert [first.value["changed"][-1].item(), second.value["changed"][-1].item()] == [1.0, 2.0]
+    assert written(second.value) == written(value)
+    assert first.value["kept"].data_ptr() == second.value["kept"].data_ptr() == tensors.value["kept"].data_ptr()
+
+    memory.reset()
+    copy_to_host(value, memory)
+    assert memory.sizes[3:] == [20_000_000, 12_000_000], "the memory may have something else in it by now"
+
+
 def test_where_there_is_no_room_there_is_no_copy() -> None:
-    assert copy_to_host(tied(), lambda _: None) is None
-    assert copy_tensors_to_host({"a": torch.ones(2)}, lambda _: None) is None
+    assert copy_to_host(tied(), Full()) is None
+    assert copy_tensors_to_host({"a": torch.ones(2)}, Full()) is None
 
 
 def test_a_tensor_for_safetensors_is_copied_without_the_rest_of_its_storage() -> None:
     flat = torch.arange(10.0)
-    sizes: list[int] = []
-    memory = HostMemory()
-
-    def take(wanted: Any) -> Any:
-        sizes.extend(wanted)
-        return memory.take(wanted)
-
-    copies = copy_tensors_to_host({"a": flat[:2], "b": flat[2:4].view(2, 1), "c": torch.nn.Parameter(flat[8:])}, take)
+    memory = Counted()
+    copies = copy_tensors_to_host({"a": flat[:2], "b": flat[2:4].view(2, 1), "c": torch.nn.Parameter(flat[8:])}, memory)
     flat.zero_()
     assert copies is not None
-    assert sizes == [8, 8, 8]
+    assert memory.sizes == [8, 8, 8]
     assert {name: copy.tolist() for name, copy in copies.value.items()} == {"a": [0, 1], "b": [[2], [3]], "c": [8, 9]}
 
 

@@ -1,12 +1,12 @@
 """Lightning with all its defaults, in WORK: three epochs of five steps. Dies after CRASH_AT steps; prints each step."""
 
 import os
-from pathlib import Path
 
 import lightning.pytorch as pl
 import torch
 
 import mooring
+from mooring.framework_run import FrameworkRun
 
 
 class Model(pl.LightningModule):  # type: ignore[misc]
@@ -16,8 +16,8 @@ class Model(pl.LightningModule):  # type: ignore[misc]
 
     def training_step(self, batch: list[torch.Tensor], index: int) -> torch.Tensor:
         if self.global_step == int(os.environ["CRASH_AT"]):
-            # Opening the checkpoint waits until it is written and announced.
-            Path(self.trainer.checkpoint_callback.best_model_path).read_bytes()
+            # Its last checkpoint is announced by then.
+            FrameworkRun.current().wait()
             os._exit(7)
         print(f"step={self.global_step + 1}", flush=True)
         loss: torch.Tensor = self.layer(batch[0]).square().mean()

@@ -9,6 +9,7 @@ import os
 import pickle
 import signal
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,7 @@ from tests.torch_loop.torchrun import torchrun
 
 import mooring.gate.signal_file
 from mooring import protect
+from mooring.asynchronous_saves.empty_file import EmptyFile
 from mooring.checkpoints.records import read_records
 from mooring.integrations import lightning as integration
 from mooring.integrations import ownership
@@ -324,6 +326,39 @@ def test_in_the_midst_of_an_accumulation_no_step_is_saved_once_more(agent: Agent
     stop(trainer)
     assert kept.read_bytes() == saved
     assert announced(agent) == [(2, JUST_IN_TIME), (3, JUST_IN_TIME)]
+
+
+@pytest.mark.parametrize("last", [True, "link"])
+def test_the_last_checkpoint_beside_the_best_one_costs_no_wait(
+    last: bool | str, volume: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    going_on, find = threading.Event(), EmptyFile.find
+
+    def find_when_training_goes_on(file: EmptyFile, root: Path) -> Path | None:
+        assert going_on.wait(60)
+        return find(file, root)
+
+    def train(output: Path) -> None:
+        saving = ModelCheckpoint(output, every_n_train_steps=2, save_last=last)
+        # Callbacks of checkpoints come last.
+        at = At("on_train_batch_start", 2, going_on.set)
+        fit(make(output, at, saving, every=0, enable_checkpointing=True, max_steps=4))
+
+    monkeypatch.setattr(EmptyFile, "find", find_when_training_goes_on)
+    train(volume / "checkpoints")
+    monkeypatch.setenv(names.ENV_ASYNCHRONOUS_SAVES, "false")
+    monkeypatch.setenv(names.ENV_VOLUME, str(tmp_path / "w"))
+    train(tmp_path / "w" / "checkpoints")
+    found = sorted((volume / "checkpoints").glob("*.ckpt"))
+    assert [path.name for path in found] == ["epoch=0-step=4.ckpt", "last.ckpt"]
+    assert found[1].is_symlink() is (last == "link")
+    for path in found:
+        ours, theirs = (
+            torch.load(folder / "checkpoints" / path.name, weights_only=False) for folder in (volume, tmp_path / "w")
+        )
+        assert ours["global_step"] == theirs["global_step"] == 4
+        assert ours["state_dict"].keys() == theirs["state_dict"].keys()
+        assert all(torch.equal(value, theirs["state_dict"][name]) for name, value in ours["state_dict"].items())
 
 
 def test_a_rank_that_alone_is_not_protected_holds_nobody_up(tmp_path: Path) -> None:

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from mooring.asynchronous_saves import path_guard, state_size
 from mooring.asynchronous_saves.empty_file import EmptyFile, make_empty
-from mooring.asynchronous_saves.host_memory import HostMemory, Take
+from mooring.asynchronous_saves.host_memory import HostMemory
 
 if TYPE_CHECKING:
     from mooring.asynchronous_saves.host_copy import HostCopy
@@ -65,14 +65,14 @@ class BackgroundSave:
     def take(
         self,
         path: str | os.PathLike[str],
-        copy: Callable[[Take], "HostCopy | None"],
+        copy: Callable[[HostMemory], "HostCopy | None"],
         write: Callable[[Any, str], object],
     ) -> bool:
         """Copy a value now and write it later. Returns False where the caller must write it by itself.
 
         Args:
             path: The file.
-            copy: Returns the copy. Gets `HostMemory.take`, and returns None if that does.
+            copy: Returns the copy, in that memory; None if it does not suffice.
             write: Gets the copy and a path, in the thread. It may call `wrote` as it goes.
         """
         file = Path(path).absolute()
@@ -168,46 +168,56 @@ class BackgroundWriter:
         self._memory = HostMemory()
         self._thread: ThreadPoolExecutor | None = None
         self._last: Future[Any] | None = None
-        self._save: BackgroundSave | None = None
-        self._rate = (0, 0.0)
-        """Bytes that the saves before wrote, and in how many seconds."""
+        self._saves: list[BackgroundSave] = []
+        """Those whose copies are in the memory."""
+        self._written = (0, 0.0)
+        """Bytes that the saves before these wrote, and in how many seconds."""
         self._said = False
 
-    def begin(self, directory: Path) -> BackgroundSave:
-        """Begin a save, after the last one is done."""
-        self.wait()
-        self._memory.reset()
-        self._rate = self._written()
-        self._save = BackgroundSave(self, directory)
-        return self._save
+    def begin(self, directory: Path, *, same_state: bool = False) -> BackgroundSave:
+        """Begin a save, after the last one is done; with `same_state`, which that one had too, behind it."""
+        if not same_state or not self.is_on:
+            self._end_saves()
+        self._saves.append(BackgroundSave(self, directory))
+        return self._saves[-1]
 
     def in_flight(self) -> InFlight | None:
         """Return how far the last save is; None when its files are written."""
-        left_bytes = 0 if self._save is None else self._save.size_bytes - self._save.written_bytes
-        if self._save is None or left_bytes <= 0:
+        left_bytes = sum(save.size_bytes - save.written_bytes for save in self._saves)
+        if left_bytes <= 0:
             return None
-        size_bytes, seconds = self._written()
+        written_bytes, seconds = self._all_written()
         return InFlight(
             left_bytes=left_bytes,
-            size_bytes=self._save.size_bytes,
-            bytes_per_second=size_bytes / seconds if seconds else 0.0,
+            size_bytes=self._saves[-1].size_bytes,
+            bytes_per_second=written_bytes / seconds if seconds else 0.0,
         )
 
     def give_up(self, why: str) -> None:
-        """Write nothing more of the last save. What waits for it hears that it failed."""
-        if self._save is not None:
-            self._save.cancel(why)
+        """Write nothing more of what is in flight. What waits for it hears that it failed."""
+        for save in self._saves:
+            save.cancel(why)
 
-    def _written(self) -> tuple[int, float]:
-        size_bytes, seconds = self._rate
-        if self._save is None:
-            return size_bytes, seconds
-        return size_bytes + self._save.written_bytes, seconds + self._save.writing_seconds
+    def _end_saves(self) -> None:
+        self.wait()
+        self._memory.reset()
+        self._written = self._all_written()
+        self._saves.clear()
 
-    def expect(self) -> None:
-        """Have the memory for a copy before the first save needs it: it is made after two steps."""
+    def _all_written(self) -> tuple[int, float]:
+        written_bytes, seconds = self._written
+        return (
+            written_bytes + sum(save.written_bytes for save in self._saves),
+            seconds + sum(save.writing_seconds for save in self._saves),
+        )
+
+    def expect(self, model: Any = None) -> None:
+        """Have the memory for a copy before the first save needs it: it is made after two steps.
+
+        `model` as for `state_size.when_known`.
+        """
         if self.is_on:
-            state_size.when_known(self._reserve)
+            state_size.when_known(self._reserve, model)
 
     def _reserve(self, size_bytes: int) -> None:
         # Now: training waits for it once, a fraction of what a thread would take from the steps meanwhile.
@@ -226,9 +236,15 @@ class BackgroundWriter:
         elif seconds > _NOTABLE_SECONDS:
             _log.info("training waited for the last save: seconds=%.1f hint=save less often", seconds)
 
-    def copy(self, copy: Callable[[Take], Any]) -> Any:
+    def copy(self, copy: Callable[[HostMemory], Any]) -> Any:
         """Return what `copy` makes of our memory; None if saves are not written in the background."""
-        copied = copy(self._memory.take) if self.is_on else None
+        copied = copy(self._memory) if self.is_on else None
+        current = self._saves[-1]
+        if copied is None and self.is_on and len(self._saves) > 1 and not current.has_files:
+            # Of a state that has changed there is no room for a second copy beside the first.
+            self._end_saves()
+            self._saves.append(current)
+            copied = copy(self._memory)
         if copied is None and self.is_on:
             self._give_up("the memory does not suffice for a copy of the state")
         return copied

@@ -2,7 +2,8 @@
 
 The value is taken apart as `torch.save` itself does it: pickled, with each storage in a place of its own. So tensors
 that share a storage share its copy, a view stays a view, what is not a tensor becomes a copy too, and the file that is
-written from the copy is the one that would have been written from the value. The copy of a GPU's tensor lies in the
+written from the copy is the one that would have been written from the value. What was copied before and has not changed
+is not copied again: a framework may save one state twice. The copy of a GPU's tensor lies in the
 memory of the host, and its file still names the GPU. Imports torch, so it is imported by programs that use it.
 """
 
@@ -14,13 +15,15 @@ from typing import Any, Final
 
 import torch
 
-from mooring.asynchronous_saves.host_memory import Take
+from mooring.asynchronous_saves.host_memory import HostMemory
 from mooring.private_members import require
 
 _PROTOCOL: Final = 2
 """The protocol of `torch.save`: with another one, an object may be pickled in another way."""
 _FIRST: Final = -1
 """Priority of our tags: before those of torch."""
+_COMPARED_BYTES: Final = 16 * 1024 * 1024
+"""At once: what differs mostly differs soon."""
 
 _locations: Final[dict[int, str]] = {}
 """Address of a copy -> where the storage was that it is a copy of, if that was not the memory of the host."""
@@ -34,12 +37,12 @@ class HostCopy:
     size_bytes: int
 
 
-def copy_to_host(value: Any, take: Take) -> HostCopy | None:
+def copy_to_host(value: Any, memory: HostMemory) -> HostCopy | None:
     """Return the copy; None where there is no room for it.
 
     Args:
         value: What `torch.save` takes.
-        take: Returns the memory.
+        memory: Where the copy shall be.
 
     Raises:
         Exception: What pickling raises, as `torch.save` would, and what unpickling it again raises.
@@ -47,13 +50,13 @@ def copy_to_host(value: Any, take: Take) -> HostCopy | None:
     pickled = io.BytesIO()
     splitter = _Splitter(pickled)
     splitter.dump(value)
-    copies = take([storage.nbytes() for storage in splitter.storages])
+    copies = _copied([_bytes_of(storage) for storage in splitter.storages], memory)
     if copies is None:
         return None
-    for storage, copy in zip(splitter.storages, copies, strict=True):
-        copy.copy_(storage)
+    copied = [copy.untyped_storage() for copy in copies]
+    for storage, copy in zip(splitter.storages, copied, strict=True):
         _keep_location(storage, copy)
-    joined = _Joiner(pickled.getvalue(), copies).load()
+    joined = _Joiner(pickled.getvalue(), copied).load()
     return HostCopy(value=joined, size_bytes=sum(storage.nbytes() for storage in splitter.storages))
 
 
@@ -113,13 +116,41 @@ def _location(storage: Any) -> str | None:
     return _locations.get(storage.data_ptr())
 
 
-def copy_tensors_to_host(tensors: Mapping[str, torch.Tensor], take: Take) -> HostCopy | None:
+def copy_tensors_to_host(tensors: Mapping[str, torch.Tensor], memory: HostMemory) -> HostCopy | None:
     """Return copies of dense tensors, by name, each in a storage of its own; None where there is no room for them."""
-    copies = take([tensor.nbytes for tensor in tensors.values()])
+    copies = _copied([tensor.detach().reshape(-1).view(torch.uint8) for tensor in tensors.values()], memory)
     if copies is None:
         return None
-    copied = {}
-    for (name, tensor), copy in zip(tensors.items(), copies, strict=True):
-        copied[name] = torch.empty(0, dtype=tensor.dtype).set_(copy, 0, tensor.shape, tensor.stride())
-        copied[name].copy_(tensor.detach())
+    copied = {
+        name: copy.view(tensor.dtype).view(tensor.shape)
+        for (name, tensor), copy in zip(tensors.items(), copies, strict=True)
+    }
     return HostCopy(value=copied, size_bytes=sum(tensor.nbytes for tensor in tensors.values()))
+
+
+def _bytes_of(storage: torch.UntypedStorage) -> torch.Tensor:
+    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
+
+
+def _copied(sources: Sequence[torch.Tensor], memory: HostMemory) -> list[torch.Tensor] | None:
+    """Return copies of tensors of bytes, each in a storage of its own; None where there is no room for them."""
+    places = [(str(source.device), source.data_ptr(), source.nbytes) for source in sources]
+    copies = [_unchanged(source, memory.copies.get(place)) for source, place in zip(sources, places, strict=True)]
+    new = [number for number, copy in enumerate(copies) if copy is None]
+    taken = memory.take([sources[number].nbytes for number in new])
+    if taken is None:
+        return None
+    for number, storage in zip(new, taken, strict=True):
+        copies[number] = memory.copies[places[number]] = _bytes_of(storage).copy_(sources[number])
+    return [copy for copy in copies if copy is not None]
+
+
+def _unchanged(source: torch.Tensor, copy: torch.Tensor | None) -> torch.Tensor | None:
+    """Return `copy` if that is what `source` still is."""
+    if copy is None:
+        return None
+    for start in range(0, len(source), _COMPARED_BYTES):
+        piece = slice(start, start + _COMPARED_BYTES)
+        if not torch.equal(source[piece].cpu(), copy[piece]):
+            return None
+    return copy

@@ -8,12 +8,9 @@ configured otherwise, and what does not fit there ends the process by SIGBUS.
 import logging
 import mmap
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, Final, TypeAlias
-
-Take: TypeAlias = "Callable[[Sequence[int]], list[Any] | None]"
-"""`HostMemory.take`, for those who copy."""
+from typing import Any, Final
 
 _log: Final = logging.getLogger("mooring")
 _ALIGNMENT_BYTES: Final = 64
@@ -25,9 +22,14 @@ _MEMORY_OF_MACHINE: Final = Path("/proc/meminfo")
 
 
 class HostMemory:
-    """Blocks of memory, of which one thread takes pieces."""
+    """Blocks of memory, of which one thread takes pieces.
+
+    Attributes:
+        copies: Device, address and size in bytes of what was copied since `reset` -> its copy, a `torch.Tensor`.
+    """
 
     def __init__(self) -> None:
+        self.copies: dict[tuple[str, int, int], Any] = {}
         self._blocks: list[mmap.mmap] = []
         self._block = 0
         self._offset = 0
@@ -40,6 +42,7 @@ class HostMemory:
     def reset(self) -> None:
         """Take back all pieces: nobody reads them any more."""
         self._block = self._offset = 0
+        self.copies.clear()
 
     def reserve(self, size_bytes: int) -> None:
         """Have `size_bytes` in all, and touch the pages, which the first copy would do. Does nothing if too large."""

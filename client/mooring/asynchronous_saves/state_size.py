@@ -9,19 +9,20 @@ from typing import Any, Final
 
 _hooked: Final[set[int]] = set()
 """The modules of optimizers that tell us of their steps. One hook stays for ever: to remove it within a step fails."""
-_asking: Final[list[Callable[[int], object]]] = []
+_asking: Final[list[tuple[Callable[[int], object], Any]]] = []
 _stepped: Final[list[Any]] = []
 
 
-def when_known(tell: Callable[[int], object]) -> None:
+def when_known(tell: Callable[[int], object], model: Any = None) -> None:
     """Call `tell` once with the bytes of what this process's optimizers train and keep, after each one's first step.
 
+    `model`: a torch module whose tensors are saved beside those, if they are others, as where optimizers train copies.
     Never, if the program has not imported torch.optim, or trains without it.
     """
     optimizers: Any = sys.modules.get("torch.optim.optimizer")
     if not hasattr(optimizers, "register_optimizer_step_post_hook"):
         return
-    _asking.append(tell)
+    _asking.append((tell, model))
     if id(optimizers) not in _hooked:
         _hooked.add(id(optimizers))
         optimizers.register_optimizer_step_post_hook(_after_step)
@@ -38,8 +39,9 @@ def _after_step(optimizer: Any, *_: Any) -> None:
     asking = list(_asking)
     _asking.clear()
     _stepped.clear()
-    for tell in asking:
-        tell(sum(sizes.values()))
+    for tell, model in asking:
+        beside = [] if model is None else [*model.parameters(), *model.buffers()]
+        tell(sum((sizes | {tensor.data_ptr(): tensor.nbytes for tensor in beside}).values()))
 
 
 def _tensors(optimizer: Any) -> Iterator[Any]:

@@ -8,7 +8,7 @@ import logging
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 from mooring.asynchronous_saves import path_guard
 from mooring.asynchronous_saves.background_writer import BackgroundSave, BackgroundWriter
@@ -40,15 +40,21 @@ class AsideSaves:
         self._behind: _BackgroundCheckpoint | None = None
         """Saved, and not to be announced yet."""
         self._last: _BackgroundCheckpoint | None = None
+        self._copied_step = -1
+        self._names: set[str] = set()
+        """Of the checkpoints that are written from this copy: they lie side by side until they are in place."""
 
     def has_room(self, path: Path, pending: PendingSave) -> bool:
         """Make the directory in which `path` is written; return whether all ranks have it."""
         context = self._session.context()
         return bool(context.coordinator.agree(pending.key("aside"), context.aside.has_room(path.name)))
 
-    def expect(self) -> None:
-        """Prepare for `save_in_background`, in a rank that will have the training's state to write."""
-        self._writer.expect()
+    def expect(self, model: Any = None) -> None:
+        """Prepare for `save_in_background`, in a rank that will have the training's state to write.
+
+        `model` as for `state_size.when_known`.
+        """
+        self._writer.expect(model)
 
     def save(self, path: Path, pending: PendingSave, write: _Write) -> bool:
         """Write this rank's part, and return whether the checkpoint is at `path` now, with the parts of all ranks.
@@ -61,9 +67,14 @@ class AsideSaves:
     def save_in_background(self, path: Path, pending: PendingSave, write: _Write) -> None:
         """Copy this rank's part; write it and put the checkpoint in place behind the training. Call `announce` next.
 
-        Raises what `write` raises, and tells the other ranks.
+        A second checkpoint of one step shares the copy of the first, as far as that is still the same. Raises what
+        `write` raises, and tells the other ranks.
         """
-        save = self._writer.begin(self._session.context().aside.being_saved(path.name))
+        place = self._session.context().aside.being_saved(path.name)
+        same_state = self.has_state(path, pending.step)
+        save = self._writer.begin(place, same_state=same_state)
+        self._copied_step = pending.step
+        self._names = {*self._names, path.name} if same_state else {path.name}
         with handing_in(save):
             self._write(path, pending, write)
         behind = self._behind = _BackgroundCheckpoint(path=path, pending=pending, save=save)
@@ -110,6 +121,10 @@ class AsideSaves:
             work()
         else:
             last.save.then(lambda _: work() if last.in_place else None)
+
+    def has_state(self, path: Path, step: int) -> bool:
+        """Whether a checkpoint of this step is still copied, and `path` can be written from the same copy behind it."""
+        return step == self._copied_step and path.name not in self._names
 
     def make_time(self) -> None:
         """Before a just-in-time save: give up the checkpoint in flight if both do not fit into the grace period."""

@@ -213,20 +213,25 @@ class FrameworkRun:
                 if self.save_aside(path, step, write, elsewhere=elsewhere):
                     self._unannounced = _Unannounced(path=path, step=step, behind=False, claim=claim.pop_all())
                 return
-            self.wait()
+            if not self._aside.has_state(path, step):
+                self.wait()
             pending = self._begin(path, step, None)
             behind = pending is not None and elsewhere and self.asynchronous and self._aside.has_room(path, pending)
             if pending is not None and behind:
                 self._aside.save_in_background(path, pending, write)
             else:
+                self.wait()
                 self._pending = pending
                 self._write_in_place(path, step, write)
             self._unannounced = _Unannounced(path=path, step=step, behind=behind, claim=claim.pop_all())
 
-    def expect_saves(self) -> None:
-        """Prepare for `save_in_background`, before training, in a rank that will have the training's state to write."""
+    def expect_saves(self, model: Any = None) -> None:
+        """Prepare for `save_in_background`, before training, in a rank that will have the training's state to write.
+
+        `model`: a torch module that is saved beside what the optimizers train, where they train copies of it.
+        """
         if self.asynchronous:
-            self._aside.expect()
+            self._aside.expect(model)
 
     def announce_in_background(
         self, kind: Kind | None = None, *, then: Callable[[bool], object] = lambda _: None

@@ -11,6 +11,7 @@ from concurrent.futures import Future
 from contextlib import contextmanager, nullcontext
 from importlib import import_module
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, Final
 
 from mooring.asynchronous_saves.save_functions import hand_in
@@ -135,6 +136,13 @@ def leave_step_saved(trainer: Any) -> None:
             and not (step % callback._every_n_train_steps)
         ):
             callback._last_global_step_saved = step
+
+
+def without_barrier(trainer: Any) -> Any:
+    """Return what `ModelCheckpoint._link_checkpoint` needs of a Trainer, to call it in a thread on one rank."""
+    return SimpleNamespace(
+        is_global_zero=trainer.is_global_zero, strategy=SimpleNamespace(barrier=lambda *_, **__: None)
+    )
 
 
 def kind(trainer: Any) -> Kind | None:

@@ -162,6 +162,7 @@ class Protection:
             (trainer.fit_loop, "_load_combined_loader_states", self._load_loaders),
             (trainer.strategy, "remove_checkpoint", self._remove_checkpoint),
             *((one, "file_exists", self._file_exists) for one in trainer.callbacks if hasattr(one, "file_exists")),
+            *((one, "_link_checkpoint", self._link) for one in trainer.callbacks if hasattr(one, "_link_checkpoint")),
         ]
         self._just_in_time = not _requeues(trainer)
         if self._just_in_time:
@@ -312,6 +313,12 @@ class Protection:
         """Lightning removes an older checkpoint when a newer one is saved: not before that is there."""
         assert self._run is not None
         self._run.when_saved(functools.partial(remove, *arguments, **keywords))
+
+    def _link(self, trainer: Any, link: Callable[..., None], _: Any, *paths: str) -> None:
+        """Link `last.ckpt` to a checkpoint when that is there: until then the one before it is the last."""
+        assert self._run is not None
+        self._run.when_saved(functools.partial(link, contents.without_barrier(trainer), *paths))
+        trainer.strategy.barrier()
 
     def _file_exists(self, _: Any, exists: Callable[..., bool], path: Any, *arguments: Any) -> bool:
         path_guard.wait_for(path)
