@@ -107,8 +107,9 @@ LIVES ?= 10000
 simulate: $(FRAMEWORKS)
 	MOORING_SIM_LIVES=$(LIVES) $(PYTEST) tests/simulation
 
-# Every trainer, every notice, every moment, many times over: hours, for people. ARGUMENTS="--times 3 --trainer ddp"
+# Every trainer ended 200 times at random; then every notice, every moment, many times over: hours, for people. ARGUMENTS="--times 3 --trainer ddp"
 soak: $(FRAMEWORKS)
+	MOORING_RANDOM_ENDS=200 $(BIN)/python -m pytest -n $(WORKERS) tests/trainers/test_random_ends.py
 	$(BIN)/python -m tests.trainers.soak $(ARGUMENTS)
 
 # Everything dies at random, and an oracle that shares no code with us looks for losses. MINUTES=60 SEED=7

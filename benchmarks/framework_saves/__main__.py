@@ -16,13 +16,13 @@ import tempfile
 from typing import Any, Final
 
 from benchmarks.framework_saves.program import FRAMEWORKS
-from benchmarks.framework_saves.report import ALONE, MOORING, NO_SAVES, SAVE_EVERY, Runs, missed, plot, report
+from benchmarks.framework_saves.report import ALONE, MOORING, SAVE_EVERY, Runs, missed, plot, report
 from tests.servers.process import free_port
 
 from mooring_api import names
 
-_STEPS: Final = {NO_SAVES: 60, ALONE: 65, MOORING: 200}
-_STEPS_OF_TWO_RANKS: Final = 45
+_STEPS: Final = {(1, ALONE): 45, (1, MOORING): 125, (2, ALONE): 45, (2, MOORING): 45}
+"""By how many ranks and which way."""
 
 
 def main() -> int:
@@ -33,11 +33,8 @@ def main() -> int:
     runs: Runs = {}
     for framework in options.framework or FRAMEWORKS:
         for _ in range(options.rounds):
-            for way, steps in _STEPS.items():
-                runs.setdefault((framework, 1, way), []).append(_trained(framework, way, steps, ranks=1))
-            for way in (ALONE, MOORING):
-                two = _trained(framework, way, _STEPS_OF_TWO_RANKS, ranks=2)
-                runs.setdefault((framework, 2, way), []).append(two)
+            for (ranks, way), steps in _STEPS.items():
+                runs.setdefault((framework, ranks, way), []).append(_trained(framework, way, steps, ranks=ranks))
         # A page after each framework: a round takes long.
         report(runs, options.rounds)
     plot(runs)
@@ -48,8 +45,7 @@ def main() -> int:
 def _trained(framework: str, way: str, steps: int, *, ranks: int) -> dict[str, Any]:
     with tempfile.TemporaryDirectory(prefix="framework-saves-") as folder:
         port = free_port()
-        save_every = 0 if way == NO_SAVES else SAVE_EVERY
-        arguments = [framework, folder, str(steps), str(save_every), *(["--mooring"] if way == MOORING else [])]
+        arguments = [framework, folder, str(steps), str(SAVE_EVERY), *(["--mooring"] if way == MOORING else [])]
         processes = []
         for rank in range(ranks):
             environment = {

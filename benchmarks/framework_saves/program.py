@@ -21,7 +21,7 @@ import torch
 LAYERS: Final = 21
 SIDE: Final = 2048
 """21 layers of 2048 x 2048: with the two moments of AdamW they have 1 GiB of fp32."""
-ROWS: Final = 64
+ROWS: Final = 256
 RANKS: Final = int(os.environ.get("WORLD_SIZE", "1"))
 
 
@@ -95,7 +95,7 @@ def trl(options: argparse.Namespace, clock: Clock) -> None:
     rows = Dataset.from_dict({"input_ids": [[(row + place) % 64 for place in range(32)] for row in range(20_000)]})
     trainer = trl.SFTTrainer(
         model=transformers.LlamaForCausalLM(config),
-        args=trl.SFTConfig(**_trainer_arguments(options), per_device_train_batch_size=2, bf16=False),
+        args=trl.SFTConfig(**_trainer_arguments(options), per_device_train_batch_size=4, bf16=False),
         train_dataset=rows,
         processing_class=tokenizer,
     )
