@@ -1,6 +1,9 @@
 """What a program gives to `torch.save` and safetensors within a save is written behind it, and nothing else is."""
 
+import itertools
+import os
 import threading
+import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -8,9 +11,11 @@ from typing import Any
 import pytest
 import safetensors.torch
 import torch
+import torch.distributed.checkpoint as dcp
 from safetensors.torch import save_file
 
 from mooring.asynchronous_saves.background_writer import BackgroundSave, BackgroundWriter
+from mooring.asynchronous_saves.host_memory import HostMemory
 from mooring.asynchronous_saves.save_functions import handing_in
 
 STATE: dict[str, Any] = {"weight": torch.arange(1000.0), "step": 3}
@@ -64,6 +69,55 @@ def test_what_safetensors_saves_is_written_by_any_name_of_the_function(save: Bac
     with safetensors.safe_open(tmp_path / "one", "pt") as file:
         assert file.metadata() == {"format": "pt"}
     assert safetensors.torch.load_file(tmp_path / "two")["a"].equal(STATE["weight"])
+
+
+@pytest.fixture
+def _no_ranks(recwarn: pytest.WarningsRecorder) -> None:
+    """DCP warns that there is one process."""
+    warnings.simplefilter("ignore", UserWarning)
+
+
+def save_distributed(directory: Path, weight: torch.Tensor) -> None:
+    state = {"weight": weight, "other": torch.arange(9, dtype=torch.int8), "step": 3}
+    dcp.save(state, storage_writer=dcp.FileSystemWriter(directory), no_dist=True)
+
+
+def same_tensors(directory: Path, other: Path) -> bool:
+    """Whether two checkpoints have the same file of tensors. The path of each is in its metadata."""
+    return (directory / "__0_0.distcp").read_bytes() == (other / "__0_0.distcp").read_bytes()
+
+
+@pytest.mark.usefixtures("_no_ranks")
+def test_a_distributed_checkpoint_is_the_same_byte_by_byte(save: BackgroundSave, tmp_path: Path) -> None:
+    weight = torch.randn(10_000_000)
+    save_distributed(tmp_path.parent / "alone", weight)
+    with handing_in(save):
+        save_distributed(tmp_path / "state", weight)
+        # Not by Path, which would wait for its content.
+        assert os.stat(tmp_path / "state" / "__0_0.distcp").st_size == 0  # noqa: PTH116
+        weight.zero_()
+    save.wait()
+    assert save.written_bytes == save.size_bytes > 40_000_000
+    assert same_tensors(tmp_path / "state", tmp_path.parent / "alone")
+    loaded = {"weight": torch.zeros(10_000_000)}
+    dcp.load(loaded, storage_reader=dcp.FileSystemReader(tmp_path / "state"), no_dist=True)
+    assert loaded["weight"].count_nonzero() > 9_000_000
+
+
+@pytest.mark.usefixtures("_no_ranks")
+@pytest.mark.parametrize("pieces", [0, 1])
+def test_without_memory_for_all_of_it_a_distributed_checkpoint_is_written_at_once(
+    pieces: int, save: BackgroundSave, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    weight = torch.randn(10_000_000)
+    save_distributed(tmp_path.parent / "alone", weight)
+    take, taken = HostMemory.take, itertools.count()
+    monkeypatch.setattr(HostMemory, "take", lambda memory, sizes: take(memory, sizes) if next(taken) < pieces else None)
+    with handing_in(save):
+        save_distributed(tmp_path / "state", weight)
+        weight.zero_()
+    save.wait()
+    assert same_tensors(tmp_path / "state", tmp_path.parent / "alone")
 
 
 def save_to_file(path: Path) -> None:

@@ -92,6 +92,13 @@ class BackgroundSave:
         self._write_later(empty, copied.size_bytes, lambda target: write(copied, target))
         return True
 
+    def memory(self, size_bytes: int) -> Any:
+        """Return a `torch.UntypedStorage` for what is handed in later; None where there is too little memory."""
+        # Others' copies may not be taken back for a new one from here on.
+        self.has_files = True
+        taken = self._writer.copy(lambda memory: memory.take([size_bytes]))
+        return None if taken is None else taken[0]
+
     def wrote(self, count_bytes: int) -> None:
         """Note that so much of a file is written. Raises InterruptedError when the save is given up."""
         self._note_time()

@@ -1,8 +1,8 @@
 """The functions with which programs and frameworks write their tensors, as they behave within a save of Mooring.
 
 Owns their replacements: `torch.save` and safetensors' `save_file` hand what they were given to the save that is open
-in their thread. In any other thread, and outside of a save, they do what they always did. Imports nothing of these
-libraries before the program does.
+in their thread, and so do the streams into which `torch.distributed.checkpoint` writes its files. In any other thread,
+and outside of a save, they do what they always did. Imports nothing of these libraries before the program does.
 """
 
 import functools
@@ -11,14 +11,18 @@ import os
 import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
-from typing import Any, Final
+from contextlib import contextmanager, nullcontext
+from typing import TYPE_CHECKING, Any, Final
 
 from mooring.asynchronous_saves import direct_file
 from mooring.asynchronous_saves.background_writer import BackgroundSave
 
+if TYPE_CHECKING:
+    from mooring.asynchronous_saves.memory_stream import MemoryStream
+
 _MARK: Final = "__mooring_saves__"
 _USUAL: Final = {"_use_new_zipfile_serialization": True}
+_TENSORS_OF_DCP: Final = ".distcp"
 _open = threading.local()
 
 
@@ -69,6 +73,14 @@ def _install() -> None:
             setattr(ours, _MARK, True)
             _replace(original, ours)
 
+    filesystem: Any = sys.modules.get("torch.distributed.checkpoint.filesystem")
+    if filesystem is not None and not hasattr(filesystem.FileSystem.create_stream, _MARK):
+        stream = functools.wraps(filesystem.FileSystem.create_stream)(
+            _create_stream(filesystem.FileSystem.create_stream)
+        )
+        setattr(stream, _MARK, True)
+        filesystem.FileSystem.create_stream = stream
+
 
 def _replace(original: Any, ours: Any) -> None:
     """Replace a function in every module that has it: most import it by its name."""
@@ -108,6 +120,38 @@ def _save_file(save_file: Callable[..., Any]) -> Callable[..., Any]:
         return save_file(tensors, filename, metadata=metadata)
 
     return handing_save_file
+
+
+def _create_stream(create_stream: Callable[..., Any]) -> Callable[..., Any]:
+    @contextmanager
+    def handing_stream(file_system: Any, path: Any, mode: str) -> Iterator[Any]:
+        current = _current()
+        with create_stream(file_system, path, mode) as file:
+            # The metadata is small, and is renamed at once.
+            if current is None or mode != "wb" or not str(path).endswith(_TENSORS_OF_DCP):
+                yield file
+                return
+            from mooring.asynchronous_saves.memory_stream import MemoryStream
+
+            stream = MemoryStream(current.memory, file)
+            yield stream
+        if stream.kept:
+            _hand_in_stream(current, path, stream)
+
+    return handing_stream
+
+
+def _hand_in_stream(current: BackgroundSave, path: Any, stream: "MemoryStream") -> None:
+    from mooring.asynchronous_saves.host_copy import HostCopy
+
+    def write(kept: "MemoryStream", target: Any) -> None:
+        with open(target, "wb") if isinstance(target, str) else nullcontext(target) as file:  # noqa: PTH123
+            for piece in kept.contents():
+                file.write(piece)
+
+    copied = HostCopy(value=stream, size_bytes=stream.size_bytes)
+    if not current.take(path, lambda _: copied, functools.partial(_write, write, current.wrote)):
+        write(stream, os.fspath(path))
 
 
 def _are_apart(tensors: Any) -> bool:
