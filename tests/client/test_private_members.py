@@ -33,6 +33,7 @@ def _made(module: str, name: str, *arguments: Any, **named: Any) -> Any:
 _FOUND: Final = MappingProxyType(
     {
         "lightning.AsyncCheckpointIO": lambda: _made("lightning.pytorch.plugins.io", "AsyncCheckpointIO"),
+        "lightning.ModelCheckpoint": lambda: _made("lightning.pytorch.callbacks", "ModelCheckpoint"),
         "lightning.Trainer": lambda: _made(
             "lightning.pytorch", "Trainer", accelerator="cpu", devices=1, logger=False, enable_checkpointing=False
         ),
