@@ -165,10 +165,12 @@ def test_with_its_first_process_all_of_a_container_ends(real_node: Node) -> None
 
 
 def test_a_mapped_container_leaves_no_process_behind_either(short_directory: object, node: Node) -> None:
-    made = node.run(pod(container("trainer", f'(setsid sh -c "echo up; {FOREVER}" &) ; sleep 1; ls /data')))
+    forks = f'(setsid sh -c "echo up; {FOREVER}" &) ; while [ ! -e /data/go ]; do sleep 0.05; done'
+    made = node.run(pod(container("trainer", forks)))
     made.wait(lambda: "up" in made.log("trainer"), START_SECONDS, "it has forked")
     process = made.container("trainer").process
     assert process is not None
+    (made.volume("data") / "go").touch()
     made.wait_ended(END_SECONDS)
     assert process.members() == []
 
