@@ -16,7 +16,7 @@ import torch
 
 from mooring.asynchronous_saves import background_writer, host_memory, path_guard
 from mooring.asynchronous_saves.background_writer import BackgroundSave, BackgroundWriter
-from mooring.asynchronous_saves.host_copy import HostCopy
+from mooring.asynchronous_saves.host_copy import HostCopy, copy_to_host
 from mooring.asynchronous_saves.host_memory import HostMemory
 
 
@@ -307,3 +307,17 @@ def test_without_room_beside_the_first_copy_a_second_save_of_one_step_waits(
     assert writer.is_on
     second.wait()
     assert slow.written == ["first", "second"]
+
+
+def test_a_second_save_of_a_state_that_has_changed_makes_no_second_copy(
+    writer: BackgroundWriter, tmp_path: Path
+) -> None:
+    state = torch.zeros(20_000_000)
+    for number in range(4):
+        save = writer.begin(tmp_path, same_state=number > 0)
+        assert save.take(tmp_path / str(number), lambda memory: copy_to_host(state, memory), lambda *_: None)
+        save.begin_writing()
+        state.add_(1)
+    assert writer._memory.size_bytes < 100_000_000
+    assert writer.is_on
+    writer.wait()

@@ -29,6 +29,8 @@ _log: Final = logging.getLogger("mooring")
 _PATIENCE_SECONDS: Final = 3600.0
 """How long training waits for one save. If that is not enough, later ones are not asynchronous."""
 _NOTABLE_SECONDS: Final = 1.0
+_SECOND_BYTES: Final = 64 * 1024 * 1024
+"""How much memory may be made for what a second save of one state does not share with the first."""
 _NICE: Final = 10
 """CPU niceness of the thread: it has time until the next save."""
 
@@ -245,10 +247,13 @@ class BackgroundWriter:
 
     def copy(self, copy: Callable[[HostMemory], Any]) -> Any:
         """Return what `copy` makes of our memory; None if saves are not written in the background."""
-        copied = copy(self._memory) if self.is_on else None
         current = self._saves[-1]
-        if copied is None and self.is_on and len(self._saves) > 1 and not current.has_files:
-            # Of a state that has changed there is no room for a second copy beside the first.
+        is_second = len(self._saves) > 1 and not current.has_files
+        self._memory.most_growth_bytes = _SECOND_BYTES if is_second else None
+        copied = copy(self._memory) if self.is_on else None
+        if copied is None and self.is_on and is_second:
+            # Of a state that has changed there is no second copy beside the first.
+            self._memory.most_growth_bytes = None
             self._end_saves()
             self._saves.append(current)
             copied = copy(self._memory)

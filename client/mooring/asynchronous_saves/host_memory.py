@@ -25,10 +25,12 @@ class HostMemory:
     """Blocks of memory, of which one thread takes pieces.
 
     Attributes:
+        most_growth_bytes: How much new memory may be made at once; None if only what is free limits it.
         copies: Device, address and size in bytes of what was copied since `reset` -> its copy, a `torch.Tensor`.
     """
 
     def __init__(self) -> None:
+        self.most_growth_bytes: int | None = None
         self.copies: dict[tuple[str, int, int], Any] = {}
         self._blocks: list[mmap.mmap] = []
         self._block = 0
@@ -82,6 +84,8 @@ class HostMemory:
     def _grow(self, size_bytes: int) -> bool:
         free_bytes = free_memory_bytes()
         if free_bytes is not None and size_bytes > free_bytes - _LEFT_FREE_BYTES:
+            return False
+        if self.most_growth_bytes is not None and size_bytes > self.most_growth_bytes:
             return False
         # Private where that can be said: shared memory counts differently, and children would see it.
         private = {"flags": mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS} if sys.platform != "win32" else {}

@@ -19,6 +19,8 @@ from mooring.ranks.coordinator import WRITE_SECONDS
 from mooring.session import PendingSave, Session
 
 _log: Final = logging.getLogger("mooring")
+_MOST_NAMES: Final = 4
+"""How many checkpoints may be written from one copy: a step that stands still would have its memory grow."""
 _Write = Callable[[Path], object]
 
 
@@ -124,7 +126,7 @@ class AsideSaves:
 
     def has_state(self, path: Path, step: int) -> bool:
         """Whether a checkpoint of this step is still copied, and `path` can be written from the same copy behind it."""
-        return step == self._copied_step and path.name not in self._names
+        return step == self._copied_step and path.name not in self._names and len(self._names) < _MOST_NAMES
 
     def make_time(self) -> None:
         """Before a just-in-time save: give up the checkpoint in flight if both do not fit into the grace period."""
