@@ -130,8 +130,8 @@ MOMENTS: Final[Mapping[str, Callable[[Any], None]]] = MappingProxyType(
         "in an evaluation": event("on_prediction_step", 8),
         "after a periodic save": event("on_save", 8),
         "in the middle of the copy": behind("asynchronous_saves.host_copy", COPY, call=3),
-        "before a file is written": behind("asynchronous_saves.background_writer:_EmptyFile", "find"),
-        "when some files are written": behind("asynchronous_saves.background_writer:_EmptyFile", "find", call=3),
+        "before a file is written": behind("asynchronous_saves.empty_file:EmptyFile", "find"),
+        "when some files are written": behind("asynchronous_saves.empty_file:EmptyFile", "find", call=3),
         "before the checkpoint has its name": behind("checkpoints.local_checkpoints:LocalCheckpoints", "move_to"),
         "when the checkpoint has its name": behind(
             "checkpoints.local_checkpoints:LocalCheckpoints", "move_to", after=True
