@@ -96,7 +96,7 @@ class BackgroundSave:
 
     def memory(self, size_bytes: int) -> Any:
         """Return a `torch.UntypedStorage` for what is handed in later; None where there is too little memory."""
-        # Others' copies may not be taken back for a new one from here on.
+        # What is taken here must not be taken back to make room for another file of this save.
         self.has_files = True
         taken = self._writer.copy(lambda memory: memory.take([size_bytes]))
         return None if taken is None else taken[0]
@@ -191,7 +191,7 @@ class BackgroundWriter:
         return self._saves[-1]
 
     def in_flight(self) -> InFlight | None:
-        """Return how far the last save is; None when its files are written."""
+        """Return how far the saves are whose copies are in the memory; None when their files are written."""
         left_bytes = sum(save.size_bytes - save.written_bytes for save in self._saves)
         if left_bytes <= 0:
             return None

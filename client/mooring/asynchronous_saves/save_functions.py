@@ -11,7 +11,7 @@ import os
 import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any, Final
 
 from mooring.asynchronous_saves import direct_file
@@ -53,6 +53,11 @@ def hand_in(value: Any, path: str | os.PathLike[str], write: Callable[[Any, Any]
     from mooring.asynchronous_saves.host_copy import copy_to_host
 
     return save.take(path, functools.partial(copy_to_host, value), functools.partial(_write, write, save.wrote))
+
+
+def opened(target: Any) -> AbstractContextManager[Any]:
+    """Open what `hand_in`'s `write` got, if that is a path."""
+    return open(target, "wb") if isinstance(target, str) else nullcontext(target)  # noqa: PTH123
 
 
 def _write(write: Callable[[Any, Any], object], wrote: Callable[[int], object], copied: Any, path: str) -> None:
@@ -145,7 +150,7 @@ def _hand_in_stream(current: BackgroundSave, path: Any, stream: "MemoryStream") 
     from mooring.asynchronous_saves.host_copy import HostCopy
 
     def write(kept: "MemoryStream", target: Any) -> None:
-        with open(target, "wb") if isinstance(target, str) else nullcontext(target) as file:  # noqa: PTH123
+        with opened(target) as file:
             for piece in kept.contents():
                 file.write(piece)
 

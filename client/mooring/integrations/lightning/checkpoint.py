@@ -8,13 +8,13 @@ import io
 import logging
 from collections.abc import Iterator
 from concurrent.futures import Future
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from importlib import import_module
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, Final
 
-from mooring.asynchronous_saves.save_functions import hand_in
+from mooring.asynchronous_saves.save_functions import hand_in, opened
 from mooring.checkpoints.records import Kind
 from mooring.framework_run import FrameworkRun
 from mooring.private_members import require
@@ -200,7 +200,7 @@ def _write(checkpoint: dict[str, Any], target: Any) -> None:
     import torch
 
     # A path would make the file's own name a part of it.
-    with open(target, "wb") if isinstance(target, str) else nullcontext(target) as file:  # noqa: PTH123
+    with opened(target) as file:
         torch.save(checkpoint, file)
 
 
