@@ -109,7 +109,8 @@ simulate: $(FRAMEWORKS)
 
 # Every trainer ended 200 times at random; then every notice, every moment, many times over: hours, for people. ARGUMENTS="--times 3 --trainer ddp"
 soak: $(FRAMEWORKS)
-	MOORING_RANDOM_ENDS=200 $(BIN)/python -m pytest -n $(WORKERS) tests/trainers/test_random_ends.py
+	MOORING_RANDOM_ENDS=200 $(BIN)/python -m pytest -n $(WORKERS) tests/trainers/test_random_ends.py \
+		tests/trainers/test_killed_moments.py
 	$(BIN)/python -m tests.trainers.soak $(ARGUMENTS)
 
 # Everything dies at random, and an oracle that shares no code with us looks for losses. MINUTES=60 SEED=7

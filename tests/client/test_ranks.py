@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import time
 from pathlib import Path
 
 import pytest
@@ -64,6 +65,26 @@ def test_a_notice_to_one_rank_makes_all_save_at_the_same_step_and_leave(
             rank.go()
         assert {tuple(rank.rest()) for rank in ranks} == {(f"step {step + 1}", "done")}
         assert [rank.exit_code() for rank in ranks] == [0, 0]
+
+
+@pytest.mark.parametrize(("grace_seconds", "is_finished"), [(3600, True), (0, False)], ids=["time", "no time"])
+def test_a_save_that_one_rank_has_no_time_to_finish_is_given_up_by_all(
+    grace_seconds: float, is_finished: bool, tmp_path: Path, volume: Path
+) -> None:
+    server = AgentServer()
+    server.status = agent_pb2.Status(deadline=time.time() + grace_seconds)
+    with serving(volume / names.STATE_DIRECTORY / names.SOCKET, server):
+        scenario = "asynchronous_checkpointer_with_a_slow_rank"
+        with job(scenario, tmp_path, [volume], local_world_size=2) as ranks:
+            for rank in ranks:
+                rank.go(ENOUGH_STEPS)
+            assert [rank.exit_code() for rank in ranks] == [names.JUST_IN_TIME_EXIT_CODE] * 2
+    checkpoints = {int(path.name.rpartition("-")[2]): path for path in (volume / "checkpoints").iterdir()}
+    assert (2 in checkpoints) is is_finished
+    newest = sorted(checkpoints[max(checkpoints)].iterdir())
+    assert max(checkpoints) > 2
+    assert [path.name for path in newest] == ["a-0", "a-1", "b-0", "b-1"]
+    assert all(path.stat().st_size > 40_000 for path in newest)
 
 
 def test_a_rank_in_a_collective_while_the_other_is_noticed_still_saves_with_it(tmp_path: Path, volume: Path) -> None:

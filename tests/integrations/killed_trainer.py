@@ -6,13 +6,11 @@ With a moment it is protected by Mooring and killed then; without, it knows noth
 began after, and the loss of each step.
 """
 
-import itertools
 import json
 import os
 import signal
 import sys
 from collections.abc import Callable, Mapping
-from importlib import import_module
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Final
@@ -24,8 +22,6 @@ from transformers.trainer_utils import get_last_checkpoint
 STEPS: Final = 10
 SAVE_STEPS: Final = 4
 NOTICE_STEP: Final = 6
-COPY: Final = "_keep_location"
-"""What is called for each storage that is copied."""
 
 
 class Counting:
@@ -73,31 +69,6 @@ def event(name: str, step: int) -> Callable[[Any], None]:
     return prepare
 
 
-def behind(owner: str, name: str, *, call: int = 1, after: bool = False) -> Callable[[Any], None]:
-    """In the save of step 8, when Mooring calls this for it, in it or behind the training, or after that call."""
-
-    def prepare(trainer: Any) -> None:
-        module, _, cls = owner.partition(":")
-        place = import_module(f"mooring.{module}")
-        place = getattr(place, cls) if cls else place
-        original, calls = getattr(place, name), itertools.count(1)
-
-        def die_there(*arguments: Any, **keywords: Any) -> Any:
-            is_of_step = f"checkpoint-{2 * SAVE_STEPS}" in repr(arguments)
-            is_copied_at_step = name == COPY and trainer.state.global_step == 2 * SAVE_STEPS
-            is_now = (is_of_step or is_copied_at_step) and next(calls) == call
-            if is_now and not after:
-                kill()
-            answer = original(*arguments, **keywords)
-            if is_now:
-                kill()
-            return answer
-
-        setattr(place, name, die_there)
-
-    return prepare
-
-
 def told_and_then(stop: Callable[[Any], None]) -> Callable[[Any], None]:
     def prepare(trainer: Any) -> None:
         trainer.add_callback(At("on_step_end", NOTICE_STEP, notice))
@@ -129,19 +100,6 @@ MOMENTS: Final[Mapping[str, Callable[[Any], None]]] = MappingProxyType(
         "between saves": event("on_step_end", 6),
         "in an evaluation": event("on_prediction_step", 8),
         "after a periodic save": event("on_save", 8),
-        "in the middle of the copy": behind("asynchronous_saves.host_copy", COPY, call=3),
-        "before a file is written": behind("asynchronous_saves.empty_file:EmptyFile", "find"),
-        "when some files are written": behind("asynchronous_saves.empty_file:EmptyFile", "find", call=3),
-        "before the checkpoint has its name": behind("checkpoints.local_checkpoints:LocalCheckpoints", "move_to"),
-        "when the checkpoint has its name": behind(
-            "checkpoints.local_checkpoints:LocalCheckpoints", "move_to", after=True
-        ),
-        "when the checkpoint is recorded": behind(
-            "framework_run.checkpoints:FrameworkCheckpoints", "_record", after=True
-        ),
-        "when the checkpoint is announced": behind(
-            "framework_run.checkpoints:FrameworkCheckpoints", "announce", after=True
-        ),
         "after the model of the just-in-time save": told_and_then(writing("save_model")),
         "after the optimizer of the just-in-time save": told_and_then(writing("_save_optimizer_and_scheduler")),
         "before the just-in-time save is announced": told_and_then(event("on_save", NOTICE_STEP)),

@@ -1,4 +1,7 @@
-"""A Trainer that is killed under Mooring can be started again without it, by the Trainer's own rules alone."""
+"""A Trainer that is killed under Mooring can be started again without it, by the Trainer's own rules alone.
+
+The moments of a save that is written behind the training are in tests/trainers/test_killed_moments.py.
+"""
 
 import json
 import signal
@@ -36,9 +39,6 @@ STARTS_AFTER = {
     "before the first step": 0,
     "before the first save": 0,
     "after a periodic save": 2 * SAVE_STEPS,
-    "when the checkpoint has its name": 2 * SAVE_STEPS,
-    "when the checkpoint is recorded": 2 * SAVE_STEPS,
-    "when the checkpoint is announced": 2 * SAVE_STEPS,
     "before the just-in-time save is announced": NOTICE_STEP,
     "at the end of the just-in-time save": NOTICE_STEP,
 }

@@ -7,6 +7,7 @@ import atexit
 import errno
 import logging
 import os
+import signal
 import sys
 import threading
 from collections.abc import Callable
@@ -16,15 +17,19 @@ from pathlib import Path
 
 import torch
 import torch.distributed as distributed
+from tests.harness.agent_process import wait_until
 
 import mooring
 from mooring import checkpoint_writer
 from mooring.agent_client import channel
+from mooring.asynchronous_saves.background_writer import BackgroundWriter
+from mooring.asynchronous_saves.empty_file import EmptyFile
 from mooring.checkpoints.local_checkpoints import LocalCheckpoints
 from mooring.checkpoints.records import Kind, RecordedFile
 from mooring.framework_run import FrameworkRun
 from mooring.gate import Action
 from mooring.ranks import coordinator, rendezvous
+from mooring.session import Session
 
 RANK = int(os.environ["RANK"])
 
@@ -89,6 +94,37 @@ def checkpointer_that_a_rank_is_late_to_resume() -> None:
     except mooring.MooringError as error:
         say(f"{type(error).__name__}: {error}")
     saver.close()
+
+
+def asynchronous_checkpointer_with_a_slow_rank() -> None:
+    """Rank 1 writes its second checkpoint when all have decided about it, before the just-in-time save."""
+    saver = mooring.Checkpointer(asynchronous=True, keep_local=3)
+    decided = threading.Event()
+    make_time, find = Session.make_time, EmptyFile.find
+
+    def make_time_and_tell(session: Session, writer: BackgroundWriter) -> None:
+        make_time(session, writer)
+        decided.set()
+
+    def find_when_decided(file: EmptyFile, root: Path) -> Path | None:
+        assert decided.wait(60)
+        return find(file, root)
+
+    Session.make_time = make_time_and_tell  # type: ignore[assignment,method-assign]
+    step = 0
+    while not saver.stopping:
+        if step == 1 and RANK == 1:
+            saver._writer.wait()
+            EmptyFile.find = find_when_decided  # type: ignore[assignment,method-assign]
+        if step == 2 and RANK == 0:
+            wait_until(lambda: saver._writer.in_flight() is None, 60, "rank 0 has written its files")
+            os.kill(os.getpid(), signal.SIGTERM)
+        step = steps(step)
+        if saver.should_save(step, every=1 if step <= 2 else 0):
+            with saver.save(step) as directory:
+                for name in "ab":
+                    torch.save(torch.ones(10_000) * step, directory / f"{name}-{RANK}")
+    saver.finish()
 
 
 def rank_0_alone() -> None:
@@ -258,6 +294,7 @@ SCENARIOS: dict[str, Callable[[], None]] = {
     for scenario in (
         checkpointer,
         checkpointer_that_a_rank_is_late_to_resume,
+        asynchronous_checkpointer_with_a_slow_rank,
         rank_0_alone,
         framework,
         asynchronous_framework,
