@@ -194,7 +194,7 @@ def warm_mooring() -> WarmPython:
     """Return the one for `-m mooring_agent`: the agent, and the command line."""
     return warm_python(
         "mooring_agent.cli.agent",
-        "mooring_agent.cli.destination",
+        "mooring_agent.cli.destination.checkpoints",
         "mooring_agent.cli.restore",
         "mooring_agent.adapters.s3.store",
         "mooring_agent.runtime.process.app",

@@ -19,14 +19,14 @@ _MODULES: Final[Mapping[str, str]] = MappingProxyType(
         "run": "run",
         "agent": "agent",
         "restore": "restore",
-        "ls": "destination",
+        "ls": "destination.checkpoints",
         "status": "control",
         "save": "control",
         "ready": "hooks",
         "terminating": "hooks",
-        "verify": "destination",
-        "prune": "destination",
-        "doctor": "destination",
+        "verify": "destination.checkpoints",
+        "prune": "destination.checkpoints",
+        "doctor": "destination.checkpoints",
         "webhook": "webhook",
     }
 )

@@ -1,0 +1,1 @@
+"""The commands on a destination; `mooring_agent.cli` finds them."""
