@@ -11,14 +11,16 @@ import logging
 import os
 import time
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from pathlib import Path
+from types import TracebackType
 from typing import Final
 
 from mooring.asynchronous_saves import path_guard
 from mooring.asynchronous_saves.background_writer import BackgroundSave
 from mooring.autoload.post_import import reason
 from mooring.checkpoints.records import Kind, Record, RecordedFile
-from mooring.errors import ErrorKind, VolumeError
+from mooring.errors import ErrorKind, UsageError, VolumeError
 from mooring.ranks.coordinator import WRITE_SECONDS
 from mooring.session import PendingSave, Session
 
@@ -80,6 +82,10 @@ class CheckpointWriter:
         with self._session.claimed(self._context.local.path(self._name)):
             return self._complete(kind)
 
+    def goes_on(self) -> None:
+        """Note that training waits for this save no longer, although it is not complete."""
+        self._session.goes_on(self._pending)
+
     def complete_later(self, save: BackgroundSave, kind: Kind) -> None:
         """Complete it, in another thread, when the files that were handed in to `save` are written.
 
@@ -98,6 +104,7 @@ class CheckpointWriter:
                 path_guard.release(str(self.path))
 
         save.then(complete)
+        self.goes_on()
 
     def abandon(self) -> None:
         """Give the checkpoint up: nothing of it stays on any rank that has not published it."""
@@ -223,6 +230,42 @@ class CheckpointWriter:
             _log.warning("checkpoint not recorded, it cannot be resumed from: name=%s error=%s", record.name, error)
             return False
         return True
+
+
+class SaveBlock(AbstractContextManager[Path]):
+    """What `Checkpointer.save` returns. Used for anything but `with`, it says so."""
+
+    def __init__(self, step: int, save: AbstractContextManager[Path]) -> None:
+        self._step = step
+        self._save = save
+        self._entered = False
+
+    def __enter__(self) -> Path:
+        self._entered = True
+        return self._save.__enter__()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> bool | None:
+        return self._save.__exit__(kind, error, trace)
+
+    def __del__(self) -> None:
+        if not self._entered:
+            _log.warning("%s", self._misused())
+
+    def __fspath__(self) -> str:
+        raise self._misused()
+
+    def __truediv__(self, name: object) -> Path:
+        raise self._misused()
+
+    def _misused(self) -> UsageError:
+        self._entered = True
+        return UsageError(
+            ErrorKind.BAD_ARGUMENT,
+            f"checkpointer.save({self._step}) was not used in a `with` statement, so nothing was saved",
+            hint=f"write `with checkpointer.save({self._step}) as directory:` and save into that directory",
+        )
 
 
 def _tells_of_volume(error: BaseException | None) -> bool:

@@ -14,12 +14,11 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
-from types import TracebackType
 from typing import Final
 
 from mooring.asynchronous_saves.background_writer import BackgroundWriter
 from mooring.asynchronous_saves.save_functions import handing_in
-from mooring.checkpoint_writer import CheckpointWriter, warn_given_up
+from mooring.checkpoint_writer import CheckpointWriter, SaveBlock, warn_given_up
 from mooring.checkpoints.local_checkpoints import LocalCheckpoints
 from mooring.checkpoints.rank_files import file_of_a_rank
 from mooring.checkpoints.records import Kind, Record
@@ -28,11 +27,12 @@ from mooring.gate import Action
 from mooring.integrations.ownership import Owner, claim
 from mooring.ranks.coordinator import WRITE_SECONDS
 from mooring.resuming import PartialCheckpoint, choose, choose_partial
-from mooring.save_schedule import Interval, SaveSchedule, parse_interval
+from mooring.save_schedule import Interval, SaveSchedule, parse_interval, parse_objective
 from mooring.session import PendingSave, Session
 from mooring.settings import read_settings
 
 _log: Final = logging.getLogger("mooring")
+_EVERY_STEPS: Final = 100
 
 
 class Checkpointer:
@@ -150,7 +150,14 @@ class Checkpointer:
         _log.info("resuming: name=%s step=%d", newest.name, newest.step)
         return self._session.context().local.path(newest.name)
 
-    def should_save(self, step: int, every: Interval = 100) -> bool:
+    def should_save(
+        self,
+        step: int,
+        every: Interval | None = None,
+        *,
+        recovery_point: str | timedelta | None = None,
+        max_overhead: float = 0.0,
+    ) -> bool:
         """Whether to save now. Call it once per step.
 
         True when a periodic save is due and the agent has room for it, when the pod is ending, and when somebody asked
@@ -159,28 +166,45 @@ class Checkpointer:
         Args:
             step: Optimizer steps that are done.
             every: Steps between periodic saves, or a duration: `"90s"`, `"10m"`, `"1.5h"` or a timedelta. 0 for no
-                periodic saves. On several ranks rank 0's clock counts, and all ranks save at the same step.
+                periodic saves. By default 100 steps, or none with a `recovery_point`. On several ranks rank 0's clock
+                counts, and all ranks save at the same step.
+            recovery_point: The oldest that the newest committed checkpoint may get, as a duration. The agent asks for
+                saves in time, by what they take. Without an agent that does, they are this long apart.
+            max_overhead: The largest share of the training's time that those saves may take, such as 0.01. By default
+                the agent's `--max-overhead`.
 
         Raises:
-            UsageError: `every` is neither steps nor a duration.
+            UsageError: `every` is neither steps nor a duration, or `recovery_point` or `max_overhead` makes no sense.
         """
-        due = self.kind_due(step, every) is not None
+        due = self.kind_due(step, every, recovery_point=recovery_point, max_overhead=max_overhead) is not None
         if due:
             self._schedule.told_to_save()
         return due
 
-    def kind_due(self, step: int, every: Interval = 100) -> Kind | None:
+    def kind_due(
+        self,
+        step: int,
+        every: Interval | None = None,
+        *,
+        recovery_point: str | timedelta | None = None,
+        max_overhead: float = 0.0,
+    ) -> Kind | None:
         """The kind of save that is due now, or None. `should_save` says only whether there is one.
 
         Args and errors as `should_save`.
         """
+        if every is None:
+            every = _EVERY_STEPS if recovery_point is None else 0
         interval = every if type(every) is int and every >= 0 else parse_interval(every)
+        objective = None if recovery_point is None else parse_objective(recovery_point, max_overhead)
         if self._session.stopping or step < 0:
             return None
         step = int(step)
         self._schedule.at(step)
         if isinstance(interval, timedelta):
             self._request_if_due(interval)
+        if objective is not None and not self._session.agent.keeps(objective.total_seconds(), max_overhead):
+            self._request_if_due(objective)
         action = self._session.action_at(step)
         periodic = isinstance(interval, int) and self._schedule.is_due(interval)
         if action is Action.NOTHING and not periodic:
@@ -209,7 +233,7 @@ class Checkpointer:
             VolumeError: The final checkpoint could not be saved. Any other save that fails because the volume is full
                 or broken costs that checkpoint and one warning.
         """
-        return _SaveBlock(step, self._save(step, kind))
+        return SaveBlock(step, self._save(step, kind))
 
     def begin(self, step: int, kind: Kind | str | None = None) -> CheckpointWriter:
         """Begin a checkpoint that is written while training continues.
@@ -348,42 +372,6 @@ class Checkpointer:
         if self._pending is not None:
             self._session.abort(self._pending)
         self._pending = None
-
-
-class _SaveBlock(AbstractContextManager[Path]):
-    """What `save` returns. Used for anything but `with`, it says so."""
-
-    def __init__(self, step: int, save: AbstractContextManager[Path]) -> None:
-        self._step = step
-        self._save = save
-        self._entered = False
-
-    def __enter__(self) -> Path:
-        self._entered = True
-        return self._save.__enter__()
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> bool | None:
-        return self._save.__exit__(kind, error, trace)
-
-    def __del__(self) -> None:
-        if not self._entered:
-            _log.warning("%s", self._misused())
-
-    def __fspath__(self) -> str:
-        raise self._misused()
-
-    def __truediv__(self, name: object) -> Path:
-        raise self._misused()
-
-    def _misused(self) -> UsageError:
-        self._entered = True
-        return UsageError(
-            ErrorKind.BAD_ARGUMENT,
-            f"checkpointer.save({self._step}) was not used in a `with` statement, so nothing was saved",
-            hint=f"write `with checkpointer.save({self._step}) as directory:` and save into that directory",
-        )
 
 
 def _kind_for(action: Action) -> Kind:

@@ -38,6 +38,24 @@ def parse_interval(every: Interval) -> int | timedelta:
     )
 
 
+def parse_objective(recovery_point: str | timedelta, max_overhead: float) -> timedelta:
+    """Return the recovery point. Raises UsageError if it is no duration, or if the overhead is no share."""
+    interval = parse_interval(recovery_point)
+    if not isinstance(interval, timedelta):
+        raise UsageError(
+            ErrorKind.BAD_ARGUMENT,
+            f"recovery_point is {recovery_point!r}, which is no duration",
+            hint='use recovery_point="10m" (s, m or h)',
+        )
+    if not 0 <= max_overhead <= 1:
+        raise UsageError(
+            ErrorKind.BAD_ARGUMENT,
+            f"max_overhead is {max_overhead!r}",
+            hint="give a share of the training's time from 0 to 1, such as 0.01",
+        )
+    return interval
+
+
 @lru_cache(maxsize=16)
 def _parse_text(every: str) -> int | timedelta:
     if every.isascii() and every.isdecimal():

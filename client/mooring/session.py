@@ -32,6 +32,7 @@ from mooring.workers import worker_processes
 from mooring_api import names
 
 _PATIENCE_SECONDS: Final = 10.0
+_STALLS_KEPT: Final = 8
 
 
 def leave() -> NoReturn:
@@ -77,6 +78,30 @@ class PendingSave:
         return f"{self.save}/{self.step}/{about}"
 
 
+class _Stalls:
+    """How long training stands still for each of the last saves. Times are monotonic, in seconds."""
+
+    def __init__(self) -> None:
+        self._began_at: dict[str, float] = {}
+        self._seconds: dict[str, float] = {}
+
+    def begin(self, save: str) -> None:
+        self._began_at[save] = time.monotonic()
+        if len(self._began_at) > _STALLS_KEPT:
+            oldest = next(iter(self._began_at))
+            del self._began_at[oldest]
+            self._seconds.pop(oldest, None)
+
+    def end(self, save: str) -> None:
+        if save in self._began_at:
+            self._seconds.setdefault(save, time.monotonic() - self._began_at[save])
+
+    def seconds(self, save: str) -> float:
+        """Return how long it took so far; 0 when that is not known."""
+        self.end(save)
+        return self._seconds.get(save, 0.0)
+
+
 class Session:
     """The connection of one process. `stopping`: the just-in-time save is made. Raises VolumeError.
 
@@ -91,6 +116,7 @@ class Session:
         self._asked = False
         self._left = False
         self._counter = 0
+        self._stalls = _Stalls()
         self._context: RankContext | None = None
         self._agent_knows_notice = False
         self._unannounced: tuple[Record, Path] | None = None
@@ -138,9 +164,16 @@ class Session:
         self._counter += 1
         return self._counter
 
-    def begin(self, step: int, kind: Kind) -> PendingSave:
-        """Begin a save without asking the agent or the other ranks."""
-        return PendingSave(step=step, save=f"{self.context().nonce}-c{self.next_number():06d}", kind=kind)
+    def begin(self, step: int, kind: Kind, *, waiting: bool = True) -> PendingSave:
+        """Begin a save without asking the agent or the other ranks. `waiting`: training waits for it from now on."""
+        pending = PendingSave(step=step, save=f"{self.context().nonce}-c{self.next_number():06d}", kind=kind)
+        if waiting:
+            self._stalls.begin(pending.save)
+        return pending
+
+    def goes_on(self, pending: PendingSave) -> None:
+        """Note that training waits for this save no longer. Without this call it waits until the announcement."""
+        self._stalls.end(pending.save)
 
     def admit(self, step: int, kind: Kind, *, seconds: float = PATIENCE_SECONDS) -> PendingSave | None:
         """Ask the agents of all pods for room. Returns None when one has none. A just-in-time save is never refused."""
@@ -287,7 +320,13 @@ class Session:
         # The world size of the ranks that write it: one pod may hold a whole checkpoint.
         ranks = replace(self.context().coordinator.ranks, world_size=record.world_size)
         announced = self.agent.announce(
-            path=path, step=record.step, kind=record.kind, save=record.save, ranks=ranks, urgent=urgent
+            path=path,
+            step=record.step,
+            kind=record.kind,
+            save=record.save,
+            ranks=ranks,
+            stall_seconds=self._stalls.seconds(record.save),
+            urgent=urgent,
         )
         self._unannounced = None if announced else (record, path)
         if announced and self.context().leads_pod:

@@ -28,6 +28,7 @@ class AgentServer(agent_pb2_grpc.AgentServicer):
         self.admitted = True
         self.terminating = False
         self.api_version = names.API_VERSION
+        self.keeps_objectives = True
         self.refuse_with: grpc.StatusCode | None = None
         self.die_in = ""
         self.status = agent_pb2.Status()
@@ -48,7 +49,10 @@ class AgentServer(agent_pb2_grpc.AgentServicer):
     def Register(self, request: Any, context: grpc.ServicerContext) -> Any:  # noqa: N802
         self._take("Register", request, context)
         return agent_pb2.RegisterResponse(
-            agent_version="test", terminating=self.terminating, api_version=self.api_version
+            agent_version="test",
+            terminating=self.terminating,
+            api_version=self.api_version,
+            recovery_point_seconds=request.recovery_point_seconds if self.keeps_objectives else 0.0,
         )
 
     def BeginSave(self, request: Any, context: grpc.ServicerContext) -> Any:  # noqa: N802

@@ -144,3 +144,26 @@ def test_the_environment_decides_where_the_program_does_not(
         torch.save({"weight": torch.ones(10)}, directory / "state.pt")
         assert ((directory / "state.pt").stat().st_size == 0) is is_behind
     checkpointer.finish()
+
+
+def test_the_stall_of_a_save_that_is_written_later_is_that_of_its_copy(
+    agent: AgentServer, make_checkpointer: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    goes_on, find = threading.Event(), EmptyFile.find
+
+    def find_later(file: EmptyFile, root: Path) -> Path | None:
+        assert goes_on.wait(60)
+        return find(file, root)
+
+    monkeypatch.setattr(EmptyFile, "find", find_later)
+    checkpointer = make_checkpointer(asynchronous=True)
+    with checkpointer.save(1) as directory:
+        torch.save({"weight": torch.ones(10)}, directory / "state.pt")
+    now = time.monotonic()
+    with monkeypatch.context() as later:
+        later.setattr(time, "monotonic", lambda: now + 1000)
+        goes_on.set()
+        checkpointer._writer.wait()
+    (announced,) = agent.requests("AnnounceCheckpoint")
+    assert 0 < announced.stall_seconds < 1000
+    checkpointer.finish()

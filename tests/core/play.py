@@ -124,9 +124,18 @@ class Play:
         rank: int = 0,
         world_size: int = 1,
         local_world_size: int = 1,
+        stall_seconds: float = 0.0,
     ) -> tuple[Command, ...]:
         """A rank announces files of these sizes, and they are staged at once."""
-        self.announce_only(save, sizes, kind=kind, rank=rank, world_size=world_size, local_world_size=local_world_size)
+        self.announce_only(
+            save,
+            sizes,
+            kind=kind,
+            rank=rank,
+            world_size=world_size,
+            local_world_size=local_world_size,
+            stall_seconds=stall_seconds,
+        )
         return self.answer(WorkId(Operation.STAGE, save, rank))
 
     def announce_only(
@@ -138,12 +147,14 @@ class Play:
         rank: int = 0,
         world_size: int = 1,
         local_world_size: int = 1,
+        stall_seconds: float = 0.0,
     ) -> None:
         """The announcement alone: its files are being staged."""
         step = self.steps.setdefault(save, len(self.steps) + 1)
         self.sizes[save, rank] = sizes
         files = tuple(f"r{rank}-{index}" for index in range(len(sizes)))
         info = SaveInfo(save=save, name=f"checkpoint-{step}", step=step, kind=kind, world_size=world_size)
+        begun = self.state.begun.get(save)
         self.feed(
             Announced(
                 at=self.now,
@@ -152,6 +163,8 @@ class Play:
                 path=self.sources.get(save, f"/volume/checkpoints/checkpoint-{step}"),
                 files=files or ("none",),
                 local_world_size=local_world_size,
+                begun_at=begun.at if begun else None,
+                stall_seconds=stall_seconds,
             )
         )
 

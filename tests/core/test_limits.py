@@ -20,6 +20,7 @@ from mooring_agent.core.limits import (
     largest_setting,
 )
 from mooring_agent.core.settings.table import RawSetting, SettingField, read_values, setting_fields
+from mooring_agent.core.settings.values import Duration, Share
 from mooring_agent.runtime.api.errors import check_request
 from mooring_api.names import ANNOTATION_INJECT, ANNOTATION_PREFIX
 from mooring_api.v1 import agent_pb2
@@ -27,7 +28,7 @@ from mooring_api.v1 import agent_pb2
 REQUESTS = [method.input_type for method in agent_pb2.DESCRIPTOR.services_by_name["Agent"].methods]
 PARTS: list[Any] = [agent_pb2.FileRange.DESCRIPTOR]
 """Messages within requests."""
-NUMBERS = [setting for setting in setting_fields() if setting.value_type in (int, float)]
+NUMBERS = [setting for setting in setting_fields() if setting.value_type in (int, float, Duration, Share)]
 
 
 def bounded_fields() -> list[FieldDescriptor]:

@@ -102,6 +102,8 @@ def _picture(update: agent_pb2.Status) -> Iterator[str]:
         yield f"recovery point: a snapshot of the output directory, {age(update.recovery_point_age_seconds)} old"
     else:
         yield click.style("recovery point: none yet; a crash now would lose all work", fg="yellow")
+    if update.HasField("objective"):
+        yield from _objective(update.objective)
     rate = (
         f"{amount(update.upload_rate_bytes_per_second)}/s"
         if update.upload_rate_bytes_per_second
@@ -126,6 +128,14 @@ def _picture(update: agent_pb2.Status) -> Iterator[str]:
     if update.checkpoints:
         rows = [("step", "checkpoint", "kind", "phase", "size", "durable", ""), *map(_row, update.checkpoints)]
         yield from table(rows, right=(0, 4, 5), folded={6: _REASON_WIDTH, 1: _NAME_WIDTH})
+
+
+def _objective(objective: agent_pb2.Objective) -> Iterator[str]:
+    wanted, interval = age(objective.recovery_point_seconds), age(objective.interval_seconds)
+    yield f"objective: at most {wanted} old; a save every {interval}"
+    if objective.obstacle:
+        reached = age(objective.reached_seconds)
+        yield click.style(f"not kept, it gets {reached} old: {printable(objective.obstacle)}", fg="yellow")
 
 
 def _row(checkpoint: agent_pb2.Checkpoint) -> tuple[str, ...]:

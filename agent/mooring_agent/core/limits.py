@@ -90,6 +90,9 @@ REQUEST_NUMBERS: Final[Mapping[str, int]] = {
     "wait_ms": 60_000,
     "offset_bytes": SAVE_BYTES,
     "length_bytes": SAVE_BYTES,
+    "stall_seconds": SECONDS,
+    "recovery_point_seconds": SECONDS,
+    "max_overhead": 1,
 }
 """The largest value of each number in the API's requests, by the field's name. The smallest is 0."""
 
@@ -112,6 +115,8 @@ SETTING_NUMBERS: Final[Mapping[str, int]] = {
     "node_rank": WORLD_SIZE - 1,
     "max_concurrency": 1_024,
     "max_connections": 1_024,
+    "recovery_point": 10 * 366 * 24 * 3600,
+    "max_overhead": 1,
     "keep_last": 10**9,
     "keep_every_steps": STEP,
     "kubernetes_port": 65_535,

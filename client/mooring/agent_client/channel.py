@@ -51,7 +51,9 @@ class Channel:
         self._process_id = os.getpid()
         self._silent_until = 0.0
 
-    def register(self, *, holds_liveness_lock: bool, client: str) -> agent_pb2.RegisterResponse:
+    def register(
+        self, *, holds_liveness_lock: bool, client: str, recovery_point_seconds: float, max_overhead: float
+    ) -> agent_pb2.RegisterResponse:
         request = agent_pb2.RegisterRequest(
             local_rank=self._ranks.local_rank,
             rank=self._ranks.rank,
@@ -60,6 +62,8 @@ class Channel:
             holds_liveness_lock=holds_liveness_lock,
             client=client,
             api_version=names.API_VERSION,
+            recovery_point_seconds=recovery_point_seconds,
+            max_overhead=max_overhead,
         )
         response: agent_pb2.RegisterResponse = self._call("Register", request)
         return response
@@ -69,10 +73,13 @@ class Channel:
         response: agent_pb2.BeginSaveResponse = self._call("BeginSave", request)
         return response
 
-    def announce(self, *, path: Path, step: int, kind: Kind, save: str, ranks: Ranks, urgent: bool) -> None:
+    def announce(
+        self, *, path: Path, step: int, kind: Kind, save: str, ranks: Ranks, stall_seconds: float, urgent: bool
+    ) -> None:
         """Announce a checkpoint.
 
-        `ranks`: this rank among those that write it. `urgent`: call even during the back-off.
+        `ranks`: this rank among those that write it. `stall_seconds`: how long training stood still for it; 0: not
+        known. `urgent`: call even during the back-off.
         """
         request = agent_pb2.AnnounceCheckpointRequest(
             path=str(path),
@@ -83,6 +90,7 @@ class Channel:
             rank=ranks.rank,
             world_size=ranks.world_size,
             local_world_size=ranks.local_world_size,
+            stall_seconds=stall_seconds,
         )
         self._call("AnnounceCheckpoint", request, deadline_seconds=ANNOUNCE_SECONDS, urgent=urgent)
 

@@ -42,6 +42,8 @@ class Agent:
         """Whether the agent did not answer the last call."""
         self._said_version = False
         self._look_at = 0.0
+        self._objective = (0.0, 0.0)
+        self._keeps_objective = False
         self.newest_committed_step: int | None = None
         """Step of the newest committed checkpoint, as the agent said when this process last registered."""
         self.terminating = False
@@ -54,6 +56,17 @@ class Agent:
             return
         self._channel = _open_channel(socket, ranks)
         self._register()
+
+    def keeps(self, recovery_point_seconds: float, max_overhead: float) -> bool:
+        """Have the agent ask for saves so that the recovery point gets no older; return whether it does.
+
+        `max_overhead`: the largest share of the training's time for that, from 0 to 1; 0: as the agent's settings say.
+        """
+        if self._objective != (recovery_point_seconds, max_overhead):
+            self._objective = (recovery_point_seconds, max_overhead)
+            self._registered = False
+            self._register()
+        return self._keeps_objective and not self.unreachable
 
     def is_back(self) -> bool:
         """Return whether an agent that was unreachable answers again.
@@ -74,14 +87,19 @@ class Agent:
 
         return self._call(begin)
 
-    def announce(self, *, path: Path, step: int, kind: Kind, save: str, ranks: Ranks, urgent: bool) -> bool:
+    def announce(
+        self, *, path: Path, step: int, kind: Kind, save: str, ranks: Ranks, stall_seconds: float, urgent: bool
+    ) -> bool:
         """Announce a checkpoint; return whether the agent has taken it over.
 
-        `urgent`: also call an agent that has just timed out.
+        `stall_seconds`: how long training stood still for it; 0: not known. `urgent`: also call an agent that has just
+        timed out.
         """
 
         def announce(channel: "Channel") -> bool:
-            channel.announce(path=path, step=step, kind=kind, save=save, ranks=ranks, urgent=urgent)
+            channel.announce(
+                path=path, step=step, kind=kind, save=save, ranks=ranks, stall_seconds=stall_seconds, urgent=urgent
+            )
             return True
 
         if not self._call(announce):
@@ -132,7 +150,15 @@ class Agent:
 
     def _ensure_registered(self, channel: "Channel") -> None:
         if not self._registered:
-            welcome = channel.register(holds_liveness_lock=self._holds_liveness_lock, client=self._client)
+            recovery_point_seconds, max_overhead = self._objective
+            welcome = channel.register(
+                holds_liveness_lock=self._holds_liveness_lock,
+                client=self._client,
+                recovery_point_seconds=recovery_point_seconds,
+                max_overhead=max_overhead,
+            )
+            # An older agent does not know of it.
+            self._keeps_objective = bool(welcome.recovery_point_seconds)
             self.terminating |= welcome.terminating
             newest = welcome.newest_committed
             self.newest_committed_step = newest.step if welcome.HasField("newest_committed") else None

@@ -91,6 +91,7 @@ class AsideSaves:
                 path_guard.release(str(path))
 
         save.then(finish)
+        self._session.goes_on(pending)
 
     def announce(self, kind: Kind | None, then: Callable[[bool], object], ended: Callable[[], object]) -> None:
         """Announce the checkpoint that `save_in_background` saved when it is in place. Waits for nothing.

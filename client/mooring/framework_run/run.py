@@ -146,7 +146,7 @@ class FrameworkRun:
         `kind`: None for a periodic one. A save that a termination notice asked for is always just-in-time. Returns
         whether all ranks have announced it.
         """
-        pending = self._begin(path, step, kind)
+        pending = self._begin(path, step, kind, waiting=False)
         if pending is None:
             return False
         with self.claimed(path):
@@ -154,7 +154,7 @@ class FrameworkRun:
 
     def announce_when(self, future: "Future[Any]", path: Path, step: int, kind: Kind | None = None) -> None:
         """Announce the checkpoint from another thread once `future` is done. If it fails, announce nothing."""
-        pending = self._begin(path, step, kind)
+        pending = self._begin(path, step, kind, waiting=False)
         if pending is None:
             return
 
@@ -351,14 +351,19 @@ class FrameworkRun:
         if FrameworkRun._current is self:
             FrameworkRun._current = None
 
-    def _begin(self, path: Path, step: int, kind: Kind | None) -> PendingSave | None:
-        """Return the save that a checkpoint belongs to; None when it cannot be announced."""
+    def _begin(self, path: Path, step: int, kind: Kind | None, *, waiting: bool = True) -> PendingSave | None:
+        """Return the save that a checkpoint belongs to; None when it cannot be announced.
+
+        `waiting`: it begins now. If not, nothing told of its beginning, and nobody knows how long training waited.
+        """
         is_protected = self.protects(path)
         if not is_protected or (self._pending is not None and self._pending.step != step):
             self._abort_pending()
         pending, self._pending = self._pending, None
         if is_protected and pending is None:
-            pending = self._unless_given_up(lambda: self._session.begin(step, self._kind(kind)), otherwise=None)
+            pending = self._unless_given_up(
+                lambda: self._session.begin(step, self._kind(kind), waiting=waiting), otherwise=None
+            )
         return replace(pending, kind=self._kind(kind)) if pending is not None and pending.together else None
 
     def _abort_pending(self) -> None:

@@ -89,6 +89,7 @@ class Saver:
         # This makes the process group, which only the main thread may do.
         self._storage.options()
         state = _attempt(lambda: self._copy(capture()))
+        saving.goes_on()
         self._start(lambda: self._write(saving, state))
 
     def save_now(self, saving: CheckpointWriter, capture: Callable[[], dict[str, Any]]) -> None:

@@ -68,7 +68,7 @@ PHASE_SHED: Phase
 PHASE_FAILED: Phase
 
 class RegisterRequest(_message.Message):
-    __slots__ = ("local_rank", "rank", "world_size", "pid", "holds_liveness_lock", "client", "api_version")
+    __slots__ = ("local_rank", "rank", "world_size", "pid", "holds_liveness_lock", "client", "api_version", "recovery_point_seconds", "max_overhead")
     LOCAL_RANK_FIELD_NUMBER: _ClassVar[int]
     RANK_FIELD_NUMBER: _ClassVar[int]
     WORLD_SIZE_FIELD_NUMBER: _ClassVar[int]
@@ -76,6 +76,8 @@ class RegisterRequest(_message.Message):
     HOLDS_LIVENESS_LOCK_FIELD_NUMBER: _ClassVar[int]
     CLIENT_FIELD_NUMBER: _ClassVar[int]
     API_VERSION_FIELD_NUMBER: _ClassVar[int]
+    RECOVERY_POINT_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    MAX_OVERHEAD_FIELD_NUMBER: _ClassVar[int]
     local_rank: int
     rank: int
     world_size: int
@@ -83,21 +85,25 @@ class RegisterRequest(_message.Message):
     holds_liveness_lock: bool
     client: str
     api_version: int
-    def __init__(self, local_rank: _Optional[int] = ..., rank: _Optional[int] = ..., world_size: _Optional[int] = ..., pid: _Optional[int] = ..., holds_liveness_lock: bool = ..., client: _Optional[str] = ..., api_version: _Optional[int] = ...) -> None: ...
+    recovery_point_seconds: float
+    max_overhead: float
+    def __init__(self, local_rank: _Optional[int] = ..., rank: _Optional[int] = ..., world_size: _Optional[int] = ..., pid: _Optional[int] = ..., holds_liveness_lock: bool = ..., client: _Optional[str] = ..., api_version: _Optional[int] = ..., recovery_point_seconds: _Optional[float] = ..., max_overhead: _Optional[float] = ...) -> None: ...
 
 class RegisterResponse(_message.Message):
-    __slots__ = ("agent_version", "volume", "newest_committed", "terminating", "api_version")
+    __slots__ = ("agent_version", "volume", "newest_committed", "terminating", "api_version", "recovery_point_seconds")
     AGENT_VERSION_FIELD_NUMBER: _ClassVar[int]
     VOLUME_FIELD_NUMBER: _ClassVar[int]
     NEWEST_COMMITTED_FIELD_NUMBER: _ClassVar[int]
     TERMINATING_FIELD_NUMBER: _ClassVar[int]
     API_VERSION_FIELD_NUMBER: _ClassVar[int]
+    RECOVERY_POINT_SECONDS_FIELD_NUMBER: _ClassVar[int]
     agent_version: str
     volume: str
     newest_committed: Checkpoint
     terminating: bool
     api_version: int
-    def __init__(self, agent_version: _Optional[str] = ..., volume: _Optional[str] = ..., newest_committed: _Optional[_Union[Checkpoint, _Mapping]] = ..., terminating: bool = ..., api_version: _Optional[int] = ...) -> None: ...
+    recovery_point_seconds: float
+    def __init__(self, agent_version: _Optional[str] = ..., volume: _Optional[str] = ..., newest_committed: _Optional[_Union[Checkpoint, _Mapping]] = ..., terminating: bool = ..., api_version: _Optional[int] = ..., recovery_point_seconds: _Optional[float] = ...) -> None: ...
 
 class BeginSaveRequest(_message.Message):
     __slots__ = ("step", "kind", "attempt", "size_bytes", "save")
@@ -126,7 +132,7 @@ class BeginSaveResponse(_message.Message):
     def __init__(self, admitted: bool = ..., reason: _Optional[str] = ..., save: _Optional[str] = ..., budget_bytes: _Optional[int] = ...) -> None: ...
 
 class AnnounceCheckpointRequest(_message.Message):
-    __slots__ = ("path", "step", "name", "kind", "save", "rank", "world_size", "local_world_size", "files", "attempt")
+    __slots__ = ("path", "step", "name", "kind", "save", "rank", "world_size", "local_world_size", "files", "attempt", "stall_seconds")
     PATH_FIELD_NUMBER: _ClassVar[int]
     STEP_FIELD_NUMBER: _ClassVar[int]
     NAME_FIELD_NUMBER: _ClassVar[int]
@@ -137,6 +143,7 @@ class AnnounceCheckpointRequest(_message.Message):
     LOCAL_WORLD_SIZE_FIELD_NUMBER: _ClassVar[int]
     FILES_FIELD_NUMBER: _ClassVar[int]
     ATTEMPT_FIELD_NUMBER: _ClassVar[int]
+    STALL_SECONDS_FIELD_NUMBER: _ClassVar[int]
     path: str
     step: int
     name: str
@@ -147,7 +154,8 @@ class AnnounceCheckpointRequest(_message.Message):
     local_world_size: int
     files: _containers.RepeatedScalarFieldContainer[str]
     attempt: str
-    def __init__(self, path: _Optional[str] = ..., step: _Optional[int] = ..., name: _Optional[str] = ..., kind: _Optional[_Union[Kind, str]] = ..., save: _Optional[str] = ..., rank: _Optional[int] = ..., world_size: _Optional[int] = ..., local_world_size: _Optional[int] = ..., files: _Optional[_Iterable[str]] = ..., attempt: _Optional[str] = ...) -> None: ...
+    stall_seconds: float
+    def __init__(self, path: _Optional[str] = ..., step: _Optional[int] = ..., name: _Optional[str] = ..., kind: _Optional[_Union[Kind, str]] = ..., save: _Optional[str] = ..., rank: _Optional[int] = ..., world_size: _Optional[int] = ..., local_world_size: _Optional[int] = ..., files: _Optional[_Iterable[str]] = ..., attempt: _Optional[str] = ..., stall_seconds: _Optional[float] = ...) -> None: ...
 
 class AnnounceCheckpointResponse(_message.Message):
     __slots__ = ("save", "phase", "size_bytes", "file_count")
@@ -240,7 +248,7 @@ class Checkpoint(_message.Message):
     def __init__(self, name: _Optional[str] = ..., save: _Optional[str] = ..., step: _Optional[int] = ..., kind: _Optional[_Union[Kind, str]] = ..., phase: _Optional[_Union[Phase, str]] = ..., world_size: _Optional[int] = ..., size_bytes: _Optional[int] = ..., durable_bytes: _Optional[int] = ..., file_count: _Optional[int] = ..., announced_at: _Optional[float] = ..., committed_at: _Optional[float] = ..., reason: _Optional[str] = ...) -> None: ...
 
 class Status(_message.Message):
-    __slots__ = ("agent_version", "destination", "live_ranks", "checkpoints", "newest_committed", "recovery_point_age_seconds", "backlog_bytes", "upload_rate_bytes_per_second", "drain_seconds", "budget_bytes", "terminating", "deadline", "storage_error", "at", "newest_snapshot", "not_stored", "fetching")
+    __slots__ = ("agent_version", "destination", "live_ranks", "checkpoints", "newest_committed", "recovery_point_age_seconds", "backlog_bytes", "upload_rate_bytes_per_second", "drain_seconds", "budget_bytes", "terminating", "deadline", "storage_error", "at", "newest_snapshot", "not_stored", "fetching", "objective")
     AGENT_VERSION_FIELD_NUMBER: _ClassVar[int]
     DESTINATION_FIELD_NUMBER: _ClassVar[int]
     LIVE_RANKS_FIELD_NUMBER: _ClassVar[int]
@@ -258,6 +266,7 @@ class Status(_message.Message):
     NEWEST_SNAPSHOT_FIELD_NUMBER: _ClassVar[int]
     NOT_STORED_FIELD_NUMBER: _ClassVar[int]
     FETCHING_FIELD_NUMBER: _ClassVar[int]
+    OBJECTIVE_FIELD_NUMBER: _ClassVar[int]
     agent_version: str
     destination: str
     live_ranks: int
@@ -275,7 +284,20 @@ class Status(_message.Message):
     newest_snapshot: Checkpoint
     not_stored: _containers.RepeatedScalarFieldContainer[str]
     fetching: Fetching
-    def __init__(self, agent_version: _Optional[str] = ..., destination: _Optional[str] = ..., live_ranks: _Optional[int] = ..., checkpoints: _Optional[_Iterable[_Union[Checkpoint, _Mapping]]] = ..., newest_committed: _Optional[_Union[Checkpoint, _Mapping]] = ..., recovery_point_age_seconds: _Optional[float] = ..., backlog_bytes: _Optional[int] = ..., upload_rate_bytes_per_second: _Optional[float] = ..., drain_seconds: _Optional[float] = ..., budget_bytes: _Optional[int] = ..., terminating: bool = ..., deadline: _Optional[float] = ..., storage_error: _Optional[str] = ..., at: _Optional[float] = ..., newest_snapshot: _Optional[_Union[Checkpoint, _Mapping]] = ..., not_stored: _Optional[_Iterable[str]] = ..., fetching: _Optional[_Union[Fetching, _Mapping]] = ...) -> None: ...
+    objective: Objective
+    def __init__(self, agent_version: _Optional[str] = ..., destination: _Optional[str] = ..., live_ranks: _Optional[int] = ..., checkpoints: _Optional[_Iterable[_Union[Checkpoint, _Mapping]]] = ..., newest_committed: _Optional[_Union[Checkpoint, _Mapping]] = ..., recovery_point_age_seconds: _Optional[float] = ..., backlog_bytes: _Optional[int] = ..., upload_rate_bytes_per_second: _Optional[float] = ..., drain_seconds: _Optional[float] = ..., budget_bytes: _Optional[int] = ..., terminating: bool = ..., deadline: _Optional[float] = ..., storage_error: _Optional[str] = ..., at: _Optional[float] = ..., newest_snapshot: _Optional[_Union[Checkpoint, _Mapping]] = ..., not_stored: _Optional[_Iterable[str]] = ..., fetching: _Optional[_Union[Fetching, _Mapping]] = ..., objective: _Optional[_Union[Objective, _Mapping]] = ...) -> None: ...
+
+class Objective(_message.Message):
+    __slots__ = ("recovery_point_seconds", "interval_seconds", "reached_seconds", "obstacle")
+    RECOVERY_POINT_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    INTERVAL_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    REACHED_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    OBSTACLE_FIELD_NUMBER: _ClassVar[int]
+    recovery_point_seconds: float
+    interval_seconds: float
+    reached_seconds: float
+    obstacle: str
+    def __init__(self, recovery_point_seconds: _Optional[float] = ..., interval_seconds: _Optional[float] = ..., reached_seconds: _Optional[float] = ..., obstacle: _Optional[str] = ...) -> None: ...
 
 class WaitCommittedRequest(_message.Message):
     __slots__ = ("save",)

@@ -148,6 +148,17 @@ class Checkpoint:
         return SnapshotId(series=self.info.name, number=self.info.step, save=self.info.save)
 
     @property
+    def taken_at(self) -> float:
+        """When the state in it was that of the training, in unix seconds: when the save began, as far as known."""
+        begun = [one.announced.begun_at for one in self.contributions.values() if one.announced.begun_at is not None]
+        return min([self.announced_at, *begun])
+
+    @property
+    def stall_seconds(self) -> float:
+        """How long training stood still for it, on the rank where that took longest; 0: not known."""
+        return max((one.announced.stall_seconds for one in self.contributions.values()), default=0.0)
+
+    @property
     def ended(self) -> bool:
         """Whether nothing is left to upload or commit."""
         return self.phase in lifecycle.ENDED_PHASES

@@ -43,6 +43,8 @@ class Announced(_Happened):
     that a rank of the directory has announced. `save_made_here`: the agent made the save id, and tells repeated
     announcements by their content. `recorded_at`: when the client recorded the checkpoint, if the agent found that
     record and no client announced it here. `snapshot`: what a snapshot consists of; only the agent makes these.
+    `begun_at`: when its trainer was admitted to write it, in unix seconds; None if it did not ask. `stall_seconds`: how
+    long training stood still for it; 0: not known.
     """
 
     info: SaveInfo
@@ -54,6 +56,8 @@ class Announced(_Happened):
     save_made_here: bool = False
     recorded_at: float | None = None
     snapshot: SnapshotContent | None = None
+    begun_at: float | None = None
+    stall_seconds: float = 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -273,6 +277,14 @@ class SaveRequested(_Happened):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ObjectiveGiven(_Happened):
+    """The program says how old the recovery point may get, and which share of its time saves may take; 0: any."""
+
+    recovery_point_seconds: float
+    max_overhead: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class OutputLooked(_Happened):
     """The output directories were looked at. `not_stored`: a line for each file that no snapshot holds, and why."""
 
@@ -321,6 +333,7 @@ Event = (
     | SaveBegun
     | SaveAborted
     | SaveRequested
+    | ObjectiveGiven
     | OutputLooked
     | Pruned
     | Ticked

@@ -22,10 +22,12 @@ from mooring_agent.core.agent.commands import (
     Reconcile,
     Record,
     Release,
+    RequestSave,
     Stage,
     WriteManifest,
 )
 from mooring_agent.core.agent.events import Shed
+from mooring_agent.core.agent.lifecycle import LOST_PHASES
 from mooring_agent.core.agent.state import State
 from mooring_agent.core.agent.work import CANCELLABLE, TRANSFERS, Operation, WorkId, work_limit_of
 from mooring_agent.core.model import Phase
@@ -56,6 +58,10 @@ def follow_up(state: State) -> Iterator[Command]:
         state.prune_due = False
         state.launch(work)
         yield Prune(work=work)
+    save_due_at = _save_due_at(state)
+    if save_due_at is not None and save_due_at <= state.now:
+        state.save_requests.requested_at = state.now
+        yield RequestSave(terminating=False, deadline=0.0)
     _forget(state)
     verdict = drain.exit_verdict(state)
     if verdict:
@@ -94,8 +100,36 @@ def next_wake(state: State) -> float | None:
     moments = [state.timers[0][0]] if state.timers else []
     if state.breaker.is_open and state.breaker.next_at > state.now:
         moments.append(state.breaker.next_at)
-    moments += [moment for moment in (drain.next_wake(state), drain.expires_at(state)) if moment is not None]
+    others = (drain.next_wake(state), drain.expires_at(state), _save_due_at(state))
+    moments += [moment for moment in others if moment is not None]
     return min(moments, default=None)
+
+
+def _save_due_at(state: State) -> float | None:
+    """Return when the recovery point objective asks for a save; None if it does not, or somebody else asks."""
+    wanted = state.save_requests.objective(state.settings.objective)
+    if wanted is None or state.termination.noticed or state.begun or not _has_rank_0(state):
+        return None
+    newest = next(
+        (
+            checkpoint
+            for checkpoint in reversed(state.checkpoints.values())
+            if not checkpoint.info.is_snapshot and checkpoint.phase not in LOST_PHASES
+        ),
+        None,
+    )
+    return state.save_requests.due_at(
+        wanted,
+        newest_taken_at=newest.taken_at if newest else 0.0,
+        # Without the store, a save to the volume is still worth its time.
+        is_on_its_way=newest is not None and not newest.ended and not state.storage_error,
+    )
+
+
+def _has_rank_0(state: State) -> bool:
+    """Whether rank 0 of the job is alive here. In the first pod an unregistered local rank 0 is taken for it."""
+    unregistered = 0 if state.settings.node_rank == 0 else -1
+    return any(state.ranks.get(local_rank, local_rank or unregistered) == 0 for local_rank in state.alive_ranks)
 
 
 def _checkpoint_work(state: State, checkpoint: Checkpoint) -> Iterator[Command]:

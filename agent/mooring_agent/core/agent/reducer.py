@@ -30,6 +30,7 @@ from mooring_agent.core.agent.events import (
     Failed,
     FileStored,
     ManifestStored,
+    ObjectiveGiven,
     ObjectsLost,
     OutputLooked,
     PackStored,
@@ -72,6 +73,7 @@ from mooring_agent.core.agent.work_results import (
 )
 from mooring_agent.core.errors import ErrorKind
 from mooring_agent.core.model import Phase
+from mooring_agent.core.policies.recovery_objective import Objective
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -120,6 +122,9 @@ def _apply(state: State, event: Event) -> Iterator[Command]:
     match event:
         case Announced():
             announced(state, event)
+            if not event.info.is_snapshot:
+                # Some programs announce without having asked for room.
+                state.save_requests.begun(event.at if event.begun_at is None else event.begun_at)
             state.reindex(state.checkpoints[event.info.save])
         case Shed() | Failed():
             _given_up(state, event)
@@ -143,16 +148,23 @@ def _apply(state: State, event: Event) -> Iterator[Command]:
             if state.alive_ranks - event.alive:
                 # A rank that died in the middle of a save will neither announce nor abort it.
                 state.begun.clear()
+            if event.alive - state.alive_ranks:
+                state.save_requests.trainers_started(state.now)
             state.alive_ranks = event.alive
             state.termination.most_alive = max(state.termination.most_alive, len(event.alive))
         case DiskRead():
             state.disk, state.freed_bytes = event, 0
         case SaveBegun():
             disk_pressure.reserve(state, event)
+            state.save_requests.begun(event.at)
         case SaveAborted():
             state.begun.pop(event.save, None)
         case SaveRequested():
             yield RequestSave(terminating=False, deadline=0.0)
+        case ObjectiveGiven():
+            state.save_requests.program_objective = Objective(
+                recovery_point_seconds=event.recovery_point_seconds, max_overhead=event.max_overhead
+            )
         case OutputLooked():
             state.not_stored = event.not_stored
         case Ticked():
@@ -251,6 +263,7 @@ def _work_ended(
         case Committed():
             checkpoint.move(Trigger.MARKER_READ_BACK)
             checkpoint.committed_at = event.at
+            _measure(state, checkpoint)
             state.outcomes[Phase.COMMITTED] = state.outcomes.get(Phase.COMMITTED, 0) + 1
             checkpoint.durable_bytes = checkpoint.size_bytes
             state.storage_error = ""
@@ -263,6 +276,20 @@ def _work_ended(
                 checkpoint.pending.appendleft(event.work)
         case _:
             assert_never(event)
+
+
+def _measure(state: State, checkpoint: Checkpoint) -> None:
+    """Note what a checkpoint took that is committed now, and how old the one became that it replaces."""
+    history = state.save_requests.history
+    before = state.newest_snapshot if checkpoint.info.is_snapshot else state.newest_committed
+    if before is not None:
+        history.replaced(max(0.0, checkpoint.committed_at - before.taken_at))
+    if not checkpoint.info.is_snapshot:
+        history.committed(
+            write_seconds=checkpoint.announced_at - checkpoint.taken_at,
+            commit_seconds=max(0.0, checkpoint.committed_at - checkpoint.announced_at),
+            stall_seconds=checkpoint.stall_seconds,
+        )
 
 
 def _given_up(state: State, event: Shed | Failed) -> None:

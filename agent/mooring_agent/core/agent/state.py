@@ -27,6 +27,7 @@ from mooring_agent.core.agent.lifecycle import LOST_PHASES
 from mooring_agent.core.agent.work import TRANSFERS, WorkId, WorkLimit, work_limit_of, work_limits
 from mooring_agent.core.errors import ErrorKind
 from mooring_agent.core.model import Kind, Phase
+from mooring_agent.core.policies.recovery_objective import SaveRequests
 from mooring_agent.core.settings.values import Settings
 
 _HALF_LIFE_SECONDS: Final = 10.0
@@ -136,6 +137,7 @@ class State:
     coming_bytes: int = 0
     # Admitted saves that are being written, by save id.
     begun: dict[str, SaveBegun] = field(default_factory=dict)
+    save_requests: SaveRequests = field(default_factory=SaveRequests)
     recent_sizes_bytes: deque[int] = field(default_factory=lambda: deque(maxlen=3))
     storage_error: str = ""
     # Paths, and patterns of paths, where a trainer rewrites files in place: these files are copied, not linked.

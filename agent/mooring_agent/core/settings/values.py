@@ -10,6 +10,18 @@ MIB: Final = 1024 * 1024
 GIB: Final = 1024 * MIB
 
 
+class Duration(float):
+    """Seconds; written as `90s`, `10m`, `1.5h`, `2d`, or as a plain number of seconds."""
+
+
+class Share(float):
+    """Part of a whole, from 0 to 1; written as `1%` or `0.01`."""
+
+
+_NO_TIME: Final = Duration(0)
+_ONE_PERCENT: Final = Share(0.01)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoreSettings:
     """How to reach the destination. Credentials are never settings: they come from the AWS chain, or from files."""
@@ -71,6 +83,20 @@ class DiskSettings:
         float, "Free share of the node's filesystem at which kubelet evicts; applies to disk-backed volumes."
     ] = 10.0
     peak_factor: Annotated[float, "How many times its final size a save needs while it is being written."] = 1.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ObjectiveSettings:
+    """How much work a crash may cost, and what that may cost the training. The agent asks for saves in time."""
+
+    recovery_point: Annotated[
+        Duration,
+        "Oldest that the newest committed checkpoint may get, such as 10m; 0: the agent never asks for saves by "
+        "itself.",
+    ] = _NO_TIME
+    max_overhead: Annotated[
+        Share, "Largest share of the training's time that saves may take for it, such as 1%; 0: any share."
+    ] = _ONE_PERCENT
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -141,6 +167,7 @@ class Settings:
     store: StoreSettings
     transfer: TransferSettings = field(default_factory=TransferSettings)
     disk: DiskSettings = field(default_factory=DiskSettings)
+    objective: ObjectiveSettings = field(default_factory=ObjectiveSettings)
     retention: RetentionSettings = field(default_factory=RetentionSettings)
     termination: TerminationSettings = field(default_factory=TerminationSettings)
     cluster: ClusterSettings = field(default_factory=ClusterSettings)

@@ -20,7 +20,7 @@ from grpc_reflection.v1alpha import reflection
 from mooring_agent import __version__
 from mooring_agent.core.agent import disk_pressure, drain
 from mooring_agent.core.agent.checkpoint import Checkpoint
-from mooring_agent.core.agent.events import RankRegistered, SaveAborted, SaveBegun, SaveRequested
+from mooring_agent.core.agent.events import ObjectiveGiven, RankRegistered, SaveAborted, SaveBegun, SaveRequested
 from mooring_agent.core.errors import ErrorKind, MooringError, RequestError, printable
 from mooring_agent.core.stored.object_layout import check_token
 from mooring_agent.ports import Clock
@@ -64,6 +64,14 @@ class AgentService(agent_pb2_grpc.AgentServicer):
 
     async def Register(self, request: agent_pb2.RegisterRequest, context: Any) -> agent_pb2.RegisterResponse:
         await self._register(request)
+        if request.recovery_point_seconds:
+            await self._engine.submit(
+                ObjectiveGiven(
+                    at=self._clock.now(),
+                    recovery_point_seconds=request.recovery_point_seconds,
+                    max_overhead=request.max_overhead,
+                )
+            )
         if request.api_version not in (0, API_VERSION) and not self._said_version:
             self._said_version = True
             log.warning(
@@ -75,13 +83,14 @@ class AgentService(agent_pb2_grpc.AgentServicer):
             )
         await self._monitors.look_at_ranks()
         state = self._engine.state
-        newest = state.newest_committed
+        newest, objective = state.newest_committed, state.save_requests.objective(state.settings.objective)
         return agent_pb2.RegisterResponse(
             agent_version=__version__,
             volume=state.settings.volume,
             newest_committed=status.describe_checkpoint(newest) if newest else None,
             terminating=state.termination.noticed,
             api_version=API_VERSION,
+            recovery_point_seconds=objective.recovery_point_seconds if objective else 0.0,
         )
 
     async def BeginSave(self, request: agent_pb2.BeginSaveRequest, context: Any) -> agent_pb2.BeginSaveResponse:
@@ -124,6 +133,7 @@ class AgentService(agent_pb2_grpc.AgentServicer):
                 world_size=max(1, request.world_size),
                 local_world_size=max(1, request.local_world_size),
                 files=tuple(request.files),
+                stall_seconds=request.stall_seconds,
             )
         )
         return agent_pb2.AnnounceCheckpointResponse(

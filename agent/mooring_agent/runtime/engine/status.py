@@ -49,9 +49,25 @@ def backlog_bytes(state: State) -> int:
     return sum(checkpoint.remaining_bytes for checkpoint in state.unfinished.values())
 
 
+def describe_objective(state: State) -> agent_pb2.Objective | None:
+    """Describe the recovery point objective; None without one."""
+    wanted, plan = (
+        state.save_requests.objective(state.settings.objective),
+        state.save_requests.plan(state.settings.objective),
+    )
+    if wanted is None or plan is None:
+        return None
+    return agent_pb2.Objective(
+        recovery_point_seconds=wanted.recovery_point_seconds,
+        interval_seconds=plan.interval_seconds,
+        reached_seconds=plan.recovery_point_seconds,
+        obstacle=plan.obstacle or "",
+    )
+
+
 def describe(state: State, now: float) -> agent_pb2.Status:
     newest, snapshot = state.newest_committed, state.newest_snapshot
-    recovery_point = max((one.announced_at for one in (newest, snapshot) if one), default=None)
+    recovery_point = max((one.taken_at for one in (newest, snapshot) if one), default=None)
     rate = state.upload_rate.bytes_per_second
     backlog = backlog_bytes(state)
     budget = disk_pressure.budget_bytes(state)
@@ -72,4 +88,5 @@ def describe(state: State, now: float) -> agent_pb2.Status:
         deadline=drain.deadline(state) or 0.0,
         storage_error=state.storage_error,
         at=now,
+        objective=describe_objective(state),
     )

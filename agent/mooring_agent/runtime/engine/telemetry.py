@@ -163,6 +163,19 @@ class StateCollector:
                 "Step of the newest committed checkpoint; -1 when there is none",
                 status.newest_committed.step if status.HasField("newest_committed") else -1,
             ),
+            "mooring_recovery_point_objective_seconds": (
+                "Oldest that the newest committed checkpoint may get; 0 without an objective",
+                status.objective.recovery_point_seconds,
+            ),
+            "mooring_recovery_point_reached_seconds": (
+                "How old the newest committed checkpoint gets with the saves that the agent asks for; 0 without an "
+                "objective",
+                status.objective.reached_seconds,
+            ),
+            "mooring_save_interval_seconds": (
+                "Seconds between two saves that the agent asks for; 0 without an objective",
+                status.objective.interval_seconds,
+            ),
             "mooring_backlog_bytes": ("Bytes that are staged and not yet durable", status.backlog_bytes),
             "mooring_upload_rate_bytes_per_second": (
                 "Upload rate while uploading, in bytes per second; 0 when unknown",

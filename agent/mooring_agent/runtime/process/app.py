@@ -34,6 +34,7 @@ from mooring_agent.runtime.engine.telemetry import say
 from mooring_agent.runtime.monitors.kubernetes_events import KubernetesEvents, cluster_news
 from mooring_agent.runtime.monitors.mirror import Mirror
 from mooring_agent.runtime.monitors.monitors import Monitors
+from mooring_agent.runtime.monitors.objective import watch_objective
 from mooring_agent.runtime.monitors.other_writers import OtherWriters
 from mooring_agent.runtime.monitors.preemption import preemption_watcher
 from mooring_agent.runtime.monitors.ranks import LiveRanks, save_requester, termination_canceller
@@ -257,6 +258,7 @@ async def run_agent(settings: Settings, *, fresh: bool = False, parent_pid: int 
             lambda: monitors.watch_ranks(parent_pid),
             monitors.watch_disk,
             monitors.watch_unannounced,
+            lambda: watch_objective(engine),
             others.watch,
             litter.watch,
             fetches.run,

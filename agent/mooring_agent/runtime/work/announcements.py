@@ -29,6 +29,7 @@ class Announcement:
         files: Paths below `path`. By default everything below it.
         signature: That of the content which the caller has seen and means. By default that of the files as they are.
         recorded_at: When the client recorded the checkpoint, if it is announced by that record. Unix seconds.
+        stall_seconds: How long training stood still for it; 0: not known.
     """
 
     path: str
@@ -43,6 +44,7 @@ class Announcement:
     files: tuple[str, ...] = ()
     signature: str = ""
     recorded_at: float | None = None
+    stall_seconds: float = 0.0
 
 
 class Announcements:
@@ -75,6 +77,7 @@ class Announcements:
         check_path(announcement.path)
         path = announcement.path.rstrip("/") or "/"
         signature = announcement.signature or await self._signature(announcement, path)
+        begun = self._engine.state.begun.get(announcement.save)
         event = Announced(
             at=self._clock.now(),
             info=SaveInfo(
@@ -91,6 +94,8 @@ class Announcements:
             signature=signature,
             save_made_here=not announcement.save,
             recorded_at=announcement.recorded_at,
+            begun_at=begun.at if begun else None,
+            stall_seconds=announcement.stall_seconds,
         )
 
         def is_news(state: State) -> bool:
