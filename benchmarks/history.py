@@ -31,7 +31,7 @@ from tests.servers.server import ENVIRONMENT
 from mooring_agent.adapters.open_store import open_store
 from mooring_agent.catalog.markers import list_down_to
 from mooring_agent.catalog.recent_pruning import prune_recent
-from mooring_agent.core.policies.retention import horizon_of
+from mooring_agent.core.policies.retention.horizon import horizon_of
 from mooring_agent.core.settings.values import RetentionSettings, StoreSettings
 
 GOALS_SECONDS: Final[Mapping[str, float]] = MappingProxyType(

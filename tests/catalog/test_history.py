@@ -14,8 +14,8 @@ from mooring_agent.catalog.markers import list_committed, list_down_to, list_ste
 from mooring_agent.catalog.pruning import PruneReport, note_damage, prune
 from mooring_agent.catalog.recent_pruning import prune_recent
 from mooring_agent.core.model import Kind, SaveInfo
-from mooring_agent.core.policies import retention
-from mooring_agent.core.policies.retention import Horizon, horizon_of
+from mooring_agent.core.policies.retention import horizon as horizon_rules
+from mooring_agent.core.policies.retention.horizon import Horizon, horizon_of
 from mooring_agent.core.settings.values import RetentionSettings
 from mooring_agent.core.stored.object_layout import is_manifest, marker_key, save_prefix
 from mooring_agent.ports import ObjectInfo
@@ -113,7 +113,7 @@ _DAY = 24 * 3600.0
 
 async def horizon_above(store: FakeStore, newest: int, monkeypatch: pytest.MonkeyPatch) -> Horizon:
     """The horizon that a whole prune returns if so many checkpoints are recent."""
-    monkeypatch.setattr(retention, "_RECENT", newest)
+    monkeypatch.setattr(horizon_rules, "_RECENT", newest)
     return horizon_of(await list_down_to(store, 0), _KEEP)
 
 

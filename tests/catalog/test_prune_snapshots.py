@@ -13,7 +13,7 @@ from mooring_agent.catalog.pruning import PruneReport, note_damage, prune
 from mooring_agent.catalog.recent_pruning import prune_recent
 from mooring_agent.core.errors import ErrorKind, StoreError
 from mooring_agent.core.model import RankManifest
-from mooring_agent.core.policies.retention import Horizon
+from mooring_agent.core.policies.retention.horizon import Horizon
 from mooring_agent.core.settings.values import RetentionSettings
 from mooring_agent.core.stored.object_layout import (
     PRUNED_PREFIX,

@@ -8,19 +8,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mooring_agent.core.model import SnapshotId
-from mooring_agent.core.policies import retention
 from mooring_agent.core.policies.restore_choice import CommittedSave, newest_first
-from mooring_agent.core.policies.retention import (
-    PrunePlan,
-    SecondLook,
-    StoredSave,
-    horizon_of,
-    may_abort_upload,
-    plan_prune,
-    skipped,
-    without_named,
-    without_reserved,
-)
+from mooring_agent.core.policies.retention import horizon as horizon_rules
+from mooring_agent.core.policies.retention.deletions import PrunePlan, StoredSave
+from mooring_agent.core.policies.retention.horizon import horizon_of, skipped
+from mooring_agent.core.policies.retention.shared_objects import SecondLook, without_named, without_reserved
+from mooring_agent.core.policies.retention.verdict import may_abort_upload, plan_prune
 from mooring_agent.core.settings.values import RetentionSettings
 from mooring_agent.core.stored.object_layout import snapshot_key, step_prefix
 
@@ -321,7 +314,7 @@ def test_above_a_horizon_the_verdict_is_that_over_everything(
     settings = RetentionSettings(keep_last=keep_last, keep_every_steps=every)
     ages = st.integers(0, 9)
     old = [committed(step, modified_at=NOW - data.draw(ages) * DAY) for step in sorted(found, reverse=True)]
-    with patch.object(retention, "_RECENT", data.draw(st.integers(1, 6))):
+    with patch.object(horizon_rules, "_RECENT", data.draw(st.integers(1, 6))):
         horizon = horizon_of(old, settings)
     # Since the whole prune, only checkpoints above its horizon were committed, as far as anybody can know.
     new = [committed(step, f"bbbbbbbb-{step:06d}", NOW) for step in later if step >= horizon.step]

@@ -17,8 +17,8 @@ from mooring_agent.core.agent.commands import Prune
 from mooring_agent.core.agent.events import Committed
 from mooring_agent.core.agent.work import Operation, WorkId
 from mooring_agent.core.errors import ErrorKind, StoreError
-from mooring_agent.core.policies import retention
 from mooring_agent.core.policies.restore_choice import Pin, encode_pin
+from mooring_agent.core.policies.retention import horizon as horizon_rules
 from mooring_agent.core.settings.values import RetentionSettings
 from mooring_agent.core.stored.object_layout import pin_key
 from mooring_agent.runtime.work import pruner
@@ -151,7 +151,7 @@ async def test_an_agent_looks_at_everything_after_a_prune_that_failed_or_refused
 async def test_an_agent_that_fell_back_below_what_it_looks_at_looks_at_everything(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(retention, "_RECENT", 3)
+    monkeypatch.setattr(horizon_rules, "_RECENT", 3)
     store = FakeStore()
     for step in range(1, 8):
         await store_checkpoint(store, 10 * step, save=f"89abcdef-{step:06d}", ranks=[{"model.pt": b""}])

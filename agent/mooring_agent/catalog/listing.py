@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 from mooring_agent.catalog.markers import committed_save
 from mooring_agent.core.policies.restore_choice import CommittedSave
-from mooring_agent.core.policies.retention import StoredSave
+from mooring_agent.core.policies.retention.deletions import StoredSave
 from mooring_agent.core.stored.object_layout import (
     DAMAGED_PREFIX,
     PROBE_PREFIX,

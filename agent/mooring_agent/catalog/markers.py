@@ -10,7 +10,7 @@ from mooring_agent.core.errors import ErrorKind, StoreError, checkpoint_corrupt
 from mooring_agent.core.limits import MARKER_BYTES
 from mooring_agent.core.model import CommitMarker
 from mooring_agent.core.policies.restore_choice import CommittedSave, newest_first
-from mooring_agent.core.policies.retention import by_series
+from mooring_agent.core.policies.retention.horizon import by_series
 from mooring_agent.core.stored.manifest import decode_marker
 from mooring_agent.core.stored.object_layout import (
     COMMITS_PREFIX,

@@ -23,16 +23,9 @@ from mooring_agent.catalog.sharing import spare_shared
 from mooring_agent.core.errors import ErrorKind, StoreError
 from mooring_agent.core.limits import PIN_BYTES
 from mooring_agent.core.policies.restore_choice import CommittedSave, decode_pin
-from mooring_agent.core.policies.retention import (
-    Deletion,
-    Horizon,
-    PrunePlan,
-    by_series,
-    horizon_of,
-    may_abort_upload,
-    plan_prune,
-    skipped,
-)
+from mooring_agent.core.policies.retention.deletions import Deletion, PrunePlan
+from mooring_agent.core.policies.retention.horizon import Horizon, by_series, horizon_of, skipped
+from mooring_agent.core.policies.retention.verdict import may_abort_upload, plan_prune
 from mooring_agent.core.settings.values import RetentionSettings
 from mooring_agent.core.stored.object_layout import (
     PROBE_PREFIX,
@@ -97,7 +90,7 @@ async def prune(
     known: Collection[str] = (),
     dry_run: bool = False,
 ) -> PruneReport:
-    """Delete what `settings` does not keep. `core.policies.retention.plan_prune` explains `live` and `known`.
+    """Delete what `settings` does not keep. `core.policies.retention.verdict` explains `live` and `known`.
 
     `resumed_from` is the save that the caller's volume resumed from: it is kept. `now` is in unix seconds.
     """

@@ -17,7 +17,9 @@ from mooring_agent.catalog.pruning import REQUESTS_AT_ONCE, PruneReport, delete_
 from mooring_agent.catalog.sharing import spare_shared
 from mooring_agent.core.errors import ErrorKind, StoreError
 from mooring_agent.core.policies.restore_choice import CommittedSave
-from mooring_agent.core.policies.retention import Horizon, PrunePlan, StoredSave, by_series, plan_prune
+from mooring_agent.core.policies.retention.deletions import PrunePlan, StoredSave
+from mooring_agent.core.policies.retention.horizon import Horizon, by_series
+from mooring_agent.core.policies.retention.verdict import plan_prune
 from mooring_agent.core.settings.values import RetentionSettings
 from mooring_agent.core.stored.object_layout import DAMAGED_PREFIX, RESUME_PREFIX, save_prefix, series_prefix
 from mooring_agent.ports import StoreReader, StoreWriter

@@ -17,7 +17,8 @@ from mooring_agent.core.errors import ErrorKind, StoreError, checkpoint_corrupt
 from mooring_agent.core.limits import MANIFEST_BYTES
 from mooring_agent.core.model import Kind, RankManifest, SaveInfo
 from mooring_agent.core.policies.restore_choice import CommittedSave
-from mooring_agent.core.policies.retention import PrunePlan, SecondLook, without_named, without_reserved
+from mooring_agent.core.policies.retention.deletions import PrunePlan
+from mooring_agent.core.policies.retention.shared_objects import SecondLook, without_named, without_reserved
 from mooring_agent.core.stored.manifest import decode_manifest, largest_manifest_bytes
 from mooring_agent.core.stored.object_layout import (
     SERIES,

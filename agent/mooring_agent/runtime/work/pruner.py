@@ -20,7 +20,7 @@ from mooring_agent.core.agent.commands import Prune
 from mooring_agent.core.agent.events import Committed, Event, Pruned
 from mooring_agent.core.agent.state import State
 from mooring_agent.core.errors import MooringError
-from mooring_agent.core.policies.retention import Horizon
+from mooring_agent.core.policies.retention.horizon import Horizon
 from mooring_agent.core.settings.values import RetentionSettings
 from mooring_agent.ports import Clock, StoreWriter
 from mooring_agent.runtime.work.ready_store import ReadyStore

@@ -1,0 +1,121 @@
+"""The verdict over one listing: what is to be deleted, and why everything else stays."""
+
+from collections.abc import Collection, Sequence
+
+from mooring_agent.core.policies.restore_choice import CommittedSave, newest_first, run_of
+from mooring_agent.core.policies.retention.deletions import Deletion, PrunePlan, StoredSave, deletion_of, is_generated
+from mooring_agent.core.policies.retention.horizon import by_series, skipped
+from mooring_agent.core.settings.values import RetentionSettings
+
+
+def plan_prune(
+    committed: Sequence[CommittedSave],
+    stored: Sequence[StoredSave],
+    settings: RetentionSettings,
+    *,
+    validated: Collection[str],
+    protected: Collection[str],
+    live: Collection[str],
+    known: Collection[str],
+    now: float,
+) -> PrunePlan:
+    """Return the verdict over one listing. All collections hold save ids; `live` may hold attempts too.
+
+    `committed` are announced checkpoints and snapshots. `validated`: marker, manifests and sizes agree, and no restore
+    found the save damaged. `protected`: a run resumes from it. `known`: known from elsewhere to be committed; if the
+    listing lacks one, the plan refuses all deletions.
+    """
+    listed = {one.save for one in committed}
+    missing = sorted(set(known) - listed)
+    if missing:
+        return PrunePlan(refused=f"the listing lacks known committed saves: {', '.join(missing[:3])}")
+    if not committed:
+        return PrunePlan(refused="the destination has no committed checkpoint")
+    folders = {(one.name, one.save): one for one in stored}
+    # The marker of an announced checkpoint does not say its name.
+    names = {one.save: one.name for one in stored}
+    deletions: list[Deletion] = []
+    kept: list[tuple[str, str]] = []
+    justifying = set(validated) - skipped(committed)
+    groups = by_series(committed)
+    for series, saves in groups.items():
+        newer_validated = 0
+        for one in newest_first(saves):
+            if reason := _why_keep(one, settings, newer_validated, protected, live):
+                kept.append((one.save, reason))
+            else:
+                why = f"{settings.keep_last} newer are valid"
+                name = series or names.get(one.save, "")
+                folder = folders.get((name, one.save))
+                deletions.append(deletion_of(name, one.save, folder, why, marker=(one.key,), may_share=bool(series)))
+            newer_validated += one.save in justifying
+    newest_commit_at = {series: max(one.modified_at for one in saves) for series, saves in groups.items()}
+    orphans = [one for one in stored if one.save not in listed]
+    has_snapshots = any(groups) or any(orphan.reserves for orphan in orphans)
+    for orphan in orphans:
+        series = orphan.name if orphan.name in groups or orphan.reserves else ""
+        if reason := _why_keep_orphan(orphan, settings, newest_commit_at.get(series), protected, live, now):
+            kept.append((orphan.save, reason))
+        else:
+            # What is left of a snapshot that was pruned looks like one that was never committed.
+            why = "it is not committed" if series else "it was never committed"
+            deletions.append(deletion_of(orphan.name, orphan.save, orphan, why, may_share=has_snapshots))
+    # Oldest first, so that an interrupted prune has removed the least important.
+    return PrunePlan(deletions=tuple(reversed(deletions)), kept=tuple(kept))
+
+
+def may_abort_upload(
+    save: str, started_at: float, settings: RetentionSettings, live: Collection[str], now: float
+) -> bool:
+    """Whether an unfinished multipart upload is left over: old, of no live save, and of a save id that we generated."""
+    old = started_at < now - settings.orphan_age_seconds
+    return old and not is_live(save, live) and is_generated(save)
+
+
+def is_live(save: str, live: Collection[str]) -> bool:
+    """Whether a save is in `live`, which holds save ids and attempts (the part of an id before the counter)."""
+    return save in live or run_of(save) in live
+
+
+def _why_keep(
+    one: CommittedSave,
+    settings: RetentionSettings,
+    newer_validated: int,
+    protected: Collection[str],
+    live: Collection[str],
+) -> str:
+    if settings.keep_last <= 0:
+        return "all committed checkpoints are kept"
+    if one.save in protected:
+        return "it is being resumed from"
+    if not one.series and settings.keep_every_steps > 0 and one.step % settings.keep_every_steps == 0:
+        return f"its step is a multiple of {settings.keep_every_steps}"
+    if newer_validated < settings.keep_last:
+        return f"fewer than {settings.keep_last} newer are valid"
+    if one.save in live:
+        return "it is still being written"
+    return ""
+
+
+def _why_keep_orphan(
+    orphan: StoredSave,
+    settings: RetentionSettings,
+    newest_commit_at: float | None,
+    protected: Collection[str],
+    live: Collection[str],
+    now: float,
+) -> str:
+    """`newest_commit_at` is that of the orphan's series; None if nothing of it is committed."""
+    if not orphan.shows_save:
+        return "nothing shows that it is a save"
+    if is_live(orphan.save, live):
+        return "its attempt is alive"
+    if orphan.save in protected:
+        return "it is being resumed from"
+    if newest_commit_at is None:
+        return "nothing of its kind is committed"
+    if orphan.modified_at >= newest_commit_at:
+        return "it is younger than the newest commit"
+    if orphan.modified_at >= now - settings.orphan_age_seconds:
+        return "it is not committed, and too young to be given up"
+    return ""
