@@ -5,6 +5,7 @@ from collections.abc import AsyncIterator, Iterable
 from pathlib import Path
 
 import pytest
+from tests.core.listings import why_kept
 from tests.fakes.fake_store import FakeStore
 from tests.restore.stored_checkpoints import store_checkpoint
 
@@ -215,7 +216,10 @@ async def test_what_was_committed_before_one_below_the_horizon_justifies_no_dele
     assert await steps_left(store) == [109, 108, 107, 106, 105, 104, 103, 102, 101, 51]
     await store_checkpoint(store, 111)
     assert await pruned(store, horizon) is not None
-    assert await steps_left(store) == [111, 109, 104, 103, 102, 101, 51]
+    # 105 is the oldest above the horizon, and may be the milestone of 100.
+    assert await steps_left(store) == [111, 109, 105, 104, 103, 102, 101, 51]
+    await prune(store, _KEEP, now=store.now)
+    assert await steps_left(store) == [111, 109, 101, 51]
 
 
 @pytest.mark.parametrize("damage", ["truncated", "noted"])
@@ -240,7 +244,7 @@ async def test_a_checkpoint_whose_marker_cannot_be_read_waits_for_a_whole_prune(
         await store_checkpoint(store, step)
     report = await pruned(store, Horizon())
     assert report is not None
-    assert "where its objects are" in dict(report.plan.kept)["0123abcd-000001"]
+    assert "where its objects are" in why_kept(report.plan)["0123abcd-000001"]
     await prune(store, _KEEP, now=store.now)
     assert await steps_left(store) == [3, 2]
 

@@ -4,6 +4,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 
 import pytest
 from tests.catalog.stored_snapshots import commit, output, snapshot_id, snapshot_info, store_snapshot
+from tests.core.listings import why_kept
 from tests.fakes.fake_store import FakeStore
 from tests.restore.stored_checkpoints import flip_byte, store_checkpoint, truncate
 
@@ -122,7 +123,7 @@ async def test_of_what_is_left_a_prune_takes_each_object_when_it_is_free(store: 
     assert await left(store) == [3]
     assert objects_of(store, first) == {"out/a.pt", ".mooring/manifest-00000-00001.json"}
     report = await pruned(store)
-    assert dict(report.plan.kept)[first.info.save] == "other snapshots share what is left of it"
+    assert why_kept(report.plan)[first.info.save] == "other snapshots share what is left of it"
 
 
 async def test_a_pack_stays_as_long_as_one_of_its_files_is_named(store: FakeStore) -> None:
@@ -223,7 +224,8 @@ async def test_a_prune_costs_no_request_more_where_there_are_no_snapshots(store:
     await pruned(store)
     listed = [key for method, key in store.calls if method == "list"]
     assert listed == [".mooring/commits/", "", "checkpoint-3/0123abcd-000003/"]
-    assert len([key for method, key in store.calls if method == "get"]) == 2
+    # Marker and manifest of the newest, and the markers of what goes: they say whether it is final.
+    assert len([key for method, key in store.calls if method == "get"]) == 2 + 2
 
 
 async def test_snapshots_that_are_all_kept_cost_no_second_look(store: FakeStore) -> None:
@@ -245,7 +247,7 @@ async def test_a_reserved_snapshot_stays_until_the_one_in_progress_is_committed(
     in_progress = await reserving(store, manifests[1])
     report = await pruned(store)
     assert await left(store) == [4, 2]
-    assert dict(report.plan.kept)[manifests[1].info.save] == "a snapshot in progress shares its objects"
+    assert why_kept(report.plan)[manifests[1].info.save] == "a snapshot in progress shares its objects"
     assert tombstones(store) == []
     await commit(store, in_progress)
     await pruned(store)
@@ -360,7 +362,7 @@ async def test_while_a_remaining_manifest_cannot_be_read_no_snapshot_goes(
     report = await pruned(store, resumed_from=damaged.info.save)
     assert [one.step for one in (await list_snapshots(store))["node-0"]][:3] == [3, 2, 1]
     assert [one.step for one in await list_committed(store)] == [2]
-    kept = dict(report.plan.kept)
+    kept = why_kept(report.plan)
     assert all(key in kept[one.info.save] for one in manifests[:2])
     assert tombstones(store) == []
 
@@ -373,7 +375,7 @@ async def test_a_reservation_that_cannot_be_read_keeps_everything_until_it_is_ol
     store.now += 200
     report = await pruned(store)
     assert await left(store) == [4, 3, 2, 1]
-    assert key in dict(report.plan.kept)["0123abcd-000001"]
+    assert key in why_kept(report.plan)["0123abcd-000001"]
 
 
 async def test_trouble_with_the_store_stops_the_prune_before_it_deletes(store: FakeStore) -> None:
@@ -426,7 +428,7 @@ async def test_after_a_commit_a_reserved_snapshot_stays_whoever_reserves_it(stor
     await store_snapshot(store, 9, files, base=manifests[1], series="node-7", committed=False)
     report = await pruned_recent(store)
     assert await left(store) == [4, 2]
-    assert dict(report.plan.kept)[manifests[1].info.save] == "a snapshot in progress shares its objects"
+    assert why_kept(report.plan)[manifests[1].info.save] == "a snapshot in progress shares its objects"
 
 
 @pytest.mark.parametrize("killed", [pruned, pruned_recent], ids=["of everything", "after a commit"])

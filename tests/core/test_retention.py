@@ -6,61 +6,15 @@ from unittest.mock import patch
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tests.core.listings import DAY, NOW, committed, deleted, folder, ids, plan, snapshot, stored, why_kept
 
-from mooring_agent.core.model import SnapshotId
 from mooring_agent.core.policies.restore_choice import CommittedSave, newest_first
 from mooring_agent.core.policies.retention import horizon as horizon_rules
-from mooring_agent.core.policies.retention.deletions import PrunePlan, StoredSave
+from mooring_agent.core.policies.retention.deletions import StoredSave
 from mooring_agent.core.policies.retention.horizon import horizon_of, skipped
 from mooring_agent.core.policies.retention.shared_objects import SecondLook, without_named, without_reserved
-from mooring_agent.core.policies.retention.verdict import may_abort_upload, plan_prune
+from mooring_agent.core.policies.retention.verdict import may_abort_upload
 from mooring_agent.core.settings.values import RetentionSettings
-from mooring_agent.core.stored.object_layout import snapshot_key, step_prefix
-
-NOW = 1_000_000.0
-DAY = 24 * 3600.0
-
-
-def committed(step: int, save: str = "", modified_at: float = NOW - 3 * DAY) -> CommittedSave:
-    save = save or f"aaaaaaaa-{step:06d}"
-    return CommittedSave(key=f"{step_prefix(step)}{save}.json", step=step, save=save, modified_at=modified_at)
-
-
-def stored(step: int, save: str = "", modified_at: float = NOW - 5 * DAY, *, manifest: bool = True) -> StoredSave:
-    name, save = f"checkpoint-{step}", save or f"aaaaaaaa-{step:06d}"
-    keys = [f"{name}/{save}/model.pt"] + [f"{name}/{save}/.mooring/manifest-00000-00001.json"] * manifest
-    return StoredSave(name=name, save=save, sizes_bytes=dict.fromkeys(keys, 5), modified_at=modified_at)
-
-
-def plan(
-    found: list[CommittedSave],
-    data: list[StoredSave] | None = None,
-    *,
-    keep_last: int = 1,
-    every: int = 0,
-    **changes: Any,
-) -> PrunePlan:
-    values: dict[str, Any] = {
-        "validated": [one.save for one in found],
-        "protected": (),
-        "live": (),
-        "known": (),
-        "now": NOW,
-    }
-    return plan_prune(
-        found,
-        [stored(one.step, one.save) for one in found] if data is None else data,
-        RetentionSettings(keep_last=keep_last, keep_every_steps=every),
-        **(values | changes),
-    )
-
-
-def deleted(result: PrunePlan) -> set[str]:
-    return {one.save for one in result.deletions}
-
-
-def ids(*steps: int) -> set[str]:
-    return {f"aaaaaaaa-{step:06d}" for step in steps}
 
 
 def test_all_but_the_newest_go() -> None:
@@ -162,20 +116,6 @@ def test_only_old_uploads_of_ours_that_nobody_continues_are_aborted() -> None:
     assert not may_abort_upload("holiday", NOW - 2 * DAY, settings, (), NOW)
 
 
-def snapshot(number: int, series: str = "node-0", modified_at: float = NOW - 3 * DAY) -> CommittedSave:
-    save = f"{series[-1] * 8}-{number:06d}"
-    key = snapshot_key(SnapshotId(series=series, number=number, save=save))
-    return CommittedSave(key=key, step=number, save=save, series=series, modified_at=modified_at)
-
-
-def folder(one: CommittedSave, *files: str, modified_at: float = NOW - 5 * DAY, reserves: bool = True) -> StoredSave:
-    """What is stored of a snapshot: ten bytes for each file, and one for the others."""
-    prefix = f"{one.series}/{one.save}"
-    sizes_bytes = {f"{prefix}/{file}": 10 for file in files} | {f"{prefix}/.mooring/manifest-00000-00001.json": 1}
-    sizes_bytes |= {f"{prefix}/.mooring/base.json": 1} if reserves else {}
-    return StoredSave(name=one.series, save=one.save, sizes_bytes=sizes_bytes, modified_at=modified_at)
-
-
 def look(
     committed: list[CommittedSave], stored: list[StoredSave], reserved: set[tuple[str, str]] | None = None
 ) -> SecondLook:
@@ -215,10 +155,10 @@ def test_only_snapshots_and_orphans_beside_them_may_share_objects() -> None:
 
 def test_an_orphan_stays_until_something_newer_of_its_kind_is_committed() -> None:
     orphan = folder(snapshot(2), "a.pt")
-    assert dict(plan([committed(10)], [orphan]).kept)[orphan.save] == "nothing of its kind is committed"
+    assert why_kept(plan([committed(10)], [orphan]))[orphan.save] == "nothing of its kind is committed"
     younger = folder(snapshot(2), "a.pt", modified_at=NOW - 4 * DAY)
     older = snapshot(1, modified_at=NOW - 4.5 * DAY)
-    assert dict(plan([committed(10), older], [younger]).kept)[orphan.save] == "it is younger than the newest commit"
+    assert why_kept(plan([committed(10), older], [younger]))[orphan.save] == "it is younger than the newest commit"
     assert deleted(plan([committed(10), snapshot(3)], [younger])) == {orphan.save}
 
 
@@ -246,7 +186,7 @@ def test_a_leftover_of_which_everything_is_named_stays() -> None:
     leftover = folder(snapshot(1), "a.pt", reserves=False)
     found = [snapshot(2)]
     result = without_named(plan(found, [leftover]), {f"node-0/{leftover.save}/a.pt"}, look(found, [leftover]))
-    assert (result.deletions, dict(result.kept)[leftover.save]) == ((), "other snapshots share what is left of it")
+    assert (result.deletions, why_kept(result)[leftover.save]) == ((), "other snapshots share what is left of it")
 
 
 def test_what_changed_since_the_plan_was_made_is_withheld() -> None:
@@ -302,16 +242,16 @@ def test_whatever_is_listed_the_promises_hold(
             assert sum(other.modified_at >= one.modified_at for other in newer) >= keep_last
             assert not every or one.step % every
     # Everything is accounted for, exactly once.
-    assert sorted([*gone, *(save for save, _ in result.kept)]) == sorted(
+    assert sorted([*gone, *(one.save for one in result.kept)]) == sorted(
         [one.save for one in all_committed] + [one.save for one in orphans]
     )
 
 
-@given(steps, steps, st.data(), st.integers(0, 4), st.integers(0, 7))
+@given(steps, steps, st.data(), st.integers(0, 4))
 def test_above_a_horizon_the_verdict_is_that_over_everything(
-    found: list[int], later: list[int], data: st.DataObject, keep_last: int, every: int
+    found: list[int], later: list[int], data: st.DataObject, keep_last: int
 ) -> None:
-    settings = RetentionSettings(keep_last=keep_last, keep_every_steps=every)
+    settings = RetentionSettings(keep_last=keep_last)
     ages = st.integers(0, 9)
     old = [committed(step, modified_at=NOW - data.draw(ages) * DAY) for step in sorted(found, reverse=True)]
     with patch.object(horizon_rules, "_RECENT", data.draw(st.integers(1, 6))):
@@ -321,8 +261,8 @@ def test_above_a_horizon_the_verdict_is_that_over_everything(
     everything = newest_first([*old, *new])
     visible = [one for one in everything if one.step >= horizon.step]
     validated = data.draw(st.sets(st.sampled_from([one.save for one in everything])))
-    whole = plan(list(everything), [], keep_last=keep_last, every=every, validated=validated)
-    recent = plan(visible, [], keep_last=keep_last, every=every, validated=validated - horizon.skipped(visible))
+    whole = plan(list(everything), [], keep_last=keep_last, validated=validated)
+    recent = plan(visible, [], keep_last=keep_last, validated=validated - horizon.skipped(visible))
     assert deleted(recent) == deleted(whole) & {one.save for one in visible}
     assert horizon.skipped(visible) == skipped(everything) & {one.save for one in visible}
 

@@ -43,6 +43,7 @@ async def store_checkpoint(
     name: str = "",
     single_file: bool = False,
     part_sizes_bytes: Mapping[int, int] | None = None,
+    kind: Kind = Kind.PERIODIC,
 ) -> SaveInfo:
     """Files, manifests and, if `committed`, the marker. `ranks` are the files of each rank; each has its own agent.
 
@@ -53,7 +54,7 @@ async def store_checkpoint(
         save=save or f"0123abcd-{step:06d}",
         name=name or f"checkpoint-{step}",
         step=step,
-        kind=Kind.PERIODIC,
+        kind=kind,
         world_size=len(ranks),
     )
     manifests = []

@@ -16,16 +16,17 @@ from typing import Final
 import structlog
 
 from mooring_agent.catalog.listing import list_all
-from mooring_agent.catalog.markers import committed_save, in_order, list_down_to
-from mooring_agent.catalog.object_reads import for_each, if_there, read_object
+from mooring_agent.catalog.markers import committed_save, in_order, list_down_to, read_marker
+from mooring_agent.catalog.object_reads import DAMAGE, for_each, if_there, read_object
 from mooring_agent.catalog.reading import examine
 from mooring_agent.catalog.sharing import spare_shared
 from mooring_agent.core.errors import ErrorKind, StoreError
 from mooring_agent.core.limits import PIN_BYTES
+from mooring_agent.core.model import Kind
 from mooring_agent.core.policies.restore_choice import CommittedSave, decode_pin
 from mooring_agent.core.policies.retention.deletions import Deletion, PrunePlan
 from mooring_agent.core.policies.retention.horizon import Horizon, by_series, horizon_of, skipped
-from mooring_agent.core.policies.retention.verdict import may_abort_upload, plan_prune
+from mooring_agent.core.policies.retention.verdict import FINAL, may_abort_upload, plan_prune, without_finals
 from mooring_agent.core.settings.values import RetentionSettings
 from mooring_agent.core.stored.object_layout import (
     PROBE_PREFIX,
@@ -118,11 +119,15 @@ async def prune(
         tuple(one for one in listing.stored() if one.save not in late),
         settings,
         validated=validated,
+        damaged=listing.damaged,
         protected=protected,
         live=live,
         known={*known, *judged},
         now=now,
     )
+    if settings.keep_final:
+        doomed = {key for one in plan.deletions if not one.may_share for key in one.markers}
+        plan = without_finals(plan, await finals(store, [one for one in agreed if one.key in doomed]))
     # The second listing is as large.
     listing.folders.clear()
     tombstones: tuple[str, ...] = ()
@@ -173,6 +178,24 @@ async def validate(store: StoreReader, committed: Iterable[CommittedSave], *, en
         if examination.checkpoint is not None:
             validated.add(one.save)
     return validated
+
+
+async def finals(store: StoreReader, announced: Iterable[CommittedSave]) -> dict[str, str]:
+    """Return the saves that are final checkpoints, or may be, and why each stays. Reads the marker of each."""
+    found: dict[str, str] = {}
+
+    async def look(one: CommittedSave) -> None:
+        try:
+            if (await read_marker(store, one)).info.kind is Kind.FINAL:
+                found[one.save] = FINAL
+        except StoreError as error:
+            if error.kind is ErrorKind.FORMAT_UNKNOWN:
+                found[one.save] = f"it may be final: {error}"
+            elif error.kind not in DAMAGE:
+                raise
+
+    await for_each(announced, look, at_once=REQUESTS_AT_ONCE)
+    return found
 
 
 async def pinned(store: StoreReader, pins: Iterable[ObjectInfo], since: float) -> set[str]:

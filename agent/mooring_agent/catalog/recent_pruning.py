@@ -4,8 +4,9 @@ It trusts a whole prune that looked at everything a while ago (`catalog.pruning`
 horizon, and the objects of what is to be deleted. What was never committed, leftovers, and what lies below the horizon
 wait for the next whole prune.
 
-Invariants: those of `catalog.pruning`. A checkpoint counts as skipped if one below the horizon was committed after it;
-only what another run has committed down there since the whole prune is not seen.
+Invariants: those of `catalog.pruning`, and it deletes nothing that a whole prune would keep. A checkpoint counts as
+skipped if one below the horizon was committed after it; only what another run has committed down there since the whole
+prune is not seen. The oldest that it sees may look like a milestone: then it too waits for the next whole prune.
 """
 
 from collections.abc import Collection, Iterable
@@ -16,10 +17,11 @@ from mooring_agent.catalog.object_reads import DAMAGE, for_each
 from mooring_agent.catalog.pruning import REQUESTS_AT_ONCE, PruneReport, delete_saves, pinned, validate
 from mooring_agent.catalog.sharing import spare_shared
 from mooring_agent.core.errors import ErrorKind, StoreError
+from mooring_agent.core.model import Kind
 from mooring_agent.core.policies.restore_choice import CommittedSave
 from mooring_agent.core.policies.retention.deletions import PrunePlan, StoredSave
 from mooring_agent.core.policies.retention.horizon import Horizon, by_series
-from mooring_agent.core.policies.retention.verdict import plan_prune
+from mooring_agent.core.policies.retention.verdict import FINAL, plan_prune, without_finals
 from mooring_agent.core.settings.values import RetentionSettings
 from mooring_agent.core.stored.object_layout import DAMAGED_PREFIX, RESUME_PREFIX, save_prefix, series_prefix
 from mooring_agent.ports import StoreReader, StoreWriter
@@ -52,7 +54,7 @@ async def prune_recent(
     noted = {one.key.removeprefix(DAMAGED_PREFIX) async for one in store.list(DAMAGED_PREFIX)}
     suspects = noted | horizon.skipped(committed)
     good = [one for one in committed if one.save not in suspects]
-    judge = partial(plan_prune, settings=settings, live=live, now=now)
+    judge = partial(plan_prune, settings=settings, damaged=noted, live=live, now=now)
     most = judge(committed, (), validated={one.save for one in good}, protected=(), known=())
     if not most.deletions:
         return PruneReport(plan=most, horizon=horizon)
@@ -66,8 +68,11 @@ async def prune_recent(
     there = {one.key for one in await _listed(store, horizon, series)}
     agreed = [one for one in committed if one.key in there]
     judge = partial(judge, agreed, validated=validated, protected=protected, known={*known, *judged})
-    folders = await _folders(store, judge(()), agreed)
-    plan = judge(tuple(folders.values())).withhold(
+    folders, final = await _folders(store, judge(()), agreed)
+    plan = judge(tuple(folders.values()))
+    if settings.keep_final:
+        plan = without_finals(plan, final)
+    plan = plan.withhold(
         lambda one: "" if one.may_share or one.save in folders else "its marker does not say where its objects are"
     )
     tombstones: tuple[str, ...] = ()
@@ -89,10 +94,16 @@ async def _listed(store: StoreReader, horizon: Horizon, series: Iterable[str]) -
     return found
 
 
-async def _folders(store: StoreReader, plan: PrunePlan, committed: Iterable[CommittedSave]) -> dict[str, StoredSave]:
-    """Return the objects of the announced checkpoints that a plan deletes, by save, if their markers can be read."""
+async def _folders(
+    store: StoreReader, plan: PrunePlan, committed: Iterable[CommittedSave]
+) -> tuple[dict[str, StoredSave], dict[str, str]]:
+    """Return what is stored of the announced checkpoints that a plan deletes, and which of them are final, by save.
+
+    Both leave out those whose markers cannot be read.
+    """
     doomed = {one.save for one in plan.deletions if not one.may_share}
     folders: dict[str, StoredSave] = {}
+    final: dict[str, str] = {}
 
     async def find(one: CommittedSave) -> None:
         try:
@@ -101,6 +112,8 @@ async def _folders(store: StoreReader, plan: PrunePlan, committed: Iterable[Comm
             if error.kind not in (*DAMAGE, ErrorKind.FORMAT_UNKNOWN):
                 raise
             return
+        if info.kind is Kind.FINAL:
+            final[one.save] = FINAL
         objects = [listed async for listed in store.list(save_prefix(info))]
         folders[one.save] = StoredSave(
             name=info.name,
@@ -110,4 +123,4 @@ async def _folders(store: StoreReader, plan: PrunePlan, committed: Iterable[Comm
         )
 
     await for_each([one for one in committed if one.save in doomed], find, at_once=REQUESTS_AT_ONCE)
-    return folders
+    return folders, final

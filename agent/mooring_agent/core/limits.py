@@ -119,6 +119,7 @@ SETTING_NUMBERS: Final[Mapping[str, int]] = {
     "max_overhead": 1,
     "keep_last": 10**9,
     "keep_every_steps": STEP,
+    "keep_daily": 36_600,
     "kubernetes_port": 65_535,
     "eviction_threshold_percent": 100,
     "peak_factor": 1_000,

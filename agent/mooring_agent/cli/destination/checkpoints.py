@@ -4,7 +4,7 @@ import asyncio
 import json
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict, fields, replace
 from datetime import UTC, datetime
 from functools import partial
 from typing import Any, Final
@@ -30,7 +30,7 @@ from mooring_agent.cli.store_work import as_json_option, opened, print_json, run
 from mooring_agent.core.errors import ErrorKind, StoreError, printable
 from mooring_agent.core.model import CommitMarker
 from mooring_agent.core.policies.restore_choice import CommittedSave
-from mooring_agent.core.settings.values import Settings, StoreSettings, TransferSettings
+from mooring_agent.core.settings.values import RetentionSettings, Settings, StoreSettings, TransferSettings
 from mooring_agent.ports import StoreReader
 
 _MARKERS_AT_ONCE: Final = 8
@@ -129,12 +129,14 @@ def verify(settings: Settings, step: int | None, everything: bool, as_json: bool
 
 
 @click.command()
-@destination_options("retention.keep_last", "retention.keep_every_steps", "retention.orphan_age_seconds")
+@destination_options(*(f"retention.{field.name}" for field in fields(RetentionSettings)))
 @click.option("--dry-run", is_flag=True, help="Print what would be deleted, and delete nothing.")
 @click.option("--yes", is_flag=True, help="Delete.")
 @as_json_option
 def prune(settings: Settings, dry_run: bool, yes: bool, as_json: bool) -> None:
     """Delete checkpoints at DEST that are no longer wanted.
+
+    A checkpoint stays if any of the options wants it.
 
     Also deletes saves that never committed. A committed checkpoint is deleted only if --keep-last newer ones are
     complete; the newest and the one committed last always stay. A checkpoint does not count as newer if restore found
@@ -160,7 +162,7 @@ def prune(settings: Settings, dry_run: bool, yes: bool, as_json: bool) -> None:
                     }
                     for one in plan.deletions
                 ],
-                "kept": [{"save": save, "reason": reason} for save, reason in plan.kept],
+                "kept": [asdict(one) for one in plan.kept],
                 "aborted_uploads": list(report.aborted_uploads),
                 "litter": list(report.litter),
             }
@@ -170,7 +172,7 @@ def prune(settings: Settings, dry_run: bool, yes: bool, as_json: bool) -> None:
     else:
         verb = "would be deleted" if dry_run else "deleted"
         cells = [(one.save, verb, amount(one.size_bytes), one.reason) for one in plan.deletions]
-        cells += [(save, "kept", "", reason) for save, reason in plan.kept]
+        cells += [(one.save, "kept", "", one.reason) for one in plan.kept]
         lines = table([("SAVE", "", "SIZE", "WHY"), *cells], folded={3: _REASON_WIDTH, 0: _SAVE_WIDTH})
         click.echo("\n".join(lines) if cells else "the destination has no saves")
         click.echo(

@@ -37,8 +37,9 @@ def setting_problems(values: Mapping[str, Any]) -> Iterator[str]:
         yield "max_concurrency and max_connections must be 1 or more"
     if values.get("store.kms_key_id") and values.get("store.server_side_encryption") != "aws:kms":
         yield "kms_key_id needs server_side_encryption aws:kms"
-    if values.get("retention.keep_every_steps") and not values.get("retention.keep_last"):
-        yield "keep_every_steps needs keep_last: with keep_last 0 everything is kept"
+    for name in ("keep_every_steps", "keep_every_seconds", "keep_daily"):
+        if values.get(f"retention.{name}") and not values.get("retention.keep_last"):
+            yield f"{name} needs keep_last: with keep_last 0 everything is kept"
     yield from _impossible_sizes(values)
     if values.get("attempt"):
         try:

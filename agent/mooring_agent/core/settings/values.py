@@ -101,10 +101,22 @@ class ObjectiveSettings:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RetentionSettings:
-    """Which committed checkpoints stay in the bucket. The newest valid one and the last committed always do."""
+    """Which committed checkpoints stay in the bucket: those that any setting keeps, the newest valid one, the last
+    committed, and what a run resumes from."""
 
     keep_last: Annotated[int, "Keep this many newest committed checkpoints; 0: keep all."] = 0
-    keep_every_steps: Annotated[int, "Also keep those whose step is a multiple of this; 0: none."] = 0
+    keep_every_steps: Annotated[
+        int, "Also keep milestones: the first checkpoint at or past each multiple of this step; 0: none."
+    ] = 0
+    keep_every_seconds: Annotated[
+        float, "Also keep the last checkpoint of each interval of so many seconds, 3600 for one an hour; 0: none."
+    ] = 0.0
+    keep_daily: Annotated[
+        int,
+        "Also keep the last checkpoint of each of so many days (UTC), the newest days on which one was committed; "
+        "0: none.",
+    ] = 0
+    keep_final: Annotated[bool, "Also keep final checkpoints, which a training saves at its end."] = True
     orphan_age_seconds: Annotated[
         float, "Delete saves that never committed, old resume pins and other leftovers once they are older than this."
     ] = 24 * 3600.0

@@ -68,11 +68,20 @@ class Deletion:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Kept:
+    """A save that stays. `name` is the folder of its objects; empty if the listing does not show it."""
+
+    name: str
+    save: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class PrunePlan:
-    """What to delete, or why nothing may be deleted. `kept` has the id of every other save and why it stays."""
+    """What to delete, or why nothing may be deleted. `kept` has every other save and why it stays."""
 
     deletions: tuple[Deletion, ...] = ()
-    kept: tuple[tuple[str, str], ...] = ()
+    kept: tuple[Kept, ...] = ()
     refused: str = ""
 
     def withhold(self, why_keep: Callable[[Deletion], str]) -> "PrunePlan":
@@ -80,7 +89,10 @@ class PrunePlan:
         reasons = [(one, why_keep(one)) for one in self.deletions]
         return PrunePlan(
             deletions=tuple(one for one, reason in reasons if not reason),
-            kept=(*self.kept, *((one.save, reason) for one, reason in reasons if reason)),
+            kept=(
+                *self.kept,
+                *(Kept(name=one.name, save=one.save, reason=reason) for one, reason in reasons if reason),
+            ),
             refused=self.refused,
         )
 

@@ -1,11 +1,23 @@
 """The verdict over one listing: what is to be deleted, and why everything else stays."""
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
+from typing import Final
 
 from mooring_agent.core.policies.restore_choice import CommittedSave, newest_first, run_of
-from mooring_agent.core.policies.retention.deletions import Deletion, PrunePlan, StoredSave, deletion_of, is_generated
+from mooring_agent.core.policies.retention.deletions import (
+    Deletion,
+    Kept,
+    PrunePlan,
+    StoredSave,
+    deletion_of,
+    is_generated,
+)
 from mooring_agent.core.policies.retention.horizon import by_series, skipped
+from mooring_agent.core.policies.retention.policies import policies_of, why_wanted
 from mooring_agent.core.settings.values import RetentionSettings
+
+FINAL: Final = "final"
+"""Why a final checkpoint stays."""
 
 
 def plan_prune(
@@ -14,6 +26,7 @@ def plan_prune(
     settings: RetentionSettings,
     *,
     validated: Collection[str],
+    damaged: Collection[str],
     protected: Collection[str],
     live: Collection[str],
     known: Collection[str],
@@ -22,8 +35,8 @@ def plan_prune(
     """Return the verdict over one listing. All collections hold save ids; `live` may hold attempts too.
 
     `committed` are announced checkpoints and snapshots. `validated`: marker, manifests and sizes agree, and no restore
-    found the save damaged. `protected`: a run resumes from it. `known`: known from elsewhere to be committed; if the
-    listing lacks one, the plan refuses all deletions.
+    found the save damaged. `damaged`: a restore noted that. `protected`: a run resumes from it. `known`: known from
+    elsewhere to be committed; if the listing lacks one, the plan refuses all deletions.
     """
     listed = {one.save for one in committed}
     missing = sorted(set(known) - listed)
@@ -35,33 +48,38 @@ def plan_prune(
     # The marker of an announced checkpoint does not say its name.
     names = {one.save: one.name for one in stored}
     deletions: list[Deletion] = []
-    kept: list[tuple[str, str]] = []
+    kept: list[Kept] = []
     justifying = set(validated) - skipped(committed)
     groups = by_series(committed)
     for series, saves in groups.items():
-        newer_validated = 0
-        for one in newest_first(saves):
-            if reason := _why_keep(one, settings, newer_validated, protected, live):
-                kept.append((one.save, reason))
+        ordered = newest_first(saves)
+        wanted = why_wanted(ordered, policies_of(settings, justifying), damaged)
+        for one in ordered:
+            name = series or names.get(one.save, "")
+            if reason := _why_keep(one, settings, wanted.get(one.save, ()), protected, live):
+                kept.append(Kept(name=name, save=one.save, reason=reason))
             else:
                 why = f"{settings.keep_last} newer are valid"
-                name = series or names.get(one.save, "")
                 folder = folders.get((name, one.save))
                 deletions.append(deletion_of(name, one.save, folder, why, marker=(one.key,), may_share=bool(series)))
-            newer_validated += one.save in justifying
     newest_commit_at = {series: max(one.modified_at for one in saves) for series, saves in groups.items()}
     orphans = [one for one in stored if one.save not in listed]
     has_snapshots = any(groups) or any(orphan.reserves for orphan in orphans)
     for orphan in orphans:
         series = orphan.name if orphan.name in groups or orphan.reserves else ""
         if reason := _why_keep_orphan(orphan, settings, newest_commit_at.get(series), protected, live, now):
-            kept.append((orphan.save, reason))
+            kept.append(Kept(name=orphan.name, save=orphan.save, reason=reason))
         else:
             # What is left of a snapshot that was pruned looks like one that was never committed.
             why = "it is not committed" if series else "it was never committed"
             deletions.append(deletion_of(orphan.name, orphan.save, orphan, why, may_share=has_snapshots))
     # Oldest first, so that an interrupted prune has removed the least important.
     return PrunePlan(deletions=tuple(reversed(deletions)), kept=tuple(kept))
+
+
+def without_finals(plan: PrunePlan, finals: Mapping[str, str]) -> PrunePlan:
+    """Withhold the deletions of the saves in `finals`, which says why each stays."""
+    return plan.withhold(lambda one: finals.get(one.save, "") if one.committed else "")
 
 
 def may_abort_upload(
@@ -80,21 +98,19 @@ def is_live(save: str, live: Collection[str]) -> bool:
 def _why_keep(
     one: CommittedSave,
     settings: RetentionSettings,
-    newer_validated: int,
+    wanted: Sequence[str],
     protected: Collection[str],
     live: Collection[str],
 ) -> str:
+    """`wanted` says why policies want it."""
     if settings.keep_last <= 0:
         return "all committed checkpoints are kept"
+    reasons = list(wanted)
     if one.save in protected:
-        return "it is being resumed from"
-    if not one.series and settings.keep_every_steps > 0 and one.step % settings.keep_every_steps == 0:
-        return f"its step is a multiple of {settings.keep_every_steps}"
-    if newer_validated < settings.keep_last:
-        return f"fewer than {settings.keep_last} newer are valid"
+        reasons.append("it is being resumed from")
     if one.save in live:
-        return "it is still being written"
-    return ""
+        reasons.append("it is still being written")
+    return ", ".join(reasons)
 
 
 def _why_keep_orphan(
