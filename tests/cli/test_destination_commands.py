@@ -132,17 +132,6 @@ def test_verify_of_a_step_that_is_not_there_is_an_error_with_a_hint(bucket: Stor
     ]
 
 
-def test_prune_shows_first_and_deletes_only_when_told_so(bucket: StoreSettings) -> None:
-    fill(bucket, 100, 200, 300)
-    command = ("prune", bucket.destination, "--keep-last", 2, "--json")
-    shown = answer(mooring(*command, "--dry-run"))
-    assert [one["save"] for one in shown["deleted"]] == ["0123abcd-000100"]
-    assert len(answer(mooring("ls", bucket.destination, "--json"))["checkpoints"]) == 3
-    assert mooring(*command, "--yes").returncode == 0
-    assert [row["step"] for row in answer(mooring("ls", bucket.destination, "--json"))["checkpoints"]] == [300, 200]
-    assert not list(Path(bucket.destination.removeprefix("file://")).rglob("*checkpoint-100*/**/*.pt"))
-
-
 def test_prune_removes_what_killed_agents_left_once_it_is_as_old_as_the_setting_says(bucket: StoreSettings) -> None:
     fill(bucket, 100)
     uploads = Path(bucket.destination.removeprefix("file://")) / ".mooring" / "uploads"
@@ -168,9 +157,11 @@ def test_prune_of_nothing_refuses(bucket: StoreSettings) -> None:
 @pytest.mark.parametrize(
     "arguments",
     [
-        ("prune", "file:///x"),
         ("prune", "file:///x", "--yes", "--dry-run"),
-        ("prune", "file:///x", "--yes", "--keep-every-steps", 5),
+        ("prune", "file:///x", "--keep-every-steps", 5),
+        ("prune", "file:///x", "--keep-daily", 30),
+        ("prune", "file:///x", "--keep-every-seconds", 3600),
+        ("prune", "file:///x", "--keep-last", 1, "--keep-daily", "all"),
         ("verify", "file:///x", "--all", "--step", 1),
         ("restore", "file:///x", "--volume", "/x", "--size-limit-bytes", "much"),
         ("restore", "file:///x", "--volume", "/x", "--checkpoint-directory", "/y"),

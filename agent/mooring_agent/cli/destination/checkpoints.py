@@ -130,30 +130,32 @@ def verify(settings: Settings, step: int | None, everything: bool, as_json: bool
 
 @click.command()
 @destination_options(*(f"retention.{field.name}" for field in fields(RetentionSettings)))
-@click.option("--dry-run", is_flag=True, help="Print what would be deleted, and delete nothing.")
+@click.option("--dry-run", is_flag=True, help="Only show what would be deleted, which is the default.")
 @click.option("--yes", is_flag=True, help="Delete.")
 @as_json_option
 def prune(settings: Settings, dry_run: bool, yes: bool, as_json: bool) -> None:
-    """Delete checkpoints at DEST that are no longer wanted.
+    """Show what of DEST is no longer wanted, and with --yes delete it.
 
-    A checkpoint stays if any of the options wants it.
+    Without --yes nothing is deleted: you see what would be, and why everything else stays.
 
-    Also deletes saves that never committed. A committed checkpoint is deleted only if --keep-last newer ones are
-    complete; the newest and the one committed last always stay. A checkpoint does not count as newer if restore found
-    it damaged, or if it was committed before one of a lower step. The snapshots of each node are judged by themselves.
+    A checkpoint stays if any of the options wants it. Also deletes saves that never committed. A committed checkpoint
+    is deleted only if --keep-last newer ones are complete; the newest and the one committed last always stay. A
+    checkpoint does not count as newer if restore found it damaged, or if it was committed before one of a lower step.
+    The snapshots of each node are judged by themselves.
     """
-    if dry_run == yes:
-        raise click.UsageError("add --dry-run to see what would be deleted, or --yes to delete it")
-    report = run_work(settings, _prune(settings, dry_run))
+    if dry_run and yes:
+        raise click.UsageError("give --dry-run or --yes, not both: without --yes nothing is deleted anyway")
+    report = run_work(settings, _prune(settings, dry_run=not yes))
     plan = report.plan
     if as_json:
         print_json(
             {
                 "destination": settings.store.destination,
-                "dry_run": dry_run,
+                "dry_run": not yes,
                 "refused": plan.refused,
                 "deleted": [
                     {
+                        "name": one.name,
                         "save": one.save,
                         "committed": one.committed,
                         "size_bytes": one.size_bytes,
@@ -170,16 +172,19 @@ def prune(settings: Settings, dry_run: bool, yes: bool, as_json: bool) -> None:
     elif plan.refused:
         click.echo(f"error: nothing was deleted: {printable(plan.refused)}", err=True)
     else:
-        verb = "would be deleted" if dry_run else "deleted"
-        cells = [(one.save, verb, amount(one.size_bytes), one.reason) for one in plan.deletions]
-        cells += [(one.save, "kept", "", one.reason) for one in plan.kept]
-        lines = table([("SAVE", "", "SIZE", "WHY"), *cells], folded={3: _REASON_WIDTH, 0: _SAVE_WIDTH})
+        verb = "deleted" if yes else "would be deleted"
+        cells = [(one.name, one.save, verb, amount(one.size_bytes), one.reason) for one in plan.deletions]
+        cells += [(one.name, one.save, "kept", "", one.reason) for one in plan.kept]
+        heads = ("NAME", "SAVE", "", "SIZE", "WHY")
+        lines = table([heads, *cells], right=(3,), folded={4: _REASON_WIDTH, 1: _SAVE_WIDTH, 0: _NAME_WIDTH})
         click.echo("\n".join(lines) if cells else "the destination has no saves")
         click.echo(
             f"{len(plan.deletions)} saves {verb}, {amount(report.freed_bytes)}; "
             f"{len(report.aborted_uploads)} unfinished uploads {verb.replace('deleted', 'aborted')}, "
             f"{len(report.litter)} leftovers {verb}"
         )
+        if not yes:
+            click.echo("nothing was deleted: add --yes to delete")
     _exit_with_problem(bool(plan.refused))
 
 
@@ -286,7 +291,7 @@ async def _chosen(store: StoreReader, step: int | None, everything: bool) -> lis
     ]
 
 
-async def _prune(settings: Settings, dry_run: bool) -> pruning.PruneReport:
+async def _prune(settings: Settings, *, dry_run: bool) -> pruning.PruneReport:
     async with opened(settings.store) as store:
         return await pruning.prune(store, settings.retention, now=time.time(), dry_run=dry_run)
 
