@@ -31,6 +31,11 @@ def must_stay(
     }
 
 
+def wanted_by_policies(saves: Sequence[CommittedSave], settings: RetentionSettings) -> set[str]:
+    """The ids of the saves of one series that are wanted for another reason than that they are the newest."""
+    return {one.save for one in saves if _is_wanted(one, saves, settings)}
+
+
 def _is_newer(one: CommittedSave, other: CommittedSave) -> bool:
     return (one.step, one.saved_at, one.save) > (other.step, other.saved_at, other.save)
 

@@ -67,7 +67,7 @@ def test_of_a_day_on_which_a_run_fell_back_the_one_committed_last_stays() -> Non
     assert deleted(plan(found, settings=RetentionSettings(keep_last=1, keep_daily=9))) == ids(100)
 
 
-def test_a_damaged_one_that_a_policy_wants_stays_and_so_does_the_one_in_its_stead() -> None:
+def test_a_damaged_one_that_a_policy_wants_stays_and_so_does_its_substitute() -> None:
     found = hourly(9, 10, 11, 12, 13)
     assert deleted(plan(found, every=10, validated=ids(9, 11, 12, 13), damaged=ids(10))) == ids(9, 12)
     daily = RetentionSettings(keep_last=1, keep_daily=1)
@@ -205,7 +205,7 @@ def test_whatever_the_policies_no_promise_breaks(history: _History) -> None:
 
 @given(_histories(), st.data())
 @settings(max_examples=300)
-def test_a_prune_that_is_interrupted_leaves_whole_checkpoints_and_the_next_one_ends_it(
+def test_an_interrupted_prune_leaves_whole_checkpoints_and_the_next_one_ends_it(
     history: _History, data: st.DataObject
 ) -> None:
     result = history.plan(data=history.folders())
