@@ -9,6 +9,7 @@ from tests.harness.agent_process import AgentProcess, wait_until, write_checkpoi
 from tests.harness.bucket_view import step_of
 
 from mooring_agent.core.stored.object_layout import pin_key
+from mooring_api.v1 import agent_pb2
 
 
 def _steps(folder: Path) -> list[int]:
@@ -20,14 +21,16 @@ def _names_with_files(folder: Path) -> set[str]:
     return {Path(root).relative_to(folder).parts[0] for root, _, files in os.walk(folder) if "model.bin" in files}
 
 
-def test_every_commit_prunes_down_to_keep_last_and_keep_every(tmp_path: Path) -> None:
+def test_every_commit_prunes_down_to_what_any_policy_keeps(tmp_path: Path) -> None:
     folder = tmp_path / "destination"
-    settings: dict[str, Any] = {"keep_last": 2, "keep_every_steps": 40}
+    # All commits are of the same ten years, so the last of them is the newest.
+    settings: dict[str, Any] = {"keep_last": 2, "keep_every_steps": 40, "keep_every_seconds": 10 * 366 * 86400.0}
     with AgentProcess(tmp_path / "volume", f"file://{folder}", **settings) as agent:
-        for step in range(10, 101, 10):
+        for step in range(11, 102, 10):
             path = write_checkpoint(agent.checkpoints / f"checkpoint-{step}", {"model.bin": 1000})
-            agent.wait_committed(agent.announce(path, step).save)
-        kept = [40, 80, 90, 100]
+            kind = agent_pb2.KIND_FINAL if step == 61 else agent_pb2.KIND_PERIODIC
+            agent.wait_committed(agent.announce(path, step, kind=kind).save)
+        kept = [41, 61, 81, 91, 101]
         wait_until(lambda: _steps(folder) == kept, 60.0, "the old ones are pruned")
         # The files of a checkpoint go after its marker.
         wait_until(lambda: _names_with_files(folder) == {f"checkpoint-{step}" for step in kept}, 60.0, "their files go")
