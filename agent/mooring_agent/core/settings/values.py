@@ -101,8 +101,10 @@ class ObjectiveSettings:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RetentionSettings:
-    """Which committed checkpoints stay in the bucket: those that any setting keeps, the newest valid one, the last
-    committed, and what a run resumes from."""
+    """Which committed checkpoints stay in the bucket: those that any of these settings keeps.
+
+    The newest valid one, the one committed last, and what a run resumes from always stay.
+    """
 
     keep_last: Annotated[int, "Keep this many newest committed checkpoints; 0: keep all."] = 0
     keep_every_steps: Annotated[
