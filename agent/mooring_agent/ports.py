@@ -32,11 +32,15 @@ class ObjectInfo:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UploadInfo:
-    """An upload in parts that is neither completed nor aborted. `upload` is the token of `create_upload`."""
+    """An upload in parts that is neither completed nor aborted. `upload` is the token of `create_upload`.
+
+    `size_bytes` is how much it holds, if the listing says it. For None, add up the sizes of `list_parts`.
+    """
 
     key: str
     upload: str
     started_at: float
+    size_bytes: int | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -93,6 +97,12 @@ class StoreReader(Protocol):
     def list(self, prefix: str) -> AsyncIterator[ObjectInfo]:
         """Yield every object whose key begins with `prefix` once, in the store's own order."""
 
+    def list_uploads(self, prefix: str) -> AsyncIterator[UploadInfo]:
+        """Yield the uploads in progress for keys that begin with `prefix`. REQUEST_REFUSED if the store cannot."""
+
+    async def list_parts(self, key: str, upload: str) -> Sequence[PartInfo]:
+        """Return the parts that the store holds, by number. UPLOAD_LOST if it no longer knows the upload."""
+
 
 class StoreWriter(StoreReader, Protocol):
     """Also writes small objects, and removes what is no longer needed. The contract of StoreReader holds, and:
@@ -116,9 +126,6 @@ class StoreWriter(StoreReader, Protocol):
 
     async def delete(self, key: str) -> None:
         """Remove an object. One that does not exist is fine."""
-
-    def list_uploads(self, prefix: str) -> AsyncIterator[UploadInfo]:
-        """Yield the uploads in progress for keys that begin with `prefix`. REQUEST_REFUSED if the store cannot."""
 
     async def abort_upload(self, key: str, upload: str) -> None:
         """Abort an upload and free its parts. One that does not exist is fine."""
@@ -144,9 +151,6 @@ class ObjectStore(StoreWriter, Protocol):
 
         Parts come in any order, and again after a doubt. UPLOAD_LOST if the store no longer knows the upload.
         """
-
-    async def list_parts(self, key: str, upload: str) -> Sequence[PartInfo]:
-        """Return the parts that the store holds, by number. UPLOAD_LOST if it no longer knows the upload."""
 
     async def complete_upload(self, key: str, upload: str, receipts: Sequence[str]) -> None:
         """Assemble the object from parts 1…n, whose receipts these are. The parts are consecutive regions of one file.

@@ -198,7 +198,9 @@ def leave_over(root: Path, *, age_seconds: float) -> list[Path]:
 async def test_leftovers_are_told_as_uploads_that_may_be_aborted(store: ObjectStore, root: Path) -> None:
     alive = await store.create_upload("a")
     left = leave_over(root, age_seconds=3600)
-    for found in [one async for one in store.list_uploads("")]:
+    listed = [one async for one in store.list_uploads("")]
+    assert sorted(one.size_bytes or 0 for one in listed) == [0, 0, 1, 3]
+    for found in listed:
         if found.upload == alive:
             assert found.key == "a"
             continue

@@ -7,14 +7,14 @@ second try would then be refused because of the first. The caller, who knows the
 
 import asyncio
 import random
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
 import structlog
 
 from mooring_agent.core.errors import PASSING, StoreError
-from mooring_agent.ports import ObjectInfo, StoreCapabilities, StoreWriter, UploadInfo
+from mooring_agent.ports import ObjectInfo, PartInfo, StoreCapabilities, StoreWriter, UploadInfo
 
 logger = structlog.get_logger(__name__)
 
@@ -76,6 +76,9 @@ class RetryingStore:
 
     def list_uploads(self, prefix: str) -> AsyncIterator[UploadInfo]:
         return self._listing(lambda: self._store.list_uploads(prefix), lambda found: (found.key, found.upload))
+
+    async def list_parts(self, key: str, upload: str) -> Sequence[PartInfo]:
+        return await self._retry(lambda: self._store.list_parts(key, upload))
 
     async def abort_upload(self, key: str, upload: str) -> None:
         await self._retry(lambda: self._store.abort_upload(key, upload))

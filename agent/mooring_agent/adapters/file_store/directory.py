@@ -33,14 +33,13 @@ from mooring_agent.core.limits import PIN_BYTES, Count
 from mooring_agent.core.model import Region
 from mooring_agent.core.stored import checked_json
 from mooring_agent.core.stored.checked_json import UndecodableError
-from mooring_agent.core.stored.object_layout import KEY_BYTES
+from mooring_agent.core.stored.object_layout import KEY_BYTES, UPLOADS_PREFIX
 from mooring_agent.ports import ObjectInfo, PartInfo, UploadInfo
-from mooring_api.names import STATE_DIRECTORY
 
 _Record = TypeVar("_Record")
 _Result = TypeVar("_Result")
 
-_UPLOADS: Final = f"{STATE_DIRECTORY}/uploads"
+_UPLOADS: Final = UPLOADS_PREFIX.removesuffix("/")
 _DATA: Final = "data"
 _DESCRIPTION: Final = "upload.json"
 _PART: Final = "part-{number:05d}"
@@ -222,7 +221,7 @@ class ObjectDirectory:
         the key.
         """
         uploads = [
-            UploadInfo(key=key, upload=leftover.name, started_at=started_at)
+            UploadInfo(key=key, upload=leftover.name, started_at=started_at, size_bytes=_size_bytes(leftover))
             for leftover, started_at in self._leftovers()
             if (key := f"{_UPLOADS}/{leftover.name}").startswith(prefix)
         ]
@@ -231,8 +230,10 @@ class ObjectDirectory:
             with suppress(FileNotFoundError):
                 started_at = description.lstat().st_mtime
                 if described and described.key.startswith(prefix):
-                    upload = description.parent.name
-                    uploads.append(UploadInfo(key=described.key, upload=upload, started_at=started_at))
+                    upload, size_bytes = description.parent.name, _size_bytes(description.with_name(_DATA))
+                    uploads.append(
+                        UploadInfo(key=described.key, upload=upload, started_at=started_at, size_bytes=size_bytes)
+                    )
         return uploads
 
     def head(self, key: str) -> ObjectInfo:
@@ -340,6 +341,16 @@ def _identity(status: os.stat_result) -> str:
 
 def _info(key: str, status: os.stat_result) -> ObjectInfo:
     return ObjectInfo(key=key, size_bytes=status.st_size, modified_at=status.st_mtime, version=_identity(status))
+
+
+def _size_bytes(path: Path) -> int:
+    """Return the bytes of a file, or of the files in a folder of an upload; 0 if it is gone."""
+    try:
+        status = path.lstat()
+        files = [one.lstat() for one in path.iterdir()] if stat.S_ISDIR(status.st_mode) else [status]
+    except FileNotFoundError:
+        return 0
+    return sum(one.st_size for one in files if stat.S_ISREG(one.st_mode))
 
 
 def _forget(folder: Path) -> None:

@@ -37,6 +37,7 @@ LONGEST_PREFIX_BYTES: Final = 256
 
 _BASE: Final = "base.json"
 _MANIFEST: Final = "manifest-"
+_PACK: Final = "pack-"
 _MANIFEST_NAME: Final = re.compile(r"([0-9]{5,10})-([0-9]{5,10})\.json")
 COMMITS_PREFIX: Final = f"{STATE_DIRECTORY}/{COMMITS_DIRECTORY}/"
 RESUME_PREFIX: Final = f"{STATE_DIRECTORY}/{RESUME_DIRECTORY}/"
@@ -52,6 +53,8 @@ SERIES: Final = "node-"
 """What the name of every series of snapshots begins with. The rank of its node follows."""
 PRUNED_PREFIX: Final = f"{STATE_DIRECTORY}/{PRUNED_DIRECTORY}/"
 PROBE_PREFIX: Final = f"{STATE_DIRECTORY}/{PROBE_DIRECTORY}/"
+UPLOADS_PREFIX: Final = f"{STATE_DIRECTORY}/uploads/"
+"""Where a directory as the destination keeps what is not an object yet. Its own listings hide it."""
 
 
 def check_token(value: str, what: str) -> str:
@@ -140,7 +143,7 @@ def pack_key(info: SaveInfo, rank: int, number: int) -> str:
 
 
 def _pack_key(prefix: str, rank: int, number: int) -> str:
-    return f"{prefix}{STATE_DIRECTORY}/pack-{rank:05d}-{number:05d}.tar"
+    return f"{prefix}{STATE_DIRECTORY}/{_PACK}{rank:05d}-{number:05d}.tar"
 
 
 def object_key(info: SaveInfo, rank: int, file: FileEntry) -> str:
@@ -151,6 +154,28 @@ def object_key(info: SaveInfo, rank: int, file: FileEntry) -> str:
     owner = file.owner or Owner(name=info.name, save=info.save, rank=rank, path=file.path)
     prefix = f"{owner.name}/{owner.save}/"
     return _pack_key(prefix, owner.rank, file.place.number) if file.place else prefix + owner.path
+
+
+def run_of_record(key: str) -> str | None:
+    """Return the prefix, below a folder of many runs, of the run whose record (a marker, a pin, …) has this key.
+
+    None for any other key. A save's own manifests, packs and reservation lie in no folder of their own.
+    """
+    run, record = _at_state_directory(key)
+    return run if "/" in record else None
+
+
+def save_of_record(key: str) -> str | None:
+    """Return the prefix, below a folder of many runs, of the save whose manifest, pack or reservation has this key."""
+    save, record = _at_state_directory(key)
+    is_of_save = record == _BASE or (record.startswith((_MANIFEST, _PACK)) and "/" not in record)
+    return save if is_of_save and save.count("/") >= 2 else None
+
+
+def _at_state_directory(key: str) -> tuple[str, str]:
+    """Split a key at the first state directory; the second text is empty if there is none."""
+    before, found, record = f"/{key}".partition(f"/{STATE_DIRECTORY}/")
+    return f"{before}/"[1:], record if found else ""
 
 
 def base_key(info: SaveInfo) -> str:
