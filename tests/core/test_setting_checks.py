@@ -3,6 +3,7 @@
 import pytest
 
 from mooring_agent.core.settings.checks import setting_problems
+from mooring_agent.core.settings.table import parse_seconds
 
 
 def problems(volume: str, checkpoint_directory: str) -> list[str]:
@@ -62,3 +63,16 @@ def test_watched_directories_may_lie_anywhere_beside_each_other(directories: tup
 )
 def test_watched_directories_must_not_be_taken_for_each_other(directories: tuple[str, ...], problem: str) -> None:
     assert watch_problems(*directories) == [problem]
+
+
+@pytest.mark.parametrize(
+    ("text", "seconds"), [("90", 90), ("2s", 2), ("10m", 600), ("1.5h", 5400), ("7 d", 604_800), (" 0s ", 0)]
+)
+def test_a_duration_is_seconds_or_a_number_with_a_unit(text: str, seconds: float) -> None:
+    assert parse_seconds(text) == seconds
+
+
+@pytest.mark.parametrize("text", ["", "s", "-1s", "1w", "1 M", "1e9", "nan", "1h30m", "9" * 13])
+def test_what_is_no_duration_is_refused_with_what_to_write(text: str) -> None:
+    with pytest.raises(ValueError, match="is not a duration; write seconds, or a number with s, m, h or d"):
+        parse_seconds(text)

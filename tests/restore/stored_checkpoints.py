@@ -41,6 +41,7 @@ async def store_checkpoint(
     world_size: int = 1,
     committed: bool = True,
     name: str = "",
+    kind: Kind = Kind.PERIODIC,
     single_file: bool = False,
     part_sizes_bytes: Mapping[int, int] | None = None,
     kind: Kind = Kind.PERIODIC,

@@ -88,16 +88,17 @@ async def in_order(store: StoreReader, committed: Iterable[CommittedSave]) -> tu
     )
 
 
-async def read_marker(store: StoreReader, committed: CommittedSave) -> CommitMarker:
-    """Return the commit marker of a save.
+async def read_marker(store: StoreReader, committed: CommittedSave, *, run: str = "") -> CommitMarker:
+    """Return the commit marker of a save. `run` is the prefix of its run if the store holds many.
 
     Raises StoreError(CHECKPOINT_CORRUPT), which names the marker, if it is missing or not what was written.
     """
+    place = run + committed.key
 
     def decode(body: bytes, key: str) -> CommitMarker:
         marker = decode_marker(body, key)
         info = marker.info
-        if marker_key(info) != key:
+        if marker_key(info) != committed.key:
             what = f"{info.kind} of {info.name}, " if info.is_snapshot or committed.series else ""
             raise checkpoint_corrupt(f"{key} is the marker of {what}step {info.step} (save {info.save})")
         if info.is_snapshot and info.world_size != 1:
@@ -105,10 +106,10 @@ async def read_marker(store: StoreReader, committed: CommittedSave) -> CommitMar
         return marker
 
     try:
-        return await read_object(store, committed.key, decode, limit_bytes=MARKER_BYTES)
+        return await read_object(store, place, decode, limit_bytes=MARKER_BYTES)
     except StoreError as error:
         if error.kind in DAMAGE:
-            raise checkpoint_corrupt(f"{committed.key} {problem_of(committed.key, error)}") from error
+            raise checkpoint_corrupt(f"{place} {problem_of(place, error)}") from error
         raise
 
 

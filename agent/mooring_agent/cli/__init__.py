@@ -26,6 +26,7 @@ _MODULES: Final[Mapping[str, str]] = MappingProxyType(
         "terminating": "hooks",
         "verify": "destination.checkpoints",
         "prune": "destination.checkpoints",
+        "du": "destination.storage",
         "doctor": "destination.checkpoints",
         "webhook": "webhook",
     }

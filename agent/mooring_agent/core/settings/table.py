@@ -101,7 +101,6 @@ def build_settings(values: Mapping[str, Any]) -> Settings:
 
 
 _UNITS: Final = {"": 1, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40, "KB": 10**3, "MB": 10**6, "GB": 10**9}
-_DURATION_UNITS: Final = {"": 1, "s": 1, "m": 60, "h": 3600, "d": 24 * 3600}
 _SHOWN_CHARACTERS: Final = 40
 _PATHS: Final = tuple[str, ...]
 _NO_PATHS: Final = "off"
@@ -166,7 +165,7 @@ def _value(setting: SettingField, raw: Any) -> Any:
     if setting.value_type is int and ("_bytes" in setting.name):
         return _within_limit(setting, parse_bytes(text), text)
     if setting.value_type is Duration:
-        return Duration(_within_limit(setting, parse_duration(text), text))
+        return Duration(_within_limit(setting, parse_seconds(text), text))
     if setting.value_type is Share:
         return Share(_within_limit(setting, parse_share(text), text))
     if setting.value_type in (int, float):
@@ -209,20 +208,25 @@ def parse_bytes(text: str) -> int:
     return int(Decimal(match[1]) * _UNITS[match[2].upper()])
 
 
-def parse_duration(text: str) -> float:
-    """Parse `90s`, `10m`, `1.5h`, `2d` or plain seconds. Raises ValueError."""
-    match = re.fullmatch(r"([0-9]{1,12}(?:\.[0-9]{1,12})?)\s*([smhd]?)", text)
-    if not match:
-        raise ValueError(f"{text[:_SHOWN_CHARACTERS]!r} is not a duration; write a number with s, m, h or d, as 10m")
-    return float(match[1]) * _DURATION_UNITS[match[2]]
-
-
 def parse_share(text: str) -> float:
     """Parse `1%` or `0.01`. Raises ValueError."""
     match = re.fullmatch(r"([0-9]{1,3}(?:\.[0-9]{1,20})?(?:e-[0-9]{1,2})?)\s*(%?)", text)
     if not match:
         raise ValueError(f"{text[:_SHOWN_CHARACTERS]!r} is not a share; write a percentage, as 1%")
     return float(match[1]) / (100 if match[2] else 1)
+
+
+_SECONDS: Final = {"": 1.0, "s": 1.0, "m": 60.0, "h": 3600.0, "d": 24 * 3600.0}
+
+
+def parse_seconds(text: str) -> float:
+    """Parse `90s`, `10m`, `1.5h`, `7d` or plain seconds. Raises ValueError."""
+    match = re.fullmatch(r"([0-9]{1,12}(?:\.[0-9]{1,12})?)\s*([a-z]?)", text.strip())
+    if not match or match[2] not in _SECONDS:
+        raise ValueError(
+            f"{text[:_SHOWN_CHARACTERS]!r} is not a duration; write seconds, or a number with s, m, h or d"
+        )
+    return float(match[1]) * _SECONDS[match[2]]
 
 
 def text_of(setting: SettingField, value: Any) -> str:
