@@ -89,6 +89,8 @@ async def _examine(store: ObjectStore, settings: StoreSettings) -> AsyncIterator
     yield await _try("delete", "objects can be deleted", store.delete(key))
     async for finding in _examine_guarantees(store):
         yield finding
+    async for finding in _examine_rules(store):
+        yield finding
     async for finding in _examine_transfer(store, key):
         yield finding
 
@@ -133,6 +135,38 @@ async def _examine_guarantees(store: StoreWriter) -> AsyncIterator[Finding]:
             )
         case checksum:
             yield _ok("integrity", f"the store refuses bytes whose {checksum} is wrong")
+
+
+async def _examine_rules(store: ObjectStore) -> AsyncIterator[Finding]:
+    """Say what piles up unseen. This is advice: the destination works all the same."""
+    uploads = "unfinished uploads"
+    try:
+        aborts_uploads = await _bounded(store.aborts_uploads())
+        if aborts_uploads:
+            yield _ok(uploads, "a lifecycle rule aborts them")
+        elif aborts_uploads is not None:
+            yield _warn(
+                uploads,
+                "no lifecycle rule aborts them, and what they take is in no listing",
+                "add a rule with AbortIncompleteMultipartUpload, such as after 7 days; `mooring du` shows what there "
+                "is, `mooring prune` aborts old ones",
+            )
+    except MooringError as error:
+        yield _undetermined(uploads, error, "s3:GetLifecycleConfiguration")
+    versions = "old versions"
+    try:
+        keeps_versions = await _bounded(store.keeps_old_versions())
+        if keeps_versions:
+            yield _warn(
+                versions,
+                "the bucket has versioning, and no lifecycle rule removes old versions: what is deleted takes room "
+                "for ever",
+                "add a rule with NoncurrentVersionExpiration",
+            )
+        elif keeps_versions is not None:
+            yield _ok(versions, "they do not stay for ever")
+    except MooringError as error:
+        yield _undetermined(versions, error, "s3:GetBucketVersioning and s3:GetLifecycleConfiguration")
 
 
 async def _examine_transfer(store: ObjectStore, key: str) -> AsyncIterator[Finding]:
@@ -259,6 +293,12 @@ def _ok(name: str, detail: str, hint: str = "") -> Finding:
 
 def _warn(name: str, detail: str, hint: str = "") -> Finding:
     return Finding(name=name, verdict=Verdict.WARN, detail=detail, hint=hint)
+
+
+def _undetermined(name: str, error: MooringError, permission: str) -> Finding:
+    denied = error.kind is ErrorKind.ACCESS_DENIED
+    hint = f"allow {permission} to know; nothing else needs it" if denied else "look at the rules of the bucket"
+    return _warn(name, f"could not be determined: {error}", hint)
 
 
 def _failed(name: str, error: MooringError) -> Finding:

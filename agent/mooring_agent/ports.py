@@ -158,6 +158,12 @@ class ObjectStore(StoreWriter, Protocol):
         UPLOAD_LOST if the upload was completed or aborted before, or a receipt is not that of its part.
         """
 
+    async def aborts_uploads(self) -> bool | None:
+        """Whether the store aborts every unfinished upload by itself after some time; None if it has no such rules."""
+
+    async def keeps_old_versions(self) -> bool | None:
+        """Whether what is deleted or replaced stays for ever, as an old version; None if the store has no versions."""
+
     async def close(self) -> None:
         """Release connections. Idempotent."""
 

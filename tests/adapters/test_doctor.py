@@ -23,13 +23,15 @@ ALL = {
     "upload",
     "download",
 }
+RULES = {"unfinished uploads", "old versions"}
+"""Questions that a bucket answers, and a directory does not."""
 
 
 async def findings(settings: StoreSettings) -> dict[str, Finding]:
     return {finding.name: finding async for finding in examine(settings)}
 
 
-@pytest.mark.parametrize("server", ["rclone", "ceph"])
+@pytest.mark.parametrize("server", ["rclone", "seaweed", "ceph"])
 async def test_a_healthy_store_passes_every_question_and_is_left_clean(
     server: str, request: pytest.FixtureRequest
 ) -> None:
@@ -37,9 +39,9 @@ async def test_a_healthy_store_passes_every_question_and_is_left_clean(
 
     found = await findings(bucket.settings())
 
-    assert set(found) == ALL
+    assert set(found) == ALL | RULES
     assert not [finding for finding in found.values() if finding.verdict is Verdict.FAIL]
-    expected = Verdict.OK if server == "ceph" else Verdict.WARN
+    expected = Verdict.WARN if server == "rclone" else Verdict.OK
     assert found["conditional writes"].verdict is expected
     assert "MiB/s" in found["upload"].detail
     assert "Contents" not in bucket.client().list_objects_v2(Bucket=bucket.name)
@@ -51,6 +53,53 @@ async def test_a_directory_can_be_examined_too(tmp_path: Path) -> None:
 
     assert set(found) == ALL
     assert {found["conditional writes"].verdict, found["integrity"].verdict} == {Verdict.OK}
+
+
+async def test_what_piles_up_unseen_is_advice_and_no_failure(moto_bucket: Bucket) -> None:
+    client, name = moto_bucket.client(), moto_bucket.name
+    client.put_bucket_versioning(Bucket=name, VersioningConfiguration={"Status": "Enabled"})
+
+    found = await findings(moto_bucket.settings())
+
+    assert {found[rule].verdict for rule in RULES} == {Verdict.WARN}
+    assert "AbortIncompleteMultipartUpload" in found["unfinished uploads"].hint
+    assert "NoncurrentVersionExpiration" in found["old versions"].hint
+    assert not [one for one in found.values() if one.verdict is Verdict.FAIL]
+
+    rule = {
+        "ID": "tidy",
+        "Status": "Enabled",
+        "Filter": {"Prefix": ""},
+        "AbortIncompleteMultipartUpload": {"DaysAfterInitiation": 7},
+        "NoncurrentVersionExpiration": {"NoncurrentDays": 30},
+    }
+    client.put_bucket_lifecycle_configuration(Bucket=name, LifecycleConfiguration={"Rules": [rule]})
+
+    found = await findings(moto_bucket.settings())
+
+    assert {found[rule].verdict for rule in RULES} == {Verdict.OK}
+
+
+@pytest.mark.parametrize(
+    ("status", "body", "hint"),
+    [
+        (403, b"<Error><Code>AccessDenied</Code></Error>", "allow s3:GetLifecycleConfiguration to know"),
+        (501, b"<Error><Code>NotImplemented</Code></Error>", "look at the rules of the bucket"),
+        # A store that does not know the question lists the bucket.
+        (200, b"<ListBucketResult><Name>bucket</Name></ListBucketResult>", "look at the rules of the bucket"),
+    ],
+)
+async def test_a_store_that_does_not_tell_its_rules_is_no_failure(
+    rclone_bucket: Bucket, fault_proxy: FaultProxy, status: int, body: bytes, hint: str
+) -> None:
+    fault_proxy.add(Rule(name="ask", fault=Fault.STATUS, target="?lifecycle", times=-1, status=status, body=body))
+
+    found = await findings(rclone_bucket.settings(endpoint_url=fault_proxy.endpoint_url))
+
+    assert found["unfinished uploads"].verdict is Verdict.WARN
+    assert found["unfinished uploads"].detail.startswith("could not be determined: GetBucketLifecycleConfiguration s3:")
+    assert found["unfinished uploads"].hint.startswith(hint)
+    assert not [one for one in found.values() if one.verdict is Verdict.FAIL]
 
 
 async def test_a_dead_endpoint_is_the_only_finding(rclone_bucket: Bucket) -> None:

@@ -6,7 +6,7 @@ A new store is one more kind, which the fixture `store` opens: docs/contributing
 import os
 import random
 from collections.abc import AsyncIterator
-from contextlib import AsyncExitStack
+from contextlib import AsyncExitStack, suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -357,6 +357,15 @@ async def test_a_small_file_is_told_by_its_md5_where_parts_are(store: ObjectStor
     await store.put_data("x", region, region_checksum(region))
 
     assert (await store.head("x")).md5 == (region_md5(region) if kind in TELLS_MD5 else "")
+
+
+async def test_rules_are_said_or_there_are_none_or_the_store_does_not_tell(store: ObjectStore, kind: str) -> None:
+    for ask in (store.aborts_uploads, store.keeps_old_versions):
+        answer: object = None
+        with suppress(StoreError):
+            answer = await ask()
+        # Only a bucket has rules, and a new one has none.
+        assert answer is None or (answer is False and kind in S3_KINDS)
 
 
 async def test_closing_twice_is_fine(store: ObjectStore) -> None:

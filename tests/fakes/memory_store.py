@@ -114,6 +114,12 @@ class MemoryStore:
     async def delete(self, key: str) -> None:
         self.objects.pop(key, None)
 
+    async def aborts_uploads(self) -> bool | None:
+        return None
+
+    async def keeps_old_versions(self) -> bool | None:
+        return None
+
     async def close(self) -> None:
         """Hold nothing."""
 

@@ -148,6 +148,12 @@ class FilesystemStore:
     async def delete(self, key: str) -> None:
         await self._run(key, partial(self._objects.delete, key))
 
+    async def aborts_uploads(self) -> None:
+        """A directory has no rules."""
+
+    async def keeps_old_versions(self) -> None:
+        """A directory has no versions. What its filesystem keeps in snapshots cannot be known here."""
+
     async def close(self) -> None:
         self._executor.shutdown(wait=False)
 

@@ -1,7 +1,8 @@
 """Stores objects in S3 and in stores that imitate it.
 
-Owns the operations of `ports.ObjectStore`. `listings` owns those with many pages, `client` connecting and signing,
-`integrity` what the store enforces and how to use it, `errors` what errors mean, `transfer` how bytes move.
+Owns the operations of `ports.ObjectStore`. `listings` owns those with many pages, `bucket_rules` those about what the
+bucket does by itself, `client` connecting and signing, `integrity` what the store enforces and how to use it, `errors`
+what errors mean, `transfer` how bytes move.
 
 Invariants: nothing is retried; no request outlives the store's time-outs, except a body that keeps moving at the
 minimum rate; no request waits in the HTTP library's pool, where nothing bounds the wait.
@@ -21,6 +22,7 @@ import structlog
 from mooring_agent.adapters.checksum import check_region, region_checksum
 from mooring_agent.adapters.rate_limit import RateLimiter
 from mooring_agent.adapters.region_file import RegionFile
+from mooring_agent.adapters.s3.bucket_rules import aborts_uploads, keeps_old_versions
 from mooring_agent.adapters.s3.client import connect, parse_destination
 from mooring_agent.adapters.s3.errors import FOREIGN, Place, ignored, translate
 from mooring_agent.adapters.s3.http_session import over_a_new_connection
@@ -157,6 +159,12 @@ class S3Store:
 
     def list_uploads(self, prefix: str) -> AsyncIterator[UploadInfo]:
         return self._listings.uploads(prefix)
+
+    async def aborts_uploads(self) -> bool:
+        return await aborts_uploads(self._client, self._bucket, self._prefix, request=self._request)
+
+    async def keeps_old_versions(self) -> bool:
+        return await keeps_old_versions(self._client, self._bucket, self._prefix, request=self._request)
 
     async def head(self, key: str) -> ObjectInfo:
         try:

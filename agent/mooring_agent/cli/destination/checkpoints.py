@@ -314,7 +314,8 @@ _MARKS: Final = {"ok": ("ok  ", "green"), "warn": ("warn", "yellow"), "fail": ("
 def doctor(settings: Settings, as_json: bool) -> None:
     """Examine a destination, and leave nothing behind there.
 
-    Checks access, conditional writes, checksums, the clock, and the speed of uploads and downloads.
+    Checks access, conditional writes, checksums, the clock, and the speed of uploads and downloads. Warns if the bucket
+    keeps unfinished uploads or old versions for ever.
     """
     with errors_reported():
         failed = asyncio.run(_examine(settings, as_json))
