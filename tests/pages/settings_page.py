@@ -12,7 +12,8 @@ _INTRODUCTION: Final = """\
 <!-- Made by `python -m tests.pages.settings_page`: change the text in core/settings/values.py, not here. -->
 
 Every setting of the agent and of `mooring run`. A flag beats the environment, the environment beats the file that
-`--config` names. Sizes are bytes, or a number with KiB, MiB, GiB, TiB, KB, MB or GB. All mistakes are reported at once.
+`--config` names. Sizes are bytes, or a number with KiB, MiB, GiB, TiB (or Ki, Mi, Gi, Ti), KB, MB or GB. All mistakes
+are reported at once.
 """
 _DERIVED: Final = {
     "checkpoint_directory": "`checkpoints` below the volume",

@@ -28,6 +28,7 @@ _MODULES: Final[Mapping[str, str]] = MappingProxyType(
         "prune": "destination.checkpoints",
         "du": "destination.storage",
         "doctor": "destination.checkpoints",
+        "plan": "plan",
         "webhook": "webhook",
     }
 )

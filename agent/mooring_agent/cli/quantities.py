@@ -1,4 +1,4 @@
-"""Options that are quantities, durations and prices, as people write them."""
+"""Options that are quantities, as people write them: sizes, rates, durations, prices."""
 
 import math
 from collections.abc import Callable
@@ -6,7 +6,7 @@ from typing import Final
 
 import click
 
-from mooring_agent.core.settings.table import parse_seconds
+from mooring_agent.core.settings.table import parse_bytes, parse_seconds
 
 _Callback = Callable[[click.Context, click.Parameter, str | None], float | None]
 
@@ -21,6 +21,23 @@ def quantity(parse: Callable[[str], float]) -> _Callback:
             raise click.BadParameter(str(error), context, parameter) from error
 
     return read
+
+
+def positive(parse: Callable[[str], float]) -> Callable[[str], float]:
+    """Return `parse`, which then refuses 0."""
+
+    def parsed(text: str) -> float:
+        number = parse(text)
+        if number <= 0:
+            raise ValueError(f"{text[:40]!r} must be more than 0")
+        return number
+
+    return parsed
+
+
+def parse_rate(text: str) -> float:
+    """Parse `500MiB/s`, or a size, which is then that of a second. Raises ValueError."""
+    return parse_bytes(text.strip().removesuffix("/s").rstrip())
 
 
 def _price(text: str) -> float:

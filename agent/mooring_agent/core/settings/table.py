@@ -100,7 +100,16 @@ def build_settings(values: Mapping[str, Any]) -> Settings:
     return Settings(**arguments)
 
 
-_UNITS: Final = {"": 1, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40, "KB": 10**3, "MB": 10**6, "GB": 10**9}
+_BINARY: Final = {"K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
+_UNITS: Final = {
+    "": 1,
+    **{f"{letter}IB": factor for letter, factor in _BINARY.items()},
+    # As Kubernetes writes them.
+    **{f"{letter}I": factor for letter, factor in _BINARY.items()},
+    "KB": 10**3,
+    "MB": 10**6,
+    "GB": 10**9,
+}
 _SHOWN_CHARACTERS: Final = 40
 _PATHS: Final = tuple[str, ...]
 _NO_PATHS: Final = "off"
@@ -198,7 +207,7 @@ def _text(raw: Any) -> str:
 
 
 def parse_bytes(text: str) -> int:
-    """Parse `64MiB`, `5 GB` or plain bytes. Raises ValueError."""
+    """Parse `64MiB`, `64Mi`, `5 GB` or plain bytes. Raises ValueError."""
     match = re.fullmatch(r"([0-9]{1,25}(?:\.[0-9]{1,25})?)\s*([A-Za-z]*)", text)
     if not match or match[2].upper() not in _UNITS:
         raise ValueError(
