@@ -1,4 +1,4 @@
-"""Hostile objects in a real destination, read by what reads destinations: restore, ls, verify, prune, another's commit.
+"""Hostile objects in a real destination, read by restore, ls, verify, prune, du, and by another agent's commit.
 
 Each round damages the newest of two checkpoints in one way and looks; or the manifest that another pod has written of a
 save that is being committed; or the record of a checkpoint on a volume. Invariants: no exception but Mooring's own; no
@@ -23,12 +23,14 @@ from mooring_agent.adapters.retrying_store import RetryingStore
 from mooring_agent.catalog.deep_check import check
 from mooring_agent.catalog.markers import list_committed, read_marker
 from mooring_agent.catalog.pruning import prune
+from mooring_agent.catalog.usage import storage_use
 from mooring_agent.core.agent.commands import Commit, Turn
 from mooring_agent.core.agent.events import Committed
 from mooring_agent.core.agent.work import Operation, WorkId
 from mooring_agent.core.errors import ErrorKind, MooringError
 from mooring_agent.core.limits import MANIFEST_BYTES
 from mooring_agent.core.policies.restore_choice import Pin, encode_pin
+from mooring_agent.core.policies.storage_use import AgeLimits
 from mooring_agent.core.settings.values import RetentionSettings, StoreSettings
 from mooring_agent.core.stored.manifest import decode_manifest
 from mooring_agent.core.stored.object_layout import manifest_key, marker_key, pack_key, pin_key
@@ -161,6 +163,8 @@ class Destination:
         except MooringError:
             if not with_pin:
                 raise
+        ages = AgeLimits(now=_NOW, abandoned_after_seconds=0, orphan_age_seconds=0)
+        assert len((await storage_use(store, ages, every_kind=True)).runs) == 1, seed
         try:
             restored = await self._restore(store, self._volume, attempt=_ATTEMPT if with_pin else "")
         except MooringError as error:

@@ -139,5 +139,5 @@ class Listings:
 
 def _endless(message: str) -> StoreError:
     # Not a passing failure: a retry would begin the listing anew.
-    hint = "give each run a prefix of its own; if it has one, something other than the store answers"
+    hint = "name a longer prefix, one for each run; if it is one run's alone, something other than the store answers"
     return StoreError(ErrorKind.REQUEST_REFUSED, message, hint=hint)
