@@ -22,7 +22,7 @@ def plan(*options: object) -> Any:
 def test_a_plan_says_what_to_set_and_what_follows() -> None:
     advice = plan()
     assert (advice["interval_seconds"], advice["recovery_point_seconds"], advice["grace_seconds"]) == (208, 213.125, 18)
-    assert advice["annotations"] == {"mooring.dev/grace-seconds": "18", "mooring.dev/size-limit": "10Gi"}
+    assert advice["annotations"] == {"mooring.dev/size-limit": "10Gi"}
     assert advice["program"] == 'checkpointer.should_save(step, every="208s")'
     assert "cost_per_month" not in advice
     # Other spellings of the same numbers.
@@ -31,7 +31,7 @@ def test_a_plan_says_what_to_set_and_what_follows() -> None:
 
 
 def test_what_is_to_be_pasted_is_what_its_readers_take() -> None:
-    advice = plan("--keep-last", 3, "--keep-every-steps", 660, "--step", "1.3s", "--peak-factor", 2)
+    advice = plan("--write", "100s", "--keep-last", 3, "--keep-every-steps", 660, "--step", "1.3s", "--peak-factor", 2)
     annotations = advice["annotations"]
     assert set(annotations) <= set(known_keys())
     assert (annotations["mooring.dev/keep-last"], annotations["mooring.dev/keep-every-steps"]) == ("3", "660")
@@ -60,6 +60,8 @@ def test_a_plan_in_a_terminal_has_all_numbers_caveats_and_annotations() -> None:
         '  mooring.dev/keep-last: "5"',
     ):
         assert f"\n{line}" in f"\n{said}", said
+    assert "and a margin; pods get 120 s anyway" in said
+    assert "grace-seconds" not in said
     assert "It counts neither restarts" in said
     assert "Without --keep-last" not in said
 

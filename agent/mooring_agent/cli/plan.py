@@ -13,6 +13,7 @@ from mooring_agent.cli.store_options import setting_option
 from mooring_agent.cli.store_work import as_json_option, print_json
 from mooring_agent.config import load_some_settings
 from mooring_agent.core.injection.annotation_table import OWN, annotation_of
+from mooring_agent.core.injection.spec import InjectionDefaults
 from mooring_agent.core.limits import WORLD_SIZE
 from mooring_agent.core.policies.save_advice import JobNumbers, SaveAdvice, advise
 from mooring_agent.core.settings.table import parse_bytes, parse_seconds, setting_fields, text_of
@@ -20,6 +21,8 @@ from mooring_agent.core.settings.values import GIB, MIB, Settings
 
 _SETTINGS: Final = ("retention.keep_last", "retention.keep_every_steps", "disk.peak_factor")
 _WHY_WIDTH: Final = 40
+_USUAL_GRACE_SECONDS: Final = InjectionDefaults(image="").grace_seconds
+"""What pods get without an annotation. A grace period is an upper bound, so no shorter one is advised."""
 _MINUTES_FROM_SECONDS: Final = 1800
 _CHOSEN: Final = tuple(one for one in setting_fields() if one.key in _SETTINGS)
 
@@ -149,7 +152,12 @@ def _rows(job: JobNumbers, advice: SaveAdvice, cost: float | None) -> Iterator[t
     yield "stalls", f"{advice.stalled_percent:.2g} %", "of the time"
     lost = f"the mean of a failure without notice; {advice.lost_percent:.2g} % of the time"
     yield "lost work", _time(advice.lost_seconds), lost
-    yield "grace period", f"{advice.grace_seconds} s", "a just-in-time save, its upload and commit, and a margin"
+    usual = f"; pods get {_USUAL_GRACE_SECONDS} s anyway" if advice.grace_seconds <= _USUAL_GRACE_SECONDS else ""
+    yield (
+        "grace period",
+        f"{advice.grace_seconds} s",
+        f"a just-in-time save, its upload and commit, and a margin{usual}",
+    )
     kept = f"{job.local_checkpoints} kept, one being written, and room for one just in time"
     yield "volume", f"{amount(advice.volume_bytes)} a pod", kept
     whole = advice.bandwidth_bytes_per_second * job.pods
@@ -170,11 +178,11 @@ def _time(seconds: float) -> str:
 
 
 def _annotations(advice: SaveAdvice, settings: Settings) -> Mapping[str, str]:
-    """Return the annotations that say what the advice says. Settings with their default need none."""
+    """Return the annotations that say what the advice says. What pods get anyway needs none."""
     own = {one.name: one.key for one in OWN}
     values = {one.key: getattr(getattr(settings, one.section), one.name) for one in _CHOSEN}
     return {
-        own["grace-seconds"]: str(advice.grace_seconds),
+        **({own["grace-seconds"]: str(advice.grace_seconds)} if advice.grace_seconds > _USUAL_GRACE_SECONDS else {}),
         own["size-limit"]: _as_quantity(advice.volume_bytes),
         **{annotation_of(one): text_of(one, values[one.key]) for one in _CHOSEN if values[one.key] != one.default},
     }
