@@ -44,7 +44,6 @@ async def store_checkpoint(
     kind: Kind = Kind.PERIODIC,
     single_file: bool = False,
     part_sizes_bytes: Mapping[int, int] | None = None,
-    kind: Kind = Kind.PERIODIC,
 ) -> SaveInfo:
     """Files, manifests and, if `committed`, the marker. `ranks` are the files of each rank; each has its own agent.
 
