@@ -41,6 +41,12 @@ MANIFESTS_BYTES: Final = 64 * 1024**2
 PIN_BYTES: Final = 64 * 1024
 RECORD_BYTES: Final = 128 * 1024**2
 """A journal record, or the record that restore leaves on the volume."""
+LEDGER_BYTES: Final = 4 * 1024**2
+"""One object of a run's ledger. An agent writes a few KiB, a merge up to a quarter of this."""
+LEDGER_LIVES: Final = 10_000
+LEDGER_ENTRIES: Final = 100_000
+LEDGER_OBJECTS: Final = 100_000
+"""How many objects of a run's ledger are read: the newest."""
 
 CLIENT_RECORD_BYTES: Final = 8 * 1024**2
 """A client's record of a checkpoint: enough for `FILES_PER_RANK` files whose paths have 40 characters."""

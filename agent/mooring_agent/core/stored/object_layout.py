@@ -10,6 +10,7 @@
 .mooring/resume/<attempt>/<generation>.json       the pin: what a start of this attempt resumes from
 .mooring/resume/<attempt>/<generation>.<place>.pod    that pod of the start has it on its disk
 .mooring/damaged/<save>                           what restore found wrong with a save; prune does not rely on that save
+.mooring/ledger/<attempt>/<ms>-<nonce>.json       what one agent noted; `none` without an attempt, written at unix ms
 """
 
 import re
@@ -42,6 +43,10 @@ _MANIFEST_NAME: Final = re.compile(r"([0-9]{5,10})-([0-9]{5,10})\.json")
 COMMITS_PREFIX: Final = f"{STATE_DIRECTORY}/{COMMITS_DIRECTORY}/"
 RESUME_PREFIX: Final = f"{STATE_DIRECTORY}/{RESUME_DIRECTORY}/"
 DAMAGED_PREFIX: Final = f"{STATE_DIRECTORY}/{DAMAGED_DIRECTORY}/"
+LEDGER_PREFIX: Final = f"{STATE_DIRECTORY}/ledger/"
+"""Of a run's ledger. What reads checkpoints never looks there."""
+_LEDGER_KEY: Final = re.compile(rf"{re.escape(LEDGER_PREFIX)}({_TOKEN.pattern})/([0-9]{{13}})-({_TOKEN.pattern})\.json")
+_NO_ATTEMPT: Final = "none"
 _MARKER_KEY: Final = re.compile(rf"{re.escape(COMMITS_PREFIX)}([0-9]{{12}})\.({_TOKEN.pattern})\.json")
 SNAPSHOTS_PREFIX: Final = f"{STATE_DIRECTORY}/{SNAPSHOTS_DIRECTORY}/"
 _SNAPSHOT_KEY: Final = re.compile(
@@ -264,3 +269,24 @@ def parse_place_key(key: str) -> tuple[str, int, str] | None:
 
 def damage_key(save: str) -> str:
     return f"{DAMAGED_PREFIX}{save}"
+
+
+def ledger_key(attempt: str, written_at: float, nonce: str) -> str:
+    """Return the key of an object of the ledger. `attempt` may be empty; `nonce` is unique at that moment."""
+    return f"{LEDGER_PREFIX}{attempt or _NO_ATTEMPT}/{int(written_at * 1000):013d}-{nonce}.json"
+
+
+def parse_ledger_key(key: str) -> tuple[str, int] | None:
+    """Return (folder of the attempt, unix ms of the writing) of a ledger's object; None for any other key."""
+    match = _LEDGER_KEY.fullmatch(key)
+    return (match[1], int(match[2])) if match else None
+
+
+def ledger_run(key: str) -> str | None:
+    """Return the run that a ledger's object belongs to, by its key below a prefix of many runs.
+
+    Empty for the destination itself, else a folder that ends in a slash. None for any other key.
+    """
+    run, found, below = key.rpartition(LEDGER_PREFIX)
+    is_of_run = found and (not run or run.endswith("/")) and parse_ledger_key(LEDGER_PREFIX + below)
+    return run if is_of_run else None

@@ -1,0 +1,204 @@
+"""Goodput and its losses, calculated by hand: each cause's seconds, and that they always sum up to the wall time."""
+
+import random
+
+import pytest
+from tests.core.noted_lives import NotedLife, killed_and_resumed
+
+from mooring_agent.core.policies.goodput import Cause, GoodputReport, report_goodput, together
+from mooring_agent.core.policies.run_history import run_history
+from mooring_agent.core.stored.ledger import AgentLife, Alive, Resumed
+
+
+def reported(*lives: NotedLife) -> GoodputReport:
+    found = report_goodput(run_history([life.life for life in lives]))
+    assert found.productive_seconds + sum(found.lost_seconds.values()) == pytest.approx(found.wall_seconds)
+    return found
+
+
+def lost(report: GoodputReport) -> dict[str, float]:
+    """The causes that cost anything."""
+    return {cause.value: seconds for cause, seconds in report.lost_seconds.items() if seconds}
+
+
+def test_every_loss_of_a_run_that_was_killed_and_resumed_has_its_cause() -> None:
+    found = reported(*killed_and_resumed())
+    assert found.wall_seconds == 1000
+    assert lost(found) == {
+        "restore": 10 + 25,
+        "start": 20 + 15,
+        "stall": 5 + 5 + 4,
+        "redone": 60,
+        "waiting": 40,
+        "drain": 90,
+    }
+    assert found.productive_seconds == 1000 - 35 - 35 - 14 - 60 - 40 - 90
+    assert found.goodput == pytest.approx(0.726)
+
+
+def test_steps_that_no_agent_heard_of_are_estimated_by_the_time_of_a_step() -> None:
+    found = reported(*killed_and_resumed())
+    assert found.step_seconds == 1.0
+    assert (found.steps_lost_known, found.steps_lost) == (0, 60)
+
+
+def test_a_just_in_time_save_kept_the_work_since_the_last_commit_before_the_notice() -> None:
+    found = reported(*killed_and_resumed())
+    # Of the second start's ranks: 1,380 to 1,900. What the first did after its step 200 was lost.
+    assert (found.kept_steps, found.kept_seconds) == (520, 520)
+
+
+def test_a_just_in_time_save_that_never_committed_kept_nothing() -> None:
+    first, second = killed_and_resumed()
+    second.entries = [entry for entry in second.entries if entry.number != 5]
+    found = reported(first, second)
+    assert (found.kept_steps, found.kept_seconds, found.committed) == (0, 0, 2)
+
+
+def test_steps_that_were_announced_and_not_resumed_from_are_known_to_be_lost() -> None:
+    first, second = killed_and_resumed()
+    # Announced, and never committed.
+    first.save(1280, 1282, 240)
+    found = reported(first, second)
+    assert (found.steps_lost_known, found.starts[1].lost_steps, found.starts[1].resumed_step) == (40, 40, 200)
+    assert lost(found)["stall"] == 16
+    assert lost(found)["redone"] == 58
+
+
+def test_pods_of_one_start_are_one_interval_and_the_longest_stall_counts_once() -> None:
+    pods = [NotedLife(f"pod-{number}", place=f"worker-{number}") for number in range(2)]
+    for number, pod in enumerate(pods):
+        pod.start(100 + number, restore=(90 + number, 100 + number), resumed=Resumed.NOTHING)
+        pod.ranks(110 + 10 * number, 8)
+        pod.save(200, 203 + 4 * number, 10)
+        pod.commit(210, 10)
+        pod.ranks(300 - 2 * number, 0)
+        pod.end(310 + number)
+    found = reported(*pods)
+    assert (len(found.starts), found.starts[0].pods) == (1, 2)
+    assert found.wall_seconds == 311 - 90
+    assert lost(found) == {"restore": 11, "start": 19, "stall": 7, "drain": 11}
+
+
+def test_a_replacement_of_a_pod_is_another_start_although_the_attempt_is_the_same() -> None:
+    old, new = NotedLife("old", place="worker-0"), NotedLife("new", place="worker-0")
+    old.start(100, restore=(90, 100), resumed=Resumed.NOTHING)
+    old.ranks(110, 1)
+    old.save(150, 150, 5)
+    old.commit(190, 5)
+    old.ranks(180, 0)
+    old.end(200)
+    # The old one still drains.
+    new.resumes(196, 5, restore=(185, 195))
+    new.ranks(205, 1)
+    new.end(305)
+    found = reported(old, new)
+    assert len(found.starts) == 2
+    assert lost(found) == {"restore": 20, "start": 20, "redone": 30, "drain": 5}
+
+
+def test_an_agent_that_is_started_again_beside_its_ranks_continues_the_same_start() -> None:
+    first, again = NotedLife("first"), NotedLife("again")
+    first.start(100, start="one", restore=(90, 100), resumed=Resumed.NOTHING)
+    first.ranks(110, 1)
+    again.start(150, start="one", restore=(90, 100), resumed=Resumed.NOTHING)
+    again.ranks(151, 1)
+    again.ranks(200, 0)
+    again.end(201)
+    found = reported(first, again)
+    assert len(found.starts) == 1
+    assert lost(found) == {"restore": 10, "start": 10, "drain": 1}
+
+
+def test_ranks_that_ended_before_their_agent_was_started_again_did_no_work_since() -> None:
+    first, again = NotedLife("first"), NotedLife("again")
+    first.start(100, start="one", restore=(90, 100), resumed=Resumed.NOTHING)
+    first.ranks(110, 1)
+    first.add(Alive, 140, ranks=1)
+    again.start(150, start="one", restore=(90, 100), resumed=Resumed.NOTHING)
+    again.end(201)
+    assert lost(reported(first, again)) == {"restore": 10, "start": 10, "drain": 61}
+
+
+def test_ranks_that_come_again_beside_their_agent_redo_what_followed_the_last_save() -> None:
+    life = NotedLife("one")
+    life.start(100, restore=(90, 100), resumed=Resumed.NOTHING)
+    life.ranks(110, 2)
+    life.save(150, 152, 40)
+    life.ranks(170, 0)
+    life.ranks(190, 2)
+    life.ranks(290, 0)
+    life.end(290)
+    assert lost(reported(life)) == {"restore": 10, "start": 10 + 20, "stall": 2, "redone": 18}
+
+
+def test_a_killed_agent_lived_until_its_last_sign() -> None:
+    life = NotedLife("one")
+    life.start(100, restore=(100, 100), resumed=Resumed.NOTHING)
+    life.ranks(100, 1)
+    life.add(Alive, 400, ranks=1)
+    found = reported(life)
+    assert (found.wall_seconds, found.productive_seconds, found.starts[0].ended) == (300, 300, False)
+
+
+def test_a_start_that_begins_from_nothing_redoes_all_that_was_before() -> None:
+    first, second = killed_and_resumed()
+    second.entries.pop(0)
+    second.start(1366, restore=(1340, 1365), resumed=Resumed.NOTHING)
+    found = reported(first, second)
+    assert lost(found)["redone"] == 1300 - 1030 - 10
+    assert found.steps_lost_known == 200
+
+
+def test_a_start_that_cannot_tell_is_taken_to_resume_from_the_newest_commit_before_it() -> None:
+    first, second = killed_and_resumed()
+    second.entries.pop(0)
+    second.start(1366, restore=(1340, 1365))
+    assert lost(reported(first, second))["redone"] == 60
+
+
+def test_a_program_without_a_client_trains_from_its_restore_to_the_last_sign() -> None:
+    life = NotedLife("one")
+    life.start(100, restore=(90, 100), resumed=Resumed.NOTHING)
+    life.save(None, 1_700_000_000, 1_700_000_000, kind="snapshot")
+    found = reported(life)
+    assert (lost(found), found.steps_lost) == ({"restore": 10}, 0)
+
+
+def test_a_stall_that_the_client_measured_beats_the_time_until_the_announcement() -> None:
+    life = NotedLife("one")
+    life.start(100, restore=(100, 100), resumed=Resumed.NOTHING)
+    life.ranks(100, 1)
+    life.save(200, 260, 10, stall_seconds=3.0)
+    life.end(300)
+    assert lost(reported(life)) == {"stall": 3}
+
+
+def test_an_empty_ledger_has_no_time_and_no_goodput() -> None:
+    found = reported()
+    assert (found.wall_seconds, found.goodput, found.starts) == (0, 0, ())
+
+
+def test_runs_together_add_up() -> None:
+    one = reported(*killed_and_resumed())
+    both = together([one, one])
+    assert (both.wall_seconds, both.goodput, both.steps_lost) == (2000, one.goodput, 120)
+    assert both.lost_seconds[Cause.REDONE] == 120
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_whatever_is_missing_the_causes_sum_up_and_the_order_does_not_matter(seed: int) -> None:
+    chance = random.Random(seed)
+    lives = killed_and_resumed()
+    for life in lives:
+        life.entries = [entry for entry in life.entries if chance.random() < 0.6]
+    whole = reported(*lives)
+    # Object by object, some of them twice, in any order.
+    pieces = [
+        AgentLife(agent=life.agent, attempt="job", place="", node_rank=0, entries=(entry,))
+        for life in [*lives, *lives]
+        for entry in life.entries
+    ]
+    chance.shuffle(pieces)
+    assert report_goodput(run_history(pieces)) == whole
+    assert all(seconds >= 0 for seconds in whole.lost_seconds.values())
