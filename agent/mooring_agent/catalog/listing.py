@@ -9,6 +9,7 @@ from mooring_agent.core.policies.restore_choice import CommittedSave
 from mooring_agent.core.policies.retention.deletions import StoredSave
 from mooring_agent.core.stored.object_layout import (
     DAMAGED_PREFIX,
+    LEDGER_PREFIX,
     PROBE_PREFIX,
     PRUNED_PREFIX,
     RESUME_PREFIX,
@@ -28,6 +29,7 @@ class Listing:
     pins: list[ObjectInfo] = field(default_factory=list)
     probes: list[ObjectInfo] = field(default_factory=list)
     tombstones: list[ObjectInfo] = field(default_factory=list)
+    ledger: list[ObjectInfo] = field(default_factory=list)
     damaged: set[str] = field(default_factory=set)
 
     def stored(self) -> Iterator[StoredSave]:
@@ -52,6 +54,8 @@ async def list_all(store: StoreReader, prefix: str = "") -> Listing:
             found.probes.append(one)
         elif one.key.startswith(PRUNED_PREFIX):
             found.tombstones.append(one)
+        elif one.key.startswith(LEDGER_PREFIX):
+            found.ledger.append(one)
         elif one.key.startswith(DAMAGED_PREFIX):
             found.damaged.add(one.key.removeprefix(DAMAGED_PREFIX))
         elif not one.key.startswith(f"{STATE_DIRECTORY}/") and one.key.count("/") >= 2:

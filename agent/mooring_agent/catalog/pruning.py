@@ -15,6 +15,7 @@ from typing import Final
 
 import structlog
 
+from mooring_agent.catalog.ledger import merge_ledger
 from mooring_agent.catalog.listing import list_all
 from mooring_agent.catalog.markers import committed_save, in_order, list_down_to, read_marker
 from mooring_agent.catalog.object_reads import DAMAGE, for_each, if_there, read_object
@@ -29,6 +30,7 @@ from mooring_agent.core.policies.retention.horizon import Horizon, by_series, ho
 from mooring_agent.core.policies.retention.verdict import FINAL, may_abort_upload, plan_prune, without_finals
 from mooring_agent.core.settings.values import RetentionSettings
 from mooring_agent.core.stored.object_layout import (
+    LEDGER_PREFIX,
     PROBE_PREFIX,
     RESUME_PREFIX,
     damage_key,
@@ -67,14 +69,15 @@ REQUESTS_AT_ONCE: Final = 8
 class PruneReport:
     """What was deleted and aborted, or would be in a dry run. `plan.refused` says why nothing was.
 
-    `litter`: pins and places of starts that are over, and what killed probes and prunes have left. `horizon`: how far
-    down `prune_recent` has to look from now on.
+    `litter`: pins and places of starts that are over, and what killed probes and prunes have left. `ledger_objects`: by
+    how many the merge of the ledger makes it smaller. `horizon`: how far down `prune_recent` looks from now on.
     """
 
     plan: PrunePlan
     horizon: Horizon
     aborted_uploads: tuple[str, ...] = ()
     litter: tuple[str, ...] = ()
+    ledger_objects: int = 0
 
     @property
     def freed_bytes(self) -> int:
@@ -149,17 +152,27 @@ async def prune(
         await delete_saves(store, plan.deletions, listing.damaged)
         await for_each(tombstones, store.delete, at_once=REQUESTS_AT_ONCE)
         await _clear(store, uploads, litter)
-    return PruneReport(plan=plan, horizon=horizon, aborted_uploads=tuple(one.key for one in uploads), litter=litter)
+    return PruneReport(
+        plan=plan,
+        horizon=horizon,
+        aborted_uploads=tuple(one.key for one in uploads),
+        litter=litter,
+        ledger_objects=await merge_ledger(store, listing.ledger, now=now, dry_run=dry_run),
+    )
 
 
 async def remove_litter(store: StoreWriter, settings: RetentionSettings, *, now: float) -> int:
-    """Delete what `prune` deletes besides saves; return how many objects and uploads that was. Lists no saves."""
+    """Delete what `prune` deletes besides saves, and merge the ledger. Lists no saves.
+
+    Returns how many leftovers there were.
+    """
     long_ago = now - settings.orphan_age_seconds
     pins = [one async for one in store.list(RESUME_PREFIX)]
     probes = [one async for one in store.list(PROBE_PREFIX)]
     uploads = [one async for one in store.list_uploads(f"{STATE_DIRECTORY}/") if one.started_at < long_ago]
     litter = _litter(pins, probes, long_ago)
     await _clear(store, uploads, litter)
+    await merge_ledger(store, [one async for one in store.list(LEDGER_PREFIX)], now=now)
     return len(litter) + len(uploads)
 
 

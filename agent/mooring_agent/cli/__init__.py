@@ -27,6 +27,7 @@ _MODULES: Final[Mapping[str, str]] = MappingProxyType(
         "verify": "destination.checkpoints",
         "prune": "destination.checkpoints",
         "du": "destination.storage",
+        "report": "destination.report",
         "doctor": "destination.checkpoints",
         "plan": "plan",
         "webhook": "webhook",

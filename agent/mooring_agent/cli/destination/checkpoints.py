@@ -167,6 +167,7 @@ def prune(settings: Settings, dry_run: bool, yes: bool, as_json: bool) -> None:
                 "kept": [asdict(one) for one in plan.kept],
                 "aborted_uploads": list(report.aborted_uploads),
                 "litter": list(report.litter),
+                "ledger_objects": report.ledger_objects,
             }
         )
     elif plan.refused:
@@ -185,6 +186,8 @@ def prune(settings: Settings, dry_run: bool, yes: bool, as_json: bool) -> None:
         )
         if not yes:
             click.echo("nothing was deleted: add --yes to delete")
+        if report.ledger_objects:
+            click.echo(f"{report.ledger_objects} objects of the ledger {verb.replace('deleted', 'merged')} into others")
     _exit_with_problem(bool(plan.refused))
 
 

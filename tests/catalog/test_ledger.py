@@ -1,0 +1,172 @@
+"""A ledger at a destination: read whole, found below a prefix, merged, and ignored by everything else."""
+
+import random
+from collections.abc import Sequence
+from dataclasses import replace
+
+import pytest
+from tests.core.noted_lives import killed_and_resumed
+from tests.fakes.fake_store import FakeStore
+from tests.restore.stored_checkpoints import store_checkpoint
+
+from mooring_agent.catalog.ledger import ledger_runs, merge_ledger, read_ledger
+from mooring_agent.catalog.listing import list_all
+from mooring_agent.catalog.markers import list_committed
+from mooring_agent.catalog.pruning import prune
+from mooring_agent.core.errors import ErrorKind, StoreError
+from mooring_agent.core.settings.values import RetentionSettings
+from mooring_agent.core.stored.ledger import AgentLife, encode_life
+from mooring_agent.core.stored.object_layout import LEDGER_PREFIX, ledger_key
+from mooring_agent.ports import StoreWriter
+
+LIVES = tuple(life.life for life in killed_and_resumed())
+HOUR = 3600.0
+
+
+async def note(store: StoreWriter, lives: Sequence[AgentLife] = LIVES, *, run: str = "") -> list[str]:
+    """Store them as their agents do, one object for each entry."""
+    keys = []
+    for life in lives:
+        for entry in life.entries:
+            keys.append(run + ledger_key(life.attempt, entry.at, f"{life.agent}.{entry.number}"))
+            await store.put(keys[-1], encode_life(replace(life, entries=(entry,))))
+    return keys
+
+
+def many() -> list[AgentLife]:
+    """More entries than a merge asks for."""
+    return [replace(life, agent=f"{life.agent}-{number}") for number in range(3) for life in LIVES]
+
+
+async def merge(store: FakeStore, hours: float, *, dry_run: bool = False) -> int:
+    """Merge so many hours later."""
+    listed = [one async for one in store.list(LEDGER_PREFIX)]
+    return await merge_ledger(store, listed, now=store.now + hours * HOUR, dry_run=dry_run)
+
+
+async def keys_of(store: FakeStore) -> list[str]:
+    return [one.key async for one in store.list(LEDGER_PREFIX)]
+
+
+def by_agent(lives: Sequence[AgentLife]) -> list[AgentLife]:
+    return sorted(lives, key=lambda life: life.agent)
+
+
+async def test_a_ledger_is_read_whole_and_what_is_damaged_is_counted() -> None:
+    store = FakeStore()
+    keys = await note(store)
+    await store.put(keys[0], b"garbage")
+    await store.put(ledger_key("job", 1.0, "other"), b"{}")
+    found = await read_ledger(store)
+    assert (found.unreadable, found.left_out) == (2, 0)
+    lost = replace(LIVES[0], entries=LIVES[0].entries[1:])
+    assert by_agent(found.lives) == by_agent([lost, LIVES[1]])
+
+
+async def test_an_error_of_the_store_is_no_damage() -> None:
+    store = FakeStore()
+    await note(store)
+    store.fail("get", ErrorKind.ACCESS_DENIED)
+    with pytest.raises(StoreError, match="get fails"):
+        await read_ledger(store)
+
+
+async def test_a_destination_is_one_run_and_a_prefix_has_those_below_it() -> None:
+    store = FakeStore()
+    await store_checkpoint(store, 100)
+    assert await ledger_runs(store) == ()
+    for run in ("b/two/", "a/"):
+        await note(store, run=run)
+    assert await ledger_runs(store) == ("a/", "b/two/")
+    assert by_agent((await read_ledger(store, "b/two/")).lives) == by_agent(LIVES)
+    await note(store)
+    assert await ledger_runs(store) == ("",)
+
+
+async def test_a_merge_leaves_few_objects_that_say_the_same() -> None:
+    store = FakeStore()
+    await note(store, many())
+    assert await merge(store, 0.5) == 0
+    before = await keys_of(store)
+    assert await merge(store, 2, dry_run=True) == len(before) - 1
+    assert await keys_of(store) == before
+    assert await merge(store, 2) == len(before) - 1
+    assert len(await keys_of(store)) == 1
+    assert by_agent((await read_ledger(store)).lives) == by_agent(many())
+    assert await merge(store, 9) == 0
+
+
+@pytest.mark.parametrize("method", ["put", "delete", "get"])
+@pytest.mark.parametrize("after_acting", [False, True])
+async def test_a_merge_that_fails_anywhere_loses_nothing(method: str, after_acting: bool) -> None:
+    store = FakeStore()
+    await note(store, many())
+    store.fail(method, ErrorKind.UNREACHABLE, after_acting=after_acting)
+    with pytest.raises(StoreError):
+        await merge(store, 2)
+    assert by_agent((await read_ledger(store)).lives) == by_agent(many())
+    await merge(store, 4)
+    assert by_agent((await read_ledger(store)).lives) == by_agent(many())
+
+
+async def test_damaged_objects_are_neither_merged_nor_deleted() -> None:
+    store = FakeStore()
+    keys = await note(store, many())
+    await store.put(keys[3], b"garbage")
+    await merge(store, 2)
+    assert keys[3] in await keys_of(store)
+    assert (await read_ledger(store)).unreadable == 1
+
+
+class _MergingStore(FakeStore):
+    """A store whose ledger is merged just before the first object is read."""
+
+    merged = False
+
+    async def get(self, key: str, *, limit_bytes: int, fresh: bool = False) -> bytes:
+        if not self.merged:
+            self.merged = True
+            assert await merge(self, 2)
+        return await super().get(key, limit_bytes=limit_bytes, fresh=fresh)
+
+
+async def test_a_reader_misses_nothing_when_objects_are_merged_before_it_reads_them() -> None:
+    store = _MergingStore()
+    await note(store, many())
+    assert by_agent((await read_ledger(store)).lives) == by_agent(many())
+
+
+async def test_other_readers_ignore_the_ledger() -> None:
+    store = FakeStore()
+    for step in (100, 200):
+        await store_checkpoint(store, step)
+    listed, committed = await list_all(store), await list_committed(store)
+    await note(store)
+    with_ledger = await list_all(store)
+    assert len(with_ledger.ledger) == sum(len(life.entries) for life in LIVES)
+    assert (replace(with_ledger, ledger=[]), await list_committed(store)) == (listed, committed)
+
+
+async def test_a_prune_keeps_what_the_ledger_says_of_deleted_checkpoints() -> None:
+    store = FakeStore()
+    for step in (100, 200, 300):
+        await store_checkpoint(store, step)
+    await note(store, many())
+    store.now += 30 * 24 * HOUR
+    report = await prune(store, RetentionSettings(keep_last=1), now=store.now)
+    assert len(report.plan.deletions) == 2
+    assert report.ledger_objects == len([entry for life in many() for entry in life.entries]) - 1
+    assert by_agent((await read_ledger(store)).lives) == by_agent(many())
+
+
+@pytest.mark.parametrize("seed", range(10))
+async def test_whatever_is_flipped_in_an_object_reading_ends_with_what_is_intact(seed: int) -> None:
+    store, chance = FakeStore(), random.Random(seed)
+    keys = await note(store)
+    key = chance.choice(keys)
+    body = bytearray(await store.get(key, limit_bytes=10_000))
+    for _ in range(chance.randrange(1, 9)):
+        body[chance.randrange(len(body))] ^= 1 << chance.randrange(8)
+    await store.put(key, bytes(body))
+    found = await read_ledger(store)
+    assert sum(len(life.entries) for life in found.lives) + found.unreadable == len(keys)
