@@ -1,6 +1,7 @@
 """`mooring restore`, which an init container or a person runs before the program."""
 
 import asyncio
+import time
 from dataclasses import asdict
 from datetime import UTC, datetime
 from pathlib import Path
@@ -18,9 +19,11 @@ from mooring_agent.core.errors import ErrorKind, StoreError, printable
 from mooring_agent.core.limits import UNIX_SECONDS
 from mooring_agent.core.mirror.base import series_of
 from mooring_agent.core.settings.values import Settings
+from mooring_agent.core.stored.ledger import Resumed
 from mooring_agent.ports import StoreWriter
 from mooring_agent.restore import init_step
 from mooring_agent.restore.snapshots import RestoredSnapshot, RestoredSnapshots, restore_snapshots
+from mooring_agent.restore.start_record import StartRecord, write_start_record
 from mooring_api.names import LAZY, OFF
 
 
@@ -116,6 +119,7 @@ def _as_json(snapshots: RestoredSnapshots | None) -> dict[str, object] | None:
 
 async def _restore(settings: Settings) -> tuple[init_step.Restored | None, RestoredSnapshots | None]:
     volume, directory = Path(settings.volume), Path(settings.checkpoint_directory)
+    began_at = time.time()
     async with opened(settings.store) as store:
         # The volume must not be bound to a destination that does not answer: it may be mistyped.
         await _find(store, settings.store.destination, volume)
@@ -146,7 +150,28 @@ async def _restore(settings: Settings) -> tuple[init_step.Restored | None, Resto
                 size_limit_bytes=settings.disk.size_limit_bytes,
                 on_progress=advance,
             )
+    record = _start_record(settings, began_at, restored, snapshots)
+    await asyncio.to_thread(write_start_record, record, volume, Path(settings.state_directory))
     return restored, snapshots
+
+
+def _start_record(
+    settings: Settings, began_at: float, restored: init_step.Restored | None, snapshots: RestoredSnapshots | None
+) -> StartRecord:
+    own = series_of(settings.node_rank)
+    save = next((one.save for one in (snapshots.snapshots if snapshots else ()) if one.series == own), "")
+    resumed = Resumed.SAVE if save else Resumed.NOTHING
+    if restored is not None:
+        resumed, save = Resumed.SAVE, restored.save
+    elif settings.restore == LAZY:
+        resumed = Resumed.UNKNOWN
+    return StartRecord(
+        began_at=began_at,
+        restored_at=time.time(),
+        resumed=resumed,
+        step=restored.step if restored else 0,
+        save=save,
+    )
 
 
 async def _find(store: StoreWriter, destination: str, volume: Path) -> None:
