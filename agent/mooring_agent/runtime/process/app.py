@@ -26,12 +26,14 @@ from mooring_agent.core.agent.commands import Command, Exit
 from mooring_agent.core.agent.events import Exited, Started
 from mooring_agent.core.settings.values import Settings
 from mooring_agent.ports import Clock
+from mooring_agent.restore.start_record import read_start_record
 from mooring_agent.runtime.api.http import serve_http
 from mooring_agent.runtime.api.server import AgentService, serve_grpc
 from mooring_agent.runtime.engine.engine import Engine
 from mooring_agent.runtime.engine.journaling import recover
 from mooring_agent.runtime.engine.telemetry import say
 from mooring_agent.runtime.monitors.kubernetes_events import KubernetesEvents, cluster_news
+from mooring_agent.runtime.monitors.ledger import LedgerWriter
 from mooring_agent.runtime.monitors.mirror import Mirror
 from mooring_agent.runtime.monitors.monitors import Monitors
 from mooring_agent.runtime.monitors.objective import watch_objective
@@ -47,6 +49,7 @@ from mooring_agent.runtime.work.fetches import Fetches
 from mooring_agent.runtime.work.pruner import LeftoverRemover, Pruner
 from mooring_agent.runtime.work.ready_store import ReadyStore
 from mooring_agent.runtime.work.reconciler import Reconciler
+from mooring_api.names import OFF
 
 _PAUSE_AFTER_FAILURE_SECONDS: Final = 1.0
 _CLOSING_SECONDS: Final = 2.0
@@ -99,6 +102,7 @@ async def live(
     clock: Clock,
     forever: Sequence[Forever],
     leaving: "asyncio.Future[Exit]",
+    ledger: LedgerWriter,
     news: KubernetesEvents | None,
 ) -> int:
     """Run everything that lives as long as the agent; return the exit code of the core's Exit."""
@@ -118,8 +122,10 @@ async def live(
         dispatcher.cancel_all()
         await asyncio.wait({deciding})
         await engine.close(Exited(at=clock.now()))
+        # At the same time: each may take half a second.
+        tasks.create_task(ledger.last_words(exit_command))
         if news is not None:
-            await news.last_words(exit_command.lost)
+            tasks.create_task(news.last_words(exit_command.lost))
     return exit_command.code
 
 
@@ -189,12 +195,18 @@ async def run_agent(settings: Settings, *, fresh: bool = False, parent_pid: int 
             guesses=not state.checkpoints and not state.termination.noticed,
         )
         news = await stack.enter_async_context(cluster_news(settings.cluster, clock=clock, executor=monitor_threads))
+        ledger = LedgerWriter(
+            store=store,
+            clock=clock,
+            settings=settings,
+            restored=None if settings.restore == OFF else read_start_record(volume, Path(settings.state_directory)),
+        )
         engine = Engine(
             state=state,
             journal=journal,
             clock=clock,
             executor=journaling,
-            listeners=[others.hear, litter.hear, fetches.hear, *([news.hear] if news else [])],
+            listeners=[others.hear, litter.hear, fetches.hear, ledger.hear, *([news.hear] if news else [])],
             unjournaled=unjournaled,
         )
         signal_file = SignalFile(volume)
@@ -262,6 +274,7 @@ async def run_agent(settings: Settings, *, fresh: bool = False, parent_pid: int 
             others.watch,
             litter.watch,
             fetches.run,
+            ledger.write,
             lambda: _obey(signals, monitors),
         ]
         if mirror is not None:
@@ -273,7 +286,7 @@ async def run_agent(settings: Settings, *, fresh: bool = False, parent_pid: int 
             forever += [news.tell, lambda: news.watch_restore(fetches.progress)]
         # Not only with the first upload: a trainer may wait for it, or the grace period may be running.
         store.prepare()
-        return await live(engine, dispatcher, clock, forever, leaving, news)
+        return await live(engine, dispatcher, clock, forever, leaving, ledger, news)
 
 
 async def _obey(signals: "asyncio.Queue[str]", monitors: Monitors) -> None:
