@@ -157,6 +157,30 @@ def test_a_start_that_cannot_tell_is_taken_to_resume_from_the_newest_commit_befo
     assert lost(reported(first, second))["redone"] == 60
 
 
+def test_two_starts_from_a_save_that_nobody_wrote_down_lose_the_first_ones_work() -> None:
+    first, second, third = (NotedLife(name) for name in ("first", "second", "third"))
+    first.start(100, restore=(100, 100), resumed=Resumed.NOTHING)
+    first.ranks(110, 1)
+    second.resumes(210, 50, restore=(200, 210))
+    second.ranks(220, 1)
+    second.save(250, 252, 60)
+    second.ranks(280, 1)
+    third.resumes(310, 50, restore=(300, 310))
+    third.ranks(320, 1)
+    third.end(400)
+    found = reported(first, second, third)
+    assert [start.lost_steps for start in found.starts] == [0, 0, 10]
+    assert lost(found)["redone"] == 280 - 220 - 2
+
+
+def test_work_after_a_later_step_is_lost_if_nobody_wrote_down_the_save_that_was_resumed() -> None:
+    first, second = killed_and_resumed()
+    first.entries = [entry for entry in first.entries if getattr(entry, "save", "") != "save-200"]
+    first.save(1280, 1282, 240)
+    found = reported(first, second)
+    assert (found.steps_lost_known, lost(found)["redone"]) == (40, 1300 - 1282)
+
+
 def test_a_program_without_a_client_trains_from_its_restore_to_the_last_sign() -> None:
     life = NotedLife("one")
     life.start(100, restore=(90, 100), resumed=Resumed.NOTHING)

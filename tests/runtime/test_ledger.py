@@ -186,7 +186,7 @@ async def test_a_notice_is_written_at_once() -> None:
 
 
 async def test_signs_of_life_are_written_while_ranks_are_alive() -> None:
-    agent = Agent(between_objects_seconds=0.0, between_signs_seconds=0.0)
+    agent = Agent(between_objects_seconds=0.001, between_signs_seconds=0.001)
     async with agent.writing():
         await turns()
         assert agent.objects == 0
@@ -198,7 +198,7 @@ async def test_signs_of_life_are_written_while_ranks_are_alive() -> None:
 
 
 async def test_what_could_not_be_written_is_in_the_next_object_and_said_once() -> None:
-    agent = Agent(between_objects_seconds=0.0)
+    agent = Agent(between_objects_seconds=0.001)
     for _ in range(3):
         agent.store.fail("put", ErrorKind.ACCESS_DENIED)
     # An answer that was lost: the object is there.

@@ -202,9 +202,21 @@ def _lost_since(history: RunHistory, position: int) -> tuple[Span, int] | None:
     if start.resumed is Resumed.NOTHING:
         return Span(since=history.starts[0].began_at, until=start.began_at), 0
     resumed = history.resumed_save(start)
-    if resumed is None:
-        return None
-    return Span(since=resumed.announced_at, until=start.began_at), resumed.step
+    if resumed is not None:
+        return Span(since=resumed.announced_at, until=start.began_at), resumed.step
+    since = _since_unknown_save(history, start) if start.resumed is Resumed.SAVE else None
+    return None if since is None else (Span(since=since, until=start.began_at), start.resumed_step)
+
+
+def _since_unknown_save(history: RunHistory, start: JobStart) -> float | None:
+    """Return since when work is lost at the latest, if an agent was killed before it wrote down what was resumed from.
+
+    That is since an earlier start resumed from the same save, or since a later step was heard of; None if neither was.
+    """
+    earlier = (one for one in history.starts if one.began_at < start.began_at)
+    same = [one.began_at for one in earlier if one.resumed_save == start.resumed_save]
+    later = (at for at, step in history.steps if step > start.resumed_step and at < start.began_at)
+    return min(same or later, default=None)
 
 
 def _lost_in_place(history: RunHistory, start: JobStart) -> Iterator[Span]:

@@ -1,0 +1,140 @@
+"""The ledger of real lives: what real agents, restores and programs leave is what a report makes of it.
+
+No figure here depends on the machine's speed: what was lost is known in steps, and the causes sum up to the wall time.
+"""
+
+import asyncio
+import json
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.harness.agent_process import wait_until
+from tests.harness.run_process import RunProcess
+from tests.harness.warm_python import mooring
+from tests.servers.fault_proxy import Fault, FaultProxy, Rule
+from tests.servers.server import Bucket
+
+from mooring_agent.adapters.open_store import open_store
+from mooring_agent.catalog.ledger import read_ledger
+from mooring_agent.core.settings.values import StoreSettings
+from mooring_agent.core.stored.ledger import Saved
+
+# It bounds a hang and judges no speed.
+LIMIT_SECONDS = 120.0
+# Saves every fifth step; stands still after `STOP_AT` until it is killed, or told to end.
+PROGRAM = """
+import os, sys, time
+import mooring
+checkpointer = mooring.Checkpointer()
+path = checkpointer.resume()
+step = int((path / "step").read_text()) if path else 0
+print("begin", step, flush=True)
+while not checkpointer.stopping:
+    if step < int(os.environ["STOP_AT"]):
+        step += 1
+    if checkpointer.should_save(step, every=5):
+        with checkpointer.save(step) as directory:
+            (directory / "step").write_text(str(step))
+        print("saved", step, flush=True)
+    time.sleep(0.01)
+checkpointer.finish()
+"""
+
+
+@pytest.fixture
+def program(tmp_path: Path) -> tuple[str, ...]:
+    path = tmp_path / "program.py"
+    path.write_text(PROGRAM)
+    return (sys.executable, str(path))
+
+
+def killed(run: RunProcess) -> None:
+    """End all of it as a node that is lost: no process has a last word."""
+    run.process.send_signal(signal.SIGSTOP)
+    for pid in run.children():
+        os.kill(pid, signal.SIGKILL)
+    run.process.kill()
+    run.process.wait(LIMIT_SECONDS)
+
+
+def said(run: RunProcess, line: str) -> None:
+    def has_said() -> bool:
+        assert run.process.poll() is None, run.output()
+        return f"{line}\n" in run.output()
+
+    wait_until(has_said, LIMIT_SECONDS, line)
+
+
+def committed(run: RunProcess, step: int) -> None:
+    def is_committed() -> bool:
+        return any(line["step"] == step for line in run.log("checkpoint.committed"))
+
+    wait_until(is_committed, LIMIT_SECONDS, f"step {step} is committed")
+
+
+def noted_steps(bucket: Bucket) -> set[int]:
+    """The steps of the saves that the ledger has."""
+
+    async def read() -> set[int]:
+        settings = StoreSettings(destination=bucket.destination, endpoint_url=bucket.endpoint_url)
+        async with open_store(settings) as store:
+            lives = (await read_ledger(store)).lives
+        return {entry.step for life in lives for entry in life.entries if isinstance(entry, Saved)}
+
+    return asyncio.run(read())
+
+
+def reported(destination: str, *options: str) -> dict[str, Any]:
+    completed = mooring("report", destination, *options, "--json")
+    assert completed.returncode == 0, completed.stderr
+    (run,) = json.loads(completed.stdout)["runs"]
+    assert run["productive_seconds"] + sum(run["lost_seconds"].values()) == pytest.approx(run["wall_seconds"], rel=0.02)
+    return dict(run)
+
+
+def test_a_run_that_was_killed_lost_the_steps_that_its_next_start_did_again(
+    tmp_path: Path, rclone_bucket: Bucket, fault_proxy: FaultProxy, program: tuple[str, ...]
+) -> None:
+    began_at = time.time()
+    # A node that is lost takes its volume along.
+    volumes = [tmp_path / f"volume-{number}" for number in range(3)]
+    options: dict[str, Any] = {"command": program, "endpoint_url": fault_proxy.endpoint_url}
+    with RunProcess(volumes[0], rclone_bucket.destination, environment={"STOP_AT": "10"}, **options) as run:
+        committed(run, 10)
+        killed(run)
+    # Steps 15 and 20 are announced here, and never stored: only the ledger passes.
+    fault_proxy.add(Rule(name="away", fault=Fault.STATUS, method="PUT", target="/checkpoint-", times=-1, status=503))
+    with RunProcess(volumes[1], rclone_bucket.destination, environment={"STOP_AT": "20"}, **options) as run:
+        said(run, "begin 10")
+        said(run, "saved 20")
+        wait_until(lambda: len(run.log("checkpoint.announced")) == 2, LIMIT_SECONDS, "steps 15 and 20 are announced")
+        # A notice has what is known written at once.
+        noticed = mooring("terminating", "--socket", volumes[1] / ".mooring" / "agent.sock")
+        assert noticed.returncode == 0, noticed.stderr
+        wait_until(lambda: 20 in noted_steps(rclone_bucket), LIMIT_SECONDS, "step 20 is in the ledger")
+        killed(run)
+    fault_proxy.clear()
+    with RunProcess(volumes[2], rclone_bucket.destination, environment={"STOP_AT": "30"}, **options) as run:
+        said(run, "begin 10")
+        committed(run, 30)
+        run.signal(signal.SIGTERM)
+        assert run.wait() == 143, run.output()
+    ended_at = time.time()
+
+    found = reported(rclone_bucket.destination, "--endpoint-url", rclone_bucket.endpoint_url)
+    assert [start["resumed_step"] for start in found["starts"]] == [0, 10, 10]
+    assert [start["lost_steps"] for start in found["starts"]] == [0, 0, 10]
+    assert [start["ended"] for start in found["starts"]] == [False, False, True]
+    assert found["steps_lost_known"] == 10
+    first, second, third = found["starts"]
+    assert began_at - 1 <= first["began_at"] < third["ended_at"] <= ended_at + 1
+    assert found["wall_seconds"] == pytest.approx(third["ended_at"] - first["began_at"], rel=0.02)
+    lost = found["lost_seconds"]
+    between = second["began_at"] - first["ended_at"] + third["began_at"] - second["ended_at"]
+    assert lost["waiting"] == pytest.approx(between, rel=0.02)
+    assert all(lost[cause] > 0 for cause in ("restore", "start", "redone"))
