@@ -26,7 +26,7 @@ from mooring_agent.core.stored.ledger import Saved
 
 # It bounds a hang and judges no speed.
 LIMIT_SECONDS = 120.0
-# Saves every fifth step; stands still after `STOP_AT` until it is killed, or told to end.
+# Trains once `GO` exists. Saves every fifth step; stands still after `STOP_AT` until it is killed, or told to end.
 PROGRAM = """
 import os, sys, time
 import mooring
@@ -35,8 +35,9 @@ path = checkpointer.resume()
 step = int((path / "step").read_text()) if path else 0
 print("begin", step, flush=True)
 while not checkpointer.stopping:
-    if step < int(os.environ["STOP_AT"]):
+    if step < int(os.environ["STOP_AT"]) and os.path.exists(os.environ.get("GO", "/")):
         step += 1
+        print("at", step, flush=True)
     if checkpointer.should_save(step, every=5):
         with checkpointer.save(step) as directory:
             (directory / "step").write_text(str(step))
@@ -138,3 +139,26 @@ def test_a_run_that_was_killed_lost_the_steps_that_its_next_start_did_again(
     between = second["began_at"] - first["ended_at"] + third["began_at"] - second["ended_at"]
     assert lost["waiting"] == pytest.approx(between, rel=0.02)
     assert all(lost[cause] > 0 for cause in ("restore", "start", "redone"))
+
+
+def test_a_just_in_time_save_kept_its_steps_although_the_agent_had_died_before(
+    tmp_path: Path, program: tuple[str, ...]
+) -> None:
+    destination, go = f"file://{tmp_path}/bucket", tmp_path / "go"
+    with RunProcess(
+        tmp_path / "volume", destination, command=program, environment={"STOP_AT": "13", "GO": str(go)}
+    ) as run:
+        said(run, "begin 0")
+        wait_until(lambda: bool(run.log("ranks.alive")), LIMIT_SECONDS, "the agent sees the program")
+        run.kill_agent()
+        wait_until(lambda: len(run.log("ranks.alive")) > 1, LIMIT_SECONDS, "the next agent sees the program")
+        go.touch()
+        committed(run, 10)
+        said(run, "at 13")
+        run.signal(signal.SIGTERM)
+        assert run.wait() == 143, run.output()
+    found = reported(destination)
+    assert [(start["resumed_step"], start["ended"]) for start in found["starts"]] == [(0, True)]
+    assert (found["kept_steps"], found["steps_lost"], found["committed"]) == (3, 0, 3)
+    assert 0 < found["kept_seconds"] <= found["productive_seconds"]
+    assert (found["lost_seconds"]["redone"], found["lost_seconds"]["waiting"]) == (0, 0)
