@@ -63,6 +63,19 @@ async def test_a_ledger_is_read_whole_and_what_is_damaged_is_counted() -> None:
     assert by_agent(found.lives) == by_agent([lost, LIVES[1]])
 
 
+@pytest.mark.parametrize(("limit", "value"), [("LEDGER_OBJECTS", 3), ("LEDGER_OBJECTS_BYTES", 900)])
+async def test_of_too_large_a_ledger_the_newest_objects_are_read(
+    monkeypatch: pytest.MonkeyPatch, limit: str, value: int
+) -> None:
+    store = FakeStore()
+    keys = await note(store)
+    monkeypatch.setattr(f"mooring_agent.catalog.ledger.{limit}", value)
+    found = await read_ledger(store)
+    entries = [entry for life in found.lives for entry in life.entries]
+    assert 0 < len(entries) == len(keys) - found.left_out < len(keys)
+    assert entries == list(LIVES[1].entries[-len(entries) :])
+
+
 async def test_an_error_of_the_store_is_no_damage() -> None:
     store = FakeStore()
     await note(store)

@@ -8,13 +8,14 @@ import secrets
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Final
 
 import structlog
 
 from mooring_agent.catalog.object_reads import for_each, get_whole, if_there, read_object
 from mooring_agent.core.errors import ErrorKind, StoreError, checkpoint_corrupt
-from mooring_agent.core.limits import LEDGER_BYTES, LEDGER_OBJECTS
+from mooring_agent.core.limits import LEDGER_BYTES, LEDGER_OBJECTS, LEDGER_OBJECTS_BYTES
 from mooring_agent.core.stored.checked_json import UndecodableError
 from mooring_agent.core.stored.ledger import AgentLife, decode_lives, joined_lives, merged
 from mooring_agent.core.stored.object_layout import LEDGER_PREFIX, ledger_key, ledger_run, parse_ledger_key
@@ -66,10 +67,10 @@ async def read_ledger(store: StoreReader, run: str = "") -> Ledger:
     """Read all of a run's ledger."""
     lives: dict[str, Sequence[AgentLife]] = {}
     unreadable: set[str] = set()
-    keys: list[str] = []
+    left_out = 0
     for _ in range(_LISTINGS):
-        keys = await _newest_first(store, run)
-        wanted = [key for key in keys[:LEDGER_OBJECTS] if key not in lives and key not in unreadable]
+        keys, left_out = await _newest(store, run)
+        wanted = [key for key in keys if key not in lives and key not in unreadable]
         gone = False
 
         async def read(key: str) -> None:
@@ -93,7 +94,7 @@ async def read_ledger(store: StoreReader, run: str = "") -> Ledger:
         run=run,
         lives=joined_lives(life for found in lives.values() for life in found),
         unreadable=len(unreadable),
-        left_out=max(0, len(keys) - LEDGER_OBJECTS),
+        left_out=left_out,
     )
 
 
@@ -145,13 +146,20 @@ async def _merge(store: StoreWriter, group: Sequence[ObjectInfo]) -> int:
     return len(bodies) - 1
 
 
-async def _newest_first(store: StoreReader, run: str) -> list[str]:
-    found = [
-        (parsed[1], one.key)
-        async for one in store.list(run + LEDGER_PREFIX)
-        if (parsed := parse_ledger_key(one.key.removeprefix(run)))
-    ]
-    return [key for _, key in sorted(found, reverse=True)]
+async def _newest(store: StoreReader, run: str) -> tuple[list[str], int]:
+    """Return the keys of the newest objects, as many as the limits allow, and how many there are besides."""
+    found = sorted(
+        [
+            (parsed[1], one.key, one.size_bytes)
+            async for one in store.list(run + LEDGER_PREFIX)
+            if (parsed := parse_ledger_key(one.key.removeprefix(run)))
+        ],
+        reverse=True,
+    )
+    together_bytes = accumulate(size_bytes for _, _, size_bytes in found)
+    fitting = sum(1 for total_bytes in together_bytes if total_bytes <= LEDGER_OBJECTS_BYTES)
+    count = min(fitting, LEDGER_OBJECTS)
+    return [key for _, key, _ in found[:count]], len(found) - count
 
 
 def _decode(body: bytes, key: str) -> tuple[AgentLife, ...]:

@@ -46,7 +46,8 @@ LEDGER_BYTES: Final = 4 * 1024**2
 LEDGER_LIVES: Final = 10_000
 LEDGER_ENTRIES: Final = 100_000
 LEDGER_OBJECTS: Final = 100_000
-"""How many objects of a run's ledger are read: the newest."""
+LEDGER_OBJECTS_BYTES: Final = 256 * 1024**2
+"""How many objects of a run's ledger are read, and of how many bytes together: the newest."""
 
 CLIENT_RECORD_BYTES: Final = 8 * 1024**2
 """A client's record of a checkpoint: enough for `FILES_PER_RANK` files whose paths have 40 characters."""
