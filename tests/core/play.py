@@ -154,7 +154,6 @@ class Play:
         self.sizes[save, rank] = sizes
         files = tuple(f"r{rank}-{index}" for index in range(len(sizes)))
         info = SaveInfo(save=save, name=f"checkpoint-{step}", step=step, kind=kind, world_size=world_size)
-        begun = self.state.begun.get(save)
         self.feed(
             Announced(
                 at=self.now,
@@ -163,7 +162,7 @@ class Play:
                 path=self.sources.get(save, f"/volume/checkpoints/checkpoint-{step}"),
                 files=files or ("none",),
                 local_world_size=local_world_size,
-                begun_at=begun.at if begun else None,
+                begun_at=self.state.save_requests.begun_at.get(save),
                 stall_seconds=stall_seconds,
             )
         )

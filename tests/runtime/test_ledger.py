@@ -78,7 +78,9 @@ class Agent:
 
     def saves(self, save: str, step: int) -> None:
         self.play.steps[save] = step
-        self.hears(SaveBegun(at=self.play.now - 2.0, save=save, attempt="job-1", step=step, size_bytes=1))
+        begun = SaveBegun(at=self.play.now - 2.0, save=save, attempt="job-1", step=step, size_bytes=1)
+        self.play.feed(begun)
+        self.hears(begun)
         self.play.announce(save)
         checkpoint = self.play.state.checkpoints[save]
         (contribution,) = checkpoint.contributions.values()

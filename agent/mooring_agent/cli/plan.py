@@ -98,7 +98,7 @@ def _with_settings(command: Any) -> Any:
 @price_option
 @as_json_option
 def plan(price_per_gib_month: float | None, as_json: bool, **values: Any) -> None:
-    """Advise how often to save, and what grace period, volume, bandwidth and storage that needs.
+    """Advise how often to save, and what that needs.
 
     The interval is Young's, the square root of 2 x stall x MTBF, and at least what a write and its upload take.
     Nothing is read or measured: the advice is as good as the numbers.

@@ -134,7 +134,7 @@ def verify(settings: Settings, step: int | None, everything: bool, as_json: bool
 @click.option("--yes", is_flag=True, help="Delete.")
 @as_json_option
 def prune(settings: Settings, dry_run: bool, yes: bool, as_json: bool) -> None:
-    """Show what of DEST is no longer wanted, and with --yes delete it.
+    """Show what is no longer wanted at DEST; delete it with --yes.
 
     Without --yes nothing is deleted: you see what would be, and why everything else stays.
 
@@ -184,10 +184,10 @@ def prune(settings: Settings, dry_run: bool, yes: bool, as_json: bool) -> None:
             f"{len(report.aborted_uploads)} unfinished uploads {verb.replace('deleted', 'aborted')}, "
             f"{len(report.litter)} leftovers {verb}"
         )
-        if not yes:
-            click.echo("nothing was deleted: add --yes to delete")
         if report.ledger_objects:
             click.echo(f"{report.ledger_objects} objects of the ledger {verb.replace('deleted', 'merged')} into others")
+        if not yes:
+            click.echo("nothing was deleted: add --yes to delete")
     _exit_with_problem(bool(plan.refused))
 
 

@@ -76,7 +76,9 @@ def du(
     price_per_gib_month: float | None,
     as_json: bool,
 ) -> None:
-    """Show what takes the room at DEST, which may hold many runs: by run, kind and age.
+    """Show what takes the room at DEST, by run, kind and age.
+
+    DEST may hold many runs.
 
     Also shows unfinished multipart uploads, which take room and which no listing shows, and which runs are complete,
     active or abandoned. Lists DEST once and reads one marker of each run. Does not count old versions of objects.

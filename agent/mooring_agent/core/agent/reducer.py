@@ -123,8 +123,7 @@ def _apply(state: State, event: Event) -> Iterator[Command]:
         case Announced():
             announced(state, event)
             if not event.info.is_snapshot:
-                # Some programs announce without having asked for room.
-                state.save_requests.begun(event.at if event.begun_at is None else event.begun_at)
+                state.save_requests.begun(event.info.save, event.at if event.begun_at is None else event.begun_at)
             state.reindex(state.checkpoints[event.info.save])
         case Shed() | Failed():
             _given_up(state, event)
@@ -156,7 +155,7 @@ def _apply(state: State, event: Event) -> Iterator[Command]:
             state.disk, state.freed_bytes = event, 0
         case SaveBegun():
             disk_pressure.reserve(state, event)
-            state.save_requests.begun(event.at)
+            state.save_requests.begun(event.save, event.at)
         case SaveAborted():
             state.begun.pop(event.save, None)
         case SaveRequested():

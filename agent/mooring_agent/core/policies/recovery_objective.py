@@ -17,6 +17,7 @@ _ANSWERS_COUNTED: Final = 16
 """More, because what trainers are at when they are asked, such as an evaluation, comes again after many saves."""
 _MARGIN: Final = 0.1
 """Share of the recovery point, and of the overhead, that is kept for a save that takes longer than those before it."""
+_BEGUN_KEPT: Final = 64
 _PATIENCE: Final = 3.0
 """After so many recovery points, a checkpoint that is still on its way holds up no further request."""
 
@@ -147,13 +148,13 @@ class SaveHistory:
 class SaveRequests:
     """When to ask the trainers for a save. It measures their own saves too, because these move the next request.
 
-    `training_since`: when the newest trainer came to life. `begun_at`: when a save began last. `requested_at`: when one
-    was requested that has not begun yet; None if there is none. All times are unix seconds.
+    `training_since`: when the newest trainer came to life. `begun_at`: when the last saves began, by save id.
+    `requested_at`: when a save was requested that has not begun yet; None if there is none. All times are unix seconds.
     """
 
     program_objective: Objective | None = None
     training_since: float = 0.0
-    begun_at: float = 0.0
+    begun_at: dict[str, float] = field(default_factory=dict)
     requested_at: float | None = None
     history: SaveHistory = field(default_factory=SaveHistory)
 
@@ -185,17 +186,20 @@ class SaveRequests:
         taken_at = max(self.training_since, newest_taken_at)
         due = taken_at + plan.interval_seconds
         if times is not None:
-            due = max(due - times.answer_seconds, self.begun_at + shortest_interval_seconds(wanted, times))
+            last_begun_at = max(self.begun_at.values(), default=0.0)
+            due = max(due - times.answer_seconds, last_begun_at + shortest_interval_seconds(wanted, times))
         if is_on_its_way:
             due = max(due, taken_at + _PATIENCE * wanted.recovery_point_seconds)
         return due
 
-    def begun(self, at: float) -> None:
-        """The trainers have begun a save."""
+    def begun(self, save: str, at: float) -> None:
+        """The trainers have begun a save, or announce one without having asked for room."""
         if self.requested_at is not None:
             self.history.answered(max(0.0, at - self.requested_at))
             self.requested_at = None
-        self.begun_at = max(self.begun_at, at)
+        self.begun_at.setdefault(save, at)
+        if len(self.begun_at) > _BEGUN_KEPT:
+            del self.begun_at[next(iter(self.begun_at))]
 
     def trainers_started(self, now: float) -> None:
         """There are new trainers, which know of no earlier request."""

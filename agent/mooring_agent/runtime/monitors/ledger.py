@@ -52,7 +52,6 @@ from mooring_agent.runtime.work.ready_store import ReadyStore
 
 _ENTRIES_KEPT: Final = 4_096
 _ENTRIES_PER_OBJECT: Final = 1_000
-_SAVES_KEPT: Final = 256
 _BETWEEN_OBJECTS_SECONDS: Final = 60.0
 _BETWEEN_SIGNS_SECONDS: Final = 300.0
 _WRITE_SECONDS: Final = 10.0
@@ -89,7 +88,6 @@ class LedgerWriter:
         self._entries: deque[LedgerEntry] = deque(maxlen=_ENTRIES_KEPT)
         self._number = 0
         self._objects = 0
-        self._begun: dict[str, float] = {}
         self._ranks = 0
         self._step = 0
         self._source = ""
@@ -108,9 +106,6 @@ class LedgerWriter:
                 self._add(lambda number: RanksChanged(number=number, at=event.at, ranks=self._ranks))
             case SaveBegun():
                 self._step = max(self._step, event.step)
-                self._begun[event.save] = event.at
-                if len(self._begun) > _SAVES_KEPT:
-                    del self._begun[next(iter(self._begun))]
             case Announced() if (found := state.checkpoints.get(event.info.save)) and found.all_announced:
                 self._add(self._saved(event), wants_object=False)
             case Committed() if found := state.checkpoints.get(event.work.save):
@@ -204,9 +199,14 @@ class LedgerWriter:
             self._step = max(self._step, info.step)
         # What an earlier agent did not take was complete when the client recorded it.
         at = event.at if event.recorded_at is None else event.recorded_at
-        begun_at = self._begun.get(info.save)
         return lambda number: Saved(
-            number=number, at=at, save=info.save, step=info.step, save_kind=info.kind.value, begun_at=begun_at
+            number=number,
+            at=at,
+            save=info.save,
+            step=info.step,
+            save_kind=info.kind.value,
+            begun_at=event.begun_at,
+            stall_seconds=event.stall_seconds or None,
         )
 
     def _noticed(self, event: TerminationNoticed) -> Callable[[int], Noticed]:

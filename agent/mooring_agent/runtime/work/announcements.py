@@ -77,7 +77,6 @@ class Announcements:
         check_path(announcement.path)
         path = announcement.path.rstrip("/") or "/"
         signature = announcement.signature or await self._signature(announcement, path)
-        begun = self._engine.state.begun.get(announcement.save)
         event = Announced(
             at=self._clock.now(),
             info=SaveInfo(
@@ -94,7 +93,7 @@ class Announcements:
             signature=signature,
             save_made_here=not announcement.save,
             recorded_at=announcement.recorded_at,
-            begun_at=begun.at if begun else None,
+            begun_at=self._engine.state.save_requests.begun_at.get(announcement.save),
             stall_seconds=announcement.stall_seconds,
         )
 
