@@ -2,15 +2,25 @@
 
 import json
 import re
+from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.cli.test_report import note
+from tests.core.noted_lives import killed_and_resumed
 from tests.harness.warm_python import mooring
 
 from mooring.save_schedule import parse_interval
 from mooring_agent.core.injection.annotation_table import known_keys, seconds, size
+from mooring_agent.core.settings.values import StoreSettings
 
 NUMBERS = ("--checkpoint", "200Gi", "--rate", "1Gi/s", "--stall", "2s", "--mtbf", "3h", "--pods", "64")
+
+
+@pytest.fixture
+def bucket(tmp_path: Path) -> StoreSettings:
+    (tmp_path / "bucket").mkdir()
+    return StoreSettings(destination=f"file://{tmp_path}/bucket")
 
 
 def plan(*options: object) -> Any:
@@ -101,4 +111,25 @@ def test_a_wrong_number_is_refused_with_what_to_write(options: tuple[str, ...], 
 def test_a_plan_without_its_numbers_says_which_are_missing() -> None:
     refused = mooring("plan", "--checkpoint", "1Gi")
     assert refused.returncode == 2
-    assert "Missing option '--rate'" in refused.stderr
+    assert "give --rate, --stall, --mtbf: or --ledger with a run" in " ".join(refused.stderr.split())
+
+
+def test_a_plan_takes_from_a_runs_ledger_what_is_not_given(bucket: StoreSettings) -> None:
+    note(bucket)
+    completed = mooring("plan", "--ledger", bucket.destination, "--json")
+    assert completed.returncode == 0, completed.stderr
+    advice = json.loads(completed.stdout)
+    # It failed once in 800 s of training, and a save held it up for 5 s.
+    assert advice["young_seconds"] == pytest.approx((2 * 5 * 800) ** 0.5)
+    given = mooring("plan", "--ledger", bucket.destination, "--mtbf", "3200s", "--json")
+    assert json.loads(given.stdout)["young_seconds"] == pytest.approx((2 * 5 * 3200) ** 0.5)
+
+
+def test_what_a_ledger_does_not_tell_must_be_given(bucket: StoreSettings) -> None:
+    no_ledger = mooring("plan", "--ledger", bucket.destination)
+    assert no_ledger.returncode == 1
+    assert "has no ledger" in no_ledger.stderr
+    note(bucket, lives=killed_and_resumed()[:1])
+    refused = mooring("plan", "--ledger", bucket.destination)
+    assert refused.returncode == 2
+    assert "give --mtbf: the ledger does not tell them" in " ".join(refused.stderr.split())

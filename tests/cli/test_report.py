@@ -3,12 +3,13 @@
 import asyncio
 import json
 import subprocess
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.core.noted_lives import killed_and_resumed
+from tests.core.noted_lives import NotedLife, killed_and_resumed
 from tests.harness.warm_python import mooring
 from tests.restore.stored_checkpoints import all_files, store_checkpoint
 from tests.servers.server import Bucket
@@ -21,12 +22,19 @@ from mooring_agent.core.stored.object_layout import ledger_key
 LOST = {"restore": 35.0, "start": 35.0, "stall": 14.0, "redone": 60.0, "drain": 90.0, "waiting": 40.0}
 
 
-def note(settings: StoreSettings, *, run: str = "", steps: tuple[int, ...] = ()) -> None:
+def note(
+    settings: StoreSettings,
+    *,
+    run: str = "",
+    steps: tuple[int, ...] = (),
+    lives: Sequence[NotedLife] | None = None,
+) -> None:
     """A run with known losses, below a destination; and checkpoints in it."""
+    noted = killed_and_resumed() if lives is None else lives
 
     async def write() -> None:
         async with open_store(settings) as store:
-            for life in (one.life for one in killed_and_resumed()):
+            for life in (one.life for one in noted):
                 for entry in life.entries:
                     key = run + ledger_key(life.attempt, entry.at, f"{life.agent}.{entry.number}")
                     await store.put(key, encode_life(replace(life, entries=(entry,))))

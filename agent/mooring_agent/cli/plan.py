@@ -7,23 +7,33 @@ from typing import Any, Final
 
 import click
 
+from mooring_agent.catalog.ledger import read_ledger
 from mooring_agent.cli.formatting import age, amount, errors_reported, table
 from mooring_agent.cli.quantities import duration, parse_rate, positive, price_option, quantity
 from mooring_agent.cli.store_options import setting_option
-from mooring_agent.cli.store_work import as_json_option, print_json
+from mooring_agent.cli.store_work import as_json_option, opened, print_json, run_work
 from mooring_agent.config import load_some_settings
+from mooring_agent.core.errors import ErrorKind, StoreError
 from mooring_agent.core.injection.annotation_table import OWN, annotation_of
 from mooring_agent.core.injection.spec import InjectionDefaults
 from mooring_agent.core.limits import WORLD_SIZE
+from mooring_agent.core.policies.measured_job import MeasuredJob, measure_job
+from mooring_agent.core.policies.run_history import run_history
 from mooring_agent.core.policies.save_advice import JobNumbers, SaveAdvice, advise
 from mooring_agent.core.settings.table import parse_bytes, parse_seconds, setting_fields, text_of
-from mooring_agent.core.settings.values import GIB, MIB, Settings
+from mooring_agent.core.settings.values import GIB, MIB, Settings, StoreSettings
 
 _SETTINGS: Final = ("retention.keep_last", "retention.keep_every_steps", "disk.peak_factor")
 _WHY_WIDTH: Final = 40
 _USUAL_GRACE_SECONDS: Final = InjectionDefaults(image="").grace_seconds
 """What pods get without an annotation. A grace period is an upper bound, so no shorter one is advised."""
 _MINUTES_FROM_SECONDS: Final = 1800
+_NEEDED: Final = {
+    "checkpoint_bytes": "--checkpoint",
+    "rate_bytes_per_second": "--rate",
+    "stall_seconds": "--stall",
+    "mtbf_seconds": "--mtbf",
+}
 _CHOSEN: Final = tuple(one for one in setting_fields() if one.key in _SETTINGS)
 
 
@@ -35,10 +45,14 @@ def _with_settings(command: Any) -> Any:
 
 @click.command()
 @click.option(
+    "--ledger",
+    metavar="DEST",
+    help="Destination of a run whose ledger has the numbers that are not given. The environment says how to reach it.",
+)
+@click.option(
     "--checkpoint",
     "checkpoint_bytes",
     metavar="SIZE",
-    required=True,
     callback=quantity(positive(parse_bytes)),
     help="Size of a whole checkpoint, such as 200Gi.",
 )
@@ -46,7 +60,6 @@ def _with_settings(command: Any) -> Any:
     "--rate",
     "rate_bytes_per_second",
     metavar="RATE",
-    required=True,
     callback=quantity(positive(parse_rate)),
     help="How fast one pod uploads, such as 1Gi/s: `mooring doctor` measures it.",
 )
@@ -54,7 +67,6 @@ def _with_settings(command: Any) -> Any:
     "--stall",
     "stall_seconds",
     metavar="DURATION",
-    required=True,
     callback=duration,
     help="How long a save holds up training, such as 2s.",
 )
@@ -62,16 +74,13 @@ def _with_settings(command: Any) -> Any:
     "--mtbf",
     "mtbf_seconds",
     metavar="DURATION",
-    required=True,
     callback=quantity(positive(parse_seconds)),
     help="Mean time between failures of the whole job, such as 3h: that of one machine divided by their number.",
 )
 @click.option(
     "--pods",
     type=click.IntRange(1, WORLD_SIZE),
-    default=1,
-    show_default=True,
-    help="How many pods share the writing and uploading evenly; 1 if one rank writes all.",
+    help="How many pods share the writing and uploading evenly; 1 if one rank writes all.  [default: 1]",
 )
 @click.option(
     "--write",
@@ -97,19 +106,27 @@ def _with_settings(command: Any) -> Any:
 @_with_settings
 @price_option
 @as_json_option
-def plan(price_per_gib_month: float | None, as_json: bool, **values: Any) -> None:
+def plan(ledger: str | None, price_per_gib_month: float | None, as_json: bool, **values: Any) -> None:
     """Advise how often to save, and what that needs.
 
     The interval is Young's, the square root of 2 x stall x MTBF, and at least what a write and its upload take.
-    Nothing is read or measured: the advice is as good as the numbers.
+    The numbers are those of the options, and of a run's ledger where these are not given: the advice is as good.
     """
     flags = {one.name: values.pop(one.name) for one in _CHOSEN}
     with errors_reported():
-        # A plan has no destination; the settings want one.
-        flags["destination"] = "file:///planned"
+        # Without a ledger a plan has no destination; the settings want one.
+        flags["destination"] = ledger or "file:///planned"
         settings = load_some_settings(_SETTINGS, flags=flags, environment=os.environ, defaults={})
     if settings.retention.keep_every_steps and not values["step_seconds"]:
         raise click.UsageError("--keep-every-steps needs --step: how long a step takes")
+    if ledger is not None:
+        measured = asdict(run_work(settings, _measured(settings.store)))
+        values |= {name: value for name, value in measured.items() if values[name] is None}
+    missing = [option for name, option in _NEEDED.items() if values[name] is None]
+    if missing:
+        why = "the ledger does not tell them" if ledger else "or --ledger with a run that has measured them"
+        raise click.UsageError(f"give {', '.join(missing)}: {why}")
+    values["pods"] = values["pods"] or 1
     values["write_seconds"] = values["write_seconds"] or 0.0
     values["step_seconds"] = values["step_seconds"] or 0.0
     job = JobNumbers(retention=settings.retention, peak_factor=settings.disk.peak_factor, **values)
@@ -138,6 +155,16 @@ def plan(price_per_gib_month: float | None, as_json: bool, **values: Any) -> Non
     click.echo()
     for line in table([("-", caveat.value) for caveat in advice.caveats], folded={1: _WHY_WIDTH}):
         click.echo(line)
+
+
+async def _measured(settings: StoreSettings) -> MeasuredJob:
+    async with opened(settings) as store:
+        found = await read_ledger(store)
+    if not found.lives:
+        raise StoreError(
+            ErrorKind.NOT_FOUND, f"{settings.destination} has no ledger", hint="give the destination of one run"
+        )
+    return measure_job(run_history(found.lives))
 
 
 def _rows(job: JobNumbers, advice: SaveAdvice, cost: float | None) -> Iterator[tuple[str, str, str]]:
