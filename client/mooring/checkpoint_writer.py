@@ -9,8 +9,9 @@ training.
 import errno
 import logging
 import os
+import re
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from pathlib import Path
 from types import TracebackType
@@ -29,6 +30,9 @@ _KEEP_UNANNOUNCED: Final = 2
 """How many complete checkpoints stay on the local disk while they are not announced."""
 _VOLUME_ERRNOS: Final = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO})
 _PROBE_BYTES: Final = 64 * 1024
+_MOST_UNITS: Final = 16
+_MOST_DONE: Final = 1e15
+_UNIT: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 _NEXT: Final = {"written": "published", "published": None}
 """Agreement -> the one that follows it."""
 
@@ -306,3 +310,20 @@ def warn_given_up(step: int, error: BaseException) -> None:
     hint = getattr(error, "hint", "") or "check whether the volume is full"
     # Its words alone: what the error refers to may keep a deleted file open, and its room taken.
     _log.warning("checkpoint given up, training goes on: step=%d error=%s hint=%s", step, reason(error), hint)
+
+
+def checked_units(units: Mapping[str, float]) -> Mapping[str, float]:
+    """Return what a program counts, as plain numbers. Raises UsageError for what the agent would refuse."""
+    try:
+        counted = {str(name): float(done) for name, done in units.items()}
+    except (AttributeError, TypeError, ValueError, OverflowError):
+        counted = {"": -1.0}
+    if len(counted) > _MOST_UNITS or not all(
+        _UNIT.fullmatch(name) and 0 <= done <= _MOST_DONE for name, done in counted.items()
+    ):
+        raise UsageError(
+            ErrorKind.BAD_ARGUMENT,
+            f"units is {units!r}",
+            hint=f'give at most {_MOST_UNITS} numbers from 0 on by plain names, such as {{"tokens": 1.2e9}}',
+        )
+    return counted

@@ -9,16 +9,17 @@ pod share its directory.
 import logging
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
+from types import MappingProxyType
 from typing import Final
 
 from mooring.asynchronous_saves.background_writer import BackgroundWriter
 from mooring.asynchronous_saves.save_functions import handing_in
-from mooring.checkpoint_writer import CheckpointWriter, SaveBlock, warn_given_up
+from mooring.checkpoint_writer import CheckpointWriter, SaveBlock, checked_units, warn_given_up
 from mooring.checkpoints.local_checkpoints import LocalCheckpoints
 from mooring.checkpoints.rank_files import file_of_a_rank
 from mooring.checkpoints.records import Kind, Record
@@ -212,7 +213,9 @@ class Checkpointer:
         kind = _kind_for(action)
         return kind if self._admit(step, kind) else None
 
-    def save(self, step: int, kind: Kind | str | None = None) -> AbstractContextManager[Path]:
+    def save(
+        self, step: int, kind: Kind | str | None = None, *, units: Mapping[str, float] | None = None
+    ) -> AbstractContextManager[Path]:
         """Save the checkpoint of `step`: `with checkpointer.save(step) as directory:`, then write into `directory`.
 
         When the block has ended on all ranks, the checkpoint is made durable, is called `checkpoint-<step>` and is
@@ -224,16 +227,18 @@ class Checkpointer:
             step: Optimizer steps that are done.
             kind: `Kind.FINAL` for the last save of a run that ended by itself. By default just-in-time when the pod is
                 ending, else periodic.
+            units: What the program counts, of all ranks together and from the beginning of the run, such as
+                `{"tokens": 1.2e9}`: for `mooring report`.
 
         Returns:
             A context manager that gives the empty directory to write into.
 
         Raises:
-            UsageError: `step` or `kind` makes no sense.
+            UsageError: `step`, `kind` or `units` makes no sense.
             VolumeError: The final checkpoint could not be saved. Any other save that fails because the volume is full
                 or broken costs that checkpoint and one warning.
         """
-        return SaveBlock(step, self._save(step, kind))
+        return SaveBlock(step, self._save(step, kind, checked_units(units or {})))
 
     def begin(self, step: int, kind: Kind | str | None = None) -> CheckpointWriter:
         """Begin a checkpoint that is written while training continues.
@@ -275,8 +280,8 @@ class Checkpointer:
         self._session.close()
 
     @contextmanager
-    def _save(self, step: int, kind: Kind | str | None) -> Iterator[Path]:
-        saving = self._started(step, kind)
+    def _save(self, step: int, kind: Kind | str | None, units: Mapping[str, float]) -> Iterator[Path]:
+        saving = self._started(step, kind, units)
         is_final = kind == Kind.FINAL
         if is_final and saving.failure is not None:
             raise saving.failure
@@ -309,7 +314,9 @@ class Checkpointer:
         elif is_final and not is_complete:
             raise final_checkpoint_lost(step)
 
-    def _started(self, step: int, kind: Kind | str | None) -> CheckpointWriter:
+    def _started(
+        self, step: int, kind: Kind | str | None, units: Mapping[str, float] = MappingProxyType({})
+    ) -> CheckpointWriter:
         step, chosen = _checked(step, kind)
         wanted = chosen or _kind_for(self._session.action_at(step))
         if wanted is Kind.JUST_IN_TIME and self._asynchronous:
@@ -319,6 +326,7 @@ class Checkpointer:
         # With no room the user insists.
         pending = (self._admit(step, wanted) and self._pending) or self._session.begin(step, wanted)
         self._pending = None
+        self._session.count(pending, units)
         self._schedule.saved(step, time.monotonic())
         return CheckpointWriter(self._session, replace(pending, kind=wanted), keep_local=self._keep_local)
 

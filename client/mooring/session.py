@@ -11,7 +11,7 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -32,7 +32,7 @@ from mooring.workers import worker_processes
 from mooring_api import names
 
 _PATIENCE_SECONDS: Final = 10.0
-_STALLS_KEPT: Final = 8
+_SAVES_NOTED: Final = 8
 
 
 def leave() -> NoReturn:
@@ -78,28 +78,36 @@ class PendingSave:
         return f"{self.save}/{self.step}/{about}"
 
 
-class _Stalls:
-    """How long training stands still for each of the last saves. Times are monotonic, in seconds."""
+class _SaveNotes:
+    """What the agent is to know of the last saves: how long training stands still for each, what is done by then."""
 
     def __init__(self) -> None:
         self._began_at: dict[str, float] = {}
-        self._seconds: dict[str, float] = {}
+        self._stalls_seconds: dict[str, float] = {}
+        self._units: dict[str, Mapping[str, float]] = {}
 
     def begin(self, save: str) -> None:
         self._began_at[save] = time.monotonic()
-        if len(self._began_at) > _STALLS_KEPT:
+        if len(self._began_at) > _SAVES_NOTED:
             oldest = next(iter(self._began_at))
-            del self._began_at[oldest]
-            self._seconds.pop(oldest, None)
+            for notes in (self._began_at, self._stalls_seconds, self._units):
+                notes.pop(oldest, None)
 
-    def end(self, save: str) -> None:
+    def go_on(self, save: str) -> None:
         if save in self._began_at:
-            self._seconds.setdefault(save, time.monotonic() - self._began_at[save])
+            self._stalls_seconds.setdefault(save, time.monotonic() - self._began_at[save])
 
-    def seconds(self, save: str) -> float:
+    def count(self, save: str, units: Mapping[str, float]) -> None:
+        if save in self._began_at:
+            self._units[save] = units
+
+    def stall_seconds(self, save: str) -> float:
         """Return how long it took so far; 0 when that is not known."""
-        self.end(save)
-        return self._seconds.get(save, 0.0)
+        self.go_on(save)
+        return self._stalls_seconds.get(save, 0.0)
+
+    def units(self, save: str) -> Mapping[str, float]:
+        return self._units.get(save, {})
 
 
 class Session:
@@ -116,7 +124,7 @@ class Session:
         self._asked = False
         self._left = False
         self._counter = 0
-        self._stalls = _Stalls()
+        self._notes = _SaveNotes()
         self._context: RankContext | None = None
         self._agent_knows_notice = False
         self._unannounced: tuple[Record, Path] | None = None
@@ -159,6 +167,10 @@ class Session:
         """Ask all ranks to save at the next position that they can agree on."""
         self.context().gate.request_save()
 
+    def count(self, pending: PendingSave, units: Mapping[str, float]) -> None:
+        """Note what the program counts, done until this save."""
+        self._notes.count(pending.save, units)
+
     def next_number(self) -> int:
         """Return a number that tells one joint action of the ranks from another."""
         self._counter += 1
@@ -168,12 +180,12 @@ class Session:
         """Begin a save without asking the agent or the other ranks. `waiting`: training waits for it from now on."""
         pending = PendingSave(step=step, save=f"{self.context().nonce}-c{self.next_number():06d}", kind=kind)
         if waiting:
-            self._stalls.begin(pending.save)
+            self._notes.begin(pending.save)
         return pending
 
     def goes_on(self, pending: PendingSave) -> None:
         """Note that training waits for this save no longer. Without this call it waits until the announcement."""
-        self._stalls.end(pending.save)
+        self._notes.go_on(pending.save)
 
     def admit(self, step: int, kind: Kind, *, seconds: float = PATIENCE_SECONDS) -> PendingSave | None:
         """Ask the agents of all pods for room. Returns None when one has none. A just-in-time save is never refused."""
@@ -325,7 +337,8 @@ class Session:
             kind=record.kind,
             save=record.save,
             ranks=ranks,
-            stall_seconds=self._stalls.seconds(record.save),
+            stall_seconds=self._notes.stall_seconds(record.save),
+            units=self._notes.units(record.save),
             urgent=urgent,
         )
         self._unannounced = None if announced else (record, path)

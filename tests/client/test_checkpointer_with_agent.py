@@ -256,6 +256,7 @@ def test_a_rank_that_only_announces_makes_itself_known_to_an_agent_that_came_bac
                 save=str(step),
                 ranks=ranks,
                 stall_seconds=0.0,
+                units={},
                 urgent=False,
             )
         assert sorted(method for method, _ in agent.calls) == ["AnnounceCheckpoint"] * 2 + ["Register"]
@@ -595,3 +596,20 @@ def test_the_agent_learns_how_long_training_stood_still(agent: AgentServer, make
         least_seconds = time.monotonic() - began_at
     (announced,) = agent.requests("AnnounceCheckpoint")
     assert least_seconds < announced.stall_seconds < 60
+
+
+def test_what_the_program_counts_goes_with_the_announcement(agent: AgentServer, make_checkpointer: Make) -> None:
+    checkpointer = make_checkpointer()
+    for step, units in ((1, {"tokens": 1e9, "samples": 7}), (2, None)):
+        with checkpointer.save(step, units=units) as directory:
+            (directory / "state").write_text("x")
+    counted = [{one.name: one.done for one in request.units} for request in agent.requests("AnnounceCheckpoint")]
+    assert counted == [{"tokens": 1e9, "samples": 7}, {}]
+
+
+@pytest.mark.parametrize(
+    "units", [{"tokens": -1}, {"tokens": float("nan")}, {"": 1}, {"a b": 1}, {str(n): n for n in range(17)}, {"a": "b"}]
+)
+def test_what_cannot_be_counted_is_refused(units: dict[str, Any], make_checkpointer: Make) -> None:
+    with pytest.raises(mooring.UsageError, match="units"):
+        make_checkpointer().save(1, units=units)

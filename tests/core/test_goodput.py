@@ -226,3 +226,17 @@ def test_whatever_is_missing_the_causes_sum_up_and_the_order_does_not_matter(see
     chance.shuffle(pieces)
     assert report_goodput(run_history(pieces)) == whole
     assert all(seconds >= 0 for seconds in whole.lost_seconds.values())
+
+
+def test_what_the_program_counts_is_that_of_the_newest_committed_checkpoint() -> None:
+    life = NotedLife("only")
+    life.start(1000, restore=(1000, 1000), resumed=Resumed.NOTHING)
+    life.ranks(1000, 1)
+    for step, done in ((10, 100.0), (20, 200.0), (30, 300.0)):
+        life.save(1000 + step, 1001 + step, step, units={"tokens": done})
+    life.commit(1015, 10)
+    life.commit(1025, 20)
+    life.end(1100)
+    found = report_goodput(run_history([life.life]))
+    assert found.units == {"tokens": 200.0}
+    assert together([found, found]).units == {"tokens": 400.0}

@@ -26,7 +26,7 @@ from mooring_api.names import ANNOTATION_INJECT, ANNOTATION_PREFIX
 from mooring_api.v1 import agent_pb2
 
 REQUESTS = [method.input_type for method in agent_pb2.DESCRIPTOR.services_by_name["Agent"].methods]
-PARTS: list[Any] = [agent_pb2.FileRange.DESCRIPTOR]
+PARTS: list[Any] = [agent_pb2.Unit.DESCRIPTOR, agent_pb2.FileRange.DESCRIPTOR]
 """Messages within requests."""
 NUMBERS = [setting for setting in setting_fields() if setting.value_type in (int, float, Duration, Share)]
 

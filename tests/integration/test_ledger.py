@@ -39,7 +39,7 @@ while not checkpointer.stopping:
         step += 1
         print("at", step, flush=True)
     if checkpointer.should_save(step, every=5):
-        with checkpointer.save(step) as directory:
+        with checkpointer.save(step, units={"samples": 8 * step}) as directory:
             (directory / "step").write_text(str(step))
         print("saved", step, flush=True)
     time.sleep(0.01)
@@ -132,6 +132,7 @@ def test_a_run_that_was_killed_lost_the_steps_that_its_next_start_did_again(
     assert [start["lost_steps"] for start in found["starts"]] == [0, 0, 10]
     assert [start["ended"] for start in found["starts"]] == [False, False, True]
     assert found["steps_lost_known"] == 10
+    assert found["units"] == {"samples": 240}
     first, second, third = found["starts"]
     assert began_at - 1 <= first["began_at"] < third["ended_at"] <= ended_at + 1
     assert found["wall_seconds"] == pytest.approx(third["ended_at"] - first["began_at"], rel=0.02)

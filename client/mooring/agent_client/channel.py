@@ -10,7 +10,7 @@ import logging
 import os
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
@@ -74,12 +74,21 @@ class Channel:
         return response
 
     def announce(
-        self, *, path: Path, step: int, kind: Kind, save: str, ranks: Ranks, stall_seconds: float, urgent: bool
+        self,
+        *,
+        path: Path,
+        step: int,
+        kind: Kind,
+        save: str,
+        ranks: Ranks,
+        stall_seconds: float,
+        units: Mapping[str, float],
+        urgent: bool,
     ) -> None:
         """Announce a checkpoint.
 
         `ranks`: this rank among those that write it. `stall_seconds`: how long training stood still for it; 0: not
-        known. `urgent`: call even during the back-off.
+        known. `units`: what the program counts, done until then. `urgent`: call even during the back-off.
         """
         request = agent_pb2.AnnounceCheckpointRequest(
             path=str(path),
@@ -91,6 +100,7 @@ class Channel:
             world_size=ranks.world_size,
             local_world_size=ranks.local_world_size,
             stall_seconds=stall_seconds,
+            units=[agent_pb2.Unit(name=name, done=done) for name, done in units.items()],
         )
         self._call("AnnounceCheckpoint", request, deadline_seconds=ANNOUNCE_SECONDS, urgent=urgent)
 

@@ -6,7 +6,7 @@ not know where checkpoints lie. Without a socket there is no agent, and gRPC is 
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, TypeVar
 
@@ -88,17 +88,33 @@ class Agent:
         return self._call(begin)
 
     def announce(
-        self, *, path: Path, step: int, kind: Kind, save: str, ranks: Ranks, stall_seconds: float, urgent: bool
+        self,
+        *,
+        path: Path,
+        step: int,
+        kind: Kind,
+        save: str,
+        ranks: Ranks,
+        stall_seconds: float,
+        units: Mapping[str, float],
+        urgent: bool,
     ) -> bool:
         """Announce a checkpoint; return whether the agent has taken it over.
 
-        `stall_seconds`: how long training stood still for it; 0: not known. `urgent`: also call an agent that has just
-        timed out.
+        `stall_seconds`: how long training stood still for it; 0: not known. `units`: what the program counts, done
+        until then. `urgent`: also call an agent that has just timed out.
         """
 
         def announce(channel: "Channel") -> bool:
             channel.announce(
-                path=path, step=step, kind=kind, save=save, ranks=ranks, stall_seconds=stall_seconds, urgent=urgent
+                path=path,
+                step=step,
+                kind=kind,
+                save=save,
+                ranks=ranks,
+                stall_seconds=stall_seconds,
+                units=units,
+                urgent=urgent,
             )
             return True
 

@@ -132,7 +132,7 @@ class BeginSaveResponse(_message.Message):
     def __init__(self, admitted: bool = ..., reason: _Optional[str] = ..., save: _Optional[str] = ..., budget_bytes: _Optional[int] = ...) -> None: ...
 
 class AnnounceCheckpointRequest(_message.Message):
-    __slots__ = ("path", "step", "name", "kind", "save", "rank", "world_size", "local_world_size", "files", "attempt", "stall_seconds")
+    __slots__ = ("path", "step", "name", "kind", "save", "rank", "world_size", "local_world_size", "files", "attempt", "stall_seconds", "units")
     PATH_FIELD_NUMBER: _ClassVar[int]
     STEP_FIELD_NUMBER: _ClassVar[int]
     NAME_FIELD_NUMBER: _ClassVar[int]
@@ -144,6 +144,7 @@ class AnnounceCheckpointRequest(_message.Message):
     FILES_FIELD_NUMBER: _ClassVar[int]
     ATTEMPT_FIELD_NUMBER: _ClassVar[int]
     STALL_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    UNITS_FIELD_NUMBER: _ClassVar[int]
     path: str
     step: int
     name: str
@@ -155,7 +156,16 @@ class AnnounceCheckpointRequest(_message.Message):
     files: _containers.RepeatedScalarFieldContainer[str]
     attempt: str
     stall_seconds: float
-    def __init__(self, path: _Optional[str] = ..., step: _Optional[int] = ..., name: _Optional[str] = ..., kind: _Optional[_Union[Kind, str]] = ..., save: _Optional[str] = ..., rank: _Optional[int] = ..., world_size: _Optional[int] = ..., local_world_size: _Optional[int] = ..., files: _Optional[_Iterable[str]] = ..., attempt: _Optional[str] = ..., stall_seconds: _Optional[float] = ...) -> None: ...
+    units: _containers.RepeatedCompositeFieldContainer[Unit]
+    def __init__(self, path: _Optional[str] = ..., step: _Optional[int] = ..., name: _Optional[str] = ..., kind: _Optional[_Union[Kind, str]] = ..., save: _Optional[str] = ..., rank: _Optional[int] = ..., world_size: _Optional[int] = ..., local_world_size: _Optional[int] = ..., files: _Optional[_Iterable[str]] = ..., attempt: _Optional[str] = ..., stall_seconds: _Optional[float] = ..., units: _Optional[_Iterable[_Union[Unit, _Mapping]]] = ...) -> None: ...
+
+class Unit(_message.Message):
+    __slots__ = ("name", "done")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    DONE_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    done: float
+    def __init__(self, name: _Optional[str] = ..., done: _Optional[float] = ...) -> None: ...
 
 class AnnounceCheckpointResponse(_message.Message):
     __slots__ = ("save", "phase", "size_bytes", "file_count")

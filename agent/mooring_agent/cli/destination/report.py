@@ -10,7 +10,7 @@ from mooring_agent.catalog.ledger import ledger_runs, read_ledger
 from mooring_agent.cli.formatting import age, table
 from mooring_agent.cli.store_options import destination_options
 from mooring_agent.cli.store_work import as_json_option, opened, print_json, run_work
-from mooring_agent.core.errors import ErrorKind, StoreError
+from mooring_agent.core.errors import ErrorKind, StoreError, printable
 from mooring_agent.core.policies.goodput import Cause, GoodputReport, report_goodput, together
 from mooring_agent.core.policies.run_history import run_history
 from mooring_agent.core.settings.values import Settings, StoreSettings
@@ -99,6 +99,9 @@ def _lines(found: GoodputReport) -> Iterator[str]:
     yield from table(cells, right=(1, 2), folded={3: 30})
     step = f", {found.step_seconds:.3g} s each" if found.step_seconds else ""
     yield f"{len(found.starts)} starts, {found.committed} committed checkpoints, {found.steps_lost} steps redone{step}"
+    for name, done in found.units.items():
+        rate = f", {done / found.wall_seconds:,.4g} a second" if found.wall_seconds else ""
+        yield f"{printable(name)}: {done:,.4g} at the newest committed checkpoint{rate} of the whole time"
     if found.kept_steps:
         yield f"just-in-time saves kept {found.kept_steps} steps, {age(found.kept_seconds)} of work"
 
@@ -120,6 +123,9 @@ def _as_json(found: GoodputReport, run: str | None) -> dict[str, Any]:
     for cause, seconds in found.lost_seconds.items():
         labels = ",".join(filter(None, (label, f'cause="{cause}"')))
         metrics[f"mooring_lost_seconds{{{labels}}}"] = seconds
+    for name, done in found.units.items():
+        labels = ",".join(filter(None, (label, f'unit="{_escaped(name)}"')))
+        metrics[f"mooring_units_done{{{labels}}}"] = done
     return {"goodput": found.goodput, **values, "metrics": metrics}
 
 

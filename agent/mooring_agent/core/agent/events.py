@@ -44,7 +44,7 @@ class Announced(_Happened):
     announcements by their content. `recorded_at`: when the client recorded the checkpoint, if the agent found that
     record and no client announced it here. `snapshot`: what a snapshot consists of; only the agent makes these.
     `begun_at`: when its trainer was admitted to write it, in unix seconds; None if it did not ask. `stall_seconds`: how
-    long training stood still for it; 0: not known.
+    long training stood still for it; 0: not known. `units`: what the program counts, done until then.
     """
 
     info: SaveInfo
@@ -58,6 +58,7 @@ class Announced(_Happened):
     snapshot: SnapshotContent | None = None
     begun_at: float | None = None
     stall_seconds: float = 0.0
+    units: tuple[tuple[str, float], ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -50,7 +50,7 @@ class GoodputReport:
 
     `steps_lost_known` are steps that agents had heard of, and that were trained again; `steps_lost` also estimates
     those that nobody told them of. `step_seconds` is None if no two saves tell it. `kept_…`: the work that just-in-time
-    saves kept.
+    saves kept. `units`: what the program had counted at the newest committed checkpoint.
     """
 
     wall_seconds: float
@@ -62,6 +62,7 @@ class GoodputReport:
     kept_steps: int
     kept_seconds: float
     committed: int
+    units: Mapping[str, float]
     starts: tuple[StartReport, ...]
 
     @property
@@ -86,6 +87,7 @@ def report_goodput(history: RunHistory) -> GoodputReport:
         ]
     )
     lost = {cause: seconds[cause] for cause in Cause}
+    committed = [save for save in history.saves if save.committed_at is not None]
     by_time = round(lost[Cause.REDONE] / step_seconds) if step_seconds else 0
     return GoodputReport(
         wall_seconds=seconds["productive"] + sum(lost.values()),
@@ -96,7 +98,8 @@ def report_goodput(history: RunHistory) -> GoodputReport:
         step_seconds=step_seconds,
         kept_steps=sum(steps for steps, _ in kept),
         kept_seconds=seconds["kept"],
-        committed=sum(save.committed_at is not None for save in history.saves),
+        committed=len(committed),
+        units=max(committed, key=lambda save: save.step).units if committed else {},
         starts=tuple(
             StartReport(
                 attempt=start.attempt,
@@ -126,6 +129,10 @@ def together(reports: Iterable[GoodputReport]) -> GoodputReport:
         kept_steps=sum(one.kept_steps for one in found),
         kept_seconds=sum(one.kept_seconds for one in found),
         committed=sum(one.committed for one in found),
+        units={
+            name: sum(one.units.get(name, 0.0) for one in found)
+            for name in sorted({name for one in found for name in one.units})
+        },
         starts=tuple(start for one in found for start in one.starts),
     )
 

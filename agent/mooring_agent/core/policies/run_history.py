@@ -5,7 +5,7 @@ job if they have the same attempt, their times overlap, and no two have the same
 """
 
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -40,7 +40,8 @@ class Span:
 class RunSave:
     """A save, as all agents together have seen it. `stall`: when it held up training, on the pod where it took longest.
 
-    `announced_at` is when the last pod had announced it, `committed_at` when the first knew of the commit.
+    `announced_at` is when the last pod had announced it, `committed_at` when the first knew of the commit. `units` is
+    what the program had counted by then.
     """
 
     save: str
@@ -52,6 +53,7 @@ class RunSave:
     committed_at: float | None
     size_bytes: int
     upload_seconds: float
+    units: Mapping[str, float]
 
     @property
     def is_snapshot(self) -> bool:
@@ -277,6 +279,8 @@ def _run_save(saved: Sequence[Saved], committed: Sequence[SaveCommitted]) -> Run
         committed_at=min((entry.at for entry in committed), default=None),
         size_bytes=sum(entry.size_bytes for entry in committed),
         upload_seconds=max((entry.upload_seconds for entry in committed), default=0.0),
+        # Every rank counts for the whole job.
+        units={name: done for entry in saved for name, done in entry.units.items()},
     )
 
 

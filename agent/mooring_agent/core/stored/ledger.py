@@ -20,6 +20,7 @@ from mooring_agent.core.limits import (
     LOCAL_RANKS,
     SECONDS,
     TEXT_CHARACTERS,
+    UNITS,
     Count,
     Moment,
     NameText,
@@ -30,11 +31,10 @@ from mooring_agent.core.stored import checked_json
 from mooring_agent.core.stored.checked_json import UndecodableError
 
 _FORMAT_VERSION: Final = 1
-_UNITS: Final = 16
 
 Text = Annotated[str, Meta(max_length=TEXT_CHARACTERS)]
 Seconds = Annotated[float, Meta(ge=0, le=52 * SECONDS)]
-Units = Annotated[dict[NameText, Annotated[float, Meta(ge=0, le=1e18)]], Meta(max_length=_UNITS)]
+Units = Annotated[dict[NameText, Annotated[float, Meta(ge=0, le=1e18)]], Meta(max_length=UNITS)]
 
 
 class Resumed(StrEnum):

@@ -134,6 +134,7 @@ class AgentService(agent_pb2_grpc.AgentServicer):
                 local_world_size=max(1, request.local_world_size),
                 files=tuple(request.files),
                 stall_seconds=request.stall_seconds,
+                units=tuple((check_token(one.name, "unit"), one.done) for one in request.units),
             )
         )
         return agent_pb2.AnnounceCheckpointResponse(

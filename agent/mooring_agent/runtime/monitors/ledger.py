@@ -207,6 +207,7 @@ class LedgerWriter:
             save_kind=info.kind.value,
             begun_at=event.begun_at,
             stall_seconds=event.stall_seconds or None,
+            units=dict(event.units),
         )
 
     def _noticed(self, event: TerminationNoticed) -> Callable[[int], Noticed]:

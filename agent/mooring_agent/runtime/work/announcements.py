@@ -30,6 +30,7 @@ class Announcement:
         signature: That of the content which the caller has seen and means. By default that of the files as they are.
         recorded_at: When the client recorded the checkpoint, if it is announced by that record. Unix seconds.
         stall_seconds: How long training stood still for it; 0: not known.
+        units: What the program counts, done until then.
     """
 
     path: str
@@ -45,6 +46,7 @@ class Announcement:
     signature: str = ""
     recorded_at: float | None = None
     stall_seconds: float = 0.0
+    units: tuple[tuple[str, float], ...] = ()
 
 
 class Announcements:
@@ -95,6 +97,7 @@ class Announcements:
             recorded_at=announcement.recorded_at,
             begun_at=self._engine.state.save_requests.begun_at.get(announcement.save),
             stall_seconds=announcement.stall_seconds,
+            units=announcement.units,
         )
 
         def is_news(state: State) -> bool:
