@@ -119,7 +119,7 @@ def test_prune_says_what_others_share_and_what_it_frees(destination: str) -> Non
         (manifests[0].info.save, True),
         (manifests[1].info.save, True),
     ]
-    assert report["deleted"][0]["reason"] == "1 newer are valid; others share some of its objects"
+    assert report["deleted"][0]["reason"] == "1 newer is valid; others share some of its objects"
     assert file_key(manifests[0].info, "out/a.pt") not in report["deleted"][0]["objects"]
     assert mooring("verify", destination, "--all").returncode == 0
     assert [row["number"] for row in as_json("ls", destination)["snapshots"]] == [3, 1]

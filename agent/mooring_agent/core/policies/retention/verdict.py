@@ -59,7 +59,7 @@ def plan_prune(
             if reason := _why_keep(one, settings, wanted.get(one.save, ()), protected, live):
                 kept.append(Kept(name=name, save=one.save, reason=reason))
             else:
-                why = f"{settings.keep_last} newer are valid"
+                why = f"{settings.keep_last} newer {'is' if settings.keep_last == 1 else 'are'} valid"
                 folder = folders.get((name, one.save))
                 deletions.append(deletion_of(name, one.save, folder, why, marker=(one.key,), may_share=bool(series)))
     newest_commit_at = {series: max(one.modified_at for one in saves) for series, saves in groups.items()}
