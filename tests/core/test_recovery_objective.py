@@ -11,6 +11,7 @@ from mooring_agent.core.agent.events import (
     ObjectiveGiven,
     RankRegistered,
     RanksSeen,
+    SaveAborted,
     SaveBegun,
     TerminationNoticed,
 )
@@ -164,3 +165,42 @@ def test_the_program_that_saves_by_itself_is_measured_too() -> None:
     save_at(play, 200, "one")
     save_at(play, 900, "two")
     assert play.state.save_requests.history.oldest_seconds == pytest.approx(930 - 200)
+
+
+def test_saves_that_fail_are_not_asked_for_again_and_again() -> None:
+    play = playing()
+    asked = 0
+    while play.now < 100 + 3600:
+        wake_at = planner.next_wake(play.state)
+        assert wake_at is not None
+        play.now = max(play.now, wake_at)
+        if any(isinstance(command, RequestSave) for command in play.tick()):
+            asked += 1
+            play.feed(SaveBegun(at=play.now, save=f"s{asked}", attempt="a", step=asked, size_bytes=1))
+            play.now += 30
+            play.feed(SaveAborted(at=play.now, save=f"s{asked}"))
+    # An hour allows 36 s.
+    assert asked <= 2
+
+
+def test_an_outage_does_not_count_as_the_time_that_commits_take() -> None:
+    play = playing()
+    save_at(play, 350, "one")
+    play.now = 900
+    play.announce("two", stall_seconds=1)
+    (work,) = [one for one in play.in_flight if one.save == "two"]
+    play.fail(work)
+    assert play.state.storage_error
+    play.now += 3000
+    play.wait_until(lambda: bool(play.in_flight))
+    play.finish()
+    times = play.state.save_requests.history.times
+    assert times is not None
+    assert times.commit_seconds == pytest.approx(20)
+
+
+def test_the_objective_of_a_program_ends_with_it() -> None:
+    play = playing(0)
+    play.feed(ObjectiveGiven(at=100, recovery_point_seconds=60, max_overhead=0.0))
+    play.feed(RanksSeen(at=200, alive=frozenset()))
+    assert objective(play) is None

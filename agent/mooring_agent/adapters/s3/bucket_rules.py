@@ -23,10 +23,13 @@ async def aborts_uploads(client: Any, bucket: str, prefix: str, *, request: _Req
 async def keeps_old_versions(client: Any, bucket: str, prefix: str, *, request: _Request) -> bool:
     async with request("GetBucketVersioning", ""):
         versioning = await client.get_bucket_versioning(Bucket=bucket)
-    if versioning.get("Status") != "Enabled":
+    # Where it is suspended, what was written before still has old versions.
+    if not versioning.get("Status"):
         return False
     rules = await _lifecycle_rules(client, bucket, request)
-    return not _any_covers(rules, "NoncurrentVersionExpiration", prefix)
+    # Mooring writes a key once, so a rule that keeps a number of old versions never removes its only one.
+    ending = [rule for rule in rules if "NewerNoncurrentVersions" not in rule.get("NoncurrentVersionExpiration", {})]
+    return not _any_covers(ending, "NoncurrentVersionExpiration", prefix)
 
 
 async def _lifecycle_rules(client: Any, bucket: str, request: _Request) -> Iterable[_Rule]:

@@ -123,7 +123,10 @@ def _apply(state: State, event: Event) -> Iterator[Command]:
         case Announced():
             announced(state, event)
             if not event.info.is_snapshot:
-                state.save_requests.begun(event.info.save, event.at if event.begun_at is None else event.begun_at)
+                begun_at = event.at if event.begun_at is None else event.begun_at
+                state.save_requests.begun(event.info.save, begun_at)
+                # If the client does not say for how long, all of the writing counts.
+                state.save_requests.history.stalled(event.stall_seconds or max(0.0, event.at - begun_at))
             state.reindex(state.checkpoints[event.info.save])
         case Shed() | Failed():
             _given_up(state, event)
@@ -149,6 +152,9 @@ def _apply(state: State, event: Event) -> Iterator[Command]:
                 state.begun.clear()
             if event.alive - state.alive_ranks:
                 state.save_requests.trainers_started(state.now)
+            if not event.alive:
+                # The next program may set none.
+                state.save_requests.program_objective = None
             state.alive_ranks = event.alive
             state.termination.most_alive = max(state.termination.most_alive, len(event.alive))
         case DiskRead():
@@ -158,6 +164,8 @@ def _apply(state: State, event: Event) -> Iterator[Command]:
             state.save_requests.begun(event.save, event.at)
         case SaveAborted():
             state.begun.pop(event.save, None)
+            if event.save in state.save_requests.begun_at:
+                state.save_requests.history.stalled(max(0.0, event.at - state.save_requests.begun_at[event.save]))
         case SaveRequested():
             yield RequestSave(terminating=False, deadline=0.0)
         case ObjectiveGiven():
@@ -283,12 +291,12 @@ def _measure(state: State, checkpoint: Checkpoint) -> None:
     before = state.newest_snapshot if checkpoint.info.is_snapshot else state.newest_committed
     if before is not None:
         history.replaced(max(0.0, checkpoint.committed_at - before.taken_at))
-    if not checkpoint.info.is_snapshot:
-        history.committed(
-            write_seconds=checkpoint.announced_at - checkpoint.taken_at,
-            commit_seconds=max(0.0, checkpoint.committed_at - checkpoint.announced_at),
-            stall_seconds=checkpoint.stall_seconds,
-        )
+    commit_seconds = max(0.0, checkpoint.committed_at - checkpoint.announced_at)
+    wanted = state.save_requests.objective(state.settings.objective)
+    # An outage does not say how long commits take.
+    in_outage = state.storage_error and wanted is not None and commit_seconds > wanted.recovery_point_seconds
+    if not checkpoint.info.is_snapshot and not in_outage:
+        history.committed(write_seconds=checkpoint.announced_at - checkpoint.taken_at, commit_seconds=commit_seconds)
 
 
 def _given_up(state: State, event: Shed | Failed) -> None:

@@ -17,6 +17,8 @@ _ANSWERS_COUNTED: Final = 16
 """More, because what trainers are at when they are asked, such as an evaluation, comes again after many saves."""
 _MARGIN: Final = 0.1
 """Share of the recovery point, and of the overhead, that is kept for a save that takes longer than those before it."""
+_LEAST_SHARE: Final = 0.25
+"""The share of the interval that lies between the beginnings of two saves at least, whatever becomes of them."""
 _BEGUN_KEPT: Final = 64
 _PATIENCE: Final = 3.0
 """After so many recovery points, a checkpoint that is still on its way holds up no further request."""
@@ -65,6 +67,7 @@ class SavePlan:
     `obstacle`: why that is older than the objective; None if it is not.
     """
 
+    objective: Objective
     interval_seconds: float
     recovery_point_seconds: float
     obstacle: Obstacle | None = None
@@ -74,11 +77,11 @@ def plan_saves(objective: Objective, times: SaveTimes | None) -> SavePlan:
     """Return when to save. Without measured times half of the recovery point is left for the first save."""
     wanted_seconds = objective.recovery_point_seconds
     if times is None:
-        return SavePlan(interval_seconds=wanted_seconds / 2, recovery_point_seconds=wanted_seconds)
+        return SavePlan(objective=objective, interval_seconds=wanted_seconds / 2, recovery_point_seconds=wanted_seconds)
     durable_seconds = times.write_seconds + times.commit_seconds
     by_objective = wanted_seconds * (1 - _MARGIN) - durable_seconds
     one_at_a_time = durable_seconds + times.answer_seconds
-    by_overhead = shortest_interval_seconds(objective, times)
+    by_overhead = _shortest_interval_seconds(objective, times.stall_seconds)
     interval_seconds = max(by_objective, one_at_a_time, by_overhead)
     reached_seconds = interval_seconds + durable_seconds
     obstacle = None
@@ -89,13 +92,18 @@ def plan_saves(objective: Objective, times: SaveTimes | None) -> SavePlan:
             Obstacle.COMMIT: times.commit_seconds,
         }
         obstacle = Obstacle.OVERHEAD if by_overhead >= one_at_a_time else max(stages, key=lambda stage: stages[stage])
-    return SavePlan(interval_seconds=interval_seconds, recovery_point_seconds=reached_seconds, obstacle=obstacle)
+    return SavePlan(
+        objective=objective,
+        interval_seconds=interval_seconds,
+        recovery_point_seconds=reached_seconds,
+        obstacle=obstacle,
+    )
 
 
-def shortest_interval_seconds(objective: Objective, times: SaveTimes) -> float:
+def _shortest_interval_seconds(objective: Objective, stall_seconds: float) -> float:
     """Return how long after a save has begun the next one may begin, by the time that saves may take."""
     share = objective.max_overhead * (1 - _MARGIN)
-    return times.stall_seconds / share if share else 0.0
+    return stall_seconds / share if share else 0.0
 
 
 def _recent() -> deque[float]:
@@ -116,11 +124,14 @@ class SaveHistory:
         """The trainers began a save, so long after they were asked for it."""
         self._answers.append(seconds)
 
-    def committed(self, *, write_seconds: float, commit_seconds: float, stall_seconds: float) -> None:
-        """A checkpoint is committed. `stall_seconds` 0: not known, so all of the writing counts as stall."""
+    def committed(self, *, write_seconds: float, commit_seconds: float) -> None:
+        """A checkpoint is committed."""
         self._writes.append(write_seconds)
         self._commits.append(commit_seconds)
-        self._stalls.append(stall_seconds or write_seconds)
+
+    def stalled(self, seconds: float) -> None:
+        """Training stood still for a save, whatever became of it."""
+        self._stalls.append(seconds)
 
     def replaced(self, age_seconds: float) -> None:
         """A newer recovery point has replaced one that had become so old."""
@@ -135,8 +146,13 @@ class SaveHistory:
             answer_seconds=max(self._answers, default=0.0),
             write_seconds=max(self._writes),
             commit_seconds=max(self._commits),
-            stall_seconds=max(self._stalls),
+            stall_seconds=self.stall_seconds,
         )
+
+    @property
+    def stall_seconds(self) -> float:
+        """How long training stands still for a save; 0 before the first."""
+        return max(self._stalls, default=0.0)
 
     @property
     def oldest_seconds(self) -> float:
@@ -186,8 +202,11 @@ class SaveRequests:
         taken_at = max(self.training_since, newest_taken_at)
         due = taken_at + plan.interval_seconds
         if times is not None:
-            last_begun_at = max(self.begun_at.values(), default=0.0)
-            due = max(due - times.answer_seconds, last_begun_at + shortest_interval_seconds(wanted, times))
+            due -= times.answer_seconds
+        # Also where saves fail, and no checkpoint is ever taken.
+        last_begun_at = max(self.begun_at.values(), default=0.0)
+        least_seconds = _shortest_interval_seconds(wanted, self.history.stall_seconds)
+        due = max(due, last_begun_at + max(least_seconds, _LEAST_SHARE * plan.interval_seconds))
         if is_on_its_way:
             due = max(due, taken_at + _PATIENCE * wanted.recovery_point_seconds)
         return due

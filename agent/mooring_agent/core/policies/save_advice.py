@@ -68,10 +68,6 @@ class Caveat(StrEnum):
     SHORT_ON_AWS = "A spot machine ends 120 s after its notice on AWS, sooner elsewhere, before the save is stored."
     ALL_KEPT = "Without --keep-last every checkpoint is kept, and the storage grows for as long as the run lasts."
     GROWS = "What --keep-every-steps keeps grows for as long as the run lasts."
-    RARELY_KEPT = (
-        "Only steps that are saved can be kept: make --keep-every-steps a multiple of the interval in steps, or it "
-        "keeps far fewer."
-    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -122,7 +118,7 @@ def advise(job: JobNumbers) -> SaveAdvice:
         bandwidth_bytes_per_second=job.share_bytes / interval_seconds,
         checkpoints_a_month=MONTH_SECONDS / interval_seconds,
         stored_bytes=int(job.checkpoint_bytes * _kept_after_a_month(job, interval_seconds, interval_steps)),
-        caveats=_caveats(job, young_seconds, interval_seconds, interval_steps, grace_seconds),
+        caveats=_caveats(job, young_seconds, interval_seconds, grace_seconds),
     )
 
 
@@ -149,14 +145,14 @@ def _kept_after_a_month(job: JobNumbers, interval_seconds: float, interval_steps
         return saves
     kept = retention.keep_last + 1.0
     if retention.keep_every_steps:
-        # Only steps that are saved can be kept.
+        # The first checkpoint at or past each multiple, of those that are saved.
         assert interval_steps, "the caller knows how long a step takes if it keeps by steps"
-        kept += MONTH_SECONDS / (math.lcm(retention.keep_every_steps, interval_steps) * job.step_seconds)
+        kept += MONTH_SECONDS / (max(retention.keep_every_steps, interval_steps) * job.step_seconds)
     return min(saves, kept)
 
 
 def _caveats(
-    job: JobNumbers, young_seconds: float, interval_seconds: float, interval_steps: int, grace_seconds: float
+    job: JobNumbers, young_seconds: float, interval_seconds: float, grace_seconds: float
 ) -> tuple[Caveat, ...]:
     gcp_seconds, aws_seconds = _SPOT_SECONDS
     keep_every_steps = job.retention.keep_every_steps
@@ -169,6 +165,5 @@ def _caveats(
         Caveat.SHORT_ON_AWS: grace_seconds > aws_seconds,
         Caveat.ALL_KEPT: not job.retention.keep_last,
         Caveat.GROWS: keep_every_steps > 0,
-        Caveat.RARELY_KEPT: keep_every_steps > 0 and keep_every_steps % interval_steps > 0,
     }
     return tuple(caveat for caveat, holds in true.items() if holds)

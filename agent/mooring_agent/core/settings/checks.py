@@ -12,6 +12,7 @@ from mooring_agent.core.settings.values import GIB, MIB, TerminationSettings, Tr
 from mooring_agent.core.stored.object_layout import LONGEST_PREFIX_BYTES, check_file_path, check_token
 from mooring_api.names import SOCKET_PATH_LIMIT_BYTES
 
+LEAST_RECOVERY_POINT_SECONDS: Final = 1.0
 _S3_PART_LEAST_BYTES: Final = 5 * MIB
 _S3_PART_MOST_BYTES: Final = 5 * GIB
 
@@ -40,6 +41,8 @@ def setting_problems(values: Mapping[str, Any]) -> Iterator[str]:
     for name in ("keep_every_steps", "keep_every_seconds", "keep_daily"):
         if values.get(f"retention.{name}") and not values.get("retention.keep_last"):
             yield f"{name} needs keep_last: with keep_last 0 everything is kept"
+    if 0 < values.get("objective.recovery_point", 0.0) < LEAST_RECOVERY_POINT_SECONDS:
+        yield f"recovery_point must be {LEAST_RECOVERY_POINT_SECONDS:g} s or more, or 0 for none"
     yield from _impossible_sizes(values)
     if values.get("attempt"):
         try:

@@ -22,6 +22,7 @@ from mooring_agent.core.agent import disk_pressure, drain
 from mooring_agent.core.agent.checkpoint import Checkpoint
 from mooring_agent.core.agent.events import ObjectiveGiven, RankRegistered, SaveAborted, SaveBegun, SaveRequested
 from mooring_agent.core.errors import ErrorKind, MooringError, RequestError, printable
+from mooring_agent.core.settings.checks import LEAST_RECOVERY_POINT_SECONDS
 from mooring_agent.core.stored.object_layout import check_token
 from mooring_agent.ports import Clock
 from mooring_agent.restore.partial_copy import FileRange
@@ -64,6 +65,12 @@ class AgentService(agent_pb2_grpc.AgentServicer):
 
     async def Register(self, request: agent_pb2.RegisterRequest, context: Any) -> agent_pb2.RegisterResponse:
         await self._register(request)
+        if 0 < request.recovery_point_seconds < LEAST_RECOVERY_POINT_SECONDS:
+            raise RequestError(
+                ErrorKind.BAD_REQUEST,
+                f"recovery_point_seconds is {request.recovery_point_seconds:g}",
+                hint=f"give {LEAST_RECOVERY_POINT_SECONDS:g} or more, or 0 for none",
+            )
         if request.recovery_point_seconds:
             await self._engine.submit(
                 ObjectiveGiven(

@@ -51,14 +51,11 @@ def backlog_bytes(state: State) -> int:
 
 def describe_objective(state: State) -> agent_pb2.Objective | None:
     """Describe the recovery point objective; None without one."""
-    wanted, plan = (
-        state.save_requests.objective(state.settings.objective),
-        state.save_requests.plan(state.settings.objective),
-    )
-    if wanted is None or plan is None:
+    plan = state.save_requests.plan(state.settings.objective)
+    if plan is None:
         return None
     return agent_pb2.Objective(
-        recovery_point_seconds=wanted.recovery_point_seconds,
+        recovery_point_seconds=plan.objective.recovery_point_seconds,
         interval_seconds=plan.interval_seconds,
         reached_seconds=plan.recovery_point_seconds,
         obstacle=plan.obstacle or "",

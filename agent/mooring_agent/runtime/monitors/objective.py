@@ -7,6 +7,7 @@ from typing import Final
 import structlog
 
 from mooring_agent.core.agent.state import State
+from mooring_agent.core.policies.recovery_objective import SavePlan
 from mooring_agent.runtime.engine.engine import Engine
 
 _PERIOD_SECONDS: Final = 60.0
@@ -20,37 +21,29 @@ async def watch_objective(engine: Engine) -> None:
     """Watch until cancelled."""
     said = ""
     while True:
-        found = _shortfall(engine.state)
-        if found is not None and found[0] != said:
-            said, reached_seconds = found
-            wanted = engine.state.save_requests.objective(engine.state.settings.objective)
-            assert wanted is not None
+        plan = engine.state.save_requests.plan(engine.state.settings.objective)
+        hint, reached_seconds = ("", 0.0) if plan is None else _shortfall(engine.state, plan)
+        if plan is not None and hint and hint != said:
             log.warning(
                 "objective.missed",
-                recovery_point_seconds=wanted.recovery_point_seconds,
+                recovery_point_seconds=plan.objective.recovery_point_seconds,
                 reached_seconds=round(reached_seconds, 1),
-                hint=said,
+                hint=hint,
             )
-        elif found is None and said:
-            said = ""
+        elif said and not hint:
             log.info("objective.kept_again")
+        said = hint
         seen = engine.revision
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(_PERIOD_SECONDS):
                 await engine.next_change(seen)
 
 
-def _shortfall(state: State) -> tuple[str, float] | None:
-    """Return what would help, and how old the recovery point gets; None if the objective is kept or there is none."""
-    wanted, plan = (
-        state.save_requests.objective(state.settings.objective),
-        state.save_requests.plan(state.settings.objective),
-    )
-    if wanted is None or plan is None:
-        return None
+def _shortfall(state: State, plan: SavePlan) -> tuple[str, float]:
+    """Return what would help, and how old the recovery point gets; an empty text if the objective is kept."""
     if plan.obstacle is not None:
         return plan.obstacle, plan.recovery_point_seconds
     oldest_seconds = state.save_requests.history.oldest_seconds
-    if not state.ranks and not state.alive_ranks and oldest_seconds > wanted.recovery_point_seconds:
+    if not state.ranks and not state.alive_ranks and oldest_seconds > plan.objective.recovery_point_seconds:
         return _BY_ITSELF, oldest_seconds
-    return None
+    return "", 0.0
