@@ -6,6 +6,7 @@ import pytest
 from tests.servers.server import Bucket
 
 from mooring_agent.adapters.open_store import open_store
+from mooring_agent.adapters.s3.bucket_rules import removes_old_versions
 from mooring_agent.core.settings.values import StoreSettings
 
 ABORT = {"AbortIncompleteMultipartUpload": {"DaysAfterInitiation": 7}}
@@ -71,12 +72,22 @@ async def test_rules_are_counted_each_for_what_it_does(moto_bucket: Bucket) -> N
     assert await answers(moto_bucket, [expiring, {**EXPIRE, **EVERYTHING}]) == [False, False]
 
 
-@pytest.mark.parametrize("status", ["", "Suspended"])
-async def test_a_bucket_without_versioning_keeps_no_old_versions(moto_bucket: Bucket, status: str) -> None:
-    if status:
-        set_versioning(moto_bucket, status)
-
+async def test_a_bucket_without_versioning_keeps_no_old_versions(moto_bucket: Bucket) -> None:
     assert await answers(moto_bucket, []) == [False, False]
+
+
+async def test_a_bucket_whose_versioning_is_suspended_keeps_those_of_before(moto_bucket: Bucket) -> None:
+    set_versioning(moto_bucket, "Suspended")
+    assert await answers(moto_bucket, []) == [False, True]
+    assert await answers(moto_bucket, [{**EXPIRE, **EVERYTHING}]) == [False, False]
+
+
+def test_a_rule_that_keeps_a_number_of_versions_keeps_the_only_one_of_a_key() -> None:
+    def rule(**ends: int) -> dict[str, object]:
+        return {"NoncurrentVersionExpiration": {"NoncurrentDays": 1, **ends}, "Status": "Enabled", **EVERYTHING}
+
+    assert removes_old_versions([rule()], "runs/")
+    assert not removes_old_versions([rule(NewerNoncurrentVersions=1)], "runs/")
 
 
 async def test_a_rule_for_a_prefix_does_not_cover_the_whole_bucket(moto_bucket: Bucket) -> None:

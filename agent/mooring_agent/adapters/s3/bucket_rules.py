@@ -26,10 +26,16 @@ async def keeps_old_versions(client: Any, bucket: str, prefix: str, *, request: 
     # Where it is suspended, what was written before still has old versions.
     if not versioning.get("Status"):
         return False
-    rules = await _lifecycle_rules(client, bucket, request)
-    # Mooring writes a key once, so a rule that keeps a number of old versions never removes its only one.
+    return not removes_old_versions(await _lifecycle_rules(client, bucket, request), prefix)
+
+
+def removes_old_versions(rules: Iterable[_Rule], prefix: str) -> bool:
+    """Whether a rule ends every old version below `prefix`.
+
+    Mooring writes a key once. So a rule that keeps a number of old versions never removes the only one of a key.
+    """
     ending = [rule for rule in rules if "NewerNoncurrentVersions" not in rule.get("NoncurrentVersionExpiration", {})]
-    return not _any_covers(ending, "NoncurrentVersionExpiration", prefix)
+    return _any_covers(ending, "NoncurrentVersionExpiration", prefix)
 
 
 async def _lifecycle_rules(client: Any, bucket: str, request: _Request) -> Iterable[_Rule]:
