@@ -97,6 +97,33 @@ def test_a_replacement_of_a_pod_is_another_start_although_the_attempt_is_the_sam
     assert lost(found) == {"restore": 20, "start": 20, "redone": 30, "drain": 5}
 
 
+@pytest.mark.parametrize("attempt", ["", "job"])
+def test_a_replacement_without_a_place_is_another_start_while_the_old_pod_drains(attempt: str) -> None:
+    old, new = NotedLife("old", attempt=attempt), NotedLife("new", attempt=attempt)
+    old.start(100, restore=(90, 100), resumed=Resumed.NOTHING)
+    old.ranks(110, 1)
+    old.save(36_100, 36_100, 5)
+    old.commit(36_105, 5)
+    old.ranks(36_110, 0)
+    old.end(36_120)
+    new.resumes(36_125, 5, restore=(36_110, 36_125))
+    new.ranks(36_130, 1)
+    new.end(36_230)
+    found = reported(old, new)
+    assert len(found.starts) == 2
+    assert lost(found) == {"restore": 25, "start": 15, "redone": 10}
+
+
+def test_pods_without_a_place_are_one_start_until_ranks_train_if_the_attempt_is_known() -> None:
+    for attempt, starts in (("job", 1), ("", 2)):
+        pods = [NotedLife(f"pod-{number}", attempt=attempt) for number in range(2)]
+        for number, pod in enumerate(pods):
+            pod.start(100 + number, restore=(90 + number, 100 + number), resumed=Resumed.NOTHING)
+            pod.ranks(110, 1)
+            pod.end(200)
+        assert len(reported(*pods).starts) == starts
+
+
 def test_an_agent_that_is_started_again_beside_its_ranks_continues_the_same_start() -> None:
     first, again = NotedLife("first"), NotedLife("again")
     first.start(100, start="one", restore=(90, 100), resumed=Resumed.NOTHING)
@@ -139,6 +166,71 @@ def test_a_killed_agent_lived_until_its_last_sign() -> None:
     life.add(Alive, 400, ranks=1)
     found = reported(life)
     assert (found.wall_seconds, found.productive_seconds, found.starts[0].ended) == (300, 300, False)
+
+
+def test_work_since_a_slow_save_began_is_redone() -> None:
+    first, second = NotedLife("first"), NotedLife("second")
+    first.start(100, restore=(100, 100), resumed=Resumed.NOTHING)
+    first.ranks(100, 1)
+    first.save(240, 300, 10, stall_seconds=1.0)
+    first.commit(305, 10)
+    first.ranks(310, 0)
+    first.ranks(310, 1)
+    first.ranks(315, 0)
+    first.end(315)
+    second.resumes(320, 10, restore=(315, 320))
+    second.ranks(320, 1)
+    second.end(400)
+    assert lost(reported(first, second)) == {"restore": 5, "stall": 1, "redone": 315 - 241}
+
+
+def test_ranks_that_come_again_redo_what_followed_the_begin_of_a_slow_save() -> None:
+    life = NotedLife("one")
+    life.start(100, restore=(100, 100), resumed=Resumed.NOTHING)
+    life.ranks(100, 1)
+    life.save(140, 160, 40, stall_seconds=2.0)
+    life.ranks(170, 0)
+    life.ranks(190, 1)
+    life.end(290)
+    assert lost(reported(life)) == {"start": 20, "stall": 2, "redone": 170 - 142}
+
+
+@pytest.mark.parametrize(
+    ("resumed", "steps"), [(Resumed.SAVE, 50), (Resumed.NOTHING, 1_000_050), (Resumed.UNKNOWN, 20)]
+)
+def test_without_an_earlier_commit_a_just_in_time_save_kept_what_its_start_did(resumed: Resumed, steps: int) -> None:
+    life = NotedLife("one")
+    step = 1_000_000 if resumed is Resumed.SAVE else 0
+    life.start(100, restore=(90, 100), resumed=resumed, step=step, save=f"save-{step}" if step else "")
+    life.ranks(110, 1)
+    life.save(140, 140, 1_000_030)
+    life.notice(160)
+    life.save(160, 162, 1_000_050, kind="just-in-time")
+    life.commit(163, 1_000_050)
+    life.end(170)
+    found = reported(life)
+    assert (found.kept_steps, found.kept_seconds) == (steps, 50)
+
+
+def test_a_just_in_time_save_kept_no_work_of_before_the_step_that_its_start_resumed_from() -> None:
+    first, second = killed_and_resumed()
+    # Of the first start's save 200, which its agent had not written down, only the second one's resume tells.
+    first.entries = [entry for entry in first.entries if getattr(entry, "save", "") != "save-200"]
+    found = reported(first, second)
+    assert (found.kept_steps, found.kept_seconds) == (520, 520)
+
+
+def test_work_since_the_begin_of_the_last_committed_save_is_kept() -> None:
+    life = NotedLife("one")
+    life.start(100, restore=(100, 100), resumed=Resumed.NOTHING)
+    life.ranks(100, 1)
+    life.save(120, 150, 20, stall_seconds=2.0)
+    life.commit(155, 20)
+    life.notice(200)
+    life.save(200, 205, 100, kind="just-in-time")
+    life.commit(206, 100)
+    life.end(210)
+    assert reported(life).kept_seconds == 200 - 122
 
 
 def test_a_start_that_begins_from_nothing_redoes_all_that_was_before() -> None:

@@ -210,7 +210,7 @@ def _lost_since(history: RunHistory, position: int) -> tuple[Span, int] | None:
         return Span(since=history.starts[0].began_at, until=start.began_at), 0
     resumed = history.resumed_save(start)
     if resumed is not None:
-        return Span(since=resumed.announced_at, until=start.began_at), resumed.step
+        return Span(since=resumed.taken_at, until=start.began_at), resumed.step
     since = _since_unknown_save(history, start) if start.resumed is Resumed.SAVE else None
     return None if since is None else (Span(since=since, until=start.began_at), start.resumed_step)
 
@@ -229,7 +229,7 @@ def _since_unknown_save(history: RunHistory, start: JobStart) -> float | None:
 def _lost_in_place(history: RunHistory, start: JobStart) -> Iterator[Span]:
     """Yield what was lost where the ranks ended and came again beside their agents: all since the last save."""
     for before, after in pairwise(start.trained):
-        since = [save.announced_at for save in history.saves if save.announced_at <= before.until]
+        since = [save.taken_at for save in history.saves if save.announced_at <= before.until]
         yield Span(since=max(since, default=before.since), until=after.since)
 
 
@@ -243,11 +243,13 @@ def _kept_work(save: RunSave) -> bool:
 
 
 def _kept_by(history: RunHistory, save: RunSave) -> tuple[int, Span]:
-    """Return the steps and the time that a just-in-time save kept: since the last commit before the notice."""
+    """Return the steps and the time that a just-in-time save kept: since the last commit before the notice.
+
+    That is since the start's ranks came if it resumed from something newer, or if no commit is known.
+    """
     start = next((one for one in reversed(history.starts) if one.began_at <= save.announced_at), None)
     moments = [at for at in start.noticed_at if at <= save.announced_at] if start else []
-    until = save.begun_at if save.begun_at is not None else save.announced_at
-    noticed_at = max(moments, default=until)
+    noticed_at = max(moments, default=save.taken_at)
     before = [
         one
         for one in history.saves
@@ -258,9 +260,15 @@ def _kept_by(history: RunHistory, save: RunSave) -> tuple[int, Span]:
         and one.step <= save.step
     ]
     last = max(before, key=lambda one: (one.step, one.announced_at), default=None)
-    if last is None:
-        return save.step, Span(since=history.starts[0].began_at if history.starts else until, until=until)
-    return save.step - last.step, Span(since=last.announced_at, until=until)
+    if last and not (start and start.resumed_step > last.step):
+        return save.step - last.step, Span(since=last.taken_at, until=save.taken_at)
+    if start is None:
+        return 0, Span(since=save.taken_at, until=save.taken_at)
+    began_step = start.resumed_step
+    if start.resumed is Resumed.UNKNOWN:
+        began_step = min((step for at, step in history.steps if at >= start.began_at), default=save.step)
+    since = start.trained[0].since if start.trained else start.restored_at
+    return max(0, save.step - began_step), Span(since=since, until=save.taken_at)
 
 
 def _step_seconds(history: RunHistory) -> float | None:
@@ -275,9 +283,8 @@ def _step_seconds(history: RunHistory) -> float | None:
         if not uninterrupted or spans[position].until < after.announced_at or after.step <= before.step:
             continue
         # A save that does not hold up training is announced when the next steps are done already.
-        begins = [one.begun_at if one.begun_at is not None else one.announced_at for one in (before, after)]
         stall_seconds = before.stall.until - before.stall.since if before.stall else 0.0
-        took_seconds = begins[1] - begins[0] - stall_seconds
+        took_seconds = after.taken_at - before.taken_at - stall_seconds
         if took_seconds > 0:
             steps += after.step - before.step
             seconds += took_seconds

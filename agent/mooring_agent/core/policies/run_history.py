@@ -1,7 +1,9 @@
 """A run's starts and saves, put together from what its agents have noted. Tolerates holes: a killed agent loses some.
 
 An agent that was started again beside living ranks continues the same start of its pod. Pods belong to one start of the
-job if they have the same attempt, their times overlap, and no two have the same place.
+job if they have the same attempt, their times overlap, and no two have the same place. A pod without a place may be
+the replacement of one that still drains, so it joins no start whose ranks have trained before it began; if it has no
+attempt either, it is a start of its own.
 """
 
 from collections import defaultdict
@@ -58,6 +60,11 @@ class RunSave:
     @property
     def is_snapshot(self) -> bool:
         return self.kind == Kind.SNAPSHOT
+
+    @property
+    def taken_at(self) -> float:
+        """When the state in it was that of the training: when the save began, as far as known."""
+        return self.announced_at if self.begun_at is None else self.begun_at
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -209,11 +216,12 @@ def _grouped(pods: Sequence[_PodStart]) -> list[list[_PodStart]]:
 
 
 def _belongs(pod: _PodStart, group: Sequence[_PodStart]) -> bool:
-    return (
-        group[0].attempt == pod.attempt
-        and pod.began_at <= max(one.ended_at for one in group)
-        and not (pod.place and any(one.place == pod.place for one in group))
-    )
+    if group[0].attempt != pod.attempt or pod.began_at > max(one.ended_at for one in group):
+        return False
+    if pod.place:
+        return all(one.place != pod.place for one in group)
+    trained_at = min((span.since for one in group for span in one.trained), default=pod.began_at)
+    return bool(pod.attempt) and pod.began_at <= trained_at
 
 
 def _job_start(pods: Sequence[_PodStart]) -> JobStart:
