@@ -8,7 +8,7 @@ from zlib import crc32
 import pytest
 from tests.core.noted_lives import NotedLife, killed_and_resumed
 
-from mooring_agent.core.limits import LEDGER_BYTES
+from mooring_agent.core.limits import LEDGER_BYTES, LEDGER_LIVES
 from mooring_agent.core.stored.checked_json import UndecodableError
 from mooring_agent.core.stored.ledger import (
     ENTRY_TAGS,
@@ -107,6 +107,21 @@ def test_a_merge_keeps_what_only_a_newer_version_knows_and_leaves_newer_formats_
     assert whole is not None
     assert json.loads(whole)["lives"][0]["entries"][-1] == {"kind": "new", "number": 99, "more": 1}
     assert merged([body, changed(body, lambda value: value.update(format=2))]) is None
+
+
+def test_a_merge_that_could_not_be_read_again_is_not_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    bodies = []
+    for number in range(LEDGER_LIVES + 1):
+        life = NotedLife(f"agent-{number}")
+        life.ranks(10, 1)
+        bodies.append(encode_life(life.life))
+    assert merged(bodies) is None
+    whole = merged(bodies[:-1])
+    assert whole is not None
+    assert len(decode_lives(whole)) == LEDGER_LIVES
+    assert len(whole) < LEDGER_BYTES / 2
+    monkeypatch.setattr("mooring_agent.core.stored.ledger.LEDGER_BYTES", len(whole) - 1)
+    assert merged(bodies[:-1]) is None
 
 
 def test_keys_of_the_ledger_are_told_from_all_others() -> None:

@@ -227,8 +227,55 @@ async def test_a_store_that_is_away_holds_up_no_event_and_the_oldest_entries_are
     agent.ready.opened.set()
     await agent.writer.last_words(Exit(code=0, lost=()))
     entries = await agent.entries()
-    assert len(entries) == 1_000
-    assert entries[0].number > 900
+    assert len(entries) == 4_096
+    assert (entries[0].number > 900, type(entries[-1])) == (True, AgentEnded)
+
+
+async def test_of_more_than_an_object_holds_the_agents_end_is_written() -> None:
+    agent = Agent()
+    for at in range(5_000):
+        agent.hears(Shed(at=float(at), save="one", reason="\u00e9" * 5_000))
+    await agent.writer.last_words(Exit(code=0, lost=()))
+    entries = await agent.entries()
+    assert isinstance(entries[-1], AgentEnded)
+    assert 1_000 < len(entries) < 4_096
+
+
+async def test_a_pods_save_has_the_first_begin_and_the_longest_stall_of_its_ranks() -> None:
+    agent = Agent()
+    agent.play.feed(SaveBegun(at=agent.play.now, save="one", attempt="job-1", step=7, size_bytes=1))
+    begun_at = agent.play.state.save_requests.begun_at["one"]
+    for rank, stall_seconds in ((0, 9.0), (1, 2.0)):
+        agent.play.announce("one", rank=rank, world_size=2, local_world_size=2, stall_seconds=stall_seconds)
+        agent.hears(agent.play.state.checkpoints["one"].contributions[rank].announced)
+        # What is announced after this agent was started again has no begin.
+        agent.play.state.save_requests.begun_at.clear()
+    await agent.writer.last_words(Exit(code=0, lost=()))
+    (saved, _) = await agent.entries()
+    assert isinstance(saved, Saved)
+    assert (saved.begun_at, saved.stall_seconds) == (begun_at, 9.0)
+
+
+async def test_signs_of_life_of_ranks_that_came_again_do_not_tell_the_step_of_those_before() -> None:
+    agent = Agent(restored=RESTORED, between_objects_seconds=0.001, between_signs_seconds=0.001)
+    agent.starts()
+
+    async def step() -> int:
+        before = agent.objects
+        async with agent.writing():
+            await until(lambda: agent.objects > before + 1)
+        last = [entry for entry in await agent.entries() if isinstance(entry, Alive)][-1]
+        return last.step
+
+    agent.sees(11.0, 0)
+    assert await step() == 70
+    agent.saves("first", 80)
+    assert await step() == 80
+    agent.sees(20.0)
+    agent.sees(30.0, 0)
+    assert await step() == 0
+    agent.saves("second", 75)
+    assert await step() == 75
 
 
 async def test_the_agents_end_does_not_wait_for_a_store_that_is_away() -> None:

@@ -221,7 +221,7 @@ def merged(bodies: Sequence[bytes]) -> bytes | None:
     """Return one object with everything that these hold, but of each agent's `alive` entries only the last.
 
     What this version does not know is kept as it is. None if one of them cannot be merged: it is damaged, of a newer
-    format, or the result would be too large.
+    format, or the result would be too large or hold too much to be decoded.
     """
     lives: dict[str, dict[str, Any]] = {}
     try:
@@ -242,8 +242,12 @@ def merged(bodies: Sequence[bytes]) -> bytes | None:
             for life in lives.values()
         ],
     }
-    body = checked_json.encode(whole)
-    return body if len(body) <= LEDGER_BYTES else None
+    whole_body = checked_json.encode(whole)
+    try:
+        decode_lives(whole_body)
+    except UndecodableError:
+        return None
+    return whole_body
 
 
 def _without_old_signs(entries: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:

@@ -15,6 +15,7 @@ from typing import Final
 
 import structlog
 
+from mooring_agent.core.agent.checkpoint import Checkpoint
 from mooring_agent.core.agent.commands import Exit
 from mooring_agent.core.agent.events import (
     Announced,
@@ -29,7 +30,7 @@ from mooring_agent.core.agent.events import (
 )
 from mooring_agent.core.agent.state import State
 from mooring_agent.core.errors import MooringError, printable
-from mooring_agent.core.limits import SECONDS, TEXT_CHARACTERS
+from mooring_agent.core.limits import LEDGER_BYTES, SECONDS, TEXT_CHARACTERS
 from mooring_agent.core.settings.values import Settings
 from mooring_agent.core.stored.ledger import (
     AgentEnded,
@@ -89,6 +90,7 @@ class LedgerWriter:
         self._number = 0
         self._objects = 0
         self._ranks = 0
+        self._had_ranks = False
         self._step = 0
         self._source = ""
         self._wants_object = self._is_urgent = self._is_failing = False
@@ -102,12 +104,16 @@ class LedgerWriter:
                 # A start that nothing follows is written with the end.
                 self._add(self._started(state, event.at), wants_object=False)
             case RanksSeen() if len(event.alive) != self._ranks:
+                if not self._ranks and self._had_ranks:
+                    # They may have resumed from a lower step than those before them had reached.
+                    self._step = 0
                 self._ranks = len(event.alive)
+                self._had_ranks = True
                 self._add(lambda number: RanksChanged(number=number, at=event.at, ranks=self._ranks))
             case SaveBegun():
                 self._step = max(self._step, event.step)
             case Announced() if (found := state.checkpoints.get(event.info.save)) and found.all_announced:
-                self._add(self._saved(event), wants_object=False)
+                self._add(self._saved(event, found), wants_object=False)
             case Committed() if found := state.checkpoints.get(event.work.save):
                 seconds = _bounded(event.at - found.announced_at)
                 self._add(
@@ -143,7 +149,7 @@ class LedgerWriter:
             self._last_object_at = asyncio.get_running_loop().time()
             self._next_object_at = self._last_object_at + self._between_objects_seconds
             try:
-                await self._write_one(_WRITE_SECONDS)
+                await self._write_one(_WRITE_SECONDS, most=_ENTRIES_PER_OBJECT)
             except (MooringError, TimeoutError) as error:
                 self._wants_object = True
                 self._say(error)
@@ -160,7 +166,7 @@ class LedgerWriter:
             )
         )
         try:
-            await self._write_one(_LAST_WORDS_SECONDS)
+            await self._write_one(_LAST_WORDS_SECONDS, most=_ENTRIES_KEPT)
         except Exception as error:
             # Whatever it is, the agent exits with its own code.
             log.info("ledger.end_not_written", error=str(error) or "no time left", entries=len(self._entries))
@@ -193,8 +199,11 @@ class LedgerWriter:
             save=save,
         )
 
-    def _saved(self, event: Announced) -> Callable[[int], Saved]:
+    def _saved(self, event: Announced, checkpoint: Checkpoint) -> Callable[[int], Saved]:
+        """`event` is that of the rank that announced last; begin and stall are those of all ranks of the pod."""
         info = event.info
+        begun = [one.announced.begun_at for one in checkpoint.contributions.values()]
+        begun_at = min((moment for moment in begun if moment is not None), default=None)
         if not info.is_snapshot:
             self._step = max(self._step, info.step)
         # What an earlier agent did not take was complete when the client recorded it.
@@ -205,8 +214,8 @@ class LedgerWriter:
             save=info.save,
             step=info.step,
             save_kind=info.kind.value,
-            begun_at=event.begun_at,
-            stall_seconds=event.stall_seconds or None,
+            begun_at=begun_at,
+            stall_seconds=checkpoint.stall_seconds or None,
             units=dict(event.units),
         )
 
@@ -230,22 +239,31 @@ class LedgerWriter:
                 async with asyncio.timeout_at(due_at):
                     await self._news.wait()
 
-    async def _write_one(self, limit_seconds: float) -> None:
-        """Write an object with what is waiting. Raises MooringError or TimeoutError, and then keeps the entries."""
-        entries = tuple(islice(self._entries, _ENTRIES_PER_OBJECT))
-        life = AgentLife(
-            agent=self._agent, attempt=self._attempt, place=self._place, node_rank=self._node_rank, entries=entries
-        )
+    async def _write_one(self, limit_seconds: float, *, most: int) -> None:
+        """Write an object with at most so many entries. Raises MooringError or TimeoutError, and then keeps them."""
+        entries = tuple(islice(self._entries, most))
+        written, is_full = entries[-1].number, len(entries) == most
+        body = self._encoded(entries)
+        while len(body) > LEDGER_BYTES and len(entries) > 1:
+            # Nobody would read it. The newest entries say most.
+            entries = entries[len(entries) // 2 :]
+            body = self._encoded(entries)
         self._objects += 1
         key = ledger_key(self._attempt, self._clock.now(), f"{self._agent}.{self._objects}")
         async with asyncio.timeout(limit_seconds):
-            await (await self._store.get()).put(key, encode_life(life))
+            await (await self._store.get()).put(key, body)
         self._is_failing = False
-        written = entries[-1].number
         # The oldest of them may have been dropped meanwhile.
         while self._entries and self._entries[0].number <= written:
             self._entries.popleft()
-        self._wants_object |= bool(self._entries) and len(entries) == _ENTRIES_PER_OBJECT
+        self._wants_object |= bool(self._entries) and is_full
+
+    def _encoded(self, entries: tuple[LedgerEntry, ...]) -> bytes:
+        return encode_life(
+            AgentLife(
+                agent=self._agent, attempt=self._attempt, place=self._place, node_rank=self._node_rank, entries=entries
+            )
+        )
 
     def _say(self, error: BaseException) -> None:
         if not self._is_failing:
