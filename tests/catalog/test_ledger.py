@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
+from structlog.testing import capture_logs
 from tests.core.noted_lives import killed_and_resumed
 from tests.fakes.fake_store import FakeStore
 from tests.restore.stored_checkpoints import store_checkpoint
@@ -76,12 +77,36 @@ async def test_of_too_large_a_ledger_the_newest_objects_are_read(
     assert entries == list(LIVES[1].entries[-len(entries) :])
 
 
-async def test_an_error_of_the_store_is_no_damage() -> None:
+async def test_a_store_that_is_away_is_no_damage() -> None:
     store = FakeStore()
     await note(store)
-    store.fail("get", ErrorKind.ACCESS_DENIED)
+    store.fail("get", ErrorKind.UNREACHABLE)
     with pytest.raises(StoreError, match="get fails"):
         await read_ledger(store)
+
+
+class _RefusingStore(FakeStore):
+    """A store that refuses to give one object, such as one that was archived, or one of another key."""
+
+    refused: tuple[str, ErrorKind] = ("", ErrorKind.ACCESS_DENIED)
+
+    async def get(self, key: str, *, limit_bytes: int, fresh: bool = False) -> bytes:
+        if key == self.refused[0]:
+            raise StoreError(self.refused[1], f"{key} is refused")
+        return await super().get(key, limit_bytes=limit_bytes, fresh=fresh)
+
+
+@pytest.mark.parametrize("kind", [ErrorKind.ACCESS_DENIED, ErrorKind.REQUEST_REFUSED])
+async def test_an_object_that_the_store_refuses_is_counted_and_neither_merged_nor_deleted(kind: ErrorKind) -> None:
+    store = _RefusingStore()
+    keys = await note(store, many())
+    store.refused = (keys[3], kind)
+    found = await read_ledger(store)
+    assert (found.unreadable, found.refusal and found.refusal.kind) == (1, kind)
+    assert sum(len(life.entries) for life in found.lives) == len(keys) - 1
+    assert await merge(store, 2) == len(keys) - 2
+    assert keys[3] in await keys_of(store)
+    assert by_agent((await read_ledger(store)).lives) == by_agent(found.lives)
 
 
 async def test_a_destination_is_one_run_and_a_prefix_has_those_below_it() -> None:
@@ -170,6 +195,19 @@ async def test_a_prune_keeps_what_the_ledger_says_of_deleted_checkpoints() -> No
     assert len(report.plan.deletions) == 2
     assert report.ledger_objects == len([entry for life in many() for entry in life.entries]) - 1
     assert by_agent((await read_ledger(store)).lives) == by_agent(many())
+
+
+async def test_a_merge_that_fails_costs_a_prune_nothing_else() -> None:
+    store = FakeStore()
+    for step in (100, 200, 300):
+        await store_checkpoint(store, step)
+    await note(store, many())
+    store.now += 30 * 24 * HOUR
+    store.fail("put", ErrorKind.UNREACHABLE)
+    with capture_logs() as logs:
+        report = await prune(store, RetentionSettings(keep_last=1), now=store.now)
+    assert (len(report.plan.deletions), report.ledger_objects) == (2, 0)
+    assert [line["event"] for line in logs] == ["ledger.not_merged"]
 
 
 @pytest.mark.parametrize("seed", range(10))

@@ -106,7 +106,7 @@ def test_damaged_objects_are_counted_and_the_rest_is_reported(bucket: StoreSetti
     (folder / "1700000000000-damaged.json").write_bytes(b"\x00" * 100)
     completed = mooring("report", bucket.destination)
     assert completed.stdout.splitlines()[0].startswith("goodput 72.6%")
-    assert completed.stdout.endswith("1 objects of the ledger are damaged or too many, and were not read\n")
+    assert completed.stdout.endswith("1 objects of the ledger cannot be read or are too many, and were left out\n")
 
 
 def test_a_destination_without_a_ledger_is_an_error_with_a_hint(bucket: StoreSettings) -> None:

@@ -20,7 +20,7 @@ from mooring_agent.core.errors import ErrorKind, StoreError
 from mooring_agent.core.policies.restore_choice import Pin, encode_pin
 from mooring_agent.core.policies.retention import horizon as horizon_rules
 from mooring_agent.core.settings.values import RetentionSettings
-from mooring_agent.core.stored.object_layout import pin_key
+from mooring_agent.core.stored.object_layout import RESUME_PREFIX, pin_key
 from mooring_agent.runtime.work import pruner
 from mooring_agent.runtime.work.pruner import LeftoverRemover, Pruner
 
@@ -81,6 +81,35 @@ async def test_credentials_that_may_not_delete_cost_one_line_in_the_log() -> Non
     with capture_logs() as logs:
         assert (await _calls_after_a_commit(store, RetentionSettings())).count("delete") == 1
     assert [line["log_level"] for line in logs if line["event"] == "leftovers.not_removed"] == ["info"]
+
+
+@pytest.mark.parametrize(
+    ("kind", "again"), [(None, True), (ErrorKind.UNREACHABLE, True), (ErrorKind.ACCESS_DENIED, False)]
+)
+async def test_leftovers_are_looked_for_again_after_a_later_commit_unless_that_is_refused(
+    kind: ErrorKind | None, again: bool
+) -> None:
+    store, play = FakeStore(), Play()
+    play.announce("save")
+    if kind:
+        store.fail("list", kind)
+    remover = LeftoverRemover(
+        cast(Any, FakeReadyStore(store)), cast(Any, StoreClock(store)), RetentionSettings(), between_removals_seconds=0
+    )
+
+    def looks() -> int:
+        return store.calls.count(("list", RESUME_PREFIX))
+
+    async def commit() -> int:
+        remover.hear(play.state, Committed(at=play.now, work=WorkId(Operation.COMMIT, "save")))
+        for _ in range(200):
+            await asyncio.sleep(0)
+        return looks()
+
+    watching = asyncio.ensure_future(remover.watch())
+    assert await commit() == 1
+    assert await commit() == (2 if again else 1)
+    watching.cancel()
 
 
 class _Agent:

@@ -1,7 +1,8 @@
 """Reads a run's ledger, finds the ledgers of all runs below a prefix, and merges many objects into few.
 
-Invariants: damaged objects are skipped and counted; a merged object is written before any that it holds is deleted, so
-a reader who lists again misses nothing; entries have an identity, so it does not matter that some are there twice.
+Invariants: objects that are damaged or that the store refuses to give are skipped and counted; a merged object is
+written before any that it holds is deleted, so a reader who lists again misses nothing; entries have an identity, so it
+does not matter that some are there twice.
 """
 
 import secrets
@@ -29,6 +30,8 @@ _MERGE_AGE_SECONDS: Final = 3600.0
 _MERGE_OBJECTS: Final = 16
 """Fewer objects of an attempt are not worth a merge."""
 _MERGED_BYTES: Final = LEDGER_BYTES // 4
+_REFUSALS: Final = frozenset({ErrorKind.ACCESS_DENIED, ErrorKind.REQUEST_REFUSED})
+"""What a store answers for one object, though it gives others: archived, of another key, or another owner's."""
 
 _log: structlog.typing.FilteringBoundLogger = structlog.get_logger()
 
@@ -38,13 +41,15 @@ class Ledger:
     """What the agents of one run have noted.
 
     `run` is its folder below what was read, empty for the destination itself. `unreadable`: how many objects are
-    damaged. `left_out`: how many of the oldest were not read, because there are too many.
+    damaged or were refused by the store, and `refusal` is one of its answers. `left_out`: how many of the oldest were
+    not read, because there are too many.
     """
 
     run: str
     lives: tuple[AgentLife, ...]
     unreadable: int = 0
     left_out: int = 0
+    refusal: StoreError | None = None
 
 
 async def ledger_runs(store: StoreReader) -> tuple[str, ...]:
@@ -67,6 +72,7 @@ async def read_ledger(store: StoreReader, run: str = "") -> Ledger:
     """Read all of a run's ledger."""
     lives: dict[str, Sequence[AgentLife]] = {}
     unreadable: set[str] = set()
+    refusals: list[StoreError] = []
     left_out = 0
     for _ in range(_LISTINGS):
         keys, left_out = await _newest(store, run)
@@ -78,7 +84,9 @@ async def read_ledger(store: StoreReader, run: str = "") -> Ledger:
             try:
                 found = await if_there(read_object(store, key, _decode, limit_bytes=LEDGER_BYTES))
             except StoreError as error:
-                if error.kind is not ErrorKind.CHECKPOINT_CORRUPT:
+                if error.kind in _REFUSALS:
+                    refusals.append(error)
+                elif error.kind is not ErrorKind.CHECKPOINT_CORRUPT:
                     raise
                 unreadable.add(key)
                 return
@@ -95,6 +103,7 @@ async def read_ledger(store: StoreReader, run: str = "") -> Ledger:
         lives=joined_lives(life for found in lives.values() for life in found),
         unreadable=len(unreadable),
         left_out=left_out,
+        refusal=refusals[0] if refusals else None,
     )
 
 
@@ -131,7 +140,12 @@ async def _merge(store: StoreWriter, group: Sequence[ObjectInfo]) -> int:
     bodies: dict[str, bytes] = {}
 
     async def read(one: ObjectInfo) -> None:
-        body = await if_there(get_whole(store, one.key, limit_bytes=LEDGER_BYTES))
+        try:
+            body = await if_there(get_whole(store, one.key, limit_bytes=LEDGER_BYTES))
+        except StoreError as error:
+            if error.kind is ErrorKind.CHECKPOINT_CORRUPT or error.kind in _REFUSALS:
+                return
+            raise
         if body is not None and merged([body]) is not None:
             bodies[one.key] = body
 

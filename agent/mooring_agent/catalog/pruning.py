@@ -157,7 +157,7 @@ async def prune(
         horizon=horizon,
         aborted_uploads=tuple(one.key for one in uploads),
         litter=litter,
-        ledger_objects=await merge_ledger(store, listing.ledger, now=now, dry_run=dry_run),
+        ledger_objects=await _merged_ledger(store, listing.ledger, now=now, dry_run=dry_run),
     )
 
 
@@ -174,6 +174,15 @@ async def remove_litter(store: StoreWriter, settings: RetentionSettings, *, now:
     await _clear(store, uploads, litter)
     await merge_ledger(store, [one async for one in store.list(LEDGER_PREFIX)], now=now)
     return len(litter) + len(uploads)
+
+
+async def _merged_ledger(store: StoreWriter, listed: Iterable[ObjectInfo], *, now: float, dry_run: bool) -> int:
+    """Merge the ledger. A failure costs no more than this merge: what was pruned is to be told all the same."""
+    try:
+        return await merge_ledger(store, listed, now=now, dry_run=dry_run)
+    except StoreError as error:
+        _log.warning("ledger.not_merged", error=str(error), hint=error.hint)
+        return 0
 
 
 async def validate(store: StoreReader, committed: Iterable[CommittedSave], *, enough: int) -> set[str]:

@@ -161,7 +161,7 @@ async def _measured(settings: StoreSettings) -> MeasuredJob:
     async with opened(settings) as store:
         found = await read_ledger(store)
     if not found.lives:
-        raise StoreError(
+        raise found.refusal or StoreError(
             ErrorKind.NOT_FOUND, f"{settings.destination} has no ledger", hint="give the destination of one run"
         )
     return measure_job(run_history(found.lives))

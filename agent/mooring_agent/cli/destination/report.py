@@ -51,18 +51,21 @@ def report(settings: Settings, as_json: bool) -> None:
         click.echo("\n".join(_run_table(runs)) + "\n")
     click.echo("\n".join(_lines(together(found for _, found in runs) if len(runs) > 1 else runs[0][1])))
     if unread:
-        click.echo(f"{unread} objects of the ledger are damaged or too many, and were not read")
+        click.echo(f"{unread} objects of the ledger cannot be read or are too many, and were left out")
 
 
 async def _report(settings: StoreSettings) -> tuple[list[tuple[str, GoodputReport]], int]:
     """Return the report of each run, and how many objects could not be read."""
     async with opened(settings) as store:
-        reports, unread = [], 0
+        reports, unread, refusal, anything = [], 0, None, False
         for run in await ledger_runs(store):
             # One run after the other: a ledger may have millions of entries.
             ledger = await read_ledger(store, run)
             reports.append((run.rstrip("/"), report_goodput(run_history(ledger.lives))))
             unread += ledger.unreadable + ledger.left_out
+            refusal, anything = refusal or ledger.refusal, anything or bool(ledger.lives)
+    if refusal and not anything:
+        raise refusal
     if not reports:
         raise StoreError(
             ErrorKind.NOT_FOUND,

@@ -19,7 +19,7 @@ from mooring_agent.catalog.recent_pruning import prune_recent
 from mooring_agent.core.agent.commands import Prune
 from mooring_agent.core.agent.events import Committed, Event, Pruned
 from mooring_agent.core.agent.state import State
-from mooring_agent.core.errors import MooringError
+from mooring_agent.core.errors import PASSING, MooringError
 from mooring_agent.core.policies.retention.horizon import Horizon
 from mooring_agent.core.settings.values import RetentionSettings
 from mooring_agent.ports import Clock, StoreWriter
@@ -33,6 +33,8 @@ _WHOLE_PRUNE_COMMITS: Final = 500
 """How many commits may follow a whole prune before the next one."""
 _WHOLE_PRUNES_PER_ORPHAN_AGE: Final = 4
 """So what was never committed is deleted when it is at most a quarter older than it has to be."""
+_BETWEEN_REMOVALS_SECONDS: Final = 6 * 3600.0
+"""Where all checkpoints are kept: meanwhile 256 pods write no more objects of the ledger than readers take."""
 
 
 class Pruner:
@@ -98,16 +100,25 @@ class Pruner:
 
 
 class LeftoverRemover:
-    """Removes old resume pins and the remains of killed probes, once, if pruning is off and so does not do it.
+    """Removes old resume pins and the remains of killed probes, and merges the ledger, if pruning is off.
 
     `hear` is the engine's listener; `watch` runs for as long as the agent does. The removal follows the first commit
-    and is made by the agent with rank 0: the destination then works, and one agent of the job is enough.
+    and is made by the agent with rank 0: the destination then works, and one agent of the job is enough. It is made
+    again every six hours, after a commit, unless the store refused it.
     """
 
-    def __init__(self, store: ReadyStore, clock: Clock, settings: RetentionSettings) -> None:
+    def __init__(
+        self,
+        store: ReadyStore,
+        clock: Clock,
+        settings: RetentionSettings,
+        *,
+        between_removals_seconds: float = _BETWEEN_REMOVALS_SECONDS,
+    ) -> None:
         self._store = store
         self._clock = clock
         self._settings = settings
+        self._between_removals_seconds = between_removals_seconds
         self._committed = asyncio.Event()
 
     def hear(self, state: State, event: Event) -> None:
@@ -117,17 +128,22 @@ class LeftoverRemover:
                 self._committed.set()
 
     async def watch(self) -> None:
-        if not self._settings.keep_last:
+        wanted = not self._settings.keep_last
+        while wanted:
             await self._committed.wait()
-            await self._remove()
+            wanted = await self._remove()
+            await asyncio.sleep(self._between_removals_seconds)
+            self._committed.clear()
         await asyncio.Event().wait()
 
-    async def _remove(self) -> None:
+    async def _remove(self) -> bool:
+        """Return whether another removal may succeed."""
         try:
             removed = await remove_litter(await self._store.get(), self._settings, now=self._clock.now())
         except MooringError as error:
             # Credentials that may not delete are enough for everything else.
             log.info("leftovers.not_removed", error=str(error), hint=error.hint)
-            return
+            return error.kind in PASSING
         if removed:
             log.info("leftovers.removed", objects=removed)
+        return True
