@@ -12,6 +12,7 @@ import pytest
 from tests.core.noted_lives import NotedLife, killed_and_resumed
 from tests.harness.warm_python import mooring
 from tests.restore.stored_checkpoints import all_files, store_checkpoint
+from tests.servers.fault_proxy import Fault, FaultProxy, Rule
 from tests.servers.server import Bucket
 
 from mooring_agent.adapters.open_store import open_store
@@ -107,6 +108,27 @@ def test_damaged_objects_are_counted_and_the_rest_is_reported(bucket: StoreSetti
     completed = mooring("report", bucket.destination)
     assert completed.stdout.splitlines()[0].startswith("goodput 72.6%")
     assert completed.stdout.endswith("1 objects of the ledger cannot be read or are too many, and were left out\n")
+
+
+def test_objects_that_the_store_refuses_are_counted_unless_it_refuses_all(
+    rclone_bucket: Bucket, fault_proxy: FaultProxy
+) -> None:
+    settings = replace(rclone_bucket.settings(), endpoint_url=fault_proxy.endpoint_url)
+    note(settings)
+    archived = b"<Error><Code>InvalidObjectState</Code></Error>"
+
+    def report(*, refused: str) -> subprocess.CompletedProcess[str]:
+        rule = Rule(name="archived", fault=Fault.STATUS, method="GET", status=403, body=archived, times=-1)
+        fault_proxy.add(replace(rule, target=refused))
+        return mooring("report", settings.destination, "--endpoint-url", fault_proxy.endpoint_url)
+
+    # The second entry of the first agent: its ranks came.
+    one = report(refused="-first.2.json")
+    assert one.returncode == 0, one.stderr
+    assert one.stdout.endswith("1 objects of the ledger cannot be read or are too many, and were left out\n")
+    everything = report(refused="/ledger/job/")
+    assert (everything.returncode, everything.stdout) == (1, "")
+    assert "restore it to a readable class first" in everything.stderr
 
 
 def test_a_destination_without_a_ledger_is_an_error_with_a_hint(bucket: StoreSettings) -> None:
