@@ -114,11 +114,18 @@ def test_saves_take_no_larger_share_of_the_time_than_allowed() -> None:
 def test_nothing_is_asked_for_while_a_save_is_written_or_on_its_way() -> None:
     play = playing()
     play.feed(SaveBegun(at=200, save="one", attempt="a", step=1, size_bytes=1))
-    assert planner.next_wake(play.state) is None
-    play.now = 210
-    play.announce("one")
-    assert not requests_at(play, 900)
+    # Longer than room is kept for it.
+    assert not requests_at(play, 1000)
+    play.announce("one", stall_seconds=1)
+    assert not requests_at(play, 1100)
     assert requests_at(play, 200 + 3 * 600), "it may never arrive"
+
+
+def test_a_save_that_nobody_ends_holds_up_the_next_one_for_a_while_only() -> None:
+    play = playing()
+    play.feed(SaveBegun(at=200, save="one", attempt="a", step=1, size_bytes=1))
+    assert not requests_at(play, 200 + 3 * 600 - 1)
+    assert requests_at(play, 200 + 3 * 600)
 
 
 def test_a_request_that_nobody_obeyed_is_repeated() -> None:

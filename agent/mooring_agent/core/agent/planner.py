@@ -108,7 +108,7 @@ def next_wake(state: State) -> float | None:
 def _save_due_at(state: State) -> float | None:
     """Return when the recovery point objective asks for a save; None if it does not, or somebody else asks."""
     wanted = state.save_requests.objective(state.settings.objective)
-    if wanted is None or state.termination.noticed or state.begun or not _has_rank_0(state):
+    if wanted is None or state.termination.noticed or not _has_rank_0(state):
         return None
     newest = next(
         (

@@ -125,6 +125,7 @@ def _apply(state: State, event: Event) -> Iterator[Command]:
             if not event.info.is_snapshot:
                 begun_at = event.at if event.begun_at is None else event.begun_at
                 state.save_requests.begun(event.info.save, begun_at)
+                state.save_requests.written(event.info.save)
                 # If the client does not say for how long, all of the writing counts.
                 state.save_requests.history.stalled(event.stall_seconds or max(0.0, event.at - begun_at))
             state.reindex(state.checkpoints[event.info.save])
@@ -150,6 +151,7 @@ def _apply(state: State, event: Event) -> Iterator[Command]:
             if state.alive_ranks - event.alive:
                 # A rank that died in the middle of a save will neither announce nor abort it.
                 state.begun.clear()
+                state.save_requests.writing = ""
             if event.alive - state.alive_ranks:
                 state.save_requests.trainers_started(state.now)
             if not event.alive:
@@ -164,6 +166,7 @@ def _apply(state: State, event: Event) -> Iterator[Command]:
             state.save_requests.begun(event.save, event.at)
         case SaveAborted():
             state.begun.pop(event.save, None)
+            state.save_requests.written(event.save)
             if event.save in state.save_requests.begun_at:
                 state.save_requests.history.stalled(max(0.0, event.at - state.save_requests.begun_at[event.save]))
         case SaveRequested():

@@ -165,12 +165,14 @@ class SaveRequests:
     """When to ask the trainers for a save. It measures their own saves too, because these move the next request.
 
     `training_since`: when the newest trainer came to life. `begun_at`: when the last saves began, by save id.
-    `requested_at`: when a save was requested that has not begun yet; None if there is none. All times are unix seconds.
+    `writing`: the last of them, while it is neither announced nor given up. `requested_at`: when a save was requested
+    that has not begun yet; None if there is none. All times are unix seconds.
     """
 
     program_objective: Objective | None = None
     training_since: float = 0.0
     begun_at: dict[str, float] = field(default_factory=dict)
+    writing: str = ""
     requested_at: float | None = None
     history: SaveHistory = field(default_factory=SaveHistory)
 
@@ -192,7 +194,8 @@ class SaveRequests:
         """Return when to ask for the next save.
 
         `newest_taken_at`: when the newest checkpoint was taken that is committed or may still be; 0 if there is none.
-        `is_on_its_way`: it is being uploaded.
+        `is_on_its_way`: it is being uploaded. Neither this nor a save that is being written holds up the next one for
+        more than three recovery points: it may never end.
         """
         times = self.history.times
         plan = plan_saves(wanted, times)
@@ -207,9 +210,9 @@ class SaveRequests:
         last_begun_at = max(self.begun_at.values(), default=0.0)
         least_seconds = _shortest_interval_seconds(wanted, self.history.stall_seconds)
         due = max(due, last_begun_at + max(least_seconds, _LEAST_SHARE * plan.interval_seconds))
-        if is_on_its_way:
-            due = max(due, taken_at + _PATIENCE * wanted.recovery_point_seconds)
-        return due
+        in_flight_since = [self.begun_at[self.writing]] if self.writing else []
+        in_flight_since += [taken_at] if is_on_its_way else []
+        return max([due, *(since + _PATIENCE * wanted.recovery_point_seconds for since in in_flight_since)])
 
     def begun(self, save: str, at: float) -> None:
         """The trainers have begun a save, or announce one without having asked for room."""
@@ -217,9 +220,17 @@ class SaveRequests:
             self.history.answered(max(0.0, at - self.requested_at))
             self.requested_at = None
         self.begun_at.setdefault(save, at)
+        # Trainers that begin a save have written the one before.
+        self.writing = save
         if len(self.begun_at) > _BEGUN_KEPT:
-            del self.begun_at[next(iter(self.begun_at))]
+            del self.begun_at[next(one for one in self.begun_at if one != save)]
+
+    def written(self, save: str) -> None:
+        """A save is announced or given up."""
+        if self.writing == save:
+            self.writing = ""
 
     def trainers_started(self, now: float) -> None:
         """There are new trainers, which know of no earlier request."""
         self.training_since, self.requested_at = now, None
+        self.writing = ""
