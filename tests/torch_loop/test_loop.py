@@ -1,10 +1,12 @@
 """The loop in one process: when it saves and what, how it resumes, and how it ends."""
 
+import functools
 import logging
 import os
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -57,6 +59,23 @@ def test_it_saves_when_it_is_due_and_at_the_end(asynchronous: bool, make_checkpo
         trained.loop.step(every=3, asynchronous=asynchronous)
     trained.loop.finish()
     assert saved(directory) == {3: Kind.PERIODIC, 6: Kind.PERIODIC, 8: Kind.FINAL}
+
+
+def test_with_a_recovery_point_there_is_no_interval_in_steps(
+    make_checkpointer: Make, directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trained = Trained(make_checkpointer())
+    for batch in trained.loop.batches(steps=8):
+        trained.backward(batch)
+        trained.step()
+        trained.loop.step(recovery_point="1h", max_overhead=0.01)
+        if trained.loop.steps_done == 4:
+            # Without an agent the client keeps it.
+            later = time.monotonic() + 3601
+            monkeypatch.setattr(time, "monotonic", functools.partial(float, later))
+    monkeypatch.undo()
+    trained.loop.finish()
+    assert saved(directory) == {5: Kind.PERIODIC, 8: Kind.FINAL}
 
 
 def test_the_last_step_is_not_saved_twice(make_checkpointer: Make, directory: Path) -> None:

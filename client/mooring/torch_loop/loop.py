@@ -6,6 +6,7 @@ warning, except the last of all. Every rank calls the same at the same steps.
 
 import logging
 from collections.abc import Iterator
+from datetime import timedelta
 from typing import Any, Final
 
 import torch
@@ -99,14 +100,23 @@ class TorchLoop:
             if steps is not None and self.steps_done >= steps:
                 return
 
-    def step(self, every: Interval = 100, *, asynchronous: bool = True) -> None:
+    def step(
+        self,
+        every: Interval | None = None,
+        *,
+        recovery_point: str | timedelta | None = None,
+        max_overhead: float = 0.0,
+        asynchronous: bool = True,
+    ) -> None:
         """Count an optimizer step, and save when a save is due, when the pod is ending, or when somebody asked.
 
         Call it after each optimizer step: once for several batches that accumulate gradients.
 
         Args:
             every: Steps between periodic saves, or a duration, as for `Checkpointer.should_save`. 0 for no periodic
-                saves.
+                saves. By default 100 steps, or none with a `recovery_point`.
+            recovery_point: The oldest that the newest committed checkpoint may get, as for `Checkpointer.should_save`.
+            max_overhead: The largest share of the training's time that those saves may take, such as 0.01.
             asynchronous: Training continues while a save is written. This takes memory for one more copy of this rank's
                 state. A just-in-time save is never asynchronous.
 
@@ -117,7 +127,9 @@ class TorchLoop:
         self._state.step += 1
         if not self._warm:
             self._state.capture()
-        kind = self._checkpointer.kind_due(self._state.step, every)
+        kind = self._checkpointer.kind_due(
+            self._state.step, every, recovery_point=recovery_point, max_overhead=max_overhead
+        )
         if kind is not None:
             self._save(background=asynchronous and kind is Kind.PERIODIC)
         elif asynchronous and not self._warm:
