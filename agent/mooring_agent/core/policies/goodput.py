@@ -4,11 +4,12 @@ The time from the first begin to the last end is cut where anything changes, and
 causes always sum up to the wall time. `run_history` puts the starts and saves together of which the entries tell.
 """
 
+from bisect import bisect_right
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
-from itertools import pairwise
+from itertools import accumulate, pairwise
 
 from mooring_agent.core.model import Kind
 from mooring_agent.core.policies.run_history import JobStart, RunHistory, RunSave, Span
@@ -228,9 +229,13 @@ def _since_unknown_save(history: RunHistory, start: JobStart) -> float | None:
 
 def _lost_in_place(history: RunHistory, start: JobStart) -> Iterator[Span]:
     """Yield what was lost where the ranks ended and came again beside their agents: all since the last save."""
+    if len(start.trained) < 2:
+        return
+    newest_taken_at = list(accumulate((save.taken_at for save in history.saves), max))
     for before, after in pairwise(start.trained):
-        since = [save.taken_at for save in history.saves if save.announced_at <= before.until]
-        yield Span(since=max(since, default=before.since), until=after.since)
+        announced = bisect_right(history.saves, before.until, key=lambda save: save.announced_at)
+        since = newest_taken_at[announced - 1] if announced else before.since
+        yield Span(since=since, until=after.since)
 
 
 def _known_lost_steps(history: RunHistory, lost: Span, resumed_step: int) -> int:
