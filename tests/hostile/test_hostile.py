@@ -41,7 +41,7 @@ def test_every_request_of_the_api_is_made_and_every_field_is_beyond_its_limit_at
         for _ in range(150):
             request = requests.hostile_request(method, ["/a"], generator)
             assert isinstance(request, Message)
-            for one in (request, *getattr(request, "ranges", ())):
+            for one in (request, *getattr(request, "ranges", ()), *getattr(request, "units", ())):
                 beyond |= _fields_beyond(one)
     assert beyond >= REQUEST_NUMBERS.keys() | REQUEST_TEXTS.keys()
 
