@@ -7,8 +7,9 @@ import os
 import re
 import signal
 import subprocess
+import time
 from collections.abc import Sequence
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Final
 
@@ -27,6 +28,7 @@ DISTURBED: Final = Path(__file__).with_name("disturbed.py")
 # They bound a hang and judge no speed.
 START_SECONDS: Final = 120.0
 END_SECONDS: Final = 120.0
+_POLL_SECONDS: Final = 0.01
 _LINE: Final = re.compile(r"step=(\d+) loss=(\S+)\n")
 
 
@@ -94,8 +96,9 @@ class Life:
 
     def wait_any(self, seconds: float) -> None:
         """Until a rank has ended, or for so long."""
-        with suppress(TimeoutError):
-            wait_until(lambda: len(self._running()) < len(self._ranks), seconds, "a rank ends")
+        until = time.monotonic() + seconds
+        while len(self._running()) == len(self._ranks) and time.monotonic() < until:
+            time.sleep(_POLL_SECONDS)
 
     def wait(self) -> Sequence[int]:
         """Return their exit codes."""
