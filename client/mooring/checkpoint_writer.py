@@ -24,14 +24,13 @@ from mooring.checkpoints.records import Kind, Record, RecordedFile
 from mooring.errors import ErrorKind, UsageError, VolumeError
 from mooring.ranks.coordinator import WRITE_SECONDS
 from mooring.session import PendingSave, Session
+from mooring_api import names
 
 _log: Final = logging.getLogger("mooring")
 _KEEP_UNANNOUNCED: Final = 2
 """How many complete checkpoints stay on the local disk while they are not announced."""
 _VOLUME_ERRNOS: Final = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO})
 _PROBE_BYTES: Final = 64 * 1024
-_MOST_UNITS: Final = 16
-_MOST_DONE: Final = 1e15
 _UNIT: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 _NEXT: Final = {"written": "published", "published": None}
 """Agreement -> the one that follows it."""
@@ -318,12 +317,12 @@ def checked_units(units: Mapping[str, float]) -> Mapping[str, float]:
         counted = {str(name): float(done) for name, done in units.items()}
     except (AttributeError, TypeError, ValueError, OverflowError):
         counted = {"": -1.0}
-    if len(counted) > _MOST_UNITS or not all(
-        _UNIT.fullmatch(name) and 0 <= done <= _MOST_DONE for name, done in counted.items()
+    if len(counted) > names.MOST_UNITS or not all(
+        _UNIT.fullmatch(name) and 0 <= done <= names.MOST_DONE for name, done in counted.items()
     ):
         raise UsageError(
             ErrorKind.BAD_ARGUMENT,
             f"units is {units!r}",
-            hint=f'give at most {_MOST_UNITS} numbers from 0 on by plain names, such as {{"tokens": 1.2e9}}',
+            hint=f'give at most {names.MOST_UNITS} numbers from 0 on by plain names, such as {{"tokens": 1.2e9}}',
         )
     return counted

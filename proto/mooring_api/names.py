@@ -123,3 +123,9 @@ JUST_IN_TIME_EXIT_CODE: Final = 143
 def socket_address(socket: Path | str) -> str:
     """Return the address for gRPC, which reads a URI: a `#`, `?` or `%` in the path must be quoted."""
     return f"unix:{quote(os.fsencode(socket))}"
+
+
+MOST_UNITS: Final = 16
+"""How many sorts of things a program may count in an announcement."""
+MOST_DONE: Final = 10**15
+"""The largest number of one of them."""

@@ -11,6 +11,8 @@ from typing import Annotated, Final
 
 from msgspec import Meta
 
+from mooring_api.names import MOST_DONE, MOST_UNITS
+
 WORLD_SIZE: Final = 100_000
 """Ranks of a job."""
 LOCAL_RANKS: Final = 1_024
@@ -98,15 +100,13 @@ REQUEST_NUMBERS: Final[Mapping[str, int]] = {
     "offset_bytes": SAVE_BYTES,
     "length_bytes": SAVE_BYTES,
     "stall_seconds": SECONDS,
-    "done": 10**15,
+    "done": MOST_DONE,
     "recovery_point_seconds": SECONDS,
     "max_overhead": 1,
 }
 """The largest value of each number in the API's requests, by the field's name. The smallest is 0."""
 
-UNITS: Final = 16
-"""How many sorts of things a program may count."""
-REQUEST_MESSAGES: Final[Mapping[str, int]] = {"ranges": 10_000, "units": UNITS}
+REQUEST_MESSAGES: Final[Mapping[str, int]] = {"ranges": 10_000, "units": MOST_UNITS}
 """How many messages each field of the API's requests may have, by the field's name."""
 
 REQUEST_TEXTS: Final[Mapping[str, int]] = {

@@ -20,7 +20,6 @@ from mooring_agent.core.limits import (
     LOCAL_RANKS,
     SECONDS,
     TEXT_CHARACTERS,
-    UNITS,
     Count,
     Moment,
     NameText,
@@ -29,12 +28,13 @@ from mooring_agent.core.limits import (
 )
 from mooring_agent.core.stored import checked_json
 from mooring_agent.core.stored.checked_json import UndecodableError
+from mooring_api.names import MOST_DONE, MOST_UNITS
 
 _FORMAT_VERSION: Final = 1
 
 Text = Annotated[str, Meta(max_length=TEXT_CHARACTERS)]
 Seconds = Annotated[float, Meta(ge=0, le=52 * SECONDS)]
-Units = Annotated[dict[NameText, Annotated[float, Meta(ge=0, le=1e18)]], Meta(max_length=UNITS)]
+Units = Annotated[dict[NameText, Annotated[float, Meta(ge=0, le=MOST_DONE)]], Meta(max_length=MOST_UNITS)]
 
 
 class Resumed(StrEnum):
