@@ -79,7 +79,10 @@ def test_verify_and_ls_call_nothing_damaged_that_is_gone(rclone_bucket: Bucket, 
         rule = Rule(name="gone", fault=Fault.STATUS, method=method, target=target, times=-1, status=404, body=body)
         fault_proxy.add(rule)
     code, answer = _mooring("verify", rclone_bucket, fault_proxy, "--step=1")
-    assert (code, answer["checkpoints"]) == (0, [{"step": 1, "save": gone.save, "deleted": True, "problems": []}])
+    assert (code, answer["checkpoints"]) == (
+        0,
+        [{"step": 1, "save": gone.save, "weights_only": False, "deleted": True, "problems": []}],
+    )
     code, answer = _mooring("verify", rclone_bucket, fault_proxy, "--all")
     assert code == 1
     assert [(row["deleted"], len(row["problems"])) for row in answer["checkpoints"]] == [(False, 1), (True, 0)]

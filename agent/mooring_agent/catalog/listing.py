@@ -4,7 +4,7 @@ from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from mooring_agent.catalog.markers import committed_save
+from mooring_agent.catalog.markers import committed_save, weights_only_save
 from mooring_agent.core.policies.restore_choice import CommittedSave
 from mooring_agent.core.policies.retention.deletions import StoredSave
 from mooring_agent.core.stored.object_layout import (
@@ -21,9 +21,12 @@ from mooring_api.names import STATE_DIRECTORY
 
 @dataclass(slots=True)
 class Listing:
-    """`committed` are announced checkpoints and snapshots. `folders` are by name and save, `reservations` by save."""
+    """`committed` are announced checkpoints and snapshots. Of those in `weights_only` only the weights are left, unless
+    they are committed too. `folders` are by name and save, `reservations` by save.
+    """
 
     committed: list[CommittedSave] = field(default_factory=list)
+    weights_only: list[CommittedSave] = field(default_factory=list)
     folders: dict[tuple[str, str], list[ObjectInfo]] = field(default_factory=lambda: defaultdict(list))
     reservations: dict[str, list[str]] = field(default_factory=lambda: defaultdict(list))
     pins: list[ObjectInfo] = field(default_factory=list)
@@ -48,6 +51,8 @@ async def list_all(store: StoreReader, prefix: str = "") -> Listing:
     async for one in store.list(prefix):
         if marker := committed_save(one):
             found.committed.append(marker)
+        elif left := weights_only_save(one):
+            found.weights_only.append(left)
         elif one.key.startswith(RESUME_PREFIX):
             found.pins.append(one)
         elif one.key.startswith(PROBE_PREFIX):

@@ -15,11 +15,16 @@ from mooring_agent.core.stored.manifest import decode_marker
 from mooring_agent.core.stored.object_layout import (
     COMMITS_PREFIX,
     SNAPSHOTS_PREFIX,
+    WEIGHTS_PREFIX,
     marker_key,
     parse_marker_key,
     parse_snapshot_key,
+    parse_weights_key,
     step_prefix,
+    weights_key,
+    weights_step_prefix,
 )
+from mooring_agent.core.stored.weights_marker import decode_weights_marker
 from mooring_agent.ports import ObjectInfo, StoreReader
 
 _PAGE: Final = 1_000
@@ -71,6 +76,15 @@ async def list_step(store: StoreReader, step: int) -> tuple[CommittedSave, ...]:
     )
 
 
+async def list_weights_only(store: StoreReader, *, step: int | None = None) -> tuple[CommittedSave, ...]:
+    """Return every save, of one step or of all, of which only the weights are left, newest first.
+
+    A save that still has its commit marker, because a prune was interrupted, is among them.
+    """
+    prefix = WEIGHTS_PREFIX if step is None else weights_step_prefix(step)
+    return newest_first([one async for listed in store.list(prefix) if (one := weights_only_save(listed))])
+
+
 async def list_snapshots(store: StoreReader) -> dict[str, tuple[CommittedSave, ...]]:
     """Return the committed snapshots of every series, newest first. Reads only markers that share a number."""
     groups = by_series([one async for listed in store.list(SNAPSHOTS_PREFIX) if (one := committed_save(listed))])
@@ -96,9 +110,9 @@ async def read_marker(store: StoreReader, committed: CommittedSave, *, run: str 
     place = run + committed.key
 
     def decode(body: bytes, key: str) -> CommitMarker:
-        marker = decode_marker(body, key)
+        marker = (decode_weights_marker if committed.weights_only else decode_marker)(body, key)
         info = marker.info
-        if marker_key(info) != committed.key:
+        if (weights_key if committed.weights_only else marker_key)(info) != committed.key:
             what = f"{info.kind} of {info.name}, " if info.is_snapshot or committed.series else ""
             raise checkpoint_corrupt(f"{key} is the marker of {what}step {info.step} (save {info.save})")
         if info.is_snapshot and info.world_size != 1:
@@ -130,6 +144,17 @@ def committed_save(marker: ObjectInfo) -> CommittedSave | None:
             series=snapshot.series,
             modified_at=marker.modified_at,
         )
+    return None
+
+
+def weights_only_save(marker: ObjectInfo) -> CommittedSave | None:
+    """Return what the key of a listed marker says of a save of which only the weights are left; None otherwise.
+
+    `modified_at` is then when that marker was written, and not when the save was committed.
+    """
+    if parsed := parse_weights_key(marker.key):
+        step, save = parsed
+        return CommittedSave(key=marker.key, step=step, save=save, modified_at=marker.modified_at, weights_only=True)
     return None
 
 

@@ -3,7 +3,7 @@
 Invariants: nothing is deleted unless two listings agree on what is committed and enough newer checkpoints were checked
 just now; a save that is committed meanwhile is neither judged nor touched; a save that a young pin names stays, and so
 does the pin of an attempt that may be alive; a save that restore noted as damaged never justifies a deletion; of
-snapshots only those objects go that no remaining one names.
+snapshots only those objects go that no remaining one names. What a save loses that stays, docs/design/0020 says.
 
 A note of damage is a hint, not a condition: a reader without write access does without it, and a wrong note only keeps
 more.
@@ -21,6 +21,7 @@ from mooring_agent.catalog.markers import committed_save, in_order, list_down_to
 from mooring_agent.catalog.object_reads import DAMAGE, for_each, if_there, read_object
 from mooring_agent.catalog.reading import examine
 from mooring_agent.catalog.sharing import spare_shared
+from mooring_agent.catalog.weights_only import read_weights_only, reduce_saves
 from mooring_agent.core.errors import ErrorKind, StoreError
 from mooring_agent.core.limits import PIN_BYTES
 from mooring_agent.core.model import Kind
@@ -28,6 +29,7 @@ from mooring_agent.core.policies.restore_choice import CommittedSave, decode_pin
 from mooring_agent.core.policies.retention.deletions import Deletion, PrunePlan
 from mooring_agent.core.policies.retention.horizon import Horizon, by_series, horizon_of, skipped
 from mooring_agent.core.policies.retention.verdict import FINAL, may_abort_upload, plan_prune, without_finals
+from mooring_agent.core.policies.retention.weights_only import Reduction, optimizer_patterns, plan_reductions
 from mooring_agent.core.settings.values import RetentionSettings
 from mooring_agent.core.stored.object_layout import (
     LEDGER_PREFIX,
@@ -69,19 +71,22 @@ REQUESTS_AT_ONCE: Final = 8
 class PruneReport:
     """What was deleted and aborted, or would be in a dry run. `plan.refused` says why nothing was.
 
+    `reductions`: what was dropped of saves that stay.
     `litter`: pins and places of starts that are over, and what killed probes and prunes have left. `ledger_objects`: by
     how many the merge of the ledger makes it smaller. `horizon`: how far down `prune_recent` looks from now on.
     """
 
     plan: PrunePlan
     horizon: Horizon
+    reductions: tuple[Reduction, ...] = ()
     aborted_uploads: tuple[str, ...] = ()
     litter: tuple[str, ...] = ()
     ledger_objects: int = 0
 
     @property
     def freed_bytes(self) -> int:
-        return sum(deletion.size_bytes for deletion in self.plan.deletions)
+        deleted = sum(one.size_bytes for one in self.plan.deletions)
+        return deleted + sum(one.size_bytes for one in self.reductions)
 
 
 async def prune(
@@ -107,19 +112,23 @@ async def prune(
     committed = (*announced, *[one for found in snapshots.values() for one in await in_order(store, found)])
     judged = {one.save for one in committed}
     suspects = listing.damaged | skipped(committed)
+    there = {one.key: one.save for one in listing.committed}
+    weights_only = await read_weights_only(
+        store, [one for one in listing.weights_only if one.save not in there.values()]
+    )
     validated: set[str] = set()
-    for found in by_series(committed).values():
+    for series, found in by_series(committed).items():
         # Fewer than that are all kept anyway.
-        if len(found) > settings.keep_last:
+        if len(found) + (0 if series else len(weights_only.saves)) > settings.keep_last:
             good = [one for one in found if one.save not in suspects]
             validated |= await validate(store, good, enough=settings.keep_last)
-    late = {one.save for one in listing.committed} - judged
+    late = set(there.values()) - judged
     protected = {resumed_from, *await pinned(store, listing.pins, long_ago)} - {""}
-    there = {one.key for one in listing.committed}
-    agreed = tuple(one for one in committed if one.key in there)
+    agreed = (*[one for one in committed if one.key in there], *weights_only.saves)
+    stored = tuple(one for one in listing.stored() if one.save not in late | weights_only.unreadable)
     plan = plan_prune(
         agreed,
-        tuple(one for one in listing.stored() if one.save not in late),
+        stored,
         settings,
         validated=validated,
         damaged=listing.damaged,
@@ -131,7 +140,20 @@ async def prune(
     if settings.keep_final:
         doomed = {key for one in plan.deletions if not one.may_share for key in one.markers}
         plan = without_finals(plan, await finals(store, [one for one in agreed if one.key in doomed]))
+    reductions = plan_reductions(
+        plan,
+        agreed,
+        stored,
+        settings,
+        recorded=weights_only.patterns,
+        validated=validated,
+        damaged=listing.damaged,
+        protected=protected,
+        live=live,
+        now=now,
+    )
     # The second listing is as large.
+    del stored
     listing.folders.clear()
     tombstones: tuple[str, ...] = ()
     if any(one.may_share for one in plan.deletions):
@@ -151,9 +173,11 @@ async def prune(
         plan = await _without_late(store, plan)
         await delete_saves(store, plan.deletions, listing.damaged)
         await for_each(tombstones, store.delete, at_once=REQUESTS_AT_ONCE)
+        await reduce_saves(store, reductions, optimizer_patterns(settings))
         await _clear(store, uploads, litter)
     return PruneReport(
         plan=plan,
+        reductions=reductions,
         horizon=horizon,
         aborted_uploads=tuple(one.key for one in uploads),
         litter=litter,

@@ -71,6 +71,8 @@ class StoredFile:
 class CommittedCheckpoint:
     """A checkpoint whose marker, manifests and listing agree. `files` and `links` have each path once.
 
+    If only the weights are left, `files` are what is left, and the manifests name what was dropped too.
+
     On a disk the checkpoint is a folder of these files, or with `single_file` that file itself. Only snapshots have
     `links`, which are symbolic and have no object.
     """
@@ -162,7 +164,7 @@ async def _examine(store: StoreReader, committed: CommittedSave) -> Examination:
     if not _has_room(marker, examination, largest_pack_bytes=_largest_pack_bytes(examination.manifests, objects)):
         return examination
     for manifest in examination.manifests:
-        _examine_files(manifest, objects, examination)
+        _examine_files(marker, manifest, objects, examination)
     _examine_paths(marker, examination)
     if not examination.problems:
         _examine_totals(committed, marker, examination)
@@ -311,13 +313,17 @@ async def _read_manifest(
         return ()
 
 
-def _examine_files(manifest: RankManifest, objects: dict[str, ObjectInfo], examination: Examination) -> None:
+def _examine_files(
+    marker: CommitMarker, manifest: RankManifest, objects: dict[str, ObjectInfo], examination: Examination
+) -> None:
     info = manifest.info
     packs = {
         (key := pack_key(info, manifest.rank, number)): _listed(key, size_bytes, objects, examination)
         for number, size_bytes in enumerate(manifest.pack_sizes_bytes)
     }
     for entry in manifest.files:
+        if marker.has_dropped(entry):
+            continue
         if entry.link:
             file = examination.files.get(entry.path)
             known = file.entry if file else examination.links.setdefault(entry.path, entry)

@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Final
 
-from mooring_agent.catalog.markers import committed_save, read_marker
+from mooring_agent.catalog.markers import committed_save, read_marker, weights_only_save
 from mooring_agent.catalog.object_reads import DAMAGE, for_each
 from mooring_agent.core.errors import ErrorKind, StoreError
 from mooring_agent.core.model import Kind
@@ -16,7 +16,7 @@ from mooring_agent.core.policies.restore_choice import CommittedSave
 from mooring_agent.core.policies.run_census import Census, StoredRun, UnfinishedUpload
 from mooring_agent.core.policies.storage_use import AgeLimits, RunUse, Usage, usage_of, use_of
 from mooring_agent.core.stored.object_layout import run_of_record
-from mooring_agent.ports import StoreReader, UploadInfo
+from mooring_agent.ports import ObjectInfo, StoreReader, UploadInfo
 
 _REQUESTS_AT_ONCE: Final = 8
 MOST_SIZED_UPLOADS: Final = 10_000
@@ -56,7 +56,7 @@ async def storage_use(store: StoreReader, limits: AgeLimits, *, every_kind: bool
     async for one in store.list(""):
         census.add(one.key, one.size_bytes, one.modified_at)
         run = run_of_record(one.key)
-        if run is not None and (marker := committed_save(replace(one, key=one.key.removeprefix(run)))):
+        if run is not None and (marker := _marker(replace(one, key=one.key.removeprefix(run)))):
             census.add_marker(run, marker)
     uploads, unsized, unknown = await _unfinished_uploads(store)
     runs, outside = census.runs(uploads)
@@ -68,6 +68,10 @@ async def storage_use(store: StoreReader, limits: AgeLimits, *, every_kind: bool
         uploads_unknown=unknown,
         unread=tuple(sorted(unread)),
     )
+
+
+def _marker(listed: ObjectInfo) -> CommittedSave | None:
+    return committed_save(listed) or weights_only_save(listed)
 
 
 async def _unfinished_uploads(store: StoreReader) -> tuple[list[UnfinishedUpload], int, str]:
@@ -120,7 +124,10 @@ async def _read_kinds(
             unread.append(run + one.key)
 
     wanted = (
-        (run.prefix, one) for run in runs for one in (run.committed if every_kind else run.newest) if not one.series
+        (run.prefix, one)
+        for run in runs
+        for one in (run.committed if every_kind else run.newest)
+        if not one.series and not one.weights_only
     )
     await for_each(wanted, read, at_once=_REQUESTS_AT_ONCE)
     return kinds, unread

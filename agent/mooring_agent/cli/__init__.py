@@ -24,6 +24,7 @@ _MODULES: Final[Mapping[str, str]] = MappingProxyType(
         "save": "control",
         "ready": "hooks",
         "terminating": "hooks",
+        "download": "destination.download",
         "verify": "destination.checkpoints",
         "prune": "destination.checkpoints",
         "du": "destination.storage",

@@ -63,6 +63,9 @@ LEAST_ANNOUNCEMENT_CHARACTERS: Final = 64
 """No announcement is shorter. Without this limit a descriptor could hold millions of texts."""
 CLAIMS_BYTES: Final = 1024**2
 """The file in which a training process lists what it is about to announce."""
+OPTIMIZER_PATTERNS: Final = 32
+"""How many names of optimizer's files a rule of retention may have."""
+OPTIMIZER_PATTERN_CHARACTERS: Final = 100
 OWNER_BYTES: Final = 64 * 1024
 """The name of the destination that a volume belongs to."""
 TRAINER_STATE_BYTES: Final = 32 * 1024**2
@@ -130,6 +133,7 @@ SETTING_NUMBERS: Final[Mapping[str, int]] = {
     "keep_last": 10**9,
     "keep_every_steps": STEP,
     "keep_daily": 36_600,
+    "weights_only_after": 10 * 366 * 24 * 3600,
     "kubernetes_port": 65_535,
     "eviction_threshold_percent": 100,
     "peak_factor": 1_000,

@@ -8,6 +8,7 @@ from array import array
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
+from fnmatch import fnmatchcase
 from typing import Final
 
 from mooring_agent.core.limits import Step, WorldSize
@@ -286,14 +287,51 @@ class ManifestReference:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class WeightsOnly:
+    """What was dropped of a save of which only the weights are left: files with objects of their own.
+
+    `optimizer_files` are patterns for names of files and folders, as in `fnmatch`. `committed_at` is when the commit
+    marker was written, by the store's clock.
+    """
+
+    committed_at: float
+    optimizer_files: tuple[str, ...]
+    dropped_files: int
+    dropped_bytes: int
+
+
+def is_optimizer_file(path: str, patterns: Iterable[str]) -> bool:
+    """Whether a file, or a folder that it lies in, has a name that matches one of the patterns."""
+    return any(fnmatchcase(name, pattern) for pattern in patterns for name in path.split("/"))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class CommitMarker:
-    """The last object of a save: its presence alone means restorable. It is a pure function of the manifests."""
+    """The last object of a save: its presence alone means restorable. It is a pure function of the manifests.
+
+    With `weights_only` it is the marker of a save that was restorable. All else is as the commit marker said it.
+    """
 
     info: SaveInfo
     saved_at: float
     size_bytes: int
     file_count: int
     manifests: tuple[ManifestReference, ...]
+    weights_only: WeightsOnly | None = None
+
+    @property
+    def left_bytes(self) -> int:
+        """The bytes of its files, less those that were dropped."""
+        return self.size_bytes - (self.weights_only.dropped_bytes if self.weights_only else 0)
+
+    def has_dropped(self, file: FileEntry) -> bool:
+        """Whether a file of its manifests is not stored any more."""
+        return (
+            self.weights_only is not None
+            and file.is_own
+            and file.place is None
+            and is_optimizer_file(file.path, self.weights_only.optimizer_files)
+        )
 
 
 def joined(pieces: Iterable[tuple[int, int]]) -> int:

@@ -19,6 +19,7 @@ from mooring_agent.catalog.markers import list_committed, newest_committed
 from mooring_agent.catalog.object_reads import for_each
 from mooring_agent.catalog.pruning import clear_damage
 from mooring_agent.catalog.reading import CommittedCheckpoint
+from mooring_agent.catalog.weights_only import refuse_fresh_start
 from mooring_agent.core.policies.restore_choice import Pin
 from mooring_agent.core.stored.object_layout import check_token
 from mooring_agent.ports import StoreWriter
@@ -144,6 +145,8 @@ class _InitStep:
     async def _gather(self, pin: Pin | None) -> tuple[CommittedCheckpoint | None, bool]:
         """Return the checkpoint to resume from, whole and verified on this disk, and whether it was downloaded."""
         committed = await newest_committed(self._store)
+        if not committed and pin is None:
+            await refuse_fresh_start(self._store)
         return await self._candidates.first(committed, self._gather_one, pin=pin) or (None, False)
 
     async def _gather_one(self, checkpoint: CommittedCheckpoint) -> tuple[CommittedCheckpoint, bool]:

@@ -18,6 +18,7 @@ from mooring_agent.catalog.markers import (
     list_committed,
     list_snapshots,
     list_step,
+    list_weights_only,
     newest_committed,
     read_marker,
     saved_at,
@@ -29,7 +30,7 @@ from mooring_agent.cli.store_options import destination_options
 from mooring_agent.cli.store_work import as_json_option, opened, print_json, run_work
 from mooring_agent.core.errors import ErrorKind, StoreError, printable
 from mooring_agent.core.model import CommitMarker
-from mooring_agent.core.policies.restore_choice import CommittedSave
+from mooring_agent.core.policies.restore_choice import CommittedSave, newest_first
 from mooring_agent.core.settings.values import RetentionSettings, Settings, StoreSettings, TransferSettings
 from mooring_agent.ports import StoreReader
 
@@ -67,7 +68,7 @@ def ls(settings: Settings, newest: int, everything: bool, as_json: bool) -> None
             (
                 str(row.get("step", "")),
                 row.get("name") or row.get("series", ""),
-                "snapshot" if "series" in row else row.get("kind", ""),
+                _kind(row),
                 str(row.get("world_size", "")),
                 amount(row["size_bytes"]) if "size_bytes" in row else "",
                 _moment(row["saved_at"]) if "saved_at" in row else "damaged",
@@ -141,7 +142,8 @@ def prune(settings: Settings, dry_run: bool, yes: bool, as_json: bool) -> None:
     A checkpoint stays if any of the options wants it. Also deletes saves that never committed. A committed checkpoint
     is deleted only if --keep-last newer ones are complete; the newest and the one committed last always stay. A
     checkpoint does not count as newer if restore found it damaged, or if it was committed before one of a lower step.
-    The snapshots of each node are judged by themselves.
+    The snapshots of each node are judged by themselves. --weights-only-after drops the optimizer's files of what stays
+    but is old.
     """
     if dry_run and yes:
         raise click.UsageError("give --dry-run or --yes, not both: without --yes nothing is deleted anyway")
@@ -164,6 +166,15 @@ def prune(settings: Settings, dry_run: bool, yes: bool, as_json: bool) -> None:
                     }
                     for one in plan.deletions
                 ],
+                "weights_only": [
+                    {
+                        "name": one.name,
+                        "save": one.committed.save,
+                        "size_bytes": one.size_bytes,
+                        "objects": list(one.keys),
+                    }
+                    for one in report.reductions
+                ],
                 "kept": [asdict(one) for one in plan.kept],
                 "aborted_uploads": list(report.aborted_uploads),
                 "litter": list(report.litter),
@@ -175,12 +186,20 @@ def prune(settings: Settings, dry_run: bool, yes: bool, as_json: bool) -> None:
     else:
         verb = "deleted" if yes else "would be deleted"
         cells = [(one.name, one.save, verb, amount(one.size_bytes), one.reason) for one in plan.deletions]
-        cells += [(one.name, one.save, "kept", "", one.reason) for one in plan.kept]
+        reduced = {one.committed.save: one.size_bytes for one in report.reductions}
+        weights = "weights only" if yes else "would be weights only"
+        cells += [
+            (one.name, one.save, weights, amount(reduced[one.save]), one.reason)
+            if one.save in reduced
+            else (one.name, one.save, "kept", "", one.reason)
+            for one in plan.kept
+        ]
         heads = ("NAME", "SAVE", "", "SIZE", "WHY")
         lines = table([heads, *cells], right=(3,), folded={4: _REASON_WIDTH, 1: _SAVE_WIDTH, 0: _NAME_WIDTH})
         click.echo("\n".join(lines) if cells else "the destination has no saves")
+        dropped = f", {len(reduced)} lose their optimizer's files" if reduced else ""
         click.echo(
-            f"{len(plan.deletions)} saves {verb}, {amount(report.freed_bytes)}; "
+            f"{len(plan.deletions)} saves {verb}{dropped}, {amount(report.freed_bytes)}; "
             f"{len(report.aborted_uploads)} unfinished uploads {verb.replace('deleted', 'aborted')}, "
             f"{len(report.litter)} leftovers {verb}"
         )
@@ -197,7 +216,7 @@ async def _ls(settings: StoreSettings, newest: int | None) -> tuple[list[dict[st
     `newest`: how many of the checkpoints and of each node's snapshots; None: all.
     """
     async with opened(settings) as store:
-        groups = [await (list_committed(store) if newest is None else newest_committed(store, newest + 1))]
+        groups = [await _announced(store, None if newest is None else newest + 1)]
         groups += (await list_snapshots(store)).values()
         older = newest is not None and any(len(group) > newest for group in groups)
         committed = groups[0][:newest]
@@ -220,6 +239,14 @@ async def _ls(settings: StoreSettings, newest: int | None) -> tuple[list[dict[st
         return checkpoints, snapshot_rows, older
 
 
+async def _announced(store: StoreReader, newest: int | None) -> Sequence[CommittedSave]:
+    """Return the checkpoints, newest first, and among them those of which only the weights are left."""
+    committed = await (list_committed(store) if newest is None else newest_committed(store, newest))
+    saves = {one.save for one in committed}
+    left = [one for one in await list_weights_only(store) if one.save not in saves]
+    return newest_first([*committed, *left])
+
+
 def _row(committed: CommittedSave, answer: CommitMarker | str) -> dict[str, Any]:
     row = _identity(committed)
     if isinstance(answer, str):
@@ -229,17 +256,23 @@ def _row(committed: CommittedSave, answer: CommitMarker | str) -> dict[str, Any]
     return {
         **row,
         "file_count": answer.file_count,
-        "size_bytes": answer.size_bytes,
+        "size_bytes": answer.left_bytes,
         "saved_at": answer.saved_at,
         "problem": "",
     }
+
+
+def _kind(row: dict[str, Any]) -> str:
+    if "series" in row:
+        return "snapshot"
+    return "weights only" if row["weights_only"] else str(row.get("kind", ""))
 
 
 def _identity(committed: CommittedSave) -> dict[str, Any]:
     """Return what says in JSON which checkpoint or snapshot it is."""
     if committed.series:
         return {"series": committed.series, "number": committed.step, "save": committed.save}
-    return {"step": committed.step, "save": committed.save}
+    return {"step": committed.step, "save": committed.save, "weights_only": committed.weights_only}
 
 
 def _title(committed: CommittedSave) -> str:
@@ -282,10 +315,15 @@ async def _verify(
 
 
 async def _chosen(store: StoreReader, step: int | None, everything: bool) -> list[CommittedSave]:
-    """Return what to verify: a step, or the newest or all of the checkpoints and of each node's snapshots."""
+    """Return what to verify: a step, or the newest or all of the checkpoints and of each node's snapshots.
+
+    Where only the weights are left, they are verified too, unless the newest is asked for.
+    """
     if step is not None:
-        return list(await list_step(store, step))
-    committed = await (list_committed if everything else newest_committed)(store)
+        found = await list_step(store, step)
+        saves = {one.save for one in found}
+        return [*found, *(one for one in await list_weights_only(store, step=step) if one.save not in saves)]
+    committed = await (_announced(store, None) if everything else newest_committed(store))
     groups = [committed, *(await list_snapshots(store)).values()]
     return [
         replace(one, saved_at=await saved_at(store, one)) if one.series else one

@@ -77,6 +77,8 @@ class CommittedSave:
     `series` is empty for an announced checkpoint; for a snapshot `step` is its number in the series. `saved_at` only
     breaks ties: it is read if several saves share a step, and is 0 otherwise. `modified_at` is when the marker was
     written, by the store's clock.
+
+    `weights_only`: only its weights are left, and its marker is of another kind. It is not committed any more.
     """
 
     key: str
@@ -85,6 +87,7 @@ class CommittedSave:
     series: str = ""
     saved_at: float = 0.0
     modified_at: float = 0.0
+    weights_only: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -42,8 +42,9 @@ class UnfinishedUpload:
 class StoredRun:
     """What a run has. `prefix` is empty or ends with a slash.
 
-    `saves` are by name and save id; those in `proven` have a manifest, a pack or a reservation. `aside`: what a
-    directory as the destination keeps of unfinished uploads.
+    `committed` also has the saves of which only the weights are left. `saves` are by name and save id; those in
+    `proven` have a manifest, a pack or a reservation. `aside`: what a directory as the destination keeps of unfinished
+    uploads.
     """
 
     prefix: str
@@ -58,7 +59,7 @@ class StoredRun:
     @property
     def newest(self) -> list[CommittedSave]:
         """The announced checkpoints of the highest step: several if attempts have saved it."""
-        announced = [one for one in self.committed if not one.series]
+        announced = [one for one in self.committed if not one.series and not one.weights_only]
         step = max((one.step for one in announced), default=0)
         return [one for one in announced if one.step == step]
 

@@ -26,6 +26,7 @@ class UseKind(StrEnum):
     JUST_IN_TIME = Kind.JUST_IN_TIME.value
     FINAL = Kind.FINAL.value
     CHECKPOINT = "checkpoint"
+    WEIGHTS_ONLY = "weights-only"
     SNAPSHOT = Kind.SNAPSHOT.value
     IN_PROGRESS = "in-progress"
     LEFTOVER = "leftover"
@@ -35,7 +36,13 @@ class UseKind(StrEnum):
     FOREIGN = "foreign"
 
 
-COMMITTED_CHECKPOINTS: Final = (UseKind.PERIODIC, UseKind.JUST_IN_TIME, UseKind.FINAL, UseKind.CHECKPOINT)
+COMMITTED_CHECKPOINTS: Final = (
+    UseKind.PERIODIC,
+    UseKind.JUST_IN_TIME,
+    UseKind.FINAL,
+    UseKind.CHECKPOINT,
+    UseKind.WEIGHTS_ONLY,
+)
 UPLOADS: Final = (UseKind.UPLOAD_IN_PROGRESS, UseKind.ORPHANED_UPLOAD)
 """Parts of unfinished uploads, which no listing of objects shows."""
 
@@ -124,7 +131,8 @@ def use_of(run: StoredRun, kinds: Mapping[str, Kind], limits: AgeLimits, *, ever
 
     Without `every_kind` these are those of the newest alone, which say how the run stands; all count as `CHECKPOINT`.
     """
-    committed_at = max((one.modified_at for one in run.committed), default=None)
+    # The marker of a save of which only the weights are left was written long after its commit.
+    committed_at = max((one.modified_at for one in run.committed if not one.weights_only), default=None)
     return RunUse(
         prefix=run.prefix,
         state=_state(run, kinds, committed_at, limits),
@@ -148,7 +156,8 @@ def _state(run: StoredRun, kinds: Mapping[str, Kind], committed_at: float | None
 def usage_of(run: StoredRun, kinds: Mapping[str, Kind], limits: AgeLimits) -> Usage:
     """Return what a run takes, or what lies in none, by kind and by age."""
     usage = Usage()
-    announced = {one.save: one for one in run.committed if not one.series}
+    # Where both markers are there, because a prune was interrupted, the save is committed.
+    announced = {one.save: one for one in sorted(run.committed, key=_is_whole) if not one.series}
     series = {one.series for one in run.committed if one.series}
     for (name, save), folder in run.saves.items():
         marker = announced.get(save)
@@ -163,7 +172,7 @@ def usage_of(run: StoredRun, kinds: Mapping[str, Kind], limits: AgeLimits) -> Us
         else:
             old = age_seconds > limits.orphan_age_seconds
             usage.add(UseKind.LEFTOVER if old else UseKind.IN_PROGRESS, folder.size_bytes, age_seconds)
-    for one in run.committed:
+    for one in (*announced.values(), *(one for one in run.committed if one.series)):
         usage.add(UseKind.SNAPSHOT if one.series else _kind_of(one, kinds), 0, 0.0)
     for kind, folder in ((UseKind.RECORD, run.records), (UseKind.FOREIGN, run.foreign)):
         if folder.objects:
@@ -179,6 +188,12 @@ def usage_of(run: StoredRun, kinds: Mapping[str, Kind], limits: AgeLimits) -> Us
     return usage
 
 
+def _is_whole(committed: CommittedSave) -> bool:
+    return not committed.weights_only
+
+
 def _kind_of(committed: CommittedSave, kinds: Mapping[str, Kind]) -> UseKind:
+    if committed.weights_only:
+        return UseKind.WEIGHTS_ONLY
     kind = kinds.get(committed.key)
     return UseKind(kind.value) if kind else UseKind.CHECKPOINT

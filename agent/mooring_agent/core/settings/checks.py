@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Final
 
 from mooring_agent.core.errors import MooringError
+from mooring_agent.core.limits import OPTIMIZER_PATTERN_CHARACTERS, OPTIMIZER_PATTERNS
 from mooring_agent.core.settings.values import GIB, MIB, TerminationSettings, TransferSettings
 from mooring_agent.core.stored.object_layout import LONGEST_PREFIX_BYTES, check_file_path, check_token
 from mooring_api.names import SOCKET_PATH_LIMIT_BYTES
@@ -38,9 +39,10 @@ def setting_problems(values: Mapping[str, Any]) -> Iterator[str]:
         yield "max_concurrency and max_connections must be 1 or more"
     if values.get("store.kms_key_id") and values.get("store.server_side_encryption") != "aws:kms":
         yield "kms_key_id needs server_side_encryption aws:kms"
-    for name in ("keep_every_steps", "keep_every_seconds", "keep_daily"):
+    for name in ("keep_every_steps", "keep_every_seconds", "keep_daily", "weights_only_after"):
         if values.get(f"retention.{name}") and not values.get("retention.keep_last"):
             yield f"{name} needs keep_last: with keep_last 0 everything is kept"
+    yield from _optimizer_file_problems(values.get("retention.optimizer_files", ""))
     if 0 < values.get("objective.recovery_point", 0.0) < LEAST_RECOVERY_POINT_SECONDS:
         yield f"recovery_point must be {LEAST_RECOVERY_POINT_SECONDS:g} s or more, or 0 for none"
     yield from _impossible_sizes(values)
@@ -52,6 +54,20 @@ def setting_problems(values: Mapping[str, Any]) -> Iterator[str]:
     address = values.get("http_address")
     if address and not _is_address(address):
         yield f"http_address {address!r} is not host:port with a port from 1 to 65535, as 0.0.0.0:9090"
+
+
+def _optimizer_file_problems(text: str) -> Iterator[str]:
+    """Yield a problem for patterns that match no name, and for more than a marker may hold."""
+    patterns = [one.strip() for one in text.split(",")]
+    if text and not any(patterns):
+        yield "optimizer_files is empty: give names such as optimizer*, or set weights_only_after to 0"
+    if len(patterns) > OPTIMIZER_PATTERNS or any(len(one) > OPTIMIZER_PATTERN_CHARACTERS for one in patterns):
+        yield (
+            f"optimizer_files has more than {OPTIMIZER_PATTERNS} names, or one of more than "
+            f"{OPTIMIZER_PATTERN_CHARACTERS} characters"
+        )
+    if slashed := next((one for one in patterns if "/" in one), ""):
+        yield f"optimizer_files has {slashed!r}: give names of files or folders, without a slash"
 
 
 def _watch_problems(directories: Sequence[str]) -> Iterator[str]:

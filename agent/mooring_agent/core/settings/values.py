@@ -118,6 +118,16 @@ class RetentionSettings:
         "Also keep the last checkpoint of each of so many days (UTC), the newest days on which one was committed; "
         "0: none.",
     ] = 0
+    weights_only_after: Annotated[
+        Duration,
+        "Drop the optimizer's files of kept checkpoints that are older than this, such as 7d, except the newest "
+        "--keep-last; restore then never takes them. 0: never.",
+    ] = _NO_TIME
+    optimizer_files: Annotated[
+        str,
+        "Names of the files and folders that hold the optimizer's state, with * and ?, separated by commas. They are "
+        "dropped only if other files stay.",
+    ] = "optimizer*"
     keep_final: Annotated[bool, "Also keep final checkpoints, which a training saves at its end."] = True
     orphan_age_seconds: Annotated[
         float, "Delete saves that never committed, old resume pins and other leftovers once they are older than this."

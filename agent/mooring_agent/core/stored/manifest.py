@@ -60,11 +60,11 @@ _PackBytes = Annotated[int, Meta(ge=0, le=LARGEST_PACK_BYTES)]
 _ManifestBytes = Annotated[int, Meta(ge=0, le=MANIFEST_BYTES)]
 
 
-class _Object(Struct, forbid_unknown_fields=True, omit_defaults=True, kw_only=True, gc=False):
+class StoredObject(Struct, forbid_unknown_fields=True, omit_defaults=True, kw_only=True, gc=False):
     """Unknown fields are refused, so no input can be nested deeper than these types."""
 
 
-class _Save(_Object):
+class _Save(StoredObject):
     save: str
     name: str
     step: Step
@@ -73,7 +73,7 @@ class _Save(_Object):
     checksum: Literal["crc64nvme"]
 
 
-class _File(_Object):
+class _File(StoredObject):
     path: str
     size: FileBytes
     part_size: Annotated[int, Meta(ge=1, le=SAVE_BYTES)]
@@ -86,17 +86,17 @@ class _File(_Object):
     link: PathText = ""
 
 
-class _Owner(_Object):
+class _Owner(StoredObject):
     name: str
     save: str
     rank: Rank
 
 
-class _Pack(_Object):
+class _Pack(StoredObject):
     size: _PackBytes
 
 
-class _Rank(_Object):
+class _Rank(StoredObject):
     rank: Rank
     saved_at: Moment
     files: Annotated[tuple[_File, ...], Meta(max_length=FILES_PER_RANK)]
@@ -110,14 +110,14 @@ class _Manifest(_Save):
     ranks: Annotated[tuple[_Rank, ...], Meta(min_length=1, max_length=LOCAL_RANKS)]
 
 
-class _Reference(_Object):
+class _Reference(StoredObject):
     first_rank: Rank
     rank_count: Annotated[int, Meta(ge=1, le=LOCAL_RANKS)]
     size: _ManifestBytes
     checksum: _Checksum
 
 
-class _Marker(_Save):
+class MarkerObject(_Save):
     format: Literal[1]
     saved_at: Moment
     size: Count
@@ -160,7 +160,7 @@ def decode_manifest(body: bytes, key: str) -> tuple[RankManifest, ...]:
             raise UndecodableError(f"rank {value.ranks[-1].rank} in a world of {info.world_size}")
         return tuple(_decode_rank(info, one) for one in value.ranks)
     except (UndecodableError, RequestError) as error:
-        raise _corrupt(key, error) from error
+        raise corrupt(key, error) from error
 
 
 def _decode_rank(info: SaveInfo, value: _Rank) -> RankManifest:
@@ -195,54 +195,61 @@ def commit_marker(ranks: Sequence[RankManifest], references: Iterable[ManifestRe
 
 
 def encode_marker(marker: CommitMarker) -> bytes:
-    return checked_json.encode(
-        _Marker(
-            **_of_save(marker.info),
-            format=_FORMAT_VERSION,
-            saved_at=float(marker.saved_at),
-            size=marker.size_bytes,
-            file_count=marker.file_count,
-            manifests=tuple(
-                _Reference(
-                    first_rank=one.first_rank,
-                    rank_count=one.rank_count,
-                    size=one.size_bytes,
-                    checksum=f"{one.checksum:016x}",
-                )
-                for one in marker.manifests
-            ),
-        )
+    return checked_json.encode(marker_object(marker))
+
+
+def marker_object(marker: CommitMarker) -> MarkerObject:
+    """Return what a commit marker says, to be encoded."""
+    return MarkerObject(
+        **_of_save(marker.info),
+        format=_FORMAT_VERSION,
+        saved_at=float(marker.saved_at),
+        size=marker.size_bytes,
+        file_count=marker.file_count,
+        manifests=tuple(
+            _Reference(
+                first_rank=one.first_rank,
+                rank_count=one.rank_count,
+                size=one.size_bytes,
+                checksum=f"{one.checksum:016x}",
+            )
+            for one in marker.manifests
+        ),
     )
 
 
 def decode_marker(body: bytes, key: str) -> CommitMarker:
     """Decode a commit marker. Raises StoreError(CHECKPOINT_CORRUPT or FORMAT_UNKNOWN) that names `key`."""
     try:
-        value = checked_json.decode(body, _Marker, limit_bytes=MARKER_BYTES)
-        if sum(one.rank_count for one in value.manifests) != value.world_size or any(
-            one.first_rank >= following.first_rank for one, following in pairwise(value.manifests)
-        ):
-            raise UndecodableError("the marker does not name every rank once")
-        manifests_bytes = sum(reference.size for reference in value.manifests)
-        if manifests_bytes > MANIFESTS_BYTES:
-            raise UndecodableError(f"manifests of {manifests_bytes:,} bytes, more than {MANIFESTS_BYTES:,}")
-        return CommitMarker(
-            info=_decode_info(value),
-            saved_at=value.saved_at,
-            size_bytes=value.size,
-            file_count=value.file_count,
-            manifests=tuple(
-                ManifestReference(
-                    first_rank=one.first_rank,
-                    rank_count=one.rank_count,
-                    size_bytes=one.size,
-                    checksum=int(one.checksum, 16),
-                )
-                for one in value.manifests
-            ),
-        )
+        return marker_of(checked_json.decode(body, MarkerObject, limit_bytes=MARKER_BYTES))
     except (UndecodableError, RequestError) as error:
-        raise _corrupt(key, error) from error
+        raise corrupt(key, error) from error
+
+
+def marker_of(value: MarkerObject) -> CommitMarker:
+    """Return the commit marker that was decoded. Raises UndecodableError or RequestError if it cannot be one."""
+    if sum(one.rank_count for one in value.manifests) != value.world_size or any(
+        one.first_rank >= following.first_rank for one, following in pairwise(value.manifests)
+    ):
+        raise UndecodableError("the marker does not name every rank once")
+    manifests_bytes = sum(reference.size for reference in value.manifests)
+    if manifests_bytes > MANIFESTS_BYTES:
+        raise UndecodableError(f"manifests of {manifests_bytes:,} bytes, more than {MANIFESTS_BYTES:,}")
+    return CommitMarker(
+        info=_decode_info(value),
+        saved_at=value.saved_at,
+        size_bytes=value.size,
+        file_count=value.file_count,
+        manifests=tuple(
+            ManifestReference(
+                first_rank=one.first_rank,
+                rank_count=one.rank_count,
+                size_bytes=one.size,
+                checksum=int(one.checksum, 16),
+            )
+            for one in value.manifests
+        ),
+    )
 
 
 def _of_save(info: SaveInfo) -> dict[str, Any]:
@@ -318,7 +325,8 @@ def _decode_info(value: _Save) -> SaveInfo:
     )
 
 
-def _corrupt(key: str, error: Exception) -> StoreError:
+def corrupt(key: str, error: Exception) -> StoreError:
+    """Return the error for an object that was not decoded, and say whether its format is too new."""
     if isinstance(error, UnknownFormatError):
         return StoreError(
             ErrorKind.FORMAT_UNKNOWN,

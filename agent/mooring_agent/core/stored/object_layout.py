@@ -6,6 +6,7 @@
 <name>/<save>/.mooring/base.json                  reservation: the snapshot that this one shares objects with
 .mooring/commits/<n>.<save>.json                  commit marker; n is 999999999999 - step: the newest is listed first
 .mooring/snapshots/<name>/<n>.<save>.json         commit marker of a snapshot; the name is its series, n as above
+.mooring/weights/<n>.<save>.json                 marker of a save that has lost its optimizer's files; n as above
 .mooring/pruned/<save>/<prune>                    tombstone: a prune is about to delete that snapshot
 .mooring/resume/<attempt>/<generation>.json       the pin: what a start of this attempt resumes from
 .mooring/resume/<attempt>/<generation>.<place>.pod    that pod of the start has it on its disk
@@ -47,6 +48,8 @@ LEDGER_PREFIX: Final = f"{STATE_DIRECTORY}/ledger/"
 """Of a run's ledger. What reads checkpoints never looks there."""
 _LEDGER_KEY: Final = re.compile(rf"{re.escape(LEDGER_PREFIX)}({_TOKEN.pattern})/([0-9]{{13}})-({_TOKEN.pattern})\.json")
 _NO_ATTEMPT: Final = "none"
+WEIGHTS_PREFIX: Final = f"{STATE_DIRECTORY}/weights/"
+_WEIGHTS_KEY: Final = re.compile(rf"{re.escape(WEIGHTS_PREFIX)}([0-9]{{12}})\.({_TOKEN.pattern})\.json")
 _MARKER_KEY: Final = re.compile(rf"{re.escape(COMMITS_PREFIX)}([0-9]{{12}})\.({_TOKEN.pattern})\.json")
 SNAPSHOTS_PREFIX: Final = f"{STATE_DIRECTORY}/{SNAPSHOTS_DIRECTORY}/"
 _SNAPSHOT_KEY: Final = re.compile(
@@ -143,6 +146,11 @@ def is_manifest(key: str) -> bool:
     return f"/{STATE_DIRECTORY}/{_MANIFEST}" in key
 
 
+def is_file_key(key: str) -> bool:
+    """Whether a key below a save's prefix is that of a file, and not of a manifest, a pack or a reservation."""
+    return key.split("/")[2:3] != [STATE_DIRECTORY]
+
+
 def pack_key(info: SaveInfo, rank: int, number: int) -> str:
     return _pack_key(save_prefix(info), rank, number)
 
@@ -228,6 +236,22 @@ def series_prefix(series: str) -> str:
 def snapshot_key(snapshot: SnapshotId) -> str:
     """Return the key of a snapshot's marker."""
     return f"{series_prefix(snapshot.series)}{_descending(snapshot.number)}.{snapshot.save}.json"
+
+
+def weights_step_prefix(step: int) -> str:
+    """Return the prefix of the markers of all saves of that step of which only the weights are left."""
+    return f"{WEIGHTS_PREFIX}{_descending(step)}."
+
+
+def weights_key(info: SaveInfo) -> str:
+    """Return the key of the marker that a save has once only its weights are left."""
+    return f"{weights_step_prefix(info.step)}{info.save}.json"
+
+
+def parse_weights_key(key: str) -> tuple[int, str] | None:
+    """Return (step, save) of the marker of a save of which only the weights are left; None for any other key."""
+    match = _WEIGHTS_KEY.fullmatch(key)
+    return (STEP - int(match[1]), match[2]) if match else None
 
 
 def parse_marker_key(key: str) -> tuple[int, str] | None:

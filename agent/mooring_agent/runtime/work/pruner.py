@@ -60,6 +60,8 @@ class Pruner:
             self._horizon = report.horizon
         if deleted:
             log.info("retention.pruned", saves=deleted, freed_bytes=report.freed_bytes)
+        if report.reductions:
+            log.info("retention.weights_only", saves=[one.committed.save for one in report.reductions])
         return Pruned(at=self._clock.now(), work=command.work)
 
     async def _prune(self, store: StoreWriter, horizon: Horizon | None) -> PruneReport:

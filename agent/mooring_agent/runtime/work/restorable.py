@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from mooring_agent.catalog.markers import list_committed, newest_committed
+from mooring_agent.catalog.weights_only import refuse_fresh_start
 from mooring_agent.core.errors import MooringError, StoreError, checkpoint_corrupt, retry_delay_seconds
 from mooring_agent.core.policies.restore_choice import CommittedSave
 from mooring_agent.runtime.work.ready_store import ReadyStore
@@ -54,6 +55,8 @@ class RestorableListing:
         """Return the newest, or with `further_back` all. Raises StoreError."""
         store = await self._store.get()
         committed = await (list_committed(store) if further_back else newest_committed(store, _NEWEST))
+        if not committed:
+            await refuse_fresh_start(store)
         usable = [one for one in committed if one.save not in self.failures]
         if committed and not usable and not further_back:
             return await self.read(further_back=True)

@@ -56,7 +56,11 @@ def plan_prune(
         wanted = why_wanted(ordered, policies_of(settings, justifying), damaged)
         for one in ordered:
             name = series or names.get(one.save, "")
-            if reason := _why_keep(one, settings, wanted.get(one.save, ()), protected, live):
+            if one.weights_only and not name:
+                # Its save was deleted while it had a commit marker too.
+                why = "nothing is left of it but a marker"
+                deletions.append(deletion_of(name, one.save, None, why, marker=(one.key,), may_share=False))
+            elif reason := _why_keep(one, settings, wanted.get(one.save, ()), protected, live):
                 kept.append(Kept(name=name, save=one.save, reason=reason))
             else:
                 why = f"{settings.keep_last} newer {'is' if settings.keep_last == 1 else 'are'} valid"

@@ -1,0 +1,89 @@
+"""Decides which kept checkpoints lose their optimizer's files. docs/design/0020.
+
+Invariants: what a restore may take stays whole: the newest checkpoints, as `policies.Newest` says, and what a run
+resumes from; some file of its own always stays.
+"""
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+
+from mooring_agent.core.model import is_optimizer_file
+from mooring_agent.core.policies.restore_choice import CommittedSave, newest_first
+from mooring_agent.core.policies.retention.deletions import PrunePlan, StoredSave
+from mooring_agent.core.policies.retention.horizon import skipped
+from mooring_agent.core.policies.retention.policies import Newest, why_wanted
+from mooring_agent.core.policies.retention.verdict import is_live
+from mooring_agent.core.settings.values import RetentionSettings
+from mooring_agent.core.stored.object_layout import is_file_key
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reduction:
+    """A save that loses the objects `keys`, of `size_bytes` together.
+
+    `committed` is the save as it was listed: committed, or weights only already if a prune was interrupted.
+    """
+
+    committed: CommittedSave
+    name: str
+    keys: tuple[str, ...]
+    size_bytes: int
+
+
+def optimizer_patterns(settings: RetentionSettings) -> tuple[str, ...]:
+    """Return the patterns of the setting, which holds them as one text."""
+    return tuple(filter(None, (one.strip() for one in settings.optimizer_files.split(","))))
+
+
+def plan_reductions(
+    plan: PrunePlan,
+    committed: Sequence[CommittedSave],
+    stored: Sequence[StoredSave],
+    settings: RetentionSettings,
+    *,
+    recorded: Mapping[str, Sequence[str]],
+    validated: Collection[str],
+    damaged: Collection[str],
+    protected: Collection[str],
+    live: Collection[str],
+    now: float,
+) -> tuple[Reduction, ...]:
+    """Return what a prune drops of the saves that its plan keeps. The arguments are those of `plan_prune`.
+
+    `recorded` has the patterns in the markers of saves of which only the weights are left.
+    """
+    if plan.refused:
+        return ()
+    folders = {one.save: one for one in stored}
+    going = {one.save for one in plan.deletions}
+    announced = newest_first([one for one in committed if not one.series])
+    newest = Newest(count=settings.keep_last, justifying=set(validated) - skipped(committed))
+    whole = {*why_wanted(announced, iter((newest,)), damaged), *damaged, *protected, *going}
+    patterns = optimizer_patterns(settings)
+    found = []
+    for one in announced:
+        folder = folders.get(one.save)
+        if folder is None or one.save in going:
+            continue
+        if one.weights_only:
+            keys = optimizer_keys(folder, recorded.get(one.save, ()))
+        elif _is_old(one, settings, now) and one.save not in whole and not is_live(one.save, live):
+            keys = optimizer_keys(folder, patterns)
+        else:
+            continue
+        if keys:
+            size_bytes = sum(folder.sizes_bytes[key] for key in keys)
+            found.append(Reduction(committed=one, name=folder.name, keys=keys, size_bytes=size_bytes))
+    return tuple(found)
+
+
+def optimizer_keys(folder: StoredSave, patterns: Collection[str]) -> tuple[str, ...]:
+    """Return the keys of a save's files with the optimizer's state; none if no other file would stay."""
+    prefix = f"{folder.name}/{folder.save}/"
+    own = [key for key in folder.sizes_bytes if is_file_key(key)]
+    keys = sorted(key for key in own if is_optimizer_file(key.removeprefix(prefix), patterns))
+    return tuple(keys) if len(keys) < len(own) else ()
+
+
+def _is_old(one: CommittedSave, settings: RetentionSettings, now: float) -> bool:
+    return settings.keep_last > 0 and 0 < settings.weights_only_after < now - one.modified_at

@@ -1,0 +1,272 @@
+"""A prune that drops the optimizer's files of old checkpoints: what is left is whole, and no restore takes it."""
+
+from collections.abc import Awaitable, Callable
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import TypeVar
+
+import pytest
+from tests.fakes.fake_store import FakeStore
+from tests.fakes.memory_store import MemoryStore
+from tests.restore.stored_checkpoints import store_checkpoint
+
+from mooring_agent.catalog.deep_check import check
+from mooring_agent.catalog.markers import list_committed, list_weights_only, read_marker
+from mooring_agent.catalog.pruning import prune
+from mooring_agent.catalog.reading import load
+from mooring_agent.catalog.usage import storage_use
+from mooring_agent.catalog.weights_only import refuse_fresh_start
+from mooring_agent.core.errors import ErrorKind, StoreError
+from mooring_agent.core.policies.restore_choice import Pin
+from mooring_agent.core.policies.storage_use import AgeLimits, Amount, RunState, UseKind
+from mooring_agent.core.settings.values import Duration, RetentionSettings
+from mooring_agent.core.stored.object_layout import COMMITS_PREFIX, WEIGHTS_PREFIX, file_key
+from mooring_agent.core.stored.weights_marker import decode_weights_marker, encode_weights_marker
+from mooring_agent.restore.agreement import Agreement
+from mooring_agent.restore.init_step import Restored, restore
+
+_DAY = 24 * 3600.0
+_KEEP = RetentionSettings(keep_last=2, keep_every_steps=1, weights_only_after=Duration(_DAY))
+_REDUCED = ("checkpoint-1/", "checkpoint-2/", "checkpoint-3/")
+_MOST_WRITES = 60
+_Answer = TypeVar("_Answer")
+
+
+def _files(step: int) -> dict[str, bytes]:
+    return {"model.pt": b"m" * (10 + step), "optimizer.pt": b"o" * 100, "optimizer_0/a.distcp": b"p" * 50}
+
+
+async def _fill(store: MemoryStore, steps: int = 5) -> None:
+    """A checkpoint a day."""
+    for step in range(1, steps + 1):
+        await store_checkpoint(store, step, ranks=[_files(step), {f"model-1-{step}.pt": b"n", "optimizer-1.bin": b"q"}])
+        store.now += _DAY
+
+
+async def _steps(store: MemoryStore) -> tuple[list[int], list[int]]:
+    """Return the steps that are whole, and those of which only the weights are left; every byte of both is right."""
+    committed = await list_committed(store)
+    saves = {one.save for one in committed}
+    left = [one for one in await list_weights_only(store) if one.save not in saves]
+    for one in (*committed, *left):
+        assert await check(store, one) == ()
+    for one in left:
+        checkpoint = await load(store, one)
+        assert [file.entry.path for file in checkpoint.files] == sorted(["model.pt", f"model-1-{one.step}.pt"])
+        assert checkpoint.marker.left_bytes == checkpoint.size_bytes
+    return [one.step for one in committed], [one.step for one in left]
+
+
+async def _restore(store: MemoryStore, volume: Path, *, attempt: str) -> Restored | None:
+    return await restore(
+        store,
+        checkpoint_directory=volume / "checkpoints",
+        volume=volume,
+        state_directory=volume / "state",
+        attempt=attempt,
+    )
+
+
+async def test_a_prune_drops_what_is_old_and_leaves_the_rest_whole() -> None:
+    store = FakeStore()
+    await _fill(store)
+    committed_at = {one.step: one.modified_at for one in await list_committed(store)}
+    before = len(store.objects)
+    shown = await prune(store, _KEEP, now=store.now, dry_run=True)
+    assert [one.committed.step for one in shown.reductions] == [3, 2, 1]
+    assert len(store.objects) == before
+    report = await prune(store, _KEEP, now=store.now)
+    assert (report.reductions, report.freed_bytes) == (shown.reductions, 3 * 151)
+    assert await _steps(store) == ([5, 4], [3, 2, 1])
+    assert len(store.objects) == before - 3 * 3
+    for one in await list_weights_only(store):
+        left = (await read_marker(store, one)).weights_only
+        assert left is not None
+        assert (left.committed_at, left.dropped_files, left.dropped_bytes) == (committed_at[one.step], 3, 151)
+    again = await prune(store, _KEEP, now=store.now)
+    assert (again.reductions, again.plan.deletions) == ((), ())
+
+
+async def test_a_restore_takes_whole_checkpoints_only(tmp_path: Path) -> None:
+    store = FakeStore()
+    await _fill(store)
+    await prune(store, _KEEP, now=store.now)
+    # Both whole ones are lost: a restore would go on with an older one.
+    for one in await list_committed(store):
+        del store.objects[file_key((await read_marker(store, one)).info, "model.pt")]
+    with pytest.raises(StoreError, match="none of 2 committed checkpoints can be restored"):
+        await _restore(store, tmp_path, attempt="one")
+
+
+async def test_a_destination_with_weights_alone_is_no_fresh_start(tmp_path: Path) -> None:
+    store = FakeStore()
+    await refuse_fresh_start(store)
+    await _fill(store)
+    await prune(store, _KEEP, now=store.now)
+    for key in [key for key in store.objects if key.startswith(COMMITS_PREFIX)]:
+        del store.objects[key]
+    with pytest.raises(StoreError, match="no whole checkpoint any more") as failure:
+        await _restore(store, tmp_path, attempt="one")
+    assert failure.value.kind is ErrorKind.CHECKPOINT_CORRUPT
+    # A start that is pinned to begin at step 0 knows that.
+    agreement = Agreement(store, "two", partial(list_committed, store), place="", node_rank=0, timeout_seconds=9.0)
+    assert await agreement.begin(Pin(attempt="two"))
+    assert await _restore(store, tmp_path, attempt="two") is None
+
+
+async def test_weights_that_no_policy_wants_any_more_go_altogether() -> None:
+    store = FakeStore()
+    await _fill(store)
+    await prune(store, _KEEP, now=store.now)
+    report = await prune(store, replace(_KEEP, keep_every_steps=2), now=store.now)
+    assert await _steps(store) == ([5, 4], [2])
+    assert len(report.plan.deletions) == 2
+    assert not [key for key in store.objects if key.startswith(("checkpoint-1/", "checkpoint-3/"))]
+
+
+async def test_a_rule_by_days_goes_on_with_the_times_of_the_commits() -> None:
+    store = FakeStore()
+    daily = replace(_KEEP, keep_last=1, keep_every_steps=0, keep_daily=3)
+    await _fill(store)
+    await prune(store, daily, now=store.now)
+    assert await _steps(store) == ([5], [4, 3])
+    await store_checkpoint(store, 6, ranks=[_files(6)])
+    await prune(store, daily, now=store.now)
+    assert (await _steps(store))[1] == [4]
+
+
+async def test_what_has_a_damaged_marker_stays_as_it_is() -> None:
+    store = FakeStore()
+    await _fill(store)
+    marker = next(one for one in await list_committed(store) if one.step == 2)
+    info = (await read_marker(store, marker)).info
+    store.objects[marker.key].body = store.objects[marker.key].body[:-9]
+    await prune(store, _KEEP, now=store.now)
+    assert {marker.key, file_key(info, "optimizer.pt")} <= store.objects.keys()
+    left = next(one for one in await list_weights_only(store) if one.step == 1)
+    store.objects[left.key].body = b"x"
+    before = set(store.objects)
+    report = await prune(store, _KEEP, now=store.now)
+    assert set(store.objects) == before
+    assert report.reductions[0].committed.step == 2
+
+
+async def test_du_counts_weights_alone_as_such() -> None:
+    store = FakeStore()
+    await _fill(store)
+    await prune(store, _KEEP, now=store.now)
+    limits = AgeLimits(now=store.now, abandoned_after_seconds=7 * _DAY, orphan_age_seconds=_DAY)
+    for every_kind in (False, True):
+        found = await storage_use(store, limits, every_kind=every_kind)
+        [run] = found.runs
+        assert (run.state, run.step) == (RunState.ACTIVE, 5)
+        folders = [store.objects[key] for key in store.objects if key.startswith(_REDUCED)]
+        size_bytes = sum(len(one.body) for one in folders)
+        assert run.usage.kinds[UseKind.WEIGHTS_ONLY] == Amount(count=3, size_bytes=size_bytes)
+        assert UseKind.LEFTOVER not in run.usage.kinds
+        assert found.total.size_bytes == sum(len(one.body) for one in store.objects.values())
+
+
+class _KilledError(Exception):
+    """The prune ends here."""
+
+
+class _MortalStore(MemoryStore):
+    """Dies at its request number `at`, before it or, with `late`, after it."""
+
+    def __init__(self, at: int, *, late: bool) -> None:
+        super().__init__()
+        self.at, self.late = at, late
+        self.armed = False
+
+    async def _request(self, work: Callable[[], Awaitable[_Answer]]) -> _Answer:
+        if not self.armed:
+            return await work()
+        self.at -= 1
+        if self.at == -1 and not self.late:
+            raise _KilledError
+        answer = await work()
+        if self.at == -1:
+            raise _KilledError
+        return answer
+
+    async def put(self, key: str, body: bytes, *, if_absent: bool = False) -> None:
+        await self._request(partial(super().put, key, body, if_absent=if_absent))
+
+    async def delete(self, key: str) -> None:
+        await self._request(partial(super().delete, key))
+
+
+@pytest.mark.parametrize("late", [False, True], ids=["before a write", "after a write"])
+async def test_a_prune_killed_at_any_write_loses_nothing_and_the_next_one_ends_it(late: bool) -> None:
+    for at in range(_MOST_WRITES):
+        store = _MortalStore(at, late=late)
+        await _fill(store)
+        store.armed = True
+        try:
+            await prune(store, _KEEP, now=store.now)
+            ended = True
+        except _KilledError:
+            ended = False
+        store.armed = False
+        whole, left = await _steps(store)
+        assert sorted([*whole, *left]) == [1, 2, 3, 4, 5]
+        assert {4, 5} <= set(whole)
+        # With other names: those in a marker that is there count.
+        other = replace(_KEEP, optimizer_files="model*", keep_last=5)
+        await prune(store, other, now=store.now)
+        await prune(store, _KEEP, now=store.now)
+        assert await _steps(store) == ([5, 4], [3, 2, 1])
+        for one in await list_weights_only(store):
+            checkpoint = await load(store, one)
+            prefix = f"checkpoint-{one.step}/{one.save}/"
+            own = {key.removeprefix(prefix) for key in store.objects if key.startswith(prefix)}
+            assert {name for name in own if not name.startswith(".mooring/")} >= {
+                file.entry.path for file in checkpoint.files
+            }
+            assert "optimizer.pt" not in own
+        if ended:
+            break
+    assert ended
+    assert at > 9
+
+
+class _OtherPatternsStore(FakeStore):
+    """Another prune, with other names, writes its marker a moment before ours."""
+
+    async def put(self, key: str, body: bytes, *, if_absent: bool = False) -> None:
+        if key.startswith(WEIGHTS_PREFIX) and key not in self.objects:
+            marker = decode_weights_marker(body, key)
+            assert marker.weights_only is not None
+            other = replace(marker.weights_only, optimizer_files=("optimizer.pt",), dropped_files=1, dropped_bytes=100)
+            await super().put(key, encode_weights_marker(replace(marker, weights_only=other)), if_absent=True)
+        await super().put(key, body, if_absent=if_absent)
+
+
+async def test_of_two_prunes_with_different_names_the_first_marker_says_what_goes() -> None:
+    store = _OtherPatternsStore()
+    await _fill(store)
+    await prune(store, _KEEP, now=store.now)
+    left = await list_weights_only(store)
+    assert [one.step for one in left] == [3, 2, 1]
+    for one in left:
+        assert await check(store, one) == ()
+        paths = {file.entry.path for file in (await load(store, one)).files}
+        assert paths == {"model.pt", "optimizer_0/a.distcp", f"model-1-{one.step}.pt", "optimizer-1.bin"}
+
+
+@pytest.mark.parametrize("conditional_put", [True, False])
+async def test_a_store_that_refuses_the_marker_keeps_whole_checkpoints(conditional_put: bool) -> None:
+    store = _RefusingStore(conditional_put=conditional_put)
+    await _fill(store)
+    before = set(store.objects)
+    await prune(store, _KEEP, now=store.now)
+    assert set(store.objects) == before
+
+
+class _RefusingStore(FakeStore):
+    async def put(self, key: str, body: bytes, *, if_absent: bool = False) -> None:
+        if key.startswith(WEIGHTS_PREFIX):
+            raise StoreError(ErrorKind.ACCESS_DENIED, "not there")
+        await super().put(key, body, if_absent=if_absent)
