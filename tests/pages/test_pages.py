@@ -93,7 +93,7 @@ def run(directory: Path, *command: object) -> str:
     """What it printed; it must end with 0."""
     environment = {name: value for name, value in os.environ.items() if not name.startswith("MOORING_")}
     done = subprocess.run(
-        list(map(str, command)), cwd=directory, env=environment, capture_output=True, text=True, timeout=100
+        list(map(str, command)), cwd=directory, env=environment, capture_output=True, text=True, timeout=400
     )
     assert done.returncode == 0, done.stderr
     return done.stdout
