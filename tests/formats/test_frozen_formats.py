@@ -27,6 +27,7 @@ from mooring_agent.core.policies.restore_choice import decode_pin, encode_pin
 from mooring_agent.core.stored.ledger import decode_lives, encode_life
 from mooring_agent.core.stored.manifest import decode_manifest, decode_marker, encode_manifest, encode_marker
 from mooring_agent.core.stored.reservation import decode_reservation, encode_reservation
+from mooring_agent.core.stored.weights_marker import decode_weights_marker, encode_weights_marker
 from mooring_agent.runtime.engine.event_codec import UnknownRecordError, decode_event, encode_event
 from mooring_api import signal_file
 
@@ -41,6 +42,7 @@ AGAIN: Final[dict[str, Callable[[bytes], bytes]]] = {
     "mirror.json": lambda body: encode_base(decode_base(body)),
     "announced-snapshot.json": lambda body: encode_event(decode_event(body)),
     "marker.json": lambda body: encode_marker(decode_marker(body, "key")),
+    "weights-marker.json": lambda body: encode_weights_marker(decode_weights_marker(body, "key")),
     "pin.json": lambda body: encode_pin(decode_pin(body, "key")),
     "ledger.json": lambda body: encode_life(*decode_lives(body)),
     "signal": lambda body: signal_file.encode(signal_file.decode(body)),

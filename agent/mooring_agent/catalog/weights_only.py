@@ -17,7 +17,7 @@ from mooring_agent.core.model import WeightsOnly, is_optimizer_file
 from mooring_agent.core.policies.restore_choice import CommittedSave
 from mooring_agent.core.policies.retention.weights_only import Reduction
 from mooring_agent.core.stored.object_layout import WEIGHTS_PREFIX, weights_key
-from mooring_agent.core.stored.weights_marker import encode_weights_marker
+from mooring_agent.core.stored.weights_marker import decode_weights_marker, encode_weights_marker
 from mooring_agent.ports import StoreReader, StoreWriter
 
 _REQUESTS_AT_ONCE: Final = 8
@@ -91,8 +91,10 @@ async def _write_marker(store: StoreWriter, reduction: Reduction, patterns: Sequ
         dropped_bytes=reduction.size_bytes,
     )
     key = weights_key(marker.info)
+    body = encode_weights_marker(replace(marker, weights_only=left))
+    decode_weights_marker(body, key)  # never write what nobody could read
     try:
-        await store.put(key, encode_weights_marker(replace(marker, weights_only=left)), if_absent=True)
+        await store.put(key, body, if_absent=True)
     except StoreError as error:
         # Whatever the error is, the marker may be there: what is read below decides.
         _log.info("weights_only.marker_not_written", key=key, error=str(error))
