@@ -18,10 +18,10 @@ from mooring_agent.catalog.reading import load
 from mooring_agent.catalog.usage import storage_use
 from mooring_agent.catalog.weights_only import refuse_fresh_start
 from mooring_agent.core.errors import ErrorKind, StoreError
-from mooring_agent.core.policies.restore_choice import Pin
+from mooring_agent.core.policies.restore_choice import Pin, encode_pin
 from mooring_agent.core.policies.storage_use import AgeLimits, Amount, RunState, UseKind
 from mooring_agent.core.settings.values import Duration, RetentionSettings
-from mooring_agent.core.stored.object_layout import COMMITS_PREFIX, WEIGHTS_PREFIX, file_key
+from mooring_agent.core.stored.object_layout import COMMITS_PREFIX, WEIGHTS_PREFIX, damage_key, file_key, pin_key
 from mooring_agent.core.stored.weights_marker import decode_weights_marker, encode_weights_marker
 from mooring_agent.restore.agreement import Agreement
 from mooring_agent.restore.init_step import Restored, restore
@@ -127,13 +127,13 @@ async def test_weights_that_no_policy_wants_any_more_go_altogether() -> None:
 
 async def test_a_rule_by_days_goes_on_with_the_times_of_the_commits() -> None:
     store = FakeStore()
-    daily = replace(_KEEP, keep_last=1, keep_every_steps=0, keep_daily=3)
+    daily = replace(_KEEP, keep_last=1, keep_every_steps=0, keep_daily=3, weights_only_after=Duration(_DAY / 2))
     await _fill(store)
     await prune(store, daily, now=store.now)
     assert await _steps(store) == ([5], [4, 3])
     await store_checkpoint(store, 6, ranks=[_files(6)])
     await prune(store, daily, now=store.now)
-    assert (await _steps(store))[1] == [4]
+    assert await _steps(store) == ([6], [5, 4])
 
 
 async def test_what_has_a_damaged_marker_stays_as_it_is() -> None:
@@ -149,7 +149,7 @@ async def test_what_has_a_damaged_marker_stays_as_it_is() -> None:
     before = set(store.objects)
     report = await prune(store, _KEEP, now=store.now)
     assert set(store.objects) == before
-    assert report.reductions[0].committed.step == 2
+    assert report.reductions == ()
 
 
 async def test_du_counts_weights_alone_as_such() -> None:
@@ -256,17 +256,83 @@ async def test_of_two_prunes_with_different_names_the_first_marker_says_what_goe
         assert paths == {"model.pt", "optimizer_0/a.distcp", f"model-1-{one.step}.pt", "optimizer-1.bin"}
 
 
-@pytest.mark.parametrize("conditional_put", [True, False])
-async def test_a_store_that_refuses_the_marker_keeps_whole_checkpoints(conditional_put: bool) -> None:
-    store = _RefusingStore(conditional_put=conditional_put)
-    await _fill(store)
-    before = set(store.objects)
-    await prune(store, _KEEP, now=store.now)
-    assert set(store.objects) == before
-
-
 class _RefusingStore(FakeStore):
     async def put(self, key: str, body: bytes, *, if_absent: bool = False) -> None:
         if key.startswith(WEIGHTS_PREFIX):
             raise StoreError(ErrorKind.ACCESS_DENIED, "not there")
         await super().put(key, body, if_absent=if_absent)
+
+
+async def test_a_store_that_refuses_the_marker_keeps_whole_checkpoints_and_the_prune_says_so() -> None:
+    store = _RefusingStore()
+    await _fill(store)
+    before = set(store.objects)
+    with pytest.raises(StoreError, match="not there"):
+        await prune(store, _KEEP, now=store.now)
+    assert set(store.objects) == before
+
+
+class _LostAnswerStore(FakeStore):
+    """Writes the marker, and answers that it failed."""
+
+    async def put(self, key: str, body: bytes, *, if_absent: bool = False) -> None:
+        await super().put(key, body, if_absent=if_absent)
+        if key.startswith(WEIGHTS_PREFIX):
+            raise StoreError(ErrorKind.UNREACHABLE, "no answer")
+
+
+@pytest.mark.parametrize("conditional_put", [True, False])
+async def test_a_lost_answer_and_a_store_without_conditions_change_nothing(conditional_put: bool) -> None:
+    store = _LostAnswerStore(conditional_put=conditional_put)
+    await _fill(store)
+    await prune(store, _KEEP, now=store.now)
+    assert await _steps(store) == ([5, 4], [3, 2, 1])
+    # With other names, what is written is not written again.
+    await prune(store, replace(_KEEP, optimizer_files="model*"), now=store.now)
+    assert await _steps(store) == ([5, 4], [3, 2, 1])
+
+
+async def test_a_commit_marker_that_comes_back_late_is_removed_again() -> None:
+    store = FakeStore()
+    await _fill(store)
+    markers = {one.key: store.objects[one.key] for one in await list_committed(store)}
+    await prune(store, _KEEP, now=store.now)
+    store.objects.update(markers)
+    await prune(store, _KEEP, now=store.now)
+    assert await _steps(store) == ([5, 4], [3, 2, 1])
+
+
+@pytest.mark.parametrize("kind", ["pin", "damage"])
+async def test_a_run_that_starts_meanwhile_ends_the_work(kind: str) -> None:
+    store = _StartingStore(pin_key("two", 0) if kind == "pin" else damage_key("x"))
+    await _fill(store)
+    report = await prune(store, _KEEP, now=store.now)
+    # It starts while the first one loses its files.
+    assert len(report.reductions) == 1
+    assert len((await _steps(store))[0]) == 4
+    if kind == "damage":
+        await prune(store, _KEEP, now=store.now)
+        assert await _steps(store) == ([5, 4], [3, 2, 1])
+
+
+class _StartingStore(FakeStore):
+    def __init__(self, key: str) -> None:
+        super().__init__()
+        self._key = key
+
+    async def delete(self, key: str) -> None:
+        await super().delete(key)
+        if self._key not in self.objects:
+            await self.put(self._key, encode_pin(Pin(attempt="two")))
+
+
+async def test_what_a_pin_names_stays_whole_however_old_the_pin_is() -> None:
+    store = FakeStore()
+    await _fill(store, 2)
+    one = (await list_committed(store))[-1]
+    await store.put(pin_key("one", 0), encode_pin(Pin(attempt="one", step=1, save=one.save, marker=one.key)))
+    for step in (3, 4, 5):
+        store.now += 3 * _DAY
+        await store_checkpoint(store, step, ranks=[_files(step)])
+    await prune(store, _KEEP, now=store.now)
+    assert [found.step for found in await list_committed(store)] == [5, 4, 1]

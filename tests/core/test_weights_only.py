@@ -56,7 +56,7 @@ def reductions(
     values |= {name: value for name, value in changes.items() if name != "recorded"}
     result: PrunePlan = plan(found, data, settings=keep, **values)
     recorded = changes.get("recorded", {})
-    planned = plan_reductions(result, found, data, keep, recorded=recorded, now=NOW, **values)
+    planned = plan_reductions(result, found, data, keep, recorded=recorded, **values)
     return {one.committed.save: one for one in planned}
 
 
@@ -93,7 +93,7 @@ def test_what_a_restore_or_a_writer_may_need_stays_whole(changes: dict[str, Any]
 
 def test_after_a_run_fell_back_the_newest_by_step_and_by_time_stay_whole() -> None:
     # 90 was skipped, and 50 was committed last.
-    found = [committed(step, modified_at=NOW - age * DAY) for step, age in ((10, 9), (90, 8), (40, 7), (50, 6))]
+    found = [committed(step, modified_at=NOW - age * DAY) for step, age in ((10, 9), (90, 8), (40, 7), (50, 1))]
     assert set(reductions(found)) == ids(10, 40)
 
 
@@ -131,11 +131,32 @@ def test_weights_alone_are_judged_by_the_policies_and_justify_no_deletion() -> N
     assert deleted(plan([replace(one, weights_only=True), two, three], keep_last=1, validated=ids(2, 3))) == ids(1, 2)
 
 
-def test_a_marker_whose_save_is_gone_goes_too() -> None:
+def test_a_commit_marker_that_came_back_goes_again_and_one_of_an_interrupted_prune_begins_anew() -> None:
+    found = daily(1, 2, 3, 4, 5)
+    data = [stored(found[0], "model.safetensors"), *map(stored, found[1:])]
+    recorded = {one.save: ("optimizer.pt",) for one in found[:2]}
+    reduced = reductions(found, data, recorded=recorded)
+    assert {save: one.keys for save, one in reduced.items()} == {
+        found[0].save: (),
+        found[1].save: ("checkpoint-2/aaaaaaaa-000002/optimizer.pt",),
+    }
+
+
+def test_a_save_with_both_markers_loses_both_first() -> None:
     one, two = daily(1, 2)
-    result = plan([replace(one, weights_only=True), two], [stored(two)], settings=_KEEP)
-    assert deleted(result) == ids(1)
-    assert [wave for gone in result.deletions for wave in gone.waves] == [(one.key,)]
+    result = plan([one, two], weights_markers={one.save: "second"})
+    assert [gone.waves[0] for gone in result.deletions] == [(one.key, "second")]
+
+
+def test_where_only_weights_are_left_nothing_is_deleted() -> None:
+    found = [replace(one, weights_only=True) for one in daily(1, 2, 3)]
+    assert plan(found, validated=()).refused == "the destination has no committed checkpoint"
+    assert reductions(found, recorded={one.save: ("optimizer*",) for one in found}) == {}
+
+
+def test_time_alone_drops_nothing_however_late_it_is() -> None:
+    long_ago = [replace(one, modified_at=one.modified_at - 5 * DAY) for one in daily(1, 2, 3, 4, 5)]
+    assert set(reductions(long_ago)) == ids(1, 2)
 
 
 @st.composite
@@ -175,7 +196,8 @@ def test_whatever_the_history_what_restore_may_take_stays_whole(
         assert newest[0].save in stays
     assert set(valid[:1]) <= stays
     assert protected - {""} <= stays
-    assert all(NOW - one.committed.modified_at > keep.weights_only_after for one in reduced.values())
+    last_at = max((one.modified_at for one in whole), default=0.0)
+    assert all(last_at - one.committed.modified_at > keep.weights_only_after for one in reduced.values())
     # What the policies want of everything is still there, whole or not.
     kept = {one.save for one in found} - deleted(plan(found, [stored(one) for one in found], settings=keep))
     assert wanted_by_policies(found, keep) <= kept

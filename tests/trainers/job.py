@@ -26,7 +26,7 @@ from mooring_api import names
 
 PACED: Final = Path(__file__).with_name("paced.py")
 # They bound a hang and judge no speed: two ranks import a framework each, on a machine that others load.
-START_SECONDS: Final = 150.0
+START_SECONDS: Final = 400.0
 END_SECONDS: Final = 100.0
 _STACK_SECONDS: Final = 5.0
 _STILL_SECONDS: Final = 0.3

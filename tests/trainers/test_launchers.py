@@ -22,7 +22,7 @@ from tests.servers.server import Bucket
 from tests.trainers.job import END_SECONDS, PACED, START_SECONDS
 from tests.trainers.trainers import EXAMPLES
 
-pytestmark = [pytest.mark.trainers, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.trainers, pytest.mark.timeout(900)]
 SPAWNED: Final = str(Path(__file__).with_name("spawned_ranks.py"))
 BIN: Final = Path(sys.executable).parent
 STEPS: Final = ("--steps", "100000", "--save-every", "100000")

@@ -82,7 +82,7 @@ async def list_weights_only(store: StoreReader, *, step: int | None = None) -> t
     A save that still has its commit marker, because a prune was interrupted, is among them.
     """
     prefix = WEIGHTS_PREFIX if step is None else weights_step_prefix(step)
-    return newest_first([one async for listed in store.list(prefix) if (one := weights_only_save(listed))])
+    return await in_order(store, [one async for listed in store.list(prefix) if (one := weights_only_save(listed))])
 
 
 async def list_snapshots(store: StoreReader) -> dict[str, tuple[CommittedSave, ...]]:

@@ -29,7 +29,7 @@ from mooring_agent.core.policies.restore_choice import CommittedSave, decode_pin
 from mooring_agent.core.policies.retention.deletions import Deletion, PrunePlan
 from mooring_agent.core.policies.retention.horizon import Horizon, by_series, horizon_of, skipped
 from mooring_agent.core.policies.retention.verdict import FINAL, may_abort_upload, plan_prune, without_finals
-from mooring_agent.core.policies.retention.weights_only import Reduction, optimizer_patterns, plan_reductions
+from mooring_agent.core.policies.retention.weights_only import Reduction, plan_reductions
 from mooring_agent.core.settings.values import RetentionSettings
 from mooring_agent.core.stored.object_layout import (
     LEDGER_PREFIX,
@@ -112,17 +112,15 @@ async def prune(
     committed = (*announced, *[one for found in snapshots.values() for one in await in_order(store, found)])
     judged = {one.save for one in committed}
     suspects = listing.damaged | skipped(committed)
-    there = {one.key: one.save for one in listing.committed}
-    weights_only = await read_weights_only(
-        store, [one for one in listing.weights_only if one.save not in there.values()]
-    )
+    there = {one.key for one in listing.committed}
+    weights_only = await read_weights_only(store, listing)
     validated: set[str] = set()
     for series, found in by_series(committed).items():
         # Fewer than that are all kept anyway.
         if len(found) + (0 if series else len(weights_only.saves)) > settings.keep_last:
             good = [one for one in found if one.save not in suspects]
             validated |= await validate(store, good, enough=settings.keep_last)
-    late = set(there.values()) - judged
+    late = {one.save for one in listing.committed} - judged
     protected = {resumed_from, *await pinned(store, listing.pins, long_ago)} - {""}
     agreed = (*[one for one in committed if one.key in there], *weights_only.saves)
     stored = tuple(one for one in listing.stored() if one.save not in late | weights_only.unreadable)
@@ -136,6 +134,7 @@ async def prune(
         live=live,
         known={*known, *judged},
         now=now,
+        weights_markers=weights_only.second_markers,
     )
     if settings.keep_final:
         doomed = {key for one in plan.deletions if not one.may_share for key in one.markers}
@@ -148,9 +147,9 @@ async def prune(
         recorded=weights_only.patterns,
         validated=validated,
         damaged=listing.damaged,
-        protected=protected,
+        # However old a pin is: its run may be alive, and may start again.
+        protected={resumed_from, *await pinned(store, listing.pins, 0.0)} if settings.weights_only_after else protected,
         live=live,
-        now=now,
     )
     # The second listing is as large.
     del stored
@@ -173,7 +172,7 @@ async def prune(
         plan = await _without_late(store, plan)
         await delete_saves(store, plan.deletions, listing.damaged)
         await for_each(tombstones, store.delete, at_once=REQUESTS_AT_ONCE)
-        await reduce_saves(store, reductions, optimizer_patterns(settings))
+        reductions = await reduce_saves(store, reductions, settings, listing)
         await _clear(store, uploads, litter)
     return PruneReport(
         plan=plan,

@@ -91,7 +91,11 @@ class CommittedCheckpoint:
     @property
     def single_file(self) -> bool:
         """Whether all ranks that contributed something announced this one file. Ranks with own files make a folder."""
-        return len(self.files) == 1 and all(one.single_file for one in self.manifests if one.files)
+        if len(self.files) != 1:
+            return False
+        # Others may have been dropped.
+        paths = {file.path for one in self.manifests for file in one.files}
+        return len(paths) == 1 and all(one.single_file for one in self.manifests if one.files)
 
 
 @dataclass(slots=True, kw_only=True)

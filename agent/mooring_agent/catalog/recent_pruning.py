@@ -12,7 +12,7 @@ prune is not seen. The oldest that it sees may look like a milestone: then it to
 from collections.abc import Collection, Iterable
 from functools import partial
 
-from mooring_agent.catalog.markers import committed_save, in_order, list_down_to, read_marker
+from mooring_agent.catalog.markers import committed_save, in_order, list_down_to, read_marker, weights_only_save
 from mooring_agent.catalog.object_reads import DAMAGE, for_each
 from mooring_agent.catalog.pruning import REQUESTS_AT_ONCE, PruneReport, delete_saves, pinned, validate
 from mooring_agent.catalog.sharing import spare_shared
@@ -23,7 +23,13 @@ from mooring_agent.core.policies.retention.deletions import PrunePlan, StoredSav
 from mooring_agent.core.policies.retention.horizon import Horizon, by_series
 from mooring_agent.core.policies.retention.verdict import FINAL, plan_prune, without_finals
 from mooring_agent.core.settings.values import RetentionSettings
-from mooring_agent.core.stored.object_layout import DAMAGED_PREFIX, RESUME_PREFIX, save_prefix, series_prefix
+from mooring_agent.core.stored.object_layout import (
+    DAMAGED_PREFIX,
+    RESUME_PREFIX,
+    WEIGHTS_PREFIX,
+    save_prefix,
+    series_prefix,
+)
 from mooring_agent.ports import StoreReader, StoreWriter
 
 
@@ -67,7 +73,14 @@ async def prune_recent(
     protected = {resumed_from, *await pinned(store, pins, now - settings.orphan_age_seconds)} - {""}
     there = {one.key for one in await _listed(store, horizon, series)}
     agreed = [one for one in committed if one.key in there]
-    judge = partial(judge, agreed, validated=validated, protected=protected, known={*known, *judged})
+    # A prune that was interrupted may have left a second marker.
+    second: dict[str, str] = {}
+    if "" in concerned:
+        left = [one async for listed in store.list(WEIGHTS_PREFIX) if (one := weights_only_save(listed))]
+        second = {one.save: one.key for one in left}
+    judge = partial(
+        judge, agreed, validated=validated, protected=protected, known={*known, *judged}, weights_markers=second
+    )
     folders, final = await _folders(store, judge(()), agreed)
     plan = judge(tuple(folders.values()))
     if settings.keep_final:

@@ -10,13 +10,15 @@ from typing import Final
 
 import structlog
 
+from mooring_agent.catalog.listing import Listing
 from mooring_agent.catalog.markers import read_marker
-from mooring_agent.catalog.object_reads import DAMAGE, for_each
+from mooring_agent.catalog.object_reads import DAMAGE, for_each, if_there
 from mooring_agent.core.errors import ErrorKind, StoreError, checkpoint_corrupt
 from mooring_agent.core.model import WeightsOnly, is_optimizer_file
 from mooring_agent.core.policies.restore_choice import CommittedSave
 from mooring_agent.core.policies.retention.weights_only import Reduction
-from mooring_agent.core.stored.object_layout import WEIGHTS_PREFIX, weights_key
+from mooring_agent.core.settings.values import RetentionSettings
+from mooring_agent.core.stored.object_layout import DAMAGED_PREFIX, RESUME_PREFIX, WEIGHTS_PREFIX, weights_key
 from mooring_agent.core.stored.weights_marker import decode_weights_marker, encode_weights_marker
 from mooring_agent.ports import StoreReader, StoreWriter
 
@@ -29,46 +31,68 @@ _log: structlog.typing.FilteringBoundLogger = structlog.get_logger()
 class WeightsOnlySaves:
     """Saves of which only the weights are left, as policies judge them: `modified_at` is when they were committed.
 
-    `patterns` are those in their markers, by save. The saves in `unreadable` have a marker that cannot be read: nobody
-    can say when they were committed, so they are not judged and stay.
+    `patterns` are those in weights markers, by save. `second_markers` are the keys of the weights markers of saves that
+    are committed too. The saves in `unreadable` have a weights marker alone, and it cannot be read: nobody can say when
+    they were committed, so they are not judged and stay.
     """
 
     saves: tuple[CommittedSave, ...]
     patterns: dict[str, Sequence[str]]
+    second_markers: dict[str, str]
     unreadable: frozenset[str]
 
 
-async def read_weights_only(store: StoreReader, listed: Iterable[CommittedSave]) -> WeightsOnlySaves:
-    """Read the markers of these saves."""
+async def read_weights_only(store: StoreReader, listing: Listing) -> WeightsOnlySaves:
+    """Read the weights markers in a listing."""
+    committed = {one.save for one in listing.committed}
     saves: list[CommittedSave] = []
     patterns: dict[str, Sequence[str]] = {}
     unreadable: set[str] = set()
 
     async def read(one: CommittedSave) -> None:
         try:
-            left = (await read_marker(store, one)).weights_only
+            marker = await read_marker(store, one)
         except StoreError as error:
             if error.kind not in (*DAMAGE, ErrorKind.FORMAT_UNKNOWN):
                 raise
             _log.warning("weights_only.marker_unreadable", save=one.save, error=str(error))
-            unreadable.add(one.save)
+            if one.save not in committed:
+                unreadable.add(one.save)
             return
+        left = marker.weights_only
         assert left is not None, "the marker is of that kind"
-        saves.append(replace(one, modified_at=left.committed_at))
         patterns[one.save] = left.optimizer_files
+        if one.save not in committed:
+            saves.append(replace(one, saved_at=marker.saved_at, modified_at=left.committed_at))
 
-    await for_each(listed, read, at_once=_REQUESTS_AT_ONCE)
-    return WeightsOnlySaves(saves=tuple(saves), patterns=patterns, unreadable=frozenset(unreadable))
+    await for_each(listing.weights_only, read, at_once=_REQUESTS_AT_ONCE)
+    return WeightsOnlySaves(
+        saves=tuple(saves),
+        patterns=patterns,
+        second_markers={one.save: one.key for one in listing.weights_only if one.save in committed},
+        unreadable=frozenset(unreadable),
+    )
 
 
-async def reduce_saves(store: StoreWriter, reductions: Iterable[Reduction], patterns: Sequence[str]) -> None:
-    """Drop the optimizer's files of these saves. One whose marker cannot be read stays as it is."""
+async def reduce_saves(
+    store: StoreWriter, reductions: Iterable[Reduction], settings: RetentionSettings, listing: Listing
+) -> tuple[Reduction, ...]:
+    """Drop the optimizer's files of these saves, and return those that have lost them.
+
+    One whose marker cannot be read stays as it is. If a start has pinned or doubted anything since `listing`, the rest
+    waits for the next prune.
+    """
+    done = []
     for one in reductions:
         if one.committed.weights_only:
             await for_each(one.keys, store.delete, at_once=_REQUESTS_AT_ONCE)
+            done.append(one)
             continue
+        if not await _is_as_listed(store, listing):
+            _log.info("weights_only.waits", reason="a run has started, or found a checkpoint damaged")
+            break
         try:
-            named = await _write_marker(store, one, patterns)
+            named = await _write_marker(store, one, settings.optimizer_patterns)
         except StoreError as error:
             if error.kind not in (*DAMAGE, ErrorKind.FORMAT_UNKNOWN):
                 raise
@@ -78,6 +102,15 @@ async def reduce_saves(store: StoreWriter, reductions: Iterable[Reduction], patt
         prefix = f"{one.name}/{one.committed.save}/"
         keys = [key for key in one.keys if is_optimizer_file(key.removeprefix(prefix), named)]
         await for_each(keys, store.delete, at_once=_REQUESTS_AT_ONCE)
+        done.append(one)
+    return tuple(done)
+
+
+async def _is_as_listed(store: StoreReader, listing: Listing) -> bool:
+    """Whether the pins and the notes of damage are those of a listing, which may be hours old."""
+    pins = {one.key async for one in store.list(RESUME_PREFIX)}
+    damaged = {one.key.removeprefix(DAMAGED_PREFIX) async for one in store.list(DAMAGED_PREFIX)}
+    return pins <= {one.key for one in listing.pins} and damaged <= listing.damaged
 
 
 async def _write_marker(store: StoreWriter, reduction: Reduction, patterns: Sequence[str]) -> Sequence[str]:
@@ -91,13 +124,18 @@ async def _write_marker(store: StoreWriter, reduction: Reduction, patterns: Sequ
         dropped_bytes=reduction.size_bytes,
     )
     key = weights_key(marker.info)
-    body = encode_weights_marker(replace(marker, weights_only=left))
-    decode_weights_marker(body, key)  # never write what nobody could read
-    try:
-        await store.put(key, body, if_absent=True)
-    except StoreError as error:
-        # Whatever the error is, the marker may be there: what is read below decides.
-        _log.info("weights_only.marker_not_written", key=key, error=str(error))
+    refused: StoreError | None = None
+    # Not every store refuses to replace an object.
+    if await if_there(store.head(key)) is None:
+        body = encode_weights_marker(replace(marker, weights_only=left))
+        decode_weights_marker(body, key)  # never write what nobody could read
+        try:
+            await store.put(key, body, if_absent=True)
+        except StoreError as error:
+            # Whatever the error is, the marker may be there.
+            refused = error
+        if refused and await if_there(store.head(key)) is None:
+            raise refused
     written = await read_marker(store, replace(committed, key=key, weights_only=True))
     if written.info != marker.info or written.manifests != marker.manifests:
         raise checkpoint_corrupt(f"{key} is not the marker of the save that {committed.key} is of")

@@ -324,6 +324,10 @@ class CommitMarker:
         """The bytes of its files, less those that were dropped."""
         return self.size_bytes - (self.weights_only.dropped_bytes if self.weights_only else 0)
 
+    @property
+    def left_files(self) -> int:
+        return self.file_count - (self.weights_only.dropped_files if self.weights_only else 0)
+
     def has_dropped(self, file: FileEntry) -> bool:
         """Whether a file of its manifests is not stored any more."""
         return (

@@ -255,7 +255,7 @@ def _row(committed: CommittedSave, answer: CommitMarker | str) -> dict[str, Any]
         row |= {"name": answer.info.name, "kind": answer.info.kind.value, "world_size": answer.info.world_size}
     return {
         **row,
-        "file_count": answer.file_count,
+        "file_count": answer.left_files,
         "size_bytes": answer.left_bytes,
         "saved_at": answer.saved_at,
         "problem": "",
@@ -278,7 +278,7 @@ def _identity(committed: CommittedSave) -> dict[str, Any]:
 def _title(committed: CommittedSave) -> str:
     if committed.series:
         return f"snapshot {committed.series} {_moment(committed.saved_at or committed.modified_at)}"
-    return f"step {committed.step}"
+    return f"step {committed.step}{', weights only' if committed.weights_only else ''}"
 
 
 async def _verify(

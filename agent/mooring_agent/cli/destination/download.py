@@ -1,9 +1,11 @@
 """`mooring download`: fetches one checkpoint into a directory, for people. Owns its arguments and output."""
 
 import asyncio
+import os
 import secrets
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -20,7 +22,6 @@ from mooring_agent.cli.store_work import as_json_option, opened, print_json, run
 from mooring_agent.core.errors import ErrorKind, StoreError, VolumeError, printable
 from mooring_agent.core.model import is_optimizer_file
 from mooring_agent.core.policies.restore_choice import CommittedSave
-from mooring_agent.core.policies.retention.weights_only import optimizer_patterns
 from mooring_agent.core.settings.values import Settings
 from mooring_agent.ports import StoreReader
 from mooring_agent.restore import download as restoring
@@ -28,7 +29,7 @@ from mooring_agent.restore import download as restoring
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Fetched:
-    """A checkpoint in its place. `weights_only`: files with the optimizer's state are not in it."""
+    """A checkpoint in its place. `weights_only`: the optimizer's files, of which it had some, are not in it."""
 
     path: Path
     name: str
@@ -63,6 +64,8 @@ def download(settings: Settings, directory: Path, step: int | None, weights_only
             }
         )
         return
+    if weights_only and not fetched.weights_only:
+        click.echo("warning: it has no file of --optimizer-files: nothing was left out", err=True)
     what = ", weights only" if fetched.weights_only else ""
     size = amount(fetched.size_bytes)
     click.echo(f"{fetched.name} (step {fetched.step}, {size}{what}) is in {printable(str(fetched.path))}")
@@ -71,14 +74,11 @@ def download(settings: Settings, directory: Path, step: int | None, weights_only
 async def _download(settings: Settings, directory: Path, step: int | None, *, weights_only: bool) -> _Fetched:
     async with opened(settings.store) as store:
         checkpoint = await load(store, await _chosen(store, settings, step, weights_only=weights_only))
+        whole = checkpoint
         if weights_only:
-            checkpoint = _without_optimizer(checkpoint, optimizer_patterns(settings.retention))
+            checkpoint = _without_optimizer(whole, settings.retention.optimizer_patterns)
         info = checkpoint.marker.info
         path = directory / info.name
-        if path.exists():
-            raise VolumeError(
-                ErrorKind.ALREADY_EXISTS, f"{path} is there already", hint="remove it, or give another directory"
-            )
         with progress_line() as advance:
             await _fetch(store, checkpoint, directory, settings, partial(advance, info.name))
         return _Fetched(
@@ -87,7 +87,7 @@ async def _download(settings: Settings, directory: Path, step: int | None, *, we
             step=info.step,
             save=info.save,
             size_bytes=checkpoint.size_bytes,
-            weights_only=weights_only,
+            weights_only=whole.committed.weights_only or checkpoint.files != whole.files,
         )
 
 
@@ -95,7 +95,9 @@ async def _chosen(store: StoreReader, settings: Settings, step: int | None, *, w
     committed = await (newest_committed(store) if step is None else list_step(store, step))
     left = await list_weights_only(store, step=step)
     if committed:
-        return committed[0]
+        # With both markers, because a prune was interrupted or overtaken, its optimizer's files may be gone.
+        second = next((one for one in left if one.save == committed[0].save), committed[0])
+        return second if weights_only else committed[0]
     if left and weights_only:
         return left[0]
     what = "no committed checkpoint" if step is None else f"no committed checkpoint of step {step}"
@@ -132,8 +134,8 @@ async def _fetch(
     incoming = f".{checkpoint.marker.info.name}.{secrets.token_hex(4)}"
     with ThreadPoolExecutor(1, thread_name_prefix="mooring-download-disk") as disk:
         loop = asyncio.get_running_loop()
+        await loop.run_in_executor(disk, _make, directory, checkpoint.marker.info.name)
         try:
-            await loop.run_in_executor(disk, partial(directory.mkdir, parents=True, exist_ok=True))
             await restoring.download(
                 store,
                 checkpoint,
@@ -145,20 +147,37 @@ async def _fetch(
                 on_progress=on_progress,
             )
             await loop.run_in_executor(disk, _place, checkpoint, directory, incoming)
-        except OSError as error:
-            raise volume_error(error, f"writing to {directory}") from error
         finally:
             await asyncio.shield(loop.run_in_executor(disk, _remove, directory, incoming))
 
 
+def _make(directory: Path, name: str) -> None:
+    if os.path.lexists(directory / name):
+        raise _is_there(directory / name)
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise volume_error(error, f"making {directory}") from error
+
+
 def _place(checkpoint: CommittedCheckpoint, directory: Path, incoming: str) -> None:
     whole = f"{incoming}/{checkpoint.files[0].entry.path}" if checkpoint.single_file else incoming
-    with open_volume(directory) as folder:
-        folder.rename(whole, folder, checkpoint.marker.info.name)
-        folder.sync()
+    try:
+        with open_volume(directory) as folder:
+            if folder.exists(checkpoint.marker.info.name):
+                raise _is_there(directory / checkpoint.marker.info.name)
+            folder.rename(whole, folder, checkpoint.marker.info.name)
+            folder.sync()
+    except OSError as error:
+        raise volume_error(error, f"writing to {directory}") from error
 
 
 def _remove(directory: Path, incoming: str) -> None:
-    if directory.exists():
-        with open_volume(directory) as folder:
-            folder.remove(incoming)
+    """Remove what is left of a download. It has no part in the result, so a failure is only an unused folder."""
+    with suppress(OSError), open_volume(directory) as folder:
+        folder.remove(incoming)
+
+
+def _is_there(path: Path) -> VolumeError:
+    hint = "remove it, or give another directory"
+    return VolumeError(ErrorKind.ALREADY_EXISTS, f"{path} is there already", hint=hint)

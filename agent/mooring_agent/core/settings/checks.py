@@ -9,7 +9,7 @@ from typing import Any, Final
 
 from mooring_agent.core.errors import MooringError
 from mooring_agent.core.limits import OPTIMIZER_PATTERN_CHARACTERS, OPTIMIZER_PATTERNS
-from mooring_agent.core.settings.values import GIB, MIB, TerminationSettings, TransferSettings
+from mooring_agent.core.settings.values import GIB, MIB, TerminationSettings, TransferSettings, name_patterns
 from mooring_agent.core.stored.object_layout import LONGEST_PREFIX_BYTES, check_file_path, check_token
 from mooring_api.names import SOCKET_PATH_LIMIT_BYTES
 
@@ -58,8 +58,8 @@ def setting_problems(values: Mapping[str, Any]) -> Iterator[str]:
 
 def _optimizer_file_problems(text: str) -> Iterator[str]:
     """Yield a problem for patterns that match no name, and for more than a marker may hold."""
-    patterns = [one.strip() for one in text.split(",")]
-    if text and not any(patterns):
+    patterns = name_patterns(text)
+    if text and not patterns:
         yield "optimizer_files is empty: give names such as optimizer*, or set weights_only_after to 0"
     if len(patterns) > OPTIMIZER_PATTERNS or any(len(one) > OPTIMIZER_PATTERN_CHARACTERS for one in patterns):
         yield (

@@ -99,6 +99,11 @@ class ObjectiveSettings:
     ] = _ONE_PERCENT
 
 
+def name_patterns(text: str) -> tuple[str, ...]:
+    """Return the patterns of a list with commas."""
+    return tuple(filter(None, (one.strip() for one in text.split(","))))
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RetentionSettings:
     """Which committed checkpoints stay in the bucket: those that any of these settings keeps.
@@ -120,8 +125,8 @@ class RetentionSettings:
     ] = 0
     weights_only_after: Annotated[
         Duration,
-        "Drop the optimizer's files of kept checkpoints that are older than this, such as 7d, except the newest "
-        "--keep-last; restore then never takes them. 0: never.",
+        "Drop the optimizer's files of kept checkpoints that were committed so long before the newest, such as 7d, "
+        "except of the newest --keep-last; restore then never takes them. 0: never.",
     ] = _NO_TIME
     optimizer_files: Annotated[
         str,
@@ -132,6 +137,10 @@ class RetentionSettings:
     orphan_age_seconds: Annotated[
         float, "Delete saves that never committed, old resume pins and other leftovers once they are older than this."
     ] = 24 * 3600.0
+
+    @property
+    def optimizer_patterns(self) -> tuple[str, ...]:
+        return name_patterns(self.optimizer_files)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,6 +1,7 @@
 """The verdict over one listing: what is to be deleted, and why everything else stays."""
 
 from collections.abc import Collection, Mapping, Sequence
+from types import MappingProxyType
 from typing import Final
 
 from mooring_agent.core.policies.restore_choice import CommittedSave, newest_first, run_of
@@ -31,18 +32,20 @@ def plan_prune(
     live: Collection[str],
     known: Collection[str],
     now: float,
+    weights_markers: Mapping[str, str] = MappingProxyType({}),
 ) -> PrunePlan:
     """Return the verdict over one listing. All collections hold save ids; `live` may hold attempts too.
 
     `committed` are announced checkpoints and snapshots. `validated`: marker, manifests and sizes agree, and no restore
     found the save damaged. `damaged`: a restore noted that. `protected`: a run resumes from it. `known`: known from
-    elsewhere to be committed; if the listing lacks one, the plan refuses all deletions.
+    elsewhere to be committed; if the listing lacks one, the plan refuses all deletions. `weights_markers`: the keys of
+    the weights markers of saves that are committed too, because a prune was interrupted.
     """
     listed = {one.save for one in committed}
     missing = sorted(set(known) - listed)
     if missing:
         return PrunePlan(refused=f"the listing lacks known committed saves: {', '.join(missing[:3])}")
-    if not committed:
+    if all(one.weights_only for one in committed):
         return PrunePlan(refused="the destination has no committed checkpoint")
     folders = {(one.name, one.save): one for one in stored}
     # The marker of an announced checkpoint does not say its name.
@@ -56,17 +59,17 @@ def plan_prune(
         wanted = why_wanted(ordered, policies_of(settings, justifying), damaged)
         for one in ordered:
             name = series or names.get(one.save, "")
-            if one.weights_only and not name:
-                # Its save was deleted while it had a commit marker too.
-                why = "nothing is left of it but a marker"
-                deletions.append(deletion_of(name, one.save, None, why, marker=(one.key,), may_share=False))
-            elif reason := _why_keep(one, settings, wanted.get(one.save, ()), protected, live):
+            if reason := _why_keep(one, settings, wanted.get(one.save, ()), protected, live):
                 kept.append(Kept(name=name, save=one.save, reason=reason))
             else:
                 why = f"{settings.keep_last} newer {'is' if settings.keep_last == 1 else 'are'} valid"
                 folder = folders.get((name, one.save))
-                deletions.append(deletion_of(name, one.save, folder, why, marker=(one.key,), may_share=bool(series)))
-    newest_commit_at = {series: max(one.modified_at for one in saves) for series, saves in groups.items()}
+                marker = (one.key, second) if (second := weights_markers.get(one.save)) else (one.key,)
+                deletions.append(deletion_of(name, one.save, folder, why, marker=marker, may_share=bool(series)))
+    newest_commit_at = {
+        series: max(one.modified_at for one in saves)
+        for series, saves in by_series(one for one in committed if not one.weights_only).items()
+    }
     orphans = [one for one in stored if one.save not in listed]
     has_snapshots = any(groups) or any(orphan.reserves for orphan in orphans)
     for orphan in orphans:

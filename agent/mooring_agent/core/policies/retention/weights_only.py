@@ -30,11 +30,6 @@ class Reduction:
     size_bytes: int
 
 
-def optimizer_patterns(settings: RetentionSettings) -> tuple[str, ...]:
-    """Return the patterns of the setting, which holds them as one text."""
-    return tuple(filter(None, (one.strip() for one in settings.optimizer_files.split(","))))
-
-
 def plan_reductions(
     plan: PrunePlan,
     committed: Sequence[CommittedSave],
@@ -46,11 +41,10 @@ def plan_reductions(
     damaged: Collection[str],
     protected: Collection[str],
     live: Collection[str],
-    now: float,
 ) -> tuple[Reduction, ...]:
     """Return what a prune drops of the saves that its plan keeps. The arguments are those of `plan_prune`.
 
-    `recorded` has the patterns in the markers of saves of which only the weights are left.
+    `recorded` has the patterns in the weights markers by save, also of those that have a commit marker too.
     """
     if plan.refused:
         return ()
@@ -58,23 +52,35 @@ def plan_reductions(
     going = {one.save for one in plan.deletions}
     announced = newest_first([one for one in committed if not one.series])
     newest = Newest(count=settings.keep_last, justifying=set(validated) - skipped(committed))
-    whole = {*why_wanted(announced, iter((newest,)), damaged), *damaged, *protected, *going}
-    patterns = optimizer_patterns(settings)
+    whole = {*why_wanted(announced, iter((newest,)), damaged), *damaged, *protected}
+    old = _old(announced, settings)
     found = []
     for one in announced:
         folder = folders.get(one.save)
         if folder is None or one.save in going:
             continue
+        patterns = recorded.get(one.save)
         if one.weights_only:
-            keys = optimizer_keys(folder, recorded.get(one.save, ()))
-        elif _is_old(one, settings, now) and one.save not in whole and not is_live(one.save, live):
-            keys = optimizer_keys(folder, patterns)
+            keys = optimizer_keys(folder, patterns or ())
+            is_due = bool(keys)
+        elif patterns and not optimizer_keys(folder, patterns):
+            # A late answer or a slow agent has written its commit marker again.
+            keys, is_due = (), True
         else:
-            continue
-        if keys:
+            keys = optimizer_keys(folder, patterns or settings.optimizer_patterns)
+            is_due = bool(keys) and one.save in old - whole and not is_live(one.save, live)
+        if is_due:
             size_bytes = sum(folder.sizes_bytes[key] for key in keys)
             found.append(Reduction(committed=one, name=folder.name, keys=keys, size_bytes=size_bytes))
     return tuple(found)
+
+
+def _old(announced: Sequence[CommittedSave], settings: RetentionSettings) -> set[str]:
+    """Return the saves that were committed long before the last one, by the store's clock alone."""
+    if not settings.weights_only_after or settings.keep_last <= 0:
+        return set()
+    newest_at = max((one.modified_at for one in announced if not one.weights_only), default=0.0)
+    return {one.save for one in announced if newest_at - one.modified_at > settings.weights_only_after}
 
 
 def optimizer_keys(folder: StoredSave, patterns: Collection[str]) -> tuple[str, ...]:
@@ -83,7 +89,3 @@ def optimizer_keys(folder: StoredSave, patterns: Collection[str]) -> tuple[str, 
     own = [key for key in folder.sizes_bytes if is_file_key(key)]
     keys = sorted(key for key in own if is_optimizer_file(key.removeprefix(prefix), patterns))
     return tuple(keys) if len(keys) < len(own) else ()
-
-
-def _is_old(one: CommittedSave, settings: RetentionSettings, now: float) -> bool:
-    return settings.keep_last > 0 and 0 < settings.weights_only_after < now - one.modified_at
