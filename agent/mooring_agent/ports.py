@@ -97,6 +97,13 @@ class StoreReader(Protocol):
     def list(self, prefix: str) -> AsyncIterator[ObjectInfo]:
         """Yield every object whose key begins with `prefix` once, in the store's own order."""
 
+    def list_folders(self, prefix: str) -> AsyncIterator[str]:
+        """Yield each folder right below `prefix` once, in the store's own order: what keys have up to their next slash.
+
+        `prefix` is empty or ends with a slash, as every folder does. All that have an object are listed; a store
+        may go on listing a folder for some time after its last object was deleted.
+        """
+
     def list_uploads(self, prefix: str) -> AsyncIterator[UploadInfo]:
         """Yield the uploads in progress for keys that begin with `prefix`. REQUEST_REFUSED if the store cannot."""
 

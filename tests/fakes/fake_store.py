@@ -57,7 +57,7 @@ def _noted(method: str) -> Any:
         async for one in act(store, prefix):
             yield one
 
-    return listing if method in ("list", "list_uploads") else call
+    return listing if method in ("list", "list_folders", "list_uploads") else call
 
 
 for _method in (name for name in vars(MemoryStore) if not name.startswith("_") and name != "close"):

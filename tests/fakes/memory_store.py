@@ -111,6 +111,11 @@ class MemoryStore:
             if key.startswith(prefix) and key in self.objects:
                 yield _info(key, self.objects[key])
 
+    async def list_folders(self, prefix: str) -> AsyncIterator[str]:
+        names = (key.removeprefix(prefix) for key in self.objects if key.startswith(prefix))
+        for folder in sorted({name[: name.index("/") + 1] for name in names if "/" in name}, key=str.encode):
+            yield prefix + folder
+
     async def delete(self, key: str) -> None:
         self.objects.pop(key, None)
 

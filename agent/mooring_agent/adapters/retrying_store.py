@@ -74,6 +74,9 @@ class RetryingStore:
     async def delete(self, key: str) -> None:
         await self._retry(lambda: self._store.delete(key))
 
+    def list_folders(self, prefix: str) -> AsyncIterator[str]:
+        return self._listing(lambda: self._store.list_folders(prefix), lambda folder: folder)
+
     def list_uploads(self, prefix: str) -> AsyncIterator[UploadInfo]:
         return self._listing(lambda: self._store.list_uploads(prefix), lambda found: (found.key, found.upload))
 

@@ -1,4 +1,4 @@
-"""Reads a run's ledger, finds the ledgers of all runs below a prefix, and merges many objects into few.
+"""Reads a run's ledger, and merges many objects into few.
 
 Invariants: objects that are damaged or that the store refuses to give are skipped and counted; a merged object is
 written before any that it holds is deleted, so a reader who lists again misses nothing; entries have an identity, so it
@@ -19,7 +19,7 @@ from mooring_agent.core.errors import ErrorKind, StoreError, checkpoint_corrupt
 from mooring_agent.core.limits import LEDGER_BYTES, LEDGER_OBJECTS, LEDGER_OBJECTS_BYTES
 from mooring_agent.core.stored.checked_json import UndecodableError
 from mooring_agent.core.stored.ledger import AgentLife, decode_lives, joined_lives, merged
-from mooring_agent.core.stored.object_layout import LEDGER_PREFIX, ledger_key, ledger_run, parse_ledger_key
+from mooring_agent.core.stored.object_layout import LEDGER_PREFIX, ledger_key, parse_ledger_key
 from mooring_agent.ports import ObjectInfo, StoreReader, StoreWriter
 
 _READS_AT_ONCE: Final = 16
@@ -51,21 +51,10 @@ class Ledger:
     left_out: int = 0
     refusal: StoreError | None = None
 
-
-async def ledger_runs(store: StoreReader) -> tuple[str, ...]:
-    """Return the runs that have a ledger: `("",)` if the destination is a run, else the folders of all runs below it.
-
-    The latter lists every object below the destination.
-    """
-    async for one in store.list(LEDGER_PREFIX):
-        if parse_ledger_key(one.key):
-            return ("",)
-    found: dict[str, None] = {}
-    async for one in store.list(""):
-        run = ledger_run(one.key)
-        if run is not None:
-            found[run] = None
-    return tuple(sorted(found))
+    @property
+    def empty(self) -> bool:
+        """Whether the run has no ledger."""
+        return not (self.lives or self.unreadable or self.left_out)
 
 
 async def read_ledger(store: StoreReader, run: str = "") -> Ledger:

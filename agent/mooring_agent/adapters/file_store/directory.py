@@ -247,6 +247,14 @@ class ObjectDirectory:
         found = self._walk(start, f"{folder}/" if folder else "")
         return [info for info in found if info.key.startswith(prefix)]
 
+    def folders(self, prefix: str) -> Sequence[str]:
+        """List the folders right below `prefix`. One without an object is none: a crash may leave it behind."""
+        start = self.root.joinpath(*prefix.split("/")) if prefix else self.root
+        if not self._holds(start):
+            return []
+        named = [f"{prefix}{name}" for name in self._names(start) if name.endswith("/")]
+        return [one for one in named if _may_be_key(one) and next(self._walk(self.root / one, one), None)]
+
     def find(self, read: Callable[[], _Result]) -> _Result:
         """Return the result of `read`. Raises NOT_FOUND without such an object, BUCKET_MISSING without the root."""
         try:

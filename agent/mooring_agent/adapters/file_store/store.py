@@ -145,6 +145,10 @@ class FilesystemStore:
         for info in await self._run(prefix, partial(self._objects.listing, prefix)):
             yield info
 
+    async def list_folders(self, prefix: str) -> AsyncIterator[str]:
+        for folder in await self._run(prefix, partial(self._objects.folders, prefix)):
+            yield folder
+
     async def delete(self, key: str) -> None:
         await self._run(key, partial(self._objects.delete, key))
 

@@ -1,4 +1,4 @@
-"""Lists objects, multipart uploads and the parts of one upload, page by page.
+"""Lists objects, folders, multipart uploads and the parts of one upload, page by page.
 
 Invariant: every listing ends, whatever answers. Each page has the time and size limits of any answer. A listing has a
 limit on entries and on time, and never continues at the same place twice. The order of keys is not checked: SeaweedFS
@@ -57,17 +57,28 @@ class Listings:
 
     def objects(self, prefix: str) -> AsyncIterator[ObjectInfo]:
         def read(answer: Mapping[str, Any]) -> list[ObjectInfo]:
-            # Every S3 sends this. Without the check, a page of something else would read as an empty listing.
-            if "IsTruncated" not in answer:
-                raise KeyError("IsTruncated")
-            return [object_info(self._key(one, prefix), one, one["Size"]) for one in answer.get("Contents", [])]
+            return [object_info(self._key(one["Key"], prefix), one, one["Size"]) for one in _contents(answer)]
 
         return self._pages("ListObjectsV2", prefix, self._client.list_objects_v2, read, markers=["ContinuationToken"])
+
+    async def folders(self, prefix: str) -> AsyncIterator[str]:
+        def read(answer: Mapping[str, Any]) -> list[str]:
+            # The objects beside the folders count for the limit on entries.
+            beside = [""] * len(_contents(answer))
+            return beside + [self._key(one["Prefix"], prefix) for one in answer.get("CommonPrefixes", [])]
+
+        call, markers = self._client.list_objects_v2, ["ContinuationToken"]
+        what = {"Prefix": self._prefix + prefix, "Delimiter": "/"}
+        async for folder in self._pages("ListObjectsV2", prefix, call, read, markers=markers, **what):
+            if folder.endswith("/"):
+                yield folder
 
     async def uploads(self, prefix: str) -> AsyncIterator[UploadInfo]:
         def read(answer: Mapping[str, Any]) -> list[UploadInfo]:
             return [
-                UploadInfo(key=self._key(one, prefix), upload=one["UploadId"], started_at=one["Initiated"].timestamp())
+                UploadInfo(
+                    key=self._key(one["Key"], prefix), upload=one["UploadId"], started_at=one["Initiated"].timestamp()
+                )
                 for one in answer.get("Uploads", [])
             ]
 
@@ -129,12 +140,21 @@ class Listings:
             if seconds > MOST_SECONDS:
                 raise _endless(f"{name}: the listing takes longer than {MOST_SECONDS:.0f} seconds")
 
-    def _key(self, entry: Mapping[str, Any], prefix: str) -> str:
+    def _key(self, listed: object, prefix: str) -> str:
         """Return the key relative to the destination. Raises ValueError if it does not begin with `prefix`."""
-        key = str(entry["Key"])
+        key = str(listed)
         if not key.startswith(self._prefix + prefix):
             raise ValueError(f"it lists {key!r}, which does not begin with {self._prefix + prefix!r}")
         return key[len(self._prefix) :]
+
+
+def _contents(answer: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    """Return the objects of a page. Raises KeyError if the answer is no page of a listing."""
+    # Every S3 sends this. Without the check, a page of something else would read as an empty listing.
+    if "IsTruncated" not in answer:
+        raise KeyError("IsTruncated")
+    found: list[Mapping[str, Any]] = answer.get("Contents", [])
+    return found
 
 
 def _endless(message: str) -> StoreError:

@@ -157,6 +157,9 @@ class S3Store:
             async with self._request("AbortMultipartUpload", key):
                 await self._client.abort_multipart_upload(**self._target(key), UploadId=upload)
 
+    def list_folders(self, prefix: str) -> AsyncIterator[str]:
+        return self._listings.folders(prefix)
+
     def list_uploads(self, prefix: str) -> AsyncIterator[UploadInfo]:
         return self._listings.uploads(prefix)
 

@@ -6,7 +6,8 @@ from typing import Any, Final
 
 import click
 
-from mooring_agent.catalog.ledger import ledger_runs, read_ledger
+from mooring_agent.catalog.ledger import read_ledger
+from mooring_agent.catalog.runs import find_runs
 from mooring_agent.cli.formatting import age, table
 from mooring_agent.cli.store_options import destination_options
 from mooring_agent.cli.store_work import as_json_option, opened, print_json, run_work
@@ -33,10 +34,10 @@ def report(settings: Settings, as_json: bool) -> None:
     """Report what became of a run's time.
 
     Goodput is productive time divided by wall time. The lost time has causes: restore, start, stall, redone steps,
-    drain, and waiting. DEST is a run's destination, or a prefix that all runs have in common: then every object below
-    it is listed. Reads the ledger that agents keep at the destination.
+    drain, and waiting. DEST is a run's destination, or a prefix that all runs have in common. Reads the ledger that
+    agents keep at the destination.
     """
-    runs, unread = run_work(settings, _report(settings.store))
+    runs, unread, complete = run_work(settings, _report(settings.store))
     if as_json:
         print_json(
             {
@@ -44,6 +45,7 @@ def report(settings: Settings, as_json: bool) -> None:
                 "runs": [{"run": run or ".", **_as_json(found, run)} for run, found in runs],
                 "together": _as_json(together(found for _, found in runs), None),
                 "unread_objects": unread,
+                "all_runs_found": complete,
             }
         )
         return
@@ -52,15 +54,20 @@ def report(settings: Settings, as_json: bool) -> None:
     click.echo("\n".join(_lines(together(found for _, found in runs) if len(runs) > 1 else runs[0][1])))
     if unread:
         click.echo(f"{unread} objects of the ledger cannot be read or are too many, and were left out")
+    if not complete:
+        click.echo("there are more folders below DEST than were looked into: name a longer prefix to see all runs")
 
 
-async def _report(settings: StoreSettings) -> tuple[list[tuple[str, GoodputReport]], int]:
-    """Return the report of each run, and how many objects could not be read."""
+async def _report(settings: StoreSettings) -> tuple[list[tuple[str, GoodputReport]], int, bool]:
+    """Return the report of each run, how many objects could not be read, and whether all runs were found."""
     async with opened(settings) as store:
         reports, unread, refusal, anything = [], 0, None, False
-        for run in await ledger_runs(store):
+        found = await find_runs(store)
+        for run in found.runs:
             # One run after the other: a ledger may have millions of entries.
             ledger = await read_ledger(store, run)
+            if ledger.empty:
+                continue
             reports.append((run.rstrip("/"), report_goodput(run_history(ledger.lives))))
             unread += ledger.unreadable + ledger.left_out
             refusal, anything = refusal or ledger.refusal, anything or bool(ledger.lives)
@@ -72,7 +79,7 @@ async def _report(settings: StoreSettings) -> tuple[list[tuple[str, GoodputRepor
             f"{settings.destination} has no ledger",
             hint="give the destination of a run, or a prefix of several; agents keep a ledger from 0.1.0 on",
         )
-    return reports, unread
+    return reports, unread, found.complete
 
 
 def _run_table(runs: list[tuple[str, GoodputReport]]) -> Iterator[str]:

@@ -304,13 +304,3 @@ def parse_ledger_key(key: str) -> tuple[str, int] | None:
     """Return (folder of the attempt, unix ms of the writing) of a ledger's object; None for any other key."""
     match = _LEDGER_KEY.fullmatch(key)
     return (match[1], int(match[2])) if match else None
-
-
-def ledger_run(key: str) -> str | None:
-    """Return the run that a ledger's object belongs to, by its key below a prefix of many runs.
-
-    Empty for the destination itself, else a folder that ends in a slash. None for any other key.
-    """
-    run, found, below = key.rpartition(LEDGER_PREFIX)
-    is_of_run = found and (not run or run.endswith("/")) and parse_ledger_key(LEDGER_PREFIX + below)
-    return run if is_of_run else None
