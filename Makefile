@@ -9,7 +9,7 @@ NODE_MODULES := examples/node/node_modules/.package-lock.json
 PROTOC_VERSION := 1.62.3
 PROTOC := .tools/protoc
 # Both distributions of this checkout, and what the image and most tests need of them.
-PACKAGES := --editable . --editable './agent[webhook]'
+PACKAGES := --editable . --editable './agent[console,webhook]'
 STUBS := proto/mooring_api/v1
 UV_VERSION := 0.13.9
 UV := .tools/uv
@@ -161,7 +161,7 @@ $(UV): Makefile
 LOCK := $(UV)/bin/uv --no-config pip compile --quiet --universal --python-version 3.11 --generate-hashes --no-annotate \
 	--default-index https://pypi.org/simple --constraint constraints.txt --custom-compile-command 'make lock'
 lock: $(UV)
-	printf '%s\n' . './agent[webhook]' | $(LOCK) --no-emit-package mooring --no-emit-package mooring-agent \
+	printf '%s\n' . './agent[console,webhook]' | $(LOCK) --no-emit-package mooring --no-emit-package mooring-agent \
 		--output-file requirements.txt -
 	$(PYTHON) -c 'import tomllib; print(*tomllib.load(open("pyproject.toml", "rb"))["build-system"]["requires"], sep="\n")' \
 		| $(LOCK) --output-file requirements-build.txt -

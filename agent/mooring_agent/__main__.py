@@ -1,4 +1,4 @@
-"""Runs the command line: how a container ends by a signal, and what to install for the webhook."""
+"""Runs the command line: how a container ends by a signal, and what to install for some commands."""
 
 import contextlib
 import os
@@ -6,6 +6,9 @@ import signal
 import sys
 import threading
 from types import FrameType
+
+_EXTRAS = {"cryptography": "webhook", "jinja2": "console"}
+"""What has to be installed for a command that needs more than the agent, by what is missing."""
 
 
 def main() -> None:
@@ -16,10 +19,10 @@ def main() -> None:
 
         cli(prog_name="mooring")
     except ModuleNotFoundError as error:
-        if error.name != "cryptography":
+        if error.name not in _EXTRAS:
             # A bug of ours, or a broken installation: the traceback says more.
             raise
-        sys.stderr.write(f"error: {error}\nhint: pip install 'mooring-agent[webhook]'\n")
+        sys.stderr.write(f"error: {error}\nhint: pip install 'mooring-agent[{_EXTRAS[error.name]}]'\n")
         sys.exit(2)
     except SystemExit as leaving:
         _end_beside_store_threads(leaving)

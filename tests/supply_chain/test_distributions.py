@@ -163,7 +163,7 @@ def test_the_agents_package_asks_for_all_that_it_imports() -> None:
                 imported.add(node.module.partition(".")[0])
     strangers = imported - set(sys.stdlib_module_names) - {"mooring_agent", "mooring_api"}
     providers = packages_distributions()
-    asked = needed(["mooring-agent[webhook]"])
+    asked = needed(["mooring-agent[console,webhook]"])
     assert [name for name in strangers if not asked & set(map(canonicalize_name, providers[name]))] == []
 
 

@@ -24,7 +24,7 @@ def pinned(name: str) -> dict[str, str]:
 @pytest.mark.parametrize(
     ("lock", "wanted"),
     [
-        ("requirements.txt", ["mooring-agent[webhook]"]),
+        ("requirements.txt", ["mooring-agent[console,webhook]"]),
         *(("requirements-build.txt", project["build-system"]["requires"]) for project in PROJECTS.values()),
     ],
 )

@@ -86,8 +86,10 @@ async def serving(
     most: int,
     ask_seconds: float,
     finish_seconds: float,
-) -> AsyncIterator[None]:
-    """Serve while the context is open. On exit, requests that have begun are answered, within `finish_seconds`.
+) -> AsyncIterator[tuple[str, int]]:
+    """Serve while the context is open; yields the address, for port 0 with the one that was free.
+
+    On exit, requests that have begun are answered, within `finish_seconds`.
 
     `option` is the one that the address comes from. Raises MooringError if it cannot listen there.
     """
@@ -99,7 +101,7 @@ async def serving(
     connections = _Connections(runner.server, context, most, ask_seconds)
     tasks = [asyncio.create_task(one) for one in (connections.accept(listening), connections.look())]
     try:
-        yield
+        yield listening.getsockname()[:2]
     finally:
         for task in tasks:
             task.cancel()

@@ -30,7 +30,7 @@ _MERGE_AGE_SECONDS: Final = 3600.0
 _MERGE_OBJECTS: Final = 16
 """Fewer objects of an attempt are not worth a merge."""
 _MERGED_BYTES: Final = LEDGER_BYTES // 4
-_REFUSALS: Final = frozenset({ErrorKind.ACCESS_DENIED, ErrorKind.REQUEST_REFUSED})
+REFUSALS: Final = frozenset({ErrorKind.ACCESS_DENIED, ErrorKind.REQUEST_REFUSED})
 """What a store answers for one object, though it gives others: archived, of another key, or another owner's."""
 
 _log: structlog.typing.FilteringBoundLogger = structlog.get_logger()
@@ -64,16 +64,16 @@ async def read_ledger(store: StoreReader, run: str = "") -> Ledger:
     refusals: list[StoreError] = []
     left_out = 0
     for _ in range(_LISTINGS):
-        keys, left_out = await _newest(store, run)
+        keys, left_out = await newest_objects(store, run, most_bytes=LEDGER_OBJECTS_BYTES)
         wanted = [key for key in keys if key not in lives and key not in unreadable]
         gone = False
 
         async def read(key: str) -> None:
             nonlocal gone
             try:
-                found = await if_there(read_object(store, key, _decode, limit_bytes=LEDGER_BYTES))
+                found = await if_there(read_object(store, key, decode_object, limit_bytes=LEDGER_BYTES))
             except StoreError as error:
-                if error.kind in _REFUSALS:
+                if error.kind in REFUSALS:
                     refusals.append(error)
                 elif error.kind is not ErrorKind.CHECKPOINT_CORRUPT:
                     raise
@@ -132,7 +132,7 @@ async def _merge(store: StoreWriter, group: Sequence[ObjectInfo]) -> int:
         try:
             body = await if_there(get_whole(store, one.key, limit_bytes=LEDGER_BYTES))
         except StoreError as error:
-            if error.kind is ErrorKind.CHECKPOINT_CORRUPT or error.kind in _REFUSALS:
+            if error.kind is ErrorKind.CHECKPOINT_CORRUPT or error.kind in REFUSALS:
                 return
             raise
         if body is not None and merged([body]) is not None:
@@ -149,7 +149,7 @@ async def _merge(store: StoreWriter, group: Sequence[ObjectInfo]) -> int:
     return len(bodies) - 1
 
 
-async def _newest(store: StoreReader, run: str) -> tuple[list[str], int]:
+async def newest_objects(store: StoreReader, run: str, *, most_bytes: int) -> tuple[list[str], int]:
     """Return the keys of the newest objects, as many as the limits allow, and how many there are besides."""
     found = sorted(
         [
@@ -160,12 +160,13 @@ async def _newest(store: StoreReader, run: str) -> tuple[list[str], int]:
         reverse=True,
     )
     together_bytes = accumulate(size_bytes for _, _, size_bytes in found)
-    fitting = sum(1 for total_bytes in together_bytes if total_bytes <= LEDGER_OBJECTS_BYTES)
+    fitting = sum(1 for total_bytes in together_bytes if total_bytes <= most_bytes)
     count = min(fitting, LEDGER_OBJECTS)
     return [key for _, key, _ in found[:count]], len(found) - count
 
 
-def _decode(body: bytes, key: str) -> tuple[AgentLife, ...]:
+def decode_object(body: bytes, key: str) -> tuple[AgentLife, ...]:
+    """Decode an object of a ledger. Raises StoreError(CHECKPOINT_CORRUPT), which names `key`."""
     try:
         return decode_lives(body)
     except UndecodableError as error:

@@ -69,6 +69,23 @@ async def newest_committed(store: StoreReader, count: int = 20) -> tuple[Committ
     return await in_order(store, newest)
 
 
+async def newest_of_run(store: StoreReader, run: str, *, most: int) -> tuple[tuple[CommittedSave, ...], bool]:
+    """Return up to `most` of a run's announced checkpoints, or of its snapshots if there are none, and whether all.
+
+    Newest first. Reads no marker, so the order of saves that share a step is that of their ids. `run` is its prefix.
+    """
+    for prefix in (COMMITS_PREFIX, SNAPSHOTS_PREFIX):
+        found: list[CommittedSave] = []
+        async for listed in store.list(run + prefix):
+            if one := committed_save(replace(listed, key=listed.key.removeprefix(run))):
+                found.append(one)
+            if len(found) > most:
+                break
+        if found:
+            return newest_first(found)[:most], len(found) <= most
+    return (), True
+
+
 async def list_step(store: StoreReader, step: int) -> tuple[CommittedSave, ...]:
     """Return the committed checkpoints of one step, newest first."""
     return await in_order(

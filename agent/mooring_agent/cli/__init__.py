@@ -29,6 +29,7 @@ _MODULES: Final[Mapping[str, str]] = MappingProxyType(
         "prune": "destination.checkpoints",
         "du": "destination.storage",
         "report": "destination.report",
+        "console": "destination.console",
         "doctor": "destination.checkpoints",
         "plan": "plan",
         "webhook": "webhook",

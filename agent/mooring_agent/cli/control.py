@@ -10,8 +10,9 @@ from google.protobuf.message import Message
 
 from mooring_agent.cli.agent_call import CALL_TIMEOUT_SECONDS, agent_stub
 from mooring_agent.cli.agent_options import agent_options
-from mooring_agent.cli.formatting import age, amount, errors_reported, table
+from mooring_agent.cli.formatting import errors_reported, table
 from mooring_agent.core.errors import printable
+from mooring_agent.core.quantities import age, amount
 from mooring_api.v1 import agent_pb2
 
 _NAME_WIDTH: Final = 20

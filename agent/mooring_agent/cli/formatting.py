@@ -15,6 +15,7 @@ from typing import Final
 import click
 
 from mooring_agent.core.errors import ConfigurationError, MooringError, printable
+from mooring_agent.core.quantities import age, amount
 
 _GAP: Final = "  "
 _PIPED_WIDTH: Final = 10_000
@@ -42,25 +43,6 @@ def report(error: MooringError) -> None:
     click.echo(f"error: {printable(str(error))}", err=True)
     if error.hint:
         click.echo(f"hint: {printable(error.hint)}", err=True)
-
-
-def amount(size_bytes: float) -> str:
-    """Format a size as in `1.5 GiB`."""
-    size = float(size_bytes)
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if size < 1024:
-            return f"{size:.0f} {unit}" if unit == "B" else f"{size:.1f} {unit}"
-        size /= 1024
-    return f"{size:.1f} TiB"
-
-
-def age(seconds: float) -> str:
-    """Format a duration as in `3.2 s`, `4 min` or `2.5 h`."""
-    if seconds < 60:
-        return f"{seconds:.1f} s"
-    if seconds < 2 * 3600:
-        return f"{seconds / 60:.0f} min"
-    return f"{seconds / 3600:.1f} h"
 
 
 def table(rows: Sequence[Sequence[str]], *, right: Sequence[int] = (), folded: Mapping[int, int]) -> Iterator[str]:

@@ -8,7 +8,7 @@ from typing import Any, Final
 import click
 
 from mooring_agent.catalog.ledger import read_ledger
-from mooring_agent.cli.formatting import age, amount, errors_reported, table
+from mooring_agent.cli.formatting import errors_reported, table
 from mooring_agent.cli.quantities import duration, parse_rate, positive, price_option, quantity
 from mooring_agent.cli.store_options import setting_option
 from mooring_agent.cli.store_work import as_json_option, opened, print_json, run_work
@@ -20,6 +20,7 @@ from mooring_agent.core.limits import WORLD_SIZE
 from mooring_agent.core.policies.measured_job import MeasuredJob, measure_job
 from mooring_agent.core.policies.run_history import run_history
 from mooring_agent.core.policies.save_advice import JobNumbers, SaveAdvice, advise
+from mooring_agent.core.quantities import age, amount
 from mooring_agent.core.settings.table import parse_bytes, parse_seconds, setting_fields, text_of
 from mooring_agent.core.settings.values import GIB, MIB, Settings, StoreSettings
 

@@ -1,4 +1,4 @@
-"""Options that are quantities, as people write them: sizes, rates, durations, prices."""
+"""Options as people write them: sizes, rates, durations, prices, addresses."""
 
 import math
 from collections.abc import Callable
@@ -48,6 +48,14 @@ def _price(text: str) -> float:
     if not 0 <= price < math.inf:
         raise ValueError(f"{text[:40]!r} is not a price: write a number such as 0.023")
     return price
+
+
+def host_and_port(context: click.Context, parameter: click.Parameter, value: str) -> tuple[str, int]:
+    """Read an address, as the callback of an option. The host may be empty."""
+    host, colon, port = value.rpartition(":")
+    if not colon or not port.isdecimal() or not 0 <= int(port) <= 65535:
+        raise click.BadParameter(f"{value!r} is not host:port, such as :8443 or 127.0.0.1:8443", context, parameter)
+    return host.strip("[]"), int(port)
 
 
 duration: Final = quantity(parse_seconds)

@@ -12,12 +12,13 @@ from mooring_agent.adapters.volume import identity
 from mooring_agent.adapters.volume.shared_folders import make_shared_folders
 from mooring_agent.catalog.markers import newest_committed
 from mooring_agent.cli.autoload import copy_autoload
-from mooring_agent.cli.formatting import amount, errors_reported, progress_line
+from mooring_agent.cli.formatting import errors_reported, progress_line
 from mooring_agent.cli.store_options import destination_options
 from mooring_agent.cli.store_work import as_json_option, opened, print_json, run_work
 from mooring_agent.core.errors import ErrorKind, StoreError, printable
 from mooring_agent.core.limits import UNIX_SECONDS
 from mooring_agent.core.mirror.base import series_of
+from mooring_agent.core.quantities import amount
 from mooring_agent.core.settings.values import Settings
 from mooring_agent.core.stored.ledger import Resumed
 from mooring_agent.ports import StoreWriter

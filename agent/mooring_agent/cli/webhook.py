@@ -9,6 +9,7 @@ from typing import Any, Final
 import click
 
 from mooring_agent.cli.formatting import errors_reported
+from mooring_agent.cli.quantities import host_and_port
 from mooring_agent.core.errors import ErrorKind, MooringError
 from mooring_agent.core.injection.annotations import default_problems
 from mooring_agent.core.injection.spec import FailurePolicy, InjectionDefaults
@@ -17,13 +18,6 @@ from mooring_api.names import ANNOTATION_PREFIX
 
 _DEFAULTS: Final = InjectionDefaults(image="")
 _SETTINGS: Final = WebhookSettings(certificates=Path("/certificates"), defaults=_DEFAULTS)
-
-
-def _address(_: click.Context, __: click.Parameter, value: str) -> tuple[str, int]:
-    host, colon, port = value.rpartition(":")
-    if not colon or not port.isdecimal() or not 0 <= int(port) <= 65535:
-        raise click.BadParameter(f"{value!r} is not host:port, such as :8443 or 127.0.0.1:8443")
-    return host.strip("[]"), int(port)
 
 
 def _annotations(_: click.Context, __: click.Parameter, values: tuple[str, ...]) -> Mapping[str, str]:
@@ -79,9 +73,9 @@ def _annotations(_: click.Context, __: click.Parameter, values: tuple[str, ...])
     show_default=True,
     help="Folder with tls.crt and tls.key; read again when they change.",
 )
-@click.option("--listen", default=":8443", show_default=True, callback=_address, help="host:port of HTTPS.")
+@click.option("--listen", default=":8443", show_default=True, callback=host_and_port, help="host:port of HTTPS.")
 @click.option(
-    "--http-listen", default=":8080", show_default=True, callback=_address, help="host:port of probes and metrics."
+    "--http-listen", default=":8080", show_default=True, callback=host_and_port, help="host:port of probes and metrics."
 )
 @click.option(
     "--read-seconds",

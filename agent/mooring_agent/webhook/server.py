@@ -61,7 +61,7 @@ async def serve_webhook(settings: WebhookSettings) -> None:
 
 
 async def _entered(
-    stack: contextlib.AsyncExitStack, context: AbstractAsyncContextManager[None], leaving: asyncio.Event
+    stack: contextlib.AsyncExitStack, context: AbstractAsyncContextManager[object], leaving: asyncio.Event
 ) -> bool:
     """Enter `context`. Returns False if `leaving` is set before it is entered."""
     entering = asyncio.create_task(stack.enter_async_context(context))

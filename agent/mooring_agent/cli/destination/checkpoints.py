@@ -25,12 +25,13 @@ from mooring_agent.catalog.markers import (
 )
 from mooring_agent.catalog.object_reads import DAMAGE, for_each
 from mooring_agent.catalog.reading import Problem
-from mooring_agent.cli.formatting import amount, errors_reported, progress_line, table
+from mooring_agent.cli.formatting import errors_reported, progress_line, table
 from mooring_agent.cli.store_options import destination_options
 from mooring_agent.cli.store_work import as_json_option, opened, print_json, run_work
 from mooring_agent.core.errors import ErrorKind, StoreError, printable
 from mooring_agent.core.model import CommitMarker
 from mooring_agent.core.policies.restore_choice import CommittedSave, newest_first
+from mooring_agent.core.quantities import amount
 from mooring_agent.core.settings.values import RetentionSettings, Settings, StoreSettings, TransferSettings
 from mooring_agent.ports import StoreReader
 

@@ -16,12 +16,13 @@ from mooring_agent.adapters.volume.errors import volume_error
 from mooring_agent.adapters.volume.shared_volume import open_volume
 from mooring_agent.catalog.markers import list_step, list_weights_only, newest_committed
 from mooring_agent.catalog.reading import CommittedCheckpoint, load
-from mooring_agent.cli.formatting import amount, progress_line
+from mooring_agent.cli.formatting import progress_line
 from mooring_agent.cli.store_options import destination_options
 from mooring_agent.cli.store_work import as_json_option, opened, print_json, run_work
 from mooring_agent.core.errors import ErrorKind, StoreError, VolumeError, printable
 from mooring_agent.core.model import is_optimizer_file
 from mooring_agent.core.policies.restore_choice import CommittedSave
+from mooring_agent.core.quantities import amount
 from mooring_agent.core.settings.values import Settings
 from mooring_agent.ports import StoreReader
 from mooring_agent.restore import download as restoring

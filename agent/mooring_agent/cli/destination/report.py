@@ -8,23 +8,16 @@ import click
 
 from mooring_agent.catalog.ledger import read_ledger
 from mooring_agent.catalog.runs import find_runs
-from mooring_agent.cli.formatting import age, table
+from mooring_agent.cli.formatting import table
 from mooring_agent.cli.store_options import destination_options
 from mooring_agent.cli.store_work import as_json_option, opened, print_json, run_work
 from mooring_agent.core.errors import ErrorKind, StoreError, printable
-from mooring_agent.core.policies.goodput import Cause, GoodputReport, report_goodput, together
+from mooring_agent.core.policies.goodput import WHY, GoodputReport, report_goodput, together
 from mooring_agent.core.policies.run_history import run_history
+from mooring_agent.core.quantities import age
 from mooring_agent.core.settings.values import Settings, StoreSettings
 
 _RUN_WIDTH: Final = 12
-_WHY: Final = {
-    Cause.RESTORE: "fetching checkpoints before training",
-    Cause.START: "from there until the training processes are there",
-    Cause.STALL: "training waited for a save",
-    Cause.REDONE: "work after the checkpoint that the next start resumed from",
-    Cause.DRAIN: "uploading after training had ended",
-    Cause.WAITING: "nothing was running between two starts",
-}
 
 
 @click.command()
@@ -103,7 +96,7 @@ def _lines(found: GoodputReport) -> Iterator[str]:
     yield f"goodput {found.goodput:.1%}: {lasting} of {whole} were work that lasts"
     cells = [("LOST", "TIME", "SHARE", "WHY")]
     cells += [
-        (cause.value, age(seconds), f"{seconds / (found.wall_seconds or 1):.1%}", _WHY[cause])
+        (cause.value, age(seconds), f"{seconds / (found.wall_seconds or 1):.1%}", WHY[cause])
         for cause, seconds in found.lost_seconds.items()
     ]
     yield from table(cells, right=(1, 2), folded={3: 30})

@@ -7,7 +7,7 @@ from typing import Any, Final, TypeVar
 import click
 
 from mooring_agent.catalog.usage import StorageUse, storage_use
-from mooring_agent.cli.formatting import age, amount, table
+from mooring_agent.cli.formatting import table
 from mooring_agent.cli.quantities import duration, price_option
 from mooring_agent.cli.store_options import destination_options
 from mooring_agent.cli.store_work import as_json_option, opened, print_json, run_work
@@ -22,6 +22,7 @@ from mooring_agent.core.policies.storage_use import (
     Usage,
     UseKind,
 )
+from mooring_agent.core.quantities import age, amount
 from mooring_agent.core.settings.values import GIB, RetentionSettings, Settings, StoreSettings
 
 _RUN_WIDTH: Final = 12

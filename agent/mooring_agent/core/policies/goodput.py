@@ -10,6 +10,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from itertools import accumulate, pairwise
+from typing import Final
 
 from mooring_agent.core.model import Kind
 from mooring_agent.core.policies.run_history import JobStart, RunHistory, RunSave, Span
@@ -25,6 +26,16 @@ class Cause(StrEnum):
     REDONE = "redone"
     DRAIN = "drain"
     WAITING = "waiting"
+
+
+WHY: Final[Mapping[Cause, str]] = {
+    Cause.RESTORE: "fetching checkpoints before training",
+    Cause.START: "from there until the training processes are there",
+    Cause.STALL: "training waited for a save",
+    Cause.REDONE: "work after the checkpoint that the next start resumed from",
+    Cause.DRAIN: "uploading after training had ended",
+    Cause.WAITING: "nothing was running between two starts",
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

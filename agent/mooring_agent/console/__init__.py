@@ -1,0 +1,1 @@
+"""`mooring console`: pages of all runs below a prefix and of each, from markers and ledgers alone."""

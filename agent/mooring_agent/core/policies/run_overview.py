@@ -1,0 +1,315 @@
+"""What a page says of a run: its recovery point, how it stands, what its time went into, its starts and checkpoints.
+
+Computed from what the markers' listing and the ledger say. Either may be missing: then what it alone knows is None or
+empty. Nothing here grows with the age of a run: the newest starts and checkpoints are kept, and the sums of all.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Final
+
+from mooring_agent.core.model import CommitMarker, Kind
+from mooring_agent.core.policies.goodput import GoodputReport, StartReport, report_goodput
+from mooring_agent.core.policies.restore_choice import CommittedSave
+from mooring_agent.core.policies.run_history import JobStart, RunHistory, RunSave, run_history
+from mooring_agent.core.stored.ledger import AgentEnded, AgentLife, SaveLost
+
+MOST_STARTS: Final = 100
+MOST_CHECKPOINTS: Final = 200
+MOST_SPANS: Final = 20
+"""How many starts and checkpoints of a run are kept, the newest, and how many spans and notices of a start."""
+_RUNNING_SECONDS: Final = 900.0
+"""Agents give a sign every five minutes while training processes live: three may be missed."""
+
+
+class RunStanding(StrEnum):
+    """How a run stands. `RUNNING`, `STOPPED` and `FAILED` are what `mooring du`, without the ledger, calls active."""
+
+    RUNNING = "running"
+    STOPPED = "stopped"
+    FAILED = "failed"
+    COMPLETE = "complete"
+    ABANDONED = "abandoned"
+
+
+class CheckpointState(StrEnum):
+    """`SHED` and `FAILED` are the ledger's words. `LOST`: nothing tells why it was never committed."""
+
+    COMMITTED = "committed"
+    PRUNED = "pruned"
+    IN_PROGRESS = "in progress"
+    SHED = "shed"
+    FAILED = "failed"
+    LOST = "lost"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RecoveryPoint:
+    """The newest committed checkpoint. `taken_at` is when the state in it was that of the training, as far as known."""
+
+    step: int
+    kind: str
+    taken_at: float
+    committed_at: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunTime:
+    """What became of a run's time, from its whole ledger, in seconds. `step_seconds` as in `GoodputReport`."""
+
+    goodput: float
+    wall_seconds: float
+    productive_seconds: float
+    lost_seconds: Mapping[str, float]
+    steps_lost: int
+    kept_steps: int
+    kept_seconds: float
+    step_seconds: float | None
+    starts: int
+    committed: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunOverview:
+    """A run in one row. `recovery` and `time` are None without a committed checkpoint and without a ledger.
+
+    `listed` committed checkpoints are stored; more than these if not `all_listed`. `stored_bytes` are those of the
+    announced checkpoints whose size is known, `unsized` is how many others there are. `ended` and `failed` tell of the
+    last start. `unread`: how many objects of the ledger could not be read or are too many.
+    """
+
+    recovery: RecoveryPoint | None
+    time: RunTime | None
+    last_sign_at: float | None
+    last_commit_at: float | None
+    final: bool
+    ended: bool
+    failed: bool
+    listed: int
+    all_listed: bool
+    stored_bytes: int
+    unsized: int
+    unread: int = 0
+
+    def standing(self, now: float, abandoned_after_seconds: float) -> RunStanding:
+        if self.final:
+            return RunStanding.COMPLETE
+        sign_at = self.last_sign_at or self.last_commit_at or 0.0
+        if not self.ended and sign_at >= now - _RUNNING_SECONDS:
+            return RunStanding.RUNNING
+        # As `mooring du` counts it.
+        if (self.last_commit_at or sign_at) < now - abandoned_after_seconds:
+            return RunStanding.ABANDONED
+        return RunStanding.FAILED if self.failed else RunStanding.STOPPED
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StartRow:
+    """One start of a run. `trained` and `noticed_at` have the newest, as (since, until) and moments."""
+
+    attempt: str
+    pods: int
+    began_at: float
+    restored_at: float
+    trained: tuple[tuple[float, float], ...]
+    ended_at: float
+    ended: bool
+    noticed_at: tuple[float, ...]
+    notice: str
+    resumed_step: int | None
+    lost_steps: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CheckpointRow:
+    """One checkpoint or snapshot. What nothing tells is empty or None; `reason` says why it was shed or has failed."""
+
+    save: str
+    step: int
+    series: str
+    kind: str
+    state: CheckpointState
+    taken_at: float
+    committed_at: float | None
+    size_bytes: int | None
+    stall_seconds: float | None
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunDetails:
+    """The newest starts by begin, and the newest checkpoints first. `more_…`: how many others the run has."""
+
+    starts: tuple[StartRow, ...]
+    more_starts: int
+    checkpoints: tuple[CheckpointRow, ...]
+    more_checkpoints: int
+    units: Mapping[str, float]
+
+
+def overview_of(
+    listed: Sequence[CommittedSave],
+    newest: CommitMarker | None,
+    lives: Iterable[AgentLife],
+    *,
+    all_listed: bool = True,
+    unread: int = 0,
+) -> tuple[RunOverview, RunDetails]:
+    """Compute what a run's pages show.
+
+    `listed` are the committed saves, newest first: announced checkpoints, or snapshots if there are none. `newest` is
+    the marker of the first of them; None if it cannot be read.
+    """
+    known = tuple(lives)
+    history = run_history(known)
+    report = report_goodput(history) if history.starts else None
+    rows = _checkpoint_rows(listed, newest, history, known, all_listed=all_listed)
+    sizes = {row.save: row.size_bytes for row in rows if row.state is CheckpointState.COMMITTED and not row.series}
+    announced = [one.save for one in listed if not one.series]
+    last = history.starts[-1] if history.starts else None
+    ends = [entry for life in known for entry in life.entries if isinstance(entry, AgentEnded)]
+    ended = last is not None and last.ended
+    overview = RunOverview(
+        recovery=_recovery_point(listed, newest, history),
+        time=_time(report) if report else None,
+        last_sign_at=max((start.ended_at for start in history.starts), default=None),
+        last_commit_at=max((one.modified_at for one in listed), default=None),
+        final=newest is not None and newest.info.kind is Kind.FINAL,
+        ended=ended,
+        failed=ended and max(ends, key=lambda end: end.at).code != 0,
+        listed=len(listed),
+        all_listed=all_listed,
+        stored_bytes=sum(sizes.get(save) or 0 for save in announced),
+        unsized=sum(sizes.get(save) is None for save in announced),
+        unread=unread,
+    )
+    starts = _start_rows(history.starts, report.starts if report else ())
+    details = RunDetails(
+        starts=starts,
+        more_starts=len(history.starts) - len(starts),
+        checkpoints=rows[:MOST_CHECKPOINTS],
+        more_checkpoints=max(0, len(rows) - MOST_CHECKPOINTS),
+        units=dict(report.units) if report else {},
+    )
+    return overview, details
+
+
+def _recovery_point(
+    listed: Sequence[CommittedSave], newest: CommitMarker | None, history: RunHistory
+) -> RecoveryPoint | None:
+    if not listed:
+        return None
+    first = listed[0]
+    taken_at = next((save.taken_at for save in history.saves if save.save == first.save), None)
+    if taken_at is None:
+        taken_at = newest.saved_at if newest else first.modified_at
+    kind = newest.info.kind.value if newest else Kind.SNAPSHOT.value if first.series else ""
+    return RecoveryPoint(step=first.step, kind=kind, taken_at=taken_at, committed_at=first.modified_at)
+
+
+def _time(report: GoodputReport) -> RunTime:
+    return RunTime(
+        goodput=report.goodput,
+        wall_seconds=report.wall_seconds,
+        productive_seconds=report.productive_seconds,
+        lost_seconds={cause.value: seconds for cause, seconds in report.lost_seconds.items()},
+        steps_lost=report.steps_lost,
+        kept_steps=report.kept_steps,
+        kept_seconds=report.kept_seconds,
+        step_seconds=report.step_seconds,
+        starts=len(report.starts),
+        committed=report.committed,
+    )
+
+
+def _start_rows(starts: Sequence[JobStart], reports: Sequence[StartReport]) -> tuple[StartRow, ...]:
+    return tuple(
+        StartRow(
+            attempt=start.attempt,
+            pods=start.pods,
+            began_at=start.began_at,
+            restored_at=start.restored_at,
+            trained=tuple((span.since, span.until) for span in start.trained[-MOST_SPANS:]),
+            ended_at=start.ended_at,
+            ended=start.ended,
+            noticed_at=start.noticed_at[-MOST_SPANS:],
+            notice=start.notice,
+            resumed_step=report.resumed_step,
+            lost_steps=report.lost_steps,
+        )
+        for start, report in zip(starts[-MOST_STARTS:], reports[-MOST_STARTS:], strict=True)
+    )
+
+
+def _checkpoint_rows(
+    listed: Sequence[CommittedSave],
+    newest: CommitMarker | None,
+    history: RunHistory,
+    lives: Iterable[AgentLife],
+    *,
+    all_listed: bool,
+) -> tuple[CheckpointRow, ...]:
+    lost = {entry.save: entry for life in lives for entry in life.entries if isinstance(entry, SaveLost)}
+    noted = {save.save: save for save in history.saves}
+    stored = {one.save for one in listed}
+    lowest = min((one.step for one in listed), default=0)
+    last = history.starts[-1] if history.starts else None
+    rows = [_listed_row(one, noted.get(one.save), newest) for one in listed]
+    for save in history.saves:
+        if save.save in stored:
+            continue
+        beyond = not all_listed and save.step <= lowest
+        state = _state_of(save, lost.get(save.save), last, beyond=beyond)
+        rows.append(
+            CheckpointRow(
+                save=save.save,
+                step=save.step,
+                series="",
+                kind=save.kind,
+                state=state,
+                taken_at=save.taken_at,
+                committed_at=save.committed_at,
+                size_bytes=save.size_bytes if save.committed_at is not None else None,
+                stall_seconds=_stall_seconds(save),
+                reason=lost[save.save].reason if save.save in lost else "",
+            )
+        )
+    return tuple(sorted(rows, key=lambda row: (row.taken_at, row.step, row.save), reverse=True))
+
+
+def _listed_row(one: CommittedSave, noted: RunSave | None, newest: CommitMarker | None) -> CheckpointRow:
+    marker = newest if newest and newest.info.save == one.save else None
+    kind, size_bytes, taken_at = Kind.SNAPSHOT.value if one.series else "", None, one.modified_at
+    if noted is not None:
+        kind, taken_at = noted.kind, noted.taken_at
+        size_bytes = noted.size_bytes if noted.committed_at is not None else None
+    if marker is not None:
+        kind, size_bytes = marker.info.kind.value, marker.size_bytes
+        taken_at = marker.saved_at if noted is None else taken_at
+    return CheckpointRow(
+        save=one.save,
+        step=one.step,
+        series=one.series,
+        kind=kind,
+        state=CheckpointState.COMMITTED,
+        taken_at=taken_at,
+        committed_at=one.modified_at,
+        size_bytes=size_bytes,
+        stall_seconds=_stall_seconds(noted) if noted else None,
+        reason="",
+    )
+
+
+def _state_of(save: RunSave, lost: SaveLost | None, last: JobStart | None, *, beyond: bool) -> CheckpointState:
+    """Judge a save that the listing does not show. `beyond`: it may just not reach so far down."""
+    if save.committed_at is not None:
+        return CheckpointState.COMMITTED if beyond else CheckpointState.PRUNED
+    if lost is not None:
+        return CheckpointState.SHED if lost.outcome == CheckpointState.SHED else CheckpointState.FAILED
+    is_of_last = last is not None and not last.ended and save.announced_at >= last.began_at
+    return CheckpointState.IN_PROGRESS if is_of_last else CheckpointState.LOST
+
+
+def _stall_seconds(save: RunSave) -> float | None:
+    return save.stall.until - save.stall.since if save.stall else None
