@@ -162,6 +162,19 @@ async def test_no_name_from_the_bucket_is_obeyed_and_its_link_leads_to_its_page(
     assert name[:60].isprintable() <= (name[:60] in _Document(own).text)
 
 
+@pytest.mark.parametrize("at", [-1e18, 0.0, 253_402_300_800.0, 1e18])
+async def test_a_time_that_no_calendar_has_breaks_no_page(console: Opener, at: float) -> None:
+    opened = await console()
+    opened.put("one/", run_objects(steps={100: 1000.0}))
+    opened.put("two/", interrupted_run())
+    for one in opened.store.objects.values():
+        one.modified_at = at
+    await opened.runs.read_all()
+    for address in ("/", "/?sort=recovery", "/run?name=one", "/run?name=two", "/api/runs"):
+        status, _, _ = await opened.get(address)
+        assert status == 200
+
+
 async def test_a_search_a_state_and_an_order_are_in_the_address(console: Opener) -> None:
     opened = await console()
     opened.put("team/one/", interrupted_run())

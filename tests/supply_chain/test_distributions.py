@@ -129,6 +129,10 @@ def test_no_file_is_in_both_wheels_and_each_holds_its_own_packages_alone(built: 
         "mooring-agent": {"mooring_agent", f"{_WHEELS['mooring-agent']}.dist-info"},
     }
     assert "mooring/autoload/path/sitecustomize.py" in names["mooring"]
+    console = ROOT / "agent" / "mooring_agent" / "console"
+    shown = {file.relative_to(ROOT / "agent").as_posix() for file in console.glob("[st]*/*")}
+    assert {"mooring_agent/console/templates/runs.html", "mooring_agent/console/static/console.css"} <= shown
+    assert shown <= names["mooring-agent"]
 
 
 @pytest.mark.parametrize("name", FOLDERS)
@@ -224,3 +228,5 @@ def test_the_agents_package_runs_a_program_with_autoload_and_restores_what_it_sa
     assert agents.run("python", "-m", "mooring_agent", "--version").stdout == f"mooring, version {__version__}\n"
     webhook = agents.run("mooring", "webhook", "--image=mooring", "--certificates=.", code=2)
     assert "hint: pip install 'mooring-agent[webhook]'" in webhook.stderr
+    console = agents.run("mooring", "console", destination, code=2)
+    assert "hint: pip install 'mooring-agent[console]'" in console.stderr

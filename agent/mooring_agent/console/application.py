@@ -15,7 +15,7 @@ from mooring_agent.console.pages import MOST_SHOWN, render
 from mooring_agent.console.refresh import KnownRun, Runs
 from mooring_agent.console.settings import MOST_FORM_BYTES, ConsoleSettings
 from mooring_agent.console.timeline import timeline_of
-from mooring_agent.core.policies.run_overview import RunDetails
+from mooring_agent.core.policies.run_overview import RunDetails, RunStanding
 
 _STATIC: Final = {
     "console.css": "text/css",
@@ -94,14 +94,16 @@ class _Pages:
                 text = "The console is still looking for runs: load this page again in a moment."
             return self._message(request, 404, "No such run", text)
         details = run.details() or _NO_DETAILS
+        standing = self._standing(run) if run.overview else None
+        running_at = self._clock() if standing is RunStanding.RUNNING else None
         return self._html(
             request,
             "run",
             run=run,
             one=run.overview,
-            standing=run.overview and self._standing(run),
+            standing=standing,
             details=details,
-            line=timeline_of(details),
+            line=timeline_of(details, running_at=running_at),
             most_shown=MOST_SHOWN,
             refresh_seconds=self._settings.refresh_seconds,
         )
@@ -161,14 +163,14 @@ class _Pages:
     def _run(self, request: web.Request) -> KnownRun | None:
         return self._runs.known.get(request.query.get("name", ""))
 
-    def _standing(self, run: KnownRun) -> Any:
+    def _standing(self, run: KnownRun) -> RunStanding:
         assert run.overview is not None, "it was read"
         return run.overview.standing(self._clock(), self._settings.abandoned_after_seconds)
 
     def _as_json(self, run: KnownRun) -> dict[str, Any]:
         return {
             "run": run.name,
-            "state": run.overview and self._standing(run),
+            "state": self._standing(run) if run.overview else None,
             "read_at": run.read_at,
             "error": run.error,
             "overview": run.overview,

@@ -33,7 +33,7 @@ COLUMNS: Final[Mapping[str, Column]] = MappingProxyType(
         "lost": Column(title="Lost", value=lambda one, now: one.time and sum(one.time.lost_seconds.values())),
         "kept": Column(title="Kept just in time", value=lambda one, now: one.time and one.time.kept_seconds),
         "stored": Column(title="Stored", value=lambda one, now: one.stored_bytes),
-        "sign": Column(title="Last sign", value=lambda one, now: one.last_sign_at or one.last_commit_at),
+        "sign": Column(title="Last sign", value=lambda one, now: one.sign_at),
     }
 )
 """The columns by the word that an address has for them."""

@@ -6,11 +6,13 @@ from typing import Any, Final
 from urllib.parse import urlencode
 
 import jinja2
+from markupsafe import Markup, escape
 
 from mooring_agent import __version__
 from mooring_agent.console.listing import COLUMNS
 from mooring_agent.console.timeline import WIDTH
 from mooring_agent.core.errors import printable
+from mooring_agent.core.limits import UNIX_SECONDS
 from mooring_agent.core.policies.goodput import WHY, Cause
 from mooring_agent.core.policies.run_overview import RunOverview, RunStanding
 from mooring_agent.core.quantities import age, amount
@@ -32,6 +34,7 @@ def _templates() -> jinja2.Environment:
     templates.filters |= {
         "age": age,
         "amount": amount,
+        "breakable": breakable,
         "moment": moment,
         "percent": lambda share: f"{share:.1%}",
         "shown": shown,
@@ -60,6 +63,11 @@ def shown(text: str, most: int = _SHOWN_CHARACTERS) -> str:
     return printable(text if len(text) <= most else f"{text[: most - 1]}…")
 
 
+def breakable(text: str) -> Markup:
+    """Return a name that may go on in the next line after each of its slashes."""
+    return escape(text).replace("/", Markup("/<wbr>"))
+
+
 def moment(at: float) -> str:
     """Format unix seconds as in `2026-11-26 02:19:56 UTC`."""
     return _utc(at).strftime("%Y-%m-%d %H:%M:%S UTC")
@@ -71,7 +79,8 @@ def stamp(at: float) -> str:
 
 
 def _utc(at: float) -> datetime:
-    return datetime.fromtimestamp(at, UTC)
+    # A file's time may be anything, also one that no calendar has.
+    return datetime.fromtimestamp(min(max(at, 0.0), UNIX_SECONDS), UTC)
 
 
 def run_address(name: str) -> str:

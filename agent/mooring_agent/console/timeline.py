@@ -1,11 +1,11 @@
 """Places a run's starts, saves, commits and notices on lanes of one time axis, in thousandths of its length."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final
 
 from mooring_agent.core.model import Kind
-from mooring_agent.core.policies.run_overview import CheckpointState, RunDetails, StartRow
+from mooring_agent.core.policies.run_overview import RunDetails, StartRow
 
 WIDTH: Final = 1000
 _LEAST_WIDTH: Final = 2.0
@@ -39,27 +39,32 @@ class Timeline:
     lanes: tuple[Lane, ...]
 
 
-def timeline_of(details: RunDetails) -> Timeline | None:
-    """Return the timeline of what `details` has; None if nothing has a moment."""
-    saves = [row for row in details.checkpoints if row.state is not CheckpointState.COMMITTED or row.taken_at]
-    moments = [start.began_at for start in details.starts] or [row.taken_at for row in saves]
-    ends = [start.ended_at for start in details.starts]
-    ends += [row.committed_at or row.taken_at for row in saves]
+def timeline_of(details: RunDetails, *, running_at: float | None) -> Timeline | None:
+    """Return the timeline of what `details` has; None if there is nothing.
+
+    `running_at`: the last start still runs at this moment.
+    """
+    saves = details.checkpoints
+    starts = list(details.starts)
+    if running_at is not None and starts and not starts[-1].ended:
+        starts[-1] = _until(starts[-1], running_at)
+    moments = [start.began_at for start in starts] or [row.taken_at for row in saves]
+    ends = [start.ended_at for start in starts] + [row.committed_at or row.taken_at for row in saves]
     if not moments:
         return None
     since, until = min(moments), max(ends)
     axis = _Axis(since, until)
     shown = [row for row in saves if row.taken_at >= since]
     commits = [row for row in shown if row.committed_at is not None]
-    notices = [at for start in details.starts for at in start.noticed_at]
+    notices = [at for start in starts for at in start.noticed_at]
     return Timeline(
         since=since,
         until=until,
         lanes=(
             Lane(
                 name="Starts",
-                marks=tuple(mark for start in details.starts for mark in _marks_of(start, axis)),
-                says=f"{len(details.starts)} starts",
+                marks=tuple(mark for start in starts for mark in _marks_of(start, axis)),
+                says=f"{len(starts)} starts",
             ),
             Lane(
                 name="Saves",
@@ -80,6 +85,11 @@ def timeline_of(details: RunDetails) -> Timeline | None:
             ),
         ),
     )
+
+
+def _until(start: StartRow, now: float) -> StartRow:
+    trained = (*start.trained[:-1], (start.trained[-1][0], now)) if start.trained else ()
+    return replace(start, ended_at=max(start.ended_at, now), trained=trained)
 
 
 class _Axis:

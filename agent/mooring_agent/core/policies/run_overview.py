@@ -4,6 +4,7 @@ Computed from what the markers' listing and the ledger say. Either may be missin
 empty. Nothing here grows with the age of a run: the newest starts and checkpoints are kept, and the sums of all.
 """
 
+from bisect import bisect_left
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
@@ -46,9 +47,12 @@ class CheckpointState(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RecoveryPoint:
-    """The newest committed checkpoint. `taken_at` is when the state in it was that of the training, as far as known."""
+    """The newest committed checkpoint. `taken_at` is when the state in it was that of the training, as far as known.
 
-    step: int
+    `step` is None if it is a snapshot, of whose steps nobody knows.
+    """
+
+    step: int | None
     kind: str
     taken_at: float
     committed_at: float
@@ -75,7 +79,8 @@ class RunOverview:
     """A run in one row. `recovery` and `time` are None without a committed checkpoint and without a ledger.
 
     `listed` committed checkpoints are stored; more than these if not `all_listed`. `stored_bytes` are those of the
-    announced checkpoints whose size is known, `unsized` is how many others there are. `ended` and `failed` tell of the
+    announced checkpoints whose size is known, `unsized` is how many others there are: snapshots share objects, so the
+    sum of their sizes says nothing. `ended` and `failed` tell of the
     last start. `unread`: how many objects of the ledger could not be read or are too many.
     """
 
@@ -92,10 +97,15 @@ class RunOverview:
     unsized: int
     unread: int = 0
 
+    @property
+    def sign_at(self) -> float | None:
+        """The last sign of life. A commit is one, which the ledger may not have yet."""
+        return max(filter(None, (self.last_sign_at, self.last_commit_at)), default=None)
+
     def standing(self, now: float, abandoned_after_seconds: float) -> RunStanding:
         if self.final:
             return RunStanding.COMPLETE
-        sign_at = self.last_sign_at or self.last_commit_at or 0.0
+        sign_at = self.sign_at or 0.0
         if not self.ended and sign_at >= now - _RUNNING_SECONDS:
             return RunStanding.RUNNING
         # As `mooring du` counts it.
@@ -126,7 +136,7 @@ class CheckpointRow:
     """One checkpoint or snapshot. What nothing tells is empty or None; `reason` says why it was shed or has failed."""
 
     save: str
-    step: int
+    step: int | None
     series: str
     kind: str
     state: CheckpointState
@@ -166,7 +176,6 @@ def overview_of(
     report = report_goodput(history) if history.starts else None
     rows = _checkpoint_rows(listed, newest, history, known, all_listed=all_listed)
     sizes = {row.save: row.size_bytes for row in rows if row.state is CheckpointState.COMMITTED and not row.series}
-    announced = [one.save for one in listed if not one.series]
     last = history.starts[-1] if history.starts else None
     ends = [entry for life in known for entry in life.entries if isinstance(entry, AgentEnded)]
     ended = last is not None and last.ended
@@ -180,11 +189,11 @@ def overview_of(
         failed=ended and max(ends, key=lambda end: end.at).code != 0,
         listed=len(listed),
         all_listed=all_listed,
-        stored_bytes=sum(sizes.get(save) or 0 for save in announced),
-        unsized=sum(sizes.get(save) is None for save in announced),
+        stored_bytes=sum(sizes.get(one.save) or 0 for one in listed),
+        unsized=sum(sizes.get(one.save) is None for one in listed),
         unread=unread,
     )
-    starts = _start_rows(history.starts, report.starts if report else ())
+    starts = _start_rows(history.starts, report.starts if report else (), rows)
     details = RunDetails(
         starts=starts,
         more_starts=len(history.starts) - len(starts),
@@ -201,11 +210,16 @@ def _recovery_point(
     if not listed:
         return None
     first = listed[0]
-    taken_at = next((save.taken_at for save in history.saves if save.save == first.save), None)
-    if taken_at is None:
-        taken_at = newest.saved_at if newest else first.modified_at
-    kind = newest.info.kind.value if newest else Kind.SNAPSHOT.value if first.series else ""
-    return RecoveryPoint(step=first.step, kind=kind, taken_at=taken_at, committed_at=first.modified_at)
+    noted = next((save for save in history.saves if save.save == first.save), None)
+    kind = Kind.SNAPSHOT.value if first.series else ""
+    taken_at = first.modified_at
+    if noted is not None:
+        kind, taken_at = noted.kind, noted.taken_at
+    elif newest is not None:
+        kind, taken_at = newest.info.kind.value, newest.saved_at
+    return RecoveryPoint(
+        step=None if first.series else first.step, kind=kind, taken_at=taken_at, committed_at=first.modified_at
+    )
 
 
 def _time(report: GoodputReport) -> RunTime:
@@ -223,23 +237,37 @@ def _time(report: GoodputReport) -> RunTime:
     )
 
 
-def _start_rows(starts: Sequence[JobStart], reports: Sequence[StartReport]) -> tuple[StartRow, ...]:
-    return tuple(
-        StartRow(
-            attempt=start.attempt,
-            pods=start.pods,
-            began_at=start.began_at,
-            restored_at=start.restored_at,
-            trained=tuple((span.since, span.until) for span in start.trained[-MOST_SPANS:]),
-            ended_at=start.ended_at,
-            ended=start.ended,
-            noticed_at=start.noticed_at[-MOST_SPANS:],
-            notice=start.notice,
-            resumed_step=report.resumed_step,
-            lost_steps=report.lost_steps,
+def _start_rows(
+    starts: Sequence[JobStart], reports: Sequence[StartReport], checkpoints: Sequence[CheckpointRow]
+) -> tuple[StartRow, ...]:
+    signs = sorted(at for row in checkpoints for at in (row.taken_at, row.committed_at) if at is not None)
+    rows = []
+    for position in range(max(0, len(starts) - MOST_STARTS), len(starts)):
+        start, report = starts[position], reports[position]
+        trained = [(span.since, span.until) for span in start.trained[-MOST_SPANS:]]
+        ended_at = start.ended_at
+        if not start.ended and trained:
+            # The markers tell of commits that the ledger does not have yet, or that a killed agent had not written.
+            following = starts[position + 1].began_at if position + 1 < len(starts) else float("inf")
+            before = bisect_left(signs, following)
+            ended_at = max(ended_at, signs[before - 1]) if before else ended_at
+            trained[-1] = (trained[-1][0], ended_at)
+        rows.append(
+            StartRow(
+                attempt=start.attempt,
+                pods=start.pods,
+                began_at=start.began_at,
+                restored_at=start.restored_at,
+                trained=tuple(trained),
+                ended_at=ended_at,
+                ended=start.ended,
+                noticed_at=start.noticed_at[-MOST_SPANS:],
+                notice=start.notice,
+                resumed_step=report.resumed_step,
+                lost_steps=report.lost_steps,
+            )
         )
-        for start, report in zip(starts[-MOST_STARTS:], reports[-MOST_STARTS:], strict=True)
-    )
+    return tuple(rows)
 
 
 def _checkpoint_rows(
@@ -264,7 +292,7 @@ def _checkpoint_rows(
         rows.append(
             CheckpointRow(
                 save=save.save,
-                step=save.step,
+                step=None if save.is_snapshot else save.step,
                 series="",
                 kind=save.kind,
                 state=state,
@@ -275,7 +303,7 @@ def _checkpoint_rows(
                 reason=lost[save.save].reason if save.save in lost else "",
             )
         )
-    return tuple(sorted(rows, key=lambda row: (row.taken_at, row.step, row.save), reverse=True))
+    return tuple(sorted(rows, key=lambda row: (row.taken_at, row.step or 0, row.save), reverse=True))
 
 
 def _listed_row(one: CommittedSave, noted: RunSave | None, newest: CommitMarker | None) -> CheckpointRow:
@@ -289,7 +317,7 @@ def _listed_row(one: CommittedSave, noted: RunSave | None, newest: CommitMarker 
         taken_at = marker.saved_at if noted is None else taken_at
     return CheckpointRow(
         save=one.save,
-        step=one.step,
+        step=None if one.series else one.step,
         series=one.series,
         kind=kind,
         state=CheckpointState.COMMITTED,
