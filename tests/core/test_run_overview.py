@@ -129,6 +129,16 @@ def test_a_run_that_has_ended_says_how(code: int, kind: Kind, standing: RunStand
     assert overview.standing(2010.0, 7 * DAY) is standing
 
 
+@pytest.mark.parametrize("noticed", [False, True])
+def test_a_program_that_fails_by_itself_has_failed_and_one_that_was_told_to_end_has_not(noticed: bool) -> None:
+    life = running()
+    if noticed:
+        life.notice(2000)
+    life.add(AgentEnded, 2001, code=0, program_failed=True)
+    overview, _ = of([100], [life])
+    assert overview.standing(2010.0, DAY) is (RunStanding.STOPPED if noticed else RunStanding.FAILED)
+
+
 def test_a_start_that_follows_a_failed_one_counts() -> None:
     failed = running()
     failed.add(AgentEnded, 2001, code=75)

@@ -22,7 +22,7 @@ from tests.servers.server import Bucket
 from mooring_agent.adapters.open_store import open_store
 from mooring_agent.catalog.ledger import read_ledger
 from mooring_agent.core.settings.values import StoreSettings
-from mooring_agent.core.stored.ledger import Saved
+from mooring_agent.core.stored.ledger import AgentEnded, Saved
 
 # It bounds a hang and judges no speed.
 LIMIT_SECONDS = 120.0
@@ -163,3 +163,21 @@ def test_a_just_in_time_save_kept_its_steps_although_the_agent_had_died_before(
     assert (found["kept_steps"], found["steps_lost"], found["committed"]) == (3, 0, 3)
     assert 0 < found["kept_seconds"] <= found["productive_seconds"]
     assert (found["lost_seconds"]["redone"], found["lost_seconds"]["waiting"]) == (0, 0)
+
+
+@pytest.mark.parametrize("code", [0, 3])
+def test_a_program_that_fails_is_told_from_one_that_ends_well(tmp_path: Path, code: int) -> None:
+    destination = f"file://{tmp_path}/bucket"
+    program = "import mooring, sys\nwith mooring.Checkpointer().save(1) as d: (d / 'state').write_text('1')\n"
+    with RunProcess(
+        tmp_path / "volume", destination, command=(sys.executable, "-c", f"{program}sys.exit({code})")
+    ) as run:
+        assert run.process.wait(LIMIT_SECONDS) == code
+
+    async def ends() -> list[AgentEnded]:
+        async with open_store(StoreSettings(destination=destination)) as store:
+            lives = (await read_ledger(store)).lives
+        return [entry for life in lives for entry in life.entries if isinstance(entry, AgentEnded)]
+
+    (end,) = asyncio.run(ends())
+    assert (end.code, end.program_failed) == (0, code != 0)

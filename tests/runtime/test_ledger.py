@@ -130,7 +130,7 @@ async def test_everything_that_a_report_needs_is_noted() -> None:
     agent.hears(Shed(at=40.0, save="second", reason="room"))
     agent.hears(TerminationNoticed(at=50.0, deadline=80.0, source="spot"))
     agent.sees(60.0)
-    await agent.writer.last_words(Exit(code=75, lost=("second",)))
+    await agent.writer.last_words(Exit(code=75, lost=("second",)), program_failed=True)
     start, ranks, saved, commit, _, lost, notice, gone, end = await agent.entries()
     assert start == AgentStarted(
         number=1,
@@ -150,7 +150,7 @@ async def test_everything_that_a_report_needs_is_noted() -> None:
     assert lost == SaveLost(number=6, at=40.0, save="second", outcome="shed", reason="room")
     assert notice == Noticed(number=7, at=50.0, source="spot", grace_seconds=30.0)
     assert isinstance(end, AgentEnded)
-    assert (end.code, end.source, end.not_durable) == (75, "spot", 1)
+    assert (end.code, end.source, end.not_durable, end.program_failed) == (75, "spot", 1, True)
 
 
 async def test_commits_are_written_together_and_not_more_often_than_allowed() -> None:

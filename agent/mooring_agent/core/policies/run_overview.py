@@ -177,16 +177,14 @@ def overview_of(
     rows = _checkpoint_rows(listed, newest, history, known, all_listed=all_listed)
     sizes = {row.save: row.size_bytes for row in rows if row.state is CheckpointState.COMMITTED and not row.series}
     last = history.starts[-1] if history.starts else None
-    ends = [entry for life in known for entry in life.entries if isinstance(entry, AgentEnded)]
-    ended = last is not None and last.ended
     overview = RunOverview(
         recovery=_recovery_point(listed, newest, history),
         time=_time(report) if report else None,
         last_sign_at=max((start.ended_at for start in history.starts), default=None),
         last_commit_at=max((one.modified_at for one in listed), default=None),
         final=newest is not None and newest.info.kind is Kind.FINAL,
-        ended=ended,
-        failed=ended and max(ends, key=lambda end: end.at).code != 0,
+        ended=last is not None and last.ended,
+        failed=last is not None and _has_failed(last, known),
         listed=len(listed),
         all_listed=all_listed,
         stored_bytes=sum(sizes.get(one.save) or 0 for one in listed),
@@ -202,6 +200,13 @@ def overview_of(
         units=dict(report.units) if report else {},
     )
     return overview, details
+
+
+def _has_failed(start: JobStart, lives: Iterable[AgentLife]) -> bool:
+    """Whether an agent of the last start leaves what is not committed, or its program has failed without a notice."""
+    ends = [entry for life in lives for entry in life.entries if isinstance(entry, AgentEnded)]
+    ends = [end for end in ends if end.at >= start.began_at]
+    return any(end.code or (end.program_failed and not start.noticed_at) for end in ends)
 
 
 def _recovery_point(

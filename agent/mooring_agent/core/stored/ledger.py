@@ -127,11 +127,15 @@ class Alive(_Entry):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AgentEnded(_Entry):
-    """The agent exits. `not_durable` is how many checkpoints it leaves that are not committed."""
+    """The agent exits. `not_durable` is how many checkpoints it leaves that are not committed.
+
+    `program_failed`: a signal or an error had ended the program of `mooring run`.
+    """
 
     code: Annotated[int, Meta(ge=0, le=255)]
     source: Text = ""
     not_durable: Count = 0
+    program_failed: bool = False
 
 
 LedgerEntry = AgentStarted | RanksChanged | Saved | SaveCommitted | SaveLost | Noticed | Alive | AgentEnded

@@ -126,6 +126,8 @@ class Monitors:
         self._unknown = ""
         # While ranks that the program has left behind may still save: until then, in unix seconds.
         self._left_behind_until: float | None = None
+        self.program_failed = False
+        """Whether a signal or an error has ended the runner's program."""
 
     async def watch_ranks(self, parent_pid: int | None) -> None:
         """Watch which ranks are alive, until cancelled. `parent_pid`: the runner; the agent stops when it is gone."""
@@ -260,6 +262,7 @@ class Monitors:
         The program may be a launcher that has left its ranks behind. They are asked to save and leave, and the drain
         begins when they have left, but no later than a grace period from now, or than an earlier notice allows.
         """
+        self.program_failed = failed_at is not None
         left_behind = await self._ranks_left_behind()
         if not left_behind:
             await self._request_stop(trainers_gone=True, failed_at=failed_at)

@@ -102,6 +102,7 @@ async def live(
     clock: Clock,
     forever: Sequence[Forever],
     leaving: "asyncio.Future[Exit]",
+    monitors: Monitors,
     ledger: LedgerWriter,
     news: KubernetesEvents | None,
 ) -> int:
@@ -123,7 +124,7 @@ async def live(
         await asyncio.wait({deciding})
         await engine.close(Exited(at=clock.now()))
         # At the same time: each may take half a second.
-        tasks.create_task(ledger.last_words(exit_command))
+        tasks.create_task(ledger.last_words(exit_command, program_failed=monitors.program_failed))
         if news is not None:
             tasks.create_task(news.last_words(exit_command.lost))
     return exit_command.code
@@ -286,7 +287,7 @@ async def run_agent(settings: Settings, *, fresh: bool = False, parent_pid: int 
             forever += [news.tell, lambda: news.watch_restore(fetches.progress)]
         # Not only with the first upload: a trainer may wait for it, or the grace period may be running.
         store.prepare()
-        return await live(engine, dispatcher, clock, forever, leaving, ledger, news)
+        return await live(engine, dispatcher, clock, forever, leaving, monitors, ledger, news)
 
 
 async def _obey(signals: "asyncio.Queue[str]", monitors: Monitors) -> None:
