@@ -18,9 +18,9 @@ from mooring_agent.core.stored.object_layout import LEDGER_PREFIX
 async def look(kept: KeptLedger, store: FakeStore, run: str = "") -> int:
     """Look once; return how many objects were read."""
     before = len(store.calls)
-    bodies = await kept.fetch(store, run, needed=False)
-    if bodies is not None:
-        kept.add(bodies)
+    found = await kept.fetch(store, run, needed=False)
+    if found is not None:
+        kept.add(found)
     return sum(method == "get" for method, _ in store.calls[before:])
 
 

@@ -1,9 +1,10 @@
 """Keeps a run's ledger in little memory from one look to the next, so that each look reads only new objects.
 
-What was read is merged, as `mooring prune` does it, and compressed. Invariants: an object is read once, unless nothing
-of what was read is listed any more; memory is bounded, and what is left out because of that is counted.
+What was read is compressed at once, and merged as `mooring prune` does it. Invariants: an object is read once, unless
+nothing of what was read is listed any more; memory is bounded, and what is left out because of that is counted.
 """
 
+import asyncio
 import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -19,18 +20,20 @@ from mooring_agent.ports import StoreReader
 MOST_BYTES: Final = 2 * LEDGER_BYTES
 """How much of one ledger is read: the newest objects. They take several times as much while they are decoded."""
 _PIECE_BYTES: Final = LEDGER_BYTES // 4
+_SMALL_BYTES: Final = 64 * 1024
+"""What is larger is compressed in a thread."""
 _READS_AT_ONCE: Final = 4
 
 
 @dataclass(frozen=True, slots=True)
-class _Piece:
+class Piece:
     """An object as agents or a merge write it, compressed."""
 
     packed: bytes
     size_bytes: int
 
     @classmethod
-    def of(cls, body: bytes) -> "_Piece":
+    def of(cls, body: bytes) -> "Piece":
         return cls(zlib.compress(body, 6), len(body))
 
     @property
@@ -44,7 +47,7 @@ class KeptLedger:
     def __init__(self) -> None:
         self._left_out = 0
         self._dropped = 0
-        self._pieces: list[_Piece] = []
+        self._pieces: list[Piece] = []
         self._read: frozenset[int] = frozenset()
         self._unreadable: frozenset[int] = frozenset()
         self._listed: frozenset[int] | None = None
@@ -59,7 +62,7 @@ class KeptLedger:
     def kept_bytes(self) -> int:
         return sum(len(piece.packed) for piece in self._pieces)
 
-    async def fetch(self, store: StoreReader, run: str, *, needed: bool) -> tuple[bytes, ...] | None:
+    async def fetch(self, store: StoreReader, run: str, *, needed: bool) -> tuple[Piece, ...] | None:
         """List the ledger and read what is new, for `add`. None if nothing has changed. `run` is the run's prefix.
 
         `needed`: `lives` will be called also if nothing has changed, so what was forgotten is read again.
@@ -71,7 +74,7 @@ class KeptLedger:
             return None
         if not self._read & hashes.keys():
             self.forget()
-        bodies: list[bytes] = []
+        found: list[Piece] = []
         unreadable, gone = set(self._unreadable & hashes.keys()), set[int]()
 
         async def read(key: str) -> None:
@@ -84,8 +87,10 @@ class KeptLedger:
                 return
             if body is None:
                 gone.add(hash(key))
+            elif len(body) < _SMALL_BYTES:
+                found.append(Piece.of(body))
             else:
-                bodies.append(body)
+                found.append(await asyncio.to_thread(Piece.of, body))
 
         wanted = [key for number, key in hashes.items() if number not in self._read and number not in unreadable]
         await for_each(wanted, read, at_once=_READS_AT_ONCE)
@@ -93,14 +98,16 @@ class KeptLedger:
         self._forgotten = False
         # What was merged while we read is in an object that the next listing shows.
         self._read = self._listed = frozenset(hashes) - gone
-        return tuple(bodies)
+        return tuple(found)
 
-    def add(self, bodies: Sequence[bytes]) -> None:
+    def add(self, found: Sequence[Piece]) -> None:
         """Add what `fetch` has returned. Takes processor time in proportion to it."""
-        fresh = _merged(bodies)
-        if self._pieces and fresh and self._pieces[-1].size_bytes + fresh[0].size_bytes <= _PIECE_BYTES:
-            fresh[:1] = _merged([self._pieces.pop().body, fresh[0].body])
-        self._pieces += fresh
+        small = [piece for piece in found if piece.size_bytes < _PIECE_BYTES]
+        self._pieces += [piece for piece in found if piece.size_bytes >= _PIECE_BYTES]
+        if small and self._pieces and self._pieces[-1].size_bytes < _PIECE_BYTES:
+            small.insert(0, self._pieces.pop())
+        for group in _groups(small):
+            self._pieces += _merged(group)
         while len(self._pieces) > 1 and sum(piece.size_bytes for piece in self._pieces) > MOST_BYTES:
             del self._pieces[0]
             self._dropped += 1
@@ -120,18 +127,19 @@ def _checked(body: bytes, key: str) -> bytes:
     return body
 
 
-def _merged(bodies: Sequence[bytes]) -> list[_Piece]:
-    """Merge bodies, in groups that are small enough. Those that cannot be merged stay as they are."""
-    groups: list[list[bytes]] = [[]]
+def _groups(pieces: Sequence[Piece]) -> list[list[Piece]]:
+    groups: list[list[Piece]] = [[]]
     size_bytes = 0
-    for body in bodies:
-        if groups[-1] and size_bytes + len(body) > _PIECE_BYTES:
+    for piece in pieces:
+        if size_bytes + piece.size_bytes > _PIECE_BYTES:
             groups.append([])
             size_bytes = 0
-        groups[-1].append(body)
-        size_bytes += len(body)
-    pieces = []
-    for group in filter(None, groups):
-        whole = merged(group) if len(group) > 1 else group[0]
-        pieces += [_Piece.of(body) for body in ([whole] if whole is not None else group)]
-    return pieces
+        groups[-1].append(piece)
+        size_bytes += piece.size_bytes
+    return [group for group in groups if group]
+
+
+def _merged(group: Sequence[Piece]) -> Sequence[Piece]:
+    """Merge pieces into one. Those that cannot be merged stay as they are."""
+    whole = merged([piece.body for piece in group]) if len(group) > 1 else None
+    return group if whole is None else [Piece.of(whole)]

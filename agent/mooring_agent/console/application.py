@@ -131,7 +131,10 @@ class _Pages:
         return _json({**self._as_json(run), "details": run.details()})
 
     async def sign_in_form(self, request: web.Request) -> web.Response:
-        return self._sign_in_page(request, _local(request.query.get("next", "/")))
+        following = _local(request.query.get("next", "/"))
+        if self._access.user_of(request) is not None:
+            return web.Response(status=303, headers={"Location": following})
+        return self._sign_in_page(request, following)
 
     async def sign_in(self, request: web.Request) -> web.Response:
         form = await request.post()

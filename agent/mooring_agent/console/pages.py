@@ -18,6 +18,7 @@ from mooring_agent.core.policies.run_overview import RunOverview, RunStanding
 from mooring_agent.core.quantities import age, amount
 
 _SHOWN_CHARACTERS: Final = 120
+_LONG_COUNT: Final = 1e12
 MOST_SHOWN: Final = 1024
 
 
@@ -35,6 +36,7 @@ def _templates() -> jinja2.Environment:
         "age": age,
         "amount": amount,
         "breakable": breakable,
+        "count": count,
         "moment": moment,
         "percent": lambda share: f"{share:.1%}",
         "shown": shown,
@@ -61,6 +63,11 @@ def render(template: str, **values: Any) -> str:
 def shown(text: str, most: int = _SHOWN_CHARACTERS) -> str:
     """Return a stranger's text without anything that hides or reorders what follows, and not longer than `most`."""
     return printable(text if len(text) <= most else f"{text[: most - 1]}…")
+
+
+def count(number: float) -> str:
+    """Format what a program counts: exactly if it is whole and can be read at a glance."""
+    return f"{number:,.0f}" if number < _LONG_COUNT and number == int(number) else f"{number:,.4g}"
 
 
 def breakable(text: str) -> Markup:

@@ -42,13 +42,17 @@ _log: structlog.typing.FilteringBoundLogger = structlog.get_logger("mooring.cons
 
 
 class KnownRun:
-    """A run as it was read last. `overview` is None until then; `error` says why the last reading failed."""
+    """A run as it was read last. `overview` is None until then; `error` says why the last reading failed.
+
+    `is_empty`: it has neither a committed checkpoint nor a ledger yet, so it is not shown.
+    """
 
     def __init__(self, prefix: str) -> None:
         self.prefix = prefix
         self.overview: RunOverview | None = None
         self.read_at: float | None = None
         self.error = ""
+        self.is_empty = False
         self.ledger = KeptLedger()
         self._listed: int | None = None
         self._newest: tuple[str, CommitMarker | None] = ("", None)
@@ -64,17 +68,17 @@ class KnownRun:
             return None
         return msgspec.msgpack.decode(zlib.decompress(self._details), type=RunDetails)
 
-    async def read(self, store: StoreReader, executor: ThreadPoolExecutor) -> bool:
-        """Read what has changed. Returns False if there is nothing of the run any more."""
+    async def read(self, store: StoreReader, executor: ThreadPoolExecutor) -> None:
+        """Read what has changed."""
         committed, all_listed = await newest_of_run(store, self.prefix, most=_MARKERS)
         newest = await self._read_newest(store, committed[0]) if committed else None
         listed = hash((committed, newest, all_listed))
-        bodies = await self.ledger.fetch(store, self.prefix, needed=listed != self._listed)
-        if bodies is None and listed == self._listed:
-            return True
+        fresh = await self.ledger.fetch(store, self.prefix, needed=listed != self._listed)
+        if fresh is None and listed == self._listed:
+            return
 
         def compute() -> tuple[RunOverview, bytes]:
-            self.ledger.add(bodies or ())
+            self.ledger.add(fresh or ())
             overview, details = overview_of(
                 committed, newest, self.ledger.lives(), all_listed=all_listed, unread=self.ledger.unread
             )
@@ -82,7 +86,7 @@ class KnownRun:
 
         overview, self._details = await asyncio.get_running_loop().run_in_executor(executor, compute)
         self.overview, self._listed = overview, listed
-        return bool(committed) or overview.time is not None or overview.unread > 0
+        self.is_empty = not committed and overview.time is None and not overview.unread
 
     async def _read_newest(self, store: StoreReader, committed: CommittedSave) -> CommitMarker | None:
         """Return the marker of the newest checkpoint; None if it cannot be read."""
@@ -98,12 +102,12 @@ class KnownRun:
 
 
 class Runs:
-    """All runs of the destination, by name. `error` says why they could not be found again."""
+    """All runs of the destination. `error` says why they could not be found again."""
 
     def __init__(
         self, store: StoreReader, settings: ConsoleSettings, *, clock: Callable[[], float] = time.time
     ) -> None:
-        self.known: dict[str, KnownRun] = {}
+        self._known: dict[str, KnownRun] = {}
         self.found_at: float | None = None
         self.complete = True
         self.error = ""
@@ -113,6 +117,11 @@ class Runs:
         self._clock = clock
         self._round = 0
         self._executor = ThreadPoolExecutor(1, thread_name_prefix="mooring-console")
+
+    @property
+    def known(self) -> Mapping[str, KnownRun]:
+        """The runs that are shown, by name."""
+        return {run.name: run for run in self._known.values() if not run.is_empty}
 
     @property
     def reading(self) -> int:
@@ -130,9 +139,8 @@ class Runs:
 
     async def read_all(self) -> None:
         """Find the runs, and read those whose turn it is."""
-        prefixes = {run.prefix for run in self.known.values()}
         try:
-            found = await find_runs(self._store, known=prefixes)
+            found = await find_runs(self._store, known=self._known)
         except MooringError as error:
             if str(error) != self.error:
                 _log.warning("console.store_unreachable", error=str(error))
@@ -140,26 +148,24 @@ class Runs:
             return
         self.error = self.hint = ""
         self.complete = found.complete and len(found.runs) <= MOST_RUNS
-        runs = {run.prefix: run for run in self.known.values()}
-        shown = [runs.get(prefix) or KnownRun(prefix) for prefix in found.runs[:MOST_RUNS]]
-        self.known = {run.name: run for run in shown}
+        prefixes = found.runs[:MOST_RUNS]
+        self._known = {prefix: self._known.get(prefix) or KnownRun(prefix) for prefix in prefixes}
         self.found_at = self._clock()
-        due = [run for run in shown if self._is_due(run)]
+        due = [run for run in self._known.values() if self._is_due(run)]
         self._round += 1
         await for_each(due, self._read, at_once=_RUNS_AT_ONCE)
         self._forget_largest()
         await asyncio.to_thread(malloc_trim)
 
     def _is_due(self, run: KnownRun) -> bool:
-        if run.overview is None or run.error:
+        if run.overview is None or run.error or run.is_empty:
             return True
         standing = run.overview.standing(self._clock(), self._settings.abandoned_after_seconds)
         return self._round % _ROUNDS[standing] == 0
 
     async def _read(self, run: KnownRun) -> None:
         try:
-            if not await run.read(self._store, self._executor):
-                self.known.pop(run.name, None)
+            await run.read(self._store, self._executor)
         except MooringError as error:
             run.error = str(error)
         except Exception:
@@ -171,7 +177,7 @@ class Runs:
             run.error, run.read_at = "", self._clock()
 
     def _forget_largest(self) -> None:
-        kept = sorted((run.ledger for run in self.known.values()), key=lambda ledger: ledger.kept_bytes)
+        kept = sorted((run.ledger for run in self._known.values()), key=lambda ledger: ledger.kept_bytes)
         total = sum(ledger.kept_bytes for ledger in kept)
         while kept and total > MOST_KEPT_BYTES:
             total -= kept[-1].kept_bytes
