@@ -1,6 +1,7 @@
 """What of all runs a page shows: searched, sorted and cut into pages, as its address says."""
 
-from collections.abc import Callable, Iterable, Mapping
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any, Final, Self
@@ -8,7 +9,7 @@ from urllib.parse import urlencode
 
 from mooring_agent.console.refresh import KnownRun
 from mooring_agent.console.settings import ROWS
-from mooring_agent.core.policies.run_overview import RunOverview, RunStanding
+from mooring_agent.core.policies.run_overview import RunOverview, RunStanding, RunTime
 
 _MOST_SEARCH_CHARACTERS: Final = 200
 
@@ -88,10 +89,45 @@ class RunQuery:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Together:
+    """The figures of several runs. `cause` is the one that has cost most; empty if nothing was lost."""
+
+    wall_seconds: float
+    productive_seconds: float
+    lost_seconds: float
+    cause: str
+    kept_seconds: float
+
+    @property
+    def goodput(self) -> float:
+        return self.productive_seconds / self.wall_seconds if self.wall_seconds else 0.0
+
+    @classmethod
+    def of(cls, times: Sequence[RunTime]) -> Self:
+        lost: Counter[str] = Counter()
+        for time in times:
+            lost.update(time.lost_seconds)
+        cause, seconds = max(lost.items(), key=lambda one: one[1])
+        return cls(
+            wall_seconds=sum(time.wall_seconds for time in times),
+            productive_seconds=sum(time.productive_seconds for time in times),
+            lost_seconds=sum(lost.values()),
+            cause=cause if seconds else "",
+            kept_seconds=sum(time.kept_seconds for time in times),
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class RunPage:
-    """One page of what was asked for. `found` counts all pages; `counts` all runs by how they stand."""
+    """One page of what was asked for. `found` counts all pages; `counts` all runs by how they stand.
+
+    `oldest` is the running run whose recovery point is the oldest. `together` is None without a ledger. Both are of all
+    that was found.
+    """
 
     rows: tuple[RunRow, ...]
+    oldest: RunRow | None
+    together: Together | None
     found: int
     page: int
     pages: int
@@ -112,7 +148,22 @@ def page_of(runs: Iterable[KnownRun], query: RunQuery, *, now: float, abandoned_
     pages = max(1, -(-len(ordered) // ROWS))
     page = min(query.page, pages)
     shown = tuple(ordered[(page - 1) * ROWS : page * ROWS])
-    return RunPage(rows=shown, found=len(ordered), page=page, pages=pages, counts=counts)
+    running = [row for row in found if row.standing is RunStanding.RUNNING and _taken_at(row)]
+    times = [row.run.overview.time for row in found if row.run.overview and row.run.overview.time]
+    return RunPage(
+        rows=shown,
+        oldest=min(running, key=_taken_at, default=None),
+        together=Together.of(times) if times else None,
+        found=len(ordered),
+        page=page,
+        pages=pages,
+        counts=counts,
+    )
+
+
+def _taken_at(row: RunRow) -> float:
+    """Return when the recovery point was taken; 0 if there is none."""
+    return row.run.overview.recovery.taken_at if row.run.overview and row.run.overview.recovery else 0.0
 
 
 def _sorted(rows: list[RunRow], query: RunQuery, now: float) -> list[RunRow]:
