@@ -23,7 +23,7 @@ unexport PYTHONDONTWRITEBYTECODE
 
 PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
 
-.PHONY: setup setup-tests node demo test test-quick test-slow test-trainers test-root test-containers test-python test-compatibility compatibility soak simulate hostile chaos lint format \
+.PHONY: setup setup-tests node demo fleet test test-quick test-slow test-trainers test-root test-containers test-python test-compatibility compatibility soak simulate hostile chaos lint format \
 	proto proto-check pages site docs bench scale clean
 
 setup: $(READY)
@@ -51,6 +51,9 @@ $(NODE_MODULES): examples/node/package-lock.json
 
 demo: setup
 	$(BIN)/python -m examples.demo
+
+fleet: setup
+	$(BIN)/python -m examples.fleet $(ARGUMENTS)
 
 # Each test is in one of these, or in test-containers.
 test: test-quick test-slow test-root

@@ -1,4 +1,4 @@
-"""Starts the demo's processes, reads their output, and ends them with the demo."""
+"""Starts the processes of the demo and of the fleet, reads their output, and ends them with it."""
 
 import json
 import os
@@ -10,7 +10,7 @@ import sysconfig
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
@@ -57,6 +57,13 @@ class Child:
     def terminate(self) -> None:
         self._process.send_signal(signal.SIGTERM)
 
+    def lose_power(self) -> None:
+        """Kill it and all that it has started at once, as when a machine is gone."""
+        # The agent has a session of its own, and would go on uploading.
+        for pid in [self._process.pid, *_descendants(self._process.pid)]:
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+
     def running(self) -> bool:
         return self._process.poll() is None
 
@@ -83,6 +90,13 @@ class Child:
             os.killpg(self._process.pid, signal.SIGKILL)
 
 
+def _descendants(pid: int) -> list[int]:
+    with suppress(FileNotFoundError, ProcessLookupError):
+        children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+        return [found for child in map(int, children) for found in (child, *_descendants(child))]
+    return []
+
+
 @contextmanager
 def child(
     command: Sequence[str], *, log: Path, environment: Mapping[str, str], limit_seconds: float
@@ -105,6 +119,22 @@ def s3_server(directory: Path, *, log: Path, access_key: str, secret_key: str, l
         yield _wait_for_url(server, log)
 
 
+def environment_for(folder: Path, url: str, access_key: str, secret_key: str) -> dict[str, str]:
+    """Return an environment with these keys for that server, and without the user's own settings and accounts."""
+    inherited = {name: value for name, value in os.environ.items() if not name.startswith(("AWS_", "MOORING_"))}
+    return {
+        **inherited,
+        # torch leaves a cache behind, which goes away with the folder.
+        "TMPDIR": str(folder),
+        "AWS_ACCESS_KEY_ID": access_key,
+        "AWS_SECRET_ACCESS_KEY": secret_key,
+        "AWS_CONFIG_FILE": os.devnull,
+        "AWS_SHARED_CREDENTIALS_FILE": os.devnull,
+        "AWS_EC2_METADATA_DISABLED": "true",
+        "MOORING_S3_ENDPOINT_URL": url,
+    }
+
+
 def _wait_for_url(server: Child, log: Path) -> str:
     """Return the URL that the server logs, because the system chose the port. Raises MooringError."""
     deadline = time.monotonic() + _START_SECONDS
@@ -114,7 +144,7 @@ def _wait_for_url(server: Child, log: Path) -> str:
         time.sleep(_POLL_SECONDS)
     raise MooringError(
         ErrorKind.UNREACHABLE,
-        f"the demo's S3 server did not start: {log.read_text(errors='replace').strip()[-300:]}",
+        f"the S3 server did not start: {log.read_text(errors='replace').strip()[-300:]}",
         hint="does `rclone serve s3` work on this machine? rclone 1.65 or newer is needed",
     )
 

@@ -6,63 +6,29 @@ the client; the program is an ordinary child process. Prints one line per event,
 
 import importlib.util
 import json
-import os
 import shutil
 import subprocess
 import sys
 import tempfile
-import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
-import click
-from examples.demo.processes import LogLine, TrainingRun, child, find_rclone, read_along, read_log, s3_server
+from examples.demo.processes import (
+    LogLine,
+    TrainingRun,
+    child,
+    environment_for,
+    find_rclone,
+    read_along,
+    read_log,
+    s3_server,
+)
+from examples.demo.timeline import Timeline
 
 from mooring_agent.core.errors import ErrorKind, MooringError
 from mooring_api.names import JUST_IN_TIME_EXIT_CODE
-
-_SECONDS_WIDTH: Final = 6
-_CLEARED: Final = "\x1b[K"
-"""Clears the line to its end. click leaves it out where there is no terminal."""
-
-
-class Timeline:
-    """Prints events as they happen. On a terminal the last line shows what is going on now."""
-
-    def __init__(self) -> None:
-        self._start = time.time()
-
-    def say(self, text: str, *, style: str = "", at: float | None = None) -> None:
-        """Print an event. `at` is the Unix time in seconds when it happened, if not now."""
-        seconds = (time.time() if at is None else at) - self._start
-        click.echo(_CLEARED + click.style(f"{seconds:{_SECONDS_WIDTH}.1f} s  ", dim=True) + _styled(text, style))
-
-    def heading(self, text: str) -> None:
-        self.plain(f"\n{text}", style="bold")
-
-    def plain(self, text: str, *, style: str = "") -> None:
-        click.echo(_CLEARED + _styled(text, style))
-
-    @contextmanager
-    def going_on(self) -> Iterator[None]:
-        try:
-            yield
-        finally:
-            self.now("")
-
-    def now(self, text: str) -> None:
-        if sys.stdout.isatty():
-            click.echo(f"{_CLEARED}{click.style(text, dim=True)}\r", nl=False)
-
-
-def _styled(text: str, style: str) -> str:
-    """Style a text as `style` names it: bold, a colour, or both."""
-    words = style.split()
-    return click.style(text, fg=next((word for word in words if word != "bold"), None), bold="bold" in words or None)
-
 
 _STEPS: Final = 100
 _SAVE_EVERY: Final = 20
@@ -149,7 +115,7 @@ def _play(folder: Path, timeline: Timeline) -> list[str]:
         bucket, log=folder / "s3-server.log", access_key=keys[0], secret_key=keys[1], limit_seconds=_LIMIT_SECONDS
     )
     with server as url:
-        stage = _Stage(folder=folder, timeline=timeline, environment=_environment(folder, url, *keys))
+        stage = _Stage(folder=folder, timeline=timeline, environment=environment_for(folder, url, *keys))
         timeline.say(f"an S3 server runs on {url.removeprefix('http://')} (rclone serve s3)")
         characters = _write_text(stage.text)
         timeline.heading("The expected result")
@@ -170,22 +136,6 @@ def _play(folder: Path, timeline: Timeline) -> list[str]:
         f"all {identical} losses and the final weights are bit-identical to the undisturbed run's",
         f"all {verified} checkpoints in the bucket are intact",
     ]
-
-
-def _environment(folder: Path, url: str, access_key: str, secret_key: str) -> dict[str, str]:
-    """Return an environment without the user's own settings and accounts."""
-    inherited = {name: value for name, value in os.environ.items() if not name.startswith(("AWS_", "MOORING_"))}
-    return {
-        **inherited,
-        # torch leaves a cache behind, which goes away with the folder.
-        "TMPDIR": str(folder),
-        "AWS_ACCESS_KEY_ID": access_key,
-        "AWS_SECRET_ACCESS_KEY": secret_key,
-        "AWS_CONFIG_FILE": os.devnull,
-        "AWS_SHARED_CREDENTIALS_FILE": os.devnull,
-        "AWS_EC2_METADATA_DISABLED": "true",
-        "MOORING_S3_ENDPOINT_URL": url,
-    }
 
 
 def _write_text(path: Path) -> int:

@@ -1,0 +1,102 @@
+"""`make fleet` as people start it, and how it ends."""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+from examples.fleet.stories import STORIES, End
+from tests.servers.process import wait_until
+
+_BEGUN = "all runs have begun"
+_EXIT_CODES = {End.DONE: 0, End.NOTICE: 143, End.POWER: 137, End.ERROR: 1}
+
+
+@contextmanager
+def _fleet(folder: Path) -> Iterator["subprocess.Popen[str]"]:
+    """Run the fleet in `folder`; kill it at the end of a test that has failed."""
+    fleet = subprocess.Popen(
+        [sys.executable, "-m", "examples.fleet", "--minutes", "5"],
+        env={**_environment(), "TMPDIR": str(folder)},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    try:
+        yield fleet
+    finally:
+        fleet.kill()
+        fleet.communicate()
+
+
+def _read_until(fleet: "subprocess.Popen[str]", words: str) -> str:
+    assert fleet.stdout
+    told = ""
+    for line in fleet.stdout:
+        told += line
+        if words in line:
+            return told
+    raise AssertionError(told)
+
+
+def _environment() -> dict[str, str]:
+    """Return an environment in which the user's own settings would lead astray."""
+    return {**os.environ, "MOORING_DESTINATION": "s3://no-such-bucket/run", "AWS_EC2_METADATA_DISABLED": "true"}
+
+
+def _left_behind(folder: Path) -> list[str]:
+    """Return the processes that the fleet has started and what is in its folder."""
+    found = [str(path) for path in folder.iterdir()]
+    for process in Path("/proc").glob("[0-9]*"):
+        try:
+            if f"TMPDIR={folder}".encode() in (process / "environ").read_bytes():
+                found.append((process / "cmdline").read_bytes().replace(b"\0", b" ").decode())
+        except OSError:
+            continue
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_the_fleet_shows_twelve_runs_and_ctrl_c_leaves_nothing_behind(short_directory: Path) -> None:
+    with _fleet(short_directory) as fleet:
+        told = _read_until(fleet, _BEGUN)
+        (teams,) = short_directory.glob("mooring-fleet-*/bucket/mooring-fleet/teams")
+        names = {story.name for story in STORIES}
+
+        def in_the_bucket() -> set[str]:
+            return {str(ledger.parent.parent.relative_to(teams)) for ledger in teams.glob("*/*/.mooring/ledger")}
+
+        wait_until(lambda: in_the_bucket() == names, "all runs are in the bucket", 200)
+        command = re.search(r"in another shell: (.*)", told)
+        assert command
+        report = subprocess.run(
+            f"{command[1]} --json", shell=True, env=_environment(), stdout=subprocess.PIPE, check=True, timeout=60
+        )
+        assert {run["run"] for run in json.loads(report.stdout)["runs"]} == names
+        fleet.send_signal(signal.SIGINT)
+        told += fleet.communicate(timeout=120)[0]
+        assert fleet.returncode == 0, told
+    for end, code in _EXIT_CODES.items():
+        codes = re.findall(rf"{end}.*exit code (\d+)", told)
+        assert codes, told
+        assert set(codes) == {str(code)}, told
+    assert set(re.findall(r"ends with the fleet; exit code (\d+)", told)) == {"143"}, told
+    assert not _left_behind(short_directory)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(120)
+def test_a_fleet_that_is_terminated_as_it_begins_leaves_nothing_behind(short_directory: Path) -> None:
+    with _fleet(short_directory) as fleet:
+        _read_until(fleet, "runs begin")
+        fleet.send_signal(signal.SIGTERM)
+        told = fleet.communicate(timeout=100)[0]
+        assert fleet.returncode == 128 + signal.SIGTERM, told
+    assert not _left_behind(short_directory)
