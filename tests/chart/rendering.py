@@ -75,9 +75,17 @@ def objects_in(text: str) -> list[Object]:
 
 
 def of_kind(objects: list[Object], kind: str, name: str | None = None) -> Object:
-    """The only one."""
-    (found,) = [one for one in objects if one["kind"] == kind and name in (None, one["metadata"]["name"])]
+    """The only one; without a name, the only one that is not the console's."""
+    (found,) = [
+        one
+        for one in objects
+        if one["kind"] == kind and (one["metadata"]["name"] == name if name else not is_of_console(one))
+    ]
     return found
+
+
+def is_of_console(one: Object) -> bool:
+    return bool(one["metadata"].get("labels", {}).get("app.kubernetes.io/component") == "console")
 
 
 def webhook_pod(objects: list[Object]) -> Object:

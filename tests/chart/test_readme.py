@@ -59,6 +59,8 @@ def test_notes_show_the_annotations_to_paste_and_how_to_try_them(notes: Callable
     [
         ("lenient, in some namespaces alone", "failurePolicy is Ignore"),
         ("one replica, no network policy", "There is one replica of the webhook"),
+        ("the console, with a token", "service/mooring-console 8400:80"),
+        ("the console, with a token", "An ingress cannot reach it"),
     ],
 )
 def test_notes_say_what_an_admin_may_not_have_thought_of(notes: Callable[[str], str], case: str, says: str) -> None:

@@ -81,5 +81,33 @@ MATRIX: Final[dict[str, dict[str, Any]]] = {
     "events of some trainers": {
         "clusterEvents": {"enabled": True, "serviceAccounts": {"research": ["trainer", "eval"], "vision": ["trainer"]}}
     },
+    "the console, with a token": {
+        "console": {
+            "enabled": True,
+            "destination": "s3://bucket/runs",
+            "credentials": "runs-read-only",
+            "tokenSecret": "console-token",
+        }
+    },
+    "the console, behind a proxy": {
+        "console": {
+            "enabled": True,
+            "destination": "s3://bucket/runs",
+            "endpointUrl": "https://minio.example:9000",
+            "caBundle": "company-ca",
+            "userHeader": "X-Forwarded-User",
+            "trustedProxies": ["10.0.0.0/8", "fd00::7"],
+            "refreshEvery": "1m",
+            "abandonedAfter": "36h",
+            "allowedFrom": [{"namespaceSelector": {"matchLabels": {"kubernetes.io/metadata.name": "ingress"}}}],
+            "storePorts": [9000, 80],
+            "serviceAccountAnnotations": {"eks.amazonaws.com/role-arn": "arn:aws:iam::123456789012:role/runs"},
+            "podLabels": {"azure.workload.identity/use": "true", "app.kubernetes.io/component": "theirs"},
+            "resources": {"requests": {"cpu": 1, "memory": "256Mi"}, "limits": {"memory": "512Mi"}},
+        },
+        "nodeSelector": {"kubernetes.io/arch": "amd64"},
+        "tolerations": [{"key": "dedicated", "operator": "Exists"}],
+        "image": {"pullSecrets": [{"name": "mirror"}]},
+    },
     "one replica, no network policy": {"replicas": 1, "networkPolicy": {"enabled": False}},
 }

@@ -13,6 +13,10 @@
 {{ include "mooring.name" . }}-webhook
 {{- end }}
 
+{{- define "mooring.console" -}}
+{{ include "mooring.name" . }}-console
+{{- end }}
+
 {{/* What docs and people's own RoleBindings refer to. */}}
 {{- define "mooring.cluster-events" -}}
 {{ include "mooring.name" . }}-cluster-events
@@ -57,4 +61,14 @@ helm.sh/chart: {{ .Chart.Name }}-{{ .Chart.Version | replace "+" "_" }}
 app.kubernetes.io/name: {{ .Chart.Name }}
 app.kubernetes.io/instance: {{ .Release.Name }}
 app.kubernetes.io/component: webhook
+{{- end }}
+
+{{- define "mooring.console-selector" -}}
+app.kubernetes.io/name: {{ .Chart.Name }}
+app.kubernetes.io/instance: {{ .Release.Name }}
+app.kubernetes.io/component: console
+{{- end }}
+
+{{- define "mooring.console-labels" -}}
+{{- merge (include "mooring.console-selector" . | fromYaml) (include "mooring.labels" . | fromYaml) | toYaml }}
 {{- end }}
