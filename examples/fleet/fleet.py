@@ -32,6 +32,9 @@ _SECRET_KEY: Final = "fleet-secret"
 _AT_ONCE: Final = 4
 """How many short-lived programs run at a time: two cores suffice for them."""
 _ENDING_SECONDS: Final = 60.0
+_REFRESH_SECONDS: Final = 2
+_ABANDONED_AFTER_SECONDS: Final = 120
+"""Instead of days, so that the run that nobody goes on with can be seen as such."""
 _NAME_WIDTH: Final = max(len(story.name) for story in STORIES)
 
 
@@ -60,8 +63,8 @@ def show_fleet(*, limit_seconds: float, keep: bool) -> None:
         with server as url:
             timeline.say(f"an S3 server runs on {url.removeprefix('http://')} (rclone serve s3)")
             fleet = _Fleet(folder, timeline, environment_for(folder, url, _ACCESS_KEY, _SECRET_KEY), limit_seconds)
-            fleet.introduce()
-            with suppress(KeyboardInterrupt):
+            with fleet.console() as pages, suppress(KeyboardInterrupt):
+                fleet.introduce(pages)
                 fleet.play()
         timeline.say("all processes have ended")
     finally:
@@ -83,13 +86,31 @@ class _Fleet:
         self._ending = False
         self._living: set[Child] = set()
 
-    def introduce(self) -> None:
+    @contextmanager
+    def console(self) -> Iterator[str]:
+        """Run the console. Yields the address of its pages. Raises MooringError if it does not start."""
+        log = self._folder / "console.log"
+        command = [sys.executable, "-m", "mooring_agent", "console", _DESTINATION, "--address", "127.0.0.1:0"]
+        command += ["--refresh-every", f"{_REFRESH_SECONDS}s", "--abandoned-after", f"{_ABANDONED_AFTER_SECONDS}s"]
+        limit_seconds = self._limit_seconds + 2 * _ENDING_SECONDS
+        with child(command, log=log, environment=self._environment, limit_seconds=limit_seconds) as program:
+            for line in program.lines():
+                yield line.strip()
+                return
+            raise MooringError(
+                ErrorKind.UNREACHABLE,
+                f"the console did not start: {log.read_text(errors='replace').strip()[-300:]}",
+                hint="what its log says is the reason",
+            )
+
+    def introduce(self, pages: str) -> None:
         """Say where the runs are, and how to look at them with other commands."""
         names = ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "MOORING_S3_ENDPOINT_URL")
         exports = [f"export {name}={shlex.quote(self._environment[name])}\n" for name in names]
         (self._folder / "environment").write_text("".join(exports))
         mooring = f"{sys.executable} -m mooring_agent"
-        self._timeline.say(f"{len(STORIES)} runs begin below {_DESTINATION}")
+        self._timeline.say(f"{len(STORIES)} runs begin below {_DESTINATION}; this page shows them:")
+        self._timeline.plain(f"  {pages}", style="bold")
         self._timeline.plain(f"  in another shell:  . {self._folder}/environment; {mooring} report {_DESTINATION}")
 
     def play(self) -> None:

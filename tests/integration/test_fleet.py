@@ -6,6 +6,7 @@ import re
 import signal
 import subprocess
 import sys
+import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -20,7 +21,7 @@ _EXIT_CODES = {End.DONE: 0, End.NOTICE: 143, End.POWER: 137, End.ERROR: 1}
 
 @contextmanager
 def _fleet(folder: Path) -> Iterator["subprocess.Popen[str]"]:
-    """Run the fleet in `folder`; kill it at the end of a test that has failed."""
+    """Run the fleet in `folder`. After a test that has failed it ends by itself, with all its processes."""
     fleet = subprocess.Popen(
         [sys.executable, "-m", "examples.fleet", "--minutes", "5"],
         env={**_environment(), "TMPDIR": str(folder)},
@@ -31,8 +32,9 @@ def _fleet(folder: Path) -> Iterator["subprocess.Popen[str]"]:
     try:
         yield fleet
     finally:
-        fleet.kill()
-        fleet.communicate()
+        if fleet.poll() is None:
+            fleet.terminate()
+            fleet.communicate(timeout=100)
 
 
 def _read_until(fleet: "subprocess.Popen[str]", words: str) -> str:
@@ -48,6 +50,11 @@ def _read_until(fleet: "subprocess.Popen[str]", words: str) -> str:
 def _environment() -> dict[str, str]:
     """Return an environment in which the user's own settings would lead astray."""
     return {**os.environ, "MOORING_DESTINATION": "s3://no-such-bucket/run", "AWS_EC2_METADATA_DISABLED": "true"}
+
+
+def _shown(page: str) -> set[str]:
+    with urllib.request.urlopen(f"{page}api/runs", timeout=30) as answer:
+        return {run["run"] for run in json.load(answer)["runs"]}
 
 
 def _left_behind(folder: Path) -> list[str]:
@@ -80,6 +87,9 @@ def test_the_fleet_shows_twelve_runs_and_ctrl_c_leaves_nothing_behind(short_dire
             f"{command[1]} --json", shell=True, env=_environment(), stdout=subprocess.PIPE, check=True, timeout=60
         )
         assert {run["run"] for run in json.loads(report.stdout)["runs"]} == names
+        page = re.search(r"^ *(http://127\.0\.0\.1:\d+/)$", told, re.MULTILINE)
+        assert page
+        wait_until(lambda: _shown(page[1]) == names, "the page shows all runs")
         fleet.send_signal(signal.SIGINT)
         told += fleet.communicate(timeout=120)[0]
         assert fleet.returncode == 0, told
