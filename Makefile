@@ -4,7 +4,7 @@ PYTHON ?= $(shell command -v python3.11 || command -v python3)
 BIN := .venv/bin
 READY := .venv/.ready
 FRAMEWORKS := .venv/.frameworks
-NODE_MODULES := examples/node/node_modules/.package-lock.json
+NODE_MODULES := $(addsuffix /node_modules/.package-lock.json,examples/node tests/browser)
 # Its code runs with every protobuf from 3.20.3 to 7 and every grpcio since 1.48: those of images of 2022 to today.
 PROTOC_VERSION := 1.62.3
 PROTOC := .tools/protoc
@@ -43,11 +43,11 @@ $(FRAMEWORKS): $(READY)
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt $(PACKAGES) --group dev --group frameworks
 	touch $@
 
-# For the example in Node.js: where there is no npm, its tests say that they skip.
+# For the example in Node.js and for axe-core, which tests load into a browser: where there is no npm, they skip.
 node: $(if $(shell command -v npm),$(NODE_MODULES))
 
-$(NODE_MODULES): examples/node/package-lock.json
-	npm ci --prefix examples/node || echo "npm found no packages: the tests of the Node.js example will skip"
+$(NODE_MODULES): %/node_modules/.package-lock.json: %/package-lock.json
+	npm ci --prefix $* || echo "npm found no packages: the tests that need those of $* will skip"
 
 demo: setup
 	$(BIN)/python -m examples.demo
@@ -225,4 +225,4 @@ bench: setup
 	$(BIN)/python -m benchmarks.data_path --output benchmarks
 
 clean:
-	rm -rf .venv .tools build dist examples/node/node_modules
+	rm -rf .venv .tools build dist examples/node/node_modules tests/browser/node_modules
