@@ -19,6 +19,7 @@ from typing import Final, NoReturn
 
 from mooring.agent_client.client import Agent
 from mooring.agent_client.liveness import claimed, hold_liveness_lock
+from mooring.agent_client.step_file import StepFile
 from mooring.asynchronous_saves.background_writer import BackgroundWriter
 from mooring.checkpoints.records import Kind, Record, write_record
 from mooring.errors import ErrorKind, VolumeError
@@ -29,7 +30,7 @@ from mooring.ranks.coordinator import PATIENCE_SECONDS
 from mooring.ranks.spawned import outlive_parent
 from mooring.settings import Settings
 from mooring.workers import worker_processes
-from mooring_api import names
+from mooring_api import names, step_file
 
 _PATIENCE_SECONDS: Final = 10.0
 _SAVES_NOTED: Final = 8
@@ -132,6 +133,8 @@ class Session:
         self._announcing = threading.Lock()
         self._lock = settings.state_directory / names.RANKS_DIRECTORY / str(settings.ranks.local_rank)
         self._holds_liveness_lock = self._hold_lock()
+        is_read = self._holds_liveness_lock and settings.socket is not None
+        self._steps = StepFile(self._lock.with_name(f"{self._lock.name}{step_file.SUFFIX}") if is_read else None)
         worker_processes.install()
         self.agent = Agent(settings.socket, ranks=settings.ranks, holds_liveness_lock=self._holds_liveness_lock)
         # Late, so that a failure above leaves the SIGTERM handler as it was.
@@ -158,6 +161,7 @@ class Session:
     def action_at(self, step: int, tick: int = 0) -> Action:
         """Return what all ranks must do at this position. If the agent is back, announce what it missed."""
         action = (self._context or self.context()).gate.at(step, tick)
+        self._steps.tell(step)
         self._asked = True
         if self._unannounced is not None and action is not Action.SAVE_AND_EXIT and self.agent.is_back():
             self.announce_missed()
@@ -320,6 +324,8 @@ class Session:
         leave()
 
     def _end(self) -> None:
+        # What the program does from now on has no steps, and may take long.
+        self._steps.close()
         self.tell_notice()
         self.announce_missed()
         if self.stopping:

@@ -46,6 +46,24 @@ CASES: dict[str, tuple[dict[str, str], set[str]]] = {
         {"MooringNothingCommitted"},
     ),
     "a run that has just begun": ({f"mooring_recovery_point_age_seconds{{{AGENT}}}": "_x190 -1+0x10"}, set()),
+    "a trainer makes no step for an hour": (
+        {
+            f"mooring_step_age_seconds{{{AGENT}}}": "10+0x140 10+60x60",
+            f"mooring_terminating{{{AGENT}}}": "0+0x200",
+        },
+        {"MooringTrainerStuck"},
+    ),
+    "a trainer whose pod ends makes no step": (
+        {
+            f"mooring_step_age_seconds{{{AGENT}}}": "10+0x140 10+60x60",
+            f"mooring_terminating{{{AGENT}}}": "0+0x150 1+0x50",
+        },
+        set(),
+    ),
+    "trainers tell no steps": (
+        {f"mooring_step_age_seconds{{{AGENT}}}": "-1+0x200", f"mooring_terminating{{{AGENT}}}": "0+0x200"},
+        set(),
+    ),
     "more is staged than the grace period lets out": (
         {f"mooring_drain_seconds{{{AGENT}}}": "300+0x200", f"mooring_grace_seconds{{{AGENT}}}": "120+0x200"},
         {"MooringBacklogExceedsGrace"},

@@ -64,6 +64,7 @@ NONSENSE = {
     "a peer that is anybody": ("networkPolicy", "metricsFrom", [{}]),
     "a duration without a unit": ("monitoring", "podMonitors", "interval", "30"),
     "hours for seconds": ("monitoring", "alerts", "recoveryPointAgeSeconds", "1h"),
+    "minutes for seconds": ("monitoring", "alerts", "stepAgeSeconds", "30m"),
     "no name": ("fullnameOverride", "My_Name"),
 }
 """A path into the values, and what stands there."""

@@ -23,7 +23,12 @@ MATRIX: Final[dict[str, dict[str, Any]]] = {
     "everything watched": {
         "monitoring": {
             "podMonitors": {"enabled": True, "labels": {"release": "prometheus"}, "interval": "30s"},
-            "alerts": {"enabled": True, "labels": {"release": "prometheus"}, "recoveryPointAgeSeconds": 1800},
+            "alerts": {
+                "enabled": True,
+                "labels": {"release": "prometheus"},
+                "recoveryPointAgeSeconds": 1800,
+                "stepAgeSeconds": 900,
+            },
             "dashboard": {"enabled": True, "annotations": {"grafana_folder": "Training"}},
         }
     },

@@ -4,16 +4,20 @@ import asyncio
 import json
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from dataclasses import replace
 
 import pytest
 from structlog.testing import capture_logs
 from tests.core.play import Play
 from tests.fakes.fake_cluster import FakeCluster
 
-from mooring_agent.core.agent.events import Committed, Failed, WorkFailed
+from mooring_agent.core.agent.events import Committed, Failed, StepSeen, WorkFailed
+from mooring_agent.core.agent.reducer import advance
 from mooring_agent.core.agent.work import Operation, WorkId
 from mooring_agent.core.errors import ErrorKind
 from mooring_agent.core.model import Kind
+from mooring_agent.core.policies.progress import StepSign
+from mooring_agent.core.settings.values import Duration, ProgressSettings
 from mooring_agent.runtime.monitors.kubernetes_events import KubernetesEvents
 from mooring_agent.runtime.work.fetches import FetchProgress
 from mooring_api.names import ANNOTATION_LAST_COMMITTED
@@ -211,3 +215,18 @@ async def test_a_restore_that_takes_long_is_reported_with_what_the_store_said(tr
     assert (event.reason, event.event_type) == ("RestoreProgress", "Warning" if trouble else "Normal")
     assert event.message.startswith("step 7: 1.0 of 4.0 GiB are here")
     assert trouble in event.message
+
+
+async def test_a_trainer_that_is_stuck_is_one_event_until_it_goes_on(pod: Pod) -> None:
+    news, state = pod.news(), pod.play.state
+    state.settings = replace(state.settings, progress=ProgressSettings(step_timeout=Duration(60)))
+    first, second = StepSign(at=state.now, step=7), StepSign(at=state.now + 80, step=8)
+    async with telling(news):
+        for seconds, sign in ((0, first), (70, first), (80, second), (150, second)):
+            event = StepSeen(at=first.at + seconds, newest=sign)
+            advance(state, event)
+            news.hear(state, event)
+            news.hear(state, event)
+        await until(lambda: len(pod.cluster.events) == 2)
+    assert pod.reasons() == ["TrainerStuck", "TrainerStuck"]
+    assert pod.cluster.events[0].message == "no step for 70 s, the last was step 7"

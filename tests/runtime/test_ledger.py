@@ -20,10 +20,12 @@ from mooring_agent.core.agent.events import (
     SaveBegun,
     Shed,
     Started,
+    StepSeen,
     TerminationNoticed,
 )
 from mooring_agent.core.agent.work import Operation, WorkId
 from mooring_agent.core.errors import ErrorKind
+from mooring_agent.core.policies.progress import StepSign
 from mooring_agent.core.stored.ledger import (
     AgentEnded,
     AgentStarted,
@@ -276,6 +278,8 @@ async def test_signs_of_life_of_ranks_that_came_again_do_not_tell_the_step_of_th
     assert await step() == 0
     agent.saves("second", 75)
     assert await step() == 75
+    agent.hears(StepSeen(at=40.0, newest=StepSign(at=39.0, step=78)))
+    assert await step() == 78
 
 
 async def test_the_agents_end_does_not_wait_for_a_store_that_is_away() -> None:

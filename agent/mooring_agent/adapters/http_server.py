@@ -13,7 +13,7 @@ import contextlib
 import logging
 import socket
 import ssl
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Mapping
 from typing import TYPE_CHECKING, Any, Final
 
 import structlog
@@ -50,14 +50,20 @@ _OPTIONS: Final[dict[str, Any]] = {
 }
 
 
-def probe_pages(registry: Callable[[], "CollectorRegistry"], is_ready: Callable[[], bool]) -> web.Application:
-    """Make the application that answers GET /healthz (the event loop runs), /readyz and /metrics, then hangs up."""
+def probe_pages(
+    registry: Callable[[], "CollectorRegistry"], checks: Mapping[str, Callable[[], str]]
+) -> web.Application:
+    """Make the application that answers GET /healthz (the event loop runs), /metrics and `checks`, then hangs up.
+
+    `checks`: path -> what returns the problem in a word, which is answered with 503; empty if there is none.
+    """
 
     async def healthy(_: web.Request) -> web.Response:
         return web.Response(text="ok\n")
 
-    async def ready(_: web.Request) -> web.Response:
-        return web.Response(text="ok\n") if is_ready() else web.Response(status=503, text="exiting\n")
+    async def checked(request: web.Request) -> web.Response:
+        problem = checks[request.path]()
+        return web.Response(status=503 if problem else 200, text=f"{problem or 'ok'}\n")
 
     async def measured(_: web.Request) -> web.Response:
         # Imported here, so that a process that nobody scrapes does not load it.
@@ -70,7 +76,7 @@ def probe_pages(registry: Callable[[], "CollectorRegistry"], is_ready: Callable[
         answer.force_close()
 
     application = web.Application()
-    for path, page in (("/healthz", healthy), ("/readyz", ready), ("/metrics", measured)):
+    for path, page in {"/healthz": healthy, "/metrics": measured, **dict.fromkeys(checks, checked)}.items():
         application.router.add_get(path, page, allow_head=False)
     application.on_response_prepare.append(hang_up)
     return application

@@ -1,7 +1,7 @@
 """Finds which training processes are alive, by the POSIX record locks that they hold in the volume.
 
 The kernel drops a lock when its process dies. The locked file lists what the process is about to announce (its claims),
-and a process that loses its lock loses its claims.
+and a process that loses its lock loses its claims. A file beside it says which step the process is at.
 
 Only queries locks (F_GETLK) and never takes one, so it cannot disturb a trainer. A forked child does not inherit the
 lock. A lock that this process itself holds is not seen; trainers are other processes.
@@ -20,6 +20,7 @@ from mooring_agent.adapters.volume.errors import volume_error
 from mooring_agent.adapters.volume.shared_volume import Folder, open_volume
 from mooring_agent.core.limits import CLAIMS_BYTES
 from mooring_api.names import RANKS_DIRECTORY, STATE_DIRECTORY
+from mooring_api.step_file import SIZE_BYTES, SUFFIX, StepRecord, decode
 
 # struct flock of 64-bit Linux: type, whence, start, length, pid; the last field pads it to the kernel's size.
 _FLOCK: Final = struct.Struct("hhqqi0q")
@@ -43,6 +44,24 @@ class RankLocks:
             return frozenset()
         except OSError as error:
             raise volume_error(error, f"cannot list {self._volume}/{_FOLDER}") from error
+
+    def holders(self) -> frozenset[int]:
+        """Return the process ids of those that hold the locks, as far as this process sees them. Never raises."""
+        try:
+            with open_volume(self._volume) as root, root.folder(_FOLDER) as folder:
+                found = [_holder(folder, entry.name) for entry in folder.entries() if _RANK.fullmatch(entry.name)]
+        except OSError:
+            return frozenset()
+        # 0 is a process of another pid namespace, -1 a lock that belongs to no single process.
+        return frozenset(process_id for process_id in found if process_id is not None and process_id > 1)
+
+    def step(self, local_rank: int) -> StepRecord | None:
+        """Return which step this rank says that it is at; None if it says nothing that makes sense. Never raises."""
+        try:
+            with open_volume(self._volume) as root, root.folder(_FOLDER) as folder:
+                return decode(folder.read(f"{local_rank}{SUFFIX}", SIZE_BYTES))
+        except OSError:
+            return None
 
     def claimed_paths(self) -> frozenset[Path]:
         """Return what processes are about to announce, or were when they died. Never raises."""
@@ -75,13 +94,14 @@ class RankLocks:
 
 def _held_names(folder: Folder) -> list[str]:
     names = [entry.name for entry in folder.entries() if _RANK.fullmatch(entry.name)]
-    return [name for name in names if _is_held(folder, name)]
+    return [name for name in names if _holder(folder, name) is not None]
 
 
-def _is_held(folder: Folder, name: str) -> bool:
+def _holder(folder: Folder, name: str) -> int | None:
+    """Return the process id of the lock's holder; None if nobody holds it."""
     try:
         with folder.opened_file(name) as descriptor:
-            answer = fcntl.fcntl(descriptor, fcntl.F_GETLK, _WHOLE_FILE)
+            answer = _FLOCK.unpack(fcntl.fcntl(descriptor, fcntl.F_GETLK, _WHOLE_FILE))
     except FileNotFoundError:
-        return False
-    return bool(_FLOCK.unpack(answer)[0] != fcntl.F_UNLCK)
+        return None
+    return None if answer[0] == fcntl.F_UNLCK else int(answer[4])

@@ -105,6 +105,8 @@ def _picture(update: agent_pb2.Status) -> Iterator[str]:
         yield click.style("recovery point: none yet; a crash now would lose all work", fg="yellow")
     if update.HasField("objective"):
         yield from _objective(update.objective)
+    if update.HasField("progress"):
+        yield _progress(update.progress)
     rate = (
         f"{amount(update.upload_rate_bytes_per_second)}/s"
         if update.upload_rate_bytes_per_second
@@ -129,6 +131,14 @@ def _picture(update: agent_pb2.Status) -> Iterator[str]:
     if update.checkpoints:
         rows = [("step", "checkpoint", "kind", "phase", "size", "durable", ""), *map(_row, update.checkpoints)]
         yield from table(rows, right=(0, 4, 5), folded={6: _REASON_WIDTH, 1: _NAME_WIDTH})
+
+
+def _progress(progress: agent_pb2.Progress) -> str:
+    old = age(progress.age_seconds)
+    if progress.stuck:
+        return click.style(f"trainer: stuck at step {progress.step} for {old}", fg="red", bold=True)
+    rate = f", {progress.steps_per_second:.3g} steps/s" if progress.steps_per_second else ""
+    return f"trainer: step {progress.step} {old} ago{rate}"
 
 
 def _objective(objective: agent_pb2.Objective) -> Iterator[str]:

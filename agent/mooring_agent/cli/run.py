@@ -14,6 +14,7 @@ from mooring_agent.cli.autoload import with_autoload
 from mooring_agent.cli.formatting import errors_reported
 from mooring_agent.cli.slurm import launcher_problem, slurm_defaults, slurm_facts
 from mooring_agent.cli.store_options import environment_of, setting_options, settings_from
+from mooring_agent.core.errors import MooringError
 from mooring_api import names
 from mooring_api.v1 import agent_pb2
 
@@ -70,6 +71,14 @@ def run(wants_autoload: bool, command: tuple[str, ...], **options: Any) -> None:
                 )
                 stub.NotifyTermination(request, timeout=CALL_TIMEOUT_SECONDS)
 
+        def is_stuck() -> bool:
+            try:
+                with agent_stub(settings.socket) as stub:
+                    status = stub.GetStatus(agent_pb2.GetStatusRequest(), timeout=CALL_TIMEOUT_SECONDS)
+            except MooringError:
+                return False
+            return bool(status.progress.stuck)
+
         answers = partial(agent_answers, settings.socket)
         environment = {
             "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": str(int(settings.termination.grace_seconds)),
@@ -83,7 +92,9 @@ def run(wants_autoload: bool, command: tuple[str, ...], **options: Any) -> None:
             environment = with_autoload(environment)
 
         async def whole_run() -> int:
-            runner = Runner(settings, command, environment=environment, notify=notify, answers=answers)
+            runner = Runner(
+                settings, command, environment=environment, notify=notify, answers=answers, is_stuck=is_stuck
+            )
             return await runner.run()
 
         with held_volume(settings):

@@ -130,6 +130,8 @@ SETTING_NUMBERS: Final[Mapping[str, int]] = {
     "max_connections": 1_024,
     "recovery_point": 10 * 366 * 24 * 3600,
     "max_overhead": 1,
+    "step_timeout": 10 * 366 * 24 * 3600,
+    "stuck_exit_code": 255,
     "keep_last": 10**9,
     "keep_every_steps": STEP,
     "keep_daily": 36_600,

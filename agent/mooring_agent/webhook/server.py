@@ -51,7 +51,7 @@ async def serve_webhook(settings: WebhookSettings) -> None:
         )
         await stack.enter_async_context(reviews)
         # Started after the review port, so that a replica that says it is ready takes reviews.
-        pages = probe_pages(lambda: metrics.registry, lambda: not leaving.is_set())
+        pages = probe_pages(lambda: metrics.registry, {"/readyz": lambda: "exiting" if leaving.is_set() else ""})
         await stack.enter_async_context(bounded(pages, settings.http_listen, option="--http-listen", most=MOST_PROBES))
         log.info("webhook.serving", version=__version__, listen=settings.listen, failure_policy=settings.failure_policy)
         await leaving.wait()

@@ -11,6 +11,7 @@ from mooring_agent.core.agent.work import WorkId
 from mooring_agent.core.errors import ErrorKind
 from mooring_agent.core.limits import FileNames, LocalRank, LocalRanks, Rank
 from mooring_agent.core.model import SaveInfo, SnapshotContent, StagedFile
+from mooring_agent.core.policies.progress import StepSign
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -249,6 +250,13 @@ class RanksSeen(_Happened):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class StepSeen(_Happened):
+    """A look at how far the live ranks say that they are. `newest`: None if none of them says it."""
+
+    newest: StepSign | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class DiskRead(_Happened):
     """A reading of the volume, as in ports.DiskReading."""
 
@@ -330,6 +338,7 @@ Event = (
     | WorkCancelled
     | StopRequested
     | RanksSeen
+    | StepSeen
     | DiskRead
     | SaveBegun
     | SaveAborted

@@ -47,6 +47,7 @@ from mooring_agent.core.agent.events import (
     Shed,
     Staged,
     Started,
+    StepSeen,
     StopRequested,
     TerminationNoticed,
     Ticked,
@@ -159,6 +160,9 @@ def _apply(state: State, event: Event) -> Iterator[Command]:
                 state.save_requests.program_objective = None
             state.alive_ranks = event.alive
             state.termination.most_alive = max(state.termination.most_alive, len(event.alive))
+        case StepSeen():
+            state.progress.note(event.newest)
+            state.progress.stuck = state.are_trainers_stuck(state.now)
         case DiskRead():
             state.disk, state.freed_bytes = event, 0
         case SaveBegun():

@@ -27,6 +27,7 @@ from mooring_agent.core.agent.lifecycle import LOST_PHASES
 from mooring_agent.core.agent.work import TRANSFERS, WorkId, WorkLimit, work_limit_of, work_limits
 from mooring_agent.core.errors import ErrorKind
 from mooring_agent.core.model import Kind, Phase
+from mooring_agent.core.policies.progress import Progress
 from mooring_agent.core.policies.recovery_objective import SaveRequests
 from mooring_agent.core.settings.values import Settings
 
@@ -131,6 +132,7 @@ class State:
     # Local ranks that are alive; and local rank -> rank, as far as the ranks have registered.
     alive_ranks: frozenset[int] = frozenset()
     ranks: dict[int, int] = field(default_factory=dict)
+    progress: Progress = field(default_factory=Progress)
     disk: DiskRead | None = None
     # Bytes of pins dropped since that reading, and of pins about to be dropped.
     freed_bytes: int = 0
@@ -176,6 +178,14 @@ class State:
     def newest(self) -> Checkpoint | None:
         """Return the last announced checkpoint that was neither shed nor failed."""
         return next((found for found in reversed(self.checkpoints.values()) if found.phase not in LOST_PHASES), None)
+
+    def are_trainers_stuck(self, now: float) -> bool:
+        """Whether the trainers tell their steps, and told none for longer than the settings allow.
+
+        Never once a termination is noticed: they save and leave then, or wait for those that do.
+        """
+        timeout_seconds = self.settings.progress.step_timeout
+        return not self.termination.noticed and self.progress.is_stuck(now, timeout_seconds)
 
     @property
     def awaits_room(self) -> bool:

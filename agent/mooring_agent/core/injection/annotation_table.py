@@ -180,6 +180,8 @@ _SET_BY_THE_INJECTION: Final = frozenset(
         "store.credentials_directory",
         "disk.size_limit_bytes",
         "termination.grace_seconds",
+        # For `mooring run`: no container of a pod can end the program of another.
+        "progress.stuck_exit_code",
         "cluster.pod_name",
         "cluster.pod_namespace",
         "cluster.pod_uid",

@@ -45,6 +45,8 @@ def setting_problems(values: Mapping[str, Any]) -> Iterator[str]:
     yield from _optimizer_file_problems(values.get("retention.optimizer_files", ""))
     if 0 < values.get("objective.recovery_point", 0.0) < LEAST_RECOVERY_POINT_SECONDS:
         yield f"recovery_point must be {LEAST_RECOVERY_POINT_SECONDS:g} s or more, or 0 for none"
+    if values.get("progress.stuck_exit_code") and not values.get("progress.step_timeout"):
+        yield "stuck_exit_code needs step_timeout: without it, nothing counts as stuck"
     yield from _impossible_sizes(values)
     if values.get("attempt"):
         try:

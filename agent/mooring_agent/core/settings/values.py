@@ -105,6 +105,22 @@ def name_patterns(text: str) -> tuple[str, ...]:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ProgressSettings:
+    """When a trainer that tells its steps counts as stuck."""
+
+    step_timeout: Annotated[
+        Duration,
+        "After so long without a step, such as 30m, the trainers count as stuck; 0: never. Give more than a save, an "
+        "evaluation and the start after a resume take. Trainers that do not tell their steps never count as stuck.",
+    ] = _NO_TIME
+    stuck_exit_code: Annotated[
+        int,
+        "mooring run ends a program that is stuck, with SIGTERM and a grace period later with SIGKILL, and exits with "
+        "this code; 0: it only says so.",
+    ] = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class RetentionSettings:
     """Which committed checkpoints stay in the bucket: those that any of these settings keeps.
 
@@ -170,9 +186,9 @@ class ClusterSettings:
 
     cluster_events: Annotated[
         bool,
-        "Report to Kubernetes: Events on the pod (saved just in time, lost, storage errors, long restores), and the "
-        "newest committed checkpoint in its annotation mooring.dev/last-committed. The pod's service account needs "
-        "permission to create events and to patch pods; the agent skips what is forbidden.",
+        "Report to Kubernetes: Events on the pod (saved just in time, lost, storage errors, long restores, stuck "
+        "trainers), and the newest committed checkpoint in its annotation mooring.dev/last-committed. The pod's "
+        "service account needs permission to create events and to patch pods; the agent skips what is forbidden.",
     ] = False
     pod_name: Annotated[str, "The pod's name; empty: POD_NAME."] = ""
     pod_namespace: Annotated[str, "The pod's namespace; empty: POD_NAMESPACE, or the service account's."] = ""
@@ -201,6 +217,7 @@ class Settings:
     transfer: TransferSettings = field(default_factory=TransferSettings)
     disk: DiskSettings = field(default_factory=DiskSettings)
     objective: ObjectiveSettings = field(default_factory=ObjectiveSettings)
+    progress: ProgressSettings = field(default_factory=ProgressSettings)
     retention: RetentionSettings = field(default_factory=RetentionSettings)
     termination: TerminationSettings = field(default_factory=TerminationSettings)
     cluster: ClusterSettings = field(default_factory=ClusterSettings)
@@ -228,7 +245,8 @@ class Settings:
         "must differ. The flag may be repeated. Empty: the checkpoint directory; off: none.",
     ] = ()
     http_address: Annotated[
-        str, "host:port that serves /metrics, /healthz and /readyz; without a host: all addresses; empty: none."
+        str,
+        "host:port that serves /metrics, /healthz, /readyz and /progressz; without a host: all addresses; empty: none.",
     ] = ""
     log_format: Annotated[str, "Format of the log: json or console."] = "json"
     nice: Annotated[

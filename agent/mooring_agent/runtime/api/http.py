@@ -1,4 +1,7 @@
-"""Serves /metrics for Prometheus, /healthz (the event loop runs) and /readyz (the agent is not exiting)."""
+"""Serves /metrics for Prometheus, /healthz (the event loop runs), /readyz (the agent is not exiting) and /progressz.
+
+/progressz is for the trainer's own liveness probe: the trainers are not stuck, or nobody knows.
+"""
 
 import asyncio
 from collections.abc import AsyncIterator, Callable
@@ -43,7 +46,13 @@ async def serve_http(address: str, state: Callable[[], State], clock: Clock) -> 
 
     host, _, port = address.rpartition(":")
     async with serving(
-        probe_pages(registry, lambda: not state().termination.exiting),
+        probe_pages(
+            registry,
+            {
+                "/readyz": lambda: "exiting" if state().termination.exiting else "",
+                "/progressz": lambda: "stuck" if state().progress.stuck else "",
+            },
+        ),
         (host.strip("[]"), int(port)),
         option="--http-address",
         most=_MOST_CONNECTIONS,

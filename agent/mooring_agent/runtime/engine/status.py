@@ -62,6 +62,19 @@ def describe_objective(state: State) -> agent_pb2.Objective | None:
     )
 
 
+def describe_progress(state: State, now: float) -> agent_pb2.Progress | None:
+    """Describe how far the trainers are; None while none of them tells its steps."""
+    progress = state.progress
+    if progress.newest is None:
+        return None
+    return agent_pb2.Progress(
+        step=progress.newest.step,
+        age_seconds=progress.age_seconds(now),
+        steps_per_second=progress.steps_per_second(now),
+        stuck=progress.stuck,
+    )
+
+
 def describe(state: State, now: float) -> agent_pb2.Status:
     newest, snapshot = state.newest_committed, state.newest_snapshot
     recovery_point = max((one.taken_at for one in (newest, snapshot) if one), default=None)
@@ -86,4 +99,5 @@ def describe(state: State, now: float) -> agent_pb2.Status:
         storage_error=state.storage_error,
         at=now,
         objective=describe_objective(state),
+        progress=describe_progress(state, now),
     )

@@ -176,6 +176,22 @@ class StateCollector:
                 "Seconds between two saves that the agent asks for; 0 without an objective",
                 status.objective.interval_seconds,
             ),
+            "mooring_trainer_step": (
+                "Step that the trainer is at; -1 while it tells none",
+                status.progress.step if status.HasField("progress") else -1,
+            ),
+            "mooring_step_age_seconds": (
+                "Seconds since the trainer's last step, or its last batch of an evaluation; -1 while it tells none",
+                status.progress.age_seconds if status.HasField("progress") else -1,
+            ),
+            "mooring_steps_per_second": (
+                "Steps per second of about the last minute; 0 when unknown",
+                status.progress.steps_per_second,
+            ),
+            "mooring_trainer_stuck": (
+                "1 while there is no step for longer than the setting step_timeout",
+                float(status.progress.stuck),
+            ),
             "mooring_backlog_bytes": ("Bytes that are staged and not yet durable", status.backlog_bytes),
             "mooring_upload_rate_bytes_per_second": (
                 "Upload rate while uploading, in bytes per second; 0 when unknown",

@@ -15,7 +15,7 @@ from typing import Final, ParamSpec
 
 import structlog
 
-from mooring_agent.core.agent.events import Committed, Event, Failed, WorkFailed
+from mooring_agent.core.agent.events import Committed, Event, Failed, StepSeen, WorkFailed
 from mooring_agent.core.agent.state import State
 from mooring_agent.core.errors import ClusterError, ErrorKind
 from mooring_agent.core.model import Kind
@@ -61,6 +61,7 @@ class KubernetesEvents:
         self._annotated = ""
         self._annotate_at = 0.0
         self._storage_error_at = float("-inf")
+        self._stuck = False
         self._forbidden: set[str] = set()
         self._last_problem = ""
         self._news = asyncio.Event()
@@ -84,6 +85,12 @@ class KubernetesEvents:
                 if event.at - self._storage_error_at >= _BETWEEN_STORAGE_ERRORS_SECONDS:
                     self._storage_error_at = event.at
                     self._note(EventType.WARNING, "StorageError", f"{event.message}; {event.hint}", event.at)
+            case StepSeen() if state.progress.stuck != self._stuck:
+                self._stuck = state.progress.stuck
+                newest = state.progress.newest
+                if self._stuck and newest is not None:
+                    text = f"no step for {event.at - newest.at:.0f} s, the last was step {newest.step}"
+                    self._note(EventType.WARNING, "TrainerStuck", text, event.at)
             case _:
                 pass
 

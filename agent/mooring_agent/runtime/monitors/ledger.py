@@ -26,6 +26,7 @@ from mooring_agent.core.agent.events import (
     SaveBegun,
     Shed,
     Started,
+    StepSeen,
     TerminationNoticed,
 )
 from mooring_agent.core.agent.state import State
@@ -112,6 +113,8 @@ class LedgerWriter:
                 self._add(lambda number: RanksChanged(number=number, at=event.at, ranks=self._ranks))
             case SaveBegun():
                 self._step = max(self._step, event.step)
+            case StepSeen() if event.newest is not None:
+                self._step = max(self._step, event.newest.step)
             case Announced() if (found := state.checkpoints.get(event.info.save)) and found.all_announced:
                 self._add(self._saved(event, found), wants_object=False)
             case Committed() if found := state.checkpoints.get(event.work.save):

@@ -1,4 +1,4 @@
-"""Observes what nobody tells the agent: live ranks, room on the volume, its own signals, unannounced checkpoints."""
+"""Observes what nobody tells the agent: live ranks, their steps, room on the volume, its signals, unannounced saves."""
 
 import asyncio
 import os
@@ -25,6 +25,7 @@ from mooring_agent.ports import Clock
 from mooring_agent.runtime.engine.engine import Engine
 from mooring_agent.runtime.engine.telemetry import say
 from mooring_agent.runtime.monitors.mirror import Mirror
+from mooring_agent.runtime.monitors.progress import StepWatch
 from mooring_agent.runtime.monitors.ranks import LiveRanks, rank_hints
 from mooring_agent.runtime.monitors.unannounced import UnannouncedRecovery
 
@@ -119,6 +120,7 @@ class Monitors:
         self._mirror = mirror
         self._unannounced = unannounced
         self._reserve = Reserve(Path(settings.volume))
+        self._steps = StepWatch(engine, clock)
         self._meter = VolumeMeter(Path(settings.volume))
         self._look = asyncio.Event()
         self._clients_gone = asyncio.Event()
@@ -141,8 +143,9 @@ class Monitors:
                     parent_pid = None
                     await self.stop("runner gone")
                 ending = self._engine.state.termination.noticed
+                calm_seconds = self._steps.seconds_to_next_look(_CALM_SECONDS)
                 with suppress(TimeoutError):
-                    async with asyncio.timeout(_ENDING_SECONDS if ending else _CALM_SECONDS):
+                    async with asyncio.timeout(_ENDING_SECONDS if ending else calm_seconds):
                         await self._look.wait()
 
     async def watch_unannounced(self) -> None:
@@ -188,7 +191,7 @@ class Monitors:
 
     async def look_at_ranks(self) -> None:
         try:
-            alive = await self._run(self._live_ranks.alive)
+            look = await self._run(self._live_ranks.look)
         except MooringError as error:
             # Logged once: looks are frequent, and the error lasts for as long as another user's trainer runs.
             if str(error) != self._unknown:
@@ -198,6 +201,7 @@ class Monitors:
         if self._unknown:
             self._unknown = ""
             log.info("ranks.known_again")
+        alive = look.alive
         self._clients_seen = self._clients_seen or bool(alive)
         if alive != self._engine.state.alive_ranks:
             log.info("ranks.alive", local_ranks=sorted(alive))
@@ -207,6 +211,7 @@ class Monitors:
             elif not alive:
                 self._clients_gone.set()
             await self._engine.submit(RanksSeen(at=self._clock.now(), alive=alive))
+        await self._steps.take(look)
 
     async def look_at_disk(self) -> None:
         try:

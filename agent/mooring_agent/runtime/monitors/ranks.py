@@ -8,7 +8,9 @@ import asyncio
 import contextlib
 import os
 import threading
+import time
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 from typing import Final
 
 import structlog
@@ -18,40 +20,78 @@ from mooring_agent.adapters.rate_limit import RateLimiter
 from mooring_agent.adapters.signal_file import SignalFile
 from mooring_agent.core.agent.commands import RequestSave
 from mooring_agent.core.errors import MooringError
+from mooring_agent.core.limits import SECONDS
 from mooring_agent.core.settings.values import Settings
 from mooring_api.signal_file import SaveSignal
+from mooring_api.step_file import StepRecord
 from mooring_api.v1 import agent_pb2
 
-_REQUESTS_KEPT = 16
+_REQUESTS_KEPT: Final = 16
+_AHEAD_SECONDS: Final = 60.0
+"""A step of a later moment makes no sense, but the wall clock may just have been corrected."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RanksLook:
+    """The local ranks that are alive, and the newest step that one of them tells, if any does."""
+
+    alive: frozenset[int]
+    newest: StepRecord | None
+    age_seconds: float
+
+
+@dataclass(eq=False, slots=True, kw_only=True)
+class _Stream:
+    local_rank: int
+    since_unix: float
+    requests: "asyncio.Queue[agent_pb2.SaveRequest]" = field(default_factory=lambda: asyncio.Queue(_REQUESTS_KEPT))
 
 
 class LiveRanks:
     """Local ranks that are alive. `request_save` reaches attached clients; those with a lock read the signal file."""
 
-    def __init__(self, locks: RankLocks) -> None:
+    def __init__(self, locks: RankLocks, wall: Callable[[], float] = time.time) -> None:
+        """`wall`: the clock that trainers tell their steps by."""
         self._locks = locks
-        self._streams: list[tuple[int, asyncio.Queue[agent_pb2.SaveRequest]]] = []
+        self._wall = wall
+        self._streams: list[_Stream] = []
 
     @contextlib.contextmanager
     def attached(self, local_rank: int) -> "Iterator[asyncio.Queue[agent_pb2.SaveRequest]]":
         """The rank counts as alive while the context is open; the queue has its save requests."""
-        entry = (local_rank, asyncio.Queue[agent_pb2.SaveRequest](_REQUESTS_KEPT))
-        self._streams.append(entry)
+        stream = _Stream(local_rank=local_rank, since_unix=self._wall())
+        self._streams.append(stream)
         try:
-            yield entry[1]
+            yield stream.requests
         finally:
-            self._streams.remove(entry)
+            self._streams.remove(stream)
 
-    def alive(self) -> frozenset[int]:
-        """Blocks for a few system calls per rank."""
-        return self._locks.live_ranks() | {local_rank for local_rank, _ in self._streams}
+    def look(self) -> RanksLook:
+        """Blocks for a few system calls per rank. Raises VolumeError."""
+        locked = self._locks.live_ranks()
+        # A process empties its step file when it takes its lock. Of one that is only attached, the file may be older.
+        attached = {stream.local_rank: stream.since_unix for stream in self._streams}
+        since_unix = attached | dict.fromkeys(locked, 0.0)
+        told = [(self._locks.step(rank), since) for rank, since in since_unix.items()]
+        now_unix = self._wall()
+        steps = [
+            record
+            for record, since in told
+            if record is not None and max(since, now_unix - SECONDS) <= record.at_unix <= now_unix + _AHEAD_SECONDS
+        ]
+        newest = max(steps, key=lambda record: record.at_unix, default=None)
+        return RanksLook(
+            alive=frozenset(since_unix),
+            newest=newest,
+            age_seconds=max(0.0, now_unix - newest.at_unix) if newest else 0.0,
+        )
 
     def request_save(self, signal: SaveSignal) -> None:
-        for _, requests in self._streams:
-            if requests.full():
+        for stream in self._streams:
+            if stream.requests.full():
                 # A client that does not read keeps only the latest requests.
-                requests.get_nowait()
-            requests.put_nowait(
+                stream.requests.get_nowait()
+            stream.requests.put_nowait(
                 agent_pb2.SaveRequest(
                     terminating=signal.terminating, deadline=signal.deadline_unix, number=signal.number
                 )

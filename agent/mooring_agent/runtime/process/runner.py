@@ -23,6 +23,7 @@ from typing import Any, Final
 import structlog
 
 from mooring_agent.adapters.durable_files import opened
+from mooring_agent.adapters.liveness import RankLocks
 from mooring_agent.adapters.volume.shared_folders import open_state_directory
 from mooring_agent.core.errors import ErrorKind, MooringError
 from mooring_agent.core.limits import RECORD_BYTES
@@ -31,6 +32,8 @@ from mooring_agent.runtime.process.agent_supervisor import AgentSupervisor, Noti
 from mooring_api.names import ENV_RESUME, JUST_IN_TIME_EXIT_CODE, OFF, RESUMED
 
 _RESTORE_END_SECONDS: Final = 10.0
+_BETWEEN_QUESTIONS_SECONDS: Final = 2.0
+_LAUNCHER_MARGIN_SECONDS: Final = 2.0
 _NOTICES: Final = frozenset({signal.SIGTERM, signal.SIGHUP})
 """The machine is going away; the agent is told at once."""
 _TYPED: Final = frozenset({signal.SIGINT, signal.SIGQUIT})
@@ -53,7 +56,7 @@ class _Resumed:
 class Runner:
     """One run; make it inside the event loop that runs it.
 
-    `environment` carries the settings to the children; `notify` and `answers` talk to the agent.
+    `environment` carries the settings to the children; `notify`, `answers` and `is_stuck` talk to the agent.
     """
 
     def __init__(
@@ -64,6 +67,7 @@ class Runner:
         environment: Mapping[str, str],
         notify: Notify,
         answers: Callable[[], bool],
+        is_stuck: Callable[[], bool],
     ) -> None:
         self._settings = settings
         self._command = command
@@ -76,13 +80,16 @@ class Runner:
             answers=answers,
         )
         self._program: asyncio.subprocess.Process | None = None
+        self._is_stuck = is_stuck
+        self._ended_stuck = False
         self._noticed = False
         self._interrupted: asyncio.Future[signal.Signals] = asyncio.get_running_loop().create_future()
 
     async def run(self) -> int:
         """Return the exit code: the program's own, or 75 if its newest checkpoint is not durable.
 
-        A program that failed by itself keeps its code. One that was told to stop, or that left after a just-in-time
+        A program that was ended because it was stuck has the code that the settings say. One that failed by itself
+        keeps its code. One that was told to stop, or that left after a just-in-time
         save, did not: then 75 says that this save is not stored, and 143 that all is. Launchers that are told to stop
         have codes of their own for it, torchrun 1 or 134. If the restore fails or a signal comes before the program
         runs, the exit code says that instead.
@@ -109,6 +116,8 @@ class Runner:
         agent_code = await self._agent.drain(failed_at=ended_at if has_failed else 0.0)
         if agent_code:
             log.error("run.not_durable", agent_code=agent_code, program_code=code)
+        if self._ended_stuck:
+            return self._settings.progress.stuck_exit_code
         if code not in (0, JUST_IN_TIME_EXIT_CODE) and not self._noticed:
             return code
         return agent_code or (JUST_IN_TIME_EXIT_CODE if code else 0)
@@ -192,7 +201,11 @@ class Runner:
         if self._interrupted.done():
             # The signal came while the program was being started.
             self._take(self._interrupted.result())
+        watching = asyncio.create_task(self._end_when_stuck(self._program), name="end when stuck")
         returned = await self._program.wait()
+        watching.cancel()
+        if self._ended_stuck:
+            await asyncio.to_thread(self._kill_ranks)
         if -returned in _PROGRAMS_OWN:
             log.error(
                 "run.program_has_no_handler",
@@ -200,6 +213,34 @@ class Runner:
                 hint="the program died of it and did not save; if `sbatch --signal` sent it, let that send TERM",
             )
         return exit_code(returned)
+
+    async def _end_when_stuck(self, program: asyncio.subprocess.Process) -> None:
+        """End the program when the agent says that it is stuck, if the settings want that."""
+        if not self._settings.progress.stuck_exit_code:
+            return
+        while not await asyncio.to_thread(self._is_stuck):  # noqa: ASYNC110 - another process knows
+            await asyncio.sleep(_BETWEEN_QUESTIONS_SECONDS)
+        self._ended_stuck = True
+        seconds = self._settings.termination.grace_seconds
+        log.error(
+            "run.stuck",
+            grace_seconds=seconds,
+            exit_code=self._settings.progress.stuck_exit_code,
+            hint="the program is ended, because it makes no steps",
+        )
+        with contextlib.suppress(ProcessLookupError):
+            program.terminate()
+        # A launcher gives its ranks as long, and should end them itself.
+        await asyncio.sleep(seconds + _LAUNCHER_MARGIN_SECONDS)
+        with contextlib.suppress(ProcessLookupError):
+            program.kill()
+
+    def _kill_ranks(self) -> None:
+        """Kill the stuck ranks that the program has left behind: they do not hear SIGTERM. Blocks."""
+        for process_id in RankLocks(Path(self._settings.volume)).holders():
+            log.warning("run.rank_killed", pid=process_id)
+            with contextlib.suppress(OSError):
+                os.kill(process_id, signal.SIGKILL)
 
 
 def _starting_error(error: OSError, program: str, search_path: str | None) -> MooringError:
