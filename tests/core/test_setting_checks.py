@@ -76,3 +76,30 @@ def test_a_duration_is_seconds_or_a_number_with_a_unit(text: str, seconds: float
 def test_what_is_no_duration_is_refused_with_what_to_write(text: str) -> None:
     with pytest.raises(ValueError, match="is not a duration; write seconds, or a number with s, m, h or d"):
         parse_seconds(text)
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        *("s3cr3t", "ftp://host/s3cr3t", "https:///s3cr3t", "https://[::1/s3cr3t", "https://host:port/s3cr3t"),
+        *("https://host:99999/s3cr3t", "https://ho st/s3cr3t", "http://user:s3cr3t@"),
+    ],
+)
+def test_a_url_for_events_that_is_none_is_refused_and_not_repeated(url: str) -> None:
+    values = {"volume": "/volume", "store.destination": "s3://bucket", "events.event_url": url}
+    (problem,) = setting_problems(values)
+    assert "event_url" in problem
+    assert "s3cr3t" not in problem
+
+
+@pytest.mark.parametrize("url", ["https://host/a?b=c#d", "http://user:word@host:8080", "http://[::1]:80/x"])
+def test_a_url_for_events_is_taken(url: str) -> None:
+    values = {"volume": "/volume", "store.destination": "s3://bucket", "events.event_url": url}
+    assert list(setting_problems(values)) == []
+
+
+@pytest.mark.parametrize("command", ["sh -c 'never closed", "   "])
+def test_a_command_for_events_that_cannot_run_is_refused(command: str) -> None:
+    values = {"volume": "/volume", "store.destination": "s3://bucket", "events.event_command": command}
+    (problem,) = setting_problems(values)
+    assert "event_command" in problem

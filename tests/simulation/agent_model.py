@@ -69,7 +69,6 @@ from mooring_agent.core.agent.events import (
     UploadCreated,
     WorkCancelled,
     WorkFailed,
-    save_of,
 )
 from mooring_agent.core.agent.reducer import advance, step
 from mooring_agent.core.agent.state import State
@@ -89,7 +88,7 @@ from mooring_agent.core.stored.object_layout import file_key, marker_key
 from mooring_agent.core.stored.packs_and_parts import plan
 from mooring_agent.ports import StagedDescriptor
 from mooring_agent.runtime.engine.event_codec import decode_event, encode_event
-from mooring_agent.runtime.engine.journaling import rescan
+from mooring_agent.runtime.engine.journaling import rescan, save_of
 from mooring_agent.runtime.work.transfers import descriptor
 
 if TYPE_CHECKING:

@@ -137,6 +137,10 @@ class ClusterError(MooringError):
     """A request to the Kubernetes API could not be made, or failed."""
 
 
+class EventReceiverError(MooringError):
+    """A receiver of events did not take one."""
+
+
 class ConfigurationError(MooringError):
     """All that is wrong with the settings, one line per mistake in `problems`."""
 

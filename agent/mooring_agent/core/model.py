@@ -55,6 +55,23 @@ class SaveInfo:
         return f"{self.name} (step {self.step}, {self.kind})"
 
 
+class Receiver(StrEnum):
+    """Who is told of commits."""
+
+    URL = "url"
+    COMMAND = "command"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CommitNews:
+    """What receivers are told of a commit."""
+
+    info: SaveInfo
+    attempt: str
+    size_bytes: int
+    committed_at: float
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fingerprint:
     """Identifies a file's content when it was staged. A different one later means that the file was rewritten."""

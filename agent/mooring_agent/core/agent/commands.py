@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from enum import IntEnum
 from typing import Final
 
-from mooring_agent.core.agent.events import Announced, Failed, Shed
+from mooring_agent.core.agent.events import Announced, Failed, NewsDue, Shed
 from mooring_agent.core.agent.work import WorkId
 from mooring_agent.core.model import AnnouncementTime, Pack, RankManifest, Region, SaveInfo, StagedFile
 
@@ -173,7 +173,7 @@ class CancelWork(_OfWork):
 class Record:
     """A decision of the core. Its event is journaled and applied before anything else happens."""
 
-    event: Shed | Failed
+    event: Shed | Failed | NewsDue
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

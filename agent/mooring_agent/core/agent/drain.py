@@ -152,8 +152,17 @@ def exit_verdict(state: State) -> Exit | None:
         return None
     # The agent waits for the removal of pins and old objects too, but not beyond the deadline. It does not wait for the
     # transfers of a checkpoint that does not fit.
-    is_tidying = len(state.in_flight) > len(state.transfers)
+    is_tidying = len(state.in_flight) > len(state.transfers) or state.now < _told_until(state)
     return None if is_tidying or _holder(state) is not None else _exit(state)
+
+
+def _told_until(state: State) -> float:
+    """Return until when the agent stays for those whom it has to tell of commits; 0 if there are none.
+
+    For one try after the last commit. What is not taken by then is told by the next agent on this volume.
+    """
+    newest = [next(reversed(due.values())).committed_at for due in state.news_due.values() if due]
+    return max(newest) + state.settings.events.event_timeout_seconds if newest else 0.0
 
 
 def _gives_up_store_at(state: State) -> float | None:
@@ -192,9 +201,12 @@ def next_wake(state: State) -> float | None:
     until = deadline(state)
     if termination.stop_requested_at is None or termination.exiting:
         return None
+    told_until = _told_until(state)
     if until is None:
-        return _gives_up_store_at(state)
-    moments = [until - _EXIT_MARGIN_SECONDS]
+        gives_up_at = _gives_up_store_at(state)
+        moments = [told_until, *([] if gives_up_at is None else [gives_up_at])]
+        return min([moment for moment in moments if moment > state.now], default=gives_up_at)
+    moments = [told_until, until - _EXIT_MARGIN_SECONDS]
     wait_until = _wait_until(state)
     if wait_until is not None and waiting_for_save(state):
         moments.append(wait_until)

@@ -10,7 +10,7 @@ from typing import Final
 from mooring_agent.core.agent.work import WorkId
 from mooring_agent.core.errors import ErrorKind
 from mooring_agent.core.limits import FileNames, LocalRank, LocalRanks, Rank
-from mooring_agent.core.model import SaveInfo, SnapshotContent, StagedFile
+from mooring_agent.core.model import CommitNews, Receiver, SaveInfo, SnapshotContent, StagedFile
 from mooring_agent.core.policies.progress import StepSign
 
 
@@ -200,6 +200,22 @@ class Failed(_Happened):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class NewsDue(_Happened):
+    """The core decided to tell these receivers of a commit."""
+
+    news: CommitNews
+    receivers: tuple[Receiver, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NewsTaken(_Happened):
+    """A receiver has taken the news of a save."""
+
+    save: str
+    receiver: Receiver
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class TerminationNoticed(_Happened):
     """The pod is about to end. `deadline` is unix seconds; None: no time limit."""
 
@@ -325,6 +341,8 @@ DurableEvent = (
     | Abandoned
     | Shed
     | Failed
+    | NewsDue
+    | NewsTaken
     | TerminationNoticed
     | RankRegistered
     | Exited
@@ -364,6 +382,8 @@ EVENT_TAGS: Final[Mapping[type[DurableEvent], str]] = {
     Abandoned: "abandoned",
     Shed: "shed",
     Failed: "failed",
+    NewsDue: "news-due",
+    NewsTaken: "news-taken",
     TerminationNoticed: "termination-noticed",
     RankRegistered: "rank-registered",
     Exited: "exited",
@@ -371,16 +391,3 @@ EVENT_TAGS: Final[Mapping[type[DurableEvent], str]] = {
 """Events that the journal keeps, and their tags there. A tag never changes, because a journal outlives its agent."""
 
 DURABLE: Final[tuple[type[DurableEvent], ...]] = tuple(EVENT_TAGS)
-
-
-def save_of(event: DurableEvent) -> str | None:
-    """Return the save that an event belongs to; None for events of the agent as a whole."""
-    match event:
-        case Announced():
-            return event.info.save
-        case Shed() | Failed():
-            return event.save
-        case TerminationNoticed() | RankRegistered() | Exited():
-            return None
-        case _:
-            return event.work.save

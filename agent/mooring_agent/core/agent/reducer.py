@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import assert_never
 
-from mooring_agent.core.agent import commit_turns, disk_pressure, drain, planner, upload_queue
+from mooring_agent.core.agent import commit_news, commit_turns, disk_pressure, drain, planner, upload_queue
 from mooring_agent.core.agent.announcements import announced, staged
 from mooring_agent.core.agent.checkpoint import Checkpoint
 from mooring_agent.core.agent.circuit_breaker import CircuitBreaker
@@ -30,6 +30,8 @@ from mooring_agent.core.agent.events import (
     Failed,
     FileStored,
     ManifestStored,
+    NewsDue,
+    NewsTaken,
     ObjectiveGiven,
     ObjectsLost,
     OutputLooked,
@@ -133,6 +135,10 @@ def _apply(state: State, event: Event) -> Iterator[Command]:
         case Shed() | Failed():
             _given_up(state, event)
             state.reindex(state.checkpoints[event.save])
+        case NewsDue():
+            commit_news.note_due(state, event)
+        case NewsTaken():
+            commit_news.note_taken(state, event)
         case Started():
             yield from _started(state, event)
             for checkpoint in state.checkpoints.values():
@@ -285,6 +291,7 @@ def _work_ended(
             state.touched.update((older.info.save, None) for older in state.tidying.values())
             state.prune_due = state.settings.retention.keep_last > 0 and 0 in checkpoint.contributions
             stop_sending(checkpoint)
+            yield from commit_news.commit_news(state, checkpoint)
         case WorkCancelled():
             if event.work.operation in TRANSFERS and not is_stale(checkpoint, event.work):
                 checkpoint.pending.appendleft(event.work)

@@ -182,6 +182,8 @@ _SET_BY_THE_INJECTION: Final = frozenset(
         "termination.grace_seconds",
         # For `mooring run`: no container of a pod can end the program of another.
         "progress.stuck_exit_code",
+        # It would run beside the store's credentials.
+        "events.event_command",
         "cluster.pod_name",
         "cluster.pod_namespace",
         "cluster.pod_uid",

@@ -4,8 +4,10 @@ Each value is already valid by itself: `read_values` parsed it. All problems are
 """
 
 import re
+import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Final
+from urllib.parse import urlsplit
 
 from mooring_agent.core.errors import MooringError
 from mooring_agent.core.limits import OPTIMIZER_PATTERN_CHARACTERS, OPTIMIZER_PATTERNS
@@ -47,6 +49,7 @@ def setting_problems(values: Mapping[str, Any]) -> Iterator[str]:
         yield f"recovery_point must be {LEAST_RECOVERY_POINT_SECONDS:g} s or more, or 0 for none"
     if values.get("progress.stuck_exit_code") and not values.get("progress.step_timeout"):
         yield "stuck_exit_code needs step_timeout: without it, nothing counts as stuck"
+    yield from _receiver_problems(values)
     yield from _impossible_sizes(values)
     if values.get("attempt"):
         try:
@@ -70,6 +73,21 @@ def _optimizer_file_problems(text: str) -> Iterator[str]:
         )
     if slashed := next((one for one in patterns if "/" in one), ""):
         yield f"optimizer_files has {slashed!r}: give names of files or folders, without a slash"
+
+
+def _receiver_problems(values: Mapping[str, Any]) -> Iterator[str]:
+    """Yield a problem for each receiver of events that cannot work. Never its value: a URL may hold a secret."""
+    url = values.get("events.event_url")
+    if url and not _is_url(url):
+        yield "event_url is not a URL such as https://host/path"
+    try:
+        words = shlex.split(values.get("events.event_command", ""))
+        if values.get("events.event_command") and not words:
+            yield "event_command has no program: give a program and its arguments"
+    except ValueError as error:
+        yield f"event_command cannot be split into a program and its arguments: {error}"
+    if values.get("events.event_timeout_seconds", 1.0) == 0:
+        yield "event_timeout_seconds must be more than 0"
 
 
 def _watch_problems(directories: Sequence[str]) -> Iterator[str]:
@@ -119,6 +137,15 @@ def _impossible_sizes(values: Mapping[str, Any]) -> Iterator[str]:
             f"commit_reserve_seconds {reserve_seconds:g} leaves nothing of grace_seconds {grace_seconds:g} to upload "
             "in: raise grace_seconds, or lower the reserve"
         )
+
+
+def _is_url(text: str) -> bool:
+    try:
+        parts = urlsplit(text)
+        # What is no port raises ValueError too.
+        return parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0 and " " not in text
+    except ValueError:
+        return False
 
 
 def _is_address(text: str) -> bool:

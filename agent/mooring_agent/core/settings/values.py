@@ -181,6 +181,23 @@ class TerminationSettings:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class EventSettings:
+    """Who is told of each commit, as a CloudEvent and at least once."""
+
+    event_url: Annotated[
+        str, "URL that gets each commit by POST. It may hold a secret: give it in the environment. Empty: none."
+    ] = ""
+    event_command: Annotated[
+        str,
+        "Program and arguments, run after each commit with the event on its standard input; for a shell's syntax, "
+        "sh -c '…'. Empty: none.",
+    ] = ""
+    event_timeout_seconds: Annotated[
+        float, "How long a receiver may take for one event, and how long an exit waits for it after the last commit."
+    ] = 10.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ClusterSettings:
     """How the agent reports checkpoints to Kubernetes. In an injected pod all but `cluster_events` is known already."""
 
@@ -220,6 +237,7 @@ class Settings:
     progress: ProgressSettings = field(default_factory=ProgressSettings)
     retention: RetentionSettings = field(default_factory=RetentionSettings)
     termination: TerminationSettings = field(default_factory=TerminationSettings)
+    events: EventSettings = field(default_factory=EventSettings)
     cluster: ClusterSettings = field(default_factory=ClusterSettings)
     attempt: Annotated[
         str,

@@ -6,16 +6,20 @@ import structlog
 
 from mooring_agent.core.agent.announcements import check_announcement
 from mooring_agent.core.agent.checkpoint import RankContribution
+from mooring_agent.core.agent.commit_news import is_due
 from mooring_agent.core.agent.events import (
     Announced,
     Committed,
     DurableEvent,
     Exited,
+    Failed,
+    NewsDue,
+    NewsTaken,
     RankRegistered,
     Released,
+    Shed,
     Staged,
     TerminationNoticed,
-    save_of,
 )
 from mooring_agent.core.agent.reducer import step
 from mooring_agent.core.agent.state import State
@@ -92,6 +96,8 @@ def _after_last_exit(events: Sequence[DurableEvent]) -> int:
 
 def _is_needed(state: State, event: DurableEvent, *, is_current_life: bool) -> bool:
     save = save_of(event)
+    if isinstance(event, NewsDue | NewsTaken):
+        return save is not None and is_due(state, save)
     if save is None:
         if isinstance(event, RankRegistered):
             return is_current_life and state.ranks.get(event.local_rank) == event.rank
@@ -102,6 +108,21 @@ def _is_needed(state: State, event: DurableEvent, *, is_current_life: bool) -> b
     if checkpoint.settled:
         return state.is_newest(checkpoint) and isinstance(event, _ENDED_NEEDS)
     return True
+
+
+def save_of(event: DurableEvent) -> str | None:
+    """Return the save that an event belongs to; None for events of the agent as a whole."""
+    match event:
+        case Announced():
+            return event.info.save
+        case Shed() | Failed() | NewsTaken():
+            return event.save
+        case NewsDue():
+            return event.news.info.save
+        case TerminationNoticed() | RankRegistered() | Exited():
+            return None
+        case _:
+            return event.work.save
 
 
 def rescan(staging: StagingArea, state: State) -> Iterator[DurableEvent]:

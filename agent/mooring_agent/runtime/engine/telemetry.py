@@ -192,6 +192,10 @@ class StateCollector:
                 "1 while there is no step for longer than the setting step_timeout",
                 float(status.progress.stuck),
             ),
+            "mooring_events_due": (
+                "Commits that receivers of events have still to be told",
+                sum(len(due) for due in state.news_due.values()),
+            ),
             "mooring_backlog_bytes": ("Bytes that are staged and not yet durable", status.backlog_bytes),
             "mooring_upload_rate_bytes_per_second": (
                 "Upload rate while uploading, in bytes per second; 0 when unknown",

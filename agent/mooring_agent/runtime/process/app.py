@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Coroutine, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Final
 
@@ -32,6 +33,7 @@ from mooring_agent.runtime.api.server import AgentService, serve_grpc
 from mooring_agent.runtime.engine.engine import Engine
 from mooring_agent.runtime.engine.journaling import recover
 from mooring_agent.runtime.engine.telemetry import say
+from mooring_agent.runtime.monitors.commit_news import CommitTeller
 from mooring_agent.runtime.monitors.kubernetes_events import KubernetesEvents, cluster_news
 from mooring_agent.runtime.monitors.ledger import LedgerWriter
 from mooring_agent.runtime.monitors.mirror import Mirror
@@ -283,6 +285,8 @@ async def run_agent(settings: Settings, *, fresh: bool = False, parent_pid: int 
         watcher = preemption_watcher(settings.termination, notify=monitors.notice_termination)
         if watcher is not None:
             forever.append(watcher.watch)
+        teller = CommitTeller(engine, clock)
+        forever += [partial(teller.tell, receiver) for receiver in teller.receivers]
         if news is not None:
             forever += [news.tell, lambda: news.watch_restore(fetches.progress)]
         # Not only with the first upload: a trainer may wait for it, or the grace period may be running.

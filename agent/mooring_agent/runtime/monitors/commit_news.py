@@ -1,0 +1,73 @@
+"""Tells receivers of commits: in order, one at a time, again and again until each has taken its event.
+
+Nothing in the agent waits for it but an exit, for a moment. What is due is in the journal: it survives the agent, and
+a receiver that was told just before an agent died is told again.
+"""
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from typing import Final
+
+import structlog
+
+from mooring_agent.core.agent.commit_news import cloud_event, receivers_of
+from mooring_agent.core.agent.events import NewsTaken
+from mooring_agent.core.errors import EventReceiverError
+from mooring_agent.core.model import Receiver
+from mooring_agent.ports import Clock
+from mooring_agent.runtime.engine.engine import Engine
+
+_SHORTEST_PAUSE_SECONDS: Final = 1.0
+_LONGEST_PAUSE_SECONDS: Final = 60.0
+
+Send = Callable[[str, bytes, float], Awaitable[None]]
+"""(URL or command, event, time-out in seconds): returns once it is taken. Raises EventReceiverError."""
+
+log = structlog.get_logger("mooring.events")
+
+
+class CommitTeller:
+    """`tell` runs for as long as the agent does, for each receiver that the settings name."""
+
+    def __init__(
+        self, engine: Engine, clock: Clock, *, shortest_pause_seconds: float = _SHORTEST_PAUSE_SECONDS
+    ) -> None:
+        self._engine = engine
+        self._clock = clock
+        self._settings = engine.state.settings
+        self._shortest_pause_seconds = shortest_pause_seconds
+
+    @property
+    def receivers(self) -> tuple[Receiver, ...]:
+        return receivers_of(self._settings.events)
+
+    async def tell(self, receiver: Receiver) -> None:
+        """Tell this receiver what is due, until cancelled."""
+        events = self._settings.events
+        # Imported here, because most agents tell nobody.
+        from mooring_agent.adapters.event_receivers import post_event, run_event_command
+
+        send: Send = post_event if receiver is Receiver.URL else run_event_command
+        target = events.event_url if receiver is Receiver.URL else events.event_command
+        problem, pause_seconds, dropped = "", self._shortest_pause_seconds, 0
+        while True:
+            # Holds only after the turn that has journaled it.
+            await self._engine.until(lambda state: bool(state.news_due[receiver]))
+            due = self._engine.state.news_due[receiver]
+            save, news = next(iter(due.items()))
+            if self._engine.state.news_dropped > dropped:
+                dropped = self._engine.state.news_dropped
+                log.warning("event.dropped", count=dropped, hint="receivers have been away for too long")
+            try:
+                await send(target, cloud_event(news, self._settings.store.destination), events.event_timeout_seconds)
+            except EventReceiverError as error:
+                if str(error) != problem:
+                    problem = str(error)
+                    log.warning("event.not_taken", receiver=receiver.value, error=problem, hint=error.hint)
+                await asyncio.sleep(pause_seconds)
+                pause_seconds = min(_LONGEST_PAUSE_SECONDS, 2 * pause_seconds)
+                continue
+            if problem:
+                log.info("event.taken_again", receiver=receiver.value, due=len(due))
+            problem, pause_seconds = "", self._shortest_pause_seconds
+            await self._engine.submit(NewsTaken(at=self._clock.now(), save=save, receiver=receiver))
