@@ -77,6 +77,21 @@ async def test_what_cannot_be_read_is_counted_and_not_asked_for_again() -> None:
     assert kept.unread == 1
 
 
+async def test_what_the_store_refuses_is_tried_by_one_read_a_look_until_it_gives_it() -> None:
+    store, kept = FakeStore(), KeptLedger()
+    keys = await note(store)
+    store.fail("get", ErrorKind.ACCESS_DENIED, times=len(keys) + 2)
+    assert await look(kept, store) == len(keys)
+    assert (kept.unread, "a test wants it" in kept.refusal) == (len(keys), True)
+    for _ in range(2):
+        assert await look(kept, store) == 1
+        assert kept.unread == len(keys)
+    assert await look(kept, store) == len(keys)
+    assert (kept.unread, kept.refusal) == (0, "")
+    assert by_agent(kept.lives()) == by_agent(LIVES)
+    assert await look(kept, store) == 0
+
+
 async def test_of_too_large_a_ledger_the_newest_part_is_kept_and_the_rest_counted(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

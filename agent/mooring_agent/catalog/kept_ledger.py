@@ -6,7 +6,7 @@ nothing of what was read is listed any more; memory is bounded, and what is left
 
 import asyncio
 import zlib
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence, Set
 from dataclasses import dataclass
 from typing import Final
 
@@ -49,14 +49,21 @@ class KeptLedger:
         self._dropped = 0
         self._pieces: list[Piece] = []
         self._read: frozenset[int] = frozenset()
-        self._unreadable: frozenset[int] = frozenset()
+        self._damaged: Set[int] = frozenset()
+        self._refused: Set[int] = frozenset()
+        self._refusal = ""
         self._listed: frozenset[int] | None = None
         self._forgotten = False
 
     @property
     def unread(self) -> int:
         """How many objects, or merged pieces, could not be read or are too many."""
-        return len(self._unreadable) + self._left_out + self._dropped
+        return len(self._damaged) + len(self._refused) + self._left_out + self._dropped
+
+    @property
+    def refusal(self) -> str:
+        """One of the store's answers to what it refuses; empty if it refuses nothing."""
+        return self._refusal
 
     @property
     def kept_bytes(self) -> int:
@@ -69,36 +76,27 @@ class KeptLedger:
         """
         keys, self._left_out = await newest_objects(store, run, most_bytes=MOST_BYTES)
         # A key takes a hundred bytes, its hash a third: there may be thousands of each run.
-        hashes = {hash(key): key for key in reversed(keys)}
-        if self._listed == hashes.keys() and not (needed and self._forgotten):
+        listed = {hash(key): key for key in reversed(keys)}
+        if self._listed == listed.keys() and not self._refused and not (needed and self._forgotten):
             return None
-        if not self._read & hashes.keys():
+        if self._read and not self._read & listed.keys():
             self.forget()
-        found: list[Piece] = []
-        unreadable, gone = set(self._unreadable & hashes.keys()), set[int]()
-
-        async def read(key: str) -> None:
-            try:
-                body = await if_there(read_object(store, key, _checked, limit_bytes=LEDGER_BYTES))
-            except StoreError as error:
-                if error.kind not in REFUSALS and error.kind is not ErrorKind.CHECKPOINT_CORRUPT:
-                    raise
-                unreadable.add(hash(key))
-                return
-            if body is None:
-                gone.add(hash(key))
-            elif len(body) < _SMALL_BYTES:
-                found.append(Piece.of(body))
-            else:
-                found.append(await asyncio.to_thread(Piece.of, body))
-
-        wanted = [key for number, key in hashes.items() if number not in self._read and number not in unreadable]
-        await for_each(wanted, read, at_once=_READS_AT_ONCE)
-        self._unreadable = frozenset(unreadable)
+        unread = [key for number, key in listed.items() if number not in self._read]
+        refused = [key for key in unread if hash(key) in self._refused]
+        looking = _Look(store)
+        # One tells whether the store still refuses what it has refused: somebody may have changed its policy.
+        await looking.read(refused[-1:])
+        still = {hash(key) for key in refused} if looking.refused else set()
+        await looking.read(key for key in unread if hash(key) not in still and key not in refused[-1:])
+        self._refused = looking.refused | still
+        self._damaged = (self._damaged & listed.keys()) | looking.damaged
+        self._refusal = looking.refusal if self._refused else ""
+        changed = bool(looking.found) or self._listed != listed.keys() or self._forgotten
         self._forgotten = False
         # What was merged while we read is in an object that the next listing shows.
-        self._read = self._listed = frozenset(hashes) - gone
-        return tuple(found)
+        self._listed = frozenset(listed) - looking.gone
+        self._read = self._listed - self._refused
+        return tuple(looking.found) if changed else None
 
     def add(self, found: Sequence[Piece]) -> None:
         """Add what `fetch` has returned. Takes processor time in proportion to it."""
@@ -119,7 +117,41 @@ class KeptLedger:
     def forget(self) -> None:
         """Free the memory. When it is needed again, or changes, all of it is read again."""
         self._forgotten = True
-        self._pieces, self._read, self._unreadable, self._dropped = [], frozenset(), frozenset(), 0
+        self._pieces, self._read, self._damaged, self._dropped = [], frozenset(), frozenset(), 0
+
+
+class _Look:
+    """What one look at a ledger reads. `damaged`, `refused` and `gone` are hashes of keys."""
+
+    def __init__(self, store: StoreReader) -> None:
+        self.found: list[Piece] = []
+        self.damaged: set[int] = set()
+        self.refused: set[int] = set()
+        self.refusal = ""
+        self.gone: set[int] = set()
+        self._store = store
+
+    async def read(self, keys: Iterable[str]) -> None:
+        await for_each(keys, self._read_one, at_once=_READS_AT_ONCE)
+
+    async def _read_one(self, key: str) -> None:
+        try:
+            body = await if_there(read_object(self._store, key, _checked, limit_bytes=LEDGER_BYTES))
+        except StoreError as error:
+            if error.kind in REFUSALS:
+                self.refused.add(hash(key))
+                self.refusal = str(error)
+            elif error.kind is ErrorKind.CHECKPOINT_CORRUPT:
+                self.damaged.add(hash(key))
+            else:
+                raise
+            return
+        if body is None:
+            self.gone.add(hash(key))
+        elif len(body) < _SMALL_BYTES:
+            self.found.append(Piece.of(body))
+        else:
+            self.found.append(await asyncio.to_thread(Piece.of, body))
 
 
 def _checked(body: bytes, key: str) -> bytes:

@@ -94,7 +94,9 @@ class KnownRun:
             try:
                 marker = await read_marker(store, committed, run=self.prefix)
             except StoreError as error:
-                if error.kind not in (*DAMAGE, ErrorKind.FORMAT_UNKNOWN, ErrorKind.ACCESS_DENIED):
+                if error.kind is ErrorKind.ACCESS_DENIED:
+                    return None
+                if error.kind not in (*DAMAGE, ErrorKind.FORMAT_UNKNOWN):
                     raise
                 marker = None
             self._newest = (committed.key, marker)
@@ -108,6 +110,7 @@ class Runs:
         self, store: StoreReader, settings: ConsoleSettings, *, clock: Callable[[], float] = time.time
     ) -> None:
         self._known: dict[str, KnownRun] = {}
+        self._found: frozenset[str] = frozenset()
         self.found_at: float | None = None
         self.complete = True
         self.error = ""
@@ -140,7 +143,7 @@ class Runs:
     async def read_all(self) -> None:
         """Find the runs, and read those whose turn it is."""
         try:
-            found = await find_runs(self._store, known=self._known)
+            found = await find_runs(self._store, known=self._found)
         except MooringError as error:
             if str(error) != self.error:
                 _log.warning("console.store_unreachable", error=str(error))
@@ -148,6 +151,7 @@ class Runs:
             return
         self.error = self.hint = ""
         self.complete = found.complete and len(found.runs) <= MOST_RUNS
+        self._found = frozenset(found.runs)
         prefixes = found.runs[:MOST_RUNS]
         self._known = {prefix: self._known.get(prefix) or KnownRun(prefix) for prefix in prefixes}
         self.found_at = self._clock()
