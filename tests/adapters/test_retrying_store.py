@@ -90,6 +90,15 @@ async def test_no_object_is_left_out_of_a_listing_in_another_order_than_that_of_
     assert [info.key async for info in retrying(store, sleeper).list("")] == names
 
 
+async def test_a_listing_of_folders_is_tried_again() -> None:
+    store, sleeper = FakeStore(), Sleeper()
+    await store.put("a/b", b"x")
+    store.fail("list_folders", ErrorKind.TIMED_OUT, times=2)
+
+    assert [folder async for folder in retrying(store, sleeper).list_folders("")] == ["a/"]
+    assert len(sleeper.waits) == 2
+
+
 async def test_what_may_have_acted_is_not_tried_again() -> None:
     store, sleeper = FakeStore(), Sleeper()
     await store.probe()

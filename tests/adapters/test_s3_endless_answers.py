@@ -35,6 +35,10 @@ async def _list(store: ObjectStore, _: Path) -> object:
     return [one async for one in store.list("")]
 
 
+async def _list_folders(store: ObjectStore, _: Path) -> object:
+    return [one async for one in store.list_folders("")]
+
+
 async def _list_uploads(store: ObjectStore, _: Path) -> object:
     return [one async for one in store.list_uploads("")]
 
@@ -46,6 +50,7 @@ async def _get_into(store: ObjectStore, folder: Path) -> object:
 
 LISTS: dict[str, Operation] = {
     "list": _list,
+    "list-folders": _list_folders,
     "list-uploads": _list_uploads,
     "list-parts": lambda store, _: store.list_parts("a", "upload"),
 }
@@ -278,4 +283,29 @@ async def test_a_listing_that_is_none_is_an_unusable_answer(page: str, s3_enviro
     async with asked(answer) as (store, _), asyncio.timeout(HANG_SECONDS):
         with pytest.raises(StoreError) as caught:
             await _list(store, tmp_path)
+    assert caught.value.kind is ErrorKind.STORE_FAILED
+
+
+@pytest.mark.parametrize(
+    "page",
+    [
+        pytest.param("", id="no-end"),
+        pytest.param("<IsTruncated>false</IsTruncated><CommonPrefixes></CommonPrefixes>", id="no-name"),
+        pytest.param(
+            "<IsTruncated>false</IsTruncated><CommonPrefixes><Prefix>elsewhere/a/</Prefix></CommonPrefixes>",
+            id="elsewhere",
+        ),
+    ],
+)
+async def test_a_listing_of_folders_that_is_none_is_an_unusable_answer(
+    page: str, s3_environment: None, tmp_path: Path
+) -> None:
+    body = f"<ListBucketResult>{page}</ListBucketResult>".encode()
+
+    async def answer(_: Asked, writer: asyncio.StreamWriter) -> None:
+        writer.write(response(200, body))
+
+    async with asked(answer) as (store, _), asyncio.timeout(HANG_SECONDS):
+        with pytest.raises(StoreError) as caught:
+            await _list_folders(store, tmp_path)
     assert caught.value.kind is ErrorKind.STORE_FAILED
