@@ -1,5 +1,6 @@
 """Runs below a prefix are found by a walk of folders, whatever else lies there, with few requests."""
 
+from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
@@ -85,6 +86,26 @@ async def test_the_walk_looks_into_so_many_folders_and_no_more(monkeypatch: pyte
 async def test_a_store_that_is_away_is_no_empty_prefix() -> None:
     store = await stored(f"one/{MARKER}")
     store.fail("list_folders", ErrorKind.UNREACHABLE)
+    with pytest.raises(StoreError):
+        await find_runs(store)
+
+
+async def test_a_folder_that_may_not_be_listed_hides_no_other_and_is_named() -> None:
+    class Refusing(FakeStore):
+        async def list_folders(self, prefix: str) -> AsyncIterator[str]:
+            if prefix == self.refused:
+                raise StoreError(ErrorKind.ACCESS_DENIED, "not yours")
+            async for one in super().list_folders(prefix):
+                yield one
+
+        refused = "secret/"
+
+    store = Refusing()
+    for key in (f"one/{MARKER}", f"secret/two/{MARKER}"):
+        await store.put(key, b"x")
+    found = await find_runs(store)
+    assert (found.runs, found.refused, found.complete) == (("one/",), ("secret/",), True)
+    store.refused = ""
     with pytest.raises(StoreError):
         await find_runs(store)
 

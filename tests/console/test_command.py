@@ -35,6 +35,7 @@ async def test_runs_in_a_bucket_are_shown_and_brought_up_to_date_without_a_write
         wait_until(lambda: "step 900" in console.get("run?name=two")[1], SECONDS, "the new checkpoint is shown")
         wait_until(lambda: console.get("run?name=three")[0] == 200, SECONDS, "the new run is shown")
         assert console.end(signal.SIGTERM) == 0
+        assert "Traceback" not in console.log_text()
     assert {request.method for request in fault_proxy.log} == {"GET"}
 
 

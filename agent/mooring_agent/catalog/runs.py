@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from mooring_agent.catalog.object_reads import for_each
+from mooring_agent.core.errors import ErrorKind, StoreError
 from mooring_agent.core.stored.object_layout import PROBE_PREFIX
 from mooring_agent.ports import StoreReader
 from mooring_api.names import STATE_DIRECTORY
@@ -25,34 +26,47 @@ _STATE: Final = f"{STATE_DIRECTORY}/"
 class FoundRuns:
     """The runs' folders below the destination, sorted, each with its last slash; `("",)` if the destination is a run.
 
-    `complete` is False if there are more folders, or deeper ones, than the walk looks into.
+    `complete` is False if there are more folders, or deeper ones, than the walk looks into. The store does not let us
+    list what is in `refused`.
     """
 
     runs: tuple[str, ...]
     complete: bool
+    refused: tuple[str, ...] = ()
 
 
 async def find_runs(store: StoreReader, *, known: Container[str] = frozenset()) -> FoundRuns:
     """Walk the folders of the destination. What is in `known` is taken for a run without a look."""
     runs: list[str] = []
+    refused: list[str] = []
     level, left, complete = [""], MOST_FOLDERS, True
     for _ in range(MOST_LEVELS + 1):
         unknown = [folder for folder in level if folder not in known]
         complete = complete and len(unknown) <= left
-        insides = await _look_into(store, unknown[:left], most=left)
+        insides = await _look_into(store, unknown[:left], refused, most=left)
         left -= len(insides)
         runs += [folder for folder in level if folder in known or (folder in insides and insides[folder] is None)]
         level = [one for folder in sorted(insides) for one in insides[folder] or ()]
         if not level:
             break
-    return FoundRuns(runs=tuple(sorted(runs)), complete=complete and not level)
+    return FoundRuns(runs=tuple(sorted(runs)), complete=complete and not level, refused=tuple(sorted(refused)))
 
 
-async def _look_into(store: StoreReader, folders: Sequence[str], *, most: int) -> dict[str, list[str] | None]:
+async def _look_into(
+    store: StoreReader, folders: Sequence[str], refused: list[str], *, most: int
+) -> dict[str, list[str] | None]:
+    """Return what is in each folder, as `_folders_of`. Adds those to `refused` that the store does not let us list."""
     insides: dict[str, list[str] | None] = {}
 
     async def look(folder: str) -> None:
-        insides[folder] = await _folders_of(store, folder, most)
+        try:
+            insides[folder] = await _folders_of(store, folder, most)
+        except StoreError as error:
+            # Of the destination itself, that is an error like any other.
+            if error.kind is not ErrorKind.ACCESS_DENIED or not folder:
+                raise
+            insides[folder] = []
+            refused.append(folder)
 
     await for_each(folders, look, at_once=_REQUESTS_AT_ONCE)
     return insides

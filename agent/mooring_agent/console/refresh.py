@@ -104,7 +104,7 @@ class KnownRun:
 
 
 class Runs:
-    """All runs of the destination. `error` says why they could not be found again."""
+    """All runs of the destination. `error` says why they could not be found again, `refused` as in `FoundRuns`."""
 
     def __init__(
         self, store: StoreReader, settings: ConsoleSettings, *, clock: Callable[[], float] = time.time
@@ -113,6 +113,7 @@ class Runs:
         self._found: frozenset[str] = frozenset()
         self.found_at: float | None = None
         self.complete = True
+        self.refused: tuple[str, ...] = ()
         self.error = ""
         self.hint = ""
         self._store = store
@@ -151,6 +152,7 @@ class Runs:
             return
         self.error = self.hint = ""
         self.complete = found.complete and len(found.runs) <= MOST_RUNS
+        self.refused = found.refused
         self._found = frozenset(found.runs)
         prefixes = found.runs[:MOST_RUNS]
         self._known = {prefix: self._known.get(prefix) or KnownRun(prefix) for prefix in prefixes}

@@ -49,11 +49,17 @@ async def serve_console(
             )
         )
         reading, left = asyncio.create_task(runs.keep_reading()), asyncio.create_task(leaving.wait())
-        stack.callback(reading.cancel)
-        stack.callback(left.cancel)
+        stack.push_async_callback(_end, reading, left)
         tell(address)
         _log.info("console.serving", version=__version__, address=address, destination=settings.destination)
         # Reading ends by a bug alone, and pages that never change again would hide it.
         await asyncio.wait([reading, left], return_when=asyncio.FIRST_COMPLETED)
         if reading.done():
             reading.result()
+
+
+async def _end(*tasks: asyncio.Task[object]) -> None:
+    """Cancel tasks, and wait until they have left the store alone."""
+    for task in tasks:
+        task.cancel()
+    await asyncio.wait(tasks)
