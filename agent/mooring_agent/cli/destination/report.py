@@ -30,7 +30,7 @@ def report(settings: Settings, as_json: bool) -> None:
     drain, and waiting. DEST is a run's destination, or a prefix that all runs have in common. Reads the ledger that
     agents keep at the destination.
     """
-    runs, unread, found = run_work(settings, _report(settings.store))
+    runs, unread, walk = run_work(settings, _report(settings.store))
     if as_json:
         print_json(
             {
@@ -38,7 +38,7 @@ def report(settings: Settings, as_json: bool) -> None:
                 "runs": [{"run": run or ".", **_as_json(found, run)} for run, found in runs],
                 "together": _as_json(together(found for _, found in runs), None),
                 "unread_objects": unread,
-                "all_runs_found": found.complete and not found.refused,
+                "all_runs_found": walk.complete and not walk.refused,
             }
         )
         return
@@ -47,9 +47,9 @@ def report(settings: Settings, as_json: bool) -> None:
     click.echo("\n".join(_lines(together(found for _, found in runs) if len(runs) > 1 else runs[0][1])))
     if unread:
         click.echo(f"{unread} objects of the ledger cannot be read or are too many, and were left out")
-    for folder in found.refused:
+    for folder in walk.refused:
         click.echo(f"the store does not let us list {printable(folder)}, whose runs are left out")
-    if not found.complete:
+    if not walk.complete:
         click.echo("there are more folders below DEST than were looked into: name a longer prefix to see all runs")
 
 
@@ -57,8 +57,8 @@ async def _report(settings: StoreSettings) -> tuple[list[tuple[str, GoodputRepor
     """Return the report of each run, how many objects could not be read, and what the walk has found."""
     async with opened(settings) as store:
         reports, unread, refusal, anything = [], 0, None, False
-        found = await find_runs(store)
-        for run in found.runs:
+        walk = await find_runs(store)
+        for run in walk.runs:
             # One run after the other: a ledger may have millions of entries.
             ledger = await read_ledger(store, run)
             if ledger.empty:
@@ -74,7 +74,7 @@ async def _report(settings: StoreSettings) -> tuple[list[tuple[str, GoodputRepor
             f"{settings.destination} has no ledger",
             hint="give the destination of a run, or a prefix of several; agents keep a ledger from 0.1.0 on",
         )
-    return reports, unread, found
+    return reports, unread, walk
 
 
 def _run_table(runs: list[tuple[str, GoodputReport]]) -> Iterator[str]:
