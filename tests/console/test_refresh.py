@@ -27,8 +27,8 @@ async def test_a_round_lists_each_running_run_twice_and_reads_only_what_is_new()
     runs = Runs(store, ConsoleSettings(destination="s3://bucket/runs"), clock=lambda: last_at + 60.0)
     await runs.read_all()
     assert len(runs.known) == RUNS
-    # Each folder is looked into once, and its newest marker and its ledger are read.
-    assert store.calls == {"list_folders": 2 + RUNS, "list": 3 * RUNS, "get": 2 * RUNS}
+    # Each folder is looked into once, its weights are listed, and its newest marker and its ledger are read.
+    assert store.calls == {"list_folders": 2 + RUNS, "list": 4 * RUNS, "get": 2 * RUNS}
     store.calls.clear()
     await runs.read_all()
     assert store.calls == {"list_folders": 2, "list": 2 * RUNS}
@@ -40,7 +40,7 @@ async def test_a_round_lists_each_running_run_twice_and_reads_only_what_is_new()
         store.own[folder + key] = body, last_at + 40
     store.calls.clear()
     await runs.read_all()
-    assert store.calls == {"list_folders": 2, "list": 2 * RUNS, "get": 2}
+    assert store.calls == {"list_folders": 2, "list": 2 * RUNS + 1, "get": 2}
     overview = runs.known[folder.removesuffix("/")].overview
     assert overview is not None
     assert overview.recovery is not None

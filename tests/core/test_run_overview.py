@@ -171,6 +171,22 @@ def test_every_save_that_is_not_stored_says_why() -> None:
     assert details.checkpoints[0].state is CheckpointState.LOST
 
 
+def test_a_save_of_which_only_the_weights_are_left_is_not_called_pruned() -> None:
+    life = NotedLife("agent-1")
+    life.start(1000)
+    for step in (100, 200, 300):
+        life.save(1000 + step, 1001 + step, step)
+        life.commit(1002 + step, step)
+    weights = [replace(listed_save(step), weights_only=True) for step in (200, 100, 50)]
+    _, details = overview_of([listed_save(300), listed_save(200)], None, [life.life], weights_only=weights)
+    assert [(row.step, row.state, row.size_bytes) for row in details.checkpoints if row.step != 50] == [
+        (300, CheckpointState.COMMITTED, 10),
+        (200, CheckpointState.COMMITTED, 10),
+        (100, CheckpointState.WEIGHTS_ONLY, None),
+    ]
+    assert {row.state for row in details.checkpoints if row.step == 50} == {CheckpointState.WEIGHTS_ONLY}
+
+
 def test_what_the_listing_does_not_reach_is_not_called_pruned() -> None:
     life = NotedLife("agent-1")
     life.start(1000)

@@ -86,6 +86,17 @@ async def newest_of_run(store: StoreReader, run: str, *, most: int) -> tuple[tup
     return (), True
 
 
+async def weights_of_run(store: StoreReader, run: str, *, most: int) -> tuple[CommittedSave, ...]:
+    """Return up to `most` of the saves of which only the weights are left, newest first. `run` is the run's prefix."""
+    found: list[CommittedSave] = []
+    async for listed in store.list(run + WEIGHTS_PREFIX):
+        if one := weights_only_save(replace(listed, key=listed.key.removeprefix(run))):
+            found.append(one)
+        if len(found) >= most:
+            break
+    return newest_first(found)
+
+
 async def list_step(store: StoreReader, step: int) -> tuple[CommittedSave, ...]:
     """Return the committed checkpoints of one step, newest first."""
     return await in_order(

@@ -16,7 +16,7 @@ import structlog
 
 from mooring_agent.adapters.priority import malloc_trim
 from mooring_agent.catalog.kept_ledger import KeptLedger
-from mooring_agent.catalog.markers import newest_of_run, read_marker
+from mooring_agent.catalog.markers import newest_of_run, read_marker, weights_of_run
 from mooring_agent.catalog.object_reads import DAMAGE, for_each
 from mooring_agent.catalog.runs import find_runs
 from mooring_agent.console.settings import MOST_KEPT_BYTES, MOST_RUNS, ConsoleSettings
@@ -55,6 +55,7 @@ class KnownRun:
         self.is_empty = False
         self.ledger = KeptLedger()
         self._listed: int | None = None
+        self._weights: tuple[CommittedSave, ...] = ()
         self._newest: tuple[str, CommitMarker | None] = ("", None)
         self._details = b""
 
@@ -73,6 +74,8 @@ class KnownRun:
         committed, all_listed = await newest_of_run(store, self.prefix, most=_MARKERS)
         newest = await self._read_newest(store, committed[0]) if committed else None
         listed = hash((committed, newest, all_listed))
+        # A prune that leaves the weights alone takes the commit marker away, so the listing above changes with them.
+        weights = await weights_of_run(store, self.prefix, most=_MARKERS) if listed != self._listed else self._weights
         fresh = await self.ledger.fetch(store, self.prefix, needed=listed != self._listed)
         if fresh is None and listed == self._listed:
             return
@@ -80,13 +83,18 @@ class KnownRun:
         def compute() -> tuple[RunOverview, bytes]:
             self.ledger.add(fresh or ())
             overview, details = overview_of(
-                committed, newest, self.ledger.lives(), all_listed=all_listed, unread=self.ledger.unread
+                committed,
+                newest,
+                self.ledger.lives(),
+                weights_only=weights,
+                all_listed=all_listed,
+                unread=self.ledger.unread,
             )
             return overview, zlib.compress(msgspec.msgpack.encode(details), 6)
 
         overview, self._details = await asyncio.get_running_loop().run_in_executor(executor, compute)
-        self.overview, self._listed = overview, listed
-        self.is_empty = not committed and overview.time is None and not overview.unread
+        self.overview, self._listed, self._weights = overview, listed, weights
+        self.is_empty = not (committed or weights or overview.time or overview.unread)
 
     async def _read_newest(self, store: StoreReader, committed: CommittedSave) -> CommitMarker | None:
         """Return the marker of the newest checkpoint; None if it cannot be read."""

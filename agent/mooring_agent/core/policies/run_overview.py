@@ -6,7 +6,7 @@ empty. Nothing here grows with the age of a run: the newest starts and checkpoin
 
 from bisect import bisect_left
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import Final
 
@@ -39,6 +39,7 @@ class CheckpointState(StrEnum):
 
     COMMITTED = "committed"
     PRUNED = "pruned"
+    WEIGHTS_ONLY = "weights only"
     IN_PROGRESS = "in progress"
     SHED = "shed"
     FAILED = "failed"
@@ -163,18 +164,20 @@ def overview_of(
     newest: CommitMarker | None,
     lives: Iterable[AgentLife],
     *,
+    weights_only: Sequence[CommittedSave] = (),
     all_listed: bool = True,
     unread: int = 0,
 ) -> tuple[RunOverview, RunDetails]:
     """Compute what a run's pages show.
 
     `listed` are the committed saves, newest first: announced checkpoints, or snapshots if there are none. `newest` is
-    the marker of the first of them; None if it cannot be read.
+    the marker of the first of them; None if it cannot be read. Of the saves in `weights_only` a prune has left the
+    weights.
     """
     known = tuple(lives)
     history = run_history(known)
     report = report_goodput(history) if history.starts else None
-    rows = _checkpoint_rows(listed, newest, history, known, all_listed=all_listed)
+    rows = _checkpoint_rows(listed, newest, history, known, weights_only=weights_only, all_listed=all_listed)
     sizes = {row.save: row.size_bytes for row in rows if row.state is CheckpointState.COMMITTED and not row.series}
     last = history.starts[-1] if history.starts else None
     overview = RunOverview(
@@ -281,6 +284,7 @@ def _checkpoint_rows(
     history: RunHistory,
     lives: Iterable[AgentLife],
     *,
+    weights_only: Iterable[CommittedSave],
     all_listed: bool,
 ) -> tuple[CheckpointRow, ...]:
     lost = {entry.save: entry for life in lives for entry in life.entries if isinstance(entry, SaveLost)}
@@ -289,6 +293,10 @@ def _checkpoint_rows(
     lowest = min((one.step for one in listed), default=0)
     last = history.starts[-1] if history.starts else None
     rows = [_listed_row(one, noted.get(one.save), newest) for one in listed]
+    # A prune that was interrupted has left both markers: then it is whole.
+    left = [one for one in weights_only if one.save not in stored]
+    rows += [_weights_row(one, noted.get(one.save)) for one in left]
+    stored |= {one.save for one in left}
     for save in history.saves:
         if save.save in stored:
             continue
@@ -332,6 +340,13 @@ def _listed_row(one: CommittedSave, noted: RunSave | None, newest: CommitMarker 
         stall_seconds=_stall_seconds(noted) if noted else None,
         reason="",
     )
+
+
+def _weights_row(one: CommittedSave, noted: RunSave | None) -> CheckpointRow:
+    row = _listed_row(one, noted, None)
+    # What is left is smaller than what was committed, and the marker is younger than the commit.
+    committed_at = noted.committed_at if noted else None
+    return replace(row, state=CheckpointState.WEIGHTS_ONLY, size_bytes=None, committed_at=committed_at)
 
 
 def _state_of(save: RunSave, lost: SaveLost | None, last: JobStart | None, *, beyond: bool) -> CheckpointState:
