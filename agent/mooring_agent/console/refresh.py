@@ -67,7 +67,7 @@ class KnownRun:
     def details(self) -> RunDetails | None:
         if not self._details:
             return None
-        return msgspec.msgpack.decode(zlib.decompress(self._details), type=RunDetails)
+        return msgspec.json.decode(zlib.decompress(self._details), type=RunDetails)
 
     async def read(self, store: StoreReader, executor: ThreadPoolExecutor) -> None:
         """Read what has changed."""
@@ -90,7 +90,7 @@ class KnownRun:
                 all_listed=all_listed,
                 unread=self.ledger.unread,
             )
-            return overview, zlib.compress(msgspec.msgpack.encode(details), 6)
+            return overview, zlib.compress(msgspec.json.encode(details), 6)
 
         overview, self._details = await asyncio.get_running_loop().run_in_executor(executor, compute)
         self.overview, self._listed, self._weights = overview, listed, weights
