@@ -33,7 +33,7 @@ _AT_ONCE: Final = 4
 """How many short-lived programs run at a time: two cores suffice for them."""
 _ENDING_SECONDS: Final = 60.0
 _REFRESH_SECONDS: Final = 2
-_ABANDONED_AFTER_SECONDS: Final = 120
+_ABANDONED_AFTER_SECONDS: Final = 300
 """Instead of days, so that the run that nobody goes on with can be seen as such."""
 _NAME_WIDTH: Final = max(len(story.name) for story in STORIES)
 
@@ -60,10 +60,10 @@ def show_fleet(*, limit_seconds: float, keep: bool) -> None:
             secret_key=_SECRET_KEY,
             limit_seconds=limit_seconds + 2 * _ENDING_SECONDS,
         )
-        with server as url:
+        with suppress(KeyboardInterrupt), server as url:
             timeline.say(f"an S3 server runs on {url.removeprefix('http://')} (rclone serve s3)")
             fleet = _Fleet(folder, timeline, environment_for(folder, url, _ACCESS_KEY, _SECRET_KEY), limit_seconds)
-            with fleet.console() as pages, suppress(KeyboardInterrupt):
+            with fleet.console() as pages:
                 fleet.introduce(pages)
                 fleet.play()
         timeline.say("all processes have ended")
@@ -100,7 +100,7 @@ class _Fleet:
             raise MooringError(
                 ErrorKind.UNREACHABLE,
                 f"the console did not start: {log.read_text(errors='replace').strip()[-300:]}",
-                hint="what its log says is the reason",
+                hint="start it by `make fleet`, which installs what it needs",
             )
 
     def introduce(self, pages: str) -> None:
