@@ -110,6 +110,12 @@ class Browser:
         self.driver.get("about:blank")
         self.complaints()
 
+    def picture(self, address: str, file: Path) -> None:
+        """Open a page, and save the top of it as a PNG, without scroll bars."""
+        self._command("Emulation.setScrollbarsHidden", hidden=True)
+        self.open(address)
+        self.driver.save_screenshot(str(file))
+
     def _command(self, name: str, **arguments: object) -> None:
         self.driver.execute_cdp_cmd(name, arguments)
 
