@@ -1,11 +1,16 @@
 """The console's objects: off by default, started with flags that it has, with no power and a network of its own."""
 
+import http.client
 import ipaddress
+import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
 from tests.chart.rendering import HelmError, Object, is_of_console, of_kind, render
 from tests.chart.values_matrix import MATRIX
+from tests.servers.process import Daemon, free_port, wait_until
+from tests.servers.server import ACCESS_KEY, SECRET_KEY, Bucket
 
 from mooring_agent.cli.destination.console import console
 from mooring_agent.core.settings.table import setting_fields
@@ -82,6 +87,52 @@ def test_behind_a_proxy_it_is_started_with_what_values_say() -> None:
     assert spec["tolerations"] == PROXY["tolerations"]
     assert spec["nodeSelector"] == {"kubernetes.io/os": "linux", **PROXY["nodeSelector"]}
     assert container_of(render(PROXY))["resources"] == said["resources"]
+
+
+def test_it_serves_with_the_secrets_as_they_are_mounted(
+    rclone_bucket: Bucket, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    values = changed(TOKEN, destination=rclone_bucket.destination, endpointUrl=rclone_bucket.endpoint_url)
+    container = container_of(render(values))
+    secrets = {
+        "credentials": {"AWS_ACCESS_KEY_ID": ACCESS_KEY, "AWS_SECRET_ACCESS_KEY": SECRET_KEY},
+        "token": {"token": "a token that is long enough"},
+    }
+    for name, keys in secrets.items():
+        (tmp_path / name).mkdir()
+        for key, value in keys.items():
+            (tmp_path / name / key).write_text(value)
+        # The mount is all that it has.
+        for key in keys:
+            monkeypatch.delenv(key, raising=False)
+    mounts = {one["mountPath"]: str(tmp_path / one["name"]) for one in container["volumeMounts"]}
+    port = free_port()
+
+    def here(text: str) -> str:
+        for path, folder in mounts.items():
+            text = text.replace(f"={path}/", f"={folder}/") if "=" in text else text.replace(path, folder)
+        return text.replace("=:8400", f"=127.0.0.1:{port}")
+
+    command = [sys.executable, "-m", "mooring_agent", *map(here, container["args"])]
+    console = Daemon(command, tmp_path / "log", {one["name"]: here(one["value"]) for one in container["env"]})
+    try:
+        console.wait_for_port(port)
+        ready = container["readinessProbe"]["httpGet"]["path"]
+        wait_until(lambda: status(port, ready) == 200, "it has looked for runs with the mounted keys")
+        assert status(port, container["livenessProbe"]["httpGet"]["path"]) == 200
+        assert status(port, "/api/runs") == 401
+        assert status(port, "/api/runs", Authorization=f"Bearer {secrets['token']['token']}") == 200
+    finally:
+        console.stop()
+
+
+def status(port: int, path: str, **headers: str) -> int:
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=30)
+    try:
+        connection.request("GET", path, headers=headers)
+        return connection.getresponse().status
+    finally:
+        connection.close()
 
 
 def test_every_flag_of_the_console_is_the_charts_to_set() -> None:
