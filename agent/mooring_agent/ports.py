@@ -363,3 +363,13 @@ class Cluster(Protocol):
 
     async def close(self) -> None:
         """Release connections. Idempotent."""
+
+
+class Workload(Protocol):
+    """What Kueue knows of the run's job."""
+
+    async def boost(self, value: int) -> None:
+        """Set the boost of its priority. Raises ClusterError only. Bounded, and may be cancelled."""
+
+    async def close(self) -> None:
+        """Release connections. Idempotent."""

@@ -10,7 +10,7 @@ from tests.chart.values_matrix import MATRIX
 from tests.fakes.fake_api_server import FakeApiServer
 from tests.servers.tls import Certificate
 
-from mooring_agent.adapters.kubernetes import KubernetesCluster
+from mooring_agent.adapters.kubernetes import JOB_LABEL, KubernetesCluster, KueueWorkload
 from mooring_agent.core.settings.values import ClusterSettings
 from mooring_agent.ports import EventType, PodEvent
 
@@ -62,10 +62,12 @@ async def test_they_are_what_an_agent_does_and_no_more(certificate: Certificate,
 
     with FakeApiServer(namespace="ml", certificate=certificate) as server, ThreadPoolExecutor(1) as executor:
         server.shelf.create("pods", {"metadata": {"name": "trainer-0"}})
+        server.shelf.create("workloads", {"metadata": {"name": "job-a", "labels": {JOB_LABEL: "a-uid"}}})
         server.allowed = allowed
         address = urlsplit(server.url)
         settings = ClusterSettings(
             cluster_events=True,
+            job_uid="a-uid",
             pod_name="trainer-0",
             kubernetes_host=str(address.hostname),
             kubernetes_port=address.port or 0,
@@ -75,5 +77,14 @@ async def test_they_are_what_an_agent_does_and_no_more(certificate: Certificate,
         await cluster.tell(PodEvent(event_type=EventType.WARNING, reason="CheckpointLost", message="lost", at=1e9))
         await cluster.annotate("mooring.dev/last-committed", "step 1")
         await cluster.close()
+        workload = KueueWorkload(settings, executor)
+        await workload.boost(-5)
+        await workload.close()
     assert used == granted
-    assert {group for rule in rules for group in rule["apiGroups"]} == {""}
+    groups = {tuple(rule["resources"]): rule["apiGroups"] for rule in rules}
+    assert groups == {("events",): [""], ("pods",): [""], ("workloads",): ["kueue.x-k8s.io"]}
+
+
+def test_nobody_may_change_what_kueue_knows_unless_that_is_wanted() -> None:
+    rules = of_kind(render({"clusterEvents": {"enabled": True}}), "ClusterRole", NAME)["rules"]
+    assert [rule["resources"] for rule in rules] == [["events"], ["pods"]]

@@ -84,7 +84,11 @@ MATRIX: Final[dict[str, dict[str, Any]]] = {
         },
     },
     "events of some trainers": {
-        "clusterEvents": {"enabled": True, "serviceAccounts": {"research": ["trainer", "eval"], "vision": ["trainer"]}}
+        "clusterEvents": {
+            "enabled": True,
+            "priorityBoost": True,
+            "serviceAccounts": {"research": ["trainer", "eval"], "vision": ["trainer"]},
+        }
     },
     "the console, with a token": {
         "console": {

@@ -103,3 +103,9 @@ def test_a_command_for_events_that_cannot_run_is_refused(command: str) -> None:
     values = {"volume": "/volume", "store.destination": "s3://bucket", "events.event_command": command}
     (problem,) = setting_problems(values)
     assert "event_command" in problem
+
+
+def test_a_priority_boost_without_cluster_events_is_refused() -> None:
+    values = {"volume": "/volume", "store.destination": "s3://bucket", "cluster.priority_boost": 5}
+    assert list(setting_problems(values)) == ["priority_boost needs cluster_events"]
+    assert list(setting_problems({**values, "cluster.cluster_events": True})) == []

@@ -19,6 +19,8 @@ from tests.servers.tls import Certificate
 
 TOKEN: Final = "a-service-accounts-token"
 _SECONDS: Final = 30.0
+# Custom resources know no strategic merge.
+_MERGE_PATCHES: Final = ("application/strategic-merge-patch+json", "application/merge-patch+json")
 _VERBS: Final = {"GET": "get", "POST": "create", "PATCH": "patch"}
 
 
@@ -49,6 +51,7 @@ class FakeApiServer:
         self.shelf = ObjectShelf()
         self.asked: list[Asked] = []
         self.mood = Mood.WELL
+        self.versions: tuple[str, ...] = ("v1", "v1beta1")
         self.allowed: Callable[[str, str, str], bool] = lambda _verb, _resource, _name: True
         self.url = ""
         self._namespace = namespace
@@ -80,7 +83,7 @@ class FakeApiServer:
 
     async def _serve(self) -> None:
         application = web.Application()
-        namespaced = f"/{{version:v1}}/namespaces/{self._namespace}/{{resource}}"
+        namespaced = f"/{{version:v1[a-z0-9]*}}/namespaces/{self._namespace}/{{resource}}"
         for prefix in (f"/api{namespaced}", f"/apis/{{group}}{namespaced}", "/apis/{group}/{version:v1}/{resource}"):
             application.add_routes(
                 [web.route("*", prefix, self._answer), web.route("*", prefix + "/{name}", self._answer)]
@@ -102,8 +105,8 @@ class FakeApiServer:
         await self._runner.cleanup()
 
     async def _answer(self, request: web.Request) -> web.Response:
-        verb = _VERBS.get(request.method, request.method)
         resource, name = request.match_info["resource"], request.match_info.get("name", "")
+        verb = "list" if request.method == "GET" and not name else _VERBS.get(request.method, request.method)
         body = await request.json() if request.can_read_body else None
         match self.mood:
             case Mood.DEAF:
@@ -127,11 +130,15 @@ class FakeApiServer:
             message = f'{resource} "{name}" is forbidden: User "mooring" cannot {verb} resource "{resource}"'
             raise RefusedError(403, "Forbidden", message)
         match verb:
-            case "get":
+            case "get" if name:
                 return self.shelf.get(resource, name)
+            case "list" if request.match_info["version"] in self.versions:
+                return {"items": self.shelf.labelled(resource, request.query.get("labelSelector", ""))}
+            case "list":
+                raise RefusedError(404, "NotFound", "the server could not find the requested resource")
             case "create" if not name:
                 return self.shelf.create(resource, body)
-            case "patch" if request.content_type == "application/strategic-merge-patch+json":
+            case "patch" if request.content_type == _MERGE_PATCHES[resource == "workloads"]:
                 return self.shelf.patch(resource, name, body)
             case _:
                 raise RefusedError(415, "UnsupportedMediaType", f"{verb} {request.content_type}")

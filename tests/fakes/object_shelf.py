@@ -32,6 +32,12 @@ class ObjectShelf:
             raise RefusedError(404, "NotFound", f'{resource} "{name}" not found')
         return copy.deepcopy(found)
 
+    def labelled(self, resource: str, selector: str) -> list[Document]:
+        """Objects with the one label that `selector` names, as `key=value`."""
+        key, _, value = selector.partition("=")
+        found = [one for (kind, _), one in self._objects.items() if kind == resource]
+        return copy.deepcopy([one for one in found if one["metadata"].get("labels", {}).get(key) == value])
+
     def create(self, resource: str, content: Mapping[str, Any]) -> Document:
         name = content["metadata"]["name"]
         if (resource, name) in self._objects:

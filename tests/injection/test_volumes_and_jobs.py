@@ -1,6 +1,7 @@
 """Where the checkpoints lie in a pod, and which place the pod has in its job."""
 
 import re
+from dataclasses import replace
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ from tests.injection.promises import (
     OURS,
 )
 from tests.injection.small_pods import (
+    ASKED,
     container,
     mutated,
     pod,
@@ -215,6 +217,26 @@ class TestJobs:
         assert sorted(int(rank or "") for rank in found) == list(range(12))
         assert len(set(found.values())) == 12
         assert found["0"] == "node-0-0"
+
+    @pytest.mark.parametrize(
+        ("more", "job_uid"),
+        [
+            ({"labels": {f"{_JOBSET}jobset-uid": "a-b", "batch.kubernetes.io/controller-uid": "c-d"}}, "a-b"),
+            ({"labels": {"batch.kubernetes.io/controller-uid": "c-d"}}, "c-d"),
+            ({"ownerReferences": [{"kind": "PyTorchJob", "uid": "e-f", "controller": True}]}, "e-f"),
+            ({}, None),
+        ],
+    )
+    def test_an_agent_that_tells_kueue_knows_the_uid_of_its_job(
+        self, more: dict[str, Any], job_uid: str | None
+    ) -> None:
+        before = pod()
+        before["metadata"] |= more
+        tells = {"MOORING_CLUSTER_EVENTS": "true"}
+        asked = replace(ASKED, settings={**tells, "MOORING_PRIORITY_BOOST": "100"})
+        assert variables(mutated(before, asked), "mooring-agent").get("MOORING_JOB_UID") == job_uid
+        asked = replace(ASKED, settings=tells)
+        assert "MOORING_JOB_UID" not in variables(mutated(before, asked), "mooring-agent")
 
     @pytest.mark.parametrize(("group", "worker", "late"), [("1", "0", "group-index"), ("0", "1", "worker-index")])
     def test_labels_that_another_webhook_writes_after_ours_change_nothing(

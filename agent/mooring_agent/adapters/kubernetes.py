@@ -1,4 +1,7 @@
-"""Client of Kubernetes' API: REST calls with the pod's service account, Events and annotations of the agent's pod."""
+"""Client of Kubernetes' API: REST calls with the pod's service account.
+
+By them: Events and annotations of the agent's pod, and the Workload by which Kueue queues and preempts the pod's job.
+"""
 
 import asyncio
 import json
@@ -9,6 +12,7 @@ from concurrent.futures import Executor
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Final
+from urllib.parse import quote, urlencode
 
 import aiohttp
 
@@ -201,3 +205,71 @@ class KubernetesCluster:
 
     async def _namespace(self) -> str:
         return self._settings.pod_namespace or (await self._api_server.read("namespace")).strip()
+
+
+BOOST_ANNOTATION: Final = "kueue.x-k8s.io/priority-boost"
+JOB_LABEL: Final = "kueue.x-k8s.io/job-uid"
+# Newer releases of Kueue serve both, older ones the second alone.
+_VERSIONS: Final = ("v1beta2", "v1beta1")
+_PLAIN_MERGE_PATCH: Final = "application/merge-patch+json"
+
+
+class KueueWorkload:
+    """`ports.Workload` by the API server. `executor` reads the service account's files."""
+
+    def __init__(self, settings: ClusterSettings, executor: Executor) -> None:
+        self._settings = settings
+        self._job_uid = settings.job_uid or settings.pod_uid
+        self._api_server = ApiServer(
+            settings.kubernetes_host,
+            settings.kubernetes_port,
+            Path(settings.service_account_directory),
+            executor,
+            call_seconds=_CALL_SECONDS,
+            hint="give the pod's service account a Role that may list and patch Kueue's workloads",
+            without=", or set priority_boost to 0",
+        )
+        self._path = ""
+
+    async def boost(self, value: int) -> None:
+        """Set the Workload's annotation. Raises ClusterError; NOT_FOUND: Kueue does not manage this job."""
+        if not self._path:
+            self._path = await self._find()
+        content = {"metadata": {"annotations": {BOOST_ANNOTATION: str(value)}}}
+        try:
+            await self._api_server.call("PATCH", self._path, content, _PLAIN_MERGE_PATCH)
+        except ClusterError as error:
+            if error.kind is ErrorKind.NOT_FOUND:
+                # Kueue may make another one for the same job.
+                self._path = ""
+            raise
+
+    async def close(self) -> None:
+        await self._api_server.close()
+
+    async def _find(self) -> str:
+        namespace = self._settings.pod_namespace or (await self._api_server.read("namespace")).strip()
+        query = urlencode({"labelSelector": f"{JOB_LABEL}={self._job_uid}", "limit": "1"})
+        for version in _VERSIONS:
+            path = f"/apis/kueue.x-k8s.io/{version}/namespaces/{namespace}/workloads"
+            try:
+                found = await self._api_server.call("GET", f"{path}?{query}")
+            except ClusterError as error:
+                if error.kind is ErrorKind.NOT_FOUND and version != _VERSIONS[-1]:
+                    continue
+                raise
+            if name := _first_name(found):
+                return f"{path}/{quote(name, safe='')}"
+            break
+        raise ClusterError(
+            ErrorKind.NOT_FOUND,
+            f"no Workload of Kueue has the label {JOB_LABEL}={self._job_uid}",
+            hint="set priority_boost for jobs that Kueue manages, and the uid of the job that it manages as job_uid",
+        )
+
+
+def _first_name(found: dict[str, Any]) -> str:
+    try:
+        return str(found["items"][0]["metadata"]["name"])
+    except (LookupError, TypeError):
+        return ""

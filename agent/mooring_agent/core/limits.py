@@ -137,6 +137,7 @@ SETTING_NUMBERS: Final[Mapping[str, int]] = {
     "keep_daily": 36_600,
     "weights_only_after": 10 * 366 * 24 * 3600,
     "kubernetes_port": 65_535,
+    "priority_boost": 2**31 - 1,
     "eviction_threshold_percent": 100,
     "peak_factor": 1_000,
     "nice": 19,

@@ -24,6 +24,7 @@ POD_SOCKET: Final = f"{names.POD_SOCKET_DIRECTORY}/{names.SOCKET}"
 
 
 _CLUSTER_EVENTS: Final = environment_variable("cluster.cluster_events")
+_PRIORITY_BOOST: Final = environment_variable("cluster.priority_boost")
 _FROM_THE_POD: Final = {
     environment_variable("cluster.pod_name"): "metadata.name",
     environment_variable("cluster.pod_namespace"): "metadata.namespace",
@@ -73,7 +74,7 @@ def our_containers(
             # The API server drops an empty value and keeps the name alone.
             *({"name": name, "value": text} if text else {"name": name} for name, text in texts.items()),
             *([dict(attempt)] if attempt else []),
-            *_own_name(spec, injection, findings),
+            *_own_name(metadata, spec, injection, findings),
         ],
         "volumeMounts": [
             place.mount,
@@ -136,7 +137,9 @@ def attempt_entry(
     return {"name": names.ENV_ATTEMPT, "value": text} if text else None
 
 
-def _own_name(spec: Mapping[str, Any], injection: Injection, findings: Findings) -> list[dict[str, Any]]:
+def _own_name(
+    metadata: Mapping[str, Any], spec: Mapping[str, Any], injection: Injection, findings: Findings
+) -> list[dict[str, Any]]:
     """Return the `env` entries that identify the agent's pod, if it is to report checkpoints to Kubernetes."""
     if _CLUSTER_EVENTS not in injection.settings:
         return []
@@ -144,10 +147,13 @@ def _own_name(spec: Mapping[str, Any], injection: Injection, findings: Findings)
         findings.warnings.append(
             "the agent reports nothing to Kubernetes: it has no token, because automountServiceAccountToken is false"
         )
-    return [
+    entries: list[dict[str, Any]] = [
         {"name": name, "valueFrom": {"fieldRef": {"apiVersion": "v1", "fieldPath": path}}}
         for name, path in _FROM_THE_POD.items()
     ]
+    if _PRIORITY_BOOST in injection.settings and (job_uid := job_identity.job_uid(metadata)):
+        entries.append({"name": environment_variable("cluster.job_uid"), "value": job_uid})
+    return entries
 
 
 def _credential_texts(injection: Injection) -> dict[str, str]:

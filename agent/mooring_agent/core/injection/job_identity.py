@@ -81,6 +81,13 @@ def attempt(metadata: Mapping[str, Any]) -> str:
     return _first_word(found)
 
 
+def job_uid(metadata: Mapping[str, Any]) -> str:
+    """Return the uid of the job that a queue would know, such as a JobSet's; empty if nothing tells it."""
+    labels = present(metadata, "labels", {})
+    found = (labels.get(f"{_JOBSET}jobset-uid"), labels.get(f"{_JOB}controller-uid"), _owner(metadata))
+    return _first_word(tuple((uid,) for uid in found))
+
+
 def _first_word(found: tuple[tuple[str | int | None, ...], ...]) -> str:
     """Return the first of the tuples of which all parts are there, as one word that can be part of a key."""
     for parts in found:

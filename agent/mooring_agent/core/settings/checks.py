@@ -49,6 +49,8 @@ def setting_problems(values: Mapping[str, Any]) -> Iterator[str]:
         yield f"recovery_point must be {LEAST_RECOVERY_POINT_SECONDS:g} s or more, or 0 for none"
     if values.get("progress.stuck_exit_code") and not values.get("progress.step_timeout"):
         yield "stuck_exit_code needs step_timeout: without it, nothing counts as stuck"
+    if values.get("cluster.priority_boost") and not values.get("cluster.cluster_events"):
+        yield "priority_boost needs cluster_events"
     yield from _receiver_problems(values)
     yield from _impossible_sizes(values)
     if values.get("attempt"):

@@ -207,6 +207,13 @@ class ClusterSettings:
         "trainers), and the newest committed checkpoint in its annotation mooring.dev/last-committed. The pod's "
         "service account needs permission to create events and to patch pods; the agent skips what is forbidden.",
     ] = False
+    priority_boost: Annotated[
+        int,
+        "How far Kueue takes the job below its own priority just after a commit, when preempting it costs least; it "
+        "rises again as uncommitted work grows. Needs cluster_events, and permission to list and patch workloads; 0: "
+        "off.",
+    ] = 0
+    job_uid: Annotated[str, "Uid of the job that Kueue manages; empty: the pod's."] = ""
     pod_name: Annotated[str, "The pod's name; empty: POD_NAME."] = ""
     pod_namespace: Annotated[str, "The pod's namespace; empty: POD_NAMESPACE, or the service account's."] = ""
     pod_uid: Annotated[str, "The pod's uid; empty: POD_UID. kubectl describe shows Events by it."] = ""

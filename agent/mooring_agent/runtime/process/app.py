@@ -43,6 +43,7 @@ from mooring_agent.runtime.monitors.other_writers import OtherWriters
 from mooring_agent.runtime.monitors.preemption import preemption_watcher
 from mooring_agent.runtime.monitors.ranks import LiveRanks, save_requester, termination_canceller
 from mooring_agent.runtime.monitors.unannounced import UnannouncedRecovery
+from mooring_agent.runtime.monitors.workload_boost import WorkloadBoost, workload_boost
 from mooring_agent.runtime.process.open_volume import claim_volume, volume_journal
 from mooring_agent.runtime.work.announcements import Announcements
 from mooring_agent.runtime.work.dispatcher import Dispatcher
@@ -107,6 +108,7 @@ async def live(
     monitors: Monitors,
     ledger: LedgerWriter,
     news: KubernetesEvents | None,
+    boost: WorkloadBoost | None,
 ) -> int:
     """Run everything that lives as long as the agent; return the exit code of the core's Exit."""
     async with asyncio.TaskGroup() as tasks:
@@ -129,6 +131,8 @@ async def live(
         tasks.create_task(ledger.last_words(exit_command, program_failed=monitors.program_failed))
         if news is not None:
             tasks.create_task(news.last_words(exit_command.lost))
+        if boost is not None:
+            tasks.create_task(boost.last_words())
     return exit_command.code
 
 
@@ -285,13 +289,18 @@ async def run_agent(settings: Settings, *, fresh: bool = False, parent_pid: int 
         watcher = preemption_watcher(settings.termination, notify=monitors.notice_termination)
         if watcher is not None:
             forever.append(watcher.watch)
+        boost = await stack.enter_async_context(
+            workload_boost(settings, state=lambda: state, clock=clock, executor=monitor_threads)
+        )
+        if boost is not None:
+            forever.append(boost.keep)
         teller = CommitTeller(engine, clock)
         forever += [partial(teller.tell, receiver) for receiver in teller.receivers]
         if news is not None:
             forever += [news.tell, lambda: news.watch_restore(fetches.progress)]
         # Not only with the first upload: a trainer may wait for it, or the grace period may be running.
         store.prepare()
-        return await live(engine, dispatcher, clock, forever, leaving, monitors, ledger, news)
+        return await live(engine, dispatcher, clock, forever, leaving, monitors, ledger, news, boost)
 
 
 async def _obey(signals: "asyncio.Queue[str]", monitors: Monitors) -> None:
